@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PORT = 7860
 PORT_COUNT = 100  # ports tried if none is requested
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")  # reachable from this machine only
-FLUSH_S = 0.5  # for the last lines of runs: Gradio discards pending messages when its queue is closed
+FLUSH_S = 0.5  # time to send the last lines of runs: Gradio discards pending messages when its queue is closed
 PROXIES = "127.0.0.1,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16"  # trusted on a Space to report client addresses
 
 
@@ -90,15 +90,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace, port: int) -> int:
-    set_environment_defaults()  # before torch is imported
+    set_environment_defaults()  # torch reads the variables when it is imported
+    # Imported after the options are checked: these imports take seconds.
+    from specdemo.core.errors import UserError, check_temporary_folder
     from specdemo.native.build import native_library
     from specdemo.worker import run_in_thread
 
-    run_in_thread(native_library)  # compiles during the other imports
-    # Imported after the options are checked: these imports take seconds.
-    from specdemo.core.errors import UserError
-
     try:
+        check_temporary_folder()
+        run_in_thread(native_library)  # compiles during the other imports
         page = _build(args)
     except UserError as error:
         print(error, file=sys.stderr)
@@ -133,7 +133,6 @@ def _close(page: Page) -> None:
 
 
 def _build(args: argparse.Namespace) -> Page:
-    """Return the page. Raise `UserError` for invalid options or environment variables."""
     if "SPACE_ID" in os.environ:
         _install_model()  # a Space installs requirements.txt only
     from specdemo.ui.limits import read_limits
@@ -158,7 +157,6 @@ def _install_model() -> None:
 
 
 def _show_window(url: str, browser: bool) -> bool:
-    """Show the page in a desktop window until it is closed; return False if no window is available."""
     from specdemo.ui import desktop_window
 
     error = desktop_window.show(url) if has_display() else "no display is available"

@@ -1,7 +1,9 @@
-"""Speed against llama.cpp with identical weights: tables `against_llama_cpp*` in docs/performance.md.
+"""Speed against llama.cpp and ik_llama.cpp with identical weights: tables `against_llama_cpp*` in docs/performance.md.
 
-`python -m benchmarks.against_llama_cpp --llama-bench PATH --write`. Needs `llama-bench` and `llama-quantize` in one
-folder and the package `gguf`. Runs of both programs alternate; both use the threads of torch.
+`python -m benchmarks.against_llama_cpp --llama-bench PATH [--ik-llama-bench PATH] --write`. Needs `llama-bench` and
+`llama-quantize` in one folder and the package `gguf`. Runs of all programs alternate; all use the threads of torch.
+ik_llama.cpp has to be built with the AVX-512 options of its CMake files where the CPU supports them. It is compared in
+the stored form of the chat model. The share of the bandwidth counts weights, keys and values in the middle of a run.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,13 +51,14 @@ FORMS = {  # dtype and quantization here, type of llama-quantize
 COLUMNS = {
     "model": "{model}",
     "form": "{form} / {kind}",
-    "context": "{context}",
+    "cell": "{cell}",
     "llama.cpp tokens/s": "{theirs:.0f}",
     "specdemo tokens/s": "{ours:.0f}",
     "ratio": "{ratio:.2f} [{low:.2f}, {high:.2f}]",
+    "bandwidth": "{share}",
+    "ratio to ik_llama.cpp": "{ik}",
 }
-PROMPT = "prompt"  # in place of a context: speed of reading PROMPT_TOKENS tokens
-PROMPT_TOKENS = 512
+READ_BYTES = 512 << 20
 DRAFT_RECIPES = {"ar": {}, "draft": {"gamma": 3}, "nasd": {"gamma": 3}, "suffix": {"gamma": 3}}
 DRAFT_COLUMNS = {
     "recipe": "{recipe}",
@@ -116,27 +119,41 @@ def _interleaved(weight: Tensor, heads: int) -> Tensor:
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-def their_speed(program: Path, file: Path, tokens: int, context: int | str) -> float:
+class Cell(NamedTuple):
+    """Decoding after `length` tokens, or reading a prompt of `length` tokens."""
+
+    length: int
+    is_prompt: bool
+
+    def __str__(self) -> str:
+        return f"{'prompt' if self.is_prompt else 'context'} {self.length:,}"
+
+
+def their_speed(program: Path, file: Path, tokens: int, cell: Cell, is_ik: bool = False) -> float:
     """Return tokens/s of AR decoding, or of reading a prompt, with llama-bench."""
-    work = [PROMPT_TOKENS, 0, 0] if context == PROMPT else [0, tokens, context]
-    counts = [part for pair in zip("pnd", work, strict=True) for part in (f"-{pair[0]}", str(pair[1]))]
-    counts += ["-r", "1", "-t", str(torch.get_num_threads())]
+    if cell.is_prompt:
+        work = ["-p", str(cell.length), "-n", "0"]
+    elif is_ik and cell.length:
+        work = ["-p", "0", "-n", "0", "-gp", f"{cell.length},{tokens}"]
+    else:
+        work = ["-p", "0", "-n", str(tokens), *([] if is_ik else ["-d", str(cell.length)])]
+    counts = [*work, "-r", "1", "-t", str(torch.get_num_threads())]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}  # its defaults
     command = [program, "-m", file, *counts, "-o", "json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600, env=environment)
     if done.returncode:
         raise UserError(f"{program.name} failed ({done.stderr.strip().splitlines()[-1:]}): check the build")
-    return float(json.loads(done.stdout)[0]["avg_ts"])
+    return float(json.loads(done.stdout)[-1]["avg_ts"])
 
 
-def our_speed(engine: Engine[Any], cache: Cache, vocab: int, tokens: int, context: int | str) -> float:
+def our_speed(engine: Engine[Any], cache: Cache, vocab: int, tokens: int, cell: Cell) -> float:
     """Return passes/s of single rows with greedy choice of the next token, or tokens/s of reading a prompt."""
     cache.keep(0)
-    token, held = 1, PROMPT_TOKENS if context == PROMPT else int(context)
+    token, held = 1, cell.length
     start = time.perf_counter()
     if held:
         engine.run([Entry(cache, [i % vocab for i in range(held)], 0, Draft())])
-    if context == PROMPT:
+    if cell.is_prompt:
         return held / (time.perf_counter() - start)
     start = time.perf_counter()
     for i in range(tokens):
@@ -173,14 +190,26 @@ def compare_form(
     release_memory()
     loaded, records = load(spec), []
     engine = engine_of(loaded.model)
-    cache = engine.open()
-    for context in (*options.context, PROMPT):
-        pairs = []
+    cache, memory = engine.open(), torch.ones(READ_BYTES // 4)
+    ik = options.ik_llama_bench if form == "stored" else None
+    for cell in (*(Cell(n, False) for n in options.context), *(Cell(n, True) for n in options.prompt)):
+        speeds, ik_ratios, shares = [], [], []
         for _ in range(options.rounds):
-            theirs = their_speed(options.llama_bench, file, options.tokens, context)
-            pairs.append((our_speed(engine, cache, loaded.vocab_size, options.tokens, context), theirs))
-        records.append({"model": name, "form": form, "kind": kind, "context": context, **_figures(pairs)})
-        print(COLUMNS["ratio"].format(**records[-1]), form, context, file=sys.stderr, flush=True)
+            theirs = their_speed(options.llama_bench, file, options.tokens, cell)
+            ours = our_speed(engine, cache, loaded.vocab_size, options.tokens, cell)
+            speeds.append((ours, theirs))
+            start = time.perf_counter()
+            memory.sum()
+            bandwidth = READ_BYTES / (time.perf_counter() - start)
+            cache.keep(cell.length + options.tokens // 2)
+            shares.append((engine.weight_bytes + cache.kv_bytes) * ours / bandwidth)
+            if ik:
+                ik_ratios.append(ours / their_speed(ik, file, options.tokens, cell, is_ik=True))
+        share = "" if cell.is_prompt else f"{statistics.median(shares):.2f}"
+        ratio = "{:.2f} [{:.2f}, {:.2f}]".format(statistics.median(ik_ratios), *interval(ik_ratios)) if ik else ""
+        record = {"model": name, "form": form, "kind": kind, "cell": str(cell), "share": share, "ik": ratio}
+        records.append(record | _figures(speeds))
+        print(COLUMNS["ratio"].format(**records[-1]), form, cell, share, ratio, file=sys.stderr, flush=True)
     return records
 
 
@@ -197,7 +226,7 @@ def compare_drafts(file: Path, options: argparse.Namespace) -> list[dict[str, An
     prompts = [prompt.text for prompt in load_prompts(("code",))]
     common = {"pair": "bundled", "temperature": 0.0, "max_tokens": options.tokens, "device": "cpu"}
     for i in range(options.rounds + 1):
-        theirs = their_speed(options.llama_bench, file, options.tokens, 0)
+        theirs = their_speed(options.llama_bench, file, options.tokens, Cell(0, False))
         for name, values in DRAFT_RECIPES.items():
             run = traced(Recipe(method=name, **common, **values), prompts[i % len(prompts)], pool)
             pairs[name].append((run.metrics["tokens_per_second"], theirs))
@@ -210,7 +239,8 @@ def study(options: argparse.Namespace) -> None:
         at_least_one(name, getattr(options, name))
     if not options.llama_bench.is_file():
         raise UserError(f"{options.llama_bench} is not a file: build llama.cpp and pass --llama-bench PATH")
-    options.command = options.command.replace(str(options.llama_bench), "PATH")
+    for path in filter(None, (options.llama_bench, options.ik_llama_bench)):
+        options.command = options.command.replace(str(path), "PATH")
     records = []
     for name in options.model:
         if name == "bundled":
@@ -233,11 +263,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run the study."""
     parser = study_parser(__file__, __doc__, TABLES)
     parser.add_argument("--llama-bench", type=Path, required=True, metavar="PATH")
+    parser.add_argument("--ik-llama-bench", type=Path, metavar="PATH")
     parser.add_argument(
         "--model", nargs="+", default=["bundled", "llama-300m", CHAT_PAIR], choices=["bundled", CHAT_PAIR, *SHAPES]
     )
     parser.add_argument("--form", nargs="+", default=list(FORMS), choices=FORMS)
-    parser.add_argument("--context", nargs="+", type=int, default=[0, 512])
+    parser.add_argument("--context", nargs="+", type=int, default=[0, 512, 2048])
+    parser.add_argument("--prompt", nargs="+", type=int, default=[512, 2048, 4500])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     return run_study(study, parser, arguments)

@@ -1,4 +1,4 @@
-"""The chat model in several forms: tables `chat-equality`, `chat-forms` and `chat-drafters` in docs/models.md.
+"""The chat model in several forms: tables `chat-equality`, `chat-activations`, `chat-forms` and `chat-drafters`.
 
 `python -m benchmarks.chat_model --write`. The form `Q4_1` is the stored file; the others are converted from its
 dequantised weights. Greedy texts are compared with `transformers` in float32, and with llama.cpp (8-bit activations) if
@@ -14,10 +14,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -28,12 +28,13 @@ from specdemo.core.errors import UserError
 from specdemo.core.metrics import interval
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
+from specdemo.models.spec import ACTIVATION_BITS
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
-from specdemo.prompts import Prompt, load_prompts
+from specdemo.prompts import Prompt, alternate_classes, load_prompts
 from specdemo.recipe import Recipe
 
 MODELS = "docs/models.md"
-TABLES = {"chat-equality": MODELS, "chat-forms": MODELS, "chat-drafters": MODELS}
+TABLES = dict.fromkeys(("chat-equality", "chat-activations", "chat-forms", "chat-drafters"), MODELS)
 STORED = "Q4_1"
 FORMS = {"float32": ("float32", "none"), "bf16": ("bfloat16", "none"), "int8": ("auto", "int8"), "nf4": ("auto", "nf4")}
 DRAFTERS = ("int8", "nf4")
@@ -45,6 +46,15 @@ EQUALITY_COLUMNS = {
     "tokens": "{tokens:,}",
     "equal texts": "{equal}",
     "margins of the logits at the first differences": "{margins}",
+}
+ACTIVATION_COLUMNS = {
+    "activations": "{bits} bits",
+    "text": "{text}",
+    "tokens": "{tokens:,}",
+    "perplexity": "{perplexity:.3f}",
+    "change": "{change:+.2%}",
+    "KL divergence": "{divergence:.5f}",
+    "other most probable token": "{differing:.1%}",
 }
 FORM_COLUMNS = {
     "form": "{form}",
@@ -64,6 +74,9 @@ DRAFTER_COLUMNS = {
 }
 
 
+Texts: TypeAlias = list[tuple[list[int], int]]  # tokens, and the number of the first predicted token
+
+
 @dataclass(frozen=True)
 class Forms:
     """Folder of the dequantised checkpoint, and a pool."""
@@ -75,9 +88,9 @@ class Forms:
         """Return a chat recipe for a target in `form`."""
         common = {"chat": True, "top_p": 1.0, "device": "cpu", **values}
         if form == STORED:
-            return Recipe(pair=CHAT_PAIR, **common)
+            return replace(Recipe(), pair=CHAT_PAIR, **common)
         dtype, quantization = FORMS[form]
-        return Recipe(target=str(self.folder), dtype=dtype, quantization=quantization, **common)
+        return replace(Recipe(), target=str(self.folder), dtype=dtype, quantization=quantization, **common)
 
 
 def save_dequantised(folder: Path) -> None:
@@ -99,10 +112,7 @@ def save_dequantised(folder: Path) -> None:
 
 def chosen_prompts(count: int) -> list[Prompt]:
     """Return `count` prompts of alternating classes."""
-    prompts = load_prompts(chat=True)
-    kinds = list(dict.fromkeys(prompt.kind for prompt in prompts))
-    by_kind = [[prompt for prompt in prompts if prompt.kind == kind] for kind in kinds]
-    return [group[i] for i in range(max(map(len, by_kind))) for group in by_kind][:count]
+    return alternate_classes(load_prompts(chat=True))[:count]
 
 
 def equality(forms: Forms, prompts: Sequence[Prompt], options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -163,7 +173,7 @@ def llama_cpp_text(program: Path, prompt: str, tokens: int) -> str:
     return text if ended else done.stdout.removesuffix("\n\n")
 
 
-def perplexity(model: CachedModel, texts: Sequence[tuple[list[int], int]]) -> float:
+def perplexity(model: CachedModel, texts: Texts) -> float:
     """Return exp of the mean cross entropy of each text after its first tokens."""
     nats, count = 0.0, 0
     for text, start in texts:
@@ -173,28 +183,61 @@ def perplexity(model: CachedModel, texts: Sequence[tuple[list[int], int]]) -> fl
     return math.exp(nats / count)
 
 
+def documents(tokenizer: Any) -> Texts:
+    """Return the first tokens of the documents of the program."""
+    paths = sorted(ROOT.glob("docs/*.md"))
+    return [(tokenizer.encode(path.read_text("utf-8"))[:CONTEXT], 1) for path in paths]
+
+
+def sampled_answers(pool: ModelPool, prompts: Sequence[Prompt], tokens: int) -> Texts:
+    """Return answers of the stored form at temperature 1."""
+    recipe = Recipe(pair=CHAT_PAIR, chat=True, top_p=1.0, device="cpu", method="ar", temperature=1.0, max_tokens=tokens)
+    runs = (traced(recipe, prompt.text, pool) for prompt in prompts)
+    return [([*run.header.prompt_tokens, *run.tokens], len(run.header.prompt_tokens)) for run in runs]
+
+
+def measure_activations(prompts: Sequence[Prompt], tokens: int) -> list[dict[str, Any]]:
+    """Compare the distributions of all widths of activations with those of the first width."""
+    pool = ModelPool()
+    target = Recipe(pair=CHAT_PAIR, method="ar", device="cpu").target_spec
+    models = {bits: pool.take(replace(target, activations=bits)) for bits in ACTIVATION_BITS}
+    first = next(iter(models.values()))
+    texts = {"documents": documents(first.tokenizer), "answers": sampled_answers(pool, prompts, tokens)}
+    records: list[dict[str, Any]] = []
+    for name, samples in texts.items():
+        totals = {bits: [0.0, 0.0, 0.0] for bits in models}  # nats, divergence, differing tokens
+        for text, start in samples:
+            rows = {
+                bits: CachedModel(loaded.model).read(text)[start - 1 : -1].float().log_softmax(-1)
+                for bits, loaded in models.items()
+            }
+            exact, following = next(iter(rows.values())), torch.tensor(text[start:])[:, None]
+            for bits, logs in rows.items():
+                totals[bits][0] -= float(logs.gather(1, following).sum())
+                totals[bits][1] += float((exact.exp() * (exact - logs)).sum())
+                totals[bits][2] += float((exact.argmax(-1) != logs.argmax(-1)).sum())
+        count = sum(len(text) - start for text, start in samples)
+        base = math.exp(next(iter(totals.values()))[0] / count)
+        for bits, (nats, divergence, differing) in totals.items():
+            perplexity = math.exp(nats / count)
+            figures = {"perplexity": perplexity, "change": perplexity / base - 1, "divergence": divergence / count}
+            records.append({"bits": bits, "text": name, "tokens": count, "differing": differing / count, **figures})
+    return records
+
+
 def measure_forms(forms: Forms, prompts: Sequence[Prompt], tokens: int) -> list[dict[str, Any]]:
     """Return size, perplexity and AR speed of every form."""
     names = [STORED, *FORMS]
-    sampled = {
-        prompt.name: traced(
-            forms.recipe(STORED, method="ar", temperature=1.0, max_tokens=tokens), prompt.text, forms.pool
-        )
-        for prompt in prompts
-    }
-    answers = [([*run.header.prompt_tokens, *run.tokens], len(run.header.prompt_tokens)) for run in sampled.values()]
+    answers = sampled_answers(forms.pool, prompts, tokens)
     speeds: dict[str, list[float]] = {name: [] for name in names}
-    records, documents = {}, []
+    records = {}
     for name in names:
         loaded = forms.pool.take(forms.recipe(name, method="ar").target_spec)
-        if not documents:
-            for path in sorted(ROOT.glob("docs/*.md")):
-                documents.append((loaded.tokenizer.encode(path.read_text("utf-8"))[:CONTEXT], 1))
         scorer = CachedModel(loaded.model)
         records[name] = {
             "form": name,
             "mb": loaded.weight_bytes / 1e6,
-            "documents": perplexity(scorer, documents),
+            "documents": perplexity(scorer, documents(loaded.tokenizer)),
             "answers": perplexity(scorer, answers),
         }
     for prompt in (prompts[0], *prompts):
@@ -250,6 +293,10 @@ def study(options: argparse.Namespace) -> None:
     if options.llama_completion:
         options.command = options.command.replace(str(options.llama_completion), "PATH")
     prompts = chosen_prompts(options.prompts)
+    if "activations" in options.part:
+        publish(options, "chat-activations", ACTIVATION_COLUMNS, measure_activations(prompts, options.max_tokens))
+    if options.part == ["activations"]:
+        return
     with tempfile.TemporaryDirectory() as place:
         forms = Forms(Path(place), ModelPool())
         save_dequantised(forms.folder)
@@ -264,7 +311,7 @@ def study(options: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run the study."""
     parser = study_parser(__file__, __doc__, TABLES)
-    parts = ["equality", "forms", "drafters"]
+    parts = ["equality", "activations", "forms", "drafters"]
     parser.add_argument("--part", nargs="+", default=parts, choices=parts)
     parser.add_argument("--llama-completion", type=Path, metavar="PATH")
     parser.add_argument("--prompts", type=int, default=20)

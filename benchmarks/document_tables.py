@@ -10,12 +10,12 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from benchmarks.registry import RUNS
 from benchmarks.tables import publish, run_study, study_parser
-from specdemo import bench
+from specdemo.bench import measure, table
 from specdemo.bench.baselines import BASELINES
 from specdemo.bench.equality import EqualityResult, prompt_prefixes, prove
 from specdemo.cli.commands import at_least_one
@@ -23,7 +23,7 @@ from specdemo.core.errors import check_name
 from specdemo.core.metrics import interval
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import find_device
-from specdemo.models.zoo import CHAT_PAIR
+from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
 
@@ -43,11 +43,10 @@ METHODS = ("draft", "nasd", "suffix", "hybrid", "tree", "self", "lookahead")
 POLICY_NAMES = ("fixed", "auto", "dynamic", "heuristic", "egag", "adaedl", "svip", "confidence", "path")
 FAMILIES = {"ar": "generate", "draft": "assisted", "nasd": "prompt lookup", "suffix": "prompt lookup"}
 README_ROWS = (("code", "hybrid", 0), ("repetitive", "suffix", 0), ("code", "draft", 1))
-CHAT_README_METHOD = "suffix"
 
 Record = dict[str, Any]
 SPEEDUP = {"speed-up": "{speedup}", "95 %": "{interval}"}
-ACCEPTANCE = {"acc/drafted": "{acceptance_rate}", "alpha": "{alpha}", "tokens/pass": "{tokens_per_pass}"}
+ACCEPTANCE = {"acc/drafted": "{acceptance_rate}", "mean overlap": "{mean_beta}", "tokens/pass": "{tokens_per_pass}"}
 SAME_TEXT, SLOWER = {"same text": "{same_text}"}, {"slower on": "{slower}"}
 SPEED = {"tokens/s": "{tokens_per_second}"}
 FIRST_TOKEN = {"first token ms": "{ttft}"}
@@ -88,7 +87,7 @@ def ratio(value: float | None, limits: Sequence[float] | None) -> str:
     return "-" if value is None or limits is None else f"{value:.2f} [{limits[0]:.2f}, {limits[1]:.2f}]"
 
 
-def cells(row: bench.BenchRow) -> dict[str, str]:
+def cells(row: table.BenchRow) -> dict[str, str]:
     """Return the formatted fields of a row."""
     formatted = {f.name: getattr(row, f.name) for f in fields(row)}
     formatted = {name: number(value) for name, value in formatted.items() if value is None or isinstance(value, float)}
@@ -108,16 +107,22 @@ def cells(row: bench.BenchRow) -> dict[str, str]:
     }
 
 
-def first_of_each_class(count: int, chat: bool = False) -> list[Prompt]:
-    """Return the first `count` prompts of every class."""
-    kinds = dict.fromkeys(prompt.kind for prompt in load_prompts(chat=chat))
+def first_of_each_class(count: int) -> list[Prompt]:
+    """Return the first `count` prompts of every class of texts."""
+    kinds = dict.fromkeys(prompt.kind for prompt in load_prompts())
     return [prompt for kind in kinds for prompt in load_prompts(kinds=[kind])[:count]]
 
 
+def last_of_each_class(count: int) -> list[Prompt]:
+    """Return the last `count` messages of every class of chats."""
+    kinds = dict.fromkeys(prompt.kind for prompt in load_prompts(chat=True))
+    return [prompt for kind in kinds for prompt in load_prompts(kinds=[kind])[-count:]]
+
+
 def measured(recipes: Sequence[Recipe], prompts: Sequence[Prompt], peers: Sequence[str] = ()) -> list[Record]:
-    """Run `bench.measure` to its end and return its records."""
-    records, progress = [], bench.Progress()
-    for item in bench.measure(recipes, prompts, ModelPool(), peers):
+    """Run `measure.measure` to its end and return its records."""
+    records, progress = [], table.Progress()
+    for item in measure.measure(recipes, prompts, ModelPool(), peers):
         if isinstance(item, dict):
             records.append(item)
         else:
@@ -132,29 +137,29 @@ def pooled(records: Sequence[Record]) -> list[Record]:
 
 
 def recipe_grid(max_tokens: int, *varied: Any) -> list[Recipe]:
-    """Return the recipes of `bench.grid` for the bundled pair in float32."""
-    return [Recipe(dtype="float32", max_tokens=max_tokens, **values) for values in bench.grid(*varied)]
+    """Return the recipes of `measure.grid` for the bundled pair in float32."""
+    return [Recipe(dtype="float32", max_tokens=max_tokens, **values) for values in measure.grid(*varied)]
 
 
 def methods(options: argparse.Namespace) -> None:
     """Publish speeds and costs of all methods, over all classes and by class, and the figures of the README."""
     recipes = recipe_grid(options.max_tokens or 64, METHODS, [3], ["fixed"], [0.0, 1.0])
     records = measured(recipes, first_of_each_class(options.prompts or 12))
-    bandwidth = bench.copy_bandwidth(find_device(recipes[0].device))
-    rows = [cells(row) for row in bench.table(recipes, pooled(records), bandwidth=bandwidth)]
+    bandwidth = measure.copy_bandwidth(find_device(recipes[0].device))
+    rows = [cells(row) for row in table.table(recipes, pooled(records), bandwidth=bandwidth)]
     publish(options, "bench", SPEED_COLUMNS, rows)
     drafting = [row for row, recipe in zip(rows, recipes, strict=True) if recipe.method != "ar"]
     publish(options, "bench-costs", COST_COLUMNS, drafting)
-    by_class = bench.table(recipes, records)
+    by_class = table.table(recipes, records)
     kinds = list(dict.fromkeys(row.kind for row in by_class))
     speedups = {(row.kind, row.lane): row for row in by_class}
-    lanes = [bench.recipe_label(recipe) for recipe in recipes if recipe.method != "ar"]
+    lanes = [measure.recipe_label(recipe) for recipe in recipes if recipe.method != "ar"]
     class_rows = [{"lane": lane, **{k: cells(speedups[k, lane])["ratio"] for k in kinds}} for lane in lanes]
     publish(options, "bench-classes", {"recipe": "{lane}", **{kind: f"{{{kind}}}" for kind in kinds}}, class_rows)
     readme = []
     for kind, method, temperature in README_ROWS:
         lane = next(r for r in recipes if (r.method, r.temperature) == (method, temperature))
-        row = cells(speedups[kind, bench.recipe_label(lane)])
+        row = cells(speedups[kind, measure.recipe_label(lane)])
         readme.append({**row, "method": method, "temperature": temperature})
     publish(options, "bench-readme", README_COLUMNS, readme)
 
@@ -163,20 +168,35 @@ def policies(options: argparse.Namespace) -> None:
     """Publish speeds of all draft-length policies over all classes."""
     recipes = recipe_grid(options.max_tokens or 64, ["draft"], [2, 3, 4], POLICY_NAMES, [0.0, 1.0])
     records = measured(recipes, first_of_each_class(options.prompts or 10))
-    rows = [cells(row) for row in bench.table(recipes, pooled(records))]
+    rows = [cells(row) for row in table.table(recipes, pooled(records))]
     drafting = [row for row, recipe in zip(rows, recipes, strict=True) if recipe.method != "ar"]
     publish(options, "bench-policies", POLICY_COLUMNS, drafting)
 
 
 def chat_classes(options: argparse.Namespace) -> None:
-    """Publish the speed of the chat model without a draft model by class."""
+    """Publish the speed of the chat pair by class and pooled, at its own settings and with suffixes alone.
+
+    The settings were chosen with the first prompts of each class; these are the last.
+    """
     pair = {"pair": CHAT_PAIR, "chat": True, "max_tokens": options.max_tokens or 128}
-    recipes = [Recipe(**pair, **values) for values in bench.grid(["nasd", "suffix"], [4], ["fixed"], [0.0])]
-    records = measured(recipes, first_of_each_class(options.prompts or 6, chat=True))
-    rows = bench.table(recipes, records)
+    settings = PAIRS[CHAT_PAIR].settings
+    recipes = []
+    for temperature in (0.0, settings["temperature"], 1.0):
+        sampling = {"temperature": temperature, "top_p": settings["top_p"] if temperature < 1 else 1.0}
+        methods = [("ar", "fixed"), (settings["method"], settings["policy"])]
+        if not temperature:
+            methods.append(("suffix", "fixed"))
+        own = {**pair, **sampling, "gamma": settings["gamma"]}
+        recipes += [replace(Recipe(), **own, method=method, policy=policy) for method, policy in methods]
+    records = measured(recipes, last_of_each_class(options.prompts or 10))
+    rows = table.table(recipes, [*records, *pooled(records)])
     publish(options, "bench-chat", CHAT_COLUMNS, [cells(row) for row in rows])
-    lane = next(bench.recipe_label(recipe) for recipe in recipes if recipe.method == CHAT_README_METHOD)
-    readme = [{**cells(row), "method": CHAT_README_METHOD, "temperature": 0} for row in rows if row.lane == lane]
+    lanes = {measure.recipe_label(recipe): recipe for recipe in recipes if recipe.method == settings["method"]}
+    readme = [
+        {**cells(row), "method": settings["method"], "temperature": f"{lanes[row.lane].temperature:g}"}
+        for row in rows
+        if row.lane in lanes and (row.kind == "all" or lanes[row.lane].temperature == 0)
+    ]
     publish(options, "chat-readme", README_COLUMNS, readme)
 
 
@@ -196,7 +216,7 @@ def compared_with_peers(
     recipes: Sequence[Recipe], records: Sequence[Record], peers: Sequence[str]
 ) -> Iterator[dict[str, str]]:
     """Yield the row of each lane, with the paired ratio to the fastest baseline of the same family."""
-    rows = bench.table(recipes, records, peers)
+    rows = table.table(recipes, records, peers)
     fastest = {}  # index of the run by family
     for row in rows[len(recipes) :]:
         title = row.lane.removeprefix("transformers ").rpartition(" T=")[0]
@@ -206,7 +226,7 @@ def compared_with_peers(
         if i < len(recipes):
             peer = fastest[FAMILIES[recipes[i].method]]
             pairs = [(record["runs"][i], record["runs"][peer]) for record in records]
-            ratios = [bench.run_speed(ours) / bench.run_speed(theirs) for ours, theirs in pairs]
+            ratios = [table.run_speed(ours) / table.run_speed(theirs) for ours, theirs in pairs]
             to_peer = ratio(statistics.median(ratios), interval(ratios))
         yield {**cells(row), "to_peer": to_peer}
 

@@ -32,10 +32,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.runs import StepTotals, cloud_service, percentile, run_module, step_totals, traced
+from benchmarks.runs import StepTotals, cloud_service, run_module, step_totals, traced
 from benchmarks.tables import Study, publish, study_command
-from specdemo.core.decode import Verifier, decode
-from specdemo.core.step import Draft, Step, Verdict
+from specdemo.bench.calibration import SignalRecorder
+from specdemo.core.decode import decode
+from specdemo.core.metrics import percentile
+from specdemo.core.step import Step
 from specdemo.core.theory import best_gamma_over, expected_tokens
 from specdemo.models.engines.llama_weights import with_dropout
 from specdemo.models.kv_cache import CachedModel
@@ -45,7 +47,7 @@ from specdemo.pipeline import build_pipeline
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
 from specdemo.remote.config import ENCODINGS, MODES, CloudConfig
-from specdemo.remote.gates import PASSES, GatedVerifier, RecordingPolicy, mc_dropout, signals
+from specdemo.remote.gates import PASSES, GatedVerifier, RecordingPolicy, mc_dropout
 
 TABLES = dict.fromkeys(("gates", "link", "modes", "traffic"), "docs/edge-cloud.md")
 
@@ -66,7 +68,7 @@ LINK_COLUMNS = {
     "RTT ms": "{rtt_ms:.0f}",
     "length": "{length}",
     "gamma": "{gamma:.1f}",
-    "alpha": "{alpha:.2f}",
+    "mean overlap": "{alpha:.2f}",
     "tokens/step": "{tokens_per_step:.2f}",
     "step without RTT, ms": "{step_ms:.1f}",
     "S_net": "{s_net:.1f}",
@@ -108,22 +110,6 @@ TRAFFIC_COLUMNS = {
 }
 
 
-class LocalTarget:
-    """Local verifier in place of the cloud that records the signals of all drafts."""
-
-    def __init__(self, verifier: Verifier, policy: RecordingPolicy, variance: Any) -> None:
-        self._verifier, self._policy, self._variance = verifier, policy, variance
-        self.signals: dict[str, list[float]] = {name: [] for name in SIGNAL_NAMES}
-
-    def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
-        """Record the signals and verify."""
-        if draft.tokens:
-            for name, values in signals(self._policy.log_probs, draft).items():
-                self.signals[name] += values
-            self.signals["variance"] += self._variance(tokens, draft)
-        return self._verifier.verify(tokens, draft)
-
-
 class GateStudy:
     """Decoding with the bundled pair and a gate."""
 
@@ -134,11 +120,11 @@ class GateStudy:
         variants = [with_dropout(self._drafter.model, seed) for seed in range(PASSES)]
         self._variance = mc_dropout([CachedModel(model).score for model in variants])
 
-    def run(self, text: str, thresholds: Mapping[str, float]) -> tuple[list[int], list[Step], LocalTarget]:
+    def run(self, text: str, thresholds: Mapping[str, float]) -> tuple[list[int], list[Step], SignalRecorder]:
         """Return the prompt's tokens, the steps, and the target with the recorded signals."""
         pipeline = build_pipeline(self._recipe, self._target, self._drafter)
         policy = RecordingPolicy(pipeline.policy)
-        target = LocalTarget(pipeline.verifier, policy, self._variance)
+        target = SignalRecorder(pipeline.verifier, policy, self._variance)
         variance = self._variance if "variance" in thresholds else None
         verifier = GatedVerifier(target, policy, thresholds, self._max_hard_share, variance=variance)
         tokens = self._target.tokenizer.encode(text)

@@ -17,7 +17,7 @@ import schemathesis
 from schemathesis.generation import GenerationMode
 
 VOCABULARY = int(os.environ["SPECDEMO_VOCABULARY"])
-RULES = ("rejection", "match", "coupled", "top1", "ratio", "threshold", "typical")
+RULES = ("rejection", "block", "match", "coupled", "top1", "ratio", "threshold", "typical")
 FLAT = base64.b64encode(b"\x00\x00\x80\x3f" * VOCABULARY).decode()  # row of 1.0, little-endian float32
 MAX_TOKENS = 64  # of a text, for many requests per second
 turns = count()

@@ -27,9 +27,10 @@ import psutil
 
 from app import choose_port
 from benchmarks.page_client import PageClient
-from benchmarks.runs import Trace, cloud_service, percentile, possibly_failed, traced
+from benchmarks.runs import Trace, cloud_service, possibly_failed, traced
 from benchmarks.tables import ROOT, Study, publish, study_command
 from specdemo.core.errors import UserError
+from specdemo.core.metrics import percentile
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe

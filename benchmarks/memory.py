@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.runs import run_module, traced
 from benchmarks.tables import publish, run_study, study_parser
-from specdemo.bench import Progress
+from specdemo.bench.table import Progress
 from specdemo.models.memory import device_bytes, peak_device_bytes, release_memory
 from specdemo.models.memory_plan import plan_spec
 from specdemo.models.model_pool import ModelPool

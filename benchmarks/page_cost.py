@@ -29,13 +29,12 @@ from playwright.sync_api import Browser, Page, expect
 
 from app import choose_port
 from benchmarks.page_client import read_frames, responds
-from benchmarks.pages import CODE, HOST, TracePlayer, chromium, open_group, run, served, set_number, status
-from benchmarks.runs import percentile
+from benchmarks.pages import CODE, HOST, RETURNING, TracePlayer, chromium, open_group, run, served, set_number, status
 from benchmarks.tables import ROOT, Study, publish, study_command
-from specdemo.bench import Progress
+from specdemo.bench.table import Progress
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event, Header, StepEvent
-from specdemo.core.metrics import interval
+from specdemo.core.metrics import interval, percentile
 from specdemo.core.step import Step
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
@@ -127,6 +126,7 @@ def tab(opened: Browser) -> Iterator[Page]:
     """Open an empty tab without cached files."""
     with opened.new_context(viewport={"width": 1280, "height": 900}) as context:
         context.set_default_timeout(TIMEOUT_S * 1000)
+        context.add_init_script(RETURNING)
         yield context.new_page()
 
 
@@ -375,6 +375,7 @@ def frames(options: argparse.Namespace) -> None:
         page = opened.new_page(viewport={"width": 1280, "height": 900})
         devtools = page.context.new_cdp_session(page)
         page.set_default_timeout(600_000)
+        page.add_init_script(RETURNING)
         page.goto(demo.url)
         expect(page.locator("#lane-spec")).to_be_visible()
         page.locator("#compare input").check()

@@ -25,9 +25,20 @@ from specdemo.ui.page import build
 sys.path.insert(0, str(ROOT / "tests"))
 
 from e2e import browser
-from e2e.page_fixtures import ARGS, CODE, open_group, run, set_number, status
+from e2e.page_fixtures import ARGS, CODE, RETURNING, open_group, run, set_number, status
 
-__all__ = ["CODE", "HOST", "TracePlayer", "chromium", "open_group", "run", "served", "set_number", "status"]
+__all__ = [
+    "CODE",
+    "HOST",
+    "RETURNING",
+    "TracePlayer",
+    "chromium",
+    "open_group",
+    "run",
+    "served",
+    "set_number",
+    "status",
+]
 
 HOST = "127.0.0.1"
 TRACE = sorted((ASSETS / "traces").glob("*.jsonl"))[0]
@@ -43,8 +54,8 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def served(pool: ModelPool, **options: Any) -> Iterator[Any]:
-    """Serve the page from this process."""
-    demo = build(pool, **options)
+    """Serve the page from this process; it runs a single lane unless Compare is ticked."""
+    demo = build(pool, compare=False, **options)
     demo.launch(server_name=HOST)
     gc.freeze()  # as in app.py
     try:

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.runs import traced
 from benchmarks.tables import publish, run_study, study_parser
-from specdemo import bench
+from specdemo.bench import measure
 from specdemo.bench.equality import prompt_prefixes
 from specdemo.cli.arguments import given
 from specdemo.cli.commands import at_least_one
@@ -75,7 +75,7 @@ class Comparison:
         """Return all figures as JSON values; costs of a step are in AR passes."""
         return {
             **asdict(self),
-            "lane": bench.recipe_label(self.recipe),
+            "lane": measure.recipe_label(self.recipe),
             "ratio": self.estimate.speedup / self.measured,
             "estimated_cost": self.estimate.tokens_per_pass / self.estimate.speedup,
             "measured_cost": self.measured_tokens_per_pass / self.measured,
@@ -85,7 +85,7 @@ class Comparison:
 def compare(
     estimates: dict[tuple[str, Recipe], Preflight], recipes: Sequence[Recipe], records: Iterable[dict[str, Any]]
 ) -> list[Comparison]:
-    """Compare preflight results with totals over records of `bench.measure` for AR decoding followed by `recipes`."""
+    """Compare preflight results with totals over records of `measure.measure` for AR decoding followed by `recipes`."""
     comparisons, all_records = [], list(records)
     for kind in dict.fromkeys(record["kind"] for record in all_records):
         of_kind = [record["runs"] for record in all_records if record["kind"] == kind]
@@ -112,7 +112,8 @@ def token_accuracy(recipe: Recipe, kinds: Sequence[str], pool: ModelPool, count:
     held_out = [prompt for kind in kinds for prompt in load_prompts(kinds=[kind])[:count]]
     target, _, pipeline = load_comparable(recipe, pool)
     texts, _ = usable_texts(recipe, target, prompts, pipeline.context, len(prompts), math.inf)
-    for method in (name for name, entry in METHODS.items() if entry.preflight):
+    usable = {None, "model", *(("head",) if recipe.head else ())}
+    for method in (name for name, entry in METHODS.items() if entry.preflight and entry.drafter in usable):
         drafting = replace(recipe, method=method)
         target, drafter, pipeline = load_comparable(drafting, pool)
         if is_replayed(drafting):
@@ -182,7 +183,7 @@ def study(options: argparse.Namespace) -> None:
     for temperature in options.temperature:
         recipes = [Recipe(**common, method=method, temperature=temperature) for method in options.method]
         estimates = {(k, r): preflight(r, texts_for(r, [k]), pool) for k in kinds for r in recipes}
-        items = bench.measure([replace(recipes[0], method="ar"), *recipes], prompts, pool, repeat=options.repeat)
+        items = measure.measure([replace(recipes[0], method="ar"), *recipes], prompts, pool, repeat=options.repeat)
         comparisons += compare(estimates, recipes, [item for item in items if isinstance(item, dict)])
     publish(options, "preflight_accuracy", COLUMNS, [comparison.record() for comparison in comparisons])
     target = recipes[0].models[0]

@@ -1,7 +1,7 @@
-"""Record the trace that the page plays at the first visit: an example of assets/examples.json and its AR baseline.
+"""Record the runs that the page plays without a model, each with its AR baseline: the files of assets/traces.
 
-`python -m benchmarks.record_example` needs the pair of the example; `--target FILE` records a model file instead. The
-trace contains the name of the pair, no file names.
+`python -m benchmarks.record_example` records the example of the first visit, `--name` another recording; `--target`
+replaces the target. A trace contains the name of the pair, no file names.
 """
 
 from __future__ import annotations
@@ -14,36 +14,42 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import ROOT, run_study, study_parser
+from benchmarks.tables import run_study, study_parser
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.events import End, Event, Header, Loading
 from specdemo.core.trace import write
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS, PAIRS
+from specdemo.option_effects import settings_of_pair
 from specdemo.recipe import Recipe
 from specdemo.ui.lane import baseline_of
 from specdemo.ui.page import RECORDED_TOP
 
-EXAMPLE = "Rewrite a text"
-OUTPUT = ASSETS / "traces" / "nasd, short answer.jsonl"
+EXAMPLE = "hybrid, short answer"
+STACK = 'class Stack:\n    """A last-in, first-out container."""\n\n    def __init__(self, items=()):'
+LINES = 'def read_lines(path, encoding="utf-8"):\n    """Return the lines of a text file.'
+_CODE: dict[str, Any] = {"pair": "bundled", "top_p": 1.0, "seed": 1, "max_tokens": 96, "gamma": 4}
+# Title of an example, or a prompt, and options
+RECORDINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    EXAMPLE: ("Rewrite a text", {"max_tokens": 80}),
+    "draft, temperature 0.7": (STACK, {**_CODE, "method": "draft", "temperature": 0.7}),
+    "tree, greedy": (LINES, {**_CODE, "method": "tree", "temperature": 0.0}),
+}
 WARM_UPS = 2
 
 
-def recipe_of_example(example: dict[str, Any], options: argparse.Namespace) -> Recipe:
-    """Return the recipe of an example, with the draft length of its pair unless given."""
-    pair = PAIRS.get(example["pair"])
-    gamma = options.gamma or (pair.gamma if pair else Recipe().gamma)
-    models = {"target": options.target} if options.target else {"pair": example["pair"]}
-    names = ("method", "chat", "temperature")
-    return Recipe(
-        **models,
-        **{name: example[name] for name in names},
-        gamma=gamma,
-        top=RECORDED_TOP,
-        max_tokens=options.max_tokens,
-        device=options.device,
-    )
+def recording(name: str, options: argparse.Namespace) -> tuple[Recipe, str]:
+    """Return recipe and prompt of a recording; an example has the settings of its pair."""
+    text, values = RECORDINGS[name]
+    examples = {example["title"]: example for example in json.loads((ASSETS / "examples.json").read_text())["ready"]}
+    if example := examples.get(text):
+        own = {name: example[name] for name in ("method", "chat", "temperature")}
+        values = {**settings_of_pair(PAIRS[example["pair"]], own), "pair": example["pair"], "top_p": 1.0, **values}
+        text = example["prompt"]
+    if options.target:
+        values = {**values, "pair": None, "target": options.target}
+    return replace(Recipe(), **values, top=RECORDED_TOP, device=options.device), text
 
 
 def run(recipe: Recipe, prompt: str, pool: ModelPool) -> Iterator[Event]:
@@ -57,18 +63,15 @@ def run(recipe: Recipe, prompt: str, pool: ModelPool) -> Iterator[Event]:
 
 def study(options: argparse.Namespace) -> None:
     """Write the trace of both lanes, after warm-up runs."""
-    ready = {
-        example["title"]: example for example in json.loads((ASSETS / "examples.json").read_text("utf-8"))["ready"]
-    }
-    check_name("example", options.example, ready)
-    example, pool, lines = ready[options.example], ModelPool(), []
-    recipe = recipe_of_example(example, options)
-    named = {"pair": example["pair"], "target": None, "drafter": None}
+    check_name("recording", options.name, RECORDINGS)
+    recipe, prompt = recording(options.name, options)
+    pool, lines = ModelPool(), []
+    named = {"pair": recipe.pair, "target": None, "drafter": None}
     for lane in (recipe, baseline_of(recipe)):
         for _ in range(WARM_UPS):
-            for _ in run(lane, example["prompt"], pool):
+            for _ in run(lane, prompt, pool):
                 pass
-        for event in run(lane, example["prompt"], pool):
+        for event in run(lane, prompt, pool):
             if isinstance(event, Header):
                 event = replace(event, recipe={**event.recipe, **named})
             if isinstance(event, End):
@@ -80,19 +83,18 @@ def study(options: argparse.Namespace) -> None:
     text = "".join(lines)
     if str(Path.home()) in text or (options.target and options.target in text):
         raise UserError("the trace contains the name of a file: nothing was written")
-    options.output.write_text(text, "utf-8")
-    print(f"{options.output}: {len(text.encode()) / 1000:.0f} kB")
+    output = options.output or ASSETS / "traces" / f"{options.name}.jsonl"
+    output.write_text(text, "utf-8")
+    print(f"{output}: {len(text.encode()) / 1000:.0f} kB")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and record the trace."""
     parser = study_parser(__file__, __doc__)
-    parser.add_argument("--example", default=EXAMPLE, help=f"title of the example (default: {EXAMPLE})")
-    parser.add_argument("--target", help="GGUF file or directory of the target (default: the pair of the example)")
-    parser.add_argument("--gamma", type=int, help="draft length (default: of the pair)")
-    parser.add_argument("--max-tokens", type=int, default=80, help="longest answer (default: 80)")
+    parser.add_argument("--name", default=EXAMPLE, help=f"{', '.join(RECORDINGS)} (default: {EXAMPLE})")
+    parser.add_argument("--target", help="GGUF file or directory of the target (default: that of the pair)")
     parser.add_argument("--device", default="cpu", help="device (default: cpu)")
-    parser.add_argument("--output", type=Path, default=OUTPUT, help=f"(default: {OUTPUT.relative_to(ROOT)})")
+    parser.add_argument("--output", type=Path, help="file (default: the recording in assets/traces)")
     return run_study(study, parser, arguments)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Page, expect
 
-from benchmarks.pages import chromium, served, status
+from benchmarks.pages import RETURNING, chromium, served, status
 from benchmarks.tables import ROOT, run_study, study_parser
 from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
@@ -58,7 +58,6 @@ class Film:
 
 def record(page: Page, film: Film) -> None:
     """Record an example with both lanes, their race, and the inspector on a rejected token."""
-    page.locator("#all-examples button").first.click()
     page.get_by_role("button", name=EXAMPLE).click()
     page.locator("#compare input").check()
     page.locator("#run").click()  # warm-up
@@ -94,6 +93,7 @@ def study(options: argparse.Namespace) -> None:
     leave_a_core()  # as in app.py
     with served(ModelPool()) as demo, chromium() as opened:
         page = opened.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")
+        page.add_init_script(RETURNING)
         page.goto(demo.url)
         expect(page.locator("#lane-spec")).to_be_visible()
         film = Film(page, options.scale)

@@ -40,8 +40,8 @@ RUNS = (
     ),
     TableRun(
         "python -m benchmarks.chat_model --llama-completion PATH --write",
-        ("chat-equality", "chat-forms", "chat-drafters"),
-        6,
+        ("chat-equality", "chat-activations", "chat-forms", "chat-drafters"),
+        7,
     ),
     TableRun("python -m benchmarks.imposed_acceptance --write", ("imposed_acceptance",), 5),
     TableRun("python -m benchmarks.preflight_accuracy --prompts 40 --write", ("preflight_accuracy",), 8),
@@ -58,6 +58,7 @@ RUNS = (
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.edge_cloud link --write", ("link",), 6),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.edge_cloud traffic --write", ("traffic",), 0.5),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.edge_cloud modes --write", ("modes",), 1),
+    TableRun("python -m benchmarks.faults prompt --write", ("long-prompt",), 1.5),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.load soak --write", ("soak",), 2.5),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.load page --write", ("load",), 4),
     TableRun("python -m benchmarks.fuzz --seconds 150 --seed 1 --write", ("fuzz",), 3),

@@ -60,11 +60,6 @@ def possibly_failed(recipe: Recipe, prompt: str, pool: ModelPool, pause_s: float
     return Trace(header, steps, end)
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value at rank `share` (0 to 1)."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
 def run_module(module: str, *arguments: str) -> str:
     """Run a module of this checkout in a new process and return the last line of its output."""
     command = [sys.executable, "-m", module, *arguments]
@@ -86,8 +81,9 @@ class Service:
 
 @contextmanager
 def cloud_service(*options: str) -> Iterator[Service]:
-    """Run the service with `options` on a free local port."""
-    command = [sys.executable, "-m", "specdemo", "serve", "--port", "0", *options]
+    """Run the service with `options` on a free local port, by default with the bundled pair."""
+    models = [] if {"--pair", "--target"} & {*options} else ["--pair", "bundled"]
+    command = [sys.executable, "-m", "specdemo", "serve", "--port", "0", *models, *options]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from specdemo.bench import markdown_table
+from specdemo.bench.table import markdown_table
 from specdemo.cli.arguments import Parser, add_model_options
-from specdemo.cli.commands import run_command
 from specdemo.core.errors import UserError
+from specdemo.native.build import NativeUnavailable, native_library
 
 ROOT = Path(__file__).parents[1]
 
@@ -103,7 +103,11 @@ def run_study(
     threads = os.environ.get("OMP_NUM_THREADS")
     words = [*parser.prog.split(), *(word for word in given if word != "--write")]
     options.command = (f"OMP_NUM_THREADS={threads} " if threads else "") + shlex.join(words)
-    return run_command(lambda options: int(study(options) or 0), options)
+    try:
+        return int(study(options) or 0)
+    except UserError as error:
+        print(f"specdemo: {error}", file=sys.stderr)
+        return 2
 
 
 def publish(
@@ -133,10 +137,14 @@ def replace_table(document: Path, name: str, content: str) -> None:
 
 
 def hardware() -> str:
-    """Return device, cores, torch version and date in a few words."""
+    """Return device, cores, vector extensions of the native engine, torch version and date in a few words."""
     cpuinfo = Path("/proc/cpuinfo")
     name = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
     processor = name[1] if name else platform.processor() or platform.machine()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return ", ".join([processor, f"{cores} cores", *devices, f"torch {torch.__version__}", f"{date.today():%Y-%m-%d}"])
+    library = native_library()
+    vectors = [] if isinstance(library, NativeUnavailable) else [library.vector_extensions().decode()]
+    return ", ".join(
+        [processor, f"{cores} cores", *vectors, *devices, f"torch {torch.__version__}", f"{date.today():%Y-%m-%d}"]
+    )

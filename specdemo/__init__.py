@@ -22,13 +22,13 @@ _EXPORTS = {
     "End": "specdemo.core.events",
     "Header": "specdemo.core.events",
     "Loading": "specdemo.core.events",
-    "LoadedPair": "specdemo.models.loaded_pair",
+    "LoadedPair": "specdemo.loaded_pair",
     "Recipe": "specdemo.recipe",
     "Step": "specdemo.core.step",
     "StepEvent": "specdemo.core.events",
     "UserError": "specdemo.core.errors",
     "generate": "specdemo.generate",
-    "load_pair": "specdemo.models.loaded_pair",
+    "load_pair": "specdemo.loaded_pair",
 }
 __all__ = [*sorted(_EXPORTS), "methods"]
 

@@ -7,7 +7,7 @@ from specdemo import set_environment_defaults
 
 def main() -> int:
     """Set the process-wide environment variables, then run the terminal; return the exit code."""
-    set_environment_defaults()  # before torch is imported
+    set_environment_defaults()  # torch reads the variables when it is imported
     from specdemo.cli import main as run_terminal
 
     return run_terminal()

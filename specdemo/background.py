@@ -39,8 +39,8 @@ class BackgroundTask(Generic[T]):
         shown = None
         try:
             while not future.done():
-                if self._latest is not shown:
-                    shown = self._latest
+                if (latest := self._latest) is not None and latest is not shown:
+                    shown = latest
                     yield shown
                 if not (self._can_park and self._run_slice(future)):
                     wait_for(future, REPORT_INTERVAL_S)

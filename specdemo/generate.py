@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
-from typing import Any, TypeAlias
+from itertools import count
+from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
 
@@ -19,22 +20,27 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
 from specdemo.core.formats import format_bytes
 from specdemo.core.metrics import Metrics
+from specdemo.core.sampling import LogitsProcessor
+from specdemo.core.stop_text import StopTexts
 from specdemo.core.target import Target
 from specdemo.drafters import METHODS
+from specdemo.drafters.prediction import LONGEST_COPY, PredictedText
+from specdemo.loaded_pair import LoadedPair
 from specdemo.models import memory
+from specdemo.models.heads import LoadedDrafter, LoadedHead
 from specdemo.models.load import LoadedModel
-from specdemo.models.loaded_pair import LoadedPair
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.spec import ModelSpec
+from specdemo.models.spec import HeadSpec, ModelSpec
 from specdemo.models.threads import torch_threads
-from specdemo.models.tokenizer import ChatMessage, TextStream, TokenNames, encode_prompt, prompt_text
+from specdemo.models.tokenizer import ChatMessage, TextStream, TokenNames, encode_prompt, prompt_text, token_ids
 from specdemo.pipeline import Pipeline, Stores, build_pipeline, longest_chain
 from specdemo.recipe import Recipe
 from specdemo.remote.gates import PASSES, EdgeVerifier
 from specdemo.remote.target import connect
+from specdemo.remote.word_rules import IsName
 
 CHARACTERS_PER_TOKEN = 3  # rough
-PromptOrChat: TypeAlias = "str | Sequence[ChatMessage]"
+PromptOrChat: TypeAlias = "str | Sequence[ChatMessage] | Sequence[int]"
 
 
 def generate(
@@ -43,10 +49,18 @@ def generate(
     pool: ModelPool | LoadedPair | None = None,
     stores: Stores | None = None,
     drafter: Drafter | None = None,
-) -> Iterator[Event]:
-    """Run `recipe` on `prompt`, which may be a conversation if `recipe.chat` is set.
+    processors: Sequence[LogitsProcessor] = (),
+    names: IsName | None = None,
+    *,
+    prediction: str = "",
+    logprobs: int | None = None,
+) -> Generator[Event]:
+    """Run `recipe` on `prompt`: a text, token ids, or a conversation if `recipe.chat` is set.
 
-    `pool` provides models (default: a new pool), `stores` the n-grams of earlier runs; `drafter` replaces the recipe's.
+    `pool` provides models (default: a new pool), `stores` the n-grams of earlier runs, in a dictionary that runs share;
+    `drafter` replaces the recipe's; `processors` change the logits of every position, see `LogitsProcessor`; `names`
+    recognises names in drafted text for gate `names`; `prediction` is an expected text that is drafted; `logprobs` is
+    the number of alternatives in `Verdict.logprobs`.
     Raises `UserError` before the header; later failures end the run with `End("error")`. Closing the iterator releases
     all resources, without an `End`.
     """
@@ -55,10 +69,30 @@ def generate(
     if isinstance(pool, LoadedPair):
         recipe, pool = pool.bind(recipe), pool.pool
     running = recipe.running
+    if running.ngram_keep and stores is None:
+        raise UserError("ngram_keep has no effect without stores: pass the same dictionary as stores to every run")
     if drafter is not None and not METHODS[running.method].drafts:
         raise UserError(f"method {running.method} does not draft: choose another method to use a drafter with it")
+    if processors and running.cloud is not None:
+        raise UserError("custom logits processors need a local target: omit them, or choose mode off")
+    if names is not None and (running.cloud is None or "names" not in running.cloud.gates):
+        raise UserError("names has no effect without gate names: add names to the gates of a remote target")
+    if logprobs is not None and METHODS[running.method].verifier is not None:
+        raise UserError(f"method {running.method} has no log-probabilities of tokens: choose another method")
+    predicted = None
+    if prediction:
+        if not METHODS[running.method].drafts:
+            raise UserError(f"method {running.method} does not draft: choose another method, or omit the prediction")
+        predicted = partial(_predicted, prediction, recipe.gamma)
+        recipe = replace(recipe, policy="fixed", gamma=max(recipe.gamma, LONGEST_COPY))
+    pool = ModelPool() if pool is None else pool
+    resources = Resources(pool, stores, drafter, tuple(processors), names, predicted, logprobs)
     run = run_local if running.cloud is None else run_edge_cloud
-    yield from run(recipe, prompt, Resources(ModelPool() if pool is None else pool, stores, drafter))
+    yield from run(recipe, prompt, resources)
+
+
+def _predicted(prediction: str, gamma: int, target: Target, prompt: Sequence[int]) -> PredictedText:
+    return PredictedText(prompt, target.tokenizer.encode(prediction, add_special_tokens=False), gamma)
 
 
 @dataclass(frozen=True)
@@ -68,21 +102,51 @@ class Resources:
     pool: ModelPool
     stores: Stores | None = None  # n-grams of earlier runs
     drafter: Drafter | None = None  # replaces that of the recipe
+    processors: tuple[LogitsProcessor, ...] = ()
+    names: IsName | None = None
+    predict: Callable[[Target, Sequence[int]], PredictedText] | None = None  # predicted answer to a prompt
+    logprobs: int | None = None  # recorded alternatives per token
 
-    def load(self, specs: Mapping[str, ModelSpec], context: int) -> Generator[Event, None, dict[str, LoadedModel]]:
+    def load_head(self, spec: HeadSpec | None) -> Generator[Event, None, LoadedHead | None]:
+        """Load the head unless it is replaced; yield the progress."""
+        if spec is None or self.drafter is not None:
+            return None
+        with closing(self.pool.bring_head(spec)) as loading:
+            for progress in loading:
+                yield Loading(progress.text, progress.done, progress.total)
+        return self.pool.take_head(spec)
+
+    def load(
+        self, specs: Mapping[str, ModelSpec], context: int, head: HeadSpec | None = None
+    ) -> Generator[Event, None, dict[str, LoadedModel]]:
         """Load the models by role, except a drafter that is replaced, for `context` tokens; yield the progress."""
         needed = {role: spec for role, spec in specs.items() if role != "drafter" or self.drafter is None}
-        with closing(self.pool.bring(list(needed.values()), context)) as loading:
+        tapped = head if self.drafter is None else None
+        with closing(self.pool.bring(list(needed.values()), context, tapped)) as loading:
             for progress in loading:
                 yield Loading(progress.text, progress.done, progress.total)
         return {role: self.pool.take(spec) for role, spec in needed.items()}
+
+    def pipeline(
+        self,
+        recipe: Recipe,
+        target: Target,
+        model: LoadedDrafter | None,
+        prompt: str | Sequence[int],
+        tokens: Sequence[int],
+    ) -> Pipeline:
+        """Build the pipeline of a run; an encoder reads `prompt`, drafts continue `tokens`."""
+        prediction = self.predict(target, tokens) if self.predict else None
+        inputs = (self.stores, prompt, self.pool.chats, self.drafter, self.processors)
+        return build_pipeline(recipe, target, model, *inputs, prediction, self.logprobs)
 
 
 def run_local(recipe: Recipe, prompt: PromptOrChat, resources: Resources) -> Iterator[Event]:
     """Run a recipe whose target is in this process."""
     running = recipe.running
-    models = yield from resources.load(running.specs, _context(running, prompt))
-    yield from _run(recipe, running, prompt, resources, models["target"], models.get("drafter"))
+    models = yield from resources.load(running.specs, _context(running, prompt), running.head_spec)
+    head = yield from resources.load_head(running.head_spec)
+    yield from _run(recipe, prompt, resources, models["target"], head or models.get("drafter"))
 
 
 def run_edge_cloud(recipe: Recipe, prompt: PromptOrChat, resources: Resources) -> Iterator[Event]:
@@ -93,58 +157,59 @@ def run_edge_cloud(recipe: Recipe, prompt: PromptOrChat, resources: Resources) -
     edge = (yield from resources.load(edge_specs, _context(running, prompt))).get("drafter")
     yield Loading(f"connecting to the cloud at {running.cloud.remote}")
     hub = resources.pool.hub
-    with closing(connect(running.cloud, running.target_spec, running.seed, edge=edge, hub=hub)) as target:
+    remote = connect(running.cloud, running.target_spec, running.seed, edge=edge, hub=hub)
+    with closing(replace(remote, is_name=resources.names)) as target:
         if target.lost:
             yield Loading("no response from the cloud: the drafter decodes alone")
-        yield from _run(recipe, running, prompt, resources, target, edge)
+        yield from _run(recipe, prompt, resources, target, edge)
 
 
 def _context(recipe: Recipe, prompt: PromptOrChat) -> int:
-    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    texts = [prompt] if isinstance(prompt, str) else [part["content"] for part in prompt if isinstance(part, dict)]
+    tokens = sum(map(len, texts)) // CHARACTERS_PER_TOKEN if texts else len(prompt)
     copies = 1 + PASSES if recipe.cloud and "variance" in recipe.cloud.gates else 1
-    return copies * (sum(map(len, texts)) // CHARACTERS_PER_TOKEN + recipe.max_tokens)
+    return copies * (tokens + recipe.max_tokens)
 
 
 def _run(
-    recipe: Recipe,
-    running: Recipe,
-    prompt: PromptOrChat,
-    resources: Resources,
-    target: Target,
-    model: LoadedModel | None,
+    recipe: Recipe, prompt: PromptOrChat, resources: Resources, target: Target, model: LoadedDrafter | None
 ) -> Iterator[Event]:
+    running = recipe.running
     environment = _environment(target, model)  # measured before the clock starts
-    text, start = prompt_text(target.tokenizer, prompt, running.chat), time.perf_counter()
-    prompt_tokens = encode_prompt(target.tokenizer, text, running.chat, target.vocab_size)
+    text, prompt_tokens, start = _encode(target, prompt, running.chat)
     tokens = target.opening if target.encoder else prompt_tokens  # an encoder's input is not part of the text
     with ExitStack() as opened:
-        chats, proposer = resources.pool.chats, resources.drafter
-        pipeline = build_pipeline(running, target, model, resources.stores, text, chats, proposer)
+        pipeline = resources.pipeline(running, target, model, prompt_tokens if _is_encoded(prompt) else text, tokens)
         opened.callback(pipeline.close)
         if recipe.cloud is not None and recipe.cloud.alone:
             pipeline = replace(pipeline, verifier=EdgeVerifier(pipeline.verifier))
-        room = _room(pipeline, tokens)
-        start += _prepare(pipeline, running, len(tokens), room)
+        free = _free_positions(pipeline, tokens)
+        start += _prepare(pipeline, running, len(tokens), free)
         yield Header(
             recipe=asdict(recipe),
             prompt=text,
             prompt_tokens=tuple(prompt_tokens),
             vocab_size=target.vocab_size,
             exact=recipe.exact,
-            bit_equal=proposer is None and target.bit_equal(longest_chain(running), len(tokens) + running.max_tokens),
+            bit_equal=resources.drafter is None
+            and target.bit_equal(longest_chain(running), len(tokens) + running.max_tokens),
             encoder=target.encoder,
+            cached_tokens=pipeline.target_cache.held(tokens) if pipeline.target_cache else 0,
             environment={**environment, **target.environment},
         )
-        device, metrics, last, failure, exhausted = pipeline.device, Metrics(), None, None, False
-        steps = _steps(pipeline, target, tokens, min(running.max_tokens, room), start, running.first_target)
+        device, exhausted = pipeline.device, False
+        metrics, stops = Metrics(), StopTexts(running.stop_texts)
+        last = failure = None
+        steps = _steps(pipeline, target, tokens, min(running.max_tokens, free), start, running.first_target, stops)
         try:
             for event in steps:
-                metrics, last = event.metrics, event.step.tokens[-1] if event.step.tokens else last
+                if isinstance(event, StepEvent):
+                    metrics, last = event.metrics, event.step.tokens[-1] if event.step.tokens else last
                 yield event
         except (UserError, RuntimeError, MemoryError) as error:  # a failing model ends its run with a message
             failure, exhausted = memory.describe_failure(error), memory.is_out_of_memory(error)
         kv_bytes = pipeline.kv_bytes
-        if exhausted:  # outside the handler: its traceback references tensors
+        if exhausted:  # freeing memory inside the handler would fail: its traceback references tensors
             opened.close()
             del pipeline, steps
             resources.pool.recover()
@@ -152,22 +217,34 @@ def _run(
         if failure is not None:
             yield End("error", failure, metrics)
             return
-        full = metrics.tokens == room < running.max_tokens
-        yield End("stop" if last in target.stop else "length", None, metrics, _peak(device, kv_bytes), full)
+        full = metrics.tokens == free < running.max_tokens
+        store = getattr(pipeline.drafter, "store_bytes", None)
+        peak = MemoryUse(*memory.peaks(device), kv_bytes, store, memory.peak_reserved_bytes(device))
+        yield End("stop" if stops.reached or last in pipeline.stop else "length", None, metrics, peak, full)
 
 
-def _peak(device: torch.device, kv_bytes: int) -> MemoryUse:
-    return MemoryUse(memory.peak_process_bytes(), memory.peak_device_bytes(device), kv_bytes)
+def _is_encoded(prompt: PromptOrChat) -> TypeGuard[Sequence[int]]:
+    return isinstance(prompt[0], int)
 
 
-def _room(pipeline: Pipeline, tokens: Sequence[int]) -> int:
-    room = pipeline.context - len(tokens)
-    if room < 1:
+def _encode(target: Target, prompt: PromptOrChat, chat: bool) -> tuple[str, list[int], float]:
+    """Return text and tokens of the prompt, and the time before it was encoded."""
+    if _is_encoded(prompt):
+        ids = token_ids(prompt, chat, target.vocab_size)
+        return target.tokenizer.decode(ids), ids, time.perf_counter()
+    written = cast("str | Sequence[ChatMessage]", prompt)
+    text, start = prompt_text(target.tokenizer, written, chat), time.perf_counter()
+    return text, encode_prompt(target.tokenizer, text, chat, target.vocab_size), start
+
+
+def _free_positions(pipeline: Pipeline, tokens: Sequence[int]) -> int:
+    free = pipeline.context - len(tokens)
+    if free < 1:
         raise UserError(
             f"the prompt has {len(tokens):,} tokens and the context {pipeline.context:,}: "
-            f"shorten it by at least {1 - room:,}"
+            f"shorten it by at least {1 - free:,}"
         )
-    return room
+    return free
 
 
 def _memory_ran_out(kv_bytes: int, device: torch.device) -> str:
@@ -184,9 +261,11 @@ def _steps(
     max_tokens: int,
     start: float,
     first_target: bool,
-) -> Iterator[StepEvent]:
-    metrics, stream, names = Metrics(), TextStream(target.tokenizer, tokens), TokenNames(target.tokenizer)
-    sampler, stop = memory.MemorySampler(), target.stop
+    stops: StopTexts,
+) -> Iterator[Loading | StepEvent]:
+    metrics, stream = Metrics(), TextStream(target.tokenizer, tokens)
+    names = TokenNames(target.tokenizer)
+    sampler, stop = memory.MemorySampler(), pipeline.stop
     steps = decode(
         tokens,
         pipeline.verifier,
@@ -198,17 +277,21 @@ def _steps(
         start=start,
         first_target=first_target,
     )
-    while True:
+    yield from _prefill(pipeline, tokens)
+    for i in count():
+        drafter_s = (yield from _prefill(pipeline, tokens, drafter=True)) if i == int(first_target) else 0.0
         with torch_threads(1):
             step = next(steps, None)
         if step is None:
             return
-        metrics = metrics.plus(step)
-        verdict = step.verdict
         draft_texts = stream.peek(step.draft.tokens, step.draft.parents)
         pieces = [stream.push(token) for token in step.tokens]
-        if step.tokens and (step.tokens[-1] in stop or metrics.tokens >= max_tokens):
+        ended = metrics.tokens + len(pieces) >= max_tokens or (bool(pieces) and step.tokens[-1] in stop)
+        if pieces and ended:
             pieces[-1] += stream.rest()
+        pieces = stops.feed(pieces, ended)
+        step = replace(step.cut(len(pieces)), draft_s=step.draft_s + drafter_s)
+        metrics, verdict = metrics.plus(step), step.verdict
         pending = stream.peek(verdict.pending, range(-1, len(verdict.pending) - 1))
         yield StepEvent(
             step,
@@ -219,15 +302,29 @@ def _steps(
             MemoryUse(sampler.process_bytes(), memory.device_bytes(pipeline.device), pipeline.kv_bytes),
             metrics,
         )
+        if ended or stops.reached:
+            return
 
 
-def _prepare(pipeline: Pipeline, recipe: Recipe, tokens: int, room: int) -> float:
+def _prefill(pipeline: Pipeline, tokens: Sequence[int], drafter: bool = False) -> Generator[Loading, None, float]:
+    """Yield the progress; return the seconds, without those of the caller."""
+    seconds, chunks = 0.0, pipeline.prefill(tokens, drafter)
+    while True:
+        start = time.perf_counter()
+        done = next(chunks, None)
+        seconds += time.perf_counter() - start
+        if done is None:
+            return seconds
+        yield Loading("drafter: prompt" if drafter else "prompt", done, len(tokens))
+
+
+def _prepare(pipeline: Pipeline, recipe: Recipe, tokens: int, free: int) -> float:
     start = time.perf_counter()
-    pipeline.prepare(recipe, tokens, tokens + min(recipe.max_tokens, room))
+    pipeline.prepare(recipe, tokens, tokens + min(recipe.max_tokens, free))
     return time.perf_counter() - start
 
 
-def _environment(target: Target, model: LoadedModel | None) -> dict[str, Any]:
+def _environment(target: Target, model: LoadedDrafter | None) -> dict[str, Any]:
     devices = [target.device, model.device if model else None]
     gpu = next((device for device in devices if device is not None and device.type == "cuda"), None)
     drafter_bytes = model.weight_bytes if model else None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,18 +16,23 @@ from specdemo.core.decode import Drafter, DraftLengthPolicy, Verifier
 from specdemo.core.errors import UserError
 from specdemo.core.policies import POLICIES, CostModel
 from specdemo.core.rules import RULES
-from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
+from specdemo.core.sampling import LogitsProcessor, Noise, SamplingParams, SharedNoise
 from specdemo.core.target import Target
 from specdemo.drafters import METHODS
 from specdemo.drafters.method import VocabularyBridge
+from specdemo.drafters.prediction import PredictedText, PredictionDrafter
+from specdemo.models.cached_head import CachedHead
 from specdemo.models.chat_caches import ChatCaches, Conversation
 from specdemo.models.engines.cuda_graphs import MAX_ROWS
+from specdemo.models.engines.head import Head
 from specdemo.models.engines.llama import PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import layer_count, with_layers
 from specdemo.models.engines.select import engine_of
+from specdemo.models.heads import LoadedDrafter, LoadedHead
 from specdemo.models.kv_cache import CachedModel, Model
 from specdemo.models.load import LoadedModel
 from specdemo.models.tokenizer import Bridge, check_vocabulary, token_bytes
+from specdemo.models.uncached import UncachedModel
 from specdemo.models.zoo import check_pair
 from specdemo.recipe import Recipe, refuse_with_encoder
 
@@ -36,7 +41,7 @@ Stores = dict[Any, Any]  # state of earlier runs: n-grams, and the key of KV cac
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class Pipeline(AbstractContextManager["Pipeline"]):
     """Objects of a run: roles of the decoding loop, and caches."""
 
     verifier: Verifier
@@ -45,10 +50,9 @@ class Pipeline:
     target_cache: CachedModel | None  # None if the target is outside this process
     draft_caches: tuple[CachedModel, ...]
     context: int  # longest text, in tokens, that every model supports
+    stop: Collection[int]  # tokens that end the text
     close: Callable[[], None] = lambda: None
-
-    def __enter__(self) -> Pipeline:
-        return self
+    bridge: VocabularyBridge | None = None
 
     def __exit__(self, *failure: object) -> None:
         self.close()
@@ -65,6 +69,13 @@ class Pipeline:
     def kv_bytes(self) -> int:
         return sum(cache.kv_bytes for cache in self.caches)
 
+    def prefill(self, tokens: Sequence[int], drafter: bool = False) -> Iterator[int]:
+        """Feed a prompt to the target or the drafter, see `CachedModel.prefill`."""
+        text = self.bridge.read(tokens) if drafter and self.bridge else tokens
+        for cache in self.draft_caches if drafter else self.caches[: len(self.caches) - len(self.draft_caches)]:
+            if len(text) <= cache.context and max(text, default=0) < cache.vocab_size:
+                yield from cache.prefill(text)
+
     def prepare(self, recipe: Recipe, tokens: int, length: int) -> None:
         """Record the passes of a run from `tokens` to `length` tokens."""
         longest = longest_chain(recipe) or MAX_ROWS
@@ -74,8 +85,9 @@ class Pipeline:
 
 
 def longest_chain(recipe: Recipe) -> int | None:
-    """Return the largest draft length of fixed-length chains."""
-    return recipe.gamma if recipe.policy == "fixed" and METHODS[recipe.method].shape == "chain" else None
+    """Return the largest draft length of fixed-length chains that are cached."""
+    fixed = recipe.policy == "fixed" and recipe.use_cache
+    return recipe.gamma if fixed and METHODS[recipe.method].shape == "chain" else None
 
 
 class ModelContext:
@@ -87,27 +99,38 @@ class ModelContext:
         self,
         recipe: Recipe,
         target: Target,
-        drafter: LoadedModel | None,
+        drafter: LoadedDrafter | None,
         stores: Stores | None = None,
-        prompt: str = "",
+        prompt: str | Sequence[int] = "",
         chats: ChatCaches | None = None,
+        processors: Sequence[LogitsProcessor] = (),
+        logprobs: int | None = None,
     ) -> None:
         self.options = self.recipe = recipe
-        self.target, self.drafter = target, drafter
-        self._stores, self._prompt, self._chats = stores, prompt, chats
-        self._kept: dict[Any, CachedModel] = {}  # for the next turn
+        self.target = target
+        self.drafter: LoadedModel | None = None if isinstance(drafter, LoadedHead) else drafter
+        self._head: Head | None = drafter.head if isinstance(drafter, LoadedHead) else None
+        self.taps: tuple[int, ...] = self._head.taps if self._head else ()
+        self._stores, self._chats = stores, chats
+        self.logprobs = logprobs
+        self._prompt = prompt
+        self._conversation: dict[Any, CachedModel] = {}  # caches that stay open for the next turn
         self._resources = ExitStack()  # caches of this run
         self.seed = recipe.seed
-        self.sampling = sampling_params(recipe, target)
-        self.bridge: VocabularyBridge | None = _bridge(recipe, target, drafter)
+        self.sampling = replace(sampling_params(recipe, target), processors=tuple(processors))
+        self.bridge: VocabularyBridge | None = _bridge(recipe, target, self.drafter)
         self.source: Sequence[int] = _source(target, prompt)
-        self.stop = target.stop
+        self.stop: Collection[int] = {*target.stop, *_checked_ids(recipe.stop_tokens, target.vocab_size)}
         self.draft_caches: list[CachedModel] = []
         self._shared = SharedNoise(recipe.seed) if RULES[recipe.rule].shares_noise else None
         self.vocab_size = target.vocab_size
         self.candidates = METHODS[recipe.method].candidates(recipe)
         self.method_verifier = METHODS[recipe.method].verifier
         self.target_cache: CachedModel | None = target.open_cache(self)
+
+    @cached_property
+    def draft_sampling(self) -> SamplingParams:
+        return draft_sampling_params(self.recipe, self.sampling)
 
     @cached_property
     def drafter_sampling(self) -> SamplingParams:
@@ -130,12 +153,29 @@ class ModelContext:
         return cache
 
     @property
+    def has_drafter(self) -> bool:
+        return self.drafter is not None
+
+    @property
     def _is_copy(self) -> bool:
-        if self.target_cache is None or self.drafter is None:
+        if self.target_cache is None or self.drafter is None or not self.recipe.use_cache:
             return False
         if self.recipe.target_spec.name != self.drafter.spec.name:
             return False
         return engine_of(self.drafter.model).shares_cache(self.target_cache.engine)
+
+    @property
+    def drafter_bytes(self) -> int:
+        head = self._head.weight_bytes if self._head else 0
+        return head + sum(cache.weight_bytes for cache in self.draft_caches)
+
+    def head(self) -> CachedHead | None:
+        if self._head is None or self.target_cache is None:
+            return None
+        cached = self.target_cache.head
+        if cached is None or cached.head is not self._head:
+            cached = self.target_cache.head = CachedHead(self._head, self.target_cache)
+        return cached
 
     def noise(self, name: str, *, shared: bool = True) -> Noise | SharedNoise:
         return self._shared if shared and self._shared is not None else Noise(self.seed, name)
@@ -148,14 +188,16 @@ class ModelContext:
         self._stores[key] = drafter.store
         return drafter
 
-    def cached(self, loaded: Any, role: str, pad: int = 1) -> CachedModel:
-        """In a conversation the KV cache of earlier turns is reused."""
-        if not self.recipe.chat or self._stores is None or self._chats is None or loaded.encoder:
-            return self.open(loaded.model, pad, _source(loaded, self._prompt))
-        conversation, key = self._stores.setdefault(CONVERSATION, Conversation()), (role, self.recipe.method)
-        cache = self._kept.get(key) or self._chats.take(conversation, key, loaded.model)
-        self._kept[key] = cache or CachedModel(loaded.model, pad)
-        return self._kept[key]
+    def cached(self, loaded: Any, role: str, pad: int = 1, taps: tuple[int, ...] = ()) -> CachedModel:
+        """In a conversation the KV cache of earlier turns is reused, if it has the same hidden states."""
+        stored = self._stores is not None and (self.recipe.chat or CONVERSATION in self._stores)
+        reusable = stored and self.recipe.use_cache and not loaded.encoder
+        if not reusable or self._stores is None or self._chats is None:
+            return self.open(loaded.model, pad, _source(loaded, self._prompt), taps=taps)
+        conversation, key = self._stores.setdefault(CONVERSATION, Conversation()), (role, self.recipe.method, taps)
+        cache = self._conversation.get(key) or self._chats.take(conversation, key, loaded.model)
+        self._conversation[key] = cache or CachedModel(loaded.model, pad, taps=taps)
+        return self._conversation[key]
 
     def open(
         self,
@@ -163,9 +205,11 @@ class ModelContext:
         pad: int = 1,
         source: Sequence[int] = (),
         owner: CachedModel | None = None,
+        taps: tuple[int, ...] = (),
     ) -> CachedModel:
         """Return a cached model, closed with this context."""
-        return self._resources.enter_context(closing(CachedModel(model, pad, source, owner)))
+        make = CachedModel if self.recipe.use_cache else UncachedModel
+        return self._resources.enter_context(closing(make(model, pad, source, owner, taps)))
 
     def on_close(self, call: Callable[[], None]) -> None:
         self._resources.callback(call)
@@ -173,22 +217,27 @@ class ModelContext:
     def close(self) -> None:
         """Keep the caches of a conversation for its next turn; close the others."""
         if self._chats is not None and self._stores is not None:
-            for key, cached in self._kept.items():
+            for key, cached in self._conversation.items():
                 self._chats.put(self._stores[CONVERSATION], key, cached)
-        self._kept = {}
+        self._conversation = {}
         self._resources.close()
 
 
 def build_pipeline(
     recipe: Recipe,
     target: Target,
-    drafter: LoadedModel | None,
+    drafter: LoadedDrafter | None,
     stores: Stores | None = None,
-    prompt: str = "",
+    prompt: str | Sequence[int] = "",
     chats: ChatCaches | None = None,
     proposer: Drafter | None = None,
+    processors: Sequence[LogitsProcessor] = (),
+    prediction: PredictedText | None = None,
+    logprobs: int | None = None,
 ) -> Pipeline:
     """Build the objects of a run; encoders process `prompt`, and `proposer` replaces the drafter of the method.
+
+    `processors` change the logits of the target and of drafters with its vocabulary.
 
     Raises `UserError` for models or methods that do not fit together.
     """
@@ -197,18 +246,20 @@ def build_pipeline(
         raise UserError(f"the {role} has an encoder and the other model is a decoder: choose two of the same kind")
     if target.encoder:
         refuse_with_encoder(recipe.method)
-    context = ModelContext(recipe, target, drafter, stores, prompt, chats)
+    context = ModelContext(recipe, target, drafter, stores, prompt, chats, processors, logprobs)
     try:
-        return _assemble(context, proposer)
+        return _assemble(context, proposer, prediction)
     except BaseException:
         context.close()
         raise
 
 
-def _assemble(context: ModelContext, proposer: Drafter | None) -> Pipeline:
+def _assemble(context: ModelContext, proposer: Drafter | None, prediction: PredictedText | None) -> Pipeline:
     recipe, target = context.recipe, context.target
     method = METHODS[recipe.method]
     drafter = method.build(context) if proposer is None else proposer
+    if prediction is not None:
+        drafter = PredictionDrafter(prediction, drafter)
     caches = tuple(context.draft_caches)
     if method.shape == "forest":
         drafting = [(type(cache.model).__name__, cache.chains_only) for cache in caches]
@@ -220,11 +271,18 @@ def _assemble(context: ModelContext, proposer: Drafter | None) -> Pipeline:
     verifier = target.verifier(context)
     same_tokens = () if context.bridge else caches  # a drafter of another vocabulary has other counts
     context_length = min(target.context, *(cache.context for cache in same_tokens), sys.maxsize)
-    return Pipeline(verifier, drafter, context.policy, context.target_cache, caches, context_length, context.close)
+    roles = verifier, drafter, context.policy
+    return Pipeline(*roles, context.target_cache, caches, context_length, context.stop, context.close, context.bridge)
+
+
+def _checked_ids(stop_tokens: Sequence[int], vocab_size: int) -> Sequence[int]:
+    for token in stop_tokens:
+        if not 0 <= token < vocab_size:
+            raise UserError(f"stop token {token:,} is not among the {vocab_size:,} token ids of the model: remove it")
+    return stop_tokens
 
 
 def _refuse_forests(method: str, models: Sequence[tuple[str, str]]) -> None:
-    """Raise `UserError` if one of `models`, as (name, reason), supports chains only."""
     for name, reason in models:
         if reason:
             raise UserError(
@@ -234,7 +292,6 @@ def _refuse_forests(method: str, models: Sequence[tuple[str, str]]) -> None:
 
 
 def _bridge(recipe: Recipe, target: Target, drafter: LoadedModel | None) -> Bridge | None:
-    """Return a bridge if the vocabularies differ. Raises `UserError` unless the recipe allows it."""
     if drafter is None:
         return None
     try:
@@ -252,7 +309,7 @@ def _cost_model(context: ModelContext) -> CostModel:
     costs = context.target.pass_costs
     if costs is None:
         return CostModel()
-    return CostModel(costs, sum(cache.weight_bytes for cache in context.draft_caches) / context.target.weight_bytes)
+    return CostModel(costs, context.drafter_bytes / context.target.weight_bytes)
 
 
 def sampling_params(recipe: Recipe, loaded: Target) -> SamplingParams:
@@ -260,5 +317,14 @@ def sampling_params(recipe: Recipe, loaded: Target) -> SamplingParams:
     return SamplingParams(recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty, banned=banned)
 
 
-def _source(loaded: Target, prompt: str) -> list[int]:
-    return loaded.tokenizer.encode(prompt) if loaded.encoder else []
+def draft_sampling_params(recipe: Recipe, target: SamplingParams) -> SamplingParams:
+    """Return the parameters of drafts, which are those of `target` unless the recipe has others for the drafter."""
+    temperature = target.temperature if recipe.drafter_temperature is None else recipe.drafter_temperature
+    top_p = target.top_p if recipe.drafter_top_p is None else recipe.drafter_top_p
+    return replace(target, temperature=temperature, top_p=top_p)
+
+
+def _source(loaded: Target, prompt: str | Sequence[int]) -> list[int]:
+    if not loaded.encoder:
+        return []
+    return loaded.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)

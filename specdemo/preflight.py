@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import cycle, zip_longest
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -28,13 +28,14 @@ from specdemo.core.step import Draft, Step, Verdict
 from specdemo.core.theory import STAGES, CostTerms
 from specdemo.drafters import METHODS
 from specdemo.drafters.method import Method
+from specdemo.models.heads import LoadedDrafter, LoadedHead
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import check_ids, encode_prompt, prompt_text
 from specdemo.models.zoo import PAIRS, check_pair
-from specdemo.pipeline import Pipeline, build_pipeline, sampling_params
-from specdemo.prompts import RECORDED_TEMPERATURES, Prompt, load_prompts, load_written
+from specdemo.pipeline import Pipeline, build_pipeline, draft_sampling_params, sampling_params
+from specdemo.prompts import RECORDED_TEMPERATURES, Prompt, alternate_classes, load_prompts, load_written
 from specdemo.recipe import Recipe
 from specdemo.worker import give_way
 
@@ -54,6 +55,8 @@ Chances = list[list[float]]  # acceptance probabilities of the draft at each pos
 
 @dataclass(frozen=True)
 class StepCosts:
+    """Measured costs of steps."""
+
     ar_s: float  # seconds of an AR step
     c: float  # cost of a draft token, in AR steps
     v: tuple[float, ...]  # cost of a pass over 1, 2, ... rows, in AR steps
@@ -79,13 +82,15 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Preflight:
+    """Prediction of a recipe's speed-up and memory use."""
+
     recipe: Recipe
-    alpha: float  # of chains at the first draft position
+    alpha: float  # acceptance of chains at the first draft position
     c: float  # cost of a draft token, in AR passes
     v: dict[int, float]  # cost of a pass by number of rows, in AR passes
-    estimates: tuple[Estimate, ...]  # by gamma; one for decoded methods
-    weight_bytes: int  # of all models
-    kv_bytes: int  # per 1,000 tokens
+    estimates: tuple[Estimate, ...]  # an estimate per gamma, or one for decoded methods
+    weight_bytes: int  # sum over models
+    kv_bytes: int  # bytes of 1,000 tokens
     texts: str = ""  # origin of the texts
 
     @property
@@ -119,7 +124,7 @@ def preflight(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Pre
 
 
 def _preflight(
-    recipe: Recipe, prompts: Sequence[Prompt], target: LoadedModel, drafter: LoadedModel | None, pipeline: Pipeline
+    recipe: Recipe, prompts: Sequence[Prompt], target: LoadedModel, drafter: LoadedDrafter | None, pipeline: Pipeline
 ) -> Preflight:
     weights = target.weight_bytes + (drafter.weight_bytes if drafter else 0)
     if not is_replayed(recipe):
@@ -128,7 +133,7 @@ def _preflight(
     texts, origin = usable_texts(recipe, target, prompts, pipeline.context)
     costs = measure_costs(lambda: build_pipeline(recipe, target, drafter), texts, MAX_GAMMA)
     v = dict(enumerate(costs.v, 1))
-    replayed: list[tuple[Chances, float]] = []  # with the cost of its prompt
+    replayed: list[tuple[Chances, float]] = []  # chances of a text and the cost of its prompt
     for tokens, start in texts:
         give_way()
         with build_pipeline(recipe, target, drafter) as empty:
@@ -149,16 +154,19 @@ def _preflight(
 def is_replayed(recipe: Recipe) -> bool:
     method = METHODS[recipe.method]
     sampled = method.sampled and recipe.temperature > 0
-    return method.preflight != "decoding" and (RULES[recipe.rule].overlaps or (recipe.exact and not sampled))
+    comparable = method.preflight != "decoding" and recipe.head_spec is None
+    return comparable and (RULES[recipe.rule].overlaps or (recipe.exact and not sampled))
 
 
-def load_comparable(recipe: Recipe, pool: ModelPool) -> tuple[LoadedModel, LoadedModel | None, Pipeline]:
+def load_comparable(recipe: Recipe, pool: ModelPool) -> tuple[LoadedModel, LoadedDrafter | None, Pipeline]:
     """Return target, drafter and pipeline. Raises `UserError` if their distributions are not comparable."""
     if recipe.encoder or pool.take(recipe.target_spec).encoder:
         raise UserError("preflight does not support encoder-decoders: run or bench the recipe")
     target = pool.take(recipe.target_spec)
-    drafter = pool.take(recipe.drafter_spec) if recipe.drafter_spec else None
-    if drafter is not None and recipe.universal:
+    drafter: LoadedDrafter | None = pool.take(recipe.drafter_spec) if recipe.drafter_spec else None
+    if recipe.head_spec:
+        drafter = pool.take_head(recipe.head_spec)
+    if drafter is not None and not isinstance(drafter, LoadedHead) and recipe.universal:
         try:
             check_pair(target.tokenizer, drafter.tokenizer)
         except UserError as error:
@@ -217,6 +225,8 @@ def _recorded_text(target: LoadedModel, prompt: Prompt, length: int) -> TimedTex
 
 @dataclass(frozen=True)
 class DecodedRun:
+    """Decoded text with the time of an AR step."""
+
     prompt: Sequence[int]
     steps: list[Step]
     ar_s: float
@@ -226,16 +236,16 @@ class DecodedRun:
 def decoded_runs(
     recipe: Recipe,
     target: LoadedModel,
-    drafter: LoadedModel | None,
+    drafter: LoadedDrafter | None,
     prompts: Sequence[Prompt],
     context: int,
     most: int = SAMPLED_TEXTS,
     seconds: float = GENERATION_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[DecodedRun]:
-    """Decode up to `most` prompts of alternating classes, fewer after `seconds`."""
+    """Decode up to `most` prompts of alternate_classes classes, fewer after `seconds`."""
     ar, began = replace(recipe, method="ar", cloud=None), clock()
-    for seed, prompt in enumerate(_alternating(prompts)[:most]):
+    for seed, prompt in enumerate(alternate_classes(prompts)[:most]):
         if seed >= MIN_SAMPLED_TEXTS and clock() - began > seconds:
             return
         text = prompt_text(target.tokenizer, prompt.text, recipe.chat)
@@ -265,13 +275,6 @@ def _decoded(
     return steps
 
 
-def _alternating(prompts: Sequence[Prompt]) -> list[Prompt]:
-    kinds: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        kinds.setdefault(prompt.kind, []).append(prompt)
-    return [prompt for row in zip_longest(*kinds.values()) for prompt in row if prompt is not None]
-
-
 def _of_runs(recipe: Recipe, runs: Sequence[DecodedRun], weight_bytes: int, origin: str) -> Preflight:
     known = [run.ar_s for run in runs if run.ar_s]
     metrics = [Metrics.of(run.steps) for run in runs if len(run.steps) > 1]
@@ -282,7 +285,7 @@ def _of_runs(recipe: Recipe, runs: Sequence[DecodedRun], weight_bytes: int, orig
     seconds = (sum(getattr(m, name) for m in metrics) for name in STAGES)
     drafted, tested, steps = (sum(getattr(m, name) for m in metrics) for name in ("drafted", "tested", "decode_steps"))
     terms = CostTerms.of(*seconds, drafted=drafted, steps=steps, pass_s=ar_s)
-    alpha = sum(m.beta for m in metrics) / max(1, tested)
+    alpha = sum(sum(m.accepted_by_position) for m in metrics) / max(1, tested)
     v, estimate = {1: 1.0, round(1 + terms.drafted): terms.v}, Estimate.of(recipe.gamma, totals)
     return Preflight(recipe, alpha, terms.c, v, (estimate,), weight_bytes, runs[-1].kv_bytes, origin)
 
@@ -293,29 +296,26 @@ def distributions(cached: CachedModel, tokens: Sequence[int], sampling: Sampling
     return sampling(fitted(cached.read(tokens), vocab_size), paths)
 
 
-def replay(recipe: Recipe, target: LoadedModel, drafter: LoadedModel | None, text: TimedText) -> Chances:
+def replay(recipe: Recipe, target: LoadedModel, drafter: LoadedDrafter | None, text: TimedText) -> Chances:
     """Return acceptance probabilities after the first token of the continuation."""
-    with build_pipeline(recipe, target, drafter) as pipeline:
-        return _replay(recipe, target, pipeline, text)
-
-
-def _replay(recipe: Recipe, target: LoadedModel, pipeline: Pipeline, text: TimedText) -> Chances:
-    (tokens, start), cached = text, _local(pipeline.target_cache)
-    method, sampling = METHODS[recipe.method], sampling_params(recipe, target)
-    p = distributions(cached, tokens, sampling, cached.vocab_size)
-    candidates = method.candidates(recipe)
-    choices = cached.read(tokens).topk(candidates).indices.tolist() if candidates > 1 else []
-    of_model: list[float] = []
-    if pipeline.draft_caches:
-        q = distributions(pipeline.draft_caches[0], tokens, sampling, cached.vocab_size)
-        of_model = acceptance_of_text(p, q, tokens)
+    (tokens, start), method = text, METHODS[recipe.method]
+    sampling = sampling_params(recipe, target)
     chances: Chances = []
-    for i in range(start, len(tokens)):
-        if i > start:
-            chances.append(_draft_chances(method, pipeline.drafter, tokens, i, of_model))
-        if choices:
-            verdict = Verdict((), tokens[i], choices=(tuple(choices[i - 1]),))
-            pipeline.drafter.observe(Step(i - start, (tokens[i],), Draft(), verdict, 0, 0.0, 0.0, 0.0, 0.0))
+    with build_pipeline(recipe, target, drafter) as pipeline:
+        cached, candidates = _local(pipeline.target_cache), method.candidates(recipe)
+        p = distributions(cached, tokens, sampling, cached.vocab_size)
+        choices = cached.read(tokens).topk(candidates).indices.tolist() if candidates > 1 else []
+        of_model: list[float] = []
+        if pipeline.draft_caches:
+            own = draft_sampling_params(recipe, sampling)
+            q = distributions(pipeline.draft_caches[0], tokens, own, cached.vocab_size)
+            of_model = acceptance_of_text(p, q, tokens)
+        for i in range(start, len(tokens)):
+            if i > start:
+                chances.append(_draft_chances(method, pipeline.drafter, tokens, i, of_model))
+            if choices:
+                verdict = Verdict((), tokens[i], choices=(tuple(choices[i - 1]),))
+                pipeline.drafter.observe(Step(i - start, (tokens[i],), Draft(), verdict, 0, 0.0, 0.0, 0.0, 0.0))
     return chances
 
 
@@ -400,7 +400,6 @@ def prompt_cost(
 def _timed_steps(
     pipeline: Pipeline, text: Sequence[int], start: int, lengths: Iterator[int], clock: Callable[[], float]
 ) -> Iterator[tuple[int, float, float, int]]:
-    """Yield requested length, seconds of drafting and verification, and drafted tokens of each step."""
     pipeline.verifier.verify(text[:start], Draft())  # prefill
     position = start + 1
     while position < len(text):

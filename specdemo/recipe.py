@@ -3,24 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import new_class
 from typing import TYPE_CHECKING, Any
 
 from specdemo.core.errors import UserError
-from specdemo.core.options import Option, OptionSet, option, options
+from specdemo.core.options import OptionSet, option, options
 from specdemo.core.policies import POLICIES, DraftLengths
 from specdemo.core.rules import DEFAULT_RULE, RULES, Rule, check_rule, rule_names
 from specdemo.drafters import METHODS, option_classes
-from specdemo.models.spec import COPY_FORMS, DTYPES, QUANTIZATIONS, SAME, ModelSpec, smaller_copy
+from specdemo.models.spec import (
+    ACTIVATION_BITS,
+    COPY_FORMS,
+    DTYPES,
+    QUANTIZATIONS,
+    SAME,
+    HeadSpec,
+    ModelSpec,
+    is_gguf,
+    smaller_copy,
+)
 from specdemo.models.zoo import CHAT_PAIR, MODELS, PAIRS, REVISIONS, named_models
+from specdemo.option_effects import refuse_ineffective
 from specdemo.remote.config import COLDEST, CloudConfig
 
-_SIZES = {"low": 1, "high": 1 << 20}
+_model_option = partial(option, group="Models and devices")
+_drafter_option = partial(_model_option, applies="uses_model")
+_length_option = partial(option, group="Draft length", applies="uses_policy")
+_bound_option = partial(_length_option, limit="max_gamma")
+_rule_option = partial(option, group="Rule", applies="drafts")
+_sampling_option = partial(option, group="Sampling")
 
 
 def _has_threshold(rule: Rule) -> bool:
     return rule.threshold is not None
+
+
+def _shares_noise(rule: Rule) -> bool:
+    return rule.shares_noise
 
 
 @options()
@@ -30,75 +51,51 @@ class RunOptions(OptionSet):
     pair: str | None = option(
         None,
         "Drafter and target",
-        f"a ready pair (default: {CHAT_PAIR}, with a method: bundled)",
+        f"a ready pair (default of run: {CHAT_PAIR} if installed, otherwise bundled; of other commands: bundled)",
         choices=PAIRS,
         basic=True,
-    )  # neither pair nor models select the bundled pair
-    target: str | None = option(
-        None,
-        "Target",
-        "target model: Hugging Face id, local directory or GGUF file",
-        group="Models and devices",
-        metavar="M",
     )
-    drafter: str | None = option(
+    target: str | None = _model_option(
+        None, "Target", "target model: Hugging Face id, local directory or GGUF file", metavar="M"
+    )
+    drafter: str | None = _drafter_option(
         None,
         "Drafter",
         "draft model: Hugging Face id, local directory or GGUF file; same: the target, quantised",
-        group="Models and devices",
         metavar="M",
-        applies="second_model",
+    )
+    head: str | None = _model_option(
+        None,
+        "Head",
+        "drafting head for the target: Hugging Face id or local directory",
+        metavar="M",
+        applies="uses_head",
     )
     method: str = option("draft", "Method", "decoding method", choices=METHODS, basic=True)
     gamma: int = option(
         4,
         "Draft length γ",
         "longest draft of the first step, and of the others unless the policy changes it",
-        low=1,
-        high=64,
-        slider=(1, 16, 1),
+        bounds=(1, 64),
+        slider=(1, 64, 1),
         hint=" (method ar decodes without drafts)",
         basic=True,
         limit="max_gamma",
         applies="uses_policy",
     )
-    policy: str = option(
-        "fixed",
-        "Draft-length policy",
-        "draft-length policy",
-        choices=POLICIES,
-        group="Draft length",
-        applies="uses_policy",
+    policy: str = _length_option("fixed", "Draft-length policy", choices=POLICIES)
+    gamma_min: int | None = _bound_option(
+        None, "Shortest draft (0: default of the policy)", "shortest draft of policies other than fixed", bounds=(0, 64)
     )
-    gamma_min: int | None = option(
-        None,
-        "Shortest draft (0: default of the policy)",
-        "shortest draft of policies other than fixed",
-        low=0,
-        high=64,
-        group="Draft length",
-        limit="max_gamma",
-        applies="uses_policy",
+    gamma_max: int | None = _bound_option(
+        None, "Longest draft (0: default of the policy)", "longest draft of policies other than fixed", bounds=(1, 64)
     )
-    gamma_max: int | None = option(
-        None,
-        "Longest draft (0: default of the policy)",
-        "longest draft of policies other than fixed",
-        low=1,
-        high=64,
-        group="Draft length",
-        limit="max_gamma",
-        applies="uses_policy",
-    )
-    egag_ema_beta: float = option(
+    egag_ema_beta: float = _length_option(
         0.5,
         "EGAG: weight of past entropy",
         "weight of past entropy in policy egag; 0 uses the current entropy",
-        low=0,
-        high=0.99,
+        bounds=(0, 0.99),
         slider=(0, 0.95, 0.05),
-        group="Draft length",
-        applies="uses_policy",
         policies=("egag",),
     )
     first_target: bool = option(
@@ -108,71 +105,86 @@ class RunOptions(OptionSet):
         group="Draft length",
         applies="drafts",
     )
-    rule: str = option(
-        DEFAULT_RULE, "Acceptance rule", "acceptance rule", choices=RULES, group="Rule", applies="drafts"
+    rule: str = _rule_option(
+        DEFAULT_RULE,
+        "Acceptance rule",
+        f"acceptance rule; method ar takes {rule_names(_shares_noise)} only, as the baseline of its runs",
+        choices=RULES,
     )
     temperature: float = option(
         0.5,
         "Temperature",
         "0 is greedy",
-        low=0,
-        high=100,
+        bounds=(0, 100),
         slider=(0, 2, 0.05),
         hint=" (0 is greedy)",
         basic=True,
         applies="samples",
     )  # the bundled pair writes best with this top-p
-    top_k: int = option(
-        0,
-        "Top-k (0: off)",
-        "sample from the K most probable tokens; 0 is off",
-        low=0,
-        high=1 << 20,
-        slider=(0, 100, 1),
-        group="Sampling",
+    top_k: int = _sampling_option(
+        0, "Top-k (0: off)", "sample from the K most probable tokens; 0 is off", bounds=(0, 1 << 20), slider=(0, 100, 1)
     )
-    top_p: float = option(
+    top_p: float = _sampling_option(
         0.95,
         "Top-p",
         "sample from the smallest set of tokens with this probability",
-        low=0.001,
-        high=1,
+        bounds=(0.001, 1),
         slider=(0.05, 1, 0.05),
-        group="Sampling",
         applies="samples",
     )
-    repetition_penalty: float = option(
+    drafter_temperature: float | None = _sampling_option(
+        None,
+        "Temperature of the drafter (0: the same)",
+        "temperature of the drafts; exact, but fewer are accepted (default: that of the target)",
+        bounds=(0, 100),
+        step=0.05,
+        applies="sampled",
+    )
+    drafter_top_p: float | None = _sampling_option(
+        None,
+        "Top-p of the drafter (0: the same)",
+        "top-p of the drafts; exact, but fewer are accepted (default: that of the target)",
+        bounds=(0.001, 1),
+        step=0.05,
+        applies="sampled",
+    )
+    repetition_penalty: float = _sampling_option(
         1.0,
         "Repetition penalty (1: off)",
         "divides logits of earlier tokens; 1 is off",
-        low=0.01,
-        high=100,
+        bounds=(0.01, 100),
         step=0.05,
         hint=" (1 is off)",
-        group="Sampling",
     )
-    bad_words: tuple[str, ...] = option(
+    bad_words: tuple[str, ...] = _sampling_option(
         (),
         "Banned words",
         "text never to produce, in any tokenisation; may be repeated",
         flag="--bad-word",
         metavar="TEXT",
-        group="Sampling",
     )
-    seed: int = option(
-        0,
-        "Seed",
-        "seed of all random streams",
-        low=-(1 << 63),
-        high=(1 << 63) - 1,
-        group="Sampling",
-        applies="samples",
+    stop_texts: tuple[str, ...] = _sampling_option(
+        (),
+        "Stop texts",
+        "end the text before this text; its tokens remain in the trace; may be repeated",
+        flag="--stop",
+        metavar="TEXT",
+    )
+    stop_tokens: tuple[int, ...] = _sampling_option(
+        (),
+        "Stop tokens",
+        "id of a token that ends the text, in addition to those of the model; may be repeated",
+        flag="--stop-token",
+        metavar="ID",
+    )
+    seed: int = _sampling_option(
+        0, "Seed", "seed of all random streams", bounds=(-(1 << 63), (1 << 63) - 1), applies="samples"
     )
     max_tokens: int = option(
         256,
         "Max new tokens",
         "longest output, in tokens",
-        **_SIZES,
+        bounds=(1, 1 << 20),
         slider=(1, 1024, 1),
         basic=True,
         limit="max_tokens",
@@ -181,75 +193,60 @@ class RunOptions(OptionSet):
         0,
         "Recorded tokens per distribution (0: none)",
         "write the N most probable tokens of every distribution into the trace",
-        low=0,
-        high=64,
+        bounds=(0, 64),
         slider=(0, 16, 1),
         group="Recording",
         metavar="N",
         applies="samples",
     )
-    dtype: str = option(
-        "auto",
-        "Data type",
-        "data type of weights and activations",
-        choices=DTYPES,
-        group="Models and devices",
-        host=True,
+    dtype: str = _model_option("auto", "Data type", "data type of weights and activations", choices=DTYPES, host=True)
+    universal: bool = _drafter_option(
+        False, "Re-encode drafts of another vocabulary", "re-encode the text of a drafter of another vocabulary"
     )
-    universal: bool = option(
-        False,
-        "Re-encode drafts of another vocabulary",
-        "re-encode the text of a drafter of another vocabulary",
-        group="Models and devices",
-        applies="second_model",
-    )
-    quantization: str = option("none", "Quantisation of the target", choices=QUANTIZATIONS, group="Models and devices")
-    drafter_quantization: str = option(
+    quantization: str = _model_option("none", "Quantisation of the target", choices=QUANTIZATIONS)
+    drafter_quantization: str = _drafter_option(
         "none",
         "Quantisation of the drafter",
         "quantisation of the drafter (same: int8 unless set)",
         choices=QUANTIZATIONS,
         noun="quantization",
-        group="Models and devices",
-        applies="second_model",
     )
-    device: str = option(
-        "auto",
-        "Device",
-        "device: auto, cpu, cuda, cuda:N, mps, or spread over all",
-        group="Models and devices",
+    activations: str = _model_option(
+        "16",
+        "Activations of GGUF files",
+        "bits of the inputs of quantised weights of GGUF files",
+        choices=ACTIVATION_BITS,
         host=True,
     )
-    drafter_device: str | None = option(
+    device: str = _model_option("auto", "Device", "device: auto, cpu, cuda, cuda:N, mps, or spread over all", host=True)
+    drafter_device: str | None = _drafter_option(
         None,
         "Device of the drafter",
         "device of the drafter (default: that of the target)",
-        group="Models and devices",
         host=True,
         metavar="DEVICE",
-        applies="second_model",
     )
-    threshold: float | None = option(
+    threshold: float | None = _rule_option(
         None,
         "Threshold (0: default of the rule)",
         f"threshold of rules {' and '.join(rule_names(_has_threshold).rsplit(', ', 1))}",
-        above=0,
-        high=1,
+        bounds=(0, 1),
+        open_below=True,
         step=0.05,
-        group="Rule",
         lossy=True,
-        applies="drafts",
     )
     chat: bool = option(
         False, "Apply the chat template", "send the prompt as a user message in the model's chat template", group="Chat"
     )
-    skip_sample_adjustment: bool = option(
-        False,
-        "Sample corrections from p",
-        "sample corrections from p, not from the residual",
-        group="Rule",
-        lossy=True,
-        applies="drafts",
+    skip_sample_adjustment: bool = _rule_option(
+        False, "Sample corrections from p", "sample corrections from p, not from the residual", lossy=True
+    )
+    use_cache: bool = option(
+        True,
+        "KV cache",
+        "without it every pass computes the complete text, for comparison; AR baselines have a cache",
+        group="Recording",
+        host=True,
     )
     cloud: CloudConfig | None = None  # the target runs in this process if absent
 
@@ -264,11 +261,26 @@ def _models_fit(chosen: Recipe) -> None:
         raise UserError("give either a pair or a target and a drafter, not both")
     if other and not chosen.target:
         raise UserError("a drafter needs a target: give both")
-    if METHODS[chosen.method].second_model and chosen.drafter_spec is None:
-        remedy = "add it (same: a quantised copy)" if chosen.target else "choose pair bundled"
-        raise UserError(f"method {chosen.method} needs a drafter: {remedy}, or choose method nasd, self or ar")
+    method = METHODS[chosen.method]
+    if method.drafter == "head" and chosen.head_spec is None:
+        raise UserError(f"method {method.name} needs a head: set head to a directory or Hugging Face id")
+    drafting = chosen.drafter_spec or chosen.head_spec
+    if method.uses_model and drafting is None and not method.optional_model:
+        if chosen.target or chosen.pair is None:
+            remedy = ": add it (same: a quantised copy), or choose method nasd, self or ar"
+        else:
+            own = PAIRS[chosen.pair].method
+            remedy = f", and pair {chosen.pair} has none: choose its method {own}, or pair bundled"
+        raise UserError(f"method {chosen.method} needs a drafter{remedy}")
+    if chosen.encoder and chosen.head_spec is not None and not method.decoder_only:
+        raise UserError("the target has an encoder, and heads are for decoders: choose method nasd, or omit head")
     if chosen.encoder:
         refuse_with_encoder(chosen.method)  # raise before gigabytes are downloaded
+
+
+def _activations_fit(chosen: Recipe) -> None:
+    if chosen.activations != "16" and not any(is_gguf(name or "") for name in chosen.models):
+        raise UserError(f"activations {chosen.activations} needs a GGUF file: choose pair {CHAT_PAIR}, or 16")
 
 
 def _gamma_bounds_fit(chosen: Recipe) -> None:
@@ -286,43 +298,45 @@ def _rule_fits(chosen: Recipe) -> None:
 
 
 def _sampling_fits(chosen: Recipe) -> None:
-    if 0 < chosen.temperature < COLDEST:
-        raise UserError(f"temperature must be 0 or at least {COLDEST}, not {chosen.temperature} (0 is greedy)")
-    if not all(chosen.bad_words):
-        raise UserError("bad_words contains an empty text: remove it")
-    if len(chosen.bad_words) > 64 or any(len(word) > 300 for word in chosen.bad_words):
-        raise UserError("bad_words has more than 64 texts or 300 characters in a text: shorten the list")
+    for name in ("temperature", "drafter_temperature"):
+        if 0 < (value := getattr(chosen, name) or 0.0) < COLDEST:
+            raise UserError(f"{name} must be 0 or at least {COLDEST}, not {value} (0 is greedy)")
+    for name in ("drafter_temperature", "drafter_top_p"):
+        if chosen.universal and getattr(chosen, name) is not None:
+            raise UserError(f"{name} has no effect with universal, whose drafts are certain: omit one of them")
+    for name in ("bad_words", "stop_texts"):
+        texts = getattr(chosen, name)
+        if not all(texts):
+            raise UserError(f"{name} contains an empty text: remove it")
+        if len(texts) > 64 or any(len(text) > 300 for text in texts):
+            raise UserError(f"{name} has more than 64 texts or 300 characters in a text: shorten the list")
+    if len(chosen.stop_tokens) > 64:
+        raise UserError("stop_tokens has more than 64 ids: shorten the list")
 
 
 def _cloud_fits_method(chosen: Recipe) -> None:
     if chosen.cloud is None:
         return
     method, cloud = METHODS[chosen.method], chosen.cloud
+    if not chosen.use_cache:
+        raise UserError("use_cache can be disabled for a local target only: enable it, or choose mode off")
+    if chosen.head_spec is not None:
+        raise UserError("heads need a local target: choose method nasd or draft, or mode off")
     if method.local_target:
         raise UserError(f"method {method.name} needs a local target: choose another method, or mode off")
     alone = cloud.mode == "edge_only" or cloud.on_loss == "edge"
     if alone and chosen.models[1] is None:
         raise UserError("the edge has no model to continue alone: give a drafter")
-    if alone and cloud.mode == "speculative" and not method.second_model:
-        names = ", ".join(one.name for one in METHODS.values() if one.second_model)
+    if alone and cloud.mode == "speculative" and not method.uses_model:
+        names = ", ".join(other.name for other in METHODS.values() if other.uses_model)
         raise UserError(f"method {method.name} has no model that could continue alone: choose {names}")
     if cloud.gates and not method.gates:
-        names = ", ".join(one.name for one in METHODS.values() if one.gates)
+        names = ", ".join(other.name for other in METHODS.values() if other.gates)
         raise UserError(f"gates need the distributions of a draft model: choose method {names}, not {method.name}")
     if cloud.gates and chosen.universal:
         raise UserError("gates need drafts in the target's vocabulary: disable universal, or remove the gates")
     if cloud.provisional and not method.drafts:
         raise UserError(f"method {method.name} has no drafts to commit after the deadline: choose another method")
-
-
-_MODEL_OPTIONS = {name for name, one in RunOptions.OPTIONS.items() if one.group == "Models and devices"} - {"device"}
-
-
-def runs_chat_pair(values: Mapping[str, Any]) -> bool:
-    return not values.keys() & {"pair", "method", "cloud", *_MODEL_OPTIONS}
-
-
-CHECKS = (_models_fit, _gamma_bounds_fit, _rule_fits, _sampling_fits, _cloud_fits_method)
 
 
 if TYPE_CHECKING:  # a test verifies that both branches have the same classes
@@ -339,9 +353,15 @@ else:
     MethodOptions = new_class("MethodOptions", tuple(reversed(option_classes())))
 
 
-@options(checks=CHECKS)
+@options(
+    checks=(_models_fit, _activations_fit, _gamma_bounds_fit, _rule_fits, _sampling_fits, _cloud_fits_method),
+    check_named=refuse_ineffective,
+)
 class Recipe(MethodOptions, RunOptions):
-    """All options of a run. Raises `UserError` for invalid values."""
+    """All options of a run, of the bundled pair by default.
+
+    Raises `UserError` for invalid values, and for named options without effect unless copied by `dataclasses.replace`.
+    """
 
     @property
     def gamma_bounds(self) -> tuple[int, int]:
@@ -366,8 +386,15 @@ class Recipe(MethodOptions, RunOptions):
 
     @property
     def drafter_spec(self) -> ModelSpec | None:
-        """Specification of the drafter, `None` if the method needs none."""
-        return self._second_spec if METHODS[self.method].second_model else None
+        """Specification of the draft model, `None` if the method needs none."""
+        return self.second_spec if METHODS[self.method].uses_model and self.head_spec is None else None
+
+    @property
+    def head_spec(self) -> HeadSpec | None:
+        """Specification of the head, `None` if the method uses none."""
+        offered = PAIRS[self.pair].head if self.pair and not self.drafter and self.cloud is None else None
+        name = (self.head or offered) if METHODS[self.method].uses_head else None
+        return None if name is None else HeadSpec(name, self.target_spec)
 
     @property
     def specs(self) -> dict[str, ModelSpec]:
@@ -376,14 +403,15 @@ class Recipe(MethodOptions, RunOptions):
         return {"target": self.target_spec, **({} if drafter is None else {"drafter": drafter})}
 
     @property
-    def _second_spec(self) -> ModelSpec | None:
+    def second_spec(self) -> ModelSpec | None:
         name, device = self.models[1], self.drafter_device or self.device
         if self.drafter == SAME:
             return smaller_copy(self.target_spec, self.drafter_quantization, device)
         return None if name is None else self._spec(name, self.drafter_quantization, device)
 
     def _spec(self, name: str, quantization: str, device: str) -> ModelSpec:
-        return ModelSpec(name, self.dtype, quantization, device, REVISIONS.get(name))
+        activations = self.activations if is_gguf(name) else "16"
+        return ModelSpec(name, self.dtype, quantization, device, REVISIONS.get(name), activations)
 
     @property
     def needs_local_service(self) -> bool:
@@ -396,9 +424,11 @@ class Recipe(MethodOptions, RunOptions):
             return self
         if self.cloud.mode == "cloud_only":
             return replace(self, method="ar")
-        edge = self._second_spec
+        edge = self.second_spec
         assert edge is not None
-        alone = replace(self, pair=None, target=edge.name, drafter=None, method="ar", cloud=None)
+        alone = replace(
+            self, pair=None, target=edge.name, drafter=None, method="ar", cloud=None, activations=edge.activations
+        )
         return replace(alone, quantization=edge.quantization, device=edge.device)
 
     @property
@@ -408,7 +438,8 @@ class Recipe(MethodOptions, RunOptions):
 
         method, rule = METHODS[self.method], RULES[self.rule]
         if self.cloud is not None:
-            sampled = method.sampled and self.temperature > 0 and rule.adjusts
+            drafting = self.temperature if self.drafter_temperature is None else self.drafter_temperature
+            sampled = method.sampled and min(self.temperature, drafting) > 0 and rule.needs_rows
             if self.cloud.mode != "speculative" or not self.cloud.exact(sampled):
                 return self.cloud.exact(sampled)
         if not method.drafts:
@@ -429,40 +460,26 @@ def refuse_with_encoder(name: str) -> None:
         raise UserError(f"the target has an encoder, and method {name} is for decoders: choose method nasd")
 
 
-def methods_with(declared: Option) -> list[str]:
-    """Return the methods for which an option has an effect."""
-    if declared.name in RunOptions.OPTIONS:
-        return [name for name, method in METHODS.items() if getattr(method, declared.applies or "name")]
-    return [name for name, method in METHODS.items() if declared.name in method.option_names]
-
-
-_SHARED = ("gamma", "policy", "rule")  # scripts give them with every method
-
-
-def refuse_ineffective(chosen: Recipe, given: Mapping[str, Any]) -> None:
-    """Raise `UserError` for given options without effect, except those of the models and the `_SHARED` ones."""
-    for name, declared in Recipe.OPTIONS.items():
-        exempt = name in _SHARED or declared.group == "Models and devices" or declared.applies == "samples"
-        if name not in given or exempt:
-            continue
-        methods = methods_with(declared)
-        if chosen.method not in methods:
-            raise UserError(f"{name} has no effect with method {chosen.method}: choose {', '.join(methods)}")
-        if declared.policies and chosen.policy not in declared.policies:
-            raise UserError(f"{name} has no effect with policy {chosen.policy}: choose {', '.join(declared.policies)}")
-
-
 @dataclass(frozen=True)
 class Preset:
-    """Named values of options."""
+    """Named values of options; `link`: with a remote target."""
 
     title: str
     values: Mapping[str, Any]
+    link: Mapping[str, Any] = field(default_factory=dict)
+
+    def apply(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `values` with those of the preset that they lack."""
+        cloud = values.get("cloud")
+        drafting = METHODS.get(values.get("method", "draft"))
+        if cloud is None or cloud.mode != "speculative" or not (drafting and drafting.drafts):
+            return {**self.values, **values}
+        return {**self.values, **values, "cloud": replace(cloud, **self.link)}
 
 
 PRESETS = {
     "sources": Preset(
-        "the practice guide's defaults: T = 1, top-p 0.9, penalty 1.1, dynamic γ from 6",
+        "the practice guide's defaults: T = 1, top-p 0.9, penalty 1.1, dynamic γ from 6, with --remote --provisional",
         {
             "temperature": 1.0,
             "top_p": 0.9,
@@ -471,5 +488,6 @@ PRESETS = {
             "policy": "dynamic",
             "egag_ema_beta": 0.0,
         },
-    ),
+        {"provisional": True},  # deadline_ms has the default 400 of the guide
+    )
 }

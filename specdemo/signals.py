@@ -14,11 +14,17 @@ from specdemo.worker import stop_flag
 
 @contextmanager
 def handle_signals(handler: Callable[[int, Any], Any], *signals: signal.Signals) -> Iterator[None]:
-    """Call `handler` for `signals`, even if ignored by the parent; no effect outside the main thread."""
+    """Call `handler` for the first of `signals`, even if ignored by the parent. The second ends the process."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {number: signal.signal(number, handler) for number in signals}
+
+    def first(number: int, frame: Any) -> None:
+        for other in signals:
+            signal.signal(other, signal.SIG_DFL)
+        handler(number, frame)
+
+    previous = {number: signal.signal(number, first) for number in signals}
     try:
         yield
     finally:

@@ -257,11 +257,14 @@ class Worker:
         with self._changed:
             return len(self._open) + len(self._queued)
 
-    def close(self, timeout: float | None = 10.0) -> None:
-        """Stop all jobs and end the threads."""
+    def close(self, timeout: float | None = 10.0, drain_s: float = 0.0) -> None:
+        """Refuse jobs, wait `drain_s` for those submitted, stop the others, and end the threads."""
         with self._changed:
             self._closed = True
             threads = list(self._threads)
+            if drain_s:
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: not self._threads, drain_s)
             for job in (*self._open, *self._queued):
                 job.stream.stop()
             self._changed.notify_all()
@@ -400,12 +403,6 @@ class WorkerGroup:
     def submit(self, job: Callable[[], Iterator[T]], *, owner: str = "") -> Stream[T]:
         """Queue a job at the least loaded worker."""
         return min(self._workers, key=lambda worker: worker.active).submit(job, owner=owner)
-
-    def ahead(self, stream: Stream[Any]) -> int:
-        return stream.worker.ahead(stream)
-
-    def expected_wait_s(self, stream: Stream[Any]) -> float | None:
-        return stream.worker.expected_wait_s(stream)
 
     @property
     def active(self) -> int:

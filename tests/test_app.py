@@ -84,3 +84,16 @@ def test_invalid_host_settings_end_the_program(
     monkeypatch.setenv(name, value)
     assert app.main(["--no-browser"]) == 2
     assert capsys.readouterr().err.startswith(said)
+
+
+def test_a_read_only_machine_gives_an_error_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing() -> str:
+        raise FileNotFoundError("No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr("tempfile.gettempdir", missing)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert app.main(["--port", str(port), "--no-browser"]) == 2
+    assert capsys.readouterr().err == "no temporary folder is writable: set TMPDIR to a writable directory\n"

@@ -14,12 +14,13 @@ from fakes.enumeration import (
     PROMPT,
     ROUNDING,
     SAMPLING,
+    SMALL,
     TARGET,
     distance,
     enumerate_distribution,
     true_distribution,
 )
-from fakes.tiny_models import Explorer, committed, run
+from fakes.tiny_models import Explorer, TableHead, committed, run
 
 from specdemo.cli import main
 from specdemo.cli.arguments import given, parser
@@ -99,7 +100,8 @@ def check_theorem(method: str, policy: str = "fixed", rule: Any = RULES["rejecti
         def once(sampling: SamplingParams = sampling, explorer: Explorer = explorer) -> tuple[int, ...]:
             nonlocal drafted
             verifier = ModelVerifier(TARGET.score, sampling, rule, explorer, explorer, 2)
-            drafter = METHODS[method].build(FakeContext(sampling, explorer))
+            head = TableHead(SMALL, (0, 2, 3)) if METHODS[method].drafter == "head" else None
+            drafter = METHODS[method].build(FakeContext(sampling, explorer, head))
             steps = run(PROMPT, verifier, drafter, POLICIES[policy].make(DraftLengths(2, 1, 3), CostModel()), 3)
             drafted += sum(len(step.draft) for step in steps)
             return tuple(committed(steps))
@@ -166,8 +168,9 @@ def test_a_block_rule_is_explained_and_limited_by_its_entry(monkeypatch: pytest.
     tests = {"p": (0.5, 0.1), "draw": (0.2, 0.9), "beta": (0.5, 0.5), "bound": (0.6, 0.2)}
     step = Step(1, (1, 3), Draft.chain((1, 2), (0.5, 0.5)), Verdict((0,), 3, **tests), 2, 0.0, 0.0, 0.0, 0.0)
     reasons = [reason_of(step, node, recipe) for node in (0, 1, None)]
-    assert reasons == [Reason.BLOCK_ACCEPTED, Reason.BLOCK_REJECTED, Reason.CORRECTION]
-    assert title(recipe).endswith(", whole") and Lane(header=Header(recipe, "", (), 4)).counted
+    assert reasons == [Reason.BLOCK_ACCEPTED, Reason.BLOCK_REJECTED, Reason.BLOCK_RESIDUAL]
+    assert reason_of(step, None, recipe | {"temperature": 0.0}) is Reason.CORRECTION
+    assert title(recipe).endswith(", whole") and not Lane(header=Header(recipe, "", (), 4)).counted
 
 
 def test_a_policy_needs_one_registry_entry(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +186,7 @@ from specdemo.drafters import METHODS, method, suffix
 
 @options("Echo")
 class EchoOptions:
-    echo_length: int = option(2, "Repetitions", "tokens to repeat", low=1, high=9, slider=(1, 9, 1), limit="max_nodes")
+    echo_length: int = option(2, "Repetitions", "tokens to repeat", bounds=(1, 9), slider=(1, 9, 1), limit="max_nodes")
 
 METHODS["echo"] = method.Method("echo", "repeats", "", suffix.build_suffix_drafter, options=(EchoOptions,))
 

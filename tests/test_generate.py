@@ -22,7 +22,7 @@ from specdemo.core.events import End, Event, Header, Loading, StepEvent
 from specdemo.core.explain import Reason, explain
 from specdemo.core.link_stats import Source
 from specdemo.core.metrics import Metrics
-from specdemo.core.step import Draft, Step
+from specdemo.core.step import Draft, Outcome, Step
 from specdemo.core.target import Target
 from specdemo.generate import generate
 from specdemo.models.batch_invariance import COMPARED_ROWS, BatchInvariance
@@ -77,6 +77,12 @@ def test_stored_ngrams_draft_a_previous_text(target: str, levels: str) -> None:
     assert second.accepted > first.accepted and second.steps < first.steps
 
 
+def test_stored_ngrams_need_stores(target: str) -> None:
+    recipe = Recipe(target=target, method="nasd", max_tokens=4, device="cpu", ngram_keep=True)
+    with pytest.raises(UserError, match="ngram_keep has no effect without stores: pass the same dictionary"):
+        list(generate(recipe, PROMPT, ModelPool()))
+
+
 def test_ngrams_are_stored_on_request_only(target: str) -> None:
     pool, stores = ModelPool(), {}
     recipe = Recipe(target=target, method="nasd", temperature=0, max_tokens=48, device="cpu")
@@ -98,7 +104,8 @@ def test_a_run_may_be_closed_at_any_step_and_the_next_is_not_affected(target: st
 
 @pytest.mark.parametrize("method", ["draft", "tree", "beam", "ar"])
 def test_events_are_frozen_and_picklable(target: str, method: str) -> None:
-    recipe = Recipe(target=target, drafter=target, method=method, temperature=0.7, max_tokens=6, device="cpu", top=2)
+    sampling = {} if method == "beam" else {"temperature": 0.7, "top": 2}
+    recipe = Recipe(target=target, drafter=target, method=method, max_tokens=6, device="cpu", **sampling)
     events = list(generate(recipe, PROMPT))
     assert {type(event) for event in events} == {Loading, Header, StepEvent, End}
     for event in events:
@@ -216,7 +223,9 @@ def test_steps_of_the_mode_edge_only_have_no_target_pass(target: str) -> None:
     head, *steps, end = traced(generate(recipe, PROMPT, ModelPool()))
     assert {event.step.verdict.source for event in steps} == {Source.ALONE} and not head.exact
     assert trace.to_json(steps[1])["remote"] == {"escalated": 0.0, "edge": 1.0}
-    assert (end.metrics.tokens, end.metrics.target_passes) == (4, 0)
+    assert (end.metrics.tokens, end.metrics.unverified, end.metrics.target_passes) == (4, 4, 0)
+    assert {shown.outcome for event in steps for shown in event.shown()} == {Outcome.UNVERIFIED}
+    assert {trace.to_json(event)["kind"] for event in steps} == {"unverified"}
     assert explain(steps[1].step, None, head.recipe) == Reason.EDGE_ONLY.value
 
 
@@ -320,7 +329,7 @@ def test_planned_contexts_contain_conversations_and_dropout_passes(talker: str) 
     class Planned(ModelPool):
         contexts: list[int] = []
 
-        def bring(self, specs: Sequence[Any], context: int = 0) -> Iterator[Any]:
+        def bring(self, specs: Sequence[Any], context: int = 0, head: object = None) -> Iterator[Any]:
             self.contexts.append(context)
             raise UserError("planned")
 

@@ -16,10 +16,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PROGRAM = (ROOT / "specdemo", ROOT / "app.py")
 DOCUMENTS = (ROOT / "docs", ROOT / "README.md")
-DESCRIBED = tuple(  # modules and public classes have docstrings, comments are phrases, assignments have few targets
-    ROOT / "specdemo" / name
-    for name in ("core,drafters,models,native,background.py,prompts.py,recipe.py,signals.py,worker.py".split(","))
-)
 
 # Noun clauses, personification and quaint words; largest number per 1,000 words.
 RATES = {
@@ -38,17 +34,18 @@ RATES = {
         "priced,news",
     ),
 }
-MOST_WORDS = 17_000  # of docstrings and comments in specdemo/
+WORDS_PER_LINE = 0.74  # of docstrings and comments in specdemo/
 
 RELATIVE = re.compile(r"(what|whatever|whether|who|whoever|whose|where|wherever|which|that|how|why|the ones?)\b", re.I)
 
 FORBIDDEN = frozenset(
     "law,laws,errand,errands,shelf,whereabouts,foretold,judge,judges,judged,judging,unjudged,told,likeliest,humane,"
-    "anew,dear,priced".split(",")
+    "anew,dear,priced,door,doors,heard,household,leash,peer,peers,room,talks,tell,tells,usual".split(",")
 )
+FORBIDDEN_NAMES = frozenset({"found", "kept", "one", "said"})  # complete names, which describe no value
 FORBIDDEN_PHRASES = ("at hand",)
 # External names, defined by traces, messages, links and element ids: constants and attribute names stay as they are.
-FROZEN = frozenset({"law", "laws", "unjudged"})
+FROZEN = frozenset({"law", "laws", "peers", "unjudged"})
 
 MAY_REPEAT = frozenset({"main", "build", "METHOD"})  # METHOD: the registry entry of each drafter
 MOST_LINES = 50
@@ -60,7 +57,7 @@ PREPOSITION = re.compile(
 )
 
 WORD = re.compile(r"[a-z]+(?:'[a-z]+)?")
-CODE = re.compile(r"`[^`]*`|\S*[_/(]\S*")
+CODE = re.compile(r"`[^`]*`|\S*[_/(]\S*|--\S+")
 
 # Comments and identifiers of C, JavaScript and CSS; string literals are skipped.
 SOURCES = (".c", ".h", ".js", ".ts", ".css")
@@ -87,13 +84,18 @@ def parsed(path: Path) -> ast.Module:
 
 
 @cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(parsed(path)))
+
+
+@cache
 def texts(path: Path) -> Texts:
     """Return docstrings, comments, other strings with at least five words, and Markdown without code blocks."""
     source = path.read_text("utf-8")
     if path.suffix == ".md":
         return [("markdown", 1, re.sub(r"```.*?```", " ", source, flags=re.DOTALL))]
     docstrings, strings = {}, []
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             if docstring := ast.get_docstring(node, clean=False):
                 docstrings[docstring] = node.body[0].lineno
@@ -183,14 +185,15 @@ def public_classes(node: ast.AST) -> Iterator[ast.ClassDef]:
 
 
 def comment_fragments(paths: Iterable[Path]) -> list[str]:
-    """Return comments that start with a preposition, except the further lines of a comment."""
+    """Return comments that start with a preposition, except the further lines of a block of comments."""
     problems = []
     for path in files(paths):
-        comments = {line: text for kind, line, text in texts(path) if kind == "comments"}
+        lines = ["", *path.read_text("utf-8").splitlines()]
         problems += [
             f"{name_of(path)}:{line}: {text}"
-            for line, text in comments.items()
-            if line - 1 not in comments and PREPOSITION.match(text)
+            for kind, line, text in texts(path)
+            if kind == "comments" and PREPOSITION.match(text)
+            if not all(lines[i].lstrip().startswith("#") for i in (line - 1, line))
         ]
     return problems
 
@@ -201,21 +204,22 @@ def crowded_assignments(paths: Iterable[Path]) -> list[str]:
         f"{name_of(path)}:{node.lineno}: {len(target.elts)} targets"
         for path in files(paths)
         if path.suffix == ".py"
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Tuple, ast.List))
         for target in node.targets
         if isinstance(target, (ast.Tuple, ast.List)) and len(target.elts) > MOST_TARGETS
     ]
 
 
-def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+def identifiers(path: Path) -> Iterator[tuple[int, str]]:
+    for node in nodes(path):
         line = getattr(node, "lineno", 1)
         for field in ("id", "name", "attr", "arg", "asname"):
             if isinstance(value := getattr(node, field, None), str):
                 yield line, value
 
 
+@cache
 def parts(identifier: str) -> set[str]:
     """Split snake_case and CamelCase into lower-case words."""
     return set(re.findall(r"[a-z]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", identifier).lower()))
@@ -238,6 +242,7 @@ def forbidden_in_sources(paths: Iterable[Path]) -> list[str]:
                 continue
             prose = " ".join(words(text)) if kind == "comment" else ""
             used = (set(prose.split()) if kind == "comment" else parts(text)) & FORBIDDEN
+            used |= {text} & FORBIDDEN_NAMES if path.suffix != ".css" else set()
             used |= {phrase for phrase in FORBIDDEN_PHRASES if phrase in prose}
             problems += [f"{name_of(path)}:{line}: {word!r} in the {kind} {text}" for word in sorted(used)]
     return problems
@@ -252,8 +257,8 @@ def forbidden_words(paths: Iterable[Path]) -> list[str]:
             used = set(prose.split()) & FORBIDDEN | {phrase for phrase in FORBIDDEN_PHRASES if phrase in prose}
             problems += [f"{name_of(path)}:{line}: {word!r} in {kind}" for word in sorted(used)]
         if path.suffix == ".py":
-            for line, name in identifiers(parsed(path)):
-                if name not in FROZEN and (used := parts(name) & FORBIDDEN):
+            for line, name in identifiers(path):
+                if name not in FROZEN and (used := parts(name) & FORBIDDEN | {name} & FORBIDDEN_NAMES):
                     problems.append(f"{name_of(path)}:{line}: {sorted(used)[0]!r} in the identifier {name}")
     return sorted(set(problems))
 
@@ -286,7 +291,7 @@ def long_functions(paths: Iterable[Path]) -> list[str]:
     problems = []
     for path in files(paths):
         if path.suffix == ".py":
-            for node in ast.walk(parsed(path)):
+            for node in nodes(path):
                 if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                     lines = node.end_lineno - node.lineno + 1
                     if lines > MOST_LINES:
@@ -303,7 +308,9 @@ def test_prose_rates_of_the_tests() -> None:
 
 
 def test_docstrings_and_comments_are_short() -> None:
-    assert rates(PROGRAM)["docstrings"]["words"] <= MOST_WORDS, "\n" + report(folders(ROOT / "specdemo"))
+    lines = sum(len(path.read_text("utf-8").splitlines()) for path in (ROOT / "specdemo").rglob("*.py"))
+    words = rates(PROGRAM)["docstrings"]["words"]
+    assert words <= WORDS_PER_LINE * lines, "\n" + report(folders(ROOT / "specdemo"))
 
 
 def test_prose_rates_of_the_documents() -> None:
@@ -321,22 +328,18 @@ def test_forbidden_words_do_not_occur() -> None:
 
 
 def test_modules_and_public_classes_have_docstrings() -> None:
-    problems = undescribed(DESCRIBED)
+    problems = undescribed(PROGRAM)
     assert not problems, "\n" + "\n".join(problems)
 
 
 def test_comments_are_phrases() -> None:
-    problems = comment_fragments(DESCRIBED)
+    problems = comment_fragments(PROGRAM)
     assert not problems, "\n" + "\n".join(problems)
 
 
 def test_assignments_have_at_most_two_targets() -> None:
-    problems = crowded_assignments(DESCRIBED)
+    problems = crowded_assignments(PROGRAM)
     assert not problems, "\n" + "\n".join(problems)
-
-
-def test_described_folders_exist() -> None:
-    assert all(files([path]) for path in DESCRIBED)
 
 
 def test_public_names_are_defined_once() -> None:
@@ -378,6 +381,7 @@ def test_violations_are_detected(bad: list[Path], monkeypatch: pytest.MonkeyPatc
         "'judge' in the identifier judge",
         "'at hand' in comments",
         "'told' in comments",
+        "'tells' in texts",
         "'law' in the identifier RENAMED_LAW",
     ]
     assert repeated_names(bad) == ["RENAMED_LAW: first.py, second.py", "judge: first.py, second.py"]
@@ -389,7 +393,8 @@ def test_missing_docstrings_fragments_and_crowded_assignments_are_detected(tmp_p
     file = tmp_path / "dense.py"
     file.write_text(
         "class Shown:\n    class Inner:\n        pass\n\n    class _Private:\n        pass\n\n\n"
-        "a, b, c = 1, 2, 3  # of a list\nfirst, second = 1, 2  # values of a list\nx, y, z = d = range(3)\n",
+        "a, b, c = 1, 2, 3  # of a list\nfirst = 1  # in a list\nsecond, third = 1, 2  # values of a list\n"
+        "x, y, z = d = range(3)\n# a comment\n# on two lines\n",
         "utf-8",
     )
     assert undescribed([file]) == [
@@ -397,7 +402,7 @@ def test_missing_docstrings_fragments_and_crowded_assignments_are_detected(tmp_p
         "dense.py:1: the class Shown has no docstring",
         "dense.py:2: the class Inner has no docstring",
     ]
-    assert comment_fragments([file]) == ["dense.py:9: of a list"]
+    assert comment_fragments([file]) == ["dense.py:9: of a list", "dense.py:10: in a list"]
     assert crowded_assignments([file]) == ["dense.py:9: 3 targets"]
 
 
@@ -414,8 +419,16 @@ def test_violations_in_other_languages_are_detected(tmp_path: Path, suffix: str)
     ]
 
 
+def test_names_that_describe_no_value_are_detected(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("kept = options.peers\nkept_lanes = 0\n", "utf-8")
+    (tmp_path / "bad.c").write_text("int found = 0; /* found */\n", "utf-8")
+    (tmp_path / "good.css").write_text(".kept { color: red }\n", "utf-8")
+    assert forbidden_words([tmp_path]) == ["bad.py:1: 'kept' in the identifier kept"]
+    assert forbidden_in_sources([tmp_path]) == ["bad.c:1: 'found' in the identifier found"]
+
+
 def test_code_and_ordinary_prose_are_accepted(tmp_path: Path) -> None:
     file = tmp_path / "good.py"
-    file.write_text('"""Return the key `laws` of a trace."""\n\nT = TypeVar("T")\n', "utf-8")
+    file.write_text('"""Return the key `laws` of a trace for --peers."""\n\nT = TypeVar("T")\n', "utf-8")
     assert not exceeded([file]) and not forbidden_words([file]) and not relative_docstrings([file])
     assert list(definitions(parsed(file))) == []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 from contracts.models import save_pair
+from fakes.heads import head_for
 from safetensors.torch import load_file, save_file
 
 from specdemo.core.errors import UserError
@@ -14,19 +16,25 @@ from specdemo.core.events import StepEvent
 from specdemo.core.policies import POLICIES
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
-from specdemo.recipe import METHODS, PRESETS, Recipe, methods_with, refuse_ineffective
+from specdemo.option_effects import has_effect, methods_with, refuse_ineffective
+from specdemo.recipe import METHODS, PRESETS, Recipe
+from specdemo.remote.config import CloudConfig
 
 pytestmark = pytest.mark.slow
 
 PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n        self."
 POOL = ModelPool()
 MODELS: dict[str, str] = {}  # a random pair of four layers
+HEAD: dict[str, str] = {}  # a random head of the target
 SHARPER = 1.5
 OTHER = {
     "gamma": 2, "policy": "heuristic", "gamma_min": 2, "gamma_max": 2, "egag_ema_beta": 0.9, "first_target": False,
     "rule": "match", "temperature": 1.5, "top_k": 1, "top_p": 0.1, "repetition_penalty": 1.5, "bad_words": ("e", "a"),
-    "seed": 9, "max_tokens": 9, "top": 2, "threshold": 0.05, "skip_sample_adjustment": True, "ngram": 2,
-    "filler_top_k": 1, "ngram_levels": "one", "ngram_random": True, "ngram_keep": True, "tree_nodes": 3,
+    "stop_texts": tuple("abcdefghijklmnop"), "stop_tokens": (5,),
+    "seed": 9, "drafter_temperature": 0.5, "drafter_top_p": 0.1, "max_tokens": 9, "top": 2, "threshold": 0.05,
+    "skip_sample_adjustment": True, "ngram": 2,
+    "filler_top_k": 1, "filler_weight": "equal", "ngram_levels": "one", "ngram_random": True, "ngram_keep": True,
+    "tree_nodes": 3,
     "tree_width": 1, "exit_layer": 3, "skip_layers": (1,), "lookahead_window": 2, "lookahead_n": 2,
     "lookahead_guesses": 1, "num_beams": 2,
 }  # fmt: skip
@@ -35,14 +43,17 @@ AROUND = {
     "gamma_max": {"policy": "svip"},
     "egag_ema_beta": {"policy": "egag", "gamma": 12, "temperature": 2.0, "tree_nodes": 60},
     "filler_top_k": {"max_tokens": 200, "temperature": 0.8, "ngram": 2},
-    "threshold": {"rule": "threshold", "temperature": 1.0},
+    "filler_weight": {"max_tokens": 200, "temperature": 0.8, "ngram": 2},
+    "threshold": {"rule": "threshold", "temperature": 1.0, "max_tokens": 60},
     "skip_sample_adjustment": {"temperature": 1.0, "max_tokens": 60},
     "top_k": {"temperature": 2.0},
     "top_p": {"temperature": 2.0},
     "seed": {"temperature": 2.0},
+    "drafter_temperature": {"temperature": 2.0},
+    "drafter_top_p": {"temperature": 2.0},
     "rule": {"temperature": 1.0},
 }
-NEEDS_MORE = {"chat", "length_penalty", "min_length"}  # a chat template; beams that end before the others
+NEEDS_MORE = {"chat", "length_penalty", "min_length", "stop_tokens", "use_cache"}  # see other tests
 CASES = [
     (method, name)
     for name, option in Recipe.OPTIONS.items()
@@ -58,13 +69,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> None:
         weights = load_file(f"{folder}/model.safetensors")
         weights["lm_head.weight"] *= SHARPER
         save_file(weights, f"{folder}/model.safetensors", {"format": "pt"})
+    HEAD["head"] = head_for(MODELS["target"], tmp_path_factory.mktemp("head"))
 
 
 @cache
 def trace(**values: Any) -> list[Any]:
     """Return the steps of a run without timings; `ngram_keep` follows a run with the same stores."""
     stores: dict[Any, Any] = {}
-    recipe = Recipe(**{"max_tokens": 16, "top_p": 1.0, "device": "cpu", **MODELS, **values})
+    head = HEAD if METHODS[values.get("method", "draft")].drafter == "head" else {}
+    recipe = replace(Recipe(), **{"max_tokens": 16, "top_p": 1.0, "device": "cpu", **MODELS, **head, **values})
     if recipe.ngram_keep:
         list(generate(recipe, PROMPT, POOL, stores))
     steps = [event.step for event in generate(recipe, PROMPT, POOL, stores) if isinstance(event, StepEvent)]
@@ -72,7 +85,8 @@ def trace(**values: Any) -> list[Any]:
 
 
 def changes(name: str, base: dict[str, Any]) -> bool:
-    return trace(**base) != trace(**{**base, name: OTHER[name]})
+    value = "coupled" if (base["method"], name) == ("ar", "rule") else OTHER[name]
+    return trace(**base) != trace(**{**base, name: value})
 
 
 @pytest.mark.parametrize(("method", "name"), CASES)
@@ -105,19 +119,55 @@ def test_no_draft_is_longer_than_gamma_unless_the_policy_grows_it() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_options_of_other_methods_are_refused_if_given(method: str) -> None:
+def test_options_without_effect_are_refused_if_named(method: str) -> None:
+    """Every pair of option and method: in the terminal and the API by names, in the library by the constructor."""
     for name, option in Recipe.OPTIONS.items():
-        methods = methods_with(option)
-        if name in ("gamma", "policy", "rule"):
-            refuse_ineffective(Recipe(method=method), {name: option.default})  # scripts give them with every method
-        elif option.group != "Models and devices" and option.applies != "samples" and method not in methods:
-            with pytest.raises(UserError, match=f"{name} has no effect with method {method}: choose "):
-                refuse_ineffective(Recipe(method=method), {name: option.default})
+        if method in methods_with(option) or name in ("pair", "target", "drafter"):
+            continue
+        value, head = OTHER.get(name, option.default), HEAD if METHODS[method].drafter == "head" else {}
+        unnamed = replace(Recipe(), **{**AROUND.get(name, {}), **head, "method": method, name: value})
+        with pytest.raises(UserError, match=f"{name} (.* )?has no effect with method {method}: choose "):
+            refuse_ineffective(unnamed, [name])
+        with pytest.raises(UserError, match=f"{name} (.* )?has no effect|has no {name}"):
+            Recipe(**{**head, "method": method, name: value})
+
+
+def test_values_without_effect_are_refused_if_named() -> None:
+    for values, sentence in (
+        ({"method": "ar", "rule": "match"}, "rule match has no effect with method ar: choose draft"),
+        ({"method": "nasd", "drafter": "same"}, "drafter has no effect with method nasd: choose draft"),
+        ({"method": "suffix", "policy": "svip"}, "policy svip has no effect with method suffix, whose drafts are"),
+        ({"method": "nasd", "cloud": CloudConfig("http://a:1", q_rows="scalar")}, "q_rows has no effect"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            refuse_ineffective(replace(Recipe(), **values), [*values, "q_rows"])
+    with pytest.raises(UserError, match="drafter_temperature has no effect with universal"):
+        Recipe(universal=True, drafter_temperature=0.5)
+    assert Recipe(method="ar", rule="coupled").rule == "coupled"
+    for values, sentence in (
+        ({"gate_nll": 2.0}, "gate_nll has no effect without gate nll: add nll to gates"),
+        ({"gate_margin": 0.1, "gates": ("nll",)}, "gate_margin has no effect without gate margin"),
+        ({"gate_ratio": 0.1, "gates": ("names",)}, "gate_ratio has no effect without gates by signals"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            CloudConfig("http://a:1", **values)
+        assert replace(CloudConfig("http://a:1"), **values).remote
+
+
+@pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.uses_policy])
+@pytest.mark.parametrize("policy", [name for name, policy in POLICIES.items() if policy.by_logits])
+def test_policies_by_logits_are_refused_where_they_equal_fixed(method: str, policy: str) -> None:
+    base = {"method": method, "temperature": 2.0, "gamma": 4}
+    equal = trace(**base) == trace(**base, policy=policy)
+    assert equal != has_effect(policy, method)
+    if equal:
+        with pytest.raises(UserError, match=f"policy {policy} has no effect with method {method}"):
+            Recipe(method=method, policy=policy)
 
 
 def test_presets_are_valid_recipes() -> None:
     for preset in PRESETS.values():
-        assert Recipe(**preset.values) != Recipe()
-    sources = Recipe(**PRESETS["sources"].values)
+        assert replace(Recipe(), **preset.values) != Recipe()
+    sources = replace(Recipe(), **PRESETS["sources"].values)
     assert (sources.temperature, sources.top_p, sources.repetition_penalty) == (1.0, 0.9, 1.1)
     assert sources.draft_lengths.gamma == 6 and sources.gamma_bounds == (3, 12)

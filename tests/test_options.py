@@ -19,8 +19,10 @@ from specdemo.cli.reference import cli_reference
 from specdemo.core.errors import UserError
 from specdemo.core.options import Option
 from specdemo.drafters import option_classes
-from specdemo.recipe import PRESETS, Recipe, methods_with
-from specdemo.remote.config import CloudConfig
+from specdemo.option_effects import methods_with
+from specdemo.recipe import PRESETS, Recipe, RunOptions
+from specdemo.remote.config import SIGNALS, CloudConfig
+from specdemo.ui.controls import PAIR_SETTINGS
 from specdemo.ui.limits import PUBLIC
 from specdemo.ui.page import build
 from specdemo.ui.settings import OPTIONS, from_link, recipe_of, restored, setting_of
@@ -41,7 +43,9 @@ def other(option: Option) -> Any:
     special = {
         "pair": "smollm2-360m", "mode": "cloud_only", "remote": ADDRESS, "device": "cpu", "drafter_device": "cpu",
         "target": "some/target", "drafter": "some/drafter", "bad_words": ("a b", "c"), "skip_layers": (5, 7),
-        "gates": ("nll", "rare"), "threshold": 0.25, "seed": 9, "temperature": 0.625,
+        "stop_texts": ("a b", "c"), "stop_tokens": (5, 7),
+        "gates": ("nll", "rare"), "threshold": 0.25, "word_frequencies": "words.txt", "seed": 9, "temperature": 0.625,
+        "head": "some/head", "method": "nasd",
     }  # fmt: skip
     if option.name in special:
         return special[option.name]
@@ -50,15 +54,24 @@ def other(option: Option) -> Any:
     if option.choices:
         return next(name for name in option.choices if name != option.default)
     value = (option.default or 0) + (1 if option.type is int else 0.125)
-    return value if option.high is None or value <= option.high else option.default - 0.125
+    return value if option.bounds is None or value <= option.bounds[1] else option.default - 0.125
 
 
 def around(option: Option) -> dict[str, Any]:
     """Return further values without which the value of `other` is refused."""
     needed = {
-        "drafter": {"target": "some/target"}, "threshold": {"rule": "ratio"}, "target": {"method": "nasd"},
+        "drafter": {"target": "some/target"}, "head": {"target": "some/target", "method": "eagle"},
+        "threshold": {"rule": "ratio"}, "target": {"method": "nasd"},
         "on_loss": {"method": "draft"}, "gamma_min": {"policy": "svip"}, "gamma_max": {"policy": "svip"},
+        "egag_ema_beta": {"policy": "egag"}, "gate_ratio": {"gates": ("nll",)},
+        "gate_rare": {"gates": ("rare",)}, "word_frequencies": {"gates": ("rare",)},
+        "activations": {"pair": "smollm2-135m", "method": "ar"},
     }  # fmt: skip
+    signal = option.name.removeprefix("gate_")
+    if signal in SIGNALS and signal != option.name:
+        return {"gates": (signal,)}
+    if option.name in Recipe.OPTIONS and option.name not in RunOptions.OPTIONS:
+        return {"method": methods_with(option)[0]}
     return needed.get(option.name, {})
 
 
@@ -92,15 +105,20 @@ def test_every_option_is_in_terminal_page_link_and_api(name: str, page: Any) -> 
             flags += [word for item in value for word in (OPTIONS[key].flag, str(item))]
         else:
             flags += [OPTIONS[key].flag, *map(str, value if isinstance(value, tuple) else [value])]
-    assert Recipe(**given(parser().parse_args(["run", "x", *flags]))) == recipe
+    if option.terminal:
+        assert Recipe(**given(parser().parse_args(["run", "x", *flags]))) == recipe
+    else:
+        with pytest.raises(SystemExit):
+            parser().parse_args(["run", "x", *flags])
     # page
     (control,) = (c for c in page.blocks.values() if getattr(c, "elem_id", None) == option.element)
     assert isinstance(control, gr.components.Component)
     assert option.label in control.label and ("lossy" in control.label) == option.lossy
-    # link: as link.js writes it
+    # link: as copy_link.js writes it
     defaults = {name: setting_of(option, option.default) for name, option in OPTIONS.items()}
     changed = settings_for(option)
-    query = {key: value if isinstance(value, str) else json.dumps(value) for key, value in changed.items()}
+    linked = ({name: defaults[name] for name in PAIR_SETTINGS} if "pair" in changed else {}) | changed
+    query = {key: value if isinstance(value, str) else json.dumps(value) for key, value in linked.items()}
     settings, errors = restored(from_link(query, defaults), defaults, "auto")
     assert not errors and recipe_of(settings, "auto") == recipe
     # API
@@ -115,14 +133,15 @@ def test_every_option_is_in_terminal_page_link_and_api(name: str, page: Any) -> 
 def test_the_documentation_is_up_to_date() -> None:
     """Otherwise: `python -m specdemo.cli.reference > docs/cli.md`."""
     assert (ROOT / "docs/cli.md").read_text("utf-8") == cli_reference()
+    assert "ngram_keep" not in cli_reference()  # the terminal has no earlier runs
 
 
 @pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.range])
 def test_values_outside_the_range_are_refused(name: str) -> None:
     option = OPTIONS[name]
     kind = Recipe if name in Recipe.OPTIONS else CloudConfig
-    low = option.low - 1 if option.above is None else option.above
-    for value in (low, math.nan, math.inf, -math.inf, 10**400, *([] if option.high is None else [option.high + 1])):
+    low, high = option.bounds
+    for value in (low if option.open_below else low - 1, high + 1, math.nan, math.inf, -math.inf, 10**400):
         with pytest.raises(UserError, match=f"{name} must be {option.range}, not"):
             kind(**{name: value})
     for value in ("4", True, [4]):
@@ -159,7 +178,7 @@ def test_invalid_values_get_one_sentence(values: dict[str, Any], sentence: str) 
 
 
 def test_a_recipe_is_a_frozen_mapping_of_plain_values() -> None:
-    recipe = Recipe(cloud=CloudConfig(ADDRESS, gates=("nll",)), skip_layers=(1, 2))
+    recipe = Recipe(cloud=CloudConfig(ADDRESS, gates=("nll",)), bad_words=("a", "b"))
     assert pickle.loads(pickle.dumps(recipe)) == copy.copy(recipe) == recipe and hash(recipe) == hash(replace(recipe))
     assert replace(recipe, gamma=2) != recipe
     plain = json.loads(json.dumps(asdict(recipe)))
@@ -176,14 +195,22 @@ def test_every_choice_has_a_title(name: str) -> None:
         assert isinstance(title, str) and title and "<" not in title
 
 
+def test_the_configuration_of_the_page_is_plain_data(page: Any) -> None:
+    """Gradio copies it for each visitor, with all objects that it refers to."""
+    assert json.loads(json.dumps(page.get_config_file()))
+
+
 def test_few_controls_are_visible_at_first(page: Any) -> None:
     """Controls outside closed groups, tabs and the cockpit, plus the titles of those groups."""
 
     def visible(block: Any) -> int:
         if getattr(block, "visible", True) in (False, "hidden") or isinstance(block, gr.Tabs):
             return 0
-        if isinstance(block, gr.Accordion) and not block.open:
+        closed = isinstance(block, gr.Accordion) and (not block.open or block.elem_id == "more-settings")
+        if closed:  # the page closes the latter when its parts are mounted
             return 1
+        if "chip" in (getattr(block, "elem_classes", None) or ()):
+            return 0  # examples share a row that scrolls
         if isinstance(block, (gr.components.FormComponent, gr.Button)):
             return 1
         return sum(map(visible, getattr(block, "children", ())))
@@ -194,17 +221,21 @@ def test_few_controls_are_visible_at_first(page: Any) -> None:
 
 
 def test_a_preset_button_sets_its_controls(page: Any) -> None:
-    events = [event for event in page.fns.values() if event.js and "0.9" in str(event.js) and len(event.outputs) == 6]
+    events = [event for event in page.fns.values() if event.js and "0.9" in str(event.js) and len(event.outputs) == 7]
     (applied,) = events
     values = PRESETS["sources"].values
-    assert [output.elem_id for output in applied.outputs] == [OPTIONS[name].element for name in values]
-    assert applied.js == f"() => {json.dumps(list(values.values()))}"
+    assert [output.elem_id for output in applied.outputs] == [
+        OPTIONS[name].element for name in (*values, "provisional")
+    ]
+    assert [control.elem_id for control in applied.inputs] == ["mode", "provisional"]
+    with_link = 'mode && mode !== "off" ? [true] : link'
+    assert applied.js == f"(mode, ...link) => {json.dumps(list(values.values()))}.concat({with_link})"
 
 
 def test_visitors_of_a_public_page_cannot_change_the_host(page: Any) -> None:
     defaults = {name: setting_of(option, option.default) for name, option in OPTIONS.items()}
     PUBLIC.check_settings(defaults, defaults)
-    for name in ("device", "drafter_device", "dtype"):
+    for name in ("device", "drafter_device", "dtype", "word_frequencies"):
         with pytest.raises(UserError, match=f"{name} is set by the host"):
             PUBLIC.check_settings({**defaults, name: "cpu"}, defaults)
 

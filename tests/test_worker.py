@@ -229,6 +229,32 @@ def test_full_queue_raises() -> None:
     worker.close()
 
 
+@pytest.mark.parametrize("finishes", [True, False])
+def test_close_lets_submitted_jobs_end_within_the_drain_time(finishes: bool) -> None:
+    worker, inside, gate = Worker(), threading.Event(), threading.Event()
+
+    def job() -> Iterator[int]:
+        yield 1
+        inside.set()
+        while not finishes:
+            yield 2
+        assert gate.wait(PATIENCE)
+        yield 3
+
+    stream = worker.submit(job)
+    assert inside.wait(PATIENCE)
+    closing = threading.Thread(target=worker.close, args=(PATIENCE, PATIENCE if finishes else 0.05))
+    closing.start()
+    try:
+        while True:
+            worker.submit(lambda: iter(()))
+    except RuntimeError as error:
+        assert "closed" in str(error)
+    gate.set()
+    closing.join(PATIENCE)
+    assert stream.done and stream.stopping is not finishes and (stream.items[-1] == 3) is finishes
+
+
 def test_close_ends_every_job_and_the_thread() -> None:
     worker = Worker(at_once=2)
     gates = [Gate() for _ in range(3)]
@@ -442,7 +468,7 @@ def test_groups_report_the_queue_of_the_job() -> None:
     gates = [Gate() for _ in range(3)]
     streams = [crew.submit(gate, owner="a") for gate in gates]
     assert gates[0].inside.wait(PATIENCE) and gates[1].inside.wait(PATIENCE)
-    assert [crew.ahead(stream) for stream in streams] == [0, 0, 1] and crew.expected_wait_s(streams[2]) is None
+    assert [stream.worker.ahead(stream) for stream in streams] == [0, 0, 1]
     for stream, gate in zip(streams, gates, strict=True):
         stream.stop()
         gate.open()
@@ -585,7 +611,7 @@ def test_jobs_of_a_worker_group_are_independent() -> None:
     busy = [crew.submit(slow)]
     assert inside.acquire(timeout=PATIENCE) and inside.acquire(timeout=PATIENCE)  # both workers are busy
     busy += [crew.submit(slow), crew.submit(slow)]  # one more run per queue
-    assert crew.active == 4 and max(map(crew.ahead, busy)) == 1
+    assert crew.active == 4 and max(stream.worker.ahead(stream) for stream in busy) == 1
     with pytest.raises(WorkerBusy, match="1 runs are waiting already"):
         crew.submit(slow)
     gate.set()

@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from training import card, corpus, curve, objectives
-from training.fit import Loss, Schedule, fit
+from training.fit import Schedule, fit
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,21 @@ class Training:
         counts = f"{len(self._text.train):,} training tokens, {len(self._text.held_out):,} test tokens"
         print(f"{counts} in {len(self._text.held_out_files)} files")
 
-    def _fit(self, model: nn.Module, loss: Loss, schedule: Schedule, check: Callable[[], float], label: str) -> float:
-        def batches(step: int, size: int, length: int) -> torch.Tensor:
-            return torch.from_numpy(corpus.batch(self._text.train, step, size, length, self._options.seed))
-
+    def _fit(
+        self,
+        model: nn.Module,
+        loss: Callable[[Tensor], Tensor],
+        schedule: Schedule,
+        check: Callable[[], float],
+        label: str,
+    ) -> float:
         schedule = replace(schedule, steps=self._options.steps or schedule.steps)
+
+        def batches(step: int) -> Tensor:
+            length = schedule.length(step)
+            ids = corpus.batch(self._text.train, step, schedule.tokens // length, length, self._options.seed)
+            return torch.from_numpy(ids).to(self._options.device)
+
         return fit(model, loss, batches, schedule, self._options.work / f"{label}.pt", check, label)
 
     def _read_target(self) -> LlamaForCausalLM:

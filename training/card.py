@@ -161,8 +161,9 @@ tokens, {held:,} validation tokens in {files} complete files. The text is under 
 
 ## Drafter shape
 
-Validation alpha (mean sum min(p, q), temperature 1) and c (drafter pass / target pass in the program's engine, float32,
-2-core CPU) after the same short training; Theorem 3.8 at the best gamma. {chosen} was selected and trained further.
+Validation mean overlap (sum min(p, q), temperature 1) and c (drafter pass / target pass in the program's engine,
+float32, 2-core CPU) after the same short training; Theorem 3.8 at the best gamma. {chosen} was selected and trained
+further.
 
 {curve}
 
@@ -177,9 +178,9 @@ Validation alpha (mean sum min(p, q), temperature 1) and c (drafter pass / targe
 | greedy continuations of 256 tokens that end in a loop | {looping} of {prompts} |
 
 Generation with the program: {prompts} prompts of {prompt_tokens} tokens from the middle of validation files,
-{tokens} new tokens each. alpha is the mean of sum min(p, q) over all tested positions.
+{tokens} new tokens each. The mean overlap is the mean of sum min(p, q) over all tested positions.
 
-| temperature | gamma | alpha | accepted / drafted | tokens per target pass |
+| temperature | gamma | mean overlap | accepted / drafted | tokens per target pass |
 |---|---|---|---|---|
 {rows}
 

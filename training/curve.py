@@ -11,7 +11,7 @@ import numpy as np
 from transformers import LlamaForCausalLM
 
 from benchmarks.pass_cost import step_seconds
-from specdemo.bench import markdown_table
+from specdemo.bench.table import markdown_table
 from specdemo.core.theory import best_gamma, walltime_improvement
 from specdemo.models.load import fuse
 from training.objectives import held_out_agreement
@@ -59,6 +59,6 @@ def read(folder: Path) -> list[CurvePoint]:
 
 def table(points: list[CurvePoint]) -> str:
     """Return the curve as a Markdown table."""
-    head = ("drafter", "alpha", "first choices agree", "c", "best gamma", "Theorem 3.8")
+    head = ("drafter", "mean overlap", "first choices agree", "c", "best gamma", "Theorem 3.8")
     rows = [(p.shape, f"{p.alpha:.3f}", f"{p.first:.3f}", f"{p.c:.3f}", p.gamma, f"{p.speedup:.2f}") for p in points]
     return markdown_table(head, rows)

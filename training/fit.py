@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-Loss = Callable[[Tensor], Tensor]
+T = TypeVar("T")  # a batch
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,11 @@ class Schedule:
 
 
 def optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices of the layers and AdamW for embeddings and norms."""
+    """Return Muon for the matrices of the layers and AdamW for embeddings, output matrices and norms."""
     matrices, rest = [], []
     for name, parameter in model.named_parameters():
-        (matrices if parameter.ndim == 2 and "embed" not in name else rest).append(parameter)
+        outer = "embed" in name or "lm_head" in name
+        (matrices if parameter.ndim == 2 and not outer else rest).append(parameter)
     return [
         torch.optim.Muon(matrices, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
@@ -55,8 +57,8 @@ def optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
 
 def fit(
     model: nn.Module,
-    loss: Loss,
-    batch: Callable[[int, int, int], Tensor],
+    loss: Callable[[T], Tensor],
+    batch: Callable[[int], T],
     schedule: Schedule,
     checkpoint: Path,
     validate: Callable[[], float],
@@ -64,8 +66,8 @@ def fit(
 ) -> float:
     """Train `model` in place and return the last validation value.
 
-    `loss` maps token ids `[size, length]` to a scalar; `batch(step, size, length)` returns the ids. The state is saved
-    to `checkpoint` every `save_every` steps and restored from there.
+    `loss` maps a batch to a scalar, `batch` the number of a step to a batch. The state is saved to `checkpoint` every
+    `save_every` steps and restored from there.
     """
     device = next(model.parameters()).device
     parts = optimizers(model, schedule.lr)
@@ -80,12 +82,10 @@ def fit(
     bar = tqdm(range(first, schedule.steps), initial=first, total=schedule.steps, desc=label, mininterval=5)
     smooth = None
     for step in bar:
-        length = schedule.length(step)
-        ids = batch(step, schedule.tokens // length, length).to(device)
         for optimizer in parts:
             for group in optimizer.param_groups:
                 group["lr"] = schedule.lr * schedule.rate(step)
-        value = loss(ids)
+        value = loss(batch(step))
         value.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in parts:

@@ -14,7 +14,7 @@ import random
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.runs import traced
 from benchmarks.tables import publish, run_study, study_parser
-from specdemo.bench import Progress
+from specdemo.bench.table import Progress
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
@@ -46,7 +46,7 @@ SPEED_COLUMNS = {
     "target": "{target}",
     "drafter": "{drafter}",
     "weights": "{mb:.1f} MB",
-    "alpha": "{alpha:.3f}",
+    "mean overlap": "{alpha:.3f}",
     "AR tokens/s": "{ar:.0f}",
     "relative to first form": "{ar_to_first:.2f}",
     "speculative tokens/s": "{speculative:.0f}",
@@ -103,7 +103,7 @@ def measure_speed(
 ) -> dict[tuple[str, str], dict[str, float]]:
     """Return medians over the prompts for greedy AR and speculative decoding of every pair of forms."""
     common = {"temperature": 0, "top_p": 1.0, "max_tokens": tokens, "device": device, "gamma": PAIRS["bundled"].gamma}
-    ar = {form: Recipe(method="ar", quantization=form, **common) for form in forms}
+    ar = {form: replace(Recipe(), method="ar", quantization=form, **common) for form in forms}
     drafted = {
         (target, drafter): Recipe(method="draft", quantization=target, drafter_quantization=drafter, **common)
         for target, drafter in product(forms, forms)

@@ -89,8 +89,9 @@ class Baselines:
             arguments["assistant_model"] = self._drafter
         clock = TokenClock()
         set_seed(seed)
+        generate: Any = self._target.generate  # a method of all loaded models, unknown to the type checker
         start = time.perf_counter()
-        output = self._target.generate(
+        output = generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=min(max_tokens, free_positions),

@@ -21,6 +21,8 @@ _PREFIX_SHARES = (1.0, 0.75, 0.5, 0.25)
 
 @dataclass
 class EqualityResult:
+    """Comparison of a recipe's texts with AR decoding."""
+
     recipe: Recipe
     texts: int = 0
     tokens: int = 0

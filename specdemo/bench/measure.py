@@ -16,15 +16,21 @@ from typing import Any
 
 import torch
 
+from specdemo.bench.acceptance import Acceptance
 from specdemo.bench.baselines import BASELINES, Baselines
 from specdemo.core.events import End, Header, Loading, MemoryUse, StepEvent
+from specdemo.core.policies import POLICIES
 from specdemo.core.rules import DEFAULT_RULE
 from specdemo.core.step import Step
+from specdemo.drafters import METHODS
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
+from specdemo.models.tokenizer import ChatMessage
+from specdemo.option_effects import has_effect
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
 
+VARIED = ("ngram", "filler_top_k", "filler_weight")  # options of methods that take lists
 _COPY_BYTES = 256 << 20  # larger than any CPU cache
 
 
@@ -42,92 +48,137 @@ class BenchProgress:
 
 def recipe_label(recipe: Recipe) -> str:
     length = f" gamma={recipe.gamma}" if recipe.policy == "fixed" else f" {recipe.policy}"
+    length = length if METHODS[recipe.method].uses_policy else ""
+    own = (name for name in VARIED if name in METHODS[recipe.method].option_names)
+    changed = "".join(f" {name}={value}" for name in own if (value := getattr(recipe, name)) != getattr(Recipe, name))
     rule = "" if recipe.rule == DEFAULT_RULE else f" {recipe.rule}"
     mode = f" {recipe.cloud.mode}" if recipe.cloud else ""
-    return f"{recipe.method}{'' if recipe.method == 'ar' else length}{rule}{mode} T={recipe.temperature:g}"
+    return f"{recipe.method}{length}{changed}{rule}{mode} T={recipe.temperature:g}"
 
 
 def grid(
-    methods: Sequence[str], gammas: Sequence[int], policies: Sequence[str], temperatures: Sequence[float]
+    methods: Sequence[str],
+    gammas: Sequence[int],
+    policies: Sequence[str],
+    temperatures: Sequence[float],
+    **varied: Sequence[Any],
 ) -> Iterator[dict[str, Any]]:
-    """Yield recipe settings: for each temperature AR decoding, then every combination.
+    """Yield recipe settings: for each temperature AR decoding, then every combination, once if several are equal.
 
     Policies other than `fixed` start from the last of `gammas`. Top-p and top-k are off, as in the papers.
+    `varied`: lists of options of methods.
     """
     for temperature in temperatures:
         sampling = {"temperature": temperature, "top_p": 1.0, "top_k": 0}
         yield {"method": "ar", **sampling}
         for method in methods:
-            for policy in policies if method != "ar" else ():
-                for gamma in gammas if policy == "fixed" else gammas[-1:]:
-                    yield {"method": method, "policy": policy, "gamma": gamma, **sampling}
+            lengths = _lengths(method, gammas, policies) if method != "ar" else ()
+            for length, own in product(lengths, _combinations(method, varied)):
+                yield {"method": method, **length, **own, **sampling}
+
+
+def _combinations(method: str, varied: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    names = [name for name in varied if method in METHODS and name in METHODS[method].option_names]
+    combinations = (dict(zip(names, values, strict=True)) for values in product(*(varied[name] for name in names)))
+    distinct: list[dict[str, Any]] = []
+    for values in combinations:
+        if values.get("filler_top_k") == 1:
+            values.pop("filler_weight", None)  # has no effect without fillers
+        distinct += [] if values in distinct else [values]
+    return distinct
+
+
+def _lengths(method: str, gammas: Sequence[int], policies: Sequence[str]) -> list[dict[str, Any]]:
+    if method not in METHODS or not METHODS[method].uses_policy:
+        return [{}]
+    pairs = [(policy, gamma) for policy in policies for gamma in (gammas if policy == "fixed" else gammas[-1:])]
+    used = [(policy if policy not in POLICIES or has_effect(policy, method) else "fixed", n) for policy, n in pairs]
+    return [{"policy": policy, "gamma": gamma} for policy, gamma in dict.fromkeys(used)]
 
 
 def measure(
     recipes: Sequence[Recipe],
     prompts: Sequence[Prompt],
     pool: ModelPool,
-    peers: Sequence[str] = (),
+    baselines: Sequence[str] = (),
     seed: int = 0,
     repeat: int = 1,
 ) -> Iterator[BenchProgress | dict[str, Any]]:
     """Yield a `BenchProgress` per run and step, and a record per prompt.
 
-    A record contains name and class of the prompt and the figures of each run: `recipes`, then the baselines `peers`
-    for each AR recipe. `repeat` uses other seeds. Raises `RuntimeError` if a run fails.
+    A record contains name and class of the prompt and the figures of each run: `recipes`, then `baselines` for each AR
+    recipe. Later messages follow the answer of the first recipe. `repeat` uses other seeds. Raises `RuntimeError` if a
+    run fails.
     """
     ar = [recipe for recipe in recipes if recipe.method == "ar"]
     drafting = next((recipe for recipe in recipes if recipe.drafter_spec), None)
     lanes: list[tuple[Recipe, str | None]] = [(recipe, None) for recipe in recipes]
-    lanes += [(recipe, peer) for recipe in ar for peer in peers]
-    baselines = None
-    if peers:
-        baselines = Baselines(ar[0].target_spec, drafting.drafter_spec if drafting else None)
+    lanes += [(recipe, baseline) for recipe in ar for baseline in baselines]
+    pair = None
+    if baselines:
+        pair = Baselines(ar[0].target_spec, drafting.drafter_spec if drafting else None)
     order = list(range(len(lanes)))
-    total = len(lanes) * len(prompts) * repeat
+    total = len(lanes) * sum(1 + len(prompt.later) for prompt in prompts) * repeat
 
     def run(
         lane: tuple[Recipe, str | None], prompt: Prompt, number: int, repetition: int = 0
     ) -> Generator[BenchProgress, None, dict[str, Any]]:
-        recipe, peer = replace(lane[0], seed=lane[0].seed + repetition), lane[1]
-        name = recipe_label(recipe) if peer is None else f"transformers {peer} T={recipe.temperature:g}"
+        recipe, baseline = replace(lane[0], seed=lane[0].seed + repetition), lane[1]
+        name = recipe_label(recipe) if baseline is None else f"transformers {baseline} T={recipe.temperature:g}"
         turn = BenchProgress(number, total, f"{prompt.name}, {name}" if number else name)
         yield turn
-        if peer is None:
-            return (yield from _ours(recipe, prompt.text, pool, turn))
-        assert baselines is not None
+        if baseline is None:
+            return (yield from _ours(recipe, recipe.chat and prompt.messages or prompt.text, pool, turn))
+        assert pair is not None
         gamma = drafting.gamma if drafting else recipe.gamma
-        return baselines.run(BASELINES[peer], prompt.text, recipe.temperature, gamma, recipe.max_tokens, recipe.seed)
+        return pair.run(BASELINES[baseline], prompt.text, recipe.temperature, gamma, recipe.max_tokens, recipe.seed)
 
-    for recipe, peer in lanes:
-        yield from run((recipe, peer), prompts[0], 0)
-    rng = random.Random(seed)
-    numbers = count(1)
+    for lane in lanes:
+        yield from run(lane, prompts[0], 0)
+    rng, numbers = random.Random(seed), count(1)
     for repetition, prompt in product(range(repeat), prompts):
-        rng.shuffle(order)
-        runs: list[Any] = [None] * len(lanes)
-        for i in order:
-            runs[i] = yield from run(lanes[i], prompt, next(numbers), repetition)
-        yield {"kind": prompt.kind, "name": prompt.name, "runs": runs}
+        answers: list[str] = []
+        for _ in range(1 + len(prompt.later)):
+            asked = _turn(prompt, answers)
+            rng.shuffle(order)
+            runs: list[Any] = [None] * len(lanes)
+            for i in order:
+                runs[i] = yield from run(lanes[i], asked, next(numbers), repetition)
+            yield {"kind": prompt.kind, "name": asked.name, "runs": runs}
+            answers.append(runs[0].get("answer", ""))
+
+
+def _turn(prompt: Prompt, answers: Sequence[str]) -> Prompt:
+    """Return the message after `answers`: a conversation, and a text of all messages."""
+    if not prompt.later:
+        return prompt
+    messages = [prompt.text, *(text for pair in zip(answers, prompt.later, strict=False) for text in pair)]
+    chat = tuple({"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(messages))
+    name = f"{prompt.name}, turn {1 + len(answers)}"
+    return replace(prompt, name=name, text="\n".join(messages), messages=chat)
 
 
 def _ours(
-    recipe: Recipe, text: str, pool: ModelPool, turn: BenchProgress
+    recipe: Recipe, prompt: str | Sequence[ChatMessage], pool: ModelPool, turn: BenchProgress
 ) -> Generator[BenchProgress, None, dict[str, Any]]:
-    """Return metrics, tokens, seconds after the first token, and bytes moved and held."""
     environment: Mapping[str, Any] = {}
+    prompt_length = 0
     steps: list[Step] = []
+    texts: list[str] = []
     pauses: list[float] = []
     end = End("error")
-    with closing(generate(recipe, text, pool)) as events:
+    with closing(generate(recipe, prompt, pool)) as events:
         for event in events:
             match event:
                 case Loading():
+                    since = time.perf_counter()
                     yield replace(turn, doing=event.text)
+                    pauses += [time.perf_counter() - since] if steps else []
                 case Header():
-                    environment = event.environment
+                    environment, prompt_length = event.environment, len(event.prompt_tokens)
                 case StepEvent():
                     steps.append(event.step)
+                    texts.append(event.text)
                     since = time.perf_counter()
                     yield turn
                     pauses.append(time.perf_counter() - since)
@@ -140,10 +191,13 @@ def _ours(
     paused = sum(pauses[:-1])
     return {
         **metrics.as_dict(),
+        "acceptance": Acceptance.of(steps, prompt_length),
         "peak_rss_bytes": peak.process,
         "peak_device_bytes": peak.device,
+        "peak_reserved_bytes": peak.reserved,
         "kv_bytes": peak.kv,
         "text": [token for step in steps for token in step.tokens],
+        "answer": "".join(texts),
         "decode_tokens": metrics.decode_tokens,
         "wall_s": steps[-1].t - steps[0].t - paused,
         "paused_s": paused,

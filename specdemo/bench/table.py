@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from specdemo.bench.acceptance import Acceptance, acceptance_tables
 from specdemo.bench.baselines import BASELINES
 from specdemo.bench.measure import recipe_label
 from specdemo.core.formats import number as format_number
@@ -60,7 +61,7 @@ Record = dict[str, Any]  # yielded by `bench.measure`
 RunFigures = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BenchRow:
     """Medians of a lane over a class of prompts, with 95 % bootstrap intervals.
 
@@ -70,32 +71,34 @@ class BenchRow:
     kind: str  # class of prompts
     lane: str  # recipe or baseline
     prompts: int
-    tokens_per_second: float  # after the prefill
-    speedup: float | None  # over AR decoding
-    interval: tuple[float, float] | None  # of the speed-up
-    over_fixed: tuple[float, float, float] | None  # ratio to the best fixed gamma, interval
+    tokens_per_second: float  # decoding speed, without the prefill
+    speedup: float | None  # ratio to AR decoding
+    interval: tuple[float, float] | None  # bounds of the speed-up
+    over_fixed: tuple[float, float, float] | None = None  # ratio to the best fixed gamma, interval
     slower: tuple[str, ...]  # prompts with a speed-up below 1
     same_text: int | None  # prompts with AR's greedy text
     acceptance_rate: float | None  # accepted / drafted
-    alpha: float | None  # mean of sum min(p, q)
+    alpha: float | None  # accepted / tested
+    mean_beta: float | None  # mean overlap, sum min(p, q)
     tokens_per_pass: float | None
-    c: float | None  # cost of a draft token
-    v: float | None  # cost of a verification pass
-    o: float | None  # host overhead per step
-    theory: float | None  # Theorem 3.8 of 2211.17192
-    realised: float | None  # measured speed-up / theory
-    explained: float | None  # measured speed-up / cost model
+    c: float | None = None  # cost of a draft token
+    v: float | None = None  # cost of a verification pass
+    o: float | None = None  # host overhead per step
+    theory: float | None = None  # Theorem 3.8 of 2211.17192
+    realised: float | None = None  # measured speed-up / theory
+    explained: float | None = None  # measured speed-up / cost model
     ttft_s: float
     held_bytes: float | None  # weights and KV cache
     bandwidth: float | None  # weight bytes per second / copy bandwidth
+    acceptance: Acceptance
 
 
 def table(
-    recipes: Sequence[Recipe], records: Iterable[Record], peers: Sequence[str] = (), bandwidth: float = 0.0
+    recipes: Sequence[Recipe], records: Iterable[Record], baselines: Sequence[str] = (), bandwidth: float = 0.0
 ) -> list[BenchRow]:
     """Return a row per class and lane, compared with AR decoding at the same temperature.
 
-    Includes only the fastest setting of each family of `peers`. `bandwidth`: copied bytes per second, 0 if unknown.
+    Includes only the fastest setting of each family of `baselines`. `bandwidth`: copied bytes per second, 0 if unknown.
     """
     records = list(records)
     ar = {recipe.temperature: i for i, recipe in enumerate(recipes) if recipe.method == "ar"}
@@ -104,19 +107,19 @@ def table(
         of_kind = [record for record in records if record["kind"] == kind]
         for i, recipe in enumerate(recipes):
             row = _row(of_kind, i, ar.get(recipe.temperature), recipe_label(recipe), recipe.temperature, bandwidth)
-            costs = _cost_medians(of_kind, i, ar.get(recipe.temperature), recipe)
-            rows.append(replace(row, over_fixed=_over_fixed(recipes, i, of_kind), **costs))
+            row = _with_costs(row, of_kind, i, ar.get(recipe.temperature), recipe)
+            rows.append(replace(row, over_fixed=_over_fixed(recipes, i, of_kind)))
         first = len(recipes)
         for temperature, base in ar.items():
             fastest: dict[str, BenchRow] = {}
-            for i, peer in enumerate(peers, first):
-                name = f"transformers {peer} T={temperature:g}"
+            for i, baseline in enumerate(baselines, first):
+                name = f"transformers {baseline} T={temperature:g}"
                 row = _row(of_kind, i, base, name, temperature, bandwidth)
-                family = BASELINES[peer].family
+                family = BASELINES[baseline].family
                 if family not in fastest or row.tokens_per_second > fastest[family].tokens_per_second:
                     fastest[family] = row
             rows += fastest.values()
-            first += len(peers)
+            first += len(baselines)
     return rows
 
 
@@ -136,18 +139,18 @@ def _row(
         tokens_per_second=_median(run_speed(run) for run in runs if run["tokens_per_second"]) or 0.0,
         speedup=_median(values),
         interval=interval(values) if values else None,
-        over_fixed=None,
         slower=tuple(f"{prompt} ({ratio:.2f}x)" for ratio, prompt in ratios if ratio < 1) if compared else (),
         same_text=sum(record["runs"][index]["text"] == record["runs"][base]["text"] for record in records)
         if compared and not temperature
         else None,
         acceptance_rate=_median(run.get("acceptance_rate") for run in runs),
-        alpha=_median(run.get("mean_beta") for run in runs),
+        alpha=_median(run.get("alpha") for run in runs),
+        mean_beta=_median(run.get("mean_beta") for run in runs),
         tokens_per_pass=_median(run["tokens_per_target_pass"] for run in runs),
-        **dict.fromkeys(("c", "v", "o", "theory", "realised", "explained")),
         ttft_s=_median(run["ttft_s"] for run in runs) or 0.0,
         held_bytes=_median(run.get("held_bytes") for run in runs),
         bandwidth=_median(reads),
+        acceptance=Acceptance.total(run["acceptance"] for run in runs if "acceptance" in run),
     )
 
 
@@ -186,13 +189,13 @@ def _over_fixed(recipes: Sequence[Recipe], index: int, records: Sequence[Record]
         return None
     timed = [record for record in records if all(record["runs"][i]["wall_s"] for i in (index, *fixed))]
 
-    def median_speed(i: int, subset: Sequence[Record]) -> float:
+    def median_speed(subset: Sequence[Record], i: int) -> float:
         return statistics.median(run_speed(record["runs"][i]) for record in subset)
 
     ratios = []
     for name in dict.fromkeys(record["name"] for record in timed):
         others = [record for record in timed if record["name"] != name] or timed
-        best = max(fixed, key=lambda i, others=others: median_speed(i, others))
+        best = max(fixed, key=partial(median_speed, others))
         ratios += [
             run_speed(record["runs"][index]) / run_speed(record["runs"][best])
             for record in timed
@@ -201,18 +204,21 @@ def _over_fixed(recipes: Sequence[Recipe], index: int, records: Sequence[Record]
     return (statistics.median(ratios), *interval(ratios)) if ratios else None
 
 
-def _cost_medians(records: Sequence[Record], index: int, base: int | None, recipe: Recipe) -> dict[str, float | None]:
+def _with_costs(row: BenchRow, records: Sequence[Record], index: int, base: int | None, recipe: Recipe) -> BenchRow:
     costs = [
         _costs(run, ar, recipe)
         for run, ar, _ in _timed_pairs(records, index, base)
         if run["steps"] > 1 and ar["steps"] > 1
     ]
-    names = ["c", "o", "theory", "realised", *(["v", "explained"] if base != index else [])]
-    return {name: _median(terms[name] for terms in costs) for name in names}
+
+    def median(name: str) -> float | None:
+        return _median(terms[name] for terms in costs)
+
+    row = replace(row, c=median("c"), o=median("o"), theory=median("theory"), realised=median("realised"))
+    return row if base == index else replace(row, v=median("v"), explained=median("explained"))
 
 
 def _costs(run: RunFigures, ar: RunFigures, recipe: Recipe) -> dict[str, float | None]:
-    """Return cost terms in AR passes, and the speed-up relative to theory and cost model."""
     pass_s = ar["verify_s"] / (ar["steps"] - 1)
     terms, ar_terms = (
         CostTerms.of(
@@ -238,7 +244,8 @@ def _costs(run: RunFigures, ar: RunFigures, recipe: Recipe) -> dict[str, float |
 
 _COLUMNS = (
     "class", "lane", "tokens/s", "speed-up", "95 %", "over best fixed", "same text", "acc/drafted", "alpha",
-    "tokens/pass", "c", "v", "o", "Thm 3.8", "realised", "explained", "first ms", "MB", "bandwidth", "slower on",
+    "mean overlap", "tokens/pass", "c", "v", "o", "Thm 3.8", "realised", "explained", "first ms", "MB", "bandwidth",
+    "slower on",
 )  # fmt: skip
 
 
@@ -254,7 +261,7 @@ def markdown(rows: Sequence[BenchRow]) -> str:
             "-" if row.interval is None else f"{row.interval[0]:.2f}-{row.interval[1]:.2f}",
             "-" if row.over_fixed is None else "{:.2f} [{:.2f}, {:.2f}]".format(*row.over_fixed),
             "-" if row.same_text is None else f"{row.same_text} of {row.prompts}",
-            *map(number, (row.acceptance_rate, row.alpha, row.tokens_per_pass)),
+            *map(number, (row.acceptance_rate, row.alpha, row.mean_beta, row.tokens_per_pass)),
             *map(number, (row.c, row.v, row.o, row.theory, row.realised, row.explained)),
             number(1000 * row.ttft_s, 0),
             number(row.held_bytes and row.held_bytes / 1e6, 0),
@@ -263,6 +270,17 @@ def markdown(rows: Sequence[BenchRow]) -> str:
         )
 
     return markdown_table(_COLUMNS, map(cells, rows))
+
+
+def acceptance(rows: Sequence[BenchRow]) -> dict[str, Acceptance]:
+    """Return the counts of each lane over all classes."""
+    lanes = dict.fromkeys(row.lane for row in rows)
+    return {lane: Acceptance.total(row.acceptance for row in rows if row.lane == lane) for lane in lanes}
+
+
+def acceptance_markdown(rows: Sequence[BenchRow]) -> str:
+    tables = acceptance_tables(acceptance(rows))
+    return "\n\n".join(f"{title}:\n\n{markdown_table(head, cells)}" for title, head, cells in tables)
 
 
 def as_json(rows: Sequence[BenchRow]) -> str:
@@ -310,4 +328,5 @@ def report(recipes: Sequence[Recipe], prompts: int, records: Sequence[Record], r
     if count := disturbed(records):
         lines.append(f"- **Disturbed**: the device ran other jobs during {count} of these runs")
     lines += ["", markdown(rows), "", *(f"- {line}" for line in slower(rows)), "", _METHOD, ""]
+    lines += [acceptance_markdown(rows), ""]
     return "\n".join(lines)

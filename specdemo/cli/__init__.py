@@ -1,9 +1,11 @@
-"""Command line: ``python -m specdemo run PROMPT``, ``bench``, ``prove``, ``preflight``, ``serve``."""
+"""Command line: `python -m specdemo run PROMPT` and the other commands of `arguments.py`."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import signal
 import sys
 
 from specdemo.cli.arguments import parser
@@ -11,9 +13,9 @@ from specdemo.core.errors import FULL_DISK, UserError, write_error
 
 
 def _execute(options: argparse.Namespace) -> int:
-    from specdemo.signals import signals_end_passes  # these imports take seconds
+    from specdemo.signals import handle_signals, signals_end_passes  # these imports take seconds
 
-    with signals_end_passes():
+    with handle_signals(signal.default_int_handler, signal.SIGINT, signal.SIGTERM), signals_end_passes():
         if options.command == "run":
             from specdemo.cli.run import run
 
@@ -25,9 +27,14 @@ def _execute(options: argparse.Namespace) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit code: 0, 1 for a failed run, 2 for invalid input, 130 for Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # its encoding may lack characters of the text
+            stream.reconfigure(errors="backslashreplace")
     options = parser().parse_args(arguments)
     try:
         return _execute(options)
+    except KeyboardInterrupt:
+        return 130
     except UserError as error:
         print(f"specdemo: {error}", file=sys.stderr)
         return 2

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from specdemo.core.errors import UserError
 from specdemo.core.options import Option
+from specdemo.models.spec import SAME
+from specdemo.models.zoo import CHAT_PAIR, PAIRS, first_installed
+from specdemo.option_effects import settings_of_pair
 from specdemo.recipe import PRESETS, Recipe
 from specdemo.remote.config import CloudConfig
 
@@ -42,19 +46,23 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
     _add_options(command, (Recipe.OPTIONS[name] for name in MODEL_OPTIONS))
 
 
-def _add_options(command: argparse.ArgumentParser, options: Iterable[Option], **defaults: Any) -> None:
-    """Add a flag per option; a list in `defaults` makes a flag with several values."""
+def _add_options(
+    command: argparse.ArgumentParser, options: Iterable[Option], *, many: bool = False, **defaults: Any
+) -> None:
+    """Add the flags of `options`; with `many`, they take lists without a default."""
     for option in options:
+        if not option.terminal:
+            continue
         default = defaults.get(option.name)
         properties: dict[str, Any] = {"dest": option.name, "help": option_help(option, default)}
-        if option.type is bool and option.default:
+        if option.type is bool and (option.default or option.name in PAIRS[CHAT_PAIR].settings):
             command.add_argument(option.flag, action=argparse.BooleanOptionalAction, **properties)
             continue
         if option.type is bool:
             command.add_argument(option.flag, action="store_const", const=True, **properties)
             continue
         properties |= {"type": option.item_type, "metavar": option.metavar, "default": default}
-        if isinstance(default, list) or (option.many and option.choices):
+        if many or isinstance(default, list) or (option.many and option.choices):
             properties["nargs"] = "+"
         elif option.many:
             properties["action"] = "append"
@@ -87,7 +95,24 @@ def _run(command: Parser) -> None:
         ),
         output.add_argument("--steps", action="store_true", help="explain each step instead of showing the text"),
     ]
+    _add_display_options(command)
     command.add_argument("--trace", type=Path, metavar="FILE", help="also write the trace to a file")
+
+
+def _chat(command: Parser) -> None:
+    _add_options(command, Recipe.OPTIONS.values())
+    _add_options(command, CloudConfig.OPTIONS.values())
+    _add_display_options(command)
+
+
+def _add_display_options(command: Parser) -> None:
+    command.add_argument(
+        "--color",
+        choices=("auto", "always", "never"),
+        metavar="WHEN",
+        default="auto",
+        help="colours and rejected tokens: auto (terminals, unless NO_COLOR is set), always or never (default: auto)",
+    )
     presets = "; ".join(f"{name}: {preset.title}" for name, preset in PRESETS.items())
     command.add_argument(
         "--preset", metavar="NAME", help=f"values of several options; other flags override it. {presets}"
@@ -95,12 +120,20 @@ def _run(command: Parser) -> None:
 
 
 def _bench(command: Parser) -> None:
-    add_model_options(command)
-    varied = {"method": ["draft", "nasd"], "gamma": [2, 3, 4], "policy": ["fixed"], "temperature": [0.0]}
+    _add_options(command, _options("pair"), many=True)
+    _add_options(command, _options(*MODEL_OPTIONS[1:]))
+    varied: dict[str, Any] = {
+        "method": ["draft", "nasd"],
+        "gamma": [2, 3, 4],
+        "policy": ["fixed"],
+        "temperature": [0.0],
+    }
     _add_options(command, _options(*varied, "rule", "max_tokens"), **varied, max_tokens=128)
+    _add_options(command, _options("ngram", "filler_top_k", "filler_weight"), many=True)
     _add_options(command, CloudConfig.OPTIONS.values())
     add = command.add_argument
     add("--kind", nargs="+", default=[], help="classes of prompts (default: all)")
+    add("--prompts", type=Path, metavar="FILE", help="questions as JSON Lines: question_id, category and turns")
     add("--repeat", type=int, default=1, metavar="N", help="runs per prompt, each with another seed")
     add("--peers", action="store_true", help="also measure the assisted decoding of transformers")
     add("--output", type=Path, metavar="FILE", help="also write a report in Markdown")
@@ -108,8 +141,9 @@ def _bench(command: Parser) -> None:
 
 def _prove(command: Parser) -> None:
     add_model_options(command)
-    varied = {"method": ["draft", "nasd"], "gamma": [1, 3, 5, 7], "temperature": [0.0, 0.7, 1.3]}
+    varied: dict[str, Any] = {"method": ["draft", "nasd"], "gamma": [1, 3, 5, 7], "temperature": [0.0, 0.7, 1.3]}
     _add_options(command, _options(*varied, "max_tokens"), **varied, max_tokens=64)
+    command.add_argument("--rule", help="acceptance rule (default: one that reproduces the text)")
     command.add_argument("--prompts", type=int, default=20, help="number of prompts")
 
 
@@ -119,8 +153,18 @@ def _preflight(command: Parser) -> None:
     command.add_argument("--kind", nargs="+", default=[], help="classes of prompts (default: all)")
 
 
+def _calibrate(command: Parser) -> None:
+    add_model_options(command)
+    names = ("method", "gamma", "policy", "temperature", "top_p", "max_tokens")
+    _add_options(command, _options(*names), max_tokens=48)
+    command.add_argument("--kind", nargs="+", default=[], help="classes of prompts (default: all)")
+    command.add_argument("--prompts", type=int, default=20, help="number of prompts, of alternating classes")
+
+
 def _serve(command: Parser) -> None:
     add_model_options(command)
+    _add_options(command, _options("method", "gamma"))
+    _add_options(command, _options("max_tokens"), max_tokens=1024)
     add = command.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     add("--port", type=int, default=8300, help="0 selects a free port")
@@ -131,16 +175,34 @@ def _serve(command: Parser) -> None:
     add("--expiry-s", type=float, default=600, help="lifetime of an unused text, seconds")
     add("--queue", type=int, default=64, help="queued requests; further requests are refused")
     add("--rate", type=float, default=0, help="requests per second and address; 0: unlimited")
+    add("--allow-origin", action="append", default=[], metavar="ORIGIN", help="site whose pages may use the service")
     add("--body-mb", type=float, default=4, help="largest request, MB")
+    add("--connections", type=int, default=512, help="open connections; further connections are refused")
+    add("--client-connections", type=int, default=64, help="open connections per address; none for this machine")
+    add("--drain-s", type=float, default=0, help="seconds that requests under way may take after a signal")
     add("--until-stdin-ends", action="store_true", help="stop when standard input closes")
+
+
+def _explain(command: Parser) -> None:
+    command.add_argument("file", type=Path, metavar="FILE", help="log lines or JSON of llama.cpp, vLLM or SGLang")
+    command.add_argument("--ar", type=float, metavar="T", help="tokens per second without drafts, for comparison")
+
+
+def _convert_head(command: Parser) -> None:
+    command.add_argument("file", type=Path, metavar="FILE", help="pickled tensors, such as pytorch_model.bin")
+    command.add_argument("directory", type=Path, metavar="DIRECTORY", help="directory for model.safetensors")
 
 
 ARGUMENTS = {  # command -> title, function that adds its arguments
     "run": ("continue a prompt and show accepted, rejected and corrected tokens", _run),
+    "chat": ("converse in the terminal, with commands to change method, gamma and pair", _chat),
     "bench": ("measure recipes against autoregressive decoding, paired and alternating", _bench),
     "prove": ("compare the text with autoregressive decoding, token by token", _prove),
     "preflight": ("estimate the speed-up of a pair before a run", _preflight),
-    "serve": ("offer the target as a service that verifies drafts of other machines", _serve),
+    "calibrate": ("measure thresholds of gates for a pair, and print their flags", _calibrate),
+    "serve": ("OpenAI-compatible endpoint, and verification of drafts of other machines", _serve),
+    "explain": ("explain statistics of llama.cpp, vLLM and SGLang", _explain),
+    "convert-head": ("convert a pickled head to safetensors, without running its code", _convert_head),
 }
 
 
@@ -151,6 +213,22 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
     elif link:
         raise UserError(f"{', '.join(link)} has no effect without --remote: give the address of the service")
     return values
+
+
+def with_pair_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the default pair, the chat pair if it is installed, with its settings."""
+    pair = values.get("pair", first_installed(tuple(PAIRS)))
+    if pair == CHAT_PAIR and "target" not in values and values.get("drafter", SAME) == SAME:
+        return {"pair": pair, **settings_of_pair(PAIRS[pair], values)}
+    return dict(values)
+
+
+def announce_pair(values: Mapping[str, Any], pair: str = "bundled") -> None:
+    """Print the default pair as the first line of output, unless `values` name models."""
+    if values.keys() & {"pair", "target"}:
+        return
+    missing = f"; {CHAT_PAIR} is not installed: {PAIRS[CHAT_PAIR].missing}" if PAIRS[CHAT_PAIR].missing else ""
+    print(f"specdemo: pair {pair}, {PAIRS[pair].title} (default{missing})", file=sys.stderr)
 
 
 def _values(options: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:

@@ -1,86 +1,153 @@
-"""Commands that print tables: `bench`, `prove`, `preflight`; and `serve`."""
+"""Commands other than `run`."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import replace
+from typing import Any
 
-from specdemo import bench
 from specdemo.bench import equality as prove
+from specdemo.bench import measure, table
 from specdemo.bench.baselines import BASELINES
-from specdemo.cli.arguments import given
-from specdemo.cli.output import OutputFile, output_file
-from specdemo.core.errors import UserError
+from specdemo.bench.calibration import Calibration, calibrate
+from specdemo.bench.pairs import measure_pair, pair_bench, pairs_table, published_tables, skipped_lines
+from specdemo.bench.published_tables import repetition_table
+from specdemo.bench.questions import category_table, read_questions
+from specdemo.cli.arguments import announce_pair, given, with_pair_settings
+from specdemo.cli.chat import chat
+from specdemo.cli.output import OutputFile
+from specdemo.completions.routes import add_completions
+from specdemo.completions.service import CompletionService
+from specdemo.core.errors import UserError, check_name
 from specdemo.core.formats import megabytes
 from specdemo.core.rules import reproducing_rule
 from specdemo.drafters import METHODS
+from specdemo.external.diagnosis import describe
+from specdemo.external.engine_log import read_engine_log
+from specdemo.models.convert_head import convert_head
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import find_device
-from specdemo.models.zoo import CHAT_PAIR
+from specdemo.models.zoo import CHAT_PAIR, PAIRS
+from specdemo.option_effects import ineffective, refuse_ineffective
 from specdemo.preflight import preflight, texts_for
-from specdemo.prompts import Prompt, load_prompts
+from specdemo.prompts import Prompt, alternate_classes, load_prompts
 from specdemo.recipe import Recipe
 from specdemo.remote.access import TOKEN, is_loopback, read_token
+from specdemo.remote.connections import ConnectionLimits
 from specdemo.remote.serve import bind, listen, serve_model
 from specdemo.remote.server import ServiceLimits
 
+MAX_DRAIN_S = 3600
 
-def run_command(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Return the exit code: 2 after a `UserError`, which is printed."""
-    try:
-        return command(options)
-    except UserError as error:
-        print(f"specdemo: {error}", file=sys.stderr)
-        return 2
+
+_MOST_LOG = 20_000_000  # characters of a log
 
 
 def _bench(options: argparse.Namespace) -> int:
     at_least_one("repeat", options.repeat)
+    pairs = options.pair or []
+    if len(pairs) > 1:
+        return _bench_pairs(options, list(dict.fromkeys(pairs)))
+    options.pair = pairs[0] if pairs else None
+    common, varied, lists = _bench_settings(options)
+    recipes = [replace(Recipe(), **{**common, **values}) for values in varied]
+    _refuse_unused(recipes, [*common, *lists])
+    prompts = _bench_prompts(options, common["chat"])
+    baselines = []
+    if options.peers:
+        drafting = any(recipe.drafter_spec for recipe in recipes)
+        baselines = [name for name, baseline in BASELINES.items() if drafting or baseline.assistant is None]
+    announce_pair(common)
+    opened = nullcontext() if options.output is None else closing(OutputFile(options.output, "the report"))
+    with opened as file:
+        return _print_bench(options, recipes, prompts, baselines, file)
+
+
+def _bench_settings(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
+    """Return common values, the values of each recipe, and the lists of options of methods."""
     varying = ("method", "gamma", "policy", "temperature")
     common = {name: value for name, value in given(options).items() if name not in varying}
+    lists = {name: common.pop(name) for name in measure.VARIED if name in common}
     common["chat"] = common.get("pair") == CHAT_PAIR
-    varied = list(bench.grid(options.method, options.gamma, options.policy, options.temperature))
+    varied = list(measure.grid(options.method, options.gamma, options.policy, options.temperature, **lists))
     if cloud := common.get("cloud"):  # the fastest AR baseline: no round trip per token
         alone = {"cloud": replace(cloud, mode="cloud_only")}
         varied = [{**values, **(alone if values["method"] == "ar" else {})} for values in varied]
-    recipes = [Recipe(**{**common, **values}) for values in varied]
-    prompts = load_prompts(options.kind, common["chat"])
-    peers = []
-    if options.peers:
-        drafting = any(recipe.drafter_spec for recipe in recipes)
-        peers = [name for name, peer in BASELINES.items() if drafting or peer.assistant is None]
-    opened = nullcontext() if options.output is None else output_file(options.output, "the report")
-    with opened as file:
-        return _print_bench(options, recipes, prompts, peers, file)
+    return common, varied, lists
+
+
+def _bench_prompts(options: argparse.Namespace, chat: bool) -> list[Prompt]:
+    if options.prompts is not None:
+        return read_questions(options.prompts, options.kind)
+    return load_prompts(options.kind, chat)
+
+
+def _bench_pairs(options: argparse.Namespace, names: Sequence[str]) -> int:
+    """Measure every pair with its own models and prompts, and list those that cannot run."""
+    for noun, chosen, known in (("pair", names, PAIRS), ("method", options.method, METHODS)):
+        for name in chosen:
+            check_name(noun, name, known)
+    for flag, value in (("--peers", options.peers), ("--output", options.output), ("--target", options.target)):
+        if value:
+            raise UserError(f"{flag} needs a single pair: give one, or omit it")
+    benches, progress = [], table.Progress()
+    for name in names:
+        options.pair = name
+        common, varied, _ = _bench_settings(options)
+        bench = pair_bench(name, common, varied)
+        benches.append(bench)
+        for item in measure_pair(bench, _bench_prompts(options, common["chat"]), options.repeat):
+            progress.show(f"{name}: {item}")
+    progress.over()
+    print(pairs_table(benches))
+    for line in skipped_lines(benches):
+        print(line)
+    print(f"\n{published_tables()}")
+    return 0
+
+
+def _refuse_unused(recipes: Sequence[Recipe], named: Iterable[str]) -> None:
+    """Raise `UserError` for an option without effect in all recipes that draft."""
+    drafting = [recipe for recipe in recipes if recipe.method != "ar"] or recipes
+    for name in named:
+        problems = [dict(ineffective(recipe, [name])).get(name) for recipe in drafting]
+        if all(problems):
+            raise UserError(f"{name} {problems[0]}")
 
 
 def _print_bench(
     options: argparse.Namespace,
     recipes: Sequence[Recipe],
     prompts: Sequence[Prompt],
-    peers: Sequence[str],
+    baselines: Sequence[str],
     file: OutputFile | None,
 ) -> int:
-    records, progress = [], bench.Progress()
-    for item in bench.measure(recipes, prompts, ModelPool(), peers, repeat=options.repeat):
+    records, progress = [], table.Progress()
+    for item in measure.measure(recipes, prompts, ModelPool(), baselines, repeat=options.repeat):
         if isinstance(item, dict):
             records.append(item)
         else:
             progress.show(str(item))
     progress.over()
-    bandwidth = bench.copy_bandwidth(find_device(recipes[0].device))
-    rows = bench.table(recipes, records, peers, bandwidth)
-    print(bench.markdown(rows))
-    for line in bench.slower(rows):
+    bandwidth = measure.copy_bandwidth(find_device(recipes[0].device))
+    rows = table.table(recipes, records, baselines, bandwidth)
+    print(table.markdown(rows))
+    for line in table.slower(rows):
         print(line)
+    print(f"\n{table.acceptance_markdown(rows)}\n")
+    if options.prompts is not None:
+        print(f"{category_table(recipes, records)}\n")
+    if comparison := repetition_table(rows):
+        print(f"{comparison}\n")
     print(f"copy bandwidth of this machine: {bandwidth / 1e9:.1f} GB/s")
-    print(bench.as_json(rows))
+    print(table.as_json(rows))
     if file is not None:
-        file.write(bench.report(recipes, len(prompts), records, rows))
+        file.write(table.report(recipes, len(prompts), records, rows))
     return 0
 
 
@@ -90,36 +157,35 @@ def _prove(options: argparse.Namespace) -> int:
         if name in METHODS and not METHODS[name].exact:
             raise UserError(f"method {name} does not sample from the target's distribution: choose another method")
     common = {name: value for name, value in given(options).items() if name not in ("method", "gamma", "temperature")}
+    exact = {"top_p": 1.0, **common}
+    rules = {temperature: reproducing_rule(temperature, common.get("rule")) for temperature in options.temperature}
     recipes = [
-        Recipe(
-            **common,
-            method=method,
-            gamma=gamma,
-            temperature=temperature,
-            top_p=1.0,
-            rule=reproducing_rule(temperature),
-        )
+        replace(Recipe(), **exact | {"rule": rules[temperature]}, method=method, gamma=gamma, temperature=temperature)
         for temperature in options.temperature
         for method in options.method
         for gamma in options.gamma
     ]
+    _refuse_unused(recipes, common)
+    announce_pair(common)
     prompts = prove.prompt_prefixes(load_prompts(), options.prompts)
     findings = [prove.EqualityResult(recipe) for recipe in recipes]
-    progress = bench.Progress()
+    progress = table.Progress()
     for i, _ in enumerate(prove.prove(findings, prompts, ModelPool()), 1):
         progress.show(f"{i} of {len(prompts)} prompts")
     progress.over()
     print(prove.equality_table(findings))
     differences = [(finding, *where) for finding in findings for where in finding.differences]
     for finding, name, token in differences:
-        label = bench.recipe_label(finding.recipe)
+        label = measure.recipe_label(finding.recipe)
         print(f"{label} differs from autoregressive decoding on {name} at token {token + 1}")
     return 1 if differences else 0
 
 
 def _preflight(options: argparse.Namespace) -> int:
     values = given(options)
-    recipe = Recipe(**{**values, "top_p": 1.0, "chat": values.get("pair") == CHAT_PAIR})
+    recipe = replace(Recipe(), **{**values, "top_p": 1.0, "chat": values.get("pair") == CHAT_PAIR})
+    refuse_ineffective(recipe, values.keys() - {"temperature"})  # which has a default here
+    announce_pair(values)
     estimate = preflight(recipe, texts_for(recipe, options.kind), ModelPool())
     print(f"texts of the target: {estimate.texts}")
     weights, kv = megabytes(estimate.weight_bytes, 0), megabytes(estimate.kv_bytes, 2)
@@ -137,23 +203,64 @@ def _preflight(options: argparse.Namespace) -> int:
     return 0
 
 
+def _calibrate(options: argparse.Namespace) -> int:
+    at_least_one("prompts", options.prompts)
+    values = given(options)
+    recipe = replace(Recipe(), **{**values, "chat": values.get("pair") == CHAT_PAIR})
+    refuse_ineffective(recipe, values)
+    announce_pair(values)
+    prompts = alternate_classes(load_prompts(options.kind, recipe.chat))[: options.prompts]
+    progress = table.Progress()
+    for item in calibrate(recipe, prompts, ModelPool()):
+        if isinstance(item, Calibration):
+            break
+        progress.show(str(item))
+    progress.over()
+    assert isinstance(item, Calibration)
+    print(f"{item.tokens} draft tokens of {item.texts} texts")
+    print(table.markdown_table(("signal", "percentile", "this pair", "guide"), item.rows()))
+    if item.missing:
+        print(f"no variance: {item.missing}")
+    print(f"flags: {item.flags}")
+    return 0
+
+
 def at_least_one(name: str, count: int) -> None:
     """Raise `UserError` unless `count` is positive."""
     if count < 1:
         raise UserError(f"{name} must be at least 1, not {count}")
 
 
+def served_recipe(flags: Mapping[str, Any]) -> Recipe:
+    """Return the defaults of completions: those of `run`, or n-grams for a target without draft model and head."""
+    if "target" not in flags:
+        values = with_pair_settings(flags)
+    else:
+        single = not flags.keys() & {"drafter", "head"}
+        values = {"method": "nasd" if single else "hybrid" if "head" in flags else "draft", **flags}
+    recipe = replace(Recipe(), **values)
+    refuse_ineffective(recipe, flags.keys() - {"max_tokens"})
+    announce_pair(flags, values.get("pair", "bundled"))
+    return recipe
+
+
 def _serve(options: argparse.Namespace) -> int:
-    if min(options.budget_mb, options.contexts, options.queue) < 1 or not (options.body_mb > 0 and options.rate >= 0):
-        raise UserError("budget-mb, contexts, queue and body-mb must be above 0, and rate at least 0")
+    for name in ("budget_mb", "contexts", "queue", "connections", "client_connections"):
+        at_least_one(name.replace("_", "-"), getattr(options, name))
+    if not (options.body_mb > 0 and options.rate >= 0 and 0 <= options.drain_s <= MAX_DRAIN_S):
+        raise UserError(f"body-mb must be above 0, rate at least 0, and drain-s from 0 to {MAX_DRAIN_S}")
     token, local = read_token(os.environ), is_loopback(options.host)
     for path in (options.certificate, options.key):
         if path is not None and not path.is_file():
             raise UserError(f"file {path} does not exist: give certificate and key as PEM files")
-    spec = Recipe(method="ar", **given(options)).target_spec
-    target = ModelPool().take(spec)
+    recipe, pool = served_recipe(given(options)), ModelPool()
+    target = pool.take(recipe.target_spec)
     if target.encoder:
         raise UserError("models with an encoder cannot be served: use run")
+    for _ in pool.bring([*recipe.specs.values()], head=recipe.head_spec):
+        pass
+    if recipe.head_spec is not None:
+        pool.take_head(recipe.head_spec)
     listener = bind(options.host, options.port)
     app = serve_model(
         target,
@@ -164,19 +271,57 @@ def _serve(options: argparse.Namespace) -> int:
         limits=ServiceLimits(int(options.body_mb * (1 << 20)), options.rate),
         waiting=options.queue,
         local=local,
+        origins=options.allow_origin,
     )
+    add_completions(app, CompletionService(pool, recipe))
     if token is None and not local:
         print(f"clients of {options.host} need no authentication: set {TOKEN} to require a token", file=sys.stderr)
     scheme = "https" if options.certificate else "http"
     line = f"listening on {scheme}://{options.host}:{listener.getsockname()[1]}"
-    leash = sys.stdin.buffer if options.until_stdin_ends else None
-    listen(app, listener, options.certificate, options.key, leash, announce=lambda: print(line, flush=True))
+    stdin = sys.stdin.buffer if options.until_stdin_ends else None
+    listen(
+        app,
+        listener,
+        options.certificate,
+        options.key,
+        stdin,
+        announce=lambda: print(line, flush=True),
+        connections=ConnectionLimits(options.connections, options.client_connections),
+        drain_s=options.drain_s,
+    )
+    return 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    try:
+        with options.file.open(encoding="utf-8", errors="replace") as file:
+            text = file.read(_MOST_LOG + 1)
+    except OSError as error:
+        raise UserError(f"{options.file} cannot be read ({error.strerror}): give a file of log lines") from error
+    if len(text) > _MOST_LOG:
+        raise UserError(f"{options.file} has more than {_MOST_LOG:,} characters: keep the lines with statistics")
+    reported = read_engine_log(text)
+    if options.ar is not None:
+        if not 0 < options.ar < math.inf:
+            raise UserError(f"ar must be above 0, not {options.ar}")
+        reported = replace(reported, ar_tokens_per_second=options.ar)
+    print("\n".join(describe(reported)))
+    return 0
+
+
+def _convert_head(options: argparse.Namespace) -> int:
+    count = convert_head(options.file, options.directory)
+    print(f"wrote {count:,} tensors to {options.directory}")
     return 0
 
 
 COMMANDS = {
+    "chat": chat,
     "serve": _serve,
     "preflight": _preflight,
+    "calibrate": _calibrate,
     "bench": _bench,
     "prove": _prove,
+    "explain": _explain,
+    "convert-head": _convert_head,
 }

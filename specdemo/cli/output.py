@@ -1,10 +1,10 @@
-"""Output files."""
+"""Output files of commands; errors become `UserError`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -43,12 +43,3 @@ class OutputFile:
             return call()
         except OSError as error:
             raise write_error(self._target, error) from error
-
-
-@contextmanager
-def output_file(path: Path, kind: str) -> Iterator[OutputFile]:
-    file = OutputFile(path, kind)
-    try:
-        yield file
-    finally:
-        file.close()

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import signal
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
+from dataclasses import replace
 
-from specdemo.cli.arguments import given
-from specdemo.cli.output import OutputFile, output_file
+from specdemo.cli.arguments import announce_pair, given, with_pair_settings
+from specdemo.cli.output import OutputFile
 from specdemo.core import trace
-from specdemo.core.errors import UserError, check_name
+from specdemo.core.errors import check_name
 from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, StepEvent
-from specdemo.core.explain import STYLES, Decision, decision_of, explain, explain_engine, figure
+from specdemo.core.explain import STYLES, Decision, decision_of, exact_label, explain, explain_engine, figure
 from specdemo.core.formats import number, percent
 from specdemo.core.metrics import Metrics
 from specdemo.generate import generate
-from specdemo.models.zoo import CHAT_PAIR, PAIRS
-from specdemo.recipe import PRESETS, Recipe, refuse_ineffective, runs_chat_pair
-from specdemo.signals import handle_signals
+from specdemo.option_effects import refuse_ineffective
+from specdemo.recipe import PRESETS, Recipe
 
 RESET = "\x1b[0m"
 
@@ -28,30 +28,26 @@ def run(options: argparse.Namespace) -> int:
     """Return the exit code: 0, 1 for a failed run, 130 if interrupted. Raises `UserError` for invalid input."""
     recipe = recipe_of_flags(options)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    opened = nullcontext() if options.trace is None else output_file(options.trace, "the trace")
-    with opened as file, handle_signals(signal.default_int_handler, signal.SIGTERM):
+    opened = nullcontext() if options.trace is None else closing(OutputFile(options.trace, "the trace"))
+    with opened as file:
         return _show(generate(recipe, prompt), options, file)
 
 
 def recipe_of_flags(options: argparse.Namespace) -> Recipe:
-    values = given(options)
+    flags = given(options)
+    values = flags
     if options.preset is not None:
         check_name("preset", options.preset, PRESETS)
-        values = {**PRESETS[options.preset].values, **values}
-    pair = PAIRS[CHAT_PAIR]
-    if runs_chat_pair(values) and pair.missing:
-        print(f"specdemo: the Python pair runs, the chat model is not installed: {pair.missing}", file=sys.stderr)
-    elif runs_chat_pair(values):
-        values = {"pair": CHAT_PAIR, **pair.settings, **values}
-    recipe = Recipe(**values)
-    refuse_ineffective(recipe, given(options))
-    if recipe.ngram_keep:
-        raise UserError("ngram_keep has no effect in the terminal, which has no earlier runs: use the page")
+        values = PRESETS[options.preset].apply(flags)
+    values = with_pair_settings(values)
+    recipe = replace(Recipe(), **values)
+    refuse_ineffective(recipe, flags)
+    announce_pair(flags, values.get("pair", "bundled"))
     return recipe
 
 
 def _show(events: Iterator[Event], options: argparse.Namespace, file: OutputFile | None) -> int:
-    view = Json() if options.json else Steps() if options.steps else Coloured()
+    view = Json() if options.json else Steps() if options.steps else TextView(has_colour(options.color))
     loading, metrics = LoadingLine(), None
 
     def put(event: Event) -> None:
@@ -65,7 +61,8 @@ def _show(events: Iterator[Event], options: argparse.Namespace, file: OutputFile
     try:
         for event in events:
             if isinstance(event, Loading):
-                loading.show(event)
+                if metrics is None:  # later, the line of the prompt would be overwritten
+                    loading.show(event)
                 continue
             loading.show()
             if isinstance(event, (Header, StepEvent)):
@@ -86,34 +83,47 @@ def _show(events: Iterator[Event], options: argparse.Namespace, file: OutputFile
 
 
 class Json:
+    """View that prints the trace."""
+
     def show(self, event: Event) -> None:
         print(trace.write(event), end="", flush=True)
 
 
-class Coloured:
+class TextView:
+    """View that prints the text: coloured by outcome, with rejected tokens, or committed tokens only."""
+
+    def __init__(self, coloured: bool) -> None:
+        self._coloured = coloured
+
     def show(self, event: Event) -> None:
         match event:
             case Header():
-                self._exact, self._engine = event.exact, explain_engine(event.environment)
+                self._header = event
                 print(event.prompt, end="\n" if event.encoder else "", flush=True)
             case StepEvent():
-                print("".join(_spans(event)), end="", flush=True)
+                print(coloured_text(event, self._coloured), end="", flush=True)
             case End():
-                print(f"\n\n{summary(event.metrics)}  {'exact' if self._exact else 'LOSSY'}  end: {_ending(event)}")
-                print(self._engine)
+                print(f"\n\n{_last_lines(self._header, event)}")
+
+
+def has_colour(choice: str) -> bool:
+    """Return True for `always`, and for `auto` on a terminal unless NO_COLOR is set (https://no-color.org)."""
+    return choice == "always" or (choice == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
 
 
 class Steps:
+    """View that explains every step."""
+
     def show(self, event: Event) -> None:
         match event:
             case Header():
-                self._recipe = event.recipe
+                self._header, self._recipe = event, event.recipe
                 self._position = 0 if event.encoder else len(event.prompt_tokens)
             case StepEvent():
                 print("\n".join(self._lines(event)), flush=True)
                 self._position += len(event.step.tokens)
             case End():
-                print(f"\n{summary(event.metrics)}  end: {_ending(event)}")
+                print(f"\n{_last_lines(self._header, event)}")
 
     def _lines(self, event: StepEvent) -> Iterator[str]:
         step, verdict = event.step, event.step.verdict
@@ -145,9 +155,17 @@ class LoadingLine:
         self._shown = text
 
 
-def _spans(event: StepEvent) -> Iterator[str]:
+def coloured_text(event: StepEvent, coloured: bool) -> str:
+    """Return the committed text; with `coloured`, by outcome and with rejected tokens."""
+    return "".join(_spans(event, coloured))
+
+
+def _spans(event: StepEvent, coloured: bool) -> Iterator[str]:
     if event.step.lost:
         yield "[connection to the cloud lost: the drafter continues alone]"
+    if not coloured:
+        yield event.text
+        return
     for shown in event.shown():
         style = STYLES[shown.outcome].ansi
         text = shown.text if shown.outcome.committed else shown.text.replace("\n", "\u23ce")
@@ -160,6 +178,12 @@ def _test(decision: Decision) -> str:
     return f"q={figure(q)}  p={figure(decision.p)}  {last:<11}"
 
 
+def _last_lines(header: Header, end: End) -> str:
+    guarantee = exact_label(header.recipe) if header.exact else "LOSSY"
+    guarantee = "incomplete" if end.reason == "error" else guarantee
+    return f"{summary(end.metrics)}  {guarantee}  end: {_ending(end)}\n{explain_engine(header.environment)}"
+
+
 def _ending(end: End) -> str:
     return f"{end.reason} (context full)" if end.context_full else end.reason
 
@@ -169,6 +193,7 @@ def summary(metrics: Metrics) -> str:
     return (
         f"{metrics.tokens} tokens  {number(metrics.tokens_per_second, 1, '-')} tokens/s  "
         f"accepted {metrics.accepted}/{metrics.drafted} drafted ({percent(metrics.acceptance_rate, '-', '')})  "
-        f"alpha {number(metrics.mean_beta, 2, '-')}  {number(metrics.tokens_per_target_pass, 2, '-')} tokens/pass  "
+        f"alpha {number(metrics.alpha, 2, '-')}  mean overlap {number(metrics.mean_beta, 2, '-')}  "
+        f"{number(metrics.tokens_per_target_pass, 2, '-')} tokens/pass  "
         f"first token {number(metrics.ttft_s, 3, '-')} s"
     )

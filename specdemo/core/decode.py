@@ -28,12 +28,21 @@ class DraftBudget:
         """Number of tokens that may be drafted without logits on the host."""
         return 0 if self._policy.needs_logits else self._limit
 
+    @property
+    def chain_limits(self) -> tuple[int, float] | None:
+        """Return the most tokens of a chain, and the path probability below which it ends; None: call `may_extend`."""
+        threshold = self._policy.path_threshold if self._policy.needs_logits else 0.0
+        return None if threshold is None else (self._limit, threshold)
+
     def at_most(self, limit: int) -> DraftBudget:
         return DraftBudget(min(limit, self._limit), self._policy)
 
 
 class Drafter(Protocol):
-    """Proposes draft tokens before each target pass and observes the results."""
+    """Proposes draft tokens before each target pass and observes the results.
+
+    A drafter with a store of text returns its size as `store_bytes`.
+    """
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         """Continue `tokens`.
@@ -41,7 +50,9 @@ class Drafter(Protocol):
         Query `budget` before sampling each token: discarding improbable samples biases the output.
         """
 
-    def observe(self, step: Step) -> None: ...
+    def observe(self, step: Step) -> None:
+        """Ignore the step."""
+        return
 
 
 class Verifier(Protocol):
@@ -62,6 +73,10 @@ class DraftLengthPolicy(Protocol):
         """If False, `may_extend` ignores logits and allows `gamma` tokens."""
 
     @property
+    def path_threshold(self) -> float | None:
+        """Least product of the largest probabilities of a path; None if `may_extend` has other conditions."""
+
+    @property
     def notes(self) -> Mapping[str, float]: ...
 
     def may_extend(self, n: int, logits: Any) -> bool: ...
@@ -69,14 +84,11 @@ class DraftLengthPolicy(Protocol):
     def observe(self, step: Step) -> None: ...
 
 
-class EmptyDrafter:
+class EmptyDrafter(Drafter):
     """Drafter without drafts, which turns the loop into AR decoding."""
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         return Draft()
-
-    def observe(self, step: Step) -> None:
-        pass
 
 
 def decode(

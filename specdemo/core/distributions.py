@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
@@ -13,9 +14,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PointMass:
-    """One-hot distribution, stored as its token."""
+    """One-hot distribution, stored as its token, with the logits `[vocab]` it is the maximum of, if known."""
 
     token: int
+    logits: Tensor | None = field(default=None, compare=False, repr=False)
+
+    def relative(self, token: int) -> float:
+        """Return the probability of `token` at temperature 1, divided by the largest."""
+        if self.logits is None or token == self.token:
+            return float(token == self.token)
+        return math.exp(float(self.logits[token] - self.logits[self.token]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,6 +187,10 @@ def token_prob(row: Probs, token: int) -> float:
     return float(row.token == token) if isinstance(row, PointMass) else float(row[token])
 
 
+def draft_prob(row: DraftRowProbs, token: int) -> float:
+    return float(row.values[row.ids == token].sum()) if isinstance(row, SparseRow) else token_prob(row, token)
+
+
 def top_token(row: Probs) -> int:
     return row.token if isinstance(row, PointMass) else int(row.argmax())
 
@@ -190,8 +202,24 @@ def entropy(row: Probs) -> float:
     return 0.0 if isinstance(row, PointMass) else float(torch.special.entr(row).sum())
 
 
-def residual(p: Probs, q: DraftRowProbs) -> Probs:
-    """Return norm(max(p - q, 0)) `[vocab]`, the distribution of corrections (2211.17192, section 2.3).
+def excess(p: Probs, q: DraftRowProbs, weight: float) -> float:
+    """Return the sum of max(weight p - q, 0)."""
+    if isinstance(p, PointMass):
+        return max(0.0, weight - draft_prob(q, p.token))
+    if isinstance(q, PointMass):
+        return weight * (1 - float(p[q.token]))
+    if isinstance(q, SparseRow):
+        covered = p[q.ids]
+        return float(weight * (1 - covered.sum()) + (weight * covered - q.values).clamp_(min=0).sum())
+    from specdemo.native import sampling as native
+
+    if p.shape == q.shape and native.supports(p) and native.supports(q):
+        return native.excess_mass(p, q, weight)
+    return float((weight * p - q).clamp_(min=0).sum())
+
+
+def residual(p: Probs, q: DraftRowProbs, weight: float = 1.0) -> Probs:
+    """Return norm(max(weight p - q, 0)) `[vocab]`, the distribution of corrections (2211.17192, section 2.3).
 
     Return p if the residual is zero (p equals q up to rounding) or p is a point mass.
     """
@@ -200,16 +228,16 @@ def residual(p: Probs, q: DraftRowProbs) -> Probs:
     if isinstance(q, PointMass):
         return without(p, q.token)
     if isinstance(q, SparseRow):
-        excess = p.scatter(0, q.ids, (p[q.ids] - q.values).clamp_(min=0))
+        mass = p.scatter(0, q.ids, (p[q.ids] - q.values / weight).clamp_(min=0))
     else:
         from specdemo.native import sampling as native
 
         if p.shape == q.shape and native.supports(p) and native.supports(q):
-            normalised = native.residual_probs(p, q)
+            normalised = native.residual_probs(p, q, weight)
             return p if normalised is None else normalised
-        excess = (p - q).clamp_(min=0)
-    total = excess.sum()
-    return excess / total if total > 0 else p
+        mass = (weight * p - q).clamp_(min=0)
+    total = mass.sum()
+    return mass / total if total > 0 else p
 
 
 def without(p: AnyProbs, token: int) -> AnyProbs:

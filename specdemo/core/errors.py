@@ -1,6 +1,7 @@
 """Errors shown to users, and checks of values that users enter."""
 
 import errno
+import tempfile
 import unicodedata
 from collections.abc import Collection
 
@@ -20,6 +21,13 @@ def plain_text(text: str, limit: int = 300) -> str:
 def write_error(target: str, error: OSError) -> UserError:
     remedy = "free some space" if error.errno in FULL_DISK else "choose a writable directory"
     return UserError(f"cannot write {target}: {error.strerror or type(error).__name__}: {remedy}")
+
+
+def check_temporary_folder() -> None:
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        raise UserError("no temporary folder is writable: set TMPDIR to a writable directory") from None
 
 
 def check_name(kind: str, name: str, names: Collection[str]) -> None:

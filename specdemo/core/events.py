@@ -14,7 +14,7 @@ INTERRUPTED = "interrupted"
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Progress before the header; not part of the trace. `total` is 0 if unknown."""
+    """Progress before the header, or of the prefill in tokens; not part of the trace. `total` is 0 if unknown."""
 
     text: str
     done: int = 0
@@ -32,16 +32,19 @@ class Header:
     exact: bool = True
     bit_equal: bool = False  # rows have the same bits in passes of any size
     encoder: bool = False  # the prompt was read by an encoder
+    cached_tokens: int = 0  # prompt tokens in the KV cache of the target before the run
     environment: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes used by the process, by device tensors, and by keys and values."""
+    """Bytes used by the process, by device tensors, by keys and values, and by a store of n-grams or suffixes."""
 
     process: float | None = None
     device: float | None = None
     kv: float | None = None
+    store: float | None = None  # known at the end of a run
+    reserved: float | None = None  # device memory of torch, known at the end of a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ class End:
     reason: str
     error: str | None = None
     metrics: Metrics = Metrics()
-    peak: MemoryUse | None = None  # `kv` is the last value
+    peak: MemoryUse | None = None  # `kv` and `store` are the last values
     context_full: bool = False
 
 

@@ -33,6 +33,13 @@ STYLES = {
 }
 
 
+def exact_label(recipe: Mapping[str, Any]) -> str:
+    """Return `exact`, with the service that verified the run."""
+    cloud = recipe.get("cloud") or {}
+    verified = cloud.get("remote") and cloud.get("mode") != "edge_only"
+    return f"exact, verified by the service at {cloud['remote']}" if verified else "exact"
+
+
 class Reason(Enum):
     """Templates that explain outcomes. Placeholders are fields of `Decision`."""
 
@@ -51,19 +58,26 @@ class Reason(Enum):
     IMPOSSIBLE = "Rejected for any draw: the target never samples this token here."
     BELOW = "Accepted: the draw {draw} is below p/q = {bound}."
     ABOVE = "Rejected: the draw {draw} is not below p/q = {bound}."
-    BLOCK_ACCEPTED = "Accepted: the draft passed as a block up to this token or a later one."
-    BLOCK_REJECTED = "Rejected: the draft did not pass as a block up to this token or a later one."
+    LENIENT_BELOW = "Accepted: the draw {draw} is below min(1, p/(l q)) = {bound}. l is the threshold."
+    LENIENT_ABOVE = "Rejected: the draw {draw} is not below min(1, p/(l q)) = {bound}. l is the threshold."
+    LENIENT_NEAR = "Accepted: its probability reaches the threshold times that of the most probable token."
+    LENIENT_FAR = "Rejected: its probability is below the threshold times that of the most probable token."
+    BLOCK_ACCEPTED = "Accepted: the draw {draw} is below {bound}. The last draw below its bound decides."
+    BLOCK_RESCUED = "Accepted, although the draw {draw} is not below {bound}. The last draw below its bound decides."
+    BLOCK_REJECTED = "Rejected: the draw {draw} is not below {bound}. No later draw is below its bound either."
     NOT_TESTED = "Not tested: an earlier draft token was rejected."
     NOT_NEEDED = "Not tested: another continuation was accepted at this position."
     AFTER_END = "Not tested: the text ended before it."
     LATE_ACCEPTED = "Accepted by a late response of the cloud."
-    LATE_REJECTED = "Rejected by a late response of the cloud."
+    LATE_REJECTED = "Discarded: a late response of the cloud accepted fewer tokens."
     DROPPED = "Discarded without verification."
     PROVISIONAL = "Unverified: the cloud was late, so the first draft token was committed."
-    GATE = "Unverified: the drafter was confident, so the cloud was not queried."
+    GATE = "Unverified: the gates accepted the draft, so the cloud was not queried."
     ALONE = "Unverified: the connection is lost, so the drafter decodes alone."
     EDGE_ONLY = "Unverified: the drafter decodes alone in this mode."
     RESIDUAL = "Sampled from the residual max(p − q, 0), normalized."
+    LENIENT_RESIDUAL = "Sampled from max(p − l q, 0), normalized. l is the threshold."
+    BLOCK_RESIDUAL = "Sampled from the residual max(w p − q, 0), normalized. w is the weight of the accepted tokens."
     SIBLINGS_RESIDUAL = "Sampled from the residual that the rejected siblings left of p."
     CORRECTION = "Chosen by the target where a draft token was rejected."
     BONUS = "All draft tokens were accepted; the same target pass gave this token."
@@ -79,7 +93,6 @@ UNVERIFIED = {Source.PROVISIONAL: Reason.PROVISIONAL, Source.GATE: Reason.GATE, 
 _REASONS = {  # templates for accepted and rejected tokens
     DecidedBy.SAMPLE: (Reason.MATCHED, Reason.MISMATCHED),
     DecidedBy.SHARED_DRAW: (Reason.COUPLED, Reason.DECOUPLED),
-    DecidedBy.BLOCK: (Reason.BLOCK_ACCEPTED, Reason.BLOCK_REJECTED),
 }
 
 
@@ -112,8 +125,9 @@ def decision_of(step: Step, node: int, recipe: Mapping[str, Any]) -> Decision:
 
 
 def takes_most_probable(recipe: Mapping[str, Any]) -> bool:
-    """Return True for greedy decoding and rules that accept only the most probable token."""
-    return recipe.get("temperature") == 0 or rule_traits(recipe).decided_by is DecidedBy.TOP_TOKEN
+    """Return True for greedy decoding without blocks, and rules that accept only the most probable token."""
+    rule = rule_traits(recipe)
+    return rule.decided_by is DecidedBy.TOP_TOKEN or (recipe.get("temperature") == 0 and not rule.chains_only)
 
 
 def explain(step: Step, node: int | None, recipe: Mapping[str, Any]) -> str:
@@ -136,13 +150,22 @@ def reason_of(step: Step, node: int | None, recipe: Mapping[str, Any]) -> Reason
         return Reason.LATE_ACCEPTED if accepted else Reason.LATE_REJECTED
     if verdict.beta[node] is None:
         return _reason_of_untested(step, node)
-    if reasons := _REASONS.get(rule_traits(recipe).decided_by):
+    rule = rule_traits(recipe)
+    if reasons := _REASONS.get(rule.decided_by):
         return reasons[0 if accepted else 1]
+    if rule.chains_only:
+        draw, bound = verdict.draw[node], verdict.bound[node] if verdict.bound else None
+        passed = draw is not None and bound is not None and draw < bound
+        return Reason.BLOCK_ACCEPTED if passed else Reason.BLOCK_RESCUED if accepted else Reason.BLOCK_REJECTED
     if takes_most_probable(recipe):
+        if rule.lenient and verdict.p[node] != 1:  # p is one-hot
+            return Reason.LENIENT_NEAR if accepted else Reason.LENIENT_FAR
         if accepted:
             return Reason.TOP
         ranked = decision_of(step, node, recipe)
         return Reason.NOT_TOP_RANKED if ranked.rank and ranked.p is not None else Reason.NOT_TOP
+    if rule.lenient:
+        return Reason.LENIENT_BELOW if accepted else Reason.LENIENT_ABOVE
     return _reason_of_tested(step, node, accepted)
 
 
@@ -180,9 +203,12 @@ def _reason_of_target_token(step: Step, recipe: Mapping[str, Any]) -> Reason:
             return Reason.SEARCHED if step.searched else Reason.PLAIN
     last = step.verdict.accepted[-1] if step.verdict.accepted else -1
     rule = rule_traits(recipe)
-    per_token = rule.adjusts and rule.decided_by is DecidedBy.TOKEN_TEST
-    if not per_token or recipe.get("temperature") == 0 or recipe.get("skip_sample_adjustment"):
+    if not rule.needs_rows or recipe.get("temperature") == 0 or recipe.get("skip_sample_adjustment"):
         return Reason.CORRECTION
+    if rule.chains_only:
+        return Reason.BLOCK_RESIDUAL
+    if rule.lenient:
+        return Reason.LENIENT_RESIDUAL
     return Reason.RESIDUAL if step.draft.parents.count(last) == 1 else Reason.SIBLINGS_RESIDUAL
 
 

@@ -1,7 +1,7 @@
 """Figures of a run, folded over its steps, and bootstrap intervals.
 
 `acceptance_rate` is accepted / drafted over verified drafts and falls with gamma; `alpha` is accepted / tested and
-estimates Leviathan's E[beta], as does `mean_beta` with lower variance.
+estimates Leviathan's E[beta], as does the mean overlap `mean_beta` with lower variance.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import reduce
 from itertools import zip_longest
 from typing import Any
 
-from specdemo.core.step import Outcome, Step
+from specdemo.core.step import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Metrics:
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
-    unverified: int = 0  # draft tokens committed without the target
+    unverified: int = 0  # tokens committed without the target
     unverified_drafted: int = 0  # draft tokens of unverified steps
     target_passes: int = 0  # passes after the prefill
     beta: float = 0.0
@@ -45,15 +45,14 @@ class Metrics:
     def plus(self, step: Step) -> Metrics:
         draft, verdict = step.draft, step.verdict
         remote, first = step.verdict.remote, self.ttft_s is None
-        outcomes = [step.outcome(node) for node in verdict.accepted]
         tested = {node: len(draft.path(node)) for node, beta in enumerate(verdict.beta) if beta is not None}
         accepted = [tested[node] for node in verdict.accepted if node in tested]
         return Metrics(
             tokens=self.tokens + len(step.tokens),
             steps=self.steps + 1,
             drafted=self.drafted + len(draft),
-            accepted=self.accepted + outcomes.count(Outcome.ACCEPTED),
-            unverified=self.unverified + outcomes.count(Outcome.UNVERIFIED),
+            accepted=self.accepted + step.accepted,
+            unverified=self.unverified + (len(step.tokens) if step.unverified else 0),
             unverified_drafted=self.unverified_drafted + (len(draft) if step.unverified else 0),
             target_passes=self.target_passes + (0 if first else step.target_passes),
             beta=self.beta + sum(step.betas),
@@ -136,16 +135,26 @@ def _counted(counts: tuple[int, ...], depths: list[int], length: int = 0) -> tup
     return tuple(a + b for a, b in zip_longest(counts, added, fillvalue=0))
 
 
+def percentile(values: Iterable[float], share: float) -> float:
+    """Return the value at rank `share` (0 to 1)."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def central_range(samples: Iterable[float]) -> tuple[float, float]:
+    """Return the limits of the central 95 % of `samples`."""
+    ordered = sorted(samples)
+    return ordered[int(0.025 * len(ordered))], ordered[int(0.975 * len(ordered))]
+
+
 def interval(ratios: Sequence[float], seed: int = 0, draws: int = 2000) -> tuple[float, float]:
     """Return the 95 % bootstrap interval of the median of `ratios`."""
     rng = random.Random(seed)
-    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
-    return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
+    return central_range(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
 
 
 def ratio_interval(pairs: Sequence[tuple[float, float]], seed: int = 0, draws: int = 2000) -> tuple[float, float]:
     """Return the 95 % bootstrap interval of total / total."""
     rng = random.Random(seed)
     samples = (zip(*rng.choices(pairs, k=len(pairs)), strict=True) for _ in range(draws))
-    ratios = sorted(sum(a) / sum(b) for a, b in samples)
-    return ratios[int(0.025 * draws)], ratios[int(0.975 * draws)]
+    return central_range(sum(a) / sum(b) for a, b in samples)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, ClassVar, TypeVar, dataclass_transform
@@ -16,7 +16,6 @@ from specdemo.core.errors import UserError, check_name, check_unicode
 
 _CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 _SHOWN_CHARACTERS = 500  # length of a value in an error message
-_LARGEST = 1 << 1023  # larger integers have no float
 
 
 @dataclass(frozen=True)
@@ -26,19 +25,19 @@ class Option:
     default: Any
     label: str
     help: str = ""
-    low: float | None = None
-    high: float | None = None
-    above: float | None = None  # exclusive lower bound
+    bounds: tuple[float, float] | None = None
+    open_below: bool = False  # excludes the lower bound
     slider: tuple[float, float, float] | None = None  # lowest, highest, step; a number field if None
     step: float = 1  # increment of a number field
     choices: Mapping[str, Any] | None = None  # valid name -> title or object with a `title`
     noun: str = ""  # name of a choice in error messages
-    hint: str = ""  # appended to range errors
+    hint: str = ""  # appended to errors of values below the range
     group: str = ""
     basic: bool = False  # visible without opening a group
     lossy: bool = False  # changes the distribution of the text unless off
     limit: str = ""  # field of `HostLimits` that bounds the value
     host: bool = False  # fixed on a public page
+    terminal: bool = True  # has a flag
     applies: str = ""  # attribute of methods for which this option has an effect
     policies: tuple[str, ...] = ()  # policies that use the option; empty for all
     flag: str = ""
@@ -60,9 +59,10 @@ class Option:
 
     @property
     def range(self) -> str:
-        if self.above is not None:
-            return f"above {self.above}" + ("" if self.high is None else f" and at most {self.high}")
-        return "" if self.low is None else f"from {self.low} to {self.high}"
+        if self.bounds is None:
+            return ""
+        low, high = self.bounds
+        return f"above {low} and at most {high}" if self.open_below else f"from {low} to {high}"
 
     def titles(self) -> dict[str, str]:
         known = (self.choices or {}).items()
@@ -82,24 +82,28 @@ OptionSetT = TypeVar("OptionSetT", bound=OptionSet)
 def option(default: Any, label: str, help: str = "", **properties: Any) -> Any:
     """Declare an option as the default of a field; `properties` are further fields of `Option`."""
     declared = Option(default, label, help or label[0].lower() + label[1:], **properties)
+    low, high = declared.bounds or (None, None)
     return Field(
         default=default,
         title=label,
         description=help,
         json_schema_extra={"option": typing.cast(Any, declared)},
-        ge=declared.low,
-        gt=declared.above,
-        le=declared.high,
+        ge=None if declared.open_below else low,
+        gt=low if declared.open_below else None,
+        le=high,
     )
 
 
 @dataclass_transform(frozen_default=True)
 def options(
-    group: str = "", checks: tuple[Callable[[Any], None], ...] = ()
+    group: str = "",
+    checks: tuple[Callable[[Any], None], ...] = (),
+    check_named: Callable[[Any, Iterable[str]], None] | None = None,
 ) -> Callable[[type[OptionSetT]], type[OptionSetT]]:
     """Turn a class of options into a frozen, validated dataclass with a table `OPTIONS` of its fields by name.
 
     Invalid values raise `UserError`. `checks` of several fields run in order, after those of base classes.
+    `check_named` receives the names of keyword arguments, unless they are all fields, as in `dataclasses.replace`.
     """
 
     def decorate(plain: type[OptionSetT]) -> type[OptionSetT]:
@@ -120,6 +124,8 @@ def options(
                 _check_names(declared, getattr(self, declared.name))
             for check in cls.CHECKS:
                 check(self)
+            if check_named and len(values) < len(cls.__pydantic_fields__):
+                check_named(self, values)
 
         cls.__init__ = validate
         return typing.cast(type[OptionSetT], cls)
@@ -173,21 +179,15 @@ def _sentence(error: ValidationError, table: Mapping[str, Option]) -> str:
         return f"{name} must be a {problem.get('ctx', {}).get('class_name', 'valid object')}{_not(value)}"
     declared = table[name]
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    out_of_range = problem["type"].startswith(("greater", "less")) or (number and _beyond(value, declared))
-    if declared.range and number and out_of_range:
-        return f"{name} must be {declared.range}{_not(value)}{declared.hint}"
+    low, high = declared.bounds or (-math.inf, math.inf)
+    if number and (problem["type"] == "greater_than" or not low <= value <= high):
+        return f"{name} must be {declared.range}{_not(value)}{declared.hint if value <= low else ''}"
     kind = "a whole number" if number and declared.type is int else _KINDS.get(declared.type, "a list")
     return f"{name} must be {kind}{_not(value)}"
 
 
 _KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a name"}
 _KINDS |= {tuple[int, ...]: "a list of whole numbers", tuple[str, ...]: "a list of names"}
-
-
-def _beyond(value: float, declared: Option) -> bool:
-    low = declared.low if declared.above is None else declared.above
-    high = math.inf if declared.high is None else declared.high
-    return not (low is not None and low <= value <= high and abs(value) < _LARGEST)
 
 
 def _not(value: Any) -> str:

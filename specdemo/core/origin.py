@@ -10,7 +10,8 @@ from typing import Any
 class Origin:
     """Origin of a draft token; fields are None where unknown or without meaning."""
 
-    source: str | None = None  # "model", "n-gram", "filler", "random", "text", "store", "pool" or "window"
+    source: str | None = None  # "model", "head", "n-gram", "filler", "random", "text", "store",
+    # "prediction", "pool" or "window"
     position: int | None = None  # index of the copied token in the text
     matched: int | None = None  # length of the repeated ending
     order: int | None = None  # n of the n-gram
@@ -23,4 +24,4 @@ class Origin:
 
 
 _FIELDS = tuple(field.name for field in fields(Origin))
-MODEL = Origin("model")
+MODEL, HEAD = Origin("model"), Origin("head")

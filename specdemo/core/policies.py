@@ -23,7 +23,7 @@ class CostModel:
     passes: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})
     token: float = 0.0  # c, initial estimate
 
-    def verify(self, rows: int) -> float:
+    def verify(self, rows: float) -> float:
         """Interpolate v(rows) linearly.
 
         Measurements are made non-decreasing downwards, since disturbances only lengthen them.
@@ -41,6 +41,7 @@ class PolicyDefaults:
     """Base class of policies; the defaults draft `gamma` tokens and record no notes."""
 
     needs_logits = False
+    path_threshold: float | None = None
 
     @property
     def notes(self) -> dict[str, float]:
@@ -234,10 +235,12 @@ class Egag(PolicyDefaults):
         return n < self.entropy_gamma
 
 
+@dataclass
 class StoppingPolicy(PolicyDefaults):
     """Draft `min_gamma` tokens, then up to `gamma` while `is_confident(n, logits)`."""
 
     needs_logits = True
+
     gamma: int
     min_gamma: int = 0
 
@@ -255,9 +258,7 @@ class StoppingPolicy(PolicyDefaults):
 class ThresholdPolicy(StoppingPolicy):
     """Stopping policy with a `test` of the logits that has no state."""
 
-    gamma: int
-    test: Callable[[Any], bool]
-    min_gamma: int = 0
+    test: Callable[[Any], bool] = field(kw_only=True)
 
     def is_confident(self, n: int, logits: Any) -> bool:
         return self.test(logits)
@@ -265,12 +266,12 @@ class ThresholdPolicy(StoppingPolicy):
 
 def svip(gamma: int, min_gamma: int = 0, threshold: float = 0.3) -> ThresholdPolicy:
     """SVIP (2411.18462): stop if sqrt(0.15 H) exceeds the threshold."""
-    return ThresholdPolicy(gamma, lambda logits: math.sqrt(0.15 * _entropy(logits)) <= threshold, min_gamma)
+    return ThresholdPolicy(gamma, min_gamma, test=lambda logits: math.sqrt(0.15 * _entropy(logits)) <= threshold)
 
 
 def confidence(gamma: int, min_gamma: int = 0, threshold: float = 0.4) -> ThresholdPolicy:
     """Stop if the largest probability is below the threshold (transformers' rule, before sampling)."""
-    return ThresholdPolicy(gamma, lambda logits: _largest_prob(logits) >= threshold, min_gamma)
+    return ThresholdPolicy(gamma, min_gamma, test=lambda logits: _largest_prob(logits) >= threshold)
 
 
 @dataclass
@@ -280,8 +281,6 @@ class AdaEdl(StoppingPolicy):
     Lambda decreases while the smoothed acceptance rate is at least `target_acceptance`, and increases otherwise.
     """
 
-    gamma: int
-    min_gamma: int = 0
     target_acceptance: float = 0.9
     rate: float = 0.5  # weight of past acceptance
     step: float = 0.01
@@ -307,10 +306,12 @@ class AdaEdl(StoppingPolicy):
 class PathProbability(StoppingPolicy):
     """Stop if the product of the largest probabilities along the path is below the threshold."""
 
-    gamma: int
-    min_gamma: int = 0
-    threshold: float = 0.2
+    threshold: float = 0.3
     product: float = 1.0
+
+    @property
+    def path_threshold(self) -> float | None:  # type: ignore[override]
+        return None if self.min_gamma else self.threshold
 
     def is_confident(self, n: int, logits: Any) -> bool:
         self.product = _largest_prob(logits) * (self.product if n else 1.0)
@@ -345,6 +346,7 @@ class Policy:
     bounded: bool = True
     least: int = 0
     most: int | None = None  # gamma if None
+    by_logits: bool = False  # constant length for drafts without distributions
 
     def lengths(self, gamma: int, least: int | None, most: int | None, beta: float = 0.5) -> DraftLengths:
         if not self.bounded:
@@ -352,6 +354,10 @@ class Policy:
         highest = max(self.most or 0, gamma, least or 0) if most is None else most
         lowest = min(self.least, gamma, highest) if least is None else least
         return DraftLengths(min(highest, max(lowest, gamma)), lowest, highest, beta)
+
+
+def _between(stopping: Callable[[int, int], StoppingPolicy]) -> Callable[[DraftLengths, CostModel], StoppingPolicy]:
+    return lambda lengths, costs: stopping(lengths.most, lengths.least)
 
 
 POLICIES = {
@@ -372,21 +378,12 @@ POLICIES = {
         "by the entropy of the draft distribution (EGAG)",
         lambda lengths, costs: Egag(lengths.least, lengths.most, lengths.beta),
         least=1,
+        by_logits=True,
     ),
-    "adaedl": Policy(
-        "until an entropy bound on acceptance fails (AdaEDL)",
-        lambda lengths, costs: AdaEdl(lengths.most, lengths.least),
-    ),
-    "svip": Policy(
-        "until the drafter's entropy is high (SVIP)", lambda lengths, costs: svip(lengths.most, lengths.least)
-    ),
-    "confidence": Policy(
-        "until no token has a probability of 0.4", lambda lengths, costs: confidence(lengths.most, lengths.least)
-    ),
-    "path": Policy(
-        "until the path's probability is below 0.2",
-        lambda lengths, costs: PathProbability(lengths.most, lengths.least),
-    ),
+    "adaedl": Policy("until an entropy bound on acceptance fails (AdaEDL)", _between(AdaEdl), by_logits=True),
+    "svip": Policy("until the drafter's entropy is high (SVIP)", _between(svip), by_logits=True),
+    "confidence": Policy("until no token has a probability of 0.4", _between(confidence), by_logits=True),
+    "path": Policy("until the path's probability is below 0.3", _between(PathProbability), by_logits=True),
     "auto": Policy(
         "highest tokens per second by measured costs and acceptance",
         lambda lengths, costs: Auto(lengths.most, costs, lengths.gamma, lengths.least),

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from specdemo.core.distributions import (
     DraftProbs,
+    PointMass,
     PointMasses,
     ProbRows,
     Probs,
     TokenSampler,
     dense_or_none,
     entropy,
+    excess,
     residual,
     sample_token,
     token_prob,
@@ -82,6 +84,30 @@ def top1(
     return _walk(draft, p, correct, start, adjust, lambda token, prob, q, row: (token == top_token(row), None, None))
 
 
+def lenient(
+    draft: Draft,
+    p: ProbRows,
+    accept: AcceptanceTest,
+    correct: TokenSampler,
+    start: int,
+    *,
+    threshold: float = 1.0,
+    adjust: bool = True,
+) -> Verdict:
+    """Speculative sampling against l q with l = `threshold` (2211.17192, appendix A.5).
+
+    At temperature 0 a child needs l times the largest probability of the softmax.
+    """
+
+    def test(token: int, prob: float, q: float, row: Probs) -> tuple[bool, float | None, float | None]:
+        if isinstance(row, PointMass):
+            return row.relative(token) >= threshold, None, None
+        bound = min(1.0, prob / (threshold * q))
+        return *accept.test(bound), bound
+
+    return _walk(draft, p, correct, start, adjust, test, 1 / threshold)
+
+
 # Common engineering shortcuts, and Medusa's typical acceptance, p > min(e, sqrt(e) exp(-H(p))) (2401.10774, 2.3.1).
 ratio = threshold_rule(lambda q, row, threshold: threshold * q)
 threshold = threshold_rule(lambda q, row, threshold: threshold)
@@ -111,6 +137,42 @@ def match(draft: Draft, p: ProbRows, accept: AcceptanceTest, correct: TokenSampl
     return Verdict(tuple(accepted), token, tuple(node_probs), (None,) * len(draft), tuple(betas))
 
 
+def block(draft: Draft, p: ProbRows, accept: AcceptanceTest, correct: TokenSampler, start: int) -> Verdict:
+    """Block verification of a chain (2403.10444, Algorithm 2): accept up to the last node that passes. Exact.
+
+    Bounds: S / (S + 1 - w) with w = min(1, w p / q), S = sum max(w p - q, 0) at the next position; w at the end.
+    """
+    distributions, last = _distributions(draft), len(draft) - 1
+    token_probs = draft.token_probs or (1.0,) * len(draft)
+    node_probs, overlap = distributions.compare(p, draft.tokens, draft.parents)
+    weight, end_weight = 1.0, 1.0
+    end = -1
+    draws: list[float] = []
+    bounds: list[float] = []
+    for node, (prob, q) in enumerate(zip(node_probs, token_probs, strict=True)):
+        weight = min(1.0, weight * prob / q) if q > 0 else 0.0
+        bound = weight
+        if node < last and 0 < weight < 1:
+            mass = excess(p[node + 1], distributions.row(node + 1), weight)
+            bound = mass / (mass + 1 - weight)
+        passed, draw = accept.test(bound)
+        draws.append(draw)
+        bounds.append(bound)
+        if passed:
+            end, end_weight = node, weight
+    corrected = end < last
+    row = residual(p[end + 1], distributions.row(end + 1), end_weight) if corrected else p[end + 1]
+    return Verdict(
+        tuple(range(end + 1)),
+        sample_token(row, correct, start + end + 1),
+        tuple(node_probs),
+        tuple(draws),
+        tuple(overlap),
+        bound=tuple(bounds),
+        residual=dense_or_none(row) if corrected else None,
+    )
+
+
 def _walk(
     draft: Draft,
     p: ProbRows,
@@ -118,10 +180,12 @@ def _walk(
     start: int,
     adjust: bool,
     test: Callable[[int, float, float, Probs], tuple[bool, float | None, float | None]],
+    weight: float = 1.0,
 ) -> Verdict:
     """Descend to the first child that passes; sample a correction or bonus at the end.
 
-    `test(token, p, q, row)` returns the decision, the random number and the bound, if the rule has them.
+    `test(token, p, q, row)` returns the decision, the random number and the bound, if the rule has them. `weight`:
+    factor of p in residuals.
     """
     distributions = _distributions(draft)
     node_probs, overlap = distributions.compare(p, draft.tokens, draft.parents)
@@ -145,8 +209,8 @@ def _walk(
                 node, row = child, p[child + 1]
                 row_is_p = True
                 break
-            if adjust:
-                row = residual(row, distributions.row(child))
+            if adjust and not isinstance(row, PointMass):
+                row = residual(row, distributions.row(child), weight)
                 row_is_p = False
         else:
             break
@@ -180,10 +244,16 @@ class RuleTraits:
     adjusts: bool = False  # corrections come from the residual, or optionally from p
     needs_q: bool = False  # acceptance depends on the drafter's distribution
     overlaps: bool = False  # a sampled draft token is accepted with probability sum min(p, q)
+    lenient: bool = False  # greedy decoding may accept tokens below the most probable
 
     @property
     def shares_noise(self) -> bool:
         return self.decided_by is DecidedBy.SHARED_DRAW
+
+    @property
+    def needs_rows(self) -> bool:
+        """True if the distributions of a sampled draft are needed."""
+        return self.adjusts or self.chains_only
 
     @property
     def chains_only(self) -> bool:
@@ -203,6 +273,10 @@ def _always(sampling: SamplingParams) -> bool:
     return True
 
 
+def _never(sampling: SamplingParams) -> bool:
+    return False
+
+
 def _when_greedy(sampling: SamplingParams) -> bool:
     return sampling.temperature == 0
 
@@ -217,12 +291,19 @@ RULES = {
         needs_q=True,
         overlaps=True,
     ),
+    "block": Rule(
+        block,
+        "decide about all tokens of a chain together, at least as many as rejection: exact",
+        _always,
+        decided_by=DecidedBy.BLOCK,
+        needs_q=True,
+    ),
     "match": Rule(
         match, "sample from p, accept while the draft contains it: exact", _always, decided_by=DecidedBy.SAMPLE
     ),
     "coupled": Rule(
         match,
-        "match, with noise shared with the drafter: exact, the text of AR decoding",
+        "match, with noise shared with the drafter: exact, the text of AR decoding by this rule",
         _always,
         decided_by=DecidedBy.SHARED_DRAW,
     ),
@@ -238,6 +319,15 @@ RULES = {
     "threshold": Rule(
         threshold, "accept if p reaches a threshold: lossy above temperature 0", _when_greedy, threshold=0.3
     ),
+    "lenient": Rule(
+        lenient,
+        "accept with min(1, p/(l q)), l: the threshold, correct from max(p - l q, 0): lossy",
+        _never,
+        threshold=0.5,
+        adjusts=True,
+        needs_q=True,
+        lenient=True,
+    ),
     "typical": Rule(typical, "Medusa's typical acceptance: lossy above temperature 0", _when_greedy, threshold=0.09),
 }
 
@@ -252,9 +342,15 @@ def rule_traits(recipe: Mapping[str, Any]) -> RuleTraits:
     return RULES.get(recipe.get("rule", DEFAULT_RULE), RuleTraits())
 
 
-def reproducing_rule(temperature: float) -> str:
-    """Return a rule that reproduces the text of AR decoding."""
-    return next(name for name, rule in RULES.items() if rule.shares_noise) if temperature else DEFAULT_RULE
+def reproducing_rule(temperature: float, chosen: str | None = None) -> str:
+    """Return a rule that reproduces the text of AR decoding. Raises `UserError` if `chosen` does not."""
+    if chosen is None:
+        return next(name for name, rule in RULES.items() if rule.shares_noise) if temperature else DEFAULT_RULE
+    if chosen in RULES and RULES[chosen].lenient:
+        raise UserError(f"rule {chosen} is lossy at every temperature: choose {DEFAULT_RULE} at temperature 0")
+    if temperature and chosen in RULES and not RULES[chosen].shares_noise:
+        raise UserError(f"rule {chosen} reproduces the text at temperature 0 only: add --temperature 0")
+    return chosen
 
 
 def check_rule(name: str, *, adjust: bool, forest: bool) -> None:

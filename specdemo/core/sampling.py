@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from specdemo.core.banned_text import BannedText
-from specdemo.core.distributions import DenseProbs, SparseRow
+from specdemo.core.distributions import DenseProbs, SparseProbs, SparseRow
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft, TopTokens
 from specdemo.native import sampling as native
@@ -19,9 +19,17 @@ _LARGEST, _TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tin
 _TOP_P_WIDTH = 256  # initial number of candidates for top-p
 
 
+# Function of all tokens before a position and its float32 logits `[vocab]`. If it depends on these only, p and q are
+# processed alike, and the text is exact.
+LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters applied in the order of transformers: repetition penalty, bad words, temperature, top-k, top-p."""
+    """Parameters applied in the order of transformers: repetition penalty, bad words, temperature, top-k, top-p.
+
+    Custom `processors` follow the bad words.
+    """
 
     temperature: float = 1.0
     top_k: int = 0  # 0 disables the limit
@@ -29,22 +37,24 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences, as in transformers
     banned: BannedText | None = None
+    processors: tuple[LogitsProcessor, ...] = ()
 
     @property
     def needs_paths(self) -> bool:
-        return self.repetition_penalty != 1.0 or bool(self.bad_words) or self.banned is not None
+        banned = bool(self.bad_words) or self.banned is not None
+        return self.repetition_penalty != 1.0 or banned or bool(self.processors)
 
     def __call__(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         return self.logits_to_probs(self.process_logits(logits, paths))
 
     def process_logits(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Apply penalties and bad words; raise `UserError` for NaN or infinite logits."""
+        """Apply penalties, bad words and custom processors; raise `UserError` for NaN or infinite logits."""
         logits = self.constrain(logits, paths)
         self.refuse_broken(largest(logits)[1])
         return logits
 
     def constrain(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Apply repetition penalty and bad words; return float32 logits `[rows, vocab]`.
+        """Apply repetition penalty, bad words and custom processors; return float32 logits `[rows, vocab]`.
 
         `paths[r]`: all tokens before row r, if `needs_paths`.
         """
@@ -93,13 +103,27 @@ class SamplingParams:
             logits = logits.index_fill(0, torch.tensor(banned, device=logits.device), -torch.inf)
             if torch.isneginf(logits.amax()):
                 raise UserError("the bad words exclude every token: ban fewer words")
-        return logits
+        return self._apply_processors(logits, path) if self.processors else logits
+
+    def _apply_processors(self, logits: Tensor, path: Sequence[int]) -> Tensor:
+        shape = logits.shape
+        for processor in self.processors:
+            logits = processor(path, logits.clone())  # the original belongs to the model
+            if not isinstance(logits, Tensor) or logits.shape != shape:
+                raise UserError(f"a logits processor must return a tensor of shape {list(shape)}, not {_shape(logits)}")
+        if torch.isneginf(logits.amax()):
+            raise UserError("the logits processors exclude every token: leave one token finite")
+        return logits.float()
 
     def refuse_broken(self, largest: Sequence[float]) -> None:
         """Raise `UserError` unless the largest logits are finite, also after division by the temperature."""
         limit = _LARGEST * min(1.0, self.temperature or 1.0)
         if not all(abs(logit) <= limit for logit in largest):
             raise UserError("the model returned NaN or infinite logits: try dtype float32, or another checkpoint")
+
+
+def _shape(value: object) -> object:
+    return list(value.shape) if isinstance(value, Tensor) else type(value).__name__
 
 
 def fitted(logits: Tensor, vocab_size: int) -> Tensor:
@@ -228,10 +252,21 @@ class SharedNoise:
 
 
 class ChainSampler:
-    """Samples a drafted chain after `start` tokens and records its distributions."""
+    """Samples a drafted chain after `start` tokens and records its distributions.
 
-    def __init__(self, sampling: SamplingParams, noise: Noise | SharedNoise, start: int, vocab_size: int) -> None:
+    `ids`: tokens of the logits, which are indices otherwise.
+    """
+
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        noise: Noise | SharedNoise,
+        start: int,
+        vocab_size: int,
+        ids: Tensor | None = None,
+    ) -> None:
         self.sampling, self.vocab_size = sampling, vocab_size
+        self._ids = ids
         self._noise, self._start = noise, start
         self._peaks: list[float] = []
         self._device_peaks: list[Tensor] = []
@@ -269,5 +304,8 @@ class ChainSampler:
         if not self._probs:
             return Draft.chain(tuple(tokens))
         probs = self._probs[0] if len(self._probs) == 1 else torch.cat(self._probs)
+        if self._ids is not None:
+            sparse = SparseProbs(self._ids.expand(len(probs), -1), probs, self.vocab_size)
+            return Draft.chain(tuple(tokens), tuple(self._token_probs), sparse)
         token_probs = self._token_probs or probs[range(len(tokens)), tokens].tolist()
         return Draft.chain(tuple(tokens), tuple(token_probs), DenseProbs(probs))

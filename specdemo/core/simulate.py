@@ -7,16 +7,17 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from specdemo.core.distributions import DenseProbs
+from specdemo.core.distributions import DenseProbs, SparseProbs
+from specdemo.core.metrics import central_range
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import Noise, SharedNoise
-from specdemo.core.step import Draft, Step
+from specdemo.core.step import Draft, Step, Verdict
 from specdemo.core.verifier import configured_rule
 
 
@@ -35,30 +36,51 @@ class Trial:
         return (counts.double() / len(self.tokens)).tolist()
 
 
-def trial(rule: str, p: Tensor, q: Tensor, gamma: int, count: int, seed: int, *, adjust: bool = True) -> Trial:
+def trial(
+    rule: str, p: Tensor, q: Tensor, gamma: int, count: int, seed: int, *, adjust: bool = True, scalar: bool = False
+) -> Trial:
     """Sample `count` tokens in steps of `gamma` >= 1 drafts from `q` `[vocab]`, verified against `p` `[vocab]`.
 
-    `rule` is a key of `RULES`. `adjust=False` samples corrections from p if the rule supports it.
+    `rule` is a key of `RULES`. `adjust=False` samples corrections from p if the rule supports it. `scalar`: residuals
+    contain q of the drafted token only, max(p(v) - [v = y] q(y), 0).
     """
     entry = RULES[rule]
     apply = configured_rule(rule, adjust=adjust or not entry.adjusts)
     accept = Noise(seed, "accept")
     shared = SharedNoise(seed)
     draw, correct = (shared, shared) if entry.shares_noise else (Noise(seed, "draft"), Noise(seed, "correct"))
-    distributions, rows = DenseProbs(q.expand(gamma, -1)), p.expand(gamma + 1, -1)
-    probs = q.tolist()
+    rows = p.expand(gamma + 1, -1)
     tokens: list[int] = []
     rounds = tested = accepted = 0
     while len(tokens) < count:
         start = len(tokens)
-        drafted = tuple(draw.sample(q, start + i) for i in range(gamma))
-        draft = Draft.chain(drafted, tuple(probs[token] for token in drafted), distributions)
+        draft = _sampled_chain(q, gamma, draw, start)
+        if scalar:
+            draft = replace(draft, probs=_scalar_probs(draft, len(q)))
         verdict = apply(draft, rows, accept, correct, start)
-        tokens += [*(drafted[node] for node in verdict.accepted), *verdict.target_tokens]
+        tokens += [*(draft.tokens[node] for node in verdict.accepted), *verdict.target_tokens]
         rounds += 1
         tested += sum(beta is not None for beta in verdict.beta)
         accepted += len(verdict.accepted)
     return Trial(tuple(tokens[:count]), rounds, tested, accepted)
+
+
+def compared_verdicts(rules: Sequence[str], p: Tensor, q: Tensor, gamma: int, seed: int) -> tuple[Draft, list[Verdict]]:
+    """Verify a draft from `q` `[vocab]` with several rules and the same random numbers."""
+    draft, rows = _sampled_chain(q, gamma, Noise(seed, "draft"), 0), p.expand(gamma + 1, -1)
+    streams = "accept", "correct"
+    return draft, [
+        configured_rule(name)(draft, rows, *(Noise(seed, stream) for stream in streams), 0) for name in rules
+    ]
+
+
+def _sampled_chain(q: Tensor, gamma: int, noise: Noise | SharedNoise, start: int) -> Draft:
+    tokens = [noise.sample(q, start + i) for i in range(gamma)]
+    return Draft.chain(tuple(tokens), tuple(q[tokens].tolist()), DenseProbs(q.expand(gamma, -1)))
+
+
+def _scalar_probs(draft: Draft, vocab_size: int) -> SparseProbs:
+    return SparseProbs(torch.tensor(draft.tokens)[:, None], torch.tensor(draft.token_probs)[:, None], vocab_size)
 
 
 def distance(a: Sequence[float], b: Sequence[float]) -> float:
@@ -207,7 +229,7 @@ def other_gammas(
             drafts = _chances(sample, gamma)
             steps_s = sum(count * sample_times.step(n) for n, count in Counter(_simulated_drafts(drafts, rng)).items())
             rates.append(len(drafts) / (opening + steps_s))
-        low, high = _range(rates)
+        low, high = central_range(rates)
         estimates.append(GammaEstimate(gamma, len(chances) / sum(starts), len(chances) / seconds, low, high))
     return estimates
 
@@ -236,9 +258,4 @@ def _of_baseline(steps: Sequence[Step], rng: random.Random, draws: int) -> Gamma
     for sample in [steps, *(rng.choices(steps, k=len(steps)) for _ in range(draws))]:
         seconds = sum(step.draft_s + step.verify_s + step.host_s for step in sample)
         rates.append(sum(len(step.tokens) for step in sample) / seconds)
-    return GammaEstimate(0, 1.0, rates[0], *_range(rates[1:]))
-
-
-def _range(rates: Sequence[float]) -> tuple[float, float]:
-    ordered = sorted(rates)
-    return ordered[int(0.025 * len(ordered))], ordered[int(0.975 * len(ordered))]
+    return GammaEstimate(0, 1.0, rates[0], *central_range(rates[1:]))

@@ -69,14 +69,13 @@ class Draft:
 
     def follow(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Return the longest path of nodes whose tokens begin `tokens`."""
-        children, path = self.children(), []
-        node = -1
+        children, nodes = self.children(), [-1]
         for token in tokens:
-            node = next((child for child in children.get(node, ()) if self.tokens[child] == token), -1)
-            if node < 0:
+            following = [child for node in nodes for child in children.get(node, ()) if self.tokens[child] == token]
+            if not following:
                 break
-            path.append(node)
-        return tuple(path)
+            nodes = following  # siblings may have equal tokens
+        return tuple(self.path(nodes[0]))
 
     def path(self, node: int) -> list[int]:
         """Nodes from the root to `node`, which may be -1."""
@@ -96,6 +95,14 @@ class TopTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of a committed token under the raw logits of the target, and the most probable tokens."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """Result of verifying a draft: accepted nodes and the token of the target.
 
@@ -103,7 +110,8 @@ class Verdict:
     position (Leviathan et al. 2211.17192, Def. 3.3); `None` where not computed. A node is accepted if `draw` is below
     `bound` or, without a draw, if p reaches it; siblings are tested against residuals. `choices[r]`: most probable
     target tokens after row r, best first; row 0 follows the last committed token, row i + 1 node i. Empty if the target
-    was not queried. `request_sent`: the step's target pass is done or under way.
+    was not queried. `request_sent`: the step's target pass is done or under way. Blocks are
+    accepted up to the last draw below its bound.
     """
 
     accepted: tuple[int, ...]  # accepted nodes from root to leaf
@@ -119,6 +127,7 @@ class Verdict:
     target_top: tuple[TopTokens, ...] = ()  # top tokens of each row, if requested
     draft_top: tuple[TopTokens, ...] = ()  # top tokens of each node, if requested
     token_top: TopTokens | None = None  # residual that `token` was sampled from, if requested
+    logprobs: tuple[TokenLogprob, ...] = ()  # accepted path and `token`, if requested; not part of traces
     residual: Any = field(default=None, compare=False, repr=False)  # distribution `[vocab]`, removed by the verifier
     source: Source = Source.TARGET
     request_sent: bool = True
@@ -152,6 +161,7 @@ class Verdict:
             beta=shown(self.beta),
             bound=shown(self.bound),
             token_top=None,
+            logprobs=self.logprobs[:keep],
         )
 
 
@@ -170,9 +180,17 @@ class Step:
     t: float  # seconds since the request began
     policy: Mapping[str, float] = field(default_factory=dict)  # notes of the draft-length policy
 
+    def cut(self, keep: int) -> Step:
+        """Return the step with its first `keep` tokens."""
+        if keep >= len(self.tokens):
+            return self
+        return replace(self, tokens=self.tokens[:keep], verdict=self.verdict.cut(self.draft, keep))
+
     @property
     def kind(self) -> Outcome:
-        """`PLAIN` (empty draft), `BONUS` (a leaf was reached) or `CORRECTION`."""
+        """`UNVERIFIED` (no target token), `PLAIN` (empty draft), `BONUS` (a leaf was reached) or `CORRECTION`."""
+        if self.unverified:
+            return Outcome.UNVERIFIED
         if not self.draft.tokens:
             return Outcome.PLAIN
         last = self.verdict.accepted[-1] if self.verdict.accepted else -1
@@ -223,8 +241,8 @@ class Step:
         return len(self.betas)
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common prefix of two lists or tuples, by bisection on slices."""
+def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
+    """Length of the common prefix of two lists, tuples or texts, by bisection on slices."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

@@ -29,7 +29,7 @@ Bytes = Annotated[float, Field(ge=0, le=1e18)]
 _Probability = Annotated[float, Field(ge=0, le=1.0001)]  # float32 sums may slightly exceed 1
 Text = Annotated[str, Field(max_length=10_000)]
 Name = Annotated[str, Field(max_length=40)]
-Kind: TypeAlias = Literal["correction", "bonus", "plain"]
+Kind: TypeAlias = Literal["correction", "bonus", "plain", "unverified"]
 
 _STRICT = with_config(ConfigDict(strict=True, extra="ignore", allow_inf_nan=False))
 
@@ -102,14 +102,11 @@ class StepRecord(TypedDict):
     memory: NotRequired[MemoryRecord]
 
 
-def _record_of_memory(memory: MemoryUse) -> MemoryRecord:
-    return {"rss_bytes": memory.process, "device_bytes": memory.device, "kv_bytes": memory.kv}
-
-
 def of(event: StepEvent) -> StepRecord:
     """Return the record of an event, without validation."""
     step = event.step
     draft, verdict = step.draft, step.verdict
+    memory = event.memory
     record: StepRecord = {
         "i": step.i,
         "tokens": list(step.tokens),
@@ -134,7 +131,7 @@ def of(event: StepEvent) -> StepRecord:
         "text": event.text,
         "pieces": list(event.pieces),
         "draft_text": list(event.draft_texts),
-        "memory": _record_of_memory(event.memory),
+        "memory": {"rss_bytes": memory.process, "device_bytes": memory.device, "kv_bytes": memory.kv},
     }
     if verdict.link is not None:
         record["remote"] = verdict.remote
@@ -235,7 +232,6 @@ def _bounds(record: StepRecord) -> tuple[float | None, ...]:
 
 
 def _agreeing(record: StepRecord) -> StepRecord:
-    """Require an entry per node, parents before children, and an accepted path from the root."""
     draft, parents = record["draft"], record["parents"]
     tokens, token = record["tokens"], record["token"]
     n, choices = len(draft), record["choices"]

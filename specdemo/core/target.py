@@ -39,7 +39,15 @@ class TargetContext(Protocol):
     def noise(self, name: str, *, shared: bool = True) -> Any:
         """Return the random stream `name`; the stream shared with the drafter if `shared` and the rule has it."""
 
-    def cached(self, loaded: Any, role: str, pad: int = 1) -> Any:
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Hidden states of the target that the run needs."""
+
+    @property
+    def logprobs(self) -> int | None:
+        """See `ModelVerifier`."""
+
+    def cached(self, loaded: Any, role: str, pad: int = 1, taps: tuple[int, ...] = ()) -> Any:
         """Return a cached model; in a conversation, that of the previous turn."""
 
     def open(self, model: Any) -> Any:

@@ -7,6 +7,7 @@ falls with gamma; `c` is the drafter's time per token divided by the target's.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -83,6 +84,16 @@ def operations(alpha: float, gamma: float, c: float) -> float:
     return (gamma * c + gamma + 1) / expected_tokens(alpha, gamma)
 
 
+def memory_accesses(alpha: float, gamma: float) -> float:
+    """Reads of the target's weights and KV cache per token, relative to AR decoding (2211.17192, section 3.4)."""
+    return 1 / expected_tokens(alpha, gamma)
+
+
+def alpha_of_speedup(speed: float, gamma: float, c: float) -> float:
+    """Invert Theorem 3.8 for gamma > 0."""
+    return alpha_of_share((speed * (gamma * c + 1) - 1) / gamma, gamma)
+
+
 def can_improve(alpha: float, c: float) -> bool:
     """Return True iff some gamma improves the walltime (2211.17192, Corollary 3.9).
 
@@ -137,6 +148,33 @@ def overlap(p: Sequence[float], q: Sequence[float]) -> float:
     return sum(map(min, p, q))
 
 
+def largest_ratio(p: Sequence[float], q: Sequence[float]) -> float:
+    """M = max p / q: classic rejection sampling accepts a draw from q with probability 1 / M; infinite if q lacks p."""
+    return max(a / b if b > 0 else math.inf for a, b in zip(p, q, strict=True) if a > 0)
+
+
+def weight_variance(p: Sequence[float], q: Sequence[float]) -> float:
+    """Variance of the importance weights p / q of draws from q, sum p^2 / q - 1; infinite if q lacks p."""
+    return sum(a * a / b if b > 0 else math.inf for a, b in zip(p, q, strict=True) if a > 0) - 1
+
+
+def block_accepted(p: Sequence[float], q: Sequence[float], gamma: int) -> float:
+    """Expected accepted tokens of block verification with equal p and q at every position.
+
+    The first i tokens are accepted with probability w_i = min(1, w_{i-1} p / q) (2403.10444, appendix B).
+    """
+    weights, expected = {1.0: 1.0}, 0.0  # mass of each weight
+    for _ in range(gamma):
+        masses: dict[float, float] = defaultdict(float)
+        for weight, mass in weights.items():
+            for a, b in zip(p, q, strict=True):
+                if b > 0:
+                    masses[min(1.0, weight * a / b)] += mass * b
+        weights = masses
+        expected += sum(weight * mass for weight, mass in weights.items())
+    return expected
+
+
 def divergence(p: Sequence[float], q: Sequence[float]) -> float:
     """KL(p || q) in nats; infinite if q is zero on the support of p."""
     pairs = [(a, b) for a, b in zip(p, q, strict=True) if a > 0]
@@ -154,6 +192,14 @@ def bretagnolle_huber(kl: float) -> float:
     The often quoted bound 1 / (1 + KL) is false: p = (1, 0), q = (e, 1 - e) has beta = e, KL = -ln e.
     """
     return math.exp(-kl) / 2
+
+
+def most_bytes_per_token(k: int, vocab_size: int, *, scalars: bool, rows: int, entry_bytes: int = 4) -> int:
+    """Upper bound of the payload per committed token: that of a step, which commits at least one token.
+
+    Up: k ids, k probabilities if `scalars`, `rows` of q; down: a count and an id.
+    """
+    return 4 * k * (2 if scalars else 1) + rows * entry_bytes * vocab_size + 8
 
 
 def speedup_over(alpha: float, gamma: float, c: float, r: float, v: float = 1.0) -> float:

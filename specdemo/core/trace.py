@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -41,7 +41,7 @@ class ReadLimits:
     traces: int = 4
 
 
-# --- events to JSON ------------------------------------------------------------------------------------------------
+_HEADER = tuple(field.name for field in fields(Header))
 
 
 def write(event: Event) -> str:
@@ -53,17 +53,8 @@ def to_json(event: Event) -> Mapping[str, Any]:
         case Loading():
             return {"phase": "loading", "text": event.text, "done": event.done, "total": event.total}
         case Header():
-            return {
-                "specdemo": 1,
-                "recipe": dict(event.recipe),
-                "exact": event.exact,
-                "bit_equal": event.bit_equal,
-                "prompt": event.prompt,
-                "prompt_tokens": list(event.prompt_tokens),
-                "encoder": event.encoder,
-                "vocab_size": event.vocab_size,
-                "environment": dict(event.environment),
-            }
+            values = {name: getattr(event, name) for name in _HEADER}
+            return {"specdemo": 1, **values, "prompt_tokens": list(event.prompt_tokens)}
         case StepEvent():
             return step_record.of(event)
         case End():
@@ -74,10 +65,9 @@ def to_json(event: Event) -> Mapping[str, Any]:
 def _peaks(peak: MemoryUse | None) -> dict[str, Any]:
     if peak is None:
         return {}
-    return {"peak_rss_bytes": peak.process, "peak_device_bytes": peak.device, "kv_bytes": peak.kv}
-
-
-# --- JSON to events ------------------------------------------------------------------------------------------------
+    known = {"peak_rss_bytes": peak.process, "peak_device_bytes": peak.device, "kv_bytes": peak.kv}
+    more = {"store_bytes": peak.store, "peak_reserved_bytes": peak.reserved}
+    return known | {name: size for name, size in more.items() if size is not None}
 
 
 def parse(lines: Iterable[str]) -> Iterator[Event]:
@@ -94,19 +84,11 @@ def from_json(value: Mapping[str, Any], metrics: Metrics) -> Event:
     if "phase" in value:
         return Loading(value["text"], value.get("done", 0), value.get("total", 0))
     if "specdemo" in value:
-        return Header(
-            recipe=value["recipe"],
-            prompt=value.get("prompt", ""),
-            prompt_tokens=tuple(value["prompt_tokens"]),
-            vocab_size=value.get("vocab_size", 1),
-            exact=value.get("exact", True),
-            bit_equal=value.get("bit_equal", False),
-            encoder=value.get("encoder", False),
-            environment=value.get("environment", {}),
-        )
+        stored = {"prompt": "", **{name: value[name] for name in _HEADER if name in value}}
+        return Header(**stored | {"prompt_tokens": tuple(value["prompt_tokens"])})
     if "end" in value:
         figures = value.get("metrics", {})
-        peaks = [figures.get(name) for name in ("peak_rss_bytes", "peak_device_bytes", "kv_bytes")]
+        peaks = [figures.get(name) for name in _Peaks.model_fields]
         known = any(peak is not None for peak in peaks)
         peak = MemoryUse(*peaks) if known else None
         return End(value["end"], value.get("error"), metrics, peak, value.get("context_full", False))
@@ -172,14 +154,17 @@ class _Header(_Line):
     prompt: Annotated[str, Field(max_length=1_000_000)] = ""
     prompt_tokens: Annotated[list[Id], Field(max_length=1_000_000)]
     encoder: bool = False
+    cached_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
     vocab_size: Annotated[int, Field(ge=1, lt=1 << 31)] = 1
     environment: _Environment = _Environment()
 
 
-class _Peaks(_Line):
+class _Peaks(_Line):  # order of `MemoryUse`
     peak_rss_bytes: Bytes | None = None
     peak_device_bytes: Bytes | None = None
     kv_bytes: Bytes | None = None
+    store_bytes: Bytes | None = None
+    peak_reserved_bytes: Bytes | None = None
 
 
 class _End(_Line):
@@ -230,7 +215,7 @@ _CHECKS: Mapping[type[Event], Callable[[str], Mapping[str, Any]]] = {
 
 
 def _lines(text: str) -> Iterator[tuple[int, str, type[Event]]]:
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(_split(text), 1):
         if not line.strip():
             continue
         _check_size(line, number)
@@ -241,6 +226,14 @@ def _lines(text: str) -> Iterator[tuple[int, str, type[Event]]]:
         if not isinstance(value, dict):
             raise UserError(f"line {number} is not a JSON object: every line of a trace is an object")
         yield number, line, Header if "specdemo" in value else End if "end" in value else StepEvent
+
+
+def _split(text: str) -> Iterator[str]:
+    start = 0
+    while (end := text.find("\n", start)) >= 0:
+        yield text[start:end]
+        start = end + 1
+    yield text[start:]
 
 
 def _check_size(line: str, number: int) -> None:

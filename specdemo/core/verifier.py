@@ -13,7 +13,7 @@ from torch import Tensor
 from specdemo.core.distributions import PointMass, ProbRows, TokenSampler
 from specdemo.core.rules import RULES, AcceptanceTest
 from specdemo.core.sampling import SamplingParams, largest, most_probable, top_tokens
-from specdemo.core.step import Draft, Verdict
+from specdemo.core.step import Draft, TokenLogprob, Verdict
 
 
 def configured_rule(name: str, *, adjust: bool = True, threshold: float | None = None) -> Callable[..., Verdict]:
@@ -25,48 +25,45 @@ def configured_rule(name: str, *, adjust: bool = True, threshold: float | None =
     return partial(apply, threshold=rule.threshold if threshold is None else threshold)
 
 
+@dataclass(frozen=True, eq=False)
 class ModelVerifier:
     """Applies an acceptance rule to the target's distributions.
 
     `score(tokens, draft)` returns raw target logits `[n + 1, vocab]`. The verdict records the `candidates` most
-    probable tokens per row, and `top` tokens of each distribution.
+    probable tokens per row, and `top` tokens of each distribution. `logprobs`: recorded alternatives
+    per committed token; None records no log-probabilities.
     """
 
-    def __init__(
-        self,
-        score: Callable[[Sequence[int], Draft], Tensor],
-        sampling: SamplingParams,
-        rule: Callable[[Draft, ProbRows, Any, Any, int], Verdict],
-        accept: AcceptanceTest,
-        correct: TokenSampler,
-        candidates: int = 1,
-        top: int = 0,
-    ) -> None:
-        self._top = top
-        self._score, self._sampling = score, sampling
-        self._rule = rule
-        self._accept, self._correct = accept, correct
-        self._candidates = candidates
+    score: Callable[[Sequence[int], Draft], Tensor]
+    sampling: SamplingParams
+    rule: Callable[[Draft, ProbRows, Any, Any, int], Verdict]
+    accept: AcceptanceTest
+    correct: TokenSampler
+    candidates: int = 1
+    top: int = 0
+    logprobs: int | None = None
 
     def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
-        logits = self._score(tokens, draft)
-        nodes = range(-1, len(draft)) if self._sampling.needs_paths else ()
-        logits = self._sampling.constrain(
+        raw = logits = self.score(tokens, draft)
+        nodes = range(-1, len(draft)) if self.sampling.needs_paths else ()
+        logits = self.sampling.constrain(
             logits, [[*tokens, *(draft.tokens[i] for i in draft.path(node))] for node in nodes]
         )
         best, values = largest(logits)
-        self._sampling.refuse_broken(values)
-        several = self._candidates > 1
-        choices = logits.topk(self._candidates).indices.tolist() if several else [[token] for token in best]
-        probs = None if self._sampling.temperature == 0 else self._sampling.logits_to_probs(logits)
-        p = [PointMass(token) for token in best] if probs is None else probs
+        self.sampling.refuse_broken(values)
+        several = self.candidates > 1
+        choices = logits.topk(self.candidates).indices.tolist() if several else [[token] for token in best]
+        probs = None if self.sampling.temperature == 0 else self.sampling.logits_to_probs(logits)
+        p = [PointMass(*pair) for pair in zip(best, logits, strict=True)] if probs is None else probs
         if draft.probs is not None and draft.probs.device != logits.device:
             draft = replace(draft, probs=draft.probs.to(logits.device))
-        verdict = self._rule(draft, p, self._accept, self._correct, len(tokens))
-        if self._top:
+        verdict = self.rule(draft, p, self.accept, self.correct, len(tokens))
+        if self.top:
             # Point masses are recorded as their softmax.
             shown = logits.softmax(-1) if probs is None else probs
-            verdict = with_top_tokens(verdict, draft, shown, self._top)
+            verdict = with_top_tokens(verdict, draft, shown, self.top)
+        if self.logprobs is not None:
+            verdict = replace(verdict, logprobs=committed_logprobs(raw, draft, verdict, self.logprobs))
         return replace(verdict, choices=tuple(map(tuple, choices)), residual=None)
 
 
@@ -89,6 +86,20 @@ def with_top_tokens(verdict: Verdict, draft: Draft, p: Tensor, count: int) -> Ve
         target_top=top_tokens(p, count, tokens),
         draft_top=() if q is None else top_tokens(q, count, [tokens[parent + 1] for parent in draft.parents]),
         token_top=None if verdict.residual is None else top_tokens(verdict.residual[None], count, [tokens[end]])[0],
+    )
+
+
+def committed_logprobs(logits: Tensor, draft: Draft, verdict: Verdict, count: int) -> tuple[TokenLogprob, ...]:
+    """Return the log-softmax of raw `logits` `[n + 1, vocab]` at each accepted token and the token of the target."""
+    path = verdict.accepted
+    tokens = [*(draft.tokens[node] for node in path), *verdict.target_tokens]
+    rows = [draft.parents[node] + 1 for node in path] + [(path[-1] if path else -1) + 1] * len(verdict.target_tokens)
+    logprobs = logits[rows].float().log_softmax(-1)
+    values, ids = logprobs.topk(min(count, logprobs.shape[-1]))
+    own = logprobs.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
+    return tuple(
+        TokenLogprob(value, tuple(zip(*top, strict=True)))
+        for value, *top in zip(own.tolist(), ids.tolist(), values.tolist(), strict=True)
     )
 
 
@@ -118,6 +129,7 @@ class Beam:
     score: float
 
 
+@dataclass(eq=False)
 class BeamSearch:
     """Beam search following transformers; an instance per prompt.
 
@@ -129,24 +141,17 @@ class BeamSearch:
     `sampling` apply, temperature does not.
     """
 
-    def __init__(
-        self,
-        score: Callable[[Sequence[int], Draft], Tensor],
-        sampling: SamplingParams,
-        stop: Collection[int],
-        *,
-        max_tokens: int,
-        context: int,
-        num_beams: int = 4,
-        length_penalty: float = 1.0,
-        top_k: int = 0,
-        min_length: int = 0,
-    ) -> None:
-        self._score, self._sampling = score, sampling
-        self._stop = frozenset(stop)
-        self._max_tokens, self._context = max_tokens, context
-        self._num_beams, self._length_penalty = num_beams, length_penalty
-        self._top_k, self._min_length = top_k, min_length
+    score: Callable[[Sequence[int], Draft], Tensor]
+    sampling: SamplingParams
+    stop: Collection[int]
+    max_tokens: int
+    context: int
+    num_beams: int = 4
+    length_penalty: float = 1.0
+    top_k: int = 0
+    min_length: int = 0
+
+    def __post_init__(self) -> None:
         self._prompt_length: int | None = None
         self._running = [Beam((), 0.0)]
         self._finished: list[Beam] = []  # hypotheses, best first
@@ -167,39 +172,39 @@ class BeamSearch:
         assert self._prompt_length is not None
         length = len(self._running[0].tokens) + 1
         candidates = self._candidates(self._log_probs(tokens, committed, length))
-        at_limit = length >= min(self._max_tokens, self._context - self._prompt_length)
-        ended = [at_limit or beam.tokens[-1] in self._stop for beam in candidates]
-        penalty = length**self._length_penalty
+        at_limit = length >= min(self.max_tokens, self.context - self._prompt_length)
+        ended = [at_limit or beam.tokens[-1] in self.stop for beam in candidates]
+        penalty = length**self.length_penalty
         self._finished += [
             Beam(beam.tokens, beam.score / penalty)
-            for beam, end in zip(candidates[: self._num_beams], ended, strict=False)
+            for beam, end in zip(candidates[: self.num_beams], ended, strict=False)
             if end
         ]
-        self._finished = sorted(self._finished, key=lambda beam: -beam.score)[: self._num_beams]
-        self._running = [beam for beam, end in zip(candidates, ended, strict=True) if not end][: self._num_beams]
+        self._finished = sorted(self._finished, key=lambda beam: -beam.score)[: self.num_beams]
+        self._running = [beam for beam, end in zip(candidates, ended, strict=True) if not end][: self.num_beams]
         if not self._running:
             return True
-        full = len(self._finished) == self._num_beams
+        full = len(self._finished) == self.num_beams
         return full and self._running[0].score / penalty <= self._finished[-1].score
 
     def _log_probs(self, tokens: Sequence[int], committed: int, length: int) -> Tensor:
         """Log-probabilities `[beams, vocab]` of the next token; -inf if excluded."""
         forest, leaves = self._forest(committed)
-        logits = self._score(tokens, forest)[torch.tensor(leaves) + 1]
+        logits = self.score(tokens, forest)[torch.tensor(leaves) + 1]
         paths = [[*tokens, *beam.tokens[committed:]] for beam in self._running]
-        log_probs = self._sampling.process_logits(logits.float().log_softmax(-1), paths)
-        if length <= self._min_length:
-            stop = torch.tensor(sorted(self._stop), device=log_probs.device)
+        log_probs = self.sampling.process_logits(logits.float().log_softmax(-1), paths)
+        if length <= self.min_length:
+            stop = torch.tensor(sorted(self.stop), device=log_probs.device)
             log_probs = log_probs.index_fill(-1, stop, -torch.inf)
-        if 0 < self._top_k < log_probs.shape[-1]:
-            log_probs = log_probs.masked_fill(log_probs < log_probs.topk(self._top_k).values[:, -1:], -torch.inf)
+        if 0 < self.top_k < log_probs.shape[-1]:
+            log_probs = log_probs.masked_fill(log_probs < log_probs.topk(self.top_k).values[:, -1:], -torch.inf)
         return log_probs
 
     def _candidates(self, log_probs: Tensor) -> list[Beam]:
         """Best extensions: at least `num_beams` remain if every stop token ends every beam."""
         scores = log_probs.new_tensor([beam.score for beam in self._running])
         sums = (log_probs + scores[:, None]).flatten()
-        best = sums.topk(min(len(sums), max(2, 1 + len(self._stop)) * self._num_beams))
+        best = sums.topk(min(len(sums), max(2, 1 + len(self.stop)) * self.num_beams))
         vocab = log_probs.shape[-1]
         return [
             Beam((*self._running[index // vocab].tokens, index % vocab), score)

@@ -17,24 +17,16 @@ class BeamOptions(OptionSet):
     """Options of beam search."""
 
     num_beams: int = option(
-        4,
-        "Beams",
-        "beams of the search",
-        low=1,
-        high=64,
-        slider=(1, 16, 1),
-        limit="max_nodes",
-        metavar="N",
+        4, "Beams", "beams of the search", bounds=(1, 64), slider=(1, 16, 1), limit="max_nodes", metavar="N"
     )
     length_penalty: float = option(
-        1.0, "Length penalty (above 0: longer)", "above 0 favours longer texts", low=-16, high=16, slider=(-2, 2, 0.1)
+        1.0, "Length penalty (above 0: longer)", "above 0 favours longer texts", bounds=(-16, 16), slider=(-2, 2, 0.1)
     )
     min_length: int = option(
         0,
         "Minimum length, tokens",
         "tokens before a beam may end",
-        low=0,
-        high=1 << 20,
+        bounds=(0, 1 << 20),
         slider=(0, 512, 1),
         metavar="N",
     )

@@ -1,45 +1,66 @@
-"""Combine suffix drafts for repeated text with model drafts for other text."""
+"""Combine suffix drafts for repeated text with drafts of a model or a head for other text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from specdemo.core.decode import DraftBudget, Drafter
 from specdemo.core.step import Draft, Step
-from specdemo.drafters.method import Method, StoreOptions
+from specdemo.drafters.heads.eagle import build_head_drafter
+from specdemo.drafters.method import BuildContext, Method, StoreOptions
 from specdemo.drafters.model import build_model_drafter
 from specdemo.drafters.suffix import SuffixDrafter, build_suffix_drafter
 
 
+@dataclass(eq=False)
 class HybridDrafter:
-    """Draft with `model` unless the suffix drafter matches at least `trusted` tokens."""
+    """Draft with `model`, if any, unless the suffix drafter matches at least `trusted` tokens."""
 
-    def __init__(self, suffixes: SuffixDrafter, model: Drafter, trusted: int = 4) -> None:
-        self._suffixes, self._model = suffixes, model
-        self._trusted = trusted
+    suffixes: SuffixDrafter
+    model: Drafter | None
+    trusted: int = 4
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
-        return (self.repeating(tokens) or self._model).propose(tokens, budget)
+        if self.model is None or self.repeating(tokens):
+            return self.suffixes.propose(tokens, budget)
+        return self.model.propose(tokens, budget)
 
     def repeating(self, tokens: Sequence[int]) -> SuffixDrafter | None:
         """Return the suffix drafter after a long repetition, None where the model drafts."""
-        return self._suffixes if self._suffixes.match(tokens) >= self._trusted else None
+        return self.suffixes if self.suffixes.match(tokens) >= self.trusted or self.model is None else None
+
+    @property
+    def store_bytes(self) -> int:
+        return self.suffixes.store_bytes
 
     def observe(self, step: Step) -> None:
-        self._suffixes.observe(step)
-        self._model.observe(step)
+        if self.model is not None:
+            self.model.observe(step)
+
+
+def _build(context: BuildContext) -> HybridDrafter:
+    model: Drafter | None = None
+    if context.head() is not None:
+        model = build_head_drafter(context)
+    elif context.has_drafter:
+        model = build_model_drafter(context)
+    return HybridDrafter(build_suffix_drafter(context), model)
 
 
 METHOD = Method(
     name="hybrid",
-    title="suffix decoding on repeated text, the smaller model otherwise",
+    title="suffix decoding on repeated text, a smaller model or a head otherwise",
     notes="""\
-**The hybrid** drafts from suffixes after a long repetition and with the draft model otherwise. The choice precedes
-sampling, so both proofs of exactness apply. It is fast on mixed text.""",
-    build=lambda context: HybridDrafter(build_suffix_drafter(context), build_model_drafter(context)),
+**The hybrid** drafts from suffixes after a long repetition and with the draft model or a head otherwise. The choice
+precedes sampling, so both proofs of exactness apply. It is fast on mixed text. Without a model and a head, suffixes
+draft all text.""",
+    build=_build,
     options=(StoreOptions,),
     sampled=True,
-    second_model=True,
+    drafter="model",
+    accepts_head=True,
+    optional_model=True,
     preflight="replay",
     replayed=HybridDrafter.repeating,
 )

@@ -96,19 +96,17 @@ class LookaheadOptions(OptionSet):
         5,
         "Window, positions",
         "positions ahead that lookahead guesses",
-        low=1,
-        high=32,
+        bounds=(1, 32),
         slider=(1, 16, 1),
         limit="max_nodes",
         metavar="N",
     )
-    lookahead_n: int = option(4, "Order n", "tokens of its n-grams", low=2, high=16, slider=(2, 8, 1), metavar="N")
+    lookahead_n: int = option(4, "Order n", "tokens of its n-grams", bounds=(2, 16), slider=(2, 8, 1), metavar="N")
     lookahead_guesses: int = option(
         5,
         "Drafted n-grams per step",
         "n-grams that it drafts per step",
-        low=1,
-        high=32,
+        bounds=(1, 32),
         slider=(1, 16, 1),
         limit="max_nodes",
         metavar="N",

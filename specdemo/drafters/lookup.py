@@ -6,22 +6,23 @@ A baseline that scans the text in each step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from specdemo.core.decode import DraftBudget
+from specdemo.core.decode import DraftBudget, Drafter
 from specdemo.core.origin import Origin
-from specdemo.core.step import Draft, Step
+from specdemo.core.step import Draft
 from specdemo.drafters.method import Method
 
 
-class LookupDrafter:
+@dataclass(eq=False)
+class LookupDrafter(Drafter):
     """Copy from the earliest match of the longest suffix of up to `longest` tokens."""
 
-    def __init__(self, longest: int = 2) -> None:
-        self._longest = longest
+    longest: int = 2
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         tokens = list(tokens)
-        for size in range(min(self._longest, len(tokens) - 1), 0, -1):
+        for size in range(min(self.longest, len(tokens) - 1), 0, -1):
             suffix = tokens[-size:]
             for start in range(len(tokens) - size):
                 if tokens[start : start + size] == suffix:
@@ -32,9 +33,6 @@ class LookupDrafter:
                     origin = tuple(Origin("text", after + i, matched=size) for i in range(count))
                     return Draft.chain(tuple(tokens[after : after + count]), origin=origin)
         return Draft()
-
-    def observe(self, step: Step) -> None:
-        pass
 
 
 METHOD = Method(

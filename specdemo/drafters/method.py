@@ -52,8 +52,19 @@ class BuildContext(Protocol):
     bridge: VocabularyBridge | None  # `None` for a shared vocabulary
 
     @property
+    def has_drafter(self) -> bool:
+        """Return True if a draft model is loaded."""
+
+    @property
+    def draft_sampling(self) -> SamplingParams:
+        """Sampling parameters of drafts, in target tokens."""
+
+    @property
     def drafter_sampling(self) -> SamplingParams:
         """Sampling parameters in drafter tokens."""
+
+    def head(self) -> Any:
+        """Return the `TextHead` of the run, None without one."""
 
     def scorer(self, role: Literal["drafter", "target"], layers: Callable[[int], Sequence[int]] | None = None) -> Any:
         """Return a `Scorer`; `layers` selects layers, given their number."""
@@ -63,14 +74,6 @@ class BuildContext(Protocol):
 
     def with_store(self, make: Callable[[Any], DrafterT], *key: Any) -> DrafterT:
         """Return `make(store)` with the store saved under `key`, or with `None`; save the store of the result."""
-
-
-def _one_candidate(options: Any) -> int:
-    return 1
-
-
-def _always_stored(drafter: Drafter, tokens: Sequence[int]) -> Drafter | None:
-    return drafter
 
 
 @dataclass(frozen=True)
@@ -87,21 +90,31 @@ class Method:
     exact: bool = True  # False if no rule samples from the target's distribution
     samples: bool = True
     sampled: bool = False  # drafts are sampled above temperature 0
-    second_model: bool = False
+    drafter: Literal["model", "head"] | None = None  # what drafts besides the target
+    accepts_head: bool = False  # a head may replace the draft model
+    optional_model: bool = False  # drafts without a draft model or head, too
     local_target: bool = False
     shared_vocabulary: bool = False
     decoder_only: bool = False
     gates: bool = False  # gates can evaluate draft distributions
     preflight: Literal["distributions", "replay", "decoding"] | None = None  # how acceptance is estimated
     # drafter that "replay" starts after given tokens; None for a model whose distributions are compared
-    replayed: Callable[[Any, Sequence[int]], Drafter | None] = _always_stored
+    replayed: Callable[[Any, Sequence[int]], Drafter | None] = lambda drafter, tokens: drafter
     verifier: Callable[[BuildContext], Verifier] | None = None  # default: `ModelVerifier` with the acceptance rule
     policy: Callable[[Any], DraftLengthPolicy] | None = None  # default: the policy of the recipe
-    candidates: Callable[[Any], int] = _one_candidate  # target tokens that a verdict must contain
+    candidates: Callable[[Any], int] = lambda options: 1  # target tokens that a verdict must contain
 
     @property
     def uses_policy(self) -> bool:
         return self.drafts and self.policy is None
+
+    @property
+    def uses_model(self) -> bool:
+        return self.drafter == "model"
+
+    @property
+    def uses_head(self) -> bool:
+        return self.drafter == "head" or self.accepts_head
 
     @property
     def option_names(self) -> tuple[str, ...]:
@@ -112,4 +125,6 @@ class Method:
 class StoreOptions(OptionSet):
     """Options of methods that draft from a store of earlier text."""
 
-    ngram_keep: bool = option(False, "Keep n-grams between runs", "reuse text seen in earlier runs of a visit")
+    ngram_keep: bool = option(
+        False, "Keep n-grams between runs", "reuse text seen in earlier runs of a visit", terminal=False
+    )

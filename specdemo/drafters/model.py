@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from specdemo.core.decode import DraftBudget
+from specdemo.core.decode import DraftBudget, Drafter
 from specdemo.core.distributions import DenseProbs
 from specdemo.core.origin import MODEL
-from specdemo.core.step import Draft, Step
+from specdemo.core.step import Draft
 from specdemo.drafters.method import BuildContext, Method
 from specdemo.drafters.universal import UniversalDrafter
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from specdemo.core.sampling import SamplingParams
 
 
-class ModelDrafter:
+@dataclass(eq=False)
+class ModelDrafter(Drafter):
     """Sample a chain with the target's sampling parameters (2211.17192, Algorithm 1).
 
     `score(tokens, draft)` returns raw logits `[1, own_size]`. Draft distributions have the target's `vocab_size`: ids
@@ -27,42 +28,35 @@ class ModelDrafter:
     an empty draft. `extend`: see `CachedModel`.
     """
 
-    def __init__(
-        self,
-        score: Callable[[Sequence[int], Draft], Tensor],
-        sampling: SamplingParams,
-        noise: Any,
-        vocab_size: int,
-        own_size: int | None = None,
-        extend: Callable[[Sequence[int], int, Callable[[Tensor, int], Tensor | int]], list[int]] | None = None,
-    ) -> None:
-        self._score, self._sampling = score, sampling
-        self._noise, self._vocab_size = noise, vocab_size
-        self._own_size = vocab_size if own_size is None else own_size
-        self._extend = extend
+    score: Callable[[Sequence[int], Draft], Tensor]
+    sampling: SamplingParams
+    noise: Any
+    vocab_size: int
+    own_size: int | None = None  # None: all ids
+    extend: Callable[[Sequence[int], int, Callable[[Tensor, int], Tensor | int]], list[int]] | None = None
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         import torch
 
         from specdemo.core.sampling import fitted
 
-        if not readable(tokens, self._own_size, self._vocab_size):
+        if not readable(tokens, self.own_size, self.vocab_size):
             return Draft()
-        if self._extend and budget.unconditional and not self._sampling.needs_paths:
+        if self.extend and budget.unconditional and not self.sampling.needs_paths:
             return self._propose_fixed(tokens, budget.unconditional)
-        greedy = self._sampling.temperature == 0  # point masses have no distributions to record
+        greedy = self.sampling.temperature == 0  # point masses have no distributions to record
         path, distributions = list(tokens), []
         q = []
         while budget.may_extend(len(path) - len(tokens), None):
-            logits = fitted(self._score(path, Draft()), self._vocab_size)
+            logits = fitted(self.score(path, Draft()), self.vocab_size)
             if not budget.may_extend(len(path) - len(tokens), logits[0]):
                 break
-            logits = self._sampling.process_logits(logits, [path])
+            logits = self.sampling.process_logits(logits, [path])
             if greedy:
                 path.append(int(logits[0].argmax()))
                 continue
-            probs = self._sampling.logits_to_probs(logits)[0]
-            token = self._noise.sample(probs, len(path))
+            probs = self.sampling.logits_to_probs(logits)[0]
+            token = self.noise.sample(probs, len(path))
             path.append(token)
             distributions.append(probs)
             q.append(probs[token])
@@ -75,25 +69,22 @@ class ModelDrafter:
     def _propose_fixed(self, tokens: Sequence[int], count: int) -> Draft:
         from specdemo.core.sampling import ChainSampler
 
-        assert self._extend is not None
-        sampler = ChainSampler(self._sampling, self._noise, len(tokens), self._vocab_size)
-        draft = sampler.chain(self._extend(tokens, count, sampler))
+        assert self.extend is not None
+        sampler = ChainSampler(self.sampling, self.noise, len(tokens), self.vocab_size)
+        draft = sampler.chain(self.extend(tokens, count, sampler))
         return replace(draft, origin=(MODEL,) * len(draft))
 
-    def observe(self, step: Step) -> None:
-        pass
 
-
-def readable(tokens: Sequence[int], own_size: int, vocab_size: int) -> bool:
+def readable(tokens: Sequence[int], own_size: int | None, vocab_size: int) -> bool:
     """Return True if the drafter's `own_size` ids include all `tokens`, which are below `vocab_size`."""
-    return own_size >= vocab_size or max(tokens) < own_size
+    return own_size is None or own_size >= vocab_size or max(tokens) < own_size
 
 
 def build_model_drafter(context: BuildContext) -> ModelDrafter | UniversalDrafter:
     model = context.scorer("drafter")
     if context.bridge is None:
-        noise = context.noise("draft")
-        return ModelDrafter(model.score, context.sampling, noise, context.vocab_size, model.vocab_size, model.extend)
+        sampling, noise = context.draft_sampling, context.noise("draft")
+        return ModelDrafter(model.score, sampling, noise, context.vocab_size, model.vocab_size, model.extend)
     # Point masses: the most probable token is accepted more often than a sampled one.
     sampling, noise = replace(context.drafter_sampling, temperature=0), context.noise("draft", shared=False)
     inner = ModelDrafter(model.score, sampling, noise, model.vocab_size, extend=model.extend)
@@ -106,11 +97,12 @@ METHOD = Method(
     notes="""\
 **A draft model** samples up to γ tokens from its distribution q. The target scores all of them in one pass. Token x is
 accepted with probability min(1, p(x)/q(x)). The first rejected token is replaced by a sample from norm(max(p − q, 0)),
-so the text follows p exactly. Speed-up is (1 − α^(γ+1)) / ((1 − α)(γc + 1)). It is high for a large acceptance
-α = E[Σ min(p, q)] and a small cost ratio c. *Leviathan et al. 2211.17192; Chen et al. 2302.01318.*""",
+so the text follows p exactly. Speed-up is (1 − α^(γ+1)) / ((1 − α)(γc + 1)). It is high for a large
+α = accepted/tested, which the mean overlap β = Σ min(p, q) estimates with less noise, and a small cost ratio c.
+*Leviathan et al. 2211.17192; Chen et al. 2302.01318.*""",
     build=build_model_drafter,
     sampled=True,
-    second_model=True,
+    drafter="model",
     gates=True,
     preflight="distributions",
 )

@@ -6,7 +6,9 @@ Point masses from n-gram counts over prompt and output (ANPD, 2404.08698), with 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from sys import getsizeof
+from typing import Any
 
 from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
@@ -30,10 +32,7 @@ class NGramStore:
 
     def add(self, before: Sequence[int], token: int, seen: float = 1.0, filler: float = 0.0) -> None:
         """Count `token` after each context that ends `before`; the latest token wins ties."""
-        for length in self.lengths:
-            if length > len(before):
-                continue
-            context = tuple(before[len(before) - length :])
+        for context in self._contexts(before):
             weights = self._weights.setdefault(context, {})
             old = weights.get(token, (0.0, 0.0))
             weights[token] = (old[0] + seen, old[1] + filler)
@@ -44,24 +43,33 @@ class NGramStore:
     def __len__(self) -> int:
         return sum(map(len, self._weights.values()))
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the Python objects."""
+        weights = self._weights.values()
+        pairs = sum(getsizeof(pair) + sum(map(getsizeof, pair)) for tokens in weights for pair in tokens.values())
+        contexts = sum(map(getsizeof, self._weights)) + sum(map(getsizeof, weights))
+        return getsizeof(self._weights) + getsizeof(self._best) + contexts + pairs
+
     def predict(self, before: Sequence[int]) -> tuple[int, Origin] | None:
         """Return the most frequent token after the longest recorded context, or None."""
-        for length in self.lengths:
-            if length <= len(before):
-                context = tuple(before[len(before) - length :])
-                token = self._best.get(context)
-                if token is not None:
-                    count = int(self._weights[context][token][0])
-                    return token, Origin("n-gram" if count else "filler", order=length + 1, count=count or None)
+        for context in self._contexts(before):
+            token = self._best.get(context)
+            if token is not None:
+                count = int(self._weights[context][token][0])
+                return token, Origin("n-gram" if count else "filler", order=len(context) + 1, count=count or None)
         return None
+
+    def _contexts(self, before: Sequence[int]) -> Iterator[Context]:
+        return (tuple(before[len(before) - length :]) for length in self.lengths if length <= len(before))
 
 
 class NGramDrafter:
     """Draft chains from an `NGramStore`.
 
     Contexts have up to n - 1 tokens; `levels` "multi" falls back to shorter contexts. `filler_top_k` above 1 adds the
-    target's top-k tokens at committed positions with lower weight; 1 is NAPD. `store` reuses counts; `source` is
-    additional text, such as an encoder's input.
+    target's top-k tokens at committed positions, with lower weight or, if `equal_filler`, like emitted tokens; 1 is
+    NAPD. `store` reuses counts; `source` is additional text, such as an encoder's input.
     """
 
     def __init__(
@@ -73,12 +81,11 @@ class NGramDrafter:
         source: Sequence[int] = (),
         random_below: int = 0,
         seed: int = 0,
+        equal_filler: bool = False,
     ) -> None:
-        if n < 2:
-            raise UserError(f"n-grams of order {n} have no context: choose n of at least 2")
-        lengths = range(1, n) if levels == "multi" else (n - 1,)
+        lengths = range(1, n) if levels == "multi" and n > 1 else (n - 1,)
         self.store = store or NGramStore(lengths)
-        self._filler_top_k = filler_top_k
+        self._filler_top_k, self._equal_filler = filler_top_k, equal_filler
         self._random_below, self._rng = random_below, random.Random(f"{seed}/n-gram")
         self._longest = n - 1
         self._counted = 0  # tokens of the current text added to the store
@@ -88,7 +95,7 @@ class NGramDrafter:
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         self._count(tokens)
-        context = list(tokens[-self._longest :])
+        context = list(self._before(tokens, len(tokens)))
         drafted: list[int] = []
         origin: list[Origin] = []
         while budget.may_extend(len(drafted), None):
@@ -98,7 +105,7 @@ class NGramDrafter:
             token, source = predicted or (self._rng.randrange(self._random_below), _RANDOM)
             drafted.append(token)
             origin.append(source)
-            context = [*context, token][-self._longest :]
+            context = list(self._before([*context, token], len(context) + 1))
         return Draft.chain(tuple(drafted), origin=tuple(origin))
 
     def observe(self, step: Step) -> None:
@@ -106,9 +113,16 @@ class NGramDrafter:
         if self._filler_top_k > 1:
             self._pending.append(step)
 
+    @property
+    def store_bytes(self) -> int:
+        return self.store.size_bytes
+
+    def _before(self, tokens: Sequence[int], end: int) -> Sequence[int]:
+        return tokens[max(0, end - self._longest) : end]
+
     def _count(self, tokens: Sequence[int]) -> None:
-        for end in range(max(self._counted, 1), len(tokens)):
-            self.store.add(tokens[max(0, end - self._longest) : end], tokens[end])
+        for end in range(max(self._counted, min(1, self._longest)), len(tokens)):
+            self.store.add(self._before(tokens, end), tokens[end])
         self._counted = len(tokens)
         end = len(tokens)
         for step in reversed(self._pending):
@@ -120,29 +134,39 @@ class NGramDrafter:
         rows = [0, *(node + 1 for node in step.verdict.accepted)]
         for offset, row in zip(range(len(step.tokens)), rows, strict=False):
             position = start + offset
-            before = tokens[max(0, position - self._longest) : position]
             choices = step.verdict.choices[row] if step.verdict.choices else ()
             for rank, token in reversed(list(enumerate(choices[: self._filler_top_k]))):
                 if token != tokens[position]:
-                    self.store.add(before, token, seen=0.0, filler=1.0 / (rank + 1))
+                    seen, filler = (1.0, 0.0) if self._equal_filler else (0.0, 1.0 / (rank + 1))
+                    self.store.add(self._before(tokens, position), token, seen, filler)
 
 
 NGRAM_LEVELS = {"multi": "back off to shorter contexts", "one": "contexts of one length"}
 
 
-@options("NASD")
+FILLER_WEIGHTS = {"rank": "below emitted tokens, 1 / rank", "equal": "like emitted tokens"}
+
+
+def _filler_fits(chosen: Any) -> None:
+    if chosen.filler_weight == "equal" and chosen.filler_top_k == 1:
+        raise UserError("filler_weight equal has no effect with filler_top_k 1: choose 2 or more, or weight rank")
+
+
+@options("NASD", checks=(_filler_fits,))
 class NGramOptions(OptionSet):
     """Options of NASD and NAPD."""
 
-    ngram: int = option(4, "Order n", "order of NASD's n-grams", low=2, high=16, slider=(2, 8, 1), metavar="N")
+    ngram: int = option(4, "Order n", "order of NASD's n-grams", bounds=(1, 16), slider=(1, 8, 1), metavar="N")
     filler_top_k: int = option(
         3,
         "Target choices per position (1: NAPD)",
         "target choices that NASD learns per position; 1 is NAPD",
-        low=1,
-        high=64,
+        bounds=(1, 64),
         slider=(1, 8, 1),
         metavar="K",
+    )
+    filler_weight: str = option(
+        "rank", "Weight of fillers", "weight of NASD's fillers", choices=FILLER_WEIGHTS, noun="weight of fillers"
     )
     ngram_levels: str = option(
         "multi", "Contexts", "NASD's context lengths", choices=NGRAM_LEVELS, noun="n-gram storage"
@@ -159,8 +183,9 @@ def _build(context: BuildContext) -> NGramDrafter:
     order, levels = chosen.ngram, chosen.ngram_levels
     filler = chosen.filler_top_k
     below = context.vocab_size if chosen.ngram_random else 0
+    equal = chosen.filler_weight == "equal"
     return context.with_store(
-        lambda store: NGramDrafter(order, levels, filler, store, context.source, below, context.seed),
+        lambda store: NGramDrafter(order, levels, filler, store, context.source, below, context.seed, equal),
         "nasd",
         order,
         levels,

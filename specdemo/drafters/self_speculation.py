@@ -23,8 +23,7 @@ class SelfOptions(OptionSet):
         None,
         "Number of layers (0: half of them)",
         "keep the first K layers (default: half)",
-        low=1,
-        high=1 << 10,
+        bounds=(1, 1 << 10),
         metavar="K",
     )
     skip_layers: tuple[int, ...] = option(
@@ -42,7 +41,7 @@ def _build(context: BuildContext) -> ModelDrafter:
 
     model = context.scorer("target", layers)
     noise = context.noise("draft")
-    return ModelDrafter(model.score, context.sampling, noise, context.vocab_size, model.vocab_size, model.extend)
+    return ModelDrafter(model.score, context.draft_sampling, noise, context.vocab_size, model.vocab_size, model.extend)
 
 
 METHOD = Method(

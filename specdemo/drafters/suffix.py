@@ -6,10 +6,11 @@ A suffix automaton finds it in amortised constant time per token (Blumer et al. 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from sys import getsizeof
 
-from specdemo.core.decode import DraftBudget
+from specdemo.core.decode import DraftBudget, Drafter
 from specdemo.core.origin import Origin
-from specdemo.core.step import Draft, Step
+from specdemo.core.step import Draft
 from specdemo.drafters.method import BuildContext, Method, StoreOptions
 
 
@@ -28,6 +29,12 @@ class SuffixStore:
 
     def __len__(self) -> int:
         return len(self._next)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the Python objects."""
+        columns = (self.text, self._next, self._link, self._length, self._end)
+        return sum(map(getsizeof, columns)) + sum(map(getsizeof, self._next))
 
     def begin(self) -> None:
         """Start a new text, which matches do not cross."""
@@ -78,7 +85,7 @@ class SuffixStore:
         return len(self._next) - 1
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """Draft chains from a `SuffixStore`, `factor` tokens per matched token.
 
     `store` contains earlier texts; `source` is additional text, such as an encoder's input.
@@ -110,14 +117,13 @@ class SuffixDrafter:
             drafted.append(token)
         return Draft.chain(tuple(drafted), origin=tuple(map(self._origin, range(len(drafted)))))
 
-    def _origin(self, i: int) -> Origin:
-        position = self.store.position(i) - self._start
-        return (
-            Origin("text", position, self.store.matched) if position >= 0 else Origin("store", None, self.store.matched)
-        )
+    @property
+    def store_bytes(self) -> int:
+        return self.store.size_bytes
 
-    def observe(self, step: Step) -> None:
-        pass
+    def _origin(self, i: int) -> Origin:
+        position, matched = self.store.position(i) - self._start, self.store.matched
+        return Origin("text", position, matched) if position >= 0 else Origin("store", None, matched)
 
 
 def build_suffix_drafter(context: BuildContext) -> SuffixDrafter:

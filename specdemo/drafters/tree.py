@@ -7,15 +7,15 @@ Siblings are sampled without replacement and their number is fixed in advance, s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from specdemo.core.decode import DraftBudget
+from specdemo.core.decode import DraftBudget, Drafter
 from specdemo.core.distributions import DenseProbs, without
 from specdemo.core.errors import UserError
 from specdemo.core.options import OptionSet, option, options
 from specdemo.core.origin import MODEL
-from specdemo.core.step import Draft, Step
+from specdemo.core.step import Draft
 from specdemo.drafters.method import BuildContext, Method
 from specdemo.drafters.model import readable
 
@@ -25,47 +25,40 @@ if TYPE_CHECKING:
     from specdemo.core.sampling import SamplingParams
 
 
-class TreeDrafter:
+@dataclass(eq=False)
+class TreeDrafter(Drafter):
     """Grow a tree by levels: the `beam` most probable nodes of the last level get up to `width` children each.
 
     `score(tokens, draft)` returns raw logits `[len(draft) + 1, own_size]`. The budget limits the depth, `nodes` the
     size. At temperature 0 the most probable tokens are point masses.
     """
 
-    def __init__(
-        self,
-        score: Callable[[Sequence[int], Draft], Tensor],
-        sampling: SamplingParams,
-        noise: Any,
-        vocab_size: int,
-        own_size: int | None = None,
-        nodes: int = 12,
-        width: int = 3,
-        beam: int = 2,
-    ) -> None:
-        self._score, self._sampling = score, sampling
-        self._noise, self._vocab_size = noise, vocab_size
-        self._own_size = vocab_size if own_size is None else own_size
-        self._nodes, self._width = nodes, width
-        self._beam = beam
+    score: Callable[[Sequence[int], Draft], Tensor]
+    sampling: SamplingParams
+    noise: Any
+    vocab_size: int
+    own_size: int | None = None  # None: all ids
+    nodes: int = 12
+    width: int = 3
+    beam: int = 2
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         from specdemo.core.sampling import fitted
 
         draft = Draft()
-        if not readable(tokens, self._own_size, self._vocab_size):
+        if not readable(tokens, self.own_size, self.vocab_size):
             return draft
         level, path_probs = [-1], {-1: 1.0}
         depth = 0
-        while level and len(draft) < self._nodes and budget.may_extend(depth, None):
-            logits = fitted(self._score(tokens, draft), self._vocab_size)
-            level = sorted(level, key=lambda node: -path_probs[node])[: self._beam]
+        while level and len(draft) < self.nodes and budget.may_extend(depth, None):
+            logits = fitted(self.score(tokens, draft), self.vocab_size)
+            level = sorted(level, key=lambda node: -path_probs[node])[: self.beam]
             if not budget.may_extend(depth, logits[level[0] + 1]):
                 break
             next_level: list[int] = []
             for node in level:
                 path = [*tokens, *(draft.tokens[i] for i in draft.path(node))]
-                row = self._sampling.process_logits(logits[node + 1][None], [path])
+                row = self.sampling.process_logits(logits[node + 1][None], [path])
                 first = len(draft)
                 draft = self._with_children(draft, node, row, len(path))
                 for child in range(first, len(draft)):
@@ -74,23 +67,20 @@ class TreeDrafter:
             level, depth = next_level, depth + 1
         return replace(draft, origin=(MODEL,) * len(draft))
 
-    def observe(self, step: Step) -> None:
-        pass
-
     def _with_children(self, draft: Draft, node: int, row: Tensor, position: int) -> Draft:
         import torch
 
-        count = min(self._width, self._nodes - len(draft))
-        if self._sampling.temperature == 0:
+        count = min(self.width, self.nodes - len(draft))
+        if self.sampling.temperature == 0:
             children = row[0].topk(count).indices.tolist()
             return Draft(draft.tokens + tuple(children), draft.parents + (node,) * count)
-        probs = self._sampling.logits_to_probs(row)[0]
+        probs = self.sampling.logits_to_probs(row)[0]
         tokens, parents = list(draft.tokens), list(draft.parents)
         q = list(draft.token_probs or ())
         earlier = None if draft.probs is None else draft.probs.dense()
         distributions = [] if earlier is None else [earlier]
         for _ in range(min(count, int((probs > 0).sum()))):
-            token = self._noise.sample(probs, position)
+            token = self.noise.sample(probs, position)
             tokens.append(token)
             parents.append(node)
             q.append(float(probs[token]))
@@ -112,13 +102,12 @@ class TreeOptions(OptionSet):
         12,
         "Nodes per draft",
         "most nodes of a draft of method tree",
-        low=1,
-        high=256,
+        bounds=(1, 256),
         slider=(1, 64, 1),
         limit="max_nodes",
         metavar="N",
     )
-    tree_width: int = option(3, "Children per node", low=1, high=64, slider=(1, 8, 1), metavar="N")
+    tree_width: int = option(3, "Children per node", bounds=(1, 64), slider=(1, 8, 1), metavar="N")
 
 
 def _build(context: BuildContext) -> TreeDrafter:
@@ -127,7 +116,7 @@ def _build(context: BuildContext) -> TreeDrafter:
     model, chosen = context.scorer("drafter"), context.options
     return TreeDrafter(
         model.score,
-        context.sampling,
+        context.draft_sampling,
         context.noise("draft"),
         context.vocab_size,
         model.vocab_size,
@@ -149,6 +138,6 @@ right. *SpecInfer 2305.09781; Sequoia 2402.12374.*""",
     shape="forest",
     preflight="decoding",
     sampled=True,
-    second_model=True,
+    drafter="model",
     shared_vocabulary=True,
 )

@@ -7,39 +7,33 @@ because drafts depend only on committed text and independent random numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from specdemo.core.decode import DraftBudget, Drafter
 from specdemo.core.origin import MODEL
-from specdemo.core.step import Draft, Step
+from specdemo.core.step import Draft
 
 
-class UniversalDrafter:
+@dataclass(eq=False)
+class UniversalDrafter(Drafter):
     """Re-encode drafts of `inner` as chains of point masses.
 
     `read(tokens)` encodes committed text in drafter tokens; `write(tokens, new)` re-encodes drafter tokens `new` as
     target tokens after `tokens`. `context` is the drafter's context length. The budget limits both.
     """
 
-    def __init__(
-        self,
-        inner: Drafter,
-        read: Callable[[Sequence[int]], list[int]],
-        write: Callable[[Sequence[int], Sequence[int]], list[int]],
-        context: int,
-    ) -> None:
-        self._inner, self._read = inner, read
-        self._write, self._context = write, context
+    inner: Drafter
+    read: Callable[[Sequence[int]], list[int]]
+    write: Callable[[Sequence[int], Sequence[int]], list[int]]
+    context: int
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
-        prefix = self._read(tokens)
-        available = self._context - len(prefix)
+        prefix = self.read(tokens)
+        available = self.context - len(prefix)
         if not prefix or available < 1:
             return Draft()
-        new = self._write(tokens, self._inner.propose(prefix, budget.at_most(available)).tokens)
+        new = self.write(tokens, self.inner.propose(prefix, budget.at_most(available)).tokens)
         count = 0
         while count < len(new) and budget.may_extend(count, None):
             count += 1
         return Draft.chain(tuple(new[:count]), origin=(MODEL,) * count)
-
-    def observe(self, step: Step) -> None:
-        """Ignore the step: its tokens belong to the target's vocabulary."""

@@ -72,17 +72,19 @@ def refuse_architecture(kind: type[PreTrainedModel], config: PretrainedConfig) -
 def _supported(kind: type[PreTrainedModel], config: PretrainedConfig, model: PreTrainedModel | None) -> CacheSupport:
     refuse_recurrent(kind, config)
     with quiet():
+        small: PretrainedConfig | None = None
         try:
-            small: PretrainedConfig | None = reduced(kind, config)
+            small = reduced(kind, config)
             described = f"{small.to_json_string()} {config._attn_implementation}"
         except Exception:
             small, described = None, config.to_json_string()
         key = kind, sha256(described.encode()).hexdigest()
         if key not in _RESULTS:
             twin = _usable_twin(kind, small)
-            if twin is None and model is None:
+            tested = model if twin is None else twin
+            if tested is None:
                 return CacheSupport()
-            result = check_cache(twin or model)
+            result = check_cache(tested)
             _RESULTS[key] = result if twin is None or result.refusal else replace(result, packs=_packs(twin))
     if refusal := _RESULTS[key].refusal:
         raise UserError(refusal)
@@ -111,7 +113,6 @@ def _usable_twin(kind: type[PreTrainedModel], small: PretrainedConfig | None) ->
 
 @torch.inference_mode()
 def _packs(twin: PreTrainedModel) -> bool:
-    """Pack `twin`; return False if logits change or its class needs unpacked weights."""
     return not _problem(_Comparison(twin, full_pass(twin, _source(twin))).packed)
 
 

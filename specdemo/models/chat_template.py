@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NoReturn
 
-from specdemo.core.errors import UserError, plain_text
+from specdemo.models.limited_process import answer, request_answer
 from specdemo.worker import interruptible
 
-_ROOT = Path(__file__).parents[2]
 _CPU_SECONDS, _SECONDS = 5, 20
 _MAX_BYTES, _MAX_CHARACTERS = 1 << 30, 2_000_000
 _REMEDY = "disable the chat option, or choose another model"
@@ -26,36 +22,7 @@ def render_chat(template: str, messages: Sequence[Mapping[str, str]], tokens: Ma
 
 @lru_cache(maxsize=4)
 def _render(request: str) -> str:
-    try:
-        result = subprocess.run(
-            [sys.executable, "-m", __name__],
-            input=request,
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=_SECONDS,
-            cwd=_ROOT,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise UserError(f"the chat template takes more than {_SECONDS} s: {_REMEDY}") from None
-    if not result.stdout:
-        raise UserError(f"the chat template took too much time or memory (code {result.returncode}): {_REMEDY}")
-    answer = json.loads(result.stdout)
-    if "error" in answer:
-        raise UserError(f"the chat template failed ({plain_text(answer['error'], 200)}): {_REMEDY}")
-    return answer["text"]
-
-
-def _limit() -> None:
-    if sys.platform != "win32":
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if sys.platform == "linux":
-            resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
+    return request_answer(__name__, json.loads(request), _SECONDS, "the chat template", _REMEDY)
 
 
 def _text(template: str, values: Mapping[str, Any]) -> str:
@@ -93,18 +60,5 @@ def _text(template: str, values: Mapping[str, Any]) -> str:
     return text
 
 
-def main() -> None:
-    _limit()
-    try:
-        answer = {"text": _text(*json.load(sys.stdin))}
-    except MemoryError:
-        answer = {"error": "it needs too much memory"}
-    except RecursionError:
-        answer = {"error": "it calls itself too often"}
-    except Exception as error:
-        answer = {"error": f"{type(error).__name__}: {error}"}
-    json.dump(answer, sys.stdout)
-
-
 if __name__ == "__main__":
-    main()
+    answer(lambda request: _text(*request), _CPU_SECONDS, _MAX_BYTES)

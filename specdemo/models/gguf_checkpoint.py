@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from specdemo.core.errors import UserError
-from specdemo.models.engines.gguf_linear import (
-    FLOATS,
-    GgufLinear,
-    common_dtype,
-    dequantised,
-    keeps_values,
-)
+from specdemo.models.engines.gguf_linear import FLOATS, GgufLinear, common_dtype, dequantised, keeps_values
 from specdemo.models.engines.native import uses_native_engine
-from specdemo.models.engines.native_families import unchecked_parts
 from specdemo.models.engines.native_matrix import FLOAT_FORMATS
-from specdemo.models.engines.native_weights import planned_bytes
 from specdemo.models.gguf_file import GgufTensor
 from specdemo.models.gguf_settings import stored_tensors
 from specdemo.models.hub import Hub
@@ -30,7 +23,7 @@ from specdemo.models.llama_checkpoint import LlamaConfig, LlamaForCausalLM, gene
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
 from specdemo.models.tokenizer_check import open_tokenizer
 from specdemo.models.untrusted import check_tensors, read_settings
-from specdemo.native.formats import FORMATS, Format
+from specdemo.native.formats import FORMATS, QUANTISED_GGUF, Format
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
 _NAMES = {
@@ -64,8 +57,21 @@ def gguf_config(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progr
         raise UserError(f"{spec.name} is a GGUF file, which runs on a single device: choose cpu or cuda")
     folder = hub.settings(spec.name, spec.revision, report)
     config = LlamaConfig.from_dict(read_settings(spec.name, folder / "config.json"))
-    _check_shapes(spec.name, config, stored_tensors(spec.name, hub.weights(spec.name, spec.revision)))
+    tensors = stored_tensors(spec.name, hub.weights(spec.name, spec.revision))
+    _check_shapes(spec.name, config, tensors)
+    if spec.activations != "16":
+        _check_activations(spec, {tensor.kind for tensor in tensors.values()})
     return config
+
+
+def _check_activations(spec: ModelSpec, kinds: set[str]) -> None:
+    reason = ""
+    if not kinds & {*QUANTISED_GGUF} or spec.dtype != "float32":
+        reason = f"{spec.title} in {spec.dtype} has no matrices in {', '.join(QUANTISED_GGUF)}"
+    elif not uses_native_engine(find_device(spec.device)):
+        reason = f"the native engine does not run {spec.title} on {spec.device}"
+    if reason:
+        raise UserError(f"{spec.activations}-bit activations are not available ({reason}): choose activations 16")
 
 
 def _check_shapes(name: str, config: LlamaConfig, tensors: dict[str, GgufTensor]) -> None:
@@ -88,7 +94,7 @@ def _check_shapes(name: str, config: LlamaConfig, tensors: dict[str, GgufTensor]
 
 def read_gguf(
     spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progress
-) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     """Load a resolved spec: stored matrices for the native engine, otherwise weights."""
     config, folder = gguf_config(spec, hub, report), hub.settings(spec.name, spec.revision)
     path = hub.weights(spec.name, spec.revision)
@@ -98,7 +104,7 @@ def read_gguf(
     weights = _Weights(spec, config, path, stored_tensors(spec.name, path), report)
     weights.fill(model)
     model.note = weights.note
-    return model.eval().requires_grad_(False), open_tokenizer(spec.name, folder, PreTrainedTokenizerFast)
+    return model.train(False).requires_grad_(False), open_tokenizer(spec.name, folder, PreTrainedTokenizerFast)
 
 
 def _stored_name(name: str) -> str:
@@ -107,42 +113,32 @@ def _stored_name(name: str) -> str:
     return f"blk.{layer[1]}.{_NAMES[layer[2]]}.{kind}" if layer else f"{_NAMES[module]}.{kind}"
 
 
-def _source(name: str, config: LlamaConfig) -> str:
-    return "model.embed_tokens" if name == "lm_head" and config.tie_word_embeddings else name
-
-
 def _joined_kinds(name: str, tensors: dict[str, GgufTensor]) -> set[str]:
     parent, _, child = name.rpartition(".")
     names = next((group for group in _JOINED if child in group), (child,))
     return {tensors[_stored_name(f"{parent}.{other}.weight".lstrip("."))].kind for other in names}
 
 
-def native_bytes(spec: ModelSpec, hub: Hub) -> int:
-    """Return the bytes of the weights of a GGUF file in the native engine."""
-    config = gguf_config(spec, hub)
+def stored_formats(spec: ModelSpec, hub: Hub) -> Callable[[str], Format]:
+    """Return the number format of a module of a GGUF file in the native engine, by name."""
     tensors = stored_tensors(spec.name, hub.weights(spec.name, spec.revision))
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    names = {id(module): name for name, module in model.named_modules()}
 
-    def form(module: nn.Module) -> Format:
-        kinds = _joined_kinds(names[id(module)], tensors)
+    def form(name: str) -> Format:
+        kinds = _joined_kinds(name, tensors)
         dtype = common_dtype(kinds, getattr(torch, spec.dtype))
         return FORMATS[next(iter(kinds))] if dtype is None else FLOAT_FORMATS[dtype]
 
-    return planned_bytes(unchecked_parts(model), model.lm_head, form).total()
+    return form
 
 
 class _Weights:
-    """Weights of a memory-mapped file."""
-
     def __init__(
         self, spec: ModelSpec, config: LlamaConfig, path: Path, tensors: dict[str, GgufTensor], report: ReportProgress
     ) -> None:
         self._spec, self._config = spec, config
         self._report = report
         self._dtype, self._device = getattr(torch, spec.dtype), find_device(spec.device)
-        self._native = uses_native_engine(self._device)
+        self._native, self._narrow = uses_native_engine(self._device), spec.activations != "16"
         self._tensors, self._data = tensors, np.memmap(path, np.uint8, "c")
         self._total, self._done = sum(len(tensor.shape) > 1 for tensor in tensors.values()), 0
         self._kinds: dict[torch.dtype | None, set[str]] = {}
@@ -153,23 +149,23 @@ class _Weights:
         for dtype, kinds in sorted(self._kinds.items(), key=str):
             suffix = f" expanded to {str(dtype).removeprefix('torch.')}" if dtype else ""
             groups.append(" and ".join(sorted(kinds)) + suffix)
-        return ", ".join(groups)
+        narrow = f"{self._spec.activations}-bit activations, as llama.cpp"
+        return ", ".join([*groups, narrow] if self._narrow else groups)
 
     def fill(self, model: LlamaForCausalLM) -> None:
         body, tied = model.model, self._config.tie_word_embeddings
         for name, module in list(model.named_modules()):
             if isinstance(module, nn.Linear):
-                parent, _, child = name.rpartition(".")
-                setattr(model.get_submodule(parent), child, self._linear(name, module))
+                model.set_submodule(name, self._linear(name, module))
             elif isinstance(module, nn.Embedding) and not tied and self._native:
-                body.embed_tokens = self._linear(name, module)
+                model.set_submodule(name, self._linear(name, module))
             elif isinstance(module, nn.Embedding) and not tied:
-                module.weight = self._parameter(name, self._joined_dtype(name))
+                module.weight = self._parameter(name, self._joined_dtype(name) or self._dtype)
                 self._notify()
             elif hasattr(module, "variance_epsilon"):
                 module.weight = self._parameter(name, self._dtype)
         if tied and self._native:
-            body.embed_tokens = model.lm_head
+            body.set_submodule("embed_tokens", model.lm_head)
         elif tied:
             body.embed_tokens.weight = model.lm_head.weight
         rope = self._config.rope_parameters
@@ -186,13 +182,13 @@ class _Weights:
             bias = linear.bias = self._parameter(name, self._dtype, "bias")
         if self._native:
             rows = self._ordered(name, stored)
-            return GgufLinear(tensor.kind, rows, tensor.shape[1], bias, dtype, self._notify)
+            return GgufLinear(tensor.kind, rows, tensor.shape[1], bias, dtype, self._notify, self._narrow)
         self._notify()
-        linear.weight = self._parameter(name, dtype)
+        linear.weight = self._parameter(name, dtype or self._dtype)
         return linear
 
     def _source(self, name: str) -> str:
-        return _source(name, self._config)
+        return "model.embed_tokens" if name == "lm_head" and self._config.tie_word_embeddings else name
 
     def _parameter(self, name: str, dtype: torch.dtype, part: str = "weight") -> nn.Parameter:
         tensor, stored = self._stored(self._source(name), part)
@@ -206,7 +202,6 @@ class _Weights:
         return tensor, stored.view(prod(tensor.shape[:-1]), -1)
 
     def _ordered(self, name: str, rows: Tensor) -> Tensor:
-        """Separate the components that llama.cpp pairs in rotated heads."""
         heads = {"q_proj": self._config.num_attention_heads, "k_proj": self._config.num_key_value_heads}
         count = heads.get(name.rpartition(".")[2])
         if not (self._config.interleaved and count):

@@ -51,7 +51,7 @@ class GgufFile:
         stored = self.metadata.get(key, default)
         if kind is float and type(stored) is int:
             stored = float(stored)
-        if type(stored) is not kind or (kind is float and not isfinite(stored)):
+        if type(stored) is not kind or (isinstance(stored, float) and not isfinite(stored)):
             shown = "missing" if stored is None else plain_text(repr(stored), 40)
             raise self.refusal(f"{key} is {shown}, not {_KINDS[kind]}")
         return stored
@@ -183,7 +183,6 @@ class _Reader:
 
 @cache
 def _tensor_kinds() -> dict[int, tuple[str, int, int]]:
-    """Return name, weights and bytes per block of all readable types."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants  # the import takes 0.2 s
 
     readable = (kind for kind in GGMLQuantizationType if kind.name in ("F32", "F16") or hasattr(quants, kind.name))

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import Any
 
-from specdemo.core.errors import UserError, plain_text
+from specdemo.core.errors import UserError, check_temporary_folder, plain_text
 from specdemo.models.gguf_file import GgufFile, GgufTensor, read_gguf_header
 from specdemo.models.gguf_tokenizer import tokenizer_settings
 from specdemo.models.model_sizes import ModelSizes
@@ -34,16 +34,17 @@ def stored_tensors(name: str, path: Path) -> dict[str, GgufTensor]:
     return _converted_once(name, path)[1]
 
 
-def _converted_once(name: str, path: Path) -> tuple[TemporaryDirectory, dict[str, GgufTensor]]:
+def _converted_once(name: str, path: Path) -> tuple[TemporaryDirectory[str], dict[str, GgufTensor]]:
     state = path.stat()
     with _converting:  # a second directory would be deleted while it is read
         return _converted(name, path, state.st_size, state.st_mtime_ns)
 
 
 @lru_cache(maxsize=64)
-def _converted(name: str, path: Path, size: int, changed: int) -> tuple[TemporaryDirectory, dict[str, GgufTensor]]:
+def _converted(name: str, path: Path, size: int, changed: int) -> tuple[TemporaryDirectory[str], dict[str, GgufTensor]]:
     file = read_gguf_header(name, path)
     settings = {"config.json": _configuration(file), **tokenizer_settings(file)}
+    check_temporary_folder()
     folder = TemporaryDirectory(prefix="specdemo-gguf-", ignore_cleanup_errors=True)
     for title, content in settings.items():
         (Path(folder.name) / title).write_text(json.dumps(content, ensure_ascii=False), "utf-8")
@@ -66,6 +67,7 @@ def _configuration(file: GgufFile) -> dict[str, Any]:
     if rows != tokens:
         raise file.refusal(f"its vocabulary has {tokens:,} tokens, and the model has {rows:,}")
     sizes = _sizes(file, kind, rows)
+    wide = any(tensor.kind == "F32" and len(tensor.shape) > 1 for tensor in file.tensors.values())
     return {
         "model_type": "llama",
         "hidden_act": "silu",
@@ -83,7 +85,7 @@ def _configuration(file: GgufFile) -> dict[str, Any]:
         "interleaved": kind in ("llama", "mistral"),
         "biased": [part for part in ("q", "k", "v", "output") if f"blk.0.attn_{part}.bias" in file.tensors],
         "normed_heads": "blk.0.attn_q_norm.weight" in file.tensors,
-        "dtype": "float32" if any(map(_is_wide, file.tensors.values())) else "bfloat16",
+        "dtype": "float32" if wide else "bfloat16",
     }
 
 
@@ -109,10 +111,6 @@ def _sizes(file: GgufFile, kind: str, rows: int) -> ModelSizes:
     )
     sizes.check(file.name)
     return sizes
-
-
-def _is_wide(tensor: GgufTensor) -> bool:
-    return tensor.kind == "F32" and len(tensor.shape) > 1
 
 
 def _rows(file: GgufFile) -> int:

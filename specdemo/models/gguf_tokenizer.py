@@ -43,7 +43,7 @@ def tokenizer_settings(file: GgufFile) -> dict[str, dict[str, Any]]:
     else:
         raise file.refusal(f"its tokenizer {plain_text(kind, 40)!r} is unknown, supported are gpt2 and llama")
     ids = {name: _token_id(file, name, tokens) for name in (*_SPECIAL, "eot")}
-    named = {name: tokens[ids[key]] for name, key in _NAMES.items() if ids[key] is not None}
+    named = {name: tokens[token] for name, key in _NAMES.items() if (token := ids[key]) is not None}
     template = file.value("tokenizer.chat_template", str, "")
     types = _types(file, tokens)
     ends = {tokens.index(text) for text in _ENDS if text in tokens and types[tokens.index(text)] == _CONTROL}

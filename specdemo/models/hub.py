@@ -17,23 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, constants, snapshot_download
-from huggingface_hub.errors import (
-    DisabledRepoError,
-    DryRunError,
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    NotASafetensorsRepoError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-    SafetensorsParsingError,
-)
+from huggingface_hub import HfApi, constants, errors, snapshot_download
+from huggingface_hub.utils.tqdm import tqdm
 from safetensors import SafetensorError, safe_open
-from tqdm.auto import tqdm
 
 from specdemo.core.errors import UserError
 from specdemo.core.formats import format_bytes
@@ -80,15 +66,21 @@ class Hub:
 
     def settings(self, name: str, revision: str | None = None, report: ReportProgress = ignore_progress) -> Path:
         """Return a directory with configuration and tokenizer."""
-        if is_gguf(name):
-            folder = settings_folder(name, self.weights(name, revision, report))
-        elif (folder := local_folder(name)) is None:
+        gguf = is_gguf(name)
+        folder = settings_folder(name, self.weights(name, revision, report)) if gguf else local_folder(name)
+        if folder is None:
             with load_errors(name):
                 folder = self._fetch(name, revision, CONFIG_FILES, report)
         check_folder(name, folder)
         return folder
 
-    def weights(self, name: str, revision: str | None = None, report: ReportProgress = ignore_progress) -> Path:
+    def weights(
+        self,
+        name: str,
+        revision: str | None = None,
+        report: ReportProgress = ignore_progress,
+        remedy: str = "choose another model",
+    ) -> Path:
         if is_gguf(name):
             return self._gguf(name, revision, report)
         folder = local_folder(name)
@@ -98,7 +90,7 @@ class Hub:
         if not _contains(folder, WEIGHT_FILES):
             raise UserError(
                 f"{name} has no safetensors weights (model.safetensors or shards of it), and other formats may contain "
-                "code: choose another model"
+                f"code: {remedy}"
             )
         check_files(name, folder)
         check_weights(name, folder)
@@ -148,7 +140,7 @@ class Hub:
             missing = sum(file.file_size or 0 for file in files if file.will_download)
             if patterns is CONFIG_FILES:
                 check_sizes(name, {file.filename: file.file_size or 0 for file in files})
-        except DryRunError:
+        except errors.DryRunError:
             pass  # the hub is unreachable: the next call uses the cache or raises
         if missing and is_gguf(patterns[0]):  # other downloads are planned before
             _check_total_memory(name, missing)
@@ -191,14 +183,19 @@ def local_folder(name: str) -> Path | None:
 def local_shapes(name: str, folder: Path) -> TensorShapes:
     shapes = {}
     for path in weight_files(folder):
-        try:
-            with safe_open(path, "pt") as file:
-                for key in file.keys():
-                    tensor = file.get_slice(key)
-                    shapes[key] = (tensor.get_dtype(), tuple(tensor.get_shape()))
-        except SafetensorError as error:
-            raise UserError(f"the weights of {name} are damaged ({error}): download them again") from error
+        with weight_errors(name), safe_open(path, "pt") as file:
+            for key in file.keys():
+                tensor = file.get_slice(key)
+                shapes[key] = (tensor.get_dtype(), tuple(tensor.get_shape()))
     return shapes
+
+
+@contextmanager
+def weight_errors(name: str) -> Iterator[None]:
+    try:
+        yield
+    except SafetensorError as error:
+        raise UserError(f"the weights of {name} are damaged ({error}): download them again") from error
 
 
 def _contains(folder: Path, patterns: tuple[str, ...]) -> bool:
@@ -230,10 +227,8 @@ def _progress_bars(report: ReportProgress, name: str, total: int) -> type[tqdm]:
     files = {"done": 0, "total": 0}
 
     class Bar(tqdm):
-        """Progress bar that reports bytes and prints no text."""
-
         def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **{**options, "disable": True})
+            tqdm.__init__(self, *args, **{**options, "disable": True})
             self._bytes = options.get("unit") == "B"
             if not self._bytes:
                 files["total"] = options.get("total") or 0
@@ -252,6 +247,9 @@ def _progress_bars(report: ReportProgress, name: str, total: int) -> type[tqdm]:
     return Bar
 
 
+_LIBRARIES = ("huggingface_hub", "httpx", "httpx2", "httpcore", "httpcore2", "requests")
+
+
 @contextmanager
 def load_errors(name: str) -> Iterator[None]:
     """Convert exceptions while fetching model `name` to `UserError`."""
@@ -259,28 +257,29 @@ def load_errors(name: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, HFValidationError, NotASafetensorsRepoError, SafetensorsParsingError, EntryNotFoundError) as error:
-        raise UserError(_explain(name, error)) from None
     except Exception as error:
-        if type(error).__module__.partition(".")[0] not in ("httpx", "httpx2", "httpcore", "httpcore2", "requests"):
+        if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] not in _LIBRARIES:
             raise
         raise UserError(_explain(name, error)) from None
 
 
 _MESSAGES = (
-    (HFValidationError, "{} is neither a local directory nor a Hugging Face id: check the spelling"),
-    (GatedRepoError, "{0} is gated: accept its licence on huggingface.co/{0}, then sign in with `hf auth login`"),
-    (RevisionNotFoundError, "{} has no such revision on the hub: choose another, or omit it"),
-    (DisabledRepoError, "{} has been disabled on the hub: choose another model"),
+    (errors.HFValidationError, "{} is neither a local directory nor a Hugging Face id: check the spelling"),
     (
-        RepositoryNotFoundError,
+        errors.GatedRepoError,
+        "{0} is gated: accept its licence on huggingface.co/{0}, then sign in with `hf auth login`",
+    ),
+    (errors.RevisionNotFoundError, "{} has no such revision on the hub: choose another, or omit it"),
+    (errors.DisabledRepoError, "{} has been disabled on the hub: choose another model"),
+    (
+        errors.RepositoryNotFoundError,
         "there is no model {} on the hub, or it is private: check the spelling, or sign in with `hf auth login`",
     ),
     (
-        NotASafetensorsRepoError,
+        errors.NotASafetensorsRepoError,
         "{} has no safetensors weights, and other formats may contain code: choose another model",
     ),
-    (SafetensorsParsingError, "the weights of {} on the hub are damaged: choose another model or revision"),
+    (errors.SafetensorsParsingError, "the weights of {} on the hub are damaged: choose another model or revision"),
 )
 _STATUS_MESSAGES = {
     401: "the hub rejected this machine's token for {}: sign in again with `hf auth login`",
@@ -293,19 +292,19 @@ def _explain(name: str, error: BaseException) -> str:
     for kind, message in _MESSAGES:
         if isinstance(error, kind):
             return message.format(name)
-    offline = isinstance(error, LocalEntryNotFoundError)
+    offline = isinstance(error, errors.LocalEntryNotFoundError)
     cause = error.__cause__ if offline else error
-    if isinstance(cause, HfHubHTTPError) and (offline or not isinstance(cause, EntryNotFoundError)):
+    if isinstance(cause, errors.HfHubHTTPError) and (offline or not isinstance(cause, errors.EntryNotFoundError)):
         status = cause.response.status_code
         return _STATUS_MESSAGES.get(status, f"the hub failed for {{}} (error {status}): try again later").format(name)
-    if offline and isinstance(cause, OfflineModeIsEnabled):
+    if offline and isinstance(cause, errors.OfflineModeIsEnabled):
         return f"{name} is not on this machine, and offline mode forbids the download: unset HF_HUB_OFFLINE"
     if offline:
         return (
             f"{name} is not a local directory and the hub is unreachable: check the spelling and the network, "
             "or give a local directory"
         )
-    if isinstance(error, EntryNotFoundError):
+    if isinstance(error, errors.EntryNotFoundError):
         return f"{name} on the hub lacks a required file: choose another model or revision"
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"the disk filled up during the download of {name}: free some space, or set HF_HOME to a larger disk"

@@ -6,7 +6,8 @@ Callers always pass all tokens; `CachedModel` feeds the difference to the cached
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -17,10 +18,13 @@ from specdemo.core.sampling import ChainSampler
 from specdemo.core.step import Draft, common_prefix
 from specdemo.models.engines.engine import Cache, Entry
 from specdemo.models.engines.select import engine_of
+from specdemo.models.prefill import ChunkSize, first_rows
+from specdemo.worker import Stopped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from specdemo.models.cached_head import CachedHead
     from specdemo.models.engines.fused_weights import FusedWeights
 
 Model: TypeAlias = "PreTrainedModel | FusedWeights"
@@ -37,8 +41,8 @@ class CachedModel:
     """Function from tokens and a draft to logits, with the KV cache of a text until `close`.
 
     Instances share `model`. Passes are padded to `pad` rows (`BatchInvariance`). An encoder-decoder encodes `source`;
-    tokens are decoder tokens. Raises `UserError` if `source` exceeds the context. A copy of the model of
-    `owner` shares its keys and values.
+    tokens are decoder tokens. A copy of the model of `owner` shares its cache. `taps`: stored hidden states, see
+    `Cache`. Raises `UserError` if `source` exceeds the context, or the engine stores no hidden states.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class CachedModel:
         pad: int = 1,
         source: Sequence[int] = (),
         owner: CachedModel | None = None,
+        taps: tuple[int, ...] = (),
     ) -> None:
         config = model.config.get_text_config()
         self.model = model
@@ -61,23 +66,47 @@ class CachedModel:
         self._owner_passes = -1
         self.engine = engine_of(model)
         self.chains_only = self.engine.chains_only
-        self._cache: Cache = owner._cache if owner else self.engine.open(source)
+        if taps and not self.engine.hidden_states:
+            raise UserError(
+                f"{type(model).__name__} stores no hidden states, from which heads draft: choose a decoder with a KV "
+                "cache, or a method without a head"
+            )
+        if taps and not 0 <= min(taps) <= max(taps) <= config.num_hidden_layers:
+            raise ValueError(f"the model has hidden states 0 to {config.num_hidden_layers}, not {list(taps)}")
+        self._cache: Cache = owner._cache if owner else self.engine.open(source, taps)
         self._pad, self._closed = pad, False
         self._held: list[int] = []
         self._draft = Draft()
         self._logits: Tensor | None = None  # rows after the last token and after each draft node
+        self.head: CachedHead | None = None  # a head of the same text, closed with this object
 
     def close(self) -> None:
         """Clear the cache; the object cannot be used any more. A cache of `owner` is closed by it."""
         if not self._closed and self._owner is None:
             self.engine.close(self._cache)
+        if self.head is not None:
+            self.head.close()
         self._closed = True
         self._held, self._draft = [], Draft()
         self._logits = None
 
+    def prefill(self, tokens: Sequence[int], clock: Callable[[], float] = time.perf_counter) -> Iterator[int]:
+        """Feed `tokens` in chunks up to the last, which `score` feeds; yield the number of cached tokens after each.
+
+        Closing the iterator keeps the cache usable.
+        """
+        if self._owner is not None or not self.engine.divides_prompts:
+            return
+        size = ChunkSize(first_rows(self.weight_bytes, self.model.device))
+        while len(tokens) - (held := common_prefix(self._held, tokens)) > size.rows:
+            end, start = held + size.rows, clock()
+            self.score(tokens[:end], Draft())
+            size.observe(clock() - start)
+            yield end
+
     @torch.inference_mode()
     def score(self, tokens: Sequence[int], draft: Draft) -> Tensor:
-        """Compute raw logits `[len(draft) + 1, vocab]` in one pass.
+        """Compute raw logits `[len(draft) + 1, vocab]`, in one pass after `prefill`.
 
         Row 0 follows `tokens`, row i + 1 follows node i. Raises `UserError` for an unsupported draft shape.
         """
@@ -100,8 +129,8 @@ class CachedModel:
             try:
                 self._check_ids(new)
                 (logits,) = self.engine.run([Entry(self._cache, new, held, padded)])
-            except BaseException:
-                self._forget()
+            except BaseException as error:
+                self._forget(tokens[:held] if isinstance(error, Stopped) else ())
                 raise
             if len(known):
                 logits = torch.cat([known, logits])
@@ -109,9 +138,25 @@ class CachedModel:
         self._logits = logits[: len(draft) + 1]
         return self._logits
 
+    def held(self, tokens: Sequence[int]) -> int:
+        """Return the number of leading `tokens` in the cache."""
+        return common_prefix(self._held, tokens)
+
     def read(self, tokens: Sequence[int]) -> Tensor:
         """Compute raw logits `[len(tokens), vocab]` after each of `tokens` in one pass."""
         return self.score(tokens[:1], Draft.chain(tuple(tokens[1:])))
+
+    @torch.inference_mode()
+    def states(self, tokens: Sequence[int], start: int) -> Tensor | None:
+        """Return hidden states `[len(tokens) - start, taps, width]` from position `start`, without a pass.
+
+        Returns None if a position was never passed; nodes of the last draft count.
+        """
+        shared, nodes = self._passed(tokens)
+        if shared + len(nodes) < len(tokens):
+            return None
+        slots = [*range(start, shared), *(shared + node for node in nodes[max(0, start - shared) :])]
+        return self._cache.states[slots]
 
     @torch.inference_mode()
     def extend(self, tokens: Sequence[int], count: int, pick: Callable[[Tensor, int], Tensor | int]) -> list[int]:
@@ -160,7 +205,6 @@ class CachedModel:
         return drafted
 
     def _check_ids(self, tokens: Sequence[int]) -> None:
-        """Raise `UserError` for a token outside the vocabulary, which would be read outside the embedding."""
         if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
             wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
             raise UserError(
@@ -168,15 +212,15 @@ class CachedModel:
                 "of the same vocabulary"
             )
 
-    def _forget(self) -> None:
-        """Empty the cache after a failed pass, in which layers may have different lengths."""
-        self._cache.keep(0)
-        self._held, self._draft = [], Draft()
+    def _forget(self, tokens: Sequence[int] = ()) -> None:
+        """Cut the cache to `tokens` after a failed pass, in which layers may have different lengths."""
+        self._cache.keep(len(tokens))
+        self._held, self._draft = list(tokens), Draft()
         self._logits = None
 
     @property
     def kv_bytes(self) -> int:
-        return 0 if self._owner else self._cache.kv_bytes
+        return 0 if self._owner else self._cache.kv_bytes + (self.head.kv_bytes if self.head else 0)
 
     @property
     def weight_bytes(self) -> int:
@@ -185,7 +229,7 @@ class CachedModel:
     @property
     def reserved_bytes(self) -> int:
         logits = 0 if self._logits is None else self._logits.untyped_storage().nbytes()
-        return self._cache.reserved_bytes + logits
+        return self._cache.reserved_bytes + logits + (self.head.kv_bytes if self.head else 0)
 
     def _padded(self, draft: Draft, held: int, length: int) -> Draft:
         """Append unused nodes, up to `pad` rows in the pass or the end of the context."""
@@ -208,6 +252,11 @@ class CachedModel:
         self._logits = known if len(known) else None
         return self._held
 
+    def _passed(self, tokens: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+        """Return the length of the common prefix with the cached text, and the draft nodes that continue it."""
+        shared = common_prefix(self._held, tokens)
+        return shared, self._draft.follow(tokens[shared:]) if shared == len(self._held) else ()
+
     def _keep(self, tokens: Sequence[int], draft: Draft) -> tuple[int, Tensor]:
         """Cut the cache to its common prefix with `tokens` and the first nodes of `draft`.
 
@@ -215,29 +264,19 @@ class CachedModel:
         """
         if self._closed:  # another text may use the cache
             raise ValueError("the cached model is closed")
-        shared = common_prefix(self._held, tokens)
-        slots: list[int] = []
-        node: int | None = -1 if self._held and shared == len(self._held) else None
-        children = self._draft.children()
-
-        def child(node: int | None, token: int) -> int | None:
-            kids = () if node is None else children.get(node, ())
-            return next((kid for kid in kids if self._draft.tokens[kid] == token), None)
-
-        for token in tokens[shared:]:
-            node = child(node, token)
-            if node is None:
-                break
-            slots.append(shared + node)
-        if node is None or self._logits is None:  # feed the last token again for its logits
-            shared = min(shared, len(tokens) - 1)
+        shared, path = self._passed(tokens)
+        slots = [shared + node for node in path]
+        if shared < len(self._held) or shared + len(path) < len(tokens) or self._logits is None:
+            shared = min(shared, len(tokens) - 1)  # feed the last token again for its logits
             self._cache.keep(shared, slots)
             return shared + len(slots), _NO_LOGITS
-        cached: list[int] = [node]  # indices by 1 + node of `draft`
+        cached = [path[-1] if path else -1]  # indices by 1 + node of `draft`
+        children = self._draft.children()
         for token, parent in zip(draft.tokens, draft.parents, strict=True):
-            if (node := child(cached[parent + 1], token)) is None:
+            known = [kid for kid in children.get(cached[parent + 1], ()) if self._draft.tokens[kid] == token]
+            if not known:
                 break
-            cached.append(node)
+            cached.append(known[0])
         slots += [shared + node for node in cached[1:]]
         self._cache.keep(shared, slots)
         return shared + len(slots), self._logits[torch.tensor(cached, device=self._logits.device) + 1]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from specdemo.models.engines.native import uses_native_engine
 from specdemo.models.engines.native_matrix import FLOAT_FORMATS
@@ -18,6 +19,11 @@ from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
 from specdemo.models.tokenizer_check import open_tokenizer
 from specdemo.models.untrusted import weight_files
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel as _Model
+else:
+    _Model = nn.Module  # the module of `PreTrainedModel` takes 2 s to import
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -53,7 +59,7 @@ def read_config(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progr
 
 def read_checkpoint(
     spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progress
-) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast] | None:
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase] | None:
     """Load a resolved spec, or return `None` if it needs `transformers` or its tensors differ from the configuration.
 
     Raises `SafetensorError` for damaged files.
@@ -76,7 +82,7 @@ def read_checkpoint(
     model.load_state_dict(weights, strict=False, assign=True)  # a tied head is no separate tensor
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
-    model.eval().requires_grad_(False)
+    model.train(False).requires_grad_(False)
     return model, open_tokenizer(spec.name, folder, PreTrainedTokenizerFast)
 
 
@@ -101,7 +107,9 @@ def _read_json(path: Path) -> dict[str, object]:
     return value if isinstance(value, dict) else {}
 
 
-def _tensors(folder: Path, spec: ModelSpec, names: set[str], report: ReportProgress) -> Iterator[tuple[str, Tensor]]:
+def _tensors(
+    folder: Path, spec: ModelSpec, names: Container[str], report: ReportProgress
+) -> Iterator[tuple[str, Tensor]]:
     for path in weight_files(folder):
         with safe_open(path, "pt") as file:
             stored = [name for name in file.keys() if name in names]
@@ -150,19 +158,20 @@ class _Body(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         empty = torch.empty(config.vocab_size, config.hidden_size)  # initialising it would load the compiler
-        self.embed_tokens = nn.Embedding(*empty.shape, _weight=empty)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=empty)
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = _Norm(config.hidden_size, config)
         self.rotary_emb = rotary_angles(config.head_dim, config.rope_parameters["rope_theta"])
 
 
-class LlamaForCausalLM(nn.Module):
+class LlamaForCausalLM(_Model):
     """Weights under the names of `transformers`, without a forward pass."""
 
     _keep_in_fp32_modules = None
+    note = ""  # formats of the weights of a GGUF file
 
     def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.config, self.generation_config = config, GenerationConfig()
         self.model = _Body(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

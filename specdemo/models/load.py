@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import PretrainedConfig
 from transformers.utils import logging
 
@@ -35,7 +34,7 @@ from specdemo.models.engines.native_families import transformers_reason
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.engines.select import engine_of
 from specdemo.models.gguf_checkpoint import gguf_config, read_gguf
-from specdemo.models.hub import Hub, local_shapes
+from specdemo.models.hub import Hub, local_shapes, weight_errors
 from specdemo.models.kv_cache import CachedModel, context_length
 from specdemo.models.llama_checkpoint import read_checkpoint
 from specdemo.models.memory import drop_mapped_files, free_bytes, given_back_at_once
@@ -113,7 +112,7 @@ class LoadedModel:
         return engine_of(self.model).chains_only
 
     def open_cache(self, context: TargetContext) -> CachedModel:
-        return context.cached(self, "target", self.invariance.pad)
+        return context.cached(self, "target", self.invariance.pad, context.taps)
 
     def verifier(self, context: TargetContext) -> Verifier:
         """Return the method's verifier, or one with the acceptance rule of the options."""
@@ -128,6 +127,7 @@ class LoadedModel:
             correct=context.noise("correct"),
             candidates=context.candidates,
             top=options.top,
+            logprobs=context.logprobs,
         )
 
     def close(self) -> None:
@@ -166,8 +166,9 @@ def load(
     `warm`: run one pass, so that later timings exclude first-call costs. Otherwise no measurement is made either.
     """
     hub = hub or Hub()
+    model: PreTrainedModel | FusedWeights
     with given_back_at_once():
-        with _weight_errors(spec):
+        with weight_errors(spec.name):
             checkpoint = (read_gguf if is_gguf(spec.name) else read_checkpoint)(spec.resolved(), hub, report)
         model, tokenizer = checkpoint or reference(spec, hub, report)
     if reason := transformers_reason(model, model.device):
@@ -182,7 +183,8 @@ def load(
         engine += f": {note}" if note else ""
     with closing(CachedModel(model)) as cached:
         if warm:
-            _warm_up(cached)
+            with cached.engine.recording_disabled():  # CUDA graphs are recorded only in the device thread
+                largest(cached.score([0], Draft.chain((0,))))
         return LoadedModel(spec, model, tokenizer, cached.weight_bytes, engine, warm)
 
 
@@ -194,12 +196,6 @@ def fuse(model: PreTrainedModel, consume: bool = True) -> tuple[FusedWeights, st
     if isinstance(library, NativeUnavailable):
         return LlamaWeights(model, consume), f"lean: no native engine, {library}"
     return NativeWeights(model, consume), "native"
-
-
-def _warm_up(cached: CachedModel) -> None:
-    """Run a pass and read its result; CUDA graphs are recorded only in the device thread."""
-    with cached.engine.recording_disabled():
-        largest(cached.score([0], Draft.chain((0,))))
 
 
 @converts_errors
@@ -215,7 +211,7 @@ def reference(
     logging.disable_progress_bar()
     getLogger("bitsandbytes.autograd._functions").setLevel(ERROR)
     tokenizer = _tokenizer(spec, folder)
-    with model_errors(spec.name, folder=folder), _weight_errors(spec), _report_weights(spec.title, report), quiet():
+    with model_errors(spec.name, folder=folder), weight_errors(spec.name), _report_weights(spec.title, report), quiet():
         model, loaded = auto_class(config).from_pretrained(
             folder,
             dtype=getattr(torch, spec.dtype),
@@ -301,14 +297,6 @@ def spread(spec: ModelSpec, config: PretrainedConfig, capacity: dict[str | int, 
             f"{spec.name} does not fit all devices together: choose a smaller model, or quantise it to 4 bits"
         )
     return devices
-
-
-@contextmanager
-def _weight_errors(spec: ModelSpec) -> Iterator[None]:
-    try:
-        yield
-    except SafetensorError as error:
-        raise UserError(f"the weights of {spec.name} are damaged ({error}): download them again") from error
 
 
 @contextmanager

@@ -57,9 +57,14 @@ def peak_device_bytes(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def reserved_device_bytes(device: torch.device) -> int | None:
-    """Return the bytes reserved by torch on an accelerator, including free blocks."""
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else None
+def peaks(device: torch.device) -> tuple[int, int | None]:
+    """Return the peaks of the process and of tensors on the device."""
+    return peak_process_bytes(), peak_device_bytes(device)
+
+
+def peak_reserved_bytes(device: torch.device) -> int | None:
+    """Return the peak of memory that torch reserved on the device, with free blocks."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
 
 
 def memory_limit(device: torch.device) -> tuple[int, int]:

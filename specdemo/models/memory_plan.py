@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from specdemo.core.errors import UserError
 from specdemo.core.formats import format_bytes
 from specdemo.models.cache_check import refuse_architecture
 from specdemo.models.engines.cuda_graphs import graph_bytes
+from specdemo.models.engines.engine import doubled
 from specdemo.models.engines.generic import has_encoder
-from specdemo.models.engines.llama import KEY_BLOCK, PROMPT_CHUNK
+from specdemo.models.engines.llama import PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import can_pack
-from specdemo.models.engines.native import FIRST_CAPACITY, NATIVE_CHUNK, kv_dtype, uses_native_engine
+from specdemo.models.engines.native import NATIVE_CHUNK, padded_dim, uses_native_engine
 from specdemo.models.engines.native_families import transformers_reason, unchecked_parts
 from specdemo.models.engines.native_matrix import FLOAT_FORMATS
-from specdemo.models.engines.native_weights import planned_bytes
-from specdemo.models.gguf_checkpoint import native_bytes
+from specdemo.models.engines.native_weights import kv_dtype, planned_bytes
+from specdemo.models.gguf_checkpoint import stored_formats
 from specdemo.models.hub import Hub, TensorShapes
 from specdemo.models.llama_checkpoint import read_config
 from specdemo.models.load import configuration, head_apart
@@ -37,7 +38,7 @@ from specdemo.models.quantization import (
 )
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, is_gguf, main_device
 from specdemo.models.untrusted import converts_errors
-from specdemo.native.formats import FORMATS
+from specdemo.native.formats import FORMATS, Format
 from specdemo.worker import ReportProgress, ignore_progress
 
 if TYPE_CHECKING:
@@ -63,9 +64,10 @@ class MemoryPlan:
 
     spec: ModelSpec
     context: int  # number of tokens
+    taps: int  # hidden states per position
     parameters: int
     weights: int
-    kv: int
+    kv: int  # keys, values and hidden states
     keeps_kv: bool  # True if a buffer is retained for the next request
     settled: int  # bytes of masks and compiled kernels that remain after a run
     passing: int  # temporary memory of a pass
@@ -86,94 +88,136 @@ class MemoryPlan:
 
 @converts_errors
 def plan_spec(
-    spec: ModelSpec, context: int, hub: Hub | None = None, report: ReportProgress = ignore_progress
+    spec: ModelSpec, context: int, hub: Hub | None = None, report: ReportProgress = ignore_progress, taps: int = 0
 ) -> MemoryPlan:
-    """Estimate the memory of a resolved spec with a KV cache of `context` tokens. Raises `UserError`."""
+    """Estimate the memory of a resolved spec with a cache of `context` tokens. Raises `UserError`."""
     hub = hub or Hub()
     config = read_config(spec, hub, report) or configuration(spec, hub, report)
     shapes = hub.shapes(spec.name, spec.revision) if stored_quantised(config) else None
-    plan = plan_config(spec, config, context, shapes, head_apart(spec, hub))
-    if is_gguf(spec.name) and uses_native_engine(torch.device(spec.device)):
-        plan = replace(plan, weights=native_bytes(spec, hub))
-    return plan
+    formats = stored_formats(spec, hub) if is_gguf(spec.name) else None
+    return plan_config(spec, config, context, taps, shapes, head_apart(spec, hub), formats)
 
 
 def plan_config(
-    spec: ModelSpec, config: PretrainedConfig, context: int, shapes: TensorShapes | None = None, apart: bool = False
+    spec: ModelSpec,
+    config: PretrainedConfig,
+    context: int,
+    taps: int = 0,
+    shapes: TensorShapes | None = None,
+    apart: bool = False,
+    formats: Callable[[str], Format] | None = None,
 ) -> MemoryPlan:
-    """Estimate memory. `shapes`: tensors of a quantized checkpoint; `apart`: see `head_apart`.
+    """Estimate memory; `shapes`: tensors of a quantized checkpoint; `formats`: number formats of a GGUF file by module.
 
     Raises `UserError` for an architecture that gives wrong logits.
     """
     model = skeleton(config, apart)
-    lean = spec.device != SPREAD and transformers_reason(model, torch.device(spec.device)) is None
-    if lean and uses_native_engine(torch.device(spec.device)):
-        return _plan_native(spec, config, context, model, _stored_bits(spec, config))
-    if not lean:
+    fused = spec.device != SPREAD and transformers_reason(model, torch.device(spec.device)) is None
+    native = fused and uses_native_engine(torch.device(spec.device))
+    if not fused:
         refuse_architecture(type(model), config)
-    text = config.get_text_config()
-    width = _DTYPE_BYTES[spec.dtype]
-    layers = list(text.per_layer_config)
-    queries, keys_and_values = (max(map(widths, layers)) for widths in (_query_width, _kv_width))
-    capacity = _doubled(context, KEY_BLOCK) if lean else max(context, 1)
-    rows = min(max(context, 1), PROMPT_CHUNK) if lean else max(context, 1)
-    inner = max(map(_inner_width, layers))
-    weights = _weight_sizes(model, spec) if shapes is None else _stored_sizes(model, spec, shapes)
-    activations = rows * (4 * text.hidden_size + 2 * (queries + keys_and_values) + 3 * inner) * width
-    if lean:
-        activations += rows * text.num_attention_heads // text.num_key_value_heads * capacity * width
-    settled = _retained(model, spec) if spec.device == "cpu" else activations // 2
-    if lean and spec.device.startswith("cuda"):
-        settled += graph_bytes(text.vocab_size, width)
-    cached = sum(map(_kv_width, config.get_text_config(decoder=True).per_layer_config))
-    if has_encoder(config):
-        cached *= 2
-    return MemoryPlan(
-        spec,
-        context,
-        sum(weight.numel() for weight in model.parameters()),
-        weights=sum(weights) + _head_copy(model, spec, lean),
-        kv=cached * capacity * width,
-        keeps_kv=lean,
-        settled=settled,
-        passing=_pass_bytes(model, spec, activations, text.vocab_size),
-        loading=_loading_bytes(model, spec, lean),
-    )
+    planner = _Planner(spec, config, model, fused)
+    weights, position, *working = planner.native(context, formats) if native else planner.torch(context, taps, shapes)
+    kv = doubled(context) * (position + 4 * taps * planner.text.hidden_size)
+    return MemoryPlan(spec, context, taps, sum(map(Tensor.numel, model.parameters())), weights, kv, fused, *working)
 
 
-def _stored_bits(spec: ModelSpec, config: PretrainedConfig) -> int | None:
-    if stored_quantised(config) is None:
-        return QUANTIZATIONS[spec.quantization].bits
-    settings = config.quantization_config
-    return next((bits for bits in (4, 8) if dict(settings).get(f"load_in_{bits}bit")), None)
+class _Planner:
+    """Table of bytes of an engine: weights, position, settled, pass, loading."""
 
+    def __init__(self, spec: ModelSpec, config: PretrainedConfig, model: PreTrainedModel, fused: bool) -> None:
+        self.spec, self.config = spec, config
+        self.model, self.fused = model, fused
+        self.text, self.width = config.get_text_config(), _DTYPE_BYTES[spec.dtype]
+        self.logit_bytes = _LOGIT_ROWS * self.text.vocab_size * 4 * _LOGIT_COPIES
+        self.bits = QUANTIZATIONS[spec.quantization].bits
+        if stored_quantised(config) is not None:
+            stored = dict(config.quantization_config)
+            self.bits = next((bits for bits in (4, 8) if stored.get(f"load_in_{bits}bit")), None)
+        self.quantised = quantised_layers(model) if self.bits else {}
+        self.linears = [
+            module for name, module in model.named_modules() if type(module) is nn.Linear and name not in self.quantised
+        ]
+        self.head = model.get_output_embeddings()
+        self.tied = self.head is not None and self.head.weight is model.get_input_embeddings().weight
+        self.packs = spec.device == "cpu" and can_pack(torch.empty(0, dtype=getattr(torch, spec.dtype)))
 
-def _plan_native(
-    spec: ModelSpec, config: PretrainedConfig, context: int, model: PreTrainedModel, bits: int | None
-) -> MemoryPlan:
-    layers = {id(layer) for layer in quantised_layers(model).values()} if bits else set()
-    stored = spec.dtype
-    if str(getattr(config, "dtype", None)).removeprefix("torch.") in ("float16", "bfloat16"):
-        stored = "bfloat16"  # the conversion is lossless
-    coded, plain = FORMATS["INT8" if bits == 8 else "CODE4"], FLOAT_FORMATS[getattr(torch, stored)]
-    sizes = planned_bytes(
-        unchecked_parts(model), model.get_output_embeddings(), lambda linear: coded if id(linear) in layers else plain
-    )
-    largest = max(weight.numel() for weight in model.parameters())
-    capacity, rows = _doubled(context, FIRST_CAPACITY), min(max(context, 1), NATIVE_CHUNK)
-    queries, keys_and_values = _query_width(config), _kv_width(config)
-    activations = 2 * config.hidden_size + 3 * queries + keys_and_values + _inner_width(config)
-    return MemoryPlan(
-        spec,
-        context,
-        sum(weight.numel() for weight in model.parameters()),
-        weights=sizes.total(),
-        kv=config.num_hidden_layers * keys_and_values * capacity * kv_dtype(getattr(torch, spec.dtype)).itemsize,
-        keeps_kv=True,
-        settled=_RETAINED,
-        passing=4 * rows * activations + _LOGIT_ROWS * config.vocab_size * 4 * _LOGIT_COPIES,
-        loading=3 * largest * _DTYPE_BYTES[stored] + sizes[coded.name],  # both forms coexist
-    )
+    def row(self, hidden: int, queries: int, keys_and_values: int, inner: int) -> int:
+        """Return the values of a row; arguments: number of buffers of each width."""
+        counts = {_query_width: queries, _kv_width: keys_and_values, _inner_width: inner}
+        layers = self.text.per_layer_config
+        return hidden * self.text.hidden_size + sum(n * max(map(width, layers)) for width, n in counts.items())
+
+    def native(self, context: int, formats: Callable[[str], Format] | None) -> tuple[int, ...]:
+        stored = self.spec.dtype
+        if str(getattr(self.config, "dtype", None)).removeprefix("torch.") in ("float16", "bfloat16"):
+            stored = "bfloat16"  # the conversion is lossless
+        coded, plain = FORMATS["INT8" if self.bits == 8 else "CODE4"], FLOAT_FORMATS[getattr(torch, stored)]
+        choose = formats or (lambda name: coded if name in self.quantised else plain)
+        names = {id(module): name for name, module in self.model.named_modules()}
+        sizes = planned_bytes(unchecked_parts(self.model), self.head, lambda module: choose(names[id(module)]))
+        values = self.config.num_hidden_layers * 2 * _kv_heads(self.config) * padded_dim(_head_dim(self.config))
+        position = values * kv_dtype(getattr(torch, self.spec.dtype), sizes).itemsize
+        passing = 4 * max(1, min(context, NATIVE_CHUNK)) * self.row(2, 3, 1, 1) + self.logit_bytes
+        largest = max(map(Tensor.numel, self.model.parameters()))
+        loading = 3 * largest * _DTYPE_BYTES[stored] + sizes[coded.name]  # both forms coexist
+        return sizes.total(), position, _RETAINED, passing, loading
+
+    def torch(self, context: int, taps: int, shapes: TensorShapes | None) -> tuple[int, ...]:
+        spec, text = self.spec, self.text
+        rows = max(1, min(context, PROMPT_CHUNK) if self.fused else context)
+        activations = rows * (self.row(4, 2, 2, 3) + 3 * taps * text.hidden_size * (not self.fused))
+        if self.fused:
+            activations += rows * text.num_attention_heads // _kv_heads(text) * doubled(context)
+        activations *= self.width
+        settled = activations // 2
+        if spec.device == "cpu":
+            kernels = len({linear.weight.shape for linear in self.linears}) if self.packs else 0
+            settled = _RETAINED + _COMPILED_BYTES.get(spec.dtype, 0) * _ROW_COUNTS * kernels
+        elif self.fused and spec.device.startswith("cuda"):
+            settled += graph_bytes(text.vocab_size, self.width)
+        weights = sum(self._weight_sizes() if shapes is None else self._stored_sizes(shapes))
+        if self.tied and self.packs and not self.fused:
+            weights += self.head.weight.numel() * self.width
+        cached = sum(map(_kv_width, self.config.get_text_config(decoder=True).per_layer_config))
+        position = (2 if has_encoder(self.config) else 1) * cached * self.width
+        return weights, position, settled, self._pass_bytes(activations), self._loading_bytes()
+
+    def _weight_sizes(self) -> Iterator[int]:
+        spec, double = self.spec, QUANTIZATIONS[self.spec.quantization].double
+        layers = {id(layer.weight): layer for layer in self.quantised.values()}
+        for name, weight in self.model.named_parameters():
+            layer = layers.get(id(weight))
+            if layer is None:
+                yield weight.numel() * (4 if spec.dtype == "float16" and kept_wide(self.model, name) else self.width)
+            elif self.bits == 8:
+                yield weight.numel() + 4 * weight.shape[0 if isinstance(layer, nn.Linear) else 1]
+            else:
+                yield weight.numel() // 2 + scale_bytes(weight.numel() // BLOCK_SIZE, double, spec.device)
+
+    def _stored_sizes(self, shapes: TensorShapes) -> Iterator[int]:
+        parameters = {name for name, _ in self.model.named_parameters()}
+        for name, (dtype, shape) in shapes.items():
+            cast = name in parameters and dtype in ("F32", "BF16", "F16")
+            yield prod(shape) * (self.width if cast else _STORED_BYTES.get(dtype, 1))
+
+    def _pass_bytes(self, activations: int) -> int:
+        share = _LIVE_SHARE_INT8 if self.bits == 8 else _LIVE_SHARE[self.spec.dtype]
+        total = int(activations * share) + self.logit_bytes + _LOGIT_ROWS * self.text.vocab_size * self.width
+        if self.bits:
+            unpacked_width = max(self.width, 4) if self.spec.device == "cpu" else self.width
+            largest = max((layer.weight.numel() for layer in self.quantised.values()), default=0)
+            total += largest * unpacked_width * _UNPACKED_COPIES[self.bits]
+        return total
+
+    def _loading_bytes(self) -> int:
+        linears = self.linears if self.bits or self.fused or self.packs else []
+        layers = [*(linear for linear in linears if not (linear is self.head and self.tied)), *self.quantised.values()]
+        sizes = [layer.weight.numel() for layer in layers]
+        if self.fused and not self.bits:
+            gated = self.model.model.layers[0].mlp
+            sizes += [gated.gate_proj.weight.numel() + gated.up_proj.weight.numel()]
+        return max(sizes, default=0) * self.width
 
 
 def _query_width(layer: PretrainedConfig) -> int:
@@ -183,8 +227,11 @@ def _query_width(layer: PretrainedConfig) -> int:
 def _kv_width(layer: PretrainedConfig) -> int:
     if getattr(layer, "kv_lora_rank", None):  # keys are compressed and rotated
         return layer.kv_lora_rank + layer.qk_rope_head_dim
-    kv_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
-    return kv_heads * (_head_dim(layer) + (getattr(layer, "v_head_dim", None) or _head_dim(layer)))
+    return _kv_heads(layer) * (_head_dim(layer) + (getattr(layer, "v_head_dim", None) or _head_dim(layer)))
+
+
+def _kv_heads(layer: PretrainedConfig) -> int:
+    return getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
 
 
 def _head_dim(layer: PretrainedConfig) -> int:
@@ -245,77 +292,3 @@ def _free(device: str) -> int:
     return free_bytes(torch.device("cpu")) + sum(
         free_bytes(torch.device("cuda", i)) for i in range(torch.cuda.device_count())
     )
-
-
-def _doubled(context: int, first: int) -> int:
-    capacity = first
-    while capacity < context:
-        capacity *= 2
-    return capacity
-
-
-def _weight_sizes(model: PreTrainedModel, spec: ModelSpec) -> Iterator[int]:
-    quantization, width = QUANTIZATIONS[spec.quantization], _DTYPE_BYTES[spec.dtype]
-    layers = {id(layer.weight): layer for layer in quantised_layers(model).values()} if quantization.bits else {}
-    for name, weight in model.named_parameters():
-        layer = layers.get(id(weight))
-        if layer is None:
-            yield weight.numel() * (4 if spec.dtype == "float16" and kept_wide(model, name) else width)
-        elif quantization.bits == 8:
-            yield weight.numel() + 4 * weight.shape[0 if isinstance(layer, nn.Linear) else 1]
-        else:
-            yield weight.numel() // 2 + scale_bytes(weight.numel() // BLOCK_SIZE, quantization.double, spec.device)
-
-
-def _stored_sizes(model: PreTrainedModel, spec: ModelSpec, shapes: TensorShapes) -> Iterator[int]:
-    parameters = {name for name, _ in model.named_parameters()}
-    for name, (dtype, shape) in shapes.items():
-        cast = name in parameters and dtype in ("F32", "BF16", "F16")
-        yield prod(shape) * (_DTYPE_BYTES[spec.dtype] if cast else _STORED_BYTES.get(dtype, 1))
-
-
-def _head_copy(model: PreTrainedModel, spec: ModelSpec, lean: bool) -> int:
-    head, inner = model.get_output_embeddings(), model.get_input_embeddings()
-    copied = not lean and _packs(spec) and head is not None and head.weight is inner.weight
-    return head.weight.numel() * _DTYPE_BYTES[spec.dtype] if copied else 0
-
-
-def _packs(spec: ModelSpec) -> bool:
-    return spec.device == "cpu" and can_pack(torch.empty(0, dtype=getattr(torch, spec.dtype)))
-
-
-def _pass_bytes(model: PreTrainedModel, spec: ModelSpec, activations: int, vocab_size: int) -> int:
-    width, bits = _DTYPE_BYTES[spec.dtype], QUANTIZATIONS[spec.quantization].bits
-    share = _LIVE_SHARE_INT8 if bits == 8 else _LIVE_SHARE[spec.dtype]
-    total = int(activations * share) + _LOGIT_ROWS * vocab_size * (width + 4 * _LOGIT_COPIES)
-    if bits:
-        unpacked_width = max(width, 4) if spec.device == "cpu" else width
-        largest = max((layer.weight.numel() for layer in quantised_layers(model).values()), default=0)
-        total += largest * unpacked_width * _UNPACKED_COPIES[bits]
-    return total
-
-
-def _retained(model: PreTrainedModel, spec: ModelSpec) -> int:
-    if not _packs(spec):
-        return _RETAINED
-    shapes = {linear.weight.shape for linear in _unquantized_linears(model, spec)}
-    return _RETAINED + _COMPILED_BYTES[spec.dtype] * _ROW_COUNTS * len(shapes)
-
-
-def _loading_bytes(model: PreTrainedModel, spec: ModelSpec, lean: bool) -> int:
-    head, inner = model.get_output_embeddings(), model.get_input_embeddings()
-    tied = head is not None and head.weight is inner.weight
-    sizes = [linear.weight.numel() for linear in _unquantized_linears(model, spec) if linear is not head or not tied]
-    if QUANTIZATIONS[spec.quantization].bits:
-        sizes += [layer.weight.numel() for layer in quantised_layers(model).values()]
-    elif not lean and not _packs(spec):
-        sizes = []
-    if lean and not QUANTIZATIONS[spec.quantization].bits:
-        gated = model.model.layers[0].mlp
-        sizes += [gated.gate_proj.weight.numel() + gated.up_proj.weight.numel()]
-    return max(sizes, default=0) * _DTYPE_BYTES[spec.dtype]
-
-
-def _unquantized_linears(model: PreTrainedModel, spec: ModelSpec) -> list[nn.Linear]:
-    quantized = quantised_layers(model) if QUANTIZATIONS[spec.quantization].bits else ()
-    return [module for name, module in model.named_modules() if type(module) is nn.Linear and name not in quantized]

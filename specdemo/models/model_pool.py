@@ -14,17 +14,18 @@ from specdemo.background import BackgroundTask
 from specdemo.core.errors import UserError
 from specdemo.core.formats import format_bytes
 from specdemo.models.chat_caches import ChatCaches
+from specdemo.models.heads import LoadedHead, head_files, load_head, tap_count
 from specdemo.models.hub import Hub
 from specdemo.models.load import LoadedModel, load
 from specdemo.models.memory import free_bytes, is_out_of_memory, release_memory, share_one_heap
 from specdemo.models.memory_plan import MemoryPlan, check_memory, missing_bytes, plan_spec, smaller
-from specdemo.models.spec import ModelSpec
-from specdemo.worker import TaskProgress, interruptible, wait_for
+from specdemo.models.spec import HeadSpec, ModelSpec
+from specdemo.worker import ReportProgress, TaskProgress, interruptible, wait_for
 
 IDLE_S = 30 * 60.0
 
 
-def _wait(future: Future, text: str) -> Iterator[TaskProgress]:
+def _wait(future: Future[None], text: str) -> Iterator[TaskProgress]:
     yield TaskProgress(text)
     wait_for(future)
 
@@ -50,25 +51,33 @@ class ModelPool:
         self._arriving: dict[ModelSpec, Future[None]] = {}  # models being loaded
         self._loading: Future[None] | None = None
         self._kv_bytes: dict[ModelSpec, float] = {}  # bytes per token
+        self._heads: dict[HeadSpec, LoadedHead] = {}
         self.chats = ChatCaches(lambda model: any(loaded.model is model for loaded in self._models.values()))
 
     def __contains__(self, spec: ModelSpec) -> bool:
         return spec.resolved() in self._models
 
     @property
+    def heads(self) -> tuple[HeadSpec, ...]:
+        return tuple(self._heads)
+
+    @property
     def weight_bytes(self) -> int:
-        return sum(loaded.weight_bytes for loaded in self._models.values())
+        heads = sum(loaded.weight_bytes for loaded in self._heads.values())
+        return heads + sum(loaded.weight_bytes for loaded in self._models.values())
 
     def take(self, spec: ModelSpec) -> LoadedModel:
         for _ in self.bring([spec]):
             pass
         return self._touch(spec.resolved())
 
-    def bring(self, specs: Sequence[ModelSpec], context: int = 0) -> Generator[TaskProgress, None, None]:
+    def bring(
+        self, specs: Sequence[ModelSpec], context: int = 0, head: HeadSpec | None = None
+    ) -> Generator[TaskProgress, None, None]:
         """Load missing models, yielding progress; unload least recently used models if memory is short.
 
-        `context`: tokens of the KV cache. Closing the iterator cancels loading. Raises `UserError` if loading fails or
-        memory is insufficient.
+        `context`: tokens of the KV cache, with the hidden states that `head` receives. Closing the iterator cancels
+        loading. Raises `UserError` if loading fails or memory is insufficient.
         """
         specs = list(dict.fromkeys(spec.resolved() for spec in specs))
         plans = []
@@ -77,27 +86,60 @@ class ModelPool:
                 self._free_chats(spec, context)
             else:
                 text = f"reading the configuration of {spec.title}"
-                planning = BackgroundTask(partial(plan_spec, spec, context, self.hub), text=text)
+                planning = BackgroundTask(partial(self._plan, spec, context, head), text=text)
                 yield from planning.progress()
                 plans.append(planning.result)
         for i, plan in enumerate(plans):
             self._kv_bytes[plan.spec] = plan.kv / max(plan.context, 1)
-            yield from self._bring_one(plan.spec, partial(self._make_room, plans[i:], specs))
+            yield from self._bring_one(plan.spec, partial(self._free_memory, plans[i:], specs))
 
-    def _bring_one(self, spec: ModelSpec, make_room: Callable[[], None]) -> Iterator[TaskProgress]:
+    def _plan(self, spec: ModelSpec, context: int, head: HeadSpec | None, report: ReportProgress) -> MemoryPlan:
+        tapped = head is not None and head.resolved().target == spec
+        taps = tap_count(head.name, self.hub, report) if head and tapped else 0
+        return plan_spec(spec, context, self.hub, report, taps)
+
+    def bring_head(self, spec: HeadSpec) -> Generator[TaskProgress, None, None]:
+        """Load the head of a loaded target, yielding progress. Raises `UserError` like `bring`."""
+        spec = spec.resolved()
+        if spec in self._heads:
+            return
+        target = self._models[spec.target]
+        searching = BackgroundTask(partial(head_files, spec.name, self.hub), text=f"looking for {spec.title}")
+        yield from searching.progress()
+        _, size = searching.result
+        while free_bytes(target.device) < size and self.chats.evict():
+            release_memory()
+        if (free := free_bytes(target.device)) < size:
+            raise UserError(
+                f"{spec.title} needs {format_bytes(size)} and {format_bytes(free)} are free: choose a smaller head"
+            )
+        work = partial(load_head, spec, target, replace(self.hub, offline=True))
+        loading = BackgroundTask(work, parked=True, text=f"loading {spec.title}")
+        yield from loading.progress()
+        self.add_head(loading.result)
+
+    def add_head(self, loaded: LoadedHead) -> None:
+        self._heads[loaded.spec.resolved()] = loaded
+
+    def take_head(self, spec: HeadSpec) -> LoadedHead:
+        for _ in self.bring_head(spec):
+            pass
+        return self._heads[spec.resolved()]
+
+    def _bring_one(self, spec: ModelSpec, free_memory: Callable[[], None]) -> Iterator[TaskProgress]:
         while (other := self._arriving.get(spec)) is not None:
             yield from _wait(other, f"waiting for {spec.title}, which another run loads")
         if spec in self._models:
             return
         arrived = self._arriving[spec] = Future()
         try:
-            make_room()
+            free_memory()
             text = f"looking for the weights of {spec.name}"
             yield from BackgroundTask(partial(self.hub.weights, spec.name, spec.revision), text=text).progress()
             while self._loading is not None:  # plans assume the free memory
                 yield from _wait(self._loading, f"waiting to load {spec.title} after another model")
             self._loading = arrived
-            make_room()
+            free_memory()
             self._models[spec] = yield from self._load(spec)
             self._touch(spec)
         finally:
@@ -114,12 +156,14 @@ class ModelPool:
     def drop(self, spec: ModelSpec) -> None:
         if self._models.pop(spec.resolved(), None):
             self._used.pop(spec.resolved())
+            self._heads = {head: loaded for head, loaded in self._heads.items() if head.target != spec.resolved()}
             self.chats.drop_unloaded()
             release_memory()
 
     def clear(self) -> None:
         self._models.clear()
         self._used.clear()
+        self._heads.clear()
         self.chats.clear()
         release_memory()
 
@@ -171,7 +215,7 @@ class ModelPool:
         while free_bytes(device) < context * self._kv_bytes.get(spec, 0) and self.chats.evict():
             release_memory()
 
-    def _make_room(self, plans: Sequence[MemoryPlan], wanted: Sequence[ModelSpec]) -> None:
+    def _free_memory(self, plans: Sequence[MemoryPlan], wanted: Sequence[ModelSpec]) -> None:
         plans = [plan for plan in plans if plan.spec not in self._models]
         weights = sum(plan.weights for plan in plans)
         while missing_bytes(plans) or (self._budget is not None and self.weight_bytes + weights > self._budget):
@@ -185,7 +229,9 @@ class ModelPool:
         if missing_bytes(plans):
             largest = max(plans, key=lambda plan: plan.total)
             others = interruptible(
-                lambda: [plan_spec(spec, largest.context, self.hub) for spec in smaller(largest.spec)]
+                lambda: [
+                    plan_spec(spec, largest.context, self.hub, taps=largest.taps) for spec in smaller(largest.spec)
+                ]
             )
             check_memory(plans, others)
         if self._budget is not None and self.weight_bytes + weights > self._budget:

@@ -48,6 +48,11 @@ class ModelSizes:
     positions: int | None = None
     window: int | None = None
 
+    @property
+    def kv_values(self) -> int:
+        """Values of keys and values per layer and position; 0 if unknown."""
+        return 2 * (self.kv_heads or self.heads or 0) * (self.head_dim or 0)
+
     def check(self, label: str) -> None:
         """Raise `UserError` with the first contradiction. `label`: name of the file or model."""
         if problem := next(self._problems(), ""):

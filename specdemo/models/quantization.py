@@ -27,17 +27,14 @@ _MAX_BUFFER_BYTES = 4_000_000_000
 
 
 def scale_bytes(blocks: int, double: bool, device: str) -> int:
-    if device == "cpu" and _cpu_converts_scales():
-        return 2 * blocks + _CODE_BYTES
+    if device == "cpu":
+        from bitsandbytes.functional import has_avx512bf16
+
+        if has_avx512bf16():  # the CPU converts scales to bfloat16
+            return 2 * blocks + _CODE_BYTES
     if not double:
         return 4 * blocks + _CODE_BYTES
     return blocks + 4 * -(-blocks // _SCALE_BLOCK) + 4 + _CODE_BYTES + _SCALE_CODE_BYTES
-
-
-def _cpu_converts_scales() -> bool:
-    from bitsandbytes.functional import has_avx512bf16
-
-    return bool(has_avx512bf16())
 
 
 def unavailable(quantization: str, device: torch.device) -> str | None:
@@ -60,10 +57,11 @@ def stored_quantised(config: PretrainedConfig) -> str | None:
 def skeleton(config: PretrainedConfig, apart: bool = False) -> PreTrainedModel:
     """Build the model on the meta device. `apart`: see `head_apart`."""
     with torch.device("meta"):
-        if isinstance(config, LlamaConfig):
-            model = LlamaForCausalLM(config)
-        else:
-            model = auto_class(config).from_config(config, trust_remote_code=False)
+        model = (
+            LlamaForCausalLM(config)
+            if isinstance(config, LlamaConfig)
+            else auto_class(config).from_config(config, trust_remote_code=False)
+        )
     masks = sum(buffer.nbytes for buffer in model.buffers())
     if masks > _MAX_BUFFER_BYTES:
         raise UserError(f"{type(model).__name__} with these sizes has {masks:,} bytes of masks: choose another model")
@@ -72,7 +70,7 @@ def skeleton(config: PretrainedConfig, apart: bool = False) -> PreTrainedModel:
     return model
 
 
-def quantised_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+def quantised_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
     head = model.get_output_embeddings()
     return {
         name: module

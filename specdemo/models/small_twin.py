@@ -41,7 +41,7 @@ _UNRELATED = {"dtype": None, "architectures": None, "_name_or_path": ""}
 
 def reduced(kind: type[PreTrainedModel], config: PretrainedConfig) -> PretrainedConfig:
     """Return a copy with small widths and two layers of each sort."""
-    if not isinstance(config, kind.config_class):  # the model is multimodal
+    if kind.config_class and not isinstance(config, kind.config_class):  # the model is multimodal
         config = config.get_text_config(decoder=True)
     small = copy.deepcopy(config)
     for part in _parts(small):
@@ -113,7 +113,6 @@ def _retained_layers(sorts: list[str]) -> list[int]:
 
 
 def _smaller_than(default: Any, name: str, value: Any) -> Any:
-    """Reduce a setting, keeping it above or below `default`."""
     small = _smaller(name, value)
     if not isinstance(value, int) or not isinstance(default, int) or small != _smaller(name, default):
         return small

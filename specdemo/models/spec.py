@@ -47,6 +47,10 @@ QUANTIZATIONS = {
     "nf4-single": Quantization("4-bit NormalFloat with float32 scales: 0.56 bytes per weight", 4, "nf4"),
     "fp4-single": Quantization("4-bit floats with float32 scales: 0.56 bytes per weight", 4, "fp4"),
 }
+ACTIVATION_BITS = {
+    "16": "inputs of quantised weights rounded to 16 bits",
+    "8": "GGUF files: rounded to 8 bits per 32 inputs, as llama.cpp; faster with several rows",
+}
 SPREAD = "spread"  # device name: accelerate fills the accelerators, then the host
 
 
@@ -59,11 +63,15 @@ class ModelSpec:
     quantization: str = "none"
     device: str = "auto"
     revision: str | None = None  # commit, tag or branch on the hub
+    activations: str = "16"  # a key of `ACTIVATION_BITS`
+
+    def __post_init__(self) -> None:
+        if self.activations != "16" and not is_gguf(self.name):
+            raise UserError(f"{self.name} is no GGUF file, so it has no {self.activations}-bit activations: choose 16")
 
     @property
     def title(self) -> str:
-        path = Path(self.name).expanduser()
-        return path.resolve().name if path.is_dir() or (is_gguf(self.name) and path.is_file()) else self.name
+        return _title(self.name)
 
     def resolved(self) -> ModelSpec:
         """Replace "auto" by actual values, so that equivalent specs compare equal."""
@@ -80,6 +88,26 @@ class ModelSpec:
         if device.type == "cpu":
             return "float16" if quantization.bits == 8 else "float32"  # LLM.int8() converts its inputs to float16
         return "bfloat16" if device.type == "mps" or _has_fast_bfloat16(device) else "float16"
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """Hugging Face id or directory of a drafting head, and the target that it drafts for."""
+
+    name: str
+    target: ModelSpec
+
+    @property
+    def title(self) -> str:
+        return _title(self.name)
+
+    def resolved(self) -> HeadSpec:
+        return replace(self, target=self.target.resolved())
+
+
+def _title(name: str) -> str:
+    path = Path(name).expanduser()
+    return path.resolve().name if path.is_dir() or (is_gguf(name) and path.is_file()) else name
 
 
 SAME = "same"  # name of a drafter that is the target in a smaller form

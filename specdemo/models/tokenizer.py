@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from copy import copy
+from functools import cached_property
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
@@ -26,7 +28,6 @@ class TextStream:
     """Convert a growing token list to text pieces that concatenate to the decoded list; pieces may be empty."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> None:
-        """`context`: prompt tokens."""
         self._tokenizer = tokenizer
         vocabulary = tokenizer.get_vocab() if tokenizer.convert_tokens_to_ids("<0x00>") is not None else {}
         self._bytes = {vocabulary[name] for i in range(256) if (name := f"<0x{i:02X}>") in vocabulary}
@@ -110,6 +111,15 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool, voc
     return check_ids(tokens, vocab_size)
 
 
+def token_ids(prompt: Sequence[Any], chat: bool, vocab_size: int) -> list[int]:
+    """Return the ids of a prompt that is encoded already."""
+    if chat:
+        raise UserError("a prompt of token ids takes no chat template: set chat to False, or give the conversation")
+    if wrong := [token for token in prompt if not isinstance(token, int)]:
+        raise UserError(f"a prompt of token ids must contain whole numbers only, not {wrong[0]!r}")
+    return check_ids(list(prompt), vocab_size)
+
+
 def check_vocabulary(name: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     if tokenizer not in _largest_ids:
         _largest_ids[tokenizer] = max(tokenizer.get_vocab().values(), default=0)
@@ -125,6 +135,14 @@ def check_ids(tokens: list[int], vocab_size: int) -> list[int]:
     return tokens
 
 
+def has_entry(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
+    """Return False for the padding of a vocabulary."""
+    try:
+        return tokenizer.convert_ids_to_tokens(token) is not None
+    except IndexError:
+        return False
+
+
 class TokenNames:
     """Texts of alternative tokens, each returned once."""
 
@@ -135,7 +153,7 @@ class TokenNames:
     def fresh(self, tokens: Iterable[int]) -> dict[int, str]:
         new = dict.fromkeys(token for token in tokens if token not in self._returned)
         self._returned |= new.keys()
-        return {token: self._tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in new}
+        return {t: self._tokenizer.batch_decode([[t]], clean_up_tokenization_spaces=False)[0] for t in new}
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
@@ -157,6 +175,27 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
         return name.replace("\u2581", " ").encode() if "<0x00>" in known else _decode(tokenizer, [token]).encode()
 
     return [piece(token, name) for token, name in enumerate(names)]
+
+
+class TokenBytes:
+    """Bytes and texts of single tokens; special tokens have their name."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def _bytes(self) -> list[bytes]:
+        return token_bytes(self._tokenizer)
+
+    def of(self, token: int) -> bytes:
+        if token < len(self._bytes) and self._bytes[token]:
+            return self._bytes[token]
+        name = self._tokenizer.convert_ids_to_tokens(token) if has_entry(self._tokenizer, token) else ""
+        return str(name).encode()
+
+    def text(self, token: int) -> str:
+        """Return the text; incomplete characters become replacement characters."""
+        return self.of(token).decode("utf-8", "replace")
 
 
 def _byte_characters() -> dict[str, int]:
@@ -250,7 +289,7 @@ class Bridge:
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     if getattr(type(tokenizer), "_decode", None) is TokenizersBackend._decode:
         return tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
-    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return tokenizer.batch_decode([list(ids)], skip_special_tokens=True, clean_up_tokenization_spaces=False)[0]
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[tuple[int, int]]]:

@@ -14,7 +14,7 @@ from specdemo.core.errors import UserError, plain_text
 from specdemo.models.untrusted import model_errors, read_settings, walk
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 _MAX_GROWTH, _MAX_PREFIX = 32, 64
 _MAX_PATTERN = 10_000
@@ -47,7 +47,9 @@ def check_tokenizer(name: str, folder: Path) -> None:
         raise UserError(f"the tokenizer of {name} is refused ({reason}): choose another model") from None
 
 
-def open_tokenizer(name: str, folder: Path, kind: type[PreTrainedTokenizerBase]) -> PreTrainedTokenizerBase:
+def open_tokenizer(
+    name: str, folder: Path, kind: type[PreTrainedTokenizerBase] | type[AutoTokenizer]
+) -> PreTrainedTokenizerBase:
     check_tokenizer(name, folder)
     with model_errors(f"the tokenizer of {name}", folder=folder):
         tokenizer = kind.from_pretrained(folder, trust_remote_code=False)

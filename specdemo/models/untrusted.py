@@ -18,18 +18,8 @@ from typing import Any, TypeVar
 from specdemo.background import TaskCancelled
 from specdemo.core.errors import UserError, plain_text
 from specdemo.core.formats import format_bytes
+from specdemo.models import model_sizes
 from specdemo.models.memory import is_out_of_memory
-from specdemo.models.model_sizes import (
-    MAX_HEAD_DIM,
-    MAX_HEADS,
-    MAX_INNER,
-    MAX_INT32,
-    MAX_LAYERS,
-    MAX_POSITIONS,
-    MAX_VOCABULARY,
-    MAX_WIDTH,
-    sizes_of_config,
-)
 from specdemo.worker import Stopped
 
 MAX_TOKENIZER_BYTES, _MAX_SETTINGS_BYTES = 64_000_000, 8_000_000
@@ -52,17 +42,17 @@ _MAX_TOKEN_IDS = 1_000
 
 # Pattern of keys, smallest value and largest value.
 _SIZES = (
-    (r"num_(hidden_|encoder_|decoder_)?layers|(en|de)coder_layers|n_layers?", 1, MAX_LAYERS),
-    (r".*(layers?|blocks|depths?|loops|repeats)", None, MAX_LAYERS),
-    (r"(num_|n_)?((en|de)coder_)?((attention|key_value|kv)_)?heads|n_head", 1, MAX_HEADS),
+    (r"num_(hidden_|encoder_|decoder_)?layers|(en|de)coder_layers|n_layers?", 1, model_sizes.MAX_LAYERS),
+    (r".*(layers?|blocks|depths?|loops|repeats)", None, model_sizes.MAX_LAYERS),
+    (r"(num_|n_)?((en|de)coder_)?((attention|key_value|kv)_)?heads|n_head", 1, model_sizes.MAX_HEADS),
     (r".*heads?", None, 65_536),
-    (r"hidden_size|d_model|n_embd|embedding_size", 1, MAX_WIDTH),
-    (r"head_dim|d_kv", 0, MAX_HEAD_DIM),
-    (r"intermediate_size|d_ff|ffn_dim|(en|de)coder_ffn_dim|n_inner", 1, MAX_INNER),
-    (r"vocab_size", 1, MAX_VOCABULARY),
-    (r"max_position_embeddings|n_positions|n_ctx", 1, MAX_POSITIONS),
-    (r".*(positions?|position_embeddings|seq_len|seq(uence)?_length)", None, MAX_POSITIONS),
-    (r"sliding_window", 0, MAX_INT32),
+    (r"hidden_size|d_model|n_embd|embedding_size", 1, model_sizes.MAX_WIDTH),
+    (r"head_dim|d_kv", 0, model_sizes.MAX_HEAD_DIM),
+    (r"intermediate_size|d_ff|ffn_dim|(en|de)coder_ffn_dim|n_inner", 1, model_sizes.MAX_INNER),
+    (r"vocab_size", 1, model_sizes.MAX_VOCABULARY),
+    (r"max_position_embeddings|n_positions|n_ctx", 1, model_sizes.MAX_POSITIONS),
+    (r".*(positions?|position_embeddings|seq_len|seq(uence)?_length)", None, model_sizes.MAX_POSITIONS),
+    (r"sliding_window", 0, model_sizes.MAX_INT32),
     (r".*experts(_per_tok)?", None, 16_384),
     (r".*(_size|_dim|_rank|channels|width|dims|sizes|buckets)", None, 1 << 24),
 )
@@ -220,7 +210,7 @@ def check_config(name: str, config: Mapping[str, Any]) -> None:
     if config.get("transformers_weights") is not None:
         raise UserError(f"{label} names other weights than model.safetensors: rename the file and delete the entry")
     for part in _parts(config):
-        sizes_of_config(part).check(label)
+        model_sizes.sizes_of_config(part).check(label)
         experts = max((n for key, n in part.items() if key.endswith("experts") and isinstance(n, int)), default=0)
         layers = _first(part, "num_layers", "encoder_layers")
         if layers and layers * experts > _MAX_EXPERTS_OF_ALL_LAYERS:

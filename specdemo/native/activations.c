@@ -15,19 +15,29 @@ void set_code_bytes(const float *codes, uint8_t *bytes) {
     }
 }
 
-/* Store the integers nearest to x / |peak of x| * limit and their sum; return the value of 1, NaN if x contains NaN or
- * infinity. */
-INLINE float quantise(const float *x, int64_t width, int limit, int bytes, void *to, int32_t *sum) {
-    vf peaks = {0}, broken = {0};
+#define NARROW_PEAK 127 /* of integers of 8 bits */
+
+/* Integers of a group of activations: their sum, and the value of 1, NaN if there are NaN or infinity */
+typedef struct {
+    float scale;
+    int32_t sum;
+} quantised;
+
+/* Store the integers nearest to x / |peak of x| * limit in `bytes` bytes each. */
+INLINE quantised quantise(const float *x, int64_t width, int limit, int bytes, void *to) {
+    vi peaks = {0}, integers = {0}; /* bits of |x|: larger for NaN and infinity than for numbers */
     int64_t whole = width / LANES * LANES;
-    for (int64_t i = 0; i < whole; i += LANES) {
-        vf v = load(x + i);
-        peaks = larger(larger(v, -v), peaks), broken += v * 0.0f;
+    for (int64_t i = 0; i < whole; i += LANES) peaks = larger_integers(peaks, (vi)load(x + i) & 0x7fffffff);
+    int32_t bits = largest_integer(peaks);
+    for (int64_t i = whole; i < width; i++) {
+        int32_t next;
+        memcpy(&next, x + i, sizeof next);
+        bits = (next & 0x7fffffff) > bits ? next & 0x7fffffff : bits;
     }
-    float peak = largest(peaks), invalid = total(broken);
-    for (int64_t i = whole; i < width; i++) peak = fabsf(x[i]) > peak ? fabsf(x[i]) : peak, invalid += x[i] * 0.0f;
+    float peak;
+    memcpy(&peak, &bits, sizeof peak);
+    if (!(peak < INFINITY)) peak = NAN;
     float factor = peak > 1e-30f ? (float)limit / peak : 0;
-    vi integers = {0};
     for (int64_t i = 0; i < whole; i += LANES) {
         vi q = __builtin_convertvector(nearest(load(x + i) * factor), vi);
         integers += q;
@@ -39,45 +49,70 @@ INLINE float quantise(const float *x, int64_t width, int limit, int bytes, void 
             memcpy((int16_t *)to + i, &h, sizeof h);
         }
     }
-    *sum = 0;
-    for (int i = 0; i < LANES; i++) *sum += integers[i];
+    int32_t sum = sum_of(integers);
     for (int64_t i = whole; i < width; i++) {
         int32_t q = (int32_t)(x[i] * factor + 12582912.0f - 12582912.0f);
         if (bytes == 1)
             ((int8_t *)to)[i] = (int8_t)q;
         else
             ((int16_t *)to)[i] = (int16_t)q;
-        *sum += q;
+        sum += q;
     }
-    return peak / (float)limit + invalid;
+    return (quantised){peak / (float)limit, sum};
 }
 
-/* Swap the second and third of every four words, see stored_words. */
-INLINE vq swapped(vq four) {
-    return (four & 0xffff00000000ffff) | (four << 16 & 0xffff00000000) | (four >> 16 & 0xffff0000);
+/* Order of every four words in products of bytes: four lower, then four upper bytes, all signed; in products of words:
+ * the first and third, then the second and fourth word. */
+INLINE vq arranged(int split, vq fours) {
+    if (split) {
+        fours = (vq)((vw)fours + 0x80) ^ 0x0080008000800080; /* add the lower byte's sign to the upper byte */
+        vq differing = (fours ^ fours >> 8) & 0x0000ff000000ff00;
+        fours ^= differing ^ differing << 8;
+    }
+    return (fours & 0xffff00000000ffff) | (fours << 16 & 0xffff00000000) | (fours >> 16 & 0xffff0000);
 }
-static void swap_middle(int16_t *words, int64_t count) {
+
+INLINE void arrange(int split, int16_t *words, int64_t count) { /* a multiple of four */
+    vq fours = {0};
     int64_t i = 0;
-    vq fours;
-    for (; i + 2 * LANES <= count; i += 2 * LANES) {
+    for (; i + (int64_t)sizeof fours / 2 <= count; i += sizeof fours / 2) {
         memcpy(&fours, words + i, sizeof fours);
-        fours = swapped(fours);
+        fours = arranged(split, fours);
         memcpy(words + i, &fours, sizeof fours);
     }
-    for (; i < count; i += 4) {
-        int16_t second = words[i + 1];
-        words[i + 1] = words[i + 2], words[i + 2] = second;
+    memcpy(&fours, words + i, 2 * (count - i));
+    fours = arranged(split, fours);
+    memcpy(words + i, &fours, 2 * (count - i));
+}
+
+INLINE void quantise_groups(const matrix *m, int64_t group, const float *x, char *to, float *scales,
+                            correction *corrections) {
+    const format *f = FORMATS + m->form;
+    int64_t size = activation_bytes(m);
+    float factor = m->form == CODE4 ? code_peak(m->codes) / CODE_PEAK : 1;
+    for (int64_t g = 0; g < m->inputs / group; g++) {
+        quantised q = size == 1 ? quantise(x + g * group, group, NARROW_PEAK, 1, to + g * group)
+                                : quantise(x + g * group, group, f->activation_peak, 2, to + g * group * 2);
+        scales[g] = q.scale * factor;
+        if (f->scales == 2)
+            corrections[g].sum = (float)q.sum * q.scale;
+        else
+            corrections[g].offset = -f->offset * q.sum;
     }
 }
 
 /* Activations of one row of `m` in the order of its weights */
-void quantise_row(const matrix *m, const float *x, void *to, float *scales, int32_t *sums) {
-    int64_t group = group_inputs(m), stride = activation_stride(m), size = activation_bytes(m->form);
-    float factor = m->form == CODE4 ? code_peak(m->codes) / CODE_PEAK : 1;
+void quantise_row(const matrix *m, const float *x, void *to, float *scales, correction *corrections) {
+    int64_t stride = activation_stride(m), size = activation_bytes(m);
     memset((char *)to + m->inputs * size, 0, (stride - m->inputs) * size);
-    for (int64_t g = 0; g < m->inputs / group; g++)
-        scales[g] = quantise(x + g * group, group, FORMATS[m->form].activation_peak, (int)size,
-                             (char *)to + g * group * size, sums + g) *
-                    factor;
-    if (has_bytes(m->form) && size == 2) swap_middle(to, stride);
+    switch (group_inputs(m)) {
+    case 16: quantise_groups(m, 16, x, to, scales, corrections); break;
+    case 32: quantise_groups(m, 32, x, to, scales, corrections); break;
+    default: quantise_groups(m, group_inputs(m), x, to, scales, corrections);
+    }
+    if (size == 1 || (m->form == CODE4 && !WORD_CODES)) return;
+    if (SPLIT && m->form != CODE4)
+        arrange(1, to, stride);
+    else
+        arrange(0, to, stride);
 }

@@ -1,234 +1,265 @@
-/* Rotation of queries and keys, and attention of a row for the query heads of one key head */
-#include "functions.h"
-#include "state.h"
+/* Attention in blocks of positions (2205.14135).
+ *
+ * The visible positions of a row, in the order of the text, are divided into sections with fixed bounds, and sections
+ * into spans. The spans of a section are accumulated in ascending order, then the sections are added in ascending
+ * order. A row has the same bits whether its sections are computed by one thread or by several, alone or in a group of
+ * rows that read keys and values once. */
+#include "attention.h"
 
-#define SHARED_KEYS 32
-#define HEAD_TILE (SUMS / 4) /* query heads whose sums fit into registers */
+#define HEAD_TILE (SUMS / 4) /* queries whose sums fit into registers */
+#define WIDE 4               /* vectors of a tile */
 
-/* Rotate queries and keys (RoPE, 2104.09864); write keys and values to the cache. */
-void rotate(state *s, int l) {
-    const pass *p = s->p;
-    const model *m = p->model;
-    const layer *now = m->layers[l];
-    int64_t dim = m->head_dim, half = m->rotated / 2, padded = padded_dim(m);
-    float *head = s->head, *turned = s->head + padded;
-    memset(turned, 0, padded * sizeof *turned);
-    for (int r = 0; r < p->rows; r++) {
-        const float *cosines = p->cosines + p->positions[r] * half, *sines = p->sines + p->positions[r] * half;
-        for (int64_t h = 0; h < m->heads + 2 * (int64_t)m->kv_heads; h++) {
-            const float *x = s->qkv + r * qkv_width(m) + h * dim;
-            int is_query = h < m->heads, is_value = h >= m->heads + m->kv_heads;
-            const float *gain = is_query ? now->query_norm : is_value ? 0 : now->key_norm;
-            if (gain) {
-                rms_norm(x, gain, m->epsilon, dim, head);
-                x = head;
-            }
-            if (is_value)
-                memcpy(turned, x, dim * sizeof *x);
-            else {
-                int64_t i = 0;
-                for (; i + LANES <= half; i += LANES) {
-                    vf a = load(x + i), b = load(x + i + half), c = load(cosines + i), d = load(sines + i);
-                    store(turned + i, a * c - b * d), store(turned + i + half, b * c + a * d);
-                }
-                for (; i < half; i++) {
-                    turned[i] = x[i] * cosines[i] - x[i + half] * sines[i];
-                    turned[i + half] = x[i + half] * cosines[i] + x[i] * sines[i];
-                }
-                for (i = 2 * half; i < dim; i++) turned[i] = x[i];
-            }
-            if (is_query) {
-                float *q = s->query + (r * m->heads + h) * padded;
-                for (int64_t i = 0; i < padded; i += LANES) store(q + i, load(turned + i) * now->attention_scale);
-                continue;
-            }
-            int64_t at = (((int64_t)l * 2 * m->kv_heads + h - m->heads) * p->capacity + p->held + r) * padded;
-            if (m->cache_form == F32)
-                memcpy((float *)p->cache + at, turned, padded * sizeof *turned);
-            else
-                for (int64_t i = 0; i < padded; i += LANES) {
-                    vu u = (vu)load(turned + i);
-                    vh h = __builtin_convertvector((u + 0x7fff + (u >> 16 & 1)) >> 16, vh);
-                    memcpy((uint16_t *)p->cache + at + i, &h, sizeof h);
-                }
-        }
-    }
-}
+INLINE int64_t far_slot(const visible *row, int64_t position) { return row->far[position - row->near]; }
+INLINE int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x < most ? x : most; }
 
-/* Store the sums of the lanes of four vectors. */
-INLINE void store_totals(const vf v[4], float *to) {
-#if defined(__AVX__) && LANES == 8
-    __m256 halves =
-        _mm256_hadd_ps(_mm256_hadd_ps((__m256)v[0], (__m256)v[1]), _mm256_hadd_ps((__m256)v[2], (__m256)v[3]));
-    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
-#elif defined(__aarch64__)
-    float32x4_t low = vpaddq_f32((float32x4_t)v[0], (float32x4_t)v[1]),
-                high = vpaddq_f32((float32x4_t)v[2], (float32x4_t)v[3]);
-    vst1q_f32(to, vpaddq_f32(low, high));
-#else
-    for (int i = 0; i < 4; i++) to[i] = total(v[i]);
-#endif
-}
-
-/* A row and a key head: visible positions, in the order of the text */
-typedef struct {
-    const void *keys, *values;
-    const int32_t *far;
-    int64_t near, count, padded, skipped; /* keys and values start after `skipped` positions */
-} view;
-
-INLINE int64_t offset(const view *w, int64_t j) {
-    return (j < w->near ? j : w->far[j - w->near] - w->skipped) * w->padded;
-}
-INLINE view within(int64_t window, int64_t position_bytes, view w) {
-    w.skipped = window && w.count > window ? w.count - window : 0;
-    int64_t near = w.near < w.skipped ? w.near : w.skipped;
-    w.keys = (const char *)w.keys + w.skipped * position_bytes,
-    w.values = (const char *)w.values + w.skipped * position_bytes;
-    w.near -= near, w.far += w.skipped - near, w.count -= w.skipped;
-    return w;
-}
-
-/* scores[heads][stride] of the keys from `start` to `end`, a multiple of 4 positions */
-INLINE void score_keys(int form, int heads, const view *w, int64_t start, int64_t end, const float *q, float *scores,
-                       int64_t stride) {
-    for (int64_t j = start; j < end; j += 4) {
-        int64_t at[4];
-        vf sum[HEAD_TILE][4];
-        for (int i = 0; i < 4; i++) at[i] = offset(w, j + i < w->count ? j + i : j);
-#pragma GCC unroll 8
-        for (int h = 0; h < heads; h++)
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; i++) sum[h][i] = (vf){0};
-        for (int64_t d = 0; d < w->padded; d += LANES) {
-            vf query[HEAD_TILE];
-#pragma GCC unroll 8
-            for (int h = 0; h < heads; h++) {
-                query[h] = load(q + h * w->padded + d);
-                HOLD(query[h]);
-            }
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; i++) {
-                vf key = load_as(form, w->keys, at[i] + d);
-                HOLD(key);
-#pragma GCC unroll 8
-                for (int h = 0; h < heads; h++) sum[h][i] += query[h] * key;
-            }
-        }
-        for (int h = 0; h < heads; h++) store_totals(sum[h], scores + h * stride + j);
-    }
-}
-
-/* Replace scores by weights; returns their sum. */
-INLINE float exponentials(float *scores, int64_t count) {
-    int64_t whole = (count + LANES - 1) / LANES * LANES;
-    for (int64_t j = count; j < whole; j++) scores[j] = -INFINITY;
-    vf peak = load(scores), sum = {0};
-    for (int64_t j = LANES; j < whole; j += LANES) peak = larger(load(scores + j), peak);
-    float most = largest(peak);
-    for (int64_t j = 0; j < whole; j += LANES) {
-        vf weights = exponential(load(scores + j) - most);
-        store(scores + j, weights);
-        sum += weights;
-    }
-    return total(sum);
-}
-
-/* o[heads][padded] = o + weights[heads][stride] times the values from `start` to `end` */
-INLINE void mix_vectors(int form, int heads, int vectors, const view *w, int64_t start, int64_t end,
-                        const float *weights, int64_t stride, int64_t d, float *o) {
-    vf mixed[HEAD_TILE][4];
-#pragma GCC unroll 8
-    for (int h = 0; h < heads; h++)
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) mixed[h][v] = load(o + h * w->padded + d + v * LANES);
-    for (int64_t j = start; j < end; j++) {
-        int64_t at = offset(w, j) + d;
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) {
-            vf value = load_as(form, w->values, at + v * LANES);
-            HOLD(value);
-#pragma GCC unroll 8
-            for (int h = 0; h < heads; h++) mixed[h][v] += weights[h * stride + j] * value;
-        }
-    }
-#pragma GCC unroll 8
-    for (int h = 0; h < heads; h++)
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) store(o + h * w->padded + d + v * LANES, mixed[h][v]);
-}
-INLINE void mix_values(int form, int heads, const view *w, int64_t start, int64_t end, const float *weights,
-                       int64_t stride, float *o) {
-    int64_t d = 0;
-    for (; d + 4 * LANES <= w->padded; d += 4 * LANES)
-        mix_vectors(form, heads, 4, w, start, end, weights, stride, d, o);
-    for (; d < w->padded; d += LANES) mix_vectors(form, heads, 1, w, start, end, weights, stride, d, o);
-}
-
-/* Heads of a group share SHARED_KEYS keys in the first cache, and heads of a tile share them in registers. */
-#define FOR_TILES(CALL)                                                                                                \
-    for (int64_t start = 0, end; start < w.count; start = end) {                                                       \
-        end = start + SHARED_KEYS < w.count ? start + SHARED_KEYS : w.count;                                           \
-        for (int64_t h = 0, part = 0, n; h < heads; h += n, part++)                                                    \
-            switch (n = (heads - h + tiles - part - 1) / (tiles - part)) { TILE_CASES(CALL) }                          \
-    }
+/* Call with N = number of queries of a tile, for all tiles */
 #define TILE_CASE(COUNT, CALL)                                                                                         \
     case COUNT: {                                                                                                      \
         enum { N = COUNT };                                                                                            \
         CALL;                                                                                                          \
         break;                                                                                                         \
     }
-#if HEAD_TILE > 3
-#define TILE_CASES(CALL)                                                                                               \
-    TILE_CASE(1, CALL)                                                                                                 \
-    TILE_CASE(2, CALL)                                                                                                 \
-    TILE_CASE(3, CALL)                                                                                                 \
+#if SUMS == 24
+#define WIDER_TILES(CALL)                                                                                              \
     TILE_CASE(4, CALL)                                                                                                 \
     TILE_CASE(5, CALL)                                                                                                 \
     TILE_CASE(6, CALL)
 #else
-#define TILE_CASES(CALL)                                                                                               \
-    TILE_CASE(1, CALL)                                                                                                 \
-    TILE_CASE(2, CALL)                                                                                                 \
-    TILE_CASE(3, CALL)
+#define WIDER_TILES(CALL)
 #endif
+#define FOR_TILES(QUERIES, CALL)                                                                                       \
+    for (int64_t tiles = ((QUERIES) + HEAD_TILE - 1) / HEAD_TILE, tile = 0, i = 0, n; tile < tiles; tile++, i += n)    \
+        switch (n = ((QUERIES) - i + tiles - tile - 1) / (tiles - tile)) {                                             \
+            TILE_CASE(1, CALL)                                                                                         \
+            TILE_CASE(2, CALL)                                                                                         \
+            TILE_CASE(3, CALL)                                                                                         \
+            WIDER_TILES(CALL)                                                                                          \
+        }
 
-INLINE void attend_as(int form, state *s, int l, int r, int kv, float *buffer) {
-    const pass *p = s->p;
-    const model *m = p->model;
-    int64_t padded = padded_dim(m), size = form == F32 ? 4 : 2, heads = m->heads / m->kv_heads,
-            tiles = (heads + HEAD_TILE - 1) / HEAD_TILE;
-    const char *keys = p->cache + ((int64_t)l * 2 * m->kv_heads + kv) * p->capacity * padded * size;
-    view w = within(m->layers[l]->window, padded * size,
-                    (view){keys, keys + m->kv_heads * p->capacity * padded * size, p->extra + p->extra_start[r],
-                           p->prefix[r], p->prefix[r] + p->extra_start[r + 1] - p->extra_start[r], padded, 0});
-    int64_t stride = (w.count + LANES - 1) / LANES * LANES;
-    float *scores = buffer, *mixed = scores + heads * stride, *sums = mixed + heads * padded;
-    const float *q = s->query + (r * m->heads + kv * heads) * padded;
-    memset(mixed, 0, heads * padded * sizeof *mixed);
-    FOR_TILES(score_keys(form, N, &w, start, end, q + h * padded, scores + h * stride, stride))
-    if (m->attention_cap) cap(scores, heads * stride, m->attention_cap);
-    for (int64_t h = 0; h < heads; h++) sums[h] = exponentials(scores + h * stride, w.count);
-    FOR_TILES(mix_values(form, N, &w, start, end, scores + h * stride, stride, mixed + h * padded))
-    for (int64_t h = 0; h < heads; h++) {
-        float *o = s->input + r * input_width(m) + (kv * heads + h) * m->head_dim, scale = 1.0f / sums[h];
-        int64_t d = 0;
-        for (; d + LANES <= m->head_dim; d += LANES) store(o + d, load(mixed + h * padded + d) * scale);
-        for (; d < m->head_dim; d++) o[d] = mixed[h * padded + d] * scale;
+/* scores[queries][SPAN] of the positions of `vectors` vectors of keys */
+INLINE void score_tile(int queries, int vectors, const group *g, const float *keys, const float *q, float *scores) {
+    vf sum[HEAD_TILE][WIDE];
+#pragma GCC unroll 8
+    for (int n = 0; n < queries; n++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) sum[n][v] = (vf){0};
+    for (int64_t d = 0; d < g->dim; d++) {
+        vf key[WIDE];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            int at = v * LANES;
+            key[v] = load(keys + at / KEY_GROUP * KEY_GROUP * g->padded + at % KEY_GROUP + d * KEY_GROUP);
+            HOLD(key[v]);
+        }
+#pragma GCC unroll 8
+        for (int n = 0; n < queries; n++) {
+            vf x = fill(q[n * g->padded + d]);
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++) sum[n][v] += x * key[v];
+        }
+    }
+#pragma GCC unroll 8
+    for (int n = 0; n < queries; n++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) store(scores + n * SPAN + v * LANES, sum[n][v]);
+}
+
+/* scores[queries][SPAN] of the first `count` positions of keys, rounded up to groups */
+static __attribute__((noinline)) void score_keys(const group *g, const float *keys, int64_t count, const float *q,
+                                                 int64_t queries, float *scores) {
+    const int64_t wide = WIDE * LANES;
+    for (int64_t j = 0; j < count;)
+        if (wide > KEY_GROUP && count - j > wide - KEY_GROUP) {
+            FOR_TILES(queries, score_tile(N, WIDE, g, keys + j * g->padded, q + i * g->padded, scores + i * SPAN + j))
+            j += wide;
+        } else {
+            FOR_TILES(queries, score_tile(N, KEY_GROUP / LANES, g, keys + j * g->padded, q + i * g->padded,
+                                          scores + i * SPAN + j))
+            j += KEY_GROUP;
+        }
+}
+
+/* o[queries] = o + weights[queries][SPAN] times the values of positions `start` to `end` */
+INLINE void mix_tile(int queries, int vectors, const group *g, const float *values, int64_t start, int64_t end,
+                     const float *weights, float *o) {
+    const int64_t stride = g->padded + NUMBERS;
+    vf mixed[HEAD_TILE][WIDE];
+#pragma GCC unroll 8
+    for (int n = 0; n < queries; n++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) mixed[n][v] = load(o + n * stride + v * LANES);
+    for (int64_t j = start; j < end; j++) {
+        vf value[WIDE];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            value[v] = load(values + j * g->padded + v * LANES);
+            HOLD(value[v]);
+        }
+#pragma GCC unroll 8
+        for (int n = 0; n < queries; n++) {
+            vf weight = fill(weights[n * SPAN + j]);
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++) mixed[n][v] += weight * value[v];
+        }
+    }
+#pragma GCC unroll 8
+    for (int n = 0; n < queries; n++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) store(o + n * stride + v * LANES, mixed[n][v]);
+}
+static __attribute__((noinline)) void mix_values(const group *g, const float *values, int64_t start, int64_t end,
+                                                 int64_t first, int64_t queries) {
+    const float *weights = g->scores + first * SPAN;
+    float *o = g->o + first * (g->padded + NUMBERS);
+    const int64_t stride = g->padded + NUMBERS;
+    int64_t d = 0;
+    if (start >= end) return;
+    for (; d + WIDE * LANES <= g->padded; d += WIDE * LANES)
+        FOR_TILES(queries, mix_tile(N, WIDE, g, values + d, start, end, weights + i * SPAN, o + i * stride + d))
+    for (; d < g->padded; d += LANES)
+        FOR_TILES(queries, mix_tile(N, 1, g, values + d, start, end, weights + i * SPAN, o + i * stride + d))
+}
+
+/* Copy numbers of the cache as floats; those of the next span are prefetched. */
+INLINE void widen(int form, const char *numbers, int64_t first, int64_t count, float *to) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        prefetch(numbers + (first + i) * number_bytes(form), LANES * (int)number_bytes(form));
+        store(to + i, load_as(form, numbers, first + i));
     }
 }
 
-void attend(state *s, int l, int r, int kv, float *buffer) {
-    if (s->p->model->cache_form == F32)
-        attend_as(F32, s, l, r, kv, buffer);
-    else
-        attend_as(BF16, s, l, r, kv, buffer);
+/* The same without a copy if they are floats already */
+INLINE const float *widened(int form, const char *numbers, int64_t first, int64_t count, float *to) {
+    if (form == F32) return (const float *)numbers + first;
+    widen(form, numbers, first, count, to);
+    return to;
 }
 
-/* Numbers in the buffer of a thread */
-int64_t attention_floats(const pass *p) {
-    int64_t keys = 0;
-    for (int r = 0; r < p->rows; r++)
-        keys = larger_of(keys, (int64_t)p->prefix[r] + p->extra_start[r + 1] - p->extra_start[r]);
-    return p->model->heads / p->model->kv_heads * (keys + LANES + padded_dim(p->model) + 1);
+INLINE vf lanes_between(vf x, vf other, int64_t j, int64_t from, int64_t to) {
+    vi index = {0};
+    for (int i = 0; i < LANES; i++) index[i] = i;
+    return choose((index >= (int32_t)(from - j)) & (index < (int32_t)(to - j)), x, other);
+}
+
+/* Replace scores `from` to `to` of a query by weights, relative to the largest score of the section so far. */
+static void weigh(const group *g, int64_t query, int64_t from, int64_t to) {
+    if (from >= to) return;
+    float *w = g->scores + query * SPAN, *o = g->o + query * (g->padded + NUMBERS), *peak = o + g->padded + 1;
+    int64_t low = from / LANES * LANES, high = (to + LANES - 1) / LANES * LANES;
+    if (g->cap) cap(w + low, high - low, g->cap);
+    vf most = fill(-INFINITY), sum = load(g->sums + query * LANES);
+    for (int64_t j = low; j < high; j += LANES) {
+        if (j < from || j + LANES > to) store(w + j, lanes_between(load(w + j), fill(-INFINITY), j, from, to));
+        most = larger(load(w + j), most);
+    }
+    float next = largest(most);
+    if (next > *peak) {
+        float factor = exponential(fill(*peak - next))[0];
+        for (int64_t d = 0; d < g->padded; d += LANES) store(o + d, load(o + d) * factor);
+        sum *= factor, *peak = next;
+    }
+    for (int64_t j = low; j < high; j += LANES) {
+        vf weights = exponential(load(w + j) - *peak);
+        if (j < from || j + LANES > to) weights = lanes_between(weights, (vf){0}, j, from, to);
+        store(w + j, weights);
+        sum += weights;
+    }
+    store(g->sums + query * LANES, sum);
+}
+
+/* Positions of a span, relative to its first, that a row sees: those from `from` to `near` are adjacent in the cache,
+ * those from `near` to `to` are listed in `far`. */
+typedef struct {
+    int64_t from, near, to;
+} range;
+
+static range range_of(const visible *row, int64_t p, int64_t end) {
+    int64_t from = clamp(row->skipped - p, end - p), near = clamp(row->near - p, end - p);
+    return (range){from, near > from ? near : from, clamp(row->count - p, end - p)};
+}
+
+INLINE void score_far(int form, const group *g, int64_t r, range seen, int64_t p) {
+    int64_t last = -1;
+    for (int64_t j = seen.near; j < seen.to; j++) {
+        int64_t slot = far_slot(g->rows + r, p + j), start = slot / KEY_GROUP * KEY_GROUP;
+        if (start != last) {
+            const float *keys = widened(form, g->keys, start * g->padded, KEY_GROUP * g->padded, g->key_tile);
+            score_keys(g, keys, KEY_GROUP, g->q + r * g->heads * g->padded, g->heads, g->far_scores);
+            last = start;
+        }
+        for (int64_t h = 0; h < g->heads; h++)
+            g->scores[(r * g->heads + h) * SPAN + j] = g->far_scores[h * SPAN + slot % KEY_GROUP];
+    }
+}
+
+INLINE void mix_far(int form, const group *g, int64_t r, range seen, int64_t p) {
+    for (int64_t j = seen.near; j < seen.to; j++)
+        widen(form, g->values, far_slot(g->rows + r, p + j) * g->padded, g->padded, g->value_tile + j * g->padded);
+    mix_values(g, g->value_tile, seen.near, seen.to, r * g->heads, g->heads);
+}
+
+/* Add the positions from p to `end`, at most SPAN, to the results of a section. */
+INLINE void attend_span(int form, const group *g, int64_t p, int64_t end) {
+    range seen[GROUP_QUERIES];
+    int64_t near = 0, first = 0, last = SPAN; /* all rows see the positions from `first` to `last` */
+    for (int64_t r = 0; r < g->row_count; r++) {
+        seen[r] = range_of(g->rows + r, p, end);
+        if (seen[r].near > seen[r].from) near = larger_of(near, seen[r].near);
+        first = larger_of(first, seen[r].from), last = seen[r].near < last ? seen[r].near : last;
+    }
+    if (first >= last) first = last = SPAN;
+    if (near) {
+        int64_t whole = (near + KEY_GROUP - 1) / KEY_GROUP * KEY_GROUP;
+        const float *keys = widened(form, g->keys, p * g->padded, whole * g->padded, g->key_tile);
+        score_keys(g, keys, near, g->q, g->queries, g->scores);
+    }
+    for (int64_t r = 0; r < g->row_count; r++) {
+        score_far(form, g, r, seen[r], p);
+        for (int64_t h = 0; h < g->heads; h++) weigh(g, r * g->heads + h, seen[r].from, seen[r].to);
+    }
+    const float *values = near ? widened(form, g->values, p * g->padded, near * g->padded, g->value_tile) : 0;
+    for (int64_t r = 0; r < g->row_count; r++)
+        mix_values(g, values, seen[r].from, seen[r].near < first ? seen[r].near : first, r * g->heads, g->heads);
+    mix_values(g, values, first, last, 0, g->queries);
+    for (int64_t r = 0; r < g->row_count; r++)
+        mix_values(g, values, larger_of(seen[r].from, last), seen[r].near, r * g->heads, g->heads);
+    for (int64_t r = 0; r < g->row_count; r++) mix_far(form, g, r, seen[r], p);
+}
+
+void clear_results(const group *g, float *o) {
+    for (int64_t i = 0; i < g->queries; i++, o += g->padded + NUMBERS) {
+        memset(o, 0, (g->padded + 1) * sizeof *o);
+        o[g->padded + 1] = -INFINITY;
+    }
+}
+
+/* Compute weighted values, their sum of weights and the largest score of positions `begin` to `end` in g->o. */
+INLINE void attend_section_as(int form, const group *g, int64_t begin, int64_t end) {
+    memset(g->sums, 0, g->queries * LANES * sizeof *g->sums);
+    clear_results(g, g->o);
+    for (int64_t p = begin; p < end; p += SPAN) attend_span(form, g, p, end - p < SPAN ? end : p + SPAN);
+    for (int64_t i = 0; i < g->queries; i++)
+        g->o[i * (g->padded + NUMBERS) + g->padded] = total(load(g->sums + i * LANES));
+}
+
+void attend_section(int form, const group *g, int64_t begin, int64_t end) {
+    switch (form) {
+    case F32: attend_section_as(F32, g, begin, end); break;
+    case BF16: attend_section_as(BF16, g, begin, end); break;
+    default: attend_section_as(F16, g, begin, end);
+    }
+}
+
+/* Add the results of a section to `totals`. */
+void add_section(const group *g, int64_t begin, int64_t end, float *totals) {
+    int64_t padded = g->padded, stride = padded + NUMBERS;
+    for (int64_t i = 0; i < g->queries; i++) {
+        const visible *row = g->rows + i / g->heads;
+        float *o = totals + i * stride, *next = g->o + i * stride;
+        if (row->count <= begin || row->skipped >= end) continue;
+        float most = next[padded + 1] > o[padded + 1] ? next[padded + 1] : o[padded + 1];
+        float a = exponential(fill(o[padded + 1] - most))[0], b = exponential(fill(next[padded + 1] - most))[0];
+        for (int64_t d = 0; d < padded; d += LANES) store(o + d, load(o + d) * a + load(next + d) * b);
+        o[padded] = o[padded] * a + next[padded] * b, o[padded + 1] = most;
+    }
 }

@@ -23,11 +23,12 @@
 #endif
 #endif
 #define BLOCK (VECTORS * LANES)
-#define UNIT_BLOCKS 4 /* blocks per unit of work */
+#define UNIT_BLOCKS 4 /* blocks per product */
 #define UNIT (UNIT_BLOCKS * BLOCK)
 #define TILE_INPUTS 64
-#define EXACT 32  /* inputs per exact sum of products of 16-bit integers */
-#define STRIP 128 /* inputs decoded at once for many rows */
+#define WORD_CODES (LANES == 16) /* codes are looked up as words */
+#define EXACT 32                 /* inputs per exact sum of products of 16-bit integers */
+#define STRIP 128                /* inputs decoded at once for many rows */
 /* Blocks whose sums of `rows` rows fit into registers with the inputs. */
 #define FIT(rows) ((rows) * 4 * VECTORS < SUMS ? 4 : (rows) * 2 * VECTORS < SUMS ? 2 : 1)
 
@@ -41,11 +42,29 @@ typedef int8_t vc __attribute__((vector_size(LANES)));
 typedef uint64_t vq __attribute__((vector_size(4 * LANES)));
 typedef uint8_t vb __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vw __attribute__((vector_size(4 * LANES)));
+typedef int16_t vs __attribute__((vector_size(4 * LANES)));
 
 INLINE vf load_bf16(const uint16_t *p) {
     vh h;
     memcpy(&h, p, sizeof h);
     return (vf)(__builtin_convertvector(h, vu) << 16);
+}
+INLINE vh round_bf16(vf x) { /* nearest, half to even */
+    vu u = (vu)x;
+    return __builtin_convertvector((u + 0x7fff + (u >> 16 & 1)) >> 16, vh);
+}
+INLINE vh round_f16(vf x) { /* nearest, half to even; numbers beyond the largest half become it */
+    x = larger(fill(-65504.0f), x), x = -larger(fill(-65504.0f), -x);
+#if LANES == 16
+    return (vh)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__F16C__) && defined(__AVX__)
+    return (vh)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#else
+    vu u = (vu)x & 0x7fffffff, small = (vu)((vf)u + 0.5f) - 0x3f000000;
+    vu normal = ((u + 0xfff + (u >> 13 & 1)) >> 13) - 0x1c000;
+    vu half = (vu)choose((vi)u < 0x38800000, (vf)small, choose((vi)u > 0x7f800000, (vf)(u >> 13 | 0x200), (vf)normal));
+    return __builtin_convertvector(half | ((vu)x >> 16 & 0x8000), vh);
+#endif
 }
 INLINE vf load_f16(const uint16_t *p) {
 #if LANES == 16
@@ -70,9 +89,12 @@ INLINE vf load_as(int form, const void *base, int64_t i) {
     return load_f16((const uint16_t *)base + i);
 }
 
-INLINE void prefetch(const void *weights) {
-    __builtin_prefetch((const char *)weights + FAR_AHEAD, 0, 2);
-    __builtin_prefetch((const char *)weights + AHEAD);
+INLINE void prefetch(const void *weights, int bytes) {
+#pragma GCC unroll 16
+    for (int line = 0; line < bytes; line += 64) {
+        __builtin_prefetch((const char *)weights + line + FAR_AHEAD, 0, 2);
+        __builtin_prefetch((const char *)weights + line + AHEAD);
+    }
 }
 
 /* Keep a vector in a register: compilers read it from memory again for each product. */

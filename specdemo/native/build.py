@@ -8,11 +8,14 @@ import importlib.util
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +26,9 @@ SOURCES = Path(__file__).parent
 SWITCH = "SPECDEMO_NATIVE"  # environment variable; 0 disables the engine
 VECTORS = "SPECDEMO_VECTORS"  # environment variable; a key of `_BUILDS`, by default the widest that the CPU supports
 _FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-pthread")
+# GCC separates multiplications and additions of dependent sums for some AMD CPUs; a row alone would be rounded
+# differently from a row among others.
+_EQUAL_ROUNDING = "--param=avoid-fma-max-bits=0"
 # Builds for x86-64, widest first: required features of the CPU, and compiler flags. Other CPUs have the baseline only.
 _BUILDS = {
     "avx512": ({"avx512f", "avx512bw"}, ("-march=native",)),
@@ -71,10 +77,10 @@ def _load() -> ctypes.CDLL:
     command = _command()
     path = cache_folder() / f"native-{_key(command)}.so"
     try:
-        if not _is_intact(path):
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _compile(command, path)
-        library = ctypes.CDLL(str(path))
+        with _locked(path.parent):
+            if not _is_intact(path):
+                _compile(command, path)
+            library = ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeUnavailable(
             f"{path.parent} is not usable ({error}): set XDG_CACHE_HOME to a writable directory"
@@ -103,8 +109,10 @@ def unsupported_vectors() -> str | None:
 
 
 def _command() -> tuple[str, ...]:
-    flags = _BUILDS[os.environ.get(VECTORS) or supported_vectors()[0]][1] if _is_x86() else ("-march=native",)
-    return (*_compiler(), *_FLAGS, *flags)
+    if not _is_x86():
+        return (*_compiler(), *_FLAGS, "-march=native")
+    flags = _BUILDS[os.environ.get(VECTORS) or supported_vectors()[0]][1]
+    return (*_compiler(), *_FLAGS, _EQUAL_ROUNDING, *flags)
 
 
 def _is_x86() -> bool:
@@ -112,7 +120,31 @@ def _is_x86() -> bool:
 
 
 def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdemo"
+    configured = Path(os.environ.get("XDG_CACHE_HOME", ""))  # a relative path is invalid by its specification
+    return (configured if configured.is_absolute() else Path.home() / ".cache") / "specdemo"
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Exclude other processes that compile. Raises `NativeUnavailable` if other users can change the folder."""
+    import fcntl  # POSIX
+
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        if not _is_private(os.fstat(descriptor)):
+            raise NativeUnavailable(
+                f"other users can change {folder}: make it private (chmod 700), or set XDG_CACHE_HOME to a folder of "
+                "your user"
+            )
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_private(status: os.stat_result) -> bool:
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _compiler() -> tuple[str, ...]:
@@ -150,9 +182,11 @@ def _cpu() -> str:
 
 
 def _is_intact(path: Path) -> bool:
+    digest = path.with_suffix(".sha256")
     try:
-        owned = path.stat().st_uid == os.getuid()
-        return owned and path.with_suffix(".sha256").read_text() == _digest(path)
+        statuses = [file.lstat() for file in (path, digest)]
+        private = all(stat.S_ISREG(status.st_mode) and _is_private(status) for status in statuses)
+        return private and digest.read_text() == _digest(path)
     except OSError:
         return False
 

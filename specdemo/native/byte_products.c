@@ -1,58 +1,58 @@
-/* Products of bytes: INT8 with the instructions for neural networks */
+/* Products of INT8, which has one scale per output and one per row: integer sums over all inputs */
 #include "products.h"
 
-#if INT8_BYTES
-#define INT8_ROWS (SUMS / VECTORS / 2)
+#define INT8_ROWS (SUMS / VECTORS < 6 ? SUMS / VECTORS : 6)
 
-/* sum + products of four unsigned and four signed bytes per number */
-INLINE vi multiply_quads(vi sum, vi x, vi w) {
-#if LANES == 16
-    return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)w);
-#else
-    return (vi)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)x, (__m256i)w);
-#endif
-}
-
-INLINE void int8_kernel(int rows, int blocks, const int8_t *x, int64_t stride, const int8_t *w, int64_t quads,
-                        int32_t *sums) {
-    vi sum[INT8_ROWS][4 * VECTORS];
-    memset(sum, 0, sizeof sum);
-    for (int64_t k = 0; k < quads; k++)
-#pragma GCC unroll 16
-        for (int v = 0; v < blocks * VECTORS; v++) {
-            vi weight;
-            memcpy(&weight, w + ((v / VECTORS * quads + k) * BLOCK + v % VECTORS * LANES) * 4, sizeof weight);
-#pragma GCC unroll 16
+/* o[rows][UNIT] = products of a block and rows of `quads` times four activations, of `bytes` bytes each */
+INLINE void int8_kernel(int rows, const char *x, int64_t quads, const uint8_t *w, const activations *a,
+                        const float *scales, float *o) {
+    const int64_t bytes = BYTE_PRODUCTS ? 4 : 8;
+    vi sum[INT8_ROWS][VECTORS];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) sum[r][v] = a->corrections[r].offset - (vi){0};
+#pragma GCC unroll 1
+    for (int64_t k = 0; k < quads; k++, w += 4 * BLOCK) {
+        prefetch(w, 4 * BLOCK);
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) {
+            vu weight;
+            memcpy(&weight, w + 4 * v * LANES, sizeof weight);
+#pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
-                uint32_t four;
-                memcpy(&four, x + r * stride + 4 * k, 4);
-                vi input = (int32_t)(four ^ 0x80808080u) - (vi){0}; /* + 128: the instruction needs unsigned inputs */
-                sum[r][v] = multiply_quads(sum[r][v], input, weight);
+                const char *four = x + (r * quads + k) * bytes;
+#if BYTE_PRODUCTS
+                sum[r][v] = multiply_bytes(sum[r][v], (vi)weight, broadcast(four));
+#else
+                sum[r][v] = multiply_pairs(sum[r][v], (vi)(weight & 0x00ff00ff), broadcast(four));
+                sum[r][v] = multiply_pairs(sum[r][v], (vi)(weight >> 8 & 0x00ff00ff), broadcast(four + 4));
+#endif
+                HOLD(sum[r][v]);
             }
         }
+    }
+#pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < blocks * VECTORS; v++) memcpy(sums + r * UNIT + v * LANES, &sum[r][v], sizeof sum[r][v]);
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) {
+            vf scale = a->scales[r] * load(scales + v * LANES);
+            store(o + r * UNIT + v * LANES, __builtin_convertvector(sum[r][v], vf) * scale);
+        }
 }
 
 void byte_product(const matrix *m, int64_t first, int blocks, activations a, int rows, float *o) {
-    const float *scales = m->scales;
-    int64_t quads = (m->inputs + 3) / 4, stride = quads * 4;
-    int32_t sums[INT8_ROWS * UNIT];
-    for (int r = 0, n; r < rows; r += n) {
-        n = rows - r < INT8_ROWS ? rows - r : INT8_ROWS;
-        const int8_t *inputs = (const int8_t *)a.x + r * stride;
-        for (int b = 0, width; b < blocks; b += width) {
-            const int8_t *w = (const int8_t *)m->weights + (first + b) * quads * BLOCK * 4;
-            width = b + FIT(n) <= blocks ? FIT(n) : 1;
+    int64_t quads = activation_stride(m) / 4;
+    int parts = (rows + INT8_ROWS - 1) / INT8_ROWS;
+    for (int part = 0, n; part < parts; part++, rows -= n, o += n * UNIT) {
+        n = (rows + parts - part - 1) / (parts - part);
+        for (int b = 0; b < blocks; b++) {
+            const uint8_t *w = (const uint8_t *)m->weights + (first + b) * quads * BLOCK * 4;
+            const float *scales = (const float *)m->scales + (first + b) * BLOCK;
             switch (n) {
-#define MOST(N) ((N) < INT8_ROWS ? (N) : INT8_ROWS)
 #define INT8_CASE(N)                                                                                                   \
     case N:                                                                                                            \
-        if (N > INT8_ROWS) break;                                                                                      \
-        if (width == 1)                                                                                                \
-            int8_kernel(MOST(N), 1, inputs, stride, w, quads, sums + b * BLOCK);                                       \
-        else                                                                                                           \
-            int8_kernel(MOST(N), FIT(N), inputs, stride, w, quads, sums + b * BLOCK);                                  \
+        if (N <= INT8_ROWS) int8_kernel(N, a.x, quads, w, &a, scales, o + b * BLOCK);                                  \
         break;
                 INT8_CASE(1)
                 INT8_CASE(2)
@@ -62,16 +62,7 @@ void byte_product(const matrix *m, int64_t first, int blocks, activations a, int
                 INT8_CASE(6)
             }
         }
-        for (int i = 0; i < n; i++)
-            for (int j = 0; j < blocks * BLOCK; j++) {
-                int64_t output = first * BLOCK + j;
-                o[(r + i) * UNIT + j] =
-                    (float)(sums[i * UNIT + j] - 128 * m->sums[output]) * (a.scales[r + i] * scales[output]);
-            }
+        a.x = (const char *)a.x + n * quads * 4 * activation_bytes(m);
+        a.scales += n, a.corrections += n;
     }
 }
-#else
-void byte_product(const matrix *m, int64_t first, int blocks, activations a, int rows, float *o) {
-    coded_product(m, first, blocks, a, rows, o);
-}
-#endif

@@ -1,41 +1,79 @@
-/* Products of integers of 16 bits: CODE4 looks them up, the other forms contain them. Activations are integers with one
- * scale per row and group. The sum of EXACT products fits into 32 bits, so it does not depend on the order; INT8: any
- * sum. */
+/* Products of integers and codes, which have one scale per output and group, with activations that have one per row and
+ * group. Weights are unsigned, four inputs per number of a vector; codes are replaced by integers of 16 bits. The sum
+ * of EXACT products fits into 32 bits, so it does not depend on the order. */
+#include "group_products.h"
 #include "lookup.h"
-#include "products.h"
 
-/* Rows that decode weights themselves: the tables of CODE4 occupy registers. */
-#define CODED_ROWS(form) ((form) == CODE4 && SUMS / 3 < TILE_ROWS ? SUMS / 3 : TILE_ROWS)
+#define CODED_ROWS (LANES == 16 ? 8 : 6) /* rows that share decoded weights */
+#define WIDTH 2                          /* vectors of outputs decoded at once */
+/* Rows that decode codes themselves: the tables occupy registers. */
+#define LOOKUP_ROWS (WORD_CODES || SUMS / 3 > CODED_ROWS ? CODED_ROWS : SUMS / 3)
+#define SIDE 2 /* rows multiplied in turn, so that more products are independent */
 
-typedef int16_t vs __attribute__((vector_size(4 * LANES)));
+#if SPLIT
+/* Add the products of a group and rows r to r + side: activations are 256 times their upper plus their lower bytes. */
+INLINE void add_side(int form, int side, int r, const coded_slice *s, int64_t i, int64_t group,
+                     const group_scales *scales, int first, const vi weight[QUADS][WIDTH], vf o[CODED_ROWS][VECTORS]) {
+    const int quads = group_of(form) < EXACT ? group_of(form) / 4 : QUADS;
+    vi lower[SIDE][WIDTH], upper[SIDE][WIDTH];
+#pragma GCC unroll 2
+    for (int n = 0; n < side; n++)
+#pragma GCC unroll 2
+        for (int v = 0; v < WIDTH; v++)
+            lower[n][v] = start_of(form, s, (r + n) * s->groups + group), upper[n][v] = (vi){0};
+#pragma GCC unroll 8
+    for (int k = 0; k < quads; k++)
+#pragma GCC unroll 2
+        for (int n = 0; n < side; n++) {
+            const int16_t *x = (const int16_t *)s->x + (r + n) * s->stride + i + 4 * k;
+            vi lower_four = broadcast(x), upper_four = broadcast(x + 2);
+#pragma GCC unroll 2
+            for (int v = 0; v < WIDTH; v++) {
+                lower[n][v] = multiply_bytes(lower[n][v], weight[k][v], lower_four);
+                upper[n][v] = multiply_bytes(upper[n][v], weight[k][v], upper_four);
+                HOLD(lower[n][v]);
+                HOLD(upper[n][v]);
+            }
+        }
+#pragma GCC unroll 2
+    for (int n = 0; n < side; n++)
+#pragma GCC unroll 2
+        for (int v = 0; v < WIDTH; v++) {
+            vi sum = (upper[n][v] << 8) + lower[n][v];
+            vf *to = &o[r + n][first + v];
+            *to = scaled(form, s, (r + n) * s->groups + group, scales, first + v, sum, *to);
+            HOLD(*to); /* otherwise compilers delay the additions and run out of registers */
+        }
+}
 
-INLINE vi multiply_pairs(vi sum, vi w, vi x) { /* pairs of 16-bit integers */
-#if defined(__AVX512VNNI__) && LANES == 16
-    return (vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
-#elif LANES == 16
-    return sum + (vi)_mm512_madd_epi16((__m512i)w, (__m512i)x);
-#elif defined(__AVXVNNI__) && LANES == 8
-    return (vi)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
-#elif defined(__AVX2__)
-    return sum + (vi)_mm256_madd_epi16((__m256i)w, (__m256i)x);
-#elif defined(__SSE2__) && LANES == 4
-    return sum + (vi)_mm_madd_epi16((__m128i)w, (__m128i)x);
-#else
-    return sum + (w << 16 >> 16) * (x << 16 >> 16) + (w >> 16) * (x >> 16);
+INLINE void add_split(int form, int rows, const coded_slice *s, int64_t i, int64_t group, vf o[CODED_ROWS][VECTORS]) {
+    const int quads = group_of(form) < EXACT ? group_of(form) / 4 : QUADS;
+    const uint8_t *w = s->w + i * input_bytes(form);
+    const group_scales scales = read_scales(form, s->scales + group * scale_bytes(form));
+#pragma GCC unroll 4
+    for (int first = 0; first < VECTORS; first += WIDTH) {
+        vi weight[QUADS][WIDTH];
+#pragma GCC unroll 8
+        for (int k = 0; k < quads; k++)
+#pragma GCC unroll 2
+            for (int v = 0; v < WIDTH; v++) {
+                const int line = has_bytes(form) ? k : k / 2;
+                vu stored = load_stored(w + 4 * LANES * (line * VECTORS + first + v));
+                weight[k][v] = (vi)(has_bytes(form) ? stored : stored >> 4 * (k % 2) & 0x0f0f0f0f);
+                HOLD(weight[k][v]);
+            }
+        const int side = rows > 5 ? SIDE : 1; /* gcc spills more vectors of 4 and 5 rows side by side */
+#pragma GCC unroll 8
+        for (int r = 0; r + side <= rows; r += side) add_side(form, side, r, s, i, group, &scales, first, weight, o);
+        if (rows % side) add_side(form, 1, rows - 1, s, i, group, &scales, first, weight, o);
+    }
+}
 #endif
-}
 
-/* Words of vector v and a pair of inputs. Pairs of bytes: inputs 0 and 2, 1 and 3. */
-INLINE vi stored_words(int form, const uint8_t *p, int v, int pair) {
-    vu stored;
-    memcpy(&stored, p + 4 * v * LANES, sizeof stored);
-    if (has_bytes(form)) return (vi)(pair ? (vs)stored >> 8 : (vs)stored << 8 >> 8);
-    return (vi)(stored >> 4 * pair & 0x000f000f);
-}
-
-/* Decode CODED_STEP inputs into pairs of words. CODE4: the 16 bytes of four outputs contain two inputs of one vector,
- * then of the next. Others: 4 bytes per output, see position. */
+/* Decode the step of inputs at p into pairs of words: inputs 0 and 2, 1 and 3 of every four. CODE4 without WORD_CODES:
+ * 0 and 1, 2 and 3; the 16 bytes of four outputs contain two inputs of one vector, then of the next. */
 INLINE void decode_words(int form, const uint8_t *p, const lookup *t, vi out[4 * VECTORS]) {
+#if !WORD_CODES
     if (form == CODE4) {
         for (int v = 0; v < VECTORS; v += 2) {
             vb pairs;
@@ -48,100 +86,93 @@ INLINE void decode_words(int form, const uint8_t *p, const lookup *t, vi out[4 *
         }
         return;
     }
-    for (int pair = 0; pair < step_of(form) / 2; pair++)
-        for (int v = 0; v < VECTORS; v++) out[pair * VECTORS + v] = stored_words(form, p, v, pair);
-}
-
-/* Inputs of a block */
-typedef struct {
-    const uint8_t *w;
-    const vi *tile; /* decoded weights, or null */
-    const void *scales;
-    const int16_t *x;      /* [rows][stride] */
-    const float *x_scales; /* [rows][groups] */
-    const int32_t *x_sums; /* [rows][groups]; Q4_0, Q4_1, Q4_K */
-    int64_t count, stride, groups;
-} coded_slice;
-
-/* o = o + sums times scales of a group */
-INLINE void add_scaled(int form, int rows, const coded_slice *s, int64_t group, vi sum[TILE_ROWS][VECTORS], float *o) {
-    vf scale[VECTORS], minimum[VECTORS];
-    const int numbers = scale_form_of(form);
-    const int64_t first = group * BLOCK * scales_of(form);
+#endif
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) {
-        scale[v] = load_as(numbers, s->scales, first + v * LANES);
-        if (has_minimum(form)) minimum[v] = load_as(numbers, s->scales, first + BLOCK + v * LANES);
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++) {
-        float x_scale = s->x_scales[r * s->groups + group];
-        int32_t x_sum = offset_of(form) || has_minimum(form) ? s->x_sums[r * s->groups + group] : 0;
+        vu stored = load_stored(p + 4 * v * LANES);
 #pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) {
-            float *at = o + r * UNIT + v * LANES;
-            vi products = offset_of(form) ? sum[r][v] - offset_of(form) * x_sum : sum[r][v];
-            vf next = load(at) + __builtin_convertvector(products, vf) * (scale[v] * x_scale);
-            if (has_minimum(form)) next += minimum[v] * ((float)x_sum * x_scale);
-            store(at, next);
+        for (int pair = 0; pair < step_of(form) / 2; pair++) {
+            vu words = stored >> (8 * (pair % 2) + 4 * (pair / 2));
+#if WORD_CODES
+            if (form == CODE4) {
+                out[pair * VECTORS + v] = look_up(t, (vi)words);
+                continue;
+            }
+#endif
+            out[pair * VECTORS + v] = (vi)(words & (has_bytes(form) ? 0x00ff00ff : 0x000f000f));
         }
     }
 }
 
-/* o: sums of INT8 are integers */
-INLINE void coded_kernel(int form, int rows, int tiled, const coded_slice *s, const lookup *t, float *o) {
-    const int step = step_of(form), group = group_of(form);
-    const int64_t length = !group ? s->count : group < EXACT ? group : EXACT;
-    const uint8_t *w = s->w;
-    const vi *tile = s->tile;
-    const int16_t *x = s->x;
-    for (int64_t i = 0; i < s->count; i += length) {
-        vi sum[TILE_ROWS][VECTORS];
-#pragma GCC unroll 16
-        for (int r = 0; r < rows; r++)
+/* Add the products of a group, of words. */
+INLINE void add_words(int form, int rows, int tiled, const coded_slice *s, const lookup *t, int64_t i, int64_t group,
+                      vf o[CODED_ROWS][VECTORS]) {
+    const int step = step_of(form), inputs = group_of(form) < EXACT ? group_of(form) : EXACT;
+    const int16_t *x = (const int16_t *)s->x + i;
+    vi sum[CODED_ROWS][VECTORS];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) sum[r][v] = form == INT8 ? (vi)load(o + r * UNIT + v * LANES) : (vi){0};
+        for (int v = 0; v < VECTORS; v++) sum[r][v] = start_of(form, s, r * s->groups + group);
 #pragma GCC unroll 1
-        for (int64_t k = 0; k < length; k += step, x += step) {
-            vi decoded[4 * VECTORS];
-            if (!tiled) prefetch(w);
-            if (!tiled && form == CODE4) decode_words(form, w, t, decoded);
+    for (int64_t k = 0; k < inputs; k += step, x += step) {
+        vi decoded[4 * VECTORS];
+        const vi *words = tiled ? s->tile + (i + k) / 2 * VECTORS : decoded;
+        if (!tiled) decode_words(form, s->w + (i + k) * input_bytes(form), t, decoded);
 #pragma GCC unroll 4
-            for (int pair = 0; pair < step / 2; pair++) {
-                vi weight[VECTORS];
+        for (int pair = 0; pair < step / 2; pair++) {
+            vi weight[VECTORS];
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) {
+                weight[v] = words[pair * VECTORS + v];
+                HOLD(weight[v]);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                vi input = broadcast(x + r * s->stride + 2 * pair);
 #pragma GCC unroll 4
                 for (int v = 0; v < VECTORS; v++) {
-                    weight[v] = tiled           ? tile[pair * VECTORS + v]
-                                : form == CODE4 ? decoded[pair * VECTORS + v]
-                                                : stored_words(form, w, v, pair);
-                    HOLD(weight[v]);
-                }
-#pragma GCC unroll 16
-                for (int r = 0; r < rows; r++) {
-                    int32_t two;
-                    memcpy(&two, x + r * s->stride + 2 * pair, sizeof two);
-                    vi input = two - (vi){0};
-#pragma GCC unroll 4
-                    for (int v = 0; v < VECTORS; v++) {
-                        sum[r][v] = multiply_pairs(sum[r][v], weight[v], input);
-                        HOLD(sum[r][v]); /* otherwise compilers delay the additions and run out of registers */
-                    }
+                    sum[r][v] = multiply_pairs(sum[r][v], weight[v], input);
+                    HOLD(sum[r][v]);
                 }
             }
-            if (tiled)
-                tile += step / 2 * VECTORS;
-            else
-                w += step * input_bytes(form);
         }
-        if (form != INT8) {
-            add_scaled(form, rows, s, i / group, sum, o);
+    }
+    const group_scales scales = read_scales(form, s->scales + group * scale_bytes(form));
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) {
+            o[r][v] = scaled(form, s, r * s->groups + group, &scales, v, sum[r][v], o[r][v]);
+            HOLD(o[r][v]);
+        }
+}
+
+/* o[rows][UNIT] = o + products of a slice, in groups of inputs */
+INLINE void coded_kernel(int form, int rows, int tiled, const coded_slice *s, const lookup *t, float *o) {
+    const int inputs = group_of(form) < EXACT ? group_of(form) : EXACT;
+    vf sum[CODED_ROWS][VECTORS];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) sum[r][v] = load(o + r * UNIT + v * LANES);
+#pragma GCC unroll 1
+    for (int64_t i = 0; i < s->count; i += inputs) {
+        const int64_t group = i / group_of(form);
+        if (!tiled) prefetch(s->w + i * input_bytes(form), inputs * input_bytes(form));
+        prefetch(s->scales + group * scale_bytes(form), scale_bytes(form));
+#if SPLIT
+        if (form != CODE4) {
+            add_split(form, rows, s, i, group, sum);
             continue;
         }
-#pragma GCC unroll 16
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) store(o + r * UNIT + v * LANES, (vf)sum[r][v]);
+#endif
+        add_words(form, rows, tiled, s, t, i, group, sum);
     }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) store(o + r * UNIT + v * LANES, sum[r][v]);
 }
 
 INLINE void coded_kernels(int form, int rows, const coded_slice *s, const lookup *t, float *o) {
@@ -149,7 +180,7 @@ INLINE void coded_kernels(int form, int rows, const coded_slice *s, const lookup
     case N:                                                                                                            \
         if (form == CODE4 && s->tile)                                                                                  \
             coded_kernel(form, N, 1, s, t, o);                                                                         \
-        else if (N <= CODED_ROWS(form))                                                                                \
+        else if (form != CODE4 || N <= LOOKUP_ROWS)                                                                    \
             coded_kernel(form, N, 0, s, t, o);                                                                         \
         break;
     switch (rows) {
@@ -159,26 +190,24 @@ INLINE void coded_kernels(int form, int rows, const coded_slice *s, const lookup
         CODED_CASE(4)
         CODED_CASE(5)
         CODED_CASE(6)
-#if TILE_ROWS > 6
+#if LANES == 16
         CODED_CASE(7)
         CODED_CASE(8)
-        CODED_CASE(9)
-        CODED_CASE(10)
-        CODED_CASE(11)
-        CODED_CASE(12)
 #endif
     }
 }
 
-/* Groups of rows share a strip of weights in the first cache; CODE4: decoded. */
-INLINE void coded_strips(int form, const coded_slice *block, int64_t group, const lookup *codes, int rows, float *o) {
+/* Groups of rows share a strip of weights in the first cache; CODE4: decoded. Few rows need one strip. */
+INLINE void coded_strips(int form, const coded_slice *block, const lookup *codes, int rows, float *o) {
     vi tile[STRIP / 2 * VECTORS];
-    int parts = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    int parts = (rows + CODED_ROWS - 1) / CODED_ROWS;
+    int is_single = rows <= (form == CODE4 ? LOOKUP_ROWS : CODED_ROWS);
+    int64_t length = is_single ? block->count : STRIP;
     coded_slice s = *block;
-    for (int64_t i = 0; i < block->count; i += STRIP, s.w += STRIP * input_bytes(form)) {
-        s.count = block->count - i < STRIP ? block->count - i : STRIP;
-        s.scales = (const char *)block->scales + i / group * scale_bytes(form);
-        if (form == CODE4) {
+    for (int64_t i = 0; i < block->count; i += length, s.w += length * input_bytes(form)) {
+        s.count = block->count - i < length ? block->count - i : length;
+        s.scales = block->scales + i / group_of(form) * scale_bytes(form);
+        if (form == CODE4 && !is_single) {
             s.tile = tile;
             for (int64_t k = 0; k < s.count; k += step_of(form)) {
                 __builtin_prefetch(s.w + (k + STRIP) * input_bytes(form));
@@ -186,9 +215,10 @@ INLINE void coded_strips(int form, const coded_slice *block, int64_t group, cons
             }
         }
         for (int part = 0, r = 0, n; part < parts; part++, r += n) {
-            int64_t at = r * s.groups + i / group;
+            int64_t at = r * s.groups + i / group_of(form);
             n = (rows - r + parts - part - 1) / (parts - part);
-            s.x = block->x + r * s.stride + i, s.x_scales = block->x_scales + at, s.x_sums = block->x_sums + at;
+            s.x = (const int16_t *)block->x + r * s.stride + i;
+            s.x_scales = block->x_scales + at, s.corrections = block->corrections + at;
             coded_kernels(form, n, &s, codes, o + r * UNIT);
         }
     }
@@ -197,28 +227,22 @@ INLINE void coded_strips(int form, const coded_slice *block, int64_t group, cons
 INLINE void coded_product_of(int form, const matrix *m, int64_t first, int blocks, activations a, int rows, float *o) {
     lookup codes;
     if (form == CODE4) codes = read_codes(m->code_bytes);
-    int64_t inputs = activation_stride(m), group = group_inputs(m), groups = m->inputs / group;
+    int64_t inputs = m->inputs, groups = inputs / group_of(form);
     for (int r = 0; r < rows; r++) memset(o + r * UNIT, 0, blocks * BLOCK * sizeof *o);
     for (int b = 0; b < blocks; b++) {
         const uint8_t *w = (const uint8_t *)m->weights + (first + b) * inputs * input_bytes(form);
         const char *scales = (const char *)m->scales + (first + b) * groups * scale_bytes(form);
-        coded_slice s = {w, 0, scales, a.x, a.scales, a.sums, inputs, inputs, groups};
-        if (rows <= CODED_ROWS(form))
-            coded_kernels(form, rows, &s, &codes, o + b * BLOCK);
-        else
-            coded_strips(form, &s, group, &codes, rows, o + b * BLOCK);
+        coded_slice s = {w, 0, scales, a.x, a.scales, a.corrections, inputs, inputs, groups};
+        coded_strips(form, &s, &codes, rows, o + b * BLOCK);
     }
-    for (int r = 0; form == INT8 && r < rows; r++)
-        for (int j = 0; j < blocks * BLOCK; j += LANES) {
-            float *at = o + r * UNIT + j;
-            vf scale = load((const float *)m->scales + first * BLOCK + j);
-            store(at, __builtin_convertvector((vi)load(at), vf) * (a.scales[r] * scale));
-        }
 }
 
 void coded_product(const matrix *m, int64_t first, int blocks, activations a, int rows, float *o) {
+    if (m->narrow) {
+        narrow_product(m, first, blocks, a, rows, o);
+        return;
+    }
     switch (m->form) {
-    case INT8: coded_product_of(INT8, m, first, blocks, a, rows, o); break;
     case CODE4: coded_product_of(CODE4, m, first, blocks, a, rows, o); break;
     case Q8_0: coded_product_of(Q8_0, m, first, blocks, a, rows, o); break;
     case Q4_0: coded_product_of(Q4_0, m, first, blocks, a, rows, o); break;

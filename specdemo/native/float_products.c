@@ -30,7 +30,7 @@ INLINE void kernel(int form, int rows, int blocks, const slice *s, const float *
 #pragma GCC unroll 4
         for (int b = 0; b < blocks; b++) {
             vf weight[VECTORS];
-            if (rows > 1) prefetch(w + b * s->block_bytes);
+            if (rows > 1) prefetch(w + b * s->block_bytes, 1);
             decode(form, w + b * s->block_bytes, weight);
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++) HOLD(weight[v]);
@@ -97,7 +97,7 @@ INLINE void unit_product(int form, const matrix *m, int64_t first, int blocks, c
             if (tiled) {
                 for (int64_t i = 0; i < s.count; i++) {
                     vf weight[VECTORS];
-                    prefetch(s.w + i * input_bytes(form));
+                    prefetch(s.w + i * input_bytes(form), 1);
                     decode(form, s.w + i * input_bytes(form), weight);
                     for (int v = 0; v < VECTORS; v++) store(tile + i * BLOCK + v * LANES, weight[v]);
                 }

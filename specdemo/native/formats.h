@@ -7,13 +7,13 @@
     X(F32, 32, 0, 0, F32, 0, 0, 0)                                                                                     \
     X(BF16, 16, 0, 0, F32, 0, 0, 0)                                                                                    \
     X(F16, 16, 0, 0, F32, 0, 0, 0)                                                                                     \
-    X(INT8, 8, 0, 1, F32, 127, 4, 0)                                                                                   \
-    X(CODE4, 4, 64, 1, F32, 2047, 4, 0)                                                                                \
-    X(Q8_0, 8, 32, 1, F16, 32767, 4, 0)                                                                                \
-    X(Q4_0, 4, 32, 1, F16, 32767, 8, 8)                                                                                \
-    X(Q4_1, 4, 32, 2, F16, 32767, 8, 0)                                                                                \
-    X(Q4_K, 4, 32, 2, F32, 32767, 8, 0)                                                                                \
-    X(Q6_K, 8, 16, 1, F32, 32767, 4, 0)
+    X(INT8, 8, 0, 1, F32, 127, 4, 128)                                                                                 \
+    X(CODE4, 4, 64, 1, F32, 2047, WORD_CODES ? 8 : 4, 0)                                                               \
+    X(Q8_0, 8, 32, 1, F16, 32639, 4, 128)                                                                              \
+    X(Q4_0, 4, 32, 1, F16, 32639, 8, 8)                                                                                \
+    X(Q4_1, 4, 32, 2, F16, 32639, 8, 0)                                                                                \
+    X(Q4_K, 4, 32, 2, F32, 32639, 8, 0)                                                                                \
+    X(Q6_K, 8, 16, 1, F32, 32639, 4, 128)
 
 #define ENTRY(NAME, BITS, GROUP, SCALES, SCALE, PEAK, STEP, OFFSET)                                                    \
     [NAME] = {#NAME, BITS, GROUP, SCALES, SCALE, PEAK, STEP, OFFSET},
@@ -49,4 +49,4 @@ INLINE int64_t group_inputs(const matrix *m) { return FORMATS[m->form].group ? F
 INLINE int64_t block_count(const matrix *m) { return ((int64_t)m->outputs + BLOCK - 1) / BLOCK; }
 
 int64_t position(const matrix *m, int64_t n, int64_t k, int *shift);
-float weight_of(const matrix *m, int64_t n, int64_t k);
+void read_row(const matrix *m, int64_t n, float *o);

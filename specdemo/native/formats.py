@@ -45,9 +45,8 @@ class Format:
         outputs += -outputs % block
         stored = inputs + -inputs % 4 if self.has_bytes else inputs
         groups = inputs // self.group if self.group else 1
-        sums = 4 * outputs if self.name == "INT8" else 0
         tables = 16 * 4 + 32 if self.has_codes else 0
-        return outputs * (stored * self.bits + groups * self.scales * self.scale_bits) // 8 + sums + tables
+        return outputs * (stored * self.bits + groups * self.scales * self.scale_bits) // 8 + tables
 
 
 FORMATS: dict[str, Format] = {

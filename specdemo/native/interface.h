@@ -12,11 +12,11 @@ typedef struct {
     /* INT8: float [n]; CODE4: float [n / BLOCK][k / 64][BLOCK]; Q8_0, Q4_0: half [n / BLOCK][k / 32][BLOCK];
      * Q4_1: half, Q4_K: float [n / BLOCK][k / 32][s, m][BLOCK]; Q6_K: float [n / BLOCK][k / 16][BLOCK] */
     const void *scales;
-    const int32_t *sums;       /* INT8: sum of the weights of each output */
     const float *codes;        /* CODE4: 16 values */
     const uint8_t *code_bytes; /* CODE4: low, then high bytes of the values as integers, see set_code_bytes */
     const float *bias;         /* [n] or null */
     int32_t form, outputs, inputs;
+    int32_t narrow; /* forms of GGUF files: activations have 8 instead of 16 bits */
 } matrix;
 
 enum activation { SILU, GELU_TANH, GELU_ERF };
@@ -35,30 +35,47 @@ typedef struct {
     const matrix *embedding;    /* or null: `head` */
     const matrix *positions;    /* added to the embedding, or null */
     const float *channel_scale; /* factors of the embedding channels, or null */
-    const float *leave;
+    /* A drafting head (EAGLE-3, 2503.01840): `fuse` maps the target's states to the residual stream, and the first
+     * layer receives [normalised embedding; stream normalised with `stream_norm`]; or null */
+    const matrix *fuse;
+    const float *stream_norm, *leave;
     matrix head;
     int32_t layer_count, width, inner, heads, kv_heads, head_dim, cache_form;
     int32_t rotated; /* values of a head */
     int32_t activation, gated, centred,
-        parallel; /* centred: LayerNorm; parallel: attention and MLP have the same input */
+        parallel;     /* centred: LayerNorm; parallel: attention and MLP have the same input */
+    int32_t replaced; /* the stream of a drafting head is replaced by the normalised one */
     float epsilon, embedding_scale, attention_cap, logit_cap; /* cap * tanh(x / cap), or 0 */
 } model;
 
+/* A text of a pass: its cache, and its rows, which follow those of the previous text. */
+typedef struct {
+    char *cache;                /* [layers][keys then values of kv_heads], see cache.c */
+    float *states;              /* [capacity][taps][width] hidden states, or null */
+    const float *target_states; /* [rows][inputs of `fuse`]; null: one row continues `own_state` */
+    float *own_state;           /* [width] stream that leaves the last layer of the last row of a drafting head */
+    int64_t capacity;
+    int32_t rows, held; /* row i is stored at cache position held + i */
+    int32_t last;       /* rows with logits, the last ones of the text */
+} text;
+
 typedef struct {
     const model *model;
-    char *cache;                    /* [layers][keys then values of kv_heads][capacity][padded head_dim] */
-    const float *cosines, *sines;   /* [positions][rotated / 2] */
-    const int32_t *ids, *positions; /* [rows]; row r is stored at cache position held + r */
-    const int32_t *prefix;          /* [rows] leading cache positions that the row sees */
+    const text *texts;
+    const float *cosines, *sines;   /* [rotations][rotated / 2] */
+    const int32_t *ids, *positions; /* [rows] */
+    const int32_t *prefix;          /* [rows] leading cache positions of the text that the row sees */
     /* Further visible positions of row r: extra[extra_start[r]..extra_start[r + 1]] */
     const int32_t *extra, *extra_start;
-    const int32_t *taps; /* [layers] index in `hidden`, or -1; or null */
-    float *hidden;       /* [taps][rows][width]: residual stream after a layer */
-    float *logits;       /* [last][vocabulary] */
+    const int32_t *taps; /* [tap_count] hidden states: i enters layer i, layer_count leaves the final norm */
+    float *logits;       /* [last rows of all texts][vocabulary] */
     float *scratch;      /* scratch_floats() */
-    int64_t capacity;
-    int32_t rows, last, held, threads;
     const int32_t *stop; /* the pass ends early when this is not 0; or null */
+    /* Nanoseconds, summed over threads: QKV, value, attention, out, gate, down and head, then what follows each; or
+     * null
+     */
+    int64_t *times;
+    int32_t text_count, rows, rotations, tap_count, threads;
 } pass;
 
 typedef struct {
@@ -67,9 +84,13 @@ typedef struct {
     float *probs, *scratch; /* [count][vocab], [vocab]; the same */
     float *peaks, *chosen;  /* [count] largest logits, probabilities of the tokens */
     int32_t *tokens;        /* [count] */
+    const int32_t *ids;     /* [vocab] tokens of the logits; null: their indices */
     int64_t top_k, vocab;   /* the first `vocab` logits are considered */
     float temperature;
-    int32_t count;
+    /* The chain ends before a token if the product of the largest probabilities at temperature 1 so far is below
+     * `least_reach`, whose value 0 has no effect. */
+    float least_reach;
+    int32_t count, drawn; /* drawn: output */
 } chain;
 
 /* A structure (size in bytes, offset 0) or a field of one, named structure.field. */
@@ -87,7 +108,7 @@ typedef struct {
     int32_t scale_form;      /* of these numbers */
     int32_t activation_peak; /* largest integer of quantised activations; 0: activations are floats */
     int32_t step;            /* inputs decoded at once */
-    int32_t offset;          /* subtracted from each stored integer */
+    int32_t offset;          /* subtracted from each stored, unsigned integer */
 } format;
 
 enum result { DONE, NO_MEMORY, STOPPED, INVALID };
@@ -98,9 +119,11 @@ int block_outputs(void);
 int vector_outputs(void);
 const char *vector_extensions(void);
 void set_code_bytes(const float *codes, uint8_t *bytes);
+void matrix_rows(const matrix *m, const int64_t *outputs, int64_t count, float *rows);
 const char *check_model(const model *m);
 const char *check_pass(const pass *p);
 int64_t scratch_floats(const model *m, int32_t rows);
 int run_pass(const pass *requested);
-int draft_chain(const pass *first, const chain *c);
+int draft_chain(const pass *first, chain *c);
+int write_rows(const matrix *m, int64_t first, int64_t count, const float *rows);
 int self_check(void);

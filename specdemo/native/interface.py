@@ -16,8 +16,8 @@ class MatrixStruct(ctypes.Structure):
     """Weights of a linear layer; without weights: no layer."""
 
     _fields_ = [
-        *((name, _ADDRESS) for name in ("weights", "scales", "sums", "codes", "code_bytes", "bias")),
-        *((name, _INT32) for name in ("form", "outputs", "inputs")),
+        *((name, _ADDRESS) for name in ("weights", "scales", "codes", "code_bytes", "bias")),
+        *((name, _INT32) for name in ("form", "outputs", "inputs", "narrow")),
     ]
 
 
@@ -36,23 +36,32 @@ class ModelStruct(ctypes.Structure):
     """Layers, embeddings, head and sizes of a model."""
 
     _fields_ = [
-        *((name, _ADDRESS) for name in ("layers", "embedding", "positions", "channel_scale", "leave")),
+        *((name, _ADDRESS) for name in ("layers", "embedding", "positions", "channel_scale")),
+        *((name, _ADDRESS) for name in ("fuse", "stream_norm", "leave")),
         ("head", MatrixStruct),
         *((name, _INT32) for name in ("layer_count", "width", "inner", "heads", "kv_heads", "head_dim", "cache_form")),
-        *((name, _INT32) for name in ("rotated", "activation", "gated", "centred", "parallel")),
+        *((name, _INT32) for name in ("rotated", "activation", "gated", "centred", "parallel", "replaced")),
         *((name, _FLOAT) for name in ("epsilon", "embedding_scale", "attention_cap", "logit_cap")),
     ]
 
 
-class PassStruct(ctypes.Structure):
-    """Rows of a forward pass, their visible cache positions, and the buffers for results."""
+class TextStruct(ctypes.Structure):
+    """Cache of a text of a pass, and the number of its rows."""
 
     _fields_ = [
-        *((name, _ADDRESS) for name in ("model", "cache", "cosines", "sines", "ids", "positions", "prefix")),
-        *((name, _ADDRESS) for name in ("extra", "extra_start", "taps", "hidden", "logits", "scratch")),
+        *((name, _ADDRESS) for name in ("cache", "states", "target_states", "own_state")),
         ("capacity", _INT64),
-        *((name, _INT32) for name in ("rows", "last", "held", "threads")),
-        ("stop", _ADDRESS),
+        *((name, _INT32) for name in ("rows", "held", "last")),
+    ]
+
+
+class PassStruct(ctypes.Structure):
+    """Rows of the texts of a forward pass, their visible cache positions, and the buffers for results."""
+
+    _fields_ = [
+        *((name, _ADDRESS) for name in ("model", "texts", "cosines", "sines", "ids", "positions", "prefix")),
+        *((name, _ADDRESS) for name in ("extra", "extra_start", "taps", "logits", "scratch", "stop", "times")),
+        *((name, _INT32) for name in ("text_count", "rows", "rotations", "tap_count", "threads")),
     ]
 
 
@@ -61,10 +70,10 @@ class ChainStruct(ctypes.Structure):
 
     _fields_ = [
         ("top_p", _DOUBLE),
-        *((name, _ADDRESS) for name in ("uniforms", "probs", "scratch", "peaks", "chosen", "tokens")),
+        *((name, _ADDRESS) for name in ("uniforms", "probs", "scratch", "peaks", "chosen", "tokens", "ids")),
         *((name, _INT64) for name in ("top_k", "vocab")),
-        ("temperature", _FLOAT),
-        ("count", _INT32),
+        *((name, _FLOAT) for name in ("temperature", "least_reach")),
+        *((name, _INT32) for name in ("count", "drawn")),
     ]
 
 
@@ -114,6 +123,7 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "matrix": MatrixStruct,
     "layer": LayerStruct,
     "model": ModelStruct,
+    "text": TextStruct,
     "pass": PassStruct,
     "chain": ChainStruct,
     "format": _Format,
@@ -126,11 +136,13 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "vector_outputs": (_INT, ()),
     "vector_extensions": (ctypes.c_char_p, ()),
     "set_code_bytes": (None, (_ADDRESS, _ADDRESS)),
+    "matrix_rows": (None, (ctypes.POINTER(MatrixStruct), _ADDRESS, _INT64, _ADDRESS)),
     "check_model": (ctypes.c_char_p, (ctypes.POINTER(ModelStruct),)),
     "check_pass": (ctypes.c_char_p, (ctypes.POINTER(PassStruct),)),
     "scratch_floats": (_INT64, (ctypes.POINTER(ModelStruct), _INT32)),
     "run_pass": (_INT, (ctypes.POINTER(PassStruct),)),
     "draft_chain": (_INT, (ctypes.POINTER(PassStruct), ctypes.POINTER(ChainStruct))),
+    "write_rows": (_INT, (ctypes.POINTER(MatrixStruct), _INT64, _INT64, _ADDRESS)),
     "self_check": (_INT, ()),
     "largest_logits": (None, (_ADDRESS, _INT64, _INT64, _INT64, _ADDRESS, _ADDRESS)),
     "distributions": (
@@ -139,7 +151,8 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     ),
     "invert": (_INT64, (_ADDRESS, _INT64, _DOUBLE)),
     "compare_drafts": (_INT, (_ADDRESS, _ADDRESS, _INT64, _INT64, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS)),
-    "residual": (_DOUBLE, (_ADDRESS, _ADDRESS, _INT64, _ADDRESS)),
+    "excess": (_DOUBLE, (_ADDRESS, _ADDRESS, _FLOAT, _INT64)),
+    "residual": (_DOUBLE, (_ADDRESS, _ADDRESS, _FLOAT, _INT64, _ADDRESS)),
 }
 
 

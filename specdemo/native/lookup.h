@@ -4,6 +4,24 @@
 
 #define CODE_PEAK 32767 /* integer of the largest code */
 
+/* Layouts of CODE4: that of other integers if an instruction looks words up, else one for two tables of bytes */
+#if WORD_CODES
+typedef struct {
+    vi values; /* words, repeated: the upper bit of five is ignored */
+} lookup;
+
+INLINE lookup read_codes(const uint8_t *bytes) {
+    lookup t;
+    for (int i = 0; i < 32; i++) {
+        uint16_t word = bytes[i % 16] | bytes[16 + i % 16] << 8;
+        memcpy((char *)&t.values + 2 * i, &word, sizeof word);
+    }
+    return t;
+}
+INLINE vi look_up(const lookup *t, vi words) { /* by the lower four bits */
+    return (vi)_mm512_permutexvar_epi16((__m512i)words, (__m512i)t->values);
+}
+#else
 typedef struct {
     vb low, high;
 } lookup; /* bytes of the 16 values, repeated every 16 bytes */
@@ -16,11 +34,7 @@ INLINE lookup read_codes(const uint8_t *bytes) {
 }
 
 /* table[index], and the values (low, high) of the lower and upper half of every 16 bytes */
-#if LANES == 16
-INLINE vb look_up(vb table, vb index) { return (vb)_mm512_shuffle_epi8((__m512i)table, (__m512i)index); }
-INLINE vi lower(vb low, vb high) { return (vi)_mm512_unpacklo_epi8((__m512i)low, (__m512i)high); }
-INLINE vi upper(vb low, vb high) { return (vi)_mm512_unpackhi_epi8((__m512i)low, (__m512i)high); }
-#elif defined(__AVX2__)
+#if defined(__AVX2__)
 INLINE vb look_up(vb table, vb index) { return (vb)_mm256_shuffle_epi8((__m256i)table, (__m256i)index); }
 INLINE vi lower(vb low, vb high) { return (vi)_mm256_unpacklo_epi8((__m256i)low, (__m256i)high); }
 INLINE vi upper(vb low, vb high) { return (vi)_mm256_unpackhi_epi8((__m256i)low, (__m256i)high); }
@@ -41,4 +55,5 @@ INLINE vi half_of(vb low, vb high, int first) {
 }
 INLINE vi lower(vb low, vb high) { return half_of(low, high, 0); }
 INLINE vi upper(vb low, vb high) { return half_of(low, high, 8); }
+#endif
 #endif

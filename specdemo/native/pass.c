@@ -2,45 +2,62 @@
  *
  * Batch invariance: every output of a row is computed by the same operations in the same order for any number of rows
  * and threads. Matrices are stored in blocks of outputs, [n / BLOCK][k][BLOCK]; each sum is accumulated over k in
- * ascending order. Attention visits the visible keys of a row in the order of the text.
+ * ascending order. Attention adds sections of the visible positions of a row, see attention.c.
  */
 #include "sampling.h"
 #include "thread_pool.h"
 
-/* Compute the logits of the last `last` rows. Returns a `result`; only DONE means that the logits are complete. */
+/* Compute the logits of the last rows of each text. Returns a `result`; only DONE means that they are complete. */
 int run_pass(const pass *requested) {
     if (check_pass(requested)) return INVALID;
     pass limited = *requested, *p = &limited;
     p->threads = p->threads < MAX_THREADS ? p->threads : MAX_THREADS;
     state s = lay_out(p);
-    embed(&s);
-    if (!run_phases(&s, p->threads, larger_of(attention_floats(p), (int64_t)p->rows * UNIT))) return NO_MEMORY;
+    enter(&s);
+    int64_t floats = larger_of(attention_floats(p->model), (int64_t)p->rows * UNIT);
+    if (!run_phases(&s, p->threads, floats)) return NO_MEMORY;
     return s.stopped ? STOPPED : DONE;
 }
 
 static int is_valid(const pass *first, const chain *c) {
-    if (check_pass(first) || first->last != 1 || !c->tokens || !c->peaks || !c->chosen) return 0;
+    if (check_pass(first) || first->text_count != 1 || first->texts->last != 1 || !c->tokens || !c->peaks || !c->chosen)
+        return 0;
     if (c->count < 1 || c->vocab < 1 || c->vocab > first->model->head.outputs) return 0;
     return !(c->temperature > 0) || (c->uniforms && c->probs && c->scratch);
 }
 
+/* Sample a token from the logits. Returns 0 if the chain ends before it. */
+static int draw(const pass *p, const chain *c, int i, double *reach) {
+    int32_t *token = c->tokens + i;
+    largest_logits(p->logits, 1, c->vocab, c->vocab, token, c->peaks + i);
+    if (c->least_reach > 0 && (*reach *= largest_probability(p->logits, c->vocab, c->peaks[i])) < c->least_reach)
+        return 0;
+    if (c->temperature > 0) {
+        float *probs = c->probs + i * c->vocab;
+        distributions(p->logits, 1, c->vocab, c->vocab, c->temperature, c->top_k, c->top_p, probs, c->scratch);
+        *token = (int32_t)invert(probs, c->vocab, c->uniforms[i]);
+        c->chosen[i] = probs[*token];
+    }
+    if (c->ids) *token = c->ids[*token];
+    return 1;
+}
+
 /* Sample a chain; `first` has one row of logits. Returns a `result`. */
-int draft_chain(const pass *first, const chain *c) {
+int draft_chain(const pass *first, chain *c) {
     if (!is_valid(first, c)) return INVALID;
     pass p = *first;
+    text t = *first->texts;
     int32_t position, prefix, starts[2] = {0, 0};
-    for (int i = 0; i < c->count; i++) {
+    double reach = 1; /* product of the largest probabilities */
+    p.texts = &t;
+    for (c->drawn = 0; c->drawn < c->count; c->drawn++) {
         int result = run_pass(&p);
         if (result != DONE) return result;
-        largest_logits(p.logits, 1, c->vocab, c->vocab, c->tokens + i, c->peaks + i);
-        if (c->temperature > 0) {
-            float *probs = c->probs + i * c->vocab;
-            distributions(p.logits, 1, c->vocab, c->vocab, c->temperature, c->top_k, c->top_p, probs, c->scratch);
-            c->tokens[i] = (int32_t)invert(probs, c->vocab, c->uniforms[i]);
-            c->chosen[i] = probs[c->tokens[i]];
-        }
-        position = p.held += p.rows, prefix = position + 1;
-        p.rows = 1, p.ids = c->tokens + i, p.positions = &position, p.prefix = &prefix, p.extra_start = starts;
+        if (!draw(&p, c, c->drawn, &reach)) break;
+        position = t.held += t.rows, prefix = position + 1;
+        t.target_states = 0;
+        p.rows = t.rows = 1, p.ids = c->tokens + c->drawn, p.positions = &position, p.prefix = &prefix;
+        p.extra_start = starts;
     }
     return DONE;
 }

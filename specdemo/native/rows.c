@@ -47,39 +47,86 @@ static void norm(const model *m, const float *x, const float *gain, float *o) {
         rms_norm(x, gain, m->epsilon, m->width, o);
 }
 
-void *quantised_row(const state *s, const matrix *m, int64_t r) {
-    return (char *)s->quantised + r * activation_stride(m) * activation_bytes(m->form);
+static void *quantised_row(const state *s, const matrix *m, int64_t r) {
+    return (char *)s->quantised + r * activation_stride(m) * activation_bytes(m);
 }
 
-void quantise_rows(state *s, const matrix *next, const float *inputs, int64_t input_stride, int first) {
+void quantise_rows(state *s, const matrix *next, const float *inputs, int64_t input_stride, int rows) {
     if (!is_coded(next->form)) return;
     int64_t groups = next->inputs / group_inputs(next);
-    for (int r = first; r < s->p->rows; r++)
+    for (int r = 0; r < rows; r++)
         quantise_row(next, inputs + r * input_stride, quantised_row(s, next, r), s->x_scales + r * groups,
-                     s->x_sums + r * groups);
+                     s->corrections + r * groups);
 }
 
-void normalise(state *s, const float *gain, const matrix *next, int first) {
+void normalise(state *s, const float *gain, const matrix *next) {
     const model *m = s->p->model;
-    for (int r = first; r < s->p->rows; r++)
-        norm(m, s->rows + (int64_t)r * m->width, gain, s->input + r * input_width(m));
-    quantise_rows(s, next, s->input, input_width(m), first);
+    for (int r = 0; r < s->p->rows; r++) norm(m, s->rows + (int64_t)r * m->width, gain, s->input + r * input_width(m));
+    quantise_rows(s, next, s->input, input_width(m), s->p->rows);
 }
 
-void embed(state *s) {
+/* Input of the head: the rows with logits */
+void normalise_last(state *s) {
     const model *m = s->p->model;
-    for (int r = 0; r < s->p->rows; r++) {
-        int64_t id = s->p->ids[r], width = m->width;
-        float *o = s->rows + r * width;
-        for (int64_t i = 0; i < width; i++) o[i] = weight_of(m->embedding ? m->embedding : &m->head, id, i);
-        if (m->embedding_scale != 1.0f)
-            for (int64_t i = 0; i < width; i++) o[i] *= m->embedding_scale;
-        if (m->positions)
-            for (int64_t i = 0; i < width; i++) o[i] += weight_of(m->positions, s->p->positions[r], i);
-        if (m->channel_scale)
-            for (int64_t i = 0; i < width; i++) o[i] *= m->channel_scale[i];
+    for (int i = 0; i < s->last; i++)
+        norm(m, s->rows + (int64_t)s->head_rows[i] * m->width, m->leave, s->input + i * input_width(m));
+    quantise_rows(s, &m->head, s->input, input_width(m), s->last);
+}
+
+static void embed(const state *s, int r, float *o) {
+    const model *m = s->p->model;
+    int64_t width = m->width;
+    read_row(m->embedding ? m->embedding : &m->head, s->p->ids[r], o);
+    if (m->embedding_scale != 1.0f)
+        for (int64_t i = 0; i < width; i++) o[i] *= m->embedding_scale;
+    if (m->positions) {
+        read_row(m->positions, s->p->positions[r], s->qkv);
+        add(o, s->qkv, width);
     }
-    normalise(s, m->layers[0]->enter, &m->layers[0]->qkv, 0);
+    if (m->channel_scale)
+        for (int64_t i = 0; i < width; i++) o[i] *= m->channel_scale[i];
+}
+
+/* Input of the first layer of a drafting head: embeddings and residual stream */
+void combine(state *s) {
+    const model *m = s->p->model;
+    const layer *first = m->layers[0];
+    for (int r = 0; r < s->p->rows; r++) {
+        float *o = s->input + r * input_width(m), *second = o + m->width, *stream = s->rows + (int64_t)r * m->width;
+        embed(s, r, second);
+        norm(m, second, first->enter, o);
+        norm(m, stream, m->stream_norm, second);
+        if (m->replaced) memcpy(stream, second, m->width * sizeof *o);
+    }
+    quantise_rows(s, &first->qkv, s->input, input_width(m), s->p->rows);
+}
+
+static void enter_head(state *s) {
+    const pass *p = s->p;
+    const model *m = p->model;
+    if (!p->texts->target_states) {
+        for (int t = 0; t < p->text_count; t++)
+            memcpy(s->rows + (int64_t)t * m->width, p->texts[t].own_state, m->width * sizeof *s->rows);
+        combine(s);
+        return;
+    }
+    int64_t inputs = m->fuse->inputs;
+    for (int t = 0, r = 0; t < p->text_count; r += p->texts[t++].rows)
+        memcpy(s->gated + r * inputs, p->texts[t].target_states, p->texts[t].rows * inputs * sizeof *s->gated);
+    quantise_rows(s, m->fuse, s->gated, inputs, p->rows);
+    s->first = FUSE;
+}
+
+/* Prepare the first phase. */
+void enter(state *s) {
+    const model *m = s->p->model;
+    if (m->fuse) {
+        enter_head(s);
+        return;
+    }
+    for (int r = 0; r < s->p->rows; r++) embed(s, r, s->rows + (int64_t)r * m->width);
+    copy_states(s, 0);
+    normalise(s, m->layers[0]->enter, &m->layers[0]->qkv);
 }
 
 /* Add the outputs in `qkv`, normalised if there is a gain, to the residual stream. */
@@ -92,9 +139,23 @@ void add_outputs(state *s, const float *gain) {
     }
 }
 
-void copy_hidden(state *s, int l) {
+/* Store the residual stream that enters layer `l`, normalised after the last layer. */
+void copy_states(state *s, int l) {
     const pass *p = s->p;
-    if (!p->taps || p->taps[l] < 0) return;
-    int64_t count = (int64_t)p->rows * p->model->width;
-    memcpy(p->hidden + p->taps[l] * count, s->rows, count * sizeof *s->rows);
+    const model *m = p->model;
+    for (int t = 0, end = 0; m->fuse && l == m->layer_count && t < p->text_count; t++) {
+        end += p->texts[t].rows;
+        memcpy(p->texts[t].own_state, s->rows + (int64_t)(end - 1) * m->width, m->width * sizeof *s->rows);
+    }
+    for (int i = 0; i < p->tap_count; i++)
+        for (int t = 0, r = 0; p->taps[i] == l && t < p->text_count; r += p->texts[t++].rows)
+            for (int j = 0; p->texts[t].states && j < p->texts[t].rows; j++) {
+                const text *to = p->texts + t;
+                const float *row = s->rows + (int64_t)(r + j) * m->width;
+                float *state_of_row = to->states + ((int64_t)(to->held + j) * p->tap_count + i) * m->width;
+                if (l < m->layer_count)
+                    memcpy(state_of_row, row, m->width * sizeof *row);
+                else
+                    norm(m, row, m->leave, state_of_row);
+            }
 }

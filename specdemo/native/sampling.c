@@ -94,7 +94,7 @@ INLINE float threshold(double (*weight)(const float *, int64_t, float), const fl
     return from_ordered((int32_t)least);
 }
 
-/* Set all but the `top_k` largest logits to -infinity; equal ones are kept. */
+/* Set all but the `top_k` largest logits to -infinity; values equal to the smallest of them stay. */
 static void keep_largest(float *x, int64_t count, int64_t top_k) {
     float limit = threshold(number_from, x, count, -INFINITY, x[first_largest(x, count)], (double)top_k);
     for (int64_t i = 0; i < count; i++) x[i] = x[i] < limit ? -INFINITY : x[i];
@@ -127,13 +127,13 @@ static double keep_nucleus(float *x, int64_t count, double sum, double needed, f
     float next = from_ordered(ordered(limit) + 1);
     double above = mass_from(scratch, candidates, next),
            equal = number_from(scratch, candidates, limit) - number_from(scratch, candidates, next);
-    double kept = fmin(equal, fmax(1, ceil((needed - above) / limit)));
+    double retained = fmin(equal, fmax(1, ceil((needed - above) / limit)));
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) store(x + i, choose(load(x + i) >= limit, load(x + i), fill(0)));
     for (; i < count; i++) x[i] = x[i] >= limit ? x[i] : 0;
-    for (double surplus = equal - kept; surplus > 0;)
+    for (double surplus = equal - retained; surplus > 0;)
         if (x[--i] == limit) x[i] = 0, surplus--;
-    return above + kept * limit;
+    return above + retained * limit;
 }
 
 /* probs[rows][count]: temperature, top-k (0: all), top-p and softmax; scratch[count] */
@@ -152,6 +152,16 @@ void distributions(const float *logits, int64_t rows, int64_t stride, int64_t co
         for (i = 0; i + LANES <= count; i += LANES) store(p + i, load(p + i) * factor);
         for (; i < count; i++) p[i] *= factor;
     }
+}
+
+/* Softmax of the largest logit, `peak` */
+double largest_probability(const float *logits, int64_t count, float peak) {
+    vf sum = {0};
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) sum += exponential(load(logits + i) - peak);
+    double mass = total(sum);
+    for (; i < count; i++) mass += exponential(fill(logits[i] - peak))[0];
+    return 1 / mass;
 }
 
 /* Invert the cumulative distribution of `probs`, which need not be normalised, at `uniform` in [0, 1). */
@@ -199,11 +209,25 @@ int compare_drafts(const float *p, const float *q, int64_t count, int64_t n, con
     return DONE;
 }
 
-/* o = max(p - q, 0), normalised; returns its sum before. */
-double residual(const float *p, const float *q, int64_t count, float *o) {
+/* Sum of max(weight p - q, 0) */
+double excess(const float *p, const float *q, float weight, int64_t count) {
+    enum { PART = 16 * LANES };
+    double sum = 0;
     int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) store(o + i, larger(load(p + i) - load(q + i), fill(0)));
-    for (; i < count; i++) o[i] = p[i] > q[i] ? p[i] - q[i] : 0;
+    for (; i + PART <= count; i += PART) {
+        vf part = {0};
+        for (int j = 0; j < PART; j += LANES) part += larger(weight * load(p + i + j) - load(q + i + j), fill(0));
+        sum += total(part);
+    }
+    for (; i < count; i++) sum += weight * p[i] > q[i] ? weight * p[i] - q[i] : 0;
+    return sum;
+}
+
+/* o = max(weight p - q, 0), normalised; returns its sum before. */
+double residual(const float *p, const float *q, float weight, int64_t count, float *o) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store(o + i, larger(weight * load(p + i) - load(q + i), fill(0)));
+    for (; i < count; i++) o[i] = weight * p[i] > q[i] ? weight * p[i] - q[i] : 0;
     double sum = mass_of(o, count);
     float factor = sum > 0 ? (float)(1 / sum) : 0;
     for (i = 0; i + LANES <= count; i += LANES) store(o + i, load(o + i) * factor);
@@ -215,18 +239,18 @@ double residual(const float *p, const float *q, int64_t count, float *o) {
 int sampling_is_exact(void) {
     enum { COUNT = 3 * LANES + 1, TOP_K = 2 * LANES };
     float logits[COUNT], probs[COUNT], scratch[COUNT];
-    double expected[COUNT], sum = 0, kept = 0;
+    double expected[COUNT], sum = 0, mass = 0;
     for (int i = 0; i < COUNT; i++)
         logits[i] = -0.05f * (float)(i * 11 % COUNT); /* largest first after a permutation */
     for (int rank = 0; rank < TOP_K; rank++) sum += exp(-0.1 * rank);
     distributions(logits, 1, COUNT, COUNT, 0.5f, TOP_K, 0.8, probs, scratch);
     for (int rank = 0; rank < COUNT; rank++) {
-        expected[rank] = rank < TOP_K && kept < 0.8 * sum ? exp(-0.1 * rank) : 0;
-        kept += expected[rank];
+        expected[rank] = rank < TOP_K && mass < 0.8 * sum ? exp(-0.1 * rank) : 0;
+        mass += expected[rank];
     }
     double before = 0;
     for (int i = 0; i < COUNT; i++) {
-        double p = expected[i * 11 % COUNT] / kept;
+        double p = expected[i * 11 % COUNT] / mass;
         if (!(fabs(probs[i] - p) <= 1e-6)) return 0;
         if (p > 0 && invert(probs, COUNT, before + p / 2) != i) return 0;
         before += p;

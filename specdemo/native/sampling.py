@@ -65,7 +65,12 @@ def compare_drafts(
     return values[:count], values[count:]
 
 
-def residual_probs(p: Tensor, q: Tensor) -> Tensor | None:
+def excess_mass(p: Tensor, q: Tensor, weight: float) -> float:
+    return _functions().excess(p.data_ptr(), q.data_ptr(), weight, len(p))
+
+
+def residual_probs(p: Tensor, q: Tensor, weight: float) -> Tensor | None:
     """Return the `residual` of p and q, or None if it is zero."""
     result = torch.empty_like(p)
-    return result if _functions().residual(p.data_ptr(), q.data_ptr(), len(p), result.data_ptr()) > 0 else None
+    mass = _functions().residual(p.data_ptr(), q.data_ptr(), weight, len(p), result.data_ptr())
+    return result if mass > 0 else None

@@ -23,9 +23,9 @@ static void set_weight(const matrix *m, int64_t k, int64_t n, int v) {
         ((uint16_t *)m->weights)[at] = a ? (uint16_t)((v < 0) << 15 | (e + 15) << 10 | (a << (10 - e) & 0x3ff)) : 0;
         break;
     }
-    case INT8: ((int32_t *)m->sums)[n] += v; /* fallthrough */
+    case INT8:
     case Q8_0:
-    case Q6_K: ((int8_t *)m->weights)[at] = (int8_t)v; break;
+    case Q6_K: ((uint8_t *)m->weights)[at] = (uint8_t)(v + FORMATS[m->form].offset); break;
     default: ((uint8_t *)m->weights)[at] |= (uint8_t)((v & 15) << shift);
     }
 }
@@ -36,9 +36,9 @@ static int functions_are_exact(void) {
         double expected[] = {x / (1 + exp(-x)), 0.5 * x * (1 + tanh(inner)), 0.5 * x * erfc(-x * 0.70710678118654752),
                              tanh(x)};
         vf v = fill((float)x),
-           found[] = {activate(SILU, v), activate(GELU_TANH, v), activate(GELU_ERF, v), hyperbolic_tangent(v)};
+           actual[] = {activate(SILU, v), activate(GELU_TANH, v), activate(GELU_ERF, v), hyperbolic_tangent(v)};
         for (int f = 0; f < 4; f++)
-            if (!(fabs(found[f][LANES - 1] - expected[f]) <= 1e-6 * (0.1 + fabs(expected[f])))) return 0;
+            if (!(fabs(actual[f][LANES - 1] - expected[f]) <= 1e-6 * (0.1 + fabs(expected[f])))) return 0;
     }
     return 1;
 }
@@ -49,7 +49,7 @@ int self_check(void) {
     enum { K = STRIP + TILE_INPUTS, N = 5 * BLOCK, ROWS = TILE_ROWS + 3 };
     static float weights[K * N], values[K * N], x[ROWS * K], scales[N * K / 16], codes[16], o[ROWS * UNIT],
         x_scales[ROWS * K / 16];
-    static int32_t sums[N], x_sums[ROWS * K / 16];
+    static correction corrections[ROWS * K / 16];
     static uint16_t halves[2 * N * K / EXACT];
     static uint8_t code_bytes[32];
     static int16_t quantised[ROWS * K];
@@ -61,21 +61,22 @@ int self_check(void) {
     for (int i = 0; i < 2 * N * K / EXACT; i++)
         halves[i] = (uint16_t)(0x3c00 + random_bits(&seed) % 0x400); /* 1 to 2 */
     for (int i = 0; i < ROWS * K; i++)
-        x[i] = i % K ? (float)(random_bits(&seed) % 255) - 127.0f : 127.0f; /* exact in 8 bits */
-    for (int form = 0; form < FORMAT_COUNT; form++) {
-        matrix m = {weights,    FORMATS[form].scale_form == F16 ? (void *)halves : (void *)scales,
-                    sums,       codes,
-                    code_bytes, 0,
-                    form,       N,
-                    K};
-        activations a = {quantised, x_scales, x_sums};
+        x[i] = i % 16 ? (float)(random_bits(&seed) % 255) - 127.0f : 127.0f; /* exact in 8 bits */
+    for (int kind = 0; kind < FORMAT_COUNT + FORMAT_COUNT - Q8_0; kind++) {
+        int narrow = kind >= FORMAT_COUNT, form = narrow ? kind - FORMAT_COUNT + Q8_0 : kind;
+        matrix m = {weights, FORMATS[form].scale_form == F16 ? (void *)halves : (void *)scales,
+                    codes,   code_bytes,
+                    0,       form,
+                    N,       K,
+                    narrow};
+        activations a = {quantised, x_scales, corrections};
         for (int r = 0; is_coded(form) && r < ROWS; r++) {
-            int64_t groups = r * (K / group_inputs(&m)), size = activation_bytes(form);
-            quantise_row(&m, x + r * K, (char *)quantised + r * K * size, x_scales + groups, x_sums + groups);
+            int64_t groups = r * (K / group_inputs(&m)), size = activation_bytes(&m);
+            quantise_row(&m, x + r * K, (char *)quantised + r * K * size, x_scales + groups, corrections + groups);
         }
-        memset(weights, 0, sizeof weights), memset(sums, 0, sizeof sums);
+        memset(weights, 0, sizeof weights);
         for (int i = 0; i < K * N; i++) set_weight(&m, i / N, i % N, (int)(random_bits(&seed) >> 25) - 64);
-        for (int i = 0; i < K * N; i++) values[i] = weight_of(&m, i % N, i / N);
+        for (int n = 0; n < N; n++) read_row(&m, n, values + n * K);
         for (int rows = 1; rows <= ROWS; rows++)
             for (int first = 0; first <= UNIT_BLOCKS; first += UNIT_BLOCKS) {
                 int blocks = first ? N / BLOCK - UNIT_BLOCKS : UNIT_BLOCKS;
@@ -88,8 +89,8 @@ int self_check(void) {
                 for (int r = 0; r < rows; r++)
                     for (int j = 0; j < blocks * BLOCK; j++) {
                         double sum = 0;
-                        for (int k = 0; k < K; k++) sum += (double)values[k * N + first * BLOCK + j] * x[r * K + k];
-                        double rounding = is_coded(form) && form != INT8 ? 5e-4 : 1e-5; /* of activations */
+                        for (int k = 0; k < K; k++) sum += (double)values[(first * BLOCK + j) * K + k] * x[r * K + k];
+                        double rounding = form == CODE4 ? 5e-4 : 1e-5; /* of codes */
                         if (!(fabs(o[r * UNIT + j] - sum) <= rounding * (1e4 + fabs(sum)))) return 1 + form;
                     }
             }

@@ -5,21 +5,27 @@
 typedef struct {
     const pass *p;
     float *rows;     /* [rows][width] residual stream */
-    float *input;    /* [rows][wider of width and heads * head_dim] input of qkv, out, gate_up and head */
-    float *gated;    /* [rows][inner] input of down */
+    float *input;    /* [rows][input_width()] input of qkv, out, gate_up and head */
+    float *gated;    /* [rows][inner_width()] inputs of down and fuse */
     float *qkv;      /* [rows][(heads + 2 kv_heads) head_dim]; later outputs [rows][width] that are not added at once */
     float *query;    /* [rows][heads][padded head_dim] */
-    void *quantised; /* words [rows][inputs]; INT8: inputs rounded up to 4, bytes with INT8_BYTES */
+    void *quantised; /* words [rows][inputs]; INT8: inputs rounded up to 4, bytes with BYTE_PRODUCTS */
     float *x_scales; /* of quantised activations: [rows], or [rows][groups] */
-    int32_t *x_sums; /* [rows][groups] */
-    float *head;     /* [2][padded head_dim] of rotate */
-    int stopped;     /* 1 if the flag of the pass was seen; then results are incomplete */
-    int first;       /* first row with logits */
+    correction *corrections;      /* [rows][groups] */
+    float *head;                  /* [2][padded head_dim] of rotate */
+    float *sections;              /* section_floats() */
+    int32_t *text_of, *head_rows; /* [rows] text of a row; [last] rows with logits */
+    int stopped;                  /* 1 if the flag of the pass was seen; then results are incomplete */
+    int last;                     /* rows with logits */
+    int first;                    /* phase */
 } state;
 
 INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t padded_dim(const model *m) { return ((int64_t)m->head_dim + 15) / 16 * 16; }
-INLINE int64_t input_width(const model *m) { return larger_of((int64_t)m->heads * m->head_dim, m->width); }
+/* Inputs of the first layer: a drafting head also receives the residual stream. */
+INLINE int64_t entry_width(const model *m) { return (m->fuse ? 2 : 1) * (int64_t)m->width; }
+INLINE int64_t input_width(const model *m) { return larger_of((int64_t)m->heads * m->head_dim, entry_width(m)); }
+INLINE int64_t inner_width(const model *m) { return m->fuse ? larger_of(m->inner, m->fuse->inputs) : m->inner; }
 INLINE int64_t qkv_width(const model *m) { return ((int64_t)m->heads + 2 * (int64_t)m->kv_heads) * m->head_dim; }
 
 /* state.c */
@@ -28,17 +34,25 @@ int is_stopped(state *s);
 /* rows.c */
 void add(float *o, const float *x, int64_t count);
 void rms_norm(const float *x, const float *gain, float epsilon, int64_t width, float *o);
-void *quantised_row(const state *s, const matrix *m, int64_t r);
-void quantise_rows(state *s, const matrix *next, const float *inputs, int64_t input_stride, int first);
-void normalise(state *s, const float *gain, const matrix *next, int first);
-void embed(state *s);
+void quantise_rows(state *s, const matrix *next, const float *inputs, int64_t input_stride, int rows);
+void normalise(state *s, const float *gain, const matrix *next);
+void normalise_last(state *s);
+void enter(state *s);
+void combine(state *s);
 void add_outputs(state *s, const float *gain);
-void copy_hidden(state *s, int l);
-/* attention.c */
+void copy_states(state *s, int l);
+/* cache.c */
 void rotate(state *s, int l);
-void attend(state *s, int l, int r, int kv, float *buffer);
-int64_t attention_floats(const pass *p);
+/* groups.c */
+int64_t attention_units(const pass *p);
+int64_t attention_floats(const model *m);
+int64_t section_floats(const pass *p);
+void attend(state *s, int l, int64_t unit, float *buffer);
+void finish_attention(state *s, int l);
 /* layers.c */
+#define FUSE (-1) /* phase before those of the layers */
+#define TIMES 7   /* stages of a pass, and the head */
+int stage_of(const state *s, int phase);
 int64_t chunk_count(const state *s, int phase);
 void run_chunk(state *s, int phase, int64_t chunk, float *buffer);
 int finish_phase(state *s, int phase);

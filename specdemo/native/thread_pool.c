@@ -16,10 +16,11 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <time.h>
 #include <unistd.h>
 
-#define SPINS 8000 /* about 0.2 ms, longer than a decoding step without its passes */
-#define YIELD 256  /* spins between calls of sched_yield() */
+#define SPINS 20000 /* about 0.2 ms, longer than a decoding step without its passes */
+#define YIELD 256   /* spins between calls of sched_yield() */
 
 #define OWN_LINE __attribute__((aligned(64)))
 
@@ -37,8 +38,8 @@ static struct {
     pid_t owner;
     pthread_mutex_t busy, mutex;
     pthread_cond_t changed, enlarged;
-    float *buffers[MAX_THREADS];
-    int64_t sizes[MAX_THREADS];
+    float *buffers[MAX_THREADS + 1]; /* of the threads, and a common one */
+    int64_t sizes[MAX_THREADS + 1];
 } pool = {.busy = PTHREAD_MUTEX_INITIALIZER,
           .mutex = PTHREAD_MUTEX_INITIALIZER,
           .changed = PTHREAD_COND_INITIALIZER,
@@ -64,20 +65,33 @@ static void open_phase(uint32_t number, int64_t chunks) {
     wake_threads();
 }
 
+static int64_t nanoseconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
 /* Run the remaining chunks of a range. The phase cannot end before they are counted. */
 static int run_range(int range, int thread) {
     uint32_t count = 0;
     uint64_t t;
+    int64_t *times = 0, start = 0;
     while (is_open(atomic_load(&pool.ranges[range].ticket)) &&
            is_open(t = atomic_fetch_add(&pool.ranges[range].ticket, 1))) {
-        run_chunk(pool.now, (int)((uint32_t)(t >> 32) - (uint32_t)pool.first_phase), t & 0xffff, pool.buffers[thread]);
-        count++;
+        state *s = pool.now;
+        int phase = (int)((uint32_t)(t >> 32) - (uint32_t)pool.first_phase);
+        if (!count++ && s->p->times) times = s->p->times + stage_of(s, phase), start = nanoseconds();
+        run_chunk(s, phase, t & 0xffff, pool.buffers[thread]);
     }
     if (!count) return 0;
+    if (times) __atomic_fetch_add(times, nanoseconds() - start, __ATOMIC_RELAXED);
     uint32_t number = pool.number, chunks = pool.chunks;
     if (atomic_fetch_add(&pool.done, count) + count < chunks) return 1;
     state *s = pool.now;
-    int phase = (int)(number - (uint32_t)pool.first_phase), next = finish_phase(s, phase);
+    int phase = (int)(number - (uint32_t)pool.first_phase);
+    if (s->p->times) times = s->p->times + TIMES + stage_of(s, phase), start = nanoseconds();
+    int next = finish_phase(s, phase);
+    if (times) *times += nanoseconds() - start;
     if (next >= 0)
         open_phase(number + (uint32_t)(next - phase), chunk_count(s, next));
     else
@@ -113,15 +127,15 @@ static void work(int thread, int is_caller) {
     for (;;) {
         uint32_t seen = atomic_load(&pool.opened);
         if (is_caller && !atomic_load(&pool.running)) return;
-        int threads = atomic_load(&pool.threads), found = 0;
+        int threads = atomic_load(&pool.threads), ran = 0;
         if (thread >= threads) {
             pthread_mutex_lock(&pool.mutex);
             while (thread >= atomic_load(&pool.threads)) pthread_cond_wait(&pool.enlarged, &pool.mutex);
             pthread_mutex_unlock(&pool.mutex);
             continue;
         }
-        for (int i = 0; i < threads && !found; i++) found = run_range((thread + i) % threads, thread);
-        if (!found) wait_for_phase(seen);
+        for (int i = 0; i < threads && !ran; i++) ran = run_range((thread + i) % threads, thread);
+        if (!ran) wait_for_phase(seen);
     }
 }
 
@@ -138,13 +152,18 @@ static void *worker(void *thread) {
     return 0;
 }
 
+static int enlarge(int t, int64_t floats) {
+    if (pool.sizes[t] >= floats) return 1;
+    void *larger_buffer;
+    if (posix_memalign(&larger_buffer, 64, (size_t)floats * sizeof(float))) return 0;
+    free(pool.buffers[t]);
+    pool.buffers[t] = larger_buffer, pool.sizes[t] = floats;
+    return 1;
+}
+
 static int prepare_threads(int threads, int64_t floats) {
-    for (int t = 0; t < threads || t <= pool.started; t++) { /* also of threads that leave the previous pass */
-        if (pool.sizes[t] >= floats) continue;
-        float *larger_buffer = realloc(pool.buffers[t], (size_t)floats * sizeof(float));
-        if (!larger_buffer) return 0;
-        pool.buffers[t] = larger_buffer, pool.sizes[t] = floats;
-    }
+    for (int t = 0; t < threads || t <= pool.started; t++) /* also of threads that leave the previous pass */
+        if (!enlarge(t, floats)) return 0;
     for (; pool.started < threads - 1; pool.started++) {
         pthread_t thread;
         if (pthread_create(&thread, 0, worker, (void *)(intptr_t)(pool.started + 1))) break;
@@ -164,14 +183,15 @@ static void reset_after_fork(void) {
 int run_phases(state *s, int threads, int64_t floats) {
     reset_after_fork();
     pthread_mutex_lock(&pool.busy);
-    int ready = prepare_threads(threads, floats);
+    int ready = prepare_threads(threads, floats) && enlarge(MAX_THREADS, section_floats(s->p));
     if (ready) {
+        s->sections = pool.buffers[MAX_THREADS];
         pool.now = s;
         set_threads(threads);
         uint32_t number = pool.number + 1;
-        pool.first_phase = (int)number;
+        pool.first_phase = (int)(number - (uint32_t)s->first);
         atomic_store(&pool.running, 1);
-        open_phase(number, chunk_count(s, 0));
+        open_phase(number, chunk_count(s, s->first));
         work(0, 1);
     }
     pthread_mutex_unlock(&pool.busy);

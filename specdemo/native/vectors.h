@@ -51,10 +51,38 @@ INLINE float largest(vf v) {
     for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
     return m;
 }
+INLINE vi larger_integers(vi a, vi b) {
+#if LANES == 16
+    return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+    vi m = a > b;
+    return (m & a) | (~m & b);
+#endif
+}
+INLINE int32_t largest_integer(vi v) {
+#if LANES == 16
+    return _mm512_reduce_max_epi32((__m512i)v);
+#else
+    int32_t m = v[0];
+    for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
+    return m;
+#endif
+}
+INLINE int32_t sum_of(vi v) {
+#if LANES == 16
+    return _mm512_reduce_add_epi32((__m512i)v);
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < LANES; i++) sum += v[i];
+    return sum;
+#endif
+}
 INLINE vf nearest(vf x) { return (x + 12582912.0f) - 12582912.0f; } /* half to even, |x| < 2^22 */
 INLINE vf exponential(vf x) { /* Cephes' expf: relative error 2e-7; x <= 0 or |x| < 87 */
-    x = larger(x, fill(-87.0f));
-    x = -larger(-x, fill(-87.0f));
+    x = larger(fill(-87.0f), x);
+    x = -larger(fill(-87.0f), -x);
     vf n = nearest(x * 1.44269504f), r = x - n * 0.693359375f + n * 2.12194440e-4f;
     vf p = fill(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f, p = p * r + 8.3334519073e-3f, p = p * r + 4.1665795894e-2f;

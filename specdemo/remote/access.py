@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -12,19 +13,17 @@ from specdemo.core.errors import UserError
 TOKEN = "SPECDEMO_TOKEN"  # environment variable; command lines are public
 SERVICES = "SPECDEMO_REMOTE"  # environment variable: addresses of services
 _PORTS = {"http": 80, "https": 443}
+_HOST = re.compile(r"(?:\[([0-9a-f:.]*:[0-9a-f:.]*)\]|([a-z0-9_.-]+))(?::([0-9]{1,5}))?", re.ASCII)
 
 
 @dataclass(frozen=True)
 class RouteInfo:
+    """A route of page or service, as documented."""
+
     methods: str
     path: str
     purpose: str
     limits: str = ""
-
-
-def route_table(routes: Iterable[RouteInfo]) -> str:
-    rows = [f"| `{route.methods} {route.path}` | {route.purpose} | {route.limits} |" for route in routes]
-    return "\n".join(["| route | purpose | limits |", "|---|---|---|", *rows])
 
 
 def is_loopback(name: str) -> bool:
@@ -38,31 +37,59 @@ def is_loopback(name: str) -> bool:
 
 def is_known_host(host: str, names: Collection[str]) -> bool:
     """Return True for IP addresses (DNS rebinding needs a name), localhost, and `names`."""
-    name = _endpoint(f"//{host}")[0]
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return is_loopback(name) or any(
-            name == known or (known.startswith("*.") and name.endswith(known[1:])) for known in names
-        )
-    return True
+    name = _name_and_port(host)[0]
+    return (
+        _is_address(name)
+        or is_loopback(name)
+        or any(name == known or (known.startswith("*.") and name.endswith(known[1:])) for known in names)
+    )
+
+
+def is_service_address(url: str) -> bool:
+    """Return True for `http://host:port` and https, optionally with a path."""
+    scheme, _, rest = url.partition("://")
+    host, _, path = rest.partition("/")
+    name, port = _name_and_port(host, _PORTS.get(scheme))
+    labels = name.split(".")
+    valid = bool(port) and (_is_address(name) or all(0 < len(label) < 64 for label in labels))
+    return valid and re.fullmatch(r"[A-Za-z0-9._~/-]*", path) is not None
 
 
 def is_foreign(headers: Mapping[str, str], names: Collection[str] = ()) -> bool:
     """Return True if a browser sent the request for another site."""
-    if "sec-fetch-site" in headers:  # absent on plain http
-        return headers["sec-fetch-site"] not in ("same-origin", "none")
-    origin = headers.get("origin")
-    if origin is None:
+    site = headers.get("sec-fetch-site", "none")  # absent on plain http
+    if site != "none":
+        return site != "same-origin"
+    if (origin := headers.get("origin")) is None:
         return False
-    name, port = _endpoint(origin)
-    return not name or ((name, port) != _endpoint(f"//{headers.get('host', '')}", port) and name not in names)
+    scheme, _, host = origin.partition("://")
+    name, port = _name_and_port(host, _PORTS.get(scheme))
+    same = (name, port) == _name_and_port(headers.get("host", ""), port)
+    return scheme not in _PORTS or not name or not (same or name in names)
 
 
-def _endpoint(url: str, default_port: int | None = None) -> tuple[str, int | None]:
+def _name_and_port(host: str, default_port: int | None = None) -> tuple[str, int | None]:
+    """Parse a `Host` header strictly; the name is empty for other text."""
+    match = _HOST.fullmatch(host.lower())
+    if match is None or int(match[3] or 0) > 65_535:
+        return "", None
+    if match[1] is not None and not _is_address(match[1]):
+        return "", None
+    return match[1] or match[2].rstrip("."), int(match[3]) if match[3] else default_port
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _endpoint(url: str) -> tuple[str, int | None]:
     try:
         parts = urlsplit(url)
-        return (parts.hostname or "").rstrip("."), parts.port or _PORTS.get(parts.scheme, default_port)
+        return (parts.hostname or "").rstrip("."), parts.port or _PORTS.get(parts.scheme)
     except ValueError:
         return "", None
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Literal, TypeAlias, cast
 
@@ -21,11 +21,13 @@ from specdemo.core.rules import RULES
 from specdemo.core.sampling import top_tokens
 from specdemo.core.step import Draft, TopTokens, Verdict, common_prefix
 from specdemo.core.verifier import position_tokens
+from specdemo.remote.deadline import ConnectionLost, StepDeadline
 from specdemo.remote.gates import EdgeVerifier, provisional_verdict, verdict_from_tokens
 from specdemo.remote.link import (
     ContextGone,
     HttpClient,
     NoResponse,
+    PromptReading,
     RequestSuperseded,
     ServiceBusy,
 )
@@ -33,6 +35,7 @@ from specdemo.remote.protocol import (
     MAX_VOCAB,
     DeleteResponse,
     DraftRow,
+    PrefillPosition,
     StreamRequest,
     VerifyConfig,
     VerifyRequest,
@@ -41,14 +44,10 @@ from specdemo.remote.protocol import (
 )
 from specdemo.worker import Stopped, device_released, interruptible, run_in_thread, wait_for
 
-MAX_TIMEOUT_S = 8.0  # of an attempt
+MAX_TIMEOUT_S = 8.0  # longest wait for a response to one request
 CLOSE_S = 1.0
 RowFormat = Literal["float32", "float16", "scalar"]
 LateVerdict: TypeAlias = "tuple[Future[Verdict], int]"  # length of the text
-
-
-class ConnectionLost(UserError):
-    """No response for `Deadlines.lost_s` seconds."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,7 @@ class Deadlines:
     strict: bool = True
 
 
+@dataclass(eq=False)
 class RemoteVerifier:
     """Verify drafts in the cloud (practice guide, sections 3 and 5).
 
@@ -67,39 +67,35 @@ class RemoteVerifier:
     demand in the format `rows`; "scalar" sends none (lossy). `edge` continues after a lost connection.
     """
 
-    def __init__(
-        self,
-        http: HttpClient,
-        config: VerifyConfig,
-        *,
-        rows: RowFormat = "float32",
-        candidates: int = 1,
-        top: int = 0,
-        deadlines: Deadlines = Deadlines(),  # noqa: B008 - frozen
-        edge: Verifier | None = None,
-        context_id: str | None = None,
-        alone: bool = False,
-        vocab_size: int = MAX_VOCAB,
-        clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._http, self._config, self._rows, self._vocab_size = http, config, rows, vocab_size
-        self._candidates, self._top, self._deadlines = candidates, top, deadlines
-        self._edge = None if edge is None else EdgeVerifier(edge)
-        self._clock, self._sleep = clock, sleep
-        self._context_id, self._epoch, self._step = context_id or uuid.uuid4().hex, 0, -1
+    http: HttpClient
+    config: VerifyConfig
+    _: KW_ONLY
+    rows: RowFormat = "float32"
+    candidates: int = 1
+    top: int = 0
+    deadlines: Deadlines = Deadlines()
+    edge: Verifier | None = None
+    context_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    alone: bool = False
+    vocab_size: int = MAX_VOCAB
+    has_entry: Callable[[int], bool] = lambda token: True
+    clock: Callable[[], float] = time.perf_counter
+    sleep: Callable[[float], None] = time.sleep
+
+    def __post_init__(self) -> None:
+        self._edge = None if self.edge is None else EdgeVerifier(self.edge)
+        self._epoch, self._step = 0, -1
         self._cloud_tokens: list[int] = []
         self._late: LateVerdict | None = None
-        self._alone, self._announce_loss = alone, alone
-        self._closed = False
-        self._sender = ThreadPoolExecutor(1, "cloud")  # requests may outlive deadlines
+        self._announce_loss, self._closed = self.alone, False
 
     def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
-        if self._alone:
+        if self.alone:
             link = LinkStats(lost=1 if self._announce_loss else None)
             self._announce_loss = False
             return self._verify_locally(tokens, draft, link)
-        before, link, verdict = replace(self._http.network.counts), LinkStats(), None
+        before = replace(self.http.network.counts)
+        link, verdict = LinkStats(), None
         try:
             if self._late is not None:
                 verdict, link = self._resolve_late(self._late, tokens, draft)
@@ -107,9 +103,9 @@ class RemoteVerifier:
         except ConnectionLost:
             if self._edge is None:
                 raise
-            self._alone, self._late = True, None
+            self.alone, self._late = True, None
             verdict = self._verify_locally(tokens, draft, replace(link, lost=1))
-        counts = self._http.network.counts
+        counts = self.http.network.counts
         link = replace(
             verdict.link or LinkStats(),
             bytes_up=counts.up - before.up,
@@ -121,34 +117,32 @@ class RemoteVerifier:
 
     def close(self) -> None:
         self._closed = True
-        self._sender.shutdown(wait=False, cancel_futures=True)
-        if not self._alone and self._cloud_tokens and self._late is None:
+        if not self.alone and self._cloud_tokens and self._late is None:
             deleted = run_in_thread(self._delete_context)
             with device_released():
                 wait({deleted}, CLOSE_S)
-        self._http.close()
+        self.http.close()
 
     def _delete_context(self) -> None:
+        self.http.network.limit = StepDeadline(CLOSE_S, clock=self.clock).remaining
         with suppress(NoResponse, UserError):  # the context expires
-            path, timeout = f"/v1/contexts/{self._context_id}", min(self._deadlines.deadline_s, MAX_TIMEOUT_S)
-            self._http.call("DELETE", path, None, DeleteResponse, timeout)
-
-    # --- requests -------------------------------------------------------------------------------------------------
+            path, timeout = f"/v1/contexts/{self.context_id}", min(self.deadlines.deadline_s, MAX_TIMEOUT_S)
+            self.http.call("DELETE", path, None, DeleteResponse, timeout)
 
     def _verify_remotely(
         self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None, link: LinkStats
     ) -> Verdict:
         self._step += 1
         request = partial(self._exchange, list(tokens), draft, hard_mask)
-        if self._deadlines.strict or not draft.tokens:
+        if self.deadlines.strict or not draft.tokens:
             try:
                 verdict = interruptible(request)
             except Stopped:
-                self._alone = True  # the request is still running
+                self.alone = True  # the request is still running
                 raise
         else:
-            future = self._sender.submit(request)
-            if not wait_for(future, self._deadlines.deadline_s):
+            future = run_in_thread(request)
+            if not wait_for(future, self.deadlines.deadline_s):
                 self._late = future, len(tokens)
                 return provisional_verdict(draft, link, request_sent=True)
             verdict = future.result()
@@ -156,59 +150,76 @@ class RemoteVerifier:
         return replace(verdict, link=measured, draft_top=self._draft_top(draft, verdict))
 
     def _draft_top(self, draft: Draft, verdict: Verdict) -> tuple[TopTokens, ...]:
-        q = draft.probs.dense() if self._top and draft.probs is not None else None
+        q = draft.probs.dense() if self.top and draft.probs is not None else None
         if q is None or not draft.tokens:
             return ()
         tokens = position_tokens(draft, verdict.token, verdict.accepted)
         for row, top in zip(tokens, verdict.target_top, strict=False):
             row.update(token for token, _ in top.top if token < q.shape[-1])
-        return top_tokens(q, self._top, [tokens[parent + 1] for parent in draft.parents])
+        return top_tokens(q, self.top, [tokens[parent + 1] for parent in draft.parents])
 
     def _exchange(self, tokens: list[int], draft: Draft, hard_mask: Sequence[int] | None) -> Verdict:
-        """Repeat the request until a response arrives."""
         rows: list[DraftRow] = []
-        start, timeout, sent = self._clock(), self._deadlines.deadline_s, 0
-        cloud_s, rtt_s, asked = 0.0, 0.0, start
+        unread = len(tokens) - common_prefix(self._cloud_tokens, tokens)
+        deadline = StepDeadline(self.deadlines.lost_s, unread, self.clock)
+        self.http.network.limit = deadline.remaining
+        requested, timeout = self.clock(), self.deadlines.deadline_s
+        sent = 0
+        cloud_s = rtt_s = 0.0
         while True:
             request = self._request(tokens, draft, hard_mask, rows)
             sent += 1
-            attempt = self._clock()
+            attempt = self.clock()
             try:
-                response = self._http.call("POST", "/v1/rounds", request, VerifyResponse, timeout)
+                response = self.http.call("POST", "/v1/rounds", request, VerifyResponse, timeout)
                 if (response.epoch, response.step) != (request.epoch, request.step):
                     raise NoResponse("the response belongs to another step")
-            except ContextGone:
-                self._epoch, self._cloud_tokens = self._epoch + 1, []
-            except RequestSuperseded:  # by another edge or a late copy
-                self._context_id, self._epoch, self._cloud_tokens = uuid.uuid4().hex, 0, []
-            except NoResponse as failure:
-                if self._closed:
-                    raise ConnectionLost(f"the connection to {self._http.url} was closed") from failure
-                advice = "restart it, or continue without it (--on-loss edge)"
-                _raise_if_lost(failure, self._http.url, self._clock() - start, self._deadlines, advice)
-                if isinstance(failure, ServiceBusy) or self._clock() - attempt < timeout / 2:  # failed immediately
-                    self._sleep(min(timeout / 4, 0.25))
+            except (ContextGone, RequestSuperseded, NoResponse) as failure:
+                if self._recover(failure, deadline, len(tokens)):
+                    continue
+                immediate = isinstance(failure, ServiceBusy) or self.clock() - attempt < timeout / 2
+                if immediate and (sent > 1 or isinstance(failure, NoResponse)):  # not at the first eviction
+                    self.sleep(min(timeout / 4, 0.25))
                 timeout = min(2 * timeout, MAX_TIMEOUT_S)
-            else:
-                cloud_s += response.metrics.cloud_s
-                rtt_s += self._clock() - asked - response.metrics.cloud_s
-                if response.wanted_row is None:
-                    break
-                rows.append(self._row(draft, response.wanted_row))
-                asked = self._clock()
-        verdict = response.to(draft, self._vocab_size)
-        self._cloud_tokens = [*tokens, *(draft.tokens[node] for node in verdict.accepted), *verdict.target_tokens]
+                continue
+            cloud_s += response.metrics.cloud_s
+            rtt_s += self.clock() - requested - response.metrics.cloud_s
+            if not response.wanted:
+                break
+            rows = self._rows(draft, response.wanted, rows)
+            requested = self.clock()
+        verdict = response.to(draft, self.vocab_size)
+        committed = [*(draft.tokens[node] for node in verdict.accepted), *verdict.target_tokens]
+        _check_entries(committed, self.has_entry, self.http.url)
+        self._cloud_tokens = [*tokens, *committed]
         return replace(verdict, link=LinkStats(cloud_s=cloud_s, rtt_s=rtt_s, sent=sent, rows=len(rows)))
+
+    def _recover(self, failure: Exception, deadline: StepDeadline, length: int) -> bool:
+        """Prepare the next request; return True for progress. Raises `ConnectionLost`."""
+        if isinstance(failure, ContextGone):
+            self._epoch, self._cloud_tokens = self._epoch + 1, []
+        elif isinstance(failure, RequestSuperseded):  # another edge or a late copy uses the context
+            self.context_id = uuid.uuid4().hex
+            self._epoch, self._cloud_tokens = 0, []
+        if not isinstance(failure, NoResponse):
+            deadline.reread(length)
+        if self._closed:
+            raise ConnectionLost(f"the connection to {self.http.url} was closed") from failure
+        advice = "restart it, or continue without it (--on-loss edge)"
+        progress = isinstance(failure, PromptReading) and deadline.report(failure.position, length)
+        deadline.check(self.http.url, failure, advice)
+        return progress
 
     def _request(
         self, tokens: list[int], draft: Draft, hard_mask: Sequence[int] | None, rows: list[DraftRow]
     ) -> VerifyRequest:
         base = common_prefix(self._cloud_tokens, tokens)
-        rule = RULES[self._config.rule]
+        rule = RULES[self.config.rule]
         q = draft.token_probs if rule.needs_q else None
         sampled = q is not None and draft.probs is not None
+        needs_rows = rule.needs_rows and (self.config.adjust or not rule.adjusts)
         return VerifyRequest(
-            context_id=self._context_id,
+            context_id=self.context_id,
             epoch=self._epoch,
             step=self._step,
             base=base,
@@ -218,25 +229,27 @@ class RemoteVerifier:
             k=len(draft),
             parents=None if draft.is_chain else list(draft.parents),
             token_probs=None if q is None else list(q),
-            rows=rows if sampled and rule.adjusts and self._config.adjust and self._rows != "scalar" else None,
+            rows=rows if sampled and needs_rows and self.rows != "scalar" else None,
             hard_mask=None if hard_mask is None else cast(list[Literal[0, 1]], list(hard_mask)),
-            config=None if base else self._config,
-            candidates=self._candidates,
-            top=self._top,
+            config=None if base else self.config,
+            candidates=self.candidates,
+            top=self.top,
         )
 
-    def _row(self, draft: Draft, node: int) -> DraftRow:
+    def _rows(self, draft: Draft, wanted: Sequence[int], sent: list[DraftRow]) -> list[DraftRow]:
         q = None if draft.probs is None else draft.probs.dense()
-        if q is None or node >= len(draft):
-            raise UserError(f"{self._http.url} requests an unknown row: it is no specdemo service of this version")
-        return DraftRow.of(node, q[node], "f2" if self._rows == "float16" else "f4")
-
-    # --- late and lost responses ----------------------------------------------------------------------------------
+        rows, known = [*sent], {row.node for row in sent}
+        for node in wanted:
+            if q is None or node >= len(draft) or node in known:
+                kind = "the same row again" if node in known else "an unknown row"
+                raise UserError(f"{self.http.url} requests {kind}: it is no specdemo service of this version")
+            known.add(node)
+            rows.append(DraftRow.of(node, q[node], "f2" if self.rows == "float16" else "f4"))
+        return rows
 
     def _resolve_late(self, late: LateVerdict, tokens: Sequence[int], draft: Draft) -> tuple[Verdict | None, LinkStats]:
-        """Compare a late response with the provisional tokens and apply it to `draft`."""
         future, length = late
-        if not wait_for(future, self._deadlines.deadline_s if draft.tokens else None):
+        if not wait_for(future, self.deadlines.deadline_s if draft.tokens else None):
             return provisional_verdict(draft, LinkStats(), request_sent=False), LinkStats()
         measured = future.result().link or LinkStats()
         self._late = None
@@ -252,63 +265,67 @@ class RemoteVerifier:
         return self._edge.verify(tokens, draft, link)
 
 
+@dataclass(eq=False)
 class StreamingVerifier:
     """Stream autoregressive text from the cloud; interrupted streams are resumed."""
 
-    def __init__(
-        self,
-        http: HttpClient,
-        config: VerifyConfig,
-        max_tokens: int,
-        deadlines: Deadlines = Deadlines(),  # noqa: B008 - frozen
-        vocab_size: int = MAX_VOCAB,
-        clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._http, self._config, self._left, self._deadlines = http, config, max_tokens, deadlines
-        self._vocab_size = vocab_size
-        self._clock, self._sleep = clock, sleep
-        self._stream: Iterator[int | None] | None = None
+    http: HttpClient
+    config: VerifyConfig
+    max_tokens: int  # length of the rest of the text
+    deadlines: Deadlines = Deadlines()
+    vocab_size: int = MAX_VOCAB
+    has_entry: Callable[[int], bool] = lambda token: True
+    clock: Callable[[], float] = time.perf_counter
+    sleep: Callable[[float], None] = time.sleep
+    _stream: Generator[int | PrefillPosition | None, None, None] | None = None
 
     def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
-        counts = self._http.network.counts
-        up, down, start = counts.up, counts.down, self._clock()
-        while (token := self._next(tokens, start)) is None:
+        counts = self.http.network.counts
+        up, down = counts.up, counts.down
+        deadline = StepDeadline(self.deadlines.lost_s, len(tokens) if self._stream is None else 0, self.clock)
+        self.http.network.limit = deadline.remaining
+        while (token := self._next(tokens, deadline)) is None:
             pass
-        self._left -= 1
+        self.max_tokens -= 1
         link = LinkStats(bytes_up=counts.up - up, bytes_down=counts.down - down)
         return Verdict((), token, choices=((token,),), link=link)
 
     def close(self) -> None:
         if self._stream is not None:
-            self._stream.close()  # type: ignore[attr-defined]  # a generator
-        self._http.close()
+            self._stream.close()
+        self.http.close()
 
-    def _next(self, tokens: Sequence[int], start: float) -> int | None:
-        """Receive a token; return None to retry."""
-        timeout = self._deadlines.deadline_s
+    def _next(self, tokens: Sequence[int], deadline: StepDeadline) -> int | None:
+        timeout = self.deadlines.deadline_s
         if self._stream is None:
-            request = StreamRequest(tokens=list(tokens), config=self._config, max_tokens=self._left)
-            self._stream = self._http.tokens("/v1/texts", request, max(timeout, MAX_TIMEOUT_S))
+            request = StreamRequest(tokens=list(tokens), config=self.config, max_tokens=self.max_tokens)
+            self._stream = self.http.tokens("/v1/texts?progress=1", request, max(timeout, MAX_TIMEOUT_S))
         try:
-            token: int | None = interruptible(partial(next, self._stream))
+            token: int | PrefillPosition | None = interruptible(partial(next, self._stream))
         except Stopped:
-            self._stream = None  # in use by another thread
+            self._stream = None  # another thread still reads it
             raise
         except NoResponse as failure:
             self._stream = None
-            _raise_if_lost(failure, self._http.url, self._clock() - start, self._deadlines, "restart it")
-            interruptible(partial(self._sleep, min(timeout / 4, 0.25)))
+            deadline.reread(len(tokens))
+            deadline.check(self.http.url, failure, "restart it")
+            interruptible(partial(self.sleep, min(timeout / 4, 0.25)))
+            return None
+        if isinstance(token, PrefillPosition):
+            deadline.report(token.count, len(tokens))
             return None
         if token is None:
-            raise UserError(f"the cloud at {self._http.url} ended the text early: its stop tokens differ")
-        if not 0 <= token < self._vocab_size:
-            raise UserError(f"the cloud at {self._http.url} sent an unknown token id: use the same target at both ends")
+            raise UserError(f"the cloud at {self.http.url} ended the text early: its stop tokens differ")
+        if not 0 <= token < self.vocab_size:
+            raise UserError(f"the cloud at {self.http.url} sent an unknown token id: use the same target at both ends")
+        _check_entries([token], self.has_entry, self.http.url)
         return token
 
 
-def _raise_if_lost(failure: NoResponse, url: str, elapsed: float, deadlines: Deadlines, advice: str) -> None:
-    if elapsed > deadlines.lost_s:
-        raise ConnectionLost(
-            f"the cloud at {url} has not responded for {elapsed:.0f} seconds ({failure}): {advice}"
-        ) from failure
+def _check_entries(tokens: Sequence[int], has_entry: Callable[[int], bool], url: str) -> None:
+    for token in tokens:
+        if not has_entry(token):
+            raise UserError(
+                f"the cloud at {url} committed token {token:,}, which the tokenizer lacks: use the same target "
+                "at both ends"
+            )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from specdemo.core.errors import UserError
 from specdemo.core.options import OptionSet, option, options
+from specdemo.remote.access import is_service_address
 
 COLDEST = 0.001  # lowest temperature above 0: smaller divisors overflow the logits
 MODES = {
@@ -26,17 +29,36 @@ SIGNALS = {
 }
 ALWAYS = {
     "numbers": "digits: numbers, dates, amounts",
-    "names": "capitalised words",
-    "rare": "words found in few files of Python's library",
+    "amounts": "English numbers in words (package text2num)",
+    "months": "English months",
+    "names": "capitalised words, unless the library's caller recognises names",
+    "rare": "words with a small count in a frequency list, by default the files of Python's library",
 }
 
 
 def _valid_address(chosen: CloudConfig) -> None:
-    if chosen.remote and not chosen.remote.startswith(("http://", "https://")):
-        raise UserError(f"{chosen.remote!r} is no address of a service: give http://host:port")
+    if chosen.remote and not is_service_address(chosen.remote):
+        raise UserError(f"{chosen.remote!r:.300} is no address of a service: give http://host:port")
 
 
-@options("Edge and cloud", checks=(_valid_address,))
+def unused_thresholds(chosen: CloudConfig, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the thresholds among `names` whose gates are off, each with cause and remedy."""
+    for name in names:
+        signal = name.removeprefix("gate_")
+        if signal in SIGNALS and signal != name and signal not in chosen.gates:
+            yield name, f"has no effect without gate {signal}: add {signal} to gates"
+        elif name == "gate_ratio" and not chosen.thresholds:
+            yield name, f"has no effect without gates by signals: add one of {', '.join(SIGNALS)}"
+        elif name in ("word_frequencies", "gate_rare") and "rare" not in chosen.gates:
+            yield name, "has no effect without gate rare: add rare to gates"
+
+
+def _refuse_unused(chosen: CloudConfig, named: Iterable[str]) -> None:
+    for name, problem in unused_thresholds(chosen, named):
+        raise UserError(f"{name} {problem}")
+
+
+@options("Edge and cloud", checks=(_valid_address,), check_named=_refuse_unused)
 class CloudConfig(OptionSet):
     """Connection to a remote target."""
 
@@ -51,28 +73,27 @@ class CloudConfig(OptionSet):
     q_rows: str = option(
         "float32", "Rows of q", "precision of draft distributions", choices=Q_ROWS, noun="kind of q rows"
     )
-    deadline_ms: float = option(400.0, "Deadline of a step, ms", low=1, high=600_000, step=50)
+    deadline_ms: float = option(400.0, "Deadline of a step, ms", bounds=(1, 600_000), step=50)
     provisional: bool = option(False, "After the deadline, commit the first draft token", lossy=True)
     lost_after_s: float = option(
-        30.0, "Connection lost after, s", "seconds without a response until the connection is lost", low=0, high=86_400
+        30.0, "Connection lost after, s", "seconds without progress until the connection is lost", bounds=(0, 86_400)
     )
     on_loss: str = option(
         "end", "After a lost connection", choices=ON_LOSS, noun="way to continue after a lost connection"
     )
     rtt_ms: float = option(
-        0.0, "Round trip, ms", "emulated round trip in addition to the real link, ms", low=0, high=60_000, step=5
+        0.0, "Round trip, ms", "emulated round trip in addition to the real link, ms", bounds=(0, 60_000), step=5
     )
-    jitter_ms: float = option(0.0, "Jitter each way, ms", "emulated jitter each way, ms", low=0, high=60_000)
-    loss: float = option(0.0, "Share of lost messages", "emulated share of lost messages", low=0, high=0.9, step=0.01)
+    jitter_ms: float = option(0.0, "Jitter each way, ms", "emulated jitter each way, ms", bounds=(0, 60_000))
+    loss: float = option(0.0, "Share of lost messages", "emulated share of lost messages", bounds=(0, 0.9), step=0.01)
     up_mbit: float = option(
-        0.0, "Up, Mbit/s (0: unlimited)", "emulated upstream bandwidth, Mbit/s; 0 is unlimited", low=0, high=1_000_000
+        0.0, "Up, Mbit/s (0: unlimited)", "emulated upstream bandwidth, Mbit/s; 0 is unlimited", bounds=(0, 1_000_000)
     )
     down_mbit: float = option(
         0.0,
         "Down, Mbit/s (0: unlimited)",
         "emulated downstream bandwidth, Mbit/s; 0 is unlimited",
-        low=0,
-        high=1_000_000,
+        bounds=(0, 1_000_000),
     )
     gates: tuple[str, ...] = option(
         (),
@@ -86,19 +107,30 @@ class CloudConfig(OptionSet):
     )
     # The NLL threshold is the 80th percentile of the bundled drafter's drafts.
     gate_nll: float = option(
-        1.6, "NLL, hard above, nats", "tokens above this NLL are hard, nats", low=0, high=1000, step=0.1
+        1.6, "NLL, hard above, nats", "tokens above this NLL are hard, nats", bounds=(0, 1000), step=0.1
     )
     gate_entropy: float = option(
-        2.5, "Entropy, hard above, bits", "tokens above this entropy are hard, bits", low=0, high=64, step=0.1
+        2.5, "Entropy, hard above, bits", "tokens above this entropy are hard, bits", bounds=(0, 64), step=0.1
     )
     gate_margin: float = option(
-        0.2, "Margin, hard below", "tokens below this margin are hard", low=0, high=1, step=0.05
+        0.2, "Margin, hard below", "tokens below this margin are hard", bounds=(0, 1), step=0.05
     )
     gate_variance: float = option(
-        0.01, "Variance, hard above", "tokens above this variance are hard", low=0, high=1, step=0.005
+        0.01, "Variance, hard above", "tokens above this variance are hard", bounds=(0, 1), step=0.005
     )
     gate_ratio: float = option(
-        0.3, "Accepted share of hard tokens", "share of hard tokens without verification", low=0, high=1, step=0.05
+        0.3, "Accepted share of hard tokens", "share of hard tokens without verification", bounds=(0, 1), step=0.05
+    )
+
+    gate_rare: int = option(
+        3, "Count, rare below", "words with a smaller count are rare", bounds=(0, 1_000_000_000), metavar="N"
+    )
+    word_frequencies: str = option(
+        "",
+        "Frequency list",
+        "file with lines of a word and its count, for gate rare (default: files of Python's library per word)",
+        metavar="FILE",
+        host=True,
     )
 
     @property

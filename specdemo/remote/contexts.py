@@ -10,8 +10,8 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from contextlib import closing, contextmanager
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,9 @@ from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier, configured_rule
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.threads import torch_threads
+from specdemo.remote.guide_requests import StaleRequest, StepKeys, UnknownContext, numbered, without_bonus
 from specdemo.remote.protocol import (
+    PrefillPosition,
     StreamRequest,
     VerifyConfig,
     VerifyRequest,
@@ -34,7 +36,7 @@ from specdemo.remote.protocol import (
     digest,
 )
 
-_ID_BYTES = 48  # of an integer in a list
+_ID_BYTES = 48  # bytes of a Python int in a list
 Score = Callable[[Sequence[int], Draft], Tensor]
 Ban = Callable[[tuple[str, ...]], BannedText]
 NoiseSources = Callable[[VerifyConfig, int], tuple[Any, Any]]  # config, position -> acceptance noise, token noise
@@ -152,24 +154,31 @@ def verify_request(
     sources: NoiseSources = position_noise,
     ban: Ban | None = None,
 ) -> VerifyResponse:
+    block = RULES[config.rule].chains_only
     check_rule(config.rule, adjust=config.adjust, forest=not draft.is_chain)
     verifier = build_verifier(config, score, len(tokens), sources, ban, request.candidates, request.top)
     try:
         verdict = verifier.verify(tokens, draft)
     except RowNeeded as missing:
-        return VerifyResponse(epoch=request.epoch, step=request.step, accepted_len=0, wanted_row=missing.node)
-    return VerifyResponse.of(request, draft, verdict)
+        response = VerifyResponse(epoch=request.epoch, step=request.step or 0, accepted_len=0)
+        if block:
+            response.wanted_rows = list(range(len(draft)))
+        else:
+            response.wanted_row = missing.node
+        return response
+    return VerifyResponse.of(request, draft, verdict, block=block, lossy=_is_lossy(config, draft))
 
 
-# --- contexts ------------------------------------------------------------------------------------------------------
+def _is_lossy(config: VerifyConfig, draft: Draft) -> bool:
+    rule, sampling = RULES[config.rule], config.sampling
+    if not rule.exact(sampling) or sampling.temperature == 0:
+        return not rule.exact(sampling)
+    scalar = rule.needs_rows and isinstance(draft.probs, ScalarRows) and min(draft.token_probs or (1.0,)) < 1
+    return scalar or (rule.adjusts and not config.adjust)
 
 
-class UnknownContext(UserError):
-    """Context missing or different from the edge's text."""
-
-
-class StaleRequest(UserError):
-    """Request of an earlier epoch or step."""
+class ContextInUse(RuntimeError):
+    """Another request uses the context."""
 
 
 @dataclass
@@ -184,43 +193,41 @@ class EdgeContext:
     config_bytes: int
     request: VerifyRequest | None = None
     response: VerifyResponse | None = None
+    steps: StepKeys = field(default_factory=StepKeys)
 
     @property
     def reserved_bytes(self) -> int:
         rows = self.request.rows or () if self.request else ()
         ids = len(self.tokens) + (len(self.request.tokens) if self.request else 0)
         row_bytes = sum(len(row.values) + len(row.ids or b"") for row in rows)
-        return self.cache.reserved_bytes + self.config_bytes + _ID_BYTES * ids + row_bytes
+        text_bytes = _ID_BYTES * ids + self.steps.reserved_bytes
+        return self.cache.reserved_bytes + self.config_bytes + text_bytes + row_bytes
 
 
+@dataclass(eq=False)
 class Contexts:
     """Contexts, evicted by count, total bytes and idle time.
 
-    There is no lock: all methods run in the worker's thread, one at a time. The worker changes jobs within a step only
-    where the step waits or gives way, which no pass does, so `verify` runs to completion. A context in use is neither
-    evicted nor deleted, and a second request for it raises `RuntimeError`.
+    There is no lock: all methods run in the worker's thread, one at a time. The worker changes jobs between the chunks
+    of a prefill, and within a step only where the step waits or gives way. A context in use is neither evicted nor
+    deleted, and a second request for it raises `ContextInUse`.
     """
 
-    def __init__(
-        self,
-        make_cache: Callable[[], CachedModel],
-        *,
-        vocab_size: int,
-        context: int,
-        stop: frozenset[int] = frozenset(),
-        device: torch.device | str = "cpu",
-        budget_bytes: int = 2 << 30,
-        max_contexts: int = 256,
-        expiry_s: float = 600.0,
-        clock: Callable[[], float] = time.monotonic,
-        sources: NoiseSources = position_noise,
-        ban: Ban | None = None,
-    ) -> None:
-        self._ban = ban
-        self._make_cache, self._vocab_size, self._max_tokens, self._stop = make_cache, vocab_size, context, stop
-        self._device, self._sources, self._clock = torch.device(device), sources, clock
-        self._budget_bytes, self._max_contexts, self._expiry_s = budget_bytes, max_contexts, expiry_s
-        # by owner and id, least recently used first
+    make_cache: Callable[[], CachedModel]
+    _: KW_ONLY
+    vocab_size: int
+    context: int  # longest text, in tokens
+    stop: frozenset[int] = frozenset()
+    device: torch.device = torch.device("cpu")
+    budget_bytes: int = 2 << 30
+    max_contexts: int = 256
+    expiry_s: float = 600.0
+    clock: Callable[[], float] = time.monotonic
+    sources: NoiseSources = position_noise
+    ban: Ban | None = None
+
+    def __post_init__(self) -> None:
+        # Keys are owner and id; the least recently used context is first.
         self._contexts: OrderedDict[tuple[str, str], EdgeContext] = OrderedDict()
         self._in_use: set[tuple[str, str]] = set()
 
@@ -238,65 +245,97 @@ class Contexts:
         self._contexts.pop(key).cache.close()
         return True
 
-    def verify(self, request: VerifyRequest, owner: str = "") -> VerifyResponse:
+    def prefill(self, request: VerifyRequest, owner: str = "", retry_key: str = "") -> Iterator[PrefillPosition]:
+        """Read the text of `request` in chunks. The context retains them, so that a repeated request continues."""
+        self._evict(self.clock() - self.expiry_s)
+        key = (owner, request.context_id)
+        with self._using(key):
+            context = self._contexts.get(key)
+            if context is not None and context.steps.is_repeat(retry_key, request, context.request):
+                return
+            request = _numbered(request, context)
+            if context is not None and self._is_repeat(context, request):
+                return
+            context = self._open(context, request) if request.base == 0 else self._continue(context, request)
+            tokens = [*context.tokens[: request.base], *request.tokens]
+            check_token_ids(tokens, self.vocab_size)
+            self._check_length(len(tokens))
+            for count in context.cache.prefill(tokens):
+                self._contexts[key] = context
+                context.last_used = self.clock()
+                yield PrefillPosition(count)
+
+    def verify(self, request: VerifyRequest, owner: str = "", retry_key: str = "") -> VerifyResponse:
         """Verify a draft for the client `owner`; a repeated request gets the same response.
 
-        Raises: UnknownContext, StaleRequest, UserError.
+
+        Raises: UnknownContext, StaleRequest, ContextInUse, UserError.
         """
-        self._evict(self._clock() - self._expiry_s)
+        self._evict(self.clock() - self.expiry_s)
         key = (owner, request.context_id)
-        if key in self._in_use:
-            raise RuntimeError(f"context {request.context_id} is in use")
-        self._in_use.add(key)
-        try:
-            response = self._verify(key, request)
-        finally:
-            self._in_use.remove(key)
+        with self._using(key):
+            response = self._verify(key, request, retry_key)
         self._evict()
         return response
 
-    def _verify(self, key: tuple[str, str], request: VerifyRequest) -> VerifyResponse:
-        draft = draft_from_request(request, self._vocab_size, self._device)
+    @contextmanager
+    def _using(self, key: tuple[str, str]) -> Iterator[None]:
+        if key in self._in_use:
+            raise ContextInUse(f"context {key[1]} is in use: send the request again")
+        self._in_use.add(key)
+        try:
+            yield
+        finally:
+            self._in_use.remove(key)
+
+    def _verify(self, key: tuple[str, str], sent: VerifyRequest, retry_key: str) -> VerifyResponse:
+        draft = draft_from_request(sent, self.vocab_size, self.device)
         context = self._contexts.get(key)
-        if context is not None and self._is_repeat(context, request):
+        repeated = context is not None and context.steps.is_repeat(retry_key, sent, context.request)
+        request = sent if repeated else _numbered(sent, context)
+        if context is not None and (repeated or self._is_repeat(context, request)):
             assert context.response is not None
             return context.response
         context = self._open(context, request) if request.base == 0 else self._continue(context, request)
         tokens = [*context.tokens[: request.base], *request.tokens]
         self._check_length(len(tokens) + len(draft))
-        start = self._clock()
+        start = self.clock()
         with torch_threads(1):
             score, config = context.cache.score, context.config
             try:
-                response = verify_request(request, tokens, draft, config, score, self._sources, self._ban)
+                response = verify_request(request, tokens, draft, config, score, self.sources, self.ban)
             except BaseException:
                 if key not in self._contexts:
                     context.cache.close()
                 raise
-        response.metrics.cloud_s = self._clock() - start
-        context.request, context.response, context.last_used = request, response, self._clock()
-        context.tokens = tokens
-        if response.token is not None:
-            context.tokens = [*tokens, *(draft.tokens[node] for node in response.accepted_nodes), response.token]
+        response.metrics.cloud_s = self.clock() - start
+        if sent.step is None:
+            response = without_bonus(response)
+            context.steps.keys.append(retry_key)
+        context.request, context.response = request, response
+        accepted = [draft.tokens[node] for node in response.accepted_nodes]
+        context.tokens = [*tokens, *accepted, *([] if response.token is None else [response.token])]
+        context.last_used = self.clock()
         self._contexts[key] = context
         self._contexts.move_to_end(key)
         return response
 
-    def stream(self, request: StreamRequest) -> Iterator[int]:
-        """Decode autoregressively up to a stop token or the context length."""
+    def stream(self, request: StreamRequest) -> Iterator[int | PrefillPosition]:
+        """Decode autoregressively up to a stop token or the context length, after the prefill."""
         self._check_config(request.config)
         tokens = list(request.tokens)
-        check_token_ids(tokens, self._vocab_size)
+        check_token_ids(tokens, self.vocab_size)
         self._check_length(len(tokens))
-        with closing(self._make_cache()) as cache:
-            for _ in range(min(request.max_tokens, self._max_tokens - len(tokens) + 1)):
-                verifier = build_verifier(request.config, cache.score, len(tokens), self._sources, self._ban)
+        with closing(self.make_cache()) as cache:
+            yield from map(PrefillPosition, cache.prefill(tokens))
+            for _ in range(min(request.max_tokens, self.context - len(tokens) + 1)):
+                verifier = build_verifier(request.config, cache.score, len(tokens), self.sources, self.ban)
                 with torch_threads(1):
                     token = verifier.verify(tokens, Draft()).token
                 assert token is not None
                 tokens.append(token)
                 yield token
-                if token in self._stop:
+                if token in self.stop:
                     return
 
     def _is_repeat(self, context: EdgeContext, request: VerifyRequest) -> bool:
@@ -308,10 +347,10 @@ class Contexts:
             return False
         if context.request == request:
             return True
-        last = context.request.step
-        needs_row = context.response is not None and context.response.wanted_row is not None
-        if request.step < last or (request.step == last and not (needs_row and request.rows)):
-            raise StaleRequest(f"step {request.step} was superseded by step {last}: open another context")
+        step, last = request.step or 0, context.request.step or 0
+        needs_rows = context.response is not None and context.response.wanted
+        if step < last or (step == last and not (needs_rows and request.rows)):
+            raise StaleRequest(f"step {step} was superseded by step {last}: open another context")
         return False
 
     def _open(self, old: EdgeContext | None, request: VerifyRequest) -> EdgeContext:
@@ -320,34 +359,39 @@ class Contexts:
         if not request.tokens:
             raise UserError("the text is empty: send its tokens")
         self._check_config(request.config)
-        cache = old.cache if old else self._make_cache()
+        cache = old.cache if old else self.make_cache()
         config_bytes = _ID_BYTES * sum(len(word) + 2 for word in request.config.bad_words)
-        return EdgeContext(request.epoch, request.config, cache, [], self._clock(), config_bytes)
+        return EdgeContext(request.epoch, request.config, cache, [], self.clock(), config_bytes)
 
     def _continue(self, context: EdgeContext | None, request: VerifyRequest) -> EdgeContext:
         if context is None or request.epoch > context.epoch:
             raise UnknownContext("this context does not exist: send the complete text")
-        if request.base > len(context.tokens) or digest(context.tokens[: request.base]) != request.digest:
+        if (request.base or 0) > len(context.tokens) or digest(context.tokens[: request.base]) != request.digest:
             raise UnknownContext("the texts of edge and cloud differ: send the complete text")
         if request.config is not None and request.config != context.config:
             raise UserError("sampling_cfg is fixed when a context is opened: open another context to change it")
         return context
 
     def _check_config(self, config: VerifyConfig) -> None:
-        build_verifier(config, _no_score, 0, self._sources, self._ban)
-        check_token_ids([token for word in config.bad_words for token in word], self._vocab_size)
+        build_verifier(config, _no_score, 0, self.sources, self.ban)
+        check_token_ids([token for word in config.bad_words for token in word], self.vocab_size)
 
     def _check_length(self, count: int) -> None:
-        if count > self._max_tokens:
-            raise UserError(f"{count:,} tokens do not fit the model's {self._max_tokens:,}: shorten the text")
+        if count > self.context:
+            raise UserError(f"{count:,} tokens do not fit the model's {self.context:,}: shorten the text")
 
     def _evict(self, oldest: float = -math.inf) -> None:
-        """Drop contexts last used before `oldest`, then the least recently used above the limits."""
         for key in [key for key in self._contexts if key not in self._in_use]:
-            excess = len(self) > self._max_contexts or self.reserved_bytes > self._budget_bytes
+            excess = len(self) > self.max_contexts or self.reserved_bytes > self.budget_bytes
             if not excess and self._contexts[key].last_used >= oldest:
                 return
             self._contexts.pop(key).cache.close()
+
+
+def _numbered(request: VerifyRequest, context: EdgeContext | None) -> VerifyRequest:
+    if context is None:
+        return numbered(request, None, None, ())
+    return numbered(request, context.epoch, context.request, context.tokens)
 
 
 def _no_score(tokens: Sequence[int], draft: Draft) -> Tensor:

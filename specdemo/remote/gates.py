@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
-import sysconfig
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -20,9 +15,7 @@ from specdemo.core.link_stats import LinkStats, Source
 from specdemo.core.step import Draft, Step, Verdict
 
 Variance = Callable[[Sequence[int], Draft], list[float]]
-PASSES = 4  # of the drafter with dropout, for gate `variance`
-_CONTEXT_TOKENS = 8  # decoded before a draft, for rules about words
-_WORD = re.compile(r"[^\W\d_]+")
+PASSES = 4  # drafter passes with dropout, for gate `variance`
 
 
 class MaskedVerifier(Protocol):
@@ -35,6 +28,7 @@ class RecordingPolicy:
     """Draft-length policy that records raw draft distributions, before temperature, top-k and top-p."""
 
     needs_logits = True
+    path_threshold = None
 
     def __init__(self, inner: DraftLengthPolicy) -> None:
         self._inner = inner
@@ -95,86 +89,42 @@ def mc_dropout(scores: Sequence[Callable[[Sequence[int], Draft], Tensor]]) -> Va
     return variance
 
 
-class AlwaysVerify:
-    """Rules for text that requires verification: numbers, names, rare words."""
-
-    def __init__(self, rules: Sequence[str], documents: Counter[str] | None = None, rare_below: int = 3) -> None:
-        """`documents` counts the files that contain each word; below `rare_below` a word is rare."""
-        self._rules, self._documents, self._rare_below = rules, documents or Counter(), rare_below
-
-    def __call__(self, text: str) -> bool:
-        words = _WORD.findall(text)
-        return (
-            ("numbers" in self._rules and any(map(str.isdigit, text)))
-            or ("names" in self._rules and any(word[0].isupper() for word in words))
-            or ("rare" in self._rules and any(self._documents[word.lower()] < self._rare_below for word in words))
-        )
-
-
-def document_frequency(texts: Iterable[str]) -> Counter[str]:
-    return Counter(word for text in texts for word in {word.lower() for word in _WORD.findall(text)})
-
-
-def word_rules(tokenizer: Any, rules: Sequence[str]) -> Callable[[Sequence[int], Draft], bool]:
-    """Return a test of drafts by rules about words."""
-    always = AlwaysVerify(rules, _library() if "rare" in rules else None)
-
-    def needs_verification(tokens: Sequence[int], draft: Draft) -> bool:
-        tail = tokens[-_CONTEXT_TOKENS:]
-        before = tokenizer.decode(tail)
-        return always(tokenizer.decode([*tail, *draft.tokens])[len(before) :])
-
-    return needs_verification
-
-
-@cache
-def _library() -> Counter[str]:
-    """Count files per word in Python's standard library, the bundled pair's training data."""
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    return document_frequency(path.read_text("utf-8", errors="replace") for path in files)
-
-
+@dataclass(frozen=True, eq=False)
 class GatedVerifier:
     """Verify drafts with more than `max_hard` hard tokens (share); commit the others."""
 
-    def __init__(
-        self,
-        inner: MaskedVerifier,
-        recorder: RecordingPolicy,
-        thresholds: Mapping[str, float],
-        max_hard: float,
-        *,
-        always: Callable[[Sequence[int], Draft], bool] | None = None,
-        variance: Variance | None = None,
-    ) -> None:
-        self._inner, self._recorder, self._thresholds, self._max_hard = inner, recorder, thresholds, max_hard
-        self._always, self._variance = always, variance
+    inner: MaskedVerifier
+    recorder: RecordingPolicy
+    thresholds: Mapping[str, float]
+    max_hard: float
+    always: Callable[[Sequence[int], Draft], bool] | None = None
+    variance: Variance | None = None
 
     def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
         if not draft.tokens:
-            return self._inner.verify(tokens, draft)
-        values = signals(self._recorder.log_probs, draft)
-        if self._variance is not None:
-            values["variance"] = self._variance(tokens, draft)
-        mask = hard_tokens(values, self._thresholds) or [0] * len(draft)
+            return self.inner.verify(tokens, draft)
+        values = signals(self.recorder.log_probs, draft)
+        if self.variance is not None:
+            values["variance"] = self.variance(tokens, draft)
+        mask = hard_tokens(values, self.thresholds) or [0] * len(draft)
         hard_ratio = sum(mask) / len(mask)
-        required = self._always is not None and self._always(tokens, draft)
-        if hard_ratio > self._max_hard or required:
-            verdict = self._inner.verify(tokens, draft, mask)
+        required = self.always is not None and self.always(tokens, draft)
+        if hard_ratio > self.max_hard or required:
+            verdict = self.inner.verify(tokens, draft, mask)
             return replace(verdict, link=replace(verdict.link or LinkStats(), hard_ratio=hard_ratio))
         return unverified_verdict(draft, tuple(range(len(draft))), Source.GATE, LinkStats(hard_ratio=hard_ratio))
 
 
+@dataclass(frozen=True, eq=False)
 class EdgeVerifier:
     """Verdicts of a drafter that decodes alone."""
 
-    def __init__(self, inner: Verifier) -> None:
-        self._inner = inner
+    inner: Verifier
 
     def verify(self, tokens: Sequence[int], draft: Draft, link: LinkStats = LinkStats()) -> Verdict:  # noqa: B008
         if draft.tokens:
             return unverified_verdict(draft, first_path(draft), Source.ALONE, link)
-        return replace(self._inner.verify(tokens, draft), source=Source.ALONE, request_sent=False, link=link)
+        return replace(self.inner.verify(tokens, draft), source=Source.ALONE, request_sent=False, link=link)
 
 
 def unverified_verdict(
@@ -191,7 +141,8 @@ def provisional_verdict(draft: Draft, link: LinkStats, request_sent: bool) -> Ve
 
 
 def first_path(draft: Draft) -> tuple[int, ...]:
-    children, path, node = draft.children(), [], -1
+    children, path = draft.children(), list[int]()
+    node = -1
     while node in children:
         node = children[node][0]
         path.append(node)

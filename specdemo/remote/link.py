@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import math
 import random
 import ssl
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpcore
 
 from specdemo.core.errors import UserError, plain_text
-from specdemo.remote.protocol import CODECS, ErrorResponse, MessageT, NetworkMessage
+from specdemo.remote.protocol import CODECS, ErrorResponse, MessageT, NetworkMessage, PrefillPosition
 
 _MAX_RESPONSE_BYTES, _MAX_LINE_BYTES = 16 << 20, 4096
+_SLICE_S, _SLICE_BYTES = 0.5, 8192
 _NETWORK_ERRORS = (httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError, OSError)
 
 
 class NoResponse(Exception):
     """No response in time; the request may be repeated."""
+
+
+class PromptReading(NoResponse):
+    """The service has read `position` tokens of the text; the request must be repeated."""
+
+    def __init__(self, sentence: str, position: int) -> None:
+        super().__init__(sentence)
+        self.position = position
 
 
 class ServiceBusy(NoResponse):
@@ -49,7 +59,7 @@ class HttpClient:
         token: str | None = None,
         link: LinkEmulation | None = None,
     ) -> None:
-        self.url, self.network = url.rstrip("/"), MeteredNetwork(link)
+        self.url, self.network = url.rstrip("/"), MeteredNetwork(link or LinkEmulation())
         self._codec = CODECS[content_type]
         self._headers = {"Content-Type": content_type, **({"Authorization": f"Bearer {token}"} if token else {})}
         tls = ssl.create_default_context() if url.startswith("https:") else None  # respects SSL_CERT_FILE
@@ -76,8 +86,10 @@ class HttpClient:
         except UserError as error:
             raise UserError(f"{self.url} is not a specdemo service of this version: {error}") from error
 
-    def tokens(self, path: str, message: NetworkMessage, timeout: float) -> Iterator[int | None]:
-        """Yield token ids, then None; raise `NoResponse` if cut off."""
+    def tokens(
+        self, path: str, message: NetworkMessage, timeout: float
+    ) -> Generator[int | PrefillPosition | None, None, None]:
+        """Yield progress, token ids, then None; raise `NoResponse` if cut off."""
         try:
             with self._pool.stream("POST", self.url + path, **self._options(message, timeout)) as response:
                 if response.status != 200:
@@ -91,6 +103,9 @@ class HttpClient:
                         if line.startswith(b"error "):
                             cause = plain_text(line[6:].decode("utf-8", "replace"))
                             raise UserError(f"the cloud at {self.url} failed: {cause}")
+                        if line.startswith(b"read "):
+                            yield PrefillPosition(int(line[5:]))
+                            continue
                         yield None if line == b"end" else int(line)
                         if line == b"end":
                             return
@@ -103,6 +118,8 @@ class HttpClient:
         raise NoResponse("the stream was cut off")
 
     def close(self) -> None:
+        """End the reads of other threads within `_SLICE_S`."""
+        self.network.limit = lambda: 0.0
         self._pool.close()
 
     def _content(self, response: httpcore.Response) -> bytes:
@@ -131,6 +148,8 @@ class HttpClient:
             return ContextGone(problem.error)
         if problem.code == "stale":
             return RequestSuperseded(problem.error)
+        if problem.code == "prefill":
+            return PromptReading(problem.error, problem.position)
         if status in (408, 500, 502, 503, 504):
             return NoResponse(problem.error)
         return UserError(f"the cloud at {self.url} rejected the request: {problem.error}")
@@ -158,19 +177,19 @@ class ByteCounts:
     down_s: float = 0.0  # first to last byte of responses
 
 
+@dataclass(eq=False)
 class MeteredNetwork(httpcore.NetworkBackend):
-    def __init__(
-        self,
-        link: LinkEmulation | None = None,
-        sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.perf_counter,
-        inner: httpcore.NetworkBackend | None = None,
-    ) -> None:
-        self.counts = ByteCounts()
-        self.link = link or LinkEmulation()
-        self.wait, self.clock = sleep, clock
+    """Network that counts bytes and emulates a link; calls end after `limit()` seconds."""
+
+    link: LinkEmulation = LinkEmulation()
+    wait: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.perf_counter
+    inner: httpcore.NetworkBackend = field(default_factory=httpcore.SyncBackend)
+    counts: ByteCounts = field(default_factory=ByteCounts)
+    limit: Callable[[], float] = lambda: math.inf
+
+    def __post_init__(self) -> None:
         self._rng = random.Random(self.link.seed)
-        self._inner = inner or httpcore.SyncBackend()
 
     def connect_tcp(
         self,
@@ -180,9 +199,16 @@ class MeteredNetwork(httpcore.NetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
     ) -> httpcore.NetworkStream:
-        stream = self._inner.connect_tcp(host, port, timeout, local_address, socket_options)
+        timeout = self.bounded(timeout, httpcore.ConnectTimeout)
+        stream = self.inner.connect_tcp(host, port, timeout, local_address, socket_options)
         self.wait(self.link.rtt_s)
         return MeteredStream(self, stream)
+
+    def bounded(self, timeout: float | None, error: type[httpcore.TimeoutException]) -> float:
+        left = min(math.inf if timeout is None else timeout, self.limit())
+        if left <= 0:
+            raise error("timed out")
+        return left
 
     def one_way_delay(self) -> float:
         return self.link.rtt_s / 2 + self.link.jitter_s * self._rng.random()
@@ -208,8 +234,8 @@ class MeteredStream(httpcore.NetworkStream):
             seconds += network.one_way_delay()
         if seconds:
             network.wait(seconds)
-        if not self._dead:
-            self._inner.write(buffer, timeout)
+        for i in range(0, 0 if self._dead else len(buffer), _SLICE_BYTES):
+            self._inner.write(buffer[i : i + _SLICE_BYTES], network.bounded(timeout, httpcore.WriteTimeout))
         network.counts.up_s += network.clock() - start
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
@@ -217,7 +243,7 @@ class MeteredStream(httpcore.NetworkStream):
         network, link = self._network, self._network.link
         start = network.clock()
         first, self._sending = self._sending, False
-        data = b"" if self._dead else self._inner.read(max_bytes, timeout)
+        data = b"" if self._dead else self._read(max_bytes, math.inf if timeout is None else start + timeout)
         arrived = network.clock() if first else start
         seconds = 8 * len(data) / link.down_bps if link.down_bps else 0.0
         if first and not self._dead:
@@ -233,6 +259,14 @@ class MeteredStream(httpcore.NetworkStream):
         network.counts.down_s += network.clock() - arrived
         return data
 
+    def _read(self, max_bytes: int, end: float) -> bytes:
+        while True:
+            left = self._network.bounded(end - self._network.clock(), httpcore.ReadTimeout)
+            try:
+                return self._inner.read(max_bytes, min(left, _SLICE_S))
+            except httpcore.ReadTimeout:
+                continue
+
     def close(self) -> None:
         self._inner.close()
 
@@ -240,6 +274,7 @@ class MeteredStream(httpcore.NetworkStream):
         self, ssl_context: Any, server_hostname: str | None = None, timeout: float | None = None
     ) -> MeteredStream:
         """Count bytes before encryption."""
+        timeout = self._network.bounded(timeout, httpcore.ConnectTimeout)
         return MeteredStream(self._network, self._inner.start_tls(ssl_context, server_hostname, timeout))
 
     def get_extra_info(self, info: str) -> Any:

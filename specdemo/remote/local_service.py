@@ -35,6 +35,7 @@ def cores_but_one() -> int:
 def serve_command(spec: ModelSpec) -> list[str]:
     """Command line of a service that ends with its standard input."""
     options = {"target": spec.name, "dtype": spec.dtype, "quantization": spec.quantization, "device": spec.device}
+    options["activations"] = spec.activations
     flags = [part for name, value in options.items() for part in (f"--{name}", value)]
     return [sys.executable, "-m", "specdemo", "serve", "--port", "0", "--until-stdin-ends", *flags]
 

@@ -7,14 +7,23 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
 import msgpack
 import numpy as np
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from torch import Tensor
 
@@ -128,14 +137,14 @@ class VerifyRequest(NetworkMessage):
 
     A repeated request gets the same response. `base` 0 opens the context and requires `config`. `token_probs` is None
     for point masses and rules without q. With `rows`, the cloud requests missing rows; without, it uses `token_probs`
-    (lossy).
+    (lossy). Without `round` a request has the fields of the practice guide, see `guide_requests`.
     """
 
     context_id: Annotated[str, _key("ctx_id"), Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     epoch: Count = 0
-    step: Annotated[Count, _key("round")]
-    base: Count
-    digest: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""  # of the first `base` tokens
+    step: Annotated[Count | None, _key("round")] = None
+    base: Count | None = None
+    digest: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""  # hash of the first `base` tokens
     tokens: Annotated[list[Token], Field(max_length=MAX_TEXT)] = []
     draft_tokens: Annotated[list[Token], Field(max_length=MAX_DRAFT)] = []
     k: Count
@@ -149,15 +158,27 @@ class VerifyRequest(NetworkMessage):
     candidates: Annotated[int, Field(ge=1, le=64)] = 1  # target tokens to return per row
     top: Annotated[int, Field(ge=0, le=64)] = 0
 
+    @model_validator(mode="after")
+    def _numbered_completely(self) -> Self:
+        if self.step is None and (self.base is not None or self.digest or self.epoch):
+            raise ValueError("base, digest and epoch need round: send it, or none of them")
+        if self.step is not None and self.base is None:
+            raise ValueError("round needs base: send the length of the shared text, 0 for a new context")
+        return self
+
 
 class VerifyMetrics(ResponseMessage):
+    """Acceptance and cost of a verification."""
+
     alpha_mean: float | None = None  # mean min(1, p / q) of the tested tokens
     la_over_k: float | None = None
-    cloud_s: float = 0.0  # forward pass and rule
+    cloud_s: Annotated[float, Field(ge=0, le=1e6)] = 0.0  # forward pass and rule
     fed: Count = 0  # tokens that were not in the cache
 
 
 class TopTokensMessage(ResponseMessage):
+    """Most probable tokens of a distribution."""
+
     entropy: float  # nats
     ids: list[Token]
     p: list[Reported]
@@ -171,7 +192,7 @@ class TopTokensMessage(ResponseMessage):
 
 
 class VerifyResponse(ResponseMessage):
-    """Verdict, or a request for the draft row of node `wanted_row`."""
+    """Verdict, or a request for draft rows."""
 
     epoch: Count
     step: Annotated[Count, _key("round")]
@@ -179,19 +200,31 @@ class VerifyResponse(ResponseMessage):
     correction: Token | None = None
     bonus: Token | None = None
     wanted_row: Annotated[Count | None, _key("wants")] = None
+    wanted_rows: Annotated[list[Count], _key("wants_rows"), Field(max_length=MAX_DRAFT)] = []
     accepted: list[Count] | None = None  # nodes; forests only
-    tested: list[Count] | None = None  # nodes; forests only
-    p: list[Reported] = []  # of each node
-    draws: list[Reported] | None = None  # of the tested nodes
-    choices: list[list[Token]] = []  # of each row
+    tested: list[Count] | None = None  # nodes; forests and blocks only
+    p: list[Reported] = []  # an entry per node
+    draws: list[Reported] | None = None  # an entry per tested node
+    choices: list[list[Token]] = []  # target tokens of each row
     target_top: Annotated[list[TopTokensMessage] | None, _key("laws")] = None
-    bounds: list[float | None] | None = None  # of each node; with `top`, like the next two
-    ranks: list[Count] | None = None  # of each node
+    # The next three are sent if the request sets `top`, bounds also for blocks; the first two have an entry per node.
+    bounds: list[float | None] | None = None
+    ranks: list[Count] | None = None
     token_top: TopTokensMessage | None = None
+    lossy: bool = False  # the verdict does not preserve the target's distribution
     metrics: VerifyMetrics = VerifyMetrics()
 
+    @model_serializer(mode="wrap")
+    def _with_correction(self, dump: SerializerFunctionWrapHandler):  # type: ignore[no-untyped-def]  # keeps the schema
+        """Include `correction` if it is None, as the practice guide does."""
+        message = dump(self)
+        return message if self.correction is not None else {**message, "correction": None}
+
     @classmethod
-    def of(cls, request: VerifyRequest, draft: Draft, verdict: Verdict) -> VerifyResponse:
+    def of(
+        cls, request: VerifyRequest, draft: Draft, verdict: Verdict, *, block: bool = False, lossy: bool = False
+    ) -> VerifyResponse:
+        """Encode a verdict; `block`: of block verification."""
         tested = [node for node, beta in enumerate(verdict.beta) if beta is not None]
         draws = [draw for node in tested if (draw := verdict.draw[node]) is not None]
         alphas = [_acceptance_prob(verdict.p[node] or 0.0, draft, node) for node in tested]
@@ -199,19 +232,20 @@ class VerifyResponse(ResponseMessage):
         rejected = last in draft.parents
         return cls(
             epoch=request.epoch,
-            step=request.step,
+            step=request.step or 0,
             accepted_len=len(verdict.accepted),
             correction=verdict.token if rejected else None,
             bonus=None if rejected else verdict.token,
             accepted=None if request.parents is None else list(verdict.accepted),
-            tested=None if request.parents is None else tested,
+            tested=None if request.parents is None and not block else tested,
             p=cast(list[float], list(verdict.p)),
             draws=draws if draws and len(draws) == len(tested) else None,
             choices=[list(row) for row in verdict.choices],
             target_top=[TopTokensMessage.of(top) for top in verdict.target_top] or None,
-            bounds=list(verdict.bound) or None if request.top else None,
+            bounds=list(verdict.bound) or None if request.top or block else None,
             ranks=list(verdict.rank) or None,
             token_top=None if verdict.token_top is None else TopTokensMessage.of(verdict.token_top),
+            lossy=lossy,
             metrics=VerifyMetrics(
                 alpha_mean=sum(alphas) / len(alphas) if alphas else None,
                 la_over_k=len(verdict.accepted) / request.k if request.k else None,
@@ -224,9 +258,7 @@ class VerifyResponse(ResponseMessage):
         Raises `UserError` if the response does not fit `draft` or the vocabulary.
         """
         self._check(draft, vocab_size)
-        tested: Sequence[int] = self.tested or ()
-        if self.tested is None and self.accepted is None:
-            tested = range(min(self.accepted_len + 1, len(draft)))
+        tested = self._tested_nodes(draft)
         draws: list[float | None] = [None] * len(draft)
         betas: list[float | None] = [None] * len(draft)
         for i, node in enumerate(tested):
@@ -248,6 +280,10 @@ class VerifyResponse(ResponseMessage):
         )
 
     @property
+    def wanted(self) -> list[int]:
+        return self.wanted_rows if self.wanted_row is None else [self.wanted_row]
+
+    @property
     def accepted_nodes(self) -> Sequence[int]:
         return range(self.accepted_len) if self.accepted is None else self.accepted
 
@@ -262,29 +298,38 @@ class VerifyResponse(ResponseMessage):
             raise UserError(
                 f"the cloud sent a token outside of its {vocab_size:,} ids: use the same version at both ends"
             )
-        nodes = self.accepted_nodes
-        if (
-            max(self.accepted_len, len(nodes)) > len(draft)
-            or len(self.p) != len(draft)
-            or len(self.choices) != len(draft) + 1
-            or any(
-                node >= len(draft) or draft.parents[node] != parent
-                for parent, node in zip([-1, *nodes], nodes, strict=False)
-            )
-            or any(node >= len(draft) for node in self.tested or ())
-            or (self.tested is not None and len(self.draws or self.tested) != len(self.tested))
-            or any(values and len(values) != len(draft) for values in (self.bounds, self.ranks))
-            or len(self.target_top or self.choices) != len(self.choices)
-            or self.token is None
-            or not all(self.choices)
-            or any(len(top.ids) != len(top.p) for top in tops)
-        ):
+        if not all(self._agreements(draft)) or any(len(top.ids) != len(top.p) for top in tops):
             raise UserError("the cloud's response does not fit the draft: use the same version at both ends")
+
+    def _tested_nodes(self, draft: Draft) -> Sequence[int]:
+        if self.tested is None and self.accepted is None:
+            return range(min(self.accepted_len + 1, len(draft)))
+        return self.tested or ()
+
+    def _agreements(self, draft: Draft) -> Iterator[bool]:
+        nodes, n = self.accepted_nodes, len(draft)
+        tested = self._tested_nodes(draft)
+        yield len(nodes) == self.accepted_len <= n and all(node < n for node in (*nodes, *tested))
+        path = zip([-1, *nodes], nodes, strict=False)
+        yield all(draft.parents[node] == parent for parent, node in path)
+        rejected = (nodes[-1] if nodes else -1) in draft.parents
+        yield (self.correction is not None, self.bonus is not None) == (rejected, not rejected)
+        yield len(set(tested)) == len(tested) == len(tested if self.draws is None else self.draws)
+        yield len(self.p) == n and all(len(values) == n for values in (self.bounds, self.ranks) if values)
+        yield len(self.choices) == n + 1 and all(self.choices)
+        yield len(self.target_top or self.choices) == n + 1
 
 
 def _acceptance_prob(p: float, draft: Draft, node: int) -> float:
     q = 1.0 if draft.token_probs is None else draft.token_probs[node]
     return min(1.0, p / q) if q else 0.0
+
+
+@dataclass(frozen=True)
+class PrefillPosition:
+    """Progress of a prefill, in tokens."""
+
+    count: int
 
 
 class StreamRequest(NetworkMessage):
@@ -296,15 +341,22 @@ class StreamRequest(NetworkMessage):
 
 
 class ErrorResponse(ResponseMessage):
+    """Error with a sentence for users and a code for programs; `position` with code `prefill`: tokens read."""
+
     error: ExternalText
     code: ExternalText
+    position: Count = 0
 
 
 class DeleteResponse(ResponseMessage):
+    """Result of deleting a context."""
+
     deleted: Annotated[bool, _key("forgotten")]
 
 
 class ServiceInfo(ResponseMessage):
+    """Description of a service's target."""
+
     name: ExternalText
     vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCAB)]
     context: Count
@@ -358,6 +410,8 @@ def _from_msgpack(kind: type[MessageT], body: bytes) -> MessageT:
 
 @dataclass(frozen=True)
 class Codec:
+    """Encoding of messages."""
+
     dump: Callable[[NetworkMessage], bytes]
     parse: Callable[[type[Any], bytes], Any]
 

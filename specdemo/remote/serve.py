@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import IO
 import torch
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specdemo.core.banned_text import BannedText
 from specdemo.core.errors import UserError
@@ -25,6 +25,7 @@ from specdemo.models.load import LoadedModel
 from specdemo.models.threads import thread_initializer
 from specdemo.models.tokenizer import token_bytes
 from specdemo.models.zoo import fingerprint
+from specdemo.remote.connections import ConnectionLimits, VisitorConnections, limit_connections
 from specdemo.remote.contexts import Contexts
 from specdemo.remote.protocol import ServiceInfo
 from specdemo.remote.server import ServiceLimits, create_app
@@ -32,7 +33,6 @@ from specdemo.signals import handle_signals
 from specdemo.worker import Worker
 
 _KEEP_ALIVE_S = 75
-_HEADER_TIMEOUT_S = 10.0
 _SHUTDOWN_TIMEOUT_S = 5
 
 
@@ -46,6 +46,7 @@ def serve_model(
     limits: ServiceLimits | None = None,
     waiting: int = 64,
     local: bool = False,
+    origins: Sequence[str] = (),
 ) -> FastAPI:
     invariance, model = target.invariance, target.model
     info = ServiceInfo(
@@ -74,9 +75,8 @@ def serve_model(
         expiry_s=expiry_s,
         ban=lru_cache(maxsize=8)(lambda texts: BannedText(texts, pieces())),
     )
-    return create_app(
-        info, contexts, Worker(waiting=waiting, prepare=thread_initializer()), token=token, limits=limits, local=local
-    )
+    worker = Worker(waiting=waiting, prepare=thread_initializer())
+    return create_app(info, contexts, worker, token=token, limits=limits, local=local, origins=origins)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -92,37 +92,15 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-class _HeaderTimeout(H11Protocol):
-    _timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def _watch(self) -> None:
-        waiting = self.cycle is None or self.cycle.response_complete
-        if waiting and self.timeout_keep_alive_task is None:
-            self._timer = self._timer or self.loop.call_later(_HEADER_TIMEOUT_S, self.transport.close)
-        elif self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def connection_lost(self, error: Exception | None) -> None:
-        super().connection_lost(error)
-        if self._timer is not None:
-            self._timer.cancel()
-
-
 class _Server(uvicorn.Server):
     """Stop jobs at shutdown, and return; uvicorn would raise the signal again."""
 
-    def __init__(self, config: uvicorn.Config, worker: Worker, announce: Callable[[], None] | None) -> None:
+    def __init__(
+        self, config: uvicorn.Config, worker: Worker, announce: Callable[[], None] | None, drain_s: float
+    ) -> None:
         super().__init__(config)
         self._worker, self._announce = worker, announce
+        self._drain_s = drain_s
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -131,7 +109,8 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close the listener before jobs end: clients must not connect again."""
-        await asyncio.gather(super().shutdown(sockets), asyncio.to_thread(self._worker.close, _SHUTDOWN_TIMEOUT_S))
+        closing = asyncio.to_thread(self._worker.close, _SHUTDOWN_TIMEOUT_S, self._drain_s)
+        await asyncio.gather(super().shutdown(sockets), closing)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -144,28 +123,32 @@ def listen(
     listener: socket.socket,
     certificate: Path | None = None,
     key: Path | None = None,
-    leash: IO[bytes] | None = None,
+    stdin: IO[bytes] | None = None,
     announce: Callable[[], None] | None = None,
+    connections: ConnectionLimits | None = None,
+    drain_s: float = 0.0,
 ) -> None:
-    """Serve until SIGINT, SIGTERM or the end of `leash`; call `announce` when ready."""
+    """Serve until SIGINT, SIGTERM or the end of `stdin`; call `announce` when ready."""
     config = uvicorn.Config(
         app,
-        http=_HeaderTimeout,
         log_level="warning",
         server_header=False,
         date_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=_SHUTDOWN_TIMEOUT_S,
+        timeout_graceful_shutdown=_SHUTDOWN_TIMEOUT_S + math.ceil(drain_s),
         ssl_certfile=certificate and str(certificate),
         ssl_keyfile=key and str(key),
     )
-    server = _Server(config, app.state.worker, announce)
+    connections = connections or ConnectionLimits()
+    app.add_middleware(VisitorConnections, limits=connections)
+    limit_connections(config, connections)
+    server = _Server(config, app.state.worker, announce, drain_s)
 
     def watch(file: int) -> None:
         while os.read(file, 4096):  # a buffered reader blocks the interpreter's exit
             pass
         server.should_exit = True
 
-    if leash is not None:
-        threading.Thread(target=watch, args=(leash.fileno(),), daemon=True).start()
+    if stdin is not None:
+        threading.Thread(target=watch, args=(stdin.fileno(),), daemon=True).start()
     server.run(sockets=[listener])

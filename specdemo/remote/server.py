@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,16 +19,20 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from specdemo.core.errors import UserError
 from specdemo.remote.access import RouteInfo, is_foreign, is_known_host
-from specdemo.remote.contexts import Contexts, StaleRequest, UnknownContext
+from specdemo.remote.connections import ConnectionLimits
+from specdemo.remote.contexts import ContextInUse, Contexts
+from specdemo.remote.guide_requests import MAX_KEY, StaleRequest, UnknownContext
 from specdemo.remote.protocol import (
     CODECS,
     DeleteResponse,
     ErrorResponse,
     MessageT,
     NetworkMessage,
+    PrefillPosition,
     ServiceInfo,
     StreamRequest,
     VerifyRequest,
@@ -36,9 +40,17 @@ from specdemo.remote.protocol import (
 )
 from specdemo.worker import Worker, WorkerBusy
 
-_NO_PUBLIC_PAGES: dict[str, Any] = dict.fromkeys(("docs_url", "redoc_url", "openapi_url"))
-_BODY_TIMEOUT_S = 10.0
-_WRONG_TOKENS = (1.0, 20)  # per second and address, and in a burst
+_APPLICATION: dict[str, Any] = {
+    "title": "specdemo cloud",
+    "version": "1",
+    "description": "Verifies drafts of token ids with the target model (docs/edge-cloud.md).",
+    **dict.fromkeys(("docs_url", "redoc_url", "openapi_url")),  # the documentation requires the token
+}
+_STATUSES = (400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 503)
+_PROBLEMS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorResponse} for status in _STATUSES}
+_BODY_TIMEOUT_S = ConnectionLimits.seconds
+_PREFILL_S = 1.0  # part of a prefill after which an edge gets a response
+_WRONG_TOKENS = (1.0, 20)  # attempts per second and address, and attempts in a burst
 _VERIFY_LIMITS = "token, rate, body, queue, 10 s for the body, at most 256 drafted and 131,072 text tokens"
 SERVICE_ROUTES = (
     RouteInfo("GET", "/v1/target", "description of the target", "token, rate"),
@@ -63,7 +75,8 @@ class RateLimiter:
     """Token bucket per address, refilled at `rate` per second."""
 
     def __init__(self, rate: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._rate, self._burst, self._clock = rate, burst, clock
+        self._rate, self._burst = rate, burst
+        self._clock = clock
         self._buckets: dict[str, tuple[float, float]] = {}  # remaining requests, time
 
     def allow(self, address: str, cost: int = 1) -> bool:
@@ -82,12 +95,11 @@ class RateLimiter:
 
 
 class ServiceError(Exception):
-    def __init__(self, status: int, code: str, sentence: str) -> None:
+    """Error that becomes a response with a status code."""
+
+    def __init__(self, status: int, code: str, sentence: str, position: int = 0) -> None:
         super().__init__(sentence)
-        self.status, self.problem = status, ErrorResponse(error=sentence, code=code)
-
-
-# --- application -------------------------------------------------------------------------------------------------
+        self.status, self.problem = status, ErrorResponse(error=sentence, code=code, position=position)
 
 
 def create_app(
@@ -99,18 +111,16 @@ def create_app(
     limits: ServiceLimits | None = None,
     local: bool = False,
     clock: Callable[[], float] = time.monotonic,
+    origins: Sequence[str] = (),
 ) -> FastAPI:
-    """Create the application. `local`: without a token, refuse names of other hosts."""
+    """Create the application. `local`: without a token, refuse names of other hosts. `origins`: sites with access."""
     limits = limits or ServiceLimits()
-    app = FastAPI(
-        title="specdemo cloud",
-        version="1",
-        description="Verifies drafts of token ids with the target model (docs/edge-cloud.md).",
-        **_NO_PUBLIC_PAGES,
-    )
-    app.state.worker = worker
-    problems = {status: {"model": ErrorResponse} for status in (400, 401, 403, 404, 408, 409, 413, 415, 422, 429)}
-    common: dict[str, Any] = {"dependencies": [Depends(_admission(token, limits, local, clock))], "responses": problems}
+    app = FastAPI(**_APPLICATION)
+    app.state.worker, app.state.limits = worker, limits
+    app.state.admission = _admission(token, limits, local, clock, origins)
+    if origins:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",))
+    common: dict[str, Any] = {"dependencies": [Depends(app.state.admission)], "responses": _PROBLEMS}
 
     @app.get("/v1/target", response_model=ServiceInfo, **common)
     async def target(request: Request) -> Response:
@@ -119,22 +129,24 @@ def create_app(
 
     @app.post("/v1/rounds", response_model=VerifyResponse, openapi_extra=_body(VerifyRequest), **common)
     async def rounds(request: Request) -> Response:
-        """Verify a draft."""
+        """Verify a draft, or respond with status 503, code `prefill`: a part of a long text is read."""
         message = await _read(request, VerifyRequest, limits.body_bytes)
-        return _message(request, await run_queued(worker, request, lambda: contexts.verify(message, _address(request))))
+        client = _address(request), _retry_key(request)
+        job = partial(_verified, contexts, message, client, clock)
+        return _message(request, await run_queued(worker, request, job))
 
     @app.post("/v1/texts", response_class=StreamingResponse, openapi_extra=_body(StreamRequest), **common)
-    async def texts(request: Request) -> Response:
-        """Decode autoregressively: a token id per line, then `end` or `error` with the cause."""
+    async def texts(request: Request, progress: bool = False) -> Response:
+        """Decode autoregressively: lines `read COUNT` with `progress`, token ids, `end` or `error` with the cause."""
         message = await _read(request, StreamRequest, limits.body_bytes)
-        tokens = stream_queued(worker, lambda: contexts.stream(message))
-        first = await _first(request, tokens)  # earlier errors get a status code
-        return StreamingResponse(_lines(first, tokens), media_type="text/plain")
+        lines = _lines(stream_queued(worker, lambda: contexts.stream(message)), progress)
+        first = await _first(request, lines)  # earlier errors get a status code
+        return StreamingResponse(_continued(first, lines), media_type="text/plain")
 
     @app.delete("/v1/contexts/{ctx_id}", response_model=DeleteResponse, **common)
     async def forget(request: Request, ctx_id: str) -> Response:
         """Delete a context."""
-        deleted = await run_queued(worker, request, lambda: contexts.delete(ctx_id, _address(request)))
+        deleted = await run_queued(worker, request, lambda: iter((contexts.delete(ctx_id, _address(request)),)))
         return _message(request, DeleteResponse(deleted=deleted))
 
     _add_error_handlers(app)
@@ -167,7 +179,7 @@ def _address(request: Request) -> str:
 
 
 def _admission(
-    token: str | None, limits: ServiceLimits, local: bool, clock: Callable[[], float]
+    token: str | None, limits: ServiceLimits, local: bool, clock: Callable[[], float], origins: Sequence[str] = ()
 ) -> Callable[..., None]:
     rates = RateLimiter(limits.requests_per_second, limits.burst, clock)
     failures = RateLimiter(*_WRONG_TOKENS, clock)
@@ -176,7 +188,8 @@ def _admission(
     def admit(request: Request, sent: HTTPAuthorizationCredentials | None = Depends(bearer)) -> None:  # noqa: B008
         if local and token is None and not is_known_host(request.headers.get("host", ""), ()):
             raise ServiceError(403, "host", "this service serves its own machine: use its address, or localhost")
-        if request.method not in ("GET", "HEAD") and is_foreign(request.headers):
+        allowed = request.headers.get("origin") in origins
+        if request.method not in ("GET", "HEAD") and not allowed and is_foreign(request.headers):
             raise ServiceError(403, "origin", "pages of other sites cannot use this service: send no Origin")
         address = _address(request)
         if token is not None and not failures.allow(address, 0):
@@ -207,8 +220,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         _, bodies = models_json_schema(
-            [(VerifyRequest, "validation"), (StreamRequest, "validation")],
-            ref_template="#/components/schemas/{model}",
+            [(VerifyRequest, "validation"), (StreamRequest, "validation")], ref_template="#/components/schemas/{model}"
         )
         schema["components"]["schemas"].update(bodies["$defs"])
         for operation in (operation for path in schema["paths"].values() for operation in path.values()):
@@ -222,9 +234,6 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 def _body(kind: type[NetworkMessage]) -> dict[str, Any]:
     schema = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}
     return {"requestBody": {"required": True, "content": dict.fromkeys(CODECS, schema)}}
-
-
-# --- messages ----------------------------------------------------------------------------------------------------
 
 
 def _content_type(request: Request) -> str:
@@ -241,6 +250,8 @@ def _message(request: Request, message: NetworkMessage, status: int = 200) -> Re
 def _problem(request: Request, status: int, problem: ErrorResponse, headers: dict[str, str] | None = None) -> Response:
     response = _message(request, problem, status)
     response.headers.update(headers or {})
+    if status in (408, 413):
+        response.headers["connection"] = "close"  # the rest of the body is not read
     if status == 429:
         response.headers["retry-after"] = "1"
     if status == 401:
@@ -252,6 +263,15 @@ async def _read(request: Request, kind: type[MessageT], max_bytes: int) -> Messa
     content_type = _content_type(request) if "content-type" in request.headers else ""
     if content_type not in CODECS:
         raise ServiceError(415, "type", f"content type {content_type!r} is unsupported: use {' or '.join(CODECS)}")
+    body = await read_body(request, max_bytes)
+    try:
+        return CODECS[content_type].load(kind, body)
+    except UserError as error:
+        raise ServiceError(422, "invalid", str(error)) from error
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Read a body with limits of size and time. Raises `ServiceError`."""
     body = bytearray()
 
     async def receive() -> None:
@@ -266,27 +286,52 @@ async def _read(request: Request, kind: type[MessageT], max_bytes: int) -> Messa
         raise ServiceError(
             408, "slow", f"the body did not arrive within {_BODY_TIMEOUT_S:g} seconds: send it again"
         ) from None
-    try:
-        return CODECS[content_type].load(kind, bytes(body))
-    except UserError as error:
-        raise ServiceError(422, "invalid", str(error)) from error
+    return bytes(body)
 
 
-async def _first(request: Request, tokens: AsyncGenerator[int, None]) -> int:
+def _retry_key(request: Request) -> str:
+    key = request.headers.get("idempotency-key", "")
+    if len(key) > MAX_KEY:
+        raise ServiceError(422, "invalid", f"the Idempotency-Key is longer than {MAX_KEY} characters: shorten it")
+    return key
+
+
+def _verified(
+    contexts: Contexts, message: VerifyRequest, client: tuple[str, str], clock: Callable[[], float]
+) -> Iterator[VerifyResponse | None]:
+    end = clock() + _PREFILL_S
+    for position in contexts.prefill(message, *client):
+        if clock() >= end:
+            sentence = f"{position.count:,} tokens of the text are read: send the request again"
+            raise ServiceError(503, "prefill", sentence, position.count)
+        yield None
+    yield contexts.verify(message, *client)
+
+
+async def _first(request: Request, lines: AsyncGenerator[bytes, None]) -> bytes:
     try:
-        token: int = await _while_connected(request, anext(tokens))
-        return token
+        line: bytes = await while_connected(request, anext(lines))
+        return line
     except BaseException:
-        await tokens.aclose()
+        await lines.aclose()
         raise
 
 
-async def _lines(first: int, tokens: AsyncGenerator[int, None]) -> AsyncIterator[bytes]:
-    async with aclosing(tokens):
-        yield f"{first}\n".encode()
+async def _lines(items: AsyncGenerator[int | PrefillPosition, None], progress: bool) -> AsyncGenerator[bytes, None]:
+    async with aclosing(items):
+        async for item in items:
+            if isinstance(item, int):
+                yield f"{item}\n".encode()
+            elif progress:
+                yield f"read {item.count}\n".encode()
+
+
+async def _continued(first: bytes, lines: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    async with aclosing(lines):
+        yield first
         try:
-            async for token in tokens:
-                yield f"{token}\n".encode()
+            async for line in lines:
+                yield line
         except ServiceError as error:  # too late for a status code
             if error.status != 503:  # cut off: the client will resume
                 yield f"error {error}\n".encode()
@@ -294,16 +339,18 @@ async def _lines(first: int, tokens: AsyncGenerator[int, None]) -> AsyncIterator
         yield b"end\n"
 
 
-# --- job queue ---------------------------------------------------------------------------------------------------
+_ERRORS: tuple[tuple[type[Exception], int, str], ...] = (
+    (UnknownContext, 404, "unknown_context"),
+    (StaleRequest, 409, "stale"),
+    (ContextInUse, 503, "busy"),
+    (UserError, 422, "invalid"),
+)
 
 
 def _service_error(error: BaseException) -> BaseException:
-    if isinstance(error, UnknownContext):
-        return ServiceError(404, "unknown_context", str(error))
-    if isinstance(error, StaleRequest):
-        return ServiceError(409, "stale", str(error))
-    if isinstance(error, UserError):
-        return ServiceError(422, "invalid", str(error))
+    for kind, status, code in _ERRORS:
+        if isinstance(error, kind):
+            return ServiceError(status, code, str(error))
     return error if isinstance(error, Exception) else RuntimeError(f"the worker failed: {error!r}")
 
 
@@ -326,7 +373,7 @@ async def stream_queued(worker: Worker, job: Callable[[], Iterator[Any]]) -> Asy
         while True:
             await changed.wait()
             changed.clear()
-            done = stream.done  # before the items
+            done = stream.done  # read first: items are appended before a stream is done
             while sent < len(stream.items):
                 yield stream.items[sent]
                 sent += 1
@@ -344,13 +391,17 @@ def _stopping() -> ServiceError:
     return ServiceError(503, "busy", "the service is shutting down: send the request again later")
 
 
-async def run_queued(worker: Worker, request: Request, call: Callable[[], Any]) -> Any:
-    """Run `call()` in the worker's thread; cancel it if the client disconnects before."""
-    async with aclosing(stream_queued(worker, lambda: iter((call(),)))) as results:
-        return await _while_connected(request, anext(results))
+async def run_queued(worker: Worker, request: Request, job: Callable[[], Iterator[Any]]) -> Any:
+    """Return the first item of a job that is not None; cancel it if the client disconnects before."""
+    async with aclosing(stream_queued(worker, job)) as results:
+        while (result := await while_connected(request, anext(results))) is None:
+            pass
+        return result
 
 
-async def _while_connected(request: Request, awaited: Awaitable[Any]) -> Any:
+async def while_connected(request: Request, awaited: Awaitable[Any]) -> Any:
+    """Cancel and raise `ServiceError` if the client disconnects before the result."""
+
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass

@@ -24,19 +24,16 @@ from specdemo.models.engines.llama_weights import with_dropout
 from specdemo.models.hub import Hub
 from specdemo.models.load import read_tokenizer
 from specdemo.models.spec import ModelSpec
+from specdemo.models.tokenizer import has_entry
 from specdemo.models.zoo import fingerprint
 from specdemo.remote.access import SERVICES, TOKEN, token_for
-from specdemo.remote.client import ConnectionLost, Deadlines, RemoteVerifier, RowFormat, StreamingVerifier
+from specdemo.remote.client import Deadlines, RemoteVerifier, RowFormat, StreamingVerifier
 from specdemo.remote.config import ENCODINGS, CloudConfig
-from specdemo.remote.gates import (
-    PASSES,
-    GatedVerifier,
-    RecordingPolicy,
-    mc_dropout,
-    word_rules,
-)
+from specdemo.remote.deadline import ConnectionLost, StepDeadline
+from specdemo.remote.gates import PASSES, GatedVerifier, RecordingPolicy, mc_dropout
 from specdemo.remote.link import HttpClient, LinkEmulation, NoResponse, Unauthorised
 from specdemo.remote.protocol import MAX_TEXT, ServiceInfo, VerifyConfig
+from specdemo.remote.word_rules import IsName, word_rules
 from specdemo.worker import interruptible
 
 MAX_PADDING = 2  # vocabulary of a model per token of its tokenizer; padding is below 2%
@@ -51,6 +48,7 @@ class RemoteModel:
     tokenizer: Any
     cloud: CloudConfig
     lost: bool = False
+    is_name: IsName | None = None  # see gate `names`
 
     encoder = False  # unsupported by the service
     opening = ()
@@ -101,6 +99,8 @@ class RemoteModel:
 
     def verifier(self, context: TargetContext) -> Verifier:
         """Return a verifier at the edge, gated if the options have gates; the gate records the drafts of the policy."""
+        if context.logprobs is not None:
+            raise UserError("log-probabilities need a local target: omit logprobs, or choose mode off")
         verifier = self._client(context)
         context.on_close(verifier.close)
         if not self.cloud.gates:
@@ -110,7 +110,7 @@ class RemoteModel:
         if "variance" in self.cloud.gates:
             model = context.draft_caches[0].model
             variance = mc_dropout([context.open(with_dropout(model, seed)).score for seed in range(PASSES)])
-        always = word_rules(self.tokenizer, self.cloud.always) if self.cloud.always else None
+        always = word_rules(self.tokenizer, self.cloud, self.is_name) if self.cloud.always else None
         thresholds, max_hard = self.cloud.thresholds, self.cloud.gate_ratio
         return GatedVerifier(verifier, recorder, thresholds, max_hard, always=always, variance=variance)
 
@@ -119,10 +119,10 @@ class RemoteModel:
 
     def _client(self, context: TargetContext) -> RemoteVerifier | StreamingVerifier:
         cloud, options = self.cloud, context.options
-        config = _verify_config(context)
+        config, known = _verify_config(context), partial(has_entry, self.tokenizer)
         deadlines = Deadlines(cloud.deadline_ms / 1000, cloud.lost_after_s, not cloud.provisional)
         if cloud.mode == "cloud_only":
-            return StreamingVerifier(self.http, config, options.max_tokens, deadlines, self.vocab_size)
+            return StreamingVerifier(self.http, config, options.max_tokens, deadlines, self.vocab_size, known)
         return RemoteVerifier(
             self.http,
             config,
@@ -133,10 +133,10 @@ class RemoteModel:
             edge=self._edge_verifier(context) if cloud.on_loss == "edge" else None,
             alone=self.lost,
             vocab_size=self.vocab_size,
+            has_entry=known,
         )
 
     def _edge_verifier(self, context: TargetContext) -> ModelVerifier | None:
-        """Return the verifier with which the drafter continues after a lost connection."""
         if not context.draft_caches:
             return None
         cache, options = context.draft_caches[0], context.options
@@ -197,8 +197,8 @@ def connect(
 def _service_info(
     http: HttpClient, cloud: CloudConfig, has_edge: bool, clock: Callable[[], float]
 ) -> ServiceInfo | None:
-    """Return None without a response if the edge may continue alone."""
     start, timeout = clock(), max(1.0, cloud.deadline_ms / 1000)
+    http.network.limit = StepDeadline(cloud.lost_after_s, clock=clock).remaining
     while True:
         try:
             return interruptible(lambda: http.call("GET", "/v1/target", None, ServiceInfo, timeout))

@@ -13,6 +13,7 @@ from specdemo.core import trace
 from specdemo.core.errors import UserError
 from specdemo.core.events import INTERRUPTED, End, Loading, StepEvent
 from specdemo.core.metrics import Metrics
+from specdemo.option_effects import refuse_ineffective
 from specdemo.recipe import Recipe
 from specdemo.ui.lane import SPEC
 from specdemo.ui.service import Service
@@ -28,13 +29,17 @@ def address_of(request: gr.Request) -> str:
     return request.client.host if request.client else ""
 
 
-def endpoints(service: Service, initial: Recipe, device: str) -> dict[str, Callable]:
+def endpoints(service: Service, initial: Recipe, device: str) -> dict[str, Callable[..., Any]]:
     defaults = api_defaults(initial)
 
     def recipe_from(values: tuple[Any, ...]) -> Recipe:
         settings = dict(zip(defaults, values, strict=True))
         service.limits.check_settings(settings, defaults)
-        return recipe_of(settings, device)
+        chosen = recipe_of(settings, device)
+        if chosen.ngram_keep:
+            raise UserError("ngram_keep has no effect in the API, whose calls share no state: use the page")
+        refuse_ineffective(chosen, [name for name, value in settings.items() if value != defaults[name]])
+        return chosen
 
     async def generate(request: gr.Request, prompt: str, *values: Any) -> AsyncIterator[str]:
         """Decode a prompt. Stream the trace as JSON lines: a header, the steps, an end.
@@ -76,7 +81,7 @@ def api_defaults(initial: Recipe) -> dict[str, Any]:
     return {**values, **_UNRECORDED}
 
 
-def _with_parameters(function: Callable, defaults: dict[str, Any]) -> Callable:
+def _with_parameters(function: Callable[..., Any], defaults: dict[str, Any]) -> Callable[..., Any]:
     """Replace `*values` in the signature by a typed parameter per option, for the description of the API."""
     types = {
         name: (list[str] if option.choices else str) if option.many else option.type for name, option in OPTIONS.items()
@@ -84,7 +89,7 @@ def _with_parameters(function: Callable, defaults: dict[str, Any]) -> Callable:
     fixed = [part for part in inspect.signature(function).parameters.values() if part.kind is not part.VAR_POSITIONAL]
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     named = [inspect.Parameter(name, kind, default=value, annotation=types[name]) for name, value in defaults.items()]
-    function.__signature__ = inspect.signature(function).replace(parameters=[*fixed, *named])
+    vars(function)["__signature__"] = inspect.signature(function).replace(parameters=[*fixed, *named])
     function.__annotations__ = {
         **{name: hint for name, hint in inspect.get_annotations(function, eval_str=True).items() if name != "values"},
         **types,

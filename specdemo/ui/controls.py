@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import groupby, islice
 from typing import Any
@@ -14,97 +14,138 @@ import gradio as gr
 from specdemo.core.errors import UserError
 from specdemo.core.options import Option
 from specdemo.drafters import METHODS, option_classes
+from specdemo.drafters.method import Method
 from specdemo.models.quantization import unavailable
 from specdemo.models.spec import COPY_FORMS, SAME, find_device
-from specdemo.models.zoo import PAIRS, offers
+from specdemo.models.zoo import PAIRS, Pair, offers
+from specdemo.option_effects import settings_of_pair
 from specdemo.recipe import PRESETS, Recipe, RunOptions
 from specdemo.remote.config import CloudConfig
+from specdemo.ui.cockpit import script
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.settings import MODES_WITH_OFF, recipe_of, setting_of
 
-Controls = dict[str, gr.components.Component]
+Control = gr.Checkbox | gr.CheckboxGroup | gr.Dropdown | gr.Number | gr.Slider | gr.Textbox
+Controls = dict[str, Control]
 _LINK = "Edge and cloud"
 _EMULATED = ("rtt_ms", "jitter_ms", "up_mbit", "down_mbit", "loss")
 _NUMBERS_PER_ROW = 2
-_EXAMPLE_SETTINGS = ("pair", "target", "drafter", "method", "chat", "temperature")
-_APPLY_EXAMPLE = "() => { document.getElementById('example-effect').textContent = EFFECT; return VALUES; }"
-_APPLY_METHOD_EXAMPLE = """(method, ...values) => {
-  document.getElementById("example-effect").textContent = "";
-  return EXAMPLES[method] ?? values;
-}"""
+FIRST = ("pair", "method", "gamma", "temperature")  # always visible
+_EXAMPLE_SETTINGS = ("pair", "target", "drafter", "method", "gamma", "policy", "chat", "temperature")
 
 
 def sidebar(initial: Recipe, limits: HostLimits, unload: Callable[[], Awaitable[str]]) -> Controls:
     """Build the sidebar and return its controls by option name.
 
-    Options that the host fixes or forbids have no control. `unload` frees memory and returns a message.
+    Four options are visible at first. Options that the host fixes or forbids have no control. `unload` frees memory and
+    returns a message.
     """
     make = _Factory(initial, limits)
     shown = [option for option in RunOptions.OPTIONS.values() if not (option.host and limits.public)]
     with gr.Sidebar(width=310, elem_id="settings"):
-        pair, *basic = (option for option in shown if option.basic)
-        make.controls([pair])
-        source = gr.Dropdown(_DRAFT_SOURCES, value=_OF_PAIR, label="Draft model", elem_id="draft-model")
-        make.controls(basic)
-        _method_groups(make, initial)
-        with gr.Accordion("Advanced settings", open=False, elem_id="advanced"):
-            presets = _preset_buttons()
-            for group in dict.fromkeys(option.group for option in shown if not option.basic):
-                with gr.Accordion(group, open=False):
-                    make.controls(option for option in shown if option.group == group and not option.basic)
-                    if group == RunOptions.OPTIONS["device"].group and not limits.public:
-                        _unload_button(unload)
-            if limits.remote != ():
-                with gr.Accordion(_LINK, open=False, elem_id="edge-cloud"):
-                    make.controls(
-                        option
-                        for option in CloudConfig.OPTIONS.values()
-                        if limits.remote is None or option.name not in _EMULATED
-                    )
-    for button, values in presets:
-        chosen = {name: value for name, value in values.items() if name in make.built}
-        script = f"() => {json.dumps(list(chosen.values()))}"
-        button.click(None, None, [make.built[name] for name in chosen], js=script, api_visibility="private")
-    _connect_pair(make.built)
+        make.controls(option for option in shown if option.name in FIRST)
+        # The page closes it when it opens: Gradio mounts the parts of a closed accordion later.
+        with gr.Accordion("More settings", elem_id="more-settings"):
+            source = gr.Dropdown(_DRAFT_SOURCES, value=_OF_PAIR, label="Draft model", elem_id="draft-model")
+            make.controls(option for option in shown if option.basic and option.name not in FIRST)
+            _method_groups(make, initial)
+            presets = _advanced_settings(make, shown, unload)
+    for preset, button in presets.items():
+        chosen = {name: value for name, value in PRESETS[preset].values.items() if name in make.built}
+        remote = {name: value for name, value in PRESETS[preset].link.items() if name in make.built}
+        values = f"(mode, ...link) => {json.dumps(list(chosen.values()))}.concat("
+        values += f'mode && mode !== "off" ? {json.dumps(list(remote.values()))} : link)'
+        inputs = [make.built[name] for name in ("mode", *remote) if name in make.built]
+        changed = [make.built[name] for name in (*chosen, *remote)]
+        button.click(None, inputs, changed, js=values, api_visibility="private")
+    _connect_method(make.built)
     _connect_copy(make.built, source)
     return make.built
 
 
-_OF_PAIRS = ("method", "gamma", "temperature", "top_p", "chat")
-_ON_CHANGE = {"show_progress": "hidden", "queue": False, "preprocess": False, "api_visibility": "private"}
+def _advanced_settings(
+    make: _Factory, shown: Sequence[Option], unload: Callable[[], Awaitable[str]]
+) -> dict[str, gr.Button]:
+    limits = make.limits
+    with gr.Accordion("Advanced settings", open=False, elem_id="advanced"):
+        presets = {name: gr.Button(f"Apply preset {name}", size="sm", elem_id=f"preset-{name}") for name in PRESETS}
+        for group in dict.fromkeys(option.group for option in shown if not option.basic):
+            with gr.Accordion(group, open=False):
+                make.controls(option for option in shown if option.group == group and not option.basic)
+                if group == RunOptions.OPTIONS["device"].group and not limits.public:
+                    _unload_button(unload)
+        if limits.remote != ():
+            with gr.Accordion(_LINK, open=False, elem_id="edge-cloud"):
+                make.controls(
+                    option
+                    for option in CloudConfig.OPTIONS.values()
+                    if (limits.remote is None or option.name not in _EMULATED) and not (option.host and limits.public)
+                )
+    return presets
+
+
+PAIR_SETTINGS = ("method", "gamma", "policy", "temperature", "top_p", "chat")
+_ON_CHANGE: dict[str, Any] = {
+    "show_progress": "hidden",
+    "queue": False,
+    "preprocess": False,
+    "api_visibility": "private",
+}
 
 
 _SHOW_REPLACED = """(target) =>
   ({ __type__: "update", info: target ? "Not used: a target is set under Models and devices." : null })"""
 
 
-def _connect_pair(controls: Controls) -> None:
+def _connect_method(controls: Controls) -> None:
     pair, method = controls["pair"], controls["method"]
-    chosen = [controls[name] for name in _OF_PAIRS]
     # The event `input` does not fire for examples and links.
-    pair.input(_settings_of_pair, [pair, method], chosen, **_ON_CHANGE)
     method.input(_pair_of_method, [pair, method, controls["chat"]], [pair, controls["chat"]], **_ON_CHANGE)
     if target := controls.get("target"):
         target.change(None, target, pair, js=_SHOW_REPLACED, **_ON_CHANGE)
+
+
+def connect_pair(controls: Controls, prompt: gr.Textbox, ready: Sequence[Mapping[str, Any]]) -> None:
+    """A new pair sets its own settings and the prompt of its first example, unless the visitor typed a prompt."""
+    prompts = {example["prompt"] for example in ready}
+
+    def changed(name: Any, method: Any, text: Any) -> Any:
+        settings = _settings_of_pair(name, method)
+        example = next((example for example in ready if example["pair"] == name), None)
+        typed = not isinstance(text, str) or (text.strip() and text not in prompts)
+        if not isinstance(settings, list) or example is None or typed:
+            return [*(settings if isinstance(settings, list) else [gr.skip()] * len(PAIR_SETTINGS)), gr.skip()]
+        own = dict(zip(PAIR_SETTINGS, settings, strict=True))
+        return [*(example.get(option, own[option]) for option in PAIR_SETTINGS), example["prompt"]]
+
+    chosen = [controls[name] for name in PAIR_SETTINGS]
+    controls["pair"].input(changed, [controls["pair"], controls["method"], prompt], [*chosen, prompt], **_ON_CHANGE)
 
 
 def _settings_of_pair(name: Any, method: Any) -> Any:
     if not (isinstance(name, str) and name in PAIRS):
         return gr.skip()
     pair = PAIRS[name]
-    fits = pair.drafter is not None or not (method in METHODS and METHODS[method].second_model)
-    return list({**pair.settings, **({"method": method} if fits else {})}.values())
+    fits = isinstance(method, str) and method in METHODS and _can_draft(pair, METHODS[method])
+    return list(settings_of_pair(pair, {"method": method} if fits else {}).values())
 
 
 def _pair_of_method(name: Any, method: Any, chat: Any) -> Any:
-    if isinstance(name, str) and name in PAIRS and method in METHODS and METHODS[method].second_model:
-        if PAIRS[name].drafter is None:
-            return "bundled", False
-    return name, chat
+    if not (isinstance(name, str) and name in PAIRS and isinstance(method, str) and method in METHODS):
+        return gr.skip(), gr.skip()
+    if _can_draft(PAIRS[name], METHODS[method]) or not _can_draft(PAIRS["bundled"], METHODS[method]):
+        return name, chat
+    return "bundled", False
+
+
+def _can_draft(pair: Pair, method: Method) -> bool:
+    if method.uses_head and pair.head is not None:
+        return True
+    return method.drafter is None or (method.uses_model and pair.drafter is not None)
 
 
 _OF_PAIR = "pair"
-_DRAFT_SOURCES = [("of the pair", _OF_PAIR), *((f"this model in {form}", form) for form in COPY_FORMS)]
+_DRAFT_SOURCES = [("drafter of the pair", _OF_PAIR), *((f"this model in {form}", form) for form in COPY_FORMS)]
 _SHOW_SOURCE = f"""(drafter, form) => drafter === "{SAME}" ? (form === "none" ? "{COPY_FORMS[0]}" : form) :
   drafter ? null : "{_OF_PAIR}" """
 
@@ -121,11 +162,12 @@ def _settings_of_source(
     source: Any, drafter: Any, form: Any, method: Any, pair: Any, target: Any, quantization: Any
 ) -> list[Any]:
     chosen = {"pair": pair, "target": target, "quantization": quantization}
-    if not all(isinstance(value, (str, type(None))) for value in (source, method, pair)):
+    texts = all(isinstance(value, (str, type(None))) for value in (source, method, pair, form))
+    if not texts or method not in METHODS or form not in ("none", *COPY_FORMS):
         return [gr.skip()] * 4
-    drafting = method in METHODS and METHODS[method].second_model
+    drafting = method in METHODS and METHODS[method].uses_model
     if source not in COPY_FORMS:
-        alone = drafting and not target and pair in PAIRS and PAIRS[pair].drafter is None
+        alone = drafting and not target and pair in PAIRS and not _can_draft(PAIRS[pair], METHODS[method])
         return ["", "none", PAIRS[pair].method if alone else method, _OF_PAIR]
     copy = {"drafter": SAME, "drafter_quantization": source, "method": method if drafting else "draft"}
     try:
@@ -134,13 +176,6 @@ def _settings_of_source(
         gr.Warning(html.escape(str(error)))
         return [drafter, form, method, form if drafter == SAME else None if drafter else _OF_PAIR]
     return [*copy.values(), source]
-
-
-def _preset_buttons() -> list[tuple[gr.Button, Mapping[str, Any]]]:
-    return [
-        (gr.Button(f"Apply preset {name}", size="sm", elem_id=f"preset-{name}"), preset.values)
-        for name, preset in PRESETS.items()
-    ]
 
 
 def _method_groups(make: _Factory, initial: Recipe) -> None:
@@ -160,10 +195,7 @@ def _method_groups(make: _Factory, initial: Recipe) -> None:
         lambda method: [gr.update(visible=shown or "hidden") for shown in visible(method)],
         make.built["method"],
         groups,
-        show_progress="hidden",
-        queue=False,
-        preprocess=False,
-        api_visibility="private",
+        **_ON_CHANGE,
     )
 
 
@@ -177,7 +209,7 @@ def _unload_button(unload: Callable[[], Awaitable[str]]) -> None:
 class _Factory:
     def __init__(self, initial: Recipe, limits: HostLimits) -> None:
         self.built: Controls = {}
-        self._initial, self._limits = initial, limits
+        self._initial, self.limits = initial, limits
         self._device = find_device(initial.device)
 
     def controls(self, options: Iterable[Option]) -> None:
@@ -194,10 +226,10 @@ class _Factory:
         about = {"value": value, "label": label, "elem_id": option.element}
         self.built[option.name] = self._component(option, about)
 
-    def _component(self, option: Option, about: dict[str, Any]) -> gr.components.Component:
+    def _component(self, option: Option, about: dict[str, Any]) -> Control:
         choices = self._choices(option)
-        if option.name == "remote" and self._limits.remote:
-            return gr.Dropdown(list(self._limits.remote), **{**about, "value": self._limits.remote[0]})
+        if option.name == "remote" and self.limits.remote:
+            return gr.Dropdown(list(self.limits.remote), **{**about, "value": self.limits.remote[0]})
         if choices and option.many:
             return gr.CheckboxGroup(choices, info=_sentence(option), **about)
         if choices:
@@ -206,7 +238,7 @@ class _Factory:
             return gr.Checkbox(info=_sentence(option), **about)
         if option.slider:
             low, high, step = option.slider
-            limit = self._limits.bounds().get(option.name)
+            limit = self.limits.bounds().get(option.name)
             return gr.Slider(low, high if limit is None else min(high, limit), step=step, **about)
         if _is_number_field(option):
             return gr.Number(step=option.step, precision=0 if option.type is int else None, min_width=110, **about)
@@ -217,7 +249,7 @@ class _Factory:
 
     def _choices(self, option: Option) -> list[tuple[str, str]]:
         if option.name == "pair":
-            return [(pair.label, pair.name) for pair in offers(self._initial.device) if pair.name in self._limits.pairs]
+            return [(pair.label, pair.name) for pair in offers(self._initial.device) if pair.name in self.limits.pairs]
         titles = MODES_WITH_OFF if option.name == "mode" else option.titles()
         if option.name in ("quantization", "drafter_quantization"):
             titles = {name: unavailable(name, self._device) or title for name, title in titles.items()}
@@ -256,24 +288,19 @@ def examples_row(
     names = [name for name in _EXAMPLE_SETTINGS if name in controls]
     targets = [prompt, *(controls[name] for name in names)]
 
-    def script(text: str, **constants: Any) -> str:
-        for name, value in constants.items():
-            text = text.replace(name, json.dumps(value))
-        return text
-
     def values(example: Mapping[str, Any]) -> list[Any]:
-        return [example["prompt"], *(example.get(name, "") for name in names)]
+        own = settings_of_pair(PAIRS[example["pair"]], {"method": example["method"]})
+        return [example["prompt"], *({**own, **example}.get(name, "") for name in names)]
 
     with gr.Row(elem_id="examples"):
         for example in shown["ready"]:
             chip = gr.Button(example["title"], size="sm", elem_classes="chip")
-            apply = script(_APPLY_EXAMPLE, EFFECT=example["effect"], VALUES=values(example))
+            apply = script("apply_example", {"effect": example["effect"], "values": values(example)})
             chip.click(None, None, targets, js=apply, api_visibility="private")
             chip.click(forget, None, None, queue=False, show_progress="hidden", api_visibility="private")
         for which in ("best", "worst"):
             if made := shown[which]:
                 chip = gr.Button(f"Method at its {which}", size="sm", elem_classes="chip", elem_id=f"at-{which}")
                 by_method = {method: values(example) for method, example in made.items()}
-                apply = script(_APPLY_METHOD_EXAMPLE, EXAMPLES=by_method)
+                apply = script("apply_example", {"effect": "", "examples": by_method})
                 chip.click(None, [controls["method"], *targets], targets, js=apply, api_visibility="private")
-    gr.HTML('<p id="example-effect" aria-live="polite"></p>', elem_id="effect", apply_default_css=False)

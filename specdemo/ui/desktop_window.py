@@ -23,7 +23,6 @@ def show(url: str) -> str | None:
 
 
 def _open_window(url: str) -> None:
-    """Show the window in this process, which must be its main thread."""
     try:
         import webview
     except ImportError:

@@ -9,27 +9,17 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, StepEvent
-from specdemo.core.explain import FATES, REASON_INDEX, Reason, decision_of, figure, reason_of
+from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, ShownToken, StepEvent
+from specdemo.core.explain import FATES, REASON_INDEX, Decision, Reason, decision_of, figure, reason_of
 from specdemo.core.link_stats import LinkStats
-from specdemo.core.step import Outcome
 from specdemo.core.trace import MAX_CHARACTERS, ReadLimits, read
-from specdemo.ui.labels import (
-    describe_engines,
-    describe_repeats,
-    describe_waiting,
-    guarantee,
-    repeated_tile,
-    sameness,
-    tiles,
-    unequal_lengths,
-    verdict,
-)
-from specdemo.ui.lane import LANES, PLAIN, SPEC, Lane, mode, title
+from specdemo.ui import labels
+from specdemo.ui.headline import headline
+from specdemo.ui.lane import LANES, PLAIN, SPEC, Lane, linked, mode, model_name, speed, title
 from specdemo.ui.settings import recorded_settings
 
 ENDS = {"stop": ("done", "the text ended"), "length": ("done", "token limit reached"), "cancelled": ("stopped", "")}
@@ -40,21 +30,14 @@ Cell = list[Any]  # [kind, text, token id, p, q, draw, bound, rank, best]: posit
 
 
 def cells(event: StepEvent, recipe: Mapping[str, Any]) -> list[Cell]:
-    """Return the tokens of a step in reading order. Unverified tokens have the kind `accepted`.
-
-    The figures of a draft token are those of its `Decision`.
-    """
-    return [_cell(event, shown.outcome, shown.text, shown.token, shown.node, recipe) for shown in event.shown()]
+    """Return the tokens of a step in reading order. The figures of a draft token are those of its `Decision`."""
+    return [_cell(event, shown, recipe) for shown in event.shown()]
 
 
-def _cell(
-    event: StepEvent, outcome: Outcome, text: str, token: int, node: int | None, recipe: Mapping[str, Any]
-) -> Cell:
-    kind = Outcome.ACCEPTED if outcome is Outcome.UNVERIFIED else outcome
-    if node is None:
-        return [kind, text, token, *[None] * 6]
-    d = decision_of(event.step, node, recipe)
-    return [kind, text, token, _short(d.p), _short(d.q), _short(d.draw), _short(d.bound), d.rank, _short(d.best)]
+def _cell(event: StepEvent, shown: ShownToken, recipe: Mapping[str, Any]) -> Cell:
+    d = Decision() if shown.node is None else decision_of(event.step, shown.node, recipe)
+    figures = (_short(d.p), _short(d.q), _short(d.draw), _short(d.bound), d.rank, _short(d.best))
+    return [shown.outcome, shown.text, shown.token, *figures]
 
 
 def _short(x: float | None) -> float | None:
@@ -88,6 +71,7 @@ class Run:
     over: bool = False
     size: int = 0  # characters of traces and records
     pairs: int = 1  # number of repetitions; the page shows the first
+    history: Sequence[dict[str, str]] = ()  # messages of earlier turns
     recorded: Mapping[str, Any] | None = None  # settings of an opened trace
     seen: float = field(default_factory=time.monotonic)
 
@@ -115,6 +99,8 @@ class Run:
             return self._repeat(name, event)
         self.size += lane.add(event)
         match event:
+            case Loading() if lane.begun:
+                self.phase = ("prefill", f"{event.text} {event.done:,} of {event.total:,}")
             case Loading():
                 self.phase = ("loading", event.text)
             case Header():
@@ -138,20 +124,23 @@ class Run:
             case End(reason="error"):
                 self.phase = ("failed", event.error or "the model gave no reason")
             case End():
-                self.speeds[name].append(event.metrics.tokens_per_second or 0.0)
+                self.speeds[name].append(speed(event.metrics, linked(self.lanes)) or 0.0)
                 if self._complete:
                     self.phase = ("done", f"{self.pairs} pairs")
 
     def _begin(self, name: str, lane: Lane, header: Header) -> None:
         self.phase = ("prefill", f"{len(header.prompt_tokens)} prompt tokens")
-        badge, why = guarantee(lane)
+        badge, why = labels.guarantee(lane)
         separator = "\n\n" if header.encoder else ""
-        head = {"prompt": header.prompt + separator, "exact": lane.exact, "badge": badge, "why": why}
+        chat = bool(lane.recipe.get("chat"))
+        head = {"prompt": header.prompt + separator, "chat": chat, "exact": lane.exact, "badge": badge, "why": why}
         words = {"reasons": [reason.value for reason in Reason], "fates": FATES}
-        self._record({"l": name, "head": {**head, "title": title(lane.recipe), **words}})
+        self._record(
+            {"l": name, "head": {**head, "title": title(lane.recipe), "model": model_name(lane.recipe), **words}}
+        )
 
     def _end(self, name: str, lane: Lane, end: End) -> None:
-        self.speeds[name].append(lane.metrics.tokens_per_second or 0.0)
+        self.speeds[name].append(speed(lane.metrics, linked(self.lanes)) or 0.0)
         if mode(lane.recipe) and end.reason == "error":
             self._record({"l": name, "note": end.error})
         if end.reason not in ENDS:
@@ -163,6 +152,13 @@ class Run:
     @property
     def _complete(self) -> bool:
         return all(len(speeds) == self.pairs for speeds in self.speeds.values())
+
+    @property
+    def _turn(self) -> int:
+        """Number of the turn in a conversation on the page, 0 outside one."""
+        return (
+            len(self.history) // 2 + 1 if self.recorded is None and self.lanes[self.plan[0]].recipe.get("chat") else 0
+        )
 
     def _record(self, record: dict[str, Any]) -> None:
         text = json.dumps(record, separators=(",", ":"))
@@ -190,27 +186,30 @@ class Run:
             count += f" of {'the AR baseline' if name == PLAIN else title(self.lanes[name].recipe)}"
         return phase, ", ".join(filter(None, (count, end.error or why)))
 
-    def frame(self, at: int) -> str:
-        """Return the state and the records from `at` on as a JSON string, which gradio transfers fastest."""
+    def frame(self, start: int) -> str:
+        """Return the state and the records from `start` on as a JSON string, which gradio transfers fastest."""
         state = {
             "run": self.id,
             "plan": self.plan,
-            "at": at,
+            "at": start,
             "phase": self.phase,
-            "tiles": tiles(self.lanes) | repeated_tile(self.speeds),
+            "tiles": labels.tiles(self.lanes) | labels.repeated_tile(self.speeds),
             "rates": {name: lane.rate for name, lane in self.lanes.items()},
             "verdict": self._verdict() if self.over else "",
-            "lengths": unequal_lengths(self.lanes) if self.over else "",
-            "same": sameness(self.lanes) if self.over else None,
+            "lengths": labels.unequal_lengths(self.lanes) if self.over else "",
+            "same": labels.sameness(self.lanes) if self.over else None,
+            "headline": headline(self.lanes, self.speeds) if self.over else None,
+            "texts": labels.compare_texts(self.lanes) if self.over else {},
+            "turn": self._turn,
             "over": self.over,
             "recorded": self.recorded,
         }
-        text = json.dumps(state, separators=(",", ":"))[:-1] + f',"r":[{",".join(self.records[at:])}]}}'
+        text = json.dumps(state, separators=(",", ":"))[:-1] + f',"r":[{",".join(self.records[start:])}]}}'
         return text.replace("<", "\\u003c")  # model text must never be parsed as markup
 
     def _verdict(self) -> str:
-        result = describe_repeats(self.speeds) or verdict(self.lanes)
-        texts = (result, describe_waiting(self.lanes), describe_engines(self.lanes))
+        result = labels.describe_repeats(self.speeds) or labels.verdict(self.lanes)
+        texts = (result, labels.describe_waiting(self.lanes), labels.describe_engines(self.lanes))
         return " ".join(filter(None, texts))
 
     def trace(self, name: str) -> str | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 from collections.abc import Collection, Mapping
+from traceback import format_tb
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -13,17 +16,23 @@ from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
+from specdemo.core.trace import MAX_CHARACTERS
 from specdemo.remote.access import RouteInfo, is_foreign, is_known_host
+from specdemo.remote.connections import ConnectionLimits, VisitorConnections, network_of
 from specdemo.remote.server import RateLimiter
-from specdemo.ui.limits import HostLimits, network_of
+from specdemo.ui.event_requests import KnownEvents
+from specdemo.ui.limits import HostLimits
+from specdemo.ui.visitor_sessions import InvalidSession, VisitorSessions
 
 _log = logging.getLogger(__name__)
 
+TRACES = "/traces"
 _API = "/gradio_api"
 _FILES = "files of the installed packages"
 _RUNS = "rate, 2 MB; runs: `SPECDEMO_PER_MINUTE`, `SPECDEMO_AT_ONCE`, `SPECDEMO_QUEUE`"
 PAGE_ROUTES = (
     RouteInfo("GET, HEAD", "/", "page"),
+    RouteInfo("GET", "/lessons", "lessons on recorded runs"),
     RouteInfo("GET", "/config", "layout of the page"),
     RouteInfo("GET", "/static/{path:path}", "fonts and pictures of Gradio", _FILES),
     RouteInfo("GET", "/assets/{path:path}", "scripts and styles of Gradio", _FILES),
@@ -54,12 +63,17 @@ PAGE_ROUTES = (
     RouteInfo(
         "POST",
         f"{_API}/component_server",
-        "steps, tables and exports of a run; opened traces; stop",
-        "rate, `SPECDEMO_MAX_TRACE`; opened traces count as runs",
+        "steps, tables and exports of a run; recorded and short traces; stop",
+        "rate, 2 MB; opened traces count as runs",
     ),
+    RouteInfo("POST", TRACES, "opened traces", "rate, `SPECDEMO_MAX_TRACE`; opened traces count as runs"),
 )
 _MAX_BODY = 2_000_000  # bytes
+_BODY_S = ConnectionLimits.seconds
+_KINDS = {TRACES: "application/x-ndjson"}  # content types
 _REQUESTS_PER_RUN = 25  # POST requests, for example to inspect steps
+
+_FIRST_PAGES = ("/", "/lessons", "/config")
 
 # Gradio uses inline scripts and compiles functions.
 _POLICY = {
@@ -79,21 +93,32 @@ def space_hosts(environment: Mapping[str, str]) -> list[str]:
     return environment.get("SPACE_HOST", "").replace(",", " ").lower().split()
 
 
-def gateway(limits: HostLimits, environment: Mapping[str, str]) -> tuple[Middleware, set[str] | None]:
+def gateway(
+    limits: HostLimits, environment: Mapping[str, str], events: KnownEvents
+) -> tuple[list[Middleware], set[str] | None]:
     """Return the middleware and its permitted host names, a mutable set."""
     hosts = None if limits.hosts is None else {*limits.hosts, *space_hosts(environment)}
-    return Middleware(Gateway, limits=limits, hosts=hosts, framed="SPACE_ID" in environment), hosts
+    framed = "SPACE_ID" in environment
+    middleware = [
+        Middleware(VisitorConnections, limits=limits.of_connections),
+        Middleware(Gateway, limits=limits, hosts=hosts, events=events, framed=framed),
+    ]
+    return middleware, hosts
 
 
 class Gateway:
     """ASGI middleware that restricts the page to `PAGE_ROUTES`. If `framed`, Hugging Face may embed the page."""
 
-    def __init__(self, app: ASGIApp, limits: HostLimits, hosts: Collection[str] | None, framed: bool = False) -> None:
+    def __init__(
+        self, app: ASGIApp, limits: HostLimits, hosts: Collection[str] | None, events: KnownEvents, framed: bool = False
+    ) -> None:
         self._app, self._hosts = app, hosts
+        self._events = events
         self._patterns = [(route.methods.split(", "), compile_path(route.path)[0]) for route in PAGE_ROUTES]
         rate = _REQUESTS_PER_RUN * (limits.per_minute or 0)
         self._rates = RateLimiter(rate / 60, rate)
-        self._max_trace = 2 * (limits.max_trace or 0) + _MAX_BODY  # quotes are escaped in JSON
+        self._max_trace = 2 * (limits.max_trace or MAX_CHARACTERS)  # bytes
+        self._sessions = VisitorSessions(framed)
         frames = "'self' https://huggingface.co https://*.hf.space" if framed else "'self'"
         self._headers = {
             "Content-Security-Policy": "; ".join(
@@ -112,24 +137,64 @@ class Gateway:
             return await self._refuse(refusal, scope, receive, send)
         if scope["type"] == "websocket":
             return await self._app(scope, receive, send)
-        body = _Body(receive, self._max_trace if scope["path"].rstrip("/").endswith("/component_server") else _MAX_BODY)
-        if int(headers.get("content-length", 0)) > body.max_bytes:
-            return await self._refuse(
-                (413, f"the request has more than {body.max_bytes:,} bytes"), scope, receive, send
+        try:
+            self._sessions.hide_in_address(scope)
+            if scope["method"] == "POST":
+                receive = _replayed(await self._body(scope, receive, headers), receive)
+        except InvalidSession as error:
+            return await self._refuse((400, str(error)), scope, receive, send)
+        except _Refused as error:
+            return await self._refuse(error.args, scope, receive, send)
+        await self._respond(scope, receive, send)
+
+    async def _body(self, scope: Scope, receive: Receive, headers: Headers) -> bytes:
+        is_trace = _path(scope) == TRACES
+        try:
+            body = await asyncio.wait_for(
+                _read_body(receive, self._max_trace if is_trace else _MAX_BODY, int(headers.get("content-length", 0))),
+                _BODY_S,
             )
+        except TimeoutError:
+            raise _Refused(408, f"the request did not arrive within {_BODY_S:g} seconds: send it again") from None
+        if is_trace:
+            return body
+        try:
+            value = json.loads(body)
+        except (ValueError, RecursionError):
+            raise _Refused(400, "the request is not JSON") from None
+        if not isinstance(value, dict):
+            raise _Refused(400, "the request is not a JSON object")
+        if (problem := self._events.problem(scope["path"], value)) is not None:
+            raise _Refused(400, problem)
+        return json.dumps(self._sessions.hide_in_body(scope, value)).encode()
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+        cookie = self._sessions.new_cookie(scope) if _path(scope) in _FIRST_PAGES else None
 
         async def send_with_headers(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
                 MutableHeaders(scope=message).update(self._headers)
+                if cookie is not None:
+                    MutableHeaders(scope=message).append("set-cookie", cookie)
+                if message["status"] == 500 and scope["path"].startswith(f"{_API}/run/"):
+                    message["status"] = 422  # an event refused its values
             await send(message)
 
-        await self._app(scope, body.receive, send_with_headers)
+        try:
+            await self._app(scope, receive, send_with_headers)
+        except Exception as error:  # the message can quote a visitor
+            _log.error("a request failed: %s\n%s", type(error).__name__, "".join(format_tb(error.__traceback__)))
+            if not started:
+                await self._refuse((500, "the page failed: try again"), scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: Headers) -> tuple[int, str] | None:
         method = scope.get("method", "WEBSOCKET")
         if self._hosts is not None and not is_known_host(headers.get("host", ""), self._hosts):
             return 403, "unknown host name: set SPECDEMO_HOSTS to the names of this page"
-        path = scope["path"].rstrip("/") or "/"
+        path = _path(scope)
         if not any(method in methods and pattern.match(path) for methods, pattern in self._patterns):
             return 404, "there is no such route"
         if method in ("GET", "HEAD"):
@@ -138,27 +203,49 @@ class Gateway:
             return 403, "pages of other sites cannot use this page"
         if not headers.get("content-length", "0").isdecimal():
             return 400, "invalid length"
+        kind = _KINDS.get(path, "application/json")
+        if method == "POST" and headers.get("content-type", "").partition(";")[0].strip() != kind:
+            return 415, f"send {kind}"
         address = scope["client"][0] if scope.get("client") else ""
         if not self._rates.allow(network_of(address)):
             return 429, "too many requests: try again in a minute"
         return None
 
-    async def _refuse(self, refusal: tuple[int, str], scope: Scope, receive: Receive, send: Send) -> None:
+    async def _refuse(self, refusal: tuple[Any, ...], scope: Scope, receive: Receive, send: Send) -> None:
         status, cause = refusal
         _log.info("refused with status %d: %s", status, cause)
         if scope["type"] == "websocket":
             return await WebSocketClose(1008)(scope, receive, send)
-        await JSONResponse({"detail": cause}, status, self._headers)(scope, receive, send)
+        closing = {"Connection": "close"} if status in (408, 413) else {}
+        await JSONResponse({"detail": cause}, status, self._headers | closing)(scope, receive, send)
 
 
-class _Body:
-    """Bounded request body; a longer one ends like a closed connection."""
+def _path(scope: Scope) -> str:
+    return scope["path"].rstrip("/") or "/"
 
-    def __init__(self, receive: Receive, max_bytes: int) -> None:
-        self._receive, self.max_bytes = receive, max_bytes
-        self._count = 0  # bytes received
 
-    async def receive(self) -> Any:
-        message = await self._receive()
-        self._count += len(message.get("body", b""))
-        return message if self._count <= self.max_bytes else {"type": "http.disconnect"}
+class _Refused(Exception):
+    """Status and cause of a refused request."""
+
+
+async def _read_body(receive: Receive, most: int, announced: int) -> bytes:
+    body = bytearray()
+    while announced <= most:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _Refused(400, "the request is incomplete")
+        body += message.get("body", b"")
+        if len(body) > most:
+            break
+        if not message.get("more_body"):
+            return bytes(body)
+    raise _Refused(413, f"the request has more than {most:,} bytes")
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay

@@ -10,7 +10,7 @@ from typing import Any
 
 from specdemo.bench.table import markdown_table
 from specdemo.core.events import StepEvent
-from specdemo.core.explain import explain_engine
+from specdemo.core.explain import exact_label, explain_engine
 from specdemo.core.formats import NOTHING, format_bytes, latency, number, percent
 from specdemo.core.metrics import Metrics
 from specdemo.core.rules import rule_traits
@@ -19,15 +19,19 @@ from specdemo.core.theory import CostTerms, better_gamma, can_improve, expected_
 from specdemo.core.theory import speedup as cost_model
 from specdemo.drafters import draft_shape
 from specdemo.preflight import Preflight
-from specdemo.ui.lane import ALONE, PLAIN, SPEC, Lane, mode, title
+from specdemo.ui.lane import ALONE, PLAIN, SPEC, Lane, linked, mode, speed, title
+from specdemo.ui.step_views import what_if
 
+REPEAT = "confirm with Repeat"
 DISABLE = "disable speculation (method ar)"
 SMALLER_DRAFT = {
     "tree": "Each node of the tree costs drafting and verification: lower “Nodes per draft”",
     "lookahead": "Each guess adds a row to the pass: lower “Window, positions” or “Order n”",
 }
+_FORM = ("quantization", "activations")
 NEAR_TIE = 0.05  # nats between the two most probable tokens: bfloat16 rounding
 LONGEST_ADVISED = 16  # draft tokens
+ENOUGH_PAIRS = 5  # equal speeds give 5 ratios on one side of 1 in 6 % of the repetitions
 CHANGED = "This rule changes the target's distribution with these settings."
 
 
@@ -42,13 +46,33 @@ def guarantee(lane: Lane) -> tuple[str, str]:
         return "search", "Beam search returns a probable text; it does not sample from the target."
     if not lane.exact:
         return "lossy", _lossy(lane.recipe)
-    exact = "The text follows the target's distribution."
+    exact, label = "The text follows the target's distribution.", exact_label(lane.recipe)
+    if label != "exact":
+        return label, f"{exact} This is the claim of the service. At temperature 0 rounding may flip a near-tie."
     if lane.bit_equal:
-        return "bit-equal here", (
-            f"{exact} On this machine logits are equal to the last bit in passes of any size. "
-            "Greedy text therefore equals autoregressive decoding token by token."
-        )
+        return "exact", f"{exact} Logits are equal to the last bit in passes of any size."
     return "exact", f"{exact} At temperature 0 rounding may flip a near-tie."
+
+
+def compare_texts(lanes: Mapping[str, Lane]) -> dict[str, tuple[str, str]]:
+    """Return, for each lane besides the baseline, whether its text equals the baseline's, or why it need not."""
+    baseline = lanes.get(PLAIN)
+    if baseline is None or not (baseline.ended and baseline.begun):
+        return {}
+    ended = {name: lane for name, lane in lanes.items() if name != PLAIN and lane.ended and lane.begun}
+    return {name: _text_badge(lane, baseline) for name, lane in ended.items() if lane.metrics.steps}
+
+
+def _text_badge(lane: Lane, baseline: Lane) -> tuple[str, str]:
+    badge, why = guarantee(lane)
+    if lane.tokens == baseline.tokens:
+        return "same text", f"All {len(lane.tokens)} tokens equal the baseline's."
+    if not lane.exact or lane.recipe["method"] == "beam":
+        return badge, why
+    if _must_agree(lane.recipe, baseline.recipe):
+        difference = _difference(lane, baseline)
+        return difference["badge"], difference["why"]
+    return "other random text", f"{why} Both lanes draw their own random numbers, so the texts may differ."
 
 
 def _lossy(recipe: Mapping[str, Any]) -> str:
@@ -71,10 +95,7 @@ def tiles(lanes: Mapping[str, Lane]) -> dict[str, tuple[str, str]]:
     ratio = lane_speedup(lanes)
     device = "" if lane.memory.device is None else f" · device {format_bytes(lane.memory.device)}"
     return {
-        "acceptance": (
-            percent(m.acceptance_rate),
-            _acceptance_note(lane),
-        ),
+        "acceptance": (percent(m.acceptance_rate), _acceptance_note(lane)),
         "tokens_per_pass": _tokens_per_pass(lane),
         "tokens_per_second": (number(m.tokens_per_second, 1), f"{m.tokens} tokens, without prefill"),
         "ttft": (latency(m.ttft_s), "from the worker's start"),
@@ -83,22 +104,23 @@ def tiles(lanes: Mapping[str, Lane]) -> dict[str, tuple[str, str]]:
             f"weights {format_bytes(lane.weights)} · KV {format_bytes(lane.memory.kv)}{device}",
         ),
         "speedup": (
-            NOTHING if ratio is None else f"{ratio:.1f}×",
-            "no baseline measured" if ratio is None else "against AR decoding",
+            NOTHING if ratio is None else f"{ratio_text(ratio)}×",
+            "no baseline measured" if ratio is None else "total time" if linked(lanes) else "against AR decoding",
         ),
     }
 
 
 def _acceptance_note(lane: Lane) -> str:
     m = lane.metrics
-    if not m.drafted:
-        return "nothing drafted"
     unverified = f" · {m.unverified} unverified" if m.unverified else ""
-    return f"{m.accepted} of {m.drafted - m.unverified_drafted} drafted · {_alpha_label(lane)}{unverified}"
+    if not m.drafted:
+        return f"nothing drafted{unverified}"
+    overlap = "" if lane.counted else f" · {_acceptance_label(lane)}"
+    return f"{m.accepted} of {m.drafted - m.unverified_drafted} drafted · α {number(m.alpha, 2)}{overlap}{unverified}"
 
 
-def _alpha_label(lane: Lane) -> str:
-    return f"{'accepted/tested' if lane.counted else 'α'} {number(lane.alpha, 2)}"
+def _acceptance_label(lane: Lane) -> str:
+    return f"{lane.acceptance_name} {number(lane.acceptance, 2)}"
 
 
 def _tokens_per_pass(lane: Lane) -> tuple[str, str]:
@@ -109,11 +131,11 @@ def _tokens_per_pass(lane: Lane) -> tuple[str, str]:
 
 
 def lane_speedup(lanes: Mapping[str, Lane], name: str = SPEC) -> float | None:
-    """Tokens per second of a lane relative to the AR lane, once both have ended."""
+    """Speed of a lane relative to the AR lane, once both have ended; over a link including the first token."""
     if name == PLAIN or not all(lane in lanes and lanes[lane].ended for lane in (name, PLAIN)):
         return None
-    speed, baseline = (lanes[lane].metrics.tokens_per_second for lane in (name, PLAIN))
-    return speed / baseline if speed and baseline else None
+    value, baseline = (speed(lanes[lane].metrics, linked(lanes)) for lane in (name, PLAIN))
+    return value / baseline if value and baseline else None
 
 
 def unequal_lengths(lanes: Mapping[str, Lane]) -> str:
@@ -143,14 +165,15 @@ def describe_repeats(speeds: Mapping[str, Sequence[float]]) -> str:
     ratios = repeated_ratios(speeds)
     if not ratios:
         return ""
-    spec, plain = speeds[SPEC], speeds[PLAIN]
     figures = f"median {statistics.median(ratios):.2f}×, range {min(ratios):.2f}× to {max(ratios):.2f}×"
-    if min(spec) > max(plain):
-        outcome = "Speculation was faster"
-    elif max(spec) < min(plain):
-        outcome = "Speculation lost"
+    if len(ratios) < ENOUGH_PAIRS:
+        outcome = "Not enough repeats for a result"
+    elif min(ratios) > 1:
+        outcome = "Speculation was faster in every pair"
+    elif max(ratios) <= 1:
+        outcome = "Speculation was slower in every pair"
     else:
-        outcome = "No clear difference, since the ranges of the speeds overlap"
+        outcome = "No clear difference"
     return f"{outcome}: {figures}, over {len(ratios)} alternating pairs."
 
 
@@ -166,8 +189,13 @@ def describe_waiting(lanes: Mapping[str, Lane]) -> str:
 
 
 def describe_engines(lanes: Mapping[str, Lane]) -> str:
-    names = dict.fromkeys(explain_engine(lane.environment) for lane in lanes.values() if lane.environment)
+    names = dict.fromkeys(_engine(lane) for lane in lanes.values() if lane.environment)
     return f"Computed by the {' and the '.join(filter(None, names))}." if any(names) else ""
+
+
+def _engine(lane: Lane) -> str:
+    name = explain_engine(lane.environment)
+    return f"{name} (batch-invariant)" if name and lane.bit_equal else name
 
 
 def describe_queue(ahead: int, seconds: float | None) -> str:
@@ -208,43 +236,68 @@ def verdict(lanes: Mapping[str, Lane]) -> str:
     if ratio is None:
         return ""
     lane = lanes[SPEC]
-    spec, baseline = lane.metrics, lanes[PLAIN].metrics
-    speeds = f"{spec.tokens_per_second:.1f} against {baseline.tokens_per_second:.1f} tokens per second."
+    speeds = _speeds(lane, lanes[PLAIN], linked(lanes))
     if lane.recipe["method"] == "beam":
         words = [
-            f"The search ran at {ratio:.1f}× the speed of AR decoding: {speeds}",
+            f"The search ran at {ratio_text(ratio)}× the speed of AR decoding: {speeds}",
             "Its aim is a probable text, not speed.",
         ]
     elif mode(lane.recipe) in ALONE:
-        words = [f"{title(lane.recipe).capitalize()}, at {ratio:.1f}× the speed of AR decoding here: {speeds}"]
+        words = [f"{title(lane.recipe).capitalize()}, at {ratio_text(ratio)}× the speed of AR decoding here: {speeds}"]
+    elif linked(lanes):
+        words = _over_link(lane, ratio, speeds)
     else:
-        words = _speculation(lane, spec, baseline, ratio, speeds)
+        words = _speculation(lane, lanes[PLAIN], ratio, speeds)
     words += [
-        f"{title(other.recipe)} ran at {value:.1f}× the speed of AR decoding{_other_text(other, lanes[PLAIN])}."
+        f"{title(other.recipe)} ran at {ratio_text(value)}× the speed of AR decoding{_other_text(other, lanes[PLAIN])}."
         for name, other in lanes.items()
         if name not in (SPEC, PLAIN) and (value := lane_speedup(lanes, name)) is not None
     ]
     return " ".join(filter(None, words))
 
 
-def _speculation(lane: Lane, spec: Metrics, baseline: Metrics, ratio: float, speeds: str) -> list[str]:
-    terms = cost_terms(spec, baseline)
-    assert terms is not None
+def _speeds(lane: Lane, baseline: Lane, total: bool) -> str:
+    spec, plain = lane.metrics, baseline.metrics
+    if not total:
+        return f"{spec.tokens_per_second:.1f} against {plain.tokens_per_second:.1f} tokens per second."
+    seconds = ((m.ttft_s or 0.0) + m.decode_s for m in (spec, plain))
+    return "{:.2f} against {:.2f} s in total, with the first token.".format(*seconds)
+
+
+def _over_link(lane: Lane, ratio: float, speeds: str) -> list[str]:
+    spec = lane.metrics
+    waited = spec.remote.get("rtt_s", 0.0) / (spec.decode_s or 1.0)
+    words = [f"{_outcome(ratio)}: {speeds}", "The cloud alone streams its tokens after one round trip."]
+    if ratio < 0.98 and waited > 0.5:
+        words.append("The link takes most of each step: let the cloud decode alone.")
+    return words
+
+
+def _outcome(ratio: float) -> str:
     if ratio >= 1.05:
-        outcome = f"Speculation was {ratio:.1f}× as fast"
-    elif ratio < 0.95:
-        outcome = f"Speculation lost: {ratio:.1f}× the speed of AR decoding"
-    else:
-        outcome = "Speculation made no clear difference"
+        return f"In this one run, speculation was {ratio_text(ratio)}× as fast"
+    if ratio < 0.95:
+        return f"In this one run, speculation lost: {ratio_text(ratio)}× the speed of AR decoding"
+    return "In this one run, speculation made no clear difference"
+
+
+def _speculation(lane: Lane, baseline: Lane, ratio: float, speeds: str) -> list[str]:
+    spec = lane.metrics
+    terms = cost_terms(spec, baseline.metrics)
+    assert terms is not None
     words = [
-        f"{outcome}: {speeds}",
+        f"{_outcome(ratio)}: {speeds}",
         f"A step gave {spec.tokens_per_step:.2f} tokens and took {terms.draft + terms.v + terms.o:.2f} AR steps "
         f"(drafting {terms.draft:.2f}, verifying {terms.v:.2f}, host {terms.o:.2f}).",
         _prediction(lane, terms),
     ]
     if ratio < 0.98:
-        words.append(_advice(lane, terms, terms.v * spec.remote.get("rtt_s", 0.0) / (spec.verify_s or 1.0)))
+        words.append(_advice(lane, terms, estimated_gamma(lane, baseline)))
     return words
+
+
+def ratio_text(value: float) -> str:
+    return f"{value:.1f}" if value >= 0.1 else f"{value:.2f}"
 
 
 def cost_terms(spec: Metrics, baseline: Metrics) -> CostTerms | None:
@@ -257,42 +310,51 @@ def cost_terms(spec: Metrics, baseline: Metrics) -> CostTerms | None:
 
 def _prediction(lane: Lane, terms: CostTerms) -> str:
     """Theorem 3.8 (2211.17192), and the cost model with measured verification and host costs."""
-    alpha = lane.alpha
+    alpha = lane.acceptance
     if alpha is None or draft_shape(lane.recipe["method"]) == "forest":  # the theorem is about chains
         return ""
     theorem = walltime_improvement(alpha, terms.drafted, terms.c)
     model = cost_model(expected_tokens(alpha, terms.drafted), terms.drafted, terms.c, terms.v, terms.o)
     return (
-        f"With {_alpha_label(lane)}, {terms.drafted:.1f} draft tokens per step and c {terms.c:.2f}, "
+        f"With {_acceptance_label(lane)}, {terms.drafted:.1f} draft tokens per step and c {terms.c:.2f}, "
         f"Theorem 3.8 predicts {theorem:.2f}×. With the measured costs of verification and host it is {model:.2f}×."
     )
 
 
-def _advice(lane: Lane, terms: CostTerms, link: float) -> str:
-    """Return a change that improves the cost model's prediction; `link` is a part of v."""
-    recipe, alpha = lane.recipe, lane.alpha
-    verify = terms.v - link
+def estimated_gamma(lane: Lane, baseline: Lane) -> tuple[int, str] | None:
+    """Return the best draft length of the estimate that the inspector shows, and its range; 0 without a better one."""
+    estimate, _ = what_if(lane, baseline)
+    if estimate is None or not estimate["fits"]:
+        return None
+    gamma, _, _, low, high = max(estimate["rows"], key=lambda row: row[2])
+    if gamma == estimate["gamma"] or low <= estimate["measured"]:
+        return 0, ""
+    return gamma, f"{low:.0f} to {high:.0f} tokens per second"
+
+
+def _advice(lane: Lane, terms: CostTerms, estimated: tuple[int, str] | None) -> str:
+    """Return a change that improves the estimate or the cost model's prediction."""
+    recipe, alpha = lane.recipe, lane.acceptance
     if not terms.drafted:
         return "Nothing was drafted: the drafter did not find a matching context."
     if recipe["method"] in SMALLER_DRAFT:
-        return f"{SMALLER_DRAFT[recipe['method']]}, or {DISABLE}."
+        return f"{SMALLER_DRAFT[recipe['method']]}, or {REPEAT} and {DISABLE}."
     if alpha is None:
         return "The target tested no draft token: the speed does not depend on acceptance."
     drafted, gamma = terms.drafted, recipe["gamma"]
     fixed = recipe.get("policy", "fixed") == "fixed" and drafted > gamma - 0.5
     longest = LONGEST_ADVISED if fixed else max(1, round(drafted))
-    c, current = terms.c, gamma if fixed else drafted
-    better = better_gamma(alpha, current, c, verify, terms.o + link, longest)
-    cause = "The link takes most of each step. " if link > verify else ""
-    if better and better[0]:
-        return f"{cause}By the cost model γ {better[0]} reaches {better[1]:.2f}×: try it."
-    if link > verify:
-        return "The link takes most of each step: let the cloud decode alone."
-    if not can_improve(alpha, c):
-        return f"{_alpha_label(lane)} does not exceed c {c:.2f}: {DISABLE}, or choose a cheaper drafter."
-    if better:
-        return f"No draft length pays at these costs of verification and host: {DISABLE}."
-    return "The cost model names no better draft length: run again, since timings vary."
+    better = better_gamma(alpha, gamma if fixed else drafted, terms.c, terms.v, terms.o, longest)
+    if estimated and estimated[0]:
+        return f"γ {estimated[0]} is estimated at {estimated[1]}: try it."
+    if better and better[0] and not estimated:
+        return f"By the cost model γ {better[0]} reaches {better[1]:.2f}×: try it."
+    if not can_improve(alpha, terms.c):
+        cause = f"Acceptance ({_acceptance_label(lane)}) does not exceed c {terms.c:.2f}"
+        return f"{cause}: {REPEAT}, then {DISABLE} or choose a cheaper drafter."
+    if better and not better[0]:
+        return f"No draft length pays at these costs of verification and host: {REPEAT}, then {DISABLE}."
+    return f"No other draft length is clearly faster: {REPEAT}, since timings vary."
 
 
 def sameness(lanes: Mapping[str, Lane]) -> dict[str, str] | None:
@@ -313,7 +375,7 @@ def sameness(lanes: Mapping[str, Lane]) -> dict[str, str] | None:
 
 
 def _must_agree(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    shared = ("pair", "target", "temperature", "top_k", "top_p", "seed", "max_tokens", "quantization", "dtype")
+    shared = ("pair", "target", "temperature", "top_k", "top_p", "seed", "max_tokens", "dtype", *_FORM)
     if any(a.get(name) != b.get(name) for name in shared):
         return False
     return a.get("temperature") == 0 or (rule_traits(a).shares_noise and a.get("rule") == b.get("rule"))
@@ -331,16 +393,16 @@ def _difference(lane: Lane, baseline: Lane) -> dict[str, str]:
     if not near_tie:
         tone, cause = "bad", "this is an error, not a near-tie"
     elif lane.bit_equal and not mode(lane.recipe):
-        tone, cause = "bad", "this is an error, since logits are bit-equal here"
+        tone, cause = "bad", "this is an error, since the engine is batch-invariant"
     else:
         tone, cause = "even", "rounding decided a near-tie"
     return {"badge": f"differs at token {first + 1}", "tone": tone, "why": f"{where}: {cause}."}
 
 
 def _other_text(lane: Lane, baseline: Lane) -> str:
-    if not _must_agree(lane.recipe, {**baseline.recipe, "quantization": lane.recipe.get("quantization")}):
-        return ""
-    if lane.recipe.get("quantization") == baseline.recipe.get("quantization"):
+    form = {name: lane.recipe.get(name) for name in _FORM}
+    same_form = form == {name: baseline.recipe.get(name) for name in _FORM}
+    if same_form or not _must_agree(lane.recipe, {**baseline.recipe, **form}):
         return ""
     if lane.tokens == baseline.tokens:
         return "; its text is the same"

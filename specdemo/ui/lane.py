@@ -75,14 +75,19 @@ class Lane:
         return sum(filter(None, map(self.environment.get, ("target_bytes", "drafter_bytes")))) or None
 
     @property
-    def alpha(self) -> float | None:
-        """Acceptance rate: accepted / tested, or the mean of beta (lower variance) if the rule uses it."""
+    def acceptance(self) -> float | None:
+        """Acceptance for formulas: the mean overlap (lower variance) if it decides, otherwise alpha."""
         return self.metrics.alpha if self.counted else self.metrics.mean_beta
 
     @property
+    def acceptance_name(self) -> str:
+        return "α" if self.counted else "mean overlap β"
+
+    @property
     def counted(self) -> bool:
-        """True for rules that accept with another probability than min(1, p / q)."""
-        return not rule_traits(self.recipe).overlaps
+        """True for rules that accept without regard to min(p, q)."""
+        rule = rule_traits(self.recipe)
+        return not (rule.overlaps or rule.chains_only)
 
     @property
     def text(self) -> str:
@@ -112,6 +117,19 @@ def mode(recipe: Mapping[str, Any]) -> str:
     return str((recipe.get("cloud") or {}).get("mode", ""))
 
 
+def linked(lanes: Mapping[str, Lane]) -> bool:
+    """Return True if a lane ran over a link: total times are compared, since a remote AR lane streams its tokens."""
+    return any(mode(lane.recipe) for lane in lanes.values())
+
+
+def speed(metrics: Metrics, total: bool) -> float | None:
+    """Tokens per second without the prefill, or of the total time."""
+    if not total:
+        return metrics.tokens_per_second
+    seconds = (metrics.ttft_s or 0.0) + metrics.decode_s
+    return metrics.tokens / seconds if seconds else None
+
+
 def title(recipe: Mapping[str, Any]) -> str:
     if mode(recipe) in ALONE:
         return ALONE[mode(recipe)]
@@ -128,7 +146,8 @@ def title(recipe: Mapping[str, Any]) -> str:
 
 def _form(recipe: Mapping[str, Any]) -> str:
     form = recipe.get("quantization", "none")
-    return "" if form == "none" else f", in {form}"
+    narrow = recipe.get("activations", "16") != "16"
+    return ("" if form == "none" else f", in {form}") + (", 8-bit activations" if narrow else "")
 
 
 def plan_of(settings: Mapping[str, Any], compare: Any, extra: int) -> tuple[str, ...]:
@@ -148,7 +167,7 @@ def baseline_of(recipe: Recipe) -> Recipe:
     cloud = None
     if recipe.cloud is not None and recipe.cloud.mode == "speculative":
         cloud = replace(recipe.cloud, mode="cloud_only", provisional=False, gates=(), on_loss="end")
-    return replace(recipe, method="ar", cloud=cloud)
+    return replace(recipe, method="ar", cloud=cloud, use_cache=True)
 
 
 def alternating(lanes: Sequence[tuple[str, Recipe]], pairs: int) -> list[tuple[str, Recipe]]:
@@ -156,5 +175,20 @@ def alternating(lanes: Sequence[tuple[str, Recipe]], pairs: int) -> list[tuple[s
     return [lane for i in range(pairs) for lane in (reversed(lanes) if i % 2 else lanes)]
 
 
-def describe_kept_lanes(recipes: list[Recipe]) -> str:
-    return f"Kept lanes, run with every comparison: {'; '.join(map(title, map(asdict, recipes)))}." if recipes else ""
+def model_name(recipe: Mapping[str, Any]) -> str:
+    """Return the pair, or the last part of the target's name."""
+    target = str(recipe.get("target") or "").rstrip("/")
+    return target.rpartition("/")[2] or str(recipe.get("pair") or "")
+
+
+def comparable_lanes(stored: Sequence[Recipe], recipe: Recipe) -> list[Recipe]:
+    """Return the stored lanes that continue the same prompt with the same target as `recipe`, in any form."""
+    return [lane for lane in stored if lane.target_spec.name == recipe.target_spec.name and lane.chat == recipe.chat]
+
+
+def describe_stored_lanes(recipes: list[Recipe]) -> str:
+    return f"Kept lanes, run with every comparison of the same target: {name_lanes(recipes)}." if recipes else ""
+
+
+def name_lanes(recipes: Sequence[Recipe]) -> str:
+    return "; ".join(f"{title(lane)} ({model_name(lane)})" for lane in map(asdict, recipes))

@@ -5,7 +5,6 @@ The service applies them to page and API. The defaults are wide, since they are 
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import os
 import re
@@ -17,15 +16,17 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from specdemo.core.errors import UserError, check_name
-from specdemo.core.events import End, Event, Header, StepEvent
+from specdemo.core.events import End, Event, Loading, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.trace import MAX_CHARACTERS
 from specdemo.models.hub import Hub
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.native.build import SWITCH, VECTORS
-from specdemo.recipe import Recipe, methods_with
-from specdemo.remote.access import TOKEN
+from specdemo.option_effects import methods_with
+from specdemo.recipe import Recipe
+from specdemo.remote.access import TOKEN, is_service_address
 from specdemo.remote.config import CloudConfig
+from specdemo.remote.connections import ConnectionLimits, network_of
 from specdemo.worker import Stopped, Stream, stop_flag
 
 PREFIX = "SPECDEMO_"
@@ -52,13 +53,15 @@ class HostLimits:
     per_minute: int | None = None  # started runs per visitor
     remote: tuple[str, ...] | None = None  # allowed services; `None`: any, and a local service started by the page
     hosts: tuple[str, ...] | None = ()  # hosts of the page besides localhost, addresses and Spaces; `None`: any
+    connections: int | None = ConnectionLimits.total
+    visitor_connections: int | None = ConnectionLimits.per_visitor
 
     def __post_init__(self) -> None:
         check_name("rule for models", self.models, MODEL_RULES)
         for pair in self.pairs:
             check_name("pair", pair, PAIRS)
         for address in self.remote or ():
-            if not address.startswith(("http://", "https://")):
+            if not is_service_address(address):
                 raise UserError(f"{PREFIX}REMOTE must be addresses like http://host:port, or any, not {address!r}")
 
     def grant(self, recipe: Recipe, prompt: str) -> Recipe:
@@ -73,6 +76,8 @@ class HostLimits:
         else:
             for name in filter(None, recipe.models):
                 self._check_model(name)
+        if recipe.head is not None:
+            self._check_model(recipe.head)
         for name, highest in self.bounds().items():
             value, methods = getattr(recipe, name), methods_with(Recipe.OPTIONS[name])
             if value is not None and value > highest and recipe.method in methods:
@@ -81,20 +86,26 @@ class HostLimits:
         return self._within_gamma(recipe)
 
     @property
+    def of_connections(self) -> ConnectionLimits:
+        return ConnectionLimits(self.connections, self.visitor_connections)
+
+    @property
     def hub(self) -> Hub:
         offered = (name for pair in self.pairs for name in (PAIRS[pair].target, PAIRS[pair].drafter))
         return Hub(trusted=frozenset(filter(None, offered)) if self.public else None)
 
     def check_settings(self, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         """Raise `UserError` if a visitor of a public page changes an option of the host."""
-        for name, option in Recipe.OPTIONS.items():
-            if self.public and option.host and settings.get(name, defaults[name]) != defaults[name]:
+        for name, option in {**Recipe.OPTIONS, **CloudConfig.OPTIONS}.items():
+            default = defaults.get(name, option.default)
+            if self.public and option.host and settings.get(name, default) != default:
                 raise UserError(f"{name} is set by the host of this page: leave it at its default")
 
     def fit(self, recipe: Recipe) -> Recipe:
         """Return the nearest recipe within the limits: the default of the page."""
         bounds = self.bounds()
-        return replace(recipe, **{name: high for name, high in bounds.items() if (getattr(recipe, name) or 0) > high})
+        reduced: dict[str, Any] = {name: most for name, most in bounds.items() if (getattr(recipe, name) or 0) > most}
+        return replace(recipe, **reduced)
 
     def bounds(self) -> dict[str, int]:
         limits = {name: getattr(self, option.limit) for name, option in Recipe.OPTIONS.items() if option.limit}
@@ -111,6 +122,8 @@ class HostLimits:
 
     def _check_service(self, cloud: CloudConfig | None) -> None:
         """Raise `UserError` unless this service is allowed; free addresses would expose the host's network."""
+        if cloud is not None and self.public and cloud.word_frequencies:
+            raise UserError("word_frequencies is set by the host of this page: leave it empty")
         if cloud is None or self.remote is None:
             return
         offered = f"choose {' or '.join(self.remote)}" if self.remote else "decode here, with mode off"
@@ -196,7 +209,7 @@ class TimeBudget:
         try:
             for event in events:
                 yield event
-                if not isinstance(event, (Header, StepEvent)):
+                if isinstance(event, End) or (isinstance(event, Loading) and timer is None):
                     continue
                 self._deadline = min(self._deadline, self._clock() + self._seconds)
                 if timer is None:
@@ -224,7 +237,7 @@ class TimeBudget:
         return End("cancelled", f"the time limit of {self._seconds} seconds per run is reached", metrics)
 
 
-def _is_active(run: Callable[[], Stream | None]) -> bool:
+def _is_active(run: Callable[[], Stream[Any] | None]) -> bool:
     stream = run()
     return stream is not None and not stream.done
 
@@ -234,7 +247,7 @@ class Visitors:
 
     def __init__(self, limits: HostLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = limits, clock
-        self._runs: dict[str, list[tuple[float, Callable[[], Stream | None]]]] = {}
+        self._runs: dict[str, list[tuple[float, Callable[[], Stream[Any] | None]]]] = {}
 
     def admit(self, address: str) -> None:
         now, limits = self._clock(), self._limits
@@ -249,15 +262,10 @@ class Visitors:
             wait = recent[-limits.per_minute] + 60 - now
             raise UserError(f"this host allows {limits.per_minute} runs per minute: try again in {wait:.0f} s")
 
-    def admit_request(self, address: str) -> None:
-        self.admit(address)
-        self._enter(address, lambda: None)
-
-    def entered(self, address: str, run: Stream) -> None:
-        self._enter(address, weakref.ref(run))
-
-    def _enter(self, address: str, run: Callable[[], Stream | None]) -> None:
-        self._runs.setdefault(network_of(address), []).append((self._clock(), run))
+    def entered(self, address: str, run: Stream[Any] | None = None) -> None:
+        """Count a request, which is in progress until `run` ends."""
+        reference = (lambda: None) if run is None else weakref.ref(run)
+        self._runs.setdefault(network_of(address), []).append((self._clock(), reference))
 
     def _forget(self, now: float) -> None:
         recent = {
@@ -268,13 +276,3 @@ class Visitors:
 
     def __len__(self) -> int:
         return len(self._runs)
-
-
-def network_of(address: str) -> str:
-    try:
-        ip = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return address
-    if ip.version == 6 and ip.ipv4_mapped is None:
-        return str(ipaddress.ip_network((ip, 64), strict=False))
-    return str(ip if ip.version == 4 else ip.ipv4_mapped)

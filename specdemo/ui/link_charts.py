@@ -12,8 +12,9 @@ from itertools import accumulate
 from specdemo.core.errors import UserError
 from specdemo.core.formats import kilobytes, number, percent
 from specdemo.core.link_stats import LinkStats, Source
+from specdemo.core.rules import rule_traits
 from specdemo.core.step import Step
-from specdemo.core.theory import STAGES, CostTerms, best_gamma_over, speedup_over
+from specdemo.core.theory import STAGES, CostTerms, best_gamma_over, most_bytes_per_token, speedup_over
 from specdemo.ui.frames import Run
 from specdemo.ui.labels import escape_markdown
 from specdemo.ui.lane import Lane, mode, title
@@ -70,10 +71,10 @@ def parts(steps: Sequence[Step]) -> list[list[Part]]:
     for step in steps:
         start = max(end, step.t - step.draft_s - step.verify_s)
         activities: list[Part] = [("idle", end, start - end), ("draft", start, step.draft_s)]
-        at = start + step.draft_s
+        begin = start + step.draft_s
         for activity, seconds in _verification(step):
-            activities.append((activity, at, seconds))
-            at += seconds
+            activities.append((activity, begin, seconds))
+            begin += seconds
         result.append([part for part in activities if part[2] > 0])
         end = step.t
     return result
@@ -95,8 +96,8 @@ def measures(steps: Sequence[Step]) -> list[list[str]]:
     drafted = list(accumulate(0 if step.unverified else len(step.draft) for step in steps))
     accepted = list(accumulate(step.accepted for step in steps))
     rows = [
-        _row(str(step.i), [step], kept / tried if tried else None)
-        for step, kept, tried in zip(steps, accepted, drafted, strict=True)
+        _row(str(step.i), [step], passed / tried if tried else None)
+        for step, passed, tried in zip(steps, accepted, drafted, strict=True)
     ]
     share = accepted[-1] / drafted[-1] if steps and drafted[-1] else None
     return [_row("all", steps, share), *rows]
@@ -162,13 +163,33 @@ def describe_link(lane: Lane) -> str:
     return " ".join(sentences)
 
 
+def describe_traffic(lane: Lane) -> str:
+    """Compare bytes per token with the bound of a step; empty without queries of the cloud."""
+    recipe, m = lane.recipe, lane.metrics
+    sent = m.remote.get("bytes_up", 0.0) + m.remote.get("bytes_down", 0.0)
+    if mode(recipe) != "speculative" or not sent or lane.header is None:
+        return ""
+    run_steps = steps(lane)
+    k = max(len(step.draft) for step in run_steps)
+    rule, vocab = rule_traits(recipe), lane.header.vocab_size
+    sampled = rule.needs_q and any(step.draft.token_probs for step in run_steps)
+    entry = {"float16": 2, "scalar": 0}.get((recipe.get("cloud") or {}).get("q_rows", ""), 4)
+    rows = (k if rule.chains_only else 1) if sampled and rule.needs_rows and entry else 0
+    most = most_bytes_per_token(k, vocab, scalars=sampled, rows=rows, entry_bytes=entry)
+    parts = [f"{k} ids", *([f"{k} probabilities"] if sampled else []), *([f"{rows} of q × {vocab:,}"] if rows else [])]
+    return (
+        f"**Bytes per token:** {sent / m.tokens:,.0f} measured, with HTTP headers and encoding. A step commits at "
+        f"least one token, so the payload is at most **{most:,}** per token: {', '.join(parts)}, and 8 down."
+    )
+
+
 def timeline_svg(steps: Sequence[Step], first: int, count: int) -> str:
     """Draw `count` steps from index `first`; tooltips contain activity and duration."""
     shown, drawn = steps[first : first + count], parts(steps)[first : first + count]
     flat = [part for step_parts in drawn for part in step_parts]
     if not flat:
         return ""
-    start, end = flat[0][1], max(at + seconds for _, at, seconds in flat)
+    start, end = flat[0][1], max(begin + seconds for _, begin, seconds in flat)
     scale = (WIDTH - LEFT - 8) / max(end - start, 1e-9)
     height = TOP + 3 * ROW + 24
 
@@ -183,12 +204,12 @@ def timeline_svg(steps: Sequence[Step], first: int, count: int) -> str:
         shapes.append(f'<text class="tick" x="{x(t):.1f}" y="{height - 6}" text-anchor="{anchor}">{t:.3f} s</text>')
     last = -1e9
     for step, step_parts in zip(shown, drawn, strict=True):
-        at = x(next((begin for activity, begin, _ in step_parts if activity != "idle"), step_parts[-1][1]))
-        shapes.append(f'<line class="edge" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP - 6}" y2="{TOP + 3 * ROW}"/>')
-        if at - last > 46:
+        left = x(next((begin for activity, begin, _ in step_parts if activity != "idle"), step_parts[-1][1]))
+        shapes.append(f'<line class="edge" x1="{left:.1f}" x2="{left:.1f}" y1="{TOP - 6}" y2="{TOP + 3 * ROW}"/>')
+        if left - last > 46:
             caption = f"{step.i}: {step.accepted}/{len(step.draft)}"
-            shapes.append(f'<text class="caption" x="{at + 2:.1f}" y="14">{caption}</text>')
-            last = at
+            shapes.append(f'<text class="caption" x="{left + 2:.1f}" y="14">{caption}</text>')
+            last = left
         shapes += [_bar(activity, seconds, x(begin), seconds * scale) for activity, begin, seconds in step_parts]
         shapes += [_bar("wait", seconds, x(begin), seconds * scale) for begin, seconds in _edge_waits(step_parts)]
     label = f"Steps {shown[0].i} to {shown[-1].i} over time"
@@ -217,6 +238,7 @@ class LinkModel:
     """Mean coefficients of a step over the link. Times are in seconds."""
 
     alpha: float  # acceptance rate of tested tokens
+    source: str  # name of its estimate
     gamma: float  # draft tokens per step
     token_s: float  # time of a draft token
     verify_s: float  # time of the cloud's pass, for any draft length
@@ -248,12 +270,13 @@ def link_of(lane: Lane) -> LinkModel:
     verified = [step for step in steps(lane)[1:] if step.draft.tokens and len(list(_verification(step))) > 1]
     drafted = sum(len(step.draft) for step in verified)
     cloud = sum(step.verdict.remote["cloud_s"] for step in verified)
-    if lane.alpha is None or not drafted or not cloud:
+    if lane.acceptance is None or not drafted or not cloud:
         raise UserError("The cloud verified no draft of this run in time, so there is no best length to compute")
     n, seconds = len(verified), (sum(getattr(step, name) for step in verified) for name in STAGES)
     terms = CostTerms.of(*seconds, drafted=drafted, steps=n, pass_s=1.0)
     return LinkModel(
-        alpha=lane.alpha,
+        alpha=lane.acceptance,
+        source=lane.acceptance_name,
         gamma=terms.drafted,
         token_s=terms.c,
         verify_s=cloud / n,
@@ -273,7 +296,7 @@ def describe_best_gamma(link: LinkModel) -> str:
     measured = "" if not link.measured else f" (measured: {link.measured:.1f})"
     return (
         "S_net(k) = E[tokens] / (v + k c + RTT), E[tokens] = (1 − α^(k+1)) / (1 − α). Measured in this run: "
-        f"α {link.alpha:.2f}; c, a draft token, {1000 * link.token_s:.2f} ms; v, a cloud pass, "
+        f"{link.source} {link.alpha:.2f} for α; c, a draft token, {1000 * link.token_s:.2f} ms; v, a cloud pass, "
         f"{1000 * link.verify_s:.2f} ms for any k; link and host {1000 * (link.way_s + link.host_s):.2f} ms per step. "
         f"The run's k of {link.gamma:.1f} predicts {link.speed(link.gamma):.1f} tokens per second{measured}. "
         f"**The best k is {best}**, with {link.speed(link.best):.1f}."

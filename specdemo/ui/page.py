@@ -9,8 +9,7 @@ import asyncio
 import html
 import json
 import os
-import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from gradio.events import api
 
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.trace import MAX_CHARACTERS
@@ -27,27 +27,39 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import SAME
 from specdemo.models.zoo import ASSETS, CHAT_PAIR, PAIRS, first_installed, first_with_drafter
 from specdemo.recipe import Recipe
+from specdemo.remote.connections import ConnectionLimits, limit_connections
 from specdemo.remote.local_service import LocalServices
 from specdemo.ui.api import address_of, endpoints
 from specdemo.ui.cockpit import cockpit, script
-from specdemo.ui.controls import Controls, available_examples, examples_row, sidebar
+from specdemo.ui.controls import PAIR_SETTINGS, Controls, available_examples, connect_pair, examples_row, sidebar
+from specdemo.ui.event_requests import KnownEvents, guarded
 from specdemo.ui.frames import Run
-from specdemo.ui.gateway import gateway
+from specdemo.ui.gateway import TRACES, gateway
 from specdemo.ui.labels import describe_preflight
-from specdemo.ui.lane import EXTRA, SPEC, alternating, describe_kept_lanes, lanes_of, plan_of
+from specdemo.ui.lane import (
+    EXTRA,
+    SPEC,
+    alternating,
+    comparable_lanes,
+    describe_stored_lanes,
+    lanes_of,
+    name_lanes,
+    plan_of,
+)
+from specdemo.ui.lessons import lessons_page
 from specdemo.ui.limits import HostLimits
-from specdemo.ui.service import Generate, Health, Service
+from specdemo.ui.service import Generate, Health, Service, Turn
 from specdemo.ui.settings import (
     OFF,
     Settings,
     from_link,
-    kept_recipes,
     recipe_of,
     recipe_settings,
     restored,
+    stored_recipes,
     unknown_names,
 )
-from specdemo.ui.streams import LaneEvents, Sockets, reason
+from specdemo.ui.streams import LaneEvents, Sockets, reason, trace_route
 from specdemo.ui.tabs import build_tabs
 from specdemo.ui.theme import launch_options
 from specdemo.worker import Worker, WorkerBusy, WorkerGroup
@@ -56,11 +68,12 @@ EXAMPLES = ASSETS / "examples.json"
 REPEATS = 5
 RECORDED_TOP = 5  # tokens recorded per distribution, for the inspector
 
-_HEADER = """<header><h1>specdemo</h1><p>Speculative decoding, token by token: drafted, accepted and rejected tokens,
-and the resulting speed.</p></header>"""
-_QUEUED = {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}
-_IMMEDIATE = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
-_PRIVATE = {"api_visibility": "private"}
+_HEADER = """<header><h1>specdemo</h1><p>Guess several tokens, check them in one pass: the same text, faster.</p>
+</header>"""
+_EFFECT = '<p id="example-effect" aria-live="polite"></p>'
+_QUEUED: dict[str, Any] = {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}
+_IMMEDIATE: dict[str, Any] = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
+_PRIVATE: dict[str, Any] = {"api_visibility": "private"}
 
 
 def toast(run: Run) -> None:
@@ -76,19 +89,22 @@ class Page:
     clouds: LocalServices  # processes of verification services; closed by the caller
     routes: list[Any]  # Starlette routes, served with the page
     middleware: list[Any]  # Starlette middleware
+    connections: ConnectionLimits
     hosts: set[str] | None  # accepted values of the Host header; None: all
     health: Health | None  # None: probes would cost ZeroGPU quota
-    preload: Callable[[], None] | None  # loads the first models; None: not on this machine
+    preload: Callable[[], object] | None  # loads the first models; None: not on this machine
 
     def launch(self, **options: Any) -> tuple[Any, str, str | None]:
         """Serve the page in a background thread. Return the application, the local and the public address."""
         served = launch_options(self.routes, self.middleware)
-        return self.blocks.launch(prevent_thread_lock=True, **served, **options)
+        launched: tuple[Any, str, str | None] = self.blocks.launch(prevent_thread_lock=True, **served, **options)
+        limit_connections(self.blocks.server.config, self.connections)  # `launch` has no option for it
+        return launched
 
     @property
     def url(self) -> str:
         """Local address of the launched page, with a final slash."""
-        return self.blocks.local_url
+        return str(self.blocks.local_url)
 
 
 def build(
@@ -99,8 +115,9 @@ def build(
     engine: Generate = generate,
     limits: HostLimits | None = None,
     worker: Worker | WorkerGroup | None = None,
+    compare: bool | None = None,
 ) -> Page:
-    """Return the page, ready to launch. Raise `UserError` for an unknown pair."""
+    """Return the page. `compare`: run the AR baseline by default. Raise `UserError` for an unknown pair."""
     limits = limits if limits is not None else HostLimits()
     scripted = first_with_drafter(limits.pairs) if pair is None else pair
     pair = pair if pair is not None else first_installed(limits.pairs)
@@ -112,29 +129,42 @@ def build(
     shown_examples = available_examples(prompts, [name for name in limits.pairs if not PAIRS[name].missing])
     sockets = Sockets(service.runs)
     with gr.Blocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
-        parts = _layout(service, initial, device, shown_examples)
+        parts = _layout(service, initial, device, shown_examples, not limits.public if compare is None else compare)
         handlers = _Handlers(service, sockets, device, parts.defaults)
         _connect_runs(parts, handlers)
         _connect_lanes(parts, handlers)
         _connect_settings(demo, parts, handlers)
         for name, function in endpoints(service, of_api, device).items():
-            gr.api(function, api_name=name, concurrency_limit=None)
+            api(function, api_name=name, concurrency_limit=None)
         demo.unload(handlers.leave)
+    lessons_page(demo)
+    for event in demo.fns.values():
+        event.fn = None if event.fn is None else guarded(event.fn, _sentence)
     demo.queue(max_size=64)
     permanent = isinstance(service.worker, Worker)
     health = Health(service, replace(initial, method="ar", max_tokens=2)) if permanent else None
     installed = permanent and Path(PAIRS[pair].target).exists()
-    middleware, hosts = gateway(limits, os.environ)
+    middleware, hosts = gateway(limits, os.environ, KnownEvents.of(demo))
     return Page(
         demo,
         service.worker,
         service.clouds,
-        routes=[*sockets.routes(), *(health.routes() if health else ())],
-        middleware=[middleware],
+        routes=[*sockets.routes(), trace_route(TRACES, service.runs), *(health.routes() if health else ())],
+        middleware=middleware,
+        connections=limits.of_connections,
         hosts=hosts,
         health=health,
         preload=partial(service.probe, replace(initial, max_tokens=2)) if installed else None,
     )
+
+
+def _sentence(error: Exception) -> Exception:
+    if isinstance(error, gr.Error):
+        return gr.Error(error.message, title=error.title, print_exception=False)
+    text = reason(error)
+    if not isinstance(error, (UserError, WorkerBusy, OSError)):
+        text = "the page cannot use these values: reload it"
+    return gr.Error(text, print_exception=False)
 
 
 @dataclass(frozen=True)
@@ -142,70 +172,86 @@ class _Parts:
     controls: Controls
     prompt: gr.Textbox
     compare: gr.Checkbox
-    buttons: dict[str, gr.Button]  # by element id
-    kept_lanes: gr.Markdown
+    buttons: dict[str, gr.Button]  # keys are element ids
+    stored_lanes: gr.Markdown
     estimate: gr.Markdown
     cockpit: gr.HTML
     about: gr.Markdown
     saved: gr.BrowserState  # settings of the last visit
-    kept: gr.BrowserState  # settings of the stored lanes
+    stored: gr.BrowserState  # settings of the stored lanes
 
     @property
-    def settings(self) -> dict[str, gr.components.Component]:
+    def settings(self) -> Controls:
         return {**self.controls, "prompt": self.prompt, "compare": self.compare}
 
     @property
     def defaults(self) -> Settings:
-        return {name: component.value for name, component in self.settings.items()} | {"compare": False}
+        return {name: component.value for name, component in self.settings.items()}
 
 
-def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, Any]) -> _Parts:
+def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, Any], compared: bool) -> _Parts:
     def forget(request: gr.Request) -> None:
         service.forget(request.session_hash or "")
 
     controls = sidebar(initial, service.limits, service.unload)
     gr.HTML(_HEADER, elem_id="masthead", apply_default_css=False)
-    if CHAT_PAIR in service.limits.pairs and (command := PAIRS[CHAT_PAIR].missing):
-        gr.Markdown(f"The chat model SmolLM2 is not installed (93 MB): `{command}`, then restart.", elem_id="notice")
     prompt = gr.Textbox(
         next((example["prompt"] for example in examples["ready"] if example["pair"] == initial.pair), ""),
         label="Prompt",
-        lines=3,
+        lines=2,
         max_lines=8,
         elem_id="prompt",
         placeholder="The beginning of a Python file, a class, a function…",
-        autofocus=True,
+        render=False,
     )
-    with gr.Row(elem_id="actions"):
-        buttons = {"run": gr.Button("Run", variant="primary", elem_id="run", scale=0)}
-        for name in ("stop", "preflight"):
-            buttons[name] = gr.Button(name.title(), variant="secondary", elem_id=name, scale=0)
-        compare = gr.Checkbox(label="Compare with autoregressive decoding", elem_id="compare", container=False)
-        buttons["repeat"] = gr.Button(f"Repeat ×{REPEATS}", size="sm", elem_id="repeat", scale=0)
-        buttons["use"] = gr.Button("Use", elem_id="use-recorded", visible="hidden")
-    with gr.Accordion("Examples", open=False, elem_id="all-examples"):
+    with gr.Column(elem_id="all-examples"):
         examples_row(examples, prompt, controls, forget)
-    with gr.Accordion("More actions", open=False, elem_id="more-actions"), gr.Row():
-        for name, title in _MORE_ACTIONS.items():
-            buttons[name] = gr.Button(title, size="sm", elem_id=name, scale=0)
+    connect_pair(controls, prompt, examples["ready"])
+    with gr.Row(elem_id="ask"):
+        prompt.render()  # type: ignore[no-untyped-call]
+        with gr.Column(elem_id="actions", scale=0, min_width=130):
+            buttons = {"run": gr.Button("Run", variant="primary", elem_id="run", scale=0)}
+            buttons["continue-chat"] = gr.Button("Continue chat", elem_id="continue-chat", scale=0, visible="hidden")
+            buttons["stop"] = gr.Button("Stop", elem_id="stop", scale=0)
+    gr.HTML(_EFFECT, elem_id="effect", apply_default_css=False)
+    drawn = cockpit(service.runs.queries, service.limits.max_trace or MAX_CHARACTERS)
+    compare, estimate, stored_lanes = _actions(buttons, compared)
+    if CHAT_PAIR in service.limits.pairs and (command := PAIRS[CHAT_PAIR].missing):
+        gr.Markdown(f"The chat model SmolLM2 is not installed (93 MB): `{command}`, then restart.", elem_id="notice")
     return _Parts(
         controls,
         prompt,
         compare,
         buttons,
-        kept_lanes=gr.Markdown(elem_id="kept-lanes"),
-        estimate=gr.Markdown(elem_id="estimate"),
-        cockpit=cockpit(service.runs.queries, service.limits.max_trace or MAX_CHARACTERS),
+        stored_lanes,
+        estimate,
+        cockpit=drawn,
         about=build_tabs(service, controls, initial, device),
         saved=gr.BrowserState(storage_key="specdemo-settings", secret="specdemo"),
-        kept=gr.BrowserState(storage_key="specdemo-lanes", secret="specdemo"),
+        stored=gr.BrowserState(storage_key="specdemo-lanes", secret="specdemo"),
     )
 
 
+def _actions(buttons: dict[str, gr.Button], compared: bool) -> tuple[gr.Checkbox, gr.Markdown, gr.Markdown]:
+    with gr.Row(elem_id="more-measurements"):
+        compare = gr.Checkbox(
+            compared, label="Compare with autoregressive decoding", elem_id="compare", container=False
+        )
+        buttons["repeat"] = gr.Button(f"Repeat ×{REPEATS}", size="sm", elem_id="repeat", scale=0)
+        buttons["preflight"] = gr.Button("Predict the speed-up", size="sm", elem_id="preflight", scale=0)
+        buttons["use"] = gr.Button("Use", elem_id="use-recorded", visible="hidden")
+    estimate = gr.Markdown(elem_id="estimate")
+    stored_lanes = gr.Markdown(elem_id="kept-lanes")
+    with gr.Accordion("More actions", open=False, elem_id="more-actions"), gr.Row():
+        for name, title in _MORE_ACTIONS.items():
+            buttons[name] = gr.Button(title, size="sm", elem_id=name, scale=0)
+    return compare, estimate, stored_lanes
+
+
 _MORE_ACTIONS = {
-    "keep-lane": "Keep as a lane",
-    "keep-copy": "Keep the quantised model as a lane",
-    "drop-lanes": "Drop kept lanes",
+    "keep-lane": "Add these settings to comparisons",
+    "keep-copy": "Add the quantised model to comparisons",
+    "drop-lanes": "Remove added settings",
     "link": "Link to these settings",
     "new-talk": "New conversation",
     "reset": "Reset",
@@ -217,12 +263,12 @@ def _connect_runs(parts: _Parts, handlers: _Handlers) -> None:
     # A single input: Gradio visits every input of an event for every frame.
     pressed = gr.Textbox(visible=False)
     failed = "() => { window.dispatchEvent(new Event('specdemo:failed')) }"
-    for name, more in (("run", ""), ("repeat", f", {REPEATS}")):
+    for name, more in (("run", ""), ("continue-chat", ', "next"'), ("repeat", f", {REPEATS}")):
         run = (
             parts.buttons[name]
             .click(
                 None,
-                [parts.kept, *settings],
+                [parts.stored, *settings],
                 pressed,
                 js=f"(...values) => JSON.stringify([...values{more}])",
                 trigger_mode="multiple",
@@ -242,20 +288,17 @@ def _connect_runs(parts: _Parts, handlers: _Handlers) -> None:
         handlers.estimate, settings, parts.estimate, preprocess=False, trigger_mode="once", **_QUEUED
     )
     method = parts.controls["method"]
-    method.change(describe_method, method, parts.about, preprocess=False, **_IMMEDIATE)
-
-
-def describe_method(name: Any) -> str:
-    return METHODS[name].notes if isinstance(name, str) and name in METHODS else ""
+    notes = {name: method.notes for name, method in METHODS.items()}
+    method.change(lambda name: notes.get(str(name), ""), method, parts.about, preprocess=False, **_IMMEDIATE)
 
 
 def _connect_lanes(parts: _Parts, handlers: _Handlers) -> None:
     buttons = parts.buttons
-    kept, kept_lanes = parts.kept, parts.kept_lanes
-    inputs = [kept, *parts.controls.values()]
-    buttons["keep-lane"].click(handlers.keep, inputs, [kept, kept_lanes], preprocess=False, **_QUEUED)
-    buttons["keep-copy"].click(handlers.keep_copy, inputs, [kept, kept_lanes], preprocess=False, **_QUEUED)
-    buttons["drop-lanes"].click(None, None, [kept, kept_lanes], js="() => [null, '']", **_PRIVATE)
+    stored, stored_lanes = parts.stored, parts.stored_lanes
+    inputs = [stored, *parts.controls.values()]
+    buttons["keep-lane"].click(handlers.keep, inputs, [stored, stored_lanes], preprocess=False, **_QUEUED)
+    buttons["keep-copy"].click(handlers.keep_copy, inputs, [stored, stored_lanes], preprocess=False, **_QUEUED)
+    buttons["drop-lanes"].click(None, None, [stored, stored_lanes], js="() => [null, '']", **_PRIVATE)
     buttons["new-talk"].click(handlers.forget, None, None, **_QUEUED)
 
 
@@ -264,7 +307,9 @@ def _connect_settings(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> No
     data = {"names": list(parts.settings), "defaults": list(defaults.values())}
     changes = [component.change for component in settings]
     gr.on(changes, None, settings, parts.saved, js=script("save_settings", data), **_IMMEDIATE)
-    parts.buttons["link"].click(None, settings, None, js=script("copy_link", data), **_PRIVATE)
+    parts.buttons["link"].click(
+        None, settings, None, js=script("copy_link", {**data, "pairSettings": PAIR_SETTINGS}), **_PRIVATE
+    )
     recorded = "(name) => window.specdemoRecorded?.[name] ?? undefined"  # undefined: unchanged
     use = f"() => {json.dumps(data['names'])}.map({recorded})"
     parts.buttons["use"].click(None, None, settings, js=use, **_PRIVATE)
@@ -272,7 +317,7 @@ def _connect_settings(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> No
     parts.buttons["reset"].click(None, None, [*settings, parts.estimate], js=f"() => {initial}", **_PRIVATE)
     restorable = gr.Textbox(visible=False)
     demo.load(
-        handlers.find, [parts.saved, parts.kept], [restorable, parts.kept_lanes], preprocess=False, **_QUEUED
+        handlers.find, [parts.saved, parts.stored], [restorable, parts.stored_lanes], preprocess=False, **_QUEUED
     ).then(None, [restorable, *settings], settings, js=script("restore_settings", data), **_PRIVATE)
 
 
@@ -285,23 +330,25 @@ class _Handlers:
     async def show(self, request: gr.Request, pressed: Any) -> AsyncIterator[str]:
         visitor, address = request.session_hash or "", address_of(request)
         try:
-            kept, *values = json.loads(pressed)
-            pairs = values.pop() if values[len(self._defaults) :] == [REPEATS] else 1
-            settings = dict(zip(self._defaults, values, strict=True))
-        except (TypeError, ValueError):  # values that the page does not send
+            stored, *values = json.loads(pressed)
+            more = values[len(self._defaults) :]
+            pairs = REPEATS if more == [REPEATS] else 1
+            turn: Turn = "next" if more == ["next"] else "same" if pairs > 1 else "new"
+            settings = dict(zip(self._defaults, values[: len(values) - bool(more)], strict=True))
+        except (TypeError, ValueError, RecursionError):  # values that the page does not send
             message = "a run needs a JSON list of the kept lanes and all settings of the page"
             raise gr.Error(message, print_exception=False) from None
-        extra = self._lanes(kept) if pairs == 1 else []
+        extra = self._comparable(stored, settings) if pairs == 1 else []
         plan = plan_of(settings, settings["compare"] or pairs > 1, len(extra))
         run = self._service.runs.new(visitor, plan, address)
-        run.pairs = pairs
+        run.pairs, run.history = pairs, self._service.history(visitor, settings["prompt"], turn)
         try:
             if pairs > 1 and SPEC not in run.plan:
                 raise UserError(f"a comparison with method ar needs another method than ar: {', '.join(METHODS)}")
             lanes = lanes_of(self._recipe(settings), extra, run.plan)
-            random.shuffle(lanes)
             jobs = alternating(lanes, pairs)
-            stream = self._service.start(jobs, settings["prompt"], visitor, address)
+            warm_up = len(lanes) > 1
+            stream = self._service.start(jobs, settings["prompt"], visitor, address, run.history, warm_up)
         except (UserError, WorkerBusy) as error:
             run.finish(reason(error))
             toast(run)
@@ -319,7 +366,7 @@ class _Handlers:
         yield run.frame(len(run.records))
 
     async def _play(self, run: Run, stream: LaneEvents, visitor: str, prompt: str) -> None:
-        await self._sockets.play(run, stream, self._service.worker)
+        await self._sockets.play(run, stream)
         self._service.remember_turn(visitor, prompt, run)
 
     async def estimate(self, request: gr.Request, *values: Any) -> AsyncIterator[str]:
@@ -331,38 +378,35 @@ class _Handlers:
         except Exception as error:  # the page reports any failure
             yield f"**Preflight:** {html.escape(reason(error))}"
 
-    def keep(self, kept: Any, *values: Any) -> tuple[Any, str]:
-        return self._keep(kept, recipe_settings(dict(zip(self._defaults, values, strict=False))))
+    def keep(self, stored: Any, *values: Any) -> tuple[Any, str]:
+        return self._keep(stored, values, lambda settings: settings)
 
-    def keep_copy(self, kept: Any, *values: Any) -> tuple[Any, str]:
-        settings = recipe_settings(dict(zip(self._defaults, values, strict=False)))
+    def keep_copy(self, stored: Any, *values: Any) -> tuple[Any, str]:
+        return self._keep(stored, values, self._copy_settings)
+
+    def _copy_settings(self, settings: Settings) -> Settings:
         if settings["drafter"] != SAME:
             settings |= {"drafter": SAME, "drafter_quantization": "none"}
+        form = recipe_of({**settings, "method": "draft"}, self._device).drafter_quantization
+        return {**settings, "method": "ar", "quantization": form, "drafter": ""}
+
+    def _keep(self, stored: Any, values: Sequence[Any], select: Callable[[Settings], Settings]) -> tuple[Any, str]:
+        lanes = self._lanes(stored)
         try:
-            form = recipe_of({**settings, "method": "draft"}, self._device).drafter_quantization
+            if not isinstance(stored, (list, type(None))):
+                raise UserError("the kept lanes must be a list: drop them first")
+            wanted = select(recipe_settings(dict(zip(self._defaults, values, strict=False))))
+            recipe = recipe_of(wanted, self._device)
+            if len(lanes) == len(EXTRA):
+                raise UserError(f"{len(EXTRA)} lanes are stored already: drop them first")
         except UserError as error:
             gr.Warning(html.escape(str(error)))
-            return gr.skip(), describe_kept_lanes(self._lanes(kept))
-        return self._keep(kept, {**settings, "method": "ar", "quantization": form, "drafter": ""})
+            return gr.skip(), describe_stored_lanes(lanes)
+        return [*(stored or []), wanted], describe_stored_lanes([*lanes, recipe])
 
-    def _keep(self, kept: Any, wanted: Settings) -> tuple[Any, str]:
-        if not isinstance(kept, (list, type(None))):
-            gr.Warning("the kept lanes must be a list: drop them first")
-            return gr.skip(), ""
-        lanes = self._lanes(kept)
-        try:
-            lanes = [*lanes, recipe_of(wanted, self._device)]
-        except UserError as error:
-            gr.Warning(html.escape(str(error)))
-            return gr.skip(), describe_kept_lanes(lanes)
-        if len(lanes) > len(EXTRA):
-            gr.Warning(f"{len(EXTRA)} lanes are stored already: drop them first")
-            return gr.skip(), describe_kept_lanes(lanes[:-1])
-        return [*(kept or []), wanted], describe_kept_lanes(lanes)
-
-    def find(self, saved: Any, kept: Any, request: gr.Request) -> tuple[str, str]:
+    def find(self, saved: Any, stored: Any, request: gr.Request) -> tuple[str, str]:
         link = from_link(dict(request.query_params), self._defaults)
-        settings, errors = restored(link or saved, self._defaults, self._device)
+        settings, errors = restored(link or saved, self._defaults, self._device, effective=bool(link))
         for error in errors:
             gr.Warning(html.escape(error))
         if unknown := unknown_names(dict(request.query_params), self._defaults):
@@ -370,7 +414,7 @@ class _Handlers:
         if link and settings.get("mode", OFF) != OFF and settings["remote"]:
             gr.Warning(html.escape(f"This link has prompts sent to {settings['remote']}: run it only if you trust it."))
         changed = {name: value for name, value in settings.items() if value != self._defaults[name]}
-        return json.dumps(changed), describe_kept_lanes(self._lanes(kept))
+        return json.dumps(changed), describe_stored_lanes(self._lanes(stored))
 
     def forget(self, request: gr.Request) -> None:
         self._service.forget(request.session_hash or "")
@@ -382,5 +426,16 @@ class _Handlers:
     def _recipe(self, settings: Settings) -> Recipe:
         return recipe_of(recipe_settings(settings), self._device)
 
-    def _lanes(self, kept: Any) -> list[Recipe]:
-        return kept_recipes(kept, self._defaults, self._device)[: len(EXTRA)]
+    def _comparable(self, stored: Any, settings: Settings) -> list[Recipe]:
+        try:
+            recipe = self._recipe(settings)
+        except UserError:  # reported when the run starts
+            return []
+        lanes = self._lanes(stored)
+        comparable = comparable_lanes(lanes, recipe)
+        if others := [lane for lane in lanes if lane not in comparable]:
+            gr.Warning(html.escape(f"Not compared, since target or chat template differ: {name_lanes(others)}"))
+        return comparable
+
+    def _lanes(self, stored: Any) -> list[Recipe]:
+        return stored_recipes(stored, self._defaults, self._device)[: len(EXTRA)]

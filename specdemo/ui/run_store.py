@@ -7,36 +7,35 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from specdemo.core.errors import UserError
 from specdemo.core.trace import MAX_CHARACTERS
 from specdemo.models.zoo import ASSETS
-from specdemo.ui import step_views
+from specdemo.remote.connections import network_of
+from specdemo.ui import step_views, text_picture
 from specdemo.ui.frames import Run, read_traces
 from specdemo.ui.lane import PLAIN, Lane
-from specdemo.ui.limits import network_of
+from specdemo.ui.web_page import web_page
 
 RECORDED = ASSETS / "traces"
 _RUN_CHARACTERS = 4_000  # memory of a run without its text, in characters
 
 
+@dataclass(eq=False)
 class RunStore:
     """Store of all active runs and a bounded number of finished runs. A visitor is an address.
 
     Arguments of queries are lists, as the browser sends them.
     """
 
-    def __init__(
-        self,
-        per_visitor: int = 64,
-        max_characters: int = 256_000_000,
-        max_trace: int | None = None,
-        admit: Callable[[str], None] = lambda address: None,
-    ) -> None:
-        self._per_visitor, self._max_characters = per_visitor, max_characters
-        self._admit = admit
-        self._max_trace = MAX_CHARACTERS if max_trace is None else min(max_trace, MAX_CHARACTERS)
+    per_visitor: int = 64
+    max_characters: int = 256_000_000
+    max_trace: int | None = None
+    admit: Callable[[str], None] = lambda address: None
+
+    def __post_init__(self) -> None:
         self._runs: OrderedDict[str, Run] = OrderedDict()  # least recently used first
         self._owners: dict[str, str] = {}  # run id -> visitor
         self._latest: dict[str, str] = {}  # session -> run id
@@ -65,9 +64,9 @@ class RunStore:
         for run_id, run in self._runs.items():
             sizes[self._owners[run_id]] += run.size + _RUN_CHARACTERS
         owner = self._owners[newest.id]
-        if counts[owner] > self._per_visitor or sizes[owner] > self._max_characters // 2:
+        if counts[owner] > self.per_visitor or sizes[owner] > self.max_characters // 2:
             owners = [owner]
-        elif sizes.total() > self._max_characters:
+        elif sizes.total() > self.max_characters:
             owners = [name for name, _ in sizes.most_common()]
         else:
             return None
@@ -101,7 +100,7 @@ class RunStore:
 
     @property
     def queries(self) -> list[Callable[[Any], str | None]]:
-        lanes = [self.trace, self.csv, self.svg, self.round, self.figures]
+        lanes = [self.trace, self.csv, self.svg, self.round, self.figures, self.web_page]
         return [*lanes, self.trace_since, self.import_trace, self.recorded, self.stop_run]
 
     def trace_since(self, query: Any) -> str | None:
@@ -128,7 +127,7 @@ class RunStore:
     def svg(self, query: Any) -> str | None:
         """Return the SVG export of `[run id, lane]`."""
         lane = self._begun(query)
-        return step_views.as_svg(lane) if lane else None
+        return text_picture.as_svg(lane) if lane else None
 
     def round(self, query: Any) -> str | None:
         """Return a step in detail, as JSON: `[run id, lane, number]`."""
@@ -143,13 +142,18 @@ class RunStore:
         (run, _), lane = self._run_and_lane(query), self._begun(query)
         return _json(step_views.figures(lane, run.lanes.get(PLAIN))) if run and lane else None
 
+    def web_page(self, run_id: Any) -> str | None:
+        """Return a finished run as an HTML page that needs no server."""
+        run = self.get(run_id)
+        return web_page(run) if run and run.over and any(lane.begun for lane in run.lanes.values()) else None
+
     def import_trace(self, text: Any, address: str = "") -> str:
         """Return a frame that shows the traces of a file, or `{"refused": cause}`."""
-        return self._opened(text, address, self._max_trace)
+        return self._opened(text, address, min(self.max_trace or MAX_CHARACTERS, MAX_CHARACTERS))
 
     def _opened(self, text: Any, address: str, max_characters: int) -> str:
         try:
-            self._admit(address)
+            self.admit(address)
             run = read_traces(text, max_characters)
         except UserError as error:
             return _json({"refused": str(error)})
@@ -181,5 +185,4 @@ class RunStore:
 
 
 def _json(value: Any) -> str:
-    """Compact JSON that cannot be parsed as markup."""
     return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")

@@ -10,39 +10,44 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from specdemo.bench import BenchProgress, measure
+from specdemo.bench.calibration import Calibration, calibrate
+from specdemo.bench.measure import BenchProgress, measure
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Loading, StepEvent
 from specdemo.core.formats import format_bytes
+from specdemo.generate import PromptOrChat
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.threads import thread_initializer
 from specdemo.models.tokenizer import ChatMessage
 from specdemo.pipeline import CONVERSATION, Stores
 from specdemo.preflight import Preflight, preflight, texts_for
-from specdemo.prompts import Prompt
+from specdemo.prompts import Prompt, alternate_classes
 from specdemo.recipe import Recipe
+from specdemo.remote.connections import network_of
 from specdemo.remote.local_service import LocalServices, cores_but_one
 from specdemo.ui.frames import Run
-from specdemo.ui.limits import HostLimits, TimeBudget, Visitors, network_of
+from specdemo.ui.limits import HostLimits, TimeBudget, Visitors
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.streams import LaneEvents, drain, reason
 from specdemo.worker import Stream, Worker, WorkerBusy, WorkerGroup
 
 REMEMBERED = 256  # visitors with stored n-grams and conversations
 PROMPTS_PER_KIND = 3  # prompts per kind of text in a preflight
+WARM_UP_TOKENS = 8
 PROBE = "def"
 LATELY_S = 600  # an idle machine decodes two tokens per ten minutes
 PATIENCE_S = 20
 T = TypeVar("T")
+Turn = Literal["new", "next", "same"]
 
-Generate = Callable[[Recipe, str, ModelPool, Stores], Generator[Event]]
+Generate = Callable[[Recipe, PromptOrChat, ModelPool, Stores], Generator[Event]]
 
 
 class Service:
@@ -67,14 +72,29 @@ class Service:
         self._benches: dict[str, Stream[BenchProgress | dict[str, Any]]] = {}
         self._idle: threading.Timer | None = None
 
-    def start(self, jobs: list[tuple[str, Recipe]], prompt: Any, visitor: str = "", address: str = "") -> LaneEvents:
-        """Decode `prompt` with each recipe in turn. Items are pairs of lane and event.
+    def history(self, visitor: str, prompt: Any, turn: Turn) -> list[ChatMessage]:
+        """Return the messages before a turn: none, all, or those before the last turn if it had the same prompt."""
+        earlier = self.conversations.get(visitor, []) if turn != "new" else []
+        if turn == "same":
+            return earlier[:-2] if earlier and earlier[-2]["content"] == prompt else []
+        return [*earlier]
 
-        `visitor` selects the stored n-grams, `address` the rate limit.
+    def start(
+        self,
+        jobs: list[tuple[str, Recipe]],
+        prompt: Any,
+        visitor: str = "",
+        address: str = "",
+        history: Sequence[ChatMessage] = (),
+        warm_up: bool = False,
+    ) -> LaneEvents:
+        """Decode `prompt` after `history` with each recipe in turn. Items are pairs of lane and event.
+
+        `visitor` selects the stored n-grams, `address` the rate limit; `warm_up`: first decode a few tokens per recipe.
         """
         if not isinstance(prompt, str):
             raise UserError(f"the prompt must be a text, not {type(prompt).__name__}")
-        conversation = [*self.conversations.get(visitor, ()), {"role": "user", "content": prompt}]
+        conversation = [*history, {"role": "user", "content": prompt}]
         chat = any(recipe.chat for _, recipe in jobs)
         text = "".join(message["content"] for message in conversation) if chat else prompt
         granted = [(lane, self.limits.grant(recipe, text)) for lane, recipe in jobs]
@@ -83,10 +103,12 @@ class Service:
         budget = TimeBudget(self.limits.max_seconds)
 
         def events() -> Iterator[tuple[str, Event]]:
+            if warm_up and isinstance(self.worker, Worker):
+                yield from self._warm_up(granted)
             for i, (lane, recipe) in enumerate(granted):
                 stores = remembered.setdefault(lane, {})
-                if any(lane == earlier for earlier, _ in granted[:i]):
-                    stores.pop(CONVERSATION, None)  # repetitions compute their prefill
+                if not history or any(lane == earlier for earlier, _ in granted[:i]):
+                    stores.pop(CONVERSATION, None)  # new conversations and repetitions compute their prefill
                 if recipe.needs_local_service:
                     yield lane, Loading("starting a cloud process on this machine")
                 with (
@@ -103,6 +125,16 @@ class Service:
 
         return self._admit(events, address, visitor)
 
+    def _warm_up(self, jobs: Sequence[tuple[str, Recipe]]) -> Iterator[tuple[str, Event]]:
+        for lane, recipe in jobs:
+            if recipe.cloud is not None:
+                continue
+            short = replace(recipe, max_tokens=min(recipe.max_tokens, WARM_UP_TOKENS), min_length=0)
+            prompt: PromptOrChat = [{"role": "user", "content": PROBE}] if recipe.chat else PROBE
+            yield lane, Loading("warming up")
+            with closing(self._engine(short, prompt, self._models, {})) as stream:
+                yield from ((lane, event) for event in stream if isinstance(event, Loading))
+
     def probe(self, recipe: Recipe) -> Stream[Event]:
         return self._submit(lambda: self._noting(self._engine(recipe, PROBE, self._models, {})))
 
@@ -112,10 +144,7 @@ class Service:
         if recipe.cloud is not None:
             raise UserError("preflight times both models on this machine: choose mode off, or press Run instead")
         recipe = self.limits.grant(recipe, prompt)
-        kinds: dict[str, list[Prompt]] = {}
-        for text in texts_for(recipe):
-            kinds.setdefault(text.kind, []).append(text)
-        texts = [text for group in kinds.values() for text in group[:PROMPTS_PER_KIND]]
+        texts = alternate_classes(texts_for(recipe), PROMPTS_PER_KIND)
         if prompt:
             texts.append(Prompt("own", "own", prompt))
 
@@ -130,7 +159,8 @@ class Service:
         """Measure every recipe on every prompt; stop the visitor's previous bench."""
         if self.limits.max_seconds is not None or isinstance(self.worker, WorkerGroup):
             raise UserError("a bench takes minutes, which this host does not allow: run the program on your machine")
-        granted = [self.limits.grant(recipe, max((prompt.text for prompt in prompts), key=len)) for recipe in recipes]
+        longest = max((prompt.text for prompt in prompts), key=len)
+        granted = [self.limits.grant(replace(recipe, ngram_keep=False), longest) for recipe in recipes]
         self.stop_bench(visitor)
 
         def steps() -> Iterator[BenchProgress | dict[str, Any]]:
@@ -140,6 +170,16 @@ class Service:
         stream = self._admit(steps, address, visitor)
         self._benches[visitor] = stream
         return stream
+
+    def calibrate(
+        self, recipe: Recipe, prompts: Sequence[Prompt], visitor: str, address: str = ""
+    ) -> Stream[BenchProgress | Calibration]:
+        """Measure thresholds of gates."""
+        if self.limits.max_seconds is not None or isinstance(self.worker, WorkerGroup):
+            raise UserError("calibration takes long, which this host does not allow: run specdemo calibrate")
+        longest = max((prompt.text for prompt in prompts), key=len)
+        granted = self.limits.grant(replace(recipe, ngram_keep=False), longest)
+        return self._admit(lambda: calibrate(granted, prompts, self._models), address, visitor)
 
     @contextmanager
     def _with_services(self, recipes: Sequence[Recipe]) -> Iterator[list[Recipe]]:
@@ -171,8 +211,8 @@ class Service:
         except Exception as error:
             return reason(error)
 
-    def _submit(self, job: Callable[[], Iterator[Any]], owner: str = "") -> Stream:
-        def steps() -> Iterator[Any]:
+    def _submit(self, job: Callable[[], Iterator[T]], owner: str = "") -> Stream[T]:
+        def steps() -> Iterator[T]:
             try:
                 yield from job()
             finally:
@@ -197,12 +237,12 @@ class Service:
         self._idle.start()
 
     def remember_turn(self, visitor: str, prompt: str, run: Run) -> None:
-        """Add the first lane's turn to the visitor's conversation."""
+        """Store the run's history and the first lane's turn as the visitor's conversation."""
         lane = run.lanes[run.plan[0]]
         if lane.recipe.get("chat") and run.phase[0] == "done":
             answer = "".join(event.text for event in lane.steps)
-            conversation = _remembered(self.conversations, visitor, [])
-            conversation += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+            turn: list[ChatMessage] = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+            _remembered(self.conversations, visitor, list[ChatMessage]())[:] = [*run.history, *turn]
 
     def leave(self, visitor: str) -> None:
         """Release the data of a session; its run ends separately."""
@@ -214,7 +254,7 @@ class Service:
         """End the visitor's conversation."""
         self.conversations.pop(visitor, None)
 
-    def _admit(self, job: Callable[[], Iterator[Any]], address: str, visitor: str = "") -> Stream:
+    def _admit(self, job: Callable[[], Iterator[T]], address: str, visitor: str = "") -> Stream[T]:
         with self._admission:
             self._visitors.admit(address)
             stream = self._submit(job, visitor or network_of(address))
@@ -223,7 +263,8 @@ class Service:
 
     def _admit_request(self, address: str) -> None:
         with self._admission:
-            self._visitors.admit_request(address)
+            self._visitors.admit(address)
+            self._visitors.entered(address)
 
     def _noting(self, events: Iterator[Event]) -> Iterator[Event]:
         for event in events:
@@ -261,7 +302,7 @@ class Health:
     ) -> None:
         self._service, self._recipe = service, recipe
         self._lately, self._patience = lately_s, patience_s
-        self._probe: Stream | None = None
+        self._probe: Stream[Event] | None = None
 
     @property
     def age_s(self) -> float | None:

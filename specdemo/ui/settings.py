@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from specdemo.core.errors import UserError
 from specdemo.core.events import Header
 from specdemo.core.options import Option
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
+from specdemo.option_effects import ineffective, settings_of_pair
 from specdemo.recipe import Recipe
 from specdemo.remote.config import MODES, CloudConfig
 
@@ -25,7 +27,7 @@ OPTIONS: dict[str, Option] = {**Recipe.OPTIONS, **CloudConfig.OPTIONS}
 _PROMPT_CHARACTERS = 100_000
 _NAME_CHARACTERS = 300  # enough for a local directory
 _GRADIO = ("view", "deep_link", "logs")
-_MODEL_NAMES = ("pair", "target", "drafter", "method")
+_MODEL_NAMES = ("pair", "target", "drafter", "head", "method")
 
 
 def setting_of(option: Option, value: Any) -> Any:
@@ -39,15 +41,23 @@ def setting_of(option: Option, value: Any) -> Any:
 
 
 def from_link(query: Mapping[str, str], defaults: Settings) -> Settings:
-    """Return the settings of a link's query, with the types of `defaults`."""
+    """Return the settings of a link's query and those of its pair, with the types of `defaults`.
+
+    A link that does not name `compare` compares nothing.
+    """
     settings: Settings = {}
     for name, text in query.items():
         if name in defaults:
             settings[name] = text
             with suppress(ValueError, RecursionError):  # rejected by `restored`
                 settings[name] = text if isinstance(defaults[name], str) else json.loads(text)
+    if settings and "compare" in defaults:
+        settings.setdefault("compare", False)
+    pair = settings.get("pair")
     if "method" in settings and defaults["pair"] == CHAT_PAIR and not settings.keys() & {"pair", "target"}:
-        return {"pair": "bundled", **PAIRS["bundled"].settings, **settings}
+        pair = "bundled"
+    if pair in PAIRS and "target" not in settings:
+        return {"pair": pair, **settings_of_pair(PAIRS[pair], settings)}
     return settings
 
 
@@ -67,12 +77,26 @@ def recorded_settings(header: Header, compare: bool) -> Settings:
         wanted["mode"] = recipe["cloud"].get("mode", OFF)
     if recipe.get("chat"):  # the recorded prompt contains the template
         wanted["chat"] = False
-    settings, _ = restored(wanted, plain, "auto")
-    return {**settings, "prompt": header.prompt, "compare": compare}
+    settings, _ = _valid(wanted, plain, "auto")
+    return {**plain, **settings, "prompt": header.prompt, "compare": compare}
 
 
-def restored(wanted: Any, defaults: Settings, device: str) -> tuple[Settings, list[str]]:
-    """Update `defaults` with the values that are valid together; return messages about the others."""
+def restored(wanted: Any, defaults: Settings, device: str, *, effective: bool = True) -> tuple[Settings, list[str]]:
+    """Update `defaults` with the values that are valid together and effective; return messages about the others.
+
+    With `effective` False, values without effect remain: a visitor's own settings return as they were.
+    """
+    changed, dropped = _valid(wanted, defaults, device)
+    chosen = recipe_of(recipe_settings({**defaults, **changed}), device)
+    for name, problem in ineffective(chosen, [*changed] if effective else []):
+        dropped[f"{name} {problem}"] = [name]
+        del changed[name]
+    errors = [f"{' and '.join(names)} ignored: {error}" for error, names in dropped.items()]
+    return {**defaults, **changed}, errors
+
+
+def _valid(wanted: Any, defaults: Settings, device: str) -> tuple[Settings, dict[str, list[str]]]:
+    """Return the changed values that are valid together, and the names of the others by error message."""
     known = wanted.items() if isinstance(wanted, Mapping) else ()
     changed = {name: value for name, value in known if name in defaults and value != defaults[name]}
     dropped: dict[str, list[str]] = {}  # error message -> names
@@ -80,8 +104,7 @@ def restored(wanted: Any, defaults: Settings, device: str) -> tuple[Settings, li
         name = _culprit(changed, defaults, device)
         dropped.setdefault(error, []).append(name)
         del changed[name]
-    errors = [f"{' and '.join(names)} ignored: {error}" for error, names in dropped.items()]
-    return {**defaults, **changed}, errors
+    return changed, dropped
 
 
 def _problem(settings: Settings, device: str) -> str:
@@ -115,13 +138,13 @@ def recipe_settings(settings: Settings) -> Settings:
     return {name: value for name, value in settings.items() if name not in ("prompt", "compare")}
 
 
-def kept_recipes(kept: Any, defaults: Settings, device: str) -> list[Recipe]:
+def stored_recipes(stored: Any, defaults: Settings, device: str) -> list[Recipe]:
     """Return the valid recipes of stored lanes."""
     recipes = []
-    for wanted in kept if isinstance(kept, list) else ():
-        settings, errors = restored(wanted, defaults, device)
+    for wanted in stored if isinstance(stored, list) else ():
+        settings, errors = _valid(wanted, defaults, device)
         if isinstance(wanted, Mapping) and not errors:
-            recipes.append(recipe_of(recipe_settings(settings), device))
+            recipes.append(recipe_of(recipe_settings({**defaults, **settings}), device))
     return recipes
 
 
@@ -132,7 +155,7 @@ def recipe_of(settings: Mapping[str, Any], device: str) -> Recipe:
         values.pop("pair", None)  # model names replace a ready pair
     if settings.get("mode", OFF) != OFF:
         values["cloud"] = cloud_of(settings)
-    return Recipe(**values)
+    return replace(Recipe(), **values)
 
 
 def cloud_of(settings: Mapping[str, Any]) -> CloudConfig:
@@ -140,7 +163,7 @@ def cloud_of(settings: Mapping[str, Any]) -> CloudConfig:
     values = _values(CloudConfig.OPTIONS, settings)
     if values.get("mode") == OFF:
         del values["mode"]
-    return CloudConfig(**values)
+    return replace(CloudConfig(), **values)
 
 
 def _values(table: Mapping[str, Option], settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,24 +1,23 @@
-"""Step inspector, step table and charts of a lane; CSV and SVG export."""
+"""Step inspector, step table and charts of a lane; CSV export."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
-from xml.sax.saxutils import escape
 
 from specdemo.core.events import StepEvent
-from specdemo.core.explain import STYLES, Reason, decision_of, explain, reason_of, takes_most_probable
+from specdemo.core.explain import Reason, decision_of, explain, reason_of, takes_most_probable
 from specdemo.core.policies import CostModel
+from specdemo.core.rules import DecidedBy, rule_traits
 from specdemo.core.simulate import other_gammas
-from specdemo.core.step import Outcome, Step, TopTokens
+from specdemo.core.step import Step, TopTokens
 from specdemo.drafters import METHODS
-from specdemo.ui.lane import Lane, mode, title
-from specdemo.ui.theme import LIGHT
+from specdemo.ui.draft_sources import SourceText, describe_origin, describe_sources
+from specdemo.ui.lane import Lane, mode
 
 Bars = list[tuple[str, float | None, float | None]]  # token text, p, q; masses may be unrecorded
 TopList = Iterable[tuple[int, float]]
@@ -33,15 +32,10 @@ _LINK_FACTS = (  # name in the trace, label, scale, digits
     ("hard_ratio", "hard", 1, 2),
 )
 SECOND_TRIP = "The rejection needed a second round trip, which sent the drafter's row to the cloud."
+_RESIDUALS = (Reason.RESIDUAL, Reason.SIBLINGS_RESIDUAL, Reason.BLOCK_RESIDUAL)
 COMPLETE = 1e-4  # unrecorded mass of a distribution that counts as 0
 MAX_BARS, VISIBLE = 8, 5e-4  # bars of a distribution, and the smallest mass of a bar
 OTHERS = "others"
-WIDTH = 96  # characters of a line
-LINE, CHAR = 22, 8.0  # pixels of a line and a column
-SIZE, EDGE = 13, 16  # pixels of the font and the margin
-MAX_LINES = 2_000
-LEGEND = (Outcome.ACCEPTED, Outcome.REJECTED, Outcome.IGNORED, Outcome.CORRECTION, Outcome.BONUS)
-Piece = tuple[int, int, int, Outcome | None, str]  # line, column, width in columns, outcome (None: prompt), text
 
 
 def step_picture(lane: Lane, i: int) -> dict[str, Any] | None:
@@ -49,39 +43,79 @@ def step_picture(lane: Lane, i: int) -> dict[str, Any] | None:
     events = lane.steps
     if not 0 <= i < len(events):
         return None
-    step, names = events[i].step, _names(events)
+    return _step_picture(lane, i, _names(events))
+
+
+def step_pictures(lane: Lane) -> list[dict[str, Any]]:
+    """Return all steps in detail."""
+    names = _names(lane.steps)
+    return [_step_picture(lane, i, names) for i in range(len(lane.steps))]
+
+
+def _step_picture(lane: Lane, i: int, names: Mapping[int, str]) -> dict[str, Any]:
+    events = lane.steps
+    step, rule = events[i].step, rule_traits(lane.recipe)
+    assert lane.header is not None
+    source = SourceText(lane.header, events[:i], names)
     return {
         "i": i,
         "rounds": len(events),
         "t": step.t,
         "chain": step.draft.is_chain,
+        "test": decision_kind(step, lane.recipe),
+        "adjusts": rule.adjusts and not lane.recipe.get("skip_sample_adjustment"),
+        "scales": rule.threshold is not None and rule.needs_q,  # the bound is a multiple of q
+        "kind": step.kind,
+        "source": describe_sources(events[i], source, lane.recipe.get("ngram") or 0),
         "nodes": [_node(lane, events[i], node, names) for node in range(len(step.draft))],
         "path": list(step.verdict.accepted),
         "last": _target_token(lane, events[i], names),
-        "facts": _facts(step),
+        "facts": _facts(step, lane.recipe),
         "times": {"draft": step.draft_s, "verify": step.verify_s, "host": step.host_s},
         "words": _summary(step),
     }
 
 
+def decision_kind(step: Step, recipe: Mapping[str, Any]) -> str:
+    """Return the quantity that decides in the step player: draw, block, bound (of p), rank, sample; else `none`."""
+    rule = rule_traits(recipe)
+    untested = not step.draft.tokens or all(beta is None for beta in step.verdict.beta)
+    if step.unverified or untested or rule.lenient:  # the player has no bounds with a threshold
+        return "none"
+    if takes_most_probable(recipe):
+        return "rank"
+    if rule.decided_by in (DecidedBy.SAMPLE, DecidedBy.SHARED_DRAW):
+        return "sample"
+    if rule.chains_only:
+        return "block"
+    return "draw" if rule.threshold is None else "bound"
+
+
 def _node(lane: Lane, event: StepEvent, node: int, names: Mapping[int, str]) -> dict[str, Any]:
     step, verdict = event.step, event.step.verdict
-    decision, outcome = decision_of(step, node, lane.recipe), step.outcome(node)
+    decision = decision_of(step, node, lane.recipe)
     target = verdict.target_top[step.draft.parents[node] + 1] if verdict.target_top else None
     drafter = verdict.draft_top[node] if verdict.draft_top else None
     return {
         "text": event.draft_texts[node],
         "token": step.draft.tokens[node],
         "parent": step.draft.parents[node],
-        "state": Outcome.ACCEPTED if outcome is Outcome.UNVERIFIED else outcome,
+        "state": step.outcome(node),
         **asdict(decision),
         "point": decision.q is None,
         "beta": None if takes_most_probable(lane.recipe) else verdict.beta[node],
         "entropy_p": target.entropy if target else None,
         "entropy_q": drafter.entropy if drafter else None,
         "bars": _node_bars(target, _draft_top(step, node, drafter), names, step.draft.tokens[node]) if target else [],
+        "rival": _rival(target, step.draft.tokens[node]),
+        "origin": describe_origin(step.draft.origin[node]) if step.draft.origin else "",
         "words": explain(step, node, lane.recipe),
     }
+
+
+def _rival(target: TopTokens | None, drafted: int) -> float | None:
+    """Return the largest recorded p of the other tokens."""
+    return max((p for token, p in target.top if token != drafted), default=None) if target else None
 
 
 def _draft_top(step: Step, node: int, top: TopTokens | None) -> TopList:
@@ -128,7 +162,7 @@ def _target_token(lane: Lane, event: StepEvent, names: Mapping[int, str]) -> dic
     step, verdict = event.step, event.step.verdict
     if verdict.token is None:
         return None
-    residual = reason_of(step, None, lane.recipe) in (Reason.RESIDUAL, Reason.SIBLINGS_RESIDUAL)
+    residual = reason_of(step, None, lane.recipe) in _RESIDUALS
     top = _residual(step) if residual else _target_row(step)
     return {
         "text": event.pieces[-1],
@@ -165,15 +199,18 @@ def _token_bars(top: TopList, names: Mapping[int, str], committed: int) -> Bars:
     """Return the distribution of the target's token, including the committed token."""
     masses = dict(top)
     tokens = sorted((token for token in masses if masses[token] > 0 or token == committed), key=lambda t: -masses[t])
-    bars = [(_name(token, names), masses[token], None) for token in _limited(tokens, committed)]
+    bars: Bars = [(_name(token, names), masses[token], None) for token in _limited(tokens, committed)]
     return [*bars, *_others(bars)] if bars else []
 
 
-def _facts(step: Step) -> list[tuple[str, str]]:
+def _facts(step: Step, recipe: Mapping[str, Any]) -> list[tuple[str, str]]:
+    fixed = recipe.get("policy", "fixed") == "fixed"
+    allowed = ("γ allowed", str(step.gamma)) if fixed else ("γ:", f"start {recipe['gamma']}, this step {step.gamma}")
+    length = [allowed] if _drafts(recipe) else []
     notes = [(name.replace("_", " "), f"{value:.3g}") for name, value in step.policy.items()]
     link = step.verdict.remote
     facts = [(label, f"{link[name] * scale:,.{digits}f}") for name, label, scale, digits in _LINK_FACTS if name in link]
-    return [("γ allowed", str(step.gamma)), *notes, *facts]
+    return [*length, *notes, *facts]
 
 
 def _summary(step: Step) -> str:
@@ -181,10 +218,10 @@ def _summary(step: Step) -> str:
         return "Prefill: one pass over the prompt, which gives the first token."
     if step.searched:
         return f"Step of a beam search: all beams agree on {len(step.tokens)} tokens."
-    if not step.draft.tokens:
-        return "The draft was empty, so the step gave one token."
     if step.unverified:
         return f"Drafted {len(step.draft)}, committed {len(step.tokens)} without the target."
+    if not step.draft.tokens:
+        return "The draft was empty, so the step gave one token."
     counts = f"Drafted {len(step.draft)}, accepted {step.accepted}, committed {len(step.tokens)}."
     return f"{counts} {SECOND_TRIP}" if step.verdict.link is not None and step.verdict.link.rows else counts
 
@@ -196,11 +233,12 @@ STEP_COLUMNS = (
 
 
 def step_table(lane: Lane) -> list[list[Any]]:
+    drafts = _drafts(lane.recipe)
     return [
         [
             step.i,
             round(step.t, 4),
-            step.gamma,
+            step.gamma if drafts else None,
             len(step.draft),
             step.tested,
             step.accepted,
@@ -213,6 +251,11 @@ def step_table(lane: Lane) -> list[list[Any]]:
         for event in lane.steps
         for step in (event.step,)
     ]
+
+
+def _drafts(recipe: Mapping[str, Any]) -> bool:
+    method = METHODS.get(recipe["method"])
+    return method is None or method.drafts
 
 
 def as_csv(lane: Lane) -> str:
@@ -271,101 +314,11 @@ def what_if(lane: Lane, baseline: Lane | None = None) -> tuple[dict[str, Any] | 
         ],
         "gamma": gamma,
         "measured": measured,
-        "fits": all(row.low <= measured <= row.high for row in estimates if row.gamma == gamma),
+        "fits": measured is None or all(row.low <= measured <= row.high for row in estimates if row.gamma == gamma),
     }, ""
 
 
 def _comparable(lane: Lane, baseline: Lane) -> bool:
-    target = ("pair", "target", "dtype", "quantization", "device")
+    target = ("pair", "target", "dtype", "quantization", "activations", "device")
     same = all(lane.recipe.get(name) == baseline.recipe.get(name) for name in target)
     return same and baseline.metrics.decode_steps > 0 and not mode(lane.recipe)
-
-
-def as_svg(lane: Lane) -> str:
-    pieces = list(_layout(_tokens(lane)))
-    lines = max((line for line, *_ in pieces), default=0) + 1
-    width, height = 2 * EDGE + WIDTH * CHAR, 2 * EDGE + (lines + 2) * LINE
-    m = lane.metrics
-    rate = "" if m.tokens_per_second is None else f", {m.tokens_per_second:.1f} tokens per second"
-    share = "" if m.acceptance_rate is None else f", {m.acceptance_rate:.0%} of the draft tokens accepted"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" role="img" '
-        f'viewBox="0 0 {width:g} {height:g}" font-family="ui-monospace, Menlo, Consolas, monospace" '
-        f'font-size="{SIZE}">',
-        f"<title>{escape(title(lane.recipe))}{rate}{share}</title>",
-        f'<rect width="{width:g}" height="{height:g}" fill="#ffffff"/>',
-    ]
-    for line, column, columns, outcome, text in pieces:
-        parts += _draw(EDGE + column * CHAR, EDGE + line * LINE, columns * CHAR, outcome, text)
-    x, y = float(EDGE), height - EDGE - LINE
-    for outcome in LEGEND:
-        label = STYLES[outcome].label
-        parts += _draw(x, y, len(label) * CHAR, outcome, label)
-        x += (len(label) + 2) * CHAR
-    parts.append(
-        f'<text x="{width - EDGE:g}" y="{y + 15:g}" text-anchor="end" fill="{LIGHT["quiet"]}">'
-        f"{escape(title(lane.recipe))}{rate}</text>"
-    )
-    return "\n".join([*parts, "</svg>\n"])
-
-
-def colours_of(outcome: Outcome | None) -> tuple[str, str]:
-    """Return the background (may be empty) and the ink of a token. `None` stands for the prompt."""
-    if outcome is None:
-        return "", LIGHT["quiet"]
-    name = "unseen" if outcome is Outcome.UNVERIFIED else outcome.value
-    return LIGHT.get(name, ""), LIGHT.get(f"{name}-ink", LIGHT["ink"])
-
-
-def _draw(x: float, y: float, width: float, outcome: Outcome | None, text: str) -> Iterator[str]:
-    background, ink = colours_of(outcome)
-    style = STYLES[outcome or Outcome.PLAIN]
-    if background:
-        yield f'<rect x="{x:g}" y="{y:g}" width="{width - 1:g}" height="{LINE - 3}" rx="3" fill="{background}"/>'
-    decoration = f' text-decoration="{style.decoration}"' if style.decoration else ""
-    decoration += ' font-style="italic"' if style.italic else ""
-    if text.strip():
-        yield (
-            f'<text x="{x:g}" y="{y + 14:g}" textLength="{width:g}" lengthAdjust="spacingAndGlyphs" '
-            f'fill="{ink}"{decoration} xml:space="preserve">{escape(_printable(text))}</text>'
-        )
-
-
-def _printable(text: str) -> str:
-    """Replace control characters, which are invalid in XML."""
-    return "".join(c if unicodedata.category(c)[0] != "C" else "\ufffd" for c in text)
-
-
-def _tokens(lane: Lane) -> Iterator[tuple[Outcome | None, str]]:
-    if lane.header is not None:
-        yield None, lane.header.prompt
-    for event in lane.steps:
-        for shown in event.shown():
-            yield shown.outcome, shown.text if shown.outcome.committed else shown.text.replace("\n", "⏎")
-
-
-def _layout(tokens: Iterator[tuple[Outcome | None, str]]) -> Iterator[Piece]:
-    line = column = 0
-    for outcome, text in tokens:
-        for i, part in enumerate(text.expandtabs(4).split("\n")):
-            if i:
-                line, column = line + 1, 0
-            while part and line < MAX_LINES:
-                count, columns = _fitting(part, WIDTH - column)
-                if not count:
-                    line, column = line + 1, 0
-                    continue
-                yield line, column, columns, outcome, part[:count]
-                column += columns
-                part = part[count:]
-
-
-def _fitting(text: str, columns: int) -> tuple[int, int]:
-    """Return how many characters of `text` fit into `columns`, and their width: wide characters take two."""
-    width = 0
-    for n, character in enumerate(text):
-        step = 2 if unicodedata.east_asian_width(character) in "WF" else 0 if unicodedata.combining(character) else 1
-        if width + step > columns:
-            return n, width
-        width += step
-    return len(text), width

@@ -10,11 +10,14 @@ import asyncio
 import errno
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from traceback import format_tb
+from typing import TypeVar
 
-from starlette.routing import WebSocketRoute
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from specdemo.core.errors import FULL_DISK, UserError, write_error
@@ -22,7 +25,7 @@ from specdemo.core.events import Event
 from specdemo.ui.frames import Run
 from specdemo.ui.labels import describe_queue
 from specdemo.ui.run_store import RunStore
-from specdemo.worker import Stream, Worker, WorkerBusy, WorkerGroup
+from specdemo.worker import Stream, WorkerBusy
 
 _POLL_S = 1 / 12
 GRACE_S = 20.0  # a run without a listener is stopped after this time
@@ -30,9 +33,10 @@ _GOING_AWAY = 1001  # close code of WebSockets
 LONGEST_REASON = 600  # characters; error messages can quote arbitrary input
 LaneEvents = Stream[tuple[str, Event]]
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
-async def drain(stream: Stream) -> AsyncIterator[list]:
+async def drain(stream: Stream[T]) -> AsyncGenerator[list[T]]:
     """Yield new items until the job has finished. Closing the iterator cancels the job."""
     count = 0
     try:
@@ -61,6 +65,18 @@ def reason(error: BaseException) -> str:
     return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} …"
 
 
+def trace_route(path: str, runs: RunStore) -> Route:
+    """Return the route that opens the trace in the body."""
+
+    async def opened(request: Request) -> Response:
+        text = (await request.body()).decode("utf-8-sig", "replace")
+        address = request.client.host if request.client else ""
+        frame = await asyncio.to_thread(runs.import_trace, text, address)
+        return Response(frame, media_type="application/json")
+
+    return Route(path, opened, methods=["POST"])
+
+
 class Sockets:
     """WebSockets of runs: advance a run and send its frames. Access requires only the unguessable id of the run."""
 
@@ -68,7 +84,7 @@ class Sockets:
         self._runs = runs
         self._listeners: dict[str, set[asyncio.Event]] = {}  # events by run id
 
-    async def play(self, run: Run, stream: LaneEvents, worker: Worker | WorkerGroup) -> None:
+    async def play(self, run: Run, stream: LaneEvents) -> None:
         """Advance `run` to its end and notify its listeners."""
         shown = ""
         try:
@@ -77,8 +93,8 @@ class Sockets:
                     start = len(run.records)
                     for lane, event in batch:
                         run.absorb(lane, event)
-                    if not stream.started and (ahead := worker.ahead(stream)):
-                        run.phase = ("queued", describe_queue(ahead, worker.expected_wait_s(stream)))
+                    if not stream.started and (ahead := stream.worker.ahead(stream)):
+                        run.phase = ("queued", describe_queue(ahead, stream.worker.expected_wait_s(stream)))
                     if (frame := run.frame(start)) != shown:
                         self.notify(run)
                         shown = frame
@@ -94,7 +110,7 @@ class Sockets:
             run.seen = time.monotonic()
         return time.monotonic() - run.seen > GRACE_S
 
-    async def polled_frames(self, run: Run) -> AsyncIterator[str]:
+    async def polled_frames(self, run: Run) -> AsyncGenerator[str]:
         """Yield frames while no socket receives them."""
         start, shown = 0, ""
         while not run.over:

@@ -11,6 +11,7 @@ from specdemo.models.zoo import ASSETS
 
 LIGHT = {
     "ink": "#1c2430", "quiet": "#566173", "line": "#dfe3e9", "paper": "#ffffff", "ground": "#f6f7f9",
+    "button": "#e9edf2",
     "accepted": "#d6f2df", "accepted-ink": "#0c4526",
     "rejected": "#fbe0de", "rejected-ink": "#8f1d18",
     "ignored": "#eceff3", "ignored-ink": "#566173",
@@ -18,7 +19,7 @@ LIGHT = {
     "bonus": "#e8f1fe", "bonus-ink": "#123a8c",
     "unseen": "#ece3f8", "unseen-ink": "#4c2a80",
     "tip": "#10151c", "tip-ink": "#eef1f5", "tip-label": "#aab4c2", "tip-text": "#cdd5df",
-    "curve-1": "#8a95a6", "curve-2": "#67789a", "curve-3": "#41547a", "curve-4": "#a38b5d",
+    "curve-1": "#8a95a6", "curve-2": "#67789a", "curve-3": "#41547a", "curve-5": "#2f7a73", "curve-4": "#a38b5d",
     "curve-baseline": "#b9c1cd", "curve-set": "#1c2430", "dot-set": "#1c2431", "dot-run": "#c2410c",
     "bar-accepted": "#2f8f5b", "bar-correction": "#3b6fd4", "bar-rejected": "#c2413a",
     "link-up": "#c47f00", "link-delay": "#9aa6b6", "link-verify": "#3b6fd4", "link-down": "#c2577b",
@@ -26,6 +27,7 @@ LIGHT = {
 }  # fmt: skip
 DARK = {
     "ink": "#e4e8ee", "quiet": "#9aa6b6", "line": "#2a3340", "paper": "#151b23", "ground": "#0d1117",
+    "button": "#1d2530",
     "accepted": "#12402a", "accepted-ink": "#b5efcb",
     "rejected": "#4d1d1f", "rejected-ink": "#ffc4bf",
     "ignored": "#252d38", "ignored-ink": "#a5b0bf",
@@ -33,7 +35,7 @@ DARK = {
     "bonus": "#1a2c4d", "bonus-ink": "#cfe1ff",
     "unseen": "#382a55", "unseen-ink": "#e0d0ff",
     "tip": "#2a3340",
-    "curve-1": "#6f7b8d", "curve-2": "#8799b3", "curve-3": "#abbedb", "curve-4": "#b79c68",
+    "curve-1": "#6f7b8d", "curve-2": "#8799b3", "curve-3": "#abbedb", "curve-5": "#6fc2b8", "curve-4": "#b79c68",
     "curve-baseline": "#4a5666", "curve-set": "#f1f4f8", "dot-set": "#f1f4f9", "dot-run": "#fb923c",
     "bar-accepted": "#3fa873", "bar-correction": "#6f9cf2", "bar-rejected": "#e0695f",
 }  # fmt: skip
@@ -76,7 +78,7 @@ _VARIABLES: dict[str, str | tuple[str, str]] = {
     "body_text_color_subdued": "quiet",
     "background_fill_primary": "paper",
     "background_fill_secondary": "ground",
-    "block_background_fill": "paper",
+    "block_background_fill": "ground",
     "block_border_color": "line",
     "border_color_primary": "line",
     "block_label_text_color": ("#3c4757", "#b9c3d0"),
@@ -88,14 +90,17 @@ _VARIABLES: dict[str, str | tuple[str, str]] = {
     "button_primary_background_fill_hover": ("#323d4d", "#ffffff"),
     "button_primary_text_color": ("#ffffff", "#10151c"),
     "button_primary_border_color": "ink",
-    "button_secondary_background_fill": ("#ffffff", "#1d2530"),
-    "button_secondary_background_fill_hover": ("#eef1f5", "#2a3340"),
+    "button_secondary_background_fill": ("#e9edf2", "#1d2530"),
+    "button_secondary_background_fill_hover": ("#dde3ea", "#2a3340"),
     "button_secondary_text_color": "ink",
     "button_secondary_border_color": ("#c9d0da", "#3a4553"),
     "checkbox_background_color_selected": ("#1c2430", "#3a4553"),
     "checkbox_border_color": ("#7a8698", "#7a8698"),
     "checkbox_border_color_selected": ("#1c2430", "#9aa6b6"),
 }
+
+
+_TEXT_SIZES = gr.themes.Size("12px", "12px", "14px", "14px", "17px", "22px", "22px", name="specdemo")
 
 
 def theme() -> gr.themes.Base:
@@ -109,12 +114,15 @@ def theme() -> gr.themes.Base:
         secondary_hue="slate",
         neutral_hue="slate",
         radius_size="md",
+        text_size=_TEXT_SIZES,
         font=["ui-sans-serif", "system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"],
         font_mono=["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"],
     ).set(
         **colours,
         block_title_text_weight="600",
-        button_border_width="1px",
+        block_border_width="0px",
+        block_shadow="none",
+        button_border_width="0px",
         input_border_width="1px",
         input_shadow="none",
     )

@@ -10,28 +10,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from specdemo.core import theory
 from specdemo.core.errors import UserError
 from specdemo.core.step import Step
-from specdemo.core.theory import (
-    accepted_share,
-    best_gamma,
-    can_improve,
-    expected_tokens,
-    least_improvement,
-    operations,
-    speedup,
-    thumb_gamma,
-    walltime_improvement,
-)
 from specdemo.ui.frames import Run
-from specdemo.ui.labels import cost_terms, escape_markdown
-from specdemo.ui.labels import lane_speedup as measured_speedup
+from specdemo.ui.labels import cost_terms, escape_markdown, lane_speedup
 from specdemo.ui.lane import PLAIN, SPEC, Lane
 
 SLIDER_SERIES, SLIDER_DOT = "sliders", "slider dot"
 RUN_SERIES, BASELINE_SERIES = "this run", "baseline"
 THEOREM_SERIES, SHARE_SERIES = "Theorem 3.8", "accepted / drafted"
 CURVE_GAMMAS = (1, 3, 10)
+TOKEN_GAMMAS = (1, 3, 5, 7)  # those of Figure 2
 CURVE_COSTS = (0.01, 0.05, 0.2)
 UNBOUNDED_SERIES = "∞"
 SLIDERS = {  # label, minimum, maximum, step
@@ -70,13 +60,13 @@ class TheoryPoint:
 
     @property
     def theorem(self) -> float | None:
-        return None if self.c is None else walltime_improvement(self.alpha, self.gamma, self.c)
+        return None if self.c is None else theory.walltime_improvement(self.alpha, self.gamma, self.c)
 
     @property
     def model(self) -> float | None:
         if self.c is None or self.v is None or self.o is None:
             return None
-        return speedup(expected_tokens(self.alpha, self.gamma), self.gamma, self.c, self.v, self.o)
+        return theory.speedup(theory.expected_tokens(self.alpha, self.gamma), self.gamma, self.c, self.v, self.o)
 
 
 def point_of(run: Run | None) -> TheoryPoint:
@@ -90,7 +80,7 @@ def point_of(run: Run | None) -> TheoryPoint:
         raise UserError("The last run was AR decoding: choose another method to get a point on these curves")
     m = lane.metrics
     tokens = m.tokens_per_step
-    if lane.alpha is None or m.acceptance_rate is None or not tokens:
+    if lane.acceptance is None or m.acceptance_rate is None or not tokens:
         raise UserError("The last run tested no draft tokens: choose a method or prompt that drafts")
     gamma = m.drafted / m.decode_steps
     baseline = run.lanes.get(PLAIN)
@@ -100,7 +90,7 @@ def point_of(run: Run | None) -> TheoryPoint:
     return TheoryPoint(
         method=lane.recipe["method"],
         temperature=lane.recipe["temperature"],
-        alpha=lane.alpha,
+        alpha=lane.acceptance,
         counted=lane.counted,
         share=m.acceptance_rate,
         gamma=gamma,
@@ -109,7 +99,7 @@ def point_of(run: Run | None) -> TheoryPoint:
         c=terms.c if terms else None,
         v=terms.v if terms else None,
         o=terms.o if terms else None,
-        speedup=measured_speedup(run.lanes),
+        speedup=lane_speedup(run.lanes),
         c_hat=c_hat,
         operations=None if c_hat is None else (1 + gamma * (1 + c_hat)) / tokens,
     )
@@ -127,12 +117,13 @@ def _draft_operations(lane: Lane, steps: list[Step]) -> float | None:
 
 
 def point_words(point: TheoryPoint) -> str:
-    source = "accepted / tested under its rule" if point.counted else "the mean of Σ min(p, q) over all tests"
+    expected = theory.expected_tokens(point.alpha, point.gamma)
+    source = "accepted / tested under its rule" if point.counted else "the mean overlap β = Σ min(p, q) of all tests"
     sentences = [
-        f"**This run** ({escape_markdown(point.method)}): α = {point.alpha:.3f}, {source}; "
+        f"**This run** ({escape_markdown(point.method)}): α = {point.alpha:.3f}, estimated by {source}; "
         f"accepted / drafted = {point.share:.3f}; "
         f"γ = {point.gamma:.2f} draft tokens per step.",
-        f"A pass gave **{point.tokens:.2f}** tokens; theory predicts {expected_tokens(point.alpha, point.gamma):.2f}.",
+        f"A pass gave **{point.tokens:.2f}** tokens; theory predicts {expected:.2f}.",
     ]
     if point.c is None:
         sentences.append("Without an AR baseline c, v, o and the speed-up are unknown: tick *Compare* and run again.")
@@ -169,12 +160,12 @@ class TheorySettings:
         return 1 + (self.v - 1) * (rows - 1) / self.gamma if self.v > 1 else self.v
 
     def modelled_speedup(self, gamma: int) -> float:
-        tokens = expected_tokens(self.alpha, gamma)
-        return speedup(tokens, gamma, self.c, self.verify_cost(gamma + 1), self.o) if gamma else 1.0
+        tokens = theory.expected_tokens(self.alpha, gamma)
+        return theory.speedup(tokens, gamma, self.c, self.verify_cost(gamma + 1), self.o) if gamma else 1.0
 
     @property
     def best_gamma(self) -> int:
-        return best_gamma(self.alpha, self.c, _MAX_GAMMA, self.verify_cost, self.o)
+        return theory.best_gamma(self.alpha, self.c, _MAX_GAMMA, self.verify_cost, self.o)
 
 
 def parse_settings(values: Sequence[Any]) -> TheorySettings | None:
@@ -201,40 +192,40 @@ def token_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[Curv
     """Return the expected tokens per target pass (2211.17192, Figure 2)."""
     highest = max(11.0, settings.gamma + 1, run.tokens if run else 0)
     limit = [(alpha, 1 / (1 - alpha), UNBOUNDED_SERIES) for alpha in _ALPHAS[:-1] if 1 / (1 - alpha) <= highest]
-    dots = _slider_curve(settings, expected_tokens, run, run.tokens if run else None)
-    return [*_over_alpha(expected_tokens), *limit, *dots]
+    dots = _slider_curve(settings, theory.expected_tokens, run, run.tokens if run else None)
+    return [*_over_alpha(theory.expected_tokens, TOKEN_GAMMAS), *limit, *dots]
 
 
 def speed_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[CurvePoint]:
     """Theorem 3.8 for `CURVE_GAMMAS`, cost model for the sliders (2211.17192, Figure 4)."""
 
     def modelled(alpha: float, gamma: float) -> float:
-        return speedup(expected_tokens(alpha, gamma), gamma, settings.c, settings.v, settings.o)
+        return theory.speedup(theory.expected_tokens(alpha, gamma), gamma, settings.c, settings.v, settings.o)
 
     baseline = [(0.0, 1.0, BASELINE_SERIES), (1.0, 1.0, BASELINE_SERIES)]
-    theorem = _over_alpha(lambda alpha, gamma: walltime_improvement(alpha, gamma, settings.c))
+    theorem = _over_alpha(lambda alpha, gamma: theory.walltime_improvement(alpha, gamma, settings.c))
     return [*baseline, *theorem, *_slider_curve(settings, modelled, run, run.speedup if run else None)]
 
 
 def operation_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[CurvePoint]:
     """Return the operations per token (2211.17192, Figure 4)."""
-    factor = partial(operations, c=settings.c_hat)
+    factor = partial(theory.operations, c=settings.c_hat)
     return [*_over_alpha(factor), *_slider_curve(settings, factor, run, run.operations if run else None)]
 
 
 def best_gamma_curves(settings: TheorySettings, run: TheoryPoint | None, longest: int = 20) -> list[CurvePoint]:
     """Theorem 3.8 for `CURVE_COSTS`, cost model for the sliders (2211.17192, Figure 3)."""
-    modelled = partial(best_gamma, c=settings.c, longest=longest, v=settings.verify_cost, o=settings.o)
-    rows = [(alpha, best_gamma(alpha, c, longest), str(c)) for c in CURVE_COSTS for alpha in _ALPHAS]
+    modelled = partial(theory.best_gamma, c=settings.c, longest=longest, v=settings.verify_cost, o=settings.o)
+    rows = [(alpha, theory.best_gamma(alpha, c, longest), str(c)) for c in CURVE_COSTS for alpha in _ALPHAS]
     rows += [(alpha, modelled(alpha), SLIDER_SERIES) for alpha in _ALPHAS]
     rows.append((settings.alpha, min(settings.gamma, longest), SLIDER_DOT))
     return [*rows, _run_dot(run.alpha if run else None, min(run.gamma, longest) if run else None)]
 
 
 def gamma_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[CurvePoint]:
-    gammas = range(17)
+    gammas, alpha = range(17), settings.alpha
     rows = [(0.0, 1.0, BASELINE_SERIES), (16.0, 1.0, BASELINE_SERIES)]
-    rows += [(gamma, walltime_improvement(settings.alpha, gamma, settings.c), THEOREM_SERIES) for gamma in gammas]
+    rows += [(gamma, theory.walltime_improvement(alpha, gamma, settings.c), THEOREM_SERIES) for gamma in gammas]
     rows += [(gamma, settings.modelled_speedup(gamma), SLIDER_SERIES) for gamma in gammas]
     rows.append((settings.gamma, settings.modelled_speedup(settings.gamma), SLIDER_DOT))
     return [*rows, _run_dot(run.gamma if run else None, run.speedup if run else None)]
@@ -242,13 +233,13 @@ def gamma_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[Curv
 
 def share_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[CurvePoint]:
     rows: list[CurvePoint] = [(gamma, settings.alpha, SLIDER_SERIES) for gamma in range(1, 17)]
-    rows += [(gamma, accepted_share(settings.alpha, gamma), SHARE_SERIES) for gamma in range(1, 17)]
-    rows.append((settings.gamma, accepted_share(settings.alpha, settings.gamma), SLIDER_DOT))
+    rows += [(gamma, theory.accepted_share(settings.alpha, gamma), SHARE_SERIES) for gamma in range(1, 17)]
+    rows.append((settings.gamma, theory.accepted_share(settings.alpha, settings.gamma), SLIDER_DOT))
     return [*rows, _run_dot(run.gamma if run else None, run.share if run else None)]
 
 
-def _over_alpha(value: Callable[[float, float], float]) -> Iterator[CurvePoint]:
-    return ((alpha, value(alpha, gamma), str(gamma)) for gamma in CURVE_GAMMAS for alpha in _ALPHAS)
+def _over_alpha(value: Callable[[float, float], float], gammas: Sequence[int] = CURVE_GAMMAS) -> Iterator[CurvePoint]:
+    return ((alpha, value(alpha, gamma), str(gamma)) for gamma in gammas for alpha in _ALPHAS)
 
 
 def _slider_curve(
@@ -266,21 +257,23 @@ def _run_dot(x: float | None, y: float | None) -> CurvePoint:
 def describe_settings(settings: TheorySettings) -> str:
     alpha, c = settings.alpha, settings.c
     gamma = settings.gamma
-    best, theorem_best = settings.best_gamma, best_gamma(alpha, c, _MAX_GAMMA)
+    operations = theory.operations(alpha, gamma, settings.c_hat)
+    best, theorem_best = settings.best_gamma, theory.best_gamma(alpha, c, _MAX_GAMMA)
     lines = [
-        f"Expected tokens per step: **{expected_tokens(alpha, gamma):.2f} tokens**, (1 − α^(γ+1)) / (1 − α). "
-        f"Accepted / drafted: {accepted_share(alpha, gamma):.2f}.",
-        f"Speed-up: **{walltime_improvement(alpha, gamma, c):.2f}×** by Theorem 3.8, "
+        f"Expected tokens per step: **{theory.expected_tokens(alpha, gamma):.2f} tokens**, (1 − α^(γ+1)) / (1 − α). "
+        f"Accepted / drafted: {theory.accepted_share(alpha, gamma):.2f}.",
+        f"Speed-up: **{theory.walltime_improvement(alpha, gamma, c):.2f}×** by Theorem 3.8, "
         "(1 − α^(γ+1)) / ((1 − α)(γc + 1)). "
         f"With v and o: **{settings.modelled_speedup(gamma):.2f}×**, tokens / (v + γc + o).",
-        f"Operations per token: **{operations(alpha, gamma, settings.c_hat):.2f}×** the baseline (Theorem 3.11).",
+        f"Operations per token: **{operations:.2f}×** the baseline (Theorem 3.11). Memory accesses per token, for the "
+        f"target's weights and KV cache: **{theory.memory_accesses(alpha, gamma):.2f}×** (section 3.4).",
         f"Best γ: **{_gamma_text(best)}** with v and o ({settings.modelled_speedup(best):.2f}×), "
-        f"{_gamma_text(theorem_best)} by Theorem 3.8 ({walltime_improvement(alpha, theorem_best, c):.2f}×). "
-        + (f"The rule of thumb √(1/c − 1) = {thumb_gamma(c):.1f} ignores α." if c else _NO_RULE_OF_THUMB),
+        f"{_gamma_text(theorem_best)} by Theorem 3.8 ({theory.walltime_improvement(alpha, theorem_best, c):.2f}×). "
+        + (f"The rule of thumb √(1/c − 1) = {theory.thumb_gamma(c):.1f} ignores α." if c else _NO_RULE_OF_THUMB),
     ]
-    if can_improve(alpha, c):
+    if theory.can_improve(alpha, c):
         lines.append(
-            f"α > c: the best γ yields at least (1 + α) / (1 + c) = {least_improvement(alpha, c):.2f}×. "
+            f"α > c: the best γ yields at least (1 + α) / (1 + c) = {theory.least_improvement(alpha, c):.2f}×. "
             "This bound requires v = 1 and o = 0 (Corollary 3.9)."
         )
     else:

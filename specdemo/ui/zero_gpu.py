@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event, Loading
-from specdemo.generate import generate
+from specdemo.generate import PromptOrChat, generate
+from specdemo.models.heads import load_head
 from specdemo.models.load import load
 from specdemo.models.model_pool import ModelPool
+from specdemo.models.spec import HeadSpec
+from specdemo.models.zoo import PAIRS
 from specdemo.pipeline import Stores
 from specdemo.recipe import Recipe
 from specdemo.ui.limits import HostLimits
@@ -26,7 +29,7 @@ from specdemo.worker import WorkerGroup
 
 GPU = Callable[..., Any]  # `spaces.GPU` or a fake
 
-BATCH_S = 0.1  # of events per pickle: ten transfers per second, as many as the page draws
+BATCH_S = 0.1  # duration of a batch of events: ten transfers per second, as many as the page draws
 START_S = 15  # process, weight transfer and first passes, with a margin
 PASS_S = 0.02  # pass of a small model, including launches and Python
 BYTES_PER_S = 4e11  # weights read: a quarter of the hardware's bandwidth
@@ -35,8 +38,6 @@ LONGEST_S = 120  # longer requests are refused to most visitors
 
 @dataclass(frozen=True)
 class _Failure:
-    """An exception of the forked process; only its message is transferred."""
-
     message: str
     expected: bool  # a `UserError`
 
@@ -60,8 +61,11 @@ def loaded(recipes: list[Recipe]) -> ModelPool:
     """Return a pool with the models of these recipes, which are never unloaded."""
     specs = dict.fromkeys(spec for recipe in recipes for spec in recipe.specs.values())
     pool = ModelPool(idle_s=math.inf, warm=False)
-    for spec in specs:  # in the thread that emulates CUDA
+    for spec in specs:  # the calling thread emulates CUDA
         pool.add(load(spec.resolved(), warm=False))
+    for recipe in recipes:
+        if recipe.pair and (head := PAIRS[recipe.pair].head):
+            pool.add_head(load_head(HeadSpec(head, recipe.target_spec).resolved(), pool.take(recipe.target_spec)))
     return pool
 
 
@@ -76,11 +80,10 @@ def on(gpu: GPU, pool: ModelPool, engine: Generate = generate) -> Generate:
     Raises `UserError` for options that require the page's process.
     """
 
-    def seconds(recipe: Recipe, prompt: str) -> int:
+    def seconds(recipe: Recipe, prompt: PromptOrChat) -> int:
         return seconds_of(recipe, pool.take(recipe.target_spec).weight_bytes)
 
-    @gpu(duration=seconds)
-    def batches(recipe: Recipe, prompt: str) -> Iterator[list[Event | _Failure]]:
+    def batched(recipe: Recipe, prompt: PromptOrChat) -> Iterator[list[Event | _Failure]]:
         batch: list[Event | _Failure] = []
         try:
             sent = time.monotonic()
@@ -96,10 +99,13 @@ def on(gpu: GPU, pool: ModelPool, engine: Generate = generate) -> Generate:
             batch.append(_Failure(f"{type(error).__name__}: {error}", expected=False))
         yield batch
 
-    def run(recipe: Recipe, prompt: str, _: ModelPool, __: Stores) -> Iterator[Event]:
+    batches = gpu(duration=seconds)(batched)
+
+    def run(recipe: Recipe, prompt: PromptOrChat, _: ModelPool, __: Stores) -> Generator[Event]:
         if recipe.ngram_keep:
             raise UserError("n-grams are not kept on this host: switch off keeping n-grams")
-        if any(spec not in pool for spec in recipe.specs.values()):
+        head = recipe.head_spec and recipe.head_spec.resolved()
+        if any(spec not in pool for spec in recipe.specs.values()) or head not in (None, *pool.heads):
             raise UserError("only preloaded models run on this host: choose a pair of the list, without quantization")
         yield Loading("waiting for a GPU")
         with closing(_received(batches, recipe, prompt)) as events:
@@ -108,7 +114,7 @@ def on(gpu: GPU, pool: ModelPool, engine: Generate = generate) -> Generate:
     return run
 
 
-def _received(batches: Callable[..., Any], recipe: Recipe, prompt: str) -> Iterator[Event]:
+def _received(batches: Callable[..., Any], recipe: Recipe, prompt: PromptOrChat) -> Generator[Event]:
     try:
         with closing(batches(recipe, prompt)) as arriving:
             for batch in arriving:
@@ -118,5 +124,5 @@ def _received(batches: Callable[..., Any], recipe: Recipe, prompt: str) -> Itera
                     yield event
     except (UserError, RuntimeError, GeneratorExit):
         raise
-    except Exception as error:  # of spaces: no GPU, no quota, a crashed process
+    except Exception as error:  # spaces raises its own: no GPU, no quota, a crashed process
         raise UserError(str(getattr(error, "message", error)) or type(error).__name__) from error

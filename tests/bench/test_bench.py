@@ -12,8 +12,9 @@ import torch
 from fakes.bench_records import run
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
-from specdemo import bench
+from specdemo.bench import measure, table
 from specdemo.bench.baselines import BASELINES
+from specdemo.bench.published_tables import repetition_table
 from specdemo.cli import main
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
@@ -36,15 +37,15 @@ def test_speedups_are_medians_of_ratios_and_losses_are_named() -> None:
         {"kind": "code", "name": f"code {i}", "runs": [run(plain), run(fast, drafted=20, text=text)]}
         for i, ((plain, fast), text) in enumerate(zip(walls, texts, strict=True))
     ]
-    plain, draft = bench.table(recipes, records, bandwidth=1000.0)
+    plain, draft = table.table(recipes, records, bandwidth=1000.0)
     assert plain.speedup is None and draft.speedup == pytest.approx(1.5)
     assert draft.interval == pytest.approx((0.8, 2.0))
     assert draft.slower == ("code 1 (0.80x)",)
     assert draft.same_text == 2 and plain.same_text is None
     assert plain.bandwidth == pytest.approx(0.1) and draft.bandwidth == pytest.approx(0.075)
-    text = bench.markdown([plain, draft])
+    text = table.markdown([plain, draft])
     assert "1 of 3" in text and "0.80-2.00" in text
-    assert json.loads(bench.as_json([plain, draft]))["bench"][1]["speedup"] == pytest.approx(1.5)
+    assert json.loads(table.as_json([plain, draft]))["bench"][1]["speedup"] == pytest.approx(1.5)
 
 
 def test_policies_are_compared_with_the_best_fixed_gamma() -> None:
@@ -62,10 +63,50 @@ def test_policies_are_compared_with_the_best_fixed_gamma() -> None:
         {"kind": "code", "name": f"code {i}", "runs": [run(wall, drafted=20 if j else 0) for j, wall in enumerate(row)]}
         for i, row in enumerate(walls)
     ]
-    plain, two, five, policy, other = bench.table(recipes, records)
+    plain, two, five, policy, other = table.table(recipes, records)
     assert plain.over_fixed is two.over_fixed is five.over_fixed is other.over_fixed is None
     assert policy.over_fixed == pytest.approx((1 / 0.8, 0.8, 2.0))  # gamma 2 is the best: ratios 2, 1.25, 0.8, 1.25
-    assert "1.25 [0.80, 2.00]" in bench.markdown([policy])
+    assert "1.25 [0.80, 2.00]" in table.markdown([policy])
+
+
+def test_lists_of_method_options_apply_to_the_methods_that_have_them() -> None:
+    lists = {"ngram": (2, 4), "filler_top_k": (1, 3), "filler_weight": ("rank", "equal")}
+    varied = list(measure.grid(["nasd", "suffix"], [4], ["fixed"], [0.0], **lists))
+    labels = [measure.recipe_label(Recipe(**values)) for values in varied]
+    assert labels == [
+        "ar T=0",
+        "nasd gamma=4 ngram=2 filler_top_k=1 T=0",
+        "nasd gamma=4 ngram=2 T=0",
+        "nasd gamma=4 ngram=2 filler_weight=equal T=0",
+        "nasd gamma=4 filler_top_k=1 T=0",
+        "nasd gamma=4 T=0",
+        "nasd gamma=4 filler_weight=equal T=0",
+        "suffix gamma=4 T=0",
+    ]
+
+
+def test_acceptance_is_shown_beside_the_document_s_table() -> None:
+    recipes = [Recipe(method=method, temperature=0) for method in ("ar", "draft", "nasd")]
+    records = [
+        {"kind": kind, "name": f"{kind} 1", "runs": [run(1.0), *(run(1.0, drafted=20, alpha=a) for a in alphas)]}
+        for kind, alphas in {
+            "repetitive": (0.9, 0.95),
+            "code": (0.8, 0.6),
+            "prose": (0.7, 0.5),
+            "random": (0.4, 0.2),
+        }.items()
+    ]
+    text = repetition_table(table.table(recipes, records))
+    cells = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in text.splitlines()[2:]]
+    assert cells[2:] == [
+        ("long repetition", "repetitive", "draft gamma=4 T=0", "high", "0.90"),
+        ("long repetition", "repetitive", "nasd gamma=4 T=0", "close to 1.0", "0.95"),
+        ("short repetition", "code", "draft gamma=4 T=0", "high", "0.80"),
+        ("short repetition", "code", "nasd gamma=4 T=0", "0.5 to 0.7", "0.60"),
+        ("no repetition", "random", "draft gamma=4 T=0", "medium", "0.40"),
+        ("no repetition", "random", "nasd gamma=4 T=0", "0.3 to 0.5", "0.20"),
+    ]
+    assert not repetition_table(table.table(recipes[:2], [{**r, "runs": r["runs"][:2]} for r in records]))
 
 
 def test_the_best_gamma_is_selected_on_other_prompts() -> None:
@@ -76,7 +117,7 @@ def test_the_best_gamma_is_selected_on_other_prompts() -> None:
         {"kind": "code", "name": name, "runs": [run(wall, drafted=20) for wall in row]}
         for name, row in [*walls.items(), *walls.items()]
     ]  # each prompt twice: both runs belong to the same prompt
-    over = bench.table(recipes, records)[2].over_fixed
+    over = table.table(recipes, records)[2].over_fixed
     assert over is not None and over == pytest.approx((1.5, 1.0, 2.0))
 
 
@@ -84,14 +125,14 @@ def test_the_cost_model_explains_a_step() -> None:
     """By hand: AR pass 0.07 s; drafting 0.01 s per token, 2 tokens per step; verification 0.07 s; host 0.01 s."""
     recipes = [Recipe(method="ar", temperature=0), Recipe(temperature=0, gamma=2)]
     plain, spec = run(0.8, draft_s=0.0), run(1.0, drafted=20)  # 1.0 = 0.2 + 0.7 + 0.1 s
-    row = bench.table(recipes, [{"kind": "code", "name": "code 1", "runs": [plain, spec]}])[1]
+    row = table.table(recipes, [{"kind": "code", "name": "code 1", "runs": [plain, spec]}])[1]
     c, v, o = 0.01 / 0.07, 1.0, 0.01 / 0.07
     assert (row.c, row.v, row.o) == pytest.approx((c, v, o))
     assert row.speedup == pytest.approx(1.6)
     assert row.theory == pytest.approx((1 + 0.6 + 0.36) / (1 + 2 * c))
     assert row.realised == pytest.approx(1.6 / row.theory)
     assert row.explained == pytest.approx(1.0)
-    slow = bench.table(recipes, [{"kind": "code", "name": "code 1", "runs": [plain, {**spec, "wall_s": 1.25}]}])[1]
+    slow = table.table(recipes, [{"kind": "code", "name": "code 1", "runs": [plain, {**spec, "wall_s": 1.25}]}])[1]
     assert slow.explained == pytest.approx(0.8)  # 0.25 s unexplained
 
 
@@ -102,7 +143,7 @@ def test_only_the_fastest_baseline_of_a_family_is_reported() -> None:
         {"text": [1, 2], "wall_s": 1.0, "tokens_per_second": s, "ttft_s": 0.1, "tokens_per_target_pass": 1.0}
         for s in (4.0, 5.0, 8.0)
     ]
-    rows = bench.table(recipes, [{"kind": "code", "name": "code 1", "runs": [run(1.0), *theirs]}], peers)
+    rows = table.table(recipes, [{"kind": "code", "name": "code 1", "runs": [run(1.0), *theirs]}], peers)
     assert [(row.lane, row.tokens_per_second) for row in rows[1:]] == [
         ("transformers generate T=0", 4.0),
         ("transformers prompt lookup 10 T=0", 8.0),
@@ -118,7 +159,7 @@ def test_real_models_are_measured_in_pairs(tmp_path: Path) -> None:
     settings = {"temperature": 0, "max_tokens": 12, "device": "cpu", **models}
     recipes = [Recipe(method=method, **settings) for method in ("ar", "draft", "nasd")]
     prompts, peers = load_prompts(kinds=["adversarial"])[:3], list(BASELINES)
-    items = list(bench.measure(recipes, prompts, ModelPool(), peers))
+    items = list(measure.measure(recipes, prompts, ModelPool(), peers))
     records = [item for item in items if isinstance(item, dict)]
     assert [record["name"] for record in records] == ["adversarial 1", "adversarial 2", "adversarial 3"]
     for record in records:
@@ -126,7 +167,7 @@ def test_real_models_are_measured_in_pairs(tmp_path: Path) -> None:
         assert plain["drafted"] == 0 < draft["drafted"] and plain["tokens"] > 0
         assert all(run["text"] == plain["text"] for run in record["runs"])  # all lanes are greedy
         assert len(theirs) == len(peers) and all(run["ttft_s"] > 0 and run["wall_s"] > 0 for run in theirs)
-    rows = bench.table(recipes, records, peers, bandwidth=1e9)
+    rows = table.table(recipes, records, peers, bandwidth=1e9)
     assert len(rows) == 3 + len({peer.family for peer in BASELINES.values()})
     assert all(row.same_text in (None, 3) for row in rows)
 
@@ -135,7 +176,7 @@ def test_repetitions_use_other_seeds(tmp_path: Path) -> None:
     target = str(save_model(tmp_path / "target", byte_level_tokenizer()))
     recipes = [Recipe(method="ar", target=target, temperature=1.0, top_p=1.0, max_tokens=12, device="cpu")]
     prompts = load_prompts(kinds=["prose"])[:2]
-    items = bench.measure(recipes, prompts, ModelPool(), repeat=2)
+    items = measure.measure(recipes, prompts, ModelPool(), repeat=2)
     records = [item for item in items if isinstance(item, dict)]
     assert [record["name"] for record in records] == ["prose 1", "prose 2"] * 2
     texts = [record["runs"][0]["text"] for record in records]
@@ -144,7 +185,7 @@ def test_repetitions_use_other_seeds(tmp_path: Path) -> None:
 
 
 def test_copy_bandwidth_is_plausible() -> None:
-    assert bench.copy_bandwidth(torch.device("cpu")) > 1e8
+    assert measure.copy_bandwidth(torch.device("cpu")) > 1e8
 
 
 def test_unknown_classes_raise_an_error() -> None:
@@ -192,13 +233,13 @@ RECIPES = [Recipe(method="ar", temperature=0), Recipe(method="nasd", temperature
 @pytest.mark.parametrize("pause", [0.0, 0.5, 100.0])
 def test_time_of_the_caller_between_steps_is_not_measured(scripted: Scripted, pause: float) -> None:
     records, turns = [], []
-    for item in bench.measure(RECIPES, PROMPTS, ModelPool()):
+    for item in measure.measure(RECIPES, PROMPTS, ModelPool()):
         scripted.now += pause
         (records if isinstance(item, dict) else turns).append(item)
     runs = [run for record in records for run in record["runs"]]
     assert [run["wall_s"] for run in runs] == [3.0] * 4  # three seconds after the first token, without pauses
     assert [run["paused_s"] for run in runs] == [3 * pause] * 4
-    assert bench.disturbed(records) == (4 if pause else 0)
+    assert table.disturbed(records) == (4 if pause else 0)
     timed = [turn for turn in turns if turn.number and "loading" not in turn.doing]
     assert [turn.number for turn in timed] == [n for n in (1, 2, 3, 4) for _ in range(5)]  # start and steps
     assert {turn.total for turn in turns} == {4} and str(turns[0]) == "warming up: ar T=0"
@@ -206,10 +247,10 @@ def test_time_of_the_caller_between_steps_is_not_measured(scripted: Scripted, pa
 
 
 def test_a_bench_can_be_closed_during_a_run(scripted: Scripted) -> None:
-    items = bench.measure(RECIPES, PROMPTS, ModelPool())
+    items = measure.measure(RECIPES, PROMPTS, ModelPool())
     for _ in range(16):
         item = next(items)
-    assert isinstance(item, bench.BenchProgress) and item.number == 1
+    assert isinstance(item, measure.BenchProgress) and item.number == 1
     before, over = scripted.steps, scripted.closed
     items.close()
     assert scripted.steps == before and scripted.closed == over + 1
@@ -218,13 +259,13 @@ def test_a_bench_can_be_closed_during_a_run(scripted: Scripted) -> None:
 def test_a_failed_run_raises_an_error_with_its_name(scripted: Scripted) -> None:
     scripted.end = "error"
     with pytest.raises(RuntimeError, match="ar T=0 failed: out of memory"):
-        list(bench.measure(RECIPES, PROMPTS, ModelPool()))
+        list(measure.measure(RECIPES, PROMPTS, ModelPool()))
 
 
 def test_a_grid_contains_ar_decoding_and_all_combinations() -> None:
     found = [
-        bench.recipe_label(Recipe(**one))
-        for one in bench.grid(["draft", "self"], [2, 5], ["fixed", "egag"], [0.0, 1.0])
+        measure.recipe_label(Recipe(**one))
+        for one in measure.grid(["draft", "self"], [2, 5], ["fixed", "egag"], [0.0, 1.0])
     ]
     assert found == [
         f"{lane} T={temperature}"
@@ -234,16 +275,35 @@ def test_a_grid_contains_ar_decoding_and_all_combinations() -> None:
             *(f"{method}{how}" for method in ("draft", "self") for how in (" gamma=2", " gamma=5", " egag")),
         )
     ]
-    assert [one.get("gamma") for one in bench.grid(["draft"], [2, 5], ["egag"], [0.0])] == [None, 5]
+    assert [one.get("gamma") for one in measure.grid(["draft"], [2, 5], ["egag"], [0.0])] == [None, 5]
+
+
+def test_a_grid_lists_equal_lanes_once() -> None:
+    """Policies by logits equal `fixed` for drafts without distributions; lookahead chooses its own length."""
+    policies = ["fixed", "egag", "adaedl", "svip", "confidence", "path", "dynamic"]
+    found = [
+        measure.recipe_label(Recipe(**one))
+        for one in measure.grid(["nasd", "suffix", "lookahead"], [2, 5], policies, [0.0])
+    ]
+    lengths = (" gamma=2", " gamma=5", " dynamic")
+    lanes = ["ar", *(f"{method}{how}" for method in ("nasd", "suffix") for how in lengths), "lookahead"]
+    assert found == [f"{lane} T=0" for lane in lanes]
+
+
+def test_typed_options_without_effect_in_all_lanes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["bench", "--method", "nasd"], ["prove", "--method", "suffix"], ["preflight", "--method", "nasd"]):
+        assert main([*command, "--pair", "bundled", "--drafter-quantization", "nf4"]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith(f"specdemo: drafter_quantization has no effect with method {command[2]}")
 
 
 def test_a_report_contains_settings_and_losing_prompts() -> None:
     environment = {"processor": "CPU", "device": "cpu", "dtype": "float32", "threads": 1, "engine": "lean"}
     environment |= {"python": "3", "torch": "2", "transformers": "5"}
     losing = {"kind": "code", "name": "code 1", "runs": [run(1.0, environment=environment), run(4.0, drafted=20)]}
-    rows = bench.table(RECIPES, [losing])
-    whole, part = (bench.report(RECIPES, prompts, [losing], rows) for prompts in (1, 2))
-    assert bench.markdown(rows) in whole and "- slower than AR decoding: nasd gamma=4 T=0 on code 1 (0.50x)" in whole
+    rows = table.table(RECIPES, [losing])
+    whole, part = (table.report(RECIPES, prompts, [losing], rows) for prompts in (1, 2))
+    assert table.markdown(rows) in whole and "- slower than AR decoding: nasd gamma=4 T=0 on code 1 (0.50x)" in whole
     assert "Partial" not in whole and "**Partial**: stopped after 1 of 2 prompts" in part
     losing["runs"][1]["paused_s"] = 1.0
-    assert "other jobs during 1 of these" in bench.report(RECIPES, 1, [losing], rows) and "other jobs" not in whole
+    assert "other jobs during 1 of these" in table.report(RECIPES, 1, [losing], rows) and "other jobs" not in whole

@@ -6,6 +6,7 @@ import pytest
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
 from specdemo.bench.equality import EqualityResult, equality_table, prompt_prefixes, prove
+from specdemo.bench.measure import grid, measure
 from specdemo.cli import main
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt, load_prompts
@@ -32,6 +33,15 @@ def test_exact_recipes_reproduce_ar_decoding(pair: dict[str, str], temperature: 
     assert results[0].accepted > 20
 
 
+def test_bench_compares_coupled_lanes_with_their_baseline(pair: dict[str, str]) -> None:
+    common = {**pair, "device": "cpu", "rule": "coupled", "max_tokens": 24}
+    recipes = [Recipe(**common, **values) for values in grid(["draft", "nasd"], [3], ["fixed"], [1.0])]
+    records = [item for item in measure(recipes, PROMPTS, ModelPool()) if isinstance(item, dict)]
+    for record in records:
+        texts = [run["text"] for run in record["runs"]]
+        assert len(texts) == 3 and texts[0] == texts[1] == texts[2]
+
+
 def test_different_texts_are_reported(pair: dict[str, str]) -> None:
     """Rejection above temperature 0 preserves the distribution but not the text."""
     recipe = Recipe(**pair, method="draft", temperature=1.0, top_p=1.0, max_tokens=24, device="cpu")
@@ -54,12 +64,17 @@ def test_the_command_prints_a_table(pair: dict[str, str], capsys: pytest.Capture
     assert main(["prove", *models, "--gamma", "2", "--prompts", "2", "--max-tokens", "8"]) == 0
     out = capsys.readouterr().out
     assert out.count("2 of 2") == 6 and "coupled" in out  # two methods at three temperatures
+    greedy = ["--rule", "block", "--temperature", "0", "--method", "draft"]
+    assert main(["prove", *models, "--gamma", "3", "--prompts", "2", "--max-tokens", "8", *greedy]) == 0
+    assert "| block | 2     |" in capsys.readouterr().out
 
 
 def test_invalid_options_print_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     for command, words in (
         (["prove", "--prompts", "0"], "prompts must be at least 1"),
         (["prove", "--method", "beam"], "does not sample from the target's distribution"),
+        (["prove", "--rule", "block"], "rule block reproduces the text at temperature 0 only"),
+        (["prove", "--rule", "mystery"], "unknown rule 'mystery'"),
     ):
         assert main(command) == 2
         assert words in capsys.readouterr().err

@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks import edge_cloud, memory, page_cost, pass_cost
 from benchmarks.edge_cloud import LinkRuns, gamma_for
-from benchmarks.runs import StepTotals, percentile
+from benchmarks.runs import StepTotals
+from specdemo.core.metrics import percentile
 from specdemo.core.theory import best_gamma_over
 
 pytestmark = pytest.mark.slow

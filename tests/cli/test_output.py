@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ from fakes.tiny_models import byte_level_tokenizer, save_model
 
 from specdemo.cli import main
 from specdemo.cli import run as run_module
-from specdemo.cli.output import output_file
-from specdemo.core.errors import UserError
+from specdemo.cli.output import OutputFile
+from specdemo.core.errors import UserError, check_temporary_folder
 from specdemo.core.events import StepEvent
 
 pytestmark = pytest.mark.slow
@@ -41,10 +42,10 @@ def lines(path: Path) -> list[dict]:
 def test_a_failed_run_leaves_the_earlier_file(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("earlier")
-    with pytest.raises(KeyError), output_file(path, "the trace"):
+    with pytest.raises(KeyError), closing(OutputFile(path, "the trace")):
         raise KeyError("before the first line")
     assert path.read_text() == "earlier" and os.listdir(tmp_path) == ["trace.jsonl"]
-    with output_file(path, "the trace") as file:
+    with closing(OutputFile(path, "the trace")) as file:
         file.write("later")
         assert path.read_text() == "earlier"
     assert path.read_text() == "later" and os.listdir(tmp_path) == ["trace.jsonl"]
@@ -52,7 +53,7 @@ def test_a_failed_run_leaves_the_earlier_file(tmp_path: Path) -> None:
 
 def test_a_link_is_followed(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "file")
-    with output_file(tmp_path / "link", "the trace") as file:
+    with closing(OutputFile(tmp_path / "link", "the trace")) as file:
         file.write("text")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "text"
 
@@ -145,5 +146,23 @@ def test_a_directory_without_write_access(
 
 @needs_full_device
 def test_direct_writes_report_their_failure() -> None:
-    with pytest.raises(UserError, match="free some space"), output_file(FULL, "the trace") as file:
+    with pytest.raises(UserError, match="free some space"), closing(OutputFile(FULL, "the trace")) as file:
         file.write("x" * 100_000)
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
+def test_characters_that_the_terminal_cannot_encode_are_escaped(ar: list[str], encoding: str) -> None:
+    command = [sys.executable, "-m", "specdemo", "run", "# 猫 é", *ar]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONIOENCODING": encoding}, capture_output=True)
+    text = done.stdout.decode(encoding)
+    assert done.returncode == 0 and b"Traceback" not in done.stderr
+    assert ("猫" if encoding == "utf-8" else "\\u732b") in text and ("\\xe9" if encoding == "ascii" else "é") in text
+
+
+def test_a_missing_temporary_folder_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise FileNotFoundError("No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr("tempfile.gettempdir", missing)
+    with pytest.raises(UserError, match="set TMPDIR to a writable directory"):
+        check_temporary_folder()

@@ -12,6 +12,8 @@ from fakes.tiny_models import byte_level_tokenizer, save_model, sentencepiece_to
 
 from benchmarks import pass_cost
 from specdemo.cli import main
+from specdemo.cli.arguments import parser
+from specdemo.cli.run import recipe_of_flags
 from specdemo.core.events import StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.step_record import step_of
@@ -58,7 +60,7 @@ def test_coloured_text_loses_no_character(
     models: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     trace = tmp_path / "trace.jsonl"
-    assert main(["run", PROMPT, *pair(models), "--trace", str(trace)]) == 0
+    assert main(["run", PROMPT, *pair(models), "--color", "always", "--trace", str(trace)]) == 0
     shown = capsys.readouterr().out
     head, *steps, end = [json.loads(line) for line in trace.read_text().splitlines()]
     text = "".join(step["text"] for step in steps)
@@ -69,12 +71,66 @@ def test_coloured_text_loses_no_character(
     assert head["exact"] and " exact " in shown
 
 
+def test_alpha_is_that_of_the_trace(models: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    assert main(["run", PROMPT, *pair(models), "--temperature", "1", "--trace", str(trace)]) == 0
+    metrics = json.loads(trace.read_text().splitlines()[-1])["metrics"]
+    assert metrics["alpha"] == sum(metrics["accepted_by_position"]) / metrics["tested"] != metrics["mean_beta"]
+    shown = f"alpha {metrics['alpha']:.2f}  mean overlap {metrics['mean_beta']:.2f}  "
+    assert shown in capsys.readouterr().out
+
+
 def test_steps_as_text(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", PROMPT, *pair(models), "--steps", "--gamma", "4"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"step 1  position \d+  gamma 4  drafted 4  accepted \d", shown)
     assert re.search(r"Rejected: the draw \S+ is not below p/q = \S+", shown) and "Not tested" in shown
     assert re.search(r"q=\S+  p=\S+", shown) and "correction" in shown
+
+
+class Terminal(io.StringIO):
+    """Standard output that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "terminal", "coloured"),
+    [
+        ([], {}, True, True),
+        ([], {}, False, False),
+        ([], {"NO_COLOR": "1"}, True, False),
+        ([], {"NO_COLOR": ""}, True, True),
+        (["--color", "always"], {"NO_COLOR": "1"}, False, True),
+        (["--color", "never"], {}, True, False),
+    ],
+)
+def test_colours_need_a_terminal(
+    flags: list[str],
+    variables: dict[str, str],
+    terminal: bool,
+    coloured: bool,
+    models: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    out, trace = Terminal() if terminal else io.StringIO(), tmp_path / "trace.jsonl"
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.stdout", out)
+    assert main(["run", PROMPT, *pair(models), *flags, "--trace", str(trace)]) == 0
+    text = "".join(json.loads(line).get("text", "") for line in trace.read_text().splitlines())
+    assert ("\x1b" in out.getvalue()) == coloured
+    assert out.getvalue().startswith(PROMPT + text + "\n\n20 tokens") != coloured
+
+
+def test_steps_end_with_guarantee_and_engine(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, guarantee in (([], "exact"), (["--rule", "top1"], "LOSSY")):
+        assert main(["run", PROMPT, *pair(models), "--steps", "--temperature", "1", *flags]) == 0
+        *_, figures, engine = capsys.readouterr().out.splitlines()
+        assert f"  {guarantee}  end: length" in figures and "engine" in engine
 
 
 def test_lossy_options_say_so(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,10 +180,20 @@ BAD = {
         [PROMPT, "--tree-nodes", "5"],
         "no effect with method draft: choose tree",
     ),
-    "store of one run": ([PROMPT, "--method", "nasd", "--ngram-keep"], "ngram_keep has no effect in the terminal"),
+    "length of ar": ([PROMPT, "--method", "ar", "--gamma", "3"], "gamma has no effect with method ar: choose draft"),
+    "policy of lookahead": (
+        [PROMPT, "--method", "lookahead", "--policy", "auto"],
+        "policy has no effect with method lookahead: choose draft",
+    ),
+    "seed of beam": ([PROMPT, "--method", "beam", "--seed", "1"], "seed has no effect with method beam: choose draft"),
+    "threshold of a gate": (
+        [PROMPT, "--remote", "http://a:1", "--gate-nll", "1"],
+        "gate_nll has no effect without gate nll: add nll to gates",
+    ),
+    "store of one run": ([PROMPT, "--method", "nasd", "--ngram-keep"], "unrecognized arguments: --ngram-keep"),
     "unknown preset": ([PROMPT, "--preset", "magic"], "unknown preset 'magic': known are sources"),
-    "unknown method": ([PROMPT, "--method", "magic"], "known are draft, nasd, suffix"),
-    "unknown rule": ([PROMPT, "--rule", "magic"], "known are rejection, match, coupled, top1"),
+    "unknown method": ([PROMPT, "--method", "magic"], "known are draft, eagle, nasd"),
+    "unknown rule": ([PROMPT, "--rule", "magic"], "known are rejection, block, match, coupled, top1"),
     "unknown policy": ([PROMPT, "--policy", "magic"], "known are fixed"),
     "unknown device": ([PROMPT, "--device", "abacus"], "known are auto, cpu"),
     "unknown dtype": ([PROMPT, "--dtype", "int7"], "known are auto, float32"),
@@ -186,6 +252,18 @@ def test_a_preset_sets_several_options(models: dict[str, str], capsys: pytest.Ca
     recipe = json.loads(capsys.readouterr().out.splitlines()[0])["recipe"]
     shown = {name: recipe[name] for name in ("temperature", "top_p", "repetition_penalty", "gamma", "policy")}
     assert shown == {"temperature": 1.0, "top_p": 0.8, "repetition_penalty": 1.1, "gamma": 6, "policy": "dynamic"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "provisional"),
+    [((), True), (("--mode", "cloud_only"), False), (("--method", "ar"), False), (("--deadline-ms", "900"), True)],
+)
+def test_the_preset_of_the_guide_commits_provisionally_over_a_link(flags: tuple[str, ...], provisional: bool) -> None:
+    arguments = ["run", PROMPT, "--pair", "bundled", "--remote", "http://cloud:8300", *flags]
+    chosen = recipe_of_flags(parser().parse_args([*arguments, "--preset", "sources"]))
+    assert chosen.cloud.provisional == provisional and chosen.exact != provisional
+    assert chosen.cloud.deadline_ms == (900 if "900" in flags else 400)
+    assert not recipe_of_flags(parser().parse_args(arguments)).cloud.provisional
 
 
 def test_a_banned_text_does_not_appear(capsys: pytest.CaptureFixture[str]) -> None:

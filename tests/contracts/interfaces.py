@@ -159,7 +159,7 @@ class Page(Program):
         """Result of a server function of the cockpit, as the browser gets it."""
         config = self.json("/config")
         (cockpit,) = (one for one in config["components"] if one["props"].get("elem_id") == "cockpit")
-        body = {"data": data, "component_id": cockpit["id"], "fn_name": function, "session_hash": "golden"}
+        body = {"data": data, "component_id": cockpit["id"], "fn_name": function, "session_hash": "golden-session"}
         status, text = self.request("POST", f"{config['api_prefix']}/component_server", body)
         assert status == 200, text
         return json.loads(text)

@@ -9,9 +9,10 @@ from typing import Any
 from .interfaces import terminal
 
 PROMPT = "abcabdabcabd"
-COMMON = ("--device", "cpu", "--max-tokens", "12", "--seed", "3", "--top-p", "1")
-GREEDY = ("--temperature", "0")
-SAMPLED = ("--temperature", "0.7")
+COMMON = ("--device", "cpu", "--max-tokens", "12")
+SEEDED = ("--seed", "3", "--top-p", "1")
+GREEDY = (*SEEDED, "--temperature", "0")
+SAMPLED = (*SEEDED, "--temperature", "0.7")
 RUNS = {
     "draft": ("--method", "draft", "--gamma", "3", *SAMPLED),
     "nasd": ("--method", "nasd", *GREEDY),
@@ -22,8 +23,8 @@ RUNS = {
     "lookahead": ("--method", "lookahead", *GREEDY),
     "lookup": ("--method", "lookup", *GREEDY),
     "ar": ("--method", "ar", *GREEDY),
-    "beam": ("--method", "beam", "--num-beams", "2", *GREEDY),
-    "draft-coupled": ("--method", "draft", "--rule", "coupled", "--temperature", "1", "--seed", "5"),
+    "beam": ("--method", "beam", "--num-beams", "2"),
+    "draft-coupled": ("--method", "draft", "--rule", "coupled", "--temperature", "1", "--seed", "5", "--top-p", "1"),
     "draft-egag": ("--method", "draft", "--policy", "egag", *SAMPLED),
     "draft-top": ("--method", "draft", "--gamma", "2", "--top", "4", *SAMPLED),
 }

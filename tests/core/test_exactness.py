@@ -10,12 +10,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from fakes.enumeration import (
     DRAFTERS,
+    FORESTS,
     PROMPT,
     ROUNDING,
     SAMPLING,
@@ -62,6 +64,14 @@ def test_every_length_and_gamma(length: int, gamma: int) -> None:
     assert distance(probs, true_distribution(SamplingParams(), length, ())) < ROUNDING
 
 
+@pytest.mark.parametrize("stop", [(), STOP], ids=["no stop", "stop"])
+@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name not in FORESTS])
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_block_verification_of_chains_is_exact(sampling: str, drafter: str, stop: tuple[int, ...]) -> None:
+    probs, *_ = enumerate_distribution(SAMPLING[sampling], DRAFTERS[drafter], RULES["block"].apply, stop=stop)
+    assert distance(probs, true_distribution(SAMPLING[sampling], 3, stop)) < ROUNDING
+
+
 def test_lookahead_with_teeth_is_exact() -> None:
     """A text long enough for a comb with teeth and for n-grams that were read from it."""
     probs, drafted, accepted = enumerate_distribution(
@@ -78,7 +88,9 @@ def test_match_is_exact(sampling: str, drafter: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["model", "siblings", "sparse siblings", "guessed forest"])
-@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if not rule.exact(SamplingParams())])
+@pytest.mark.parametrize(
+    "name", [name for name, rule in RULES.items() if not rule.exact(SamplingParams()) and not rule.lenient]
+)
 def test_lossy_rules_are_exact_at_temperature_0_only(name: str, drafter: str) -> None:
     rule = RULES[name].apply
     if RULES[name].threshold is not None:
@@ -119,7 +131,67 @@ def test_lossy_rules_have_the_predicted_error(rule: Any, expected: list[float]) 
 
 
 @pytest.mark.parametrize(
-    "drafter", ["model", "straight", "draft vocabulary", "n-grams", "universal", "guesses", "guessed forest"]
+    ("drafter", "rule"),
+    [
+        *product(("model", "straight", "head"), ("rejection", "block", "match")),
+        *product(("tree",), ("rejection", "match")),
+    ],
+)
+@pytest.mark.parametrize(("target", "own"), [("plain", "top-p"), ("top-p", "greedy"), ("greedy", "warm")])
+def test_a_drafter_with_its_own_sampling_is_exact(target: str, own: str, drafter: str, rule: str) -> None:
+    def make(sampling: SamplingParams, source: Explorer) -> Any:
+        return DRAFTERS[drafter](SAMPLING[own], source)
+
+    probs, drafted, accepted = enumerate_distribution(SAMPLING[target], make, RULES[rule].apply)
+    assert distance(probs, true_distribution(SAMPLING[target], 3, ())) < ROUNDING and drafted > 0
+    if target != "greedy":
+        assert accepted > 0
+
+
+@pytest.mark.parametrize("lenience", [1.0, 0.5, 0.2])
+def test_lenience_bounds_the_error(lenience: float) -> None:
+    """One draft token: min(q, p / l) is accepted, the rest follows norm(max(0, p - l q)); none exceeds p / l."""
+    explorer = Explorer()
+    p, q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.3, 0.5])
+
+    def once() -> int:
+        token = explorer.sample(q)
+        draft = Draft.chain((token,), (float(q[token]),), DenseProbs(q[None]))
+        verdict = RULES["lenient"].apply(draft, torch.stack([p, p]), explorer, explorer, 1, threshold=lenience)
+        return token if verdict.accepted else verdict.token
+
+    probs = explorer.distribution(once)
+    accepted, excess = torch.minimum(q, p / lenience), (p - lenience * q).clamp(min=0)
+    expected = accepted + (1 - accepted.sum()) * excess / excess.sum()
+    assert [probs.get(i, 0.0) for i in range(3)] == pytest.approx(expected.tolist(), abs=1e-6)
+    assert all(probs[i] <= float(p[i]) / lenience + 1e-6 for i in probs)
+    assert (distance(probs, dict(enumerate(p.tolist()))) < ROUNDING) == (lenience == 1)
+
+
+@pytest.mark.parametrize("sampling", ["plain", "warm", "greedy"])
+@pytest.mark.parametrize("drafter", ["model", "siblings", "guessed forest"])
+def test_full_lenience_is_speculative_sampling(sampling: str, drafter: str) -> None:
+    rule = partial(RULES["lenient"].apply, threshold=1.0)
+    probs, drafted, accepted = enumerate_distribution(SAMPLING[sampling], DRAFTERS[drafter], rule)
+    assert distance(probs, true_distribution(SAMPLING[sampling], 3, ())) < ROUNDING and drafted > 0
+
+
+@pytest.mark.parametrize("lenience", [0.3, 0.6, 1.0])
+def test_greedy_lenience_compares_raw_probabilities(lenience: float) -> None:
+    """At temperature 0 a draft token needs l times the largest probability; corrections are the largest."""
+    greedy, noise = SamplingParams(temperature=0), Noise(0, "unused")
+    verifier = ModelVerifier(TARGET.score, greedy, partial(RULES["lenient"].apply, threshold=lenience), noise, noise)
+    raw = TARGET.logits(list(PROMPT)).softmax(-1)
+    near = raw >= lenience * raw.max()
+    assert near.any() and (lenience == 0.3 or not near.all())
+    for token in range(VOCAB):
+        verdict = verifier.verify(PROMPT, Draft.chain((token,)))
+        assert bool(verdict.accepted) == bool(near[token])
+        assert verdict.accepted or verdict.token == int(raw.argmax())
+
+
+@pytest.mark.parametrize(
+    "drafter", ["model", "straight", "draft vocabulary", "head", "n-grams", "universal", "guesses", "guessed forest"]
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
 def test_coupled_text_equals_ar_text(temperature: float, drafter: str) -> None:
@@ -152,8 +224,18 @@ _TEXTS = {
 _CONFIDENT = (*PROMPT, 0)  # followed by a distribution of low entropy: every policy drafts
 
 
-@pytest.mark.parametrize("rule", ["rejection", pytest.param("match", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+_MARKS = {"match": (pytest.mark.slow,)}
+
+
+@pytest.mark.parametrize(
+    ("rule", "drafter"),
+    [
+        pytest.param(rule, drafter, marks=_MARKS.get(rule, ()))
+        for rule in ("rejection", "block", "match")
+        for drafter in DRAFTERS
+        if not (RULES[rule].chains_only and drafter in FORESTS)
+    ],
+)
 @pytest.mark.parametrize("policy", [pytest.param(name, marks=_FAST.get(name, pytest.mark.slow)) for name in POLICIES])
 def test_every_drafter_rule_and_policy_is_exact(policy: str, drafter: str, rule: str) -> None:
     """The output has the target's distribution at any temperature; the first step drafts, too."""

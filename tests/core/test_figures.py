@@ -21,22 +21,16 @@ def test_cost_terms_give_the_measured_speed_up() -> None:
 
 
 def test_a_draft_is_followed_as_far_as_the_text_agrees() -> None:
-    """Compare with all paths of random forests, in which siblings have different tokens."""
+    """Compare with all paths of random forests, in which siblings may have equal tokens."""
     rng = random.Random(3)
     longest = 0
     for _ in range(200):
-        parents, tokens = [], []
-        for node in range(rng.randrange(1, 9)):
-            parent = rng.randrange(-1, node)
-            left = set(range(4)) - {tokens[other] for other in range(node) if parents[other] == parent}
-            if not left:
-                break
-            parents.append(parent)
-            tokens.append(rng.choice(sorted(left)))
-        draft, text = Draft(tuple(tokens), tuple(parents)), [rng.randrange(4) for _ in range(5)]
+        parents = [rng.randrange(-1, node) for node in range(rng.randrange(1, 9))]
+        draft = Draft(tuple(rng.randrange(3) for _ in parents), tuple(parents))
+        text = [rng.randrange(3) for _ in range(5)]
         paths = [tuple(draft.path(node)) for node in range(-1, len(draft))]
-        matching = [path for path in paths if [tokens[node] for node in path] == text[: len(path)]]
-        assert draft.follow(text) == max(matching, key=len)
+        matching = [path for path in paths if [draft.tokens[node] for node in path] == text[: len(path)]]
+        assert draft.follow(text) in matching and len(draft.follow(text)) == max(map(len, matching))
         longest = max(longest, len(draft.follow(text)))
     assert longest > 2 and Draft().follow([1]) == ()
 

@@ -16,6 +16,8 @@ REGISTRY = "core/rules.py"
 ALLOWED = {
     ("core/trace.py", "rejection"),  # frozen default of the format
     ("remote/protocol.py", "rejection"),  # frozen default of the format
+    ("ui/lessons/__init__.py", "ratio"),  # a figure of a lesson
+    ("ui/step_views.py", "block"),  # a kind of decision in the step player
     ("models/engines/llama_weights.py", "threshold"),  # attribute of a quantised layer
 }
 ORDINARY = re.compile(rf"\brules?:? `?({'|'.join(RULES)})\b")  # in a sentence, names are recognised after "rule"

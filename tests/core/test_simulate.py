@@ -50,6 +50,10 @@ def test_corrections_from_p_are_detected() -> None:
     assert error("rejection", adjust=False) > rare_distance(P, COUNT)
 
 
+def test_residuals_of_a_scalar_q_are_detected() -> None:
+    assert error("rejection", scalar=True) > rare_distance(P, COUNT)
+
+
 def test_mutants_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def again(draft: Draft, p: Any, accept: Any, correct: Any, start: int) -> Verdict:
         """Match rule with a second sample as correction: the draft token is too frequent."""

@@ -12,13 +12,18 @@ import pytest
 from specdemo.core.theory import (
     accepted_share,
     alpha_of_share,
+    alpha_of_speedup,
     best_gamma,
     better_gamma,
+    block_accepted,
     bretagnolle_huber,
     can_improve,
     divergence,
     expected_tokens,
+    largest_ratio,
     least_improvement,
+    memory_accesses,
+    most_bytes_per_token,
     operations,
     overlap,
     pinsker,
@@ -26,6 +31,7 @@ from specdemo.core.theory import (
     speedup,
     thumb_gamma,
     walltime_improvement,
+    weight_variance,
 )
 
 ALPHAS = [0.0, 0.1, 0.35, 0.6, 0.85, 0.99, 1.0]
@@ -202,3 +208,63 @@ def test_an_advised_draft_length_improves_the_prediction(v: float, gamma: float)
         assert best == 0 or v < 1 or can_improve(alpha, c)
         advised += 1
     assert advised
+
+
+def test_expected_acceptance_of_a_block() -> None:
+    """Sum of the mean weights of all drafts; at least the sum of powers of beta, equal for one token."""
+    rng = random.Random(3)
+    for _ in range(20):
+        p, q = ([x / sum(row) for x in row] for row in ([rng.random() for _ in range(3)] for _ in range(2)))
+        beta = overlap(p, q)
+        for gamma in (1, 2, 4):
+            expected = 0.0
+            for draft in itertools.product(range(3), repeat=gamma):
+                weight, mass = 1.0, math.prod(q[token] for token in draft)
+                for token in draft:
+                    weight = min(1.0, weight * p[token] / q[token])
+                    expected += mass * weight
+            assert block_accepted(p, q, gamma) == pytest.approx(expected)
+            assert block_accepted(p, q, gamma) >= expected_tokens(beta, gamma) - 1 - 1e-12
+        assert block_accepted(p, q, 1) == pytest.approx(beta)
+    assert block_accepted([1.0, 0.0], [0.0, 1.0], 3) == 0
+    assert block_accepted([0.2, 0.3, 0.5], [0.5, 0.3, 0.2], 3) == pytest.approx(1.695)
+
+
+def test_classic_rejection_and_importance_sampling() -> None:
+    """Against moments of the weights p / q; speculative sampling accepts at least as many draws."""
+    rng = random.Random(5)
+    for _ in range(50):
+        p, q = ([x / sum(row) for x in row] for row in ([rng.random() for _ in range(4)] for _ in range(2)))
+        weights = [a / b for a, b in zip(p, q, strict=True)]
+        mean = sum(b * w for b, w in zip(q, weights, strict=True))
+        variance = sum(b * (w - mean) ** 2 for b, w in zip(q, weights, strict=True))
+        assert mean == pytest.approx(1) and weight_variance(p, q) == pytest.approx(variance)
+        accepted = sum(b * w / largest_ratio(p, q) for b, w in zip(q, weights, strict=True))
+        assert accepted == pytest.approx(1 / largest_ratio(p, q)) and accepted <= overlap(p, q) + 1e-12
+    assert largest_ratio([0.5, 0.5], [1.0, 0.0]) == weight_variance([0.5, 0.5], [1.0, 0.0]) == math.inf
+    assert (largest_ratio([1.0, 0.0], [1.0, 0.0]), weight_variance([1.0, 0.0], [1.0, 0.0])) == (1, 0)
+
+
+def test_chen_s_table() -> None:
+    """Acceptance that explains the published speed-ups: walltime improvement is inverted."""
+    for speed, alpha in ((1.92, 0.724), (2.01, 0.748), (2.46, 0.851)):
+        assert alpha_of_speedup(speed, 4, c=0.128) == pytest.approx(alpha, abs=0.001)
+        assert walltime_improvement(alpha_of_speedup(speed, 4, 0.128), 4, 0.128) == pytest.approx(speed)
+
+
+@pytest.mark.parametrize(("alpha", "gamma"), [(0.0, 3), (0.5, 1), (0.8, 5), (1.0, 4)])
+def test_memory_accesses_fall_by_the_tokens_per_pass(alpha: float, gamma: int) -> None:
+    """The weights are read once per pass, for 1 + alpha + ... + alpha^gamma tokens."""
+    assert memory_accesses(alpha, gamma) == pytest.approx(1 / sum(alpha**i for i in range(gamma + 1)))
+
+
+def test_bytes_per_token_are_bounded_by_a_step_with_one_token() -> None:
+    """Ids and probabilities take four bytes, a row four per id of the vocabulary; down: a count and an id."""
+    assert most_bytes_per_token(4, 1000, scalars=False, rows=0) == 4 * 4 + 8
+    assert most_bytes_per_token(4, 1000, scalars=True, rows=1) == 4 * (4 + 4) + 4 * 1000 + 8
+    assert most_bytes_per_token(3, 1000, scalars=True, rows=3, entry_bytes=2) == 4 * (3 + 3) + 3 * 2 * 1000 + 8
+
+
+def test_false_bounds_have_counterexamples() -> None:
+    p, q = (0.5, 0.5), (0.6, 0.4)
+    assert overlap(p, q) == pytest.approx(0.90) and 1 - divergence(p, q) == pytest.approx(0.98, abs=5e-4)

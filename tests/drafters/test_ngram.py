@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 from fakes.tiny_models import up_to
 
-from specdemo.core.errors import UserError
 from specdemo.core.origin import Origin
 from specdemo.core.step import Draft, Step, Verdict
 from specdemo.drafters.ngram import NGramDrafter, NGramStore
@@ -127,9 +126,44 @@ def test_a_reused_store_drafts_immediately() -> None:
     assert NGramDrafter(3).propose([2, 3], up_to(2)).tokens == ()
 
 
-def test_n_below_two_raises() -> None:
-    with pytest.raises(UserError, match="at least 2"):
-        NGramDrafter(1)
+@pytest.mark.parametrize("levels", ["multi", "one"])
+def test_order_one_drafts_the_most_frequent_token_of_the_text(levels: str) -> None:
+    """Independent count over the full history; ties go to the latest."""
+    rng = random.Random(4)
+    text = [rng.randrange(5) for _ in range(80)]
+    drafter = NGramDrafter(1, levels)
+    for end in range(1, len(text)):
+        counts = Counter(text[:end])
+        latest = {token: i for i, token in enumerate(text[:end])}
+        expected = max(counts, key=lambda token: (counts[token], latest[token]))
+        assert drafter.propose(text[:end], up_to(3)).tokens == (expected,) * 3
+    assert drafter.propose(text, up_to(1)).origin[0].order == 1
+
+
+def test_equal_fillers_count_like_emitted_tokens() -> None:
+    """The document's store: the target's choices at a position have the weight of the emitted token."""
+    ranked, equal = NGramDrafter(2, filler_top_k=3), NGramDrafter(2, filler_top_k=3, equal_filler=True)
+    for drafter in (ranked, equal):
+        drafter.propose([1], up_to(1))
+        drafter.observe(step((4,), ((4, 5, 6),)))
+        drafter.propose([1, 4], up_to(1))
+        drafter.observe(step((1,), ((1, 5, 6),)))
+        drafter.propose([1, 4, 1], up_to(1))
+        drafter.observe(step((7,), ((7, 5, 8),)))  # 5 was a runner-up after 1 twice, 4 was emitted once
+        drafter.propose([1, 4, 1, 7], up_to(1))
+    assert ranked.store.predict([1]) == (7, Origin("n-gram", order=2, count=1))
+    assert equal.store.predict([1]) == (5, Origin("n-gram", order=2, count=2))
+
+
+def test_bytes_of_the_store_grow_with_its_n_grams() -> None:
+    sizes = []
+    for length in (0, 50, 100, 200):
+        drafter = NGramDrafter(4)
+        drafter.propose(list(range(length)), up_to(1))
+        assert len(drafter.store) == sum(max(0, length - order) for order in (1, 2, 3))
+        sizes.append(drafter.store_bytes)
+    assert all(b - a > 50 * 3 * 100 for a, b in zip(sizes[1:], sizes[2:], strict=False))
+    assert sizes[0] < 1000 < sizes[1] < sizes[2] < sizes[3] < 10**6
 
 
 def test_longer_contexts_first() -> None:

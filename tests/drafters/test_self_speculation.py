@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from fakes.heads import head_for
 from fakes.tiny_models import byte_level_tokenizer, committed, run, save_model, tiny_model
 from fakes.trace_lines import trace_lines as generate
 from transformers import AutoModelForCausalLM
@@ -80,13 +82,14 @@ def test_methods_give_ar_text_under_every_policy(method: str, tmp_path: Path) ->
     """Self-speculation stores no weights except the target's."""
     folder = str(save_model(tmp_path / "model", byte_level_tokenizer()))
     pool, drafted = ModelPool(), 0
+    head = head_for(folder, tmp_path / "head") if METHODS[method].drafter == "head" else None
 
     def text(recipe: Recipe) -> list[int]:
         nonlocal drafted
         prompt = "def add(a, b):\n    add(a, b)\n"
-        head, *steps, end = (line for line in generate(recipe, prompt, pool) if "phase" not in line)
-        if not METHODS[method].second_model:
-            assert head["environment"]["drafter_bytes"] is None
+        start, *steps, end = (line for line in generate(recipe, prompt, pool) if "phase" not in line)
+        if METHODS[method].drafter is None:
+            assert start["environment"]["drafter_bytes"] is None
         assert end["end"] == "length"
         drafted += end["metrics"]["drafted"]
         return [token for step in steps for token in step["tokens"]]
@@ -95,5 +98,6 @@ def test_methods_give_ar_text_under_every_policy(method: str, tmp_path: Path) ->
     plain = text(Recipe(method="ar", **common))
     for policy in POLICIES:
         for rule in ("rejection", "match", "coupled"):
-            assert text(Recipe(method=method, policy=policy, rule=rule, **common)) == plain, (policy, rule)
+            recipe = replace(Recipe(), method=method, policy=policy, rule=rule, head=head, **common)
+            assert text(recipe) == plain, (policy, rule)
     assert drafted > 0

@@ -43,8 +43,14 @@ ARGS = [
     "--no-first-run",
 ]
 CODE = 'def fibonacci(n):\n    """'
-KEEPS = re.compile("exact|bit-equal here")  # depends on the machine
+RETURNING = """try {
+    for (const [name, value] of [["specdemo-pace", "instant"], ["specdemo-opened", "yes"]])
+        localStorage.getItem(name) ?? localStorage.setItem(name, value);
+} catch {}"""  # a visitor who chose the pace; pages without an origin have no storage
 NOISE = "text to delete"
+FIRST_VISIT = "localStorage.getItem('specdemo-opened') ?? localStorage.setItem('specdemo-opened', 'play');"
+STEP_WORDS = re.compile(r"^The drafter guessed \d+ tokens?\. One target pass checked (it|them)\. .*\d.*\.\s*$")
+MORE = "More settings"
 MARKUP = "<img src=x onerror='window.harmed = true'>"
 
 expect.set_options(timeout=PATIENCE * 1000)
@@ -123,7 +129,7 @@ def scripts() -> Scripts:
 
 @pytest.fixture(scope="session")
 def served(scripts: Scripts) -> Iterator[Any]:
-    demo = build(pair="bundled", engine=scripts)
+    demo = build(pair="bundled", engine=scripts, compare=False)
     demo.launch(server_name="127.0.0.1")
     yield demo
     demo.worker.close()
@@ -158,7 +164,12 @@ def tabs(served: Any, chromium: BrowserContext) -> Iterator[Callable[..., Page]]
     requested, errors, pages = [], [], []
 
     def open_tab(
-        script: str = "", width: int = 1280, scheme: str = "light", query: str = "", clock: bool = False
+        script: str = "",
+        width: int = 1280,
+        scheme: str = "light",
+        query: str = "",
+        clock: bool = False,
+        height: int = 900,
     ) -> Page:
         """Open a tab; with `clock`, tests may advance its time."""
         page = chromium.new_page()
@@ -166,17 +177,18 @@ def tabs(served: Any, chromium: BrowserContext) -> Iterator[Callable[..., Page]]
             page.clock.install()
         pages.append(page)
         page.set_default_timeout(PATIENCE * 1000)
-        page.set_viewport_size({"width": width, "height": 900})
+        page.set_viewport_size({"width": width, "height": height})
         page.emulate_media(color_scheme=scheme)
         page.on("request", lambda request: requested.append(request.url))
         page.on("pageerror", lambda error: errors.append(error.stack or str(error)))
         page.on("console", lambda message: "js_on_load" in message.text and errors.append(message.text))
         page.on("dialog", lambda dialog: errors.append(dialog.message))
-        if script:
-            page.add_init_script(script)
+        for text in filter(None, (script, RETURNING)):
+            page.add_init_script(text)
         page.goto(f"{served.url}{query}")
         expect(page.locator("#lane-spec")).to_be_visible()
         expect(page.locator("body")).to_have_attribute("data-settings", "restored")
+        expect(page.locator("body")).to_have_attribute("data-shown", "yes")
         return page
 
     yield open_tab
@@ -241,11 +253,15 @@ def open_group(page: Page, *titles: str) -> None:
     """Open groups of controls, from the outermost inwards, unless they are open."""
     for title in titles:
         group = page.get_by_role("button", name=title)
+        if title != MORE and not group.is_visible():
+            open_group(page, MORE)
         if "open" not in (group.get_attribute("class") or "").split():
             group.click()
 
 
 def set_number(page: Page, name: str, value: float) -> None:
+    if not page.locator(f"#{name}").is_visible():
+        open_group(page, MORE)
     page.locator(f"#{name} input[type=number]").fill(f"{value:g}")
     page.locator(f"#{name} input[type=number]").blur()
 

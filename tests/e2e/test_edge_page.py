@@ -146,7 +146,7 @@ def test_provisional_tokens_are_italic_until_confirmed(tab: Any, served: Any) ->
     for fate, count in fates.items():
         expect(page.locator(f"#lane-spec [data-fate={fate}]")).to_have_count(count)
     expect(page.locator("[data-legend=unseen]")).to_be_visible()
-    styles = page.eval_on_selector_all("#lane-spec [data-fate] .tok[data-kind=accepted]", STYLES)
+    styles = page.eval_on_selector_all("#lane-spec [data-fate] .tok[data-kind=unverified]", STYLES)
     assert {style["style"] for style in styles} == {"italic"}
     by_fate = {fate: {style["ground"] for style in styles if style["fate"] == fate} for fate in fates if fates[fate]}
     assert all(len(grounds) == 1 for grounds in by_fate.values()) and len(set(map(str, by_fate.values()))) == len(

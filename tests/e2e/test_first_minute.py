@@ -1,4 +1,4 @@
-"""Readable pace, the recorded example at the first visit, and the example prompts."""
+"""Pace of the display, the recorded example at the first visit, and the example prompts."""
 
 from __future__ import annotations
 
@@ -11,22 +11,27 @@ import pytest
 from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
 from playwright.sync_api import Page, Route, expect
 
-from e2e.page_fixtures import CODE, drawn, open_group, run, set_number, spans, status, written
+from e2e.page_fixtures import (
+    CODE,
+    FIRST_VISIT,
+    STEP_WORDS,
+    counted,
+    drawn,
+    open_group,
+    run,
+    saved,
+    set_number,
+    spans,
+    status,
+    written,
+)
 from specdemo.models.zoo import ASSETS, PAIRS
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
-EXAMPLE = ASSETS / "traces" / "nasd, short answer.jsonl"
+EXAMPLE = ASSETS / "traces" / "hybrid, short answer.jsonl"
 PACED = "localStorage.setItem('specdemo-pace', 'readable');"
-FIRST_VISIT = "localStorage.getItem('specdemo-opened') ?? localStorage.setItem('specdemo-opened', 'play');"
-PLAYING = re.compile(r"^displaying: recorded example at \d+ tokens/s, generated at [\d.]+ and [\d.]+ tokens/s$")
-# Records the number of committed tokens of both lanes after every change.
-COUNTS = """new MutationObserver(() => {
-    const committed = ".tok:not([data-kind=rejected], [data-kind=ignored])";
-    const lanes = ["spec", "ar"].map(name => document.getElementById(`lane-${name}`));
-    if (lanes[0]) (window.counts ??= []).push(lanes.map(lane => lane.querySelectorAll(committed).length));
-}).observe(document, {childList: true, subtree: true});"""
-LONG_MS = 20_000  # display of the example at a readable pace
+LONG_MS = 20_000  # replay of the example
 PHASES = """() => {
     const cockpit = document.querySelector(".cockpit");
     new MutationObserver(() => (window.phases ??= []).push(cockpit.dataset.phase)).observe(cockpit, {attributes: true});
@@ -47,29 +52,34 @@ def test_readable_pace_displays_a_finished_run_gradually(tab: Any) -> None:
     )
     assert kept(page) < 240
     speed = page.locator("[data-kpi=tokens_per_second]")
-    expect(speed).to_contain_text("240 tokens")  # figures of the complete run
+    expect(speed).to_contain_text(re.compile(r"\d+ tokens displayed"))  # figures of the displayed part
+    expect(page.locator("[data-kpi=speedup]")).to_contain_text("at the end")
     expect(page.locator("#stop")).to_have_attribute("aria-disabled", "false")
     before = page.evaluate("document.querySelectorAll('#lane-spec .tok').length")
     page.wait_for_function(f"document.querySelectorAll('#lane-spec .tok').length > {before}")
-    page.locator("#stop").evaluate("button => button.click()")  # the display may have ended on a busy machine
+    page.locator("#stop").evaluate("button => button.click()")
+    shown = kept(page)
+    status(page, f"stopped: {shown} tokens displayed")
+    expect(page.locator("#race")).to_be_visible()
+    assert 0 < kept(page) == shown < 240
+    page.reload()  # the run is not lost
     status(page, "done: 240 tokens")
     assert kept(page) == 240
-    expect(page.locator("#race")).to_be_visible()
+    expect(page.locator("#show-rest")).to_be_hidden()
 
 
-def test_the_faster_lane_leads(tab: Any) -> None:
-    page = tab(PACED + COUNTS, clock=True)
-    page.locator("#play-example").click()
-    expect(page.locator("#status")).to_have_text(PLAYING)
-    page.clock.run_for(LONG_MS)
-    ends = [json.loads(line) for line in EXAMPLE.read_text("utf-8").splitlines() if line.startswith('{"end"')]
-    tokens = ends[0]["metrics"]["tokens"]
-    status(page, f"done: recorded trace, {tokens} and {tokens} tokens")
-    counts = [tuple(count) for count in page.evaluate("window.counts")]
-    assert len({spec for spec, _ in counts}) > 10 and counts[-1] == (tokens, tokens)
-    assert all(spec >= ar for spec, ar in counts)
-    ratio = ends[1]["metrics"]["tokens_per_second"] / ends[0]["metrics"]["tokens_per_second"]
-    assert next(ar for spec, ar in counts if spec == tokens) < tokens * (1 + ratio) / 2
+def test_the_rest_of_a_stopped_run_is_shown_on_request(tab: Any) -> None:
+    page = tab(PACED)
+    run(page, "endless")
+    spans(page, 5)
+    page.locator("#stop").evaluate("button => button.click()")
+    shown = kept(page)
+    expect(page.locator("#show-rest")).to_be_visible()
+    assert kept(page) == shown
+    page.locator("#show-rest").click()
+    status(page, "stopped")
+    assert drawn(page) == counted(saved(page)) and kept(page) > shown
+    expect(page.locator("#show-rest")).to_be_hidden()
 
 
 def test_full_speed_can_be_chosen_during_a_run(tab: Any) -> None:
@@ -96,12 +106,12 @@ HIDE = "Object.defineProperty(document, 'visibilityState', {get: () => 'hidden'}
 
 
 def test_runs_are_displayed_at_once(tab: Any) -> None:
-    """In automated browsers by default, with reduced motion, and in hidden tabs."""
+    """If chosen, with reduced motion, and in hidden tabs."""
     page = tab()
     expect(page.locator("#pace")).to_have_value("instant")
     page.evaluate(PHASES)
-    for tokens, reason in enumerate(("automation", "reduced motion", "hidden"), 48):
-        if reason != "automation":
+    for tokens, reason in enumerate(("chosen", "reduced motion", "hidden"), 48):
+        if reason != "chosen":
             page.locator("#pace").select_option("readable")
         page.emulate_media(reduced_motion="reduce" if reason == "reduced motion" else "no-preference")
         if reason == "hidden":
@@ -111,38 +121,110 @@ def test_runs_are_displayed_at_once(tab: Any) -> None:
         assert "displaying" not in page.evaluate("window.phases"), reason
 
 
-def test_the_first_visit_plays_a_recording(tab: Any) -> None:
-    page = tab(PACED + FIRST_VISIT, clock=True)
-    expect(page.locator("#status")).to_have_text(PLAYING)
-    expect(page.locator("#run")).not_to_have_attribute("aria-disabled", "true")
-    spans(page, 12)
+def test_the_first_visit_explains_a_recorded_step(tab: Any) -> None:
+    page = tab(FIRST_VISIT, clock=True)
+    words, cockpit = page.locator("#step-words"), page.locator(".cockpit")
+    expect(page.locator(".round[data-stage=guessed]")).to_have_count(1)
+    page.clock.run_for(4000)  # the step has ended without a click
+    expect(page.locator(".round[data-stage]")).to_have_count(0)
+    expect(words).to_have_text(STEP_WORDS)
+    shown = kept(page)
+    visible = "document.querySelectorAll('#lane-spec .round:not([hidden])').length"
+    step = page.evaluate(visible)
+    assert 0 < step < page.locator("#lane-spec .round").count() and shown
+    expect(page.locator("#headline")).to_have_text(re.compile(r"^Example: .*target passes instead of \d+\.$"))
+    expect(page.locator("#run")).to_have_text("Run live")
+    page.locator("#next-step").click()
+    page.clock.run_for(4000)
+    assert page.evaluate(visible) == step + 1
+    page.locator("#play-steps").click()
     page.clock.run_for(LONG_MS)
-    status(page, "done: recorded trace")
-    assert {"accepted", "rejected", "correction"} <= set(drawn(page))
-    page.reload()
+    expect(page.locator("#lane-spec .round[hidden]")).to_have_count(0)
+    expect(page.locator("#run")).to_have_text("Run")
+    page.reload()  # a second visit plays nothing
     expect(page.locator("#recorded button").first).to_be_visible()
     status(page, "ready")
     assert not drawn(page)
+    expect(cockpit).to_have_attribute("data-phase", "ready")
+
+
+def test_the_explained_step_stands_still_with_reduced_motion(tab: Any) -> None:
+    page = tab()
+    page.emulate_media(reduced_motion="reduce")
     page.locator("#play-example").click()
-    expect(page.locator("#status")).to_have_text(PLAYING)
-    page.keyboard.press("Escape")
-    status(page, "done: recorded trace")
+    expect(page.locator("#step-words")).to_have_text(STEP_WORDS)
+    expect(page.locator(".round[data-stage]")).to_have_count(0)
+    counts = page.evaluate(
+        """() => { const step = [...document.querySelectorAll("#lane-spec .round:not([hidden])")].at(-1);
+        return [...step.children].map(token => token.dataset.kind); }"""
+    )
+    guessed, kept_tokens = (int(number) for number in re.findall(r"\d+", page.inner_text("#step-words"))[:2])
+    assert guessed == len([kind for kind in counts if kind in ("accepted", "rejected", "ignored")])
+    assert kept_tokens == counts.count("accepted")
 
 
-def test_defaults_of_a_browser_that_is_not_automated(tab: Any) -> None:
-    page = tab("Object.defineProperty(Navigator.prototype, 'webdriver', {get: () => false});")
-    expect(page.locator("#status")).to_have_text(PLAYING)
-    expect(page.locator("#pace")).to_have_value("readable")
-    assert page.evaluate("localStorage.getItem('specdemo-pace')") is None
+def test_a_comparison_is_raced_once_and_ends_on_the_result(tab: Any) -> None:
+    page = tab(f"{FIRST_VISIT.replace('play', 'yes')} localStorage.setItem('specdemo-pace', 'replay');", clock=True)
+    assert page.evaluate("document.getElementById('pace').options[0].value") == "replay"  # the default
+    page.evaluate(
+        """() => new MutationObserver(() => (window.lines ??= []).push(document.getElementById("headline").textContent))
+        .observe(document.getElementById("headline"), {childList: true, characterData: true, subtree: true})"""
+    )
+    page.locator("#compare input").check()
+    run(page, CODE, tokens=40)
+    status(page, "done: 40 tokens")
+    page.wait_for_function("window.lines.some(line => line.startsWith('Race'))")
+    page.clock.run_for(LONG_MS)
+    expect(page.locator("#headline")).to_have_text(re.compile("40|target pass"))
+    assert page.locator(".round[hidden]").count() == 0
+    expect(page.locator("#suggestion")).to_be_visible()
+    expect(page.locator("#lane-ar")).to_be_visible()
 
 
 def test_run_replaces_the_recording(tab: Any) -> None:
-    page = tab(PACED + FIRST_VISIT)
-    expect(page.locator("#status")).to_have_text(PLAYING)
+    page = tab(FIRST_VISIT)
+    expect(page.locator("#step-words")).to_have_text(STEP_WORDS)
     run(page, "full")
     status(page, "done: 1 tokens, context full")
     assert drawn(page) == {"plain": 1}
     expect(page.locator("#lane-ar")).to_be_hidden()
+    expect(page.locator("#walk")).to_be_hidden()
+
+
+def test_text_is_readable_and_guesses_can_be_shown_inside(page: Page) -> None:
+    page.locator("#show-rejected").check()
+    run(page, CODE, tokens=60)
+    status(page, "done: 60 tokens")
+    before = drawn(page)
+    size = "kind => parseFloat(getComputedStyle(document.querySelector(`#lane-spec [data-kind=${kind}]`)).fontSize)"
+    assert page.evaluate(size, "rejected") < page.evaluate(size, "accepted") and page.evaluate(size, "ignored") == 0
+    more = page.evaluate("[...document.querySelectorAll('#lane-spec [data-more]')].map(token => +token.dataset.more)")
+    assert sum(more) == before["ignored"] > 0
+    page.locator("#inline-guesses").check()
+    assert page.evaluate(size, "rejected") == page.evaluate(size, "ignored") == page.evaluate(size, "accepted")
+    assert drawn(page) == before == counted(saved(page))
+    page.locator("#inline-guesses").uncheck()
+
+
+def test_a_new_pair_brings_its_first_example_unless_a_prompt_was_typed(page: Page) -> None:
+    ready = json.loads((ASSETS / "examples.json").read_text("utf-8"))["ready"]
+    first = next(example for example in ready if example["pair"] == "bundled")
+    prompt = page.locator("#prompt textarea")
+
+    def choose(title: str) -> None:
+        page.locator("#pair input").click()
+        page.get_by_role("option", name=title).click()
+
+    prompt.fill("my own prompt")
+    choose("SmolLM2 360M")
+    choose("Bundled")
+    expect(page.locator("#gamma input[type=number]")).to_have_value(str(PAIRS["bundled"].gamma))
+    expect(prompt).to_have_value("my own prompt")
+    prompt.fill("")
+    choose("SmolLM2 360M")
+    choose("Bundled")
+    expect(prompt).to_have_value(first["prompt"])
+    expect(page.locator("#method input")).to_have_value(re.compile(f"^{first['method']}:"))
 
 
 def test_no_recording_plays_after_run_was_pressed(tab: Any) -> None:
@@ -174,7 +256,6 @@ def test_a_link_with_settings_plays_no_recording(tab: Any) -> None:
 
 
 def test_an_example_sets_all_of_its_settings_and_names_its_effect(page: Page) -> None:
-    open_group(page, "Examples")
     open_group(page, "Advanced settings", "Chat")
     ready = json.loads((ASSETS / "examples.json").read_text("utf-8"))["ready"]
     shown = [example for example in ready if example["pair"] in PAIRS]
@@ -196,7 +277,6 @@ def test_an_example_ends_the_conversation(page: Page, short_path: Path) -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.chat_template = TEMPLATE
     folder = save_model(short_path, tokenizer)
-    open_group(page, "Examples")
     open_group(page, "Advanced settings", "Models and devices", "Chat")
     for prompt in ("Hello", "New"):
         page.get_by_role("button", name="Unit tests", exact=True).click()

@@ -33,7 +33,9 @@ def engine() -> Patient:
 
 @pytest.fixture(scope="module")
 def served(engine: Patient) -> Iterator[Any]:
-    limits = replace(PUBLIC, max_tokens=64, max_gamma=6, max_nodes=16, max_prompt=1000, per_minute=None)
+    limits = replace(
+        PUBLIC, max_tokens=64, max_gamma=6, max_nodes=16, max_prompt=1000, per_minute=None, visitor_connections=256
+    )
     demo = build(pair="bundled", engine=engine, limits=limits)
     demo.launch(server_name="127.0.0.1")
     yield demo
@@ -75,6 +77,8 @@ HOSTILE = {
     "a million characters": ({"prompt": "x" * 10**6}, "the prompt has 1,000,000 characters: shorten it to 1,000"),
     "a device": ({"device": "cuda:1"}, "device is set by the host of this page"),
     "a model": ({"target": "/etc", "method": "ar"}, "only listed models run here"),
+    "an option without effect": ({"method": "ar", "gamma": 5}, "gamma has no effect with method ar: choose draft"),
+    "state between calls": ({"method": "nasd", "ngram_keep": True}, "ngram_keep has no effect in the API"),
     "a long list": ({"bad_words": "x" * 10**4}, "bad_words must be a text of at most 3000 characters"),
     "a list as a prompt": ({"prompt": [1, 2]}, "the prompt must be a text, not list"),
 }
@@ -96,7 +100,7 @@ def test_limits_apply_to_preflight(visitor: gradio_client.Client) -> None:
 
 def press_run(url: str, taken: Any = None, **values: Any) -> dict[str, Any]:
     """Response to the page's Run button, pressed by a script with custom values, or with `taken` as the data."""
-    config = httpx.get(f"{url}config").json()
+    config = httpx.get(f"{url}config", timeout=60).json()
     known = {part["id"]: part["props"] for part in config["components"]}
     run = next(part for part, props in known.items() if props.get("elem_id") == "run")
     button = next(event for event in config["dependencies"] if [run, "click"] in event["targets"])
@@ -104,11 +108,11 @@ def press_run(url: str, taken: Any = None, **values: Any) -> dict[str, Any]:
     assert values.keys() <= {props.get("elem_id") for props in inputs}
     data = [values.get(props.get("elem_id") or "", props.get("value")) for props in inputs]
     handler = next(event for event in config["dependencies"] if event["inputs"] == button["outputs"])
-    request = {"data": [taken or json.dumps(data)], "fn_index": handler["id"], "session_hash": "script"}
-    assert httpx.post(f"{url}gradio_api/queue/join", json=request).status_code == 200
+    request = {"data": [taken or json.dumps(data)], "fn_index": handler["id"], "session_hash": "session-of-a-script"}
+    assert httpx.post(f"{url}gradio_api/queue/join", json=request, timeout=60).status_code == 200
     frame: dict[str, Any] = {}
     with httpx.stream(
-        "GET", f"{url}gradio_api/queue/data", params={"session_hash": "script"}, timeout=PATIENCE
+        "GET", f"{url}gradio_api/queue/data", params={"session_hash": "session-of-a-script"}, timeout=PATIENCE
     ) as response:
         for line in response.iter_lines():
             message = json.loads(line.removeprefix("data: ")) if line.startswith("data: ") else {}

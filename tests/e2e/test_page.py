@@ -13,7 +13,6 @@ from playwright.sync_api import Page, expect
 
 from e2e.page_fixtures import (
     CODE,
-    KEEPS,
     KEPT_TEXT,
     MARKUP,
     PATIENCE,
@@ -64,7 +63,7 @@ def test_streamed_run_equals_the_trace(page: Page) -> None:
     expect(page.locator("[data-kpi=speedup]")).to_contain_text(f"{ratio:.1f}×")
     expect(page.locator("#verdict")).to_contain_text("tokens per second")
     expect(page.locator("[data-kpi=memory]")).to_contain_text(re.compile(r"[MG]B"))
-    expect(page.locator("[data-lane=spec] .badge")).to_have_text(KEEPS)
+    expect(page.locator("[data-lane=spec] .badge")).to_have_text("other random text")
 
 
 def test_other_methods_run(page: Page) -> None:
@@ -96,7 +95,7 @@ def test_preflight_shows_estimates(page: Page) -> None:
     page.locator("#method input").click()
     page.get_by_role("option", name="beam:").click()
     page.locator("#preflight").click()
-    expect(estimate).to_contain_text("preflight supports the methods draft, nasd")
+    expect(estimate).to_contain_text("preflight supports the methods draft, eagle, nasd")
     expect(page.locator("#status")).to_have_text(before)
     open_group(page, "More actions")
     page.locator("#reset").click()
@@ -135,7 +134,7 @@ def test_lossy_rules_have_a_badge(page: Page) -> None:
         page.locator("#temperature input[type=number]").blur()
         run(page, CODE, tokens=8)
         status(page, "done")
-        expect(badge).to_have_text("lossy" if word == "lossy" else KEEPS)
+        expect(badge).to_have_text("lossy" if word == "lossy" else "exact")
         trace = saved(page)
         assert trace[0]["exact"] == (word == "exact") and drawn(page) == counted(trace)
 
@@ -337,9 +336,12 @@ def test_contrast_of_both_themes(tab: Any, scheme: str) -> None:
     ratio, where = page.evaluate(CONTRAST)
     assert ratio >= 4.5, where  # WCAG 2, level AA
     styles = page.eval_on_selector_all(
-        ".legend .tok:not([hidden])",
-        "s => s.map(n => [n.dataset.legend, (c => [c.textDecorationLine, c.textDecorationStyle, c.fontStyle].join())"
-        "(getComputedStyle(n)), getComputedStyle(n).backgroundColor])",
+        ".legend .tok",
+        """tokens => tokens.filter(token => token.checkVisibility()).map(token => {
+            const style = getComputedStyle(token);
+            const decoration = [style.textDecorationLine, style.textDecorationStyle, style.fontStyle].join();
+            return [token.dataset.legend, decoration, style.backgroundColor];
+        })""",
     )
     kinds = {kind: decoration for kind, decoration, _ in styles}
     assert kinds.pop("plain") == kinds.pop(
@@ -380,6 +382,7 @@ def test_keyboard_operation(page: Page, scripts: Scripts) -> None:
 
 def test_layout_of_narrow_and_wide_pages(tab: Any) -> None:
     page = tab(width=390)
+    page.locator("#details summary").click()
     run(page, "hostile")  # fails if the sidebar covers the button
     status(page, "done")
     for width in (390, 1920):
@@ -390,7 +393,6 @@ def test_layout_of_narrow_and_wide_pages(tab: Any) -> None:
 
 
 def test_example_sets_prompt_and_method(page: Page) -> None:
-    open_group(page, "Examples")
     page.get_by_role("button", name="Unit tests").click()
     expect(page.locator("#prompt textarea")).to_have_value(re.compile("unittest.TestCase"))
     expect(page.locator("#method input")).to_have_value(re.compile("^nasd"))
@@ -436,15 +438,15 @@ def test_a_quantised_copy_is_chosen_with_the_keyboard(page: Page) -> None:
     source = page.locator("#draft-model input")
     open_group(page, "Advanced settings", "Models and devices")
     drafter = page.locator("#drafter input, #drafter textarea")
-    for last in (*[False] * 7, True):
-        expect(source).to_have_value("of the pair")
+    for last in (*[False] * 15, True):
+        expect(source).to_have_value("drafter of the pair")
         source.focus()
         source.select_text()
         source.press_sequentially("int8", delay=50)  # keys filter the list
         source.press("Enter")
         source.blur()
         try:  # the server sets the drafter
-            expect(drafter).to_have_value("same", timeout=None if last else 5000)
+            expect(drafter).to_have_value("same", timeout=None if last else 1500)
             break
         except AssertionError:  # the reset of the settings ended after the choice
             if last:
@@ -458,4 +460,4 @@ def test_a_quantised_copy_is_chosen_with_the_keyboard(page: Page) -> None:
     expect(page.locator("#kept-lanes")).to_contain_text("target only, in int8")
     page.locator("#drop-lanes").click()
     page.locator("#reset").click()
-    expect(source).to_have_value("of the pair")
+    expect(source).to_have_value("drafter of the pair")

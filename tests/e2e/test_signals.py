@@ -128,3 +128,30 @@ def test_handlers_are_restored_after_the_block() -> None:
     with handle_signals(lambda number, frame: received.append(number), signal.SIGTERM):
         signal.raise_signal(signal.SIGTERM)
     assert received == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) is before
+
+
+SECOND = """
+import os, signal
+from specdemo.signals import handle_signals
+with handle_signals(lambda number, frame: print("first", flush=True), signal.SIGINT, signal.SIGTERM):
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("not reached", flush=True)
+"""
+
+
+def test_the_second_signal_ends_the_process_at_once() -> None:
+    done = subprocess.run([sys.executable, "-c", SECOND], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == -signal.SIGTERM and done.stdout == "first\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_measurement_ends_without_a_traceback(number: signal.Signals) -> None:
+    with start("-m", "specdemo", "bench", "--pair", "bundled", "--repeat", "9") as program:
+        try:
+            next(line for line in iter(lambda: program.stdout.read(8), "") if line)
+            program.send_signal(number)
+            output, _ = program.communicate(timeout=TIMEOUT_S)
+            assert program.returncode == 130 and "Traceback" not in output
+        finally:
+            program.kill()

@@ -13,7 +13,7 @@ import pytest
 from playwright.sync_api import Page, Route, expect
 
 from e2e.page_fixtures import PATIENCE, set_number
-from specdemo import bench
+from specdemo.bench import measure, table
 from specdemo.models.spec import QUANTIZATIONS
 from specdemo.models.zoo import PAIRS
 from specdemo.ui import service
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 
 class MeasureRecorder:
-    """Wrapper of `bench.measure` that records its results for comparison with the page."""
+    """Wrapper of `measure.measure` that records its results for comparison with the page."""
 
     def __init__(self) -> None:
         self.finished = threading.Event()
@@ -34,7 +34,7 @@ class MeasureRecorder:
         self.recipes, self.records = recipes, []
         self.finished.clear()
         try:
-            for item in bench.measure(recipes, prompts, pool):
+            for item in measure.measure(recipes, prompts, pool):
                 if isinstance(item, dict):
                     self.records.append(item)
                 yield item
@@ -75,7 +75,7 @@ def expect_status(page: Page, pattern: str) -> None:
     expect(page.locator("#bench-status p")).to_contain_text(re.compile(pattern), timeout=PATIENCE * 1000)
 
 
-def table(page: Page) -> list[list[str]]:
+def grid_texts(page: Page) -> list[list[str]]:
     """Headers and rows of gradio's grid."""
     grid = page.locator("#bench-table").get_by_role("row")
     expect(page.locator("#bench-table").get_by_role("gridcell").first).to_be_visible(timeout=PATIENCE * 1000)
@@ -96,24 +96,27 @@ def test_table_matches_the_bench(tab: Any, measured: MeasureRecorder, served: An
     expect(page.locator("#bench-size")).to_contain_text("3 recipes × 4 prompts = 12 runs of at most 16 tokens")
     page.locator("#bench-run").click()
     expect_status(page, r"^done: 12 runs on 4 prompts$")
-    rows = bench.table(measured.recipes, measured.records)
-    assert table(page) == [list(SWEEP_TABLE_HEAD), *sweep_cells(rows)] and len(rows) == 6
+    rows = table.table(measured.recipes, measured.records)
+    assert grid_texts(page) == [list(SWEEP_TABLE_HEAD), *sweep_cells(rows)] and len(rows) == 6
     assert {row.lane for row in rows} == {"ar T=0", "draft gamma=3 T=0", "nasd gamma=3 T=0"}
     assert all(row.same_text == 2 for row in rows if row.speedup)  # real greedy texts
     for row in rows:
         if row.slower:
             expect(page.locator("#bench-notes")).to_contain_text(row.slower[0])
-    assert json.loads(saved(page, "#bench-jsonl")) == json.loads(bench.as_json(rows))
+    assert json.loads(saved(page, "#bench-jsonl")) == json.loads(table.as_json(rows))
     report = saved(page, "#bench-md")
-    assert bench.markdown(rows) in report and "Partial" not in report
+    assert table.markdown(rows) in report and "Partial" not in report
     expect(page.locator("#bench-plot canvas, #bench-plot svg").first).to_be_visible()
+    expect(page.locator("#bench-positions .mark-line path").first).to_be_visible()
+    page.get_by_role("button", name="Acceptance by position, length of the text and confidence").click()
+    expect(page.locator("#bench-acceptance table").first).to_contain_text(" of ")
     assert served.worker.active == 0
 
 
 def test_stop_shows_partial_results_and_frees_the_worker(tab: Any, measured: MeasureRecorder, served: Any) -> None:
     page = tab("Bench")
-    page.get_by_role("button", name="Toggle Sidebar").click()
     page.set_viewport_size({"width": 390, "height": 900})  # a narrow page puts the tabs in a menu
+    page.get_by_role("button", name="Toggle Sidebar").click()
     choose(page, each=12, tokens=128, kinds=("code",))
     page.locator("#bench-run").click()
     expect_status(page, r"^([4-9]|[12]\d) of 36: code \d+, ")
@@ -121,9 +124,9 @@ def test_stop_shows_partial_results_and_frees_the_worker(tab: Any, measured: Mea
     page.locator("#bench-stop").click()
     expect_status(page, r"^stopped: partial, \d+ of 12 prompts are measured$")
     assert served.worker.active == 0 and 1 <= len(measured.records) < 12
-    rows = bench.table(measured.recipes, measured.records)
-    assert table(page) == [list(SWEEP_TABLE_HEAD), *sweep_cells(rows)]
-    assert json.loads(saved(page, "#bench-jsonl")) == json.loads(bench.as_json(rows))
+    rows = table.table(measured.recipes, measured.records)
+    assert grid_texts(page) == [list(SWEEP_TABLE_HEAD), *sweep_cells(rows)]
+    assert json.loads(saved(page, "#bench-jsonl")) == json.loads(table.as_json(rows))
     assert f"**Partial**: stopped after {len(measured.records)} of 12 prompts" in saved(page, "#bench-md")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     expect(page.locator("#bench-run")).to_be_enabled()

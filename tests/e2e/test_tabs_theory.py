@@ -97,7 +97,7 @@ def test_run_appears_on_every_curve(page: Page) -> None:
     assert (x - left) / (right - left) == pytest.approx(alpha, abs=0.005)
     assert 1 + round(gamma) * (y - low) / (high - low) == pytest.approx(m["tokens_per_target_pass"], abs=0.02)
     page.get_by_role("button", name="Published tables and this run").click()
-    expect(page.locator(".figures strong", has_text="this run")).to_have_count(4)
+    expect(page.locator(".figures strong", has_text="this run")).to_have_count(5)
 
 
 def test_tab_is_not_drawn_while_tokens_stream(page: Page) -> None:
@@ -141,6 +141,21 @@ def test_worked_example_and_trial_follow_the_inputs(page: Page) -> None:
     expect(trial).to_contain_text("The output differs from p. The rule is lossy.")
 
 
+def test_both_rules_verify_the_same_draft(page: Page) -> None:
+    text = page.locator("#theory-block")
+    expect(text).to_contain_text("Both outputs follow p.")
+    expect(text.locator("tbody tr")).to_have_count(5)  # four draft tokens and the target's
+    for name, p, q in zip("abcd", ("0.2", "0.3", "0.5", "0"), ("0.5", "0.3", "0.2", "0"), strict=True):
+        enter(page, f"p-{name}", p)
+        enter(page, f"q-{name}", q)
+    enter(page, "block-length", "3")
+    expect(text).to_contain_text("On average: 1.533 and 1.695 of 3.")
+    expect(text.locator("tbody tr")).to_have_count(4)
+    before = text.inner_text()
+    page.locator("#theory-verify").click()
+    expect(text).not_to_have_text(before)  # the draws differ
+
+
 def test_narrow_page_does_not_overflow_in_both_themes(page: Page) -> None:
     page.set_viewport_size({"width": 390, "height": 900})
     expect(page.locator("#plot-share .mark-line path")).to_have_count(4)
@@ -151,5 +166,5 @@ def test_narrow_page_does_not_overflow_in_both_themes(page: Page) -> None:
     for dark in (False, True):  # existing plots change theme
         page.evaluate("dark => document.body.classList.toggle('dark', dark)", dark)
         themes.append(page.eval_on_selector_all("#plot-tokens .mark-line path", strokes))
-        assert len(set(themes[-1])) == 7 and all(colour.startswith("rgb") for colour in themes[-1])
+        assert len(set(themes[-1])) == 8 and all(colour.startswith("rgb") for colour in themes[-1])
     assert not set(themes[0]) & set(themes[1])

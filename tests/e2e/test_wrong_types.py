@@ -32,7 +32,7 @@ def client(page: Any) -> Iterator[httpx.Client]:
 
 def join(client: httpx.Client, event: dict[str, Any], value: Any) -> dict[str, str]:
     """Queue an event with `value` for every input; return its session."""
-    session = {"session_hash": f"wrong-{event['id']}"}
+    session = {"session_hash": f"wrong-values-{event['id']}"}
     request = {"data": [value] * len(event["inputs"]), "fn_index": event["id"], **session}
     assert client.post("gradio_api/queue/join", json=request).status_code == 200
     return session
@@ -50,7 +50,7 @@ def result(client: httpx.Client, session: dict[str, str]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "value",
     [
-        [MARK] * 1000,
+        [MARK] * 100,
         MARK * 1000,
         -1e300,
         None,

@@ -18,6 +18,7 @@ def run(wall: float, drafted: int = 0, text: tuple[int, ...] = (1, 2), **changes
         "host_s": 0.1,
         "drafted": drafted,
         "acceptance_rate": 0.5 if drafted else None,
+        "alpha": 0.55 if drafted else None,
         "mean_beta": 0.6 if drafted else None,
         "tokens_per_step": 2.0 if drafted else 1.0,
         "tokens_per_target_pass": 2.0 if drafted else 1.0,

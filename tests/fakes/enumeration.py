@@ -8,11 +8,15 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import torch
+
 from fakes.tiny_models import (
     DraftVocabularyDrafter,
     Explorer,
     GuessDrafter,
+    MixedDrafter,
     SiblingDrafter,
+    TableHead,
     TableModel,
     committed,
     letters_tokenizer,
@@ -24,6 +28,7 @@ from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.verifier import ModelVerifier
+from specdemo.drafters.heads.eagle import HeadDrafter
 from specdemo.drafters.hybrid import HybridDrafter
 from specdemo.drafters.lookahead import LookaheadDrafter
 from specdemo.drafters.lookup import LookupDrafter
@@ -68,6 +73,8 @@ def reference_probs(logits: list[float], sampling: SamplingParams, prefix: Seque
         for token, piece in enumerate(pieces):
             if any((text + piece).find(word, max(0, len(text) - len(word) + 1)) >= 0 for word in ("ba", "d")):
                 logits[token] = -math.inf
+    for processor in sampling.processors:
+        logits = processor(prefix, torch.tensor(logits)).tolist()
     if sampling.temperature == 0:
         return [float(i == logits.index(max(logits))) for i in range(len(logits))]
     weights = [math.exp(x / sampling.temperature) for x in logits]
@@ -131,12 +138,19 @@ def universal(sampling: SamplingParams, source: Any) -> UniversalDrafter:
     )
 
 
+def head(sampling: SamplingParams, source: Any) -> HeadDrafter:
+    """Drafter with a head that has a part of the vocabulary."""
+    return HeadDrafter(TableHead(SMALL, (0, 2, 3)), sampling, source, VOCAB)
+
+
 Make = Callable[[SamplingParams, Explorer], Any]
 DRAFTERS: dict[str, Make] = {
     "none": lambda sampling, source: EmptyDrafter(),
     "model": lambda sampling, source: ModelDrafter(SMALL.score, sampling, source, VOCAB),
     "straight": lambda sampling, source: ModelDrafter(SMALL.score, sampling, source, VOCAB, extend=SMALL.extend),
     "siblings": lambda sampling, source: SiblingDrafter(SMALL, sampling, source),
+    "mixed": lambda sampling, source: MixedDrafter(SMALL, sampling, source),
+    "mixed, sampled first": lambda sampling, source: MixedDrafter(SMALL, sampling, source, first=1),
     "draft vocabulary": lambda sampling, source: DraftVocabularyDrafter(SMALL, sampling, source, (3, 0, 2)),
     "sparse siblings": lambda sampling, source: DraftVocabularyDrafter(SMALL, sampling, source, (2, 1, 3), width=2),
     "n-grams": lambda sampling, source: NGramDrafter(3, "multi", 2),
@@ -148,10 +162,13 @@ DRAFTERS: dict[str, Make] = {
     "hybrid": lambda sampling, source: HybridDrafter(
         SuffixDrafter(), ModelDrafter(SMALL.score, sampling, source, VOCAB), trusted=2
     ),
+    "head": head,
+    "hybrid with a head": lambda sampling, source: HybridDrafter(SuffixDrafter(), head(sampling, source), trusted=2),
     "universal": universal,
     "guesses": lambda sampling, source: GuessDrafter(VOCAB),
     "guessed forest": lambda sampling, source: GuessDrafter(VOCAB, width=2),
 }
+FORESTS = ("siblings", "sparse siblings", "tree", "lookahead", "guessed forest")
 
 
 def enumerate_distribution(

@@ -16,12 +16,13 @@ from fakes.native_structures import Cache, RandomModel, Rows, Shape, random_shap
 from specdemo.native.formats import FORMATS
 from specdemo.native.interface import ChainStruct, Result, declare
 
-CAPACITY = 40
+CAPACITY = 48
 HOSTILE = (-(1 << 31), -1, 0, 1, 3, 15, 17, 1 << 15, 1 << 30, (1 << 31) - 1)
 # Sizes that contradict others if they change; the sizes of arrays themselves are not in the structures.
 MODEL_FIELDS = ("width", "inner", "heads", "kv_heads", "head_dim", "rotated", "activation", "gated", "cache_form")
-PASS_FIELDS = ("held", "last", "threads")
-MATRIX_FIELDS = ("form", "outputs", "inputs", "weights", "scales", "sums", "codes")
+FORMATS_BY_NUMBER = [*FORMATS]
+TEXT_FIELDS = ("held", "last", "rows")
+MATRIX_FIELDS = ("form", "outputs", "inputs", "narrow", "weights", "scales", "codes")
 
 
 def tree(rng: random.Random, cache: Cache, held: int) -> Rows:
@@ -38,51 +39,72 @@ def tree(rng: random.Random, cache: Cache, held: int) -> Rows:
 
 
 def run_valid(library: ctypes.CDLL, shape: Shape, seed: int) -> None:
-    """Run a prompt, a forest and a sampled chain."""
+    """Run a prompt, a forest and a sampled chain; store rows of floats."""
     rng = random.Random(seed)
     cache = Cache(RandomModel(library, shape, seed), CAPACITY)
     count = rng.randrange(1, 18)
     ids = [rng.randrange(shape.vocab) for _ in range(count)]
-    taps = [0, *[-1] * (shape.layers - 1)]
+    taps = [0, shape.layers]
     for rows in (Rows(cache, ids, 0, last=rng.randrange(count + 1), taps=taps), tree(rng, cache, count)):
         assert rows.run() == Result.DONE, rows.fault()
         assert not np.isnan(rows.logits).any(), shape
     drafted, vocab = rng.randrange(1, 5), rng.randrange(1, shape.vocab + 1)
     uniforms, scratch = np.array([rng.random() for _ in range(drafted)]), np.zeros(vocab, np.float32)
     probs, numbers = np.zeros((drafted, vocab), np.float32), np.zeros((2, drafted), np.float32)
-    tokens, first = np.zeros(drafted, np.int32), Rows(cache, ids[:2], count, last=1)
+    tokens, first = np.full(drafted, -1, np.int32), Rows(cache, ids[:2], count, last=1)
+    listed = np.array(rng.sample(range(shape.vocab), vocab), np.int32)
     chain = ChainStruct(
         rng.choice((0.5, 1.0)),
         *(values.ctypes.data for values in (uniforms, probs, scratch, numbers[0], numbers[1], tokens)),
+        rng.choice((None, listed.ctypes.data)),
         rng.choice((0, 1, 5)),
         vocab,
         rng.choice((0.0, 0.7)),
+        rng.choice((0.0, 0.1)),
         drafted,
     )
     assert library.draft_chain(ctypes.byref(first.struct), ctypes.byref(chain)) == Result.DONE
-    assert (tokens >= 0).all() and (tokens < vocab).all()
+    assert chain.drawn == drafted or chain.least_reach
+    drawn = tokens[: chain.drawn]
+    assert (drawn >= 0).all() and (drawn < (shape.vocab if chain.ids else vocab)).all()
+    store_rows(library, rng, cache.model)
+
+
+def store_rows(library: ctypes.CDLL, rng: random.Random, model: RandomModel) -> None:
+    """Overwrite rows of a matrix with floats, some of them infinite or undefined."""
+    matrix = rng.choice(model.layers).qkv
+    first = rng.randrange(matrix.outputs)
+    rows = np.random.default_rng(first).normal(0, 1, (matrix.outputs - first, matrix.inputs)).astype(np.float32)
+    rows.flat[rng.randrange(rows.size)] = rng.choice((np.nan, np.inf, -np.inf, 3e38, 1e-40))
+    stored = library.write_rows(ctypes.byref(matrix), first, len(rows), rows.ctypes.data)
+    assert (stored == Result.DONE) == (FORMATS_BY_NUMBER[matrix.form] in ("F32", "INT8", "Q8_0", "CODE4"))
+    for begin, count in ((first, len(rows) + 1), (-1, 1), (0, -1), (1 << 62, 1 << 62)):
+        assert library.write_rows(ctypes.byref(matrix), begin, count, rows.ctypes.data) == Result.INVALID
 
 
 def hostile_pass(library: ctypes.CDLL, rng: random.Random, form: str) -> Rows:
     """Return a pass that is valid except for one random number."""
     cache = Cache(RandomModel(library, random_shape(rng, form), 1), CAPACITY)
     rows, model, value = tree(rng, cache, rng.randrange(20)), cache.model, rng.choice(HOSTILE)
-    kind = rng.randrange(5)
+    kind = rng.randrange(6)
     if kind == 0:
         setattr(model.struct, rng.choice(MODEL_FIELDS), value)
-        if model.struct.cache_form in (0, 1):  # valid, but of another array
-            model.struct.cache_form = int(model.shape.bfloat16_cache)
+        if model.struct.cache_form in (0, 1, 2):  # valid, but of another array
+            model.struct.cache_form = FORMATS[model.shape.cache_form].number
     elif kind == 1:
-        setattr(rows.struct, rng.choice(PASS_FIELDS), value)
+        setattr(rows.text, rng.choice(TEXT_FIELDS), value)
     elif kind == 2:
         layer = rng.choice(model.layers)
         field = rng.choice(MATRIX_FIELDS)
         matrix = getattr(layer, rng.choice(("qkv", "value", "out", "gate_up", "down")))
-        pointer = field in MATRIX_FIELDS[3:]
+        pointer = field in MATRIX_FIELDS[4:]
         if not (field == "form" and 0 <= value < len(FORMATS)):  # valid, but of other arrays
             setattr(matrix, field, None if pointer else value)
     elif kind == 3:
         rng.choice(model.layers).window = value
+    elif kind == 4 and model.fuse:
+        name = rng.choice(("fuse", "stream_norm", "embedding", "own_state", "target_states"))
+        setattr(rows.text if hasattr(rows.text, name) else model.struct, name, None)
     else:
         numbers = rows.numbers[rng.choice(("ids", "positions", "prefix", "extra", "starts"))]
         if len(numbers) and not (numbers is rows.numbers["starts"] and value > 0):
@@ -110,7 +132,9 @@ def sample(library: ctypes.CDLL, rng: random.Random) -> None:
         *(probs.ctypes.data, probs.ctypes.data, count, nodes, parents.ctypes.data, drafted.ctypes.data),
         *(o[0].ctypes.data, o[1].ctypes.data),
     )
-    library.residual(probs.ctypes.data, probs[1].ctypes.data, count, scratch.ctypes.data)
+    weight = rng.choice((0.0, 0.3, 1.0))
+    library.excess(probs.ctypes.data, probs[1].ctypes.data, weight, count)
+    library.residual(probs.ctypes.data, probs[1].ctypes.data, weight, count, scratch.ctypes.data)
 
 
 def main(path: str, seed: int, rounds: int) -> None:

@@ -73,6 +73,7 @@ FAMILIES = ("gpt2", "gpt neox", "gemma2")
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZED = ("int8", "nf4", "nf4-single", "fp4")
 MIXED = "Q4_K and Q6_K"
+NARROW = {f"{form}, 8 bits": form for form in (*QUANTISED_GGUF, MIXED)}  # forms with activations of 8 bits
 
 
 def config_of(name: str, form: str) -> PretrainedConfig:
@@ -112,7 +113,7 @@ def quantized(form: str, model: Any) -> Any:
     return model
 
 
-def stored(form: str, model: Any) -> Any:
+def stored(form: str, model: Any, narrow: bool = False) -> Any:
     """Replace all matrices by those of a GGUF file; `form`: type, or types of the others and of the values."""
     others, _, values = form.partition(" and ")
     tied = model.lm_head.weight is model.model.embed_tokens.weight
@@ -122,7 +123,7 @@ def stored(form: str, model: Any) -> Any:
                 kind = values if values and name == "v_proj" else others
                 rows = torch.from_numpy(quantize(layer.weight.numpy(), gguf.GGMLQuantizationType[kind]))
                 columns, bias = layer.weight.shape[1], getattr(layer, "bias", None)
-                setattr(parent, name, GgufLinear(kind, rows, columns, bias, None))
+                setattr(parent, name, GgufLinear(kind, rows, columns, bias, None, narrow=narrow))
     if tied:
         model.model.embed_tokens = model.lm_head
     return model
@@ -155,6 +156,8 @@ def weights(name: str, form: str) -> NativeWeights:
         return NativeWeights(random_model(CONFIGS[name], form))
     if form in (*QUANTISED_GGUF, MIXED):
         return NativeWeights(stored(form, random_model(config_of(name, form))))
+    if form in NARROW:
+        return NativeWeights(stored(NARROW[form], random_model(config_of(name, NARROW[form])), narrow=True))
     return NativeWeights(quantized(form, random_model(CONFIGS[name])))
 
 

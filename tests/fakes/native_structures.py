@@ -10,15 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from specdemo.native.formats import FORMATS, Format
-from specdemo.native.interface import LayerStruct, MatrixStruct, ModelStruct, PassStruct
+from specdemo.native.formats import FORMATS, QUANTISED_GGUF, Format
+from specdemo.native.interface import LayerStruct, MatrixStruct, ModelStruct, PassStruct, TextStruct
 
 NORMS = ("enter", "between", "query_norm", "key_norm", "after_out", "after_down")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes and options of a decoder; `form` and `value_form`: number formats of its matrices."""
+    """Sizes and options of a decoder; `form` and `value_form`: number formats of its matrices.
+
+    `fused`: hidden states of the target that a row of a drafting head receives, or 0.
+    """
 
     width: int = 32
     inner: int = 48
@@ -31,6 +34,7 @@ class Shape:
     positions: int = 0
     form: str = "F32"
     value_form: str = ""
+    narrow: bool = False
     activation: int = 0
     window: int = 0
     gated: bool = True
@@ -40,9 +44,11 @@ class Shape:
     bias: bool = False
     head_norms: bool = False
     after_norms: bool = False
-    bfloat16_cache: bool = False
+    cache_form: str = "F32"
     attention_cap: float = 0.0
     logit_cap: float = 0.0
+    fused: int = 0
+    replaced: bool = False
 
 
 class RandomModel:
@@ -53,25 +59,28 @@ class RandomModel:
         self._rng = np.random.default_rng(seed)
         self._block = library.block_outputs()
         self.arrays: list[Any] = []
-        self.layers = (LayerStruct * shape.layers)(*(self._layer() for _ in range(shape.layers)))
+        self.layers = (LayerStruct * shape.layers)(*map(self._layer, range(shape.layers)))
         size = ctypes.sizeof(LayerStruct)
         self._pointers = (ctypes.c_void_p * shape.layers)(
             *(ctypes.addressof(self.layers) + size * i for i in range(shape.layers))
         )
         self.embedding = None if shape.tied else self._matrix("F32", shape.vocab, shape.width)
         self.positions = self._matrix("F32", shape.positions, shape.width) if shape.positions else None
+        self.fuse = self._matrix(shape.form, shape.width, shape.fused * shape.width) if shape.fused else None
         self.struct = ModelStruct(
             layers=ctypes.addressof(self._pointers),
             embedding=self.embedding and ctypes.addressof(self.embedding),
             positions=self.positions and ctypes.addressof(self.positions),
+            fuse=self.fuse and ctypes.addressof(self.fuse),
+            stream_norm=self._norm(shape.width, shape.centred),
             leave=self._norm(shape.width, shape.centred),
             head=self._matrix(shape.form, shape.vocab, shape.width, shape.bias),
             layer_count=shape.layers,
-            cache_form=FORMATS["BF16" if shape.bfloat16_cache else "F32"].number,
+            cache_form=FORMATS[shape.cache_form].number,
             epsilon=1e-5,
             embedding_scale=1.5,
             **{name: getattr(shape, name) for name in ("width", "inner", "heads", "kv_heads", "head_dim", "rotated")},
-            **{name: getattr(shape, name) for name in ("activation", "gated", "centred", "parallel")},
+            **{name: getattr(shape, name) for name in ("activation", "gated", "centred", "parallel", "replaced")},
             **{name: getattr(shape, name) for name in ("attention_cap", "logit_cap")},
         )
 
@@ -89,13 +98,11 @@ class RandomModel:
         matrix = MatrixStruct(
             form=kind.number, outputs=outputs, inputs=inputs, weights=self._array(self._weights(kind, padded, inputs))
         )
+        matrix.narrow = self.shape.narrow and kind.is_coded
         if kind.scales:
             count = padded * kind.scales * (inputs // kind.group if kind.group else 1)
             dtype = np.float16 if kind.scale_bits == 16 else np.float32
             matrix.scales = self._array(self._rng.uniform(0.001, 0.01, count).astype(dtype))
-        if form == "INT8":
-            quads = self.arrays[-2].reshape(padded // block, -1, block, 4)
-            matrix.sums = self._array(quads.sum((1, 3), dtype=np.int32).ravel())
         if form == "CODE4":
             codes, code_bytes = np.linspace(-1, 1, 16, dtype=np.float32), np.zeros(32, np.uint8)
             matrix.codes, matrix.code_bytes = self._array(codes), self._array(code_bytes)
@@ -106,9 +113,7 @@ class RandomModel:
 
     def _weights(self, kind: Format, outputs: int, inputs: int) -> np.ndarray:
         if kind.name in ("INT8", "Q8_0", "Q6_K"):
-            weights = self._rng.integers(-127, 128, (outputs // self._block, -(-inputs // 4), self._block, 4), np.int8)
-            weights[:, -1, :, inputs % 4 or 4 :] = 0
-            return weights
+            return self._rng.integers(1, 256, outputs * -(-inputs // 4) * 4, np.uint8)
         if kind.bits == 4:
             return self._rng.integers(0, 256, outputs * inputs // 2, np.uint8)
         values = self._rng.normal(0, inputs**-0.5, outputs * inputs).astype(np.float32)
@@ -116,13 +121,14 @@ class RandomModel:
             return (values.view(np.uint32) >> 16).astype(np.uint16)
         return values.astype(np.float16) if kind.name == "F16" else values
 
-    def _layer(self) -> LayerStruct:
+    def _layer(self, index: int) -> LayerStruct:
         shape = self.shape
+        entering = shape.width * (2 if shape.fused and not index else 1)
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         joined = queries + keys * (1 if shape.value_form else 2)
         inner = 2 * (shape.inner + -shape.inner % self._block) if shape.gated else shape.inner
         layer = LayerStruct(
-            qkv=self._matrix(shape.form, joined, shape.width, shape.bias),
+            qkv=self._matrix(shape.form, joined, entering, shape.bias),
             out=self._matrix(shape.form, shape.width, queries, shape.bias),
             gate_up=self._matrix(shape.form, inner, shape.width, shape.bias),
             down=self._matrix(shape.form, shape.width, shape.inner, shape.bias),
@@ -132,7 +138,7 @@ class RandomModel:
             window=shape.window,
         )
         if shape.value_form:
-            layer.value = self._matrix(shape.value_form, keys, shape.width)
+            layer.value = self._matrix(shape.value_form, keys, entering)
         if shape.head_norms:
             layer.query_norm, layer.key_norm = (self._norm(shape.head_dim, False) for _ in range(2))
         if shape.after_norms:
@@ -151,7 +157,7 @@ class Cache:
     def __post_init__(self) -> None:
         shape = self.model.shape
         padded = shape.head_dim + -shape.head_dim % 16
-        dtype = np.uint16 if shape.bfloat16_cache else np.float32
+        dtype = np.float32 if shape.cache_form == "F32" else np.uint16
         self.kv = np.zeros((shape.layers, 2 * shape.kv_heads, self.capacity, padded), dtype)
         angles = np.arange(self.capacity)[:, None] * 10000.0 ** -np.linspace(0, 1, shape.head_dim // 2)
         self.cosines, self.sines = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
@@ -170,7 +176,7 @@ class Rows:
         extra: Sequence[Sequence[int]] | None = None,
         last: int | None = None,
         threads: int = 2,
-        taps: Sequence[int] | None = None,
+        taps: Sequence[int] = (),
     ) -> None:
         model, count = cache.model, len(ids)
         extra = extra or [()] * count
@@ -184,26 +190,39 @@ class Rows:
             "starts": starts,
         }
         self.numbers = {name: np.array(values, np.int32) for name, values in lists.items()}
-        self.taps = None if taps is None else np.array(taps, np.int32)
-        tapped = 0 if taps is None else sum(tap >= 0 for tap in taps)
-        self.hidden = np.zeros((tapped, count, model.shape.width), np.float32)
+        self.taps = np.array(taps, np.int32)
+        self.states = np.zeros((cache.capacity, len(taps), model.shape.width), np.float32)
+        self.own_state = np.zeros(model.shape.width, np.float32)
+        self.target_states = np.random.default_rng(held).normal(0, 1, (count, model.shape.fused * model.shape.width))
+        self.target_states = self.target_states.astype(np.float32)
         self.logits = np.full((last, model.shape.vocab), np.nan, np.float32)
         self._scratch = np.zeros(model.library.scratch_floats(ctypes.byref(model.struct), count), np.float32)
         self.model, self.cache = model, cache
+        self.text = TextStruct(
+            cache=cache.kv.ctypes.data,
+            states=self.states.ctypes.data if len(taps) else None,
+            target_states=self.target_states.ctypes.data if model.shape.fused else None,
+            own_state=self.own_state.ctypes.data,
+            capacity=cache.capacity,
+            rows=count,
+            held=held,
+            last=last,
+        )
         self.struct = PassStruct(
             ctypes.addressof(model.struct),
-            cache.kv.ctypes.data,
+            ctypes.addressof(self.text),
             cache.cosines.ctypes.data,
             cache.sines.ctypes.data,
             *(numbers.ctypes.data for numbers in self.numbers.values()),
-            None if self.taps is None else self.taps.ctypes.data,
-            self.hidden.ctypes.data,
+            self.taps.ctypes.data,
             self.logits.ctypes.data,
             self._scratch.ctypes.data,
-            cache.capacity,
+            None,
+            None,
+            1,
             count,
-            last,
-            held,
+            cache.capacity,
+            len(taps),
             threads,
         )
 
@@ -227,6 +246,7 @@ def random_shape(rng: random.Random, form: str) -> Shape:
         head_dim = group // rng.choice((1, 2, 4))
         heads *= group // head_dim
     gated = rng.random() < 0.7
+    fused = rng.choice((0, 0, 1, 3))
     return Shape(
         width=group * rng.randrange(1, 3) if group > 1 else rng.randrange(1, 150),
         inner=group * rng.randrange(1, 4) if group > 1 else rng.randrange(1, 200),
@@ -236,19 +256,22 @@ def random_shape(rng: random.Random, form: str) -> Shape:
         rotated=rng.randrange(0, head_dim + 1) // 2 * 2,
         layers=rng.randrange(1, 3),
         vocab=rng.randrange(1, 300),
-        positions=rng.choice((0, 64)),
+        positions=0 if fused else rng.choice((0, 64)),
         form=form,
         value_form="Q6_K" if form == "Q4_K" and rng.random() < 0.5 else "",
+        narrow=form in QUANTISED_GGUF and rng.random() < 0.5,
         activation=rng.randrange(3),
         window=rng.choice((0, 0, 1, 5)),
         gated=gated,
         centred=rng.random() < 0.3,
         parallel=rng.random() < 0.2,
-        tied=rng.random() < 0.5,
+        tied=not fused and rng.random() < 0.5,
         bias=rng.random() < 0.4,
         head_norms=rng.random() < 0.3,
         after_norms=rng.random() < 0.3,
-        bfloat16_cache=rng.random() < 0.5,
+        cache_form=rng.choice(("F32", "BF16", "F16")),
         attention_cap=rng.choice((0.0, 5.0)),
         logit_cap=rng.choice((0.0, 8.0)),
+        fused=fused,
+        replaced=rng.random() < 0.3,
     )

@@ -12,11 +12,11 @@ from specdemo.models.engines.engine import Engine, Entry
 
 
 class Passes:
-    def __init__(self, engine: Engine[Any]) -> None:
-        self.engine, self.cache = engine, engine.open()
+    def __init__(self, engine: Engine[Any], taps: tuple[int, ...] = ()) -> None:
+        self.engine, self.cache = engine, engine.open(taps=taps)
 
-    def run(self, new: list[int] | Tensor, held: int, draft: Draft, **options: Any) -> Tensor:
-        return self.engine.run([Entry(self.cache, new, held, draft)], **options)[0]
+    def run(self, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
+        return self.engine.run([Entry(self.cache, new, held, draft)])[0]
 
     def keep(self, length: int, slots: Sequence[int]) -> None:
         self.cache.keep(length, slots)

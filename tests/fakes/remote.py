@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,9 @@ class TableCache:
 
     def __init__(self) -> None:
         self.score, self.closed = TARGET.score, False
+
+    def prefill(self, tokens: Sequence[int]) -> Iterator[int]:
+        return iter(())
 
     def close(self) -> None:
         self.closed = True

@@ -69,6 +69,32 @@ class TableModel:
         return path[len(tokens) :]
 
 
+class TableHead:
+    """Head with the logits of a table model for the tokens `ids`; None: all."""
+
+    def __init__(self, model: TableModel, ids: Sequence[int] | None) -> None:
+        self.model, self.ids = model, None if ids is None else torch.tensor(ids)
+        self._path: list[int] = []
+
+    def longest_draft(self, tokens: Sequence[int]) -> int:
+        return 99
+
+    def start(self, tokens: Sequence[int]) -> Tensor | None:
+        self._path = list(tokens)
+        return self._logits()
+
+    def step(self, token: int) -> Tensor:
+        self._path.append(token)
+        return self._logits()
+
+    def sample_chain(self, *arguments: Any) -> None:
+        return None
+
+    def _logits(self) -> Tensor:
+        logits = self.model.logits(self._path)
+        return logits if self.ids is None else logits[self.ids]
+
+
 class Explorer:
     """Random source that takes every branch once, with its probability."""
 
@@ -159,6 +185,29 @@ class SiblingDrafter:
                 add(parent, self.sampling(self.model.logits(path)[None], [path])[0])
         q = tuple(float(probs[token]) for probs, token in zip(distributions, drafted, strict=True))
         return Draft(tuple(drafted), tuple(parents), q, DenseProbs(torch.stack(distributions)))
+
+    def observe(self, step: Step) -> None: ...
+
+
+class MixedDrafter:
+    """Chain in which point masses, stored as one-hot rows, follow sampled tokens in turn."""
+
+    def __init__(self, model: TableModel, sampling: SamplingParams, source: Any, first: int = 0) -> None:
+        self.model, self.sampling, self.source, self.first = model, sampling, source, first
+
+    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
+        drafted: list[int] = []
+        rows: list[Tensor] = []
+        while budget.may_extend(len(drafted), logits := self.model.logits([*tokens, *drafted])):
+            row = self.sampling(logits[None], [[*tokens, *drafted]])[0]
+            if len(drafted) % 2 == self.first:
+                row = torch.zeros_like(row).index_fill_(0, row.argmax(), 1.0)
+            rows.append(row)
+            drafted.append(self.source.sample(row))
+        if not drafted:
+            return Draft()
+        q = tuple(float(row[token]) for row, token in zip(rows, drafted, strict=True))
+        return Draft.chain(tuple(drafted), q, DenseProbs(torch.stack(rows)))
 
     def observe(self, step: Step) -> None: ...
 

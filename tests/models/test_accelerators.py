@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from fakes.heads import head_for
 from fakes.tiny_models import LLAMA, byte_level_tokenizer, save_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
@@ -182,18 +184,20 @@ def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("as_on_an_accelerator")
-def test_all_operators_of_a_run_have_mps_kernels(folder: str) -> None:
+def test_all_operators_of_a_run_have_mps_kernels(folder: str, tmp_path: Path) -> None:
     """Every method, greedy and sampled; `take` had none, so sampled runs with drafts failed."""
     shared = {"target": folder, "device": "cpu", "dtype": "bfloat16", "max_tokens": 10}
     settings = [{"method": method} for method in METHODS] + [{"rule": rule} for rule in ("top1", "typical", "coupled")]
     settings += [{"top_k": 5}, {"repetition_penalty": 1.3}, {"policy": "svip"}, {"top": 3}]
     operators, pool = Operators(), ModelPool()
+    head = head_for(folder, tmp_path / "head")
     for changed in settings:
-        drafter = {"drafter": folder} if METHODS[changed.get("method", "draft")].second_model else {}
+        kind = METHODS[changed.get("method", "draft")].drafter
+        drafter = {"model": {"drafter": folder}, "head": {"head": head}, None: {}}[kind]
         for temperature in (0.0, 0.8):
             if temperature and changed.get("method") == "beam":
                 continue
-            recipe = Recipe(**{**shared, **drafter, "temperature": temperature, "top_p": 0.9, **changed})
+            recipe = replace(Recipe(), **{**shared, **drafter, "temperature": temperature, "top_p": 0.9, **changed})
             list(run_recipe(recipe, "abcabcab", pool))  # loads and measures
             with operators:
                 assert list(run_recipe(recipe, "abcabcab", pool))[-1].reason == "length", recipe

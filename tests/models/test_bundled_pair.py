@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -20,6 +21,7 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS
 from specdemo.prompts import load_prompts, load_written
 from specdemo.recipe import Recipe
+from specdemo.ui.lane import baseline_of
 
 pytestmark = pytest.mark.slow
 
@@ -40,6 +42,19 @@ def target(pool: ModelPool) -> LoadedModel:
 def oracle() -> PreTrainedModel:
     """Oracle: the same weights in a transformers model."""
     return AutoModelForCausalLM.from_pretrained(ASSETS / "pair" / "target", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("seed", [7, 8])
+@pytest.mark.parametrize("top_p", [0.95, 1.0])
+def test_coupled_text_is_that_of_its_baseline(pool: ModelPool, seed: int, top_p: float) -> None:
+    """Only AR decoding by the same rule, as in a comparison on the page."""
+    text, common = "class Stack:\n    def __init__(self):\n", {"seed": seed, "top_p": top_p, "device": "cpu"}
+    for method in ("draft", "nasd", "tree"):
+        coupled = Recipe(method=method, rule="coupled", temperature=1.0, max_tokens=40, **common)
+        tokens, metrics = run(coupled, text, pool)
+        baseline = baseline_of(coupled)
+        assert (baseline.method, baseline.rule) == ("ar", "coupled") and metrics["drafted"] > 0
+        assert run(baseline, text, pool)[0] == tokens != run(replace(baseline, rule="rejection"), text, pool)[0]
 
 
 def run(recipe: Recipe, text: str, pool: ModelPool) -> tuple[list[int], dict[str, Any]]:

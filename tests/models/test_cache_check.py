@@ -35,11 +35,11 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import End
 from specdemo.core.step import Draft
 from specdemo.generate import generate
+from specdemo.loaded_pair import load_pair
 from specdemo.models import cache_check
 from specdemo.models.cache_check import cache_support, check_cache
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import load, reference
-from specdemo.models.loaded_pair import load_pair
 from specdemo.models.memory_plan import plan_config, plan_spec
 from specdemo.models.spec import ModelSpec
 from specdemo.recipe import Recipe
@@ -188,7 +188,7 @@ def test_planned_keys_and_values_are_those_of_the_cache(name: str) -> None:
     config = {**WIDE_KEYS, **NO_FORESTS}[name]
     cached = CachedModel(random_model(config))
     cached.score([1, 2, 3, 4, 5, 6], Draft())
-    assert plan_config(ModelSpec("any", "float32", device="cpu"), config, 6).kv == cached.kv_bytes > 0
+    assert plan_config(ModelSpec("any", "float32", device="cpu"), config, 6).kv == cached._cache.reserved_bytes > 0
 
 
 class PositionsIgnored(GPT2LMHeadModel):

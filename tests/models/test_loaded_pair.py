@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from specdemo.core.events import Loading
 from specdemo.core.step import Draft
 from specdemo.core.trace import to_json
 from specdemo.generate import generate
+from specdemo.loaded_pair import load_pair
+from specdemo.models.in_memory import share_weights
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.loaded_pair import load_pair, share_weights
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.worker import TaskProgress
@@ -58,7 +60,7 @@ def test_models_in_memory_remain_unmodified(method: str) -> None:
     expected = greedy_text(copy.deepcopy(target).eval(), 12)
 
     pair = load_pair(target, drafter, TOKENIZER)
-    head, tokens, end = trace(Recipe(method=method, temperature=0, max_tokens=12), pair)
+    head, tokens, end = trace(replace(Recipe(), method=method, temperature=0, max_tokens=12), pair)
     assert end["end"] in ("length", "stop")
     if method != "beam":
         assert tokens == expected

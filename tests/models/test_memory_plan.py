@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from fakes.native_models import CONFIGS, random_model
 from fakes.tiny_models import byte_level_tokenizer, save_model
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, GPT2Config, GPTNeoXConfig
 
@@ -16,14 +18,15 @@ from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.core.theory import expected_tokens
 from specdemo.models import zoo
+from specdemo.models.engines.native_families import transformers_reason
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.load import load, reference
+from specdemo.models.load import fuse, load, reference
 from specdemo.models.memory import free_bytes
 from specdemo.models.memory_plan import check_memory, missing_bytes, plan_config, plan_spec, smaller
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.quantization import quantised_layers, skeleton
-from specdemo.models.spec import ModelSpec, find_device
+from specdemo.models.spec import HeadSpec, ModelSpec, find_device
 from specdemo.models.zoo import MODELS, PAIRS, first_installed, offers
 
 BUNDLED = PAIRS["bundled"].drafter
@@ -40,6 +43,33 @@ def test_weights_and_cache_are_as_planned(quantization: str) -> None:
     cached = CachedModel(loaded.model)
     cached.score([1] * 699, Draft.chain((1,)))
     assert cached.kv_bytes <= planned.kv <= 2 * cached.kv_bytes
+
+
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    [
+        *(("native", name) for name in ("llama", "odd widths", "gemma2 odd")),
+        *(("torch", name) for name in ("llama", "odd widths")),
+        *(("transformers", name) for name in ("gelu", "mistral windows")),
+    ],
+)
+@pytest.mark.parametrize("taps", [(), (2, 0, 1)])
+def test_planned_keys_values_and_states_are_those_of_the_cache(
+    engine: str, name: str, taps: tuple[int, ...], request: pytest.FixtureRequest
+) -> None:
+    """Heads of any width; texts that grow from any length, here from a first pass of 260 rows."""
+    if engine != "native":
+        request.getfixturevalue("torch_engine")
+    config = CONFIGS[name]
+    model = random_model(config)
+    assert (transformers_reason(model, model.device) is None) == (engine != "transformers")
+    for context in (20, 256, 257, 545, 1090):
+        planned = plan_config(ModelSpec("any", "float32", device="cpu"), config, context, taps=len(taps))
+        cached = CachedModel(model if engine == "transformers" else fuse(model, consume=False)[0], taps=taps)
+        if context > 260:
+            cached.score([1] * 256, Draft.chain((1,) * 4))
+        cached.score([1] * (context - 4), Draft.chain((1,) * 4))
+        assert planned.kv == cached._cache.reserved_bytes, context
 
 
 @pytest.mark.slow
@@ -119,6 +149,21 @@ def test_models_together_must_fit_together(monkeypatch: pytest.MonkeyPatch) -> N
     assert not missing_bytes([one]) and not missing_bytes([other]) and "cpu" in missing_bytes([one, other])
     with pytest.raises(UserError, match="target and drafter need"):
         list(ModelPool().bring([target, drafter], 64))
+
+
+@pytest.mark.parametrize("listed", [None, [1, 2]])
+def test_hidden_states_for_a_head_count_before_the_target_is_loaded(
+    listed: list[int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head lists the states that it receives; EAGLE-3 has three by default."""
+    config = {} if listed is None else {"eagle_aux_hidden_state_layer_ids": listed}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    target = ModelSpec(PAIRS["bundled"].target, device="cpu")
+    plain, tapped = plan_spec(target.resolved(), 64), plan_spec(target.resolved(), 64, taps=len(listed or "abc"))
+    monkeypatch.setattr("specdemo.models.memory_plan.free_bytes", lambda device: tapped.peak - 1)
+    assert not missing_bytes([plain])
+    with pytest.raises(UserError, match="target needs"):
+        list(ModelPool().bring([target], 64, HeadSpec(str(tmp_path), target)))
 
 
 @pytest.mark.slow

@@ -155,9 +155,9 @@ def test_hub_requests_do_not_use_the_device(hub: CountingHub, folder: Path, monk
     """Other jobs run during a download, and while smaller formats are planned for an error message."""
     threads, real = [], model_pool.plan_spec
 
-    def planned(*given: Any) -> Any:
+    def planned(*given: Any, **options: Any) -> Any:
         threads.append(threading.current_thread().name)
-        return real(*given)
+        return real(*given, **options)
 
     monkeypatch.setattr(model_pool, "plan_spec", planned)
     monkeypatch.setattr(memory_plan, "_free", lambda device: 0)

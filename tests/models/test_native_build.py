@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
+import os
 import platform
 import re
 import shutil
 import stat
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,6 +84,110 @@ def test_a_damaged_cache_file_is_compiled_again(compiled: Path, cache: Path, mon
     assert isinstance(native_library(), ctypes.CDLL) and built == [path]
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o707])
+def test_a_folder_that_others_can_change_is_refused(
+    mode: int, compiled: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(compiled, cache)
+    cache.chmod(mode)
+    monkeypatch.setattr(native_build, "_compile", lambda *arguments: pytest.fail("compiled"))
+    assert re.match(rf"other users can change {cache}: make it private", failure())
+
+
+def test_a_folder_of_another_user_is_refused(compiled: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(compiled, cache)
+    monkeypatch.setattr(native_build.os, "getuid", lambda: os.stat(cache).st_uid + 1)
+    assert failure().startswith("other users can change")
+
+
+@pytest.mark.parametrize("linked", [".so", ".sha256"])
+@pytest.mark.parametrize("kind", ["link", "writable"])
+def test_links_and_files_of_others_are_compiled_again(
+    linked: str, kind: str, compiled: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library of another user with a correct digest, behind a link or writable by others."""
+    shutil.copytree(compiled, cache)
+    (path,) = cache.glob(f"*{linked}")
+    if kind == "link":
+        path.rename(path.with_name("foreign"))
+        path.symlink_to("foreign")
+    else:
+        path.chmod(0o666)
+    built: list[str] = []
+
+    def compile(_: object, to: Path) -> None:
+        built.append(to.name)
+        for suffix in (".so", ".sha256"):
+            to.with_suffix(suffix).unlink()
+            shutil.copy((compiled / to.name).with_suffix(suffix), to.with_suffix(suffix))
+
+    monkeypatch.setattr(native_build, "_compile", compile)
+    assert isinstance(native_library(), ctypes.CDLL) and len(built) == 1
+
+
+def test_a_relative_cache_folder_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for value in ("relative", "", "."):
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert native_build.cache_folder() == tmp_path / ".cache" / "specdemo"
+
+
+def test_a_second_process_waits_for_the_first_compilation(
+    compiled: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Locks exclude descriptors, also those of one process."""
+    cache.mkdir(mode=0o700, parents=True)
+    requested, lock, results = threading.Event(), fcntl.flock, []
+
+    def flock(descriptor: int, operation: int) -> None:
+        requested.set()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(native_build, "_compile", lambda *arguments: results.append("compiled"))
+    first = os.open(cache, os.O_RDONLY)
+    lock(first, fcntl.LOCK_EX)
+    second = threading.Thread(target=lambda: results.append(native_library()))
+    second.start()
+    assert requested.wait(60)
+    for file in compiled.iterdir():
+        shutil.copy(file, cache)
+    os.close(first)
+    second.join(60)
+    assert len(results) == 1 and isinstance(results[0], ctypes.CDLL)
+
+
+@pytest.mark.parametrize("step", ["_link", "_digest", "first replace", "second replace"])
+def test_a_full_disk_leaves_no_library_or_a_correct_one(
+    step: str, compiled: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (library,) = compiled.glob("*.so")
+    monkeypatch.setattr(native_build, "_link", lambda _, built: shutil.copy(library, built))
+    monkeypatch.setattr(native_build, "_run", lambda *arguments: None)
+    replaced: list[Path] = []
+
+    def full(*arguments: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def replace(source: Path, target: Path) -> None:
+        replaced.append(target)
+        if len(replaced) == (1 if step == "first replace" else 2):
+            full()
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        rename = os.replace
+        patch.setattr(native_build.os, "replace", replace) if "replace" in step else patch.setattr(
+            native_build, step, full
+        )
+        assert "No space left on device" in failure()
+    assert not [path for path in cache.iterdir() if path.is_dir()]
+    native_library.cache_clear()
+    assert isinstance(native_library(), ctypes.CDLL)
+    (path,) = cache.glob("*.so")
+    assert path.read_bytes() == library.read_bytes()
+
+
 def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
@@ -130,19 +238,28 @@ def test_wrong_results_are_detected(cache: Path, tmp_path: Path, monkeypatch: py
 
 @pytest.mark.exhaustive  # the engine of this machine is compiled and checked in every test run
 @pytest.mark.parametrize(
-    ("vectors", "lanes", "block"),
-    [*(("baseline", 4, n) for n in (8, 16, 32)), *(("avx2", 8, n) for n in (16, 32)), ("avx512", 16, 32)],
+    ("vectors", "lanes", "block", "flag"),
+    [
+        *(("baseline", 4, n, "") for n in (8, 16, 32)),
+        *(("avx2", 8, n, "") for n in (16, 32)),
+        ("avx2", 8, 16, "-mno-avxvnni"),
+        ("avx512", 16, 32, ""),
+        ("avx512", 16, 32, "-mno-avx512vnni"),
+    ],
 )
 def test_every_vector_width_and_block_size_passes_the_check(
-    vectors: str, lanes: int, block: int, monkeypatch: pytest.MonkeyPatch
+    vectors: str, lanes: int, block: int, flag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library is compared with scalar sums when it is compiled."""
+    """The library is compared with scalar sums when it is compiled; `flag`: for CPUs without products of bytes."""
     if vectors not in native_build.supported_vectors():
         pytest.skip(f"the CPU has no {vectors}")
     monkeypatch.setenv(native_build.VECTORS, vectors)
+    needed, flags = native_build._BUILDS[vectors]
+    monkeypatch.setitem(native_build._BUILDS, vectors, (needed, (*flags, *filter(None, [flag]))))
     monkeypatch.setattr(native_build, "_FLAGS", (*native_build._FLAGS, f"-DVECTORS={block // lanes}"))
     library = native_library()
     assert isinstance(library, ctypes.CDLL)
+    assert not flag or "vnni" not in library.vector_extensions().decode()
     assert (library.vector_outputs(), library.block_outputs()) == (lanes, block)
     baseline = "sse" if platform.machine() == "x86_64" else "neon"
     assert library.vector_extensions().decode().split()[0] == (baseline if vectors == "baseline" else vectors)

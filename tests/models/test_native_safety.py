@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from fakes.native_structures import Cache, RandomModel, Rows, Shape
 
+from specdemo.models.model_sizes import MAX_HEAD_DIM, MAX_HEADS, MAX_HEADS_WIDTH
 from specdemo.native.build import required_library
 from specdemo.native.interface import ChainStruct, PassStopped, Result, StopFlag, check_model, check_result
 
 SHAPE = Shape(positions=12, bias=True)
-CAPACITY = 20
+CAPACITY = 32
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def library() -> ctypes.CDLL:
 def a_pass(library: ctypes.CDLL, shape: Shape = SHAPE) -> Rows:
     """Return a valid pass: two rows after three positions, and a sibling of the second."""
     cache = Cache(RandomModel(library, shape), CAPACITY)
-    return Rows(cache, [1, 2, 3], 3, [3, 4, 4], [4, 4, 4], [(), (4,), (5,)], taps=[0, -1])
+    return Rows(cache, [1, 2, 3], 3, [3, 4, 4], [4, 4, 4], [(), (4,), (5,)], taps=[0, 2])
 
 
 def matrix(name: str, field: str, value: int | None) -> Callable[[Rows], None]:
@@ -45,6 +46,10 @@ def field(name: str, value: int | None) -> Callable[[Rows], None]:
     return lambda rows: setattr(rows.struct, name, value)
 
 
+def text(name: str, value: int | None) -> Callable[[Rows], None]:
+    return lambda rows: setattr(rows.text, name, value)
+
+
 HOSTILE = {
     "more rotated values than the head has": (model("rotated", 10), "rotated values"),
     "odd rotated values": (model("rotated", 7), "rotated values"),
@@ -60,7 +65,7 @@ HOSTILE = {
     "no inner width": (model("inner", -1), "width"),
     "no layers": (model("layer_count", 0), "no layers"),
     "unknown activation": (model("activation", 3), "activation"),
-    "unknown cache": (model("cache_form", 2), "cache"),
+    "unknown cache": (model("cache_form", 3), "cache"),
     "unknown number format": (matrix("down", "form", 10), "number format"),
     "wide matrix": (matrix("out", "inputs", 64), "sizes of a matrix"),
     "long matrix": (matrix("qkv", "outputs", 96), "sizes of a matrix"),
@@ -78,16 +83,24 @@ HOSTILE = {
     "negative slot": (number("extra", 1, -1), "sees"),
     "negative start": (number("starts", 0, -1), "sees"),
     "decreasing starts": (number("starts", 1, 2), "sees"),
-    "rows beyond the cache": (field("held", CAPACITY - 2), "rows"),
-    "negative length": (field("held", -1), "rows"),
+    "rows beyond the cache": (text("held", CAPACITY - 2), "rows"),
+    "negative length": (text("held", -1), "rows"),
     "no rows": (field("rows", 0), "rows"),
-    "more logits than rows": (field("last", 4), "logits"),
-    "negative logits": (field("last", -1), "logits"),
+    "fewer rows than the text": (field("rows", 2), "rows"),
+    "more rows than the text": (field("rows", 4), "rows"),
+    "text without rows": (text("rows", 0), "rows"),
+    "no texts": (field("text_count", 0), "rows"),
+    "more logits than rows": (text("last", 4), "logits"),
+    "negative logits": (text("last", -1), "logits"),
     "no threads": (field("threads", 0), "threads"),
-    "no cache": (field("cache", None), "buffers"),
+    "no text": (field("texts", None), "buffers"),
+    "no cache": (text("cache", None), "buffers"),
     "no logits": (field("logits", None), "buffers"),
-    "huge cache": (field("capacity", 2**62), "cache"),
-    "hidden state outside its array": (lambda rows: rows.taps.__setitem__(0, 1), "hidden"),
+    "no list of hidden states": (field("taps", None), "buffers"),
+    "cache of a part of a group": (text("capacity", CAPACITY - 8), "capacity"),
+    "huge cache": (text("capacity", 2**62), "cache"),
+    "hidden state of no layer": (lambda rows: rows.taps.__setitem__(0, 3), "hidden"),
+    "negative hidden state": (lambda rows: rows.taps.__setitem__(0, -1), "hidden"),
 }
 
 
@@ -97,13 +110,13 @@ def test_contradictions_are_refused_before_anything_is_written(
 ) -> None:
     rows = a_pass(library)
     assert rows.run() == Result.DONE
-    rows.logits.fill(np.nan), rows.cache.kv.fill(0), rows.hidden.fill(0)
+    rows.logits.fill(np.nan), rows.cache.kv.fill(0), rows.states.fill(0)
     spoil(rows)
     result = rows.run()
     assert result == Result.INVALID
     with pytest.raises(ValueError, match=f"^invalid pass: .*{reason}"):
         check_result(library, result, rows.struct)
-    assert np.isnan(rows.logits).all() and not rows.cache.kv.any() and not rows.hidden.any()
+    assert np.isnan(rows.logits).all() and not rows.cache.kv.any() and not rows.states.any()
 
 
 def test_models_are_refused_when_they_are_registered(library: ctypes.CDLL) -> None:
@@ -115,22 +128,37 @@ def test_models_are_refused_when_they_are_registered(library: ctypes.CDLL) -> No
     assert library.scratch_floats(ctypes.byref(invalid.struct), 1) == -1
 
 
-@pytest.mark.parametrize(("heads", "head_dim"), [(4096, 1024), (32, 65_536)])
+@pytest.mark.parametrize(("heads", "head_dim"), [(MAX_HEADS, 64), (64, MAX_HEAD_DIM)])
 def test_large_heads_need_no_stack(heads: int, head_dim: int, library: ctypes.CDLL) -> None:
-    """All query heads share a key head: their results together take 8 to 16 MB."""
+    """All query heads share a key head: their results take 1 MB, twice the stack of the thread."""
+    assert heads * head_dim == MAX_HEADS_WIDTH
     shape = Shape(
-        *(1, 1, heads, 1, head_dim), rotated=head_dim, layers=1, vocab=3, form="BF16", bfloat16_cache=True, tied=True
+        *(1, 1, heads, 1, head_dim), rotated=head_dim, layers=1, vocab=3, form="BF16", cache_form="BF16", tied=True
     )
-    rows = Rows(Cache(RandomModel(library, shape), 2), [1, 2], 0)
-    assert rows.run() == Result.DONE and np.isfinite(rows.logits).all()
+    rows = Rows(Cache(RandomModel(library, shape), 16), [1, 2], 0)
+    results: list[int] = []
+    before = threading.stack_size(512 << 10)
+    running = threading.Thread(target=lambda: results.append(rows.run()))
+    running.start()
+    threading.stack_size(before)
+    running.join()
+    assert results == [Result.DONE] and np.isfinite(rows.logits).all()
+
+
+@pytest.fixture(scope="module")
+def slow_model(library: ctypes.CDLL) -> RandomModel:
+    """Model whose passes over 512 rows take long enough to be stopped."""
+    shape = replace(SHAPE, width=256, inner=512, heads=4, kv_heads=4, head_dim=64, layers=24, positions=0, form="BF16")
+    return RandomModel(library, shape)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_pass_is_stopped_and_the_next_has_the_same_bits(threads: int, library: ctypes.CDLL) -> None:
+def test_a_pass_is_stopped_and_the_next_has_the_same_bits(
+    threads: int, slow_model: RandomModel, library: ctypes.CDLL
+) -> None:
     """The flag is set as soon as the pass has written the keys of the first layer."""
-    shape = replace(SHAPE, width=512, inner=2048, heads=8, kv_heads=8, head_dim=64, layers=24, positions=0, form="BF16")
-    cache, flag = Cache(RandomModel(library, shape), 260), StopFlag()
-    rows = Rows(cache, [i % shape.vocab for i in range(256)], 0, last=1, threads=threads)
+    cache, flag = Cache(slow_model, 512), StopFlag()
+    rows = Rows(cache, [i % SHAPE.vocab for i in range(512)], 0, last=1, threads=threads)
     rows.struct.stop = flag.address
     assert rows.run() == Result.DONE
     expected = rows.logits.copy()
@@ -154,8 +182,8 @@ def test_a_drafted_chain_is_stopped_before_its_first_token(library: ctypes.CDLL)
     cache, flag = Cache(RandomModel(library, replace(SHAPE, positions=0)), CAPACITY), StopFlag()
     rows, vocab, count = Rows(cache, [1, 2], 0, last=1), SHAPE.vocab, 3
     tokens, numbers = np.full(count, -1, np.int32), np.zeros((2, count), np.float32)
-    addresses = (numbers[0].ctypes.data, numbers[1].ctypes.data, tokens.ctypes.data)
-    chain = ChainStruct(1.0, None, None, None, *addresses, 0, vocab, 0.0, count)
+    peaks, chosen = numbers[0].ctypes.data, numbers[1].ctypes.data
+    chain = ChainStruct(top_p=1.0, peaks=peaks, chosen=chosen, tokens=tokens.ctypes.data, vocab=vocab, count=count)
     arguments = ctypes.byref(rows.struct), ctypes.byref(chain)
     rows.struct.stop = flag.address
     flag.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,15 +16,16 @@ from fakes.trace_lines import trace_lines
 from specdemo.cli import main
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
-from specdemo.models.engines.native import NativeCache, NativeEngine
+from specdemo.loaded_pair import load_pair
+from specdemo.models.engines.native import NativeCache
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import load
-from specdemo.models.loaded_pair import load_pair
 from specdemo.models.memory_plan import plan_spec
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import SAME
 from specdemo.models.zoo import PAIRS
+from specdemo.native.interface import TextStruct
 from specdemo.recipe import Recipe
 
 pytestmark = pytest.mark.long
@@ -64,9 +66,9 @@ def test_coupled_text_is_that_of_the_target(temperature: float) -> None:
 
 @pytest.mark.parametrize("form", ["bfloat16", "nf4"])
 def test_target_and_copy_do_not_disturb_each_other(form: str) -> None:
-    """The target computes the logits of a fresh cache, bit by bit; with equal weights its copy does too."""
+    """The target computes logits and hidden states of a fresh cache; with equal weights its copy does too."""
     model, rng = weights("llama", "bfloat16"), random.Random(0)
-    target = CachedModel(model)
+    target = CachedModel(model, taps=(0, 1, 2))
     copy = CachedModel(model if form == "bfloat16" else weights("llama", form), owner=target)
 
     def draft(longest: int) -> Draft:
@@ -79,7 +81,11 @@ def test_target_and_copy_do_not_disturb_each_other(form: str) -> None:
             nodes = draft(5)
             logits = cached.score(written, nodes)
             if cached.model is model:
-                assert torch.equal(logits, CachedModel(model).score(written, nodes))
+                fresh = CachedModel(model, taps=(0, 1, 2))
+                assert torch.equal(logits, fresh.score(written, nodes))
+                path = [*written, *(nodes.tokens[node] for node in nodes.path(len(nodes) - 1))]
+                found, expected = cached.states(path, 0), fresh.states(path, 0)
+                assert found is not None and expected is not None and torch.equal(found, expected)
         if turn % 2:
             path = copy.extend(written, 2, lambda logits, i: logits.argmax(-1))
             assert target.extend(written, 2, lambda logits, i: logits.argmax(-1)) == path or form != "bfloat16"
@@ -91,14 +97,14 @@ def test_target_and_copy_do_not_disturb_each_other(form: str) -> None:
 @pytest.mark.slow
 def test_the_prompt_is_processed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
-    original = NativeEngine._call
+    original = NativeCache.describe
 
-    def counted(self: NativeEngine, function: Any, cache: NativeCache, new: list[int], *arguments: Any) -> None:
-        rows.append(len(new))
-        original(self, function, cache, new, *arguments)
+    def counted(self: NativeCache, text: TextStruct) -> None:
+        rows.append(text.rows)
+        original(self, text)
 
     tokens(pair="bundled", drafter=SAME)  # loads and measures
-    monkeypatch.setattr(NativeEngine, "_call", counted)
+    monkeypatch.setattr(NativeCache, "describe", counted)
     tokens(pair="bundled", drafter=SAME, gamma=3)
     prompt = load(Recipe(device="cpu").target_spec).tokenizer.encode(PROMPT)
     assert rows[0] == len(prompt) and max(rows[1:]) == 4 and rows[1] == 1
@@ -130,7 +136,7 @@ def test_copies_that_are_not_smaller_are_refused(case: str) -> None:
     values, sentence = REFUSED[case]
     with pytest.raises(UserError, match=sentence):
         Recipe(**{"drafter": SAME, "device": "cpu", **values})
-    Recipe(**{"drafter": SAME, "device": "cpu", "method": "ar", **values, "pair": None} | {"drafter": SAME})
+    replace(Recipe(), **{"device": "cpu", "method": "ar", **values, "pair": None} | {"drafter": SAME})
 
 
 @pytest.mark.parametrize("form", ["", "int8", "nf4", "bf16"])

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from fakes.slow_model import slow_model
 from fakes.trace_records import header
+from torch import Tensor
 
 from specdemo.core.events import End, Event, Header
 from specdemo.core.metrics import Metrics
@@ -54,9 +56,9 @@ def test_stop_ends_a_pass_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     model, began, worker = CachedModel(slow_model()), threading.Event(), Worker()
     call = NativeEngine._call
 
-    def announced(self: NativeEngine, *arguments: object) -> None:
+    def announced(self: NativeEngine, *arguments: Any) -> list[Tensor]:
         began.set()
-        call(self, *arguments)
+        return call(self, *arguments)
 
     monkeypatch.setattr(NativeEngine, "_call", announced)
     text = [i % 50 for i in range(250)]

@@ -14,7 +14,14 @@ from specdemo.native.build import VECTORS, supported_vectors
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 TESTS = Path(__file__).parent
-FILES = ("test_native_engine.py", "test_native_safety.py", "test_gguf.py", "test_memory_plan.py", "test_load.py")
+FILES = (
+    "test_activations.py",
+    "test_native_engine.py",
+    "test_native_safety.py",
+    "test_gguf.py",
+    "test_memory_plan.py",
+    "test_load.py",
+)
 
 
 @pytest.mark.parametrize("vectors", supported_vectors()[1:])  # `make test` uses the widest

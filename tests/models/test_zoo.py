@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,7 @@ def test_gemmas_alternating_windows_roll_back(method: str, tmp_path: Path) -> No
     pool = ModelPool()
 
     def run(method: str) -> tuple[list[int], int]:
-        recipe = Recipe(**models, method=method, temperature=0, max_tokens=48, gamma=4, device="cpu")
+        recipe = replace(Recipe(), **models, method=method, temperature=0, max_tokens=48, gamma=4, device="cpu")
         lines = [line for line in generate(recipe, "def add(a, b):\n    return", pool) if "phase" not in line]
         drafted = lines[-1]["metrics"]
         return [token for line in lines if "i" in line for token in line["tokens"]], drafted["drafted"]

@@ -332,7 +332,7 @@ def test_model_error_affects_only_its_request() -> None:
     ("arguments", "sentence"),
     [
         (["serve", "--port", "70000"], "cannot listen on"),
-        (["serve", "--queue", "0"], "must be above 0"),
+        (["serve", "--queue", "0"], "queue must be at least 1"),
         (["serve", "--certificate", "/nowhere"], "file /nowhere does not exist"),
         (["serve", "--target", "/nowhere"], "/nowhere"),
         (["run", "x", "--rtt-ms", "3"], "has no effect without --remote"),
@@ -359,7 +359,18 @@ class Process:
     """Service in a subprocess."""
 
     def __init__(self, port: int = 0) -> None:
-        command = [sys.executable, "-m", "specdemo", "serve", "--port", str(port), "--device", "cpu"]
+        command = [
+            sys.executable,
+            "-m",
+            "specdemo",
+            "serve",
+            "--pair",
+            "bundled",
+            "--port",
+            str(port),
+            "--device",
+            "cpu",
+        ]
         environment = {**os.environ, "SPECDEMO_TOKEN": "secret", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
         assert self._process.stdout is not None
@@ -502,7 +513,8 @@ def assert_gone(client: HttpClient) -> None:
 
 
 def test_interrupt_ends_streams_and_the_process_with_exit_code_0() -> None:
-    command = [sys.executable, "-m", "specdemo", "serve", "--port", "0", "--device", "cpu", "--until-stdin-ends"]
+    command = [sys.executable, "-m", "specdemo", "serve", "--pair", "bundled", "--port", "0", "--device", "cpu"]
+    command.append("--until-stdin-ends")
     with subprocess.Popen(
         command,
         cwd=ROOT,

@@ -22,6 +22,7 @@ from specdemo.remote.client import StreamingVerifier
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.protocol import CODECS, ServiceInfo, VerifyRequest, VerifyResponse
 from specdemo.remote.target import connect
+from specdemo.ui.limits import HostLimits
 
 SPEC = ModelSpec(PAIRS["bundled"].target, device="cpu")
 SECRET = {"SPECDEMO_TOKEN": "secret"}
@@ -52,6 +53,45 @@ LISTED = SECRET | {"SPECDEMO_REMOTE": "https://good.example:8300, http://plain.e
 )
 def test_token_is_sent_to_this_machine_and_listed_https_addresses(url: str, environment: Any, sent: bool) -> None:
     assert token_for(url, environment) == ("secret" if sent else None)
+
+
+@pytest.mark.parametrize(
+    ("address", "valid"),
+    [
+        ("http://cloud:8300", True),
+        ("https://good.example", True),
+        ("http://127.0.0.1:1/", True),
+        ("http://[::1]:8300/behind/a/proxy", True),
+        ("https://my_service.local:443", True),
+        ("http://[", False),
+        ("http://", False),
+        ("http:///path", False),
+        ("http://host:99999", False),
+        ("http://host:abc", False),
+        ("http://host:0", False),
+        ("http://host:", False),
+        ("http://é.example", False),
+        ("http://a..b", False),
+        (f"http://{'a' * 64}.example", False),
+        ("http://user@host", False),
+        ("http://host/?q=1", False),
+        ("http://host/#x", False),
+        ("http://host/a b", False),
+        ("http://host\r\nX: y", False),
+        ("http://host\n", False),
+        ("ftp://host", False),
+        ("host:8300", False),
+    ],
+)
+def test_addresses_of_services_are_parsed_strictly(address: str, valid: bool) -> None:
+    if valid:
+        assert CloudConfig(address).remote == address
+        assert HostLimits(remote=(address,)).remote == (address,)
+        return
+    for refused in (lambda: CloudConfig(address), lambda: HostLimits(remote=(address,))):
+        with pytest.raises(UserError, match="http://host:port") as error:
+            refused()
+        assert str(error.value).isprintable()
 
 
 def test_connection_to_another_address_sends_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +162,7 @@ def test_malicious_descriptions_get_a_sentence(service: Any, status: int, change
         b" " * (17 << 20) if changes is None else json.dumps(info | changes if status == 200 else changes).encode()
     )
     with pytest.raises(UserError, match=sentence) as error:
-        connect(CloudConfig(service.url), SPEC, 0)
+        connect(CloudConfig(service.url, deadline_ms=60_000), SPEC, 0)  # the time limit of an attempt
     assert str(error.value).isprintable() and len(str(error.value)) < 600
 
 

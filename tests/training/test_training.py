@@ -29,10 +29,11 @@ def model() -> LlamaForCausalLM:
 def train(folder: Path, schedule: Schedule, stop_at: int | None = None) -> LlamaForCausalLM:
     trained = model()
 
-    def batches(step: int, size: int, length: int) -> torch.Tensor:
+    def batches(step: int) -> torch.Tensor:
         if step == stop_at:
             raise KeyboardInterrupt
-        return torch.from_numpy(batch(TOKENS, step, size, length, seed=1))
+        length = schedule.length(step)
+        return torch.from_numpy(batch(TOKENS, step, schedule.tokens // length, length, seed=1))
 
     def loss(ids: torch.Tensor) -> torch.Tensor:
         return objectives.prediction(trained, ids)

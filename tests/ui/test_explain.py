@@ -11,11 +11,11 @@ from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, heade
 
 from specdemo import ui
 from specdemo.core.explain import FATES, STYLES, Reason, explain, figure, reason_of
-from specdemo.core.step import Outcome
+from specdemo.core.step import Draft, Outcome, Step, Verdict
 from specdemo.ui import step_views
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
-from specdemo.ui.step_views import colours_of
+from specdemo.ui.text_picture import colours_of
 
 COCKPIT = Path(ui.__file__).parent / "cockpit"
 SCRIPTS = "\n".join(path.read_text("utf-8") for path in sorted(COCKPIT.glob("*.js")))
@@ -37,7 +37,7 @@ def shown_by_tooltip(record: dict, head: dict) -> list[str]:
     return sentences
 
 
-@pytest.mark.parametrize("rule", ["rejection", "match", "coupled", "top1", "typical"])
+@pytest.mark.parametrize("rule", ["rejection", "block", "match", "coupled", "top1", "typical", "lenient"])
 @pytest.mark.parametrize("line", [PREFILL, REJECTION, ALL_KEPT, CUT, TREE, UNVERIFIED])
 def test_tooltip_and_inspector_give_the_explanation_of_the_terminal(line: dict, rule: str) -> None:
     run, recipe = Run(), {"method": "draft", "gamma": 3, "temperature": 0.7, "rule": rule}
@@ -83,6 +83,19 @@ def test_explanations_name_the_outcome() -> None:
             assert words.startswith(names), (words, outcome)
     assert reason_of(step_event(REJECTION).step, None, {"rule": "rejection"}) is Reason.RESIDUAL
     assert reason_of(step_event(REJECTION).step, None, {"rule": "match"}) is Reason.CORRECTION
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_last_draw_below_its_bound_decides_about_a_block(temperature: float) -> None:
+    recipe = {"method": "draft", "gamma": 4, "temperature": temperature, "rule": "block"}
+    verdict = Verdict((0, 1), 3, p=(0.5,) * 4, draw=(0.9, 0.1, 0.8, 0.7), beta=(0.5,) * 4, bound=(0.4, 0.25, 0.3, 0.7))
+    done = Step(1, (1, 2, 3), Draft.chain((1, 2, 1, 2), (0.5,) * 4), verdict, 4, 0.0, 0.0, 0.0, 0.0)
+    reasons = [reason_of(done, node, recipe) for node in (*range(4), None)]
+    block = (Reason.BLOCK_RESCUED, Reason.BLOCK_ACCEPTED, Reason.BLOCK_REJECTED, Reason.BLOCK_REJECTED)
+    assert reasons == [*block, Reason.BLOCK_RESIDUAL if temperature else Reason.CORRECTION]
+    assert explain(done, 0, recipe).startswith("Accepted, although the draw 0.900 is not below 0.400.")
+    assert "The last draw below its bound decides." in explain(done, 1, recipe)
+    assert [done.outcome(node) for node in range(4)] == [Outcome.ACCEPTED] * 2 + [Outcome.REJECTED] * 2
 
 
 def test_each_outcome_has_a_colour_and_a_style() -> None:

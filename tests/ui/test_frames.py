@@ -166,7 +166,7 @@ def test_exactness_badge() -> None:
         ({"exact": False}, "lossy", "changes the target's distribution"),
         ({}, "exact", "may flip a near-tie"),
         ({"bit_equal": False}, "exact", "may flip a near-tie"),
-        ({"bit_equal": True}, "bit-equal here", "to the last bit"),
+        ({"bit_equal": True}, "exact", "to the last bit"),
     ):
         run = Run()
         absorb(run, SPEC, header(**changes))
@@ -190,7 +190,7 @@ def test_tiles_are_dashes_without_values() -> None:
     empty = tiles(Run().lanes)
     assert {value for value, _ in empty.values()} == {"–"}
     shown = tiles(whole(Run()).lanes)
-    assert shown["acceptance"] == ("60 %", "3 of 5 drafted · α 0.75")
+    assert shown["acceptance"] == ("60 %", "3 of 5 drafted · α 0.75 · mean overlap β 0.75")
     assert shown["tokens_per_pass"] == ("2.50", "2 target passes")
     assert shown["tokens_per_second"][0] == "83.3"  # 5 tokens in 2 x 0.03 s
     assert shown["ttft"][0] == "50 ms"
@@ -217,17 +217,17 @@ def test_speed_up_is_the_ratio_of_the_two_measured_speeds() -> None:
     assert lane_speedup(run.lanes) == pytest.approx((5 / 0.06) / (1 / 0.024))
     assert tiles(run.lanes)["speedup"][0] == "2.0×"
     words = verdict(run.lanes)
-    assert words.startswith("Speculation was 2.0× as fast: 83.3 against 41.7 tokens per second.")
+    assert words.startswith("In this one run, speculation was 2.0× as fast: 83.3 against 41.7 tokens per second.")
     assert "gave 2.50 tokens" in words and "took 1.25 AR steps" in words
     # 2.5 tokens from 2.5 drafted at a beta of 0.75, drafting 0.01 s of 0.024, verifying 0.02
-    assert "With α 0.75, 2.5 draft tokens per step and c 0.17, Theorem 3.8 predicts" in words
+    assert "With mean overlap β 0.75, 2.5 draft tokens per step and c 0.17, Theorem 3.8 predicts" in words
     same = sameness(run.lanes)
     assert same and same["badge"] == "identical text" and "6 tokens" in same["why"]
 
 
 def test_slowdown_is_reported() -> None:
     words = verdict(compared(0.006).lanes)
-    assert words.startswith("Speculation lost: 0.5× the speed of AR decoding")
+    assert words.startswith("In this one run, speculation lost: 0.5× the speed of AR decoding")
     assert "disable speculation" in words
 
 
@@ -302,20 +302,23 @@ def repeated(*ar_seconds: float) -> Run:
     return run
 
 
-def test_repeated_comparison_shows_median_and_range() -> None:
-    run = repeated(0.024, 0.018, 0.03)
-    assert run.phase == ("done", "3 pairs")
+@pytest.mark.parametrize(
+    ("seconds", "outcome"),
+    [
+        ((0.024, 0.018, 0.03), "Not enough repeats for a result: median 2.00×, range 1.50× to 2.50×, over 3"),
+        ((0.024, 0.018, 0.013, 0.024, 0.055), "Speculation was faster in every pair: median 2.00×"),
+        ((0.010, 0.007, 0.008, 0.011, 0.0115), "Speculation was slower in every pair: median 0.83×"),
+        ((0.013, 0.011, 0.0125, 0.02, 0.03), "No clear difference: median 1.08×"),
+    ],
+)
+def test_the_result_of_repetitions_follows_from_the_paired_ratios(seconds: tuple[float, ...], outcome: str) -> None:
+    run = repeated(*seconds)
+    assert run.phase == ("done", f"{len(seconds)} pairs")
     run.finish()
     frame = json.loads(run.frame(0))
-    assert run.phase[0] == "done" and len(frame["r"]) == 4 + 7, "only the first pair is shown"
-    assert frame["tiles"]["speedup"] == ["2.00×", "median of 3 pairs, 1.50 to 2.50"]
-    assert frame["verdict"].startswith("Speculation was faster: median 2.00×, range 1.50× to 2.50×, over 3")
-
-
-def test_overlapping_speeds_are_no_clear_difference() -> None:
-    run = repeated(0.013, 0.011, 0.0125)
-    run.finish()
-    assert json.loads(run.frame(0))["verdict"].startswith("No clear difference")
+    assert len(frame["r"]) == 4 + 7, "only the first pair is shown"
+    assert frame["verdict"].startswith(outcome)
+    assert f"median of {len(seconds)} pairs" in frame["tiles"]["speedup"][1]
 
 
 def test_repeated_comparison_stopped_early_is_stopped() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ import pytest
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from specdemo.remote.access import is_known_host, route_table
+from specdemo.completions.routes import COMPLETION_ROUTES
+from specdemo.remote.access import RouteInfo, is_known_host
 from specdemo.remote.server import SERVICE_ROUTES
+from specdemo.ui import gateway
+from specdemo.ui.event_requests import KnownEvents
 from specdemo.ui.gateway import PAGE_ROUTES, Gateway, space_hosts
 from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
 from specdemo.ui.page import build
@@ -68,11 +72,39 @@ def test_every_other_route_is_disabled(served: Any, browser: TestClient) -> None
     assert browser.get("/pwa_icon/192").status_code == 200
 
 
+def route_table(routes: Iterable[RouteInfo]) -> str:
+    rows = [f"| `{route.methods} {route.path}` | {route.purpose} | {route.limits} |" for route in routes]
+    return "\n".join(["| route | purpose | limits |", "|---|---|---|", *rows])
+
+
 def test_routes_are_documented() -> None:
     """Otherwise copy the output of `route_table`."""
     text = (Path(__file__).parents[2] / "docs/hosting.md").read_text("utf-8")
-    assert route_table(PAGE_ROUTES) in text and route_table(SERVICE_ROUTES) in text
+    assert all(route_table(routes) in text for routes in (PAGE_ROUTES, SERVICE_ROUTES, COMPLETION_ROUTES))
     assert all(route.purpose for route in PAGE_ROUTES)
+
+
+MALFORMED = (
+    "evil.example:80@127.0.0.1",
+    "evil.example@localhost",
+    "[::1].evil",
+    "[::1]evil:80",
+    "[::1",
+    "::1",
+    "[127.0.0.1]",
+    "[evil.example]",
+    "[::1]:80:90",
+    "localhost:80/evil",
+    "localhost:99999",
+    "localhost:",
+    "localhost:8o",
+    "127.0.0.1#",
+    "127.0.0.1?",
+    "/127.0.0.1",
+    "127.0.0.1 evil",
+    "http://127.0.0.1",
+    "%6cocalhost",
+)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +118,8 @@ def test_routes_are_documented() -> None:
         ({"Host": "evil.example", "X-Forwarded-Host": "localhost"}, 403),
         ({"Host": ""}, 403),
         ({"Host": "localhost.evil.example"}, 403),
+        ({"Host": "localhost.:7860"}, 200),
+        *((({"Host": host}, 403)) for host in MALFORMED),
     ],
 )
 def test_unknown_host_names_are_refused(browser: TestClient, headers: dict[str, str], status: int) -> None:
@@ -109,6 +143,13 @@ FOREIGN = [
     {"Origin": "null"},
     {"Sec-Fetch-Site": "cross-site"},
     {"Sec-Fetch-Site": "same-site", "Origin": HERE},
+    {"Sec-Fetch-Site": "none", "Origin": "http://evil.example"},
+    {"Sec-Fetch-Site": "none", "Origin": "null"},
+    {"Sec-Fetch-Site": "", "Origin": HERE},
+    {"Origin": f"{HERE}@evil.example"},
+    {"Origin": f"http://evil.example@{HERE.partition('//')[2]}"},
+    {"Origin": f"chrome-extension://{HERE.partition('//')[2]}"},
+    {"Origin": f"{HERE}.evil.example"},
 ]
 
 
@@ -121,7 +162,17 @@ def test_other_sites_cannot_change_state(browser: TestClient, headers: dict[str,
     assert browser.get("/robots.txt", headers=headers).status_code == 200  # links of other sites
 
 
-@pytest.mark.parametrize("headers", [{}, {"Origin": HERE}, {"Origin": HERE, "Sec-Fetch-Site": "same-origin"}])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Origin": HERE},
+        {"Origin": HERE, "Sec-Fetch-Site": "same-origin"},
+        {"Origin": "https://behind.proxy", "Sec-Fetch-Site": "same-origin"},  # a proxy changes the host
+        {"Origin": HERE, "Sec-Fetch-Site": "none"},
+        {"Sec-Fetch-Site": "none"},
+    ],
+)
 def test_own_page_and_programs_may_change_state(browser: TestClient, headers: dict[str, str]) -> None:
     assert browser.post(f"{API}/reset", json={}, headers=headers).status_code not in (403, 404)
 
@@ -131,24 +182,27 @@ def test_security_headers(browser: TestClient) -> None:
         headers = browser.get(path).headers
         assert "frame-ancestors 'self'" in headers["content-security-policy"]
         assert headers["x-content-type-options"] == "nosniff"
-    framed = Gateway(lambda *_: None, PUBLIC, (), framed=True)
+    framed = Gateway(lambda *_: None, PUBLIC, (), KnownEvents({}, {}, {}), framed=True)
     assert "https://huggingface.co" in framed._headers["Content-Security-Policy"]
 
 
 def call(browser: TestClient, function: str, data: Any) -> Any:
     config = browser.get("/config").json()
     (cockpit,) = (one for one in config["components"] if one["props"].get("elem_id") == "cockpit")
-    body = {"data": data, "component_id": cockpit["id"], "fn_name": function, "session_hash": "x"}
+    body = {"data": data, "component_id": cockpit["id"], "fn_name": function, "session_hash": "session-x"}
     return browser.post(f"{API}/component_server", json=body)
 
 
 def test_large_requests_are_refused(browser: TestClient) -> None:
-    assert "at most 100,000 are read" in call(browser, "import_trace", "x" * 200_000).json()
-    assert browser.post(f"{API}/component_server", content=b"x" * 2_300_000).status_code == 413
-    assert browser.post(f"{API}/queue/join", content=b"x" * 2_000_001).status_code == 413
+    kind, lines = {"Content-Type": "application/json"}, {"Content-Type": "application/x-ndjson"}
+    assert "at most 100,000 are read" in browser.post("/traces", content="x" * 200_000, headers=lines).json()["refused"]
+    assert browser.post("/traces", content="x" * 200_001, headers=lines).status_code == 413
+    assert browser.post("/traces", content="x", headers=kind).status_code == 415
+    for route in ("component_server", "queue/join"):
+        assert browser.post(f"{API}/{route}", content=b"x" * 2_000_001, headers=kind).status_code == 413
     chunks = iter([b"[" + b"1," * 600_000, b"1," * 600_000 + b"1]"])  # of unknown length
-    response = browser.post(f"{API}/component_server", content=chunks, headers={"Content-Type": "application/json"})
-    assert response.status_code in (400, 500)
+    response = browser.post(f"{API}/component_server", content=chunks, headers=kind)
+    assert response.status_code == 413
 
 
 def test_opened_traces_count_as_runs_and_requests_are_limited(served: Any) -> None:
@@ -165,3 +219,21 @@ def test_opened_traces_count_as_runs_and_requests_are_limited(served: Any) -> No
 def test_unknown_recordings_get_a_sentence(browser: TestClient, name: Any) -> None:
     response = call(browser, "recorded", name)
     assert response.status_code == 200 and "no recorded trace" in json.loads(response.json())["refused"]
+
+
+def test_requests_whose_body_does_not_arrive_are_answered_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway, "_BODY_S", 0.01)
+    sent: list[Any] = []
+
+    async def silent() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    page = Gateway(lambda *_: None, PUBLIC, None, KnownEvents({}, {}, {}))
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"9")]
+    scope = {"type": "http", "method": "POST", "path": f"{API}/reset", "query_string": b"", "headers": headers}
+    asyncio.run(page(scope, silent, send))
+    assert sent[0]["status"] == 408 and (b"connection", b"close") in sent[0]["headers"]
+    assert b"did not arrive within" in sent[1]["body"]

@@ -10,8 +10,10 @@ from fakes.trace_records import PREFILL, absorb, end, header, step
 from specdemo.ui.frames import Run
 from specdemo.ui.labels import tiles, verdict
 from specdemo.ui.lane import PLAIN, SPEC
+from specdemo.ui.step_views import what_if
 
 AR_S = 0.01
+PLAIN_STEPS = [step(i, pieces=["x"], draft_s=0.0, verify_s=AR_S) for i in range(1, 9)]
 
 
 def words_after(
@@ -25,9 +27,8 @@ def words_after(
     more = {"beta": [beta] * tested + [None] * (gamma - tested), "draft_s": draft_s, "verify_s": verify_s}
     pieces, path = ["x"] * (accepted + 1), tuple(range(accepted))
     drafted = [step(i, pieces=pieces, draft=draft, accepted=path, tested=tested, **more) for i in range(1, 9)]
-    plain = [step(i, pieces=["x"], draft_s=0.0, verify_s=AR_S) for i in range(1, 9)]
     absorb(run, SPEC, made, PREFILL, *drafted, end())
-    absorb(run, PLAIN, header("ar"), PREFILL, *plain, end())
+    absorb(run, PLAIN, header("ar"), PREFILL, *PLAIN_STEPS, end())
     run.finish()
     return verdict(run.lanes), tiles(run.lanes)["acceptance"][1]
 
@@ -35,23 +36,48 @@ def words_after(
 @pytest.mark.parametrize(
     ("figures", "recipe", "advice"),
     [
-        ((0.3, 0.02, 0.01), {}, "α 0.30 does not exceed c 0.50: disable speculation (method ar)"),
+        (
+            (0.3, 0.02, 0.01),
+            {},
+            "Acceptance (mean overlap β 0.30) does not exceed c 0.50: confirm with Repeat, then disable",
+        ),
         ((0.4, 0.004, 0.022), {}, "No draft length pays at these costs of verification and host"),
         ((0.5, 0.008, 0.014), {"gamma": 8}, "By the cost model γ 2 reaches"),
-        ((0.3, 0.02, 0.01), {"method": "tree"}, "lower “Nodes per draft”, or disable speculation"),
+        (
+            (0.3, 0.02, 0.01),
+            {"method": "tree"},
+            "lower “Nodes per draft”, or confirm with Repeat and disable",
+        ),
         ((0.3, 0.0, 0.03), {"method": "lookahead"}, "lower “Window, positions” or “Order n”"),
     ],
 )
 def test_advice_names_a_change_that_helps(figures: tuple, recipe: dict, advice: str) -> None:
     words, _ = words_after(*figures, **recipe)
-    assert words.startswith("Speculation lost") and advice in words
+    assert words.startswith("In this one run, speculation lost") and advice in words
     assert "shorter draft" not in words
 
 
-def test_alpha_is_the_mean_overlap_on_the_whole_page() -> None:
+def test_alpha_is_accepted_over_tested_on_the_whole_page() -> None:
     """Half of the tested tokens are accepted; the mean of sum min(p, q) is 0.6."""
     words, note = words_after(0.6, 0.001, 0.01)
-    assert note == "8 of 32 drafted · α 0.60" and "With α 0.60," in words
+    assert note == "8 of 32 drafted · α 0.50 · mean overlap β 0.60" and "With mean overlap β 0.60," in words
     words, note = words_after(0.6, 0.001, 0.01, rule="match")
-    assert note == "8 of 32 drafted · accepted/tested 0.50" and "With accepted/tested 0.50," in words
-    assert "α" not in words + note
+    assert note == "8 of 32 drafted · α 0.50" and "With α 0.50," in words
+    assert "β" not in words + note
+
+
+def test_verdict_and_estimate_give_the_same_advice() -> None:
+    cost = {"environment": {"parity": {"cost": {"1": 1.0, "2": 1.1, "5": 1.4, "9": 2.0}}}}
+    run = Run((SPEC, PLAIN))
+    made = header() | cost
+    made["recipe"] = made["recipe"] | {"gamma": 4, "rule": "rejection", "policy": "fixed"}
+    tested = {"draft": "abcd", "tested": 2, "beta": [0.5, 0.5, None, None], "draft_s": 0.008, "verify_s": 0.014}
+    drafted = [step(i, pieces=["x", "y"], accepted=(0,), **tested) for i in range(1, 9)]
+    absorb(run, SPEC, made, PREFILL, *drafted, end())
+    absorb(run, PLAIN, header("ar"), PREFILL, *PLAIN_STEPS, end())
+    run.finish()
+    estimate, _ = what_if(run.lanes[SPEC], run.lanes[PLAIN])
+    assert estimate is not None and estimate["fits"]
+    best = max(estimate["rows"], key=lambda row: row[2])
+    assert best[0] != estimate["gamma"] and best[3] > estimate["measured"]
+    assert f"γ {best[0]} is estimated" in verdict(run.lanes)

@@ -124,6 +124,25 @@ def test_table_contains_the_measures_of_the_guide() -> None:
     assert (rows[2]["hard_ratio"], total["hard_ratio"]) == ("0.50", "0.75")
 
 
+@pytest.mark.parametrize(
+    ("changes", "most"),
+    [
+        ({}, "24,032"),  # 3 ids, 3 probabilities, a row of 6,000 tokens
+        ({"cloud": {"mode": "speculative", "q_rows": "float16"}}, "12,032"),
+        ({"cloud": {"mode": "speculative", "q_rows": "scalar"}}, "32"),
+        ({"rule": "coupled"}, "20"),
+        ({"rule": "block"}, "72,032"),
+    ],
+)
+def test_bytes_per_token_stand_beside_their_bound(changes: dict[str, Any], most: str) -> None:
+    run = Run()
+    for line in (header(recipe=RECIPE | changes) | {"vocab_size": 6000}, *LINES, end()):
+        absorb(run, SPEC, line)
+    words = best_k.describe_traffic(run.lanes[SPEC])
+    m = run.lanes[SPEC].metrics
+    assert f"at most **{most}** per token" in words and f"{2000 / m.tokens:,.0f} measured" in words
+
+
 def test_best_k_is_the_maximum_and_grows_with_the_delay() -> None:
     link = best_k.link_of(played(*LINES).lanes[SPEC])
     assert (link.gamma, link.verify_s, link.token_s) == (3.0, pytest.approx(0.008), pytest.approx(0.001))
@@ -320,7 +339,7 @@ def over(url: str, **more: Any) -> Recipe:
     ("recipe", "words"),
     [
         (over("http://169.254.169.254/latest"), "only listed services"),
-        (over("http://good:1.evil"), "only listed services"),
+        (over("http://good.evil:1"), "only listed services"),
         (over(""), "no local cloud service"),
         (over("http://good:1", rtt_ms=5), "link emulation is disabled"),
         (over("http://good:1", lost_after_s=1e4), "lost_after_s may be 120 seconds"),
@@ -490,7 +509,7 @@ def test_serve_command_contains_the_target() -> None:
 
 def measured(mode: str, wall_s: float) -> dict[str, Any]:
     link = {} if mode == "edge_only" else {"remote": {"escalated": 4.0, "bytes_up": 1000.0, "bytes_down": 2000.0}}
-    return {"ttft_s": 0.1, "wall_s": wall_s, "tokens": 20, "steps": 5, "kv_bytes": 1e6, **link}
+    return {"ttft_s": 0.1, "wall_s": wall_s, "tokens": 20, "steps": 5, "kv_bytes": 1e6, "peak_rss_bytes": 4e8, **link}
 
 
 def test_options_of_drafts_apply_to_the_speculative_mode_only() -> None:
@@ -518,6 +537,12 @@ def test_three_modes_are_compared_with_cloud_only() -> None:
     assert both["tokens/s"] == f"{40 / 2.2:.1f}" and both["cloud calls"] == "80 %" and edge["cloud calls"] == "0 %"
     assert (both["up kB"], both["down kB"], edge["up kB"]) == ("2.0", "4.0", "0.0")
     assert (both["exact"], edge["exact"]) == ("yes", "lossy")
+    gpu = "GPU peak MB, allocated / reserved"
+    assert (both["CPU peak MB"], both[gpu], both["KV MB"], both["KV share"]) == ("400", "–", "1.00", "0.25%")
+    on_gpu = records[0]["runs"][0] | {"peak_device_bytes": 2e8, "peak_reserved_bytes": 3e8}
+    (row, *_) = modes.mode_rows(SweepResult(asked, [{"runs": [on_gpu, *records[0]["runs"][1:]]}, records[1]]))
+    both = dict(zip(modes.MODE_TABLE_HEAD, row, strict=True))
+    assert (both[gpu], both["KV share"]) == ("200 / 300", "0.50%")
     for count in (0, 99, "many", True, None):
         with pytest.raises(UserError, match="prompts must be from 1 to"):
             modes.modes_sweep({}, "cpu", count, 16)

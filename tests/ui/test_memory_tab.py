@@ -51,7 +51,7 @@ def test_memory_of_a_run_equals_its_trace() -> None:
     absorb(run, SPEC, header())
     for i, one in enumerate(held):
         absorb(run, SPEC, step(i, pieces=["a"], memory=one))
-    absorb(run, SPEC, end() | {"metrics": {"peak_rss_bytes": 9e8, "peak_device_bytes": None}})
+    absorb(run, SPEC, end() | {"metrics": {"peak_rss_bytes": 9e8, "peak_device_bytes": None, "store_bytes": 123456}})
     absorb(run, PLAIN, header("ar", environment={"target_bytes": 28e6, "drafter_bytes": None}))
     absorb(run, PLAIN, step(0, pieces=["a"], memory=held[0]))
     assert rows(ledger.of_run(run)) == {
@@ -61,6 +61,7 @@ def test_memory_of_a_run_equals_its_trace() -> None:
         "keys and values, last step": ["3.0", "1.0"],
         "keys and values, peak": ["4.0", "1.0"],
         "share of keys and values": ["11 %", "3 %"],  # 4 of 37, 1 of 29
+        "store of n-grams or suffixes": ["0.12", "–"],
         "process, last step": ["600.0", "500.0"],
         "process, peak": ["900.0", "500.0"],
     }

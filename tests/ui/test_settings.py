@@ -8,8 +8,19 @@ from typing import Any
 import pytest
 
 from specdemo.core.events import Header
+from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.recipe import Recipe
-from specdemo.ui.settings import from_link, recipe_of, recipe_settings, recorded_settings, restored, unknown_names
+from specdemo.ui.settings import (
+    OPTIONS,
+    from_link,
+    recipe_of,
+    recipe_settings,
+    recorded_settings,
+    restored,
+    setting_of,
+    stored_recipes,
+    unknown_names,
+)
 
 USUAL = {
     "pair": "bundled", "method": "draft", "gamma": 3, "temperature": 0.5, "seed": 0, "skip_layers": "",
@@ -18,12 +29,21 @@ USUAL = {
 
 
 def test_links_round_trip() -> None:
-    query = {"method": "nasd", "gamma": "5", "temperature": "0", "compare": "true", "skip_layers": "5", "prompt": "12"}
+    query = {"method": "self", "gamma": "5", "temperature": "0", "compare": "true", "skip_layers": "5", "prompt": "12"}
     settings, refused = restored(from_link(query, USUAL), USUAL, "cpu")
     assert not refused
     assert settings == USUAL | {
-        "method": "nasd", "gamma": 5, "temperature": 0, "compare": True, "skip_layers": "5", "prompt": "12",
+        "method": "self", "gamma": 5, "temperature": 0, "compare": True, "skip_layers": "5", "prompt": "12",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_pair_of_a_link_sets_its_own_settings(name: str) -> None:
+    usual = USUAL | {"pair": CHAT_PAIR, "top_p": 1.0} | PAIRS[CHAT_PAIR].settings
+    settings, refused = restored(from_link({"pair": name}, usual), usual, "cpu")
+    assert not refused and settings == usual | {"pair": name} | PAIRS[name].settings
+    named = from_link({"pair": name, "gamma": "2"}, usual)
+    assert named["gamma"] == 2 and named["method"] == PAIRS[name].method
 
 
 @pytest.mark.parametrize(
@@ -31,6 +51,7 @@ def test_links_round_trip() -> None:
     [
         ({"method": "magic"}, "unknown method"),
         ({"gamma": "1e9"}, "gamma must be"),
+        ({"gamma": "99"}, "gamma must be from 1 to 64, not 99"),
         ({"gamma": "NaN"}, "gamma must be"),
         ({"gamma": "[[[["}, "gamma must be a number"),
         ({"temperature": "{}"}, "temperature must be"),
@@ -65,13 +86,41 @@ def test_values_that_are_invalid_together_are_named() -> None:
     assert error.startswith("target ignored: method draft needs a drafter: add it (same: a quantised copy), or choose")
 
 
+@pytest.mark.parametrize(
+    ("values", "dropped", "words"),
+    [
+        ({"method": "ar", "gamma": 5, "rule": "match"}, {"gamma", "rule"}, "has no effect with method ar"),
+        ({"method": "nasd", "policy": "svip"}, {"policy"}, "svip has no effect with method nasd"),
+        ({"tree_nodes": 5}, {"tree_nodes"}, "has no effect with method draft: choose tree"),
+        ({"mode": "speculative", "remote": "http://a:1", "gate_nll": 2.0}, {"gate_nll"}, "without gate nll"),
+    ],
+)
+def test_values_without_effect_are_dropped_with_a_message(
+    values: dict[str, Any], dropped: set[str], words: str
+) -> None:
+    usual = USUAL | {name: setting_of(OPTIONS[name], OPTIONS[name].default) for name in values.keys() - USUAL.keys()}
+    settings, messages = restored(values, usual, "cpu")
+    assert settings == usual | {name: value for name, value in values.items() if name not in dropped}
+    assert {message.partition(" ignored: ")[0] for message in messages} == dropped
+    assert all(words in message for message in messages)
+
+
+def test_the_page_runs_controls_without_effect_and_keeps_stored_lanes() -> None:
+    """A control always has a value."""
+    usual = USUAL | {"rule": "rejection"}
+    lane = usual | {"method": "ar", "gamma": 5, "rule": "match"}
+    assert recipe_of(recipe_settings(lane), "cpu").gamma == 5
+    (recipe,) = stored_recipes([lane], usual, "cpu")
+    assert (recipe.method, recipe.gamma) == ("ar", 5)
+
+
 def test_unknown_names_in_a_link_are_listed() -> None:
     query = {"gamma": "5", "gama": "5", "x" * 100: "1", "__theme": "dark"}
     assert unknown_names(query, USUAL) == ["gama", "x" * 40]
 
 
 def test_settings_of_a_trace_are_applicable() -> None:
-    recipe = Recipe(target="org/large", drafter="org/small", gamma=7, device="cpu", skip_layers=(5,), top_k=3)
+    recipe = Recipe(target="org/large", drafter="org/small", gamma=7, device="cpu", method="tree", tree_nodes=5)
     header = Header(asdict(recipe) | {"removed option": 1}, "the prompt", (1,))
     settings = recorded_settings(header, compare=True)
     assert settings.items() >= {"gamma": 7, "prompt": "the prompt", "compare": True, "mode": "off"}.items()

@@ -87,6 +87,9 @@ def test_missing_records_are_not_shown() -> None:
         ({}, {"rule": "match"}, "Accepted: the target sampled the same token."),
         ({}, {"rule": "coupled"}, "Rejected: with the shared noise, the target sampled another token."),
         ({"draw": [None] * 3, "bound": [0.09, 0.7, None]}, {"rule": "typical"}, "reaches the rule's bound 0.090"),
+        ({"draw": [0.1, 0.62, None], "bound": [1.0, 0.4, None]}, {"rule": "lenient"}, "not below min(1, p/(l q))"),
+        ({"p": [1.0, 0, 0]}, {"rule": "lenient", "temperature": 0.0}, "Accepted: it is the target's most probable"),
+        ({"p": [0.0, 0, 0]}, {"rule": "lenient", "temperature": 0.0}, "its probability reaches the threshold"),
         ({}, {}, "Not tested: an earlier draft token was rejected."),
     ],
 )  # fmt: skip
@@ -115,6 +118,13 @@ def test_table_equals_the_metrics() -> None:
     assert sum(column["accepted"]) == m["accepted"] and sum(column["committed"]) == m["tokens"]
     assert sum(column["draft_ms"][1:]) / 1000 == pytest.approx(m["draft_s"])
     assert "".join(column["text"]) == "".join(event.text for event in made.steps)
+
+
+def test_lanes_without_drafts_have_no_draft_length() -> None:
+    column = rounds.STEP_COLUMNS.index("gamma")
+    rows = rounds.step_table(lane(PREFILL, step(1, pieces=["a"]), method="ar"))
+    assert {row[column] for row in rows} == {None}
+    assert {row[column] for row in rounds.step_table(lane(PREFILL, REJECTION))} == {3}
 
 
 def test_the_csv_is_the_table_and_no_formula() -> None:
@@ -180,3 +190,11 @@ def test_other_gammas_of_a_real_run_agree_with_the_run_itself() -> None:
         assert q is None or q == pytest.approx(node["q"], abs=1e-6)
         seen += p is not None and q is not None
     assert seen
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_step_player_does_not_change_decisions_of_lenient_rules(temperature: float) -> None:
+    """Its bounds have no threshold."""
+    event = lane(PREFILL, REJECTION).steps[1]
+    assert rounds.decision_kind(event.step, {"rule": "lenient", "temperature": temperature}) == "none"
+    assert rounds.decision_kind(event.step, {"rule": "rejection", "temperature": 0.7}) == "draw"

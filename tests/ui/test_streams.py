@@ -156,7 +156,7 @@ def test_run_continues_without_its_gradio_event_and_ends_after_the_grace_period(
 
     stream = worker.submit(job)
     try:
-        house.client.portal.call(house.sockets.play, house.run, stream, worker)
+        house.client.portal.call(house.sockets.play, house.run, stream)
     finally:
         worker.close()
     assert stream.done and house.run.over and house.run.phase[0] == "stopped" and len(house.run.records) > 2
@@ -202,7 +202,7 @@ def test_finished_runs_retain_no_events() -> None:
     stream = worker.submit(lambda: ((SPEC, event) for event in events_of(LINES)))
     run.begin(stream.stop)
     visitors.entered("192.0.2.1", stream)
-    asyncio.run(Sockets(runs).play(run, stream, worker))
+    asyncio.run(Sockets(runs).play(run, stream))
     worker.close()
     retained = weakref.ref(stream)
     del stream
@@ -220,7 +220,7 @@ def test_a_disk_that_cannot_be_written_is_named_on_the_page(code: int) -> None:
         raise OSError(code, os.strerror(code))
         yield
 
-    asyncio.run(Sockets(runs).play(run, worker.submit(job), worker))
+    asyncio.run(Sockets(runs).play(run, worker.submit(job)))
     remedy = "free some space" if code == errno.ENOSPC else "choose a writable directory"
     assert run.phase == ("failed", f"cannot write to the disk of this host: {os.strerror(code)}: {remedy}")
     worker.close()
@@ -238,7 +238,7 @@ def test_an_interrupted_run_is_marked_in_its_trace() -> None:
 
     stream = worker.submit(job)
     run.begin(stream.stop)
-    asyncio.run(Sockets(runs).play(run, stream, worker))
+    asyncio.run(Sockets(runs).play(run, stream))
     last = json.loads(run.trace(SPEC).splitlines()[-1])
     assert (last["end"], last["error"]) == ("cancelled", "interrupted") and run.phase[0] == "stopped"
     worker.close()

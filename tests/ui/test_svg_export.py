@@ -9,7 +9,7 @@ from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, absorb, end, heade
 from specdemo.core.step import Outcome
 from specdemo.ui.frames import Run, cells
 from specdemo.ui.lane import SPEC, Lane
-from specdemo.ui.step_views import CHAR, EDGE, WIDTH, as_svg, colours_of
+from specdemo.ui.text_picture import CHAR, EDGE, WIDTH, as_svg, colours_of
 
 NAME = "{http://www.w3.org/2000/svg}"
 

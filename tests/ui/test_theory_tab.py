@@ -223,6 +223,11 @@ def test_published_tables_and_rows_of_the_run() -> None:
     shares = [int(row[-1].rstrip("%")) for row in rows[:-1]]
     assert len(shares) == 12 and (min(shares), max(shares)) == (68, 129)
     assert rows[-1][0] == "**this run**, draft" and rows[-1][5] == "2.08"
+    _, *rows = cells(tables.chen_table(point))
+    assert [row[1:] for row in rows[:-1]] == [
+        ["4", "0.13", "1.92", "0.72"], ["4", "0.13", "2.01", "0.75"], ["4", "0.13", "2.46", "0.85"],
+    ]  # fmt: skip
+    assert rows[-1][0] == "**this run**, draft" and rows[-1][3] == "2.08"
     _, *rows = cells(tables.guide_table(point))
     assert [row[3] for row in rows[:-1]] == ["2.17", "2.71", "2.88", "2.78"]
     assert all(row[3] == row[5] for row in rows) and rows[-1][1] == "0.60"
@@ -232,8 +237,8 @@ def test_published_tables_and_rows_of_the_run() -> None:
 
 
 def test_tables_without_a_run_or_without_costs() -> None:
-    for table in (tables.guide_table(None), tables.leviathan_table_1(None), tables.leviathan_table_2(None)):
-        assert "this run" not in table
+    papers = (tables.guide_table, tables.leviathan_table_1, tables.leviathan_table_2, tables.chen_table)
+    assert not any("this run" in table(None) for table in papers)
     point = point_of(ended(plain=False))
     assert cells(tables.guide_table(point))[-1][2:4] == ["–", "–"]
     assert cells(tables.leviathan_table_2(point))[-1][4:] == ["–"] * 4
@@ -289,6 +294,14 @@ def test_example_columns_sum_to_p() -> None:
         assert list(heights.values()) == pytest.approx([x for pair in zip(p, q, strict=True) for x in pair])
 
 
+def test_other_ways_to_sample_are_compared() -> None:
+    words = worked.describe_example(worked.EXAMPLE_P, worked.EXAMPLE_Q)
+    assert "Lemma 3.3: β = 1 − D_LK(p, q)" in words and "half the sum of |p − q|, 0.300." in words
+    assert "M = max p/q = 2.250. It accepts 1/M = 0.444" in words and "variance 0.577" in words
+    words = worked.describe_example([0.5, 0.5, 0, 0], [1.0, 0, 0, 0])
+    assert "M = max p/q = ∞. It accepts 1/M = 0.000" in words and "variance ∞" in words
+
+
 def test_false_kl_bound_is_checked() -> None:
     assert "It is violated here" in worked.describe_example(worked.EXAMPLE_P, worked.EXAMPLE_Q)
     assert "It is satisfied here" in worked.describe_example(worked.EXAMPLE_P, worked.EXAMPLE_P)
@@ -298,18 +311,41 @@ def test_false_kl_bound_is_checked() -> None:
 def test_trials_classify_every_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seeds are fixed; with random seeds, an exact rule would fail once in 1,000 trials."""
     monkeypatch.setattr(worked, "TRIAL_TOKENS", 2_000)
-    assert len(worked.rule_choices()) == len(RULES) + 1
-    for choice, (name, adjust) in worked.rule_choices().items():
+    choices = worked.rule_choices()
+    assert len(choices) == len(RULES) + 3 and choices["rejection, residual from q of the drafted token only: lossy"]
+    for choice, (name, adjust, scalar) in choices.items():
         done = worked.try_rule(choice, worked.EXAMPLE_P, worked.EXAMPLE_Q, 3, seed=5)
         words = worked.describe_trial(choice, done, worked.EXAMPLE_P, worked.EXAMPLE_Q)
         exact = "exact" in choice and "lossy" not in choice
-        assert exact == (adjust and name in ("rejection", "match", "coupled"))
+        assert exact == (adjust and not scalar and name in ("rejection", "block", "match", "coupled"))
         assert words.startswith(
             "**The output follows p**" if exact else "**The output differs from p.** The rule is lossy."
         )
         drawn = {label: height for label, height, part in worked.trial_bars(done, worked.EXAMPLE_P, worked.EXAMPLE_Q)}
         assert list(drawn) == worked.TRIAL_ORDER and sum(drawn.values()) == pytest.approx(3)
         assert drawn["a drawn"] == done.tokens.count(0) / worked.TRIAL_TOKENS
+
+
+def test_both_rules_verify_the_same_draft() -> None:
+    """The table agrees with the rules, and the means with the rule's frequencies."""
+    p, q = [0.2, 0.3, 0.5, 0.0], [0.5, 0.3, 0.2, 0.0]
+    differing, rescued = 0, 0
+    for seed in range(40):
+        text = worked.compare_rules(p, q, 3, seed)
+        counts = [int(n) for n in re.findall(r"(\d) (?:token by token|as a block)", text)[:2]]
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line][2:]
+        assert len(rows) == 4 and [len(row) for row in rows] == [5] * 4
+        assert [sum("accepted" in row[column] for row in rows) for column in (3, 4)] == counts
+        draws, bounds = ([float(row[column].partition(":")[0]) for row in rows[:3]] for column in (2, 4))
+        passed = [draw < bound for draw, bound in zip(draws, bounds, strict=True)]
+        assert counts[1] == max((i + 1 for i, ok in enumerate(passed) if ok), default=0)
+        assert rows[3][3].startswith("→ ") and rows[3][4].startswith("→ ")
+        differing += counts[0] != counts[1]
+        rescued += not all(passed[: counts[1]])
+        assert "On average: 1.533 and 1.695 of 3." in text
+    assert differing and rescued
+    with pytest.raises(UserError, match="draft length"):
+        worked.compare_rules(p, q, 9, 0)
 
 
 def test_lossy_rule_is_not_reported_as_exact_for_equal_p_and_q(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -175,5 +176,20 @@ def test_the_recorded_examples_are_traces() -> None:
         run = read_traces(path.read_text("utf-8"))
         assert set(run.plan) >= {SPEC, PLAIN} and all(lane.metrics.tokens for lane in run.lanes.values())
         assert run.lanes[SPEC].metrics.accepted > 0
+        for lane in run.lanes.values():  # recorded by the current engine, with p of every tested token
+            environment = lane.header.environment
+            assert environment["engine"].startswith("native") and environment["vectors"]
+            assert all(None not in event.step.verdict.p for event in lane.steps if event.step.draft.is_chain)
         assert any(event.step.verdict.target_top for event in run.lanes[SPEC].steps)
         assert whole(Run()).plan == (SPEC,)
+
+
+def test_the_first_wrong_line_ends_the_parsing() -> None:
+    """A million objects take no memory."""
+    lines = "{}\n" * 1_000_000
+    tracemalloc.start()
+    with pytest.raises(UserError, match="line 1 is not a header"):
+        read_traces(lines)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000

@@ -11,7 +11,6 @@ from torch import Tensor
 GRAPH_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # passes are padded to the next one
 MAX_ROWS = GRAPH_ROWS[-1]
 GRAPH_LIMIT = 32  # graphs per engine
-_FIRST_KEYS = 256
 _STREAMS = 32  # streams that torch returns in turn
 _POOL_BYTES = 22 << 20  # estimated bytes of a memory pool
 _WORKSPACE_BYTES = 32 << 20  # cuBLAS workspace of each stream
@@ -19,13 +18,6 @@ _WORKSPACE_BYTES = 32 << 20  # cuBLAS workspace of each stream
 
 def graph_rows(count: int) -> int:
     return next(rows for rows in GRAPH_ROWS if rows >= count)
-
-
-def graph_keys(count: int) -> int:
-    keys = _FIRST_KEYS
-    while keys < count:
-        keys *= 2
-    return keys
 
 
 def graph_bytes(vocab_size: int, width: int) -> int:

@@ -15,15 +15,30 @@ import torch
 from torch import Tensor
 
 from specdemo.core.step import Draft
+from specdemo.models.threads import torch_threads
 
 if TYPE_CHECKING:
     from specdemo.core.sampling import ChainSampler
 
 
+FIRST_CAPACITY = 256
+
+
+def doubled(count: int) -> int:
+    """Return the capacity of a cache of `count` positions."""
+    return max(FIRST_CAPACITY, 1 << (count - 1).bit_length())
+
+
 class Cache(ABC):
-    """Interface of a cache: keys and values of one text. `threads`: threads of passes over it."""
+    """Interface of a cache: keys and values of one text, and hidden states if it has `taps`.
+
+    Tap i is the hidden state that enters layer i (0: the embeddings), or leaves the final norm if i is the number of
+    layers. `threads`: threads of passes over the cache.
+    """
 
     def __init__(self) -> None:
+        self.taps: tuple[int, ...] = ()
+        self.states = torch.empty(0, 0, 0)  # float32 hidden states `[positions, taps, width]`
         self.threads = torch.get_num_threads()
 
     @abstractmethod
@@ -34,6 +49,12 @@ class Cache(ABC):
     def clear(self) -> None:
         """Empty the cache and overwrite its memory, so that texts do not outlive their request."""
 
+    def _grow_states(self, capacity: int, width: int, device: torch.device) -> None:
+        states = torch.zeros(capacity, len(self.taps), width, device=device)
+        if len(self.states):
+            states[: len(self.states)] = self.states
+        self.states = states
+
     @property
     @abstractmethod
     def kv_bytes(self) -> int:
@@ -41,8 +62,7 @@ class Cache(ABC):
 
     @property
     @abstractmethod
-    def reserved_bytes(self) -> int:
-        """Bytes allocated for the cache."""
+    def reserved_bytes(self) -> int: ...
 
 
 CacheT = TypeVar("CacheT", bound=Cache)
@@ -67,13 +87,14 @@ class Engine(ABC, Generic[CacheT]):
     chains_only = ""  # the reason why passes over forests are not exact, or empty
     batch_invariant = False  # True if it holds for any number of rows by construction
     texts_per_pass = 1  # entries that share a pass; others run one after another
+    divides_prompts = True  # False if a pass after cached tokens costs as much as one without
     reusable = False  # True if closed caches are opened again for later texts
     samples_chains = False  # True if `sample_chain` is supported
     vectors = ""  # vector extensions of the CPU that the engine uses, or empty
     hidden_states = False  # True if hidden states of layers can be stored
 
     def __init__(self) -> None:
-        self._idle: list[CacheT] = []
+        self._idle: dict[tuple[int, ...], CacheT] = {}  # closed caches by taps
 
     @property
     @abstractmethod
@@ -83,23 +104,35 @@ class Engine(ABC, Generic[CacheT]):
     def new_cache(self, source: Sequence[int] = ()) -> CacheT:
         """Return an empty cache; an encoder-decoder encodes `source`."""
 
-    @abstractmethod
     def run(self, entries: Sequence[Entry[CacheT]]) -> list[Tensor]:
         """Run a pass; return the logits `[rows, vocab]` of each entry.
 
         The logits are those of the last `len(draft) + 1` rows, or of all rows if `new` is shorter.
         """
+        logits = []
+        for entry in entries:
+            with torch_threads(entry.cache.threads):
+                logits.append(self._pass(*entry)[-len(entry.draft) - 1 :])
+        return logits
 
-    def open(self, source: Sequence[int] = ()) -> CacheT:
-        cache = self._idle.pop() if self._idle else self.new_cache(source)
+    def _pass(self, cache: CacheT, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
+        """Return the logits of the last rows of one entry, at least of those that `run` returns."""
+        raise NotImplementedError
+
+    def open(self, source: Sequence[int] = (), taps: tuple[int, ...] = ()) -> CacheT:
+        """Return an empty cache. Raises `ValueError` for `taps` of an engine without hidden states."""
+        if taps and not self.hidden_states:
+            raise ValueError(f"{type(self).__name__} stores no hidden states")
+        cache = self._idle.pop(taps, None) or self.new_cache(source)
+        cache.taps = taps
         cache.threads = torch.get_num_threads()
         return cache
 
     def close(self, cache: CacheT) -> None:
-        """Clear a cache. One idle cache suffices for sequential requests."""
+        """Clear a cache. One idle cache suffices for sequential requests with equal taps."""
         cache.clear()
-        if self.reusable and not self._idle:
-            self._idle.append(cache)
+        if self.reusable:
+            self._idle.setdefault(cache.taps, cache)
 
     def release(self) -> None:
         """Free idle caches."""

@@ -39,6 +39,13 @@ class FusedWeights(ABC):
     @abstractmethod
     def weight_bytes(self) -> int: ...
 
+    @abstractmethod
+    def embedding_rows(self, ids: Tensor) -> Tensor:
+        """Return rows of the embedding matrix, see `target_rows.py`."""
+
+    @abstractmethod
+    def output_rows(self, ids: Tensor) -> Tensor: ...
+
     def with_layers(self: Weights, selected: Sequence[int]) -> Weights:
         thin = copy.copy(self)
         thin.layers, thin.engine = [self.layers[i] for i in selected], None

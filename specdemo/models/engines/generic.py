@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,12 +14,13 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderC
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
-from specdemo.models.engines.engine import Cache, CacheT, Engine, Entry
+from specdemo.models.engines.engine import Cache, CacheT, Engine, doubled
 from specdemo.models.memory import weight_bytes
-from specdemo.models.threads import torch_threads
 
 if TYPE_CHECKING:
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from specdemo.models.engines.fused_weights import FusedWeights
 
 FullPass = Callable[[Tensor], Tensor]  # maps token ids [1, n] to logits [n, vocab]
 
@@ -64,10 +65,9 @@ class InPlaceCacheLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         keys, values = self.buffers
-        end, capacity = self.length + key_states.shape[2], keys.shape[2]
-        if end > capacity:
-            capacity = max(256, 2 * capacity, end)
-            keys, values = self._grown(keys, capacity), self._grown(values, capacity)
+        end = self.length + key_states.shape[2]
+        if end > keys.shape[2]:
+            keys, values = (self._grown(states, doubled(end)) for states in (keys, values))
             self.keys, self.values = keys, values
         keys[:, :, self.length : end] = key_states
         values[:, :, self.length : end] = value_states
@@ -120,7 +120,10 @@ def refuse_recurrent(kind: type[PreTrainedModel], config: PretrainedConfig) -> N
 
 
 class TransformersCache(Cache):
-    """KV cache of `transformers`; an encoder-decoder also has the encoder output and cross-attention states."""
+    """KV cache of `transformers`; an encoder-decoder also has the encoder output and cross-attention states.
+
+    Hidden states are the keys of another layer, whose heads are the taps.
+    """
 
     def __init__(self, source: Sequence[int]) -> None:
         super().__init__()
@@ -139,6 +142,13 @@ class TransformersCache(Cache):
         self.crossed = DynamicCache()
         self.both = EncoderDecoderCache(self.decoder, self.crossed)
         self.encoded: Any = None
+        self._tapped = InPlaceCacheLayer()
+        self.states = torch.empty(0, 0, 0)
+
+    def store(self, hidden: Sequence[Tensor]) -> None:
+        rows = torch.stack([hidden[tap].to(hidden[self.taps[0]].device, torch.float32) for tap in self.taps], 1)
+        self._tapped.update(rows, rows[..., :0])
+        self.states = self._tapped.buffers[0][0].transpose(0, 1)
 
     def keep(self, length: int, slots: Sequence[int] = ()) -> None:
         for layer in self._layers:
@@ -156,12 +166,10 @@ class TransformersCache(Cache):
 
     @property
     def _layers(self) -> list[InPlaceCacheLayer]:
-        return self.decoder.layers  # type: ignore[return-value]
+        return [*self.decoder.layers, self._tapped]  # type: ignore[list-item]
 
 
 class _ModelEngine(Engine[CacheT]):
-    """Passes of a `transformers` model; `chains_only`: see `cache_support`."""
-
     def __init__(self, model: PreTrainedModel, chains_only: str = "") -> None:
         super().__init__()
         refuse_recurrent(type(model), model.config)
@@ -171,21 +179,11 @@ class _ModelEngine(Engine[CacheT]):
     def weight_bytes(self) -> int:
         return weight_bytes(self._model)
 
-    def run(self, entries: Sequence[Entry[CacheT]]) -> list[Tensor]:
-        """Run a pass, see `Engine.run`."""
-        logits = []
-        for cache, new, held, draft in entries:
-            with torch_threads(cache.threads):
-                logits.append(self._forward(cache, new, held, draft)[-len(draft) - 1 :])
-        return logits
-
-    @abstractmethod
-    def _forward(self, cache: CacheT, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
-        """Return logits of the last rows, at least of those that `run` returns."""
-
 
 class TransformersEngine(_ModelEngine[TransformersCache]):
     """Engine for decoders of `transformers`, with the KV cache in place."""
+
+    hidden_states = True
 
     def __init__(self, model: PreTrainedModel, chains_only: str = "") -> None:
         super().__init__(model, chains_only)
@@ -194,30 +192,45 @@ class TransformersEngine(_ModelEngine[TransformersCache]):
     def new_cache(self, source: Sequence[int] = ()) -> TransformersCache:
         return TransformersCache(source)
 
-    def _forward(self, cache: TransformersCache, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
+    def _pass(self, cache: TransformersCache, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
         device, dtype = self._model.device, self._model.dtype
         extra: dict[str, Any] = {"logits_to_keep": len(draft) + 1} if self._selects_rows else {}
+        extra |= {"output_hidden_states": list(cache.taps)} if cache.taps else {}
         if not draft.is_chain:
             mask = torch.zeros(len(new), held + len(new), dtype=dtype)
             mask.masked_fill_(~visible(len(new), held, draft), torch.finfo(dtype).min)
             position_ids = torch.tensor([positions(len(new), held, draft)], device=device)
             extra |= {"attention_mask": mask[None, None].to(device), "position_ids": position_ids}
-        return self._model(
+        output = self._model(
             input_ids=torch.as_tensor(new, device=device)[None], past_key_values=cache.decoder, use_cache=True, **extra
-        ).logits[0]
+        )
+        if cache.taps:
+            cache.store(output.hidden_states)
+        return output.logits[0]
 
 
 def has_encoder(config: PretrainedConfig) -> bool:
     return bool(getattr(config, "is_encoder_decoder", False))
 
 
-def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForSeq2SeqLM]:
+class AutoModel(Protocol):
+    """Interface of the classes of `transformers` that select the class of a model by its configuration."""
+
+    @property
+    def _model_mapping(self) -> Mapping[type[PretrainedConfig], Any]: ...
+
+    def from_config(self, config: PretrainedConfig, **options: Any) -> PreTrainedModel: ...
+
+    def from_pretrained(self, pretrained_model_name_or_path: Path, **options: Any) -> Any: ...
+
+
+def auto_class(config: PretrainedConfig) -> AutoModel:
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     return AutoModelForSeq2SeqLM if has_encoder(config) else AutoModelForCausalLM
 
 
-def opening(model: PreTrainedModel) -> list[int]:
+def opening(model: PreTrainedModel | FusedWeights) -> list[int]:
     """Return the decoder start token and the forced first token, if any."""
     settings = model.generation_config
     start = settings.bos_token_id if settings.decoder_start_token_id is None else settings.decoder_start_token_id
@@ -235,10 +248,12 @@ class EncoderDecoderEngine(TransformersEngine):
     the encoder reads the opening of the decoder.
     """
 
+    hidden_states = False
+
     def new_cache(self, source: Sequence[int] = ()) -> TransformersCache:
         return TransformersCache(source or opening(self._model))
 
-    def _forward(self, cache: TransformersCache, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
+    def _pass(self, cache: TransformersCache, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
         device = self._model.device
         if cache.encoded is None:
             cache.encoded = self._model.get_encoder()(input_ids=torch.tensor([cache.source], device=device))
@@ -284,10 +299,12 @@ class TokenCache(Cache):
 class UncachedEngine(_ModelEngine[TokenCache]):
     """Engine for models whose passes with a KV cache differ from full passes; drafts are chains."""
 
+    divides_prompts = False
+
     def new_cache(self, source: Sequence[int] = ()) -> TokenCache:
         source = source or (opening(self._model) if has_encoder(self._model.config) else ())
         return TokenCache(full_pass(self._model, source), self._model.device)
 
-    def _forward(self, cache: TokenCache, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
+    def _pass(self, cache: TokenCache, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
         cache.tokens = torch.cat([cache.tokens[:held], torch.as_tensor(new, device=cache.tokens.device)])
         return cache.full(cache.tokens[None])[held:]

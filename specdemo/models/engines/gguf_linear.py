@@ -24,11 +24,13 @@ class GgufLinear(nn.Module):
         bias: Tensor | None,
         dtype: torch.dtype | None,
         notify: Callable[[], None] = lambda: None,
+        narrow: bool = False,
     ) -> None:
-        """`dtype`: None keeps stored bytes; `notify`: called by `expanded`."""
+        """`dtype`: None keeps stored bytes; `notify`: called by `expanded`; `narrow`: activations of 8 bits."""
         super().__init__()
         self.kind, self.weight = kind, weight
         self.bias, self.dtype = bias, dtype
+        self.narrow = narrow and dtype is None
         self.in_features, self.out_features = in_features, len(weight)
         self._notify = notify
 

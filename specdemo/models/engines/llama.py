@@ -12,14 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdemo.core.step import Draft
-from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, MAX_ROWS, GraphRecorder, graph_keys, graph_rows
-from specdemo.models.engines.engine import Cache, Engine, Entry
+from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, MAX_ROWS, GraphRecorder, graph_rows
+from specdemo.models.engines.engine import Cache, Engine, doubled
 from specdemo.models.engines.generic import positions, visible
 from specdemo.models.engines.llama_weights import LlamaWeights
-from specdemo.models.threads import torch_threads
 
 PROMPT_CHUNK = 512  # prompt rows per pass: masks grow with rows times keys
-KEY_BLOCK = 512  # initial capacity of a cache
 _MASK_MULTIPLE = 16  # multiple of keys, since CUDA's attention requires aligned mask rows
 
 Recorder = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
@@ -35,7 +33,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class PassShape:
-    """Buffers that passes over the same number of rows share."""
+    """Buffers of passes over the same number of rows."""
 
     angles: tuple[Tensor, ...]  # RoPE arguments of all heads `[n, heads, ...]`
     rotated: Tensor  # view of the position-dependent arguments
@@ -53,28 +51,30 @@ class LlamaCache(Cache):
         self.angles = torch.empty(0)
         self.masks: dict[int, tuple[Tensor, Tensor]] = {}  # causal mask of twice the capacity, aligned buffer
         self._shapes: dict[int, PassShape] = {}
-        self._states: tuple[int, tuple[Tensor, ...], tuple[Tensor, ...]] = (0, (), ())
+        self._views: tuple[int, tuple[Tensor, ...], tuple[Tensor, ...]] = (0, (), ())
 
     def keep(self, length: int, slots: Sequence[int] = ()) -> None:
         end = length + len(slots)
         if slots and list(slots) != list(range(length, end)):
             index = torch.tensor(slots, device=self.kv.device)
             self.kv[:, :, length:end] = self.kv[:, :, index]
+            self.states[length:end] = self.states[index]
         self.length = end
 
     @torch.inference_mode()
     def clear(self) -> None:
         """Zero the cache: masked values must also be finite."""
         self.kv[:, :, : self.written].zero_()
+        self.states[: self.written].zero_()
         self.length = self.written = 0
 
     @property
     def kv_bytes(self) -> int:
-        return self.kv[:, :, : self.length].numel() * self.kv.element_size() if self.capacity else 0
+        return self.reserved_bytes // self.capacity * self.length if self.capacity else 0
 
     @property
     def reserved_bytes(self) -> int:
-        return self.kv.numel() * self.kv.element_size()
+        return self.kv.nbytes + self.states.nbytes
 
     @property
     def records(self) -> bool:
@@ -84,7 +84,7 @@ class LlamaCache(Cache):
         if end <= self.capacity:
             return
         model, old = self._model, self.kv
-        capacity = max(KEY_BLOCK, 2 * self.capacity, end + -end % KEY_BLOCK)
+        capacity = doubled(end)
         # Masked values are multiplied by 0 and must not be NaN.
         self.kv = torch.zeros(
             (len(model.layers), 2 * model.kv_heads, capacity, model.head_dim), dtype=model.dtype, device=model.device
@@ -92,17 +92,23 @@ class LlamaCache(Cache):
         if self.capacity:
             self.kv[:, :, : self.capacity] = old
         self.capacity = capacity
+        self._grow_states(capacity, model.width, model.device)
         self.angles = model.rotation(torch.arange(capacity, device=model.device))
         self.masks.clear()
         self.recordings.clear()
-        self._states = (0, (), ())
+        self._views = (0, (), ())
 
-    def states(self, width: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def views(self, width: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return keys and values of the first `width` positions, by layer."""
-        if width != self._states[0]:
+        if width != self._views[0]:
             keys, values = self.kv[:, None, :, :width].chunk(2, 2)
-            self._states = width, keys.unbind(), values.unbind()
-        return self._states[1:]
+            self._views = width, keys.unbind(), values.unbind()
+        return self._views[1:]
+
+    def columns(self, slots: slice) -> tuple[tuple[Tensor, ...], dict[int, Tensor]]:
+        """Return keys with values `[slots, heads, dim]` by layer, and hidden states `[slots, width]` by tap."""
+        states = self.states[slots].unbind(1)
+        return self.kv[:, :, slots].transpose(1, 2).unbind(), dict(zip(self.taps, states, strict=True))
 
     def shape(self, n: int, angles: Tensor) -> PassShape:
         """Return the buffers for n rows. Values are rotated by 0, so that one copy writes keys and values."""
@@ -122,6 +128,7 @@ class LlamaEngine(Engine[LlamaCache]):
     """Passes of `LlamaWeights`; `new_recorder` makes the recorder of a cache (default: CUDA graphs on a GPU)."""
 
     reusable = True
+    hidden_states = True
 
     def __init__(self, model: LlamaWeights, new_recorder: Callable[[], Recorder | None] | None = None) -> None:
         super().__init__()
@@ -148,14 +155,6 @@ class LlamaEngine(Engine[LlamaCache]):
         finally:
             self._model.graphs = before
 
-    def run(self, entries: Sequence[Entry[LlamaCache]]) -> list[Tensor]:
-        """Run a pass, see `Engine.run`."""
-        logits = []
-        for cache, new, held, draft in entries:
-            with torch_threads(cache.threads):
-                logits.append(self._pass(cache, new, held, draft))
-        return logits
-
     def _pass(self, cache: LlamaCache, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
         while len(new) > PROMPT_CHUNK + len(draft):
             self._pass(cache, new[:PROMPT_CHUNK], held, Draft())
@@ -165,9 +164,9 @@ class LlamaEngine(Engine[LlamaCache]):
             logits = logits[:n][-last:]
         else:
             inputs, shape = self._inputs(cache, new, held, draft, held + n + -(held + n) % _MASK_MULTIPLE)
-            slots = cache.kv[:, :, held : held + n].transpose(1, 2).unbind()
-            states = cache.states(inputs[1].shape[-1])
-            logits = self._forward(*inputs[:2], shape, states, lambda i, rows: slots[i].copy_(rows), last)
+            columns = cache.columns(slice(held, held + n))
+            views = cache.views(inputs[1].shape[-1])
+            logits = self._forward(*inputs[:2], shape, views, columns, Tensor.copy_, last)
         cache.length = held + n
         return logits
 
@@ -176,12 +175,12 @@ class LlamaEngine(Engine[LlamaCache]):
         if not cache.records or max(start, cache.length) + MAX_ROWS > end:
             return
         try:
-            cache.reserve(graph_keys(end))
+            cache.reserve(doubled(end))
         except RuntimeError:  # the run reports a lack of memory
             return
         counts = sorted({graph_rows(n) for n in rows if n <= MAX_ROWS})
-        width = graph_keys(start + 1)
-        while width <= graph_keys(end) and cache.records:
+        width = doubled(start + 1)
+        while width <= doubled(end) and cache.records:
             for n in counts:
                 if (n, width) not in cache.recordings:  # recording writes behind the text
                     self._record_pass(cache, *self._inputs(cache, [0] * n, end - n, Draft(), width), width)
@@ -208,23 +207,27 @@ class LlamaEngine(Engine[LlamaCache]):
         ids: Tensor,
         mask: Tensor,
         shape: PassShape,
-        states: tuple[tuple[Tensor, ...], tuple[Tensor, ...]],
-        write: Callable[[int, Tensor], object],
+        views: tuple[tuple[Tensor, ...], tuple[Tensor, ...]],
+        columns: tuple[tuple[Tensor, ...], dict[int, Tensor]],
+        write: Callable[[Tensor, Tensor], object],
         last: int,
     ) -> Tensor:
-        """Return logits of the last `last` rows; `write(layer, rows)` stores KV states `[n, 2 * kv_heads, dim]`."""
+        """Return logits of the last `last` rows; `write(column, rows)` stores rows in `LlamaCache.columns`."""
         model, n = self._model, len(ids)
         heads, kv_heads = model.heads, model.kv_heads
         dim = model.head_dim
         shared, group = 2 * kv_heads, heads // kv_heads
-        keys, values = states
+        keys, values = views
+        stored, tapped = columns
         rows = model.embed(ids)
         for i, layer in enumerate(model.layers):
+            if i in tapped:
+                write(tapped[i], rows)
             qkv = layer.qkv(layer.enter(rows)).view(n, heads + shared, dim)
             if layer.norm_heads is not None:
                 qkv = layer.norm_heads(qkv)
             qkv = model.turn(qkv, *shape.angles)
-            write(i, qkv.narrow(1, heads, shared))
+            write(stored[i], qkv.narrow(1, heads, shared))
             # Grouped query heads become rows of one head.
             queries = qkv.narrow(1, 0, heads).view(n, kv_heads, group, dim).transpose(0, 1)
             queries = queries.reshape(1, kv_heads, n * group, dim)
@@ -233,7 +236,10 @@ class LlamaEngine(Engine[LlamaCache]):
             rows = rows.add_(layer.out(mixed.reshape(n, heads * dim)))
             gate, up = layer.gate_up(layer.between(rows)).chunk(2, -1)
             rows = rows.add_(layer.down(F.silu(gate).mul_(up)))
-        return model.head(model.leave(rows[-last:]))
+        if (end := len(model.layers)) not in tapped:
+            return model.head(model.leave(rows[-last:]))
+        write(tapped[end], rows := model.leave(rows))
+        return model.head(rows[-last:])
 
     def _replay(self, cache: LlamaCache, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor | None:
         if padding := graph_rows(len(new)) - len(new):  # the next pass overwrites padding
@@ -241,7 +247,7 @@ class LlamaEngine(Engine[LlamaCache]):
             parents = (*draft.parents, first, *range(len(draft), len(draft) + padding - 1))
             draft = Draft((*draft.tokens, *[0] * padding), parents)
             new = [*(new.tolist() if isinstance(new, Tensor) else new), *[0] * padding]
-        width = graph_keys(held + len(new))
+        width = doubled(held + len(new))
         inputs, shape = self._inputs(cache, new, held, draft, width)
         recording = cache.recordings.get((len(new), width)) or self._record_pass(cache, inputs, shape, width)
         if recording is None:
@@ -257,13 +263,13 @@ class LlamaEngine(Engine[LlamaCache]):
         ids, mask, slots = buffers
         if len(cache.recordings) >= GRAPH_LIMIT:
             cache.recordings.clear()
-        states = cache.states(width)
+        views, columns = cache.views(width), cache.columns(slice(None))
+
+        def write(column: Tensor, rows: Tensor) -> object:
+            return column.index_copy_(0, slots, rows.to(column.dtype))
 
         def forward() -> Tensor:
-            def write(i: int, rows: Tensor) -> object:
-                return cache.kv[i].transpose(0, 1).index_copy_(0, slots, rows)
-
-            return self._forward(ids, mask, shape, states, write, len(ids))
+            return self._forward(ids, mask, shape, views, columns, write, len(ids))
 
         assert cache.record is not None
         try:
@@ -291,7 +297,6 @@ class LlamaEngine(Engine[LlamaCache]):
         return buffer[: len(causal) * width].view(len(causal), width).copy_(causal[:, first : first + width])
 
     def _mask(self, seen: Tensor) -> Tensor:
-        """Convert a mask on the host to an additive mask `[n * group, keys]`."""
         model = self._model
         mask = torch.zeros(seen.shape, dtype=model.dtype).masked_fill_(~seen, torch.finfo(model.dtype).min)
         return mask.repeat_interleave(model.heads // model.kv_heads, 0).to(model.device)

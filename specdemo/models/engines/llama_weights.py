@@ -6,6 +6,7 @@ import copy
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,7 +123,9 @@ class LlamaWeights(FusedWeights):
             self.layers.append(self._layer(layer))
         self.leave = self._norm(body.norm)
         tied = model.lm_head.weight is body.embed_tokens.weight
-        self.head = (lambda rows: F.linear(rows, self.embedding)) if tied else self._linear([model.lm_head])
+        plain = type(model.lm_head) is nn.Linear
+        self._output = self.embedding if tied else self._count(unmapped(model.lm_head.weight)) if plain else None
+        self.head = self._linear([model.lm_head]) if self._output is None else partial(F.linear, weight=self._output)
 
     @property
     def recordable(self) -> bool:
@@ -164,6 +167,14 @@ class LlamaWeights(FusedWeights):
     def embed(self, ids: Tensor) -> Tensor:
         rows = F.embedding(ids, self.embedding)
         return rows if self.channel_scale is None else rows * self.channel_scale
+
+    def embedding_rows(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.embedding)
+
+    def output_rows(self, ids: Tensor) -> Tensor:
+        if self._output is None:
+            raise UserError("the output matrix of the target is quantised: choose quantization none, or another method")
+        return F.embedding(ids, self._output)
 
     def rotation(self, token_positions: Tensor) -> Tensor:
         """Return cosines and signed sines for `turn`, `[2, n, 1, dim]`."""

@@ -6,113 +6,179 @@ Batch-invariant by construction: the bits of a row do not depend on the other ro
 from __future__ import annotations
 
 import ctypes
+import sys
 from array import array
-from collections.abc import Callable, Sequence
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from specdemo.core.step import Draft
-from specdemo.models.engines.engine import Cache, Engine, Entry
+from specdemo.models.engines.engine import Cache, Engine, Entry, doubled
 from specdemo.models.engines.generic import positions
-from specdemo.models.engines.native_weights import NativeWeights
+from specdemo.models.engines.native_chain import CHAIN_ROWS, ChainCall
 from specdemo.native.build import native_library, required_library
-from specdemo.native.interface import ChainStruct, ModelStruct, PassStruct, Result, check_model, check_result
+from specdemo.native.interface import (
+    ModelStruct,
+    PassStruct,
+    Result,
+    TextStruct,
+    check_model,
+    check_result,
+)
 from specdemo.worker import Stopped, stop_flag
 
 if TYPE_CHECKING:
     from specdemo.core.sampling import ChainSampler
 
 NATIVE_CHUNK = 256  # prompt rows per pass
-KEPT_ROWS = 16  # rows of the retained scratch buffer
-FIRST_CAPACITY = 256
-_HEAD_PADDING = 16
+_GROUP = 16  # capacities and stored values of a head are multiples
+
+
+def padded_dim(head_dim: int) -> int:
+    return head_dim + -head_dim % _GROUP
 
 
 def uses_native_engine(device: torch.device) -> bool:
     return device.type == "cpu" and isinstance(native_library(), ctypes.CDLL)
 
 
-def kv_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type of keys and values of models that compute in `dtype`."""
-    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+class NativeModel(Protocol):
+    """Interface of weights in the layout of `model` in `native/interface.h`, and of their KV cache."""
+
+    layers: list[Any]
+    kv_heads: int
+    head_dim: int
+    width: int
+    kv_dtype: torch.dtype
+    position_limit: int
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    @property
+    def outputs(self) -> int:
+        """Number of logits of a row."""
+
+    def rotation(self, count: int) -> tuple[Tensor, Tensor]: ...
+
+    def struct(self, cache_dtype: torch.dtype) -> tuple[ModelStruct, Any]: ...
 
 
 class NativeCache(Cache):
-    """Keys and values `[layers, heads, positions, values]` and rotations."""
+    """Keys and values in the layout of `native/cache.c`, and hidden states."""
 
-    def __init__(self, model: NativeWeights) -> None:
+    def __init__(self, model: NativeModel) -> None:
         super().__init__()
-        self._rotation = model.rotation
         self.length = self.capacity = self.written = 0
-        padded = model.head_dim + -model.head_dim % _HEAD_PADDING
-        self.kv = torch.zeros(len(model.layers), 2 * model.kv_heads, 0, padded, dtype=kv_dtype(model.dtype))
-        self.hidden: Tensor | None = None  # hidden states [layers, rows, width] of the last pass
+        dim = padded_dim(model.head_dim)
+        self.kv = torch.zeros(len(model.layers), 2, model.kv_heads, 0, dim, dtype=model.kv_dtype)
+        self._width = model.width
 
     def reserve(self, end: int) -> None:
         """Allocate positions up to `end`, which passes may write from now on."""
         self.written = max(self.written, end)
         if end <= self.capacity:
             return
-        capacity = max(FIRST_CAPACITY, 2 * self.capacity, end)
-        kv = torch.zeros(*self.kv.shape[:2], capacity, self.kv.shape[3], dtype=self.kv.dtype)
-        kv[:, :, : self.capacity] = self.kv
+        capacity = doubled(end)
+        kv = torch.zeros(*self.kv.shape[:3], capacity, self.kv.shape[4], dtype=self.kv.dtype)
+        kv[..., : self.capacity, :] = self.kv
         self.kv, self.capacity = kv, capacity
-        self.cosines, self.sines = self._rotation(capacity)
+        self._grow_states(capacity, self._width, kv.device)
+
+    def describe(self, text: TextStruct) -> None:
+        """Set the addresses of `text`, whose rows are set."""
+        text.cache, text.capacity = self.kv.data_ptr(), self.capacity
+        text.states = self.states.data_ptr() if self.taps else None
 
     def keep(self, length: int, slots: Sequence[int] = ()) -> None:
         end = length + len(slots)
         if slots and list(slots) != list(range(length, end)):
             if not (length <= min(slots) and max(slots) < self.written):
                 raise ValueError(f"slots {min(slots)} to {max(slots)} are not in a cache of {self.written} positions")
-            self.kv[:, :, length:end] = self.kv[:, :, torch.tensor(slots)]
+            moved, to = torch.tensor(slots), torch.arange(length, end)
+            keys, values = self.kv[:, 0].unflatten(2, (-1, _GROUP)), self.kv[:, 1]
+            keys = keys.view(*keys.shape[:3], -1, _GROUP)
+            keys[:, :, to // _GROUP, :, to % _GROUP] = keys[:, :, moved // _GROUP, :, moved % _GROUP]
+            values[:, :, to] = values[:, :, moved]
+            self.states[length:end] = self.states[moved]
         self.length = end
 
-    @torch.inference_mode()
     def clear(self) -> None:
-        self.kv[:, :, : self.written].zero_()
+        end = self.written + -self.written % _GROUP
+        self.kv.view(torch.uint8).numpy()[:, :, :, :end] = 0  # threads of torch would wait for the engine's
+        self.states.numpy()[: self.written] = 0
         self.length = self.written = 0
-        self.hidden = None
 
     @property
     def kv_bytes(self) -> int:
-        return self.kv.nbytes // self.capacity * self.length if self.capacity else 0
+        return self.reserved_bytes // self.capacity * self.length if self.capacity else 0
 
     @property
     def reserved_bytes(self) -> int:
-        return self.kv.nbytes
+        return self.kv.nbytes + self.states.nbytes
 
 
-def _visible(rows: int, held: int, draft: Draft) -> tuple[Sequence[int], ...]:
-    """Return `positions`, `prefix`, `extra` and `extra_start` of a pass in `native/interface.h`."""
-    if draft.is_chain:
-        return range(held, held + rows), range(held + 1, held + rows + 1), (), [0] * (rows + 1)
-    text = held + rows - len(draft)  # length of the text before the draft
-    paths = [draft.path(node) for node in range(max(0, held - text), len(draft))]
-    extra: list[int] = []
-    starts = [0] * (rows - len(paths) + 1)
-    for path in paths:
-        extra += [text + ancestor for ancestor in path]
-        starts.append(len(extra))
-    return positions(rows, held, draft), [*range(held + 1, text + 1), *[text] * len(paths)], extra, starts
+_Text: TypeAlias = tuple[NativeCache, list[int], int, Draft]  # an entry with a list
+
+
+class _Rows:
+    """Lists of the rows of a pass, see `pass` in `native/interface.h`."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.positions: list[int] = []
+        self._prefix: list[int] = []
+        self._extra: list[int] = []
+        self._starts = [0]
+
+    def add(self, new: list[int], held: int, draft: Draft) -> None:
+        """Append the rows of a text."""
+        rows = len(new)
+        self.ids += new
+        if draft.is_chain:
+            self.positions += range(held, held + rows)
+            self._prefix += range(held + 1, held + rows + 1)
+            self._starts += [len(self._extra)] * rows
+            return
+        text = held + rows - len(draft)  # length of the text before the draft
+        paths = [draft.path(node) for node in range(max(0, held - text), len(draft))]
+        self.positions += positions(rows, held, draft)
+        self._prefix += [*range(held + 1, text + 1), *[text] * len(paths)]
+        self._starts += [len(self._extra)] * (rows - len(paths))
+        for path in paths:
+            self._extra += [text + ancestor for ancestor in path]
+            self._starts.append(len(self._extra))
+
+    def packed(self, taps: tuple[int, ...]) -> tuple[array[int], list[int]]:
+        """Return all numbers, and the addresses of ids to `taps`."""
+        numbers = array("i", [*self.ids, *self.positions, *self._prefix, *self._starts, *taps, *self._extra])
+        rows, size = len(self.ids), numbers.itemsize
+        first = numbers.buffer_info()[0]
+        starts = first + size * 3 * rows
+        listed = starts + size * (rows + 1)
+        return numbers, [first, first + size * rows, first + size * 2 * rows, listed + size * len(taps), starts, listed]
 
 
 class NativeEngine(Engine[NativeCache]):
-    """Passes of `NativeWeights` on a CPU."""
+    """Passes of a native model on a CPU."""
 
     batch_invariant = True
     reusable = True
     samples_chains = True
     hidden_states = True
+    texts_per_pass = NATIVE_CHUNK
 
-    def __init__(self, model: NativeWeights) -> None:
+    def __init__(self, model: NativeModel) -> None:
         super().__init__()
+        self.times: array[int] | None = None  # nanoseconds by stage, see `times` in `native/interface.h`
+        self._angles = model.rotation(0)
         self._library, self._model = required_library(), model
         self._structs: dict[torch.dtype, tuple[ModelStruct, object]] = {}
-        self._vocab_size: int = model.config.vocab_size
-        self._scratch: list[Tensor] = []  # idle buffers of `KEPT_ROWS` rows
+        self._vocab_size = model.outputs
+        self._calls: defaultdict[tuple[torch.dtype, tuple[int, ...]], list[ChainCall]] = defaultdict(list)  # idle
 
     @property
     def weight_bytes(self) -> int:
@@ -132,107 +198,117 @@ class NativeEngine(Engine[NativeCache]):
     def _kv_shape(self) -> tuple[int, ...]:
         return len(self._model.layers), self._model.kv_heads, self._model.head_dim
 
-    def run(self, entries: Sequence[Entry[NativeCache]], layers: Sequence[int] = ()) -> list[Tensor]:
-        """Run a pass; store hidden states of `layers` `[layers, rows, width]` in `cache.hidden`."""
-        outputs, run_pass = [], self._library.run_pass
+    def run(self, entries: Sequence[Entry[NativeCache]]) -> list[Tensor]:
+        outputs: list[Tensor] = []
+        group: list[_Text] = []
+        rows = 0
         for cache, new, held, draft in entries:
             rest = new.tolist() if isinstance(new, Tensor) else new
             while len(rest) > NATIVE_CHUNK + len(draft):
-                self._call(run_pass, cache, rest[:NATIVE_CHUNK], held, Draft(), torch.empty(0, self._vocab_size))
+                self._call([(cache, rest[:NATIVE_CHUNK], held, Draft())], 0)
                 rest, held = rest[NATIVE_CHUNK:], held + NATIVE_CHUNK
-            logits = torch.empty(min(len(rest), len(draft) + 1), self._vocab_size)
-            self._call(run_pass, cache, rest, held, draft, logits, layers)
-            outputs.append(logits)
-        return outputs
+            if group and (rows + len(rest) > NATIVE_CHUNK or cache.taps != group[0][0].taps):
+                outputs += self._call(group)
+                group, rows = [], 0
+            group.append((cache, rest, held, draft))
+            rows += len(rest)
+        return outputs + self._call(group)
 
     def sample_chain(
-        self, cache: NativeCache, new: list[int], held: int, count: int, sampler: ChainSampler
-    ) -> list[int] | None:
-        vocab, sampling = sampler.vocab_size, sampler.sampling
-        end = held + len(new) + count - 1
-        if len(new) > KEPT_ROWS or vocab > self._vocab_size or end > self._model.position_limit:
-            return None
-        if (uniforms := sampler.uniforms(count)) is None:
-            return None
-        cache.reserve(end)
-        tokens = (ctypes.c_int32 * count)()
-        peaks, chosen = (ctypes.c_float * count)(), (ctypes.c_float * count)()
-        probs = torch.empty(count, vocab) if uniforms else None
-        numbers, scratch = array("d", uniforms), torch.empty(vocab if uniforms else 0)
-        chain = ChainStruct(
-            sampling.top_p,
-            numbers.buffer_info()[0],
-            None if probs is None else probs.data_ptr(),
-            scratch.data_ptr(),
-            ctypes.addressof(peaks),
-            ctypes.addressof(chosen),
-            ctypes.addressof(tokens),
-            sampling.top_k,
-            vocab,
-            sampling.temperature,
-            count,
-        )
-        logits = torch.empty(1, self._vocab_size)
-        self._call(self._library.draft_chain, cache, new, held, Draft(), logits, (), chain)
-        cache.length = end
-        sampler.record(peaks[:], chosen[:], probs)
-        return tokens[:]
-
-    def _call(
         self,
-        function: Callable[..., int],
         cache: NativeCache,
         new: list[int],
         held: int,
-        draft: Draft,
-        logits: Tensor,
-        layers: Sequence[int] = (),
-        *options: ctypes.Structure,
-    ) -> None:
-        model, rows = self._model, len(new)
-        cache.reserve(held + rows)
-        placed, prefix, extra, starts = _visible(rows, held, draft)
-        if max(placed) >= model.position_limit:
-            raise ValueError(f"the model has {model.position_limit} positions")
-        taps = [layers.index(i) if i in layers else -1 for i in range(len(model.layers))] if layers else ()
-        cache.hidden = torch.empty(len(layers), rows, model.width) if layers else None
-        numbers = array("i", [*new, *placed, *prefix, *extra, *starts, *taps])
-        ends = accumulate(map(len, (new, placed, prefix, extra, starts)), initial=0)
-        first, _ = numbers.buffer_info()
-        places = [first + numbers.itemsize * end for end in ends]
+        count: int,
+        sampler: ChainSampler,
+        ids: Tensor | None = None,
+        threshold: float = 0.0,
+    ) -> list[int] | None:
+        """Sample a chain; logit i is that of token `ids[i]`, int32. `threshold`: see `Head.sample_chain`."""
+        vocab = sampler.vocab_size if ids is None else len(ids)
+        end = held + len(new) + count - 1
+        if len(new) > CHAIN_ROWS or vocab > self._vocab_size or end > self._model.position_limit:
+            return None
+        if (uniforms := sampler.uniforms(count)) is None:
+            return None
+        call = self._chain_call(cache, new, held, end)
+        tokens = call.sample(sampler, uniforms, count, ids, threshold)
+        self._release(call, cache)
+        cache.length = end - max(0, count - len(tokens) - 1)
+        return tokens
+
+    def _chain_call(self, cache: NativeCache, new: list[int], held: int, end: int) -> ChainCall:
+        """Return an idle call for the rows `new` of a chain that ends at position `end`."""
+        cache.reserve(end)
+        calls = self._calls[cache.kv.dtype, cache.taps]
+        call = calls.pop() if calls else ChainCall(self._library, self._struct(cache.kv.dtype), cache.taps)
+        call.set_rows(new, held, self._rotations(cache.capacity), cache.threads, self.times)
+        cache.describe(call.text)
+        return call
+
+    def _release(self, call: ChainCall, cache: NativeCache) -> None:
+        self._calls[cache.kv.dtype, cache.taps].append(call)  # an append is atomic: threads need no lock
+
+    def _call(self, entries: Sequence[_Text], most: int = sys.maxsize) -> list[Tensor]:
+        """Return the logits of the last rows of each entry, of `most` rows at most."""
+        counts = [min(len(new), len(draft) + 1, most) for _, new, _, draft in entries]
+        end = max(held + len(new) for _, new, held, _ in entries)
+        if end > (limit := self._model.position_limit):
+            raise ValueError(f"the model has {limit} positions")
+        logits, chain = torch.empty(sum(counts), self._vocab_size), None
+        cache, new, held, draft = entries[0]
+        if len(entries) == 1 and len(new) <= CHAIN_ROWS and draft.is_chain:
+            chain = self._chain_call(cache, new, held, end)
+            described = chain.described(logits)
+        else:
+            described, references = self._described(entries, counts, logits)
+        result = self._library.run_pass(ctypes.byref(described))
+        if result == Result.STOPPED:
+            raise Stopped
+        check_result(self._library, result, described)
+        if chain:
+            self._release(chain, cache)
+        for cache, new, held, _ in entries:
+            cache.length = held + len(new)
+        return [logits] if len(entries) == 1 else list(logits.split(counts))
+
+    def _described(
+        self, entries: Sequence[_Text], counts: Sequence[int], logits: Tensor
+    ) -> tuple[PassStruct, list[object]]:
+        """Describe a pass over any rows; return the objects that it points to."""
+        texts, rows = (TextStruct * len(entries))(), _Rows()
+        for text, (cache, new, held, draft), last in zip(texts, entries, counts, strict=True):
+            cache.reserve(held + len(new))
+            rows.add(new, held, draft)
+            text.held, text.rows = held, len(new)
+            text.last = last
+            cache.describe(text)
+        count = len(rows.ids)
+        cosines, sines = self._rotations(max(max(rows.positions) + 1, cache.capacity))
+        numbers, addresses = rows.packed(cache.taps)
         struct = self._struct(cache.kv.dtype)
-        scratch = self._scratch.pop() if rows <= KEPT_ROWS and self._scratch else self._buffer(struct, rows)
-        described = PassStruct(
+        scratch = torch.empty(self._library.scratch_floats(ctypes.byref(struct), count))
+        return PassStruct(
             ctypes.addressof(struct),
-            cache.kv.data_ptr(),
-            cache.cosines.data_ptr(),
-            cache.sines.data_ptr(),
-            *places[:-1],
-            places[-1] if layers else None,
-            None if cache.hidden is None else cache.hidden.data_ptr(),
+            ctypes.addressof(texts),
+            cosines.data_ptr(),
+            sines.data_ptr(),
+            *addresses,
             logits.data_ptr(),
             scratch.data_ptr(),
-            cache.capacity,
-            rows,
-            len(logits),
-            held,
-            cache.threads,
             stop_flag().address,
-        )
-        result = function(ctypes.byref(described), *map(ctypes.byref, options))
-        if rows <= KEPT_ROWS:
-            self._scratch.append(scratch)  # an append is atomic: threads need no lock
-        if result:
-            if result == Result.STOPPED:
-                raise Stopped
-            check_result(self._library, result, described)
-        cache.length = held + rows
+            self.times and self.times.buffer_info()[0],
+            *(len(entries), count, len(cosines), len(cache.taps), cache.threads),
+        ), [texts, numbers, scratch]
+
+    def _rotations(self, count: int) -> tuple[Tensor, Tensor]:
+        cosines, sines = self._angles
+        if count > len(cosines):
+            cosines, sines = self._angles = self._model.rotation(doubled(count))
+        return cosines, sines
 
     def _struct(self, dtype: torch.dtype) -> ModelStruct:
         if dtype not in self._structs:
             self._structs[dtype] = self._model.struct(dtype)
             check_model(self._library, self._structs[dtype][0])
         return self._structs[dtype][0]
-
-    def _buffer(self, struct: ModelStruct, rows: int) -> Tensor:
-        return torch.empty(self._library.scratch_floats(ctypes.byref(struct), max(rows, KEPT_ROWS)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,12 @@ from specdemo.native.build import required_library
 from specdemo.native.formats import FORMATS, Format
 from specdemo.native.interface import MatrixStruct
 
+_WORD_CODES = 16  # lanes of vectors with which codes are stored like other integers, see `lookup.h`
+NF4_CODES = (  # quantiles of a normal distribution (2305.14314, appendix E)
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
 FLOAT_FORMATS = {torch.float32: FORMATS["F32"], torch.bfloat16: FORMATS["BF16"], torch.float16: FORMATS["F16"]}
 
 
@@ -48,7 +55,7 @@ class NativeMatrix:
         formats = [format_of(linear) for linear in joined.linears]
         if len(set(formats)) > 1:
             raise ValueError("joined matrices need one number format")
-        self.format = formats[0]
+        self.format, self._narrow_inputs = formats[0], getattr(joined.linears[0], "narrow", False)
         parts = [_stored(linear, self.format, joined.order) for linear in joined.linears]
         sizes = [len(part["weights"]) for part in parts]
         self.outputs, self.inputs = sum(sizes), parts[0]["weights"].shape[1]
@@ -60,8 +67,7 @@ class NativeMatrix:
         for name in parts[0]:
             values = [part[name] for part in parts]
             if name == "codes":
-                self.tensors[name], self.tensors["code_bytes"] = values[0], torch.empty(32, dtype=torch.uint8)
-                library.set_code_bytes(self.tensors["codes"].data_ptr(), self.tensors["code_bytes"].data_ptr())
+                self.tensors |= _code_table(values[0])
             elif joined.interleaved:
                 blocks = [value.unflatten(0, (-1, self._block)) for value in values]
                 self.tensors[name] = torch.stack(blocks, 1).flatten(0, 2)
@@ -82,14 +88,13 @@ class NativeMatrix:
 
     def _blocks(self, weights: Tensor) -> Tensor:
         if self.format.has_bytes:  # layout [blocks, inputs / 4, outputs, input]
-            if self.format.name == "INT8":
-                self.tensors["sums"] = weights.sum(1, dtype=torch.int32)
-            quads = F.pad(weights, (0, -self.inputs % 4)).unflatten(0, (-1, self._block)).unflatten(2, (-1, 4))
+            unsigned = weights.view(torch.uint8) ^ 128
+            quads = F.pad(unsigned, (0, -self.inputs % 4)).unflatten(0, (-1, self._block)).unflatten(2, (-1, 4))
             return quads.transpose(1, 2).contiguous()
-        # layout [blocks, inputs / 8, outputs, input, upper pairs]
-        if self.format.is_coded and not self.format.has_codes:
-            words = weights.unflatten(0, (-1, self._block)).unflatten(2, (-1, 2, 2, 2)).permute(0, 2, 1, 5, 3, 4)
-            return (words[..., 0] | words[..., 1] << 4).flatten(1).contiguous()
+        # layout [blocks, inputs / 8, outputs, input, upper four]
+        if self.format.is_coded and not (self.format.has_codes and self._lanes < _WORD_CODES):
+            fours = weights.unflatten(0, (-1, self._block)).unflatten(2, (-1, 2, 4)).permute(0, 2, 1, 4, 3)
+            return (fours[..., 0] | fours[..., 1] << 4).flatten(1).contiguous()
         blocks = self._transposed(weights)  # layout [blocks, inputs, outputs]
         if self.format.name == "BF16":
             return blocks.unflatten(2, (-1, 2, self._lanes)).transpose(3, 4).flatten(2).contiguous()
@@ -111,9 +116,52 @@ class NativeMatrix:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    def rows(self, outputs: Tensor) -> Tensor:
+        """Return the weights `[n, inputs]` of `outputs` `[n]`. Raises `IndexError`."""
+        if len(outputs) and not (0 <= int(outputs.min()) and int(outputs.max()) < self.outputs):
+            raise IndexError(f"a matrix of {self.outputs:,} outputs has no output {int(outputs.max()):,}")
+        rows, wanted = torch.empty(len(outputs), self.inputs), outputs.to(torch.int64).contiguous()
+        required_library().matrix_rows(ctypes.byref(self.struct()), wanted.data_ptr(), len(wanted), rows.data_ptr())
+        return rows
+
     def struct(self) -> MatrixStruct:
         pointers = {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
-        return MatrixStruct(form=self.format.number, outputs=self.outputs, inputs=self.inputs, **pointers)
+        return MatrixStruct(
+            form=self.format.number, outputs=self.outputs, inputs=self.inputs, narrow=self._narrow_inputs, **pointers
+        )
+
+
+class WritableMatrix(NativeMatrix):
+    """Matrix `[outputs, inputs]` whose outputs are written as floats; `form`: F32, INT8, Q8_0 or CODE4 (NF4)."""
+
+    def __init__(self, outputs: int, inputs: int, form: Format, buffer: LargePageBuffer) -> None:
+        self._block = required_library().block_outputs()
+        self.format, self._narrow_inputs = form, False
+        self.outputs, self.inputs = outputs, inputs
+        whole, stored = outputs + -outputs % self._block, inputs + -inputs % 4 if form.has_bytes else inputs
+        self.tensors = {"weights": buffer.place(torch.zeros(whole * stored * form.bits // 8, dtype=torch.uint8))}
+        if form.scales:
+            count = whole * (inputs // form.group if form.group else 1)
+            self.tensors["scales"] = torch.zeros(count, dtype=torch.float16 if form.scale_bits == 16 else torch.float32)
+        if form.has_codes:
+            self.tensors |= _code_table(torch.tensor(NF4_CODES))
+
+    def write(self, rows: Tensor, first: int = 0) -> None:
+        """Store `rows` `[n, inputs]` as outputs from `first` on."""
+        values = rows.float().contiguous()
+        if rows.shape[1:] != (self.inputs,) or required_library().write_rows(
+            ctypes.byref(self.struct()), first, len(values), values.data_ptr()
+        ):
+            raise ValueError(
+                f"rows {tuple(rows.shape)} do not fit into a matrix {self.outputs, self.inputs} of {self.format.name}"
+            )
+
+
+def _code_table(codes: Tensor) -> dict[str, Tensor]:
+    """Return the values of codes, and their bytes in C."""
+    code_bytes = torch.empty(32, dtype=torch.uint8)
+    required_library().set_code_bytes(codes.data_ptr(), code_bytes.data_ptr())
+    return {"codes": codes, "code_bytes": code_bytes}
 
 
 def format_of(linear: nn.Module) -> Format:
@@ -134,7 +182,6 @@ def weight_shape(module: Any) -> tuple[int, ...]:
 
 
 def _stored(linear: nn.Module, form: Format, order: Tensor | None) -> dict[str, Tensor]:
-    """Return the stored values of a linear layer: `weights` `[outputs, inputs]`, `scales`, `codes` and `bias`."""
     weight: Any = linear.expanded() if isinstance(linear, GgufLinear) else linear.weight
     part: dict[str, Tensor]
     if isinstance(linear, GgufLinear) and form.is_coded:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +16,18 @@ from specdemo.models.engines.native_families import ACTIVATIONS, LayerParts, Mod
 from specdemo.models.engines.native_matrix import FLOAT_FORMATS, Joined, NativeMatrix, format_of
 from specdemo.models.memory import LargePageBuffer
 from specdemo.native.build import required_library
-from specdemo.native.formats import Format
+from specdemo.native.formats import FORMATS, Format
 from specdemo.native.interface import LayerStruct, ModelStruct
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+def kv_dtype(dtype: torch.dtype, forms: Iterable[str]) -> torch.dtype:
+    """Return the type of keys and values of a model in `dtype`; `forms`: number formats of its matrices."""
+    if any(FORMATS[name].is_coded for name in forms):
+        return torch.float16
+    return dtype
 
 
 class NativeWeights(FusedWeights):
@@ -44,6 +51,8 @@ class NativeWeights(FusedWeights):
         self._leave = self._gain(parts.leave)
         self._structs = (LayerStruct * len(parts.layers))(*map(self._layer, parts.layers))
         self._head = self._matrix(Joined([model.lm_head]))
+        matrices = [part for part in self._kept if isinstance(part, NativeMatrix)]
+        self.kv_dtype = kv_dtype(self.dtype, {matrix.format.name for matrix in matrices})
         self._options = {
             "inner": parts.inner,
             "rotated": 2 * self.rotation(1)[0].shape[1],
@@ -58,8 +67,22 @@ class NativeWeights(FusedWeights):
         }
 
     @property
+    def outputs(self) -> int:
+        return self._head.outputs
+
+    @property
+    def embedding_matrix(self) -> NativeMatrix:
+        return self._embedding or self._head
+
+    @property
     def weight_bytes(self) -> int:
         return sum(part.nbytes for part in self._kept)
+
+    def embedding_rows(self, ids: Tensor) -> Tensor:
+        return (self._embedding or self._head).rows(ids)
+
+    def output_rows(self, ids: Tensor) -> Tensor:
+        return self._head.rows(ids)
 
     def with_channel_scale(self, scale: Tensor) -> NativeWeights:
         thin = super().with_channel_scale(scale)

@@ -1,4 +1,4 @@
-"""Choice of the engine that runs a model."""
+"""Choice of the engine that runs a model or a head."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from specdemo.models.cache_check import cache_support
 from specdemo.models.engines.engine import Engine
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.generic import EncoderDecoderEngine, TransformersEngine, UncachedEngine, has_encoder
+from specdemo.models.engines.head import Head, HeadWeights
 from specdemo.models.engines.llama import LlamaEngine
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.native import NativeEngine
+from specdemo.models.engines.native_head import NativeHead
 from specdemo.models.engines.native_weights import NativeWeights
+from specdemo.models.engines.torch_head import TorchHead
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,3 +41,8 @@ def engine_of(model: PreTrainedModel | FusedWeights) -> Engine[Any]:
     if has_encoder(model.config):
         return EncoderDecoderEngine(model, support.forests)
     return TransformersEngine(model, support.forests)
+
+
+def head_of(weights: HeadWeights, model: PreTrainedModel | FusedWeights) -> Head:
+    """Return a head that drafts for `model`, on its engine."""
+    return NativeHead(weights, model) if isinstance(model, NativeWeights) else TorchHead(weights, model)

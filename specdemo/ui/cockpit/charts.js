@@ -1,27 +1,13 @@
 // Small SVG charts. Each has a text alternative and uses the CSS colours of the page.
 
-const SVG = "http://www.w3.org/2000/svg";
-
-function svg(tag, attributes = {}, ...children) {
-  const node = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name === "text") node.textContent = value;
-    else node.setAttribute(name, value);
-  }
-  node.append(...children);
-  return node;
-}
-
-function canvas(label, width, height, ...children) {
-  return svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label, class: "chart" }, ...children);
-}
-
 const WIDTH = 420, HEIGHT = 190, MARGIN_LEFT = 38, MARGIN_BOTTOM = 26, MARGIN_TOP = 10;
+
+const height = (share) => share * (HEIGHT - MARGIN_BOTTOM - MARGIN_TOP);
 
 function axes(top, unit, marks) { // `top`: largest value; `marks`: [x, text] below the chart
   const lines = [];
   for (const share of [0, 0.5, 1]) {
-    const y = HEIGHT - MARGIN_BOTTOM - share * (HEIGHT - MARGIN_BOTTOM - MARGIN_TOP);
+    const y = HEIGHT - MARGIN_BOTTOM - height(share);
     lines.push(svg("line", { x1: MARGIN_LEFT, x2: WIDTH, y1: y, y2: y, class: "grid" }));
     lines.push(svg("text", { x: MARGIN_LEFT - 5, y: y + 4, class: "axis end", text: unit(share * top) }));
   }
@@ -29,16 +15,12 @@ function axes(top, unit, marks) { // `top`: largest value; `marks`: [x, text] be
   return lines;
 }
 
-const height = (share) => share * (HEIGHT - MARGIN_BOTTOM - MARGIN_TOP);
-
 function chartPositions(positions) {
   if (!positions.length) return make("p", { class: "quiet", text: "No draft tokens were tested." });
   const step = (WIDTH - MARGIN_LEFT) / positions.length;
-  const bars = positions.map(([share, tested], i) => {
-    const bar = svg("rect", { x: MARGIN_LEFT + i * step + 0.15 * step, y: HEIGHT - MARGIN_BOTTOM - height(share), width: 0.7 * step, height: height(share), class: "accepted" });
-    bar.append(svg("title", { text: `position ${i + 1}: ${(100 * share).toFixed(0)} % of ${tested} tested` }));
-    return bar;
-  });
+  const bars = positions.map(([share, tested], i) => svg("rect",
+    { x: MARGIN_LEFT + i * step + 0.15 * step, y: HEIGHT - MARGIN_BOTTOM - height(share), width: 0.7 * step, height: height(share), class: "accepted" },
+    svg("title", { text: `position ${i + 1}: ${(100 * share).toFixed(0)} % of ${tested} tested` })));
   const description = positions.map(([share], i) => `${i + 1}: ${(100 * share).toFixed(0)} %`).join(", ");
   const marks = positions.map((_, i) => [MARGIN_LEFT + (i + 0.5) * step, String(i + 1)]);
   return canvas(`Share of tested tokens that were accepted, by position in the draft: ${description}`, WIDTH, HEIGHT, ...axes(1, (x) => `${(100 * x).toFixed(0)} %`, marks), ...bars);
@@ -59,10 +41,9 @@ function chartTimes(rows) { // table rows; beyond MAX_BARS, adjacent steps are a
   const bars = means.flatMap((mean, i) => {
     let base = 0;
     return mean.map((ms, k) => {
-      const bar = svg("rect", { x: MARGIN_LEFT + i * step, y: HEIGHT - MARGIN_BOTTOM - height((base + ms) / top), width: Math.max(step - 0.5, 0.5), height: height(ms / top), class: PARTS[k] });
-      bar.append(svg("title", { text: `step ${groups[i][0][0]}: ${PARTS[k]} ${ms.toFixed(2)} ms` }));
       base += ms;
-      return bar;
+      return svg("rect", { x: MARGIN_LEFT + i * step, y: HEIGHT - MARGIN_BOTTOM - height(base / top), width: Math.max(step - 0.5, 0.5), height: height(ms / top), class: PARTS[k] },
+        svg("title", { text: `step ${groups[i][0][0]}: ${PARTS[k]} ${ms.toFixed(2)} ms` }));
     });
   });
   const total = PARTS.map((_, k) => decoded.reduce((sum, row) => sum + row[9 + k], 0));
@@ -85,9 +66,8 @@ function chartWhatIf(estimate, reason) { // rows: gamma, tokens per pass, tokens
   const line = svg("polyline", { points: rows.map(([g, , rate]) => `${x(g)},${y(rate)}`).join(" "), class: "line" });
   const dots = rows.map(([g, passes, rate, low, up]) => {
     const marked = advised && g === best[0];
-    const dot = svg("circle", { cx: x(g), cy: y(rate), r: marked ? 5 : 3, class: marked ? "dot best" : "dot" });
-    dot.append(svg("title", { text: `γ ${g}: ${rate.toFixed(1)} tokens/s (${low.toFixed(1)}–${up.toFixed(1)}), ${passes.toFixed(2)} per pass` }));
-    return dot;
+    return svg("circle", { cx: x(g), cy: y(rate), r: marked ? 5 : 3, class: marked ? "dot best" : "dot" },
+      svg("title", { text: `γ ${g}: ${rate.toFixed(1)} tokens/s (${low.toFixed(1)}–${up.toFixed(1)}), ${passes.toFixed(2)} per pass` }));
   });
   const cross = gamma === null ? [] : [svg("path", { d: `M${x(gamma) - 6} ${y(measured)}h12M${x(gamma)} ${y(measured) - 6}v12`, class: "was" }, svg("title", { text: `measured: ${measured.toFixed(1)} tokens/s` }))];
   const verdict = !fits ? "No advice: the estimate misses the measured speed." : advised ? `Estimated best: γ ${best[0]}, ${best[3].toFixed(0)}–${best[4].toFixed(0)} tokens/s.` : "No other draft length is clearly faster.";

@@ -1,8 +1,10 @@
-({ names, defaults }, ...values) => {
+({ names, defaults, pairSettings }, ...values) => {
   const url = new URL(location.href);
+  const isDefault = (i) => JSON.stringify(values[i]) === JSON.stringify(defaults[i]);
+  const required = ["pair", "compare", ...(isDefault(names.indexOf("pair")) ? [] : pairSettings)]; // a link's pair sets its own
   names.forEach((name, i) => {
     const text = typeof values[i] === "string" ? values[i] : JSON.stringify(values[i]);
-    if (name !== "pair" && JSON.stringify(values[i]) === JSON.stringify(defaults[i])) url.searchParams.delete(name);
+    if (!required.includes(name) && isDefault(i)) url.searchParams.delete(name);
     else url.searchParams.set(name, text);
   });
   const tooLong = url.href.length > 8000; // common limit of servers

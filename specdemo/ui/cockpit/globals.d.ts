@@ -6,7 +6,7 @@ declare function watch(property: string, callback: () => void): void;
 
 type Query = (argument: unknown) => Promise<string | null>;
 declare const server: Record<
-  "trace" | "csv" | "svg" | "round" | "figures" | "trace_since" | "import_trace" | "recorded" | "stop_run",
+  "trace" | "csv" | "svg" | "round" | "figures" | "web_page" | "trace_since" | "import_trace" | "recorded" | "stop_run",
   Query
 >;
 

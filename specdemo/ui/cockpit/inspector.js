@@ -2,6 +2,7 @@
 
 const selected = { lane: null, i: 0, request: 0 }; // step in the inspector
 let figuresOf = null; // lane shown in charts and table
+const stepPlayer = createPlayer($("#player"), { onphase: showPhase });
 
 function openInspector(names) {
   $("#round-lane").replaceChildren(...names.map((name) => make("option", { value: name, text: `${HEADINGS[name]}: ${$(".title", lanes[name].box).textContent}` })));
@@ -12,10 +13,35 @@ function openInspector(names) {
 }
 
 function closeInspector() {
-  $("#inspector").hidden = true;
+  hideInspector();
   $("#figures").hidden = true;
-  $(".current")?.classList.remove("current");
   selected.request += 1;
+}
+
+function hideInspector() {
+  pausePlayer(stepPlayer);
+  $("#inspector").hidden = true;
+  delete $(".stage").dataset.inspector;
+  highlightSource(null, null);
+  $(".current")?.classList.remove("current");
+}
+
+const WIDE = 1600; // pixels of a window in which lanes and inspector are side by side
+
+function placeInspector() { // in a column, or above the lane that is not inspected
+  const stage = $(".stage");
+  const boxes = Object.values(lanes).map(({ box }) => box).filter((box) => !box.hidden);
+  const left = Math.min(...boxes.map((box) => box.offsetLeft));
+  const columns = new Set(boxes.map((box) => box.offsetLeft)).size;
+  const covering = lanes[selected.lane].box.offsetLeft > left ? "left" : "right";
+  stage.dataset.inspector = window.innerWidth >= WIDE || columns === 1 ? "column" : covering;
+}
+
+function showPhase(phase, { path }) { // the card of the tested token, and the accepted path of the tree
+  const card = $(`#node-${phase.node}`) ?? (phase.name === "end" ? $("#round-nodes").lastElementChild : null);
+  const nodes = $("#round-nodes");
+  if (card && stepPlayer.timer) nodes.scrollLeft = card.offsetLeft - nodes.offsetLeft;
+  for (const [n, leaf] of [...element.querySelectorAll("#round-tree .leaf")].entries()) leaf.classList.toggle("now", phase.node === n || (phase.name === "end" && path.includes(n)));
 }
 
 async function inspectStep(name, i) {
@@ -32,6 +58,7 @@ async function inspectStep(name, i) {
 
 function drawStepDetails(details) {
   $("#inspector").hidden = false;
+  placeInspector();
   $("#round-lane").value = selected.lane;
   const slider = $("#round-at");
   slider.max = details.rounds - 1;
@@ -44,25 +71,30 @@ function drawStepDetails(details) {
   const cards = details.nodes.map((node, n) => drawNode(node, n));
   if (details.last) cards.push(drawTargetToken(details.last));
   $("#round-nodes").replaceChildren(...cards);
+  showPlayer(stepPlayer, details);
+  $("#round-source").replaceChildren(...drawSource(details.source));
   $("#round-times").replaceChildren(drawTimes(details.times));
   $(".current")?.classList.remove("current");
   const { span } = lanes[selected.lane].steps[details.i];
   span.classList.add("current");
   scrollLane(lanes[selected.lane].lane, span);
+  highlightSource(lanes[selected.lane].lane, details.source);
 }
 
-function visibleText(text) { return text === "" ? "◌" : text.replace(/\r?\n/g, "⏎").replace(/\t/g, "⇥").replace(/ /g, "␣"); }
+function drawCard(kind, text, id = null) {
+  const token = make("span", { class: "tok", "data-kind": kind, text: visibleText(text) });
+  const title = make("h3", {}, token, make("small", { text: kind === "ignored" ? "not tested" : kind }));
+  return make("article", { class: "node", "data-state": kind, id }, title);
+}
 
 function drawNode(node, n) {
-  const title = make("h3", {}, make("span", { class: "tok", "data-kind": node.state, text: visibleText(node.text) }),
-    make("small", { text: node.state === "ignored" ? "not tested" : node.state }));
-  const card = make("article", { class: "node", "data-state": node.state, id: `node-${n}` }, title);
+  const card = drawCard(node.state, node.text, `node-${n}`);
   if (node.bound !== null) card.append(drawTest(node));
-  if (node.bars.length) card.append(drawBars(node.bars, "p", "q"));
+  if (node.bars.length) card.append(node.point ? drawBars(node.bars, "p") : drawBars(node.bars, "p", "q"));
   const entropy = node.entropy_p === null ? [] : [`H(p) ${node.entropy_p.toFixed(2)}`, ...(node.entropy_q === null ? [] : [`H(q) ${node.entropy_q.toFixed(2)}`])];
   const beta = node.beta === null ? [] : [`β ${node.beta.toFixed(3)}`];
   const decision = decisionRows(node).map(([name, value]) => `${name.split(",")[0]} ${value}`);
-  const facts = [...decision, ...beta, ...entropy].join(" · ");
+  const facts = [...decision, ...beta, ...entropy, ...(node.origin ? [node.origin] : [])].join(" · ");
   card.append(make("p", { class: "quiet", text: facts }), make("p", { class: "why", text: node.words }));
   return card;
 }
@@ -77,25 +109,8 @@ function drawTest(node) { // the draw, or without one p, and the bound it is com
   return canvas(words, 200, 24, ...parts, svg("title", { text: words }));
 }
 
-function drawBars(bars, ...names) { // a row per token: p above q, their minimum shaded
-  const rows = bars.map(([text, p, q]) => {
-    const width = (mass) => 100 * Math.min(1, Math.max(0, mass ?? 0));
-    const track = make("span", { class: "track" });
-    const bar = (mass, kind) => { const span = make("span", { class: kind }); span.style.width = `${width(mass)}%`; return span; };
-    track.append(bar(p, "p"));
-    if (names.length > 1) { track.append(bar(q, "q")); if (p !== null && q !== null) track.append(bar(Math.min(p, q), "both")); }
-    const number = (mass) => (mass === null ? "?" : mass.toFixed(3));
-    const masses = names.length > 1 ? `${number(p)} ${number(q)}` : number(p);
-    return make("div", { class: "law" }, make("code", { text: visibleText(text) }), track, make("span", { class: "mass", text: masses }));
-  });
-  const key = (kind) => make("span", { class: `swatch ${kind}`, "aria-hidden": "true" });
-  const legend = names.length > 1 ? [key("p"), "p target ", key("q"), "q drafter ", key("both"), "both"] : [key("p"), names[0]];
-  return make("div", { class: "laws" }, make("p", { class: "quiet" }, ...legend), ...rows);
-}
-
 function drawTargetToken(last) {
-  const card = make("article", { class: "node", "data-state": last.kind }, make("h3", {},
-    make("span", { class: "tok", "data-kind": last.kind, text: visibleText(last.text) }), make("small", { text: last.kind })));
+  const card = drawCard(last.kind, last.text);
   if (last.bars.length) card.append(drawBars(last.bars, last.law === "p" ? "p" : "residual"));
   card.append(make("p", { class: "why", text: last.words }));
   return card;
@@ -103,10 +118,9 @@ function drawTargetToken(last) {
 
 function drawTimes(times) {
   const total = times.draft + times.verify + times.host;
-  const bar = make("div", { class: "times", "aria-hidden": "true" });
-  for (const part of PARTS) { const span = make("span", { class: part }); span.style.width = `${(100 * times[part]) / total}%`; bar.append(span); }
+  const bars = make("div", { class: "times", "aria-hidden": "true" }, ...PARTS.map((part) => bar(times[part] / total, part)));
   const words = PARTS.map((part) => make("span", { class: part, text: `${part} ${(1000 * times[part]).toFixed(2)} ms` }));
-  return make("div", {}, bar, make("p", { class: "key" }, ...words));
+  return make("div", {}, bars, make("p", { class: "key" }, ...words));
 }
 
 function drawTree({ nodes, path }) { // depth to the right, leaves from top to bottom
@@ -135,8 +149,6 @@ function drawTree({ nodes, path }) { // depth to the right, leaves from top to b
   return picture;
 }
 
-// --- all rounds ------------------------------------------------------------------------------------------------
-
 async function showFigures() {
   const [runId, name] = [run, selected.lane];
   if (figuresOf === name) return;
@@ -163,4 +175,23 @@ $("#round-lane").addEventListener("change", (e) => inspectStep(e.target.value, M
 $("#round-at").addEventListener("input", (e) => inspectStep(selected.lane, Number(e.target.value)));
 $("#round-back").addEventListener("click", () => inspectStep(selected.lane, Math.max(0, selected.i - 1)));
 $("#round-on").addEventListener("click", () => inspectStep(selected.lane, Math.min(lanes[selected.lane].steps.length - 1, selected.i + 1)));
-$("#round-close").addEventListener("click", () => { $("#inspector").hidden = true; $(".current")?.classList.remove("current"); });
+$("#round-close").addEventListener("click", hideInspector);
+$("#inspector").addEventListener("keydown", (e) => {
+  if (e.key !== "Escape") return;
+  const token = lanes[selected.lane].steps[selected.i]?.span.querySelector(".tok");
+  hideInspector();
+  if (token) { token.tabIndex = -1; token.focus({ preventScroll: true }); }
+});
+for (const [name, { lane }] of Object.entries(lanes)) {
+  const stepAt = ({ target }) => { const span = target.closest(".round"); return span && !$("#timeline").hidden ? lanes[name].steps.findIndex((step) => step.span === span) : -1; };
+  lane.addEventListener("pointerover", (e) => linkStep(name, stepAt(e)));
+  lane.addEventListener("pointerleave", () => linkStep(null));
+}
+window.addEventListener("resize", () => { if (!$("#inspector").hidden) placeInspector(); }, { signal: listeners.signal });
+
+function revealStep(span) { // the inspector, and on phones the token above the drawer
+  const behavior = reducedMotion.matches ? "auto" : "smooth";
+  if (getComputedStyle($("#inspector")).position !== "fixed") return $("#inspector").scrollIntoView({ block: "nearest", behavior });
+  const hiddenBy = span.getBoundingClientRect().bottom + 12 - $("#inspector").getBoundingClientRect().top;
+  if (hiddenBy > 0) scrollBy({ top: hiddenBy, behavior });
+}

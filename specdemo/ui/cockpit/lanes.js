@@ -5,7 +5,7 @@ const listeners = (window.specdemoListeners = new AbortController());
 const $ = (selector, within = element) => within.querySelector(selector);
 const DISCARDED = new Set(["rejected", "ignored"]);
 const FRAME_TIMEOUT_MS = 2500; // without a frame for this long, request missed records
-const HEADINGS = { spec: "Speculative", ar: "Autoregressive", third: "Third lane", fourth: "Fourth lane" };
+const HEADINGS = { spec: "Speculative", ar: "Autoregressive (baseline)", third: "Third run", fourth: "Fourth run" };
 
 let run = null; // id of the displayed run
 let busy = false; // from Run until the last frame
@@ -15,29 +15,17 @@ let state = null; // latest frame
 let drawing = false;
 let catchingUp = false;
 let stopRequested = false;
+let frozen = false; // Stop was pressed during a paced display: the rest is shown on request
 let startedAt = 0;
 let lastFrameAt = 0;
 const earlierRuns = new Set(); // ids of earlier runs, whose last frames may still arrive
 const cellOf = new WeakMap(); // token span -> [cell, step index, template of its explanation]
 const lanes = {}; // name -> { box, lane, steps: [{ span, t, tokens }], shown }; `tokens` are committed up to that step
 
-// --- layout --------------------------------------------------------------------------------------------------
-
-function make(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name === "text") node.textContent = value;
-    else if (value === true) node.setAttribute(name, "");
-    else if (value !== false && value !== null) node.setAttribute(name, value);
-  }
-  node.append(...children);
-  return node;
-}
-
 for (const [name, heading] of Object.entries(HEADINGS)) {
   const button = (what, text) => make("button", { type: "button", class: "small", id: `${what}-${name}`, disabled: true, text });
   const header = make("header", {},
-    make("h2", { text: heading }), make("span", { class: "title" }), make("span", { class: "badge", hidden: true }),
+    make("h2", { text: heading }), make("span", { class: "title" }), make("span", { class: "model quiet" }), make("span", { class: "badge", hidden: true }),
     make("span", { class: "rate" }));
   const footer = make("footer", {}, button("copy", "Copy text"), button("trace", "Save trace"), button("csv", "Save steps (CSV)"), button("svg", "Save picture (SVG)"));
   const lane = make("div", { class: "lane", id: `lane-${name}`, role: "log", "aria-live": "off", tabindex: 0,
@@ -46,8 +34,6 @@ for (const [name, heading] of Object.entries(HEADINGS)) {
   $(".lanes").append(box);
   lanes[name] = { box, lane, steps: [], shown: 0 };
 }
-
-// --- receiving -------------------------------------------------------------------------------------------------
 
 function receiveFrame(frame) {
   if (!frame || earlierRuns.has(frame.run) || (state?.over && state.run === frame.run)) return;
@@ -64,6 +50,9 @@ function receiveFrame(frame) {
   pending.push(...records);
   updateSpeeds(records);
   state = frame;
+  const turn = $("#turn");
+  turn.hidden = state.turn < 2;
+  setText(turn, `Turn ${state.turn}: earlier answers are part of the prompt.`);
   if (!drawing) schedule();
 }
 
@@ -86,29 +75,31 @@ function reset(id, plan) {
   run = element.dataset.run = id;
   received = firstStepAt = 0;
   pending = [];
+  frozen = false;
+  $("#show-rest").hidden = true;
   for (const [name, lane] of Object.entries(lanes)) {
     lane.box.hidden = !plan.includes(name);
     lane.lane.replaceChildren();
-    $(".title", lane.box).textContent = $(".rate", lane.box).textContent = "";
+    $(".title", lane.box).textContent = $(".model", lane.box).textContent = $(".rate", lane.box).textContent = "";
     $(".badge", lane.box).hidden = true;
     for (const button of lane.box.querySelectorAll("button")) button.disabled = true;
-    lane.steps = [];
-    lane.shown = 0;
-    resetPace(lane);
+    Object.assign(lane, { steps: [], shown: 0, credit: 0, idle: true, first: null, last: null, fences: 0 });
   }
   $(".lanes").dataset.count = plan.length;
   $(".outcome").hidden = $("#recorded-settings").hidden = true;
-  $("#save-all").disabled = true;
+  $("#save-all").disabled = $("#save-page").disabled = true;
+  clearHeadline();
+  endWalk();
   hideTooltip();
+  quietUntil = 0;
   closeReplay();
   closeInspector();
 }
 
-// --- drawing ---------------------------------------------------------------------------------------------------
-
 function draw() {
   if (!drawing) return;
   drawing = false;
+  clearTimeout(drawTimer);
   if (state.run !== run) return; // replaced by Run
   const byLane = {};
   const following = []; // lanes scrolled to their end
@@ -117,32 +108,42 @@ function draw() {
     const { lane } = lanes[name];
     if (lane.scrollHeight - lane.scrollTop - lane.clientHeight < 40) following.push(lane);
     const fragment = document.createDocumentFragment();
-    for (const record of records) record.head ? drawHead(name, record.head, fragment) : record.note ? drawNote(record.note, fragment) : drawStep(name, record, fragment);
+    for (const record of records) {
+      if (record.head) drawHead(name, record.head, fragment);
+      else if (record.note) fragment.append(make("span", { class: "note", role: "note", text: record.note }));
+      else drawStep(name, record, fragment);
+    }
     if (lane.lastElementChild?.className === "ahead") lane.lastElementChild.remove();
     lane.append(fragment);
-    drawContinuation(lane, records.at(-1).ahead);
+    const { ahead } = records.at(-1); // current continuation of a beam search, which the next step may replace
+    if (ahead) lane.append(make("span", { class: "ahead", text: ahead }));
   }
-  const ended = state.over && !pending.length;
-  if (!ended && (busy || playback) && element.dataset.stopping !== "yes") showPaceStatus();
+  const ended = state.over && (frozen || !pending.length);
+  if (!ended && busy && element.dataset.stopping !== "yes") showPaceStatus();
   if (ended || performance.now() - tilesDrawnAt >= TILES_INTERVAL_MS) drawTiles();
   for (const lane of following) lane.scrollTop = lane.scrollHeight; // last, so the page is laid out once
   if (ended) showResult();
-  else if (pending.length && !drawing) schedule();
+  else if (pending.length && !drawing && !frozen) schedule();
 }
 
 function drawHead(name, head, fragment) {
   const { box } = lanes[name];
   Object.assign(lanes[name], { reasons: head.reasons, fates: head.fates });
   $(".title", box).textContent = head.title;
+  $(".model", box).textContent = head.model;
   const badge = $(".badge", box);
   badge.hidden = false;
   badge.dataset.exact = head.exact;
   badge.textContent = head.badge;
   badge.title = head.why;
-  fragment.append(promptSpan(head.prompt));
+  lanes[name].lane.classList.toggle("prose", head.chat);
+  fragment.append(head.chat ? conversationSpan(head.prompt) : promptSpan(head.prompt));
 }
 
-const PROMPT_LINES = 6; // of a longer prompt only the end is visible at first
+const PROMPT_LINES = 2; // of a longer prompt only the end is visible at first
+const LINE_CHARACTERS = 60;
+// Markup of common chat templates, with the system message: hidden by style, since exports contain the complete prompt.
+const TEMPLATE = /<\|im_start\|>system\n[^]*?<\|im_end\|>\n?|<\|[^|<>]*\|>(?:(?:system|user|assistant)\b\n?)?\n*|<(?:start|end)_of_turn>(?:user\n|model\n)?\n?|<\/?(?:user|assistant|system)>/g;
 
 function promptSpan(prompt) {
   const given = make("span", { class: "given", text: prompt });
@@ -152,9 +153,23 @@ function promptSpan(prompt) {
   return given;
 }
 
+function conversationSpan(prompt) {
+  const parts = [];
+  let end = 0;
+  for (const match of prompt.matchAll(TEMPLATE)) {
+    parts.push(prompt.slice(end, match.index), make("span", { class: "template", text: match[0] }));
+    end = match.index + match[0].length;
+  }
+  const given = make("span", { class: "given" });
+  const lines = prompt.split("\n").reduce((sum, line) => sum + 1 + Math.floor(line.length / LINE_CHARACTERS), 0);
+  given.append(make("span", { class: "earlier", tabindex: lines > PROMPT_LINES ? 0 : null }, make("span", {}, ...parts, prompt.slice(end))));
+  return given;
+}
+
 function drawStep(name, record, fragment) {
+  const lane = lanes[name];
   const step = make("span", { class: "round" });
-  let tokens = 0;
+  let tokens = 0, accepted = 0, untested = null;
   for (const [k, cell] of record.c.entries()) {
     const [kind, text] = cell;
     const span = document.createElement("span");
@@ -165,34 +180,29 @@ function drawStep(name, record, fragment) {
     } else {
       span.textContent = text;
       if (text.startsWith("\n")) span.dataset.newline = "";
+      if (lane.fences % 2 || text.startsWith("```")) span.classList.add("code");
+      lane.fences += text.split("```").length - 1;
       tokens += 1;
+      accepted += Number(kind === "accepted");
     }
-    cellOf.set(span, [cell, record.i, lanes[name].reasons[record.w[k]]]);
+    if (kind === "ignored") (untested ??= span).dataset.more = Number(untested.dataset.more ?? 0) + 1;
+    cellOf.set(span, [cell, record.i, lane.reasons[record.w[k]]]);
     step.append(span);
   }
   fragment.append(step);
-  const lane = lanes[name];
-  if (record.by) { step.dataset.by = record.by; $("[data-legend=unseen]").hidden = false; }
+  if (record.by) { step.dataset.by = record.by; $("[data-legend=unseen]").parentElement.hidden = false; }
   if (record.trips) step.dataset.trips = record.trips;
   if (record.fate) resolveProvisional(lane.steps, record.fate);
-  lane.steps.push({ span: step, t: record.t, tokens: (lane.steps.at(-1)?.tokens ?? 0) + tokens });
+  const before = lane.steps.at(-1) ?? { tokens: 0, accepted: 0, drafted: 0 };
+  const drafted = record.c.filter(([kind]) => kind === "accepted" || DISCARDED.has(kind)).length;
+  lane.steps.push({ span: step, t: record.t, tokens: before.tokens + tokens, accepted: before.accepted + accepted, drafted: before.drafted + drafted });
   lane.shown = lane.steps.length;
 }
-
-function drawNote(text, fragment) { fragment.append(make("span", { class: "note", role: "note", text })); }
 
 function resolveProvisional(steps, [confirmed, overruled]) { // apply a late response to the oldest provisional steps
   const open = steps.flatMap(({ span }) => (span.dataset.by === "provisional" && !span.dataset.fate ? [span] : []));
   open.forEach((span, i) => { span.dataset.fate = i < confirmed ? "confirmed" : i < confirmed + overruled ? "overruled" : "open"; });
 }
-
-function drawContinuation(lane, text) { // current continuation of a beam search, which the next step may replace
-  if (text) lane.append(make("span", { class: "ahead", text }));
-}
-
-// --- status --------------------------------------------------------------------------------
-
-function setText(node, text) { if (node.textContent !== text) node.textContent = text; }
 
 function setStatus(phase, text) {
   const root = $(".cockpit");
@@ -210,7 +220,9 @@ function tick() {
 
 function startRun() {
   busy = true;
-  stopRequested = interrupted = playback = skipPacing = false;
+  stopRequested = interrupted = skipPacing = frozen = false;
+  endWalk();
+  setText($("#headline"), "Running …");
   pending = [];
   startedAt = lastFrameAt = performance.now();
   if (run !== null) earlierRuns.add(run);
@@ -235,12 +247,22 @@ function showResult() {
     setText($("#verdict"), [state.verdict, state.same.why].filter(Boolean).join(" "));
   }
   $(".outcome").hidden = !$("#verdict").textContent;
+  if (state.phase[0] === "done" && state.turn) document.body.dataset.turn = state.turn;
+  else delete document.body.dataset.turn;
+  for (const [name, [badge, why]] of Object.entries(state.texts)) Object.assign($(".badge", lanes[name].box), { textContent: badge, title: why });
   setText($("#race-lengths"), state.lengths);
   if (state.recorded) showRecorded(state.recorded);
   const drawn = state.plan.filter((name) => lanes[name].steps.length);
-  $("#save-all").disabled = !drawn.length;
+  $("#save-all").disabled = $("#save-page").disabled = !drawn.length;
   if (drawn.length) { openReplay(drawn); openInspector(drawn); }
-  endRun(state.phase[0], state.phase.filter(Boolean).join(": "));
+  const drawnAll = !pending.length;
+  $("#show-rest").hidden = drawnAll;
+  if (drawnAll) {
+    const ran = busy && !skipPacing;
+    endRun(state.phase[0], state.phase.filter(Boolean).join(": "));
+    if (walking) beginWalk();
+    else if (!(ran && raceOnce())) showHeadline();
+  } else endRun("stopped", `stopped: ${lanes[drawn[0] ?? state.plan[0]].steps.at(-1)?.tokens ?? 0} tokens displayed`);
 }
 
 function showRecorded({ prompt, ...settings }) {
@@ -248,7 +270,7 @@ function showRecorded({ prompt, ...settings }) {
   if (!settings.target) names.unshift("pair");
   const words = names.filter((name) => settings[name] || settings[name] === 0).map((name) => `${name.replace("_", " ")} ${settings[name]}`);
   const end = prompt.length > 80 ? `…${prompt.slice(-80)}` : prompt; // chat templates begin with instructions
-  setText($("#recorded-settings span"), `Recorded with the prompt ${JSON.stringify(end)}, ${words.join(", ")}.`);
+  setText($("#recorded-settings span"), `Example, recorded with the prompt ${JSON.stringify(end)}, ${words.join(", ")}.`);
   $("#recorded-settings").hidden = false;
 }
 
@@ -263,15 +285,16 @@ function endRun(phase, sentence) {
 }
 
 function markButtons() {
-  for (const id of ["run", "repeat"]) document.getElementById(id)?.setAttribute("aria-disabled", String(busy && !displaying()));
+  for (const id of ["run", "continue-chat", "repeat"]) document.getElementById(id)?.setAttribute("aria-disabled", String(busy && !displaying()));
   document.getElementById("stop")?.setAttribute("aria-disabled", String(!busy && !displaying()));
 }
 
 function stop() {
-  if (displaying()) return displayAll();
+  frozen ||= displaying() || (busy && paced());
+  if (complete() && frozen) { drawing = true; return draw(); }
   if (!busy || element.dataset.stopping === "yes") return;
   element.dataset.stopping = "yes";
-  skipPacing = true;
+  skipPacing = !frozen;
   setStatus("stopping", "");
   run === null ? (stopRequested = true) : server.stop_run(run);
 }

@@ -1,28 +1,27 @@
-// Readable pace: the server decodes at full speed, the browser displays PACE tokens/s of the fastest lane. The other
-// lanes keep their ratio to its recorded speed.
+// Pace of the display. Lanes appear as generated; when a comparison is done, it is replayed once in real time.
+// Readable pace (slow motion): the browser displays PACE tokens/s of the fastest lane, the others in proportion.
 
 const PACE = 15;
 const PACED_TICK_MS = 50;
 const START_TIMEOUT_MS = 5000; // lanes of a comparison start together, at the latest this long after the first step
+const DRAW_TIMEOUT_MS = 500; // draw without an animation frame: the tab may have been hidden meanwhile
 const PACE_KEY = "specdemo-pace";
 
-let playback = false; // the recorded example is displayed
 let skipPacing = false; // display the rest of this run at once
 let pacedAt = 0;
 let firstStepAt = 0;
+let drawTimer = 0;
 const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
 
 function paced() {
   const aborted = complete() && state.phase[0] !== "done";
-  const wanted = (busy || playback) && !skipPacing && !aborted && $("#pace").value === "readable";
+  const wanted = busy && !skipPacing && !aborted && $("#pace").value === "readable";
   return wanted && document.visibilityState !== "hidden" && !reducedMotion.matches;
 }
 
 function complete() { return Boolean(state?.over) && state.run === run; }
 
-function displaying() { return complete() && pending.length > 0; }
-
-function resetPace(lane) { Object.assign(lane, { credit: 0, idle: true, first: null, last: null }); }
+function displaying() { return complete() && pending.length > 0 && !frozen; }
 
 function committed(cells) { return cells.filter(([kind]) => !DISCARDED.has(kind)).length; }
 
@@ -40,9 +39,8 @@ function measuredSpeed({ first, last }) { return last?.t > first?.t ? (last.toke
 
 function fastestSpeed() { return Math.max(...state.plan.map((name) => measuredSpeed(lanes[name]))); }
 
-function pace() { return playback ? Math.min(PACE, fastestSpeed() || PACE) : PACE; } // tokens/s; no recording is accelerated
-
 function removeDueRecords() { // remove the records to be displayed now from `pending`
+  if (frozen) return [];
   const now = performance.now();
   const seconds = (now - pacedAt) / 1000;
   pacedAt = now;
@@ -51,7 +49,7 @@ function removeDueRecords() { // remove the records to be displayed now from `pe
   const delayed = state.plan.length > 1 && !state.over && fastest > PACE && now - firstStepAt < START_TIMEOUT_MS;
   for (const name of state.plan) {
     const lane = lanes[name];
-    lane.credit += seconds * pace() * (measuredSpeed(lane) / fastest || 1);
+    lane.credit += seconds * PACE * (measuredSpeed(lane) / fastest || 1);
     if (lane.idle) lane.credit = Math.min(lane.credit, 0); // time without tokens is not made up for
   }
   const [records, later, waiting] = [[], [], new Set()];
@@ -71,10 +69,14 @@ function schedule() {
   drawing = true;
   if (document.visibilityState === "hidden") setTimeout(draw, 0); // hidden tabs receive no animation frames
   else if (paced()) setTimeout(draw, PACED_TICK_MS);
-  else requestAnimationFrame(draw);
+  else {
+    requestAnimationFrame(draw);
+    drawTimer = setTimeout(draw, DRAW_TIMEOUT_MS);
+  }
 }
 
 function displayAll() {
+  frozen = false;
   skipPacing = drawing = true;
   draw();
 }
@@ -86,10 +88,12 @@ function showPaceStatus() {
   }
   const rates = state.plan.map((name) => state.rates[name].replace(" tok/s", "")).filter(Boolean).join(" and ");
   const begins = $(".cockpit").dataset.phase !== "displaying";
-  setStatus("displaying", `${playback ? "recorded example " : ""}at ${pace().toFixed(0)} tokens/s${rates && `, generated at ${rates} tokens/s`}`);
+  setStatus("displaying", `at ${PACE} tokens/s${rates && `, generated at ${rates} tokens/s`}`);
   if (begins) { markButtons(); drawTiles(); }
 }
 
+$("#show-rest").addEventListener("click", displayAll);
+
 const storedPace = localStorage.getItem(PACE_KEY);
-$("#pace").value = ["readable", "instant"].includes(storedPace) ? storedPace : navigator.webdriver ? "instant" : "readable";
+if (["replay", "readable", "instant"].includes(storedPace)) $("#pace").value = storedPace;
 $("#pace").addEventListener("change", (e) => localStorage.setItem(PACE_KEY, e.target.value));

@@ -1,13 +1,21 @@
 // Buttons, keyboard shortcuts, file download and upload, and switches stored between visits.
 
+const lesson = new URLSearchParams(location.search).get("lesson");
+if (/^[1-5]$/.test(lesson ?? "")) location.replace(`lessons?lesson=${lesson}`);
+
 const capturing = { capture: true, signal: listeners.signal };
 
 document.addEventListener("click", (e) => {
   const target = /** @type {Element} */ (e.target);
   if (target.closest("#stop")) return stop();
-  if (!target.closest("#run, #repeat")) return;
+  if (!target.closest("#run, #continue-chat, #repeat")) return;
   if (busy && !displaying()) { e.stopImmediatePropagation(); e.preventDefault(); return; }
   startRun();
+}, capturing);
+
+document.addEventListener("focusin", (e) => {
+  const field = /** @type {HTMLElement | null} */ (/** @type {Element} */ (e.target).closest("#prompt"));
+  if (field) field.dataset.editing = "yes";
 }, capturing);
 
 document.addEventListener("keydown", (e) => {
@@ -26,23 +34,9 @@ window.addEventListener("specdemo:failed", () => {
 
 window.addEventListener("resize", drawSpeedCurve, { signal: listeners.signal });
 
-function storedSwitch(id, key, apply) {
-  const box = $(id);
-  const stored = localStorage.getItem(key);
-  if (stored !== null) box.checked = stored === "yes";
-  const change = () => { apply(box.checked); localStorage.setItem(key, box.checked ? "yes" : "no"); };
-  box.addEventListener("change", change);
-  apply(box.checked);
-}
-
-storedSwitch("#show-rejected", "specdemo-show-rejected", (on) => $(".cockpit").classList.toggle("only-kept", !on));
-storedSwitch("#safe-colours", "specdemo-safe-colours", (on) => $(".cockpit").classList.toggle("safe", on));
-
 function save(text, name, type) {
   if (!text) return setStatus("failed", "the server no longer stores this run: run it again");
-  const link = make("a", { href: URL.createObjectURL(new Blob([text], { type })), download: name });
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  download(text, name, type);
 }
 
 for (const [name, { lane }] of Object.entries(lanes)) {
@@ -57,6 +51,7 @@ for (const [name, { lane }] of Object.entries(lanes)) {
   $(`#svg-${name}`).addEventListener("click", async () => save(await server.svg([run, name]), `specdemo-${name}.svg`, "image/svg+xml"));
 }
 $("#save-all").addEventListener("click", async () => save(await server.trace([run, "all"]), "specdemo.jsonl", "application/x-ndjson"));
+$("#save-page").addEventListener("click", async () => save(await server.web_page(run), "specdemo.html", "text/html"));
 
 const MAX_FILE_BYTES = props.max_trace; // same limit as on the server
 
@@ -73,33 +68,30 @@ async function openTrace(load, example = false) {
   const frame = JSON.parse(text);
   if (busy) return; // Run was pressed meanwhile
   if (frame.refused) return endRun("failed", `failed: ${frame.refused}`);
-  playback = example;
-  skipPacing = false;
+  pause();
   receiveFrame(frame);
-  if (!example) return;
-  showRecorded(frame.recorded); // now rather than at the end, which would move the lanes
-  revealLanes();
+  walking = example;
 }
 
-function revealLanes() { // with the button Run, if the window is high enough
-  const [lane, button] = [lanes.spec.lane, document.getElementById("run")].map((part) => part.getBoundingClientRect());
-  const behavior = reducedMotion.matches ? "auto" : "smooth";
-  const shift = Math.min(lane.bottom - innerHeight, button.top - 8);
-  if (lane.top - shift > innerHeight - 150) lanes.spec.lane.scrollIntoView({ block: "nearest", behavior });
-  else if (shift > 0) scrollBy({ top: shift, behavior });
+async function sendTrace(file) {
+  const headers = { "Content-Type": "application/x-ndjson" };
+  const response = await fetch(new URL("traces", pageRoot()), { method: "POST", headers, body: file }).catch(() => null);
+  if (response === null || response.ok) return response && response.text();
+  const { detail } = await response.json().catch(() => ({}));
+  return detail ? JSON.stringify({ refused: detail }) : null;
 }
 
-const EXAMPLE = "nasd, short answer", VISITED_KEY = "specdemo-opened";
+const EXAMPLE = "hybrid, short answer", VISITED_KEY = "specdemo-opened";
 
 $("#play-example").addEventListener("click", () => openTrace(() => server.recorded(EXAMPLE), true));
 
 async function playAtFirstVisit() { // not for links with settings
-  const stored = localStorage.getItem(VISITED_KEY) ?? (navigator.webdriver ? "yes" : "play");
+  const visited = localStorage.getItem(VISITED_KEY) === "yes";
   localStorage.setItem(VISITED_KEY, "yes");
   const linked = [...new URLSearchParams(location.search).keys()].some((name) => !name.startsWith("_"));
-  if (stored !== "play" || linked || run !== null) return;
+  if (visited || linked || run !== null) return;
   const text = await server.recorded(EXAMPLE).catch(() => null);
-  if (text && !JSON.parse(text).refused && run === null && !busy) openTrace(() => text, true);
+  if (text && !JSON.parse(text).refused && run === null && !busy) await openTrace(() => text, true);
 }
 
 $("#open-trace").addEventListener("click", () => $("#trace-file").click());
@@ -108,7 +100,7 @@ $("#trace-file").addEventListener("change", (e) => {
   e.target.value = ""; // so the same file can be opened again
   if (!file) return;
   if (file.size > MAX_FILE_BYTES) return endRun("failed", `failed: ${file.name} has ${(file.size / 1e6).toFixed(0)} MB: the limit is ${MAX_FILE_BYTES / 1e6} MB`);
-  openTrace(async () => server.import_trace(await file.text()));
+  openTrace(() => sendTrace(file));
 });
 server.recorded("").then((names) => {
   $("#recorded").replaceChildren(...(names ? JSON.parse(names) : []).map(([name, title]) => {
@@ -137,5 +129,23 @@ $("#use-settings").addEventListener("click", () => {
   window.specdemoRecorded = state.recorded;
   document.getElementById("use-recorded").click();
 });
-resume().then(playAtFirstVisit);
+const REVEAL_FRAMES = 3, REVEAL_TIMEOUT_MS = 4000;
+
+function reveal() { // when all parts are mounted and have their size
+  const began = performance.now();
+  let height = 0, stable = 0;
+  const check = () => {
+    const more = /** @type {HTMLElement | null} */ (document.querySelector("#more-settings button.open"));
+    if (more && document.getElementById("max-tokens")) more.click(); // its parts remain in the document
+    const mounted = !more && ["settings", "examples", "prompt", "run", "tabs"].every((id) => document.getElementById(id)) && "settings" in document.body.dataset && !drawing && !(innerWidth < 769 && document.querySelector("#settings.open"));
+    const now = document.documentElement.scrollHeight;
+    stable = mounted && now === height ? stable + 1 : 0;
+    height = now;
+    if (stable >= REVEAL_FRAMES || performance.now() - began > REVEAL_TIMEOUT_MS) document.body.dataset.shown = "yes";
+    else setTimeout(check, 16); // hidden tabs receive no animation frames
+  };
+  check();
+}
+
+resume().then(playAtFirstVisit).finally(reveal);
 watch("value", () => { if (props.value) receiveFrame(JSON.parse(props.value)); });

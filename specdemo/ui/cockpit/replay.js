@@ -1,6 +1,6 @@
 // Replay of all lanes on one clock from the recorded times. Steps after the current time are hidden.
 
-const race = { lanes: [], end: 0, at: 0, playing: false, frame: 0, timer: 0, before: 0 };
+const race = { lanes: [], end: 0, at: 0, playing: false, frame: 0, timer: 0, before: 0, rate: 1 };
 
 function openReplay(names) {
   race.lanes = names;
@@ -13,12 +13,14 @@ function openReplay(names) {
   setText($("#race-clock"), seconds(race.end));
   $("#race").hidden = false;
   for (const note of element.querySelectorAll("#race p")) note.hidden = names.length < 2 || !note.textContent;
+  openTimeline(names);
 }
 
 function closeReplay() {
   pause();
   race.lanes = [];
   $("#race").hidden = true;
+  closeTimeline();
 }
 
 function seconds(t) { return `${t.toFixed(2)} s`; }
@@ -27,7 +29,7 @@ function seek(t) {
   race.at = Math.max(0, Math.min(t, race.end));
   for (const name of race.lanes) {
     const replayed = lanes[name];
-    const upTo = finishedSteps(replayed.steps, race.at);
+    const upTo = replayed.steps.findLastIndex((step) => step.t <= race.at) + 1;
     for (let i = replayed.shown; i < upTo; i++) replayed.steps[i].span.hidden = false;
     for (let i = upTo; i < replayed.shown; i++) replayed.steps[i].span.hidden = true;
     if (replayed.shown !== upTo) {
@@ -38,20 +40,12 @@ function seek(t) {
     const finished = upTo === replayed.steps.length;
     setText($(".rate", replayed.box), !last ? "0 tokens" : `${last.tokens} tokens${finished ? ` in ${seconds(last.t)}` : ""}`);
   }
-  if (race.at === race.end) showRates();
+  if (race.at === race.end) { showRates(); if (complete()) showHeadline(); }
+  showPosition();
+  $("#timeline").style.setProperty("--at", String(race.at / race.end));
   $("#race-at").value = race.at;
   setText($("#race-clock"), seconds(race.at));
   hideTooltip();
-}
-
-function finishedSteps(steps, t) { // number of steps finished at time t
-  let [low, high] = [0, steps.length];
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (steps[middle].t <= t) low = middle + 1;
-    else high = middle;
-  }
-  return low;
 }
 
 function scrollLane(lane, span) { // scroll the lane without scrolling the page
@@ -61,9 +55,10 @@ function scrollLane(lane, span) { // scroll the lane without scrolling the page
   else if (target.top < box.top) lane.scrollTop += target.top - box.top - 8;
 }
 
-function play() {
+function play(rate = Number($("#race-speed").value)) {
   if (race.at >= race.end) seek(0);
   race.playing = true;
+  race.rate = rate;
   race.before = performance.now();
   setText($("#race-play"), "❚❚ Pause");
   // with reduced motion, update four times per second
@@ -71,7 +66,7 @@ function play() {
   const next = (step) => (reduced ? (race.timer = setTimeout(step, 250)) : (race.frame = requestAnimationFrame(step)));
   const step = () => {
     const now = performance.now();
-    seek(race.at + ((now - race.before) / 1000) * Number($("#race-speed").value));
+    seek(race.at + ((now - race.before) / 1000) * race.rate);
     race.before = now;
     race.at < race.end ? next(step) : pause();
   };
@@ -82,8 +77,21 @@ function pause() {
   race.playing = false;
   cancelAnimationFrame(race.frame);
   clearTimeout(race.timer);
+  if (complete() && !pending.length) showHeadline();
   setText($("#race-play"), race.lanes.length > 1 ? "▶ Race" : "▶ Replay");
 }
 
+function slowRate() { return Math.min(1, PACE / (fastestSpeed() || PACE)); }
+
+function raceOnce() { // after a comparison, unless another pace was chosen
+  const wanted = $("#pace").value === "replay" && race.lanes.length > 1 && state.phase[0] === "done";
+  if (!wanted || reducedMotion.matches || document.visibilityState === "hidden") return false;
+  setText($("#headline"), "Race: both runs in real time …");
+  play(1);
+  return true;
+}
+
 $("#race-play").addEventListener("click", () => (race.playing ? pause() : play()));
+$("#slow-motion").addEventListener("click", () => { pause(); endWalk(); if (race.at >= race.end) seek(0); play(slowRate()); });
+$("#race-speed").addEventListener("change", (e) => { race.rate = Number(e.target.value); });
 $("#race-at").addEventListener("input", (e) => { pause(); seek(Number(e.target.value)); });

@@ -2,5 +2,6 @@
   const url = new URL(location.href); // settings from a link no longer apply after a change
   names.forEach((name) => url.searchParams.delete(name));
   if (url.href !== location.href) history.replaceState(null, "", url);
+  document.body.dataset.chat = values[names.indexOf("chat")];
   return [Object.fromEntries(names.map((name, i) => [name, values[i]]))];
 }

@@ -9,10 +9,11 @@ let retry = 0;
 let disconnectedAt = null; // first failure since the last frame
 let interrupted = false;
 
+const pageRoot = () => `${window.gradio_config?.root ?? location.origin}/`;
+
 function openSocket(id, from = null) {
   closeSocket();
-  const root = `${window.gradio_config?.root ?? location.origin}/`;
-  const opened = (socket = new WebSocket(new URL(`frames/${id}${from === null ? "" : `?from=${from}`}`, root).href.replace(/^http/, "ws")));
+  const opened = (socket = new WebSocket(new URL(`frames/${id}${from === null ? "" : `?from=${from}`}`, pageRoot()).href.replace(/^http/, "ws")));
   let delivered = false;
   socket.onmessage = ({ data }) => { delivered = true; receiveFrame(JSON.parse(data)); };
   socket.onclose = () => { if (opened === socket && busy && (delivered || interrupted)) reconnect(); };
@@ -46,4 +47,7 @@ async function resume() {
 }
 
 window.addEventListener("offline", () => { closeSocket(); reconnect(); }, { signal: listeners.signal });
-window.addEventListener("pagehide", () => { if (busy && interrupted && run !== null) sessionStorage.setItem(RESUME_KEY, run); }, { signal: listeners.signal });
+window.addEventListener("pagehide", () => {
+  const undisplayed = complete() && pending.length;
+  if (run !== null && ((busy && interrupted) || undisplayed)) sessionStorage.setItem(RESUME_KEY, run);
+}, { signal: listeners.signal });

@@ -6,11 +6,7 @@ let tilesDrawnAt = 0;
 
 function drawTiles() {
   tilesDrawnAt = performance.now();
-  for (const [name, [value, note]] of Object.entries(state.tiles)) {
-    const tile = $(`[data-kpi=${name}]`);
-    setText($(".value", tile), value);
-    setText($(".note", tile), note);
-  }
+  showPosition();
   showRates();
   showClock();
   drawSpeedCurve(); // last, because it forces a layout

@@ -19,8 +19,6 @@ function decisionRows({ p, q, draw, bound, rank, best }) { // the figures that d
   return rows;
 }
 
-function formatNumber(x) { return x === null ? "–" : x !== 0 && x < 0.01 ? x.toExponential(1) : x.toFixed(3); }
-
 function showTooltip(span) {
   hideTooltip();
   const [cell, step] = cellOf.get(span);
@@ -31,20 +29,11 @@ function showTooltip(span) {
   const decision = decisionOf(cell);
   if (decision.p !== null) rows.push(...decisionRows(decision));
   const tip = $("#tip");
-  const heading = document.createElement("strong");
   const { by, fate } = span.parentElement.dataset;
-  heading.textContent = by ? ["unverified", fate !== "open" && fate].filter(Boolean).join(", ") : kind === "ignored" ? "not tested" : kind;
-  const list = document.createElement("dl");
-  for (const [name, value] of rows) {
-    const [dt, dd] = [document.createElement("dt"), document.createElement("dd")];
-    dt.textContent = name;
-    dd.textContent = value;
-    list.append(dt, dd);
-  }
-  const words = document.createElement("p");
-  words.textContent = explain(span);
+  const heading = by ? ["unverified", fate !== "open" && fate].filter(Boolean).join(", ") : kind === "ignored" ? "not tested" : kind;
+  const list = make("dl", {}, ...rows.flatMap(([name, value]) => [make("dt", { text: name }), make("dd", { text: value })]));
   tip.dataset.kind = kind;
-  tip.replaceChildren(heading, list, words);
+  tip.replaceChildren(make("strong", { text: heading }), list, make("p", { text: explain(span) }));
   tip.hidden = false;
   const at = span.getClientRects()[0] ?? span.getBoundingClientRect();
   const size = tip.getBoundingClientRect();
@@ -74,9 +63,18 @@ function moveFocus(lane, key) { // a lane is one Tab stop; arrow keys move betwe
   return true;
 }
 
+const QUIET_MS = 800; // after a click: the text may move below the pointer
+
+let quietUntil = 0;
+
 for (const [name, { lane }] of Object.entries(lanes)) {
-  const inspect = (span) => inspectStep(name, cellOf.get(span)[1]);
-  lane.addEventListener("pointerover", (e) => { const span = e.target.closest(".tok"); span ? showTooltip(span) : hideTooltip(); });
+  const inspect = async (span) => {
+    await inspectStep(name, cellOf.get(span)[1]);
+    quietUntil = performance.now() + QUIET_MS;
+    hideTooltip();
+    if (!$("#inspector").hidden) revealStep(span);
+  };
+  lane.addEventListener("pointerover", (e) => { const span = e.target.closest(".tok"); span && performance.now() > quietUntil ? showTooltip(span) : hideTooltip(); });
   lane.addEventListener("pointerleave", hideTooltip);
   lane.addEventListener("scroll", () => { if (!lane.contains(document.activeElement)) hideTooltip(); });
   lane.addEventListener("focusin", (e) => { if (e.target.matches(".tok")) showTooltip(e.target); });
@@ -84,7 +82,7 @@ for (const [name, { lane }] of Object.entries(lanes)) {
   lane.addEventListener("click", (e) => { const span = e.target.closest(".tok"); if (span && getSelection().isCollapsed) inspect(span); });
   lane.addEventListener("keydown", (e) => {
     if (e.ctrlKey || e.metaKey || e.altKey) return;
-    if (e.key === "Enter" && e.target.matches(".tok")) inspect(e.target);
+    if (e.key === "Enter" && e.target.matches(".tok")) inspect(e.target).then(() => $("#player").focus({ preventScroll: true }));
     else if (!moveFocus(lane, e.key)) return;
     e.preventDefault();
   });

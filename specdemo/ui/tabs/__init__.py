@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import gradio as gr
 
-from specdemo.recipe import METHODS, Recipe
+from specdemo.drafters import METHODS
+from specdemo.recipe import Recipe
 from specdemo.ui.service import Service
 from specdemo.ui.tabs.bench import bench_tab
 from specdemo.ui.tabs.edge import edge_tab
@@ -22,7 +23,7 @@ def build_tabs(
         with gr.Tab("Method", id="method"):
             about = gr.Markdown(METHODS[defaults.method].notes, elem_id="about")
         with gr.Tab("Theory", id="theory", render_children=True) as tab:
-            theory_tab(service.runs.latest, tab)
+            theory_tab(service.runs, tab)
         with gr.Tab("Edge-cloud", id="edge", render_children=True) as tab:
             edge_tab(service, controls, device, tab)
         with gr.Tab("Bench", id="bench", render_children=True) as tab:

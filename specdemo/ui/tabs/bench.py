@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 import gradio as gr
 
-from specdemo.bench import BenchRow, grid
+from specdemo.bench.measure import grid
+from specdemo.bench.published_tables import repetition_table
+from specdemo.bench.table import BenchRow, acceptance, acceptance_markdown
 from specdemo.core.errors import UserError
 from specdemo.core.formats import NOTHING, number, percent
 from specdemo.core.policies import POLICIES
-from specdemo.prompts import load_prompts
-from specdemo.recipe import METHODS, Recipe
+from specdemo.drafters import METHODS
+from specdemo.prompts import alternate_classes, load_prompts
+from specdemo.recipe import Recipe
+from specdemo.ui.controls import Controls
 from specdemo.ui.frames import Run
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OFF, recipe_of
@@ -24,7 +28,8 @@ from specdemo.ui.theme import CATEGORIES
 DRAFTING = [name for name, method in METHODS.items() if method.drafts]  # can be faster than AR decoding
 MOST_RUNS, MOST_TOKENS = 240, 24_000
 SWEEP_TABLE_HEAD = (
-    "class", "recipe", "speed-up", "95 %", "slower on", "tokens/s", "accepted", "α", "tokens/pass", "same text",
+    "class", "recipe", "speed-up", "95 %", "slower on", "tokens/s", "accepted", "α", "mean overlap β",
+    "tokens/pass", "same text",
 )  # fmt: skip
 _INTRO = """Each recipe and the autoregressive baseline continue every prompt in shuffled order. One warm-up run per
 recipe is not timed. Speed-ups are medians per class of prompts, with 95 % intervals. The remaining options are taken
@@ -70,8 +75,7 @@ def sweep(
     varied = list(islice(grid(methods, gammas, policies, temperatures), MOST_RUNS + 1))
     if len(varied) > MOST_RUNS:
         raise UserError(f"that is more than {MOST_RUNS} recipes: choose fewer draft lengths, policies or temperatures")
-    by_kind = [load_prompts([str(kind)])[:each] for kind in kinds]
-    prompts = [group[i] for i in range(max(map(len, by_kind))) for group in by_kind if i < len(group)]
+    prompts = alternate_classes((prompt for kind in kinds for prompt in load_prompts([str(kind)])), each)
     result = Sweep(tuple(map(make, varied)), tuple(prompts))
     if result.runs > MOST_RUNS or result.tokens > MOST_TOKENS:
         raise UserError(
@@ -92,6 +96,7 @@ def sweep_cells(rows: Sequence[BenchRow]) -> list[list[str]]:
             number(row.tokens_per_second, 1),
             percent(row.acceptance_rate),
             number(row.alpha, 2),
+            number(row.mean_beta, 2),
             number(row.tokens_per_pass, 2),
             NOTHING if row.same_text is None else f"{row.same_text} of {row.prompts}",
         ]
@@ -119,6 +124,25 @@ def bars(rows: Sequence[BenchRow]) -> dict[str, Any]:
     }
 
 
+def position_curves(rows: Sequence[BenchRow]) -> gr.LinePlot:
+    """Acceptance by position of all lanes that drafted, over all classes."""
+    lanes = {name.replace("gamma=", "γ "): lane for name, lane in acceptance(rows).items() if lane.position}
+    data = [
+        [str(position), round(count.share, 4), name]
+        for name, lane in lanes.items()
+        for position, count in lane.position.items()
+    ]
+    longest = max((len(lane.position) for lane in lanes.values()), default=0)
+    value = {
+        "columns": ["position", "accepted / tested", "recipe"],
+        "data": data,
+        "datatypes": {"position": "nominal", "accepted / tested": "quantitative", "recipe": "nominal"},
+        "mark": "line",
+    }
+    positions = [str(position) for position in range(1, longest + 1)]
+    return gr.LinePlot(value=value, sort=positions, color_map=dict(zip(lanes, cycle(CATEGORIES), strict=False)))
+
+
 def bench_tab(service: Service, controls: Mapping[str, gr.components.Component], defaults: Recipe, tab: gr.Tab) -> None:
     """Lay out the tab. `controls` of the sidebar are keyed by recipe field."""
     prompts = [*load_prompts(chat=defaults.chat), *load_prompts(chat=not defaults.chat)]
@@ -131,6 +155,7 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
         table = gr.Dataframe(headers=list(SWEEP_TABLE_HEAD), interactive=False, elem_id="bench-table")
         plot = _speedup_plot(kinds)
         notes = gr.Markdown(elem_id="bench-notes")
+        acceptance_views = _acceptance_views()
         files = _save_buttons()
 
     def make_sweep(session: str, values: tuple[Any, ...]) -> Sweep:
@@ -153,6 +178,7 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
             table: sweep_cells(rows),
             plot: gr.BarPlot(value=speedups, sort=[bar[0] for bar in speedups["data"]]),
             notes: result.notes(rows),
+            **dict(zip(acceptance_views, (position_curves(rows), _acceptance_tables(rows)), strict=True)),
             **dict(zip(files, result.files(rows), strict=True)),
         }
 
@@ -166,14 +192,14 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
         trigger_mode="always_last",  # the default depends on the first trigger and would drop quick changes
         **UNPROCESSED,
     )
-    panel.connect(inputs, [table, plot, notes, *files], make_sweep, SweepResult.rows, show_rows)
+    panel.connect(inputs, [table, plot, notes, *acceptance_views, *files], make_sweep, SweepResult.rows, show_rows)
 
 
-def _grid_controls(kinds: list[str], defaults: Recipe) -> dict[str, gr.components.Component]:
+def _grid_controls(kinds: list[str], defaults: Recipe) -> Controls:
     def group(choices: list[Any], value: list[Any], label: str, name: str) -> gr.CheckboxGroup:
         return gr.CheckboxGroup(choices, value=value, label=label, min_width=280, elem_id=f"bench-{name}")
 
-    selection: dict[str, gr.components.Component] = {}
+    selection: Controls = {}
     with gr.Row():
         methods = ["nasd", "suffix"] if defaults.chat else ["draft", "nasd"]
         fitting = list(dict.fromkeys(prompt.kind for prompt in load_prompts(chat=defaults.chat)))
@@ -206,6 +232,26 @@ def _speedup_plot(kinds: list[str]) -> gr.BarPlot:
         buttons=["export"],
         elem_id="bench-plot",
     )
+
+
+def _acceptance_views() -> tuple[gr.LinePlot, gr.Markdown]:
+    plot = gr.LinePlot(
+        x="position",
+        y="accepted / tested",
+        color="recipe",
+        x_title="position in the draft",
+        y_lim=[0, 1],
+        height=320,
+        buttons=["export"],
+        elem_id="bench-positions",
+        elem_classes="curves",
+    )
+    with gr.Accordion("Acceptance by position, length of the text and confidence", open=False):
+        return plot, gr.Markdown(elem_id="bench-acceptance", elem_classes="figures")
+
+
+def _acceptance_tables(rows: Sequence[BenchRow]) -> str:
+    return "\n\n".join(filter(None, (acceptance_markdown(rows), repetition_table(rows))))
 
 
 def _save_buttons() -> list[gr.Textbox]:

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import gradio as gr
 
-from specdemo.bench import BenchProgress, BenchRow, as_json, disturbed, report, slower, table
+from specdemo.bench.measure import BenchProgress
+from specdemo.bench.table import BenchRow, as_json, disturbed, report, slower, table
 from specdemo.core.errors import UserError
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
@@ -24,12 +25,15 @@ from specdemo.worker import WorkerBusy
 
 Rows = TypeVar("Rows")
 
+# Handlers receive raw values: gradio would raise an error for an incomplete number.
 UNPROCESSED: dict[str, Any] = {"preprocess": False, "show_progress": "hidden", "api_visibility": "private"}
 _PROGRESS_CSS = """progress { width: 100%; height: 8px; border-radius: 4px; overflow: hidden; background: var(--line) }
 progress::-webkit-progress-bar { background: var(--line) }
 progress::-webkit-progress-value { background: var(--ink) }
 progress::-moz-progress-bar { background: var(--ink) }
 p { margin: 4px 0 }"""
+# Replace the first input by the id of the displayed run.
+SHOWN_RUN_JS = """(...values) => [document.querySelector("[data-run]")?.dataset.run ?? "", ...values.slice(1)]"""
 ASSUMED = 100.0  # tokens per second, assumed before the first run
 
 
@@ -46,7 +50,7 @@ def probability_plot(title: str, colours: dict[str, str], order: list[str], elem
 
 
 def _plot(kind: Any, title: str, x: str, y: str, colours: dict[str, str], elem_id: str, **about: Any) -> Any:
-    titles = {"title": title, "x_title": x, "y_title": y}
+    titles = {"title": title, "x_title": x, "y_title": y, "buttons": ["export"]}
     return kind(x="x", y="y", color="part", color_map=colours, elem_id=elem_id, **titles, **about)
 
 
@@ -191,7 +195,7 @@ class MeasurementPanel:
                     for item in batch:
                         result.absorb(item)
                     began = began or (time.monotonic() if result.timing else 0.0)
-                    progress = result.progress(time.monotonic() - began, self._service.worker.ahead(stream))
+                    progress = result.progress(time.monotonic() - began, stream.worker.ahead(stream))
                     if progress != status:
                         yield {self._status: progress}
                         status = progress

@@ -9,33 +9,30 @@ from typing import Any
 import gradio as gr
 
 from specdemo.core.errors import UserError
-from specdemo.core.formats import kilobytes, megabytes, number, percent
+from specdemo.core.formats import NOTHING, kilobytes, megabytes, number, percent
+from specdemo.core.metrics import percentile
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.remote.config import MODES
+from specdemo.ui import link_charts
 from specdemo.ui.lane import Lane
-from specdemo.ui.link_charts import (
-    BEST,
-    CURVE,
-    LINK_TABLE_HEAD,
-    RUN,
-    curve,
-    describe_best_gamma,
-    describe_link,
-    edge_lane,
-    link_of,
-    measures,
-    steps,
-    timeline_svg,
-)
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.service import Service
 from specdemo.ui.settings import recipe_of
-from specdemo.ui.tabs.components import UNPROCESSED, MeasurementPanel, Sweep, SweepResult, line_plot, plot_value
+from specdemo.ui.tabs.calibration import calibration_section
+from specdemo.ui.tabs.components import (
+    SHOWN_RUN_JS,
+    UNPROCESSED,
+    MeasurementPanel,
+    Sweep,
+    SweepResult,
+    line_plot,
+    plot_value,
+)
 
 MODE_TABLE_HEAD = (
-    "mode", "TTFT p50 / p95 ms", "total p50 / p95 s", "tokens/s", "speed-up", "KV MB", "up kB", "down kB",
-    "cloud calls", "exact",
+    "mode", "TTFT p50 / p95 ms", "total p50 / p95 s", "tokens/s", "speed-up", "CPU peak MB",
+    "GPU peak MB, allocated / reserved", "KV MB", "KV share", "up kB", "down kB", "cloud calls", "exact",
 )  # fmt: skip
 MOST_PROMPTS = 12
 _TIMELINE_STEPS = 12
@@ -56,9 +53,11 @@ rect { fill: var(--of); }
 .key { display: flex; flex-wrap: wrap; gap: 4px 16px; padding: 0; margin: 6px 0 0; list-style: none; font-size: 13px; }
 .key li::before { content: ""; display: inline-block; width: 10px; height: 10px; margin-right: 6px; }
 .key li::before { background: var(--of); }"""
-_SERIES = {CURVE: "var(--curve-set)", RUN: "var(--dot-run)", BEST: "var(--dot-set)"}
-# Replace the first input by the id of the displayed run.
-_SHOWN_RUN_JS = """(...values) => [document.querySelector("[data-run]")?.dataset.run ?? "", ...values.slice(1)]"""
+_SERIES = {
+    link_charts.CURVE: "var(--curve-set)",
+    link_charts.RUN: "var(--dot-run)",
+    link_charts.BEST: "var(--dot-set)",
+}
 
 
 def modes_sweep(settings: Mapping[str, Any], device: str, count: Any, max_tokens: Any) -> Sweep:
@@ -74,11 +73,11 @@ def modes_sweep(settings: Mapping[str, Any], device: str, count: Any, max_tokens
 
 def mode_rows(result: SweepResult) -> list[list[str]]:
     """Return a row per mode. The speed-up compares median total times with cloud only."""
-    recipes = {recipe.cloud.mode: recipe for recipe in result.sweep.recipes}
+    recipes = {recipe.cloud.mode: recipe for recipe in result.sweep.recipes if recipe.cloud is not None}
     runs = {mode: [record["runs"][i] for record in result.records] for i, mode in enumerate(recipes)}
     totals = {mode: [run["ttft_s"] + run["wall_s"] for run in runs[mode]] for mode in recipes}
-    base = _quantile(totals["cloud_only"], 0.5)
-    return [_mode_row(recipe, runs[mode], totals[mode], base) for mode, recipe in recipes.items()]
+    base = percentile(totals["cloud_only"], 0.5)
+    return [[mode, *_mode_row(recipe, runs[mode], totals[mode], base)] for mode, recipe in recipes.items()]
 
 
 def _mode_row(recipe: Recipe, runs: Sequence[Mapping[str, Any]], totals: Sequence[float], base: float) -> list[str]:
@@ -87,12 +86,11 @@ def _mode_row(recipe: Recipe, runs: Sequence[Mapping[str, Any]], totals: Sequenc
     calls, up, down = (sum(link.get(key, 0.0) for link in links) for key in ("escalated", "bytes_up", "bytes_down"))
     tokens, steps = (sum(run[name] for run in runs) for name in ("tokens", "steps"))
     return [
-        recipe.cloud.mode,
-        f"{1000 * _quantile(ttfts, 0.5):.0f} / {1000 * _quantile(ttfts, 0.95):.0f}",
-        f"{_quantile(totals, 0.5):.2f} / {_quantile(totals, 0.95):.2f}",
+        f"{1000 * percentile(ttfts, 0.5):.0f} / {1000 * percentile(ttfts, 0.95):.0f}",
+        f"{percentile(totals, 0.5):.2f} / {percentile(totals, 0.95):.2f}",
         number(tokens / sum(totals), 1),
-        f"{base / _quantile(totals, 0.5):.2f}×",
-        megabytes(max(run["kv_bytes"] for run in runs), 2),
+        f"{base / percentile(totals, 0.5):.2f}×",
+        *_memory_cells(runs),
         kilobytes(up),
         kilobytes(down),
         percent(calls / steps),
@@ -100,14 +98,23 @@ def _mode_row(recipe: Recipe, runs: Sequence[Mapping[str, Any]], totals: Sequenc
     ]
 
 
-def _quantile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+def _memory_cells(runs: Sequence[Mapping[str, Any]]) -> tuple[str, str, str, str]:
+    """Return peaks of process and GPU, KV cache, and its share of the peak."""
+    cpu, allocated, reserved, kv = (
+        max((run.get(name) or 0 for run in runs), default=0)
+        for name in ("peak_rss_bytes", "peak_device_bytes", "peak_reserved_bytes", "kv_bytes")
+    )
+    gpu = f"{megabytes(allocated, 0)} / {megabytes(reserved, 0)}" if allocated else NOTHING
+    share = kv / (allocated or cpu) if allocated or cpu else None
+    return megabytes(cpu or None, 0), gpu, megabytes(kv, 2), NOTHING if share is None else f"{share:.2%}"
 
 
 def edge_tab(service: Service, controls: Mapping[str, gr.components.Component], device: str, tab: gr.Tab) -> None:
     gr.Markdown(_INTRO if service.limits.remote is not None else f"{_INTRO} {_LOCAL_CLOUD}")
     _RunSection(service.runs, tab)
     _modes_section(service, controls, device)
+    if "gate_nll" in controls:
+        calibration_section(service, controls, device)
 
 
 class _RunSection:
@@ -122,7 +129,7 @@ class _RunSection:
             self._first = gr.Slider(0, 1, 0, step=1, label=label, elem_id="edge-first")
             self._timeline = gr.HTML(elem_id="edge-timeline", css_template=_TIMELINE_CSS, apply_default_css=False)
             gr.Markdown("### Measurements per step")
-            head = list(LINK_TABLE_HEAD)
+            head = list(link_charts.LINK_TABLE_HEAD)
             self._table = gr.Dataframe(headers=head, interactive=False, max_height=420, elem_id="edge-table")
             gr.Markdown("### Best draft length over this link")
             self._best = gr.Markdown(elem_id="edge-best")
@@ -130,13 +137,13 @@ class _RunSection:
                 labels = ("Speed by draft length", "k (tokens)", "tokens/s")
                 self._plot = line_plot(*labels, _SERIES, tuple(_SERIES), "edge-plot")
         components = (self._first, self._timeline, self._table, self._best, self._plot, self._curve)
-        unqueued = {"js": _SHOWN_RUN_JS, "queue": False, **UNPROCESSED}
+        unqueued = {"js": SHOWN_RUN_JS, "queue": False, **UNPROCESSED}
         drawn = [self._summary, self._details, *components]
         gr.on([tab.select, refresh.click], self._draw, run_id, drawn, **unqueued)
         self._first.change(self._move, [run_id, self._first], self._timeline, trigger_mode="always_last", **unqueued)
 
     def _lane(self, shown_id: Any, request: gr.Request) -> Lane:
-        return edge_lane(self._runs.get(shown_id) or self._runs.latest(request.session_hash or ""))
+        return link_charts.edge_lane(self._runs.get(shown_id) or self._runs.latest(request.session_hash or ""))
 
     def _draw(self, shown_id: Any, request: gr.Request) -> dict[Any, Any]:
         try:
@@ -144,25 +151,26 @@ class _RunSection:
         except UserError as error:
             return {self._summary: f"*{html.escape(str(error))}.*", self._details: gr.Column(visible="hidden")}
         try:
-            link = link_of(lane)
-            best = describe_best_gamma(link)
+            link = link_charts.link_of(lane)
+            best = link_charts.describe_best_gamma(link)
         except UserError as error:
             link, best = None, f"*{error}.*"
-        lines = steps(lane)
+        lines = link_charts.steps(lane)
         return {
-            self._summary: describe_link(lane),
+            self._summary: f"{link_charts.describe_link(lane)}\n\n{link_charts.describe_traffic(lane)}",
             self._details: gr.Column(visible=True),
             self._first: gr.Slider(maximum=max(1, len(lines) - _TIMELINE_STEPS), value=0),
-            self._timeline: timeline_svg(lines, 0, _TIMELINE_STEPS),
-            self._table: measures(lines),
+            self._timeline: link_charts.timeline_svg(lines, 0, _TIMELINE_STEPS),
+            self._table: link_charts.measures(lines),
             self._best: best,
-            self._plot: plot_value(self._plot, curve(link) if link else []),
+            self._plot: plot_value(self._plot, link_charts.curve(link) if link else []),
             self._curve: gr.Column(visible="hidden" if link is None else True),
         }
 
     def _move(self, shown_id: Any, first: Any, request: gr.Request) -> Any:
         try:
-            return timeline_svg(steps(self._lane(shown_id, request)), int(first), _TIMELINE_STEPS)
+            lines = link_charts.steps(self._lane(shown_id, request))
+            return link_charts.timeline_svg(lines, int(first), _TIMELINE_STEPS)
         except (UserError, TypeError, ValueError):  # unknown run or incomplete number
             return gr.skip()
 
@@ -170,7 +178,8 @@ class _RunSection:
 def _modes_section(service: Service, controls: Mapping[str, gr.components.Component], device: str) -> None:
     gr.Markdown(
         "### Compare edge only, cloud only and both\n"
-        "All modes continue the same prompts. Models, sampling and link are taken from the settings."
+        "All modes continue the same prompts. Models, sampling and link are taken from the settings. "
+        "Peaks are those of this process since its start. `benchmarks.edge_cloud modes` starts a process per mode."
     )
     with gr.Row():
         count = gr.Slider(1, MOST_PROMPTS, 3, step=1, label="Prompts", min_width=200, elem_id="modes-prompts")

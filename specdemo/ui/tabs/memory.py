@@ -24,8 +24,8 @@ from specdemo.ui.tabs.components import UNPROCESSED
 
 CONTEXT = 1000  # context length of the plan, in tokens
 NOTES = {
-    "run": "Keys and values include all models of the run. The process includes Python, torch and every loaded model; "
-    "its peak is since its start.",
+    "run": "Keys and values include all models of the run. A store is measured at the end. The process includes "
+    "Python, torch and every loaded model; its peak is since its start.",
     "pairs": "Planned from the configurations, without loading weights. The sum includes the working memory of a pass. "
     "For pairs that are not downloaded, only the sum is available.",
 }
@@ -60,6 +60,7 @@ def _lane_rows(lane: Lane) -> dict[str, str]:
         "keys and values, last step": megabytes(lane.memory.kv),
         "keys and values, peak": megabytes(kv),
         "share of keys and values": percent(kv / (lane.weights + kv) if lane.weights and kv is not None else None),
+        "store of n-grams or suffixes": megabytes(lane.end.peak.store if lane.end and lane.end.peak else None, 2),
         "process, last step": megabytes(lane.memory.process),
         "process, peak": megabytes(process),
         "tensors on the device, last step": megabytes(lane.memory.device),
@@ -82,7 +83,7 @@ def of_machine(device: str) -> str:
         rows += [
             [f"{name}, tensors now", megabytes(memory.device_bytes(target))],
             [f"{name}, tensors, peak since start", megabytes(memory.peak_device_bytes(target))],
-            [f"{name}, reserved for tensors", megabytes(memory.reserved_device_bytes(target))],
+            [f"{name}, reserved for tensors", megabytes(torch.cuda.memory_reserved(target))],
             [f"{name}, available", megabytes(free)],
             [f"{name}, total", megabytes(total)],
         ]

@@ -11,47 +11,32 @@ from typing import Any
 
 import gradio as gr
 
+from specdemo.core import theory
 from specdemo.core.errors import UserError
-from specdemo.core.theory import (
-    accepted_share,
-    alpha_of_share,
-    expected_tokens,
-    operations,
-    share_speedup,
-    walltime_improvement,
-)
+from specdemo.core.published import LEVIATHAN_2
 from specdemo.ui import theory_curves as curves
+from specdemo.ui.call_timeline import CALLS_CSS, calls_svg
 from specdemo.ui.frames import Run
 from specdemo.ui.labels import escape_markdown, figures_table
-from specdemo.ui.tabs.components import line_plot, plot_value
+from specdemo.ui.run_store import RunStore
+from specdemo.ui.tabs.components import SHOWN_RUN_JS, UNPROCESSED, line_plot, plot_value
 from specdemo.ui.tabs.worked_example import residual_example
 from specdemo.ui.theory_curves import SLIDERS, TheoryPoint, TheorySettings, point_of, point_words
 
 # 2211.17192, Table 1: alpha and gamma at c = 0.
 _LEVIATHAN_1 = ((0.6, 2), (0.7, 3), (0.8, 2), (0.8, 5), (0.9, 2), (0.9, 10))
 
-# 2211.17192, Table 2 and appendix: T5-XXL (11B) on a TPU v4, batch size 1.
-# Task, drafter, temperature, gamma, alpha, c, measured speed-up.
-_LEVIATHAN_2 = (
-    ("EnDe", "small", 0, 7, 0.75, 0.02, 3.4),
-    ("EnDe", "base", 0, 7, 0.80, 0.04, 2.8),
-    ("EnDe", "large", 0, 7, 0.82, 0.11, 1.7),
-    ("EnDe", "small", 1, 7, 0.62, 0.02, 2.6),
-    ("EnDe", "base", 1, 5, 0.68, 0.04, 2.4),
-    ("EnDe", "large", 1, 3, 0.71, 0.11, 1.4),
-    ("CNN/DM", "small", 0, 5, 0.65, 0.02, 3.1),
-    ("CNN/DM", "base", 0, 5, 0.73, 0.04, 3.0),
-    ("CNN/DM", "large", 0, 3, 0.74, 0.11, 2.2),
-    ("CNN/DM", "small", 1, 5, 0.53, 0.02, 2.3),
-    ("CNN/DM", "base", 1, 3, 0.55, 0.04, 2.2),
-    ("CNN/DM", "large", 1, 3, 0.56, 0.11, 1.7),
-)
+# 2302.01318, Table 1: Chinchilla 70B with a drafter of 4B on 16 TPU v4. Task, measured speed-up.
+_CHEN = (("XSum, nucleus", 1.92), ("XSum, greedy", 2.01), ("HumanEval, nucleus", 2.46))
+_CHEN_GAMMA, _CHEN_COST = 4, 0.128
 
 _GUIDE_COST = 0.1
 _GUIDE = ((2, 0.8), (4, 0.7), (6, 0.6), (8, 0.5))  # gamma and accepted / drafted, assumed by the practice guide
 _INTRO = """Speed depends on the acceptance rate α and the cost of steps. Costs are relative to a baseline step: c per
 draft token, v for verifying γ + 1 rows, o for overhead. ĉ: operations per draft token. Dots show the sliders and *this
 run*. *Leviathan et al. 2211.17192, Figures 2 to 4.*"""
+_CALLS_INTRO = """### Model calls over time
+A row per lane of the latest run, to scale: γ drafter calls, then a target pass. Hover a block to see its tokens."""
 _SHADES = [f"var(--curve-{i})" for i in range(1, 5)]
 _COMMON = {
     curves.RUN_SERIES: "var(--dot-run)",
@@ -61,21 +46,23 @@ _COMMON = {
 }
 _GAMMAS = tuple(map(str, curves.CURVE_GAMMAS))
 _COSTS = tuple(map(str, curves.CURVE_COSTS))
-_BY_GAMMA = _COMMON | dict(zip([*_GAMMAS, curves.UNBOUNDED_SERIES], _SHADES, strict=True))
+_UNBOUNDED = (*map(str, curves.TOKEN_GAMMAS), curves.UNBOUNDED_SERIES)
+_BY_GAMMA = _COMMON | dict(zip(_GAMMAS, _SHADES, strict=False))
+_BY_TOKEN_GAMMA = _COMMON | dict(zip(_UNBOUNDED, [*_SHADES[:3], "var(--curve-5)", _SHADES[3]], strict=True))
 _BY_COST = _COMMON | dict(zip(_COSTS, _SHADES, strict=False))
 _BY_FORMULA = _COMMON | {curves.THEOREM_SERIES: _SHADES[1], curves.SHARE_SERIES: _SHADES[1]}
 
 
 def gamma_table(settings: TheorySettings, run: TheoryPoint | None) -> str:
     alpha = settings.alpha
-    rows = [
+    rows: list[Sequence[object]] = [
         (
             gamma,
-            accepted_share(alpha, gamma),
-            expected_tokens(alpha, gamma),
-            walltime_improvement(alpha, gamma, settings.c),
+            theory.accepted_share(alpha, gamma),
+            theory.expected_tokens(alpha, gamma),
+            theory.walltime_improvement(alpha, gamma, settings.c),
             settings.modelled_speedup(gamma),
-            operations(alpha, gamma, settings.c_hat),
+            theory.operations(alpha, gamma, settings.c_hat),
         )
         for gamma in sorted({1, 2, 3, 4, 6, 8, 12, 16, settings.gamma})
     ]
@@ -92,7 +79,7 @@ def gamma_table(settings: TheorySettings, run: TheoryPoint | None) -> str:
 
 def leviathan_table_1(run: TheoryPoint | None) -> str:
     rows: list[Sequence[object]] = [
-        (alpha, gamma, operations(alpha, gamma, 0), walltime_improvement(alpha, gamma, 0))
+        (alpha, gamma, theory.operations(alpha, gamma, 0), theory.walltime_improvement(alpha, gamma, 0))
         for alpha, gamma in _LEVIATHAN_1
     ]
     if run:
@@ -107,14 +94,14 @@ def leviathan_table_1(run: TheoryPoint | None) -> str:
 def leviathan_table_2(run: TheoryPoint | None) -> str:
     """Published measurements and the speed-up of Theorem 3.8."""
     rows: list[Sequence[object]] = []
-    for task, drafter, temperature, gamma, alpha, c, measured in _LEVIATHAN_2:
-        theorem = walltime_improvement(alpha, gamma, c)
+    for task, drafter, temperature, gamma, alpha, c, measured in LEVIATHAN_2:
+        theorem = theory.walltime_improvement(alpha, gamma, c)
         name = f"{task}, T5-{drafter}"
         rows.append((name, str(temperature), gamma, alpha, c, f"{measured:.1f}", theorem, f"{measured / theorem:.0%}"))
     if run:
         realised = f"{run.speedup / run.theorem:.0%}" if run.speedup and run.theorem else None
-        name, temperature = _run_label(escape_markdown(run.method)), f"{run.temperature:g}"
-        rows.append((name, temperature, run.gamma, run.alpha, run.c, run.speedup, run.theorem, realised))
+        label = _run_label(escape_markdown(run.method))
+        rows.append((label, f"{run.temperature:g}", run.gamma, run.alpha, run.c, run.speedup, run.theorem, realised))
     head = ("task, drafter", "T", "γ", "α", "c", "measured", "Theorem 3.8", "realised")
     return (
         "Leviathan et al., Table 2: T5-XXL on a TPU v4, batch size 1. "
@@ -122,18 +109,37 @@ def leviathan_table_2(run: TheoryPoint | None) -> str:
     )
 
 
+def chen_table(run: TheoryPoint | None) -> str:
+    """Published measurements and the alpha from which Theorem 3.8 derives them."""
+    inputs: list[tuple[object, float, float | None, float | None]] = [
+        (task, _CHEN_GAMMA, _CHEN_COST, measured) for task, measured in _CHEN
+    ]
+    if run:
+        inputs.append((_run_label(escape_markdown(run.method)), run.gamma, run.c, run.speedup))
+    rows = [
+        (label, gamma, c, speed, None if c is None or not speed else theory.alpha_of_speedup(speed, gamma, c))
+        for label, gamma, c, speed in inputs
+    ]
+    head = ("task", "γ", "c", "measured", "α for Theorem 3.8")
+    return (
+        "Chen et al. 2302.01318, Table 1: Chinchilla 70B with a drafter of 4B, batch size 1. Speed-ups are measured "
+        f"by the authors. The last column is computed: the α that explains the speed-up.\n\n{figures_table(head, rows)}"
+    )
+
+
 def guide_table(run: TheoryPoint | None) -> str:
     """Convert accepted / drafted to alpha; both formulas yield the same speed-up."""
-    inputs = [(gamma, gamma, share, _GUIDE_COST) for gamma, share in _GUIDE]
+    inputs: list[tuple[object, float, float, float | None]] = [
+        (gamma, gamma, share, _GUIDE_COST) for gamma, share in _GUIDE
+    ]
     if run:
         inputs.append((_run_label(run.gamma), run.gamma, run.share, run.c))
     rows = []
     for label, gamma, share, c in inputs:
-        alpha = alpha_of_share(share, gamma)
-        speedups = (None, None)
-        if c is not None:
-            speedups = (share_speedup(share, gamma, c), walltime_improvement(alpha, gamma, c))
-        rows.append((label, share, c, speedups[0], alpha, speedups[1]))
+        alpha = theory.alpha_of_share(share, gamma)
+        by_share = None if c is None else theory.share_speedup(share, gamma, c)
+        by_alpha = None if c is None else theory.walltime_improvement(alpha, gamma, c)
+        rows.append((label, share, c, by_share, alpha, by_alpha))
     head = ("γ", "accepted / drafted", "c", "(1 + γα) / (1 + γc)", "α per tested token", "Theorem 3.8")
     return (
         "The practice guide defines α as accepted / drafted. The table converts it to α per tested token. "
@@ -163,10 +169,11 @@ class TheoryPlot:
         return line_plot(self.title, self.x, self.y, self.colours, series, self.elem_id, self.legend_title)
 
 
-_UNBOUNDED = (*_GAMMAS, curves.UNBOUNDED_SERIES)
 _THEOREM, _SHARE = (curves.THEOREM_SERIES,), (curves.SHARE_SERIES,)
 THEORY_PLOTS = (
-    TheoryPlot(curves.token_curves, "plot-tokens", "Tokens per target pass", "α", "tokens", _BY_GAMMA, _UNBOUNDED, "γ"),
+    TheoryPlot(
+        *(curves.token_curves, "plot-tokens", "Tokens per target pass", "α", "tokens"), _BY_TOKEN_GAMMA, _UNBOUNDED, "γ"
+    ),
     TheoryPlot(curves.speed_curves, "plot-speed", "Speed-up", "α", "speed-up", _BY_GAMMA, _GAMMAS, "γ"),
     TheoryPlot(curves.gamma_curves, "plot-gamma", "Speed-up by draft length", "γ", "speed-up", _BY_FORMULA, _THEOREM),
     TheoryPlot(curves.best_gamma_curves, "plot-best", "Best draft length", "α", "γ", _BY_COST, _COSTS, "c"),
@@ -175,9 +182,10 @@ THEORY_PLOTS = (
 )
 
 
-def theory_tab(latest_run: Callable[[str], Run | None], tab: gr.Tab) -> None:
-    """Lay out the tab. `latest_run` maps a session hash to a run."""
+def theory_tab(runs: RunStore, tab: gr.Tab) -> None:
+    """Lay out the tab. It shows the displayed run, which may be a recording."""
     gr.Markdown(_INTRO)
+    shown_id = gr.Textbox(visible=False)
     sliders = _sliders()
     with gr.Row():
         set_sliders = gr.Button("Set sliders to this run", size="sm", scale=0, min_width=260, elem_id="theory-set")
@@ -186,38 +194,58 @@ def theory_tab(latest_run: Callable[[str], Run | None], tab: gr.Tab) -> None:
     gr.Markdown("### Two definitions of α")
     table_by_gamma = gr.Markdown(elem_id="theory-by-gamma", elem_classes="figures")
     with gr.Accordion("Published tables and this run", open=False, elem_id="theory-papers"):
-        paper_tables = [gr.Markdown(elem_classes="figures") for _ in range(3)]
+        paper_tables = [gr.Markdown(elem_classes="figures") for _ in range(4)]
+    _calls_section(runs.latest, tab)
     residual_example(tab)
 
-    def measured(request: gr.Request) -> tuple[TheoryPoint | None, str]:
+    def measured(run_id: Any, request: gr.Request) -> tuple[TheoryPoint | None, str]:
         try:
-            run = point_of(latest_run(request.session_hash or ""))
+            run = point_of(runs.get(run_id) or runs.latest(request.session_hash or ""))
         except UserError as error:
             return None, f"*{error}.*"
         return run, point_words(run)
 
-    def draw(request: gr.Request, *values: Any) -> Any:
+    def draw(request: gr.Request, run_id: Any, *values: Any) -> Any:
         settings = curves.parse_settings(values)
         if settings is None:
             return gr.skip()
-        run, text = measured(request)
+        run, text = measured(run_id, request)
         drawn_curves = (spec.curves(settings, run) for spec in THEORY_PLOTS)
-        tables = (gamma_table(settings, run), guide_table(run), leviathan_table_1(run), leviathan_table_2(run))
-        return [text, curves.describe_settings(settings), *map(plot_value, plots, drawn_curves), *tables]
+        papers = (guide_table(run), leviathan_table_1(run), leviathan_table_2(run), chen_table(run))
+        words = (text, curves.describe_settings(settings))
+        return [*words, *map(plot_value, plots, drawn_curves), gamma_table(settings, run), *papers]
 
-    def set_to_run(request: gr.Request) -> Any:
-        run, text = measured(request)
+    def set_to_run(request: gr.Request, run_id: Any) -> Any:
+        run, text = measured(run_id, request)
         if run is None:
             gr.Info(text)
             return gr.skip()
         return list(astuple(curves.settings_from_run(run)))
 
-    hidden = {"show_progress": "hidden", "api_visibility": "private"}
-    unprocessed = {"preprocess": False, **hidden}  # gradio would raise an error for an incomplete number
     drawn = [run_text, settings_text, *plots, table_by_gamma, *paper_tables]
     triggers = [tab.select, *(slider.change for slider in sliders)]
-    gr.on(triggers, draw, sliders, drawn, trigger_mode="always_last", **unprocessed)
-    set_sliders.click(set_to_run, None, sliders, **hidden).then(draw, sliders, drawn, **unprocessed)
+    shown: dict[str, Any] = {"js": SHOWN_RUN_JS, **UNPROCESSED}
+    gr.on(triggers, draw, [shown_id, *sliders], drawn, trigger_mode="always_last", **shown)
+    set_sliders.click(set_to_run, shown_id, sliders, **shown).then(draw, [shown_id, *sliders], drawn, **shown)
+
+
+def _calls_section(latest_run: Callable[[str], Run | None], tab: gr.Tab) -> None:
+    gr.Markdown(_CALLS_INTRO)
+    with gr.Row():
+        first = gr.Slider(0, 200, 0, step=1, label="First token", min_width=220, elem_id="theory-calls-first")
+        count = gr.Slider(4, 64, 16, step=4, label="Tokens", min_width=220, elem_id="theory-calls-count")
+    picture = gr.HTML(elem_id="theory-calls", css_template=CALLS_CSS, apply_default_css=False)
+
+    def draw(request: gr.Request, start: Any, tokens: Any) -> Any:
+        run = latest_run(request.session_hash or "")
+        if run is None or not run.over:
+            return "<p>No run available: press Run, tick Compare, and keep lanes of other draft lengths.</p>"
+        if not all(isinstance(value, (int, float)) and 0 <= value <= 1000 for value in (start, tokens)):
+            return gr.skip()
+        return calls_svg(list(run.lanes.values()), int(start), max(1, int(tokens))) or "<p>The run was remote.</p>"
+
+    triggers = [tab.select, first.change, count.change]
+    gr.on(triggers, draw, [first, count], picture, trigger_mode="always_last", **UNPROCESSED)
 
 
 def _plots() -> list[gr.LinePlot]:
@@ -233,6 +261,10 @@ def _sliders() -> list[gr.Slider]:
     for first in range(0, len(SLIDERS), 3):
         with gr.Row():
             for i, (name, (label, low, high, step)) in list(enumerate(SLIDERS.items()))[first : first + 3]:
-                about = {"label": label, "min_width": 240, "elem_id": f"theory-{name.replace('_', '-')}"}
+                about: dict[str, Any] = {
+                    "label": label,
+                    "min_width": 240,
+                    "elem_id": f"theory-{name.replace('_', '-')}",
+                }
                 sliders.append(gr.Slider(low, high, defaults[i], step=step, **about))
     return sliders

@@ -5,19 +5,29 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import gradio as gr
 import torch
 
 from specdemo.core.distributions import residual
 from specdemo.core.errors import UserError
-from specdemo.core.rules import RULES
+from specdemo.core.rules import DEFAULT_RULE, RULES
 from specdemo.core.sampling import SamplingParams
-from specdemo.core.simulate import Trial, chance_distance, distance, rare_distance, trial
-from specdemo.core.theory import bretagnolle_huber, divergence, overlap, pinsker
+from specdemo.core.simulate import Trial, chance_distance, compared_verdicts, distance, rare_distance, trial
+from specdemo.core.step import Verdict
+from specdemo.core.theory import (
+    block_accepted,
+    bretagnolle_huber,
+    divergence,
+    expected_tokens,
+    largest_ratio,
+    overlap,
+    pinsker,
+    weight_variance,
+)
 from specdemo.ui.labels import figures_table
-from specdemo.ui.tabs.components import plot_value, probability_plot
+from specdemo.ui.tabs.components import UNPROCESSED, plot_value, probability_plot
 
 EXAMPLE_TOKENS = "abcd"
 EXAMPLE_P = (0.45, 0.32, 0.18, 0.05)  # every lossy rule visibly changes this p
@@ -26,6 +36,7 @@ TRIAL_TOKENS, MAX_TRIAL_GAMMA = 10_000, 4
 EXAMPLE_ORDER = [f"{probs}({token})" for token in EXAMPLE_TOKENS for probs in "pq"]
 TRIAL_ORDER = [f"{token} {part}" for token in EXAMPLE_TOKENS for part in ("p", "drawn", "q")]
 _UNADJUSTED = "corrections drawn from p: lossy"
+_SCALAR = "residual from q of the drafted token only: lossy"
 _EXAMPLE_COLOURS = {part: f"var(--bar-{part})" for part in ("accepted", "correction", "rejected")}
 _TRIAL_COLOURS = {"p": "var(--curve-set)", "drawn": "var(--bar-correction)", "q": "var(--curve-2)"}
 _INTRO = """### Why the output follows the target's distribution
@@ -33,14 +44,30 @@ Enter any p (target) and q (drafter) over four tokens."""
 _TRIAL_INTRO = """### Try a rule
 Draw 10,000 tokens from this p and q with any acceptance rule. With an exact rule the drawn tokens follow p for every
 q."""
+_BLOCK_INTRO = """### Token by token, or as a block
+Verify the same draft with both rules and the same random draws."""
+_COMPARED = (DEFAULT_RULE, next(name for name, rule in RULES.items() if rule.chains_only))
 
 ProbabilityBar = tuple[str, float, str]  # label, height, part
 
 
-def rule_choices() -> dict[str, tuple[str, bool]]:
-    """Map dropdown titles to (rule name, draw corrections from the residual)."""
-    unadjusted = {f"{name}, {_UNADJUSTED}": (name, False) for name, rule in RULES.items() if rule.adjusts}
-    return {f"{name}: {rule.title}": (name, True) for name, rule in RULES.items()} | unadjusted
+class RuleChoice(NamedTuple):
+    """Rule and corrections of a trial."""
+
+    rule: str
+    adjust: bool = True
+    scalar: bool = False
+
+    @property
+    def exact(self) -> bool:
+        return RULES[self.rule].exact(SamplingParams()) and self.adjust and not self.scalar
+
+
+def rule_choices() -> dict[str, RuleChoice]:
+    """Map titles of a dropdown to rules."""
+    choices = {f"{name}: {rule.title}": RuleChoice(name) for name, rule in RULES.items()}
+    choices |= {f"{name}, {_UNADJUSTED}": RuleChoice(name, adjust=False) for name in RULES if RULES[name].adjusts}
+    return choices | {f"{DEFAULT_RULE}, {_SCALAR}": RuleChoice(DEFAULT_RULE, scalar=True)}
 
 
 def parse_probs(name: str, values: Sequence[float | None]) -> tuple[list[float], str]:
@@ -62,9 +89,11 @@ def parse_probs(name: str, values: Sequence[float | None]) -> tuple[list[float],
 def describe_example(p: Sequence[float], q: Sequence[float]) -> str:
     """Explain per token why the output follows p; compare beta with its KL bounds."""
     beta, kl = overlap(p, q), divergence(p, q)
-    corrections = residual(torch.tensor(p, dtype=torch.float64), torch.tensor(q, dtype=torch.float64)).tolist()
+    ratio = largest_ratio(p, q)
+    corrections = residual(torch.tensor(p, dtype=torch.float64), torch.tensor(q, dtype=torch.float64))
+    assert isinstance(corrections, torch.Tensor)
     rows = []
-    for token, a, b, correction in zip(EXAMPLE_TOKENS, p, q, corrections, strict=True):
+    for token, a, b, correction in zip(EXAMPLE_TOKENS, p, q, corrections.tolist(), strict=True):
         accepted, corrected = min(a, b), (1 - beta) * correction
         total = f"{accepted:.3f} + {corrected:.3f} = {accepted + corrected:.3f}"
         rows.append((token, *(f"{x:.3f}" for x in (a, b, accepted, max(a - b, 0), correction)), total))
@@ -74,14 +103,23 @@ def describe_example(p: Sequence[float], q: Sequence[float]) -> str:
         [
             f"A token from q is accepted with probability min(1, p/q). The acceptance rate is **β = {beta:.3f}**, the "
             f"sum of min(p, q). With probability {1 - beta:.3f}, a correction is drawn from the residual. "
-            "The residual is max(p − q, 0), normalized. The last column equals p.",
+            "The residual is max(p − q, 0), normalized. The last column equals p. "
+            f"Lemma 3.3: β = 1 − D_LK(p, q), where D_LK is half the sum of |p − q|, {1 - beta:.3f}.",
             figures_table(head, rows),
-            f"KL(p‖q) = {f'{kl:.3f}' if kl < math.inf else '∞'}. Pinsker: β ≥ 1 − √(KL/2) = {pinsker(kl):.3f}. "
+            f"Classic rejection sampling accepts with probability p/(Mq), where M = max p/q = {_finite(ratio)}. It "
+            f"accepts 1/M = {1 / ratio:.3f} of the draws and repeats the others. Importance sampling keeps all draws "
+            f"with weights p/q, of variance {_finite(weight_variance(p, q))}: the draws follow q, not p.",
+            f"KL(p‖q) = {_finite(kl)}. Pinsker: β ≥ 1 − √(KL/2) = {pinsker(kl):.3f}. "
             f"Bretagnolle–Huber: β ≥ e^(−KL)/2 = {bretagnolle_huber(kl):.3f}. "
             f"The often-quoted 1/(1 + KL) = {false_bound:.3f} is not a bound. "
-            + ("It is satisfied here." if false_bound <= beta else "It is violated here."),
+            + ("It is satisfied here. " if false_bound <= beta else "It is violated here. ")
+            + "Nor is (1 − KL)/γ: p = (0.5, 0.5) and q = (0.6, 0.4) have β = 0.90, but 1 − KL = 0.98 at γ 1.",
         ]
     )
+
+
+def _finite(x: float) -> str:
+    return f"{x:.3f}" if x < math.inf else "∞"
 
 
 def example_bars(p: Sequence[float], q: Sequence[float]) -> list[ProbabilityBar]:
@@ -96,15 +134,14 @@ def example_bars(p: Sequence[float], q: Sequence[float]) -> list[ProbabilityBar]
 def try_rule(choice: str, p: Sequence[float], q: Sequence[float], gamma: int, seed: int) -> Trial:
     if not isinstance(choice, str) or choice not in rule_choices():
         raise UserError(f"unknown rule: choose one of {', '.join(rule_choices())}")
-    if isinstance(gamma, bool) or gamma not in range(1, MAX_TRIAL_GAMMA + 1):
-        raise UserError(f"the draft length must be from 1 to {MAX_TRIAL_GAMMA}")
-    name, adjust = rule_choices()[choice]
-    return trial(name, torch.tensor(p), torch.tensor(q), int(gamma), TRIAL_TOKENS, seed, adjust=adjust)
+    _check_length(gamma)
+    name, adjust, scalar = rule_choices()[choice]
+    probs = torch.tensor(p), torch.tensor(q)
+    return trial(name, *probs, int(gamma), TRIAL_TOKENS, seed, adjust=adjust, scalar=scalar)
 
 
 def describe_trial(choice: str, result: Trial, p: Sequence[float], q: Sequence[float]) -> str:
-    name, adjust = rule_choices()[choice]
-    exact = RULES[name].exact(SamplingParams()) and adjust
+    exact = rule_choices()[choice].exact
     shares, count = result.shares(len(p)), len(result.tokens)
     deviation = distance(shares, p)
     expected, rare = chance_distance(p, count), rare_distance(p, count)
@@ -130,6 +167,43 @@ def describe_trial(choice: str, result: Trial, p: Sequence[float], q: Sequence[f
     )
 
 
+def _check_length(gamma: int) -> None:
+    if isinstance(gamma, bool) or gamma not in range(1, MAX_TRIAL_GAMMA + 1):
+        raise UserError(f"the draft length must be from 1 to {MAX_TRIAL_GAMMA}")
+
+
+def compare_rules(p: Sequence[float], q: Sequence[float], gamma: int, seed: int) -> str:
+    """Verify a draft token by token and as a block; compare with the expected numbers of accepted tokens."""
+    _check_length(gamma)
+    draft, (token, block) = compared_verdicts(_COMPARED, torch.tensor(p), torch.tensor(q), int(gamma), seed)
+    rows = [
+        (
+            *(EXAMPLE_TOKENS[drafted], f"{p[drafted] / q[drafted]:.3f}", f"{block.draw[node]:.3f}"),
+            *(_decision(verdict, node) for verdict in (token, block)),
+        )
+        for node, drafted in enumerate(draft.tokens)
+    ]
+    rows.append(("", "", "", *(f"→ {EXAMPLE_TOKENS[verdict.token or 0]}" for verdict in (token, block))))
+    means = expected_tokens(overlap(p, q), gamma) - 1, block_accepted(p, q, int(gamma))
+    head = ("draft", "p/q", "draw", "token by token", "as a block")
+    return "\n\n".join(
+        [
+            f"**Accepted: {len(token.accepted)} token by token, {len(block.accepted)} as a block.** "
+            f"On average: {means[0]:.3f} and {means[1]:.3f} of {gamma}. Both outputs follow p.",
+            figures_table(head, rows),
+            "Each draw is compared with a bound. Token by token it is min(1, p/q), and the first failure ends the "
+            "draft. As a block, the last success decides: all tokens before it are accepted, too. The last row "
+            "is the correction or bonus token.",
+        ]
+    )
+
+
+def _decision(verdict: Verdict, node: int) -> str:
+    if verdict.beta[node] is None:
+        return "not tested"
+    return f"{verdict.bound[node]:.3f}: {'accepted' if node in verdict.accepted else 'rejected'}"
+
+
 def trial_bars(result: Trial, p: Sequence[float], q: Sequence[float]) -> list[ProbabilityBar]:
     shares = result.shares(len(p))
     return [
@@ -147,16 +221,7 @@ def residual_example(tab: gr.Tab) -> None:
     gr.Markdown(_TRIAL_INTRO)
     with gr.Row():
         rule = gr.Dropdown(list(rule_choices()), label="Rule", scale=3, min_width=300, elem_id="theory-rule")
-        gamma = gr.Slider(
-            1,
-            MAX_TRIAL_GAMMA,
-            1,
-            step=1,
-            label="Draft length γ (tokens)",
-            scale=2,
-            min_width=220,
-            elem_id="theory-length",
-        )
+        gamma = _length_slider(1, "theory-length")
         draw = gr.Button("Draw 10,000 tokens", scale=1, min_width=220, elem_id="theory-draw")
     trial_text = gr.Markdown(elem_id="theory-trial", elem_classes="figures")
     with gr.Column(visible=False) as trial_results:  # screen readers announce an empty plot without a name
@@ -179,13 +244,36 @@ def residual_example(tab: gr.Tab) -> None:
         text = note + describe_trial(choice, result, target, drafter)
         return [text, plot_value(trial_plot, trial_bars(result, target, drafter)), gr.Column(visible=True)]
 
-    hidden = {"show_progress": "hidden", "api_visibility": "private", "preprocess": False}
     inputs = [*p, *q]
     triggers = [tab.select, *(number.change for number in inputs)]
-    gr.on(triggers, explain, inputs, [example_text, example_plot], trigger_mode="always_last", **hidden)
+    gr.on(triggers, explain, inputs, [example_text, example_plot], trigger_mode="always_last", **UNPROCESSED)
     draw.click(
-        draw_tokens, [rule, gamma, *inputs], [trial_text, trial_plot, trial_results], trigger_mode="once", **hidden
+        draw_tokens, [rule, gamma, *inputs], [trial_text, trial_plot, trial_results], trigger_mode="once", **UNPROCESSED
     )
+    _block_example(triggers, inputs)
+
+
+def _block_example(triggers: Sequence[Any], inputs: Sequence[gr.Number]) -> None:
+    gr.Markdown(_BLOCK_INTRO)
+    with gr.Row():
+        gamma = _length_slider(MAX_TRIAL_GAMMA, "theory-block-length")
+        verify = gr.Button("Verify a draft", scale=1, min_width=220, elem_id="theory-verify")
+    comparison = gr.Markdown(elem_id="theory-block", elem_classes="figures")
+
+    def compare(length: int, *values: float | None) -> str:
+        try:
+            target, drafter, note = _parse(values)
+            return note + compare_rules(target, drafter, length, secrets.randbits(31))
+        except UserError as error:
+            return f"**{error}.**"
+
+    triggers = [*triggers, gamma.change, verify.click]
+    gr.on(triggers, compare, [gamma, *inputs], comparison, trigger_mode="always_last", **UNPROCESSED)
+
+
+def _length_slider(default: int, elem_id: str) -> gr.Slider:
+    label = "Draft length γ (tokens)"
+    return gr.Slider(1, MAX_TRIAL_GAMMA, default, step=1, label=label, scale=2, min_width=220, elem_id=elem_id)
 
 
 def _probability_inputs(name: str, defaults: Sequence[float]) -> list[gr.Number]:

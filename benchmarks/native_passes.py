@@ -1,0 +1,177 @@
+"""Passes of the native engine: tables `native_passes`, `native_stages` and `several_texts` in docs/performance.md.
+
+`python -m benchmarks.native_passes STUDY --write`. B is the time that reading the weights, keys and values takes at the
+bandwidth measured in the same run: 512 MB, read by the same number of threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from array import array
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.tables import Study, publish, study_command
+from specdemo.cli.commands import at_least_one
+from specdemo.core.errors import UserError
+from specdemo.core.step import Draft
+from specdemo.models.engines.engine import Entry
+from specdemo.models.engines.native import NativeCache, NativeEngine
+from specdemo.models.engines.select import engine_of
+from specdemo.models.load import load
+from specdemo.models.memory import release_memory
+from specdemo.models.spec import ModelSpec
+from specdemo.models.zoo import CHAT_PAIR, PAIRS
+
+TABLES = dict.fromkeys(("native_passes", "native_stages", "several_texts"), "docs/performance.md")
+FORMS = {  # dtype and quantization
+    "stored": ("auto", "none"),
+    "float32": ("float32", "none"),
+    "bfloat16": ("bfloat16", "none"),
+    "int8": ("bfloat16", "int8"),
+    "nf4": ("bfloat16", "nf4"),
+}
+READ_BYTES = 512 << 20
+STAGES = ("query, key, value", "value", "attention", "output", "gate, up", "down", "head")
+
+
+def engine_for(options: argparse.Namespace, form: str) -> NativeEngine:
+    """Load the target of the pair in a form."""
+    release_memory()
+    dtype, quantization = FORMS[form]
+    engine = engine_of(load(ModelSpec(PAIRS[options.pair].target, dtype, quantization, device="cpu")).model)
+    if not isinstance(engine, NativeEngine):
+        raise UserError(f"{options.pair} runs on another engine: choose a pair that the native engine supports")
+    return engine
+
+
+def filled(engine: NativeEngine, context: int, seed: int = 0) -> NativeCache:
+    """Return a cache with `context` positions."""
+    cache = engine.open()
+    engine.run([Entry(cache, [(7 * i + seed) % 1000 for i in range(context)], 0, Draft())])
+    return cache
+
+
+def a_pass(engine: NativeEngine, cache: NativeCache, context: int, rows: int) -> Callable[[], object]:
+    ids = [(13 * i) % 1000 for i in range(rows)]
+    return lambda: engine.run([Entry(cache, ids, context, Draft.chain(tuple(ids[1:])))])
+
+
+def seconds(action: Callable[[], object]) -> float:
+    """Return the seconds of a call."""
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def passes(options: argparse.Namespace) -> None:
+    """Publish milliseconds of passes, and their ratios to B and to one row."""
+    at_least_one("rounds", options.rounds)
+    memory, records = torch.ones(READ_BYTES // 4), []
+    for form in options.form:
+        engine = engine_for(options, form)
+        for context in options.context:
+            cache, record = filled(engine, context), {"form": form, "context": context}
+            actions = [a_pass(engine, cache, context, rows) for rows in options.rows]
+            times: list[list[float]] = [[] for _ in actions]
+            reads = []
+            for _ in range(options.rounds):
+                reads.append(seconds(memory.sum))
+                for action, list_of in zip(actions, times, strict=True):
+                    action()  # a first pass reads its weights after another number of rows
+                    list_of += [seconds(action) for _ in range(3)]
+            bandwidth = READ_BYTES / statistics.median(reads)
+            cache.keep(context)
+            least = (engine.weight_bytes + cache.kv_bytes) / bandwidth
+            medians = [statistics.median(list_of) for list_of in times]
+            record |= {"bandwidth": bandwidth / 1e9, "b": 1000 * least, "share": medians[0] / least}
+            for rows, median in zip(options.rows, medians, strict=True):
+                record[f"rows_{rows}"] = f"{1000 * median:.2f} ({median / medians[0]:.2f})"
+            records.append(record)
+            engine.close(cache)
+    columns = {"form": "{form}", "context": "{context}", "read GB/s": "{bandwidth:.0f}", "B, ms": "{b:.2f}"}
+    columns |= {"one row / B": "{share:.2f}"} | {f"{rows} rows, ms": f"{{rows_{rows}}}" for rows in options.rows}
+    publish(options, "native_passes", columns, records)
+
+
+def stages(options: argparse.Namespace) -> None:
+    """Publish the microseconds of one-row and five-row passes by stage: products, attention, other work, waiting."""
+    at_least_one("rounds", options.rounds)
+    threads, records = torch.get_num_threads(), []
+    engine = engine_for(options, options.form[0])
+    engine.times = array("q", [0] * 2 * len(STAGES))
+    for context in options.context:
+        cache = filled(engine, context)
+        for rows in options.rows:
+            action = a_pass(engine, cache, context, rows)
+            action()
+            samples: list[list[float]] = []
+            for _ in range(options.rounds):
+                engine.times[:] = array("q", [0] * len(engine.times))
+                total = 1e9 * seconds(action) * threads
+                samples.append([*engine.times, total - sum(engine.times), total])
+            medians = [statistics.median(column) / threads / 1000 for column in zip(*samples, strict=True)]
+            products, serial = medians[: len(STAGES)], medians[len(STAGES) : -2]
+            named = dict(zip(STAGES, products, strict=True))
+            named["query, key, value"] += named.pop("value")
+            named |= {
+                "between the products": threads * sum(serial),
+                "waiting and Python": medians[-2] - (threads - 1) * sum(serial),
+            }
+            records.append({"context": context, "rows": rows, "total": medians[-1], **_keys(named)})
+    columns = {"context": "{context}", "rows": "{rows}"}
+    columns |= {name: f"{{{key}:.0f}}" for name, key in zip(named, _keys(named), strict=True)}
+    publish(options, "native_stages", {**columns, "pass": "{total:.0f}"}, records)
+
+
+def _keys(named: dict[str, float]) -> dict[str, float]:
+    return {f"stage_{i}": value for i, value in enumerate(named.values())}
+
+
+def texts(options: argparse.Namespace) -> None:
+    """Publish the tokens per second of several texts in one pass."""
+    at_least_one("rounds", options.rounds)
+    records: list[dict[str, Any]] = []
+    for form in options.form:
+        engine = engine_for(options, form)
+        for context in options.context:
+            caches = [filled(engine, context, seed) for seed in range(max(options.texts))]
+            record: dict[str, Any] = {"form": form, "context": context}
+            for count in options.texts:
+                entries = [Entry(cache, [i + 1], context, Draft()) for i, cache in enumerate(caches[:count])]
+                engine.run(entries)
+                median = statistics.median(seconds(partial(engine.run, entries)) for _ in range(options.rounds))
+                record[f"texts_{count}"] = count / median
+            records.append(record)
+    columns = {"form": "{form}", "context": "{context}"}
+    columns |= {f"{count} texts" if count > 1 else "1 text": f"{{texts_{count}:.0f}}" for count in options.texts}
+    publish(options, "several_texts", columns, records)
+
+
+_PAIR = {"pair": CHAT_PAIR}
+STUDIES = {
+    "passes": Study(
+        passes,
+        {
+            **_PAIR,
+            "rows": [1, 2, 4, 5, 8, 16],
+            "context": [16, 512, 1500, 2048],
+            "rounds": 15,
+            "form": {"nargs": "+", "default": list(FORMS), "choices": FORMS},
+        },
+    ),
+    "stages": Study(stages, {**_PAIR, "rows": [1, 5], "context": [16, 512, 2048], "rounds": 60, "form": ["stored"]}),
+    "texts": Study(
+        texts, {**_PAIR, "texts": [1, 4, 8, 16, 32], "context": [64, 512], "rounds": 15, "form": ["stored"]}
+    ),
+}
+main = study_command(__file__, __doc__, TABLES, STUDIES)
+
+if __name__ == "__main__":
+    sys.exit(main())

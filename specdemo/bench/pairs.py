@@ -1,0 +1,117 @@
+"""Benchmarks of several pairs, next to the published tables (Leviathan et al. 2211.17192, Tables 2 and 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from specdemo.bench.measure import BenchProgress, measure, recipe_label
+from specdemo.bench.table import BenchRow, Record, markdown_table, table
+from specdemo.core.errors import UserError
+from specdemo.core.formats import megabytes, number
+from specdemo.core.published import LEVIATHAN_2, LEVIATHAN_3
+from specdemo.core.theory import walltime_improvement
+from specdemo.drafters import METHODS
+from specdemo.models.model_pool import ModelPool
+from specdemo.models.spec import SAME
+from specdemo.models.zoo import PAIRS
+from specdemo.prompts import Prompt
+from specdemo.recipe import Recipe
+
+_figure = partial(number, missing="-")
+
+
+@dataclass
+class PairBench:
+    """Recipes of a pair, their records, and the recipes that cannot run, with reasons."""
+
+    name: str
+    recipes: list[Recipe] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[BenchRow]:
+        return table(self.recipes, self.records) if self.records else []
+
+    def skip(self, name: str, reason: object) -> None:
+        self.skipped.append((name, str(reason)))
+
+
+def pair_bench(name: str, common: Mapping[str, Any], varied: Iterable[Mapping[str, Any]]) -> PairBench:
+    """Return the recipes of a pair; a pair without drafter and head drafts with its quantised target."""
+    bench = PairBench(name)
+    for values in varied:
+        try:
+            bench.recipes.append(replace(Recipe(), **{**common, **values, "pair": name, **_drafter(name, values)}))
+        except UserError as error:
+            if values["method"] == "ar":
+                bench.skip(f"pair {name}", error)
+                return bench
+            bench.skip(f"pair {name}, method {values['method']}", error)
+    if all(recipe.method == "ar" for recipe in bench.recipes):
+        bench.recipes = []
+    return bench
+
+
+def _drafter(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    method = METHODS[values["method"]]
+    copied = method.uses_model and not method.uses_head and PAIRS[name].drafter is None
+    return {"drafter": SAME} if copied else {}
+
+
+def measure_pair(bench: PairBench, prompts: Sequence[Prompt], repeat: int = 1) -> Iterator[BenchProgress]:
+    """Measure a pair with models of its own; a pair that cannot be loaded is skipped."""
+    if not bench.recipes:
+        return
+    try:
+        for item in measure(bench.recipes, prompts, ModelPool(), repeat=repeat):
+            if isinstance(item, dict):
+                bench.records.append(item)
+            else:
+                yield item
+    except UserError as error:
+        bench.skip(f"pair {bench.name}", error)
+        bench.records.clear()
+
+
+def pairs_table(benches: Sequence[PairBench]) -> str:
+    """Return a row per pair, recipe and class of prompts."""
+    head = ("pair", "lane", "drafter MB", "class", "T", "c", "alpha", "mean overlap", "tokens/pass", "speed-up",
+            "Thm 3.8")  # fmt: skip
+    rows = []
+    for bench in benches:
+        environments = [run["environment"] for run in bench.records[0]["runs"]] if bench.records else []
+        lanes = {recipe_label(recipe): (recipe, i) for i, recipe in enumerate(bench.recipes)}
+        for row in bench.rows:
+            recipe, i = lanes[row.lane]
+            if recipe.method == "ar":
+                continue
+            copy = " (quantised copy)" if recipe.drafter == SAME else ""
+            size = megabytes(environments[i]["drafter_bytes"] or None, 1)
+            figures = (row.c, row.alpha, row.mean_beta, row.tokens_per_pass, row.speedup, row.theory)
+            lane = row.lane.rpartition(" ")[0] + copy
+            rows.append((bench.name, lane, size, row.kind, f"{recipe.temperature:g}", *map(_figure, figures)))
+    return markdown_table(head, rows)
+
+
+def skipped_lines(benches: Sequence[PairBench]) -> list[str]:
+    return [f"skipped: {name}: {reason}" for bench in benches for name, reason in dict(bench.skipped).items()]
+
+
+def published_tables() -> str:
+    """Return Tables 2 and 3 of Leviathan et al., with the speed-up of Theorem 3.8."""
+    measured = [
+        (task, f"T5-{drafter}", f"{t:g}", gamma, f"{c:.2f}", f"{alpha:.2f}", f"{speedup:.1f}",
+         f"{walltime_improvement(alpha, gamma, c):.2f}")
+        for task, drafter, t, gamma, alpha, c, speedup in LEVIATHAN_2
+    ]  # fmt: skip
+    alphas = [(target, drafter, f"{greedy:.2f}", f"{sampled:.2f}") for target, drafter, greedy, sampled in LEVIATHAN_3]
+    speeds = markdown_table(("task", "drafter", "T", "gamma", "c", "alpha", "speed-up", "Thm 3.8"), measured)
+    rates = markdown_table(("target", "drafter", "alpha, T = 0", "alpha, T = 1"), alphas)
+    return (
+        f"Published (Leviathan et al., Table 2: T5-XXL on a TPU v4, batch size 1):\n\n{speeds}\n\n"
+        f"Published (Leviathan et al., Table 3):\n\n{rates}"
+    )

@@ -1,0 +1,1 @@
+"""OpenAI-compatible endpoint of the service: chat and text completions with speculative decoding."""

@@ -1,0 +1,165 @@
+"""Routes of the endpoint on the service: authorization, errors and streams in the shape of OpenAI."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.routing import APIRoute
+
+from specdemo.completions.requests import ChatRequest, CompletionRequest, InvalidParameter, TextRequest, parse_request
+from specdemo.completions.responses import DONE, ResponseFormat, error_body, event_line
+from specdemo.completions.service import CompletionService, UnknownModel
+from specdemo.core.errors import UserError
+from specdemo.core.events import End, Event, Header, StepEvent
+from specdemo.remote.access import RouteInfo
+from specdemo.remote.server import ServiceError, read_body, stream_queued, while_connected
+
+_LIMITS = "token, rate, body, queue, 10 s for the body; length of the context"
+COMPLETION_ROUTES = (
+    RouteInfo("GET", "/v1/models", "names of the served pair", "token, rate"),
+    RouteInfo("GET", "/v1/models/{model}", "description of a name", "token, rate"),
+    RouteInfo("POST", "/v1/chat/completions", "answer to a conversation", _LIMITS),
+    RouteInfo("POST", "/v1/completions", "continuation of a text", _LIMITS),
+)
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_CODES = {"unauthorised": "invalid_api_key", "busy": "rate_limit_exceeded"}
+
+
+class _OpenAIRoute(APIRoute):
+    """Route with errors in the shape of OpenAI."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def respond(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except (UserError, ServiceError) as error:
+                return _problem(error)
+
+        return respond
+
+
+def _problem(error: Exception) -> JSONResponse:
+    status, body = error_of(error)
+    headers = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}}.get(status)
+    return JSONResponse(body, status, headers)
+
+
+def error_of(error: Exception) -> tuple[int, dict[str, Any]]:
+    if isinstance(error, UnknownModel):
+        return 404, error_body(str(error), _TYPES[404], "model_not_found", error.parameter)
+    if isinstance(error, InvalidParameter):
+        return 400, error_body(str(error), "invalid_request_error", "invalid_value", error.parameter)
+    if isinstance(error, ServiceError) and error.status != 422:
+        kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+        code = error.problem.code
+        return error.status, error_body(str(error), kind, _CODES.get(code, code))
+    if isinstance(error, (UserError, ServiceError)):
+        return 400, error_body(str(error), "invalid_request_error", "invalid_value")
+    return 500, error_body("the run failed: see the log of the service", "server_error", "internal_error")
+
+
+def add_completions(app: FastAPI, service: CompletionService) -> None:
+    """Add the endpoint to a service."""
+    admission = [Depends(app.state.admission)]
+    router = APIRouter(route_class=_OpenAIRoute, dependencies=admission, include_in_schema=False)
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(service, name) for name in service.models]}
+
+    @router.get("/v1/models/{model}")
+    async def model(model: str) -> dict[str, Any]:
+        service.check_model(model)
+        return _model(service, model)
+
+    @router.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await _complete(app, service, request, ChatRequest)
+
+    @router.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await _complete(app, service, request, TextRequest)
+
+    app.include_router(router)
+
+
+def _model(service: CompletionService, name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": service.created, "owned_by": "specdemo"}
+
+
+async def _complete(
+    app: FastAPI, service: CompletionService, request: Request, kind: type[CompletionRequest]
+) -> Response:
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ServiceError(415, "unsupported_media_type", "the content type must be application/json: set it")
+    parsed = parse_request(kind, await read_body(request, app.state.limits.body_bytes))
+    recipe = service.recipe_of(parsed)
+    events = stream_queued(app.state.worker, partial(service.events, parsed, recipe))
+    if not parsed.stream:
+        return JSONResponse(await _whole(request, service, parsed, events))
+    header = await _until_header(request, events)  # errors before the header get a status code
+    usage = parsed.stream_options is not None and parsed.stream_options.include_usage
+    chunks = _chunks(service, service.format(parsed), header, events, usage)
+    return StreamingResponse(chunks, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+
+
+async def _whole(
+    request: Request, service: CompletionService, parsed: CompletionRequest, events: AsyncGenerator[Event, None]
+) -> dict[str, Any]:
+    answer = service.answer()
+    async with aclosing(events):
+        while answer.finish_reason is None:
+            event = await while_connected(request, anext(events))
+            _raise_failure(event)
+            answer.add(event)
+    return service.format(parsed).complete(answer)
+
+
+async def _until_header(request: Request, events: AsyncGenerator[Event, None]) -> Header:
+    try:
+        while not isinstance(event := await while_connected(request, anext(events)), Header):
+            pass
+        return event
+    except BaseException:
+        await events.aclose()
+        raise
+
+
+def _raise_failure(event: Event) -> None:
+    if isinstance(event, End) and event.reason == "error":
+        raise ServiceError(500, "run_failed", event.error or "the run failed")
+
+
+async def _chunks(
+    service: CompletionService,
+    form: ResponseFormat,
+    header: Header,
+    events: AsyncGenerator[Event, None],
+    usage: bool,
+) -> AsyncIterator[bytes]:
+    answer, sent = service.answer(), 0
+    answer.add(header)
+    async with aclosing(events):
+        for chunk in form.first():
+            yield event_line(chunk)
+        try:
+            async for event in events:
+                _raise_failure(event)
+                new = answer.add(event)
+                if isinstance(event, StepEvent) and new:
+                    yield event_line(form.chunk(new, answer.token_ids[sent:]))
+                    sent = len(answer.token_ids)
+        except Exception as error:  # too late for a status code
+            yield event_line(error_of(error)[1])
+            return
+    yield event_line(form.last(answer))
+    if usage:
+        yield event_line(form.usage(answer))
+    yield DONE

@@ -1,0 +1,112 @@
+"""Completions of a loaded pair: from a request to the events of a run."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from uuid import uuid4
+
+from specdemo.completions.answer import Answer
+from specdemo.completions.conversations import ConversationStores
+from specdemo.completions.requests import ChatRequest, CompletionRequest, InvalidParameter
+from specdemo.completions.responses import ChatFormat, ResponseFormat, TextFormat
+from specdemo.core.events import Event, StepEvent
+from specdemo.core.rules import DEFAULT_RULE
+from specdemo.drafters import METHODS
+from specdemo.generate import generate
+from specdemo.models.load import LoadedModel
+from specdemo.models.model_pool import ModelPool
+from specdemo.models.tokenizer import TokenBytes
+from specdemo.recipe import Recipe
+
+DEFAULT_MODEL = "default"
+_CHARACTERS_PER_TOKEN = 32  # no text has more on average; longer prompts are refused before they are tokenised
+
+
+class UnknownModel(InvalidParameter):
+    """The request names a model that is not served."""
+
+
+def random_seed() -> int:
+    return secrets.randbits(63)
+
+
+@dataclass
+class CompletionService:
+    """Runs the recipe of a pair, with the values of a request, on the models of `pool`."""
+
+    pool: ModelPool
+    recipe: Recipe  # defaults of all requests
+    created: int = field(default_factory=lambda: int(time.time()))
+    seed: Callable[[], int] = random_seed  # source of seeds that requests omit
+
+    def __post_init__(self) -> None:
+        self._target = self.pool.take(self.recipe.target_spec)
+        self._texts = TokenBytes(self._target.tokenizer)
+        self._conversations = ConversationStores()
+
+    @property
+    def target(self) -> LoadedModel:
+        return self._target
+
+    @property
+    def models(self) -> Sequence[str]:
+        return (DEFAULT_MODEL, self.recipe.pair) if self.recipe.pair else (DEFAULT_MODEL,)
+
+    def check_model(self, name: str) -> None:
+        if name not in self.models:
+            raise UnknownModel(f"model {name[:100]!r} does not exist: known are {', '.join(self.models)}", "model")
+
+    def recipe_of(self, request: CompletionRequest) -> Recipe:
+        self.check_model(request.model)
+        chat = isinstance(request, ChatRequest)
+        if chat and not self._target.tokenizer.chat_template:
+            raise InvalidParameter("this model has no chat template: use /v1/completions", "model")
+        limit = self._target.context * _CHARACTERS_PER_TOKEN
+        if max(len(request.content), len(request.predicted)) > limit:
+            raise InvalidParameter(
+                f"the prompt or prediction has more than {limit:,} characters, which cannot fit the context of "
+                f"{self._target.context:,} tokens: shorten it"
+            )
+        recipe = replace(self.recipe, **{"seed": self.seed(), "chat": chat, **request.options})
+        return recipe if request.speculation else replace(recipe, method="ar", rule=DEFAULT_RULE)
+
+    def events(self, request: CompletionRequest, recipe: Recipe) -> Iterator[Event]:
+        """Run a request in the worker; a conversation continues on the caches of its last request."""
+        method = METHODS[recipe.method].name
+        content, answer = f"{method}\n{recipe.chat}\n{request.content}", ""
+        stores = self._conversations.take(content)
+        run = generate(
+            recipe,
+            request.prompt_input,
+            self.pool,
+            stores,
+            prediction=request.predicted,
+            logprobs=request.alternatives,
+        )
+        try:
+            with closing(run):
+                for event in run:
+                    if isinstance(event, StepEvent):
+                        answer += event.text
+                    yield event
+        finally:
+            self._conversations.put(content, answer, stores)
+
+    def format(self, request: CompletionRequest) -> ResponseFormat:
+        kind = ChatFormat if isinstance(request, ChatRequest) else TextFormat
+        return kind(
+            id=uuid4().hex,
+            created=int(time.time()),
+            model=request.model,
+            engine=self._target.engine.partition(":")[0],
+            predicted=request.prediction is not None,
+            texts=self._texts,
+            token_ids=request.return_token_ids,
+        )
+
+    def answer(self) -> Answer:
+        return Answer(frozenset(self._target.stop))

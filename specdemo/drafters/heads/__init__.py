@@ -1,0 +1,1 @@
+"""Methods that draft with a head on hidden states of the target."""

@@ -1,0 +1,1 @@
+"""Statistics of speculative decoding that other engines report."""

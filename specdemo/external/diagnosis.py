@@ -1,0 +1,93 @@
+"""Diagnoses of reported statistics; each names its fields and thresholds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from specdemo.core.formats import number, percent
+from specdemo.external.engine_log import EngineStatistics
+
+_LEAST_DRAFTED = 100  # fewer drafted tokens are no evidence
+_LOW, _HIGH = 0.2, 0.6  # accepted / drafted
+_ENDED, _BEFORE = 0.005, 0.05  # acceptance after and before the position where it ends
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A rule about statistics; `explain` returns an empty text where it does not apply."""
+
+    name: str
+    fields: str
+    thresholds: str
+    explain: Callable[[EngineStatistics], str]
+
+
+def _low_acceptance(reported: EngineStatistics) -> str:
+    if reported.acceptance is None or (reported.drafted or 0) < _LEAST_DRAFTED or reported.acceptance >= _LOW:
+        return ""
+    remedy = "raise --spec-draft-p-min, which is 0 by default," if reported.engine == "llama.cpp" else "shorten drafts"
+    return f"{percent(1 - reported.acceptance)} of the drafted tokens are rejected: {remedy} or choose another drafter"
+
+
+def _acceptance_ends(reported: EngineStatistics) -> str:
+    rates = reported.by_position
+    alive = [position for position, rate in enumerate(rates, 1) if rate >= _ENDED]
+    last = max(alive, default=0)
+    if not last or rates[last - 1] < _BEFORE or len(rates) - last < 2:
+        return ""
+    return (
+        f"acceptance falls to 0 after position {last}: check the sliding window and the trained length of the drafter, "
+        f"and draft at most {last} tokens"
+    )
+
+
+def _fixed_cost(reported: EngineStatistics) -> str:
+    speed, alone = reported.tokens_per_second, reported.ar_tokens_per_second
+    tokens = reported.tokens_per_step
+    high = (reported.acceptance or 0) >= _HIGH or (tokens or 0) >= 2
+    if speed is None or alone is None or not high or speed >= alone:
+        return ""
+    cost = "" if tokens is None else f" A step costs {number(tokens * alone / speed, 1)} autoregressive steps."
+    return (
+        f"drafts are accepted, but {number(speed, 0)} tokens/s are slower than {number(alone, 0)} without drafts: "
+        f"each step has a fixed cost; draft longer, or decode without drafts.{cost}"
+    )
+
+
+DIAGNOSES = (
+    Diagnosis(
+        "low acceptance",
+        "drafted, accepted",
+        f"accepted / drafted below {_LOW}, {_LEAST_DRAFTED} drafted",
+        _low_acceptance,
+    ),
+    Diagnosis(
+        "acceptance ends",
+        "acceptance per position",
+        f"at least {_BEFORE}, then two or more positions below {_ENDED}",
+        _acceptance_ends,
+    ),
+    Diagnosis(
+        "fixed cost per step",
+        "accepted / drafted or tokens per step, tokens/s with and without drafts",
+        f"accepted / drafted from {_HIGH} or 2 tokens per step, and slower than without drafts",
+        _fixed_cost,
+    ),
+)
+
+
+def describe(reported: EngineStatistics) -> Iterator[str]:
+    """Yield the figures, the break-even cost and the diagnoses."""
+    yield (
+        f"{reported.engine}: drafted {number(reported.drafted, 0)}, accepted {number(reported.accepted, 0)} "
+        f"({percent(reported.acceptance)}), {number(reported.tokens_per_step)} tokens per step, "
+        f"{number(reported.tokens_per_second, 1)} tokens/s"
+    )
+    for position, rate in enumerate(reported.by_position, 1):
+        yield f"position {position:>2}  {rate:.3f}  {'#' * round(40 * rate)}"
+    if (tokens := reported.tokens_per_step) is not None:
+        yield f"speculation gains if drafting and verification cost less than {tokens:.2f} autoregressive steps"
+    for diagnosis in DIAGNOSES:
+        if text := diagnosis.explain(reported):
+            yield f"{diagnosis.name}: {text} (from {diagnosis.fields}; {diagnosis.thresholds})"

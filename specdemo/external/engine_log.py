@@ -1,0 +1,141 @@
+"""Read acceptance, drafts and speed from log lines and responses of llama.cpp, vLLM and SGLang."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specdemo.core.errors import UserError
+
+ENGINE_FORMATS = (
+    "llama.cpp (draft acceptance, timings with draft_n), vLLM (SpecDecoding metrics, metrics.speculative_decoding) "
+    "and SGLang (Decode batch); transformers reports no acceptance"
+)
+_NUMBER = r"\s*([0-9]+(?:\.[0-9]+)?)"
+
+
+@dataclass(frozen=True)
+class EngineStatistics:
+    """Sums over a file; None where the engine does not report a figure."""
+
+    engine: str
+    drafted: float | None = None
+    accepted: float | None = None
+    steps: float | None = None  # verified drafts
+    by_position: tuple[float, ...] = ()  # accepted / drafts at each position
+    length: float | None = None  # mean tokens per step
+    tokens_per_second: float | None = None
+    ar_tokens_per_second: float | None = None
+
+    @property
+    def acceptance(self) -> float | None:
+        return self.accepted / self.drafted if self.drafted and self.accepted is not None else None
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        if self.length is not None:
+            return self.length
+        return 1 + self.accepted / self.steps if self.steps and self.accepted is not None else None
+
+
+def read_engine_log(text: str) -> EngineStatistics:
+    """Return the statistics of the first format with matching lines. Raises `UserError` for other texts."""
+    for read in (_read_json, _llama_lines, _vllm_lines, _sglang_lines):
+        if (statistics := read(text)) is not None:
+            return statistics
+    raise UserError(f"the file contains no statistics of a known engine: known are {ENGINE_FORMATS}")
+
+
+def _read_json(text: str) -> EngineStatistics | None:
+    for value in _objects(text):
+        if "draft_n" in value and "draft_n_accepted" in value:
+            milliseconds, tokens = _figure(value, "predicted_ms"), _figure(value, "predicted_n")
+            speed = 1000 * tokens / milliseconds if milliseconds and tokens else None
+            drafted, accepted = _figure(value, "draft_n"), _figure(value, "draft_n_accepted")
+            return EngineStatistics("llama.cpp", drafted, accepted, tokens_per_second=speed)
+        if "num_draft_tokens" in value and "num_accepted_draft_tokens" in value:
+            return EngineStatistics(
+                "vLLM",
+                drafted=_figure(value, "num_draft_tokens"),
+                accepted=_figure(value, "num_accepted_draft_tokens"),
+                steps=_figure(value, "num_spec_steps"),
+                by_position=_positions(value.get("acceptance_histogram")),
+            )
+    return None
+
+
+def _objects(text: str) -> Iterator[Mapping[str, Any]]:
+    try:
+        values = [json.loads(text[text.index("{") :])]
+    except (ValueError, RecursionError):
+        return
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            yield value
+            values += value.values()
+
+
+def _figure(value: Mapping[str, Any], name: str) -> float | None:
+    number = value.get(name)
+    return float(number) if isinstance(number, (int, float)) and not isinstance(number, bool) else None
+
+
+def _positions(histogram: Any) -> tuple[float, ...]:
+    if not isinstance(histogram, list) or not all(isinstance(count, int) for count in histogram) or not sum(histogram):
+        return ()
+    return tuple(sum(histogram[n:]) / sum(histogram) for n in range(1, len(histogram)))
+
+
+def _numbers(pattern: str, text: str) -> list[float]:
+    return [float(number) for number in re.findall(pattern, text)]
+
+
+def _llama_lines(text: str) -> EngineStatistics | None:
+    counts = re.findall(rf"draft acceptance(?: rate)? = [0-9.]+ \({_NUMBER} accepted /{_NUMBER} generated\)", text)
+    if not counts:
+        return None
+    accepted, drafted = (sum(map(float, column)) for column in zip(*counts, strict=True))
+    lengths = _numbers(rf"generated\), mean (?:acceptance length|len) ={_NUMBER}", text)
+    steps = accepted / (lengths[0] - 1) if len(lengths) == 1 == len(counts) and lengths[0] > 1 else None
+    rates = re.findall(r"acceptance rate per position = \(([0-9., ]+)\)", text)
+    positions = tuple(map(float, rates[0].split(","))) if len(rates) == 1 else ()
+    times = re.findall(rf"(?<!prompt )eval time ={_NUMBER} ms /{_NUMBER} tokens", text)
+    milliseconds, tokens = (sum(map(float, column)) for column in zip(*times, strict=True)) if times else (0.0, 0.0)
+    speed = 1000 * tokens / milliseconds if milliseconds else None
+    return EngineStatistics("llama.cpp", drafted, accepted, steps, positions, tokens_per_second=speed)
+
+
+def _vllm_lines(text: str) -> EngineStatistics | None:
+    lines = re.findall(r"(?:SpecDecoding|Speculative) metrics: (.*)", text)
+    accepted = _numbers(rf"(?:Accepted|Number of accepted tokens):{_NUMBER}(?! tokens/s)", "\n".join(lines))
+    drafted = _numbers(rf"(?:Drafted|Number of draft tokens):{_NUMBER}(?! tokens/s)", "\n".join(lines))
+    if not lines or len(accepted) != len(drafted) or not drafted:
+        return None
+    rates = [re.search(r"Per-position acceptance rate: ([0-9.]+(?:, [0-9.]+)*)", line) for line in lines]
+    rows = [list(map(float, rate[1].split(", "))) for rate in rates if rate]
+    if len(rows) < len(lines) or len({len(row) for row in rows}) != 1 or len(rows) != len(drafted):
+        return EngineStatistics("vLLM", sum(drafted), sum(accepted))
+    drafts = [tokens / len(rows[0]) for tokens in drafted]  # each interval has its own number of drafts
+    means = zip(*([n * rate for rate in row] for n, row in zip(drafts, rows, strict=True)), strict=True)
+    positions = tuple(sum(column) / sum(drafts) for column in means) if sum(drafts) else ()
+    return EngineStatistics("vLLM", sum(drafted), sum(accepted), sum(drafts), positions)
+
+
+def _sglang_lines(text: str) -> EngineStatistics | None:
+    lines = re.findall(r"Decode batch\b.*gen throughput \(token/s\): [0-9.]+", text)
+    if not lines:
+        return None
+    drafting = [line for line in lines if "accept len" in line]
+    lengths = _numbers(rf"accept len:{_NUMBER}", "\n".join(drafting))
+    speeds = {flag: _median_speed([line for line in lines if ("accept len" in line) == flag]) for flag in (True, False)}
+    length = sum(lengths) / len(lengths) if lengths else None
+    return EngineStatistics("SGLang", length=length, tokens_per_second=speeds[True], ar_tokens_per_second=speeds[False])
+
+
+def _median_speed(lines: list[str]) -> float | None:
+    speeds = sorted(_numbers(rf"gen throughput \(token/s\):{_NUMBER}", "\n".join(lines)))
+    return speeds[len(speeds) // 2] if speeds else None

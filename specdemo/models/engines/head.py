@@ -1,0 +1,109 @@
+"""Interface of drafting heads: a decoder layer on hidden states of the target and the next token (EAGLE-3, 2503.01840).
+
+Row t of a text x combines the target's states at position t with the embedding of x[t + 1] and predicts x[t + 2]. Its
+rotary position is t, and it attends to rows 0 to t. A text of L tokens has the committed rows 0 to L - 2. Draft row i
+has position L - 1 + i and receives the head's own state of the row before in place of the target's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from specdemo.core.sampling import ChainSampler
+
+
+@dataclass(frozen=True, eq=False)
+class HeadWeights:
+    """A stored head under the names of SafeAILab, such as `midlayer.self_attn.q_proj.weight`.
+
+    Without `lm_head.weight` or `embed_tokens.weight` it shares the rows of the target.
+    """
+
+    tensors: Mapping[str, Tensor]
+    taps: tuple[int, ...]
+    ids: Tensor | None  # see `Head`
+    heads: int
+    kv_heads: int
+    head_dim: int
+    epsilon: float
+    frequencies: Tensor  # `[head_dim / 2]`, radians per position
+    rotary_factor: float  # factor of cosines and sines
+    context: int
+    norm_before_residual: bool = False
+
+    @property
+    def width(self) -> int:
+        return len(self.tensors["norm.weight"])
+
+    def rotation(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines `[count, head_dim / 2]`."""
+        angles = torch.arange(count)[:, None] * self.frequencies
+        return angles.cos() * self.rotary_factor, angles.sin() * self.rotary_factor
+
+
+class HeadCache(ABC):
+    """Keys and values of a head for the rows of one text."""
+
+    length: int  # committed rows; draft rows follow them until the next `start`
+
+    @abstractmethod
+    def keep(self, length: int) -> None:
+        """Keep the first `length` committed rows."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Empty the cache and overwrite its memory."""
+
+    @property
+    @abstractmethod
+    def kv_bytes(self) -> int:
+        """Bytes of the committed rows."""
+
+
+class Head(ABC):
+    """Base class of heads."""
+
+    taps: tuple[int, ...]  # states of the target that a row receives, see `engine.Cache`
+    ids: Tensor | None  # int64 `[size]`, ascending: target ids of the draft vocabulary; None: all ids
+    context: int  # positions
+    weight_bytes: int
+    device = torch.device("cpu")
+
+    @abstractmethod
+    def open(self) -> HeadCache:
+        """Return an empty cache."""
+
+    @abstractmethod
+    def start(self, cache: HeadCache, following: list[int], states: Tensor, held: int) -> Tensor:
+        """Add committed rows after the first `held`; return the logits `[size]` of the last row.
+
+        Row held + i receives `states[i]`, `[taps, width]`, and the token `following[i]`. Draft rows are dropped.
+        """
+
+    @abstractmethod
+    def step(self, cache: HeadCache, token: int) -> Tensor:
+        """Add a draft row for `token`; return its logits `[size]`."""
+
+    def sample_chain(
+        self,
+        cache: HeadCache,
+        following: list[int],
+        states: Tensor,
+        held: int,
+        sampler: ChainSampler,
+        count: int,
+        threshold: float,
+    ) -> list[int] | None:
+        """Call `start` and draft up to `count` tokens; return None if unsupported.
+
+        The draft ends before a token if the product of the largest probabilities (of raw logits) up to its row is below
+        `threshold`.
+        """
+        return None

@@ -1,0 +1,235 @@
+"""Drafting heads on the native CPU engine: models of one layer, with the input of `combine` in `native/rows.c`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from specdemo.core.step import Draft
+from specdemo.models.engines.engine import Entry
+from specdemo.models.engines.head import Head, HeadCache, HeadWeights
+from specdemo.models.engines.native import NativeCache, NativeEngine
+from specdemo.models.engines.native_chain import CHAIN_ROWS
+from specdemo.models.engines.native_matrix import FLOAT_FORMATS, Joined, NativeMatrix, WritableMatrix
+from specdemo.models.engines.native_weights import NativeWeights
+from specdemo.models.memory import LargePageBuffer
+from specdemo.native.build import required_library
+from specdemo.native.formats import FORMATS
+from specdemo.native.interface import LayerStruct, ModelStruct, TextStruct, check_model
+
+if TYPE_CHECKING:
+    from specdemo.core.sampling import ChainSampler
+
+# Number formats of layer, output rows and `fc`. Output rows of four bits change the distribution more than a layer of
+# four bits. States of the target have outliers, which limit the accuracy of one scale per row.
+FORMS = {
+    "float32": ("F32", "F32", "F32"),
+    "int8": ("INT8", "INT8", "Q8_0"),
+    "nf4": ("CODE4", "INT8", "Q8_0"),
+}
+
+
+_NO_DRAFT = Draft()
+
+
+class NativeHeadWeights:
+    """Weights of a head as a native model; embeddings and missing output rows are those of `target`."""
+
+    def __init__(self, weights: HeadWeights, target: NativeWeights, form: str) -> None:
+        tensors = {name.removesuffix(".weight"): tensor for name, tensor in weights.tensors.items()}
+        (self._layer_format, of_output, of_states), self._buffer = FORMS[form], LargePageBuffer()
+        self._kept: list[NativeMatrix | Tensor] = []
+        self._sizes = replace(weights, tensors={})
+        self.layers, self.position_limit = [0], weights.context
+        self.kv_heads, self.head_dim = weights.kv_heads, weights.head_dim
+        self.kv_dtype = torch.float32 if form == "float32" else torch.float16
+        self.width, self._inner = weights.width, len(tensors["midlayer.mlp.gate_proj"])
+        self._layer = self._decoder_layer({name.removeprefix("midlayer."): x for name, x in tensors.items()})
+        self._stream_norm, self._leave = self._gain(tensors["midlayer.hidden_norm"]), self._gain(tensors["norm"])
+        divisible = tensors["fc"].shape[1] % FORMATS["Q8_0"].group == 0
+        self._fuse = self._matrix(tensors["fc"], of_states if divisible else "F32")
+        if (rows := tensors.get("lm_head")) is None:
+            rows = target.output_rows(torch.arange(target.outputs) if weights.ids is None else weights.ids)
+        self._head = self._matrix(rows, of_output)
+        self._embedding = target.embedding_matrix
+        if "embed_tokens" in tensors:
+            table = tensors["embed_tokens"]
+            self._embedding = NativeMatrix(Joined([nn.Embedding(len(table), self.width, _weight=table)]), self._buffer)
+            self._kept.append(self._embedding)
+
+    @property
+    def outputs(self) -> int:
+        return self._head.outputs
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(part.nbytes for part in self._kept)
+
+    def rotation(self, count: int) -> tuple[Tensor, Tensor]:
+        return self._sizes.rotation(count)
+
+    def struct(self, cache_dtype: torch.dtype) -> tuple[ModelStruct, Any]:
+        matrices = (self._embedding.struct(), self._fuse.struct())
+        embedding, fuse = map(ctypes.addressof, matrices)
+        layers = (ctypes.c_void_p * 1)(ctypes.addressof(self._layer))
+        return ModelStruct(
+            layers=ctypes.addressof(layers),
+            embedding=embedding,
+            fuse=fuse,
+            stream_norm=self._stream_norm,
+            leave=self._leave,
+            head=self._head.struct(),
+            layer_count=1,
+            width=self.width,
+            inner=self._inner,
+            heads=self._sizes.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            cache_form=FLOAT_FORMATS[cache_dtype].number,
+            rotated=self.head_dim,
+            gated=True,
+            replaced=self._sizes.norm_before_residual,
+            epsilon=self._sizes.epsilon,
+            embedding_scale=1.0,
+        ), (matrices, layers)
+
+    def _decoder_layer(self, tensors: Mapping[str, Tensor]) -> LayerStruct:
+        block, form = required_library().block_outputs(), self._layer_format
+        sides = [_whole_blocks(tensors[f"mlp.{name}_proj"], block) for name in ("gate", "up")]
+        return LayerStruct(
+            qkv=self._matrix(torch.cat([tensors[f"self_attn.{name}_proj"] for name in "qkv"]), form).struct(),
+            out=self._matrix(tensors["self_attn.o_proj"], form).struct(),
+            gate_up=self._matrix(torch.stack(sides, 1).flatten(0, 2), form).struct(),
+            down=self._matrix(tensors["mlp.down_proj"], form).struct(),
+            enter=self._gain(tensors["input_layernorm"]),
+            between=self._gain(tensors["post_attention_layernorm"]),
+            attention_scale=self.head_dim**-0.5,
+        )
+
+    def _matrix(self, rows: Tensor, form: str) -> NativeMatrix:
+        matrix = WritableMatrix(rows.shape[0], rows.shape[1], FORMATS[form], self._buffer)
+        matrix.write(rows)
+        self._kept.append(matrix)
+        return matrix
+
+    def _gain(self, gain: Tensor) -> int:
+        if gain.shape != (self.width,):
+            raise ValueError(f"a norm has the shape {tuple(gain.shape)}, not {self.width}")
+        copied = gain.detach().to(torch.float32, copy=True)
+        self._kept.append(copied)
+        return copied.data_ptr()
+
+
+def _whole_blocks(rows: Tensor, block: int) -> Tensor:
+    """Return `[blocks, block, inputs]`, padded with zeros."""
+    return torch.cat([rows, rows.new_zeros(-len(rows) % block, rows.shape[1])]).unflatten(0, (-1, block))
+
+
+class NativeHeadCache(NativeCache, HeadCache):
+    """Keys and values of a head, and the state of the last row."""
+
+    def __init__(self, model: NativeHeadWeights) -> None:
+        super().__init__(model)
+        self.end = 0  # includes draft rows
+        self.given: tuple[Tensor, int] | None = None  # states of the target during `start`, and their first row
+        self._own_state = torch.zeros(model.width)
+        self._own_address = self._own_state.data_ptr()
+
+    def describe(self, text: TextStruct) -> None:
+        super().describe(text)
+        text.own_state = self._own_address
+        if self.given:
+            states, first = self.given
+            text.target_states = states.data_ptr() + (text.held - first) * states.stride(0) * states.element_size()
+        else:
+            text.target_states = None
+
+    def keep(self, length: int, slots: Sequence[int] = ()) -> None:
+        super().keep(length, slots)
+        self.end = length
+
+    def clear(self) -> None:
+        super().clear()
+        self._own_state.zero_()
+        self.end = 0
+
+
+class NativeHead(Head):
+    """EAGLE-3 head in C, with the bits of single rows for any number of rows and threads."""
+
+    def __init__(self, weights: HeadWeights, target: NativeWeights, form: str = "int8") -> None:
+        """`form`: a key of `FORMS`. Raises `ValueError` for sizes that contradict each other or those of `target`."""
+        self.taps, self.ids = weights.taps, weights.ids
+        self.context = weights.context
+        self._model = NativeHeadWeights(weights, target, form)
+        self.weight_bytes = self._model.weight_bytes
+        self._states_shape = len(weights.taps), self._model.width
+        self._engine = NativeEngine(self._model)
+        count = self._model.outputs
+        self._tokens = (torch.arange(count) if weights.ids is None else weights.ids).to(torch.int32)
+        if len(self._tokens) != count:
+            raise ValueError(f"the head has {count:,} output rows for {len(self._tokens):,} tokens")
+        struct, _references = self._model.struct(self._model.kv_dtype)
+        check_model(required_library(), struct)
+
+    def open(self) -> NativeHeadCache:
+        cache = NativeHeadCache(self._model)
+        cache.threads = torch.get_num_threads()
+        return cache
+
+    def start(self, cache: HeadCache, following: list[int], states: Tensor, held: int) -> Tensor:
+        assert isinstance(cache, NativeHeadCache)
+        self._give(cache, states, len(following), held)
+        try:
+            (logits,) = self._engine.run([Entry(cache, following, held, _NO_DRAFT)])
+        finally:
+            cache.given = None
+        cache.keep(held + len(following))
+        return logits[-1]
+
+    def step(self, cache: HeadCache, token: int) -> Tensor:
+        assert isinstance(cache, NativeHeadCache)
+        committed, end = cache.length, cache.end
+        (logits,) = self._engine.run([Entry(cache, [token], end, _NO_DRAFT)])
+        cache.length, cache.end = committed, end + 1
+        return logits[0]
+
+    def sample_chain(
+        self,
+        cache: HeadCache,
+        following: list[int],
+        states: Tensor,
+        held: int,
+        sampler: ChainSampler,
+        count: int,
+        threshold: float,
+    ) -> list[int] | None:
+        assert isinstance(cache, NativeHeadCache)
+        if (surplus := len(following) - CHAIN_ROWS) > 0:
+            self.start(cache, following[:surplus], states[:surplus], held)
+            following, states = following[surplus:], states[surplus:]
+            held += surplus
+        self._give(cache, states, len(following), held)
+        try:
+            tokens = self._engine.sample_chain(cache, following, held, count, sampler, self._tokens, threshold)
+        finally:
+            cache.given = None
+        if tokens is not None:
+            end = cache.length
+            cache.keep(held + len(following))
+            cache.end = end
+        return tokens
+
+    def _give(self, cache: NativeHeadCache, states: Tensor, rows: int, held: int) -> None:
+        if not rows or states.shape != (rows, *self._states_shape):
+            raise ValueError(f"states {tuple(states.shape)} are not those of {rows} rows")
+        if not 0 <= held <= cache.length:
+            raise ValueError(f"row {held} does not follow the {cache.length} rows of the cache")
+        if states.dtype is not torch.float32 or not states.is_contiguous():
+            states = states.float().contiguous()
+        cache.given = states, held

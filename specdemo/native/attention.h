@@ -1,0 +1,42 @@
+/* Cache of keys and values, and attention of a group of rows */
+#pragma once
+#include "functions.h"
+#include "state.h"
+
+#define KEY_GROUP 16 /* adjacent positions of a number of the keys */
+#define SPAN 64      /* positions whose scores are computed at once */
+#define GROUP_QUERIES 48
+#define NUMBERS 16 /* after the mixed values of a section: their sum of weights, and the largest score */
+
+/* Positions that a row sees: `near` leading positions of the cache, then those in `far`, without the first `skipped` */
+typedef struct {
+    const int32_t *far;
+    int64_t near, count, skipped;
+} visible;
+
+/* Rows of a text and the query heads of one key head; a query is a head of a row. */
+typedef struct {
+    const char *keys, *values;
+    const visible *rows;
+    int64_t row_count, heads, queries, dim, padded;
+    float cap;
+    float *q;          /* [queries][padded] */
+    float *scores;     /* [queries][SPAN], later weights */
+    float *sums;       /* [queries][LANES] of weights */
+    float *key_tile;   /* [SPAN][padded] */
+    float *value_tile; /* [SPAN][padded] */
+    float *far_scores; /* [heads][SPAN] of the keys of a group */
+    float *o;          /* [queries][padded + NUMBERS] of a section */
+} group;
+
+INLINE int64_t number_bytes(int form) { return form == F32 ? 4 : 2; }
+
+/* Keys of head h, or values of head h - kv_heads */
+INLINE char *cached_head(const text *t, const model *m, int l, int64_t h) {
+    return t->cache + ((int64_t)l * 2 * m->kv_heads + h) * t->capacity * padded_dim(m) * number_bytes(m->cache_form);
+}
+
+/* attention.c */
+void clear_results(const group *g, float *o);
+void attend_section(int form, const group *g, int64_t begin, int64_t end);
+void add_section(const group *g, int64_t begin, int64_t end, float *totals);

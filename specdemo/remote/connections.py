@@ -1,0 +1,151 @@
+"""Limits of open connections."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from specdemo.remote.access import is_loopback
+
+_CHECK_S = 1.0
+_GRACE_S = 1.0
+_FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain\r\ncontent-length: 26\r\n"
+    b"connection: close\r\n\r\ntoo many connections: retry"
+)
+_WS_BYTES = 4096  # largest message; browsers send none
+_TRY_LATER = 1013  # close code of WebSockets
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Limits of a server. `None` means unlimited; `per_visitor` excludes this machine."""
+
+    total: int | None = 512
+    per_visitor: int | None = 64
+    seconds: float = 10.0  # duration of a header, a body, and a pause of a reader
+
+
+def network_of(address: str) -> str:
+    """Return an IPv4 address or an IPv6 /64 network."""
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if ip.version == 6 and ip.ipv4_mapped is None:
+        return str(ipaddress.ip_network((ip, 64), strict=False))
+    return str(ip if ip.version == 4 else ip.ipv4_mapped)
+
+
+def limit_connections(config: uvicorn.Config, limits: ConnectionLimits) -> None:
+    """Limit future connections of a server."""
+    if not config.loaded:
+        config.load()
+    proxies = ProxyHeadersMiddleware(config.app, config.forwarded_allow_ips).trusted_hosts  # type: ignore[arg-type]
+    protocol: Any = partial(LimitedProtocol, limits=limits, proxies=proxies)
+    config.http_protocol_class, config.ws_max_size = protocol, _WS_BYTES
+
+
+class LimitedProtocol(H11Protocol):
+    """HTTP connection, refused above the limits."""
+
+    def __init__(self, *args: Any, limits: ConnectionLimits, proxies: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._limits, self._proxies = limits, proxies
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self._is_surplus():
+            transport.write(_FULL)
+            transport.close()
+        _Watch(self, transport, self._limits.seconds)
+
+    def _is_surplus(self) -> bool:
+        limits, address = self._limits, self.client[0] if self.client else ""
+        if limits.total is not None and len(self.connections) > limits.total:
+            return True
+        if limits.per_visitor is None or is_loopback(address) or address in self._proxies:
+            return False
+        clients = (getattr(other, "client", None) for other in self.connections)
+        same = sum(network_of(client[0]) == network_of(address) for client in clients if client)
+        return same > limits.per_visitor
+
+    def expected(self) -> tuple[str, object] | None:
+        """Return the part of a request that the client has to send."""
+        if self not in self.connections:  # upgraded to a WebSocket
+            return None
+        if self.conn.their_state is h11.SEND_BODY:
+            return "body", self.cycle
+        idle = self.timeout_keep_alive_task is not None and not self.conn.trailing_data[0]
+        return ("header", self.cycle) if self.conn.their_state is h11.IDLE and not idle else None
+
+
+class _Watch:
+    """Timer that closes a connection without progress."""
+
+    def __init__(self, protocol: LimitedProtocol, transport: asyncio.Transport, seconds: float) -> None:
+        self._protocol, self._transport = protocol, transport
+        self._loop, self._seconds = protocol.loop, seconds
+        self._expected: tuple[str, object] | None = None
+        self._unread = 0
+        self._expected_since = self._loop.time()
+        self._unread_since = self._expected_since
+        self._check()
+
+    def _check(self) -> None:
+        transport, now = self._transport, self._loop.time()
+        expected, unread = self._protocol.expected(), transport.get_write_buffer_size()
+        if transport.is_closing() and not unread:
+            return
+        if expected != self._expected:
+            self._expected, self._expected_since = expected, now
+        if unread != self._unread:
+            self._unread, self._unread_since = unread, now
+        if unread and now - self._unread_since >= self._seconds:
+            transport.abort()
+            return
+        if expected and now - self._expected_since >= self._seconds + _GRACE_S * (expected[0] == "body"):
+            transport.close()
+        self._loop.call_later(min(_CHECK_S, self._seconds / 4), self._check)
+
+
+class VisitorConnections:
+    """ASGI middleware that limits the open requests of a visitor, also with a proxy."""
+
+    def __init__(self, app: ASGIApp, limits: ConnectionLimits) -> None:
+        self._app, self._most = app, limits.per_visitor
+        self._open: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        address = scope["client"][0] if scope.get("client") else ""
+        if scope["type"] == "lifespan" or self._most is None or is_loopback(address):
+            return await self._app(scope, receive, send)
+        visitor = network_of(address)
+        if self._open[visitor] >= self._most:
+            return await _refuse(scope, receive, send)
+        self._open[visitor] += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._open[visitor] -= 1
+            if not self._open[visitor]:
+                del self._open[visitor]
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "websocket":
+        return await WebSocketClose(_TRY_LATER)(scope, receive, send)
+    cause = "too many connections from this address: close some, or try again later"
+    await JSONResponse({"detail": cause}, 429, {"connection": "close"})(scope, receive, send)

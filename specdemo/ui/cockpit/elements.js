@@ -1,0 +1,50 @@
+// Elements, SVG shapes and bars of distributions, for every page. Texts are inserted with textContent.
+
+function make(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "text") node.textContent = value;
+    else if (value === true) node.setAttribute(name, "");
+    else if (value !== false && value !== null) node.setAttribute(name, value);
+  }
+  node.append(...children);
+  return node;
+}
+
+function setText(node, text) { if (node.textContent !== text) node.textContent = text; }
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function svg(tag, attributes = {}, ...children) {
+  const node = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "text") node.textContent = value;
+    else node.setAttribute(name, value);
+  }
+  node.append(...children);
+  return node;
+}
+
+function canvas(label, width, height, ...children) {
+  return svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label, class: "chart" }, ...children);
+}
+
+function visibleText(text) { return text === "" ? "◌" : text.replace(/\r?\n/g, "⏎").replace(/\t/g, "⇥").replace(/ /g, "␣"); }
+
+function formatNumber(x) { return x === null ? "–" : x !== 0 && x < 0.01 ? x.toExponential(1) : x.toFixed(3); }
+
+function bar(share, kind) { return make("span", { class: kind, style: `width: ${100 * Math.min(1, Math.max(0, share ?? 0))}%` }); }
+
+function drawBars(bars, ...names) { // a row per token: p above q, their minimum shaded
+  const rows = bars.map(([text, p, q]) => {
+    const track = make("span", { class: "track" }, bar(p, "p"));
+    if (names.length > 1) track.append(bar(q, "q"));
+    if (names.length > 1 && p !== null && q !== null) track.append(bar(Math.min(p, q), "both"));
+    const number = (mass) => (mass === null ? "?" : mass.toFixed(3));
+    const masses = names.length > 1 ? `${number(p)} ${number(q)}` : number(p);
+    return make("div", { class: "law" }, make("code", { text: visibleText(text) }), track, make("span", { class: "mass", text: masses }));
+  });
+  const key = (kind) => make("span", { class: `swatch ${kind}`, "aria-hidden": "true" });
+  const legend = names.length > 1 ? [key("p"), "p target ", key("q"), "q drafter ", key("both"), "both"] : [key("p"), names[0]];
+  return make("div", { class: "laws" }, make("p", { class: "quiet" }, ...legend), ...rows);
+}

@@ -1,0 +1,51 @@
+// The result in one line, one reason and one suggestion, and the figures of the displayed position.
+
+function clearHeadline() {
+  setText($("#headline"), busy ? "Running …" : "");
+  $("#headline").dataset.tone = "none";
+  setText($("#reason"), "");
+  $("#suggestion").hidden = true;
+}
+
+function showHeadline() {
+  const { headline } = state;
+  if (!headline) return;
+  setText($("#headline"), `${state.recorded ? (document.body.dataset.example ? "Example: " : "Recorded: ") : ""}${headline.text}`);
+  $("#headline").dataset.tone = headline.tone;
+  setText($("#reason"), headline.reason);
+  const button = $("#suggestion");
+  button.hidden = !headline.suggestion;
+  if (headline.suggestion) setText(button, headline.suggestion.label);
+}
+
+$("#suggestion").addEventListener("click", () => {
+  const { press, set } = state.headline.suggestion;
+  if (press) return document.getElementById(press).click();
+  window.specdemoRecorded = set;
+  document.getElementById("use-recorded").click();
+});
+
+function showPosition() { // while a part of the text is displayed, the figures are those of this part
+  const [name] = state.plan;
+  const lane = lanes[name];
+  const step = lane.steps[lane.shown - 1];
+  const partial = lane.shown < lane.steps.length || pending.some((record) => record.c && record.l === name);
+  if (!step || !partial) return showTiles(state.tiles);
+  const first = lane.steps[0];
+  const [seconds, passes] = [step.t - first.t, lane.shown - 1];
+  const figures = {
+    acceptance: [step.drafted ? `${((100 * step.accepted) / step.drafted).toFixed(0)} %` : "–", `${step.accepted} of ${step.drafted} drafted`],
+    tokens_per_pass: [passes ? ((step.tokens - first.tokens) / passes).toFixed(2) : "–", `${passes} steps`],
+    tokens_per_second: [seconds ? ((step.tokens - first.tokens) / seconds).toFixed(1) : "–", `${step.tokens} tokens displayed`],
+    speedup: ["–", "at the end"],
+  };
+  showTiles({ ...state.tiles, ...figures });
+}
+
+function showTiles(tiles) {
+  for (const [name, [value, note]] of Object.entries(tiles)) {
+    const tile = $(`[data-kpi=${name}]`);
+    setText($(".value", tile), value);
+    setText($(".note", tile), note);
+  }
+}

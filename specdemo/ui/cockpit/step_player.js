@@ -1,0 +1,214 @@
+// Player of one step: guesses, target pass, a test per token, correction or bonus, discarded rest. The reader may change
+// draws, p and q. Several players can be on a page; each handles keys only while it has the focus.
+
+const PHASE_MS = 1100;
+
+function createPlayer(root, { onphase = () => {} } = {}) {
+  const button = (name, label, text) => make("button", { type: "button", class: `small ${name}`, "aria-label": label, text });
+  const parts = {
+    first: button("first", "Restart the step", "|◀"), back: button("back", "Previous phase", "◀"), play: button("play", "Play the step", "▶ Play"),
+    next: button("next", "Next phase", "▶"), reset: make("button", { type: "button", class: "small reset", text: "Restore the run's values", hidden: true }),
+    speed: make("select", { "aria-label": "Speed of the player" }, ...[0.5, 1, 2].map((x) => make("option", { value: x, text: `${x}×`, selected: x === 1 }))),
+    words: make("p", { class: "narration", "aria-live": "polite" }), rows: make("div", { class: "rows" }), result: make("div", { class: "result" }),
+  };
+  const controls = make("div", { class: "controls" }, parts.first, parts.back, parts.play, parts.next, parts.speed, parts.reset);
+  root.replaceChildren(controls, parts.words, parts.rows, parts.result);
+  root.tabIndex = 0;
+  root.setAttribute("role", "group");
+  root.setAttribute("aria-label", "Step player: arrow keys change the phase, Space plays");
+  const player = { root, parts, onphase, details: null, edits: {}, phases: [], at: 0, timer: 0, rows: [] };
+  const act = { first: () => goTo(player, 0), back: () => goTo(player, player.at - 1), next: () => goTo(player, player.at + 1), play: () => togglePlay(player) };
+  for (const [name, action] of Object.entries(act)) parts[name].addEventListener("click", () => { if (name !== "play") pausePlayer(player); action(); });
+  parts.reset.addEventListener("click", () => { player.edits = {}; showPlayer(player, player.details, true); });
+  root.addEventListener("keydown", (e) => handleKey(player, act, e));
+  return player;
+}
+
+function handleKey(player, act, e) {
+  if (e.ctrlKey || e.metaKey || e.altKey || e.target.matches("input, select")) return;
+  const action = { ArrowRight: act.next, ArrowLeft: act.back, Home: act.first, End: () => goTo(player, Infinity) }[e.key];
+  const plays = e.key === " " && !e.target.matches("button");
+  if (!action && !plays) return;
+  e.preventDefault();
+  if (action) { pausePlayer(player); action(); } else togglePlay(player);
+}
+
+function showPlayer(player, details, restored = false) { // opens in the final state
+  pausePlayer(player);
+  Object.assign(player, { details, edits: {} });
+  player.root.hidden = !details.nodes.length;
+  const tested = testedInOrder(player);
+  const limit = [...new Set([...tested, ...details.nodes.keys()])].slice(0, Math.max(tested.length + 3, 8)); // trees can be large
+  player.rows = limit.sort((a, b) => a - b).map((n) => createRow(player, n));
+  player.parts.rows.replaceChildren(...player.rows.map(({ row }) => row));
+  player.at = Infinity;
+  refresh(player);
+  if (restored) player.parts.play.focus();
+}
+
+function testedInOrder({ details, edits }) {
+  const { states } = decideStep(details, edits);
+  return states.flatMap((state, n) => (state === "ignored" ? [] : [n]));
+}
+
+function createRow(player, n) {
+  const node = player.details.nodes[n];
+  const able = editable(player.details, n);
+  const main = able.includes("draw") ? "draw" : able[0];
+  const slider = (name) => {
+    const input = make("input", { type: "range", min: 0, max: 1, step: 0.001, class: name === main ? "mark" : "", "aria-label": `${NAMES[name]} of ${JSON.stringify(node.text)}` });
+    input.addEventListener("input", () => changeValue(player, n, name, Number(input.value)));
+    return input;
+  };
+  const sliders = Object.fromEntries(able.map((name) => [name, slider(name)]));
+  const chip = make("span", { class: "tok", text: visibleText(node.text) });
+  const [figures, state] = [make("span", { class: "figures quiet" }), make("strong", { class: "state" })];
+  const more = able.filter((name) => name !== main);
+  const change = more.length ? make("details", { class: "change" }, make("summary", { text: `Change ${more.join(" and ")}` }),
+    ...more.map((name) => make("label", {}, `${name} `, sliders[name], make("output", { class: name })))) : null;
+  const row = make("div", { class: "row", "data-node": n, style: `--depth: ${depthOf(player.details.nodes, n)}` },
+    make("div", { class: "head" }, chip, figures, state), make("div", { class: "bar" }, ...(main ? [sliders[main]] : [])), ...(change ? [change] : []));
+  return { n, row, chip, figures, state, sliders, main };
+}
+
+const NAMES = { draw: "Draw", p: "Target probability p", q: "Drafter probability q" };
+
+function depthOf(nodes, n) {
+  let depth = 0;
+  for (let node = nodes[n].parent; node >= 0; node = nodes[node].parent) depth += 1;
+  return nodes.every((node, i) => node.parent === i - 1) ? 0 : depth; // chains need no indentation
+}
+
+function changeValue(player, n, name, value) {
+  pausePlayer(player);
+  player.edits[n] = { ...player.edits[n], [name]: name === "q" ? Math.max(value, 0.001) : value };
+  player.at = Infinity;
+  refresh(player);
+}
+
+function phasesOf(player) {
+  const { states } = decideStep(player.details, player.edits);
+  const rest = states.includes("ignored") ? [{ name: "rest" }] : [];
+  return [{ name: "guess" }, { name: "pass" }, ...testedInOrder(player).map((node) => ({ name: "test", node })), { name: "end" }, ...rest];
+}
+
+function goTo(player, at) {
+  player.at = at;
+  refresh(player);
+}
+
+function togglePlay(player) {
+  if (player.timer) return pausePlayer(player);
+  if (player.at >= player.phases.length - 1) goTo(player, 0);
+  setText(player.parts.play, "❚❚ Pause");
+  const next = () => {
+    player.timer = setTimeout(() => {
+      goTo(player, player.at + 1);
+      if (player.at < player.phases.length - 1) next(); else pausePlayer(player);
+    }, PHASE_MS / Number(player.parts.speed.value));
+  };
+  next();
+}
+
+function pausePlayer(player) {
+  clearTimeout(player.timer);
+  player.timer = 0;
+  setText(player.parts.play, "▶ Play");
+}
+
+function refresh(player) {
+  const { details, edits, parts } = player;
+  if (!details.nodes.length) return;
+  const decision = decideStep(details, edits);
+  player.phases = phasesOf(player);
+  player.at = Math.max(0, Math.min(player.at, player.phases.length - 1));
+  const phase = player.phases[player.at];
+  const reached = new Set(player.phases.slice(0, player.at + 1).filter(({ name }) => name === "test").map(({ node }) => node));
+  const past = (name) => player.phases.slice(0, player.at + 1).some((entry) => entry.name === name);
+  for (const row of player.rows) updateRow(player, row, decision, { tested: reached.has(row.n), passed: past("pass"), discarded: past("rest") || phase.name === "end", now: phase.node === row.n });
+  parts.first.disabled = parts.back.disabled = player.at === 0;
+  parts.next.disabled = player.at === player.phases.length - 1;
+  parts.reset.hidden = !Object.keys(edits).length;
+  player.root.dataset.phase = phase.name;
+  setText(parts.words, narrate(player, decision, phase));
+  parts.result.replaceChildren(...(past("end") ? [drawResult(details, decision)] : []));
+  player.onphase(phase, decision);
+}
+
+function updateRow({ details, edits }, { n, row, chip, figures, state, sliders, main }, { values, bounds, states }, shown) {
+  const node = details.nodes[n], { p, q, draw } = values[n];
+  const untested = states[n] === "ignored";
+  const kind = shown.tested ? states[n] : shown.discarded && untested ? "ignored" : "guess";
+  chip.dataset.kind = row.dataset.state = kind;
+  row.classList.toggle("now", shown.now);
+  row.classList.toggle("passed", shown.passed);
+  const words = { accepted: "✓ kept", rejected: "✗ rejected", ignored: "discarded", guess: "" }[kind];
+  setText(state, words);
+  const guess = q === null ? "" : `q ${formatNumber(q)}`;
+  setText(figures, shown.passed ? rowFigures(details.test, node, { p, q, draw, bound: bounds[n] }, edits[n], shown.tested || untested) : guess);
+  const mark = { draw: draw ?? ASSUMED_DRAW, p: p ?? 0, q: q ?? 1 };
+  for (const [name, input] of Object.entries(sliders)) {
+    if (input !== document.activeElement || !edits[n]) input.value = mark[name];
+    input.disabled = !shown.passed;
+    const out = input.nextElementSibling;
+    if (out) setText(out, formatNumber(mark[name]));
+  }
+  const bound = details.test === "rank" ? node.rival ?? node.best : bounds[n];
+  row.style.setProperty("--bound", String(bound ?? 0));
+  row.dataset.test = main ? details.test : "none";
+}
+
+function rowFigures(test, node, { p, q, draw, bound }, edit, withDraw) {
+  if (p === null) return "";
+  if (test === "rank") {
+    const rank = edit ? "" : `choice ${node.rank}, `;
+    return `${rank}p ${formatNumber(p)}; ${node.rank === 1 ? "second" : "first"} choice ${formatNumber(node.rank === 1 ? node.rival : node.best)}`;
+  }
+  if (test === "bound") return `p ${formatNumber(p)}, accepted from ${formatNumber(bound)}`;
+  if (test !== "draw" && test !== "block") return [`p ${formatNumber(p)}`, q !== null && `q ${formatNumber(q)}`].filter(Boolean).join(", ");
+  const share = test === "draw" && bound !== null && q !== null && Math.abs(Math.min(1, p / q) - bound) < 1e-3 ? ` → p/q ${formatNumber(bound)}` : bound === null ? "" : ` → bound ${formatNumber(bound)}`;
+  const drawn = !withDraw || bound === null ? "" : draw === null ? "; draw assumed" : `; draw ${formatNumber(draw)}`;
+  return [`p ${formatNumber(p)}`, q !== null && `q ${formatNumber(q)}`].filter(Boolean).join(", ") + share + drawn;
+}
+
+function narrate({ details }, { states, values, bounds, path, changed }, { name, node }) {
+  const { nodes, test } = details;
+  const count = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
+  if (name === "guess") return [`The drafter guessed ${count(nodes.length, "token")}${details.chain ? "" : " in a tree"}.`, details.source?.words].filter(Boolean).join(" ");
+  if (name === "pass") return test === "none" ? "The target was not asked in this step." : `One target pass checked ${nodes.length === 1 ? "it" : "all of them"}.`;
+  if (name === "test") {
+    const token = JSON.stringify(nodes[node].text), verdict = states[node] === "accepted" ? "kept" : "rejected";
+    const bound = formatNumber(bounds[node] ?? null), draw = formatNumber(values[node].draw ?? ASSUMED_DRAW);
+    if (test === "rank") return `${token} is ${verdict === "kept" ? "" : "not "}the target's first choice: ${verdict}.`;
+    if (test === "bound") return `${token}: p ${formatNumber(values[node].p)} against ${bound}: ${verdict}.`;
+    if (test === "sample" || bounds[node] === null) return `${token}: ${verdict}.`;
+    if (test === "block") return `${token}: draw ${draw}, bound ${bound}. The last draw below its bound decides.`;
+    return `${token}: draw ${draw} is ${states[node] === "accepted" ? "below" : "not below"} ${bound}: ${verdict}.`;
+  }
+  const discarded = states.filter((state) => state === "ignored").length;
+  if (name === "rest") return `${count(discarded, "guess").replace("guesss", "guesses")} discarded without a test. The step gives ${count(path.length + (details.last ? 1 : 0), "token")}.`;
+  const bonus = endsAtLeaf(details, path);
+  const prefix = changed ? "With your values: " : "";
+  const last = bonus ? "The same pass gives one bonus token." : "One token is replaced.";
+  return prefix + [path.length, "kept.", ...(details.last || changed ? [last] : [])].join(" ");
+}
+
+function endsAtLeaf({ nodes }, path) { return !nodes.some((node) => node.parent === (path.at(-1) ?? -1)); }
+
+function drawResult(details, { path, states, changed }) {
+  const { nodes, last, test } = details;
+  if (!changed) {
+    if (!last) return make("p", { class: "quiet", text: "The text ended here." });
+    const head = make("p", { class: "head" }, make("span", { class: "tok", "data-kind": last.kind, text: visibleText(last.text) }), ` ${last.words}`);
+    return make("div", {}, head, ...(last.bars.length ? [drawBars(last.bars.slice(0, 6), last.law === "p" ? "p" : "residual")] : []));
+  }
+  if (endsAtLeaf(details, path)) return make("p", { text: "All tokens of a path are kept: a bonus token follows." });
+  const end = path.at(-1) ?? -1;
+  const rejected = nodes.flatMap((node, n) => (node.parent === end && states[n] === "rejected" ? [n] : []));
+  const known = rejected.length && nodes[rejected[0]].bars.length;
+  if (!known) return make("p", { text: "The target chooses another token." });
+  const bars = test === "rank" || !details.adjusts && test !== "block" ? nodes[rejected[0]].bars.filter(([text]) => test !== "rank" || text !== nodes[rejected[0]].text) : residualBars(nodes, rejected);
+  const label = test === "rank" || (!details.adjusts && test !== "block") ? "p" : "residual of the recorded tokens";
+  return make("div", {}, make("p", { text: test === "rank" ? "The target's first choice replaces it." : "The replacement is sampled from this distribution." }),
+    drawBars(bars.slice(0, 6).map(([text, p]) => [text, p, null]), label));
+}

@@ -1,0 +1,19 @@
+// Switches of the display, stored between visits.
+
+const COLOUR_WORDS = { accepted: ["green", "blue"], rejected: ["red", "orange"], correction: ["blue", "yellow"], bonus: ["pale blue", "pale yellow"] };
+
+function storedSwitch(id, key, apply) {
+  const box = $(id);
+  const stored = localStorage.getItem(key);
+  if (stored !== null) box.checked = stored === "yes";
+  const change = () => { apply(box.checked); localStorage.setItem(key, box.checked ? "yes" : "no"); };
+  box.addEventListener("change", change);
+  apply(box.checked);
+}
+
+storedSwitch("#show-rejected", "specdemo-show-rejected", (on) => $(".cockpit").classList.toggle("only-kept", !on));
+storedSwitch("#inline-guesses", "specdemo-inline-guesses", (on) => $(".cockpit").classList.toggle("inline", on));
+storedSwitch("#safe-colours", "specdemo-safe-colours", (on) => {
+  $(".cockpit").classList.toggle("safe", on);
+  for (const [kind, words] of Object.entries(COLOUR_WORDS)) setText($(`[data-legend=${kind}]`), words[Number(on)]);
+});

@@ -1,0 +1,121 @@
+"""Five lessons on recorded runs: a page that needs no model."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from statistics import mean
+from string import Template
+from typing import Any
+
+import gradio as gr
+
+from specdemo.core.theory import expected_tokens
+from specdemo.core.theory import speedup as cost_model
+from specdemo.models.zoo import ASSETS
+from specdemo.ui.frames import read_traces
+from specdemo.ui.labels import cost_terms, lane_speedup
+from specdemo.ui.lane import PLAIN, SPEC, Lane
+from specdemo.ui.page_files import PLAYER, scripts
+from specdemo.ui.step_views import step_pictures
+
+_FOLDER = Path(__file__).parent
+PATH = "/lessons"
+SAMPLED, GREEDY = ASSETS / "traces" / "draft, temperature 0.7.jsonl", ASSETS / "traces" / "hybrid, short answer.jsonl"
+COPIED = ASSETS / "lessons" / "n-grams.jsonl"
+
+
+def lessons_page(blocks: gr.Blocks) -> None:
+    """Add the page of the lessons."""
+    with blocks.route("Lessons", PATH, show_in_navbar=False):
+        gr.HTML(
+            html_template=lessons_markup(),
+            js_on_load=f"{scripts(*PLAYER, 'sources')}\n{_text('lessons.js')}",
+            apply_default_css=False,
+            elem_id="lessons",
+            lessons=lesson_data(),
+        )
+
+
+def lessons_markup() -> str:
+    """Return the lessons with the figures of the recorded runs."""
+    data, lanes = lesson_data(), _lanes(GREEDY)
+    spec, plain = lanes[SPEC], lanes[PLAIN]
+    passes, costs = data["passes"], data["costs"]
+    survive = data["survive"]
+    texts = {
+        "one_ms": f"{1000 * passes['single']:.1f}",
+        "several_ms": f"{1000 * passes['several']:.1f}",
+        "rows": passes["rows"],
+        "ratio": f"{passes['several'] / passes['single']:.1f}",
+        "tokens": spec.metrics.tokens,
+        "text": html.escape("".join(event.text for event in spec.steps).strip()),
+        "passes": spec.metrics.target_passes,
+        "baseline_passes": plain.metrics.target_passes,
+        "guesses": len(survive["nodes"]),
+        "survivors": len(survive["path"]),
+        "cost": f"{costs['c']:.2f}",
+        "alpha": f"{costs['alpha']:.2f}",
+        "gamma": f"{costs['gamma']:.1f}",
+        "verify": f"{costs['v']:.2f}",
+        "host": f"{costs['o']:.2f}",
+        "predicted": f"{costs['predicted']:.1f}",
+        "measured": f"{costs['measured']:.1f}",
+    }
+    return Template(_text("lessons.html")).substitute(texts)
+
+
+@cache
+def lesson_data() -> dict[str, Any]:
+    """Return steps, times and costs of the recorded runs."""
+    sampled, greedy = _lanes(SAMPLED), _lanes(GREEDY)
+    full = max(len(event.step.draft) for event in sampled[SPEC].steps)
+    drafted = [event.step for event in sampled[SPEC].steps if len(event.step.draft) == full]
+    plain = [event.step for event in sampled[PLAIN].steps[1:]]
+    return {
+        "passes": {
+            "single": mean(step.verify_s for step in plain),
+            "several": mean(step.verify_s for step in drafted),
+            "rows": full + 1,
+        },
+        "race": [(name, [event.step.t for event in greedy[key].steps]) for name, key in _RACE],
+        "survive": next(filter(_instructive, step_pictures(sampled[SPEC]))),
+        "copied": next(step for step in step_pictures(_lanes(COPIED)[SPEC]) if _copied(step)),
+        "costs": _costs(sampled),
+    }
+
+
+_RACE = (("speculative", SPEC), ("one by one", PLAIN))
+
+
+def _costs(lanes: Mapping[str, Lane]) -> dict[str, float]:
+    terms, alpha = cost_terms(lanes[SPEC].metrics, lanes[PLAIN].metrics), lanes[SPEC].acceptance
+    measured = lane_speedup(lanes)
+    assert terms is not None and alpha is not None and measured is not None
+    predicted = cost_model(expected_tokens(alpha, terms.drafted), terms.drafted, terms.c, terms.v, terms.o)
+    values = {"alpha": alpha, "gamma": terms.drafted, "c": terms.c, "v": terms.v, "o": terms.o}
+    return values | {"predicted": predicted, "measured": measured}
+
+
+def _instructive(step: Mapping[str, Any]) -> bool:
+    """Return True for a step with all outcomes, whose rejection depends on the draw."""
+    nodes = step["nodes"]
+    states = [node["state"] for node in nodes]
+    uncertain = any(node["state"] == "rejected" and (node["bound"] or 0) > 0.1 for node in nodes)
+    return {"accepted", "rejected", "ignored"} <= set(states) and uncertain
+
+
+def _copied(step: Mapping[str, Any]) -> bool:
+    source = step["source"]
+    return bool(source and source["excerpt"] and source["context"] and len(step["path"]) > 1)
+
+
+@cache
+def _lanes(path: Path) -> dict[str, Lane]:
+    return read_traces(path.read_text("utf-8")).lanes
+
+
+def _text(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")

@@ -1,0 +1,100 @@
+"""Benchmarks of several pairs: recipes, skipped pairs and methods, and the published tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.tiny_models import byte_level_tokenizer, save_model
+
+from specdemo.bench.measure import grid
+from specdemo.bench.pairs import PairBench, measure_pair, pair_bench, pairs_table, published_tables, skipped_lines
+from specdemo.cli import main
+from specdemo.core.published import LEVIATHAN_2, LEVIATHAN_3
+from specdemo.models.zoo import PAIRS, Pair
+from specdemo.prompts import load_prompts
+
+COMMON = {"device": "cpu", "max_tokens": 8}
+
+
+@pytest.fixture
+def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Pair]:
+    target = str(save_model(tmp_path / "target", byte_level_tokenizer()))
+    added = {
+        "both": Pair("both", target, target, 2),
+        "alone": Pair("target without drafter", target, None, 2, method="nasd"),
+        "absent": Pair("absent", str(tmp_path / "absent"), None, 2, method="nasd"),
+        "uninstalled": Pair("not installed", "", None, 2, wheel="some-wheel"),
+    }
+    for name, pair in added.items():
+        monkeypatch.setitem(PAIRS, name, pair)
+    return added
+
+
+def varied(*methods: str) -> list[dict[str, Any]]:
+    return list(grid(methods, [2], ["fixed"], [0.0]))
+
+
+def cells(table: str) -> list[dict[str, str]]:
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+def measured(name: str, *methods: str) -> PairBench:
+    bench = pair_bench(name, COMMON, varied(*methods))
+    list(measure_pair(bench, load_prompts(["code"])[:2]))
+    return bench
+
+
+def test_a_pair_without_drafter_drafts_with_its_quantised_target(pairs: dict[str, Pair]) -> None:
+    own, copy = (pair_bench(name, COMMON, varied("draft")) for name in ("both", "alone"))
+    assert [recipe.drafter for recipe in own.recipes] == [None, None]
+    assert [(recipe.method, recipe.drafter) for recipe in copy.recipes] == [("ar", None), ("draft", "same")]
+    assert not own.skipped and not copy.skipped
+
+
+def test_every_pair_has_rows_or_a_reason(pairs: dict[str, Pair]) -> None:
+    benches = [measured(name, "draft", "nasd", "eagle") for name in pairs]
+    rows = cells(pairs_table(benches))
+    assert [(row["pair"], row["lane"]) for row in rows] == [
+        ("both", "draft gamma=2"),
+        ("both", "nasd gamma=2"),
+        ("alone", "draft gamma=2 (quantised copy)"),
+        ("alone", "nasd gamma=2"),
+    ]
+    for row in rows:
+        assert (row["drafter MB"] == "–") == row["lane"].startswith("nasd")
+        assert row["class"] == "code" and row["T"] == "0" and float(row["c"]) > 0
+        assert row["speed-up"] != "-" and float(row["tokens/pass"]) >= 1
+    assert float(rows[0]["alpha"]) == 1.0  # the drafter is the target
+    lines = skipped_lines(benches)
+    assert sum("method eagle needs a head" in line for line in lines) == 3
+    assert any(line.startswith("skipped: pair absent: ") for line in lines)
+    assert any(line.startswith("skipped: pair uninstalled: ") and "some-wheel" in line for line in lines)
+
+
+def test_published_tables_contain_every_figure() -> None:
+    speeds, alphas = (cells("\n".join(part.splitlines()[2:])) for part in published_tables().split("\n\nPublished"))
+    assert [(row["drafter"], row["alpha"], row["speed-up"]) for row in speeds] == [
+        (f"T5-{drafter}", f"{alpha:.2f}", f"{speedup:.1f}") for _, drafter, _, _, alpha, _, speedup in LEVIATHAN_2
+    ]
+    assert [(row["target"], row["drafter"], float(row["alpha, T = 1"])) for row in alphas] == [
+        (target, drafter, sampled) for target, drafter, _, sampled in LEVIATHAN_3
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--pair", "bundled", "magic"], "unknown pair 'magic'"),
+        (["--pair", "bundled", "qwen3-8b", "--method", "magic"], "unknown method 'magic'"),
+        (["--pair", "bundled", "qwen3-8b", "--output", "x.md"], "--output needs a single pair"),
+        (["--pair", "bundled", "qwen3-8b", "--peers"], "--peers needs a single pair"),
+    ],
+)
+def test_invalid_lists_of_pairs_are_refused(
+    flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *flags]) == 2
+    assert sentence in capsys.readouterr().err

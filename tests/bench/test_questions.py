@@ -1,0 +1,107 @@
+"""Questions in the format of Spec-Bench: reading, conversations, and figures per category."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.bench_records import run
+from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
+
+from specdemo.bench import measure
+from specdemo.bench.questions import category_table, read_questions
+from specdemo.core.errors import UserError
+from specdemo.core.events import Header
+from specdemo.generate import generate
+from specdemo.models.model_pool import ModelPool
+from specdemo.prompts import Prompt
+from specdemo.recipe import Recipe
+
+LINES = [
+    {"question_id": 81, "category": "writing", "turns": ["Write a poem.", "Shorten it."], "reference": ["x"]},
+    {"question_id": "q2", "category": "qa", "turns": ["Who was Ada?"]},
+]
+
+
+def written(path: Path, *lines: Any) -> Path:
+    text = "\n\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    path.write_text(text, "utf-8")
+    return path
+
+
+def test_a_question_is_a_prompt_of_its_category(tmp_path: Path) -> None:
+    path = written(tmp_path / "q.jsonl", *LINES)
+    assert read_questions(path) == [
+        Prompt("writing", "writing 81", "Write a poem.", later=("Shorten it.",)),
+        Prompt("qa", "qa q2", "Who was Ada?"),
+    ]
+    assert [prompt.kind for prompt in read_questions(path, ["qa"])] == ["qa"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "kinds", "sentence"),
+    [
+        (["not json"], [], "line 1 is no question: write"),
+        ([LINES[1], {"question_id": 1, "turns": ["a"]}], [], "line 3 is no question: write"),
+        ([{"question_id": 1, "category": "qa", "turns": []}], [], "line 1 is no question"),
+        ([{"question_id": 1, "category": "qa", "turns": [5]}], [], "line 1 is no question"),
+        (["[1]"], [], "line 1 is no question"),
+        ([], [], "contains no questions"),
+        (LINES, ["magic"], "unknown category 'magic': .* contains writing, qa"),
+    ],
+)
+def test_other_files_are_refused(lines: list[Any], kinds: list[str], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=sentence):
+        read_questions(written(tmp_path / "q.jsonl", *lines), kinds)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot read the questions of"):
+        read_questions(tmp_path / "absent.jsonl")
+
+
+def test_figures_per_category_are_ratios_of_sums() -> None:
+    """AR: 10 tokens in 1 s. The lane: 20 tokens in 10 steps and 1 s, then 20 tokens in 10 steps and 4 s."""
+    recipes = [Recipe(method="ar", temperature=0), Recipe(temperature=0, gamma=2)]
+    records = [
+        {"kind": kind, "name": f"{kind} 1", "runs": [run(1.0), run(wall, drafted=20)]}
+        for kind, wall in (("writing", 1.0), ("qa", 4.0))
+    ]
+    head, _, row = category_table(recipes, records).splitlines()[2:]
+    assert [cell.strip() for cell in head.strip("|").split("|")] == ["lane", "writing", "qa", "all"]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells == ["draft gamma=2 T=0", "2.00, 2.00x", "2.00, 0.50x", "2.00, 0.80x"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chat", [True, False])
+def test_later_turns_follow_the_answer_of_the_baseline(
+    chat: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    target = str(save_model(tmp_path / "target", tokenizer))
+    common = {"target": target, "temperature": 0, "max_tokens": 6, "device": "cpu", "chat": chat}
+    recipes = [Recipe(method=method, **common) for method in ("ar", "nasd")]
+    prompts = [Prompt("writing", "writing 1", "Write a poem.", later=("Shorten it.",))]
+    seen: list[Any] = []
+
+    def recorded(recipe: Recipe, prompt: Any, pool: ModelPool) -> Any:
+        for event in generate(recipe, prompt, pool):
+            if isinstance(event, Header):
+                seen.append((recipe.method, prompt))
+            yield event
+
+    monkeypatch.setattr(import_module("specdemo.bench.measure"), "generate", recorded)
+    items = [item for item in measure.measure(recipes, prompts, ModelPool()) if isinstance(item, dict)]
+    assert [item["name"] for item in items] == ["writing 1, turn 1", "writing 1, turn 2"]
+    answer = items[0]["runs"][0]["answer"]
+    contents = ["Write a poem.", answer, "Shorten it."]
+    roles = ("user", "assistant", "user")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
+    for method, prompt in seen[-2:]:
+        assert list(prompt) == messages if chat else prompt == "\n".join(contents)
+        assert answer and method in ("ar", "nasd")

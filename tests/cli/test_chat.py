@@ -1,0 +1,149 @@
+"""The interactive terminal: answers, commands, errors and the ends of a session."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
+
+from specdemo.cli import main
+from specdemo.cli.chat import Session
+from specdemo.core.errors import UserError
+from specdemo.core.events import StepEvent
+from specdemo.generate import generate
+from specdemo.models.zoo import PAIRS, Pair
+from specdemo.recipe import Recipe
+from specdemo.worker import stop_flag
+
+pytestmark = pytest.mark.slow
+
+MESSAGE = "for i in range(10):"
+SPEED = r"\[{}: \d+ tokens, [\d.-]+ tokens/s, [\d.-]+ tokens/pass(?:, accepted .* of drafts)?\]"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return str(save_model(tmp_path_factory.mktemp("models") / "target", tokenizer))
+
+
+@pytest.fixture
+def typed(
+    target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    def enter(*lines: str | type[BaseException], flags: tuple[str, ...] = ("--chat",)) -> tuple[int, str, str]:
+        waiting = iter(lines)
+
+        def next_line(prompt: str) -> str:
+            line = next(waiting, EOFError)
+            if isinstance(line, str):
+                return line
+            raise line
+
+        monkeypatch.setattr("builtins.input", next_line)
+        common = ["--target", target, "--device", "cpu", "--temperature", "0", "--max-tokens", "8"]
+        code = main(["chat", *common, "--method", "nasd", *flags])
+        return (code, *capsys.readouterr())
+
+    return enter
+
+
+def answer(recipe: Recipe, prompt: object) -> str:
+    return "".join(event.text for event in generate(recipe, prompt) if isinstance(event, StepEvent))
+
+
+def test_answers_continue_the_conversation(target: str, typed: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = typed(MESSAGE, "", "Why?", "/quit", "not read")
+    recipe = Recipe(target=target, method="nasd", temperature=0, max_tokens=8, device="cpu", chat=True)
+    messages = [{"role": "user", "content": MESSAGE}]
+    first = answer(recipe, messages)
+    second = answer(recipe, [*messages, {"role": "assistant", "content": first}, {"role": "user", "content": "Why?"}])
+    assert code == 0 and f"{first}\n[nasd: " in out and f"{second}\n[nasd: " in out
+    assert len(re.findall(SPEED.format("nasd"), out)) == 2
+
+
+def test_commands_change_method_and_gamma_and_compare_with_ar(typed: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, err = typed(MESSAGE, "/gamma 2", "/method suffix", "Why?", "/compare", "/help")
+    assert code == 0 and not [line for line in err.splitlines() if line.startswith("specdemo: unknown")]
+    assert "method nasd, gamma 2," in out and "method suffix, gamma 2," in out
+    assert re.search(SPEED.format("suffix"), out) and re.search(SPEED.format("ar"), out)
+    assert re.search(r"suffix decodes [\d.]+ times as fast as ar", out)
+    assert "/method NAME" in out and "lookahead" in out
+
+
+def test_a_comparison_repeats_the_answer(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    session = Session(Recipe(target=target, method="nasd", temperature=0, max_tokens=8, device="cpu"), coloured=False)
+    session.enter("for i in range(10):")
+    first = capsys.readouterr().out.splitlines()
+    session.enter("/compare")
+    again = capsys.readouterr().out.splitlines()
+    assert again[: len(first) - 1] == first[:-1] and not session.messages
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("/nope", "unknown command 'nope': known are method, gamma, pair, compare, help, quit"),
+        ("/method magic", "unknown method 'magic'"),
+        ("/method draft", "method draft needs a drafter"),
+        ("/gamma many", "gamma must be a number like 4, not 'many'"),
+        ("/gamma 99", "gamma must be from 1 to 64, not 99"),
+        ("/pair magic", "unknown pair 'magic'"),
+        ("/compare", "there is no answer to compare: write a message first"),
+    ],
+)
+def test_wrong_commands_are_refused_and_the_session_goes_on(
+    line: str, sentence: str, typed: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, out, err = typed(line, MESSAGE)
+    assert code == 0 and sentence in err and re.search(SPEED.format("nasd"), out)
+
+
+def test_a_pair_starts_a_new_conversation_with_its_settings(
+    target: str, typed: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PAIRS, "other", Pair("Other pair", target, target, 5, method="draft", temperature=0.25))
+    code, out, _ = typed(MESSAGE, "/pair other", "def f(x):", "/method ar", "/gamma 3")
+    assert code == 0 and "Other pair; method draft, gamma 5, temperature 0.25" in out
+    assert re.search(SPEED.format("draft"), out) and "method ar, temperature" in out
+
+
+def test_an_option_without_effect_is_refused(typed: Callable[..., tuple[int, str, str]]) -> None:
+    _, _, err = typed("/method ar", "/gamma 3")
+    assert "gamma has no effect with method ar" in err
+
+
+def test_a_session_ends_with_the_input_or_an_interrupt(typed: Callable[..., tuple[int, str, str]]) -> None:
+    assert typed()[0] == 0
+    assert typed(KeyboardInterrupt)[0] == 130
+
+
+def test_an_interrupt_ends_the_answer_only(
+    target: str, monkeypatch: pytest.MonkeyPatch, typed: Callable[..., tuple[int, str, str]]
+) -> None:
+    calls: list[int] = []
+
+    def interrupted(*arguments: object) -> Iterator[object]:
+        calls.append(len(calls))
+        if len(calls) == 1:
+            stop_flag().set()
+            raise KeyboardInterrupt
+        yield from generate(*arguments)
+
+    monkeypatch.setattr("specdemo.cli.chat.generate", interrupted)
+    code, out, _ = typed(MESSAGE, "Why?")
+    assert code == 0 and len(calls) == 2 and re.search(SPEED.format("nasd"), out)
+
+
+def test_colours_mark_outcomes(typed: Callable[..., tuple[int, str, str]]) -> None:
+    assert "\x1b[" in typed(MESSAGE, flags=("--chat", "--color", "always"))[1]
+    assert "\x1b[" not in typed(MESSAGE)[1]
+
+
+def test_errors_of_a_model_are_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError):
+        Session(Recipe(target=str(tmp_path), method="ar", device="cpu"), coloured=False).enter(MESSAGE)

@@ -1,0 +1,361 @@
+"""The endpoint with the client of OpenAI: chats, streams, seeds, stop texts, log-probabilities, predictions, errors."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import gradio
+import httpx
+import openai
+import pytest
+import torch
+from fakes.running_service import running_service
+from fakes.tiny_models import TEMPLATE
+from openai import OpenAI
+from transformers import AutoModelForCausalLM
+
+from specdemo.completions.service import CompletionService
+from specdemo.core.events import StepEvent
+from specdemo.generate import generate
+from specdemo.models.zoo import PAIRS
+from specdemo.recipe import Recipe
+from specdemo.remote.server import ServiceLimits
+
+pytestmark = pytest.mark.slow
+
+RECIPE = Recipe(pair="bundled", gamma=3, max_tokens=48)
+PROMPT = "def read(path):\n    with open(path"
+CHAT: Any = [{"role": "user", "content": "for i in range("}]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[str, CompletionService]]:
+    with running_service(RECIPE, TEMPLATE, limits=ServiceLimits(body_bytes=1 << 20)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(served: tuple[str, CompletionService]) -> OpenAI:
+    return OpenAI(base_url=f"{served[0]}/v1", api_key="none", max_retries=0)
+
+
+def run(service: CompletionService, prompt: Any, **options: Any) -> str:
+    recipe = Recipe(**{"pair": "bundled", "gamma": 3, "max_tokens": 48, **options})
+    return "".join(event.text for event in generate(recipe, prompt, service.pool) if isinstance(event, StepEvent))
+
+
+def complete(client: OpenAI, prompt: str = PROMPT, **options: Any) -> Any:
+    return client.completions.create(model="default", prompt=prompt, **{"temperature": 0, **options})
+
+
+# --- texts -------------------------------------------------------------------------------------------------------
+
+
+def test_models_are_the_pair_and_the_default(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["default", "bundled"]
+    assert client.models.retrieve("bundled").id == "bundled"
+    with pytest.raises(openai.NotFoundError, match="known are default, bundled"):
+        client.models.retrieve("gpt-4o")
+
+
+def test_greedy_texts_equal_those_of_a_run(client: OpenAI, served: tuple[str, CompletionService]) -> None:
+    answer = complete(client, max_tokens=40)
+    assert answer.choices[0].text == run(served[1], PROMPT, temperature=0.0, max_tokens=40)
+    assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 40
+    chat = client.chat.completions.create(model="bundled", messages=CHAT, temperature=0, max_completion_tokens=20)
+    assert chat.choices[0].message.content == run(served[1], CHAT, temperature=0.0, max_tokens=20, chat=True)
+    assert chat.usage.total_tokens == chat.usage.prompt_tokens + chat.usage.completion_tokens
+
+
+def test_omitted_sampling_parameters_are_those_of_the_pair(
+    client: OpenAI, served: tuple[str, CompletionService]
+) -> None:
+    answer = client.completions.create(model="default", prompt=PROMPT, seed=11, max_tokens=24)
+    assert answer.choices[0].text == run(served[1], PROMPT, seed=11, max_tokens=24)
+    other = client.completions.create(model="default", prompt=PROMPT, seed=12, max_tokens=24)
+    assert answer.choices[0].text != other.choices[0].text
+    warm = client.completions.create(model="default", prompt=PROMPT, seed=11, max_tokens=24, temperature=1.2, top_p=0.9)
+    assert warm.choices[0].text == run(served[1], PROMPT, seed=11, max_tokens=24, temperature=1.2, top_p=0.9)
+
+
+def test_a_stream_has_the_text_the_end_and_the_usage(client: OpenAI) -> None:
+    whole = client.chat.completions.create(model="default", messages=CHAT, temperature=0, max_tokens=30)
+    stream = client.chat.completions.create(
+        model="default",
+        messages=CHAT,
+        temperature=0,
+        max_tokens=30,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    *chunks, last = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert not last.choices and last.usage == whole.usage
+    assert last.metrics == whole.metrics and len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_stop_text_ends_the_answer_before_it(client: OpenAI) -> None:
+    text = complete(client).choices[0].text
+    stop = text[12:16]
+    for stream in (False, True):
+        answer = complete(client, stop=[stop, "never written"], stream=stream)
+        parts = list(answer) if stream else [answer]
+        assert "".join(part.choices[0].text for part in parts) == text[: text.index(stop)]
+        assert parts[-1].choices[0].finish_reason == "stop"
+
+
+def test_without_speculation_no_token_is_drafted(client: OpenAI) -> None:
+    plain, drafted = complete(client, extra_body={"speculation": False}), complete(client)
+    assert plain.choices[0].text == drafted.choices[0].text
+    assert plain.metrics["speculative_decoding"]["num_draft_tokens"] == 0
+    assert drafted.metrics["speculative_decoding"]["num_accepted_draft_tokens"] > 0
+
+
+def test_a_continued_conversation_reuses_its_cache(client: OpenAI) -> None:
+    ask: Any = {"model": "default", "temperature": 0, "max_tokens": 12}
+    turns: list[Any] = [{"role": "user", "content": "class Node:\n    def __init__(self, value):"}]
+    first = client.chat.completions.create(messages=turns, **ask)
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    turns += [first.choices[0].message.model_dump(include={"role", "content"}), {"role": "user", "content": "pass"}]
+    second = client.chat.completions.create(messages=turns, **ask)
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert first.usage.prompt_tokens < cached < second.usage.prompt_tokens
+    again = client.chat.completions.create(messages=turns, **ask)
+    assert again.choices[0].message.content == second.choices[0].message.content
+    assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens
+    other = client.chat.completions.create(messages=[{"role": "user", "content": "import os"}], **ask)
+    assert other.usage.prompt_tokens_details.cached_tokens < 4
+
+
+# --- log-probabilities -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_log_probabilities_equal_those_of_transformers(client: OpenAI, temperature: float) -> None:
+    body = {"return_token_ids": True, "top_k": 40}
+    answer = complete(client, logprobs=5, max_tokens=32, temperature=temperature, seed=3, extra_body=body)
+    choice, statistics = answer.choices[0], answer.metrics["speculative_decoding"]
+    assert statistics["num_accepted_draft_tokens"] > 3
+    model = AutoModelForCausalLM.from_pretrained(PAIRS["bundled"].target, dtype=torch.float32)
+    prompt, ids = answer.prompt_token_ids, choice.token_ids
+    with torch.inference_mode():
+        rows = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    own = rows.gather(1, torch.tensor(ids)[:, None])[:, 0]
+    assert torch.allclose(torch.tensor(choice.logprobs.token_logprobs), own, atol=1e-3)
+    best = [sorted(top.values(), reverse=True) for top in choice.logprobs.top_logprobs]
+    assert torch.allclose(torch.tensor([row[:3] for row in best]), rows.topk(3).values, atol=1e-3)
+    assert "".join(choice.logprobs.tokens) == choice.text
+    placed = zip(choice.logprobs.text_offset, choice.logprobs.tokens, strict=True)
+    assert all(choice.text.startswith(token, offset) for offset, token in placed)
+
+
+def test_log_probabilities_of_a_streamed_chat(client: OpenAI) -> None:
+    ask: Any = {"model": "default", "messages": CHAT, "temperature": 0, "max_tokens": 16}
+    whole = client.chat.completions.create(logprobs=True, top_logprobs=2, **ask).choices[0].logprobs.content
+    stream = client.chat.completions.create(logprobs=True, top_logprobs=2, stream=True, **ask)
+    parts = [chunk.choices[0].logprobs.content for chunk in stream if chunk.choices[0].logprobs]
+    assert [entry for part in parts for entry in part] == whole
+    assert all(len(entry.top_logprobs) == 2 and bytes(entry.bytes).decode() == entry.token for entry in whole)
+    assert all(entry.top_logprobs[0].logprob == entry.logprob for entry in whole)  # greedy
+
+
+# --- predictions -------------------------------------------------------------------------------------------------
+
+
+def test_a_prediction_is_drafted_and_counted(client: OpenAI) -> None:
+    expected = complete(client, max_tokens=40)
+    text, plain = expected.choices[0].text, expected.metrics["speculative_decoding"]
+    body = {"prediction": {"type": "content", "content": text}}
+    answer = complete(client, max_tokens=40, extra_body=body)
+    assert answer.choices[0].text == text
+    details, statistics = answer.usage.completion_tokens_details, answer.metrics["speculative_decoding"]
+    assert details.accepted_prediction_tokens > 25 and details.rejected_prediction_tokens < 10
+    assert statistics["num_spec_steps"] < plain["num_spec_steps"] / 2 and statistics["num_spec_tokens"] == 15
+    wrong = {"prediction": {"type": "content", "content": "Lorem ipsum dolor sit amet, consectetur"}}
+    other = complete(client, max_tokens=40, extra_body=wrong)
+    assert other.choices[0].text == text
+    assert other.usage.completion_tokens_details.accepted_prediction_tokens == 0
+
+
+def test_without_a_prediction_all_drafted_tokens_are_counted(client: OpenAI) -> None:
+    answer = complete(client)
+    details, statistics = answer.usage.completion_tokens_details, answer.metrics["speculative_decoding"]
+    assert details.accepted_prediction_tokens == statistics["num_accepted_draft_tokens"] > 0
+    drafted = details.accepted_prediction_tokens + details.rejected_prediction_tokens
+    assert drafted == statistics["num_draft_tokens"] == sum(statistics["per_step_drafted"])
+
+
+def test_statistics_agree_with_each_other(client: OpenAI) -> None:
+    answer = complete(client, extra_body={"return_token_ids": True})
+    counts = answer.metrics["speculative_decoding"]
+    accepted, drafted = counts["per_step_accepted"], counts["per_step_drafted"]
+    assert counts["acceptance_histogram"] == [accepted.count(n) for n in range(4)]
+    assert counts["num_spec_steps"] == len(accepted) == len(drafted)
+    assert counts["mean_acceptance_length"] == pytest.approx(1 + sum(accepted) / len(accepted))
+    assert counts["draft_acceptance_rate"] == pytest.approx(sum(accepted) / sum(drafted))
+    assert 1 + sum(count + 1 for count in accepted) <= len(answer.choices[0].token_ids) == 48
+    encoded = client.completions.create(model="default", prompt=answer.prompt_token_ids, temperature=0)
+    assert encoded.choices[0].text == answer.choices[0].text
+
+
+# --- errors ------------------------------------------------------------------------------------------------------
+
+TEXT = {"model": "default", "prompt": "x"}
+TALK = {"model": "default", "messages": CHAT}
+BAD: list[tuple[str, Any, str, str | None]] = [
+    ("completions", [], "must be a JSON object", None),
+    ("completions", {"model": "default"}, "prompt is missing", "prompt"),
+    ("completions", {"prompt": "x"}, "model is missing", "model"),
+    ("completions", {**TEXT, "prompt": ["a", "b"]}, "a single text", None),
+    ("completions", {**TEXT, "prompt": 5}, "prompt must be a text", "prompt"),
+    ("completions", {**TEXT, "prompt": [1 << 40]}, "is not among the 4,096 token ids", None),
+    ("completions", {**TEXT, "prompt": [[1]]}, "prompt must be a text", "prompt"),
+    ("completions", {**TEXT, "prompt": []}, "the prompt is empty", None),
+    ("completions", {**TEXT, "prompt": ""}, "the prompt is empty", None),
+    ("completions", {**TEXT, "n": 2}, "n is not supported", "n"),
+    ("completions", {**TEXT, "n": True}, "n is not supported", "n"),
+    ("completions", {**TEXT, "min_p": 0.1}, "min_p is not supported", "min_p"),
+    ("completions", {**TEXT, "echo": True}, "echo is not supported", "echo"),
+    ("completions", {**TEXT, "temperature": "hot"}, "temperature: input should be a valid number", "temperature"),
+    ("completions", {**TEXT, "temperature": -1}, "temperature must be from 0", None),
+    ("completions", {**TEXT, "top_p": 0}, "top_p must be from", None),
+    ("completions", {**TEXT, "max_tokens": 0}, "max_tokens must be from 1", None),
+    ("completions", {**TEXT, "max_tokens": 1, "max_completion_tokens": 1}, "either max_tokens", None),
+    ("completions", {**TEXT, "seed": 1 << 70}, "seed must be from", None),
+    ("completions", {**TEXT, "stop": [""]}, "stop_texts contains an empty text", None),
+    ("completions", {**TEXT, "stop": ["x"] * 65}, "more than 64 texts", None),
+    ("completions", {**TEXT, "stop": [3]}, "stop must be a text", "stop"),
+    ("completions", {**TEXT, "logprobs": 21}, "less than or equal to 20", "logprobs"),
+    ("completions", {**TEXT, "stream_options": {}}, "stream_options needs stream", None),
+    ("completions", {**TEXT, "prompt": "word " * 9000}, "shorten it", None),
+    ("completions", {**TEXT, "prompt": "\ud800"}, "prompt", None),
+    (
+        "completions",
+        {**TEXT, "prediction": {"type": "content", "content": "x"}, "speculation": False},
+        "a prediction needs speculation",
+        None,
+    ),
+    ("chat/completions", {**TALK, "messages": []}, "at least 1", "messages"),
+    ("chat/completions", {**TALK, "messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", None),
+    ("chat/completions", {**TALK, "messages": [{"role": "user", "content": None}]}, "messages.0.content", None),
+    ("chat/completions", {**TALK, "tools": [{"type": "function"}]}, "tools is not supported", "tools"),
+    ("chat/completions", {**TALK, "response_format": {"type": "json_object"}}, "response_format", "response_format"),
+    ("chat/completions", {**TALK, "top_logprobs": 3}, "top_logprobs needs logprobs", None),
+    ("chat/completions", {**TALK, "messages": [{"role": "user", "content": " "}]}, "the prompt is empty", None),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "words", "parameter"), BAD)
+def test_invalid_requests_get_a_sentence(
+    served: tuple[str, CompletionService], path: str, body: Any, words: str, parameter: str | None
+) -> None:
+    for stream in ({}, {"stream": True}):
+        sent = {**body, **stream} if isinstance(body, dict) and words != "stream_options needs stream" else body
+        response = httpx.post(f"{served[0]}/v1/{path}", content=json.dumps(sent), headers=JSON, timeout=60)
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert error["type"] == "invalid_request_error" and words in error["message"] and "\n" not in error["message"]
+        assert parameter is None or error["param"] == parameter
+
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status"),
+    [
+        (b"{", JSON, 400),
+        (b"[" * 100_000, JSON, 400),
+        (b"\xff", JSON, 400),
+        (b'{"model": "default", "prompt": NaN}', JSON, 400),
+        (json.dumps({**TEXT, "prompt": "x" * (10 << 20)}).encode(), JSON, 413),
+        (b"{}", {"content-type": "text/plain"}, 415),
+        (json.dumps(TEXT).encode(), {**JSON, "origin": "http://evil.example"}, 403),
+        (json.dumps({**TEXT, "model": "gpt-4o"}).encode(), JSON, 404),
+    ],
+)
+def test_malformed_requests_have_openais_shape(
+    served: tuple[str, CompletionService], content: bytes, headers: dict[str, str], status: int
+) -> None:
+    response = httpx.post(f"{served[0]}/v1/completions", content=content, headers=headers, timeout=60)
+    assert response.status_code == status
+    assert response.json()["error"].keys() == {"message", "type", "param", "code"}
+
+
+def test_neutral_values_of_unsupported_parameters_are_accepted(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="default",
+        messages=[{"role": "user", "content": [{"type": "text", "text": "import "}]}],
+        n=1,
+        presence_penalty=0,
+        frequency_penalty=0.0,
+        response_format={"type": "text"},
+        user="somebody",
+        max_tokens=2,
+    )
+    assert answer.choices[0].message.role == "assistant"
+
+
+# --- clients -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_run(
+    served: tuple[str, CompletionService], client: OpenAI, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    url, service = served
+    begun, ended, original = threading.Event(), threading.Event(), service.events
+
+    def events(*given: Any) -> Iterator[Any]:
+        steps = 0
+        try:
+            for event in original(*given):
+                steps += isinstance(event, StepEvent)
+                if steps == 3:
+                    begun.set()
+                yield event
+        finally:
+            if steps < 900:
+                ended.set()
+
+    monkeypatch.setattr(service, "events", events)
+    body = {**TEXT, "prompt": PROMPT, "max_tokens": 1000, "speculation": False, "stream": stream}
+    with httpx.Client() as http, pytest.raises(httpx.ReadTimeout):
+        with http.stream("POST", f"{url}/v1/completions", json=body, timeout=0.5) as response:
+            begun.wait(30)
+            raise httpx.ReadTimeout("") if response.status_code == 200 else AssertionError
+    assert ended.wait(30)
+
+
+def test_the_token_is_required_and_origins_are_allowed() -> None:
+    options: Any = {"token": "secret", "origins": ["https://chat.example"]}
+    with running_service(RECIPE, **options) as (url, _):
+        with pytest.raises(openai.AuthenticationError, match="SPECDEMO_TOKEN") as refused:
+            OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).models.list()
+        assert refused.value.code == "invalid_api_key"
+        client = OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
+        assert complete(client, max_tokens=2).usage.completion_tokens == 2
+        with pytest.raises(openai.BadRequestError, match="no chat template"):
+            client.chat.completions.create(model="default", messages=CHAT)
+        ask = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        for origin, allowed in (("https://chat.example", "https://chat.example"), ("https://evil.example", None)):
+            preflight = httpx.options(f"{url}/v1/completions", headers={"origin": origin, **ask})
+            sent = {"origin": origin, "authorization": "Bearer secret", "sec-fetch-site": "cross-site"}
+            answer = httpx.post(f"{url}/v1/completions", json={**TEXT, "max_tokens": 1}, headers=sent, timeout=60)
+            assert preflight.headers.get("access-control-allow-origin") == allowed
+            assert answer.headers.get("access-control-allow-origin") == allowed
+            assert answer.status_code == (200 if allowed else 403)
+
+
+def test_the_chat_page_of_gradio_uses_the_endpoint(served: tuple[str, CompletionService]) -> None:
+    chat = gradio.load_chat(f"{served[0]}/v1", model="default", token="none")
+    *_, first = chat.fn("import ", [])
+    texts = (("user", "import "), ("assistant", first))
+    turns = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in texts]
+    *parts, second = chat.fn("class Node:", turns)
+    assert first and second and all(second.startswith(part) for part in parts)

@@ -1,0 +1,95 @@
+"""Custom logits processors: exact if they depend on position and text only, the same for target and drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from fakes.enumeration import (
+    DRAFTERS,
+    ROUNDING,
+    SAMPLING,
+    distance,
+    enumerate_distribution,
+    true_distribution,
+)
+from fakes.tiny_models import byte_level_tokenizer, save_model
+from torch import Tensor
+
+from specdemo.core.errors import UserError
+from specdemo.core.events import StepEvent
+from specdemo.core.sampling import SamplingParams
+from specdemo.generate import generate
+from specdemo.models.model_pool import ModelPool
+from specdemo.recipe import Recipe
+from specdemo.remote.config import CloudConfig
+
+
+def no_repetition(tokens: Sequence[int], logits: Tensor) -> Tensor:
+    """Exclude the last token, in place, and prefer even tokens at even positions."""
+    logits[tokens[-1]] = -torch.inf
+    logits[len(tokens) % 2 :: 2] += 1.0
+    return logits
+
+
+@pytest.mark.parametrize("drafter", ["model", "straight", "tree", "n-grams", "hybrid", "siblings", "guessed forest"])
+@pytest.mark.parametrize("name", ["plain", "top-p", "greedy"])
+def test_the_text_follows_the_processed_distribution(name: str, drafter: str) -> None:
+    sampling = replace(SAMPLING[name], processors=(no_repetition,))
+    probs, drafted, _ = enumerate_distribution(sampling, DRAFTERS[drafter])
+    expected = true_distribution(sampling, 3, ())
+    assert distance(probs, expected) < ROUNDING and drafted > 0
+    assert distance(expected, true_distribution(SAMPLING[name], 3, ())) > 0.1
+
+
+def test_processors_run_in_order_and_leave_the_model_s_logits_unchanged() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0]])
+    sampling = SamplingParams(processors=(lambda _, row: row + 1, lambda _, row: row * 2))
+    assert sampling.process_logits(logits, [[0]]).tolist() == [[4.0, 6.0, 8.0]]
+    SamplingParams(processors=(no_repetition,)).process_logits(logits, [[0]])
+    assert logits.tolist() == [[1.0, 2.0, 3.0]]
+
+
+@pytest.mark.parametrize(
+    ("processor", "sentence"),
+    [
+        (lambda _, row: row[:2], r"must return a tensor of shape \[3\], not \[2\]"),
+        (lambda _, row: None, "must return a tensor of shape .*, not NoneType"),
+        (lambda _, row: row - torch.inf, "processors exclude every token"),
+        (lambda _, row: row * torch.nan, "NaN or infinite logits"),
+    ],
+)
+def test_wrong_results_are_refused(processor: Any, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        SamplingParams(processors=(processor,)).process_logits(torch.ones(1, 3), [[0]])
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model(tmp_path_factory.mktemp("models") / "target", byte_level_tokenizer()))
+
+
+@pytest.mark.parametrize("method", ["ar", "draft", "nasd"])
+def test_a_run_applies_the_processors_to_target_and_drafter(target: str, method: str) -> None:
+    def letters(tokens: Sequence[int], logits: Tensor) -> Tensor:
+        allowed = 40 + len(tokens) % 20
+        return torch.full_like(logits, -torch.inf).index_fill_(0, torch.tensor([allowed]), 0.0)
+
+    drafter = {"drafter": target} if method == "draft" else {}
+    recipe = Recipe(target=target, **drafter, method=method, temperature=1.0, max_tokens=12, device="cpu")
+    events = generate(recipe, "abc", ModelPool(), processors=[letters])
+    steps = [event for event in events if isinstance(event, StepEvent)]
+    tokens = [token for event in steps for token in event.step.tokens]
+    assert len(tokens) == 12 and {(b - a) % 20 for a, b in pairwise(tokens)} == {1}
+    if method == "draft":
+        assert steps[-1].metrics.accepted == steps[-1].metrics.drafted > 0
+
+
+def test_processors_need_a_local_target() -> None:
+    recipe = Recipe(cloud=CloudConfig("http://127.0.0.1:1"))
+    with pytest.raises(UserError, match="processors need a local target"):
+        list(generate(recipe, "abc", processors=[no_repetition]))

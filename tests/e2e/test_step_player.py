@@ -1,0 +1,335 @@
+"""Saved web page, step player and time axis, opened from a file without a server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from playwright.sync_api import BrowserContext, Page, expect
+
+from e2e.page_fixtures import counted, drawn, grave
+from specdemo.generate import generate
+from specdemo.models.model_pool import ModelPool
+from specdemo.models.zoo import ASSETS
+from specdemo.recipe import Recipe
+from specdemo.ui.frames import Run, read_traces
+from specdemo.ui.lane import PLAIN, SPEC, baseline_of
+from specdemo.ui.step_views import step_pictures
+from specdemo.ui.web_page import web_page
+
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
+
+PROMPT = "def fibonacci(n):\n    return fibonacci(n - 1) + fibonacci(n - 2)\n\n\ndef fibonacci"
+SAMPLED = {"temperature": 0.8, "seed": 3}
+RECIPES: dict[str, dict[str, Any]] = {
+    "rejection": {"method": "draft", **SAMPLED},
+    "block": {"method": "draft", "rule": "block", **SAMPLED},
+    "typical": {"method": "draft", "rule": "typical", **SAMPLED},
+    "tree": {"method": "tree", **SAMPLED},
+    "greedy": {"method": "draft", "temperature": 0.0},
+    "nasd": {"method": "nasd", "temperature": 0.0},
+    "sampled nasd": {"method": "nasd", **SAMPLED},
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> ModelPool:
+    return ModelPool()
+
+
+@pytest.fixture(scope="module")
+def runs(pool: ModelPool) -> dict[str, Run]:
+    runs = {}
+    for name, values in RECIPES.items():
+        runs[name] = Run()
+        recipe = Recipe(pair="bundled", gamma=4, max_tokens=40, top=5, **values)
+        for event in generate(recipe, PROMPT, pool):
+            runs[name].absorb(SPEC, event)
+        runs[name].finish()
+    return runs
+
+
+@pytest.fixture
+def open_run(runs: dict[str, Run], chromium: BrowserContext, tmp_path: Path) -> Iterator[Callable[..., Page]]:
+    pages, problems = [], []
+
+    def open_page(run: str | Run, width: int = 1366) -> Page:
+        path = tmp_path / f"{len(pages)}.html"
+        path.write_text(web_page(runs[run] if isinstance(run, str) else run), "utf-8")
+        page = chromium.new_page()
+        pages.append(page)
+        page.on("pageerror", lambda error: problems.append(error.stack))
+        page.on("request", lambda request: request.url.startswith("http") and problems.append(request.url))
+        page.set_viewport_size({"width": width, "height": 844})
+        page.goto(path.as_uri())
+        expect(page.locator("#lane-spec .tok").first).to_be_visible()
+        return page
+
+    yield open_page
+    for page in pages:
+        page.close()
+    assert not problems
+
+
+def inspect(page: Page, selector: str = "[data-kind=rejected]", lane: str = "spec") -> None:
+    page.locator(f"#lane-{lane} {selector}").first.click()
+    expect(page.locator("#inspector")).to_be_visible()
+
+
+# Recomputes every step: without changes, and with all values replaced by their recorded ones.
+RECOMPUTE = """async () => {
+    const { steps } = await storedRun;
+    const different = [];
+    for (const details of steps.spec) {
+        const edits = Object.fromEntries(details.nodes.flatMap((node, n) => {
+            const names = node.state === "ignored" ? [] : editable(details, n);
+            return names.length ? [[n, Object.fromEntries(names.map((name) => [name, node[name]]))]] : [];
+        }));
+        const decision = decideStep(details, edits);
+        if (decideStep(details).changed || decision.changed || String(decision.path) !== String(details.path))
+            if (Object.keys(edits).length) different.push([details.i, decision.states]);
+    }
+    return different;
+}"""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recomputed_outcomes_equal_the_recorded_ones(name: str, open_run: Callable[..., Page]) -> None:
+    assert open_run(name).evaluate(RECOMPUTE) == []
+
+
+# Acceptance as a function of a changed draw, p or q, by the definitions of the rules.
+DECIDE = "async ([i, edits]) => decideStep((await storedRun).steps.spec[i], edits)"
+
+
+def test_changed_draws_decide_as_the_definition(open_run: Callable[..., Page], runs: dict[str, Run]) -> None:
+    page = open_run("rejection")
+    steps = step_pictures(runs["rejection"].lanes[SPEC])
+    checked = 0
+    for details in [step for step in steps if len(step["nodes"]) > 2][:8]:
+        nodes = details["nodes"]
+        for draw in (0.0, 0.3, 0.999):
+            edits = {str(n): {"draw": draw} for n in range(len(nodes))}
+            kept = 0
+            while kept < len(nodes) and draw < min(1, nodes[kept]["p"] / nodes[kept]["q"]):
+                kept += 1
+            assert page.evaluate(DECIDE, [details["i"], edits])["path"] == list(range(kept))
+            checked += 1
+        certain = {str(n): {"draw": 0.5, "p": 0.6, "q": 0.5} for n in range(len(nodes))}
+        assert page.evaluate(DECIDE, [details["i"], certain])["path"] == list(range(len(nodes)))
+        rejected = certain | {"1": {"draw": 0.5, "p": 0.2, "q": 0.5}}
+        assert page.evaluate(DECIDE, [details["i"], rejected])["states"][:3] == ["accepted", "rejected", "ignored"]
+    assert checked > 8
+
+
+def test_blocks_keep_up_to_the_last_draw_below_its_bound(open_run: Callable[..., Page], runs: dict[str, Run]) -> None:
+    page = open_run("block")
+    details = next(step for step in step_pictures(runs["block"].lanes[SPEC]) if len(step["nodes"]) == 4)
+    bounds = [node["bound"] for node in details["nodes"]]
+    last = max(range(4), key=lambda n: bounds[n])
+    edits = {str(n): {"draw": bounds[n] / 2 if n == last else 1.0} for n in range(4)}
+    assert page.evaluate(DECIDE, [details["i"], edits])["path"] == list(range(last + 1))
+
+
+def test_greedy_steps_keep_the_most_probable_token(open_run: Callable[..., Page], runs: dict[str, Run]) -> None:
+    page = open_run("greedy")
+    steps = step_pictures(runs["greedy"].lanes[SPEC])
+    details = next(step for step in steps if step["nodes"] and step["nodes"][0]["state"] == "rejected")
+    rival = details["nodes"][0]["rival"]
+    for p, kept in ((rival + 0.01, True), (rival - 0.01, False)):
+        path = page.evaluate(DECIDE, [details["i"], {"0": {"p": p}}])["path"]
+        assert (path[:1] == [0]) is kept
+    inspect(page)
+    expect(page.locator("#round-nodes .track .q")).to_have_count(0)  # a point mass has no distribution
+
+
+def test_player_shows_the_phases_of_a_step(open_run: Callable[..., Page], runs: dict[str, Run]) -> None:
+    page = open_run("rejection")
+    inspect(page)
+    player = page.locator("#player")
+    i = int(page.locator("#round-at").input_value())
+    details = step_pictures(runs["rejection"].lanes[SPEC])[i]
+    states = [node["state"] for node in details["nodes"]]
+    assert page.locator("#player .row").evaluate_all("rows => rows.map(r => r.dataset.state)") == states
+    player.focus()
+    page.keyboard.press("Home")
+    expect(player).to_have_attribute("data-phase", "guess")
+    expect(page.locator("#player .narration")).to_contain_text(f"The drafter guessed {len(states)} tokens.")
+    assert set(page.locator("#player .row").evaluate_all("rows => rows.map(r => r.dataset.state)")) == {"guess"}
+    expect(page.locator("#player .figures").first).to_have_text(f"q {details['nodes'][0]['q']:.3f}")
+    phases = ["pass", *["test"] * (len(states) - states.count("ignored")), "end", *["rest"] * ("ignored" in states)]
+    for phase in phases:
+        page.keyboard.press("ArrowRight")
+        expect(player).to_have_attribute("data-phase", phase)
+    expect(page.locator("#player .next")).to_be_disabled()
+    expect(page.locator("#player .result")).to_contain_text(details["last"]["words"])
+    page.locator("h1").click()  # keys act only while the player has the focus
+    page.keyboard.press("Home")
+    expect(player).to_have_attribute("data-phase", phases[-1])
+    player.focus()
+    page.keyboard.press("Escape")
+    expect(page.locator("#inspector")).to_be_hidden()
+    expect(page.locator(f"#lane-spec .round:nth-of-type({i + 2}) .tok").first).to_be_focused()
+
+
+def test_dragging_the_draw_changes_the_outcome_and_can_be_undone(open_run: Callable[..., Page]) -> None:
+    page = open_run("rejection")
+    inspect(page)
+    row = page.locator("#player .row[data-state=rejected]")
+    node = row.get_attribute("data-node")
+    row = page.locator(f"#player .row[data-node='{node}']")
+    slider = row.locator("input.mark")
+    slider.hover()  # scrolled by an animation
+    box = slider.bounding_box()
+    assert box is not None
+    value = float(slider.input_value())
+    page.mouse.move(box["x"] + 3 + value * (box["width"] - 6), box["y"] + box["height"] / 2)
+    page.mouse.down()
+    page.mouse.move(box["x"] - 20, box["y"] + box["height"] / 2, steps=4)
+    page.mouse.up()
+    assert float(slider.input_value()) == 0
+    expect(row).to_have_attribute("data-state", "accepted")
+    page.locator("#player .reset").click()
+    expect(row).to_have_attribute("data-state", "rejected")
+    expect(page.locator("#player .reset")).to_be_hidden()
+
+
+def test_play_runs_through_all_phases(open_run: Callable[..., Page]) -> None:
+    page = open_run("rejection")
+    page.clock.install()
+    inspect(page)
+    page.locator("#player .first").click()
+    page.locator("#player .play").click()
+    expect(page.locator("#player .play")).to_have_text("❚❚ Pause")
+    page.clock.run_for(20_000)
+    expect(page.locator("#player .play")).to_have_text("▶ Play")
+    expect(page.locator("#player .next")).to_be_disabled()
+
+
+def test_copied_guesses_are_highlighted_where_they_came_from(
+    open_run: Callable[..., Page], runs: dict[str, Run]
+) -> None:
+    page = open_run("nasd")
+    lane = runs["nasd"].lanes[SPEC]
+    text = lane.header.prompt + "".join(event.text for event in lane.steps)
+    copied = [step for step in step_pictures(lane) if step["source"] and step["source"]["copied"]]
+    details = next(step for step in copied if step["nodes"] and step["source"]["excerpt"])
+    (start, end), *_ = details["source"]["copied"]
+    page.locator("#lane-spec .round").nth(details["i"]).locator(".tok").first.click()
+    expect(page.locator("#round-source")).to_contain_text("Copied from the ")
+    expect(page.locator("#round-source mark.copied")).to_have_text(text[start:end].replace("\n", "⏎"))
+    ranges = "name => [...CSS.highlights.get(name)].map(String)"
+    assert page.evaluate(ranges, "specdemo-copied")[0] == text[start:end]
+    drafted = "".join(node["text"] for node in details["nodes"])
+    assert drafted.startswith(text[start:end])
+    contexts = page.evaluate(ranges, "specdemo-context")
+    assert len(contexts) == 2 and len(set(contexts)) == 1 and text[:start].endswith(contexts[0])
+    page.locator("#round-close").click()
+    assert page.evaluate("CSS.highlights.size") == 0
+
+
+@pytest.mark.parametrize(("width", "place"), [(390, "drawer"), (1366, "right"), (1800, "column")])
+def test_inspector_leaves_the_inspected_text_visible(width: int, place: str, open_run: Callable[..., Page]) -> None:
+    path = ASSETS / "traces" / "draft, temperature 0.7.jsonl"
+    page = open_run(read_traces(path.read_text("utf-8")), width)
+    token = page.locator("#lane-spec [data-kind=rejected]").first
+    token.click()
+    expect(page.locator("#inspector")).to_be_in_viewport()
+    fixed = page.evaluate("getComputedStyle(document.getElementById('inspector')).position === 'fixed'")
+    assert place == "drawer" if fixed else page.locator(".stage").get_attribute("data-inspector") == place
+    page.wait_for_function(  # scrolled by an animation
+        """() => {
+            const [token, inspector] = ["#lane-spec .current", "#inspector"].map(
+                (name) => document.querySelector(name).getBoundingClientRect());
+            return token.right <= inspector.left || token.left >= inspector.right || token.top < inspector.top;
+        }"""
+    )
+    if place == "right":
+        page.locator("#round-close").click()
+        inspect(page, ".tok", "ar")
+        expect(page.locator(".stage")).to_have_attribute("data-inspector", "left")
+
+
+def test_saved_page_replays_the_run_offline(open_run: Callable[..., Page], pool: ModelPool) -> None:
+    """256 tokens in two lanes with recorded distributions."""
+    run = Run((SPEC, PLAIN))
+    recipe = Recipe(pair="bundled", gamma=4, max_tokens=256, top=5, method="draft", **SAMPLED)
+    for name, lane in ((SPEC, recipe), (PLAIN, baseline_of(recipe))):
+        for event in generate(lane, PROMPT, pool):
+            run.absorb(name, event)
+    run.finish()
+    text = web_page(run)
+    assert len(text.encode()) < 500_000
+    assert "http://" not in text.replace("http://www.w3.org/2000/svg", "") and "https://" not in text
+    page = open_run(run)
+    for name in (SPEC, PLAIN):
+        assert drawn(page, name) == counted([json.loads(line) for line in run.trace(name).splitlines()])
+    expect(page.locator("#verdict")).to_contain_text(json.loads(run.frame(0))["verdict"])
+    total = page.locator("#lane-spec .round").count()
+    page.locator("#race-at").focus()
+    page.keyboard.press("Home")
+    visible = "rounds => rounds.filter(r => !r.hidden).length"
+    assert page.locator("#lane-spec .round").evaluate_all(visible) == 0
+    page.keyboard.press("End")
+    assert page.locator("#lane-spec .round").evaluate_all(visible) == total
+    inspect(page)
+    page.locator("#figures summary").click()
+    expect(page.locator("#rounds tbody tr")).to_have_count(total)
+    assert not grave(page)
+
+
+def test_time_axis_links_blocks_tokens_and_sentence(open_run: Callable[..., Page]) -> None:
+    path = ASSETS / "traces" / "draft, temperature 0.7.jsonl"
+    run = read_traces(path.read_text("utf-8"))
+    page = open_run(run)
+    ends = {name: lane.steps[-1].step.t for name, lane in run.lanes.items()}
+    assert page.locator(".time-end").all_inner_texts() == [f"{ends[name]:.2f} s" for name in (SPEC, PLAIN)]
+    widths = "[...document.querySelectorAll('.time-bar')].map(b => b.getBoundingClientRect().width)"
+    shares = {}
+    for name in (SPEC, PLAIN):
+        box = page.locator(f"[data-row={name}] .even").bounding_box()
+        assert box is not None
+        shares[name] = (box["x"] + box["width"] - page.locator(f"[data-row={name}] .time-bar").bounding_box()["x"]) / (
+            page.evaluate(widths)[0]
+        )
+    assert shares[SPEC] / shares[PLAIN] == pytest.approx(ends[SPEC] / ends[PLAIN], rel=0.05)
+    event = run.lanes[SPEC].steps[4]
+    start = run.lanes[SPEC].steps[3].step.t
+    words = f"Step 4 of {len(run.lanes[SPEC].steps) - 1}, {start:.2f} s to {event.step.t:.2f} s: "
+    words += f"{len(event.pieces)} tokens {json.dumps(event.text)}."
+    page.locator("#lane-spec .round").nth(4).locator(".tok").first.hover()
+    expect(page.locator("#time-words")).to_have_text(words)
+    page.mouse.move(0, 0)  # scrolling to the focus would move other tokens below the pointer
+    bar = page.locator("[data-row=spec] .time-bar")
+    bar.focus()
+    expect(bar).to_have_attribute("aria-valuetext", words)
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#lane-spec .linked-step")).to_have_count(1)
+    expect(page.locator("#time-words")).to_contain_text("Step 5 of")
+    page.keyboard.press("Enter")
+    expect(page.locator("#round-number")).to_contain_text("5 of")
+    assert not grave(page)
+
+
+def test_plots_are_saved_as_complete_svg(open_run: Callable[..., Page]) -> None:
+    path = ASSETS / "traces" / "draft, temperature 0.7.jsonl"
+    page = open_run(read_traces(path.read_text("utf-8")))
+    page.locator("#figures summary").click()
+    expect(page.locator("#chart-whatif svg")).to_be_visible()
+    for plot, colour in (
+        ("chart-positions", ".accepted"),
+        ("chart-times", ".verify"),
+        ("chart-whatif", ".line"),
+        ("time-rows", ".even"),
+    ):
+        with page.expect_download() as download:
+            page.locator(f"[data-plot={plot}]").click()
+        assert download.value.suggested_filename == f"specdemo-{plot}.svg"
+        root = ElementTree.fromstring(Path(download.value.path()).read_text("utf-8"))
+        drawn_shapes = [node for node in root.iter() if node.get("class") == colour.lstrip(".")]
+        shown = page.locator(f"#{plot} {colour}").first.evaluate("n => getComputedStyle(n).fill")
+        assert drawn_shapes and f"fill: {shown}" in drawn_shapes[0].get("style", "")

@@ -1,0 +1,110 @@
+"""`explain` on lines of public threads, whose addresses are the first lines of the files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specdemo.cli import main
+from specdemo.core.errors import UserError
+from specdemo.external.diagnosis import DIAGNOSES, describe
+from specdemo.external.engine_log import EngineStatistics, read_engine_log
+
+LOGS = {path.name: path for path in sorted((Path(__file__).parent / "logs").iterdir())}
+
+DIAGNOSED = {
+    "llama-timings.json": {"low acceptance"},
+    "vllm-window.log": {"low acceptance", "acceptance ends"},
+    "vllm-dflash.log": {"low acceptance", "acceptance ends"},
+}
+
+
+def statistics(name: str) -> EngineStatistics:
+    return read_engine_log(LOGS[name].read_text("utf-8"))
+
+
+def diagnosed(reported: EngineStatistics) -> set[str]:
+    return {diagnosis.name for diagnosis in DIAGNOSES if diagnosis.explain(reported)}
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_lines_of_public_threads_are_diagnosed_or_not(name: str) -> None:
+    assert LOGS[name].read_text("utf-8").startswith("# https://github.com/")
+    assert diagnosed(statistics(name)) == DIAGNOSED.get(name, set())
+
+
+def test_every_diagnosis_is_silent_on_three_files() -> None:
+    for diagnosis in DIAGNOSES:
+        assert sum(not diagnosis.explain(statistics(name)) for name in LOGS) >= 3
+        assert diagnosis.fields and diagnosis.thresholds
+
+
+FIGURES = {  # engine, drafted, accepted, tokens per step, tokens per second
+    "llama-eagle3.log": ("llama.cpp", 259, 167, 2.92, 111.46),
+    "llama-timings.json": ("llama.cpp", 347, 65, None, 18.05),
+    "llama-mtp.log": ("llama.cpp", 144, 118, None, 13.40),
+    "llama-long.log": ("llama.cpp", 9089, 5995, 4.30, None),
+    "vllm-ngram.log": ("vLLM", 295, 262, 5.44, None),
+    "vllm-short.log": ("vLLM", 66, 66, None, None),
+    "vllm-v0.log": ("vLLM", 53716, 32594, None, None),
+    "vllm-window.log": ("vLLM", 975, 89, 2.37, None),
+    "vllm-dflash.log": ("vLLM", 19185, 262, 1.20, None),
+    "sglang-eagle3.log": ("SGLang", None, None, 1.93, 178.86),
+    "sglang-plain.log": ("SGLang", None, None, None, None),
+}
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_figures_equal_those_that_the_engine_prints(name: str) -> None:
+    reported = statistics(name)
+    figures = (reported.drafted, reported.accepted, reported.tokens_per_step, reported.tokens_per_second)
+    assert reported.engine == FIGURES[name][0]
+    for figure, expected in zip(figures, FIGURES[name][1:], strict=True):
+        assert figure == (expected if expected is None else pytest.approx(expected, abs=0.02))
+
+
+def test_positions_of_intervals_are_weighted_by_their_drafts() -> None:
+    assert statistics("vllm-dflash.log").by_position[0] == pytest.approx((691 * 0.207 + 588 * 0.202) / 1279)
+    assert statistics("vllm-ngram.log").by_position == pytest.approx((0.983, 0.949, 0.915, 0.881, 0.712))
+
+
+def test_accepted_drafts_slower_than_decoding_without_have_a_fixed_cost() -> None:
+    reported = statistics("llama-eagle3.log")
+    assert diagnosed(replace(reported, ar_tokens_per_second=150.0)) == {"fixed cost per step"}
+    assert diagnosed(replace(reported, ar_tokens_per_second=90.0)) == set()
+    slow = replace(statistics("vllm-window.log"), tokens_per_second=10.0, ar_tokens_per_second=20.0)
+    assert (
+        "fixed cost per step" in diagnosed(slow)
+        and diagnosed(replace(slow, length=1.2)) == DIAGNOSED["vllm-window.log"]
+    )
+
+
+def test_responses_of_this_service_and_of_vllm_are_read() -> None:
+    counts = {"num_draft_tokens": 129, "num_accepted_draft_tokens": 10, "num_spec_steps": 43}
+    histogram = {"acceptance_histogram": [39, 1, 0, 3]}
+    text = str({"metrics": {"speculative_decoding": counts | histogram}}).replace("'", '"')
+    reported = read_engine_log(text)
+    assert reported.tokens_per_step == pytest.approx(1.2325581395348837)
+    assert reported.by_position == pytest.approx((4 / 43, 3 / 43, 3 / 43))
+    assert diagnosed(reported) == {"low acceptance"}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "{}", "draft acceptance", "Speculative metrics: x", "é\x00"])
+def test_other_texts_are_refused_with_the_known_formats(text: str) -> None:
+    with pytest.raises(UserError, match="known are llama.cpp .* vLLM .* SGLang .* transformers reports no acceptance"):
+        read_engine_log(text)
+
+
+def test_the_command_prints_figures_and_diagnoses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["explain", str(LOGS["vllm-window.log"])]) == 0
+    printed = capsys.readouterr().out
+    assert "vLLM: drafted 975, accepted 89 (9 %), 2.37 tokens per step" in printed
+    assert "acceptance ends: acceptance falls to 0 after position 5" in printed
+    assert "cost less than 2.37 autoregressive steps" in printed
+    assert main(["explain", str(LOGS["llama-eagle3.log"]), "--ar", "150"]) == 0
+    assert "slower than 150 without drafts" in capsys.readouterr().out
+    assert main(["explain", str(tmp_path / "missing.log")]) == 2
+    assert "missing.log" in capsys.readouterr().err
+    assert list(describe(statistics("sglang-plain.log")))[0].startswith("SGLang: drafted –")

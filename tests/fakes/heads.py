@@ -1,0 +1,85 @@
+"""Random EAGLE-3 heads for small targets, written as published checkpoints are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+HEADS, KV_HEADS, HEAD_DIM, INNER = 4, 2, 8, 48
+
+
+def head_tensors(
+    target: PretrainedConfig, ids: list[int] | None, taps: int = 3, own: tuple[str, ...] = (), seed: int = 0
+) -> dict[str, Tensor]:
+    """Return tensors under the names of SafeAILab; `own`: stored instead of shared with the target."""
+    torch.manual_seed(seed)
+    width, vocab = target.hidden_size, target.vocab_size
+    shapes = {
+        "fc": (width, taps * width),
+        "midlayer.self_attn.q_proj": (HEADS * HEAD_DIM, 2 * width),
+        "midlayer.self_attn.k_proj": (KV_HEADS * HEAD_DIM, 2 * width),
+        "midlayer.self_attn.v_proj": (KV_HEADS * HEAD_DIM, 2 * width),
+        "midlayer.self_attn.o_proj": (width, HEADS * HEAD_DIM),
+        "midlayer.mlp.gate_proj": (INNER, width),
+        "midlayer.mlp.up_proj": (INNER, width),
+        "midlayer.mlp.down_proj": (width, INNER),
+    }
+    tensors = {f"{name}.weight": 1.5 * torch.randn(shape) / shape[1] ** 0.5 for name, shape in shapes.items()}
+    for norm in ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm"):
+        tensors[f"{norm}.weight"] = 1 + 0.3 * torch.randn(width)
+    rows = {"lm_head": len(ids or range(vocab)), "embed_tokens": vocab}
+    tensors |= {f"{name}.weight": torch.randn(rows[name], width) for name in own}
+    if ids is not None:
+        used = torch.zeros(vocab, dtype=torch.bool)
+        used[ids] = True
+        tensors |= {"d2t": torch.tensor(ids) - torch.arange(len(ids)), "t2d": used}
+    return tensors
+
+
+def head_config(target: PretrainedConfig, drafted: int, **changes: Any) -> dict[str, Any]:
+    """Return config.json of a head with a draft vocabulary of `drafted` tokens."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": INNER,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": drafted,
+        "max_position_embeddings": 512,
+        "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+        **changes,
+    }
+
+
+def save_head(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> str:
+    """Write a checkpoint; return its directory."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    return str(folder)
+
+
+def random_head(
+    folder: Path, target: PretrainedConfig, ids: list[int] | None, own: tuple[str, ...] = (), **changes: Any
+) -> str:
+    """Write a random head; return its directory."""
+    drafted = target.vocab_size if ids is None else len(ids)
+    return save_head(folder, head_tensors(target, ids, own=own), head_config(target, drafted, **changes))
+
+
+def head_for(folder: str, where: Path) -> str:
+    """Write a random head for a saved target, with every other token; return its directory."""
+    target = AutoConfig.from_pretrained(folder)
+    return random_head(where, target, list(range(0, target.vocab_size, 2)))

@@ -1,0 +1,275 @@
+"""Loading of heads: published layouts give equal logits, and files that do not fit are refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.heads import head_config, head_tensors, random_head, save_head
+from fakes.native_models import CONFIGS, config_of, dequantized, random_model, stored
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specdemo.core.errors import UserError
+from specdemo.models.convert_head import convert_head
+from specdemo.models.engines.head import Head
+from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.models.engines.native_weights import NativeWeights
+from specdemo.models.engines.target_rows import embedding_rows, output_rows
+from specdemo.models.heads import load_head
+from specdemo.models.load import LoadedModel
+from specdemo.models.spec import HeadSpec, ModelSpec
+
+TARGET = CONFIGS["llama"]
+IDS = [*range(3, 40), 77, 300]
+
+
+def target_of(model: Any, name: str = "small/target") -> LoadedModel:
+    return LoadedModel(ModelSpec(name), model, None, 0, "native")
+
+
+@pytest.fixture(scope="module")
+def target() -> LoadedModel:
+    return target_of(LlamaWeights(random_model(TARGET)))
+
+
+def load(folder: str, target: LoadedModel) -> Head:
+    return load_head(HeadSpec(folder, target.spec), target).head
+
+
+def logits(head: Head, draft: int = 2) -> torch.Tensor:
+    """Return the logits after seven committed rows and `draft` draft rows."""
+    states = torch.randn(7, len(head.taps), TARGET.hidden_size, generator=torch.Generator().manual_seed(5))
+    cache = head.open()
+    rows = [head.start(cache, [5, 9, 2, 77, 3, 300, 8], states, 0)]
+    rows += [head.step(cache, 7 + i) for i in range(draft)]
+    return torch.stack(rows)
+
+
+def test_layouts_of_both_publishers_are_the_same_head(tmp_path: Path, target: LoadedModel) -> None:
+    tensors, config = head_tensors(TARGET, IDS, own=("lm_head",)), head_config(TARGET, len(IDS))
+    published = load(save_head(tmp_path / "a", tensors, config), target)
+    renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    nested = {name: config[name] for name in ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")}
+    nested |= {"speculators_model_type": "eagle3", "transformer_layer_config": config, "norm_before_residual": False}
+    speculators = load(save_head(tmp_path / "b", renamed, nested), target)
+    assert torch.equal(logits(published), logits(speculators))
+    assert published.ids is not None and published.ids.tolist() == IDS
+    other = load(save_head(tmp_path / "c", renamed, {**nested, "norm_before_residual": True}), target)
+    assert not torch.allclose(logits(published), logits(other), atol=0.1)
+
+
+@pytest.mark.parametrize("ids", [IDS, None], ids=["draft vocabulary", "all tokens"])
+def test_missing_matrices_are_the_rows_of_the_target(
+    tmp_path: Path, target: LoadedModel, ids: list[int] | None
+) -> None:
+    tensors, config = head_tensors(TARGET, ids), head_config(TARGET, len(ids or range(TARGET.vocab_size)))
+    shared = load(save_head(tmp_path / "shared", tensors, config), target)
+    every = torch.arange(TARGET.vocab_size)
+    tensors["lm_head.weight"] = output_rows(target.model, every if ids is None else torch.tensor(ids))
+    tensors["embed_tokens.weight"] = embedding_rows(target.model, every)
+    own = load(save_head(tmp_path / "own", tensors, config), target)
+    torch.testing.assert_close(logits(shared), logits(own), rtol=1e-5, atol=1e-5)
+    assert shared.weight_bytes < own.weight_bytes
+
+
+@pytest.mark.parametrize("form", ["Q4_1", "Q8_0", "Q6_K"])
+def test_rows_of_stored_matrices_are_those_of_their_floats(form: str) -> None:
+    ids, model = torch.tensor([300, 0, 17]), stored(form, random_model(config_of("tied", form)))
+    weights = NativeWeights(model)
+    expected = dequantized(model).lm_head.weight[ids]
+    for rows in (weights.embedding_rows(ids), weights.output_rows(ids)):
+        assert (rows - expected).abs().max() < 1e-6
+    with pytest.raises(IndexError, match="no output 301"):
+        weights.output_rows(torch.tensor([301]))
+
+
+def test_rows_are_equal_in_all_engines() -> None:
+    model = random_model(TARGET)
+    ids = torch.tensor([4, 4, 250])
+    for rows in (embedding_rows, output_rows):
+        expected = rows(model, ids)
+        assert torch.equal(rows(NativeWeights(model), ids), expected)
+        assert torch.equal(rows(LlamaWeights(model), ids), expected)
+
+
+def test_layers_are_inputs_and_lists_from_1_name_outputs(tmp_path: Path) -> None:
+    deep = LlamaForCausalLM(LlamaConfig(**{**TARGET.to_dict(), "num_hidden_layers": 12})).eval()
+    target = target_of(LlamaWeights(deep))
+
+    def taps(listed: Any) -> tuple[int, ...]:
+        folder = random_head(tmp_path / "head", TARGET, IDS, eagle_aux_hidden_state_layer_ids=listed)
+        return load(folder, target).taps
+
+    assert taps([2, 6, 9]) == taps([1, 5, 8]) == taps(None) == (2, 6, 9)
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16, "factor": 8.0}
+
+
+@pytest.mark.parametrize("rope", [None, {"rope_type": "llama3", **LLAMA3}, {"rope_type": "linear", "factor": 3.0}])
+def test_positions_are_rotated_like_those_of_transformers(tmp_path: Path, target: LoadedModel, rope: Any) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = head_config(TARGET, len(IDS), rope_scaling=rope, rope_theta=5_000.0)
+    head: Any = load(save_head(tmp_path, head_tensors(TARGET, IDS), config), target)
+    parameters = {**(rope or {"rope_type": "default"}), "rope_theta": 5_000.0}
+    known = {name: config[name] for name in ("hidden_size", "num_attention_heads", "head_dim")}
+    oracle = LlamaRotaryEmbedding(LlamaConfig(**known, rope_parameters=parameters, max_position_embeddings=512))
+    for ours, theirs in zip(head.weights.rotation(500), oracle(torch.empty(0), torch.arange(500)[None]), strict=True):
+        assert (ours - theirs[0, :, : ours.shape[1]]).abs().max() < 1e-4
+
+
+def test_rows_beyond_the_context_of_the_head_are_refused(tmp_path: Path, target: LoadedModel) -> None:
+    head = load(random_head(tmp_path, TARGET, IDS, max_position_embeddings=8), target)
+    logits(head, draft=1)
+    with pytest.raises(ValueError, match="the head has 8 positions"):
+        logits(head, draft=2)
+
+
+def _without(name: str) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    return lambda tensors, config: tensors.pop(name)
+
+
+def _wide(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    tensors["fc.weight"] = torch.zeros(96, 3 * 96)
+
+
+def _shifted(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    tensors["d2t"] = tensors["d2t"] + 1
+
+
+def _unsorted(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    tensors["d2t"] = tensors["d2t"].flip(0)
+
+
+def _contradiction(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    tensors["t2d"] = tensors["t2d"].roll(1)
+
+
+def _integers(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    tensors["norm.weight"] = tensors["norm.weight"].int()
+
+
+def _configured(**changes: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    return lambda tensors, config: config.update(changes)
+
+
+INVALID = {
+    "another target": (_wide, r"fc.weight of .* has shape 96 x 288 instead of 64 x 192: choose a head for this"),
+    "vocabulary": (_configured(draft_vocab_size=30), r"d2t of .* has shape 39 instead of 30"),
+    "missing": (
+        _without("midlayer.hidden_norm.weight"),
+        "has no tensor midlayer.hidden_norm.weight: choose",
+    ),
+    "no draft ids": (_without("d2t"), "has no tensor d2t"),
+    "ids out of range": (_shifted, "d2t of .* leaves the 301 tokens of the target"),
+    "ids out of order": (_unsorted, "d2t of .* leaves the 301 tokens"),
+    "contradicting ids": (_contradiction, "t2d of .* contradicts d2t"),
+    "integers": (_integers, "norm.weight of .* has type I32 instead of F32"),
+    "layers": (_configured(eagle_aux_hidden_state_layer_ids=[2, 15, 27]), "states of layers that the target does not"),
+    "texts": (_configured(eagle_aux_hidden_state_layer_ids="all"), "states of layers"),
+    "sizes": (_configured(num_attention_heads=3, num_key_value_heads=2), "divides 3 heads among 2"),
+    "no size": (_configured(intermediate_size=None), "config.json of .* has no intermediate_size"),
+    "rotary embedding": (_configured(rope_scaling={"rope_type": "longrope"}), "rotary embedding of .* is not of kind"),
+    "variant": (_configured(norm_output=True), r"variant of EAGLE-3 \(norm_output\)"),
+    "kind": (_configured(speculators_model_type="dflash"), r"head of another kind \(dflash\)"),
+    "medusa": (_configured(medusa_num_heads=5), "head of another kind"),
+}
+
+
+@pytest.mark.parametrize("case", INVALID)
+def test_invalid_checkpoints_are_refused_in_a_sentence(case: str, tmp_path: Path, target: LoadedModel) -> None:
+    change, message = INVALID[case]
+    tensors, config = head_tensors(TARGET, IDS), head_config(TARGET, len(IDS))
+    load(save_head(tmp_path / "valid", tensors, config), target)
+    change(tensors, config)
+    with pytest.raises(UserError, match=message) as refused:
+        load(save_head(tmp_path / "invalid", tensors, config), target)
+    assert "\n" not in str(refused.value)
+
+
+def test_unknown_tensors_are_refused(tmp_path: Path, target: LoadedModel) -> None:
+    tensors = head_tensors(TARGET, IDS) | {"fc_norm.0.weight": torch.ones(64)}
+    with pytest.raises(UserError, match=r"a tensor unknown to EAGLE-3 \(fc_norm.0.weight\)"):
+        load(save_head(tmp_path, tensors, head_config(TARGET, len(IDS))), target)
+
+
+def test_damaged_files_are_refused(tmp_path: Path, target: LoadedModel) -> None:
+    folder = random_head(tmp_path, TARGET, IDS)
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-8])
+    with pytest.raises(UserError, match="damaged"):
+        load(folder, target)
+
+
+def test_pickles_are_refused_and_converted_without_running_them(tmp_path: Path, target: LoadedModel) -> None:
+    folder, source = tmp_path / "pickled", tmp_path / "pickled" / "pytorch_model.bin"
+    expected = logits(load(random_head(folder, TARGET, IDS), target))
+    (folder / "model.safetensors").unlink()
+    torch.save(head_tensors(TARGET, IDS), source)
+    for name in (folder, source):
+        with pytest.raises(UserError, match="specdemo convert-head FILE DIRECTORY"):
+            load(str(name), target)
+    assert convert_head(source, tmp_path / "converted") == 14
+    assert torch.equal(logits(load(str(tmp_path / "converted"), target)), expected)
+
+
+class _Hostile:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("content", ["code", "list", "number", "text"])
+def test_hostile_pickles_are_not_converted(content: str, tmp_path: Path) -> None:
+    touched, source = tmp_path / "touched", tmp_path / "head.pt"
+    values = {"code": {"a": _Hostile(touched)}, "list": [1], "number": {"a": 1}}
+    if content == "text":
+        source.write_text("no pickle")
+    else:
+        torch.save(values[content], source)
+    with pytest.raises(UserError, match=r"the conversion of .*head.pt failed \(.*\): choose another file"):
+        convert_head(source, tmp_path / "out")
+    assert not touched.exists() and not (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("verifier", "name", "warned"),
+    [
+        ("org/Llama-3.1-8B-Instruct", "me/Llama-3.1-8B", True),
+        ("org/Llama-3.1-8B-Instruct", "me/llama-3.1-8b-instruct", False),
+        ("org/SmolLM2-135M-Instruct", "/files/SmolLM2-135M-Instruct.Q4_1.gguf", False),
+        ("org/SmolLM2-135M", "/files/SmolLM2-135M-Instruct.Q4_1.gguf", True),
+        ("", "me/any", False),
+    ],
+)
+def test_another_verifier_causes_a_warning(verifier: str, name: str, warned: bool, tmp_path: Path) -> None:
+    speculators = {"verifier": {"name_or_path": verifier, "architectures": []}}
+    folder = random_head(tmp_path, TARGET, IDS, speculators_config=speculators)
+    target = target_of(LlamaWeights(random_model(TARGET)), name)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        load(folder, target)
+    assert [("was trained for" in str(warning.message)) for warning in seen] == [True] * warned
+
+
+def test_targets_without_hidden_states_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_of(LlamaWeights(random_model(TARGET)))
+    monkeypatch.setattr("specdemo.models.engines.llama.LlamaEngine.hidden_states", False)
+    with pytest.raises(UserError, match="heads need hidden states, and LlamaWeights runs without them"):
+        load(random_head(tmp_path, TARGET, IDS), target)
+
+
+def test_config_of_the_trained_head_is_read(tmp_path: Path, target: LoadedModel) -> None:
+    """The trainer writes `rope_parameters` and ties the output matrix."""
+    rope = {"rope_theta": 100_000.0, "rope_type": "default"}
+    folder = random_head(tmp_path, TARGET, IDS, rope_parameters=rope, tie_word_embeddings=True)
+    head: Any = load(folder, target)
+    assert json.loads((tmp_path / "config.json").read_text())["rope_parameters"] == rope
+    assert float(head.weights.frequencies[1]) == pytest.approx(100_000.0 ** (-2 / 8))

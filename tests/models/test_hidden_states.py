@@ -1,0 +1,190 @@
+"""Hidden states in caches of all engines: equal to `transformers`, and moved with keys and values."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from fakes.native_models import CONFIGS, FAMILIES, SMALL, VOCAB, random_model, text, weights
+from fakes.passes import Passes
+from fakes.tiny_models import tiny_model
+from torch import Tensor
+
+from specdemo.core.errors import UserError
+from specdemo.core.sampling import ChainSampler, Noise, SamplingParams
+from specdemo.core.step import Draft
+from specdemo.models.engines.generic import UncachedEngine
+from specdemo.models.engines.llama import PROMPT_CHUNK
+from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.models.engines.native import NATIVE_CHUNK
+from specdemo.models.engines.native_weights import NativeWeights
+from specdemo.models.engines.select import engine_of
+from specdemo.models.kv_cache import CachedModel
+
+ENGINES: dict[str, Callable[[Any], Any]] = {
+    "native": NativeWeights,
+    "torch": LlamaWeights,
+    "transformers": lambda model: model,
+}
+TAPS = (2, 0, 1)
+
+
+def opened(engine: str) -> CachedModel:
+    return CachedModel(ENGINES[engine](random_model(CONFIGS["llama"])), taps=TAPS)
+
+
+def expected(tokens: Sequence[int]) -> Tensor:
+    """Return the hidden states of `transformers` `[tokens, taps, width]`."""
+    states = random_model(CONFIGS["llama"]).base_model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    return torch.stack([states[tap][0] for tap in TAPS], 1)
+
+
+def check(cached: CachedModel, tokens: Sequence[int], start: int = 0) -> None:
+    """Compare states with `transformers`, and count passes: there is none."""
+    with patch.object(cached.engine, "run", side_effect=AssertionError("an extra pass")):
+        states = cached.states(tokens, start)
+    assert states is not None
+    torch.testing.assert_close(states, expected(tokens)[start:], rtol=2e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_states_of_a_text_follow_verification(engine: str) -> None:
+    """After chains and trees, whether rejected, accepted in part or entirely, after further turns and after rollback.
+
+    Accepted nodes count before the next pass, and logits remain known: the same call of `score` runs no pass.
+    """
+    cached, rng = opened(engine), random.Random(0)
+    tokens = text(9)
+    for turn in range(40):
+        nodes = rng.randrange(6)
+        chain = range(-1, nodes - 1)
+        parents = tuple(chain if turn % 2 else [rng.randrange(-1, node) for node in range(nodes)])
+        draft = Draft(tuple(rng.randrange(VOCAB) for _ in parents), parents)
+        assert cached.states([*tokens, 1], 0) is None
+        logits = cached.score(tokens, draft)
+        path = draft.path(rng.randrange(-1, nodes))
+        accepted = [*tokens, *(draft.tokens[node] for node in path)]
+        check(cached, accepted, rng.randrange(len(accepted) + 1))
+        check(cached, tokens[: rng.randrange(len(tokens)) + 1])
+        assert cached.states([*accepted, VOCAB], 0) is None
+        assert cached.states([VOCAB, *accepted[1:]], 1) is None
+        with patch.object(cached.engine, "run", side_effect=AssertionError("an extra pass")):
+            assert torch.equal(cached.score(tokens, draft), logits)
+        removed = rng.randrange(1, 8) if turn % 9 == 8 else 0
+        added = [rng.randrange(VOCAB) for _ in range(12 if turn % 9 == 4 else 1)]
+        tokens = [*accepted[: len(accepted) - removed], *added]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_states_of_all_chunks_of_a_prompt_are_stored(engine: str) -> None:
+    cached, tokens = opened(engine), text(PROMPT_CHUNK + NATIVE_CHUNK + 5)
+    cached.score(tokens, Draft.chain((1, 2)))
+    check(cached, [*tokens, 1])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("sampled", [True, False])
+def test_states_of_generated_tokens(engine: str, sampled: bool) -> None:
+    """`extend` stores the states of all its tokens but the last, which no pass has read."""
+    cached, tokens = opened(engine), text(5)
+    sampler = ChainSampler(SamplingParams(0.0), Noise(0, "draft"), len(tokens), VOCAB)
+    chain = cached.extend(tokens, 4, sampler if sampled else lambda logits, i: logits.argmax(-1))
+    check(cached, [*tokens, *chain[:-1]])
+    assert cached.states([*tokens, *chain], 0) is None
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_closed_and_failed_passes_leave_no_states(engine: str) -> None:
+    cached = opened(engine)
+    assert cached.states(text(1), 0) is None
+    cached.score(text(5), Draft())
+    with pytest.raises(UserError, match="vocabulary"):
+        cached.score([*text(5), VOCAB], Draft())
+    assert cached.states(text(1), 0) is None
+    cached.score(text(5), Draft())
+    stored = cached._cache.states
+    assert stored.any()
+    cached.close()
+    assert cached.states(text(1), 0) is None and not stored.any()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_states_are_counted_with_keys_and_values(engine: str) -> None:
+    model, tokens = ENGINES[engine](random_model(CONFIGS["llama"])), text(300)
+    plain, tapped = CachedModel(model), CachedModel(model, taps=TAPS)
+    plain.score(tokens, Draft())
+    tapped.score(tokens, Draft())
+    position = 4 * len(TAPS) * SMALL["hidden_size"]
+    assert tapped.kv_bytes - plain.kv_bytes == position * len(tokens)
+    assert tapped.reserved_bytes - plain.reserved_bytes == position * len(tapped._cache.states)
+
+
+def test_models_without_hidden_states_are_refused_in_one_sentence() -> None:
+    with pytest.raises(UserError, match="T5ForConditionalGeneration stores no hidden states, from which heads draft"):
+        CachedModel(tiny_model("t5"), source=[3], taps=(1,))
+
+
+@pytest.mark.parametrize("taps", [(3,), (-1, 2)])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_states_of_no_layer_are_refused(engine: str, taps: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="hidden states 0 to 2"):
+        CachedModel(ENGINES[engine](random_model(CONFIGS["llama"])), taps=taps)
+
+
+@pytest.mark.parametrize("name", ["qwen3", *FAMILIES])
+def test_taps_equal_the_hidden_states_of_transformers(name: str) -> None:
+    oracle, tokens = random_model(CONFIGS[name]), text(9)
+    states = oracle.base_model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    taps = tuple(range(len(states)))
+    passes = Passes(engine_of(NativeWeights(oracle)), taps)
+    passes.run(tokens[:4], 0, Draft())  # only the last row has logits
+    passes.run(tokens[4:], 4, Draft.chain(tuple(tokens[6:])))
+    for tap in taps:
+        expected = states[tap][0]
+        assert (passes.cache.states[:9, tap] - expected).abs().max() <= 2e-5 * expected.abs().max(), tap
+
+
+def test_states_of_all_chunks_are_stored_and_survive_growth() -> None:
+    model, tokens = weights("llama", "float32"), text(2 * NATIVE_CHUNK + 5)
+    passes, single = Passes(engine_of(model), (1, 2)), Passes(engine_of(model), (1, 2))
+    passes.run(tokens, 0, Draft())
+    for position, token in enumerate(tokens[:20]):
+        single.run([token], position, Draft())
+    assert torch.equal(passes.cache.states[:20], single.cache.states[:20])
+    assert passes.cache.states[: len(tokens)].any(2).all()
+
+
+def test_rollback_moves_states_with_keys_and_values() -> None:
+    """A path of a tree has the states of the same tokens read as a text."""
+    model, tokens = weights("llama", "float32"), text(6)
+    tree = Draft((7, 8, 9, 10), (-1, -1, 1, 2))  # the path 8, 9, 10 is accepted
+    passes, straight = Passes(engine_of(model), (0, 2)), Passes(engine_of(model), (0, 2))
+    passes.run([*tokens, *tree.tokens], 0, tree)
+    passes.keep(6, [7, 8, 9])
+    straight.run([*tokens, 8, 9, 10], 0, Draft())
+    assert torch.equal(passes.cache.states[:9], straight.cache.states[:9])
+
+
+def test_closed_caches_are_cleared_and_reused_with_the_same_taps() -> None:
+    engine = engine_of(weights("llama", "float32"))
+    engine.release()
+    passes = Passes(engine, (1,))
+    passes.run(text(5), 0, Draft())
+    engine.close(passes.cache)
+    assert not passes.cache.states.any() and not passes.cache.kv.any()
+    plain = engine.open()
+    assert plain is not passes.cache
+    for _ in range(2):  # lanes in turn
+        engine.close(plain)
+        assert engine.open(taps=(1,)) is passes.cache
+        engine.close(passes.cache)
+        assert engine.open() is plain
+
+
+def test_engines_without_hidden_states_refuse_taps() -> None:
+    with pytest.raises(ValueError, match="stores no hidden states"):
+        UncachedEngine(random_model(CONFIGS["llama"])).open(taps=(1,))

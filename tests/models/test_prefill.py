@@ -1,0 +1,227 @@
+"""Prefill in chunks: sizes, equality with a single pass, turns of other jobs, Stop, time limit, progress."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from fakes.tiny_models import tiny_model
+from fakes.trace_records import header
+from torch import Tensor
+
+from specdemo.core.events import End, Event, Header, Loading, StepEvent
+from specdemo.core.metrics import Metrics
+from specdemo.core.step import Draft
+from specdemo.core.trace import from_json
+from specdemo.generate import generate
+from specdemo.models import kv_cache
+from specdemo.models.engines.engine import Engine
+from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.models.engines.native_weights import NativeWeights
+from specdemo.models.kv_cache import CachedModel
+from specdemo.models.model_pool import ModelPool
+from specdemo.models.prefill import CHUNK_S, MOST_ROWS, ChunkSize, first_rows
+from specdemo.recipe import Recipe
+from specdemo.ui.frames import Run
+from specdemo.ui.limits import TimeBudget
+from specdemo.worker import Stopped, Worker
+
+PATIENCE = 60.0
+TEXT = [1 + (7 * i) % 59 for i in range(60)]
+PROMPT = "def fibonacci(n):\n    " + "x = 1\n    " * 30
+ENGINES: dict[str, Callable[[], Any]] = {
+    "native": lambda: NativeWeights(tiny_model("llama")),
+    "torch": lambda: LlamaWeights(tiny_model("llama")),
+    "transformers": lambda: tiny_model("gpt2"),
+}
+
+
+@pytest.mark.parametrize("row_s", [1e-6, 1e-3, 0.02, 0.3, 0.7])
+def test_chunks_take_at_most_a_second(row_s: float) -> None:
+    """On a device of any speed whose passes become up to three times as slow, after the first chunk."""
+    rng = random.Random(1)
+    size, durations = ChunkSize(64), []
+    for i in range(200):
+        seconds = size.rows * row_s * (1 + i / 100) * rng.uniform(0.9, 1.1)
+        durations.append((size.rows, seconds))
+        size.observe(seconds)
+    assert all(seconds <= 2 * CHUNK_S or rows == 1 for rows, seconds in durations[1:])
+    assert row_s * 10 > CHUNK_S or durations[-1][1] > CHUNK_S / 8 or durations[-1][0] == MOST_ROWS
+
+
+def test_fast_models_always_use_the_same_chunks() -> None:
+    """Otherwise engines whose bits depend on the rows of a pass would not reproduce a text."""
+    rng, sizes = random.Random(2), set()
+    for _ in range(20):
+        size, rows = ChunkSize(first_rows(100_000_000, torch.device("cpu"))), []
+        for _ in range(8):
+            rows.append(size.rows)
+            size.observe(rng.uniform(0, CHUNK_S / 2))
+        sizes.add(tuple(rows))
+    assert sizes == {(128, 256, *[MOST_ROWS] * 6)}
+    assert [first_rows(size, torch.device("cpu")) for size in (0, 10**9, 10**11)] == [MOST_ROWS, 16, 1]
+    assert first_rows(10**11, torch.device("cuda")) == MOST_ROWS
+
+
+@pytest.fixture
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "first_rows", lambda *_: 4)
+    monkeypatch.setattr("specdemo.models.prefill.MOST_ROWS", 4)
+
+
+def one_pass(model: Any, text: list[int]) -> Tensor:
+    """Return the logits after `text`, computed token by token by another cache."""
+    with closing(CachedModel(model)) as cached:
+        for end in range(1, len(text) + 1):
+            logits = cached.score(text[:end], Draft())
+        return logits
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_interrupted_prefill_leaves_a_usable_cache(engine: str, short_chunks: None) -> None:
+    model = ENGINES[engine]()
+    expected = one_pass(model, TEXT)
+    for chunks in (0, 1, 5, 14):
+        with closing(CachedModel(model)) as cached:
+            positions = cached.prefill(TEXT)
+            assert [next(positions) for _ in range(chunks)] == [4 * (i + 1) for i in range(chunks)]
+            positions.close()
+            if chunks == 5:  # the text of another request
+                cached.score([*TEXT[:7], 3, 4], Draft())
+            rest = [56, *cached.prefill(TEXT)]
+            assert len(TEXT) - 4 <= rest[-1] < len(TEXT)
+            logits = cached.score(TEXT, Draft())
+            assert torch.equal(logits, expected) if engine == "native" else torch.allclose(logits, expected, atol=1e-3)
+
+
+def test_a_stopped_chunk_leaves_the_chunks_before_it(short_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ENGINES["native"]()
+    cached, expected = CachedModel(model), one_pass(model, TEXT)
+    run, passes = Engine.run, []
+
+    def stopped(self: Any, entries: Any) -> Any:
+        passes.append(len(entries[0].new))
+        if len(passes) == 3:
+            raise Stopped
+        return run(self, entries)
+
+    run = type(cached.engine).run
+    monkeypatch.setattr(type(cached.engine), "run", stopped)
+    with pytest.raises(Stopped):
+        list(cached.prefill(TEXT))
+    assert passes == [4, 4, 4]
+    assert torch.equal(cached.score(TEXT, Draft()), expected)
+    assert sum(passes[3:]) == len(TEXT) - 8
+    cached.close()
+
+
+def test_models_without_a_cache_read_a_prompt_in_one_pass(short_chunks: None) -> None:
+    cached = CachedModel(ENGINES["transformers"]())
+    cached.engine.divides_prompts = False
+    assert list(cached.prefill(TEXT)) == []
+    cached.close()
+
+
+# --- runs ----------------------------------------------------------------------------------------------------------
+
+POOL = ModelPool()
+
+
+def events(prompt: str = PROMPT, **options: Any) -> Iterator[Event]:
+    return generate(Recipe(**{"pair": "bundled", "device": "cpu", "max_tokens": 8, **options}), prompt, POOL)
+
+
+def prefills(run: list[Event]) -> list[Loading]:
+    return [event for event in run if isinstance(event, Loading) and event.total]
+
+
+@pytest.mark.slow
+def test_target_and_drafter_read_a_prompt_in_chunks(short_chunks: None) -> None:
+    chunked = list(events(method="draft", temperature=0.0))
+    begun = next(i for i, event in enumerate(chunked) if isinstance(event, Header))
+    chunked = chunked[begun:]
+    first = next(i for i, event in enumerate(chunked) if isinstance(event, StepEvent))
+    before, after = prefills(chunked[:first]), prefills(chunked[first:])
+    length = len(chunked[0].prompt_tokens)
+    for progress, text in ((before, "prompt"), (after, "drafter: prompt")):
+        assert {event.text for event in progress} == {text} and {event.total for event in progress} == {length}
+        assert [event.done for event in progress] == list(range(4, length, 4))
+    assert isinstance(chunked[first + 1], Loading) and isinstance(chunked[-2], StepEvent)
+    assert chunked[first + 1 + len(after)].step.draft_s > 0
+    short = list(events(method="draft", temperature=0.0, prompt="def f"))
+    assert not prefills(short)
+
+
+@pytest.mark.slow
+def test_text_does_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tokens() -> list[int]:
+        run = events(method="draft", temperature=1.0, seed=3)
+        return [token for event in run if isinstance(event, StepEvent) for token in event.step.tokens]
+
+    expected = tokens()
+    monkeypatch.setattr(kv_cache, "first_rows", lambda *_: 4)
+    assert tokens() == expected
+
+
+@pytest.mark.slow
+def test_other_visitors_get_their_turn_during_a_prefill(short_chunks: None) -> None:
+    """With equal device times jobs alternate: the short run ends before the long prompt is read."""
+    list(events(max_tokens=1))  # loads the models
+    worker, order = Worker(clock=lambda: 0.0), []
+
+    def tagged(name: str, run: Iterator[Event]) -> Iterator[Event]:
+        for event in run:
+            order.append((name, type(event)))
+            yield event
+
+    streams = [
+        worker.submit(lambda: tagged("long", events(method="ar"))),
+        worker.submit(lambda: tagged("short", events("def f", method="ar"))),
+    ]
+    assert all(stream.wait(PATIENCE) for stream in streams)
+    worker.close()
+    assert order.index(("short", End)) < order.index(("long", StepEvent))
+
+
+@pytest.mark.slow
+def test_stop_takes_effect_between_chunks(short_chunks: None) -> None:
+    worker, seen = Worker(), []
+
+    def stopping() -> Iterator[Event]:
+        for event in events(method="ar"):
+            seen.append(event)
+            yield event
+            if len(prefills(seen)) == 3:
+                stream.stop()
+
+    stream = worker.submit(stopping)
+    assert stream.wait(PATIENCE) and stream.error is None
+    worker.close()
+    assert len(prefills(seen)) == 3 and not any(isinstance(event, StepEvent) for event in seen)
+
+
+def test_the_time_limit_takes_effect_between_chunks() -> None:
+    now = [0.0]
+
+    def run() -> Iterator[Event]:
+        yield Loading("loading")
+        yield from_json(header(), Metrics())
+        for i in range(100):
+            now[0] += 1.0
+            yield Loading("prompt", i, 100)
+
+    ended = list(TimeBudget(10.5, lambda: now[0]).spend(run()))
+    assert len(ended) == 14 and ended[-1].reason == "cancelled" and now[0] == 11.0
+
+
+def test_the_phase_shows_the_progress() -> None:
+    run = Run(("spec",))
+    run.absorb("spec", Loading("loading", 1, 2))
+    assert run.phase[0] == "loading"
+    run.absorb("spec", from_json(header(), Metrics()))
+    run.absorb("spec", Loading("prompt", 1500, 5073))
+    assert run.phase == ("prefill", "prompt 1,500 of 5,073")

@@ -1,0 +1,241 @@
+"""Open connections: number in total and by visitor, incomplete requests, silent readers."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request, WebSocket
+from fastapi.responses import StreamingResponse
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
+
+from specdemo.remote import connections
+from specdemo.remote.connections import ConnectionLimits, VisitorConnections, network_of
+from specdemo.remote.serve import bind, listen
+from specdemo.worker import Worker
+
+PATIENCE = 30
+CHUNK = b"x" * 1_000_000
+GET = b"GET /quick HTTP/1.1\r\nHost: x\r\n\r\n"
+POST = b"POST /slow HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
+UPGRADE = (
+    b"GET /socket HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
+
+
+class Application:
+    """Routes that respond at once, read their body, or send without end; `ended` counts the latter."""
+
+    def __init__(self) -> None:
+        self.app, self.ended = FastAPI(), threading.Semaphore(0)
+        self.app.state.worker = Worker()
+        self.app.get("/quick")(self.quick)
+        self.app.post("/slow")(self.slow)
+        self.app.get("/endless")(self.endless)
+        self.app.websocket("/socket")(self.socket)
+
+    async def quick(self) -> str:
+        return "ok"
+
+    async def slow(self, request: Request) -> int:
+        return len(await request.body())
+
+    async def endless(self) -> StreamingResponse:
+        return StreamingResponse(self._chunks())
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield CHUNK
+                await asyncio.sleep(0)  # after a disconnect, sending does not suspend the task
+        finally:
+            self.ended.release()
+
+    async def socket(self, socket: WebSocket) -> None:
+        await socket.accept()
+        try:
+            while True:
+                await socket.send_bytes(CHUNK)
+        finally:
+            self.ended.release()
+
+
+@contextmanager
+def served(limits: ConnectionLimits, application: Application | None = None) -> Iterator[tuple[str, int]]:
+    """Yield the address of a server with these limits."""
+    app = (application or Application()).app
+    listener, ready, (stdin, end) = bind("127.0.0.1", 0), threading.Event(), socket.socketpair()
+    options: dict[str, Any] = {"stdin": stdin.makefile("rb"), "announce": ready.set, "connections": limits}
+    thread = threading.Thread(target=listen, args=(app, listener), kwargs=options)
+    thread.start()
+    try:
+        assert ready.wait(PATIENCE)
+        yield listener.getsockname()
+    finally:
+        end.close()
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+def connect(address: tuple[str, int], sent: bytes = b"") -> socket.socket:
+    client = socket.create_connection(address, timeout=PATIENCE)
+    client.sendall(sent)
+    return client
+
+
+def rest(client: socket.socket) -> bytes:
+    """Read until the server closes the connection."""
+    parts = []
+    try:
+        while part := client.recv(1 << 20):
+            parts.append(part)
+    except ConnectionResetError:
+        pass
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("sent", [b"", GET[:30], POST, POST + b"x", GET + GET[:30], UPGRADE[:-2]])
+def test_connections_with_incomplete_requests_are_closed(sent: bytes) -> None:
+    with served(ConnectionLimits(seconds=0.2)) as address, connect(address, sent) as client:
+        answer = rest(client)
+    assert answer.startswith(b"HTTP/1.1 200") if sent.startswith(GET) else not answer
+
+
+def test_a_body_that_no_route_reads_is_awaited_as_long_as_others() -> None:
+    """The response is complete: without a limit the connection would count as idle, for 75 s."""
+    request = GET.replace(b"\r\n\r\n", b"\r\nContent-Length: 9\r\n\r\n")
+    with served(ConnectionLimits(seconds=0.2)) as address, connect(address, request) as client:
+        assert rest(client).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("request_", [GET.replace(b"quick", b"endless"), UPGRADE])
+def test_clients_that_read_nothing_are_disconnected(request_: bytes) -> None:
+    application = Application()
+    with served(ConnectionLimits(seconds=0.2), application) as address, connect(address, request_):
+        assert application.ended.acquire(timeout=PATIENCE)
+
+
+def received(client: socket.socket) -> bool:
+    """Read the response of the route `quick`; return False if the connection ends before."""
+    response = b""
+    while not response.endswith(b'"ok"'):
+        part = client.recv(65536)
+        if not part:
+            return False
+        response += part
+    return response.startswith(b"HTTP/1.1 200")
+
+
+def test_readers_and_idle_connections_stay() -> None:
+    """A reader that pauses between parts, and a connection between requests, outlive the limit."""
+    application = Application()
+    with served(ConnectionLimits(seconds=0.2), application) as address:
+        with connect(address, GET) as idle, connect(address, GET.replace(b"quick", b"endless")) as reader:
+            assert received(idle)
+            closed = threading.Thread(target=rest, args=(connect(address),))
+            closed.start()  # the limit has passed when this connection is closed
+            while closed.is_alive():
+                assert reader.recv(1 << 16)
+            idle.sendall(GET)
+            assert received(idle) and reader.recv(1 << 16)
+        assert application.ended.acquire(timeout=PATIENCE)
+
+
+def responses(address: tuple[str, int], count: int) -> list[bytes]:
+    """Open connections, then send a request on each, in order."""
+    with ExitStack() as stack:
+        clients = [stack.enter_context(connect(address)) for _ in range(count)]
+        first = []
+        for client in clients:
+            try:
+                client.sendall(GET)
+                first.append(client.recv(65536)[9:12])
+            except (ConnectionResetError, BrokenPipeError):
+                first.append(b"")
+        return first
+
+
+def test_open_connections_are_limited_in_total() -> None:
+    with served(ConnectionLimits(total=3)) as address:
+        answers = responses(address, 6)
+        assert answers[:3] == [b"200"] * 3 and set(answers[3:]) <= {b"503", b""}
+        while responses(address, 1) != [b"200"]:  # places are free again
+            pass
+
+
+def test_open_connections_are_limited_per_visitor(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(ConnectionLimits(per_visitor=2)) as address:
+        assert responses(address, 4) == [b"200"] * 4  # this machine
+        monkeypatch.setattr(connections, "is_loopback", lambda name: False)
+        assert responses(address, 4) == [b"200"] * 4  # a trusted proxy
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "192.0.2.1")
+    with served(ConnectionLimits(per_visitor=2)) as address:
+        answers = responses(address, 4)
+    assert answers[:2] == [b"200"] * 2 and set(answers[2:]) <= {b"503", b""}
+
+
+def test_requests_of_a_visitor_are_counted_behind_a_proxy() -> None:
+    """Requests and WebSockets count together; other visitors and this machine are served."""
+
+    async def check() -> None:
+        gate, inside = asyncio.Event(), asyncio.Semaphore(0)
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            inside.release()
+            await gate.wait()
+
+        limited, statuses = VisitorConnections(app, ConnectionLimits(per_visitor=2)), []
+
+        async def send(message: Any) -> None:
+            statuses.append(message.get("status", message.get("code")))
+
+        def request(address: str, kind: str = "http") -> Any:
+            scope = {"type": kind, "client": (address, 0), "headers": [], "method": "GET", "path": "/"}
+            return asyncio.create_task(limited(scope, None, send))
+
+        tasks = [request(address) for address in ("2001:db8::1", "127.0.0.1", "127.0.0.1", "127.0.0.1", "192.0.2.9")]
+        tasks.append(request("2001:db8::2", "websocket"))
+        for _ in tasks:
+            await asyncio.wait_for(inside.acquire(), PATIENCE)
+        await request("2001:db8::3")
+        assert statuses[0] == 429
+        await request("2001:db8::3", "websocket")
+        assert statuses[-1] == 1013
+        gate.set()
+        await asyncio.gather(*tasks)
+        await request("2001:db8::1")
+        assert len(statuses) == 3 and not limited._open  # one refusal has a body
+
+    asyncio.run(check())
+
+
+def test_refused_visitors_get_a_sentence() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("no request is admitted")
+
+    client = TestClient(VisitorConnections(app, ConnectionLimits(per_visitor=0)), client=("192.0.2.1", 1))
+    response = client.get("/")
+    assert response.status_code == 429 and "too many connections" in response.json()["detail"]
+    with pytest.raises(WebSocketDisconnect), client.websocket_connect("/"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("address", "visitor"),
+    [
+        ("192.0.2.1", "192.0.2.1"),
+        ("::ffff:192.0.2.1", "192.0.2.1"),
+        ("2001:db8::1", "2001:db8::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("testclient", "testclient"),
+    ],
+)
+def test_a_visitor_is_an_address_or_a_network(address: str, visitor: str) -> None:
+    assert network_of(address) == visitor

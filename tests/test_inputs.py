@@ -1,0 +1,93 @@
+"""Prompts as token ids, and runs without KV cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fakes.heads import head_for
+from fakes.tiny_models import byte_level_tokenizer, save_model
+
+from specdemo.core.errors import UserError
+from specdemo.core.events import Header, StepEvent
+from specdemo.generate import generate
+from specdemo.models.kv_cache import CachedModel
+from specdemo.models.model_pool import ModelPool
+from specdemo.models.uncached import UncachedModel
+from specdemo.recipe import Recipe
+from specdemo.remote.config import CloudConfig
+from specdemo.ui.lane import baseline_of
+
+PROMPT = "for i in range(10):"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model(tmp_path_factory.mktemp("models") / "target", byte_level_tokenizer()))
+
+
+@pytest.fixture(scope="module")
+def pool() -> ModelPool:
+    return ModelPool()
+
+
+def decoded(recipe: Recipe, prompt: Any, pool: ModelPool) -> tuple[Header, list[int]]:
+    events = list(generate(recipe, prompt, pool))
+    header = next(event for event in events if isinstance(event, Header))
+    return header, [token for event in events if isinstance(event, StepEvent) for token in event.step.tokens]
+
+
+@pytest.mark.parametrize("method", ["ar", "nasd"])
+def test_token_ids_continue_as_their_text(method: str, target: str, pool: ModelPool) -> None:
+    recipe = Recipe(target=target, method=method, temperature=0, max_tokens=8, device="cpu")
+    header, tokens = decoded(recipe, PROMPT, pool)
+    again, same = decoded(recipe, list(header.prompt_tokens), pool)
+    assert same == tokens and again.prompt == PROMPT and again.prompt_tokens == header.prompt_tokens
+    split = [*byte_level_tokenizer().encode("for"), *byte_level_tokenizer().encode(" i")]
+    assert decoded(recipe, split, pool)[0].prompt_tokens == tuple(split)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "values", "sentence"),
+    [
+        ([1, 2], {"chat": True}, "token ids takes no chat template: set chat to False"),
+        ([1, "2"], {}, "must contain whole numbers only, not '2'"),
+        ([1, 1 << 40], {}, "is not among the .* token ids"),
+        ([1, -1], {}, "-1 is not among the .* token ids"),
+        ([], {}, "the prompt is empty"),
+    ],
+)
+def test_wrong_token_ids_are_refused(
+    prompt: Any, values: dict[str, Any], sentence: str, target: str, pool: ModelPool
+) -> None:
+    recipe = Recipe(target=target, method="ar", max_tokens=2, device="cpu", **values)
+    with pytest.raises(UserError, match=sentence):
+        decoded(recipe, prompt, pool)
+
+
+@pytest.mark.parametrize("method", ["ar", "draft", "nasd", "tree", "self", "eagle", "hybrid", "lookahead", "beam"])
+def test_without_cache_the_text_is_the_same_and_every_pass_computes_all_tokens(
+    method: str, target: str, pool: ModelPool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = {"drafter": target} if method in ("draft", "tree", "hybrid") else {}
+    drafter |= {"head": head_for(target, tmp_path)} if method == "eagle" else {}
+    sampling = {} if method == "beam" else {"temperature": 0}
+    values: dict[str, Any] = {"target": target, "method": method, "max_tokens": 12, "device": "cpu", **drafter}
+    _, tokens = decoded(Recipe(**values, **sampling), PROMPT, pool)
+    held: list[int] = []
+    engine_run = CachedModel.score
+
+    def recorded(self: CachedModel, *arguments: Any) -> Any:
+        assert isinstance(self, UncachedModel)
+        held.append(self._keep(*arguments)[0])
+        return engine_run(self, *arguments)
+
+    monkeypatch.setattr(CachedModel, "score", recorded)
+    _, same = decoded(Recipe(**values, **sampling, use_cache=False), PROMPT, pool)
+    assert same == tokens and held and not any(held)
+
+
+def test_baselines_have_a_cache_and_services_need_it() -> None:
+    assert baseline_of(Recipe(use_cache=False)).use_cache
+    with pytest.raises(UserError, match="use_cache can be disabled for a local target only"):
+        Recipe(use_cache=False, cloud=CloudConfig("http://127.0.0.1:1"))

@@ -1,0 +1,131 @@
+"""Ends of a text: stop texts and stop tokens, the same for every method and at every position of a draft."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from fakes.heads import head_for
+from fakes.tiny_models import byte_level_tokenizer, save_model
+
+from specdemo.core import trace
+from specdemo.core.errors import UserError
+from specdemo.core.events import End, Loading, StepEvent
+from specdemo.core.metrics import Metrics
+from specdemo.drafters import METHODS
+from specdemo.generate import generate
+from specdemo.models.model_pool import ModelPool
+from specdemo.recipe import Recipe
+
+PROMPT = "for i in range(10):"
+MAX_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def pool() -> ModelPool:
+    return ModelPool()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    target = str(save_model(folder / "target", byte_level_tokenizer()))
+    return {"target": target, "drafter": target, "head": head_for(target, folder / "head")}
+
+
+@pytest.fixture(scope="module")
+def recipe_of(models: dict[str, str]) -> Callable[..., Recipe]:
+    def make(method: str, **values: Any) -> Recipe:
+        used = METHODS[method]
+        names = ["target", *(["drafter"] if used.uses_model else []), *(["head"] if used.drafter == "head" else [])]
+        sampling = {} if method == "beam" else {"temperature": 0}
+        chosen = {name: models[name] for name in names} | sampling | {"device": "cpu", "max_tokens": MAX_TOKENS}
+        return Recipe(method=method, **chosen, **values)
+
+    return make
+
+
+def decoded(recipe: Recipe, pool: ModelPool) -> tuple[list[StepEvent], End]:
+    events = list(generate(recipe, PROMPT, pool))
+    return [event for event in events if isinstance(event, StepEvent)], events[-1]
+
+
+def tokens_of(steps: list[StepEvent]) -> list[int]:
+    return [token for event in steps for token in event.step.tokens]
+
+
+def text_of(steps: list[StepEvent]) -> str:
+    return "".join(event.text for event in steps)
+
+
+def piece_ends(steps: list[StepEvent]) -> Iterator[int]:
+    length = 0
+    for event in steps:
+        for piece in event.pieces:
+            length += len(piece)
+            yield length
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_text_ends_before_a_stop_text_and_its_tokens_stay(
+    method: str, recipe_of: Callable[..., Recipe], pool: ModelPool
+) -> None:
+    whole, _ = decoded(recipe_of(method), pool)
+    text, tokens = text_of(whole), tokens_of(whole)
+    assert len(text) > 12
+    for start in (0, 5, len(text) - 4):
+        stop = text[start : start + 3]
+        first = text.find(stop)
+        steps, end = decoded(recipe_of(method, stop_texts=("never", stop)), pool)
+        kept = next(n for n, length in enumerate(piece_ends(whole), 1) if length >= first + len(stop))
+        assert text_of(steps) == text[:first]
+        assert tokens_of(steps) == tokens[:kept]
+        assert end.reason == "stop" and end.metrics.tokens == kept
+        assert end.metrics == Metrics.of(event.step for event in steps)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_text_ends_with_a_stop_token(method: str, recipe_of: Callable[..., Recipe], pool: ModelPool) -> None:
+    whole, _ = decoded(recipe_of(method), pool)
+    tokens = tokens_of(whole)
+    stop = tokens[len(tokens) // 2]
+    steps, end = decoded(recipe_of(method, stop_tokens=(stop,)), pool)
+    if method == "beam":  # another hypothesis may end first
+        assert tokens_of(steps)[-1] == stop and end.reason == "stop"
+    else:
+        assert tokens_of(steps) == tokens[: tokens.index(stop) + 1] and end.reason == "stop"
+
+
+def test_a_withheld_text_is_shown_at_the_end(recipe_of: Callable[..., Recipe], pool: ModelPool) -> None:
+    whole, _ = decoded(recipe_of("nasd"), pool)
+    steps, end = decoded(recipe_of("nasd", stop_texts=(text_of(whole)[-2:] + "never",)), pool)
+    assert text_of(steps) == text_of(whole) and end.reason == "length"
+
+
+def test_the_trace_contains_the_tokens_of_the_stop_text(recipe_of: Callable[..., Recipe], pool: ModelPool) -> None:
+    whole, _ = decoded(recipe_of("nasd"), pool)
+    stop = text_of(whole)[6:8]
+    events = list(generate(recipe_of("nasd", stop_texts=(stop,)), PROMPT, pool))
+    header, *lines, end = [json.loads(trace.write(event)) for event in events if not isinstance(event, Loading)]
+    assert header["recipe"]["stop_texts"] == [stop]
+    assert stop not in "".join(line["text"] for line in lines)
+    assert sum(len(line["tokens"]) for line in lines) == end["metrics"]["tokens"]
+    assert end["end"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"stop_texts": ("",)}, "stop_texts contains an empty text: remove it"),
+        ({"stop_texts": ("a",) * 65}, "stop_texts has more than 64 texts"),
+        ({"stop_tokens": (1,) * 65}, "stop_tokens has more than 64 ids"),
+        ({"stop_tokens": (1 << 40,)}, "stop token 1,099,511,627,776 is not among the .* token ids"),
+    ],
+)
+def test_invalid_ends_are_refused(
+    values: dict[str, Any], sentence: str, recipe_of: Callable[..., Recipe], pool: ModelPool
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        decoded(recipe_of("ar", **values), pool)

@@ -1,0 +1,220 @@
+"""Every event of the page with missing, surplus, wrong and huge values: a sentence, and no text of visitors in logs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import gradio as gr
+import pytest
+from starlette.testclient import TestClient
+
+from specdemo.ui import service
+from specdemo.ui.event_requests import MOST_DEPTH, MOST_VALUES, KnownEvents, guarded
+from specdemo.ui.limits import PUBLIC
+from specdemo.ui.page import build
+from specdemo.ui.theme import launch_options
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+API = "/gradio_api"
+SECRET = "zebra-in-a-prompt"
+LIMITS = replace(PUBLIC, per_minute=None, at_once=None, max_seconds=0.05)
+WRONG: list[Any] = [None, SECRET, [SECRET, [SECRET]], {SECRET: SECRET}, 1e308, True, SECRET * 1000]
+
+
+class Browser:
+    """Client of the page that reads the results of queued events."""
+
+    def __init__(self, client: TestClient, page: Any) -> None:
+        self.client, self.page, self.sessions = client, page, 0
+
+    def call(self, number: int, data: Any) -> tuple[int, str]:
+        """Send an event; return the status and the result."""
+        self.sessions += 1
+        event, session = self.page.blocks.fns[number], f"session-of-test-{self.sessions:012}"
+        body = {"data": data, "fn_index": number, "session_hash": session}
+        route = "queue/join" if event.queue else f"run/{event.api_name}"
+        response = self.client.post(f"{API}/{route}", json=body)
+        if response.status_code == 200 and event.queue:
+            response = self.client.get(f"{API}/queue/data?session_hash={session}")
+        return response.status_code, response.text
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(service, "PROMPTS_PER_KIND", 1)  # some variants are valid and start a preflight
+        yield from _opened()
+
+
+def _opened() -> Iterator[Browser]:
+    page = build(limits=LIMITS)
+    options = launch_options(page.routes, page.middleware)
+    page.blocks.favicon_path, page.blocks.pwa = options["favicon_path"], True
+    app = gr.routes.App.create_app(page.blocks, app_kwargs=options["app_kwargs"])
+    with TestClient(app, base_url="http://127.0.0.1:7860", raise_server_exceptions=False) as client:
+        client.get(f"{API}/startup-events")
+        yield Browser(client, page)
+    page.worker.close()
+
+
+@pytest.fixture
+def logged(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
+    """Return a function that returns everything logged, printed or warned."""
+    caplog.set_level(logging.DEBUG)
+    for client in ("httpx", "httpcore", "httpx2", "asyncio"):
+        logging.getLogger(client).setLevel(logging.ERROR)  # the client of the test
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield lambda: "".join([*capfd.readouterr(), caplog.text, *(str(warning.message) for warning in caught)])
+
+
+def variants(count: int, defaults: list[Any]) -> Iterator[list[Any]]:
+    yield []
+    yield [*defaults, SECRET]
+    for wrong in WRONG:
+        yield [wrong] * count
+        yield from ([*defaults[:i], wrong, *defaults[i + 1 :]] for i in range(min(count, 1)))
+
+
+def test_every_event_answers_arbitrary_values_without_logging_them(browser: Browser, logged: Any) -> None:
+    blocks, problems = browser.page.blocks, []
+    for number, event in blocks.fns.items():
+        defaults = [getattr(block, "value", None) for block in event.inputs]
+        for data in variants(len(defaults), json.loads(json.dumps(defaults, default=str))):
+            status, text = browser.call(number, data)
+            log = logged()
+            if status >= 500 or SECRET in log or "Traceback" in text:
+                problems.append((event.name, str(data)[:40], status, text[:100], log[-300:]))
+            if len(data) != len(event.inputs) or event.fn is None:
+                assert status == 400 and "detail" in text
+    assert not problems, problems
+
+
+def test_every_function_of_a_component_answers_arbitrary_values(browser: Browser, logged: Any) -> None:
+    known, problems = KnownEvents.of(browser.page.blocks), []
+    assert sum(map(len, known.functions.values())) > 8
+    for component, names in known.functions.items():
+        for name in sorted(names):
+            for data in (
+                *WRONG,
+                [],
+                [SECRET],
+                [SECRET] * 2,
+                [SECRET, SECRET, 1],
+                [[SECRET], [SECRET]],
+                [SECRET, 1e308],
+            ):
+                body = {"session_hash": "session-of-a-test", "component_id": component, "fn_name": name, "data": data}
+                response = browser.client.post(f"{API}/component_server", json=body)
+                if response.status_code != 200 or SECRET in logged():
+                    problems.append((name, str(data)[:40], response.status_code))
+    assert not problems, problems
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("component_server", {"component_id": 999_999, "fn_name": "csv"}, 400),
+        ("component_server", {"component_id": "x", "fn_name": "csv"}, 400),
+        ("component_server", {"component_id": True, "fn_name": "csv"}, 400),
+        ("component_server", {"component_id": [1], "fn_name": {}}, 400),
+        ("component_server", {"component_id": 119, "fn_name": "postprocess"}, 400),
+        ("queue/join", {"data": [], "fn_index": 999}, 400),
+        ("queue/join", {"data": [], "fn_index": None}, 400),
+        ("queue/join", {"data": [], "fn_index": True}, 400),
+        ("queue/join", {"data": SECRET, "fn_index": 0}, 400),
+        ("queue/join/generate", {"data": []}, 404),
+        ("run/generate", {"data": [], "fn_index": 999}, 400),
+        ("run/nothing", {"data": []}, 400),
+        ("call/nothing", {"data": []}, 400),
+        ("call/generate", {"data": []}, 400),
+        ("call/generate", {"data": [SECRET]}, 400),
+        ("call/generate", {}, 400),
+        ("queue/join", [SECRET], 400),
+        ("queue/join", SECRET, 400),
+        ("cancel", {"session_hash": SECRET, "fn_index": SECRET, "event_id": [SECRET]}, 422),
+        ("queue/join", f'{{"data": {DEEP}, "fn_index": 0}}', 400),
+        ("component_server", f'{{"data": {DEEP}, "fn_index": 0}}', 400),
+        ("queue/join", b"\xff\xfe" + SECRET.encode(), 400),
+    ],
+)
+def test_unknown_events_and_malformed_bodies_get_a_sentence(
+    browser: Browser, logged: Any, path: str, body: Any, status: int
+) -> None:
+    if isinstance(body, dict):
+        body = {"session_hash": "session-of-a-test", **body}
+    content = body if isinstance(body, bytes) else (body if body == SECRET or DEEP in str(body) else json.dumps(body))
+    headers = {"content-type": "application/json"}
+    response = browser.client.post(f"{API}/{path}", content=content, headers=headers)
+    assert response.status_code == status and "detail" in response.json() and SECRET not in logged()
+
+
+def test_files_and_other_types_of_bodies_are_refused(browser: Browser) -> None:
+    show = next(number for number, event in browser.page.blocks.fns.items() if event.name == "show")
+    file = {"path": "/etc/passwd", "meta": {"_type": "gradio.FileData"}}
+    many, deep = [0] * (MOST_VALUES + 1), json.loads("[" * (MOST_DEPTH + 1) + "]" * (MOST_DEPTH + 1))
+    for value in (file, [[file]], {"x": file}, many, deep):
+        assert browser.call(show, [value]) == (400, '{"detail":"the values are too many, too deep, or files"}')
+    sent = {"content": b"--x\r\n", "headers": {"content-type": "multipart/form-data; boundary=x"}}
+    assert browser.client.post(f"{API}/component_server", **sent).status_code == 415
+
+
+def test_a_run_with_deep_brackets_gets_a_sentence(browser: Browser, logged: Any) -> None:
+    show = next(number for number, event in browser.page.blocks.fns.items() if event.name == "show")
+    status, text = browser.call(show, ["[" * 100_000])
+    assert status == 200 and "a run needs a JSON list" in text and "RecursionError" not in logged()
+
+
+def test_events_without_a_function_are_unknown(browser: Browser) -> None:
+    known = KnownEvents.of(browser.page.blocks)
+    hidden = [number for number, event in browser.page.blocks.fns.items() if event.fn is None]
+    assert hidden and not set(hidden) & set(known.inputs) and {"generate", "preflight"} <= set(known.names)
+
+
+async def collected(call: Any) -> Any:
+    result = call()
+    return [item async for item in result] if hasattr(result, "__aiter__") else await result
+
+
+def test_guarded_functions_keep_their_kind() -> None:
+    import asyncio
+    import inspect
+
+    async def steps() -> Any:
+        yield 1
+        raise KeyError(SECRET)
+
+    async def waits() -> Any:
+        raise KeyError(SECRET)
+
+    def generator() -> Any:
+        yield 1
+        raise KeyError(SECRET)
+
+    def plain(request: gr.Request) -> Any:
+        raise KeyError(SECRET)
+
+    def convert(error: Exception) -> Exception:
+        return gr.Error(type(error).__name__)
+
+    kinds = (inspect.isasyncgenfunction, inspect.iscoroutinefunction, inspect.isgeneratorfunction)
+    calls = [guarded(call, convert) for call in (steps, waits, generator, plain)]
+    assert [[kind(call) for kind in kinds].index(True) for call in calls[:3]] == [0, 1, 2]
+    assert list(inspect.signature(calls[3]).parameters) == ["request"]
+    for run in (
+        lambda: asyncio.run(collected(calls[0])),
+        lambda: asyncio.run(collected(calls[1])),
+        lambda: list(calls[2]()),
+        lambda: calls[3](None),
+    ):
+        with pytest.raises(gr.Error, match="KeyError"):
+            run()

@@ -1,0 +1,98 @@
+"""Result line of a run, badges of lanes, and the comparison over a link."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from fakes.trace_records import PREFILL, absorb, end, header, step
+
+from specdemo.ui.frames import Run
+from specdemo.ui.lane import PLAIN, SPEC
+
+LINK = {"cloud": {"mode": "speculative"}}
+
+
+def compared(plain_s: float, verify_s: float = 0.01, temperature: float = 0.0, **recipe: Any) -> Run:
+    """Two lanes of 17 tokens: 8 steps of 2 tokens, and 16 AR steps of `plain_s` seconds."""
+    run = Run((SPEC, PLAIN))
+    drafted = [
+        step(i, pieces=["x", "y"], draft=("x", "z"), accepted=(0,), tested=2, draft_s=0.0, verify_s=verify_s)
+        for i in range(1, 9)
+    ]
+    plain = [step(i, pieces=["x"], draft_s=0.0, verify_s=plain_s) for i in range(1, 17)]
+    tokens = [token for line in drafted for token in line["tokens"]]
+    for line, token in zip(plain, tokens, strict=True):
+        line["tokens"] = [token]
+    for name, method, lines in ((SPEC, "draft", drafted), (PLAIN, "ar", plain)):
+        made = header(method)
+        made["recipe"] = made["recipe"] | {"temperature": temperature} | recipe
+        for line in lines:
+            line["t"] = 0.5 + 0.01 * line["i"]
+        absorb(run, name, made, PREFILL | {"t": 0.5}, *lines, end())
+    run.finish()
+    return run
+
+
+def line_of(run: Run) -> dict[str, Any]:
+    return json.loads(run.frame(0))["headline"]
+
+
+def test_result_names_speed_text_and_passes() -> None:
+    shown = line_of(compared(plain_s=0.01))
+    assert shown["text"] == "2.0× faster in this run, same text. 8 target passes instead of 16."
+    assert shown["tone"] == "good" and shown["suggestion"] == {"label": "Repeat ×5", "press": "repeat"}
+    assert shown["reason"] == "A step gave 2.0 tokens and took 1.0 times as long as a step of the baseline."
+
+
+def test_a_loss_is_named_with_one_suggestion() -> None:
+    shown = line_of(compared(plain_s=0.004))
+    assert shown["text"].startswith("0.8×, slower in this run, same text.") and shown["tone"] == "bad"
+    assert shown["suggestion"]["label"] == "Repeat ×5"
+
+
+@pytest.mark.parametrize(
+    ("ratios", "words", "tone"),
+    [
+        ((1.1, 1.5, 2.0, 1.2, 4.0), "1.5× faster in all 5 pairs", "good"),
+        ((0.6, 0.7, 0.8, 0.9, 0.95), "0.8×, slower in all 5 pairs", "bad"),
+        ((0.9, 1.2, 1.3, 1.4, 1.5), "No clear difference: 1.3×", "even"),
+    ],
+)
+def test_repeats_decide_by_all_pairs(ratios: tuple[float, ...], words: str, tone: str) -> None:
+    run = compared(plain_s=0.01)
+    run.speeds = {SPEC: list(ratios), PLAIN: [1.0] * 5}
+    assert line_of(run)["text"].startswith(words) and line_of(run)["tone"] == tone
+    assert tone != "bad" or line_of(run)["suggestion"] == {"label": "Turn speculation off", "set": {"method": "ar"}}
+
+
+def test_lanes_over_a_link_are_compared_by_total_time() -> None:
+    """The remote baseline streams its tokens: without the first token it would be 20 times as fast."""
+    run = compared(plain_s=0.0005, **LINK)
+    state = json.loads(run.frame(0))
+    spec, plain = (0.5 + 8 * 0.01, 0.5 + 16 * 0.0005)
+    assert state["tiles"]["speedup"] == [f"{plain / spec:.1f}×", "total time"]
+    assert f"{spec:.2f} against {plain:.2f} s in total" in state["verdict"] and "streams its tokens" in state["verdict"]
+    assert state["headline"]["text"].startswith("0.9×, slower in total time in this run")
+
+
+def test_ratios_below_a_tenth_have_two_digits() -> None:
+    assert line_of(compared(plain_s=0.0002))["text"].startswith("0.04×, slower")
+
+
+def test_a_lane_says_how_its_text_relates_to_the_baseline() -> None:
+    texts = json.loads(compared(plain_s=0.01).frame(0))["texts"]
+    assert texts == {SPEC: ["same text", "All 17 tokens equal the baseline's."]}
+    run = compared(plain_s=0.01, temperature=0.8)
+    run.lanes[PLAIN].lines[2] = run.lanes[PLAIN].lines[2].replace('"tokens": [100]', '"tokens": [99]')
+    badge, why = json.loads(run.frame(0))["texts"][SPEC]
+    assert badge == "other random text" and "own random numbers" in why
+
+
+def test_a_single_run_has_no_comparison() -> None:
+    run = Run((SPEC,))
+    absorb(run, SPEC, header(), PREFILL, end())
+    run.finish()
+    shown = line_of(run)
+    assert shown["text"].startswith("1 tokens in") and shown["tone"] == "none" and shown["suggestion"] is None

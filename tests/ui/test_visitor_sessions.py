@@ -1,0 +1,122 @@
+"""Sessions of visitors: the name of a session gives no access to its events or conversation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import gradio as gr
+import pytest
+from starlette.testclient import TestClient
+
+from specdemo.ui.limits import PUBLIC
+from specdemo.ui.page import build
+from specdemo.ui.theme import launch_options
+from specdemo.ui.visitor_sessions import COOKIE, InvalidSession, VisitorSessions
+
+pytestmark = pytest.mark.slow
+
+API = "/gradio_api"
+NAME = "known-session"
+ADDRESS = ("192.0.2.1", 1)
+
+
+@pytest.fixture(scope="module")
+def app() -> Iterator[Any]:
+    page = build(limits=replace(PUBLIC, per_minute=None))
+    options = launch_options(page.routes, page.middleware)
+    page.blocks.favicon_path, page.blocks.pwa = options["favicon_path"], True
+    app = gr.routes.App.create_app(page.blocks, app_kwargs=options["app_kwargs"])
+    with TestClient(app, base_url="http://127.0.0.1:7860") as client:
+        client.get(f"{API}/startup-events")
+        client.forgetful = next(n for n, event in page.blocks.fns.items() if event.name == "forget" and event.queue)
+        yield client
+    page.worker.close()
+
+
+def visitor(app: Any, address: str = "192.0.2.1", browser: bool = True) -> TestClient:
+    """Client on the page; a browser has the page's cookie."""
+    client = TestClient(app.app, base_url="http://127.0.0.1:7860", client=(address, 1))
+    client.get("/config")
+    if not browser:
+        client.cookies.clear()
+    return client
+
+
+def events(client: TestClient, name: str = NAME) -> str:
+    """Results of the session, up to the end of its events."""
+    return client.get(f"{API}/queue/data", params={"session_hash": name}).text
+
+
+def join(client: TestClient, number: int, name: Any = NAME) -> Any:
+    return client.post(f"{API}/queue/join", json={"data": [], "fn_index": number, "session_hash": name})
+
+
+@pytest.mark.parametrize("browser", [True, False])
+@pytest.mark.parametrize("listener", [("192.0.2.1", True), ("192.0.2.2", False)])
+def test_a_known_name_does_not_give_access_to_events(app: Any, browser: bool, listener: tuple[str, bool]) -> None:
+    """Two browsers at one address have different cookies; a program is known by its address."""
+    owner, other = visitor(app, browser=browser), visitor(app, *listener)
+    assert join(owner, app.forgetful).status_code == 200
+    assert '"session_not_found":true' in events(other)
+    assert "process_completed" in events(owner)
+
+
+def test_the_page_sets_a_secret_cookie_once(app: Any) -> None:
+    client = TestClient(app.app, base_url="http://127.0.0.1:7860", client=ADDRESS)
+    cookies = [client.get(path).headers.get("set-cookie") for path in ("/config", "/config", "/robots.txt")]
+    assert cookies[0].startswith(f"{COOKIE}=") and "HttpOnly" in cookies[0] and "SameSite=Lax" in cookies[0]
+    assert cookies[1:] == [None, None] and len(client.cookies[COOKIE]) == 32
+    assert TestClient(app.app, base_url="http://127.0.0.1:7860").get("/robots.txt").headers.get("set-cookie") is None
+
+
+@pytest.mark.parametrize("name", ["short", "", "x" * 65, "a b c d e f", 12345678, ["session-of-a-visitor"], None])
+def test_short_names_and_other_values_are_refused(app: Any, name: Any) -> None:
+    client = visitor(app)
+    assert join(client, app.forgetful, name).status_code == 400
+    if isinstance(name, str):
+        assert client.get(f"{API}/queue/data", params={"session_hash": name}).status_code == 400
+        assert client.get(f"{API}/heartbeat/{name or '%20'}").status_code == 400
+    if name is not None:
+        assert client.post(f"{API}/cancel", json={"session_hash": name, "fn_index": 0, "event_id": "x"}).is_client_error
+
+
+def request(path: str = "/", query: bytes = b"", cookie: str = "", scheme: str = "http") -> dict[str, Any]:
+    headers = [(b"cookie", f"{COOKIE}={cookie}".encode())] if cookie else []
+    return {"path": path, "query_string": query, "headers": headers, "client": ADDRESS, "scheme": scheme}
+
+
+def test_names_are_replaced_alike_in_every_part_of_a_request() -> None:
+    sessions, cookie = VisitorSessions(framed=False), "c" * 32
+    body = sessions.hide_in_body(request(cookie=cookie), {"session_hash": NAME, "data": [NAME]})
+    hidden = body["session_hash"]
+    assert NAME not in hidden and body["data"] == [NAME] and len(hidden) == 64
+    query = request(query=f"x={NAME}&session_hash={NAME}".encode(), cookie=cookie)
+    path = request(f"{API}/heartbeat/{NAME}", cookie=cookie)
+    sessions.hide_in_address(query)
+    sessions.hide_in_address(path)
+    assert query["query_string"] == f"x={NAME}&session_hash={hidden}".encode()
+    assert path["path"] == f"{API}/heartbeat/{hidden}" and path["raw_path"] == path["path"].encode()
+    for other in ("d" * 32, "", "short"):
+        assert sessions.hide_in_body(request(cookie=other), {"session_hash": NAME})["session_hash"] != hidden
+
+
+def test_a_hidden_name_is_no_name_of_the_session() -> None:
+    sessions = VisitorSessions(framed=False)
+    hidden = sessions.hide_in_body(request(), {"session_hash": NAME})
+    assert sessions.hide_in_body(request(), hidden) != hidden
+
+
+def test_cookies_of_frames_of_other_sites_need_encryption() -> None:
+    framed, own = VisitorSessions(framed=True), VisitorSessions(framed=False)
+    assert "SameSite=None; Partitioned" in framed.new_cookie(request(scheme="https"))
+    assert "SameSite=Lax" in own.new_cookie(request(scheme="https"))
+    assert "Secure" not in framed.new_cookie(request())
+    assert own.new_cookie(request(cookie="c" * 32)) is None and own.new_cookie(request(cookie="short"))
+
+
+def test_malformed_bodies_do_not_name_a_session() -> None:
+    with pytest.raises(InvalidSession, match="8 to 64"):
+        VisitorSessions(False).hide_in_body(request(), json.loads('{"session_hash": {"a": 1}}'))

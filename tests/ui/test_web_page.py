@@ -1,0 +1,112 @@
+"""Saved web page of a run, and origins of guesses in the inspector."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from typing import Any
+
+import pytest
+from fakes.trace_records import PREFILL, REJECTION, absorb, end, header, step, whole
+
+from specdemo.ui.frames import Run
+from specdemo.ui.lane import SPEC, Lane
+from specdemo.ui.run_store import RunStore
+from specdemo.ui.step_views import step_picture, step_pictures
+from specdemo.ui.web_page import web_page
+
+MARKUP = "</script><img src=x onerror=alert(1)>"
+
+
+def test_saved_page_contains_the_frame_and_all_steps() -> None:
+    run = whole(Run())
+    run.finish()
+    packed = re.search(r'id="run-data">([^<]*)<', web_page(run))
+    assert packed is not None
+    data = json.loads(gzip.decompress(base64.b64decode(packed[1])))
+    assert data["frame"] == json.loads(run.frame(0))
+    assert data["steps"] == {SPEC: json.loads(json.dumps(step_pictures(run.lanes[SPEC])))}
+
+
+def test_texts_of_a_saved_page_are_no_markup() -> None:
+    run = Run()
+    recipe = {"method": "draft", "gamma": 3, "temperature": 0.0, "pair": MARKUP, "seed": MARKUP}
+    absorb(run, SPEC, header(prompt=MARKUP, recipe=recipe), step(0, pieces=[MARKUP]), end())
+    run.finish()
+    assert MARKUP not in web_page(run)
+
+
+def test_only_finished_runs_are_saved() -> None:
+    store = RunStore()
+    run = store.new("visitor", (SPEC,))
+    assert store.web_page(run.id) is None and store.web_page("unknown") is None and store.web_page([run.id]) is None
+    whole(run)
+    run.finish()
+    assert (store.web_page(run.id) or "").startswith("<!doctype html>")
+
+
+PROMPT = {"prompt": "ab abc ", "prompt_tokens": [1, 2, 3, 1, 2, 4, 3]}  # a, b, space, a, b, c, space
+NAMES = {"texts": {"1": "a", "2": "b", "3": " ", "4": "c"}}
+
+
+def copied(*lines: dict, **recipe: Any) -> Lane:
+    run = Run()
+    made = header(**PROMPT)
+    made["recipe"] = made["recipe"] | {"method": "nasd", "ngram": 4} | recipe
+    absorb(run, SPEC, made, *lines, end())
+    return run.lanes[SPEC]
+
+
+def guess(*origin: dict, draft: tuple[int, ...] = (4,), texts: tuple[str, ...] = ("c",)) -> dict:
+    line = step(1, pieces=["X"], draft=texts, accepted=(), tested=1)
+    return line | NAMES | {"tokens": [9], "draft": list(draft), "origin": list(origin)}
+
+
+FIRST = step(0, pieces=["a", "b"]) | {"tokens": [1, 2]}
+
+
+def test_the_latest_match_of_the_context_is_the_source() -> None:
+    origin = {"source": "n-gram", "order": 3, "count": 2}
+    found = step_picture(copied(FIRST, guess(origin)), 1)["source"]
+    text = "ab abc ab"
+    assert found["words"] == (
+        "Copied from the prompt: the last 2 tokens occurred there (order 3, after backoff from order 4). "
+        "It occurred 2 times."
+    )
+    assert [text[start:end] for start, end in found["copied"]] == ["c"] and found["copied"] == [(5, 6)]
+    assert found["context"] == [(3, 5), (7, 9)] and found["excerpt"] == ["ab ", "ab", "c", " ab"]
+
+
+def test_suffix_matches_name_their_length_and_cross_from_prompt_to_text() -> None:
+    origin = [{"source": "text", "position": 6 + i, "matched": 1} for i in range(2)]
+    found = step_picture(copied(FIRST, guess(*origin, draft=(3, 1), texts=(" ", "a"))), 1)["source"]
+    assert found["words"] == "Copied from the prompt: the last 1 token occurred there."
+    assert found["copied"] == [(6, 8)]  # the last token of the prompt and the first of the text
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        {"source": "text", "position": 10**9, "matched": 10**9},
+        {"source": "text", "position": 0, "matched": 5},
+        {"source": "n-gram", "order": 10**9, "count": 1},
+        {"source": "n-gram", "order": 1},
+        {"source": "elsewhere"},
+        {},
+    ],
+)
+def test_contradictory_origins_highlight_nothing(origin: dict) -> None:
+    found = step_picture(copied(FIRST, guess(origin)), 1)["source"]
+    assert not found["context"] and all(place == (5, 6) for place in found["copied"])
+
+
+def test_steps_state_the_draft_length_of_the_policy() -> None:
+    facts = [step_picture(copied(PREFILL, REJECTION | {"gamma": 8}, **recipe), 1)["facts"] for recipe in POLICIES]
+    assert facts[0][0] == ("γ allowed", "8") and facts[1][0] == ("γ:", "start 6, this step 8")
+    plain = step_picture(copied(PREFILL, step(1, pieces=["a"]), method="ar"), 1)
+    assert not plain["facts"] and plain["test"] == "none"
+
+
+POLICIES = ({"gamma": 6}, {"gamma": 6, "policy": "heuristic"})

@@ -1,0 +1,1 @@
+"""Training of draft heads on conversations written by their target: `python -m training.head`; docs/heads.md."""

@@ -1,0 +1,108 @@
+"""Train a draft head: `python -m training.head --target FILE --data DIR --out DIR`. Interrupted runs are continued."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from specdemo.models.load import read_tokenizer
+from specdemo.models.spec import ModelSpec
+from specdemo.models.zoo import CHAT_PAIR, PAIRS
+from specdemo.prompts import load_prompts
+from training.fit import Schedule, fit
+from training.head import checkpoint, conversations, objective
+from training.head.conversations import SETTINGS, Conversation, Split
+from training.head.eagle3 import Eagle3, warm_start
+from training.head.target import Target
+
+
+def vocabulary(items: Sequence[Conversation], size: int) -> torch.Tensor:
+    """Return the most frequent answer tokens, ascending."""
+    counts = np.bincount(np.concatenate([item.tokens[item.answers] for item in items]))
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))
+
+
+def describe(split: Split, items: Sequence[Conversation]) -> str:
+    """Return the figures of the training data."""
+    total, answers = sum(len(item.tokens) for item in items), sum(int(item.answers.sum()) for item in items)
+    return (
+        f"{len(items)} conversations, {total:,} tokens, {answers:,} in answers; {split.shared} share tokens with "
+        f"evaluation prompts; {split.cut_share:.1%} of answer tokens removed as loops; {len(split.held_out)} held out "
+        f"and {len(split.held_out_class)} of class {conversations.HELD_OUT_CLASS}"
+    )
+
+
+class HeldOut:
+    """Evaluation on held-out conversations; every result is appended to `curve.jsonl`."""
+
+    def __init__(self, head: Eagle3, target: Target, items: Sequence[Conversation], folder: Path) -> None:
+        self._head, self._target, self._folder = head, target, folder
+        self._items = {name: [item for item in items if item.setting == name] for name in SETTINGS}
+        self.step, self.tokens, self._start = 0, 0, time.monotonic()
+
+    def __call__(self, most: int | None = 16) -> float:
+        """Evaluate on `most` conversations of each setting; return tokens per pass of greedy answers with 5 drafts."""
+        results = {}
+        for name, (temperature, top_p) in SETTINGS.items():
+            results[name] = objective.acceptance(self._head, self._target, self._items[name][:most], temperature, top_p)
+        figures = {name: asdict(result) for name, result in results.items()}
+        record = {"step": self.step, "tokens": self.tokens, "seconds": round(time.monotonic() - self._start), **figures}
+        with (self._folder / "curve.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        checkpoint.save(self._head, self._target, self._folder)
+        return results["greedy"].tokens[5]
+
+
+def main() -> None:
+    """Train the head and evaluate it on held-out conversations."""
+    parser = argparse.ArgumentParser(prog="python -m training.head", description=__doc__)
+    parser.add_argument("--kind", choices=("eagle3",), default="eagle3")
+    parser.add_argument("--target", default=PAIRS[CHAT_PAIR].target, help="GGUF file or directory")
+    parser.add_argument("--data", type=Path, required=True, help="directory of conversations (*.npz)")
+    parser.add_argument("--out", type=Path, required=True, help="checkpoints, curve and head")
+    parser.add_argument("--steps", type=int, default=1_000_000, help="the rate decays over the last fifth")
+    parser.add_argument("--batch-tokens", type=int, default=4096)
+    parser.add_argument("--limit", type=int, help="tokens of training conversations")
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--unrolled", type=int, default=4, help="steps of training-time test")
+    parser.add_argument("--own-output", action="store_true", help="train the output matrix")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--check-every", type=int, default=250, help="steps between evaluations")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+
+    tokenizer = read_tokenizer(ModelSpec(options.target))
+    prompts = [prompt.text for prompt in load_prompts(chat=True)]
+    split = conversations.load(options.data, conversations.user_turns(tokenizer, prompts))
+    items = split.train if options.limit is None else conversations.first_tokens(split.train, options.limit)
+    print(describe(split, items), flush=True)
+    torch.manual_seed(options.seed)
+    target = Target(options.target, (2, 15, 27), options.device)
+    head = Eagle3(target.config, 3, vocabulary(items, options.vocabulary), options.own_output)
+    warm_start(head, target)
+    head.to(options.device)
+    batches = conversations.Batches(items, options.batch_tokens, options.seed)
+    held_out = HeldOut(head, target, split.held_out, options.out)
+
+    def batch(step: int) -> conversations.Batch:
+        held_out.step, held_out.tokens = step, batches.tokens_before(step)
+        return batches(step)
+
+    every = options.check_every // 10
+    schedule = Schedule(steps=options.steps, lr=options.lr, warmup=50, decay_part=0.2, save_every=every)
+    loss = partial(objective.loss, head, target, options.unrolled)
+    fit(head, loss, batch, schedule, options.out / "state.pt", held_out, "head")
+
+
+if __name__ == "__main__":
+    main()

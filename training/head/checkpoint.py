@@ -1,0 +1,56 @@
+"""Saving and loading of heads under the names of published EAGLE-3 checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from training.head.eagle3 import Eagle3
+from training.head.target import Target
+
+
+def save(head: Eagle3, target: Target, folder: Path) -> None:
+    """Write `model.safetensors` and `config.json`. `d2t` holds offsets: target id = draft id + d2t[draft id]."""
+    ids = head.vocabulary.cpu()
+    used = torch.zeros(target.config.vocab_size, dtype=torch.bool)
+    used[ids] = True
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    save_file(tensors | {"d2t": ids - torch.arange(len(ids)), "t2d": used}, folder / "model.safetensors")
+    config = {
+        name: getattr(target.config, name)
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "rms_norm_eps",
+            "rope_parameters",
+            "vocab_size",
+            "max_position_embeddings",
+        )
+    }
+    head_config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": len(ids),
+        "eagle_aux_hidden_state_layer_ids": list(target.taps),
+        "tie_word_embeddings": head.lm_head is None,
+    }
+    (folder / "config.json").write_text(json.dumps(config | head_config, indent=1) + "\n", "utf-8")
+
+
+def load(folder: Path, target: Target) -> Eagle3:
+    """Read a head written by `save`."""
+    tensors = load_file(folder / "model.safetensors")
+    offsets = tensors.pop("d2t")
+    del tensors["t2d"]
+    ids = offsets + torch.arange(len(offsets))
+    head = Eagle3(target.config, len(target.taps), ids, "lm_head.weight" in tensors)
+    head.load_state_dict(tensors)
+    return head
