@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--target", default=PAIRS[CHAT_PAIR].target, help="GGUF file or directory")
     parser.add_argument("--data", type=Path, required=True, help="directory of conversations (*.npz)")
     parser.add_argument("--out", type=Path, required=True, help="checkpoints, curve and head")
+    parser.add_argument("--start", type=Path, help="directory of a head to continue from, with its vocabulary")
     parser.add_argument("--steps", type=int, default=1_000_000, help="the rate decays over the last fifth")
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--limit", type=int, help="tokens of training conversations")
@@ -88,8 +89,11 @@ def main() -> None:
     print(describe(split, items), flush=True)
     torch.manual_seed(options.seed)
     target = Target(options.target, (2, 15, 27), options.device)
-    head = Eagle3(target.config, 3, vocabulary(items, options.vocabulary), options.own_output)
-    warm_start(head, target)
+    if options.start:
+        head = checkpoint.load(options.start, target).float()
+    else:
+        head = Eagle3(target.config, 3, vocabulary(items, options.vocabulary), options.own_output)
+        warm_start(head, target)
     head.to(options.device)
     batches = conversations.Batches(items, options.batch_tokens, options.seed)
     held_out = HeldOut(head, target, split.held_out, options.out)
