@@ -120,7 +120,8 @@ def test_positions_are_rotated_like_those_of_transformers(tmp_path: Path, target
     parameters = {**(rope or {"rope_type": "default"}), "rope_theta": 5_000.0}
     known = {name: config[name] for name in ("hidden_size", "num_attention_heads", "head_dim")}
     oracle = LlamaRotaryEmbedding(LlamaConfig(**known, rope_parameters=parameters, max_position_embeddings=512))
-    for ours, theirs in zip(head.weights.rotation(500), oracle(torch.empty(0), torch.arange(500)[None]), strict=True):
+    expected = oracle(torch.empty(0), torch.arange(500)[None])
+    for ours, theirs in zip(head.weights.layer.rotation(500), expected, strict=True):
         assert (ours - theirs[0, :, : ours.shape[1]]).abs().max() < 1e-4
 
 
@@ -272,4 +273,4 @@ def test_config_of_the_trained_head_is_read(tmp_path: Path, target: LoadedModel)
     folder = random_head(tmp_path, TARGET, IDS, rope_parameters=rope, tie_word_embeddings=True)
     head: Any = load(folder, target)
     assert json.loads((tmp_path / "config.json").read_text())["rope_parameters"] == rope
-    assert float(head.weights.frequencies[1]) == pytest.approx(100_000.0 ** (-2 / 8))
+    assert float(head.weights.layer.frequencies[1]) == pytest.approx(100_000.0 ** (-2 / 8))

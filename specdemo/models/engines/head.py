@@ -20,32 +20,40 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class HeadWeights:
-    """A stored head under the names of SafeAILab, such as `midlayer.self_attn.q_proj.weight`.
+class LayerSizes:
+    """Sizes of a Llama decoder layer and its rotary embedding."""
 
-    Without `lm_head.weight` or `embed_tokens.weight` it shares the rows of the target.
-    """
-
-    tensors: Mapping[str, Tensor]
-    taps: tuple[int, ...]
-    ids: Tensor | None  # see `Head`
+    width: int
+    inner: int
     heads: int
     kv_heads: int
     head_dim: int
+    context: int
     epsilon: float
     frequencies: Tensor  # `[head_dim / 2]`, radians per position
     rotary_factor: float  # factor of cosines and sines
-    context: int
-    norm_before_residual: bool = False
-
-    @property
-    def width(self) -> int:
-        return len(self.tensors["norm.weight"])
 
     def rotation(self, count: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines `[count, head_dim / 2]`."""
         angles = torch.arange(count)[:, None] * self.frequencies
         return angles.cos() * self.rotary_factor, angles.sin() * self.rotary_factor
+
+
+@dataclass(frozen=True, eq=False)
+class HeadWeights:
+    """A stored head. Without its own output or embedding matrix it shares the rows of the target."""
+
+    tensors: Mapping[str, Tensor]
+    taps: tuple[int, ...]
+    ids: Tensor | None  # see `Head`
+
+
+@dataclass(frozen=True, eq=False)
+class Eagle3Weights(HeadWeights):
+    """An EAGLE-3 head under the names of SafeAILab, such as `midlayer.self_attn.q_proj.weight`."""
+
+    layer: LayerSizes
+    norm_before_residual: bool = False
 
 
 class HeadCache(ABC):

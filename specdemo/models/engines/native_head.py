@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from specdemo.core.step import Draft
 from specdemo.models.engines.engine import Entry
-from specdemo.models.engines.head import Head, HeadCache, HeadWeights
+from specdemo.models.engines.head import Eagle3Weights, Head, HeadCache
 from specdemo.models.engines.native import NativeCache, NativeEngine
 from specdemo.models.engines.native_chain import CHAIN_ROWS
 from specdemo.models.engines.native_matrix import FLOAT_FORMATS, Joined, NativeMatrix, WritableMatrix
@@ -40,15 +39,15 @@ _NO_DRAFT = Draft()
 class NativeHeadWeights:
     """Weights of a head as a native model; embeddings and missing output rows are those of `target`."""
 
-    def __init__(self, weights: HeadWeights, target: NativeWeights, form: str) -> None:
+    def __init__(self, weights: Eagle3Weights, target: NativeWeights, form: str) -> None:
         tensors = {name.removesuffix(".weight"): tensor for name, tensor in weights.tensors.items()}
         (self._layer_format, of_output, of_states), self._buffer = FORMS[form], LargePageBuffer()
         self._kept: list[NativeMatrix | Tensor] = []
-        self._sizes = replace(weights, tensors={})
-        self.layers, self.position_limit = [0], weights.context
-        self.kv_heads, self.head_dim = weights.kv_heads, weights.head_dim
+        self._sizes, self._replaced = weights.layer, weights.norm_before_residual
+        self.layers, self.position_limit = [0], weights.layer.context
+        self.kv_heads, self.head_dim = weights.layer.kv_heads, weights.layer.head_dim
         self.kv_dtype = torch.float32 if form == "float32" else torch.float16
-        self.width, self._inner = weights.width, len(tensors["midlayer.mlp.gate_proj"])
+        self.width = weights.layer.width
         self._layer = self._decoder_layer({name.removeprefix("midlayer."): x for name, x in tensors.items()})
         self._stream_norm, self._leave = self._gain(tensors["midlayer.hidden_norm"]), self._gain(tensors["norm"])
         divisible = tensors["fc"].shape[1] % FORMATS["Q8_0"].group == 0
@@ -86,14 +85,14 @@ class NativeHeadWeights:
             head=self._head.struct(),
             layer_count=1,
             width=self.width,
-            inner=self._inner,
+            inner=self._sizes.inner,
             heads=self._sizes.heads,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             cache_form=FLOAT_FORMATS[cache_dtype].number,
             rotated=self.head_dim,
             gated=True,
-            replaced=self._sizes.norm_before_residual,
+            replaced=self._replaced,
             epsilon=self._sizes.epsilon,
             embedding_scale=1.0,
         ), (matrices, layers)
@@ -162,10 +161,10 @@ class NativeHeadCache(NativeCache, HeadCache):
 class NativeHead(Head):
     """EAGLE-3 head in C, with the bits of single rows for any number of rows and threads."""
 
-    def __init__(self, weights: HeadWeights, target: NativeWeights, form: str = "int8") -> None:
+    def __init__(self, weights: Eagle3Weights, target: NativeWeights, form: str = "int8") -> None:
         """`form`: a key of `FORMS`. Raises `ValueError` for sizes that contradict each other or those of `target`."""
         self.taps, self.ids = weights.taps, weights.ids
-        self.context = weights.context
+        self.context = weights.layer.context
         self._model = NativeHeadWeights(weights, target, form)
         self.weight_bytes = self._model.weight_bytes
         self._states_shape = len(weights.taps), self._model.width

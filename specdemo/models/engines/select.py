@@ -9,7 +9,7 @@ from specdemo.models.cache_check import cache_support
 from specdemo.models.engines.engine import Engine
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.generic import EncoderDecoderEngine, TransformersEngine, UncachedEngine, has_encoder
-from specdemo.models.engines.head import Head, HeadWeights
+from specdemo.models.engines.head import Eagle3Weights, Head, HeadWeights
 from specdemo.models.engines.llama import LlamaEngine
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.native import NativeEngine
@@ -45,4 +45,11 @@ def engine_of(model: PreTrainedModel | FusedWeights) -> Engine[Any]:
 
 def head_of(weights: HeadWeights, model: PreTrainedModel | FusedWeights) -> Head:
     """Return a head that drafts for `model`, on its engine."""
+    return _HEADS[type(weights)](weights, model)
+
+
+def _eagle3(weights: Eagle3Weights, model: PreTrainedModel | FusedWeights) -> Head:
     return NativeHead(weights, model) if isinstance(model, NativeWeights) else TorchHead(weights, model)
+
+
+_HEADS: dict[type[HeadWeights], Callable[[Any, PreTrainedModel | FusedWeights], Head]] = {Eagle3Weights: _eagle3}

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdemo.models.engines.head import Head, HeadCache, HeadWeights
+from specdemo.models.engines.head import Eagle3Weights, Head, HeadCache
 from specdemo.models.engines.target_rows import embedding_rows, output_rows
 from specdemo.models.threads import torch_threads
 
@@ -28,7 +28,9 @@ class TorchHeadCache(HeadCache):
     """Keys and values `[2, kv_heads, capacity, head_dim]`, and the state of the last row."""
 
     def __init__(self, head: TorchHead) -> None:
-        self.kv = torch.empty(2, head.weights.kv_heads, 0, head.weights.head_dim, dtype=head.dtype, device=head.device)
+        self.kv = torch.empty(
+            2, head.weights.layer.kv_heads, 0, head.weights.layer.head_dim, dtype=head.dtype, device=head.device
+        )
         self.state = torch.empty(0)
         self.length = self.end = 0  # `end`: with draft rows
         self.threads = torch.get_num_threads()
@@ -58,11 +60,11 @@ class TorchHeadCache(HeadCache):
 class TorchHead(Head):
     """EAGLE-3 head of `model`."""
 
-    def __init__(self, weights: HeadWeights, model: PreTrainedModel | FusedWeights) -> None:
+    def __init__(self, weights: Eagle3Weights, model: PreTrainedModel | FusedWeights) -> None:
         self.weights, self._model = weights, model
         self.device = model.device
         self.dtype = torch.float32 if self.device.type == "cpu" else model.dtype
-        self.taps, self.context = weights.taps, weights.context
+        self.taps, self.context = weights.taps, weights.layer.context
         self.ids = None if weights.ids is None else weights.ids.to(self.device)
         self._tensors = {
             name.removeprefix("midlayer."): tensor.to(self.device, self.dtype)
@@ -75,7 +77,7 @@ class TorchHead(Head):
             ids = torch.arange(count, device=self.device) if self.ids is None else self.ids
             self._tensors["lm_head.weight"] = output_rows(model, ids).to(self.dtype)
         self.weight_bytes = sum(tensor.nbytes for tensor in self._tensors.values())
-        self._angles = weights.rotation(0)
+        self._angles = weights.layer.rotation(0)
 
     def open(self) -> TorchHeadCache:
         return TorchHeadCache(self)
@@ -116,7 +118,7 @@ class TorchHead(Head):
         return row + self._linear("mlp.down_proj", gated)
 
     def _heads(self, name: str, rows: Tensor) -> Tensor:
-        return self._linear(name, rows).unflatten(-1, (-1, self.weights.head_dim)).transpose(0, 1)
+        return self._linear(name, rows).unflatten(-1, (-1, self.weights.layer.head_dim)).transpose(0, 1)
 
     def _logits(self, row: Tensor) -> Tensor:
         return self._linear("lm_head", self._norm("norm", row))[0]
@@ -130,13 +132,13 @@ class TorchHead(Head):
         return F.linear(rows, self._tensors[f"{name}.weight"])
 
     def _norm(self, name: str, rows: Tensor) -> Tensor:
-        scaled = F.rms_norm(rows.float(), rows.shape[-1:], None, self.weights.epsilon)
+        scaled = F.rms_norm(rows.float(), rows.shape[-1:], None, self.weights.layer.epsilon)
         return scaled.to(self.dtype) * self._tensors[f"{name}.weight"]
 
     def _rotated(self, heads: Tensor, first: int) -> Tensor:
         end = first + heads.shape[1]
         if end > len(self._angles[0]):
-            cosines, sines = self.weights.rotation(min(self.context, max(_FIRST_CAPACITY, 2 * end)))
+            cosines, sines = self.weights.layer.rotation(min(self.context, max(_FIRST_CAPACITY, 2 * end)))
             self._angles = cosines.to(self.device), sines.to(self.device)
         cos, sin = (angles[first:end] for angles in self._angles)
         left, right = heads.float().chunk(2, -1)

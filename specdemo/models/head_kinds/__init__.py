@@ -1,0 +1,1 @@
+"""Kinds of head checkpoints; each has a file and an entry in `models/heads.py`."""

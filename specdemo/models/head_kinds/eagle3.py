@@ -1,0 +1,101 @@
+"""EAGLE-3 heads in the layouts of SafeAILab and `speculators`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from specdemo.core.errors import UserError
+from specdemo.models.engines.head import Eagle3Weights, LayerSizes
+from specdemo.models.engines.llama_weights import layer_count
+from specdemo.models.head_kinds.checkpoint import (
+    OTHER_HEAD,
+    HeadCheckpoint,
+    HeadKind,
+    layer_shapes,
+    layer_sizes,
+    target_width,
+)
+
+if TYPE_CHECKING:
+    from specdemo.models.load import LoadedModel
+
+_VARIANTS = ("norm_before_fc", "fc_norm", "norm_output")
+_SHARED = ("lm_head.weight", "embed_tokens.weight")
+
+
+def _fits(config: Mapping[str, Any]) -> bool:
+    kind = config.get("speculators_model_type", "eagle3")
+    return kind in ("eagle3", "Eagle3Speculator", "LlamaForCausalLMEagle3") and "medusa_num_heads" not in config
+
+
+def _tap_count(config: Mapping[str, Any]) -> int:
+    listed = _listed_taps(config)
+    return len(listed) if isinstance(listed, list) and listed else 3
+
+
+def _read(checkpoint: HeadCheckpoint, target: LoadedModel) -> Eagle3Weights:
+    name, config = checkpoint.name, checkpoint.config
+    if variants := [variant for variant in _VARIANTS if config.get(variant)]:
+        raise UserError(f"{name} is a variant of EAGLE-3 ({variants[0]}): choose another head")
+    layer = layer_sizes(checkpoint, config.get("transformer_layer_config", config))
+    drafted = checkpoint.integer(config, "draft_vocab_size", target.vocab_size)
+    taps = _taps(name, config, layer_count(target.model))
+    needed = partial(_shapes, layer, len(taps), drafted, target.vocab_size, target_width(target))
+    tensors = checkpoint.tensors("EAGLE-3", needed, _common_name)
+    return Eagle3Weights(
+        taps=taps,
+        ids=checkpoint.draft_ids(tensors, target.vocab_size),
+        tensors=tensors,
+        layer=layer,
+        norm_before_residual=config.get("norm_before_residual") is True,
+    )
+
+
+def _shapes(
+    layer: LayerSizes, taps: int, drafted: int, vocab_size: int, target_width: int, stored: Collection[str]
+) -> dict[str, tuple[int, ...]]:
+    shares_rows = not {*_SHARED} <= {*stored}
+    width = target_width if shares_rows else layer.width
+    shapes = {
+        "fc.weight": (width, taps * target_width),
+        "norm.weight": (width,),
+        "midlayer.hidden_norm.weight": (width,),
+        "midlayer.input_layernorm.weight": (width,),
+        **layer_shapes(layer, "midlayer.", 2 * width),
+    }
+    optional = {
+        "lm_head.weight": (drafted, width),
+        "embed_tokens.weight": (vocab_size, width),
+        "d2t": (drafted,),
+        "t2d": (vocab_size,),
+    }
+    shapes |= {key: shape for key, shape in optional.items() if key in stored}
+    return shapes if drafted == vocab_size else shapes | {"d2t": (drafted,)}
+
+
+def _common_name(name: str) -> str:
+    return re.sub(r"^layers\.0\.", "midlayer.", name)
+
+
+def _listed_taps(config: Mapping[str, Any]) -> Any:
+    of_eagle = config.get("eagle_config")
+    listed = config.get("eagle_aux_hidden_state_layer_ids")
+    if not listed and isinstance(of_eagle, dict):
+        listed = of_eagle.get("eagle_aux_hidden_state_layer_ids")
+    return listed
+
+
+def _taps(name: str, config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    taps = _listed_taps(config) or [2, layers // 2, layers - 3]
+    valid = isinstance(taps, list) and all(type(tap) is int for tap in taps)
+    if valid and taps[0] == 1:  # outputs of layers
+        taps = [tap + 1 for tap in taps]
+    if not (valid and all(0 <= tap <= layers for tap in taps) and sorted({*taps}) == taps):
+        raise UserError(f"{name} receives the states of layers that the target does not have: {OTHER_HEAD}")
+    return tuple(taps)
+
+
+KIND = HeadKind("eagle3", _fits, _tap_count, _read)
