@@ -1,4 +1,4 @@
-"""Speed against llama.cpp and ik_llama.cpp with identical weights: tables `against_llama_cpp*` in docs/performance.md.
+"""Speed against llama.cpp and ik_llama.cpp with identical weights: tables `against_llama_cpp*` in docs/native-engine.md.
 
 `python -m benchmarks.against_llama_cpp --llama-bench PATH [--ik-llama-bench PATH] --write`. Needs `llama-bench` and
 `llama-quantize` in one folder and the package `gguf`. Runs of all programs alternate; all use the threads of torch.
@@ -25,8 +25,9 @@ from torch import Tensor
 
 from benchmarks.chat_model import save_dequantised
 from benchmarks.memory import SHAPES, save_random
+from benchmarks.registry import per_width
 from benchmarks.runs import traced
-from benchmarks.tables import publish, run_study, study_parser
+from benchmarks.tables import publish, publish_width, run_study, study_parser
 from specdemo.cli.commands import at_least_one
 from specdemo.core.errors import UserError
 from specdemo.core.metrics import interval
@@ -41,7 +42,7 @@ from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 
-TABLES = dict.fromkeys(("against_llama_cpp", "against_llama_cpp-drafts"), "docs/performance.md")
+TABLES = dict.fromkeys((*per_width("against_llama_cpp"), "against_llama_cpp-drafts"), "docs/native-engine.md")
 FORMS = {  # dtype and quantization here, type of llama-quantize
     "float32": ("float32", "none", "F32"),
     "bfloat16": ("bfloat16", "none", "BF16"),
@@ -256,7 +257,7 @@ def study(options: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory() as folder:
             save_random(SHAPES[name], Path(folder))
             records += compare(name, folder, options)
-    publish(options, "against_llama_cpp", COLUMNS, records)
+    publish_width(options, "against_llama_cpp", COLUMNS, records)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from benchmarks.registry import RUNS
-from benchmarks.tables import publish, run_study, study_parser
+from benchmarks.registry import RUNS, per_width
+from benchmarks.tables import publish, publish_width, run_study, study_parser
 from specdemo.bench import measure, table
 from specdemo.bench.baselines import BASELINES
 from specdemo.bench.equality import EqualityResult, prompt_prefixes, prove
@@ -31,7 +31,7 @@ PERFORMANCE, POLICIES = "docs/performance.md", "docs/policies.md"
 TABLES = {
     "bench": PERFORMANCE,
     "bench-classes": PERFORMANCE,
-    "bench-chat": PERFORMANCE,
+    **dict.fromkeys(per_width("bench-chat"), PERFORMANCE),
     "bench-costs": PERFORMANCE,
     "bench-readme": "README.md",
     "chat-readme": "README.md",
@@ -190,7 +190,7 @@ def chat_classes(options: argparse.Namespace) -> None:
         recipes += [replace(Recipe(), **own, method=method, policy=policy) for method, policy in methods]
     records = measured(recipes, last_of_each_class(options.prompts or 10))
     rows = table.table(recipes, [*records, *pooled(records)])
-    publish(options, "bench-chat", CHAT_COLUMNS, [cells(row) for row in rows])
+    publish_width(options, "bench-chat", CHAT_COLUMNS, [cells(row) for row in rows])
     lanes = {measure.recipe_label(recipe): recipe for recipe in recipes if recipe.method == settings["method"]}
     readme = [
         {**cells(row), "method": settings["method"], "temperature": f"{lanes[row.lane].temperature:g}"}
@@ -266,7 +266,7 @@ class TableGroup:
 
 GROUPS = (
     TableGroup(("bench", "bench-classes", "bench-costs", "bench-readme"), methods),
-    TableGroup(("bench-chat", "chat-readme"), chat_classes),
+    TableGroup((*per_width("bench-chat"), "chat-readme"), chat_classes),
     TableGroup(("bench-policies",), policies),
     TableGroup(("bench-transformers",), transformers),
     TableGroup(("prove",), equality),

@@ -1,4 +1,4 @@
-"""Passes of the native engine: tables `native_passes`, `native_stages` and `several_texts` in docs/performance.md.
+"""Passes of the native engine: tables `native_passes`, `native_stages` and `several_texts` in docs/native-engine.md.
 
 `python -m benchmarks.native_passes STUDY --write`. B is the time that reading the weights, keys and values takes at the
 bandwidth measured in the same run: 512 MB, read by the same number of threads.
@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.tables import Study, publish, study_command
+from benchmarks.registry import per_width
+from benchmarks.tables import Study, publish_width, study_command
 from specdemo.cli.commands import at_least_one
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
@@ -29,7 +30,7 @@ from specdemo.models.memory import release_memory
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 
-TABLES = dict.fromkeys(("native_passes", "native_stages", "several_texts"), "docs/performance.md")
+TABLES = dict.fromkeys(per_width("native_passes", "native_stages", "several_texts"), "docs/native-engine.md")
 FORMS = {  # dtype and quantization
     "stored": ("auto", "none"),
     "float32": ("float32", "none"),
@@ -97,7 +98,7 @@ def passes(options: argparse.Namespace) -> None:
             engine.close(cache)
     columns = {"form": "{form}", "context": "{context}", "read GB/s": "{bandwidth:.0f}", "B, ms": "{b:.2f}"}
     columns |= {"one row / B": "{share:.2f}"} | {f"{rows} rows, ms": f"{{rows_{rows}}}" for rows in options.rows}
-    publish(options, "native_passes", columns, records)
+    publish_width(options, "native_passes", columns, records)
 
 
 def stages(options: argparse.Namespace) -> None:
@@ -127,7 +128,7 @@ def stages(options: argparse.Namespace) -> None:
             records.append({"context": context, "rows": rows, "total": medians[-1], **_keys(named)})
     columns = {"context": "{context}", "rows": "{rows}"}
     columns |= {name: f"{{{key}:.0f}}" for name, key in zip(named, _keys(named), strict=True)}
-    publish(options, "native_stages", {**columns, "pass": "{total:.0f}"}, records)
+    publish_width(options, "native_stages", {**columns, "pass": "{total:.0f}"}, records)
 
 
 def _keys(named: dict[str, float]) -> dict[str, float]:
@@ -151,7 +152,7 @@ def texts(options: argparse.Namespace) -> None:
             records.append(record)
     columns = {"form": "{form}", "context": "{context}"}
     columns |= {f"{count} texts" if count > 1 else "1 text": f"{{texts_{count}:.0f}}" for count in options.texts}
-    publish(options, "several_texts", columns, records)
+    publish_width(options, "several_texts", columns, records)
 
 
 _PAIR = {"pair": CHAT_PAIR}

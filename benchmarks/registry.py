@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+WIDTHS = ("avx512", "avx2")
+
+
+def per_width(*tables: str) -> tuple[str, ...]:
+    """Return the names of tables that are measured with each width of vectors, see `SPECDEMO_VECTORS`."""
+    return tuple(f"{table}-{width}" for table in tables for width in WIDTHS)
+
 
 @dataclass(frozen=True)
 class TableRun:
@@ -23,11 +30,19 @@ RUNS = (
     TableRun(
         "python -m benchmarks.document_tables --write",
         (
-            *("bench", "bench-classes", "bench-costs", "bench-readme", "bench-chat", "chat-readme"),
+            *("bench", "bench-classes", "bench-costs", "bench-readme"),
             *("bench-policies", "bench-transformers", "prove"),
         ),
         15,
     ),
+    TableRun(
+        "python -m benchmarks.document_tables --table chat-readme --prompts 10 --write",
+        (*per_width("bench-chat"), "chat-readme"),
+        5,
+    ),
+    TableRun("python -m benchmarks.native_passes passes --write", per_width("native_passes"), 2),
+    TableRun("python -m benchmarks.native_passes stages --write", per_width("native_stages"), 0.5),
+    TableRun("python -m benchmarks.native_passes texts --write", per_width("several_texts"), 0.5),
     TableRun("python -m benchmarks.pass_cost breakdown --write", ("time_breakdown",), 0.5),
     TableRun("python -m benchmarks.pass_cost rows --dtype float32 --write", ("pass_cost-float32",), 0.5),
     TableRun("python -m benchmarks.pass_cost rows --dtype bfloat16 --write", ("pass_cost-bfloat16",), 0.5),
@@ -35,7 +50,7 @@ RUNS = (
     TableRun("python -m benchmarks.pass_cost busy_cores --write", ("busy_cores",), 2),
     TableRun(
         "python -m benchmarks.against_llama_cpp --llama-bench PATH --write",
-        ("against_llama_cpp", "against_llama_cpp-drafts"),
+        (*per_width("against_llama_cpp"), "against_llama_cpp-drafts"),
         15,
     ),
     TableRun(

@@ -100,9 +100,10 @@ def run_study(
     """Run `study` with the parsed options and return the exit code: 2 after a `UserError`."""
     given = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(given)
-    threads = os.environ.get("OMP_NUM_THREADS")
+    variables = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "SPECDEMO_VECTORS")}
     words = [*parser.prog.split(), *(word for word in given if word != "--write")]
-    options.command = (f"OMP_NUM_THREADS={threads} " if threads else "") + shlex.join(words)
+    prefix = [f"{name}={value}" for name, value in variables.items() if value]
+    options.command = shlex.join([*prefix, *words])
     try:
         return int(study(options) or 0)
     except UserError as error:
@@ -136,6 +137,19 @@ def replace_table(document: Path, name: str, content: str) -> None:
     document.write_text(f"{before}{begin}\n{content}\n{end}{after}", "utf-8")
 
 
+def publish_width(
+    options: argparse.Namespace, name: str, columns: Mapping[str, str], records: Sequence[Mapping[str, Any]]
+) -> None:
+    """Publish the table `name` of the vectors in use, which `SPECDEMO_VECTORS` selects."""
+    publish(options, f"{name}-{vectors().split()[0]}", columns, records)
+
+
+def vectors() -> str:
+    """Return the vector extensions of the native engine, "torch" without it."""
+    library = native_library()
+    return "torch" if isinstance(library, NativeUnavailable) else library.vector_extensions().decode()
+
+
 def hardware() -> str:
     """Return device, cores, vector extensions of the native engine, torch version and date in a few words."""
     cpuinfo = Path("/proc/cpuinfo")
@@ -143,8 +157,7 @@ def hardware() -> str:
     processor = name[1] if name else platform.processor() or platform.machine()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    library = native_library()
-    vectors = [] if isinstance(library, NativeUnavailable) else [library.vector_extensions().decode()]
+    extensions = [] if vectors() == "torch" else [vectors()]
     return ", ".join(
-        [processor, f"{cores} cores", *vectors, *devices, f"torch {torch.__version__}", f"{date.today():%Y-%m-%d}"]
+        [processor, f"{cores} cores", *extensions, *devices, f"torch {torch.__version__}", f"{date.today():%Y-%m-%d}"]
     )

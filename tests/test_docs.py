@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.document_tables import README_ROWS
-from benchmarks.registry import FROZEN, RUNS, TableRun
+from benchmarks.registry import FROZEN, RUNS, WIDTHS, TableRun
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "assets/pair/README.md")
@@ -138,7 +138,9 @@ def test_the_figures_of_the_readme_are_those_of_the_bench_table() -> None:
 
 
 def test_the_chat_figures_of_the_readme_are_those_of_the_bench_table() -> None:
-    rows = table_rows(ROOT / "docs/performance.md", "bench-chat")[1:]
+    readme = (ROOT / "README.md").read_text("utf-8").partition("begin: chat-readme -->")[2].partition("\n|")[0]
+    width = next(width for width in WIDTHS if f", {width}" in readme)
+    rows = table_rows(ROOT / "docs/performance.md", f"bench-chat-{width}")[1:]
     measured = {(kind, recipe): f"{speedup}, {interval}" for kind, recipe, _, speedup, interval, *_ in rows}
     figures = table_rows(ROOT / "README.md", "chat-readme")[1:]
     assert {prompts.partition(",")[0] for prompts, *_ in figures} == {kind for kind, _ in measured}

@@ -36,8 +36,17 @@ INLINE int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x < most ? x 
             WIDER_TILES(CALL)                                                                                          \
         }
 
+/* Numbers from `first` on, with a prefetch one span ahead, where keys or values are read once */
+INLINE vf load_ahead(int form, const group *g, const char *numbers, int64_t first) {
+    const char *at = numbers + first * number_bytes(form);
+    if (form != F32 && (uintptr_t)at % 64 < LANES * number_bytes(form))
+        __builtin_prefetch(at + SPAN * g->padded * number_bytes(form));
+    return load_as(form, at, 0);
+}
+
 /* scores[queries][SPAN] of the positions of `vectors` vectors of keys */
-INLINE void score_tile(int queries, int vectors, const group *g, const float *keys, const float *q, float *scores) {
+INLINE void score_tile(int form, int queries, int vectors, const group *g, const char *keys, int64_t first,
+                       const float *q, float *scores) {
     vf sum[HEAD_TILE][WIDE];
 #pragma GCC unroll 8
     for (int n = 0; n < queries; n++)
@@ -48,7 +57,8 @@ INLINE void score_tile(int queries, int vectors, const group *g, const float *ke
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
             int at = v * LANES;
-            key[v] = load(keys + at / KEY_GROUP * KEY_GROUP * g->padded + at % KEY_GROUP + d * KEY_GROUP);
+            int64_t number = first + at / KEY_GROUP * KEY_GROUP * g->padded + at % KEY_GROUP + d * KEY_GROUP;
+            key[v] = load_ahead(form, g, keys, number);
             HOLD(key[v]);
         }
 #pragma GCC unroll 8
@@ -65,23 +75,29 @@ INLINE void score_tile(int queries, int vectors, const group *g, const float *ke
 }
 
 /* scores[queries][SPAN] of the first `count` positions of keys, rounded up to groups */
-static __attribute__((noinline)) void score_keys(const group *g, const float *keys, int64_t count, const float *q,
-                                                 int64_t queries, float *scores) {
+INLINE void score_keys(int form, const group *g, const char *keys, int64_t count, const float *q, int64_t queries,
+                       float *scores) {
     const int64_t wide = WIDE * LANES;
     for (int64_t j = 0; j < count;)
         if (wide > KEY_GROUP && count - j > wide - KEY_GROUP) {
-            FOR_TILES(queries, score_tile(N, WIDE, g, keys + j * g->padded, q + i * g->padded, scores + i * SPAN + j))
+            FOR_TILES(queries,
+                      score_tile(form, N, WIDE, g, keys, j * g->padded, q + i * g->padded, scores + i * SPAN + j))
             j += wide;
         } else {
-            FOR_TILES(queries, score_tile(N, KEY_GROUP / LANES, g, keys + j * g->padded, q + i * g->padded,
+            FOR_TILES(queries, score_tile(form, N, KEY_GROUP / LANES, g, keys, j * g->padded, q + i * g->padded,
                                           scores + i * SPAN + j))
             j += KEY_GROUP;
         }
 }
 
+static __attribute__((noinline)) void score_floats(const group *g, const float *keys, int64_t count, const float *q,
+                                                   int64_t queries, float *scores) {
+    score_keys(F32, g, (const char *)keys, count, q, queries, scores);
+}
+
 /* o[queries] = o + weights[queries][SPAN] times the values of positions `start` to `end` */
-INLINE void mix_tile(int queries, int vectors, const group *g, const float *values, int64_t start, int64_t end,
-                     const float *weights, float *o) {
+INLINE void mix_tile(int form, int queries, int vectors, const group *g, const char *values, int64_t d, int64_t start,
+                     int64_t end, const float *weights, float *o) {
     const int64_t stride = g->padded + NUMBERS;
     vf mixed[HEAD_TILE][WIDE];
 #pragma GCC unroll 8
@@ -92,7 +108,7 @@ INLINE void mix_tile(int queries, int vectors, const group *g, const float *valu
         vf value[WIDE];
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
-            value[v] = load(values + j * g->padded + v * LANES);
+            value[v] = load_ahead(form, g, values, j * g->padded + d + v * LANES);
             HOLD(value[v]);
         }
 #pragma GCC unroll 8
@@ -107,23 +123,29 @@ INLINE void mix_tile(int queries, int vectors, const group *g, const float *valu
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) store(o + n * stride + v * LANES, mixed[n][v]);
 }
-static __attribute__((noinline)) void mix_values(const group *g, const float *values, int64_t start, int64_t end,
-                                                 int64_t first, int64_t queries) {
+
+INLINE void mix_values(int form, const group *g, const char *values, int64_t start, int64_t end, int64_t first,
+                       int64_t queries) {
     const float *weights = g->scores + first * SPAN;
     float *o = g->o + first * (g->padded + NUMBERS);
     const int64_t stride = g->padded + NUMBERS;
     int64_t d = 0;
     if (start >= end) return;
     for (; d + WIDE * LANES <= g->padded; d += WIDE * LANES)
-        FOR_TILES(queries, mix_tile(N, WIDE, g, values + d, start, end, weights + i * SPAN, o + i * stride + d))
+        FOR_TILES(queries, mix_tile(form, N, WIDE, g, values, d, start, end, weights + i * SPAN, o + i * stride + d))
     for (; d < g->padded; d += LANES)
-        FOR_TILES(queries, mix_tile(N, 1, g, values + d, start, end, weights + i * SPAN, o + i * stride + d))
+        FOR_TILES(queries, mix_tile(form, N, 1, g, values, d, start, end, weights + i * SPAN, o + i * stride + d))
+}
+
+static __attribute__((noinline)) void mix_floats(const group *g, const float *values, int64_t start, int64_t end,
+                                                 int64_t first, int64_t queries) {
+    mix_values(F32, g, (const char *)values, start, end, first, queries);
 }
 
 /* Copy numbers of the cache as floats; those of the next span are prefetched. */
 INLINE void widen(int form, const char *numbers, int64_t first, int64_t count, float *to) {
     for (int64_t i = 0; i < count; i += LANES) {
-        prefetch(numbers + (first + i) * number_bytes(form), LANES * (int)number_bytes(form));
+        if (i * number_bytes(form) % 64 == 0) prefetch(numbers + (first + i) * number_bytes(form), 64);
         store(to + i, load_as(form, numbers, first + i));
     }
 }
@@ -184,7 +206,7 @@ INLINE void score_far(int form, const group *g, int64_t r, range seen, int64_t p
         int64_t slot = far_slot(g->rows + r, p + j), start = slot / KEY_GROUP * KEY_GROUP;
         if (start != last) {
             const float *keys = widened(form, g->keys, start * g->padded, KEY_GROUP * g->padded, g->key_tile);
-            score_keys(g, keys, KEY_GROUP, g->q + r * g->heads * g->padded, g->heads, g->far_scores);
+            score_floats(g, keys, KEY_GROUP, g->q + r * g->heads * g->padded, g->heads, g->far_scores);
             last = start;
         }
         for (int64_t h = 0; h < g->heads; h++)
@@ -195,34 +217,42 @@ INLINE void score_far(int form, const group *g, int64_t r, range seen, int64_t p
 INLINE void mix_far(int form, const group *g, int64_t r, range seen, int64_t p) {
     for (int64_t j = seen.near; j < seen.to; j++)
         widen(form, g->values, far_slot(g->rows + r, p + j) * g->padded, g->padded, g->value_tile + j * g->padded);
-    mix_values(g, g->value_tile, seen.near, seen.to, r * g->heads, g->heads);
+    mix_floats(g, g->value_tile, seen.near, seen.to, r * g->heads, g->heads);
 }
 
 /* Add the positions from p to `end`, at most SPAN, to the results of a section. */
 INLINE void attend_span(int form, const group *g, int64_t p, int64_t end) {
     range seen[GROUP_QUERIES];
-    int64_t near = 0, first = 0, last = SPAN; /* all rows see the positions from `first` to `last` */
+    int once = g->row_count == 1 && g->queries <= HEAD_TILE; /* numbers are converted where they are used */
+    int64_t near = 0, first = 0, last = SPAN;                /* all rows see the positions from `first` to `last` */
     for (int64_t r = 0; r < g->row_count; r++) {
         seen[r] = range_of(g->rows + r, p, end);
         if (seen[r].near > seen[r].from) near = larger_of(near, seen[r].near);
         first = larger_of(first, seen[r].from), last = seen[r].near < last ? seen[r].near : last;
     }
     if (first >= last) first = last = SPAN;
-    if (near) {
+    const char *stored = g->keys + p * g->padded * number_bytes(form);
+    if (near && once) {
+        score_keys(form, g, stored, near, g->q, g->queries, g->scores);
+    } else if (near) {
         int64_t whole = (near + KEY_GROUP - 1) / KEY_GROUP * KEY_GROUP;
-        const float *keys = widened(form, g->keys, p * g->padded, whole * g->padded, g->key_tile);
-        score_keys(g, keys, near, g->q, g->queries, g->scores);
+        score_floats(g, widened(form, stored, 0, whole * g->padded, g->key_tile), near, g->q, g->queries, g->scores);
     }
     for (int64_t r = 0; r < g->row_count; r++) {
         score_far(form, g, r, seen[r], p);
         for (int64_t h = 0; h < g->heads; h++) weigh(g, r * g->heads + h, seen[r].from, seen[r].to);
     }
-    const float *values = near ? widened(form, g->values, p * g->padded, near * g->padded, g->value_tile) : 0;
-    for (int64_t r = 0; r < g->row_count; r++)
-        mix_values(g, values, seen[r].from, seen[r].near < first ? seen[r].near : first, r * g->heads, g->heads);
-    mix_values(g, values, first, last, 0, g->queries);
-    for (int64_t r = 0; r < g->row_count; r++)
-        mix_values(g, values, larger_of(seen[r].from, last), seen[r].near, r * g->heads, g->heads);
+    stored = g->values + p * g->padded * number_bytes(form);
+    if (once) {
+        mix_values(form, g, stored, seen->from, seen->near, 0, g->queries);
+    } else {
+        const float *values = near ? widened(form, stored, 0, near * g->padded, g->value_tile) : 0;
+        for (int64_t r = 0; r < g->row_count; r++)
+            mix_floats(g, values, seen[r].from, seen[r].near < first ? seen[r].near : first, r * g->heads, g->heads);
+        mix_floats(g, values, first, last, 0, g->queries);
+        for (int64_t r = 0; r < g->row_count; r++)
+            mix_floats(g, values, larger_of(seen[r].from, last), seen[r].near, r * g->heads, g->heads);
+    }
     for (int64_t r = 0; r < g->row_count; r++) mix_far(form, g, r, seen[r], p);
 }
 
