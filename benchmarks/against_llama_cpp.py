@@ -1,4 +1,4 @@
-"""Speed against llama.cpp and ik_llama.cpp with identical weights: tables `against_llama_cpp*` in docs/native-engine.md.
+"""Speed against llama.cpp and ik_llama.cpp with identical weights: tables `against_llama_cpp*` of the native engine.
 
 `python -m benchmarks.against_llama_cpp --llama-bench PATH [--ik-llama-bench PATH] --write`. Needs `llama-bench` and
 `llama-quantize` in one folder and the package `gguf`. Runs of all programs alternate; all use the threads of torch.

@@ -9,14 +9,17 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
 import time
 from array import array
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.chat_model import save_dequantised
 from benchmarks.registry import per_width
 from benchmarks.tables import Study, publish_width, study_command
 from specdemo.cli.commands import at_least_one
@@ -43,10 +46,15 @@ STAGES = ("query, key, value", "value", "attention", "output", "gate, up", "down
 
 
 def engine_for(options: argparse.Namespace, form: str) -> NativeEngine:
-    """Load the target of the pair in a form."""
+    """Load the target of the pair in a form; other forms than the stored one start from its dequantised weights."""
     release_memory()
     dtype, quantization = FORMS[form]
-    engine = engine_of(load(ModelSpec(PAIRS[options.pair].target, dtype, quantization, device="cpu")).model)
+    with tempfile.TemporaryDirectory() as folder:
+        target = PAIRS[options.pair].target
+        if form != "stored" and options.pair == CHAT_PAIR:
+            save_dequantised(Path(folder))
+            target = folder
+        engine = engine_of(load(ModelSpec(target, dtype, quantization, device="cpu")).model)
     if not isinstance(engine, NativeEngine):
         raise UserError(f"{options.pair} runs on another engine: choose a pair that the native engine supports")
     return engine
