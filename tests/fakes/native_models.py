@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -84,7 +85,7 @@ def config_of(name: str, form: str) -> PretrainedConfig:
 
 def random_model(config: PretrainedConfig, dtype: str = "float32") -> Any:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype)).eval().requires_grad_(False)
+    model = AutoModelForCausalLM.from_config(deepcopy(config)).to(getattr(torch, dtype)).eval().requires_grad_(False)
     for parameter in model.parameters():
         if parameter.dim() == 1:  # gains and biases
             parameter.add_(torch.randn(parameter.shape) / 4)
