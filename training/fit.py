@@ -48,7 +48,7 @@ def optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     matrices, rest = [], []
     for name, parameter in model.named_parameters():
         outer = "embed" in name or "lm_head" in name
-        (matrices if parameter.ndim == 2 and not outer else rest).append(parameter)
+        (matrices if parameter.ndim == 2 and min(parameter.shape) > 1 and not outer else rest).append(parameter)
     return [
         torch.optim.Muon(matrices, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -16,8 +17,11 @@ from specdemo.models.load import load
 from specdemo.models.spec import ModelSpec
 from training.fit import Schedule, fit
 from training.head import checkpoint, conversations, generate, objective
+from training.head.block import Block
 from training.head.conversations import Batch, Batches, Conversation
-from training.head.eagle3 import Eagle3, MergedAttention, warm_start
+from training.head.eagle3 import Eagle3
+from training.head.kind import DraftHead
+from training.head.layers import MergedAttention
 from training.head.target import Target
 
 TAPS = (0, 1, 2)
@@ -49,10 +53,10 @@ def target(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) ->
     return Target(str(folder), TAPS)
 
 
-def random_head(target: Target, own_output: bool = False, size: int = 40) -> Eagle3:
+def random_head(target: Target, own_output: bool = False, size: int = 40, kind: type[DraftHead] = Eagle3) -> DraftHead:
     torch.manual_seed(1)
     ids = torch.randperm(61)[:size].sort().values
-    head = Eagle3(target.config, len(TAPS), ids, own_output)
+    head = kind(target.config, len(TAPS), ids, own_output)
     for parameter in head.parameters():
         parameter.data.normal_(0.0, 0.3)
     return head
@@ -167,46 +171,105 @@ def turn(x: torch.Tensor, position: int, theta: float) -> torch.Tensor:
     return torch.cat([turned.real, turned.imag], -1)
 
 
-def decoded(head: Eagle3, target: Target, taps: torch.Tensor, tokens: torch.Tensor, steps: int) -> list[torch.Tensor]:
-    """Decode row by row: committed rows first, then draft rows that receive the head's own state."""
-    weights, config = head.state_dict(), target.config
-    size, theta, eps = config.head_dim, config.rope_parameters["rope_theta"], config.rms_norm_eps
-    repeats = config.num_attention_heads // config.num_key_value_heads
-    keys, values, states = [], [], []
-    for position in range(len(taps) + steps - 1):
-        state = weights["fc.weight"] @ taps[position] if position < len(taps) else states[-1]
-        embedded = target.embeddings[tokens[position + 1]]
-        x = torch.cat(
-            [
-                rms(embedded, weights["midlayer.input_layernorm.weight"], eps),
-                rms(state, weights["midlayer.hidden_norm.weight"], eps),
-            ]
-        )
+class RowDecoder:
+    """A layer row by row, with names that start with `prefix`; all inputs are vectors."""
+
+    def __init__(self, head: DraftHead, target: Target, prefix: str) -> None:
+        self.weights = {name.removeprefix(prefix): value for name, value in head.state_dict().items()}
+        self.config, self.keys, self.values = target.config, [], []
+
+    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return rms(x, self.weights[f"{name}.weight"], self.config.rms_norm_eps)
+
+    def row(self, state: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Add the row `state` with the input `x` of its attention."""
+        size, theta = self.config.head_dim, self.config.rope_parameters["rope_theta"]
+        repeats = self.config.num_attention_heads // self.config.num_key_value_heads
+        position = len(self.keys)
         query, key, value = (
-            (weights[f"midlayer.self_attn.{name}_proj.weight"] @ x).view(-1, size) for name in ("q", "k", "v")
+            (self.weights[f"self_attn.{name}_proj.weight"] @ x).view(-1, size) for name in ("q", "k", "v")
         )
-        keys.append(turn(key, position, theta))
-        values.append(value)
+        self.keys.append(turn(key, position, theta))
+        self.values.append(value)
         mixed = []
         for i, row in enumerate(turn(query, position, theta)):
-            scores = torch.stack([key[i // repeats] @ row for key in keys]) / size**0.5
-            mixed.append(scores.softmax(0) @ torch.stack([value[i // repeats] for value in values]))
-        state = state + weights["midlayer.self_attn.o_proj.weight"] @ torch.cat(mixed)
-        x = rms(state, weights["midlayer.post_attention_layernorm.weight"], eps)
-        gate, up = (weights[f"midlayer.mlp.{name}_proj.weight"] @ x for name in ("gate", "up"))
-        states.append(state + weights["midlayer.mlp.down_proj.weight"] @ (gate / (1 + (-gate).exp()) * up))
-    return [rms(state, weights["norm.weight"], eps) for state in states[len(taps) - 1 :]]
+            scores = torch.stack([key[i // repeats] @ row for key in self.keys]) / size**0.5
+            mixed.append(scores.softmax(0) @ torch.stack([value[i // repeats] for value in self.values]))
+        state = state + self.weights["self_attn.o_proj.weight"] @ torch.cat(mixed)
+        x = self.norm("post_attention_layernorm", state)
+        gate, up = (self.weights[f"mlp.{name}_proj.weight"] @ x for name in ("gate", "up"))
+        return state + self.weights["mlp.down_proj.weight"] @ (gate / (1 + (-gate).exp()) * up)
+
+    def first_row(self, state: torch.Tensor, embedded: torch.Tensor, shift: torch.Tensor | float = 0) -> torch.Tensor:
+        both = torch.cat([self.norm("input_layernorm", embedded), self.norm("hidden_norm", state)])
+        return self.row(state, both + shift)
 
 
-def test_training_time_test_equals_decoding_step_by_step(target: Target) -> None:
-    head, item = random_head(target), conversation(20)
+def eagle_decoded(
+    head: DraftHead, target: Target, taps: torch.Tensor, tokens: torch.Tensor, steps: int
+) -> list[torch.Tensor]:
+    """Decode committed rows first, then draft rows that receive the head's own state."""
+    layer, states = RowDecoder(head, target, "midlayer."), []
+    for position in range(len(taps) + steps - 1):
+        state = layer.weights["fc.weight"] @ taps[position] if position < len(taps) else states[-1]
+        states.append(layer.first_row(state, target.embeddings[tokens[position + 1]]))
+    return [layer.norm("norm", state) for state in states[len(taps) - 1 :]]
+
+
+def block_decoded(
+    head: DraftHead, target: Target, taps: torch.Tensor, tokens: torch.Tensor, steps: int
+) -> list[torch.Tensor]:
+    """Decode committed rows first, then rows of the slots, which repeat the last state and token."""
+    first, second = (RowDecoder(head, target, f"layers.{i}.") for i in range(2))
+    weights, last, results = first.weights, len(taps) - 1, []
+    for position in range(len(taps) + steps - 1):
+        slot, row = max(0, position - last), min(position, last)
+        shift = weights["slots"][slot - 1] if slot else 0
+        embedded = target.embeddings[tokens[row + 1]]
+        state = first.first_row(weights["fc.weight"] @ taps[row], embedded, shift)
+        state = second.row(state, second.norm("input_layernorm", state))
+        before = weights["markov_head.markov_w1.weight"] @ target.embeddings[tokens[position + 1]]
+        results.append(first.norm("norm", state) + weights["markov_head.markov_w2.weight"] @ before)
+    return results[last:]
+
+
+@pytest.mark.parametrize("kind, expected_rows", [(Eagle3, eagle_decoded), (Block, block_decoded)])
+def test_training_equals_decoding_row_by_row(
+    target: Target, kind: type[DraftHead], expected_rows: Callable[..., list[torch.Tensor]]
+) -> None:
+    head, item = random_head(target, kind=kind), conversation(20)
     tokens = torch.from_numpy(item.tokens.astype(np.int64))
     taps = torch.randn(len(tokens), len(TAPS) * target.config.hidden_size)
     unrolled = head(taps[None], tokens[None], target.embeddings, STEPS)
     for last in (0, 5, len(tokens) - 1 - STEPS):
-        expected = decoded(head, target, taps[: last + 1], tokens, STEPS)
+        expected = expected_rows(head, target, taps[: last + 1], tokens, STEPS)
         for i, state in enumerate(expected):
             assert torch.allclose(unrolled[i][0, last], state, atol=1e-4), (last, i)
+
+
+def test_confidence_learns_the_overlap_and_changes_no_other_weight(target: Target) -> None:
+    head = random_head(target, kind=Block)
+    states, overlap = torch.randn(20, target.config.hidden_size), torch.rand(20)
+    optimizer = torch.optim.Adam(head.parameters(), 0.05)
+    before = {name: parameter.clone() for name, parameter in head.named_parameters()}
+    for _ in range(300):
+        optimizer.zero_grad()
+        head.confidence_loss(states, overlap).mean().backward()
+        optimizer.step()
+    confidence = head.confidence_head(states).sigmoid()
+    assert (confidence - overlap).abs().mean() < 0.1
+    changed = {name for name, parameter in head.named_parameters() if not torch.equal(parameter, before[name])}
+    assert changed == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
+
+
+def test_a_block_head_starts_from_an_eagle_head(target: Target, tmp_path: Path) -> None:
+    """The first slot then drafts the same, whatever the last layer and the Markov term would add."""
+    eagle = random_head(target)
+    checkpoint.save(eagle, target, tmp_path)
+    block = checkpoint.load(Block, tmp_path, target)
+    taps, tokens = torch.randn(1, 12, 3 * target.config.hidden_size), torch.randint(0, 61, (1, 12))
+    (first,), (second,) = (head(taps, tokens, target.embeddings, 1) for head in (eagle, block))
+    assert torch.equal(first, second) and torch.equal(eagle.vocabulary, block.vocabulary)
 
 
 def test_merged_attention_and_its_gradient_are_those_of_a_softmax() -> None:
@@ -244,12 +307,12 @@ def test_row_and_step_are_compared_with_the_target_after_the_same_tokens(target:
     assert batch.answers[rows.window, rows.position + 1].all() and len(rows.position) == batch.answers.sum()
 
 
-@pytest.mark.parametrize("own_output", [False, True])
+@pytest.mark.parametrize("kind, own_output", [(Eagle3, False), (Eagle3, True), (Block, False)])
 def test_the_loss_in_blocks_equals_the_loss_of_all_rows(
-    target: Target, own_output: bool, monkeypatch: pytest.MonkeyPatch
+    target: Target, kind: type[DraftHead], own_output: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(objective, "BLOCK", 7)
-    head, batch = random_head(target, own_output), conversations.padded([conversation(40), conversation(24)])
+    head, batch = random_head(target, own_output, kind=kind), conversations.padded([conversation(40), conversation(24)])
     value = objective.loss(head, target, STEPS, batch)
     value.backward()
     gradients = {name: parameter.grad.clone() for name, parameter in head.named_parameters()}
@@ -261,7 +324,9 @@ def test_the_loss_in_blocks_equals_the_loss_of_all_rows(
         for i, states in enumerate(drafted):
             logits = head.logits(rows.of(states, i), target.output[head.vocabulary]).float()
             q = logits.softmax(-1)
-            terms.append(0.8**i * (-(p * q.log()).sum(-1) + 1 - torch.minimum(p, q).sum(-1)).mean())
+            overlap = torch.minimum(p, q).sum(-1)
+            confidence = head.confidence_loss(rows.of(states, i), overlap)
+            terms.append(0.8**i * (-(p * q.log()).sum(-1) + 1 - overlap + confidence).mean())
     expected = sum(terms) / sum(0.8**i for i in range(STEPS))
     expected.backward()
     assert value.item() == pytest.approx(expected.item(), rel=1e-3)
@@ -308,13 +373,17 @@ def test_distributions_follow_temperature_and_top_p() -> None:
     assert squared.tolist() == pytest.approx((torch.tensor([0.5, 0.25, 0.15, 0.1]) ** 2 / 0.345).tolist())
 
 
-def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(target: Target, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Eagle3, Block])
+def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(
+    target: Target, kind: type[DraftHead], tmp_path: Path
+) -> None:
     batches = Batches([conversation(30) for _ in range(12)], 128, seed=0)
     schedule = Schedule(steps=5, lr=1e-2, warmup=1, save_every=2)
 
-    def train(folder: Path, stop_at: int | None = None) -> Eagle3:
-        head = Eagle3(target.config, len(TAPS), torch.arange(40))
-        warm_start(head, target)
+    def train(folder: Path, stop_at: int | None = None) -> DraftHead:
+        torch.manual_seed(0)
+        head = kind(target.config, len(TAPS), torch.arange(40))
+        head.start_from(target)
 
         def batch(step: int) -> Batch:
             if step == stop_at:
@@ -332,18 +401,19 @@ def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(target: Target,
         assert torch.equal(first, second), name
 
 
-@pytest.mark.parametrize("own_output", [False, True])
-def test_a_saved_head_has_published_names_and_drafts_the_same(target: Target, own_output: bool, tmp_path: Path) -> None:
-    head = random_head(target, own_output)
+@pytest.mark.parametrize("kind, own_output", [(Eagle3, False), (Eagle3, True), (Block, False), (Block, True)])
+def test_a_saved_head_has_published_names_and_drafts_the_same(
+    target: Target, kind: type[DraftHead], own_output: bool, tmp_path: Path
+) -> None:
+    head = random_head(target, own_output, kind=kind)
     checkpoint.save(head, target, tmp_path)
     tensors = checkpoint.load_file(tmp_path / "model.safetensors")
     assert ("lm_head.weight" in tensors) == own_output
-    assert {"fc.weight", "midlayer.hidden_norm.weight", "midlayer.self_attn.q_proj.weight", "norm.weight"} <= set(
-        tensors
-    )
+    first = {Eagle3: "midlayer", Block: "layers.0"}[kind]
+    assert {"fc.weight", f"{first}.hidden_norm.weight", f"{first}.self_attn.q_proj.weight", "norm.weight"} <= {*tensors}
     ids = torch.arange(40) + tensors["d2t"]
     assert torch.equal(ids, head.vocabulary) and torch.equal(tensors["t2d"].nonzero()[:, 0], ids)
-    again = checkpoint.load(tmp_path, target)
+    again = checkpoint.load(kind, tmp_path, target)
     taps, tokens = torch.randn(1, 12, 3 * target.config.hidden_size), torch.randint(0, 61, (1, 12))
     for first, second in zip(*(h(taps, tokens, target.embeddings, 2) for h in (head, again)), strict=True):
         assert torch.equal(first, second)

@@ -20,7 +20,7 @@ from specdemo.prompts import load_prompts
 from training.fit import Schedule, fit
 from training.head import checkpoint, conversations, objective
 from training.head.conversations import SETTINGS, Conversation, Split
-from training.head.eagle3 import Eagle3, warm_start
+from training.head.kind import DraftHead
 from training.head.target import Target
 
 
@@ -43,7 +43,7 @@ def describe(split: Split, items: Sequence[Conversation]) -> str:
 class HeldOut:
     """Evaluation on held-out conversations; every result is appended to `curve.jsonl`."""
 
-    def __init__(self, head: Eagle3, target: Target, items: Sequence[Conversation], folder: Path) -> None:
+    def __init__(self, head: DraftHead, target: Target, items: Sequence[Conversation], folder: Path) -> None:
         self._head, self._target, self._folder = head, target, folder
         self._items = {name: [item for item in items if item.setting == name] for name in SETTINGS}
         self.step, self.tokens, self._start = 0, 0, time.monotonic()
@@ -64,11 +64,11 @@ class HeldOut:
 def main() -> None:
     """Train the head and evaluate it on held-out conversations."""
     parser = argparse.ArgumentParser(prog="python -m training.head", description=__doc__)
-    parser.add_argument("--kind", choices=("eagle3",), default="eagle3")
+    parser.add_argument("--kind", choices=tuple(checkpoint.KINDS), default="eagle3")
     parser.add_argument("--target", default=PAIRS[CHAT_PAIR].target, help="GGUF file or directory")
     parser.add_argument("--data", type=Path, required=True, help="directory of conversations (*.npz)")
     parser.add_argument("--out", type=Path, required=True, help="checkpoints, curve and head")
-    parser.add_argument("--start", type=Path, help="directory of a head to continue from, with its vocabulary")
+    parser.add_argument("--start", type=Path, help="directory of a head to start from, with its vocabulary")
     parser.add_argument("--steps", type=int, default=1_000_000, help="the rate decays over the last fifth")
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--limit", type=int, help="tokens of training conversations")
@@ -88,12 +88,13 @@ def main() -> None:
     items = split.train if options.limit is None else conversations.first_tokens(split.train, options.limit)
     print(describe(split, items), flush=True)
     torch.manual_seed(options.seed)
+    kind = checkpoint.KINDS[options.kind]
     target = Target(options.target, (2, 15, 27), options.device)
     if options.start:
-        head = checkpoint.load(options.start, target).float()
+        head = checkpoint.load(kind, options.start, target).float()
     else:
-        head = Eagle3(target.config, 3, vocabulary(items, options.vocabulary), options.own_output)
-        warm_start(head, target)
+        head = kind(target.config, 3, vocabulary(items, options.vocabulary), options.own_output)
+        head.start_from(target)
     head.to(options.device)
     batches = conversations.Batches(items, options.batch_tokens, options.seed)
     held_out = HeldOut(head, target, split.held_out, options.out)

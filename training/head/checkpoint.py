@@ -1,4 +1,4 @@
-"""Saving and loading of heads under the names of published EAGLE-3 checkpoints."""
+"""Saving and loading of heads; tensors have the names of published checkpoints."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from training.head.block import Block
 from training.head.eagle3 import Eagle3
+from training.head.kind import DraftHead
 from training.head.target import Target
 
+KINDS: dict[str, type[DraftHead]] = {"eagle3": Eagle3, "block": Block}
 
-def save(head: Eagle3, target: Target, folder: Path) -> None:
+
+def save(head: DraftHead, target: Target, folder: Path) -> None:
     """Write `model.safetensors` and `config.json`. `d2t` holds offsets: target id = draft id + d2t[draft id]."""
     ids = head.vocabulary.cpu()
     used = torch.zeros(target.config.vocab_size, dtype=torch.bool)
@@ -35,22 +39,23 @@ def save(head: Eagle3, target: Target, folder: Path) -> None:
         )
     }
     head_config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": [head.architecture],
         "model_type": "llama",
         "num_hidden_layers": 1,
         "draft_vocab_size": len(ids),
         "eagle_aux_hidden_state_layer_ids": list(target.taps),
         "tie_word_embeddings": head.lm_head is None,
     }
-    (folder / "config.json").write_text(json.dumps(config | head_config, indent=1) + "\n", "utf-8")
+    (folder / "config.json").write_text(json.dumps(config | head_config | head.settings, indent=1) + "\n", "utf-8")
 
 
-def load(folder: Path, target: Target) -> Eagle3:
-    """Read a head written by `save`."""
+def load(kind: type[DraftHead], folder: Path, target: Target) -> DraftHead:
+    """Read a head written by `save`; a block head may start from an EAGLE-3 head."""
     tensors = load_file(folder / "model.safetensors")
     offsets = tensors.pop("d2t")
     del tensors["t2d"]
     ids = offsets + torch.arange(len(offsets))
-    head = Eagle3(target.config, len(target.taps), ids, "lm_head.weight" in tensors)
-    head.load_state_dict(tensors)
+    head = kind(target.config, len(target.taps), ids, "lm_head.weight" in tensors)
+    head.start_from(target)
+    head.load_stored(tensors)
     return head

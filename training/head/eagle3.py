@@ -1,182 +1,39 @@
 """EAGLE-3 (arXiv 2503.01840) in plain torch: a decoder layer on three hidden states of the target and the next token.
 
 Row t of step i receives token t + 1 + i and predicts token t + 2 + i. In step 0 its state is `fc` of the target's
-states at t; in later steps it is the head's own state of the step before (training-time test). Attention covers the
-rows up to t of step 0 and row t of all later steps, as in a draft that starts at t. Parameter names and `config.json`
-are those of the published checkpoints; the output matrix consists of rows of the target's unless the head has its own.
+states at t; in later steps it is the head's own state of the step before (training-time test). Parameter names and
+`config.json` are those of the published checkpoints.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig
 
+from training.head.kind import DraftHead
+from training.head.layers import Cache, FirstLayer
 from training.head.target import Target
 
 
-class RMSNorm(nn.Module):
-    """Root mean square norm in float32."""
+class Eagle3(DraftHead):
+    """The head."""
 
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.float()
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
-
-
-def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Apply rotary position embeddings to `x` `[..., n, size]` at `positions` `[n]`."""
-    half = x.shape[-1] // 2
-    angles = positions[:, None] * theta ** (-torch.arange(half, device=x.device) / half)
-    cos, sin = angles.cos(), angles.sin()
-    first, second = x.float().split(half, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-
-class MergedAttention(torch.autograd.Function):
-    """Causal attention over the keys of step 0, merged with the same row of later steps.
-
-    The kernel returns the log of the normaliser, and its gradient is correct for a part of the keys if it receives the
-    output and the normaliser over all keys (ring attention, arXiv 2310.01889).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, own_keys: Tensor, own_values: Tensor) -> Tensor:
-        """Map queries, keys, values `[size, heads, n, head size]` and `own_*` `[steps, ...]`."""
-        first, log_first = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True)
-        scores = (query.float() * own_keys.float()).sum(-1) * query.shape[-1] ** -0.5
-        log_first = log_first.float()
-        log_all = torch.cat([log_first[None], scores]).logsumexp(0)
-        own_weights = (scores - log_all).exp()[..., None]
-        merged = (log_first - log_all).exp()[..., None] * first.float() + (own_weights * own_values.float()).sum(0)
-        merged = merged.to(query.dtype)
-        ctx.save_for_backward(query, key, value, own_keys, own_values, merged, log_all, own_weights)
-        return merged
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        query, key, value, own_keys, own_values, merged, log_all, own_weights = ctx.saved_tensors
-        gradient = gradient.contiguous()
-        of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, query, key, value, merged, log_all, 0.0, True
-        )
-        gradient = gradient.float()
-        of_own_values = own_weights * gradient
-        share = (gradient * (own_values.float() - merged.float())).sum(-1, keepdim=True)
-        of_scores = own_weights * share * query.shape[-1] ** -0.5
-        of_query = of_query + (of_scores * own_keys.float()).sum(0)
-        of_own_keys = of_scores * query.float()
-        return of_query, of_key, of_value, of_own_keys, of_own_values
-
-
-class Attention(nn.Module):
-    """Attention with grouped queries over the rows of step 0 and the same row of later steps."""
-
-    def __init__(self, config: PretrainedConfig) -> None:
-        super().__init__()
-        width, self.size = config.hidden_size, config.head_dim
-        self.theta = config.rope_parameters["rope_theta"]
-        queries, keys = config.num_attention_heads * self.size, config.num_key_value_heads * self.size
-        self.repeats = queries // keys
-        self.q_proj = nn.Linear(2 * width, queries, bias=False)
-        self.k_proj = nn.Linear(2 * width, keys, bias=False)
-        self.v_proj = nn.Linear(2 * width, keys, bias=False)
-        self.o_proj = nn.Linear(queries, width, bias=False)
-
-    def forward(self, x: Tensor, cache: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Attend from rows `x` `[size, n, 2 * width]` of step `len(cache)`; append keys and values to `cache`."""
-        positions = torch.arange(x.shape[1], device=x.device) + len(cache)
-
-        def heads(y: Tensor) -> Tensor:
-            return y.unflatten(-1, (-1, self.size)).transpose(1, 2)
-
-        value = heads(self.v_proj(x))
-        query = rotate(heads(self.q_proj(x)), positions, self.theta).to(value.dtype)
-        key = rotate(heads(self.k_proj(x)), positions, self.theta).to(value.dtype)
-        cache.append((key.repeat_interleave(self.repeats, 1), value.repeat_interleave(self.repeats, 1)))
-        keys, values = zip(*cache, strict=True)
-        if len(cache) == 1:
-            mixed = F.scaled_dot_product_attention(query, keys[0], values[0], is_causal=True)
-        else:
-            mixed = MergedAttention.apply(query, keys[0], values[0], torch.stack(keys[1:]), torch.stack(values[1:]))
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
-
-
-class GatedLinear(nn.Module):
-    """The feed-forward part of a Llama layer."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Layer(nn.Module):
-    """A decoder layer with the embedding of the next token as second input."""
-
-    def __init__(self, config: PretrainedConfig) -> None:
-        super().__init__()
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.hidden_norm, self.input_layernorm = RMSNorm(width, eps), RMSNorm(width, eps)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(width, eps)
-        self.mlp = GatedLinear(width, config.intermediate_size)
-
-    def forward(self, x: Tensor, embedded: Tensor, cache: list[tuple[Tensor, Tensor]]) -> Tensor:
-        both = torch.cat([self.input_layernorm(embedded), self.hidden_norm(x)], -1)
-        x = x + self.self_attn(both, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class Eagle3(nn.Module):
-    """The head. `config` is the target's; `vocabulary` holds the target ids of the draft vocabulary, ascending."""
+    architecture = "LlamaForCausalLMEagle3"
 
     def __init__(self, config: PretrainedConfig, taps: int, vocabulary: Tensor, own_output: bool = False) -> None:
-        super().__init__()
-        width = config.hidden_size
-        self.fc = nn.Linear(taps * width, width, bias=False)
-        self.midlayer = Layer(config)
-        self.norm = RMSNorm(width, config.rms_norm_eps)
-        self.lm_head = nn.Linear(width, len(vocabulary), bias=False) if own_output else None
-        self.register_buffer("vocabulary", vocabulary, persistent=False)
+        super().__init__(config, taps, vocabulary, own_output)
+        self.midlayer = FirstLayer(config)
 
     def forward(self, taps: Tensor, tokens: Tensor, embeddings: Tensor, steps: int) -> list[Tensor]:
-        """Return the normalised states of each step, `[size, length, width]`, for `tokens` `[size, length]`."""
-        state, cache, results = self.fc(taps), [], []
+        state, results = self.fc(taps), []
+        cache: Cache = []
         for i in range(steps):
             following = F.pad(tokens[:, i + 1 :], (0, i + 1))
             state = self.midlayer(state, F.embedding(following, embeddings), cache)
             results.append(self.norm(state))
         return results
 
-    def logits(self, states: Tensor, output: Tensor) -> Tensor:
-        """Return logits over the draft vocabulary; `output` holds the target's rows of the draft vocabulary."""
-        return F.linear(states, output if self.lm_head is None else self.lm_head.weight)
-
-
-@torch.no_grad()
-def warm_start(head: Eagle3, target: Target) -> None:
-    """Copy the target's last layer, final norm and output rows; `fc` passes the last tap through."""
-    width = target.config.hidden_size
-    head.fc.weight.zero_()[:, -width:].copy_(torch.eye(width))
-    stored = dict(target.last_layer)
-    for name in ("q_proj", "k_proj", "v_proj"):
-        key = f"self_attn.{name}.weight"
-        stored[key] = torch.cat([torch.zeros_like(stored[key]), stored[key]], -1)
-    stored["hidden_norm.weight"] = stored["input_layernorm.weight"]
-    stored["input_layernorm.weight"] = torch.ones(width)
-    head.midlayer.load_state_dict(stored)
-    head.norm.weight.copy_(target.norm)
-    if head.lm_head is not None:
-        head.lm_head.weight.copy_(target.output[head.vocabulary])
+    def start_from(self, target: Target) -> None:
+        self.copy_ends(target)
+        self.midlayer.start_from(target.last_layer)

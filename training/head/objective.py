@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from training.head.conversations import Batch, Conversation, padded
-from training.head.eagle3 import Eagle3
+from training.head.kind import DraftHead
 from training.head.target import Target
 
 DECAY = 0.8  # of the weight per step
@@ -36,7 +36,7 @@ class Rows:
         return states[self.window, self.position - 1 - step]
 
 
-def states_of(head: Eagle3, target: Target, batch: Batch, steps: int) -> tuple[list[Tensor], Rows]:
+def states_of(head: DraftHead, target: Target, batch: Batch, steps: int) -> tuple[list[Tensor], Rows]:
     """Return the head's states of each step and the rows to compare. Answers begin after more than `steps` tokens."""
     device = target.embeddings.device
     tokens = torch.from_numpy(batch.tokens).to(device)
@@ -46,8 +46,8 @@ def states_of(head: Eagle3, target: Target, batch: Batch, steps: int) -> tuple[l
     return drafted, Rows(window, position, states.final[window, position])
 
 
-def loss(head: Eagle3, target: Target, steps: int, batch: Batch) -> Tensor:
-    """Return the mean over rows and steps of cross entropy plus rejection rate 1 - sum min(p, q).
+def loss(head: DraftHead, target: Target, steps: int, batch: Batch) -> Tensor:
+    """Return the mean over rows and steps of cross entropy, rejection rate 1 - sum min(p, q) and confidence loss.
 
     p is normalised over the full vocabulary, so that rows count less where the draft vocabulary covers less. Gradients
     of the head's states are computed in blocks of rows that fit into the processor's cache.
@@ -66,7 +66,9 @@ def loss(head: Eagle3, target: Target, steps: int, batch: Batch) -> Tensor:
             part = torch.zeros((), device=p.device)
             for i, states in enumerate(leaves):
                 q = head.logits(states[block], output).float().log_softmax(-1)
-                part = part - DECAY**i * (p * q).sum() - DECAY**i * OVERLAP_WEIGHT * torch.minimum(p, q.exp()).sum()
+                overlap = torch.minimum(p, q.exp()).sum(-1)
+                part = part - DECAY**i * ((p * q).sum() + OVERLAP_WEIGHT * overlap.sum())
+                part = part + DECAY**i * head.confidence_loss(states[block], overlap).sum()
             (part / scale).backward()
             value += part.item() / scale
     linear = sum((states * leaf.grad).sum() for states, leaf in zip(compared, leaves, strict=True))
@@ -95,7 +97,7 @@ def distribution(logits: Tensor, temperature: float, top_p: float) -> Tensor:
 
 @torch.no_grad()
 def chances(
-    head: Eagle3, target: Target, item: Conversation, steps: int, temperature: float, top_p: float
+    head: DraftHead, target: Target, item: Conversation, steps: int, temperature: float, top_p: float
 ) -> tuple[Tensor, Tensor]:
     """Return, per row and step, sum min(p, q) and the ratio min(1, q(x) / p(x)) of the text's token x."""
     with torch.autocast(target.embeddings.device.type, torch.bfloat16):
@@ -114,7 +116,7 @@ def chances(
 
 
 def acceptance(
-    head: Eagle3,
+    head: DraftHead,
     target: Target,
     conversations: Sequence[Conversation],
     temperature: float,
