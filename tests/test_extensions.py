@@ -100,7 +100,7 @@ def check_theorem(method: str, policy: str = "fixed", rule: Any = RULES["rejecti
         def once(sampling: SamplingParams = sampling, explorer: Explorer = explorer) -> tuple[int, ...]:
             nonlocal drafted
             verifier = ModelVerifier(TARGET.score, sampling, rule, explorer, explorer, 2)
-            head = TableHead(SMALL, (0, 2, 3)) if METHODS[method].drafter == "head" else None
+            head = TableHead(SMALL, (0, 2, 3), method) if METHODS[method].drafter == "head" else None
             drafter = METHODS[method].build(FakeContext(sampling, explorer, head))
             steps = run(PROMPT, verifier, drafter, POLICIES[policy].make(DraftLengths(2, 1, 3), CostModel()), 3)
             drafted += sum(len(step.draft) for step in steps)

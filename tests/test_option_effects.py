@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n        self."
 POOL = ModelPool()
 MODELS: dict[str, str] = {}  # a random pair of four layers
-HEAD: dict[str, str] = {}  # a random head of the target
+HEADS: dict[str, dict[str, str]] = {}  # a random head of the target, for methods that need one
 SHARPER = 1.5
 OTHER = {
     "gamma": 2, "policy": "heuristic", "gamma_min": 2, "gamma_max": 2, "egag_ema_beta": 0.9, "first_target": False,
@@ -69,14 +69,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> None:
         weights = load_file(f"{folder}/model.safetensors")
         weights["lm_head.weight"] *= SHARPER
         save_file(weights, f"{folder}/model.safetensors", {"format": "pt"})
-    HEAD["head"] = head_for(MODELS["target"], tmp_path_factory.mktemp("head"))
+    for name, method in METHODS.items():
+        if method.drafter == "head":
+            HEADS[name] = {"head": head_for(MODELS["target"], tmp_path_factory.mktemp("head"), name)}
 
 
 @cache
 def trace(**values: Any) -> list[Any]:
     """Return the steps of a run without timings; `ngram_keep` follows a run with the same stores."""
     stores: dict[Any, Any] = {}
-    head = HEAD if METHODS[values.get("method", "draft")].drafter == "head" else {}
+    head = HEADS.get(values.get("method", "draft"), {})
     recipe = replace(Recipe(), **{"max_tokens": 16, "top_p": 1.0, "device": "cpu", **MODELS, **head, **values})
     if recipe.ngram_keep:
         list(generate(recipe, PROMPT, POOL, stores))
@@ -124,7 +126,7 @@ def test_options_without_effect_are_refused_if_named(method: str) -> None:
     for name, option in Recipe.OPTIONS.items():
         if method in methods_with(option) or name in ("pair", "target", "drafter"):
             continue
-        value, head = OTHER.get(name, option.default), HEAD if METHODS[method].drafter == "head" else {}
+        value, head = OTHER.get(name, option.default), HEADS.get(method, {})
         unnamed = replace(Recipe(), **{**AROUND.get(name, {}), **head, "method": method, name: value})
         with pytest.raises(UserError, match=f"{name} (.* )?has no effect with method {method}: choose "):
             refuse_ineffective(unnamed, [name])

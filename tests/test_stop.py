@@ -32,16 +32,18 @@ def pool() -> ModelPool:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
     target = str(save_model(folder / "target", byte_level_tokenizer()))
-    return {"target": target, "drafter": target, "head": head_for(target, folder / "head")}
+    heads = {name: head_for(target, folder / name, name) for name in METHODS if METHODS[name].drafter == "head"}
+    return {"target": target, "drafter": target, **heads}
 
 
 @pytest.fixture(scope="module")
 def recipe_of(models: dict[str, str]) -> Callable[..., Recipe]:
     def make(method: str, **values: Any) -> Recipe:
         used = METHODS[method]
-        names = ["target", *(["drafter"] if used.uses_model else []), *(["head"] if used.drafter == "head" else [])]
+        names = ["target", *(["drafter"] if used.uses_model else [])]
+        head = {"head": models[method]} if used.drafter == "head" else {}
         sampling = {} if method == "beam" else {"temperature": 0}
-        chosen = {name: models[name] for name in names} | sampling | {"device": "cpu", "max_tokens": MAX_TOKENS}
+        chosen = {name: models[name] for name in names} | head | sampling | {"device": "cpu", "max_tokens": MAX_TOKENS}
         return Recipe(method=method, **chosen, **values)
 
     return make

@@ -57,8 +57,9 @@ def pair_bench(name: str, common: Mapping[str, Any], varied: Iterable[Mapping[st
 
 
 def _drafter(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    method = METHODS[values["method"]]
-    copied = method.uses_model and not method.uses_head and PAIRS[name].drafter is None
+    method, pair = METHODS[values["method"]], PAIRS[name]
+    has_head = method.uses_head and pair.head is not None
+    copied = method.uses_model and not method.optional_model and pair.drafter is None and not has_head
     return {"drafter": SAME} if copied else {}
 
 

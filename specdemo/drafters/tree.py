@@ -1,4 +1,4 @@
-"""Draft a tree of a model's continuations: a rejected token may have an accepted sibling.
+"""Draft a tree of continuations by a model or head: a rejected token may have an accepted sibling.
 
 Siblings are sampled without replacement and their number is fixed in advance, so recursive residuals are exact
 (SpecInfer 2305.09781; Sequoia 2402.12374).
@@ -7,15 +7,17 @@ Siblings are sampled without replacement and their number is fixed in advance, s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from specdemo.core.decode import DraftBudget, Drafter
-from specdemo.core.distributions import DenseProbs, without
+from specdemo.core.distributions import without
 from specdemo.core.errors import UserError
 from specdemo.core.options import OptionSet, option, options
-from specdemo.core.origin import MODEL
+from specdemo.core.origin import HEAD, MODEL, Origin
 from specdemo.core.step import Draft
+from specdemo.drafters.draft_vocabulary import DraftVocabulary
+from specdemo.drafters.heads.chain import DraftingHead
 from specdemo.drafters.method import BuildContext, Method
 from specdemo.drafters.model import readable
 
@@ -25,73 +27,154 @@ if TYPE_CHECKING:
     from specdemo.core.sampling import SamplingParams
 
 
+class NodeScorer(Protocol):
+    """Interface of what drafts a tree."""
+
+    origin: Origin
+
+    @property
+    def ids(self) -> Tensor | None:
+        """Target ids of the logits; None: all."""
+
+    def limited(self, tokens: Sequence[int], budget: DraftBudget) -> DraftBudget:
+        """Return the budget for a draft after `tokens`."""
+
+    def score(self, tokens: Sequence[int], draft: Draft, nodes: Sequence[int]) -> Sequence[Tensor] | None:
+        """Return raw logits `[size]` after each of `nodes` of `draft`; None if there are none.
+
+        Of equal `tokens`, drafts grow, and the parents of `nodes` were scored before.
+        """
+
+
+@dataclass
+class ModelNodes(NodeScorer):
+    """Nodes of a model, which scores all nodes of a draft in one pass.
+
+    `model(tokens, draft)` returns raw logits `[len(draft) + 1, own_size]`.
+    """
+
+    model: Callable[[Sequence[int], Draft], Tensor]
+    vocab_size: int
+    own_size: int | None = None  # None: all ids
+    origin = MODEL
+    ids = None
+
+    def limited(self, tokens: Sequence[int], budget: DraftBudget) -> DraftBudget:
+        return budget if readable(tokens, self.own_size, self.vocab_size) else budget.at_most(0)
+
+    def score(self, tokens: Sequence[int], draft: Draft, nodes: Sequence[int]) -> list[Tensor]:
+        from specdemo.core.sampling import fitted
+
+        logits = fitted(self.model(tokens, draft), self.vocab_size)
+        return [logits[node + 1] for node in nodes]
+
+
+@dataclass
+class HeadNodes(NodeScorer):
+    """Nodes of a head, which scores them one by one, each after the rows of its ancestors."""
+
+    head: DraftingHead
+    _rows: dict[int, Any] = field(default_factory=dict)  # draft rows up to each scored node
+    origin = HEAD
+
+    @property
+    def ids(self) -> Tensor | None:
+        return self.head.ids
+
+    def limited(self, tokens: Sequence[int], budget: DraftBudget) -> DraftBudget:
+        return budget.at_most(self.head.longest_draft(tokens))
+
+    def score(self, tokens: Sequence[int], draft: Draft, nodes: Sequence[int]) -> list[Tensor] | None:
+        scored = []
+        for node in nodes:
+            if node < 0:
+                logits = self.head.start(tokens)
+                if logits is None:
+                    return None
+            else:
+                self.head.restore(self._rows[draft.parents[node]])
+                logits = self.head.step(draft.tokens[node])
+            self._rows[node] = self.head.draft_rows()
+            scored.append(logits)
+        return scored
+
+
 @dataclass(eq=False)
 class TreeDrafter(Drafter):
     """Grow a tree by levels: the `beam` most probable nodes of the last level get up to `width` children each.
 
-    `score(tokens, draft)` returns raw logits `[len(draft) + 1, own_size]`. The budget limits the depth, `nodes` the
-    size. At temperature 0 the most probable tokens are point masses.
+    The budget limits the depth, `nodes` the size. At temperature 0 the most probable tokens are point masses.
     """
 
-    score: Callable[[Sequence[int], Draft], Tensor]
+    scorer: NodeScorer
     sampling: SamplingParams
     noise: Any
     vocab_size: int
-    own_size: int | None = None  # None: all ids
     nodes: int = 12
     width: int = 3
     beam: int = 2
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
-        from specdemo.core.sampling import fitted
-
-        draft = Draft()
-        if not readable(tokens, self.own_size, self.vocab_size):
-            return draft
-        level, path_probs = [-1], {-1: 1.0}
-        depth = 0
-        while level and len(draft) < self.nodes and budget.may_extend(depth, None):
-            logits = fitted(self.score(tokens, draft), self.vocab_size)
-            level = sorted(level, key=lambda node: -path_probs[node])[: self.beam]
-            if not budget.may_extend(depth, logits[level[0] + 1]):
+        budget = self.scorer.limited(tokens, budget)
+        tree = _GrowingTree(DraftVocabulary(self.scorer.ids, self.vocab_size), self.sampling, self.noise)
+        level, depth = [-1], 0
+        while level and len(tree.tokens) < self.nodes and budget.may_extend(depth, None):
+            level = sorted(level, key=lambda node: -tree.path_probs[node])[: self.beam]
+            draft = Draft(tuple(tree.tokens), tuple(tree.parents))
+            scored = self.scorer.score(tokens, draft, level)
+            if scored is None or not budget.may_extend(depth, scored[0]):
                 break
-            next_level: list[int] = []
-            for node in level:
+            first = len(draft)
+            for node, logits in zip(level, scored, strict=True):
                 path = [*tokens, *(draft.tokens[i] for i in draft.path(node))]
-                row = self.sampling.process_logits(logits[node + 1][None], [path])
-                first = len(draft)
-                draft = self._with_children(draft, node, row, len(path))
-                for child in range(first, len(draft)):
-                    path_probs[child] = path_probs[node] * self._token_prob(draft, child, row)
-                    next_level.append(child)
-            level, depth = next_level, depth + 1
-        return replace(draft, origin=(MODEL,) * len(draft))
+                tree.add_children(node, logits, path, min(self.width, self.nodes - len(tree.tokens)))
+            level, depth = [*range(first, len(tree.tokens))], depth + 1
+        return tree.draft(self.scorer.origin)
 
-    def _with_children(self, draft: Draft, node: int, row: Tensor, position: int) -> Draft:
-        import torch
 
-        count = min(self.width, self.nodes - len(draft))
-        if self.sampling.temperature == 0:
-            children = row[0].topk(count).indices.tolist()
-            return Draft(draft.tokens + tuple(children), draft.parents + (node,) * count)
-        probs = self.sampling.logits_to_probs(row)[0]
-        tokens, parents = list(draft.tokens), list(draft.parents)
-        q = list(draft.token_probs or ())
-        earlier = None if draft.probs is None else draft.probs.dense()
-        distributions = [] if earlier is None else [earlier]
-        for _ in range(min(count, int((probs > 0).sum()))):
-            token = self.noise.sample(probs, position)
-            tokens.append(token)
-            parents.append(node)
-            q.append(float(probs[token]))
-            distributions.append(probs[None])
-            probs = without(probs, token)
-        return Draft(tuple(tokens), tuple(parents), tuple(q), DenseProbs(torch.cat(distributions)))
+class _GrowingTree:
+    """Lists of the nodes so far, with the distribution that each was sampled from."""
 
-    def _token_prob(self, draft: Draft, child: int, row: Tensor) -> float:
-        if draft.token_probs is not None:
-            return draft.token_probs[child]
-        return float(row[0].softmax(-1)[draft.tokens[child]])
+    def __init__(self, vocabulary: DraftVocabulary, sampling: SamplingParams, noise: Any) -> None:
+        self._vocabulary = vocabulary
+        self._sampling, self._noise = sampling, noise
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.path_probs = {-1: 1.0}  # q of the path to each node
+        self._q: list[float] = []
+        self._rows: list[Tensor] = []
+
+    def add_children(self, node: int, logits: Tensor, path: Sequence[int], count: int) -> None:
+        """Add up to `count` different children of `node`, whose path is `path`."""
+        processed = self._vocabulary.process(self._sampling, logits, path)
+        if processed is None:
+            return
+        if self._sampling.temperature == 0:
+            chosen, probs = processed.topk(min(count, len(processed))), processed.softmax(-1)
+            for index in chosen.indices.tolist():
+                self._add(node, self._vocabulary.token(index), float(probs[index]))
+            return
+        values = self._sampling.logits_to_probs(processed[None])[0]
+        for _ in range(min(count, int((values > 0).sum()))):
+            token = self._vocabulary.sample(values, self._noise, len(path))
+            index = self._vocabulary.index(token)
+            self._q.append(float(values[index]))
+            self._rows.append(values)
+            self._add(node, token, self._q[-1])
+            values = without(values, index)
+
+    def _add(self, node: int, token: int, q: float) -> None:
+        self.path_probs[len(self.tokens)] = self.path_probs[node] * q
+        self.tokens.append(token)
+        self.parents.append(node)
+
+    def draft(self, origin: Origin) -> Draft:
+        """Return the tree as a draft."""
+        tokens, parents = tuple(self.tokens), tuple(self.parents)
+        origins = (origin,) * len(tokens)
+        if not self._rows:
+            return Draft(tokens, parents, origin=origins)
+        return Draft(tokens, parents, tuple(self._q), self._vocabulary.rows(self._rows), origins)
 
 
 @options("Trees")
@@ -113,31 +196,32 @@ class TreeOptions(OptionSet):
 def _build(context: BuildContext) -> TreeDrafter:
     if context.bridge is not None:
         raise UserError("method tree needs one vocabulary for both models: choose method draft or hybrid")
-    model, chosen = context.scorer("drafter"), context.options
-    return TreeDrafter(
-        model.score,
-        context.draft_sampling,
-        context.noise("draft"),
-        context.vocab_size,
-        model.vocab_size,
-        nodes=chosen.tree_nodes,
-        width=chosen.tree_width,
-    )
+    sampling, noise = context.draft_sampling, context.noise("draft")
+    chosen = context.options
+    scorer: NodeScorer
+    if (head := context.head()) is not None:
+        scorer = HeadNodes(head)
+    else:
+        model = context.scorer("drafter")
+        scorer = ModelNodes(model.score, context.vocab_size, model.vocab_size)
+    return TreeDrafter(scorer, sampling, noise, context.vocab_size, chosen.tree_nodes, chosen.tree_width)
 
 
 METHOD = Method(
     name="tree",
-    title="a smaller model drafts a tree of probable continuations",
+    title="a smaller model or a head drafts a tree of probable continuations",
     notes="""\
 **A tree** contains several continuations: after a rejected token a sibling may be accepted. Siblings are sampled
 without replacement and tested in order against the remaining p, so the text is exact. All nodes share one pass; each
 attends to its ancestors. It is fast where additional rows are cheap and the second choice of the drafter is often
-right. *SpecInfer 2305.09781; Sequoia 2402.12374.*""",
+right. With a head it is the dynamic tree of EAGLE-2, sampled, or the tree of Medusa.
+*SpecInfer 2305.09781; Sequoia 2402.12374; EAGLE-2 2406.16858.*""",
     build=_build,
     options=(TreeOptions,),
     shape="forest",
     preflight="decoding",
     sampled=True,
     drafter="model",
+    accepts_head=True,
     shared_vocabulary=True,
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -36,12 +36,17 @@ class CachedHead:
         self._held: list[int] = []  # text of the committed rows
 
     @property
+    def kind(self) -> str:
+        """Name of the method that drafts with the head."""
+        return self.head.kind
+
+    @property
     def ids(self) -> Tensor | None:
         return self.head.ids
 
     def longest_draft(self, tokens: Sequence[int]) -> int:
-        """Return the most draft tokens after `tokens`, whose last row must be within the head's context."""
-        return max(0, self.head.context - len(tokens) + 2)
+        """Return the most draft tokens after `tokens`."""
+        return self.head.longest_draft(len(tokens))
 
     def start(self, tokens: Sequence[int]) -> Tensor | None:
         """Return the logits `[size]` of the first draft token; None before the first pass of the target."""
@@ -50,6 +55,14 @@ class CachedHead:
     def step(self, token: int) -> Tensor:
         """Return the logits `[size]` after the draft token `token`."""
         return self.head.step(self._cache, token)
+
+    def draft_rows(self) -> Any:
+        """Return the draft rows, for `restore` before the next `start`."""
+        return self._cache.draft_rows()
+
+    def restore(self, rows: Any) -> None:
+        """Continue with `step` after these draft rows."""
+        self._cache.restore(rows)
 
     def sample_chain(
         self, tokens: Sequence[int], sampler: ChainSampler, count: int, threshold: float

@@ -14,8 +14,10 @@ import torch
 from specdemo.core.errors import UserError
 from specdemo.models.engines.head import Head, HeadWeights
 from specdemo.models.engines.select import engine_of, head_of
-from specdemo.models.head_kinds import eagle3
 from specdemo.models.head_kinds.checkpoint import HeadCheckpoint, HeadKind
+from specdemo.models.head_kinds.eagle import EAGLE
+from specdemo.models.head_kinds.eagle3 import EAGLE3
+from specdemo.models.head_kinds.medusa import MEDUSA
 from specdemo.models.hub import Hub
 from specdemo.models.spec import HeadSpec
 from specdemo.models.untrusted import read_settings, weight_files
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 LoadedDrafter: TypeAlias = "LoadedModel | LoadedHead"
 
-KINDS = (eagle3.KIND,)  # the first that fits is used
+HEAD_KINDS = (MEDUSA, EAGLE3, EAGLE)  # the first that fits is used
 _CONVERT = "run specdemo convert-head FILE DIRECTORY and give the directory"
 _FILE_OF_TARGET = re.compile(r"([.-](I?Q\d\w*|B?F16|F32))?\.gguf$", re.IGNORECASE)
 
@@ -86,10 +88,10 @@ def read_head(
 
 
 def _kind(name: str, config: Mapping[str, Any]) -> HeadKind:
-    kind = next((kind for kind in KINDS if kind.fits(config)), None)
+    kind = next((kind for kind in HEAD_KINDS if kind.fits(config)), None)
     if kind is None:
-        given = config.get("speculators_model_type") or "medusa"
-        known = ", ".join(kind.name for kind in KINDS)
+        given = config.get("speculators_model_type") or "unknown"
+        known = ", ".join(kind.name for kind in HEAD_KINDS)
         raise UserError(f"{name} is a head of another kind ({given}): choose one of kind {known}")
     return kind
 

@@ -23,13 +23,13 @@ from specdemo.core.rules import RULES
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
-from specdemo.drafters.heads.eagle import HeadDrafter
+from specdemo.drafters.heads.chain import HeadDrafter
 from specdemo.drafters.hybrid import HybridDrafter
 from specdemo.drafters.suffix import SuffixDrafter
 from specdemo.generate import generate
 from specdemo.models.cached_head import CachedHead
 from specdemo.models.engines.native_weights import NativeWeights
-from specdemo.models.engines.torch_head import TorchHead
+from specdemo.models.engines.torch_head import TorchEagle3
 from specdemo.models.heads import read_head
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
@@ -57,7 +57,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[CachedModel, Cache
     torch.manual_seed(4)
     weights, spec = NativeWeights(LlamaForCausalLM(TARGET).eval()), ModelSpec("small/target")
     name = save_head(tmp_path_factory.mktemp("head"), head_tensors(TARGET, [0, 1, 3]), head_config(TARGET, 3))
-    head = TorchHead(read_head(HeadSpec(name, spec), LoadedModel(spec, weights, None, 0, "native")), weights)
+    head = TorchEagle3(read_head(HeadSpec(name, spec), LoadedModel(spec, weights, None, 0, "native")), weights)
     target = CachedModel(weights, taps=head.taps)
     return target, CachedHead(head, target)
 
@@ -116,7 +116,8 @@ def test_drafts_are_empty_without_states_or_positions_or_tokens() -> None:
 
 def test_drafts_end_with_the_context_of_the_head(models: tuple[CachedModel, CachedHead]) -> None:
     target, head = models
-    head.head.context, before = 8, head.head.context
+    inner: Any = head.head
+    inner.layer, before = replace(inner.layer, context=8), inner.layer
     try:
         for length in range(4, 12):
             text = [0, 1] * (length // 2) + [3] * (length % 2)
@@ -126,7 +127,7 @@ def test_drafts_end_with_the_context_of_the_head(models: tuple[CachedModel, Cach
             assert len(draft) == 4 or (last == 7 or not draft.tokens)
             assert bool(draft.tokens) == (length <= 9)
     finally:
-        head.head.context = before
+        inner.layer = before
 
 
 def test_budgets_decide_before_tokens_are_sampled() -> None:

@@ -13,25 +13,36 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.heads import head_config, head_tensors, save_head
+from fakes.heads import (
+    eagle_config,
+    eagle_tensors,
+    head_config,
+    head_tensors,
+    medusa_config,
+    medusa_tensors,
+    save_head,
+)
 from fakes.native_models import CONFIGS, random_model
-from fakes.reference_head import reference_logits
+from fakes.reference_head import branch_logits, reference_logits
 from fakes.tiny_models import committed, run
 from torch import Tensor
 
 from specdemo.core.decode import DraftBudget
+from specdemo.core.distributions import SparseRow
 from specdemo.core.policies import Fixed, PathProbability
 from specdemo.core.rules import rejection
 from specdemo.core.sampling import Noise, SamplingParams
-from specdemo.core.step import Draft
+from specdemo.core.step import Draft, Step
 from specdemo.core.verifier import ModelVerifier
-from specdemo.drafters.heads.eagle import HeadDrafter
+from specdemo.drafters.heads.chain import HeadDrafter
+from specdemo.drafters.tree import HeadNodes, TreeDrafter
 from specdemo.models.cached_head import CachedHead
 from specdemo.models.engines.head import HeadCache
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.native_head import NativeHead
 from specdemo.models.engines.native_weights import NativeWeights
-from specdemo.models.engines.torch_head import TorchHead
+from specdemo.models.engines.select import head_of
+from specdemo.models.engines.torch_head import TorchEagle3
 from specdemo.models.heads import read_head
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
@@ -48,26 +59,59 @@ ENGINES: dict[str, Callable[[], Any]] = {
 }
 
 
-class Recorder(HeadDrafter):
+TARGET = CONFIGS["tied"]
+KINDS: dict[str, Callable[[], tuple[dict[str, Tensor], dict[str, Any]]]] = {
+    "eagle3": lambda: (head_tensors(TARGET, IDS), head_config(TARGET, len(IDS))),
+    "eagle": lambda: (eagle_tensors(TARGET), eagle_config(TARGET)),
+    "medusa": lambda: (medusa_tensors(TARGET, IDS), medusa_config(draft_vocab_size=len(IDS))),
+    "medusa, own outputs": lambda: (medusa_tensors(TARGET, own=True, blocks=2), medusa_config()),
+}
+
+
+class Recorder:
     """Records the texts and drafts."""
 
+    def __init__(self, drafter: Any) -> None:
+        self.drafter = drafter
+        self.drafts: list[tuple[list[int], Draft]] = []
+
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
-        draft = super().propose(tokens, budget)
-        self.__dict__.setdefault("drafts", []).append((list(tokens), draft))
+        draft = self.drafter.propose(tokens, budget)
+        self.drafts.append((list(tokens), draft))
         return draft
+
+    def observe(self, step: Step) -> None:
+        return
+
+
+def chain(head: CachedHead, noise: Noise) -> HeadDrafter:
+    return HeadDrafter(head, SAMPLING, noise, TARGET.vocab_size)
+
+
+def tree(head: CachedHead, noise: Noise) -> TreeDrafter:
+    return TreeDrafter(HeadNodes(head), SAMPLING, noise, TARGET.vocab_size, nodes=9, width=3, beam=2)
 
 
 class Conversation:
     """A target and a head, whose caches are kept for all turns."""
 
-    def __init__(self, folder: Path, engine: str, kind: type[CachedHead], head: Callable[..., Any]) -> None:
-        self.tensors, self.config = head_tensors(CONFIGS["tied"], IDS), head_config(CONFIGS["tied"], len(IDS))
+    def __init__(
+        self,
+        folder: Path,
+        engine: str,
+        kind: str = "eagle3",
+        cached: type[CachedHead] = CachedHead,
+        head: Callable[..., Any] = head_of,
+        make: Callable[[CachedHead, Noise], Any] = chain,
+    ) -> None:
+        self.tensors, self.config = KINDS[kind]()
         model, spec = ENGINES[engine](), ModelSpec("small/target")
         name = save_head(folder, self.tensors, self.config)
         loaded = head(read_head(HeadSpec(name, spec), LoadedModel(spec, model, None, 0, engine)), model)
         self.target = CachedModel(model, taps=loaded.taps)
         noise = [Noise(3, name) for name in ("draft", "accept", "correct")]
-        self.drafter = Recorder(kind(loaded, self.target), SAMPLING, noise[0], self.target.vocab_size)
+        self.head = cached(loaded, self.target)
+        self.drafter = Recorder(make(self.head, noise[0]))
         self.verifier = ModelVerifier(self.target.score, SAMPLING, rejection, *noise[1:])
         self.accepted = 0
 
@@ -81,40 +125,74 @@ class Conversation:
     def deviation(self) -> float:
         """Return the largest difference of a probability from the recomputation."""
         worst = 0.0
-        for tokens, draft in self.drafter.__dict__["drafts"]:
-            logits = reference_logits(self.tensors, self.config, MODEL, tokens, draft.tokens[:-1])
-            expected = (logits / SAMPLING.temperature).softmax(-1)
-            assert draft.probs is not None
-            for node, row in enumerate(expected):
-                worst = max(worst, float((draft.probs.row(node).values - row).abs().max()))
+        for tokens, draft in self.drafter.drafts:
+            rows = self.recomputed(tokens, draft)
+            assert draft.probs is not None and draft.token_probs is not None
+            for node, row in enumerate(rows):
+                stored = draft.probs.row(node)
+                values = stored.values if isinstance(stored, SparseRow) else stored
+                worst = max(worst, float((values - row).abs().max()))
+                worst = max(worst, abs(draft.token_probs[node] - float(row[self.index(draft.tokens[node])])))
         return worst
 
+    def recomputed(self, tokens: Sequence[int], draft: Draft) -> list[Tensor]:
+        """Return the distribution of each node, given that it differs from its earlier siblings."""
+        after: dict[int, Tensor] = {}
+        leaves = {*range(-1, len(draft))} - {*draft.parents}
+        paths = [draft.path(leaf)[:-1] for leaf in leaves]
+        branches = [[draft.tokens[node] for node in path] for path in paths]
+        logits = branch_logits(self.tensors, self.config, MODEL, tokens, branches)
+        for path, rows in zip(paths, logits, strict=True):
+            after |= zip([-1, *path], (rows / SAMPLING.temperature).softmax(-1), strict=True)
+        distributions = []
+        for node, parent in enumerate(draft.parents):
+            row = after[parent].clone()
+            for sibling in range(node):
+                if draft.parents[sibling] == parent:
+                    row[self.index(draft.tokens[sibling])] = 0
+            distributions.append(row / row.sum())
+        return distributions
 
-def converse(
-    folder: Path, engine: str = "native", kind: type[CachedHead] = CachedHead, head: type[TorchHead] = TorchHead
-) -> Conversation:
+    def index(self, token: int) -> int:
+        return IDS.index(token) if "d2t" in self.tensors else token
+
+
+def converse(folder: Path, engine: str = "native", **parts: Any) -> Conversation:
     """Hold two turns, then edit the first."""
-    conversation = Conversation(folder, engine, kind, head)
+    conversation = Conversation(folder, engine, **{"head": TorchEagle3, **parts})
     first = conversation.answer(PROMPTS[0])
     conversation.answer([*first, *PROMPTS[1]])
     conversation.answer([*first[:-6], *PROMPTS[1]])
     return conversation
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_drafts_equal_a_recomputation_for_the_full_text(engine: str, tmp_path: Path) -> None:
-    conversation = converse(tmp_path, engine)
-    drafts = conversation.drafter.__dict__["drafts"]
+@pytest.mark.parametrize(
+    ("engine", "kind", "make"),
+    [*((engine, kind, chain) for engine in ENGINES for kind in KINDS), *(("torch", kind, tree) for kind in KINDS)],
+)
+def test_drafts_equal_a_recomputation_for_the_full_text(
+    engine: str, kind: str, make: Callable[..., Any], tmp_path: Path
+) -> None:
+    head = TorchEagle3 if kind == "eagle3" else head_of
+    conversation = converse(tmp_path, engine, kind=kind, head=head, make=make)
+    drafts = conversation.drafter.drafts
     drafted = sum(len(draft) for _, draft in drafts)
     assert conversation.deviation < 1e-4
-    assert len(drafts) > 20 and drafted > conversation.accepted > 0
+    assert len(drafts) > 15 and drafted > conversation.accepted > 0
+    assert all(draft.is_chain for _, draft in drafts if make is chain)
+
+
+def test_native_trees_equal_a_recomputation(tmp_path: Path) -> None:
+    """Branches copy whole blocks of stored keys, and texts have several blocks."""
+    conversation = converse(tmp_path, head=partial(NativeHead, form="float32"), make=tree)
+    assert conversation.deviation < 1e-4
 
 
 @pytest.mark.parametrize("temperature", [0, 0.2, 1])
 def test_native_chains_end_by_the_probabilities_of_raw_logits(temperature: float, tmp_path: Path) -> None:
     """As `PathProbability` does step by step, whatever the temperature of sampling."""
-    conversation = Conversation(tmp_path, "native", CachedHead, partial(NativeHead, form="float32"))
-    drafter, threshold, lengths = conversation.drafter, 0.02, set()
+    conversation = Conversation(tmp_path, "native", head=partial(NativeHead, form="float32"))
+    drafter, threshold, lengths = conversation.drafter.drafter, 0.02, set()
     drafter.sampling = SamplingParams(temperature=temperature)
     for seed in range(12):
         text = [(7 * i + seed) % 300 for i in range(4 + seed)]
@@ -179,7 +257,7 @@ class LengthAddressed(CachedHead):
         return super()._missing(tokens)
 
 
-class DraftPositionsShifted(TorchHead):
+class DraftPositionsShifted(TorchEagle3):
     """The positions of draft rows are one too high."""
 
     shift = 0
@@ -194,7 +272,7 @@ class DraftPositionsShifted(TorchHead):
         return super()._rotated(heads, first + self.shift)
 
 
-class NormalisedState(TorchHead):
+class NormalisedState(TorchEagle3):
     """Draft rows get the state after the norm."""
 
     def step(self, cache: Any, token: int) -> Tensor:
@@ -202,19 +280,40 @@ class NormalisedState(TorchHead):
         return super().step(cache, token)
 
 
-@pytest.mark.parametrize("kind", [RejectedState, ShiftedTokens, ShiftedStates, DraftRowsStay, LengthAddressed])
-def test_wrong_rows_are_detected(kind: type[CachedHead], tmp_path: Path) -> None:
-    assert converse(tmp_path, kind=kind).deviation > 1e-2
+@pytest.mark.parametrize("cached", [RejectedState, ShiftedTokens, ShiftedStates, DraftRowsStay, LengthAddressed])
+def test_wrong_rows_are_detected(cached: type[CachedHead], tmp_path: Path) -> None:
+    assert converse(tmp_path, cached=cached).deviation > 1e-2
+
+
+class SameBranch(CachedHead):
+    """All nodes of a tree follow the last one."""
+
+    def restore(self, rows: Any) -> None:
+        return
+
+
+@pytest.mark.parametrize(
+    ("kind", "cached", "make"),
+    [
+        ("eagle", RejectedState, chain),
+        ("eagle", ShiftedTokens, chain),
+        ("eagle", SameBranch, tree),
+        ("medusa", ShiftedStates, chain),
+        ("medusa", SameBranch, tree),
+    ],
+)
+def test_wrong_rows_of_other_kinds_are_detected(kind: str, cached: Any, make: Any, tmp_path: Path) -> None:
+    assert converse(tmp_path, "torch", kind=kind, cached=cached, make=make, head=head_of).deviation > 1e-2
 
 
 @pytest.mark.parametrize("head", [DraftPositionsShifted, NormalisedState])
-def test_wrong_passes_are_detected(head: type[TorchHead], tmp_path: Path) -> None:
+def test_wrong_passes_are_detected(head: type[TorchEagle3], tmp_path: Path) -> None:
     assert converse(tmp_path, head=head).deviation > 1e-2
 
 
 def test_texts_are_not_cached_longer_than_the_target(tmp_path: Path) -> None:
     conversation = converse(tmp_path)
-    cached: Any = conversation.drafter.head
+    cached: Any = conversation.head
     conversation.target.head = cached
     assert cached.kv_bytes > 0 and conversation.target.kv_bytes > cached.kv_bytes
     conversation.target.close()

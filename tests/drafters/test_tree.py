@@ -11,7 +11,7 @@ from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.verifier import ModelVerifier
-from specdemo.drafters.tree import TreeDrafter
+from specdemo.drafters.tree import ModelNodes, TreeDrafter
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
 
@@ -21,7 +21,9 @@ MODEL = TableModel(8, seed=4)
 
 
 def drafter(temperature: float, **shape: int) -> TreeDrafter:
-    return TreeDrafter(MODEL.score, SamplingParams(temperature=temperature), Noise(1, "draft"), 8, **shape)
+    return TreeDrafter(
+        ModelNodes(MODEL.score, 8), SamplingParams(temperature=temperature), Noise(1, "draft"), 8, **shape
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -44,7 +46,9 @@ def test_shape(temperature: float) -> None:
 def test_siblings_are_sampled_without_replacement_with_their_distributions() -> None:
     for seed in range(30):
         noise = Noise(seed, "draft")
-        draft = TreeDrafter(MODEL.score, SamplingParams(), noise, 8, nodes=8, width=4).propose([3], up_to(2))
+        draft = TreeDrafter(ModelNodes(MODEL.score, 8), SamplingParams(), noise, 8, nodes=8, width=4).propose(
+            [3], up_to(2)
+        )
         for parent, children in draft.children().items():
             path = [3, *(draft.tokens[node] for node in draft.path(parent))]
             left = MODEL.logits(path).softmax(-1)
@@ -75,7 +79,9 @@ def test_greedy_text_is_unchanged_and_trees_accept_more_than_chains(engine: str)
 
         expected, _ = text(EmptyDrafter())
         for width in rounds:
-            tree = TreeDrafter(CachedModel(small).score, greedy, noise, 61, nodes=12 if width > 1 else 4, width=width)
+            tree = TreeDrafter(
+                ModelNodes(CachedModel(small).score, 61), greedy, noise, 61, nodes=12 if width > 1 else 4, width=width
+            )
             found, count = text(tree)
             assert found == expected
             rounds[width] += count

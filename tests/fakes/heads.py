@@ -1,4 +1,4 @@
-"""Random EAGLE-3 heads for small targets, written as published checkpoints are."""
+"""Random heads for small targets, written as published checkpoints are."""
 
 from __future__ import annotations
 
@@ -63,6 +63,53 @@ def head_config(target: PretrainedConfig, drafted: int, **changes: Any) -> dict[
     }
 
 
+def eagle_tensors(target: PretrainedConfig, own: tuple[str, ...] = (), seed: int = 0) -> dict[str, Tensor]:
+    """Return tensors of an EAGLE-1/2 head under the names of SafeAILab."""
+    torch.manual_seed(seed)
+    width = target.hidden_size
+    shapes = {
+        "fc": (width, 2 * width),
+        "layers.0.self_attn.q_proj": (HEADS * HEAD_DIM, width),
+        "layers.0.self_attn.k_proj": (KV_HEADS * HEAD_DIM, width),
+        "layers.0.self_attn.v_proj": (KV_HEADS * HEAD_DIM, width),
+        "layers.0.self_attn.o_proj": (width, HEADS * HEAD_DIM),
+        "layers.0.mlp.gate_proj": (INNER, width),
+        "layers.0.mlp.up_proj": (INNER, width),
+        "layers.0.mlp.down_proj": (width, INNER),
+    }
+    tensors = {f"{name}.weight": 1.5 * torch.randn(shape) / shape[1] ** 0.5 for name, shape in shapes.items()}
+    tensors["fc.bias"] = 0.3 * torch.randn(width)
+    tensors["layers.0.post_attention_layernorm.weight"] = 1 + 0.3 * torch.randn(width)
+    return tensors | {f"{name}.weight": torch.randn(target.vocab_size, width) for name in own}
+
+
+def eagle_config(target: PretrainedConfig, **changes: Any) -> dict[str, Any]:
+    """Return config.json of an EAGLE-1/2 head, a configuration of the target with one layer."""
+    config = head_config(target, 0, architectures=["LlamaForCausalLM"], bias=True)
+    del config["draft_vocab_size"], config["eagle_aux_hidden_state_layer_ids"]
+    return config | changes
+
+
+def medusa_tensors(
+    target: PretrainedConfig, ids: list[int] | None = None, heads: int = 3, blocks: int = 1, own: bool = False
+) -> dict[str, Tensor]:
+    """Return tensors under the names of FasterDecoding; `own`: with output matrices."""
+    torch.manual_seed(0)
+    width, tensors = target.hidden_size, {}
+    for i in range(heads):
+        for j in range(blocks):
+            tensors[f"{i}.{j}.linear.weight"] = 0.5 * torch.randn(width, width) / width**0.5
+            tensors[f"{i}.{j}.linear.bias"] = 0.3 * torch.randn(width)
+        if own:
+            tensors[f"{i}.{blocks}.weight"] = 0.3 * torch.randn(len(ids or range(target.vocab_size)), width)
+    return tensors if ids is None else tensors | {"d2t": torch.tensor(ids) - torch.arange(len(ids))}
+
+
+def medusa_config(**changes: Any) -> dict[str, Any]:
+    """Return config.json of Medusa heads, which states too few heads, as published ones do."""
+    return {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "org/target", **changes}
+
+
 def save_head(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> str:
     """Write a checkpoint; return its directory."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +126,10 @@ def random_head(
     return save_head(folder, head_tensors(target, ids, own=own), head_config(target, drafted, **changes))
 
 
-def head_for(folder: str, where: Path) -> str:
-    """Write a random head for a saved target, with every other token; return its directory."""
+def head_for(folder: str, where: Path, method: str = "eagle") -> str:
+    """Write a random head of `method` for a saved target, with every other token; return its directory."""
     target = AutoConfig.from_pretrained(folder)
-    return random_head(where, target, list(range(0, target.vocab_size, 2)))
+    ids = list(range(0, target.vocab_size, 2))
+    if method == "medusa":
+        return save_head(where, medusa_tensors(target, ids, heads=8), medusa_config(draft_vocab_size=len(ids)))
+    return random_head(where, target, ids)

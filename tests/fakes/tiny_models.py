@@ -72,8 +72,9 @@ class TableModel:
 class TableHead:
     """Head with the logits of a table model for the tokens `ids`; None: all."""
 
-    def __init__(self, model: TableModel, ids: Sequence[int] | None) -> None:
+    def __init__(self, model: TableModel, ids: Sequence[int] | None, kind: str = "eagle") -> None:
         self.model, self.ids = model, None if ids is None else torch.tensor(ids)
+        self.kind = kind
         self._path: list[int] = []
 
     def longest_draft(self, tokens: Sequence[int]) -> int:
@@ -86,6 +87,12 @@ class TableHead:
     def step(self, token: int) -> Tensor:
         self._path.append(token)
         return self._logits()
+
+    def draft_rows(self) -> list[int]:
+        return list(self._path)
+
+    def restore(self, rows: list[int]) -> None:
+        self._path = list(rows)
 
     def sample_chain(self, *arguments: Any) -> None:
         return None

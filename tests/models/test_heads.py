@@ -10,14 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.heads import head_config, head_tensors, random_head, save_head
+from fakes.heads import (
+    eagle_config,
+    eagle_tensors,
+    head_config,
+    head_tensors,
+    medusa_config,
+    medusa_tensors,
+    random_head,
+    save_head,
+)
 from fakes.native_models import CONFIGS, config_of, dequantized, random_model, stored
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdemo.core.errors import UserError
 from specdemo.models.convert_head import convert_head
 from specdemo.models.engines.head import Head
-from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.models.engines.llama_weights import LlamaWeights, layer_count
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.engines.target_rows import embedding_rows, output_rows
 from specdemo.models.heads import load_head
@@ -75,6 +84,35 @@ def test_missing_matrices_are_the_rows_of_the_target(
     own = load(save_head(tmp_path / "own", tensors, config), target)
     torch.testing.assert_close(logits(shared), logits(own), rtol=1e-5, atol=1e-5)
     assert shared.weight_bytes < own.weight_bytes
+
+
+def test_eagle_heads_share_the_matrices_of_the_target(tmp_path: Path, target: LoadedModel) -> None:
+    tensors, every = eagle_tensors(TARGET), torch.arange(TARGET.vocab_size)
+    shared = load(save_head(tmp_path / "shared", tensors, eagle_config(TARGET)), target)
+    tensors["embed_tokens.weight"] = embedding_rows(target.model, every)  # published heads contain a copy
+    copied = load(save_head(tmp_path / "copied", tensors, eagle_config(TARGET)), target)
+    torch.testing.assert_close(logits(shared), logits(copied), rtol=1e-4, atol=1e-4)
+    assert (shared.kind, shared.taps) == ("eagle", (layer_count(target.model),))
+
+
+def test_medusa_heads_are_counted_in_the_file(tmp_path: Path, target: LoadedModel) -> None:
+    tensors = medusa_tensors(TARGET, IDS, heads=5)
+    shared = load(save_head(tmp_path / "shared", tensors, medusa_config(draft_vocab_size=len(IDS))), target)
+    rows = output_rows(target.model, torch.tensor(IDS))
+    tensors |= {f"{i}.1.weight": rows.clone() for i in range(5)}
+    own = load(save_head(tmp_path / "own", tensors, medusa_config(draft_vocab_size=len(IDS))), target)
+    torch.testing.assert_close(logits(shared, draft=4), logits(own, draft=4), rtol=1e-4, atol=1e-4)
+    assert (own.kind, own.taps, own.longest_draft(7)) == ("medusa", (layer_count(target.model),), 5)
+    assert own.ids is not None and own.ids.tolist() == IDS and own.weight_bytes > shared.weight_bytes
+
+
+def test_several_blocks_of_a_medusa_head_are_applied_in_turn(tmp_path: Path, target: LoadedModel) -> None:
+    tensors = medusa_tensors(TARGET, heads=1, blocks=3, own=True)
+    (row,) = logits(load(save_head(tmp_path, tensors, medusa_config(medusa_num_layers=3)), target), draft=0)
+    x = torch.randn(7, 1, TARGET.hidden_size, generator=torch.Generator().manual_seed(5))[-1, 0]
+    for block in range(3):
+        x = x + torch.nn.functional.silu(x @ tensors[f"0.{block}.linear.weight"].T + tensors[f"0.{block}.linear.bias"])
+    torch.testing.assert_close(row, tensors["0.3.weight"] @ x, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("form", ["Q4_1", "Q8_0", "Q6_K"])
@@ -178,8 +216,8 @@ INVALID = {
     "no size": (_configured(intermediate_size=None), "config.json of .* has no intermediate_size"),
     "rotary embedding": (_configured(rope_scaling={"rope_type": "longrope"}), "rotary embedding of .* is not of kind"),
     "variant": (_configured(norm_output=True), r"variant of EAGLE-3 \(norm_output\)"),
-    "kind": (_configured(speculators_model_type="dflash"), r"head of another kind \(dflash\)"),
-    "medusa": (_configured(medusa_num_heads=5), "head of another kind"),
+    "kind": (_configured(speculators_model_type="mtp"), r"head of another kind \(mtp\)"),
+    "tensors of another kind": (_configured(medusa_num_heads=5), "has no tensor 0.0.linear.weight: choose a head of"),
 }
 
 
@@ -192,6 +230,70 @@ def test_invalid_checkpoints_are_refused_in_a_sentence(case: str, tmp_path: Path
     with pytest.raises(UserError, match=message) as refused:
         load(save_head(tmp_path / "invalid", tensors, config), target)
     assert "\n" not in str(refused.value)
+
+
+def _narrow(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    tensors["0.1.weight"] = torch.zeros(300, 64)
+
+
+def _input_norm(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    tensors["layers.0.input_layernorm.weight"] = torch.ones(64)
+
+
+INVALID_KINDS = {
+    "medusa, missing": ("medusa", _without("2.0.linear.bias"), "has no tensor 2.0.linear.bias: choose a head of kind"),
+    "medusa, gap": ("medusa", _without("1.0.linear.weight"), "has no tensor 1.0.linear.weight"),
+    "medusa, vocabulary": ("medusa", _narrow, "0.1.weight of .* has shape 300 x 64 instead of 301 x 64: choose a head"),
+    "medusa, no ids": ("medusa", _configured(draft_vocab_size=40), "instead of 40 x 64"),
+    "medusa, base model": (
+        "medusa",
+        lambda tensors, config: tensors.update({"model.norm.weight": torch.ones(64)}),
+        r"a tensor unknown to Medusa \(model.norm.weight\)",
+    ),
+    "eagle, another target": (
+        "eagle",
+        lambda tensors, config: tensors.update({"fc.weight": torch.zeros(96, 192)}),
+        "fc.weight of .* has shape 96 x 192 instead of 64 x 128: choose a head for this target",
+    ),
+    "eagle, missing": (
+        "eagle",
+        _without("layers.0.mlp.up_proj.weight"),
+        "has no tensor layers.0.mlp.up_proj.weight: choose a head of kind EAGLE-1 or EAGLE-2",
+    ),
+    "eagle, norm": ("eagle", _input_norm, r"unknown to EAGLE-1 or EAGLE-2 \(layers.0.input_layernorm.weight\)"),
+    "eagle, sizes": ("eagle", _configured(hidden_size="wide"), "config.json of .* is invalid .hidden_size is 'wide'"),
+}
+
+
+@pytest.mark.parametrize("case", INVALID_KINDS)
+def test_invalid_checkpoints_of_other_kinds_are_refused(case: str, tmp_path: Path, target: LoadedModel) -> None:
+    kind, change, message = INVALID_KINDS[case]
+    tensors, config = {
+        "medusa": (medusa_tensors(TARGET, own=True), medusa_config()),
+        "eagle": (eagle_tensors(TARGET), eagle_config(TARGET)),
+    }[kind]
+    load(save_head(tmp_path / "valid", tensors, config), target)
+    change(tensors, config)
+    with pytest.raises(UserError, match=message) as refused:
+        load(save_head(tmp_path / "invalid", tensors, config), target)
+    assert "\n" not in str(refused.value)
+
+
+def test_pickled_medusa_heads_are_converted(tmp_path: Path, target: LoadedModel) -> None:
+    """Blocks of published heads are the same module."""
+    block = torch.nn.Module()
+    block.linear = torch.nn.Linear(64, 64)
+    heads = torch.nn.ModuleList(
+        torch.nn.Sequential(block, block, torch.nn.Linear(64, 301, bias=False)) for _ in range(2)
+    )
+    source = tmp_path / "pickled" / "medusa_lm_head.pt"
+    source.parent.mkdir()
+    torch.save(heads.state_dict(), source)
+    (source.parent / "config.json").write_text(json.dumps(medusa_config()))
+    with pytest.raises(UserError, match="specdemo convert-head FILE DIRECTORY"):
+        load(str(source.parent), target)
+    assert convert_head(source, tmp_path / "converted") == 10
+    assert load(str(tmp_path / "converted"), target).longest_draft(7) == 2
 
 
 def test_unknown_tensors_are_refused(tmp_path: Path, target: LoadedModel) -> None:

@@ -44,7 +44,8 @@ class FusedWeights(ABC):
         """Return rows of the embedding matrix, see `target_rows.py`."""
 
     @abstractmethod
-    def output_rows(self, ids: Tensor) -> Tensor: ...
+    def output_rows(self, ids: Tensor | None) -> Tensor:
+        """Return rows of the output matrix, see `target_rows.py`."""
 
     def with_layers(self: Weights, selected: Sequence[int]) -> Weights:
         thin = copy.copy(self)

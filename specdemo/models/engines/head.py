@@ -1,8 +1,9 @@
-"""Interface of drafting heads: a decoder layer on hidden states of the target and the next token (EAGLE-3, 2503.01840).
+"""Interface of drafting heads, which draft from hidden states of the target.
 
-Row t of a text x combines the target's states at position t with the embedding of x[t + 1] and predicts x[t + 2]. Its
-rotary position is t, and it attends to rows 0 to t. A text of L tokens has the committed rows 0 to L - 2. Draft row i
-has position L - 1 + i and receives the head's own state of the row before in place of the target's.
+Row t of a text x combines the target's states at position t with the embedding of x[t + 1] and predicts x[t + 2]
+(EAGLE, 2401.15077). Its rotary position is t, and it attends to rows 0 to t. A text of L tokens has the committed rows
+0 to L - 2. Draft row i has position L - 1 + i and receives the head's own state of the row before in place of the
+target's. Medusa heads (2401.10774) have the last row only: head i predicts draft token i from its state.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,13 @@ class HeadWeights:
 
 
 @dataclass(frozen=True, eq=False)
+class EagleWeights(HeadWeights):
+    """An EAGLE-1/2 head, with names such as `layers.0.self_attn.q_proj.weight`."""
+
+    layer: LayerSizes
+
+
+@dataclass(frozen=True, eq=False)
 class Eagle3Weights(HeadWeights):
     """An EAGLE-3 head under the names of SafeAILab, such as `midlayer.self_attn.q_proj.weight`."""
 
@@ -56,10 +64,26 @@ class Eagle3Weights(HeadWeights):
     norm_before_residual: bool = False
 
 
+@dataclass(frozen=True, eq=False)
+class MedusaWeights(HeadWeights):
+    """Medusa heads, with names such as `0.0.linear.weight` (block 0 of head 0) and `0.1.weight` (its output matrix)."""
+
+    heads: int
+    blocks: int  # residual blocks of a head
+
+
 class HeadCache(ABC):
     """Keys and values of a head for the rows of one text."""
 
     length: int  # committed rows; draft rows follow them until the next `start`
+
+    @abstractmethod
+    def draft_rows(self) -> Any:
+        """Return a copy of the draft rows, for `restore` before the next `start`."""
+
+    @abstractmethod
+    def restore(self, rows: Any) -> None:
+        """Replace the draft rows, so that another branch of a tree is drafted."""
 
     @abstractmethod
     def keep(self, length: int) -> None:
@@ -78,11 +102,15 @@ class HeadCache(ABC):
 class Head(ABC):
     """Base class of heads."""
 
+    kind: str  # drafting method
     taps: tuple[int, ...]  # states of the target that a row receives, see `engine.Cache`
     ids: Tensor | None  # int64 `[size]`, ascending: target ids of the draft vocabulary; None: all ids
-    context: int  # positions
     weight_bytes: int
     device = torch.device("cpu")
+
+    @abstractmethod
+    def longest_draft(self, length: int) -> int:
+        """Return the most draft tokens after `length` tokens."""
 
     @abstractmethod
     def open(self) -> HeadCache:

@@ -171,10 +171,10 @@ class LlamaWeights(FusedWeights):
     def embedding_rows(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.embedding)
 
-    def output_rows(self, ids: Tensor) -> Tensor:
+    def output_rows(self, ids: Tensor | None) -> Tensor:
         if self._output is None:
             raise UserError("the output matrix of the target is quantised: choose quantization none, or another method")
-        return F.embedding(ids, self._output)
+        return self._output if ids is None else F.embedding(ids, self._output)
 
     def rotation(self, token_positions: Tensor) -> Tensor:
         """Return cosines and signed sines for `turn`, `[2, n, 1, dim]`."""

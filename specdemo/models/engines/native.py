@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from specdemo.core.sampling import ChainSampler
 
 NATIVE_CHUNK = 256  # prompt rows per pass
-_GROUP = 16  # capacities and stored values of a head are multiples
+BLOCK = 16  # positions whose keys are stored together; capacities and stored values of a head are multiples
 
 
 def padded_dim(head_dim: int) -> int:
-    return head_dim + -head_dim % _GROUP
+    return head_dim + -head_dim % BLOCK
 
 
 def uses_native_engine(device: torch.device) -> bool:
@@ -99,15 +99,15 @@ class NativeCache(Cache):
             if not (length <= min(slots) and max(slots) < self.written):
                 raise ValueError(f"slots {min(slots)} to {max(slots)} are not in a cache of {self.written} positions")
             moved, to = torch.tensor(slots), torch.arange(length, end)
-            keys, values = self.kv[:, 0].unflatten(2, (-1, _GROUP)), self.kv[:, 1]
-            keys = keys.view(*keys.shape[:3], -1, _GROUP)
-            keys[:, :, to // _GROUP, :, to % _GROUP] = keys[:, :, moved // _GROUP, :, moved % _GROUP]
+            keys, values = self.kv[:, 0].unflatten(2, (-1, BLOCK)), self.kv[:, 1]
+            keys = keys.view(*keys.shape[:3], -1, BLOCK)
+            keys[:, :, to // BLOCK, :, to % BLOCK] = keys[:, :, moved // BLOCK, :, moved % BLOCK]
             values[:, :, to] = values[:, :, moved]
             self.states[length:end] = self.states[moved]
         self.length = end
 
     def clear(self) -> None:
-        end = self.written + -self.written % _GROUP
+        end = self.written + -self.written % BLOCK
         self.kv.view(torch.uint8).numpy()[:, :, :, :end] = 0  # threads of torch would wait for the engine's
         self.states.numpy()[: self.written] = 0
         self.length = self.written = 0

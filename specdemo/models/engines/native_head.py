@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from specdemo.core.step import Draft
 from specdemo.models.engines.engine import Entry
 from specdemo.models.engines.head import Eagle3Weights, Head, HeadCache
-from specdemo.models.engines.native import NativeCache, NativeEngine
+from specdemo.models.engines.native import BLOCK, NativeCache, NativeEngine
 from specdemo.models.engines.native_chain import CHAIN_ROWS
 from specdemo.models.engines.native_matrix import FLOAT_FORMATS, Joined, NativeMatrix, WritableMatrix
 from specdemo.models.engines.native_weights import NativeWeights
@@ -53,7 +53,7 @@ class NativeHeadWeights:
         divisible = tensors["fc"].shape[1] % FORMATS["Q8_0"].group == 0
         self._fuse = self._matrix(tensors["fc"], of_states if divisible else "F32")
         if (rows := tensors.get("lm_head")) is None:
-            rows = target.output_rows(torch.arange(target.outputs) if weights.ids is None else weights.ids)
+            rows = target.output_rows(weights.ids)
         self._head = self._matrix(rows, of_output)
         self._embedding = target.embedding_matrix
         if "embed_tokens" in tensors:
@@ -148,6 +148,18 @@ class NativeHeadCache(NativeCache, HeadCache):
         else:
             text.target_states = None
 
+    def draft_rows(self) -> tuple[Tensor, Tensor, int]:
+        return self._draft_blocks(self.end).clone(), self._own_state.clone(), self.end
+
+    def restore(self, rows: tuple[Tensor, Tensor, int]) -> None:
+        blocks, state, self.end = rows
+        self._draft_blocks(self.end).copy_(blocks)
+        self._own_state.copy_(state)
+
+    def _draft_blocks(self, end: int) -> Tensor:
+        """Return the keys and values of the draft rows up to `end`, with those that share their blocks."""
+        return self.kv[..., self.length - self.length % BLOCK : end + -end % BLOCK, :]
+
     def keep(self, length: int, slots: Sequence[int] = ()) -> None:
         super().keep(length, slots)
         self.end = length
@@ -161,10 +173,12 @@ class NativeHeadCache(NativeCache, HeadCache):
 class NativeHead(Head):
     """EAGLE-3 head in C, with the bits of single rows for any number of rows and threads."""
 
+    kind = "eagle"
+
     def __init__(self, weights: Eagle3Weights, target: NativeWeights, form: str = "int8") -> None:
         """`form`: a key of `FORMS`. Raises `ValueError` for sizes that contradict each other or those of `target`."""
         self.taps, self.ids = weights.taps, weights.ids
-        self.context = weights.layer.context
+        self._context = weights.layer.context
         self._model = NativeHeadWeights(weights, target, form)
         self.weight_bytes = self._model.weight_bytes
         self._states_shape = len(weights.taps), self._model.width
@@ -175,6 +189,9 @@ class NativeHead(Head):
             raise ValueError(f"the head has {count:,} output rows for {len(self._tokens):,} tokens")
         struct, _references = self._model.struct(self._model.kv_dtype)
         check_model(required_library(), struct)
+
+    def longest_draft(self, length: int) -> int:
+        return max(0, self._context - length + 2)
 
     def open(self) -> NativeHeadCache:
         cache = NativeHeadCache(self._model)

@@ -81,8 +81,8 @@ class NativeWeights(FusedWeights):
     def embedding_rows(self, ids: Tensor) -> Tensor:
         return (self._embedding or self._head).rows(ids)
 
-    def output_rows(self, ids: Tensor) -> Tensor:
-        return self._head.rows(ids)
+    def output_rows(self, ids: Tensor | None) -> Tensor:
+        return self._head.rows(torch.arange(self.outputs) if ids is None else ids)
 
     def with_channel_scale(self, scale: Tensor) -> NativeWeights:
         thin = super().with_channel_scale(scale)

@@ -9,13 +9,14 @@ from specdemo.models.cache_check import cache_support
 from specdemo.models.engines.engine import Engine
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.generic import EncoderDecoderEngine, TransformersEngine, UncachedEngine, has_encoder
-from specdemo.models.engines.head import Eagle3Weights, Head, HeadWeights
+from specdemo.models.engines.head import Eagle3Weights, EagleWeights, Head, HeadWeights, MedusaWeights
 from specdemo.models.engines.llama import LlamaEngine
 from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.models.engines.medusa_head import MedusaHead
 from specdemo.models.engines.native import NativeEngine
 from specdemo.models.engines.native_head import NativeHead
 from specdemo.models.engines.native_weights import NativeWeights
-from specdemo.models.engines.torch_head import TorchHead
+from specdemo.models.engines.torch_head import TorchEagle, TorchEagle3
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +50,11 @@ def head_of(weights: HeadWeights, model: PreTrainedModel | FusedWeights) -> Head
 
 
 def _eagle3(weights: Eagle3Weights, model: PreTrainedModel | FusedWeights) -> Head:
-    return NativeHead(weights, model) if isinstance(model, NativeWeights) else TorchHead(weights, model)
+    return NativeHead(weights, model) if isinstance(model, NativeWeights) else TorchEagle3(weights, model)
 
 
-_HEADS: dict[type[HeadWeights], Callable[[Any, PreTrainedModel | FusedWeights], Head]] = {Eagle3Weights: _eagle3}
+_HEADS: dict[type[HeadWeights], Callable[[Any, PreTrainedModel | FusedWeights], Head]] = {
+    EagleWeights: TorchEagle,
+    Eagle3Weights: _eagle3,
+    MedusaWeights: MedusaHead,
+}

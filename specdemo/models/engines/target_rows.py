@@ -22,11 +22,12 @@ def embedding_rows(model: PreTrainedModel | FusedWeights, ids: Tensor) -> Tensor
     return F.embedding(ids, embeddings.weight)
 
 
-def output_rows(model: PreTrainedModel | FusedWeights, ids: Tensor) -> Tensor:
-    """Return the rows `[n, width]` of the output matrix for the tokens `ids` `[n]`."""
+def output_rows(model: PreTrainedModel | FusedWeights, ids: Tensor | None) -> Tensor:
+    """Return the rows `[n, width]` of the output matrix for the tokens `ids` `[n]`, or all."""
     if isinstance(model, FusedWeights):
         return model.output_rows(ids)
     head = model.get_output_embeddings()
     if head.weight is None:  # a packed layer
-        return head(torch.eye(model.config.get_text_config().hidden_size, dtype=model.dtype)).T[ids]
-    return F.embedding(ids, head.weight)
+        columns = head(torch.eye(model.config.get_text_config().hidden_size, dtype=model.dtype)).T
+        return columns if ids is None else columns[ids]
+    return head.weight if ids is None else F.embedding(ids, head.weight)

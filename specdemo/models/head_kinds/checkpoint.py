@@ -90,8 +90,8 @@ class HeadKind:
     """Registry entry of a kind of heads."""
 
     name: str
-    fits: Callable[[Mapping[str, Any]], bool]  # by config.json
-    tap_count: Callable[[Mapping[str, Any]], int]  # hidden states that a row receives, by config.json
+    fits: Callable[[Mapping[str, Any]], bool]  # True for the config.json of this kind
+    tap_count: Callable[[Mapping[str, Any]], int]  # number of hidden states that a row receives
     read: Callable[[HeadCheckpoint, LoadedModel], HeadWeights]  # raises `UserError` for files that do not fit
 
 

@@ -27,8 +27,10 @@ _SHARED = ("lm_head.weight", "embed_tokens.weight")
 
 
 def _fits(config: Mapping[str, Any]) -> bool:
-    kind = config.get("speculators_model_type", "eagle3")
-    return kind in ("eagle3", "Eagle3Speculator", "LlamaForCausalLMEagle3") and "medusa_num_heads" not in config
+    if kind := config.get("speculators_model_type"):
+        return kind == "eagle3"
+    listed = config.get("architectures")
+    return "draft_vocab_size" in config or (isinstance(listed, list) and "LlamaForCausalLMEagle3" in listed)
 
 
 def _tap_count(config: Mapping[str, Any]) -> int:
@@ -98,4 +100,4 @@ def _taps(name: str, config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     return tuple(taps)
 
 
-KIND = HeadKind("eagle3", _fits, _tap_count, _read)
+EAGLE3 = HeadKind("eagle3", _fits, _tap_count, _read)

@@ -1,0 +1,153 @@
+"""Heads of all kinds on small models: exact by enumeration as chain and tree, equal to greedy AR decoding, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.enumeration import PROMPT, ROUNDING, VOCAB, distance, reference_probs
+from fakes.heads import eagle_config, eagle_tensors, head_config, head_tensors, medusa_config, medusa_tensors, save_head
+from fakes.tiny_models import Explorer, byte_level_tokenizer, committed, run, save_model
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+
+from specdemo.core.errors import UserError
+from specdemo.core.events import StepEvent
+from specdemo.core.policies import Fixed
+from specdemo.core.rules import RULES
+from specdemo.core.sampling import SamplingParams
+from specdemo.core.step import Draft
+from specdemo.core.verifier import ModelVerifier
+from specdemo.drafters.heads.chain import HeadDrafter
+from specdemo.drafters.tree import HeadNodes, TreeDrafter
+from specdemo.generate import generate
+from specdemo.models.cached_head import CachedHead
+from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.models.engines.select import head_of
+from specdemo.models.heads import read_head
+from specdemo.models.kv_cache import CachedModel
+from specdemo.models.load import LoadedModel
+from specdemo.models.model_pool import ModelPool
+from specdemo.models.spec import HeadSpec, ModelSpec
+from specdemo.recipe import Recipe
+
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+TARGET = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.5)
+KINDS = ("medusa", "eagle")
+SAMPLING = {
+    "plain": SamplingParams(),
+    "processed": SamplingParams(top_k=3, repetition_penalty=1.5),
+    "greedy": SamplingParams(temperature=0),
+}
+MAKERS = {
+    "chain": HeadDrafter,
+    "tree": lambda head, *parts: TreeDrafter(HeadNodes(head), *parts, nodes=4, width=2),
+}
+
+
+def save(kind: str, folder: Path, target: Any, ids: list[int] | None = None) -> str:
+    if kind == "medusa":
+        config = medusa_config(**({"draft_vocab_size": len(ids)} if ids else {}))
+        return save_head(folder, medusa_tensors(target, ids), config)
+    if kind == "eagle":
+        return save_head(folder, eagle_tensors(target), eagle_config(target))
+    return save_head(folder, head_tensors(target, None), head_config(target, target.vocab_size))
+
+
+@cache
+def loaded(kind: str, where: Path) -> tuple[CachedModel, CachedHead]:
+    """A random target of four tokens and a random head."""
+    torch.manual_seed(4)
+    weights, spec = LlamaWeights(LlamaForCausalLM(TARGET).eval()), ModelSpec("small/target")
+    name = save(kind, where / kind, TARGET, [0, 1, 3])
+    head = head_of(read_head(HeadSpec(name, spec), LoadedModel(spec, weights, None, 0, "native")), weights)
+    target = CachedModel(weights, taps=head.taps)
+    return target, CachedHead(head, target)
+
+
+@cache
+def truth(target: CachedModel, sampling: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
+    """Distribution of autoregressive sampling, by multiplication."""
+    texts = {(): 1.0}
+    for _ in range(length):
+        longer = {}
+        for text, weight in texts.items():
+            logits = target.score([*PROMPT, *text], Draft())[0].tolist()
+            for token, chance in enumerate(reference_probs(logits, sampling, (*PROMPT, *text))):
+                longer[(*text, token)] = weight * chance
+        texts = longer
+    return texts
+
+
+@pytest.mark.parametrize("shape", MAKERS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SAMPLING)
+def test_text_of_random_heads_has_the_distribution_of_the_target(
+    name: str, kind: str, shape: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    target, head = loaded(kind, tmp_path_factory.getbasetemp() / "kinds")
+    sampling, explorer, counts = SAMPLING[name], Explorer(), [0, 0]
+
+    def once() -> tuple[int, ...]:
+        verifier = ModelVerifier(target.score, sampling, RULES["rejection"].apply, explorer, explorer)
+        steps = run(PROMPT, verifier, MAKERS[shape](head, sampling, explorer, VOCAB), Fixed(2), 3)
+        counts[0] += sum(len(step.draft) for step in steps)
+        counts[1] += sum(len(step.verdict.accepted) for step in steps)
+        return tuple(committed(steps))
+
+    assert distance(explorer.distribution(once), truth(target, sampling, 3)) < 10 * ROUNDING
+    assert counts[0] > 0 and (counts[1] > 0 or name == "greedy")
+
+
+# --- recipes ---------------------------------------------------------------------------------------------------------
+
+
+@cache
+def folders(where: Path) -> dict[str, str]:
+    """A saved target and a head of each kind."""
+    target = str(save_model(where / "target", byte_level_tokenizer(), num_hidden_layers=4))
+    config = AutoConfig.from_pretrained(target)
+    return {"target": target, **{kind: save(kind, where / kind, config) for kind in (*KINDS, "eagle3")}}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return folders(tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture(scope="module")
+def pool() -> ModelPool:
+    return ModelPool()
+
+
+def text(recipe: Recipe, pool: ModelPool) -> tuple[list[int], list[Draft]]:
+    """Return tokens and drafts."""
+    steps = [event.step for event in generate(recipe, "class Point:\n    def", pool) if isinstance(event, StepEvent)]
+    return [token for step in steps for token in step.tokens], [step.draft for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [("medusa", "medusa"), ("eagle", "eagle"), ("medusa", "tree"), ("eagle", "tree"), ("eagle3", "tree")],
+)
+def test_greedy_texts_are_those_of_ar_decoding(kind: str, method: str, saved: dict[str, str], pool: ModelPool) -> None:
+    plain = Recipe(method="ar", target=saved["target"], max_tokens=24, temperature=0.0, device="cpu")
+    expected, _ = text(plain, pool)
+    actual, drafts = text(replace(plain, method=method, head=saved[kind]), pool)
+    assert actual == expected
+    assert not drafts[0].tokens and all(draft.tokens for draft in drafts[1:-1])
+    assert any(not draft.is_chain for draft in drafts) == (method == "tree")
+    assert {origin.source for draft in drafts for origin in draft.origin} == {"head"}
+
+
+@pytest.mark.parametrize(("kind", "method"), [("medusa", "eagle"), ("eagle", "medusa"), ("eagle3", "medusa")])
+def test_methods_name_the_method_of_another_head(
+    kind: str, method: str, saved: dict[str, str], pool: ModelPool
+) -> None:
+    recipe = Recipe(method=method, target=saved["target"], head=saved[kind], max_tokens=4, device="cpu")
+    own = "medusa" if kind == "medusa" else "eagle"
+    with pytest.raises(UserError, match=f"the head is not of kind {method}: choose method {own} or hybrid"):
+        text(recipe, pool)
