@@ -13,8 +13,9 @@ import torch
 from fakes.tiny_models import LLAMA, TEMPLATE, byte_level_tokenizer, save_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdemo.models.load import load
-from specdemo.models.spec import ModelSpec
+from specdemo.models.heads import load_head
+from specdemo.models.load import LoadedModel, load
+from specdemo.models.spec import HeadSpec, ModelSpec
 from training.fit import Schedule, fit
 from training.head import checkpoint, conversations, generate, objective
 from training.head.block import Block
@@ -22,6 +23,7 @@ from training.head.conversations import Batch, Batches, Conversation
 from training.head.eagle3 import Eagle3
 from training.head.kind import DraftHead
 from training.head.layers import MergedAttention
+from training.head.medusa import HEADS, Medusa
 from training.head.target import Target
 
 TAPS = (0, 1, 2)
@@ -53,10 +55,14 @@ def target(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) ->
     return Target(str(folder), TAPS)
 
 
+def taps_of(kind: type[DraftHead]) -> int:
+    return min(len(TAPS), len(kind.taps))
+
+
 def random_head(target: Target, own_output: bool = False, size: int = 40, kind: type[DraftHead] = Eagle3) -> DraftHead:
     torch.manual_seed(1)
     ids = torch.randperm(61)[:size].sort().values
-    head = kind(target.config, len(TAPS), ids, own_output)
+    head = kind(target.config, taps_of(kind), ids, own_output)
     for parameter in head.parameters():
         parameter.data.normal_(0.0, 0.3)
     return head
@@ -233,13 +239,26 @@ def block_decoded(
     return results[last:]
 
 
-@pytest.mark.parametrize("kind, expected_rows", [(Eagle3, eagle_decoded), (Block, block_decoded)])
+def medusa_rows(
+    head: Medusa, target: Target, taps: torch.Tensor, tokens: torch.Tensor, steps: int
+) -> list[torch.Tensor]:
+    """Apply each head to the last state."""
+    weights, rows = head.state_dict(), []
+    for i in range(steps):
+        y = weights[f"{i}.0.linear.weight"] @ taps[-1] + weights[f"{i}.0.linear.bias"]
+        rows.append(taps[-1] + y / (1 + (-y).exp()))
+    return rows
+
+
+@pytest.mark.parametrize(
+    "kind, expected_rows", [(Eagle3, eagle_decoded), (Block, block_decoded), (Medusa, medusa_rows)]
+)
 def test_training_equals_decoding_row_by_row(
     target: Target, kind: type[DraftHead], expected_rows: Callable[..., list[torch.Tensor]]
 ) -> None:
     head, item = random_head(target, kind=kind), conversation(20)
     tokens = torch.from_numpy(item.tokens.astype(np.int64))
-    taps = torch.randn(len(tokens), len(TAPS) * target.config.hidden_size)
+    taps = torch.randn(len(tokens), taps_of(kind) * target.config.hidden_size)
     unrolled = head(taps[None], tokens[None], target.embeddings, STEPS)
     for last in (0, 5, len(tokens) - 1 - STEPS):
         expected = expected_rows(head, target, taps[: last + 1], tokens, STEPS)
@@ -417,6 +436,30 @@ def test_a_saved_head_has_published_names_and_drafts_the_same(
     taps, tokens = torch.randn(1, 12, 3 * target.config.hidden_size), torch.randint(0, 61, (1, 12))
     for first, second in zip(*(h(taps, tokens, target.embeddings, 2) for h in (head, again)), strict=True):
         assert torch.equal(first, second)
+
+
+def test_a_saved_medusa_head_drafts_as_in_training(
+    model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    """The loss reaches all heads, and the program reads the file."""
+    model.save_pretrained(folder := tmp_path_factory.mktemp("medusa target"))
+    target = Target(str(folder), Medusa.taps)
+    head = random_head(target, kind=Medusa)
+    objective.loss(head, target, HEADS, conversations.padded([conversation(40)])).backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in head.parameters())
+    checkpoint.save(head, target, tmp_path)
+    again = checkpoint.load(Medusa, tmp_path, target)
+    spec = ModelSpec(str(folder))
+    loaded = load_head(HeadSpec(str(tmp_path), spec), LoadedModel(spec, model, None, 0, "transformers")).head
+    state, cache = torch.randn(1, 1, target.config.hidden_size), loaded.open()
+    drafted = [loaded.start(cache, [5], state, 0), *(loaded.step(cache, 3) for _ in range(HEADS - 1))]
+    trained = again(state, torch.zeros(1, 1, dtype=torch.int64), target.embeddings, HEADS)
+    output = model.get_output_embeddings().weight[head.vocabulary]
+    assert loaded.ids is not None and torch.equal(loaded.ids, head.vocabulary)
+    for row, states in zip(drafted, trained, strict=True):
+        assert torch.allclose(row, again.logits(states[0, 0], output), atol=1e-3)
+    with pytest.raises(ValueError, match="omit --own-output"):
+        random_head(target, own_output=True, kind=Medusa)
 
 
 def test_generated_conversations_do_not_depend_on_the_number_of_texts_per_pass(

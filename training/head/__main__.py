@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--limit", type=int, help="tokens of training conversations")
     parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--unrolled", type=int, default=4, help="steps of training-time test")
+    parser.add_argument("--unrolled", type=int, default=4, help="steps of training-time test, slots or heads to train")
     parser.add_argument("--own-output", action="store_true", help="train the output matrix")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--check-every", type=int, default=250, help="steps between evaluations")
@@ -89,11 +89,11 @@ def main() -> None:
     print(describe(split, items), flush=True)
     torch.manual_seed(options.seed)
     kind = checkpoint.KINDS[options.kind]
-    target = Target(options.target, (2, 15, 27), options.device)
+    target = Target(options.target, kind.taps, options.device)
     if options.start:
         head = checkpoint.load(kind, options.start, target).float()
     else:
-        head = kind(target.config, 3, vocabulary(items, options.vocabulary), options.own_output)
+        head = kind(target.config, len(kind.taps), vocabulary(items, options.vocabulary), options.own_output)
         head.start_from(target)
     head.to(options.device)
     batches = conversations.Batches(items, options.batch_tokens, options.seed)

@@ -7,6 +7,7 @@ output matrix, so that slots form a chain. The confidence of slot i predicts sum
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from training.head.kind import DraftHead
+from training.head.kind import LayerHead
 from training.head.layers import Cache, DecoderLayer, FirstLayer
 from training.head.target import Target
 
@@ -46,7 +47,7 @@ class Confidence(nn.Module):
         return self.proj(states)[..., 0]
 
 
-class Block(DraftHead):
+class Block(LayerHead):
     """The head."""
 
     architecture = "BlockHead"
@@ -59,9 +60,8 @@ class Block(DraftHead):
         self.markov_head = Markov(width, RANK)
         self.confidence_head = Confidence(width)
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {"num_hidden_layers": LAYERS, "block_size": SLOTS, "markov_rank": RANK}
+    def settings(self, taps: Sequence[int]) -> dict[str, Any]:
+        return super().settings(taps) | {"num_hidden_layers": LAYERS, "block_size": SLOTS, "markov_rank": RANK}
 
     def forward(self, taps: Tensor, tokens: Tensor, embeddings: Tensor, steps: int) -> list[Tensor]:
         fused, results = self.fc(taps), []

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from training.head.block import Block
 from training.head.eagle3 import Eagle3
 from training.head.kind import DraftHead
+from training.head.medusa import Medusa
 from training.head.target import Target
 
-KINDS: dict[str, type[DraftHead]] = {"eagle3": Eagle3, "block": Block}
+KINDS: dict[str, type[DraftHead]] = {"eagle3": Eagle3, "block": Block, "medusa": Medusa}
 
 
 def save(head: DraftHead, target: Target, folder: Path) -> None:
@@ -24,7 +25,7 @@ def save(head: DraftHead, target: Target, folder: Path) -> None:
     used[ids] = True
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
     save_file(tensors | {"d2t": ids - torch.arange(len(ids)), "t2d": used}, folder / "model.safetensors")
-    config = {
+    config: dict[str, Any] = {
         name: getattr(target.config, name)
         for name in (
             "hidden_size",
@@ -38,15 +39,9 @@ def save(head: DraftHead, target: Target, folder: Path) -> None:
             "max_position_embeddings",
         )
     }
-    head_config: dict[str, Any] = {
-        "architectures": [head.architecture],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "draft_vocab_size": len(ids),
-        "eagle_aux_hidden_state_layer_ids": list(target.taps),
-        "tie_word_embeddings": head.lm_head is None,
-    }
-    (folder / "config.json").write_text(json.dumps(config | head_config | head.settings, indent=1) + "\n", "utf-8")
+    config |= {"draft_vocab_size": len(ids), "tie_word_embeddings": head.lm_head is None}
+    config |= head.settings(target.taps)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
 
 
 def load(kind: type[DraftHead], folder: Path, target: Target) -> DraftHead:

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from training.head.kind import DraftHead
+from training.head.kind import LayerHead
 from training.head.layers import Cache, FirstLayer
 from training.head.target import Target
 
 
-class Eagle3(DraftHead):
+class Eagle3(LayerHead):
     """The head."""
 
     architecture = "LlamaForCausalLMEagle3"

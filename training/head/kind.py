@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -21,14 +22,11 @@ class DraftHead(nn.Module, ABC):
     consists of rows of the target's unless the head has its own.
     """
 
-    architecture: ClassVar[str]  # in `config.json`
+    taps: ClassVar[tuple[int, ...]]  # hidden states of the target, for SmolLM2-135M
 
     def __init__(self, config: PretrainedConfig, taps: int, vocabulary: Tensor, own_output: bool = False) -> None:
         super().__init__()
-        width = config.hidden_size
-        self.fc = nn.Linear(taps * width, width, bias=False)
-        self.norm = RMSNorm(width, config.rms_norm_eps)
-        self.lm_head = nn.Linear(width, len(vocabulary), bias=False) if own_output else None
+        self.lm_head = nn.Linear(config.hidden_size, len(vocabulary), bias=False) if own_output else None
         self.register_buffer("vocabulary", vocabulary, persistent=False)
 
     @abstractmethod
@@ -46,10 +44,9 @@ class DraftHead(nn.Module, ABC):
         """Copy stored tensors."""
         self.load_state_dict(tensors)
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Entries of `config.json` besides those of all kinds."""
-        return {}
+    @abstractmethod
+    def settings(self, taps: Sequence[int]) -> dict[str, Any]:
+        """Return entries of `config.json` besides those of all kinds; `taps`: hidden states of the target."""
 
     def logits(self, states: Tensor, output: Tensor) -> Tensor:
         """Return logits over the draft vocabulary; `output` holds the target's rows of the draft vocabulary."""
@@ -58,6 +55,27 @@ class DraftHead(nn.Module, ABC):
     def confidence_loss(self, states: Tensor, overlap: Tensor) -> Tensor:
         """Return the loss `[rows]` of predictions of `overlap`, sum min(p, q)."""
         return overlap.new_zeros(overlap.shape)
+
+
+class LayerHead(DraftHead):
+    """Base class of heads of decoder layers on fused states of three layers of the target."""
+
+    architecture: ClassVar[str]  # in `config.json`
+    taps = (2, 15, 27)
+
+    def __init__(self, config: PretrainedConfig, taps: int, vocabulary: Tensor, own_output: bool = False) -> None:
+        super().__init__(config, taps, vocabulary, own_output)
+        width = config.hidden_size
+        self.fc = nn.Linear(taps * width, width, bias=False)
+        self.norm = RMSNorm(width, config.rms_norm_eps)
+
+    def settings(self, taps: Sequence[int]) -> dict[str, Any]:
+        return {
+            "architectures": [self.architecture],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "eagle_aux_hidden_state_layer_ids": [*taps],
+        }
 
     @torch.no_grad()
     def copy_ends(self, target: Target) -> None:
