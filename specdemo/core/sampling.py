@@ -254,8 +254,10 @@ class SharedNoise:
 class ChainSampler:
     """Samples a drafted chain after `start` tokens and records its distributions.
 
-    `ids`: tokens of the logits, which are indices otherwise.
+    A head sets `ids`, the tokens of the logits, which are indices otherwise.
     """
+
+    ids: Tensor | None = None
 
     def __init__(
         self,
@@ -263,10 +265,8 @@ class ChainSampler:
         noise: Noise | SharedNoise,
         start: int,
         vocab_size: int,
-        ids: Tensor | None = None,
     ) -> None:
         self.sampling, self.vocab_size = sampling, vocab_size
-        self._ids = ids
         self._noise, self._start = noise, start
         self._peaks: list[float] = []
         self._device_peaks: list[Tensor] = []
@@ -304,8 +304,8 @@ class ChainSampler:
         if not self._probs:
             return Draft.chain(tuple(tokens))
         probs = self._probs[0] if len(self._probs) == 1 else torch.cat(self._probs)
-        if self._ids is not None:
-            sparse = SparseProbs(self._ids.expand(len(probs), -1), probs, self.vocab_size)
+        if self.ids is not None:
+            sparse = SparseProbs(self.ids.expand(len(probs), -1), probs, self.vocab_size)
             return Draft.chain(tuple(tokens), tuple(self._token_probs), sparse)
         token_probs = self._token_probs or probs[range(len(tokens)), tokens].tolist()
         return Draft.chain(tuple(tokens), tuple(token_probs), DenseProbs(probs))

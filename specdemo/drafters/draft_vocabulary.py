@@ -18,7 +18,7 @@ _EXCLUDED = -1e30  # finite, since a text may exclude all of a draft vocabulary
 
 @dataclass(frozen=True, eq=False)
 class DraftVocabulary:
-    """Target tokens `ids` `[size]` of the logits, ascending; None: all `vocab_size` tokens."""
+    """Target tokens `ids` `[size]` of the logits; None: all `vocab_size` tokens."""
 
     ids: Tensor | None
     vocab_size: int
@@ -41,9 +41,7 @@ class DraftVocabulary:
         return index if self.ids is None else int(self.ids[index])
 
     def index(self, token: int) -> int:
-        import torch
-
-        return token if self.ids is None else int(torch.searchsorted(self.ids, token))
+        return token if self.ids is None else int((self.ids == token).nonzero())
 
     def sample(self, values: Tensor, noise: Any, position: int) -> int:
         """Sample a token from the probabilities `values` `[size]`."""

@@ -34,24 +34,18 @@ class NodeScorer(Protocol):
 
     @property
     def ids(self) -> Tensor | None:
-        """Target ids of the logits; None: all."""
+        """Target ids of the logits of this draft; None: all."""
 
     def limited(self, tokens: Sequence[int], budget: DraftBudget) -> DraftBudget:
         """Return the budget for a draft after `tokens`."""
 
     def score(self, tokens: Sequence[int], draft: Draft, nodes: Sequence[int]) -> Sequence[Tensor] | None:
-        """Return raw logits `[size]` after each of `nodes` of `draft`; None if there are none.
-
-        Of equal `tokens`, drafts grow, and the parents of `nodes` were scored before.
-        """
+        """Return raw logits `[size]` after each of `nodes` of `draft`, whose parents were scored; None without any."""
 
 
 @dataclass
 class ModelNodes(NodeScorer):
-    """Nodes of a model, which scores all nodes of a draft in one pass.
-
-    `model(tokens, draft)` returns raw logits `[len(draft) + 1, own_size]`.
-    """
+    """Nodes of a model, which scores a draft in one pass; it returns raw logits `[len(draft) + 1, own_size]`."""
 
     model: Callable[[Sequence[int], Draft], Tensor]
     vocab_size: int
@@ -71,7 +65,7 @@ class ModelNodes(NodeScorer):
 
 @dataclass
 class HeadNodes(NodeScorer):
-    """Nodes of a head, which scores them one by one, each after the rows of its ancestors."""
+    """Nodes of a head, which scores them one by one."""
 
     head: DraftingHead
     _rows: dict[int, Any] = field(default_factory=dict)  # draft rows up to each scored node
@@ -116,7 +110,7 @@ class TreeDrafter(Drafter):
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         budget = self.scorer.limited(tokens, budget)
-        tree = _GrowingTree(DraftVocabulary(self.scorer.ids, self.vocab_size), self.sampling, self.noise)
+        tree = _GrowingTree(self.scorer, self.vocab_size, self.sampling, self.noise)
         level, depth = [-1], 0
         while level and len(tree.tokens) < self.nodes and budget.may_extend(depth, None):
             level = sorted(level, key=lambda node: -tree.path_probs[node])[: self.beam]
@@ -133,10 +127,10 @@ class TreeDrafter(Drafter):
 
 
 class _GrowingTree:
-    """Lists of the nodes so far, with the distribution that each was sampled from."""
+    """Nodes so far and the distributions they were sampled from."""
 
-    def __init__(self, vocabulary: DraftVocabulary, sampling: SamplingParams, noise: Any) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, scorer: NodeScorer, vocab_size: int, sampling: SamplingParams, noise: Any) -> None:
+        self._scorer, self._vocab_size = scorer, vocab_size
         self._sampling, self._noise = sampling, noise
         self.tokens: list[int] = []
         self.parents: list[int] = []
@@ -144,8 +138,12 @@ class _GrowingTree:
         self._q: list[float] = []
         self._rows: list[Tensor] = []
 
+    @property
+    def _vocabulary(self) -> DraftVocabulary:
+        return DraftVocabulary(self._scorer.ids, self._vocab_size)
+
     def add_children(self, node: int, logits: Tensor, path: Sequence[int], count: int) -> None:
-        """Add up to `count` different children of `node`, whose path is `path`."""
+        """Add up to `count` different children of `node` after the text `path`."""
         processed = self._vocabulary.process(self._sampling, logits, path)
         if processed is None:
             return
@@ -169,7 +167,6 @@ class _GrowingTree:
         self.parents.append(node)
 
     def draft(self, origin: Origin) -> Draft:
-        """Return the tree as a draft."""
         tokens, parents = tuple(self.tokens), tuple(self.parents)
         origins = (origin,) * len(tokens)
         if not self._rows:

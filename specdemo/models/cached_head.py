@@ -37,12 +37,13 @@ class CachedHead:
 
     @property
     def kind(self) -> str:
-        """Name of the method that drafts with the head."""
+        """See `Head.kind`."""
         return self.head.kind
 
     @property
     def ids(self) -> Tensor | None:
-        return self.head.ids
+        """Target ids of the logits since `start`; None: all."""
+        return self._cache.ids
 
     def longest_draft(self, tokens: Sequence[int]) -> int:
         """Return the most draft tokens after `tokens`."""
@@ -57,11 +58,11 @@ class CachedHead:
         return self.head.step(self._cache, token)
 
     def draft_rows(self) -> Any:
-        """Return the draft rows, for `restore` before the next `start`."""
+        """Return the draft rows, for `restore`."""
         return self._cache.draft_rows()
 
     def restore(self, rows: Any) -> None:
-        """Continue with `step` after these draft rows."""
+        """Continue after these draft rows."""
         self._cache.restore(rows)
 
     def sample_chain(

@@ -46,17 +46,17 @@ TARGET = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, init
 SAMPLING = {
     "plain": SamplingParams(),
     "processed": SamplingParams(top_k=3, repetition_penalty=1.5),
-    "top-p": SamplingParams(temperature=0.8, top_p=0.8),
+    "top-p": SamplingParams(temperature=1.5, top_p=0.9),
     "greedy": SamplingParams(temperature=0),
 }
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[CachedModel, CachedHead]:
-    """A random target of four tokens, and a random head that drafts three of them."""
+    """A random target of four tokens, and a random head that drafts two of them and those of the text."""
     torch.manual_seed(4)
     weights, spec = NativeWeights(LlamaForCausalLM(TARGET).eval()), ModelSpec("small/target")
-    name = save_head(tmp_path_factory.mktemp("head"), head_tensors(TARGET, [0, 1, 3]), head_config(TARGET, 3))
+    name = save_head(tmp_path_factory.mktemp("head"), head_tensors(TARGET, [0, 3], seed=2), head_config(TARGET, 2))
     head = TorchEagle3(read_head(HeadSpec(name, spec), LoadedModel(spec, weights, None, 0, "native")), weights)
     target = CachedModel(weights, taps=head.taps)
     return target, CachedHead(head, target)
@@ -235,7 +235,7 @@ def test_methods_without_heads_refuse_the_option(capsys: pytest.CaptureFixture[s
         Recipe(method="nasd", target="a/b"), head="a/head"
     )  # the page keeps the field when the method changes
     assert recipe.head_spec is None
-    with pytest.raises(UserError, match="head has no effect with method nasd: choose eagle, hybrid"):
+    with pytest.raises(UserError, match="head has no effect with method nasd: choose eagle, medusa, hybrid, tree"):
         refuse_ineffective(recipe, {"head": "a/head"})
     assert main(["run", "x", "--target", "a/b", "--method", "suffix", "--head", "a/head"]) == 2
     assert capsys.readouterr().err.startswith("specdemo: head has no effect")

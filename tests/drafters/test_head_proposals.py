@@ -6,6 +6,7 @@ exact for any q.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from fakes.tiny_models import committed, run
 from torch import Tensor
 
 from specdemo.core.decode import DraftBudget
-from specdemo.core.distributions import SparseRow
+from specdemo.core.distributions import SparseProbs
 from specdemo.core.policies import Fixed, PathProbability
 from specdemo.core.rules import rejection
 from specdemo.core.sampling import Noise, SamplingParams
@@ -37,6 +38,7 @@ from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.heads.chain import HeadDrafter
 from specdemo.drafters.tree import HeadNodes, TreeDrafter
 from specdemo.models.cached_head import CachedHead
+from specdemo.models.engines.context_tokens import ContextTokens
 from specdemo.models.engines.head import HeadCache
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.native_head import NativeHead
@@ -128,11 +130,11 @@ class Conversation:
         for tokens, draft in self.drafter.drafts:
             rows = self.recomputed(tokens, draft)
             assert draft.probs is not None and draft.token_probs is not None
+            dense = draft.probs.dense()
+            assert dense is not None
             for node, row in enumerate(rows):
-                stored = draft.probs.row(node)
-                values = stored.values if isinstance(stored, SparseRow) else stored
-                worst = max(worst, float((values - row).abs().max()))
-                worst = max(worst, abs(draft.token_probs[node] - float(row[self.index(draft.tokens[node])])))
+                worst = max(worst, float((dense[node] - row).abs().max()))
+                worst = max(worst, abs(draft.token_probs[node] - float(row[draft.tokens[node]])))
         return worst
 
     def recomputed(self, tokens: Sequence[int], draft: Draft) -> list[Tensor]:
@@ -149,12 +151,9 @@ class Conversation:
             row = after[parent].clone()
             for sibling in range(node):
                 if draft.parents[sibling] == parent:
-                    row[self.index(draft.tokens[sibling])] = 0
+                    row[draft.tokens[sibling]] = 0
             distributions.append(row / row.sum())
         return distributions
-
-    def index(self, token: int) -> int:
-        return IDS.index(token) if "d2t" in self.tensors else token
 
 
 def converse(folder: Path, engine: str = "native", **parts: Any) -> Conversation:
@@ -182,10 +181,35 @@ def test_drafts_equal_a_recomputation_for_the_full_text(
     assert all(draft.is_chain for _, draft in drafts if make is chain)
 
 
-def test_native_trees_equal_a_recomputation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [chain, tree])
+def test_native_drafts_equal_a_recomputation(make: Callable[..., Any], tmp_path: Path) -> None:
     """Branches copy whole blocks of stored keys, and texts have several blocks."""
-    conversation = converse(tmp_path, head=partial(NativeHead, form="float32"), make=tree)
+    conversation = converse(tmp_path, head=partial(NativeHead, form="float32"), make=make)
     assert conversation.deviation < 1e-4
+    drafts = conversation.drafter.drafts
+    sizes = {draft.probs.ids.shape[1] for _, draft in drafts if isinstance(draft.probs, SparseProbs)}
+    assert len(sizes) > 5 and min(sizes) > len(IDS)  # tokens of the text extend the draft vocabulary
+
+
+@pytest.mark.parametrize("head", [TorchEagle3, partial(NativeHead, form="float32")])
+def test_tokens_of_an_edited_text_leave_the_draft_vocabulary(
+    head: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = ContextTokens.update
+    monkeypatch.setattr(ContextTokens, "update", lambda self, following, held: update(self, following, 10**9))
+    assert converse(tmp_path, head=head).deviation > 1e-3
+
+
+def test_context_tokens_are_those_of_the_text() -> None:
+    random.seed(1)
+    context, text = ContextTokens({0, 1, 2}), []
+    for _ in range(200):
+        held = random.randrange(len(text)) if len(text) > 2 else 0
+        text = [*text[: held + 1], *(random.randrange(12) for _ in range(random.randrange(1, 9)))]
+        before = [*context.tokens]
+        unchanged = context.update(text[held + 1 :], held)
+        assert context.tokens == [token for token in dict.fromkeys(text[1:]) if token > 2]
+        assert context.tokens[:unchanged] == before[:unchanged]
 
 
 @pytest.mark.parametrize("temperature", [0, 0.2, 1])

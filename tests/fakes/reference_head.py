@@ -18,7 +18,7 @@ from fakes.heads import HEAD_DIM, HEADS, KV_HEADS
 def reference_logits(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], target: Any, tokens: Sequence[int], drafted: Sequence[int]
 ) -> Tensor:
-    """Return the logits `[len(drafted) + 1, size]` after `tokens` and each of `drafted`."""
+    """Return the logits `[len(drafted) + 1, vocab]` after `tokens` and each of `drafted`; others than drafted: -inf."""
     return next(branch_logits(tensors, config, target, tokens, [drafted]))
 
 
@@ -53,10 +53,16 @@ def _medusa(tensors: Mapping[str, Tensor], target: Any, state: Tensor, count: in
             x, block = x + y * y.sigmoid(), block + 1
         output = tensors.get(f"{head}.{block}.weight", target.get_output_embeddings().weight)
         row = output @ x
-        if "d2t" in tensors and len(row) > len(tensors["d2t"]):
-            row = row[tensors["d2t"] + torch.arange(len(tensors["d2t"]))]
-        rows.append(row)
+        rows.append(row.masked_fill(~_drafted(tensors, len(row)), -math.inf))
     return torch.stack(rows)
+
+
+def _drafted(tensors: Mapping[str, Tensor], vocab_size: int) -> Tensor:
+    """Return the static draft vocabulary as a mask."""
+    if "d2t" not in tensors:
+        return torch.ones(vocab_size, dtype=torch.bool)
+    ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    return torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True)
 
 
 class _Eagle3:
@@ -66,15 +72,13 @@ class _Eagle3:
         self.tensors, self.epsilon = tensors, config["rms_norm_eps"]
         self.theta = config["rope_theta"]
         self.embeddings = tensors.get("embed_tokens.weight", target.get_input_embeddings().weight)
-        self.output = tensors.get("lm_head.weight")
-        if self.output is None:
-            rows = target.get_output_embeddings().weight
-            used = tensors.get("t2d")
-            self.output = rows if used is None else rows[used]
+        self.output = target.get_output_embeddings().weight
+        self.allowed = _drafted(tensors, len(self.output))
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
     def committed(self, states: Tensor, tokens: Sequence[int]) -> Tensor:
+        self.allowed[list(tokens[1:])] = True  # the text extends the draft vocabulary
         for position, (state, following) in enumerate(zip(states, tokens[1:], strict=True)):
             row = self.row(self.entered(state), following, position)
         return row
@@ -84,7 +88,7 @@ class _Eagle3:
         del self.keys[length:], self.values[length:]
         for i, token in enumerate(drafted):
             rows.append(self.row(rows[-1], token, length + i))
-        return torch.stack([self.output @ self.left(row) for row in rows])
+        return torch.stack([self.output @ self.left(row) for row in rows]).masked_fill(~self.allowed, -math.inf)
 
     def entered(self, state: Tensor) -> Tensor:
         return self.tensors["fc.weight"] @ state

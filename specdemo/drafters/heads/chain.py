@@ -28,7 +28,7 @@ class DraftingHead(Protocol):
 
     @property
     def ids(self) -> Tensor | None:
-        """Target ids of the logits `[size]`, ascending; None: all."""
+        """Target ids of the logits `[size]` since `start`; None: all."""
 
     def longest_draft(self, tokens: Sequence[int]) -> int:
         """Return the most draft tokens after `tokens`."""
@@ -40,7 +40,7 @@ class DraftingHead(Protocol):
         """Return the logits `[size]` after a draft token."""
 
     def draft_rows(self) -> Any:
-        """Return the rows of the draft tokens so far, for `restore` before the next `start`."""
+        """Return the rows of the draft so far, for `restore`."""
 
     def restore(self, rows: Any) -> None:
         """Continue after these draft rows."""
@@ -73,18 +73,18 @@ class HeadDrafter(Drafter):
         limits = budget.chain_limits
         if self.sampling.needs_paths or limits is None or not limits[0]:
             return None
-        sampler = ChainSampler(self.sampling, self.noise, len(tokens), self.vocab_size, self.head.ids)
+        sampler = ChainSampler(self.sampling, self.noise, len(tokens), self.vocab_size)
         drafted = self.head.sample_chain(tokens, sampler, *limits)
         return None if drafted is None else sampler.chain(drafted)
 
     def _propose_tokens(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
-        vocabulary = DraftVocabulary(self.head.ids, self.vocab_size)
         path, distributions = list(tokens), []
         q: list[float] = []
         while budget.may_extend(n := len(path) - len(tokens), None):
             logits = self.head.step(path[-1]) if n else self.head.start(path)
             if logits is None or not budget.may_extend(n, logits):
                 break
+            vocabulary = DraftVocabulary(self.head.ids, self.vocab_size)
             processed = vocabulary.process(self.sampling, logits, path)
             if processed is None:
                 break

@@ -76,14 +76,15 @@ class HeadCache(ABC):
     """Keys and values of a head for the rows of one text."""
 
     length: int  # committed rows; draft rows follow them until the next `start`
+    ids: Tensor | None  # int64 `[size]`: target ids of the logits since `start`, those of the head first; None: all ids
 
     @abstractmethod
     def draft_rows(self) -> Any:
-        """Return a copy of the draft rows, for `restore` before the next `start`."""
+        """Return a copy of the draft rows."""
 
     @abstractmethod
     def restore(self, rows: Any) -> None:
-        """Replace the draft rows, so that another branch of a tree is drafted."""
+        """Replace the draft rows, before the next `start`."""
 
     @abstractmethod
     def keep(self, length: int) -> None:
@@ -104,7 +105,7 @@ class Head(ABC):
 
     kind: str  # drafting method
     taps: tuple[int, ...]  # states of the target that a row receives, see `engine.Cache`
-    ids: Tensor | None  # int64 `[size]`, ascending: target ids of the draft vocabulary; None: all ids
+    ids: Tensor | None  # int64 `[size]`, ascending: static draft vocabulary, which texts may extend; None: all ids
     weight_bytes: int
     device = torch.device("cpu")
 

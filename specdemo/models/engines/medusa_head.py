@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class MedusaCache(HeadCache):
     """The target's final state of the last row, and the number of the head that drafts."""
 
-    def __init__(self) -> None:
+    def __init__(self, ids: Tensor | None) -> None:
+        self.ids = ids
         self.state = torch.empty(0)
         self.length = self.head = 0
         self.threads = torch.get_num_threads()
@@ -66,7 +67,7 @@ class MedusaHead(Head):
         return self._heads
 
     def open(self) -> MedusaCache:
-        return MedusaCache()
+        return MedusaCache(self.ids)
 
     @torch.inference_mode()
     def start(self, cache: HeadCache, following: list[int], states: Tensor, held: int) -> Tensor:

@@ -177,7 +177,6 @@ class NativeEngine(Engine[NativeCache]):
         self._angles = model.rotation(0)
         self._library, self._model = required_library(), model
         self._structs: dict[torch.dtype, tuple[ModelStruct, object]] = {}
-        self._vocab_size = model.outputs
         self._calls: defaultdict[tuple[torch.dtype, tuple[int, ...]], list[ChainCall]] = defaultdict(list)  # idle
 
     @property
@@ -227,7 +226,7 @@ class NativeEngine(Engine[NativeCache]):
         """Sample a chain; logit i is that of token `ids[i]`, int32. `threshold`: see `Head.sample_chain`."""
         vocab = sampler.vocab_size if ids is None else len(ids)
         end = held + len(new) + count - 1
-        if len(new) > CHAIN_ROWS or vocab > self._vocab_size or end > self._model.position_limit:
+        if len(new) > CHAIN_ROWS or vocab > self._model.outputs or end > self._model.position_limit:
             return None
         if (uniforms := sampler.uniforms(count)) is None:
             return None
@@ -255,7 +254,7 @@ class NativeEngine(Engine[NativeCache]):
         end = max(held + len(new) for _, new, held, _ in entries)
         if end > (limit := self._model.position_limit):
             raise ValueError(f"the model has {limit} positions")
-        logits, chain = torch.empty(sum(counts), self._vocab_size), None
+        logits, chain = torch.empty(sum(counts), self._model.outputs), None
         cache, new, held, draft = entries[0]
         if len(entries) == 1 and len(new) <= CHAIN_ROWS and draft.is_chain:
             chain = self._chain_call(cache, new, held, end)
@@ -300,6 +299,11 @@ class NativeEngine(Engine[NativeCache]):
             self.times and self.times.buffer_info()[0],
             *(len(entries), count, len(cosines), len(cache.taps), cache.threads),
         ), [texts, numbers, scratch]
+
+    def describe_again(self) -> None:
+        """Read the structure of the model again, whose number of outputs has changed."""
+        self._structs.clear()
+        self._calls.clear()
 
     def _rotations(self, count: int) -> tuple[Tensor, Tensor]:
         cosines, sines = self._angles

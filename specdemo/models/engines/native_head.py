@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from specdemo.core.step import Draft
+from specdemo.models.engines.context_tokens import MOST_CONTEXT_TOKENS, ContextTokens
 from specdemo.models.engines.engine import Entry
 from specdemo.models.engines.head import Eagle3Weights, Head, HeadCache
 from specdemo.models.engines.native import BLOCK, NativeCache, NativeEngine
@@ -55,11 +57,23 @@ class NativeHeadWeights:
         if (rows := tensors.get("lm_head")) is None:
             rows = target.output_rows(weights.ids)
         self._head = self._matrix(rows, of_output)
+        self.shares_rows = "lm_head" not in tensors
         self._embedding = target.embedding_matrix
         if "embed_tokens" in tensors:
             table = tensors["embed_tokens"]
             self._embedding = NativeMatrix(Joined([nn.Embedding(len(table), self.width, _weight=table)]), self._buffer)
             self._kept.append(self._embedding)
+
+    def for_text(self) -> NativeHeadWeights:
+        """Return a copy with its own output matrix."""
+        copied = copy.copy(self)
+        copied._head = self._head.extended(MOST_CONTEXT_TOKENS)
+        return copied
+
+    def extend(self, rows: Tensor, first: int) -> None:
+        """Store the output rows from `first` on, the last of the matrix."""
+        self._head.outputs = first + len(rows)
+        self._head.write(rows, first)
 
     @property
     def outputs(self) -> int:
@@ -110,7 +124,7 @@ class NativeHeadWeights:
             attention_scale=self.head_dim**-0.5,
         )
 
-    def _matrix(self, rows: Tensor, form: str) -> NativeMatrix:
+    def _matrix(self, rows: Tensor, form: str) -> WritableMatrix:
         matrix = WritableMatrix(rows.shape[0], rows.shape[1], FORMATS[form], self._buffer)
         matrix.write(rows)
         self._kept.append(matrix)
@@ -130,14 +144,35 @@ def _whole_blocks(rows: Tensor, block: int) -> Tensor:
 
 
 class NativeHeadCache(NativeCache, HeadCache):
-    """Keys and values of a head, and the state of the last row."""
+    """Keys and values of a head, the state of the last row, and output rows of the text."""
 
-    def __init__(self, model: NativeHeadWeights) -> None:
-        super().__init__(model)
+    def __init__(self, head: NativeHead) -> None:
+        super().__init__(head.model)
+        self.ids, self._static = head.ids, head.ids
+        self.tokens = head.tokens
+        self._context, self.engine = ContextTokens(head.static), head.engine
+        self._target: NativeWeights | None = None
+        if head.extends:
+            self._model, self._target = head.model.for_text(), head.target
+            self.engine = NativeEngine(self._model)
         self.end = 0  # includes draft rows
         self.given: tuple[Tensor, int] | None = None  # states of the target during `start`, and their first row
-        self._own_state = torch.zeros(model.width)
+        self._own_state = torch.zeros(head.model.width)
         self._own_address = self._own_state.data_ptr()
+
+    def extend(self, following: Sequence[int], held: int) -> None:
+        """Add the tokens that follow position `held` and the target's output rows."""
+        if self._target is None or self._static is None:
+            return
+        before = len(self._context.tokens)
+        unchanged = self._context.update(following, held)
+        if before == unchanged == len(self._context.tokens):
+            return
+        tokens = torch.tensor(self._context.tokens, dtype=torch.int64)
+        self._model.extend(self._target.output_rows(tokens[unchanged:]), len(self._static) + unchanged)
+        self.ids = torch.cat([self._static, tokens])
+        self.tokens = self.ids.to(torch.int32)
+        self.engine.describe_again()
 
     def describe(self, text: TextStruct) -> None:
         super().describe(text)
@@ -157,7 +192,7 @@ class NativeHeadCache(NativeCache, HeadCache):
         self._own_state.copy_(state)
 
     def _draft_blocks(self, end: int) -> Tensor:
-        """Return the keys and values of the draft rows up to `end`, with those that share their blocks."""
+        """Return the blocks of keys and values of the draft rows up to `end`."""
         return self.kv[..., self.length - self.length % BLOCK : end + -end % BLOCK, :]
 
     def keep(self, length: int, slots: Sequence[int] = ()) -> None:
@@ -167,6 +202,7 @@ class NativeHeadCache(NativeCache, HeadCache):
     def clear(self) -> None:
         super().clear()
         self._own_state.zero_()
+        self.extend([], -1)
         self.end = 0
 
 
@@ -179,30 +215,32 @@ class NativeHead(Head):
         """`form`: a key of `FORMS`. Raises `ValueError` for sizes that contradict each other or those of `target`."""
         self.taps, self.ids = weights.taps, weights.ids
         self._context = weights.layer.context
-        self._model = NativeHeadWeights(weights, target, form)
-        self.weight_bytes = self._model.weight_bytes
-        self._states_shape = len(weights.taps), self._model.width
-        self._engine = NativeEngine(self._model)
-        count = self._model.outputs
-        self._tokens = (torch.arange(count) if weights.ids is None else weights.ids).to(torch.int32)
-        if len(self._tokens) != count:
-            raise ValueError(f"the head has {count:,} output rows for {len(self._tokens):,} tokens")
-        struct, _references = self._model.struct(self._model.kv_dtype)
+        self.model, self.target = NativeHeadWeights(weights, target, form), target
+        self.weight_bytes = self.model.weight_bytes
+        self._states_shape = len(weights.taps), self.model.width
+        self.engine = NativeEngine(self.model)
+        self.extends = self.model.shares_rows and weights.ids is not None
+        self.static = frozenset(() if weights.ids is None else weights.ids.tolist())
+        count = self.model.outputs
+        self.tokens = (torch.arange(count) if weights.ids is None else weights.ids).to(torch.int32)
+        if len(self.tokens) != count:
+            raise ValueError(f"the head has {count:,} output rows for {len(self.tokens):,} tokens")
+        struct, _references = self.model.struct(self.model.kv_dtype)
         check_model(required_library(), struct)
 
     def longest_draft(self, length: int) -> int:
         return max(0, self._context - length + 2)
 
     def open(self) -> NativeHeadCache:
-        cache = NativeHeadCache(self._model)
+        cache = NativeHeadCache(self)
         cache.threads = torch.get_num_threads()
         return cache
 
     def start(self, cache: HeadCache, following: list[int], states: Tensor, held: int) -> Tensor:
         assert isinstance(cache, NativeHeadCache)
-        self._give(cache, states, len(following), held)
+        self._give(cache, states, following, held)
         try:
-            (logits,) = self._engine.run([Entry(cache, following, held, _NO_DRAFT)])
+            (logits,) = cache.engine.run([Entry(cache, following, held, _NO_DRAFT)])
         finally:
             cache.given = None
         cache.keep(held + len(following))
@@ -211,7 +249,7 @@ class NativeHead(Head):
     def step(self, cache: HeadCache, token: int) -> Tensor:
         assert isinstance(cache, NativeHeadCache)
         committed, end = cache.length, cache.end
-        (logits,) = self._engine.run([Entry(cache, [token], end, _NO_DRAFT)])
+        (logits,) = cache.engine.run([Entry(cache, [token], end, _NO_DRAFT)])
         cache.length, cache.end = committed, end + 1
         return logits[0]
 
@@ -230,18 +268,20 @@ class NativeHead(Head):
             self.start(cache, following[:surplus], states[:surplus], held)
             following, states = following[surplus:], states[surplus:]
             held += surplus
-        self._give(cache, states, len(following), held)
+        self._give(cache, states, following, held)
         try:
-            tokens = self._engine.sample_chain(cache, following, held, count, sampler, self._tokens, threshold)
+            tokens = cache.engine.sample_chain(cache, following, held, count, sampler, cache.tokens, threshold)
         finally:
             cache.given = None
         if tokens is not None:
+            sampler.ids = cache.ids
             end = cache.length
             cache.keep(held + len(following))
             cache.end = end
         return tokens
 
-    def _give(self, cache: NativeHeadCache, states: Tensor, rows: int, held: int) -> None:
+    def _give(self, cache: NativeHeadCache, states: Tensor, following: Sequence[int], held: int) -> None:
+        rows = len(following)
         if not rows or states.shape != (rows, *self._states_shape):
             raise ValueError(f"states {tuple(states.shape)} are not those of {rows} rows")
         if not 0 <= held <= cache.length:
@@ -249,3 +289,4 @@ class NativeHead(Head):
         if states.dtype is not torch.float32 or not states.is_contiguous():
             states = states.float().contiguous()
         cache.given = states, held
+        cache.extend(following, held)

@@ -146,6 +146,14 @@ class WritableMatrix(NativeMatrix):
         if form.has_codes:
             self.tensors |= _code_table(torch.tensor(NF4_CODES))
 
+    def extended(self, most: int) -> WritableMatrix:
+        """Return a copy with space for `most` further outputs; set `outputs` before writing them."""
+        copied = WritableMatrix(self.outputs + most, self.inputs, self.format, LargePageBuffer())
+        for name in self.tensors.keys() & {"weights", "scales"}:  # stored by blocks of outputs
+            copied.tensors[name][: len(self.tensors[name])] = self.tensors[name]
+        copied.outputs = self.outputs
+        return copied
+
     def write(self, rows: Tensor, first: int = 0) -> None:
         """Store `rows` `[n, inputs]` as outputs from `first` on."""
         values = rows.float().contiguous()

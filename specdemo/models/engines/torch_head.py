@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdemo.models.engines.context_tokens import ContextTokens
 from specdemo.models.engines.head import Eagle3Weights, EagleWeights, Head, HeadCache
 from specdemo.models.engines.target_rows import embedding_rows, output_rows
 from specdemo.models.threads import torch_threads
@@ -33,6 +34,8 @@ class TorchHeadCache(HeadCache):
         layer = head.layer
         self.kv = torch.empty(2, layer.kv_heads, 0, layer.head_dim, dtype=head.dtype, device=head.device)
         self.state = torch.empty(0)
+        self.ids, self.context = head.ids, ContextTokens(head.static)
+        self.context_rows = torch.empty(0, layer.width, dtype=head.dtype, device=head.device)
         self.length = self.end = 0  # `end`: with draft rows
         self.threads = torch.get_num_threads()
 
@@ -52,6 +55,8 @@ class TorchHeadCache(HeadCache):
     def clear(self) -> None:
         self.kv.zero_()
         self.state.zero_()
+        self.context.update([], -1)
+        self.context_rows = self.context_rows[:0]
         self.keep(0)
 
     @property
@@ -85,6 +90,8 @@ class TorchHead(Head):
         }
         keys_and_values = [tensors.pop(f"self_attn.{name}_proj.weight") for name in "kv"]
         tensors["self_attn.kv_proj.weight"] = torch.cat(keys_and_values)
+        self._extends = "lm_head.weight" not in tensors and self.ids is not None
+        self.static = frozenset(() if self.ids is None else self.ids.tolist())
         if "lm_head.weight" not in tensors:
             tensors["lm_head.weight"] = output_rows(model, self.ids).to(self.dtype)
         self._tensors: Mapping[str, Tensor] = tensors
@@ -107,14 +114,29 @@ class TorchHead(Head):
                 rows = self._entered(states[first:last].to(self.device, self.dtype))
                 cache.state = self._pass(cache, rows, following[first:last])
             cache.length = cache.end
-            return self._logits(cache.state)
+            self._extend(cache, following, held)
+            return self._logits(cache)
 
     @torch.inference_mode()
     def step(self, cache: HeadCache, token: int) -> Tensor:
         assert isinstance(cache, TorchHeadCache)
         with torch_threads(cache.threads):
             cache.state = self._pass(cache, cache.state, [token])
-            return self._logits(cache.state)
+            return self._logits(cache)
+
+    def _extend(self, cache: TorchHeadCache, following: list[int], held: int) -> None:
+        """Add the tokens of the text and the target's output rows."""
+        if not self._extends or self.ids is None:
+            return
+        unchanged = cache.context.update(following, held)
+        tokens = torch.tensor(cache.context.tokens, dtype=torch.int64, device=self.device)
+        rows = output_rows(self._model, tokens[unchanged:]).to(self.dtype)
+        cache.context_rows = torch.cat([cache.context_rows[:unchanged], rows])
+        cache.ids = torch.cat([self.ids, tokens])
+
+    def _logits(self, cache: TorchHeadCache) -> Tensor:
+        state = self._left(cache.state)
+        return torch.cat([self._linear("lm_head", state), F.linear(state, cache.context_rows)], -1)[0]
 
     @abstractmethod
     def _entered(self, states: Tensor) -> Tensor:
@@ -122,11 +144,11 @@ class TorchHead(Head):
 
     @abstractmethod
     def _combined(self, rows: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the residuals `[n, width]` and the columns that attention reads, for `rows` and next tokens."""
+        """Return the residuals `[n, width]` and the input of attention for rows and next tokens."""
 
-    @abstractmethod
-    def _logits(self, row: Tensor) -> Tensor:
-        """Return the logits of a row `[1, width]`."""
+    def _left(self, row: Tensor) -> Tensor:
+        """Return the input of the output matrix for a row `[1, width]`."""
+        return row
 
     def _pass(self, cache: TorchHeadCache, rows: Tensor, following: list[int]) -> Tensor:
         first, end = cache.end, cache.end + len(following)
@@ -179,9 +201,6 @@ class TorchEagle(TorchHead):
         joined = self._linear("fc", torch.cat([embedded, rows], -1))
         return joined, joined
 
-    def _logits(self, row: Tensor) -> Tensor:
-        return self._linear("lm_head", row)[0]
-
 
 class TorchEagle3(TorchHead):
     """EAGLE-3: the layer reads fused states of several layers of the target (2503.01840)."""
@@ -200,5 +219,5 @@ class TorchEagle3(TorchHead):
         joined = torch.cat([self._norm("input_layernorm", embedded), normalised], -1)
         return normalised if self._norm_before_residual else rows, joined
 
-    def _logits(self, row: Tensor) -> Tensor:
-        return self._linear("lm_head", self._norm("norm", row))[0]
+    def _left(self, row: Tensor) -> Tensor:
+        return self._norm("norm", row)
