@@ -65,12 +65,12 @@ def test_wrong_token_ids_are_refused(
         decoded(recipe, prompt, pool)
 
 
-@pytest.mark.parametrize("method", "ar draft nasd tree self eagle medusa hybrid lookahead beam".split())
+@pytest.mark.parametrize("method", "ar draft nasd tree self eagle medusa block hybrid lookahead beam".split())
 def test_without_cache_the_text_is_the_same_and_every_pass_computes_all_tokens(
     method: str, target: str, pool: ModelPool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = {"drafter": target} if method in ("draft", "tree", "hybrid") else {}
-    drafter |= {"head": head_for(target, tmp_path, method)} if method in ("eagle", "medusa") else {}
+    drafter |= {"head": head_for(target, tmp_path, method)} if method in ("eagle", "medusa", "block") else {}
     sampling = {} if method == "beam" else {"temperature": 0}
     values: dict[str, Any] = {"target": target, "method": method, "max_tokens": 12, "device": "cpu", **drafter}
     _, tokens = decoded(Recipe(**values, **sampling), PROMPT, pool)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from specdemo.core.options import OptionSet
 from specdemo.drafters import autoregressive, beam, hybrid, lookahead, lookup, model, ngram, self_speculation, suffix
 from specdemo.drafters import tree as trees
-from specdemo.drafters.heads import eagle, medusa
+from specdemo.drafters.heads import block, eagle, medusa
 from specdemo.drafters.method import Method
 
 _MODULES = (
-    *(model, eagle, medusa, ngram, suffix, hybrid, trees),
+    *(model, eagle, medusa, block, ngram, suffix, hybrid, trees),
     *(self_speculation, lookahead, lookup, autoregressive, beam),
 )
 METHODS: dict[str, Method] = {module.METHOD.name: module.METHOD for module in _MODULES}

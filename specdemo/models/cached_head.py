@@ -57,6 +57,11 @@ class CachedHead:
         """Return the logits `[size]` after the draft token `token`."""
         return self.head.step(self._cache, token)
 
+    @property
+    def confidence(self) -> float | None:
+        """See `Head.confidence`."""
+        return self.head.confidence(self._cache)
+
     def draft_rows(self) -> Any:
         """Return the draft rows, for `restore`."""
         return self._cache.draft_rows()

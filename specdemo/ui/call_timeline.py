@@ -63,7 +63,7 @@ def _draft_calls(event: StepEvent, start: float) -> Iterator[Call]:
     draft = event.step.draft
     if not draft.tokens:
         return
-    if draft.origin and draft.origin[0] not in (MODEL, HEAD):
+    if draft.origin and draft.origin[0].source not in (MODEL.source, HEAD.source):
         words = f"draft without a model: {_words(event, range(len(draft)))}"
         yield Call("search", start, event.step.draft_s, words)
         return

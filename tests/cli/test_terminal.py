@@ -192,7 +192,7 @@ BAD = {
     ),
     "store of one run": ([PROMPT, "--method", "nasd", "--ngram-keep"], "unrecognized arguments: --ngram-keep"),
     "unknown preset": ([PROMPT, "--preset", "magic"], "unknown preset 'magic': known are sources"),
-    "unknown method": ([PROMPT, "--method", "magic"], "known are draft, eagle, medusa, nasd"),
+    "unknown method": ([PROMPT, "--method", "magic"], "known are draft, eagle, medusa, block, nasd"),
     "unknown rule": ([PROMPT, "--rule", "magic"], "known are rejection, block, match, coupled, top1"),
     "unknown policy": ([PROMPT, "--policy", "magic"], "known are fixed"),
     "unknown device": ([PROMPT, "--device", "abacus"], "known are auto, cpu"),

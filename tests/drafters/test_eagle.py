@@ -235,7 +235,7 @@ def test_methods_without_heads_refuse_the_option(capsys: pytest.CaptureFixture[s
         Recipe(method="nasd", target="a/b"), head="a/head"
     )  # the page keeps the field when the method changes
     assert recipe.head_spec is None
-    with pytest.raises(UserError, match="head has no effect with method nasd: choose eagle, medusa, hybrid, tree"):
+    with pytest.raises(UserError, match="head has no effect with method nasd: choose eagle, medusa, block, hybrid"):
         refuse_ineffective(recipe, {"head": "a/head"})
     assert main(["run", "x", "--target", "a/b", "--method", "suffix", "--head", "a/head"]) == 2
     assert capsys.readouterr().err.startswith("specdemo: head has no effect")

@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 from fakes.enumeration import PROMPT, ROUNDING, VOCAB, distance, reference_probs
-from fakes.heads import eagle_config, eagle_tensors, head_config, head_tensors, medusa_config, medusa_tensors, save_head
+from fakes.heads import (
+    block_config,
+    block_tensors,
+    eagle_config,
+    eagle_tensors,
+    head_config,
+    head_tensors,
+    medusa_config,
+    medusa_tensors,
+    save_head,
+)
 from fakes.tiny_models import Explorer, byte_level_tokenizer, committed, run, save_model
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
@@ -36,7 +46,7 @@ from specdemo.recipe import Recipe
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 TARGET = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.5)
-KINDS = ("medusa", "eagle")
+KINDS = ("medusa", "eagle", "block")
 SAMPLING = {
     "plain": SamplingParams(),
     "processed": SamplingParams(top_k=3, repetition_penalty=1.5),
@@ -52,6 +62,9 @@ def save(kind: str, folder: Path, target: Any, ids: list[int] | None = None) -> 
     if kind == "medusa":
         config = medusa_config(**({"draft_vocab_size": len(ids)} if ids else {}))
         return save_head(folder, medusa_tensors(target, ids), config)
+    if kind == "block":
+        ids = ids or [*range(target.vocab_size)]
+        return save_head(folder, block_tensors(target, ids), block_config(target, len(ids)))
     if kind == "eagle":
         return save_head(folder, eagle_tensors(target), eagle_config(target))
     return save_head(folder, head_tensors(target, None), head_config(target, target.vocab_size))
@@ -131,7 +144,14 @@ def text(recipe: Recipe, pool: ModelPool) -> tuple[list[int], list[Draft]]:
 
 @pytest.mark.parametrize(
     ("kind", "method"),
-    [("medusa", "medusa"), ("eagle", "eagle"), ("medusa", "tree"), ("eagle", "tree"), ("eagle3", "tree")],
+    [
+        ("medusa", "medusa"),
+        ("eagle", "eagle"),
+        ("medusa", "tree"),
+        ("eagle", "tree"),
+        ("eagle3", "tree"),
+        ("block", "tree"),
+    ],
 )
 def test_greedy_texts_are_those_of_ar_decoding(kind: str, method: str, saved: dict[str, str], pool: ModelPool) -> None:
     plain = Recipe(method="ar", target=saved["target"], max_tokens=24, temperature=0.0, device="cpu")
@@ -143,11 +163,10 @@ def test_greedy_texts_are_those_of_ar_decoding(kind: str, method: str, saved: di
     assert {origin.source for draft in drafts for origin in draft.origin} == {"head"}
 
 
-@pytest.mark.parametrize(("kind", "method"), [("medusa", "eagle"), ("eagle", "medusa"), ("eagle3", "medusa")])
+@pytest.mark.parametrize(("kind", "method"), [("medusa", "eagle"), ("eagle", "block"), ("block", "medusa")])
 def test_methods_name_the_method_of_another_head(
     kind: str, method: str, saved: dict[str, str], pool: ModelPool
 ) -> None:
     recipe = Recipe(method=method, target=saved["target"], head=saved[kind], max_tokens=4, device="cpu")
-    own = "medusa" if kind == "medusa" else "eagle"
-    with pytest.raises(UserError, match=f"the head is not of kind {method}: choose method {own} or hybrid"):
+    with pytest.raises(UserError, match=f"the head is not of kind {method}: choose method {kind} or hybrid"):
         text(recipe, pool)

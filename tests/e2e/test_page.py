@@ -95,7 +95,7 @@ def test_preflight_shows_estimates(page: Page) -> None:
     page.locator("#method input").click()
     page.get_by_role("option", name="beam:").click()
     page.locator("#preflight").click()
-    expect(estimate).to_contain_text("preflight supports the methods draft, eagle, medusa, nasd")
+    expect(estimate).to_contain_text("preflight supports the methods draft, eagle, medusa, block, nasd")
     expect(page.locator("#status")).to_have_text(before)
     open_group(page, "More actions")
     page.locator("#reset").click()

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 HEADS, KV_HEADS, HEAD_DIM, INNER = 4, 2, 8, 48
+SLOTS, RANK = 4, 6  # of block heads
 
 
 def head_tensors(
@@ -126,10 +127,40 @@ def random_head(
     return save_head(folder, head_tensors(target, ids, own=own), head_config(target, drafted, **changes))
 
 
+def block_tensors(
+    target: PretrainedConfig, ids: list[int] | None, slots: int = SLOTS, seed: int = 0
+) -> dict[str, Tensor]:
+    """Return the tensors of a block head of two layers and a Markov term of rank `RANK`."""
+    tensors = {name.replace("midlayer.", "layers.0."): x for name, x in head_tensors(target, ids, seed=seed).items()}
+    width = target.hidden_size
+    for name, tensor in head_tensors(target, None, seed=seed + 1).items():
+        if name.startswith("midlayer.") and "hidden_norm" not in name:
+            narrow = name.removesuffix(".weight").endswith(("q_proj", "k_proj", "v_proj"))
+            tensors[name.replace("midlayer.", "layers.1.")] = tensor[:, :width] if narrow else tensor
+    shapes = {
+        "slots": (slots - 1, 2 * width),
+        "markov_head.markov_w1.weight": (RANK, width),
+        "markov_head.markov_w2.weight": (width, RANK),
+        "confidence_head.proj.weight": (1, width),
+        "confidence_head.proj.bias": (1,),
+    }
+    return tensors | {name: 2 * torch.randn(shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}
+
+
+def block_config(target: PretrainedConfig, drafted: int, **changes: Any) -> dict[str, Any]:
+    """Return config.json of a block head."""
+    sizes = {"num_hidden_layers": 2, "block_size": SLOTS, "markov_rank": RANK}
+    return head_config(target, drafted, **{"architectures": ["BlockHead"], **sizes, **changes})
+
+
 def head_for(folder: str, where: Path, method: str = "eagle") -> str:
     """Write a random head of `method` for a saved target, with every other token; return its directory."""
     target = AutoConfig.from_pretrained(folder)
     ids = list(range(0, target.vocab_size, 2))
     if method == "medusa":
         return save_head(where, medusa_tensors(target, ids, heads=8), medusa_config(draft_vocab_size=len(ids)))
+    if method == "block":
+        tensors = block_tensors(target, ids, slots=12)
+        tensors["confidence_head.proj.bias"] += 4  # long drafts
+        return save_head(where, tensors, block_config(target, len(ids), block_size=12))
     return random_head(where, target, ids)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fakes.heads import HEAD_DIM, HEADS, KV_HEADS
+from fakes.reference_block import reference_block
 
 
 def reference_logits(
@@ -30,6 +31,13 @@ def branch_logits(
     branches: Iterable[Sequence[int]],
 ) -> Iterator[Tensor]:
     """Yield the logits of `reference_logits` for each branch of a tree."""
+    if "slots" in tensors:
+        for drafted in branches:
+            rows, _ = reference_block(tensors, config, target, tokens, drafted)
+            logits = torch.full((len(rows), len(tensors["t2d"])), -torch.inf)
+            logits[:, tensors["t2d"]] = rows
+            yield logits
+        return
     with torch.no_grad():
         hidden = target(torch.tensor([list(tokens[:-1])]), output_hidden_states=True).hidden_states
         if "medusa_num_heads" in config:

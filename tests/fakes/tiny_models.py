@@ -72,6 +72,8 @@ class TableModel:
 class TableHead:
     """Head with the logits of a table model for the tokens `ids`; None: all."""
 
+    confidence: float | None = None
+
     def __init__(self, model: TableModel, ids: Sequence[int] | None, kind: str = "eagle") -> None:
         self.model, self.ids = model, None if ids is None else torch.tensor(ids)
         self.kind = kind

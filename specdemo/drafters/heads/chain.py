@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specdemo.core.decode import DraftBudget, Drafter
 from specdemo.core.errors import UserError
-from specdemo.core.origin import HEAD
+from specdemo.core.origin import HEAD, Origin
 from specdemo.core.step import Draft
 from specdemo.drafters.draft_vocabulary import DraftVocabulary
 from specdemo.drafters.method import BuildContext
@@ -39,6 +40,10 @@ class DraftingHead(Protocol):
     def step(self, token: int) -> Tensor:
         """Return the logits `[size]` after a draft token."""
 
+    @property
+    def confidence(self) -> float | None:
+        """Return the chance that the token of the last logits is accepted, if the head predicts it."""
+
     def draft_rows(self) -> Any:
         """Return the rows of the draft so far, for `restore`."""
 
@@ -63,9 +68,7 @@ class HeadDrafter(Drafter):
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         budget = budget.at_most(self.head.longest_draft(tokens))
         draft = self._propose_chain(tokens, budget)
-        if draft is None:
-            draft = self._propose_tokens(tokens, budget)
-        return replace(draft, origin=(HEAD,) * len(draft))
+        return self._propose_tokens(tokens, budget) if draft is None else draft
 
     def _propose_chain(self, tokens: Sequence[int], budget: DraftBudget) -> Draft | None:
         from specdemo.core.sampling import ChainSampler
@@ -75,14 +78,15 @@ class HeadDrafter(Drafter):
             return None
         sampler = ChainSampler(self.sampling, self.noise, len(tokens), self.vocab_size)
         drafted = self.head.sample_chain(tokens, sampler, *limits)
-        return None if drafted is None else sampler.chain(drafted)
+        return None if drafted is None else _named(sampler.chain(drafted), sampler.confidences)
 
     def _propose_tokens(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         path, distributions = list(tokens), []
         q: list[float] = []
+        confidences: list[float] = []
         while budget.may_extend(n := len(path) - len(tokens), None):
             logits = self.head.step(path[-1]) if n else self.head.start(path)
-            if logits is None or not budget.may_extend(n, logits):
+            if logits is None or not self._continues(n, logits, budget, confidences):
                 break
             vocabulary = DraftVocabulary(self.head.ids, self.vocab_size)
             processed = vocabulary.process(self.sampling, logits, path)
@@ -96,7 +100,21 @@ class HeadDrafter(Drafter):
             distributions.append(probs)
             q.append(float(probs[vocabulary.index(path[-1])]))
         new = tuple(path[len(tokens) :])
-        return Draft.chain(new, tuple(q), vocabulary.rows(distributions)) if distributions else Draft.chain(new)
+        draft = Draft.chain(new, tuple(q), vocabulary.rows(distributions)) if distributions else Draft.chain(new)
+        return _named(draft, confidences)
+
+    def _continues(self, n: int, logits: Tensor, budget: DraftBudget, confidences: list[float]) -> bool:
+        """Return True if token n may be drafted; append its confidence, which precedes the choice of the token."""
+        if (confidence := self.head.confidence) is None or (limits := budget.chain_limits) is None:
+            return budget.may_extend(n, logits)
+        confidences.append(confidence)
+        return prod(confidences) >= limits[1]
+
+
+def _named(draft: Draft, confidences: Sequence[float]) -> Draft:
+    """Return `draft` with its origin."""
+    origins = tuple(Origin("head", confidence=round(value, 3)) for value in confidences[: len(draft)])
+    return replace(draft, origin=origins or (HEAD,) * len(draft))
 
 
 def build_head_drafter(context: BuildContext, kind: str | None = None) -> HeadDrafter:

@@ -64,6 +64,17 @@ class Eagle3Weights(HeadWeights):
     norm_before_residual: bool = False
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BlockWeights(Eagle3Weights):
+    """A block head: the layer of EAGLE-3, decoder layers `layers.1.` and so on, slots, Markov term and confidence.
+
+    The Markov term maps embeddings to a summand of the state after the final norm.
+    """
+
+    layers: int
+    slots: int  # most tokens of a draft
+
+
 @dataclass(frozen=True, eq=False)
 class MedusaWeights(HeadWeights):
     """Medusa heads, with names such as `0.0.linear.weight` (block 0 of head 0) and `0.1.weight` (its output matrix)."""
@@ -126,7 +137,11 @@ class Head(ABC):
 
     @abstractmethod
     def step(self, cache: HeadCache, token: int) -> Tensor:
-        """Add a draft row for `token`; return its logits `[size]`."""
+        """Continue the draft with `token`; return the logits `[size]` of the next."""
+
+    def confidence(self, cache: HeadCache) -> float | None:
+        """Return the chance that the token of the last logits is accepted, predicted before it is chosen, if known."""
+        return None
 
     def sample_chain(
         self,
@@ -140,7 +155,7 @@ class Head(ABC):
     ) -> list[int] | None:
         """Call `start` and draft up to `count` tokens; return None if unsupported.
 
-        The draft ends before a token if the product of the largest probabilities (of raw logits) up to its row is below
-        `threshold`.
+        The draft ends before a token if the product of confidences up to it, or of the largest probabilities (of raw
+        logits) without confidences, is below `threshold`.
         """
         return None

@@ -47,7 +47,7 @@ class ChainCall:
             text_count=1,
             tap_count=len(taps),
         )
-        self._row = torch.empty(1, model.head.outputs)
+        self._logits = torch.empty(1, model.head.outputs)
         self._candidates = torch.empty(model.head.outputs)
         self._chain = ChainStruct(scratch=self._candidates.data_ptr())
         self._reserve(_TOKENS)
@@ -55,7 +55,8 @@ class ChainCall:
     def _reserve(self, count: int) -> None:
         self._tokens, self._uniforms = (ctypes.c_int32 * count)(), (ctypes.c_double * count)()
         self._peaks, self._chosen = (ctypes.c_float * count)(), (ctypes.c_float * count)()
-        for name in ("tokens", "uniforms", "peaks", "chosen"):
+        self._confidences = (ctypes.c_float * count)()
+        for name in ("tokens", "uniforms", "peaks", "chosen", "confidences"):
             setattr(self._chain, name, ctypes.addressof(getattr(self, f"_{name}")))
 
     def set_rows(
@@ -84,9 +85,15 @@ class ChainCall:
         return self._pass
 
     def sample(
-        self, sampler: ChainSampler, uniforms: list[float], count: int, ids: Tensor | None, threshold: float
+        self,
+        sampler: ChainSampler,
+        uniforms: list[float],
+        count: int,
+        ids: Tensor | None,
+        threshold: float,
+        one_pass: bool,
     ) -> list[int]:
-        """Sample at most `count` tokens after the rows; logit i is that of token `ids[i]`, int32."""
+        """Sample at most `count` tokens; see `NativeEngine.sample_chain`."""
         chain, sampling = self._chain, sampler.sampling
         if count > len(self._tokens):
             self._reserve(count)
@@ -99,12 +106,17 @@ class ChainCall:
             self._uniforms[:count] = [*uniforms]
             probs = torch.empty(count, chain.vocab)
             chain.probs = probs.data_ptr()
-        described = self.described(self._row)
+        given = count if one_pass else 1
+        if given > len(self._logits):
+            self._logits = torch.empty(given, self._logits.shape[1])
+        described = self.described(self._logits[:given])
         result = self._library.draft_chain(ctypes.byref(described), ctypes.byref(chain))
         if result == Result.STOPPED:
             raise Stopped
         check_result(self._library, result, described)
         drawn = chain.drawn
         rows = min(drawn + 1, count)
-        sampler.record(self._peaks[:rows], self._chosen[:drawn], None if probs is None or not drawn else probs[:drawn])
+        confidences = self._confidences[:drawn] if one_pass else []
+        drafted = None if probs is None or not drawn else probs[:drawn]
+        sampler.record(self._peaks[:rows], self._chosen[:drawn], drafted, confidences)
         return self._tokens[:drawn]

@@ -88,8 +88,9 @@ class TorchHead(Head):
             name.removeprefix(self.layer_name): tensor.to(self.device, self.dtype)
             for name, tensor in weights.tensors.items()
         }
-        keys_and_values = [tensors.pop(f"self_attn.{name}_proj.weight") for name in "kv"]
-        tensors["self_attn.kv_proj.weight"] = torch.cat(keys_and_values)
+        for name in [name for name in tensors if name.endswith("self_attn.k_proj.weight")]:
+            keys_and_values = [tensors.pop(name), tensors.pop(name.replace("k_proj", "v_proj"))]
+            tensors[name.replace("k_proj", "kv_proj")] = torch.cat(keys_and_values)
         self._extends = "lm_head.weight" not in tensors and self.ids is not None
         self.static = frozenset(() if self.ids is None else self.ids.tolist())
         if "lm_head.weight" not in tensors:

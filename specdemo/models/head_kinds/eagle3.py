@@ -33,7 +33,8 @@ def _fits(config: Mapping[str, Any]) -> bool:
     return "draft_vocab_size" in config or (isinstance(listed, list) and "LlamaForCausalLMEagle3" in listed)
 
 
-def _tap_count(config: Mapping[str, Any]) -> int:
+def count_taps(config: Mapping[str, Any]) -> int:
+    """Return the number of hidden states of the target."""
     listed = _listed_taps(config)
     return len(listed) if isinstance(listed, list) and listed else 3
 
@@ -44,9 +45,9 @@ def _read(checkpoint: HeadCheckpoint, target: LoadedModel) -> Eagle3Weights:
         raise UserError(f"{name} is a variant of EAGLE-3 ({variants[0]}): choose another head")
     layer = layer_sizes(checkpoint, config.get("transformer_layer_config", config))
     drafted = checkpoint.integer(config, "draft_vocab_size", target.vocab_size)
-    taps = _taps(name, config, layer_count(target.model))
-    needed = partial(_shapes, layer, len(taps), drafted, target.vocab_size, target_width(target))
-    tensors = checkpoint.tensors("EAGLE-3", needed, _common_name)
+    taps = read_taps(name, config, layer_count(target.model))
+    needed = partial(shapes, layer, len(taps), drafted, target.vocab_size, target_width(target))
+    tensors = checkpoint.tensors("EAGLE-3", needed, common_name)
     return Eagle3Weights(
         taps=taps,
         ids=checkpoint.draft_ids(tensors, target.vocab_size),
@@ -56,12 +57,13 @@ def _read(checkpoint: HeadCheckpoint, target: LoadedModel) -> Eagle3Weights:
     )
 
 
-def _shapes(
+def shapes(
     layer: LayerSizes, taps: int, drafted: int, vocab_size: int, target_width: int, stored: Collection[str]
 ) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors, by the names that are stored."""
     shares_rows = not {*_SHARED} <= {*stored}
     width = target_width if shares_rows else layer.width
-    shapes = {
+    needed = {
         "fc.weight": (width, taps * target_width),
         "norm.weight": (width,),
         "midlayer.hidden_norm.weight": (width,),
@@ -74,11 +76,12 @@ def _shapes(
         "d2t": (drafted,),
         "t2d": (vocab_size,),
     }
-    shapes |= {key: shape for key, shape in optional.items() if key in stored}
-    return shapes if drafted == vocab_size else shapes | {"d2t": (drafted,)}
+    needed |= {key: shape for key, shape in optional.items() if key in stored}
+    return needed if drafted == vocab_size else needed | {"d2t": (drafted,)}
 
 
-def _common_name(name: str) -> str:
+def common_name(name: str) -> str:
+    """Return the name of SafeAILab for a name of `speculators`."""
     return re.sub(r"^layers\.0\.", "midlayer.", name)
 
 
@@ -90,7 +93,8 @@ def _listed_taps(config: Mapping[str, Any]) -> Any:
     return listed
 
 
-def _taps(name: str, config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+def read_taps(name: str, config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Return the hidden states of a target of `layers` layers. Raises `UserError` for others."""
     taps = _listed_taps(config) or [2, layers // 2, layers - 3]
     valid = isinstance(taps, list) and all(type(tap) is int for tap in taps)
     if valid and taps[0] == 1:  # outputs of layers
@@ -100,4 +104,4 @@ def _taps(name: str, config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     return tuple(taps)
 
 
-EAGLE3 = HeadKind("eagle3", _fits, _tap_count, _read)
+EAGLE3 = HeadKind("eagle3", _fits, count_taps, _read)

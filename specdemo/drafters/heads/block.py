@@ -1,0 +1,25 @@
+"""Block head: one pass over hidden states of the target drafts several tokens (after DSpark, 2607.05147)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from specdemo.drafters.heads.chain import build_head_drafter
+from specdemo.drafters.method import Method
+
+METHOD = Method(
+    name="block",
+    title="a head on hidden states of the target drafts several tokens in one pass",
+    notes="""\
+**A block head** computes the states of all draft positions in one pass, so a draft costs about as much as one token of
+EAGLE-3. A Markov term of low rank adds the token before to the logits of a position, which makes q a chain: tokens are
+sampled from q and verified by the rule, so the text is exact for any head. The head predicts the chance that a token is
+accepted before it is chosen; policy *path* ends the draft by these confidences.
+*After DSpark 2607.05147 and P-EAGLE 2602.01469.*""",
+    build=partial(build_head_drafter, kind="block"),
+    sampled=True,
+    drafter="head",
+    local_target=True,
+    decoder_only=True,
+    preflight="decoding",
+)
