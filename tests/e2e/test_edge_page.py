@@ -182,6 +182,7 @@ def test_modes_are_measured_on_the_device(tab: Any, served: Any) -> None:
     page = tab()
     page.get_by_role("tab", name="Edge-cloud").click()
     expect(page.locator("#edge-run")).to_contain_text("No run available")
+    expect(page.locator("#edge-first")).to_be_hidden()  # no empty headings, tables and sliders
     set_number(page, "modes-prompts", 1)
     set_number(page, "modes-tokens", 8)
     set_number(page, "temperature", 0)

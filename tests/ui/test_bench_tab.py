@@ -129,9 +129,7 @@ def test_acceptance_of_all_lanes_is_plotted_by_position(outcome: SweepResult) ->
         finished["runs"][1]["acceptance"] = Acceptance(position=counts)
         outcome.absorb(finished)
     plot = position_curves(outcome.rows())
-    assert plot.value["data"] == [["1", 0.75, "draft γ 2 T=0"], ["2", 0.5, "draft γ 2 T=0"]]
-    assert plot.sort == ["1", "2"]
-    assert list(plot.color_map) == ["draft γ 2 T=0"]
+    assert plot.count("<path") == 1 and ">draft γ 2 T=0</text>" in plot
     assert table.acceptance(outcome.rows())["draft gamma=2 T=0"].position[1] == AcceptanceCount(8, 6)
 
 

@@ -1,6 +1,6 @@
 // SVG files of plots: a copy with the styles of the page, which needs no style sheet.
 
-const COPIED_STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "font-size", "font-family", "text-anchor", "vector-effect"];
+const COPIED_STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "font-size", "font-family", "text-anchor", "vector-effect", "stroke-linecap"];
 
 function standaloneSvg(pictures) { // stacked from top to bottom
   const boxes = pictures.map((picture) => picture.getBoundingClientRect());
@@ -33,4 +33,27 @@ for (const button of element.querySelectorAll("[data-plot]")) {
     const pictures = [...$(`#${button.dataset.plot}`).querySelectorAll("svg")];
     if (pictures.length) download(standaloneSvg(pictures), `specdemo-${button.dataset.plot}.svg`, "image/svg+xml");
   });
+}
+
+document.addEventListener("click", (e) => { // charts of the tabs
+  const button = /** @type {HTMLElement | null} */ (/** @type {Element} */ (e.target).closest("[data-save]"));
+  if (!button) return;
+  const chart = document.getElementById(button.dataset.chart ?? "") ?? button.closest(".curves");
+  const picture = chart?.querySelector("figure svg, .vega-embed svg.marks");
+  if (!picture) return;
+  const text = standaloneSvg([picture]), name = `specdemo-${chart.id}`;
+  if (button.dataset.save === "svg") download(text, `${name}.svg`, "image/svg+xml");
+  else savePng(text, `${name}.png`);
+}, { signal: listeners.signal });
+
+async function savePng(text, name) {
+  const image = new Image();
+  image.src = `data:image/svg+xml,${encodeURIComponent(text)}`;
+  await image.decode();
+  const picture = document.createElement("canvas");
+  const scale = 2;
+  picture.width = image.width * scale;
+  picture.height = image.height * scale;
+  picture.getContext("2d").drawImage(image, 0, 0, picture.width, picture.height);
+  picture.toBlob((blob) => download(blob, name, "image/png"));
 }

@@ -20,9 +20,10 @@ from specdemo.prompts import alternate_classes, load_prompts
 from specdemo.recipe import Recipe
 from specdemo.ui.controls import Controls
 from specdemo.ui.frames import Run
+from specdemo.ui.line_chart import LineChart
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OFF, recipe_of
-from specdemo.ui.tabs.components import UNPROCESSED, MeasurementPanel, Sweep, SweepResult
+from specdemo.ui.tabs.components import UNPROCESSED, MeasurementPanel, Sweep, SweepResult, chart_view, save_svg_button
 from specdemo.ui.theme import CATEGORIES
 
 DRAFTING = [name for name, method in METHODS.items() if method.drafts]  # can be faster than AR decoding
@@ -124,23 +125,19 @@ def bars(rows: Sequence[BenchRow]) -> dict[str, Any]:
     }
 
 
-def position_curves(rows: Sequence[BenchRow]) -> gr.LinePlot:
+def position_curves(rows: Sequence[BenchRow]) -> str:
     """Acceptance by position of all lanes that drafted, over all classes."""
     lanes = {name.replace("gamma=", "γ "): lane for name, lane in acceptance(rows).items() if lane.position}
-    data = [
-        [str(position), round(count.share, 4), name]
+    points = [
+        (float(position), count.share, name)
         for name, lane in lanes.items()
         for position, count in lane.position.items()
     ]
-    longest = max((len(lane.position) for lane in lanes.values()), default=0)
-    value = {
-        "columns": ["position", "accepted / tested", "recipe"],
-        "data": data,
-        "datatypes": {"position": "nominal", "accepted / tested": "quantitative", "recipe": "nominal"},
-        "mark": "line",
-    }
-    positions = [str(position) for position in range(1, longest + 1)]
-    return gr.LinePlot(value=value, sort=positions, color_map=dict(zip(lanes, cycle(CATEGORIES), strict=False)))
+    colours = dict(zip(lanes, cycle(CATEGORIES), strict=False))
+    chart = LineChart(
+        "Acceptance", "position in the draft", "accepted / tested", colours, {name: name for name in lanes}
+    )
+    return chart.svg(points)
 
 
 def bench_tab(service: Service, controls: Mapping[str, gr.components.Component], defaults: Recipe, tab: gr.Tab) -> None:
@@ -154,6 +151,7 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
     with panel.results:
         table = gr.Dataframe(headers=list(SWEEP_TABLE_HEAD), interactive=False, elem_id="bench-table")
         plot = _speedup_plot(kinds)
+        save_svg_button("bench-plot")
         notes = gr.Markdown(elem_id="bench-notes")
         acceptance_views = _acceptance_views()
         files = _save_buttons()
@@ -234,18 +232,8 @@ def _speedup_plot(kinds: list[str]) -> gr.BarPlot:
     )
 
 
-def _acceptance_views() -> tuple[gr.LinePlot, gr.Markdown]:
-    plot = gr.LinePlot(
-        x="position",
-        y="accepted / tested",
-        color="recipe",
-        x_title="position in the draft",
-        y_lim=[0, 1],
-        height=320,
-        buttons=["export"],
-        elem_id="bench-positions",
-        elem_classes="curves",
-    )
+def _acceptance_views() -> tuple[gr.HTML, gr.Markdown]:
+    plot = chart_view("bench-positions")
     with gr.Accordion("Acceptance by position, length of the text and confidence", open=False):
         return plot, gr.Markdown(elem_id="bench-acceptance", elem_classes="figures")
 

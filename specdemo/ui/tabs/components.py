@@ -27,7 +27,7 @@ Rows = TypeVar("Rows")
 
 # Handlers receive raw values: gradio would raise an error for an incomplete number.
 UNPROCESSED: dict[str, Any] = {"preprocess": False, "show_progress": "hidden", "api_visibility": "private"}
-_PROGRESS_CSS = """progress { width: 100%; height: 8px; border-radius: 4px; overflow: hidden; background: var(--line) }
+PROGRESS_CSS = """progress { width: 100%; height: 8px; border-radius: 4px; overflow: hidden; background: var(--line) }
 progress::-webkit-progress-bar { background: var(--line) }
 progress::-webkit-progress-value { background: var(--ink) }
 progress::-moz-progress-bar { background: var(--ink) }
@@ -37,31 +37,30 @@ SHOWN_RUN_JS = """(...values) => [document.querySelector("[data-run]")?.dataset.
 ASSUMED = 100.0  # tokens per second, assumed before the first run
 
 
-def line_plot(
-    title: str, x: str, y: str, colours: dict[str, str], legend: Sequence[str], elem_id: str, legend_title: str = " "
-) -> gr.LinePlot:
-    about = {"color_title": legend_title, "colors_in_legend": list(legend), "elem_classes": "curves"}
-    return _plot(gr.LinePlot, title, x, y, colours, elem_id, height=300, min_width=300, **about)
+def chart_view(elem_id: str) -> gr.HTML:
+    """Create the component of a `LineChart`."""
+    return gr.HTML(elem_id=elem_id, elem_classes="curves", apply_default_css=False, min_width=300)
+
+
+def save_svg_button(plot_id: str) -> gr.HTML:
+    """Create the button that saves a plot of Gradio, which exports PNG only."""
+    button = f'<button type="button" class="save-chart" data-save="svg" data-chart="{plot_id}">Save as SVG</button>'
+    return gr.HTML(button, apply_default_css=False)
 
 
 def probability_plot(title: str, colours: dict[str, str], order: list[str], elem_id: str) -> gr.BarPlot:
     about = {"color_title": " ", "sort": order, "x_label_angle": -45, "y_lim": [0, None]}
-    return _plot(gr.BarPlot, title, "token", "probability", colours, elem_id, height=260, **about)
+    titles = {"title": title, "x_title": "token", "y_title": "probability", "buttons": ["export"]}
+    return gr.BarPlot(x="x", y="y", color="part", color_map=colours, height=260, elem_id=elem_id, **titles, **about)
 
 
-def _plot(kind: Any, title: str, x: str, y: str, colours: dict[str, str], elem_id: str, **about: Any) -> Any:
-    titles = {"title": title, "x_title": x, "y_title": y, "buttons": ["export"]}
-    return kind(x="x", y="y", color="part", color_map=colours, elem_id=elem_id, **titles, **about)
-
-
-def plot_value(plot: gr.LinePlot | gr.BarPlot, rows: Sequence[tuple[Any, Any, str]]) -> dict[str, Any]:
+def bar_values(rows: Sequence[tuple[str, float, str]]) -> dict[str, Any]:
     """Return rows in gradio's serialized form of a data frame."""
-    mark = plot.get_mark()
     return {
         "columns": ["x", "y", "part"],
-        "data": [[*(round(v, 4) if isinstance(v, float) else v for v in point), part] for *point, part in rows],
-        "datatypes": {"x": "nominal" if mark == "bar" else "quantitative", "y": "quantitative", "part": "nominal"},
-        "mark": mark,
+        "data": [[x, round(y, 4), part] for x, y, part in rows],
+        "datatypes": {"x": "nominal", "y": "quantitative", "part": "nominal"},
+        "mark": "bar",
     }
 
 
@@ -120,11 +119,11 @@ class SweepResult:
     def progress(self, seconds: float, ahead: int = 0) -> str:
         """Return the progress bar, `seconds` after the first timed run and with `ahead` jobs in the queue."""
         if self.turn is None:
-            return _bar(0, self.sweep.runs, f"queued: {ahead} ahead" if ahead else "waiting for the device")
+            return progress_bar(0, self.sweep.runs, f"queued: {ahead} ahead" if ahead else "waiting for the device")
         over, words = max(self.turn.number - 1, 0), str(self.turn)
         if over:
             words += f" · about {duration(seconds / over * (self.sweep.runs - over))} to go"
-        return _bar(over, self.sweep.runs, words)
+        return progress_bar(over, self.sweep.runs, words)
 
     def ending(self, error: str = "") -> str:
         done, total = len(self.records), len(self.sweep.prompts)
@@ -133,7 +132,7 @@ class SweepResult:
         else:
             part = f"partial, {done} of {total} prompts are measured" if done else "nothing is measured"
             words = f"failed: {error}; {part}" if error else f"stopped: {part}"
-        return _bar(done, total, words, ' role="status"')  # announced by screen readers
+        return progress_bar(done, total, words, ' role="status"')  # announced by screen readers
 
     def rows(self) -> list[BenchRow]:
         return table(self.sweep.recipes, self.records)
@@ -148,7 +147,8 @@ class SweepResult:
         return report(self.sweep.recipes, len(self.sweep.prompts), self.records, rows), as_json(rows) + "\n"
 
 
-def _bar(over: int, total: int, words: str, attributes: str = "") -> str:
+def progress_bar(over: float, total: int, words: str, attributes: str = "") -> str:
+    """Return a progress bar with a line below."""
     progress = f'<progress value="{over}" max="{total}" aria-label="how much is measured"></progress>'
     return f"{progress}<p{attributes}>{html.escape(words)}</p>"
 
@@ -161,7 +161,7 @@ class MeasurementPanel:
         with gr.Row():
             self._run = gr.Button("Measure", variant="primary", elem_id=f"{name}-run", scale=0)
             self._stop = gr.Button("Stop", interactive=False, elem_id=f"{name}-stop", scale=0)
-        self._status = gr.HTML(elem_id=f"{name}-status", css_template=_PROGRESS_CSS)
+        self._status = gr.HTML(elem_id=f"{name}-status", css_template=PROGRESS_CSS)
         self.results = gr.Column(visible=False)
 
     def connect(

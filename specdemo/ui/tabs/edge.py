@@ -16,6 +16,7 @@ from specdemo.recipe import Recipe
 from specdemo.remote.config import MODES
 from specdemo.ui import link_charts
 from specdemo.ui.lane import Lane
+from specdemo.ui.line_chart import LineChart
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.service import Service
 from specdemo.ui.settings import recipe_of
@@ -26,8 +27,7 @@ from specdemo.ui.tabs.components import (
     MeasurementPanel,
     Sweep,
     SweepResult,
-    line_plot,
-    plot_value,
+    chart_view,
 )
 
 MODE_TABLE_HEAD = (
@@ -58,6 +58,7 @@ _SERIES = {
     link_charts.RUN: "var(--dot-run)",
     link_charts.BEST: "var(--dot-set)",
 }
+_CHART = LineChart("Speed by draft length", "k (tokens)", "tokens/s", _SERIES, {name: name for name in _SERIES})
 
 
 def modes_sweep(settings: Mapping[str, Any], device: str, count: Any, max_tokens: Any) -> Sweep:
@@ -133,10 +134,8 @@ class _RunSection:
             self._table = gr.Dataframe(headers=head, interactive=False, max_height=420, elem_id="edge-table")
             gr.Markdown("### Best draft length over this link")
             self._best = gr.Markdown(elem_id="edge-best")
-            with gr.Column(visible=False) as self._curve:
-                labels = ("Speed by draft length", "k (tokens)", "tokens/s")
-                self._plot = line_plot(*labels, _SERIES, tuple(_SERIES), "edge-plot")
-        components = (self._first, self._timeline, self._table, self._best, self._plot, self._curve)
+            self._plot = chart_view("edge-plot")
+        components = (self._first, self._timeline, self._table, self._best, self._plot)
         unqueued = {"js": SHOWN_RUN_JS, "queue": False, **UNPROCESSED}
         drawn = [self._summary, self._details, *components]
         gr.on([tab.select, refresh.click], self._draw, run_id, drawn, **unqueued)
@@ -149,7 +148,7 @@ class _RunSection:
         try:
             lane = self._lane(shown_id, request)
         except UserError as error:
-            return {self._summary: f"*{html.escape(str(error))}.*", self._details: gr.Column(visible="hidden")}
+            return {self._summary: f"*{html.escape(str(error))}.*", self._details: gr.Column(visible=False)}
         try:
             link = link_charts.link_of(lane)
             best = link_charts.describe_best_gamma(link)
@@ -163,8 +162,7 @@ class _RunSection:
             self._timeline: link_charts.timeline_svg(lines, 0, _TIMELINE_STEPS),
             self._table: link_charts.measures(lines),
             self._best: best,
-            self._plot: plot_value(self._plot, link_charts.curve(link) if link else []),
-            self._curve: gr.Column(visible="hidden" if link is None else True),
+            self._plot: _CHART.svg(link_charts.curve(link)) if link else "",
         }
 
     def _move(self, shown_id: Any, first: Any, request: gr.Request) -> Any:

@@ -18,8 +18,9 @@ from specdemo.ui import theory_curves as curves
 from specdemo.ui.call_timeline import CALLS_CSS, calls_svg
 from specdemo.ui.frames import Run
 from specdemo.ui.labels import escape_markdown, figures_table
+from specdemo.ui.line_chart import LineChart
 from specdemo.ui.run_store import RunStore
-from specdemo.ui.tabs.components import SHOWN_RUN_JS, UNPROCESSED, line_plot, plot_value
+from specdemo.ui.tabs.components import SHOWN_RUN_JS, UNPROCESSED, chart_view
 from specdemo.ui.tabs.worked_example import residual_example
 from specdemo.ui.theory_curves import SLIDERS, TheoryPoint, TheorySettings, point_of, point_words
 
@@ -153,7 +154,7 @@ def _run_label(value: object) -> str:
 
 @dataclass(frozen=True)
 class TheoryPlot:
-    """Plot of the tab. The legend lists the run, the sliders and `legend_series`."""
+    """Plot of the tab. The run, the sliders and `legend_series` have labels."""
 
     curves: Callable[[TheorySettings, TheoryPoint | None], list[curves.CurvePoint]]
     elem_id: str
@@ -164,9 +165,10 @@ class TheoryPlot:
     legend_series: tuple[str, ...]
     legend_title: str = " "
 
-    def component(self) -> gr.LinePlot:
-        series = (curves.RUN_SERIES, curves.SLIDER_SERIES, *self.legend_series)
-        return line_plot(self.title, self.x, self.y, self.colours, series, self.elem_id, self.legend_title)
+    def svg(self, settings: TheorySettings, run: TheoryPoint | None) -> str:
+        named = {series: f"{self.legend_title} {series}".strip() for series in self.legend_series}
+        labels = {curves.RUN_SERIES: curves.RUN_SERIES, curves.SLIDER_DOT: curves.SLIDER_SERIES, **named}
+        return LineChart(self.title, self.x, self.y, self.colours, labels).svg(self.curves(settings, run))
 
 
 _THEOREM, _SHARE = (curves.THEOREM_SERIES,), (curves.SHARE_SERIES,)
@@ -210,10 +212,10 @@ def theory_tab(runs: RunStore, tab: gr.Tab) -> None:
         if settings is None:
             return gr.skip()
         run, text = measured(run_id, request)
-        drawn_curves = (spec.curves(settings, run) for spec in THEORY_PLOTS)
+        charts = (spec.svg(settings, run) for spec in THEORY_PLOTS)
         papers = (guide_table(run), leviathan_table_1(run), leviathan_table_2(run), chen_table(run))
         words = (text, curves.describe_settings(settings))
-        return [*words, *map(plot_value, plots, drawn_curves), gamma_table(settings, run), *papers]
+        return [*words, *charts, gamma_table(settings, run), *papers]
 
     def set_to_run(request: gr.Request, run_id: Any) -> Any:
         run, text = measured(run_id, request)
@@ -248,11 +250,11 @@ def _calls_section(latest_run: Callable[[str], Run | None], tab: gr.Tab) -> None
     gr.on(triggers, draw, [first, count], picture, trigger_mode="always_last", **UNPROCESSED)
 
 
-def _plots() -> list[gr.LinePlot]:
+def _plots() -> list[gr.HTML]:
     plots = []
     for first in range(0, len(THEORY_PLOTS), 2):
         with gr.Row():
-            plots += [spec.component() for spec in THEORY_PLOTS[first : first + 2]]
+            plots += [chart_view(spec.elem_id) for spec in THEORY_PLOTS[first : first + 2]]
     return plots
 
 

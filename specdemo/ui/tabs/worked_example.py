@@ -27,7 +27,7 @@ from specdemo.core.theory import (
     weight_variance,
 )
 from specdemo.ui.labels import figures_table
-from specdemo.ui.tabs.components import UNPROCESSED, plot_value, probability_plot
+from specdemo.ui.tabs.components import UNPROCESSED, bar_values, probability_plot, save_svg_button
 
 EXAMPLE_TOKENS = "abcd"
 EXAMPLE_P = (0.45, 0.32, 0.18, 0.05)  # every lossy rule visibly changes this p
@@ -218,6 +218,7 @@ def residual_example(tab: gr.Tab) -> None:
     p, q = _probability_inputs("p", EXAMPLE_P), _probability_inputs("q", EXAMPLE_Q)
     example_text = gr.Markdown(elem_id="theory-residual", elem_classes="figures")
     example_plot = probability_plot("p and q", _EXAMPLE_COLOURS, EXAMPLE_ORDER, "theory-parts")
+    save_svg_button("theory-parts")
     gr.Markdown(_TRIAL_INTRO)
     with gr.Row():
         rule = gr.Dropdown(list(rule_choices()), label="Rule", scale=3, min_width=300, elem_id="theory-rule")
@@ -226,6 +227,7 @@ def residual_example(tab: gr.Tab) -> None:
     trial_text = gr.Markdown(elem_id="theory-trial", elem_classes="figures")
     with gr.Column(visible=False) as trial_results:  # screen readers announce an empty plot without a name
         trial_plot = probability_plot("p, drawn, q", _TRIAL_COLOURS, TRIAL_ORDER, "theory-shares")
+        save_svg_button("theory-shares")
 
     def explain(*values: float | None) -> Any:
         try:
@@ -233,7 +235,7 @@ def residual_example(tab: gr.Tab) -> None:
         except UserError as error:
             return [f"**{error}.**", None]
         text = note + describe_example(target, drafter)
-        return [text, plot_value(example_plot, example_bars(target, drafter))]
+        return [text, bar_values(example_bars(target, drafter))]
 
     def draw_tokens(choice: str, length: int, *values: float | None) -> Any:
         try:
@@ -242,7 +244,7 @@ def residual_example(tab: gr.Tab) -> None:
         except UserError as error:
             return [f"**{error}.**", None, gr.Column(visible=False)]
         text = note + describe_trial(choice, result, target, drafter)
-        return [text, plot_value(trial_plot, trial_bars(result, target, drafter)), gr.Column(visible=True)]
+        return [text, bar_values(trial_bars(result, target, drafter)), gr.Column(visible=True)]
 
     inputs = [*p, *q]
     triggers = [tab.select, *(number.change for number in inputs)]
