@@ -263,6 +263,7 @@ class PairOffer:
     needs: int  # bytes of weights and the KV cache of a typical text
     free: int
     launch_bound_gain: float | None = None  # speed-up if passes cost their kernel launches
+    downloaded: bool = True
 
     @property
     def fits(self) -> bool:
@@ -277,6 +278,8 @@ class PairOffer:
             remarks = [f"needs {format_bytes(self.needs)}, {format_bytes(self.free)} free"]
         elif self.launch_bound_gain is not None:
             remarks.append(f"no CUDA graphs: up to {self.launch_bound_gain:.1f}× at α {_ALPHA}")
+        if not (self.pair.missing or self.downloaded):
+            remarks.append("to download")
         return f"{self.pair.title} ({'; '.join(remarks)})" if remarks else self.pair.title
 
 
@@ -293,10 +296,19 @@ def offers(device: str = "auto") -> list[PairOffer]:
             sum(_required_bytes(model, on_host) for model in (pair.target, pair.drafter) if model),
             free,
             _launch_bound_gain(pair) if resolved.type == "cuda" else None,
+            all(is_downloaded(model) for model in (pair.target, pair.drafter) if model),
         )
         for name, pair in PAIRS.items()
     ]
     return sorted(pair_offers, key=lambda offer: (bool(offer.pair.missing), not offer.fits))
+
+
+def is_downloaded(name: str) -> bool:
+    """Return True for a folder, and for a model in the cache of the hub."""
+    from huggingface_hub import try_to_load_from_cache
+
+    file = None if Path(name).exists() else try_to_load_from_cache(name, "config.json", revision=REVISIONS.get(name))
+    return Path(name).exists() or isinstance(file, str)
 
 
 _FUSED_KINDS = ("llama", "mistral", "qwen2", "qwen3")

@@ -221,18 +221,26 @@ def test_fitting_pairs_are_listed_first(monkeypatch: pytest.MonkeyPatch) -> None
     fit = [offer.fits for offer in found]
     assert fit == sorted(fit, reverse=True) and any(fit) and not all(fit)
     big = next(offer for offer in found if offer.name == "qwen2.5-7b")
-    assert "(needs " in big.label and "5.0 GB free)" in big.label and not big.fits
+    assert "(needs " in big.label and "5.0 GB free" in big.label and not big.fits
 
 
 def test_the_expected_gain_is_shown_where_passes_cost_their_kernel_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdemo.models.memory.free_bytes", lambda device: 100_000_000_000)
     monkeypatch.setattr(zoo, "find_device", lambda device: torch.device(device))
+    monkeypatch.setattr(zoo, "is_downloaded", lambda name: True)
     on_gpu = {offer.name: offer.label for offer in offers("cuda")}
     gains = [max(expected_tokens(0.8, n) / (1 + n * c) for n in range(20)) for c in (6 / 32, 26 / 42)]
     assert on_gpu["pythia-2.8b-70m"] == f"Pythia 2.8B, 70M (no CUDA graphs: up to {gains[0]:.1f}× at α 0.8)"
     assert on_gpu["gemma-2-9b"].endswith(f"hub first; no CUDA graphs: up to {gains[1]:.1f}× at α 0.8)")
     assert on_gpu["qwen2.5-7b"] == PAIRS["qwen2.5-7b"].title
     assert not any("CUDA graphs" in offer.label for offer in offers("cpu"))
+
+
+def test_pairs_that_are_not_downloaded_are_marked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(tmp_path))
+    labels = {offer.name: offer.label for offer in offers("cpu")}
+    assert "to download" in labels["qwen2.5-7b"] and "to download" not in labels["bundled"]
+    assert zoo.is_downloaded(str(tmp_path)) and not zoo.is_downloaded("org/model")
 
 
 def test_free_memory_is_positive_and_at_most_the_total() -> None:
