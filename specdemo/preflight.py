@@ -47,6 +47,10 @@ GENERATION_S = 12.0
 WORTHWHILE_SPEEDUP = 1.03
 EXPENSIVE_DRAFT = 0.3  # value of c
 BASELINE_RUNS = 5  # consecutive AR steps
+BASELINE_STEPS = 20  # AR steps of all texts, at least
+SHORT_TEXT_TOKENS = 48  # sampled from a visitor's own prompt
+OWN = "this prompt"  # class of a visitor's own prompt
+BLOCK_TOKENS = 8  # unit of the interval if there is a single text
 WARMUP_RUNS = 2  # the first of these, not counted
 
 TimedText = tuple[Sequence[int], int]  # tokens and length of the prompt
@@ -74,7 +78,7 @@ class Estimate:
 
     @classmethod
     def of(cls, gamma: int, texts: Sequence[tuple[float, float, float]]) -> Estimate:
-        """Combine (tokens, steps, cost) of each text."""
+        """Combine (tokens, steps, cost) of each text, or of each block of a single text."""
         tokens, steps, cost = map(sum, zip(*texts, strict=True))
         interval = ratio_interval([(text[0], text[2]) for text in texts])
         return cls(gamma, tokens / steps, tokens / cost, *interval)
@@ -113,42 +117,91 @@ class Preflight:
         return f"gamma {estimate.gamma}" if len(self.estimates) > 1 else f"method {self.recipe.method}"
 
 
+@dataclass(frozen=True)
+class PreflightProgress:
+    """Completed share of a prediction and its current stage."""
+
+    share: float
+    stage: str
+
+
 def preflight(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Preflight:
     """Estimate `recipe`, chains for gamma 1 to `MAX_GAMMA`. Raises `UserError` if unsupported."""
+    *_, result = predict(recipe, prompts, pool)
+    assert isinstance(result, Preflight)
+    return result
+
+
+def predict(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Iterator[PreflightProgress | Preflight]:
+    """Yield the progress of `preflight`, then its result."""
     if METHODS[recipe.method].preflight is None:
         names = ", ".join(name for name, method in METHODS.items() if method.preflight)
         raise UserError(f"preflight supports the methods {names}, not {recipe.method}: run or bench it")
+    yield PreflightProgress(0.0, "loading the models")
     target, drafter, pipeline = load_comparable(recipe, pool)
     with pipeline:
-        return _preflight(recipe, prompts, target, drafter, pipeline)
+        if is_replayed(recipe):
+            yield from _replayed(recipe, prompts, target, drafter, pipeline)
+        else:
+            yield from _decoded_texts(recipe, prompts, target, drafter, pipeline)
 
 
-def _preflight(
+def _decoded_texts(
     recipe: Recipe, prompts: Sequence[Prompt], target: LoadedModel, drafter: LoadedDrafter | None, pipeline: Pipeline
-) -> Preflight:
+) -> Iterator[PreflightProgress | Preflight]:
     weights = target.weight_bytes + (drafter.weight_bytes if drafter else 0)
-    if not is_replayed(recipe):
-        runs = list(decoded_runs(recipe, target, drafter, prompts, pipeline.context))
-        return _of_runs(recipe, runs, weights, f"{len(runs)} decoded with {recipe.method}, {_settings(recipe)}")
+    runs: list[DecodedRun] = []
+    yield PreflightProgress(0.1, f"decoding {_names(prompts)}")
+    for run in decoded_runs(recipe, target, drafter, prompts, pipeline.context):
+        runs.append(run)
+        yield PreflightProgress(0.1 + 0.9 * len(runs) / max(len(runs), len(prompts)), f"decoding {_names(prompts)}")
+    origin = f"{len(runs)} decoded with {recipe.method}, {_settings(recipe)} ({_names(prompts)})"
+    yield _of_runs(recipe, runs, weights, origin)
+
+
+def _replayed(
+    recipe: Recipe, prompts: Sequence[Prompt], target: LoadedModel, drafter: LoadedDrafter | None, pipeline: Pipeline
+) -> Iterator[PreflightProgress | Preflight]:
+    weights = target.weight_bytes + (drafter.weight_bytes if drafter else 0)
+    yield PreflightProgress(0.1, f"reading texts ({_names(prompts)})")
     texts, origin = usable_texts(recipe, target, prompts, pipeline.context)
+    yield PreflightProgress(0.4, f"timing passes over 1 to {MAX_GAMMA + 1} tokens")
     costs = measure_costs(lambda: build_pipeline(recipe, target, drafter), texts, MAX_GAMMA)
-    v = dict(enumerate(costs.v, 1))
+    v = fit_costs(costs.v)
     replayed: list[tuple[Chances, float]] = []  # chances of a text and the cost of its prompt
-    for tokens, start in texts:
+    for i, (tokens, start) in enumerate(texts):
+        yield PreflightProgress(0.7 + 0.3 * i / len(texts), "replaying the drafts")
         give_way()
         with build_pipeline(recipe, target, drafter) as empty:
             opening = prompt_cost(empty, (tokens, start), costs)
         replayed.append((replay(recipe, target, drafter, (tokens, start)), opening))
     first = [draft[0] for chances, _ in replayed for draft in chances if draft]
-    estimates = tuple(
-        Estimate.of(gamma, [expected_cost(chances, gamma, costs.c, v, opening) for chances, opening in replayed])
-        for gamma in range(1, MAX_GAMMA + 1)
-    )
+
+    def costs_of(gamma: int) -> list[tuple[float, float, float]]:
+        if len(replayed) > 1:
+            return [expected_cost(chances, gamma, costs.c, v, opening) for chances, opening in replayed]
+        ((chances, opening),) = replayed
+        blocks = _blocks(position_costs(chances, gamma, costs.c, v))
+        return [(tokens, steps, cost + opening / len(blocks)) for tokens, steps, cost in blocks]
+
+    estimates = tuple(Estimate.of(gamma, costs_of(gamma)) for gamma in range(1, MAX_GAMMA + 1))
     tokens, _ = texts[0]
     pipeline.verifier.verify(tokens, Draft())  # fill the KV cache
     kv_bytes = round(1000 * pipeline.kv_bytes / len(tokens))
     alpha = statistics.mean(first) if first else 0.0
-    return Preflight(recipe, alpha, costs.c, v, estimates, weights, kv_bytes, origin)
+    yield Preflight(recipe, alpha, costs.c, v, estimates, weights, kv_bytes, f"{origin} ({_names(prompts)})")
+
+
+def _names(prompts: Sequence[Prompt]) -> str:
+    return ", ".join(dict.fromkeys(prompt.kind for prompt in prompts))
+
+
+def fit_costs(v: Sequence[float]) -> dict[int, float]:
+    """Fit a line to the costs of passes over 2, 3, ... rows, since single measurements are noisy; `v[0]` is 1."""
+    rows = range(2, len(v) + 1)
+    slope = max(0.0, statistics.linear_regression(rows, v[1:]).slope)
+    offset = statistics.mean(v[1:]) - slope * statistics.mean(rows)
+    return {1: v[0], **{n: max(v[0], offset + slope * n) for n in rows}}
 
 
 def is_replayed(recipe: Recipe) -> bool:
@@ -245,6 +298,7 @@ def decoded_runs(
 ) -> Iterator[DecodedRun]:
     """Decode up to `most` prompts of alternate_classes classes, fewer after `seconds`."""
     ar, began = replace(recipe, method="ar", cloud=None), clock()
+    baseline_steps = max(BASELINE_RUNS, BASELINE_STEPS // max(1, len(prompts)))
     for seed, prompt in enumerate(alternate_classes(prompts)[:most]):
         if seed >= MIN_SAMPLED_TEXTS and clock() - began > seconds:
             return
@@ -259,7 +313,7 @@ def decoded_runs(
         plain = steps
         if recipe.method != "ar":
             with build_pipeline(ar, target, None) as baseline:
-                plain = _decoded(baseline, target, tokens, 1 + WARMUP_RUNS + BASELINE_RUNS, clock)
+                plain = _decoded(baseline, target, tokens, 1 + WARMUP_RUNS + baseline_steps, clock)
         ar_s = [step.verify_s + step.host_s for step in plain[1 + WARMUP_RUNS :]]
         yield DecodedRun(tokens, steps, statistics.median(ar_s) if ar_s else 0.0, kv_bytes)
 
@@ -282,6 +336,8 @@ def _of_runs(recipe: Recipe, runs: Sequence[DecodedRun], weight_bytes: int, orig
         raise UserError("the target ends these texts at once: provide other prompts")
     ar_s = statistics.median(known)
     totals = [(m.decode_tokens, m.decode_steps, m.decode_s / ar_s) for m in metrics]
+    if len(metrics) == 1:
+        totals = [(len(s.tokens), 1, (s.draft_s + s.verify_s + s.host_s) / ar_s) for s in runs[0].steps[1:]]
     seconds = (sum(getattr(m, name) for m in metrics) for name in STAGES)
     drafted, tested, steps = (sum(getattr(m, name) for m in metrics) for name in ("drafted", "tested", "decode_steps"))
     terms = CostTerms.of(*seconds, drafted=drafted, steps=steps, pass_s=ar_s)
@@ -350,10 +406,22 @@ def expected_cost(
     chances: Sequence[Sequence[float]], gamma: int, c: float, v: dict[int, float], opening: float = 0.0
 ) -> tuple[float, float, float]:
     """Return tokens, expected steps and expected cost in AR passes; `opening` is the drafter's prompt pass."""
+    steps = position_costs(chances, gamma, c, v)
+    return len(chances), sum(start for _, start, _ in steps), opening + sum(cost for _, _, cost in steps)
+
+
+def position_costs(
+    chances: Sequence[Sequence[float]], gamma: int, c: float, v: dict[int, float]
+) -> list[tuple[float, float, float]]:
+    """Return, for each position, a token, the probability that a step starts there, and its expected cost."""
     drafts = [draft[: min(gamma, len(chances) - i - 1)] for i, draft in enumerate(chances)]
-    starts = step_starts(drafts)
-    cost = sum(start * (v[len(draft) + 1] + c * len(draft)) for start, draft in zip(starts, drafts, strict=True))
-    return len(chances), sum(starts), opening + cost
+    costs = [v[len(draft) + 1] + c * len(draft) for draft in drafts]
+    return [(1.0, start, start * cost) for start, cost in zip(step_starts(drafts), costs, strict=True)]
+
+
+def _blocks(positions: Sequence[tuple[float, float, float]]) -> list[tuple[float, float, float]]:
+    parts = [positions[i : i + BLOCK_TOKENS] for i in range(0, len(positions), BLOCK_TOKENS)]
+    return [(sum(t for t, _, _ in part), sum(s for _, s, _ in part), sum(x for _, _, x in part)) for part in parts]
 
 
 def measure_costs(

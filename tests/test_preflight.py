@@ -29,12 +29,15 @@ from specdemo.pipeline import build_pipeline
 from specdemo.preflight import (
     MAX_GAMMA,
     MIN_SAMPLED_TEXTS,
+    OWN,
     DecodedRun,
     Estimate,
     Preflight,
     acceptance_of_text,
     decoded_runs,
     expected_cost,
+    fit_costs,
+    predict,
     preflight,
     replay,
     texts_for,
@@ -174,7 +177,7 @@ def test_a_target_that_is_its_own_drafter_has_alpha_1_and_high_cost(folder: str)
     pool = ModelPool()
     result = preflight(recipe, PROMPTS, pool)
     assert result.alpha == pytest.approx(1.0, abs=1e-4) and result.c > 0.3
-    assert result.texts == "3 sampled, temperature 1"
+    assert result.texts == "3 sampled, temperature 1 (code)"
     target = pool.take(recipe.target_spec)
     texts, _ = usable_texts(recipe, target, PROMPTS, CachedModel(target.model).context)
     lengths = [len(text) - start - 1 for text, start in texts]  # tokens after the prefill
@@ -254,6 +257,31 @@ def test_tokens_per_pass_of_all_methods_are_compared(folder: str, capsys: pytest
     assert rows[0]["ratio"] == pytest.approx(1, abs=0.25)  # the target drafts for itself
 
 
+def test_one_text_gives_an_interval_and_progress(folder: str) -> None:
+    """Blocks of the text replace texts."""
+    for method in ("nasd", "lookahead"):
+        recipe = Recipe(target=folder, method=method, device="cpu", temperature=0.0, max_tokens=40)
+        *progress, result = predict(recipe, [Prompt(OWN, OWN, TEXT)], ModelPool())
+        shares = [item.share for item in progress]
+        assert shares == sorted(shares) and shares[0] == 0 and len(set(shares)) > 2
+        assert isinstance(result, Preflight) and OWN in result.texts
+        assert any(item.low < item.speedup < item.high for item in result.estimates)
+
+
+@pytest.mark.parametrize(
+    ("measured", "fitted"),
+    [
+        ([1.0, 1.2, 1.4, 1.6], [1.0, 1.2, 1.4, 1.6]),  # a line is kept
+        ([1.0, 1.5, 1.5, 1.5], [1.0, 1.5, 1.5, 1.5]),  # so is a jump after the first row
+        ([1.0, 1.1, 1.7, 1.4], [1.0, 1.25, 1.4, 1.55]),  # noise is averaged
+        ([1.0, 1.6, 1.4, 1.2], [1.0, 1.4, 1.4, 1.4]),  # more rows are never cheaper
+        ([1.0, 0.9, 0.9, 0.9], [1.0, 1.0, 1.0, 1.0]),
+    ],
+)
+def test_costs_of_passes_are_fitted(measured: list[float], fitted: list[float]) -> None:
+    assert list(fit_costs(measured).values()) == pytest.approx(fitted)
+
+
 def test_advice_is_one_sentence() -> None:
     def advice(speedup: float, low: float, c: float = 0.1) -> str:
         estimates = Estimate(3, 2.0, speedup, low, speedup + 0.1), Estimate(4, 2.0, 0.1, 0.1, 0.1)
@@ -271,7 +299,7 @@ def test_unsupported_requests_raise_errors(folder: str, capsys: pytest.CaptureFi
     warm = ["--temperature", "1", "--kind", "code", "--device", "cpu"]
     assert main(["preflight", "--target", folder, "--method", "nasd", *warm]) == 0
     out = capsys.readouterr().out
-    assert "AR decoding" in out and "texts of the target: 12 sampled, temperature 1\n" in out
+    assert "AR decoding" in out and "texts of the target: 12 sampled, temperature 1 (code)\n" in out
 
 
 @pytest.mark.parametrize("method", ["nasd", "lookahead"])

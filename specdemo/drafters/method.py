@@ -121,7 +121,7 @@ class Method:
         return tuple(name for group in self.options for name in group.OPTIONS)
 
 
-@options("Text stores")
+@options("Copying from earlier text")
 class StoreOptions(OptionSet):
     """Options of methods that draft from a store of earlier text."""
 

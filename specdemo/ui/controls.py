@@ -145,7 +145,7 @@ def _can_draft(pair: Pair, method: Method) -> bool:
 
 
 _OF_PAIR = "pair"
-_DRAFT_SOURCES = [("drafter of the pair", _OF_PAIR), *((f"this model in {form}", form) for form in COPY_FORMS)]
+_DRAFT_SOURCES = [("the pair's own", _OF_PAIR), *((f"this model in {form}", form) for form in COPY_FORMS)]
 _SHOW_SOURCE = f"""(drafter, form) => drafter === "{SAME}" ? (form === "none" ? "{COPY_FORMS[0]}" : form) :
   drafter ? null : "{_OF_PAIR}" """
 

@@ -20,6 +20,8 @@ from specdemo.core.trace import MAX_CHARACTERS, ReadLimits, read
 from specdemo.ui import labels
 from specdemo.ui.headline import headline
 from specdemo.ui.lane import LANES, PLAIN, SPEC, Lane, linked, mode, model_name, speed, title
+from specdemo.ui.pass_costs import pass_costs
+from specdemo.ui.run_table import RUN_TABLE_HEAD, run_table
 from specdemo.ui.settings import recorded_settings
 
 ENDS = {"stop": ("done", "the text ended"), "length": ("done", "token limit reached"), "cancelled": ("stopped", "")}
@@ -199,6 +201,8 @@ class Run:
             "lengths": labels.unequal_lengths(self.lanes) if self.over else "",
             "same": labels.sameness(self.lanes) if self.over else None,
             "headline": headline(self.lanes, self.speeds) if self.over else None,
+            "passes": pass_costs(self.lanes) if self.over else None,
+            "table": [RUN_TABLE_HEAD, *run_table(self.lanes, self.speeds)] if self.over else [],
             "texts": labels.compare_texts(self.lanes) if self.over else {},
             "turn": self._turn,
             "over": self.over,

@@ -11,6 +11,7 @@ from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import JSONResponse
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,6 +23,7 @@ from specdemo.remote.connections import ConnectionLimits, VisitorConnections, ne
 from specdemo.remote.server import RateLimiter
 from specdemo.ui.event_requests import KnownEvents
 from specdemo.ui.limits import HostLimits
+from specdemo.ui.link_preview import PICTURE_PATH, LinkPreview
 from specdemo.ui.visitor_sessions import InvalidSession, VisitorSessions
 
 _log = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ PAGE_ROUTES = (
     RouteInfo("GET", "/theme.css", "colours"),
     RouteInfo("GET", f"{_API}/theme.css", "colours"),
     RouteInfo("GET", "/favicon.ico", "icon"),
+    RouteInfo("GET", PICTURE_PATH, "picture of link previews"),
     RouteInfo("GET", "/robots.txt", "rules for crawlers"),
     RouteInfo("GET", "/manifest.json", "description of the installable app"),
     RouteInfo("GET", "/pwa_icon", "icon of the app"),
@@ -69,6 +72,7 @@ PAGE_ROUTES = (
     RouteInfo("POST", TRACES, "opened traces", "rate, `SPECDEMO_MAX_TRACE`; opened traces count as runs"),
 )
 _MAX_BODY = 2_000_000  # bytes
+_COMPRESSED = 10_000  # bytes of a response; the page has 0.5 MB, its scripts are compressed already
 _BODY_S = ConnectionLimits.seconds
 _KINDS = {TRACES: "application/x-ndjson"}  # content types
 _REQUESTS_PER_RUN = 25  # POST requests, for example to inspect steps
@@ -102,6 +106,8 @@ def gateway(
     middleware = [
         Middleware(VisitorConnections, limits=limits.of_connections),
         Middleware(Gateway, limits=limits, hosts=hosts, events=events, framed=framed),
+        Middleware(GZipMiddleware, minimum_size=_COMPRESSED, compresslevel=6),
+        Middleware(LinkPreview),
     ]
     return middleware, hosts
 

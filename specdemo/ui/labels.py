@@ -209,11 +209,11 @@ def describe_preflight(estimate: Preflight) -> str:
     ]
     last = max(estimate.v)
     return (
-        f"**Preflight of {estimate.recipe.method}:** {estimate.advice}. α is {estimate.alpha:.2f}. "
-        f"A draft token costs {estimate.c:.2f} AR steps, a pass over {last} rows {estimate.v[last]:.2f}. "
+        f"**Will it pay off?** {estimate.advice[0].upper()}{estimate.advice[1:]}. "
+        f"Texts of the target: {estimate.texts}. Costs are measured on this machine: α is {estimate.alpha:.2f}. "
+        f"A draft token costs {estimate.c:.2f} AR steps, a pass over {last} tokens {estimate.v[last]:.2f}. "
         f"Weights take {format_bytes(estimate.weight_bytes)}, "
-        f"keys and values {format_bytes(estimate.kv_bytes)} per 1,000 tokens. "
-        f"Texts of the target: {estimate.texts}.\n\n"
+        f"keys and values {format_bytes(estimate.kv_bytes)} per 1,000 tokens.\n\n"
         f"{figures_table(('settings', 'tokens per pass', 'expected speed-up', '95 %'), rows)}"
     )
 

@@ -187,7 +187,7 @@ def comparable_lanes(stored: Sequence[Recipe], recipe: Recipe) -> list[Recipe]:
 
 
 def describe_stored_lanes(recipes: list[Recipe]) -> str:
-    return f"Kept lanes, run with every comparison of the same target: {name_lanes(recipes)}." if recipes else ""
+    return f"Also compared, with the same target: {name_lanes(recipes)}." if recipes else ""
 
 
 def name_lanes(recipes: Sequence[Recipe]) -> str:

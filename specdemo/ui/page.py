@@ -26,12 +26,14 @@ from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import SAME
 from specdemo.models.zoo import ASSETS, CHAT_PAIR, PAIRS, first_installed, first_with_drafter
+from specdemo.preflight import Preflight
 from specdemo.recipe import Recipe
 from specdemo.remote.connections import ConnectionLimits, limit_connections
 from specdemo.remote.local_service import LocalServices
 from specdemo.ui.api import address_of, endpoints
 from specdemo.ui.cockpit import cockpit, script
 from specdemo.ui.controls import PAIR_SETTINGS, Controls, available_examples, connect_pair, examples_row, sidebar
+from specdemo.ui.conversation import shown_messages
 from specdemo.ui.event_requests import KnownEvents, guarded
 from specdemo.ui.frames import Run
 from specdemo.ui.gateway import TRACES, gateway
@@ -48,6 +50,7 @@ from specdemo.ui.lane import (
 )
 from specdemo.ui.lessons import lessons_page
 from specdemo.ui.limits import HostLimits
+from specdemo.ui.link_preview import picture_route
 from specdemo.ui.service import Generate, Health, Service, Turn
 from specdemo.ui.settings import (
     OFF,
@@ -59,13 +62,15 @@ from specdemo.ui.settings import (
     stored_recipes,
     unknown_names,
 )
-from specdemo.ui.streams import LaneEvents, Sockets, reason, trace_route
+from specdemo.ui.streams import LaneEvents, Sockets, drain, reason, trace_route
 from specdemo.ui.tabs import build_tabs
+from specdemo.ui.tabs.components import PROGRESS_CSS, progress_bar
 from specdemo.ui.theme import launch_options
 from specdemo.worker import Worker, WorkerBusy, WorkerGroup
 
 EXAMPLES = ASSETS / "examples.json"
 REPEATS = 5
+IDLE_POLL_S = 0.02
 RECORDED_TOP = 5  # tokens recorded per distribution, for the inspector
 
 _HEADER = """<header><h1>specdemo</h1><p>Guess several tokens, check them in one pass: the same text, faster.</p>
@@ -74,6 +79,7 @@ _EFFECT = '<p id="example-effect" aria-live="polite"></p>'
 _QUEUED: dict[str, Any] = {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}
 _IMMEDIATE: dict[str, Any] = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
 _PRIVATE: dict[str, Any] = {"api_visibility": "private"}
+_ESTIMATING = "(...values) => { document.body.dataset.estimate = 'current'; return values; }"
 
 
 def toast(run: Run) -> None:
@@ -141,6 +147,7 @@ def build(
     for event in demo.fns.values():
         event.fn = None if event.fn is None else guarded(event.fn, _sentence)
     demo.queue(max_size=64)
+    demo._queue.sleep_when_free = IDLE_POLL_S  # Gradio polls its queue 1,000 times per second
     permanent = isinstance(service.worker, Worker)
     health = Health(service, replace(initial, method="ar", max_tokens=2)) if permanent else None
     installed = permanent and Path(PAIRS[pair].target).exists()
@@ -149,13 +156,17 @@ def build(
         demo,
         service.worker,
         service.clouds,
-        routes=[*sockets.routes(), trace_route(TRACES, service.runs), *(health.routes() if health else ())],
+        routes=[*sockets.routes(), picture_route(), trace_route(TRACES, service.runs), *_probes(health)],
         middleware=middleware,
         connections=limits.of_connections,
         hosts=hosts,
         health=health,
         preload=partial(service.probe, replace(initial, max_tokens=2)) if installed else None,
     )
+
+
+def _probes(health: Health | None) -> Sequence[Any]:
+    return health.routes() if health else ()
 
 
 def _sentence(error: Exception) -> Exception:
@@ -174,8 +185,10 @@ class _Parts:
     compare: gr.Checkbox
     buttons: dict[str, gr.Button]  # keys are element ids
     stored_lanes: gr.Markdown
+    progress: gr.HTML  # progress bar of the estimate
     estimate: gr.Markdown
     cockpit: gr.HTML
+    conversation: gr.Chatbot  # mounted after the first answer
     about: gr.Markdown
     saved: gr.BrowserState  # settings of the last visit
     stored: gr.BrowserState  # settings of the stored lanes
@@ -215,7 +228,15 @@ def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, 
             buttons["stop"] = gr.Button("Stop", elem_id="stop", scale=0)
     gr.HTML(_EFFECT, elem_id="effect", apply_default_css=False)
     drawn = cockpit(service.runs.queries, service.limits.max_trace or MAX_CHARACTERS)
-    compare, estimate, stored_lanes = _actions(buttons, compared)
+    conversation = gr.Chatbot(
+        visible=False,
+        label="Conversation",
+        show_label=False,
+        elem_id="conversation",
+        height=420,
+        buttons=["copy"],
+    )
+    compare, progress, estimate, stored_lanes = _actions(buttons, compared)
     if CHAT_PAIR in service.limits.pairs and (command := PAIRS[CHAT_PAIR].missing):
         gr.Markdown(f"The chat model SmolLM2 is not installed (93 MB): `{command}`, then restart.", elem_id="notice")
     return _Parts(
@@ -224,15 +245,17 @@ def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, 
         compare,
         buttons,
         stored_lanes,
+        progress,
         estimate,
         cockpit=drawn,
+        conversation=conversation,
         about=build_tabs(service, controls, initial, device),
         saved=gr.BrowserState(storage_key="specdemo-settings", secret="specdemo"),
         stored=gr.BrowserState(storage_key="specdemo-lanes", secret="specdemo"),
     )
 
 
-def _actions(buttons: dict[str, gr.Button], compared: bool) -> tuple[gr.Checkbox, gr.Markdown, gr.Markdown]:
+def _actions(buttons: dict[str, gr.Button], compared: bool) -> tuple[gr.Checkbox, gr.HTML, gr.Markdown, gr.Markdown]:
     with gr.Row(elem_id="more-measurements"):
         compare = gr.Checkbox(
             compared, label="Compare with autoregressive decoding", elem_id="compare", container=False
@@ -240,12 +263,16 @@ def _actions(buttons: dict[str, gr.Button], compared: bool) -> tuple[gr.Checkbox
         buttons["repeat"] = gr.Button(f"Repeat ×{REPEATS}", size="sm", elem_id="repeat", scale=0)
         buttons["preflight"] = gr.Button("Predict the speed-up", size="sm", elem_id="preflight", scale=0)
         buttons["use"] = gr.Button("Use", elem_id="use-recorded", visible="hidden")
+    progress = gr.HTML(elem_id="estimate-progress", css_template=PROGRESS_CSS)
     estimate = gr.Markdown(elem_id="estimate")
+    with gr.Row(elem_id="outdated-estimate"):
+        gr.Markdown("Settings or prompt have changed.")
+        buttons["update-estimate"] = gr.Button("Update", size="sm", elem_id="update-estimate", scale=0)
     stored_lanes = gr.Markdown(elem_id="kept-lanes")
     with gr.Accordion("More actions", open=False, elem_id="more-actions"), gr.Row():
         for name, title in _MORE_ACTIONS.items():
             buttons[name] = gr.Button(title, size="sm", elem_id=name, scale=0)
-    return compare, estimate, stored_lanes
+    return compare, progress, estimate, stored_lanes
 
 
 _MORE_ACTIONS = {
@@ -284,9 +311,13 @@ def _connect_runs(parts: _Parts, handlers: _Handlers) -> None:
             )
         )
         run.failure(None, None, None, js=failed, **_PRIVATE)
-    parts.buttons["preflight"].click(
-        handlers.estimate, settings, parts.estimate, preprocess=False, trigger_mode="once", **_QUEUED
-    )
+        run.success(handlers.conversation, None, parts.conversation, **_QUEUED)
+    parts.buttons["continue-chat"].click(None, None, parts.prompt, js="() => ''", **_PRIVATE)  # the run has read it
+    shown = [parts.progress, parts.estimate]
+    for name in ("preflight", "update-estimate"):
+        parts.buttons[name].click(
+            handlers.estimate, settings, shown, js=_ESTIMATING, preprocess=False, trigger_mode="once", **_QUEUED
+        )
     method = parts.controls["method"]
     notes = {name: method.notes for name, method in METHODS.items()}
     method.change(lambda name: notes.get(str(name), ""), method, parts.about, preprocess=False, **_IMMEDIATE)
@@ -299,7 +330,7 @@ def _connect_lanes(parts: _Parts, handlers: _Handlers) -> None:
     buttons["keep-lane"].click(handlers.keep, inputs, [stored, stored_lanes], preprocess=False, **_QUEUED)
     buttons["keep-copy"].click(handlers.keep_copy, inputs, [stored, stored_lanes], preprocess=False, **_QUEUED)
     buttons["drop-lanes"].click(None, None, [stored, stored_lanes], js="() => [null, '']", **_PRIVATE)
-    buttons["new-talk"].click(handlers.forget, None, None, **_QUEUED)
+    buttons["new-talk"].click(handlers.forget, None, parts.conversation, **_QUEUED)
 
 
 def _connect_settings(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> None:
@@ -336,8 +367,10 @@ class _Handlers:
             turn: Turn = "next" if more == ["next"] else "same" if pairs > 1 else "new"
             settings = dict(zip(self._defaults, values[: len(values) - bool(more)], strict=True))
         except (TypeError, ValueError, RecursionError):  # values that the page does not send
-            message = "a run needs a JSON list of the kept lanes and all settings of the page"
+            message = "a run needs a JSON list of the added settings and all settings of the page"
             raise gr.Error(message, print_exception=False) from None
+        if turn == "same" and settings["prompt"] == "":  # cleared after it was sent
+            settings["prompt"] = self._service.last_message(visitor)
         extra = self._comparable(stored, settings) if pairs == 1 else []
         plan = plan_of(settings, settings["compare"] or pairs > 1, len(extra))
         run = self._service.runs.new(visitor, plan, address)
@@ -361,22 +394,39 @@ class _Handlers:
         async with aclosing(self._sockets.polled_frames(run)) as frames:
             async for frame in frames:
                 yield frame
+        await asyncio.wait([playing])
         if run.phase[0] == "failed":
             toast(run)
         yield run.frame(len(run.records))
+
+    def conversation(self, request: gr.Request) -> Any:
+        visitor = request.session_hash or ""
+        messages = self._service.conversations.get(visitor, [])
+        footers = self._service.footers.get(visitor, [])
+        return gr.Chatbot(value=shown_messages(messages, footers), visible=bool(messages))
 
     async def _play(self, run: Run, stream: LaneEvents, visitor: str, prompt: str) -> None:
         await self._sockets.play(run, stream)
         self._service.remember_turn(visitor, prompt, run)
 
-    async def estimate(self, request: gr.Request, *values: Any) -> AsyncIterator[str]:
-        yield "*Preflight: reading texts and timing passes …*"
+    async def estimate(self, request: gr.Request, *values: Any) -> AsyncIterator[tuple[str, Any]]:
+        """Yield the progress and the text of a prediction."""
         settings = dict(zip(self._defaults, values, strict=True))
         prompt = settings["prompt"] if isinstance(settings["prompt"], str) else ""
         try:
-            yield describe_preflight(await self._service.preflight(self._recipe(settings), prompt, address_of(request)))
+            stream = self._service.predict(self._recipe(settings), prompt, address_of(request))
+            yield progress_bar(0, 1, "predicting: waiting for the device"), gr.skip()
+            async with aclosing(drain(stream)) as batches:
+                async for batch in batches:
+                    for item in batch[-1:]:
+                        if isinstance(item, Preflight):
+                            yield "", describe_preflight(item)
+                        else:
+                            yield progress_bar(item.share, 1, f"predicting: {item.stage}"), gr.skip()
+            if stream.error:
+                raise stream.error
         except Exception as error:  # the page reports any failure
-            yield f"**Preflight:** {html.escape(reason(error))}"
+            yield "", f"**No prediction:** {html.escape(reason(error))}"
 
     def keep(self, stored: Any, *values: Any) -> tuple[Any, str]:
         return self._keep(stored, values, lambda settings: settings)
@@ -394,11 +444,11 @@ class _Handlers:
         lanes = self._lanes(stored)
         try:
             if not isinstance(stored, (list, type(None))):
-                raise UserError("the kept lanes must be a list: drop them first")
+                raise UserError("the added settings must be a list: remove them first")
             wanted = select(recipe_settings(dict(zip(self._defaults, values, strict=False))))
             recipe = recipe_of(wanted, self._device)
             if len(lanes) == len(EXTRA):
-                raise UserError(f"{len(EXTRA)} lanes are stored already: drop them first")
+                raise UserError(f"{len(EXTRA)} settings are added already: remove them first")
         except UserError as error:
             gr.Warning(html.escape(str(error)))
             return gr.skip(), describe_stored_lanes(lanes)
@@ -416,9 +466,10 @@ class _Handlers:
         changed = {name: value for name, value in settings.items() if value != self._defaults[name]}
         return json.dumps(changed), describe_stored_lanes(self._lanes(stored))
 
-    def forget(self, request: gr.Request) -> None:
+    def forget(self, request: gr.Request) -> Any:
         self._service.forget(request.session_hash or "")
         gr.Info("The next prompt begins a new conversation.")
+        return self.conversation(request)
 
     def leave(self, request: gr.Request) -> None:
         self._service.leave(request.session_hash or "")

@@ -27,11 +27,12 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.threads import thread_initializer
 from specdemo.models.tokenizer import ChatMessage
 from specdemo.pipeline import CONVERSATION, Stores
-from specdemo.preflight import Preflight, preflight, texts_for
+from specdemo.preflight import OWN, SHORT_TEXT_TOKENS, Preflight, PreflightProgress, predict, texts_for
 from specdemo.prompts import Prompt, alternate_classes
 from specdemo.recipe import Recipe
 from specdemo.remote.connections import network_of
 from specdemo.remote.local_service import LocalServices, cores_but_one
+from specdemo.ui.conversation import answer_footer
 from specdemo.ui.frames import Run
 from specdemo.ui.limits import HostLimits, TimeBudget, Visitors
 from specdemo.ui.run_store import RunStore
@@ -66,6 +67,7 @@ class Service:
         self.clouds = LocalServices(models.idle_s if math.isfinite(models.idle_s) else 600.0)
         self._models, self._engine = models, engine
         self.conversations: OrderedDict[str, list[ChatMessage]] = OrderedDict()
+        self.footers: OrderedDict[str, list[str]] = OrderedDict()  # one per answer of a conversation
         self._visitors, self._admission = Visitors(self.limits), threading.Lock()
         self.runs = RunStore(max_trace=self.limits.max_trace, admit=self._admit_request)
         self._stores: OrderedDict[str, dict[str, Stores]] = OrderedDict()
@@ -78,6 +80,11 @@ class Service:
         if turn == "same":
             return earlier[:-2] if earlier and earlier[-2]["content"] == prompt else []
         return [*earlier]
+
+    def last_message(self, visitor: str) -> str:
+        """Return the visitor's last message of the conversation, or an empty text."""
+        earlier = self.conversations.get(visitor, [])
+        return earlier[-2]["content"] if len(earlier) > 1 else ""
 
     def start(
         self,
@@ -138,20 +145,26 @@ class Service:
     def probe(self, recipe: Recipe) -> Stream[Event]:
         return self._submit(lambda: self._noting(self._engine(recipe, PROBE, self._models, {})))
 
-    async def preflight(self, recipe: Recipe, prompt: str = "", address: str = "") -> Preflight:
+    def predict(self, recipe: Recipe, prompt: str = "", address: str = "") -> Stream[PreflightProgress | Preflight]:
+        """Predict the speed-up from a short text after `prompt`, without one from texts of all classes."""
         if isinstance(self.worker, WorkerGroup):
             raise UserError("preflight needs a permanent device, which this host does not have: press Run instead")
         if recipe.cloud is not None:
             raise UserError("preflight times both models on this machine: choose mode off, or press Run instead")
         recipe = self.limits.grant(recipe, prompt)
         texts = alternate_classes(texts_for(recipe), PROMPTS_PER_KIND)
-        if prompt:
-            texts.append(Prompt("own", "own", prompt))
+        if prompt.strip():
+            texts = [Prompt(OWN, OWN, prompt)]
+            recipe = replace(recipe, max_tokens=min(recipe.max_tokens, SHORT_TEXT_TOKENS), min_length=0)
+        return self._admit(lambda: predict(recipe, texts, self._models), address)
 
-        def job() -> Iterator[Preflight]:
-            yield preflight(recipe, texts, self._models)
-
-        return await _only_item(self._admit(job, address))
+    async def preflight(self, recipe: Recipe, address: str = "") -> Preflight:
+        async with aclosing(drain(stream := self.predict(recipe, address=address))) as batches:
+            async for batch in batches:
+                for item in batch:
+                    if isinstance(item, Preflight):
+                        return item
+        raise stream.error or RuntimeError("the worker returned no result")
 
     def bench(
         self, recipes: Sequence[Recipe], prompts: Sequence[Prompt], visitor: str, address: str = ""
@@ -243,6 +256,8 @@ class Service:
             answer = "".join(event.text for event in lane.steps)
             turn: list[ChatMessage] = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
             _remembered(self.conversations, visitor, list[ChatMessage]())[:] = [*run.history, *turn]
+            notes = _remembered(self.footers, visitor, list[str]())
+            notes[:] = [*notes[: len(run.history) // 2], answer_footer(run.lanes)]
 
     def leave(self, visitor: str) -> None:
         """Release the data of a session; its run ends separately."""
@@ -253,6 +268,7 @@ class Service:
     def forget(self, visitor: str) -> None:
         """End the visitor's conversation."""
         self.conversations.pop(visitor, None)
+        self.footers.pop(visitor, None)
 
     def _admit(self, job: Callable[[], Iterator[T]], address: str, visitor: str = "") -> Stream[T]:
         with self._admission:

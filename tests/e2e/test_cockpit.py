@@ -92,10 +92,15 @@ def test_table_and_charts_show_all_steps(page: Page) -> None:
     expect(rows).to_have_count(len(wanted))
     for k, row in ((0, wanted[0]), (3, wanted[3])):
         cells = rows.nth(k).locator("td").all_inner_texts()
-        assert [cells[n] for n in (0, 2, 3, 5, 6, 7)] == [str(row[n]) for n in (0, 2, 3, 5, 6, 7)]
+        assert [cells[n + (n > 0)] for n in (0, 2, 3, 5, 6, 7)] == [str(row[n]) for n in (0, 2, 3, 5, 6, 7)]
+    text = rows.nth(3).locator("td.text")  # beside the number of the step, complete
+    expect(text).to_have_text(re.sub(" ", "␣", wanted[3][-1]).replace("\n", "⏎"))
+    assert text.evaluate("cell => cell.scrollWidth <= cell.clientWidth")
     found = rounds.figures(lane)
     expect(page.locator("#chart-positions rect.accepted")).to_have_count(len(found["positions"]))
     others = page.locator("#chart-whatif td").all_inner_texts()
+    fits = "box => box.scrollWidth <= box.clientWidth"
+    assert page.locator("#chart-whatif").evaluate(fits) and page.locator("#figures").evaluate(fits)
     assert others[:2] == ["0", "1.00"] and len(others) == 4 * len(found["what_if"]["rows"])
     rows.nth(3).click()
     expect(page.locator("#round-number")).to_have_text(re.compile("^3 of"))
@@ -110,6 +115,18 @@ RECORD_LABELS = """() => {
     new MutationObserver(() => window.labels.push(button.textContent))
         .observe(button, {childList: true, characterData: true, subtree: true});
 }"""
+
+
+def test_result_has_a_table_of_the_runs_and_the_costs_of_passes(page: Page) -> None:
+    compared(page)
+    rows = page.locator("#run-table tbody tr")
+    expect(rows).to_have_count(2)
+    expect(rows.first).to_contain_text("× (one run)")
+    expect(rows.last).to_contain_text("1 (baseline)")
+    expect(page.locator("#pass-costs")).to_contain_text(re.compile(r"checking \d tokens takes [\d.]+ times as long"))
+    expect(page.locator("#pass-costs rect")).to_have_count(2)
+    page.locator("#add-run").click()
+    expect(page.locator("#kept-lanes")).to_contain_text("Also compared")
 
 
 def test_replay_ends_in_the_final_state(page: Page) -> None:
@@ -430,10 +447,17 @@ def test_run_begins_a_conversation_and_continue_chat_adds_a_turn(tab: Any, tmp_p
         expect(given).to_have_text("<user>Hello\n<assistant>")
         expect(page.locator("#turn")).to_be_hidden()
     answer = "".join(line["text"] for line in saved(page) if "i" in line)
+    conversation = page.locator("#conversation")
+    expect(conversation.locator(".message-row, .message")).not_to_have_count(0)
     page.locator("#prompt textarea").fill("Go on")
     following.click()
     expect(given).to_contain_text("Go on")
     status(page, "done")
+    expect(page.locator("#prompt textarea")).to_have_value("")
+    expect(conversation).to_contain_text("Hello")
+    expect(conversation).to_contain_text("Go on")
+    expect(conversation).to_contain_text("tok/s")
+    expect(conversation).not_to_contain_text("<assistant>")
     assert saved(page)[0]["prompt"] == f"<user>Hello\n<assistant>{answer}\n<user>Go on\n<assistant>"
     expect(page.locator("#turn")).to_have_text("Turn 2: earlier answers are part of the prompt.")
     page.locator("#repeat").click()

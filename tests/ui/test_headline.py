@@ -10,6 +10,8 @@ from fakes.trace_records import PREFILL, absorb, end, header, step
 
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import PLAIN, SPEC
+from specdemo.ui.pass_costs import pass_costs
+from specdemo.ui.run_table import RUN_TABLE_HEAD, run_table
 
 LINK = {"cloud": {"mode": "speculative"}}
 
@@ -96,3 +98,24 @@ def test_a_single_run_has_no_comparison() -> None:
     run.finish()
     shown = line_of(run)
     assert shown["text"].startswith("1 tokens in") and shown["tone"] == "none" and shown["suggestion"] is None
+
+
+def test_passes_are_compared_by_their_measured_times() -> None:
+    costs = pass_costs(compared(plain_s=0.01, verify_s=0.013).lanes)
+    assert costs == {
+        "words": "Why: checking 3 tokens takes 1.3 times as long as writing 1.",
+        "bars": [["writing 1", 0.01], ["checking 3", 0.013]],
+    }
+    assert pass_costs(compared(plain_s=0.01, **LINK).lanes) is None  # a pass includes the link
+    assert pass_costs({SPEC: compared(plain_s=0.01).lanes[SPEC]}) is None
+
+
+def test_table_lists_the_runs_with_the_range_of_repeats() -> None:
+    run = compared(plain_s=0.01)
+    spec, plain = run_table(run.lanes, run.speeds)
+    assert len(spec) == len(plain) == len(RUN_TABLE_HEAD)
+    assert spec[2:6] == ["2.0× (one run)", "2.00", "50 %", "0.50"] and spec[-1] == "exact"
+    assert plain[2] == "1 (baseline)" and plain[5] == "–"
+    run.speeds = {SPEC: [1.0, 3.0, 2.0], PLAIN: [1.0] * 3}
+    assert run_table(run.lanes, run.speeds)[0][2] == "2.00× (1.00 to 3.00)"
+    assert run_table({SPEC: run.lanes[SPEC]}, {})[0][2] == "–"

@@ -160,10 +160,14 @@ async function showFigures() {
   $("#chart-positions").replaceChildren(chartPositions(figures.positions));
   $("#chart-times").replaceChildren(chartTimes(figures.rows));
   $("#chart-whatif").replaceChildren(chartWhatIf(figures.what_if, figures.why_not));
-  const head = make("thead", {}, make("tr", {}, ...figures.columns.map((text) => make("th", { scope: "col", text: text.replace(/_/g, " ").replace("round", "step") }))));
+  const textColumn = figures.columns.indexOf("text");
+  const order = [0, textColumn, ...figures.columns.keys()].filter((k, i, all) => all.indexOf(k) === i); // the text beside its step
+  const kind = (k) => (k === textColumn ? "text" : null);
+  const head = make("thead", {}, make("tr", {}, ...order.map((k) => make("th", { scope: "col", class: kind(k), text: figures.columns[k].replace(/_/g, " ").replace("round", "step") }))));
   const body = make("tbody");
   for (const cells of figures.rows) {
-    const row = make("tr", {}, ...cells.map((cell, k) => make("td", { text: cell === null ? "–" : k === 12 ? visibleText(cell) : String(cell) })));
+    const text = (k) => (cells[k] === null ? "–" : k === textColumn ? visibleText(cells[k]) : String(cells[k]));
+    const row = make("tr", {}, ...order.map((k) => make("td", { class: kind(k), text: text(k) })));
     row.addEventListener("click", () => inspectStep(name, cells[0]));
     body.append(row);
   }

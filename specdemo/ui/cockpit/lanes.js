@@ -212,14 +212,22 @@ function setStatus(phase, text) {
 
 function showClock() { if (busy) setText($(".clock"), `${(((complete() ? lastFrameAt : performance.now()) - startedAt) / 1000).toFixed(1)} s`); }
 
+let clock = 0; // timer, which runs during runs only
+
+function startClock() {
+  clearInterval(clock);
+  clock = setInterval(tick, 100);
+}
+
 function tick() {
-  if (!busy) return;
+  if (!busy || listeners.signal.aborted) return clearInterval(clock);
   if (performance.now() - tilesDrawnAt > 1.5 * TILES_INTERVAL_MS) { tilesDrawnAt = performance.now(); showClock(); }
   if (run !== null && !complete() && performance.now() - lastFrameAt > FRAME_TIMEOUT_MS) { lastFrameAt = performance.now(); catchUp(); }
 }
 
 function startRun() {
   busy = true;
+  startClock();
   stopRequested = interrupted = skipPacing = frozen = false;
   endWalk();
   setText($("#headline"), "Running …");
@@ -251,6 +259,8 @@ function showResult() {
   else delete document.body.dataset.turn;
   for (const [name, [badge, why]] of Object.entries(state.texts)) Object.assign($(".badge", lanes[name].box), { textContent: badge, title: why });
   setText($("#race-lengths"), state.lengths);
+  drawPassCosts(state.passes);
+  drawRunTable(state.table);
   if (state.recorded) showRecorded(state.recorded);
   const drawn = state.plan.filter((name) => lanes[name].steps.length);
   $("#save-all").disabled = $("#save-page").disabled = !drawn.length;

@@ -122,9 +122,8 @@ if (window.innerWidth < 769) { // gradio's sidebar opens later and would cover a
 }
 
 window.windDown?.(); // removes the spinner of the start page
-const clock = setInterval(tick, 100);
-listeners.signal.addEventListener("abort", () => clearInterval(clock));
 markButtons();
+$("#add-run").addEventListener("click", () => document.getElementById("keep-lane").click());
 $("#use-settings").addEventListener("click", () => {
   window.specdemoRecorded = state.recorded;
   document.getElementById("use-recorded").click();

@@ -2,6 +2,7 @@
   const url = new URL(location.href); // settings from a link no longer apply after a change
   names.forEach((name) => url.searchParams.delete(name));
   if (url.href !== location.href) history.replaceState(null, "", url);
+  if (document.body.dataset.estimate) document.body.dataset.estimate = "outdated";
   document.body.dataset.chat = values[names.indexOf("chat")];
   return [Object.fromEntries(names.map((name, i) => [name, values[i]]))];
 }

@@ -23,6 +23,23 @@ function openTimeline(names) {
   linkStep(null);
 }
 
+function drawPassCosts(costs) { // two bars: a pass that writes one token, and one that checks several
+  $("#pass-costs").hidden = !costs;
+  if (!costs) return;
+  const longest = Math.max(...costs.bars.map(([, s]) => s));
+  const row = ([name, s]) => make("div", { class: "time-row" }, make("span", { class: "time-name", text: name }),
+    canvas(`${name}: ${(1000 * s).toFixed(1)} ms`, AXIS, BLOCK, svg("rect", { width: (AXIS * s) / longest, height: BLOCK, class: "pass" })), make("span", { text: `${(1000 * s).toFixed(1)} ms` }));
+  $("#pass-costs").replaceChildren(make("p", { text: costs.words }), ...costs.bars.map(row));
+  for (const picture of element.querySelectorAll("#pass-costs svg")) picture.setAttribute("preserveAspectRatio", "none");
+}
+
+function drawRunTable([head, ...rows]) {
+  $("#run-table").hidden = !rows.length;
+  if (!rows.length) return;
+  const row = (cells, tag) => make("tr", {}, ...cells.map((text, k) => make(k ? tag : "th", { text, scope: k ? (tag === "th" ? "col" : null) : tag === "th" ? "col" : "row" })));
+  $("#run-table table").replaceChildren(make("thead", {}, row(head, "th")), make("tbody", {}, ...rows.map((cells) => row(cells, "td"))));
+}
+
 function timeRow(name, end) {
   const { steps } = lanes[name], times = steps.map(({ t }) => t);
   const picture = drawBlocks(times, end, `${steps.length} steps in ${seconds(times.at(-1))}`);
@@ -49,7 +66,7 @@ function timeRow(name, end) {
 
 function closeTimeline() {
   linkStep(null);
-  $("#timeline").hidden = true;
+  $("#timeline").hidden = $("#run-table").hidden = true;
 }
 
 function linkStep(name, i = -1) {

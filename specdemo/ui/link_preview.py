@@ -1,0 +1,76 @@
+"""Title, description and picture of the page in link previews, instead of those of Gradio."""
+
+from __future__ import annotations
+
+import html
+import re
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import FileResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specdemo.models.zoo import ASSETS
+
+PICTURE_PATH = "/preview.png"
+TITLE = "specdemo: speculative decoding, visible and measured"
+DESCRIPTION = (
+    "A small model guesses several tokens, the large model checks them in one pass: the same text, faster. "
+    "See every guess, compare with autoregressive decoding, and predict the speed-up."
+)
+_PICTURE = ASSETS / "preview.png"
+_OF_GRADIO = re.compile(rb'<meta\s+(?:property|name)="(?:og|twitter):[^>]*>\s*')
+_ROOT = re.compile(rb'"root":"([^"]*)"')
+_START = b'<meta charset="utf-8" />'
+
+
+def picture_route() -> Route:
+    return Route(PICTURE_PATH, lambda _: FileResponse(_PICTURE, media_type="image/png"))
+
+
+def with_preview(page: bytes) -> bytes:
+    """Replace the tags of link previews in an HTML page."""
+    root = _ROOT.search(page)
+    address = root.group(1).decode() if root else ""
+    tags = {
+        "og:type": "website",
+        "og:title": TITLE,
+        "og:description": DESCRIPTION,
+        "og:image": address + PICTURE_PATH,
+        "twitter:card": "summary_large_image",
+    }
+    lines = [f'<meta property="{name}" content="{html.escape(value)}" />' for name, value in tags.items()]
+    lines += [f"<title>{TITLE}</title>", f'<meta name="description" content="{html.escape(DESCRIPTION)}" />']
+    return _OF_GRADIO.sub(b"", page).replace(_START, _START + "".join(lines).encode(), 1)
+
+
+class LinkPreview:
+    """ASGI middleware that replaces the tags in HTML pages."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start: Message | None = None
+        page = bytearray()
+
+        async def replace(message: Message) -> None:
+            nonlocal start
+            if message["type"] == "http.response.start" and _is_page(message):
+                start = message
+            elif start is None:
+                await send(message)
+            else:
+                page.extend(message.get("body", b""))
+                if not message.get("more_body"):
+                    body = with_preview(bytes(page))
+                    MutableHeaders(scope=start)["content-length"] = str(len(body))
+                    await send(start)
+                    await send({"type": "http.response.body", "body": body})
+
+        await self._app(scope, receive, replace)
+
+
+def _is_page(message: Message) -> bool:
+    headers = Headers(raw=message["headers"])
+    return headers.get("content-type", "").startswith("text/html") and "content-encoding" not in headers
