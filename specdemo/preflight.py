@@ -50,7 +50,7 @@ BASELINE_RUNS = 5  # consecutive AR steps
 BASELINE_STEPS = 20  # AR steps of all texts, at least
 SHORT_TEXT_TOKENS = 48  # sampled from a visitor's own prompt
 OWN = "this prompt"  # class of a visitor's own prompt
-BLOCK_TOKENS = 8  # unit of the interval if there is a single text
+BLOCK_TOKENS = 8  # unit of the interval if there is a single text; shorter in texts of fewer than four units
 WARMUP_RUNS = 2  # the first of these, not counted
 
 TimedText = tuple[Sequence[int], int]  # tokens and length of the prompt
@@ -420,7 +420,8 @@ def position_costs(
 
 
 def _blocks(positions: Sequence[tuple[float, float, float]]) -> list[tuple[float, float, float]]:
-    parts = [positions[i : i + BLOCK_TOKENS] for i in range(0, len(positions), BLOCK_TOKENS)]
+    length = max(1, min(BLOCK_TOKENS, len(positions) // 4))
+    parts = [positions[i : i + length] for i in range(0, len(positions), length)]
     return [(sum(t for t, _, _ in part), sum(s for _, s, _ in part), sum(x for _, _, x in part)) for part in parts]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from typing import Any
 
 from specdemo.core.formats import percent
 from specdemo.models.tokenizer import ChatMessage
@@ -11,13 +11,13 @@ from specdemo.ui.labels import lane_speedup, ratio_text
 from specdemo.ui.lane import Lane
 
 
-def shown_messages(messages: Sequence[ChatMessage], footers: Sequence[str]) -> list[dict[str, str]]:
+def shown_messages(messages: Sequence[ChatMessage], footers: Sequence[str]) -> list[Any]:
     """Return the messages; each answer ends with its footer."""
-    answers = [message["content"].strip() for message in messages[1::2]]
-    shown = []
-    for question, answer, footer in zip_longest(messages[::2], answers, footers, fillvalue=""):
-        text = f"{answer}\n\n*{footer}*" if footer else answer
-        shown += [{"role": "user", "content": question["content"]}, {"role": "assistant", "content": text}]
+    shown: list[Any] = []
+    for i, message in enumerate(messages):
+        footer = footers[i // 2] if i % 2 and i // 2 < len(footers) else ""
+        text = f"{message['content'].strip()}\n\n*{footer}*" if footer else message["content"].strip()
+        shown.append({"role": message["role"], "content": text})
     return shown
 
 

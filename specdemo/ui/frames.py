@@ -17,6 +17,7 @@ from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, Shown
 from specdemo.core.explain import FATES, REASON_INDEX, Decision, Reason, decision_of, figure, reason_of
 from specdemo.core.link_stats import LinkStats
 from specdemo.core.trace import MAX_CHARACTERS, ReadLimits, read
+from specdemo.drafters import METHODS
 from specdemo.ui import labels
 from specdemo.ui.headline import headline
 from specdemo.ui.lane import LANES, PLAIN, SPEC, Lane, linked, mode, model_name, speed, title
@@ -136,6 +137,8 @@ class Run:
         separator = "\n\n" if header.encoder else ""
         chat = bool(lane.recipe.get("chat"))
         head = {"prompt": header.prompt + separator, "chat": chat, "exact": lane.exact, "badge": badge, "why": why}
+        method = METHODS.get(lane.recipe["method"])
+        head["about"] = method.title if method else ""
         words = {"reasons": [reason.value for reason in Reason], "fates": FATES}
         self._record(
             {"l": name, "head": {**head, "title": title(lane.recipe), "model": model_name(lane.recipe), **words}}

@@ -40,6 +40,11 @@ def escape_markdown(text: str) -> str:
     return re.sub(r"([^\w\s,.])", r"\\\1", text)
 
 
+def link_papers(text: str) -> str:
+    """Turn arXiv numbers into links."""
+    return re.sub(r"\b(\d{4}\.\d{5})\b", r"[\1](https://arxiv.org/abs/\1)", text)
+
+
 def guarantee(lane: Lane) -> tuple[str, str]:
     """Return a badge and a sentence about the exactness of the output."""
     if lane.recipe["method"] == "beam":

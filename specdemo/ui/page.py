@@ -37,7 +37,7 @@ from specdemo.ui.conversation import shown_messages
 from specdemo.ui.event_requests import KnownEvents, guarded
 from specdemo.ui.frames import Run
 from specdemo.ui.gateway import TRACES, gateway
-from specdemo.ui.labels import describe_preflight
+from specdemo.ui.labels import describe_preflight, link_papers
 from specdemo.ui.lane import (
     EXTRA,
     SPEC,
@@ -228,14 +228,7 @@ def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, 
             buttons["stop"] = gr.Button("Stop", elem_id="stop", scale=0)
     gr.HTML(_EFFECT, elem_id="effect", apply_default_css=False)
     drawn = cockpit(service.runs.queries, service.limits.max_trace or MAX_CHARACTERS)
-    conversation = gr.Chatbot(
-        visible=False,
-        label="Conversation",
-        show_label=False,
-        elem_id="conversation",
-        height=420,
-        buttons=["copy"],
-    )
+    conversation = _conversation_view()
     compare, progress, estimate, stored_lanes = _actions(buttons, compared)
     if CHAT_PAIR in service.limits.pairs and (command := PAIRS[CHAT_PAIR].missing):
         gr.Markdown(f"The chat model SmolLM2 is not installed (93 MB): `{command}`, then restart.", elem_id="notice")
@@ -252,6 +245,17 @@ def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, 
         about=build_tabs(service, controls, initial, device),
         saved=gr.BrowserState(storage_key="specdemo-settings", secret="specdemo"),
         stored=gr.BrowserState(storage_key="specdemo-lanes", secret="specdemo"),
+    )
+
+
+def _conversation_view() -> gr.Chatbot:
+    return gr.Chatbot(
+        visible=False,
+        label="Conversation",
+        show_label=False,
+        elem_id="conversation",
+        height=420,
+        buttons=["copy"],
     )
 
 
@@ -319,7 +323,7 @@ def _connect_runs(parts: _Parts, handlers: _Handlers) -> None:
             handlers.estimate, settings, shown, js=_ESTIMATING, preprocess=False, trigger_mode="once", **_QUEUED
         )
     method = parts.controls["method"]
-    notes = {name: method.notes for name, method in METHODS.items()}
+    notes = {name: link_papers(method.notes) for name, method in METHODS.items()}
     method.change(lambda name: notes.get(str(name), ""), method, parts.about, preprocess=False, **_IMMEDIATE)
 
 

@@ -129,7 +129,7 @@ function draw() {
 function drawHead(name, head, fragment) {
   const { box } = lanes[name];
   Object.assign(lanes[name], { reasons: head.reasons, fates: head.fates });
-  $(".title", box).textContent = head.title;
+  Object.assign($(".title", box), { textContent: head.title, title: head.about });
   $(".model", box).textContent = head.model;
   const badge = $(".badge", box);
   badge.hidden = false;

@@ -8,6 +8,7 @@ import gradio as gr
 
 from specdemo.drafters import METHODS
 from specdemo.recipe import Recipe
+from specdemo.ui.labels import link_papers
 from specdemo.ui.service import Service
 from specdemo.ui.tabs.bench import bench_tab
 from specdemo.ui.tabs.edge import edge_tab
@@ -21,7 +22,7 @@ def build_tabs(
     """Lay out all tabs; return the description of the method."""
     with gr.Tabs(elem_id="tabs"):
         with gr.Tab("Method", id="method"):
-            about = gr.Markdown(METHODS[defaults.method].notes, elem_id="about")
+            about = gr.Markdown(link_papers(METHODS[defaults.method].notes), elem_id="about")
         with gr.Tab("Theory", id="theory", render_children=True) as tab:
             theory_tab(service.runs, tab)
         with gr.Tab("Edge-cloud", id="edge", render_children=True) as tab:

@@ -151,7 +151,6 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
     with panel.results:
         table = gr.Dataframe(headers=list(SWEEP_TABLE_HEAD), interactive=False, elem_id="bench-table")
         plot = _speedup_plot(kinds)
-        save_svg_button("bench-plot")
         notes = gr.Markdown(elem_id="bench-notes")
         acceptance_views = _acceptance_views()
         files = _save_buttons()
@@ -217,7 +216,7 @@ def _grid_controls(kinds: list[str], defaults: Recipe) -> Controls:
 
 
 def _speedup_plot(kinds: list[str]) -> gr.BarPlot:
-    return gr.BarPlot(
+    plot = gr.BarPlot(
         x="recipe",
         y="speed-up",
         color="class",
@@ -230,6 +229,8 @@ def _speedup_plot(kinds: list[str]) -> gr.BarPlot:
         buttons=["export"],
         elem_id="bench-plot",
     )
+    save_svg_button("bench-plot")
+    return plot
 
 
 def _acceptance_views() -> tuple[gr.HTML, gr.Markdown]:

@@ -49,9 +49,22 @@ def save_svg_button(plot_id: str) -> gr.HTML:
 
 
 def probability_plot(title: str, colours: dict[str, str], order: list[str], elem_id: str) -> gr.BarPlot:
-    about = {"color_title": " ", "sort": order, "x_label_angle": -45, "y_lim": [0, None]}
-    titles = {"title": title, "x_title": "token", "y_title": "probability", "buttons": ["export"]}
-    return gr.BarPlot(x="x", y="y", color="part", color_map=colours, height=260, elem_id=elem_id, **titles, **about)
+    return gr.BarPlot(
+        x="x",
+        y="y",
+        color="part",
+        color_map=colours,
+        color_title=" ",
+        title=title,
+        x_title="token",
+        y_title="probability",
+        sort=order,
+        x_label_angle=-45,
+        y_lim=[0, None],
+        height=260,
+        buttons=["export"],
+        elem_id=elem_id,
+    )
 
 
 def bar_values(rows: Sequence[tuple[str, float, str]]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from specdemo.core.published import LEVIATHAN_2
 from specdemo.ui import theory_curves as curves
 from specdemo.ui.call_timeline import CALLS_CSS, calls_svg
 from specdemo.ui.frames import Run
-from specdemo.ui.labels import escape_markdown, figures_table
+from specdemo.ui.labels import escape_markdown, figures_table, link_papers
 from specdemo.ui.line_chart import LineChart
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.tabs.components import SHOWN_RUN_JS, UNPROCESSED, chart_view
@@ -186,7 +186,7 @@ THEORY_PLOTS = (
 
 def theory_tab(runs: RunStore, tab: gr.Tab) -> None:
     """Lay out the tab. It shows the displayed run, which may be a recording."""
-    gr.Markdown(_INTRO)
+    gr.Markdown(link_papers(_INTRO))
     shown_id = gr.Textbox(visible=False)
     sliders = _sliders()
     with gr.Row():
