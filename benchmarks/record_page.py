@@ -1,5 +1,7 @@
 """Record the animation `assets/pictures/page.webp` of README.md: a run on the real page, its race, and the inspector.
 
+Also record `assets/preview.png`, the picture of link previews: the page at the first visit.
+
 `python -m benchmarks.record_page`. The race is drawn at the times of its frames, so that the animation shows recorded
 times, independent of the time of a screenshot.
 """
@@ -23,6 +25,7 @@ from specdemo.ui.service import leave_a_core
 
 EXAMPLE = "Facts to JSON"
 OUTPUT = ROOT / "assets" / "pictures" / "page.webp"
+PREVIEW, PREVIEW_SIZE = ROOT / "assets" / "preview.png", {"width": 1200, "height": 630}
 MAX_BYTES = 3_000_000
 WIDTH, HEIGHT = 1380, 900
 TICK_MS = 90
@@ -88,6 +91,15 @@ def record(page: Page, film: Film) -> None:
         film.take(1600)
 
 
+def record_preview(page: Page, url: str) -> None:
+    """Write the picture of the explained example, with a palette of 128 colours."""
+    page.goto(url)
+    expect(page.locator("#walk")).to_be_visible()
+    expect(page.locator(".round[data-stage]")).to_have_count(0)
+    picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    picture.quantize(128).save(PREVIEW, optimize=True)
+
+
 def study(options: argparse.Namespace) -> None:
     """Serve the page, record it and write the animation."""
     leave_a_core()  # as in app.py
@@ -98,6 +110,7 @@ def study(options: argparse.Namespace) -> None:
         expect(page.locator("#lane-spec")).to_be_visible()
         film = Film(page, options.scale)
         record(page, film)
+        record_preview(opened.new_page(viewport=PREVIEW_SIZE, color_scheme="light"), demo.url)
     size = film.write(options.output, options.quality)
     seconds = sum(film.durations_ms) / 1000
     print(f"{options.output}: {len(film.frames)} frames, {seconds:.1f} s, {size / 1e6:.2f} MB")

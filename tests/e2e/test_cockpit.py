@@ -127,6 +127,9 @@ def test_result_has_a_table_of_the_runs_and_the_costs_of_passes(page: Page) -> N
     expect(page.locator("#pass-costs rect")).to_have_count(2)
     page.locator("#add-run").click()
     expect(page.locator("#kept-lanes")).to_contain_text("Also compared")
+    open_group(page, "More actions")
+    page.locator("#drop-lanes").click()
+    expect(page.locator("#kept-lanes p")).to_have_count(0)
 
 
 def test_replay_ends_in_the_final_state(page: Page) -> None:

@@ -57,7 +57,7 @@ function stepWords(span) {
   if (!guesses) return ["The drafter guessed nothing.", "One target pass wrote one token.", ""];
   const fate = rejected ? " kept, 1 replaced" : count("bonus") ? " kept, and the pass added another" : " kept";
   const end = `${rejected ? "" : "All "}${accepted}${fate}`;
-  const outcome = untested ? `${end}, ${untested} after it discarded.` : `${end}.`;
+  const outcome = untested ? `${end}, ${untested} not tested.` : `${end}.`;
   return [`The drafter guessed ${guesses} token${guesses > 1 ? "s" : ""}.`, `One target pass checked ${guesses > 1 ? "them" : "it"}.`, outcome];
 }
 
