@@ -112,7 +112,7 @@ def calls_svg(lanes: Sequence[Lane], first_token: int, tokens: int) -> str:
         x, t = WIDTH * i / _TICKS, 1000 * span * i / _TICKS
         shapes.append(f'<text class="tick" x="{x:.0f}" y="{height - 6}" text-anchor="{anchor}">{t:.1f} ms</text>')
     key = "".join(f'<li class="{kind}">{words}</li>' for kind, words in KINDS.items())
-    svg = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="A row of calls per lane">{"".join(shapes)}</svg>'
+    svg = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="A row of calls per run">{"".join(shapes)}</svg>'
     region = f'<div class="calls" role="region" aria-label="Model calls over time" tabindex="0">{svg}</div>'
     return f'{region}<ul class="key">{key}</ul>'
 

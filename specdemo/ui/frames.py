@@ -114,7 +114,7 @@ class Run:
                 description = "plain" if name == PLAIN else title(lane.recipe)
                 if len(self.lanes) > 1:
                     position = sum(other.ended for other in self.lanes.values()) + 1
-                    description += f", lane {position} of {len(self.lanes)}"
+                    description += f", run {position} of {len(self.lanes)}"
                 self.phase = ("decoding", description)
                 self._record(_record_of_step(name, event, lane.recipe))
             case End():

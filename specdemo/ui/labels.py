@@ -77,7 +77,7 @@ def _text_badge(lane: Lane, baseline: Lane) -> tuple[str, str]:
     if _must_agree(lane.recipe, baseline.recipe):
         difference = _difference(lane, baseline)
         return difference["badge"], difference["why"]
-    return "other random text", f"{why} Both lanes draw their own random numbers, so the texts may differ."
+    return "other random text", f"{why} Both runs draw their own random numbers, so the texts may differ."
 
 
 def _lossy(recipe: Mapping[str, Any]) -> str:

@@ -288,7 +288,7 @@ def what_if(lane: Lane, baseline: Lane | None = None) -> tuple[dict[str, Any] | 
     """
     method = METHODS.get(lane.recipe["method"])
     if method and not method.drafts:
-        return None, "This lane did not draft."
+        return None, "This run did not draft."
     cost = lane.environment.get("parity", {}).get("cost")
     if not cost:
         return None, "The trace does not contain the cost of passes over several rows."
@@ -305,7 +305,7 @@ def what_if(lane: Lane, baseline: Lane | None = None) -> tuple[dict[str, Any] | 
     except ValueError:
         return None, "The drafts are trees: other draft lengths cannot be estimated from them."
     if not estimates:
-        return None, "No draft token was tested in this lane."
+        return None, "No draft token was tested in this run."
     measured = lane.metrics.tokens_per_second
     return {
         "rows": [

@@ -106,7 +106,7 @@ def test_table_and_charts_show_all_steps(page: Page) -> None:
     expect(page.locator("#round-number")).to_have_text(re.compile("^3 of"))
     page.locator("#round-lane").select_option("ar")
     expect(page.locator("#round-words")).to_contain_text("The draft was empty")
-    expect(page.locator("#chart-whatif")).to_contain_text("This lane did not draft")
+    expect(page.locator("#chart-whatif")).to_contain_text("This run did not draft")
 
 
 RECORD_LABELS = """() => {
@@ -461,6 +461,7 @@ def test_run_begins_a_conversation_and_continue_chat_adds_a_turn(tab: Any, tmp_p
     expect(conversation).to_contain_text("Go on")
     expect(conversation).to_contain_text("tok/s")
     expect(conversation).not_to_contain_text("<assistant>")
+    assert not grave(page, "#conversation")
     assert saved(page)[0]["prompt"] == f"<user>Hello\n<assistant>{answer}\n<user>Go on\n<assistant>"
     expect(page.locator("#turn")).to_have_text("Turn 2: earlier answers are part of the prompt.")
     page.locator("#repeat").click()

@@ -20,6 +20,7 @@ from e2e.page_fixtures import (
     Scripts,
     counted,
     drawn,
+    grave,
     open_group,
     run,
     saved,
@@ -93,6 +94,7 @@ def test_preflight_shows_estimates(page: Page) -> None:
     expect(update).to_be_hidden()
     set_number(page, "temperature", 0.7)  # the prediction is out of date
     expect(update).to_be_visible()
+    assert not grave(page, "#estimate", "#outdated-estimate")
     update.click()
     expect(estimate).to_contain_text("temperature 0.7")
     expect(update).to_be_hidden()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -98,6 +100,20 @@ def test_run_appears_on_every_curve(page: Page) -> None:
     assert 1 + round(gamma) * (y - low) / (high - low) == pytest.approx(m["tokens_per_target_pass"], abs=0.02)
     page.get_by_role("button", name="Published tables and this run").click()
     expect(page.locator(".figures strong", has_text="this run")).to_have_count(5)
+
+
+def test_charts_are_saved_as_pictures(page: Page) -> None:
+    def saved_bytes(selector: str) -> bytes:
+        with page.expect_download() as download:
+            page.locator(selector).click()
+        return Path(download.value.path()).read_bytes()
+
+    curves = ElementTree.fromstring(saved_bytes("#plot-speed [data-save=svg]"))
+    styles = [path.get("style", "") for path in curves.iter("{http://www.w3.org/2000/svg}path")]
+    assert len(styles) > 4 and all("stroke: rgb" in style for style in styles)
+    assert saved_bytes("#plot-speed [data-save=png]").startswith(b"\x89PNG")
+    bars = ElementTree.fromstring(saved_bytes("[data-chart=theory-parts]"))
+    assert len(list(bars.iter("{http://www.w3.org/2000/svg}path"))) > 6
 
 
 def test_tab_is_not_drawn_while_tokens_stream(page: Page) -> None:

@@ -37,7 +37,7 @@ _INTRO = """Speed depends on the acceptance rate α and the cost of steps. Costs
 draft token, v for verifying γ + 1 rows, o for overhead. ĉ: operations per draft token. Dots show the sliders and *this
 run*. *Leviathan et al. 2211.17192, Figures 2 to 4.*"""
 _CALLS_INTRO = """### Model calls over time
-A row per lane of the latest run, to scale: γ drafter calls, then a target pass. Hover a block to see its tokens."""
+A row per compared run, to scale: γ drafter calls, then a target pass. Hover a block to see its tokens."""
 _SHADES = [f"var(--curve-{i})" for i in range(1, 5)]
 _COMMON = {
     curves.RUN_SERIES: "var(--dot-run)",
@@ -241,7 +241,7 @@ def _calls_section(latest_run: Callable[[str], Run | None], tab: gr.Tab) -> None
     def draw(request: gr.Request, start: Any, tokens: Any) -> Any:
         run = latest_run(request.session_hash or "")
         if run is None or not run.over:
-            return "<p>No run available: press Run, tick Compare, and keep lanes of other draft lengths.</p>"
+            return "<p>No run available: press Run, tick Compare, and add other draft lengths.</p>"
         if not all(isinstance(value, (int, float)) and 0 <= value <= 1000 for value in (start, tokens)):
             return gr.skip()
         return calls_svg(list(run.lanes.values()), int(start), max(1, int(tokens))) or "<p>The run was remote.</p>"
