@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdemo import set_environment_defaults
-from specdemo.signals import handle_signals
+from specdemo.signals import exit_process, handle_signals
 
 if TYPE_CHECKING:
     from specdemo.ui.page import Page
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 PORT = 7860
 PORT_COUNT = 100  # ports tried if none is requested
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")  # reachable from this machine only
+CLOSE_S = 3.0  # time for runs to end
 FLUSH_S = 0.5  # time to send the last lines of runs: Gradio discards pending messages when its queue is closed
 PROXIES = "127.0.0.1,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16"  # trusted on a Space to report client addresses
 
@@ -85,8 +86,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if port != PORT and args.port is None:
         print(f"Port {PORT} is in use; using port {port}.", flush=True)
-    with handle_signals(lambda number, frame: sys.exit(0), signal.SIGINT, signal.SIGTERM):
-        return _serve(args, port)
+    try:
+        with handle_signals(lambda number, frame: sys.exit(0), signal.SIGINT, signal.SIGTERM):
+            return _serve(args, port)
+    except SystemExit:
+        return 0
 
 
 def _serve(args: argparse.Namespace, port: int) -> int:
@@ -125,7 +129,7 @@ def _serve(args: argparse.Namespace, port: int) -> int:
 
 def _close(page: Page) -> None:
     running = page.worker.active
-    page.worker.close()
+    page.worker.close(CLOSE_S)
     if running:
         time.sleep(FLUSH_S)
     page.clouds.close()
@@ -169,4 +173,4 @@ def _show_window(url: str, browser: bool) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_process(main())

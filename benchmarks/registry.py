@@ -74,6 +74,8 @@ RUNS = (
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.edge_cloud traffic --write", ("traffic",), 0.5),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.edge_cloud modes --write", ("modes",), 1),
     TableRun("python -m benchmarks.faults prompt --write", ("long-prompt",), 1.5),
+    TableRun("python -m benchmarks.faults trace --write", ("trace-delay",), 1),
+    TableRun("python -m benchmarks.faults connections --write", ("open-connections",), 1),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.load soak --write", ("soak",), 2.5),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.load page --write", ("load",), 4),
     TableRun("python -m benchmarks.fuzz --seconds 150 --seed 1 --write", ("fuzz",), 3),

@@ -10,7 +10,12 @@ def main() -> int:
     set_environment_defaults()  # torch reads the variables when it is imported
     from specdemo.cli import main as run_terminal
 
-    return run_terminal()
+    code = run_terminal()
+    if code == 130:  # interrupted
+        from specdemo.signals import exit_process
+
+        exit_process(code)
+    return code
 
 
 if __name__ == "__main__":

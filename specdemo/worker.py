@@ -270,9 +270,10 @@ class Worker:
             self._changed.notify_all()
             if threading.current_thread() in threads:
                 return
-            self._changed.wait_for(lambda: not self._threads, timeout)
+            if not self._changed.wait_for(lambda: not self._threads, timeout):
+                return
         for thread in threads:
-            thread.join(timeout)
+            thread.join()
 
     def release(self, stream: Stream[Any], waiting: bool) -> None:
         """Give the device to other jobs, within a step of `stream`."""

@@ -13,9 +13,9 @@ from specdemo.core.errors import FULL_DISK, UserError, write_error
 
 
 def _execute(options: argparse.Namespace) -> int:
-    from specdemo.signals import handle_signals, signals_end_passes  # these imports take seconds
+    from specdemo.signals import handle_signals, interrupt, signals_end_passes  # these imports take seconds
 
-    with handle_signals(signal.default_int_handler, signal.SIGINT, signal.SIGTERM), signals_end_passes():
+    with handle_signals(interrupt, signal.SIGINT, signal.SIGTERM), signals_end_passes():
         if options.command == "run":
             from specdemo.cli.run import run
 

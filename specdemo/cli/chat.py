@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -21,6 +22,7 @@ from specdemo.models.zoo import PAIRS
 from specdemo.option_effects import refuse_ineffective
 from specdemo.pipeline import CONVERSATION
 from specdemo.recipe import Recipe
+from specdemo.signals import Terminated, handle_signals, interrupt
 from specdemo.worker import Stopped, stop_flag
 
 HELP = """\
@@ -46,12 +48,15 @@ def chat(options: argparse.Namespace) -> int:
             return 130
         if line in ("/quit", "/exit"):
             return 0
+        stop_flag().clear()  # set after an interrupt, by another thread
         try:
-            session.enter(line)
+            with handle_signals(interrupt, signal.SIGINT):  # once per answer
+                session.enter(line)
+        except Terminated:
+            return 130
         except UserError as error:
             print(f"specdemo: {error}", file=sys.stderr)
         except (KeyboardInterrupt, Stopped):  # ends the answer, which is not part of the conversation
-            stop_flag().clear()
             print()
 
 

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -42,16 +43,65 @@ _CHECK = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).self_check())"
 INSTALL = "install a C compiler (Debian: apt install build-essential; any system: pip install ziglang)"
 
 
-_compiling = threading.Lock()
-
-
 class NativeUnavailable(Exception):
     """The native engine cannot be used; the message contains cause and remedy."""
 
 
+class CompilationStopped(Exception):
+    """A signal ended the compilation."""
+
+
+class CompilerProcesses:
+    """Processes of a compilation. Each has a process group, since compilers start others.
+
+    Handlers of signals may call `stop`: it takes no lock.
+    """
+
+    def __init__(self) -> None:
+        self._running: list[subprocess.Popen[str]] = []
+        self._stopped = False
+
+    def run(self, command: list[str], timeout: float) -> tuple[int, str]:
+        """Return exit code and errors. Raises `subprocess.TimeoutExpired` and `CompilationStopped`."""
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, process_group=0
+        )
+        self._running.append(process)
+        try:
+            if self._stopped:  # `stop` may have read the list before
+                raise CompilationStopped
+            _, errors = process.communicate(timeout=timeout)
+            if self._stopped:
+                raise CompilationStopped
+        finally:
+            self._running.remove(process)
+            _kill(process)
+            process.wait()
+        return process.returncode, errors
+
+    def stop(self) -> None:
+        """End the processes, and those that start before `resume`."""
+        self._stopped = True
+        for process in list(self._running):
+            _kill(process)
+
+    def resume(self) -> None:
+        self._stopped = False
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+compiler_processes = CompilerProcesses()
+_compiling = threading.Lock()
+
+
 @cache
 def native_library() -> ctypes.CDLL | NativeUnavailable:
-    """Return the compiled library, or the reason why there is none."""
+    """Return the compiled library, or the reason why there is none. Raises `CompilationStopped`."""
     with _compiling:
         try:
             return _load()
@@ -217,10 +267,10 @@ def _link(command: tuple[str, ...], built: Path) -> None:
 
 def _run(command: list[str], timeout: float, failure: str) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+        code, errors = compiler_processes.run(command, timeout)
     except subprocess.TimeoutExpired as error:
         raise NativeUnavailable(f"{failure} (no result in {timeout:.0f} s): {INSTALL}") from error
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-        detail = lines[0].strip() if lines else f"exit code {done.returncode}"
+    if code:
+        lines = [line for line in errors.splitlines() if "error" in line] or errors.splitlines()
+        detail = lines[0].strip() if lines else f"exit code {code}"
         raise NativeUnavailable(f"{failure} ({detail}): {INSTALL}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import socket
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,6 +39,14 @@ class ConnectionLimits:
     per_visitor: int | None = 64
     seconds: float = 10.0  # duration of a header, a body, and a pause of a reader
 
+    def is_exceeded(self, address: str, addresses: Collection[str], proxies: Collection[str]) -> bool:
+        """Return True if the connection from `address`, one of the open `addresses`, is one too many."""
+        if self.total is not None and len(addresses) > self.total:
+            return True
+        if self.per_visitor is None or is_loopback(address) or address in proxies:
+            return False
+        return sum(network_of(other) == network_of(address) for other in addresses) > self.per_visitor
+
 
 def network_of(address: str) -> str:
     """Return an IPv4 address or an IPv6 /64 network."""
@@ -53,9 +63,34 @@ def limit_connections(config: uvicorn.Config, limits: ConnectionLimits) -> None:
     """Limit future connections of a server."""
     if not config.loaded:
         config.load()
-    proxies = ProxyHeadersMiddleware(config.app, config.forwarded_allow_ips).trusted_hosts  # type: ignore[arg-type]
-    protocol: Any = partial(LimitedProtocol, limits=limits, proxies=proxies)
+    protocol: Any = partial(LimitedProtocol, limits=limits, proxies=trusted_proxies(config))
     config.http_protocol_class, config.ws_max_size = protocol, _WS_BYTES
+
+
+def trusted_proxies(config: uvicorn.Config) -> Any:
+    return ProxyHeadersMiddleware(config.app, config.forwarded_allow_ips).trusted_hosts  # type: ignore[arg-type]
+
+
+class LimitedListener(socket.socket):
+    """Listening socket that closes connections above the limits, before their TLS handshakes.
+
+    It replaces `listener`, which is detached.
+    """
+
+    def __init__(self, listener: socket.socket, limits: ConnectionLimits, proxies: Collection[str]) -> None:
+        super().__init__(listener.family, listener.type, listener.proto, listener.detach())
+        self._limits, self._proxies = limits, proxies
+        self._accepted: dict[socket.socket, str] = {}  # open connections and their addresses
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accept a connection. Raises `ConnectionAbortedError`, which servers ignore, for one too many."""
+        connection, name = super().accept()
+        self._accepted = {other: address for other, address in self._accepted.items() if other.fileno() >= 0}
+        self._accepted[connection] = name[0]
+        if self._limits.is_exceeded(name[0], self._accepted.values(), self._proxies):
+            connection.close()
+            raise ConnectionAbortedError("too many connections")
+        return connection, name
 
 
 class LimitedProtocol(H11Protocol):
@@ -70,17 +105,13 @@ class LimitedProtocol(H11Protocol):
         if self._is_surplus():
             transport.write(_FULL)
             transport.close()
+            self.connections.discard(self)  # otherwise it would count until it is closed
         _Watch(self, transport, self._limits.seconds)
 
     def _is_surplus(self) -> bool:
-        limits, address = self._limits, self.client[0] if self.client else ""
-        if limits.total is not None and len(self.connections) > limits.total:
-            return True
-        if limits.per_visitor is None or is_loopback(address) or address in self._proxies:
-            return False
-        clients = (getattr(other, "client", None) for other in self.connections)
-        same = sum(network_of(client[0]) == network_of(address) for client in clients if client)
-        return same > limits.per_visitor
+        clients = [getattr(other, "client", None) for other in self.connections]
+        addresses = [client[0] if client else "" for client in clients]
+        return self._limits.is_exceeded(self.client[0] if self.client else "", addresses, self._proxies)
 
     def expected(self) -> tuple[str, object] | None:
         """Return the part of a request that the client has to send."""

@@ -25,7 +25,13 @@ from specdemo.models.load import LoadedModel
 from specdemo.models.threads import thread_initializer
 from specdemo.models.tokenizer import token_bytes
 from specdemo.models.zoo import fingerprint
-from specdemo.remote.connections import ConnectionLimits, VisitorConnections, limit_connections
+from specdemo.remote.connections import (
+    ConnectionLimits,
+    LimitedListener,
+    VisitorConnections,
+    limit_connections,
+    trusted_proxies,
+)
 from specdemo.remote.contexts import Contexts
 from specdemo.remote.protocol import ServiceInfo
 from specdemo.remote.server import ServiceLimits, create_app
@@ -142,6 +148,8 @@ def listen(
     connections = connections or ConnectionLimits()
     app.add_middleware(VisitorConnections, limits=connections)
     limit_connections(config, connections)
+    if certificate is not None:
+        listener = LimitedListener(listener, connections, trusted_proxies(config))
     server = _Server(config, app.state.worker, announce, drain_s)
 
     def watch(file: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -122,21 +123,31 @@ def test_a_session_ends_with_the_input_or_an_interrupt(typed: Callable[..., tupl
     assert typed(KeyboardInterrupt)[0] == 130
 
 
-def test_an_interrupt_ends_the_answer_only(
-    target: str, monkeypatch: pytest.MonkeyPatch, typed: Callable[..., tuple[int, str, str]]
+@pytest.mark.parametrize(("number", "code", "answers"), [(signal.SIGINT, 0, 3), (signal.SIGTERM, 130, 1)])
+def test_an_interrupt_ends_the_answer_only_and_a_termination_the_session(
+    number: signal.Signals,
+    code: int,
+    answers: int,
+    monkeypatch: pytest.MonkeyPatch,
+    typed: Callable[..., tuple[int, str, str]],
 ) -> None:
+    """Two answers are interrupted, so a second signal does not end the process."""
     calls: list[int] = []
 
     def interrupted(*arguments: object) -> Iterator[object]:
         calls.append(len(calls))
-        if len(calls) == 1:
-            stop_flag().set()
-            raise KeyboardInterrupt
+        try:
+            if len(calls) < 3:
+                signal.raise_signal(number)
+        finally:
+            while len(calls) < 3 and not stop_flag():
+                pass
         yield from generate(*arguments)
 
     monkeypatch.setattr("specdemo.cli.chat.generate", interrupted)
-    code, out, _ = typed(MESSAGE, "Why?")
-    assert code == 0 and len(calls) == 2 and re.search(SPEED.format("nasd"), out)
+    ended, out, _ = typed(MESSAGE, "Why?", "How?")
+    assert ended == code and len(calls) == answers
+    assert bool(re.search(SPEED.format("nasd"), out)) == (code == 0)
 
 
 def test_colours_mark_outcomes(typed: Callable[..., tuple[int, str, str]]) -> None:

@@ -33,9 +33,7 @@ def engine() -> Patient:
 
 @pytest.fixture(scope="module")
 def served(engine: Patient) -> Iterator[Any]:
-    limits = replace(
-        PUBLIC, max_tokens=64, max_gamma=6, max_nodes=16, max_prompt=1000, per_minute=None, visitor_connections=256
-    )
+    limits = replace(PUBLIC, max_tokens=64, max_gamma=6, max_nodes=16, max_prompt=1000, per_minute=None)
     demo = build(pair="bundled", engine=engine, limits=limits)
     demo.launch(server_name="127.0.0.1")
     yield demo

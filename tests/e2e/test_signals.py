@@ -10,12 +10,16 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from fakes.dockerfile import dockerfile
+from fakes.hostile_service import hostile_service
+from fakes.hub_server import Faults, serving
+from fakes.tiny_models import byte_level_tokenizer, save_model
 from gradio_client import Client
 
 from specdemo.signals import handle_signals
@@ -28,12 +32,13 @@ IGNORE_SIGINT = ("/bin/sh", "-c", "trap '' INT; exec \"$@\"", "sh")
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.skipif(os.name != "posix", reason="POSIX signals")]
 
 
-def start(*arguments: str, launcher: Sequence[str] = IGNORE_SIGINT) -> subprocess.Popen[str]:
+def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     """Start a program without a display."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("DISPLAY", "WAYLAND_DISPLAY")}
     return subprocess.Popen(
-        [*launcher, sys.executable, "-u", *arguments],
+        [*IGNORE_SIGINT, sys.executable, "-u", *arguments],
         cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name not in ("DISPLAY", "WAYLAND_DISPLAY")},
+        env={**kept, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -155,3 +160,83 @@ def test_a_measurement_ends_without_a_traceback(number: signal.Signals) -> None:
             assert program.returncode == 130 and "Traceback" not in output
         finally:
             program.kill()
+
+
+# --- phases that wait for other processes ---------------------------------------------------------------------------
+
+RUN = ("-m", "specdemo", "run", PROMPT, "--pair", "bundled")
+PAGE = ("app.py", "--pair", "bundled", "--no-browser")
+COMPILER = "import socket; socket.create_connection(('127.0.0.1', {})).recv(1)"
+
+
+def end_silently(program: subprocess.Popen[str], number: signal.Signals, code: int) -> None:
+    """Send a signal: the program ends with this exit code and without a traceback."""
+    program.send_signal(number)
+    output, _ = program.communicate(timeout=TIMEOUT_S)
+    assert program.returncode == code and "Traceback" not in output, output
+
+
+@pytest.mark.parametrize(("command", "number", "code"), [(RUN, signal.SIGTERM, 130), (PAGE, signal.SIGINT, 0)])
+def test_a_signal_ends_a_compilation_and_its_compilers(
+    command: tuple[str, ...], number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    """Each compiler holds a connection until it ends."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        compiler = tmp_path / "cc"
+        script = COMPILER.format(server.getsockname()[1])
+        compiler.write_text(f'#!/bin/sh\n{sys.executable} -c "{script}" & wait\n')
+        compiler.chmod(0o700)
+        page_only = ("--port", free_port()) if command is PAGE else ()
+        with start(*command, *page_only, CC=str(compiler), XDG_CACHE_HOME=str(tmp_path)) as program:
+            try:
+                connections = [server.accept()[0] for _ in range(2)]
+                end_silently(program, number, code)
+            finally:
+                program.kill()
+    for connection in connections:
+        with connection:
+            connection.settimeout(TIMEOUT_S)
+            assert connection.recv(1) == b""
+    assert not [path for path in (tmp_path / "specdemo").iterdir() if path.suffix == ".so"]
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    save_model(tmp_path / "served/tiny/target", byte_level_tokenizer())
+    return tmp_path / "served"
+
+
+def test_a_signal_ends_a_download(models: Path, tmp_path: Path) -> None:
+    with serving(models) as hub:
+        hub.faults = Faults(held_after=1000)
+        command = ("-m", "specdemo", "bench", "--target", "tiny/target", "--method", "ar")
+        with start(*command, HF_ENDPOINT=hub.endpoint, HF_HOME=str(tmp_path)) as program:
+            try:
+                assert hub.faults.held.wait(TIMEOUT_S)
+                end_silently(program, signal.SIGINT, 130)
+            finally:
+                program.kill()
+
+
+def test_a_signal_ends_a_page_that_downloads_and_waits_for_a_service(models: Path, tmp_path: Path) -> None:
+    requested, released = threading.Event(), threading.Event()
+
+    def respond(request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        requested.set()
+        released.wait(TIMEOUT_S)
+        return 404, {"error": "gone", "code": "unknown_context"}
+
+    with serving(models) as hub, hostile_service(respond) as service:
+        hub.faults = Faults(held_after=1000)
+        with start(*PAGE, "--port", free_port(), HF_ENDPOINT=hub.endpoint, HF_HOME=str(tmp_path)) as program:
+            try:
+                (ready,) = printed(program, "specdemo is ready")
+                client = Client(re.search(r"http://\S+", ready).group(), verbose=False)
+                client.submit(PROMPT, target="tiny/target", method="ar", api_name="/generate")
+                remote = {"mode": "speculative", "remote": service, "lost_after_s": 600}
+                client.submit(PROMPT, pair="bundled", **remote, api_name="/generate")
+                assert hub.faults.held.wait(TIMEOUT_S) and requested.wait(TIMEOUT_S)
+                end_silently(program, signal.SIGTERM, 0)
+            finally:
+                program.kill()
+                released.set()

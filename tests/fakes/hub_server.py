@@ -30,7 +30,8 @@ class Faults:
     cuts: int = 0  # as many times
     truncated: int = 0  # bytes missing at the end of a weights file, though announced
     corrupt: bool = False  # one byte of each weights file is changed
-    held_after: int | None = None  # bytes of a weights file after which the server blocks until `go_on` is set
+    held_after: int | None = None  # bytes of a weights file after which the server blocks until `go_on` is set,
+    held: threading.Event = field(default_factory=threading.Event)  # which it reports here
     go_on: threading.Event = field(default_factory=threading.Event)
 
 
@@ -184,6 +185,7 @@ class _Handler(BaseHTTPRequestHandler):
         if weights and faults.held_after is not None:
             self.wfile.write(body[: faults.held_after])
             self.wfile.flush()
+            faults.held.set()
             faults.go_on.wait()
             body = body[faults.held_after :]
         try:

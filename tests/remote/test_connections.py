@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
+import ssl
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,13 +36,15 @@ UPGRADE = (
 
 
 class Application:
-    """Routes that respond at once, read their body, or send without end; `ended` counts the latter."""
+    """Routes that respond at once, read their body, block, or send without end; `ended` counts the latter."""
 
     def __init__(self) -> None:
         self.app, self.ended = FastAPI(), threading.Semaphore(0)
         self.app.state.worker = Worker()
         self.app.get("/quick")(self.quick)
         self.app.post("/slow")(self.slow)
+        self.blocked, self.released = threading.Event(), threading.Event()
+        self.app.get("/blocking")(self.blocking)
         self.app.get("/endless")(self.endless)
         self.app.websocket("/socket")(self.socket)
 
@@ -46,6 +53,10 @@ class Application:
 
     async def slow(self, request: Request) -> int:
         return len(await request.body())
+
+    async def blocking(self) -> None:
+        self.blocked.set()
+        self.released.wait(PATIENCE)
 
     async def endless(self) -> StreamingResponse:
         return StreamingResponse(self._chunks())
@@ -68,16 +79,19 @@ class Application:
 
 
 @contextmanager
-def served(limits: ConnectionLimits, application: Application | None = None) -> Iterator[tuple[str, int]]:
-    """Yield the address of a server with these limits."""
+def served(
+    limits: ConnectionLimits, application: Application | None = None, **files: Path
+) -> Iterator[tuple[str, int]]:
+    """Yield the address of a server with these limits; `files`: certificate and key."""
     app = (application or Application()).app
     listener, ready, (stdin, end) = bind("127.0.0.1", 0), threading.Event(), socket.socketpair()
-    options: dict[str, Any] = {"stdin": stdin.makefile("rb"), "announce": ready.set, "connections": limits}
+    address = listener.getsockname()
+    options: dict[str, Any] = {"stdin": stdin.makefile("rb"), "announce": ready.set, "connections": limits, **files}
     thread = threading.Thread(target=listen, args=(app, listener), kwargs=options)
     thread.start()
     try:
         assert ready.wait(PATIENCE)
-        yield listener.getsockname()
+        yield address
     finally:
         end.close()
         thread.join(PATIENCE)
@@ -179,6 +193,48 @@ def test_open_connections_are_limited_per_visitor(monkeypatch: pytest.MonkeyPatc
     with served(ConnectionLimits(per_visitor=2)) as address:
         answers = responses(address, 4)
     assert answers[:2] == [b"200"] * 2 and set(answers[2:]) <= {b"503", b""}
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("certificate")
+    files = {"certificate": folder / "cert.pem", "key": folder / "key.pem"}
+    command = ("openssl", "req", "-x509", "-nodes", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
+    where = ("-subj", "/CN=localhost", "-keyout", files["key"], "-out", files["certificate"])
+    subprocess.run([*command, *where], check=True, capture_output=True)
+    return files
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="creates a certificate with openssl")
+def test_connections_are_limited_before_their_tls_handshakes(certificate: dict[str, Path]) -> None:
+    context = ssl.create_default_context(cafile=certificate["certificate"])
+    with served(ConnectionLimits(total=2), **certificate) as address, connect(address), connect(address) as second:
+        with connect(address) as third:
+            assert not rest(third)
+        second.close()
+        while True:  # until its place is free
+            with connect(address) as client, suppress(ConnectionError, ssl.SSLError):
+                with context.wrap_socket(client, server_hostname="localhost") as tls:
+                    tls.sendall(GET)
+                    assert received(tls)
+                    break
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="connects from 127.0.0.2")
+def test_refused_connections_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections that arrive together are accepted before those above a limit are closed."""
+    monkeypatch.setattr(connections, "is_loopback", lambda name: False)
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "192.0.2.1")
+    application = Application()
+    with served(ConnectionLimits(total=4, per_visitor=2), application) as address, ExitStack() as stack:
+        stack.enter_context(connect(address, GET.replace(b"quick", b"blocking")))
+        assert application.blocked.wait(PATIENCE)
+        for _ in range(8):
+            stack.enter_context(connect(address))
+        other = socket.create_connection(address, timeout=PATIENCE, source_address=("127.0.0.2", 0))
+        stack.enter_context(other).sendall(GET)
+        application.released.set()
+        assert received(other)
 
 
 def test_requests_of_a_visitor_are_counted_behind_a_proxy() -> None:
