@@ -14,7 +14,7 @@ from typing import Any
 from specdemo.bench import equality as prove
 from specdemo.bench import measure, table
 from specdemo.bench.baselines import BASELINES
-from specdemo.bench.calibration import Calibration, calibrate
+from specdemo.bench.calibration import Calibration, calibrate, check_draft_model
 from specdemo.bench.pairs import measure_pair, pair_bench, pairs_table, published_tables, skipped_lines
 from specdemo.bench.published_tables import repetition_table
 from specdemo.bench.questions import category_table, read_questions
@@ -206,6 +206,8 @@ def _preflight(options: argparse.Namespace) -> int:
 def _calibrate(options: argparse.Namespace) -> int:
     at_least_one("prompts", options.prompts)
     values = given(options)
+    if values.get("method", Recipe.method) == Recipe.method:
+        check_draft_model(values)
     recipe = replace(Recipe(), **{**values, "chat": values.get("pair") == CHAT_PAIR})
     refuse_ineffective(recipe, values)
     announce_pair(values)

@@ -18,6 +18,7 @@ from specdemo.cli.arguments import parser
 from specdemo.cli.run import recipe_of_flags
 from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
+from specdemo.models.zoo import PAIRS, Pair
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.remote.gates import hard_tokens
@@ -60,6 +61,14 @@ def test_the_terminal_prints_flags_of_run(models: dict[str, str], capsys: pytest
     (flags,) = re.findall(r"flags: (.*)", shown)
     chosen = recipe_of_flags(parser().parse_args(["run", "x", *names, "--remote", "http://a:1", *shlex.split(flags)]))
     assert chosen.cloud.gates == tuple(PERCENTILES) and f"--gate-nll {chosen.cloud.gate_nll:g}" in flags
+
+
+def test_pairs_without_draft_model_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(PAIRS, "alone", Pair("target without drafter", "target", None, 2, method="nasd"))
+    assert main(["calibrate", "--pair", "alone"]) == 2
+    assert "pair alone has none: a head needs the hidden states" in capsys.readouterr().err
 
 
 def test_methods_without_distributions_are_refused() -> None:

@@ -28,6 +28,7 @@ from e2e.page_fixtures import (
     written,
 )
 from specdemo.core.trace import read
+from specdemo.models.zoo import PAIRS
 from specdemo.remote.config import MODES
 from specdemo.remote.local_service import ServiceProcess
 from specdemo.ui import link_charts as edge
@@ -229,3 +230,24 @@ def test_cloud_process_ends_when_its_pipe_closes(served: Any) -> None:
     child = process(served)
     child.process.stdin.close()
     assert child.process.wait(PATIENCE) == 0
+
+
+def test_a_calibration_sets_the_controls_and_is_remembered_for_its_pair(tab: Any) -> None:
+    page = linked(tab, mode="speculative", gates=["nll"], max_tokens=8)
+    open_group(page, "Advanced settings", "Edge and cloud")
+    nll = page.locator("#gate-nll input[type=number]")
+    default = nll.input_value()
+    page.get_by_role("tab", name="Edge-cloud").click()
+    page.locator("#gates-calibrate").click()
+    thresholds = page.locator("#gates-thresholds")
+    expect(thresholds).to_contain_text(re.compile(r"draft tokens of \d+ texts"))
+    measured = re.search(r"--gate-nll ([\d.]+)", thresholds.inner_text()).group(1)
+    assert measured != default
+    expect(nll).to_have_value(measured)
+    page.reload()
+    open_group(page, "Advanced settings", "Edge and cloud")
+    nll.fill("0.5")
+    for pair in ("smollm2-135m", "bundled"):
+        page.locator("#pair input").click()
+        page.get_by_role("option", name=re.compile(f"^{re.escape(PAIRS[pair].title)}")).click()
+    expect(nll).to_have_value(measured)

@@ -11,6 +11,7 @@ import pytest
 
 from specdemo.bench.calibration import PERCENTILES, Calibration
 from specdemo.core.errors import UserError
+from specdemo.models.zoo import PAIRS, Pair
 from specdemo.ui.settings import OPTIONS, setting_of
 from specdemo.ui.tabs import calibration
 
@@ -18,13 +19,16 @@ SETTINGS = {name: setting_of(option, option.default) for name, option in OPTIONS
 RESULT = Calibration({"nll": 1.5, "entropy": 3.0, "margin": 0.1}, 90, 3, "dropout needs a *Llama*")
 
 
-def test_drafts_are_verified_on_this_machine() -> None:
+def test_drafts_are_verified_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = calibration.calibration_recipe(
         {**SETTINGS, "pair": "bundled", "mode": "speculative", "method": "ar"}, "cpu"
     )
     assert recipe.cloud is None and recipe.method == "draft" and recipe.models[1]
     with pytest.raises(UserError, match="temperature"):
         calibration.calibration_recipe({**SETTINGS, "temperature": -1}, "cpu")
+    monkeypatch.setitem(PAIRS, "alone", Pair("target without drafter", "target", None, 2, method="nasd"))
+    with pytest.raises(UserError, match="pair alone has none"):
+        calibration.calibration_recipe({**SETTINGS, "pair": "alone", "method": "nasd"}, "cpu")
 
 
 def test_thresholds_are_shown_beside_the_guide() -> None:

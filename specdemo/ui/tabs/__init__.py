@@ -20,13 +20,14 @@ def build_tabs(
     service: Service, controls: Mapping[str, gr.components.Component], defaults: Recipe, device: str
 ) -> gr.Markdown:
     """Lay out all tabs; return the description of the method."""
+    thresholds = gr.BrowserState(storage_key="specdemo-gates", secret="specdemo")  # in a tab, it is not read at first
     with gr.Tabs(elem_id="tabs"):
         with gr.Tab("Method", id="method"):
             about = gr.Markdown(link_papers(METHODS[defaults.method].notes), elem_id="about")
         with gr.Tab("Theory", id="theory", render_children=True) as tab:
             theory_tab(service.runs, tab)
         with gr.Tab("Edge-cloud", id="edge", render_children=True) as tab:
-            edge_tab(service, controls, device, tab)
+            edge_tab(service, controls, thresholds, device, tab)
         with gr.Tab("Bench", id="bench", render_children=True) as tab:
             bench_tab(service, controls, defaults, tab)
         with gr.Tab("Memory", id="memory", render_children=True) as tab:

@@ -11,7 +11,7 @@ from typing import Any
 
 import gradio as gr
 
-from specdemo.bench.calibration import PERCENTILES, Calibration
+from specdemo.bench.calibration import PERCENTILES, Calibration, check_draft_model
 from specdemo.core.errors import UserError
 from specdemo.prompts import alternate_classes, load_prompts
 from specdemo.recipe import Recipe
@@ -36,6 +36,7 @@ _REMEMBERED_JS = """(stored, pair, target, drafter, ...current) =>
 def calibration_recipe(settings: Mapping[str, Any], device: str) -> Recipe:
     """Return the recipe of the settings, verified on this machine."""
     chosen = recipe_of({**settings, "mode": "off", "max_tokens": TOKENS}, device)
+    check_draft_model(vars(chosen))
     return replace(chosen, method="draft")
 
 
@@ -54,10 +55,12 @@ def remembered(stored: Any, settings: Mapping[str, Any], thresholds: Mapping[str
     return {**known, key: [thresholds.get(name, settings[f"gate_{name}"]) for name in PERCENTILES]}
 
 
-def calibration_section(service: Service, controls: Mapping[str, gr.components.Component], device: str) -> None:
+def calibration_section(
+    service: Service, controls: Mapping[str, gr.components.Component], stored: gr.BrowserState, device: str
+) -> None:
+    """Lay out the section; `stored`: thresholds by pair."""
     gates = [controls[f"gate_{name}"] for name in PERCENTILES]
     gr.Markdown(_INTRO)
-    stored = gr.BrowserState(storage_key="specdemo-gates", secret="specdemo")
     run = gr.Button("Calibrate", elem_id="gates-calibrate", scale=0)
     status = gr.HTML(elem_id="gates-status")
     result = gr.Markdown(elem_id="gates-thresholds", elem_classes="figures")

@@ -110,12 +110,18 @@ def _memory_cells(runs: Sequence[Mapping[str, Any]]) -> tuple[str, str, str, str
     return megabytes(cpu or None, 0), gpu, megabytes(kv, 2), NOTHING if share is None else f"{share:.2%}"
 
 
-def edge_tab(service: Service, controls: Mapping[str, gr.components.Component], device: str, tab: gr.Tab) -> None:
+def edge_tab(
+    service: Service,
+    controls: Mapping[str, gr.components.Component],
+    thresholds: gr.BrowserState,
+    device: str,
+    tab: gr.Tab,
+) -> None:
     gr.Markdown(_INTRO if service.limits.remote is not None else f"{_INTRO} {_LOCAL_CLOUD}")
     _RunSection(service.runs, tab)
     _modes_section(service, controls, device)
     if "gate_nll" in controls:
-        calibration_section(service, controls, device)
+        calibration_section(service, controls, thresholds, device)
 
 
 class _RunSection:
