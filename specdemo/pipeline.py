@@ -31,9 +31,10 @@ from specdemo.models.engines.select import engine_of
 from specdemo.models.heads import LoadedDrafter, LoadedHead
 from specdemo.models.kv_cache import CachedModel, Model
 from specdemo.models.load import LoadedModel
-from specdemo.models.tokenizer import Bridge, check_vocabulary, token_bytes
+from specdemo.models.tokenizer import Bridge, check_vocabulary, encode_prompt, token_bytes
 from specdemo.models.uncached import UncachedModel
 from specdemo.models.zoo import check_pair
+from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe, refuse_with_encoder
 
 CONVERSATION = "conversation"  # key of the `Conversation` in `Stores`
@@ -151,6 +152,11 @@ class ModelContext:
             cache = self.cached(source, role)
         self.draft_caches.append(cache)
         return cache
+
+    @property
+    def corpus(self) -> list[list[int]]:
+        prompts = (*load_prompts(), *load_prompts(chat=True))
+        return [encode_prompt(self.target.tokenizer, prompt.text, False, self.vocab_size) for prompt in prompts]
 
     @property
     def has_drafter(self) -> bool:

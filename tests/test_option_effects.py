@@ -36,7 +36,7 @@ OTHER = {
     "filler_top_k": 1, "filler_weight": "equal", "ngram_levels": "one", "ngram_random": True, "ngram_keep": True,
     "tree_nodes": 3,
     "tree_width": 1, "exit_layer": 3, "skip_layers": (1,), "lookahead_window": 2, "lookahead_n": 2,
-    "lookahead_guesses": 1, "num_beams": 2,
+    "lookahead_guesses": 1, "num_beams": 2, "corpus_order": 1,
 }  # fmt: skip
 AROUND = {
     "gamma_min": {"policy": "svip", "temperature": 2.0},
@@ -44,7 +44,7 @@ AROUND = {
     "egag_ema_beta": {"policy": "egag", "gamma": 12, "temperature": 2.0, "tree_nodes": 60},
     "filler_top_k": {"max_tokens": 200, "temperature": 0.8, "ngram": 2},
     "filler_weight": {"max_tokens": 200, "temperature": 0.8, "ngram": 2},
-    "threshold": {"rule": "threshold", "temperature": 1.0, "max_tokens": 60},
+    "threshold": {"rule": "threshold", "temperature": 0.5, "max_tokens": 60},
     "skip_sample_adjustment": {"temperature": 1.0, "max_tokens": 60},
     "top_k": {"temperature": 2.0},
     "top_p": {"temperature": 2.0},

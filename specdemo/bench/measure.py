@@ -30,7 +30,7 @@ from specdemo.option_effects import has_effect
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
 
-VARIED = ("ngram", "filler_top_k", "filler_weight")  # options of methods that take lists
+VARIED = ("ngram", "filler_top_k", "filler_weight", "corpus_order")  # options of methods that take lists
 _COPY_BYTES = 256 << 20  # larger than any CPU cache
 
 

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from specdemo.core.options import OptionSet
-from specdemo.drafters import autoregressive, beam, hybrid, lookahead, lookup, model, ngram, self_speculation, suffix
+from specdemo.drafters import (
+    autoregressive,
+    beam,
+    corpus,
+    hybrid,
+    lookahead,
+    lookup,
+    model,
+    ngram,
+    self_speculation,
+    suffix,
+)
 from specdemo.drafters import tree as trees
 from specdemo.drafters.heads import block, eagle, medusa
 from specdemo.drafters.method import Method
 
 _MODULES = (
     *(model, eagle, medusa, block, ngram, suffix, hybrid, trees),
-    *(self_speculation, lookahead, lookup, autoregressive, beam),
+    *(self_speculation, lookahead, lookup, corpus, autoregressive, beam),
 )
 METHODS: dict[str, Method] = {module.METHOD.name: module.METHOD for module in _MODULES}
 

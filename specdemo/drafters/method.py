@@ -52,6 +52,10 @@ class BuildContext(Protocol):
     bridge: VocabularyBridge | None  # `None` for a shared vocabulary
 
     @property
+    def corpus(self) -> Sequence[Sequence[int]]:
+        """Return bundled texts, to count tokens."""
+
+    @property
     def has_drafter(self) -> bool:
         """Return True if a draft model is loaded."""
 

@@ -16,6 +16,7 @@ SMALL_SIZES = {"tree_nodes": 4, "tree_width": 2, "lookahead_window": 1, "lookahe
 class FakeContext:
     """Every role is `SMALL`; `random` is the source of all noise."""
 
+    corpus = (PROMPT,)
     vocab_size, stop, source, seed, bridge, has_drafter = VOCAB, (), PROMPT, 0, None, True
 
     def __init__(self, sampling: SamplingParams, random: Any, head: Any = None) -> None:

@@ -20,7 +20,7 @@ def build_tabs(
     service: Service, controls: Mapping[str, gr.components.Component], defaults: Recipe, device: str
 ) -> gr.Markdown:
     """Lay out all tabs; return the description of the method."""
-    thresholds = gr.BrowserState(storage_key="specdemo-gates", secret="specdemo")  # in a tab, it is not read at first
+    thresholds = gr.BrowserState(storage_key="specdemo-gates", secret="specdemo")  # read when it is mounted
     with gr.Tabs(elem_id="tabs"):
         with gr.Tab("Method", id="method"):
             about = gr.Markdown(link_papers(METHODS[defaults.method].notes), elem_id="about")
