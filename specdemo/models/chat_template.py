@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NoReturn
 
-from specdemo.models.limited_process import answer, request_answer
+from specdemo.models.limited_process import LimitedProcess, serve
 from specdemo.worker import interruptible
 
 _CPU_SECONDS, _SECONDS = 5, 20
 _MAX_BYTES, _MAX_CHARACTERS = 1 << 30, 2_000_000
 _REMEDY = "disable the chat option, or choose another model"
+_PROCESS = LimitedProcess(__name__)
 
 
 def render_chat(template: str, messages: Sequence[Mapping[str, str]], tokens: Mapping[str, Any]) -> str:
@@ -22,7 +23,7 @@ def render_chat(template: str, messages: Sequence[Mapping[str, str]], tokens: Ma
 
 @lru_cache(maxsize=4)
 def _render(request: str) -> str:
-    return request_answer(__name__, json.loads(request), _SECONDS, "the chat template", _REMEDY)
+    return _PROCESS.request(json.loads(request), _SECONDS, "the chat template", _REMEDY)
 
 
 def _text(template: str, values: Mapping[str, Any]) -> str:
@@ -61,4 +62,5 @@ def _text(template: str, values: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    answer(lambda request: _text(*request), _CPU_SECONDS, _MAX_BYTES)
+    _text("", {})  # import before the forks
+    serve(lambda request: _text(*request), _CPU_SECONDS, _MAX_BYTES)

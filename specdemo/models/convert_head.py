@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 from specdemo.core.errors import UserError, write_error
-from specdemo.models.limited_process import answer, request_answer
+from specdemo.models.limited_process import LimitedProcess, serve
 
 _CPU_SECONDS, _SECONDS = 300, 600
 _MAX_BYTES = 32 << 30
@@ -23,7 +24,8 @@ def convert_head(source: Path, folder: Path) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         request = [os.fspath(source.resolve()), os.fspath(folder.resolve() / "model.safetensors")]
-        count: int = request_answer(__name__, request, _SECONDS, f"the conversion of {source}", "choose another file")
+        with closing(LimitedProcess(__name__)) as process:
+            count: int = process.request(request, _SECONDS, f"the conversion of {source}", "choose another file")
         config = source.with_name("config.json")
         if config.is_file() and not (folder / config.name).exists():
             shutil.copyfile(config, folder / config.name)
@@ -52,4 +54,4 @@ def _convert(request: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    answer(_convert, _CPU_SECONDS, _MAX_BYTES)
+    serve(_convert, _CPU_SECONDS, _MAX_BYTES)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,32 +17,112 @@ from specdemo.core.errors import UserError, plain_text
 _ROOT = Path(__file__).parents[2]
 
 
-def request_answer(module: str, request: Any, seconds: float, subject: str, remedy: str) -> Any:
-    """Return the answer of a process that runs `module`. Raises `UserError` about `subject`."""
+class LimitedProcess:
+    """Process of `module`, started by the first request, and again after its end; see `serve`."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()  # the process answers one request at a time
+
+    def request(self, request: Any, seconds: float, subject: str, remedy: str) -> Any:
+        """Return the answer. Raises `UserError` about `subject`."""
+        line, late = json.dumps(request, default=str), threading.Event()
+        with self._lock:
+            process = self._running()
+
+            def end() -> None:
+                late.set()
+                _end(process)
+
+            timer = threading.Timer(seconds, end)
+            timer.start()
+            try:
+                reply = _exchange(process, line)
+            finally:
+                timer.cancel()
+        if late.is_set():
+            raise UserError(f"{subject} takes more than {seconds:g} s: {remedy}")
+        answer: dict[str, Any] = json.loads(reply) if reply else {"code": process.wait()}
+        if "code" in answer:
+            raise UserError(f"{subject} took too much time or memory (code {answer['code']}): {remedy}")
+        if "error" in answer:
+            raise UserError(f"{subject} failed ({plain_text(answer['error'], 200)}): {remedy}")
+        return answer["value"]
+
+    def close(self) -> None:
+        with self._lock:
+            if self._process is not None:
+                _end(self._process)
+                self._process = None
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", self._module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                encoding="utf-8",
+                errors="replace",
+                cwd=_ROOT,
+                start_new_session=True,  # it ends with its forks
+            )
+        return self._process
+
+
+def _exchange(process: subprocess.Popen[str], line: str) -> str:
+    assert process.stdin is not None and process.stdout is not None
     try:
-        result = subprocess.run(
-            [sys.executable, "-m", module],
-            input=json.dumps(request, default=str),
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=seconds,
-            cwd=_ROOT,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise UserError(f"{subject} takes more than {seconds:g} s: {remedy}") from None
-    if not result.stdout:
-        raise UserError(f"{subject} took too much time or memory (code {result.returncode}): {remedy}")
-    answer = json.loads(result.stdout)
-    if "error" in answer:
-        raise UserError(f"{subject} failed ({plain_text(answer['error'], 200)}): {remedy}")
-    return answer["value"]
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+        return process.stdout.readline()
+    except OSError:  # the process ended
+        return ""
 
 
-def answer(respond: Callable[[Any], Any], cpu_seconds: int, max_bytes: int) -> None:
-    """Limit this process and answer the request of standard input."""
+def _end(process: subprocess.Popen[str]) -> None:
+    if sys.platform != "win32" and process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.wait()
+
+
+def serve(respond: Callable[[Any], Any], cpu_seconds: int, max_bytes: int) -> None:
+    """Answer the requests of standard input, each in a fork with limits; without forks, a single one."""
+    for line in sys.stdin:
+        if sys.platform == "win32":
+            _send(_answer(respond, line))
+            return
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            _answer_in_fork(respond, line, writer, cpu_seconds, max_bytes)
+        os.close(writer)
+        with open(reader, encoding="utf-8", errors="replace") as file:
+            text = file.read()
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        _send(text or json.dumps({"code": code}))
+
+
+def _send(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _answer_in_fork(respond: Callable[[Any], Any], line: str, writer: int, cpu_seconds: int, max_bytes: int) -> None:
+    try:
+        null = os.open(os.devnull, os.O_RDWR)
+        for standard in (0, 1):  # those of the server
+            os.dup2(null, standard)
+        _limit(cpu_seconds, max_bytes)
+        with open(writer, "w", encoding="utf-8") as file:
+            file.write(_answer(respond, line))
+    finally:
+        os._exit(1)
+
+
+def _limit(cpu_seconds: int, max_bytes: int) -> None:
     if sys.platform != "win32":
         import resource
 
@@ -47,12 +130,14 @@ def answer(respond: Callable[[Any], Any], cpu_seconds: int, max_bytes: int) -> N
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if sys.platform == "linux":
             resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+
+
+def _answer(respond: Callable[[Any], Any], line: str) -> str:
     try:
-        result = {"value": respond(json.load(sys.stdin))}
+        return json.dumps({"value": respond(json.loads(line))})
     except MemoryError:
-        result = {"error": "it needs too much memory"}
+        return json.dumps({"error": "it needs too much memory"})
     except RecursionError:
-        result = {"error": "it calls itself too often"}
+        return json.dumps({"error": "it calls itself too often"})
     except Exception as error:
-        result = {"error": f"{type(error).__name__}: {error}"}
-    json.dump(result, sys.stdout)
+        return json.dumps({"error": f"{type(error).__name__}: {error}"})
