@@ -255,10 +255,10 @@ def step_parts(recipe: Recipe, prompts: Sequence[str]) -> list[dict[str, float]]
 def _split(step: Step, spent: Counter[tuple[bool, str]]) -> dict[str, float]:
     parts = {}
     names = ("drafter: passes, sampling", "drafter: rest"), ("target: passes", "target: distributions, sampling, tests")
-    for verifying, (inside, rest), seconds in zip((False, True), names, (step.draft_s, step.verify_s), strict=True):
+    for verifying, (inside, rest), seconds in zip((False, True), names, step.seconds[:2], strict=True):
         parts[inside] = spent[verifying, "pass"]
         parts[rest] = seconds - parts[inside]
-    return {**parts, "loop": step.host_s}
+    return {**parts, "loop": step.seconds.host}
 
 
 def breakdown(options: argparse.Namespace) -> None:

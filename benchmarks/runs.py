@@ -138,9 +138,9 @@ def step_totals(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool, paus
         sum(len(step.tokens) for step in steps),
         tuple(len(step.draft) for step in steps),
         tuple(beta for step in steps for beta in step.betas),
-        sum(step.draft_s for step in steps),
+        sum(step.seconds.draft for step in steps),
         cloud_s,
-        sum(step.verify_s for step in steps) - cloud_s,
-        sum(step.host_s for step in steps),
+        sum(step.seconds.verify for step in steps) - cloud_s,
+        sum(step.seconds.host for step in steps),
         *(sum(link[name] for link in links) for name in ("bytes_up", "bytes_down", "rows")),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -25,10 +26,14 @@ from specdemo.core.stop_text import StopTexts
 from specdemo.core.target import Target
 from specdemo.drafters import METHODS
 from specdemo.drafters.prediction import LONGEST_COPY, PredictedText
+from specdemo.external.address import key_for
+from specdemo.external.client import EngineClient
+from specdemo.external.run import ExternalRun
+from specdemo.external.schema import GenerationRequest
 from specdemo.loaded_pair import LoadedPair
 from specdemo.models import memory
 from specdemo.models.heads import LoadedDrafter, LoadedHead
-from specdemo.models.load import LoadedModel
+from specdemo.models.load import LoadedModel, read_tokenizer
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import HeadSpec, ModelSpec
 from specdemo.models.threads import torch_threads
@@ -38,6 +43,7 @@ from specdemo.recipe import Recipe
 from specdemo.remote.gates import PASSES, EdgeVerifier
 from specdemo.remote.target import connect
 from specdemo.remote.word_rules import IsName
+from specdemo.worker import interruptible
 
 CHARACTERS_PER_TOKEN = 3  # rough
 PromptOrChat: TypeAlias = "str | Sequence[ChatMessage] | Sequence[int]"
@@ -85,9 +91,11 @@ def generate(
             raise UserError(f"method {running.method} does not draft: choose another method, or omit the prediction")
         predicted = partial(_predicted, prediction, recipe.gamma)
         recipe = replace(recipe, policy="fixed", gamma=max(recipe.gamma, LONGEST_COPY))
+    if recipe.external is not None and (drafter or processors or prediction or logprobs is not None or names):
+        raise UserError("drafters, processors, predictions and log-probabilities need a local target: omit external")
     pool = ModelPool() if pool is None else pool
     resources = Resources(pool, stores, drafter, tuple(processors), names, predicted, logprobs)
-    run = run_local if running.cloud is None else run_edge_cloud
+    run = run_external if recipe.external else run_local if running.cloud is None else run_edge_cloud
     yield from run(recipe, prompt, resources)
 
 
@@ -164,6 +172,20 @@ def run_edge_cloud(recipe: Recipe, prompt: PromptOrChat, resources: Resources) -
         yield from _run(recipe, prompt, resources, target, edge)
 
 
+def run_external(recipe: Recipe, prompt: PromptOrChat, resources: Resources) -> Iterator[Event]:
+    """Run a recipe on a server of another engine; prompt and text are token ids of the target."""
+    address = recipe.server
+    assert address is not None
+    yield Loading(f"connecting to {address}")
+    tokenizer = interruptible(partial(read_tokenizer, recipe.target_spec, resources.pool.hub))
+    text, tokens, _ = _encode(tokenizer, len(tokenizer), prompt, recipe.chat)
+    sampling = (recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty, recipe.seed)
+    request = GenerationRequest(tokens, recipe.max_tokens, *sampling)
+    with closing(EngineClient(address, key_for(address, os.environ))) as client:
+        run = ExternalRun(client, request, tokenizer, recipe.stop_texts, recipe.stop_tokens)
+        yield from run.events(asdict(recipe), text, _versions())
+
+
 def _context(recipe: Recipe, prompt: PromptOrChat) -> int:
     texts = [prompt] if isinstance(prompt, str) else [part["content"] for part in prompt if isinstance(part, dict)]
     tokens = sum(map(len, texts)) // CHARACTERS_PER_TOKEN if texts else len(prompt)
@@ -176,7 +198,7 @@ def _run(
 ) -> Iterator[Event]:
     running = recipe.running
     environment = _environment(target, model)  # measured before the clock starts
-    text, prompt_tokens, start = _encode(target, prompt, running.chat)
+    text, prompt_tokens, start = _encode(target.tokenizer, target.vocab_size, prompt, running.chat)
     tokens = target.opening if target.encoder else prompt_tokens  # an encoder's input is not part of the text
     with ExitStack() as opened:
         pipeline = resources.pipeline(running, target, model, prompt_tokens if _is_encoded(prompt) else text, tokens)
@@ -227,14 +249,14 @@ def _is_encoded(prompt: PromptOrChat) -> TypeGuard[Sequence[int]]:
     return isinstance(prompt[0], int)
 
 
-def _encode(target: Target, prompt: PromptOrChat, chat: bool) -> tuple[str, list[int], float]:
+def _encode(tokenizer: Any, vocab_size: int, prompt: PromptOrChat, chat: bool) -> tuple[str, list[int], float]:
     """Return text and tokens of the prompt, and the time before it was encoded."""
     if _is_encoded(prompt):
-        ids = token_ids(prompt, chat, target.vocab_size)
-        return target.tokenizer.decode(ids), ids, time.perf_counter()
+        ids = token_ids(prompt, chat, vocab_size)
+        return tokenizer.decode(ids), ids, time.perf_counter()
     written = cast("str | Sequence[ChatMessage]", prompt)
-    text, start = prompt_text(target.tokenizer, written, chat), time.perf_counter()
-    return text, encode_prompt(target.tokenizer, text, chat, target.vocab_size), start
+    text, start = prompt_text(tokenizer, written, chat), time.perf_counter()
+    return text, encode_prompt(tokenizer, text, chat, vocab_size), start
 
 
 def _free_positions(pipeline: Pipeline, tokens: Sequence[int]) -> int:
@@ -290,7 +312,7 @@ def _steps(
         if pieces and ended:
             pieces[-1] += stream.rest()
         pieces = stops.feed(pieces, ended)
-        step = replace(step.cut(len(pieces)), draft_s=step.draft_s + drafter_s)
+        step = replace(step.cut(len(pieces)), draft_s=step.seconds.draft + drafter_s)
         metrics, verdict = metrics.plus(step), step.verdict
         pending = stream.peek(verdict.pending, range(-1, len(verdict.pending) - 1))
         yield StepEvent(

@@ -15,6 +15,10 @@ from specdemo.models.zoo import Pair
 from specdemo.remote.config import unused_thresholds
 
 _PAIR = ("pair", "target", "drafter")  # select models for all methods
+_OF_SERVER = (  # options that a server of another engine obeys
+    *("external", "pair", "target", "chat", "max_tokens"),
+    *("temperature", "top_k", "top_p", "repetition_penalty", "seed", "stop_texts", "stop_tokens"),
+)
 
 
 def methods_with(declared: Option) -> list[str]:
@@ -42,6 +46,9 @@ def ineffective(chosen: Any, names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _problem(chosen: Any, declared: Option) -> str:
+    if chosen.external is not None:
+        decides = "has no effect with external: the server decides, so set it there"
+        return "" if declared.name in _OF_SERVER else decides
     method, methods = METHODS[chosen.method], methods_with(declared)
     if declared.name in _PAIR and chosen.drafter != SAME:
         return ""

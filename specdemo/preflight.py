@@ -314,7 +314,7 @@ def decoded_runs(
         if recipe.method != "ar":
             with build_pipeline(ar, target, None) as baseline:
                 plain = _decoded(baseline, target, tokens, 1 + WARMUP_RUNS + baseline_steps, clock)
-        ar_s = [step.verify_s + step.host_s for step in plain[1 + WARMUP_RUNS :]]
+        ar_s = [step.seconds.verify + step.seconds.host for step in plain[1 + WARMUP_RUNS :]]
         yield DecodedRun(tokens, steps, statistics.median(ar_s) if ar_s else 0.0, kv_bytes)
 
 

@@ -13,6 +13,7 @@ from specdemo.core.options import OptionSet, option, options
 from specdemo.core.policies import POLICIES, DraftLengths
 from specdemo.core.rules import DEFAULT_RULE, RULES, Rule, check_rule, rule_names
 from specdemo.drafters import METHODS, option_classes
+from specdemo.external.address import ENGINES, EngineAddress
 from specdemo.models.spec import (
     ACTIVATION_BITS,
     COPY_FORMS,
@@ -248,6 +249,13 @@ class RunOptions(OptionSet):
         group="Recording",
         host=True,
     )
+    external: str | None = option(
+        None,
+        "Server of another engine",
+        f"decode with another engine that serves the target: ENGINE=URL, such as {ENGINES[0]}=http://127.0.0.1:8080",
+        group="Other engines",
+        metavar="SERVER",
+    )
     cloud: CloudConfig | None = None  # the target runs in this process if absent
 
     def __post_init__(self) -> None:
@@ -339,6 +347,16 @@ def _cloud_fits_method(chosen: Recipe) -> None:
         raise UserError(f"method {method.name} has no drafts to commit after the deadline: choose another method")
 
 
+def _external_fits(chosen: Recipe) -> None:
+    if chosen.external is None:
+        return
+    server = EngineAddress.parse(chosen.external)
+    if chosen.cloud is not None:
+        raise UserError(f"{server} decodes alone: omit external, or choose mode off")
+    if chosen.bad_words:
+        raise UserError(f"bad_words needs a target on this machine, not {server}: omit one of them")
+
+
 if TYPE_CHECKING:  # a test verifies that both branches have the same classes
     from specdemo.drafters.beam import BeamOptions
     from specdemo.drafters.lookahead import LookaheadOptions
@@ -354,7 +372,10 @@ else:
 
 
 @options(
-    checks=(_models_fit, _activations_fit, _gamma_bounds_fit, _rule_fits, _sampling_fits, _cloud_fits_method),
+    checks=(
+        *(_models_fit, _activations_fit, _gamma_bounds_fit, _rule_fits),
+        *(_sampling_fits, _cloud_fits_method, _external_fits),
+    ),
     check_named=refuse_ineffective,
 )
 class Recipe(MethodOptions, RunOptions):
@@ -432,10 +453,22 @@ class Recipe(MethodOptions, RunOptions):
         return replace(alone, quantization=edge.quantization, device=edge.device)
 
     @property
+    def server(self) -> EngineAddress | None:
+        """Address of the other engine, if one decodes."""
+        return None if self.external is None else EngineAddress.parse(self.external)
+
+    @property
+    def is_baseline(self) -> bool:
+        """Return True for AR decoding by this program."""
+        return self.method == "ar" and self.external is None
+
+    @property
     def exact(self) -> bool:
-        """Return True if the text follows the target's distribution."""
+        """Return True if the text follows the target's distribution; unknown of other engines, so False."""
         from specdemo.core.sampling import SamplingParams
 
+        if self.external is not None:
+            return False
         method, rule = METHODS[self.method], RULES[self.rule]
         if self.cloud is not None:
             drafting = self.temperature if self.drafter_temperature is None else self.drafter_temperature

@@ -45,7 +45,7 @@ def other(option: Option) -> Any:
         "target": "some/target", "drafter": "some/drafter", "bad_words": ("a b", "c"), "skip_layers": (5, 7),
         "stop_texts": ("a b", "c"), "stop_tokens": (5, 7),
         "gates": ("nll", "rare"), "threshold": 0.25, "word_frequencies": "words.txt", "seed": 9, "temperature": 0.625,
-        "head": "some/head", "method": "nasd",
+        "head": "some/head", "method": "nasd", "external": "vllm=http://127.0.0.1:8000",
     }  # fmt: skip
     if option.name in special:
         return special[option.name]

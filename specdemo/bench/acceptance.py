@@ -58,6 +58,8 @@ def _tested(steps: Iterable[Step], length: int) -> Iterator[tuple[int, int, bool
     """Yield draft position, text length, outcome and confidence of each tested token."""
     for step in steps:
         draft = step.draft
+        if draft.undisclosed is not None:
+            yield from ((depth, length + depth - 1, depth <= step.accepted, None) for depth in step.depths[0])
         for node, beta in enumerate(step.verdict.beta):
             if beta is not None and not step.unverified:
                 depth = len(draft.path(node))

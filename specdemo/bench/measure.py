@@ -19,6 +19,7 @@ import torch
 from specdemo.bench.acceptance import Acceptance
 from specdemo.bench.baselines import BASELINES, Baselines
 from specdemo.core.events import End, Header, Loading, MemoryUse, StepEvent
+from specdemo.core.metrics import Metrics
 from specdemo.core.policies import POLICIES
 from specdemo.core.rules import DEFAULT_RULE
 from specdemo.core.step import Step
@@ -51,6 +52,8 @@ def recipe_label(recipe: Recipe) -> str:
     length = length if METHODS[recipe.method].uses_policy else ""
     own = (name for name in VARIED if name in METHODS[recipe.method].option_names)
     changed = "".join(f" {name}={value}" for name in own if (value := getattr(recipe, name)) != getattr(Recipe, name))
+    if recipe.server is not None:
+        return f"{recipe.server} T={recipe.temperature:g}"
     rule = "" if recipe.rule == DEFAULT_RULE else f" {recipe.rule}"
     mode = f" {recipe.cloud.mode}" if recipe.cloud else ""
     return f"{recipe.method}{length}{changed}{rule}{mode} T={recipe.temperature:g}"
@@ -61,9 +64,10 @@ def grid(
     gammas: Sequence[int],
     policies: Sequence[str],
     temperatures: Sequence[float],
+    external: Sequence[str] = (),
     **varied: Sequence[Any],
 ) -> Iterator[dict[str, Any]]:
-    """Yield recipe settings: for each temperature AR decoding, then every combination, once if several are equal.
+    """Yield recipe settings: for each temperature AR decoding, servers, then every combination, once if some are equal.
 
     Policies other than `fixed` start from the last of `gammas`. Top-p and top-k are off, as in the papers.
     `varied`: lists of options of methods.
@@ -71,6 +75,7 @@ def grid(
     for temperature in temperatures:
         sampling = {"temperature": temperature, "top_p": 1.0, "top_k": 0}
         yield {"method": "ar", **sampling}
+        yield from ({"external": server, **sampling} for server in external)
         for method in methods:
             lengths = _lengths(method, gammas, policies) if method != "ar" else ()
             for length, own in product(lengths, _combinations(method, varied)):
@@ -110,8 +115,8 @@ def measure(
     recipe. Later messages follow the answer of the first recipe. `repeat` uses other seeds. Raises `RuntimeError` if a
     run fails.
     """
-    ar = [recipe for recipe in recipes if recipe.method == "ar"]
-    drafting = next((recipe for recipe in recipes if recipe.drafter_spec), None)
+    ar = [recipe for recipe in recipes if recipe.is_baseline]
+    drafting = next((recipe for recipe in recipes if recipe.drafter_spec and recipe.external is None), None)
     lanes: list[tuple[Recipe, str | None]] = [(recipe, None) for recipe in recipes]
     lanes += [(recipe, baseline) for recipe in ar for baseline in baselines]
     pair = None
@@ -187,7 +192,6 @@ def _ours(
     if end.reason == "error":
         raise RuntimeError(f"{recipe_label(recipe)} failed: {end.error}")
     metrics, peak = end.metrics, end.peak or MemoryUse()
-    weights = [environment["target_bytes"], environment["drafter_bytes"] or 0]
     paused = sum(pauses[:-1])
     return {
         **metrics.as_dict(),
@@ -201,10 +205,18 @@ def _ours(
         "decode_tokens": metrics.decode_tokens,
         "wall_s": steps[-1].t - steps[0].t - paused,
         "paused_s": paused,
-        "bytes_read": weights[0] * metrics.decode_steps + weights[1] * metrics.drafted,
-        "held_bytes": peak.device or sum(weights) + (peak.kv or 0),
+        **_memory(environment, metrics, peak),
         "environment": environment,
     }
+
+
+def _memory(environment: Mapping[str, Any], metrics: Metrics, peak: MemoryUse) -> dict[str, float]:
+    """Return the bytes of weights read, and the bytes held; nothing for other engines."""
+    target, drafter = environment.get("target_bytes"), environment.get("drafter_bytes") or 0
+    if target is None:
+        return {}
+    read = target * metrics.decode_steps + drafter * metrics.drafted
+    return {"bytes_read": read, "held_bytes": peak.device or target + drafter + (peak.kv or 0)}
 
 
 @cache

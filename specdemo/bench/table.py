@@ -101,7 +101,7 @@ def table(
     Includes only the fastest setting of each family of `baselines`. `bandwidth`: copied bytes per second, 0 if unknown.
     """
     records = list(records)
-    ar = {recipe.temperature: i for i, recipe in enumerate(recipes) if recipe.method == "ar"}
+    ar = {recipe.temperature: i for i, recipe in enumerate(recipes) if recipe.is_baseline}
     rows = []
     for kind in dict.fromkeys(record["kind"] for record in records):
         of_kind = [record for record in records if record["kind"] == kind]
@@ -208,7 +208,7 @@ def _with_costs(row: BenchRow, records: Sequence[Record], index: int, base: int 
     costs = [
         _costs(run, ar, recipe)
         for run, ar, _ in _timed_pairs(records, index, base)
-        if run["steps"] > 1 and ar["steps"] > 1
+        if run["steps"] > 1 and ar["steps"] > 1 and run["verify_s"] is not None
     ]
 
     def median(name: str) -> float | None:

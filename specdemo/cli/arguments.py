@@ -129,7 +129,7 @@ def _bench(command: Parser) -> None:
         "temperature": [0.0],
     }
     _add_options(command, _options(*varied, "rule", "max_tokens"), **varied, max_tokens=128)
-    _add_options(command, _options("ngram", "filler_top_k", "filler_weight", "corpus_order"), many=True)
+    _add_options(command, _options("external", "ngram", "filler_top_k", "filler_weight", "corpus_order"), many=True)
     _add_options(command, CloudConfig.OPTIONS.values())
     add = command.add_argument
     add("--kind", nargs="+", default=[], help="classes of prompts (default: all)")

@@ -72,7 +72,7 @@ def _bench_settings(options: argparse.Namespace) -> tuple[dict[str, Any], list[d
     """Return common values, the values of each recipe, and the lists of options of methods."""
     varying = ("method", "gamma", "policy", "temperature")
     common = {name: value for name, value in given(options).items() if name not in varying}
-    lists = {name: common.pop(name) for name in measure.VARIED if name in common}
+    lists = {name: common.pop(name) for name in (*measure.VARIED, "external") if name in common}
     common["chat"] = common.get("pair") == CHAT_PAIR
     varied = list(measure.grid(options.method, options.gamma, options.policy, options.temperature, **lists))
     if cloud := common.get("cloud"):  # the fastest AR baseline: no round trip per token

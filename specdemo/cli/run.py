@@ -17,6 +17,7 @@ from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, StepE
 from specdemo.core.explain import STYLES, Decision, decision_of, exact_label, explain, explain_engine, figure
 from specdemo.core.formats import number, percent
 from specdemo.core.metrics import Metrics
+from specdemo.core.step import Outcome
 from specdemo.generate import generate
 from specdemo.option_effects import refuse_ineffective
 from specdemo.recipe import PRESETS, Recipe
@@ -129,10 +130,13 @@ class Steps:
         step, verdict = event.step, event.step.verdict
         yield (
             f"--- step {step.i}  position {self._position}  gamma {step.gamma}  "
-            f"drafted {len(step.draft)}  accepted {len(verdict.accepted)} ---"
+            f"drafted {step.draft.size}  accepted {len(verdict.accepted)} ---"
         )
         for node, text in enumerate(event.draft_texts):
-            yield f"  {text!r:>16}  {_test(decision_of(step, node, self._recipe))}  {explain(step, node, self._recipe)}"
+            test = _test(decision_of(step, node, self._recipe))
+            yield f"  {text!r:>16}  {test}{explain(step, node, self._recipe)}"
+        if step.draft.undisclosed:
+            yield f"  {f'+{step.draft.undisclosed}':>16}  not reported by the engine"
         if step.searched:
             yield f"  committed {event.text!r}  best beam continues {event.pending_text!r}"
         if verdict.token is not None:
@@ -166,20 +170,26 @@ def _spans(event: StepEvent, coloured: bool) -> Iterator[str]:
     if not coloured:
         yield event.text
         return
+    undisclosed = event.step.draft.undisclosed
     for shown in event.shown():
+        if undisclosed and shown.outcome is Outcome.CORRECTION:
+            yield f"{STYLES[Outcome.IGNORED].ansi}+{undisclosed}{RESET}"
         style = STYLES[shown.outcome].ansi
         text = shown.text if shown.outcome.committed else shown.text.replace("\n", "\u23ce")
         yield f"{style}{text}{RESET}" if style else text
 
 
 def _test(decision: Decision) -> str:
+    if decision.p is None:
+        return ""
     q = 1.0 if decision.q is None else decision.q
     last = f"rank={decision.rank}" if decision.rank else f"bound={figure(decision.bound)}"
-    return f"q={figure(q)}  p={figure(decision.p)}  {last:<11}"
+    return f"q={figure(q)}  p={figure(decision.p)}  {last:<11}  "
 
 
 def _last_lines(header: Header, end: End) -> str:
-    guarantee = exact_label(header.recipe) if header.exact else "LOSSY"
+    claimed = header.exact or header.recipe.get("external")
+    guarantee = exact_label(header.recipe) if claimed else "LOSSY"
     guarantee = "incomplete" if end.reason == "error" else guarantee
     return f"{summary(end.metrics)}  {guarantee}  end: {_ending(end)}\n{explain_engine(header.environment)}"
 

@@ -30,12 +30,15 @@ STYLES = {
     Outcome.CORRECTION: Style("correction", "\x1b[34;4m", "underline"),
     Outcome.BONUS: Style("bonus", "\x1b[36;4m", "underline"),
     Outcome.PLAIN: Style("plain"),
+    Outcome.UNKNOWN: Style("not reported"),
 }
 
 
 def exact_label(recipe: Mapping[str, Any]) -> str:
-    """Return `exact`, with the service that verified the run."""
+    """Return `exact`, with the service that verified the run, or that another engine reported it."""
     cloud = recipe.get("cloud") or {}
+    if recipe.get("external"):
+        return "reported by engine"
     verified = cloud.get("remote") and cloud.get("mode") != "edge_only"
     return f"exact, verified by the service at {cloud['remote']}" if verified else "exact"
 
@@ -83,6 +86,8 @@ class Reason(Enum):
     BONUS = "All draft tokens were accepted; the same target pass gave this token."
     PLAIN = "Chosen by the target; the draft was empty."
     SEARCHED = "All beams agree on this token."
+    REPORTED_ACCEPTED = "Drafted and accepted, as the counts of the engine show."
+    UNREPORTED = "The counts of the engine do not show how this token was chosen."
 
 
 REASON_INDEX = {reason: i for i, reason in enumerate(Reason)}
@@ -146,6 +151,8 @@ def reason_of(step: Step, node: int | None, recipe: Mapping[str, Any]) -> Reason
     verdict, accepted = step.verdict, node in step.verdict.accepted
     if step.unverified:
         return UNVERIFIED[verdict.source] if accepted else Reason.DROPPED
+    if step.draft.undisclosed is not None:
+        return Reason.REPORTED_ACCEPTED
     if verdict.p[node] is None:
         return Reason.LATE_ACCEPTED if accepted else Reason.LATE_REJECTED
     if verdict.beta[node] is None:
@@ -201,6 +208,10 @@ def _reason_of_target_token(step: Step, recipe: Mapping[str, Any]) -> Reason:
             return Reason.BONUS
         case Outcome.PLAIN:
             return Reason.SEARCHED if step.searched else Reason.PLAIN
+        case Outcome.UNKNOWN:
+            return Reason.UNREPORTED
+    if step.draft.undisclosed is not None:
+        return Reason.CORRECTION
     last = step.verdict.accepted[-1] if step.verdict.accepted else -1
     rule = rule_traits(recipe)
     if not rule.needs_rows or recipe.get("temperature") == 0 or recipe.get("skip_sample_adjustment"):

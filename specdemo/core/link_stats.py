@@ -16,10 +16,11 @@ class Source(StrEnum):
     PROVISIONAL = "provisional"
     ALONE = "alone"  # the mode is edge_only, or the connection was lost
     LATE = "late"  # response to an earlier request
+    UNREPORTED = "unreported"  # another engine, which does not report whether the token was drafted
 
     @property
     def by_target(self) -> bool:
-        return self in (Source.TARGET, Source.LATE)
+        return self in (Source.TARGET, Source.LATE, Source.UNREPORTED)
 
 
 _FLAGS: Mapping[Source, Mapping[str, float]] = {

@@ -19,7 +19,10 @@ from specdemo.core.step import Step
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Sums over the steps of a run. Speeds exclude the prefill, which is timed by `ttft_s`."""
+    """Sums over the steps of a run. Speeds exclude the prefill, which is timed by `ttft_s`.
+
+    Durations are None if another engine does not report them.
+    """
 
     tokens: int = 0
     steps: int = 0
@@ -29,13 +32,15 @@ class Metrics:
     unverified_drafted: int = 0  # draft tokens of unverified steps
     target_passes: int = 0  # passes after the prefill
     beta: float = 0.0
+    overlaps: int = 0  # tested positions with a known sum min(p, q)
     accepted_by_position: tuple[int, ...] = ()
     tested_by_position: tuple[int, ...] = ()
     ttft_s: float | None = None
     decode_tokens: int = 0
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    host_s: float = 0.0
+    draft_s: float | None = 0.0
+    verify_s: float | None = 0.0
+    host_s: float | None = 0.0
+    last_s: float = 0.0  # time of the last step
     remote: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -43,26 +48,27 @@ class Metrics:
         return reduce(cls.plus, steps, cls())
 
     def plus(self, step: Step) -> Metrics:
-        draft, verdict = step.draft, step.verdict
         remote, first = step.verdict.remote, self.ttft_s is None
-        tested = {node: len(draft.path(node)) for node, beta in enumerate(verdict.beta) if beta is not None}
-        accepted = [tested[node] for node in verdict.accepted if node in tested]
+        drafted, betas = step.draft.size, step.betas
+        tested, accepted = step.depths
         return Metrics(
             tokens=self.tokens + len(step.tokens),
             steps=self.steps + 1,
-            drafted=self.drafted + len(draft),
+            drafted=self.drafted + drafted,
             accepted=self.accepted + step.accepted,
             unverified=self.unverified + (len(step.tokens) if step.unverified else 0),
-            unverified_drafted=self.unverified_drafted + (len(draft) if step.unverified else 0),
+            unverified_drafted=self.unverified_drafted + (drafted if step.unverified else 0),
             target_passes=self.target_passes + (0 if first else step.target_passes),
-            beta=self.beta + sum(step.betas),
-            tested_by_position=_counted(self.tested_by_position, [*tested.values()]),
-            accepted_by_position=_counted(self.accepted_by_position, accepted, max(tested.values(), default=0)),
+            beta=self.beta + sum(betas),
+            overlaps=self.overlaps + len(betas),
+            tested_by_position=_counted(self.tested_by_position, tested),
+            accepted_by_position=_counted(self.accepted_by_position, accepted, max(tested, default=0)),
             ttft_s=step.t if first else self.ttft_s,
             decode_tokens=self.decode_tokens + (0 if first else len(step.tokens)),
-            draft_s=self.draft_s + (0 if first else step.draft_s),
-            verify_s=self.verify_s + (0 if first else step.verify_s),
-            host_s=self.host_s + (0 if first else step.host_s),
+            draft_s=_sum(self.draft_s, step.draft_s, first),
+            verify_s=_sum(self.verify_s, step.verify_s, first),
+            host_s=_sum(self.host_s, step.host_s, first),
+            last_s=step.t,
             remote={name: self.remote.get(name, 0.0) + remote.get(name, 0.0) for name in {**self.remote, **remote}},
         )
 
@@ -80,7 +86,7 @@ class Metrics:
 
     @property
     def mean_beta(self) -> float | None:
-        return _ratio(self.beta, self.tested)
+        return _ratio(self.beta, self.overlaps)
 
     @property
     def decode_steps(self) -> int:
@@ -97,7 +103,12 @@ class Metrics:
 
     @property
     def decode_s(self) -> float:
-        """Seconds spent by this run after the prefill, excluding other runs and the page."""
+        """Seconds spent by this run after the prefill, excluding other runs and the page.
+
+        For another engine, the observed seconds between its first and its last token.
+        """
+        if self.draft_s is None or self.verify_s is None or self.host_s is None:
+            return self.last_s - (self.ttft_s or 0.0)
         return self.draft_s + self.verify_s + self.host_s
 
     @property
@@ -126,6 +137,11 @@ class Metrics:
 
 def _ratio(part: float, total: float) -> float | None:
     return part / total if total else None
+
+
+def _sum(total: float | None, value: float | None, first: bool) -> float | None:
+    """Add the duration of a step, except that of the first; None if it is unknown."""
+    return None if total is None or value is None else total if first else total + value
 
 
 def _counted(counts: tuple[int, ...], depths: list[int], length: int = 0) -> tuple[int, ...]:

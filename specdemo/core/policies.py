@@ -91,12 +91,12 @@ class Auto(PolicyDefaults):
         if step.i == 0:
             return
         drafted, accepted = len(step.draft), len(step.verdict.accepted)
-        self._verify_s[min(drafted, self.max_gamma)].append(step.verify_s)
+        self._verify_s[min(drafted, self.max_gamma)].append(step.seconds.verify)
         self._drafts = self._drafts + 1 if drafted else 0
         if self._drafts == 2:
             self._draft_s.clear()
         if self._drafts > 1:  # the first also reads the text of AR steps
-            self._draft_s.append(step.draft_s / drafted)
+            self._draft_s.append(step.seconds.draft / drafted)
         for i in range(min(self.max_gamma, accepted + (step.kind == "correction"))):
             self._tested[i] = self.decay * self._tested[i] + 1
             self._accepted[i] = self.decay * self._accepted[i] + _acceptance(step, i)

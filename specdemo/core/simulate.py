@@ -144,15 +144,16 @@ def recorded_steps(steps: Iterable[Step], *, counted: bool = False) -> list[Reco
     decoding = [step for step in steps if step.i > 0]
     if not all(step.draft.is_chain for step in decoding):
         raise ValueError("other draft lengths can be estimated for chains only")
-    token_s = [step.draft_s / len(step.draft) for step in decoding if step.draft.tokens]
+    token_s = [step.seconds.draft / len(step.draft) for step in decoding if step.draft.tokens]
     recorded, opened = [], False
     for step in decoding:
         tested = [float(i < step.accepted) if counted else beta for i, beta in enumerate(step.betas)]
         betas = tuple([*tested, *[None] * len(step.tokens)][: len(step.tokens)])
-        drafted, draft_s = len(step.draft), step.draft_s
+        drafted, seconds = len(step.draft), step.seconds
+        draft_s = seconds.draft
         if drafted and not opened:
             draft_s, opened = min(draft_s, drafted * statistics.median(token_s)), True
-        recorded.append(RecordedStep(betas, drafted, drafted < step.gamma, draft_s, step.verify_s, step.host_s))
+        recorded.append(RecordedStep(betas, drafted, drafted < step.gamma, draft_s, seconds.verify, seconds.host))
     return recorded
 
 
@@ -208,8 +209,8 @@ def other_gammas(
     recorded, plain = recorded_steps(steps, counted=counted), [step for step in baseline if step.i > 0]
     if not any(beta is not None for step in recorded for beta in step.betas):
         return []
-    opening = sum(step.draft_s for step in steps if step.i > 0) - sum(step.draft_s for step in recorded)
-    plain_s = statistics.fmean(step.verify_s for step in plain) if plain else None
+    opening = sum(step.seconds.draft for step in steps if step.i > 0) - sum(step.draft_s for step in recorded)
+    plain_s = statistics.fmean(step.seconds.verify for step in plain) if plain else None
     rng = random.Random(0)
     samples = [rng.choices(recorded, k=len(recorded)) for _ in range(draws)]
     samples = [sample for sample in samples if any(step.draft for step in sample)]
@@ -256,6 +257,6 @@ def _simulated_drafts(chances: Sequence[Sequence[float]], rng: random.Random) ->
 def _of_baseline(steps: Sequence[Step], rng: random.Random, draws: int) -> GammaEstimate:
     rates = []
     for sample in [steps, *(rng.choices(steps, k=len(steps)) for _ in range(draws))]:
-        seconds = sum(step.draft_s + step.verify_s + step.host_s for step in sample)
+        seconds = sum(sum(step.seconds) for step in sample)
         rates.append(sum(len(step.tokens) for step in sample) / seconds)
     return GammaEstimate(0, 1.0, rates[0], *central_range(rates[1:]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specdemo.core.link_stats import LinkStats, Source
 from specdemo.core.origin import Origin
@@ -24,6 +24,7 @@ class Outcome(StrEnum):
     CORRECTION = "correction"
     BONUS = "bonus"
     PLAIN = "plain"  # the draft was empty
+    UNKNOWN = "unknown"  # committed by another engine, which does not report how
 
     @property
     def committed(self) -> bool:
@@ -35,7 +36,7 @@ class Draft:
     """A forest of proposed tokens: `parents[i] < i`, -1 is the last committed token, siblings in sampling order.
 
     `probs`: the distribution each token was sampled from, conditional on the earlier siblings not being chosen. `None`:
-    point masses.
+    point masses. `undisclosed`: number of further tokens of a chain, whose ids another engine does not report.
     """
 
     tokens: tuple[int, ...] = ()
@@ -43,6 +44,7 @@ class Draft:
     token_probs: tuple[float, ...] | None = None  # draft probability of each token
     probs: DraftProbs | None = None
     origin: tuple[Origin, ...] = ()  # origin of each token; empty if unknown
+    undisclosed: int | None = None  # None: all tokens are known
 
     @classmethod
     def chain(
@@ -56,6 +58,11 @@ class Draft:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def size(self) -> int:
+        """Return the number of drafted tokens, with the undisclosed ones."""
+        return len(self.tokens) + (self.undisclosed or 0)
 
     @property
     def is_chain(self) -> bool:
@@ -165,18 +172,26 @@ class Verdict:
         )
 
 
+class StepSeconds(NamedTuple):
+    """Durations of drafting and verification, and the remaining time of a step, in seconds."""
+
+    draft: float
+    verify: float
+    host: float
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Result of a draft-verify iteration, with times in seconds."""
+    """Result of a draft-verify iteration, with times in seconds; None if another engine does not report them."""
 
     i: int
     tokens: tuple[int, ...]
     draft: Draft
     verdict: Verdict
     gamma: int  # maximum draft length of this step
-    draft_s: float
-    verify_s: float
-    host_s: float  # remaining time of the step
+    draft_s: float | None
+    verify_s: float | None
+    host_s: float | None  # remaining time of the step
     t: float  # seconds since the request began
     policy: Mapping[str, float] = field(default_factory=dict)  # notes of the draft-length policy
 
@@ -187,12 +202,26 @@ class Step:
         return replace(self, tokens=self.tokens[:keep], verdict=self.verdict.cut(self.draft, keep))
 
     @property
+    def seconds(self) -> StepSeconds:
+        """Return the durations. Raises `ValueError` if they are unknown."""
+        if self.draft_s is None or self.verify_s is None or self.host_s is None:
+            raise ValueError("the engine does not report the durations of a step")
+        return StepSeconds(self.draft_s, self.verify_s, self.host_s)
+
+    @property
     def kind(self) -> Outcome:
-        """`UNVERIFIED` (no target token), `PLAIN` (empty draft), `BONUS` (a leaf was reached) or `CORRECTION`."""
+        """`UNVERIFIED` (no target token), `PLAIN` (empty draft), `BONUS` (a leaf was reached) or `CORRECTION`.
+
+        `UNKNOWN` if another engine does not report it.
+        """
         if self.unverified:
             return Outcome.UNVERIFIED
-        if not self.draft.tokens:
+        if self.verdict.source is Source.UNREPORTED:
+            return Outcome.UNKNOWN
+        if not self.draft.size:
             return Outcome.PLAIN
+        if self.draft.undisclosed:
+            return Outcome.CORRECTION
         last = self.verdict.accepted[-1] if self.verdict.accepted else -1
         return Outcome.CORRECTION if last in self.draft.parents else Outcome.BONUS
 
@@ -226,7 +255,7 @@ class Step:
     @property
     def searched(self) -> bool:
         """True for a step of a beam search, which may commit no tokens."""
-        return not self.draft.tokens and self.verdict.token is None
+        return not self.draft.size and self.verdict.token is None
 
     @property
     def accepted(self) -> int:
@@ -237,8 +266,18 @@ class Step:
         return [beta for beta in self.verdict.beta if beta is not None]
 
     @property
+    def depths(self) -> tuple[list[int], list[int]]:
+        """Positions in the draft, from 1, of the tested tokens, and of the accepted tokens among them."""
+        draft, verdict = self.draft, self.verdict
+        if draft.undisclosed is not None:
+            rejected = bool(draft.undisclosed) and verdict.token is not None
+            return list(range(1, self.accepted + 1 + rejected)), list(range(1, self.accepted + 1))
+        tested = {node: len(draft.path(node)) for node, beta in enumerate(verdict.beta) if beta is not None}
+        return [*tested.values()], [tested[node] for node in verdict.accepted if node in tested]
+
+    @property
     def tested(self) -> int:
-        return len(self.betas)
+        return len(self.depths[0])
 
 
 def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
 from specdemo.core.events import MemoryUse, StepEvent
-from specdemo.core.link_stats import LinkStats, source_of
+from specdemo.core.link_stats import LinkStats, Source, source_of
 from specdemo.core.metrics import Metrics
 from specdemo.core.origin import Origin
 from specdemo.core.step import Draft, Step, TopTokens, Verdict
@@ -29,7 +29,7 @@ Bytes = Annotated[float, Field(ge=0, le=1e18)]
 _Probability = Annotated[float, Field(ge=0, le=1.0001)]  # float32 sums may slightly exceed 1
 Text = Annotated[str, Field(max_length=10_000)]
 Name = Annotated[str, Field(max_length=40)]
-Kind: TypeAlias = Literal["correction", "bonus", "plain", "unverified"]
+Kind: TypeAlias = Literal["correction", "bonus", "plain", "unverified", "unknown"]
 
 _STRICT = with_config(ConfigDict(strict=True, extra="ignore", allow_inf_nan=False))
 
@@ -82,9 +82,9 @@ class StepRecord(TypedDict):
     beta: list[_Probability | None]
     bound: NotRequired[list[_Probability | None]]
     gamma: Annotated[int, Field(ge=0, le=1024)]
-    draft_s: Seconds
-    verify_s: Seconds
-    host_s: Seconds
+    draft_s: Seconds | None  # None if another engine does not report it
+    verify_s: Seconds | None
+    host_s: Seconds | None
     t: Seconds
     policy: NotRequired[Annotated[dict[Name, Number], Field(max_length=16)]]
     remote: NotRequired[Annotated[dict[Name, Number], Field(max_length=32)] | None]
@@ -95,6 +95,7 @@ class StepRecord(TypedDict):
     token_top: NotRequired[TopRecord | None]
     rank: NotRequired[Annotated[list[Id], Field(max_length=MAX_NODES)]]
     origin: NotRequired[list[OriginRecord]]
+    undisclosed: NotRequired[Annotated[int, Field(ge=0, le=MAX_NODES)] | None]
     texts: NotRequired[dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], Text] | None]
     text: Annotated[str, Field(max_length=100_000)]
     pieces: Annotated[list[Text], Field(max_length=MAX_TOKENS)]
@@ -147,6 +148,8 @@ def of(event: StepEvent) -> StepRecord:
         record["rank"] = list(verdict.rank)
     if draft.origin:
         record["origin"] = [cast(OriginRecord, origin.as_dict()) for origin in draft.origin]
+    if draft.undisclosed is not None:
+        record["undisclosed"] = draft.undisclosed
     if event.token_texts:
         record["texts"] = {str(token): text for token, text in event.token_texts.items()}
     return record
@@ -170,6 +173,8 @@ def step_of(record: StepRecord) -> Step:
     q, pending = record["q"], record.get("pending")
     remote = record.get("remote") or {}
     source, request_sent = source_of(remote, bool(record["choices"]))
+    if record["kind"] == "unknown":
+        source = Source.UNREPORTED
     token_top = record.get("token_top")
     return Step(
         i=record["i"],
@@ -179,6 +184,7 @@ def step_of(record: StepRecord) -> Step:
             tuple(record["parents"]),
             None if q is None else tuple(q),
             origin=tuple(Origin(**origin) for origin in record.get("origin", ())),
+            undisclosed=record.get("undisclosed"),
         ),
         verdict=Verdict(
             accepted=tuple(record["accepted"]),
@@ -242,7 +248,9 @@ def _agreeing(record: StepRecord) -> StepRecord:
         raise ValueError("the lists of a draft differ in length")
     if any(not -1 <= parent < node for node, parent in enumerate(parents)):
         raise ValueError("a parent must precede its child")
-    last, over_link = -1, record.get("remote") is not None
+    reported = record.get("undisclosed") is not None
+    _check_reported(record, reported)
+    last, over_link = -1, reported or record.get("remote") is not None
     pending = record.get("pending")
     for node in record["accepted"]:
         if not 0 <= node < n or parents[node] != last or not _decided(record, node, over_link):
@@ -262,6 +270,16 @@ def _agreeing(record: StepRecord) -> StepRecord:
     if pending is None and (choices or not over_link) and len(choices) != n + 1:
         raise ValueError("choices must have an entry per row")
     return record
+
+
+def _check_reported(record: StepRecord, reported: bool) -> None:
+    """Check a step of another engine, whose draft lists the accepted tokens only."""
+    if reported and len(record["accepted"]) != len(record["draft"]):
+        raise ValueError("a draft with undisclosed tokens lists the accepted ones only")
+    if not reported and (
+        record["kind"] == "unknown" or None in (record["draft_s"], record["verify_s"], record["host_s"])
+    ):
+        raise ValueError("kind and durations may be unknown in steps with `undisclosed` only")
 
 
 def _decided(record: StepRecord, node: int, over_link: bool) -> bool:

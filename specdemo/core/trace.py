@@ -133,6 +133,7 @@ class _Recipe(_Open):
     policy: Name = "fixed"
     rule: Name = "rejection"
     num_beams: Annotated[int, Field(ge=1, le=1024)] = 1
+    external: Annotated[str, Field(max_length=400)] | None = None
     cloud: _Cloud | None = None
 
 

@@ -1,1 +1,1 @@
-"""Statistics of speculative decoding that other engines report."""
+"""Other engines: steps from the counts of servers, and statistics of logs."""

@@ -77,17 +77,27 @@ DIAGNOSES = (
 )
 
 
-def describe(reported: EngineStatistics) -> Iterator[str]:
-    """Yield the figures, the break-even cost and the diagnoses."""
-    yield (
+def describe(reported: EngineStatistics) -> list[str]:
+    """Return the lines of the terminal: figures, acceptance by position, conclusions."""
+    rates = enumerate(reported.by_position, 1)
+    positions = [f"position {position:>2}  {rate:.3f}  {'#' * round(40 * rate)}" for position, rate in rates]
+    return [figures_line(reported), *positions, *conclusions(reported)]
+
+
+def figures_line(reported: EngineStatistics) -> str:
+    return (
         f"{reported.engine}: drafted {number(reported.drafted, 0)}, accepted {number(reported.accepted, 0)} "
         f"({percent(reported.acceptance)}), {number(reported.tokens_per_step)} tokens per step, "
         f"{number(reported.tokens_per_second, 1)} tokens/s"
     )
-    for position, rate in enumerate(reported.by_position, 1):
-        yield f"position {position:>2}  {rate:.3f}  {'#' * round(40 * rate)}"
+
+
+def conclusions(reported: EngineStatistics) -> Iterator[str]:
+    """Yield the break-even cost, the diagnoses, and a missing figure."""
     if (tokens := reported.tokens_per_step) is not None:
         yield f"speculation gains if drafting and verification cost less than {tokens:.2f} autoregressive steps"
     for diagnosis in DIAGNOSES:
         if text := diagnosis.explain(reported):
             yield f"{diagnosis.name}: {text} (from {diagnosis.fields}; {diagnosis.thresholds})"
+    if reported.ar_tokens_per_second is None:
+        yield "the cost of a step is not diagnosed without the tokens/s of decoding without drafts: measure and give it"

@@ -14,6 +14,7 @@ ENGINE_FORMATS = (
     "llama.cpp (draft acceptance, timings with draft_n), vLLM (SpecDecoding metrics, metrics.speculative_decoding) "
     "and SGLang (Decode batch); transformers reports no acceptance"
 )
+_MOST_LINE = 4096  # characters; longer lines are no log lines
 _NUMBER = r"\s*([0-9]+(?:\.[0-9]+)?)"
 
 
@@ -43,8 +44,11 @@ class EngineStatistics:
 
 def read_engine_log(text: str) -> EngineStatistics:
     """Return the statistics of the first format with matching lines. Raises `UserError` for other texts."""
-    for read in (_read_json, _llama_lines, _vllm_lines, _sglang_lines):
-        if (statistics := read(text)) is not None:
+    if (statistics := _read_json(text)) is not None:
+        return statistics
+    lines = "\n".join(line for line in text.splitlines() if len(line) <= _MOST_LINE)
+    for read in (_llama_lines, _vllm_lines, _sglang_lines):
+        if (statistics := read(lines)) is not None:
             return statistics
     raise UserError(f"the file contains no statistics of a known engine: known are {ENGINE_FORMATS}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -103,8 +103,13 @@ def read_token(environment: Mapping[str, str]) -> str | None:
 
 def token_for(url: str, environment: Mapping[str, str]) -> str | None:
     """Return the token for this machine and https addresses in `SPECDEMO_REMOTE`."""
+    configured = environment.get(SERVICES, "").replace(",", " ").split()
+    return environment.get(TOKEN) if may_receive_secret(url, configured) else None
+
+
+def may_receive_secret(url: str, configured: Iterable[str]) -> bool:
+    """Return True for this machine, and for https addresses in `configured`."""
     parts = urlsplit(url)
     if is_loopback(parts.hostname or ""):
-        return environment.get(TOKEN)
-    configured = {_endpoint(address) for address in environment.get(SERVICES, "").replace(",", " ").split()}
-    return environment.get(TOKEN) if parts.scheme == "https" and _endpoint(url) in configured else None
+        return True
+    return parts.scheme == "https" and _endpoint(url) in map(_endpoint, configured)

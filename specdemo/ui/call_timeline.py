@@ -52,9 +52,9 @@ def calls(lane: Lane, first_token: int = 0) -> list[Call]:
     encoder = lane.header is not None and lane.header.encoder
     for event in shown:
         step = event.step
-        start = max(finished, step.t - step.draft_s - step.verify_s - step.host_s)
+        start = max(finished, step.t - sum(step.seconds))
         result += _draft_calls(event, start)
-        result.append(_target_call(event, start + step.draft_s, encoder))
+        result.append(_target_call(event, start + step.seconds.draft, encoder))
         finished = step.t
     return [call for call in result if call.seconds > 0]
 
@@ -65,12 +65,12 @@ def _draft_calls(event: StepEvent, start: float) -> Iterator[Call]:
         return
     if draft.origin and draft.origin[0].source not in (MODEL.source, HEAD.source):
         words = f"draft without a model: {_words(event, range(len(draft)))}"
-        yield Call("search", start, event.step.draft_s, words)
+        yield Call("search", start, event.step.seconds.draft, words)
         return
     levels: dict[int, list[int]] = defaultdict(list)
     for node in range(len(draft)):
         levels[len(draft.path(node))].append(node)
-    share = event.step.draft_s / len(levels)
+    share = event.step.seconds.draft / len(levels)
     for depth, nodes in levels.items():
         words = f"drafter call {depth} of {len(levels)}: {_words(event, nodes)}"
         yield Call("draft", start + (depth - 1) * share, share, words)
@@ -83,7 +83,7 @@ def _target_call(event: StepEvent, start: float, encoder: bool) -> Call:
     passed = "encoder and first pass" if encoder and step.i == 0 else "prompt" if step.i == 0 else "target pass"
     committed = ", ".join(f"{shown.text!r} {shown.outcome}" for shown in event.shown() if shown.outcome.committed)
     size = "" if step.i == 0 else f" over {rows} row{'' if rows == 1 else 's'}"
-    return Call(kind, start, step.verify_s, f"{passed}{size}: {committed}")
+    return Call(kind, start, step.seconds.verify, f"{passed}{size}: {committed}")
 
 
 def _words(event: StepEvent, nodes: Sequence[int]) -> str:
@@ -92,7 +92,9 @@ def _words(event: StepEvent, nodes: Sequence[int]) -> str:
 
 def calls_svg(lanes: Sequence[Lane], first_token: int, tokens: int) -> str:
     """Draw the lanes that were decoded on this machine; the slowest shows about `tokens` tokens."""
-    rows = [(lane, calls(lane, first_token)) for lane in lanes if lane.steps and not lane.recipe.get("cloud")]
+    rows = [
+        (lane, calls(lane, first_token)) for lane in lanes if lane.steps and lane.timed and not lane.recipe.get("cloud")
+    ]
     rows = [(lane, row) for lane, row in rows if row]
     if not rows:
         return ""

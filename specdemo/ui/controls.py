@@ -69,7 +69,10 @@ def _advanced_settings(
     limits = make.limits
     with gr.Accordion("Advanced settings", open=False, elem_id="advanced"):
         presets = {name: gr.Button(f"Apply preset {name}", size="sm", elem_id=f"preset-{name}") for name in PRESETS}
-        for group in dict.fromkeys(option.group for option in shown if not option.basic):
+        groups = dict.fromkeys(option.group for option in shown if not option.basic)
+        for group in groups:
+            if group == RunOptions.OPTIONS["external"].group and limits.engines == ():
+                continue
             with gr.Accordion(group, open=False):
                 make.controls(option for option in shown if option.group == group and not option.basic)
                 if group == RunOptions.OPTIONS["device"].group and not limits.public:
@@ -228,6 +231,8 @@ class _Factory:
 
     def _component(self, option: Option, about: dict[str, Any]) -> Control:
         choices = self._choices(option)
+        if option.name == "external" and self.limits.engines:
+            return gr.Dropdown([("none", ""), *((server, server) for server in self.limits.engines)], **about)
         if option.name == "remote" and self.limits.remote:
             return gr.Dropdown(list(self.limits.remote), **{**about, "value": self.limits.remote[0]})
         if choices and option.many:

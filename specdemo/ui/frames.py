@@ -56,6 +56,8 @@ def _record_of_step(name: str, event: StepEvent, recipe: Any) -> dict[str, Any]:
         record["ahead"] = event.pending_text
     if step.unverified:
         record["by"] = step.verdict.source
+    if step.draft.undisclosed:
+        record["undisclosed"] = step.draft.undisclosed
     if link.rows:
         record["trips"] = 1 + int(link.rows)
     if link.confirmed is not None:

@@ -47,6 +47,8 @@ def link_papers(text: str) -> str:
 
 def guarantee(lane: Lane) -> tuple[str, str]:
     """Return a badge and a sentence about the exactness of the output."""
+    if lane.external:
+        return "reported by engine", "Text and counts are those of the other engine; this program verified nothing."
     if lane.recipe["method"] == "beam":
         return "search", "Beam search returns a probable text; it does not sample from the target."
     if not lane.exact:
@@ -72,6 +74,9 @@ def _text_badge(lane: Lane, baseline: Lane) -> tuple[str, str]:
     badge, why = guarantee(lane)
     if lane.tokens == baseline.tokens:
         return "same text", f"All {len(lane.tokens)} tokens equal the baseline's."
+    if lane.external and lane.recipe.get("temperature") == 0:
+        first = common_prefix(lane.tokens, baseline.tokens) + 1
+        return f"differs at token {first}", "Engines round differently, which decides near-ties."
     if not lane.exact or lane.recipe["method"] == "beam":
         return badge, why
     if _must_agree(lane.recipe, baseline.recipe):
@@ -289,7 +294,8 @@ def _outcome(ratio: float) -> str:
 def _speculation(lane: Lane, baseline: Lane, ratio: float, speeds: str) -> list[str]:
     spec = lane.metrics
     terms = cost_terms(spec, baseline.metrics)
-    assert terms is not None
+    if terms is None:
+        return [f"{_outcome(ratio)}: {speeds}", "The engine does not report the durations of its steps."]
     words = [
         f"{_outcome(ratio)}: {speeds}",
         f"A step gave {spec.tokens_per_step:.2f} tokens and took {terms.draft + terms.v + terms.o:.2f} AR steps "
@@ -306,11 +312,14 @@ def ratio_text(value: float) -> str:
 
 
 def cost_terms(spec: Metrics, baseline: Metrics) -> CostTerms | None:
-    """Return the costs of a step in AR steps, None without a measured step of either."""
+    """Return the costs of a step in AR steps; None without a measured step of either, or if they are unknown."""
     if not (spec.decode_steps and baseline.decode_steps and baseline.decode_s):
         return None
-    seconds, ar_step_s = (spec.draft_s, spec.verify_s, spec.host_s), baseline.decode_s / baseline.decode_steps
-    return CostTerms.of(*seconds, drafted=spec.drafted, steps=spec.decode_steps, pass_s=ar_step_s)
+    if spec.draft_s is None or spec.verify_s is None or spec.host_s is None:
+        return None
+    counts = {"drafted": spec.drafted, "steps": spec.decode_steps}
+    pass_s = baseline.decode_s / baseline.decode_steps
+    return CostTerms.of(spec.draft_s, spec.verify_s, spec.host_s, **counts, pass_s=pass_s)
 
 
 def _prediction(lane: Lane, terms: CostTerms) -> str:

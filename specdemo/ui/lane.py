@@ -11,6 +11,7 @@ from specdemo.core import trace
 from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.rules import DEFAULT_RULE, rule_traits
+from specdemo.external.address import EngineAddress
 from specdemo.models.spec import SAME
 from specdemo.recipe import Recipe
 from specdemo.ui.settings import OFF
@@ -71,6 +72,16 @@ class Lane:
         return self.header is not None and self.header.bit_equal
 
     @property
+    def external(self) -> bool:
+        """True if another engine decoded."""
+        return bool(self.recipe.get("external"))
+
+    @property
+    def timed(self) -> bool:
+        """True if the durations of the steps are known."""
+        return self.metrics.draft_s is not None
+
+    @property
     def weights(self) -> float | None:
         return sum(filter(None, map(self.environment.get, ("target_bytes", "drafter_bytes")))) or None
 
@@ -85,9 +96,9 @@ class Lane:
 
     @property
     def counted(self) -> bool:
-        """True for rules that accept without regard to min(p, q)."""
+        """True for rules that accept without regard to min(p, q), and where an engine reports counts only."""
         rule = rule_traits(self.recipe)
-        return not (rule.overlaps or rule.chains_only)
+        return self.external or not (rule.overlaps or rule.chains_only)
 
     @property
     def text(self) -> str:
@@ -131,6 +142,8 @@ def speed(metrics: Metrics, total: bool) -> float | None:
 
 
 def title(recipe: Mapping[str, Any]) -> str:
+    if external := recipe.get("external"):
+        return str(EngineAddress.parse(external))
     if mode(recipe) in ALONE:
         return ALONE[mode(recipe)]
     if recipe["method"] == "ar":
@@ -158,7 +171,8 @@ def plan_of(settings: Mapping[str, Any], compare: Any, extra: int) -> tuple[str,
 
 
 def lanes_of(recipe: Recipe, extra: Sequence[Recipe], plan: Sequence[str]) -> list[tuple[str, Recipe]]:
-    lanes = {SPEC: recipe, PLAIN: baseline_of(recipe), **dict(zip(EXTRA, extra, strict=False))}
+    own = replace(recipe, external=None)
+    lanes = {SPEC: own, PLAIN: baseline_of(own), **dict(zip(EXTRA, extra, strict=False))}
     return [(name, lane) for name, lane in lanes.items() if name in plan]
 
 

@@ -19,6 +19,7 @@ from specdemo.core.errors import UserError, check_name
 from specdemo.core.events import End, Event, Loading, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.trace import MAX_CHARACTERS
+from specdemo.external.address import KEY, EngineAddress
 from specdemo.models.hub import Hub
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.native.build import SWITCH, VECTORS
@@ -52,6 +53,7 @@ class HostLimits:
     at_once: int | None = None  # queued and active runs per visitor
     per_minute: int | None = None  # started runs per visitor
     remote: tuple[str, ...] | None = None  # allowed services; `None`: any, and a local service started by the page
+    engines: tuple[str, ...] | None = None  # allowed servers of other engines, as ENGINE=URL; `None`: any
     hosts: tuple[str, ...] | None = ()  # hosts of the page besides localhost, addresses and Spaces; `None`: any
     connections: int | None = ConnectionLimits.total
     visitor_connections: int | None = ConnectionLimits.per_visitor
@@ -60,6 +62,8 @@ class HostLimits:
         check_name("rule for models", self.models, MODEL_RULES)
         for pair in self.pairs:
             check_name("pair", pair, PAIRS)
+        for server in self.engines or ():
+            EngineAddress.parse(server)
         for address in self.remote or ():
             if not is_service_address(address):
                 raise UserError(f"{PREFIX}REMOTE must be addresses like http://host:port, or any, not {address!r}")
@@ -83,6 +87,7 @@ class HostLimits:
             if value is not None and value > highest and recipe.method in methods:
                 raise UserError(f"{name} may be {highest:,} at most here, not {value:,}")
         self._check_service(recipe.cloud)
+        self._check_server(recipe)
         return self._within_gamma(recipe)
 
     @property
@@ -137,6 +142,13 @@ class HostLimits:
             if self.max_seconds is not None and seconds > self.max_seconds:
                 raise UserError(f"{name} may be {self.max_seconds} seconds at most here, not {seconds:g}")
 
+    def _check_server(self, recipe: Recipe) -> None:
+        if recipe.server is None or self.engines is None:
+            return
+        if recipe.server not in map(EngineAddress.parse, self.engines):
+            offered = f"choose {' or '.join(self.engines)}" if self.engines else "leave external empty"
+            raise UserError(f"only listed servers of other engines are allowed here: {offered}")
+
     def _within_gamma(self, recipe: Recipe) -> Recipe:
         least, most = recipe.gamma_bounds
         if self.max_gamma is None or most <= self.max_gamma:
@@ -157,6 +169,7 @@ PUBLIC = HostLimits(
     at_once=2,
     per_minute=12,
     remote=(),
+    engines=(),
 )
 
 
@@ -170,7 +183,7 @@ def read_limits(environment: Mapping[str, str]) -> HostLimits:
     texts = {
         name: text.strip()
         for name, text in texts.items()
-        if text.strip() and PREFIX + name.upper() not in (TOKEN, SWITCH, VECTORS)
+        if text.strip() and PREFIX + name.upper() not in (TOKEN, KEY, SWITCH, VECTORS)
     }
     names = {field.name: f"{PREFIX}{field.name.upper()}" for field in fields(HostLimits)}
     for name in texts.keys() - names.keys():
@@ -182,9 +195,9 @@ def read_limits(environment: Mapping[str, str]) -> HostLimits:
     for name, text in texts.items():
         if name == "models":
             values[name] = text
-        elif text == {"remote": "any", "hosts": "any", "pairs": None}.get(name, "none"):
+        elif text == {"remote": "any", "engines": "any", "hosts": "any", "pairs": None}.get(name, "none"):
             values[name] = None
-        elif name in ("pairs", "remote", "hosts"):
+        elif name in ("pairs", "remote", "engines", "hosts"):
             values[name] = tuple(dict.fromkeys(text.replace(",", " ").split()))
         elif text.isdecimal() and 0 < int(text) < 1 << 31:
             values[name] = int(text)

@@ -52,7 +52,7 @@ def edge_lane(run: Run | None) -> Lane:
         raise UserError("No run available: choose a mode under Edge and cloud in the settings, then press Run")
     if not run.over:
         raise UserError("A run is in progress: return when it has ended")
-    lane = next((lane for lane in run.lanes.values() if mode(lane.recipe)), None)
+    lane = next((lane for lane in run.lanes.values() if mode(lane.recipe) and lane.timed), None)
     if lane is None or not lane.metrics.steps:
         raise UserError("The last run had no cloud: choose a mode under Edge and cloud in the settings, then press Run")
     return lane
@@ -69,9 +69,10 @@ def parts(steps: Sequence[Step]) -> list[list[Part]]:
     """
     result, end = [], 0.0
     for step in steps:
-        start = max(end, step.t - step.draft_s - step.verify_s)
-        activities: list[Part] = [("idle", end, start - end), ("draft", start, step.draft_s)]
-        begin = start + step.draft_s
+        draft_s = step.seconds.draft
+        start = max(end, step.t - draft_s - step.seconds.verify)
+        activities: list[Part] = [("idle", end, start - end), ("draft", start, draft_s)]
+        begin = start + draft_s
         for activity, seconds in _verification(step):
             activities.append((activity, begin, seconds))
             begin += seconds
@@ -82,12 +83,12 @@ def parts(steps: Sequence[Step]) -> list[list[Part]]:
 
 def _verification(step: Step) -> Iterator[tuple[str, float]]:
     link = step.verdict.link or LinkStats()
-    cloud = link.cloud_s
+    cloud, verify_s = link.cloud_s, step.seconds.verify
     up, down = link.up_s or 0.0, link.down_s or 0.0
-    if cloud is None or cloud + up + down > step.verify_s * SLACK:
-        yield "wait", step.verify_s
+    if cloud is None or cloud + up + down > verify_s * SLACK:
+        yield "wait", verify_s
         return
-    way = max(0.0, step.verify_s - cloud - up - down) / 2
+    way = max(0.0, verify_s - cloud - up - down) / 2
     yield from (("up", up), ("way", way), ("verify", cloud), ("way", way), ("down", down))
 
 
@@ -115,7 +116,7 @@ def _row(name: str, steps: Sequence[Step], cumulative: float | None) -> list[str
     def total(name: str) -> float | None:
         return sum(noted(name)) if noted(name) else None
 
-    times = (sum(step.draft_s for step in steps), total("cloud_s"), total("rtt_s"))
+    times = (sum(step.seconds.draft for step in steps), total("cloud_s"), total("rtt_s"))
     hard = noted("hard_ratio")
     return [
         name,

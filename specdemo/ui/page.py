@@ -418,7 +418,7 @@ class _Handlers:
         settings = dict(zip(self._defaults, values, strict=True))
         prompt = settings["prompt"] if isinstance(settings["prompt"], str) else ""
         try:
-            stream = self._service.predict(self._recipe(settings), prompt, address_of(request))
+            stream = self._service.predict(replace(self._recipe(settings), external=None), prompt, address_of(request))
             yield progress_bar(0, 1, "predicting: waiting for the device"), gr.skip()
             async with aclosing(drain(stream)) as batches:
                 async for batch in batches:
@@ -465,8 +465,9 @@ class _Handlers:
             gr.Warning(html.escape(error))
         if unknown := unknown_names(dict(request.query_params), self._defaults):
             gr.Warning(html.escape(f"Unknown settings in the link ignored: {', '.join(unknown)}"))
-        if link and settings.get("mode", OFF) != OFF and settings["remote"]:
-            gr.Warning(html.escape(f"This link has prompts sent to {settings['remote']}: run it only if you trust it."))
+        remote = settings["remote"] if settings.get("mode", OFF) != OFF else ""
+        for address in filter(None, (remote, settings.get("external"))) if link else ():
+            gr.Warning(html.escape(f"This link has prompts sent to {address}: run it only if you trust it."))
         changed = {name: value for name, value in settings.items() if value != self._defaults[name]}
         return json.dumps(changed), describe_stored_lanes(self._lanes(stored))
 
@@ -490,7 +491,7 @@ class _Handlers:
         comparable = comparable_lanes(lanes, recipe)
         if others := [lane for lane in lanes if lane not in comparable]:
             gr.Warning(html.escape(f"Not compared, since target or chat template differ: {name_lanes(others)}"))
-        return comparable
+        return [*([recipe] if recipe.external else []), *comparable][: len(EXTRA)]
 
     def _lanes(self, stored: Any) -> list[Recipe]:
         return stored_recipes(stored, self._defaults, self._device)[: len(EXTRA)]

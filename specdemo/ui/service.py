@@ -151,6 +151,8 @@ class Service:
             raise UserError("preflight needs a permanent device, which this host does not have: press Run instead")
         if recipe.cloud is not None:
             raise UserError("preflight times both models on this machine: choose mode off, or press Run instead")
+        if recipe.external is not None:
+            raise UserError("preflight times both models on this machine: leave external empty")
         recipe = self.limits.grant(recipe, prompt)
         texts = alternate_classes(texts_for(recipe), PROMPTS_PER_KIND)
         if prompt.strip():

@@ -14,7 +14,7 @@ from specdemo.core.explain import Reason, decision_of, explain, reason_of, takes
 from specdemo.core.policies import CostModel
 from specdemo.core.rules import DecidedBy, rule_traits
 from specdemo.core.simulate import other_gammas
-from specdemo.core.step import Step, TopTokens
+from specdemo.core.step import Outcome, Step, TopTokens
 from specdemo.drafters import METHODS
 from specdemo.ui.draft_sources import SourceText, describe_origin, describe_sources
 from specdemo.ui.lane import Lane, mode
@@ -220,9 +220,13 @@ def _summary(step: Step) -> str:
         return f"Step of a beam search: all beams agree on {len(step.tokens)} tokens."
     if step.unverified:
         return f"Drafted {len(step.draft)}, committed {len(step.tokens)} without the target."
-    if not step.draft.tokens:
+    if step.kind is Outcome.UNKNOWN:
+        return "The counts of the engine do not show how this token was chosen."
+    if not step.draft.size:
         return "The draft was empty, so the step gave one token."
-    counts = f"Drafted {len(step.draft)}, accepted {step.accepted}, committed {len(step.tokens)}."
+    counts = f"Drafted {step.draft.size}, accepted {step.accepted}, committed {len(step.tokens)}."
+    if step.draft.undisclosed:
+        counts += f" {step.draft.undisclosed} draft tokens are not reported by the engine."
     return f"{counts} {SECOND_TRIP}" if step.verdict.link is not None and step.verdict.link.rows else counts
 
 
@@ -239,18 +243,22 @@ def step_table(lane: Lane) -> list[list[Any]]:
             step.i,
             round(step.t, 4),
             step.gamma if drafts else None,
-            len(step.draft),
+            step.draft.size,
             step.tested,
             step.accepted,
             len(step.tokens),
             step.kind,
-            round(sum(step.betas) / step.tested, 3) if step.tested else None,
-            *(round(1000 * seconds, 3) for seconds in (step.draft_s, step.verify_s, step.host_s)),
+            round(sum(step.betas) / len(step.betas), 3) if step.betas else None,
+            *(_milliseconds(seconds) for seconds in (step.draft_s, step.verify_s, step.host_s)),
             event.text,
         ]
         for event in lane.steps
         for step in (event.step,)
     ]
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1000 * seconds, 3)
 
 
 def _drafts(recipe: Mapping[str, Any]) -> bool:
@@ -287,6 +295,8 @@ def what_if(lane: Lane, baseline: Lane | None = None) -> tuple[dict[str, Any] | 
     `fits` is False if the lane is outside its own range.
     """
     method = METHODS.get(lane.recipe["method"])
+    if not lane.timed:
+        return None, "The engine does not report the durations of its steps."
     if method and not method.drafts:
         return None, "This run did not draft."
     cost = lane.environment.get("parity", {}).get("cost")

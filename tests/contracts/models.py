@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 NOISE = 0.1  # relative distance of the drafter's weights from the target's
 SCALES = {"embed_tokens": 1.0, "lm_head": 0.05}  # standard deviations of weights; of layers:
 LAYER_SCALE = 0.3
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 FREQUENT, FREQUENT_SCALE = "abcdefgh é", 10.0  # texts consist mostly of the bytes of these characters
 
 
@@ -31,7 +32,7 @@ def _bytes_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=TEMPLATE)
 
 
 def _model(vocab_size: int, noise: float, frequent: list[int]) -> LlamaForCausalLM:

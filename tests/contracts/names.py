@@ -7,7 +7,7 @@ import json
 import re
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from . import dom, traces
@@ -266,6 +266,41 @@ def _texts(service: Service) -> list[str]:
     return [line for line in text.splitlines() if not line.isdigit()]
 
 
+def completions(_: Any, service: Service, __: Any) -> dict[str, Any]:
+    """Fields of the OpenAI-compatible endpoint, complete and streamed, and of its errors."""
+    options = {"model": "default", "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+    requests = {
+        "/v1/completions": {**options, "prompt": "abc abc abc abc", "logprobs": 1},
+        "/v1/chat/completions": {**options, "messages": [{"role": "user", "content": "abc abc"}], "logprobs": True},
+    }
+    found: dict[str, Any] = {"/v1/models": _keys(json.loads(service.ask("GET", "/v1/models")[1]))}
+    for path, body in requests.items():
+        status, text = service.ask("POST", path, body)
+        assert status == 200, text
+        _, stream = service.ask("POST", path, {**body, "stream": True, "stream_options": {"include_usage": True}})
+        events = [line.removeprefix("data: ") for line in stream.splitlines() if line and line != "data: [DONE]"]
+        found[path] = {"response": _keys(json.loads(text)), "stream": _union(map(_keys, map(json.loads, events)))}
+    status, text = service.ask("POST", "/v1/completions", {**options, "prompt": "a", "n": 2})
+    return {**found, "error": {"status": status, **_keys(json.loads(text))}}
+
+
+def _keys(value: Any) -> Any:
+    """Return nested keys; entries of a list have the same keys, and those of `top_logprobs` may be texts of tokens."""
+    if isinstance(value, list):
+        return _union(map(_keys, value))
+    if not isinstance(value, dict):
+        return {}
+    return {name: {} if name == "top_logprobs" else _keys(part) for name, part in value.items()}
+
+
+def _union(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    union: dict[str, Any] = {}
+    for part in parts:
+        for name, keys in part.items():
+            union[name] = _union([union.get(name, {}), keys])
+    return union
+
+
 # --- page ------------------------------------------------------------------------------------------------------
 
 
@@ -339,6 +374,7 @@ SECTIONS = {
     "bench": bench,
     "preflight": forecast,
     "trace": trace,
+    "completions": completions,  # before the section that uses up the rate limit
     "service": network,
     "page": page_names,
     "frames": frames,

@@ -81,6 +81,22 @@ def test_accepted_drafts_slower_than_decoding_without_have_a_fixed_cost() -> Non
     )
 
 
+def test_fixed_cost_is_silent_on_three_files_that_are_faster_than_without_drafts() -> None:
+    for name in ("llama-eagle3.log", "llama-mtp.log", "sglang-eagle3.log"):
+        reported = statistics(name)
+        assert reported.tokens_per_second
+        faster = replace(reported, ar_tokens_per_second=reported.tokens_per_second / 2)
+        assert "fixed cost per step" not in diagnosed(faster)
+        slower = replace(reported, ar_tokens_per_second=reported.tokens_per_second * 2)
+        expected = (reported.acceptance or 0) >= 0.6 or (reported.tokens_per_step or 0) >= 2
+        assert ("fixed cost per step" in diagnosed(slower)) == expected
+
+
+def test_endless_lines_are_no_log_lines() -> None:
+    with pytest.raises(UserError, match="known are"):
+        read_engine_log("Decode batch " * 200_000)
+
+
 def test_responses_of_this_service_and_of_vllm_are_read() -> None:
     counts = {"num_draft_tokens": 129, "num_accepted_draft_tokens": 10, "num_spec_steps": 43}
     histogram = {"acceptance_histogram": [39, 1, 0, 3]}

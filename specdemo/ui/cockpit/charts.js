@@ -32,6 +32,7 @@ const MAX_BARS = 120;
 function chartTimes(rows) { // table rows; beyond MAX_BARS, adjacent steps are averaged
   const decoded = rows.filter((row) => row[0] > 0);
   if (!decoded.length) return make("p", { class: "quiet", text: "There were no steps after the prefill." });
+  if (decoded.some((row) => row[9] === null)) return make("p", { class: "quiet", text: "The engine does not report the durations of its steps." });
   const perBar = Math.ceil(decoded.length / MAX_BARS);
   const groups = [];
   for (let i = 0; i < decoded.length; i += perBar) groups.push(decoded.slice(i, i + perBar));

@@ -73,7 +73,7 @@ function drawStepDetails(details) {
   $("#round-nodes").replaceChildren(...cards);
   showPlayer(stepPlayer, details);
   $("#round-source").replaceChildren(...drawSource(details.source));
-  $("#round-times").replaceChildren(drawTimes(details.times));
+  $("#round-times").replaceChildren(details.times.verify === null ? make("p", { class: "quiet", text: "The engine does not report the durations of its steps." }) : drawTimes(details.times));
   $(".current")?.classList.remove("current");
   const { span } = lanes[selected.lane].steps[details.i];
   span.classList.add("current");
@@ -93,7 +93,7 @@ function drawNode(node, n) {
   if (node.bars.length) card.append(node.point ? drawBars(node.bars, "p") : drawBars(node.bars, "p", "q"));
   const entropy = node.entropy_p === null ? [] : [`H(p) ${node.entropy_p.toFixed(2)}`, ...(node.entropy_q === null ? [] : [`H(q) ${node.entropy_q.toFixed(2)}`])];
   const beta = node.beta === null ? [] : [`β ${node.beta.toFixed(3)}`];
-  const decision = decisionRows(node).map(([name, value]) => `${name.split(",")[0]} ${value}`);
+  const decision = (node.p === null ? [] : decisionRows(node)).map(([name, value]) => `${name.split(",")[0]} ${value}`);
   const facts = [...decision, ...beta, ...entropy, ...(node.origin ? [node.origin] : [])].join(" · ");
   card.append(make("p", { class: "quiet", text: facts }), make("p", { class: "why", text: node.words }));
   return card;

@@ -189,12 +189,17 @@ function drawStep(name, record, fragment) {
     cellOf.set(span, [cell, record.i, lane.reasons[record.w[k]]]);
     step.append(span);
   }
+  const undisclosed = record.undisclosed ?? 0; // draft tokens that another engine reports by their number only
+  if (undisclosed) {
+    const mark = make("span", { class: "undisclosed", text: `+${undisclosed}`, title: `+${undisclosed}, not reported by the engine` });
+    step.insertBefore(mark, step.querySelector("[data-kind=correction]"));
+  }
   fragment.append(step);
   if (record.by) { step.dataset.by = record.by; $("[data-legend=unseen]").parentElement.hidden = false; }
   if (record.trips) step.dataset.trips = record.trips;
   if (record.fate) resolveProvisional(lane.steps, record.fate);
   const before = lane.steps.at(-1) ?? { tokens: 0, accepted: 0, drafted: 0 };
-  const drafted = record.c.filter(([kind]) => kind === "accepted" || DISCARDED.has(kind)).length;
+  const drafted = record.c.filter(([kind]) => kind === "accepted" || DISCARDED.has(kind)).length + undisclosed;
   lane.steps.push({ span: step, t: record.t, tokens: before.tokens + tokens, accepted: before.accepted + accepted, drafted: before.drafted + drafted });
   lane.shown = lane.steps.length;
 }

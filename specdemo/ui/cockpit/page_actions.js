@@ -110,6 +110,17 @@ server.recorded("").then((names) => {
   }));
 });
 
+const logField = (e) => /** @type {HTMLTextAreaElement | null} */ (/** @type {Element} */ (e.target).closest("#engine-log textarea"));
+
+document.addEventListener("dragover", (e) => { if (logField(e)) e.preventDefault(); }, capturing);
+document.addEventListener("drop", async (e) => { // a file replaces the text of the field
+  const field = logField(e), [file] = e.dataTransfer?.files ?? [];
+  if (!field || !file) return;
+  e.preventDefault();
+  field.value = await file.text();
+  field.dispatchEvent(new Event("input", { bubbles: true }));
+}, capturing);
+
 if (window.innerWidth < 769) { // gradio's sidebar opens later and would cover a narrow page: close it
   let closedFrames = 0;
   const closeSidebar = () => {

@@ -76,8 +76,8 @@ def lesson_data() -> dict[str, Any]:
     plain = [event.step for event in sampled[PLAIN].steps[1:]]
     return {
         "passes": {
-            "single": mean(step.verify_s for step in plain),
-            "several": mean(step.verify_s for step in drafted),
+            "single": mean(step.seconds.verify for step in plain),
+            "several": mean(step.seconds.verify for step in drafted),
             "rows": full + 1,
         },
         "race": [(name, [event.step.t for event in greedy[key].steps]) for name, key in _RACE],

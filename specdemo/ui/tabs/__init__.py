@@ -12,6 +12,7 @@ from specdemo.ui.labels import link_papers
 from specdemo.ui.service import Service
 from specdemo.ui.tabs.bench import bench_tab
 from specdemo.ui.tabs.edge import edge_tab
+from specdemo.ui.tabs.explain import explain_tab
 from specdemo.ui.tabs.memory import memory_tab
 from specdemo.ui.tabs.theory import theory_tab
 
@@ -30,6 +31,8 @@ def build_tabs(
             edge_tab(service, controls, thresholds, device, tab)
         with gr.Tab("Bench", id="bench", render_children=True) as tab:
             bench_tab(service, controls, defaults, tab)
+        with gr.Tab("Explain logs", id="explain", render_children=True):
+            explain_tab()
         with gr.Tab("Memory", id="memory", render_children=True) as tab:
             memory_tab(service, device, tab)
     return about

@@ -56,10 +56,12 @@ def sweep(
     temperatures: Any,
     kinds: Any,
     each: Any,
+    external: Any = None,
 ) -> Sweep:
     """Convert values from the browser. Raises `UserError` if they are invalid or exceed the page's limits.
 
-    `make` converts settings of `bench.grid` to a recipe; `each`: prompts per class. Classes alternate.
+    `make` converts settings of `bench.grid` to a recipe; `each`: prompts per class, which alternate; `external`: server
+    of another engine, or empty.
     """
     lists = {
         "method": methods,
@@ -73,7 +75,8 @@ def sweep(
             raise UserError(f"choose at least one {name}")
     if isinstance(each, bool) or not isinstance(each, int) or each < 1:
         raise UserError(f"prompts per class must be an integer from 1, not {each!r}")
-    varied = list(islice(grid(methods, gammas, policies, temperatures), MOST_RUNS + 1))
+    servers = [external] if external else []
+    varied = list(islice(grid(methods, gammas, policies, temperatures, servers), MOST_RUNS + 1))
     if len(varied) > MOST_RUNS:
         raise UserError(f"that is more than {MOST_RUNS} recipes: choose fewer draft lengths, policies or temperatures")
     prompts = alternate_classes((prompt for kind in kinds for prompt in load_prompts([str(kind)])), each)
@@ -159,8 +162,8 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
         chosen = dict(zip(selection, values, strict=False))
         overrides = {"max_tokens": chosen.pop("max_tokens"), "mode": OFF}
         settings = dict(zip(controls, values[len(selection) :], strict=True)) | overrides
-        latest = service.runs.latest(session)
-        return sweep(lambda varied: recipe_of({**settings, **varied}, defaults.device), latest, **chosen)
+        chosen |= {"external": settings.pop("external", None), "latest": service.runs.latest(session)}
+        return sweep(lambda varied: recipe_of({**settings, **varied}, defaults.device), **chosen)
 
     def describe_size(request: gr.Request, *values: Any) -> str:
         session = request.session_hash or ""

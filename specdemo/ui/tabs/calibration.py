@@ -35,7 +35,7 @@ _REMEMBERED_JS = """(stored, pair, target, drafter, ...current) =>
 
 def calibration_recipe(settings: Mapping[str, Any], device: str) -> Recipe:
     """Return the recipe of the settings, verified on this machine."""
-    chosen = recipe_of({**settings, "mode": "off", "max_tokens": TOKENS}, device)
+    chosen = recipe_of({**settings, "mode": "off", "external": None, "max_tokens": TOKENS}, device)
     check_draft_model(vars(chosen))
     return replace(chosen, method="draft")
 

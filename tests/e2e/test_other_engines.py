@@ -1,0 +1,78 @@
+"""Other engines in a real browser: logs that are pasted, opened or dropped, and a server as a lane."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+from fakes.engine_server import engine_server, llama_events
+from playwright.sync_api import Page, expect
+
+from e2e.page_fixtures import CODE, grave, saved
+from specdemo.core.events import StepEvent
+from specdemo.generate import generate
+from specdemo.models.model_pool import ModelPool
+from specdemo.recipe import Recipe
+
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
+
+LOGS = Path(__file__).parents[1] / "external" / "logs"
+DROP = """([field, text]) => {
+    const files = new DataTransfer();
+    files.items.add(new File([text], "engine.log", { type: "text/plain" }));
+    field.dispatchEvent(new DragEvent("drop", { dataTransfer: files, bubbles: true, cancelable: true }));
+}"""
+
+
+def explained(page: Page, sentence: str) -> None:
+    page.locator("#engine-explain").click()
+    expect(page.locator("#engine-diagnosis")).to_contain_text(sentence)
+
+
+def test_logs_are_explained_as_in_the_terminal(tab: Any) -> None:
+    page = tab()
+    page.bring_to_front()  # Chromium draws hidden tabs rarely
+    page.get_by_role("tab", name="Explain logs").click()
+    field = page.locator("#engine-log textarea")
+    explained(page, "the field is empty")
+    field.fill("nothing")
+    explained(page, "transformers reports no acceptance")
+    window = (LOGS / "vllm-window.log").read_text("utf-8")
+    page.evaluate(DROP, [field.element_handle(), window])
+    expect(field).to_have_value(window)
+    explained(page, "acceptance falls to 0 after position 5")
+    expect(page.locator("#engine-diagnosis")).to_contain_text("vLLM: drafted 975, accepted 89 (9 %)")
+    expect(page.locator("#engine-positions .mark-rect path").first).to_be_visible()
+    expect(page.locator("#engine-costs .mark-line path").first).to_be_visible()
+    with page.expect_file_chooser() as chooser:
+        page.locator("#engine-open").click()
+    chooser.value.set_files(LOGS / "llama-eagle3.log")
+    expect(field).to_have_value(re.compile("draft acceptance"))
+    page.locator("#engine-ar input").fill("150")
+    explained(page, "slower than 150 without drafts")
+    assert not grave(page, "#engine-log", "#engine-ar", "#engine-diagnosis")
+
+
+def test_a_server_is_a_lane_that_shows_what_it_does_not_report(tab: Any) -> None:
+    recipe = Recipe(pair="bundled", method="ar", temperature=0.0, top_p=1.0, max_tokens=12)
+    events = generate(recipe, CODE, ModelPool())
+    tokens = [token for event in events if isinstance(event, StepEvent) for token in event.step.tokens]
+    with engine_server() as server:
+        server.events = llama_events(tokens, 2)
+        settings = {"pair": "bundled", "temperature": 0, "top_p": 1, "max_tokens": 12, "compare": "true"}
+        page = tab(query="?" + urlencode({**settings, "prompt": CODE, "external": server.external}))
+        page.locator("#run").click()
+        expect(page.locator("#status")).to_have_text(re.compile("^done"))
+    box = page.locator("[data-lane=third]")
+    expect(box.locator(".title")).to_have_text(f"llama.cpp at {server.url.removeprefix('http://')}")
+    expect(box.locator(".badge")).to_have_text("same text")
+    expect(box.locator(".undisclosed").first).to_have_text("+1")
+    expect(box.locator(".undisclosed").first).to_have_attribute("title", "+1, not reported by the engine")
+    trace = saved(page, "third")
+    assert trace[1]["draft_s"] is None and [line["undisclosed"] for line in trace[1:-1]] == [0, 1, 1, 1, 1]
+    box.locator(".tok[data-kind=accepted]").first.click()
+    expect(page.locator("#round-times")).to_contain_text("does not report the durations")
+    expect(page.locator("#round-words")).to_contain_text("1 draft tokens are not reported by the engine")

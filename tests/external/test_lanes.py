@@ -1,0 +1,213 @@
+"""Servers of other engines as lanes: run, bench, page, limits and keys."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from fakes.engine_server import EngineServer, engine_server, llama_events
+
+from specdemo.bench.measure import grid, measure
+from specdemo.bench.table import table
+from specdemo.cli import main
+from specdemo.core.errors import UserError
+from specdemo.core.events import End, Event, Header, StepEvent
+from specdemo.external.address import EngineAddress, key_for
+from specdemo.generate import generate
+from specdemo.models.model_pool import ModelPool
+from specdemo.prompts import Prompt
+from specdemo.recipe import Recipe
+from specdemo.ui.labels import compare_texts, sameness, verdict
+from specdemo.ui.lane import LANES, Lane, lanes_of
+from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
+
+pytestmark = pytest.mark.slow
+
+PROMPT, TOKENS = "def read(path):\n", 12
+GREEDY = Recipe(pair="bundled", method="ar", temperature=0.0, top_p=1.0, max_tokens=TOKENS)
+
+
+@pytest.fixture(scope="module")
+def pool() -> ModelPool:
+    return ModelPool()
+
+
+@pytest.fixture(scope="module")
+def text(pool: ModelPool) -> list[int]:
+    """Greedy tokens of the bundled target."""
+    return [token for event in steps(list(generate(GREEDY, PROMPT, pool))) for token in event.step.tokens]
+
+
+@pytest.fixture
+def server(text: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineServer]:
+    monkeypatch.delenv("SPECDEMO_ENGINE_KEY", raising=False)
+    with engine_server() as running:
+        running.events = llama_events(text, 2)
+        yield running
+
+
+def steps(events: list[Event]) -> list[StepEvent]:
+    return [event for event in events if isinstance(event, StepEvent)]
+
+
+def external(server: EngineServer, **options: object) -> Recipe:
+    return replace(GREEDY, external=server.external, **options)
+
+
+def test_a_run_decodes_the_tokens_of_the_server(server: EngineServer, text: list[int], pool: ModelPool) -> None:
+    events = list(generate(external(server, seed=-1, top_k=7), PROMPT, pool))
+    header, end = next(event for event in events if isinstance(event, Header)), events[-1]
+    local = "".join(event.text for event in steps(list(generate(GREEDY, PROMPT, pool))))
+    assert "".join(event.text for event in steps(events)) == local
+    assert [token for event in steps(events) for token in event.step.tokens] == text
+    assert not header.exact and header.environment["engine"] == "llama.cpp server: served"
+    assert isinstance(end, End) and (end.reason, end.metrics.drafted, end.metrics.accepted) == ("length", 12, 8)
+    (body,) = server.bodies
+    assert body["prompt"] == list(header.prompt_tokens) and body["n_predict"] == TOKENS
+    assert (body["temperature"], body["top_k"], body["seed"]) == (0.0, 7, 0xFFFFFFFF)
+
+
+def test_stop_texts_and_stop_tokens_end_the_text_here(server: EngineServer, text: list[int], pool: ModelPool) -> None:
+    stopped = list(generate(external(server, stop_tokens=(text[4],)), PROMPT, pool))
+    assert [token for event in steps(stopped) for token in event.step.tokens] == text[:5]
+    assert isinstance(stopped[-1], End) and stopped[-1].reason == "stop"
+    piece = steps(list(generate(external(server), PROMPT, pool)))[1].pieces[-1]
+    ended = "".join(event.text for event in steps(list(generate(external(server, stop_texts=(piece,)), PROMPT, pool))))
+    assert piece not in ended
+
+
+def test_a_server_that_does_not_end_is_ended_at_the_longest_output(
+    server: EngineServer, text: list[int], pool: ModelPool
+) -> None:
+    events = list(generate(external(server, max_tokens=7), PROMPT, pool))
+    assert [token for event in steps(events) for token in event.step.tokens] == text[:7]
+    assert isinstance(events[-1], End) and events[-1].reason == "length"
+
+
+def test_tokens_before_a_cut_are_kept(server: EngineServer, text: list[int], pool: ModelPool) -> None:
+    server.events = server.events[:6]
+    events = list(generate(external(server), PROMPT, pool))
+    assert [token for event in steps(events) for token in event.step.tokens] == text[:6]
+    assert isinstance(events[-1], End) and "ended before the text" in (events[-1].error or "")
+
+
+def test_closing_a_run_closes_the_stream(server: EngineServer, pool: ModelPool) -> None:
+    server.complete = False
+    run = generate(external(server), PROMPT, pool)
+    while not isinstance(next(run), StepEvent):
+        pass
+    run.close()
+    assert server.left.wait(30)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [({"shift": 1}, "has another tokenizer than the target"), ({"status": 503}, r"refused the request \(status 503\)")],
+)
+def test_failures_name_the_server(server: EngineServer, pool: ModelPool, change: dict, sentence: str) -> None:
+    for name, value in change.items():
+        setattr(server, name, value)
+    try:
+        end = list(generate(external(server), PROMPT, pool))[-1]
+    except UserError as error:
+        end = End("error", str(error))
+    assert isinstance(end, End) and end.error
+    assert re.search(sentence, end.error) and f"llama.cpp at {server.url.removeprefix('http://')}" in end.error
+
+
+@pytest.mark.parametrize("event", ["{}", "nonsense", '{"tokens": [999999], "timings": {"predicted_n": 1}}'])
+def test_invalid_events_end_the_run_with_a_sentence(server: EngineServer, pool: ModelPool, event: str) -> None:
+    server.events = [*server.events[:3], event]
+    end = list(generate(external(server), PROMPT, pool))[-1]
+    assert isinstance(end, End) and end.reason == "error" and end.error and len(end.error) < 600
+
+
+def test_a_server_that_is_not_running_is_named(pool: ModelPool) -> None:
+    with pytest.raises(UserError, match=r"llama\.cpp at 127\.0\.0\.1:9 does not answer"):
+        list(generate(replace(GREEDY, external="llama.cpp=http://127.0.0.1:9"), PROMPT, pool))
+
+
+# --- key and limits ----------------------------------------------------------------------------------------------
+
+
+def test_the_key_is_sent_to_this_machine_and_configured_addresses(
+    server: EngineServer, pool: ModelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECDEMO_ENGINE_KEY", "secret")
+    events = list(generate(external(server), PROMPT, pool))
+    assert set(server.keys) == {"Bearer secret"}
+    assert "secret" not in json.dumps([event.recipe for event in events if isinstance(event, Header)])
+    environment = {"SPECDEMO_ENGINE_KEY": "secret", "SPECDEMO_ENGINES": "vllm=https://a.example"}
+    sent = {url: key_for(EngineAddress("vllm", url), environment) for url in ("https://a.example", "https://b.example")}
+    assert sent == {"https://a.example": "secret", "https://b.example": None}
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ("http://h:1", r"write llama\.cpp=http://host:port"),
+        ("ollama=http://h:1", "known are llama.cpp, vllm, sglang"),
+        ("vllm=ftp://h", "use http://host:port"),
+        ("vllm=http://user:word@h:1", "use http://host:port"),
+    ],
+)
+def test_invalid_addresses_are_refused(value: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        Recipe(pair="bundled", external=value)
+
+
+def test_options_without_effect_on_a_server_are_refused() -> None:
+    with pytest.raises(UserError, match="gamma has no effect with external: the server decides"):
+        Recipe(external="vllm=http://h:1", gamma=3)
+    with pytest.raises(UserError, match="bad_words needs a target on this machine"):
+        replace(GREEDY, external="vllm=http://h:1", bad_words=("x",))
+
+
+def test_public_hosts_use_configured_servers_only() -> None:
+    recipe = replace(GREEDY, external="vllm=http://h:1")
+    with pytest.raises(UserError, match="leave external empty"):
+        PUBLIC.grant(recipe, PROMPT)
+    limits = read_limits({"SPECDEMO_PUBLIC": "1", "SPECDEMO_ENGINES": "vllm=http://h:1", "SPECDEMO_ENGINE_KEY": "x"})
+    assert limits.grant(recipe, PROMPT) == recipe and HostLimits().grant(recipe, PROMPT) == recipe
+    with pytest.raises(UserError, match="choose vllm=http://h:1"):
+        limits.grant(replace(recipe, external="vllm=http://h:2"), PROMPT)
+
+
+# --- terminal, bench and page ------------------------------------------------------------------------------------
+
+
+def test_the_terminal_shows_what_the_engine_does_not_report(
+    server: EngineServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--pair", "bundled", "--temperature", "0", "--external", server.external]
+    assert main(["run", PROMPT, "--steps", *flags]) == 0
+    printed = capsys.readouterr().out
+    assert "+1  not reported by the engine" in printed and "reported by engine" in printed and "LOSSY" not in printed
+
+
+def test_a_server_is_a_lane_of_bench(server: EngineServer, pool: ModelPool) -> None:
+    settings = list(grid([], [1], ["fixed"], [0.0], [server.external]))
+    recipes = [replace(GREEDY, **values) for values in settings]
+    records = [item for item in measure(recipes, [Prompt("code", "one", PROMPT)], pool) if isinstance(item, dict)]
+    baseline, lane = table(recipes, records)
+    assert lane.lane == f"{EngineAddress.parse(server.external)} T=0" and lane.same_text == 1
+    assert lane.speedup and lane.acceptance_rate == pytest.approx(8 / 12) and lane.alpha == pytest.approx(8 / 11)
+    assert lane.c is lane.v is lane.theory is lane.held_bytes is lane.mean_beta is None and baseline.v is None
+    assert lane.acceptance.position[3].share == 0.0
+
+
+def test_a_server_is_a_lane_next_to_the_recipe_and_its_baseline(server: EngineServer, pool: ModelPool) -> None:
+    recipe = external(server, method="nasd")
+    jobs = lanes_of(recipe, [recipe], LANES[:3])
+    assert [lane.external for _, lane in jobs] == [None, None, server.external]
+    lanes = {name: Lane() for name in LANES[:3]}
+    for name, job in jobs:
+        for event in generate(job, PROMPT, pool):
+            lanes[name].add(event)
+    badge = compare_texts(lanes)["third"]
+    assert badge == ("same text", f"All {TOKENS} tokens equal the baseline's.")
+    assert (sameness(lanes) or {})["tone"] == "good"
+    assert f"{EngineAddress.parse(server.external)} ran at" in verdict(lanes)

@@ -1,0 +1,267 @@
+"""Steps of other engines: pure functions of recorded events. `recorded/` are responses of real servers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdemo.core import trace
+from specdemo.core.events import End, Header, StepEvent
+from specdemo.core.metrics import Metrics
+from specdemo.core.step import Outcome, Step
+from specdemo.external.client import DIALECTS
+from specdemo.external.reported import Chunk, StepCounts, align, reported_step, steps_of_drafts
+from specdemo.ui.frames import read_traces
+
+RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.jsonl"))
+PLAIN, UNKNOWN = StepCounts(0, 0), None
+BIRD = [10813, 234, 116]  # ids of a character in `llama-smollm2`, whose stream names the last one only
+
+
+def no_text(text: str) -> Sequence[int]:
+    raise AssertionError("no token is hidden")
+
+
+def steps(engine: str, events: Sequence[Any], encode: Any = no_text) -> tuple[list[Step], str]:
+    """Steps and the reason of the end; an event without a time is received a second after the one before."""
+    timed = [event if isinstance(event, tuple) else (float(i), json.dumps(event)) for i, event in enumerate(events)]
+    found, source = [], DIALECTS[engine].steps(timed, encode)
+    while True:
+        try:
+            found.append(next(source))
+        except StopIteration as end:
+            return found, end.value
+
+
+def outcomes(found: Sequence[Step]) -> list[tuple[tuple[int, ...], str, int]]:
+    return [(step.tokens, step.kind.value, step.draft.undisclosed or 0) for step in found]
+
+
+# --- llama.cpp ---------------------------------------------------------------------------------------------------
+
+
+def llama(token: int, n: int, drafted: int = 0, accepted: int = 0, **more: Any) -> dict[str, Any]:
+    counts = {"draft_n": drafted, "draft_n_accepted": accepted} if drafted else {}
+    return {"content": "x", "tokens": [token], "stop": False, "timings": {"predicted_n": n, **counts}, **more}
+
+
+LLAMA = [
+    llama(1, 1),
+    *(llama(token, n, 3, 2) for n, token in enumerate((2, 3, 4), 2)),  # 2 of 3 accepted
+    llama(5, 5, 3, 2),  # without a draft
+    *(llama(token, n, 5, 4) for n, token in enumerate((6, 7, 8), 6)),  # 2 of 2 accepted
+    llama(9, 9, 9, 4),  # 0 of 4 accepted
+    {"content": "", "tokens": [], "stop": True, "stop_type": "limit", "timings": {"predicted_n": 9}},
+]
+
+
+def test_differences_of_totals_are_the_counts_of_a_step() -> None:
+    found, reason = steps("llama.cpp", LLAMA)
+    assert reason == "length"
+    assert outcomes(found) == [
+        ((1,), "plain", 0),
+        ((2, 3, 4), "correction", 1),
+        ((5,), "plain", 0),
+        ((6, 7, 8), "bonus", 0),
+        ((9,), "correction", 4),
+    ]
+    assert [step.t for step in found] == [0.0, 3.0, 4.0, 7.0, 8.0]
+    metrics = Metrics.of(found)
+    assert (metrics.drafted, metrics.accepted, metrics.tested) == (9, 4, 6)
+    assert metrics.tested_by_position == (3, 2, 1) and metrics.accepted_by_position == (2, 2, 0)
+    assert metrics.acceptance_rate == pytest.approx(4 / 9) and metrics.mean_beta is None
+    assert metrics.draft_s is metrics.verify_s is metrics.host_s is None
+    assert metrics.decode_s == 8.0 and metrics.tokens_per_second == 1.0
+
+
+def test_a_text_that_ends_within_accepted_tokens_has_no_target_token() -> None:
+    found, reason = steps("llama.cpp", [*LLAMA[:3], {**LLAMA[-1], "stop_type": "eos"}])
+    assert reason == "stop" and outcomes(found)[-1] == ((2, 3), "correction", 1)
+    assert found[-1].verdict.token is None and found[-1].tested == 2
+
+
+def test_tokens_of_incomplete_characters_are_encoded_again() -> None:
+    events = [llama(1, 1), llama(7, 4, content="🙂"), LLAMA[-1]]
+    found, _ = steps("llama.cpp", events, bird)
+    assert [step.tokens for step in found] == [(1,), (5,), (6,), (7,)]
+    with pytest.raises(ValueError, match="of a character are not reported"):
+        steps("llama.cpp", events, lambda text: [5, 6, 8])
+
+
+def test_totals_that_change_within_a_chunk_are_those_of_unknown_steps() -> None:
+    hidden = llama(7, 4, 6, 2, content="🙂")
+    found, _ = steps(
+        "llama.cpp", [llama(1, 1), hidden, llama(8, 5, 6, 2), llama(9, 6, 6, 2), llama(10, 7, 6, 2), LLAMA[-1]], bird
+    )
+    assert [step.kind.value for step in found] == ["plain", *["unknown"] * 5, "plain"]
+    found, _ = steps("llama.cpp", [llama(1, 1), hidden, llama(8, 5, 9, 2), LLAMA[-1]], bird)
+    assert outcomes(found)[-1] == ((8,), "correction", 3)
+
+
+def bird(text: str) -> Sequence[int]:
+    return [5, 6, 7]
+
+
+def recorded(path: Path) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Events with their times, and as JSON."""
+    events = [tuple(json.loads(line)) for line in path.read_text("utf-8").splitlines()]
+    return events, [json.loads(text) for _, text in events]
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in RECORDED if path.stem.startswith("llama")], ids=lambda path: path.stem
+)
+def test_recorded_steps_of_llama_cpp_add_up_to_its_totals(path: Path) -> None:
+    events, values = recorded(path)
+    metrics = Metrics.of(steps("llama.cpp", events, {"🐦": BIRD}.__getitem__)[0])
+    totals = next(value["timings"] for value in reversed(values) if value["tokens"])
+    assert metrics.tokens == totals["predicted_n"]
+    assert (metrics.drafted, metrics.accepted) == (totals["draft_n"], totals["draft_n_accepted"])
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in RECORDED if path.stem.startswith("vllm")], ids=lambda path: path.stem
+)
+def test_recorded_steps_of_vllm_add_up_to_its_totals_unless_some_are_unknown(path: Path) -> None:
+    events, values = recorded(path)
+    found, _ = steps("vllm", events)
+    metrics, kinds = Metrics.of(found), {step.kind for step in found}
+    totals = values[-1]["metrics"]["speculative_decoding"]
+    assert metrics.tokens == values[-1]["usage"]["completion_tokens"]
+    assert 0 < metrics.drafted <= totals["num_draft_tokens"] and 0 < metrics.accepted
+    assert (metrics.drafted == totals["num_draft_tokens"]) == (Outcome.UNKNOWN not in kinds)
+
+
+# --- vLLM ----------------------------------------------------------------------------
+
+
+def vllm(sizes: Sequence[int], drafts: Sequence[tuple[int, int]] | None, reason: str = "length") -> list[Any]:
+    ids = iter(range(100))
+    chunks: list[Any] = [{"choices": [{"token_ids": [next(ids) for _ in range(size)]}]} for size in sizes]
+    chunks[-1]["choices"][0]["finish_reason"] = reason
+    accepted, drafted = zip(*drafts, strict=True) if drafts else ((), ())
+    counts = {"per_step_accepted": accepted, "per_step_drafted": drafted, "num_spec_steps": len(accepted)}
+    return [*chunks, {"choices": [], "usage": {}, "metrics": {"speculative_decoding": counts if drafts else None}}]
+
+
+def test_counts_of_all_steps_divide_the_text() -> None:
+    found, reason = steps("vllm", vllm([1, 2, 4, 1], [(1, 3), (3, 3), (0, 3)], "stop"))
+    assert reason == "stop"
+    assert outcomes(found) == [
+        ((0,), "plain", 0),
+        ((1, 2), "correction", 2),
+        ((3, 4, 5, 6), "bonus", 0),
+        ((7,), "correction", 3),
+    ]
+    assert [step.t for step in found] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_without_counts_every_token_is_unknown() -> None:
+    found, _ = steps("vllm", vllm([1, 2], None))
+    assert [step.kind for step in found] == [Outcome.PLAIN, Outcome.UNKNOWN, Outcome.UNKNOWN]
+    assert Metrics.of(found).drafted == 0
+
+
+A, B, ZERO = StepCounts(3, 3), StepCounts(1, 3), StepCounts(0, 3)
+ALIGNED = {
+    "equal": ([4, 1, 2], [A, ZERO, B], [(4, A), (1, ZERO), (2, B)]),
+    "without a draft": ([4, 1, 2, 1, 1], [A, B, ZERO, ZERO], [(4, A), (1, PLAIN), (2, B), (1, ZERO), (1, ZERO)]),
+    "ambiguous": ([1, 1, 4, 4], [ZERO, A, A], [(1, UNKNOWN), (1, UNKNOWN), (4, A), (4, A)]),
+    "merged chunks": ([6, 4], [A, B, A], [(4, A), (2, B), (4, A)]),
+    "ended early": ([4, 2], [A, A], [(4, A), (2, A)]),
+    "impossible": ([1, 1], [A, A], [(1, UNKNOWN), (1, UNKNOWN)]),
+    "no draft": ([1, 1], [], [(1, PLAIN), (1, PLAIN)]),
+}
+
+
+@pytest.mark.parametrize("name", ALIGNED)
+def test_drafts_are_aligned_with_chunks(name: str) -> None:
+    sizes, drafts, expected = ALIGNED[name]
+    assert align(sizes, drafts) == expected
+
+
+def test_long_texts_are_not_aligned() -> None:
+    assert set(align([1] * 5000, [ZERO] * 2500)) == {(1, UNKNOWN)}
+
+
+# --- SGLang, from its documented fields; not run -----------------------------------------------------------------
+
+
+def sglang(sizes: Sequence[int], cumulative: bool, **totals: int) -> Iterator[dict[str, Any]]:
+    ids: list[int] = []
+    for i, size in enumerate(sizes):
+        new = list(range(len(ids), len(ids) + size))
+        ids += new
+        last = {"finish_reason": {"type": "length"}, **totals} if i == len(sizes) - 1 else {}
+        yield {"output_ids": [*ids] if cumulative else new, "meta_info": {"completion_tokens": len(ids), **last}}
+
+
+@pytest.mark.parametrize("cumulative", [True, False])
+def test_equal_drafts_of_sglang_are_divided_by_chunks(cumulative: bool) -> None:
+    counts = {"spec_verify_ct": 2, "spec_num_proposed_drafts": 6}
+    found, reason = steps("sglang", list(sglang([1, 3, 4], cumulative, **counts)))
+    assert reason == "length"
+    assert outcomes(found) == [((0,), "plain", 0), ((1, 2, 3), "correction", 1), ((4, 5, 6, 7), "bonus", 0)]
+    unequal, _ = steps("sglang", list(sglang([1, 3, 4], cumulative, **{**counts, "spec_num_proposed_drafts": 5})))
+    assert {step.kind for step in unequal[1:]} == {Outcome.UNKNOWN}
+
+
+def test_a_stream_without_an_end_is_cut_off() -> None:
+    for engine, events in (
+        ("llama.cpp", LLAMA[:4]),
+        ("vllm", vllm([1, 2], None)[:1]),
+        ("sglang", [*sglang([1, 2], True)][:1]),
+    ):
+        with pytest.raises(ValueError, match="ended before the text"):
+            steps(engine, events)
+
+
+# --- traces ------------------------------------------------------------------------------------------------------
+
+
+def test_traces_store_undisclosed_tokens_and_unknown_durations() -> None:
+    found = [*steps("llama.cpp", LLAMA)[0], reported_step(5, 9.0, (10,), None)]
+    header = Header({"method": "draft", "gamma": 4, "temperature": 0.0, "external": "llama.cpp=http://h:1"}, "", (1,))
+    metrics, lines = Metrics(), [trace.write(header)]
+    for step in found:
+        metrics = metrics.plus(step)
+        pieces = tuple("x" for _ in step.tokens)
+        lines.append(trace.write(StepEvent(step, pieces, pieces[: len(step.draft)], metrics=metrics)))
+    lines.append(trace.write(End("length", None, metrics)))
+    (read,) = trace.read("".join(lines))
+    assert [event.step for event in read.steps] == found
+    record = json.loads(lines[2])
+    assert record["undisclosed"] == 1 and record["draft_s"] is None and record["draft"] == [2, 3]
+    assert json.loads(lines[-2])["kind"] == "unknown"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"undisclosed": None}, {"undisclosed": -1}, {"accepted": [], "tokens": [4], "pieces": ["x"], "text": "x"}],
+)
+def test_contradictory_steps_are_refused(change: dict[str, Any]) -> None:
+    header = trace.write(Header({"method": "draft", "gamma": 4, "temperature": 0.0}, "", (1,)))
+    step = reported_step(0, 1.0, (2, 3, 4), StepCounts(2, 3))
+    record = json.loads(trace.write(StepEvent(step, ("x", "x", "x"), ("x", "x"))))
+    assert len(trace.read(header + json.dumps(record) + "\n")[0].steps) == 1
+    with pytest.raises(ValueError, match="line 2"):
+        trace.read(header + json.dumps({**record, **change}) + "\n")
+
+
+def test_the_last_chunk_of_a_text_may_be_empty() -> None:
+    chunks = [Chunk(0.0, (1, 2)), Chunk(1.0, ())]
+    assert outcomes(list(steps_of_drafts(chunks, [StepCounts(0, 2)]))) == [((1,), "plain", 0), ((2,), "correction", 2)]
+    assert not list(steps_of_drafts([], []))
+
+
+def test_a_trace_with_an_invalid_server_is_refused() -> None:
+    header = json.loads(trace.write(Header({"method": "draft", "gamma": 4, "temperature": 0.0}, "", (1,))))
+    for server in ({}, 1, "x" * 500):
+        with pytest.raises(ValueError, match="line 1 is not a valid trace line"):
+            trace.read(json.dumps({**header, "recipe": {**header["recipe"], "external": server}}))
+    with pytest.raises(ValueError, match="is no server of an engine"):
+        read_traces(json.dumps({**header, "recipe": {**header["recipe"], "external": "somewhere"}}))
