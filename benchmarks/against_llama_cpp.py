@@ -1,7 +1,9 @@
 """Speed against llama.cpp and ik_llama.cpp with identical weights: tables `against_llama_cpp*` of the native engine.
 
 `python -m benchmarks.against_llama_cpp --llama-bench PATH [--ik-llama-bench PATH] --write`. Needs `llama-bench` and
-`llama-quantize` in one folder and the package `gguf`. Runs of all programs alternate; all use the threads of torch.
+`llama-quantize` in one folder and the package `gguf`. `--speculation` compares the speculation of specdemo,
+transformers and llama.cpp (`llama-server` in the same folder) on the bundled pair; a gain is relative to the AR
+decoding of the same engine. Runs of all programs alternate; all use the threads of torch.
 ik_llama.cpp has to be built with the AVX-512 options of its CMake files where the CPU supports them. It is compared in
 the stored form of the chat model. The share of the bandwidth counts weights, keys and values in the middle of a run.
 """
@@ -16,18 +18,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.request import urlopen
 
 import torch
 from torch import Tensor
 
+from app import choose_port
 from benchmarks.chat_model import save_dequantised
 from benchmarks.memory import SHAPES, save_random
 from benchmarks.registry import per_width
 from benchmarks.runs import traced
 from benchmarks.tables import publish, publish_width, run_study, study_parser
+from specdemo.bench.measure import measure
+from specdemo.bench.table import run_speed
 from specdemo.cli.commands import at_least_one
 from specdemo.core.errors import UserError
 from specdemo.core.metrics import interval
@@ -42,7 +50,10 @@ from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 
-TABLES = dict.fromkeys((*per_width("against_llama_cpp"), "against_llama_cpp-drafts"), "docs/native-engine.md")
+TABLES = {
+    **dict.fromkeys((*per_width("against_llama_cpp"), "against_llama_cpp-drafts"), "docs/native-engine.md"),
+    "against_llama_cpp-speculation": "docs/performance.md",
+}
 FORMS = {  # dtype and quantization here, type of llama-quantize
     "float32": ("float32", "none", "F32"),
     "bfloat16": ("bfloat16", "none", "BF16"),
@@ -67,6 +78,33 @@ DRAFT_COLUMNS = {
     "specdemo tokens/s": "{ours:.0f}",
     "ratio": COLUMNS["ratio"],
 }
+SERVERS = {  # flags of llama-server for each lane
+    "AR": (),
+    "draft model": (
+        "--spec-type",
+        "draft-simple",
+        "--spec-draft-n-max",
+        "3",
+        "--spec-draft-p-min",
+        "0",
+        "-md",
+    ),  # and the drafter's file
+    "n-grams": ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "3"),
+}
+SPECULATION = {  # lanes by engine: AR, draft model, n-grams
+    "specdemo": ("ar", "draft", "nasd"),
+    "transformers": ("generate", "assisted constant 0", "prompt lookup 4"),
+    "llama.cpp": tuple(SERVERS),
+}
+SPECULATION_COLUMNS = {
+    "engine": "{engine}",
+    "method": "{method}",
+    "tokens/s": "{speed:.0f}",
+    "accepted / drafted": "{acceptance}",
+    "gain over its AR": "{gain:.2f} [{low:.2f}, {high:.2f}]",
+    "slower than its AR": "{losing} of {prompts}",
+    "same text as specdemo's AR": "{same} of {prompts}",
+}
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -80,8 +118,8 @@ _LAYER_NAMES = {
 }
 
 
-def write_gguf(model: Any, path: Path) -> None:
-    """Write the float32 weights of a Llama without tokenizer."""
+def write_gguf(model: Any, path: Path, tokenizer: Any = None) -> None:
+    """Write the float32 weights of a Llama, with the vocabulary of a byte-level tokenizer if given."""
     from gguf import GGUFWriter
 
     config, body = model.config, model.model
@@ -95,7 +133,10 @@ def write_gguf(model: Any, path: Path) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("none")
+    if tokenizer is None:
+        writer.add_tokenizer_model("none")
+    else:
+        _add_vocabulary(writer, tokenizer)
 
     def add(name: str, weight: Tensor) -> None:
         writer.add_tensor(f"{name}.weight", weight.detach().float().contiguous().numpy())
@@ -113,6 +154,19 @@ def write_gguf(model: Any, path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_vocabulary(writer: Any, tokenizer: Any) -> None:
+    """Add texts of ids and merges; encoding differs in spaces and lines, so prompts must be token ids."""
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokenizer.convert_ids_to_tokens(range(len(tokenizer))))
+    special = set(tokenizer.all_special_ids)
+    writer.add_token_types([3 if token in special else 1 for token in range(len(tokenizer))])  # control, normal
+    writer.add_token_merges([" ".join(merge) for merge in merges])
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_add_bos_token(False)
 
 
 def _interleaved(weight: Tensor, heads: int) -> Tensor:
@@ -234,6 +288,86 @@ def compare_drafts(file: Path, options: argparse.Namespace) -> list[dict[str, An
     return [{"recipe": name, **_figures(found[1:])} for name, found in pairs.items()]  # without warm-up
 
 
+@contextmanager
+def llama_servers(program: Path, target: Path, drafter: Path) -> Iterator[dict[str, str]]:
+    """Run a server per lane of `SERVERS`; yield their addresses as values of `external`."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    addresses = {}
+    with ExitStack() as opened:
+        for name, flags in SERVERS.items():
+            files = ["-m", target, *flags, *([drafter] if flags[-1:] == ("-md",) else [])]
+            port = choose_port("127.0.0.1", None)
+            counts = ["-t", torch.get_num_threads(), "-np", 1, "-c", 2048, "--port", port]
+            command = [program, *files, *counts]
+            process = subprocess.Popen(
+                list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
+            )
+            opened.callback(process.wait)
+            opened.callback(process.terminate)
+            _wait_until_ready(f"http://127.0.0.1:{port}/health", process)
+            addresses[name] = f"llama.cpp=http://127.0.0.1:{port}"
+        yield addresses
+
+
+def _wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    while process.poll() is None:
+        with suppress(OSError), urlopen(url):
+            return
+        time.sleep(0.2)
+    raise UserError(f"the server ended with code {process.returncode}: run its command to see the cause")
+
+
+def compare_speculation(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run draft models and n-grams of three engines on the same weights, prompts and threads, in shuffled order."""
+    pair, server = PAIRS["bundled"], options.llama_bench.with_name("llama-server")
+    common = {"pair": "bundled", "temperature": 0.0, "max_tokens": options.tokens}
+    here = {**common, "device": "cpu", "dtype": "float32"}
+    prompts = load_prompts(("code",))[: options.prompts]
+    with tempfile.TemporaryDirectory() as place:
+        files = {}
+        for role, folder in (("target", pair.target), ("drafter", pair.drafter)):
+            files[role] = Path(place) / f"{role}.gguf"
+            model, tokenizer = reference(ModelSpec(str(folder), dtype="float32", device="cpu"))
+            write_gguf(model, files[role], tokenizer)
+        with llama_servers(server, files["target"], files["drafter"]) as addresses:
+            recipes = [replace(Recipe(), **here, method=method, gamma=3) for method in SPECULATION["specdemo"]]
+            recipes += [Recipe(**common, external=address) for address in addresses.values()]
+            baselines = SPECULATION["transformers"]
+            records = [
+                item
+                for item in measure(recipes, prompts, ModelPool(), baselines, repeat=options.rounds)
+                if isinstance(item, dict)
+            ]
+    lanes = [(engine, method) for engine in ("specdemo", "llama.cpp", "transformers") for method in SPECULATION[engine]]
+    return speculation_records(lanes, records)
+
+
+def speculation_records(lanes: Sequence[tuple[str, str]], records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row per lane; the first lane of an engine is its AR decoding, the first of all the reference text."""
+    rows = []
+    for i, (engine, method) in enumerate(lanes):
+        own = next(j for j, lane in enumerate(lanes) if lane[0] == engine)
+        runs = [(record["runs"][i], record["runs"][own], record["runs"][0]) for record in records]
+        gains = [run_speed(run) / run_speed(ar) for run, ar, _ in runs]
+        drafted = sum(run.get("drafted", 0) for run, _, _ in runs)
+        low, high = interval(gains)
+        rows.append(
+            {
+                "engine": engine,
+                "method": method,
+                "speed": statistics.median(run_speed(run) for run, _, _ in runs),
+                "acceptance": f"{sum(run['accepted'] for run, _, _ in runs) / drafted:.2f}" if drafted else "",
+                "gain": statistics.median(gains),
+                "low": low,
+                "high": high,
+                "losing": sum(gain < 1 for gain in gains),
+                "same": sum(run["text"] == reference["text"] for run, _, reference in runs),
+                "prompts": len(runs),
+            }
+        )
+    return rows
+
+
 def study(options: argparse.Namespace) -> None:
     """Compare all models, forms and contexts and publish the table."""
     for name in ("rounds", "tokens"):
@@ -242,6 +376,8 @@ def study(options: argparse.Namespace) -> None:
         raise UserError(f"{options.llama_bench} is not a file: build llama.cpp and pass --llama-bench PATH")
     for path in filter(None, (options.llama_bench, options.ik_llama_bench)):
         options.command = options.command.replace(str(path), "PATH")
+    if options.speculation:
+        return publish(options, "against_llama_cpp-speculation", SPECULATION_COLUMNS, compare_speculation(options))
     records = []
     for name in options.model:
         if name == "bundled":
@@ -273,6 +409,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", nargs="+", type=int, default=[512, 2048, 4500])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--speculation", action="store_true", help="compare speculation instead")
+    parser.add_argument("--prompts", type=int, default=6, help="prompts of --speculation (default: %(default)s)")
     return run_study(study, parser, arguments)
 
 

@@ -1,10 +1,12 @@
-"""Load tests of the page and the cloud service: tables `load` and `soak` in docs/edge-cloud.md.
+"""Load tests of page, cloud service and endpoint: tables `load`, `soak` (docs/edge-cloud.md), `endpoint`.
 
 `OMP_NUM_THREADS=1 python -m benchmarks.load STUDY --write`. Edges decode greedy texts drafted by prompt lookup, which
 is almost free, in processes on the same cores. Every text is compared with local AR decoding to detect mixed output.
 
 `soak`: latencies are measured at the edges; memory is the resident size of the service. `page`: visitors press Run
 again after each run, next to the edges; growth is the change of the page's memory from the second to the last quarter.
+`endpoint` (docs/completions.md): clients stream greedy completions; a token takes its share of the time since the chunk
+before.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from urllib.request import Request, urlopen
 
 import psutil
 
@@ -36,7 +39,7 @@ from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
 
-TABLES = dict.fromkeys(("load", "soak"), "docs/edge-cloud.md")
+TABLES = {**dict.fromkeys(("load", "soak"), "docs/edge-cloud.md"), "endpoint": "docs/completions.md"}
 HOST = "127.0.0.1"
 SAMPLE_S = 10.0
 SERVICE, LINK = ("--contexts", "64", "--budget-mb", "256"), {"encoding": "msgpack", "deadline_ms": 5000}
@@ -59,6 +62,14 @@ SOAK_COLUMNS = {
     "steps/s": "{steps_per_second:.0f}",
     "latency p50 / p95 / p99 ms": "{p50_ms:.0f} / {p95_ms:.0f} / {p99_ms:.0f}",
     "memory after 1/4, 1/2, end MB": "{rss_mb[0]:.0f}, {rss_mb[1]:.0f}, {rss_mb[2]:.0f}",
+}
+ENDPOINT_COLUMNS = {
+    "clients": "{clients}",
+    "texts": "{texts}",
+    "different from AR decoding": "{wrong}",
+    "first token p50 / p95 s": "{first_p50_s:.2f} / {first_p95_s:.2f}",
+    "each token p50 / p95 ms": "{token_p50_ms:.0f} / {token_p95_ms:.0f}",
+    "tokens/s of all": "{tokens_per_second:.0f}",
 }
 ESTIMATE = re.compile(r"\d+ ahead, about \d+ s")
 DISCARDED = ("rejected", "ignored")
@@ -141,7 +152,7 @@ class Tallies:
 
     def add(self, trace: Trace, expected: Sequence[int]) -> None:
         with self._lock:
-            self.latencies += [event.step.verify_s for event in trace.steps[1:]]
+            self.latencies += [event.step.seconds.verify for event in trace.steps[1:]]
             self.requests += int(sum(event.step.verdict.remote["sent"] for event in trace.steps))
             self.texts += 1
             self.failed += trace.end.error is not None
@@ -233,6 +244,78 @@ def soak(options: argparse.Namespace) -> None:
     publish(options, "soak", SOAK_COLUMNS, [record])
 
 
+@dataclass
+class Streamed:
+    """Tokens of a streamed completion and their times in seconds, as seen by its client."""
+
+    first_s: float = 0.0
+    token_s: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, lines: Iterable[str], clock: Iterator[float]) -> Streamed:
+        """Read the lines of a stream; `clock` yields the seconds since the request."""
+        result, before = cls(), 0.0
+        for line in lines:
+            if not line.startswith("data: {"):
+                continue
+            choices, seconds = json.loads(line[6:])["choices"], next(clock)
+            if not (new := choices[0].get("token_ids") if choices else None):
+                continue
+            if result.tokens:
+                result.token_s += [(seconds - before) / len(new)] * len(new)
+            else:
+                result.first_s = seconds
+            result.tokens, before = result.tokens + new, seconds
+        return result
+
+
+def endpoint(options: argparse.Namespace) -> None:
+    """Load the endpoint with streaming clients."""
+    prompts = load_prompts()[::PROMPT_STEP]
+    expected = ar_texts(Recipe(method="ar", temperature=0.0, max_tokens=options.max_tokens), prompts)
+    results: list[tuple[Streamed, int]] = []
+
+    def client(number: int) -> None:
+        for turn in range(options.texts):
+            chosen = (number + 7 * turn) % len(prompts)
+            body = {"model": "default", "prompt": prompts[chosen].text, "max_tokens": options.max_tokens}
+            body |= {"temperature": 0, "stream": True, "return_token_ids": True}
+            headers, start = {"content-type": "application/json"}, time.monotonic()
+            with urlopen(Request(f"{service.url}/v1/completions", json.dumps(body).encode(), headers)) as answer:
+                lines = (line.decode() for line in answer)
+                results.append((Streamed.of(lines, seconds_since(start)), chosen))
+
+    with cloud_service("--queue", "256") as service:
+        client(0)  # compile and warm up
+        results.clear()
+        threads = [threading.Thread(target=client, args=(number,)) for number in range(options.clients)]
+        start = time.monotonic()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        seconds = time.monotonic() - start
+    publish(options, "endpoint", ENDPOINT_COLUMNS, [endpoint_figures(results, expected, options.clients, seconds)])
+
+
+def endpoint_figures(
+    results: Sequence[tuple[Streamed, int]], expected: Sequence[Sequence[int]], clients: int, seconds: float
+) -> dict[str, float]:
+    """Return the record of the table."""
+    first, each = [text.first_s for text, _ in results], [s for text, _ in results for s in text.token_s]
+    return {
+        "clients": clients,
+        "texts": len(results),
+        "wrong": sum(text.tokens != list(expected[prompt]) for text, prompt in results),
+        "first_p50_s": percentile(first, 0.5),
+        "first_p95_s": percentile(first, 0.95),
+        "token_p50_ms": 1000 * percentile(each, 0.5),
+        "token_p95_ms": 1000 * percentile(each, 0.95),
+        "tokens_per_second": sum(len(text.tokens) for text, _ in results) / seconds,
+    }
+
+
 def page(options: argparse.Namespace) -> None:
     """Load the page with many visitors next to the edges of a cloud service."""
     prompts, edges = load_prompts()[::PROMPT_STEP], Tallies()
@@ -300,6 +383,7 @@ def figures(
 
 STUDIES = {
     "soak": Study(soak, {"edges": 32, "seconds": 120.0, "max_tokens": 48}),
+    "endpoint": Study(endpoint, {"clients": 16, "texts": 3, "max_tokens": 48}),
     "page": Study(page, {"visitors": 50, "edges": 32, "minutes": 3.0, "max_tokens": 48}),
 }
 main = study_command(__file__, __doc__, TABLES, STUDIES)

@@ -54,6 +54,12 @@ RUNS = (
         15,
     ),
     TableRun(
+        "OMP_NUM_THREADS=1 python -m benchmarks.against_llama_cpp --llama-bench PATH --speculation --rounds 1 "
+        "--tokens 64 --write",
+        ("against_llama_cpp-speculation",),
+        1.5,
+    ),
+    TableRun(
         "python -m benchmarks.chat_model --llama-completion PATH --write",
         ("chat-equality", "chat-activations", "chat-forms", "chat-drafters"),
         7,
@@ -78,6 +84,7 @@ RUNS = (
     TableRun("python -m benchmarks.faults connections --write", ("open-connections",), 1),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.load soak --write", ("soak",), 2.5),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.load page --write", ("load",), 4),
+    TableRun("python -m benchmarks.load endpoint --write", ("endpoint",), 0.5),
     TableRun("python -m benchmarks.fuzz --seconds 150 --seed 1 --write", ("fuzz",), 3),
     TableRun(
         "python -m benchmarks.page_cost speed --tokens 1000 --rounds 10 --write",

@@ -138,7 +138,8 @@ class Run:
         badge, why = labels.guarantee(lane)
         separator = "\n\n" if header.encoder else ""
         chat = bool(lane.recipe.get("chat"))
-        head = {"prompt": header.prompt + separator, "chat": chat, "exact": lane.exact, "badge": badge, "why": why}
+        exact = lane.exact or lane.external  # the badge is not a warning
+        head = {"prompt": header.prompt + separator, "chat": chat, "exact": exact, "badge": badge, "why": why}
         method = METHODS.get(lane.recipe["method"])
         head["about"] = method.title if method else ""
         words = {"reasons": [reason.value for reason in Reason], "fates": FATES}

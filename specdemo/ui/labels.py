@@ -37,7 +37,7 @@ CHANGED = "This rule changes the target's distribution with these settings."
 
 def escape_markdown(text: str) -> str:
     """Escape text of traces: an image in Markdown sends a request to another host."""
-    return re.sub(r"([^\w\s,.])", r"\\\1", text)
+    return re.sub(r"(?=[\x00-\x7f])([^\w\s,.])", r"\\\1", text)
 
 
 def link_papers(text: str) -> str:
@@ -72,11 +72,12 @@ def compare_texts(lanes: Mapping[str, Lane]) -> dict[str, tuple[str, str]]:
 
 def _text_badge(lane: Lane, baseline: Lane) -> tuple[str, str]:
     badge, why = guarantee(lane)
+    reported = f"{badge}, " if lane.external else ""
     if lane.tokens == baseline.tokens:
-        return "same text", f"All {len(lane.tokens)} tokens equal the baseline's."
+        return f"{reported}same text", f"All {len(lane.tokens)} tokens equal the baseline's."
     if lane.external and lane.recipe.get("temperature") == 0:
         first = common_prefix(lane.tokens, baseline.tokens) + 1
-        return f"differs at token {first}", "Engines round differently, which decides near-ties."
+        return f"{reported}differs at token {first}", "Engines round differently, which decides near-ties."
     if not lane.exact or lane.recipe["method"] == "beam":
         return badge, why
     if _must_agree(lane.recipe, baseline.recipe):

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks.load import Tallies, Visit, figures, growth_percent, jain_index, mean_by_eighth, visit
+from benchmarks.load import (
+    Streamed,
+    Tallies,
+    Visit,
+    endpoint_figures,
+    figures,
+    growth_percent,
+    jain_index,
+    mean_by_eighth,
+    visit,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -59,3 +69,21 @@ def test_the_record_counts_lost_mixed_and_failed_runs() -> None:
     assert (record["runs"], record["lost"], record["wrong"], record["failed"]) == (4, 1, 1, 1)
     assert (record["queued"], record["estimated"], record["p95_s"]) == (3, 3, 3.0)
     assert record["fairness"] == pytest.approx(0.5) and record["curve"] == "100"
+
+
+STREAM = [
+    'data: {"choices": [{"token_ids": [1]}]}',
+    "",
+    'data: {"choices": [{"token_ids": [2, 3]}]}',
+    'data: {"choices": [{}]}',
+    'data: {"choices": []}',
+    "data: [DONE]",
+]
+
+
+def test_the_time_of_a_chunk_is_shared_by_its_tokens() -> None:
+    text = Streamed.of(STREAM, count(1.0, 1.0))
+    assert (text.tokens, text.first_s, text.token_s) == ([1, 2, 3], 1.0, [0.5, 0.5])
+    record = endpoint_figures([(text, 0), (text, 1)], [[1, 2, 3], [1, 2]], clients=2, seconds=3.0)
+    assert (record["texts"], record["wrong"], record["tokens_per_second"]) == (2, 1, 2.0)
+    assert (record["first_p50_s"], record["token_p95_ms"]) == (1.0, 500.0)

@@ -68,7 +68,7 @@ def test_a_server_is_a_lane_that_shows_what_it_does_not_report(tab: Any) -> None
         expect(page.locator("#status")).to_have_text(re.compile("^done"))
     box = page.locator("[data-lane=third]")
     expect(box.locator(".title")).to_have_text(f"llama.cpp at {server.url.removeprefix('http://')}")
-    expect(box.locator(".badge")).to_have_text("same text")
+    expect(box.locator(".badge")).to_have_text("reported by engine, same text")
     expect(box.locator(".undisclosed").first).to_have_text("+1")
     expect(box.locator(".undisclosed").first).to_have_attribute("title", "+1, not reported by the engine")
     trace = saved(page, "third")

@@ -208,6 +208,6 @@ def test_a_server_is_a_lane_next_to_the_recipe_and_its_baseline(server: EngineSe
         for event in generate(job, PROMPT, pool):
             lanes[name].add(event)
     badge = compare_texts(lanes)["third"]
-    assert badge == ("same text", f"All {TOKENS} tokens equal the baseline's.")
+    assert badge == ("reported by engine, same text", f"All {TOKENS} tokens equal the baseline's.")
     assert (sameness(lanes) or {})["tone"] == "good"
     assert f"{EngineAddress.parse(server.external)} ran at" in verdict(lanes)
