@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from playwright.sync_api import BrowserContext, Page, expect
 
-from e2e.page_fixtures import counted, drawn, grave
+from e2e.page_fixtures import PATIENCE, counted, drawn, grave
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS
@@ -62,6 +62,7 @@ def open_run(runs: dict[str, Run], chromium: BrowserContext, tmp_path: Path) -> 
         path.write_text(web_page(runs[run] if isinstance(run, str) else run), "utf-8")
         page = chromium.new_page()
         pages.append(page)
+        page.set_default_timeout(PATIENCE * 1000)
         page.on("pageerror", lambda error: problems.append(error.stack))
         page.on("request", lambda request: request.url.startswith("http") and problems.append(request.url))
         page.set_viewport_size({"width": width, "height": 844})

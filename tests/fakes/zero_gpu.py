@@ -76,7 +76,7 @@ class Forking:
                     stop.set()
                     while kind == "item":  # it may be in the middle of sending
                         kind = ours.recv()[0] if ours.poll(30) else "end"
-                    process.join(30)
+                    process.join(60)
 
             return call
 

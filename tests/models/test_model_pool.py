@@ -30,7 +30,7 @@ from specdemo.worker import Worker
 
 pytestmark = pytest.mark.slow
 
-PATIENCE = 20.0  # seconds
+PATIENCE = 60.0  # seconds
 LONG = 20_000
 ROOT = Path(__file__).parents[2]
 
@@ -70,7 +70,7 @@ def test_stop_does_not_wait_for_an_unreachable_hub() -> None:
 
     class Silent(Hub):
         def settings(self, *_: object) -> Path:
-            assert answered.wait(PATIENCE)
+            answered.wait()
             raise UserError("the hub is unreachable")
 
     answered, worker = threading.Event(), Worker()
@@ -78,10 +78,10 @@ def test_stop_does_not_wait_for_an_unreachable_hub() -> None:
     try:
         pool = ModelPool(hub=Silent())
         stream = worker.submit(lambda: pool.bring([ModelSpec("org/model", device="cpu")]), shown.set)
-        assert shown.wait(PATIENCE / 4)
+        assert shown.wait(PATIENCE)
         assert stream.items[0].text == "reading the configuration of org/model"
         stream.stop()
-        assert stream.wait(PATIENCE / 4) and stream.error is None
+        assert stream.wait(PATIENCE) and stream.error is None
     finally:
         answered.set()
         worker.close()

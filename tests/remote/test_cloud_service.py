@@ -243,7 +243,7 @@ def occupied(worker: Worker, jobs: int = 1) -> Iterator[None]:
         yield
 
     worker.submit(blocking)
-    assert started.wait(10)
+    assert started.wait(60)
     for _ in range(jobs - 1):
         worker.submit(blocking)
     try:
@@ -381,7 +381,7 @@ class Process:
     def end(self, number: signal.Signals = signal.SIGKILL) -> int:
         """Send a signal and return the exit code."""
         self._process.send_signal(number)
-        code = self._process.wait(15)
+        code = self._process.wait(60)
         self._process.stdout.close()
         return code
 
@@ -495,10 +495,10 @@ def _ignore_interrupts() -> None:
 def endless_stream(url: str, token: str | None = None) -> tuple[HttpClient, Iterator[Any]]:
     """Client and stream of a long text, after its first token."""
     client = HttpClient(url, token=token)
-    info = client.call("GET", "/v1/target", None, ServiceInfo, 10)
+    info = client.call("GET", "/v1/target", None, ServiceInfo, 60)
     banned = [[token] for token in info.stop]
     request = StreamRequest(tokens=[1, 2], config=VerifyConfig(bad_words=banned), max_tokens=1 << 17)
-    stream = client.tokens("/v1/texts", request, 10)
+    stream = client.tokens("/v1/texts", request, 60)
     assert next(stream) is not None
     return client, stream
 
@@ -511,7 +511,7 @@ def assert_cut_off(stream: Iterator[Any]) -> None:
 
 def assert_gone(client: HttpClient) -> None:
     with pytest.raises(NoResponse):
-        client.call("GET", "/v1/target", None, ServiceInfo, 10)
+        client.call("GET", "/v1/target", None, ServiceInfo, 60)
 
 
 def test_a_service_that_drains_refuses_connections_and_completes_its_streams() -> None:
@@ -535,7 +535,7 @@ def test_a_service_that_drains_refuses_connections_and_completes_its_streams() -
             pass
         assert len(list(stream)) > 1000  # up to the length of the context; raises if it is cut off
         assert_gone(client)
-        assert process.wait(15) == 0 and process.stderr.read() == ""
+        assert process.wait(60) == 0 and process.stderr.read() == ""
 
 
 def is_open(url: str) -> bool:

@@ -25,7 +25,7 @@ from specdemo.remote.connections import ConnectionLimits, VisitorConnections, ne
 from specdemo.remote.serve import bind, listen
 from specdemo.worker import Worker
 
-PATIENCE = 30
+PATIENCE = 60
 CHUNK = b"x" * 1_000_000
 GET = b"GET /quick HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST /slow HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"

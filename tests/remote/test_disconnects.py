@@ -36,7 +36,7 @@ from specdemo.remote.server import create_app
 from specdemo.remote.target import connect
 from specdemo.worker import Stream, Worker
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 SPEC = ModelSpec(PAIRS["bundled"].target, device="cpu")
 TEXT_REQUEST = {"tokens": [2, 0, 2, 0], "sampling_cfg": {"temp": 1.0}, "max_tokens": 50}
 SCOPE = {

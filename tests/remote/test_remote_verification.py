@@ -531,11 +531,11 @@ def test_verification_runs_to_completion(waits: bool) -> None:
         later.append(worker.submit(lambda: iter((verify("b"),))))
         if waits:
             with device_released():
-                assert later[0].wait(20)
+                assert later[0].wait(60)
 
     worker, HookedCache.hook = Worker(), arrive
     first = worker.submit(lambda: iter((verify("a"),)))
-    assert first.wait(20) and later[0].wait(20)
+    assert first.wait(60) and later[0].wait(60)
     worker.close()
     in_turn = ["a begins", "a ends in device", "b begins", "b ends in device"]
     assert log == ([in_turn[0], *in_turn[2:], in_turn[1]] if waits else in_turn)

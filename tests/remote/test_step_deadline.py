@@ -27,7 +27,7 @@ from specdemo.remote.link import ContextGone, HttpClient, NoResponse, RequestSup
 from specdemo.remote.protocol import ServiceInfo, VerifyRequest
 
 MOST_REQUESTS = 2000  # of a step that should have ended
-PATIENCE = 30.0
+PATIENCE = 60.0
 
 
 class Clock:

@@ -42,7 +42,7 @@ from specdemo.ui.tabs import edge as modes
 from specdemo.ui.tabs.components import SweepResult
 from specdemo.worker import Stream, Worker, interruptible
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 WIRE = {"remote": "http://cloud:8300", "mode": "speculative", "rtt_ms": 30.0}
 RECIPE = {"method": "draft", "gamma": 3, "temperature": 0.0, "rule": "rejection", "cloud": WIRE}
 ASKED = {"escalated": 1.0, "sent": 1.0, "rows": 0.0, "bytes_up": 200.0, "bytes_down": 300.0}

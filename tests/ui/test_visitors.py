@@ -19,7 +19,7 @@ from specdemo.ui.service import REMEMBERED, Health, Service
 from specdemo.ui.streams import LONGEST_REASON, reason
 from specdemo.worker import WorkerBusy
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 
 
 def test_stores_of_visitors_are_bounded() -> None:

@@ -33,7 +33,7 @@ from specdemo.worker import WorkerGroup
 
 pytestmark = pytest.mark.slow
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 
 
 asker: contextvars.ContextVar[str] = contextvars.ContextVar("asker", default="nobody")
