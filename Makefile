@@ -13,8 +13,8 @@ C_SOURCES := $(wildcard specdemo/native/*.[ch])
 
 TSC = npx --yes --package typescript@5.9.3 -- tsc
 
-# Two processes; a page server and a browser in each of them, so files are not divided.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Two processes; a page server and a browser in each of them, so files are not divided. Their programs share bytecode.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-fast test-exhaustive test-sanitized lint format bench clean

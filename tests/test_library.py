@@ -98,6 +98,6 @@ def test_the_version_is_stated_once() -> None:
     """The package metadata and the trace header read it from `specdemo.__version__`."""
     build = (ROOT / "pyproject.toml").read_text("utf-8")
     assert 'version = { attr = "specdemo.__version__" }' in build and not re.search(r'^version = "', build, re.M)
-    code = "from specdemo import Recipe, generate\nevents = generate(Recipe(max_tokens=1), 'def f')\n"
-    code += "print([event.environment['specdemo'] for event in events if hasattr(event, 'environment')])"
-    assert in_new_process(code) == f"['{specdemo.__version__}']"
+    events = specdemo.generate(specdemo.Recipe(max_tokens=1), "def f")
+    environments = [event.environment for event in events if hasattr(event, "environment")]
+    assert [environment["specdemo"] for environment in environments] == [specdemo.__version__]

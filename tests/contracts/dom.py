@@ -52,7 +52,7 @@ def same_text() -> str:
 def document(url: str) -> dict[str, Any]:
     """Names in the cockpit's part of the document."""
     from e2e import browser
-    from e2e.page_fixtures import RETURNING
+    from e2e.page_fixtures import PATIENCE, RETURNING
     from playwright.sync_api import sync_playwright
 
     path = browser.executable()
@@ -60,6 +60,7 @@ def document(url: str) -> dict[str, Any]:
     with sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         tab = opened.new_page()
+        tab.set_default_timeout(PATIENCE * 1000)
         tab.add_init_script(RETURNING)
         tab.goto(url)
 
@@ -102,4 +103,4 @@ def frame_of_socket(url: str) -> dict[str, Any]:
     from websockets.sync.client import connect
 
     with connect(url.replace("http", "ws", 1)) as socket:
-        return json.loads(socket.recv(timeout=30))
+        return json.loads(socket.recv(timeout=60))

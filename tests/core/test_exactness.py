@@ -213,7 +213,7 @@ def test_coupled_text_equals_ar_text(temperature: float, drafter: str) -> None:
     assert accepted > 0 and (len(texts) > 20 or temperature == 0)
 
 
-_FAST = {"fixed": (), "egag": ()}  # a policy without and one with logits
+_FAST = ("fixed", "egag")  # a policy without and one with logits
 # Two likely tokens per position keep the enumeration small where several drafts follow each other.
 _TEXTS = {
     "plain": (SamplingParams(), 2),
@@ -224,19 +224,21 @@ _TEXTS = {
 _CONFIDENT = (*PROMPT, 0)  # followed by a distribution of low entropy: every policy drafts
 
 
-_MARKS = {"match": (pytest.mark.slow,)}
+def _marks(policy: str, drafter: str, rule: str) -> tuple[pytest.MarkDecorator, ...]:
+    """Rule match, which takes longest, is combined with all policies for one drafter, and with two for the others."""
+    if rule == "match" and policy not in _FAST and drafter != "model":
+        return (pytest.mark.slow, pytest.mark.exhaustive)
+    return () if policy in _FAST and rule != "match" else (pytest.mark.slow,)
 
 
 @pytest.mark.parametrize(
-    ("rule", "drafter"),
+    ("policy", "drafter", "rule"),
     [
-        pytest.param(rule, drafter, marks=_MARKS.get(rule, ()))
-        for rule in ("rejection", "block", "match")
-        for drafter in DRAFTERS
+        pytest.param(policy, drafter, rule, marks=_marks(policy, drafter, rule))
+        for policy, drafter, rule in product(POLICIES, DRAFTERS, ("rejection", "block", "match"))
         if not (RULES[rule].chains_only and drafter in FORESTS)
     ],
 )
-@pytest.mark.parametrize("policy", [pytest.param(name, marks=_FAST.get(name, pytest.mark.slow)) for name in POLICIES])
 def test_every_drafter_rule_and_policy_is_exact(policy: str, drafter: str, rule: str) -> None:
     """The output has the target's distribution at any temperature; the first step drafts, too."""
     lengths = set()

@@ -30,10 +30,11 @@ from specdemo.generate import generate
 from specdemo.models.hub import Hub
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
+from specdemo.ui.limits import HostLimits
 from specdemo.ui.page import build
 
 PATIENCE = 60.0
-SOON = 5.0  # 1 s on an idle machine
+MOST_CHARACTERS = 10_000  # of a prompt: a browser takes seconds to lay out 100,000
 ARGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -122,14 +123,14 @@ class Scripts:
         raise RuntimeError("the device ran out of memory")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def scripts() -> Scripts:
     return Scripts()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def served(scripts: Scripts) -> Iterator[Any]:
-    demo = build(pair="bundled", engine=scripts, compare=False)
+    demo = build(pair="bundled", engine=scripts, limits=HostLimits(max_prompt=MOST_CHARACTERS), compare=False)
     demo.launch(server_name="127.0.0.1")
     yield demo
     demo.worker.close()
@@ -137,16 +138,13 @@ def served(scripts: Scripts) -> Iterator[Any]:
     demo.blocks.close()
 
 
-@pytest.fixture(scope="session")
-def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Browser profile, which caches compiled scripts across tabs."""
-    return tmp_path_factory.mktemp("profile")
+@pytest.fixture(scope="package")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContext]:
+    """Browser, closed before other packages: playwright's event loop would prevent `asyncio.run` in their tests.
 
-
-@pytest.fixture(scope="module")
-def chromium(profile: Path) -> Iterator[BrowserContext]:
-    """Browser, closed after each file: playwright's event loop would prevent `asyncio.run` in other tests."""
-    path = browser.executable()
+    Its profile caches compiled scripts.
+    """
+    path, profile = browser.executable(), tmp_path_factory.mktemp("profile")
     assert path, browser.MISSING
     permissions = ["clipboard-read", "clipboard-write"]
     with (
@@ -158,10 +156,18 @@ def chromium(profile: Path) -> Iterator[BrowserContext]:
         yield opened
 
 
+def clear_storage(chromium: BrowserContext, served: Any) -> None:
+    chromium.clear_cookies()
+    blank = chromium.new_cdp_session(chromium.pages[0])
+    blank.send("Storage.clearDataForOrigin", {"origin": served.url.rstrip("/"), "storageTypes": "all"})
+    blank.detach()
+
+
 @contextmanager
 def tabs(served: Any, chromium: BrowserContext) -> Iterator[Callable[..., Page]]:
-    """Open tabs; at the end, clear the storage, and check that no tab raised an error or contacted another host."""
+    """Open tabs without stored data; at the end, check that no tab raised an error or contacted another host."""
     requested, errors, pages = [], [], []
+    clear_storage(chromium, served)
 
     def open_tab(
         script: str = "",
@@ -194,10 +200,7 @@ def tabs(served: Any, chromium: BrowserContext) -> Iterator[Callable[..., Page]]
     yield open_tab
     for page in pages:
         page.close()
-    chromium.clear_cookies()
-    blank = chromium.new_cdp_session(chromium.pages[0])
-    blank.send("Storage.clearDataForOrigin", {"origin": served.url.rstrip("/"), "storageTypes": "all"})
-    blank.detach()
+    clear_storage(chromium, served)
     assert not errors
     external = [url for url in requested if not url.startswith((served.url, "data:", "blob:"))]
     assert requested and not external
@@ -229,7 +232,9 @@ def page(shared: Page, scripts: Scripts) -> Page:
     """The shared tab with default settings."""
     scripts.reset()
     shared.set_viewport_size({"width": 1280, "height": 900})
+    shared.emulate_media(reduced_motion="no-preference")
     shared.get_by_role("tab", name="Method").click()
+    shared.locator("#pace").select_option("instant")
     shared.evaluate("document.getElementById('figures').open = false, document.body.classList.remove('dark')")
     for name, checked in (("show-rejected", True), ("safe-colours", False)):
         shared.locator(f"#{name}").set_checked(checked)

@@ -174,8 +174,7 @@ def test_identical_texts_have_a_badge(page: Page) -> None:
     assert text_of(saved(page)) == text_of(saved(page, "ar"))  # a single run of each lane is shown
 
 
-def test_exports_match_the_run(tab: Any) -> None:
-    page = tab()
+def test_exports_match_the_run(page: Page, tab: Any) -> None:
     compared(page, tokens=24)
     trace = saved(page)
     with page.expect_download() as download:
@@ -273,8 +272,7 @@ def test_oversized_file_is_rejected(page: Page, tmp_path: Path) -> None:
     status(page, "failed: large.jsonl has 33 MB: the limit is 32 MB")
 
 
-def test_settings_survive_a_reload_and_reset_restores_defaults(tab: Any) -> None:
-    page = tab()
+def test_settings_survive_a_reload_and_reset_restores_defaults(page: Page) -> None:
     usual = page.locator("#gamma input[type=number]").input_value()
     first = page.locator("#prompt textarea").input_value()
     assert first
@@ -304,8 +302,7 @@ def test_restoration_leaves_other_settings_unchanged(page: Page) -> None:
     assert written == [7, "unchanged", "unchanged"]
 
 
-def test_link_transfers_settings(tab: Any, served: Any) -> None:
-    page = tab()
+def test_link_transfers_settings(page: Page, tab: Any, served: Any) -> None:
     set_number(page, "gamma", 5)
     set_number(page, "temperature", 0)
     page.locator("#prompt textarea").fill("a & b = <c>")
@@ -314,10 +311,8 @@ def test_link_transfers_settings(tab: Any, served: Any) -> None:
     expect(page.locator("#link")).to_have_text("Copied")
     link = page.evaluate("navigator.clipboard.readText()")
     assert link == page.url and "gamma=5" in link
-    page.context.clear_cookies()
-    other = tab()
-    other.evaluate("localStorage.clear()")
-    other.goto(link)
+    page.evaluate("localStorage.clear()")  # shared with other tabs
+    other = tab(query=link.removeprefix(served.url))
     expect(other.locator("#gamma input[type=number]")).to_have_value("5")
     expect(other.locator("#temperature input[type=number]")).to_have_value("0")
     expect(other.locator("#prompt textarea")).to_have_value("a & b = <c>")
@@ -336,7 +331,7 @@ def test_link_transfers_settings(tab: Any, served: Any) -> None:
         expect(other.locator(f"#{name} input, #{name} textarea")).to_have_value(model)
 
 
-def test_added_lanes_run_with_the_others(page: Page, tmp_path: Path) -> None:
+def test_added_lanes_run_with_the_others(page: Page, short_path: Path) -> None:
     open_group(page, "More actions")
     for method in ("nasd", "tree"):
         page.locator("#method input").click()
@@ -356,7 +351,7 @@ def test_added_lanes_run_with_the_others(page: Page, tmp_path: Path) -> None:
     page.locator("#add-run").click()
     expect(page.get_by_text("2 settings are added already: remove them first")).to_be_visible()
     open_group(page, "Advanced settings", "Models and devices")
-    written(page, "target", str(save_model(tmp_path / "other", byte_level_tokenizer())))
+    written(page, "target", str(save_model(short_path, byte_level_tokenizer())))
     expect(page.locator("#pair")).to_contain_text("Not used: a target is set")
     page.locator("#method input").click()
     page.get_by_role("option", name="nasd:").click()
@@ -364,7 +359,7 @@ def test_added_lanes_run_with_the_others(page: Page, tmp_path: Path) -> None:
     run(page, CODE, tokens=6)
     expect(page.get_by_text("Not compared, since target or chat template differ: nasd, γ 3 (bundled);")).to_be_visible()
     status(page, "done: 6 tokens")
-    expect(page.locator("[data-lane=spec] .model")).to_have_text("other")
+    expect(page.locator("[data-lane=spec] .model")).to_have_text(short_path.name)
     expect(page.locator("#lane-third")).to_be_hidden()
     page.locator("#drop-lanes").click()
     expect(page.locator("#kept-lanes")).to_be_hidden()
@@ -416,23 +411,26 @@ def test_inspector_is_closed_during_a_run(page: Page) -> None:
 
 
 @pytest.mark.parametrize("state", ["hidden", "visible"])
-def test_hidden_tab_receives_all_tokens(tab: Any, state: str) -> None:
+def test_hidden_tab_receives_all_tokens(page: Page, state: str) -> None:
     """A tab can also be hidden after an animation frame was requested."""
-    page = tab(f"""
-        Object.defineProperty(document, "visibilityState", {{get: () => "{state}"}});
-        window.requestAnimationFrame = () => 0;""")
+    page.evaluate(f"""() => {{
+        Object.defineProperty(document, "visibilityState", {{get: () => "{state}", configurable: true}});
+        const request = window.requestAnimationFrame;
+        window.requestAnimationFrame = () => 0;
+        window.showTab = () => {{ delete document.visibilityState; window.requestAnimationFrame = request; }};
+    }}""")
     run(page, "endless")
     page.wait_for_function("document.querySelectorAll('.lane .tok').length > 300", polling=100)  # no animation frames
     page.locator("#stop").evaluate("button => button.click()")
-    status(page, "stopped")
+    page.wait_for_function("document.querySelector('#status').textContent.startsWith('stopped')", polling=100)
+    page.evaluate("window.showTab()")
     assert drawn(page) == counted(saved(page))
 
 
-def test_run_begins_a_conversation_and_continue_chat_adds_a_turn(tab: Any, tmp_path: Path) -> None:
+def test_run_begins_a_conversation_and_continue_chat_adds_a_turn(page: Page, short_path: Path) -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    folder = save_model(tmp_path / "talker", tokenizer)
-    page = tab()
+    folder = save_model(short_path, tokenizer)
     following = page.locator("#continue-chat")
     open_group(page, "Advanced settings", "Models and devices")
     written(page, "target", str(folder))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
-from playwright.sync_api import Page, Route, expect
+from playwright.sync_api import Page, expect
 
 from e2e.page_fixtures import (
     CODE,
@@ -68,8 +68,8 @@ def test_readable_pace_displays_a_finished_run_gradually(tab: Any) -> None:
     expect(page.locator("#show-rest")).to_be_hidden()
 
 
-def test_the_rest_of_a_stopped_run_is_shown_on_request(tab: Any) -> None:
-    page = tab(PACED)
+def test_the_rest_of_a_stopped_run_is_shown_on_request(page: Page) -> None:
+    page.locator("#pace").select_option("readable")
     run(page, "endless")
     spans(page, 5)
     page.locator("#stop").evaluate("button => button.click()")
@@ -82,8 +82,8 @@ def test_the_rest_of_a_stopped_run_is_shown_on_request(tab: Any) -> None:
     expect(page.locator("#show-rest")).to_be_hidden()
 
 
-def test_full_speed_can_be_chosen_during_a_run(tab: Any) -> None:
-    page = tab(PACED)
+def test_full_speed_can_be_chosen_during_a_run(page: Page) -> None:
+    page.locator("#pace").select_option("readable")
     run(page, CODE, tokens=120)
     status(page, "displaying")
     page.locator("#pace").select_option("instant")
@@ -92,8 +92,8 @@ def test_full_speed_can_be_chosen_during_a_run(tab: Any) -> None:
     assert page.evaluate("localStorage.getItem('specdemo-pace')") == "instant"
 
 
-def test_a_new_run_replaces_the_display_of_the_last(tab: Any) -> None:
-    page = tab(PACED)
+def test_a_new_run_replaces_the_display_of_the_last(page: Page) -> None:
+    page.locator("#pace").select_option("readable")
     run(page, CODE, tokens=120)
     status(page, "displaying")
     expect(page.locator("#run")).to_have_attribute("aria-disabled", "false")
@@ -102,12 +102,11 @@ def test_a_new_run_replaces_the_display_of_the_last(tab: Any) -> None:
     assert drawn(page) == {"plain": 1}
 
 
-HIDE = "Object.defineProperty(document, 'visibilityState', {get: () => 'hidden'})"
+HIDE = "Object.defineProperty(document, 'visibilityState', {get: () => 'hidden', configurable: true})"
 
 
-def test_runs_are_displayed_at_once(tab: Any) -> None:
+def test_runs_are_displayed_at_once(page: Page) -> None:
     """If chosen, with reduced motion, and in hidden tabs."""
-    page = tab()
     expect(page.locator("#pace")).to_have_value("instant")
     page.evaluate(PHASES)
     for tokens, reason in enumerate(("chosen", "reduced motion", "hidden"), 48):
@@ -119,6 +118,7 @@ def test_runs_are_displayed_at_once(tab: Any) -> None:
         run(page, CODE, tokens=tokens)
         status(page, f"done: {tokens} tokens")
         assert "displaying" not in page.evaluate("window.phases"), reason
+    page.evaluate("delete document.visibilityState")
 
 
 def test_the_first_visit_explains_a_recorded_step(tab: Any) -> None:
@@ -148,8 +148,7 @@ def test_the_first_visit_explains_a_recorded_step(tab: Any) -> None:
     expect(cockpit).to_have_attribute("data-phase", "ready")
 
 
-def test_the_explained_step_stands_still_with_reduced_motion(tab: Any) -> None:
-    page = tab()
+def test_the_explained_step_stands_still_with_reduced_motion(page: Page) -> None:
     page.emulate_media(reduced_motion="reduce")
     page.locator("#play-example").click()
     expect(page.locator("#step-words")).to_have_text(STEP_WORDS)
@@ -227,21 +226,25 @@ def test_a_new_pair_brings_its_first_example_unless_a_prompt_was_typed(page: Pag
     expect(page.locator("#method input")).to_have_value(re.compile(f"^{first['method']}:"))
 
 
+HOLD = f"""
+const send = window.fetch;
+window.fetch = async (address, options) => {{
+    if (String(options?.body).includes({json.dumps(EXAMPLE.stem)}))
+        await new Promise((resolve) => (window.released = resolve));
+    return send(address, options);
+}};"""
+
+
 def test_no_recording_plays_after_run_was_pressed(tab: Any) -> None:
-    page, held = tab(), []
+    """The request of the recording is held back in the page: a route of Playwright would disable the cache."""
+    page = tab(HOLD)
     page.evaluate("localStorage.setItem('specdemo-opened', 'play')")
-
-    def hold(route: Route) -> None:
-        held.append(route) if EXAMPLE.stem in (route.request.post_data or "") else route.continue_()
-
-    page.route("**/component_server/", hold)
-    with page.expect_request(lambda request: EXAMPLE.stem in (request.post_data or "")):
-        page.reload()
+    page.reload()
+    page.wait_for_function("window.released !== undefined")
     run(page, "full")
     status(page, "done: 1 tokens, context full")
-    assert len(held) == 1
     with page.expect_response("**/component_server/") as response:
-        held[0].continue_()
+        page.evaluate("window.released()")
     assert "recorded trace" in response.value.text()
     page.evaluate("new Promise(requestAnimationFrame)")
     assert drawn(page) == {"plain": 1}

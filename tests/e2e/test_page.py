@@ -15,8 +15,8 @@ from e2e.page_fixtures import (
     CODE,
     KEPT_TEXT,
     MARKUP,
+    MOST_CHARACTERS,
     PATIENCE,
-    SOON,
     Scripts,
     counted,
     drawn,
@@ -154,7 +154,7 @@ def test_stop_ends_the_run_and_keeps_its_steps(page: Page, scripts: Scripts, ser
     run(page, "endless")
     spans(page, 20)
     page.locator("#stop").click()
-    assert scripts.closed.wait(SOON)  # the generator stops, not only its output
+    assert scripts.closed.wait(PATIENCE)  # the generator stops, not only its output
     assert scripts.closed_in == "device"
     steps = scripts.steps
     status(page, "stopped")
@@ -169,7 +169,7 @@ def test_stop_ends_a_real_run(page: Page, scripts: Scripts, served: Any) -> None
     run(page, CODE, tokens=1024)
     spans(page, 10)
     page.keyboard.press("Escape")
-    assert scripts.closed.wait(SOON)
+    assert scripts.closed.wait(PATIENCE)
     status(page, "stopped")
     assert served.worker.active == 0
     trace = saved(page)
@@ -217,8 +217,7 @@ def test_two_tabs_alternate_by_step(page: Page, tab: Any, scripts: Scripts) -> N
     status(first, "stopped")
 
 
-def test_reload_cancels_the_run(tab: Any, scripts: Scripts, served: Any) -> None:
-    page = tab()
+def test_reload_cancels_the_run(page: Page, scripts: Scripts) -> None:
     run(page, "endless")
     spans(page, 10)
     page.reload()
@@ -229,9 +228,8 @@ def test_reload_cancels_the_run(tab: Any, scripts: Scripts, served: Any) -> None
     status(page, "done")
 
 
-def test_run_resumes_after_an_interruption_of_the_network(tab: Any, scripts: Scripts, served: Any) -> None:
+def test_run_resumes_after_an_interruption_of_the_network(page: Page, scripts: Scripts, served: Any) -> None:
     """Gradio reloads the page when the server is reachable again; the run continues meanwhile."""
-    page = tab()
     run(page, "endless")
     spans(page, 20)
     with page.expect_event("load"):
@@ -267,8 +265,8 @@ def test_invalid_input_shows_an_error_and_keeps_the_prompt(page: Page) -> None:
     page.locator("#seed input").fill("7")
     run(page, "")
     status(page, "failed: .*prompt is empty")
-    run(page, "x" * 200_000)
-    status(page, "failed: the prompt has 200,000 characters")
+    run(page, "x" * (MOST_CHARACTERS + 1))
+    status(page, f"failed: the prompt has {MOST_CHARACTERS + 1:,} characters")
     page.locator("#seed input").fill("")
     run(page, CODE)
     status(page, "failed: seed must be a number, not empty")
@@ -301,19 +299,25 @@ def test_frames_use_a_websocket_or_gradio(tab: Any, way: str) -> None:
     assert (len(frames) > 3) == (way == "socket")
 
 
-def test_lost_frames_are_requested_again(tab: Any) -> None:
-    page = tab("""
-        const parse = JSON.parse, dropped = (window.dropped = []);
-        let n = 0;
-        JSON.parse = (text, ...more) => {
-            const mine = typeof text === "string" && text.startsWith('{"run":');
-            if (mine && ++n % 3 === 0) { dropped.push(n); return null; }
-            return parse(text, ...more);
-        };""")
+DROP_FRAMES = """() => {
+    const parse = JSON.parse, dropped = (window.dropped = []);
+    let n = 0;
+    JSON.parse = (text, ...more) => {
+        const mine = typeof text === "string" && text.startsWith('{"run":');
+        if (mine && ++n % 3 === 0) { dropped.push(n); return null; }
+        return parse(text, ...more);
+    };
+    window.dropNoFrames = () => { JSON.parse = parse; };
+}"""
+
+
+def test_lost_frames_are_requested_again(page: Page) -> None:
+    page.evaluate(DROP_FRAMES)
     run(page, "endless")
     spans(page, 150)
     page.locator("#stop").click()
     status(page, "stopped")
+    page.evaluate("window.dropNoFrames()")
     assert len(page.evaluate("window.dropped")) > 2
     assert drawn(page) == counted(saved(page))
 

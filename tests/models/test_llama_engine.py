@@ -359,9 +359,9 @@ def growth(results, **environment):
     os.environ.update(environment)
     specdemo.set_environment_defaults()
     layer, sizes = PackedLinear(torch.randn(256, 256), None), []
-    for n in range(1, 801):
+    for n in range(1, 401):
         layer(torch.randn(n, 256))
-        if n in (500, 800):
+        if n in (200, 400):
             release_memory()
             sizes.append(process_bytes())
     results.put(sizes[1] - sizes[0])

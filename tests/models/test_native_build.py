@@ -223,6 +223,17 @@ def test_structures_that_differ_from_c_are_refused(
     assert failure().startswith("C and Python differ in their structures (pass")
 
 
+def test_an_engine_that_fails_its_check_is_not_stored(
+    compiled: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (library,) = compiled.glob("*.so")
+    monkeypatch.setattr(native_build, "_link", lambda _, built: shutil.copy(library, built))
+    monkeypatch.setattr(native_build, "_CHECK", "raise SystemExit(1)")
+    assert failure().startswith("the compiled engine computes wrong results")
+    assert not list(cache.iterdir())
+
+
+@pytest.mark.exhaustive  # compiles the engine
 def test_wrong_results_are_detected(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(native_build.SOURCES, tmp_path / "native")
     source = (tmp_path / "native" / "float_products.c").read_text()

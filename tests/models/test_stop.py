@@ -28,7 +28,7 @@ PATIENCE = 60.0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGTERM])
 def test_signals_end_a_pass_of_the_main_thread(number: signal.Signals) -> None:
     script = (
         "import signal, sys; sys.path[:0] = ['tests', '.']\n"
