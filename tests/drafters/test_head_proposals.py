@@ -55,6 +55,8 @@ from specdemo.models.load import LoadedModel
 from specdemo.models.spec import HeadSpec, ModelSpec
 
 SAMPLING, GAMMA, LENGTH = SamplingParams(temperature=0.8), 3, 14
+pytestmark = pytest.mark.slow
+
 IDS = [*range(0, 300, 3)]
 PROMPTS = ([5, 17, 200, 3, 99], [7, 8, 9])  # turns of a conversation
 MODEL = random_model(CONFIGS["tied"])

@@ -23,6 +23,8 @@ from specdemo.pipeline import ModelContext
 from specdemo.recipe import Recipe
 from specdemo.ui.service import Service
 
+pytestmark = pytest.mark.slow
+
 PATIENCE = 60.0
 TALK = [{"role": "user", "content": "one"}]
 
