@@ -337,7 +337,7 @@ def _of_runs(recipe: Recipe, runs: Sequence[DecodedRun], weight_bytes: int, orig
     ar_s = statistics.median(known)
     totals = [(m.decode_tokens, m.decode_steps, m.decode_s / ar_s) for m in metrics]
     if len(metrics) == 1:
-        totals = [(len(s.tokens), 1, (s.draft_s + s.verify_s + s.host_s) / ar_s) for s in runs[0].steps[1:]]
+        totals = [(len(s.tokens), 1, sum(s.seconds) / ar_s) for s in runs[0].steps[1:]]
     seconds = (sum(getattr(m, name) for m in metrics) for name in STAGES)
     drafted, tested, steps = (sum(getattr(m, name) for m in metrics) for name in ("drafted", "tested", "decode_steps"))
     terms = CostTerms.of(*seconds, drafted=drafted, steps=steps, pass_s=ar_s)

@@ -18,12 +18,13 @@ def pass_costs(lanes: Mapping[str, Lane]) -> dict[str, Any] | None:
     spec, plain = lanes.get(SPEC), lanes.get(PLAIN)
     if spec is None or plain is None or not (spec.ended and plain.ended) or mode(spec.recipe):
         return None
-    checked = [event.step for event in spec.steps[1:] if event.step.draft.tokens and event.step.verify_s > 0]
-    single = [event.step.verify_s for event in plain.steps[1:] if event.step.verify_s > 0]
-    if not checked or not single:
+    checked = [(len(event.step.draft), event.step.verify_s) for event in spec.steps[1:] if event.step.draft.tokens]
+    single = [event.step.verify_s for event in plain.steps[1:] if event.step.verify_s]
+    drafts = Counter(length for length, verify_s in checked if verify_s)
+    if not drafts or not single:
         return None
-    rows = 1 + Counter(len(step.draft) for step in checked).most_common(1)[0][0]
-    several_s = median(step.verify_s for step in checked if len(step.draft) + 1 == rows)
+    rows = 1 + drafts.most_common(1)[0][0]
+    several_s = median(verify_s for length, verify_s in checked if verify_s and length + 1 == rows)
     ratio = several_s / median(single)
     words = f"Why: checking {rows} tokens takes {ratio:.1f} times as long as writing 1."
     return {"words": words, "bars": [["writing 1", median(single)], [f"checking {rows}", several_s]]}

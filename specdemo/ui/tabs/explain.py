@@ -13,12 +13,14 @@ from specdemo.core.errors import UserError
 from specdemo.external.diagnosis import conclusions, figures_line
 from specdemo.external.engine_log import ENGINE_FORMATS, EngineStatistics, read_engine_log
 from specdemo.ui.labels import escape_markdown
-from specdemo.ui.tabs.components import UNPROCESSED, line_plot, plot_value, probability_plot
+from specdemo.ui.line_chart import ChartPoint, LineChart
+from specdemo.ui.tabs.components import UNPROCESSED, bar_values, chart_view, probability_plot, save_svg_button
 
 MOST_LOG = 1_000_000  # characters
 _INTRO = f"""Paste log lines or a response, drop a file on the field, or open one. Read are {ENGINE_FORMATS}."""
 _ACCEPTED, _SPEEDUP = "accepted", "speed-up"
 _COLOURS = {_ACCEPTED: "var(--bar-accepted)", _SPEEDUP: "var(--curve-1)"}
+_COSTS = LineChart("Speed-up by cost of a step", "cost, AR steps", _SPEEDUP, _COLOURS, {_SPEEDUP: _SPEEDUP})
 _OPEN_JS = """() => new Promise((resolve) => {
     const input = document.createElement("input");
     input.type = "file";
@@ -42,11 +44,11 @@ def statistics_of(text: Any, ar: Any) -> EngineStatistics:
     return replace(reported, ar_tokens_per_second=float(ar))
 
 
-def position_rows(reported: EngineStatistics) -> list[tuple[Any, Any, str]]:
+def position_rows(reported: EngineStatistics) -> list[tuple[str, float, str]]:
     return [(str(position), rate, _ACCEPTED) for position, rate in enumerate(reported.by_position, 1)]
 
 
-def cost_rows(reported: EngineStatistics) -> list[tuple[Any, Any, str]]:
+def cost_rows(reported: EngineStatistics) -> list[ChartPoint]:
     """Return the speed-up at costs of a step from 1 to 4 autoregressive steps: tokens per step / cost."""
     tokens = reported.tokens_per_step
     costs = [1 + quarter / 4 for quarter in range(13)]
@@ -63,9 +65,8 @@ def explain_tab() -> None:
     words = gr.Markdown(elem_id="engine-diagnosis", elem_classes="figures")
     with gr.Row():
         positions = probability_plot("Acceptance by position", _COLOURS, [], "engine-positions")
-        costs = line_plot(
-            "Speed-up by cost of a step", "cost, AR steps", _SPEEDUP, _COLOURS, [_SPEEDUP], "engine-costs"
-        )
+        costs = chart_view("engine-costs")
+    save_svg_button("engine-positions")
 
     def explain(pasted: Any, without: Any) -> dict[Any, Any]:
         try:
@@ -75,8 +76,8 @@ def explain_tab() -> None:
         rows = position_rows(reported)
         return {
             words: _words(reported),
-            positions: gr.BarPlot(value=plot_value(positions, rows), sort=[row[0] for row in rows]),
-            costs: plot_value(costs, cost_rows(reported)),
+            positions: gr.BarPlot(value=bar_values(rows), sort=[row[0] for row in rows]),
+            costs: _COSTS.svg(cost_rows(reported)),
         }
 
     run.click(explain, [text, ar], [words, positions, costs], concurrency_limit=None, **UNPROCESSED)
