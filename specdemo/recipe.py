@@ -359,13 +359,16 @@ def _external_fits(chosen: Recipe) -> None:
 
 if TYPE_CHECKING:  # a test verifies that both branches have the same classes
     from specdemo.drafters.beam import BeamOptions
+    from specdemo.drafters.corpus import CorpusOptions
     from specdemo.drafters.lookahead import LookaheadOptions
     from specdemo.drafters.method import StoreOptions
     from specdemo.drafters.ngram import NGramOptions
     from specdemo.drafters.self_speculation import SelfOptions
     from specdemo.drafters.tree import TreeOptions
 
-    class MethodOptions(BeamOptions, LookaheadOptions, SelfOptions, TreeOptions, StoreOptions, NGramOptions):
+    class MethodOptions(
+        BeamOptions, CorpusOptions, LookaheadOptions, SelfOptions, TreeOptions, StoreOptions, NGramOptions
+    ):
         """Options of all methods."""
 else:
     MethodOptions = new_class("MethodOptions", tuple(reversed(option_classes())))

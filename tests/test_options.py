@@ -53,8 +53,9 @@ def other(option: Option) -> Any:
         return not option.default
     if option.choices:
         return next(name for name in option.choices if name != option.default)
-    value = (option.default or 0) + (1 if option.type is int else 0.125)
-    return value if option.bounds is None or value <= option.bounds[1] else option.default - 0.125
+    change = 1 if option.type is int else 0.125
+    value = (option.default or 0) + change
+    return value if option.bounds is None or value <= option.bounds[1] else option.default - change
 
 
 def around(option: Option) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def event_line(value: Any) -> bytes:
 
 @dataclass
 class ResponseFormat(ABC):
-    """Format of one response; `stem` names its id, `whole` and `part` are the types of object and chunk."""
+    """Format of a response; `stem` names its id, `whole` and `part` are the types of object and chunk."""
 
     stem = whole = part = ""
 

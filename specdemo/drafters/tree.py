@@ -45,7 +45,7 @@ class NodeScorer(Protocol):
 
 @dataclass
 class ModelNodes(NodeScorer):
-    """Nodes of a model, which scores a draft in one pass; it returns raw logits `[len(draft) + 1, own_size]`."""
+    """Nodes of a model, which scores a draft in a single pass; it returns raw logits `[len(draft) + 1, own_size]`."""
 
     model: Callable[[Sequence[int], Draft], Tensor]
     vocab_size: int

@@ -73,7 +73,7 @@ class CachedHead:
     def sample_chain(
         self, tokens: Sequence[int], sampler: ChainSampler, count: int, threshold: float
     ) -> list[int] | None:
-        """Draft in one call, see `Head.sample_chain`; return None if impossible."""
+        """Draft in a single call, see `Head.sample_chain`; return None if impossible."""
         head = self.head.sample_chain
 
         def run(following: list[int], states: Tensor, held: int) -> list[int] | None:

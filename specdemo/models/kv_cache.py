@@ -106,7 +106,7 @@ class CachedModel:
 
     @torch.inference_mode()
     def score(self, tokens: Sequence[int], draft: Draft) -> Tensor:
-        """Compute raw logits `[len(draft) + 1, vocab]`, in one pass after `prefill`.
+        """Compute raw logits `[len(draft) + 1, vocab]`, in a single pass after `prefill`.
 
         Row 0 follows `tokens`, row i + 1 follows node i. Raises `UserError` for an unsupported draft shape.
         """
@@ -143,7 +143,7 @@ class CachedModel:
         return common_prefix(self._held, tokens)
 
     def read(self, tokens: Sequence[int]) -> Tensor:
-        """Compute raw logits `[len(tokens), vocab]` after each of `tokens` in one pass."""
+        """Compute raw logits `[len(tokens), vocab]` after each of `tokens` in a single pass."""
         return self.score(tokens[:1], Draft.chain(tuple(tokens[1:])))
 
     @torch.inference_mode()

@@ -23,7 +23,7 @@ class LimitedProcess:
     def __init__(self, module: str) -> None:
         self._module = module
         self._process: subprocess.Popen[str] | None = None
-        self._lock = threading.Lock()  # the process answers one request at a time
+        self._lock = threading.Lock()  # the process answers a request at a time
 
     def request(self, request: Any, seconds: float, subject: str, remedy: str) -> Any:
         """Return the answer. Raises `UserError` about `subject`."""

@@ -44,7 +44,7 @@ from specdemo.remote.protocol import (
 )
 from specdemo.worker import Stopped, device_released, interruptible, run_in_thread, wait_for
 
-MAX_TIMEOUT_S = 8.0  # longest wait for a response to one request
+MAX_TIMEOUT_S = 8.0  # longest wait for a response to a request
 CLOSE_S = 1.0
 RowFormat = Literal["float32", "float16", "scalar"]
 LateVerdict: TypeAlias = "tuple[Future[Verdict], int]"  # length of the text

@@ -73,7 +73,7 @@ REPEATS = 5
 IDLE_POLL_S = 0.02
 RECORDED_TOP = 5  # tokens recorded per distribution, for the inspector
 
-_HEADER = """<header><h1>specdemo</h1><p>Guess several tokens, check them in one pass: the same text, faster.</p>
+_HEADER = """<header><h1>specdemo</h1><p>Guess several tokens, check them in a single pass: the same text, faster.</p>
 </header>"""
 _EFFECT = '<p id="example-effect" aria-live="polite"></p>'
 _QUEUED: dict[str, Any] = {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}

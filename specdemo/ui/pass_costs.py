@@ -1,4 +1,4 @@
-"""Cost of checking several tokens in one pass, relative to a pass that writes one: the cause of a speed-up."""
+"""Cost of checking several tokens in a single pass, relative to a pass that writes one: the cause of a speed-up."""
 
 from __future__ import annotations
 

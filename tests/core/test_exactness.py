@@ -116,7 +116,7 @@ def test_lossy_rules_are_exact_at_temperature_0_only(name: str, drafter: str) ->
     ],
 )
 def test_lossy_rules_have_the_predicted_error(rule: Any, expected: list[float]) -> None:
-    """One draft token: the accepted mass of q plus the rejected mass, spread by the correction distribution."""
+    """A draft token: the accepted mass of q plus the rejected mass, spread by the correction distribution."""
     explorer = Explorer()
     p, q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.3, 0.5])
 
@@ -150,7 +150,7 @@ def test_a_drafter_with_its_own_sampling_is_exact(target: str, own: str, drafter
 
 @pytest.mark.parametrize("lenience", [1.0, 0.5, 0.2])
 def test_lenience_bounds_the_error(lenience: float) -> None:
-    """One draft token: min(q, p / l) is accepted, the rest follows norm(max(0, p - l q)); none exceeds p / l."""
+    """A draft token: min(q, p / l) is accepted, the rest follows norm(max(0, p - l q)); none exceeds p / l."""
     explorer = Explorer()
     p, q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.3, 0.5])
 

@@ -211,7 +211,7 @@ def test_an_advised_draft_length_improves_the_prediction(v: float, gamma: float)
 
 
 def test_expected_acceptance_of_a_block() -> None:
-    """Sum of the mean weights of all drafts; at least the sum of powers of beta, equal for one token."""
+    """Sum of the mean weights of all drafts; at least the sum of powers of beta, equal for a single token."""
     rng = random.Random(3)
     for _ in range(20):
         p, q = ([x / sum(row) for x in row] for row in ([rng.random() for _ in range(3)] for _ in range(2)))

@@ -130,7 +130,7 @@ def test_drafts_equal_a_recomputation_for_the_full_text(engine: str, tmp_path: P
 
 
 def test_token_by_token_the_native_head_drafts_the_same(tmp_path: Path) -> None:
-    """As with penalties, which exclude drafts in one call."""
+    """As with penalties, which exclude drafts in a single call."""
     conversation = Conversation(tmp_path, "native")
     conversation.drafter.sampling = SamplingParams(temperature=0.8, bad_words=((299,),))
     conversation.answer([*PROMPTS[0], *range(40)])

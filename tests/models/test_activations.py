@@ -37,7 +37,7 @@ OFFSETS = {"Q4_0": 8}
 
 
 def reference(head: GgufLinear, states: Tensor, peak: int) -> Tensor:
-    """Return the logits of integer products, with one scale of the activations per row and group of the weights."""
+    """Return the logits of integer products, with a scale of the activations per row and group of the weights."""
     group = FORMATS[head.kind].group
     parts = separated(head.kind, head.weight)
     integers = parts["weights"].double().unflatten(1, (-1, group)) - OFFSETS.get(head.kind, 0)

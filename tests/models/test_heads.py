@@ -1,4 +1,4 @@
-"""Loading of heads: published layouts give equal logits, and files that do not fit are refused in one sentence."""
+"""Loading of heads: published layouts give equal logits, and files that do not fit are refused in a sentence."""
 
 from __future__ import annotations
 

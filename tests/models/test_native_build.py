@@ -135,7 +135,7 @@ def test_a_relative_cache_folder_is_ignored(tmp_path: Path, monkeypatch: pytest.
 def test_a_second_process_waits_for_the_first_compilation(
     compiled: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Locks exclude descriptors, also those of one process."""
+    """Locks exclude descriptors, also those of a process."""
     cache.mkdir(mode=0o700, parents=True)
     requested, lock, results = threading.Event(), fcntl.flock, []
 

@@ -1,4 +1,4 @@
-"""Several texts in one pass of the native engine: rows have the same bits as alone."""
+"""Several texts in a single pass of the native engine: rows have the same bits as alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block head: one pass over hidden states of the target drafts several tokens (after DSpark, 2607.05147)."""
+"""Block head: a pass over hidden states of the target drafts several tokens (after DSpark, 2607.05147)."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class DraftingHead(Protocol):
     def sample_chain(
         self, tokens: Sequence[int], sampler: ChainSampler, count: int, threshold: float
     ) -> list[int] | None:
-        """Draft in one call; return None if impossible."""
+        """Draft in a single call; return None if impossible."""
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""Medusa: several heads on one hidden state of the target draft a token each (2401.10774)."""
+"""Medusa: several heads on a hidden state of the target draft a token each (2401.10774)."""
 
 from __future__ import annotations
 

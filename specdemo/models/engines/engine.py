@@ -30,7 +30,7 @@ def doubled(count: int) -> int:
 
 
 class Cache(ABC):
-    """Interface of a cache: keys and values of one text, and hidden states if it has `taps`.
+    """Interface of a cache: keys and values of a text, and hidden states if it has `taps`.
 
     Tap i is the hidden state that enters layer i (0: the embeddings), or leaves the final norm if i is the number of
     layers. `threads`: threads of passes over the cache.
@@ -116,7 +116,7 @@ class Engine(ABC, Generic[CacheT]):
         return logits
 
     def _pass(self, cache: CacheT, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
-        """Return the logits of the last rows of one entry, at least of those that `run` returns."""
+        """Return the logits of the last rows of an entry, at least of those that `run` returns."""
         raise NotImplementedError
 
     def open(self, source: Sequence[int] = (), taps: tuple[int, ...] = ()) -> CacheT:

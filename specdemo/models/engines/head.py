@@ -84,7 +84,7 @@ class MedusaWeights(HeadWeights):
 
 
 class HeadCache(ABC):
-    """Keys and values of a head for the rows of one text."""
+    """Keys and values of a head for the rows of a text."""
 
     length: int  # committed rows; draft rows follow them until the next `start`
     ids: Tensor | None  # int64 `[size]`: target ids of the logits since `start`, those of the head first; None: all ids

@@ -1,4 +1,4 @@
-"""Block heads on the native CPU engine: one pass for all slots, see `block_slots` in `native/interface.h`."""
+"""Block heads on the native CPU engine: a pass for all slots, see `block_slots` in `native/interface.h`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of the native engine for chains of one text, with structures that are built once.
+"""Calls of the native engine for chains of a text, with structures that are built once.
 
 After a pass over the weights, the processor's caches contain little else. Building the structures again would take
 longer than a step of a small drafter.
@@ -25,7 +25,7 @@ _TOKENS = 16  # initial size of the buffers for drafted tokens
 
 
 class ChainCall:
-    """Pass over at most `CHAIN_ROWS` rows of a chain; one call at a time."""
+    """Pass over at most `CHAIN_ROWS` rows of a chain; a call at a time."""
 
     def __init__(self, library: ctypes.CDLL, model: ModelStruct, taps: Sequence[int]) -> None:
         self.text, self._library = TextStruct(), library

@@ -1,4 +1,4 @@
-"""Drafting heads on the native CPU engine: models of one layer, with the input of `combine` in `native/rows.c`."""
+"""Drafting heads on the native CPU engine: models with a layer, with the input of `combine` in `native/rows.c`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from specdemo.core.sampling import ChainSampler
 
 # Number formats of layer, output rows and `fc`. Output rows of four bits change the distribution more than a layer of
-# four bits. States of the target have outliers, which limit the accuracy of one scale per row.
+# four bits. States of the target have outliers, which limit the accuracy of a scale per row.
 FORMS = {
     "float32": ("F32", "F32", "F32"),
     "int8": ("INT8", "INT8", "Q8_0"),

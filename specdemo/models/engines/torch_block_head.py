@@ -1,4 +1,4 @@
-"""Block heads in torch, on any device: one pass over new rows and slots."""
+"""Block heads in torch, on any device: a pass over new rows and slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafting heads of one decoder layer in torch, on any device.
+"""Drafting heads of a decoder layer in torch, on any device.
 
 Only the last row of a pass has logits or a successor that receives its state, so all others need no queries.
 """
@@ -73,7 +73,7 @@ class TorchHeadCache(HeadCache):
 
 
 class TorchHead(Head):
-    """Head of `model` with one decoder layer, whose tensors have the prefix `layer_name`."""
+    """Head of `model` with a decoder layer, whose tensors have the prefix `layer_name`."""
 
     kind = "eagle"
     layer_name: str
