@@ -1,4 +1,4 @@
-"""EAGLE: a head with a layer drafts a chain from hidden states of the target (2401.15077, 2503.01840)."""
+"""EAGLE: a single-layer head drafts a chain from hidden states of the target (2401.15077, 2503.01840)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafting heads on the native CPU engine: models with a layer, with the input of `combine` in `native/rows.c`."""
+"""Drafting heads on the native CPU engine: single-layer models, with the input of `combine` in `native/rows.c`."""
 
 from __future__ import annotations
 

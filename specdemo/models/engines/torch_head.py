@@ -1,4 +1,4 @@
-"""Drafting heads of a decoder layer in torch, on any device.
+"""Single-layer drafting heads in torch, on any device.
 
 Only the last row of a pass has logits or a successor that receives its state, so all others need no queries.
 """
