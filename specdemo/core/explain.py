@@ -30,7 +30,7 @@ STYLES = {
     Outcome.CORRECTION: Style("correction", "\x1b[34;4m", "underline"),
     Outcome.BONUS: Style("bonus", "\x1b[36;4m", "underline"),
     Outcome.PLAIN: Style("plain"),
-    Outcome.UNKNOWN: Style("not reported"),
+    Outcome.UNKNOWN: Style("not reported", decoration="underline dotted"),
 }
 
 

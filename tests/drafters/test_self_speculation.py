@@ -82,7 +82,7 @@ def test_methods_give_ar_text_under_every_policy(method: str, tmp_path: Path) ->
     """Self-speculation stores no weights except the target's."""
     folder = str(save_model(tmp_path / "model", byte_level_tokenizer()))
     pool, drafted = ModelPool(), 0
-    head = head_for(folder, tmp_path / "head") if METHODS[method].drafter == "head" else None
+    head = head_for(folder, tmp_path / "head", method) if METHODS[method].drafter == "head" else None
 
     def text(recipe: Recipe) -> list[int]:
         nonlocal drafted

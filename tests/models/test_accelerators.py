@@ -190,10 +190,10 @@ def test_all_operators_of_a_run_have_mps_kernels(folder: str, tmp_path: Path) ->
     settings = [{"method": method} for method in METHODS] + [{"rule": rule} for rule in ("top1", "typical", "coupled")]
     settings += [{"top_k": 5}, {"repetition_penalty": 1.3}, {"policy": "svip"}, {"top": 3}]
     operators, pool = Operators(), ModelPool()
-    head = head_for(folder, tmp_path / "head")
+    heads = {name: head_for(folder, tmp_path / name, name) for name in METHODS if METHODS[name].drafter == "head"}
     for changed in settings:
-        kind = METHODS[changed.get("method", "draft")].drafter
-        drafter = {"model": {"drafter": folder}, "head": {"head": head}, None: {}}[kind]
+        method = METHODS[changed.get("method", "draft")]
+        drafter = {"model": {"drafter": folder}, "head": {"head": heads.get(method.name)}, None: {}}[method.drafter]
         for temperature in (0.0, 0.8):
             if temperature and changed.get("method") == "beam":
                 continue

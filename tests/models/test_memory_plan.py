@@ -156,7 +156,8 @@ def test_hidden_states_for_a_head_count_before_the_target_is_loaded(
     listed: list[int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A head lists the states that it receives; EAGLE-3 has three by default."""
-    config = {} if listed is None else {"eagle_aux_hidden_state_layer_ids": listed}
+    config: dict[str, object] = {"architectures": ["LlamaForCausalLMEagle3"]}
+    config |= {} if listed is None else {"eagle_aux_hidden_state_layer_ids": listed}
     (tmp_path / "config.json").write_text(json.dumps(config))
     target = ModelSpec(PAIRS["bundled"].target, device="cpu")
     plain, tapped = plan_spec(target.resolved(), 64), plan_spec(target.resolved(), 64, taps=len(listed or "abc"))

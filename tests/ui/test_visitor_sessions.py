@@ -39,6 +39,7 @@ def app() -> Iterator[Any]:
 def visitor(app: Any, address: str = "192.0.2.1", browser: bool = True) -> TestClient:
     """Client on the page; a browser has the page's cookie."""
     client = TestClient(app.app, base_url="http://127.0.0.1:7860", client=(address, 1))
+    client.portal = app.portal  # the event loop of the queue
     client.get("/config")
     if not browser:
         client.cookies.clear()
