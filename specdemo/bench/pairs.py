@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -40,12 +40,15 @@ class PairBench:
         self.skipped.append((name, str(reason)))
 
 
-def pair_bench(name: str, common: Mapping[str, Any], varied: Iterable[Mapping[str, Any]]) -> PairBench:
-    """Return the recipes of a pair; a pair without drafter and head drafts with its quantised target."""
+def pair_bench(name: str, make: Callable[..., Recipe], varied: Iterable[Mapping[str, Any]]) -> PairBench:
+    """Return the recipes of a pair, which `make` returns for settings of `grid` and the pair.
+
+    A pair without drafter and head drafts with its quantised target.
+    """
     bench = PairBench(name)
     for values in varied:
         try:
-            bench.recipes.append(replace(Recipe(), **{**common, **values, "pair": name, **_drafter(name, values)}))
+            bench.recipes.append(make(**{**values, "pair": name, **_drafter(name, values)}))
         except UserError as error:
             if values["method"] == "ar":
                 bench.skip(f"pair {name}", error)
@@ -63,19 +66,30 @@ def _drafter(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {"drafter": SAME} if copied else {}
 
 
-def measure_pair(bench: PairBench, prompts: Sequence[Prompt], repeat: int = 1) -> Iterator[BenchProgress]:
-    """Measure a pair with models of its own; a pair that cannot be loaded is skipped."""
+def measure_pair(
+    bench: PairBench, prompts: Sequence[Prompt], pool: ModelPool, repeat: int = 1
+) -> Iterator[BenchProgress]:
+    """Measure a pair; one that cannot be loaded is skipped."""
     if not bench.recipes:
         return
     try:
-        for item in measure(bench.recipes, prompts, ModelPool(), repeat=repeat):
+        for item in measure(bench.recipes, prompts, pool, repeat=repeat):
             if isinstance(item, dict):
                 bench.records.append(item)
             else:
                 yield item
     except UserError as error:
         bench.skip(f"pair {bench.name}", error)
-        bench.records.clear()
+        bench.recipes, bench.records = [], []
+
+
+def measure_pairs(benches: Sequence[PairBench], prompts: Sequence[Prompt], pool: ModelPool) -> Iterator[BenchProgress]:
+    """Measure one pair after another; `number` and `total` count the runs of all pairs."""
+    sizes = [len(bench.recipes) * len(prompts) for bench in benches]
+    for i, bench in enumerate(benches):
+        for item in measure_pair(bench, prompts, pool):
+            number = sum(sizes[:i]) + item.number
+            yield BenchProgress(number, sum(sizes), f"pair {bench.name}, {item.doing}")
 
 
 def pairs_table(benches: Sequence[PairBench]) -> str:

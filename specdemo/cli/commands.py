@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from specdemo.bench import equality as prove
@@ -99,9 +100,9 @@ def _bench_pairs(options: argparse.Namespace, names: Sequence[str]) -> int:
     for name in names:
         options.pair = name
         common, varied, _ = _bench_settings(options)
-        bench = pair_bench(name, common, varied)
+        bench = pair_bench(name, partial(replace, Recipe(), **common), varied)
         benches.append(bench)
-        for item in measure_pair(bench, _bench_prompts(options, common["chat"]), options.repeat):
+        for item in measure_pair(bench, _bench_prompts(options, common["chat"]), ModelPool(), options.repeat):
             progress.show(f"{name}: {item}")
     progress.over()
     print(pairs_table(benches))

@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from specdemo.bench.calibration import Calibration, calibrate
 from specdemo.bench.measure import BenchProgress, measure
+from specdemo.bench.pairs import PairBench, measure_pairs
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Loading, StepEvent
 from specdemo.core.formats import format_bytes
@@ -172,17 +173,33 @@ class Service:
         self, recipes: Sequence[Recipe], prompts: Sequence[Prompt], visitor: str, address: str = ""
     ) -> Stream[BenchProgress | dict[str, Any]]:
         """Measure every recipe on every prompt; stop the visitor's previous bench."""
-        if self.limits.max_seconds is not None or isinstance(self.worker, WorkerGroup):
-            raise UserError("a bench takes minutes, which this host does not allow: run the program on your machine")
-        longest = max((prompt.text for prompt in prompts), key=len)
-        granted = [self.limits.grant(replace(recipe, ngram_keep=False), longest) for recipe in recipes]
-        self.stop_bench(visitor)
+        granted = self._grant_bench(recipes, prompts)
 
         def steps() -> Iterator[BenchProgress | dict[str, Any]]:
             with self._with_services(granted) as recipes:
                 yield from measure(recipes, prompts, self._models)
 
-        stream = self._admit(steps, address, visitor)
+        return self._start_bench(steps, visitor, address)
+
+    def bench_pairs(
+        self, benches: Sequence[PairBench], prompts: Sequence[Prompt], visitor: str, address: str = ""
+    ) -> Stream[BenchProgress | dict[str, Any]]:
+        """Measure one pair after another and add the records to `benches`; stop the visitor's previous bench."""
+        for bench in benches:
+            bench.recipes = self._grant_bench(bench.recipes, prompts)
+        return self._start_bench(lambda: measure_pairs(benches, prompts, self._models), visitor, address)
+
+    def _grant_bench(self, recipes: Sequence[Recipe], prompts: Sequence[Prompt]) -> list[Recipe]:
+        if self.limits.max_seconds is not None or isinstance(self.worker, WorkerGroup):
+            raise UserError("a bench takes minutes, which this host does not allow: run the program on your machine")
+        longest = max((prompt.text for prompt in prompts), key=len)
+        return [self.limits.grant(replace(recipe, ngram_keep=False), longest) for recipe in recipes]
+
+    def _start_bench(
+        self, job: Callable[[], Iterator[BenchProgress | dict[str, Any]]], visitor: str, address: str
+    ) -> Stream[BenchProgress | dict[str, Any]]:
+        self.stop_bench(visitor)
+        stream = self._admit(job, address, visitor)
         self._benches[visitor] = stream
         return stream
 

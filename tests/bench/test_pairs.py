@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,12 @@ from specdemo.bench.measure import grid
 from specdemo.bench.pairs import PairBench, measure_pair, pair_bench, pairs_table, published_tables, skipped_lines
 from specdemo.cli import main
 from specdemo.core.published import LEVIATHAN_2, LEVIATHAN_3
+from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import PAIRS, Pair
 from specdemo.prompts import load_prompts
+from specdemo.recipe import Recipe
 
-COMMON = {"device": "cpu", "max_tokens": 8}
+MAKE = partial(replace, Recipe(), device="cpu", max_tokens=8)
 
 
 @pytest.fixture
@@ -42,13 +46,13 @@ def cells(table: str) -> list[dict[str, str]]:
 
 
 def measured(name: str, *methods: str) -> PairBench:
-    bench = pair_bench(name, COMMON, varied(*methods))
-    list(measure_pair(bench, load_prompts(["code"])[:2]))
+    bench = pair_bench(name, MAKE, varied(*methods))
+    list(measure_pair(bench, load_prompts(["code"])[:2], ModelPool()))
     return bench
 
 
 def test_a_pair_without_drafter_drafts_with_its_quantised_target(pairs: dict[str, Pair]) -> None:
-    own, copy = (pair_bench(name, COMMON, varied("draft")) for name in ("both", "alone"))
+    own, copy = (pair_bench(name, MAKE, varied("draft")) for name in ("both", "alone"))
     assert [recipe.drafter for recipe in own.recipes] == [None, None]
     assert [(recipe.method, recipe.drafter) for recipe in copy.recipes] == [("ar", None), ("draft", "same")]
     assert not own.skipped and not copy.skipped

@@ -110,6 +110,13 @@ def test_table_matches_the_bench(tab: Any, measured: MeasureRecorder, served: An
     expect(page.locator("#bench-positions .mark-line path").first).to_be_visible()
     page.get_by_role("button", name="Acceptance by position, length of the text and confidence").click()
     expect(page.locator("#bench-acceptance table").first).to_contain_text(" of ")
+    choose(page, each=1, tokens=8, kinds=("code",))
+    page.locator("#bench-pairs-run").click()
+    status = page.locator("#bench-pairs-status p")
+    expect(status).to_have_text("done: 1 of 1 pairs are measured", timeout=PATIENCE * 1000)
+    measured_pair = page.locator("#bench-pairs-table table").first.locator("tbody tr")
+    expect(measured_pair.locator("td:first-child")).to_have_text(["bundled", "bundled"])
+    expect(measured_pair.locator("td:nth-child(2)")).to_have_text(["draft gamma=3", "nasd gamma=3"])
     assert served.worker.active == 0
 
 

@@ -17,7 +17,8 @@ from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
-from specdemo.ui.tabs.bench import MOST_RUNS, MOST_TOKENS, SWEEP_TABLE_HEAD, bars, position_curves, sweep, sweep_cells
+from specdemo.ui.tabs.bench import SWEEP_TABLE_HEAD, bars, position_curves, sweep_cells
+from specdemo.ui.tabs.bench_grid import MOST_RUNS, MOST_TOKENS, sweep
 from specdemo.ui.tabs.components import Sweep, SweepResult, duration
 
 ASKED: dict[str, Any] = {

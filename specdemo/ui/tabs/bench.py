@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle, islice
+from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import gradio as gr
 
-from specdemo.bench.measure import grid
 from specdemo.bench.published_tables import repetition_table
 from specdemo.bench.table import BenchRow, acceptance, acceptance_markdown
 from specdemo.core.errors import UserError
 from specdemo.core.formats import NOTHING, number, percent
-from specdemo.core.policies import POLICIES
-from specdemo.drafters import METHODS
-from specdemo.prompts import alternate_classes, load_prompts
+from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
-from specdemo.ui.controls import Controls
-from specdemo.ui.frames import Run
 from specdemo.ui.line_chart import LineChart
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OFF, recipe_of
+from specdemo.ui.tabs.bench_grid import grid_controls, sweep
 from specdemo.ui.tabs.components import UNPROCESSED, MeasurementPanel, Sweep, SweepResult, chart_view, save_svg_button
+from specdemo.ui.tabs.pairs import pairs_section
 from specdemo.ui.theme import CATEGORIES
 
-DRAFTING = [name for name, method in METHODS.items() if method.drafts]  # can be faster than AR decoding
-MOST_RUNS, MOST_TOKENS = 240, 24_000
 SWEEP_TABLE_HEAD = (
     "class", "recipe", "speed-up", "95 %", "slower on", "tokens/s", "accepted", "α", "mean overlap β",
     "tokens/pass", "same text",
@@ -35,7 +30,6 @@ SWEEP_TABLE_HEAD = (
 _INTRO = """Each recipe and the autoregressive baseline continue every prompt in shuffled order. One warm-up run per
 recipe is not timed. Speed-ups are medians per class of prompts, with 95 % intervals. The remaining options are taken
 from the settings. Top-p, top-k and the edge-cloud link are disabled."""
-_TEMPERATURES = (0.0, 0.3, 0.5, 0.7, 1.0)
 _FILES = {"bench.md": "text/markdown", "bench.jsonl": "application/jsonl"}
 _SAVE_JS = """(text) => {
     const link = document.createElement("a");
@@ -44,49 +38,6 @@ _SAVE_JS = """(text) => {
     link.click();
     URL.revokeObjectURL(link.href);
 }"""
-
-
-def sweep(
-    make: Callable[[dict[str, Any]], Recipe],
-    latest: Run | None,
-    *,
-    methods: Any,
-    gammas: Any,
-    policies: Any,
-    temperatures: Any,
-    kinds: Any,
-    each: Any,
-    external: Any = None,
-) -> Sweep:
-    """Convert values from the browser. Raises `UserError` if they are invalid or exceed the page's limits.
-
-    `make` converts settings of `bench.grid` to a recipe; `each`: prompts per class, which alternate; `external`: server
-    of another engine, or empty.
-    """
-    lists = {
-        "method": methods,
-        "draft length": gammas,
-        "draft-length policy": policies,
-        "temperature": temperatures,
-        "class of prompts": kinds,
-    }
-    for name, chosen in lists.items():
-        if not isinstance(chosen, list) or not chosen:
-            raise UserError(f"choose at least one {name}")
-    if isinstance(each, bool) or not isinstance(each, int) or each < 1:
-        raise UserError(f"prompts per class must be an integer from 1, not {each!r}")
-    servers = [external] if external else []
-    varied = list(islice(grid(methods, gammas, policies, temperatures, servers), MOST_RUNS + 1))
-    if len(varied) > MOST_RUNS:
-        raise UserError(f"that is more than {MOST_RUNS} recipes: choose fewer draft lengths, policies or temperatures")
-    prompts = alternate_classes((prompt for kind in kinds for prompt in load_prompts([str(kind)])), each)
-    result = Sweep(tuple(map(make, varied)), tuple(prompts))
-    if result.runs > MOST_RUNS or result.tokens > MOST_TOKENS:
-        raise UserError(
-            f"{result.describe(latest)}: the page measures at most {MOST_RUNS} runs and {MOST_TOKENS:,} "
-            "tokens. Reduce the selection, or use the terminal's bench"
-        )
-    return result
 
 
 def sweep_cells(rows: Sequence[BenchRow]) -> list[list[str]]:
@@ -148,7 +99,7 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
     prompts = [*load_prompts(chat=defaults.chat), *load_prompts(chat=not defaults.chat)]
     kinds = list(dict.fromkeys(prompt.kind for prompt in prompts))
     gr.Markdown(_INTRO)
-    selection = _grid_controls(kinds, defaults)
+    selection = grid_controls(kinds, defaults)
     size = gr.Markdown(elem_id="bench-size")
     panel = MeasurementPanel(service, "bench")
     with panel.results:
@@ -164,6 +115,9 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
         settings = dict(zip(controls, values[len(selection) :], strict=True)) | overrides
         chosen |= {"external": settings.pop("external", None), "latest": service.runs.latest(session)}
         return sweep(lambda varied: recipe_of({**settings, **varied}, defaults.device), **chosen)
+
+    def make_result(session: str, values: tuple[Any, ...]) -> SweepResult:
+        return SweepResult(make_sweep(session, values))
 
     def describe_size(request: gr.Request, *values: Any) -> str:
         session = request.session_hash or ""
@@ -192,30 +146,8 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
         trigger_mode="always_last",  # the default depends on the first trigger and would drop quick changes
         **UNPROCESSED,
     )
-    panel.connect(inputs, [table, plot, notes, *acceptance_views, *files], make_sweep, SweepResult.rows, show_rows)
-
-
-def _grid_controls(kinds: list[str], defaults: Recipe) -> Controls:
-    def group(choices: list[Any], value: list[Any], label: str, name: str) -> gr.CheckboxGroup:
-        return gr.CheckboxGroup(choices, value=value, label=label, min_width=280, elem_id=f"bench-{name}")
-
-    selection: Controls = {}
-    with gr.Row():
-        methods = ["nasd", "suffix"] if defaults.chat else ["draft", "nasd"]
-        fitting = list(dict.fromkeys(prompt.kind for prompt in load_prompts(chat=defaults.chat)))
-        selection["methods"] = group(DRAFTING, methods, "Methods (compared with the baseline)", "methods")
-        selection["kinds"] = group(kinds, fitting, "Classes of prompts", "kinds")
-    with gr.Row():
-        selection["policies"] = group(list(POLICIES), ["fixed"], "Draft-length policies", "policies")
-        selection["gammas"] = group(list(range(1, 9)), [defaults.gamma], "Draft lengths γ (tokens)", "gammas")
-    with gr.Row():
-        temperatures = [(f"{t:g}", t) for t in _TEMPERATURES]
-        selection["temperatures"] = group(temperatures, [0.0], "Temperatures", "temperatures")
-        selection["each"] = gr.Slider(1, 24, 3, step=1, label="Prompts per class", min_width=200, elem_id="bench-each")
-        selection["max_tokens"] = gr.Slider(
-            8, 256, 64, step=8, label="Tokens per run", min_width=200, elem_id="bench-max-tokens"
-        )
-    return selection
+    panel.connect(inputs, [table, plot, notes, *acceptance_views, *files], make_result, SweepResult.rows, show_rows)
+    pairs_section(service, selection, controls, defaults)
 
 
 def _speedup_plot(kinds: list[str]) -> gr.BarPlot:

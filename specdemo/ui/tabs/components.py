@@ -21,8 +21,9 @@ from specdemo.ui.api import address_of
 from specdemo.ui.frames import Run
 from specdemo.ui.service import Service
 from specdemo.ui.streams import drain, reason
-from specdemo.worker import WorkerBusy
+from specdemo.worker import Stream, WorkerBusy
 
+Result = TypeVar("Result", bound="SweepResult")
 Rows = TypeVar("Rows")
 
 # Handlers receive raw values: gradio would raise an error for an incomplete number.
@@ -119,6 +120,13 @@ class SweepResult:
     records: list[dict[str, Any]] = field(default_factory=list)
     turn: BenchProgress | None = None
 
+    def start(self, service: Service, session: str, address: str) -> Stream[Any]:
+        return service.bench(self.sweep.recipes, self.sweep.prompts, session, address)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.records
+
     def absorb(self, item: BenchProgress | dict[str, Any]) -> None:
         if isinstance(item, BenchProgress):
             self.turn = item
@@ -181,11 +189,11 @@ class MeasurementPanel:
         self,
         inputs: Sequence[gr.components.Component],
         outputs: Sequence[gr.components.Component],
-        make_sweep: Callable[[str, tuple[Any, ...]], Sweep],
-        compute_rows: Callable[[SweepResult], Rows],
-        show_rows: Callable[[SweepResult, Rows], dict[Any, Any]],
+        make_result: Callable[[str, tuple[Any, ...]], Result],
+        compute_rows: Callable[[Result], Rows],
+        show_rows: Callable[[Result, Rows], dict[Any, Any]],
     ) -> None:
-        """Wire the buttons. `make_sweep(session, values)` validates raw inputs.
+        """Wire the buttons. `make_result(session, values)` validates raw inputs.
 
         `compute_rows` runs in a thread after the last measurement, not to disturb timings; `show_rows` returns the
         values of `outputs`.
@@ -195,9 +203,8 @@ class MeasurementPanel:
             session = request.session_hash or ""
             hidden = {self.results: gr.Column(visible="hidden")}  # a plot may be drawing
             try:
-                result = SweepResult(make_sweep(session, values))
-                recipes, prompts = result.sweep.recipes, result.sweep.prompts
-                stream = self._service.bench(recipes, prompts, session, address_of(request))
+                result = make_result(session, values)
+                stream = result.start(self._service, session, address_of(request))
             except (UserError, WorkerBusy) as error:
                 yield {self._status: f"<p role='status'>{html.escape(reason(error))}</p>"} | hidden
                 return
@@ -214,7 +221,7 @@ class MeasurementPanel:
                         status = progress
             yield {self._status: result.ending(reason(stream.error) if stream.error else "")}
             shown = {}
-            if result.records:
+            if not result.is_empty:
                 rows = await asyncio.to_thread(compute_rows, result)
                 shown = show_rows(result, rows) | {self.results: gr.Column(visible=True)}
             yield self._buttons(running=False) | shown

@@ -192,9 +192,9 @@ def _modes_section(service: Service, controls: Mapping[str, gr.components.Compon
     with panel.results:
         table = gr.Dataframe(headers=list(MODE_TABLE_HEAD), interactive=False, elem_id="modes-table")
 
-    def make_sweep(session: str, values: tuple[Any, ...]) -> Sweep:
+    def make_result(session: str, values: tuple[Any, ...]) -> SweepResult:
         prompts, tokens, *settings = values
-        return modes_sweep(dict(zip(controls, settings, strict=True)), device, prompts, tokens)
+        return SweepResult(modes_sweep(dict(zip(controls, settings, strict=True)), device, prompts, tokens))
 
     inputs = [count, length, *controls.values()]
-    panel.connect(inputs, [table], make_sweep, mode_rows, lambda result, rows: {table: rows})
+    panel.connect(inputs, [table], make_result, mode_rows, lambda result, rows: {table: rows})
