@@ -137,15 +137,9 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
         }
 
     inputs = [*selection.values(), *controls.values()]
-    gr.on(
-        [tab.select, *(control.change for control in selection.values())],
-        describe_size,
-        inputs,
-        size,
-        queue=False,
-        trigger_mode="always_last",  # the default depends on the first trigger and would drop quick changes
-        **UNPROCESSED,
-    )
+    triggers = [tab.select, *(control.change for control in selection.values())]
+    # The default mode depends on the first trigger and would drop quick changes.
+    gr.on(triggers, describe_size, inputs, size, queue=False, trigger_mode="always_last", **UNPROCESSED)
     panel.connect(inputs, [table, plot, notes, *acceptance_views, *files], make_result, SweepResult.rows, show_rows)
     pairs_section(service, selection, controls, defaults)
 

@@ -89,9 +89,9 @@ def pairs_section(
 ) -> None:
     """Lay out the section. `selection`: recipes and prompts of the tab; `controls` of the sidebar by recipe field."""
     gr.Markdown(_INTRO)
-    names = gr.Dropdown(
-        controls["pair"].choices, value=[defaults.pair], multiselect=True, label="Pairs", elem_id="bench-pairs"
-    )
+    pair: Any = controls["pair"]
+    initial = [defaults.pair] if defaults.pair else []
+    names = gr.Dropdown(pair.choices, value=initial, multiselect=True, label="Pairs", elem_id="bench-pairs")
     panel = MeasurementPanel(service, "bench-pairs")
     with panel.results:
         report = gr.Markdown(elem_id="bench-pairs-table", elem_classes="figures")
