@@ -214,7 +214,7 @@ def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, 
         lines=2,
         max_lines=8,
         elem_id="prompt",
-        placeholder="The beginning of a Python file, a class, a function…",
+        placeholder="A message, or the beginning of a text or program…",
         render=False,
     )
     with gr.Column(elem_id="all-examples"):

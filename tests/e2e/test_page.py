@@ -265,6 +265,7 @@ def test_invalid_input_shows_an_error_and_keeps_the_prompt(page: Page) -> None:
     page.locator("#seed input").fill("7")
     run(page, "")
     status(page, "failed: .*prompt is empty")
+    expect(page.locator("#headline")).to_be_empty()
     run(page, "x" * (MOST_CHARACTERS + 1))
     status(page, f"failed: the prompt has {MOST_CHARACTERS + 1:,} characters")
     page.locator("#seed input").fill("")

@@ -296,6 +296,7 @@ function endRun(phase, sentence) {
   element.dataset.stopping = "no";
   $(".cockpit").dataset.phase = phase;
   setText($("#status"), sentence);
+  if (!state.headline) clearHeadline();
   markButtons();
 }
 
