@@ -66,15 +66,21 @@ class Scripts:
     def reset(self) -> None:
         self.inside, self.gate, self.closed = threading.Event(), threading.Event(), threading.Event()
         self.steps = 0
+        self.pace = 0.0  # seconds before each event of the real engine
         self.closed_in = ""
 
     def __call__(self, recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[Event]:
         try:
             script = getattr(self, prompt, None) if isinstance(prompt, str) else None  # a list is a conversation
-            yield from events_of(script(recipe)) if script else generate(recipe, prompt, pool, stores)
+            yield from events_of(script(recipe)) if script else self.paced(generate(recipe, prompt, pool, stores))
         finally:
             self.closed_in = threading.current_thread().name
             self.closed.set()
+
+    def paced(self, events: Iterator[Event]) -> Iterator[Event]:
+        for event in events:
+            time.sleep(self.pace)
+            yield event
 
     def endless(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
         """Yield a step every 10 ms, without end."""
@@ -295,7 +301,9 @@ def drawn(page: Page, lane: str = "spec") -> Counter:
     return Counter(page.eval_on_selector_all(f"#lane-{lane} .tok", "spans => spans.map(s => s.dataset.kind)"))
 
 
-def spans(page: Page, least: int) -> None:
+def spans(page: Page, least: int, prompt: str = "endless") -> None:
+    """Wait until the run of the prompt, and no earlier one, shows this many tokens."""
+    expect(page.locator(".lane:visible .given").first).to_contain_text(prompt)
     page.wait_for_function(f"document.querySelectorAll('.lane .tok').length >= {least}")
 
 

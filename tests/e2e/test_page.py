@@ -166,8 +166,9 @@ def test_stop_ends_the_run_and_keeps_its_steps(page: Page, scripts: Scripts, ser
 
 
 def test_stop_ends_a_real_run(page: Page, scripts: Scripts, served: Any) -> None:
+    scripts.pace = 0.01
     run(page, CODE, tokens=1024)
-    spans(page, 10)
+    spans(page, 10, CODE)
     page.keyboard.press("Escape")
     assert scripts.closed.wait(PATIENCE)
     status(page, "stopped")
