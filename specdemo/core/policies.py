@@ -306,7 +306,7 @@ class AdaEdl(StoppingPolicy):
 class PathProbability(StoppingPolicy):
     """Stop if the product of the largest probabilities along the path is below the threshold."""
 
-    threshold: float = 0.3
+    threshold: float = 0.15
     product: float = 1.0
 
     @property
@@ -383,7 +383,7 @@ POLICIES = {
     "adaedl": Policy("until an entropy bound on acceptance fails (AdaEDL)", _between(AdaEdl), by_logits=True),
     "svip": Policy("until the drafter's entropy is high (SVIP)", _between(svip), by_logits=True),
     "confidence": Policy("until no token has a probability of 0.4", _between(confidence), by_logits=True),
-    "path": Policy("until the path's probability is below 0.3", _between(PathProbability), by_logits=True),
+    "path": Policy("until the path's probability is below 0.15", _between(PathProbability), by_logits=True),
     "auto": Policy(
         "highest tokens per second by measured costs and acceptance",
         lambda lengths, costs: Auto(lengths.most, costs, lengths.gamma, lengths.least),

@@ -22,6 +22,14 @@ from specdemo.models.untrusted import model_errors
 UNFINISHED = "\ufffd"  # decoded form of an incomplete character
 _WINDOW = 6  # tokens of left context: 4 bytes and a space
 _largest_ids: WeakKeyDictionary[PreTrainedTokenizerBase, int] = WeakKeyDictionary()
+_byte_ids: WeakKeyDictionary[PreTrainedTokenizerBase, frozenset[int]] = WeakKeyDictionary()
+
+
+def _find_byte_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the tokens of single bytes and, if there are any, special tokens: decoding skips these within a run."""
+    vocabulary = tokenizer.get_vocab() if tokenizer.convert_tokens_to_ids("<0x00>") is not None else {}
+    tokens = {vocabulary[name] for i in range(256) if (name := f"<0x{i:02X}>") in vocabulary}
+    return frozenset(tokens | {*tokenizer.all_special_ids} if tokens else ())
 
 
 class TextStream:
@@ -29,10 +37,9 @@ class TextStream:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        vocabulary = tokenizer.get_vocab() if tokenizer.convert_tokens_to_ids("<0x00>") is not None else {}
-        self._bytes = {vocabulary[name] for i in range(256) if (name := f"<0x{i:02X}>") in vocabulary}
-        if self._bytes:
-            self._bytes.update(tokenizer.all_special_ids)  # skipped in decoding, so byte runs continue across them
+        if tokenizer not in _byte_ids:
+            _byte_ids[tokenizer] = _find_byte_ids(tokenizer)
+        self._bytes = _byte_ids[tokenizer]
         self._window = self._tail(context)
         self._shown = len(_decode(self._tokenizer, self._window))
 

@@ -86,10 +86,10 @@ def test_entropy_bounds_and_confidence_end_drafts() -> None:
     assert length(confidence(8), SURE) == 8 and length(confidence(8), FLAT) == 0
     two = torch.tensor([1.0, 1.0] + [-1e4] * 14)
     assert length(confidence(8), two) == 8  # probability 1/2 each
-    assert length(PathProbability(8), two) == 1  # 1/2, and 1/4 is below 0.3
+    assert length(PathProbability(8), two) == 2  # 1/4, and 1/8 is below 0.15
     assert length(PathProbability(8), SURE) == 8
     policy = PathProbability(8)
-    assert [length(policy, two) for _ in range(3)] == [1, 1, 1]  # reset for each draft
+    assert [length(policy, two) for _ in range(3)] == [2, 2, 2]  # reset for each draft
 
 
 def test_adaedl_adjusts_its_threshold_to_acceptance() -> None:

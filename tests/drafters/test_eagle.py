@@ -266,6 +266,6 @@ def test_visitors_choose_heads_like_models() -> None:
 
 def test_budget_of_a_chain_is_known_without_logits() -> None:
     assert DraftBudget(4, Fixed(4)).chain_limits == (4, 0.0)
-    assert DraftBudget(4, PathProbability(9)).chain_limits == (4, 0.3)
+    assert DraftBudget(4, PathProbability(9)).chain_limits == (4, 0.15)
     assert DraftBudget(4, PathProbability(9, 2)).chain_limits is None
     assert DraftBudget(4, POLICIES["egag"].make(DraftLengths(2, 1, 3), CostModel())).chain_limits is None

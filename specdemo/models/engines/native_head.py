@@ -55,8 +55,7 @@ class NativeHeadWeights:
             for prefix in ("midlayer.", *(f"layers.{i}." for i in range(1, layers)))
         ]
         self._stream_norm, self._leave = self._gain(tensors["midlayer.hidden_norm"]), self._gain(tensors["norm"])
-        divisible = tensors["fc"].shape[1] % FORMATS["Q8_0"].group == 0
-        self._fuse = self._matrix(tensors["fc"], of_states if divisible else "F32")
+        self._fuse = self._matrix(tensors["fc"], of_states)
         if (rows := tensors.get("lm_head")) is None:
             rows = target.output_rows(weights.ids)
         self._head, self._output_rows = self._matrix(rows, of_output), rows
@@ -128,7 +127,10 @@ class NativeHeadWeights:
         )
 
     def _matrix(self, rows: Tensor, form: str) -> WritableMatrix:
-        matrix = WritableMatrix(rows.shape[0], rows.shape[1], FORMATS[form], self._buffer)
+        stored = FORMATS[form]
+        if stored.group and rows.shape[1] % stored.group:
+            stored = FORMATS["F32"]
+        matrix = WritableMatrix(rows.shape[0], rows.shape[1], stored, self._buffer)
         matrix.write(rows)
         self._kept.append(matrix)
         return matrix
@@ -214,7 +216,7 @@ class NativeHead(Head):
 
     kind = "eagle"
 
-    def __init__(self, weights: Eagle3Weights, target: NativeWeights, form: str = "int8") -> None:
+    def __init__(self, weights: Eagle3Weights, target: NativeWeights, form: str = "nf4") -> None:
         """`form`: a key of `FORMS`. Raises `ValueError` for sizes that contradict each other or those of `target`."""
         self.taps, self.ids = weights.taps, weights.ids
         self._context = weights.layer.context
