@@ -22,6 +22,7 @@ from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEve
 from specdemo.core.formats import format_bytes
 from specdemo.core.metrics import Metrics
 from specdemo.core.sampling import LogitsProcessor
+from specdemo.core.step import Step
 from specdemo.core.stop_text import StopTexts
 from specdemo.core.target import Target
 from specdemo.drafters import METHODS
@@ -43,7 +44,7 @@ from specdemo.recipe import Recipe
 from specdemo.remote.gates import PASSES, EdgeVerifier
 from specdemo.remote.target import connect
 from specdemo.remote.word_rules import IsName
-from specdemo.worker import interruptible
+from specdemo.worker import interruptible, job_clock
 
 CHARACTERS_PER_TOKEN = 3  # rough
 PromptOrChat: TypeAlias = "str | Sequence[ChatMessage] | Sequence[int]"
@@ -295,7 +296,7 @@ def _steps(
         pipeline.policy,
         max_tokens=max_tokens,
         stop=stop,
-        clock=time.perf_counter,
+        clock=job_clock,
         start=start,
         first_target=first_target,
     )
@@ -312,7 +313,7 @@ def _steps(
         if pieces and ended:
             pieces[-1] += stream.rest()
         pieces = stops.feed(pieces, ended)
-        step = replace(step.cut(len(pieces)), draft_s=step.seconds.draft + drafter_s)
+        step = replace(step.cut(len(pieces)), draft_s=step.seconds.draft + drafter_s, t=_elapsed(step))
         metrics, verdict = metrics.plus(step), step.verdict
         pending = stream.peek(verdict.pending, range(-1, len(verdict.pending) - 1))
         yield StepEvent(
@@ -328,13 +329,17 @@ def _steps(
             return
 
 
+def _elapsed(step: Step) -> float:
+    return step.t + time.perf_counter() - job_clock()
+
+
 def _prefill(pipeline: Pipeline, tokens: Sequence[int], drafter: bool = False) -> Generator[Loading, None, float]:
     """Yield the progress; return the seconds, without those of the caller."""
     seconds, chunks = 0.0, pipeline.prefill(tokens, drafter)
     while True:
-        start = time.perf_counter()
+        start = job_clock()
         done = next(chunks, None)
-        seconds += time.perf_counter() - start
+        seconds += job_clock() - start
         if done is None:
             return seconds
         yield Loading("drafter: prompt" if drafter else "prompt", done, len(tokens))

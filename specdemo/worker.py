@@ -1,7 +1,7 @@
-"""Scheduling of jobs on a device. This module imports no other layer of specdemo but `native`.
+"""Scheduling of jobs on a device.
 
-Jobs are functions that return iterators. They alternate after each step, and release the device to wait. Any thread may
-use a job's `Stream`.
+Jobs are functions that return iterators. They alternate after each step, release the device to wait, and share passes.
+Any thread may use a job's `Stream`.
 """
 
 from __future__ import annotations
@@ -11,22 +11,25 @@ import threading
 import time
 import traceback
 from bisect import insort
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from specdemo.native.interface import StopFlag
+from specdemo.shared_passes import PassRequest, RunEntries, choose_requests, run_together
 
 T = TypeVar("T")
 
+MOST_TEXTS = 32
 _LEAD_S = 0.05  # device time that a job may be ahead of others
 _OPEN_PER_ACTIVE = 4  # open jobs per active job, including jobs that wait
+_TURNS_PER_PASS = 4  # most turns per job before a pass
 
 _process_flag = StopFlag()
-_current: contextvars.ContextVar[Stream[Any]] = contextvars.ContextVar("current job")
+_current: contextvars.ContextVar[Stream[Any] | None] = contextvars.ContextVar("current job", default=None)
 
 
 class WorkerBusy(RuntimeError):
@@ -53,7 +56,7 @@ def run_in_thread(call: Callable[[], T]) -> Future[T]:
 @contextmanager
 def device_released() -> Iterator[None]:
     """Let other jobs use the device within the block. Call without locks."""
-    stream = _current.get(None)
+    stream = _current.get()
     if stream is None:  # the caller is not in a job
         yield
         return
@@ -66,7 +69,7 @@ def device_released() -> Iterator[None]:
 
 def wait_for(future: Future[Any], timeout: float | None = None) -> bool:
     """Wait without the device; return False after `timeout`. Raise `Stopped` if the job is stopped."""
-    stream = _current.get(None)
+    stream = _current.get()
     stop_request = set() if stream is None else {stream.stop_request}
     with device_released():
         wait({future, *stop_request}, timeout, return_when=FIRST_COMPLETED)
@@ -77,7 +80,7 @@ def wait_for(future: Future[Any], timeout: float | None = None) -> bool:
 
 def interruptible(call: Callable[[], T]) -> T:
     """Run the blocking `call()` without the device. Raise `Stopped` if the job is stopped meanwhile."""
-    if _current.get(None) is None:
+    if _current.get() is None:
         return call()
     result = run_in_thread(call)
     wait_for(result)
@@ -86,7 +89,7 @@ def interruptible(call: Callable[[], T]) -> T:
 
 def give_way() -> None:
     """Let other jobs advance. Raise `Stopped` if stopped."""
-    stream = _current.get(None)
+    stream = _current.get()
     if stream is None:
         return
     if stream.stopping:
@@ -97,8 +100,36 @@ def give_way() -> None:
 
 def stop_flag() -> StopFlag:
     """Return the flag that ends the passes of the current job; outside jobs, those of the process."""
-    stream = _current.get(None)
+    stream = _current.get()
     return _process_flag if stream is None else stream.stop_flag
+
+
+def shared_pass(run: RunEntries, entry: Any, rows: int) -> Any:
+    """Return `run([entry])[0]`; `run` may get the entries of other jobs as well. Raise `Stopped` if stopped."""
+    stream = _current.get()
+    if stream is None or not stream.shares_passes:
+        return run([entry])[0]
+    return stream.worker.run_shared(stream, PassRequest(run, entry, rows))
+
+
+@contextmanager
+def unshared_passes() -> Iterator[None]:
+    """Run the passes of the current job alone."""
+    stream = _current.get()
+    if stream is None:
+        yield
+        return
+    before, stream.shares_passes = stream.shares_passes, False
+    try:
+        yield
+    finally:
+        stream.shares_passes = before
+
+
+def job_clock() -> float:
+    """Return the time in seconds, without waits of the current job for shared passes."""
+    stream = _current.get()
+    return time.perf_counter() - (0.0 if stream is None else stream.waited_s)
 
 
 class Stream(Generic[T]):
@@ -122,6 +153,8 @@ class Stream(Generic[T]):
         self._context.run(_current.set, self)
         self.stop_request: Future[None] = Future()
         self.stop_flag = StopFlag()
+        self.shares_passes = True
+        self.waited_s = 0.0
         self._done = threading.Event()
         self._on_change = on_change
 
@@ -186,18 +219,25 @@ class _Schedule:
     """State of a job, guarded by the lock of its worker."""
 
     stream: Stream[Any]
+    turn: threading.Condition
     round: int = 0
     used_s: float = 0.0  # device time in seconds
     opened_s: float = 0.0
     in_step: bool = False
     waiting: bool = False
-    has_waited: bool = False
+    shares: bool = False
+    request: PassRequest | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self.request is None or self.request.done or self.stream.stopping
 
 
 class Worker:
-    """Device thread with at most `at_once` active and `waiting` queued jobs.
+    """Device with at most `at_once` active and `waiting` queued jobs; one job at a time uses it.
 
-    While a job waits within a step, another thread advances other jobs.
+    While a job waits within a step, another thread advances other jobs. Up to `texts` jobs are active if they share
+    passes and `has_memory`.
     """
 
     def __init__(
@@ -206,11 +246,16 @@ class Worker:
         waiting: int | None = 32,
         clock: Callable[[], float] = time.monotonic,
         prepare: Callable[[], object] = lambda: None,
+        texts: int = 1,
+        has_memory: Callable[[], bool] = lambda: True,
     ) -> None:
         """`prepare` starts each device thread."""
         self._prepare = prepare
         self._max_active, self._max_queued = at_once, waiting
+        self._max_texts, self._has_memory = texts, has_memory
         self._clock = clock
+        self.texts_per_pass: Counter[int] = Counter()  # number of passes by texts
+        self._turns = 0  # turns since the last pass
         self._queued: list[_Schedule] = []  # queued jobs in starting order
         self._round = 0  # round of the last opened job
         self._rounds: dict[str, int] = {}  # round of the last job by owner
@@ -218,11 +263,11 @@ class Worker:
         self._holder: _Schedule | None = None
         self._held_since = self._least_s = 0.0
         self._mean_s: float | None = None  # mean duration of visitors' jobs from opening to end
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._ended, self._idle = threading.Condition(self._lock), threading.Condition(self._lock)
         self._threads: list[threading.Thread] = []
+        self._idle_threads = 0
         self._closed = False
-        with self._changed:
-            self._start_threads()
 
     def submit(
         self, job: Callable[[], Iterator[T]], on_change: Callable[[], object] | None = None, owner: str = ""
@@ -232,121 +277,165 @@ class Worker:
         `on_change` is called in a device thread after each item and at the end.
         """
         stream: Stream[T] = Stream(self, job, on_change, owner)
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise RuntimeError("The worker is closed.")
             if self._max_queued is not None and len(self._queued) >= self._max_queued:
                 raise WorkerBusy(f"{len(self._queued)} runs are waiting already: try again in a minute.")
             self._enqueue(stream)
-            self._changed.notify_all()
+            self._choose()
         stream.stop_request.add_done_callback(self._wake)
         return stream
 
     def ahead(self, stream: Stream[Any]) -> int:
         """Number of jobs that start or end first."""
-        with self._changed:
+        with self._lock:
             queued = [job.stream for job in self._queued]
             return queued.index(stream) + (not self._has_slot) if stream in queued else 0
 
     def expected_wait_s(self, stream: Stream[Any]) -> float | None:
         """Estimate the time in the queue; None if unknown."""
-        return None if self._mean_s is None else self.ahead(stream) * self._mean_s / self._max_active
+        with self._lock:
+            active = max(self._max_active, sum(not job.waiting for job in self._open))
+            return None if self._mean_s is None else self.ahead(stream) * self._mean_s / active
 
     @property
     def active(self) -> int:
-        with self._changed:
+        with self._lock:
             return len(self._open) + len(self._queued)
 
     def close(self, timeout: float | None = 10.0, drain_s: float = 0.0) -> None:
         """Refuse jobs, wait `drain_s` for those submitted, stop the others, and end the threads."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             threads = list(self._threads)
+            self._idle.notify_all()
             if drain_s:
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: not self._threads, drain_s)
+                self._ended.wait_for(lambda: not self._threads, drain_s)
             for job in (*self._open, *self._queued):
                 job.stream.stop()
-            self._changed.notify_all()
             if threading.current_thread() in threads:
                 return
-            if not self._changed.wait_for(lambda: not self._threads, timeout):
+            if not self._ended.wait_for(lambda: not self._threads, timeout):
                 return
         for thread in threads:
             thread.join()
 
     def release(self, stream: Stream[Any], waiting: bool) -> None:
         """Give the device to other jobs, within a step of `stream`."""
-        with self._changed:
-            job = self._opened(stream)
-            job.waiting = waiting
+        with self._lock:
+            self._opened(stream).waiting = waiting
             self._yield_device()
-            if self._holder is not job:
-                job.has_waited = True
-                self._start_threads()
-                self._changed.notify_all()
 
     def acquire(self, stream: Stream[Any]) -> None:
         """Block until `stream` has the device again."""
-        with self._changed:
+        with self._lock:
             job = self._opened(stream)
             if job.waiting:
                 job.waiting = False
                 job.used_s = max(job.used_s, self._least_s)
                 self._choose()
-                self._changed.notify_all()
-            self._changed.wait_for(lambda: self._holder is job)
+            self._await_turn(job)
+
+    def run_shared(self, stream: Stream[Any], request: PassRequest) -> Any:
+        """Return the result of `request`. When no job can advance, one of them runs the pass for all."""
+        with self._lock:
+            job = self._opened(stream)
+            job.shares = self._max_texts > 1
+            is_alone = not job.shares or (len(self._open) == 1 and not self._queued)
+        if is_alone:
+            return request.run([request.entry])[0]
+        began = self._clock()
+        try:
+            self._run_next(stream, job, request)
+        finally:
+            with self._lock:
+                job.request = None
+            stream.waited_s += self._clock() - began - request.seconds
+        return request.result
+
+    def _run_next(self, stream: Stream[Any], job: _Schedule, request: PassRequest) -> None:
+        with self._lock:
+            job.request = request
+            self._yield_device()
+            self._await_turn(job)
+            group = {} if job.ready else self._group(job, request)
+        if len(group) > 1:
+            self._run_group(group)
+        if request.done:
+            return
+        if stream.stopping:
+            raise Stopped
+        start = self._clock()
+        (request.result,) = request.run([request.entry])
+        request.seconds += self._clock() - start
+        self.texts_per_pass[1] += 1
+
+    def _run_group(self, group: Mapping[PassRequest, _Schedule]) -> None:
+        start, stream = self._clock(), _current.set(None)  # ignore the stop flag of this job
+        try:
+            run_together([*group])
+        finally:
+            _current.reset(stream)
+        seconds = self._clock() - start
+        with self._lock:
+            self.texts_per_pass[len(group)] += 1
+            for request, job in group.items():
+                request.seconds = seconds
+                job.used_s += 0.0 if job is self._holder else seconds
 
     def _run(self) -> None:
         self._prepare()
         while (job := self._next()) is not None:
             ended = not job.stream.advance()
-            with self._changed:
+            with self._lock:
                 job.in_step = False
                 if ended:
                     self._end(job)
-                self._yield_device()
+                self._yield_device(here=True)
             if ended:
                 job.stream.finish()
             job.stream.notify()
 
     def _next(self) -> _Schedule | None:
-        with self._changed:
+        with self._lock:
             while True:
-                self._choose()
+                self._choose(here=True)
                 if self._holder is not None and not self._holder.in_step:
                     self._holder.in_step = True
                     return self._holder
-                finished = self._closed and not self._open and not self._queued
-                if finished or len(self._threads) > self._needed_threads:
+                if self._closed and not self._open and not self._queued:
                     self._threads.remove(threading.current_thread())
-                    self._changed.notify_all()
+                    self._idle.notify_all()
+                    self._ended.notify_all()
                     return None
-                self._changed.wait()
+                self._idle_threads += 1
+                self._idle.wait()
+                self._idle_threads -= 1
 
-    # --- methods called with `_changed` locked -----------------------------------------------------------------------
+    # --- methods called with the lock ---------------------------------------------------------------------------------
 
     def _opened(self, stream: Stream[Any]) -> _Schedule:
         return next(job for job in self._open if job.stream is stream)
 
     @property
-    def _needed_threads(self) -> int:
-        return 1 + sum(job.has_waited for job in self._open)
-
-    def _start_threads(self) -> None:
-        while len(self._threads) < self._needed_threads:
-            thread = threading.Thread(target=self._run, name="device", daemon=True)
-            self._threads.append(thread)
-            thread.start()
-
-    @property
     def _has_slot(self) -> bool:
         active = sum(not job.waiting for job in self._open)
-        return active < self._max_active and len(self._open) < _OPEN_PER_ACTIVE * self._max_active
+        alone = [job for job in self._open if job.waiting or not job.shares]
+        if len(alone) >= _OPEN_PER_ACTIVE * self._max_active:
+            return False
+        if sum(not job.waiting for job in alone) >= self._max_active:
+            return False
+        return active < self._max_active or (active < self._max_texts and self._has_memory())
+
+    def _group(self, leader: _Schedule, first: PassRequest) -> dict[PassRequest, _Schedule]:
+        jobs = {job.request: job for job in self._open if job.request is not None and not job.ready}
+        others = (request for request in jobs if request is not first)
+        return {request: jobs[request] for request in choose_requests(first, others, self._max_texts)}
 
     def _enqueue(self, stream: Stream[Any]) -> None:
         """Insert a job into the queue (start-time fair queueing)."""
-        job = _Schedule(stream, self._round)
+        job = _Schedule(stream, threading.Condition(self._lock), self._round)
         if stream.owner:
             self._rounds = {owner: n for owner, n in self._rounds.items() if n >= self._round}
             self._rounds[stream.owner] = job.round = self._rounds.get(stream.owner, self._round - 1) + 1
@@ -358,40 +447,60 @@ class Worker:
         job.used_s, job.opened_s = self._least_s, self._clock()
         self._open.appendleft(job) if first else self._open.append(job)
 
-    def _choose(self) -> None:
+    def _choose(self, here: bool = False) -> None:
+        """Give a free device to a job, which `here` this thread advances."""
         if self._holder is not None:
             return
+        self._least_s = min((job.used_s for job in self._open if not job.waiting), default=self._least_s)
         for job in [job for job in self._queued if job.stream.stopping]:
             self._open_next(job, first=True)
         while self._queued and self._has_slot:
             self._open_next(self._queued[0])
-        ready = [job for job in self._open if not job.waiting]
-        if ready:
-            self._least_s = min(job.used_s for job in ready)
-            chosen = next(job for job in ready if job.used_s - self._least_s <= _LEAD_S)
-            self._open.remove(chosen)
-            self._open.append(chosen)
-            self._holder, self._held_since = chosen, self._clock()
+        usable = [job for job in self._open if not job.waiting]
+        if not usable:
+            return
+        fair = [job for job in usable if job.used_s - self._least_s <= _LEAD_S]
+        ready = [job for job in fair if job.ready]
+        if len(ready) < len(fair) and (not ready or self._turns >= _TURNS_PER_PASS * len(self._open)):
+            chosen = next(job for job in fair if not job.ready)
+            self._turns = 0
+        else:
+            chosen = ready[-1] if ready[-1].shares else ready[0]  # up to its next pass
+            self._turns += 1
+        self._open.remove(chosen)
+        self._open.append(chosen)
+        self._holder, self._held_since = chosen, self._clock()
+        if chosen.in_step:
+            chosen.turn.notify()
+        elif not here:
+            self._wake_thread()
 
-    def _yield_device(self) -> None:
+    def _wake_thread(self) -> None:
+        if self._idle_threads:
+            self._idle.notify()
+            return
+        thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _await_turn(self, job: _Schedule) -> None:
+        job.turn.wait_for(lambda: self._holder is job)
+
+    def _yield_device(self, here: bool = False) -> None:
         if self._holder is not None:
             self._holder.used_s += self._clock() - self._held_since
             self._holder = None
-        self._choose()
-        if self._holder is not None and self._holder.in_step:
-            self._changed.notify_all()
+        self._choose(here)
 
     def _end(self, job: _Schedule) -> None:
         self._open.remove(job)
         if job.stream.owner and job.stream.started:
             seconds = self._clock() - job.opened_s
             self._mean_s = seconds if self._mean_s is None else 0.8 * self._mean_s + 0.2 * seconds
-        if job.has_waited:
-            self._changed.notify_all()
 
     def _wake(self, _: object) -> None:
-        with self._changed:
-            self._changed.notify_all()
+        with self._lock:
+            self._choose()
 
 
 class WorkerGroup:
@@ -408,6 +517,10 @@ class WorkerGroup:
     @property
     def active(self) -> int:
         return sum(worker.active for worker in self._workers)
+
+    @property
+    def texts_per_pass(self) -> Counter[int]:
+        return Counter()
 
     def close(self, timeout: float | None = 10.0) -> None:
         for worker in self._workers:

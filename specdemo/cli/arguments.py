@@ -15,6 +15,7 @@ from specdemo.models.zoo import CHAT_PAIR, PAIRS, first_installed
 from specdemo.option_effects import settings_of_pair
 from specdemo.recipe import PRESETS, Recipe
 from specdemo.remote.config import CloudConfig
+from specdemo.worker import MOST_TEXTS
 
 MODEL_OPTIONS = ["pair", *(name for name, option in Recipe.OPTIONS.items() if option.group == "Models and devices")]
 
@@ -173,6 +174,7 @@ def _serve(command: Parser) -> None:
     add("--budget-mb", type=int, default=2048, help="size of all KV caches between steps, MB")
     add("--contexts", type=int, default=256, help="number of texts cached between steps")
     add("--expiry-s", type=float, default=600, help="lifetime of an unused text, seconds")
+    add("--batch", type=int, default=MOST_TEXTS, help="texts whose passes are shared; 1: no pass is shared")
     add("--queue", type=int, default=64, help="queued requests; further requests are refused")
     add("--rate", type=float, default=0, help="requests per second and address; 0: unlimited")
     add("--allow-origin", action="append", default=[], metavar="ORIGIN", help="site whose pages may use the service")

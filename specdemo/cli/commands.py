@@ -248,7 +248,7 @@ def served_recipe(flags: Mapping[str, Any]) -> Recipe:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    for name in ("budget_mb", "contexts", "queue", "connections", "client_connections"):
+    for name in ("budget_mb", "contexts", "batch", "queue", "connections", "client_connections"):
         at_least_one(name.replace("_", "-"), getattr(options, name))
     if not (options.body_mb > 0 and options.rate >= 0 and 0 <= options.drain_s <= MAX_DRAIN_S):
         raise UserError(f"body-mb must be above 0, rate at least 0, and drain-s from 0 to {MAX_DRAIN_S}")
@@ -273,6 +273,7 @@ def _serve(options: argparse.Namespace) -> int:
         expiry_s=options.expiry_s,
         limits=ServiceLimits(int(options.body_mb * (1 << 20)), options.rate),
         waiting=options.queue,
+        texts=options.batch,
         local=local,
         origins=options.allow_origin,
     )

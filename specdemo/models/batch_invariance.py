@@ -16,7 +16,7 @@ import torch
 
 from specdemo.core.step import Draft
 from specdemo.models.kv_cache import CachedModel, Model
-from specdemo.worker import give_way
+from specdemo.worker import give_way, unshared_passes
 
 MEASURED_ROWS = (1, 2, 5, 8)
 _DRAFT_LENGTHS = (1, 2, 4, 7)
@@ -61,7 +61,7 @@ class BatchInvariance:
 def check_invariance(model: Model, measurement: Measurement | None = None) -> BatchInvariance:
     """Measure costs of passes and, where it does not hold by construction, compare rows of drafts with AR rows."""
     settings = measurement or MEASUREMENT
-    with closing(CachedModel(model)) as timed:
+    with closing(CachedModel(model)) as timed, unshared_passes():
         timed.prepare(MEASURED_ROWS, _TIMED_START, 2 * _TIMED_START)
         cost, by_construction = _cost(timed, settings.seconds / 2), timed.engine.batch_invariant
     if by_construction:

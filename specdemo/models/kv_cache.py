@@ -6,7 +6,6 @@ Callers always pass all tokens; `CachedModel` feeds the difference to the cached
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -19,7 +18,7 @@ from specdemo.core.step import Draft, common_prefix
 from specdemo.models.engines.engine import Cache, Entry
 from specdemo.models.engines.select import engine_of
 from specdemo.models.prefill import ChunkSize, first_rows
-from specdemo.worker import Stopped
+from specdemo.worker import Stopped, job_clock, shared_pass
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,7 +89,7 @@ class CachedModel:
         self._held, self._draft = [], Draft()
         self._logits = None
 
-    def prefill(self, tokens: Sequence[int], clock: Callable[[], float] = time.perf_counter) -> Iterator[int]:
+    def prefill(self, tokens: Sequence[int], clock: Callable[[], float] = job_clock) -> Iterator[int]:
         """Feed `tokens` in chunks up to the last, which `score` feeds; yield the number of cached tokens after each.
 
         Closing the iterator keeps the cache usable.
@@ -128,7 +127,11 @@ class CachedModel:
             self._passes += 1
             try:
                 self._check_ids(new)
-                (logits,) = self.engine.run([Entry(self._cache, new, held, padded)])
+                entry = Entry(self._cache, new, held, padded)
+                if self.engine.batch_invariant:
+                    logits = shared_pass(self.engine.run, entry, len(new))
+                else:
+                    (logits,) = self.engine.run([entry])
             except BaseException as error:
                 self._forget(tokens[:held] if isinstance(error, Stopped) else ())
                 raise

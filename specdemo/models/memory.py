@@ -14,6 +14,7 @@ import psutil
 import torch
 from torch import Tensor
 
+_TEXT_BYTES = 1 << 30
 _OUT_OF_MEMORY = (
     "can't allocate memory",  # message on a CPU
     "CUDA error: out of memory",  # message of AcceleratorError
@@ -183,6 +184,11 @@ def free_bytes(device: torch.device) -> int:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
     return min([psutil.virtual_memory().available, *_cgroup_free_bytes()])
+
+
+def has_memory() -> bool:
+    """Return True if the host has memory for another text."""
+    return free_bytes(torch.device("cpu")) >= _TEXT_BYTES
 
 
 def _cgroup_free_bytes() -> list[int]:

@@ -22,6 +22,7 @@ from specdemo.core.banned_text import BannedText
 from specdemo.core.errors import UserError
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
+from specdemo.models.memory import has_memory
 from specdemo.models.threads import thread_initializer
 from specdemo.models.tokenizer import token_bytes
 from specdemo.models.zoo import fingerprint
@@ -36,7 +37,7 @@ from specdemo.remote.contexts import Contexts
 from specdemo.remote.protocol import ServiceInfo
 from specdemo.remote.server import ServiceLimits, create_app
 from specdemo.signals import handle_signals
-from specdemo.worker import Worker
+from specdemo.worker import MOST_TEXTS, Worker
 
 _KEEP_ALIVE_S = 75
 _SHUTDOWN_TIMEOUT_S = 5
@@ -51,6 +52,7 @@ def serve_model(
     expiry_s: float = 600.0,
     limits: ServiceLimits | None = None,
     waiting: int = 64,
+    texts: int = MOST_TEXTS,
     local: bool = False,
     origins: Sequence[str] = (),
 ) -> FastAPI:
@@ -81,7 +83,7 @@ def serve_model(
         expiry_s=expiry_s,
         ban=lru_cache(maxsize=8)(lambda texts: BannedText(texts, pieces())),
     )
-    worker = Worker(waiting=waiting, prepare=thread_initializer())
+    worker = Worker(waiting=waiting, prepare=thread_initializer(), texts=texts, has_memory=has_memory)
     return create_app(info, contexts, worker, token=token, limits=limits, local=local, origins=origins)
 
 

@@ -28,7 +28,7 @@ from specdemo.recipe import Recipe
 from specdemo.remote.access import TOKEN, is_service_address
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.connections import ConnectionLimits, network_of
-from specdemo.worker import Stopped, Stream, stop_flag
+from specdemo.worker import MOST_TEXTS, Stopped, Stream, stop_flag
 
 PREFIX = "SPECDEMO_"
 MODEL_RULES = ("any", "hub", "listed")  # local files too; Hugging Face ids too; offered pairs
@@ -50,6 +50,7 @@ class HostLimits:
     max_trace: int | None = MAX_CHARACTERS  # characters of an opened trace
     max_seconds: int | None = None  # decoding time of all lanes together, without queueing and loading
     queue: int | None = 32  # queued runs
+    batch: int | None = MOST_TEXTS  # texts that share passes
     at_once: int | None = None  # queued and active runs per visitor
     per_minute: int | None = None  # started runs per visitor
     remote: tuple[str, ...] | None = None  # allowed services; `None`: any, and a local service started by the page

@@ -24,6 +24,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Loading, StepEvent
 from specdemo.core.formats import format_bytes
 from specdemo.generate import PromptOrChat
+from specdemo.models.memory import has_memory
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.threads import thread_initializer
 from specdemo.models.tokenizer import ChatMessage
@@ -33,12 +34,13 @@ from specdemo.prompts import Prompt, alternate_classes
 from specdemo.recipe import Recipe
 from specdemo.remote.connections import network_of
 from specdemo.remote.local_service import LocalServices, cores_but_one
+from specdemo.shared_passes import PASS_ROWS
 from specdemo.ui.conversation import answer_footer
 from specdemo.ui.frames import Run
 from specdemo.ui.limits import HostLimits, TimeBudget, Visitors
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.streams import LaneEvents, drain, reason
-from specdemo.worker import Stream, Worker, WorkerBusy, WorkerGroup
+from specdemo.worker import Stream, Worker, WorkerBusy, WorkerGroup, unshared_passes
 
 REMEMBERED = 256  # visitors with stored n-grams and conversations
 PROMPTS_PER_KIND = 3  # prompts per kind of text in a preflight
@@ -63,7 +65,7 @@ class Service:
         worker: Worker | WorkerGroup | None = None,
     ) -> None:
         self.limits = limits if limits is not None else HostLimits()
-        self.worker = worker if worker is not None else Worker(waiting=self.limits.queue, prepare=thread_initializer())
+        self.worker = worker if worker is not None else _shared_device(self.limits)
         self.last_token: float | None = None  # time of `time.monotonic`
         self.clouds = LocalServices(models.idle_s if math.isfinite(models.idle_s) else 600.0)
         self._models, self._engine = models, engine
@@ -159,7 +161,7 @@ class Service:
         if prompt.strip():
             texts = [Prompt(OWN, OWN, prompt)]
             recipe = replace(recipe, max_tokens=min(recipe.max_tokens, SHORT_TEXT_TOKENS), min_length=0)
-        return self._admit(lambda: predict(recipe, texts, self._models), address)
+        return self._admit(lambda: _measured(predict(recipe, texts, self._models)), address)
 
     async def preflight(self, recipe: Recipe, address: str = "") -> Preflight:
         async with aclosing(drain(stream := self.predict(recipe, address=address))) as batches:
@@ -199,7 +201,7 @@ class Service:
         self, job: Callable[[], Iterator[BenchProgress | dict[str, Any]]], visitor: str, address: str
     ) -> Stream[BenchProgress | dict[str, Any]]:
         self.stop_bench(visitor)
-        stream = self._admit(job, address, visitor)
+        stream = self._admit(lambda: _measured(job()), address, visitor)
         self._benches[visitor] = stream
         return stream
 
@@ -211,7 +213,7 @@ class Service:
             raise UserError("calibration takes long, which this host does not allow: run specdemo calibrate")
         longest = max((prompt.text for prompt in prompts), key=len)
         granted = self.limits.grant(replace(recipe, ngram_keep=False), longest)
-        return self._admit(lambda: calibrate(granted, prompts, self._models), address, visitor)
+        return self._admit(lambda: _measured(calibrate(granted, prompts, self._models)), address, visitor)
 
     @contextmanager
     def _with_services(self, recipes: Sequence[Recipe]) -> Iterator[list[Recipe]]:
@@ -308,6 +310,16 @@ class Service:
             yield event
 
 
+def _measured(results: Iterator[T]) -> Iterator[T]:
+    with unshared_passes():
+        yield from results
+
+
+def _shared_device(limits: HostLimits) -> Worker:
+    texts = PASS_ROWS if limits.batch is None else limits.batch
+    return Worker(waiting=limits.queue, prepare=thread_initializer(), texts=texts, has_memory=has_memory)
+
+
 def _remembered(table: OrderedDict[str, T], visitor: str, new: T) -> T:
     value = table.setdefault(visitor, new)
     table.move_to_end(visitor)
@@ -365,10 +377,11 @@ class Health:
         return False, f"no token within {self._patience:g} s: the device is loading models or does not respond"
 
     def routes(self) -> list[Route]:
-        """Return the route `GET /health`: 200 or 503, with the reason."""
+        """Return the route `GET /health`: 200 or 503, with the reason and the passes by texts."""
 
         async def answer(_: Request) -> JSONResponse:
             alive, why = await self.look()
-            return JSONResponse({"alive": alive, "why": why}, 200 if alive else 503)
+            passes = {str(texts): count for texts, count in sorted(self._service.worker.texts_per_pass.items())}
+            return JSONResponse({"alive": alive, "why": why, "texts_per_pass": passes}, 200 if alive else 503)
 
         return [Route("/health", answer)]

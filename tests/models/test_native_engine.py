@@ -348,7 +348,7 @@ def test_float32_weights_from_16_bits_are_stored_in_16_bits(dtype: str) -> None:
     assert NativeWeights(stored).weight_bytes > half.weight_bytes
 
 
-def test_a_pass_has_three_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_has_four_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     """From `CachedModel.score` to the call into C."""
     cached = CachedModel(weights("llama", "float32"))
     cached.score(text(5), Draft())
@@ -364,7 +364,7 @@ def test_a_pass_has_three_frames(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cached.engine, "_library", SimpleNamespace(run_pass=called))
     cached.score(text(7), Draft())
-    assert names == ["_call", "run"]  # and `score`
+    assert names == ["_call", "run", "shared_pass"]  # and `score`
 
 
 @pytest.mark.parametrize("wrong", [-1, VOCAB, VOCAB + 1000, 10_000_000, 1 << 40])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -71,6 +72,16 @@ def test_queue_length_follows_the_limit() -> None:
         service.start([("spec", Recipe())], "x")
     gate.set()
     assert all(stream.wait(PATIENCE) for stream in streams)
+    service.worker.close()
+
+
+def test_health_counts_passes_by_texts() -> None:
+    service = Service(ModelPool(), lambda *_: iter(()))
+    service.last_token = time.monotonic()
+    service.worker.texts_per_pass.update({8: 3, 1: 2})
+    (route,) = Health(service, Recipe(pair="bundled")).routes()
+    answer = asyncio.run(route.endpoint(None))
+    assert answer.status_code == 200 and json.loads(answer.body)["texts_per_pass"] == {"1": 2, "8": 3}
     service.worker.close()
 
 

@@ -273,7 +273,9 @@ class NativeEngine(Engine[NativeCache]):
             self._release(chain, cache)
         for cache, new, held, _ in entries:
             cache.length = held + len(new)
-        return [logits] if len(entries) == 1 else list(logits.split(counts))
+        if len(entries) == 1:
+            return [logits]
+        return [rows.clone() for rows in logits.split(counts)]  # views would retain all
 
     def _described(
         self, entries: Sequence[_Text], counts: Sequence[int], logits: Tensor

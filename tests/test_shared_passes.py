@@ -1,0 +1,261 @@
+"""Passes that several jobs share: groups, errors, stops, shares of the device, number of active jobs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from specdemo.shared_passes import PASS_ROWS, PassRequest, choose_requests, run_together
+from specdemo.worker import Stream, Worker, shared_pass, stop_flag, unshared_passes
+
+PATIENCE = 60.0  # seconds
+LONG = PASS_ROWS  # rows of a text that shares no pass
+
+
+class Engine:
+    """Doubles entries; records each pass and calls `during` within it."""
+
+    def __init__(self, during: Callable[[Sequence[Any]], object] = lambda entries: None) -> None:
+        self.passes: list[list[Any]] = []
+        self.during = during
+
+    def run(self, entries: list[Any]) -> list[Any]:
+        self.passes.append([*entries])
+        self.during(entries)
+        return [entry * 2 for entry in entries]
+
+
+def texts(engine: Engine, entry: Any, count: int, rows: int = 1) -> Iterator[Any]:
+    for _ in range(count):
+        yield shared_pass(engine.run, entry, rows)
+
+
+@contextmanager
+def submitting(worker: Worker) -> Iterator[None]:
+    """Start the jobs of the block together."""
+    inside, begin = threading.Event(), threading.Event()
+
+    def blocker() -> Iterator[bool]:
+        inside.set()
+        yield begin.wait(PATIENCE)
+
+    worker.submit(blocker)
+    assert inside.wait(PATIENCE)
+    yield
+    begin.set()
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    worker = Worker(waiting=None, texts=8)
+    yield worker
+    worker.close()
+
+
+def finished(stream: Stream[Any]) -> Stream[Any]:
+    assert stream.wait(PATIENCE)
+    return stream
+
+
+def test_a_pass_has_texts_of_one_engine_and_a_limited_number_of_rows() -> None:
+    engine, other = Engine(), Engine()
+    first = PassRequest(engine.run, "first", 60)
+    requests = [
+        PassRequest(other.run, "other engine", 1),
+        PassRequest(engine.run, "long", LONG),
+        *(PassRequest(engine.run, name, 64) for name in "abcd"),
+        PassRequest(engine.run, "short", 4),
+    ]
+    assert [request.entry for request in choose_requests(first, requests, 9)] == ["first", "a", "b", "c", "short"]
+    assert [request.entry for request in choose_requests(first, requests, 2)] == ["first", "a"]
+    assert choose_requests(requests[1], [first], 9) == [requests[1]]
+
+
+def test_jobs_share_passes_and_get_their_own_results(worker: Worker) -> None:
+    engine = Engine()
+    with submitting(worker):
+        streams = [worker.submit(lambda n=n: texts(engine, n, 10)) for n in range(6)]
+    assert [finished(stream).items for stream in streams] == [[2 * n] * 10 for n in range(6)]
+    assert len(engine.passes) == 10 and all(sorted(entries) == [*range(6)] for entries in engine.passes)
+    assert worker.texts_per_pass == {6: 10}
+
+
+def test_texts_of_different_lengths_join_and_leave(worker: Worker) -> None:
+    engine = Engine()
+    with submitting(worker):
+        streams = [worker.submit(lambda n=n: texts(engine, n, 3 + n)) for n in range(4)]
+    assert [len(finished(stream).items) for stream in streams] == [3, 4, 5, 6]
+    assert [len(entries) for entries in engine.passes] == [4, 4, 4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("options", [{"texts": 1}, {"texts": 8, "measured": True}])
+def test_passes_are_not_shared(options: dict[str, Any]) -> None:
+    """Batching off, and jobs with measurements."""
+    engine, measured = Engine(), options.pop("measured", False)
+    worker = Worker(**options)
+
+    def job(n: int) -> Iterator[Any]:
+        if not measured:
+            yield from texts(engine, n, 5)
+            return
+        with unshared_passes():
+            yield from texts(engine, n, 5)
+
+    with submitting(worker):
+        streams = [worker.submit(lambda n=n: job(n)) for n in range(3)]
+    assert [finished(stream).items for stream in streams] == [[2 * n] * 5 for n in range(3)]
+    assert all(len(entries) == 1 for entries in engine.passes)
+    worker.close()
+
+
+def test_outside_jobs_a_pass_has_one_text() -> None:
+    assert shared_pass(Engine().run, 4, 1) == 8
+
+
+def test_the_error_of_a_text_stays_in_its_job(worker: Worker) -> None:
+    def refuse(entries: Sequence[int]) -> None:
+        if 2 in entries:
+            raise MemoryError("no memory for this text")
+
+    engine = Engine(refuse)
+    with submitting(worker):
+        streams = [worker.submit(lambda n=n: texts(engine, n, 4)) for n in range(4)]
+    assert [finished(stream).items for stream in streams] == [[0] * 4, [2] * 4, [], [6] * 4]
+    assert [type(stream.error) for stream in streams] == [type(None), type(None), MemoryError, type(None)]
+    assert len(engine.passes[-1]) == 3  # the others share passes again
+
+
+def test_a_failed_pass_has_no_results() -> None:
+    def fail(entries: Sequence[int]) -> None:
+        raise ValueError
+
+    requests = [PassRequest(Engine(fail).run, n, 1) for n in range(2)]
+    run_together(requests)
+    assert all(request.alone and not request.done for request in requests)
+
+
+def test_stopping_a_job_does_not_end_the_pass_of_others(worker: Worker) -> None:
+    """Stop the leader of a pass, another text of it, and a text of the next pass."""
+    streams: dict[str, Stream[Any]] = {}
+
+    def stop_others(entries: Sequence[str]) -> None:
+        if len(entries) == 3:
+            for name in ("a", "b", "waits"):
+                streams[name].stop()
+            flags.append(bool(stop_flag()))
+
+    flags: list[bool] = []
+    engine, other = Engine(stop_others), Engine()
+    with submitting(worker):
+        streams |= {name: worker.submit(lambda name=name: texts(engine, name, 3)) for name in "abc"}
+        streams["waits"] = worker.submit(lambda: texts(other, "waits", 3))
+    assert finished(streams["c"]).items == ["cc"] * 3 and flags == [False]
+    assert all(len(finished(streams[name]).items) <= 1 for name in "ab")
+    assert finished(streams["waits"]).items == [] and other.passes == []
+    assert all(stream.error is None for stream in streams.values())
+
+
+def test_stop_ends_the_long_pass_of_a_job(worker: Worker) -> None:
+    """The pass of a single text observes its flag."""
+    seen: list[bool] = []
+
+    def stop(entries: Sequence[str]) -> None:
+        if entries == ["long"]:
+            streams[0].stop()
+            seen.append(bool(stop_flag()))
+
+    engine = Engine(stop)
+    with submitting(worker):
+        streams = [worker.submit(lambda: texts(engine, "long", 3, LONG)), worker.submit(lambda: texts(engine, "x", 3))]
+    assert len(finished(streams[0]).items) <= 1 and finished(streams[1]).items == ["xx"] * 3
+    assert seen == [True]
+
+
+def test_texts_advance_while_a_long_prompt_is_read() -> None:
+    """Chunks of a prompt, 0.5 s each, alternate with as much time of shared passes, 0.1 s each."""
+    now = [0.0]
+
+    def spend(entries: Sequence[str]) -> None:
+        now[0] += 0.5 if "prompt" in entries else 0.1
+
+    engine, worker = Engine(spend), Worker(clock=lambda: now[0], texts=8)
+    with submitting(worker):
+        prompt = worker.submit(lambda: texts(engine, "prompt", 4, LONG))
+        others = [worker.submit(lambda n=n: texts(engine, n, 40)) for n in "abc"]
+    assert len(finished(prompt).items) == 4 and all(len(finished(stream).items) == 40 for stream in others)
+    chunks = [i for i, entries in enumerate(engine.passes) if entries == ["prompt"]]
+    assert [4 <= after - before - 1 <= 6 for before, after in zip(chunks, chunks[1:], strict=False)] == [True] * 3
+    assert all(sorted(entries) == [*"abc"] for entries in engine.passes if "prompt" not in entries)
+    worker.close()
+
+
+def test_jobs_without_passes_do_not_delay_a_pass_for_ever() -> None:
+    """Short jobs arrive until two texts end."""
+    engine, worker = Engine(), Worker(at_once=8, clock=lambda: 0.0, texts=8, waiting=None)
+
+    def short() -> Iterator[None]:
+        if not all(stream.done for stream in streams):
+            arrived.append(worker.submit(short))
+        yield
+
+    arrived: list[Stream[Any]] = []
+    with submitting(worker):
+        streams = [worker.submit(lambda n=n: texts(engine, n, 3)) for n in range(2)]
+        arrived.append(worker.submit(short))
+    assert all(len(finished(stream).items) == 3 for stream in streams)
+    assert len(arrived) > 1 and [*map(sorted, engine.passes)] == [[0, 1]] * 3
+    worker.close()
+
+
+@pytest.mark.parametrize(("has_memory", "most"), [(True, 6), (False, 2)])
+def test_texts_beyond_the_active_jobs_need_memory(has_memory: bool, most: int) -> None:
+    engine, worker = Engine(), Worker(at_once=2, waiting=None, texts=6, has_memory=lambda: has_memory)
+    with submitting(worker):
+        streams = [worker.submit(lambda n=n: texts(engine, n, 5)) for n in range(12)]
+    assert all(len(finished(stream).items) == 5 for stream in streams)
+    assert max(worker.texts_per_pass) == most
+    worker.close()
+
+
+def test_texts_do_not_use_the_places_of_other_jobs() -> None:
+    """Next to three texts, two jobs without passes are active and a third is queued."""
+    inside, gate, engine = threading.Semaphore(0), threading.Event(), Engine()
+    worker = Worker(at_once=2, waiting=None, texts=6)
+
+    def alone() -> Iterator[int]:
+        inside.release()
+        assert gate.wait(PATIENCE)
+        yield 1
+
+    with submitting(worker):
+        others = [worker.submit(lambda n=n: texts(engine, n, 3)) for n in range(3)]
+        streams = [worker.submit(alone) for _ in range(3)]
+    assert inside.acquire(timeout=PATIENCE)
+    assert worker.ahead(streams[2]) == 1 and not any(stream.done for stream in others)
+    gate.set()
+    assert all(finished(stream).error is None for stream in (*streams, *others))
+    worker.close()
+
+
+def test_the_wait_for_a_pass_is_not_the_time_of_a_job() -> None:
+    """Each of three jobs spends a second before its request; the pass takes four."""
+    now = [0.0]
+
+    def spend(seconds: float) -> None:
+        now[0] += seconds
+
+    engine, worker = Engine(lambda entries: spend(4.0)), Worker(clock=lambda: now[0], texts=8)
+
+    def job() -> Iterator[float]:
+        spend(1.0)
+        yield shared_pass(engine.run, 1, 1)
+
+    with submitting(worker):
+        streams = [worker.submit(job) for _ in range(3)]
+    assert all(finished(stream).error is None for stream in streams)
+    assert sorted(stream.waited_s for stream in streams) == [0.0, 1.0, 2.0]
+    worker.close()
