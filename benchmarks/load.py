@@ -201,11 +201,11 @@ def memory_mb(process: psutil.Process, threads: Sequence[threading.Thread], inte
 
 
 @contextmanager
-def page_process() -> Iterator[tuple[str, psutil.Process]]:
-    """Run the page; yield its address and process."""
+def page_process(**variables: str) -> Iterator[tuple[str, psutil.Process]]:
+    """Run the page with environment `variables`; yield its address and process."""
     port = choose_port(HOST, None)
     command = [sys.executable, "-u", "app.py", "--no-browser", "--pair", "bundled", "--host", HOST, "--port", str(port)]
-    environment = {**os.environ, "SPECDEMO_QUEUE": "256"}
+    environment = {**os.environ, "SPECDEMO_QUEUE": "256", **variables}
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         try:
@@ -270,6 +270,15 @@ class Streamed:
         return result
 
 
+def stream_completion(url: str, prompt: Prompt, max_tokens: int) -> Streamed:
+    """Return a greedy completion of a service."""
+    body = {"model": "default", "prompt": prompt.text, "max_tokens": max_tokens}
+    body |= {"temperature": 0, "stream": True, "return_token_ids": True}
+    headers, start = {"content-type": "application/json"}, time.monotonic()
+    with urlopen(Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)) as answer:
+        return Streamed.of((line.decode() for line in answer), seconds_since(start))
+
+
 def endpoint(options: argparse.Namespace) -> None:
     """Load the endpoint with streaming clients."""
     prompts = load_prompts()[::PROMPT_STEP]
@@ -279,12 +288,7 @@ def endpoint(options: argparse.Namespace) -> None:
     def client(number: int) -> None:
         for turn in range(options.texts):
             chosen = (number + 7 * turn) % len(prompts)
-            body = {"model": "default", "prompt": prompts[chosen].text, "max_tokens": options.max_tokens}
-            body |= {"temperature": 0, "stream": True, "return_token_ids": True}
-            headers, start = {"content-type": "application/json"}, time.monotonic()
-            with urlopen(Request(f"{service.url}/v1/completions", json.dumps(body).encode(), headers)) as answer:
-                lines = (line.decode() for line in answer)
-                results.append((Streamed.of(lines, seconds_since(start)), chosen))
+            results.append((stream_completion(service.url, prompts[chosen], options.max_tokens), chosen))
 
     with cloud_service("--queue", "256") as service:
         client(0)  # compile and warm up
@@ -342,7 +346,7 @@ def run_visitor(
 ) -> None:
     """Press Run until `end`, with another prompt each time."""
     client, index = PageClient(url, f"visitor{number}"), number
-    settings = {"method": "nasd", "temperature": 0, "top-p": 1, "max-tokens": max_tokens}
+    settings = {"method": "nasd", "temperature": 0, "top-p": 1, "max-tokens": max_tokens, "compare": False}
     while time.monotonic() < end:
         chosen = index % len(prompts)
         frames = client.frames({**settings, "prompt": prompts[chosen].text})

@@ -85,6 +85,8 @@ RUNS = (
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.load soak --write", ("soak",), 2.5),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.load page --write", ("load",), 4),
     TableRun("python -m benchmarks.load endpoint --write", ("endpoint",), 0.5),
+    TableRun("python -m benchmarks.batching clients --write", ("batching",), 6),
+    TableRun("python -m benchmarks.batching visitors --write", ("visitors",), 2.5),
     TableRun("python -m benchmarks.fuzz --seconds 150 --seed 1 --write", ("fuzz",), 3),
     TableRun(
         "python -m benchmarks.page_cost speed --tokens 1000 --rounds 10 --write",

@@ -1,0 +1,204 @@
+"""Continuous batching: throughput and first token with and without shared passes (docs/hosting.md).
+
+`python -m benchmarks.batching STUDY --write`. `clients`: edges, which draft by prompt lookup, and clients that stream
+completions load a service of the chat model from processes on the same cores. `visitors`: visitors of the page, a lane
+each. Every greedy text is compared with local AR decoding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+
+import httpx
+
+from benchmarks.load import LINK, PROMPT_STEP, Tallies, ar_texts, figures, page_process, run_visitor, stream_completion
+from benchmarks.runs import cloud_service, possibly_failed
+from benchmarks.tables import Study, publish, study_command
+from specdemo.core.metrics import percentile
+from specdemo.models.model_pool import ModelPool
+from specdemo.models.zoo import CHAT_PAIR
+from specdemo.prompts import Prompt, load_prompts
+from specdemo.recipe import Recipe
+from specdemo.remote.config import CloudConfig
+
+TABLES = dict.fromkeys(("batching", "visitors"), "docs/hosting.md")
+MAX_TOKENS = 48
+WARM_UP_S = 1.0
+HISTOGRAM = (1, 2, 8, 16, 32, 33)  # bounds of the numbers of texts
+MODES = {"off": "1", "on": "32"}  # most texts of a pass
+CLIENT_COLUMNS = {
+    "clients": "{clients} {load}",
+    "tokens/s off": "{off[tokens_per_second]:.0f}",
+    "on": "{on[tokens_per_second]:.0f}",
+    "ratio": "{ratio:.2f}",
+    "first token p50 / p95 s off": "{off[p50_s]:.2f} / {off[p95_s]:.2f}",
+    "first token on": "{on[p50_s]:.2f} / {on[p95_s]:.2f}",
+    "texts, different": "{texts}, {wrong}",
+}
+VISITOR_COLUMNS = {
+    "batching": "{batching}",
+    "runs": "{runs:,}",
+    "lost, mixed, failed": "{lost}, {wrong}, {failed}",
+    "first token p50 / p95 s": "{p50_s:.1f} / {p95_s:.1f}",
+    "Jain index": "{fairness:.3f}",
+    "passes with 1 / 2-7 / 8-15 / 16-31 / 32 texts": "{histogram}",
+}
+
+
+@dataclass(frozen=True)
+class TimedText:
+    """A text as its client received it, with clock times."""
+
+    tokens: Sequence[int]
+    prompt: int
+    start: float
+    first_s: float
+    end: float
+
+    def tokens_between(self, start: float, end: float) -> float:
+        """Return the number of tokens between two times, evenly distributed over the text."""
+        share = min(self.end, end) - max(self.start, start)
+        return len(self.tokens) * max(0.0, share) / (self.end - self.start)
+
+
+Client = Callable[[Prompt], tuple[Sequence[int], float]]  # tokens, seconds to the first one
+
+
+def load_with(client: Client, count: int, prompts: Sequence[Prompt], seconds: float) -> tuple[list[TimedText], float]:
+    """Run `count` clients; return their texts and the tokens per second after a warm-up."""
+    texts: list[TimedText] = []
+    begin = time.monotonic() + WARM_UP_S
+    end = begin + seconds
+
+    def run(number: int) -> None:
+        index = number
+        while (start := time.monotonic()) < end:
+            chosen = index % len(prompts)
+            tokens, first_s = client(prompts[chosen])
+            texts.append(TimedText(tokens, chosen, start, first_s, time.monotonic()))
+            index += 7
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return texts, sum(text.tokens_between(begin, end) for text in texts) / seconds
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Figures of a load."""
+
+    tokens_per_second: float
+    p50_s: float
+    p95_s: float
+    texts: int
+    wrong: int
+
+    @classmethod
+    def of(cls, texts: Sequence[TimedText], tokens_per_second: float, expected: Sequence[Sequence[int]]) -> Measured:
+        """Compare `texts` with the expected ones by prompt."""
+        waits = [text.first_s for text in texts]
+        wrong = sum([*text.tokens] != [*expected[text.prompt]] for text in texts)
+        return cls(tokens_per_second, percentile(waits, 0.5), percentile(waits, 0.95), len(texts), wrong)
+
+
+def edge(url: str) -> Client:
+    """Return an edge of the service."""
+    recipe = Recipe(pair=CHAT_PAIR, method="lookup", temperature=0.0, max_tokens=MAX_TOKENS)
+    recipe, pool = replace(recipe, cloud=CloudConfig(url, **LINK)), ModelPool()
+
+    def decode(prompt: Prompt) -> tuple[Sequence[int], float]:
+        trace = possibly_failed(recipe, prompt.text, pool)
+        return trace.tokens, trace.steps[0].step.t if trace.steps else 0.0
+
+    return decode
+
+
+def completions(url: str) -> Client:
+    """Return a client of the endpoint."""
+
+    def decode(prompt: Prompt) -> tuple[Sequence[int], float]:
+        text = stream_completion(url, prompt, MAX_TOKENS)
+        return text.tokens, text.first_s
+
+    return decode
+
+
+LOADS = {
+    "edges, lookup": (edge, ()),
+    "completions, AR": (completions, ("--method", "ar")),
+    "completions, n-grams": (completions, ("--method", "nasd")),
+}
+
+
+def clients(options: argparse.Namespace) -> None:
+    """Load a service with edges and with clients of its endpoint."""
+    prompts = load_prompts()[::PROMPT_STEP]
+    expected = ar_texts(Recipe(pair=CHAT_PAIR, method="ar", temperature=0.0, max_tokens=MAX_TOKENS), prompts)
+    results: dict[tuple[str, int, str], Measured] = {}
+    for load, (connect, flags) in LOADS.items():
+        for mode, most in MODES.items():
+            with cloud_service("--pair", CHAT_PAIR, "--queue", "256", "--batch", most, *flags) as service:
+                client = connect(service.url)
+                client(prompts[0])
+                for count in options.clients:
+                    measured = Measured.of(*load_with(client, count, prompts, options.seconds), expected)
+                    results[load, count, mode] = measured
+                    print(load, count, mode, measured, file=sys.stderr, flush=True)
+    publish(options, "batching", CLIENT_COLUMNS, [_row(results, *key) for key in results if key[2] == "on"])
+
+
+def _row(results: dict[tuple[str, int, str], Measured], load: str, count: int, _: str) -> dict[str, object]:
+    off, on = (results[load, count, mode] for mode in MODES)
+    return {
+        "clients": count,
+        "load": load,
+        "off": asdict(off),
+        "on": asdict(on),
+        "ratio": on.tokens_per_second / off.tokens_per_second,
+        "texts": off.texts + on.texts,
+        "wrong": off.wrong + on.wrong,
+    }
+
+
+def visitors(options: argparse.Namespace) -> None:
+    """Load the page with visitors who press Run again after each run."""
+    prompts = load_prompts()[::PROMPT_STEP]
+    expected = ar_texts(Recipe(method="ar", temperature=0.0, max_tokens=MAX_TOKENS), prompts)
+    records = []
+    for mode, most in MODES.items():
+        visits: list[list[object]] = [[] for _ in range(options.visitors)]
+        with page_process(SPECDEMO_BATCH=most) as (url, _):
+            end = time.monotonic() + options.seconds
+            threads = [
+                threading.Thread(target=run_visitor, args=(url, number, prompts, MAX_TOKENS, end, visits[number]))
+                for number in range(options.visitors)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            passes = httpx.get(f"{url}health").json()["texts_per_pass"]
+        counts = [sum(passes.get(str(texts), 0) for texts in range(*bounds)) for bounds in pairwise(HISTOGRAM)]
+        histogram = " / ".join(f"{count:,}" for count in counts) if passes else ""
+        record = figures(options.seconds / 60, visits, expected, [1.0], Tallies())
+        records.append({**record, "batching": mode, "histogram": histogram})
+    publish(options, "visitors", VISITOR_COLUMNS, records)
+
+
+STUDIES = {
+    "clients": Study(clients, {"clients": [1, 4, 8, 16, 32], "seconds": 6.0}),
+    "visitors": Study(visitors, {"visitors": 50, "seconds": 60.0}),
+}
+main = study_command(__file__, __doc__, TABLES, STUDIES)
+
+if __name__ == "__main__":
+    sys.exit(main())
