@@ -19,6 +19,7 @@ from specdemo.core.errors import UserError, check_name
 from specdemo.core.events import End, Event, Loading, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.trace import MAX_CHARACTERS
+from specdemo.drafters import METHODS
 from specdemo.external.address import KEY, EngineAddress
 from specdemo.models.hub import Hub
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
@@ -152,7 +153,7 @@ class HostLimits:
 
     def _within_gamma(self, recipe: Recipe) -> Recipe:
         least, most = recipe.gamma_bounds
-        if self.max_gamma is None or most <= self.max_gamma:
+        if self.max_gamma is None or most <= self.max_gamma or not METHODS[recipe.method].uses_policy:
             return recipe
         return replace(recipe, gamma_min=min(least, self.max_gamma), gamma_max=self.max_gamma)
 

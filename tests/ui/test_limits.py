@@ -94,6 +94,11 @@ def test_model_names_follow_the_rule_of_the_host(models: str, name: str, granted
         limits.grant(Recipe(target="org/model" if models == "hub" else name, drafter=name), "x")
 
 
+def test_a_limit_of_gamma_keeps_methods_without_drafts() -> None:
+    for method in ("ar", "beam", "lookahead"):
+        assert HostLimits(max_gamma=1).grant(Recipe(method=method), "x") == Recipe(method=method)
+
+
 def test_policy_bounds_are_clamped_and_explicit_values_rejected() -> None:
     limits = HostLimits(max_gamma=2)
     for policy in POLICIES:
