@@ -44,7 +44,7 @@ AROUND = {
     "egag_ema_beta": {"policy": "egag", "gamma": 12, "temperature": 2.0, "tree_nodes": 60},
     "filler_top_k": {"max_tokens": 200, "temperature": 0.8, "ngram": 2},
     "filler_weight": {"max_tokens": 200, "temperature": 0.8, "ngram": 2},
-    "threshold": {"rule": "threshold", "temperature": 0.5, "max_tokens": 60},
+    "threshold": {"rule": "threshold", "temperature": 0.5, "max_tokens": 120},
     "skip_sample_adjustment": {"temperature": 1.0, "max_tokens": 60},
     "top_k": {"temperature": 2.0},
     "top_p": {"temperature": 2.0},

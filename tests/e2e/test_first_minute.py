@@ -129,6 +129,9 @@ def test_the_first_visit_explains_a_recorded_step(tab: Any) -> None:
     expect(page.locator(".round[data-stage]")).to_have_count(0)
     expect(words).to_have_text(STEP_WORDS)
     shown = kept(page)
+    kinds = ".tok:not([data-kind=rejected], [data-kind=ignored])"
+    counts = [page.locator(f"#lane-{lane} .round:not([hidden]) {kinds}").count() for lane in ("spec", "ar")]
+    expect(page.locator("#status")).to_have_text(re.compile(rf"^done: .*, {counts[0]} and {counts[1]} shown$"))
     visible = "document.querySelectorAll('#lane-spec .round:not([hidden])').length"
     step = page.evaluate(visible)
     assert 0 < step < page.locator("#lane-spec .round").count() and shown

@@ -42,10 +42,18 @@ function seek(t) {
   }
   if (race.at === race.end) { showRates(); if (complete()) showHeadline(); }
   showPosition();
+  if (!race.playing) showReplayStatus();
   $("#timeline").style.setProperty("--at", String(race.at / race.end));
   $("#race-at").value = race.at;
   setText($("#race-clock"), seconds(race.at));
   hideTooltip();
+}
+
+function showReplayStatus() { // the run is done, although only a part of it may be visible
+  if (busy || !complete() || pending.length) return;
+  const shown = race.lanes.map((name) => lanes[name].steps[lanes[name].shown - 1]?.tokens ?? 0);
+  const part = race.playing ? "replaying" : race.at < race.end && `${shown.join(" and ")} shown`;
+  setText($("#status"), [state.phase.filter(Boolean).join(": "), part].filter(Boolean).join(", "));
 }
 
 function scrollLane(lane, span) { // scroll the lane without scrolling the page
@@ -61,6 +69,7 @@ function play(rate = Number($("#race-speed").value)) {
   race.rate = rate;
   race.before = performance.now();
   setText($("#race-play"), "❚❚ Pause");
+  showReplayStatus();
   // with reduced motion, update four times per second
   const reduced = matchMedia("(prefers-reduced-motion: reduce)").matches;
   const next = (step) => (reduced ? (race.timer = setTimeout(step, 250)) : (race.frame = requestAnimationFrame(step)));
@@ -78,6 +87,7 @@ function pause() {
   cancelAnimationFrame(race.frame);
   clearTimeout(race.timer);
   if (complete() && !pending.length) showHeadline();
+  showReplayStatus();
   setText($("#race-play"), race.lanes.length > 1 ? "▶ Race" : "▶ Replay");
 }
 
