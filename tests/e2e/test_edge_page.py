@@ -16,6 +16,7 @@ from e2e.limited_page import limited_page
 from e2e.page_fixtures import (
     CODE,
     PATIENCE,
+    Scripts,
     drawn,
     grave,
     open_group,
@@ -154,11 +155,13 @@ def test_provisional_tokens_are_italic_until_confirmed(tab: Any, served: Any) ->
     )
 
 
-def test_lost_connection_is_noted_and_stop_needs_no_response(tab: Any, served: Any) -> None:
+def test_lost_connection_is_noted_and_stop_needs_no_response(tab: Any, served: Any, scripts: Scripts) -> None:
     page = linked(tab, mode="speculative", on_loss="edge", lost_after_s=1, rtt_ms=80, max_tokens=48)
+    scripts.pace = 0.3
     run(page, CODE)
     spans(page, 12, CODE)
     os.kill(process(served).process.pid, signal.SIGSTOP)  # accepts connections but does not respond
+    scripts.pace = 0.0
     try:
         status(page, "done: 48 tokens")
         expect(page.locator("#lane-spec .note")).to_have_text(
@@ -195,7 +198,7 @@ def test_modes_are_measured_on_the_device(tab: Any, served: Any) -> None:
     set_number(page, "modes-prompts", 12)
     set_number(page, "modes-tokens", 128)
     page.locator("#modes-run").click()
-    expect(page.locator("#modes-status p")).to_have_text(re.compile("^[1-9] of 36"))
+    expect(page.locator("#modes-status p")).to_have_text(re.compile(r"^[1-9]\d* of 36"))
     page.locator("#modes-stop").click()
     expect(page.locator("#modes-status p")).to_have_text(re.compile("^stopped"))
     assert served.worker.active == 0

@@ -294,7 +294,8 @@ def test_frames_use_a_websocket_or_gradio(tab: Any, way: str) -> None:
         page.route_web_socket("**/frames/*", lambda socket: socket.close())
     page.on("websocket", lambda socket: socket.on("framereceived", lambda frame: frames.append(frame)))
     run(page, "endless")
-    spans(page, 60)
+    for _ in range(4):  # each wait needs another frame
+        spans(page, page.locator("#lane-spec .tok").count() + 1)
     page.locator("#stop").click()
     status(page, "stopped")
     assert drawn(page) == counted(saved(page))
@@ -317,6 +318,7 @@ def test_lost_frames_are_requested_again(page: Page) -> None:
     page.evaluate(DROP_FRAMES)
     run(page, "endless")
     spans(page, 150)
+    page.wait_for_function("window.dropped.length > 2")
     page.locator("#stop").click()
     status(page, "stopped")
     page.evaluate("window.dropNoFrames()")

@@ -57,12 +57,12 @@ def printed(program: subprocess.Popen[str], *prefixes: str) -> list[str]:
 
 def end_run(program: subprocess.Popen[str], url: str, number: signal.Signals) -> None:
     """Send a signal during a run of the page: the run ends with a trace line, and the page with exit code 0."""
-    tokens = 500
+    tokens = 1000
     job = Client(url, verbose=False).submit(
         PROMPT, pair="bundled", method="ar", max_tokens=tokens, api_name="/generate"
     )
     lines = iter(job)
-    next(lines)
+    next(line for line in lines if "i" in json.loads(line))  # the first step
     program.send_signal(number)
     last = json.loads(list(lines)[-1])
     assert last["end"] == "cancelled" and 0 < last["metrics"]["tokens"] < tokens
