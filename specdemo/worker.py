@@ -465,7 +465,8 @@ class Worker:
             chosen = next(job for job in fair if not job.ready)
             self._turns = 0
         else:
-            chosen = ready[-1] if ready[-1].shares else ready[0]  # up to its next pass
+            # a job that shares passes continues up to its next pass, so that its rows are part of it
+            chosen = ready[-1] if ready[-1].shares else ready[0]
             self._turns += 1
         self._open.remove(chosen)
         self._open.append(chosen)
@@ -520,6 +521,7 @@ class WorkerGroup:
 
     @property
     def texts_per_pass(self) -> Counter[int]:
+        """Return no passes: jobs on separate devices share none."""
         return Counter()
 
     def close(self, timeout: float | None = 10.0) -> None:

@@ -186,8 +186,8 @@ def free_bytes(device: torch.device) -> int:
     return min([psutil.virtual_memory().available, *_cgroup_free_bytes()])
 
 
-def has_memory() -> bool:
-    """Return True if the host has memory for another text."""
+def has_memory_for_text() -> bool:
+    """Return True if the host has memory for the keys and values of another text."""
     return free_bytes(torch.device("cpu")) >= _TEXT_BYTES
 
 

@@ -22,7 +22,7 @@ from specdemo.core.banned_text import BannedText
 from specdemo.core.errors import UserError
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
-from specdemo.models.memory import has_memory
+from specdemo.models.memory import has_memory_for_text
 from specdemo.models.threads import thread_initializer
 from specdemo.models.tokenizer import token_bytes
 from specdemo.models.zoo import fingerprint
@@ -83,7 +83,7 @@ def serve_model(
         expiry_s=expiry_s,
         ban=lru_cache(maxsize=8)(lambda texts: BannedText(texts, pieces())),
     )
-    worker = Worker(waiting=waiting, prepare=thread_initializer(), texts=texts, has_memory=has_memory)
+    worker = Worker(waiting=waiting, prepare=thread_initializer(), texts=texts, has_memory=has_memory_for_text)
     return create_app(info, contexts, worker, token=token, limits=limits, local=local, origins=origins)
 
 

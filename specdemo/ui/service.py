@@ -24,7 +24,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Loading, StepEvent
 from specdemo.core.formats import format_bytes
 from specdemo.generate import PromptOrChat
-from specdemo.models.memory import has_memory
+from specdemo.models.memory import has_memory_for_text
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.threads import thread_initializer
 from specdemo.models.tokenizer import ChatMessage
@@ -317,7 +317,7 @@ def _measured(results: Iterator[T]) -> Iterator[T]:
 
 def _shared_device(limits: HostLimits) -> Worker:
     texts = PASS_ROWS if limits.batch is None else limits.batch
-    return Worker(waiting=limits.queue, prepare=thread_initializer(), texts=texts, has_memory=has_memory)
+    return Worker(waiting=limits.queue, prepare=thread_initializer(), texts=texts, has_memory=has_memory_for_text)
 
 
 def _remembered(table: OrderedDict[str, T], visitor: str, new: T) -> T:

@@ -25,7 +25,7 @@ from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
 
 from e2e import browser
 from specdemo.core.errors import UserError
-from specdemo.core.events import Event
+from specdemo.core.events import Event, StepEvent
 from specdemo.generate import generate
 from specdemo.models.hub import Hub
 from specdemo.models.model_pool import ModelPool
@@ -66,20 +66,23 @@ class Scripts:
     def reset(self) -> None:
         self.inside, self.gate, self.closed = threading.Event(), threading.Event(), threading.Event()
         self.steps = 0
-        self.pace = 0.0  # seconds before each event of the real engine
+        self.held_after: int | None = None  # steps after which the real engine waits for `gate`
         self.closed_in = ""
 
     def __call__(self, recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[Event]:
         try:
             script = getattr(self, prompt, None) if isinstance(prompt, str) else None  # a list is a conversation
-            yield from events_of(script(recipe)) if script else self.paced(generate(recipe, prompt, pool, stores))
+            yield from events_of(script(recipe)) if script else self.held(generate(recipe, prompt, pool, stores))
         finally:
             self.closed_in = threading.current_thread().name
             self.closed.set()
 
-    def paced(self, events: Iterator[Event]) -> Iterator[Event]:
+    def held(self, events: Iterator[Event]) -> Iterator[Event]:
+        steps = 0
         for event in events:
-            time.sleep(self.pace)
+            if isinstance(event, StepEvent):
+                assert steps != self.held_after or self.gate.wait(PATIENCE)
+                steps += 1
             yield event
 
     def endless(self, recipe: Recipe) -> Iterator[dict[str, Any]]:

@@ -156,12 +156,12 @@ def test_provisional_tokens_are_italic_until_confirmed(tab: Any, served: Any) ->
 
 
 def test_lost_connection_is_noted_and_stop_needs_no_response(tab: Any, served: Any, scripts: Scripts) -> None:
-    page = linked(tab, mode="speculative", on_loss="edge", lost_after_s=1, rtt_ms=80, max_tokens=48)
-    scripts.pace = 0.3
+    page = linked(tab, mode="speculative", on_loss="edge", lost_after_s=1, rtt_ms=20, max_tokens=48)
+    scripts.held_after = 5
     run(page, CODE)
-    spans(page, 12, CODE)
+    spans(page, 5, CODE)
     os.kill(process(served).process.pid, signal.SIGSTOP)  # accepts connections but does not respond
-    scripts.pace = 0.0
+    scripts.gate.set()
     try:
         status(page, "done: 48 tokens")
         expect(page.locator("#lane-spec .note")).to_have_text(

@@ -166,10 +166,12 @@ def test_stop_ends_the_run_and_keeps_its_steps(page: Page, scripts: Scripts, ser
 
 
 def test_stop_ends_a_real_run(page: Page, scripts: Scripts, served: Any) -> None:
-    scripts.pace = 0.01
+    scripts.held_after = 5
     run(page, CODE, tokens=1024)
-    spans(page, 10, CODE)
+    spans(page, 5, CODE)
     page.keyboard.press("Escape")
+    status(page, "stopping")
+    scripts.gate.set()
     assert scripts.closed.wait(PATIENCE)
     status(page, "stopped")
     assert served.worker.active == 0
