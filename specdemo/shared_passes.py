@@ -14,7 +14,7 @@ RunEntries: TypeAlias = Callable[[list[Any]], list[Any]]
 
 @dataclass(eq=False)
 class PassRequest:
-    """Rows of a text that wait for a pass: an entry for `run`, which returns a result per entry."""
+    """Rows of a text for `run`, which returns a result per entry."""
 
     run: RunEntries
     entry: Any
@@ -39,10 +39,10 @@ def choose_requests(first: PassRequest, others: Iterable[PassRequest], most: int
 
 
 def run_together(requests: list[PassRequest]) -> None:
-    """Set the results. After a failure, each text needs a pass of its own, which raises the error in its job."""
+    """Set the results. After a failure, each text needs its own pass, which raises its error."""
     try:
         results = requests[0].run([request.entry for request in requests])
-    except Exception:  # the engine does not report which text caused it
+    except Exception:
         for request in requests:
             request.alone = True
         return

@@ -465,7 +465,7 @@ class Worker:
             chosen = next(job for job in fair if not job.ready)
             self._turns = 0
         else:
-            # a job that shares passes continues up to its next pass, so that its rows are part of it
+            # a job that shares passes continues up to its next pass
             chosen = ready[-1] if ready[-1].shares else ready[0]
             self._turns += 1
         self._open.remove(chosen)
@@ -521,7 +521,7 @@ class WorkerGroup:
 
     @property
     def texts_per_pass(self) -> Counter[int]:
-        """Return no passes: jobs on separate devices share none."""
+        """No passes: separate devices share none."""
         return Counter()
 
     def close(self, timeout: float | None = 10.0) -> None:

@@ -187,7 +187,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def has_memory_for_text() -> bool:
-    """Return True if the host has memory for the keys and values of another text."""
+    """Return True if the host has memory for another text."""
     return free_bytes(torch.device("cpu")) >= _TEXT_BYTES
 
 

@@ -26,7 +26,7 @@ _byte_ids: WeakKeyDictionary[PreTrainedTokenizerBase, frozenset[int]] = WeakKeyD
 
 
 def _find_byte_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the tokens of single bytes and, if there are any, special tokens: decoding skips these within a run."""
+    """Return the tokens of single bytes; if any, with special tokens, which decoding skips within a run."""
     vocabulary = tokenizer.get_vocab() if tokenizer.convert_tokens_to_ids("<0x00>") is not None else {}
     tokens = {vocabulary[name] for i in range(256) if (name := f"<0x{i:02X}>") in vocabulary}
     return frozenset(tokens | {*tokenizer.all_special_ids} if tokens else ())
