@@ -22,7 +22,6 @@ from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEve
 from specdemo.core.formats import format_bytes
 from specdemo.core.metrics import Metrics
 from specdemo.core.sampling import LogitsProcessor
-from specdemo.core.step import Step
 from specdemo.core.stop_text import StopTexts
 from specdemo.core.target import Target
 from specdemo.drafters import METHODS
@@ -297,7 +296,7 @@ def _steps(
         max_tokens=max_tokens,
         stop=stop,
         clock=job_clock,
-        start=start,
+        elapsed=lambda: time.perf_counter() - start,
         first_target=first_target,
     )
     yield from _prefill(pipeline, tokens)
@@ -313,7 +312,9 @@ def _steps(
         if pieces and ended:
             pieces[-1] += stream.rest()
         pieces = stops.feed(pieces, ended)
-        step = replace(step.cut(len(pieces)), draft_s=step.seconds.draft + drafter_s, t=_elapsed(step))
+        step = step.cut(len(pieces))
+        if drafter_s:
+            step = replace(step, draft_s=step.seconds.draft + drafter_s)
         metrics, verdict = metrics.plus(step), step.verdict
         pending = stream.peek(verdict.pending, range(-1, len(verdict.pending) - 1))
         yield StepEvent(
@@ -327,10 +328,6 @@ def _steps(
         )
         if ended or stops.reached:
             return
-
-
-def _elapsed(step: Step) -> float:
-    return step.t + time.perf_counter() - job_clock()
 
 
 def _prefill(pipeline: Pipeline, tokens: Sequence[int], drafter: bool = False) -> Generator[Loading, None, float]:

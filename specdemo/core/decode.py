@@ -100,16 +100,16 @@ def decode(
     max_tokens: int,
     stop: Collection[int],
     clock: Callable[[], float],
-    start: float | None = None,
+    elapsed: Callable[[], float] | None = None,
     first_target: bool = True,
 ) -> Iterator[Step]:
     """Continue `prompt` by up to `max_tokens` tokens, or to the first token in `stop`; yield each step.
 
-    With `first_target`, step 0 has an empty draft, which separates time to first token from decoding speed. `start` is
-    the clock value at the request. Only `t` includes time between steps.
+    With `first_target`, step 0 has an empty draft, which separates time to first token from decoding speed. Only `t`
+    includes time between steps: it is `elapsed()`, by default the time by `clock` since the first step began.
     """
     tokens, end = list(prompt), len(prompt) + max_tokens
-    start = clock() if start is None else start
+    start = clock()
     for i in count():
         began = clock()
         limit = min(policy.gamma, end - len(tokens) - 1) if i or not first_target else 0  # the target adds a token
@@ -132,7 +132,7 @@ def decode(
             draft_s=drafted - began,
             verify_s=verified - drafted,
             host_s=finished - verified,
-            t=finished - start,
+            t=elapsed() if elapsed else finished - start,
             policy=policy.notes if limit else {},
         )
         if step.verified:  # other steps have neither acceptance tests nor the time of a pass
