@@ -121,6 +121,11 @@ class SparseProbs:
     def compare(self, p: ProbRows, tokens: Sequence[int], parents: Sequence[int]) -> Comparison:
         import torch
 
+        from specdemo.native import sampling as native
+
+        fits = self.ids.shape == self.values.shape == (len(tokens), self.ids.shape[-1])
+        if fits and isinstance(p, torch.Tensor) and native.supports(p) and _is_native(self.ids, self.values):
+            return native.compare_drafts(p.contiguous(), self.values.contiguous(), parents, tokens, self.ids)
         rows = torch.tensor(parents, device=self.device)[:, None] + 1
         if isinstance(p, torch.Tensor):
             overlaps = torch.minimum(p[rows, self.ids], self.values).sum(-1)
@@ -166,6 +171,15 @@ def node_probs(p: ProbRows, tokens: Sequence[int], parents: Sequence[int]) -> li
         return [token_prob(p[parent + 1], token) for token, parent in zip(tokens, parents, strict=True)]
     rows, columns = torch.tensor([[parent + 1 for parent in parents], [*tokens]], device=p.device)
     return p[rows, columns].tolist()  # MPS has no kernel for `take`
+
+
+def _is_native(ids: Tensor, values: Tensor) -> bool:
+    """Return True if C can read sparse distributions."""
+    import torch
+
+    from specdemo.native import sampling as native
+
+    return ids.dtype == torch.int64 and ids.device.type == "cpu" and ids.stride(-1) == 1 and native.supports(values)
 
 
 class TokenSampler(Protocol):
@@ -227,11 +241,14 @@ def residual(p: Probs, q: DraftRowProbs, weight: float = 1.0) -> Probs:
         return p
     if isinstance(q, PointMass):
         return without(p, q.token)
+    from specdemo.native import sampling as native
+
     if isinstance(q, SparseRow):
+        if native.supports(p) and _is_native(q.ids, q.values):
+            normalised = native.sparse_residual_probs(p, q.ids, q.values, weight)
+            return p if normalised is None else normalised
         mass = p.scatter(0, q.ids, (p[q.ids] - q.values / weight).clamp_(min=0))
     else:
-        from specdemo.native import sampling as native
-
         if p.shape == q.shape and native.supports(p) and native.supports(q):
             normalised = native.residual_probs(p, q, weight)
             return p if normalised is None else normalised

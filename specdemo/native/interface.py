@@ -166,8 +166,13 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     ),
     "invert": (_INT64, (_ADDRESS, _INT64, _DOUBLE)),
     "compare_drafts": (_INT, (_ADDRESS, _ADDRESS, _INT64, _INT64, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS)),
+    "compare_sparse_drafts": (
+        _INT,
+        (_ADDRESS, _ADDRESS, _INT64, _ADDRESS, _INT64, _INT64, _INT64, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
+    ),
     "excess": (_DOUBLE, (_ADDRESS, _ADDRESS, _FLOAT, _INT64)),
     "residual": (_DOUBLE, (_ADDRESS, _ADDRESS, _FLOAT, _INT64, _ADDRESS)),
+    "sparse_residual": (_DOUBLE, (_ADDRESS, _ADDRESS, _ADDRESS, _INT64, _FLOAT, _INT64, _ADDRESS)),
 }
 
 

@@ -6,22 +6,29 @@
 typedef float vn __attribute__((vector_size(2 * LANES))); /* half of a vector */
 typedef double vd __attribute__((vector_size(4 * LANES)));
 
+/* Add the halves of `v` in double precision, and store `v`. */
+INLINE void add_halves(vd sums[2], vf v, float *stored) {
+    store(stored, v);
+    for (int half = 0; half < 2; half++) {
+        vn part;
+        memcpy(&part, stored + half * LANES / 2, sizeof part);
+        sums[half] += __builtin_convertvector(part, vd);
+    }
+}
+INLINE double sum_of_halves(vd sums[2]) {
+    double mass = 0;
+    vd both = sums[0] + sums[1];
+    for (int j = 0; j < LANES / 2; j++) mass += both[j];
+    return mass;
+}
+
 /* Sum of the numbers not below `limit` */
 INLINE double mass_from(const float *x, int64_t count, float limit) {
     vd sums[2] = {{0}};
+    float v[LANES];
     int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        float v[LANES];
-        store(v, choose(load(x + i) >= limit, load(x + i), fill(0)));
-        for (int half = 0; half < 2; half++) {
-            vn part;
-            memcpy(&part, v + half * LANES / 2, sizeof part);
-            sums[half] += __builtin_convertvector(part, vd);
-        }
-    }
-    double mass = 0;
-    sums[0] += sums[1];
-    for (int j = 0; j < LANES / 2; j++) mass += sums[0][j];
+    for (; i + LANES <= count; i += LANES) add_halves(sums, choose(load(x + i) >= limit, load(x + i), fill(0)), v);
+    double mass = sum_of_halves(sums);
     for (; i < count; i++) mass += x[i] >= limit ? x[i] : 0;
     return mass;
 }
@@ -100,40 +107,68 @@ static void keep_largest(float *x, int64_t count, int64_t top_k) {
     for (int64_t i = 0; i < count; i++) x[i] = x[i] < limit ? -INFINITY : x[i];
 }
 
-/* Replace logits by exp(x - largest); returns their sum. */
-static double exponentiate(float *x, int64_t count) {
-    float most = x[first_largest(x, count)];
+enum { PART = 16 * LANES };
+
+/* Largest of PART numbers */
+INLINE float largest_of_part(const float *x) {
+    vf peaks = load(x);
+    for (int j = LANES; j < PART; j += LANES) peaks = larger(load(x + j), peaks);
+    return largest(peaks);
+}
+
+/* p = exp(x / temperature - most), where `most` is the largest quotient; returns the sum. */
+static double exponentiate(const float *x, int64_t count, float temperature, float most, float *p) {
+    const float least = -87.0f;
+    vd sums[2] = {{0}};
     int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        vf v = load(x + i) - most;
-        store(x + i, choose(v < -87.0f, fill(0), exponential(v)));
+    for (; i + PART <= count; i += PART) {
+        if (largest_of_part(x + i) / temperature - most < least) {
+            memset(p + i, 0, PART * sizeof *p);
+            continue;
+        }
+        for (int j = 0; j < PART; j += LANES) {
+            vf v = load(x + i + j) / temperature - most;
+            add_halves(sums, choose(v < least, fill(0), exponential(v)), p + i + j);
+        }
     }
-    for (; i < count; i++) x[i] = x[i] - most < -87.0f ? 0 : exponential(fill(x[i] - most))[0];
-    return mass_of(x, count);
+    for (; i + LANES <= count; i += LANES) {
+        vf v = load(x + i) / temperature - most;
+        add_halves(sums, choose(v < least, fill(0), exponential(v)), p + i);
+    }
+    double mass = sum_of_halves(sums);
+    for (; i < count; i++) {
+        float v = x[i] / temperature - most;
+        mass += p[i] = v < least ? 0 : exponential(fill(v))[0];
+    }
+    return mass;
 }
 
 static double mass_above(const float *x, int64_t count, float limit) { return mass_from(x, count, limit); }
 
-/* Keep the smallest set of the largest numbers that weighs `needed`, of equal ones the first; returns its sum. */
-static double keep_nucleus(float *x, int64_t count, double sum, double needed, float *scratch) {
+/* Least number of the smallest set of the largest numbers that weighs `needed`; of numbers equal to it, the last are
+ * set to 0. Stores the weight of the set in `sum`. */
+static float nucleus(float *x, int64_t count, double needed, double *sum, float *scratch) {
     float least =
-        (float)((sum - needed) / (double)count) * 0.999f; /* all smaller numbers together weigh less than the rest */
+        (float)((*sum - needed) / (double)count) * 0.999f; /* all smaller numbers together weigh less than the rest */
     int64_t candidates = 0;
-    for (int64_t i = 0; i < count; i++) {
-        scratch[candidates] = x[i];
-        candidates += x[i] >= least;
+    for (int64_t i = 0; i < count;) {
+        int64_t end = i + PART <= count ? i + PART : count;
+        if (end - i == PART && largest_of_part(x + i) < least) i = end;
+        for (; i < end; i++) {
+            scratch[candidates] = x[i];
+            candidates += x[i] >= least;
+        }
     }
     float limit = threshold(mass_above, scratch, candidates, least, 1, needed);
     float next = from_ordered(ordered(limit) + 1);
     double above = mass_from(scratch, candidates, next),
            equal = number_from(scratch, candidates, limit) - number_from(scratch, candidates, next);
     double retained = fmin(equal, fmax(1, ceil((needed - above) / limit)));
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) store(x + i, choose(load(x + i) >= limit, load(x + i), fill(0)));
-    for (; i < count; i++) x[i] = x[i] >= limit ? x[i] : 0;
+    int64_t i = count;
     for (double surplus = equal - retained; surplus > 0;)
         if (x[--i] == limit) x[i] = 0, surplus--;
-    return above + retained * limit;
+    *sum = above + retained * limit;
+    return limit;
 }
 
 /* probs[rows][count]: temperature, top-k (0: all), top-p and softmax; scratch[count] */
@@ -141,16 +176,22 @@ void distributions(const float *logits, int64_t rows, int64_t stride, int64_t co
                    double top_p, float *probs, float *scratch) {
     for (int64_t r = 0; r < rows; r++) {
         const float *x = logits + r * stride;
-        float *p = probs + r * count;
+        float *p = probs + r * count, most = x[first_largest(x, count)] / temperature, limit = 0;
+        double sum;
         int64_t i = 0;
-        for (; i + LANES <= count; i += LANES) store(p + i, load(x + i) / temperature);
-        for (; i < count; i++) p[i] = x[i] / temperature;
-        if (top_k > 0 && top_k < count) keep_largest(p, count, top_k);
-        double sum = exponentiate(p, count);
-        if (top_p < 1) sum = keep_nucleus(p, count, sum, top_p * sum, scratch);
+        if (top_k > 0 && top_k < count) {
+            for (; i + LANES <= count; i += LANES) store(p + i, load(x + i) / temperature);
+            for (; i < count; i++) p[i] = x[i] / temperature;
+            keep_largest(p, count, top_k);
+            sum = exponentiate(p, count, 1, most, p);
+        } else {
+            sum = exponentiate(x, count, temperature, most, p);
+        }
+        if (top_p < 1) limit = nucleus(p, count, top_p * sum, &sum, scratch);
         float factor = (float)(1 / sum);
-        for (i = 0; i + LANES <= count; i += LANES) store(p + i, load(p + i) * factor);
-        for (; i < count; i++) p[i] *= factor;
+        for (i = 0; i + LANES <= count; i += LANES)
+            store(p + i, choose(load(p + i) >= limit, load(p + i) * factor, fill(0)));
+        for (; i < count; i++) p[i] = p[i] >= limit ? p[i] * factor : 0;
     }
 }
 
@@ -166,7 +207,6 @@ double largest_probability(const float *logits, int64_t count, float peak) {
 
 /* Invert the cumulative distribution of `probs`, which need not be normalised, at `uniform` in [0, 1). */
 int64_t invert(const float *probs, int64_t count, double uniform) {
-    enum { PART = 16 * LANES };
     double target = uniform * mass_of(probs, count), before = 0;
     for (int64_t start = 0; start < count; start += PART) {
         int64_t end = start + PART < count ? start + PART : count;
@@ -183,7 +223,6 @@ INLINE vf lesser(vf a, vf b) { return choose(a < b, a, b); }
 
 /* Sum of min(p, q) */
 static double overlap(const float *p, const float *q, int64_t count) {
-    enum { PART = 16 * LANES };
     double sum = 0;
     int64_t i = 0;
     for (; i + PART <= count; i += PART) {
@@ -209,9 +248,28 @@ int compare_drafts(const float *p, const float *q, int64_t count, int64_t n, con
     return DONE;
 }
 
+/* As `compare_drafts`, with q[n][size] of the tokens ids[n][size] at distances of `stride`. */
+int compare_sparse_drafts(const float *p, const int64_t *ids, int64_t stride, const float *q, int64_t size,
+                          int64_t count, int64_t n, const int32_t *parents, const int32_t *tokens, float *token_probs,
+                          float *overlaps) {
+    for (int64_t i = 0; i < n; i++)
+        if (parents[i] < -1 || parents[i] >= i || tokens[i] < 0 || tokens[i] >= count) return INVALID;
+    for (int64_t i = 0; i < n; i++) {
+        const float *row = p + (parents[i] + 1) * count;
+        const int64_t *columns = ids + i * stride;
+        double sum = 0;
+        for (int64_t k = 0; k < size; k++, q++) {
+            if ((uint64_t)columns[k] >= (uint64_t)count) return INVALID;
+            if (*q > 0) sum += row[columns[k]] < *q ? row[columns[k]] : *q;
+        }
+        token_probs[i] = row[tokens[i]];
+        overlaps[i] = (float)sum;
+    }
+    return DONE;
+}
+
 /* Sum of max(weight p - q, 0) */
 double excess(const float *p, const float *q, float weight, int64_t count) {
-    enum { PART = 16 * LANES };
     double sum = 0;
     int64_t i = 0;
     for (; i + PART <= count; i += PART) {
@@ -223,16 +281,35 @@ double excess(const float *p, const float *q, float weight, int64_t count) {
     return sum;
 }
 
+/* Divide `o` by its sum, which is returned. */
+static double normalise(float *o, int64_t count) {
+    double sum = mass_of(o, count);
+    float factor = sum > 0 ? (float)(1 / sum) : 0;
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store(o + i, load(o + i) * factor);
+    for (; i < count; i++) o[i] *= factor;
+    return sum;
+}
+
 /* o = max(weight p - q, 0), normalised; returns its sum before. */
 double residual(const float *p, const float *q, float weight, int64_t count, float *o) {
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) store(o + i, larger(weight * load(p + i) - load(q + i), fill(0)));
     for (; i < count; i++) o[i] = weight * p[i] > q[i] ? weight * p[i] - q[i] : 0;
-    double sum = mass_of(o, count);
-    float factor = sum > 0 ? (float)(1 / sum) : 0;
-    for (i = 0; i + LANES <= count; i += LANES) store(o + i, load(o + i) * factor);
-    for (; i < count; i++) o[i] *= factor;
-    return sum;
+    return normalise(o, count);
+}
+
+/* o = max(p - q / weight, 0), normalised, with q[size] of the tokens ids[size]; returns its sum before, -1 for an id
+ * outside the vocabulary. */
+double sparse_residual(const float *p, const int64_t *ids, const float *q, int64_t size, float weight, int64_t count,
+                       float *o) {
+    memcpy(o, p, (size_t)count * sizeof *o);
+    for (int64_t k = 0; k < size; k++) {
+        if ((uint64_t)ids[k] >= (uint64_t)count) return -1;
+        float rest = p[ids[k]] - q[k] / weight;
+        if (q[k] > 0) o[ids[k]] = rest > 0 ? rest : 0;
+    }
+    return normalise(o, count);
 }
 
 /* Compare with sorted logits in double precision. Returns 1 if equal within rounding; used once after compiling. */

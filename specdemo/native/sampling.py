@@ -52,15 +52,22 @@ def sample_at(probs: Tensor, uniform: float) -> int:
 
 
 def compare_drafts(
-    p: Tensor, q: Tensor, parents: Sequence[int], tokens: Sequence[int]
+    p: Tensor, q: Tensor, parents: Sequence[int], tokens: Sequence[int], ids: Tensor | None = None
 ) -> tuple[list[float], list[float]]:
-    """Return p and sum min(p, q) per node; `p` `[n + 1, vocab]`, `q` `[n, vocab]`."""
+    """Return p and sum min(p, q) per node; `p` `[n + 1, vocab]`, `q` `[n, vocab]`, or `[n, k]` of tokens `ids` `[n, k]`.
+
+    Raises `ValueError` for tokens outside the vocabulary and parents after their children.
+    """
     count = len(tokens)
     nodes, values = (ctypes.c_int32 * (2 * count))(*parents, *tokens), (ctypes.c_float * (2 * count))()
     start, end = ctypes.addressof(nodes), ctypes.addressof(values)
-    if _functions().compare_drafts(
-        *(p.data_ptr(), q.data_ptr(), p.shape[1], count, start, start + 4 * count, end, end + 4 * count)
-    ):
+    common = (p.shape[1], count, start, start + 4 * count, end, end + 4 * count)
+    if ids is None:
+        invalid = _functions().compare_drafts(p.data_ptr(), q.data_ptr(), *common)
+    else:
+        sparse = (ids.data_ptr(), ids.stride(0), q.data_ptr(), q.shape[1])
+        invalid = _functions().compare_sparse_drafts(p.data_ptr(), *sparse, *common)
+    if invalid:
         raise ValueError("a draft contains a token outside the vocabulary or a parent after its child")
     return values[:count], values[count:]
 
@@ -73,4 +80,15 @@ def residual_probs(p: Tensor, q: Tensor, weight: float) -> Tensor | None:
     """Return the `residual` of p and q, or None if it is zero."""
     result = torch.empty_like(p)
     mass = _functions().residual(p.data_ptr(), q.data_ptr(), weight, len(p), result.data_ptr())
+    return result if mass > 0 else None
+
+
+def sparse_residual_probs(p: Tensor, ids: Tensor, q: Tensor, weight: float) -> Tensor | None:
+    """Return the `residual` of p and `q` `[k]` of tokens `ids` `[k]`, or None if it is zero."""
+    result = torch.empty_like(p)
+    mass = _functions().sparse_residual(
+        p.data_ptr(), ids.data_ptr(), q.data_ptr(), len(q), weight, len(p), result.data_ptr()
+    )
+    if mass < 0:
+        raise ValueError("a draft distribution has a token outside the vocabulary")
     return result if mass > 0 else None

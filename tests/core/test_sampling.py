@@ -267,6 +267,26 @@ def test_sparse_rows_equal_dense_rows(parents: tuple[int, ...]) -> None:
         torch.testing.assert_close(without(sparse.row(node), token).dense(), without(dense.row(node), token))
 
 
+def test_sparse_rows_may_share_their_tokens() -> None:
+    generator = torch.Generator().manual_seed(8)
+    p, values = (torch.randn(3, n, generator=generator).mul_(3).softmax(-1) for n in (50, 6))
+    ids = torch.randperm(50, generator=generator)[:6]
+    tokens = tuple(ids[:3].tolist())
+    shared, copied = (SparseProbs(rows, values, 50) for rows in (ids.expand(3, -1), ids.repeat(3, 1)))
+    rows = torch.cat([p, p[:1]])
+    assert shared.compare(rows, tokens, (-1, 0, 1)) == copied.compare(rows, tokens, (-1, 0, 1))
+
+
+@pytest.mark.parametrize("wrong", [-1, 50, 2**40])
+def test_sparse_rows_outside_the_vocabulary_are_refused(wrong: int) -> None:
+    p, ids = torch.full((2, 50), 1 / 50), torch.tensor([[3, wrong]])
+    sparse = SparseProbs(ids, torch.tensor([[0.5, 0.5]]), 50)
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        sparse.compare(p, (3,), (-1,))
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        residual(p[0], sparse.row(0))
+
+
 def test_sparse_samples_follow_their_distribution_and_share_noise() -> None:
     """20,000 positions, as above; with shared noise a sparse sample equals that of the dense row."""
     values, n = torch.tensor([0.5, 0.3, 0.2]), 20_000
