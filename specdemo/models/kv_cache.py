@@ -153,11 +153,14 @@ class CachedModel:
     def states(self, tokens: Sequence[int], start: int) -> Tensor | None:
         """Return hidden states `[len(tokens) - start, taps, width]` from position `start`, without a pass.
 
-        Returns None if a position was never passed; nodes of the last draft count.
+        Returns None if a position was never passed; nodes of the last draft count. The result is valid until the next
+        pass.
         """
         shared, nodes = self._passed(tokens)
         if shared + len(nodes) < len(tokens):
             return None
+        if nodes == tuple(range(len(nodes))):
+            return self._cache.states[start : len(tokens)]
         slots = [*range(start, shared), *(shared + node for node in nodes[max(0, start - shared) :])]
         return self._cache.states[slots]
 
