@@ -126,7 +126,7 @@ def decode(
         step = Step(
             i,
             tuple(new[:keep]),
-            Draft(draft.tokens, draft.parents, draft.token_probs, origin=draft.origin),
+            draft if draft.probs is None else replace(draft, probs=None),
             verdict,
             gamma=limit,
             draft_s=drafted - began,

@@ -50,14 +50,15 @@ class Metrics:
     def plus(self, step: Step) -> Metrics:
         remote, first = step.verdict.remote, self.ttft_s is None
         drafted, betas = step.draft.size, step.betas
+        unverified = step.unverified
         tested, accepted = step.depths
         return Metrics(
             tokens=self.tokens + len(step.tokens),
             steps=self.steps + 1,
             drafted=self.drafted + drafted,
-            accepted=self.accepted + step.accepted,
-            unverified=self.unverified + (len(step.tokens) if step.unverified else 0),
-            unverified_drafted=self.unverified_drafted + (drafted if step.unverified else 0),
+            accepted=self.accepted + (0 if unverified else len(step.verdict.accepted)),
+            unverified=self.unverified + (len(step.tokens) if unverified else 0),
+            unverified_drafted=self.unverified_drafted + (drafted if unverified else 0),
             target_passes=self.target_passes + (0 if first else step.target_passes),
             beta=self.beta + sum(betas),
             overlaps=self.overlaps + len(betas),
@@ -69,7 +70,7 @@ class Metrics:
             verify_s=_sum(self.verify_s, step.verify_s, first),
             host_s=_sum(self.host_s, step.host_s, first),
             last_s=step.t,
-            remote={name: self.remote.get(name, 0.0) + remote.get(name, 0.0) for name in {**self.remote, **remote}},
+            remote=_added(self.remote, remote),
         )
 
     @property
@@ -142,6 +143,12 @@ def _ratio(part: float, total: float) -> float | None:
 def _sum(total: float | None, value: float | None, first: bool) -> float | None:
     """Add the duration of a step, except that of the first; None if it is unknown."""
     return None if total is None or value is None else total if first else total + value
+
+
+def _added(totals: Mapping[str, float], values: Mapping[str, float]) -> Mapping[str, float]:
+    if not values:
+        return totals
+    return {name: totals.get(name, 0.0) + values.get(name, 0.0) for name in {**totals, **values}}
 
 
 def _counted(counts: tuple[int, ...], depths: list[int], length: int = 0) -> tuple[int, ...]:

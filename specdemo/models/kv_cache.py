@@ -103,7 +103,6 @@ class CachedModel:
             size.observe(clock() - start)
             yield end
 
-    @torch.inference_mode()
     def score(self, tokens: Sequence[int], draft: Draft) -> Tensor:
         """Compute raw logits `[len(draft) + 1, vocab]`, in a single pass after `prefill`.
 
@@ -149,7 +148,6 @@ class CachedModel:
         """Compute raw logits `[len(tokens), vocab]` after each of `tokens` in a single pass."""
         return self.score(tokens[:1], Draft.chain(tuple(tokens[1:])))
 
-    @torch.inference_mode()
     def states(self, tokens: Sequence[int], start: int) -> Tensor | None:
         """Return hidden states `[len(tokens) - start, taps, width]` from position `start`, without a pass.
 
@@ -164,7 +162,6 @@ class CachedModel:
         slots = [*range(start, shared), *(shared + node for node in nodes[max(0, start - shared) :])]
         return self._cache.states[slots]
 
-    @torch.inference_mode()
     def extend(self, tokens: Sequence[int], count: int, pick: Callable[[Tensor, int], Tensor | int]) -> list[int]:
         """Generate `count` tokens with `pick(logits, i)`; tensors `[1]` are transferred at the end."""
         if isinstance(pick, ChainSampler) and self.engine.samples_chains and tokens:

@@ -104,6 +104,7 @@ class Engine(ABC, Generic[CacheT]):
     def new_cache(self, source: Sequence[int] = ()) -> CacheT:
         """Return an empty cache; an encoder-decoder encodes `source`."""
 
+    @torch.inference_mode()
     def run(self, entries: Sequence[Entry[CacheT]]) -> list[Tensor]:
         """Run a pass; return the logits `[rows, vocab]` of each entry.
 

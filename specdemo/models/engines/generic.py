@@ -150,6 +150,7 @@ class TransformersCache(Cache):
         self._tapped.update(rows, rows[..., :0])
         self.states = self._tapped.buffers[0][0].transpose(0, 1)
 
+    @torch.inference_mode()
     def keep(self, length: int, slots: Sequence[int] = ()) -> None:
         for layer in self._layers:
             layer.keep(length, slots)

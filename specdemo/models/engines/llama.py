@@ -53,6 +53,7 @@ class LlamaCache(Cache):
         self._shapes: dict[int, PassShape] = {}
         self._views: tuple[int, tuple[Tensor, ...], tuple[Tensor, ...]] = (0, (), ())
 
+    @torch.inference_mode()
     def keep(self, length: int, slots: Sequence[int] = ()) -> None:
         end = length + len(slots)
         if slots and list(slots) != list(range(length, end)):
