@@ -80,17 +80,19 @@ INLINE void arrange(int split, int16_t *words, int64_t count) { /* a multiple of
         fours = arranged(split, fours);
         memcpy(words + i, &fours, sizeof fours);
     }
+    if (i == count) return;
     memcpy(&fours, words + i, 2 * (count - i));
     fours = arranged(split, fours);
     memcpy(words + i, &fours, 2 * (count - i));
 }
 
-INLINE void quantise_groups(const matrix *m, int64_t group, const float *x, char *to, float *scales,
-                            correction *corrections) {
+/* Groups from `first` to `end` */
+INLINE void quantise_groups(const matrix *m, int64_t group, int64_t first, int64_t end, const float *x, char *to,
+                            float *scales, correction *corrections) {
     const format *f = FORMATS + m->form;
     int64_t size = activation_bytes(m);
     float factor = m->form == CODE4 ? code_peak(m->codes) / CODE_PEAK : 1;
-    for (int64_t g = 0; g < m->inputs / group; g++) {
+    for (int64_t g = first; g < end; g++) {
         quantised q = size == 1 ? quantise(x + g * group, group, NARROW_PEAK, 1, to + g * group)
                                 : quantise(x + g * group, group, f->activation_peak, 2, to + g * group * 2);
         scales[g] = q.scale * factor;
@@ -101,18 +103,20 @@ INLINE void quantise_groups(const matrix *m, int64_t group, const float *x, char
     }
 }
 
-/* Activations of one row of `m` in the order of its weights */
-void quantise_row(const matrix *m, const float *x, void *to, float *scales, correction *corrections) {
-    int64_t stride = activation_stride(m), size = activation_bytes(m);
-    memset((char *)to + m->inputs * size, 0, (stride - m->inputs) * size);
-    switch (group_inputs(m)) {
-    case 16: quantise_groups(m, 16, x, to, scales, corrections); break;
-    case 32: quantise_groups(m, 32, x, to, scales, corrections); break;
-    default: quantise_groups(m, group_inputs(m), x, to, scales, corrections);
+/* Activations of one row of `m` in the order of its weights: inputs from `first` to `end`, whole groups */
+void quantise_inputs(const matrix *m, int64_t first, int64_t end, const float *x, void *to, float *scales,
+                     correction *corrections) {
+    int64_t stride = activation_stride(m), size = activation_bytes(m), group = group_inputs(m);
+    if (end == m->inputs && end < stride) memset((char *)to + end * size, 0, (stride - end) * size);
+    switch (group) {
+    case 16: quantise_groups(m, 16, first / 16, end / 16, x, to, scales, corrections); break;
+    case 32: quantise_groups(m, 32, first / 32, end / 32, x, to, scales, corrections); break;
+    default: quantise_groups(m, group, first / group, end / group, x, to, scales, corrections);
     }
     if (size == 1 || (m->form == CODE4 && !WORD_CODES)) return;
+    int64_t count = (end == m->inputs ? stride : end) - first;
     if (SPLIT && m->form != CODE4)
-        arrange(1, to, stride);
+        arrange(1, (int16_t *)to + first, count);
     else
-        arrange(0, to, stride);
+        arrange(0, (int16_t *)to + first, count);
 }

@@ -6,8 +6,9 @@
  * rows that read keys and values once. */
 #include "attention.h"
 
-#define HEAD_TILE (SUMS / 4) /* queries whose sums fit into registers */
-#define WIDE 4               /* vectors of a tile */
+#define HEAD_TILE (SUMS / 4)   /* queries whose sums fit into registers */
+#define WIDE 4                 /* vectors of a tile */
+#define DIRECT (3 * HEAD_TILE) /* queries that read keys and values without a copy */
 
 INLINE int64_t far_slot(const visible *row, int64_t position) { return row->far[position - row->near]; }
 INLINE int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x < most ? x : most; }
@@ -36,17 +37,24 @@ INLINE int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x < most ? x 
             WIDER_TILES(CALL)                                                                                          \
         }
 
-/* Numbers from `first` on, with a prefetch one span ahead, where keys or values are read once */
-INLINE vf load_ahead(int form, const group *g, const char *numbers, int64_t first) {
-    const char *at = numbers + first * number_bytes(form);
-    if (form != F32 && (uintptr_t)at % 64 < LANES * number_bytes(form))
-        __builtin_prefetch(at + SPAN * g->padded * number_bytes(form));
-    return load_as(form, at, 0);
+/* Memory that is prefetched meanwhile: `step` bytes per iteration, or one line again and again */
+typedef struct {
+    const char *at;
+    int64_t step;
+} upcoming;
+
+INLINE upcoming upcoming_after(const char *at, int64_t bytes, upcoming next) {
+    return next.step ? (upcoming){next.at + bytes, next.step} : (upcoming){at, 0};
+}
+
+INLINE void prefetch_step(upcoming next, int64_t i, int bytes) {
+#pragma GCC unroll 4
+    for (int line = 0; line < bytes; line += 64) __builtin_prefetch(next.at + i * next.step + line);
 }
 
 /* scores[queries][SPAN] of the positions of `vectors` vectors of keys */
-INLINE void score_tile(int form, int queries, int vectors, const group *g, const char *keys, int64_t first,
-                       const float *q, float *scores) {
+INLINE void score_tile(int form, int queries, int vectors, const group *g, const char *keys, const float *q,
+                       float *scores, upcoming next) {
     vf sum[HEAD_TILE][WIDE];
 #pragma GCC unroll 8
     for (int n = 0; n < queries; n++)
@@ -54,11 +62,11 @@ INLINE void score_tile(int form, int queries, int vectors, const group *g, const
         for (int v = 0; v < vectors; v++) sum[n][v] = (vf){0};
     for (int64_t d = 0; d < g->dim; d++) {
         vf key[WIDE];
+        prefetch_step(next, d, vectors * LANES * (int)number_bytes(form));
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
             int at = v * LANES;
-            int64_t number = first + at / KEY_GROUP * KEY_GROUP * g->padded + at % KEY_GROUP + d * KEY_GROUP;
-            key[v] = load_ahead(form, g, keys, number);
+            key[v] = load_as(form, keys, at / KEY_GROUP * KEY_GROUP * g->padded + at % KEY_GROUP + d * KEY_GROUP);
             HOLD(key[v]);
         }
 #pragma GCC unroll 8
@@ -76,29 +84,31 @@ INLINE void score_tile(int form, int queries, int vectors, const group *g, const
 
 /* scores[queries][SPAN] of the first `count` positions of keys, rounded up to groups */
 INLINE void score_keys(int form, const group *g, const char *keys, int64_t count, const float *q, int64_t queries,
-                       float *scores) {
-    const int64_t wide = WIDE * LANES;
-    for (int64_t j = 0; j < count;)
-        if (wide > KEY_GROUP && count - j > wide - KEY_GROUP) {
+                       float *scores, upcoming next) {
+    const int64_t wide = WIDE * LANES, bytes = number_bytes(form);
+    for (int64_t j = 0, width; j < count; j += width) {
+        width = wide > KEY_GROUP && count - j > wide - KEY_GROUP ? wide : KEY_GROUP;
+        const char *at = keys + j * g->padded * bytes;
+        upcoming now = upcoming_after(at, j * g->padded * bytes, next), none = {at, 0};
+        now.step = now.step ? width * bytes : 0;
+        if (width == wide)
             FOR_TILES(queries,
-                      score_tile(form, N, WIDE, g, keys, j * g->padded, q + i * g->padded, scores + i * SPAN + j))
-            j += wide;
-        } else {
-            FOR_TILES(queries, score_tile(form, N, KEY_GROUP / LANES, g, keys, j * g->padded, q + i * g->padded,
-                                          scores + i * SPAN + j))
-            j += KEY_GROUP;
-        }
+                      score_tile(form, N, WIDE, g, at, q + i * g->padded, scores + i * SPAN + j, tile ? none : now))
+        else
+            FOR_TILES(queries, score_tile(form, N, KEY_GROUP / LANES, g, at, q + i * g->padded, scores + i * SPAN + j,
+                                          tile ? none : now))
+    }
 }
 
 static __attribute__((noinline)) void score_floats(const group *g, const float *keys, int64_t count, const float *q,
-                                                   int64_t queries, float *scores) {
-    score_keys(F32, g, (const char *)keys, count, q, queries, scores);
+                                                   int64_t queries, float *scores, upcoming next) {
+    score_keys(F32, g, (const char *)keys, count, q, queries, scores, next);
 }
 
 /* o[queries] = o + weights[queries][SPAN] times the values of positions `start` to `end` */
-INLINE void mix_tile(int form, int queries, int vectors, const group *g, const char *values, int64_t d, int64_t start,
-                     int64_t end, const float *weights, float *o) {
-    const int64_t stride = g->padded + NUMBERS;
+INLINE void mix_tile(int form, int queries, int vectors, const group *g, const char *values, int64_t start, int64_t end,
+                     const float *weights, float *o, upcoming next) {
+    const int64_t stride = g->padded;
     vf mixed[HEAD_TILE][WIDE];
 #pragma GCC unroll 8
     for (int n = 0; n < queries; n++)
@@ -106,9 +116,10 @@ INLINE void mix_tile(int form, int queries, int vectors, const group *g, const c
         for (int v = 0; v < vectors; v++) mixed[n][v] = load(o + n * stride + v * LANES);
     for (int64_t j = start; j < end; j++) {
         vf value[WIDE];
+        prefetch_step(next, j, vectors * LANES * (int)number_bytes(form));
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
-            value[v] = load_ahead(form, g, values, j * g->padded + d + v * LANES);
+            value[v] = load_as(form, values, j * g->padded + v * LANES);
             HOLD(value[v]);
         }
 #pragma GCC unroll 8
@@ -125,21 +136,28 @@ INLINE void mix_tile(int form, int queries, int vectors, const group *g, const c
 }
 
 INLINE void mix_values(int form, const group *g, const char *values, int64_t start, int64_t end, int64_t first,
-                       int64_t queries) {
+                       int64_t queries, upcoming next) {
     const float *weights = g->scores + first * SPAN;
-    float *o = g->o + first * (g->padded + NUMBERS);
-    const int64_t stride = g->padded + NUMBERS;
-    int64_t d = 0;
+    float *o = g->o + first * g->padded;
+    const int64_t stride = g->padded, bytes = number_bytes(form);
     if (start >= end) return;
-    for (; d + WIDE * LANES <= g->padded; d += WIDE * LANES)
-        FOR_TILES(queries, mix_tile(form, N, WIDE, g, values, d, start, end, weights + i * SPAN, o + i * stride + d))
-    for (; d < g->padded; d += LANES)
-        FOR_TILES(queries, mix_tile(form, N, 1, g, values, d, start, end, weights + i * SPAN, o + i * stride + d))
+    for (int64_t d = 0, width; d < g->padded; d += width) {
+        width = d + WIDE * LANES <= g->padded ? WIDE * LANES : LANES;
+        const char *at = values + d * bytes;
+        upcoming now = upcoming_after(at, d * bytes, next), none = {at, 0};
+        now.step = now.step ? g->padded * bytes : 0;
+        if (width == WIDE * LANES)
+            FOR_TILES(queries, mix_tile(form, N, WIDE, g, at, start, end, weights + i * SPAN, o + i * stride + d,
+                                        tile ? none : now))
+        else
+            FOR_TILES(queries, mix_tile(form, N, 1, g, at, start, end, weights + i * SPAN, o + i * stride + d,
+                                        tile ? none : now))
+    }
 }
 
 static __attribute__((noinline)) void mix_floats(const group *g, const float *values, int64_t start, int64_t end,
-                                                 int64_t first, int64_t queries) {
-    mix_values(F32, g, (const char *)values, start, end, first, queries);
+                                                 int64_t first, int64_t queries, upcoming next) {
+    mix_values(F32, g, (const char *)values, start, end, first, queries, next);
 }
 
 /* Copy numbers of the cache as floats; those of the next span are prefetched. */
@@ -163,32 +181,6 @@ INLINE vf lanes_between(vf x, vf other, int64_t j, int64_t from, int64_t to) {
     return choose((index >= (int32_t)(from - j)) & (index < (int32_t)(to - j)), x, other);
 }
 
-/* Replace scores `from` to `to` of a query by weights, relative to the largest score of the section so far. */
-static void weigh(const group *g, int64_t query, int64_t from, int64_t to) {
-    if (from >= to) return;
-    float *w = g->scores + query * SPAN, *o = g->o + query * (g->padded + NUMBERS), *peak = o + g->padded + 1;
-    int64_t low = from / LANES * LANES, high = (to + LANES - 1) / LANES * LANES;
-    if (g->cap) cap(w + low, high - low, g->cap);
-    vf most = fill(-INFINITY), sum = load(g->sums + query * LANES);
-    for (int64_t j = low; j < high; j += LANES) {
-        if (j < from || j + LANES > to) store(w + j, lanes_between(load(w + j), fill(-INFINITY), j, from, to));
-        most = larger(load(w + j), most);
-    }
-    float next = largest(most);
-    if (next > *peak) {
-        float factor = exponential(fill(*peak - next))[0];
-        for (int64_t d = 0; d < g->padded; d += LANES) store(o + d, load(o + d) * factor);
-        sum *= factor, *peak = next;
-    }
-    for (int64_t j = low; j < high; j += LANES) {
-        vf weights = exponential(load(w + j) - *peak);
-        if (j < from || j + LANES > to) weights = lanes_between(weights, (vf){0}, j, from, to);
-        store(w + j, weights);
-        sum += weights;
-    }
-    store(g->sums + query * LANES, sum);
-}
-
 /* Positions of a span, relative to its first, that a row sees: those from `from` to `near` are adjacent in the cache,
  * those from `near` to `to` are listed in `far`. */
 typedef struct {
@@ -200,13 +192,69 @@ static range range_of(const visible *row, int64_t p, int64_t end) {
     return (range){from, near > from ? near : from, clamp(row->count - p, end - p)};
 }
 
+/* Largest of the scores `from` to `to` of a query */
+INLINE float largest_score(const group *g, float *w, int64_t from, int64_t to) {
+    int64_t low = from / LANES * LANES;
+    vf most = fill(-INFINITY);
+    if (g->cap) cap(w + low, (to - low + LANES - 1) / LANES * LANES, g->cap);
+#pragma GCC unroll 4
+    for (int64_t j = low; j < to; j += LANES) {
+        if (j < from || j + LANES > to) store(w + j, lanes_between(load(w + j), fill(-INFINITY), j, from, to));
+        most = larger(load(w + j), most);
+    }
+    return largest(most);
+}
+
+/* Replace scores `from` to `to` of a query by weights, and add them to `sum`. */
+INLINE vf weigh(float *w, float peak, int64_t from, int64_t to, vf sum) {
+#pragma GCC unroll 4
+    for (int64_t j = from / LANES * LANES; j < to; j += LANES) {
+        vf weights = exponential(load(w + j) - peak);
+        if (j < from || j + LANES > to) weights = lanes_between(weights, (vf){0}, j, from, to);
+        store(w + j, weights);
+        sum += weights;
+    }
+    return sum;
+}
+
+/* Replace the scores of a span by weights, relative to the largest score of the section so far. */
+static void weigh_span(const group *g, const range *seen) {
+    float *peaks = peaks_of(g, g->o);
+    for (int64_t i = 0; i < g->queries; i++) {
+        range of = seen[i / g->heads];
+        float *w = g->scores + i * SPAN;
+        if (of.from == 0 && of.to == SPAN)
+            g->factors[i] = largest_score(g, w, 0, SPAN);
+        else
+            g->factors[i] = of.from < of.to ? largest_score(g, w, of.from, of.to) : -INFINITY;
+    }
+    for (int64_t i = 0; i < g->queries; i += LANES) {
+        vf before = load(peaks + i), next = load(g->factors + i);
+        vi is_larger = next > before;
+        store(g->factors + i, choose(is_larger, exponential(before - next), fill(1.0f)));
+        store(peaks + i, choose(is_larger, next, before));
+    }
+    for (int64_t i = 0; i < g->queries; i++) {
+        range of = seen[i / g->heads];
+        float *w = g->scores + i * SPAN, *o = g->o + i * g->padded, factor = g->factors[i];
+        if (of.from >= of.to) continue;
+        for (int64_t d = 0; d < g->padded; d += LANES) store(o + d, load(o + d) * factor);
+        vf sum = load(g->sums + i * LANES) * factor;
+        if (of.from == 0 && of.to == SPAN)
+            sum = weigh(w, peaks[i], 0, SPAN, sum);
+        else
+            sum = weigh(w, peaks[i], of.from, of.to, sum);
+        store(g->sums + i * LANES, sum);
+    }
+}
+
 INLINE void score_far(int form, const group *g, int64_t r, range seen, int64_t p) {
     int64_t last = -1;
     for (int64_t j = seen.near; j < seen.to; j++) {
         int64_t slot = far_slot(g->rows + r, p + j), start = slot / KEY_GROUP * KEY_GROUP;
         if (start != last) {
             const float *keys = widened(form, g->keys, start * g->padded, KEY_GROUP * g->padded, g->key_tile);
-            score_floats(g, keys, KEY_GROUP, g->q + r * g->heads * g->padded, g->heads, g->far_scores);
+            score_floats(g, keys, KEY_GROUP, g->q + r * g->heads * g->padded, g->heads, g->far_scores, (upcoming){0});
             last = start;
         }
         for (int64_t h = 0; h < g->heads; h++)
@@ -217,59 +265,70 @@ INLINE void score_far(int form, const group *g, int64_t r, range seen, int64_t p
 INLINE void mix_far(int form, const group *g, int64_t r, range seen, int64_t p) {
     for (int64_t j = seen.near; j < seen.to; j++)
         widen(form, g->values, far_slot(g->rows + r, p + j) * g->padded, g->padded, g->value_tile + j * g->padded);
-    mix_floats(g, g->value_tile, seen.near, seen.to, r * g->heads, g->heads);
+    mix_floats(g, g->value_tile, seen.near, seen.to, r * g->heads, g->heads, (upcoming){0});
 }
 
-/* Add the positions from p to `end`, at most SPAN, to the results of a section. */
-INLINE void attend_span(int form, const group *g, int64_t p, int64_t end) {
+/* Add the positions from p to `end`, at most SPAN, to the results of a section, and prefetch those from `after` on. */
+INLINE void attend_span(int form, const group *g, int64_t p, int64_t end, const char *const after[2]) {
     range seen[GROUP_QUERIES];
-    int once = g->row_count == 1 && g->queries <= HEAD_TILE; /* numbers are converted where they are used */
-    int64_t near = 0, first = 0, last = SPAN;                /* all rows see the positions from `first` to `last` */
+    const int64_t at = p * g->padded * number_bytes(form);
+    const char *keys = g->keys + at, *values = g->values + at;
+    int direct = form != F32 && g->queries <= DIRECT; /* numbers are converted where they are used */
+    int64_t near = 0, first = 0, last = SPAN;         /* all rows see the positions from `first` to `last` */
     for (int64_t r = 0; r < g->row_count; r++) {
         seen[r] = range_of(g->rows + r, p, end);
         if (seen[r].near > seen[r].from) near = larger_of(near, seen[r].near);
         first = larger_of(first, seen[r].from), last = seen[r].near < last ? seen[r].near : last;
     }
     if (first >= last) first = last = SPAN;
-    const char *stored = g->keys + p * g->padded * number_bytes(form);
-    if (near && once) {
-        score_keys(form, g, stored, near, g->q, g->queries, g->scores);
+    if (direct) {
+        score_keys(form, g, keys, near, g->q, g->queries, g->scores, (upcoming){after[0], after[0] != 0});
     } else if (near) {
         int64_t whole = (near + KEY_GROUP - 1) / KEY_GROUP * KEY_GROUP;
-        score_floats(g, widened(form, stored, 0, whole * g->padded, g->key_tile), near, g->q, g->queries, g->scores);
+        score_floats(g, widened(form, keys, 0, whole * g->padded, g->key_tile), near, g->q, g->queries, g->scores,
+                     (upcoming){after[0], form == F32 && after[0]});
     }
-    for (int64_t r = 0; r < g->row_count; r++) {
-        score_far(form, g, r, seen[r], p);
-        for (int64_t h = 0; h < g->heads; h++) weigh(g, r * g->heads + h, seen[r].from, seen[r].to);
-    }
-    stored = g->values + p * g->padded * number_bytes(form);
-    if (once) {
-        mix_values(form, g, stored, seen->from, seen->near, 0, g->queries);
-    } else {
-        const float *values = near ? widened(form, stored, 0, near * g->padded, g->value_tile) : 0;
-        for (int64_t r = 0; r < g->row_count; r++)
-            mix_floats(g, values, seen[r].from, seen[r].near < first ? seen[r].near : first, r * g->heads, g->heads);
-        mix_floats(g, values, first, last, 0, g->queries);
-        for (int64_t r = 0; r < g->row_count; r++)
-            mix_floats(g, values, larger_of(seen[r].from, last), seen[r].near, r * g->heads, g->heads);
+    for (int64_t r = 0; r < g->row_count; r++) score_far(form, g, r, seen[r], p);
+    weigh_span(g, seen);
+    if (!direct && near) values = (const char *)widened(form, values, 0, near * g->padded, g->value_tile);
+    for (int64_t part = 0; near && part <= 2 * g->row_count; part++) { /* of each row, of all rows, of each row */
+        int64_t r = part % (g->row_count + 1), heads = g->heads;
+        range now = {first, last, 0};
+        if (part < g->row_count)
+            now = (range){seen[r].from, seen[r].near < first ? seen[r].near : first, 0};
+        else if (part == g->row_count)
+            r = 0, heads = g->queries;
+        else
+            now = (range){larger_of(seen[r].from, last), seen[r].near, 0};
+        upcoming next = {after[1], part == g->row_count && after[1] && (direct || form == F32)};
+        if (now.from >= now.near) continue;
+        if (direct)
+            mix_values(form, g, values, now.from, now.near, r * g->heads, heads, next);
+        else
+            mix_floats(g, (const float *)values, now.from, now.near, r * g->heads, heads, next);
     }
     for (int64_t r = 0; r < g->row_count; r++) mix_far(form, g, r, seen[r], p);
 }
 
 void clear_results(const group *g, float *o) {
-    for (int64_t i = 0; i < g->queries; i++, o += g->padded + NUMBERS) {
-        memset(o, 0, (g->padded + 1) * sizeof *o);
-        o[g->padded + 1] = -INFINITY;
-    }
+    memset(o, 0, g->queries * g->padded * sizeof *o);
+    for (int64_t i = 0; i < g->queries; i += LANES)
+        store(weight_sums(g, o) + i, (vf){0}), store(peaks_of(g, o) + i, fill(-INFINITY));
 }
 
 /* Compute weighted values, their sum of weights and the largest score of positions `begin` to `end` in g->o. */
 INLINE void attend_section_as(int form, const group *g, int64_t begin, int64_t end) {
     memset(g->sums, 0, g->queries * LANES * sizeof *g->sums);
     clear_results(g, g->o);
-    for (int64_t p = begin; p < end; p += SPAN) attend_span(form, g, p, end - p < SPAN ? end : p + SPAN);
-    for (int64_t i = 0; i < g->queries; i++)
-        g->o[i * (g->padded + NUMBERS) + g->padded] = total(load(g->sums + i * LANES));
+    for (int64_t p = begin; p < end; p += SPAN) {
+        int64_t next = (p + SPAN) * g->padded * number_bytes(form);
+        const char *following[2] = {g->keys + next, g->values + next};
+        if (p + SPAN < end)
+            attend_span(form, g, p, p + SPAN, following);
+        else
+            attend_span(form, g, p, end, g->after);
+    }
+    for (int64_t i = 0; i < g->queries; i++) weight_sums(g, g->o)[i] = total(load(g->sums + i * LANES));
 }
 
 void attend_section(int form, const group *g, int64_t begin, int64_t end) {
@@ -282,14 +341,20 @@ void attend_section(int form, const group *g, int64_t begin, int64_t end) {
 
 /* Add the results of a section to `totals`. */
 void add_section(const group *g, int64_t begin, int64_t end, float *totals) {
-    int64_t padded = g->padded, stride = padded + NUMBERS;
-    for (int64_t i = 0; i < g->queries; i++) {
-        const visible *row = g->rows + i / g->heads;
-        float *o = totals + i * stride, *next = g->o + i * stride;
-        if (row->count <= begin || row->skipped >= end) continue;
-        float most = next[padded + 1] > o[padded + 1] ? next[padded + 1] : o[padded + 1];
-        float a = exponential(fill(o[padded + 1] - most))[0], b = exponential(fill(next[padded + 1] - most))[0];
-        for (int64_t d = 0; d < padded; d += LANES) store(o + d, load(o + d) * a + load(next + d) * b);
-        o[padded] = o[padded] * a + next[padded] * b, o[padded + 1] = most;
+    float *peaks = peaks_of(g, totals), *next_peaks = peaks_of(g, g->o);
+    for (int64_t first = 0; first < g->queries; first += LANES) {
+        vf before = load(peaks + first), next = load(next_peaks + first), most = choose(next > before, next, before);
+        float a[LANES], b[LANES], largest_scores[LANES];
+        store(a, exponential(before - most)), store(b, exponential(next - most)), store(largest_scores, most);
+        for (int64_t i = first; i < g->queries && i < first + LANES; i++) {
+            const visible *row = g->rows + i / g->heads;
+            float *o = totals + i * g->padded, *more = g->o + i * g->padded;
+            if (row->count <= begin || row->skipped >= end) continue;
+            for (int64_t d = 0; d < g->padded; d += LANES)
+                store(o + d, load(o + d) * a[i - first] + load(more + d) * b[i - first]);
+            float *sum = weight_sums(g, totals) + i;
+            *sum = *sum * a[i - first] + weight_sums(g, g->o)[i] * b[i - first];
+            peaks[i] = largest_scores[i - first];
+        }
     }
 }

@@ -52,7 +52,8 @@ void rotate(state *s, int l) {
             if (gain) rms_norm(x, gain, m->epsilon, dim, head);
             rotate_head(m, gain ? head : x, cosines, sines, turned);
             if (h < m->heads) {
-                float *q = s->query + (r * m->heads + h) * padded;
+                int64_t heads = m->heads / m->kv_heads;
+                float *q = s->query + ((h / heads * p->rows + r) * heads + h % heads) * padded;
                 for (int64_t i = 0; i < padded; i += LANES) store(q + i, load(turned + i) * now->attention_scale);
                 continue;
             }

@@ -48,13 +48,13 @@ static row_group rows_of(const pass *p, int64_t i) {
 
 /* Numbers of the results of a group */
 static int64_t result_floats(const model *m) {
-    return group_rows(m) * (m->heads / m->kv_heads) * (padded_dim(m) + NUMBERS);
+    return floats_of_results(group_rows(m) * (m->heads / m->kv_heads), padded_dim(m));
 }
 
 /* Numbers in the buffer of a thread */
 int64_t attention_floats(const model *m) {
     int64_t heads = m->heads / m->kv_heads, queries = group_rows(m) * heads, padded = padded_dim(m);
-    return queries * (padded + SPAN + LANES) + 2 * SPAN * padded + heads * SPAN + 2 * result_floats(m);
+    return queries * (SPAN + LANES) + whole_vectors(queries) + 2 * SPAN * padded + heads * SPAN + 2 * result_floats(m);
 }
 
 /* Describe the rows and key head `kv`; `rows`: GROUP_QUERIES elements. */
@@ -71,24 +71,28 @@ static group describe(const state *s, int l, row_group in, int64_t kv, visible *
 static group prepare(const state *s, int l, row_group in, int64_t kv, visible *rows, float *buffer) {
     group g = describe(s, l, in, kv, rows);
     g.o = buffer, buffer += result_floats(s->p->model);
-    g.q = buffer, buffer += g.queries * g.padded;
+    g.q = s->query + (kv * s->p->rows + in.first) * g.heads * g.padded;
     g.scores = buffer, buffer += g.queries * SPAN;
     g.sums = buffer, buffer += g.queries * LANES;
+    g.factors = buffer, buffer += whole_vectors(g.queries);
     g.key_tile = buffer, buffer += SPAN * g.padded;
     g.value_tile = buffer, buffer += SPAN * g.padded;
     g.far_scores = buffer;
-    for (int64_t r = 0; r < in.rows; r++)
-        memcpy(g.q + r * g.heads * g.padded, s->query + ((in.first + r) * s->p->model->heads + kv * g.heads) * g.padded,
-               g.heads * g.padded * sizeof *g.q);
     return g;
 }
 
-static void write_outputs(state *s, const group *g, row_group in, int64_t kv, const float *totals) {
+/* The positions from `begin` on are needed next. */
+static void set_after(group *g, int64_t begin, const char *keys, const char *values, int form) {
+    int64_t at = begin * g->padded * number_bytes(form);
+    g->after[0] = keys + at, g->after[1] = values + at;
+}
+
+static void write_outputs(state *s, const group *g, row_group in, int64_t kv, float *totals) {
     const model *m = s->p->model;
     for (int64_t i = 0; i < g->queries; i++) {
         int64_t r = in.first + i / g->heads, h = kv * g->heads + i % g->heads, d = 0;
-        const float *x = totals + i * (g->padded + NUMBERS);
-        float *o = s->input + r * input_width(m) + h * g->dim, scale = 1.0f / x[g->padded];
+        const float *x = totals + i * g->padded;
+        float *o = s->input + r * input_width(m) + h * g->dim, scale = 1.0f / weight_sums(g, totals)[i];
         for (; d + LANES <= g->dim; d += LANES) store(o + d, load(x + d) * scale);
         for (; d < g->dim; d++) o[d] = x[d] * scale;
     }
@@ -99,15 +103,47 @@ static int is_divided(const pass *p) {
     return p->threads > 1 && group_count(p) * p->model->kv_heads < 4 * (int64_t)p->threads;
 }
 
-int64_t attention_units(const pass *p) {
+static int64_t unit_count(const pass *p) {
     int64_t units = 0;
     if (!is_divided(p)) return group_count(p) * p->model->kv_heads;
     for (int64_t i = 0; i < group_count(p); i++) units += section_count(rows_of(p, i).longest) * p->model->kv_heads;
     return units;
 }
 
-/* Numbers of the results of all sections, and of one more, if groups are divided */
-int64_t section_floats(const pass *p) { return is_divided(p) ? (attention_units(p) + 1) * result_floats(p->model) : 0; }
+/* Sections of a group and key head. The units from `first` on compute them, the largest first. */
+typedef struct sections {
+    row_group in;
+    int64_t kv, first, count;
+    int32_t computed;
+} sections;
+
+/* Numbers of the results and descriptions of all sections */
+int64_t section_floats(const pass *p) {
+    int64_t described = group_count(p) * p->model->kv_heads * (int64_t)sizeof(sections) / (int64_t)sizeof(float);
+    return is_divided(p) ? unit_count(p) * result_floats(p->model) + described : 0;
+}
+
+/* Describe the units of attention; `results` has section_floats() numbers. */
+void divide_attention(state *s, float *results) {
+    const pass *p = s->p;
+    s->attention_units = unit_count(p), s->results = results, s->sections = 0;
+    if (!is_divided(p)) return;
+    sections *next = s->sections = (sections *)(results + s->attention_units * result_floats(p->model));
+    for (int64_t i = 0, first = 0; i < group_count(p); i++)
+        for (int64_t kv = 0; kv < p->model->kv_heads; kv++, first += next++->count) {
+            row_group in = rows_of(p, i);
+            *next = (sections){in, kv, first, section_count(in.longest), 0};
+        }
+}
+
+static void finish(state *s, int l, const group *g, row_group in, int64_t kv, float *totals) {
+    const model *m = s->p->model;
+    write_outputs(s, g, in, kv, totals);
+    int64_t count = g->heads * g->dim;
+    if (has_parts(&m->layers[l]->out, count))
+        quantise_part(s, &m->layers[l]->out, kv * count, (kv + 1) * count, s->input, input_width(m),
+                      (row_range){in.first, in.rows});
+}
 
 static void attend_group(state *s, int l, row_group in, int64_t kv, float *buffer) {
     const model *m = s->p->model;
@@ -117,55 +153,56 @@ static void attend_group(state *s, int l, row_group in, int64_t kv, float *buffe
     clear_results(&g, totals);
     for (int64_t begin = 0, end; begin < in.longest; begin = end) {
         end = section_end(begin);
+        if (end < in.longest)
+            set_after(&g, end, g.keys, g.values, m->cache_form);
+        else
+            g.after[0] = g.after[1] = 0;
         attend_section(m->cache_form, &g, begin, end < in.longest ? end : in.longest);
         add_section(&g, begin, end, totals);
     }
-    write_outputs(s, &g, in, kv, totals);
+    finish(s, l, &g, in, kv, totals);
 }
 
-/* Compute a unit. */
+static int64_t section_begin(int64_t section) {
+    int64_t begin = 0;
+    while (section--) begin = section_end(begin);
+    return begin;
+}
+
+/* Begin of the section that a unit computes */
+static int64_t unit_begin(const sections *of, int64_t unit) { return section_begin(of->first + of->count - 1 - unit); }
+
+/* Add the sections of a group and key head in ascending order. */
+static void add_sections(state *s, int l, group *g, const sections *of, float *totals) {
+    clear_results(g, totals);
+    for (int64_t section = 0, begin = 0; section < of->count; section++, begin = section_end(begin)) {
+        g->o = s->results + (of->first + of->count - 1 - section) * result_floats(s->p->model);
+        add_section(g, begin, section_end(begin), totals);
+    }
+    finish(s, l, g, of->in, of->kv, totals);
+}
+
+/* Compute a unit. The thread that computes the last section of a group and key head adds them. */
 void attend(state *s, int l, int64_t unit, float *buffer) {
     const pass *p = s->p;
     const model *m = p->model;
-    int64_t i = 0, left = unit, begin = 0, end;
-    if (!is_divided(p)) {
+    if (!s->sections) {
         attend_group(s, l, rows_of(p, unit % group_count(p)), unit / group_count(p), buffer);
         return;
     }
-    row_group in = rows_of(p, 0);
-    int64_t sections = section_count(in.longest);
-    while (left >= sections * m->kv_heads) {
-        left -= sections * m->kv_heads;
-        in = rows_of(p, ++i), sections = section_count(in.longest);
-    }
     visible rows[GROUP_QUERIES];
-    group g = prepare(s, l, in, left % m->kv_heads, rows, buffer);
-    for (int64_t after = left / m->kv_heads; after < sections - 1; after++)
-        begin = section_end(begin); /* largest first */
-    end = section_end(begin);
-    g.o = s->sections + unit * result_floats(m);
-    attend_section(m->cache_form, &g, begin, end < in.longest ? end : in.longest);
-}
-
-/* Add the sections of divided groups, after all units. */
-void finish_attention(state *s, int l) {
-    const pass *p = s->p;
-    const model *m = p->model;
-    if (!is_divided(p)) return;
-    float *next = s->sections, *totals = s->sections + attention_units(p) * result_floats(m);
-    for (int64_t i = 0; i < group_count(p); i++) {
-        row_group in = rows_of(p, i);
-        int64_t sections = section_count(in.longest);
-        visible rows[GROUP_QUERIES];
-        for (int64_t kv = 0; kv < m->kv_heads; kv++) {
-            group g = describe(s, l, in, kv, rows);
-            clear_results(&g, totals);
-            for (int64_t section = 0, begin = 0; section < sections; section++, begin = section_end(begin)) {
-                g.o = next + ((sections - 1 - section) * m->kv_heads + kv) * result_floats(m);
-                add_section(&g, begin, section_end(begin), totals);
-            }
-            write_outputs(s, &g, in, kv, totals);
-        }
-        next += sections * m->kv_heads * result_floats(m);
+    sections *of = s->sections, *next;
+    while (unit >= of->first + of->count) of++;
+    group g = prepare(s, l, of->in, of->kv, rows, buffer);
+    int64_t begin = unit_begin(of, unit), end = section_end(begin);
+    if (unit + 1 < s->attention_units) {
+        next = unit + 1 < of->first + of->count ? of : of + 1;
+        set_after(&g, unit_begin(next, unit + 1), cached_head(next->in.of, m, l, next->kv),
+                  cached_head(next->in.of, m, l, m->kv_heads + next->kv), m->cache_form);
     }
+    g.o = s->results + unit * result_floats(m);
+    attend_section(m->cache_form, &g, begin, end < of->in.longest ? end : of->in.longest);
+    if (__atomic_add_fetch(&of->computed, 1, __ATOMIC_ACQ_REL) < of->count) return;
+    of->computed = 0;
+    add_sections(s, l, &g, of, buffer + attention_floats(m) - result_floats(m));
 }

@@ -13,7 +13,8 @@ typedef struct {
 /* o[rows][UNIT] = x times the blocks. */
 static void range_rows(const state *s, const matrix *m, range b, const float *x, int64_t stride, int rows, float *o) {
     if (is_coded(m->form)) {
-        activations a = {s->quantised, s->x_scales, s->corrections};
+        const integer_rows *from = integers_of(s, x);
+        activations a = {from->x, from->scales, from->corrections};
         if (m->form == INT8)
             byte_product(m, b.first, b.count, a, rows, o);
         else
@@ -38,8 +39,7 @@ static void add_range(const matrix *m, range b, const float *o, int rows, int64_
     for (int r = 0; r < rows; r++) add(to + r * stride + b.first * BLOCK, o + r * UNIT, columns(m, b));
 }
 
-INLINE void gate_range_as(int kind, const state *s, const matrix *m, range b,
-                          float *o) { /* activation of gate, times up */
+INLINE void gate_range_as(int kind, state *s, const matrix *m, range b, float *o) { /* activation of gate, times up */
     const model *net = s->p->model;
     range_rows(s, m, b, s->input, input_width(net), s->p->rows, o);
     for (int r = 0; r < s->p->rows; r++)
@@ -51,7 +51,7 @@ INLINE void gate_range_as(int kind, const state *s, const matrix *m, range b,
         }
 }
 
-INLINE void up_range_as(int kind, const state *s, const matrix *m, range b, float *o) {
+INLINE void up_range_as(int kind, state *s, const matrix *m, range b, float *o) {
     range_rows(s, m, b, s->input, input_width(s->p->model), s->p->rows, o);
     for (int r = 0; r < s->p->rows; r++)
         for (int j = 0; j < b.count * BLOCK; j += LANES)
@@ -59,7 +59,17 @@ INLINE void up_range_as(int kind, const state *s, const matrix *m, range b, floa
     write_range(m, b, o, s->p->rows, s->p->model->inner, s->gated);
 }
 
-static void inner_range(const state *s, const matrix *m, range b, float *o) {
+/* Blocks of gate and up, or of up, whose outputs are whole groups of inputs of the next matrix; they alternate. */
+static int inner_blocks(const model *m, const layer *now) {
+    int blocks = (m->gated ? 2 : 1) * (int)larger_of(1, FORMATS[now->down.form].group / BLOCK);
+    return blocks <= UNIT_BLOCKS ? blocks : m->gated ? 2 : 1;
+}
+static int quantises_units(const model *m, const layer *now) {
+    return has_parts(&now->down, inner_blocks(m, now) / (m->gated ? 2 : 1) * BLOCK);
+}
+
+static void inner_range(state *s, const layer *now, range b, float *o) {
+    const matrix *m = &now->gate_up;
 #define ACTIVATION_CASE(KIND)                                                                                          \
     case KIND:                                                                                                         \
         if (s->p->model->gated)                                                                                        \
@@ -72,6 +82,11 @@ static void inner_range(const state *s, const matrix *m, range b, float *o) {
         ACTIVATION_CASE(GELU_TANH)
         ACTIVATION_CASE(GELU_ERF)
     }
+    int64_t per_output = s->p->model->gated ? 2 : 1, first = b.first / per_output * BLOCK;
+    int64_t end = first + b.count / per_output * BLOCK;
+    if (quantises_units(s->p->model, now))
+        quantise_part(s, &now->down, first, end < now->down.inputs ? end : now->down.inputs, s->gated,
+                      s->p->model->inner, (row_range){0, s->p->rows});
 }
 
 /* Phases: FUSE of a drafting head, up to 6 per layer, then the head; a chunk is a range of units (blocks of outputs, or
@@ -90,13 +105,13 @@ static const matrix *product_of(const model *m, int phase) {
 /* Blocks of a unit: those of a product in large matrices; gate and up alternate. */
 static int unit_blocks(const state *s, int phase) {
     if (block_count(product_of(s->p->model, phase)) >= 8 * s->p->threads * UNIT_BLOCKS) return UNIT_BLOCKS;
-    int is_gate = phase % STAGES == GATE && phase / STAGES < s->p->model->layer_count;
-    return is_gate && s->p->model->gated ? 2 : 1;
+    int is_inner = phase % STAGES == GATE && phase / STAGES < s->p->model->layer_count;
+    return is_inner ? inner_blocks(s->p->model, s->p->model->layers[phase / STAGES]) : 1;
 }
 
 static int64_t unit_count(const state *s, int phase) {
     const matrix *product = product_of(s->p->model, phase);
-    if (!product) return attention_units(s->p);
+    if (!product) return s->attention_units;
     return (block_count(product) + unit_blocks(s, phase) - 1) / unit_blocks(s, phase);
 }
 
@@ -106,10 +121,10 @@ int stage_of(const state *s, int phase) {
     return phase / STAGES == s->p->model->layer_count ? STAGES : phase % STAGES;
 }
 
-/* Chunks have equal numbers of units, as nearly as possible. */
+/* Chunks have equal numbers of units, as nearly as possible; those of attention differ in size. */
 int64_t chunk_count(const state *s, int phase) {
     const matrix *product = product_of(s->p->model, phase);
-    int64_t units = unit_count(s, phase), count = 8 * s->p->threads;
+    int64_t units = unit_count(s, phase), count = product ? 8 * s->p->threads : units;
     if (s->p->threads == 1) return 1;
     if (product)
         count = larger_of(count, block_count(product) * product->inputs * input_bytes(product->form) / CHUNK_BYTES);
@@ -151,7 +166,7 @@ static void run_product(state *s, int phase, range b, float *buffer) {
         else
             add_range(product, b, buffer, p->rows, m->width, s->rows);
         break;
-    case GATE: inner_range(s, product, b, buffer); break;
+    case GATE: inner_range(s, now, b, buffer); break;
     case DOWN:
         range_rows(s, product, b, s->gated, m->inner, p->rows, buffer);
         if (now->after_down)
@@ -194,15 +209,17 @@ int finish_phase(state *s, int phase) {
         phase++; /* fallthrough */
     case VALUE: rotate(s, l); break;
     case ATTEND:
-        finish_attention(s, l);
-        quantise_rows(s, &now->out, s->input, input_width(m), p->rows);
+        if (!has_parts(&now->out, m->heads / m->kv_heads * (int64_t)m->head_dim))
+            quantise_rows(s, &now->out, s->input, input_width(m), p->rows);
         break;
     case OUT:
         if (now->after_out) add_outputs(s, now->after_out);
         normalise(s, now->between, &now->gate_up);
         if (m->parallel) add_outputs(s, 0);
         break;
-    case GATE: quantise_rows(s, &now->down, s->gated, m->inner, p->rows); break;
+    case GATE:
+        if (!quantises_units(m, now)) quantise_rows(s, &now->down, s->gated, m->inner, p->rows);
+        break;
     case DOWN:
         if (now->after_down) add_outputs(s, now->after_down);
         copy_states(s, l + 1);

@@ -36,7 +36,13 @@ void byte_product(const matrix *m, int64_t first, int blocks, activations a, int
 #define SPLIT (BYTE_PRODUCTS && LANES == 16)
 INLINE int activation_bytes(const matrix *m) { return m->narrow || (m->form == INT8 && BYTE_PRODUCTS) ? 1 : 2; }
 INLINE int64_t activation_stride(const matrix *m) { return ((int64_t)m->inputs + 3) / 4 * 4; }
-void quantise_row(const matrix *m, const float *x, void *to, float *scales, correction *corrections);
+/* Parts of `count` inputs have groups of their own. */
+INLINE int has_parts(const matrix *m, int64_t count) {
+    return is_coded(m->form) && FORMATS[m->form].group && count % FORMATS[m->form].group == 0;
+}
+/* Quantise the inputs from `first` to `end` of a row. */
+void quantise_inputs(const matrix *m, int64_t first, int64_t end, const float *x, void *to, float *scales,
+                     correction *corrections);
 
 INLINE vi broadcast(const void *x) {
     int32_t number;

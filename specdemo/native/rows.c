@@ -47,16 +47,18 @@ static void norm(const model *m, const float *x, const float *gain, float *o) {
         rms_norm(x, gain, m->epsilon, m->width, o);
 }
 
-static void *quantised_row(const state *s, const matrix *m, int64_t r) {
-    return (char *)s->quantised + r * activation_stride(m) * activation_bytes(m);
+/* Quantise the inputs from `first` to `end` of rows. */
+void quantise_part(state *s, const matrix *next, int64_t first, int64_t end, const float *inputs, int64_t stride,
+                   row_range rows) {
+    const integer_rows *to = integers_of(s, inputs);
+    int64_t groups = next->inputs / group_inputs(next), bytes = activation_stride(next) * activation_bytes(next);
+    for (int64_t r = rows.first; r < rows.first + rows.count; r++)
+        quantise_inputs(next, first, end, inputs + r * stride, (char *)to->x + r * bytes, to->scales + r * groups,
+                        to->corrections + r * groups);
 }
 
-void quantise_rows(state *s, const matrix *next, const float *inputs, int64_t input_stride, int rows) {
-    if (!is_coded(next->form)) return;
-    int64_t groups = next->inputs / group_inputs(next);
-    for (int r = 0; r < rows; r++)
-        quantise_row(next, inputs + r * input_stride, quantised_row(s, next, r), s->x_scales + r * groups,
-                     s->corrections + r * groups);
+void quantise_rows(state *s, const matrix *next, const float *inputs, int64_t stride, int rows) {
+    if (is_coded(next->form)) quantise_part(s, next, 0, next->inputs, inputs, stride, (row_range){0, rows});
 }
 
 void normalise(state *s, const float *gain, const matrix *next) {

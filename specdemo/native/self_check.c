@@ -72,7 +72,8 @@ int self_check(void) {
         activations a = {quantised, x_scales, corrections};
         for (int r = 0; is_coded(form) && r < ROWS; r++) {
             int64_t groups = r * (K / group_inputs(&m)), size = activation_bytes(&m);
-            quantise_row(&m, x + r * K, (char *)quantised + r * K * size, x_scales + groups, corrections + groups);
+            quantise_inputs(&m, 0, K, x + r * K, (char *)quantised + r * K * size, x_scales + groups,
+                            corrections + groups);
         }
         memset(weights, 0, sizeof weights);
         for (int i = 0; i < K * N; i++) set_weight(&m, i / N, i % N, (int)(random_bits(&seed) >> 25) - 64);

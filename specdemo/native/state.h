@@ -2,23 +2,34 @@
 #pragma once
 #include "products.h"
 
+/* Quantised activations */
+typedef struct {
+    void *x;                 /* words [rows][inputs]; INT8: inputs rounded up to 4, bytes with BYTE_PRODUCTS */
+    float *scales;           /* [rows], or [rows][groups] */
+    correction *corrections; /* [rows][groups] */
+} integer_rows;
+
 typedef struct {
     const pass *p;
-    float *rows;     /* [rows][width] residual stream */
-    float *input;    /* [rows][input_width()] input of qkv, out, gate_up and head */
-    float *gated;    /* [rows][inner_width()] inputs of down and fuse */
-    float *qkv;      /* [rows][(heads + 2 kv_heads) head_dim]; later outputs [rows][width] that are not added at once */
-    float *query;    /* [rows][heads][padded head_dim] */
-    void *quantised; /* words [rows][inputs]; INT8: inputs rounded up to 4, bytes with BYTE_PRODUCTS */
-    float *x_scales; /* of quantised activations: [rows], or [rows][groups] */
-    correction *corrections;      /* [rows][groups] */
-    float *head;                  /* [2][padded head_dim] of rotate */
-    float *sections;              /* section_floats() */
+    float *rows;  /* [rows][width] residual stream */
+    float *input; /* [rows][input_width()] input of qkv, out, gate_up and head */
+    float *gated; /* [rows][inner_width()] inputs of down and fuse */
+    float *qkv;   /* [rows][(heads + 2 kv_heads) head_dim]; later outputs [rows][width] that are not added at once */
+    float *query; /* [kv_heads][rows][heads / kv_heads][padded head_dim] */
+    integer_rows input_integers, gated_integers;
+    float *head;               /* [2][padded head_dim] of rotate */
+    float *results;            /* of divided attention, see groups.c */
+    struct sections *sections; /* the same, or null */
+    int64_t attention_units;
     int32_t *text_of, *head_rows; /* [rows] text of a row; [last] rows with logits */
     int stopped;                  /* 1 if the flag of the pass was seen; then results are incomplete */
     int last;                     /* rows with logits */
     int first;                    /* phase */
 } state;
+
+typedef struct {
+    int64_t first, count;
+} row_range;
 
 INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t padded_dim(const model *m) { return ((int64_t)m->head_dim + 15) / 16 * 16; }
@@ -28,6 +39,11 @@ INLINE int64_t input_width(const model *m) { return larger_of((int64_t)m->heads 
 INLINE int64_t inner_width(const model *m) { return m->fuse ? larger_of(m->inner, m->fuse->inputs) : m->inner; }
 INLINE int64_t qkv_width(const model *m) { return ((int64_t)m->heads + 2 * (int64_t)m->kv_heads) * m->head_dim; }
 
+/* Integers of `input` or `gated` */
+INLINE const integer_rows *integers_of(const state *s, const float *inputs) {
+    return inputs == s->gated ? &s->gated_integers : &s->input_integers;
+}
+
 /* state.c */
 state lay_out(const pass *p);
 int is_stopped(state *s);
@@ -35,6 +51,8 @@ int is_stopped(state *s);
 void add(float *o, const float *x, int64_t count);
 void rms_norm(const float *x, const float *gain, float epsilon, int64_t width, float *o);
 void quantise_rows(state *s, const matrix *next, const float *inputs, int64_t input_stride, int rows);
+void quantise_part(state *s, const matrix *next, int64_t first, int64_t end, const float *inputs, int64_t stride,
+                   row_range r);
 void normalise(state *s, const float *gain, const matrix *next);
 void normalise_last(state *s);
 void enter(state *s);
@@ -44,11 +62,10 @@ void copy_states(state *s, int l);
 /* cache.c */
 void rotate(state *s, int l);
 /* groups.c */
-int64_t attention_units(const pass *p);
 int64_t attention_floats(const model *m);
 int64_t section_floats(const pass *p);
+void divide_attention(state *s, float *results);
 void attend(state *s, int l, int64_t unit, float *buffer);
-void finish_attention(state *s, int l);
 /* layers.c */
 #define FUSE (-1) /* phase before those of the layers */
 #define TIMES 7   /* stages of a pass, and the head */

@@ -185,7 +185,7 @@ int run_phases(state *s, int threads, int64_t floats) {
     pthread_mutex_lock(&pool.busy);
     int ready = prepare_threads(threads, floats) && enlarge(MAX_THREADS, section_floats(s->p));
     if (ready) {
-        s->sections = pool.buffers[MAX_THREADS];
+        divide_attention(s, pool.buffers[MAX_THREADS]);
         pool.now = s;
         set_threads(threads);
         uint32_t number = pool.number + 1;

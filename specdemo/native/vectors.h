@@ -40,16 +40,24 @@ INLINE vf larger(vf a, vf b) { /* b if one is NaN */
 #endif
 }
 INLINE float total(vf v) { /* pairwise, in a fixed order */
+#if LANES == 16
+    return _mm512_reduce_add_ps((__m512)v);
+#else
     float a[LANES];
     store(a, v);
     for (int n = LANES / 2; n; n /= 2)
         for (int i = 0; i < n; i++) a[i] += a[i + n];
     return a[0];
+#endif
 }
-INLINE float largest(vf v) {
+INLINE float largest(vf v) { /* of numbers */
+#if LANES == 16
+    return _mm512_reduce_max_ps((__m512)v);
+#else
     float m = v[0];
     for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
     return m;
+#endif
 }
 INLINE vi larger_integers(vi a, vi b) {
 #if LANES == 16
