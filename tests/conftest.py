@@ -49,7 +49,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=start_order)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=start_order)
 
 
 def start_order(item: pytest.Item) -> list[bool]:

@@ -1,0 +1,95 @@
+"""Tests that are collected once and then run in forked processes, each with a mutant of the program."""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+SURVIVED, KILLED, NO_TESTS, TIMEOUT = 0, 1, 33, 36  # codes of mutmut
+MEMORY = 8 << 30
+# CPU seconds of a test that passes without a mutant within t: 5 + 10 t. Wall seconds of a mutant: 120 + 20 t.
+TEST_CPU_S, TEST_FACTOR = 5, 10
+MUTANT_S, MUTANT_FACTOR = 120, 20
+
+Items = Mapping[str, pytest.Item]
+
+
+class _Loop:
+    """Pytest plugin that replaces the loop over the collected tests."""
+
+    def __init__(self, loop: Callable[[Items], None]) -> None:
+        self._loop = loop
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if not session.testsfailed:
+            self._loop({item.nodeid: item for item in session.items})
+        return True
+
+
+def collect(arguments: Sequence[str], loop: Callable[[Items], None]) -> int:
+    """Collect tests and call `loop` with them by id; return pytest's exit code."""
+    return int(pytest.main(["-q", *arguments], plugins=[_Loop(loop)]))
+
+
+def forked(work: Callable[[], None]) -> int:
+    """Run `work` in a child process; return the process id. Its exit code is `SURVIVED` unless `work` fails."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = KILLED
+    try:
+        work()
+        code = SURVIVED
+    finally:
+        os._exit(code)
+
+
+def exit_code(pid: int, seconds: float | None = None) -> int:
+    """Wait for a child process, at most `seconds`."""
+    ended, _, _ = select.select([os.pidfd_open(pid)], [], [], seconds)
+    if not ended:
+        os.kill(pid, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return TIMEOUT if not ended or code == -signal.SIGXCPU else code
+
+
+def most_seconds(tests: Sequence[str], seconds: Mapping[str, float]) -> float:
+    """Return the time limit of a mutant; `seconds`: CPU time of each test without a mutant."""
+    return MUTANT_S + MUTANT_FACTOR * sum(map(seconds.__getitem__, tests))
+
+
+def run_until_failure(items: Sequence[pytest.Item], seconds: Mapping[str, float]) -> None:
+    """Run the tests; end the process with `KILLED` after the first that fails."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    for item, following in zip(items, [*items[1:], None], strict=True):
+        limit = time.process_time() + TEST_CPU_S + TEST_FACTOR * seconds[item.nodeid]
+        resource.setrlimit(resource.RLIMIT_CPU, (int(limit) + 1, resource.RLIM_INFINITY))
+        if fails(item, following):
+            os._exit(KILLED)
+
+
+def measure(items: Items, ended: Callable[[str], None] = lambda test: None) -> dict[str, float]:
+    """Run all tests without a mutant; return their CPU seconds. End the process if one fails."""
+    listed = list(items.values())
+    seconds = {}
+    for item, following in zip(listed, [*listed[1:], None], strict=True):
+        began = time.process_time()
+        if fails(item, following):
+            os.write(2, f"fails without a mutant: {item.nodeid}\n".encode())
+            os._exit(KILLED)
+        seconds[item.nodeid] = time.process_time() - began
+        ended(item.nodeid)
+    return seconds
+
+
+def fails(item: pytest.Item, following: pytest.Item | None) -> bool:
+    """Run a test; return True if it failed."""
+    return any(report.failed for report in runtestprotocol(item, log=False, nextitem=following))

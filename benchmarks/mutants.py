@@ -1,0 +1,208 @@
+"""Mutation tests: each small change of a function of `core/` or `drafters/` must make a test fail.
+
+`python -m benchmarks.mutants FILE...` tests the mutants of these files without a result, so an interrupted run
+continues; `--again` repeats the survivors. mutmut generates the mutants and shows them: `mutmut show NAME`.
+
+mutmut's runner collects the tests for each mutant, which takes longer than the tests. Here a process collects them
+once, and each mutant is tested in a fork of it. A function that runs during imports is tested in a new session.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from mutmut.__main__ import copy_also_copy_files, copy_src_dir, create_mutants, setup_source_paths
+from mutmut.configuration import config
+from mutmut.mutation.data import SourceFileMutationData
+from mutmut.mutation.trampoline import set_mutant_under_test
+from mutmut.state import state
+
+from benchmarks.forked_tests import (
+    KILLED,
+    NO_TESTS,
+    SURVIVED,
+    TIMEOUT,
+    Items,
+    collect,
+    exit_code,
+    forked,
+    measure,
+    most_seconds,
+    run_until_failure,
+)
+
+FOLDER = Path("mutants").resolve()
+COVERAGE = FOLDER / "coverage.pickle"
+STATISTICS = "stats"  # name of the run that records called functions
+
+
+@dataclass
+class Coverage:
+    """Tests that call each function, CPU seconds of each test, and functions called during imports."""
+
+    tests: dict[str, set[str]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    imported: set[str] = field(default_factory=set)
+
+    def of(self, mutant: str) -> list[str]:
+        """Return the tests of a mutant, shortest first."""
+        tests = self.seconds if self.during_import(mutant) else self.tests.get(_function(mutant), set())
+        return sorted(tests, key=self.seconds.__getitem__)
+
+    def during_import(self, mutant: str) -> bool:
+        return _function(mutant) in self.imported
+
+
+def _function(mutant: str) -> str:
+    return mutant.partition("__mutmut_")[0]
+
+
+class Results:
+    """Results of the mutants of files, in mutmut's format."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._data = {file: SourceFileMutationData(path=file) for file in files}
+        for file, data in self._data.items():
+            data.meta_path = FOLDER / f"{file}.meta"
+            data.load()
+
+    def pending(self, codes: Collection[int | None]) -> list[str]:
+        return [name for data in self._data.values() for name, code in data.exit_code_by_key.items() if code in codes]
+
+    def record(self, mutant: str, code: int) -> None:
+        if code != KILLED:
+            print(f"{code:4} {mutant}", file=sys.__stderr__, flush=True)
+        data = next(data for data in self._data.values() if mutant in data.exit_code_by_key)
+        data.exit_code_by_key[mutant] = code
+        data.save()
+
+    def rows(self) -> Iterator[tuple[Any, ...]]:
+        """Return per file: mutants, tested, killed, timeouts among them, survivors, without tests, share killed."""
+        for file, data in self._data.items():
+            counts = Counter(data.exit_code_by_key.values())
+            tested = counts.total() - counts[None]
+            killed = tested - counts[SURVIVED] - counts[NO_TESTS]
+            share = f"{100 * killed / tested:.1f} %" if tested else ""
+            yield (
+                *(file.name, counts.total(), tested, killed, counts[TIMEOUT]),
+                *(counts[SURVIVED], counts[NO_TESTS], share),
+            )
+
+
+def test_mutants(files: Sequence[Path], codes: Collection[int | None]) -> bool:
+    """Test the mutants of `files` whose result is in `codes`. Return False if a test fails without mutants."""
+    if exit_code(forked(lambda: _session(files, codes))):
+        return False
+    results, coverage = Results(files), _coverage()
+    for mutant in filter(coverage.during_import, results.pending(codes)):
+        results.record(mutant, _tested_in_new_session(mutant, coverage))
+    return True
+
+
+def _session(files: Sequence[Path], codes: Collection[int | None]) -> None:
+    def loop(items: Items) -> None:
+        if exit_code(forked(lambda: _record_coverage(items))):
+            os._exit(KILLED)
+        results, coverage = Results(files), _coverage()
+        for mutant in results.pending(codes):
+            if not coverage.during_import(mutant):
+                results.record(mutant, _tested(mutant, coverage, items))
+
+    set_mutant_under_test(STATISTICS)
+    if _collect(loop):
+        os._exit(KILLED)
+
+
+def _collect(loop: Callable[[Items], None]) -> int:
+    os.chdir(FOLDER)
+    return collect(["--rootdir=.", *config().pytest_add_cli_args, *config().pytest_add_cli_args_test_selection], loop)
+
+
+def _record_coverage(items: Items) -> None:
+    calls, tests = state()._stats, defaultdict(set)
+    imported = set(calls)
+    calls.clear()
+
+    def ended(test: str) -> None:
+        for function in calls:
+            tests[function].add(test)
+        calls.clear()
+
+    seconds = measure(items, ended)
+    assert tests, "the tests call no mutated function"
+    COVERAGE.write_bytes(pickle.dumps(Coverage(dict(tests), seconds, imported)))
+
+
+def _coverage() -> Coverage:
+    coverage: Coverage = pickle.loads(COVERAGE.read_bytes())
+    return coverage
+
+
+def _tested(mutant: str, coverage: Coverage, items: Items) -> int:
+    """Test a mutant in a fork of this process."""
+    tests = coverage.of(mutant)
+    if not tests:
+        return NO_TESTS
+
+    def work() -> None:
+        set_mutant_under_test(mutant)
+        run_until_failure([items[test] for test in tests], coverage.seconds)
+
+    return exit_code(forked(work), most_seconds(tests, coverage.seconds))
+
+
+def _tested_in_new_session(mutant: str, coverage: Coverage) -> int:
+    tests = coverage.of(mutant)
+
+    def loop(items: Items) -> None:
+        run_until_failure([items[test] for test in tests if test in items], coverage.seconds)
+        os._exit(SURVIVED)
+
+    def work() -> None:
+        set_mutant_under_test(mutant)
+        _collect(loop)
+        os._exit(KILLED)  # the tests could not be collected
+
+    return exit_code(forked(work), most_seconds(tests, coverage.seconds))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("files", nargs="+", type=Path, help="files of specdemo/core or specdemo/drafters")
+    parser.add_argument("--tests", nargs="+", help="selected tests (default: those of pyproject.toml)")
+    parser.add_argument("--again", action="store_true", help="repeat the survivors")
+    parser.add_argument("--table", action="store_true", help="print the results of earlier runs only")
+    args = parser.parse_args(argv)
+    if not args.table:
+        selection = config().pytest_add_cli_args_test_selection
+        selection[:] = args.tests or selection
+        set_mutant_under_test("mutant_generation")
+        FOLDER.mkdir(exist_ok=True)
+        with redirect_stdout(StringIO()):  # names of all files
+            copy_src_dir()
+            copy_also_copy_files()
+            setup_source_paths()
+            create_mutants(1)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "specdemo"]:
+            del sys.modules[name]  # without mutants, imported by the package of this module
+        import torch  # noqa: F401  # shared by all sessions
+
+        if not test_mutants(args.files, (None, SURVIVED, NO_TESTS) if args.again else (None,)):
+            return 1
+    for row in Results(args.files).rows():
+        print("| " + " | ".join(map(str, row)) + " |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

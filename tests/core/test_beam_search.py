@@ -1,0 +1,221 @@
+"""Beam search of table models: a beam for every text finds the best of all texts; narrow beams equal a plain search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+from fakes.tiny_models import TableModel, committed, run
+from torch import Tensor
+
+from specdemo.core.decode import EmptyDrafter
+from specdemo.core.policies import Fixed
+from specdemo.core.sampling import SamplingParams
+from specdemo.core.step import Draft, Step, Verdict
+from specdemo.core.verifier import Beam, BeamSearch
+
+PROMPT = (2, 0)
+CONTEXT = 100
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A search and its model."""
+
+    seed: int
+    vocab: int = 3
+    stop: tuple[int, ...] = (1,)
+    length: int = 3
+    num_beams: int = 40
+    length_penalty: float = 1.0
+    top_k: int = 0
+    min_length: int = 0
+    repetition_penalty: float = 1.0
+    context: int = CONTEXT
+
+    @property
+    def longest(self) -> int:
+        return min(self.length, self.context - len(PROMPT))
+
+
+@cache
+def model_of(vocab: int, seed: int) -> TableModel:
+    return TableModel(vocab, seed)
+
+
+def search(setting: Setting, score: object = None) -> BeamSearch:
+    return BeamSearch(
+        score or model_of(setting.vocab, setting.seed).score,
+        SamplingParams(repetition_penalty=setting.repetition_penalty),
+        setting.stop,
+        setting.length,
+        setting.context,
+        setting.num_beams,
+        setting.length_penalty,
+        setting.top_k,
+        setting.min_length,
+    )
+
+
+def steps_of(setting: Setting) -> list[Step]:
+    return run(list(PROMPT), search(setting), EmptyDrafter(), Fixed(1), setting.longest, stop=setting.stop)
+
+
+@cache
+def log_probs(setting: Setting, text: tuple[int, ...]) -> list[float]:
+    """Log-probability of each token after `text`; -inf if excluded."""
+    path = [*PROMPT, *text]
+    values = model_of(setting.vocab, setting.seed).logits(path).log_softmax(-1).tolist()
+    for token in set(path):
+        values[token] *= setting.repetition_penalty  # log-probabilities are negative
+    if len(text) < setting.min_length:
+        values = [-torch.inf if token in setting.stop else value for token, value in enumerate(values)]
+    if setting.top_k:
+        least = sorted(values)[-setting.top_k]
+        values = [value if value >= least else -torch.inf for value in values]
+    return values
+
+
+def score_of(setting: Setting, text: tuple[int, ...]) -> float:
+    total = sum(log_probs(setting, text[:i])[token] for i, token in enumerate(text))
+    return total / len(text) ** setting.length_penalty
+
+
+def texts(setting: Setting) -> list[tuple[int, ...]]:
+    """All texts that end with their first stop token or at the length limit."""
+    tokens, limit = range(setting.vocab), setting.longest
+    return [
+        text
+        for n in range(1, limit + 1)
+        for text in product(tokens, repeat=n)
+        if not any(token in setting.stop for token in text[:-1]) and (n == limit or text[-1] in setting.stop)
+    ]
+
+
+EXHAUSTIVE = {
+    "plain": Setting(0),
+    "two stop tokens": Setting(0, vocab=4, stop=(1, 3), num_beams=60),
+    "no stop token": Setting(0, stop=()),
+    "short texts": Setting(0, length_penalty=-1.0),
+    "sums": Setting(0, length_penalty=0.0),
+    "long texts": Setting(0, length_penalty=2.0),
+    "two per beam": Setting(0, top_k=2),
+    "one per beam": Setting(0, top_k=1),
+    "at least two": Setting(0, min_length=2, length_penalty=-1.0),
+    "penalised": Setting(0, repetition_penalty=1.5),
+    "end of the context": Setting(0, length=4, context=len(PROMPT) + 2),
+    "one token": Setting(0, length=1),
+}
+
+
+@pytest.mark.parametrize("name", EXHAUSTIVE)
+def test_a_beam_for_every_text_finds_the_best_text(name: str) -> None:
+    for seed in range(10):
+        setting = replace(EXHAUSTIVE[name], seed=seed)
+        best = max(texts(setting), key=lambda text: score_of(setting, text))
+        assert committed(steps_of(setting)) == list(best), seed
+
+
+def plain_search(setting: Setting) -> list[int]:
+    """Oracle: beam search on complete texts, without forests and commits."""
+    running: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    finished: list[tuple[float, tuple[int, ...]]] = []
+    for length in range(1, setting.longest + 1):
+        extended = [
+            (total + value, (*text, token))
+            for total, text in running
+            for token, value in enumerate(log_probs(setting, text))
+            if value > -torch.inf
+        ]
+        extended.sort(reverse=True)
+        penalty = length**setting.length_penalty
+        ended = [text[-1] in setting.stop or length == setting.longest for _, text in extended]
+        for (total, text), end in list(zip(extended, ended, strict=True))[: setting.num_beams]:
+            if end:
+                finished.append((total / penalty, text))
+        finished = sorted(finished, reverse=True)[: setting.num_beams]
+        running = [beam for beam, end in zip(extended, ended, strict=True) if not end][: setting.num_beams]
+        if not running or len(finished) == setting.num_beams and running[0][0] / penalty <= finished[-1][0]:
+            break
+    return list(finished[0][1])
+
+
+NARROW = {
+    "one beam": Setting(0, vocab=7, stop=(3, 5), length=9, num_beams=1),
+    "two beams": Setting(0, vocab=7, stop=(3, 5), length=9, num_beams=2),
+    "many stop tokens": Setting(0, vocab=9, stop=(1, 2, 3, 4, 5), length=9, num_beams=3),
+    "three beams, short": Setting(0, vocab=7, stop=(3,), length=9, num_beams=3, length_penalty=-0.5),
+    "long": Setting(0, vocab=7, stop=(3, 5), length=9, num_beams=3, length_penalty=3.0),
+    "penalised": Setting(0, vocab=7, stop=(3, 5), length=9, num_beams=3, repetition_penalty=1.7),
+    "two per beam, at least four": Setting(0, vocab=7, stop=(3, 5), length=9, num_beams=3, top_k=2, min_length=4),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_forests_and_commits_do_not_change_the_result(name: str) -> None:
+    early = 0
+    for seed in range(25):
+        setting = replace(NARROW[name], seed=seed)
+        text = committed(steps_of(setting))
+        assert text == plain_search(setting), seed
+        early += len(text) < setting.longest
+    assert early
+
+
+def test_one_pass_per_token_scores_each_running_beam_once() -> None:
+    """A forest contains each uncommitted prefix of the beams once, and its last level has a node per beam."""
+    setting = Setting(3, vocab=7, stop=(), length=7, num_beams=4)
+    model, forests = model_of(setting.vocab, setting.seed), []
+
+    def score(tokens: Sequence[int], forest: Draft) -> Tensor:
+        forests.append((tuple(tokens), forest))
+        return model.score(tokens, forest)
+
+    verifier = search(setting, score)
+    run(list(PROMPT), verifier, EmptyDrafter(), Fixed(1), setting.length)
+    assert len(forests) == setting.length
+    for generated, (tokens, forest) in enumerate(forests):
+        paths = [(*tokens, *(forest.tokens[i] for i in forest.path(node))) for node in range(len(forest))]
+        assert len(set(paths)) == len(paths)
+        longest = [path for path in paths if len(path) == len(PROMPT) + generated]
+        assert len(longest) in ((setting.num_beams, 0) if generated > 1 else (0, setting.num_beams))
+        assert all(path[: len(PROMPT)] == PROMPT for path in paths)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_committed_text_is_the_common_prefix_of_all_hypotheses(seed: int) -> None:
+    """Nothing is committed before it is certain, nothing later, and `pending` continues it to the best beam."""
+    setting = Setting(seed, vocab=5, stop=(3,), length=8, num_beams=3)
+    verifier, tokens = search(setting), list(PROMPT)
+    for _ in range(setting.length):
+        verdict = verifier.verify(tokens, Draft())
+        assert verdict.accepted == () and verdict.token is None
+        tokens += verdict.committed
+        text = tuple(tokens[len(PROMPT) :])
+        if text and (text[-1] in setting.stop or len(text) == setting.length):
+            assert not verdict.pending
+            break
+        alive = [beam.tokens for beam in (*verifier._running, *verifier._finished)]
+        assert all(beam[: len(text)] == text for beam in alive)
+        assert (*text, *verdict.pending) == alive[0]
+        following = {beam[len(text) : len(text) + 1] for beam in alive}
+        assert len(following) > 1 or () in following
+    else:
+        pytest.fail("the search does not end")
+
+
+def test_without_alternatives_all_tokens_are_committed_at_once() -> None:
+    """A single possible token per position: the only beam is final."""
+
+    def score(tokens: Sequence[int], forest: Draft) -> Tensor:
+        rows = torch.full((len(forest) + 1, 4), -torch.inf)
+        rows[:, 2] = 0.0
+        return rows
+
+    verifier = BeamSearch(score, SamplingParams(), (), 3, CONTEXT, num_beams=4)
+    assert verifier.verify([1], Draft()) == Verdict((), None, committed=(2,))
+    assert verifier._running == [Beam((2,), 0.0)]
