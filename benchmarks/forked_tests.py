@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import select
@@ -51,9 +52,13 @@ def forked(work: Callable[[], None]) -> int:
         os._exit(code)
 
 
-def exit_code(pid: int, seconds: float | None = None) -> int:
-    """Wait for a child process, at most `seconds`."""
-    ended, _, _ = select.select([os.pidfd_open(pid)], [], [], seconds)
+def exit_code(pid: int, seconds: float = math.inf) -> int:
+    """Wait for a child process, at most `seconds`, in which this process is not stopped either."""
+    descriptor, ended = os.pidfd_open(pid), False
+    while not ended and seconds > 0:
+        ended = bool(select.select([descriptor], [], [], 1.0)[0])
+        seconds -= 1.0
+    os.close(descriptor)
     if not ended:
         os.kill(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

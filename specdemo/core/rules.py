@@ -65,23 +65,20 @@ def threshold_rule(least: Callable[[float, Probs, float], float], *, strict: boo
         correct: TokenSampler,
         start: int,
         *,
-        threshold: float = 0.0,
-        adjust: bool = False,
+        threshold: float,
     ) -> Verdict:
         def test(token: int, prob: float, q: float, row: Probs) -> tuple[bool, None, float]:
             bound = least(q, row, threshold)
             return prob > bound or (prob == bound and not strict), None, bound
 
-        return _walk(draft, p, correct, start, adjust, test)
+        return _walk(draft, p, correct, start, False, test)
 
     return rule
 
 
-def top1(
-    draft: Draft, p: ProbRows, accept: AcceptanceTest, correct: TokenSampler, start: int, *, adjust: bool = False
-) -> Verdict:
+def top1(draft: Draft, p: ProbRows, accept: AcceptanceTest, correct: TokenSampler, start: int) -> Verdict:
     """Accept the target's most probable token: NASD's verification."""
-    return _walk(draft, p, correct, start, adjust, lambda token, prob, q, row: (token == top_token(row), None, None))
+    return _walk(draft, p, correct, start, False, lambda token, prob, q, row: (token == top_token(row), None, None))
 
 
 def lenient(
@@ -91,7 +88,7 @@ def lenient(
     correct: TokenSampler,
     start: int,
     *,
-    threshold: float = 1.0,
+    threshold: float,
     adjust: bool = True,
 ) -> Verdict:
     """Speculative sampling against l q with l = `threshold` (2211.17192, appendix A.5).

@@ -1,0 +1,236 @@
+"""Mutation tests of the C code: each small change of a file must fail the check after compiling, or a test.
+
+`python -m benchmarks.native_mutants FILE...` tests the mutants of universalmutator that compile to other code. Results
+are kept in `build/native_mutants`, so an interrupted run continues. `--functions` selects functions, `--sample` a
+random sample of all files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import hashlib
+import json
+import os
+import random
+import re
+import resource
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.forked_tests import (
+    KILLED,
+    SURVIVED,
+    TIMEOUT,
+    Items,
+    collect,
+    exit_code,
+    forked,
+    measure,
+    most_seconds,
+    run_until_failure,
+)
+from specdemo.native import build
+from specdemo.native.interface import declare, layout_differences
+
+FOLDER = Path("build/native_mutants").resolve()
+TESTS = (
+    "tests/core/test_sampling.py",
+    "tests/core/test_block_verification.py",
+    "tests/models/test_native_engine.py",
+    "tests/models/test_native_attention.py",
+    "tests/models/test_native_safety.py",
+)
+CHECK_CPU_S = 20
+UNCOMPILED, SAME_CODE = "not compiled", "same code"
+OUTCOMES = {SURVIVED: "survived", TIMEOUT: "timeout"}
+_FUNCTION = re.compile(r"^(?:static |INLINE )?[a-z]\w*[ *]+(\w+)\(", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Changed source of a file; `key` names it in the results."""
+
+    file: Path
+    source: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.file.name}:{hashlib.sha256(self.source.encode()).hexdigest()[:16]}"
+
+    @property
+    def change(self) -> str:
+        """First changed line."""
+        pairs = zip(self.file.read_text("utf-8").splitlines(), self.source.splitlines(), strict=False)
+        return next(f"{i}: {old.strip()}  ->  {new.strip()}" for i, (old, new) in enumerate(pairs, 1) if old != new)
+
+
+def mutants(file: Path, functions: Sequence[str]) -> list[Mutant]:
+    """Return the different mutants of a file, or of some of its functions, in the order of universalmutator."""
+    folder, lines = FOLDER / file.stem, FOLDER / f"{file.stem}.lines"
+    folder.mkdir(parents=True, exist_ok=True)
+    lines.write_text("\n".join(map(str, _lines_of(file.read_text("utf-8"), functions))))
+    if not any(folder.iterdir()):
+        command = ["mutate", str(file), "c", "--noCheck", "--mutantDir", str(folder), "--lines", str(lines)]
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "PATH": path}, cwd=folder)
+    numbered = sorted(folder.glob("*.mutant.*.c"), key=lambda path: int(path.name.split(".")[-2]))
+    sources = dict.fromkeys(path.read_text("utf-8") for path in numbered)
+    return [Mutant(file, source) for source in sources]
+
+
+def _lines_of(source: str, functions: Sequence[str]) -> Iterator[int]:
+    """Line numbers of the functions; of all, if none is named."""
+    name = None
+    for number, line in enumerate(source.splitlines(), 1):
+        if found := _FUNCTION.match(line):
+            name = found[1]
+        if not functions or name in functions:
+            yield number
+        if line.startswith("}"):
+            name = None
+
+
+class Engine:
+    """Objects of all files, which are linked with the object of a mutant."""
+
+    def __init__(self) -> None:
+        self._command = build._command()
+        self._objects = {path.name: FOLDER / f"{path.stem}.o" for path in sorted(build.SOURCES.glob("*.c"))}
+        for name, path in self._objects.items():
+            self._compile(build.SOURCES / name, path)
+
+    def _compile(self, source: Path, to: Path) -> bool:
+        command = [*self._command, "-I", str(build.SOURCES), source.name]
+        return all(
+            not subprocess.run([*command, *options], cwd=source.parent, stderr=subprocess.DEVNULL).returncode
+            for options in (["-fsyntax-only"], ["-c", "-o", str(to)])  # most invalid mutants fail early
+        )
+
+    def link(self, mutant: Mutant | None = None) -> Path | str:
+        """Return the library, or why there is no mutant."""
+        objects = dict(self._objects)
+        if mutant:
+            source, compiled = FOLDER / "mutant" / mutant.file.name, FOLDER / "mutant" / f"{mutant.file.stem}.o"
+            source.parent.mkdir(exist_ok=True)
+            source.write_text(mutant.source, "utf-8")
+            if not self._compile(source, compiled):
+                return UNCOMPILED
+            if compiled.read_bytes() == objects[mutant.file.name].read_bytes():
+                return SAME_CODE
+            objects[mutant.file.name] = compiled
+        library = FOLDER / "mutant.so"
+        library.unlink(missing_ok=True)  # loaded libraries keep the old file
+        command = [*self._command, "-shared", *map(str, objects.values()), "-o", str(library), "-lm"]
+        if subprocess.run(command, stderr=subprocess.DEVNULL).returncode:
+            return UNCOMPILED
+        return library
+
+
+def use(library: Path) -> None:
+    """Make the engine load `library` in this process. End the process with `KILLED` if the engine refuses it."""
+    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + CHECK_CPU_S, resource.RLIM_INFINITY))
+    loaded = ctypes.CDLL(str(library))
+    if loaded.self_check():
+        os._exit(KILLED)
+    declare(loaded)
+    if layout_differences(loaded) or build.format_differences(loaded):
+        os._exit(KILLED)
+
+    def load() -> ctypes.CDLL:
+        if os.environ.get(build.SWITCH) == "0":  # tests of the fallback
+            raise build.NativeUnavailable("disabled")
+        return loaded
+
+    build._load = load
+    build.native_library.cache_clear()
+    assert build.required_library() is loaded
+
+
+class Results:
+    """Outcomes of mutants by key, in a file."""
+
+    def __init__(self) -> None:
+        self._path = FOLDER / "results.json"
+        self.outcomes: dict[str, str] = json.loads(self._path.read_text()) if self._path.exists() else {}
+
+    def record(self, mutant: Mutant, outcome: str) -> None:
+        self.outcomes[mutant.key] = outcome
+        self._path.write_text(json.dumps(self.outcomes, indent=0))
+        if outcome in OUTCOMES.values():
+            print(f"{outcome}: {mutant.file.name}:{mutant.change}", file=sys.__stderr__, flush=True)
+
+
+def run(chosen: Sequence[Mutant], sample: int | None, tests: Sequence[str]) -> bool:
+    """Test mutants in order until `sample` have other code. Return False if the tests fail without mutants."""
+    engine, results = Engine(), Results()
+    original = engine.link()
+    assert isinstance(original, Path)
+
+    def loop(items: Items) -> None:
+        durations = FOLDER / "seconds.json"
+
+        def unchanged() -> None:
+            use(original)
+            durations.write_text(json.dumps(measure(items)))
+
+        if exit_code(forked(unchanged)):
+            os._exit(KILLED)
+        seconds = json.loads(durations.read_text())
+        ordered = sorted(items, key=seconds.__getitem__)
+        count = 0
+        for mutant in chosen:
+            if mutant.key not in results.outcomes:
+                results.record(mutant, _outcome(engine.link(mutant), [items[test] for test in ordered], seconds))
+            count += results.outcomes[mutant.key] not in (UNCOMPILED, SAME_CODE)
+            if count == sample:
+                return
+
+    return not exit_code(forked(lambda: _ended(collect(["-m", "not slow and not exhaustive", *tests], loop))))
+
+
+def _ended(code: int) -> None:
+    if code:
+        os._exit(KILLED)
+
+
+def _outcome(library: Path | str, items: Sequence[object], seconds: dict[str, float]) -> str:
+    if isinstance(library, str):
+        return library
+
+    def work() -> None:
+        use(library)
+        run_until_failure(items, seconds)
+
+    return OUTCOMES.get(exit_code(forked(work), most_seconds(list(seconds), seconds)), "killed")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.native_mutants", description=(__doc__ or "").split("\n\n")[0]
+    )
+    parser.add_argument("files", nargs="+", type=Path, help="C files of specdemo/native")
+    parser.add_argument("--functions", nargs="+", default=[], help="names of functions (default: all)")
+    parser.add_argument("--sample", type=int, help="number of random mutants (default: all)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tests", nargs="+", default=TESTS)
+    args = parser.parse_args(argv)
+    chosen = [mutant for file in args.files for mutant in mutants(file.resolve(), args.functions)]
+    if args.sample:
+        random.Random(args.seed).shuffle(chosen)
+    if not run(chosen, args.sample, args.tests):
+        return 1
+    outcomes = Results().outcomes
+    counts = Counter(outcomes[mutant.key] for mutant in chosen if mutant.key in outcomes)
+    tested = counts["killed"] + counts["timeout"] + counts["survived"]
+    print(f"{tested} tested, {dict(counts)}, {100 * (1 - counts['survived'] / max(1, tested)):.1f} % killed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
