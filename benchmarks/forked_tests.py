@@ -8,7 +8,8 @@ import resource
 import select
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import pytest
 from _pytest.runner import runtestprotocol
@@ -36,7 +37,7 @@ class _Loop:
 
 def collect(arguments: Sequence[str], loop: Callable[[Items], None]) -> int:
     """Collect tests and call `loop` with them by id; return pytest's exit code."""
-    return int(pytest.main(["-q", *arguments], plugins=[_Loop(loop)]))
+    return int(pytest.main(["-q", "--tb=no", "--assert=plain", *arguments], plugins=[_Loop(loop)]))
 
 
 def forked(work: Callable[[], None]) -> int:
@@ -65,19 +66,40 @@ def exit_code(pid: int, seconds: float = math.inf) -> int:
     return TIMEOUT if not ended or code == -signal.SIGXCPU else code
 
 
-def most_seconds(tests: Sequence[str], seconds: Mapping[str, float]) -> float:
-    """Return the time limit of a mutant; `seconds`: CPU time of each test without a mutant."""
-    return MUTANT_S + MUTANT_FACTOR * sum(map(seconds.__getitem__, tests))
+class Order:
+    """Order of tests: those that killed most mutants first, then the shortest."""
+
+    def __init__(self, seconds: Mapping[str, float]) -> None:
+        self._seconds, self._kills = seconds, Counter[str]()
+
+    def sorted(self, tests: Iterable[str]) -> list[str]:
+        return sorted(tests, key=lambda test: (-self._kills[test], self._seconds[test]))
+
+    def outcome(self, tests: Sequence[str], items: Items, prepare: Callable[[], None]) -> int:
+        """Run tests in a child process, after `prepare`; return its exit code and count the test that failed."""
+        reading, writing = os.pipe()
+
+        def work() -> None:
+            prepare()
+            run_until_failure([items[test] for test in tests], self._seconds, writing)
+
+        code = exit_code(forked(work), MUTANT_S + MUTANT_FACTOR * sum(map(self._seconds.__getitem__, tests)))
+        os.close(writing)
+        with os.fdopen(reading) as pipe:
+            self._kills.update(filter(None, [pipe.read()]))
+        return code
 
 
-def run_until_failure(items: Sequence[pytest.Item], seconds: Mapping[str, float]) -> None:
-    """Run the tests; end the process with `KILLED` after the first that fails."""
+def run_until_failure(items: Sequence[pytest.Item], seconds: Mapping[str, float], report: int | None = None) -> None:
+    """Run the tests; end the process with `KILLED` after the first that fails, whose id is written to `report`."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     for item, following in zip(items, [*items[1:], None], strict=True):
         limit = time.process_time() + TEST_CPU_S + TEST_FACTOR * seconds[item.nodeid]
         resource.setrlimit(resource.RLIMIT_CPU, (int(limit) + 1, resource.RLIM_INFINITY))
         if fails(item, following):
+            if report is not None:
+                os.write(report, item.nodeid.encode())
             os._exit(KILLED)
 
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import os
 import pickle
+import random
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -29,15 +31,17 @@ from mutmut.state import state
 
 from benchmarks.forked_tests import (
     KILLED,
+    MUTANT_FACTOR,
+    MUTANT_S,
     NO_TESTS,
     SURVIVED,
     TIMEOUT,
     Items,
+    Order,
     collect,
     exit_code,
     forked,
     measure,
-    most_seconds,
     run_until_failure,
 )
 
@@ -54,10 +58,9 @@ class Coverage:
     seconds: dict[str, float] = field(default_factory=dict)
     imported: set[str] = field(default_factory=set)
 
-    def of(self, mutant: str) -> list[str]:
-        """Return the tests of a mutant, shortest first."""
-        tests = self.seconds if self.during_import(mutant) else self.tests.get(_function(mutant), set())
-        return sorted(tests, key=self.seconds.__getitem__)
+    def of(self, mutant: str) -> set[str]:
+        """Return the tests of a mutant."""
+        return set(self.seconds) if self.during_import(mutant) else self.tests.get(_function(mutant), set())
 
     def during_import(self, mutant: str) -> bool:
         return _function(mutant) in self.imported
@@ -77,7 +80,10 @@ class Results:
             data.load()
 
     def pending(self, codes: Collection[int | None]) -> list[str]:
-        return [name for data in self._data.values() for name, code in data.exit_code_by_key.items() if code in codes]
+        """Return the mutants with these codes in random order: results of an interrupted run are a random sample."""
+        names = [name for data in self._data.values() for name, code in data.exit_code_by_key.items() if code in codes]
+        random.Random(0).shuffle(names)
+        return names
 
     def record(self, mutant: str, code: int) -> None:
         if code != KILLED:
@@ -114,9 +120,12 @@ def _session(files: Sequence[Path], codes: Collection[int | None]) -> None:
         if exit_code(forked(lambda: _record_coverage(items))):
             os._exit(KILLED)
         results, coverage = Results(files), _coverage()
+        order = Order(coverage.seconds)
         for mutant in results.pending(codes):
             if not coverage.during_import(mutant):
-                results.record(mutant, _tested(mutant, coverage, items))
+                tests = order.sorted(coverage.of(mutant))
+                prepare = partial(set_mutant_under_test, mutant)
+                results.record(mutant, order.outcome(tests, items, prepare) if tests else NO_TESTS)
 
     set_mutant_under_test(STATISTICS)
     if _collect(loop):
@@ -148,23 +157,9 @@ def _coverage() -> Coverage:
     return coverage
 
 
-def _tested(mutant: str, coverage: Coverage, items: Items) -> int:
-    """Test a mutant in a fork of this process."""
-    tests = coverage.of(mutant)
-    if not tests:
-        return NO_TESTS
-
-    def work() -> None:
-        set_mutant_under_test(mutant)
-        run_until_failure([items[test] for test in tests], coverage.seconds)
-
-    return exit_code(forked(work), most_seconds(tests, coverage.seconds))
-
-
 def _tested_in_new_session(mutant: str, coverage: Coverage) -> int:
-    tests = coverage.of(mutant)
-
     def loop(items: Items) -> None:
+        tests = sorted(coverage.of(mutant), key=coverage.seconds.__getitem__)
         run_until_failure([items[test] for test in tests if test in items], coverage.seconds)
         os._exit(SURVIVED)
 
@@ -173,7 +168,7 @@ def _tested_in_new_session(mutant: str, coverage: Coverage) -> int:
         _collect(loop)
         os._exit(KILLED)  # the tests could not be collected
 
-    return exit_code(forked(work), most_seconds(tests, coverage.seconds))
+    return exit_code(forked(work), MUTANT_S + MUTANT_FACTOR * sum(coverage.seconds.values()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

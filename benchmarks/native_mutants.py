@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.forked_tests import (
@@ -28,12 +29,11 @@ from benchmarks.forked_tests import (
     SURVIVED,
     TIMEOUT,
     Items,
+    Order,
     collect,
     exit_code,
     forked,
     measure,
-    most_seconds,
-    run_until_failure,
 )
 from specdemo.native import build
 from specdemo.native.interface import declare, layout_differences
@@ -181,12 +181,10 @@ def run(chosen: Sequence[Mutant], sample: int | None, tests: Sequence[str]) -> b
 
         if exit_code(forked(unchanged)):
             os._exit(KILLED)
-        seconds = json.loads(durations.read_text())
-        ordered = sorted(items, key=seconds.__getitem__)
-        count = 0
+        order, count = Order(json.loads(durations.read_text())), 0
         for mutant in chosen:
             if mutant.key not in results.outcomes:
-                results.record(mutant, _outcome(engine.link(mutant), [items[test] for test in ordered], seconds))
+                results.record(mutant, _outcome(engine.link(mutant), items, order))
             count += results.outcomes[mutant.key] not in (UNCOMPILED, SAME_CODE)
             if count == sample:
                 return
@@ -199,15 +197,10 @@ def _ended(code: int) -> None:
         os._exit(KILLED)
 
 
-def _outcome(library: Path | str, items: Sequence[object], seconds: dict[str, float]) -> str:
+def _outcome(library: Path | str, items: Items, order: Order) -> str:
     if isinstance(library, str):
         return library
-
-    def work() -> None:
-        use(library)
-        run_until_failure(items, seconds)
-
-    return OUTCOMES.get(exit_code(forked(work), most_seconds(list(seconds), seconds)), "killed")
+    return OUTCOMES.get(order.outcome(order.sorted(items), items, partial(use, library)), "killed")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
@@ -99,6 +100,73 @@ def test_the_first_step_may_draft() -> None:
     script = Script(TEXT, prompt=1)
     steps = list(decode([0], script, script, Fixed(3), max_tokens=9, stop=(), clock=lambda: 0.0, first_target=False))
     assert [len(step.draft) for step in steps] == [3, 3, 0] and committed(steps) == TEXT[:9]
+
+
+def test_times_of_a_step_add_up_to_the_time_since_the_request() -> None:
+    """With a clock that counts its readings; policy and drafter see the step before their own time is added."""
+    observed: list[Step] = []
+    script, policy = Script(TEXT, prompt=1), Fixed(3)
+    ticks = count(10)
+    with pytest.MonkeyPatch.context() as patch:
+        for observer in (script, policy):
+            patch.setattr(type(observer), "observe", lambda self, step: observed.append(step))
+        steps = list(decode([0], script, script, policy, max_tokens=9, stop=(), clock=lambda: next(ticks), start=3))
+    assert [len(step.draft) for step in steps] == [0, 3, 3]  # the default is a step without a draft
+    assert [step.seconds for step in steps] == [(1, 1, 2)] * 3
+    assert [step.t for step in steps] == [10 + 3 - 3, 15 + 3 - 3, 20 + 3 - 3]
+    assert [step.host_s for step in observed] == [1] * 6
+    assert [replace(step, host_s=1) for step in steps] == observed[::2] == observed[1::2]
+    assert [(step.gamma, dict(step.policy)) for step in steps] == [(0, {}), (3, {}), (3, {})]
+
+
+def test_without_a_start_the_first_reading_of_the_clock_is_the_request() -> None:
+    script, ticks = Script(TEXT, prompt=1), count(10)
+    steps = decode([0], script, script, Fixed(3), max_tokens=1, stop=(), clock=lambda: next(ticks))
+    assert [step.t for step in steps] == [4]
+
+
+class NotedPolicy(Fixed):
+    """Fixed length with a note."""
+
+    notes = {"threshold": 0.5}
+
+
+def test_notes_belong_to_steps_that_may_draft_and_unverified_steps_do_not_train_the_policy() -> None:
+    script, policy = Script(TEXT, prompt=1), NotedPolicy(2)
+    learned: list[int] = []
+    policy.observe = lambda step: learned.append(step.i)  # type: ignore[method-assign]
+    verify = script.verify
+    script.verify = lambda tokens, draft: replace(  # type: ignore[method-assign]
+        verify(tokens, draft), source=Source.GATE if len(tokens) == 5 else Source.TARGET
+    )
+    steps = run([0], script, script, policy, 10)
+    assert [dict(step.policy) for step in steps] == [{}, {"threshold": 0.5}, {"threshold": 0.5}, {"threshold": 0.5}]
+    assert [step.verified for step in steps] == [True, True, False, True] and learned == [0, 1, 3]
+
+
+class LogitsPolicy(Fixed):
+    """Policy that depends on logits."""
+
+    needs_logits = True
+    path_threshold: float | None = 0.25
+
+
+def test_limits_of_a_budget() -> None:
+    """The limit of the step, the policy, and the limit of a drafter; without logits the limit alone decides."""
+    budget = DraftBudget(3, Fixed(5))
+    assert [budget.may_extend(n, None) for n in range(5)] == [True] * 3 + [False] * 2
+    assert [DraftBudget(3, Fixed(2)).may_extend(n, None) for n in range(4)] == [True, True, False, False]
+    assert (budget.unconditional, budget.chain_limits) == (3, (3, 0.0))
+    assert budget.at_most(2).unconditional == 2 and budget.at_most(7).unconditional == 3
+    assert not budget.at_most(1).may_extend(1, None)
+    policy = LogitsPolicy(5)
+    assert (DraftBudget(3, policy).unconditional, DraftBudget(3, policy).chain_limits) == (0, (3, 0.25))
+    assert DraftBudget(3, policy).at_most(2).chain_limits == (2, 0.25)
+    policy.path_threshold = None
+    assert DraftBudget(3, policy).chain_limits is None
+    shown: list[object] = []
+    policy.may_extend = lambda n, logits: bool(shown.append((n, logits)))  # type: ignore[method-assign]
+    assert not DraftBudget(3, policy).may_extend(2, "logits") and shown == [(2, "logits")]
 
 
 def test_kinds() -> None:

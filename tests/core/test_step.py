@@ -1,0 +1,150 @@
+"""Paths in forests, and steps that end early."""
+
+from __future__ import annotations
+
+import os.path
+import random
+from dataclasses import replace
+
+import pytest
+
+from specdemo.core.link_stats import LinkStats, Source
+from specdemo.core.step import Draft, Outcome, Step, TokenLogprob, TopTokens, Verdict, common_prefix
+
+FOREST = Draft((5, 6, 5, 7, 8, 7, 9), (-1, -1, -1, 0, 2, 2, 5))
+
+
+def random_forest(rng: random.Random) -> Draft:
+    count = rng.randrange(1, 9)
+    return Draft(tuple(rng.randrange(3) for _ in range(count)), tuple(rng.randrange(-1, i) for i in range(count)))
+
+
+def text_of(draft: Draft, path: tuple[int, ...]) -> list[int]:
+    return [draft.tokens[node] for node in path]
+
+
+def test_paths_and_children_of_a_forest() -> None:
+    assert [FOREST.path(node) for node in range(-1, 7)] == [[], [0], [1], [2], [0, 3], [2, 4], [2, 5], [2, 5, 6]]
+    assert FOREST.children() == {-1: [0, 1, 2], 0: [3], 2: [4, 5], 5: [6]}
+    assert not FOREST.is_chain and Draft.chain((3, 3, 3)).is_chain and Draft().is_chain
+    assert Draft.chain((4, 5), (0.5, 0.25)) == Draft((4, 5), (-1, 0), (0.5, 0.25))
+    assert (Draft.chain((4,)).size, replace(Draft.chain((4,)), undisclosed=2).size) == (1, 3)
+
+
+def test_follow_returns_the_longest_path_that_begins_the_text() -> None:
+    """Against all paths of random forests, whose siblings often have equal tokens."""
+    rng = random.Random(0)
+    partial = 0
+    for _ in range(300):
+        draft, text = random_forest(rng), [rng.randrange(3) for _ in range(rng.randrange(5))]
+        paths = [tuple(draft.path(node)) for node in range(-1, len(draft))]
+        matching = [path for path in paths if text_of(draft, path) == text[: len(path)]]
+        followed = draft.follow(text)
+        assert followed in matching and len(followed) == max(map(len, matching))
+        partial += 0 < len(followed) < len(text)
+    assert partial > 20
+
+
+@pytest.mark.parametrize("kind", [tuple, list, str])
+def test_common_prefix_is_that_of_a_scan(kind: type) -> None:
+    rng = random.Random(1)
+    for _ in range(300):
+        pair = ["".join(rng.choice("ab") for _ in range(rng.randrange(7))) for _ in range(2)]
+        assert common_prefix(*map(kind, pair)) == len(os.path.commonprefix(pair))
+
+
+def step_of(draft: Draft, verdict: Verdict, tokens: tuple[int, ...]) -> Step:
+    return Step(1, tokens, draft, verdict, 4, 0.5, 0.25, 0.125, t=1.0)
+
+
+def test_a_cut_verdict_keeps_accepted_tokens_and_the_tests_up_to_their_depth() -> None:
+    top = TopTokens(0.5, ((1, 0.5),))
+    logprobs = tuple(TokenLogprob(-float(i)) for i in range(4))
+    verdict = Verdict(
+        (2, 5, 6),
+        4,
+        p=(0.1, 0.2, 0.3, None, 0.5, 0.6, 0.7),
+        draw=(0.9, 0.8, 0.1, None, 0.7, 0.2, 0.3),
+        beta=(0.4, 0.4, 0.4, None, 0.5, 0.5, 0.6),
+        choices=((1,),) * 8,
+        bound=(0.2, 0.3, 0.4, None, 0.5, 0.6, 0.7),
+        token_top=top,
+        logprobs=logprobs,
+    )
+    cut = verdict.cut(FOREST, 2)
+    assert cut == replace(
+        verdict,
+        accepted=(2, 5),
+        token=None,
+        draw=(0.9, 0.8, 0.1, None, 0.7, 0.2, None),
+        beta=(0.4, 0.4, 0.4, None, 0.5, 0.5, None),
+        bound=(0.2, 0.3, 0.4, None, 0.5, 0.6, None),
+        token_top=None,
+        logprobs=logprobs[:2],
+    )
+    step = step_of(FOREST, verdict, (5, 7, 9, 4))
+    assert step.cut(2) == step_of(FOREST, cut, (5, 7))
+    assert step.cut(4) is step and step.cut(5) is step
+    assert step.cut(3).verdict.token is None and step.cut(3).tokens == (5, 7, 9)
+
+
+def test_a_residual_does_not_distinguish_verdicts() -> None:
+    assert Verdict((), 1, residual=[0.5]) == Verdict((), 1) and "residual" not in repr(Verdict((), 1, residual=[0.5]))
+
+
+def test_outcomes_of_a_forest() -> None:
+    verdict = Verdict((2, 5), 4, beta=(0.5, 0.5, 0.5, None, 0.5, 0.5, 0.5))
+    step = step_of(FOREST, verdict, (5, 7, 4))
+    outcomes = [step.outcome(node) for node in range(7)]
+    rejected, accepted, ignored = Outcome.REJECTED, Outcome.ACCEPTED, Outcome.IGNORED
+    assert outcomes == [rejected, rejected, accepted, ignored, rejected, accepted, rejected]
+    assert step.outcome(None) is step.kind is Outcome.CORRECTION  # node 6 continues the path and was rejected
+    assert [outcome.committed for outcome in outcomes] == [False, False, True, False, False, True, False]
+    assert step.depths == ([1, 1, 1, 2, 2, 3], [1, 2]) and step.tested == 6 and step.accepted == 2
+    alone = replace(step, verdict=replace(verdict, source=Source.ALONE))
+    assert alone.outcome(2) is Outcome.UNVERIFIED and alone.outcome(0) is Outcome.REJECTED and alone.accepted == 0
+
+
+@pytest.mark.parametrize(
+    ("draft", "verdict", "kind"),
+    [
+        (Draft(), Verdict((), 3), Outcome.PLAIN),
+        (Draft.chain((1, 2)), Verdict((0, 1), 3), Outcome.BONUS),
+        (Draft.chain((1, 2)), Verdict((0,), 3), Outcome.CORRECTION),
+        (Draft.chain((1,)), Verdict((), 3), Outcome.CORRECTION),
+        (FOREST, Verdict((1,), 3), Outcome.BONUS),
+        (Draft(undisclosed=2), Verdict((), 3), Outcome.CORRECTION),
+        (replace(Draft.chain((1,)), undisclosed=0), Verdict((0,), 3), Outcome.BONUS),
+        (Draft.chain((1,)), Verdict((0,), 3, source=Source.UNREPORTED), Outcome.UNKNOWN),
+        (Draft.chain((1,)), Verdict((0,), 3, source=Source.GATE), Outcome.UNVERIFIED),
+    ],
+)
+def test_kind_of_the_last_token(draft: Draft, verdict: Verdict, kind: Outcome) -> None:
+    assert step_of(draft, verdict, ()).kind is kind
+
+
+def test_depths_of_a_chain_with_undisclosed_tokens() -> None:
+    """An engine reports the accepted tokens only; the first of the others was rejected, unless the text ended."""
+    draft, verdict = replace(Draft.chain((1, 2)), undisclosed=2), Verdict((0, 1), 9)
+    assert step_of(draft, verdict, (1, 2, 9)).depths == ([1, 2, 3], [1, 2])
+    assert step_of(draft, replace(verdict, token=None), (1, 2)).depths == ([1, 2], [1, 2])
+    assert step_of(replace(draft, undisclosed=0), verdict, (1, 2, 9)).depths == ([1, 2], [1, 2])
+
+
+def test_properties_of_steps() -> None:
+    step = step_of(Draft.chain((1, 2)), Verdict((0,), 3, beta=(0.5, None)), (1, 3))
+    assert step.seconds == (0.5, 0.25, 0.125) and step.betas == [0.5] and not step.searched and not step.lost
+    assert step.verified and not step.unverified and step.target_passes == 1
+    assert step_of(Draft(), Verdict((), None), ()).searched and not step_of(Draft(), Verdict((), 1), (1,)).searched
+    assert step_of(Draft(), Verdict((), 1, request_sent=False), (1,)).target_passes == 0
+    for missing in ("draft_s", "verify_s", "host_s"):
+        with pytest.raises(ValueError, match="does not report the durations"):
+            _ = replace(step, **{missing: None}).seconds
+    lost = replace(step.verdict, link=LinkStats.of({"escalated": 0.0, "lost": 1.0}))
+    assert replace(step, verdict=lost).lost
+    top = TopTokens(0.0, ((1, 1.0),))
+    assert Verdict((), 1).tops == () and Verdict((), 1, target_top=(top,), draft_top=(top,), token_top=top).tops == (
+        *(top, top, top),
+    )
+    assert Verdict((), 4, committed=(1, 2)).target_tokens == (1, 2, 4)
+    assert Verdict((), None, committed=(1, 2)).target_tokens == (1, 2)
