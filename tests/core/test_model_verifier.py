@@ -1,0 +1,220 @@
+"""Records of a verification: most probable tokens, log-probabilities, ranks; options of rules; several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from fakes.enumeration import reference_probs
+from fakes.tiny_models import TableModel
+from torch import Tensor
+
+from specdemo.core.distributions import DenseProbs
+from specdemo.core.errors import UserError
+from specdemo.core.rules import RULES, rejection
+from specdemo.core.sampling import Noise, SamplingParams
+from specdemo.core.step import Draft, TopTokens, Verdict
+from specdemo.core.verifier import (
+    ModelVerifier,
+    committed_logprobs,
+    configured_rule,
+    position_tokens,
+    with_top_tokens,
+)
+
+VOCAB = 7
+TARGET, SMALL = TableModel(VOCAB, 1), TableModel(VOCAB, 2)
+TEXT = (3, 1)
+FOREST = Draft((5, 6, 2, 5), (-1, -1, 0, 1))
+
+
+def verifier_of(sampling: SamplingParams = SamplingParams(), seed: int = 0, **options: Any) -> ModelVerifier:
+    accept, correct = Noise(seed, "accept"), Noise(seed, "correct")
+    return ModelVerifier(TARGET.score, sampling, rejection, accept, correct, **options)
+
+
+def sampled_chain(seed: int, length: int = 3) -> Draft:
+    rng, tokens, rows = torch.Generator().manual_seed(seed), list(TEXT), []
+    for _ in range(length):
+        rows.append(SMALL.logits(tokens).softmax(-1))
+        tokens.append(int(torch.multinomial(rows[-1], 1, generator=rng)))
+    chosen = tuple(tokens[len(TEXT) :])
+    probs = tuple(float(row[token]) for row, token in zip(rows, chosen, strict=True))
+    return Draft.chain(chosen, probs, DenseProbs(torch.stack(rows)))
+
+
+def path_before(draft: Draft, row: int) -> list[int]:
+    return [*TEXT, *(draft.tokens[node] for node in draft.path(row - 1))]
+
+
+def sorted_tokens(values: Sequence[float], count: int) -> list[int]:
+    return sorted(range(len(values)), key=lambda token: -values[token])[:count]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("candidates", [1, 2, 5])
+def test_choices_are_the_most_probable_tokens_of_each_row(candidates: int, temperature: float) -> None:
+    verdict = verifier_of(SamplingParams(temperature), candidates=candidates).verify(TEXT, FOREST)
+    for row, choices in enumerate(verdict.choices):
+        assert list(choices) == sorted_tokens(TARGET.logits(path_before(FOREST, row)).tolist(), candidates)
+    assert len(verdict.choices) == len(FOREST) + 1 and verdict.residual is None
+    assert verdict.rank == () and verdict.target_top == () and verdict.logprobs == ()
+
+
+def test_penalties_of_a_node_depend_on_its_path() -> None:
+    """p of each node against a reference for the text before it."""
+    sampling = SamplingParams(temperature=0.8, repetition_penalty=1.7, bad_words=((5, 2),))
+    verdict = verifier_of(sampling).verify(TEXT, FOREST)
+    for node, parent in enumerate(FOREST.parents):
+        path = path_before(FOREST, parent + 1)
+        expected = reference_probs(TARGET.logits(path).tolist(), sampling, path)
+        assert verdict.p[node] == pytest.approx(expected[FOREST.tokens[node]], abs=1e-6)
+    assert verdict.p[2] == 0  # the bad word 5, 2
+
+
+@pytest.mark.parametrize("count", [0, 2, 100])
+@pytest.mark.parametrize("seed", range(6))
+def test_logprobs_are_those_of_the_raw_logits_along_the_committed_path(seed: int, count: int) -> None:
+    sampling = SamplingParams(temperature=0.5, top_k=3)
+    draft = sampled_chain(seed) if seed % 2 else FOREST
+    verdict = verifier_of(sampling, seed, logprobs=count).verify(TEXT, draft)
+    text = [*(draft.tokens[node] for node in verdict.accepted), *verdict.target_tokens]
+    assert len(verdict.logprobs) == len(text) == len(verdict.accepted) + 1
+    path = list(TEXT)
+    for token, logprob in zip(text, verdict.logprobs, strict=True):
+        expected = TARGET.logits(path).log_softmax(-1).tolist()
+        assert logprob.logprob == pytest.approx(expected[token], abs=1e-6)
+        listed = sorted_tokens(expected, count)
+        assert [token for token, _ in logprob.top] == listed
+        assert [value for _, value in logprob.top] == pytest.approx([expected[token] for token in listed], abs=1e-6)
+        path.append(token)
+
+
+def test_logprobs_of_a_search_and_of_half_precision_logits() -> None:
+    logits = TARGET.score(TEXT, FOREST)
+    verdict = Verdict((1, 3), None, committed=(2, 4))  # both tokens follow the last accepted node
+    expected = logits.log_softmax(-1)
+    rows_and_tokens = [(0, 6), (2, 5), (4, 2), (4, 4)]
+    values = [item.logprob for item in committed_logprobs(logits, FOREST, verdict, 1)]
+    assert values == pytest.approx([float(expected[pair]) for pair in rows_and_tokens], abs=1e-6)
+    half = committed_logprobs(logits.bfloat16(), FOREST, verdict, 1)
+    rounded = logits.bfloat16().float().log_softmax(-1)
+    assert [item.logprob for item in half] == pytest.approx([float(rounded[pair]) for pair in rows_and_tokens])
+    alone = committed_logprobs(logits, FOREST, Verdict((), 3), 1)
+    assert [item.logprob for item in alone] == pytest.approx([float(expected[0, 3])])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_tops_are_recorded_for_target_draft_and_residual(temperature: float) -> None:
+    """At temperature 0 the softmax is recorded; residuals exist after a rejection only."""
+    corrections = 0
+    for seed in range(12):
+        draft = sampled_chain(seed)
+        verdict = verifier_of(SamplingParams(temperature), seed, top=2).verify(TEXT, draft)
+        tokens = position_tokens(draft, verdict.token, verdict.accepted)
+        for row, top in enumerate(verdict.target_top):
+            p = (TARGET.logits(path_before(draft, row)) / (temperature or 1)).softmax(-1)
+            wanted = tokens[row] | set(sorted_tokens(p.tolist(), 2))
+            if row < len(draft):
+                wanted |= set(sorted_tokens(draft.probs.row(row).tolist(), 2))
+            assert dict(top.top).keys() == wanted
+            assert top.entropy == pytest.approx(float(-(p * p.log()).sum()), abs=1e-5)
+        for node, top in enumerate(verdict.draft_top):
+            assert dict(top.top).keys() == dict(verdict.target_top[node].top).keys()
+        assert len(verdict.target_top) == len(draft) + 1 and len(verdict.draft_top) == len(draft)
+        corrected = temperature > 0 and len(verdict.accepted) < len(draft)
+        assert (verdict.token_top is not None) == corrected
+        if corrected:
+            row = len(verdict.accepted)
+            q, p = draft.probs.row(row), (TARGET.logits(path_before(draft, row)) / temperature).softmax(-1)
+            expected = (p - q).clamp_min(0) / (p - q).clamp_min(0).sum()
+            shown = dict(verdict.token_top.top)
+            assert {verdict.token, draft.tokens[row]} | set(sorted_tokens(p.tolist(), 2)) <= shown.keys()
+            assert shown == pytest.approx({token: float(expected[token]) for token in shown}, abs=1e-5)
+            corrections += 1
+    assert corrections or not temperature
+
+
+def test_tops_of_an_empty_draft() -> None:
+    p = torch.tensor([[0.1, 0.7, 0.2]])
+    verdict = with_top_tokens(Verdict((), 0), Draft(), p, 1)
+    assert verdict.rank == () and verdict.draft_top == () and verdict.token_top is None
+    assert [token for token, _ in verdict.target_top[0].top] == [1, 0]
+    verdict = with_top_tokens(Verdict((), 0, residual=torch.tensor([0.6, 0.0, 0.4])), Draft(), p, 1)
+    assert verdict.token_top == TopTokens(pytest.approx(0.673, abs=1e-3), ((0, pytest.approx(0.6)), (1, 0.0)))
+
+
+def test_ranks_of_equal_probabilities_are_equal() -> None:
+    p = torch.tensor([[0.3, 0.3, 0.1, 0.3], [0.25, 0.25, 0.25, 0.25], [0.1, 0.2, 0.3, 0.4]])
+    verdict = with_top_tokens(Verdict((), 0), Draft((2, 1), (-1, 0)), p, 1)
+    assert verdict.rank == (4, 1)
+
+
+def test_tokens_of_a_position_are_drafted_or_committed() -> None:
+    assert position_tokens(FOREST, 4, (0,)) == [{5, 6}, {2, 4}, {5}, set(), set()]
+    assert position_tokens(FOREST, 4, ()) == [{4, 5, 6}, {2}, {5}, set(), set()]
+    assert position_tokens(FOREST, None, (0, 2)) == [{5, 6}, {2}, {5}, set(), set()]
+
+
+@dataclass(frozen=True, eq=False)
+class Elsewhere(DenseProbs):
+    """Distributions on another device until they are moved."""
+
+    moved_to: torch.device | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("meta")
+
+    def compare(self, *args: Any) -> Any:
+        raise AssertionError("compared on another device")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_draft_distributions_are_moved_to_the_device_of_the_logits(seed: int) -> None:
+    draft = sampled_chain(seed)
+    away = replace(draft, probs=Elsewhere(draft.probs.dense()))
+    expected = verifier_of(seed=seed, top=2).verify(TEXT, draft)
+    assert verifier_of(seed=seed, top=2).verify(TEXT, away) == expected
+
+
+def test_broken_logits_of_any_row_are_refused() -> None:
+    def score(tokens: Sequence[int], draft: Draft) -> Tensor:
+        logits = torch.zeros(len(draft) + 1, VOCAB)
+        logits[-1, 2] = torch.nan
+        return logits
+
+    noise = Noise(0, "accept")
+    for temperature in (0.0, 1.0):
+        verifier = ModelVerifier(score, SamplingParams(temperature), rejection, noise, noise)
+        with pytest.raises(UserError, match="NaN or infinite logits"):
+            verifier.verify(TEXT, FOREST)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_options_of_a_configured_rule(name: str) -> None:
+    """Thresholds: a given one, or the rule's; corrections from p, if the rule has residuals."""
+    rule = RULES[name]
+
+    def verdicts(apply: Any, **options: Any) -> list[Verdict]:
+        found = []
+        for seed in range(30):
+            draft = sampled_chain(seed)
+            p = TARGET.score(TEXT, draft).softmax(-1)
+            noises = Noise(seed, "accept"), Noise(seed, "correct")
+            found.append(apply(draft, p, *noises, len(TEXT), **options))
+        return found
+
+    if rule.threshold is None:
+        assert verdicts(configured_rule(name, threshold=0.7)) == verdicts(rule.apply)
+    else:
+        assert verdicts(configured_rule(name)) == verdicts(rule.apply, threshold=rule.threshold)
+        assert verdicts(configured_rule(name, threshold=0.7)) == verdicts(rule.apply, threshold=0.7)
+        assert verdicts(configured_rule(name)) != verdicts(rule.apply, threshold=0.7)
+    if rule.adjusts:
+        plain = verdicts(configured_rule(name, adjust=False))
+        given = {} if rule.threshold is None else {"threshold": rule.threshold}
+        assert plain == verdicts(rule.apply, adjust=False, **given) != verdicts(configured_rule(name))
