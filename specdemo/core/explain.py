@@ -121,9 +121,9 @@ def decision_of(step: Step, node: int, recipe: Mapping[str, Any]) -> Decision:
     verdict, draft = step.verdict, step.draft
     q = None if draft.token_probs is None else draft.token_probs[node]
     if takes_most_probable(recipe):
-        if not verdict.rank or not verdict.target_top:
+        top = verdict.target_top[draft.parents[node] + 1].top if verdict.target_top else ()
+        if not verdict.rank or not top:
             return Decision(q=q)
-        top = verdict.target_top[draft.parents[node] + 1].top
         return Decision(dict(top).get(draft.tokens[node]), q, rank=verdict.rank[node], best=top[0][1])
     bound = verdict.bound[node] if verdict.bound else None
     return Decision(verdict.p[node], q, verdict.draw[node], bound)

@@ -202,7 +202,7 @@ def step_of(record: StepRecord) -> Step:
             token_top=_tops([token_top])[0] if token_top else None,
             source=source,
             request_sent=request_sent,
-            link=LinkStats.of(remote) if remote else None,
+            link=None if record.get("remote") is None else LinkStats.of(remote),
         ),
         gamma=record["gamma"],
         draft_s=record["draft_s"],
@@ -276,10 +276,11 @@ def _check_reported(record: StepRecord, reported: bool) -> None:
     """Check a step of another engine, whose draft lists the accepted tokens only."""
     if reported and len(record["accepted"]) != len(record["draft"]):
         raise ValueError("a draft with undisclosed tokens lists the accepted ones only")
-    if not reported and (
-        record["kind"] == "unknown" or None in (record["draft_s"], record["verify_s"], record["host_s"])
-    ):
+    durations = (record["draft_s"], record["verify_s"], record["host_s"])
+    if not reported and (record["kind"] == "unknown" or None in durations):
         raise ValueError("kind and durations may be unknown in steps with `undisclosed` only")
+    if None in durations and any(seconds is not None for seconds in durations):
+        raise ValueError("the durations of a step are known or unknown together")
 
 
 def _decided(record: StepRecord, node: int, over_link: bool) -> bool:

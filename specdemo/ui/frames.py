@@ -155,7 +155,10 @@ class Run:
             self.phase = ("failed", end.error or "the model gave no reason")
         elif self._complete or end.error:
             first = self.lanes[self.plan[0]].end
-            self.phase = self._ending(end if end.error or first is None else first)
+            if first is None or end.error:
+                first = end
+            if first.reason in ENDS:
+                self.phase = self._ending(first)
 
     @property
     def _complete(self) -> bool:

@@ -144,7 +144,7 @@ def describe_link(lane: Lane) -> str:
     spent = dict.fromkeys(ACTIVITIES, 0.0)
     for activity, _, seconds in (part for step_parts in parts(run_steps) for part in step_parts):
         spent[activity] += seconds
-    total = sum(spent.values())
+    total = sum(spent.values()) or 1.0
     shares = [f"{ACTIVITIES[activity][0]} {percent(spent[activity] / total)}" for activity in spent if spent[activity]]
     waiting = sum(seconds for activity, seconds in spent.items() if activity not in ("draft", "idle"))
     sentences = [

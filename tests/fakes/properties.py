@@ -1,0 +1,89 @@
+"""Property-based tests: a few fixed examples in `make test`; with `FUZZ_SECONDS`, other examples from successive seeds."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+SECONDS, SEED = "FUZZ_SECONDS", "FUZZ_SEED"  # environment variables: duration of each property, and first seed
+EXAMPLES = 200  # per seed
+
+SPECIAL = (None, True, False, 0, -1, 1, 1 << 31, -(1 << 63), 1 << 64, 10**30, 0.5, -0.0, 1e308, 1e-320, float("nan"))
+SPECIAL += (float("inf"), "", "\x00", "\ud800", "\u202e", "<b>", "1", "a" * 500, "0" * 70, b"", b"\xff" * 5, [], {}, [[]])
+json_values = st.recursive(
+    st.sampled_from(SPECIAL) | st.integers() | st.floats() | st.text(max_size=10),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def holds_for(examples: int = 25, **values: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Any]:
+    """Decorate a property of `values`; `make fuzz` prints the seed of a counterexample."""
+
+    def decorate(check: Callable[..., None]) -> Any:
+        property_test = given(**values)(check)
+        fixed = settings(
+            max_examples=examples, deadline=None, database=None, derandomize=True,
+            report_multiple_bugs=False, suppress_health_check=[*HealthCheck]
+        )
+        if SECONDS not in os.environ:
+            return pytest.mark.fuzz(fixed(property_test))
+        longer = settings(fixed, max_examples=EXAMPLES, derandomize=False)
+
+        def fuzz() -> None:
+            end = time.monotonic() + float(os.environ[SECONDS])
+            for number in count(int(os.environ.get(SEED, "1"))):
+                try:
+                    seed(number)(longer(property_test))()
+                except BaseException as error:
+                    error.add_note(f"{SEED}={number}")
+                    raise
+                if time.monotonic() >= end:
+                    return
+
+        fuzz.__doc__ = check.__doc__
+        return pytest.mark.fuzz(fuzz)
+
+    return decorate
+
+
+def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value inside of `value`."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from paths(inner, (*path, key))
+
+
+@st.composite
+def changed(draw: st.DrawFn, value: Any, others: st.SearchStrategy[Any] = json_values, most: int = 2) -> Any:
+    """Return a copy of a JSON value in which up to `most` inner values are replaced, removed, repeated or moved."""
+    value = copy.deepcopy(value)
+    for _ in range(draw(st.integers(0, most))):
+        places = list(paths(value))
+        if not places:
+            return draw(others)
+        *outer, key = draw(st.sampled_from(places))
+        parent = value
+        for step in outer:
+            parent = parent[step]
+        match draw(st.sampled_from(("replace", "remove", "repeat", "move"))):
+            case "remove":
+                del parent[key]
+            case "repeat" if isinstance(parent, list):
+                parent.insert(key, copy.deepcopy(parent[key]))
+            case "move":
+                *_, other = draw(st.sampled_from(places))
+                if isinstance(parent, dict) == isinstance(other, str):
+                    parent.update({other: parent[key]}) if isinstance(parent, dict) else parent.append(parent[key])
+            case _:
+                parent[key] = draw(others)
+    return value

@@ -1,0 +1,100 @@
+"""Properties of traces: valid traces are exported unchanged; every trace is refused in a sentence or displayed."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from fakes.arbitrary_traces import trace_lines
+from fakes.properties import changed, holds_for
+from hypothesis import strategies as st
+
+from specdemo.core import trace
+from specdemo.core.errors import UserError
+from specdemo.ui import link_charts
+from specdemo.ui.call_timeline import calls_svg
+from specdemo.ui.lane import Lane
+from specdemo.ui.run_store import RunStore
+
+pytestmark = pytest.mark.slow
+
+
+def text(lines: list[Any]) -> str:
+    return "".join(f"{json.dumps(line)}\n" for line in lines)
+
+
+def events(read: trace.Trace) -> list[Any]:
+    return [event for event in (read.header, *read.steps, read.end) if event is not None]
+
+
+def display(given: str) -> dict[str, Any]:
+    """Open a trace on the page and call every view of it; return the frame."""
+    store = RunStore()
+    answer = store.import_trace(given)
+    frame: dict[str, Any] = json.loads(answer)
+    if "refused" in frame:
+        assert frame["refused"].isprintable() and len(frame["refused"]) < 600
+        return frame
+    assert frame["over"]
+    for name in frame["plan"]:
+        query = [frame["run"], name]
+        for view in (store.trace, store.csv, store.svg, store.figures):
+            assert view(query) is not None, view
+        lane = store.get(frame["run"]).lanes[name]
+        for i in range(len(lane.steps)):
+            assert store.round([*query, i])
+        calls_svg([lane], 0, 10)
+    assert store.web_page(frame["run"])
+    with suppress(UserError):  # no step over a link, or no verified draft
+        display_link(link_charts.edge_lane(store.get(frame["run"])))
+    return frame
+
+
+def display_link(lane: Lane) -> None:
+    steps = link_charts.steps(lane)
+    link_charts.measures(steps)
+    link_charts.timeline_svg(steps, 0, 10)
+    link_charts.describe_link(lane)
+    link_charts.describe_traffic(lane)
+    link = link_charts.link_of(lane)
+    link_charts.curve(link)
+    link_charts.describe_best_gamma(link)
+
+
+@holds_for(60, lines=trace_lines())
+def test_valid_traces_are_read_and_written_unchanged(lines: list[Any]) -> None:
+    first = trace.read(text(lines))
+    written = "".join(trace.write(event) for read in first for event in events(read))
+    again = trace.read(written)
+    assert [events(read) for read in again] == [events(read) for read in first]
+    assert written == "".join(trace.write(event) for read in again for event in events(read))
+
+
+@holds_for(40, lines=trace_lines())
+def test_valid_traces_are_displayed(lines: list[Any]) -> None:
+    assert "refused" not in display(text(lines))
+
+
+@holds_for(60, lines=trace_lines().flatmap(changed))
+def test_changed_traces_are_refused_or_displayed(lines: Any) -> None:
+    display(text(json_only(lines) if isinstance(lines, list) else [json_only(lines)]))
+
+
+@holds_for(40, lines=trace_lines(), cut=st.integers(0, 10_000), new=st.text(max_size=3), removed=st.integers(0, 3))
+def test_damaged_texts_are_refused_or_displayed(lines: list[Any], cut: int, new: str, removed: int) -> None:
+    valid = text(lines)
+    cut %= len(valid)
+    display(valid[:cut] + new + valid[cut + removed :])
+
+
+@holds_for(40, given=st.text() | st.binary().map(lambda data: data.decode("latin-1")))
+def test_arbitrary_texts_are_refused(given: str) -> None:
+    with pytest.raises(UserError):
+        trace.read(given)
+
+
+def json_only(value: Any) -> Any:
+    """Replace bytes, which JSON lacks."""
+    return json.loads(json.dumps(value, default=lambda data: data.decode("latin-1")))
