@@ -360,7 +360,8 @@ def replay(recipe: Recipe, target: LoadedModel, drafter: LoadedDrafter | None, t
     with build_pipeline(recipe, target, drafter) as pipeline:
         cached, candidates = _local(pipeline.target_cache), method.candidates(recipe)
         p = distributions(cached, tokens, sampling, cached.vocab_size)
-        choices = cached.read(tokens).topk(candidates).indices.tolist() if candidates > 1 else []
+        count = min(candidates, cached.vocab_size)
+        choices = cached.read(tokens).topk(count).indices.tolist() if count > 1 else []
         of_model: list[float] = []
         if pipeline.draft_caches:
             own = draft_sampling_params(recipe, sampling)

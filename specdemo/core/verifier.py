@@ -51,8 +51,8 @@ class ModelVerifier:
         )
         best, values = largest(logits)
         self.sampling.refuse_broken(values)
-        several = self.candidates > 1
-        choices = logits.topk(self.candidates).indices.tolist() if several else [[token] for token in best]
+        count = min(self.candidates, logits.shape[-1])
+        choices = logits.topk(count).indices.tolist() if count > 1 else [[token] for token in best]
         probs = None if self.sampling.temperature == 0 else self.sampling.logits_to_probs(logits)
         p = [PointMass(*pair) for pair in zip(best, logits, strict=True)] if probs is None else probs
         if draft.probs is not None and draft.probs.device != logits.device:
