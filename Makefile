@@ -17,7 +17,7 @@ TSC = npx --yes --package typescript@5.9.3 -- tsc
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast test-exhaustive test-sanitized lint format bench clean
+.PHONY: help setup run test test-fast test-exhaustive test-sanitized test-machines fuzz lint format bench clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 24
@@ -40,6 +40,14 @@ test-exhaustive: $(READY_DEV) ## run the long matrices that `make test` samples
 test-sanitized: $(READY_DEV) ## run random passes of the native engine with AddressSanitizer; part of test-exhaustive
 	@$(PYTEST) -m exhaustive tests/models/test_native_sanitized.py $(ARGS)
 
+SECONDS ?= 60
+SEED ?= 1
+fuzz: $(READY_DEV) ## check properties of random inputs for a minute; longer: make fuzz SECONDS=3600 SEED=7
+	@FUZZ_SECONDS=$(SECONDS) FUZZ_SEED=$(SEED) $(PYTEST) --dist load -m fuzz $(ARGS)
+
+test-machines: ## set up and test the program in new Debian and Ubuntu systems, as root
+	@PYTHONPATH=tests $(or $(PYTHON),python3) -m fresh_machines $(ARGS)
+
 lint: $(READY_DEV) ## check style and formatting
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -58,7 +66,7 @@ bench: $(READY) ## measure methods against autoregressive decoding
 	@$(BIN)/python -m specdemo bench $(ARGS)
 
 clean: ## remove .venv and caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .gradio
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .gradio
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The chat model is optional: without it, the page starts with the bundled pair.

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fakes import properties
 from fakes.compiled_engine import compile_once
 
 ROOT = Path(__file__).parents[1]
@@ -28,6 +29,12 @@ MEASUREMENT_S = 0.04  # of batch invariance after each load, instead of 0.5 s
 REPEATS = 4  # of each draft length in a preflight, instead of 20
 SLOW_FILE = re.compile(r"^pytestmark = (\[[^]]*|.*)\bmark\.slow\b", re.MULTILINE)
 FIRST = ("browser", "long", "slow")
+# Texts in files with selected tests.
+ONLY = {"exhaustive": "mark.exhaustive", "fuzz": "properties", "faults": "mark.faults"}
+    "exhaustive": "mark.exhaustive",
+    "fuzz": "properties",
+    "faults": "mark.faults",
+}  # texts in files with selected tests
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -41,16 +48,20 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import files without selected tests: collecting them takes seconds."""
     selected = config.option.markexpr
-    if collection_path.suffix == ".py" and selected in ("exhaustive", "not slow and not exhaustive"):
+    if collection_path.suffix == ".py" and (selected in ONLY or selected == "not slow and not exhaustive"):
         source = collection_path.read_text("utf-8")
-        ignored = "mark.exhaustive" not in source if selected == "exhaustive" else SLOW_FILE.search(source)
+        ignored = ONLY[selected] not in source if selected in ONLY else SLOW_FILE.search(source)
         return True if ignored else None
     return None
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort the selected tests, and divide the time of a fuzz run among them."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=start_order)
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    properties.share_s = properties.duration_s() * processes / max(len(items), 1)
 
 
 def start_order(item: pytest.Item) -> list[bool]:

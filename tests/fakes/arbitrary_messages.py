@@ -75,7 +75,9 @@ completions = st.fixed_dictionaries(
     optional={
         "prompt": st.text(max_size=9) | st.lists(st.integers(0, 9), max_size=3),
         "messages": st.lists(
-            st.fixed_dictionaries({"role": st.sampled_from(("system", "user", "tool")), "content": st.text(max_size=9)}),
+            st.fixed_dictionaries(
+                {"role": st.sampled_from(("system", "user", "tool")), "content": st.text(max_size=9)}
+            ),
             max_size=3,
         ),
         "max_tokens": st.integers(-1, 3),

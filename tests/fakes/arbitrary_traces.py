@@ -41,7 +41,8 @@ headers = st.fixed_dictionaries(
                 "num_beams": st.integers(1, 4),
                 "chat": st.booleans(),
                 "external": st.sampled_from((None, "llama.cpp=http://127.0.0.1:8080", "vllm=http://[::1]:1")),
-                "cloud": st.none() | st.fixed_dictionaries({}, optional={"remote": texts, "mode": texts | st.just("speculative")}),
+                "cloud": st.none()
+                | st.fixed_dictionaries({}, optional={"remote": texts, "mode": texts | st.just("speculative")}),
             },
         ),
         "prompt": texts,

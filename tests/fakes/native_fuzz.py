@@ -1,13 +1,17 @@
 """Program that runs random and hostile passes through a library: `python -m fakes.native_fuzz LIBRARY SEED ROUNDS`.
 
+It ends after `ROUNDS`, with `FUZZ_SECONDS` after that time.
 Arrays have exactly the size that the C sources require, so that sanitizers report every access outside of them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
+import os
 import random
 import sys
+import time
 from collections import Counter
 
 import numpy as np
@@ -17,6 +21,7 @@ from specdemo.native.formats import FORMATS
 from specdemo.native.interface import ChainStruct, Result, declare
 
 CAPACITY = 48
+SECONDS = "FUZZ_SECONDS"  # environment variable
 HOSTILE = (-(1 << 31), -1, 0, 1, 3, 15, 17, 1 << 15, 1 << 30, (1 << 31) - 1)
 # Sizes that contradict others if they change; the sizes of arrays themselves are not in the structures.
 MODEL_FIELDS = ("width", "inner", "heads", "kv_heads", "head_dim", "rotated", "activation", "gated", "cache_form")
@@ -154,7 +159,8 @@ def main(path: str, seed: int, rounds: int) -> None:
     assert library.self_check() == 0
     rng = random.Random(seed)
     results: Counter[str] = Counter()
-    for turn in range(rounds):
+    end = time.monotonic() + float(os.environ.get(SECONDS, "inf"))
+    for turn in itertools.count() if SECONDS in os.environ else range(rounds):
         for form in FORMATS:
             run_valid(library, random_shape(rng, form), seed + turn)
             for _ in range(4):
@@ -164,6 +170,8 @@ def main(path: str, seed: int, rounds: int) -> None:
                 assert (rows.fault() is not None) == (result == Result.INVALID)
         for _ in range(20):
             sample(library, rng)
+        if time.monotonic() >= end:
+            break
     assert not results.keys() - {"DONE", "INVALID"} and results["INVALID"] > results["DONE"], results
     print(dict(results))
 

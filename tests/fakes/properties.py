@@ -1,4 +1,4 @@
-"""Property-based tests: a few fixed examples in `make test`; with `FUZZ_SECONDS`, other examples from successive seeds."""
+"""Property-based tests: a few fixed examples in `make test`, or, with `FUZZ_SECONDS`, those of successive seeds."""
 
 from __future__ import annotations
 
@@ -13,11 +13,27 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-SECONDS, SEED = "FUZZ_SECONDS", "FUZZ_SEED"  # environment variables: duration of each property, and first seed
+SECONDS, SEED = "FUZZ_SECONDS", "FUZZ_SEED"  # environment variables: duration of the run, and first seed
 EXAMPLES = 200  # per seed
+share_s = 0.0  # of each property
 
 SPECIAL = (None, True, False, 0, -1, 1, 1 << 31, -(1 << 63), 1 << 64, 10**30, 0.5, -0.0, 1e308, 1e-320, float("nan"))
-SPECIAL += (float("inf"), "", "\x00", "\ud800", "\u202e", "<b>", "1", "a" * 500, "0" * 70, b"", b"\xff" * 5, [], {}, [[]])
+SPECIAL += (
+    float("inf"),
+    "",
+    "\x00",
+    "\ud800",
+    "\u202e",
+    "<b>",
+    "1",
+    "a" * 500,
+    "0" * 70,
+    b"",
+    b"\xff" * 5,
+    [],
+    {},
+    [[]],
+)
 json_values = st.recursive(
     st.sampled_from(SPECIAL) | st.integers() | st.floats() | st.text(max_size=10),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -31,18 +47,22 @@ def holds_for(examples: int = 25, **values: st.SearchStrategy[Any]) -> Callable[
     def decorate(check: Callable[..., None]) -> Any:
         property_test = given(**values)(check)
         fixed = settings(
-            max_examples=examples, deadline=None, database=None, derandomize=True,
-            report_multiple_bugs=False, suppress_health_check=[*HealthCheck]
+            max_examples=examples,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            report_multiple_bugs=False,
+            suppress_health_check=[*HealthCheck],
         )
         if SECONDS not in os.environ:
             return pytest.mark.fuzz(fixed(property_test))
-        longer = settings(fixed, max_examples=EXAMPLES, derandomize=False)
+        longer = settings(fixed, max_examples=EXAMPLES, derandomize=False)(property_test)
 
         def fuzz() -> None:
-            end = time.monotonic() + float(os.environ[SECONDS])
-            for number in count(int(os.environ.get(SEED, "1"))):
+            end = time.monotonic() + share_s
+            for number in count(first_seed()):
                 try:
-                    seed(number)(longer(property_test))()
+                    seed(number)(longer)()
                 except BaseException as error:
                     error.add_note(f"{SEED}={number}")
                     raise
@@ -53,6 +73,14 @@ def holds_for(examples: int = 25, **values: st.SearchStrategy[Any]) -> Callable[
         return pytest.mark.fuzz(fuzz)
 
     return decorate
+
+
+def duration_s() -> float:
+    return float(os.environ.get(SECONDS, "0"))
+
+
+def first_seed() -> int:
+    return int(os.environ.get(SEED, "1"))
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

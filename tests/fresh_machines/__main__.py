@@ -38,7 +38,9 @@ PAGE = "python3 tests/fresh_machines/open_page.py"
 SMOKE = "make test ARGS='tests/test_app.py tests/test_generate.py tests/e2e/test_first_screen.py'"
 KERNELS = "make test ARGS='tests/models/test_native_engine.py tests/models/test_vector_widths.py'"
 RUN = '.venv/bin/python -m specdemo run "def f(n):" --pair bundled --max-tokens 8'
-VECTORS = f"""{RUN} --json | python3 -c "import json, sys; print(json.loads(next(sys.stdin))['environment']['vectors'])" """
+VECTORS = (
+    f"""{RUN} --json | python3 -c "import json, sys; print(json.loads(next(sys.stdin))['environment']['vectors'])" """
+)
 EMPTY = """python3 -m venv "$HOME/empty" && "$HOME/empty/bin/pip" install -q . && cd / &&
 "$HOME/empty/bin/specdemo" run "def f(n):" --pair bundled --max-tokens 8"""
 
@@ -81,10 +83,14 @@ CONDITIONS = [
     Condition(
         "ubuntu", "home and all temporary folders read-only", RUN, refused=True, read_only=(HOME, "/tmp", "/var/tmp")
     ),
+    Condition("ubuntu", "the same: page", PAGE, refused=True, read_only=(HOME, "/tmp", "/var/tmp")),
     Condition(
-        "ubuntu", "the same: page", PAGE, refused=True, read_only=(HOME, "/tmp", "/var/tmp")
+        "ubuntu",
+        "program read-only before the set-up",
+        f"VENV=$HOME/other {PAGE}",
+        refused=True,
+        read_only=(f"{HOME}/specdemo",),
     ),
-    Condition("ubuntu", "program read-only before the set-up", f"VENV=$HOME/other {PAGE}", refused=True, read_only=(f"{HOME}/specdemo",)),
 ]
 
 

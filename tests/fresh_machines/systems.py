@@ -85,7 +85,9 @@ class Chroot:
         checkout = self.path / self.system.checkout.lstrip("/")
         checkout.mkdir(parents=True, exist_ok=True)
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
-        packed = subprocess.run(["tar", "-c", "--null", "-T", "-"], cwd=ROOT, input=listed, stdout=-1, check=True).stdout
+        packed = subprocess.run(
+            ["tar", "-c", "--null", "-T", "-"], cwd=ROOT, input=listed, stdout=-1, check=True
+        ).stdout
         subprocess.run(["tar", "-x", "-C", str(checkout), "--no-same-owner"], input=packed, check=True)
         if self.system.account == USER:
             _checked("chown", "-R", f"{USER_ID}:{USER_ID}", str(self.path / self.system.home.lstrip("/")))
@@ -177,5 +179,3 @@ def _files_of_settings() -> Iterator[Path]:
             path = Path(word.removeprefix("file://"))
             if path.is_absolute() and path.exists() and path != Path("/"):
                 yield path.parent if path.name == "simple" else path
-
-

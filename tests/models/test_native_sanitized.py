@@ -9,10 +9,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from fakes import properties
 
 from specdemo.native import build as native_build
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.fuzz]
 
 ROUNDS = 40
 FLAGS = ("-std=gnu11", "-O1", "-g1", "-fPIC", "-pthread", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
@@ -48,12 +49,13 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_random_and_hostile_passes_stay_inside_their_arrays(library: Path, runtime: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "fakes.native_fuzz", str(library), "1", str(ROUNDS)],
+        [sys.executable, "-m", "fakes.native_fuzz", str(library), str(properties.first_seed()), str(ROUNDS)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=300 + properties.share_s,
         env={
             **os.environ,
+            **({properties.SECONDS: str(properties.share_s)} if properties.share_s else {}),
             "LD_PRELOAD": runtime,
             "ASAN_OPTIONS": "detect_leaks=0",
             "PYTHONPATH": os.pathsep.join((str(ROOT.parent), str(ROOT))),
