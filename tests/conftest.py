@@ -29,12 +29,7 @@ MEASUREMENT_S = 0.04  # of batch invariance after each load, instead of 0.5 s
 REPEATS = 4  # of each draft length in a preflight, instead of 20
 SLOW_FILE = re.compile(r"^pytestmark = (\[[^]]*|.*)\bmark\.slow\b", re.MULTILINE)
 FIRST = ("browser", "long", "slow")
-# Texts in files with selected tests.
-ONLY = {"exhaustive": "mark.exhaustive", "fuzz": "properties", "faults": "mark.faults"}
-    "exhaustive": "mark.exhaustive",
-    "fuzz": "properties",
-    "faults": "mark.faults",
-}  # texts in files with selected tests
+ONLY = {"exhaustive": "mark.exhaustive", "fuzz": "properties", "faults": "mark.faults"}  # texts of their files
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
