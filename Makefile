@@ -17,7 +17,7 @@ TSC = npx --yes --package typescript@5.9.3 -- tsc
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast test-exhaustive test-sanitized test-machines fuzz lint format bench clean
+.PHONY: help setup run test test-fast test-exhaustive test-sanitized test-faults test-machines fuzz lint format bench clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 24
@@ -32,7 +32,7 @@ test: $(READY_DEV) ## run the tests, including a real browser
 	@$(PYTEST) $(ARGS)
 
 test-fast: $(READY_DEV) ## run the tests that need no browser, no bundled weights and less than a minute
-	@$(PYTEST) -m "not slow and not exhaustive" $(ARGS)
+	@$(PYTEST) -m "not slow and not exhaustive and not faults" $(ARGS)
 
 test-exhaustive: $(READY_DEV) ## run the long matrices that `make test` samples
 	@$(PYTEST) -m exhaustive $(ARGS) || [ $$? -eq 5 ]  # 5: nothing selected
@@ -44,6 +44,9 @@ SECONDS ?= 60
 SEED ?= 1
 fuzz: $(READY_DEV) ## check properties of random inputs for a minute; longer: make fuzz SECONDS=3600 SEED=7
 	@FUZZ_SECONDS=$(SECONDS) FUZZ_SEED=$(SEED) $(PYTEST) --dist load -m fuzz $(ARGS)
+
+test-faults: $(READY_DEV) ## interrupt, damage and starve processes and connections; needs root for a full disk
+	@$(PYTEST) -m faults $(ARGS)
 
 test-machines: ## set up and test the program in new Debian and Ubuntu systems, as root
 	@PYTHONPATH=tests $(or $(PYTHON),python3) -m fresh_machines $(ARGS)

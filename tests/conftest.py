@@ -43,7 +43,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import files without selected tests: collecting them takes seconds."""
     selected = config.option.markexpr
-    if collection_path.suffix == ".py" and (selected in ONLY or selected == "not slow and not exhaustive"):
+    if collection_path.suffix == ".py" and (
+        selected in ONLY or selected == "not slow and not exhaustive and not faults"
+    ):
         source = collection_path.read_text("utf-8")
         ignored = ONLY[selected] not in source if selected in ONLY else SLOW_FILE.search(source)
         return True if ignored else None

@@ -1,0 +1,186 @@
+"""Faults of a process and its machine: a sentence or the expected text, readable traces, and a correct next run."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fakes.service_process import ROOT, service_process
+
+from specdemo.core import trace
+
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
+
+PROGRAM = (sys.executable, "-m", "specdemo")
+RUN = (*PROGRAM, "run", "def fibonacci(n):\n", "--pair", "bundled", "--temperature", "0", "--max-tokens", "48")
+FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
+TIMEOUT_S = 300.0
+MEGABYTE = 1 << 20
+
+
+def run(*options: str, limits: dict[int, int] | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    def limit() -> None:
+        for number, size in (limits or {}).items():
+            resource.setrlimit(number, (size, size))
+
+    return subprocess.run(
+        [*RUN, *options],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        preexec_fn=limit,
+    )
+
+
+def tokens_of(output: str) -> list[int]:
+    return [token for line in map(json.loads, output.splitlines()) for token in line.get("tokens", ())]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    done = run("--json")
+    assert done.returncode == 0, done.stderr
+    return tokens_of(done.stdout)
+
+
+def refused(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the sentence of a run that failed."""
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 2 and last.startswith("specdemo: ") and "Traceback" not in done.stderr, done.stderr
+    print(last)
+    return last
+
+
+def test_a_killed_run_leaves_a_readable_trace(tmp_path: Path, expected: list[int]) -> None:
+    path = tmp_path / "run.jsonl"
+    with subprocess.Popen(
+        [*RUN, "--json", "--trace", str(path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as killed:
+        lines = [killed.stdout.readline() for _ in range(5)]
+        killed.kill()
+    (read,) = trace.read(path.read_text("utf-8"))
+    shown = tokens_of("".join(lines))
+    stored = [token for event in read.steps for token in event.step.tokens]
+    assert stored[: len(shown)] == shown and stored == expected[: len(stored)]
+    assert tokens_of(run("--json").stdout) == expected
+
+
+def test_a_killed_compilation_is_repeated(tmp_path: Path, expected: list[int]) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    folder = tmp_path / "specdemo"
+    with subprocess.Popen(RUN, cwd=ROOT, env=environment, stdout=-3, stderr=-3, start_new_session=True) as killed:
+        while killed.poll() is None and not list(folder.glob("tmp*/*.o")):
+            pass
+        os.killpg(killed.pid, signal.SIGKILL)
+    assert not list(folder.glob("native-*.so"))
+    assert tokens_of(run("--json", XDG_CACHE_HOME=str(tmp_path)).stdout) == expected
+    assert list(folder.glob("native-*.so"))
+
+
+@pytest.mark.parametrize("megabytes", [600, 1200, 2000, 2600, 3200])
+def test_a_process_without_memory_ends_with_a_sentence_or_the_text(megabytes: int, expected: list[int]) -> None:
+    done = run("--json", limits={resource.RLIMIT_AS: megabytes * MEGABYTE})
+    if done.returncode == 0:
+        assert tokens_of(done.stdout) == expected
+    else:
+        refused(done)
+    assert tokens_of(run("--json").stdout) == expected
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """File system of 64 kB."""
+    folder = tmp_path / "full"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a file system needs root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_for_the_trace_ends_with_a_sentence(full_disk: Path, expected: list[int]) -> None:
+    path = full_disk / "run.jsonl"
+    done = run("--trace", str(path), "--json", "--max-tokens", "400")
+    assert "free some space" in refused(done)
+    read = trace.read(path.read_text("utf-8").rpartition("\n")[0])
+    assert read[0].steps and read[0].steps[0].step.tokens == tuple(expected[:1])
+
+
+def test_a_full_disk_for_the_engine_and_temporary_files(full_disk: Path, expected: list[int]) -> None:
+    """The run continues without the engine that cannot be stored."""
+    done = run("--json", XDG_CACHE_HOME=str(full_disk), TMPDIR=str(full_disk))
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert "free some space" in (header := json.loads(done.stdout.splitlines()[0]))["environment"]["native"], header
+    assert len(tokens_of(done.stdout)) == len(expected)
+
+
+# --- clock jumps ---------------------------------------------------------------------------------------------------
+
+needs_faketime = pytest.mark.skipif(not FAKETIME.exists(), reason="libfaketime is not installed: apt install faketime")
+
+
+def jumping(file: Path) -> dict[str, str]:
+    """Return the environment of a process with a wall clock that follows `file`."""
+    return {
+        "LD_PRELOAD": str(FAKETIME),
+        "FAKETIME_TIMESTAMP_FILE": str(file),
+        "FAKETIME_NO_CACHE": "1",
+        "DONT_FAKE_MONOTONIC": "1",
+    }
+
+
+@needs_faketime
+@pytest.mark.parametrize("jump", ["-400d", "+400d"])
+def test_a_jump_of_the_clock_does_not_change_a_run(jump: str, tmp_path: Path, expected: list[int]) -> None:
+    file = tmp_path / "clock"
+    file.write_text("+0")
+    environment = {**os.environ, **jumping(file)}
+    with subprocess.Popen([*RUN, "--json"], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as program:
+        lines = [program.stdout.readline() for _ in range(4)]
+        file.write_text(jump)
+        lines += program.stdout.readlines()
+    assert program.returncode == 0 and tokens_of("".join(lines)) == expected
+    (read,) = trace.read("".join(lines))
+    assert read.end is not None and all(event.step.t < TIMEOUT_S for event in read.steps)
+
+
+@needs_faketime
+@pytest.mark.parametrize("jump", ["-400d", "+400d"])
+def test_a_jump_of_the_clock_of_a_service_does_not_change_a_text(
+    jump: str, tmp_path: Path, expected: list[int]
+) -> None:
+    file = tmp_path / "clock"
+    file.write_text("+0")
+    with service_process(**jumping(file)) as service:
+        command = [*RUN, "--json", "--remote", f"http://127.0.0.1:{service.port}"]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as program:
+            lines = [program.stdout.readline() for _ in range(4)]
+            file.write_text(jump)
+            lines += program.stdout.readlines()
+        assert program.returncode == 0 and tokens_of("".join(lines)) == expected
+
+
+# --- slow readers --------------------------------------------------------------------------------------------------
+
+
+def test_a_slow_reader_does_not_delay_other_texts(expected: list[int]) -> None:
+    with service_process() as service, socket.create_connection(service.address) as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        body = json.dumps({"tokens": [2, 0, 2, 0], "sampling_cfg": {"temp": 1.0}, "max_tokens": 400}).encode()
+        head = f"POST /v1/texts HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        slow.sendall(head.encode() + b"\r\n\r\n" + body)
+        done = run("--json", "--remote", f"http://127.0.0.1:{service.port}")
+        assert tokens_of(done.stdout) == expected
+        received = slow.recv(12)
+        assert received.startswith(b"HTTP/1.1 200")
