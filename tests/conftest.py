@@ -29,6 +29,7 @@ MEASUREMENT_S = 0.04  # of batch invariance after each load, instead of 0.5 s
 REPEATS = 4  # of each draft length in a preflight, instead of 20
 SLOW_FILE = re.compile(r"^pytestmark = (\[[^]]*|.*)\bmark\.slow\b", re.MULTILINE)
 FIRST = ("browser", "long", "slow")
+FAST = "not slow and not exhaustive and not faults"
 ONLY = {"exhaustive": "mark.exhaustive", "fuzz": "properties", "faults": "mark.faults"}  # texts of their files
 
 
@@ -43,9 +44,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import files without selected tests: collecting them takes seconds."""
     selected = config.option.markexpr
-    if collection_path.suffix == ".py" and (
-        selected in ONLY or selected == "not slow and not exhaustive and not faults"
-    ):
+    if collection_path.suffix == ".py" and (selected in ONLY or selected == FAST):
         source = collection_path.read_text("utf-8")
         ignored = ONLY[selected] not in source if selected in ONLY else SLOW_FILE.search(source)
         return True if ignored else None

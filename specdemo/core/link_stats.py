@@ -29,6 +29,7 @@ _FLAGS: Mapping[Source, Mapping[str, float]] = {
     Source.PROVISIONAL: {"escalated": 1.0, "provisional": 1.0},
     Source.ALONE: {"escalated": 0.0, "edge": 1.0},
     Source.LATE: {"escalated": 1.0},
+    Source.UNREPORTED: {},
 }
 
 

@@ -178,8 +178,8 @@ def test_a_slow_reader_does_not_delay_other_texts(expected: list[int]) -> None:
     with service_process() as service, socket.create_connection(service.address) as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         body = json.dumps({"tokens": [2, 0, 2, 0], "sampling_cfg": {"temp": 1.0}, "max_tokens": 400}).encode()
-        head = f"POST /v1/texts HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        slow.sendall(head.encode() + b"\r\n\r\n" + body)
+        head = ["POST /v1/texts HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json"]
+        slow.sendall("\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body)
         done = run("--json", "--remote", f"http://127.0.0.1:{service.port}")
         assert tokens_of(done.stdout) == expected
         received = slow.recv(12)
