@@ -420,6 +420,11 @@ def request(**changes: Any) -> VerifyRequest:
     )
 
 
+def test_more_candidates_than_the_vocabulary_has_give_the_complete_vocabulary() -> None:
+    (row,) = Contexts(TableCache, vocab_size=VOCAB, context=64).verify(request(candidates=64)).choices
+    assert sorted(row) == [*range(VOCAB)]
+
+
 def test_repeated_request_gets_the_same_response_without_a_forward_pass() -> None:
     passes = []
 

@@ -184,6 +184,11 @@ def test_only_finished_remote_runs_have_link_metrics() -> None:
     assert "0.8 kB up" in said and "1 tokens were committed provisionally" in said and "1 tokens were confirmed" in said
 
 
+def test_a_trace_without_durations_above_0_is_described() -> None:
+    lines = [line | {"draft_s": 0.0, "verify_s": 0.0, "t": 0.0} for line in LINES]
+    assert "The edge waited 0 % of it." in describe_link(edge_lane(played(*lines)))
+
+
 def test_markdown_of_a_trace_is_escaped() -> None:
     said = describe_link(edge_lane(played(*LINES, method="![](http://evil.example/a.png)")))
     assert "![](" not in said and "evil" in said

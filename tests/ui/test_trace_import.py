@@ -89,6 +89,28 @@ def test_markup_is_escaped() -> None:
     assert "<" not in run.frame(0) and json.loads(run.frame(0))["r"][1]["c"][0][1] == evil
 
 
+OTHER_ENGINE = PREFILL | {"i": 1, "t": 1.0, "kind": "unknown", "undisclosed": 0, "choices": []}
+EMPTY_TOP = {"entropy": 0.0, "top": []}
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (header(), end("error", "out of memory"), header("ar"), end()),
+        (header(), PREFILL, REJECTION | {"rank": [1, 1, 1], "laws": [EMPTY_TOP] * 4}, end()),
+        (header(), PREFILL, REJECTION | {"choices": [], "remote": {}}, end()),
+        (header(), PREFILL, OTHER_ENGINE | {"remote": {"escalated": 1.0}}, end()),
+    ],
+    ids=["failed lane", "no top tokens", "no measures of the link", "link of another engine"],
+)
+def test_unusual_traces_are_shown_and_exported_unchanged(lines: tuple[dict, ...]) -> None:
+    run = read_traces(text(*lines))
+    assert run.over and json.loads(run.frame(0))["phase"][0] == "done"
+    exported = "".join(filter(None, map(run.trace, run.plan)))
+    again = read_traces(exported)
+    assert "".join(filter(None, map(again.trace, again.plan))) == exported
+
+
 def changed(line: dict, **more: Any) -> str:
     return text(header(), PREFILL, line | more, end())
 
@@ -120,6 +142,7 @@ def changed(line: dict, **more: Any) -> str:
         (changed(REJECTION, text="other"), "do not add up to the text"),
         (changed(REJECTION, draft_s=-1.0), "draft_s"),
         (changed(REJECTION, t=None), "t: "),
+        (changed(OTHER_ENGINE, draft_s=None), "known or unknown together"),
         (changed(REJECTION, kind="<script>"), "kind"),
         (changed(REJECTION, pieces=[{"a": 1}, "b"]), "pieces"),
         (changed(REJECTION, laws=[{"entropy": 0.1, "top": [[1, 0.5]]}]), "an entry per row"),
