@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -40,6 +41,7 @@ from specdemo.prompts import Prompt, alternate_classes, load_prompts
 from specdemo.recipe import Recipe
 from specdemo.remote.access import TOKEN, is_loopback, read_token
 from specdemo.remote.connections import ConnectionLimits
+from specdemo.remote.protocol import MAX_REPLICA
 from specdemo.remote.serve import bind, listen, serve_model
 from specdemo.remote.server import ServiceLimits
 
@@ -276,6 +278,8 @@ def _serve(options: argparse.Namespace) -> int:
         texts=options.batch,
         local=local,
         origins=options.allow_origin,
+        hub=pool.hub,
+        replica=f"{socket.gethostname()}:{listener.getsockname()[1]}"[:MAX_REPLICA],
     )
     add_completions(app, CompletionService(pool, recipe))
     if token is None and not local:

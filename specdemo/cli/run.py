@@ -189,7 +189,7 @@ def _test(decision: Decision) -> str:
 
 def _last_lines(header: Header, end: End) -> str:
     claimed = header.exact or header.recipe.get("external")
-    guarantee = exact_label(header.recipe) if claimed else "LOSSY"
+    guarantee = exact_label(header.recipe, end.metrics.remote) if claimed else "LOSSY"
     guarantee = "incomplete" if end.reason == "error" else guarantee
     return f"{summary(end.metrics)}  {guarantee}  end: {_ending(end)}\n{explain_engine(header.environment)}"
 

@@ -34,11 +34,16 @@ STYLES = {
 }
 
 
-def exact_label(recipe: Mapping[str, Any]) -> str:
-    """Return `exact`, with the service that verified the run, or that another engine reported it."""
+def exact_label(recipe: Mapping[str, Any], remote: Mapping[str, float]) -> str:
+    """Return `exact`, with the service that verified the run, or that another engine reported it.
+
+    `remote`: totals of the link.
+    """
     cloud = recipe.get("cloud") or {}
     if recipe.get("external"):
         return "reported by engine"
+    if remote.get("numerics"):
+        return "exact, text may differ"
     verified = cloud.get("remote") and cloud.get("mode") != "edge_only"
     return f"exact, verified by the service at {cloud['remote']}" if verified else "exact"
 

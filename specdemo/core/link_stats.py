@@ -37,6 +37,7 @@ _FLAGS: Mapping[Source, Mapping[str, float]] = {
 class LinkStats:
     """Measurements of a step over a link, with times in seconds; None means not measured.
 
+    `numerics` is 1 if the service changed to one that rounds differently.
     `confirmed` counts the provisional tokens that a late response contains; `overruled` is 1 if it contradicts them.
     """
 
@@ -48,6 +49,7 @@ class LinkStats:
     confirmed: int | None = None
     overruled: int | None = None
     lost: int | None = None  # 1 if the connection was lost in this step
+    numerics: int | None = None
     bytes_up: int | None = None
     bytes_down: int | None = None
     up_s: float | None = None

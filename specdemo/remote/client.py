@@ -87,6 +87,7 @@ class RemoteVerifier:
         self._epoch, self._step = 0, -1
         self._cloud_tokens: list[int] = []
         self._late: LateVerdict | None = None
+        self._numerics = self.http.identity.numerics
         self._announce_loss, self._closed = self.alone, False
 
     def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
@@ -192,7 +193,10 @@ class RemoteVerifier:
         committed = [*(draft.tokens[node] for node in verdict.accepted), *verdict.target_tokens]
         _check_entries(committed, self.has_entry, self.http.url)
         self._cloud_tokens = [*tokens, *committed]
-        return replace(verdict, link=LinkStats(cloud_s=cloud_s, rtt_s=rtt_s, sent=sent, rows=len(rows)))
+        numerics, self._numerics = self._numerics, self.http.identity.numerics
+        changed = 1 if numerics != self._numerics else None
+        link = LinkStats(cloud_s=cloud_s, rtt_s=rtt_s, sent=sent, rows=len(rows), numerics=changed)
+        return replace(verdict, link=link)
 
     def _recover(self, failure: Exception, deadline: StepDeadline, length: int) -> bool:
         """Prepare the next request; return True for progress. Raises `ConnectionLost`."""
@@ -279,6 +283,9 @@ class StreamingVerifier:
     sleep: Callable[[float], None] = time.sleep
     _stream: Generator[int | PrefillPosition | None, None, None] | None = None
 
+    def __post_init__(self) -> None:
+        self._numerics = self.http.identity.numerics
+
     def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
         counts = self.http.network.counts
         up, down = counts.up, counts.down
@@ -287,7 +294,9 @@ class StreamingVerifier:
         while (token := self._next(tokens, deadline)) is None:
             pass
         self.max_tokens -= 1
-        link = LinkStats(bytes_up=counts.up - up, bytes_down=counts.down - down)
+        numerics, self._numerics = self._numerics, self.http.identity.numerics
+        changed = 1 if numerics != self._numerics else None
+        link = LinkStats(bytes_up=counts.up - up, bytes_down=counts.down - down, numerics=changed)
         return Verdict((), token, choices=((token,),), link=link)
 
     def close(self) -> None:

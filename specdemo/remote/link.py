@@ -6,14 +6,22 @@ import math
 import random
 import ssl
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpcore
 
 from specdemo.core.errors import UserError, plain_text
-from specdemo.remote.protocol import CODECS, ErrorResponse, MessageT, NetworkMessage, PrefillPosition
+from specdemo.remote.protocol import (
+    CODECS,
+    ErrorResponse,
+    MessageT,
+    NetworkMessage,
+    PrefillPosition,
+    ServiceIdentity,
+    VerifyRequest,
+)
 
 _MAX_RESPONSE_BYTES, _MAX_LINE_BYTES = 16 << 20, 4096
 _SLICE_S, _SLICE_BYTES = 0.5, 8192
@@ -48,6 +56,15 @@ class RequestSuperseded(Exception):
     """Another client uses the context."""
 
 
+def other_model(url: str, identity: ServiceIdentity, expected: ServiceIdentity) -> UserError:
+    """Return the error for a replica that would change the distribution of a text."""
+    model = "another model than" if identity.model else "a model without digest, unlike"
+    return UserError(
+        f"replica {identity.replica or 'without name'} at {url} serves {model} replica {expected.replica}: start every "
+        "replica with the same target, dtype and quantization"
+    )
+
+
 class HttpClient:
     """Persistent connections to `url`."""
 
@@ -60,6 +77,7 @@ class HttpClient:
         link: LinkEmulation | None = None,
     ) -> None:
         self.url, self.network = url.rstrip("/"), MeteredNetwork(link or LinkEmulation())
+        self.identity = ServiceIdentity()  # stated by the service
         self._codec = CODECS[content_type]
         self._headers = {"Content-Type": content_type, **({"Authorization": f"Bearer {token}"} if token else {})}
         tls = ssl.create_default_context() if url.startswith("https:") else None  # respects SSL_CERT_FILE
@@ -75,6 +93,8 @@ class HttpClient:
         try:
             with self._pool.stream(method, self.url + path, **self._options(message, timeout)) as response:
                 content = self._content(response)
+                if response.status == 200 and isinstance(message, VerifyRequest) and not message.base:
+                    self._check_identity(response.headers)
         except _NETWORK_ERRORS as error:
             raise NoResponse(plain_text(str(error)) or type(error).__name__) from error
         except httpcore.UnsupportedProtocol as error:
@@ -94,6 +114,7 @@ class HttpClient:
             with self._pool.stream("POST", self.url + path, **self._options(message, timeout)) as response:
                 if response.status != 200:
                     raise self._error(response.status, self._content(response))
+                self._check_identity(response.headers)
                 rest = b""
                 for chunk in response.iter_stream():
                     *lines, rest = (rest + chunk).split(b"\n")
@@ -121,6 +142,15 @@ class HttpClient:
         """End the reads of other threads within `_SLICE_S`."""
         self.network.limit = lambda: 0.0
         self._pool.close()
+
+    def _check_identity(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        try:
+            identity = ServiceIdentity.from_headers(headers)
+        except ValueError as error:
+            raise UserError(f"{self.url} is not a specdemo service: it sent no digest of its model") from error
+        if self.identity.model and identity.model != self.identity.model:
+            raise other_model(self.url, identity, self.identity)
+        self.identity = identity
 
     def _content(self, response: httpcore.Response) -> bytes:
         content = bytearray()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
@@ -35,6 +35,7 @@ from specdemo.remote.config import COLDEST
 MAX_DRAFT = 256  # tokens
 MAX_TEXT = 1 << 17  # tokens
 MAX_VOCAB = 1 << 22  # token ids
+MAX_REPLICA = 100  # characters of a name
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 Probability = Annotated[float, Field(ge=0, le=1)]
@@ -354,7 +355,35 @@ class DeleteResponse(ResponseMessage):
     deleted: Annotated[bool, _key("forgotten")]
 
 
-class ServiceInfo(ResponseMessage):
+Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")]
+
+
+class ServiceIdentity(ResponseMessage):
+    """Digests of model and numerics (see `ModelIdentity`) and name of a service; empty: an older service."""
+
+    model: Digest = ""
+    numerics: Digest = ""
+    replica: Annotated[ExternalText, Field(max_length=MAX_REPLICA)] = ""
+
+    @classmethod
+    def from_headers(cls, headers: Iterable[tuple[bytes, bytes]]) -> ServiceIdentity:
+        """Read the headers of responses that open a context. Raises `ValueError`."""
+        values = {name.lower().decode("latin-1"): value.decode("latin-1") for name, value in headers}
+        return cls(**{name: values[header] for name, header in IDENTITY_HEADERS.items() if header in values})
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {header: getattr(self, name) for name, header in IDENTITY_HEADERS.items()}
+
+    @property
+    def identity(self) -> ServiceIdentity:
+        return ServiceIdentity(model=self.model, numerics=self.numerics, replica=self.replica)
+
+
+IDENTITY_HEADERS = {name: f"x-specdemo-{name}" for name in ServiceIdentity.model_fields}
+
+
+class ServiceInfo(ServiceIdentity):
     """Description of a service's target."""
 
     name: ExternalText

@@ -20,6 +20,8 @@ from fastapi import FastAPI
 
 from specdemo.core.banned_text import BannedText
 from specdemo.core.errors import UserError
+from specdemo.models.hub import Hub
+from specdemo.models.identity import identify
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.memory import has_memory_for_text
@@ -55,14 +57,22 @@ def serve_model(
     texts: int = MOST_TEXTS,
     local: bool = False,
     origins: Sequence[str] = (),
+    hub: Hub | None = None,
+    replica: str = "",
 ) -> FastAPI:
+    """Create the application of a target; `replica`: name of this service."""
     invariance, model = target.invariance, target.model
+    tokenizer = fingerprint(target.tokenizer)
+    identity = identify(target, tokenizer, hub or Hub())
     info = ServiceInfo(
         name=Path(target.spec.name).name,
         vocab_size=target.vocab_size,
         context=min(target.context, 1 << 30),
         stop=sorted(target.stop),
-        tokenizer=fingerprint(target.tokenizer),
+        tokenizer=tokenizer,
+        model=identity.model,
+        numerics=identity.numerics,
+        replica=replica,
         engine=target.engine,
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),

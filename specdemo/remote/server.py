@@ -131,9 +131,9 @@ def create_app(
     async def rounds(request: Request) -> Response:
         """Verify a draft, or respond with status 503, code `prefill`: a part of a long text is read."""
         message = await _read(request, VerifyRequest, limits.body_bytes)
-        client = _address(request), _retry_key(request)
-        job = partial(_verified, contexts, message, client, clock)
-        return _message(request, await run_queued(worker, request, job))
+        job = partial(_verified, contexts, message, (_address(request), _retry_key(request)), clock)
+        response = await run_queued(worker, request, job)
+        return _message(request, response, headers=None if message.base else info.headers)
 
     @app.post("/v1/texts", response_class=StreamingResponse, openapi_extra=_body(StreamRequest), **common)
     async def texts(request: Request, progress: bool = False) -> Response:
@@ -141,7 +141,7 @@ def create_app(
         message = await _read(request, StreamRequest, limits.body_bytes)
         lines = _lines(stream_queued(worker, lambda: contexts.stream(message)), progress)
         first = await _first(request, lines)  # earlier errors get a status code
-        return StreamingResponse(_continued(first, lines), media_type="text/plain")
+        return StreamingResponse(_continued(first, lines), media_type="text/plain", headers=info.headers)
 
     @app.delete("/v1/contexts/{ctx_id}", response_model=DeleteResponse, **common)
     async def forget(request: Request, ctx_id: str) -> Response:
@@ -241,10 +241,12 @@ def _content_type(request: Request) -> str:
     return sent or request.headers.get("accept", "").partition(",")[0].strip().lower()
 
 
-def _message(request: Request, message: NetworkMessage, status: int = 200) -> Response:
+def _message(
+    request: Request, message: NetworkMessage, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
     kind = _content_type(request)
     kind = kind if kind in CODECS else "application/json"
-    return Response(CODECS[kind].dump(message), status, media_type=kind)
+    return Response(CODECS[kind].dump(message), status, headers, media_type=kind)
 
 
 def _problem(request: Request, status: int, problem: ErrorResponse, headers: dict[str, str] | None = None) -> Response:

@@ -186,6 +186,7 @@ def connect(
         info = _service_info(http, cloud, edge is not None, clock)
         if info is not None:
             _check_info(info, target, tokenizer)
+            http.identity = info.identity
             return RemoteModel(http, info, tokenizer, cloud)
         assert edge is not None
         return RemoteModel(http, _info_without_service(target, tokenizer, edge), tokenizer, cloud, lost=True)

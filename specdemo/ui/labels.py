@@ -53,7 +53,9 @@ def guarantee(lane: Lane) -> tuple[str, str]:
         return "search", "Beam search returns a probable text; it does not sample from the target."
     if not lane.exact:
         return "lossy", _lossy(lane.recipe)
-    exact, label = "The text follows the target's distribution.", exact_label(lane.recipe)
+    exact, label = "The text follows the target's distribution.", exact_label(lane.recipe, lane.metrics.remote)
+    if lane.metrics.remote.get("numerics"):
+        return label, f"{exact} The run changed to a service that rounds differently, which may flip a near-tie."
     if label != "exact":
         return label, f"{exact} This is the claim of the service. At temperature 0 rounding may flip a near-tie."
     if lane.bit_equal:

@@ -18,7 +18,7 @@ from specdemo.drafters.model import ModelDrafter
 from specdemo.remote.client import RemoteVerifier
 from specdemo.remote.contexts import Contexts, StaleRequest, UnknownContext
 from specdemo.remote.link import ContextGone, MeteredNetwork, RequestSuperseded
-from specdemo.remote.protocol import CODECS, NetworkMessage, ServiceInfo, VerifyConfig, VerifyRequest
+from specdemo.remote.protocol import CODECS, NetworkMessage, ServiceIdentity, ServiceInfo, VerifyConfig, VerifyRequest
 
 INFO = ServiceInfo(
     name="table",
@@ -59,7 +59,7 @@ def contexts(**options: Any) -> Contexts:
 class DirectClient:
     """`HttpClient` without a network: encode and decode messages, then call the contexts."""
 
-    url = "direct"
+    url, identity = "direct", ServiceIdentity()
 
     def __init__(self, cloud: Contexts, kind: str = "application/msgpack") -> None:
         self.cloud, self.network, self.codec = cloud, MeteredNetwork(), CODECS[kind]

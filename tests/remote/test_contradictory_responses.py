@@ -27,7 +27,7 @@ from specdemo.models.spec import ModelSpec
 from specdemo.models.tokenizer import has_entry
 from specdemo.models.zoo import PAIRS
 from specdemo.remote.client import Deadlines, RemoteVerifier, StreamingVerifier
-from specdemo.remote.protocol import VerifyMetrics, VerifyResponse
+from specdemo.remote.protocol import ServiceIdentity, VerifyMetrics, VerifyResponse
 from specdemo.ui.labels import guarantee
 from specdemo.ui.lane import Lane
 
@@ -146,7 +146,7 @@ def test_a_committed_id_without_an_entry_ends_the_run(padded: bool, capsys: pyte
 
 def test_streams_and_accepted_drafts_are_checked() -> None:
     class Stream:
-        url, network = "stream", DirectClient(contexts()).network
+        url, network, identity = "stream", DirectClient(contexts()).network, ServiceIdentity()
 
         def tokens(self, *_: Any) -> Any:
             yield from (1, 3)
@@ -175,8 +175,8 @@ def test_ids_of_the_tokenizer_have_entries() -> None:
 
 def test_labels_name_the_service() -> None:
     cloud = {"remote": "http://cloud:8300", "mode": "speculative"}
-    assert exact_label({"method": "ar"}) == exact_label({"cloud": None}) == "exact"
-    assert exact_label({"cloud": {**cloud, "mode": "edge_only"}}) == "exact"
+    assert exact_label({"method": "ar"}, {}) == exact_label({"cloud": None}, {}) == "exact"
+    assert exact_label({"cloud": {**cloud, "mode": "edge_only"}}, {}) == "exact"
     lane = Lane()
     line = header()
     line["recipe"] |= {"cloud": cloud}

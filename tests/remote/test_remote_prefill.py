@@ -16,7 +16,7 @@ from specdemo.remote.client import Deadlines, RemoteVerifier, StreamingVerifier
 from specdemo.remote.contexts import ContextInUse, Contexts
 from specdemo.remote.deadline import READ_S, ConnectionLost
 from specdemo.remote.link import NoResponse, PromptReading
-from specdemo.remote.protocol import PrefillPosition, VerifyRequest
+from specdemo.remote.protocol import PrefillPosition, ServiceIdentity, VerifyRequest
 from specdemo.remote.server import create_app
 from specdemo.worker import Worker
 
@@ -129,7 +129,7 @@ class Stream:
 
     def __init__(self, positions: Sequence[int]) -> None:
         self.now, self.positions = 0.0, positions
-        self.network = DirectClient(contexts()).network
+        self.network, self.identity = DirectClient(contexts()).network, ServiceIdentity()
 
     def tokens(self, *_: Any) -> Iterator[int | PrefillPosition | None]:
         for position in self.positions:

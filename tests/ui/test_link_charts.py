@@ -22,7 +22,7 @@ from specdemo.remote.client import RemoteVerifier
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.link import MeteredNetwork
 from specdemo.remote.local_service import LocalServices, ServiceProcess, serve_command
-from specdemo.remote.protocol import VerifyConfig
+from specdemo.remote.protocol import ServiceIdentity, VerifyConfig
 from specdemo.ui import link_charts as best_k
 from specdemo.ui.frames import LOST, Run, read_traces
 from specdemo.ui.lane import PLAIN, SPEC, lanes_of, plan_of
@@ -380,7 +380,7 @@ def test_listed_services_are_read_from_the_environment() -> None:
 class SilentClient:
     """Client of a service that does not respond until `over` is set."""
 
-    url = "silent"
+    url, identity = "silent", ServiceIdentity()
 
     def __init__(self) -> None:
         self.heard, self.over = threading.Event(), threading.Event()
