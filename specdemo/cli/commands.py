@@ -40,10 +40,10 @@ from specdemo.preflight import preflight, texts_for
 from specdemo.prompts import Prompt, alternate_classes, load_prompts
 from specdemo.recipe import Recipe
 from specdemo.remote.access import TOKEN, is_loopback, read_token
+from specdemo.remote.admission import ServiceLimits
 from specdemo.remote.connections import ConnectionLimits
 from specdemo.remote.protocol import MAX_REPLICA
 from specdemo.remote.serve import bind, listen, serve_model
-from specdemo.remote.server import ServiceLimits
 
 MAX_DRAIN_S = 3600
 

@@ -17,7 +17,8 @@ from specdemo.completions.service import CompletionService, UnknownModel
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Header, StepEvent
 from specdemo.remote.access import RouteInfo
-from specdemo.remote.server import ServiceError, read_body, stream_queued, while_connected
+from specdemo.remote.admission import ServiceError
+from specdemo.remote.server import read_body, stream_queued, while_connected
 
 _LIMITS = "token, rate, body, queue, 10 s for the body; length of the context"
 COMPLETION_ROUTES = (

@@ -104,7 +104,8 @@ def read_token(environment: Mapping[str, str]) -> str | None:
 def token_for(url: str, environment: Mapping[str, str]) -> str | None:
     """Return the token for this machine and https addresses in `SPECDEMO_REMOTE`."""
     configured = environment.get(SERVICES, "").replace(",", " ").split()
-    return environment.get(TOKEN) if may_receive_secret(url, configured) else None
+    tokens = environment.get(TOKEN, "").split()  # a service may have several
+    return tokens[0] if tokens and may_receive_secret(url, configured) else None
 
 
 def may_receive_secret(url: str, configured: Iterable[str]) -> bool:

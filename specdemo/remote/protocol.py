@@ -355,6 +355,10 @@ class DeleteResponse(ResponseMessage):
     deleted: Annotated[bool, _key("forgotten")]
 
 
+class ReadyResponse(ResponseMessage):
+    """Sign of life."""
+
+
 Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")]
 
 

@@ -28,6 +28,7 @@ from specdemo.models.memory import has_memory_for_text
 from specdemo.models.threads import thread_initializer
 from specdemo.models.tokenizer import token_bytes
 from specdemo.models.zoo import fingerprint
+from specdemo.remote.admission import ServiceLimits
 from specdemo.remote.connections import (
     ConnectionLimits,
     LimitedListener,
@@ -37,7 +38,7 @@ from specdemo.remote.connections import (
 )
 from specdemo.remote.contexts import Contexts
 from specdemo.remote.protocol import ServiceInfo
-from specdemo.remote.server import ServiceLimits, create_app
+from specdemo.remote.server import create_app
 from specdemo.signals import handle_signals
 from specdemo.worker import MOST_TEXTS, Worker
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,13 +14,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, StreamingResponse
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from specdemo.core.errors import UserError
-from specdemo.remote.access import RouteInfo, is_foreign, is_known_host
+from specdemo.remote.access import RouteInfo
+from specdemo.remote.admission import ServiceError, ServiceLimits, admission, context_owner
 from specdemo.remote.connections import ConnectionLimits
 from specdemo.remote.contexts import ContextInUse, Contexts
 from specdemo.remote.guide_requests import MAX_KEY, StaleRequest, UnknownContext
@@ -33,6 +31,7 @@ from specdemo.remote.protocol import (
     MessageT,
     NetworkMessage,
     PrefillPosition,
+    ReadyResponse,
     ServiceInfo,
     StreamRequest,
     VerifyRequest,
@@ -50,56 +49,16 @@ _STATUSES = (400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 503)
 _PROBLEMS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorResponse} for status in _STATUSES}
 _BODY_TIMEOUT_S = ConnectionLimits.seconds
 _PREFILL_S = 1.0  # part of a prefill after which an edge gets a response
-_WRONG_TOKENS = (1.0, 20)  # attempts per second and address, and attempts in a burst
 _VERIFY_LIMITS = "token, rate, body, queue, 10 s for the body, at most 256 drafted and 131,072 text tokens"
 SERVICE_ROUTES = (
     RouteInfo("GET", "/v1/target", "description of the target", "token, rate"),
+    RouteInfo("GET", "/v1/ready", "sign of life while steps wait", "response of a few bytes"),
     RouteInfo("POST", "/v1/rounds", "verification of a draft", f"{_VERIFY_LIMITS}; contexts by number, bytes and age"),
     RouteInfo("POST", "/v1/texts", "autoregressive text as a stream", f"{_VERIFY_LIMITS}; length of the context"),
     RouteInfo("DELETE", "/v1/contexts/{ctx_id}", "deletion of a context of the client", "token, rate, queue"),
     RouteInfo("GET", "/docs", "documentation of the messages", "token, rate"),
     RouteInfo("GET", "/openapi.json", "schema of the messages", "token, rate"),
 )
-
-
-@dataclass(frozen=True)
-class ServiceLimits:
-    """Limits per request and per client address."""
-
-    body_bytes: int = 4 << 20
-    requests_per_second: float = 0.0  # 0: unlimited
-    burst: int = 50
-
-
-class RateLimiter:
-    """Token bucket per address, refilled at `rate` per second."""
-
-    def __init__(self, rate: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._rate, self._burst = rate, burst
-        self._clock = clock
-        self._buckets: dict[str, tuple[float, float]] = {}  # remaining requests, time
-
-    def allow(self, address: str, cost: int = 1) -> bool:
-        if not self._rate:
-            return True
-        now = self._clock()
-        if len(self._buckets) > 4096:
-            self._buckets = {address: b for address, b in self._buckets.items() if self._refilled(b, now) < self._burst}
-        left = self._refilled(self._buckets.get(address, (float(self._burst), now)), now)
-        self._buckets[address] = (left - cost * (left >= 1), now)
-        return left >= 1
-
-    def _refilled(self, bucket: tuple[float, float], now: float) -> float:
-        left, updated = bucket
-        return min(self._burst, left + (now - updated) * self._rate)
-
-
-class ServiceError(Exception):
-    """Error that becomes a response with a status code."""
-
-    def __init__(self, status: int, code: str, sentence: str, position: int = 0) -> None:
-        super().__init__(sentence)
-        self.status, self.problem = status, ErrorResponse(error=sentence, code=code, position=position)
 
 
 def create_app(
@@ -117,7 +76,7 @@ def create_app(
     limits = limits or ServiceLimits()
     app = FastAPI(**_APPLICATION)
     app.state.worker, app.state.limits = worker, limits
-    app.state.admission = _admission(token, limits, local, clock, origins)
+    app.state.admission = admission((token or "").split(), limits, local, clock, origins)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",))
     common: dict[str, Any] = {"dependencies": [Depends(app.state.admission)], "responses": _PROBLEMS}
@@ -131,7 +90,7 @@ def create_app(
     async def rounds(request: Request) -> Response:
         """Verify a draft, or respond with status 503, code `prefill`: a part of a long text is read."""
         message = await _read(request, VerifyRequest, limits.body_bytes)
-        job = partial(_verified, contexts, message, (_address(request), _retry_key(request)), clock)
+        job = partial(_verified, contexts, message, (context_owner(request), _retry_key(request)), clock)
         response = await run_queued(worker, request, job)
         return _message(request, response, headers=None if message.base else info.headers)
 
@@ -146,12 +105,21 @@ def create_app(
     @app.delete("/v1/contexts/{ctx_id}", response_model=DeleteResponse, **common)
     async def forget(request: Request, ctx_id: str) -> Response:
         """Delete a context."""
-        deleted = await run_queued(worker, request, lambda: iter((contexts.delete(ctx_id, _address(request)),)))
+        owner = context_owner(request)
+        deleted = await run_queued(worker, request, lambda: iter((contexts.delete(ctx_id, owner),)))
         return _message(request, DeleteResponse(deleted=deleted))
 
+    _add_readiness(app)
     _add_error_handlers(app)
     _add_documentation(app, common["dependencies"])
     return app
+
+
+def _add_readiness(app: FastAPI) -> None:
+    @app.get("/v1/ready", response_model=ReadyResponse)
+    async def ready(request: Request) -> Response:
+        """Respond without the token, also while all steps wait."""
+        return _message(request, ReadyResponse())
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -172,37 +140,6 @@ def _add_documentation(app: FastAPI, dependencies: list[Any]) -> None:
         return get_swagger_ui_html(openapi_url="openapi.json", title=app.title)
 
     app.openapi = partial(_openapi, app)  # type: ignore[method-assign]  # documented by FastAPI
-
-
-def _address(request: Request) -> str:
-    return request.client.host if request.client else ""
-
-
-def _admission(
-    token: str | None, limits: ServiceLimits, local: bool, clock: Callable[[], float], origins: Sequence[str] = ()
-) -> Callable[..., None]:
-    rates = RateLimiter(limits.requests_per_second, limits.burst, clock)
-    failures = RateLimiter(*_WRONG_TOKENS, clock)
-    bearer = HTTPBearer(auto_error=False)
-
-    def admit(request: Request, sent: HTTPAuthorizationCredentials | None = Depends(bearer)) -> None:  # noqa: B008
-        if local and token is None and not is_known_host(request.headers.get("host", ""), ()):
-            raise ServiceError(403, "host", "this service serves its own machine: use its address, or localhost")
-        allowed = request.headers.get("origin") in origins
-        if request.method not in ("GET", "HEAD") and not allowed and is_foreign(request.headers):
-            raise ServiceError(403, "origin", "pages of other sites cannot use this service: send no Origin")
-        address = _address(request)
-        if token is not None and not failures.allow(address, 0):
-            raise ServiceError(429, "busy", "too many wrong tokens from this address: try again in a few seconds")
-        if token is not None and not (sent and secrets.compare_digest(sent.credentials.encode(), token.encode())):
-            failures.allow(address)
-            raise ServiceError(
-                401, "unauthorised", "the bearer token is missing or wrong: set SPECDEMO_TOKEN to the service's token"
-            )
-        if not rates.allow(address):
-            raise ServiceError(429, "busy", "too many requests from this address: reduce the request rate")
-
-    return admit
 
 
 def _http_error(request: Request, error: Exception) -> Response:
@@ -390,7 +327,7 @@ async def stream_queued(worker: Worker, job: Callable[[], Iterator[Any]]) -> Asy
 
 
 def _stopping() -> ServiceError:
-    return ServiceError(503, "busy", "the service is shutting down: send the request again later")
+    return ServiceError(503, "stopping", "the service is shutting down: send the request again later")
 
 
 async def run_queued(worker: Worker, request: Request, job: Callable[[], Iterator[Any]]) -> Any:

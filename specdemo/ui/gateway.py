@@ -19,8 +19,8 @@ from starlette.websockets import WebSocketClose
 
 from specdemo.core.trace import MAX_CHARACTERS
 from specdemo.remote.access import RouteInfo, is_foreign, is_known_host
+from specdemo.remote.admission import RateLimiter
 from specdemo.remote.connections import ConnectionLimits, VisitorConnections, network_of
-from specdemo.remote.server import RateLimiter
 from specdemo.ui.event_requests import KnownEvents
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.link_preview import PICTURE_PATH, LinkPreview

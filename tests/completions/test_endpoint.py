@@ -22,7 +22,7 @@ from specdemo.core.events import StepEvent
 from specdemo.generate import generate
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe
-from specdemo.remote.server import ServiceLimits
+from specdemo.remote.admission import ServiceLimits
 
 pytestmark = pytest.mark.slow
 

@@ -31,11 +31,12 @@ from specdemo.cli import main
 from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
+from specdemo.remote.admission import RateLimiter, ServiceLimits
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.contexts import Contexts
 from specdemo.remote.link import HttpClient, NoResponse
 from specdemo.remote.protocol import CODECS, ServiceInfo, StreamRequest, VerifyConfig
-from specdemo.remote.server import RateLimiter, ServiceLimits, create_app
+from specdemo.remote.server import create_app
 from specdemo.worker import Worker
 
 pytestmark = pytest.mark.slow
@@ -217,7 +218,7 @@ def test_service_works_after_invalid_requests(cloud: TestClient) -> None:
 
 def test_openapi_describes_requests_and_responses(cloud: TestClient) -> None:
     described = cloud.get("/openapi.json").json()
-    assert set(described["paths"]) == {"/v1/target", "/v1/rounds", "/v1/texts", "/v1/contexts/{ctx_id}"}
+    assert set(described["paths"]) == {"/v1/target", "/v1/ready", "/v1/rounds", "/v1/texts", "/v1/contexts/{ctx_id}"}
     fields = described["components"]["schemas"]["VerifyRequest"]["properties"]
     assert {"ctx_id", "draft_tokens", "q_token_probs", "hard_mask", "k", "sampling_cfg"} <= set(fields)
     for operation in (operation for path in described["paths"].values() for operation in path.values()):
@@ -559,4 +560,4 @@ def test_closed_worker_responds_unavailable() -> None:
     stopped = client(worker)
     worker.close()
     response = stopped.post("/v1/rounds", json=OPEN)
-    assert response.status_code == 503 and "shutting down" in response.json()["error"]
+    assert response.status_code == 503 and response.json()["code"] == "stopping"

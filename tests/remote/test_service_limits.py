@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import tracemalloc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from fastapi.testclient import TestClient
 
 from specdemo.cli import main
 from specdemo.remote import serve
-from specdemo.remote.protocol import CODECS, VerifyRequest
+from specdemo.remote.admission import ServiceLimits
+from specdemo.remote.protocol import CODECS, VerifyRequest, digest
 from specdemo.remote.server import SERVICE_ROUTES, create_app
 from specdemo.worker import Worker
 
@@ -58,21 +61,95 @@ def test_bad_words_count_as_memory() -> None:
     assert len(small) == 1
 
 
-def test_wrong_tokens_are_limited_per_address() -> None:
-    """20 at once and one more per second; then requests with the token are refused, too."""
+def test_only_wrong_tokens_are_limited() -> None:
+    """Attempts per address: 20 at once and one more per second. Clients behind a balancer share an address."""
     now = [0.0]
     app = application(token="secret", clock=lambda: now[0])
     guessing, other = (TestClient(app, client=(address, 1)) for address in ("192.0.2.1", "192.0.2.2"))
 
     def status(client: TestClient, token: str) -> int:
-        return client.get("/v1/target", headers={"Authorization": f"Bearer {token}"}).status_code
+        return client.get("/v1/target", headers=bearer(token)).status_code
 
     assert [status(guessing, f"{i}") for i in range(40)] == [401] * 20 + [429] * 20
-    assert status(guessing, "secret") == 429 and status(other, "secret") == 200
-    now[0] = 0.9
-    assert status(guessing, "secret") == 429
+    assert status(guessing, "secret") == 200 and status(other, "a") == 401
     now[0] = 2.0
-    assert [status(guessing, token) for token in ("secret", "a", "secret", "b", "c")] == [200, 401, 200, 401, 429]
+    assert [status(guessing, token) for token in ("secret", "a", "b", "secret", "c")] == [200, 401, 401, 200, 429]
+
+
+def bearer(token: str, session: str = "") -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}", **({"X-Session-Id": session} if session else {})}
+
+
+def test_rates_are_limited_per_token_if_there_are_several() -> None:
+    app = application(token="first second", limits=ServiceLimits(requests_per_second=1e-6, burst=1))
+    one, other = (TestClient(app, client=(address, 1)) for address in ("192.0.2.1", "192.0.2.2"))
+    sent = [(one, "first"), (other, "first"), (other, "second"), (one, "second"), (one, "first second")]
+    assert [client.get("/v1/target", headers=bearer(token)).status_code for client, token in sent] == [
+        200, 429, 200, 429, 401,
+    ]  # fmt: skip
+
+
+SESSION, OTHER = "s" * 32, "t" * 32
+
+
+@pytest.mark.parametrize(
+    ("opener", "reader", "same"),
+    [
+        (("first", SESSION, "192.0.2.1"), ("first", SESSION, "192.0.2.2"), True),  # a balancer, or another network
+        (("first", SESSION, "192.0.2.1"), ("first", OTHER, "192.0.2.1"), False),
+        (("first", SESSION, "192.0.2.1"), ("second", SESSION, "192.0.2.1"), False),  # a stolen header
+        (("first", SESSION, "192.0.2.1"), ("first", "", "192.0.2.1"), False),
+        (("first", "", "192.0.2.1"), ("first", "", "192.0.2.2"), True),
+        (("first", "", "192.0.2.1"), ("second", "", "192.0.2.1"), False),
+    ],
+)
+def test_contexts_belong_to_token_and_session(
+    opener: tuple[str, str, str], reader: tuple[str, str, str], same: bool
+) -> None:
+    app = application(token="first second")
+
+    def post(who: tuple[str, str, str], body: dict[str, Any]) -> int:
+        token, session, address = who
+        client = TestClient(app, client=(address, 1))
+        return client.post("/v1/rounds", json=body, headers=bearer(token, session)).status_code
+
+    onward = {"ctx_id": "a", "round": 1, "base": 4, "digest": digest([2, 0, 2, 0]), "k": 0}
+    assert post(opener, OPEN) == 200
+    assert post(reader, onward) == (200 if same else 404)
+
+
+def test_contexts_without_token_belong_to_the_session() -> None:
+    app = application()
+    first, second = (TestClient(app, client=(address, 1)) for address in ("192.0.2.1", "192.0.2.2"))
+    assert first.post("/v1/rounds", json=OPEN, headers={"X-Session-Id": SESSION}).status_code == 200
+    assert not second.delete("/v1/contexts/a").json()["forgotten"]
+    assert not second.delete("/v1/contexts/a", headers={"X-Session-Id": OTHER}).json()["forgotten"]
+    assert second.delete("/v1/contexts/a", headers={"X-Session-Id": SESSION}).json()["forgotten"]
+
+
+@pytest.mark.parametrize("session", ["s" * 31, "s" * 129, "s" * 100_000, "s" * 31 + ";", "../" * 20])
+def test_other_session_headers_are_refused(session: str) -> None:
+    client = TestClient(application())
+    for response in (
+        client.post("/v1/rounds", json=OPEN, headers={"X-Session-Id": session}),
+        client.delete("/v1/contexts/a", headers={"X-Session-Id": session}),
+    ):
+        assert response.status_code == 422 and "32 to 128" in response.json()["error"]
+
+
+def test_readiness_needs_no_token_and_no_worker() -> None:
+    worker, started, release = Worker(at_once=1), threading.Event(), threading.Event()
+
+    def blocking() -> Iterator[None]:
+        started.set()
+        release.wait()
+        yield
+
+    worker.submit(blocking)
+    assert started.wait(60)
+    client = TestClient(create_app(INFO, contexts(), worker, token="secret"))
+    assert client.get("/v1/ready").status_code == 200
+    release.set()
 
 
 def test_documentation_requires_the_token() -> None:

@@ -1,0 +1,115 @@
+"""Admission of requests to the service: token, rate limits, and the owner of contexts."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fastapi import Depends, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from specdemo.remote.access import is_foreign, is_known_host
+from specdemo.remote.protocol import ErrorResponse
+
+SESSION_HEADER = "x-session-id"
+_SESSION = re.compile(r"[A-Za-z0-9_-]{32,128}")  # at least 128 bits, if they are random
+_WRONG_TOKENS = (1.0, 20)  # attempts per second and address, and attempts in a burst
+
+
+@dataclass(frozen=True)
+class ServiceLimits:
+    """Limits per request, and per token or client address."""
+
+    body_bytes: int = 4 << 20
+    requests_per_second: float = 0.0  # 0: unlimited
+    burst: int = 50
+
+
+class RateLimiter:
+    """Token bucket per address or token, refilled at `rate` per second."""
+
+    def __init__(self, rate: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate, self._burst = rate, burst
+        self._clock = clock
+        self._buckets: dict[str, tuple[float, float]] = {}  # remaining requests, time
+
+    def allow(self, address: str, cost: int = 1) -> bool:
+        if not self._rate:
+            return True
+        now = self._clock()
+        if len(self._buckets) > 4096:
+            self._buckets = {address: b for address, b in self._buckets.items() if self._refilled(b, now) < self._burst}
+        left = self._refilled(self._buckets.get(address, (float(self._burst), now)), now)
+        self._buckets[address] = (left - cost * (left >= 1), now)
+        return left >= 1
+
+    def _refilled(self, bucket: tuple[float, float], now: float) -> float:
+        left, updated = bucket
+        return min(self._burst, left + (now - updated) * self._rate)
+
+
+class ServiceError(Exception):
+    """Error that becomes a response with a status code."""
+
+    def __init__(self, status: int, code: str, sentence: str, position: int = 0) -> None:
+        super().__init__(sentence)
+        self.status, self.problem = status, ErrorResponse(error=sentence, code=code, position=position)
+
+
+def context_owner(request: Request) -> str:
+    """Return the hash of token and session; of the address without both. Raises `ServiceError`."""
+    session, token = request.headers.get(SESSION_HEADER, ""), request.state.token
+    if session and not _SESSION.fullmatch(session):
+        raise ServiceError(
+            422, "invalid", f"{SESSION_HEADER} must be 32 to 128 letters, digits, - or _: send random bits, or omit it"
+        )
+    identity = session or ("" if token else _address(request))
+    return hashlib.sha256(f"{token}\0{identity}".encode()).hexdigest()
+
+
+def _address(request: Request) -> str:
+    return request.client.host if request.client else ""
+
+
+def admission(
+    tokens: Sequence[str],
+    limits: ServiceLimits,
+    local: bool,
+    clock: Callable[[], float],
+    origins: Sequence[str] = (),
+) -> Callable[..., None]:
+    """Return the dependency that admits requests with one of `tokens`, if there are any.
+
+    Rates are limited per token if there are several. Only wrong tokens count as failures: clients behind a balancer
+    share an address.
+    """
+    rates = RateLimiter(limits.requests_per_second, limits.burst, clock)
+    failures = RateLimiter(*_WRONG_TOKENS, clock)
+    bearer = HTTPBearer(auto_error=False)
+
+    def admit(request: Request, sent: HTTPAuthorizationCredentials | None = Depends(bearer)) -> None:  # noqa: B008
+        if local and not tokens and not is_known_host(request.headers.get("host", ""), ()):
+            raise ServiceError(403, "host", "this service serves its own machine: use its address, or localhost")
+        allowed = request.headers.get("origin") in origins
+        if request.method not in ("GET", "HEAD") and not allowed and is_foreign(request.headers):
+            raise ServiceError(403, "origin", "pages of other sites cannot use this service: send no Origin")
+        address, token = _address(request), sent.credentials if sent and tokens else ""
+        if tokens and not _is_among(tokens, token):
+            if not failures.allow(address):
+                raise ServiceError(429, "busy", "too many wrong tokens from this address: try again in a few seconds")
+            raise ServiceError(
+                401, "unauthorised", "the bearer token is missing or wrong: set SPECDEMO_TOKEN to the service's token"
+            )
+        request.state.token = token
+        if not rates.allow(token if len(tokens) > 1 else address):
+            raise ServiceError(429, "busy", "too many requests from this client: reduce the request rate")
+
+    return admit
+
+
+def _is_among(tokens: Sequence[str], sent: str) -> bool:
+    return any(secrets.compare_digest(sent.encode(), token.encode()) for token in tokens)
