@@ -45,7 +45,7 @@ PACKAGES = {
     "starlette": (
         "specdemo/remote/",
         "specdemo/ui/gateway.py",
-        "specdemo/ui/link_preview.py",
+        "specdemo/ui/page_head.py",
         "specdemo/ui/service.py",
         "specdemo/ui/streams.py",
         "specdemo/ui/theme.py",

@@ -23,7 +23,7 @@ from specdemo.remote.admission import RateLimiter
 from specdemo.remote.connections import ConnectionLimits, VisitorConnections, network_of
 from specdemo.ui.event_requests import KnownEvents
 from specdemo.ui.limits import HostLimits
-from specdemo.ui.link_preview import PICTURE_PATH, LinkPreview
+from specdemo.ui.page_head import PICTURE_PATH, PageHead
 from specdemo.ui.visitor_sessions import InvalidSession, VisitorSessions
 
 _log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def gateway(
         Middleware(VisitorConnections, limits=limits.of_connections),
         Middleware(Gateway, limits=limits, hosts=hosts, events=events, framed=framed),
         Middleware(GZipMiddleware, minimum_size=_COMPRESSED, compresslevel=6),
-        Middleware(LinkPreview),
+        Middleware(PageHead),
     ]
     return middleware, hosts
 

@@ -50,7 +50,7 @@ from specdemo.ui.lane import (
 )
 from specdemo.ui.lessons import lessons_page
 from specdemo.ui.limits import HostLimits
-from specdemo.ui.link_preview import picture_route
+from specdemo.ui.page_head import picture_route
 from specdemo.ui.service import Generate, Health, Service, Turn
 from specdemo.ui.settings import (
     OFF,

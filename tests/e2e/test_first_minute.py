@@ -51,6 +51,8 @@ def test_readable_pace_displays_a_finished_run_gradually(tab: Any) -> None:
         re.compile(r"^displaying: at 15 tokens/s, generated at [\d.]+ tokens/s")
     )
     assert kept(page) < 240
+    expect(page.locator("#shown")).to_have_text(re.compile(r"^\d+ of 240 shown$"))
+    expect(page.locator("#show-rest")).to_be_visible()
     speed = page.locator("[data-kpi=tokens_per_second]")
     expect(speed).to_contain_text(re.compile(r"\d+ tokens displayed"))  # figures of the displayed part
     expect(page.locator("[data-kpi=speedup]")).to_contain_text("at the end")
@@ -60,6 +62,8 @@ def test_readable_pace_displays_a_finished_run_gradually(tab: Any) -> None:
     page.locator("#stop").evaluate("button => button.click()")
     shown = kept(page)
     status(page, f"stopped: {shown} tokens displayed")
+    expect(page.locator("#shown")).to_have_text(f"{shown} of 240 shown")
+    expect(page.locator("#headline")).to_be_empty()
     expect(page.locator("#race")).to_be_visible()
     assert 0 < kept(page) == shown < 240
     page.reload()  # the run is not lost
@@ -134,7 +138,7 @@ def test_the_first_visit_explains_a_recorded_step(tab: Any) -> None:
     shown = kept(page)
     kinds = ".tok:not([data-kind=rejected], [data-kind=ignored])"
     counts = [page.locator(f"#lane-{lane} .round:not([hidden]) {kinds}").count() for lane in ("spec", "ar")]
-    expect(page.locator("#status")).to_have_text(re.compile(rf"^done: .*, {counts[0]} and {counts[1]} shown$"))
+    expect(page.locator("#shown")).to_have_text(re.compile(rf"^{counts[0]} and {counts[1]} of \d+ shown$"))
     visible = "document.querySelectorAll('#lane-spec .round:not([hidden])').length"
     step = page.evaluate(visible)
     assert 0 < step < page.locator("#lane-spec .round").count() and shown
@@ -184,6 +188,32 @@ def test_a_comparison_is_raced_once_and_ends_on_the_result(tab: Any) -> None:
     assert page.locator(".round[hidden]").count() == 0
     expect(page.locator("#suggestion")).to_be_visible()
     expect(page.locator("#lane-ar")).to_be_visible()
+
+
+HIDDEN = "document.querySelectorAll('.round[hidden]').length"
+
+
+@pytest.mark.parametrize(("width", "height"), [(1366, 768), (390, 844), (683, 384)])
+def test_a_replay_counts_what_it_shows_and_is_completed_with_the_keyboard(tab: Any, width: int, height: int) -> None:
+    page = tab("localStorage.setItem('specdemo-pace', 'replay');", clock=True, width=width, height=height)
+    page.locator("#compare input").check()
+    run(page, CODE, tokens=40)
+    page.wait_for_function(f"{HIDDEN} > 0 && document.querySelector('#status').textContent.endsWith('replaying')")
+    shown, rest = page.locator("#shown"), page.locator("#show-rest")
+    expect(shown).to_have_text(re.compile(r"^\d+ and \d+ of 40 shown$"))
+    page.locator("#race-at").evaluate("slider => slider.dispatchEvent(new Event('input'))")  # pauses the replay
+    kinds = ".tok:not([data-kind=rejected], [data-kind=ignored])"
+    counts = [page.locator(f"#lane-{lane} .round:not([hidden]) {kinds}").count() for lane in ("spec", "ar")]
+    expect(shown).to_have_text(f"{counts[0]} and {counts[1]} of 40 shown")
+    page.locator("#race-play").evaluate("button => button.click()")
+    expect(rest).to_be_visible()
+    rest.focus()
+    page.keyboard.press("Enter")
+    expect(rest).to_be_hidden()
+    expect(shown).to_be_empty()
+    assert page.evaluate(HIDDEN) == 0 and kept(page) == kept(page, "ar") == 40
+    expect(page.locator("#status")).to_have_text("done: 40 tokens")
+    expect(page.locator("#headline")).to_contain_text("target pass")
 
 
 def test_run_replaces_the_recording(tab: Any) -> None:

@@ -482,3 +482,29 @@ def test_a_quantised_copy_is_chosen_with_the_keyboard(page: Page) -> None:
     page.locator("#drop-lanes").click()
     page.locator("#reset").click()
     expect(source).to_have_value("the pair's own")
+
+
+COUNT_FRAMES = """const request = window.requestAnimationFrame;
+window.requested = 0;
+window.requestAnimationFrame = (callback) => { window.requested += 1; return request(callback); };
+window.restsIn = async (frames) => {
+    for (let i = 0; i < frames; i++) {
+        const before = window.requested;
+        await new Promise(request);
+        await new Promise(request);
+        if (window.requested === before) return true;
+    }
+    return false;
+};"""
+
+
+@pytest.mark.parametrize("path", ["", "lessons"])
+def test_an_idle_page_requests_no_frames(served: Any, chromium: Any, path: str) -> None:
+    """Gradio's loading indicator requested a frame in each frame, also when it was gone."""
+    page = chromium.new_page()
+    page.add_init_script(COUNT_FRAMES)
+    page.goto(served.url + path)
+    expect(page.locator("#lessons .player, #lane-spec").first).to_be_visible()
+    assert page.evaluate("restsIn(600)")
+    assert page.evaluate("document.getAnimations().every(animation => animation.playState === 'finished')")
+    page.close()

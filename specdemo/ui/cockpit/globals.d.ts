@@ -14,5 +14,4 @@ interface Window {
   specdemoListeners?: AbortController;
   specdemoRecorded?: Record<string, unknown>;
   gradio_config?: { root?: string };
-  windDown?: () => void;
 }

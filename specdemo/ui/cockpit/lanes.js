@@ -76,7 +76,6 @@ function reset(id, plan) {
   received = firstStepAt = 0;
   pending = [];
   frozen = false;
-  $("#show-rest").hidden = true;
   for (const [name, lane] of Object.entries(lanes)) {
     lane.box.hidden = !plan.includes(name);
     lane.lane.replaceChildren();
@@ -120,6 +119,7 @@ function draw() {
   }
   const ended = state.over && (frozen || !pending.length);
   if (!ended && busy && element.dataset.stopping !== "yes") showPaceStatus();
+  showPart();
   if (ended || performance.now() - tilesDrawnAt >= TILES_INTERVAL_MS) drawTiles();
   for (const lane of following) lane.scrollTop = lane.scrollHeight; // last, so the page is laid out once
   if (ended) showResult();
@@ -231,6 +231,7 @@ function tick() {
 }
 
 function startRun() {
+  pause();
   busy = true;
   startClock();
   stopRequested = interrupted = skipPacing = frozen = false;
@@ -240,6 +241,7 @@ function startRun() {
   startedAt = lastFrameAt = performance.now();
   if (run !== null) earlierRuns.add(run);
   run = null;
+  showPart();
   element.dataset.stopping = "no";
   markButtons();
   setStatus("queued", "");
@@ -270,9 +272,7 @@ function showResult() {
   const drawn = state.plan.filter((name) => lanes[name].steps.length);
   $("#save-all").disabled = $("#save-page").disabled = !drawn.length;
   if (drawn.length) { openReplay(drawn); openInspector(drawn); }
-  const drawnAll = !pending.length;
-  $("#show-rest").hidden = drawnAll;
-  if (drawnAll) {
+  if (!pending.length) {
     const ran = busy && !skipPacing;
     endRun(state.phase[0], state.phase.filter(Boolean).join(": "));
     if (walking) beginWalk();
@@ -296,7 +296,7 @@ function endRun(phase, sentence) {
   element.dataset.stopping = "no";
   $(".cockpit").dataset.phase = phase;
   setText($("#status"), sentence);
-  if (!state.headline) clearHeadline();
+  if (!state.headline || pending.length) clearHeadline();
   markButtons();
 }
 

@@ -75,12 +75,6 @@ function schedule() {
   }
 }
 
-function displayAll() {
-  frozen = false;
-  skipPacing = drawing = true;
-  draw();
-}
-
 function showPaceStatus() {
   if (!state.over) {
     const late = pending.length > PACE && `displayed at ${PACE} tokens/s`;
@@ -91,8 +85,6 @@ function showPaceStatus() {
   setStatus("displaying", `at ${PACE} tokens/s${rates && `, generated at ${rates} tokens/s`}`);
   if (begins) { markButtons(); drawTiles(); }
 }
-
-$("#show-rest").addEventListener("click", displayAll);
 
 const storedPace = localStorage.getItem(PACE_KEY);
 if (["replay", "readable", "instant"].includes(storedPace)) $("#pace").value = storedPace;

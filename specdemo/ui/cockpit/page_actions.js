@@ -132,7 +132,6 @@ if (window.innerWidth < 769) { // gradio's sidebar opens later and would cover a
   closeSidebar();
 }
 
-window.windDown?.(); // removes the spinner of the start page
 markButtons();
 $("#add-run").addEventListener("click", () => document.getElementById("keep-lane").click());
 $("#use-settings").addEventListener("click", () => {

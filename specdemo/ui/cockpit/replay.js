@@ -42,7 +42,7 @@ function seek(t) {
   }
   if (race.at === race.end) { showRates(); if (complete()) showHeadline(); }
   showPosition();
-  if (!race.playing) showReplayStatus();
+  showPart();
   $("#timeline").style.setProperty("--at", String(race.at / race.end));
   $("#race-at").value = race.at;
   setText($("#race-clock"), seconds(race.at));
@@ -51,9 +51,31 @@ function seek(t) {
 
 function showReplayStatus() { // the run is done, although only a part of it may be visible
   if (busy || !complete() || pending.length) return;
-  const shown = race.lanes.map((name) => lanes[name].steps[lanes[name].shown - 1]?.tokens ?? 0);
-  const part = race.playing ? "replaying" : race.at < race.end && `${shown.join(" and ")} shown`;
-  setText($("#status"), [state.phase.filter(Boolean).join(": "), part].filter(Boolean).join(", "));
+  setText($("#status"), [state.phase.filter(Boolean).join(": "), race.playing && "replaying"].filter(Boolean).join(", "));
+}
+
+function showPart() { // counts of the displayed tokens and the button that displays the rest, while a part is hidden
+  const drawn = run === null ? [] : Object.values(lanes).filter((lane) => lane.last);
+  const shown = drawn.map((lane) => lane.steps[lane.shown - 1]?.tokens ?? 0), all = drawn.map((lane) => lane.last.tokens);
+  const partial = shown.some((count, i) => count < all[i]);
+  const equal = new Set(all).size === 1;
+  const counts = equal ? `${joined(shown)} of ${all[0]}` : joined(shown.map((count, i) => `${count} of ${all[i]}`));
+  setText($("#shown"), partial ? `${counts} shown` : "");
+  $(".cockpit").classList.toggle("partial", partial);
+  $("#show-rest").hidden = !partial;
+}
+
+function joined(words) { return words.length < 2 ? words.join() : `${words.slice(0, -1).join(", ")} and ${words.at(-1)}`; }
+
+function displayAll() {
+  endWalk();
+  frozen = false;
+  if (complete() && !pending.length) { // hidden by the replay
+    seek(race.end);
+    return pause();
+  }
+  skipPacing = drawing = true;
+  draw();
 }
 
 function scrollLane(lane, span) { // scroll the lane without scrolling the page
@@ -101,6 +123,7 @@ function raceOnce() { // after a comparison, unless another pace was chosen
   return true;
 }
 
+$("#show-rest").addEventListener("click", displayAll);
 $("#race-play").addEventListener("click", () => (race.playing ? pause() : play()));
 $("#slow-motion").addEventListener("click", () => { pause(); endWalk(); if (race.at >= race.end) seek(0); play(slowRate()); });
 $("#race-speed").addEventListener("change", (e) => { race.rate = Number(e.target.value); });

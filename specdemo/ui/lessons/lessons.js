@@ -51,6 +51,5 @@ drawPrediction();
 
 element.querySelector("#lessons-print").addEventListener("click", () => print());
 window.addEventListener("beforeprint", () => { for (const answer of element.querySelectorAll(".lesson > details")) answer.open = true; });
-window.windDown?.(); // removes the spinner of the start page
 const asked = new URLSearchParams(location.search).get("lesson") ?? location.hash.replace("#lesson-", "");
 if (/^[1-5]$/.test(asked)) inLesson(asked).scrollIntoView();

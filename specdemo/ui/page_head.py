@@ -1,4 +1,4 @@
-"""Title, description and picture of the page in link previews, instead of those of Gradio."""
+"""Head of HTML pages: link preview instead of that of Gradio, and the end of its loading indicator."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdemo.models.zoo import ASSETS
+from specdemo.ui.page_files import scripts
 
 PICTURE_PATH = "/preview.png"
 TITLE = "specdemo: speculative decoding, visible and measured"
@@ -28,8 +29,8 @@ def picture_route() -> Route:
     return Route(PICTURE_PATH, lambda _: FileResponse(_PICTURE, media_type="image/png"))
 
 
-def with_preview(page: bytes) -> bytes:
-    """Replace the tags of link previews in an HTML page."""
+def with_head(page: bytes) -> bytes:
+    """Replace the tags of link previews in an HTML page; add `end_loading.js`."""
     root = _ROOT.search(page)
     address = root.group(1).decode() if root else ""
     tags = {
@@ -40,12 +41,12 @@ def with_preview(page: bytes) -> bytes:
         "twitter:card": "summary_large_image",
     }
     lines = [f'<meta property="{name}" content="{html.escape(value)}" />' for name, value in tags.items()]
-    lines += [f"<title>{TITLE}</title>", f'<meta name="description" content="{html.escape(DESCRIPTION)}" />']
+    lines += [f"<script>{scripts('end_loading')}</script>", f"<title>{TITLE}</title>", f'<meta name="description" content="{html.escape(DESCRIPTION)}" />']
     return _OF_GRADIO.sub(b"", page).replace(_START, _START + "".join(lines).encode(), 1)
 
 
-class LinkPreview:
-    """ASGI middleware that replaces the tags in HTML pages."""
+class PageHead:
+    """ASGI middleware that changes the head of HTML pages."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -63,7 +64,7 @@ class LinkPreview:
             else:
                 page.extend(message.get("body", b""))
                 if not message.get("more_body"):
-                    body = with_preview(bytes(page))
+                    body = with_head(bytes(page))
                     MutableHeaders(scope=start)["content-length"] = str(len(body))
                     await send(start)
                     await send({"type": "http.response.body", "body": body})
