@@ -88,6 +88,7 @@ class Method:
     title: str
     notes: str  # Markdown for the page
     build: Callable[[BuildContext], Drafter]
+    label: str = ""  # name on the page, if `name` is an abbreviation
     options: tuple[type[OptionSet], ...] = ()  # classes of options, see `core.options`
     shape: Shape = "chain"
     drafts: bool = True

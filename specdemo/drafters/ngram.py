@@ -194,7 +194,8 @@ def _build(context: BuildContext) -> NGramDrafter:
 
 METHOD = Method(
     name="nasd",
-    title="n-grams of prompt and output draft (NASD; NAPD with filler top-k 1)",
+    label="n-grams",
+    title="phrases of prompt and output draft (NASD; NAPD with filler top-k 1)",
     notes="""\
 **NASD** drafts from n-grams of the prompt and the output, longest context first. The target's runners-up serve as
 fillers; with one filler it is NAPD. Drafts are point masses: token y is accepted with probability p(y), otherwise the

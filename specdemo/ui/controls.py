@@ -23,6 +23,7 @@ from specdemo.recipe import PRESETS, Recipe, RunOptions
 from specdemo.remote.config import CloudConfig
 from specdemo.ui.cockpit import script
 from specdemo.ui.limits import HostLimits
+from specdemo.ui.method_names import method_name, with_method_names
 from specdemo.ui.settings import MODES_WITH_OFF, recipe_of, setting_of
 
 Control = gr.Checkbox | gr.CheckboxGroup | gr.Dropdown | gr.Number | gr.Slider | gr.Textbox
@@ -176,7 +177,7 @@ def _settings_of_source(
     try:
         recipe_of({**chosen, **copy}, "auto")
     except UserError as error:
-        gr.Warning(html.escape(str(error)))
+        gr.Warning(html.escape(with_method_names(str(error))))
         return [drafter, form, method, form if drafter == SAME else None if drafter else _OF_PAIR]
     return [*copy.values(), source]
 
@@ -258,7 +259,8 @@ class _Factory:
         titles = MODES_WITH_OFF if option.name == "mode" else option.titles()
         if option.name in ("quantization", "drafter_quantization"):
             titles = {name: unavailable(name, self._device) or title for name, title in titles.items()}
-        return [(name if option.many else f"{name}: {title}", name) for name, title in titles.items()]
+        visible = method_name if option.name == "method" else str
+        return [(name if option.many else f"{visible(name)}: {title}", name) for name, title in titles.items()]
 
 
 _PLACEHOLDERS = {"skip_layers": "5, 7", "remote": "http://host:8300; empty: a local service"}

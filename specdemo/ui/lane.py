@@ -14,6 +14,7 @@ from specdemo.core.rules import DEFAULT_RULE, rule_traits
 from specdemo.external.address import EngineAddress
 from specdemo.models.spec import SAME
 from specdemo.recipe import Recipe
+from specdemo.ui.method_names import method_name
 from specdemo.ui.settings import OFF
 
 SPEC, PLAIN = "spec", "ar"
@@ -154,7 +155,7 @@ def title(recipe: Mapping[str, Any]) -> str:
     length = f"γ {recipe['gamma']}" if policy == "fixed" else f"γ by {policy}"
     link = ", edge and cloud" if mode(recipe) else ""
     copy = f" by {recipe.get('drafter_quantization')} copy" if recipe.get("drafter") == SAME else ""
-    return f"{recipe['method']}{copy}, {length}" + ("" if rule == DEFAULT_RULE else f", {rule}") + link + _form(recipe)
+    return f"{method_name(recipe['method'])}{copy}, {length}" + ("" if rule == DEFAULT_RULE else f", {rule}") + link + _form(recipe)
 
 
 def _form(recipe: Mapping[str, Any]) -> str:

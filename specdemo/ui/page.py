@@ -50,6 +50,7 @@ from specdemo.ui.lane import (
 )
 from specdemo.ui.lessons import lessons_page
 from specdemo.ui.limits import HostLimits
+from specdemo.ui.method_names import with_method_names
 from specdemo.ui.page_head import picture_route
 from specdemo.ui.service import Generate, Health, Service, Turn
 from specdemo.ui.settings import (
@@ -79,6 +80,7 @@ _EFFECT = '<p id="example-effect" aria-live="polite"></p>'
 _QUEUED: dict[str, Any] = {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}
 _IMMEDIATE: dict[str, Any] = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
 _PRIVATE: dict[str, Any] = {"api_visibility": "private"}
+_TO_OTHER_TABS = "(...values) => window.specdemoTabs.postMessage(JSON.stringify(values))"
 _ESTIMATING = "(...values) => { document.body.dataset.estimate = 'current'; return values; }"
 
 
@@ -267,6 +269,7 @@ def _actions(buttons: dict[str, gr.Button], compared: bool) -> tuple[gr.Checkbox
         buttons["repeat"] = gr.Button(f"Repeat ×{REPEATS}", size="sm", elem_id="repeat", scale=0)
         buttons["preflight"] = gr.Button("Predict the speed-up", size="sm", elem_id="preflight", scale=0)
         buttons["use"] = gr.Button("Use", elem_id="use-recorded", visible="hidden")
+        buttons["lanes-of-tab"] = gr.Button("Use", elem_id="lanes-of-tab", visible="hidden")
     progress = gr.HTML(elem_id="estimate-progress", css_template=PROGRESS_CSS)
     estimate = gr.Markdown(elem_id="estimate")
     with gr.Row(elem_id="outdated-estimate"):
@@ -331,9 +334,15 @@ def _connect_lanes(parts: _Parts, handlers: _Handlers) -> None:
     buttons = parts.buttons
     stored, stored_lanes = parts.stored, parts.stored_lanes
     inputs = [stored, *parts.controls.values()]
-    buttons["keep-lane"].click(handlers.keep, inputs, [stored, stored_lanes], preprocess=False, **_QUEUED)
-    buttons["keep-copy"].click(handlers.keep_copy, inputs, [stored, stored_lanes], preprocess=False, **_QUEUED)
-    buttons["drop-lanes"].click(None, None, [stored, stored_lanes], js="() => [null, '']", **_PRIVATE)
+    shown = [stored, stored_lanes]
+    changes = (
+        buttons["keep-lane"].click(handlers.keep, inputs, shown, preprocess=False, **_QUEUED),
+        buttons["keep-copy"].click(handlers.keep_copy, inputs, shown, preprocess=False, **_QUEUED),
+        buttons["drop-lanes"].click(None, None, shown, js="() => [[], '']", **_PRIVATE),  # null would not be stored
+    )
+    for change in changes:
+        change.success(None, shown, None, js=_TO_OTHER_TABS, **_PRIVATE)
+    buttons["lanes-of-tab"].click(None, None, shown, js="() => window.specdemoLanes", **_PRIVATE)
     buttons["new-talk"].click(handlers.forget, None, parts.conversation, **_QUEUED)
 
 
@@ -454,7 +463,7 @@ class _Handlers:
             if len(lanes) == len(EXTRA):
                 raise UserError(f"{len(EXTRA)} settings are added already: remove them first")
         except UserError as error:
-            gr.Warning(html.escape(str(error)))
+            gr.Warning(html.escape(reason(error)))
             return gr.skip(), describe_stored_lanes(lanes)
         return [*(stored or []), wanted], describe_stored_lanes([*lanes, recipe])
 
@@ -462,7 +471,7 @@ class _Handlers:
         link = from_link(dict(request.query_params), self._defaults)
         settings, errors = restored(link or saved, self._defaults, self._device, effective=bool(link))
         for error in errors:
-            gr.Warning(html.escape(error))
+            gr.Warning(html.escape(with_method_names(error)))
         if unknown := unknown_names(dict(request.query_params), self._defaults):
             gr.Warning(html.escape(f"Unknown settings in the link ignored: {', '.join(unknown)}"))
         remote = settings["remote"] if settings.get("mode", OFF) != OFF else ""

@@ -24,6 +24,7 @@ from specdemo.core.errors import FULL_DISK, UserError, write_error
 from specdemo.core.events import Event
 from specdemo.ui.frames import Run
 from specdemo.ui.labels import describe_queue
+from specdemo.ui.method_names import with_method_names
 from specdemo.ui.run_store import RunStore
 from specdemo.worker import Stream, WorkerBusy
 
@@ -55,7 +56,7 @@ async def drain(stream: Stream[T]) -> AsyncGenerator[list[T]]:
 def reason(error: BaseException) -> str:
     """Convert an exception to a sentence for the visitor; log unexpected exceptions."""
     if isinstance(error, (UserError, WorkerBusy)):
-        text = str(error)
+        text = with_method_names(str(error))
     elif isinstance(error, OSError) and error.errno in (*FULL_DISK, errno.EROFS):
         text = str(write_error("to the disk of this host", error))
     else:

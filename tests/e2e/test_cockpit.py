@@ -280,14 +280,14 @@ def test_settings_survive_a_reload_and_reset_restores_defaults(page: Page) -> No
     assert first
     set_number(page, "gamma", 7)
     page.locator("#method input").click()
-    page.get_by_role("option", name="nasd:").click()
+    page.get_by_role("option", name="n-grams:").click()
     page.locator("#compare input").check()
     page.locator("#prompt textarea").fill("stored prompt")
     page.locator("#safe-colours").check()
     page.wait_for_function("localStorage.getItem('specdemo-settings') !== null")
     page.reload()
     expect(page.locator("#gamma input[type=number]")).to_have_value("7")
-    expect(page.locator("#method input")).to_have_value(re.compile("^nasd"))
+    expect(page.locator("#method input")).to_have_value(re.compile("^n-grams:"))
     expect(page.locator("#compare input")).to_be_checked()
     expect(page.locator("#prompt textarea")).to_have_value("stored prompt")
     expect(page.locator("#safe-colours")).to_be_checked()
@@ -335,11 +335,11 @@ def test_link_transfers_settings(page: Page, tab: Any, served: Any) -> None:
 
 def test_added_lanes_run_with_the_others(page: Page, short_path: Path) -> None:
     open_group(page, "More actions")
-    for method in ("nasd", "tree"):
+    for name in ("n-grams", "tree"):
         page.locator("#method input").click()
-        page.get_by_role("option", name=f"{method}:").click()
+        page.get_by_role("option", name=f"{name}:").click()
         page.locator("#keep-lane").click()
-        expect(page.locator("#kept-lanes")).to_contain_text(method)
+        expect(page.locator("#kept-lanes")).to_contain_text(name)
     page.locator("#method input").click()
     page.get_by_role("option", name="draft:").click()
     run(page, CODE, tokens=16)
@@ -356,10 +356,10 @@ def test_added_lanes_run_with_the_others(page: Page, short_path: Path) -> None:
     written(page, "target", str(save_model(short_path, byte_level_tokenizer())))
     expect(page.locator("#pair")).to_contain_text("Not used: a target is set")
     page.locator("#method input").click()
-    page.get_by_role("option", name="nasd:").click()
+    page.get_by_role("option", name="n-grams:").click()
     page.locator("#compare input").check()
     run(page, CODE, tokens=6)
-    expect(page.get_by_text("Not compared, since target or chat template differ: nasd, γ 3 (bundled);")).to_be_visible()
+    expect(page.get_by_text("Not compared, since target or chat template differ: n-grams, γ 3 (bundled);")).to_be_visible()
     status(page, "done: 6 tokens")
     expect(page.locator("[data-lane=spec] .model")).to_have_text(short_path.name)
     expect(page.locator("#lane-third")).to_be_hidden()
@@ -368,6 +368,37 @@ def test_added_lanes_run_with_the_others(page: Page, short_path: Path) -> None:
     run(page, CODE, tokens=8)
     status(page, "done: 8 tokens")
     expect(page.locator("#lane-third")).to_be_hidden()
+
+
+def test_added_settings_are_the_same_in_all_tabs_and_after_a_reload(tab: Any) -> None:
+    first, second = tab(), tab()
+    for page in (first, second):
+        open_group(page, "More actions")
+
+    def add(page: Page, name: str) -> None:
+        page.locator("#method input").click()
+        page.get_by_role("option", name=f"{name}:").click()
+        page.locator("#keep-lane").click()
+
+    def expect_added(*names: str) -> None:
+        words = "; ".join(f"{name}, γ 3 (bundled)" for name in names)
+        for page in (first, second):
+            expect(page.locator("#kept-lanes")).to_have_text(f"Also compared, with the same target: {words}." if names else "")
+
+    add(first, "n-grams")
+    expect_added("n-grams")
+    add(second, "tree")
+    expect_added("n-grams", "tree")
+    first.locator("#drop-lanes").click()
+    expect_added()
+    first.reload()
+    expect(first.locator("body")).to_have_attribute("data-settings", "restored")
+    expect_added()
+    add(second, "suffix")
+    expect_added("suffix")
+    first.reload()
+    expect(first.locator("body")).to_have_attribute("data-settings", "restored")
+    expect_added("suffix")
 
 
 def test_methods_have_best_and_worst_examples(page: Page) -> None:
@@ -438,7 +469,7 @@ def test_run_begins_a_conversation_and_continue_chat_adds_a_turn(page: Page, sho
     written(page, "target", str(folder))
     expect(page.locator("#pair")).to_contain_text("Not used: a target is set")
     page.locator("#method input").click()
-    page.get_by_role("option", name="nasd:").click()
+    page.get_by_role("option", name="n-grams:").click()
     open_group(page, "Chat")
     page.locator("#chat input").check()
     expect(following).to_be_hidden()

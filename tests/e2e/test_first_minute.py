@@ -26,6 +26,7 @@ from e2e.page_fixtures import (
     written,
 )
 from specdemo.models.zoo import ASSETS, PAIRS
+from specdemo.ui.method_names import method_name
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -262,7 +263,7 @@ def test_a_new_pair_brings_its_first_example_unless_a_prompt_was_typed(page: Pag
     choose("SmolLM2 360M")
     choose("Bundled")
     expect(prompt).to_have_value(first["prompt"])
-    expect(page.locator("#method input")).to_have_value(re.compile(f"^{first['method']}:"))
+    expect(page.locator("#method input")).to_have_value(re.compile(f"^{method_name(first['method'])}:"))
 
 
 HOLD = f"""
@@ -306,7 +307,7 @@ def test_an_example_sets_all_of_its_settings_and_names_its_effect(page: Page) ->
     for example in shown:
         page.get_by_role("button", name=example["title"], exact=True).click()
         expect(page.locator("#prompt textarea")).to_have_value(example["prompt"])
-        expect(page.locator("#method input")).to_have_value(re.compile(f"^{example['method']}:"))
+        expect(page.locator("#method input")).to_have_value(re.compile(f"^{method_name(example['method'])}:"))
         expect(page.locator("#pair input")).to_have_value(re.compile(f"^{re.escape(PAIRS[example['pair']].title)}"))
         expect(page.locator("#temperature input[type=number]")).to_have_value(f"{example['temperature']:g}")
         expect(page.locator("#example-effect")).to_have_text(example["effect"])

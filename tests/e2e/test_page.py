@@ -106,7 +106,7 @@ def test_preflight_shows_estimates(page: Page) -> None:
     page.locator("#method input").click()
     page.get_by_role("option", name="beam:").click()
     page.locator("#preflight").click()
-    expect(estimate).to_contain_text("preflight supports the methods draft, eagle, medusa, block, nasd")
+    expect(estimate).to_contain_text("preflight supports the methods draft, eagle, medusa, block, n-grams (nasd)")
     expect(page.locator("#status")).to_have_text(before)
     open_group(page, "More actions")
     page.locator("#reset").click()
@@ -416,7 +416,7 @@ def test_layout_of_narrow_and_wide_pages(tab: Any) -> None:
 def test_example_sets_prompt_and_method(page: Page) -> None:
     page.get_by_role("button", name="Unit tests").click()
     expect(page.locator("#prompt textarea")).to_have_value(re.compile("unittest.TestCase"))
-    expect(page.locator("#method input")).to_have_value(re.compile("^nasd"))
+    expect(page.locator("#method input")).to_have_value(re.compile("^n-grams:"))
 
 
 def test_api_streams_the_trace(served: Any) -> None:

@@ -12,6 +12,8 @@ declare const server: Record<
 
 interface Window {
   specdemoListeners?: AbortController;
+  specdemoTabs?: BroadcastChannel;
+  specdemoLanes?: unknown[];
   specdemoRecorded?: Record<string, unknown>;
   gradio_config?: { root?: string };
 }

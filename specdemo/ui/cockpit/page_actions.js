@@ -138,6 +138,14 @@ $("#use-settings").addEventListener("click", () => {
   window.specdemoRecorded = state.recorded;
   document.getElementById("use-recorded").click();
 });
+
+const tabs = (window.specdemoTabs = new BroadcastChannel("specdemo-lanes")); // added settings are the same in all tabs
+tabs.onmessage = ({ data }) => {
+  window.specdemoLanes = JSON.parse(data);
+  document.getElementById("lanes-of-tab").click();
+};
+listeners.signal.addEventListener("abort", () => tabs.close());
+
 const REVEAL_FRAMES = 3, REVEAL_TIMEOUT_MS = 4000;
 
 function reveal() { // when all parts are mounted and have their size

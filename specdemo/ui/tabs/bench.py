@@ -16,6 +16,7 @@ from specdemo.core.formats import NOTHING, number, percent
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.ui.line_chart import LineChart
+from specdemo.ui.method_names import recipe_label, with_method_names
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OFF, recipe_of
 from specdemo.ui.tabs.bench_grid import grid_controls, sweep
@@ -44,7 +45,7 @@ def sweep_cells(rows: Sequence[BenchRow]) -> list[list[str]]:
     return [
         [
             row.kind,
-            row.lane,
+            recipe_label(row.lane),
             "baseline" if row.speedup is None else f"{row.speedup:.2f}×" + (" slower" if row.speedup < 1 else ""),
             NOTHING if row.interval is None or row.prompts < 2 else "{:.2f} to {:.2f}".format(*row.interval),
             NOTHING if row.speedup is None else f"{len(row.slower)} of {row.prompts}",
@@ -68,7 +69,7 @@ def bars(rows: Sequence[BenchRow]) -> dict[str, Any]:
 
     def name(row: BenchRow) -> str:
         lane = row.lane if len(temperatures) > 1 else row.lane.rpartition(" ")[0]
-        return f"{lane.replace('gamma=', 'γ ')}, {row.kind}"
+        return f"{recipe_label(lane).replace('gamma=', 'γ ')}, {row.kind}"
 
     data = [[name(row), row.kind, round(row.speedup, 3)] for row in rows if row.speedup is not None]
     return {
@@ -81,7 +82,7 @@ def bars(rows: Sequence[BenchRow]) -> dict[str, Any]:
 
 def position_curves(rows: Sequence[BenchRow]) -> str:
     """Acceptance by position of all lanes that drafted, over all classes."""
-    lanes = {name.replace("gamma=", "γ "): lane for name, lane in acceptance(rows).items() if lane.position}
+    lanes = {recipe_label(name).replace("gamma=", "γ "): lane for name, lane in acceptance(rows).items() if lane.position}
     points = [
         (float(position), count.share, name)
         for name, lane in lanes.items()
@@ -124,7 +125,7 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
         try:
             return f"{make_sweep(session, values).describe(service.runs.latest(session))}."
         except UserError as error:
-            return f"**{html.escape(str(error))}.**"
+            return f"**{html.escape(with_method_names(str(error)))}.**"
 
     def show_rows(result: SweepResult, rows: list[BenchRow]) -> dict[Any, Any]:
         speedups = bars(rows)

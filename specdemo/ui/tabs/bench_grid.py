@@ -16,10 +16,11 @@ from specdemo.prompts import Prompt, alternate_classes, load_prompts
 from specdemo.recipe import Recipe
 from specdemo.ui.controls import Controls
 from specdemo.ui.frames import Run
+from specdemo.ui.method_names import method_name
 from specdemo.ui.tabs.components import Sweep
 
 MOST_RUNS, MOST_TOKENS = 240, 24_000
-_DRAFTING = [name for name, method in METHODS.items() if method.drafts]  # can be faster than AR decoding
+_DRAFTING = [(method_name(name), name) for name, method in METHODS.items() if method.drafts]  # can be faster than AR decoding
 _TEMPERATURES = (0.0, 0.3, 0.5, 0.7, 1.0)
 
 
