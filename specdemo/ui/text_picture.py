@@ -77,7 +77,10 @@ def _tokens(lane: Lane) -> Iterator[tuple[Outcome | None, str]]:
     if lane.header is not None:
         yield None, lane.header.prompt
     for event in lane.steps:
+        unknown = event.step.draft.undisclosed or 0
         for shown in event.shown():
+            if unknown and shown.outcome is Outcome.CORRECTION:
+                yield Outcome.IGNORED, f"+{unknown}"
             yield shown.outcome, shown.text if shown.outcome.committed else shown.text.replace("\n", "⏎")
 
 

@@ -100,7 +100,7 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
     prompts = [*load_prompts(chat=defaults.chat), *load_prompts(chat=not defaults.chat)]
     kinds = list(dict.fromkeys(prompt.kind for prompt in prompts))
     gr.Markdown(_INTRO)
-    selection = grid_controls(kinds, defaults)
+    selection = grid_controls(kinds, defaults, service.limits.max_gamma)
     size = gr.Markdown(elem_id="bench-size")
     panel = MeasurementPanel(service, "bench")
     with panel.results:

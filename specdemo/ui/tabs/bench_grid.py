@@ -75,7 +75,9 @@ def within_limits(result: Sweep, latest: Run | None) -> Sweep:
     return result
 
 
-def grid_controls(kinds: list[str], defaults: Recipe) -> Controls:
+def grid_controls(kinds: list[str], defaults: Recipe, max_gamma: int | None) -> Controls:
+    """Lay out the selection; draft lengths above `max_gamma`, the limit of the host, are not offered."""
+
     def group(choices: list[Any], value: list[Any], label: str, name: str) -> gr.CheckboxGroup:
         return gr.CheckboxGroup(choices, value=value, label=label, min_width=280, elem_id=f"bench-{name}")
 
@@ -85,9 +87,10 @@ def grid_controls(kinds: list[str], defaults: Recipe) -> Controls:
         fitting = list(dict.fromkeys(prompt.kind for prompt in load_prompts(chat=defaults.chat)))
         selection["methods"] = group(_DRAFTING, methods, "Methods (compared with the baseline)", "methods")
         selection["kinds"] = group(kinds, fitting, "Classes of prompts", "kinds")
+    lengths = list(range(1, min(8, max_gamma or 8) + 1))
     with gr.Row():
         selection["policies"] = group(list(POLICIES), ["fixed"], "Draft-length policies", "policies")
-        selection["gammas"] = group(list(range(1, 9)), [defaults.gamma], "Draft lengths γ (tokens)", "gammas")
+        selection["gammas"] = group(lengths, [defaults.gamma], "Draft lengths γ (tokens)", "gammas")
     with gr.Row():
         temperatures = [(f"{t:g}", t) for t in _TEMPERATURES]
         selection["temperatures"] = group(temperatures, [0.0], "Temperatures", "temperatures")
