@@ -508,3 +508,16 @@ def test_an_idle_page_requests_no_frames(served: Any, chromium: Any, path: str) 
     assert page.evaluate("restsIn(600)")
     assert page.evaluate("document.getAnimations().every(animation => animation.playState === 'finished')")
     page.close()
+
+
+def test_the_first_visit_transfers_half_a_megabyte(served: Any, chromium: Any) -> None:
+    page = chromium.new_page()
+    network = chromium.new_cdp_session(page)
+    sizes: list[float] = []
+    network.on("Network.loadingFinished", lambda event: sizes.append(event["encodedDataLength"]))
+    network.send("Network.enable")
+    network.send("Network.clearBrowserCache")
+    page.goto(served.url)
+    expect(page.locator("body")).to_have_attribute("data-shown", "yes")
+    assert 100_000 < sum(sizes) <= 550_000
+    page.close()

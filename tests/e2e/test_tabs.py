@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, Route, expect
 
-from e2e.page_fixtures import PATIENCE, set_number
+from e2e.page_fixtures import PATIENCE, grave, set_number
 from specdemo.bench import measure, table
 from specdemo.models.spec import QUANTIZATIONS
 from specdemo.models.zoo import PAIRS
@@ -110,13 +110,14 @@ def test_table_matches_the_bench(tab: Any, measured: MeasureRecorder, served: An
     expect(page.locator("#bench-positions .mark-line path").first).to_be_visible()
     page.get_by_role("button", name="Acceptance by position, length of the text and confidence").click()
     expect(page.locator("#bench-acceptance table").first).to_contain_text(" of ")
+    assert not grave(page, "#tabs", schemes=("light",))
     choose(page, each=1, tokens=8, kinds=("code",))
     page.locator("#bench-pairs-run").click()
     status = page.locator("#bench-pairs-status p")
     expect(status).to_have_text("done: 1 of 1 pairs are measured", timeout=PATIENCE * 1000)
     measured_pair = page.locator("#bench-pairs-table table").first.locator("tbody tr")
     expect(measured_pair.locator("td:first-child")).to_have_text(["bundled", "bundled"])
-    expect(measured_pair.locator("td:nth-child(2)")).to_have_text(["draft gamma=3", "nasd gamma=3"])
+    expect(measured_pair.locator("td:nth-child(2)")).to_have_text(["draft gamma=3", "n-grams (nasd) gamma=3"])
     assert served.worker.active == 0
 
 

@@ -22,3 +22,8 @@ def test_data_is_passed_as_json() -> None:
     assert text.endswith(f")({json.dumps(data)}, ...values)") and text.count(json.dumps(data)) == 1
     source = Path(cockpit.__file__).with_name("copy_link.js").read_text("utf-8")
     assert source in text
+
+
+def test_automated_browsers_are_shown_the_same_page() -> None:
+    sources = [path.read_text("utf-8") for path in Path(cockpit.__file__).parents[1].rglob("*.js")]
+    assert len(sources) > 20 and not [text for text in sources if "webdriver" in text]

@@ -16,6 +16,7 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import PAIRS, Pair
 from specdemo.recipe import Recipe
 from specdemo.ui.limits import HostLimits
+from specdemo.ui.method_names import with_method_names
 from specdemo.ui.service import Service
 from specdemo.ui.tabs.bench_grid import MOST_RUNS, grid_controls
 from specdemo.ui.tabs.pairs import PairsResult, pairs_result
@@ -59,7 +60,7 @@ def test_pairs_are_measured_in_turn_and_others_are_skipped() -> None:
     assert "pair alone, code" in result.progress(1.0)
     assert "done: 2 of 4 pairs are measured" in result.ending()
     report = result.report()
-    assert pairs_table(result.benches) in report and published_tables() in report
+    assert with_method_names(pairs_table(result.benches)) in report and published_tables() in report
     assert report.count("| both ") == report.count("| alone ") == 2
     (skipped,) = (line for line in report.splitlines() if "uninstalled" in line)
     assert skipped.startswith("- ") and "is not installed" in skipped and "pair absent" in report

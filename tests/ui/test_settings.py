@@ -51,7 +51,7 @@ def test_the_pair_of_a_link_sets_its_own_settings(name: str) -> None:
     [
         ({"method": "magic"}, "unknown method"),
         ({"gamma": "1e9"}, "gamma must be"),
-        ({"gamma": "99"}, "gamma must be from 1 to 64, not 99"),
+        ({"gamma": "99"}, "gamma must be from 1 to 64, not 99 (method ar decodes without drafts)"),
         ({"gamma": "NaN"}, "gamma must be"),
         ({"gamma": "[[[["}, "gamma must be a number"),
         ({"temperature": "{}"}, "temperature must be"),

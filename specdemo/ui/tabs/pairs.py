@@ -15,6 +15,7 @@ from specdemo.models.zoo import CHAT_PAIR
 from specdemo.recipe import Recipe
 from specdemo.ui.controls import Controls
 from specdemo.ui.labels import escape_markdown
+from specdemo.ui.method_names import with_method_names
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OFF, recipe_of
 from specdemo.ui.tabs.bench_grid import selected, within_limits
@@ -52,7 +53,8 @@ class PairsResult(SweepResult):
     def report(self) -> str:
         """Return the table of the pairs, the skipped pairs and methods, and the published tables."""
         skipped = "\n".join(f"- {escape_markdown(line)}" for line in skipped_lines(self.benches))
-        return "\n\n".join(filter(None, (pairs_table(self.benches), skipped, published_tables())))
+        measured = with_method_names("\n\n".join(filter(None, (pairs_table(self.benches), skipped))))
+        return f"{measured}\n\n{published_tables()}"
 
 
 def pairs_result(
