@@ -22,6 +22,7 @@ from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEve
 from specdemo.core.formats import format_bytes
 from specdemo.core.metrics import Metrics
 from specdemo.core.sampling import LogitsProcessor
+from specdemo.core.step import Step
 from specdemo.core.stop_text import StopTexts
 from specdemo.core.target import Target
 from specdemo.drafters import METHODS
@@ -312,9 +313,7 @@ def _steps(
         if pieces and ended:
             pieces[-1] += stream.rest()
         pieces = stops.feed(pieces, ended)
-        step = step.cut(len(pieces))
-        if drafter_s:
-            step = replace(step, draft_s=step.seconds.draft + drafter_s)
+        step = _with_prefill(step.cut(len(pieces)), drafter_s)
         metrics, verdict = metrics.plus(step), step.verdict
         pending = stream.peek(verdict.pending, range(-1, len(verdict.pending) - 1))
         yield StepEvent(
@@ -328,6 +327,10 @@ def _steps(
         )
         if ended or stops.reached:
             return
+
+
+def _with_prefill(step: Step, seconds: float) -> Step:
+    return replace(step, draft_s=step.seconds.draft + seconds) if seconds else step
 
 
 def _prefill(pipeline: Pipeline, tokens: Sequence[int], drafter: bool = False) -> Generator[Loading, None, float]:
