@@ -35,7 +35,7 @@ _FLAGS: Mapping[Source, Mapping[str, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class LinkStats:
-    """Measurements of a step over a link, with times in seconds; None means not measured.
+    """Measurements of a step over a link, in seconds; None: not measured.
 
     `numerics` is 1 if the service changed to one that rounds differently.
     `confirmed` counts the provisional tokens that a late response contains; `overruled` is 1 if it contradicts them.

@@ -114,10 +114,9 @@ class Verdict:
     """Result of verifying a draft: accepted nodes and the token of the target.
 
     Per node: `p` is the target probability, `draw` the uniform number of the test, `beta` is sum min(p, q) at its
-    position (Leviathan et al. 2211.17192, Def. 3.3); `None` where not computed. A node is accepted if `draw` is below
+    position (2211.17192, Def. 3.3); `None` where not computed. A node is accepted if `draw` is below
     `bound` or, without a draw, if p reaches it; siblings are tested against residuals. `choices[r]`: most probable
-    target tokens after row r, best first; row 0 follows the last committed token, row i + 1 node i. Empty if the target
-    was not queried. `request_sent`: the step's target pass is done or under way. Blocks are
+    target tokens after row r, best first. `request_sent`: the step's target pass is done or under way. Blocks are
     accepted up to the last draw below its bound.
     """
 

@@ -133,8 +133,7 @@ class Beam:
 class BeamSearch:
     """Beam search following transformers; an instance per prompt.
 
-    The beams form a forest, scored in a single target pass. Tokens shared by all beams and finished hypotheses are
-    committed.
+    The beams form a forest, scored in a single target pass. Tokens that all hypotheses share are committed.
 
     Finished hypotheses are ranked by log p(text) / length ** `length_penalty`; the search ends when no running beam can
     beat the worst of `num_beams` of them. Candidates are the `top_k` best per beam (0: all). Penalty and bad words of

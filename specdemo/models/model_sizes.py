@@ -1,7 +1,6 @@
 """Sizes of a model, compared with each other before anything is built from them.
 
-The limits exceed those of all published models. With them, every size and every sum of sizes in the C structures of the
-native engine is below 2^31.
+The limits exceed those of all published models. With them, sizes and their sums in C are below 2^31.
 """
 
 from __future__ import annotations

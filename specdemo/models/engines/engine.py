@@ -1,7 +1,7 @@
 """Interface of engines: forward passes of one model over the KV caches of its texts.
 
-An engine holds weights and buffers, a cache the keys and values of one text. Callers query capabilities (class
-attributes and properties of `Engine`) and test no types.
+An engine holds weights and buffers, a cache the keys and values of one text. Callers query capabilities
+and test no types.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Calls of the native engine for chains of a text, with structures that are built once.
 
-After a pass over the weights, the processor's caches contain little else. Building the structures again would take
-longer than a step of a small drafter.
+Building them again would take longer than a step of a small drafter.
 """
 
 from __future__ import annotations
