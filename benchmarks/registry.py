@@ -40,6 +40,7 @@ RUNS = (
         (*per_width("bench-chat"), "chat-readme"),
         5,
     ),
+    TableRun("python -m benchmarks.chat_drafters --write", ("drafters",), 3),
     TableRun("python -m benchmarks.native_passes passes --write", per_width("native_passes"), 2),
     TableRun("python -m benchmarks.native_passes stages --write", per_width("native_stages"), 0.5),
     TableRun("python -m benchmarks.native_passes texts --write", per_width("several_texts"), 0.5),
