@@ -17,7 +17,7 @@ TSC = npx --yes --package typescript@5.9.3 -- tsc
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast test-exhaustive test-sanitized test-faults test-machines fuzz lint format bench clean
+.PHONY: help setup run test test-fast test-exhaustive test-sanitized test-faults test-machines fuzz mutants lint format bench clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 24
@@ -50,6 +50,12 @@ test-faults: $(READY_DEV) ## interrupt, damage and starve processes and connecti
 
 test-machines: ## set up and test the program in new Debian and Ubuntu systems, as root
 	@PYTHONPATH=tests $(or $(PYTHON),python3) -m fresh_machines $(ARGS)
+
+# A C file has mutants of universalmutator, a Python file those of mutmut.
+mutants: $(READY_DEV) ## change each expression of FILES, one at a time: a test must fail; repeated, it continues
+	@$(BIN)/python -c "import mutmut, universalmutator" 2>/dev/null || \
+		$(BIN)/python -m pip install --disable-pip-version-check -r requirements-mutants.txt
+	@OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m benchmarks.$(if $(filter %.c,$(FILES)),native_mutants,mutants) $(FILES) $(ARGS)
 
 lint: $(READY_DEV) ## check style and formatting
 	@$(BIN)/ruff check .

@@ -16,9 +16,9 @@ from _pytest.runner import runtestprotocol
 
 SURVIVED, KILLED, NO_TESTS, TIMEOUT = 0, 1, 33, 36  # codes of mutmut
 MEMORY = 8 << 30
-# CPU seconds of a test that passes without a mutant within t: 5 + 10 t. Wall seconds of a mutant: 120 + 20 t.
+# CPU seconds of a test that passes without a mutant within t: 5 + 10 t. Wall seconds of a mutant: 600 + 60 t.
 TEST_CPU_S, TEST_FACTOR = 5, 10
-MUTANT_S, MUTANT_FACTOR = 120, 20
+MUTANT_S, MUTANT_FACTOR = 600, 60
 
 Items = Mapping[str, pytest.Item]
 

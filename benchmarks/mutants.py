@@ -10,13 +10,14 @@ once, and each mutant is tested in a fork of it. A function that runs during imp
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import pickle
 import random
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from io import StringIO
@@ -57,6 +58,7 @@ class Coverage:
     tests: dict[str, set[str]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     imported: set[str] = field(default_factory=set)
+    modules: list[str] = field(default_factory=list)  # imported by tests
 
     def of(self, mutant: str) -> set[str]:
         """Return the tests of a mutant."""
@@ -120,6 +122,8 @@ def _session(files: Sequence[Path], codes: Collection[int | None]) -> None:
         if exit_code(forked(lambda: _record_coverage(items))):
             os._exit(KILLED)
         results, coverage = Results(files), _coverage()
+        coverage.imported |= _imported(coverage.modules)
+        COVERAGE.write_bytes(pickle.dumps(coverage))
         order = Order(coverage.seconds)
         for mutant in results.pending(codes):
             if not coverage.during_import(mutant):
@@ -137,8 +141,16 @@ def _collect(loop: Callable[[Items], None]) -> int:
     return collect(["--rootdir=.", *config().pytest_add_cli_args, *config().pytest_add_cli_args_test_selection], loop)
 
 
+def _imported(modules: Collection[str]) -> set[str]:
+    """Import modules before the forks; return the functions that are called meanwhile."""
+    for name in modules:
+        with suppress(Exception):  # not all names in sys.modules are modules
+            importlib.import_module(name)
+    return set(state()._stats)
+
+
 def _record_coverage(items: Items) -> None:
-    calls, tests = state()._stats, defaultdict(set)
+    calls, tests, known = state()._stats, defaultdict(set), set(sys.modules)
     imported = set(calls)
     calls.clear()
 
@@ -149,7 +161,8 @@ def _record_coverage(items: Items) -> None:
 
     seconds = measure(items, ended)
     assert tests, "the tests call no mutated function"
-    COVERAGE.write_bytes(pickle.dumps(Coverage(dict(tests), seconds, imported)))
+    modules = [name for name in sys.modules if name not in known]
+    COVERAGE.write_bytes(pickle.dumps(Coverage(dict(tests), seconds, imported, modules)))
 
 
 def _coverage() -> Coverage:

@@ -194,7 +194,6 @@ def _walk(
     node, row = -1, p[0]
     row_is_p = True
     while node in children:
-        row_is_p = True
         for child in children[node]:
             token = draft.tokens[child]
             prob = node_probs[child] if row_is_p else token_prob(row, token)

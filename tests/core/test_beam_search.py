@@ -219,3 +219,19 @@ def test_without_alternatives_all_tokens_are_committed_at_once() -> None:
     verifier = BeamSearch(score, SamplingParams(), (), 3, CONTEXT, num_beams=4)
     assert verifier.verify([1], Draft()) == Verdict((), None, committed=(2,))
     assert verifier._running == [Beam((2,), 0.0)]
+
+
+def test_the_search_ends_if_running_beams_only_equal_the_worst_hypothesis() -> None:
+    """Two passes: tokens 0 and 1 have 0.3 each and are continued by the stop token 3 or by 2, with certainty."""
+    passes = 0
+
+    def score(tokens: Sequence[int], forest: Draft) -> Tensor:
+        nonlocal passes
+        passes += 1
+        rows = [torch.tensor([0.3, 0.3, 0.0, 0.4]).log()]
+        rows += [torch.nn.functional.one_hot(torch.tensor(2 if token == 1 else 3), 4).log() for token in forest.tokens]
+        return torch.stack(rows)
+
+    verifier = BeamSearch(score, SamplingParams(), (3,), 9, CONTEXT, num_beams=2, length_penalty=0.0)
+    steps = run([1], verifier, EmptyDrafter(), Fixed(1), 9, stop=(3,))
+    assert committed(steps) == [3] and passes == 2

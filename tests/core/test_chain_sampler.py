@@ -12,6 +12,7 @@ import torch
 from fakes.enumeration import reference_probs
 from torch import Tensor
 
+from specdemo.core.banned_text import BannedText
 from specdemo.core.distributions import SparseProbs, SparseRow
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import (
@@ -198,8 +199,19 @@ def test_constraints_in_their_order() -> None:
         SamplingParams(bad_words=((0,), (1,))).process_logits(torch.zeros(1, 2), [[]])
     with pytest.raises(UserError, match="NaN or infinite"):
         sampling.process_logits(torch.full((1, 4), math.nan), [[]])
+    with pytest.raises(UserError, match="NaN or infinite"):  # not the sentence about processors
+        SamplingParams(repetition_penalty=2.0).process_logits(torch.full((1, 4), -math.inf), [[]])
     with pytest.raises(ValueError, match="zip"):
         sampling.constrain(logits, [[]])
+
+
+def test_bad_words_and_banned_texts_are_excluded_together() -> None:
+    """Tokens of the text outside the vocabulary of a model are ignored."""
+    banned = BannedText(["b"], [b"a", b"b", b"c", b"cb", b"b"])
+    sampling = SamplingParams(bad_words=((0,),), banned=banned)
+    assert sampling.needs_paths and SamplingParams(banned=banned).needs_paths
+    rows = sampling.process_logits(torch.zeros(2, 4), [[], [2]])
+    assert rows.tolist() == [[-math.inf, -math.inf, 0, -math.inf]] * 2
 
 
 def processor(result: Any) -> Any:

@@ -1,0 +1,204 @@
+"""Figures that every acceptance rule records, the position of its sample, and the choice of rules by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdemo.core.distributions import DenseProbs
+from specdemo.core.errors import UserError
+from specdemo.core.rules import (
+    DEFAULT_RULE,
+    RULES,
+    DecidedBy,
+    RuleTraits,
+    check_rule,
+    reproducing_rule,
+    rule_names,
+    rule_traits,
+)
+from specdemo.core.sampling import Noise, SamplingParams
+from specdemo.core.step import Draft, Verdict
+
+VOCAB, START = 6, 40
+CHAIN, FOREST = (-1, 0, 1), (-1, -1, -1, 0, 0, 3)
+
+
+class Recorder:
+    """Sampler that records positions."""
+
+    def __init__(self, seed: int) -> None:
+        self.noise, self.positions = Noise(seed, "correct"), list[int]()
+
+    def sample(self, probs: Tensor, position: int) -> int:
+        self.positions.append(position)
+        return self.noise.sample(probs, position)
+
+
+def rows_of(seed: int, count: int) -> Tensor:
+    return (torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(seed)) * 1.5).softmax(-1)
+
+
+def draft_of(seed: int, parents: tuple[int, ...], sampled: bool) -> Draft:
+    """Random draft; siblings have different tokens, and later ones a q without the earlier."""
+    q, generator = rows_of(seed + 1000, len(parents)), torch.Generator().manual_seed(seed)
+    tokens: list[int] = []
+    for node, parent in enumerate(parents):
+        for elder in range(node):
+            if parents[elder] == parent:
+                q[node, tokens[elder]] = 0.0
+        q[node] /= q[node].sum()
+        tokens.append(int(torch.multinomial(q[node], 1, generator=generator)))
+    if not sampled:
+        return Draft(tuple(tokens), parents)
+    return Draft(tuple(tokens), parents, tuple(q[range(len(tokens)), tokens].tolist()), DenseProbs(q))
+
+
+def verify(name: str, draft: Draft, p: Tensor, seed: int) -> tuple[Verdict, list[int]]:
+    rule, recorder = RULES[name], Recorder(seed)
+    apply = rule.apply if rule.threshold is None else partial(rule.apply, threshold=rule.threshold)
+    return apply(draft, p, Noise(seed, "accept"), recorder, START), recorder.positions
+
+
+def overlap(draft: Draft, p: Tensor, node: int) -> float:
+    row = p[draft.parents[node] + 1]
+    if draft.probs is None:
+        return float(row[draft.tokens[node]])
+    return float(torch.minimum(row, draft.probs.row(node)).sum())
+
+
+CASES = [
+    (name, parents, sampled)
+    for name in RULES
+    for parents in ((), CHAIN, *(() if RULES[name].chains_only else (FOREST,)))
+    for sampled in (False, True)
+    if parents or not sampled
+]
+
+
+@pytest.mark.parametrize(("name", "parents", "sampled"), CASES)
+def test_records_of_a_verdict(name: str, parents: tuple[int, ...], sampled: bool) -> None:
+    """p of each node; the overlap of p and q of each tested node; a path of nodes; the sample follows the path."""
+    block = RULES[name].chains_only
+    lengths = set()
+    for seed in range(30):
+        draft, p = draft_of(seed, parents, sampled), rows_of(seed, len(parents) + 1)
+        verdict, positions = verify(name, draft, p, seed)
+        path, children = verdict.accepted, draft.children()
+        assert list(path) == (draft.path(path[-1]) if path else [])
+        chosen = [p[draft.parents[node] + 1, token] for node, token in enumerate(draft.tokens)]
+        assert list(verdict.p) == pytest.approx([float(value) for value in chosen], abs=1e-6)
+        tested = set(range(len(draft))) if block else set()
+        for node in () if block else (-1, *path):
+            siblings = children.get(node, [])
+            accepted = [i for i, child in enumerate(siblings) if child in path]
+            whole = RULES[name].decided_by in (DecidedBy.SAMPLE, DecidedBy.SHARED_DRAW)
+            tested |= set(siblings if whole or not accepted else siblings[: accepted[0] + 1])
+        for node, beta in enumerate(verdict.beta):
+            assert beta == (pytest.approx(overlap(draft, p, node), abs=1e-6) if node in tested else None)
+        assert len(verdict.beta) == len(verdict.draw) == len(draft)
+        if RULES[name].decided_by in (DecidedBy.SAMPLE, DecidedBy.SHARED_DRAW):
+            assert positions == list(range(START, START + len(path) + 1))
+            assert set(verdict.draw) <= {None} and verdict.bound == ()
+        else:
+            assert positions == [START + len(path)]
+            assert len(verdict.bound) == len(draft)
+        assert isinstance(verdict.token, int) and float(p[path[-1] + 1 if path else 0, verdict.token]) > 0
+        lengths.add(len(path))
+    assert len(lengths) > 1 or not parents
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if not RULES[name].chains_only])
+def test_a_token_that_the_drafter_cannot_sample_is_rejected_untested(name: str) -> None:
+    q, p = torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+    verdict, _ = verify(name, Draft((1,), (-1,), (0.0,), DenseProbs(q)), p, 0)
+    if RULES[name].decided_by in (DecidedBy.SAMPLE, DecidedBy.SHARED_DRAW):
+        assert verdict.accepted == (0,)  # they compare with a sample of p
+    else:
+        assert verdict == Verdict((), 1, (1.0,), (None,), (0.0,), bound=(0.0,))
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if RULES[name].adjusts])
+def test_a_residual_is_recorded_after_a_rejection_only(name: str) -> None:
+    seen = set()
+    for seed in range(30):
+        draft, p = draft_of(seed, CHAIN, sampled=True), rows_of(seed, len(CHAIN) + 1)
+        verdict, _ = verify(name, draft, p, seed)
+        row = len(verdict.accepted)
+        assert (verdict.residual is None) == (row == len(CHAIN))
+        if verdict.residual is not None:
+            weight = 1 / (RULES[name].threshold or 1.0)
+            expected = (weight * p[row] - draft.probs.row(row)).clamp_min(0)
+            assert torch.allclose(verdict.residual, expected / expected.sum(), atol=1e-6)
+        seen.add(row == len(CHAIN))
+    assert seen == {True, False}
+
+
+def test_the_largest_of_ties_decides_top1() -> None:
+    p = torch.tensor([[0.4, 0.4, 0.2], [0.2, 0.4, 0.4], [0.0, 0.0, 1.0]])
+    assert verify("top1", Draft.chain((0, 1)), p, 0)[0].accepted == (0, 1)
+    assert verify("top1", Draft.chain((1, 1)), p, 0)[0].accepted == ()
+
+
+def test_equality_with_a_bound_is_enough_except_for_typical_acceptance() -> None:
+    """Of a uniform distribution, whose exp(-entropy) is p, and of a certain token."""
+
+    def verdict(name: str, threshold: float, p: Tensor) -> Verdict:
+        noise = Noise(0, "accept")
+        return RULES[name].apply(Draft((2,), (-1,)), p, noise, noise, START, threshold=threshold)
+
+    uniform, certain = torch.full((2, 4), 0.25), torch.tensor([[0.0, 0.0, 1.0, 0.0]] * 2)
+    for name in ("threshold", "ratio"):
+        assert verdict(name, 0.25, uniform).accepted == (0,) and verdict(name, 0.26, uniform).accepted == ()
+        assert verdict(name, 0.25, uniform).bound == (0.25,)
+    assert verdict("typical", 1.0, certain).accepted == () and verdict("typical", 0.81, certain).accepted == (0,)
+    assert [verdict("typical", value, certain).bound[0] for value in (0.81, 0.04)] == pytest.approx([0.81, 0.04])
+    assert [verdict("typical", value, uniform).bound[0] for value in (0.25, 0.04)] == pytest.approx([0.125, 0.04])
+
+
+def test_names_by_property() -> None:
+    assert rule_names(lambda rule: rule.adjusts) == "rejection, lenient"
+    assert rule_names(lambda rule: rule.chains_only) == "block"
+    assert rule_traits({"rule": "coupled"}) is RULES["coupled"] and rule_traits({}) is RULES["rejection"]
+    assert rule_traits({"rule": "of another version"}) == RuleTraits()
+
+
+def test_the_rule_that_reproduces_ar_text() -> None:
+    assert [reproducing_rule(temperature) for temperature in (0.0, 0.5)] == [DEFAULT_RULE, "coupled"]
+    assert reproducing_rule(0.0, "top1") == "top1" and reproducing_rule(0.7, "coupled") == "coupled"
+    assert reproducing_rule(0.7, "unknown") == "unknown"  # reported by the options
+    for temperature in (0.0, 0.7):
+        with pytest.raises(UserError) as error:
+            reproducing_rule(temperature, "lenient")
+        assert str(error.value) == "rule lenient is lossy at every temperature: choose rejection at temperature 0"
+    for name in ("rejection", "match", "top1"):
+        with pytest.raises(UserError) as error:
+            reproducing_rule(0.7, name)
+        assert str(error.value) == f"rule {name} reproduces the text at temperature 0 only: add --temperature 0"
+
+
+def test_rules_that_cannot_skip_the_adjustment_or_verify_forests() -> None:
+    for name, rule in RULES.items():
+        check_rule(name, adjust=True, forest=False)
+        if rule.adjusts:
+            check_rule(name, adjust=False, forest=True)
+            continue
+        with pytest.raises(UserError) as error:
+            check_rule(name, adjust=False, forest=False)
+        assert str(error.value) == f"rule {name} has no sample adjustment to skip: choose rule rejection, lenient"
+        if not rule.chains_only:
+            check_rule(name, adjust=True, forest=True)
+    with pytest.raises(UserError) as error:
+        check_rule("block", adjust=True, forest=True)
+    names = "rejection, match, coupled, top1, ratio, threshold, lenient, typical"
+    assert str(error.value) == f"rule block verifies chains, not forests: choose rule {names}"
+
+
+def test_exactness_of_the_rules() -> None:
+    exact = {t: {name for name, rule in RULES.items() if rule.exact(SamplingParams(t))} for t in (0.0, 0.7)}
+    assert exact[0.7] == {"rejection", "block", "match", "coupled"} and exact[0.0] == RULES.keys() - {"lenient"}
+    assert replace(RuleTraits(), adjusts=True).needs_rows and not RuleTraits().needs_rows
