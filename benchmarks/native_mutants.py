@@ -74,7 +74,7 @@ def mutants(file: Path, functions: Sequence[str]) -> list[Mutant]:
     """Return the different mutants of a file, or of some of its functions, in the order of universalmutator."""
     folder, lines = FOLDER / file.stem, FOLDER / f"{file.stem}.lines"
     folder.mkdir(parents=True, exist_ok=True)
-    lines.write_text("\n".join(map(str, _lines_of(file.read_text("utf-8"), functions))))
+    lines.write_text("\n".join(map(str, lines_of(file.read_text("utf-8"), functions))))
     if not any(folder.iterdir()):
         command = ["mutate", str(file), "c", "--noCheck", "--mutantDir", str(folder), "--lines", str(lines)]
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -84,8 +84,8 @@ def mutants(file: Path, functions: Sequence[str]) -> list[Mutant]:
     return [Mutant(file, source) for source in sources]
 
 
-def _lines_of(source: str, functions: Sequence[str]) -> Iterator[int]:
-    """Line numbers of the functions; of all, if none is named."""
+def lines_of(source: str, functions: Sequence[str]) -> Iterator[int]:
+    """Yield the line numbers of functions; of the whole file if none is named."""
     name = None
     for number, line in enumerate(source.splitlines(), 1):
         if found := _FUNCTION.match(line):

@@ -1,0 +1,86 @@
+"""Processes of mutation tests: outcomes, time limits, order of the tests, selected functions of C files."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from benchmarks.forked_tests import KILLED, SURVIVED, TIMEOUT, exit_code, forked
+from benchmarks.native_mutants import lines_of
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+TESTS = """
+import os
+def test_long(): sum(range(3_000_000))
+def test_wrong(): assert os.environ["MUTANT"] != "wrong"
+def test_endless():
+    while os.environ["MUTANT"] == "endless": pass
+"""
+SESSION = """
+import os, sys
+from functools import partial
+from benchmarks.forked_tests import Order, collect, measure
+def loop(items):
+    os.environ["MUTANT"] = ""
+    order = Order(measure(items))
+    for mutant in ("wrong", "", "endless"):
+        tests = order.sorted(items)
+        code = order.outcome(tests, items, partial(os.environ.__setitem__, "MUTANT", mutant))
+        print(mutant, code, *(test.partition("::")[2] for test in tests), file=sys.__stderr__)
+sys.exit(collect(["-p", "no:cacheprovider", *sys.argv[1:]], loop))
+"""
+
+
+def fail() -> None:
+    raise AssertionError
+
+
+def spin() -> NoReturn:
+    resource.setrlimit(resource.RLIMIT_CPU, (1, resource.RLIM_INFINITY))
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("work", "code"),
+    [
+        (lambda: None, SURVIVED),
+        (fail, KILLED),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), -signal.SIGKILL),
+        (signal.pause, TIMEOUT),
+        (spin, TIMEOUT),
+    ],
+)
+def test_outcomes_of_child_processes(work: Callable[[], object], code: int) -> None:
+    assert exit_code(forked(lambda: void(work())), 1.0 if work is signal.pause else 600.0) == code
+
+
+def void(result: object) -> None: ...
+
+
+def test_tests_that_killed_mutants_run_first(tmp_path: Path) -> None:
+    """Otherwise the shortest; an endless test ends with its CPU time."""
+    (tmp_path / "test_example.py").write_text(TESTS)
+    command = [sys.executable, "-c", SESSION, str(tmp_path), f"--rootdir={tmp_path}"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    first, second, third = (line.split() for line in result.stderr.splitlines())
+    assert first[:2] == ["wrong", str(KILLED)] and first[-1] == "test_long"
+    assert second == [str(SURVIVED), "test_wrong", "test_endless", "test_long"]
+    assert third == ["endless", str(TIMEOUT), *second[1:]]
+
+
+def test_lines_of_functions() -> None:
+    source = (
+        "#include <a.h>\n\n/* sum */\nstatic double sum(int n) {\n    return n;\n}\nINLINE vf least(vf a) { return a; }"
+    )
+    assert list(lines_of(source, ["sum"])) == [4, 5, 6] and list(lines_of(source, ["least"])) == [7]
+    assert list(lines_of(source, [])) == [1, 2, 3, 4, 5, 6, 7]
