@@ -155,7 +155,8 @@ def title(recipe: Mapping[str, Any]) -> str:
     length = f"γ {recipe['gamma']}" if policy == "fixed" else f"γ by {policy}"
     link = ", edge and cloud" if mode(recipe) else ""
     copy = f" by {recipe.get('drafter_quantization')} copy" if recipe.get("drafter") == SAME else ""
-    return f"{method_name(recipe['method'])}{copy}, {length}" + ("" if rule == DEFAULT_RULE else f", {rule}") + link + _form(recipe)
+    test = "" if rule == DEFAULT_RULE else f", {rule}"
+    return f"{method_name(recipe['method'])}{copy}, {length}{test}{link}{_form(recipe)}"
 
 
 def _form(recipe: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Names of decoding methods on the page. Links, settings, traces and files contain the identifiers."""
+"""Names of decoding methods on the page."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _IDENTIFIER = re.compile(rf"(?<![\w/-])({'|'.join(_LABELS)})(?![\w/-])")  # not 
 
 
 def method_name(method: str) -> str:
-    """Return the visible name of a method; the method may be unknown, as in traces of other versions."""
+    """Return the visible name of a method."""
     return _LABELS.get(method, method)
 
 
 def with_method_names(text: str) -> str:
-    """Name the methods of a message; identifiers follow in parentheses, since messages also reach the API."""
+    """Add visible names to a message."""
     return _IDENTIFIER.sub(lambda match: f"{_LABELS[match[1]]} ({match[1]})", text)
 
 
-def recipe_label(label: str) -> str:
-    """Return a recipe's name in measurements with the visible name of its method, which comes first."""
+def visible_recipe(label: str) -> str:
+    """Replace the method of a recipe's label."""
     name, space, options = label.partition(" ")
     return method_name(name) + space + options

@@ -1,4 +1,4 @@
-"""Head of HTML pages: link preview instead of that of Gradio, and the end of its loading indicator."""
+"""Head of the page: its own link preview instead of Gradio's, and `end_loading.js`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def picture_route() -> Route:
 
 
 def with_head(page: bytes) -> bytes:
-    """Replace the tags of link previews in an HTML page; add `end_loading.js`."""
+    """Replace the tags of link previews; add the script."""
     root = _ROOT.search(page)
     address = root.group(1).decode() if root else ""
     tags = {
@@ -41,7 +41,8 @@ def with_head(page: bytes) -> bytes:
         "twitter:card": "summary_large_image",
     }
     lines = [f'<meta property="{name}" content="{html.escape(value)}" />' for name, value in tags.items()]
-    lines += [f"<script>{scripts('end_loading')}</script>", f"<title>{TITLE}</title>", f'<meta name="description" content="{html.escape(DESCRIPTION)}" />']
+    lines += [f"<title>{TITLE}</title>", f'<meta name="description" content="{html.escape(DESCRIPTION)}" />']
+    lines.append(f"<script>{scripts('end_loading')}</script>")
     return _OF_GRADIO.sub(b"", page).replace(_START, _START + "".join(lines).encode(), 1)
 
 

@@ -359,7 +359,8 @@ def test_added_lanes_run_with_the_others(page: Page, short_path: Path) -> None:
     page.get_by_role("option", name="n-grams:").click()
     page.locator("#compare input").check()
     run(page, CODE, tokens=6)
-    expect(page.get_by_text("Not compared, since target or chat template differ: n-grams, γ 3 (bundled);")).to_be_visible()
+    refused = "Not compared, since target or chat template differ: n-grams, γ 3 (bundled);"
+    expect(page.get_by_text(refused)).to_be_visible()
     status(page, "done: 6 tokens")
     expect(page.locator("[data-lane=spec] .model")).to_have_text(short_path.name)
     expect(page.locator("#lane-third")).to_be_hidden()
@@ -381,9 +382,10 @@ def test_added_settings_are_the_same_in_all_tabs_and_after_a_reload(tab: Any) ->
         page.locator("#keep-lane").click()
 
     def expect_added(*names: str) -> None:
-        words = "; ".join(f"{name}, γ 3 (bundled)" for name in names)
+        lanes = "; ".join(f"{name}, γ 3 (bundled)" for name in names)
         for page in (first, second):
-            expect(page.locator("#kept-lanes")).to_have_text(f"Also compared, with the same target: {words}." if names else "")
+            words = f"Also compared, with the same target: {lanes}." if names else ""
+            expect(page.locator("#kept-lanes")).to_have_text(words)
 
     add(first, "n-grams")
     expect_added("n-grams")

@@ -24,8 +24,8 @@ from specdemo.generate import generate
 from specdemo.models.zoo import ASSETS
 from specdemo.recipe import Recipe
 from specdemo.ui import desktop_window as window
-from specdemo.ui.page_head import DESCRIPTION, TITLE
 from specdemo.ui.page import build
+from specdemo.ui.page_head import DESCRIPTION, TITLE
 from specdemo.ui.theme import SESSION_CAPACITY
 
 pytestmark = pytest.mark.slow

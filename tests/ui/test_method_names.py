@@ -8,7 +8,7 @@ from specdemo.core.errors import UserError
 from specdemo.drafters import METHODS
 from specdemo.recipe import Recipe
 from specdemo.ui.lane import title
-from specdemo.ui.method_names import method_name, recipe_label, with_method_names
+from specdemo.ui.method_names import method_name, visible_recipe, with_method_names
 from specdemo.ui.streams import reason
 
 
@@ -17,7 +17,7 @@ def test_abbreviations_have_a_visible_name_that_no_other_method_has() -> None:
     assert method_name("nasd") == "n-grams" and len(set(names)) == len(names)
     assert method_name("of another version") == "of another version"
     assert title({"method": "nasd", "gamma": 3}) == "n-grams, γ 3"
-    assert recipe_label("nasd gamma=3 T=0") == "n-grams gamma=3 T=0" and recipe_label("ar T=0") == "ar T=0"
+    assert visible_recipe("nasd gamma=3 T=0") == "n-grams gamma=3 T=0" and visible_recipe("ar T=0") == "ar T=0"
 
 
 def test_messages_of_the_page_name_methods_and_keep_paths() -> None:

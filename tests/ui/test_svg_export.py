@@ -58,7 +58,8 @@ def test_generated_markup_gives_well_formed_svg() -> None:
 
 def test_draft_tokens_that_an_engine_does_not_report_are_counted() -> None:
     """The rejected drafts stand before the correction, as on the page and in the terminal."""
-    counted = step(1, pieces=["a", "b"], draft=("a",), accepted=(0,), tested=1) | {"undisclosed": 3, "kind": "correction"}
+    counted = step(1, pieces=["a", "b"], draft=("a",), accepted=(0,), tested=1)
+    counted |= {"undisclosed": 3, "kind": "correction"}
     nodes = ElementTree.fromstring(as_svg(lane(PREFILL, counted))).iter(f"{NAME}text")
     shown = [node.text for node in nodes][2:]
     assert shown[:3] == ["a", "+3", "b"]

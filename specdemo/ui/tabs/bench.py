@@ -16,7 +16,7 @@ from specdemo.core.formats import NOTHING, number, percent
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.ui.line_chart import LineChart
-from specdemo.ui.method_names import recipe_label, with_method_names
+from specdemo.ui.method_names import visible_recipe, with_method_names
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OFF, recipe_of
 from specdemo.ui.tabs.bench_grid import grid_controls, sweep
@@ -45,7 +45,7 @@ def sweep_cells(rows: Sequence[BenchRow]) -> list[list[str]]:
     return [
         [
             row.kind,
-            recipe_label(row.lane),
+            visible_recipe(row.lane),
             "baseline" if row.speedup is None else f"{row.speedup:.2f}×" + (" slower" if row.speedup < 1 else ""),
             NOTHING if row.interval is None or row.prompts < 2 else "{:.2f} to {:.2f}".format(*row.interval),
             NOTHING if row.speedup is None else f"{len(row.slower)} of {row.prompts}",
@@ -69,7 +69,7 @@ def bars(rows: Sequence[BenchRow]) -> dict[str, Any]:
 
     def name(row: BenchRow) -> str:
         lane = row.lane if len(temperatures) > 1 else row.lane.rpartition(" ")[0]
-        return f"{recipe_label(lane).replace('gamma=', 'γ ')}, {row.kind}"
+        return f"{visible_recipe(lane).replace('gamma=', 'γ ')}, {row.kind}"
 
     data = [[name(row), row.kind, round(row.speedup, 3)] for row in rows if row.speedup is not None]
     return {
@@ -82,7 +82,9 @@ def bars(rows: Sequence[BenchRow]) -> dict[str, Any]:
 
 def position_curves(rows: Sequence[BenchRow]) -> str:
     """Acceptance by position of all lanes that drafted, over all classes."""
-    lanes = {recipe_label(name).replace("gamma=", "γ "): lane for name, lane in acceptance(rows).items() if lane.position}
+    lanes = {
+        visible_recipe(name).replace("gamma=", "γ "): lane for name, lane in acceptance(rows).items() if lane.position
+    }
     points = [
         (float(position), count.share, name)
         for name, lane in lanes.items()

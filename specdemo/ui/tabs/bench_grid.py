@@ -20,7 +20,7 @@ from specdemo.ui.method_names import method_name
 from specdemo.ui.tabs.components import Sweep
 
 MOST_RUNS, MOST_TOKENS = 240, 24_000
-_DRAFTING = [(method_name(name), name) for name, method in METHODS.items() if method.drafts]  # can be faster than AR decoding
+_DRAFTING = [(method_name(name), name) for name, method in METHODS.items() if method.drafts]
 _TEMPERATURES = (0.0, 0.3, 0.5, 0.7, 1.0)
 
 
@@ -76,7 +76,7 @@ def within_limits(result: Sweep, latest: Run | None) -> Sweep:
 
 
 def grid_controls(kinds: list[str], defaults: Recipe, max_gamma: int | None) -> Controls:
-    """Lay out the selection; draft lengths above `max_gamma`, the limit of the host, are not offered."""
+    """Lay out the selection with draft lengths up to `max_gamma`."""
 
     def group(choices: list[Any], value: list[Any], label: str, name: str) -> gr.CheckboxGroup:
         return gr.CheckboxGroup(choices, value=value, label=label, min_width=280, elem_id=f"bench-{name}")
