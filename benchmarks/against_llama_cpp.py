@@ -2,8 +2,8 @@
 
 `python -m benchmarks.against_llama_cpp --llama-bench PATH [--ik-llama-bench PATH] --write`. Needs `llama-bench` and
 `llama-quantize` in one folder and the package `gguf`. `--speculation` compares the speculation of specdemo,
-transformers and llama.cpp (`llama-server` in the same folder) on the bundled pair; a gain is relative to the AR
-decoding of the same engine. Runs of all programs alternate; all use the threads of torch.
+transformers, llama.cpp (`llama-server` in the same folder) and with `--vllm PATH` vLLM on the bundled pair; a gain is
+relative to the AR decoding of the same engine. Runs of all programs alternate; all use the threads of torch.
 ik_llama.cpp has to be built with the AVX-512 options of its CMake files where the CPU supports them. It is compared in
 the stored form of the chat model. The share of the bandwidth counts weights, keys and values in the middle of a run.
 """
@@ -91,10 +91,22 @@ SERVERS = {  # flags of llama-server for each lane
     ),  # and the drafter's file
     "n-grams": ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "3"),
 }
+VLLM_SERVERS: dict[str, dict[str, Any]] = {  # speculative-config of vllm for each lane
+    "AR": {},
+    "draft model": {"method": "draft_model", "model": PAIRS["bundled"].drafter, "num_speculative_tokens": 3},
+    "n-grams": {"method": "ngram", "prompt_lookup_max": 3, "num_speculative_tokens": 3},
+}
+VLLM_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 SPECULATION = {  # lanes by engine: AR, draft model, n-grams
     "specdemo": ("ar", "draft", "nasd"),
     "transformers": ("generate", "assisted constant 0", "prompt lookup 4"),
     "llama.cpp": tuple(SERVERS),
+    "vLLM": tuple(VLLM_SERVERS),
 }
 SPECULATION_COLUMNS = {
     "engine": "{engine}",
@@ -289,23 +301,47 @@ def compare_drafts(file: Path, options: argparse.Namespace) -> list[dict[str, An
 
 
 @contextmanager
-def llama_servers(program: Path, target: Path, drafter: Path) -> Iterator[dict[str, str]]:
+def llama_servers(program: Path, target: Path, drafter: Path) -> Iterator[list[str]]:
     """Run a server per lane of `SERVERS`; yield their addresses as values of `external`."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
-    addresses = {}
+    commands = []
+    for flags in SERVERS.values():
+        files = ["-m", target, *flags, *([drafter] if flags[-1:] == ("-md",) else [])]
+        commands.append([program, *files, "-t", torch.get_num_threads(), "-np", 1, "-c", 2048])
+    with _servers("llama.cpp", commands) as addresses:
+        yield addresses
+
+
+@contextmanager
+def vllm_servers(program: Path | None, target: str) -> Iterator[list[str]]:
+    """Run a server per lane of `VLLM_SERVERS`; yield their addresses, none without a program."""
+    counts = ["--per-request-spec-decode-metrics", "detailed"]
+    common = ["--dtype", "float32", "--max-model-len", 1024, "--enforce-eager", "--host", "127.0.0.1"]
+    speculation = [
+        ["--speculative-config", json.dumps(config), *counts] if config else [] for config in VLLM_SERVERS.values()
+    ]
+    commands = [[program, "serve", target, *common, *flags] for flags in speculation] if program else []
+    with _servers("vllm", commands) as addresses:
+        yield addresses
+
+
+@contextmanager
+def _servers(engine: str, commands: Sequence[Sequence[Any]]) -> Iterator[list[str]]:
+    """Start the programs one after another, each with a port of its own; stop them at the end."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")} | VLLM_ENVIRONMENT
+    addresses = []
     with ExitStack() as opened:
-        for name, flags in SERVERS.items():
-            files = ["-m", target, *flags, *([drafter] if flags[-1:] == ("-md",) else [])]
+        for command in commands:
             port = choose_port("127.0.0.1", None)
-            counts = ["-t", torch.get_num_threads(), "-np", 1, "-c", 2048, "--port", port]
-            command = [program, *files, *counts]
             process = subprocess.Popen(
-                list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
+                [*map(str, command), "--port", str(port)],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=environment,
             )
             opened.callback(process.wait)
             opened.callback(process.terminate)
             _wait_until_ready(f"http://127.0.0.1:{port}/health", process)
-            addresses[name] = f"llama.cpp=http://127.0.0.1:{port}"
+            addresses.append(f"{engine}=http://127.0.0.1:{port}")
         yield addresses
 
 
@@ -318,7 +354,7 @@ def _wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def compare_speculation(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run draft models and n-grams of three engines on the same weights, prompts and threads, in shuffled order."""
+    """Run draft models and n-grams of several engines on the same weights, prompts and threads, in shuffled order."""
     pair, server = PAIRS["bundled"], options.llama_bench.with_name("llama-server")
     common = {"pair": "bundled", "temperature": 0.0, "max_tokens": options.tokens}
     here = {**common, "device": "cpu", "dtype": "float32"}
@@ -329,16 +365,20 @@ def compare_speculation(options: argparse.Namespace) -> list[dict[str, Any]]:
             files[role] = Path(place) / f"{role}.gguf"
             model, tokenizer = reference(ModelSpec(str(folder), dtype="float32", device="cpu"))
             write_gguf(model, files[role], tokenizer)
-        with llama_servers(server, files["target"], files["drafter"]) as addresses:
+        with (
+            llama_servers(server, files["target"], files["drafter"]) as llama_addresses,
+            vllm_servers(options.vllm, pair.target) as vllm_addresses,
+        ):
             recipes = [replace(Recipe(), **here, method=method, gamma=3) for method in SPECULATION["specdemo"]]
-            recipes += [Recipe(**common, external=address) for address in addresses.values()]
+            recipes += [Recipe(**common, external=address) for address in (*llama_addresses, *vllm_addresses)]
             baselines = SPECULATION["transformers"]
             records = [
                 item
                 for item in measure(recipes, prompts, ModelPool(), baselines, repeat=options.rounds)
                 if isinstance(item, dict)
             ]
-    lanes = [(engine, method) for engine in ("specdemo", "llama.cpp", "transformers") for method in SPECULATION[engine]]
+    engines = ("specdemo", "llama.cpp", *(["vLLM"] if options.vllm else []), "transformers")
+    lanes = [(engine, method) for engine in engines for method in SPECULATION[engine]]
     return speculation_records(lanes, records)
 
 
@@ -374,7 +414,7 @@ def study(options: argparse.Namespace) -> None:
         at_least_one(name, getattr(options, name))
     if not options.llama_bench.is_file():
         raise UserError(f"{options.llama_bench} is not a file: build llama.cpp and pass --llama-bench PATH")
-    for path in filter(None, (options.llama_bench, options.ik_llama_bench)):
+    for path in filter(None, (options.llama_bench, options.ik_llama_bench, options.vllm)):
         options.command = options.command.replace(str(path), "PATH")
     if options.speculation:
         return publish(options, "against_llama_cpp-speculation", SPECULATION_COLUMNS, compare_speculation(options))
@@ -410,6 +450,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--speculation", action="store_true", help="compare speculation instead")
+    parser.add_argument("--vllm", type=Path, metavar="PATH", help="program of vLLM, a further engine of --speculation")
     parser.add_argument("--prompts", type=int, default=6, help="prompts of --speculation (default: %(default)s)")
     return run_study(study, parser, arguments)
 
