@@ -22,7 +22,7 @@ Piece = tuple[int, int, int, Outcome | None, str]  # line, column, width in colu
 def as_svg(lane: Lane) -> str:
     pieces = list(_layout(_tokens(lane)))
     lines = max((line for line, *_ in pieces), default=0) + 1
-    width, height = 2 * EDGE + WIDTH * CHAR, 2 * EDGE + (lines + 2) * LINE
+    width, height = 2 * EDGE + WIDTH * CHAR, 2 * EDGE + (lines + 3) * LINE
     m = lane.metrics
     rate = "" if m.tokens_per_second is None else f", {m.tokens_per_second:.1f} tokens per second"
     share = "" if m.acceptance_rate is None else f", {m.acceptance_rate:.0%} of the draft tokens accepted"
@@ -35,13 +35,13 @@ def as_svg(lane: Lane) -> str:
     ]
     for line, column, columns, outcome, text in pieces:
         parts += _draw(EDGE + column * CHAR, EDGE + line * LINE, columns * CHAR, outcome, text)
-    x, y = float(EDGE), height - EDGE - LINE
+    x, y = float(EDGE), height - EDGE - 2 * LINE
     for outcome in LEGEND:
         label = STYLES[outcome].label
         parts += _draw(x, y, len(label) * CHAR, outcome, label)
         x += (len(label) + 2) * CHAR
     parts.append(
-        f'<text x="{width - EDGE:g}" y="{y + 15:g}" text-anchor="end" fill="{LIGHT["quiet"]}">'
+        f'<text x="{EDGE}" y="{y + LINE + 15:g}" fill="{LIGHT["quiet"]}">'
         f"{escape(title(lane.recipe))}{rate}</text>"
     )
     return "\n".join([*parts, "</svg>\n"])

@@ -63,3 +63,9 @@ def test_draft_tokens_that_an_engine_does_not_report_are_counted() -> None:
     nodes = ElementTree.fromstring(as_svg(lane(PREFILL, counted))).iter(f"{NAME}text")
     shown = [node.text for node in nodes][2:]
     assert shown[:3] == ["a", "+3", "b"]
+
+
+def test_the_caption_is_below_the_legend() -> None:
+    nodes = list(ElementTree.fromstring(as_svg(lane(PREFILL))).iter(f"{NAME}text"))
+    legend, caption = (float(node.get("y", 0)) for node in nodes[-2:])
+    assert caption >= legend + 15
