@@ -41,8 +41,7 @@ def as_svg(lane: Lane) -> str:
         parts += _draw(x, y, len(label) * CHAR, outcome, label)
         x += (len(label) + 2) * CHAR
     parts.append(
-        f'<text x="{EDGE}" y="{y + LINE + 15:g}" fill="{LIGHT["quiet"]}">'
-        f"{escape(title(lane.recipe))}{rate}</text>"
+        f'<text x="{EDGE}" y="{y + LINE + 15:g}" fill="{LIGHT["quiet"]}">{escape(title(lane.recipe))}{rate}</text>'
     )
     return "\n".join([*parts, "</svg>\n"])
 
