@@ -33,15 +33,17 @@ from specdemo.external.run import ExternalRun
 from specdemo.external.schema import GenerationRequest
 from specdemo.loaded_pair import LoadedPair
 from specdemo.models import memory
+from specdemo.models.chat_caches import Conversation
 from specdemo.models.heads import LoadedDrafter, LoadedHead
 from specdemo.models.load import LoadedModel, read_tokenizer
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import HeadSpec, ModelSpec
 from specdemo.models.threads import torch_threads
 from specdemo.models.tokenizer import ChatMessage, TextStream, TokenNames, encode_prompt, prompt_text, token_ids
-from specdemo.pipeline import Pipeline, Stores, build_pipeline, longest_chain
+from specdemo.pipeline import CONVERSATION, Pipeline, Stores, build_pipeline, longest_chain
 from specdemo.recipe import Recipe
 from specdemo.remote.gates import PASSES, EdgeVerifier
+from specdemo.remote.session import RemoteSession
 from specdemo.remote.target import connect
 from specdemo.remote.word_rules import IsName
 from specdemo.worker import interruptible, job_clock
@@ -136,6 +138,14 @@ class Resources:
                 yield Loading(progress.text, progress.done, progress.total)
         return {role: self.pool.take(spec) for role, spec in needed.items()}
 
+    def session(self, recipe: Recipe) -> RemoteSession:
+        """Return the session of the conversation, or a new one."""
+        if self.stores is None or not (recipe.chat or CONVERSATION in self.stores):
+            return RemoteSession()
+        conversation = self.stores.setdefault(CONVERSATION, Conversation())
+        conversation.session = conversation.session or RemoteSession(lasts=True)
+        return cast(RemoteSession, conversation.session)
+
     def pipeline(
         self,
         recipe: Recipe,
@@ -166,7 +176,8 @@ def run_edge_cloud(recipe: Recipe, prompt: PromptOrChat, resources: Resources) -
     edge = (yield from resources.load(edge_specs, _context(running, prompt))).get("drafter")
     yield Loading(f"connecting to the cloud at {running.cloud.remote}")
     hub = resources.pool.hub
-    remote = connect(running.cloud, running.target_spec, running.seed, edge=edge, hub=hub)
+    session = resources.session(running)
+    remote = connect(running.cloud, running.target_spec, running.seed, edge=edge, hub=hub, session=session)
     with closing(replace(remote, is_name=resources.names)) as target:
         if target.lost:
             yield Loading("no response from the cloud: the drafter decodes alone")

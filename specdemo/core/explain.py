@@ -45,7 +45,9 @@ def exact_label(recipe: Mapping[str, Any], remote: Mapping[str, float]) -> str:
     if remote.get("numerics"):
         return "exact, text may differ"
     verified = cloud.get("remote") and cloud.get("mode") != "edge_only"
-    return f"exact, verified by the service at {cloud['remote']}" if verified else "exact"
+    addresses = cloud["remote"].split() if verified else ()
+    services = f"service{'s' * (len(addresses) > 1)} at {', '.join(addresses)}"
+    return f"exact, verified by the {services}" if verified else "exact"
 
 
 class Reason(Enum):

@@ -37,19 +37,22 @@ _FLAGS: Mapping[Source, Mapping[str, float]] = {
 class LinkStats:
     """Measurements of a step over a link, in seconds; None: not measured.
 
-    `numerics` is 1 if the service changed to one that rounds differently.
+    `switched` is 1 if another service continued, after `gap_s`; `numerics` is 1 if it rounds differently.
     `confirmed` counts the provisional tokens that a late response contains; `overruled` is 1 if it contradicts them.
     """
 
     hard_ratio: float | None = None
     cloud_s: float | None = None
-    rtt_s: float | None = None  # excludes `cloud_s`
+    rtt_s: float | None = None  # excludes `cloud_s` and `gap_s`
     sent: int | None = None  # number of messages with repetitions
     rows: int | None = None  # draft distributions that the server requested
     confirmed: int | None = None
     overruled: int | None = None
     lost: int | None = None  # 1 if the connection was lost in this step
+    switched: int | None = None
     numerics: int | None = None
+    gap_s: float | None = None
+    reread: int | None = None
     bytes_up: int | None = None
     bytes_down: int | None = None
     up_s: float | None = None

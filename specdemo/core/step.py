@@ -138,6 +138,7 @@ class Verdict:
     source: Source = Source.TARGET
     request_sent: bool = True
     link: LinkStats | None = None
+    replica: str = ""  # name of the service, if the last step had another
 
     @property
     def remote(self) -> dict[str, float]:

@@ -88,6 +88,7 @@ class StepRecord(TypedDict):
     t: Seconds
     policy: NotRequired[Annotated[dict[Name, Number], Field(max_length=16)]]
     remote: NotRequired[Annotated[dict[Name, Number], Field(max_length=32)] | None]
+    replica: NotRequired[Text]
     pending: NotRequired[Annotated[list[Id], Field(max_length=MAX_TOKENS)] | None]
     pending_text: NotRequired[Text | None]
     laws: NotRequired[list[TopRecord] | None]
@@ -135,7 +136,7 @@ def of(event: StepEvent) -> StepRecord:
         "memory": {"rss_bytes": memory.process, "device_bytes": memory.device, "kv_bytes": memory.kv},
     }
     if verdict.link is not None:
-        record["remote"] = verdict.remote
+        record["remote"], record["replica"] = verdict.remote, verdict.replica
     if step.searched:
         record["pending"], record["pending_text"] = list(verdict.pending), event.pending_text
     if verdict.target_top:
@@ -203,6 +204,7 @@ def step_of(record: StepRecord) -> Step:
             source=source,
             request_sent=request_sent,
             link=None if record.get("remote") is None else LinkStats.of(remote),
+            replica=record.get("replica", ""),
         ),
         gamma=record["gamma"],
         draft_s=record["draft_s"],

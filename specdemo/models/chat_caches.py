@@ -12,6 +12,8 @@ from specdemo.models.kv_cache import CachedModel
 class Conversation:
     """Key of the caches of a conversation, which are closed when it is deleted."""
 
+    session: Any = None  # `RemoteSession`, if the target is a service
+
 
 class ChatCaches:
     """Caches by conversation, least recently used first. Models that are not loaded any more have none."""

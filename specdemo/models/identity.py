@@ -36,7 +36,7 @@ class ModelIdentity:
 
 
 def identify(target: LoadedModel, tokenizer: str, hub: Hub) -> ModelIdentity:
-    """Hash a model, whose files are on this machine, and its engine; `tokenizer` is a fingerprint."""
+    """Hash a model and its engine; `tokenizer` is a fingerprint."""
     spec, model = target.spec.resolved(), target.model
     parts = {
         "files": list(_file_digests(spec.name, spec.revision, replace(hub, offline=True))),
@@ -65,7 +65,7 @@ def _file_digests(name: str, revision: str | None, hub: Hub) -> Iterator[str]:
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file: from its name in the cache of the hub, or stored by path, size and time."""
+    """Return the SHA-256: the name in the cache of the hub, or stored by path, size and time."""
     path = path.resolve()
     if path.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", path.name):
         return path.name
@@ -90,7 +90,6 @@ def _read(store: Path) -> dict[str, list[Any]]:
 
 
 def _write(store: Path, digests: dict[str, list[Any]]) -> None:
-    """Replace the file, unless it cannot be written."""
     with suppress(OSError):
         store.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=store.parent, encoding="utf-8", delete=False) as file:

@@ -13,10 +13,9 @@ from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from specdemo.remote.access import is_foreign, is_known_host
-from specdemo.remote.protocol import ErrorResponse
+from specdemo.remote.protocol import SESSION_HEADER, ErrorResponse
 
-SESSION_HEADER = "x-session-id"
-_SESSION = re.compile(r"[A-Za-z0-9_-]{32,128}")  # at least 128 bits, if they are random
+_SESSION = re.compile(r"[A-Za-z0-9_-]{32,128}")
 _WRONG_TOKENS = (1.0, 20)  # attempts per second and address, and attempts in a burst
 
 
@@ -82,11 +81,7 @@ def admission(
     clock: Callable[[], float],
     origins: Sequence[str] = (),
 ) -> Callable[..., None]:
-    """Return the dependency that admits requests with one of `tokens`, if there are any.
-
-    Rates are limited per token if there are several. Only wrong tokens count as failures: clients behind a balancer
-    share an address.
-    """
+    """Return the dependency that admits requests. Clients of a balancer share an address: only wrong tokens count."""
     rates = RateLimiter(limits.requests_per_second, limits.burst, clock)
     failures = RateLimiter(*_WRONG_TOKENS, clock)
     bearer = HTTPBearer(auto_error=False)

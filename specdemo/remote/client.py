@@ -12,7 +12,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 from specdemo.core.decode import Verifier
 from specdemo.core.errors import UserError
@@ -25,7 +25,6 @@ from specdemo.remote.deadline import ConnectionLost, StepDeadline
 from specdemo.remote.gates import EdgeVerifier, provisional_verdict, verdict_from_tokens
 from specdemo.remote.link import (
     ContextGone,
-    HttpClient,
     NoResponse,
     PromptReading,
     RequestSuperseded,
@@ -42,10 +41,13 @@ from specdemo.remote.protocol import (
     VerifyResponse,
     digest,
 )
+from specdemo.remote.replicas import Client, ReplicaSwitched
+from specdemo.remote.session import ContextState, RemoteSession
 from specdemo.worker import Stopped, device_released, interruptible, run_in_thread, wait_for
 
 MAX_TIMEOUT_S = 8.0  # longest wait for a response to a request
 CLOSE_S = 1.0
+_READ_S = 0.01  # time per unread token
 RowFormat = Literal["float32", "float16", "scalar"]
 LateVerdict: TypeAlias = "tuple[Future[Verdict], int]"  # length of the text
 
@@ -58,6 +60,64 @@ class Deadlines:
     lost_s: float = 30.0
     strict: bool = True
 
+    def first_timeout(self, unread: int) -> float:
+        return max(self.deadline_s, min(self.deadline_s + _READ_S * unread, MAX_TIMEOUT_S))
+
+
+class _RequestTimes:
+    """Durations of the requests of a step."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._requested = self._started = clock()
+        self._failed: float | None = None  # time of the request before a switch
+        self.sent = 0
+        self.cloud_s = self.rtt_s = self.gap_s = 0.0
+
+    def start(self) -> None:
+        self.sent += 1
+        self._started = self._clock()
+
+    def fail(self) -> None:
+        self._failed = self._started if self._failed is None else self._failed
+
+    def end(self, cloud_s: float) -> None:
+        if self._failed is not None:
+            self.gap_s += self._started - self._failed
+            self._requested, self._failed = self._started, None
+        now = self._clock()
+        self.cloud_s += cloud_s
+        self.rtt_s += now - self._requested - cloud_s
+        self._requested = now
+
+    @property
+    def elapsed(self) -> float:
+        return self._clock() - self._started
+
+    @property
+    def link(self) -> LinkStats:
+        return LinkStats(cloud_s=self.cloud_s, rtt_s=self.rtt_s, sent=self.sent)
+
+
+class _LastService:
+    """Service that responded to the last step."""
+
+    def __init__(self, http: Client) -> None:
+        self._http, self._replica = http, ""
+        self._url, self._numerics = http.url, http.identity.numerics
+
+    def note(self, verdict: Verdict, gap_s: float, reread: int) -> Verdict:
+        """Add a change of the service to the verdict."""
+        url, identity = self._http.url, self._http.identity
+        switched = url != self._url or (self._replica != "" and identity.replica != self._replica)
+        measures = {"switched": 1, "gap_s": gap_s, "reread": reread} if switched else {}
+        measures |= {"numerics": 1} if identity.numerics != self._numerics else {}
+        replica = identity.replica if switched or identity.replica != self._replica else ""
+        self._url, self._replica = url, identity.replica
+        self._numerics = identity.numerics
+        link = replace(verdict.link or LinkStats(), **cast("dict[str, Any]", measures))
+        return replace(verdict, link=link, replica=replica)
+
 
 @dataclass(eq=False)
 class RemoteVerifier:
@@ -67,7 +127,7 @@ class RemoteVerifier:
     demand in the format `rows`; "scalar" sends none (lossy). `edge` continues after a lost connection.
     """
 
-    http: HttpClient
+    http: Client
     config: VerifyConfig
     _: KW_ONLY
     rows: RowFormat = "float32"
@@ -75,6 +135,7 @@ class RemoteVerifier:
     top: int = 0
     deadlines: Deadlines = Deadlines()
     edge: Verifier | None = None
+    session: RemoteSession = field(default_factory=RemoteSession)
     context_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     alone: bool = False
     vocab_size: int = MAX_VOCAB
@@ -86,8 +147,11 @@ class RemoteVerifier:
         self._edge = None if self.edge is None else EdgeVerifier(self.edge)
         self._epoch, self._step = 0, -1
         self._cloud_tokens: list[int] = []
+        if (earlier := self.session.take(self.config)) is not None:
+            self.context_id, self._cloud_tokens = earlier.context_id, earlier.tokens
+            self._epoch, self._step = earlier.epoch, earlier.step
         self._late: LateVerdict | None = None
-        self._numerics = self.http.identity.numerics
+        self._service = _LastService(self.http)
         self._announce_loss, self._closed = self.alone, False
 
     def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
@@ -118,7 +182,12 @@ class RemoteVerifier:
 
     def close(self) -> None:
         self._closed = True
-        if not self.alone and self._cloud_tokens and self._late is None:
+        if self.alone or not self._cloud_tokens or self._late is not None:  # a request may be running
+            pass
+        elif self.session.lasts:
+            state = ContextState(self.context_id, self._epoch, self._step, self._cloud_tokens)
+            self.session.keep(self.config, state)
+        else:
             deleted = run_in_thread(self._delete_context)
             with device_released():
                 wait({deleted}, CLOSE_S)
@@ -164,13 +233,10 @@ class RemoteVerifier:
         unread = len(tokens) - common_prefix(self._cloud_tokens, tokens)
         deadline = StepDeadline(self.deadlines.lost_s, unread, self.clock)
         self.http.network.limit = deadline.remaining
-        requested, timeout = self.clock(), self.deadlines.deadline_s
-        sent = 0
-        cloud_s = rtt_s = 0.0
+        timeout, measured = self.deadlines.first_timeout(unread), _RequestTimes(self.clock)
         while True:
             request = self._request(tokens, draft, hard_mask, rows)
-            sent += 1
-            attempt = self.clock()
+            measured.start()
             try:
                 response = self.http.call("POST", "/v1/rounds", request, VerifyResponse, timeout)
                 if (response.epoch, response.step) != (request.epoch, request.step):
@@ -178,25 +244,24 @@ class RemoteVerifier:
             except (ContextGone, RequestSuperseded, NoResponse) as failure:
                 if self._recover(failure, deadline, len(tokens)):
                     continue
-                immediate = isinstance(failure, ServiceBusy) or self.clock() - attempt < timeout / 2
-                if immediate and (sent > 1 or isinstance(failure, NoResponse)):  # not at the first eviction
+                immediate = isinstance(failure, ServiceBusy) or measured.elapsed < timeout / 2
+                if immediate and (measured.sent > 1 or isinstance(failure, NoResponse)):  # not at the first eviction
                     self.sleep(min(timeout / 4, 0.25))
                 timeout = min(2 * timeout, MAX_TIMEOUT_S)
+                if isinstance(failure, ReplicaSwitched):
+                    measured.fail()
+                    timeout = max(timeout, self.deadlines.first_timeout(len(tokens)))
                 continue
-            cloud_s += response.metrics.cloud_s
-            rtt_s += self.clock() - requested - response.metrics.cloud_s
+            measured.end(response.metrics.cloud_s)
             if not response.wanted:
                 break
             rows = self._rows(draft, response.wanted, rows)
-            requested = self.clock()
         verdict = response.to(draft, self.vocab_size)
         committed = [*(draft.tokens[node] for node in verdict.accepted), *verdict.target_tokens]
         _check_entries(committed, self.has_entry, self.http.url)
         self._cloud_tokens = [*tokens, *committed]
-        numerics, self._numerics = self._numerics, self.http.identity.numerics
-        changed = 1 if numerics != self._numerics else None
-        link = LinkStats(cloud_s=cloud_s, rtt_s=rtt_s, sent=sent, rows=len(rows), numerics=changed)
-        return replace(verdict, link=link)
+        verdict = replace(verdict, link=replace(measured.link, rows=len(rows)))
+        return self._service.note(verdict, measured.gap_s, len(tokens))
 
     def _recover(self, failure: Exception, deadline: StepDeadline, length: int) -> bool:
         """Prepare the next request; return True for progress. Raises `ConnectionLost`."""
@@ -273,7 +338,7 @@ class RemoteVerifier:
 class StreamingVerifier:
     """Stream autoregressive text from the cloud; interrupted streams are resumed."""
 
-    http: HttpClient
+    http: Client
     config: VerifyConfig
     max_tokens: int  # length of the rest of the text
     deadlines: Deadlines = Deadlines()
@@ -284,7 +349,8 @@ class StreamingVerifier:
     _stream: Generator[int | PrefillPosition | None, None, None] | None = None
 
     def __post_init__(self) -> None:
-        self._numerics = self.http.identity.numerics
+        self._service = _LastService(self.http)
+        self._failed: float | None = None  # time of the request before a switch
 
     def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
         counts = self.http.network.counts
@@ -294,10 +360,11 @@ class StreamingVerifier:
         while (token := self._next(tokens, deadline)) is None:
             pass
         self.max_tokens -= 1
-        numerics, self._numerics = self._numerics, self.http.identity.numerics
-        changed = 1 if numerics != self._numerics else None
-        link = LinkStats(bytes_up=counts.up - up, bytes_down=counts.down - down, numerics=changed)
-        return Verdict((), token, choices=((token,),), link=link)
+        link = LinkStats(bytes_up=counts.up - up, bytes_down=counts.down - down)
+        verdict = Verdict((), token, choices=((token,),), link=link)
+        gap_s = 0.0 if self._failed is None else self.clock() - self._failed
+        self._failed = None
+        return self._service.note(verdict, gap_s, len(tokens))
 
     def close(self) -> None:
         if self._stream is not None:
@@ -309,16 +376,20 @@ class StreamingVerifier:
         if self._stream is None:
             request = StreamRequest(tokens=list(tokens), config=self.config, max_tokens=self.max_tokens)
             self._stream = self.http.tokens("/v1/texts?progress=1", request, max(timeout, MAX_TIMEOUT_S))
+        attempt = self.clock()
         try:
             token: int | PrefillPosition | None = interruptible(partial(next, self._stream))
         except Stopped:
             self._stream = None  # another thread still reads it
             raise
-        except NoResponse as failure:
+        except (NoResponse, ReplicaSwitched) as failure:
             self._stream = None
             deadline.reread(len(tokens))
             deadline.check(self.http.url, failure, "restart it")
-            interruptible(partial(self.sleep, min(timeout / 4, 0.25)))
+            if isinstance(failure, ReplicaSwitched) and self._failed is None:
+                self._failed = attempt
+            else:
+                interruptible(partial(self.sleep, min(timeout / 4, 0.25)))
             return None
         if isinstance(token, PrefillPosition):
             deadline.report(token.count, len(tokens))

@@ -8,6 +8,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.options import OptionSet, option, options
 from specdemo.remote.access import is_service_address
 
+MAX_REPLICAS = 16
 COLDEST = 0.001  # lowest temperature above 0: smaller divisors overflow the logits
 MODES = {
     "speculative": "the edge drafts, the cloud verifies",
@@ -37,8 +38,11 @@ ALWAYS = {
 
 
 def _valid_address(chosen: CloudConfig) -> None:
-    if chosen.remote and not is_service_address(chosen.remote):
-        raise UserError(f"{chosen.remote!r:.300} is no address of a service: give http://host:port")
+    for address in chosen.addresses:
+        if not is_service_address(address):
+            raise UserError(f"{address!r:.300} is no address of a service: give http://host:port")
+    if len(chosen.addresses) > MAX_REPLICAS or len(set(chosen.addresses)) < len(chosen.addresses):
+        raise UserError(f"remote must be at most {MAX_REPLICAS} different addresses, separated by spaces")
 
 
 def unused_thresholds(chosen: CloudConfig, names: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -65,7 +69,8 @@ class CloudConfig(OptionSet):
     remote: str = option(
         "",
         "Service",
-        "the target is a service (see serve) at this address; if empty on the page, a local service",
+        "the target is a service (see serve) at this address, or at several with spaces; if empty on the page, "
+        "a local service",
         metavar="URL",
     )
     mode: str = option("speculative", "Mode", "roles of edge and cloud", choices=MODES)
@@ -132,6 +137,10 @@ class CloudConfig(OptionSet):
         metavar="FILE",
         host=True,
     )
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(address.rstrip("/") for address in self.remote.split(" ") if address)
 
     @property
     def alone(self) -> bool:

@@ -32,8 +32,8 @@ class StepDeadline:
         self._lost_s, self._position = max(self.lost_s, _LEAST_S), 0
 
     def reread(self, count: int) -> None:
-        """Allow for another prefill of `count` tokens."""
-        self.unread = max(self.unread, count)
+        """Allow for another prefill of `count` tokens, whose positions start at 0."""
+        self.unread, self._position = max(self.unread, count), 0
 
     def report(self, position: int, length: int) -> bool:
         """Record a prefill position in a text of `length` tokens; return True if it is progress."""

@@ -15,6 +15,7 @@ import httpcore
 from specdemo.core.errors import UserError, plain_text
 from specdemo.remote.protocol import (
     CODECS,
+    SESSION_HEADER,
     ErrorResponse,
     MessageT,
     NetworkMessage,
@@ -30,6 +31,14 @@ _NETWORK_ERRORS = (httpcore.TimeoutException, httpcore.NetworkError, httpcore.Pr
 
 class NoResponse(Exception):
     """No response in time; the request may be repeated."""
+
+
+class RequestTimeout(NoResponse):
+    """The service may be busy, frozen or disconnected."""
+
+
+class ServiceDown(NoResponse):
+    """The connection was refused or ended, or the service fails or shuts down."""
 
 
 class PromptReading(NoResponse):
@@ -49,15 +58,23 @@ class ContextGone(Exception):
 
 
 class Unauthorised(UserError):
-    """The bearer token is missing or wrong."""
+    """The bearer token is missing or wrong for the service at `url`."""
+
+    def __init__(self, sentence: str, url: str) -> None:
+        super().__init__(sentence)
+        self.url = url
 
 
 class RequestSuperseded(Exception):
     """Another client uses the context."""
 
 
+def _failure(error: Exception) -> NoResponse:
+    kind = RequestTimeout if isinstance(error, httpcore.TimeoutException) else ServiceDown
+    return kind(plain_text(str(error)) or type(error).__name__)
+
+
 def other_model(url: str, identity: ServiceIdentity, expected: ServiceIdentity) -> UserError:
-    """Return the error for a replica that would change the distribution of a text."""
     model = "another model than" if identity.model else "a model without digest, unlike"
     return UserError(
         f"replica {identity.replica or 'without name'} at {url} serves {model} replica {expected.replica}: start every "
@@ -74,12 +91,15 @@ class HttpClient:
         *,
         content_type: str = "application/json",
         token: str | None = None,
-        link: LinkEmulation | None = None,
+        session: str = "",
+        network: MeteredNetwork | None = None,
     ) -> None:
-        self.url, self.network = url.rstrip("/"), MeteredNetwork(link or LinkEmulation())
+        self.url, self.network = url.rstrip("/"), network or MeteredNetwork()
         self.identity = ServiceIdentity()  # stated by the service
         self._codec = CODECS[content_type]
-        self._headers = {"Content-Type": content_type, **({"Authorization": f"Bearer {token}"} if token else {})}
+        self._headers = {"Content-Type": content_type}
+        self._headers |= {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers |= {SESSION_HEADER: session} if session else {}
         tls = ssl.create_default_context() if url.startswith("https:") else None  # respects SSL_CERT_FILE
         self._pool = httpcore.ConnectionPool(tls, network_backend=self.network, max_connections=4)
 
@@ -96,7 +116,7 @@ class HttpClient:
                 if response.status == 200 and isinstance(message, VerifyRequest) and not message.base:
                     self._check_identity(response.headers)
         except _NETWORK_ERRORS as error:
-            raise NoResponse(plain_text(str(error)) or type(error).__name__) from error
+            raise _failure(error) from error
         except httpcore.UnsupportedProtocol as error:
             raise UserError(f"{self.url} is no service address: use http://host:port") from error
         if response.status != 200:
@@ -131,12 +151,12 @@ class HttpClient:
                         if line == b"end":
                             return
         except _NETWORK_ERRORS as error:
-            raise NoResponse(plain_text(str(error)) or type(error).__name__) from error
+            raise _failure(error) from error
         except UserError:
             raise
         except ValueError as error:
             raise UserError(f"{self.url} is not a specdemo service: it sent no token ids") from error
-        raise NoResponse("the stream was cut off")
+        raise ServiceDown("the stream was cut off")
 
     def close(self) -> None:
         """End the reads of other threads within `_SLICE_S`."""
@@ -171,7 +191,7 @@ class HttpClient:
         except UserError:
             problem = ErrorResponse(error=f"status {status}", code="")
         if status == 401:
-            return Unauthorised(f"the cloud at {self.url} rejected the request: {problem.error}")
+            return Unauthorised(f"the cloud at {self.url} rejected the request: {problem.error}", self.url)
         if status == 429:
             return ServiceBusy(problem.error)
         if problem.code == "unknown_context":
@@ -180,8 +200,10 @@ class HttpClient:
             return RequestSuperseded(problem.error)
         if problem.code == "prefill":
             return PromptReading(problem.error, problem.position)
-        if status in (408, 500, 502, 503, 504):
+        if status == 408 or (status == 503 and problem.code == "busy"):
             return NoResponse(problem.error)
+        if status in (500, 502, 503, 504):
+            return ServiceDown(problem.error)
         return UserError(f"the cloud at {self.url} rejected the request: {problem.error}")
 
 

@@ -35,6 +35,7 @@ from specdemo.remote.config import COLDEST
 MAX_DRAFT = 256  # tokens
 MAX_TEXT = 1 << 17  # tokens
 MAX_VOCAB = 1 << 22  # token ids
+SESSION_HEADER = "x-session-id"
 MAX_REPLICA = 100  # characters of a name
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -363,7 +364,7 @@ Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")]
 
 
 class ServiceIdentity(ResponseMessage):
-    """Digests of model and numerics (see `ModelIdentity`) and name of a service; empty: an older service."""
+    """Digests (see `ModelIdentity`) and name of a service."""
 
     model: Digest = ""
     numerics: Digest = ""
@@ -371,7 +372,7 @@ class ServiceIdentity(ResponseMessage):
 
     @classmethod
     def from_headers(cls, headers: Iterable[tuple[bytes, bytes]]) -> ServiceIdentity:
-        """Read the headers of responses that open a context. Raises `ValueError`."""
+        """Raises `ValueError`."""
         values = {name.lower().decode("latin-1"): value.decode("latin-1") for name, value in headers}
         return cls(**{name: values[header] for name, header in IDENTITY_HEADERS.items() if header in values})
 

@@ -17,6 +17,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 
 from specdemo.core.errors import UserError
 from specdemo.remote.access import RouteInfo
@@ -102,6 +103,14 @@ def create_app(
         first = await _first(request, lines)  # earlier errors get a status code
         return StreamingResponse(_continued(first, lines), media_type="text/plain", headers=info.headers)
 
+    _add_deletion(app, contexts, worker, common)
+    _add_readiness(app)
+    _add_error_handlers(app)
+    _add_documentation(app, common["dependencies"])
+    return app
+
+
+def _add_deletion(app: FastAPI, contexts: Contexts, worker: Worker, common: dict[str, Any]) -> None:
     @app.delete("/v1/contexts/{ctx_id}", response_model=DeleteResponse, **common)
     async def forget(request: Request, ctx_id: str) -> Response:
         """Delete a context."""
@@ -109,16 +118,11 @@ def create_app(
         deleted = await run_queued(worker, request, lambda: iter((contexts.delete(ctx_id, owner),)))
         return _message(request, DeleteResponse(deleted=deleted))
 
-    _add_readiness(app)
-    _add_error_handlers(app)
-    _add_documentation(app, common["dependencies"])
-    return app
-
 
 def _add_readiness(app: FastAPI) -> None:
     @app.get("/v1/ready", response_model=ReadyResponse)
     async def ready(request: Request) -> Response:
-        """Respond without the token, also while all steps wait."""
+        """Respond without a token."""
         return _message(request, ReadyResponse())
 
 
@@ -225,7 +229,13 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         raise ServiceError(
             408, "slow", f"the body did not arrive within {_BODY_TIMEOUT_S:g} seconds: send it again"
         ) from None
+    except ClientDisconnect:
+        raise _gone() from None
     return bytes(body)
+
+
+def _gone() -> ServiceError:
+    return ServiceError(400, "gone", "the client disconnected")
 
 
 def _retry_key(request: Request) -> str:
@@ -349,7 +359,7 @@ async def while_connected(request: Request, awaited: Awaitable[Any]) -> Any:
     try:
         await asyncio.wait({result, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not result.done():
-            raise ServiceError(400, "gone", "the client disconnected")
+            raise _gone()
         return result.result()
     finally:
         for task in (result, disconnect):

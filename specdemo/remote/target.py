@@ -31,8 +31,10 @@ from specdemo.remote.client import Deadlines, RemoteVerifier, RowFormat, Streami
 from specdemo.remote.config import ENCODINGS, CloudConfig
 from specdemo.remote.deadline import ConnectionLost, StepDeadline
 from specdemo.remote.gates import PASSES, GatedVerifier, RecordingPolicy, mc_dropout
-from specdemo.remote.link import HttpClient, LinkEmulation, NoResponse, Unauthorised
+from specdemo.remote.link import HttpClient, LinkEmulation, MeteredNetwork, NoResponse, Unauthorised
 from specdemo.remote.protocol import MAX_TEXT, ServiceInfo, VerifyConfig
+from specdemo.remote.replicas import Replicas
+from specdemo.remote.session import RemoteSession
 from specdemo.remote.word_rules import IsName, word_rules
 from specdemo.worker import interruptible
 
@@ -43,10 +45,11 @@ MAX_PADDING = 2  # vocabulary of a model per token of its tokenizer; padding is 
 class RemoteModel:
     """`Target` behind a service: tokenizer, description and connection. Its verifiers run at the edge."""
 
-    http: HttpClient
+    http: Replicas
     info: ServiceInfo
     tokenizer: Any
     cloud: CloudConfig
+    session: RemoteSession
     lost: bool = False
     is_name: IsName | None = None  # see gate `names`
 
@@ -131,6 +134,7 @@ class RemoteModel:
             top=options.top,
             deadlines=deadlines,
             edge=self._edge_verifier(context) if cloud.on_loss == "edge" else None,
+            session=self.session,
             alone=self.lost,
             vocab_size=self.vocab_size,
             has_entry=known,
@@ -172,37 +176,42 @@ def connect(
     *,
     edge: Target | None = None,
     hub: Hub | None = None,
+    session: RemoteSession | None = None,
 ) -> RemoteModel:
-    """Connect to the service; raise `UserError` if it is unreachable or has another tokenizer."""
-    link = LinkEmulation(
-        cloud.rtt_ms / 1000, cloud.jitter_ms / 1000, cloud.loss, cloud.up_mbit * 1e6, cloud.down_mbit * 1e6, seed
-    )
+    """Connect to the services; raise `UserError` if none responds or one has another tokenizer or model."""
     if not cloud.remote:
         raise UserError("the service address is missing: set it to http://host:port")
     tokenizer = interruptible(partial(read_tokenizer, target, hub))
-    token = token_for(cloud.remote, os.environ)
-    http = HttpClient(cloud.remote, content_type=ENCODINGS[cloud.encoding], token=token, link=link)
+    session = session or RemoteSession()
+    http = _replicas(cloud, seed, clock, session.id)
     try:
         info = _service_info(http, cloud, edge is not None, clock)
         if info is not None:
             _check_info(info, target, tokenizer)
-            http.identity = info.identity
-            return RemoteModel(http, info, tokenizer, cloud)
+            return RemoteModel(http, info, tokenizer, cloud, session)
         assert edge is not None
-        return RemoteModel(http, _info_without_service(target, tokenizer, edge), tokenizer, cloud, lost=True)
+        return RemoteModel(http, _info_without_service(target, tokenizer, edge), tokenizer, cloud, session, lost=True)
     except BaseException:
         http.close()
         raise
 
 
-def _service_info(
-    http: HttpClient, cloud: CloudConfig, has_edge: bool, clock: Callable[[], float]
-) -> ServiceInfo | None:
+def _replicas(cloud: CloudConfig, seed: int, clock: Callable[[], float], session: str) -> Replicas:
+    """Return the clients of all addresses; each gets the token by its own rule."""
+    link = LinkEmulation(
+        cloud.rtt_ms / 1000, cloud.jitter_ms / 1000, cloud.loss, cloud.up_mbit * 1e6, cloud.down_mbit * 1e6, seed
+    )
+    make = partial(HttpClient, content_type=ENCODINGS[cloud.encoding], session=session, network=MeteredNetwork(link))
+    clients = [make(address, token=token_for(address, os.environ)) for address in cloud.addresses]
+    return Replicas(clients, session, clock)
+
+
+def _service_info(http: Replicas, cloud: CloudConfig, has_edge: bool, clock: Callable[[], float]) -> ServiceInfo | None:
     start, timeout = clock(), max(1.0, cloud.deadline_ms / 1000)
     http.network.limit = StepDeadline(cloud.lost_after_s, clock=clock).remaining
     while True:
         try:
-            return interruptible(lambda: http.call("GET", "/v1/target", None, ServiceInfo, timeout))
+            return interruptible(partial(http.describe, timeout))
         except NoResponse as failure:
             if clock() - start > min(3.0, cloud.lost_after_s) or not cloud.loss:
                 if has_edge and cloud.on_loss == "edge":
@@ -211,9 +220,9 @@ def _service_info(
                     f"there is no service at {cloud.remote} ({failure}): start one with serve"
                 ) from failure
         except Unauthorised as error:
-            if token_for(cloud.remote, os.environ) is None and os.environ.get(TOKEN):
+            if token_for(error.url, os.environ) is None and os.environ.get(TOKEN):
                 raise UserError(
-                    f"{cloud.remote} requires a token, and {TOKEN} is sent only to this machine and to https addresses "
+                    f"{error.url} requires a token, and {TOKEN} is sent only to this machine and to https addresses "
                     f"in {SERVICES}: add the address there"
                 ) from error
             raise

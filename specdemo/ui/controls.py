@@ -235,7 +235,8 @@ class _Factory:
         if option.name == "external" and self.limits.engines:
             return gr.Dropdown([("none", ""), *((server, server) for server in self.limits.engines)], **about)
         if option.name == "remote" and self.limits.remote:
-            return gr.Dropdown(list(self.limits.remote), **{**about, "value": self.limits.remote[0]})
+            services = [*self.limits.remote, " ".join(self.limits.remote)]
+            return gr.Dropdown(list(dict.fromkeys(services)), **{**about, "value": services[0]})
         if choices and option.many:
             return gr.CheckboxGroup(choices, info=_sentence(option), **about)
         if choices:

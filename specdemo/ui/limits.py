@@ -136,7 +136,8 @@ class HostLimits:
         offered = f"choose {' or '.join(self.remote)}" if self.remote else "decode here, with mode off"
         if not cloud.alone and not cloud.remote:
             raise UserError(f"no local cloud service is started here: {offered}")
-        if not cloud.alone and cloud.remote.rstrip("/") not in [address.rstrip("/") for address in self.remote]:
+        listed = {address.rstrip("/") for address in self.remote}
+        if not cloud.alone and not listed.issuperset(cloud.addresses):
             raise UserError(f"only listed services are allowed here: {offered}")
         if cloud.emulated:
             raise UserError("link emulation is disabled here: set the emulated link values to 0")

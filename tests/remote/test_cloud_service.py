@@ -29,7 +29,9 @@ from fastapi.testclient import TestClient
 
 from specdemo.cli import main
 from specdemo.core.errors import UserError
+from specdemo.models.chat_caches import Conversation
 from specdemo.models.model_pool import ModelPool
+from specdemo.pipeline import CONVERSATION
 from specdemo.recipe import Recipe
 from specdemo.remote.admission import RateLimiter, ServiceLimits
 from specdemo.remote.config import CloudConfig
@@ -438,6 +440,21 @@ def test_trace_contains_network_traffic(process: list[Process], secret: None) ->
     assert total["cloud_call_share"] == 1
     rejected = [step["remote"] for step in steps if step["kind"] == "correction"]
     assert rejected and all(link["rows"] >= 1 for link in rejected)
+
+
+def test_a_conversation_sends_its_text_once(process: list[Process], secret: None) -> None:
+    """The second turn continues the context of the first."""
+    recipe = Recipe(device="cpu", max_tokens=24, temperature=0.0, cloud=CloudConfig(process[-1].url))
+    stores: dict[Any, Any] = {CONVERSATION: Conversation()}
+
+    def turn(prompt: str) -> list[Any]:
+        return [line for line in generate(recipe, prompt, POOL, stores) if "i" in line]
+
+    long = TEXT * 20
+    first = turn(long)
+    second = turn(long + "".join(line["text"] for line in first))
+    sent = [lines[0]["remote"]["bytes_up"] for lines in (first, second)]
+    assert sent[1] < sent[0] / 2 and second[0]["remote"]["sent"] == 1
 
 
 def test_killed_and_restarted_service_does_not_change_the_text(process: list[Process], secret: None) -> None:

@@ -1,0 +1,146 @@
+"""Several services of one target: choice by session, and failover."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from typing import TypeAlias
+
+from specdemo.core.errors import UserError
+from specdemo.remote.link import (
+    ContextGone,
+    HttpClient,
+    MeteredNetwork,
+    NoResponse,
+    RequestTimeout,
+    ServiceDown,
+    other_model,
+)
+from specdemo.remote.protocol import (
+    MessageT,
+    NetworkMessage,
+    PrefillPosition,
+    ReadyResponse,
+    ServiceIdentity,
+    ServiceInfo,
+)
+from specdemo.worker import run_in_thread
+
+SKIP_S = 10.0
+_READY_S = 1.0
+
+
+Client: TypeAlias = "HttpClient | Replicas"
+
+
+class ReplicaSwitched(ContextGone):
+    """Another service continues, and needs the complete text."""
+
+
+class Replicas:
+    """`HttpClient` over several `clients`, which share a network.
+
+    The session determines the order (rendezvous hashing). A service that fails, or neither responds in time nor to
+    `/v1/ready`, is skipped for `SKIP_S`.
+    """
+
+    def __init__(
+        self, clients: Sequence[HttpClient], session: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.clients = sorted(clients, key=lambda client: _weight(session, client.url))
+        self.session = session
+        self._clock = clock
+        self._client = self.clients[0]
+        self._skipped_until: dict[str, float] = {}
+
+    @property
+    def url(self) -> str:
+        return self._client.url
+
+    @property
+    def network(self) -> MeteredNetwork:
+        return self._client.network
+
+    @property
+    def identity(self) -> ServiceIdentity:
+        return self._client.identity
+
+    def describe(self, timeout: float) -> ServiceInfo:
+        """Return the first description. Raises NoResponse, UserError."""
+        calls = [
+            (client, run_in_thread(partial(client.call, "GET", "/v1/target", None, ServiceInfo, timeout)))
+            for client in self.clients
+        ]
+        infos, failures = [], []
+        for client, call in calls:
+            try:
+                infos.append((client, call.result()))
+            except NoResponse as failure:
+                failures.append(failure)
+                self._skip(client)
+        if not infos:
+            raise failures[0]
+        self._client, first = infos[0]
+        for client, info in infos if len(self.clients) > 1 else ():
+            if not info.model:
+                raise UserError(f"{client.url} states no digest of its model: update this service, or give one address")
+            if info.model != first.model:
+                raise other_model(client.url, info.identity, first.identity)
+        self._client.identity = first.identity
+        return first
+
+    def call(
+        self, method: str, path: str, message: NetworkMessage | None, response_type: type[MessageT], timeout: float
+    ) -> MessageT:
+        """Raises also `ReplicaSwitched`."""
+        try:
+            return self._client.call(method, path, message, response_type, timeout)
+        except NoResponse as failure:
+            self._fail_over(failure)
+            raise
+
+    def tokens(
+        self, path: str, message: NetworkMessage, timeout: float
+    ) -> Generator[int | PrefillPosition | None, None, None]:
+        """Raises also `ReplicaSwitched`."""
+        try:
+            yield from self._client.tokens(path, message, timeout)
+        except NoResponse as failure:
+            self._fail_over(failure)
+            raise
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+
+    def _fail_over(self, failure: NoResponse) -> None:
+        client = self._client
+        if len(self.clients) == 1 or not isinstance(failure, (RequestTimeout, ServiceDown)):
+            return
+        if isinstance(failure, RequestTimeout) and self._responds(client):
+            return
+        self._skip(client)
+        now = self._clock()
+        self._client = min(self.clients, key=lambda other: max(now, self._skipped_until.get(other.url, now)))
+        if self._client is not client:
+            self._client.identity = client.identity
+            raise ReplicaSwitched(f"{client.url} does not respond ({failure})") from failure
+
+    def _skip(self, client: HttpClient) -> None:
+        self._skipped_until[client.url] = self._clock() + SKIP_S
+
+    def _responds(self, client: HttpClient) -> bool:
+        link = client.network.link
+        try:
+            client.call("GET", "/v1/ready", None, ReadyResponse, _READY_S + 2 * (link.rtt_s + link.jitter_s))
+        except NoResponse as failure:
+            return not isinstance(failure, (RequestTimeout, ServiceDown))
+        except UserError:  # an older service
+            return True
+        return True
+
+
+def _weight(session: str, url: str) -> bytes:
+    return hashlib.sha256(f"{session} {url}".encode()).digest()

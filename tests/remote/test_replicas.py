@@ -1,0 +1,371 @@
+"""Several services: a run that loses one continues with another, and its text is that of an undisturbed run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from fakes.enumeration import PROMPT, SMALL, VOCAB
+from fakes.relay import Relay, relay
+from fakes.remote import COUPLED, contexts, decode_coupled, decode_locally, verify_config
+from fakes.table_service import MODEL, table_service
+from fakes.tiny_models import committed, run
+
+from specdemo.core.errors import UserError
+from specdemo.core.metrics import Metrics
+from specdemo.core.policies import Fixed
+from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
+from specdemo.core.step import Draft, Step
+from specdemo.drafters.model import ModelDrafter
+from specdemo.remote.client import Deadlines, RemoteVerifier, StreamingVerifier
+from specdemo.remote.config import CloudConfig
+from specdemo.remote.deadline import ConnectionLost
+from specdemo.remote.link import HttpClient, MeteredNetwork, NoResponse, RequestTimeout, ServiceDown
+from specdemo.remote.protocol import ReadyResponse, ServiceIdentity, VerifyResponse
+from specdemo.remote.replicas import SKIP_S, Replicas, ReplicaSwitched
+from specdemo.remote.session import RemoteSession
+from specdemo.ui.limits import HostLimits
+
+pytestmark = pytest.mark.slow
+
+SESSION = "s" * 32
+PATIENT = Deadlines(deadline_s=20.0, lost_s=60.0)
+TOKENS = 12
+
+
+def connected(*urls: str, session: str = SESSION, describe: bool = True) -> Replicas:
+    network = MeteredNetwork()
+    replicas = Replicas([HttpClient(url, session=session, network=network) for url in urls], session)
+    if describe:
+        replicas.describe(20.0)
+    return replicas
+
+
+def starting_with(url: str, *others: str) -> Replicas:
+    """Connect in a session whose first choice is `url`."""
+    sessions = (f"{i}" * 32 for i in range(1000))
+    first = next(session for session in sessions if connected(url, *others, session=session, describe=False).url == url)
+    return connected(url, *others, session=first)
+
+
+def through(cut: Relay, *others: str) -> Replicas:
+    """Connect with the relay as first choice, and count messages from then on."""
+    http = starting_with(cut.url, *others)
+    cut.counting = True
+    return http
+
+
+def decode_sampled(http: Any) -> list[Step]:
+    """Decode with rule rejection at temperature 1, which needs rows of q."""
+    drafter = ModelDrafter(SMALL.score, SamplingParams(), Noise(3, "draft"), VOCAB)
+    verifier = RemoteVerifier(http, verify_config(SamplingParams(), seed=3), deadlines=PATIENT)
+    return run(PROMPT, verifier, drafter, Fixed(3), TOKENS)
+
+
+def decode_greedy(http: Any) -> list[Step]:
+    sampling = SamplingParams(0.0)
+    drafter = ModelDrafter(SMALL.score, sampling, Noise(3, "draft"), VOCAB)
+    verifier = RemoteVerifier(http, verify_config(sampling), deadlines=PATIENT)
+    return run(PROMPT, verifier, drafter, Fixed(3), TOKENS)
+
+
+DECODE: dict[str, Callable[[Any], list[Step]]] = {"greedy": decode_greedy, "sampled": decode_sampled}
+
+
+@pytest.fixture(scope="module")
+def services() -> Iterator[tuple[str, str]]:
+    with table_service(replica="first") as first, table_service(replica="second") as second:
+        yield first, second
+
+
+def in_total(steps: list[Step], name: str) -> float:
+    return Metrics.of(steps).remote.get(name, 0.0)
+
+
+@pytest.mark.parametrize("decode", DECODE)
+@pytest.mark.parametrize("direction", ["request", "response"])
+def test_a_service_may_die_at_every_message(services: tuple[str, str], decode: str, direction: str) -> None:
+    """Messages are requests and responses, with and without rows."""
+    first, second = services
+    expected = committed(DECODE[decode](connected(second)))
+    with relay(first) as undisturbed:
+        steps = DECODE[decode](through(undisturbed, second))
+        assert committed(steps) == expected and not in_total(steps, "switched")
+        messages = undisturbed.counts[direction]
+    assert messages > 8
+    cuts = 0
+    for last in range(1, messages + 1):
+        with relay(first, lambda way, number, last=last: way == direction and number == last) as cut:
+            steps = DECODE[decode](through(cut, second))
+            switched = in_total(steps, "switched")
+            assert committed(steps) == expected and not in_total(steps, "numerics"), last
+            assert switched == cut.is_cut and in_total(steps, "reread") >= switched * len(PROMPT), last
+            noted = [step.verdict.replica for step in steps if step.verdict.replica]
+            assert not switched or noted in (["first", "second"], ["second"]), last
+            cuts += cut.is_cut
+    assert cuts > messages / 2  # responses arrive in one or two parts
+
+
+def test_streams_continue_with_another_service(services: tuple[str, str]) -> None:
+    first, second = services
+    for last in range(1, 12):
+        with relay(first, lambda way, number, last=last: way == "response" and number == last) as cut:
+            verifier = StreamingVerifier(through(cut, second), COUPLED, TOKENS, PATIENT)
+            tokens = list(PROMPT)
+            verdicts = []
+            while len(verdicts) < TOKENS and tokens[-1] != 3:
+                verdicts.append(verifier.verify(tokens, Draft()))
+                tokens.append(verdicts[-1].token)
+            text = decode_locally(max_tokens=TOKENS)
+            assert tokens[len(PROMPT) :] == (text[: text.index(3) + 1] if 3 in text else text)
+            assert sum(verdict.remote.get("switched", 0) for verdict in verdicts) == cut.is_cut
+
+
+def test_a_run_survives_any_number_of_failures_while_a_service_is_left(services: tuple[str, str]) -> None:
+    first, second = services
+    with ExitStack() as opened:
+        dying = [
+            opened.enter_context(relay(first, lambda way, number, last=last: way == "request" and number == last))
+            for last in (1, 2, 3)
+        ]
+        http = connected(*(cut.url for cut in dying), second)
+        for cut in dying:
+            cut.counting = True
+        steps = decode_coupled(http, max_tokens=TOKENS, deadlines=PATIENT)
+    assert committed(steps) == decode_locally(max_tokens=TOKENS)
+
+
+def test_a_run_without_services_ends_at_one_deadline_for_all(services: tuple[str, str]) -> None:
+    with ExitStack() as opened:
+        dying = [
+            opened.enter_context(relay(url, lambda way, number: way == "request" and number == 2)) for url in services
+        ]
+        http = connected(*(cut.url for cut in dying))
+        for cut in dying:
+            cut.counting = True
+        now = [0.0]
+
+        def sleep(seconds: float) -> None:
+            now[0] += seconds + 0.01
+
+        with pytest.raises(ConnectionLost, match="no progress for [34] s"):
+            decode_coupled_until(http, lambda: now[0], sleep)
+
+
+def decode_coupled_until(http: Any, clock: Callable[[], float], sleep: Callable[[float], None]) -> list[Step]:
+    drafter = ModelDrafter(SMALL.score, SamplingParams(), Noise(3, "draft"), VOCAB)
+    deadlines = Deadlines(0.4, 3.0)
+    return run(
+        PROMPT, RemoteVerifier(http, COUPLED, deadlines=deadlines, clock=clock, sleep=sleep), drafter, Fixed(3), 40
+    )
+
+
+# --- models and numerics ---------------------------------------------------------------------------------------------
+
+
+def test_a_service_with_another_model_refuses_the_run(services: tuple[str, str]) -> None:
+    with table_service(model="c" * 32, replica="third") as other:
+        with pytest.raises(UserError, match="replica .* serves another model than replica .*: start every replica"):
+            connected(*services, other)
+    with table_service(model="", replica="") as old, pytest.raises(UserError, match="states no digest of its model"):
+        connected(services[0], old)
+
+
+def test_another_model_is_refused_at_a_switch(services: tuple[str, str]) -> None:
+    """The second service was replaced during the run."""
+    first, _ = services
+    with table_service(model="c" * 32, replica="third") as other:
+        with relay(first, lambda way, number: way == "request" and number == 4) as cut:
+            sessions = (f"{i}" * 32 for i in range(1000))
+            http = next(
+                http for s in sessions if (http := connected(cut.url, other, session=s, describe=False)).url == cut.url
+            )
+            cut.counting = True
+            http.clients[0].identity = ServiceIdentity(model=MODEL, replica="first")
+            with pytest.raises(UserError, match="replica third at .* serves another model than replica first"):
+                decode_sampled(http)
+
+
+def test_a_change_of_rounding_is_noted(services: tuple[str, str]) -> None:
+    first, second = services
+    with table_service(numerics="d" * 32, replica="third") as other:
+        with relay(first, lambda way, number: way == "request" and number == 3) as cut:
+            steps = decode_sampled(through(cut, other))
+    assert committed(steps) == committed(decode_sampled(connected(second)))
+    assert in_total(steps, "numerics") == in_total(steps, "switched") == 1
+
+
+# --- choice of the service -------------------------------------------------------------------------------------------
+
+
+def test_rendezvous_hashing_spreads_sessions_and_moves_only_those_of_a_removed_service() -> None:
+    urls = [f"http://host{i}:1" for i in range(4)]
+    sessions = [f"{i:032}" for i in range(1000)]
+    chosen = {session: connected(*urls, session=session, describe=False).url for session in sessions}
+    assert all(180 < count < 320 for count in Counter(chosen.values()).values())  # 4.9 sigma
+    fewer = {session: connected(*urls[:3], session=session, describe=False).url for session in sessions}
+    assert all(fewer[session] == url for session, url in chosen.items() if url != urls[3])
+
+
+class Scripted:
+    """Client whose calls end as listed."""
+
+    def __init__(self, url: str, *failures: Exception | None) -> None:
+        self.url, self.failures, self.paths = url, list(failures), []
+        self.network, self.identity = MeteredNetwork(), ServiceIdentity()
+
+    def call(self, method: str, path: str, *rest: Any) -> Any:
+        self.paths.append(path)
+        failure = self.failures.pop(0) if self.failures else None
+        if failure is not None:
+            raise failure
+        return ReadyResponse()
+
+
+def scripted(*failures: Exception | None) -> tuple[Replicas, Scripted, Scripted, list[float]]:
+    now = [0.0]
+    first, second = Scripted("a", *failures), Scripted("b")
+    replicas = Replicas([first, second], "", lambda: now[0])  # type: ignore[list-item]
+    replicas.clients, replicas._client = [first, second], first  # type: ignore[list-item, assignment]
+    return replicas, first, second, now
+
+
+def verify(replicas: Replicas) -> Any:
+    return replicas.call("POST", "/v1/rounds", None, VerifyResponse, 0.4)
+
+
+@pytest.mark.parametrize("failure", [ServiceDown("refused"), ServiceDown("status 500")])
+def test_a_service_that_is_down_is_left_at_once(failure: Exception) -> None:
+    replicas, first, _, _ = scripted(failure)
+    with pytest.raises(ReplicaSwitched):
+        verify(replicas)
+    assert first.paths == ["/v1/rounds"] and replicas.url == "b"
+
+
+def test_a_busy_service_keeps_the_request() -> None:
+    """It responds to the readiness route; an older service refuses it."""
+    for answer in (None, UserError("status 404")):
+        replicas, first, _, _ = scripted(RequestTimeout("late"), answer)
+        with pytest.raises(RequestTimeout):
+            verify(replicas)
+        assert first.paths == ["/v1/rounds", "/v1/ready"] and replicas.url == "a"
+    replicas, *_ = scripted(NoResponse("status 408"))
+    with pytest.raises(NoResponse):
+        verify(replicas)
+    assert replicas.url == "a"
+
+
+def test_a_frozen_service_is_skipped_for_some_seconds() -> None:
+    late = RequestTimeout("late")
+    replicas, first, second, now = scripted(late, late)
+    with pytest.raises(ReplicaSwitched):
+        verify(replicas)
+    second.failures = [ServiceDown("refused")]
+    with pytest.raises(ReplicaSwitched):  # the first failed earlier
+        verify(replicas)
+    assert replicas.url == "a"
+    now[0] = SKIP_S * 0.9
+    first.failures = [ServiceDown("refused")]
+    with pytest.raises(ReplicaSwitched):
+        verify(replicas)
+    now[0] = SKIP_S * 1.1  # the skip of the second has ended
+    second.failures = [ServiceDown("refused")]
+    with pytest.raises(ReplicaSwitched):
+        verify(replicas)
+    assert replicas.url == "a"
+    verify(replicas)
+    assert first.paths.count("/v1/rounds") == 3 and second.paths.count("/v1/rounds") == 2
+
+
+def test_a_longer_prefill_is_no_failure() -> None:
+    deadlines = Deadlines(deadline_s=0.4)
+    assert [deadlines.first_timeout(unread) for unread in (0, 100, 10_000)] == pytest.approx([0.4, 1.4, 8.0])
+    assert Deadlines(deadline_s=60.0).first_timeout(10_000) == 60.0
+
+
+# --- conversations ---------------------------------------------------------------------------------------------------
+
+
+def turn(url: str, session: RemoteSession, prompt: list[int], seed: int = 7) -> tuple[list[int], list[Any]]:
+    """Return prompt and text of a turn, and the base of each request."""
+    http, bases = connected(url, session=session.id), []
+    call = http.call
+
+    def recorded(method: str, path: str, message: Any, *rest: Any) -> Any:
+        bases.append((method, getattr(message, "base", None)))
+        return call(method, path, message, *rest)
+
+    http.call = recorded  # type: ignore[method-assign]
+    verifier = RemoteVerifier(http, verify_config(SamplingParams(), "coupled", seed), session=session)  # type: ignore[arg-type]
+    drafter = ModelDrafter(SMALL.score, SamplingParams(), SharedNoise(seed), VOCAB)
+    text = committed(run(prompt, verifier, drafter, Fixed(3), 6))
+    verifier.close()
+    return [*prompt, *text], bases
+
+
+def test_a_conversation_continues_its_context(services: tuple[str, str]) -> None:
+    cloud, session = contexts(), RemoteSession(lasts=True)
+    with table_service(cloud) as url:
+        text, _ = turn(url, session, PROMPT)
+        longer, bases = turn(url, session, [*text, 1])
+        assert bases[0] == ("POST", len(text)) and len(cloud) == 1 and bases[-1][0] == "POST"
+        assert (longer, 1) == (turn(url, RemoteSession(), [*text, 1])[0], len(cloud))
+        assert turn(url, session, longer, seed=8)[1][0] == ("POST", 0)  # the sampling is fixed by the context
+        _, bases = turn(url, RemoteSession(), PROMPT)
+        assert bases[-1] == ("DELETE", None)
+
+
+def test_a_turn_after_an_interrupted_request_opens_a_context() -> None:
+    cloud, session = contexts(), RemoteSession(lasts=True)
+    with table_service(cloud) as url:
+        turn(url, session, PROMPT)
+        verifier = RemoteVerifier(connected(url, session=session.id), COUPLED, session=session)  # type: ignore[arg-type]
+        verifier.alone = True
+        verifier.close()
+        assert turn(url, session, PROMPT)[1][0][1] == 0
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "remote", ["http://a:1 nowhere", "http://a:1 http://a:1/", " ".join(f"http://h{i}:1" for i in range(17))]
+)
+def test_invalid_lists_of_addresses_are_refused(remote: str) -> None:
+    with pytest.raises(UserError, match="give http://host:port|at most 16 different addresses"):
+        CloudConfig(remote)
+
+
+def test_every_address_must_be_allowed() -> None:
+    limits = HostLimits(remote=("http://a:1", "http://b:1"))
+    limits._check_service(CloudConfig("http://a:1 http://b:1/"))
+    with pytest.raises(UserError, match="only listed services"):
+        limits._check_service(CloudConfig("http://a:1 http://c:1"))
+
+
+def test_each_address_gets_the_token_by_its_own_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    from specdemo.remote.target import _replicas
+
+    monkeypatch.setenv("SPECDEMO_TOKEN", "secret")
+    monkeypatch.setenv("SPECDEMO_REMOTE", "https://listed")
+    addresses = ("https://listed", "https://other", "http://127.0.0.1:1", "http://listed")
+    replicas = _replicas(CloudConfig(" ".join(addresses)), 0, lambda: 0.0, SESSION)
+    sent = {client.url: client._headers.get("Authorization") for client in replicas.clients}
+    assert sent == dict(zip(addresses, ["Bearer secret", None, "Bearer secret", None], strict=True))
+
+
+def test_one_service_that_refuses_the_token_refuses_the_run(services: tuple[str, str]) -> None:
+    with table_service(token="another") as guarded, pytest.raises(UserError, match="bearer token is missing or wrong"):
+        connected(services[0], guarded)
+
+
+def test_unreachable_services_do_not_prevent_a_run(services: tuple[str, str]) -> None:
+    with relay(services[0]) as gone:
+        gone.cut()
+        http = connected(gone.url, services[1])
+    assert http.url == services[1] and committed(decode_sampled(http)) == committed(
+        decode_sampled(connected(services[0]))
+    )
