@@ -72,7 +72,8 @@ def _flags(command: Parser) -> Iterator[str]:
     actions = [action for action in command.arguments if action.dest != "help"]
     shared = [action for action in actions if action.dest in table]
     defaults = {action.option_strings[0]: action.default for action in shared}
-    groups = {"models and devices": MODEL_OPTIONS, "edge and cloud": list(CloudConfig.OPTIONS)}
+    cloud = [name for name, option in CloudConfig.OPTIONS.items() if option.terminal]
+    groups = {"models and devices": MODEL_OPTIONS, "edge and cloud": cloud}
     groups = {title: names for title, names in groups.items() if {*names} <= {action.dest for action in shared}}
     grouped = {table[name].flag for names in groups.values() for name in names}
     flags = [*(f"all of {title}" for title in groups)]

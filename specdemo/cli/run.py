@@ -14,7 +14,16 @@ from specdemo.cli.output import OutputFile
 from specdemo.core import trace
 from specdemo.core.errors import check_name
 from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, StepEvent
-from specdemo.core.explain import STYLES, Decision, decision_of, exact_label, explain, explain_engine, figure
+from specdemo.core.explain import (
+    STYLES,
+    Decision,
+    decision_of,
+    exact_label,
+    explain,
+    explain_engine,
+    failover_note,
+    figure,
+)
 from specdemo.core.formats import number, percent
 from specdemo.core.metrics import Metrics
 from specdemo.core.step import Outcome
@@ -167,6 +176,8 @@ def coloured_text(event: StepEvent, coloured: bool) -> str:
 def _spans(event: StepEvent, coloured: bool) -> Iterator[str]:
     if event.step.lost:
         yield "[connection to the cloud lost: the drafter continues alone]"
+    if note := failover_note(event.step):
+        yield f"[{note}]"
     if not coloured:
         yield event.text
         return

@@ -50,6 +50,14 @@ def exact_label(recipe: Mapping[str, Any], remote: Mapping[str, float]) -> str:
     return f"exact, verified by the {services}" if verified else "exact"
 
 
+def failover_note(step: Step) -> str:
+    """Return a sentence if another service continued in this step."""
+    link, replica = step.verdict.link, step.verdict.replica or "another service"
+    if link is None or not link.switched:
+        return ""
+    return f"Failover: {replica} continues after {link.gap_s or 0:.2f} s, and read {link.reread or 0:.0f} tokens again."
+
+
 class Reason(Enum):
     """Templates that explain outcomes. Placeholders are fields of `Decision`."""
 

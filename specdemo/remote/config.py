@@ -9,6 +9,7 @@ from specdemo.core.options import OptionSet, option, options
 from specdemo.remote.access import is_service_address
 
 MAX_REPLICAS = 16
+MAX_LOCAL = 4
 COLDEST = 0.001  # lowest temperature above 0: smaller divisors overflow the logits
 MODES = {
     "speculative": "the edge drafts, the cloud verifies",
@@ -72,6 +73,14 @@ class CloudConfig(OptionSet):
         "the target is a service (see serve) at this address, or at several with spaces; if empty on the page, "
         "a local service",
         metavar="URL",
+    )
+    replicas: int = option(
+        1,
+        "Local services",
+        "processes of the local service: if one ends, another continues",
+        bounds=(1, MAX_LOCAL),
+        slider=(1, MAX_LOCAL, 1),
+        terminal=False,
     )
     mode: str = option("speculative", "Mode", "roles of edge and cloud", choices=MODES)
     encoding: str = option("json", "Encoding", "encoding of messages", choices=ENCODINGS)

@@ -7,11 +7,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeAlias
 
 from specdemo.core.errors import UserError
 from specdemo.models.spec import ModelSpec
@@ -51,8 +51,8 @@ class ServiceProcess:
     _url_lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
-    def start(cls, arguments: Sequence[str]) -> ServiceProcess:
-        """Start the process with `cores_but_one` threads by default."""
+    def start(cls, arguments: Sequence[str], count: int = 1) -> ServiceProcess:
+        """Start one of `count` processes, which share `cores_but_one` threads by default."""
         try:
             errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         except OSError as error:
@@ -60,7 +60,7 @@ class ServiceProcess:
             raise UserError(f"no temporary file can be written ({cause}): free some space, or set TMPDIR") from error
         path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
         pipe = subprocess.PIPE
-        environment = {"OMP_NUM_THREADS": str(cores_but_one()), **os.environ, "PYTHONPATH": path}
+        environment = {"OMP_NUM_THREADS": str(max(1, cores_but_one() // count)), **os.environ, "PYTHONPATH": path}
         return cls(
             subprocess.Popen(arguments, env=environment, stdin=pipe, stdout=pipe, stderr=errors, text=True), errors
         )
@@ -99,44 +99,60 @@ class ServiceProcess:
         return lines[-1].removeprefix("specdemo: ")[:_MAX_ERROR_CHARACTERS] if lines else "it printed no error"
 
 
-class LocalServices:
-    """Services by target. Idle services stop after `idle_s` seconds or when another target starts."""
+_Key: TypeAlias = tuple[ModelSpec, int]
 
-    def __init__(self, idle_s: float = 600.0, start: Callable[[ModelSpec], ServiceProcess] | None = None) -> None:
+
+class LocalServices:
+    """Services by target and number. Idle services stop after `idle_s` seconds or when another target starts."""
+
+    def __init__(self, idle_s: float = 600.0, start: Callable[[ModelSpec, int], ServiceProcess] | None = None) -> None:
+        """`start(spec, count)` starts one of `count` processes."""
         self._idle_s = idle_s
-        self._start = start or (lambda spec: ServiceProcess.start(serve_command(spec)))
-        self._running: dict[ModelSpec, ServiceProcess] = {}
+        self._start = start or (lambda spec, count: ServiceProcess.start(serve_command(spec), count))
+        self._running: dict[_Key, ServiceProcess] = {}
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
 
     @contextmanager
-    def running(self, specs: Iterable[ModelSpec]) -> Iterator[dict[ModelSpec, str]]:
-        used: dict[ModelSpec, ServiceProcess] = {}
+    def running(self, counts: Mapping[ModelSpec, int]) -> Iterator[dict[ModelSpec, str]]:
+        """Yield the addresses of the processes of each target, separated by spaces."""
+        used: dict[ModelSpec, list[ServiceProcess]] = {spec: [] for spec in counts}
         try:
-            for spec in dict.fromkeys(specs):
+            for spec, count in counts.items():
                 with device_released():
-                    used[spec] = self._acquire(spec)
-            yield {spec: interruptible(process.address) for spec, process in used.items()}
+                    used[spec] = self._acquire(spec, count)
+            yield {spec: " ".join(map(_address, processes)) for spec, processes in used.items()}
         finally:
-            if used:
+            if counts:
                 with device_released():
-                    self._release(used.values())
+                    self._release([process for processes in used.values() for process in processes])
+
+    def kill(self, replica: str) -> None:
+        """Kill the process with the name `host:port`. Raises `UserError`."""
+        port = replica.rpartition(":")[2]
+        with self._lock:
+            named = [process for process in self._running.values() if (process.url or "").endswith(f":{port}")]
+            if not replica or not any(process.alive for process in named):
+                raise UserError("no local service verifies this run: choose a mode without a service address, and Run")
+            named[0].process.kill()
+            named[0].process.wait()
 
     def close(self) -> None:
         with self._lock:
             self._stop(list(self._running))
 
-    def _acquire(self, spec: ModelSpec) -> ServiceProcess:
+    def _acquire(self, spec: ModelSpec, count: int) -> list[ServiceProcess]:
+        keys = [(spec, number) for number in range(count)]
         with self._lock:
             if self._timer is not None:
                 self._timer.cancel()
-            self._stop(  # free memory for the new target
-                [other for other, it in self._running.items() if not it.alive or (other != spec and not it.users)]
-            )
-            if spec not in self._running:
-                self._running[spec] = self._start(spec)
-            self._running[spec].users += 1
-            return self._running[spec]
+            # Free memory for the new processes.
+            self._stop([key for key, it in self._running.items() if not it.alive or (key not in keys and not it.users)])
+            for key in keys:
+                if key not in self._running:
+                    self._running[key] = self._start(spec, count)
+                self._running[key].users += 1
+            return [self._running[key] for key in keys]
 
     def _release(self, processes: Iterable[ServiceProcess]) -> None:
         with self._lock:
@@ -150,8 +166,12 @@ class LocalServices:
 
     def _stop_idle(self) -> None:
         with self._lock:
-            self._stop([spec for spec, process in self._running.items() if not process.users])
+            self._stop([key for key, process in self._running.items() if not process.users])
 
-    def _stop(self, specs: Sequence[ModelSpec]) -> None:
-        for spec in specs:
-            self._running.pop(spec).end()
+    def _stop(self, keys: Sequence[_Key]) -> None:
+        for key in keys:
+            self._running.pop(key).end()
+
+
+def _address(process: ServiceProcess) -> str:
+    return interruptible(process.address)

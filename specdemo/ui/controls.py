@@ -29,7 +29,7 @@ from specdemo.ui.settings import MODES_WITH_OFF, recipe_of, setting_of
 Control = gr.Checkbox | gr.CheckboxGroup | gr.Dropdown | gr.Number | gr.Slider | gr.Textbox
 Controls = dict[str, Control]
 _LINK = "Edge and cloud"
-_EMULATED = ("rtt_ms", "jitter_ms", "up_mbit", "down_mbit", "loss")
+_OF_THIS_MACHINE = ("replicas", "rtt_ms", "jitter_ms", "up_mbit", "down_mbit", "loss")
 _NUMBERS_PER_ROW = 2
 FIRST = ("pair", "method", "gamma", "temperature")  # always visible
 _EXAMPLE_SETTINGS = ("pair", "target", "drafter", "method", "gamma", "policy", "chat", "temperature")
@@ -83,7 +83,8 @@ def _advanced_settings(
                 make.controls(
                     option
                     for option in CloudConfig.OPTIONS.values()
-                    if (limits.remote is None or option.name not in _EMULATED) and not (option.host and limits.public)
+                    if (limits.remote is None or option.name not in _OF_THIS_MACHINE)
+                    and not (option.host and limits.public)
                 )
     return presets
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, ShownToken, StepEvent
-from specdemo.core.explain import FATES, REASON_INDEX, Decision, Reason, decision_of, figure, reason_of
+from specdemo.core.explain import FATES, REASON_INDEX, Decision, Reason, decision_of, failover_note, figure, reason_of
 from specdemo.core.link_stats import LinkStats
 from specdemo.core.trace import MAX_CHARACTERS, ReadLimits, read
 from specdemo.drafters import METHODS
@@ -111,8 +111,8 @@ class Run:
             case Header():
                 self._begin(name, lane, event)
             case StepEvent():
-                if event.step.lost:
-                    self._record({"l": name, "note": LOST})
+                if note := LOST if event.step.lost else failover_note(event.step):
+                    self._record({"l": name, "note": note})
                 description = "plain" if name == PLAIN else title(lane.recipe)
                 if len(self.lanes) > 1:
                     position = sum(other.ended for other in self.lanes.values()) + 1

@@ -31,6 +31,7 @@ ACTIVITIES = {  # label, row of the timeline
     "way": ("link delay", 1),
     "verify": ("cloud's pass", 2),
     "down": ("receiving", 1),
+    "gap": ("failover", 1),
     "wait": ("waiting", 0),
     "idle": ("idle", 0),
 }
@@ -63,7 +64,7 @@ def steps(lane: Lane) -> list[Step]:
 
 
 def parts(steps: Sequence[Step]) -> list[list[Part]]:
-    """Split each step into idle, draft, up, way, verify, way, down; or into draft and wait.
+    """Split each step into idle, draft, gap, up, way, verify, way, down; or into draft, gap and wait.
 
     Verification is a wait if the cloud's share is unknown.
     """
@@ -83,7 +84,10 @@ def parts(steps: Sequence[Step]) -> list[list[Part]]:
 
 def _verification(step: Step) -> Iterator[tuple[str, float]]:
     link = step.verdict.link or LinkStats()
-    cloud, verify_s = link.cloud_s, step.seconds.verify
+    gap = min(link.gap_s or 0.0, step.seconds.verify)
+    cloud, verify_s = link.cloud_s, step.seconds.verify - gap
+    if gap:
+        yield "gap", gap
     up, down = link.up_s or 0.0, link.down_s or 0.0
     if cloud is None or cloud + up + down > verify_s * SLACK:
         yield "wait", verify_s
@@ -135,6 +139,8 @@ def _row(name: str, steps: Sequence[Step], cumulative: float | None) -> list[str
 
 def _verdict_note(step: Step) -> str:
     link = step.verdict.link
+    if link is not None and link.switched:
+        return f"continued by {step.verdict.replica or 'another service'}"
     return "two round trips" if link is not None and link.rows else VERDICTS.get(step.verdict.source, "")
 
 
@@ -160,6 +166,9 @@ def describe_link(lane: Lane) -> str:
         sentences.append(f"{retries - rows:.0f} messages were sent again.")
     if rows:
         sentences.append(f"{rows:.0f} rejections needed a second round trip, which sent a row of q.")
+    if switched := remote.get("switched"):
+        count, cost = f"{switched:.0f} failover{'s' * (switched > 1)}", remote.get("gap_s", 0.0)
+        sentences.append(f"**{count}**: {cost:.2f} s of delay, {remote.get('reread', 0.0):.0f} tokens read again.")
     sentences += [f"{remote[name]:.0f} tokens were {words}." for name, words in _TOTALS.items() if remote.get(name)]
     return " ".join(sentences)
 

@@ -218,13 +218,27 @@ class Service:
     @contextmanager
     def _with_services(self, recipes: Sequence[Recipe]) -> Iterator[list[Recipe]]:
         """Yield `recipes` with the addresses of local services, which run until the context is left."""
-        with self.clouds.running(recipe.target_spec for recipe in recipes if recipe.needs_local_service) as urls:
+        counts = {
+            recipe.target_spec: recipe.cloud.replicas
+            for recipe in recipes
+            if recipe.cloud is not None and recipe.needs_local_service
+        }
+        with self.clouds.running(counts) as urls:
             yield [
                 replace(recipe, cloud=replace(recipe.cloud, remote=urls[recipe.target_spec]))
                 if recipe.cloud is not None and recipe.needs_local_service
                 else recipe
                 for recipe in recipes
             ]
+
+    def kill_replica(self, run: Run | None) -> str:
+        """Kill the local service that verifies a run; return a message. Raises `UserError`."""
+        if self.limits.remote is not None:
+            raise UserError("the services of this host belong to all visitors: run the program on your machine")
+        steps = [event.step for lane in run.lanes.values() for event in lane.steps] if run is not None else []
+        replica = next((step.verdict.replica for step in reversed(steps) if step.verdict.replica), "")
+        self.clouds.kill(replica)
+        return f"{replica} was killed. A run with several local services continues with another."
 
     def stop_bench(self, visitor: str) -> None:
         if stream := self._benches.pop(visitor, None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import tempfile
 import threading
@@ -16,6 +17,7 @@ from fakes.trace_records import PREFILL, absorb, end, header, step, step_event
 from specdemo.core.errors import UserError
 from specdemo.core.link_stats import Source
 from specdemo.core.step import Draft, Step
+from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.recipe import Recipe
 from specdemo.remote.client import RemoteVerifier
@@ -36,6 +38,7 @@ from specdemo.ui.link_charts import (
     steps,
     timeline_svg,
 )
+from specdemo.ui.service import Service
 from specdemo.ui.settings import cloud_of, from_link, recipe_of, restored
 from specdemo.ui.step_views import step_picture
 from specdemo.ui.tabs import edge as modes
@@ -103,6 +106,49 @@ def test_parts_of_steps_fill_the_time_without_overlap() -> None:
     by = {what: seconds for what, _, seconds in parts(steps_of(*LINES))[1]}
     assert by["up"] == 0.015 and by["down"] == 0.013 and by["verify"] == 0.008
     assert 2 * by["way"] == pytest.approx(0.04 - 0.015 - 0.013 - 0.008)
+
+
+FAILOVER = {"switched": 1.0, "gap_s": 0.5, "reread": 130.0}
+
+
+def failed_over(i: int) -> dict[str, Any]:
+    line = over_the_link(i, 1, **FAILOVER)
+    return line | {"verify_s": 0.54, "t": line["t"] + 0.5, "replica": "host:2"}
+
+
+def test_a_failover_is_a_part_of_its_step() -> None:
+    (step_parts,) = parts(steps_of(failed_over(1)))
+    assert [what for what, *_ in step_parts] == ["idle", "draft", "gap", "up", "way", "verify", "way", "down"]
+    assert sum(seconds for what, _, seconds in step_parts if what not in ("idle", "draft")) == pytest.approx(0.54)
+    assert {what: seconds for what, _, seconds in step_parts}["gap"] == 0.5
+    unmeasured = failed_over(1) | {"remote": {**ASKED, **FAILOVER}}  # a stream
+    assert [what for what, *_ in parts(steps_of(unmeasured))[0]] == ["idle", "draft", "gap", "wait"]
+    assert "failover: 500.00 ms" in timeline_svg(steps_of(*LINES[:2], failed_over(2)), 0, 9)
+
+
+def test_lane_table_and_summary_name_the_failover() -> None:
+    run = played(LINES[0] | {"replica": "host:1"}, over_the_link(1), failed_over(2))
+    notes = [record["note"] for record in map(json.loads, run.records) if "note" in record]
+    assert notes == ["Failover: host:2 continues after 0.50 s, and read 130 tokens again."]
+    lane = edge_lane(run)
+    assert "**1 failover**: 0.50 s of delay, 130 tokens read again." in describe_link(lane)
+    assert [row[-1] for row in measures(steps(lane))] == ["", "", "", "continued by host:2"]
+    assert [event.step.verdict.replica for event in lane.steps] == ["host:1", "", "host:2"]
+
+
+def test_the_service_of_a_run_can_be_killed() -> None:
+    service = Service(ModelPool(), lambda *_: iter(()))
+    service.clouds = LocalServices(start=FakeProcesses())
+    run = played(LINES[0] | {"replica": "host:1"}, failed_over(2) | {"replica": "host:0"})
+    with service.clouds.running({ONE: 2}):
+        assert service.kill_replica(run).startswith("host:0 was killed.")
+        for stopped in (run, played(LINES[0]), None):
+            with pytest.raises(UserError, match="no local service verifies this run"):
+                service.kill_replica(stopped)
+    service.clouds.close()
+    public = Service(ModelPool(), lambda *_: iter(()), PUBLIC)
+    with pytest.raises(UserError, match="belong to all visitors"):
+        public.kill_replica(run)
 
 
 def test_response_of_another_step_is_a_wait() -> None:
@@ -441,8 +487,9 @@ class FakeProcesses:
     def __init__(self) -> None:
         self.started: list[ServiceProcess] = []
 
-    def __call__(self, spec: ModelSpec) -> ServiceProcess:
-        script = f"import sys; print('listening on http://{spec.name}', flush=True); sys.stdin.read()"
+    def __call__(self, spec: ModelSpec, count: int) -> ServiceProcess:
+        address = f"http://{spec.name}:{len(self.started)}"
+        script = f"import sys; print('listening on {address}', flush=True); sys.stdin.read()"
         self.started.append(ServiceProcess.start([sys.executable, "-S", "-c", script]))
         return self.started[-1]
 
@@ -453,32 +500,50 @@ ONE, TWO = ModelSpec("one"), ModelSpec("two")
 def test_services_are_shared_by_target_and_stopped_when_idle() -> None:
     fake = FakeProcesses()
     services = LocalServices(start=fake)
-    with services.running([ONE, ONE]) as urls, services.running([ONE]) as same, services.running([]) as none:
-        assert urls == same == {ONE: "http://one"} and none == {} and len(fake.started) == 1
-    with services.running([ONE]):
+    with services.running({ONE: 1}) as urls, services.running({ONE: 1}) as same, services.running({}) as none:
+        assert urls == same == {ONE: "http://one:0"} and none == {} and len(fake.started) == 1
+    with services.running({ONE: 1}):
         assert len(fake.started) == 1  # reused
-        with services.running([TWO]) as other:
-            assert other == {TWO: "http://two"} and fake.started[0].alive
+        with services.running({TWO: 1}) as other:
+            assert other == {TWO: "http://two:1"} and fake.started[0].alive
     fake.started[0].process.kill()
     fake.started[0].process.wait()
-    with services.running([ONE]):
+    with services.running({ONE: 1}):
         assert len(fake.started) == 3 and not fake.started[1].alive  # dead: replaced; idle: stopped
     services.close()
     assert not any(process.alive for process in fake.started)
 
 
+def test_a_target_may_have_several_services() -> None:
+    """A killed service is replaced at the next run; others than the wanted ones are stopped."""
+    fake = FakeProcesses()
+    services = LocalServices(start=fake)
+    with services.running({ONE: 2}) as urls:
+        assert urls == {ONE: "http://one:0 http://one:1"}
+        services.kill("host:1")
+        assert fake.started[1].process.wait(PATIENCE) == -signal.SIGKILL and fake.started[0].alive
+        for name in ("host:1", "host:7", ""):
+            with pytest.raises(UserError, match="no local service verifies this run"):
+                services.kill(name)
+    with services.running({ONE: 2}) as urls:
+        assert urls == {ONE: "http://one:0 http://one:2"}
+    with services.running({ONE: 1}):
+        assert [process.alive for process in fake.started] == [True, False, False]
+    services.close()
+
+
 def test_idle_service_is_stopped() -> None:
     fake = FakeProcesses()
     services = LocalServices(idle_s=0.0, start=fake)
-    with services.running([ONE]):
+    with services.running({ONE: 1}):
         pass
     assert fake.started[0].process.wait(PATIENCE) is not None
 
 
 def test_failed_start_reports_the_error() -> None:
     script = "import sys; print('warning: x', file=sys.stderr); sys.exit('specdemo: there is no model of that name')"
-    services = LocalServices(start=lambda spec: ServiceProcess.start([sys.executable, "-S", "-c", script]))
-    with pytest.raises(UserError, match=r"did not start: there is no model of that name$"), services.running([ONE]):
+    services = LocalServices(start=lambda spec, count: ServiceProcess.start([sys.executable, "-S", "-c", script]))
+    with pytest.raises(UserError, match=r"did not start: there is no model of that name$"), services.running({ONE: 1}):
         pass
 
 
@@ -489,16 +554,20 @@ def test_a_service_without_temporary_directory_gets_a_sentence(monkeypatch: pyte
         ServiceProcess.start(["true"])
 
 
-@pytest.mark.parametrize("threads", [None, "7"])
-def test_service_leaves_a_core_to_the_edge(monkeypatch: pytest.MonkeyPatch, threads: str | None) -> None:
+@pytest.mark.parametrize(
+    ("threads", "count", "expected"), [(None, 1, "3"), (None, 2, "1"), (None, 4, "1"), ("7", 2, "7")]
+)
+def test_services_leave_a_core_to_the_edge(
+    monkeypatch: pytest.MonkeyPatch, threads: str | None, count: int, expected: str
+) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(4)), raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if threads:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
     process = ServiceProcess.start(
-        [sys.executable, "-c", "import os; print('listening on', os.environ['OMP_NUM_THREADS'])"]
+        [sys.executable, "-c", "import os; print('listening on', os.environ['OMP_NUM_THREADS'])"], count
     )
-    assert process.address() == (threads or "3")
+    assert process.address() == expected
     process.end()
 
 

@@ -17,7 +17,6 @@ from specdemo.remote.config import MODES
 from specdemo.ui import link_charts
 from specdemo.ui.lane import Lane
 from specdemo.ui.line_chart import LineChart
-from specdemo.ui.run_store import RunStore
 from specdemo.ui.service import Service
 from specdemo.ui.settings import recipe_of
 from specdemo.ui.tabs.calibration import calibration_section
@@ -48,7 +47,7 @@ line { stroke: var(--line); }
 rect { stroke: var(--paper); stroke-width: 0.5; } rect:hover { stroke: var(--ink); stroke-width: 1.5; }
 .draft { --of: var(--accepted-ink); } .idle { --of: var(--line); }
 .up { --of: var(--link-up); } .way { --of: var(--link-delay); } .verify { --of: var(--link-verify); }
-.down { --of: var(--link-down); } .wait { --of: var(--link-wait); }
+.down { --of: var(--link-down); } .gap { --of: var(--bar-rejected); } .wait { --of: var(--link-wait); }
 rect { fill: var(--of); }
 .key { display: flex; flex-wrap: wrap; gap: 4px 16px; padding: 0; margin: 6px 0 0; list-style: none; font-size: 13px; }
 .key li::before { content: ""; display: inline-block; width: 10px; height: 10px; margin-right: 6px; }
@@ -118,18 +117,22 @@ def edge_tab(
     tab: gr.Tab,
 ) -> None:
     gr.Markdown(_INTRO if service.limits.remote is not None else f"{_INTRO} {_LOCAL_CLOUD}")
-    _RunSection(service.runs, tab)
+    _RunSection(service, tab)
     _modes_section(service, controls, device)
     if "gate_nll" in controls:
         calibration_section(service, controls, thresholds, device)
 
 
 class _RunSection:
-    def __init__(self, runs: RunStore, tab: gr.Tab) -> None:
-        self._runs = runs
+    def __init__(self, service: Service, tab: gr.Tab) -> None:
+        self._service, self._runs = service, service.runs
         run_id = gr.Textbox(visible=False)
         self._summary = gr.Markdown(elem_id="edge-run")
-        refresh = gr.Button("Refresh", size="sm", scale=0, elem_id="edge-refresh")
+        with gr.Row():
+            refresh = gr.Button("Refresh", size="sm", scale=0, elem_id="edge-refresh")
+            allowed = service.limits.remote is None
+            kill = gr.Button("End this replica", size="sm", scale=0, elem_id="edge-kill", visible=allowed)
+        self._killed = gr.Markdown(elem_id="edge-killed")
         with gr.Column(visible=False) as self._details:
             gr.Markdown("### Timeline of steps")
             label = f"First of {_TIMELINE_STEPS} steps"
@@ -145,6 +148,7 @@ class _RunSection:
         unqueued = {"js": SHOWN_RUN_JS, "queue": False, **UNPROCESSED}
         drawn = [self._summary, self._details, *components]
         gr.on([tab.select, refresh.click], self._draw, run_id, drawn, **unqueued)
+        kill.click(self._kill, run_id, self._killed, **unqueued)
         self._first.change(self._move, [run_id, self._first], self._timeline, trigger_mode="always_last", **unqueued)
 
     def _lane(self, shown_id: Any, request: gr.Request) -> Lane:
@@ -170,6 +174,13 @@ class _RunSection:
             self._best: best,
             self._plot: _CHART.svg(link_charts.curve(link)) if link else "",
         }
+
+    def _kill(self, shown_id: Any, request: gr.Request) -> str:
+        run = self._runs.get(shown_id) or self._runs.latest(request.session_hash or "")
+        try:
+            return self._service.kill_replica(run)
+        except UserError as error:
+            return f"*{html.escape(str(error))}.*"
 
     def _move(self, shown_id: Any, first: Any, request: gr.Request) -> Any:
         try:
