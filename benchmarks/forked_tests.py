@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import pytest
 from _pytest.runner import runtestprotocol
 
-SURVIVED, KILLED, NO_TESTS, TIMEOUT = 0, 1, 33, 36  # codes of mutmut
+SURVIVED, KILLED, NO_TESTS, SKIPPED, TIMEOUT = 0, 1, 33, 34, 36  # codes of mutmut
 MEMORY = 8 << 30
 # CPU seconds of a test that passes without a mutant within t: 5 + 10 t. Wall seconds of a mutant: 600 + 60 t.
 TEST_CPU_S, TEST_FACTOR = 5, 10

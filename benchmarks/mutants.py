@@ -26,7 +26,7 @@ from typing import Any
 
 from mutmut.__main__ import copy_also_copy_files, copy_src_dir, create_mutants, setup_source_paths
 from mutmut.configuration import config
-from mutmut.mutation.data import SourceFileMutationData
+from mutmut.mutation.data import MutantLineSpans, SourceFileMutationData
 from mutmut.mutation.trampoline import set_mutant_under_test
 from mutmut.state import state
 
@@ -35,6 +35,7 @@ from benchmarks.forked_tests import (
     MUTANT_FACTOR,
     MUTANT_S,
     NO_TESTS,
+    SKIPPED,
     SURVIVED,
     TIMEOUT,
     Items,
@@ -49,6 +50,9 @@ from benchmarks.forked_tests import (
 FOLDER = Path("mutants").resolve()
 COVERAGE = FOLDER / "coverage.pickle"
 STATISTICS = "stats"  # name of the run that records called functions
+# Arguments whose mutants are not run, since no test on a CPU can detect them: `zip` receives equal lengths by
+# construction, and all tensors are on the same device.
+NEUTRAL_ARGUMENTS = ("strict=True", "strict=False", ".device", "non_blocking=True")
 
 
 @dataclass
@@ -72,6 +76,17 @@ def _function(mutant: str) -> str:
     return mutant.partition("__mutmut_")[0]
 
 
+def _neutral(mutants: Sequence[str], file: Path) -> Iterator[str]:
+    """Yield the mutants that change a neutral argument."""
+    names = [mutant.rpartition(".")[2] for mutant in mutants]
+    listed = list(dict.fromkeys([*names, *(f"{_function(name)}__mutmut_orig" for name in names)]))
+    sources = dict(zip(listed, MutantLineSpans.load(file).read_function_sources(listed), strict=True))
+    for mutant, name in zip(mutants, names, strict=True):
+        original = sources[f"{_function(name)}__mutmut_orig"]
+        if any(original.count(argument) > sources[name].count(argument) for argument in NEUTRAL_ARGUMENTS):
+            yield mutant
+
+
 class Results:
     """Results of the mutants of files, in mutmut's format."""
 
@@ -82,10 +97,18 @@ class Results:
             data.load()
 
     def pending(self, codes: Collection[int | None]) -> list[str]:
-        """Return the mutants with these codes in random order: results of an interrupted run are a random sample."""
-        names = [name for data in self._data.values() for name, code in data.exit_code_by_key.items() if code in codes]
+        """Return the mutants with these codes: survivors, then others in random order, as a sample if interrupted."""
+        codes_by_name = {name: code for data in self._data.values() for name, code in data.exit_code_by_key.items()}
+        names = [name for name, code in codes_by_name.items() if code in codes]
         random.Random(0).shuffle(names)
-        return names
+        return sorted(names, key=lambda name: codes_by_name[name] is None)
+
+    def skip_neutral(self) -> None:
+        """Record the mutants of `NEUTRAL_ARGUMENTS`."""
+        for file, data in self._data.items():
+            codes = data.exit_code_by_key
+            codes |= dict.fromkeys(_neutral([name for name, code in codes.items() if code != KILLED], file), SKIPPED)
+            data.save()
 
     def record(self, mutant: str, code: int) -> None:
         if code != KILLED:
@@ -95,14 +118,14 @@ class Results:
         data.save()
 
     def rows(self) -> Iterator[tuple[Any, ...]]:
-        """Return per file: mutants, tested, killed, timeouts among them, survivors, without tests, share killed."""
+        """Return per file: mutants, skipped, tested, killed, timeouts among them, survivors, no tests, share killed."""
         for file, data in self._data.items():
             counts = Counter(data.exit_code_by_key.values())
-            tested = counts.total() - counts[None]
+            tested = counts.total() - counts[None] - counts[SKIPPED]
             killed = tested - counts[SURVIVED] - counts[NO_TESTS]
             share = f"{100 * killed / tested:.1f} %" if tested else ""
             yield (
-                *(file.name, counts.total(), tested, killed, counts[TIMEOUT]),
+                *(file.name, counts.total(), counts[SKIPPED], tested, killed, counts[TIMEOUT]),
                 *(counts[SURVIVED], counts[NO_TESTS], share),
             )
 
@@ -205,6 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             del sys.modules[name]  # without mutants, imported by the package of this module
         import torch  # noqa: F401  # shared by all sessions
 
+        Results(args.files).skip_neutral()
         if not test_mutants(args.files, (None, SURVIVED, NO_TESTS) if args.again else (None,)):
             return 1
     for row in Results(args.files).rows():

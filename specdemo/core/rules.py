@@ -105,7 +105,7 @@ def lenient(
     return _walk(draft, p, correct, start, adjust, test, 1 / threshold)
 
 
-# Common engineering shortcuts, and Medusa's typical acceptance, p > min(e, sqrt(e) exp(-H(p))) (2401.10774, 2.3.1).
+# Engineering shortcuts, and Medusa's typical acceptance, p > min(e, sqrt(e) exp(-H(p))) (2401.10774, 2.3.1).
 ratio = threshold_rule(lambda q, row, threshold: threshold * q)
 threshold = threshold_rule(lambda q, row, threshold: threshold)
 typical = threshold_rule(
@@ -181,8 +181,8 @@ def _walk(
 ) -> Verdict:
     """Descend to the first child that passes; sample a correction or bonus at the end.
 
-    `test(token, p, q, row)` returns the decision, the random number and the bound, if the rule has them. `weight`:
-    factor of p in residuals.
+    `test(token, p, q, row)` returns the decision, and random number and bound, or None. `weight`: factor of p in
+    residuals.
     """
     distributions = _distributions(draft)
     node_probs, overlap = distributions.compare(p, draft.tokens, draft.parents)
