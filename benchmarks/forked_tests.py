@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import os
 import resource
@@ -92,6 +93,7 @@ class Order:
 
 def run_until_failure(items: Sequence[pytest.Item], seconds: Mapping[str, float], report: int | None = None) -> None:
     """Run the tests; end the process with `KILLED` after the first that fails, whose id is written to `report`."""
+    faulthandler.disable()  # crashes are results
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     for item, following in zip(items, [*items[1:], None], strict=True):

@@ -46,7 +46,7 @@ TESTS = (
     "tests/models/test_native_attention.py",
     "tests/models/test_native_safety.py",
 )
-CHECK_CPU_S = 20
+CHECK_CPU_S = 5
 UNCOMPILED, SAME_CODE = "not compiled", "same code"
 OUTCOMES = {SURVIVED: "survived", TIMEOUT: "timeout"}
 _FUNCTION = re.compile(r"^(?:static |INLINE )?[a-z]\w*[ *]+(\w+)\(", re.MULTILINE)
