@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -237,6 +238,25 @@ def test_compiled_comparisons_of_drafts_equal_those_of_torch(monkeypatch: pytest
     monkeypatch.setattr(native, "supports", lambda x: False)
     torch.testing.assert_close(found, results(), rtol=1e-5, atol=1e-8)
     assert torch.equal(found[3], p[0])
+
+
+@pytest.mark.parametrize(
+    ("parents", "tokens", "accepted"),
+    [
+        ((-1, 0), (0, 8), True),
+        ((-1, 0), (-1, 8), False),
+        ((-1, 0), (0, 9), False),
+        ((-2, 0), (0, 8), False),
+        ((-1, 1), (0, 8), False),
+        ((0, 0), (0, 8), False),
+    ],
+)
+def test_tokens_and_parents_of_compared_drafts_have_limits(
+    parents: tuple[int, int], tokens: tuple[int, int], accepted: bool
+) -> None:
+    p, q = torch.full((3, 9), 1 / 9), torch.full((2, 9), 1 / 9)
+    with nullcontext() if accepted else pytest.raises(ValueError, match="outside the vocabulary or a parent after"):
+        assert native.compare_drafts(p, q, parents, tokens)[0] == pytest.approx([1 / 9] * 2)
 
 
 def test_rows_of_different_sizes_are_refused() -> None:
