@@ -12,7 +12,7 @@ from specdemo.core.errors import write_error
 
 
 class OutputFile:
-    """Temporary file that replaces `path` at the end, unless that is a device or pipe."""
+    """Temporary file that replaces `path` at the end, unless that is a device or pipe. A killed process leaves it."""
 
     def __init__(self, path: Path, kind: str) -> None:
         self._path, self._target = path.resolve(), f"{kind} to {path}"
@@ -20,7 +20,7 @@ class OutputFile:
         self._part = self._path.with_name(f"{path.name}.{os.getpid()}.part")
         self._complete = False
         self._file: TextIO = self._checked(
-            lambda: open(self._path if self._is_device else self._part, "w", encoding="utf-8")
+            lambda: open(self._path if self._is_device else self._part, "w", buffering=1, encoding="utf-8")
         )
 
     def write(self, text: str) -> None:
