@@ -66,11 +66,14 @@ class Chroot:
         """Install the system, its packages and the program. Raises `NotTested`."""
         if not (self.path / "etc/created").exists():
             mirror, options = _mirror(self.system, self.folder)
-            _checked("debootstrap", "--variant=minbase", *options, self.system.release, str(self.path), *mirror)
+            checked("debootstrap", "--variant=minbase", *options, self.system.release, str(self.path), *mirror)
             (self.path / "etc/created").touch()
         shutil.copy("/etc/resolv.conf", self.path / "etc/resolv.conf")
         install = shlex.join(["apt-get", "install", "-y", "--no-install-recommends", *self.system.packages])
-        result = self.run(f"apt-get update && DEBIAN_FRONTEND=noninteractive {install}", "root", folder="/")
+        clean = "env -i PATH=$PATH DEBIAN_FRONTEND=noninteractive"  # the certificates are not yet in their files
+        result = self.run(
+            f"{clean} dpkg --configure -a && {clean} apt-get update && {clean} {install}", "root", folder="/"
+        )
         if result.code:
             raise NotTested(f"packages are not installable: {result.last_line}")
         for file in _files_of_settings():
@@ -90,7 +93,7 @@ class Chroot:
         ).stdout
         subprocess.run(["tar", "-x", "-C", str(checkout), "--no-same-owner"], input=packed, check=True)
         if self.system.account == USER:
-            _checked("chown", "-R", f"{USER_ID}:{USER_ID}", str(self.path / self.system.home.lstrip("/")))
+            checked("chown", "-R", f"{USER_ID}:{USER_ID}", str(self.path / self.system.home.lstrip("/")))
 
     def run(
         self,
@@ -108,7 +111,7 @@ class Chroot:
         at = {name: str(self.path / name) for name in ("proc", "sys", "dev", "dev/shm")}
         setup = [f"mount -t proc proc {at['proc']}", f"mount --rbind /dev {at['dev']}", "umask 022"]
         setup += [] if network else ["ip link set lo up"]
-        for local in (folder for folder in _files_of_settings() if folder.is_dir()):
+        for local in filter(Path.is_dir, _files_of_settings()):
             inside = self.path / local.relative_to("/")
             inside.mkdir(parents=True, exist_ok=True)
             setup.append(f"mount --bind -o ro {local} {inside}")
@@ -141,11 +144,20 @@ class Chroot:
         return Result(done.returncode, done.stdout)
 
 
-def _checked(*command: str) -> None:
+def checked(*command: str) -> None:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         lines = done.stdout.strip().splitlines() or ["no output"]
         raise NotTested(f"{command[0]} failed: {lines[-1]}")
+
+
+def debian_mirror() -> str:
+    """Return the mirror that apt uses on this machine."""
+    listed = subprocess.run(REPOSITORIES, capture_output=True, text=True).stdout.split()
+    mirrors = [address for address in listed if address.rstrip("/").endswith("/debian")]
+    if not mirrors:
+        raise NotTested("apt has no Debian mirror on this machine")
+    return mirrors[0]
 
 
 def _mirror(system: System, folder: Path) -> tuple[list[str], list[str]]:
@@ -153,11 +165,7 @@ def _mirror(system: System, folder: Path) -> tuple[list[str], list[str]]:
     if shutil.which("debootstrap") is None:
         raise NotTested("debootstrap is missing: apt install debootstrap")
     if system.name != "ubuntu":
-        listed = subprocess.run(REPOSITORIES, capture_output=True, text=True).stdout.split()
-        mirrors = [address for address in listed if address.rstrip("/").endswith("/debian")]
-        if not mirrors:
-            raise NotTested("apt has no Debian mirror on this machine")
-        return [mirrors[0]], []
+        return [debian_mirror()], []
     if not (mirror := os.environ.get(UBUNTU)):
         raise NotTested(f"no mirror is known: set {UBUNTU}")
     keys = sorted(folder.glob("*/usr/share/keyrings/ubuntu-archive-keyring.gpg"))
@@ -177,5 +185,6 @@ def _files_of_settings() -> Iterator[Path]:
     for value in {**dict(filter(lambda item: SETTINGS.match(item[0]), os.environ.items())), **_pip_settings()}.values():
         for word in value.split():
             path = Path(word.removeprefix("file://"))
-            if path.is_absolute() and path.exists() and path != Path("/"):
+            known = path.is_absolute() and path.exists() and path != Path("/")
+            if known and not (path.is_dir() and path.is_relative_to("/etc")):  # part of every system
                 yield path.parent if path.name == "simple" else path
