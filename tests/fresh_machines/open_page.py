@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 PATHS = ("/", "/health", "/lessons")
@@ -28,14 +29,21 @@ def main(port: str = "7999") -> int:
     else:
         print("".join(lines[-30:]))
         return program.wait() or 1
-    statuses = []
-    for path in PATHS:
-        with urlopen(f"http://127.0.0.1:{port}{path}", timeout=120) as response:
-            statuses.append(f"{path} {response.status}")
+    answers = [answer(f"http://127.0.0.1:{port}{path}") for path in PATHS]
     os.killpg(program.pid, signal.SIGINT)
     rest = program.communicate(timeout=60)[0]
-    print(f"page: {', '.join(statuses)}; no traceback after SIGINT")
-    return int("Traceback" in rest)
+    end = "a traceback" if "Traceback" in rest else "no traceback"
+    print(f"{', '.join(map(' '.join, zip(PATHS, answers, strict=True)))}; {end} after SIGINT")
+    return int(set(answers) != {"200"} or "Traceback" in rest)
+
+
+def answer(url: str) -> str:
+    """Return the status, with the cause of a failure."""
+    try:
+        with urlopen(url, timeout=120) as response:
+            return str(response.status)
+    except HTTPError as error:
+        return f"{error.code} {error.read(200).decode(errors='replace')}"
 
 
 if __name__ == "__main__":
