@@ -41,7 +41,7 @@ def imported(*paths: Path) -> set[str]:
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 modules.add(node.module.partition(".")[0])
     distributions = packages_distributions()
-    ours = {"specdemo", "app", "benchmarks", "training", "fakes", "contracts", "e2e", "models"}
+    ours = {"specdemo", "app", "benchmarks", "training", "fakes", "fresh_machines", "contracts", "e2e", "models"}
     return {distributions.get(m, [m])[0].lower() for m in modules - set(sys.stdlib_module_names) - ours}
 
 

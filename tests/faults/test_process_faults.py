@@ -88,13 +88,13 @@ def test_a_killed_compilation_is_repeated(tmp_path: Path, expected: list[int]) -
     assert list(folder.glob("native-*.so"))
 
 
-@pytest.mark.parametrize("megabytes", [600, 1200, 2000, 2600, 3200])
-def test_a_process_without_memory_ends_with_a_sentence_or_the_text(megabytes: int, expected: list[int]) -> None:
-    done = run("--json", limits={resource.RLIMIT_AS: megabytes * MEGABYTE})
-    if done.returncode == 0:
-        assert tokens_of(done.stdout) == expected
-    else:
-        refused(done)
+def test_a_process_without_memory_ends_with_a_sentence_or_the_text(expected: list[int]) -> None:
+    for megabytes in (800, 1600, 3200):
+        done = run("--json", limits={resource.RLIMIT_AS: megabytes * MEGABYTE})
+        if done.returncode == 0:
+            assert tokens_of(done.stdout) == expected
+        else:
+            refused(done)
     assert tokens_of(run("--json").stdout) == expected
 
 
