@@ -37,12 +37,14 @@ def main(port: str = "7999") -> int:
     return int(set(answers) != {"200"} or "Traceback" in rest)
 
 
-def answer(url: str) -> str:
-    """Return the status, with the cause of a failure."""
+def answer(url: str, attempts: int = 10) -> str:
+    """Return the status, with the cause of a failure; a page that loads its models is requested again."""
     try:
         with urlopen(url, timeout=120) as response:
             return str(response.status)
     except HTTPError as error:
+        if error.code == 503 and attempts > 1:
+            return answer(url, attempts - 1)
         return f"{error.code} {error.read(200).decode(errors='replace')}"
 
 
