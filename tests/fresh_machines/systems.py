@@ -91,7 +91,7 @@ class Chroot:
         packed = subprocess.run(
             ["tar", "-c", "--null", "-T", "-"], cwd=ROOT, input=listed, stdout=-1, check=True
         ).stdout
-        subprocess.run(["tar", "-x", "-C", str(checkout), "--no-same-owner"], input=packed, check=True)
+        subprocess.run(["tar", "-x", "-m", "-C", str(checkout), "--no-same-owner"], input=packed, check=True)
         if self.system.account == USER:
             checked("chown", "-R", f"{USER_ID}:{USER_ID}", str(self.path / self.system.home.lstrip("/")))
 
