@@ -54,7 +54,7 @@ def sample_at(probs: Tensor, uniform: float) -> int:
 def compare_drafts(
     p: Tensor, q: Tensor, parents: Sequence[int], tokens: Sequence[int], ids: Tensor | None = None
 ) -> tuple[list[float], list[float]]:
-    """Return p and sum min(p, q) per node; `p` `[n + 1, vocab]`, `q` `[n, vocab]`, or `[n, k]` of tokens `ids` `[n, k]`.
+    """Return p and sum min(p, q) per node; `p` `[n + 1, vocab]`, `q` `[n, vocab]`, or `[n, k]` of tokens `ids`.
 
     Raises `ValueError` for tokens outside the vocabulary and parents after their children.
     """

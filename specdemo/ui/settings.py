@@ -1,6 +1,7 @@
 """Settings of the page, from links, browser storage and the API.
 
-Settings are a flat mapping by option name, plus `prompt` and `compare`. A missing value is 0 or "". Tuples are written as text.
+Settings are a flat mapping by option name, plus `prompt` and `compare`. A missing value is 0 or "". Tuples are written
+as text.
 """
 
 from __future__ import annotations
