@@ -132,7 +132,7 @@ class LocalServices:
         port = replica.rpartition(":")[2]
         with self._lock:
             named = [process for process in self._running.values() if (process.url or "").endswith(f":{port}")]
-            if not replica or not any(process.alive for process in named):
+            if not replica or not named:
                 raise UserError("no local service verifies this run: choose a mode without a service address, and Run")
             named[0].process.kill()
             named[0].process.wait()

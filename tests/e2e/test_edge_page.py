@@ -26,6 +26,7 @@ from e2e.page_fixtures import (
     set_number,
     spans,
     status,
+    text_of,
     written,
 )
 from specdemo.core.trace import read
@@ -153,6 +154,28 @@ def test_provisional_tokens_are_italic_until_confirmed(tab: Any, served: Any) ->
     assert all(len(grounds) == 1 for grounds in by_fate.values()) and len(set(map(str, by_fate.values()))) == len(
         by_fate
     )
+
+
+def test_another_local_service_continues_after_one_is_ended_by_the_button(tab: Any, scripts: Scripts) -> None:
+    page = linked(tab, mode="speculative", replicas=2, temperature=0, max_tokens=48)
+    page.locator("#compare input").uncheck()
+    run(page, CODE)
+    status(page, "done: 48 tokens")
+    undisturbed = text_of(saved(page))
+    scripts.held_after = 5
+    run(page, CODE)
+    spans(page, 5, CODE)
+    page.get_by_role("tab", name="Edge-cloud").click()
+    page.locator("#edge-kill").click()
+    expect(page.locator("#edge-killed")).to_contain_text("was killed")
+    scripts.gate.set()
+    status(page, "done: 48 tokens")
+    expect(page.locator("#lane-spec .note")).to_have_text(re.compile("^Failover: .* continues after"))
+    trace = saved(page)
+    assert text_of(trace) == undisturbed and sum(line.get("remote", {}).get("switched", 0) for line in trace) == 1
+    page.locator("#edge-refresh").click()
+    expect(page.locator("#edge-run")).to_contain_text("1 failover")
+    expect(page.locator("#edge-timeline rect.gap")).to_have_count(1)
 
 
 def test_lost_connection_is_noted_and_stop_needs_no_response(tab: Any, served: Any, scripts: Scripts) -> None:
