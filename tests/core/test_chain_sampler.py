@@ -117,9 +117,10 @@ def test_rows_of_a_head_are_distributions_of_its_tokens() -> None:
 def test_logits_are_fitted_to_a_vocabulary() -> None:
     logits = rows_of(2, 2)
     assert torch.equal(fitted(logits, VOCAB), logits) and torch.equal(fitted(logits, 4), logits[:, :4])
-    padded = fitted(logits, VOCAB + 2)
-    assert torch.equal(padded[:, :VOCAB], logits) and padded.shape == (2, VOCAB + 2)
-    assert padded[:, VOCAB:].eq(-torch.inf).all()
+    for missing in (1, 2):
+        padded = fitted(logits, VOCAB + missing)
+        assert torch.equal(padded[:, :VOCAB], logits) and padded.shape == (2, VOCAB + missing)
+        assert padded[:, VOCAB:].eq(-torch.inf).all()
 
 
 def test_the_largest_logits_of_rows(engine: str) -> None:
@@ -173,6 +174,11 @@ def test_distributions_of_both_engines_equal_the_reference(engine: str, sampling
     logits = rows_of(4, 6)
     for row, probs in zip(logits.tolist(), sampling(logits, [()] * 6).tolist(), strict=True):
         assert probs == pytest.approx(reference_probs(row, sampling, ()), abs=1e-6)
+
+
+def test_a_nucleus_whose_mass_equals_top_p_is_complete(engine: str) -> None:
+    probs = SamplingParams(top_p=0.5).logits_to_probs(torch.zeros(1, 4))
+    assert sorted(probs[0].tolist()) == [0.0, 0.0, 0.5, 0.5]
 
 
 def test_a_wide_nucleus_without_the_compiled_engine(torch_engine: None) -> None:
