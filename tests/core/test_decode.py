@@ -13,9 +13,11 @@ from fakes.tiny_models import GuessDrafter, TableModel, committed, run
 
 from specdemo.core import trace
 from specdemo.core.decode import DraftBudget, decode
+from specdemo.core.distributions import DenseProbs
 from specdemo.core.events import StepEvent
 from specdemo.core.link_stats import LinkStats, Source
 from specdemo.core.metrics import Metrics
+from specdemo.core.origin import Origin
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
 from specdemo.core.sampling import Noise, SamplingParams
@@ -117,6 +119,16 @@ def test_times_of_a_step_add_up_to_the_time_since_the_request() -> None:
     assert [step.host_s for step in observed] == [1] * 6
     assert [replace(step, host_s=1) for step in steps] == observed[::2] == observed[1::2]
     assert [(step.gamma, dict(step.policy)) for step in steps] == [(0, {}), (3, {}), (3, {})]
+
+
+def test_steps_keep_token_probabilities_and_origins_but_no_distributions() -> None:
+    script = Script(TEXT, prompt=1)
+    chain, origin = Draft.chain((1, 2), (0.5, 0.25)), (Origin(), Origin())
+    script.propose = lambda tokens, budget: replace(  # type: ignore[method-assign]
+        chain, probs=DenseProbs(torch.zeros(2, 3)), origin=origin
+    )
+    steps = list(decode([0], script, script, Fixed(2), max_tokens=3, stop=(), clock=float, first_target=False))
+    assert [step.draft for step in steps] == [replace(chain, origin=origin)]
 
 
 def test_without_a_start_the_first_reading_of_the_clock_is_the_request() -> None:

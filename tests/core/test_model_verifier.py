@@ -103,6 +103,9 @@ def test_logprobs_of_a_search_and_of_half_precision_logits() -> None:
     half = committed_logprobs(logits.bfloat16(), FOREST, verdict, 1)
     rounded = logits.bfloat16().float().log_softmax(-1)
     assert [item.logprob for item in half] == pytest.approx([float(rounded[pair]) for pair in rows_and_tokens])
+    chain = Draft.chain((5, 6, 2))
+    longer = committed_logprobs(TARGET.score(TEXT, chain), chain, Verdict((0, 1, 2), 4), 1)
+    assert longer[3].logprob == pytest.approx(float(TARGET.logits((*TEXT, 5, 6, 2)).log_softmax(-1)[4]), abs=1e-6)
     alone = committed_logprobs(logits, FOREST, Verdict((), 3), 1)
     assert [item.logprob for item in alone] == pytest.approx([float(expected[0, 3])])
 
