@@ -246,6 +246,12 @@ def test_streams_have_different_seeds_and_reproducible_numbers() -> None:
         assert [u] == again.uniforms(1) and accepted == (u < probability)
 
 
+def test_probability_zero_is_never_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = Noise(0, "accept")
+    monkeypatch.setattr(noise._uniform, "random", lambda: 0.0)
+    assert noise.test(0.0) == (False, 0.0)
+
+
 def test_the_race_and_the_inverse_distribution_use_the_seed_of_the_stream() -> None:
     probs = rows_of(6, 1)[0].softmax(-1)
     for way in (Noise._exponential_race, Noise._inverse_cdf, Noise.sample_on_device, Noise.sample):
