@@ -214,6 +214,8 @@ def timeline_svg(steps: Sequence[Step], first: int, count: int) -> str:
         shapes.append(f'<text class="tick" x="{x(t):.1f}" y="{height - 6}" text-anchor="{anchor}">{t:.3f} s</text>')
     last = -1e9
     for step, step_parts in zip(shown, drawn, strict=True):
+        if not step_parts:
+            continue
         left = x(next((begin for activity, begin, _ in step_parts if activity != "idle"), step_parts[-1][1]))
         shapes.append(f'<line class="edge" x1="{left:.1f}" x2="{left:.1f}" y1="{TOP - 6}" y2="{TOP + 3 * ROW}"/>')
         if left - last > 46:

@@ -233,6 +233,8 @@ def test_only_finished_remote_runs_have_link_metrics() -> None:
 def test_a_trace_without_durations_above_0_is_described() -> None:
     lines = [line | {"draft_s": 0.0, "verify_s": 0.0, "t": 0.0} for line in LINES]
     assert "The edge waited 0 % of it." in describe_link(edge_lane(played(*lines)))
+    later = over_the_link(len(lines)) | {"t": 1.0}
+    assert "Steps 0 to" in timeline_svg(steps_of(*lines, later), 0, 9)
 
 
 def test_markdown_of_a_trace_is_escaped() -> None:
