@@ -1,4 +1,4 @@
-"""Digests that state whether two processes serve the same model."""
+"""Digests of a model and of its numerics, for comparison between processes."""
 
 from __future__ import annotations
 

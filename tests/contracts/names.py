@@ -202,7 +202,7 @@ def network(_: Any, service: Service, __: Any) -> dict[str, Any]:
                 "request": _content(schema, operation.get("requestBody", {})),
                 "response": _content(schema, answers["200"]),
                 "errors": sorted(set(answers) - {"200"}),
-                "error": _content(schema, answers["422"]),
+                "error": _content(schema, answers.get("422", {})),
             }
     texts = _texts(service)  # before the error codes, which use up the rate limit
     return {"routes": routes, "codes": _codes(service), "texts": texts}
