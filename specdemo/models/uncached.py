@@ -19,7 +19,6 @@ class UncachedModel(CachedModel):
         """Return no chunks: each pass reads the prompt again."""
         return iter(())
 
-    @torch.inference_mode()
     def extend(self, tokens: Sequence[int], count: int, pick: Callable[[Tensor, int], Tensor | int]) -> list[int]:
         path = list(tokens)
         for i in range(count):

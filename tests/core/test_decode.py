@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -108,14 +109,15 @@ def test_times_of_a_step_add_up_to_the_time_since_the_request() -> None:
     """With a clock that counts its readings; policy and drafter see the step before their own time is added."""
     observed: list[Step] = []
     script, policy = Script(TEXT, prompt=1), Fixed(3)
-    ticks = count(10)
+    ticks, elapsed = count(9), count(7)  # the first reading is the beginning
     with pytest.MonkeyPatch.context() as patch:
         for observer in (script, policy):
             patch.setattr(type(observer), "observe", lambda self, step: observed.append(step))
-        steps = list(decode([0], script, script, policy, max_tokens=9, stop=(), clock=lambda: next(ticks), start=3))
+        times: dict[str, Any] = {"clock": lambda: next(ticks), "elapsed": lambda: next(elapsed)}
+        steps = list(decode([0], script, script, policy, max_tokens=9, stop=(), **times))
     assert [len(step.draft) for step in steps] == [0, 3, 3]  # the default is a step without a draft
     assert [step.seconds for step in steps] == [(1, 1, 2)] * 3
-    assert [step.t for step in steps] == [10 + 3 - 3, 15 + 3 - 3, 20 + 3 - 3]
+    assert [step.t for step in steps] == [7, 8, 9]
     assert [step.host_s for step in observed] == [1] * 6
     assert [replace(step, host_s=1) for step in steps] == observed[::2] == observed[1::2]
     assert [(step.gamma, dict(step.policy)) for step in steps] == [(0, {}), (3, {}), (3, {})]

@@ -33,6 +33,7 @@ from e2e.page_fixtures import (
 from specdemo.core.errors import UserError
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import METHODS, Recipe
+from specdemo.ui.method_names import method_name
 from specdemo.ui.page import build
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
@@ -70,7 +71,7 @@ def test_streamed_run_equals_the_trace(page: Page) -> None:
 def test_other_methods_run(page: Page) -> None:
     for method, tokens in (("nasd", 20), ("ar", 22), ("beam", 24)):  # different lengths: the status shows each end
         page.locator("#method input").click()
-        page.get_by_role("option", name=f"{method}:").click()
+        page.get_by_role("option", name=f"{method_name(method)}:").click()
         run(page, "x = [1, 2, 3]\n" * 6, tokens=tokens)
         status(page, f"done: {tokens} tokens")
         lane = "ar" if method == "ar" else "spec"

@@ -87,7 +87,7 @@ def test_replay_equals_eager(kind: type, dtype: torch.dtype, monkeypatch: pytest
         path = [draft.tokens[node] for node in draft.path(len(draft) - 1)]
         states = cached.states([*tokens, *path], 0)
         assert states is not None
-        return [logits, *states.unbind(1)]
+        return [logits, *states.clone().unbind(1)]
 
     expected = [outputs(eager, *item) for item in script]
     cuda = FakeCuda()

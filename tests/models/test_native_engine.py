@@ -357,7 +357,7 @@ def test_a_pass_has_four_frames(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def called(*arguments: object) -> int:
         frame = sys._getframe(1)
-        while frame is not None and frame.f_code is not CachedModel.score.__wrapped__.__code__:
+        while frame is not None and frame.f_code is not CachedModel.score.__code__:
             names.append(frame.f_code.co_name) if frame.f_code.co_filename.startswith(package) else None
             frame = frame.f_back
         return run_pass(*arguments)

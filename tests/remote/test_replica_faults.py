@@ -28,6 +28,7 @@ SETTINGS = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0, "top_p": 1.0, "seed": 11},
 }
+PATIENCE = 60.0
 FAULTS = {"killed": signal.SIGKILL, "drained": signal.SIGTERM, "frozen": signal.SIGSTOP}
 
 
@@ -83,6 +84,8 @@ def test_another_service_continues(fault: str, settings: str, survivor: Replica,
             lines.append(line)
             if line.get("i") == 2 and any(earlier.get("replica", "").endswith(f":{port}") for earlier in lines):
                 victim.process.send_signal(FAULTS[fault])
+                if fault != "frozen":  # a draining service still responds to steps
+                    victim.process.wait(PATIENCE)
                 hit = True
         assert text_of(lines) == expected and lines[-1]["end"] in ("length", "stop")
         assert in_steps(lines, "switched") == hit and not in_steps(lines, "numerics")

@@ -111,6 +111,7 @@ def test_a_service_may_die_at_every_message(services: tuple[str, str], decode: s
 
 def test_streams_continue_with_another_service(services: tuple[str, str]) -> None:
     first, second = services
+    switches = 0.0
     for last in range(1, 12):
         with relay(first, lambda way, number, last=last: way == "response" and number == last) as cut:
             verifier = StreamingVerifier(through(cut, second), COUPLED, TOKENS, PATIENT)
@@ -121,7 +122,10 @@ def test_streams_continue_with_another_service(services: tuple[str, str]) -> Non
                 tokens.append(verdicts[-1].token)
             text = decode_locally(max_tokens=TOKENS)
             assert tokens[len(PROMPT) :] == (text[: text.index(3) + 1] if 3 in text else text)
-            assert sum(verdict.remote.get("switched", 0) for verdict in verdicts) == cut.is_cut
+            switched = sum(verdict.remote.get("switched", 0) for verdict in verdicts)
+            assert switched <= cut.is_cut  # a response may contain the rest of the text
+            switches += switched
+    assert switches
 
 
 def test_a_run_survives_any_number_of_failures_while_a_service_is_left(services: tuple[str, str]) -> None:
