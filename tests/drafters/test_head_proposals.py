@@ -183,7 +183,7 @@ def test_drafts_equal_a_recomputation_for_the_full_text(
     conversation = converse(tmp_path, engine, kind=kind, head=head, make=make)
     drafts = conversation.drafter.drafts
     drafted = sum(len(draft) for _, draft in drafts)
-    assert conversation.deviation < 1e-4
+    assert conversation.deviation < 3e-4
     assert len(drafts) > 15 and drafted > conversation.accepted > 0
     assert all(draft.is_chain for _, draft in drafts if make is chain)
 
@@ -192,7 +192,7 @@ def test_drafts_equal_a_recomputation_for_the_full_text(
 def test_native_drafts_equal_a_recomputation(make: Callable[..., Any], tmp_path: Path) -> None:
     """Branches copy whole blocks of stored keys, and texts have several blocks."""
     conversation = converse(tmp_path, head=partial(NativeHead, form="float32"), make=make)
-    assert conversation.deviation < 1e-4
+    assert conversation.deviation < 3e-4
     drafts = conversation.drafter.drafts
     sizes = {draft.probs.ids.shape[1] for _, draft in drafts if isinstance(draft.probs, SparseProbs)}
     assert len(sizes) > 5 and min(sizes) > len(IDS)  # tokens of the text extend the draft vocabulary
@@ -200,7 +200,7 @@ def test_native_drafts_equal_a_recomputation(make: Callable[..., Any], tmp_path:
 
 def test_native_trees_of_block_heads_equal_a_recomputation(tmp_path: Path) -> None:
     conversation = converse(tmp_path, kind="block", head=partial(NativeBlockHead, form="float32"), make=tree)
-    assert conversation.deviation < 1e-4 and any(not draft.is_chain for _, draft in conversation.drafter.drafts)
+    assert conversation.deviation < 3e-4 and any(not draft.is_chain for _, draft in conversation.drafter.drafts)
 
 
 @pytest.mark.parametrize("head", [TorchEagle3, partial(NativeHead, form="float32")])
