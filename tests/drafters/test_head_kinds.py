@@ -13,6 +13,8 @@ from fakes.enumeration import PROMPT, ROUNDING, VOCAB, distance, reference_probs
 from fakes.heads import (
     block_config,
     block_tensors,
+    dflash_config,
+    dflash_tensors,
     eagle_config,
     eagle_tensors,
     head_config,
@@ -46,7 +48,7 @@ from specdemo.recipe import Recipe
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 TARGET = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.5)
-KINDS = ("medusa", "eagle", "block")
+KINDS = ("medusa", "eagle", "block", "dflash", "dspark")
 SAMPLING = {
     "plain": SamplingParams(),
     "processed": SamplingParams(top_k=3, repetition_penalty=1.5),
@@ -65,6 +67,9 @@ def save(kind: str, folder: Path, target: Any, ids: list[int] | None = None) -> 
     if kind == "block":
         ids = ids or [*range(target.vocab_size)]
         return save_head(folder, block_tensors(target, ids), block_config(target, len(ids)))
+    if kind in ("dflash", "dspark"):
+        ids, markov = ids or [*range(target.vocab_size)], "rnn" if kind == "dspark" else None
+        return save_head(folder, dflash_tensors(target, ids, markov), dflash_config(target, len(ids), markov))
     if kind == "eagle":
         return save_head(folder, eagle_tensors(target), eagle_config(target))
     return save_head(folder, head_tensors(target, None), head_config(target, target.vocab_size))
@@ -151,6 +156,8 @@ def text(recipe: Recipe, pool: ModelPool) -> tuple[list[int], list[Draft]]:
         ("eagle", "tree"),
         ("eagle3", "tree"),
         ("block", "tree"),
+        ("dflash", "block"),
+        ("dspark", "tree"),
     ],
 )
 def test_greedy_texts_are_those_of_ar_decoding(kind: str, method: str, saved: dict[str, str], pool: ModelPool) -> None:

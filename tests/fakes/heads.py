@@ -153,6 +153,57 @@ def block_config(target: PretrainedConfig, drafted: int, **changes: Any) -> dict
     return head_config(target, drafted, **{"architectures": ["BlockHead"], **sizes, **changes})
 
 
+def dflash_tensors(
+    target: PretrainedConfig, ids: list[int] | None, markov: str | None = None, seed: int = 0
+) -> dict[str, Tensor]:
+    """Return the tensors of a DFlash head of two layers, or with a kind of Markov head those of a DSpark head."""
+    torch.manual_seed(seed)
+    width, drafted = target.hidden_size, len(ids or range(target.vocab_size))
+    shapes: dict[str, tuple[int, ...]] = {"fc": (width, 3 * width)}
+    norms: dict[str, int] = {"hidden_norm": width, "norm": width}
+    for layer in ("layers.0", "layers.1"):
+        norms |= {f"{layer}.{name}_layernorm": width for name in ("input", "post_attention")}
+        norms |= {f"{layer}.self_attn.{name}_norm": HEAD_DIM for name in "qk"}
+        rows = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS}
+        shapes |= {f"{layer}.self_attn.{name}_proj": (count * HEAD_DIM, width) for name, count in rows.items()}
+        shapes |= {f"{layer}.self_attn.o_proj": (width, HEADS * HEAD_DIM), f"{layer}.mlp.down_proj": (width, INNER)}
+        shapes |= {f"{layer}.mlp.{name}_proj": (INNER, width) for name in ("gate", "up")}
+    if markov:
+        shapes |= {"markov_head.markov_w1": (target.vocab_size, RANK), "markov_head.markov_w2": (drafted, RANK)}
+        shapes["confidence_head.proj"] = (1, width + RANK)
+    joint = {"gated": ("gate_proj", (RANK, width + RANK)), "rnn": ("joint_proj", (3 * RANK, 2 * RANK + width))}
+    if markov in joint:
+        shapes[f"markov_head.{joint[markov][0]}"] = joint[markov][1]
+    tensors = {f"{name}.weight": 2 * torch.randn(shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}
+    tensors |= {f"{name}.weight": 1 + 0.3 * torch.randn(size) for name, size in norms.items()}
+    for name in ("confidence_head.proj", "markov_head.gate_proj", "markov_head.joint_proj"):
+        if name in shapes:
+            tensors[f"{name}.bias"] = torch.randn(shapes[name][0])
+    if ids is not None:
+        used = torch.zeros(target.vocab_size, dtype=torch.bool)
+        used[ids] = True
+        tensors |= {"d2t": torch.tensor(ids) - torch.arange(len(ids)), "t2d": used}
+    return tensors
+
+
+def dflash_config(target: PretrainedConfig, drafted: int, markov: str | None = None, **changes: Any) -> dict[str, Any]:
+    """Return config.json of a DFlash or DSpark head of `speculators`."""
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    layer = head_config(target, drafted)
+    kept = (*names, "rms_norm_eps", "rope_theta", "vocab_size", "max_position_embeddings")
+    dspark = {"markov_rank": RANK, "markov_head_type": markov} if markov else {}
+    return {
+        "speculators_model_type": "dspark" if markov else "dflash",
+        "transformer_layer_config": {"num_hidden_layers": 2, **{name: layer[name] for name in kept}},
+        "aux_hidden_state_layer_ids": [0, 1, 2],
+        "block_size": SLOTS,
+        "mask_token_id": target.vocab_size - 1,
+        "draft_vocab_size": drafted,
+        **dspark,
+        **changes,
+    }
+
+
 def head_for(folder: str, where: Path, method: str = "eagle") -> str:
     """Write a random head of `method` for a saved target, with every other token; return its directory."""
     target = AutoConfig.from_pretrained(folder)

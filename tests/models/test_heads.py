@@ -217,7 +217,10 @@ INVALID = {
     "sizes": (_configured(num_attention_heads=3, num_key_value_heads=2), "divides 3 heads among 2"),
     "no size": (_configured(intermediate_size=None), "config.json of .* has no intermediate_size"),
     "rotary embedding": (_configured(rope_scaling={"rope_type": "longrope"}), "rotary embedding of .* is not of kind"),
-    "variant": (_configured(norm_output=True), r"variant of EAGLE-3 \(norm_output\)"),
+    "norm of states": (
+        _configured(norm_before_fc=True),
+        "has no tensor input_norm.weight: choose a head of kind EAGLE-3",
+    ),
     "kind": (_configured(speculators_model_type="mtp"), r"head of another kind \(mtp\)"),
     "tensors of another kind": (_configured(medusa_num_heads=5), "has no tensor 0.0.linear.weight: choose a head of"),
 }

@@ -28,14 +28,23 @@ NATIVE: Callable[..., Head] = partial(NativeHead, form="float32")
 TARGET = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
-def check(folder: Path, make: Callable[..., Head], key: str = "logits", taps: tuple[int, ...] = (2, 4, 5)) -> None:
-    """Draft from every row: committed rows, then tokens of the text."""
+def loaded(folder: Path, make: Callable[..., Head]) -> tuple[dict[str, torch.Tensor], Head]:
+    """Return the outputs recorded in `folder` and its head for a small target."""
     recorded = load_file(folder / "outputs.safetensors")
     model = LlamaForCausalLM(LlamaConfig(**TARGET, head_dim=4, num_hidden_layers=8, vocab_size=20)).eval()
     if "output" in recorded:
         model.lm_head.weight.data = recorded["output"]
+    if "embeddings" in recorded:
+        model.model.embed_tokens.weight.data = recorded["embeddings"]
     weights, spec = NativeWeights(model), ModelSpec("small/target")
-    head = make(read_head(HeadSpec(str(folder), spec), LoadedModel(spec, weights, None, 0, "native")), weights)
+    return recorded, make(
+        read_head(HeadSpec(str(folder), spec), LoadedModel(spec, weights, None, 0, "native")), weights
+    )
+
+
+def check(folder: Path, make: Callable[..., Head], key: str = "logits", taps: tuple[int, ...] = (2, 4, 5)) -> None:
+    """Draft from every row: committed rows, then tokens of the text."""
+    recorded, head = loaded(folder, make)
     tokens, states, cache = recorded["tokens"].tolist(), recorded["states"], head.open()
     expected, steps = recorded[key], len(recorded[key])
     for rows in range(1, len(tokens) - steps + 2):
@@ -51,7 +60,34 @@ def test_speculators(make: Callable[..., Head], before: bool, tmp_path: Path) ->
     folder = shutil.copytree(FIXTURES / "speculators_eagle3", tmp_path / "head")
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"norm_before_residual": before}))
-    check(folder, make, f"logits, norm_before_residual {before}", (2, 3, 5))
+    check(folder, make, "logits, {'norm_before_residual': True}" if before else "logits, {}", (2, 3, 5))
+
+
+@pytest.mark.parametrize("variant", ["input_norm", "output_norm"])
+def test_further_norms_of_speculators(variant: str) -> None:
+    folder = FIXTURES / f"speculators_eagle3_{variant}"
+    (key,) = (key for key in load_file(folder / "outputs.safetensors") if key.startswith("logits"))
+    check(folder, head_of, key, (2, 3, 5))
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark", "dspark_gated", "dspark_rnn"])
+def test_block_heads_of_speculators(name: str) -> None:
+    """Recorded after each token from the second on; rows of a DFlash block after the first draft."""
+    folder = FIXTURES / f"speculators_{name}"
+    recorded, head = loaded(folder, head_of)
+    tokens, states, cache = recorded["tokens"].tolist(), recorded["states"], head.open()
+    first = 1 if name == "dflash" else 0
+    for row, expected in enumerate(recorded["logits"]):
+        text = tokens[1 : row + 2]
+        logits, confidences = [head.start(cache, text, states[: row + 1], 0)], [head.confidence(cache)]
+        for token in tokens[row + 2 : row + len(expected) - first + 1]:
+            logits.append(head.step(cache, token))
+            confidences.append(head.confidence(cache))
+        assert len(logits) == head.longest_draft(len(text) + 1) == len(expected) - first
+        torch.testing.assert_close(torch.stack(logits), expected[first:], rtol=1e-3, atol=1e-4)
+        if "confidences" in recorded:
+            torch.testing.assert_close(torch.tensor(confidences), recorded["confidences"][row], rtol=1e-3, atol=1e-4)
+    assert head.kind == "block" and head.taps == (2, 3, 5)
 
 
 @pytest.mark.parametrize("make", [NATIVE, TorchEagle3])

@@ -62,6 +62,12 @@ class Eagle3Weights(HeadWeights):
 
     layer: LayerSizes
     norm_before_residual: bool = False
+    norm_output: bool = False  # rows receive the normalised state of the row before
+
+    @property
+    def has_further_norms(self) -> bool:
+        """True with a norm of all states (`input_norm`), of each state (`fc_norm.0`) or of the output."""
+        return self.norm_output or not {"input_norm.weight", "fc_norm.0.weight"}.isdisjoint(self.tensors)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -73,6 +79,22 @@ class BlockWeights(Eagle3Weights):
 
     layers: int
     slots: int  # most tokens of a draft
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DFlashWeights(HeadWeights):
+    """A DFlash (2602.06036) or DSpark (2607.05147) head.
+
+    Layers read keys and values of the target's states, and of a block: the last token and mask tokens.
+    """
+
+    layer: LayerSizes
+    block: int  # rows of a pass
+    mask_token: int
+    windows: tuple[int | None, ...]  # most positions before the block that a layer sees, None: all
+    causal_windows: bool  # rows of a block see no later ones in layers with a window
+    from_anchor: bool  # the last token's row drafts as well
+    markov: str | None  # "vanilla", "gated" or "rnn"
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,15 @@ from specdemo.models.cache_check import cache_support
 from specdemo.models.engines.engine import Engine
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.generic import EncoderDecoderEngine, TransformersEngine, UncachedEngine, has_encoder
-from specdemo.models.engines.head import BlockWeights, Eagle3Weights, EagleWeights, Head, HeadWeights, MedusaWeights
+from specdemo.models.engines.head import (
+    BlockWeights,
+    DFlashWeights,
+    Eagle3Weights,
+    EagleWeights,
+    Head,
+    HeadWeights,
+    MedusaWeights,
+)
 from specdemo.models.engines.llama import LlamaEngine
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.medusa_head import MedusaHead
@@ -18,6 +26,7 @@ from specdemo.models.engines.native_block_head import NativeBlockHead
 from specdemo.models.engines.native_head import NativeHead
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.engines.torch_block_head import TorchBlockHead
+from specdemo.models.engines.torch_dflash import TorchDFlash
 from specdemo.models.engines.torch_head import TorchEagle, TorchEagle3
 
 if TYPE_CHECKING:
@@ -52,7 +61,9 @@ def head_of(weights: HeadWeights, model: PreTrainedModel | FusedWeights) -> Head
 
 
 def _eagle3(weights: Eagle3Weights, model: PreTrainedModel | FusedWeights) -> Head:
-    return NativeHead(weights, model) if isinstance(model, NativeWeights) else TorchEagle3(weights, model)
+    if isinstance(model, NativeWeights) and not weights.has_further_norms:
+        return NativeHead(weights, model)
+    return TorchEagle3(weights, model)
 
 
 def _block(weights: BlockWeights, model: PreTrainedModel | FusedWeights) -> Head:
@@ -64,4 +75,5 @@ _HEADS: dict[type[HeadWeights], Callable[[Any, PreTrainedModel | FusedWeights], 
     Eagle3Weights: _eagle3,
     MedusaWeights: MedusaHead,
     BlockWeights: _block,
+    DFlashWeights: TorchDFlash,
 }

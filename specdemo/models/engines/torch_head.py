@@ -1,20 +1,21 @@
-"""Single-layer drafting heads in torch, on any device.
+"""Drafting heads in torch, on any device, and those of a single layer.
 
-Only the last row of a pass has logits or a successor that receives its state, so all others need no queries.
+Only the last row of a pass of a single layer has logits or a successor that receives its state, so all others need no
+queries.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from specdemo.models.engines.context_tokens import ContextTokens
-from specdemo.models.engines.head import Eagle3Weights, EagleWeights, Head, HeadCache
+from specdemo.models.engines.head import DFlashWeights, Eagle3Weights, EagleWeights, Head, HeadCache
 from specdemo.models.engines.target_rows import embedding_rows, output_rows
 from specdemo.models.threads import torch_threads
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
     from specdemo.models.engines.fused_weights import FusedWeights
 
+LayerWeights: TypeAlias = EagleWeights | Eagle3Weights | DFlashWeights
+
 _CHUNK = 512  # committed rows per pass
 _FIRST_CAPACITY = 256
 
@@ -30,7 +33,7 @@ _FIRST_CAPACITY = 256
 class TorchHeadCache(HeadCache):
     """Keys and values `[2, kv_heads, capacity, head_dim]`, and the state of the last row."""
 
-    def __init__(self, head: TorchHead) -> None:
+    def __init__(self, head: SingleLayerHead) -> None:
         layer = head.layer
         self.kv = torch.empty(2, layer.kv_heads, 0, layer.head_dim, dtype=head.dtype, device=head.device)
         self.state = torch.empty(0)
@@ -73,12 +76,11 @@ class TorchHeadCache(HeadCache):
 
 
 class TorchHead(Head):
-    """Head of `model` with a decoder layer, whose tensors have the prefix `layer_name`."""
+    """Tensors of a head of `model`, whose layer names begin with `layer_name`, and their operations."""
 
-    kind = "eagle"
     layer_name: str
 
-    def __init__(self, weights: EagleWeights | Eagle3Weights, model: PreTrainedModel | FusedWeights) -> None:
+    def __init__(self, weights: LayerWeights, model: PreTrainedModel | FusedWeights) -> None:
         self.layer, self._model = weights.layer, model
         self.device = model.device
         self.dtype = torch.float32 if self.device.type == "cpu" else model.dtype
@@ -88,16 +90,50 @@ class TorchHead(Head):
             name.removeprefix(self.layer_name): tensor.to(self.device, self.dtype)
             for name, tensor in weights.tensors.items()
         }
-        for name in [name for name in tensors if name.endswith("self_attn.k_proj.weight")]:
+        for name in [name for name in tensors if "self_attn.k_proj." in name]:
             keys_and_values = [tensors.pop(name), tensors.pop(name.replace("k_proj", "v_proj"))]
             tensors[name.replace("k_proj", "kv_proj")] = torch.cat(keys_and_values)
-        self._extends = "lm_head.weight" not in tensors and self.ids is not None
-        self.static = frozenset(() if self.ids is None else self.ids.tolist())
-        if "lm_head.weight" not in tensors:
+        self._shares_rows = "lm_head.weight" not in tensors
+        if self._shares_rows:
             tensors["lm_head.weight"] = output_rows(model, self.ids).to(self.dtype)
         self._tensors: Mapping[str, Tensor] = tensors
         self.weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
         self._angles = self.layer.rotation(0)
+
+    def _heads(self, name: str, rows: Tensor) -> Tensor:
+        return self._linear(name, rows).unflatten(-1, (-1, self.layer.head_dim)).transpose(0, 1)
+
+    def _embedded(self, tokens: list[int]) -> Tensor:
+        ids = torch.tensor(tokens, device=self.device)
+        own = self._tensors.get("embed_tokens.weight")
+        return embedding_rows(self._model, ids).to(self.dtype) if own is None else F.embedding(ids, own)
+
+    def _linear(self, name: str, rows: Tensor) -> Tensor:
+        return F.linear(rows, self._tensors[f"{name}.weight"], self._tensors.get(f"{name}.bias"))
+
+    def _norm(self, name: str, rows: Tensor) -> Tensor:
+        scaled = F.rms_norm(rows.float(), rows.shape[-1:], None, self.layer.epsilon)
+        return scaled.to(self.dtype) * self._tensors[f"{name}.weight"]
+
+    def _rotated(self, heads: Tensor, first: int) -> Tensor:
+        end = first + heads.shape[1]
+        if end > len(self._angles[0]):
+            cosines, sines = self.layer.rotation(min(self.layer.context, max(_FIRST_CAPACITY, 2 * end)))
+            self._angles = cosines.to(self.device), sines.to(self.device)
+        cos, sin = (angles[first:end] for angles in self._angles)
+        left, right = heads.float().chunk(2, -1)
+        return torch.cat([left * cos - right * sin, right * cos + left * sin], -1).to(heads.dtype)
+
+
+class SingleLayerHead(TorchHead):
+    """Base class of heads with a decoder layer."""
+
+    kind = "eagle"
+
+    def __init__(self, weights: EagleWeights | Eagle3Weights, model: PreTrainedModel | FusedWeights) -> None:
+        super().__init__(weights, model)
+        self._extends = self._shares_rows and self.ids is not None
+        self.static = frozenset(() if self.ids is None else self.ids.tolist())
 
     def longest_draft(self, length: int) -> int:
         return max(0, self.layer.context - length + 2)
@@ -165,32 +201,8 @@ class TorchHead(Head):
         gated = F.silu(self._linear("mlp.gate_proj", inner)) * self._linear("mlp.up_proj", inner)
         return row + self._linear("mlp.down_proj", gated)
 
-    def _heads(self, name: str, rows: Tensor) -> Tensor:
-        return self._linear(name, rows).unflatten(-1, (-1, self.layer.head_dim)).transpose(0, 1)
 
-    def _embedded(self, tokens: list[int]) -> Tensor:
-        ids = torch.tensor(tokens, device=self.device)
-        own = self._tensors.get("embed_tokens.weight")
-        return embedding_rows(self._model, ids).to(self.dtype) if own is None else F.embedding(ids, own)
-
-    def _linear(self, name: str, rows: Tensor) -> Tensor:
-        return F.linear(rows, self._tensors[f"{name}.weight"], self._tensors.get(f"{name}.bias"))
-
-    def _norm(self, name: str, rows: Tensor) -> Tensor:
-        scaled = F.rms_norm(rows.float(), rows.shape[-1:], None, self.layer.epsilon)
-        return scaled.to(self.dtype) * self._tensors[f"{name}.weight"]
-
-    def _rotated(self, heads: Tensor, first: int) -> Tensor:
-        end = first + heads.shape[1]
-        if end > len(self._angles[0]):
-            cosines, sines = self.layer.rotation(min(self.layer.context, max(_FIRST_CAPACITY, 2 * end)))
-            self._angles = cosines.to(self.device), sines.to(self.device)
-        cos, sin = (angles[first:end] for angles in self._angles)
-        left, right = heads.float().chunk(2, -1)
-        return torch.cat([left * cos - right * sin, right * cos + left * sin], -1).to(heads.dtype)
-
-
-class TorchEagle(TorchHead):
+class TorchEagle(SingleLayerHead):
     """EAGLE-1/2: the layer predicts the target's next final state (2401.15077)."""
 
     layer_name = "layers.0."
@@ -203,17 +215,27 @@ class TorchEagle(TorchHead):
         return joined, joined
 
 
-class TorchEagle3(TorchHead):
+class TorchEagle3(SingleLayerHead):
     """EAGLE-3: the layer reads fused states of several layers of the target (2503.01840)."""
 
     layer_name = "midlayer."
 
     def __init__(self, weights: Eagle3Weights, model: PreTrainedModel | FusedWeights) -> None:
         super().__init__(weights, model)
-        self._norm_before_residual = weights.norm_before_residual
+        self._norm_before_residual, self._norm_output = weights.norm_before_residual, weights.norm_output
 
     def _entered(self, states: Tensor) -> Tensor:
-        return self._linear("fc", states.flatten(1))
+        rows = states.flatten(1)
+        if "input_norm.weight" in self._tensors:
+            rows = self._norm("input_norm", rows)
+        if "fc_norm.0.weight" in self._tensors:
+            parts = rows.chunk(len(self.taps), -1)
+            rows = torch.cat([self._norm(f"fc_norm.{i}", part) for i, part in enumerate(parts)], -1)
+        return self._linear("fc", rows)
+
+    def _pass(self, cache: TorchHeadCache, rows: Tensor, following: list[int]) -> Tensor:
+        row = super()._pass(cache, rows, following)
+        return self._norm("norm", row) if self._norm_output else row
 
     def _combined(self, rows: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         normalised = self._norm("hidden_norm", rows)
@@ -221,4 +243,4 @@ class TorchEagle3(TorchHead):
         return normalised if self._norm_before_residual else rows, joined
 
     def _left(self, row: Tensor) -> Tensor:
-        return self._norm("norm", row)
+        return row if self._norm_output else self._norm("norm", row)

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from specdemo.core.errors import UserError
 from specdemo.models.engines.head import BlockWeights
 from specdemo.models.engines.llama_weights import layer_count
 from specdemo.models.head_kinds import eagle3
@@ -26,8 +25,8 @@ def _fits(config: Mapping[str, Any]) -> bool:
 def _read(checkpoint: HeadCheckpoint, target: LoadedModel) -> BlockWeights:
     config = checkpoint.config
     layer = layer_sizes(checkpoint, config)
-    layers, slots = (_size(checkpoint, key, _MOST) for key in ("num_hidden_layers", "block_size"))
-    rank = _size(checkpoint, "markov_rank", _MOST_RANK)
+    layers, slots = (checkpoint.size(config, key, _MOST) for key in ("num_hidden_layers", "block_size"))
+    rank = checkpoint.size(config, "markov_rank", _MOST_RANK)
     drafted = checkpoint.integer(config, "draft_vocab_size", target.vocab_size)
     taps = eagle3.read_taps(checkpoint.name, config, layer_count(target.model))
     first = partial(eagle3.shapes, layer, len(taps), drafted, target.vocab_size, target_width(target))
@@ -54,13 +53,6 @@ def _read(checkpoint: HeadCheckpoint, target: LoadedModel) -> BlockWeights:
         layers=layers,
         slots=slots,
     )
-
-
-def _size(checkpoint: HeadCheckpoint, key: str, most: int) -> int:
-    size = checkpoint.integer(checkpoint.config, key)
-    if not 1 <= size <= most:
-        raise UserError(f"{key} in config.json of {checkpoint.name} is not within 1 to {most}: choose another head")
-    return size
 
 
 BLOCK_HEAD = HeadKind("block", _fits, eagle3.count_taps, _read)

@@ -72,6 +72,14 @@ class HeadCheckpoint:
             raise UserError(f"config.json of {self.name} has no {key}: choose another head")
         return value
 
+    def size(self, config: Mapping[str, Any], key: str, most: int | None = None) -> int:
+        """Return a positive size up to `most` from `config`. Raises `UserError` for others."""
+        size = self.integer(config, key)
+        if size < 1 or (most is not None and size > most):
+            limits = f"within 1 to {most}" if most is not None else "positive"
+            raise UserError(f"{key} in config.json of {self.name} is not {limits}: choose another head")
+        return size
+
     def draft_ids(self, tensors: dict[str, Tensor], vocab_size: int) -> Tensor | None:
         """Return the target ids of the draft vocabulary from the offsets `d2t`, None for all; remove its tensors."""
         offsets, used = tensors.pop("d2t", None), tensors.pop("t2d", None)
@@ -133,6 +141,14 @@ def layer_shapes(layer: LayerSizes, prefix: str, inputs: int) -> dict[str, tuple
 def target_width(target: LoadedModel) -> int:
     """Return the width of the target's hidden states."""
     return target.model.config.get_text_config().hidden_size
+
+
+def valid_taps(name: str, taps: Any, layers: int) -> tuple[int, ...]:
+    """Return the hidden states of a target of `layers` layers. Raises `UserError` for others."""
+    valid = isinstance(taps, list) and all(type(tap) is int for tap in taps)
+    if not (taps and valid and all(0 <= tap <= layers for tap in taps) and sorted({*taps}) == taps):
+        raise UserError(f"{name} receives the states of layers that the target does not have: {OTHER_HEAD}")
+    return tuple(taps)
 
 
 def _shown(shape: tuple[int, ...]) -> str:

@@ -7,22 +7,20 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from specdemo.core.errors import UserError
 from specdemo.models.engines.head import Eagle3Weights, LayerSizes
 from specdemo.models.engines.llama_weights import layer_count
 from specdemo.models.head_kinds.checkpoint import (
-    OTHER_HEAD,
     HeadCheckpoint,
     HeadKind,
     layer_shapes,
     layer_sizes,
     target_width,
+    valid_taps,
 )
 
 if TYPE_CHECKING:
     from specdemo.models.load import LoadedModel
 
-_VARIANTS = ("norm_before_fc", "fc_norm", "norm_output")
 _SHARED = ("lm_head.weight", "embed_tokens.weight")
 
 
@@ -41,19 +39,23 @@ def count_taps(config: Mapping[str, Any]) -> int:
 
 def _read(checkpoint: HeadCheckpoint, target: LoadedModel) -> Eagle3Weights:
     name, config = checkpoint.name, checkpoint.config
-    if variants := [variant for variant in _VARIANTS if config.get(variant)]:
-        raise UserError(f"{name} is a variant of EAGLE-3 ({variants[0]}): choose another head")
     layer = layer_sizes(checkpoint, config.get("transformer_layer_config", config))
     drafted = checkpoint.integer(config, "draft_vocab_size", target.vocab_size)
-    taps = read_taps(name, config, layer_count(target.model))
-    needed = partial(shapes, layer, len(taps), drafted, target.vocab_size, target_width(target))
-    tensors = checkpoint.tensors("EAGLE-3", needed, common_name)
+    taps, width = read_taps(name, config, layer_count(target.model)), target_width(target)
+    norms: dict[str, tuple[int, ...]] = {}
+    if config.get("norm_before_fc"):
+        norms["input_norm.weight"] = (len(taps) * width,)
+    if config.get("fc_norm"):
+        norms |= {f"fc_norm.{i}.weight": (width,) for i in range(len(taps))}
+    of_layer = partial(shapes, layer, len(taps), drafted, target.vocab_size, width)
+    tensors = checkpoint.tensors("EAGLE-3", lambda stored: of_layer(stored) | norms, common_name)
     return Eagle3Weights(
         taps=taps,
         ids=checkpoint.draft_ids(tensors, target.vocab_size),
         tensors=tensors,
         layer=layer,
         norm_before_residual=config.get("norm_before_residual") is True,
+        norm_output=config.get("norm_output") is True,
     )
 
 
@@ -96,12 +98,9 @@ def _listed_taps(config: Mapping[str, Any]) -> Any:
 def read_taps(name: str, config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     """Return the hidden states of a target of `layers` layers. Raises `UserError` for others."""
     taps = _listed_taps(config) or [2, layers // 2, layers - 3]
-    valid = isinstance(taps, list) and all(type(tap) is int for tap in taps)
-    if valid and taps[0] == 1:  # outputs of layers
-        taps = [tap + 1 for tap in taps]
-    if not (valid and all(0 <= tap <= layers for tap in taps) and sorted({*taps}) == taps):
-        raise UserError(f"{name} receives the states of layers that the target does not have: {OTHER_HEAD}")
-    return tuple(taps)
+    if isinstance(taps, list) and taps[0] == 1:  # outputs of layers
+        taps = [tap + 1 if type(tap) is int else tap for tap in taps]
+    return valid_taps(name, taps, layers)
 
 
 EAGLE3 = HeadKind("eagle3", _fits, count_taps, _read)

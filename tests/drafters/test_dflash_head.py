@@ -1,0 +1,178 @@
+"""DFlash and DSpark heads: rows by content, branches of drafts, published layouts, and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.heads import SLOTS, dflash_config, dflash_tensors, save_head
+from fakes.native_models import CONFIGS, random_model
+from torch import Tensor
+
+from specdemo.core.errors import UserError
+from specdemo.core.step import Draft
+from specdemo.models.cached_head import CachedHead
+from specdemo.models.engines.head import Head, HeadCache
+from specdemo.models.engines.native_weights import NativeWeights
+from specdemo.models.engines.torch_dflash import TorchDFlash
+from specdemo.models.heads import read_head
+from specdemo.models.kv_cache import CachedModel
+from specdemo.models.load import LoadedModel
+from specdemo.models.spec import HeadSpec, ModelSpec
+
+CONFIG = CONFIGS["tied"]
+IDS = [*range(0, 300, 3)]
+WINDOW = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5}
+KINDS = (None, "vanilla", "gated", "rnn")
+
+
+@pytest.fixture(scope="module")
+def weights() -> NativeWeights:
+    return NativeWeights(random_model(CONFIG))
+
+
+def read(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], weights: NativeWeights) -> TorchDFlash:
+    spec = ModelSpec("small/target")
+    name = save_head(folder, tensors, config)
+    return TorchDFlash(read_head(HeadSpec(name, spec), LoadedModel(spec, weights, None, 0, "")), weights)
+
+
+def head_of_kind(folder: Path, markov: str | None, weights: NativeWeights) -> TorchDFlash:
+    config = dflash_config(CONFIG, len(IDS), markov)
+    config["transformer_layer_config"] |= WINDOW
+    return read(folder, dflash_tensors(CONFIG, IDS, markov), config, weights)
+
+
+def drafts(head: Head, weights: NativeWeights) -> list[list[Tensor]]:
+    """Return the logits of drafts for a text that grows, loses tokens and changes, with rows kept in between."""
+    target = CachedModel(weights, taps=head.taps)
+    cached, results = CachedHead(head, target), []
+    for text in (range(9), range(12), [*range(10), 99, 98], [*range(4), *range(50, 62)]):
+        tokens = list(text)
+        target.score(tokens[:-1], Draft())
+        logits = cached.start(tokens)
+        assert logits is not None
+        count = cached.longest_draft(tokens)
+        results.append([logits, *(cached.step(3 * i) for i in range(1, count))])
+    return results
+
+
+class Forgetful(TorchDFlash):
+    """Computes all rows again."""
+
+    def start(self, cache: HeadCache, following: list[int], states: Tensor, held: int) -> Tensor:
+        texts: dict[HeadCache, tuple[list[int], Tensor]] = self.__dict__.setdefault("texts", {})
+        before, rows = texts.get(cache, ([], states[:0]))
+        texts[cache] = [*before[:held], *following], torch.cat([rows[:held], states])
+        return super().start(cache, *texts[cache], 0)
+
+
+class KeepsRows(TorchDFlash):
+    """Rows of a changed text remain."""
+
+    def start(self, cache: HeadCache, following: list[int], states: Tensor, held: int) -> Tensor:
+        return super().start(cache, following, states, cache.length)
+
+
+def deviation(kind: type[TorchDFlash], folder: Path, markov: str | None, weights: NativeWeights) -> float:
+    head, recomputed = head_of_kind(folder, markov, weights), head_of_kind(folder, markov, weights)
+    head.__class__, recomputed.__class__ = kind, Forgetful
+    pairs = zip(drafts(head, weights), drafts(recomputed, weights), strict=True)
+    return max(float((a - b).abs().max()) for pair in pairs for a, b in zip(*pair, strict=True))
+
+
+@pytest.mark.parametrize("markov", KINDS)
+def test_kept_rows_give_the_drafts_of_a_recomputation(markov: str | None, tmp_path: Path, weights: Any) -> None:
+    assert deviation(TorchDFlash, tmp_path, markov, weights) < 1e-4
+    assert deviation(KeepsRows, tmp_path, markov, weights) > 1e-2
+
+
+@pytest.mark.parametrize("markov", KINDS)
+def test_branches_of_a_draft_are_independent(markov: str | None, tmp_path: Path, weights: Any) -> None:
+    head = head_of_kind(tmp_path, markov, weights)
+    cache, states = head.open(), torch.randn(6, 3, CONFIG.hidden_size)
+    head.start(cache, [*range(6)], states, 0)
+    first = [head.step(cache, token) for token in (3, 6)]
+    head.start(cache, [*range(6)], states, 0)
+    head.step(cache, 3)
+    rows = cache.draft_rows()
+    other = head.step(cache, 9)
+    cache.restore(rows)
+    assert torch.equal(head.step(cache, 6), first[1])
+    assert torch.equal(other, first[1]) == (markov is None)  # without it, tokens of a draft are independent
+
+
+def test_drafts_end_with_block_and_context(tmp_path: Path, weights: Any) -> None:
+    for markov, first in ((None, 1), ("vanilla", 0)):
+        config = dflash_config(CONFIG, len(IDS), markov)
+        config["transformer_layer_config"]["max_position_embeddings"] = 12
+        head = read(tmp_path / str(markov), dflash_tensors(CONFIG, IDS, markov), config, weights)
+        for length in range(8, 15):
+            count = head.longest_draft(length)
+            assert count == max(0, min(SLOTS, 13 - length) - first)
+            if count:
+                logits = head.start(
+                    head.open(), [*range(length - 1)], torch.randn(length - 1, 3, CONFIG.hidden_size), 0
+                )
+                assert len(logits) == len(IDS)
+
+
+@pytest.mark.parametrize("layout", ["z-lab", "DeepSpec"])
+def test_published_layouts_are_those_of_speculators(layout: str, tmp_path: Path, weights: Any) -> None:
+    """They nest no configuration of layers, and list outputs of layers instead of hidden states."""
+    markov = "vanilla" if layout == "DeepSpec" else None
+    tensors, config = dflash_tensors(CONFIG, None, markov), dflash_config(CONFIG, CONFIG.vocab_size, markov)
+    expected = drafts(read(tmp_path / "speculators", tensors, config, weights), weights)
+    flat = config | config.pop("transformer_layer_config")
+    taps, mask = [tap - 1 for tap in config.pop("aux_hidden_state_layer_ids")], config.pop("mask_token_id")
+    own = {"target_layer_ids": taps, "mask_token_id": mask}
+    architecture = "Qwen3DSparkModel" if markov else "DFlashDraftModel"
+    flat |= {"architectures": [architecture], **(own if markov else {"dflash_config": own})}
+    for key in ("speculators_model_type", "aux_hidden_state_layer_ids", "transformer_layer_config"):
+        flat.pop(key, None)
+    actual = drafts(read(tmp_path / layout, tensors, flat, weights), weights)
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(torch.stack(a), torch.stack(b))
+
+
+def _configured(**values: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    return lambda tensors, config: config.update(values)
+
+
+def _layer(**values: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    return lambda tensors, config: config["transformer_layer_config"].update(values)
+
+
+def _without(name: str) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    return lambda tensors, config: tensors.pop(name) and None
+
+
+INVALID = {
+    "mask token": (_configured(mask_token_id=5000), "has no mask token of the target"),
+    "no mask token": (_configured(mask_token_id=None), "has no mask token of the target"),
+    "no drafts": (_configured(block_size=1, sample_from_anchor=False), "or blocks without drafts"),
+    "block": (_configured(block_size=999), "block_size in config.json of .* is not within 1 to 64"),
+    "layers": (_layer(num_hidden_layers=3), "no tensor layers.2."),
+    "width": (_layer(hidden_size=32), "states of width 32 instead of 64"),
+    "states": (_configured(aux_hidden_state_layer_ids=[1, 2, 99]), "layers that the target does not have"),
+    "no states": (_configured(aux_hidden_state_layer_ids=["a"]), "layers that the target does not have"),
+    "markov": (_configured(markov_head_type="lstm"), r"another kind \(lstm\): choose one of kind vanilla, gated, rnn"),
+    "confidence": (_without("confidence_head.proj.bias"), "no tensor confidence_head.proj.bias"),
+    "windows": (_layer(layer_types=["full_attention"]), "layer_types in config.json of .* do not fit"),
+    "no window": (_layer(layer_types=["sliding_attention"] * 2), "has no sliding_window"),
+    "newer kind": (_configured(speculators_model_type="dflash2"), r"of another kind \(dflash2\)"),
+}
+
+
+@pytest.mark.parametrize("case", INVALID)
+def test_invalid_checkpoints_are_refused_in_a_sentence(case: str, tmp_path: Path, weights: Any) -> None:
+    change, message = INVALID[case]
+    tensors, config = dflash_tensors(CONFIG, IDS, "vanilla"), dflash_config(CONFIG, len(IDS), "vanilla")
+    read(tmp_path / "valid", tensors, config, weights)
+    change(tensors, config)
+    with pytest.raises(UserError, match=message) as refused:
+        read(tmp_path / "invalid", tensors, config, weights)
+    assert "\n" not in str(refused.value)
