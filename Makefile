@@ -55,7 +55,7 @@ test-machines: ## set up and test the program in new Debian and Ubuntu systems, 
 mutants: $(READY_DEV) ## change each expression of FILES, one at a time: a test must fail; repeated, it continues
 	@$(BIN)/python -c "import mutmut, universalmutator" 2>/dev/null || \
 		$(BIN)/python -m pip install --disable-pip-version-check -r requirements-mutants.txt
-	@OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m benchmarks.$(if $(filter %.c,$(FILES)),native_mutants,mutants) $(FILES) $(ARGS)
+	@OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m benchmarks.mutants $(FILES) $(ARGS)
 
 lint: $(READY_DEV) ## check style and formatting
 	@$(BIN)/ruff check .

@@ -1,13 +1,10 @@
-"""Mutation tests of the C code: each small change of a file must fail the check after compiling, or a test.
+"""Mutants of C files: universalmutator generates them, and those that compile to other code are tested.
 
-`python -m benchmarks.native_mutants FILE...` tests the mutants of universalmutator that compile to other code. Results
-are kept in `build/native_mutants`, so an interrupted run continues. `--functions` selects functions, `--sample` a
-random sample of all files.
+They must fail the check after compiling, or a test. Results are kept in `build/native_mutants`.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import hashlib
 import json
@@ -203,27 +200,17 @@ def _outcome(library: Path | str, items: Items, order: Order) -> str:
     return OUTCOMES.get(order.outcome(order.sorted(items), items, partial(use, library)), "killed")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.native_mutants", description=(__doc__ or "").split("\n\n")[0]
-    )
-    parser.add_argument("files", nargs="+", type=Path, help="C files of specdemo/native")
-    parser.add_argument("--functions", nargs="+", default=[], help="names of functions (default: all)")
-    parser.add_argument("--sample", type=int, help="number of random mutants (default: all)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tests", nargs="+", default=TESTS)
-    args = parser.parse_args(argv)
-    chosen = [mutant for file in args.files for mutant in mutants(file.resolve(), args.functions)]
-    if args.sample:
-        random.Random(args.seed).shuffle(chosen)
-    if not run(chosen, args.sample, args.tests):
-        return 1
+def test_files(
+    files: Sequence[Path], tests: Sequence[str], functions: Sequence[str], sample: int | None, seed: int
+) -> bool:
+    """Test the mutants of `files`, or `sample` random ones; print the counts. Return False if tests fail without."""
+    chosen = [mutant for file in files for mutant in mutants(file.resolve(), functions)]
+    if sample:
+        random.Random(seed).shuffle(chosen)
+    if not run(chosen, sample, tests or TESTS):
+        return False
     outcomes = Results().outcomes
     counts = Counter(outcomes[mutant.key] for mutant in chosen if mutant.key in outcomes)
     tested = counts["killed"] + counts["timeout"] + counts["survived"]
     print(f"{tested} tested, {dict(counts)}, {100 * (1 - counts['survived'] / max(1, tested)):.1f} % killed")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return True

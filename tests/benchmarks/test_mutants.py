@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import pytest
 
+from benchmarks import mutants, native_mutants
 from benchmarks.forked_tests import KILLED, SURVIVED, TIMEOUT, exit_code, forked
 from benchmarks.native_mutants import lines_of
 
@@ -84,3 +85,14 @@ def test_lines_of_functions() -> None:
     )
     assert list(lines_of(source, ["sum"])) == [4, 5, 6] and list(lines_of(source, ["least"])) == [7]
     assert list(lines_of(source, [])) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_files_of_both_languages_are_refused_together(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[tuple[object, ...]] = []
+    monkeypatch.setattr(native_mutants, "test_files", lambda *args: calls.append(args) or True)
+    assert mutants.main(["pass.c", "--sample", "3"]) == 0 and calls == [([Path("pass.c")], [], [], 3, 0)]
+    with pytest.raises(SystemExit, match="2"):
+        mutants.main(["pass.c", "step.py"])
+    assert "name either C files or Python files" in capsys.readouterr().err
