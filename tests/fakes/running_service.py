@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from fakes.listening import listening
 from specdemo.completions.routes import add_completions
 from specdemo.completions.service import CompletionService
 from specdemo.models.model_pool import ModelPool
@@ -25,14 +24,5 @@ def running_service(recipe: Recipe, template: str = "", **options: Any) -> Itera
     app = serve.serve_model(target, local=True, **options)
     completions = CompletionService(pool, recipe, seed=lambda: 5)
     add_completions(app, completions)
-    listener, ready = serve.bind("127.0.0.1", 0), threading.Event()
-    stdin, end = socket.socketpair()
-    events = {"stdin": stdin.makefile("rb"), "announce": ready.set}
-    thread = threading.Thread(target=serve.listen, args=(app, listener), kwargs=events)
-    thread.start()
-    try:
-        assert ready.wait(60)
-        yield "http://{}:{}".format(*listener.getsockname()), completions
-    finally:
-        end.close()
-        thread.join(60)
+    with listening(app) as address:
+        yield "http://{}:{}".format(*address), completions

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from fakes.listening import listening
 from fakes.remote import INFO, contexts
-from specdemo.remote import serve
 from specdemo.remote.contexts import Contexts
 from specdemo.remote.server import create_app
 from specdemo.worker import Worker
@@ -22,14 +20,5 @@ def table_service(cloud: Contexts | None = None, token: str | None = None, **cha
     """Yield the address of a service with `changes` of its description."""
     info = INFO.model_copy(update={"model": MODEL, "numerics": NUMERICS, "replica": "first", **changes})
     app = create_app(info, contexts() if cloud is None else cloud, Worker(), token=token)
-    listener, ready = serve.bind("127.0.0.1", 0), threading.Event()
-    stdin, end = socket.socketpair()
-    events = {"stdin": stdin.makefile("rb"), "announce": ready.set}
-    thread = threading.Thread(target=serve.listen, args=(app, listener), kwargs=events)
-    thread.start()
-    try:
-        assert ready.wait(60)
-        yield "http://{}:{}".format(*listener.getsockname())
-    finally:
-        end.close()
-        thread.join(60)
+    with listening(app) as address:
+        yield "http://{}:{}".format(*address)

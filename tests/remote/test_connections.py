@@ -9,12 +9,13 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.listening import listening
 from fastapi import FastAPI, Request, WebSocket
 from fastapi.responses import StreamingResponse
 from starlette.testclient import TestClient
@@ -22,7 +23,6 @@ from starlette.websockets import WebSocketDisconnect
 
 from specdemo.remote import connections
 from specdemo.remote.connections import ConnectionLimits, VisitorConnections, network_of
-from specdemo.remote.serve import bind, listen
 from specdemo.worker import Worker
 
 PATIENCE = 60
@@ -78,24 +78,11 @@ class Application:
             self.ended.release()
 
 
-@contextmanager
 def served(
     limits: ConnectionLimits, application: Application | None = None, **files: Path
-) -> Iterator[tuple[str, int]]:
-    """Yield the address of a server with these limits; `files`: certificate and key."""
-    app = (application or Application()).app
-    listener, ready, (stdin, end) = bind("127.0.0.1", 0), threading.Event(), socket.socketpair()
-    address = listener.getsockname()
-    options: dict[str, Any] = {"stdin": stdin.makefile("rb"), "announce": ready.set, "connections": limits, **files}
-    thread = threading.Thread(target=listen, args=(app, listener), kwargs=options)
-    thread.start()
-    try:
-        assert ready.wait(PATIENCE)
-        yield address
-    finally:
-        end.close()
-        thread.join(PATIENCE)
-        assert not thread.is_alive()
+) -> AbstractContextManager[tuple[str, int]]:
+    """Serve with these limits; `files`: certificate and key."""
+    return listening((application or Application()).app, connections=limits, **files)
 
 
 def connect(address: tuple[str, int], sent: bytes = b"") -> socket.socket:

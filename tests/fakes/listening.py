@@ -1,0 +1,29 @@
+"""HTTP services in threads."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from specdemo.remote import serve
+
+
+@contextmanager
+def listening(app: Any, **options: Any) -> Iterator[tuple[str, int]]:
+    """Serve `app` on a free port with `options` of `serve.listen`; yield the address."""
+    listener, ready = serve.bind("127.0.0.1", 0), threading.Event()
+    stdin, end = socket.socketpair()
+    options |= {"stdin": stdin.makefile("rb"), "announce": ready.set}
+    thread = threading.Thread(target=serve.listen, args=(app, listener), kwargs=options)
+    address = listener.getsockname()
+    thread.start()
+    try:
+        assert ready.wait(60)
+        yield address
+    finally:
+        end.close()
+        thread.join(60)
+        assert not thread.is_alive()
