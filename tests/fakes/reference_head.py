@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fakes.heads import HEAD_DIM, HEADS, KV_HEADS
-from fakes.reference_block import reference_block
+from fakes.reference_block import block_branches
 
 
 def reference_logits(
@@ -32,8 +32,7 @@ def branch_logits(
 ) -> Iterator[Tensor]:
     """Yield the logits of `reference_logits` for each branch of a tree."""
     if "slots" in tensors:
-        for drafted in branches:
-            rows, _ = reference_block(tensors, config, target, tokens, drafted)
+        for rows, _ in block_branches(tensors, config, target, tokens, branches):
             logits = torch.full((len(rows), len(tensors["t2d"])), -torch.inf)
             logits[:, tensors["t2d"]] = rows
             yield logits
@@ -118,8 +117,8 @@ class _Eagle3:
         for i, head in enumerate(query.view(HEADS, HEAD_DIM)):
             group = i * KV_HEADS // HEADS
             head = self.rotated(head, position)
-            weights = torch.stack([keys[group] @ head / math.sqrt(HEAD_DIM) for keys in self.keys]).softmax(0)
-            mixed.append(sum(w * values[group] for w, values in zip(weights, self.values, strict=True)))
+            weights = (torch.stack(self.keys)[:, group] @ head / math.sqrt(HEAD_DIM)).softmax(0)
+            mixed.append(weights @ torch.stack(self.values)[:, group])
         state = state + self.weight("self_attn.o_proj") @ torch.cat(mixed)
         x = self.norm(f"{self.layer}post_attention_layernorm", state)
         gate, up = self.weight("mlp.gate_proj") @ x, self.weight("mlp.up_proj") @ x
@@ -127,12 +126,9 @@ class _Eagle3:
 
     def rotated(self, head: Tensor, position: int) -> Tensor:
         half = HEAD_DIM // 2
-        turned = head.clone()
-        for i in range(half):
-            angle = position * self.theta ** (-2 * i / HEAD_DIM)
-            turned[i] = head[i] * math.cos(angle) - head[half + i] * math.sin(angle)
-            turned[half + i] = head[half + i] * math.cos(angle) + head[i] * math.sin(angle)
-        return turned
+        angles = position * self.theta ** (-2 * torch.arange(half) / HEAD_DIM)
+        first, second = head[:half], head[half:]
+        return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()])
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         return self.tensors[f"{name}.weight"] * x / (x.square().mean() + self.epsilon).sqrt()
