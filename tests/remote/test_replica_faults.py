@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.forked_program import ForkedProgram
 from fakes.trace_lines import trace_lines as generate
 
 from specdemo.models.model_pool import ModelPool
@@ -20,15 +17,13 @@ from specdemo.remote.config import CloudConfig
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 PROMPT = "def read_lines(path):\n"
 POOL = ModelPool()
-COMMAND = [sys.executable, "-m", "specdemo", "serve", "--pair", "bundled", "--port", "0", "--device", "cpu"]
+COMMAND = ("serve", "--pair", "bundled", "--port", "0", "--device", "cpu")
 SETTINGS = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0, "top_p": 1.0, "seed": 11},
 }
-PATIENCE = 60.0
 FAULTS = {"killed": signal.SIGKILL, "drained": signal.SIGTERM, "frozen": signal.SIGSTOP}
 
 
@@ -36,14 +31,11 @@ class Replica:
     """Process of a service."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(COMMAND, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
-        assert self.process.stdout is not None
+        self.process = ForkedProgram(*COMMAND)
         self.url = self.process.stdout.readline().removeprefix("listening on ").strip()
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.wait(60)
+        self.process.close()
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +77,7 @@ def test_another_service_continues(fault: str, settings: str, survivor: Replica,
             if line.get("i") == 2 and any(earlier.get("replica", "").endswith(f":{port}") for earlier in lines):
                 victim.process.send_signal(FAULTS[fault])
                 if fault != "frozen":  # a draining service still responds to steps
-                    victim.process.wait(PATIENCE)
+                    victim.process.wait()
                 hit = True
         assert text_of(lines) == expected and lines[-1]["end"] in ("length", "stop")
         assert in_steps(lines, "switched") == hit and not in_steps(lines, "numerics")
