@@ -231,8 +231,7 @@ class RunOptions(OptionSet):
         None,
         "Threshold (0: default of the rule)",
         f"threshold of rules {' and '.join(rule_names(_has_threshold).rsplit(', ', 1))}",
-        bounds=(0, 1),
-        open_below=True,
+        bounds=(0.001, 1),
         step=0.05,
         lossy=True,
     )

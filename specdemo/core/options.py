@@ -26,7 +26,6 @@ class Option:
     label: str
     help: str = ""
     bounds: tuple[float, float] | None = None
-    open_below: bool = False  # excludes the lower bound
     slider: tuple[float, float, float] | None = None  # lowest, highest, step; a number field if None
     step: float = 1  # increment of a number field
     choices: Mapping[str, Any] | None = None  # valid name -> title or object with a `title`
@@ -61,8 +60,7 @@ class Option:
     def range(self) -> str:
         if self.bounds is None:
             return ""
-        low, high = self.bounds
-        return f"above {low} and at most {high}" if self.open_below else f"from {low} to {high}"
+        return "from {} to {}".format(*self.bounds)
 
     def titles(self) -> dict[str, str]:
         known = (self.choices or {}).items()
@@ -88,8 +86,7 @@ def option(default: Any, label: str, help: str = "", **properties: Any) -> Any:
         title=label,
         description=help,
         json_schema_extra={"option": typing.cast(Any, declared)},
-        ge=None if declared.open_below else low,
-        gt=low if declared.open_below else None,
+        ge=low,
         le=high,
     )
 

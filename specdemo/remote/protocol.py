@@ -30,6 +30,7 @@ from torch import Tensor
 from specdemo.core.errors import UserError, plain_text
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft, TopTokens, Verdict
+from specdemo.core.step_record import MAX_NODES, MAX_RECORDED, Number
 from specdemo.remote.config import COLDEST
 
 MAX_DRAFT = 256  # tokens
@@ -90,7 +91,7 @@ class VerifyConfig(NetworkMessage):
     bad_texts: Annotated[list[Annotated[str, Field(min_length=1, max_length=300)]], Field(max_length=64)] = []
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] = 0
     rule: str = "rejection"
-    threshold: Probability | None = None
+    threshold: Annotated[float, Field(ge=0.001, le=1)] | None = None
     adjust: bool = True  # False: sample corrections from p (lossy)
 
     @property
@@ -181,9 +182,9 @@ class VerifyMetrics(ResponseMessage):
 class TopTokensMessage(ResponseMessage):
     """Most probable tokens of a distribution."""
 
-    entropy: float  # nats
-    ids: list[Token]
-    p: list[Reported]
+    entropy: Number  # nats
+    ids: Annotated[list[Token], Field(max_length=MAX_RECORDED)]
+    p: Annotated[list[Reported], Field(max_length=MAX_RECORDED)]
 
     @classmethod
     def of(cls, top: TopTokens) -> TopTokensMessage:
@@ -207,10 +208,10 @@ class VerifyResponse(ResponseMessage):
     tested: list[Count] | None = None  # nodes; forests and blocks only
     p: list[Reported] = []  # an entry per node
     draws: list[Reported] | None = None  # an entry per tested node
-    choices: list[list[Token]] = []  # target tokens of each row
+    choices: list[Annotated[list[Token], Field(max_length=MAX_NODES)]] = []  # target tokens of each row
     target_top: Annotated[list[TopTokensMessage] | None, _key("laws")] = None
     # The next three are sent if the request sets `top`, bounds also for blocks; the first two have an entry per node.
-    bounds: list[float | None] | None = None
+    bounds: list[Reported | None] | None = None
     ranks: list[Count] | None = None
     token_top: TopTokensMessage | None = None
     lossy: bool = False  # the verdict does not preserve the target's distribution

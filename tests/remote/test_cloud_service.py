@@ -109,6 +109,8 @@ BAD: dict[str, tuple[Any, int, str]] = {
     "a row of zeros": ({**DRAFTED, "rows": [{"node": 0, "values": "A" * 21 + "A=="}]}, 422, "is no distribution"),
     "a row of no node": ({**DRAFTED, "rows": [{"node": 7, "values": "AAAA"}]}, 422, "belongs to no node"),
     "an unknown rule": ({**OPEN, "sampling_cfg": {"rule": "magic"}}, 422, "known are rejection"),
+    "a threshold of 0": ({**DRAFTED, "sampling_cfg": {"rule": "lenient", "threshold": 0.0}}, 422, "threshold"),
+    "hardly a threshold": ({**DRAFTED, "sampling_cfg": {"rule": "lenient", "threshold": 1e-320}}, 422, "threshold"),
     "no temperature": ({**OPEN, "sampling_cfg": {"temp": -1.0}}, 422, "temp"),
     "a bad word out of range": ({**OPEN, "sampling_cfg": {"bad_words": [[2147483646]]}}, 422, "not among"),
     "all but cold": ({**OPEN, "sampling_cfg": {"temp": 1e-300}}, 422, "0 or at least"),

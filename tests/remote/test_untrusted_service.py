@@ -222,6 +222,23 @@ def test_malicious_verdicts_get_a_sentence(changes: dict[str, Any]) -> None:
     assert "\n" not in str(error.value) and len(str(error.value)) < 300
 
 
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"bounds": [-0.5]}, "bounds.0"),
+        ({"bounds": [1.5]}, "bounds.0"),
+        ({"choices": [[0] * 1025]}, "choices.0"),
+        ({"token_top": {"entropy": 1e13, "ids": [], "p": []}}, "token_top.entropy"),
+        ({"laws": [{"entropy": 0.0, "ids": [0] * 4097, "p": []}]}, "laws.0.ids"),
+        ({"laws": [{"entropy": 0.0, "ids": [], "p": [0.0] * 4097}]}, "laws.0.p"),
+    ],
+)
+def test_values_that_a_trace_cannot_contain_are_refused(changes: dict[str, Any], field: str) -> None:
+    response = {"epoch": 0, "round": 0, "accepted_len": 0}
+    with pytest.raises(UserError, match=f"^{field}: "):
+        CODECS["application/json"].load(VerifyResponse, json.dumps(response | changes).encode())
+
+
 class Extended(DirectClient):
     """Cloud of a later version: every object of a response has another field."""
 
