@@ -53,11 +53,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the selected tests, and divide the time of a fuzz run among them."""
+    """Sort the selected tests."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=start_order)
-    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    properties.share_s = properties.duration_s() * processes / max(len(items), 1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Divide the remaining time of a fuzz run among its tests."""
+    items, processes = item.session.items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    properties.start_property(len(items) - items.index(item), processes)
 
 
 def start_order(item: pytest.Item) -> list[bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -10,12 +11,13 @@ from itertools import count
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 SECONDS, SEED = "FUZZ_SECONDS", "FUZZ_SEED"  # environment variables: duration of the run, and first seed
 EXAMPLES = 200  # per seed
-share_s = 0.0  # of each property
+PHASES = [Phase.generate]  # shrinking may take minutes
+run_end = property_end = 0.0  # monotonic times
 
 SPECIAL = (None, True, False, 0, -1, 1, 1 << 31, -(1 << 63), 1 << 64, 10**30, 0.5, -0.0, 1e308, 1e-320, float("nan"))
 SPECIAL += (
@@ -56,23 +58,57 @@ def holds_for(examples: int = 25, **values: st.SearchStrategy[Any]) -> Callable[
         )
         if SECONDS not in os.environ:
             return pytest.mark.fuzz(fixed(property_test))
-        longer = settings(fixed, max_examples=EXAMPLES, derandomize=False)(property_test)
+        longer = settings(fixed, max_examples=EXAMPLES, derandomize=False, phases=PHASES)(given(**values)(timed(check)))
 
         def fuzz() -> None:
-            end = time.monotonic() + share_s
             for number in count(first_seed()):
                 try:
                     seed(number)(longer)()
+                except TimeUp:
+                    return
                 except BaseException as error:
                     error.add_note(f"{SEED}={number}")
                     raise
-                if time.monotonic() >= end:
-                    return
 
         fuzz.__doc__ = check.__doc__
         return pytest.mark.fuzz(fuzz)
 
     return decorate
+
+
+class TimeUp(BaseException):
+    """Ends a property at its time limit; Hypothesis catches subclasses of `Exception`."""
+
+
+def timed(check: Callable[..., None]) -> Callable[..., None]:
+    """Raise `TimeUp` after the first example that ends after `property_end`, unless a counterexample was found."""
+    failed = False
+
+    @functools.wraps(check)
+    def check_in_time(**values: Any) -> None:
+        nonlocal failed
+        try:
+            check(**values)
+        except (Exception, pytest.fail.Exception):
+            failed = True
+            raise
+        if time.monotonic() >= property_end and not failed:
+            raise TimeUp
+
+    return check_in_time
+
+
+def start_property(waiting: int, processes: int) -> None:
+    """Give the next property its share of the remaining time; `waiting` properties, including this one, are left."""
+    global run_end, property_end
+    now = time.monotonic()
+    run_end = run_end or now + duration_s()
+    property_end = now + (run_end - now) * min(1.0, processes / waiting)
+
+
+def share_s() -> float:
+    """Return the remaining seconds of this property; 0 without a time limit of the run."""
+    return max(1.0, property_end - time.monotonic()) if SECONDS in os.environ else 0.0
 
 
 def duration_s() -> float:

@@ -92,6 +92,14 @@ def test_changed_responses_give_steps_of_valid_traces_or_a_sentence(kind: str, d
         metrics.as_dict()
 
 
+def packed(value: Any) -> bytes:
+    """Encode as msgpack; values that it lacks give an empty body."""
+    try:
+        return bytes(msgpack.packb(value))
+    except (OverflowError, UnicodeEncodeError):
+        return b""
+
+
 bodies = requests().flatmap(changed).map(lambda value: json.loads(json.dumps(value, default=str)))
 
 
@@ -99,7 +107,7 @@ bodies = requests().flatmap(changed).map(lambda value: json.loads(json.dumps(val
     25,
     path=st.sampled_from(("/v1/rounds", "/v1/texts")),
     kind=st.sampled_from((JSON, MSGPACK, "text/plain")),
-    body=bodies.map(lambda value: json.dumps(value).encode()) | bodies.map(msgpack.packb) | st.binary(max_size=40),
+    body=bodies.map(lambda value: json.dumps(value).encode()) | bodies.map(packed) | st.binary(max_size=40),
     cut=st.none() | st.integers(0, 200),
 )
 def test_every_body_gets_a_status_of_the_service(path: str, kind: str, body: bytes, cut: int | None) -> None:
