@@ -67,10 +67,11 @@ class LlamaChunk(_Response):
 
 
 class VllmDrafts(_Response):
-    """Counts of vLLM per step with a draft."""
+    """Counts of vLLM; the lists, with an entry per step with a draft, are absent if there is none, or no `detailed`."""
 
-    per_step_accepted: list[_Number]
-    per_step_drafted: list[_Number]
+    num_spec_steps: _Number
+    per_step_accepted: list[_Number] = []
+    per_step_drafted: list[_Number] = []
 
 
 class VllmMetrics(_Response):

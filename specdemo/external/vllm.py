@@ -40,7 +40,7 @@ class Vllm(Dialect):
                 chunks.append(Chunk(t, tuple(choice.token_ids or ())))
                 reason = choice.finish_reason or reason
             counts = chunk.metrics and chunk.metrics.speculative_decoding
-            if counts:
+            if counts and counts.num_spec_steps == len(counts.per_step_accepted):
                 pairs = zip(counts.per_step_accepted, counts.per_step_drafted, strict=True)
                 drafts = [StepCounts(accepted, drafted) for accepted, drafted in pairs]
         if reason is None:

@@ -132,7 +132,8 @@ def test_recorded_steps_of_vllm_add_up_to_its_totals_unless_some_are_unknown(pat
     metrics, kinds = Metrics.of(found), {step.kind for step in found}
     totals = values[-1]["metrics"]["speculative_decoding"]
     assert metrics.tokens == values[-1]["usage"]["completion_tokens"]
-    assert 0 < metrics.drafted <= totals["num_draft_tokens"] and 0 < metrics.accepted
+    assert metrics.drafted <= totals["num_draft_tokens"]
+    assert (metrics.drafted > 0, metrics.accepted > 0) == (totals["num_spec_steps"] > 0,) * 2
     assert (metrics.drafted == totals["num_draft_tokens"]) == (Outcome.UNKNOWN not in kinds)
 
 
@@ -167,6 +168,14 @@ def test_without_counts_every_token_is_unknown() -> None:
 
 
 A, B, ZERO = StepCounts(3, 3), StepCounts(1, 3), StepCounts(0, 3)
+def test_totals_without_counts_per_step_leave_tokens_unknown() -> None:
+    """As without `detailed`."""
+    events = vllm([1, 2], [(1, 3)])
+    for name in ("per_step_accepted", "per_step_drafted"):
+        del events[-1]["metrics"]["speculative_decoding"][name]
+    assert {step.kind for step in steps("vllm", events)[0][1:]} == {Outcome.UNKNOWN}
+
+
 ALIGNED = {
     "equal": ([4, 1, 2], [A, ZERO, B], [(4, A), (1, ZERO), (2, B)]),
     "without a draft": ([4, 1, 2, 1, 1], [A, B, ZERO, ZERO], [(4, A), (1, PLAIN), (2, B), (1, ZERO), (1, ZERO)]),
