@@ -143,37 +143,32 @@ def largest(logits: Tensor) -> tuple[list[int], list[float]]:
     return [int(token) for _, token in listed], [value for value, _ in listed]  # exact in float32 below 2^24
 
 
-def most_probable(distributions: Tensor, count: int) -> list[set[int]]:
-    """Return the `count` most probable tokens of each row, without zero mass."""
+def top_tokens(distributions: Tensor, count: int) -> list[TopTokens]:
+    """Return entropy and the `count` most probable tokens of each row `[rows, vocab]`, without zero mass."""
+    if native.supports(distributions):
+        return [TopTokens(entropy, tuple(top)) for entropy, top in native.summaries(distributions, count)]
+    surprise = distributions.clamp_min(_TINY).reciprocal().log()  # `special.entr` is several times slower
+    entropies = (distributions * surprise).sum(-1).tolist()
     mass, tokens = distributions.topk(min(count, distributions.shape[-1]))
     return [
-        {token for token, p in zip(*row, strict=True) if p > 0}
-        for row in zip(tokens.tolist(), mass.tolist(), strict=True)
+        TopTokens(entropy, tuple((token, p) for token, p in zip(*row, strict=True) if p > 0))
+        for entropy, *row in zip(entropies, tokens.tolist(), mass.tolist(), strict=True)
     ]
 
 
-def top_tokens(
-    distributions: Tensor, count: int, also: Sequence[Collection[int]] | None = None
+def with_tokens(
+    tops: Sequence[TopTokens], distributions: Tensor, also: Sequence[Collection[int]]
 ) -> tuple[TopTokens, ...]:
-    """Return entropy and the `count` most probable tokens of each row `[rows, vocab]`, without zero mass.
-
-    The tokens `also[r]` are always included.
-    """
-    surprise = distributions.clamp_min(_TINY).reciprocal().log()  # `special.entr` is several times slower
-    entropy = (distributions * surprise).sum(-1).tolist()
-    mass, tokens = distributions.topk(min(count, distributions.shape[-1]))
-    rows = [
-        {token: p for token, p in zip(*row, strict=True) if p > 0}
-        for row in zip(tokens.tolist(), mass.tolist(), strict=True)
-    ]
-    missing = [(r, token) for r, extra in enumerate(also or ()) for token in extra if token not in rows[r]]
+    """Add the tokens `also[r]` of each row `[rows, vocab]` to its most probable tokens."""
+    rows = [dict(row.top) for row in tops]
+    missing = [(r, token) for r, extra in enumerate(also) for token in extra if token not in rows[r]]
     if missing:
         index, token_ids = torch.tensor(missing, device=distributions.device).T
         for (r, token), p in zip(missing, distributions[index, token_ids].tolist(), strict=True):
             rows[r][token] = p
     return tuple(
-        TopTokens(h, tuple(sorted(row.items(), key=lambda pair: -pair[1])))
-        for h, row in zip(entropy, rows, strict=True)
+        TopTokens(old.entropy, tuple(sorted(row.items(), key=lambda pair: -pair[1])))
+        for old, row in zip(tops, rows, strict=True)
     )
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from specdemo.core.distributions import PointMass, ProbRows, TokenSampler
 from specdemo.core.rules import RULES, AcceptanceTest
-from specdemo.core.sampling import SamplingParams, largest, most_probable, top_tokens
+from specdemo.core.sampling import SamplingParams, largest, top_tokens, with_tokens
 from specdemo.core.step import Draft, TokenLogprob, Verdict
+from specdemo.native import sampling as native
 
 
 def configured_rule(name: str, *, adjust: bool = True, threshold: float | None = None) -> Callable[..., Verdict]:
@@ -73,19 +74,21 @@ def with_top_tokens(verdict: Verdict, draft: Draft, p: Tensor, count: int) -> Ve
     All distributions of a position are recorded for the same tokens, including drafted and committed tokens.
     """
     q = None if draft.probs is None else draft.probs.dense()
+    target_tops, draft_tops = top_tokens(p, count), [] if q is None else top_tokens(q, count)
     tokens = position_tokens(draft, verdict.token, verdict.accepted)
-    for row, top in zip(tokens, most_probable(p, count), strict=True):
-        row |= top
-    if q is not None:
-        for parent, top in zip(draft.parents, most_probable(q, count), strict=True):
-            tokens[parent + 1] |= top
-    end = (verdict.accepted[-1] if verdict.accepted else -1) + 1
+    rows = [parent + 1 for parent in draft.parents[: len(draft_tops)]]
+    for row, top in (*enumerate(target_tops), *zip(rows, draft_tops, strict=True)):
+        tokens[row].update(token for token, _ in top.top)
+    corrected = None
+    if verdict.residual is not None:
+        residual, end = verdict.residual[None], (verdict.accepted[-1] if verdict.accepted else -1) + 1
+        (corrected,) = with_tokens(top_tokens(residual, count), residual, [tokens[end]])
     return replace(
         verdict,
         rank=_ranks(p, draft),
-        target_top=top_tokens(p, count, tokens),
-        draft_top=() if q is None else top_tokens(q, count, [tokens[parent + 1] for parent in draft.parents]),
-        token_top=None if verdict.residual is None else top_tokens(verdict.residual[None], count, [tokens[end]])[0],
+        target_top=with_tokens(target_tops, p, tokens),
+        draft_top=() if q is None else with_tokens(draft_tops, q, [tokens[row] for row in rows]),
+        token_top=corrected,
     )
 
 
@@ -116,6 +119,8 @@ def position_tokens(draft: Draft, token: int | None, accepted: Sequence[int]) ->
 def _ranks(p: Tensor, draft: Draft) -> tuple[int, ...]:
     if not draft.tokens:
         return ()
+    if native.supports(p) and p.is_contiguous():
+        return tuple(native.token_ranks(p, draft.parents, draft.tokens))
     rows = p[torch.tensor(draft.parents, device=p.device) + 1]
     chosen = rows.gather(-1, torch.tensor(draft.tokens, device=p.device)[:, None])
     return tuple((1 + (rows > chosen).sum(-1)).tolist())

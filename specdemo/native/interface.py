@@ -170,6 +170,8 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
         _INT,
         (_ADDRESS, _ADDRESS, _INT64, _ADDRESS, _INT64, _INT64, _INT64, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
     ),
+    "token_ranks": (_INT, (_ADDRESS, _INT64, _INT64, _ADDRESS, _ADDRESS, _ADDRESS)),
+    "summarize": (None, (_ADDRESS, _INT64, _INT64, _INT64, _INT64, _ADDRESS, _ADDRESS, _ADDRESS)),
     "excess": (_DOUBLE, (_ADDRESS, _ADDRESS, _FLOAT, _INT64)),
     "residual": (_DOUBLE, (_ADDRESS, _ADDRESS, _FLOAT, _INT64, _ADDRESS)),
     "sparse_residual": (_DOUBLE, (_ADDRESS, _ADDRESS, _ADDRESS, _INT64, _FLOAT, _INT64, _ADDRESS)),

@@ -268,6 +268,53 @@ int compare_sparse_drafts(const float *p, const int64_t *ids, int64_t stride, co
     return DONE;
 }
 
+/* Rank of the token of each node after its parent, from 1; p[n + 1][count]. Returns a `result`. */
+int token_ranks(const float *p, int64_t count, int64_t n, const int32_t *parents, const int32_t *tokens,
+                int32_t *ranks) {
+    for (int64_t i = 0; i < n; i++) {
+        if (parents[i] < -1 || parents[i] >= i || tokens[i] < 0 || tokens[i] >= count) return INVALID;
+        const float *row = p + (parents[i] + 1) * count;
+        float next = from_ordered(ordered(row[tokens[i]]) + 1);
+        ranks[i] = 1 + (int32_t)number_from(row, count, next);
+    }
+    return DONE;
+}
+
+INLINE vf surprise(vf p) { return -p * logarithm(larger(fill(FLT_MIN), p)); }
+
+/* Insert p[i] into the descending values[size] of tokens[size]. */
+INLINE void insert_probability(const float *p, int64_t i, int64_t size, int32_t *tokens, float *values) {
+    int64_t k = size;
+    for (; k && p[i] > values[k - 1]; k--)
+        if (k < size) values[k] = values[k - 1], tokens[k] = tokens[k - 1];
+    if (k < size) values[k] = p[i], tokens[k] = (int32_t)i;
+}
+
+/* Per row: its entropy in nats, and the `size` largest probabilities above 0 with their tokens, otherwise -1. */
+void summarize(const float *probs, int64_t rows, int64_t stride, int64_t count, int64_t size, int32_t *tokens,
+               float *values, double *entropies) {
+    for (int64_t r = 0; r < rows; r++, tokens += size, values += size) {
+        const float *p = probs + r * stride;
+        double sum = 0;
+        for (int64_t k = 0; k < size; k++) tokens[k] = -1, values[k] = 0;
+        for (int64_t i = 0; i < count;) {
+            int64_t end = i + PART <= count ? i + PART : count;
+            float peak = end - i == PART ? largest_of_part(p + i) : INFINITY;
+            if (end - i == PART && peak > 0) {
+                vf part = {0};
+                for (int j = 0; j < PART; j += LANES) part += surprise(load(p + i + j));
+                sum += total(part);
+            }
+            if (peak <= values[size - 1]) i = end;
+            for (; i < end; i++) {
+                if (peak == INFINITY) sum += surprise(fill(p[i]))[0];
+                insert_probability(p, i, size, tokens, values);
+            }
+        }
+        entropies[r] = sum;
+    }
+}
+
 /* Sum of max(weight p - q, 0) */
 double excess(const float *p, const float *q, float weight, int64_t count) {
     double sum = 0;

@@ -12,6 +12,8 @@ from torch import Tensor
 from specdemo.native.build import native_library, required_library
 from specdemo.native.interface import declare
 
+_OUTSIDE = "a draft contains a token outside the vocabulary or a parent after its child"
+
 
 @cache
 def _functions() -> ctypes.PyDLL:
@@ -68,8 +70,30 @@ def compare_drafts(
         sparse = (ids.data_ptr(), ids.stride(0), q.data_ptr(), q.shape[1])
         invalid = _functions().compare_sparse_drafts(p.data_ptr(), *sparse, *common)
     if invalid:
-        raise ValueError("a draft contains a token outside the vocabulary or a parent after its child")
+        raise ValueError(_OUTSIDE)
     return values[:count], values[count:]
+
+
+def token_ranks(p: Tensor, parents: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    """Return the rank of each token in the row `p[parent + 1]`; `p` `[n + 1, vocab]`. Raises like `compare_drafts`."""
+    count = len(tokens)
+    nodes, ranks = (ctypes.c_int32 * (2 * count))(*parents, *tokens), (ctypes.c_int32 * count)()
+    start = ctypes.addressof(nodes)
+    if _functions().token_ranks(p.data_ptr(), p.shape[1], count, start, start + 4 * count, ctypes.addressof(ranks)):
+        raise ValueError(_OUTSIDE)
+    return ranks[:]
+
+
+def summaries(probs: Tensor, size: int) -> list[tuple[float, list[tuple[int, float]]]]:
+    """Return entropy and the `size` most probable tokens of each row `[rows, vocab]`, without zero mass."""
+    rows, vocab = probs.shape
+    tokens, values = (ctypes.c_int32 * (rows * size))(), (ctypes.c_float * (rows * size))()
+    entropies = (ctypes.c_double * rows)()
+    _functions().summarize(probs.data_ptr(), rows, probs.stride(0), vocab, size, tokens, values, entropies)
+    tops = [(token, value) for token, value in zip(tokens, values, strict=True)]
+    return [
+        (entropies[r], [pair for pair in tops[r * size : (r + 1) * size] if pair[0] >= 0]) for r in range(rows)
+    ]
 
 
 def excess_mass(p: Tensor, q: Tensor, weight: float) -> float:

@@ -1,5 +1,6 @@
 /* Vectors of floats */
 #pragma once
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -96,5 +97,12 @@ INLINE vf exponential(vf x) { /* Cephes' expf: relative error 2e-7; x <= 0 or |x
     p = p * r + 1.3981999507e-3f, p = p * r + 8.3334519073e-3f, p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f, p = p * r + 5.0000001201e-1f, p = p * r * r + r + 1.0f;
     return p * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
+}
+INLINE vf logarithm(vf x) { /* error below 1e-6; x >= FLT_MIN */
+    vi bits = (vi)x - 0x3f3504f3, exponent = bits >> 23; /* x = m 2^exponent, sqrt(1/2) <= m < sqrt(2) */
+    vf m = (vf)((bits & 0x7fffff) + 0x3f3504f3), t = (m - 1.0f) / (m + 1.0f), s = t * t;
+    vf series = fill(2.0f / 9) * s + 2.0f / 7;
+    series = series * s + 2.0f / 5, series = series * s + 2.0f / 3, series = series * s + 2.0f;
+    return __builtin_convertvector(exponent, vf) * 0.69314718f + t * series;
 }
 INLINE vf choose(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }

@@ -18,7 +18,7 @@ from specdemo.core.decode import Verifier
 from specdemo.core.errors import UserError
 from specdemo.core.link_stats import LinkStats
 from specdemo.core.rules import RULES
-from specdemo.core.sampling import top_tokens
+from specdemo.core.sampling import top_tokens, with_tokens
 from specdemo.core.step import Draft, TopTokens, Verdict, common_prefix
 from specdemo.core.verifier import position_tokens
 from specdemo.remote.deadline import ConnectionLost, StepDeadline
@@ -226,7 +226,7 @@ class RemoteVerifier:
         tokens = position_tokens(draft, verdict.token, verdict.accepted)
         for row, top in zip(tokens, verdict.target_top, strict=False):
             row.update(token for token, _ in top.top if token < q.shape[-1])
-        return top_tokens(q, self.top, [tokens[parent + 1] for parent in draft.parents])
+        return with_tokens(top_tokens(q, self.top), q, [tokens[parent + 1] for parent in draft.parents])
 
     def _exchange(self, tokens: list[int], draft: Draft, hard_mask: Sequence[int] | None) -> Verdict:
         rows: list[DraftRow] = []
