@@ -17,6 +17,16 @@ from specdemo.core.step import Step
 
 
 @dataclass(frozen=True)
+class DraftLengths:
+    """Limits of the draft length, as options select them."""
+
+    gamma: int
+    least: int
+    most: int
+    beta: float = 0.5
+
+
+@dataclass(frozen=True)
 class CostModel:
     """Costs in units of a one-row target pass (v and c of `theory.speedup`)."""
 
@@ -304,18 +314,53 @@ class AdaEdl(StoppingPolicy):
 
 @dataclass
 class PathProbability(StoppingPolicy):
-    """Stop if the product of the largest probabilities along the path is below the threshold."""
+    """Stop if the product of the largest probabilities along the path is below the threshold.
+
+    After a loss of `most_lost` through drafts of a model or head, none are requested for some steps. Costs are in AR
+    steps and fixed before the run, so draft lengths depend on the text only.
+    """
 
     threshold: float = 0.15
+    row_cost: float = 0.0
+    token_cost: float = 0.0
+    step_cost: float = 0.0  # of a step with a draft, in addition to rows and tokens
+    most_lost: tuple[float, float] = (8.0, 3.0)  # at first, after a pause
+    retry_after: tuple[int, int] = (32, 128)  # steps without drafts: initial, maximum
     product: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._lost, self._limit = 0.0, self.most_lost[0]
+        self._pause, self._next_pause = 0, self.retry_after[0]
 
     @property
     def path_threshold(self) -> float | None:  # type: ignore[override]
-        return None if self.min_gamma else self.threshold
+        if self.min_gamma:
+            return None
+        return math.inf if self._pause else self.threshold
 
     def is_confident(self, n: int, logits: Any) -> bool:
         self.product = _largest_prob(logits) * (self.product if n else 1.0)
-        return self.product >= self.threshold
+        return not self._pause and self.product >= self.threshold
+
+    def observe(self, step: Step) -> None:
+        if self._pause:
+            self._pause -= 1
+            return
+        if self.min_gamma or any(origin.source not in ("model", "head") for origin in step.draft.origin):
+            return
+        drafted = len(step.draft)
+        costs = self.step_cost + self.row_cost * drafted + self.token_cost * (drafted + 1)
+        self._lost = max(0.0, self._lost + costs - len(step.verdict.accepted))
+        if self._lost >= self._limit:
+            self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, self.retry_after[1])
+            self._lost, self._limit = 0.0, self.most_lost[1]
+
+
+def path_probability(lengths: DraftLengths, costs: CostModel) -> PathProbability:
+    """Return the policy whose threshold is the cost of a row, at least the default."""
+    row = (costs.verify(lengths.most + 1) - 1) / max(1, lengths.most)
+    threshold = max(PathProbability.threshold, round(20 * row) / 20)
+    return PathProbability(lengths.most, lengths.least, threshold, row, costs.token, step_cost=0.1)
 
 
 def _entropy(logits: Any) -> float:
@@ -325,16 +370,6 @@ def _entropy(logits: Any) -> float:
 
 def _largest_prob(logits: Any) -> float:
     return float(logits.softmax(-1).max())
-
-
-@dataclass(frozen=True)
-class DraftLengths:
-    """Limits of the draft length, as options select them."""
-
-    gamma: int
-    least: int
-    most: int
-    beta: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -383,7 +418,7 @@ POLICIES = {
     "adaedl": Policy("until an entropy bound on acceptance fails (AdaEDL)", _between(AdaEdl), by_logits=True),
     "svip": Policy("until the drafter's entropy is high (SVIP)", _between(svip), by_logits=True),
     "confidence": Policy("until no token has a probability of 0.4", _between(confidence), by_logits=True),
-    "path": Policy("until the path's probability is below 0.15", _between(PathProbability), by_logits=True),
+    "path": Policy("until the path's probability is below the cost of a row", path_probability, by_logits=True),
     "auto": Policy(
         "highest tokens per second by measured costs and acceptance",
         lambda lengths, costs: Auto(lengths.most, costs, lengths.gamma, lengths.least),

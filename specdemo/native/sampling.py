@@ -91,9 +91,7 @@ def summaries(probs: Tensor, size: int) -> list[tuple[float, list[tuple[int, flo
     entropies = (ctypes.c_double * rows)()
     _functions().summarize(probs.data_ptr(), rows, probs.stride(0), vocab, size, tokens, values, entropies)
     tops = [(token, value) for token, value in zip(tokens, values, strict=True)]
-    return [
-        (entropies[r], [pair for pair in tops[r * size : (r + 1) * size] if pair[0] >= 0]) for r in range(rows)
-    ]
+    return [(entropies[r], [pair for pair in tops[r * size : (r + 1) * size] if pair[0] >= 0]) for r in range(rows)]
 
 
 def excess_mass(p: Tensor, q: Tensor, weight: float) -> float:

@@ -98,7 +98,7 @@ INLINE vf exponential(vf x) { /* Cephes' expf: relative error 2e-7; x <= 0 or |x
     p = p * r + 1.6666665459e-1f, p = p * r + 5.0000001201e-1f, p = p * r * r + r + 1.0f;
     return p * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
 }
-INLINE vf logarithm(vf x) { /* error below 1e-6; x >= FLT_MIN */
+INLINE vf logarithm(vf x) {                              /* error below 1e-6; x >= FLT_MIN */
     vi bits = (vi)x - 0x3f3504f3, exponent = bits >> 23; /* x = m 2^exponent, sqrt(1/2) <= m < sqrt(2) */
     vf m = (vf)((bits & 0x7fffff) + 0x3f3504f3), t = (m - 1.0f) / (m + 1.0f), s = t * t;
     vf series = fill(2.0f / 9) * s + 2.0f / 7;

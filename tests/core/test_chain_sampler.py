@@ -22,8 +22,8 @@ from specdemo.core.sampling import (
     SharedNoise,
     fitted,
     largest,
-    most_probable,
     top_tokens,
+    with_tokens,
 )
 
 VOCAB, START = 11, 5
@@ -132,17 +132,28 @@ def test_the_largest_logits_of_rows(engine: str) -> None:
     assert values == [max(row) for row in logits.tolist()]
 
 
-def test_top_tokens_of_rows_exclude_impossible_ones() -> None:
+def test_top_tokens_of_rows_exclude_impossible_ones(engine: str) -> None:
     probs = torch.tensor([[0.5, 0.0, 0.125, 0.375], [0.0, 0.0, 1.0, 0.0]])
-    assert most_probable(probs, 3) == [{0, 2, 3}, {2}] and most_probable(probs, 2) == [{0, 3}, {2}]
-    assert most_probable(probs, 9) == [{0, 2, 3}, {2}]
     first, second = top_tokens(probs, 2)
     assert first.top == ((0, 0.5), (3, 0.375)) and second.top == ((2, 1.0),)
     entropy = -sum(p * math.log(p) for p in (0.5, 0.125, 0.375))
     assert first.entropy == pytest.approx(entropy) and second.entropy == pytest.approx(0.0, abs=1e-6)
-    first, second = top_tokens(probs, 1, [{1, 2, 0}, ()])
+    first, second = with_tokens(top_tokens(probs, 1), probs, [{1, 2, 0}, ()])
     assert first.top == ((0, 0.5), (2, 0.125), (1, 0.0)) and second.top == ((2, 1.0),)
+    assert first.entropy == pytest.approx(entropy)
     assert [row.top for row in top_tokens(probs, 9)] == [((0, 0.5), (3, 0.375), (2, 0.125)), ((2, 1.0),)]
+
+
+@pytest.mark.parametrize("vocab", [3, 255, 256, 257, 1000])
+def test_top_tokens_of_many(engine: str, vocab: int) -> None:
+    probs = rows_of(3, 6, vocab).mul(3).softmax(-1)
+    probs[1, : vocab // 2] = 0
+    probs[2] = torch.nn.functional.one_hot(torch.tensor(vocab - 1), vocab)
+    probs = probs / probs.sum(-1, keepdim=True)
+    for row, top in zip(probs.tolist(), top_tokens(probs, 4), strict=True):
+        best = sorted(range(vocab), key=lambda token: -row[token])[:4]
+        assert top.top == tuple((token, row[token]) for token in best if row[token] > 0)
+        assert top.entropy == pytest.approx(-sum(p * math.log(p) for p in row if p), abs=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.25, 1.0, 4.0])

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from specdemo.core.errors import UserError
+from specdemo.core.origin import Origin
 from specdemo.core.policies import (
     POLICIES,
     AdaEdl,
     Auto,
     CostModel,
+    DraftLengths,
     Dynamic,
     Egag,
     Heuristic,
@@ -90,6 +93,44 @@ def test_entropy_bounds_and_confidence_end_drafts() -> None:
     assert length(PathProbability(8), SURE) == 8
     policy = PathProbability(8)
     assert [length(policy, two) for _ in range(3)] == [2, 2, 2]  # reset for each draft
+
+
+def by_path(passes: dict[int, float], token: float = 0.1) -> PathProbability:
+    return POLICIES["path"].make(DraftLengths(4, 0, 4), CostModel(passes, token))
+
+
+def test_paths_are_as_probable_as_a_row_is_expensive() -> None:
+    assert by_path({1: 1.0}).threshold == by_path({1: 1.0, 5: 1.4}).threshold == 0.15
+    assert by_path({1: 1.0, 5: 2.4}).threshold == 0.35
+
+
+def sourced(source: str | None, drafted: int, accepted: int, seconds: float = 1.0) -> Step:
+    plain = step(drafted, accepted, verify_s=seconds)
+    return replace(plain, draft=replace(plain.draft, origin=(Origin(source),) * drafted))
+
+
+def test_drafts_that_lose_pause_and_are_tried_again() -> None:
+    policy, pauses = by_path({1: 1.0, 5: 2.0}), []
+    for _ in range(3):
+        tried = 0
+        while policy.path_threshold != math.inf:
+            policy.observe(sourced("head", 2, 0, seconds=tried))
+            tried += 1
+        assert length(policy, SURE) == 0 and policy.may_extend(0, None)  # n-grams have no logits
+        paused = 0
+        while policy.path_threshold == math.inf:
+            policy.observe(sourced("text", 2, paused % 3))
+            paused += 1
+        pauses.append((tried, paused))
+    assert pauses == [(9, 32), (4, 64), (4, 128)]  # a lost step costs 0.1 + 2 rows at 0.25 + 3 tokens at 0.1 = 0.9
+
+
+@pytest.mark.parametrize(("source", "accepted"), [("head", 1), ("text", 0)])
+def test_drafts_that_gain_or_copy_never_pause(source: str, accepted: int) -> None:
+    policy = by_path({1: 1.0, 5: 2.0})
+    for _ in range(200):
+        policy.observe(sourced(source, 2, accepted))
+    assert policy.path_threshold == 0.25
 
 
 def test_adaedl_adjusts_its_threshold_to_acceptance() -> None:

@@ -257,6 +257,8 @@ def test_tokens_and_parents_of_compared_drafts_have_limits(
     p, q = torch.full((3, 9), 1 / 9), torch.full((2, 9), 1 / 9)
     with nullcontext() if accepted else pytest.raises(ValueError, match="outside the vocabulary or a parent after"):
         assert native.compare_drafts(p, q, parents, tokens)[0] == pytest.approx([1 / 9] * 2)
+    with nullcontext() if accepted else pytest.raises(ValueError, match="outside the vocabulary or a parent after"):
+        assert native.token_ranks(p, parents, tokens) == [1, 1]
 
 
 def test_rows_of_different_sizes_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -112,6 +113,19 @@ def test_drafts_are_empty_without_states_or_positions_or_tokens() -> None:
     banned = SamplingParams(bad_words=((0,), (1,)))
     assert not drafted(TableHead(SMALL, (0, 1)), banned).tokens  # the text itself may continue with 2 and 3
     assert {*drafted(TableHead(SMALL, (0, 1, 2)), banned).tokens} == {2}
+
+
+class Unasked(TableHead):
+    def start(self, tokens: Any) -> Any:
+        raise AssertionError("the head computes a pass")
+
+    sample_chain = start
+
+
+def test_heads_compute_nothing_while_no_path_is_allowed() -> None:
+    budget = DraftBudget(3, PathProbability(3, threshold=math.inf))
+    drafter = HeadDrafter(Unasked(SMALL, None), SAMPLING["plain"], Noise(0, "draft"), VOCAB)
+    assert drafter.propose(PROMPT, budget) == Draft()
 
 
 def test_drafts_end_with_the_context_of_the_head(models: tuple[CachedModel, CachedHead]) -> None:
