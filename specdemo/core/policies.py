@@ -1,4 +1,4 @@
-"""Draft-length policies, which choose gamma for each step.
+"""Policies for the draft length (gamma) of each step.
 
 They are queried before tokens are sampled, so they never bias the output. Without logits they allow their maximum.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -246,7 +247,7 @@ class Egag(PolicyDefaults):
 
 
 @dataclass
-class StoppingPolicy(PolicyDefaults):
+class StoppingPolicy(PolicyDefaults, ABC):
     """Draft `min_gamma` tokens, then up to `gamma` while `is_confident(n, logits)`."""
 
     needs_logits = True
@@ -260,8 +261,8 @@ class StoppingPolicy(PolicyDefaults):
         confident = logits is None or self.is_confident(n, logits)
         return confident or n < self.min_gamma
 
-    def is_confident(self, n: int, logits: Any) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def is_confident(self, n: int, logits: Any) -> bool: ...
 
 
 @dataclass
@@ -323,8 +324,8 @@ class PathProbability(StoppingPolicy):
     threshold: float = 0.15
     row_cost: float = 0.0
     token_cost: float = 0.0
-    step_cost: float = 0.0  # of a step with a draft, in addition to rows and tokens
-    most_lost: tuple[float, float] = (8.0, 3.0)  # at first, after a pause
+    step_cost: float = 0.0  # fixed cost of a step with a draft, besides rows and tokens
+    most_lost: tuple[float, float] = (8.0, 3.0)  # AR steps: before the first pause, and after it
     retry_after: tuple[int, int] = (32, 128)  # steps without drafts: initial, maximum
     product: float = 1.0
 

@@ -168,6 +168,8 @@ def test_without_counts_every_token_is_unknown() -> None:
 
 
 A, B, ZERO = StepCounts(3, 3), StepCounts(1, 3), StepCounts(0, 3)
+
+
 def test_totals_without_counts_per_step_leave_tokens_unknown() -> None:
     """As without `detailed`."""
     events = vllm([1, 2], [(1, 3)])

@@ -139,7 +139,7 @@ def universal(sampling: SamplingParams, source: Any) -> UniversalDrafter:
 
 
 def head(sampling: SamplingParams, source: Any) -> HeadDrafter:
-    """Drafter with a head that has a part of the vocabulary."""
+    """Drafter with a head of a part of the vocabulary."""
     return HeadDrafter(TableHead(SMALL, (0, 2, 3)), sampling, source, VOCAB)
 
 

@@ -107,7 +107,7 @@ def medusa_tensors(
 
 
 def medusa_config(**changes: Any) -> dict[str, Any]:
-    """Return config.json of Medusa heads, which states too few heads, as published ones do."""
+    """Return config.json of Medusa heads with too few heads, as in published ones."""
     return {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "org/target", **changes}
 
 

@@ -1,4 +1,4 @@
-"""GGUF files that attack the program or are damaged."""
+"""Damaged and malicious GGUF files."""
 
 from __future__ import annotations
 

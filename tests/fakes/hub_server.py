@@ -52,7 +52,7 @@ class StandIn:
         return self.endpoint.replace("127.0.0.1", "localhost") + "/cdn"
 
     def commit(self, name: str) -> str:
-        """40 hexadecimal digits that change with the files."""
+        """40 hexadecimal digits, different for other files."""
         digest = hashlib.sha1(name.encode())
         for path in sorted((self.root / name).rglob("*")):
             if path.is_file():

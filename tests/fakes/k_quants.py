@@ -1,4 +1,4 @@
-"""Quantisation to Q4_K and Q6_K, which the package gguf only decodes."""
+"""Quantisation to Q4_K and Q6_K; the package gguf only decodes them."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Entry(NamedTuple, Generic[CacheT]):
 
 
 class Engine(ABC, Generic[CacheT]):
-    """Base class of engines, which run the forward passes of one model."""
+    """Base class of engines: forward passes of one model."""
 
     chains_only = ""  # the reason why passes over forests are not exact, or empty
     batch_invariant = False  # True if it holds for any number of rows by construction
@@ -104,21 +104,12 @@ class Engine(ABC, Generic[CacheT]):
     def new_cache(self, source: Sequence[int] = ()) -> CacheT:
         """Return an empty cache; an encoder-decoder encodes `source`."""
 
-    @torch.inference_mode()
+    @abstractmethod
     def run(self, entries: Sequence[Entry[CacheT]]) -> list[Tensor]:
         """Run a pass; return the logits `[rows, vocab]` of each entry.
 
         The logits are those of the last `len(draft) + 1` rows, or of all rows if `new` is shorter.
         """
-        logits = []
-        for entry in entries:
-            with torch_threads(entry.cache.threads):
-                logits.append(self._pass(*entry)[-len(entry.draft) - 1 :])
-        return logits
-
-    def _pass(self, cache: CacheT, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
-        """Return the logits of the last rows of an entry, at least of those that `run` returns."""
-        raise NotImplementedError
 
     def open(self, source: Sequence[int] = (), taps: tuple[int, ...] = ()) -> CacheT:
         """Return an empty cache. Raises `ValueError` for `taps` of an engine without hidden states."""
@@ -156,3 +147,19 @@ class Engine(ABC, Generic[CacheT]):
     ) -> list[int] | None:
         """Feed `new` after `held` positions and sample `count` tokens in one call; return None if impossible."""
         return None
+
+
+class OneTextEngine(Engine[CacheT]):
+    """Base class of engines whose entries run one after another."""
+
+    @torch.inference_mode()
+    def run(self, entries: Sequence[Entry[CacheT]]) -> list[Tensor]:
+        logits = []
+        for entry in entries:
+            with torch_threads(entry.cache.threads):
+                logits.append(self._pass(*entry)[-len(entry.draft) - 1 :])
+        return logits
+
+    @abstractmethod
+    def _pass(self, cache: CacheT, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
+        """Return the logits of the last rows of an entry, at least of those that `run` returns."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdemo.core.step import Draft
 from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, MAX_ROWS, GraphRecorder, graph_rows
-from specdemo.models.engines.engine import Cache, Engine, doubled
+from specdemo.models.engines.engine import Cache, OneTextEngine, doubled
 from specdemo.models.engines.generic import positions, visible
 from specdemo.models.engines.llama_weights import LlamaWeights
 
@@ -125,7 +125,7 @@ class LlamaCache(Cache):
         return shape
 
 
-class LlamaEngine(Engine[LlamaCache]):
+class LlamaEngine(OneTextEngine[LlamaCache]):
     """Passes of `LlamaWeights`; `new_recorder` makes the recorder of a cache (default: CUDA graphs on a GPU)."""
 
     reusable = True

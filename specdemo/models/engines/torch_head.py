@@ -76,7 +76,7 @@ class TorchHeadCache(HeadCache):
 
 
 class TorchHead(Head):
-    """Tensors of a head of `model`, whose layer names begin with `layer_name`, and their operations."""
+    """Tensors of a head of `model` without the prefix `layer_name`, and their operations."""
 
     layer_name: str
 
