@@ -5,14 +5,13 @@ from __future__ import annotations
 import io
 import json
 import os
-import resource
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from fakes.forked_process import ForkedProcess, terminal, terminal_with_full_disk
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
 from specdemo.cli import main
@@ -97,28 +96,13 @@ def test_an_interrupted_run_is_marked_in_its_trace(
     assert (last["end"], last["error"]) == (end, "interrupted" if code else "broken")
 
 
-def in_new_process(arguments: list[str], limit: int | None = None, **options: object) -> subprocess.CompletedProcess:
-    """Run the terminal with a maximum file size, like a disk that becomes full."""
-
-    def set_limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    return subprocess.run(
-        [sys.executable, "-m", "specdemo", *arguments],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=set_limit if limit else None,
-        **{"stdout": subprocess.PIPE, **options},
-    )
-
-
 def test_a_disk_that_becomes_full_ends_the_run_with_a_sentence(ar: list[str], tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    done = in_new_process(["run", PROMPT, *ar, "--trace", str(path)], limit=4096)
-    assert done.returncode == 2
+    process = ForkedProcess(terminal_with_full_disk, 4096, "run", PROMPT, *ar, "--trace", str(path))
+    _, errors = process.communicate()
+    assert process.wait() == 2
     sentence = f"specdemo: cannot write the trace to {path}: File too large: free some space"
-    assert done.stderr.splitlines()[-1] == sentence and "Traceback" not in done.stderr
+    assert errors.splitlines()[-1] == sentence and "Traceback" not in errors
     assert os.listdir(tmp_path) == []
 
 
@@ -126,11 +110,11 @@ def test_a_disk_that_becomes_full_ends_the_run_with_a_sentence(ar: list[str], tm
 def test_a_full_disk_for_traces_and_output(ar: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", PROMPT, *ar, "--trace", str(FULL)]) == 2 and FULL.is_char_device()
     assert capsys.readouterr().err.splitlines()[-1].endswith("No space left on device: free some space")
-    with FULL.open("w") as full:
-        done = in_new_process(["run", PROMPT, *ar, "--json"], stdout=full)
-    assert done.returncode == 2
+    process = ForkedProcess(terminal, "run", PROMPT, *ar, "--json", output=FULL)
+    _, errors = process.communicate()
+    assert process.wait() == 2
     sentence = "specdemo: cannot write the output: No space left on device: free some space"
-    assert done.stderr.splitlines()[-1] == sentence and "Traceback" not in done.stderr
+    assert errors.splitlines()[-1] == sentence and "Traceback" not in errors
 
 
 @pytest.mark.parametrize("option", ["--trace", "--output"])

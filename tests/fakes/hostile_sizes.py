@@ -6,11 +6,9 @@ import faulthandler
 import json
 import os
 import resource
-import subprocess
-import sys
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from fakes.forked_process import ForkedProcess
 from fakes.gguf_models import described, tiny_for_gguf, write_gguf
 from fakes.tiny_models import CONTEXT, LLAMA, SIZES, byte_level_tokenizer
 from specdemo.models.llama_checkpoint import LlamaConfig, LlamaForCausalLM
@@ -162,17 +161,13 @@ def all_cases() -> Iterator[Case]:
 def run_cases(cases: Iterable[Case], folder: Path, native: bool) -> dict[str, dict[str, Any]]:
     """Load the models of `cases` in other processes; return `refused`, `logits`, `error` or `crashed` by name."""
     waiting, outcomes = list(cases), {}
-    root = Path(__file__).parents[2]
-    variables = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}", "OMP_NUM_THREADS": "1"}
-    variables["SPECDEMO_NATIVE"] = str(int(native))
     while waiting:
-        listed = json.dumps([asdict(case) for case in waiting])
-        command = [sys.executable, "-m", "fakes.hostile_sizes", str(folder)]
-        done = subprocess.run(command, input=listed, env=variables, capture_output=True, text=True, timeout=3600)
-        results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        process = ForkedProcess(_print_outcomes, waiting, folder, SPECDEMO_NATIVE=str(int(native)))
+        output, errors = process.communicate()
+        results = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
         outcomes |= {case.name: result for case, result in zip(waiting, results, strict=False)}
         if len(results) < len(waiting):
-            outcomes[waiting[len(results)].name] = {"crashed": f"exit code {done.returncode}: {done.stderr[-2000:]}"}
+            outcomes[waiting[len(results)].name] = {"crashed": f"exit code {process.wait()}: {errors[-2000:]}"}
         waiting = waiting[len(results) + 1 :]
     return outcomes
 
@@ -272,17 +267,11 @@ def _outcome(path: Path) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def main() -> None:
-    root = Path(sys.argv[1])
-    for i, listed in enumerate(json.load(sys.stdin)):
-        case = Case(**{**listed, "changes": tuple(map(tuple, listed["changes"]))})
+def _print_outcomes(cases: Sequence[Case], root: Path) -> None:
+    for i, case in enumerate(cases):
         resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + SECONDS, resource.RLIM_INFINITY))
         faulthandler.dump_traceback_later(10 * SECONDS, exit=True)  # ends a case that waits
         path = save_case(case, root / str(i % 2), root)  # headers are cached by path and time
         outcome = _outcome(path)
         faulthandler.cancel_dump_traceback_later()
         print(json.dumps(outcome), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
-from fakes.slow_model import slow_model
+from fakes.forked_process import ForkedProcess
+from fakes.slow_model import slow_model, slow_pass
 from fakes.trace_records import header
 from torch import Tensor
 
@@ -30,26 +30,11 @@ PATIENCE = 60.0
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGTERM])
 def test_signals_end_a_pass_of_the_main_thread(number: signal.Signals) -> None:
-    script = (
-        "import signal, sys; sys.path[:0] = ['tests', '.']\n"
-        "from fakes.slow_model import slow_model\n"
-        "from specdemo.core.step import Draft\n"
-        "from specdemo.models.engines.native import NativeEngine\n"
-        "from specdemo.models.kv_cache import CachedModel\n"
-        "from specdemo.signals import handle_signals, signals_end_passes\n"
-        "model, call = CachedModel(slow_model()), NativeEngine._call\n"
-        "NativeEngine._call = lambda *arguments: print('begin', flush=True) or call(*arguments)\n"
-        "with handle_signals(signal.default_int_handler, signal.SIGINT, signal.SIGTERM), signals_end_passes():\n"
-        "    model.score([1] * 250, Draft())\n"
-        "print('complete', flush=True)\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None and process.stdout.readline() == "begin\n"
+    with closing(ForkedProcess(slow_pass)) as process:
+        assert process.stdout.readline() == "begin\n"
         process.send_signal(number)
-        out, err = process.communicate(timeout=PATIENCE)
-    assert out == "" and "KeyboardInterrupt" in err and process.returncode != 0
+        out, err = process.communicate()
+        assert out == "" and "KeyboardInterrupt" in err and process.wait() != 0
 
 
 def test_stop_ends_a_pass_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:

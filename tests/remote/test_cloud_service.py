@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 import msgpack
 import pytest
 from fakes.enumeration import TARGET, VOCAB
+from fakes.forked_process import ForkedProcess, terminal
 from fakes.remote import DRAFTED, INFO, OPEN, TableCache, contexts, decode_locally
 from fakes.trace_lines import trace_lines as generate
 from fastapi.testclient import TestClient
@@ -363,31 +364,18 @@ TEXT = 'def read_lines(path):\n    """Read the lines of a file."""\n'
 
 
 class Process:
-    """Service in a subprocess."""
+    """Service in a process of its own."""
 
     def __init__(self, port: int = 0) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "specdemo",
-            "serve",
-            "--pair",
-            "bundled",
-            "--port",
-            str(port),
-            "--device",
-            "cpu",
-        ]
-        environment = {**os.environ, "SPECDEMO_TOKEN": "secret", "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
-        assert self._process.stdout is not None
+        command = ("serve", "--pair", "bundled", "--port", str(port), "--device", "cpu")
+        self._process = ForkedProcess(terminal, *command, SPECDEMO_TOKEN="secret")
         self.url = self._process.stdout.readline().removeprefix("listening on ").strip()
 
     def end(self, number: signal.Signals = signal.SIGKILL) -> int:
         """Send a signal and return the exit code."""
         self._process.send_signal(number)
-        code = self._process.wait(60)
-        self._process.stdout.close()
+        code = self._process.wait()
+        self._process.close()
         return code
 
 

@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from fakes.forked_program import ForkedProgram
+from fakes.forked_process import ForkedProcess, terminal
 from fakes.trace_lines import trace_lines as generate
 
 from specdemo.models.model_pool import ModelPool
@@ -31,7 +31,7 @@ class Replica:
     """Process of a service."""
 
     def __init__(self) -> None:
-        self.process = ForkedProgram(*COMMAND)
+        self.process = ForkedProcess(terminal, *COMMAND)
         self.url = self.process.stdout.readline().removeprefix("listening on ").strip()
 
     def close(self) -> None:

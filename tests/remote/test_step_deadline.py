@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import httpcore
 import pytest
 from fakes.enumeration import PROMPT, SMALL, VOCAB
+from fakes.forked_process import ForkedProcess, terminal
 from fakes.hostile_service import hostile_service
 from fakes.remote import COUPLED, LONG, DirectClient, contexts, decode_coupled, decode_locally, verify_config
 from fakes.tiny_models import committed, run
@@ -228,18 +228,12 @@ def test_signals_end_a_run_that_waits_for_a_service(number: signal.Signals, opti
         return 404, {"error": "gone", "code": "unknown_context"}
 
     with hostile_service(respond) as url:
-        command = [sys.executable, "-m", "specdemo", "run", "def f():", "--remote", url, "--pair", "bundled", *options]
-        with subprocess.Popen(
-            [*command, "--deadline-ms", "60000", "--lost-after-s", "600"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as program:
+        command = ("run", "def f():", "--remote", url, "--pair", "bundled", *options)
+        with closing(ForkedProcess(terminal, *command, "--deadline-ms", "60000", "--lost-after-s", "600")) as program:
             try:
                 assert waiting.wait(PATIENCE)
                 program.send_signal(number)
-                _, errors = program.communicate(timeout=PATIENCE)
+                _, errors = program.communicate()
             finally:
-                program.kill()
                 released.set()
-    assert program.returncode == 130 and "Traceback" not in errors, errors
+            assert program.wait() == 130 and "Traceback" not in errors, errors

@@ -1,0 +1,106 @@
+"""Processes that are forked from one with loaded modules: importing torch and the program takes three seconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import runpy
+import signal
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from io import TextIOWrapper
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+PATIENCE = 120.0
+MODULES = [
+    "specdemo.cli.run",
+    "specdemo.cli.commands",
+    "specdemo.models.chat_template",
+    "specdemo.remote.target",
+    "specdemo.models.engines.native_weights",
+]
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(MODULES)
+
+
+class ForkedProcess:
+    """Process that calls `target` with pipes as standard output and error, and one thread for torch."""
+
+    def __init__(self, target: Callable[..., object], *args: Any, output: Path | None = None, **environment: str):
+        """`output`: a file instead of the pipe of the standard output."""
+        readers, writers = zip(*(context.Pipe(duplex=False) for _ in range(2)), strict=True)
+        given = (target, args, {**os.environ, **environment}, *writers, output)
+        self._process = context.Process(target=_run, args=given, daemon=True)
+        self._process.start()
+        self.stdout, self.stderr = map(_opened, readers)
+        for writer in writers:
+            writer.close()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal unless the process has ended."""
+        if self._process.is_alive() and self._process.pid is not None:
+            os.kill(self._process.pid, number)
+
+    def wait(self) -> int:
+        """Return the exit code, or a negative signal, after the end of the process."""
+        self._process.join(PATIENCE)
+        assert self._process.exitcode is not None
+        return self._process.exitcode
+
+    def communicate(self) -> tuple[str, str]:
+        """Return output and errors after the end of the process."""
+        with ThreadPoolExecutor(2) as executor:
+            output, errors = executor.map(TextIOWrapper.read, (self.stdout, self.stderr))
+        self.wait()
+        return output, errors
+
+    def close(self) -> None:
+        """Kill the process."""
+        self._process.kill()
+        self.wait()
+        self.stdout.close()
+        self.stderr.close()
+
+
+def terminal(*arguments: str) -> None:
+    """Run `python -m specdemo` with these arguments."""
+    sys.argv = ["specdemo", *arguments]
+    runpy.run_module("specdemo", run_name="__main__")
+
+
+def terminal_with_full_disk(size: int, *arguments: str) -> None:
+    """Run `terminal` with files of at most `size` bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    terminal(*arguments)
+
+
+def _opened(reader: Connection) -> Any:
+    file = os.fdopen(os.dup(reader.fileno()), encoding="utf-8")
+    reader.close()
+    return file
+
+
+def _run(
+    target: Callable[..., object],
+    args: tuple[Any, ...],
+    environment: dict[str, str],
+    stdout: Connection,
+    stderr: Connection,
+    output: Path | None,
+) -> None:
+    import torch
+
+    os.environ.clear()
+    os.environ.update(environment)
+    os.dup2(stdout.fileno() if output is None else os.open(output, os.O_WRONLY), 1)
+    os.dup2(stderr.fileno(), 2)
+    stdout.close()
+    stderr.close()
+    sys.stdout, sys.stderr = (open(descriptor, "w", encoding="utf-8", closefd=False) for descriptor in (1, 2))
+    torch.set_num_threads(1)
+    target(*args)
