@@ -324,8 +324,8 @@ class PathProbability(StoppingPolicy):
     threshold: float = 0.15
     row_cost: float = 0.0
     token_cost: float = 0.0
-    step_cost: float = 0.0  # fixed cost of a step with a draft, besides rows and tokens
-    most_lost: tuple[float, float] = (8.0, 3.0)  # AR steps: before the first pause, and after it
+    step_cost: float = 0.0  # other cost of a draft
+    most_lost: tuple[float, float] = (8.0, 3.0)  # loss before the first pause, and later
     retry_after: tuple[int, int] = (32, 128)  # steps without drafts: initial, maximum
     product: float = 1.0
 
@@ -358,7 +358,7 @@ class PathProbability(StoppingPolicy):
 
 
 def path_probability(lengths: DraftLengths, costs: CostModel) -> PathProbability:
-    """Return the policy whose threshold is the cost of a row, at least the default."""
+    """Return a policy with the cost of a row as threshold, at least the default."""
     row = (costs.verify(lengths.most + 1) - 1) / max(1, lengths.most)
     threshold = max(PathProbability.threshold, round(20 * row) / 20)
     return PathProbability(lengths.most, lengths.least, threshold, row, costs.token, step_cost=0.1)
