@@ -1,1 +1,1 @@
-"""Token ids in, steps out: the loop and what it is made of. Never imports transformers or gradio."""
+"""Token ids in, steps out: the loop and its parts. Never imports transformers or gradio."""

@@ -325,7 +325,7 @@ class PathProbability(StoppingPolicy):
     row_cost: float = 0.0
     token_cost: float = 0.0
     step_cost: float = 0.0  # other cost of a draft
-    most_lost: tuple[float, float] = (8.0, 3.0)  # before the first pause, after a pause
+    most_lost: tuple[float, float] = (8.0, 3.0)  # loss before the first pause, and before later pauses
     retry_after: tuple[int, int] = (32, 128)  # steps without drafts: initial, maximum
     product: float = 1.0
 

@@ -61,7 +61,7 @@ class Draft:
 
     @property
     def size(self) -> int:
-        """Return the number of drafted tokens, with the undisclosed ones."""
+        """Return the number of drafted tokens, with undisclosed tokens."""
         return len(self.tokens) + (self.undisclosed or 0)
 
     @property

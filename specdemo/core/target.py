@@ -92,7 +92,7 @@ class Target(Protocol):
 
     @property
     def device(self) -> torch.device | None:
-        """Device in this process, if there is one."""
+        """Device in this process, if any."""
 
     @property
     def environment(self) -> Mapping[str, Any]:
@@ -119,4 +119,4 @@ class Target(Protocol):
         """Return the verifier of a run, which is closed with `context`."""
 
     def close(self) -> None:
-        """Close the connection, if there is one."""
+        """Close the connection, if any."""

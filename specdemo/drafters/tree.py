@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class NodeScorer(Protocol):
-    """Interface of what drafts a tree."""
+    """Interface of tree drafters."""
 
     origin: Origin
 
@@ -40,7 +40,7 @@ class NodeScorer(Protocol):
         """Return the budget for a draft after `tokens`."""
 
     def score(self, tokens: Sequence[int], draft: Draft, nodes: Sequence[int]) -> Sequence[Tensor] | None:
-        """Return raw logits `[size]` after each of `nodes` of `draft`, whose parents were scored; None without any."""
+        """Return raw logits `[size]` after each of `nodes` of `draft`, whose parents were scored, or None."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class ModelNodes(NodeScorer):
 
 @dataclass
 class HeadNodes(NodeScorer):
-    """Nodes of a head, which scores them one by one."""
+    """Nodes of a head, which scores them in turn."""
 
     head: DraftingHead
     _rows: dict[int, Any] = field(default_factory=dict)  # draft rows up to each scored node

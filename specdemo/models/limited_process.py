@@ -89,7 +89,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def serve(respond: Callable[[Any], Any], cpu_seconds: int, max_bytes: int) -> None:
-    """Answer the requests of standard input, each in a fork with limits; without forks, a single one."""
+    """Answer the requests of standard input, each in a fork with limits; without forks, a single request."""
     for line in sys.stdin:
         if sys.platform == "win32":
             _send(_answer(respond, line))

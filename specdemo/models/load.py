@@ -115,7 +115,7 @@ class LoadedModel:
         return context.cached(self, "target", self.invariance.pad, context.taps)
 
     def verifier(self, context: TargetContext) -> Verifier:
-        """Return the method's verifier, or one with the acceptance rule of the options."""
+        """Return the method's verifier, or a verifier with the acceptance rule of the options."""
         if context.method_verifier is not None:
             return context.method_verifier(context)
         options = context.options

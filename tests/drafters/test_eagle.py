@@ -54,7 +54,7 @@ SAMPLING = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[CachedModel, CachedHead]:
-    """A random target of four tokens, and a random head that drafts two of them and those of the text."""
+    """A random target of four tokens, and a random head that drafts two tokens and the tokens of the text."""
     torch.manual_seed(4)
     weights, spec = NativeWeights(LlamaForCausalLM(TARGET).eval()), ModelSpec("small/target")
     name = save_head(tmp_path_factory.mktemp("head"), head_tensors(TARGET, [0, 3], seed=2), head_config(TARGET, 2))

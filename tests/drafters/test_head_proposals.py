@@ -294,7 +294,7 @@ class LengthAddressed(CachedHead):
 
 
 class DraftPositionsShifted(TorchEagle3):
-    """The positions of draft rows are one too high."""
+    """Draft rows have the positions after theirs."""
 
     shift = 0
 
@@ -322,7 +322,7 @@ def test_wrong_rows_are_detected(cached: type[CachedHead], tmp_path: Path) -> No
 
 
 class SameBranch(CachedHead):
-    """All nodes of a tree follow the last one."""
+    """All nodes of a tree follow the last node."""
 
     def restore(self, rows: Any) -> None:
         return

@@ -134,7 +134,7 @@ def steps(draw: st.DrawFn, i: int, t: float) -> dict[str, Any]:
 
 @st.composite
 def trace_lines(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Return the lines of one or two traces; the last end may be missing."""
+    """Return the lines of a trace or of two; the last end may be missing."""
     lines = []
     for _ in range(draw(st.integers(1, 2))):
         times = sorted(draw(st.lists(st.floats(0, 1e9), max_size=4)))

@@ -48,7 +48,7 @@ def corrupt(rng: random.Random, data: bytes) -> bytes:
 
 
 def withhold(rng: random.Random, data: bytes) -> bytes:
-    """Forward nothing and keep both connections open, like a host that lost its network."""
+    """Forward no data and keep both connections open, like a host that lost its network."""
     return b""
 
 

@@ -107,7 +107,7 @@ def medusa_tensors(
 
 
 def medusa_config(**changes: Any) -> dict[str, Any]:
-    """Return config.json of Medusa heads with too few heads, as in published ones."""
+    """Return config.json of Medusa heads with too few heads, as in published files."""
     return {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "org/target", **changes}
 
 
@@ -156,7 +156,7 @@ def block_config(target: PretrainedConfig, drafted: int, **changes: Any) -> dict
 def dflash_tensors(
     target: PretrainedConfig, ids: list[int] | None, markov: str | None = None, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Return the tensors of a DFlash head of two layers, or with a kind of Markov head those of a DSpark head."""
+    """Return the tensors of a DFlash head of two layers, or of a DSpark head with a kind of Markov head."""
     torch.manual_seed(seed)
     width, drafted = target.hidden_size, len(ids or range(target.vocab_size))
     shapes: dict[str, tuple[int, ...]] = {"fc": (width, 3 * width)}

@@ -62,7 +62,7 @@ FORMS = [
 
 
 def single_rows(model: NativeWeights, tokens: list[int], start: int) -> Tensor:
-    """Return the logits after tokens[start:], fed one by one on one thread."""
+    """Return the logits after tokens[start:], fed in turn on a single thread."""
     with torch_threads(1):
         engine = Passes(engine_of(model))
     if start:

@@ -209,7 +209,7 @@ def test_connections_are_limited_before_their_tls_handshakes(certificate: dict[s
 
 @pytest.mark.skipif(sys.platform != "linux", reason="connects from 127.0.0.2")
 def test_refused_connections_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections that arrive together are accepted before those above a limit are closed."""
+    """Connections that arrive together are accepted before connections above a limit are closed."""
     monkeypatch.setattr(connections, "is_loopback", lambda name: False)
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "192.0.2.1")
     application = Application()

@@ -196,7 +196,7 @@ def test_wrong_provisional_token_is_counted() -> None:
 
 
 def test_only_the_first_difference_is_overruled() -> None:
-    """Provisional tokens after a wrong one were not verified in their own context."""
+    """Provisional tokens after a wrong token were not verified in their own context."""
     http = DelayedClient()
     verifier, expected = late_verifier(http), target_text(4)
     text = [*PROMPT, verifier.verify(list(PROMPT), Draft()).token]

@@ -66,7 +66,7 @@ def text_of(lines: list[dict[str, Any]]) -> list[int]:
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_another_service_continues(fault: str, settings: str, survivor: Replica, victim: Replica) -> None:
-    """The signal follows the first step in which the victim responded; a new session decides which one is first."""
+    """The signal follows the first step in which the victim responded; a new session decides which service is first."""
     values = SETTINGS[settings]
     expected = text_of(list(generate(recipe(survivor.url, **values), PROMPT, POOL)))
     port = victim.url.rpartition(":")[2]

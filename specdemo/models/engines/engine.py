@@ -150,7 +150,7 @@ class Engine(ABC, Generic[CacheT]):
 
 
 class OneTextEngine(Engine[CacheT]):
-    """Base class of engines whose entries run one after another."""
+    """Base class of engines without passes over several texts."""
 
     @torch.inference_mode()
     def run(self, entries: Sequence[Entry[CacheT]]) -> list[Tensor]:

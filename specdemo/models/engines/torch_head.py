@@ -1,4 +1,4 @@
-"""Drafting heads in torch, on any device, and those of a single layer.
+"""Drafting heads of a single layer in torch, on any device.
 
 Only the last row of a pass of a single layer has logits or a successor that receives its state, so all others need no
 queries.
