@@ -12,6 +12,7 @@ import json
 import os
 import re
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -89,16 +90,11 @@ def script(*command: str) -> str:
 class Program:
     """Server in a separate process; `url` blocks until the server prints its address."""
 
-    def __init__(self, *arguments: str, **environment: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    def __init__(self, program: str, *arguments: str, **environment: str) -> None:
+        from fakes import forked_process
+
+        call = getattr(forked_process, program)
+        self._process = forked_process.ForkedProcess(call, *arguments, errors_in_output=True, **environment)
         self._lines: list[str] = []
         self._found, self._url = threading.Event(), ""
         threading.Thread(target=self._read, daemon=True).start()
@@ -118,8 +114,8 @@ class Program:
         return self._url
 
     def close(self) -> None:
-        self._process.terminate()
-        self._process.wait(WAIT_S)
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait()
 
     def request(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, str]:
         """Status and text of one HTTP request; a body that is not text is sent as JSON."""
@@ -137,8 +133,8 @@ class Service(Program):
 
     def __init__(self, target: str) -> None:
         limits = ("--rate", "20", "--body-mb", "0.1")
-        where = ("--target", target, "--device", "cpu", "--port", "0", "--until-stdin-ends")
-        super().__init__("-m", "specdemo", "serve", *where, *limits, SPECDEMO_TOKEN=TOKEN)
+        where = ("--target", target, "--device", "cpu", "--port", "0")
+        super().__init__("terminal", "serve", *where, *limits, SPECDEMO_TOKEN=TOKEN)
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, str]:
         """Call `request` with the token."""
@@ -149,7 +145,7 @@ class Page(Program):
     """`python app.py`."""
 
     def __init__(self) -> None:
-        super().__init__("app.py", "--pair", "bundled", "--port", _free_port(), "--no-browser")
+        super().__init__("page", "--pair", "bundled", "--port", _free_port(), "--no-browser")
 
     def json(self, path: str) -> Any:
         """Body of a GET request."""
