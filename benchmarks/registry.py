@@ -83,6 +83,7 @@ RUNS = (
     TableRun("python -m benchmarks.faults prompt --write", ("long-prompt",), 1.5),
     TableRun("python -m benchmarks.faults trace --write", ("trace-delay",), 1),
     TableRun("python -m benchmarks.faults connections --write", ("open-connections",), 1),
+    TableRun("OMP_NUM_THREADS=1 python -m benchmarks.replica_faults --write", ("replica-faults",), 25),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.load soak --write", ("soak",), 2.5),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.load page --write", ("load",), 4),
     TableRun("python -m benchmarks.load endpoint --write", ("endpoint",), 0.5),
