@@ -49,7 +49,7 @@ COLUMNS = {
     "runs": "{runs}",
     "different texts": "{different}",
     "lost": "{lost}",
-    "recovery p50 / p95 / longest s": "{p50_s:.2f} / {p95_s:.2f} / {longest_s:.2f}",
+    "recovery p50 / p95 s": "{p50_s:.2f} / {p95_s:.2f}",
     "prefills repeated, mean tokens": "{prefills}, {reread:.0f}",
 }
 
@@ -228,7 +228,6 @@ def record(fault: str, outcomes: list[tuple[Outcome, int]], expected: list[list[
         "lost": len(outcomes) - len(complete),
         "p50_s": statistics.median(seconds),
         "p95_s": percentile(seconds, 0.95),
-        "longest_s": max(seconds),
         "prefills": sum(outcome.switches for outcome, _ in complete),
         "reread": statistics.mean(outcome.reread / outcome.switches for outcome, _ in complete if outcome.switches),
     }
