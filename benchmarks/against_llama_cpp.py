@@ -36,7 +36,7 @@ from benchmarks.runs import traced
 from benchmarks.tables import publish, publish_width, run_study, study_parser
 from specdemo.bench.measure import measure
 from specdemo.bench.table import run_speed
-from specdemo.cli.commands import at_least_one
+from specdemo.cli.arguments import at_least_one
 from specdemo.core.errors import UserError
 from specdemo.core.metrics import interval
 from specdemo.core.step import Draft

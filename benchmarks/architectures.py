@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging
 
 from benchmarks.tables import publish, run_study, study_parser
-from specdemo.cli.commands import at_least_one
+from specdemo.cli.arguments import at_least_one
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.models.cache_check import cache_support

@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.document_tables import last_of_each_class, number, ratio
 from benchmarks.runs import traced
 from benchmarks.tables import publish, run_study, study_parser
-from specdemo.cli.commands import at_least_one
+from specdemo.cli.arguments import at_least_one
 from specdemo.core.metrics import interval
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import CHAT_PAIR, PAIRS

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.runs import traced
 from benchmarks.tables import ROOT, publish, run_study, study_parser
-from specdemo.cli.commands import at_least_one
+from specdemo.cli.arguments import at_least_one
 from specdemo.core.errors import UserError
 from specdemo.core.metrics import interval
 from specdemo.models.kv_cache import CachedModel

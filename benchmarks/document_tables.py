@@ -18,7 +18,7 @@ from benchmarks.tables import publish, publish_width, run_study, study_parser
 from specdemo.bench import measure, table
 from specdemo.bench.baselines import BASELINES
 from specdemo.bench.equality import EqualityResult, prompt_prefixes, prove
-from specdemo.cli.commands import at_least_one
+from specdemo.cli.arguments import at_least_one
 from specdemo.core.errors import check_name
 from specdemo.core.metrics import interval
 from specdemo.models.model_pool import ModelPool

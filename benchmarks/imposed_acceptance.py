@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.against_llama_cpp import FORMS
 from benchmarks.memory import SHAPES, save_random
 from benchmarks.tables import publish, run_study, study_parser
-from specdemo.cli.commands import at_least_one
+from specdemo.cli.arguments import at_least_one
 from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Header, StepEvent

@@ -22,7 +22,7 @@ import torch
 from benchmarks.chat_model import save_dequantised
 from benchmarks.registry import per_width
 from benchmarks.tables import Study, publish_width, study_command
-from specdemo.cli.commands import at_least_one
+from specdemo.cli.arguments import at_least_one
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.models.engines.engine import Entry

@@ -30,8 +30,7 @@ from benchmarks.against_llama_cpp import FORMS
 from benchmarks.memory import SHAPES, save_random
 from benchmarks.runs import traced
 from benchmarks.tables import Study, publish, study_command
-from specdemo.cli.arguments import given
-from specdemo.cli.commands import at_least_one
+from specdemo.cli.arguments import at_least_one, given
 from specdemo.core.errors import UserError
 from specdemo.core.events import StepEvent
 from specdemo.core.metrics import interval

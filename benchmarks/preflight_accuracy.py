@@ -19,8 +19,7 @@ from benchmarks.runs import traced
 from benchmarks.tables import publish, run_study, study_parser
 from specdemo.bench import measure
 from specdemo.bench.equality import prompt_prefixes
-from specdemo.cli.arguments import given
-from specdemo.cli.commands import at_least_one
+from specdemo.cli.arguments import at_least_one, given
 from specdemo.core.metrics import Metrics, ratio_interval
 from specdemo.models.model_pool import ModelPool
 from specdemo.preflight import (

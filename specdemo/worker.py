@@ -261,7 +261,7 @@ class Worker:
         self._rounds: dict[str, int] = {}  # round of the last job by owner
         self._open: deque[_Schedule] = deque()  # open jobs, least recently advanced first
         self._holder: _Schedule | None = None
-        self._held_since = self._least_s = 0.0
+        self._held_since = self._least_s = self._advanced_at = 0.0
         self._mean_s: float | None = None  # mean duration of visitors' jobs from opening to end
         self._lock = threading.RLock()
         self._ended, self._idle = threading.Condition(self._lock), threading.Condition(self._lock)
@@ -282,6 +282,8 @@ class Worker:
                 raise RuntimeError("The worker is closed.")
             if self._max_queued is not None and len(self._queued) >= self._max_queued:
                 raise WorkerBusy(f"{len(self._queued)} runs are waiting already: try again in a minute.")
+            if not self.active:
+                self._advanced_at = self._clock()
             self._enqueue(stream)
             self._choose()
         stream.stop_request.add_done_callback(self._wake)
@@ -303,6 +305,12 @@ class Worker:
     def active(self) -> int:
         with self._lock:
             return len(self._open) + len(self._queued)
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since a job advanced, or since the first one was submitted; 0 without jobs."""
+        with self._lock:
+            return self._clock() - self._advanced_at if self.active else 0.0
 
     def close(self, timeout: float | None = 10.0, drain_s: float = 0.0) -> None:
         """Refuse jobs, wait `drain_s` for those submitted, stop the others, and end the threads."""
@@ -390,6 +398,7 @@ class Worker:
             ended = not job.stream.advance()
             with self._lock:
                 job.in_step = False
+                self._advanced_at = self._clock()
                 if ended:
                     self._end(job)
                 self._yield_device(here=True)

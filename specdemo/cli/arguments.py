@@ -182,6 +182,13 @@ def _serve(command: Parser) -> None:
     add("--connections", type=int, default=512, help="open connections; further connections are refused")
     add("--client-connections", type=int, default=64, help="open connections per address; none for this machine")
     add("--drain-s", type=float, default=0, help="seconds that requests under way may take after a signal")
+    add(
+        "--ray",
+        action="store_true",
+        help="serve with Ray Serve (package specdemo[ray]): replicas, autoscaling, metrics",
+    )
+    add("--min-replicas", type=int, metavar="N", help="replicas without load, with --ray (default: 1)")
+    add("--max-replicas", type=int, metavar="N", help="most replicas, with --ray (default: 1)")
     add("--until-stdin-ends", action="store_true", help="stop when standard input closes")
 
 
@@ -238,3 +245,9 @@ def _values(options: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]
     return {
         name: tuple(value) if isinstance(value, list) else value for name, value in values.items() if value is not None
     }
+
+
+def at_least_one(name: str, count: int) -> None:
+    """Raise `UserError` unless `count` is positive."""
+    if count < 1:
+        raise UserError(f"{name} must be at least 1, not {count}")

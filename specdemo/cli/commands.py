@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import socket
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -20,11 +17,10 @@ from specdemo.bench.calibration import Calibration, calibrate, check_draft_model
 from specdemo.bench.pairs import measure_pair, pair_bench, pairs_table, published_tables, skipped_lines
 from specdemo.bench.published_tables import repetition_table
 from specdemo.bench.questions import category_table, read_questions
-from specdemo.cli.arguments import announce_pair, given, with_pair_settings
+from specdemo.cli.arguments import announce_pair, at_least_one, given
 from specdemo.cli.chat import chat
 from specdemo.cli.output import OutputFile
-from specdemo.completions.routes import add_completions
-from specdemo.completions.service import CompletionService
+from specdemo.cli.serve import serve
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.formats import megabytes
 from specdemo.core.rules import reproducing_rule
@@ -39,14 +35,6 @@ from specdemo.option_effects import ineffective, refuse_ineffective
 from specdemo.preflight import preflight, texts_for
 from specdemo.prompts import Prompt, alternate_classes, load_prompts
 from specdemo.recipe import Recipe
-from specdemo.remote.access import TOKEN, is_loopback, read_token
-from specdemo.remote.admission import ServiceLimits
-from specdemo.remote.connections import ConnectionLimits
-from specdemo.remote.protocol import MAX_REPLICA
-from specdemo.remote.serve import bind, listen, serve_model
-
-MAX_DRAIN_S = 3600
-
 
 _MOST_LOG = 20_000_000  # characters of a log
 
@@ -230,76 +218,6 @@ def _calibrate(options: argparse.Namespace) -> int:
     return 0
 
 
-def at_least_one(name: str, count: int) -> None:
-    """Raise `UserError` unless `count` is positive."""
-    if count < 1:
-        raise UserError(f"{name} must be at least 1, not {count}")
-
-
-def served_recipe(flags: Mapping[str, Any]) -> Recipe:
-    """Return the defaults of completions: those of `run`, or n-grams for a target without draft model and head."""
-    if "target" not in flags:
-        values = with_pair_settings(flags)
-    else:
-        single = not flags.keys() & {"drafter", "head"}
-        values = {"method": "nasd" if single else "hybrid" if "head" in flags else "draft", **flags}
-    recipe = replace(Recipe(), **values)
-    refuse_ineffective(recipe, flags.keys() - {"max_tokens"})
-    announce_pair(flags, values.get("pair", "bundled"))
-    return recipe
-
-
-def _serve(options: argparse.Namespace) -> int:
-    for name in ("budget_mb", "contexts", "batch", "queue", "connections", "client_connections"):
-        at_least_one(name.replace("_", "-"), getattr(options, name))
-    if not (options.body_mb > 0 and options.rate >= 0 and 0 <= options.drain_s <= MAX_DRAIN_S):
-        raise UserError(f"body-mb must be above 0, rate at least 0, and drain-s from 0 to {MAX_DRAIN_S}")
-    token, local = read_token(os.environ), is_loopback(options.host)
-    for path in (options.certificate, options.key):
-        if path is not None and not path.is_file():
-            raise UserError(f"file {path} does not exist: give certificate and key as PEM files")
-    recipe, pool = served_recipe(given(options)), ModelPool()
-    target = pool.take(recipe.target_spec)
-    if target.encoder:
-        raise UserError("models with an encoder cannot be served: use run")
-    for _ in pool.bring([*recipe.specs.values()], head=recipe.head_spec):
-        pass
-    if recipe.head_spec is not None:
-        pool.take_head(recipe.head_spec)
-    listener = bind(options.host, options.port)
-    app = serve_model(
-        target,
-        token=token,
-        budget_bytes=options.budget_mb << 20,
-        max_contexts=options.contexts,
-        expiry_s=options.expiry_s,
-        limits=ServiceLimits(int(options.body_mb * (1 << 20)), options.rate),
-        waiting=options.queue,
-        texts=options.batch,
-        local=local,
-        origins=options.allow_origin,
-        hub=pool.hub,
-        replica=f"{socket.gethostname()}:{listener.getsockname()[1]}"[:MAX_REPLICA],
-    )
-    add_completions(app, CompletionService(pool, recipe))
-    if token is None and not local:
-        print(f"clients of {options.host} need no authentication: set {TOKEN} to require a token", file=sys.stderr)
-    scheme = "https" if options.certificate else "http"
-    line = f"listening on {scheme}://{options.host}:{listener.getsockname()[1]}"
-    stdin = sys.stdin.buffer if options.until_stdin_ends else None
-    listen(
-        app,
-        listener,
-        options.certificate,
-        options.key,
-        stdin,
-        announce=lambda: print(line, flush=True),
-        connections=ConnectionLimits(options.connections, options.client_connections),
-        drain_s=options.drain_s,
-    )
-    return 0
-
-
 def _explain(options: argparse.Namespace) -> int:
     try:
         with options.file.open(encoding="utf-8", errors="replace") as file:
@@ -325,7 +243,7 @@ def _convert_head(options: argparse.Namespace) -> int:
 
 COMMANDS = {
     "chat": chat,
-    "serve": _serve,
+    "serve": serve,
     "preflight": _preflight,
     "calibrate": _calibrate,
     "bench": _bench,

@@ -39,7 +39,12 @@ from specdemo.remote.protocol import (
 _ID_BYTES = 48  # bytes of a Python int in a list
 Score = Callable[[Sequence[int], Draft], Tensor]
 Ban = Callable[[tuple[str, ...]], BannedText]
+ObserveStep = Callable[[VerifyRequest, VerifyResponse], object]
 NoiseSources = Callable[[VerifyConfig, int], tuple[Any, Any]]  # config, position -> acceptance noise, token noise
+
+
+def ignore_step(request: VerifyRequest, response: VerifyResponse) -> None:
+    pass
 
 
 def position_noise(config: VerifyConfig, position: int) -> tuple[Any, Any]:
@@ -225,6 +230,7 @@ class Contexts:
     clock: Callable[[], float] = time.monotonic
     sources: NoiseSources = position_noise
     ban: Ban | None = None
+    observe: ObserveStep = ignore_step  # called for each verdict, not for its repetitions
 
     def __post_init__(self) -> None:
         # Keys are owner and id; the least recently used context is first.
@@ -318,6 +324,8 @@ class Contexts:
         context.last_used = self.clock()
         self._contexts[key] = context
         self._contexts.move_to_end(key)
+        if not response.wanted:
+            self.observe(request, response)
         return response
 
     def stream(self, request: StreamRequest) -> Iterator[int | PrefillPosition]:
