@@ -41,7 +41,8 @@ PACKAGES = {
     "gguf": ("specdemo/models/",),
     "tokenizers": ("specdemo/models/", "specdemo/bench/baselines.py"),
     "msgpack": ("specdemo/remote/protocol.py", "benchmarks/fuzz_hooks.py"),
-    "fastapi": ("specdemo/remote/", "specdemo/completions/routes.py"),
+    "fastapi": ("specdemo/remote/", "specdemo/completions/routes.py", "specdemo/cli/service.py"),
+    "ray": ("specdemo/cli/ray_serve.py",),
     "starlette": (
         "specdemo/remote/",
         "specdemo/ui/gateway.py",

@@ -28,6 +28,7 @@ _ONGOING = 4  # requests of a replica before another starts
 _MOST_ONGOING, _MOST_QUEUED = 64, 256
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 _LOGGING = {"log_level": "WARNING", "enable_access_log": False}
+_POLL_S = 0.5
 _POSITIONS = 16  # longest draft with a series per position
 
 
@@ -71,7 +72,7 @@ class ServiceReplica:
 
     def __init__(self, options: argparse.Namespace, requires_token: bool) -> None:
         set_environment_defaults()  # torch reads the variables when it is imported
-        from specdemo.cli.serve import build_service
+        from specdemo.cli.service import build_service
         from specdemo.remote.access import TOKEN
         from specdemo.remote.health import ServiceHealth
 
@@ -107,7 +108,7 @@ class ServiceReplica:
 def application(args: dict[str, str]) -> serve.Application:
     """Return the application of a Serve configuration, whose `args` may contain `flags`, those of `serve`."""
     from specdemo.cli.arguments import parser
-    from specdemo.cli.serve import check_options
+    from specdemo.cli.service import check_options
 
     flags = args.get("flags", "")
     try:
@@ -144,7 +145,7 @@ def bind_replicas(options: argparse.Namespace) -> serve.Application:
 
 def serve_until_signal(options: argparse.Namespace) -> int:
     """Serve on this machine, or on the cluster of RAY_ADDRESS; return the exit code."""
-    from specdemo.cli.serve import warn_without_token
+    from specdemo.cli.service import warn_without_token
     from specdemo.remote.serve import bind
     from specdemo.signals import handle_signals
 
@@ -163,7 +164,8 @@ def serve_until_signal(options: argparse.Namespace) -> int:
             print(f"listening on {scheme}://{options.host}:{port}", flush=True)
             if options.until_stdin_ends:
                 threading.Thread(target=_watch, args=(stopped,), daemon=True).start()
-            stopped.wait()
+            while not stopped.wait(_POLL_S):  # a thread of Ray may have received the signal
+                pass
             serve.shutdown()
     finally:
         ray.shutdown()

@@ -1,34 +1,17 @@
-"""Command `serve`: service of a loaded pair in this process, or with Ray Serve."""
+"""Command `serve`: the service in this process, or with Ray Serve."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
-from typing import Any
 
-from fastapi import FastAPI
-
-from specdemo.cli.arguments import announce_pair, at_least_one, given, with_pair_settings
-from specdemo.completions.routes import add_completions
-from specdemo.completions.service import CompletionService
+from specdemo.cli.service import build_service, check_options, warn_without_token
 from specdemo.core.errors import UserError
-from specdemo.models.model_pool import ModelPool
-from specdemo.option_effects import refuse_ineffective
-from specdemo.recipe import Recipe
-from specdemo.remote.access import TOKEN, is_loopback, read_token
-from specdemo.remote.admission import ServiceLimits
 from specdemo.remote.connections import ConnectionLimits
-from specdemo.remote.contexts import ObserveStep, ignore_step
-from specdemo.remote.protocol import MAX_REPLICA
-from specdemo.remote.serve import bind, listen, serve_model
-
-MAX_DRAIN_S = 3600
-_COUNTS = ("budget_mb", "contexts", "batch", "queue", "connections", "client_connections")
+from specdemo.remote.serve import bind, listen
 
 
 def serve(options: argparse.Namespace) -> int:
@@ -36,72 +19,6 @@ def serve(options: argparse.Namespace) -> int:
     check_options(options)
     run = _serve_with_ray if options.ray else _serve_here
     return run(options)
-
-
-def check_options(options: argparse.Namespace) -> None:
-    """Raise `UserError` for values out of range, missing files and options without effect."""
-    for name in _COUNTS:
-        at_least_one(name.replace("_", "-"), getattr(options, name))
-    if not (options.body_mb > 0 and options.rate >= 0 and 0 <= options.drain_s <= MAX_DRAIN_S):
-        raise UserError(f"body-mb must be above 0, rate at least 0, and drain-s from 0 to {MAX_DRAIN_S}")
-    read_token(os.environ)
-    for path in (options.certificate, options.key):
-        if path is not None and not path.is_file():
-            raise UserError(f"file {path} does not exist: give certificate and key as PEM files")
-    least, most = (1 if count is None else count for count in (options.min_replicas, options.max_replicas))
-    if not options.ray and (options.min_replicas, options.max_replicas) != (None, None):
-        raise UserError("min-replicas and max-replicas have no effect without --ray: add it")
-    if not 1 <= least <= most:
-        raise UserError(f"min-replicas must be from 1 to max-replicas, not {least} of {most}")
-    options.min_replicas, options.max_replicas = least, most
-
-
-def served_recipe(flags: Mapping[str, Any]) -> Recipe:
-    """Return the defaults of completions: those of `run`, or n-grams for a target without draft model and head."""
-    if "target" not in flags:
-        values = with_pair_settings(flags)
-    else:
-        single = not flags.keys() & {"drafter", "head"}
-        values = {"method": "nasd" if single else "hybrid" if "head" in flags else "draft", **flags}
-    recipe = replace(Recipe(), **values)
-    refuse_ineffective(recipe, flags.keys() - {"max_tokens"})
-    announce_pair(flags, values.get("pair", "bundled"))
-    return recipe
-
-
-def build_service(options: argparse.Namespace, replica: str, observe: ObserveStep = ignore_step) -> FastAPI:
-    """Load the models and return the application of the service `replica`, which reports its steps to `observe`."""
-    recipe, pool = served_recipe(given(options)), ModelPool()
-    target = pool.take(recipe.target_spec)
-    if target.encoder:
-        raise UserError("models with an encoder cannot be served: use run")
-    for _ in pool.bring([*recipe.specs.values()], head=recipe.head_spec):
-        pass
-    if recipe.head_spec is not None:
-        pool.take_head(recipe.head_spec)
-    app = serve_model(
-        target,
-        token=read_token(os.environ),
-        budget_bytes=options.budget_mb << 20,
-        max_contexts=options.contexts,
-        expiry_s=options.expiry_s,
-        limits=ServiceLimits(int(options.body_mb * (1 << 20)), options.rate),
-        waiting=options.queue,
-        texts=options.batch,
-        local=is_loopback(options.host),
-        origins=options.allow_origin,
-        hub=pool.hub,
-        replica=replica[:MAX_REPLICA],
-        observe=observe,
-    )
-    add_completions(app, CompletionService(pool, recipe))
-    return app
-
-
-def warn_without_token(options: argparse.Namespace) -> None:
-    """Print that other machines need no authentication."""
-    if read_token(os.environ) is None and not is_loopback(options.host):
-        print(f"clients of {options.host} need no authentication: set {TOKEN} to require a token", file=sys.stderr)
 
 
 def _serve_here(options: argparse.Namespace) -> int:
