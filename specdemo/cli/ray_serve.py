@@ -101,8 +101,8 @@ class ServiceReplica:
         """Measure within a job: contexts belong to the thread of the worker."""
         from specdemo.models.memory import process_bytes
 
-        jobs = self._worker.active - 1
-        yield self._metrics.measure(jobs, self._contexts.reserved_bytes, process_bytes())
+        self._metrics.measure(self._worker.active - 1, self._contexts.reserved_bytes, process_bytes())
+        yield
 
 
 def application(args: dict[str, str]) -> serve.Application:
