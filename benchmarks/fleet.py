@@ -40,7 +40,7 @@ from specdemo.shared_passes import PASS_ROWS
 TABLES = dict.fromkeys(("fleet", "fleet-validation"), "docs/hosting.md")
 CHUNK = 256  # tokens of a long text that a pass reads
 CONTEXTS = 256  # texts cached by a replica
-WARM_UP_S = 2.0
+WARM_UP_S = 4.0
 SIZES = ((10, 1), (100, 1), (100, 4), (1000, 4), (1000, 16), (1000, 64), (10_000, 64), (10_000, 256))
 VALIDATION_COLUMNS = {
     "edges": "{edges}",
@@ -181,8 +181,11 @@ class Simulation:
         self, env: simpy.Environment, edge: int, replicas: Sequence[Replica], *resources: simpy.Resource | None
     ) -> Process:
         fleet, rng = self.fleet, random.Random(f"{self.fleet.seed} {edge}")
-        yield env.timeout(rng.uniform(0, WARM_UP_S / 2))
+        yield env.timeout(rng.uniform(0, fleet.rtt_s))
         length = fleet.prompt + rng.randrange(fleet.length)
+        home = replicas[edge % len(replicas)]
+        for steps, replica in enumerate([home] if fleet.affinity else rng.sample(replicas, len(replicas))):
+            replica.read[edge] = max(0, length - steps * fleet.steps[0][1])  # texts are under way at the start
         while True:
             start = env.now
             drafted, committed = rng.choice(fleet.steps)
@@ -194,7 +197,6 @@ class Simulation:
                 if not alive:
                     yield env.timeout(0.25)
                     continue
-                home = replicas[edge % len(replicas)]
                 replica = home if fleet.affinity and home.alive else rng.choice(alive)
                 yield from _use(env, fleet.http_s, replica.interpreter, replica.cores)
                 outcome = yield replica.submit(edge, length, drafted).done
@@ -318,7 +320,7 @@ def simulate(options: argparse.Namespace) -> None:
 
 STUDIES = {
     "validate": Study(validate, {"edges": [1, 2, 4, 8, 16, 32], "seconds": 4.0, "rtt_ms": 30.0, "cores": 2}),
-    "simulate": Study(simulate, {"seconds": 6.0}),
+    "simulate": Study(simulate, {"seconds": 10.0}),
 }
 main = study_command(__file__, __doc__, TABLES, STUDIES)
 
