@@ -1,21 +1,24 @@
 """Drafters for the chat model: table `drafters`.
 
 `python -m benchmarks.chat_drafters --write`. All lanes alternate on the last prompts of each class, which chose no
-settings. `c` is the time of a draft token relative to an AR step. An answer loops if it repeats a block of at most 64
-tokens three times.
+settings. `c` is the time of a draft token relative to an AR step; `parameters` are those of the head's file, in
+millions. An answer loops if it repeats a block of at most 64 tokens three times.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import safe_open
 
 from benchmarks.document_tables import last_of_each_class, number, ratio
 from benchmarks.runs import traced
@@ -42,6 +45,7 @@ LANES: Mapping[str, Mapping[str, Any]] = {
 }
 COLUMNS = {
     "drafter": "{lane}",
+    "parameters": "{parameters}",
     "temperature": "{temperature:g}",
     "c": "{c}",
     **{f"accepted at {i}": f"{{accepted[{i - 1}]}}" for i in range(1, POSITIONS + 1)},
@@ -60,6 +64,25 @@ class Run:
     loops: bool
 
 
+def with_heads(folders: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """Return the lanes with further heads for the target, each with its own method."""
+    lanes = dict(LANES)
+    for folder in folders:
+        architecture = json.loads((Path(folder) / "config.json").read_text("utf-8")).get("architectures")
+        kind = {"BlockHead": "block", "LlamaForCausalLMEagle3": "eagle"}.get((architecture or [""])[0], "medusa")
+        lanes[f"head ({kind}), path"] = {"method": kind, "head": folder, "policy": "path"}
+    return lanes
+
+
+def parameters(recipe: Recipe) -> str:
+    """Return the millions of parameters in the head's file."""
+    if recipe.head_spec is None:
+        return ""
+    with safe_open(Path(recipe.head_spec.name) / "model.safetensors", "pt") as file:
+        names = [name for name in file.keys() if name not in ("d2t", "t2d")]
+        return f"{sum(prod(file.get_slice(name).get_shape()) for name in names) / 1e6:.1f}"
+
+
 def measured(recipes: Mapping[str, Recipe], prompts: Sequence[str]) -> dict[str, list[Run]]:
     """Run all recipes in turn on each prompt, after a warm-up."""
     runs: dict[str, list[Run]] = {lane: [] for lane in recipes}
@@ -72,7 +95,9 @@ def measured(recipes: Mapping[str, Recipe], prompts: Sequence[str]) -> dict[str,
     return {lane: found[1:] for lane, found in runs.items()}
 
 
-def table_rows(runs: Mapping[str, Sequence[Run]], temperature: float) -> list[dict[str, Any]]:
+def table_rows(
+    runs: Mapping[str, Sequence[Run]], recipes: Mapping[str, Recipe], temperature: float
+) -> list[dict[str, Any]]:
     """Return a row per drafter, compared with AR decoding."""
     baseline = runs["AR"]
     step_s = statistics.median(run.metrics["verify_s"] / run.metrics["target_passes"] for run in baseline)
@@ -85,6 +110,7 @@ def table_rows(runs: Mapping[str, Sequence[Run]], temperature: float) -> list[di
         rows.append(
             {
                 "lane": lane,
+                "parameters": parameters(recipes[lane]),
                 "temperature": temperature,
                 "c": number(sum(run.metrics["draft_s"] for run in found) / drafted / step_s),
                 "accepted": [number(share) for share in acceptance(found)],
@@ -130,8 +156,8 @@ def study(options: argparse.Namespace) -> None:
         common = {"chat": True, "gamma": GAMMA, "temperature": temperature, "max_tokens": options.max_tokens}
         common["top_p"] = top_p if temperature < 1 else 1.0
         base = Recipe(pair=CHAT_PAIR, method="ar", device="cpu")
-        recipes = {lane: replace(base, **common, **values) for lane, values in LANES.items()}
-        rows += table_rows(measured(recipes, prompts), temperature)
+        recipes = {lane: replace(base, **common, **values) for lane, values in with_heads(options.head).items()}
+        rows += table_rows(measured(recipes, prompts), recipes, temperature)
     publish(options, "drafters", COLUMNS, rows)
 
 
@@ -140,6 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = study_parser(str(Path(__file__)), __doc__, TABLES)
     parser.add_argument("--prompts", type=int, default=5, help="prompts of each class")
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--head", action="append", default=[], help="directory of a further head; repeatable")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.2])
     return run_study(study, parser, arguments)
 
