@@ -11,12 +11,15 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from fakes.dockerfile import dockerfile
+from fakes.forked_process import ForkedProcess, page, terminal, without_sigint
 from fakes.hostile_service import hostile_service
 from fakes.hub_server import Faults, serving
 from fakes.tiny_models import byte_level_tokenizer, save_model
@@ -33,19 +36,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.skipif(os.name != 
 
 
 def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """Start a program without a display."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("DISPLAY", "WAYLAND_DISPLAY")}
+    """Start a program that reads variables when its modules are imported."""
     return subprocess.Popen(
         [*IGNORE_SIGINT, sys.executable, "-u", *arguments],
         cwd=ROOT,
-        env={**kept, **environment},
+        env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
 
 
-def printed(program: subprocess.Popen[str], *prefixes: str) -> list[str]:
+def forked(program: Callable[..., None], *arguments: str, **environment: str) -> closing[ForkedProcess]:
+    return closing(ForkedProcess(without_sigint, program, *arguments, errors_in_output=True, **environment))
+
+
+def printed(program: subprocess.Popen[str] | ForkedProcess, *prefixes: str) -> list[str]:
     """Wait for a line with each prefix, in any order."""
     lines = dict.fromkeys(prefixes, "")
     while not all(lines.values()):
@@ -55,7 +61,7 @@ def printed(program: subprocess.Popen[str], *prefixes: str) -> list[str]:
     return list(lines.values())
 
 
-def end_run(program: subprocess.Popen[str], url: str, number: signal.Signals) -> None:
+def end_run(program: subprocess.Popen[str] | ForkedProcess, url: str, number: signal.Signals) -> None:
     """Send a signal during a run of the page: the run ends with a trace line, and the page with exit code 0."""
     tokens = 1000
     job = Client(url, verbose=False).submit(
@@ -66,20 +72,17 @@ def end_run(program: subprocess.Popen[str], url: str, number: signal.Signals) ->
     program.send_signal(number)
     last = json.loads(list(lines)[-1])
     assert last["end"] == "cancelled" and 0 < last["metrics"]["tokens"] < tokens
-    assert program.wait(TIMEOUT_S) == 0
+    assert program.wait() == 0
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", urlsplit(url).port)) != 0
 
 
 def test_the_page_ends_runs_with_a_trace_line_and_exits_0() -> None:
     """Without a display, `--window` falls back to the browser."""
-    with start("app.py", "--window", "--pair", "bundled", "--no-browser", "--port", free_port()) as program:
-        try:
-            ready, warning = printed(program, "specdemo is ready", "No window")
-            assert warning == "No window: no display is available. The page is available in the browser.\n"
-            end_run(program, re.search(r"http://\S+", ready).group(), signal.SIGINT)
-        finally:
-            program.kill()
+    with forked(page, "--window", "--pair", "bundled", "--no-browser", "--port", free_port()) as program:
+        ready, warning = printed(program, "specdemo is ready", "No window")
+        assert warning == "No window: no display is available. The page is available in the browser.\n"
+        end_run(program, re.search(r"http://\S+", ready).group(), signal.SIGINT)
 
 
 def free_port() -> str:
@@ -113,16 +116,12 @@ def test_the_program_of_the_image_is_healthy_and_ends_on_the_signal_of_docker_st
 
 def test_the_terminal_writes_the_last_trace_line_on_sigterm(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    command = ("-m", "specdemo", "run", PROMPT, "--pair", "bundled", "--max-tokens", "2000", "--json")
-    with start(*command, "--trace", str(trace)) as program:
-        try:
-            steps = (line for line in program.stdout if '"i":' in line)
-            next(steps)
-            program.terminate()
-            program.communicate()
-            assert program.wait(TIMEOUT_S) == 130
-        finally:
-            program.kill()
+    with forked(terminal, *RUN, "--max-tokens", "2000", "--json", "--trace", str(trace)) as program:
+        steps = (line for line in program.stdout if '"i":' in line)
+        next(steps)
+        program.send_signal(signal.SIGTERM)
+        program.communicate()
+        assert program.wait() == 130
     lines = [json.loads(line) for line in trace.read_text("utf-8").splitlines()]
     assert "specdemo" in lines[0] and lines[-1]["end"] == "cancelled" and lines[-1]["metrics"]["tokens"] > 0
 
@@ -152,33 +151,30 @@ def test_the_second_signal_ends_the_process_at_once() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])
 def test_a_measurement_ends_without_a_traceback(number: signal.Signals) -> None:
-    with start("-m", "specdemo", "bench", "--pair", "bundled", "--repeat", "9") as program:
-        try:
-            next(line for line in iter(lambda: program.stdout.read(8), "") if line)
-            program.send_signal(number)
-            output, _ = program.communicate(timeout=TIMEOUT_S)
-            assert program.returncode == 130 and "Traceback" not in output, output
-        finally:
-            program.kill()
+    with forked(terminal, "bench", "--pair", "bundled", "--repeat", "9") as program:
+        assert program.stdout.read(8)
+        end_silently(program, number, 130)
 
 
 # --- phases that wait for other processes ---------------------------------------------------------------------------
 
-RUN = ("-m", "specdemo", "run", PROMPT, "--pair", "bundled")
-PAGE = ("app.py", "--pair", "bundled", "--no-browser")
+RUN = ("run", PROMPT, "--pair", "bundled")
+PAGE = ("--pair", "bundled", "--no-browser")
 COMPILER = "import socket; socket.create_connection(('127.0.0.1', {})).recv(1)"
 
 
-def end_silently(program: subprocess.Popen[str], number: signal.Signals, code: int) -> None:
+def end_silently(program: subprocess.Popen[str] | ForkedProcess, number: signal.Signals, code: int) -> None:
     """Send a signal: the program ends with this exit code and without a traceback."""
     program.send_signal(number)
-    output, _ = program.communicate(timeout=TIMEOUT_S)
-    assert program.returncode == code and "Traceback" not in output, output
+    output, _ = program.communicate()
+    assert program.wait() == code and "Traceback" not in output, output
 
 
-@pytest.mark.parametrize(("command", "number", "code"), [(RUN, signal.SIGTERM, 130), (PAGE, signal.SIGINT, 0)])
+@pytest.mark.parametrize(
+    ("program", "command", "number", "code"), [(terminal, RUN, signal.SIGTERM, 130), (page, PAGE, signal.SIGINT, 0)]
+)
 def test_a_signal_ends_a_compilation_and_its_compilers(
-    command: tuple[str, ...], number: signal.Signals, code: int, tmp_path: Path
+    program: Callable[..., None], command: tuple[str, ...], number: signal.Signals, code: int, tmp_path: Path
 ) -> None:
     """Each compiler holds a connection until it ends."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -186,13 +182,10 @@ def test_a_signal_ends_a_compilation_and_its_compilers(
         script = COMPILER.format(server.getsockname()[1])
         compiler.write_text(f'#!/bin/sh\n{sys.executable} -c "{script}" & wait\n')
         compiler.chmod(0o700)
-        page_only = ("--port", free_port()) if command is PAGE else ()
-        with start(*command, *page_only, CC=str(compiler), XDG_CACHE_HOME=str(tmp_path)) as program:
-            try:
-                connections = [server.accept()[0] for _ in range(2)]
-                end_silently(program, number, code)
-            finally:
-                program.kill()
+        page_only = ("--port", free_port()) if program is page else ()
+        with forked(program, *command, *page_only, CC=str(compiler), XDG_CACHE_HOME=str(tmp_path)) as process:
+            connections = [server.accept()[0] for _ in range(2)]
+            end_silently(process, number, code)
     for connection in connections:
         with connection:
             connection.settimeout(TIMEOUT_S)
@@ -228,7 +221,7 @@ def test_a_signal_ends_a_page_that_downloads_and_waits_for_a_service(models: Pat
 
     with serving(models) as hub, hostile_service(respond) as service:
         hub.faults = Faults(held_after=1000)
-        with start(*PAGE, "--port", free_port(), HF_ENDPOINT=hub.endpoint, HF_HOME=str(tmp_path)) as program:
+        with start("app.py", *PAGE, "--port", free_port(), HF_ENDPOINT=hub.endpoint, HF_HOME=str(tmp_path)) as program:
             try:
                 (ready,) = printed(program, "specdemo is ready")
                 client = Client(re.search(r"http://\S+", ready).group(), verbose=False)

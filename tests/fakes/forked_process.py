@@ -1,4 +1,4 @@
-"""Processes that are forked from one with loaded modules: importing torch and the program takes three seconds."""
+"""Processes that are forked from one with loaded modules: importing torch and the page takes five seconds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ MODULES = [
     "specdemo.models.chat_template",
     "specdemo.remote.target",
     "specdemo.models.engines.native_weights",
+    "specdemo.ui.page",
 ]
+ROOT = Path(__file__).parents[2]
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(MODULES)
@@ -31,10 +33,18 @@ context.set_forkserver_preload(MODULES)
 class ForkedProcess:
     """Process that calls `target` with pipes as standard output and error, and one thread for torch."""
 
-    def __init__(self, target: Callable[..., object], *args: Any, output: Path | None = None, **environment: str):
+    def __init__(
+        self,
+        target: Callable[..., object],
+        *args: Any,
+        output: Path | None = None,
+        errors_in_output: bool = False,
+        **environment: str,
+    ) -> None:
         """`output`: a file instead of the pipe of the standard output."""
         readers, writers = zip(*(context.Pipe(duplex=False) for _ in range(2)), strict=True)
-        given = (target, args, {**os.environ, **environment}, *writers, output)
+        outputs = (writers[0], writers[0] if errors_in_output else writers[1], output)
+        given = (target, args, {**os.environ, **environment}, *outputs)
         self._process = context.Process(target=_run, args=given, daemon=True)
         self._process.start()
         self.stdout, self.stderr = map(_opened, readers)
@@ -73,6 +83,20 @@ def terminal(*arguments: str) -> None:
     runpy.run_module("specdemo", run_name="__main__")
 
 
+def page(*arguments: str) -> None:
+    """Run `python app.py` with these arguments, without a display."""
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        os.environ.pop(name, None)
+    sys.argv = ["app.py", *arguments]
+    runpy.run_path(str(ROOT / "app.py"), run_name="__main__")
+
+
+def without_sigint(program: Callable[..., None], *arguments: str) -> None:
+    """Run a program whose parent process ignores SIGINT, like background jobs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    program(*arguments)
+
+
 def terminal_with_full_disk(size: int, *arguments: str) -> None:
     """Run `terminal` with files of at most `size` bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
@@ -101,6 +125,6 @@ def _run(
     os.dup2(stderr.fileno(), 2)
     stdout.close()
     stderr.close()
-    sys.stdout, sys.stderr = (open(descriptor, "w", encoding="utf-8", closefd=False) for descriptor in (1, 2))
+    sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", closefd=False, buffering=1) for number in (1, 2))
     torch.set_num_threads(1)
     target(*args)
