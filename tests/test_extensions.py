@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from fakes.enumeration import (
     enumerate_distribution,
     true_distribution,
 )
+from fakes.forked_process import ForkedProcess, run_with_new_modules
 from fakes.tiny_models import Explorer, TableHead, committed, run
 
 from specdemo.cli import main
@@ -223,9 +222,10 @@ page.worker.close()
 
 def test_an_option_needs_one_field() -> None:
     """In another process: recipes are assembled once, from the options of all registered methods."""
-    done = subprocess.run([sys.executable, "-c", OPTION], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
+    process = ForkedProcess(run_with_new_modules, OPTION)
+    output, errors = process.communicate()
+    assert process.wait() == 0, errors
+    assert output.splitlines() == [
         "echo_length must be from 1 to 9, not 10",
         "echo_length may be 4 at most here, not 5",
     ]

@@ -91,6 +91,13 @@ def page(*arguments: str) -> None:
     runpy.run_path(str(ROOT / "app.py"), run_name="__main__")
 
 
+def run_with_new_modules(source: str) -> None:
+    """Run `source`, which imports the modules of the program again."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "specdemo"]:
+        del sys.modules[name]
+    exec(source, {"__name__": "__main__"})
+
+
 def without_sigint(program: Callable[..., None], *arguments: str) -> None:
     """Run a program whose parent process ignores SIGINT, like background jobs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
