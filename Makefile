@@ -35,7 +35,7 @@ test-fast: $(READY_DEV) ## run the tests that need no browser, no bundled weight
 	@$(PYTEST) -m "not slow and not exhaustive and not faults" $(ARGS)
 
 test-exhaustive: $(READY_DEV) ## run the long matrices that `make test` samples
-	@$(PYTEST) -m exhaustive $(ARGS) || [ $$? -eq 5 ]  # 5: nothing selected
+	@$(PYTEST) --dist load --maxschedchunk 1 -m exhaustive $(ARGS) || [ $$? -eq 5 ]  # 5: nothing selected
 
 test-sanitized: $(READY_DEV) ## run random passes of the native engine with AddressSanitizer; part of test-exhaustive
 	@$(PYTEST) -m exhaustive tests/models/test_native_sanitized.py $(ARGS)

@@ -13,7 +13,7 @@ from fakes import properties
 
 from specdemo.native import build as native_build
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.fuzz]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.exhaustive, pytest.mark.fuzz]
 
 ROUNDS = 40
 FLAGS = ("-std=gnu11", "-O1", "-g1", "-fPIC", "-pthread", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")

@@ -11,7 +11,7 @@ import pytest
 
 from specdemo.native.build import VECTORS, supported_vectors
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.exhaustive]
 
 TESTS = Path(__file__).parent
 FILES = (
