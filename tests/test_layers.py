@@ -45,6 +45,7 @@ PACKAGES = {
     "ray": ("specdemo/cli/ray_serve.py",),
     "starlette": (
         "specdemo/remote/",
+        "specdemo/ui/documents/",
         "specdemo/ui/gateway.py",
         "specdemo/ui/page_head.py",
         "specdemo/ui/service.py",
@@ -52,6 +53,7 @@ PACKAGES = {
         "specdemo/ui/theme.py",
         "specdemo/ui/visitor_sessions.py",
     ),
+    "markdown_it": ("specdemo/ui/documents/",),
     "uvicorn": ("specdemo/remote/",),
     "httpcore": ("specdemo/remote/", "specdemo/external/client.py"),
     "pydantic": (

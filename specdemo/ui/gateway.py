@@ -21,6 +21,7 @@ from specdemo.core.trace import MAX_CHARACTERS
 from specdemo.remote.access import RouteInfo, is_foreign, is_known_host
 from specdemo.remote.admission import RateLimiter
 from specdemo.remote.connections import ConnectionLimits, VisitorConnections, network_of
+from specdemo.ui.documents import DOCUMENT_PATH
 from specdemo.ui.event_requests import KnownEvents
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.page_head import PICTURE_PATH, PageHead
@@ -35,6 +36,7 @@ _RUNS = "rate, 2 MB; runs: `SPECDEMO_PER_MINUTE`, `SPECDEMO_AT_ONCE`, `SPECDEMO_
 PAGE_ROUTES = (
     RouteInfo("GET, HEAD", "/", "page"),
     RouteInfo("GET", "/lessons", "lessons on recorded runs"),
+    RouteInfo("GET", DOCUMENT_PATH, "documents as HTML"),
     RouteInfo("GET", "/config", "layout of the page"),
     RouteInfo("GET", "/static/{path:path}", "fonts and pictures of Gradio", _FILES),
     RouteInfo("GET", "/assets/{path:path}", "scripts and styles of Gradio", _FILES),

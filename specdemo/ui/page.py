@@ -34,6 +34,7 @@ from specdemo.ui.api import address_of, endpoints
 from specdemo.ui.cockpit import cockpit, script
 from specdemo.ui.controls import PAIR_SETTINGS, Controls, available_examples, connect_pair, examples_row, sidebar
 from specdemo.ui.conversation import shown_messages
+from specdemo.ui.documents import document_route, page_links
 from specdemo.ui.event_requests import KnownEvents, guarded
 from specdemo.ui.frames import Run
 from specdemo.ui.gateway import TRACES, gateway
@@ -138,6 +139,7 @@ def build(
     sockets = Sockets(service.runs)
     with gr.Blocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
         parts = _layout(service, initial, device, shown_examples, not limits.public if compare is None else compare)
+        page_links(os.environ)
         handlers = _Handlers(service, sockets, device, parts.defaults)
         _connect_runs(parts, handlers)
         _connect_lanes(parts, handlers)
@@ -158,7 +160,13 @@ def build(
         demo,
         service.worker,
         service.clouds,
-        routes=[*sockets.routes(), picture_route(), trace_route(TRACES, service.runs), *_probes(health)],
+        routes=[
+            *sockets.routes(),
+            picture_route(),
+            document_route(),
+            trace_route(TRACES, service.runs),
+            *_probes(health),
+        ],
         middleware=middleware,
         connections=limits.of_connections,
         hosts=hosts,

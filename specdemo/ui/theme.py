@@ -57,6 +57,14 @@ SAFE_DARK = {
 CATEGORIES = ("#7a8698", "#0072b2", "#e69f00", "#009e73", "#cc79a7")  # grey, then the palette of Okabe and Ito
 
 
+def palette() -> str:
+    """Return the colours as variables, for pages that follow the colour scheme of the system."""
+    light, dark = ("".join(f"--{name}: {colour};" for name, colour in colours.items()) for colours in (LIGHT, DARK))
+    return (
+        f":root {{ color-scheme: light dark; {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
+    )
+
+
 def stylesheet() -> str:
     blocks = ((":root", LIGHT), (".dark", DARK), (".cockpit.safe", SAFE_LIGHT), (".dark .cockpit.safe", SAFE_DARK))
     return "".join(

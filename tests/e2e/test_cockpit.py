@@ -504,3 +504,30 @@ def test_run_begins_a_conversation_and_continue_chat_adds_a_turn(page: Page, sho
     run(page, "New", tokens=6)
     expect(given).to_have_text("<user>New\n<assistant>")
     status(page, "done")
+
+
+def test_a_tap_opens_the_step_as_a_drawer_below_the_token(tab: Any) -> None:
+    page: Page = tab(width=390, height=844)
+    run(page, CODE, tokens=120)
+    status(page, "done: 120 tokens")
+    devtools = page.context.new_cdp_session(page)
+    devtools.send("Emulation.setTouchEmulationEnabled", {"enabled": True})
+    for number in (3, 40):
+        token = page.locator("#lane-spec .round .tok:visible").nth(number)
+        token.scroll_into_view_if_needed()
+        box = token.bounding_box()
+        point = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
+        devtools.send("Input.dispatchTouchEvent", {"type": "touchStart", "touchPoints": [point]})
+        devtools.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+        inspector = page.locator("#inspector")
+        expect(inspector).to_be_in_viewport()
+        expect(page.locator("#tip")).to_be_hidden()
+        page.wait_for_function(
+            """token => { // nothing covers it
+                const box = token.getClientRects()[0];
+                return document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2) === token;
+            }""",
+            arg=token.element_handle(),
+        )
+        assert inspector.evaluate("drawer => getComputedStyle(drawer).position") == "fixed"
+        page.locator("#round-close").click()

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 UNSHIPPED = ("globals.d.ts", "jsconfig.json")  # for the type checker
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("specdemo", "assets", "pyproject.toml", "setup.py", "requirements.txt", "README.md", "LICENSE")
+SOURCES = ("specdemo", "assets", "docs", "pyproject.toml", "setup.py", "requirements.txt", "README.md", "LICENSE")
 EXAMPLE = """
 import runpy, sys
 import specdemo

@@ -8,6 +8,7 @@ import gradio as gr
 
 from specdemo.drafters import METHODS
 from specdemo.recipe import Recipe
+from specdemo.ui.documents import document_link
 from specdemo.ui.labels import link_papers
 from specdemo.ui.service import Service
 from specdemo.ui.tabs.bench import bench_tab
@@ -25,14 +26,20 @@ def build_tabs(
     with gr.Tabs(elem_id="tabs"):
         with gr.Tab("Method", id="method"):
             about = gr.Markdown(link_papers(METHODS[defaults.method].notes), elem_id="about")
+            document_link("policies")
         with gr.Tab("Theory", id="theory", render_children=True) as tab:
             theory_tab(service.runs, tab)
+            document_link("preflight")
         with gr.Tab("Edge-cloud", id="edge", render_children=True) as tab:
             edge_tab(service, controls, thresholds, device, tab)
+            document_link("edge-cloud")
         with gr.Tab("Bench", id="bench", render_children=True) as tab:
             bench_tab(service, controls, defaults, tab)
+            document_link("performance")
         with gr.Tab("Explain logs", id="explain", render_children=True):
             explain_tab()
+            document_link("other-engines")
         with gr.Tab("Memory", id="memory", render_children=True) as tab:
             memory_tab(service, device, tab)
+            document_link("models")
     return about

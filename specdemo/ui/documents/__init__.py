@@ -1,0 +1,150 @@
+"""Documents of the program as HTML pages, linked from the page where they are installed."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from string import Template
+
+import gradio as gr
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from specdemo.ui.theme import palette
+
+DOCUMENT_PATH = "/documentation/{name}"
+OVERVIEW = "readme"
+_ROOT = Path(__file__).resolve().parents[2]
+# The documents are inside the package in a wheel and next to it in a checkout; a wheel has no README.
+_FILES = {
+    **({OVERVIEW: _ROOT.parent / "README.md"} if (_ROOT.parent / "README.md").is_file() else {}),
+    **{
+        path.stem: path
+        for folder in (_ROOT / "docs", _ROOT.parent / "docs")
+        if folder.is_dir()
+        for path in sorted(folder.glob("*.md"))
+    },
+}
+_FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
+_COMMENTS = re.compile(r"^<!--.*?-->\n", re.DOTALL | re.MULTILINE)
+_SCROLLED = '<div class="scrolled" tabindex="0" role="region" aria-label="{}">'
+
+
+def document_names() -> list[str]:
+    """Return the names of the installed documents."""
+    return list(_FILES)
+
+
+def document_route() -> Route:
+    """Return the route of the documents."""
+
+    async def page(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in _FILES:
+            return PlainTextResponse("There is no such document.", 404)
+        return HTMLResponse(document_page(name))
+
+    return Route(DOCUMENT_PATH, page)
+
+
+def page_links(environment: Mapping[str, str]) -> None:
+    """Add links to the documents, the lessons and the repository, as far as they exist."""
+    links = {"Lessons": "lessons"}
+    if _FILES:
+        links |= {"Documentation": f"documentation/{next(iter(_FILES))}"}
+    if "sources" in _FILES:
+        links |= {"Papers": "documentation/sources"}
+    if address := repository(environment):
+        links |= {"Repository": address}
+    items = " ".join(f'<a href="{html.escape(address)}">{name}</a>' for name, address in links.items())
+    gr.HTML(f'<nav aria-label="Documents">{items}</nav>', elem_id="page-links", apply_default_css=False)
+
+
+def document_link(name: str) -> None:
+    """Add a link to a document, if it is installed."""
+    if name in _FILES:
+        link = (
+            f'<p class="more-about">Documentation: <a href="documentation/{name}">{html.escape(_title(name))}</a></p>'
+        )
+        gr.HTML(link, apply_default_css=False)
+
+
+def repository(environment: Mapping[str, str]) -> str | None:
+    """Return the address of the files of a Space, or that in the metadata of the package."""
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", space := environment.get("SPACE_ID", "")):
+        return f"https://huggingface.co/spaces/{space}/tree/main"
+    try:
+        urls = metadata.metadata("specdemo").get_all("Project-URL") or []
+    except metadata.PackageNotFoundError:
+        return None
+    pairs = (entry.partition(", ")[::2] for entry in urls)
+    return next((address for label, address in pairs if label.lower() in ("repository", "source")), None)
+
+
+@cache
+def document_page(name: str) -> str:
+    """Return a document as HTML."""
+    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
+    tokens = parser.parse(_markdown(name))
+    _add_anchors(tokens)
+    for token in tokens:
+        token.children = [_linked(child) for child in token.children or () if child.type != "image"]
+    for kind, label in (("table", "Table"), ("fence", "Code")):
+        tokens = [part for token in tokens for part in _scrolled(token, kind, label)]
+    items = "".join(
+        f'<li><a href="{other}"{" aria-current=page" if other == name else ""}>{html.escape(_title(other))}</a></li>'
+        for other in _FILES
+    )
+    template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+    text = parser.renderer.render(tokens, parser.options, {})
+    return template.substitute(title=html.escape(_title(name)), colours=palette(), items=items, text=text)
+
+
+def _markdown(name: str) -> str:
+    return _COMMENTS.sub("", _FRONT_MATTER.sub("", _FILES[name].read_text(encoding="utf-8")))
+
+
+def _title(name: str) -> str:
+    if name == OVERVIEW:
+        return "Overview"
+    return next(line[2:] for line in _markdown(name).splitlines() if line.startswith("# "))
+
+
+def _add_anchors(tokens: Sequence[Token]) -> None:
+    """Name headings as GitHub does."""
+    found: Counter[str] = Counter()
+    for heading, title in zip(tokens, tokens[1:], strict=False):
+        if heading.type == "heading_open":
+            anchor = re.sub(r"[^\w\- ]", "", title.content.lower()).replace(" ", "-")
+            heading.attrs["id"] = f"{anchor}-{found[anchor]}" if found[anchor] else anchor
+            found[anchor] += 1
+
+
+def _linked(token: Token) -> Token:
+    """Lead links to other documents; other files have no address."""
+    address = str(token.attrs.get("href", ""))
+    if token.type != "link_open" or re.match(r"[a-z]+:|#", address):
+        return token
+    path, _, anchor = address.partition("#")
+    name = Path(path).stem.lower()
+    if path.endswith(".md") and name in _FILES and Path(path).parent.name in ("", "docs", ".."):
+        token.attrs["href"] = f"{name}#{anchor}" if anchor else name
+    else:
+        del token.attrs["href"]
+    return token
+
+
+def _scrolled(token: Token, kind: str, label: str) -> list[Token]:
+    """Surround wide parts by a region that the keyboard scrolls."""
+    start = Token("html_block", "", 0, content=_SCROLLED.format(label))
+    end = Token("html_block", "", 0, content="</div>\n")
+    before = [start] if token.type in (kind, f"{kind}_open") else []
+    return [*before, token, *([end] if token.type in (kind, f"{kind}_close") else [])]

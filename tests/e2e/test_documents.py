@@ -1,0 +1,33 @@
+"""Documents of the program, opened from the page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from e2e.page_fixtures import grave
+
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
+
+
+def test_documents_are_opened_from_the_page_and_accessible(tab: Any, served: Any) -> None:
+    page: Page = tab()
+    page.locator("#page-links a", has_text="Documentation").click()
+    expect(page.locator("h1")).to_have_text("specdemo")
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        assert not grave(page, schemes=["light"]), scheme
+    page.locator("nav a[href='edge-cloud']").click()
+    assert page.url == f"{served.url}documentation/edge-cloud"
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.locator("nav a", has_text="← specdemo").click()
+    expect(page.locator("#run")).to_be_visible()
+
+
+@pytest.mark.parametrize(("name", "document"), [("Edge-cloud", "edge-cloud"), ("Bench", "performance")])
+def test_tabs_link_their_document(page: Page, name: str, document: str) -> None:
+    page.get_by_role("tab", name=name).click()
+    expect(page.locator(f"a[href='documentation/{document}']")).to_be_visible()

@@ -1,0 +1,90 @@
+"""Documents served with the page: links, anchors, tables, and the address of the repository."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+import gradio as gr
+import pytest
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+from test_docs import DOCUMENTS, anchors
+
+from specdemo.ui import documents
+from specdemo.ui.documents import document_link, document_names, document_page, document_route, page_links, repository
+
+LINK = re.compile(r'<a href="([^"]*)"')
+
+
+def test_all_documents_of_the_checkout_are_served() -> None:
+    expected = {path.stem.lower() for path in DOCUMENTS if path.parent.name == "docs"} | {"readme"}
+    assert {*document_names()} == expected
+    client = TestClient(Starlette(routes=[document_route()]))
+    for name in document_names():
+        response = client.get(f"/documentation/{name}")
+        assert response.status_code == 200 and response.text == document_page(name)
+    assert client.get("/documentation/passwd").status_code == 404
+    assert client.get("/documentation/..%2Fapp").status_code == 404
+
+
+@pytest.mark.parametrize("name", document_names())
+def test_links_of_a_document_lead_to_documents_and_headings(name: str) -> None:
+    page = document_page(name)
+    assert "&lt;!--" not in page and page.count("<h1") == 1 and "<img" not in page
+    ids = {other: {*re.findall(r'<h\d id="([^"]*)"', document_page(other))} for other in document_names()}
+    for link in LINK.findall(page):
+        assert not link.startswith("/")  # the page may have a prefix
+        if link == "../" or re.match("https?:", link):
+            continue
+        target, _, anchor = link.partition("#")
+        assert (target or name) in ids and (not anchor or anchor in ids[target or name]), link
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.parent.name == "docs"], ids=str)
+def test_anchors_are_those_of_the_source(path: Path) -> None:
+    found = re.findall(r'<h\d id="([^"]*)"', document_page(path.stem))
+    assert {*found} == anchors(path.read_text("utf-8"))
+
+
+def test_wide_parts_scroll_with_the_keyboard() -> None:
+    page = document_page("performance")
+    regions = page.count('<div class="scrolled" tabindex="0" role="region"')
+    assert regions == page.count("<table>") + page.count("<pre>") > 3
+
+
+def drawn(build: object) -> str:
+    with gr.Blocks() as blocks:
+        build()  # type: ignore[operator]
+    return "".join(str(block.value) for block in blocks.blocks.values() if isinstance(block, gr.HTML))
+
+
+def test_the_page_links_what_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = {"SPACE_ID": "owner/a-space"}
+    assert LINK.findall(drawn(lambda: page_links(space))) == [
+        "lessons",
+        "documentation/readme",
+        "documentation/sources",
+        "https://huggingface.co/spaces/owner/a-space/tree/main",
+    ]
+    assert LINK.findall(drawn(lambda: document_link("edge-cloud"))) == ["documentation/edge-cloud"]
+    monkeypatch.setattr(documents, "_FILES", {})
+    assert LINK.findall(drawn(lambda: page_links({}))) == ["lessons"]
+    assert drawn(lambda: document_link("edge-cloud")) == ""
+
+
+def test_the_repository_is_that_of_the_space_or_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    urls = ["Homepage, https://example.org", "Repository, https://example.org/code"]
+    monkeypatch.setattr(metadata, "metadata", lambda name: type("", (), {"get_all": lambda self, key: urls})())
+    assert repository({}) == "https://example.org/code"
+    assert repository({"SPACE_ID": 'a/b"><script>'}) == "https://example.org/code"
+    assert repository({"SPACE_ID": "a/b"}) == "https://huggingface.co/spaces/a/b/tree/main"
+    urls.clear()
+    assert repository({}) is None
+
+    def missing(name: str) -> None:
+        raise metadata.PackageNotFoundError
+
+    monkeypatch.setattr(metadata, "metadata", missing)
+    assert repository({}) is None
