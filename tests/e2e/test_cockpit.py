@@ -508,8 +508,8 @@ def test_run_begins_a_conversation_and_continue_chat_adds_a_turn(page: Page, sho
 
 def test_a_tap_opens_the_step_as_a_drawer_below_the_token(tab: Any) -> None:
     page: Page = tab(width=390, height=844)
-    run(page, CODE, tokens=120)
-    status(page, "done: 120 tokens")
+    run(page, CODE)
+    status(page, "done")
     devtools = page.context.new_cdp_session(page)
     devtools.send("Emulation.setTouchEmulationEnabled", {"enabled": True})
     for number in (3, 40):
