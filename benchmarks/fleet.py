@@ -55,7 +55,7 @@ COLUMNS = {
     "step p50 / p95 s": "{p50_s:.2f} / {p95_s:.2f}",
     "without affinity": "{no_affinity:.0%}",
     "without shared passes": "{no_batching:.0%}",
-    "tokens lost with a replica": "{lost:.1%}",
+    "tokens of a lost replica, s": "{lost_s:.2f}",
 }
 
 
@@ -103,6 +103,8 @@ class Replica:
         self.interpreter = simpy.Resource(env)
         self.read: OrderedDict[int, int] = OrderedDict()  # length of each cached text
         self.jobs: deque[Job] = deque()
+        self.long: deque[Job] = deque()  # jobs that read a long text in chunks
+        self.owed_s = 0.0  # duration of passes before the next chunk
         self.arrived = env.event()
         self.alive = True
         env.process(self.run())
@@ -114,7 +116,7 @@ class Replica:
         self.read.move_to_end(edge)
         if len(self.read) > CONTEXTS:
             self.read.popitem(last=False)
-        self.jobs.append(job)
+        self._queue(job)
         if not self.arrived.triggered:
             self.arrived.succeed()
         return job
@@ -122,36 +124,48 @@ class Replica:
     def run(self) -> Process:
         env, fleet = self.env, self.fleet
         while True:
-            while not self.jobs:
+            while not self.jobs and not self.long:
                 self.arrived = env.event()
                 yield self.arrived
-            job = self.jobs.popleft()
-            if job.unread > CHUNK // 4:
+            if self.long and (self.owed_s <= 0 or not self.jobs):
+                job = self.long.popleft()
                 count = min(job.unread - 1, CHUNK)
-                yield from _use(env, count * fleet.read_s, self.cores)
+                self.owed_s = count * fleet.read_s
+                yield from _use(env, self.owed_s, self.cores)
                 job.unread -= count
-                self.jobs.append(job)
+                self._queue(job)
                 continue
-            group, rows = [job], job.unread + job.rows
-            for other in [*self.jobs]:
-                more = other.unread + other.rows
-                if len(group) < fleet.texts and other.unread <= CHUNK // 4 and rows + more <= PASS_ROWS:
-                    group.append(other)
-                    self.jobs.remove(other)
-                    rows += more
-            yield from _use(env, fleet.pass_s[0] + rows * fleet.pass_s[1], self.cores)
+            group, rows = self._group()
+            seconds = fleet.pass_s[0] + rows * fleet.pass_s[1]
+            yield from _use(env, seconds, self.cores)
             yield from _use(env, len(group) * fleet.text_s, self.interpreter, self.cores)
+            self.owed_s -= seconds
             for member in group:
                 if not member.done.triggered:
                     member.done.succeed()
+
+    def _queue(self, job: Job) -> None:
+        (self.long if job.unread > CHUNK // 4 else self.jobs).append(job)
+
+    def _group(self) -> tuple[list[Job], int]:
+        """Remove and return the jobs of the next pass, and its rows."""
+        group: list[Job] = []
+        rows = 0
+        for job in [*self.jobs]:
+            if len(group) < self.fleet.texts and (not group or rows + job.unread + job.rows <= PASS_ROWS):
+                group.append(job)
+                self.jobs.remove(job)
+                rows += job.unread + job.rows
+        return group, rows
 
     def lose(self) -> Process:
         """End all requests; return with an empty cache."""
         self.alive = False
         self.read.clear()
-        for job in self.jobs:
+        for job in (*self.jobs, *self.long):
             job.done.succeed("lost")
         self.jobs.clear()
+        self.long.clear()
         yield self.env.timeout(self.fleet.replaced_s)
         self.alive = True
 
@@ -183,7 +197,7 @@ class Simulation:
         fleet, rng = self.fleet, random.Random(f"{self.fleet.seed} {edge}")
         yield env.timeout(rng.uniform(0, fleet.rtt_s))
         length = fleet.prompt + rng.randrange(fleet.length)
-        home = replicas[edge % len(replicas)]
+        home = used = replicas[edge % len(replicas)]
         for steps, replica in enumerate([home] if fleet.affinity else rng.sample(replicas, len(replicas))):
             replica.read[edge] = max(0, length - steps * fleet.steps[0][1])  # texts are under way at the start
         while True:
@@ -197,16 +211,17 @@ class Simulation:
                 if not alive:
                     yield env.timeout(0.25)
                     continue
-                replica = home if fleet.affinity and home.alive else rng.choice(alive)
-                yield from _use(env, fleet.http_s, replica.interpreter, replica.cores)
-                outcome = yield replica.submit(edge, length, drafted).done
+                if not (fleet.affinity and used.alive):
+                    used = rng.choice(alive)
+                yield from _use(env, fleet.http_s, used.interpreter, used.cores)
+                outcome = yield used.submit(edge, length, drafted).done
                 yield env.timeout(fleet.rtt_s / 2)
             length += committed
             if env.now >= WARM_UP_S:
                 self.tokens += committed
                 self.durations.append(env.now - start)
             if length >= fleet.prompt + fleet.length:
-                length = fleet.prompt
+                length, used = fleet.prompt, home
                 yield env.timeout(fleet.opening * fleet.rtt_s)
                 for other in replicas:
                     other.read.pop(edge, None)
@@ -310,7 +325,7 @@ def simulate(options: argparse.Namespace) -> None:
                 "tokens_s": tokens_s,
                 "p50_s": percentile(best.durations, 0.5),
                 "p95_s": percentile(best.durations, 0.95),
-                "lost": 1 - shares["remaining"],
+                "lost_s": (1 - shares["remaining"]) * options.seconds,
                 **shares,
             }
         )
