@@ -40,7 +40,7 @@ from specdemo.shared_passes import PASS_ROWS
 TABLES = dict.fromkeys(("fleet", "fleet-validation"), "docs/hosting.md")
 CHUNK = 256  # tokens of a long text that a pass reads
 CONTEXTS = 256  # texts cached by a replica
-WARM_UP_S = 4.0
+WARM_UP_S = 20.0
 SIZES = ((10, 1), (100, 1), (100, 4), (1000, 4), (1000, 16), (1000, 64), (10_000, 64), (10_000, 256))
 VALIDATION_COLUMNS = {
     "edges": "{edges}",
@@ -296,7 +296,7 @@ def validate(options: argparse.Namespace) -> None:
     records = []
     for edges, tokens_s in measured.items():
         small = replace(fleet, edges=edges, rtt_s=options.rtt_ms / 1000, prompt=64, length=48, cores=options.cores)
-        predicted = Simulation(small).run(10.0)
+        predicted = Simulation(small).run(20.0)
         records.append({"edges": edges, "measured": tokens_s, "predicted": predicted, "ratio": predicted / tokens_s})
     publish(options, "fleet-validation", VALIDATION_COLUMNS, records)
 
@@ -335,7 +335,7 @@ def simulate(options: argparse.Namespace) -> None:
 
 STUDIES = {
     "validate": Study(validate, {"edges": [1, 2, 4, 8, 16, 32], "seconds": 4.0, "rtt_ms": 30.0, "cores": 2}),
-    "simulate": Study(simulate, {"seconds": 10.0}),
+    "simulate": Study(simulate, {"seconds": 20.0}),
 }
 main = study_command(__file__, __doc__, TABLES, STUDIES)
 
