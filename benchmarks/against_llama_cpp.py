@@ -315,7 +315,8 @@ def llama_servers(program: Path, target: Path, drafter: Path) -> Iterator[list[s
 def vllm_servers(program: Path | None, target: str) -> Iterator[list[str]]:
     """Run a server per lane of `VLLM_SERVERS`; yield their addresses, none without a program."""
     counts = ["--per-request-spec-decode-metrics", "detailed"]
-    common = ["--dtype", "float32", "--max-model-len", 1024, "--enforce-eager", "--host", "127.0.0.1"]
+    memory = ["--gpu-memory-utilization", 0.1]  # of the CPU's memory; three servers run
+    common = ["--dtype", "float32", "--max-model-len", 1024, "--enforce-eager", "--host", "127.0.0.1", *memory]
     speculation = [
         ["--speculative-config", json.dumps(config), *counts] if config else [] for config in VLLM_SERVERS.values()
     ]

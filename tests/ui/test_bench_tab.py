@@ -44,6 +44,14 @@ def test_recipes_equal_the_terminal_and_prompt_classes_alternate() -> None:
     assert len(meant(kinds=["adversarial"], each=24).prompts) == 20  # the class has only 20 prompts
 
 
+def test_several_servers_are_lanes() -> None:
+    found = meant(external="vllm=http://127.0.0.1:1  llama.cpp=http://127.0.0.1:2")
+    assert [recipe.external for recipe in found.recipes if recipe.external] == [
+        "vllm=http://127.0.0.1:1",
+        "llama.cpp=http://127.0.0.1:2",
+    ]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -45,7 +45,7 @@ def selected(
 ) -> tuple[list[dict[str, Any]], tuple[Prompt, ...]]:
     """Return settings of `bench.grid` and prompts. Raises `UserError` for invalid values.
 
-    `each`: prompts per class, which alternate; `external`: server of another engine, or empty.
+    `each`: prompts per class, which alternate; `external`: servers of other engines, separated by spaces.
     """
     lists = {
         "method": methods,
@@ -59,7 +59,7 @@ def selected(
             raise UserError(f"choose at least one {name}")
     if isinstance(each, bool) or not isinstance(each, int) or each < 1:
         raise UserError(f"prompts per class must be an integer from 1, not {each!r}")
-    servers = [external] if external else []
+    servers = str(external or "").split()
     varied = list(islice(grid(methods, gammas, policies, temperatures, servers), MOST_RUNS + 1))
     if len(varied) > MOST_RUNS:
         raise UserError(f"that is more than {MOST_RUNS} recipes: choose fewer draft lengths, policies or temperatures")
