@@ -74,9 +74,9 @@ def _outcome(ratio: float, ratios: Sequence[float], measure: str) -> tuple[str, 
         times = "in this run"
     words = " ".join(filter(None, (measure, times)))
     if faster:
-        return f"{value} faster {words}", "good"
+        return f"{value} faster with drafts {words}", "good"
     if slower:
-        return f"{value}, slower {words}", "bad"
+        return f"{value}, slower with drafts {words}", "bad"
     return f"No clear difference: {value}{f' {measure}' if measure else ''}", "even"
 
 

@@ -43,22 +43,22 @@ def line_of(run: Run) -> dict[str, Any]:
 
 def test_result_names_speed_text_and_passes() -> None:
     shown = line_of(compared(plain_s=0.01))
-    assert shown["text"] == "2.0× faster in this run, same text. 8 target passes instead of 16."
+    assert shown["text"] == "2.0× faster with drafts in this run, same text. 8 target passes instead of 16."
     assert shown["tone"] == "good" and shown["suggestion"] == {"label": "Repeat ×5", "press": "repeat"}
     assert shown["reason"] == "A step gave 2.0 tokens and took 1.0 times as long as a step of the baseline."
 
 
 def test_a_loss_is_named_with_one_suggestion() -> None:
     shown = line_of(compared(plain_s=0.004))
-    assert shown["text"].startswith("0.8×, slower in this run, same text.") and shown["tone"] == "bad"
+    assert shown["text"].startswith("0.8×, slower with drafts in this run, same text.") and shown["tone"] == "bad"
     assert shown["suggestion"]["label"] == "Repeat ×5"
 
 
 @pytest.mark.parametrize(
     ("ratios", "words", "tone"),
     [
-        ((1.1, 1.5, 2.0, 1.2, 4.0), "1.5× faster in all 5 pairs", "good"),
-        ((0.6, 0.7, 0.8, 0.9, 0.95), "0.8×, slower in all 5 pairs", "bad"),
+        ((1.1, 1.5, 2.0, 1.2, 4.0), "1.5× faster with drafts in all 5 pairs", "good"),
+        ((0.6, 0.7, 0.8, 0.9, 0.95), "0.8×, slower with drafts in all 5 pairs", "bad"),
         ((0.9, 1.2, 1.3, 1.4, 1.5), "No clear difference: 1.3×", "even"),
     ],
 )
@@ -76,7 +76,7 @@ def test_lanes_over_a_link_are_compared_by_total_time() -> None:
     spec, plain = (0.5 + 8 * 0.01, 0.5 + 16 * 0.0005)
     assert state["tiles"]["speedup"] == [f"{plain / spec:.1f}×", "total time"]
     assert f"{spec:.2f} against {plain:.2f} s in total" in state["verdict"] and "streams its tokens" in state["verdict"]
-    assert state["headline"]["text"].startswith("0.9×, slower in total time in this run")
+    assert state["headline"]["text"].startswith("0.9×, slower with drafts in total time in this run")
 
 
 def test_ratios_below_a_tenth_have_two_digits() -> None:
