@@ -1,6 +1,7 @@
-"""Mutants of C files: universalmutator generates them, and those that compile to other code are tested.
+"""Mutants of C files: universalmutator generates them.
 
-They must fail the check after compiling, or a test. Results are kept in `build/native_mutants`.
+Mutants that compile to other code must fail the check after compiling, or a test. Results are kept in
+`build/native_mutants`.
 """
 
 from __future__ import annotations

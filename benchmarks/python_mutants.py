@@ -204,7 +204,7 @@ def _tested_in_new_session(mutant: str, coverage: Coverage) -> int:
 
 
 def test_files(files: Sequence[Path], tests: Sequence[str], again: bool) -> bool:
-    """Generate the mutants of `files` and test those without a result, with `again` survivors as well.
+    """Generate the mutants of `files` and test them unless they have a result, or with `again` if they survived.
 
     `tests` replace those of pyproject.toml. Return False if a test fails without mutants.
     """

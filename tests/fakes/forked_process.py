@@ -1,4 +1,4 @@
-"""Processes that are forked from one with loaded modules: importing torch and the page takes five seconds."""
+"""Processes forked from a process with loaded modules: importing torch and the page takes five seconds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ForkedProcess:
         errors_in_output: bool = False,
         **environment: str,
     ) -> None:
-        """`output`: a file instead of the pipe of the standard output."""
+        """`output`: a file instead of the pipe of standard output."""
         readers, writers = zip(*(context.Pipe(duplex=False) for _ in range(2)), strict=True)
         outputs = (writers[0], writers[0] if errors_in_output else writers[1], output)
         given = (target, args, {**os.environ, **environment}, *outputs)
@@ -99,7 +99,7 @@ def run_with_new_modules(source: str) -> None:
 
 
 def without_sigint(program: Callable[..., None], *arguments: str) -> None:
-    """Run a program whose parent process ignores SIGINT, like background jobs."""
+    """Ignore SIGINT, like background jobs, and run a program."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     program(*arguments)
 

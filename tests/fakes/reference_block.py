@@ -42,7 +42,7 @@ def block_branches(
         last = len(states) - 1
 
         def row(position: int) -> Tensor:
-            """Return the final state at a position of the text, or at one of the slots behind it."""
+            """Return the final state at a position of the text, or at a slot behind it."""
             state = tensors["fc.weight"] @ states[min(position, last)]
             embedded = layers[0].norm("input_layernorm", embeddings[tokens[min(position, last) + 1]])
             x = torch.cat([embedded, layers[0].norm("hidden_norm", state)])
