@@ -52,10 +52,7 @@ def result(client: httpx.Client, session: dict[str, str]) -> dict[str, Any]:
     [
         [MARK] * 100,
         MARK * 1000,
-        -1e300,
-        None,
-        pytest.param({MARK: 1}, marks=pytest.mark.exhaustive),
-        pytest.param(True, marks=pytest.mark.exhaustive),
+        *(pytest.param(value, marks=pytest.mark.exhaustive) for value in (-1e300, None, {MARK: 1}, True)),
     ],
 )
 def test_wrong_types_get_an_answer_and_one_short_log_line(
