@@ -359,7 +359,7 @@ class PathProbability(StoppingPolicy):
 
 def path_probability(lengths: DraftLengths, costs: CostModel) -> PathProbability:
     """Return a policy with the cost of a row as threshold, at least the default."""
-    row = (costs.verify(lengths.most + 1) - 1) / max(1, lengths.most)
+    row = min(0.4, (costs.verify(lengths.most + 1) - 1) / max(1, lengths.most))
     threshold = max(PathProbability.threshold, round(20 * row) / 20)
     return PathProbability(lengths.most, lengths.least, threshold, row, costs.token, step_cost=0.1)
 

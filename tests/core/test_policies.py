@@ -102,6 +102,7 @@ def by_path(passes: dict[int, float], token: float = 0.1) -> PathProbability:
 def test_paths_are_as_probable_as_a_row_is_expensive() -> None:
     assert by_path({1: 1.0}).threshold == by_path({1: 1.0, 5: 1.4}).threshold == 0.15
     assert by_path({1: 1.0, 5: 2.4}).threshold == 0.35
+    assert by_path({1: 1.0, 5: 9.0}).threshold == by_path({1: 1.0, 5: 9.0}).row_cost == 0.4
 
 
 def sourced(source: str | None, drafted: int, accepted: int, seconds: float = 1.0) -> Step:
