@@ -115,7 +115,7 @@ def problem(reference: str) -> str:
 
 def is_defined(name: str) -> bool:
     parts = name.split(".")
-    for end in range(len(parts) - 1, 0, -1):
+    for end in range(len(parts), 0, -1):
         module = ".".join(("specdemo", *parts[:end]))
         try:
             value = import_module(module)

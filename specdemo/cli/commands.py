@@ -20,7 +20,7 @@ from specdemo.bench.questions import category_table, read_questions
 from specdemo.cli.arguments import announce_pair, at_least_one, given
 from specdemo.cli.chat import chat
 from specdemo.cli.output import OutputFile
-from specdemo.cli.serve import serve
+from specdemo.cli.serve import serve_pair
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.formats import megabytes
 from specdemo.core.rules import reproducing_rule
@@ -243,7 +243,7 @@ def _convert_head(options: argparse.Namespace) -> int:
 
 COMMANDS = {
     "chat": chat,
-    "serve": serve,
+    "serve": serve_pair,
     "preflight": _preflight,
     "calibrate": _calibrate,
     "bench": _bench,

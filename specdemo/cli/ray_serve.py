@@ -23,7 +23,7 @@ from specdemo import set_environment_defaults
 from specdemo.core.errors import UserError
 
 NAME = "specdemo"
-DRAIN_S = 60.0  # for streams under way; a step takes less than a second
+DRAIN_S = 60.0  # default
 _ONGOING = 4  # requests of a replica before another starts
 _MOST_ONGOING, _MOST_QUEUED = 64, 256
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"

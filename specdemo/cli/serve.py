@@ -14,7 +14,7 @@ from specdemo.remote.connections import ConnectionLimits
 from specdemo.remote.serve import bind, listen
 
 
-def serve(options: argparse.Namespace) -> int:
+def serve_pair(options: argparse.Namespace) -> int:
     """Serve until a signal arrives, and return the exit code."""
     check_options(options)
     run = _serve_with_ray if options.ray else _serve_here

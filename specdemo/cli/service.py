@@ -86,8 +86,8 @@ def build_service(options: argparse.Namespace, replica: str, observe: ObserveSte
         origins=options.allow_origin,
         hub=pool.hub,
         replica=replica[:MAX_REPLICA],
-        observe=observe,
     )
+    app.state.contexts.observe = observe
     add_completions(app, CompletionService(pool, recipe))
     return app
 

@@ -10,7 +10,7 @@ from specdemo.remote.contexts import Contexts
 from specdemo.remote.protocol import StreamRequest, VerifyConfig
 from specdemo.worker import Worker, WorkerBusy
 
-PATIENCE_S = 25.0
+STALLED_S = 25.0
 _PROBE = StreamRequest(tokens=[0], config=VerifyConfig(temperature=0.0), max_tokens=1)
 
 
@@ -21,7 +21,7 @@ class Unhealthy(RuntimeError):
 class ServiceHealth:
     """Health of the jobs of a service. A check of a busy service waits for no job."""
 
-    def __init__(self, worker: Worker, contexts: Contexts, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, worker: Worker, contexts: Contexts, patience_s: float = STALLED_S) -> None:
         self._worker, self._contexts = worker, contexts
         self._patience_s = patience_s
 

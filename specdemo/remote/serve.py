@@ -36,7 +36,7 @@ from specdemo.remote.connections import (
     limit_connections,
     trusted_proxies,
 )
-from specdemo.remote.contexts import Contexts, ObserveStep, ignore_step
+from specdemo.remote.contexts import Contexts
 from specdemo.remote.protocol import ServiceInfo
 from specdemo.remote.server import create_app
 from specdemo.signals import handle_signals
@@ -60,9 +60,8 @@ def serve_model(
     origins: Sequence[str] = (),
     hub: Hub | None = None,
     replica: str = "",
-    observe: ObserveStep = ignore_step,
 ) -> FastAPI:
-    """Create the application of a target; `replica`: name of this service, which reports its steps to `observe`."""
+    """Create the application of a target; `replica`: name of this service."""
     invariance, model = target.invariance, target.model
     tokenizer = fingerprint(target.tokenizer)
     identity = identify(target, tokenizer, hub or Hub())
@@ -94,7 +93,6 @@ def serve_model(
         max_contexts=max_contexts,
         expiry_s=expiry_s,
         ban=lru_cache(maxsize=8)(lambda texts: BannedText(texts, pieces())),
-        observe=observe,
     )
     worker = Worker(waiting=waiting, prepare=thread_initializer(), texts=texts, has_memory=has_memory_for_text)
     return create_app(info, contexts, worker, token=token, limits=limits, local=local, origins=origins)

@@ -76,7 +76,8 @@ def create_app(
     """Create the application. `local`: without a token, refuse names of other hosts. `origins`: sites with access."""
     limits = limits or ServiceLimits()
     app = FastAPI(**_APPLICATION)
-    app.state.worker, app.state.contexts, app.state.limits = worker, contexts, limits
+    app.state.worker, app.state.contexts = worker, contexts
+    app.state.limits = limits
     app.state.admission = admission((token or "").split(), limits, local, clock, origins)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",))

@@ -17,7 +17,7 @@ from specdemo.core.policies import Fixed
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.drafters.model import ModelDrafter
 from specdemo.remote.client import RemoteVerifier
-from specdemo.remote.health import PATIENCE_S, ServiceHealth, Unhealthy
+from specdemo.remote.health import STALLED_S, ServiceHealth, Unhealthy
 from specdemo.remote.protocol import VerifyRequest
 from specdemo.worker import Worker
 
@@ -70,11 +70,11 @@ def test_a_busy_service_is_healthy_while_jobs_advance(worker: Worker, clock: Clo
     clock.now = 1000.0  # idle until now
     stream = worker.submit(job, advanced.release)
     for _ in range(2):
-        clock.now += PATIENCE_S - 1
+        clock.now += STALLED_S - 1
         health.check()
         turns.release()
         advanced.acquire()
-    clock.now += PATIENCE_S
+    clock.now += STALLED_S
     with pytest.raises(Unhealthy, match="no step was completed for 25 s: the device does not respond"):
         health.check()
     turns.release()
@@ -92,7 +92,7 @@ def test_a_probe_that_hangs_is_unhealthy() -> None:
         return make()
 
     cloud.make_cache = hang
-    with closing(Worker(clock=itertools.count(0.0, PATIENCE_S).__next__)) as worker:
+    with closing(Worker(clock=itertools.count(0.0, STALLED_S).__next__)) as worker:
         with pytest.raises(Unhealthy, match="no step was completed"):
             ServiceHealth(worker, cloud, patience_s=0.1).check()
         release.set()
