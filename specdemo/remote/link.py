@@ -57,6 +57,10 @@ class ContextGone(Exception):
     """The service needs the complete text."""
 
 
+class OtherModel(UserError):
+    """The service has another model than the services of the run."""
+
+
 class Unauthorised(UserError):
     """The bearer token is missing or wrong for the service at `url`."""
 
@@ -74,9 +78,9 @@ def _failure(error: Exception) -> NoResponse:
     return kind(plain_text(str(error)) or type(error).__name__)
 
 
-def other_model(url: str, identity: ServiceIdentity, expected: ServiceIdentity) -> UserError:
+def other_model(url: str, identity: ServiceIdentity, expected: ServiceIdentity) -> OtherModel:
     model = "another model than" if identity.model else "a model without digest, unlike"
-    return UserError(
+    return OtherModel(
         f"replica {identity.replica or 'without name'} at {url} serves {model} replica {expected.replica}: start every "
         "replica with the same target, dtype and quantization"
     )

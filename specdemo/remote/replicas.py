@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import TypeAlias
 
@@ -14,6 +16,7 @@ from specdemo.remote.link import (
     HttpClient,
     MeteredNetwork,
     NoResponse,
+    OtherModel,
     RequestTimeout,
     ServiceDown,
     other_model,
@@ -30,6 +33,7 @@ from specdemo.worker import run_in_thread
 
 SKIP_S = 10.0
 _READY_S = 1.0
+_GRACE_S = 0.25  # for descriptions after the first
 
 
 Client: TypeAlias = "HttpClient | Replicas"
@@ -43,7 +47,7 @@ class Replicas:
     """`HttpClient` over several `clients`, which share a network.
 
     The session determines the order (rendezvous hashing). A service that fails, or neither responds in time nor to
-    `/v1/ready`, is skipped for `SKIP_S`.
+    `/v1/ready`, is skipped for `SKIP_S`; one that restarts with another model, for the rest of the run.
     """
 
     def __init__(
@@ -68,13 +72,20 @@ class Replicas:
         return self._client.identity
 
     def describe(self, timeout: float) -> ServiceInfo:
-        """Return the first description. Raises NoResponse, UserError."""
+        """Return the description of the first service that responds about as fast as others.
+
+        Raises: NoResponse, UserError.
+        """
         calls = [
             (client, run_in_thread(partial(client.call, "GET", "/v1/target", None, ServiceInfo, timeout)))
             for client in self.clients
         ]
+        self._await_descriptions([call for _, call in calls])
         infos, failures = [], []
         for client, call in calls:
+            if not call.done():
+                self._skip(client)
+                continue
             try:
                 infos.append((client, call.result()))
             except NoResponse as failure:
@@ -100,6 +111,9 @@ class Replicas:
         except NoResponse as failure:
             self._fail_over(failure)
             raise
+        except OtherModel as refusal:
+            self._refuse(refusal)
+            raise
 
     def tokens(
         self, path: str, message: NetworkMessage, timeout: float
@@ -109,6 +123,9 @@ class Replicas:
             yield from self._client.tokens(path, message, timeout)
         except NoResponse as failure:
             self._fail_over(failure)
+            raise
+        except OtherModel as refusal:
+            self._refuse(refusal)
             raise
 
     def close(self) -> None:
@@ -123,10 +140,27 @@ class Replicas:
             return
         self._skip(client)
         now = self._clock()
-        self._client = min(self.clients, key=lambda other: max(now, self._skipped_until.get(other.url, now)))
-        if self._client is not client:
-            self._client.identity = client.identity
-            raise ReplicaSwitched(f"{client.url} does not respond ({failure})") from failure
+        other = min(self.clients, key=lambda other: max(now, self._skipped_until.get(other.url, now)))
+        if other is not client:
+            self._switch(other, f"{client.url} does not respond ({failure})", failure)
+
+    def _refuse(self, refusal: OtherModel) -> None:
+        """Continue with a service that has not failed lately, if there is one, and never use this one again."""
+        now = self._clock()
+        self._skipped_until[self._client.url] = math.inf
+        if left := [other for other in self.clients if self._skipped_until.get(other.url, now) <= now]:
+            self._switch(left[0], str(refusal), refusal)
+
+    def _switch(self, other: HttpClient, sentence: str, cause: Exception) -> None:
+        other.identity, self._client = self._client.identity, other
+        raise ReplicaSwitched(sentence) from cause
+
+    def _await_descriptions(self, calls: Sequence[Future[ServiceInfo]]) -> None:
+        """Wait for the first description, and for others a little longer."""
+        link, pending = self.network.link, set(calls)
+        while pending and not any(call.done() and call.exception() is None for call in calls):
+            _, pending = wait(pending, return_when=FIRST_COMPLETED)
+        wait(pending, _GRACE_S + 2 * (link.rtt_s + link.jitter_s))
 
     def _skip(self, client: HttpClient) -> None:
         self._skipped_until[client.url] = self._clock() + SKIP_S

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -44,11 +45,11 @@ def connected(*urls: str, session: str = SESSION, describe: bool = True) -> Repl
     return replicas
 
 
-def starting_with(url: str, *others: str) -> Replicas:
+def starting_with(url: str, *others: str, describe: bool = True) -> Replicas:
     """Connect in a session whose first choice is `url`."""
     sessions = (f"{i}" * 32 for i in range(1000))
     first = next(session for session in sessions if connected(url, *others, session=session, describe=False).url == url)
-    return connected(url, *others, session=first)
+    return connected(url, *others, session=first, describe=describe)
 
 
 def through(cut: Relay, *others: str) -> Replicas:
@@ -191,6 +192,19 @@ def test_another_model_is_refused_at_a_switch(services: tuple[str, str]) -> None
             http.clients[0].identity = ServiceIdentity(model=MODEL, replica="first")
             with pytest.raises(UserError, match="replica third at .* serves another model than replica first"):
                 decode_sampled(http)
+
+
+def test_a_service_that_restarts_with_another_model_is_left(services: tuple[str, str]) -> None:
+    """Also with a third service that failed."""
+    expected = committed(decode_sampled(connected(services[1])))
+    with table_service(model="c" * 32, replica="third") as other, relay(services[0]) as gone:
+        gone.cut()
+        sessions = (f"{i}" * 32 for i in range(1000))
+        urls = (other, gone.url, services[1])
+        http = next(http for s in sessions if (http := connected(*urls, session=s, describe=False)).url == other)
+        http.clients[0].identity = ServiceIdentity(model=MODEL, replica="third")
+        steps = decode_sampled(http)
+    assert committed(steps) == expected and in_total(steps, "switched") == 1 and http.url == services[1]
 
 
 def test_a_change_of_rounding_is_noted(services: tuple[str, str]) -> None:
@@ -364,6 +378,15 @@ def test_each_address_gets_the_token_by_its_own_rule(monkeypatch: pytest.MonkeyP
 def test_one_service_that_refuses_the_token_refuses_the_run(services: tuple[str, str]) -> None:
     with table_service(token="another") as guarded, pytest.raises(UserError, match="bearer token is missing or wrong"):
         connected(services[0], guarded)
+
+
+def test_a_frozen_service_does_not_delay_a_run(services: tuple[str, str]) -> None:
+    """A description of the frozen service would take ten minutes."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as frozen:
+        http = starting_with("http://{}:{}".format(*frozen.getsockname()), services[1], describe=False)
+        http.describe(600.0)
+        assert http.url == services[1]
+        assert committed(decode_sampled(http)) == committed(decode_sampled(connected(services[0])))
 
 
 def test_unreachable_services_do_not_prevent_a_run(services: tuple[str, str]) -> None:
