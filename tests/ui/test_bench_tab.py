@@ -17,7 +17,7 @@ from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
-from specdemo.ui.tabs.bench import SWEEP_TABLE_HEAD, bars, position_curves, sweep_cells
+from specdemo.ui.tabs.bench import PLAIN, SWEEP_TABLE_HEAD, bars, class_colours, position_curves, sweep_cells
 from specdemo.ui.tabs.bench_grid import MOST_RUNS, MOST_TOKENS, sweep
 from specdemo.ui.tabs.components import Sweep, SweepResult, duration
 
@@ -42,6 +42,12 @@ def test_recipes_equal_the_terminal_and_prompt_classes_alternate() -> None:
     assert [prompt.name for prompt in found.prompts] == ["code 1", "prose 1", "code 2", "prose 2"]
     assert found.runs == 20 and found.tokens == 320
     assert len(meant(kinds=["adversarial"], each=24).prompts) == 20  # the class has only 20 prompts
+
+
+def test_every_class_has_a_colour() -> None:
+    kinds = {prompt.kind for chat in (True, False) for prompt in load_prompts(chat=chat)}
+    colours = class_colours([*kinds])
+    assert {PLAIN, *kinds} == colours.keys() and colours[PLAIN] not in {colours[kind] for kind in kinds}
 
 
 def test_several_servers_are_lanes() -> None:

@@ -147,12 +147,17 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
     pairs_section(service, selection, controls, defaults)
 
 
+def class_colours(kinds: Sequence[str]) -> dict[str, str]:
+    """Return the colours of bars; a bar without one is invisible."""
+    return {PLAIN: CATEGORIES[0], **dict(zip(kinds, cycle(CATEGORIES[1:]), strict=False))}
+
+
 def _speedup_plot(kinds: list[str]) -> gr.BarPlot:
     plot = gr.BarPlot(
         x="recipe",
         y="speed-up",
         color="class",
-        color_map=dict(zip([PLAIN, *kinds], CATEGORIES, strict=False)),
+        color_map=class_colours(kinds),
         x_title=" ",
         y_title="speed-up over the baseline",
         y_lim=[0, None],
