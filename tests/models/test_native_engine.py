@@ -59,6 +59,14 @@ FORMS = [
     ("llama", MIXED),
     *(("llama", form) for form in NARROW),
 ]
+LONG_FORMS = ("float32", "bfloat16", "int8", "nf4", "Q4_K")  # one of each kind; the others are exhaustive
+ON_THREADS = [
+    *((name, form, 2) for name, form in FORMS),
+    *(
+        pytest.param(name, form, 1, marks=() if name == "llama" and form in LONG_FORMS else pytest.mark.exhaustive)
+        for name, form in FORMS
+    ),
+]
 
 
 def single_rows(model: NativeWeights, tokens: list[int], start: int) -> Tensor:
@@ -70,7 +78,7 @@ def single_rows(model: NativeWeights, tokens: list[int], start: int) -> Tensor:
     return torch.cat([engine.run([token], start + i, Draft()) for i, token in enumerate(tokens[start:])])
 
 
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+@pytest.fixture
 def threads(request: pytest.FixtureRequest) -> Any:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -78,7 +86,7 @@ def threads(request: pytest.FixtureRequest) -> Any:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("name", "form"), FORMS)
+@pytest.mark.parametrize(("name", "form", "threads"), ON_THREADS, indirect=["threads"])
 def test_rows_of_chains_have_the_bits_of_single_rows(name: str, form: str, threads: int) -> None:
     model = weights(name, form)
     for start in (0, 3, 250):  # the cache grows at 256
@@ -91,9 +99,6 @@ def test_rows_of_chains_have_the_bits_of_single_rows(name: str, form: str, threa
             engine.keep(start, [])
             chain = tokens[start : start + rows]
             assert torch.equal(engine.run(chain, start, Draft.chain(tuple(chain[1:]))), expected[:rows]), (start, rows)
-
-
-LONG_FORMS = ("float32", "bfloat16", "int8", "nf4", "Q4_K")  # one of each kind; the others are exhaustive
 
 
 @pytest.mark.parametrize(
@@ -115,7 +120,7 @@ def test_long_contexts_and_prompt_chunks_keep_the_bits(form: str) -> None:
     assert torch.equal(rows, expected[1:])
 
 
-@pytest.mark.parametrize(("name", "form"), FORMS)
+@pytest.mark.parametrize(("name", "form", "threads"), ON_THREADS, indirect=["threads"])
 def test_nodes_of_forests_have_the_bits_of_single_rows(name: str, form: str, threads: int) -> None:
     model, rng = weights(name, form), random.Random(1)
     for start in (1, 40):

@@ -6,16 +6,13 @@ import asyncio
 import json
 import math
 import multiprocessing
-import os
 import re
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,7 +20,7 @@ from urllib.parse import urlsplit
 import msgpack
 import pytest
 from fakes.enumeration import TARGET, VOCAB
-from fakes.forked_process import ForkedProcess, terminal
+from fakes.forked_process import ForkedProcess, terminal, without_sigint
 from fakes.remote import DRAFTED, INFO, OPEN, TableCache, contexts, decode_locally
 from fakes.trace_lines import trace_lines as generate
 from fastapi.testclient import TestClient
@@ -496,10 +493,6 @@ def test_unreachable_or_unauthorised_service_gets_a_sentence(
 # --- shutdown ------------------------------------------------------------------------------------------------------
 
 
-def _ignore_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for background jobs
-
-
 def endless_stream(url: str, token: str | None = None) -> tuple[HttpClient, Iterator[Any]]:
     """Client and stream of a long text, after its first token."""
     client = HttpClient(url, token=token)
@@ -523,19 +516,8 @@ def assert_gone(client: HttpClient) -> None:
 
 
 def test_a_service_that_drains_refuses_connections_and_completes_its_streams() -> None:
-    command = [sys.executable, "-m", "specdemo", "serve", "--pair", "bundled", "--port", "0", "--device", "cpu"]
-    command += ["--until-stdin-ends", "--drain-s", "60"]
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdin=subprocess.PIPE,  # remains open
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        preexec_fn=_ignore_interrupts,
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
+    command = ("serve", "--pair", "bundled", "--port", "0", "--device", "cpu", "--drain-s", "60")
+    with closing(ForkedProcess(without_sigint, terminal, *command)) as process:
         url = process.stdout.readline().removeprefix("listening on ").strip()
         client, stream = endless_stream(url)
         process.send_signal(signal.SIGINT)
@@ -543,7 +525,7 @@ def test_a_service_that_drains_refuses_connections_and_completes_its_streams() -
             pass
         assert len(list(stream)) > 1000  # up to the length of the context; raises if it is cut off
         assert_gone(client)
-        assert process.wait(60) == 0 and process.stderr.read() == ""
+        assert process.wait() == 0 and process.stderr.read() == ""
 
 
 def is_open(url: str) -> bool:
