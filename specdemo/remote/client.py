@@ -185,19 +185,18 @@ class RemoteVerifier:
         if self.alone or not self._cloud_tokens or self._late is not None:  # a request may be running
             pass
         elif self.session.lasts:
-            state = ContextState(self.context_id, self._epoch, self._step, self._cloud_tokens)
+            state = ContextState(self.context_id, self._epoch, self._step, self._cloud_tokens, self._deletion)
             self.session.keep(self.config, state)
         else:
-            deleted = run_in_thread(self._delete_context)
+            deleted = run_in_thread(self._deletion)
             with device_released():
                 wait({deleted}, CLOSE_S)
         self.http.close()
 
-    def _delete_context(self) -> None:
-        self.http.network.limit = StepDeadline(CLOSE_S, clock=self.clock).remaining
-        with suppress(NoResponse, UserError):  # the context expires
-            path, timeout = f"/v1/contexts/{self.context_id}", min(self.deadlines.deadline_s, MAX_TIMEOUT_S)
-            self.http.call("DELETE", path, None, DeleteResponse, timeout)
+    @property
+    def _deletion(self) -> Callable[[], None]:
+        timeout = min(self.deadlines.deadline_s, MAX_TIMEOUT_S)
+        return partial(_delete_context, self.http, self.context_id, timeout)
 
     def _verify_remotely(
         self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None, link: LinkStats
@@ -332,6 +331,13 @@ class RemoteVerifier:
     def _verify_locally(self, tokens: Sequence[int], draft: Draft, link: LinkStats) -> Verdict:
         assert self._edge is not None
         return self._edge.verify(tokens, draft, link)
+
+
+def _delete_context(http: Client, context_id: str, timeout: float) -> None:
+    http.network.limit = StepDeadline(CLOSE_S).remaining
+    with suppress(NoResponse, ContextGone, UserError):  # the context expires
+        http.call("DELETE", f"/v1/contexts/{context_id}", None, DeleteResponse, timeout)
+    http.close()
 
 
 @dataclass(eq=False)

@@ -301,7 +301,9 @@ class Service:
         self.forget(visitor)
 
     def forget(self, visitor: str) -> None:
-        """End the visitor's conversation."""
+        """End the visitor's conversation. A run under way keeps its stores, and releases them."""
+        for lane, stores in self._stores.get(visitor, {}).items():
+            self._stores[visitor][lane] = {key: store for key, store in stores.items() if key != CONVERSATION}
         self.conversations.pop(visitor, None)
         self.footers.pop(visitor, None)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import socket
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -334,6 +336,26 @@ def test_a_conversation_continues_its_context(services: tuple[str, str]) -> None
         assert turn(url, session, longer, seed=8)[1][0] == ("POST", 0)  # the sampling is fixed by the context
         _, bases = turn(url, RemoteSession(), PROMPT)
         assert bases[-1] == ("DELETE", None)
+
+
+def test_the_contexts_of_a_forgotten_conversation_are_deleted() -> None:
+    deleted = threading.Semaphore(0)
+    cloud, conversation = contexts(), RemoteSession(lasts=True)
+    delete = cloud.delete
+
+    def noted(*context: str) -> bool:
+        existed = delete(*context)
+        deleted.release()
+        return existed
+
+    cloud.delete = noted  # type: ignore[method-assign]
+    with table_service(cloud) as url:
+        text, _ = turn(url, conversation, PROMPT)
+        turn(url, conversation, [*text, 1], seed=8)
+        assert len(cloud) == 2
+        del conversation
+        gc.collect()
+        assert deleted.acquire(timeout=60) and deleted.acquire(timeout=60) and not len(cloud)
 
 
 def test_a_turn_after_an_interrupted_request_opens_a_context() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from fakes.trace_records import PREFILL, absorb, end, header, step
 
 from specdemo.models.model_pool import ModelPool
+from specdemo.pipeline import CONVERSATION
 from specdemo.ui.conversation import answer_footer, shown_messages
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
@@ -51,5 +52,9 @@ def test_turns_and_footers_of_a_conversation_end_together() -> None:
         assert service.last_message("ann") == "New" and len(service.footers["ann"]) == 1
         service.forget("ann")
         assert service.last_message("ann") == "" and "ann" not in service.footers
+        kept = {"ngrams": object(), CONVERSATION: object()}
+        service._stores["ann"] = {SPEC: kept}
+        service.forget("ann")
+        assert service._stores["ann"] == {SPEC: {"ngrams": kept["ngrams"]}} and CONVERSATION in kept  # a run uses it
     finally:
         service.worker.close()
