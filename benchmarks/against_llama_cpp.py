@@ -329,6 +329,7 @@ def vllm_servers(program: Path | None, target: str) -> Iterator[list[str]]:
 def _servers(engine: str, commands: Sequence[Sequence[Any]]) -> Iterator[list[str]]:
     """Start the programs one after another, each with a port of its own; stop them at the end."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")} | VLLM_ENVIRONMENT
+    environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # of vLLM; an argument of llama.cpp
     addresses = []
     with ExitStack() as opened:
         for command in commands:

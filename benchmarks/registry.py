@@ -55,8 +55,8 @@ RUNS = (
         15,
     ),
     TableRun(
-        "OMP_NUM_THREADS=1 python -m benchmarks.against_llama_cpp --llama-bench PATH --speculation --rounds 1 "
-        "--tokens 64 --write",
+        "OMP_NUM_THREADS=1 python -m benchmarks.against_llama_cpp --llama-bench PATH --vllm PATH --speculation "
+        "--rounds 1 --tokens 64 --write",
         ("against_llama_cpp-speculation",),
         1.5,
     ),

@@ -67,7 +67,7 @@ class LlamaChunk(_Response):
 
 
 class VllmDrafts(_Response):
-    """Counts of vLLM; the lists, with an entry per step with a draft, are absent if there is none, or no `detailed`."""
+    """Counts of vLLM per step with a draft; empty lists are absent."""
 
     num_spec_steps: _Number
     per_step_accepted: list[_Number] = []

@@ -148,7 +148,7 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
 
 
 def class_colours(kinds: Sequence[str]) -> dict[str, str]:
-    """Return the colours of bars; a bar without one is invisible."""
+    """Return the colours of the bars by class."""
     return {PLAIN: CATEGORIES[0], **dict(zip(kinds, cycle(CATEGORIES[1:]), strict=False))}
 
 
