@@ -150,6 +150,7 @@ def listen(
     """Serve until SIGINT, SIGTERM or the end of `stdin`; call `announce` when ready."""
     config = uvicorn.Config(
         app,
+        loop="asyncio",  # uvloop would not call `LimitedListener.accept`
         log_level="warning",
         server_header=False,
         date_header=False,
