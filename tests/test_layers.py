@@ -70,6 +70,7 @@ PACKAGES = {
         "specdemo/ui/theme.py",
         "specdemo/ui/api.py",
         "specdemo/ui/cockpit/",
+        "specdemo/ui/documents/",
         "specdemo/ui/lessons/",
         "specdemo/ui/tabs/",
     ),

@@ -139,7 +139,6 @@ def build(
     sockets = Sockets(service.runs)
     with gr.Blocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
         parts = _layout(service, initial, device, shown_examples, not limits.public if compare is None else compare)
-        page_links(os.environ)
         handlers = _Handlers(service, sockets, device, parts.defaults)
         _connect_runs(parts, handlers)
         _connect_lanes(parts, handlers)
@@ -160,13 +159,7 @@ def build(
         demo,
         service.worker,
         service.clouds,
-        routes=[
-            *sockets.routes(),
-            picture_route(),
-            document_route(),
-            trace_route(TRACES, service.runs),
-            *_probes(health),
-        ],
+        routes=_routes(sockets, service, health),
         middleware=middleware,
         connections=limits.of_connections,
         hosts=hosts,
@@ -175,8 +168,9 @@ def build(
     )
 
 
-def _probes(health: Health | None) -> Sequence[Any]:
-    return health.routes() if health else ()
+def _routes(sockets: Sockets, service: Service, health: Health | None) -> list[Any]:
+    probes = health.routes() if health else []
+    return [*sockets.routes(), picture_route(), document_route(), trace_route(TRACES, service.runs), *probes]
 
 
 def _sentence(error: Exception) -> Exception:
@@ -242,6 +236,8 @@ def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, 
     compare, progress, estimate, stored_lanes = _actions(buttons, compared)
     if CHAT_PAIR in service.limits.pairs and (command := PAIRS[CHAT_PAIR].missing):
         gr.Markdown(f"The chat model SmolLM2 is not installed (93 MB): `{command}`, then restart.", elem_id="notice")
+    about = build_tabs(service, controls, initial, device)
+    page_links(os.environ)
     return _Parts(
         controls,
         prompt,
@@ -252,7 +248,7 @@ def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, 
         estimate,
         cockpit=drawn,
         conversation=conversation,
-        about=build_tabs(service, controls, initial, device),
+        about=about,
         saved=gr.BrowserState(storage_key="specdemo-settings", secret="specdemo"),
         stored=gr.BrowserState(storage_key="specdemo-lanes", secret="specdemo"),
     )

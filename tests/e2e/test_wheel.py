@@ -65,10 +65,11 @@ def test_the_wheel_contains_every_module_and_asset(installed: Path) -> None:
         paths = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
         return {path.as_posix() for path in paths if "__pycache__" not in path.parts and path.suffix != ".pyi"}
 
-    package = {name for name in files(installed / "specdemo") if not name.startswith("assets/")}
+    package = {name for name in files(installed / "specdemo") if not name.startswith(("assets/", "docs/"))}
     assert package == {name for name in files(ROOT / "specdemo") if Path(name).name not in UNSHIPPED}
     assets = {name for name in files(ROOT / "assets") if not name.startswith("pictures/")}
     assert files(installed / "specdemo" / "assets") == assets
+    assert files(installed / "specdemo" / "docs") == files(ROOT / "docs")
     assert not (installed / "assets").exists() and not (installed / "tests").exists()
 
 

@@ -120,12 +120,12 @@ def _title(name: str) -> str:
 
 def _add_anchors(tokens: Sequence[Token]) -> None:
     """Name headings as GitHub does."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for heading, title in zip(tokens, tokens[1:], strict=False):
         if heading.type == "heading_open":
             anchor = re.sub(r"[^\w\- ]", "", title.content.lower()).replace(" ", "-")
-            heading.attrs["id"] = f"{anchor}-{found[anchor]}" if found[anchor] else anchor
-            found[anchor] += 1
+            heading.attrs["id"] = f"{anchor}-{counts[anchor]}" if counts[anchor] else anchor
+            counts[anchor] += 1
 
 
 def _linked(token: Token) -> Token:
