@@ -33,7 +33,7 @@ _POSITIONS = 16  # longest draft with a series per position
 
 
 class ReplicaMetrics:
-    """Metrics of a replica, which Ray exports to Prometheus."""
+    """Metrics of a replica, exported by Ray."""
 
     def __init__(self) -> None:
         self._steps = Counter("specdemo_steps", "Verified drafts")
@@ -106,7 +106,7 @@ class ServiceReplica:
 
 
 def application(args: dict[str, str]) -> serve.Application:
-    """Return the application of a Serve configuration, whose `args` may contain `flags`, those of `serve`."""
+    """Return the application of a Serve configuration; `args["flags"]`: flags of `serve`."""
     from specdemo.cli.arguments import parser
     from specdemo.cli.service import check_options
 

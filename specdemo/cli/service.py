@@ -64,7 +64,7 @@ def served_recipe(flags: Mapping[str, Any]) -> Recipe:
 
 
 def build_service(options: argparse.Namespace, replica: str, observe: ObserveStep = ignore_step) -> FastAPI:
-    """Load the models and return the application of the service `replica`, which reports its steps to `observe`."""
+    """Load the models and return the application of the service `replica`; each step calls `observe`."""
     recipe, pool = served_recipe(given(options)), ModelPool()
     target = pool.take(recipe.target_spec)
     if target.encoder:

@@ -1,4 +1,4 @@
-"""Health of a service, for a system that replaces replicas."""
+"""Health of a service."""
 
 from __future__ import annotations
 

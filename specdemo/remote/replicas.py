@@ -33,7 +33,7 @@ from specdemo.worker import run_in_thread
 
 SKIP_S = 10.0
 _READY_S = 1.0
-_GRACE_S = 0.25  # for descriptions after the first
+_GRACE_S = 0.25
 
 
 Client: TypeAlias = "HttpClient | Replicas"
@@ -47,7 +47,7 @@ class Replicas:
     """`HttpClient` over several `clients`, which share a network.
 
     The session determines the order (rendezvous hashing). A service that fails, or neither responds in time nor to
-    `/v1/ready`, is skipped for `SKIP_S`; one that restarts with another model, for the rest of the run.
+    `/v1/ready`, is skipped for `SKIP_S`; after a restart with another model, for the rest of the run.
     """
 
     def __init__(
@@ -72,10 +72,7 @@ class Replicas:
         return self._client.identity
 
     def describe(self, timeout: float) -> ServiceInfo:
-        """Return the description of the first service that responds about as fast as others.
-
-        Raises: NoResponse, UserError.
-        """
+        """Return the first description. Raises NoResponse, UserError."""
         calls = [
             (client, run_in_thread(partial(client.call, "GET", "/v1/target", None, ServiceInfo, timeout)))
             for client in self.clients
