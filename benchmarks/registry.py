@@ -56,7 +56,7 @@ RUNS = (
     ),
     TableRun(
         "OMP_NUM_THREADS=1 python -m benchmarks.against_llama_cpp --llama-bench PATH --vllm PATH --speculation "
-        "--rounds 1 --tokens 64 --write",
+        "--rounds 3 --tokens 64 --write",
         ("against_llama_cpp-speculation",),
         1.5,
     ),
