@@ -112,6 +112,9 @@ def rare_distance(p: Sequence[float], count: int, odds: float = 1e-3) -> float:
     return chance_distance(p, count) + math.sqrt(math.log(1 / odds) / (2 * count))
 
 
+LEAST_S = 1e-9  # seconds; shorter times in a trace give no speed
+
+
 def step_starts(chances: Sequence[Sequence[float]]) -> list[float]:
     """Probability that a step starts at each position; `chances[i]`: conditional acceptance of a draft there."""
     starts = [1.0, *[0.0] * len(chances)]
@@ -220,7 +223,7 @@ def other_gammas(
     estimates = []
     for gamma in gammas:
         if gamma == 0 and plain:
-            estimates.append(_of_baseline(plain, rng, draws))
+            estimates += _of_baseline(plain, rng, draws)
             continue
         chances = _chances(recorded, gamma)
         starts = step_starts(chances)
@@ -229,10 +232,15 @@ def other_gammas(
         for sample, sample_times in zip(samples, sampled_times, strict=True):
             drafts = _chances(sample, gamma)
             steps_s = sum(count * sample_times.step(n) for n, count in Counter(_simulated_drafts(drafts, rng)).items())
-            rates.append(len(drafts) / (opening + steps_s))
-        low, high = central_range(rates)
-        estimates.append(GammaEstimate(gamma, len(chances) / sum(starts), len(chances) / seconds, low, high))
+            rates += _rate(len(drafts), opening + steps_s)
+        for speed in _rate(len(chances), seconds) if rates else ():
+            estimates.append(GammaEstimate(gamma, len(chances) / sum(starts), speed, *central_range(rates)))
     return estimates
+
+
+def _rate(tokens: int, seconds: float) -> list[float]:
+    """Return tokens/s, or nothing for durations that no clock measures."""
+    return [tokens / seconds] if seconds > LEAST_S else []
 
 
 def _chances(steps: Sequence[RecordedStep], gamma: int) -> list[list[float]]:
@@ -254,9 +262,9 @@ def _simulated_drafts(chances: Sequence[Sequence[float]], rng: random.Random) ->
     return drafted
 
 
-def _of_baseline(steps: Sequence[Step], rng: random.Random, draws: int) -> GammaEstimate:
-    rates = []
-    for sample in [steps, *(rng.choices(steps, k=len(steps)) for _ in range(draws))]:
-        seconds = sum(sum(step.seconds) for step in sample)
-        rates.append(sum(len(step.tokens) for step in sample) / seconds)
-    return GammaEstimate(0, 1.0, rates[0], *central_range(rates[1:]))
+def _of_baseline(steps: Sequence[Step], rng: random.Random, draws: int) -> list[GammaEstimate]:
+    def speed(sample: Sequence[Step]) -> list[float]:
+        return _rate(sum(len(step.tokens) for step in sample), sum(sum(step.seconds) for step in sample))
+
+    rates = [rate for _ in range(draws) for rate in speed(rng.choices(steps, k=len(steps)))]
+    return [GammaEstimate(0, 1.0, own, *central_range(rates)) for own in speed(steps) if rates]

@@ -236,6 +236,13 @@ def test_an_expensive_drafter_gets_shorter_drafts() -> None:
     assert passes == sorted(passes) and passes[0] == 1
 
 
+@pytest.mark.parametrize("seconds", [0.0, 5e-324])
+def test_no_estimate_without_durations(seconds: float) -> None:
+    none = dict.fromkeys(("draft_s", "verify_s", "host_s"), seconds)
+    steps = [step(i, [0.5, 0.5], 1, 2, **none) for i in range(1, 9)]
+    assert other_gammas(steps, [0, 1, 3], pass_cost, [step(i, [], 0, 1, **none) for i in range(1, 4)]) == []
+
+
 def test_no_estimate_without_tested_tokens() -> None:
     assert other_gammas([step(0, [], 0, 1), step(1, [], 0, 1)], [1, 2], lambda rows: 1.0) == []
     forest = Step(1, (7,), Draft((1, 2), (-1, -1)), Verdict((), 7, (0.5, 0.5), (None, None), (0.5, 0.5)), 3, 0, 0, 0, 0)
