@@ -112,7 +112,7 @@ def rare_distance(p: Sequence[float], count: int, odds: float = 1e-3) -> float:
     return chance_distance(p, count) + math.sqrt(math.log(1 / odds) / (2 * count))
 
 
-LEAST_S = 1e-9  # seconds; shorter times in a trace give no speed
+LEAST_S = 1e-9  # seconds of a run with a speed
 
 
 def step_starts(chances: Sequence[Sequence[float]]) -> list[float]:
@@ -239,7 +239,7 @@ def other_gammas(
 
 
 def _rate(tokens: int, seconds: float) -> list[float]:
-    """Return tokens/s, or nothing for durations that no clock measures."""
+    """Return tokens/s, or an empty list up to `LEAST_S`."""
     return [tokens / seconds] if seconds > LEAST_S else []
 
 

@@ -67,7 +67,7 @@ class LlamaChunk(_Response):
 
 
 class VllmDrafts(_Response):
-    """Counts of vLLM per step with a draft; empty lists are absent."""
+    """Counts of vLLM per step with a draft; empty lists are omitted by vLLM."""
 
     num_spec_steps: _Number
     per_step_accepted: list[_Number] = []

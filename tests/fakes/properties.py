@@ -37,7 +37,7 @@ SPECIAL += (
     [[]],
 )
 json_values = st.recursive(
-    st.sampled_from(SPECIAL) | st.integers() | st.floats() | st.text(max_size=10),
+    st.sampled_from(SPECIAL).map(copy.deepcopy) | st.integers() | st.floats() | st.text(max_size=10),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
