@@ -14,12 +14,11 @@ pytestmark = pytest.mark.slow
 
 STEP = [(4, 2)]  # draft tokens, committed tokens
 FLEET = Fleet(0.01, 0.002, 0.003, (0.005, 0.001), 1e-6, STEP, rtt_s=0.02, length=100_000)
-ROWS = 4 + 1  # the last token of the text is unread
 TEXT_S = 0.003
 
 
 def test_one_edge_alternates_with_its_service() -> None:
-    """The first step reads the text from the cache, so each of them has the same duration."""
+    """Texts are cached at the start."""
     simulation = Simulation.of(FLEET, 100.0)
     step_s = 0.01 + 0.02 + 0.002 + 0.005 + (4 + 2) * 0.001 + TEXT_S  # two committed tokens are unread
     assert simulation.durations == pytest.approx([step_s] * len(simulation.durations))
@@ -27,7 +26,7 @@ def test_one_edge_alternates_with_its_service() -> None:
 
 
 def test_a_saturated_service_has_the_throughput_of_its_device() -> None:
-    """A pass of one text takes 5 ms and 1 ms per row; a shared one saves the constant part."""
+    """A pass takes 5 ms, and 1 ms per row."""
     alone = Simulation.of(replace(FLEET, edges=100, texts=1), 50.0)
     assert alone.tokens == pytest.approx(2 * 50.0 / (0.005 + 6 * 0.001 + TEXT_S), rel=0.2)
     shared = Simulation.of(replace(FLEET, edges=100), 50.0)

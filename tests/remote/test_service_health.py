@@ -59,7 +59,7 @@ def test_an_idle_service_decodes_a_token(worker: Worker) -> None:
 
 
 def test_a_busy_service_is_healthy_while_jobs_advance(worker: Worker, clock: Clock) -> None:
-    """A check does not wait for the job, which takes longer than the patience in total."""
+    """Checks do not wait for the job."""
     health, turns, advanced = ServiceHealth(worker, contexts()), threading.Semaphore(0), threading.Semaphore(0)
 
     def job() -> Iterator[None]:
