@@ -204,7 +204,7 @@ def study(options: argparse.Namespace) -> None:
             while len(outcomes) < options.runs:
                 used = replicas[: REPLICAS[len(outcomes) % len(REPLICAS)]]
                 setting = len(outcomes) % len(base)
-                cloud = CloudConfig(" ".join(replica.relay.url for replica in used), lost_after_s=600.0)
+                cloud = CloudConfig(" ".join(replica.relay.url for replica in used))
                 outcome, victim = disturbed(
                     replace(base[setting], cloud=cloud), pool, used, fault, rng.uniform(0.0, MOST_DELAY_S)
                 )
