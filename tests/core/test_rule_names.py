@@ -16,6 +16,7 @@ REGISTRY = "core/rules.py"
 _BLOCK_HEADS = (  # a kind of heads
     *("drafters/heads/block", "models/head_kinds/block"),
     *("models/engines/native_block_head", "models/engines/torch_block_head"),
+    "models/engines/torch_dflash",
 )
 ALLOWED = {
     ("core/trace.py", "rejection"),  # frozen default of the format

@@ -395,6 +395,8 @@ def test_keyboard_operation(page: Page, scripts: Scripts) -> None:
     expect(tip).to_contain_text("Not tested: an earlier draft token was rejected.")
     page.keyboard.press("Home")
     expect(tip).to_contain_text("Accepted: it is the target's most probable token")
+    page.locator("#lane-spec").hover(position={"x": 4, "y": 4})  # no token is below the pointer
+    expect(page.locator(".tok:focus")).to_have_attribute("aria-describedby", "tip")
     page.keyboard.press("Escape")
     expect(tip).to_be_hidden()
     page.locator("#show-rejected").focus()

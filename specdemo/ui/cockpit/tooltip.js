@@ -74,8 +74,13 @@ for (const [name, { lane }] of Object.entries(lanes)) {
     hideTooltip();
     if (!$("#inspector").hidden) revealStep(span);
   };
-  lane.addEventListener("pointerover", (e) => { const span = e.target.closest(".tok"); span && performance.now() > quietUntil ? showTooltip(span) : hideTooltip(); });
-  lane.addEventListener("pointerleave", hideTooltip);
+  const leave = () => { // text that moves below a resting pointer must not hide the tip of the focused token
+    const focused = lane.querySelector(".tok:focus");
+    if (!focused) hideTooltip();
+    else if (!$("#tip").hidden) showTooltip(focused);
+  };
+  lane.addEventListener("pointerover", (e) => { const span = e.target.closest(".tok"); span && performance.now() > quietUntil ? showTooltip(span) : leave(); });
+  lane.addEventListener("pointerleave", leave);
   lane.addEventListener("scroll", () => { if (!lane.contains(document.activeElement)) hideTooltip(); });
   lane.addEventListener("focusin", (e) => { if (e.target.matches(".tok")) showTooltip(e.target); });
   lane.addEventListener("focusout", hideTooltip);
