@@ -259,8 +259,13 @@ def _checked(kind: type[Event], line: str, number: int, metrics: Metrics) -> Eve
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "its fields"
         cause = first["msg"].removeprefix("Value error, ")
-        raise UserError(f"line {number} is not a valid trace line ({where[:80]}: {cause[:200]})") from None
+        shown = f"{_printable(where[:80])}: {_printable(cause[:200])}"
+        raise UserError(f"line {number} is not a valid trace line ({shown})") from None
     return from_json(value, metrics)
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else "\ufffd" for char in text)
 
 
 def _check_order(number: int, before: list[StepEvent], event: StepEvent) -> None:

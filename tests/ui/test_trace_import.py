@@ -89,6 +89,12 @@ def test_markup_is_escaped() -> None:
     assert "<" not in run.frame(0) and json.loads(run.frame(0))["r"][1]["c"][0][1] == evil
 
 
+def test_refusals_are_printable() -> None:
+    with pytest.raises(UserError, match="line 3 is not a valid trace line") as refused:
+        read_traces(text(*LINES[:2], REJECTION | {"texts": {"\x07\u202e": ""}}))
+    assert str(refused.value).isprintable()
+
+
 OTHER_ENGINE = PREFILL | {"i": 1, "t": 1.0, "kind": "unknown", "undisclosed": 0, "choices": []}
 EMPTY_TOP = {"entropy": 0.0, "top": []}
 
