@@ -42,8 +42,9 @@ test-sanitized: $(READY_DEV) ## run random passes of the native engine with Addr
 
 SECONDS ?= 60
 SEED ?= 1
+SEEDS ?=
 fuzz: $(READY_DEV) ## check properties of random inputs for a minute; longer: make fuzz SECONDS=3600 SEED=7
-	@FUZZ_SECONDS=$(SECONDS) FUZZ_SEED=$(SEED) $(PYTEST) --dist load -m fuzz $(ARGS)
+	@FUZZ_SECONDS=$(SECONDS) FUZZ_SEED=$(SEED) FUZZ_SEEDS=$(SEEDS) $(PYTEST) --dist load -m fuzz $(ARGS)
 
 test-faults: $(READY_DEV) ## interrupt, damage and starve processes and connections; needs root for a full disk
 	@$(PYTEST) -m faults $(ARGS)

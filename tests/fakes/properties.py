@@ -7,14 +7,15 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-SECONDS, SEED = "FUZZ_SECONDS", "FUZZ_SEED"  # environment variables: duration of the run, and first seed
+# Environment variables: duration of the run, first seed, and most seeds
+SECONDS, SEED, SEEDS = "FUZZ_SECONDS", "FUZZ_SEED", "FUZZ_SEEDS"
 EXAMPLES = 200  # per seed
 PHASES = [Phase.generate]  # shrinking may take minutes
 run_end = property_end = 0.0  # monotonic times
@@ -61,7 +62,7 @@ def holds_for(examples: int = 25, **values: st.SearchStrategy[Any]) -> Callable[
         longer = settings(fixed, max_examples=EXAMPLES, derandomize=False, phases=PHASES)(given(**values)(timed(check)))
 
         def fuzz() -> None:
-            for number in count(first_seed()):
+            for number in seeds():
                 try:
                     seed(number)(longer)()
                 except TimeUp:
@@ -117,6 +118,10 @@ def duration_s() -> float:
 
 def first_seed() -> int:
     return int(os.environ.get(SEED, "1"))
+
+
+def seeds() -> Iterator[int]:
+    return islice(count(first_seed()), int(os.environ[SEEDS]) if os.environ.get(SEEDS) else None)
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
