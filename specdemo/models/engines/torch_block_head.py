@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from specdemo.models.engines.head import BlockWeights, HeadCache
-from specdemo.models.engines.torch_head import TorchEagle3
+from specdemo.models.engines.torch_head import TorchEagle3, TorchHead
 from specdemo.models.threads import torch_threads
 
 if TYPE_CHECKING:
@@ -24,21 +24,21 @@ _FIRST_CAPACITY = 256
 class TorchBlockHeadCache(HeadCache):
     """Keys and values `[layers, 2, kv_heads, capacity, head_dim]`, and the slots of the last pass."""
 
-    def __init__(self, head: TorchBlockHead) -> None:
+    def __init__(self, head: TorchHead, layers: int) -> None:
         layer = head.layer
-        shape = (head.layers, 2, layer.kv_heads, 0, layer.head_dim)
+        shape = (layers, 2, layer.kv_heads, 0, layer.head_dim)
         self.kv = torch.empty(shape, dtype=head.dtype, device=head.device)
         self.ids = head.ids
         self.states = torch.empty(0, layer.width)  # slots after the final norm
         self.length = self.end = 0  # `end`: with slots
         self.drafted = 0
-        self.confidence = 0.0
+        self.confidence: float | None = None
         self.threads = torch.get_num_threads()
 
-    def draft_rows(self) -> int:
+    def draft_rows(self) -> Any:
         return self.drafted
 
-    def restore(self, rows: int) -> None:
+    def restore(self, rows: Any) -> None:
         self.drafted = rows
 
     def keep(self, length: int) -> None:
@@ -74,7 +74,7 @@ class TorchBlockHead(TorchEagle3):
         return min(self._slots, super().longest_draft(length))
 
     def open(self) -> TorchBlockHeadCache:  # type: ignore[override]
-        return TorchBlockHeadCache(self)
+        return TorchBlockHeadCache(self, self.layers)
 
     @torch.inference_mode()
     def start(self, cache: HeadCache, following: list[int], states: Tensor, held: int) -> Tensor:
@@ -99,7 +99,7 @@ class TorchBlockHead(TorchEagle3):
         with torch_threads(cache.threads):
             return self._follow(cache, token)
 
-    def confidence(self, cache: HeadCache) -> float:
+    def confidence(self, cache: HeadCache) -> float | None:
         assert isinstance(cache, TorchBlockHeadCache)
         return cache.confidence
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdemo.models.engines.head import DFlashWeights, HeadCache
+from specdemo.models.engines.torch_block_head import TorchBlockHeadCache
 from specdemo.models.engines.torch_head import TorchHead
 from specdemo.models.threads import torch_threads
 
@@ -17,22 +18,13 @@ if TYPE_CHECKING:
 
     from specdemo.models.engines.fused_weights import FusedWeights
 
-_FIRST_CAPACITY = 256
 
-
-class TorchDFlashCache(HeadCache):
-    """Keys and values of the target's states, `[layers, 2, kv_heads, capacity, head_dim]`, and the last block."""
+class TorchDFlashCache(TorchBlockHeadCache):
+    """Keys and values of the target's states, and the rows of the last block that draft."""
 
     def __init__(self, head: TorchDFlash) -> None:
-        layer = head.layer
-        shape = (head.layers, 2, layer.kv_heads, 0, layer.head_dim)
-        self.kv = torch.empty(shape, dtype=head.dtype, device=head.device)
-        self.ids = head.ids
-        self.states = torch.empty(0, layer.width)  # rows of the block that draft, after the final norm
+        super().__init__(head, head.layers)
         self.memory = torch.empty(0)  # state of a recurrent Markov head
-        self.length = self.drafted = 0
-        self.confidence: float | None = None
-        self.threads = torch.get_num_threads()
 
     def draft_rows(self) -> tuple[int, Tensor]:
         return self.drafted, self.memory
@@ -40,26 +32,12 @@ class TorchDFlashCache(HeadCache):
     def restore(self, rows: tuple[int, Tensor]) -> None:
         self.drafted, self.memory = rows
 
-    def keep(self, length: int) -> None:
-        self.length = length
-
-    @torch.inference_mode()
-    def clear(self) -> None:
-        self.kv.zero_()
-        self.states.zero_()
-        self.keep(0)
-
-    @property
-    def kv_bytes(self) -> int:
-        return self.kv[..., : self.length, :].numel() * self.kv.element_size()
-
     def append(self, keys_and_values: Tensor) -> None:
         """Add committed rows of all layers."""
-        end, capacity = self.length + keys_and_values.shape[3], self.kv.shape[3]
-        if end > capacity:
-            self.kv = F.pad(self.kv, (0, 0, 0, max(_FIRST_CAPACITY, capacity, end - capacity)))
-        self.kv[..., self.length : end, :] = keys_and_values
-        self.length = end
+        first, end = self.length, self.length + keys_and_values.shape[3]
+        self.reserve(end)
+        self.kv[..., first:end, :] = keys_and_values
+        self.keep(end)
 
 
 class TorchDFlash(TorchHead):
@@ -136,7 +114,7 @@ class TorchDFlash(TorchHead):
         return self._norm("norm", rows)
 
     def _visible(self, layer: int, first: int, count: int) -> Tensor | None:
-        """Return the mask `[count, first + count]` of a layer with a window: all rows see the same text."""
+        """Return the mask `[count, first + count]` of a layer with a window."""
         window = self._weights.windows[layer]
         if window is None:
             return None

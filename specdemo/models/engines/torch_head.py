@@ -1,7 +1,6 @@
 """Drafting heads of a single layer in torch, on any device.
 
-Only the last row of a pass of a single layer has logits or a successor that receives its state, so all others need no
-queries.
+Only the last row of a pass has logits or a successor that receives its state, so all others need no queries.
 """
 
 from __future__ import annotations
