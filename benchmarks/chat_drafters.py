@@ -28,6 +28,7 @@ from specdemo.core.metrics import interval
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.recipe import Recipe
+from training.head.checkpoint import trained_tokens
 from training.head.conversations import loop_start
 
 TABLES = {"drafters": "docs/heads.md"}
@@ -45,7 +46,8 @@ LANES: Mapping[str, Mapping[str, Any]] = {
 }
 COLUMNS = {
     "drafter": "{lane}",
-    "parameters": "{parameters}",
+    "parameters, M": "{parameters}",
+    "training tokens, M": "{trained}",
     "temperature": "{temperature:g}",
     "c": "{c}",
     **{f"accepted at {i}": f"{{accepted[{i - 1}]}}" for i in range(1, POSITIONS + 1)},
@@ -83,6 +85,13 @@ def parameters(recipe: Recipe) -> str:
         return f"{sum(prod(file.get_slice(name).get_shape()) for name in names) / 1e6:.1f}"
 
 
+def trained(recipe: Recipe) -> str:
+    """Return the millions of tokens that the head has seen."""
+    if recipe.head_spec is None:
+        return ""
+    return f"{trained_tokens(Path(recipe.head_spec.name)) / 1e6:.1f}"
+
+
 def measured(recipes: Mapping[str, Recipe], prompts: Sequence[str]) -> dict[str, list[Run]]:
     """Run all recipes in turn on each prompt, after a warm-up."""
     runs: dict[str, list[Run]] = {lane: [] for lane in recipes}
@@ -111,6 +120,7 @@ def table_rows(
             {
                 "lane": lane,
                 "parameters": parameters(recipes[lane]),
+                "trained": trained(recipes[lane]),
                 "temperature": temperature,
                 "c": number(sum(run.metrics["draft_s"] for run in found) / drafted / step_s),
                 "accepted": [number(share) for share in acceptance(found)],

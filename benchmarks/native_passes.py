@@ -169,8 +169,8 @@ STUDIES = {
         passes,
         {
             **_PAIR,
-            "rows": [1, 2, 4, 5, 8, 16],
-            "context": [16, 512, 1500, 2048],
+            "rows": [*range(1, 9), 16],
+            "context": [16, 64, 512, 1500, 2048],
             "rounds": 15,
             "form": {"nargs": "+", "default": list(FORMS), "choices": FORMS},
         },

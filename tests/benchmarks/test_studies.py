@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import edge_cloud, memory, page_cost, pass_cost
+from benchmarks import edge_cloud, larger_target, memory, page_cost, pass_cost
 from benchmarks.edge_cloud import LinkRuns, gamma_for
 from benchmarks.runs import StepTotals
 from specdemo.core.metrics import percentile
@@ -27,6 +27,26 @@ def test_the_parts_of_a_step_add_up(capsys: pytest.CaptureFixture[str]) -> None:
         shares = {part["part"]: part[f"share_{key}"] for part in parts}
         assert min(shares.values()) >= 0 and sum(shares.values()) == pytest.approx(1)
         assert all(share > 0 for part, share in shares.items() if "passes" in part)
+
+
+def test_predicted_speedups_follow_the_cost_model() -> None:
+    """Without costs of rows the longest draft is best; where the second row costs a pass, the shortest."""
+    free = larger_target.predicted([1.0, 1.0, 1.0, 1.0], draft_s=0.0)
+    assert free["alpha_50"] == "1.88 (3)" and free["alpha_90"] == "3.44 (3)"
+    assert larger_target.predicted([1.0, 2.0, 3.0, 4.0], draft_s=0.5)["alpha_50"] == "0.60 (1)"
+
+
+@pytest.mark.exhaustive
+def test_random_models_of_a_shape_run_on_the_native_engine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"WIDTH": 64, "INNER": 128, "LAYERS": 2, "HEADS": 2}.items():
+        monkeypatch.setattr(larger_target, name, value)
+    assert larger_target.main(["--context", "16", "--rows", "1", "2", "--rounds", "1"]) == 0
+    records = json.loads(capsys.readouterr().out.splitlines()[-1])["larger_target-gain"]
+    assert [record["form"] for record in records] == ["Q4_1", "Q8_0"]
+    entries = 49152 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128)  # of all matrices
+    assert [record["gb"] for record in records] == pytest.approx([entries * 0.625e-9, entries * 1.0625e-9], rel=0.02)
 
 
 def test_gates_save_calls_and_lose_agreement(

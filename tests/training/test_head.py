@@ -284,7 +284,7 @@ def test_confidence_learns_the_overlap_and_changes_no_other_weight(target: Targe
 def test_a_block_head_starts_from_an_eagle_head(target: Target, tmp_path: Path) -> None:
     """The first slot then drafts the same, whatever the last layer and the Markov term would add."""
     eagle = random_head(target)
-    checkpoint.save(eagle, target, tmp_path)
+    checkpoint.save(eagle, target, tmp_path, 4096)
     block = checkpoint.load(Block, tmp_path, target)
     taps, tokens = torch.randn(1, 12, 3 * target.config.hidden_size), torch.randint(0, 61, (1, 12))
     (first,), (second,) = (head(taps, tokens, target.embeddings, 1) for head in (eagle, block))
@@ -425,9 +425,9 @@ def test_a_saved_head_has_published_names_and_drafts_the_same(
     target: Target, kind: type[DraftHead], own_output: bool, tmp_path: Path
 ) -> None:
     head = random_head(target, own_output, kind=kind)
-    checkpoint.save(head, target, tmp_path)
+    checkpoint.save(head, target, tmp_path, 4096)
     tensors = checkpoint.load_file(tmp_path / "model.safetensors")
-    assert ("lm_head.weight" in tensors) == own_output
+    assert ("lm_head.weight" in tensors) == own_output and checkpoint.trained_tokens(tmp_path) == 4096
     first = {Eagle3: "midlayer", Block: "layers.0"}[kind]
     assert {"fc.weight", f"{first}.hidden_norm.weight", f"{first}.self_attn.q_proj.weight", "norm.weight"} <= {*tensors}
     ids = torch.arange(40) + tensors["d2t"]
@@ -447,7 +447,7 @@ def test_a_saved_medusa_head_drafts_as_in_training(
     head = random_head(target, kind=Medusa)
     objective.loss(head, target, HEADS, conversations.padded([conversation(40)])).backward()
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in head.parameters())
-    checkpoint.save(head, target, tmp_path)
+    checkpoint.save(head, target, tmp_path, 4096)
     again = checkpoint.load(Medusa, tmp_path, target)
     spec = ModelSpec(str(folder))
     loaded = load_head(HeadSpec(str(tmp_path), spec), LoadedModel(spec, model, None, 0, "transformers")).head

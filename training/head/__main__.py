@@ -46,7 +46,7 @@ class HeldOut:
     def __init__(self, head: DraftHead, target: Target, items: Sequence[Conversation], folder: Path) -> None:
         self._head, self._target, self._folder = head, target, folder
         self._items = {name: [item for item in items if item.setting == name] for name in SETTINGS}
-        self.step, self.tokens, self._start = 0, 0, time.monotonic()
+        self.step, self.tokens, self.tokens_before, self._start = 0, 0, 0, time.monotonic()
 
     def __call__(self, most: int | None = 16) -> float:
         """Evaluate on `most` conversations of each setting; return tokens per pass of greedy answers with 5 drafts."""
@@ -57,7 +57,7 @@ class HeldOut:
         record = {"step": self.step, "tokens": self.tokens, "seconds": round(time.monotonic() - self._start), **figures}
         with (self._folder / "curve.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        checkpoint.save(self._head, self._target, self._folder)
+        checkpoint.save(self._head, self._target, self._folder, self.tokens_before + self.tokens)
         return results["greedy"].tokens[5]
 
 
@@ -98,6 +98,9 @@ def main() -> None:
     head.to(options.device)
     batches = conversations.Batches(items, options.batch_tokens, options.seed)
     held_out = HeldOut(head, target, split.held_out, options.out)
+
+    if options.start:
+        held_out.tokens_before = checkpoint.trained_tokens(options.start)
 
     def batch(step: int) -> conversations.Batch:
         held_out.step, held_out.tokens = step, batches.tokens_before(step)

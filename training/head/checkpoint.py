@@ -18,8 +18,20 @@ from training.head.target import Target
 KINDS: dict[str, type[DraftHead]] = {"eagle3": Eagle3, "block": Block, "medusa": Medusa}
 
 
-def save(head: DraftHead, target: Target, folder: Path) -> None:
-    """Write `model.safetensors` and `config.json`. `d2t` holds offsets: target id = draft id + d2t[draft id]."""
+TRAINED = "training_tokens"  # key of config.json
+
+
+def trained_tokens(folder: Path) -> int:
+    """Return the tokens that a stored head has seen, each as often as it was used."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text("utf-8"))
+    return int(config.get(TRAINED, 0))
+
+
+def save(head: DraftHead, target: Target, folder: Path, tokens: int) -> None:
+    """Write `model.safetensors` and `config.json`. `d2t` holds offsets: target id = draft id + d2t[draft id].
+
+    `tokens`: those that the head has seen.
+    """
     ids = head.vocabulary.cpu()
     used = torch.zeros(target.config.vocab_size, dtype=torch.bool)
     used[ids] = True
@@ -39,7 +51,7 @@ def save(head: DraftHead, target: Target, folder: Path) -> None:
             "max_position_embeddings",
         )
     }
-    config |= {"draft_vocab_size": len(ids), "tie_word_embeddings": head.lm_head is None}
+    config |= {"draft_vocab_size": len(ids), "tie_word_embeddings": head.lm_head is None, TRAINED: tokens}
     config |= head.settings(target.taps)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
 
