@@ -174,8 +174,8 @@ def step_of(record: StepRecord) -> Step:
     q, pending = record["q"], record.get("pending")
     remote = record.get("remote") or {}
     source, request_sent = source_of(remote, bool(record["choices"]))
-    if record["kind"] == "unknown":
-        source = Source.UNREPORTED
+    if record["kind"] == "unknown":  # of another engine: there is no request of this program
+        source, request_sent = Source.UNREPORTED, True
     token_top = record.get("token_top")
     return Step(
         i=record["i"],

@@ -250,6 +250,15 @@ def test_traces_store_undisclosed_tokens_and_unknown_durations() -> None:
     assert json.loads(lines[-2])["kind"] == "unknown"
 
 
+def test_measures_of_a_link_do_not_change_an_unreported_step() -> None:
+    """Such a step is written and read again unchanged, although other engines have no link of this program."""
+    header = trace.write(Header({"method": "draft", "gamma": 4, "temperature": 0.0}, "", (1,)))
+    record = json.loads(trace.write(StepEvent(reported_step(0, 1.0, (10,), None), ("x",))))
+    (first,) = trace.read(header + json.dumps({**record, "remote": {"edge": 1.0}}) + "\n")
+    (again,) = trace.read(header + trace.write(first.steps[0]))
+    assert again.steps == first.steps and first.steps[0].step.verdict.request_sent
+
+
 @pytest.mark.parametrize(
     "change",
     [{"undisclosed": None}, {"undisclosed": -1}, {"accepted": [], "tokens": [4], "pieces": ["x"], "text": "x"}],
