@@ -7,9 +7,28 @@ import io
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from concurrent.futures import wait
+from contextlib import contextmanager
 
 from specdemo.cli.arguments import parser
 from specdemo.core.errors import FULL_DISK, UserError, write_error
+
+
+@contextmanager
+def _compiling_engine() -> Iterator[None]:
+    """Compile the native engine during the imports of a run, which take seconds; end a compilation that it left."""
+    from specdemo.native.build import compiler_processes, native_library
+    from specdemo.worker import run_in_thread
+
+    compiled = run_in_thread(native_library)
+    try:
+        yield
+    finally:
+        if not compiled.done():
+            compiler_processes.stop()
+            wait([compiled])
+            compiler_processes.resume()
 
 
 def _execute(options: argparse.Namespace) -> int:
@@ -17,9 +36,10 @@ def _execute(options: argparse.Namespace) -> int:
 
     with handle_signals(interrupt, signal.SIGINT, signal.SIGTERM), signals_end_passes():
         if options.command == "run":
-            from specdemo.cli.run import run
+            with _compiling_engine():
+                from specdemo.cli.run import run
 
-            return run(options)
+                return run(options)
         from specdemo.cli.commands import COMMANDS
 
         return COMMANDS[options.command](options)

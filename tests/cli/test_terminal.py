@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from specdemo.cli.run import recipe_of_flags
 from specdemo.core.events import StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.step_record import step_of
+from specdemo.native import build
 
 pytestmark = pytest.mark.slow
 
@@ -35,6 +37,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def pair(models: dict[str, str]) -> list[str]:
     return ["--target", models["target"], "--drafter", models["drafter"], "--device", "cpu", "--max-tokens", "20"]
+
+
+def test_a_refused_run_ends_the_compilation_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+
+    def compiling() -> None:
+        try:
+            build.compiler_processes.run([sys.executable, "-c", "import signal; signal.pause()"], 600)
+        except build.CompilationStopped:
+            ended.append(True)
+            raise
+
+    monkeypatch.setattr(build, "native_library", compiling)
+    assert main(["run", PROMPT, "--gamma", "99"]) == 2 and ended == [True]
 
 
 @pytest.mark.parametrize("method", ["draft", "nasd", "ar"])
