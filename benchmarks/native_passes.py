@@ -34,12 +34,13 @@ from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 
 TABLES = dict.fromkeys(per_width("native_passes", "native_stages", "several_texts"), "docs/native-engine.md")
-FORMS = {  # dtype and quantization
-    "stored": ("auto", "none"),
-    "float32": ("float32", "none"),
-    "bfloat16": ("bfloat16", "none"),
-    "int8": ("bfloat16", "int8"),
-    "nf4": ("bfloat16", "nf4"),
+FORMS = {  # dtype, quantization, and bits of activations
+    "stored": ("auto", "none", "16"),
+    "stored-activations8": ("auto", "none", "8"),
+    "float32": ("float32", "none", "16"),
+    "bfloat16": ("bfloat16", "none", "16"),
+    "int8": ("bfloat16", "int8", "16"),
+    "nf4": ("bfloat16", "nf4", "16"),
 }
 READ_BYTES = 512 << 20
 STAGES = ("query, key, value", "value", "attention", "output", "gate, up", "down", "head")
@@ -48,13 +49,13 @@ STAGES = ("query, key, value", "value", "attention", "output", "gate, up", "down
 def engine_for(options: argparse.Namespace, form: str) -> NativeEngine:
     """Load the target of the pair in a form; other forms than the stored one start from its dequantised weights."""
     release_memory()
-    dtype, quantization = FORMS[form]
+    dtype, quantization, bits = FORMS[form]
     with tempfile.TemporaryDirectory() as folder:
         target = PAIRS[options.pair].target
-        if form != "stored" and options.pair == CHAT_PAIR:
+        if not form.startswith("stored") and options.pair == CHAT_PAIR:
             save_dequantised(Path(folder))
             target = folder
-        engine = engine_of(load(ModelSpec(target, dtype, quantization, device="cpu")).model)
+        engine = engine_of(load(ModelSpec(target, dtype, quantization, device="cpu", activations=bits)).model)
     if not isinstance(engine, NativeEngine):
         raise UserError(f"{options.pair} runs on another engine: choose a pair that the native engine supports")
     return engine
