@@ -89,10 +89,15 @@ INLINE vf load_as(int form, const void *base, int64_t i) {
     return load_f16((const uint16_t *)base + i);
 }
 
+/* Into the second cache, for kernels with enough work to hide its latency */
+INLINE void prefetch_far(const void *weights, int bytes) {
+#pragma GCC unroll 16
+    for (int line = 0; line < bytes; line += 64) __builtin_prefetch((const char *)weights + line + FAR_AHEAD, 0, 2);
+}
 INLINE void prefetch(const void *weights, int bytes) {
 #pragma GCC unroll 16
     for (int line = 0; line < bytes; line += 64) {
-        __builtin_prefetch((const char *)weights + line + FAR_AHEAD, 0, 2);
+        prefetch_far((const char *)weights + line, 1);
         __builtin_prefetch((const char *)weights + line + AHEAD);
     }
 }

@@ -14,7 +14,7 @@ INLINE void int8_kernel(int rows, const char *x, int64_t quads, const uint8_t *w
         for (int v = 0; v < VECTORS; v++) sum[r][v] = a->corrections[r].offset - (vi){0};
 #pragma GCC unroll 1
     for (int64_t k = 0; k < quads; k++, w += 4 * BLOCK) {
-        prefetch(w, 4 * BLOCK);
+        prefetch_far(w, 4 * BLOCK);
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) {
             vu weight;

@@ -57,8 +57,9 @@ INLINE void add_split(int form, int rows, const coded_slice *s, int64_t i, int64
         for (int k = 0; k < quads; k++)
 #pragma GCC unroll 2
             for (int v = 0; v < WIDTH; v++) {
-                const int line = has_bytes(form) ? k : k / 2;
-                vu stored = load_stored(w + 4 * LANES * (line * VECTORS + first + v));
+                const uint8_t *line = w + 4 * LANES * ((has_bytes(form) ? k : k / 2) * VECTORS + first + v);
+                vu stored = load_stored(line);
+                if (has_bytes(form) || k % 2 == 0) prefetch_far(line, sizeof stored);
                 weight[k][v] = (vi)(has_bytes(form) ? stored : stored >> 4 * (k % 2) & 0x0f0f0f0f);
                 HOLD(weight[k][v]);
             }
@@ -159,14 +160,15 @@ INLINE void coded_kernel(int form, int rows, int tiled, const coded_slice *s, co
 #pragma GCC unroll 1
     for (int64_t i = 0; i < s->count; i += inputs) {
         const int64_t group = i / group_of(form);
-        if (!tiled) prefetch(s->w + i * input_bytes(form), inputs * input_bytes(form));
-        prefetch(s->scales + group * scale_bytes(form), scale_bytes(form));
 #if SPLIT
         if (form != CODE4) {
+            prefetch_far(s->scales + group * scale_bytes(form), scale_bytes(form));
             add_split(form, rows, s, i, group, sum);
             continue;
         }
 #endif
+        if (!tiled) prefetch(s->w + i * input_bytes(form), inputs * input_bytes(form));
+        prefetch(s->scales + group * scale_bytes(form), scale_bytes(form));
         add_words(form, rows, tiled, s, t, i, group, sum);
     }
 #pragma GCC unroll 8
