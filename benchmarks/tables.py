@@ -33,8 +33,8 @@ def study_parser(
     `tables` maps the names of its tables to documents, relative to the checkout; it adds the option `--write`. `models`
     adds the options that select and load models.
     """
-    path = Path(script)
-    parser = Parser(prog=f"python -m {path.parent.name}.{path.stem}", description=(description or "").split("\n\n")[0])
+    module = ".".join(Path(script).relative_to(ROOT).with_suffix("").parts)
+    parser = Parser(prog=f"python -m {module}", description=(description or "").split("\n\n")[0])
     parser.set_defaults(tables=tables or {}, write=False)
     if tables:
         add_write_option(parser, tables)
