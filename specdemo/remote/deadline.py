@@ -10,6 +10,7 @@ from specdemo.core.errors import UserError
 
 READ_S = 0.1  # additional time per token
 _LEAST_S = 0.1
+_LATE_S = 1.0  # a call that ends this late was interrupted
 
 
 class ConnectionLost(UserError):
@@ -20,7 +21,8 @@ class ConnectionLost(UserError):
 class StepDeadline:
     """Limit: `lost_s` without progress; in total `lost_s` plus `READ_S` per unread token.
 
-    Progress is a larger prefill position.
+    Progress is a larger prefill position. Calls end after `remaining()` seconds; while this process is stopped, the time
+    does not count.
     """
 
     lost_s: float
@@ -28,8 +30,9 @@ class StepDeadline:
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
-        self._start = self._progress = self.clock()
+        self._start = self._progress = self._asked = self.clock()
         self._lost_s, self._position = max(self.lost_s, _LEAST_S), 0
+        self._left = self._lost_s
 
     def reread(self, count: int) -> None:
         """Allow for another prefill of `count` tokens, whose positions start at 0."""
@@ -43,7 +46,12 @@ class StepDeadline:
         return True
 
     def remaining(self) -> float:
-        return min(self._progress, self._start + READ_S * self.unread) + self._lost_s - self.clock()
+        now = self.clock()
+        if (since := now - self._asked) > max(self._left, 0.0) + _LATE_S:
+            self._start, self._progress = self._start + since, self._progress + since
+        self._asked = now
+        self._left = min(self._progress, self._start + READ_S * self.unread) + self._lost_s - now
+        return self._left
 
     def check(self, url: str, cause: object, advice: str) -> None:
         if self.remaining() <= 0:

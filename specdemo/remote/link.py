@@ -257,8 +257,12 @@ class MeteredNetwork(httpcore.NetworkBackend):
     ) -> httpcore.NetworkStream:
         timeout = self.bounded(timeout, httpcore.ConnectTimeout)
         stream = self.inner.connect_tcp(host, port, timeout, local_address, socket_options)
-        self.wait(self.link.rtt_s)
+        self.pause(self.link.rtt_s)
         return MeteredStream(self, stream)
+
+    def pause(self, seconds: float) -> None:
+        """Wait for an emulated delay, at most `limit()` seconds."""
+        self.wait(max(0.0, min(seconds, self.limit())))
 
     def bounded(self, timeout: float | None, error: type[httpcore.TimeoutException]) -> float:
         left = min(math.inf if timeout is None else timeout, self.limit())
@@ -289,7 +293,7 @@ class MeteredStream(httpcore.NetworkStream):
             self._sending, self._dead = True, network.is_lost()
             seconds += network.one_way_delay()
         if seconds:
-            network.wait(seconds)
+            network.pause(seconds)
         for i in range(0, 0 if self._dead else len(buffer), _SLICE_BYTES):
             self._inner.write(buffer[i : i + _SLICE_BYTES], network.bounded(timeout, httpcore.WriteTimeout))
         network.counts.up_s += network.clock() - start
@@ -307,10 +311,10 @@ class MeteredStream(httpcore.NetworkStream):
             seconds += network.one_way_delay()
         left = None if timeout is None else max(0.0, timeout - (network.clock() - start))
         if left is not None and (self._dead or seconds > left):
-            network.wait(left)
+            network.pause(left)
             raise httpcore.ReadTimeout("timed out")
         if seconds:
-            network.wait(seconds)
+            network.pause(seconds)
         network.counts.down += len(data)
         network.counts.down_s += network.clock() - arrived
         return data

@@ -23,7 +23,7 @@ from specdemo.core.step import Draft
 from specdemo.drafters.model import ModelDrafter
 from specdemo.remote.client import Deadlines, RemoteVerifier, StreamingVerifier
 from specdemo.remote.deadline import READ_S, ConnectionLost, StepDeadline
-from specdemo.remote.link import ContextGone, HttpClient, NoResponse, RequestSuperseded
+from specdemo.remote.link import ContextGone, HttpClient, NoResponse, RequestSuperseded, RequestTimeout
 from specdemo.remote.protocol import ServiceInfo, VerifyRequest
 
 MOST_REQUESTS = 2000  # of a step that should have ended
@@ -64,6 +64,33 @@ def test_a_step_ends_without_progress_and_at_its_total_limit(unread: int, every_
         deadline.check("url", "late", "restart it")
     expected = 3.0 if every_s > 3 else 3.0 + READ_S * unread
     assert clock.now == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("stopped_s", [0.5, 4.5, 60.0])
+def test_the_time_in_which_the_edge_was_stopped_does_not_count(stopped_s: float) -> None:
+    """A run in the background of a shell (Ctrl-Z) continues; without responses it is lost 3 s later."""
+    clock = Clock()
+
+    class Interrupted(DirectClient):
+        def call(self, method: str, path: str, message: Any, *rest: Any) -> Any:
+            response = super().call(method, path, message, *rest)
+            if len(self.sent) == 3:
+                clock.now += self.network.limit() + stopped_s
+                raise RequestTimeout("timed out")
+            return response
+
+    options: dict[str, Any] = {"clock": clock, "deadlines": Deadlines(lost_s=3.0)}
+    if stopped_s < 1.0:
+        with pytest.raises(ConnectionLost, match="no progress for 4 s"):
+            decode_coupled(Interrupted(contexts()), **options)
+        return
+    assert committed(decode_coupled(Interrupted(contexts()), **options)) == decode_locally()
+    deadline = StepDeadline(3.0, clock=clock)
+    clock.now += 3.0 + stopped_s
+    assert deadline.remaining() == 3.0
+    clock.now += 3.0
+    with pytest.raises(ConnectionLost, match="no progress for 3 s"):
+        deadline.check("url", "late", "restart it")
 
 
 class Stuck(DirectClient):
