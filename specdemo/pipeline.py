@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from specdemo.core.banned_text import BannedText
+from specdemo.core.batch_limit import BatchLimit
 from specdemo.core.decode import Drafter, DraftLengthPolicy, Verifier
 from specdemo.core.errors import UserError
 from specdemo.core.policies import POLICIES, CostModel
@@ -36,6 +37,7 @@ from specdemo.models.uncached import UncachedModel
 from specdemo.models.zoo import check_pair
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe, refuse_with_encoder
+from specdemo.worker import pass_texts
 
 CONVERSATION = "conversation"  # key of the `Conversation` in `Stores`
 Stores = dict[Any, Any]  # state of earlier runs: n-grams, and the key of KV caches
@@ -273,12 +275,22 @@ def _assemble(context: ModelContext, proposer: Drafter | None, prediction: Predi
     if method.policy is not None:
         context.policy = method.policy(recipe)
     else:
-        context.policy = POLICIES[recipe.policy].make(recipe.draft_lengths, _cost_model(context))
+        context.policy = _policy(context)
     verifier = target.verifier(context)
     same_tokens = () if context.bridge else caches  # a drafter of another vocabulary has other counts
     context_length = min(target.context, *(cache.context for cache in same_tokens), sys.maxsize)
     roles = verifier, drafter, context.policy
     return Pipeline(*roles, context.target_cache, caches, context_length, context.stop, context.close, context.bridge)
+
+
+def _policy(context: ModelContext) -> DraftLengthPolicy:
+    """Return the policy; shared passes limit it where the text does not depend on draft lengths."""
+    recipe, costs = context.recipe, _cost_model(context)
+    policy: DraftLengthPolicy = POLICIES[recipe.policy].make(recipe.draft_lengths, costs)
+    fixed_text = recipe.exact and (recipe.temperature == 0 or RULES[recipe.rule].shares_noise)
+    if context.target_cache is None or not fixed_text or METHODS[recipe.method].shape != "chain":
+        return policy
+    return BatchLimit(policy, costs, pass_texts)
 
 
 def _checked_ids(stop_tokens: Sequence[int], vocab_size: int) -> Sequence[int]:

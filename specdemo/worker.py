@@ -112,6 +112,12 @@ def shared_pass(run: RunEntries, entry: Any, rows: int) -> Any:
     return stream.worker.run_shared(stream, PassRequest(run, entry, rows))
 
 
+def pass_texts() -> int:
+    """Return the number of texts in the last pass of the current job."""
+    stream = _current.get()
+    return 1 if stream is None else stream.pass_texts
+
+
 @contextmanager
 def unshared_passes() -> Iterator[None]:
     """Run the passes of the current job alone."""
@@ -155,6 +161,7 @@ class Stream(Generic[T]):
         self.stop_flag = StopFlag()
         self.shares_passes = True
         self.waited_s = 0.0
+        self.pass_texts = 1  # texts in its last pass
         self._done = threading.Event()
         self._on_change = on_change
 
@@ -351,6 +358,7 @@ class Worker:
             job = self._opened(stream)
             job.shares = self._max_texts > 1
             is_alone = not job.shares or (len(self._open) == 1 and not self._queued)
+        stream.pass_texts = 1
         if is_alone:
             return request.run([request.entry])[0]
         began = self._clock()
@@ -389,7 +397,7 @@ class Worker:
         with self._lock:
             self.texts_per_pass[len(group)] += 1
             for request, job in group.items():
-                request.seconds = seconds
+                request.seconds, job.stream.pass_texts = seconds, len(group)
                 job.used_s += 0.0 if job is self._holder else seconds
 
     def _run(self) -> None:

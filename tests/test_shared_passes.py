@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specdemo.shared_passes import PASS_ROWS, PassRequest, choose_requests, run_together
-from specdemo.worker import Stream, Worker, shared_pass, stop_flag, unshared_passes
+from specdemo.worker import Stream, Worker, pass_texts, shared_pass, stop_flag, unshared_passes
 
 PATIENCE = 60.0  # seconds
 LONG = PASS_ROWS  # rows of a text that shares no pass
@@ -82,6 +82,20 @@ def test_jobs_share_passes_and_get_their_own_results(worker: Worker) -> None:
     assert [finished(stream).items for stream in streams] == [[2 * n] * 10 for n in range(6)]
     assert len(engine.passes) == 10 and all(sorted(entries) == [*range(6)] for entries in engine.passes)
     assert worker.texts_per_pass == {6: 10}
+
+
+def test_jobs_count_the_texts_of_their_last_pass(worker: Worker) -> None:
+    engine = Engine()
+
+    def counts(number: int) -> Iterator[int]:
+        for _ in range(number):
+            shared_pass(engine.run, number, 1)
+            yield pass_texts()
+
+    with submitting(worker):
+        streams = [worker.submit(lambda number=number: counts(number)) for number in (2, 4, 5)]
+    assert [finished(stream).items for stream in streams] == [[3, 3], [3, 3, 2, 2], [3, 3, 2, 2, 1]]
+    assert pass_texts() == 1  # outside jobs
 
 
 def test_texts_of_different_lengths_join_and_leave(worker: Worker) -> None:

@@ -34,6 +34,11 @@ class CostModel:
     passes: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})
     token: float = 0.0  # c, initial estimate
 
+    @property
+    def row(self) -> float:
+        rows = max(self.passes)
+        return (self.verify(rows) - 1) / max(1, rows - 1)
+
     def verify(self, rows: float) -> float:
         """Interpolate v(rows) linearly.
 
@@ -66,27 +71,49 @@ class PolicyDefaults:
 
 
 @dataclass
+class PositionAcceptance:
+    """Acceptance by position; it decays and is shrunk towards the mean over positions, then `prior`."""
+
+    length: int
+    prior: float = 0.7
+    weight: float = 12.0  # weight of the prior, as a number of tests
+    decay: float = 0.95  # factor per test of the same position
+
+    def __post_init__(self) -> None:
+        self._tested, self._accepted = [0.0] * self.length, [0.0] * self.length
+
+    def observe(self, step: Step) -> None:
+        for i in range(min(self.length, len(step.verdict.accepted) + (step.kind == "correction"))):
+            self._tested[i] = self.decay * self._tested[i] + 1
+            self._accepted[i] = self.decay * self._accepted[i] + _acceptance(step, i)
+
+    @property
+    def rates(self) -> list[float]:
+        overall = (sum(self._accepted) + self.weight * self.prior) / (sum(self._tested) + self.weight)
+        return [
+            (accepted + self.weight * overall) / (tested + self.weight)
+            for tested, accepted in zip(self._tested, self._accepted, strict=True)
+        ]
+
+
+@dataclass
 class Auto(PolicyDefaults):
     """Maximise expected tokens per second.
 
     k draft tokens yield 1 + a_1 + a_1 a_2 + ... tokens (a_i: acceptance at position i) for k draft costs and a pass
-    over k + 1 rows. Acceptance decays and is shrunk towards the mean over positions, then `prior_acceptance`. If no
-    draft pays, gamma is 0, with retries.
+    over k + 1 rows. If no draft pays, gamma is 0, with retries.
     """
 
     max_gamma: int
     costs: CostModel = field(default_factory=CostModel)
     start: int | None = None
     min_gamma: int = 0
-    prior_acceptance: float = 0.7
-    prior_weight: float = 12.0  # weight of the prior, as a number of tests
-    decay: float = 0.95  # factor per test of the same position
     min_gain: float = 1.06  # required speed-up over AR decoding
     retry_after: tuple[int, int] = (64, 256)  # AR steps before a retry: initial, maximum
 
     def __post_init__(self) -> None:
         self._model_costs = [self.costs.verify(rows) for rows in range(1, self.max_gamma + 2)]
-        self._tested, self._accepted = [0.0] * self.max_gamma, [0.0] * self.max_gamma
+        self._acceptance = PositionAcceptance(self.max_gamma)
         self._draft_s: deque[float] = deque(maxlen=15)  # durations per token
         # durations by number of drafted tokens
         self._verify_s: list[deque[float]] = [deque(maxlen=15) for _ in self._model_costs]
@@ -96,21 +123,19 @@ class Auto(PolicyDefaults):
 
     @property
     def notes(self) -> dict[str, float]:
-        return {"auto_a1": self._acceptances()[0], "auto_c": self._token_s() / max(self._verification_s()[0], 1e-9)}
+        return {"auto_a1": self._acceptance.rates[0], "auto_c": self._token_s() / max(self._verification_s()[0], 1e-9)}
 
     def observe(self, step: Step) -> None:
         if step.i == 0:
             return
-        drafted, accepted = len(step.draft), len(step.verdict.accepted)
+        drafted = len(step.draft)
         self._verify_s[min(drafted, self.max_gamma)].append(step.seconds.verify)
         self._drafts = self._drafts + 1 if drafted else 0
         if self._drafts == 2:
             self._draft_s.clear()
         if self._drafts > 1:  # the first also reads the text of AR steps
             self._draft_s.append(step.seconds.draft / drafted)
-        for i in range(min(self.max_gamma, accepted + (step.kind == "correction"))):
-            self._tested[i] = self.decay * self._tested[i] + 1
-            self._accepted[i] = self.decay * self._accepted[i] + _acceptance(step, i)
+        self._acceptance.observe(step)
         self._idle = 0 if drafted else self._idle + 1
         self.gamma = self._best()
         if self.gamma:
@@ -141,19 +166,11 @@ class Auto(PolicyDefaults):
     def _token_s(self) -> float:
         return statistics.median(self._draft_s) if self._draft_s else self.costs.token * self._verification_s()[0]
 
-    def _acceptances(self) -> list[float]:
-        weight = self.prior_weight
-        overall = (sum(self._accepted) + weight * self.prior_acceptance) / (sum(self._tested) + weight)
-        return [
-            (accepted + weight * overall) / (tested + weight)
-            for tested, accepted in zip(self._tested, self._accepted, strict=True)
-        ]
-
     def _best(self) -> int:
         verification_s, token_s = self._verification_s(), self._token_s()
         best, best_rate = self.min_gamma, self.min_gain / max(verification_s[0], 1e-9)
         expected, path = 1.0, 1.0
-        for k, acceptance in enumerate(self._acceptances(), 1):
+        for k, acceptance in enumerate(self._acceptance.rates, 1):
             path *= acceptance
             expected += path
             rate = expected / max(verification_s[k] + token_s * k, 1e-9)

@@ -213,9 +213,8 @@ class EdgeContext:
 class Contexts:
     """Contexts, evicted by count, total bytes and idle time.
 
-    There is no lock: all methods run in the worker's thread, one at a time. The worker changes jobs between the chunks
-    of a prefill, and within a step only where the step waits or gives way. A context in use is neither evicted nor
-    deleted, and a second request for it raises `ContextInUse`.
+    All methods run in the worker's thread, without locks. The worker changes jobs between the chunks of a prefill, and
+    where a step waits. A context in use is neither evicted nor deleted; a second request for it raises `ContextInUse`.
     """
 
     make_cache: Callable[[], CachedModel]

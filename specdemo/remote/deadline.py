@@ -21,8 +21,8 @@ class ConnectionLost(UserError):
 class StepDeadline:
     """Limit: `lost_s` without progress; in total `lost_s` plus `READ_S` per unread token.
 
-    Progress is a larger prefill position. Calls end after `remaining()` seconds; while this process is stopped, the time
-    does not count.
+    Progress is a larger prefill position. A call of more than `remaining()` seconds does not count: this process was
+    stopped.
     """
 
     lost_s: float

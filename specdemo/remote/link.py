@@ -261,7 +261,7 @@ class MeteredNetwork(httpcore.NetworkBackend):
         return MeteredStream(self, stream)
 
     def pause(self, seconds: float) -> None:
-        """Wait for an emulated delay, at most `limit()` seconds."""
+        """Wait at most `limit()` seconds."""
         self.wait(max(0.0, min(seconds, self.limit())))
 
     def bounded(self, timeout: float | None, error: type[httpcore.TimeoutException]) -> float:

@@ -259,7 +259,7 @@ def test_auto_uses_beta_for_chains_and_counts_for_trees() -> None:
     whole = Step(1, (7, 9, 1), tree, Verdict((0, 2), 1), 2, draft_s=0.1, verify_s=1.0, host_s=0.0, t=0.0)
     policy = Auto(8)
     policy.observe(whole)  # no token was rejected
-    assert all(a >= 0.7 for a in policy._acceptances())
+    assert all(rate >= 0.7 for rate in policy._acceptance.rates)
 
 
 def test_bounds_come_from_the_recipe_or_the_policy() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from fakes.tiny_models import byte_level_tokenizer, save_model
 
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event, StepEvent
-from specdemo.core.step import Draft
+from specdemo.core.step import Draft, Step
 from specdemo.drafters import METHODS
 from specdemo.generate import generate
 from specdemo.models.kv_cache import CachedModel
+from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.remote.contexts import Contexts
@@ -64,6 +66,7 @@ def steps_of(events: Iterator[Event]) -> Iterator[tuple[int, ...]]:
 
 
 def test_visitors_of_all_methods_get_the_texts_that_they_get_alone(recipes: list[Recipe], worker: Worker) -> None:
+    """Greedy drafts may be shorter in shared passes; sampled texts have equal steps."""
     pool = ModelPool()
     runs = [(recipe, PROMPTS[n % len(PROMPTS)]) for n, recipe in enumerate(recipes)]
     alone = [[*steps_of(generate(recipe, prompt, pool))] for recipe, prompt in runs]
@@ -71,8 +74,35 @@ def test_visitors_of_all_methods_get_the_texts_that_they_get_alone(recipes: list
         worker.submit(lambda recipe=recipe, prompt=prompt: steps_of(generate(recipe, prompt, pool)))
         for recipe, prompt in runs
     ]
-    assert finished(streams) == alone
+    for (recipe, _), before, together in zip(runs, alone, finished(streams), strict=True):
+        assert sum(together, ()) == sum(before, ())
+        assert recipe.temperature == 0 or together == before
     assert max(worker.texts_per_pass) > 4
+
+
+def test_only_drafts_that_cannot_change_a_text_are_shorter_in_shared_passes(
+    recipes: list[Recipe], worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that costs as much as a pass pays in no shared pass."""
+    monkeypatch.setattr(LoadedModel, "pass_costs", {1: 1.0, 8: 8.0})
+    pool = ModelPool()
+    base = next(recipe for recipe in recipes if recipe.method == "lookup")
+    kinds = [{"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 0.9, "rule": "coupled"}]
+    runs = [replace(base, seed=seed, **kind) for kind in kinds for seed in range(4)]
+
+    def steps(recipe: Recipe) -> list[Step]:
+        return [event.step for event in generate(recipe, PROMPTS[0], pool) if isinstance(event, StepEvent)]
+
+    alone = [steps(recipe) for recipe in runs]
+    streams = [worker.submit(lambda recipe=recipe: iter([steps(recipe)])) for recipe in runs]
+    for recipe, before, (together,) in zip(runs, alone, finished(streams), strict=True):
+        texts = [[step.tokens for step in run] for run in (before, together)]
+        assert sum(texts[0], ()) == sum(texts[1], ())
+        gammas = [sum(step.gamma for step in run) for run in (before, together)]
+        if recipe.temperature and recipe.rule != "coupled":
+            assert texts[0] == texts[1] and gammas[0] == gammas[1]
+        else:
+            assert gammas[1] < gammas[0] / 2
 
 
 class Edge:

@@ -1,0 +1,67 @@
+"""Draft lengths while texts share passes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from specdemo.core.decode import DraftLengthPolicy
+from specdemo.core.policies import CostModel, PositionAcceptance
+from specdemo.core.step import Step
+
+_PRIOR_WEIGHT = 4.0
+_RETRY_AFTER = 16  # steps without drafts
+
+
+@dataclass
+class BatchLimit:
+    """Limit the drafts of `policy` while t = `texts()` texts share a pass.
+
+    A draft token costs t (r + c) / (1 + (t - 1) r) AR tokens (r: row, c: drafting); drafts end where acceptance is less
+    probable.
+    """
+
+    policy: DraftLengthPolicy
+    costs: CostModel
+    texts: Callable[[], int]
+
+    def __post_init__(self) -> None:
+        self._acceptance = PositionAcceptance(max(1, self.policy.gamma), weight=_PRIOR_WEIGHT)
+        self._idle = 0
+
+    @property
+    def needs_logits(self) -> bool:
+        return self.policy.needs_logits
+
+    @property
+    def notes(self) -> Mapping[str, float]:
+        texts = self.texts()
+        return {**self.policy.notes, "texts": float(texts)} if texts > 1 else self.policy.notes
+
+    @property
+    def path_threshold(self) -> float | None:
+        threshold = self.policy.path_threshold
+        return None if threshold is None else max(threshold, self._token_cost)
+
+    @property
+    def gamma(self) -> int:
+        cost = self._token_cost
+        paths = accumulate(self._acceptance.rates, operator.mul)
+        length = max(sum(path >= cost for path in paths), int(self._idle >= _RETRY_AFTER))
+        return min(self.policy.gamma, length) if cost else self.policy.gamma
+
+    @property
+    def _token_cost(self) -> float:
+        texts, row = self.texts(), self.costs.row
+        return texts * (row + self.costs.token) / (1 + (texts - 1) * row) if texts > 1 else 0.0
+
+    def may_extend(self, n: int, logits: Any) -> bool:
+        return self.policy.may_extend(n, logits)
+
+    def observe(self, step: Step) -> None:
+        self._idle = 0 if step.draft.tokens else self._idle + 1
+        self._acceptance.observe(step)
+        self.policy.observe(step)
