@@ -1,18 +1,22 @@
-"""Ray Serve: configuration, replicas, affinity, a killed replica, metrics."""
+"""Ray Serve: configuration, replicas, affinity, lost replicas, redeployment, metrics."""
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import closing, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.request import urlopen
 
@@ -30,6 +34,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 PROMPT = "def read_lines(path):\n"
 POOL = ModelPool()
+DEPLOYED = "--pair bundled --device cpu --host 127.0.0.1 --min-replicas 2 --max-replicas 2"
 FLAGS = "--pair bundled --device cpu --port 0 --min-replicas 2 --max-replicas 2 --until-stdin-ends"
 PATIENCE_S = 60.0
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -119,8 +124,10 @@ def cluster() -> Iterator[Cluster]:
     assert opened.process.wait(PATIENCE_S) == 0
 
 
-def lines(cluster: Cluster | None, **settings: Any) -> Iterator[dict[str, Any]]:
-    cloud = None if cluster is None else CloudConfig(cluster.url, deadline_ms=5000, lost_after_s=120)
+def lines(
+    cluster: Cluster | DeployedCluster | None, mode: str = "speculative", **settings: Any
+) -> Iterator[dict[str, Any]]:
+    cloud = None if cluster is None else CloudConfig(cluster.url, mode=mode, deadline_ms=5000, lost_after_s=120)
     yield from trace_lines(Recipe(device="cpu", max_tokens=24, cloud=cloud, **settings), PROMPT, POOL)
 
 
@@ -156,15 +163,117 @@ def test_a_session_uses_one_replica_and_its_text_is_that_of_a_local_target(clust
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_another_replica_continues_after_a_kill(cluster: Cluster, settings: str) -> None:
-    """All replicas of the first step are killed."""
+@pytest.mark.parametrize(
+    ("settings", "number"), [("greedy", signal.SIGKILL), ("sampled", signal.SIGKILL), ("sampled", signal.SIGTERM)]
+)
+def test_another_replica_continues_after_a_signal(cluster: Cluster, settings: str, number: signal.Signals) -> None:
+    """All replicas of the first step get the signal."""
     expected = text_of(list(lines(None, **SETTINGS[settings])))
     run = []
     for line in lines(cluster, **SETTINGS[settings]):
         run.append(line)
         if line.get("i") == 1:
             for replica in cluster.replicas:
-                replica.send_signal(signal.SIGKILL)
+                replica.send_signal(number)
     first, second = replicas_of(run)
     assert text_of(run) == expected and first != second
+
+
+class DeployedCluster:
+    """`serve deploy` with the documented configuration on a node of `ray start`."""
+
+    def __init__(self, folder: Path) -> None:
+        ports = {name: free_port() for name in ("port", "dashboard-port", "ray-client-server-port")}
+        self._file, self._port = folder / "serve.yaml", free_port()
+        self._dashboard = f"http://127.0.0.1:{ports['dashboard-port']}"
+        self.url = f"http://127.0.0.1:{self._port}"
+        authentication = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self._environment = {**os.environ, **authentication, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+        flags = [f"--{name}={value}" for name, value in {**ports, "num-cpus": 4, "temp-dir": folder}.items()]
+        self._node = self._run("ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats", *flags)
+        for line in self._node.stdout:
+            if "block forever" in line:
+                break
+
+    def deploy(self, flags: str) -> None:
+        import yaml
+
+        example = yaml.safe_load((ROOT / "docs/ray-service.yaml").read_text("utf-8"))["spec"]
+        config = yaml.safe_load(example["serveConfigV2"])
+        config["http_options"] = {"host": "127.0.0.1", "port": self._port}
+        (application,) = config["applications"]
+        application["args"]["flags"] = flags
+        application["deployments"][0]["ray_actor_options"]["num_cpus"] = 1
+        self._file.write_text(yaml.safe_dump(config))
+        with self._run("ray.serve.scripts", "deploy", f"--address={self._dashboard}", str(self._file)) as command:
+            output, _ = command.communicate()
+        assert command.returncode == 0, output
+        end = time.monotonic() + PATIENCE_S
+        while not self._is_ready():
+            assert time.monotonic() < end, "the application does not start"
+            threading.Event().wait(0.2)
+
+    def close(self) -> None:
+        for process in (*psutil.Process(self._node.pid).children(recursive=True), self._node):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._node.communicate()
+
+    def _is_ready(self) -> bool:
+        try:
+            return urlopen(f"{self.url}/v1/ready").status == 200
+        except OSError:
+            return False
+
+    def _run(self, module: str, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            cwd=ROOT,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@pytest.fixture
+def deployed() -> Iterator[DeployedCluster]:
+    pytest.importorskip("ray", reason="ray[serve] cannot be installed here")
+    with TemporaryDirectory(prefix="ray") as folder:  # paths of sockets must be short
+        with closing(DeployedCluster(Path(folder))) as cluster:
+            yield cluster
+
+
+@pytest.mark.exhaustive
+def test_a_redeployment_changes_and_loses_no_text(deployed: DeployedCluster) -> None:
+    """Two texts are under way when all replicas are replaced; others begin and are streamed meanwhile."""
+    kinds = {**SETTINGS, "streamed": {"temperature": 0.0, "mode": "cloud_only"}}
+    expected = {name: text_of(list(lines(None, **settings))) for name, settings in SETTINGS.items()}
+    expected["streamed"] = expected["greedy"]
+
+    def replicas(count: int, before: Collection[str]) -> set[str]:
+        """Decode until `count` other replicas have responded."""
+        seen: set[str] = set()
+        while len(seen) < count:
+            for name, settings in kinds.items():
+                run = list(lines(deployed, **settings))
+                assert run[-1].get("error") is None and text_of(run) == expected[name]
+                seen |= {*replicas_of(run)} - {*before}
+        return seen
+
+    deployed.deploy(f"{DEPLOYED} --contexts 98")
+    first = replicas(2, ())
+    under_way = {name: lines(deployed, **settings) for name, settings in SETTINGS.items()}
+    begun = {name: [next(run) for _ in range(4)] for name, run in under_way.items()}
+    deployed.deploy(f"{DEPLOYED} --contexts 99")
+    second = replicas(2, first)
+    for name, run in under_way.items():
+        whole = [*begun[name], *run]
+        assert text_of(whole) == expected[name]
+        old, new = replicas_of(whole)
+        assert old in first and new in second
