@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fakes.enumeration import PROMPT, SMALL, VOCAB
 from fakes.relay import Relay, relay
-from fakes.remote import COUPLED, contexts, decode_coupled, decode_locally, verify_config
+from fakes.remote import COUPLED, TableCache, contexts, decode_coupled, decode_locally, verify_config
 from fakes.table_service import MODEL, table_service
 from fakes.tiny_models import committed, run
 
@@ -25,6 +25,7 @@ from specdemo.core.step import Draft, Step
 from specdemo.drafters.model import ModelDrafter
 from specdemo.remote.client import Deadlines, RemoteVerifier, StreamingVerifier
 from specdemo.remote.config import CloudConfig
+from specdemo.remote.contexts import Contexts
 from specdemo.remote.deadline import ConnectionLost
 from specdemo.remote.link import HttpClient, MeteredNetwork, NoResponse, RequestTimeout, ServiceDown
 from specdemo.remote.protocol import ReadyResponse, ServiceIdentity, VerifyResponse
@@ -194,6 +195,29 @@ def test_another_model_is_refused_at_a_switch(services: tuple[str, str]) -> None
             http.clients[0].identity = ServiceIdentity(model=MODEL, replica="first")
             with pytest.raises(UserError, match="replica third at .* serves another model than replica first"):
                 decode_sampled(http)
+
+
+def test_mutant_that_ignores_digests_of_the_model_is_detected(
+    services: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second service has another model. Without the comparison, the text changes in the middle."""
+    first, second = services
+
+    class SmallCache(TableCache):
+        def __init__(self) -> None:
+            super().__init__()
+            self.score = SMALL.score
+
+    expected = committed(decode_greedy(connected(second)))
+    small = Contexts(SmallCache, vocab_size=VOCAB, context=64)
+    with table_service(small, model="c" * 32, replica="third") as other:
+        with relay(first, lambda way, number: way == "request" and number == 3) as cut:
+            http = starting_with(cut.url, other, describe=False)
+            http.clients[0].identity = ServiceIdentity(model=MODEL, replica="first")
+            monkeypatch.setattr(HttpClient, "_check_identity", lambda self, headers: None)
+            cut.counting = True
+            text = committed(decode_greedy(http))
+    assert cut.is_cut and text != expected and text[0] == expected[0]
 
 
 def test_a_service_that_restarts_with_another_model_is_left(services: tuple[str, str]) -> None:
