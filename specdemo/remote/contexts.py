@@ -1,7 +1,7 @@
 """Server-side verification: text and KV cache per edge.
 
-After an eviction the edge sends its complete text again. Noise is keyed by token position, so repeated requests get the
-same response.
+After an eviction the edge sends its complete text again. Noise is keyed by position: repeated requests get the same
+response.
 """
 
 from __future__ import annotations

@@ -21,11 +21,13 @@ from specdemo.remote.protocol import (
     NetworkMessage,
     PrefillPosition,
     ServiceIdentity,
+    Unreadable,
     VerifyRequest,
 )
 
 _MAX_RESPONSE_BYTES, _MAX_LINE_BYTES = 16 << 20, 4096
 _SLICE_S, _SLICE_BYTES = 0.5, 8192
+_DAMAGED = 4  # most damaged responses in succession
 _NETWORK_ERRORS = (httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError, OSError)
 
 
@@ -38,11 +40,11 @@ class RequestTimeout(NoResponse):
 
 
 class ServiceDown(NoResponse):
-    """The connection was refused or ended, or the service fails or shuts down."""
+    """Connection refused or ended, or service stopped."""
 
 
 class PromptReading(NoResponse):
-    """The service has read `position` tokens of the text; the request must be repeated."""
+    """`position` tokens of the text are read; the request must be repeated."""
 
     def __init__(self, sentence: str, position: int) -> None:
         super().__init__(sentence)
@@ -106,6 +108,7 @@ class HttpClient:
         self._headers |= {SESSION_HEADER: session} if session else {}
         tls = ssl.create_default_context() if url.startswith("https:") else None  # respects SSL_CERT_FILE
         self._pool = httpcore.ConnectionPool(tls, network_backend=self.network, max_connections=4)
+        self._repeats = 0  # damaged responses that are left
 
     def call(
         self, method: str, path: str, message: NetworkMessage | None, response_type: type[MessageT], timeout: float
@@ -126,9 +129,12 @@ class HttpClient:
         if response.status != 200:
             raise self._error(response.status, content)
         try:
-            return self._codec.load(response_type, content)
+            loaded = self._codec.load(response_type, content)
         except UserError as error:
-            raise UserError(f"{self.url} is not a specdemo service of this version: {error}") from error
+            sentence = f"{self.url} is not a specdemo service of this version: {error}"
+            raise (self._damaged(sentence) if isinstance(error, Unreadable) else UserError(sentence)) from error
+        self._repeats = _DAMAGED
+        return loaded
 
     def tokens(
         self, path: str, message: NetworkMessage, timeout: float
@@ -189,6 +195,12 @@ class HttpClient:
         body = b"" if message is None else self._codec.dump(message)
         return {"headers": self._headers, "content": body, "extensions": {"timeout": timeouts}}
 
+    def _damaged(self, sentence: str) -> Exception:
+        """Close connections, and repeat the request if the service has responded before."""
+        self._pool.close()
+        self._repeats -= 1
+        return ServiceDown(sentence) if self._repeats >= 0 else UserError(sentence)
+
     def _error(self, status: int, body: bytes) -> Exception:
         try:
             problem = self._codec.load(ErrorResponse, body)
@@ -208,7 +220,10 @@ class HttpClient:
             return NoResponse(problem.error)
         if status in (500, 502, 503, 504):
             return ServiceDown(problem.error)
-        return UserError(f"the cloud at {self.url} rejected the request: {problem.error}")
+        rejection = f"the cloud at {self.url} rejected the request: {problem.error}"
+        if problem.code in ("", "unreadable"):
+            return self._damaged(rejection)
+        return UserError(rejection)
 
 
 @dataclass(frozen=True)

@@ -439,8 +439,12 @@ def _from_msgpack(kind: type[MessageT], body: bytes) -> MessageT:
     try:
         value = msgpack.unpackb(body, ext_hook=_expand, use_list=True, raw=False)
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
-        raise UserError(f"the body is not msgpack: {str(error) or type(error).__name__}") from error
+        raise Unreadable(f"the body is not msgpack: {str(error) or type(error).__name__}") from error
     return kind.model_validate(value, by_alias=True, by_name=False)
+
+
+class Unreadable(UserError):
+    """Neither JSON nor msgpack."""
 
 
 @dataclass(frozen=True)
@@ -458,7 +462,8 @@ class Codec:
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             location = ".".join(map(str, first["loc"])) or kind.__name__
-            raise UserError(f"{location}: {first['msg'][:1].lower()}{first['msg'][1:]}") from error
+            kind_of_error = Unreadable if first["type"] == "json_invalid" else UserError
+            raise kind_of_error(f"{location}: {first['msg'][:1].lower()}{first['msg'][1:]}") from error
 
 
 CODECS: Mapping[str, Codec] = {

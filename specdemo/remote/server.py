@@ -35,6 +35,7 @@ from specdemo.remote.protocol import (
     ReadyResponse,
     ServiceInfo,
     StreamRequest,
+    Unreadable,
     VerifyRequest,
     VerifyResponse,
 )
@@ -211,7 +212,8 @@ async def _read(request: Request, kind: type[MessageT], max_bytes: int) -> Messa
     try:
         return CODECS[content_type].load(kind, body)
     except UserError as error:
-        raise ServiceError(422, "invalid", str(error)) from error
+        code = "unreadable" if isinstance(error, Unreadable) else "invalid"
+        raise ServiceError(422, code, str(error)) from error
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

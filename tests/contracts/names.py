@@ -241,6 +241,7 @@ def _codes(service: Service) -> dict[str, int]:
         service.ask("POST", "/v1/rounds", {**onward, "ctx_id": "unknown"}),
         service.ask("POST", "/v1/rounds", {**onward, "epoch": 0}),
         service.ask("POST", "/v1/rounds", {"nonsense": 1}),
+        service.ask("POST", "/v1/rounds", b"{"),
         service.ask("POST", "/v1/rounds", b"x", content_type="text/plain"),
         service.ask("POST", "/v1/rounds", b" " * 200_000),
         service.ask("DELETE", "/v1/contexts/golden"),

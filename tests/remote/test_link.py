@@ -7,8 +7,10 @@ from typing import Any
 import httpcore
 import pytest
 
+from specdemo.core.errors import UserError
 from specdemo.core.theory import best_gamma, best_gamma_over, speedup_over, walltime_improvement
-from specdemo.remote.link import LinkEmulation, MeteredNetwork
+from specdemo.remote.link import HttpClient, LinkEmulation, MeteredNetwork, ServiceDown
+from specdemo.remote.protocol import ReadyResponse
 
 
 class Echo(httpcore.NetworkStream):
@@ -108,3 +110,50 @@ def test_closed_forms_with_a_round_trip() -> None:
             for r, gamma in zip((0.0, 0.5, 1.0, 4.0, 16.0), best, strict=True):
                 assert speedup_over(alpha, gamma, c, r) >= max(speedup_over(alpha, g, c, r) for g in range(65))
     assert speedup_over(0.8, 4, 0.1, 2.0, v=1.2) == pytest.approx((1 - 0.8**5) / 0.2 / (1.2 + 0.4 + 2.0))
+
+
+class Scripted(httpcore.NetworkBackend):
+    """Service with prepared responses, one per request."""
+
+    def __init__(self, *responses: tuple[int, bytes]) -> None:
+        self.responses, self.connections = [*responses], 0
+
+    def connect_tcp(self, *args: Any, **options: Any) -> httpcore.NetworkStream:
+        self.connections += 1
+        scripted = self
+
+        class Stream(Echo):
+            def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+                status, body = scripted.responses.pop(0)
+                return b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body)
+
+        return Stream()
+
+
+DAMAGED = ((200, b"{"), (400, b"Invalid HTTP request received."), (422, b'{"error": "no JSON", "code": "unreadable"}'))
+
+
+def test_damaged_messages_are_repeated_on_a_new_connection() -> None:
+    """After the first response, and at most four times in succession."""
+    valid = (200, b"{}")
+    http = HttpClient("http://cloud:1")
+    http.network.inner = service = Scripted(DAMAGED[0], valid, *DAMAGED, valid, valid, *(DAMAGED * 2)[:5])
+
+    def call() -> ReadyResponse:
+        return http.call("GET", "/v1/ready", None, ReadyResponse, 1.0)
+
+    with pytest.raises(UserError, match="is not a specdemo service of this version"):
+        call()
+    call()
+    for _ in DAMAGED:
+        with pytest.raises(ServiceDown):
+            call()
+    call()
+    call()
+    assert service.connections == 5
+    for _ in range(4):
+        with pytest.raises(ServiceDown):
+            call()
+    with pytest.raises(UserError, match="rejected the request: status 400"):
+        call()
+    assert not service.responses
