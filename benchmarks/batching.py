@@ -17,7 +17,17 @@ from itertools import pairwise
 
 import httpx
 
-from benchmarks.load import LINK, PROMPT_STEP, Tallies, ar_texts, figures, page_process, run_visitor, stream_completion
+from benchmarks.load import (
+    LINK,
+    PROMPT_STEP,
+    Tallies,
+    ar_texts,
+    figures,
+    jain_index,
+    page_process,
+    run_visitor,
+    stream_completion,
+)
 from benchmarks.runs import cloud_service, possibly_failed
 from benchmarks.tables import Study, publish, study_command
 from specdemo.core.metrics import percentile
@@ -39,6 +49,7 @@ CLIENT_COLUMNS = {
     "ratio": "{ratio:.2f}",
     "first token p50 / p95 s off": "{off[p50_s]:.2f} / {off[p95_s]:.2f}",
     "first token on": "{on[p50_s]:.2f} / {on[p95_s]:.2f}",
+    "Jain index off / on": "{off[fairness]:.2f} / {on[fairness]:.2f}",
     "texts, different": "{texts}, {wrong}",
 }
 VISITOR_COLUMNS = {
@@ -60,6 +71,7 @@ class TimedText:
     start: float
     first_s: float
     end: float
+    client: int
 
     def tokens_between(self, start: float, end: float) -> float:
         """Return the number of tokens between two times, evenly distributed over the text."""
@@ -81,7 +93,7 @@ def load_with(client: Client, count: int, prompts: Sequence[Prompt], seconds: fl
         while (start := time.monotonic()) < end:
             chosen = index % len(prompts)
             tokens, first_s = client(prompts[chosen])
-            texts.append(TimedText(tokens, chosen, start, first_s, time.monotonic()))
+            texts.append(TimedText(tokens, chosen, start, first_s, time.monotonic(), number))
             index += 7
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
@@ -99,6 +111,7 @@ class Measured:
     tokens_per_second: float
     p50_s: float
     p95_s: float
+    fairness: float  # of the tokens per second of each client
     texts: int
     wrong: int
 
@@ -107,7 +120,15 @@ class Measured:
         """Compare `texts` with the expected ones by prompt."""
         waits = [text.first_s for text in texts]
         wrong = sum([*text.tokens] != [*expected[text.prompt]] for text in texts)
-        return cls(tokens_per_second, percentile(waits, 0.5), percentile(waits, 0.95), len(texts), wrong)
+        by_client: dict[int, list[TimedText]] = {}
+        for text in texts:
+            by_client.setdefault(text.client, []).append(text)
+        rates = [
+            sum(len(text.tokens) for text in own) / sum(text.end - text.start for text in own)
+            for own in by_client.values()
+        ]
+        p50_s, p95_s = (percentile(waits, share) for share in (0.5, 0.95))
+        return cls(tokens_per_second, p50_s, p95_s, jain_index(rates), len(texts), wrong)
 
 
 def edge(url: str) -> Client:

@@ -91,7 +91,8 @@ def test_the_time_of_a_chunk_is_shared_by_its_tokens() -> None:
 
 
 def test_tokens_of_a_text_count_within_the_measured_time() -> None:
-    text = TimedText([1, 2, 3, 4], prompt=0, start=10.0, first_s=1.0, end=14.0)
+    text = TimedText([1, 2, 3, 4], prompt=0, start=10.0, first_s=1.0, end=14.0, client=0)
     assert [text.tokens_between(*bounds) for bounds in ((0, 20), (12, 20), (11, 12), (20, 30))] == [4, 2, 1, 0]
-    other = TimedText([1, 2], prompt=1, start=0.0, first_s=3.0, end=4.0)
-    assert Measured.of([text, other], 7.0, [[1, 2, 3, 4], [1, 5]]) == Measured(7.0, 3.0, 3.0, texts=2, wrong=1)
+    other = TimedText([1, 2], prompt=1, start=0.0, first_s=3.0, end=4.0, client=1)
+    measured = Measured.of([text, other], 7.0, [[1, 2, 3, 4], [1, 5]])
+    assert measured == Measured(7.0, 3.0, 3.0, fairness=0.9, texts=2, wrong=1)
