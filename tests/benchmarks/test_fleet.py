@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("simpy", reason="simpy cannot be installed here")
 
-from benchmarks.fleet import WARM_UP_S, Fleet, Simulation
+from benchmarks.fleet_model import WARM_UP_S, Fleet, Simulation
 
 pytestmark = pytest.mark.slow
 
