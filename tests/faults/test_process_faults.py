@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ PROGRAM = (sys.executable, "-m", "specdemo")
 RUN = (*PROGRAM, "run", "def fibonacci(n):\n", "--pair", "bundled", "--temperature", "0", "--max-tokens", "48")
 FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
 TIMEOUT_S = 300.0
+STOPPED_S = 8.0
 MEGABYTE = 1 << 20
 
 
@@ -75,6 +77,19 @@ def test_a_killed_run_leaves_a_readable_trace(tmp_path: Path, expected: list[int
     stored = [token for event in read.steps for token in event.step.tokens]
     assert part.suffix == ".part" and stored[: len(shown)] == shown and stored == expected[: len(stored)]
     assert tokens_of(run("--json").stdout) == expected
+
+
+def test_an_edge_that_stands_still_longer_than_its_limit_continues(expected: list[int]) -> None:
+    """Ctrl-Z within a step, which takes 0.4 s on the emulated link."""
+    with service_process() as service:
+        options = ["--json", "--remote", f"http://127.0.0.1:{service.port}", "--lost-after-s", "2", "--rtt-ms", "400"]
+        with subprocess.Popen([*RUN, *options], cwd=ROOT, stdout=subprocess.PIPE, text=True) as program:
+            lines = [program.stdout.readline() for _ in range(6)]
+            threading.Event().wait(0.1)
+            program.send_signal(signal.SIGSTOP)
+            threading.Timer(STOPPED_S, lambda: program.send_signal(signal.SIGCONT)).start()
+            lines += program.stdout.readlines()
+        assert program.returncode == 0 and tokens_of("".join(lines)) == expected
 
 
 def test_a_killed_compilation_is_repeated(tmp_path: Path, expected: list[int]) -> None:
