@@ -37,7 +37,7 @@ from specdemo.models.uncached import UncachedModel
 from specdemo.models.zoo import check_pair
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe, refuse_with_encoder
-from specdemo.worker import pass_texts
+from specdemo.worker import pass_load
 
 CONVERSATION = "conversation"  # key of the `Conversation` in `Stores`
 Stores = dict[Any, Any]  # state of earlier runs: n-grams, and the key of KV caches
@@ -290,7 +290,7 @@ def _policy(context: ModelContext) -> DraftLengthPolicy:
     fixed_text = recipe.exact and (recipe.temperature == 0 or RULES[recipe.rule].shares_noise)
     if context.target_cache is None or not fixed_text or METHODS[recipe.method].shape != "chain":
         return policy
-    return BatchLimit(policy, costs, pass_texts)
+    return BatchLimit(policy, costs, pass_load)
 
 
 def _checked_ids(stop_tokens: Sequence[int], vocab_size: int) -> Sequence[int]:

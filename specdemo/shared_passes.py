@@ -28,6 +28,16 @@ class PassRequest:
         self.alone = self.rows > _TEXT_ROWS
 
 
+@dataclass(frozen=True)
+class PassLoad:
+    """A shared pass, `between_s` after the previous pass."""
+
+    texts: int
+    rows: int
+    seconds: float
+    between_s: float
+
+
 def choose_requests(first: PassRequest, others: Iterable[PassRequest], most: int) -> list[PassRequest]:
     """Return at most `most` requests for a pass with `first`."""
     chosen, rows = [first], first.rows

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from specdemo.native.interface import StopFlag
-from specdemo.shared_passes import PassRequest, RunEntries, choose_requests, run_together
+from specdemo.shared_passes import PassLoad, PassRequest, RunEntries, choose_requests, run_together
 
 T = TypeVar("T")
 
@@ -112,10 +112,10 @@ def shared_pass(run: RunEntries, entry: Any, rows: int) -> Any:
     return stream.worker.run_shared(stream, PassRequest(run, entry, rows))
 
 
-def pass_texts() -> int:
-    """Return the number of texts in the last pass of the current job."""
+def pass_load() -> PassLoad | None:
+    """Return the last pass of the current job, None if it was not shared."""
     stream = _current.get()
-    return 1 if stream is None else stream.pass_texts
+    return None if stream is None else stream.pass_load
 
 
 @contextmanager
@@ -161,7 +161,7 @@ class Stream(Generic[T]):
         self.stop_flag = StopFlag()
         self.shares_passes = True
         self.waited_s = 0.0
-        self.pass_texts = 1  # texts in its last pass
+        self.pass_load: PassLoad | None = None  # last pass, if shared
         self._done = threading.Event()
         self._on_change = on_change
 
@@ -268,7 +268,7 @@ class Worker:
         self._rounds: dict[str, int] = {}  # round of the last job by owner
         self._open: deque[_Schedule] = deque()  # open jobs, least recently advanced first
         self._holder: _Schedule | None = None
-        self._held_since = self._least_s = self._advanced_at = 0.0
+        self._held_since = self._least_s = self._advanced_at = self._passed_at = 0.0
         self._mean_s: float | None = None  # mean duration of visitors' jobs from opening to end
         self._lock = threading.RLock()
         self._ended, self._idle = threading.Condition(self._lock), threading.Condition(self._lock)
@@ -358,7 +358,7 @@ class Worker:
             job = self._opened(stream)
             job.shares = self._max_texts > 1
             is_alone = not job.shares or (len(self._open) == 1 and not self._queued)
-        stream.pass_texts = 1
+        stream.pass_load = None
         if is_alone:
             return request.run([request.entry])[0]
         began = self._clock()
@@ -384,7 +384,8 @@ class Worker:
             raise Stopped
         start = self._clock()
         (request.result,) = request.run([request.entry])
-        request.seconds += self._clock() - start
+        self._passed_at = self._clock()
+        request.seconds += self._passed_at - start
         self.texts_per_pass[1] += 1
 
     def _run_group(self, group: Mapping[PassRequest, _Schedule]) -> None:
@@ -393,11 +394,14 @@ class Worker:
             run_together([*group])
         finally:
             _current.reset(stream)
-        seconds = self._clock() - start
+        end = self._clock()
+        seconds, rows = end - start, sum(request.rows for request in group)
+        load = PassLoad(len(group), rows, seconds, start - self._passed_at)
+        self._passed_at = end
         with self._lock:
             self.texts_per_pass[len(group)] += 1
             for request, job in group.items():
-                request.seconds, job.stream.pass_texts = seconds, len(group)
+                request.seconds, job.stream.pass_load = seconds, load
                 job.used_s += 0.0 if job is self._holder else seconds
 
     def _run(self) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from specdemo.shared_passes import PASS_ROWS, PassRequest, choose_requests, run_together
-from specdemo.worker import Stream, Worker, pass_texts, shared_pass, stop_flag, unshared_passes
+from specdemo.shared_passes import PASS_ROWS, PassLoad, PassRequest, choose_requests, run_together
+from specdemo.worker import Stream, Worker, pass_load, shared_pass, stop_flag, unshared_passes
 
 PATIENCE = 60.0  # seconds
 LONG = PASS_ROWS  # rows of a text that shares no pass
@@ -84,18 +84,20 @@ def test_jobs_share_passes_and_get_their_own_results(worker: Worker) -> None:
     assert worker.texts_per_pass == {6: 10}
 
 
-def test_jobs_count_the_texts_of_their_last_pass(worker: Worker) -> None:
+def test_jobs_get_the_load_of_their_last_pass(worker: Worker) -> None:
     engine = Engine()
 
-    def counts(number: int) -> Iterator[int]:
+    def loads(number: int) -> Iterator[PassLoad | None]:
         for _ in range(number):
-            shared_pass(engine.run, number, 1)
-            yield pass_texts()
+            shared_pass(engine.run, number, number)
+            yield pass_load()
 
     with submitting(worker):
-        streams = [worker.submit(lambda number=number: counts(number)) for number in (2, 4, 5)]
-    assert [finished(stream).items for stream in streams] == [[3, 3], [3, 3, 2, 2], [3, 3, 2, 2, 1]]
-    assert pass_texts() == 1  # outside jobs
+        streams = [worker.submit(lambda number=number: loads(number)) for number in (2, 4, 5)]
+    counts = [[(load.texts, load.rows) if load else None for load in finished(stream).items] for stream in streams]
+    assert counts == [[(3, 11)] * 2, [(3, 11)] * 2 + [(2, 9)] * 2, [(3, 11)] * 2 + [(2, 9)] * 2 + [None]]
+    assert all(load.seconds >= 0 and load.between_s >= 0 for load in streams[0].items)
+    assert pass_load() is None  # outside jobs
 
 
 def test_texts_of_different_lengths_join_and_leave(worker: Worker) -> None:

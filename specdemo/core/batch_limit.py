@@ -11,6 +11,7 @@ from typing import Any
 from specdemo.core.decode import DraftLengthPolicy
 from specdemo.core.policies import CostModel, PositionAcceptance
 from specdemo.core.step import Step
+from specdemo.shared_passes import PassLoad
 
 _PRIOR_WEIGHT = 4.0
 _RETRY_AFTER = 16  # steps without drafts
@@ -18,15 +19,15 @@ _RETRY_AFTER = 16  # steps without drafts
 
 @dataclass
 class BatchLimit:
-    """Limit the drafts of `policy` while t = `texts()` texts share a pass.
+    """Limit the drafts of `policy` while t texts share a pass.
 
-    A draft token costs t (r + c) / (1 + (t - 1) r) AR tokens (r: row, c: drafting); drafts end where acceptance is less
-    probable.
+    A draft token costs (r + c) / ((1 - r) / t + r + b) AR tokens (r: row, c: drafting, b: work between passes); drafts
+    end where acceptance is less probable.
     """
 
     policy: DraftLengthPolicy
     costs: CostModel
-    texts: Callable[[], int]
+    load: Callable[[], PassLoad | None]
 
     def __post_init__(self) -> None:
         self._acceptance = PositionAcceptance(max(1, self.policy.gamma), weight=_PRIOR_WEIGHT)
@@ -38,8 +39,8 @@ class BatchLimit:
 
     @property
     def notes(self) -> Mapping[str, float]:
-        texts = self.texts()
-        return {**self.policy.notes, "texts": float(texts)} if texts > 1 else self.policy.notes
+        load = self.load()
+        return self.policy.notes if load is None else {**self.policy.notes, "texts": float(load.texts)}
 
     @property
     def path_threshold(self) -> float | None:
@@ -55,8 +56,12 @@ class BatchLimit:
 
     @property
     def _token_cost(self) -> float:
-        texts, row = self.texts(), self.costs.row
-        return texts * (row + self.costs.token) / (1 + (texts - 1) * row) if texts > 1 else 0.0
+        load, row = self.load(), self.costs.row
+        if load is None:
+            return 0.0
+        single_s = load.seconds / (1 + (load.rows - 1) * row)
+        between = load.between_s / max(single_s, 1e-9)
+        return (row + self.costs.token) / ((1 - row + between) / load.texts + row)
 
     def may_extend(self, n: int, logits: Any) -> bool:
         return self.policy.may_extend(n, logits)

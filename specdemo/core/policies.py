@@ -72,7 +72,7 @@ class PolicyDefaults:
 
 @dataclass
 class PositionAcceptance:
-    """Acceptance by position; it decays and is shrunk towards the mean over positions, then `prior`."""
+    """Decaying acceptance by position, shrunk towards its mean, then `prior`."""
 
     length: int
     prior: float = 0.7

@@ -7,6 +7,7 @@ import pytest
 from specdemo.core.batch_limit import BatchLimit
 from specdemo.core.policies import CostModel, Fixed, PathProbability
 from specdemo.core.step import Draft, Step, Verdict
+from specdemo.shared_passes import PassLoad
 
 ROW = 0.2
 COSTS = CostModel({1: 1.0, 6: 1 + 5 * ROW})
@@ -17,13 +18,22 @@ def step(drafted: int, accepted: int) -> Step:
     return Step(1, (1,), Draft.chain((7,) * drafted), verdict, drafted, draft_s=0.0, verify_s=1.0, host_s=0.0, t=0.0)
 
 
-def limited(texts: int, rounds: int = 200, accepted: int = 4) -> BatchLimit:
+def load(texts: int, work: float = 0.0) -> PassLoad | None:
+    """Return a pass over two rows per text, and `work` between passes per text; None for a single text.
+
+    The unit of time is a pass over one row.
+    """
+    rows = 2 * texts
+    return None if texts == 1 else PassLoad(texts, rows, 1 + (rows - 1) * ROW, work * texts)
+
+
+def limited(texts: int, work: float = 0.0, rounds: int = 200, accepted: int = 4) -> BatchLimit:
     """Return the limit of four tokens after steps of a single text, each with `accepted` accepted tokens."""
-    count = 1
-    policy = BatchLimit(Fixed(4), COSTS, lambda: count)
+    current = None
+    policy = BatchLimit(Fixed(4), COSTS, lambda: current)
     for _ in range(rounds):
         policy.observe(step(4, accepted))
-    count = texts
+    current = load(texts, work)
     return policy
 
 
@@ -41,6 +51,12 @@ def test_drafts_are_shorter_the_more_texts_share_a_pass(texts: int, length: int)
     policy = limited(texts, rounds=0)
     assert policy.gamma == length
     assert policy.notes == ({"texts": texts} if texts > 1 else {})
+
+
+@pytest.mark.parametrize(("work", "length"), [(0.0, 0), (0.1, 1), (0.2, 2), (0.4, 3), (1.0, 4)])
+def test_drafts_are_longer_if_work_between_passes_costs_more(work: float, length: int) -> None:
+    """At 32 texts a token costs 0.2 / (0.225 + work): 0.89, 0.62, 0.47, 0.32, 0.16."""
+    assert limited(32, work, rounds=0).gamma == length
 
 
 def test_the_length_maximises_the_tokens_per_cost_of_the_batch() -> None:
@@ -64,9 +80,9 @@ def test_without_drafts_acceptance_is_tested_again() -> None:
 
 
 def test_paths_end_at_the_cost_of_the_batch() -> None:
-    count = 1
-    policy = BatchLimit(PathProbability(4, 0, threshold=0.3), CostModel(COSTS.passes, token=0.1), lambda: count)
+    current = None
+    policy = BatchLimit(PathProbability(4, 0, threshold=0.3), CostModel(COSTS.passes, token=0.1), lambda: current)
     assert policy.path_threshold == 0.3 and policy.needs_logits
-    count = 4
+    current = load(4)
     assert policy.path_threshold == pytest.approx(4 * 0.3 / 1.6)
-    assert BatchLimit(Fixed(4), COSTS, lambda: 4).path_threshold is None
+    assert BatchLimit(Fixed(4), COSTS, lambda: load(4)).path_threshold is None

@@ -11,6 +11,7 @@ from fakes.heads import head_for
 from fakes.native_models import VOCAB, text, weights
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
+from specdemo import pipeline
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event, StepEvent
 from specdemo.core.step import Draft, Step
@@ -22,7 +23,7 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.remote.contexts import Contexts
 from specdemo.remote.protocol import StreamRequest, VerifyConfig, VerifyRequest, digest
-from specdemo.worker import Stream, Worker
+from specdemo.worker import Stream, Worker, pass_load
 
 PATIENCE = 60.0  # seconds
 TOKENS = 20
@@ -83,8 +84,9 @@ def test_visitors_of_all_methods_get_the_texts_that_they_get_alone(recipes: list
 def test_only_drafts_that_cannot_change_a_text_are_shorter_in_shared_passes(
     recipes: list[Recipe], worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row that costs as much as a pass pays in no shared pass."""
+    """A row that costs as much as a pass pays in no shared pass, if there is no work between passes."""
     monkeypatch.setattr(LoadedModel, "pass_costs", {1: 1.0, 8: 8.0})
+    monkeypatch.setattr(pipeline, "pass_load", lambda: (load := pass_load()) and replace(load, between_s=0.0))
     pool = ModelPool()
     base = next(recipe for recipe in recipes if recipe.method == "lookup")
     kinds = [{"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 0.9, "rule": "coupled"}]
