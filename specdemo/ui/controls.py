@@ -116,9 +116,9 @@ def connect_pair(controls: Controls, prompt: gr.Textbox, ready: Sequence[Mapping
 
     def changed(name: Any, method: Any, text: Any) -> Any:
         settings = _settings_of_pair(name, method)
-        example = next((example for example in ready if example["pair"] == name), None)
+        example = first_example(ready, name)
         typed = not isinstance(text, str) or (text.strip() and text not in prompts)
-        if not isinstance(settings, list) or example is None or typed:
+        if not isinstance(settings, list) or not example or typed:
             return [*(settings if isinstance(settings, list) else [gr.skip()] * len(PAIR_SETTINGS)), gr.skip()]
         own = dict(zip(PAIR_SETTINGS, settings, strict=True))
         return [*(example.get(option, own[option]) for option in PAIR_SETTINGS), example["prompt"]]
@@ -288,6 +288,11 @@ def available_examples(examples: Mapping[str, Any], pairs: Container[str]) -> di
             for which in ("best", "worst")
         },
     }
+
+
+def first_example(ready: Sequence[Mapping[str, Any]], pair: Any) -> Mapping[str, Any]:
+    """Return the first example of a pair, or an empty mapping."""
+    return next((example for example in ready if example["pair"] == pair), {})
 
 
 def examples_row(

@@ -136,6 +136,8 @@ class Run:
     def _begin(self, name: str, lane: Lane, header: Header) -> None:
         self.phase = ("prefill", f"{len(header.prompt_tokens)} prompt tokens")
         badge, why = labels.guarantee(lane)
+        if name == PLAIN and badge == "exact":
+            badge = ""  # true of every baseline
         separator = "\n\n" if header.encoder else ""
         chat = bool(lane.recipe.get("chat"))
         exact = lane.exact or lane.external  # the badge is not a warning
@@ -143,9 +145,8 @@ class Run:
         method = METHODS.get(lane.recipe["method"])
         head["about"] = method.title if method else ""
         words = {"reasons": [reason.value for reason in Reason], "fates": FATES}
-        self._record(
-            {"l": name, "head": {**head, "title": title(lane.recipe), "model": model_name(lane.recipe), **words}}
-        )
+        model = f"{model_name(lane.recipe)}, temperature {lane.recipe['temperature']:g}"
+        self._record({"l": name, "head": {**head, "title": title(lane.recipe), "model": model, **words}})
 
     def _end(self, name: str, lane: Lane, end: End) -> None:
         self.speeds[name].append(speed(lane.metrics, linked(self.lanes)) or 0.0)

@@ -81,9 +81,10 @@ def _outcome(ratio: float, ratios: Sequence[float], measure: str) -> tuple[str, 
 
 
 def _text(lanes: Mapping[str, Lane]) -> str:
-    same = sameness(lanes)
-    if same is not None:
-        return "same text" if same["tone"] == "good" else f"text {same['badge']}"
+    if lanes[SPEC].tokens == lanes[PLAIN].tokens:
+        return "same text"
+    if same := sameness(lanes):
+        return f"text {same['badge']}"
     return "another random draw of the text" if lanes[SPEC].exact else "another text"
 
 

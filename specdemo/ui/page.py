@@ -32,7 +32,15 @@ from specdemo.remote.connections import ConnectionLimits, limit_connections
 from specdemo.remote.local_service import LocalServices
 from specdemo.ui.api import address_of, endpoints
 from specdemo.ui.cockpit import cockpit, script
-from specdemo.ui.controls import PAIR_SETTINGS, Controls, available_examples, connect_pair, examples_row, sidebar
+from specdemo.ui.controls import (
+    PAIR_SETTINGS,
+    Controls,
+    available_examples,
+    connect_pair,
+    examples_row,
+    first_example,
+    sidebar,
+)
 from specdemo.ui.conversation import shown_messages
 from specdemo.ui.documents import document_route, page_links
 from specdemo.ui.event_requests import KnownEvents, guarded
@@ -75,8 +83,8 @@ REPEATS = 5
 IDLE_POLL_S = 0.02
 RECORDED_TOP = 5  # tokens recorded per distribution, for the inspector
 
-_HEADER = """<header><h1>specdemo</h1><p>Guess several tokens, check them in a single pass: the same text, faster.</p>
-</header>"""
+_HEADER = """<header><h1>specdemo</h1><p>A drafter guesses tokens, the large model (target) checks them in one pass:
+the same text, faster.</p></header>"""
 _EFFECT = '<p id="example-effect" aria-live="polite"></p>'
 _QUEUED: dict[str, Any] = {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}
 _IMMEDIATE: dict[str, Any] = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
@@ -132,10 +140,12 @@ def build(
     pair = pair if pair is not None else first_installed(limits.pairs)
     check_name("pair", pair, limits.pairs)
     service = Service(pool if pool is not None else ModelPool(hub=limits.hub), engine, limits, worker)
-    initial = limits.fit(Recipe(pair=pair, device=device, top=RECORDED_TOP, **PAIRS[pair].settings))
-    of_api = limits.fit(Recipe(pair=scripted, device=device, **PAIRS[scripted].settings))
     prompts = json.loads(examples.read_text(encoding="utf-8")) if examples else {"ready": [], "methods": {}}
     shown_examples = available_examples(prompts, [name for name in limits.pairs if not PAIRS[name].missing])
+    temperature = first_example(shown_examples["ready"], pair).get("temperature", PAIRS[pair].temperature)
+    settings = {**PAIRS[pair].settings, "temperature": temperature}
+    initial = limits.fit(Recipe(pair=pair, device=device, top=RECORDED_TOP, **settings))
+    of_api = limits.fit(Recipe(pair=scripted, device=device, **PAIRS[scripted].settings))
     sockets = Sockets(service.runs)
     with gr.Blocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
         parts = _layout(service, initial, device, shown_examples, not limits.public if compare is None else compare)
@@ -213,7 +223,7 @@ def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, 
     controls = sidebar(initial, service.limits, service.unload)
     gr.HTML(_HEADER, elem_id="masthead", apply_default_css=False)
     prompt = gr.Textbox(
-        next((example["prompt"] for example in examples["ready"] if example["pair"] == initial.pair), ""),
+        first_example(examples["ready"], initial.pair).get("prompt", ""),
         label="Prompt",
         lines=2,
         max_lines=8,

@@ -10,7 +10,7 @@ from specdemo.ui.labels import guarantee, lane_speedup, ratio_text
 from specdemo.ui.lane import PLAIN, Lane, mode, model_name, title
 
 RUN_TABLE_HEAD = (
-    "settings", "model", "speed-up", "tokens per pass", "acceptance", "α", "first token", "text",
+    "settings", "model", "speed-up", "tokens per pass", "acceptance", "α", "first token", "guarantee",
 )  # fmt: skip
 
 

@@ -53,10 +53,10 @@ def from_link(query: Mapping[str, str], defaults: Settings) -> Settings:
                 settings[name] = text if isinstance(defaults[name], str) else json.loads(text)
     if settings and "compare" in defaults:
         settings.setdefault("compare", False)
-    pair = settings.get("pair")
+    pair = settings.get("pair", defaults.get("pair"))
     if "method" in settings and defaults["pair"] == CHAT_PAIR and not settings.keys() & {"pair", "target"}:
         pair = "bundled"
-    if pair in PAIRS and "target" not in settings:
+    if settings and pair in PAIRS and "target" not in settings:
         return {"pair": pair, **settings_of_pair(PAIRS[pair], settings)}
     return settings
 

@@ -347,7 +347,7 @@ def test_added_lanes_run_with_the_others(page: Page, short_path: Path) -> None:
     for lane, method in (("spec", "draft"), ("ar", "ar"), ("third", "nasd"), ("fourth", "tree")):
         trace = saved(page, lane)
         assert trace[0]["recipe"]["method"] == method and drawn(page, lane) == counted(trace)
-        expect(page.locator(f"[data-lane={lane}] .model")).to_have_text("bundled")
+        expect(page.locator(f"[data-lane={lane}] .model")).to_have_text(re.compile("^bundled, temperature 0"))
     expect(page.locator("#verdict")).to_contain_text("tree, γ 3 ran at")
     expect(page.locator("#run-table tbody tr")).to_have_count(4)
     page.locator("#add-run").click()
@@ -362,7 +362,7 @@ def test_added_lanes_run_with_the_others(page: Page, short_path: Path) -> None:
     refused = "Not compared, since target or chat template differ: n-grams, γ 3 (bundled);"
     expect(page.get_by_text(refused)).to_be_visible()
     status(page, "done: 6 tokens")
-    expect(page.locator("[data-lane=spec] .model")).to_have_text(short_path.name)
+    expect(page.locator("[data-lane=spec] .model")).to_contain_text(f"{short_path.name}, temperature")
     expect(page.locator("#lane-third")).to_be_hidden()
     page.locator("#drop-lanes").click()
     expect(page.locator("#kept-lanes")).to_be_hidden()

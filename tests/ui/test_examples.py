@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from specdemo.models.zoo import ASSETS, PAIRS
 from specdemo.recipe import METHODS, Recipe
 from specdemo.ui.controls import available_examples
 from specdemo.ui.frames import read_traces
+from specdemo.ui.page import build
 
 EXAMPLES = json.loads((ASSETS / "examples.json").read_text("utf-8"))
 CHAT_PAIR = "smollm2-135m"  # available if its model is installed
@@ -47,6 +49,20 @@ def test_only_examples_of_available_pairs_are_shown() -> None:
     chat = available_examples(EXAMPLES, {CHAT_PAIR})
     assert len(chat["ready"]) == 6 and not chat["best"] and not chat["worst"]
     assert available_examples({"ready": [], "methods": {}}, PAIRS) == {"ready": [], "best": {}, "worst": {}}
+
+
+def test_the_page_begins_with_prompt_and_temperature_of_its_first_example(tmp_path: Path) -> None:
+    """The recording of the first visit has the same ones."""
+    own = {"title": "Own", "pair": "bundled", "prompt": "x =", "effect": "It repeats.", "method": "draft", "chat": False}
+    file = tmp_path / "examples.json"
+    file.write_text(json.dumps({"ready": [{**own, "temperature": 1.5}], "methods": {}}))
+    page = build(pair="bundled", examples=file)
+    try:
+        shown = {block.elem_id: getattr(block, "value", None) for block in page.blocks.blocks.values()}
+    finally:
+        page.worker.close()
+        page.clouds.close()
+    assert (shown["prompt"], shown["temperature"]) == ("x =", 1.5)
 
 
 def test_the_recorded_run_is_an_example_without_file_names() -> None:

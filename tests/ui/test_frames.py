@@ -172,6 +172,9 @@ def test_exactness_badge() -> None:
         absorb(run, SPEC, header(**changes))
         head = json.loads(run.frame(0))["r"][0]["head"]
         assert head["badge"] == badge and words in head["why"]
+    baseline = Run((PLAIN,))
+    absorb(baseline, PLAIN, header("ar"))
+    assert json.loads(baseline.frame(0))["r"][0]["head"]["badge"] == ""
 
 
 @pytest.mark.parametrize(("equal", "words"), [(False, "rounding"), (True, "error")])

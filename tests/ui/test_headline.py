@@ -83,13 +83,20 @@ def test_ratios_below_a_tenth_have_two_digits() -> None:
     assert line_of(compared(plain_s=0.0002))["text"].startswith("0.04×, slower")
 
 
+def test_equal_sampled_texts_are_called_the_same() -> None:
+    state = json.loads(compared(plain_s=0.01, temperature=0.8).frame(0))
+    assert ", same text." in state["headline"]["text"] and state["texts"][SPEC][0] == "same text"
+
+
 def test_a_lane_says_how_its_text_relates_to_the_baseline() -> None:
     texts = json.loads(compared(plain_s=0.01).frame(0))["texts"]
     assert texts == {SPEC: ["same text", "All 17 tokens equal the baseline's."]}
     run = compared(plain_s=0.01, temperature=0.8)
     run.lanes[PLAIN].lines[2] = run.lanes[PLAIN].lines[2].replace('"tokens": [100]', '"tokens": [99]')
-    badge, why = json.loads(run.frame(0))["texts"][SPEC]
+    state = json.loads(run.frame(0))
+    badge, why = state["texts"][SPEC]
     assert badge == "other random text" and "own random numbers" in why
+    assert "another random draw of the text" in state["headline"]["text"]
 
 
 def test_a_single_run_has_no_comparison() -> None:

@@ -42,6 +42,8 @@ def test_the_pair_of_a_link_sets_its_own_settings(name: str) -> None:
     usual = USUAL | {"pair": CHAT_PAIR, "top_p": 1.0} | PAIRS[CHAT_PAIR].settings
     settings, refused = restored(from_link({"pair": name}, usual), usual, "cpu")
     assert not refused and settings == usual | {"pair": name} | PAIRS[name].settings
+    other = from_link({"seed": "7"}, usual | {"pair": name, "temperature": 1.9})  # of an example
+    assert other["temperature"] == PAIRS[name].temperature and from_link({}, usual) == {}
     named = from_link({"pair": name, "gamma": "2"}, usual)
     assert named["gamma"] == 2 and named["method"] == PAIRS[name].method
 

@@ -132,7 +132,7 @@ function drawHead(name, head, fragment) {
   Object.assign($(".title", box), { textContent: head.title, title: head.about });
   $(".model", box).textContent = head.model;
   const badge = $(".badge", box);
-  badge.hidden = false;
+  badge.hidden = !head.badge;
   badge.dataset.exact = head.exact;
   badge.textContent = head.badge;
   badge.title = head.why;
