@@ -152,7 +152,7 @@ def _filler_fits(chosen: Any) -> None:
         raise UserError("filler_weight equal has no effect with filler_top_k 1: choose 2 or more, or weight rank")
 
 
-@options("NASD", checks=(_filler_fits,))
+@options("N-grams", checks=(_filler_fits,))
 class NGramOptions(OptionSet):
     """Options of NASD and NAPD."""
 
@@ -197,7 +197,7 @@ METHOD = Method(
     label="n-grams",
     title="phrases of prompt and output draft (NASD; NAPD with filler top-k 1)",
     notes="""\
-**NASD** drafts from n-grams of the prompt and the output, longest context first. The target's runners-up serve as
+**N-grams** of the prompt and the output draft, longest context first (NASD). The target's runners-up serve as
 fillers; with one filler it is NAPD. Drafts are point masses: token y is accepted with probability p(y), otherwise the
 correction is sampled from p without y, which is exact. Drafting is almost free. It is fast on repetitive text and loses
 little on other text. *ANPD 2404.08698.*""",

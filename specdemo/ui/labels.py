@@ -339,7 +339,7 @@ def _prediction(lane: Lane, terms: CostTerms) -> str:
 
 
 def estimated_gamma(lane: Lane, baseline: Lane) -> tuple[int, str] | None:
-    """Return the best draft length of the estimate that the inspector shows, and its range; 0 without a better one."""
+    """Return the best draft length of the estimate that the inspector shows, and its range, empty if none is better."""
     estimate, _ = what_if(lane, baseline)
     if estimate is None or not estimate["fits"]:
         return None
@@ -362,8 +362,9 @@ def _advice(lane: Lane, terms: CostTerms, estimated: tuple[int, str] | None) -> 
     fixed = recipe.get("policy", "fixed") == "fixed" and drafted > gamma - 0.5
     longest = LONGEST_ADVISED if fixed else max(1, round(drafted))
     better = better_gamma(alpha, gamma if fixed else drafted, terms.c, terms.v, terms.o, longest)
-    if estimated and estimated[0]:
-        return f"γ {estimated[0]} is estimated at {estimated[1]}: try it."
+    if estimated and estimated[1]:
+        length, speeds = estimated
+        return f"γ {length} is estimated at {speeds}: " + ("try it." if length else f"{REPEAT}, then {DISABLE}.")
     if better and better[0] and not estimated:
         return f"By the cost model γ {better[0]} reaches {better[1]:.2f}×: try it."
     if not can_improve(alpha, terms.c):

@@ -70,12 +70,14 @@ def test_alpha_is_accepted_over_tested_on_the_whole_page() -> None:
     assert "β" not in words + note
 
 
-def test_verdict_and_estimate_give_the_same_advice() -> None:
+@pytest.mark.parametrize(("draft_s", "advice"), [(0.008, "try it."), (0.04, "confirm with Repeat, then disable")])
+def test_verdict_and_estimate_give_the_same_advice(draft_s: float, advice: str) -> None:
+    """With expensive drafts none (γ 0) is best."""
     cost = {"environment": {"parity": {"cost": {"1": 1.0, "2": 1.1, "5": 1.4, "9": 2.0}}}}
     run = Run((SPEC, PLAIN))
     made = header() | cost
     made["recipe"] = made["recipe"] | {"gamma": 4, "rule": "rejection", "policy": "fixed"}
-    tested = {"draft": "abcd", "tested": 2, "beta": [0.5, 0.5, None, None], "draft_s": 0.008, "verify_s": 0.014}
+    tested = {"draft": "abcd", "tested": 2, "beta": [0.5, 0.5, None, None], "draft_s": draft_s, "verify_s": 0.014}
     drafted = [step(i, pieces=["x", "y"], accepted=(0,), **tested) for i in range(1, 9)]
     absorb(run, SPEC, made, PREFILL, *drafted, end())
     absorb(run, PLAIN, header("ar"), PREFILL, *PLAIN_STEPS, end())
@@ -84,4 +86,6 @@ def test_verdict_and_estimate_give_the_same_advice() -> None:
     assert estimate is not None and estimate["fits"]
     best = max(estimate["rows"], key=lambda row: row[2])
     assert best[0] != estimate["gamma"] and best[3] > estimate["measured"]
-    assert f"γ {best[0]} is estimated" in verdict(run.lanes)
+    assert bool(best[0]) == (draft_s < AR_S)
+    words = verdict(run.lanes)
+    assert f"γ {best[0]} is estimated" in words and advice in words

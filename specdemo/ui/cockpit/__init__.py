@@ -32,7 +32,7 @@ def cockpit(server_functions: list[Callable[..., Any]], max_trace: int) -> gr.HT
 
     return gr.HTML(
         html_template=markup(),
-        js_on_load=scripts(*DISPLAY, "page_actions"),
+        js_on_load=scripts(*DISPLAY, "attributes", "page_actions"),
         apply_default_css=False,
         server_functions=[copy(function) for function in server_functions],
         elem_id="cockpit",

@@ -158,7 +158,7 @@ function reveal() { // when all parts are mounted and have their size
     const now = document.documentElement.scrollHeight;
     stable = mounted && now === height ? stable + 1 : 0;
     height = now;
-    if (stable >= REVEAL_FRAMES || performance.now() - began > REVEAL_TIMEOUT_MS) document.body.dataset.shown = "yes";
+    if (stable >= REVEAL_FRAMES || performance.now() - began > REVEAL_TIMEOUT_MS) { document.body.dataset.shown = "yes"; observeContents(); }
     else setTimeout(check, 16); // hidden tabs receive no animation frames
   };
   check();
