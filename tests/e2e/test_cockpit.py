@@ -426,12 +426,16 @@ def test_axe_finds_no_serious_violations(tab: Any) -> None:
     assert not grave(page)
     page.locator("#safe-colours").check()
     assert not grave(page, ".cockpit", schemes=("dark",))
-    for name, part in (("Theory", "#theory-words li"), ("Bench", "#bench-run"), ("Memory", "#memory-pairs tbody tr")):
+    parts = {"Theory": "#theory-words li", "Bench": "#bench-run", "Explain logs": ".empty"}
+    for name, part in {**parts, "Memory": "#memory-pairs tbody tr"}.items():
         page.get_by_role("tab", name=name).click()
         expect(page.locator(part).first).to_be_visible()
         if name == "Theory":  # gradio shows placeholders until the plots are drawn
             expect(page.locator('.curves .mark-line path[stroke="var(--dot-set)"]')).to_have_count(6)
         assert not grave(page, "#tabs"), name
+        page.set_viewport_size({"width": 390, "height": 844})  # tables scroll
+        assert not grave(page, "#tabs", "footer", schemes=["light"]), name
+        page.set_viewport_size({"width": 1280, "height": 900})
 
 
 def test_inspector_is_closed_during_a_run(page: Page) -> None:

@@ -14,8 +14,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.browser]
 # Window, prompt lines, lines of text that are visible without scrolling, and other visible parts.
 SIZES = (
     (1366, 768, 2, 5, ("#masthead p", "#examples .chip >> nth=2", "#lane-ar", ".legend")),
-    (390, 844, 2, 5, ("#masthead p", "#examples .chip >> nth=2")),
-    (683, 384, 1, 2, ()),
+    (1920, 1080, 2, 5, ("#masthead p", "#examples .chip >> nth=2", "#lane-ar", ".legend")),
+    (390, 844, 2, 5, ("#masthead p", "#examples .chip >> nth=2", ".legend")),
+    (683, 384, 1, 2, (".legend",)),
 )
 SHIFTS = """window.shift = 0;
     const add = (entry) => { if (!entry.hadRecentInput) window.shift += entry.value; };
@@ -72,6 +73,10 @@ def test_first_screen_shows_the_idea_without_scrolling(
     textarea = page.locator("#prompt textarea").bounding_box()
     assert textarea and textarea["height"] >= 24 * rows
     assert page.evaluate("scrollY") == 0 and page.evaluate("window.shift") < 0.1
+    expect(page.locator("#masthead")).to_contain_text("(target)")
+    for part in ("#examples .chip >> nth=0", "#show-rejected"):  # elsewhere in small windows
+        page.locator(part).scroll_into_view_if_needed()
+        expect(page.locator(part)).to_be_in_viewport()
 
 
 def test_first_screen_is_quiet(tab: Any) -> None:

@@ -35,7 +35,8 @@ _FILES = {
 }
 _FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 _COMMENTS = re.compile(r"^<!--.*?-->\n", re.DOTALL | re.MULTILINE)
-_SCROLLED = '<div class="scrolled" tabindex="0" role="region" aria-label="{}">'
+_SCROLLED = '<div class="scrolled" tabindex="0" role="group" aria-label="{}">'
+_EMPTY_HEAD = re.compile(r"<th( style=\"[^\"]*\")?></th>")
 
 
 def document_names() -> list[str]:
@@ -104,7 +105,7 @@ def document_page(name: str) -> str:
         for other in _FILES
     )
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    text = parser.renderer.render(tokens, parser.options, {})
+    text = _EMPTY_HEAD.sub(r"<td\1></td>", parser.renderer.render(tokens, parser.options, {}))
     return template.substitute(title=html.escape(_title(name)), colours=palette(), items=items, text=text)
 
 
@@ -143,7 +144,7 @@ def _linked(token: Token) -> Token:
 
 
 def _scrolled(token: Token, kind: str, label: str) -> list[Token]:
-    """Surround wide parts by a region that the keyboard scrolls."""
+    """Surround wide parts by a group that the keyboard scrolls."""
     start = Token("html_block", "", 0, content=_SCROLLED.format(label))
     end = Token("html_block", "", 0, content="</div>\n")
     before = [start] if token.type in (kind, f"{kind}_open") else []

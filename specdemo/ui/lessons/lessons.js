@@ -1,5 +1,6 @@
 // Lessons: bars, time axes, step players and the prediction of the speed-up, from recorded runs.
 
+for (const icon of document.querySelectorAll("footer img")) icon.setAttribute("alt", "");
 const inLesson = (id) => element.querySelector(`#lesson-${id}`);
 
 function lessonBar(label, share, value) {
