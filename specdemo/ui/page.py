@@ -9,7 +9,7 @@ import asyncio
 import html
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -140,8 +140,8 @@ def build(
     pair = pair if pair is not None else first_installed(limits.pairs)
     check_name("pair", pair, limits.pairs)
     service = Service(pool if pool is not None else ModelPool(hub=limits.hub), engine, limits, worker)
-    prompts = json.loads(examples.read_text(encoding="utf-8")) if examples else {"ready": [], "methods": {}}
-    shown_examples = available_examples(prompts, [name for name in limits.pairs if not PAIRS[name].missing])
+    texts = json.loads(examples.read_text(encoding="utf-8")) if examples else {"ready": [], "methods": {}}
+    shown_examples = available_examples(texts, [name for name in limits.pairs if not PAIRS[name].missing])
     temperature = first_example(shown_examples["ready"], pair).get("temperature", PAIRS[pair].temperature)
     settings = {**PAIRS[pair].settings, "temperature": temperature}
     initial = limits.fit(Recipe(pair=pair, device=device, top=RECORDED_TOP, **settings))
@@ -149,7 +149,8 @@ def build(
     sockets = Sockets(service.runs)
     with gr.Blocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
         parts = _layout(service, initial, device, shown_examples, not limits.public if compare is None else compare)
-        handlers = _Handlers(service, sockets, device, parts.defaults)
+        prompts = {example["pair"]: example["prompt"] for example in reversed(shown_examples["ready"])}
+        handlers = _Handlers(service, sockets, device, parts.defaults, prompts)
         _connect_runs(parts, handlers)
         _connect_lanes(parts, handlers)
         _connect_settings(demo, parts, handlers)
@@ -380,9 +381,11 @@ def _connect_settings(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> No
 
 
 class _Handlers:
-    def __init__(self, service: Service, sockets: Sockets, device: str, defaults: Settings) -> None:
+    def __init__(
+        self, service: Service, sockets: Sockets, device: str, defaults: Settings, prompts: Mapping[str, str]
+    ) -> None:
         self._service, self._sockets = service, sockets
-        self._device, self._defaults = device, defaults
+        self._device, self._defaults, self._prompts = device, defaults, prompts
         self._playing: set[asyncio.Task[None]] = set()
 
     async def show(self, request: gr.Request, pressed: Any) -> AsyncIterator[str]:
@@ -482,7 +485,7 @@ class _Handlers:
         return [*(stored or []), wanted], describe_stored_lanes([*lanes, recipe])
 
     def find(self, saved: Any, stored: Any, request: gr.Request) -> tuple[str, str]:
-        link = from_link(dict(request.query_params), self._defaults)
+        link = from_link(dict(request.query_params), self._defaults, self._prompts)
         settings, errors = restored(link or saved, self._defaults, self._device, effective=bool(link))
         for error in errors:
             gr.Warning(html.escape(with_method_names(error)))

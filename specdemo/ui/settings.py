@@ -40,10 +40,10 @@ def setting_of(option: Option, value: Any) -> Any:
     return list(value) if option.many else value
 
 
-def from_link(query: Mapping[str, str], defaults: Settings) -> Settings:
+def from_link(query: Mapping[str, str], defaults: Settings, prompts: Mapping[str, str] | None = None) -> Settings:
     """Return the settings of a link's query and those of its pair, with the types of `defaults`.
 
-    A link that does not name `compare` compares nothing.
+    A link that does not name `compare` compares nothing. `prompts` are the first examples by pair.
     """
     settings: Settings = {}
     for name, text in query.items():
@@ -57,7 +57,8 @@ def from_link(query: Mapping[str, str], defaults: Settings) -> Settings:
     if "method" in settings and defaults["pair"] == CHAT_PAIR and not settings.keys() & {"pair", "target"}:
         pair = "bundled"
     if settings and pair in PAIRS and "target" not in settings:
-        return {"pair": pair, **settings_of_pair(PAIRS[pair], settings)}
+        first = {"prompt": prompts[pair]} if prompts and pair in prompts else {}
+        return {"pair": pair, **settings_of_pair(PAIRS[pair], {**first, **settings})}
     return settings
 
 

@@ -321,6 +321,7 @@ def test_link_transfers_settings(page: Page, tab: Any, served: Any) -> None:
     other.goto(f"{served.url}?gamma=9999&seed=3&target=org/large&drafter=org/small&gama=1")
     expect(other.get_by_text("gamma ignored: gamma must be from").first).to_be_visible()
     expect(other.get_by_text("Unknown settings in the link ignored: gama").first).to_be_visible()
+    assert not grave(other, ".toast-wrap", schemes=["light"])
     open_group(other, "Advanced settings", "Sampling")
     expect(other.locator("#seed input")).to_have_value("3")
     expect(other.locator("#gamma input[type=number]")).not_to_have_value("9999")

@@ -11,10 +11,19 @@ function completeAttributes() {
   for (const icon of document.querySelectorAll("footer img")) icon.setAttribute("alt", "");
 }
 
-const contents = new ResizeObserver(completeAttributes);
-listeners.signal.addEventListener("abort", () => contents.disconnect());
+function completeMessages() { // a button must not contain a button: messages have one that closes them
+  for (const head of document.querySelectorAll(".toast-header[role]")) {
+    head.removeAttribute("role");
+    head.removeAttribute("tabindex");
+  }
+}
+
+const contents = new ResizeObserver(completeAttributes), messages = new MutationObserver(completeMessages);
+listeners.signal.addEventListener("abort", () => { contents.disconnect(); messages.disconnect(); });
 
 function observeContents() {
   for (const part of document.querySelectorAll("#tabs, #estimate")) contents.observe(part);
+  for (const part of document.querySelectorAll(".toast-wrap")) messages.observe(part, { childList: true, subtree: true });
+  completeMessages();
   completeAttributes();
 }

@@ -1,7 +1,7 @@
 ({ names, defaults, pairSettings }, ...values) => {
   const url = new URL(location.href);
   const isDefault = (i) => JSON.stringify(values[i]) === JSON.stringify(defaults[i]);
-  const required = ["pair", "compare", ...pairSettings]; // a link's pair sets its own
+  const required = ["pair", "prompt", "compare", ...pairSettings]; // a link's pair sets its own
   names.forEach((name, i) => {
     const text = typeof values[i] === "string" ? values[i] : JSON.stringify(values[i]);
     if (!required.includes(name) && isDefault(i)) url.searchParams.delete(name);
