@@ -124,7 +124,10 @@ def connect_pair(controls: Controls, prompt: gr.Textbox, ready: Sequence[Mapping
         return [*(example.get(option, own[option]) for option in PAIR_SETTINGS), example["prompt"]]
 
     chosen = [controls[name] for name in PAIR_SETTINGS]
-    controls["pair"].input(changed, [controls["pair"], controls["method"], prompt], [*chosen, prompt], **_ON_CHANGE)
+    # A list that is closed without a choice reports its value again.
+    new = "(pair, ...values) => [pair === document.body.dataset.pair ? null : pair, ...values]"
+    inputs = [controls["pair"], controls["method"], prompt]
+    controls["pair"].input(changed, inputs, [*chosen, prompt], js=new, **_ON_CHANGE)
 
 
 def _settings_of_pair(name: Any, method: Any) -> Any:

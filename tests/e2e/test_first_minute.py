@@ -264,6 +264,13 @@ def test_a_new_pair_brings_its_first_example_unless_a_prompt_was_typed(page: Pag
     choose("Bundled")
     expect(prompt).to_have_value(first["prompt"])
     expect(page.locator("#method input")).to_have_value(re.compile(f"^{method_name(first['method'])}:"))
+    set_number(page, "gamma", 7)
+    page.locator("#pair input").click()
+    page.keyboard.press("Escape")  # no choice: the settings remain
+    with page.expect_response("**/run/predict"):
+        prompt.focus()
+    page.evaluate("new Promise(requestAnimationFrame)")
+    expect(page.locator("#gamma input[type=number]")).to_have_value("7")
 
 
 HOLD = f"""

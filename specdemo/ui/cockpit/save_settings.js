@@ -3,6 +3,6 @@
   names.forEach((name) => url.searchParams.delete(name));
   if (url.href !== location.href) history.replaceState(null, "", url);
   if (document.body.dataset.estimate) document.body.dataset.estimate = "outdated";
-  document.body.dataset.chat = values[names.indexOf("chat")];
+  for (const name of ["chat", "pair"]) document.body.dataset[name] = values[names.indexOf(name)];
   return [Object.fromEntries(names.map((name, i) => [name, values[i]]))];
 }
