@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, end, header, whole
 
 from specdemo.core.errors import UserError
-from specdemo.core.trace import MAX_STEPS, ReadLimits
+from specdemo.core.events import Loading
+from specdemo.core.trace import MAX_STEPS, ReadLimits, write
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS
@@ -222,3 +225,24 @@ def test_the_first_wrong_line_ends_the_parsing() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1_000_000
+
+
+def trace_keys(lines: Sequence[dict[str, Any]]) -> list[Any]:
+    """Engine, without the form of its weights, and keys of header, environment, steps and metrics of a trace."""
+    head, *steps, last = lines
+    environment = head["environment"]
+    parts = (head.keys(), environment.keys(), {name for step in steps for name in step}, last["metrics"].keys())
+    return [environment["engine"].partition(":")[0], *map(sorted, parts)]
+
+
+@pytest.mark.parametrize("path", sorted((ASSETS / "traces").glob("*.jsonl")), ids=lambda path: path.stem)
+def test_recordings_have_the_engine_and_the_keys_of_current_runs(path: Path) -> None:
+    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    second = next(i for i, line in enumerate(lines) if i and "recipe" in line)
+    pool = ModelPool()
+    for recorded in (lines[:second], lines[second:]):
+        chosen = {name: recorded[0]["recipe"][name] for name in ("method", "temperature")}
+        recipe = Recipe(pair="bundled", max_tokens=12, top=5, **chosen)
+        events = generate(recipe, "def f(", pool, {})
+        current = [json.loads(write(event)) for event in events if not isinstance(event, Loading)]
+        assert trace_keys(recorded) == trace_keys(current)
