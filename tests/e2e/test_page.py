@@ -91,6 +91,7 @@ def test_preflight_shows_estimates(page: Page) -> None:
     expect(estimate).to_contain_text("Texts of the target: 1 sampled, temperature 0.5, top-p 0.95 (this prompt)")
     expect(estimate.locator("tbody tr")).to_have_count(8)
     expect(page.locator("#estimate-progress progress")).to_have_count(0)
+    assert estimate.locator("td").first.evaluate("cell => getComputedStyle(cell).borderLeftWidth") == "0px"  # no grid
     update = page.locator("#update-estimate")
     expect(update).to_be_hidden()
     set_number(page, "temperature", 0.7)  # the prediction is out of date

@@ -15,9 +15,10 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe
+from specdemo.ui.lane import PLAIN, SPEC, lanes_of, plan_of
 from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
 from specdemo.ui.page import build
-from specdemo.ui.service import Service
+from specdemo.ui.service import PROBE, WARM_UP_TOKENS, Service
 
 pytestmark = pytest.mark.slow
 
@@ -40,6 +41,26 @@ class Watched(ModelPool):
 def engine(recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[Event]:
     pool.take(recipe.target_spec)
     yield End("stop")
+
+
+def test_a_comparison_begins_with_a_warm_up_and_the_speculative_lane() -> None:
+    decoded: list[tuple[str, str, int]] = []
+
+    def recorded(recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[Event]:
+        decoded.append((prompt, recipe.method, recipe.max_tokens))
+        yield End("stop")
+
+    service = Service(ModelPool(), recorded)
+    try:
+        lanes = lanes_of(Recipe(max_tokens=50), (), plan_of({"method": "draft"}, compare=True, extra=0))
+        stream = service.start(lanes, "text", warm_up=True)
+        assert stream.wait(60)
+        ends = [lane for lane, event in stream.items if isinstance(event, End)]
+    finally:
+        service.worker.close()
+    assert ends == [SPEC, PLAIN]
+    assert decoded[:2] == [(PROBE, method, WARM_UP_TOKENS) for method in ("draft", "ar")]
+    assert decoded[2:] == [("text", method, 50) for method in ("draft", "ar")]
 
 
 def test_unload_reports_the_released_memory() -> None:

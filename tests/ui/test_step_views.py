@@ -91,6 +91,8 @@ def test_missing_records_are_not_shown() -> None:
         ({"p": [1.0, 0, 0]}, {"rule": "lenient", "temperature": 0.0}, "Accepted: it is the target's most probable"),
         ({"p": [0.0, 0, 0]}, {"rule": "lenient", "temperature": 0.0}, "its probability reaches the threshold"),
         ({}, {}, "Not tested: an earlier draft token was rejected."),
+        ({"p": [None] * 3}, {}, "Accepted by a late response of the cloud."),
+        ({"p": [None] * 3}, {}, "Discarded: a late response of the cloud accepted fewer tokens."),
     ],
 )  # fmt: skip
 def test_outcomes_are_explained_with_numbers(change: dict, recipe: dict, words: str) -> None:
