@@ -53,9 +53,9 @@ def test_only_examples_of_available_pairs_are_shown() -> None:
 
 def test_the_page_begins_with_prompt_and_temperature_of_its_first_example(tmp_path: Path) -> None:
     """The recording of the first visit has the same ones."""
-    own = {"title": "Own", "pair": "bundled", "prompt": "x =", "effect": "It repeats.", "method": "draft", "chat": False}
+    (own, *_) = (example for example in EXAMPLES["ready"] if example["pair"] == "bundled")
     file = tmp_path / "examples.json"
-    file.write_text(json.dumps({"ready": [{**own, "temperature": 1.5}], "methods": {}}))
+    file.write_text(json.dumps({"ready": [{**own, "prompt": "x =", "temperature": 1.5}], "methods": {}}))
     page = build(pair="bundled", examples=file)
     try:
         shown = {block.elem_id: getattr(block, "value", None) for block in page.blocks.blocks.values()}
