@@ -1,12 +1,13 @@
 // Attributes that parts of Gradio lack: keyboard access to what scrolls, and roles and texts for screen readers.
 
-const SCROLLABLE = ":is(#tabs, #estimate) .md table, #tabs .virtual-table-viewport";
+const SCROLLABLE = ":is(#tabs, #estimate) .md table";
 
 function completeAttributes() {
   for (const part of document.querySelectorAll(SCROLLABLE)) {
-    if (part.scrollWidth > part.clientWidth || part.scrollHeight > part.clientHeight) part.setAttribute("tabindex", "0");
+    if (part.scrollWidth > part.clientWidth) part.setAttribute("tabindex", "0");
     else part.removeAttribute("tabindex");
   }
+  for (const head of document.querySelectorAll("#tabs .virtual-table-viewport th:first-child")) head.setAttribute("tabindex", "0");
   for (const empty of document.querySelectorAll("#tabs .empty[aria-label]")) empty.setAttribute("role", "note");
   for (const icon of document.querySelectorAll("footer img")) icon.setAttribute("alt", "");
 }
