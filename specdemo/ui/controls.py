@@ -24,7 +24,7 @@ from specdemo.remote.config import CloudConfig
 from specdemo.ui.cockpit import script
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.method_names import method_name, with_method_names
-from specdemo.ui.settings import MODES_WITH_OFF, recipe_of, setting_of
+from specdemo.ui.settings import MODES_WITH_OFF, Examples, first_example, recipe_of, setting_of
 
 Control = gr.Checkbox | gr.CheckboxGroup | gr.Dropdown | gr.Number | gr.Slider | gr.Textbox
 Controls = dict[str, Control]
@@ -110,7 +110,7 @@ def _connect_method(controls: Controls) -> None:
         target.change(None, target, pair, js=_SHOW_REPLACED, **_ON_CHANGE)
 
 
-def connect_pair(controls: Controls, prompt: gr.Textbox, ready: Sequence[Mapping[str, Any]]) -> None:
+def connect_pair(controls: Controls, prompt: gr.Textbox, ready: Examples) -> None:
     """A new pair sets its own settings and the prompt of its first example, unless the visitor typed a prompt."""
     prompts = {example["prompt"] for example in ready}
 
@@ -124,7 +124,7 @@ def connect_pair(controls: Controls, prompt: gr.Textbox, ready: Sequence[Mapping
         return [*(example.get(option, own[option]) for option in PAIR_SETTINGS), example["prompt"]]
 
     chosen = [controls[name] for name in PAIR_SETTINGS]
-    # A list that is closed without a choice reports its value again.
+    # A closed list reports its value again, without a choice.
     new = "(pair, ...values) => [pair === document.body.dataset.pair ? null : pair, ...values]"
     inputs = [controls["pair"], controls["method"], prompt]
     controls["pair"].input(changed, inputs, [*chosen, prompt], js=new, **_ON_CHANGE)
@@ -291,11 +291,6 @@ def available_examples(examples: Mapping[str, Any], pairs: Container[str]) -> di
             for which in ("best", "worst")
         },
     }
-
-
-def first_example(ready: Sequence[Mapping[str, Any]], pair: Any) -> Mapping[str, Any]:
-    """Return the first example of a pair, or an empty mapping."""
-    return next((example for example in ready if example["pair"] == pair), {})
 
 
 def examples_row(

@@ -38,7 +38,6 @@ from specdemo.ui.controls import (
     available_examples,
     connect_pair,
     examples_row,
-    first_example,
     sidebar,
 )
 from specdemo.ui.conversation import shown_messages
@@ -64,7 +63,9 @@ from specdemo.ui.page_head import picture_route
 from specdemo.ui.service import Generate, Health, Service, Turn
 from specdemo.ui.settings import (
     OFF,
+    Examples,
     Settings,
+    first_example,
     from_link,
     recipe_of,
     recipe_settings,
@@ -140,17 +141,14 @@ def build(
     pair = pair if pair is not None else first_installed(limits.pairs)
     check_name("pair", pair, limits.pairs)
     service = Service(pool if pool is not None else ModelPool(hub=limits.hub), engine, limits, worker)
-    texts = json.loads(examples.read_text(encoding="utf-8")) if examples else {"ready": [], "methods": {}}
-    shown_examples = available_examples(texts, [name for name in limits.pairs if not PAIRS[name].missing])
-    temperature = first_example(shown_examples["ready"], pair).get("temperature", PAIRS[pair].temperature)
-    settings = {**PAIRS[pair].settings, "temperature": temperature}
-    initial = limits.fit(Recipe(pair=pair, device=device, top=RECORDED_TOP, **settings))
+    shown_examples = _read_examples(examples, limits)
+    own = {**PAIRS[pair].settings, **_temperature(first_example(shown_examples["ready"], pair))}
+    initial = limits.fit(Recipe(pair=pair, device=device, top=RECORDED_TOP, **own))
     of_api = limits.fit(Recipe(pair=scripted, device=device, **PAIRS[scripted].settings))
     sockets = Sockets(service.runs)
     with gr.Blocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
         parts = _layout(service, initial, device, shown_examples, not limits.public if compare is None else compare)
-        prompts = {example["pair"]: example["prompt"] for example in reversed(shown_examples["ready"])}
-        handlers = _Handlers(service, sockets, device, parts.defaults, prompts)
+        handlers = _Handlers(service, sockets, device, parts.defaults, shown_examples["ready"])
         _connect_runs(parts, handlers)
         _connect_lanes(parts, handlers)
         _connect_settings(demo, parts, handlers)
@@ -177,6 +175,15 @@ def build(
         health=health,
         preload=partial(service.probe, replace(initial, max_tokens=2)) if installed else None,
     )
+
+
+def _read_examples(path: Path | None, limits: HostLimits) -> dict[str, Any]:
+    texts = json.loads(path.read_text(encoding="utf-8")) if path else {"ready": [], "methods": {}}
+    return available_examples(texts, [name for name in limits.pairs if not PAIRS[name].missing])
+
+
+def _temperature(example: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in example.items() if name == "temperature"}
 
 
 def _routes(sockets: Sockets, service: Service, health: Health | None) -> list[Any]:
@@ -381,11 +388,10 @@ def _connect_settings(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> No
 
 
 class _Handlers:
-    def __init__(
-        self, service: Service, sockets: Sockets, device: str, defaults: Settings, prompts: Mapping[str, str]
-    ) -> None:
+    def __init__(self, service: Service, sockets: Sockets, device: str, defaults: Settings, examples: Examples) -> None:
         self._service, self._sockets = service, sockets
-        self._device, self._defaults, self._prompts = device, defaults, prompts
+        self._device, self._defaults = device, defaults
+        self._examples = examples
         self._playing: set[asyncio.Task[None]] = set()
 
     async def show(self, request: gr.Request, pressed: Any) -> AsyncIterator[str]:
@@ -485,7 +491,7 @@ class _Handlers:
         return [*(stored or []), wanted], describe_stored_lanes([*lanes, recipe])
 
     def find(self, saved: Any, stored: Any, request: gr.Request) -> tuple[str, str]:
-        link = from_link(dict(request.query_params), self._defaults, self._prompts)
+        link = from_link(dict(request.query_params), self._defaults, self._examples)
         settings, errors = restored(link or saved, self._defaults, self._device, effective=bool(link))
         for error in errors:
             gr.Warning(html.escape(with_method_names(error)))

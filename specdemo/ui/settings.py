@@ -7,7 +7,7 @@ as text.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -21,6 +21,7 @@ from specdemo.recipe import Recipe
 from specdemo.remote.config import MODES, CloudConfig
 
 Settings = dict[str, Any]
+Examples = Sequence[Mapping[str, Any]]
 OFF = "off"
 MODES_WITH_OFF = {OFF: "the target runs on this machine"} | MODES
 OPTIONS: dict[str, Option] = {**Recipe.OPTIONS, **CloudConfig.OPTIONS}
@@ -40,10 +41,15 @@ def setting_of(option: Option, value: Any) -> Any:
     return list(value) if option.many else value
 
 
-def from_link(query: Mapping[str, str], defaults: Settings, prompts: Mapping[str, str] | None = None) -> Settings:
-    """Return the settings of a link's query and those of its pair, with the types of `defaults`.
+def first_example(ready: Examples, pair: Any) -> Mapping[str, Any]:
+    """Return the first example of a pair, or an empty mapping."""
+    return next((example for example in ready if example["pair"] == pair), {})
 
-    A link that does not name `compare` compares nothing. `prompts` are the first examples by pair.
+
+def from_link(query: Mapping[str, str], defaults: Settings, ready: Examples = ()) -> Settings:
+    """Return the settings of a link's query and of its pair, with the types of `defaults`.
+
+    A link without `compare` compares nothing.
     """
     settings: Settings = {}
     for name, text in query.items():
@@ -57,8 +63,8 @@ def from_link(query: Mapping[str, str], defaults: Settings, prompts: Mapping[str
     if "method" in settings and defaults["pair"] == CHAT_PAIR and not settings.keys() & {"pair", "target"}:
         pair = "bundled"
     if settings and pair in PAIRS and "target" not in settings:
-        first = {"prompt": prompts[pair]} if prompts and pair in prompts else {}
-        return {"pair": pair, **settings_of_pair(PAIRS[pair], {**first, **settings})}
+        prompt = {name: text for name, text in first_example(ready, pair).items() if name == "prompt"}
+        return {"pair": pair, **settings_of_pair(PAIRS[pair], {**prompt, **settings})}
     return settings
 
 

@@ -44,9 +44,9 @@ def test_the_pair_of_a_link_sets_its_own_settings(name: str) -> None:
     assert not refused and settings == usual | {"pair": name} | PAIRS[name].settings
     other = from_link({"seed": "7"}, usual | {"pair": name, "temperature": 1.9})  # of an example
     assert other["temperature"] == PAIRS[name].temperature and from_link({}, usual) == {}
-    prompts = {name: "first example"}
-    assert from_link({"pair": name}, usual, prompts)["prompt"] == "first example"
-    assert from_link({"pair": name, "prompt": "own"}, usual, prompts)["prompt"] == "own"
+    examples = [{"pair": name, "prompt": text} for text in ("first", "second")]
+    assert from_link({"pair": name}, usual, examples)["prompt"] == "first"
+    assert from_link({"pair": name, "prompt": "own"}, usual, examples)["prompt"] == "own"
     named = from_link({"pair": name, "gamma": "2"}, usual)
     assert named["gamma"] == 2 and named["method"] == PAIRS[name].method
 

@@ -1,4 +1,4 @@
-// Attributes that parts of Gradio lack: keyboard access to what scrolls, and roles and texts for screen readers.
+// Attributes that parts of Gradio lack, for keyboards and screen readers.
 
 const SCROLLABLE = ":is(#tabs, #estimate) .md table";
 
