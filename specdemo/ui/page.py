@@ -388,7 +388,9 @@ def _connect_settings(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> No
 
 
 class _Handlers:
-    def __init__(self, service: Service, sockets: Sockets, device: str, defaults: Settings, examples: Examples) -> None:
+    def __init__(
+        self, service: Service, sockets: Sockets, device: str, defaults: Settings, examples: Examples = ()
+    ) -> None:
         self._service, self._sockets = service, sockets
         self._device, self._defaults = device, defaults
         self._examples = examples

@@ -61,7 +61,12 @@ def test_lanes_share_the_scale_of_time() -> None:
     assert all(f'<li class="{kind}">' in picture for kind in KINDS)
     later = calls_svg([spec, plain], 1, 16)
     assert 'class="prompt" x' not in later and later.count("<rect") < picture.count("<rect")
-    assert calls_svg([lane(PREFILL, recipe={"method": "draft", "gamma": 3, "cloud": {"remote": "x"}})], 0, 16) == ""
+    assert (
+        calls_svg(
+            [lane(PREFILL, recipe={"method": "draft", "gamma": 3, "temperature": 0, "cloud": {"remote": "x"}})], 0, 16
+        )
+        == ""
+    )
 
 
 def test_texts_are_escaped() -> None:
