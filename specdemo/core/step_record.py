@@ -174,7 +174,7 @@ def step_of(record: StepRecord) -> Step:
     q, pending = record["q"], record.get("pending")
     remote = record.get("remote") or {}
     source, request_sent = source_of(remote, bool(record["choices"]))
-    if record["kind"] == "unknown":  # of another engine: there is no request of this program
+    if record["kind"] == "unknown":  # another engine ran it: this program sent no request
         source, request_sent = Source.UNREPORTED, True
     token_top = record.get("token_top")
     return Step(
