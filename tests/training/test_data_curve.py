@@ -15,10 +15,8 @@ from training.head.conversations import SETTINGS
 def write_run(folder: Path, passes: float) -> Path:
     """Write two evaluations, of which the last counts."""
     folder.mkdir()
-    lines = [
-        {"tokens": tokens, **{name: {"rates": [0.5], "tokens": {"5": value}} for name in SETTINGS}}
-        for tokens, value in ((10, 1.0), (4_000_000, passes))
-    ]
+    lines = [{name: {"rates": [0.5], "tokens": {"5": value}} for name in SETTINGS} for value in (1.0, passes)]
+    (folder / "config.json").write_text('{"training_tokens": 4000000}', "utf-8")
     (folder / "curve.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
     return folder
 
@@ -31,6 +29,7 @@ def test_a_line_over_the_logarithm_of_the_tokens_is_continued(
     assert data_curve.main(runs) == 0
     *measured, predicted = json.loads(capsys.readouterr().out.splitlines()[-1])["head-data"]
     assert [record["data"] for record in measured] == [0.3, 1.0, 3.0]
+    assert [record["seen"] for record in measured] == ["4.0"] * 3
     for name in SETTINGS:
         assert predicted[f"passes_{name}"] == pytest.approx(2 + 0.3 * math.log(10))
 

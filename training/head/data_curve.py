@@ -17,6 +17,7 @@ import numpy as np
 
 from benchmarks.tables import publish, run_study, study_parser
 from specdemo.core.errors import UserError
+from training.head.checkpoint import trained_tokens
 from training.head.conversations import SETTINGS
 
 TABLES = {"head-data": "docs/heads.md"}
@@ -30,26 +31,25 @@ COLUMNS = {
 }
 
 
-def last_record(argument: str) -> tuple[int, dict[str, Any]]:
-    """Return the tokens of an argument `TOKENS=DIRECTORY`, and the last evaluation there."""
+def last_record(argument: str) -> dict[str, Any]:
+    """Return the figures of an argument `TOKENS=DIRECTORY`: tokens, and the last evaluation there."""
     tokens, _, folder = argument.partition("=")
     curve = Path(folder) / "curve.jsonl"
     if not tokens.isdecimal() or not curve.is_file():
         raise UserError(f"{argument} is not TOKENS=DIRECTORY with a directory of `python -m training.head`")
-    return int(tokens), json.loads(curve.read_text("utf-8").splitlines()[-1])
+    record = json.loads(curve.read_text("utf-8").splitlines()[-1])
+    values: dict[str, Any] = {"data": int(tokens) / 1e6, "seen": f"{trained_tokens(Path(folder)) / 1e6:.1f}"}
+    for name in SETTINGS:
+        values[f"first_{name}"] = f"{record[name]['rates'][0]:.2f}"
+        values[f"passes_{name}"] = record[name]["tokens"][GAMMA]
+    return values
 
 
 def study(options: argparse.Namespace) -> None:
     """Publish the figures of the runs, and those that a line over the logarithm of the tokens predicts."""
     if len(options.runs) < 2:
         raise UserError("a line needs two runs: name two directories or more")
-    records: list[dict[str, Any]] = []
-    for tokens, record in map(last_record, options.runs):
-        values: dict[str, Any] = {"data": tokens / 1e6, "seen": f"{record['tokens'] / 1e6:.1f}"}
-        for name in SETTINGS:
-            values[f"first_{name}"] = f"{record[name]['rates'][0]:.2f}"
-            values[f"passes_{name}"] = record[name]["tokens"][GAMMA]
-        records.append(values)
+    records = list(map(last_record, options.runs))
     predicted: dict[str, Any] = {"data": PREDICTED / 1e6, "seen": "predicted"}
     x = np.log([record["data"] for record in records])
     for name in SETTINGS:
