@@ -86,10 +86,9 @@ def parameters(recipe: Recipe) -> str:
 
 
 def trained(recipe: Recipe) -> str:
-    """Return the millions of tokens that the head has seen."""
-    if recipe.head_spec is None:
-        return ""
-    return f"{trained_tokens(Path(recipe.head_spec.name)) / 1e6:.1f}"
+    """Return the millions of tokens that the head has seen, if known."""
+    tokens = trained_tokens(Path(recipe.head_spec.name)) if recipe.head_spec else 0
+    return f"{tokens / 1e6:.1f}" if tokens else ""
 
 
 def measured(recipes: Mapping[str, Recipe], prompts: Sequence[str]) -> dict[str, list[Run]]:
