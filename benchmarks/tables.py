@@ -33,7 +33,9 @@ def study_parser(
     `tables` maps the names of its tables to documents, relative to the checkout; it adds the option `--write`. `models`
     adds the options that select and load models.
     """
-    module = ".".join(Path(script).relative_to(ROOT).with_suffix("").parts)
+    path = Path(script)
+    name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else Path(path.parent.name, path.name)
+    module = ".".join(name.with_suffix("").parts)
     parser = Parser(prog=f"python -m {module}", description=(description or "").split("\n\n")[0])
     parser.set_defaults(tables=tables or {}, write=False)
     if tables:
