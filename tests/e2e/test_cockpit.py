@@ -39,6 +39,7 @@ from specdemo.ui.frames import read_traces
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 GOLDEN = Path(__file__).parents[1] / "contracts" / "traces"
+OPAQUE = "parts => [...document.querySelectorAll(parts)].every(part => getComputedStyle(part).opacity === '1')"
 VISIBLE = "rounds => rounds.filter(r => !r.hidden).length"
 
 
@@ -321,6 +322,7 @@ def test_link_transfers_settings(page: Page, tab: Any, served: Any) -> None:
     other.goto(f"{served.url}?gamma=9999&seed=3&target=org/large&drafter=org/small&gama=1")
     expect(other.get_by_text("gamma ignored: gamma must be from").first).to_be_visible()
     expect(other.get_by_text("Unknown settings in the link ignored: gama").first).to_be_visible()
+    other.wait_for_function(OPAQUE, arg=".toast-wrap, .toast-body, .toast-message-item")  # they fade in
     assert not grave(other, ".toast-wrap", schemes=["light"])
     open_group(other, "Advanced settings", "Sampling")
     expect(other.locator("#seed input")).to_have_value("3")

@@ -148,8 +148,8 @@ def test_links_without_a_pair_select_the_bundled_pair() -> None:
         "top_p": 0.95,
         "chat": False,
     }
-    assert from_link({"gamma": "5"}, defaults) == {"gamma": 5}
     of_pair = {**PAIRS[CHAT_PAIR].settings, "pair": CHAT_PAIR}
+    assert from_link({"gamma": "5"}, defaults) == {**of_pair, "gamma": 5}
     assert from_link({"method": "ar", "pair": CHAT_PAIR}, defaults) == {**of_pair, "method": "ar", "policy": "fixed"}
 
 
