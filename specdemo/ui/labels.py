@@ -30,6 +30,7 @@ SMALLER_DRAFT = {
 }
 _FORM = ("quantization", "activations")
 NEAR_TIE = 0.05  # nats between the two most probable tokens: bfloat16 rounding
+_EARLY = ("cancelled", "error")  # ends within a text
 LONGEST_ADVISED = 16  # draft tokens
 ENOUGH_PAIRS = 5  # equal speeds give 5 ratios on one side of 1 in 6 % of the repetitions
 CHANGED = "This rule changes the target's distribution with these settings."
@@ -402,6 +403,8 @@ def _must_agree(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 def _difference(lane: Lane, baseline: Lane) -> dict[str, str]:
     tokens, expected = lane.tokens, baseline.tokens
     first = common_prefix(tokens, expected)
+    if any(text.end and text.end.reason in _EARLY and len(text.tokens) == first for text in (lane, baseline)):
+        return {"badge": "same so far", "tone": "even", "why": f"A run ended early: its {first} tokens are equal."}
     where, near_tie = f"The texts differ from token {first + 1} on", True
     top = _top_tokens_at(baseline.steps, first) or _top_tokens_at(lane.steps, first)
     if len(top) > 1:

@@ -13,7 +13,7 @@ from specdemo.core.events import StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.trace import from_json, read
 from specdemo.ui.frames import Run, cells
-from specdemo.ui.labels import lane_speedup, sameness, tiles, verdict
+from specdemo.ui.labels import compare_texts, lane_speedup, sameness, tiles, verdict
 from specdemo.ui.lane import PLAIN, SPEC
 from specdemo.ui.run_store import RunStore
 
@@ -335,6 +335,17 @@ def test_different_greedy_text_is_reported() -> None:
     run = whole(whole(Run((SPEC, PLAIN))), PLAIN, plain_steps(0.01)[:3])
     run.finish()
     assert (sameness(run.lanes) or {})["badge"] == "differs at token 4"
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "error"])
+def test_a_stopped_text_that_begins_the_other_does_not_differ(reason: str) -> None:
+    run = whole(Run((SPEC, PLAIN)))
+    absorb(run, PLAIN, header("ar"), *plain_steps(0.01)[:3], end(reason))
+    run.finish()
+    assert (sameness(run.lanes) or {})["badge"] == compare_texts(run.lanes)[SPEC][0] == "same so far"
+    other = whole(Run((SPEC, PLAIN)))
+    absorb(other, PLAIN, header("ar"), *plain_steps(0.01)[1:3], end(reason))
+    assert (sameness(other.lanes) or {})["badge"] == "differs at token 1"
 
 
 def test_no_verdict_without_both_runs() -> None:
