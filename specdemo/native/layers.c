@@ -192,6 +192,12 @@ void run_chunk(state *s, int phase, int64_t chunk, float *buffer) {
     }
 }
 
+static int has_final_tap(const pass *p) {
+    for (int i = 0; i < p->tap_count; i++)
+        if (p->taps[i] == p->model->layer_count) return 1;
+    return 0;
+}
+
 /* Serial part after a phase. Returns the next phase, or -1 after the last. */
 int finish_phase(state *s, int phase) {
     const pass *p = s->p;
@@ -207,7 +213,10 @@ int finish_phase(state *s, int phase) {
             break;
         }
         phase++; /* fallthrough */
-    case VALUE: rotate(s, l); break;
+    case VALUE:
+        rotate(s, l);
+        if (l + 1 == m->layer_count && !s->last && !has_final_tap(p)) return -1; /* keys and values suffice */
+        break;
     case ATTEND:
         if (!has_parts(&now->out, m->heads / m->kv_heads * (int64_t)m->head_dim))
             quantise_rows(s, &now->out, s->input, input_width(m), p->rows);

@@ -133,6 +133,13 @@ def test_conversations_that_share_13_tokens_with_a_prompt_are_removed(tmp_path: 
     assert all("free" in item.classes for item in split.held_out_class)
     assert {item.answers.tolist() == items[0].answers.tolist() for item in split.train} == {True}
     assert split.cut_share == 0
+    more = tmp_path / "more"
+    more.mkdir()
+    saved(more, [conversation(40, classes=("free",) if i == 0 else ("facts",)) for i in range(5)])
+    longer = conversations.load(tmp_path, prompts, more)
+    assert [item.classes for item in longer.train[len(split.train) :]] == [("facts",)] * 4
+    for part, before in ((longer.held_out, split.held_out), (longer.held_out_class, split.held_out_class)):
+        assert all(a.tokens.tolist() == b.tokens.tolist() for a, b in zip(part, before, strict=True))
 
 
 def test_an_epoch_shows_every_answer_once_and_half_of_the_windows_are_long() -> None:
@@ -462,17 +469,31 @@ def test_a_saved_medusa_head_drafts_as_in_training(
         random_head(target, own_output=True, kind=Medusa)
 
 
+def test_drawn_tokens_have_their_probabilities() -> None:
+    """Inversion of the summed probabilities: 20,000 draws, tokens outside top-p are never drawn."""
+    logits, generator = torch.tensor([1.0, -1.0, 0.5, 2.0, -9.0]), torch.Generator().manual_seed(0)
+    for choice in ((0.7, 1.0), (1.0, 0.9)):
+        counts = torch.zeros(5)
+        for _ in range(20_000):
+            counts[generate.choose(logits, choice, generator)] += 1
+        expected = objective.distribution(logits[None], *choice)[0]
+        assert torch.equal(counts > 0, expected > 1e-5)
+        assert (counts / 20_000 - expected).abs().max() < 0.015
+    assert generate.choose(logits, (0.0, 1.0), generator) == 3
+
+
 def test_generated_conversations_do_not_depend_on_the_number_of_texts_per_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens have the form of the template, answers lie in their spans and end without a loop."""
     monkeypatch.setattr(generate, "MOST_ANSWER", 12)
-    monkeypatch.setattr(generate, "LONG", 0.0)
     tokenizer = byte_level_tokenizer()
     tokenizer.chat_template = TEMPLATE
     loaded = load(ModelSpec(str(save_model(tmp_path / "model", tokenizer, max_position_embeddings=512))), warm=False)
-    together = generate.Writer(loaded, 5, 3).write(range(7))
-    alone = [generate.Writer(loaded, 5, 1).write([number])[0] for number in range(7)]
+    contents = generate.Contents(long=0.0, classes=("list", "facts"))
+    together = generate.Writer(loaded, 5, 3, contents).write(range(7))
+    alone = [generate.Writer(loaded, 5, 1, contents).write([number])[0] for number in range(7)]
+    assert {kind for text in together for kind in text.classes} <= {"own", "list", "facts", "follow"}
     assert [text.tokens for text in together] == [text.tokens for text in alone]
     generate.save(tmp_path / "part0000.npz", together)
     stored = conversations.read(tmp_path / "part0000.npz")

@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--kind", choices=tuple(checkpoint.KINDS), default="eagle3")
     parser.add_argument("--target", default=PAIRS[CHAT_PAIR].target, help="GGUF file or directory")
     parser.add_argument("--data", type=Path, required=True, help="directory of conversations (*.npz)")
+    parser.add_argument("--more", type=Path, help="directory of further conversations, none of them held out")
     parser.add_argument("--out", type=Path, required=True, help="checkpoints, curve and head")
     parser.add_argument("--start", type=Path, help="directory of a head to start from, with its vocabulary")
     parser.add_argument("--steps", type=int, default=1_000_000, help="the rate decays over the last fifth")
@@ -84,7 +85,7 @@ def main() -> None:
 
     tokenizer = read_tokenizer(ModelSpec(options.target))
     prompts = [prompt.text for prompt in load_prompts(chat=True)]
-    split = conversations.load(options.data, conversations.user_turns(tokenizer, prompts))
+    split = conversations.load(options.data, conversations.user_turns(tokenizer, prompts), options.more)
     items = split.train if options.limit is None else conversations.first_tokens(split.train, options.limit)
     print(describe(split, items), flush=True)
     torch.manual_seed(options.seed)

@@ -50,23 +50,34 @@ class Split:
     cut_share: float  # of the answer tokens, removed as loops
 
 
-def load(folder: Path, forbidden: Sequence[Sequence[int]], seed: int = 0) -> Split:
-    """Read all `*.npz` of `folder`, filter, cut loops and split; `forbidden` are token ids of evaluation prompts."""
-    stored = [conversation for path in sorted(folder.glob("*.npz")) for conversation in read(path)]
+def load(folder: Path, forbidden: Sequence[Sequence[int]], more: Path | None = None, seed: int = 0) -> Split:
+    """Read all `*.npz` of `folder`, filter, cut loops and split; `forbidden` are token ids of evaluation prompts.
+
+    Conversations of `more` are added to those to train on, so that the held-out ones do not depend on them.
+    """
     hashes = np.unique(np.concatenate([_hashes(np.asarray(prompt, np.uint64)) for prompt in forbidden]))
-    allowed = [item for item in stored if not np.isin(_hashes(item.tokens), hashes).any()]
-    cut = [without_loops(item) for item in allowed]
-    before, after = (sum(int(item.answers.sum()) for item in group) for group in (allowed, cut))
+    stored, added = _stored(folder), [] if more is None else _stored(more)
+    allowed, further = ([item for item in group if not _shares(item, hashes)] for group in (stored, added))
+    cut, longer = list(map(without_loops, allowed)), list(map(without_loops, further))
+    before, after = (sum(int(item.answers.sum()) for item in group) for group in (allowed + further, cut + longer))
     of_class = [item for item in cut if HELD_OUT_CLASS in item.classes]
     others = [item for item in cut if HELD_OUT_CLASS not in item.classes]
     order = np.random.default_rng(seed).permutation(len(others))
     return Split(
-        train=[others[i] for i in order[HELD_OUT:]],
+        train=[others[i] for i in order[HELD_OUT:]] + [item for item in longer if HELD_OUT_CLASS not in item.classes],
         held_out=[others[i] for i in order[:HELD_OUT]],
         held_out_class=of_class,
-        shared=len(stored) - len(allowed),
+        shared=len(stored) - len(allowed) + len(added) - len(further),
         cut_share=1 - after / before,
     )
+
+
+def _stored(folder: Path) -> list[Conversation]:
+    return [conversation for path in sorted(folder.glob("*.npz")) for conversation in read(path)]
+
+
+def _shares(item: Conversation, hashes: np.ndarray) -> bool:
+    return bool(np.isin(_hashes(item.tokens), hashes).any())
 
 
 def read(path: Path) -> list[Conversation]:

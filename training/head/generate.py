@@ -30,10 +30,17 @@ from training.head.objective import distribution
 
 SHARES = {"pair": 0.4, "greedy": 0.25, "one": 0.35}  # of conversations, by how answers are chosen
 OWN = 0.35  # share of user turns that the target writes itself
-LONG = 0.5  # share of conversations that continue to 1,024 positions or more
 OWN_CHOICE = (1.0, 0.95)  # temperature and top-p of user turns by the target
 MOST_ANSWER, MOST_QUESTION = 400, 80  # tokens
-PER_FILE = 200  # conversations
+PER_FILE = 1000  # conversations
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What conversations consist of: the share that continues to 1,024 positions or more, and classes of templates."""
+
+    long: float = 0.5
+    classes: tuple[str, ...] = turns.CLASSES
 
 
 @dataclass
@@ -77,11 +84,19 @@ def write(tokens: list[int], logits: Tensor, choice: tuple[float, float], limit:
     """Continue `tokens` in place until the end token, a loop or `limit` tokens; `choice`: temperature and top-p."""
     generator, begin = torch.Generator().manual_seed(seed), len(tokens)
     while True:
-        chances = distribution(logits[None].float(), *choice)
-        tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
+        tokens.append(choose(logits, choice, generator))
         if tokens[-1] == end or len(tokens) - begin == limit or ends_in_loop(tokens[begin:]):
             return
         logits = yield
+
+
+def choose(logits: Tensor, choice: tuple[float, float], generator: torch.Generator) -> int:
+    """Draw a token by inversion, which is faster than `torch.multinomial`."""
+    if choice[0] == 0:
+        return int(logits.argmax())
+    sums = distribution(logits[None].float(), *choice)[0].cumsum(0)
+    drawn = torch.rand((), generator=generator) * sums[-1]
+    return min(int(torch.searchsorted(sums, drawn, right=True)), int(torch.searchsorted(sums, sums[-1])))
 
 
 def ends_in_loop(tokens: Sequence[int]) -> bool:
@@ -90,15 +105,17 @@ def ends_in_loop(tokens: Sequence[int]) -> bool:
     return any(tokens[-n:] == tokens[-2 * n : -n] == tokens[-3 * n : -2 * n] for n in sizes)
 
 
-def converse(result: Dialogue, rng: random.Random, parts: Format, tokenizer: PreTrainedTokenizerBase) -> Steps:
+def converse(
+    result: Dialogue, rng: random.Random, parts: Format, tokenizer: PreTrainedTokenizerBase, contents: Contents
+) -> Steps:
     """Write turns until the conversation has its length."""
-    length = rng.randrange(1024, 1800) if rng.random() < LONG else 0
+    length = rng.randrange(1024, 1800) if rng.random() < contents.long else 0
     tokens = result.tokens
     tokens += parts.system
     while True:
         kind = rng.choices(["own", "template"], [OWN, 1 - OWN])[0]
         if kind == "template":
-            kind = "follow" if result.spans and rng.random() < 0.5 else rng.choice(turns.CLASSES)
+            kind = "follow" if result.spans and rng.random() < 0.5 else rng.choice(contents.classes)
             tokens += tokenizer.encode(turns.message(kind, rng), add_special_tokens=False)
         else:
             logits = yield
@@ -118,10 +135,11 @@ def converse(result: Dialogue, rng: random.Random, parts: Format, tokenizer: Pre
 class Writer:
     """Conversations of a loaded target, several at a time."""
 
-    def __init__(self, loaded: LoadedModel, seed: int, texts: int) -> None:
+    def __init__(self, loaded: LoadedModel, seed: int, texts: int, contents: Contents) -> None:
         (end,) = loaded.tokenizer.encode(loaded.tokenizer.eos_token, add_special_tokens=False)
         self._parts, self._tokenizer = Format.of(loaded.tokenizer, end), loaded.tokenizer
         self._engine, self._seed, self._texts = engine_of(loaded.model), seed, texts
+        self._contents = contents
 
     @torch.inference_mode()
     def write(self, numbers: Sequence[int]) -> list[Dialogue]:
@@ -131,7 +149,7 @@ class Writer:
             while waiting and len(active) < self._texts:
                 rng = random.Random(f"{self._seed} {waiting.pop(0)}")
                 result = Dialogue(rng.choices(list(SHARES), list(SHARES.values()))[0])
-                steps = converse(result, rng, self._parts, self._tokenizer)
+                steps = converse(result, rng, self._parts, self._tokenizer, self._contents)
                 next(steps)
                 results.append(result)
                 active.append((result, steps, self._engine.open()))
@@ -175,10 +193,13 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=7000)
     parser.add_argument("--texts", type=int, default=8, help="conversations per pass")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--long", type=float, default=Contents.long, help="share that reaches 1,024 positions")
+    parser.add_argument("--classes", nargs="+", choices=turns.CLASSES, default=turns.CLASSES, help="of templates")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     loaded = load(ModelSpec(options.target), warm=False)
-    writer = Writer(loaded, options.seed, options.texts)
+    contents = Contents(options.long, tuple(options.classes))
+    writer = Writer(loaded, options.seed, options.texts, contents)
     for first in range(0, options.conversations, PER_FILE):
         path = options.out / f"part{first // PER_FILE:04d}.npz"
         if not path.exists():

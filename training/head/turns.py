@@ -11,7 +11,22 @@ _SUBJECTS = (
     "black holes,public libraries,bats,marathon training,clouds,the stock market,pottery,satellites,desert plants,"
     "learning a language,ancient Egypt,water pumps,fairy tales,wind power,whales,recycling,map projections,violins,"
     "the immune system,camping,typewriters,earthworms,time zones,ice cream,lighthouses,trains,spiders,sleep,budgeting,"
-    "video games,owls,gardening,cryptography,pyramids,coral reefs,job interviews,glass,cheese,the Moon,knitting"
+    "video games,owls,gardening,cryptography,pyramids,coral reefs,job interviews,glass,cheese,the Moon,knitting,"
+    "rainbows,earthquakes,dinosaurs,gravity,magnets,atoms,the ocean floor,lightning,snow,fossils,deserts,rivers,soil,"
+    "mushrooms,algae,butterflies,horses,dogs,cats,wolves,elephants,dolphins,sharks,parrots,frogs,turtles,bacteria,"
+    "viruses,vitamins,sugar,salt,bread,rice,olive oil,chocolate,honey,soup,pasta,fruit,breakfast,fasting,headaches,"
+    "allergies,teeth,eyesight,memory,dreams,stress,friendship,loneliness,public speaking,teamwork,leadership,"
+    "negotiation,email,spreadsheets,passwords,search engines,machine learning,sorting algorithms,recursion,databases,"
+    "web browsers,the internet,mobile phones,batteries,3D printing,telescopes,microscopes,rockets,aeroplanes,"
+    "helicopters,ships,tunnels,dams,concrete,wood,steel,plastic,paper,ink,soap,perfume,clothes,shoes,carpets,"
+    "furniture,houses,kitchens,cities,villages,traffic,buses,roads,taxes,inflation,insurance,banks,money,trade,"
+    "democracy,elections,laws,human rights,museums,theatre,dance,painting,sculpture,film,novels,newspapers,"
+    "dictionaries,grammar,handwriting,mathematics,statistics,fractions,geometry,probability,logic,philosophy,ethics,"
+    "religion,festivals,birthdays,weddings,travel,hotels,beaches,mountains,forests,farms,tomatoes,roses,bamboo,"
+    "football,tennis,swimming,running,yoga,skiing,cycling,card games,puzzles,magic tricks,guitars,drums,singing,"
+    "choirs,orchestras,radio,television,photos,maps,calendars,clocks,the Roman Empire,the Vikings,the Renaissance,"
+    "the Industrial Revolution,explorers,pirates,kings and queens,inventions,electricity,heat,sound,light,colours,"
+    "acids,metals,gold,diamonds,oil,nuclear power,climate change,pollution,water,rain,wind,the seasons,planets,stars"
 ).split(",")
 _NAMES = "Alma,Boris,Chiara,Dmitri,Esther,Farid,Gloria,Hugo,Irene,Jamal,Kenji,Leona,Marek,Nadia,Oskar,Petra".split(",")
 _CITIES = "Lima,Prague,Nairobi,Quebec,Seville,Hanoi,Bergen,Dakar,Perth,Krakow,Cusco,Izmir,Leeds,Osaka,Turku".split(",")

@@ -203,15 +203,21 @@ class NativeEngine(Engine[NativeCache]):
         rows = 0
         for cache, new, held, draft in entries:
             rest = new.tolist() if isinstance(new, Tensor) else new
-            while len(rest) > NATIVE_CHUNK + len(draft):
-                self._call([(cache, rest[:NATIVE_CHUNK], held, Draft())], 0)
-                rest, held = rest[NATIVE_CHUNK:], held + NATIVE_CHUNK
+            if (surplus := len(rest) - len(draft) - 1) >= NATIVE_CHUNK:
+                surplus -= surplus % NATIVE_CHUNK
+                self.fill(cache, rest[:surplus], held)
+                rest, held = rest[surplus:], held + surplus
             if group and (rows + len(rest) > NATIVE_CHUNK or cache.taps != group[0][0].taps):
                 outputs += self._call(group)
                 group, rows = [], 0
             group.append((cache, rest, held, draft))
             rows += len(rest)
         return outputs + self._call(group)
+
+    def fill(self, cache: NativeCache, new: list[int], held: int) -> None:
+        """Add keys, values and states of `new` after `held` positions, without logits."""
+        for first in range(0, len(new), NATIVE_CHUNK):
+            self._call([(cache, new[first : first + NATIVE_CHUNK], held + first, Draft())], 0)
 
     def sample_chain(
         self,

@@ -246,6 +246,7 @@ class NativeHead(Head):
 
     def start(self, cache: HeadCache, following: list[int], states: Tensor, held: int) -> Tensor:
         assert isinstance(cache, NativeHeadCache)
+        following, states, held = self._catch_up(cache, following, states, held)
         self._give(cache, states, following, held)
         try:
             (logits,) = cache.engine.run([Entry(cache, following, held, _NO_DRAFT)])
@@ -272,10 +273,7 @@ class NativeHead(Head):
         threshold: float,
     ) -> list[int] | None:
         assert isinstance(cache, NativeHeadCache)
-        if (surplus := len(following) - CHAIN_ROWS) > 0:
-            self.start(cache, following[:surplus], states[:surplus], held)
-            following, states = following[surplus:], states[surplus:]
-            held += surplus
+        following, states, held = self._catch_up(cache, following, states, held)
         self._give(cache, states, following, held)
         try:
             tokens = cache.engine.sample_chain(cache, following, held, count, sampler, cache.tokens, threshold)
@@ -287,6 +285,20 @@ class NativeHead(Head):
             cache.keep(held + len(following))
             cache.end = end
         return tokens
+
+    def _catch_up(
+        self, cache: NativeHeadCache, following: list[int], states: Tensor, held: int
+    ) -> tuple[list[int], Tensor, int]:
+        """Add only keys and values for all but the last of many rows; return the remaining arguments of `start`."""
+        if (many := len(following) - 1) < CHAIN_ROWS:
+            return following, states, held
+        self._give(cache, states[:many], following[:many], held)
+        try:
+            cache.engine.fill(cache, following[:many], held)
+        finally:
+            cache.given = None
+        cache.keep(held + many)
+        return following[many:], states[many:], held + many
 
     def _give(self, cache: NativeHeadCache, states: Tensor, following: Sequence[int], held: int) -> None:
         rows = len(following)
