@@ -29,7 +29,6 @@ from training.head.conversations import LONGEST_BLOCK, SETTINGS
 from training.head.objective import distribution
 
 SHARES = {"pair": 0.4, "greedy": 0.25, "one": 0.35}  # of conversations, by how answers are chosen
-OWN = 0.35  # share of user turns that the target writes itself
 OWN_CHOICE = (1.0, 0.95)  # temperature and top-p of user turns by the target
 MOST_ANSWER, MOST_QUESTION = 400, 80  # tokens
 PER_FILE = 1000  # conversations
@@ -37,9 +36,10 @@ PER_FILE = 1000  # conversations
 
 @dataclass(frozen=True)
 class Contents:
-    """What conversations consist of: the share that continues to 1,024 positions or more, and classes of templates."""
+    """Share of conversations of 1,024 positions or more, share of user turns by the target, classes of templates."""
 
     long: float = 0.5
+    own: float = 0.35
     classes: tuple[str, ...] = turns.CLASSES
 
 
@@ -113,7 +113,7 @@ def converse(
     tokens = result.tokens
     tokens += parts.system
     while True:
-        kind = rng.choices(["own", "template"], [OWN, 1 - OWN])[0]
+        kind = rng.choices(["own", "template"], [contents.own, 1 - contents.own])[0]
         if kind == "template":
             kind = "follow" if result.spans and rng.random() < 0.5 else rng.choice(contents.classes)
             tokens += tokenizer.encode(turns.message(kind, rng), add_special_tokens=False)
@@ -194,11 +194,12 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=8, help="conversations per pass")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--long", type=float, default=Contents.long, help="share that reaches 1,024 positions")
+    parser.add_argument("--own", type=float, default=Contents.own, help="share of user turns that the target writes")
     parser.add_argument("--classes", nargs="+", choices=turns.CLASSES, default=turns.CLASSES, help="of templates")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     loaded = load(ModelSpec(options.target), warm=False)
-    contents = Contents(options.long, tuple(options.classes))
+    contents = Contents(options.long, options.own, tuple(options.classes))
     writer = Writer(loaded, options.seed, options.texts, contents)
     for first in range(0, options.conversations, PER_FILE):
         path = options.out / f"part{first // PER_FILE:04d}.npz"
