@@ -137,8 +137,12 @@ def test_conversations_that_share_13_tokens_with_a_prompt_are_removed(tmp_path: 
     more.mkdir()
     saved(more, [conversation(40, classes=("free",) if i == 0 else ("facts",)) for i in range(5)])
     longer = conversations.load(tmp_path, prompts, more)
-    assert [item.classes for item in longer.train[len(split.train) :]] == [("facts",)] * 4
-    for part, before in ((longer.held_out, split.held_out), (longer.held_out_class, split.held_out_class)):
+    assert [item.classes for item in longer.more] == [("facts",)] * 4 and not split.more
+    for part, before in (
+        (longer.train, split.train),
+        (longer.held_out, split.held_out),
+        (longer.held_out_class, split.held_out_class),
+    ):
         assert all(a.tokens.tolist() == b.tokens.tolist() for a, b in zip(part, before, strict=True))
 
 

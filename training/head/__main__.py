@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--start", type=Path, help="directory of a head to start from, with its vocabulary")
     parser.add_argument("--steps", type=int, default=1_000_000, help="the rate decays over the last fifth")
     parser.add_argument("--batch-tokens", type=int, default=4096)
-    parser.add_argument("--limit", type=int, help="tokens of training conversations")
+    parser.add_argument("--limit", type=int, help="tokens of training conversations of --data")
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--unrolled", type=int, default=4, help="steps of training-time test, slots or heads to train")
     parser.add_argument("--own-output", action="store_true", help="train the output matrix")
@@ -87,6 +87,7 @@ def main() -> None:
     prompts = [prompt.text for prompt in load_prompts(chat=True)]
     split = conversations.load(options.data, conversations.user_turns(tokenizer, prompts), options.more)
     items = split.train if options.limit is None else conversations.first_tokens(split.train, options.limit)
+    items = items + split.more
     print(describe(split, items), flush=True)
     torch.manual_seed(options.seed)
     kind = checkpoint.KINDS[options.kind]

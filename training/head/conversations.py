@@ -44,6 +44,7 @@ class Split:
     """Conversations to train on and to evaluate on, with the figures of the filters."""
 
     train: list[Conversation]
+    more: list[Conversation]  # to train on, from another directory
     held_out: list[Conversation]  # drawn at random
     held_out_class: list[Conversation]
     shared: int  # conversations removed because they share tokens with an evaluation prompt
@@ -53,7 +54,7 @@ class Split:
 def load(folder: Path, forbidden: Sequence[Sequence[int]], more: Path | None = None, seed: int = 0) -> Split:
     """Read all `*.npz` of `folder`, filter, cut loops and split; `forbidden` are token ids of evaluation prompts.
 
-    Conversations of `more` are added to those to train on, so that the held-out ones do not depend on them.
+    The held-out conversations do not depend on those of `more`.
     """
     hashes = np.unique(np.concatenate([_hashes(np.asarray(prompt, np.uint64)) for prompt in forbidden]))
     stored, added = _stored(folder), [] if more is None else _stored(more)
@@ -64,7 +65,8 @@ def load(folder: Path, forbidden: Sequence[Sequence[int]], more: Path | None = N
     others = [item for item in cut if HELD_OUT_CLASS not in item.classes]
     order = np.random.default_rng(seed).permutation(len(others))
     return Split(
-        train=[others[i] for i in order[HELD_OUT:]] + [item for item in longer if HELD_OUT_CLASS not in item.classes],
+        train=[others[i] for i in order[HELD_OUT:]],
+        more=[item for item in longer if HELD_OUT_CLASS not in item.classes],
         held_out=[others[i] for i in order[:HELD_OUT]],
         held_out_class=of_class,
         shared=len(stored) - len(allowed) + len(added) - len(further),
