@@ -17,7 +17,7 @@ from specdemo.models.heads import load_head
 from specdemo.models.load import LoadedModel, load
 from specdemo.models.spec import HeadSpec, ModelSpec
 from training.fit import Schedule, fit
-from training.head import checkpoint, conversations, generate, objective
+from training.head import checkpoint, conversations, generate, objective, vocabulary_study
 from training.head.block import Block
 from training.head.conversations import Batch, Batches, Conversation
 from training.head.eagle3 import Eagle3
@@ -471,6 +471,24 @@ def test_a_saved_medusa_head_drafts_as_in_training(
         assert torch.allclose(row, again.logits(states[0, 0], output), atol=1e-3)
     with pytest.raises(ValueError, match="omit --own-output"):
         random_head(target, own_output=True, kind=Medusa)
+
+
+@pytest.mark.parametrize("choice", [(0.0, 1.0), (1.0, 0.9)])
+def test_draft_vocabularies_are_compared_by_their_acceptance(target: Target, choice: tuple[float, float]) -> None:
+    """With its own vocabulary a head has the acceptance of `chances`; context adds the tokens up to each position."""
+    head, item = random_head(target), conversation(60)
+    assert isinstance(head, Eagle3)
+    own = torch.zeros(target.config.vocab_size, dtype=torch.bool)
+    own[head.vocabulary] = True
+    results = list(vocabulary_study.measured(head, target, item, choice, [own, torch.ones_like(own)]))
+    expected = objective.chances(head, target, item, 1, *choice)[0][:, 0]
+    assert torch.allclose(results[0][1], expected, atol=1e-5) and bool(results[2][0].all())
+    assert torch.equal(results[2][1], results[3][1])
+    answered = [i for i in range(1, len(item.tokens)) if item.answers[i]]
+    for (covered, _), earlier in zip(results[:2], (False, True), strict=True):
+        assert covered.tolist() == [
+            bool(own[int(item.tokens[i])]) or (earlier and item.tokens[i] in item.tokens[:i]) for i in answered
+        ]
 
 
 def test_drawn_tokens_have_their_probabilities() -> None:

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from specdemo.models.load import read_tokenizer
@@ -22,12 +21,7 @@ from training.head import checkpoint, conversations, objective
 from training.head.conversations import SETTINGS, Conversation, Split
 from training.head.kind import DraftHead
 from training.head.target import Target
-
-
-def vocabulary(items: Sequence[Conversation], size: int) -> torch.Tensor:
-    """Return the most frequent answer tokens, ascending."""
-    counts = np.bincount(np.concatenate([item.tokens[item.answers] for item in items]))
-    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))
+from training.head.vocabulary import most_frequent
 
 
 def describe(split: Split, items: Sequence[Conversation]) -> str:
@@ -95,7 +89,7 @@ def main() -> None:
     if options.start:
         head = checkpoint.load(kind, options.start, target).float()
     else:
-        head = kind(target.config, len(kind.taps), vocabulary(items, options.vocabulary), options.own_output)
+        head = kind(target.config, len(kind.taps), most_frequent(items, options.vocabulary), options.own_output)
         head.start_from(target)
     head.to(options.device)
     batches = conversations.Batches(items, options.batch_tokens, options.seed)
