@@ -201,10 +201,10 @@ def memory_mb(process: psutil.Process, threads: Sequence[threading.Thread], inte
 
 
 @contextmanager
-def page_process(**variables: str) -> Iterator[tuple[str, psutil.Process]]:
+def page_process(pair: str = "bundled", **variables: str) -> Iterator[tuple[str, psutil.Process]]:
     """Run the page with environment `variables`; yield its address and process."""
     port = choose_port(HOST, None)
-    command = [sys.executable, "-u", "app.py", "--no-browser", "--pair", "bundled", "--host", HOST, "--port", str(port)]
+    command = [sys.executable, "-u", "app.py", "--no-browser", "--pair", pair, "--host", HOST, "--port", str(port)]
     environment = {**os.environ, "SPECDEMO_QUEUE": "256", **variables}
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None

@@ -26,11 +26,12 @@ class PageClient:
         self._pressed = next(event for event in config["dependencies"] if [run, "click"] in event["targets"])
         self._drawn = next(event for event in config["dependencies"] if event["inputs"] == self._pressed["outputs"])
 
-    def frames(self, settings: Mapping[str, Any]) -> Iterator[str]:
-        """Press Run with `settings` by element id and yield the frames of the run."""
+    def frames(self, settings: Mapping[str, Any], *, continue_chat: bool = False) -> Iterator[str]:
+        """Press Run or Continue chat with `settings` by element id and yield the frames of the run."""
         properties = [self._properties[id_] for id_ in self._pressed["inputs"]]
         values = [settings.get(values.get("elem_id"), values.get("value")) for values in properties]
-        body = {"data": [json.dumps(values)], "fn_index": self._drawn["id"], "session_hash": self._session}
+        pressed = json.dumps([*values, "next"] if continue_chat else values)
+        body = {"data": [pressed], "fn_index": self._drawn["id"], "session_hash": self._session}
         joined = Request(
             f"{self._url}gradio_api/queue/join", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )

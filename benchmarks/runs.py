@@ -16,7 +16,7 @@ import psutil
 from benchmarks.tables import ROOT
 from specdemo.core.events import End, Header, Loading, StepEvent
 from specdemo.core.trace import to_json
-from specdemo.generate import generate
+from specdemo.generate import PromptOrChat, generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
@@ -41,7 +41,7 @@ class Trace:
         return to_json(self.end)["metrics"]
 
 
-def traced(recipe: Recipe, prompt: str, pool: ModelPool, pause_s: float = 0.0) -> Trace:
+def traced(recipe: Recipe, prompt: PromptOrChat, pool: ModelPool, pause_s: float = 0.0) -> Trace:
     """Run `recipe` to its end, sleeping `pause_s` after each step. Raises `RuntimeError` if the run fails."""
     trace = possibly_failed(recipe, prompt, pool, pause_s)
     if trace.end.error:
@@ -49,7 +49,7 @@ def traced(recipe: Recipe, prompt: str, pool: ModelPool, pause_s: float = 0.0) -
     return trace
 
 
-def possibly_failed(recipe: Recipe, prompt: str, pool: ModelPool, pause_s: float = 0.0) -> Trace:
+def possibly_failed(recipe: Recipe, prompt: PromptOrChat, pool: ModelPool, pause_s: float = 0.0) -> Trace:
     """Run `recipe` to its end or first error."""
     events: list[Any] = []
     for event in generate(recipe, prompt, pool):

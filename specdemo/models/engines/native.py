@@ -215,7 +215,7 @@ class NativeEngine(Engine[NativeCache]):
         return outputs + self._call(group)
 
     def fill(self, cache: NativeCache, new: list[int], held: int) -> None:
-        """Add keys, values and states of `new` after `held` positions, without logits."""
+        """Add rows without logits."""
         for first in range(0, len(new), NATIVE_CHUNK):
             self._call([(cache, new[first : first + NATIVE_CHUNK], held + first, Draft())], 0)
 

@@ -1,0 +1,265 @@
+"""Endurance of page and services: table `endurance` (docs/reliability.md).
+
+`OMP_NUM_THREADS=1 python -m benchmarks.endurance --write`. Visitors have chats of two turns with the head of the chat
+pair, edges decode with two services; their threads have the lowest priority on the same cores. One visitor sends 20,000
+characters again and again. In the last third, a service is killed every minute and started again. All texts are
+greedy and compared with isolated AR decoding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.load import HOST, LINK, SERVICE, Tallies, Visit, page_process, seconds_since, visit
+from benchmarks.page_client import PageClient
+from benchmarks.runs import possibly_failed, traced
+from benchmarks.tables import ROOT, publish, run_study, study_parser
+from specdemo.core.metrics import percentile
+from specdemo.models.model_pool import ModelPool
+from specdemo.models.tokenizer import ChatMessage
+from specdemo.models.zoo import CHAT_PAIR
+from specdemo.prompts import load_prompts
+from specdemo.recipe import Recipe
+from specdemo.remote.config import CloudConfig
+
+TABLES = {"endurance": "docs/reliability.md"}
+PROMPT_STEP = 5  # every fifth chat prompt
+FOLLOW_UP = "Summarise your answer in one sentence."
+LONG_CHARACTERS, LONG_PAUSE_S = 20_000, 120.0
+KILL_EVERY_S, SAMPLE_S = 60.0, 10.0
+CHAT = Recipe(pair=CHAT_PAIR, method="ar", chat=True, temperature=0.0, top_p=1.0)
+COLUMNS = {
+    "process": "{name}",
+    "minutes": "{minutes:.0f}",
+    "texts": "{texts:,}",
+    "lost, different, failed": "{lost}, {wrong}, {failed}",
+    "first token or step p50 / p95 s": "{p50_s:.2f} / {p95_s:.2f}",
+    "while a long prompt is read": "{delayed}",
+    "killed": "{killed}",
+    "MB, second half: slope per minute": "{megabytes:.0f}: {slope:+.2f}",
+    "threads, descriptors, temporary files after 1/2 and at the end": "{resources}",
+    "generators' share of processor time": "{share}",
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Resources of a process at a time in minutes."""
+
+    minute: float
+    megabytes: float
+    threads: int
+    descriptors: int
+    files: int  # in the folder for temporary files
+
+    @classmethod
+    def of(cls, process: psutil.Process, minute: float, folder: Path) -> Sample:
+        with process.oneshot():
+            counts = process.num_threads(), process.num_fds(), sum(1 for _ in folder.rglob("*"))
+            return cls(minute, process.memory_info().rss / 1e6, *counts)
+
+
+class Service:
+    """A service of the chat pair that can be killed; it restarts at its port."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.url = folder, f"http://{HOST}:0"
+        self.start()
+
+    def start(self) -> None:
+        port = self.url.rpartition(":")[2]
+        command = [sys.executable, "-m", "specdemo", "serve", "--pair", CHAT_PAIR, "--port", port, *SERVICE]
+        environment = {**os.environ, "TMPDIR": str(self._folder), "SPECDEMO_QUEUE": "256"}
+        self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
+        assert self._process.stdout is not None
+        self.url = self._process.stdout.readline().removeprefix("listening on ").strip()
+
+    @property
+    def process(self) -> psutil.Process:
+        return psutil.Process(self._process.pid)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@dataclass
+class Chat:
+    """Messages and expected answers of a conversation."""
+
+    messages: list[ChatMessage]
+    answers: list[list[int]] = field(default_factory=list)
+
+
+@dataclass
+class TimedVisit:
+    """A run of the page and the time at which it began."""
+
+    start: float
+    run: Visit
+    expected: list[int]
+
+
+def isolated_chat(questions: Sequence[str], max_tokens: int, pool: ModelPool) -> Chat:
+    """Decode the answers one after another, alone."""
+    chat = Chat([])
+    for question in questions:
+        chat.messages.append({"role": "user", "content": question})
+        trace = traced(replace(CHAT, max_tokens=max_tokens), list(chat.messages), pool)
+        chat.answers.append(trace.tokens)
+        chat.messages.append({"role": "assistant", "content": "".join(event.text for event in trace.steps)})
+    return chat
+
+
+def lower_priority() -> None:
+    """Give the calling thread the lowest priority."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+def visitor(url: str, number: int, chats: Sequence[Chat], end: float, pause_s: float, visits: list[TimedVisit]) -> None:
+    """Have one chat after another until `end`."""
+    lower_priority()
+    client, index = PageClient(url, f"visitor{number}"), number
+    settings = {"temperature": 0, "top-p": 1, "compare": False}
+    while time.monotonic() < end:
+        chat = chats[index % len(chats)]
+        for turn, answer in enumerate(chat.answers):
+            prompt, start = chat.messages[2 * turn]["content"], time.monotonic()
+            values = {**settings, "prompt": prompt, "max-tokens": len(answer)}
+            run = visit(client.frames(values, continue_chat=turn > 0), seconds_since(start))
+            visits.append(TimedVisit(start, run, answer))
+            if not run.done:
+                break
+        index += 7
+        threading.Event().wait(min(pause_s, max(0.0, end - time.monotonic())))
+
+
+def edge(recipe: Recipe, number: int, chats: Sequence[Chat], end: float, tallies: Tallies, pool: ModelPool) -> None:
+    """Decode the first answers of chats until `end`."""
+    lower_priority()
+    index = number
+    while time.monotonic() < end:
+        chat = chats[index % len(chats)]
+        trace = possibly_failed(replace(recipe, max_tokens=len(chat.answers[0])), chat.messages[0]["content"], pool)
+        tallies.add(trace, chat.answers[0])
+        index += 7
+
+
+def growth(samples: Sequence[Sample]) -> float:
+    """Return the slope of the memory in the second half, in MB per minute."""
+    half = samples[len(samples) // 2 :]
+    return statistics.linear_regression([s.minute for s in half], [s.megabytes for s in half]).slope
+
+
+def resources(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Return the columns of a process."""
+    middle, last = samples[len(samples) // 2], samples[-1]
+    pairs = ((middle.threads, last.threads), (middle.descriptors, last.descriptors), (middle.files, last.files))
+    return {
+        "minutes": last.minute,
+        "megabytes": last.megabytes,
+        "slope": growth(samples),
+        "resources": ", ".join(f"{before} {after}" for before, after in pairs),
+    }
+
+
+def waits(visits: Iterable[TimedVisit]) -> list[float]:
+    return [v.run.first_token_s for v in visits if v.run.first_token_s is not None]
+
+
+def of_page(visits: Sequence[TimedVisit], long: Sequence[TimedVisit]) -> dict[str, Any]:
+    """Return the columns of the visitors; `long`: the runs of the visitor with long prompts."""
+    runs, seconds = [v.run for v in visits], waits(visits)
+    read = [(v.start, v.start + (v.run.first_token_s or 0.0)) for v in long]
+    beside = waits(v for v in visits if any(begin <= v.start <= end for begin, end in read))
+    delayed = f"{percentile(beside, 0.5):.2f} / {percentile(beside, 0.95):.2f}" if beside else "-"
+    return {
+        "texts": len(runs) + len(long),
+        "lost": sum(run.gaps > 0 or not run.over for run in (*runs, *(v.run for v in long))),
+        "wrong": sum(v.run.done and v.run.tokens != v.expected for v in (*visits, *long)),
+        "failed": sum(v.run.over and not v.run.done for v in (*visits, *long)),
+        "p50_s": percentile(seconds, 0.5),
+        "p95_s": percentile(seconds, 0.95),
+        "delayed": f"{delayed} ({len(long)} prompts, first token p50 {percentile(waits(long) or [0.0], 0.5):.1f} s)",
+    }
+
+
+def start(work: Callable[..., None], *arguments: Any) -> threading.Thread:
+    thread = threading.Thread(target=work, args=arguments)
+    thread.start()
+    return thread
+
+
+def study(options: argparse.Namespace) -> None:
+    """Load page and services, kill services, and publish texts, times and resources."""
+    pool, tallies = ModelPool(), Tallies()
+    texts = [prompt.text for prompt in load_prompts(chat=True)[::PROMPT_STEP]]
+    chats = [isolated_chat((text, FOLLOW_UP), options.max_tokens, pool) for text in texts]
+    long_text = "\n\n".join([*texts, *(prompt.text for prompt in load_prompts())] * 9)[:LONG_CHARACTERS]
+    long_chat = isolated_chat((long_text,), options.max_tokens, pool)
+    pool.clear()
+    visits: list[TimedVisit] = []
+    long: list[TimedVisit] = []
+    samples: dict[str, list[Sample]] = {"page": [], "services": []}
+    killed = 0
+    with ExitStack() as opened:
+        folders = [Path(opened.enter_context(tempfile.TemporaryDirectory())) for _ in range(3)]
+        services = [Service(folder) for folder in folders[1:]]
+        opened.callback(lambda: [service.kill() for service in services])
+        url, process = opened.enter_context(page_process(CHAT_PAIR, TMPDIR=str(folders[0])))
+        begin, used = time.monotonic(), psutil.Process().cpu_times()
+        end, kills = begin + 60 * options.minutes, begin + 40 * options.minutes
+        cloud = CloudConfig(" ".join(service.url for service in services), **LINK)
+        recipe, edges = replace(CHAT, method="lookup", cloud=cloud), ModelPool()
+        threads = [start(visitor, url, i, chats, end, 0.0, visits) for i in range(options.visitors)]
+        threads += [start(edge, recipe, i, chats, end, tallies, edges) for i in range(options.edges)]
+        threads.append(start(visitor, url, options.visitors, [long_chat], end, LONG_PAUSE_S, long))
+        while any(thread.is_alive() for thread in threads):
+            time.sleep(SAMPLE_S)
+            now = time.monotonic()
+            if kills + killed * KILL_EVERY_S <= now < end:
+                services[killed % 2].kill()
+                services[killed % 2].start()
+                killed += 1
+            minute = (now - begin) / 60
+            samples["page"].append(Sample.of(process, minute, folders[0]))
+            if not killed:
+                samples["services"].append(Sample.of(services[0].process, minute, folders[1]))
+            print(f"{minute:.1f}: {len(visits)} runs, {tallies.texts} edge texts", samples["page"][-1], file=sys.stderr)
+        spent, seconds = psutil.Process().cpu_times(), time.monotonic() - begin
+    generators = (spent.user + spent.system - used.user - used.system) / seconds / (os.cpu_count() or 1)
+    shared = {"share": f"{generators:.0%}", "killed": killed}
+    steps = {f"p{percent}_s": percentile(tallies.latencies, percent / 100) for percent in (50, 95)}
+    of_edges = {"texts": tallies.texts, "lost": 0, "wrong": tallies.wrong, "failed": tallies.failed, "delayed": "-"}
+    records = [
+        {"name": f"page, {options.visitors} visitors", **of_page(visits, long), **resources(samples["page"])},
+        {"name": f"services, {options.edges} edges", **of_edges, **steps, **resources(samples["services"])},
+    ]
+    publish(options, "endurance", COLUMNS, [{**shared, **record} for record in records])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = study_parser(__file__, __doc__, TABLES)
+    parser.add_argument("--minutes", type=float, default=90.0)
+    parser.add_argument("--visitors", type=int, default=50)
+    parser.add_argument("--edges", type=int, default=32)
+    parser.add_argument("--max-tokens", type=int, default=48)
+    return run_study(study, parser, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
