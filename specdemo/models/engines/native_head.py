@@ -289,7 +289,7 @@ class NativeHead(Head):
     def _catch_up(
         self, cache: NativeHeadCache, following: list[int], states: Tensor, held: int
     ) -> tuple[list[int], Tensor, int]:
-        """Add all but the last of many rows; return the remaining arguments."""
+        """Add all but the last of many rows; return the rest."""
         if (many := len(following) - 1) < CHAIN_ROWS:
             return following, states, held
         self._give(cache, states[:many], following[:many], held)
