@@ -49,16 +49,17 @@ class BatchLimit:
 
     @property
     def gamma(self) -> int:
-        cost = self._token_cost
+        if not (cost := self._token_cost):
+            return self.policy.gamma
         paths = accumulate(self._acceptance.rates, operator.mul)
         length = max(sum(path >= cost for path in paths), int(self._idle >= _RETRY_AFTER))
-        return min(self.policy.gamma, length) if cost else self.policy.gamma
+        return min(self.policy.gamma, length)
 
     @property
     def _token_cost(self) -> float:
-        load, row = self.load(), self.costs.row
-        if load is None:
+        if (load := self.load()) is None:
             return 0.0
+        row = self.costs.row
         single_s = load.seconds / (1 + (load.rows - 1) * row)
         between = load.between_s / max(single_s, 1e-9)
         return (row + self.costs.token) / ((1 - row + between) / load.texts + row)

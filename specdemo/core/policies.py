@@ -334,8 +334,9 @@ class AdaEdl(StoppingPolicy):
 class PathProbability(StoppingPolicy):
     """Stop if the product of the largest probabilities along the path is below the threshold.
 
-    After a loss of `most_lost` through drafts of a model or head, none are requested for some steps. Costs are in AR
-    steps and fixed before the run, so draft lengths depend on the text only.
+    The next token is expected to be as probable as the path before it. After a loss of `most_lost` through drafts of a
+    model or head, none are requested for some steps. Costs are in AR steps and fixed before the run, so draft lengths
+    depend on the text only.
     """
 
     threshold: float = 0.15
@@ -356,8 +357,16 @@ class PathProbability(StoppingPolicy):
             return None
         return math.inf if self._pause else self.threshold
 
+    def may_extend(self, n: int, logits: Any) -> bool:
+        if n == 0:
+            self.product = 1.0
+        expected = self.product * self.product
+        return super().may_extend(n, logits) and (
+            logits is not None or n < self.min_gamma or expected >= self.threshold
+        )
+
     def is_confident(self, n: int, logits: Any) -> bool:
-        self.product = _largest_prob(logits) * (self.product if n else 1.0)
+        self.product *= _largest_prob(logits)
         return not self._pause and self.product >= self.threshold
 
     def observe(self, step: Step) -> None:

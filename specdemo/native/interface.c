@@ -109,6 +109,7 @@ static const member members[] = {
     FIELD(chain, least_reach),
     FIELD(chain, count),
     FIELD(chain, drawn),
+    FIELD(chain, passes),
     STRUCTURE(format),
     FIELD(format, name),
     FIELD(format, bits),

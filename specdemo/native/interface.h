@@ -102,9 +102,10 @@ typedef struct {
     int64_t top_k, vocab;   /* the first `vocab` logits are considered */
     float temperature;
     /* The chain ends before a token if the product of the largest probabilities at temperature 1 so far, or of the
-     * confidences of a block head, is below `least_reach`, whose value 0 has no effect. */
+     * confidences of a block head, is below `least_reach`, whose value 0 has no effect. No pass is spent on a token
+     * after a product whose square is below it. */
     float least_reach;
-    int32_t count, drawn; /* drawn: output */
+    int32_t count, drawn, passes; /* drawn, passes: output */
 } chain;
 
 /* A structure (size in bytes, offset 0) or a field of one, named structure.field. */

@@ -86,7 +86,7 @@ class ChainStruct(ctypes.Structure):
         ),
         *((name, _INT64) for name in ("top_k", "vocab")),
         *((name, _FLOAT) for name in ("temperature", "least_reach")),
-        *((name, _INT32) for name in ("count", "drawn")),
+        *((name, _INT32) for name in ("count", "drawn", "passes")),
     ]
 
 

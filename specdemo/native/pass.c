@@ -59,7 +59,7 @@ static int draft_block(const pass *p, chain *c) {
     int32_t before = p->ids[p->rows - 1];
     double reach = 1;
     int result = run_pass(p);
-    c->drawn = 0;
+    c->drawn = 0, c->passes = 1;
     for (float *logits = p->logits; result == DONE && c->drawn < c->count; c->drawn++, logits += m->head.outputs) {
         if (before < 0 || before >= m->embedding->outputs) return INVALID;
         float *confidence = c->confidences + c->drawn;
@@ -79,10 +79,15 @@ int draft_chain(const pass *first, chain *c) {
     int32_t position, prefix, starts[2] = {0, 0};
     double reach = 1; /* product of the largest probabilities */
     p.texts = &t;
-    for (c->drawn = 0; c->drawn < c->count; c->drawn++) {
+    for (c->drawn = c->passes = 0; c->drawn < c->count; c->drawn++) {
         int result = run_pass(&p);
         if (result != DONE) return result;
+        c->passes++;
         if (!draw(p.logits, -1, c, c->drawn, &reach)) break;
+        if (reach * reach < c->least_reach) {
+            c->drawn++;
+            break;
+        }
         position = t.held += t.rows, prefix = position + 1;
         t.target_states = 0;
         p.rows = t.rows = 1, p.ids = c->tokens + c->drawn, p.positions = &position, p.prefix = &prefix;

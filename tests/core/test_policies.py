@@ -105,6 +105,14 @@ def test_paths_are_as_probable_as_a_row_is_expensive() -> None:
     assert [by_path(five).row_cost for five in (1.0, 1.8, 2.0, 9.0)] == [0.15, 0.15, 0.3, 0.3]
 
 
+def test_no_pass_is_spent_on_a_token_that_is_probably_too_improbable() -> None:
+    """A path of 0.5 leads to 0.25, above the threshold; one of 0.3 to 0.09. N-grams have no paths."""
+    policy, even = by_path(1.5), torch.zeros(2)
+    assert policy.may_extend(0, None) and policy.may_extend(0, even) and policy.may_extend(1, None)
+    assert policy.may_extend(1, even) and not policy.may_extend(2, None)
+    assert policy.may_extend(0, None) and policy.may_extend(3, None)
+
+
 def test_noise_of_a_measurement_does_not_change_drafts() -> None:
     """Otherwise a seed would not give the same sampled text in another process."""
     assert by_path(1.0) == by_path(1.8) and by_path(2.0) == by_path(2.6)

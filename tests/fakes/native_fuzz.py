@@ -75,6 +75,7 @@ def run_valid(library: ctypes.CDLL, shape: Shape, seed: int) -> None:
     )
     assert library.draft_chain(ctypes.byref(first.struct), ctypes.byref(chain)) == Result.DONE
     assert chain.drawn == drafted or chain.least_reach
+    assert chain.passes == 1 if shape.slots else chain.drawn <= chain.passes <= chain.drawn + 1
     drawn = tokens[: chain.drawn]
     assert (drawn >= 0).all() and (drawn < (shape.vocab if chain.ids else vocab)).all()
     store_rows(library, rng, cache.model)

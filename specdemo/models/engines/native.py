@@ -242,8 +242,8 @@ class NativeEngine(Engine[NativeCache]):
             return None
         call = self._chain_call(cache, new, held, end)
         tokens = call.sample(sampler, uniforms, count, ids, threshold, one_pass)
+        cache.length = end if one_pass else held + len(new) + call.passes - 1
         self._release(call, cache)
-        cache.length = end if one_pass else end - max(0, count - len(tokens) - 1)
         return tokens
 
     def _chain_call(self, cache: NativeCache, new: list[int], held: int, end: int) -> ChainCall:

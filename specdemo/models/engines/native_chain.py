@@ -50,6 +50,7 @@ class ChainCall:
         self._candidates = torch.empty(model.head.outputs)
         self._chain = ChainStruct(scratch=self._candidates.data_ptr())
         self._reserve(_TOKENS)
+        self.passes = 0  # of the last chain
 
     def _reserve(self, count: int) -> None:
         self._tokens, self._uniforms = (ctypes.c_int32 * count)(), (ctypes.c_double * count)()
@@ -114,7 +115,8 @@ class ChainCall:
             raise Stopped
         check_result(self._library, result, described)
         drawn = chain.drawn
-        rows = min(drawn + 1, count)
+        rows = min(drawn + 1, count) if one_pass else chain.passes
+        self.passes = chain.passes
         confidences = self._confidences[:drawn] if one_pass else []
         drafted = None if probs is None or not drawn else probs[:drawn]
         sampler.record(self._peaks[:rows], self._chosen[:drawn], drafted, confidences)
