@@ -334,9 +334,9 @@ class AdaEdl(StoppingPolicy):
 class PathProbability(StoppingPolicy):
     """Stop if the product of the largest probabilities along the path is below the threshold.
 
-    The next token is expected to be as probable as the path before it. After a loss of `most_lost` through drafts of a
-    model or head, none are requested for some steps. Costs are in AR steps and fixed before the run, so draft lengths
-    depend on the text only.
+    The next token is expected to be as probable as the path. After a loss of `most_lost` through drafts of a model or
+    head, some steps have none. Costs, in AR steps, are fixed before the run, so lengths depend on the text
+    only.
     """
 
     threshold: float = 0.15

@@ -50,7 +50,7 @@ class ChainCall:
         self._candidates = torch.empty(model.head.outputs)
         self._chain = ChainStruct(scratch=self._candidates.data_ptr())
         self._reserve(_TOKENS)
-        self.passes = 0  # of the last chain
+        self.passes = 0
 
     def _reserve(self, count: int) -> None:
         self._tokens, self._uniforms = (ctypes.c_int32 * count)(), (ctypes.c_double * count)()
