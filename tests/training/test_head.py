@@ -491,6 +491,16 @@ def test_draft_vocabularies_are_compared_by_their_acceptance(target: Target, cho
         ]
 
 
+def test_another_vocabulary_keeps_the_logits_of_its_tokens(target: Target) -> None:
+    head, states = random_head(target), torch.randn(3, target.config.hidden_size)
+    before = head.logits(states, target.output[head.vocabulary].float())
+    chosen, places = head.vocabulary[::2], torch.arange(0, len(head.vocabulary), 2)
+    head.choose_vocabulary(chosen)
+    assert torch.equal(head.logits(states, target.output[head.vocabulary].float()), before[:, places])
+    with pytest.raises(ValueError, match="omit --vocabulary"):
+        random_head(target, own_output=True).choose_vocabulary(chosen)
+
+
 def test_drawn_tokens_have_their_probabilities() -> None:
     """Inversion of the summed probabilities: 20,000 draws, tokens outside top-p are never drawn."""
     logits, generator = torch.tensor([1.0, -1.0, 0.5, 2.0, -9.0]), torch.Generator().manual_seed(0)

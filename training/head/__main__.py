@@ -63,11 +63,11 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="directory of conversations (*.npz)")
     parser.add_argument("--more", type=Path, help="directory of further conversations, none of them held out")
     parser.add_argument("--out", type=Path, required=True, help="checkpoints, curve and head")
-    parser.add_argument("--start", type=Path, help="directory of a head to start from, with its vocabulary")
+    parser.add_argument("--start", type=Path, help="directory of a head to start from")
     parser.add_argument("--steps", type=int, default=1_000_000, help="the rate decays over the last fifth")
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--limit", type=int, help="tokens of training conversations of --data")
-    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--vocabulary", type=int, help="most frequent tokens (default: 8,192, or those of --start)")
     parser.add_argument("--unrolled", type=int, default=4, help="steps of training-time test, slots or heads to train")
     parser.add_argument("--own-output", action="store_true", help="train the output matrix")
     parser.add_argument("--lr", type=float, default=2e-3)
@@ -88,8 +88,10 @@ def main() -> None:
     target = Target(options.target, kind.taps, options.device)
     if options.start:
         head = checkpoint.load(kind, options.start, target).float()
+        if options.vocabulary:
+            head.choose_vocabulary(most_frequent(items, options.vocabulary))
     else:
-        head = kind(target.config, len(kind.taps), most_frequent(items, options.vocabulary), options.own_output)
+        head = kind(target.config, len(kind.taps), most_frequent(items, options.vocabulary or 8192), options.own_output)
         head.start_from(target)
     head.to(options.device)
     batches = conversations.Batches(items, options.batch_tokens, options.seed)

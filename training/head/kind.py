@@ -29,6 +29,12 @@ class DraftHead(nn.Module, ABC):
         self.lm_head = nn.Linear(config.hidden_size, len(vocabulary), bias=False) if own_output else None
         self.register_buffer("vocabulary", vocabulary, persistent=False)
 
+    def choose_vocabulary(self, vocabulary: Tensor) -> None:
+        """Draft other tokens. Raises `ValueError` if the head has its own output matrix."""
+        if self.lm_head is not None:
+            raise ValueError("the output matrix belongs to a vocabulary: omit --vocabulary")
+        self.vocabulary = vocabulary
+
     @abstractmethod
     def forward(self, taps: Tensor, tokens: Tensor, embeddings: Tensor, steps: int) -> list[Tensor]:
         """Return the input of the output matrix for each step, `[size, length, width]`; `tokens` `[size, length]`.
