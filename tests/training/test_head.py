@@ -473,7 +473,7 @@ def test_a_saved_medusa_head_drafts_as_in_training(
         random_head(target, own_output=True, kind=Medusa)
 
 
-@pytest.mark.parametrize("choice", [(0.0, 1.0), (1.0, 0.9)])
+@pytest.mark.parametrize("choice", [(1.0, 1.0), (0.5, 1.0)])
 def test_draft_vocabularies_are_compared_by_their_acceptance(target: Target, choice: tuple[float, float]) -> None:
     """With its own vocabulary a head has the acceptance of `chances`; context adds the tokens up to each position."""
     head, item = random_head(target), conversation(60)
@@ -482,7 +482,8 @@ def test_draft_vocabularies_are_compared_by_their_acceptance(target: Target, cho
     own[head.vocabulary] = True
     results = list(vocabulary_study.measured(head, target, item, choice, [own, torch.ones_like(own)]))
     expected = objective.chances(head, target, item, 1, *choice)[0][:, 0]
-    assert torch.allclose(results[0][1], expected, atol=1e-5) and bool(results[2][0].all())
+    assert torch.allclose(results[0][1], expected, atol=5e-3)  # products in bfloat16
+    assert bool(results[2][0].all())
     assert torch.equal(results[2][1], results[3][1])
     answered = [i for i in range(1, len(item.tokens)) if item.answers[i]]
     for (covered, _), earlier in zip(results[:2], (False, True), strict=True):
