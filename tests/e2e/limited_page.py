@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
+from fakes.ports import free_port
 from fakes.trace_lines import events_of
 from fakes.trace_records import end, header, step
 
@@ -49,7 +50,7 @@ class Patient:
 @contextmanager
 def limited_page(limits: HostLimits) -> Iterator[Any]:
     demo = build(pair="bundled", engine=Patient(), limits=limits)
-    demo.launch(server_name="127.0.0.1")
+    demo.launch(server_name="127.0.0.1", server_port=free_port())
     yield demo
     demo.worker.close()
     demo.blocks.close()

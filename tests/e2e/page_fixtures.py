@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from fakes.ports import free_port
 from fakes.trace_lines import events_of, trace_lines
 from fakes.trace_records import end, header, step
 from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
@@ -140,7 +141,7 @@ def scripts() -> Scripts:
 @pytest.fixture(scope="package")
 def served(scripts: Scripts) -> Iterator[Any]:
     demo = build(pair="bundled", engine=scripts, limits=HostLimits(max_prompt=MOST_CHARACTERS), compare=False)
-    demo.launch(server_name="127.0.0.1")
+    demo.launch(server_name="127.0.0.1", server_port=free_port())
     yield demo
     demo.worker.close()
     demo.clouds.close()

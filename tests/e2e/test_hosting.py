@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fakes.ports import free_port
 from fakes.trace_lines import events_of
 from fakes.trace_records import step
 from PIL import Image
@@ -52,7 +53,7 @@ def engine() -> Replaceable:
 @pytest.fixture(scope="module")
 def served(engine: Replaceable) -> Iterator[Any]:
     demo = build(pair="bundled", engine=engine)
-    demo.launch(server_name="127.0.0.1")
+    demo.launch(server_name="127.0.0.1", server_port=free_port())
     yield demo
     demo.worker.close()
     demo.blocks.close()

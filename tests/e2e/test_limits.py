@@ -14,6 +14,7 @@ from typing import Any
 import gradio_client
 import httpx
 import pytest
+from fakes.ports import free_port
 
 from e2e.limited_page import Patient, limited_page
 from specdemo.models.zoo import PAIRS
@@ -35,7 +36,7 @@ def engine() -> Patient:
 def served(engine: Patient) -> Iterator[Any]:
     limits = replace(PUBLIC, max_tokens=64, max_gamma=6, max_nodes=16, max_prompt=1000, per_minute=None)
     demo = build(pair="bundled", engine=engine, limits=limits)
-    demo.launch(server_name="127.0.0.1")
+    demo.launch(server_name="127.0.0.1", server_port=free_port())
     yield demo
     demo.worker.close()
     demo.blocks.close()

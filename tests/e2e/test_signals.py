@@ -22,6 +22,7 @@ from fakes.dockerfile import dockerfile
 from fakes.forked_process import ForkedProcess, page, terminal, without_sigint
 from fakes.hostile_service import hostile_service
 from fakes.hub_server import Faults, serving
+from fakes.ports import free_port
 from fakes.tiny_models import byte_level_tokenizer, save_model
 from gradio_client import Client
 
@@ -79,15 +80,10 @@ def end_run(program: subprocess.Popen[str] | ForkedProcess, url: str, number: si
 
 def test_the_page_ends_runs_with_a_trace_line_and_exits_0() -> None:
     """Without a display, `--window` falls back to the browser."""
-    with forked(page, "--window", "--pair", "bundled", "--no-browser", "--port", free_port()) as program:
+    with forked(page, "--window", "--pair", "bundled", "--no-browser", "--port", str(free_port())) as program:
         ready, warning = printed(program, "specdemo is ready", "No window")
         assert warning == "No window: no display is available. The page is available in the browser.\n"
         end_run(program, re.search(r"http://\S+", ready).group(), signal.SIGINT)
-
-
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
 
 
 def test_the_program_of_the_image_is_healthy_and_ends_on_the_signal_of_docker_stop(tmp_path: Path) -> None:
@@ -99,7 +95,7 @@ def test_the_program_of_the_image_is_healthy_and_ends_on_the_signal_of_docker_st
             shutil.copytree(source, tmp_path / rule[1:], ignore=shutil.ignore_patterns(*left_out))
         elif rule.startswith("!"):
             shutil.copy(source, tmp_path)
-    steps, port = dict(dockerfile()), free_port()
+    steps, port = dict(dockerfile()), str(free_port())
     commands = (json.loads(steps[name].partition("CMD ")[2] or steps[name]) for name in ("CMD", "HEALTHCHECK"))
     command, check = ([sys.executable, *(word.replace("7860", port) for word in words[1:])] for words in commands)
     environment = {**os.environ, "SPECDEMO_PUBLIC": "1", "PYTHONUNBUFFERED": "1", "HF_HOME": str(tmp_path / "hub")}
@@ -182,7 +178,7 @@ def test_a_signal_ends_a_compilation_and_its_compilers(
         script = COMPILER.format(server.getsockname()[1])
         compiler.write_text(f'#!/bin/sh\n{sys.executable} -c "{script}" & wait\n')
         compiler.chmod(0o700)
-        page_only = ("--port", free_port()) if program is page else ()
+        page_only = ("--port", str(free_port())) if program is page else ()
         with forked(program, *command, *page_only, CC=str(compiler), XDG_CACHE_HOME=str(tmp_path)) as process:
             connections = [server.accept()[0] for _ in range(2)]
             end_silently(process, number, code)
@@ -221,7 +217,9 @@ def test_a_signal_ends_a_page_that_downloads_and_waits_for_a_service(models: Pat
 
     with serving(models) as hub, hostile_service(respond) as service:
         hub.faults = Faults(held_after=1000)
-        with start("app.py", *PAGE, "--port", free_port(), HF_ENDPOINT=hub.endpoint, HF_HOME=str(tmp_path)) as program:
+        with start(
+            "app.py", *PAGE, "--port", str(free_port()), HF_ENDPOINT=hub.endpoint, HF_HOME=str(tmp_path)
+        ) as program:
             try:
                 (ready,) = printed(program, "specdemo is ready")
                 client = Client(re.search(r"http://\S+", ready).group(), verbose=False)

@@ -7,7 +7,6 @@ import os
 import secrets
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from urllib.request import urlopen
 
 import psutil
 import pytest
+from fakes.ports import free_port
 from fakes.trace_lines import trace_lines
 
 from specdemo.cli import main
@@ -234,11 +234,6 @@ class DeployedCluster:
             stderr=subprocess.STDOUT,
             text=True,
         )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 @pytest.fixture
