@@ -175,8 +175,8 @@ def test_another_replica_continues_after_a_signal(cluster: Cluster, settings: st
         if line.get("i") == 1:
             for replica in cluster.replicas:
                 replica.send_signal(number)
-    first, second = replicas_of(run)
-    assert text_of(run) == expected and first != second
+    first, *others = replicas_of(run)  # the next replica may have got the signal, too
+    assert text_of(run) == expected and others and first not in others
 
 
 class DeployedCluster:
