@@ -19,10 +19,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 import psutil
+from websockets.exceptions import WebSocketException
 
 from benchmarks.load import HOST, LINK, SERVICE, Tallies, Visit, page_process, seconds_since, visit
 from benchmarks.page_client import PageClient
@@ -140,9 +142,12 @@ def visitor(url: str, number: int, chats: Sequence[Chat], end: float, pause_s: f
         for turn, answer in enumerate(chat.answers):
             prompt, start = chat.messages[2 * turn]["content"], time.monotonic()
             values = {**settings, "prompt": prompt, "max-tokens": len(answer)}
-            run = visit(client.frames(values, continue_chat=turn > 0), seconds_since(start))
+            try:
+                run = visit(client.frames(values, continue_chat=turn > 0), seconds_since(start))
+            except (OSError, HTTPException, WebSocketException):
+                run = Visit()  # lost
             visits.append(TimedVisit(start, run, answer))
-            if not run.done:
+            if not (run.over and run.done):
                 break
         index += 7
         threading.Event().wait(min(pause_s, max(0.0, end - time.monotonic())))
@@ -244,7 +249,7 @@ def study(options: argparse.Namespace) -> None:
     generators = (spent.user + spent.system - used.user - used.system) / seconds / (os.cpu_count() or 1)
     shared = {"share": f"{generators:.0%}", "killed": killed}
     steps = {f"p{percent}_s": percentile(tallies.latencies, percent / 100) for percent in (50, 95)}
-    of_edges = {"texts": tallies.texts, "lost": 0, "wrong": tallies.wrong, "failed": tallies.failed, "delayed": "-"}
+    of_edges = {"texts": tallies.texts, "lost": "-", "wrong": tallies.wrong, "failed": tallies.failed, "delayed": "-"}
     records = [
         {"name": f"page, {options.visitors} visitors", **of_page(visits, long), **resources(samples["page"])},
         {"name": f"services, {options.edges} edges", **of_edges, **steps, **resources(samples["services"])},

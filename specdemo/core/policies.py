@@ -334,9 +334,8 @@ class AdaEdl(StoppingPolicy):
 class PathProbability(StoppingPolicy):
     """Stop if the product of the largest probabilities along the path is below the threshold.
 
-    The next token is expected to be as probable as the path. After a loss of `most_lost` through drafts of a model or
-    head, some steps have none. Costs, in AR steps, are fixed before the run, so lengths depend on the text
-    only.
+    Before its logits exist, a token is expected to be as probable as the path. Losses of `most_lost` by a model or head
+    pause its drafts. Costs, in AR steps, are fixed before the run, so lengths depend on the text only.
     """
 
     threshold: float = 0.15
