@@ -133,7 +133,10 @@ class LocalServices:
         with self._lock:
             named = [process for process in self._running.values() if (process.url or "").endswith(f":{port}")]
             if not replica or not named:
-                raise UserError("no local service verifies this run: choose a mode without a service address, and Run")
+                raise UserError(
+                    "no local service has verified a step of this run: wait for its first step, or choose a mode "
+                    "without a service address, and Run"
+                )
             named[0].process.kill()
             named[0].process.wait()
 

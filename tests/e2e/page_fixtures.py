@@ -53,6 +53,7 @@ NOISE = "text to delete"
 FIRST_VISIT = "localStorage.getItem('specdemo-opened') ?? localStorage.setItem('specdemo-opened', 'play');"
 STEP_WORDS = re.compile(r"^The drafter guessed \d+ tokens?\. One target pass checked (it|them)\. .*\d.*\.\s*$")
 MORE = "More settings"
+SHOWN_RUN = "() => document.querySelector('[data-run]')?.dataset.run ?? ''"
 MARKUP = "<img src=x onerror='window.harmed = true'>"
 
 expect.set_options(timeout=PATIENCE * 1000)
@@ -264,6 +265,13 @@ def run(page: Page, prompt: str, tokens: int | None = None) -> None:
     page.locator("#run").click()
 
 
+def run_again(page: Page, prompt: str) -> None:
+    """Run the prompt of the shown run; return when the page shows the new run."""
+    before = page.evaluate(SHOWN_RUN)
+    run(page, prompt)
+    page.wait_for_function(f"before => ({SHOWN_RUN})() !== before", arg=before)
+
+
 def open_group(page: Page, *titles: str) -> None:
     """Open groups of controls, from the outermost inwards, unless they are open."""
     for title in titles:
@@ -375,8 +383,7 @@ def jsonl(*lines: Any) -> str:
 
 def show(page: Page, *lines: Any) -> None:
     """Open traces and wait until they are shown."""
-    shown = "() => document.querySelector('[data-run]')?.dataset.run ?? ''"
-    before = page.evaluate(shown)
+    before = page.evaluate(SHOWN_RUN)
     opened(page, jsonl(*lines))
-    page.wait_for_function(f"before => ({shown})() !== before", arg=before)
+    page.wait_for_function(f"before => ({SHOWN_RUN})() !== before", arg=before)
     status(page, "done: recorded trace")

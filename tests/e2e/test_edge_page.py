@@ -22,6 +22,7 @@ from e2e.page_fixtures import (
     open_group,
     opened,
     run,
+    run_again,
     saved,
     set_number,
     spans,
@@ -163,7 +164,7 @@ def test_another_local_service_continues_after_one_is_ended_by_the_button(tab: A
     status(page, "done: 48 tokens")
     undisturbed = text_of(saved(page))
     scripts.held_after = 5
-    run(page, CODE)
+    run_again(page, CODE)
     spans(page, 5, CODE)
     page.get_by_role("tab", name="Edge-cloud").click()
     page.locator("#edge-kill").click()

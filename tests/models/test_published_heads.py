@@ -47,10 +47,11 @@ def check(folder: Path, make: Callable[..., Head], key: str = "logits", taps: tu
     recorded, head = loaded(folder, make)
     tokens, states, cache = recorded["tokens"].tolist(), recorded["states"], head.open()
     expected, steps = recorded[key], len(recorded[key])
+    rounding = 1e-4 + 1e-5 * float(expected.abs().max())  # random weights of EAGLE give logits of several hundred
     for rows in range(1, len(tokens) - steps + 2):
         logits = [head.start(cache, tokens[:rows], states[:rows], 0)]
         logits += [head.step(cache, token) for token in tokens[rows : rows + steps - 1]]
-        torch.testing.assert_close(torch.stack(logits), expected[:, rows - 1], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(torch.stack(logits), expected[:, rows - 1], rtol=1e-3, atol=rounding)
     assert head.taps == taps
 
 

@@ -143,7 +143,7 @@ def test_the_service_of_a_run_can_be_killed() -> None:
     with service.clouds.running({ONE: 2}):
         assert service.kill_replica(run).startswith("host:0 was killed.")
         for stopped in (played(LINES[0]), None):
-            with pytest.raises(UserError, match="no local service verifies this run"):
+            with pytest.raises(UserError, match="no local service has verified a step of this run"):
                 service.kill_replica(stopped)
     service.clouds.close()
     public = Service(ModelPool(), lambda *_: iter(()), PUBLIC)
@@ -526,7 +526,7 @@ def test_a_target_may_have_several_services() -> None:
         assert fake.started[1].process.wait(PATIENCE) == -signal.SIGKILL and fake.started[0].alive
         services.kill("host:1")  # a second click
         for name in ("host:7", ""):
-            with pytest.raises(UserError, match="no local service verifies this run"):
+            with pytest.raises(UserError, match="no local service has verified a step of this run"):
                 services.kill(name)
     with services.running({ONE: 2}) as urls:
         assert urls == {ONE: "http://one:0 http://one:2"}
