@@ -40,8 +40,8 @@ from specdemo.remote.config import CloudConfig
 TABLES = dict.fromkeys(("batching", "visitors"), "docs/hosting.md")
 MAX_TOKENS = 48
 WARM_UP_S = 1.0
-HISTOGRAM = (1, 2, 8, 16, 32, 33)  # bounds of the numbers of texts
-MODES = {"off": "1", "on": "32"}  # most texts of a pass
+HISTOGRAM = (1, 2, 8, 16, 32, 65)  # bounds of the numbers of texts
+MODES = {"off": "1", "on": "64"}  # most texts of a pass
 CLIENT_COLUMNS = {
     "clients": "{clients} {load}",
     "tokens/s off": "{off[tokens_per_second]:.0f}",
@@ -58,7 +58,7 @@ VISITOR_COLUMNS = {
     "lost, mixed, failed": "{lost}, {wrong}, {failed}",
     "first token p50 / p95 s": "{p50_s:.1f} / {p95_s:.1f}",
     "Jain index": "{fairness:.3f}",
-    "passes with 1 / 2-7 / 8-15 / 16-31 / 32 texts": "{histogram}",
+    "passes with 1 / 2-7 / 8-15 / 16-31 / 32-64 texts": "{histogram}",
 }
 
 

@@ -1,7 +1,7 @@
 """Endurance of page and services: table `endurance` (docs/reliability.md).
 
 `OMP_NUM_THREADS=1 python -m benchmarks.endurance --write`. Visitors have chats of two turns with the head of the chat
-pair, edges decode with two services; their threads have the lowest priority on the same cores. One visitor sends 20,000
+pair, edges decode with two services; both are processes of low priority on the same cores. One visitor sends 20,000
 characters again and again. In the last third, a service is killed every minute and started again. All texts are
 greedy and compared with isolated AR decoding.
 """
@@ -9,6 +9,7 @@ greedy and compared with isolated AR decoding.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import statistics
 import subprocess
@@ -17,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from http.client import HTTPException
@@ -41,8 +43,10 @@ from specdemo.remote.config import CloudConfig
 TABLES = {"endurance": "docs/reliability.md"}
 PROMPT_STEP = 5  # every fifth chat prompt
 FOLLOW_UP = "Summarise your answer in one sentence."
+VISITOR_NICENESS, EDGE_NICENESS = 5, 19
 LONG_CHARACTERS, LONG_PAUSE_S = 20_000, 120.0
 KILL_EVERY_S, SAMPLE_S = 60.0, 10.0
+RECENT = 200  # runs of the times in the log
 CHAT = Recipe(pair=CHAT_PAIR, method="ar", chat=True, temperature=0.0, top_p=1.0)
 COLUMNS = {
     "process": "{name}",
@@ -54,7 +58,7 @@ COLUMNS = {
     "killed": "{killed}",
     "MB, second half: slope per minute": "{megabytes:.0f}: {slope:+.2f}",
     "threads, descriptors, temporary files after 1/2 and at the end": "{resources}",
-    "generators' share of processor time": "{share}",
+    "cores of the clients": "{share:.2f}",
 }
 
 
@@ -127,14 +131,9 @@ def isolated_chat(questions: Sequence[str], max_tokens: int, pool: ModelPool) ->
     return chat
 
 
-def lower_priority() -> None:
-    """Give the calling thread the lowest priority."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-
-
 def visitor(url: str, number: int, chats: Sequence[Chat], end: float, pause_s: float, visits: list[TimedVisit]) -> None:
     """Have one chat after another until `end`."""
-    lower_priority()
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), VISITOR_NICENESS)
     client, index = PageClient(url, f"visitor{number}"), number
     settings = {"temperature": 0, "top-p": 1, "compare": False}
     while time.monotonic() < end:
@@ -153,15 +152,29 @@ def visitor(url: str, number: int, chats: Sequence[Chat], end: float, pause_s: f
         threading.Event().wait(min(pause_s, max(0.0, end - time.monotonic())))
 
 
-def edge(recipe: Recipe, number: int, chats: Sequence[Chat], end: float, tallies: Tallies, pool: ModelPool) -> None:
-    """Decode the first answers of chats until `end`."""
-    lower_priority()
-    index = number
-    while time.monotonic() < end:
-        chat = chats[index % len(chats)]
-        trace = possibly_failed(replace(recipe, max_tokens=len(chat.answers[0])), chat.messages[0]["content"], pool)
-        tallies.add(trace, chat.answers[0])
-        index += 7
+def decode_on_edges(recipe: Recipe, count: int, chats: Sequence[Chat], minutes: float) -> dict[str, float]:
+    """Decode first answers on `count` threads of this process; return the columns of the edges."""
+    os.nice(EDGE_NICENESS)
+    end, tallies, pool = time.monotonic() + 60 * minutes, Tallies(), ModelPool()
+
+    def edge(number: int) -> None:
+        while time.monotonic() < end:
+            chat = chats[number % len(chats)]
+            trace = possibly_failed(replace(recipe, max_tokens=len(chat.answers[0])), chat.messages[0]["content"], pool)
+            tallies.add(trace, chat.answers[0])
+            number += 7
+
+    for thread in [start(edge, number) for number in range(count)]:
+        thread.join()
+    steps = {f"p{percent}_s": percentile(tallies.latencies, percent / 100) for percent in (50, 95)}
+    counts = {"texts": tallies.texts, "wrong": tallies.wrong, "failed": tallies.failed}
+    return {**counts, **steps, "share": processor_seconds() / (60 * minutes)}
+
+
+def processor_seconds() -> float:
+    """Return the processor time of this process."""
+    times = psutil.Process().cpu_times()
+    return times.user + times.system
 
 
 def growth(samples: Sequence[Sample]) -> float:
@@ -211,7 +224,7 @@ def start(work: Callable[..., None], *arguments: Any) -> threading.Thread:
 
 def study(options: argparse.Namespace) -> None:
     """Load page and services, kill services, and publish texts, times and resources."""
-    pool, tallies = ModelPool(), Tallies()
+    pool = ModelPool()
     texts = [prompt.text for prompt in load_prompts(chat=True)[::PROMPT_STEP]]
     chats = [isolated_chat((text, FOLLOW_UP), options.max_tokens, pool) for text in texts]
     long_text = "\n\n".join([*texts, *(prompt.text for prompt in load_prompts())] * 9)[:LONG_CHARACTERS]
@@ -226,14 +239,15 @@ def study(options: argparse.Namespace) -> None:
         services = [Service(folder) for folder in folders[1:]]
         opened.callback(lambda: [service.kill() for service in services])
         url, process = opened.enter_context(page_process(CHAT_PAIR, TMPDIR=str(folders[0])))
-        begin, used = time.monotonic(), psutil.Process().cpu_times()
+        begin, used = time.monotonic(), processor_seconds()
         end, kills = begin + 60 * options.minutes, begin + 40 * options.minutes
         cloud = CloudConfig(" ".join(service.url for service in services), **LINK)
-        recipe, edges = replace(CHAT, method="lookup", cloud=cloud), ModelPool()
+        recipe = replace(CHAT, method="lookup", cloud=cloud)
+        processes = opened.enter_context(ProcessPoolExecutor(1, multiprocessing.get_context("spawn")))
+        of_edges = processes.submit(decode_on_edges, recipe, options.edges, chats, options.minutes)
         threads = [start(visitor, url, i, chats, end, 0.0, visits) for i in range(options.visitors)]
-        threads += [start(edge, recipe, i, chats, end, tallies, edges) for i in range(options.edges)]
         threads.append(start(visitor, url, options.visitors, [long_chat], end, LONG_PAUSE_S, long))
-        while any(thread.is_alive() for thread in threads):
+        while not of_edges.done() or any(thread.is_alive() for thread in threads):
             time.sleep(SAMPLE_S)
             now = time.monotonic()
             if kills + killed * KILL_EVERY_S <= now < end:
@@ -244,17 +258,17 @@ def study(options: argparse.Namespace) -> None:
             samples["page"].append(Sample.of(process, minute, folders[0]))
             if not killed:
                 samples["services"].append(Sample.of(services[0].process, minute, folders[1]))
-            print(f"{minute:.1f}: {len(visits)} runs, {tallies.texts} edge texts", samples["page"][-1], file=sys.stderr)
-        spent, seconds = psutil.Process().cpu_times(), time.monotonic() - begin
-    generators = (spent.user + spent.system - used.user - used.system) / seconds / (os.cpu_count() or 1)
-    shared = {"share": f"{generators:.0%}", "killed": killed}
-    steps = {f"p{percent}_s": percentile(tallies.latencies, percent / 100) for percent in (50, 95)}
-    of_edges = {"texts": tallies.texts, "lost": "-", "wrong": tallies.wrong, "failed": tallies.failed, "delayed": "-"}
+            recent = waits(visits[-RECENT:])
+            p95 = f"first token p95 {percentile(recent, 0.95):.1f} s of {len(recent)} runs" if recent else ""
+            print(f"{minute:.1f}: {len(visits)} runs,", p95, samples["page"][-1], file=sys.stderr)
+        share = (processor_seconds() - used) / (time.monotonic() - begin)
+    edges = {"lost": "-", "delayed": "-", **of_edges.result()}
     records = [
-        {"name": f"page, {options.visitors} visitors", **of_page(visits, long), **resources(samples["page"])},
-        {"name": f"services, {options.edges} edges", **of_edges, **steps, **resources(samples["services"])},
+        {"name": f"page, {options.visitors} visitors", "share": share}
+        | {**of_page(visits, long), **resources(samples["page"])},
+        {"name": f"services, {options.edges} edges", **edges, **resources(samples["services"])},
     ]
-    publish(options, "endurance", COLUMNS, [{**shared, **record} for record in records])
+    publish(options, "endurance", COLUMNS, [{**record, "killed": killed} for record in records])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

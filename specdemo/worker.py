@@ -23,7 +23,7 @@ from specdemo.shared_passes import PassLoad, PassRequest, RunEntries, choose_req
 
 T = TypeVar("T")
 
-MOST_TEXTS = 32
+MOST_TEXTS = 64
 _LEAD_S = 0.05  # device time that a job may be ahead of others
 _OPEN_PER_ACTIVE = 4  # open jobs per active job, including jobs that wait
 _TURNS_PER_PASS = 4  # most turns per job before a pass

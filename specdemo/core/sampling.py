@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specdemo.core.banned_text import BannedText
 from specdemo.core.distributions import DenseProbs, SparseProbs, SparseRow
@@ -65,27 +66,27 @@ class SamplingParams:
     def logits_to_probs(self, logits: Tensor) -> Tensor:
         """Apply temperature, top-k, top-p and softmax to processed logits; return `[rows, vocab]`."""
         if self.temperature == 0:
-            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+            return torch.zeros_like(logits).scatter_(1, logits.argmax(1, keepdim=True), 1.0)
         if native.supports(logits):
             return native.token_distributions(logits, self.temperature, self.top_k, self.top_p)
         logits = logits / self.temperature
-        if 0 < self.top_k < logits.shape[-1]:
-            cutoff = logits.topk(self.top_k).values[..., -1:]
+        if 0 < self.top_k < logits.shape[1]:
+            cutoff = logits.topk(self.top_k).values[:, -1:]
             logits = logits.masked_fill(logits < cutoff, -torch.inf)
-        probs = logits.softmax(-1)
+        probs = logits.softmax(1)
         return probs if self.top_p >= 1.0 else self._nucleus(probs)
 
     def _nucleus(self, probs: Tensor) -> Tensor:
         """Keep the smallest set of most probable tokens with mass `top_p`, renormalised (1904.09751)."""
-        width, vocab = _TOP_P_WIDTH, probs.shape[-1]
+        width, vocab = _TOP_P_WIDTH, probs.shape[1]
         while True:  # a full sort is expensive and rarely needed
             mass, order = probs.topk(min(width, vocab))
-            total = mass.cumsum(-1)
-            if width >= vocab or not bool((total[..., -1] < self.top_p).any()):
+            total = mass.cumsum(1)
+            if width >= vocab or not bool((total[:, -1] < self.top_p).any()):
                 break
             width *= 4
-        mass = mass * (total - mass < self.top_p)  # includes the token that crosses top_p, so at least the first
-        return torch.zeros_like(probs).scatter_(-1, order, mass / mass.sum(-1, keepdim=True))
+        mass = mass * (total - mass < self.top_p)  # includes the token that crosses top_p
+        return torch.zeros_like(probs).scatter_(1, order, mass / mass.sum(1, keepdim=True))
 
     def _process_row(self, logits: Tensor, path: Sequence[int]) -> Tensor:
         """Apply repetition penalty (CTRL, 1909.05858), then bad words, to one row `[vocab]`."""
@@ -128,18 +129,15 @@ def _shape(value: object) -> object:
 
 def fitted(logits: Tensor, vocab_size: int) -> Tensor:
     """Truncate logits or pad with -inf to `[rows, vocab_size]`."""
-    missing = vocab_size - logits.shape[-1]
-    if missing <= 0:
-        return logits[:, :vocab_size]
-    return torch.cat([logits, logits.new_full((len(logits), missing), -torch.inf)], dim=-1)
+    return pad(logits, (0, vocab_size - logits.shape[1]), value=-torch.inf)
 
 
 def largest(logits: Tensor) -> tuple[list[int], list[float]]:
     """Return the most probable token of each row `[rows, vocab]` and its logit."""
     if native.supports(logits):
         return native.largest_logits(logits)
-    tokens = logits.argmax(-1, keepdim=True)  # several times faster than top-1
-    listed = torch.cat([logits.gather(-1, tokens), tokens], -1).tolist()
+    tokens = logits.argmax(1, keepdim=True)  # several times faster than top-1
+    listed = torch.cat([logits.gather(1, tokens), tokens], 1).tolist()
     return [int(token) for _, token in listed], [value for value, _ in listed]  # exact in float32 below 2^24
 
 
@@ -148,8 +146,8 @@ def top_tokens(distributions: Tensor, count: int) -> list[TopTokens]:
     if native.supports(distributions):
         return [TopTokens(entropy, tuple(top)) for entropy, top in native.summaries(distributions, count)]
     surprise = distributions.clamp_min(_TINY).reciprocal().log()  # `special.entr` is several times slower
-    entropies = (distributions * surprise).sum(-1).tolist()
-    mass, tokens = distributions.topk(min(count, distributions.shape[-1]))
+    entropies = (distributions * surprise).sum(1).tolist()
+    mass, tokens = distributions.topk(min(count, distributions.shape[1]))
     return [
         TopTokens(entropy, tuple((token, p) for token, p in zip(*row, strict=True) if p > 0))
         for entropy, *row in zip(entropies, tokens.tolist(), mass.tolist(), strict=True)
@@ -192,10 +190,10 @@ class Noise:
         """Sample from `probs` `[vocab]`; `position` is ignored."""
         if native.supports(probs):
             return native.sample_at(probs, self._uniform.random())
-        return int(self.sample_on_device(probs, position))
+        return int(self.sample_on_device(probs))
 
     def sample_sparse(self, row: SparseRow, position: int = 0) -> int:
-        return int(row.ids[self.sample(row.values, position)])
+        return int(row.ids[self.sample(row.values)])
 
     def sample_on_device(self, probs: Tensor, position: int = 0) -> Tensor:
         """Sample a token `[1]` and leave it on the device."""
@@ -212,7 +210,7 @@ class Noise:
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
         arrival = torch.empty_like(probs).exponential_(generator=self._generators[device])
-        return (probs / arrival).argmax(-1, keepdim=True)
+        return (probs / arrival).argmax().unsqueeze(0)
 
 
 class SharedNoise:
@@ -235,7 +233,7 @@ class SharedNoise:
 
     def sample_on_device(self, probs: Tensor, position: int) -> Tensor:
         arrival = self._arrivals(position, len(probs))
-        return (probs / arrival.to(probs.device, non_blocking=True)).argmax(-1, keepdim=True)
+        return (probs / arrival.to(probs.device, non_blocking=True)).argmax().unsqueeze(0)
 
     def _arrivals(self, position: int, vocab_size: int) -> Tensor:
         if position not in self._arrival:
@@ -276,9 +274,9 @@ class ChainSampler:
             (token,), values = largest(logits)
             self._peaks += values
         else:
-            self._device_peaks.append(logits.amax(-1))
+            self._device_peaks.append(logits.amax(1))
         if self.sampling.temperature == 0:
-            return token if on_host else logits.argmax(-1)
+            return token if on_host else logits.argmax(1)
         probs = self.sampling.logits_to_probs(logits)
         self._probs.append(probs)
         return (self._noise.sample if on_host else self._noise.sample_on_device)(probs[0], self._start + i)

@@ -52,7 +52,7 @@ class ModelVerifier:
         )
         best, values = largest(logits)
         self.sampling.refuse_broken(values)
-        count = min(self.candidates, logits.shape[-1])
+        count = min(self.candidates, logits.shape[1])
         choices = logits.topk(count).indices.tolist() if count > 1 else [[token] for token in best]
         probs = None if self.sampling.temperature == 0 else self.sampling.logits_to_probs(logits)
         p = [PointMass(*pair) for pair in zip(best, logits, strict=True)] if probs is None else probs
@@ -61,7 +61,7 @@ class ModelVerifier:
         verdict = self.rule(draft, p, self.accept, self.correct, len(tokens))
         if self.top:
             # Point masses are recorded as their softmax.
-            shown = logits.softmax(-1) if probs is None else probs
+            shown = logits.softmax(1) if probs is None else probs
             verdict = with_top_tokens(verdict, draft, shown, self.top)
         if self.logprobs is not None:
             verdict = replace(verdict, logprobs=committed_logprobs(raw, draft, verdict, self.logprobs))
@@ -97,9 +97,9 @@ def committed_logprobs(logits: Tensor, draft: Draft, verdict: Verdict, count: in
     path = verdict.accepted
     tokens = [*(draft.tokens[node] for node in path), *verdict.target_tokens]
     rows = [draft.parents[node] + 1 for node in path] + [(path[-1] if path else -1) + 1] * len(verdict.target_tokens)
-    logprobs = logits[rows].float().log_softmax(-1)
-    values, ids = logprobs.topk(min(count, logprobs.shape[-1]))
-    own = logprobs.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
+    logprobs = logits[rows].float().log_softmax(1)
+    values, ids = logprobs.topk(min(count, logprobs.shape[1]))
+    own = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
     return tuple(
         TokenLogprob(value, tuple(zip(*top, strict=True)))
         for value, *top in zip(own.tolist(), ids.tolist(), values.tolist(), strict=True)
@@ -122,8 +122,8 @@ def _ranks(p: Tensor, draft: Draft) -> tuple[int, ...]:
     if native.supports(p) and p.is_contiguous():
         return tuple(native.token_ranks(p, draft.parents, draft.tokens))
     rows = p[torch.tensor(draft.parents, device=p.device) + 1]
-    chosen = rows.gather(-1, torch.tensor(draft.tokens, device=p.device)[:, None])
-    return tuple((1 + (rows > chosen).sum(-1)).tolist())
+    chosen = rows.gather(1, torch.tensor(draft.tokens, device=p.device)[:, None])
+    return tuple((1 + (rows > chosen).sum(1)).tolist())
 
 
 @dataclass(frozen=True)
@@ -196,11 +196,11 @@ class BeamSearch:
         forest, leaves = self._forest(committed)
         logits = self.score(tokens, forest)[torch.tensor(leaves) + 1]
         paths = [[*tokens, *beam.tokens[committed:]] for beam in self._running]
-        log_probs = self.sampling.process_logits(logits.float().log_softmax(-1), paths)
+        log_probs = self.sampling.process_logits(logits.float().log_softmax(1), paths)
         if length <= self.min_length:
             stop = torch.tensor(sorted(self.stop), device=log_probs.device)
-            log_probs = log_probs.index_fill(-1, stop, -torch.inf)
-        if 0 < self.top_k < log_probs.shape[-1]:
+            log_probs = log_probs.index_fill(1, stop, -torch.inf)
+        if 0 < self.top_k < log_probs.shape[1]:
             log_probs = log_probs.masked_fill(log_probs < log_probs.topk(self.top_k).values[:, -1:], -torch.inf)
         return log_probs
 
@@ -209,7 +209,7 @@ class BeamSearch:
         scores = log_probs.new_tensor([beam.score for beam in self._running])
         sums = (log_probs + scores[:, None]).flatten()
         best = sums.topk(min(len(sums), max(2, 1 + len(self.stop)) * self.num_beams))
-        vocab = log_probs.shape[-1]
+        vocab = log_probs.shape[1]
         return [
             Beam((*self._running[index // vocab].tokens, index % vocab), score)
             for score, index in zip(best.values.tolist(), best.indices.tolist(), strict=True)

@@ -82,6 +82,7 @@ from specdemo.worker import Worker, WorkerBusy, WorkerGroup
 EXAMPLES = ASSETS / "examples.json"
 REPEATS = 5
 IDLE_POLL_S = 0.02
+_EVENTS = ConnectionLimits.total  # others wait for runs
 RECORDED_TOP = 5  # tokens recorded per distribution, for the inspector
 
 _HEADER = """<header><h1>specdemo</h1><p>A drafter guesses tokens, the large model (target) checks them in one pass:
@@ -114,7 +115,7 @@ class Page:
 
     def launch(self, **options: Any) -> tuple[Any, str, str | None]:
         """Serve the page in a background thread. Return the application, the local and the public address."""
-        served = launch_options(self.routes, self.middleware)
+        served = {**launch_options(self.routes, self.middleware), "max_threads": _EVENTS}
         launched: tuple[Any, str, str | None] = self.blocks.launch(prevent_thread_lock=True, **served, **options)
         limit_connections(self.blocks.server.config, self.connections)  # `launch` has no option for it
         return launched

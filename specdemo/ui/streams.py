@@ -87,18 +87,16 @@ class Sockets:
 
     async def play(self, run: Run, stream: LaneEvents) -> None:
         """Advance `run` to its end and notify its listeners."""
-        shown = ""
         try:
             async with aclosing(drain(stream)) as batches:
                 async for batch in batches:
-                    start = len(run.records)
+                    phase = run.phase
                     for lane, event in batch:
                         run.absorb(lane, event)
                     if not stream.started and (ahead := stream.worker.ahead(stream)):
                         run.phase = ("queued", describe_queue(ahead, stream.worker.expected_wait_s(stream)))
-                    if (frame := run.frame(start)) != shown:
+                    if batch or run.phase != phase:
                         self.notify(run)
-                        shown = frame
                     if self._abandoned(run):
                         break
             run.finish(reason(stream.error) if stream.error else None)

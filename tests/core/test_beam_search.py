@@ -180,7 +180,7 @@ def test_one_pass_per_token_scores_each_running_beam_once() -> None:
     assert len(forests) == setting.length
     for generated, (tokens, forest) in enumerate(forests):
         paths = [(*tokens, *(forest.tokens[i] for i in forest.path(node))) for node in range(len(forest))]
-        assert len(set(paths)) == len(paths)
+        assert len(set(paths)) == len(paths) and all(-1 <= parent < i for i, parent in enumerate(forest.parents))
         longest = [path for path in paths if len(path) == len(PROMPT) + generated]
         assert len(longest) in ((setting.num_beams, 0) if generated > 1 else (0, setting.num_beams))
         assert all(path[: len(PROMPT)] == PROMPT for path in paths)

@@ -49,6 +49,8 @@ def test_a_chain_records_the_distributions_that_its_tokens_were_sampled_from(eng
         sampler = ChainSampler(sampling, Noise(seed, "draft"), START, VOCAB)
         drawn = [sampler(row[None], i) for i, row in enumerate(logits)]
         assert {isinstance(token, Tensor) for token in drawn} == {engine == "torch"}  # without host synchronisation
+        assert engine == "compiled" or {token.shape for token in drawn} == {(1,)}
+        assert sampler.confidences == []
         tokens = list(map(int, drawn))
         draft = sampler.chain(tokens)
         assert draft.tokens == tuple(tokens) and draft.is_chain
@@ -192,6 +194,11 @@ def test_a_nucleus_whose_mass_equals_top_p_is_complete(engine: str) -> None:
     assert sorted(probs[0].tolist()) == [0.0, 0.0, 0.5, 0.5]
 
 
+def test_a_nucleus_of_everything_leaves_the_softmax_unchanged(torch_engine: None) -> None:
+    logits = rows_of(8, 20, 1000)
+    assert torch.equal(SamplingParams(top_p=1.0).logits_to_probs(logits), logits.softmax(1))
+
+
 def test_a_wide_nucleus_without_the_compiled_engine(torch_engine: None) -> None:
     """The candidates grow until they contain the nucleus."""
     for vocab, top_p in ((3000, 0.97), (3000, 0.5), (1024, 0.999), (1025, 0.999), (300, 0.999)):
@@ -271,6 +278,20 @@ def test_the_race_and_the_inverse_distribution_use_the_seed_of_the_stream() -> N
         ]
         assert samples[0] == samples[1] != samples[2] and len(set(samples[0])) > 1
     assert Noise(1, "a").sample_on_device(probs).shape == Noise(1, "a")._exponential_race(probs).shape == (1,)
+
+
+def test_small_probabilities_after_a_large_one_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float32 sums of them all equal 1."""
+    noise, probs = Noise(0, "a"), torch.tensor([1.0] + [1e-9] * 10)
+    for token in range(1, 11):
+        monkeypatch.setattr(noise._uniform, "random", lambda token=token: (1 + (token - 0.5) * 1e-9) / (1 + 1e-8))
+        assert int(noise._inverse_cdf(probs)) == token
+
+
+def test_distributions_of_another_device_are_sampled_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    probs, noise = torch.ones(3, device="meta"), Noise(0, "a")
+    monkeypatch.setattr(noise, "_exponential_race", lambda received: received)
+    assert noise.sample_on_device(probs) is probs
 
 
 @pytest.mark.parametrize("u", [0.0, 0.2499, 0.25, 0.9999999999, 1.0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,7 +55,7 @@ def sorted_tokens(values: Sequence[float], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("candidates", [1, 2, 5])
+@pytest.mark.parametrize("candidates", [1, 2, 5, 6])
 def test_choices_are_the_most_probable_tokens_of_each_row(candidates: int, temperature: float) -> None:
     verdict = verifier_of(SamplingParams(temperature), candidates=candidates).verify(TEXT, FOREST)
     for row, choices in enumerate(verdict.choices):
@@ -154,6 +154,31 @@ def test_ranks_of_equal_probabilities_are_equal() -> None:
     p = torch.tensor([[0.3, 0.3, 0.1, 0.3], [0.25, 0.25, 0.25, 0.25], [0.1, 0.2, 0.3, 0.4]])
     verdict = with_top_tokens(Verdict((), 0), Draft((2, 1), (-1, 0)), p, 1)
     assert verdict.rank == (4, 1)
+
+
+@pytest.mark.parametrize("change", [Tensor.contiguous, Tensor.double, lambda p: torch.cat([p, p], 1)[:, :VOCAB]])
+def test_ranks_of_any_distributions_count_larger_probabilities(change: Callable[[Tensor], Tensor]) -> None:
+    """Compiled, without the compiled engine, and in rows that are not contiguous."""
+    draft = Draft((5, 6, 2, 5, 5), (-1, -1, 0, 1, 3))
+    for seed in range(5):
+        p = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(seed)).softmax(1)
+        p[0, 5] = p[0, 3]
+        rows = [p[parent + 1].tolist() for parent in draft.parents]
+        larger = [sum(value > row[token] for value in row) for token, row in zip(draft.tokens, rows, strict=True)]
+        assert with_top_tokens(Verdict((), 0), draft, change(p), 1).rank == tuple(1 + count for count in larger)
+
+
+def test_point_masses_keep_the_logits_for_lenient_rules() -> None:
+    """At temperature 0 a token needs a share of the largest probability of the softmax."""
+    draft, noise = Draft.chain((5, 6, 2)), Noise(0, "accept")
+    logits = TARGET.score(TEXT, draft)
+    for threshold in (0.01, 0.3, 0.9):
+        rule = configured_rule("lenient", threshold=threshold)
+        verdict = ModelVerifier(TARGET.score, SamplingParams(0.0), rule, noise, noise).verify(TEXT, draft)
+        passed = [
+            float((logits[i, token] - logits[i].max()).exp()) >= threshold for i, token in enumerate(draft.tokens)
+        ]
+        assert len(verdict.accepted) == [*passed, False].index(False)
 
 
 def test_tokens_of_a_position_are_drafted_or_committed() -> None:

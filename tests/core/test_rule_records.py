@@ -122,6 +122,12 @@ def test_a_token_that_the_drafter_cannot_sample_is_rejected_untested(name: str) 
         assert verdict == Verdict((), 1, (1.0,), (None,), (0.0,), bound=(0.0,))
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_an_empty_draft_has_no_residual(name: str) -> None:
+    verdict, _ = verify(name, Draft(), rows_of(0, 1), 0)
+    assert verdict.residual is None and verdict.accepted == ()
+
+
 @pytest.mark.parametrize("name", [name for name in RULES if RULES[name].needs_rows])
 def test_a_residual_is_recorded_after_a_rejection_only(name: str) -> None:
     seen = set()

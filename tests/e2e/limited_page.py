@@ -48,8 +48,8 @@ class Patient:
 
 
 @contextmanager
-def limited_page(limits: HostLimits) -> Iterator[Any]:
-    demo = build(pair="bundled", engine=Patient(), limits=limits)
+def limited_page(limits: HostLimits, engine: Patient | None = None) -> Iterator[Any]:
+    demo = build(pair="bundled", engine=engine or Patient(), limits=limits)
     demo.launch(server_name="127.0.0.1", server_port=free_port())
     yield demo
     demo.worker.close()

@@ -6,6 +6,7 @@ The client sets its address in the header of a proxy; the server trusts that hea
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import wait
 from dataclasses import replace
@@ -16,10 +17,12 @@ import httpx
 import pytest
 from fakes.ports import free_port
 
+from benchmarks.page_client import PageClient
 from e2e.limited_page import Patient, limited_page
 from specdemo.models.zoo import PAIRS
 from specdemo.ui.limits import PUBLIC, HostLimits
 from specdemo.ui.page import build
+from specdemo.worker import run_in_thread
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -97,8 +100,8 @@ def test_limits_apply_to_preflight(visitor: gradio_client.Client) -> None:
         visitor.predict(pair="../../etc/passwd", api_name="/preflight")
 
 
-def press_run(url: str, taken: Any = None, **values: Any) -> dict[str, Any]:
-    """Response to the page's Run button, pressed by a script with custom values, or with `taken` as the data."""
+def press_run(url: str, session: str, taken: Any = None, **values: Any) -> None:
+    """Press the page's Run button as a script with custom values, or with `taken` as the data."""
     config = httpx.get(f"{url}config", timeout=60).json()
     known = {part["id"]: part["props"] for part in config["components"]}
     run = next(part for part, props in known.items() if props.get("elem_id") == "run")
@@ -107,31 +110,35 @@ def press_run(url: str, taken: Any = None, **values: Any) -> dict[str, Any]:
     assert values.keys() <= {props.get("elem_id") for props in inputs}
     data = [values.get(props.get("elem_id") or "", props.get("value")) for props in inputs]
     handler = next(event for event in config["dependencies"] if event["inputs"] == button["outputs"])
-    request = {"data": [taken or json.dumps(data)], "fn_index": handler["id"], "session_hash": "session-of-a-script"}
-    assert httpx.post(f"{url}gradio_api/queue/join", json=request, timeout=60).status_code == 200
-    frame: dict[str, Any] = {}
-    with httpx.stream(
-        "GET", f"{url}gradio_api/queue/data", params={"session_hash": "session-of-a-script"}, timeout=PATIENCE
-    ) as response:
+    request = {"data": [taken or json.dumps(data)], "fn_index": handler["id"], "session_hash": session}
+    response = httpx.post(f"{url}gradio_api/queue/join", json=request, timeout=60)
+    assert response.status_code == 200, response.text
+
+
+def last_frame(url: str, taken: Any = None, **values: Any) -> dict[str, Any]:
+    """Press Run; return the last frame of the run, empty if there is none."""
+    query, frame = {"session_hash": "session-of-a-script"}, {}
+    press_run(url, query["session_hash"], taken, **values)
+    with httpx.stream("GET", f"{url}gradio_api/queue/data", params=query, timeout=PATIENCE) as response:
         for line in response.iter_lines():
             message = json.loads(line.removeprefix("data: ")) if line.startswith("data: ") else {}
             shown = (message.get("output") or {}).get("data") or [""]
             if isinstance(shown[0], str) and shown[0].startswith("{"):
                 frame = json.loads(shown[0])
             if message.get("msg") in ("process_completed", "close_stream"):
-                return frame
+                break
     return frame
 
 
 def test_limits_apply_to_the_run_button(served: Any) -> None:
-    assert press_run(served.url, prompt=CODE, pair="../../etc")["phase"] == [
+    assert last_frame(served.url, prompt=CODE, pair="../../etc")["phase"] == [
         "failed",
         f"unknown pair '../../etc': known are {', '.join(PAIRS)}",
     ]
-    assert press_run(served.url, prompt="x" * 10**6)["phase"][1].startswith("the prompt has 1,000,000 characters")
+    assert last_frame(served.url, prompt="x" * 10**6)["phase"][1].startswith("the prompt has 1,000,000 characters")
     for junk in ("{", "null", "[1]", '{"prompt": "x"}', 7):
-        assert press_run(served.url, junk) == {}
-    done = press_run(served.url, prompt=CODE, **{"max-tokens": 8})
+        assert last_frame(served.url, junk) == {}
+    done = last_frame(served.url, prompt=CODE, **{"max-tokens": 8})
     assert done["over"] and done["phase"] == ["done", "8 tokens, token limit reached"]
 
 
@@ -152,9 +159,23 @@ def test_fifty_parallel_requests_do_not_block_another_visitor(served: Any, engin
     engine.over.clear()
 
 
+def test_forty_five_runs_do_not_delay_the_events_of_a_visitor() -> None:
+    """Gradio serves 40 events at once unless told otherwise."""
+    engine = Patient()
+    with limited_page(HostLimits(queue=64), engine) as page:
+        for i in range(45):
+            press_run(page.url, f"session{i}", prompt="endless")
+        shown = PageClient(page.url, "another-visitor").frames({"prompt": CODE, "max-tokens": 1})
+        phases = (json.loads(frame)["phase"] for frame in shown)
+        queued = run_in_thread(lambda: next(phase for phase in phases if phase[1]))
+        assert re.fullmatch(r"queued, \d+ ahead", ", ".join(queued.result(PATIENCE)))
+        engine.over.set()
+        assert [*phases][-1][0] == "done"
+
+
 def test_time_limit_ends_a_run_and_keeps_its_text(strict: Any) -> None:
     lines = [json.loads(line) for line in client(strict, "203.0.113.5").submit("endless", api_name="/generate")]
-    frame = press_run(strict.url, prompt="endless")
+    frame = last_frame(strict.url, prompt="endless")
     assert lines[-1]["end"] == "cancelled" and lines[-1]["error"].startswith("the time limit of 1 seconds per run")
     assert lines[-1]["metrics"]["tokens"] == len(lines) - 2 > 10
     phase, why = frame["phase"]
