@@ -6,7 +6,6 @@ The client sets its address in the header of a proxy; the server trusts that hea
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from concurrent.futures import wait
 from dataclasses import replace
@@ -167,8 +166,8 @@ def test_forty_five_runs_do_not_delay_the_events_of_a_visitor() -> None:
             press_run(page.url, f"session{i}", prompt="endless")
         shown = PageClient(page.url, "another-visitor").frames({"prompt": CODE, "max-tokens": 1})
         phases = (json.loads(frame)["phase"] for frame in shown)
-        queued = run_in_thread(lambda: next(phase for phase in phases if phase[1]))
-        assert re.fullmatch(r"queued, \d+ ahead", ", ".join(queued.result(PATIENCE)))
+        first = run_in_thread(lambda: next(phase for phase in phases if phase[1]))
+        assert first.result(PATIENCE)[0] in ("queued", "loading")  # while the others run
         engine.over.set()
         assert [*phases][-1][0] == "done"
 
