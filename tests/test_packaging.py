@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import app
+from specdemo.models.zoo import PAIRS
 from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
 from specdemo.ui.service import PATIENCE_S
 
@@ -164,12 +165,15 @@ def test_image_contains_the_files_of_the_page():
 
 def test_the_hosting_guide_lists_every_limit_with_its_values():
     table = (ROOT / "docs/hosting.md").read_text("utf-8").partition("## Limits for visitors")[2].partition("\n## ")[0]
-    rows = {row[0]: row[2:] for row in re.findall(r"\| `SPECDEMO_(\w+)` \| (.+) \| `?(\w+)`? \| `?(\w+)`? \|", table)}
+    rows = {
+        row[0]: row[2:] for row in re.findall(r"\| `SPECDEMO_(\w+)` \| (.+) \| `?(\w+)`? \| `?([\w, .-]+)`? \|", table)
+    }
     assert list(rows) == [field.name.upper() for field in fields(HostLimits)]
     for limits, column in ((HostLimits(), 0), (PUBLIC, 1)):
         expected = {name.lower(): str(getattr(limits, name.lower())).lower() for name in rows}
         words = {None: "any", (): "nobody"}
-        expected |= {"pairs": "all", "remote": words[limits.remote], "engines": words[limits.engines], "hosts": "local"}
+        pairs = "all" if limits.pairs == tuple(PAIRS) else ", ".join(limits.pairs)
+        expected |= {"pairs": pairs, "remote": words[limits.remote], "engines": words[limits.engines], "hosts": "local"}
         assert expected == {name.lower(): row[column] for name, row in rows.items()}
 
 

@@ -185,7 +185,7 @@ def _serve(command: Parser) -> None:
     add(
         "--ray",
         action="store_true",
-        help="serve with Ray Serve (package specdemo[ray]): replicas, autoscaling, metrics",
+        help="serve with Ray Serve (package ray[serve]): replicas, autoscaling, metrics",
     )
     add("--min-replicas", type=int, metavar="N", help="replicas without load, with --ray (default: 1)")
     add("--max-replicas", type=int, metavar="N", help="most replicas, with --ray (default: 1)")

@@ -26,7 +26,7 @@ def cli_reference() -> str:
     for name, (title, add_arguments) in ARGUMENTS.items():
         command = Parser()
         add_arguments(command)
-        lines += ["", f"## `specdemo {name}`", "", f"{title.capitalize()}.", "", *_flags(command)]
+        lines += ["", f"## `specdemo {name}`", "", f"{title[0].upper()}{title[1:]}.", "", *_flags(command)]
     return "\n".join(lines) + "\n"
 
 
@@ -82,12 +82,16 @@ def _flags(command: Parser) -> Iterator[str]:
         for flag, value in defaults.items()
         if flag not in grouped
     ]
-    yield f"Options of a run: {'all' if len(shared) == len(table) else ', '.join(flags)}."
-    yield ""
+    if flags:
+        yield f"Options of a run: {'all' if len(shared) == len(table) else ', '.join(flags)}."
+        yield ""
     yield from _head("argument", "description")
     for action in actions:
         if action.dest not in table:
-            yield _row(f"`{action.option_strings[0] if action.option_strings else action.dest}`", action.help or "")
+            names, about = action.option_strings or [action.dest], action.help or ""
+            if type(action.default) in (int, float, str) and "default:" not in about:
+                about += f" (default: {action.default})"
+            yield _row(f"`{names[0]}`", about)
 
 
 def _words(value: object) -> str:

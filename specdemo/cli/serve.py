@@ -47,6 +47,6 @@ def _serve_with_ray(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "ray":
             raise
-        raise UserError("package ray is not installed: install specdemo[ray], or omit --ray") from error
+        raise UserError("package ray is not installed: install ray[serve], or omit --ray") from error
     serve_until_signal: Callable[[argparse.Namespace], int] = ray_serve.serve_until_signal
     return serve_until_signal(options)

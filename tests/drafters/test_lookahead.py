@@ -15,8 +15,6 @@ from specdemo.drafters.lookahead import LookaheadDrafter
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
 
-pytestmark = pytest.mark.slow
-
 
 def answered(draft: Draft, choices: dict[int, int]) -> Step:
     """Step that accepted no token, given the target's first choice after each node."""
@@ -56,6 +54,7 @@ def test_a_step_without_target_choices_collects_nothing() -> None:
     assert drafter.propose([5], up_to(9)).tokens == comb.tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(5, 4, 5), (2, 2, 1), (1, 5, 3)])
 def test_greedy_text_is_unchanged_and_guesses_are_accepted(shape: tuple[int, int, int]) -> None:
     model = LlamaWeights(tiny_model("llama"))
