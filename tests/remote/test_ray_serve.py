@@ -49,7 +49,7 @@ def test_a_missing_package_is_refused_with_its_remedy(
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "specdemo.cli.ray_serve", raising=False)
     assert main(["serve", "--ray"]) == 2
-    assert capsys.readouterr().err == "specdemo: package ray is not installed: install specdemo[ray], or omit --ray\n"
+    assert capsys.readouterr().err == "specdemo: package ray is not installed: install ray[serve], or omit --ray\n"
 
 
 @pytest.mark.parametrize(
