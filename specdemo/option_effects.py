@@ -52,7 +52,7 @@ def _problem(chosen: Any, declared: Option) -> str:
     method, methods = METHODS[chosen.method], methods_with(declared)
     if declared.name in _PAIR and chosen.drafter != SAME:
         return ""
-    alone = declared.applies == "uses_model" and chosen.cloud is not None and chosen.cloud.alone
+    alone = declared.applies in ("uses_model", "may_reencode") and chosen.cloud is not None and chosen.cloud.alone
     if method.name not in methods and not alone:
         return f"has no effect with method {method.name}: choose {', '.join(methods)}"
     if declared.policies and chosen.policy not in declared.policies:

@@ -52,7 +52,7 @@ class RunOptions(OptionSet):
     pair: str | None = option(
         None,
         "Drafter and target",
-        f"a ready pair (default of run: {CHAT_PAIR} if installed, otherwise bundled; of other commands: bundled)",
+        f"a ready pair (default of run, chat and serve: {CHAT_PAIR} if installed, otherwise bundled; of other commands: bundled)",
         choices=PAIRS,
         basic=True,
     )
@@ -202,7 +202,10 @@ class RunOptions(OptionSet):
     )
     dtype: str = _model_option("auto", "Data type", "data type of weights and activations", choices=DTYPES, host=True)
     universal: bool = _drafter_option(
-        False, "Re-encode drafts of another vocabulary", "re-encode the text of a drafter of another vocabulary"
+        False,
+        "Re-encode drafts of another vocabulary",
+        "re-encode the text of a drafter of another vocabulary",
+        applies="may_reencode",
     )
     quantization: str = _model_option("none", "Quantisation of the target", choices=QUANTIZATIONS)
     drafter_quantization: str = _drafter_option(

@@ -118,6 +118,10 @@ class Method:
         return self.drafter == "model"
 
     @property
+    def may_reencode(self) -> bool:
+        return self.uses_model and not self.shared_vocabulary
+
+    @property
     def uses_head(self) -> bool:
         return self.drafter == "head" or self.accepts_head
 

@@ -137,7 +137,7 @@ def test_worked_example_and_trial_follow_the_inputs(page: Page) -> None:
     expect(example).to_contain_text("β = 0.700")
     expect(page.locator("#theory-parts .mark-rect path").first).to_be_visible()
     enter(page, "q-d", "0.45")
-    expect(example).to_contain_text("q sums to 1.1 and was normalized.")
+    expect(example).to_contain_text("q sums to 1.1 and was normalised.")
     enter(page, "q-d", "-1")
     expect(example).to_contain_text("q(d) is -1, but probabilities must be at least 0.")
     enter(page, "q-d", "")

@@ -259,11 +259,11 @@ def test_invalid_probabilities_raise_an_error(values: list, why: str) -> None:
         worked.parse_probs("p", values)
 
 
-def test_probabilities_are_normalized_with_a_note() -> None:
+def test_probabilities_are_normalised_with_a_note() -> None:
     assert worked.parse_probs("q", [0.1, 0.2, 0.3, 0.4]) == (pytest.approx([0.1, 0.2, 0.3, 0.4]), "")
     probs, note = worked.parse_probs("q", [0.3, 0.4, 0.1, 0.3])
     assert sum(probs) == pytest.approx(1) and probs[1] == pytest.approx(0.4 / 1.1)
-    assert note == "q sums to 1.1 and was normalized. "
+    assert note == "q sums to 1.1 and was normalised. "
 
 
 def sample_distributions() -> list[tuple[list[float], list[float]]]:

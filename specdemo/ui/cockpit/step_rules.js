@@ -75,7 +75,7 @@ function massAfter(nodes, siblings, text, p) { // p of a token in the residual o
   return left.find(([name]) => name === text)?.[1] ?? p;
 }
 
-function residualBars(nodes, rejected, weight = 1) { // max(w p - q, 0) of the recorded tokens, normalized, sibling by sibling
+function residualBars(nodes, rejected, weight = 1) { // max(w p - q, 0) of the recorded tokens, normalised, sibling by sibling
   let left = nodes[rejected[0]].bars.map(([text, p]) => [text, p ?? 0]);
   for (const [i, n] of rejected.entries()) {
     const q = new Map(nodes[n].bars.map(([text, , mass]) => [text, mass ?? 0]));

@@ -82,7 +82,7 @@ def parse_probs(name: str, values: Sequence[float | None]) -> tuple[list[float],
     total = sum(weights)
     if not 0 < total < math.inf:
         raise UserError(f"{name} sums to {total:g}: enter at least 1 positive probability, and only finite values")
-    note = "" if abs(total - 1) < 1e-9 else f"{name} sums to {total:g} and was normalized. "
+    note = "" if abs(total - 1) < 1e-9 else f"{name} sums to {total:g} and was normalised. "
     return [weight / total for weight in weights], note
 
 
@@ -103,7 +103,7 @@ def describe_example(p: Sequence[float], q: Sequence[float]) -> str:
         [
             f"A token from q is accepted with probability min(1, p/q). The acceptance rate is **β = {beta:.3f}**, the "
             f"sum of min(p, q). With probability {1 - beta:.3f}, a correction is drawn from the residual. "
-            "The residual is max(p − q, 0), normalized. The last column equals p. "
+            "The residual is max(p − q, 0), normalised. The last column equals p. "
             f"Lemma 3.3: β = 1 − D_LK(p, q), where D_LK is half the sum of |p − q|, {1 - beta:.3f}.",
             figures_table(head, rows),
             f"Classic rejection sampling accepts with probability p/(Mq), where M = max p/q = {_finite(ratio)}. It "
