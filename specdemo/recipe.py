@@ -52,7 +52,8 @@ class RunOptions(OptionSet):
     pair: str | None = option(
         None,
         "Drafter and target",
-        f"a ready pair (default of run, chat and serve: {CHAT_PAIR} if installed, otherwise bundled; of other commands: bundled)",
+        f"a ready pair (default of run, chat and serve: {CHAT_PAIR} if installed, otherwise bundled; of other "
+        "commands: bundled)",
         choices=PAIRS,
         basic=True,
     )

@@ -39,9 +39,9 @@ METHOD = Method(
     name="lookup",
     title="prompt lookup as in transformers, for comparison",
     notes="""\
-**Prompt lookup** copies the continuation of the first earlier occurrence of the last two tokens, or of the last one. It reproduces the
-method of `transformers` for comparison. It is exact, ignores later occurrences and searches the full text in every
-step.""",
+**Prompt lookup** copies the continuation of the first earlier occurrence of the last two tokens, or of the last one. It
+reproduces the method of `transformers` for comparison. It is exact, ignores later occurrences and searches the full
+text in every step.""",
     build=lambda context: LookupDrafter(),
     preflight="replay",
 )

@@ -24,7 +24,8 @@ class ChatCaches:
 
     @property
     def reserved_bytes(self) -> int:
-        return sum(cache.reserved_bytes for caches in self._caches.values() for cache in caches.values())
+        # A list, since conversations end in other threads.
+        return sum(cache.reserved_bytes for caches in list(self._caches.values()) for cache in caches.values())
 
     def take(self, conversation: Conversation, key: Hashable, model: Any) -> CachedModel | None:
         """Remove a cache of `model` for exclusive use; close a cache of another model."""

@@ -10,14 +10,14 @@
  * - serial: the thread that completes the last chunk executes finish_phase(), which selects the next phase. It then
  * opens that phase, or sets `running` to 0.
  *
- * Threads beyond `threads` sleep on `enlarged`. After fork(), the child has no threads and starts its own. */
+ * Threads beyond `threads` sleep on `enlarged`. After fork(), also during a pass, the child has no threads and starts
+ * its own. */
 #include "thread_pool.h"
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <time.h>
-#include <unistd.h>
 
 #define SPINS 20000 /* about 0.2 ms, longer than a decoding step without its passes */
 #define YIELD 256   /* spins between calls of sched_yield() */
@@ -35,7 +35,6 @@ static struct {
     _Atomic int threads;     /* participants; the others sleep until there are more */
     uint32_t number, chunks; /* of the phase */
     int started;
-    pid_t owner;
     pthread_mutex_t busy, mutex;
     pthread_cond_t changed, enlarged;
     float *buffers[MAX_THREADS + 1]; /* of the threads, and a common one */
@@ -172,16 +171,19 @@ static int prepare_threads(int threads, int64_t floats) {
     return 1;
 }
 
-static void reset_after_fork(void) {
-    if (pool.owner == getpid()) return;
+/* Buffers stay allocated: another thread may have been replacing one. */
+static void reset_in_child(void) {
     pthread_mutex_init(&pool.busy, 0), pthread_mutex_init(&pool.mutex, 0);
     pthread_cond_init(&pool.changed, 0), pthread_cond_init(&pool.enlarged, 0);
-    pool.started = 0, pool.owner = getpid();
-    atomic_store(&pool.sleepers, 0);
+    pool.started = 0;
+    atomic_store(&pool.sleepers, 0), atomic_store(&pool.running, 0), atomic_store(&pool.threads, 0);
+    for (int t = 0; t < MAX_THREADS; t++) atomic_store(&pool.ranges[t].ticket, 0);
+    for (int t = 0; t <= MAX_THREADS; t++) pool.buffers[t] = 0, pool.sizes[t] = 0;
 }
 
+__attribute__((constructor)) static void register_fork_handler(void) { pthread_atfork(0, 0, reset_in_child); }
+
 int run_phases(state *s, int threads, int64_t floats) {
-    reset_after_fork();
     pthread_mutex_lock(&pool.busy);
     int ready = prepare_threads(threads, floats) && enlarge(MAX_THREADS, section_floats(s->p));
     if (ready) {

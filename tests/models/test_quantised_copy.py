@@ -17,7 +17,8 @@ from specdemo.cli import main
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.loaded_pair import load_pair
-from specdemo.models.engines.native import NativeCache
+from specdemo.models.engines.engine import Entry
+from specdemo.models.engines.native import NativeCache, NativeEngine
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import load
@@ -186,3 +187,18 @@ def test_terminal_commands(capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["run", PROMPT], ["bench"], ["prove"], ["preflight"]):
         assert main([*command, *COPY, "--quantization", "nf4"]) == 2
         assert "drafter same in int8 is not smaller" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_copy_shares_no_pass_with_texts_in_another_number_format() -> None:
+    """The copy writes float32 into the cache of its target, and float16 into caches of its own."""
+    target, copy = NativeEngine(weights("llama", "float32")), NativeEngine(weights("llama", "int8"))
+
+    def entries() -> list[Entry[NativeCache]]:
+        engines = (target, copy, copy, target, copy)
+        return [(engine.new_cache(), text(30 + n, n), 0, Draft()) for n, engine in enumerate(engines)]
+
+    alone = [copy.run([entry])[0] for entry in entries()]
+    for order in ((0, 1, 2, 3, 4), (4, 3, 2, 1, 0), (1, 2, 0, 4, 3)):
+        made = entries()
+        together = copy.run([made[n] for n in order])
+        assert all(torch.equal(logits, alone[n]) for logits, n in zip(together, order, strict=True))

@@ -86,7 +86,6 @@ class Engine(ABC, Generic[CacheT]):
 
     chains_only = ""  # the reason why passes over forests are not exact, or empty
     batch_invariant = False  # True if it holds for any number of rows by construction
-    texts_per_pass = 1  # entries that share a pass; others run one after another
     divides_prompts = True  # False if a pass after cached tokens costs as much as one without
     reusable = False  # True if closed caches are opened again for later texts
     samples_chains = False  # True if `sample_chain` is supported

@@ -113,6 +113,11 @@ class NativeCache(Cache):
         self.length = self.written = 0
 
     @property
+    def form(self) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Equal in all caches of a pass; a copy uses that of its target."""
+        return self.kv.dtype, self.taps
+
+    @property
     def kv_bytes(self) -> int:
         return self.reserved_bytes // self.capacity * self.length if self.capacity else 0
 
@@ -169,7 +174,6 @@ class NativeEngine(Engine[NativeCache]):
     reusable = True
     samples_chains = True
     hidden_states = True
-    texts_per_pass = NATIVE_CHUNK
 
     def __init__(self, model: NativeModel) -> None:
         super().__init__()
@@ -207,7 +211,7 @@ class NativeEngine(Engine[NativeCache]):
                 surplus -= surplus % NATIVE_CHUNK
                 self.fill(cache, rest[:surplus], held)
                 rest, held = rest[surplus:], held + surplus
-            if group and (rows + len(rest) > NATIVE_CHUNK or cache.taps != group[0][0].taps):
+            if group and (rows + len(rest) > NATIVE_CHUNK or cache.form != group[0][0].form):
                 outputs += self._call(group)
                 group, rows = [], 0
             group.append((cache, rest, held, draft))
@@ -249,14 +253,16 @@ class NativeEngine(Engine[NativeCache]):
     def _chain_call(self, cache: NativeCache, new: list[int], held: int, end: int) -> ChainCall:
         """Return an idle call for the rows `new` of a chain that ends at position `end`."""
         cache.reserve(end)
-        calls = self._calls[cache.kv.dtype, cache.taps]
-        call = calls.pop() if calls else ChainCall(self._library, self._struct(cache.kv.dtype), cache.taps)
+        try:
+            call = self._calls[cache.form].pop()  # pop and append are atomic: threads need no lock
+        except IndexError:
+            call = ChainCall(self._library, self._struct(cache.kv.dtype), cache.taps)
         call.set_rows(new, held, self._rotations(cache.capacity), cache.threads, self.times)
         cache.describe(call.text)
         return call
 
     def _release(self, call: ChainCall, cache: NativeCache) -> None:
-        self._calls[cache.kv.dtype, cache.taps].append(call)  # an append is atomic: threads need no lock
+        self._calls[cache.form].append(call)
 
     def _call(self, entries: Sequence[_Text], most: int = sys.maxsize) -> list[Tensor]:
         """Return the logits of the last rows of each entry, of `most` rows at most."""
@@ -310,7 +316,7 @@ class NativeEngine(Engine[NativeCache]):
             stop_flag().address,
             self.times and self.times.buffer_info()[0],
             *(len(entries), count, len(cosines), len(cache.taps), cache.threads),
-        ), [texts, numbers, scratch]
+        ), [texts, numbers, scratch, cosines, sines]
 
     def describe_again(self) -> None:
         """Read the structure of the model again, whose number of outputs has changed."""

@@ -141,8 +141,9 @@ class NativeBlockHead(NativeHead):
             tokens = cache.engine.sample_chain(cache, rows, held, count, sampler, cache.tokens, threshold, True)
         finally:
             cache.given = None
-        cache.keep(held + len(following))
-        sampler.ids = cache.ids
+        if tokens is not None:
+            cache.keep(held + len(following))
+            sampler.ids = cache.ids
         return tokens
 
     def _give_slots(
