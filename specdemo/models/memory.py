@@ -128,11 +128,12 @@ def given_back_at_once() -> Iterator[None]:
 class LargePageBuffer:
     """Memory for tensors in 2 MiB pages (Linux)."""
 
-    _page, _chunk = 2 << 20, 64 << 20
+    _page = 2 << 20
     _advice = 14  # MADV_HUGEPAGE in mman.h
 
-    def __init__(self) -> None:
-        self._free = torch.empty(0, dtype=torch.uint8)
+    def __init__(self, chunk: int = 64 << 20) -> None:
+        """`chunk`: least bytes of an allocation."""
+        self._chunk, self._free = chunk, torch.empty(0, dtype=torch.uint8)
 
     def place(self, tensor: Tensor) -> Tensor:
         """Copy a contiguous tensor."""

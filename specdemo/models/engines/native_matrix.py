@@ -148,7 +148,7 @@ class WritableMatrix(NativeMatrix):
 
     def extended(self, most: int) -> WritableMatrix:
         """Return a copy with space for `most` further outputs; set `outputs` before writing them."""
-        copied = WritableMatrix(self.outputs + most, self.inputs, self.format, LargePageBuffer())
+        copied = WritableMatrix(self.outputs + most, self.inputs, self.format, LargePageBuffer(0))
         for name in self.tensors.keys() & {"weights", "scales"}:  # stored by blocks of outputs
             copied.tensors[name][: len(self.tensors[name])] = self.tensors[name]
         copied.outputs = self.outputs
