@@ -324,7 +324,7 @@ def _steps(
         if pieces and ended:
             pieces[-1] += stream.rest()
         pieces = stops.feed(pieces, ended)
-        step = _with_prefill(step.cut(len(pieces)), drafter_s)
+        step = _with_prefill(_cut(step, len(pieces), stops.reached), drafter_s)
         metrics, verdict = metrics.plus(step), step.verdict
         pending = stream.peek(verdict.pending, range(-1, len(verdict.pending) - 1))
         yield StepEvent(
@@ -338,6 +338,11 @@ def _steps(
         )
         if ended or stops.reached:
             return
+
+
+def _cut(step: Step, keep: int, stopped: bool) -> Step:
+    step = step.cut(keep)
+    return replace(step, verdict=replace(step.verdict, pending=())) if stopped else step
 
 
 def _with_prefill(step: Step, seconds: float) -> Step:
