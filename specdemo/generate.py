@@ -92,8 +92,10 @@ def generate(
     if prediction:
         if not METHODS[running.method].drafts:
             raise UserError(f"method {running.method} does not draft: choose another method, or omit the prediction")
-        predicted = partial(_predicted, prediction, recipe.gamma)
-        recipe = replace(recipe, policy="fixed", gamma=max(recipe.gamma, LONGEST_COPY))
+        policy = METHODS[running.method].policy
+        predicted = partial(_predicted, prediction, policy(recipe).gamma if policy else recipe.gamma)
+        gamma = max(recipe.gamma, LONGEST_COPY)
+        recipe = replace(recipe, policy="fixed", gamma=gamma, gamma_min=None, gamma_max=None)
     if recipe.external is not None and (drafter or processors or prediction or logprobs is not None or names):
         raise UserError("drafters, processors, predictions and log-probabilities need a local target: omit external")
     pool = ModelPool() if pool is None else pool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import gradio
@@ -17,6 +18,7 @@ from fakes.tiny_models import TEMPLATE
 from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
+from specdemo.completions.requests import TextRequest, parse_request
 from specdemo.completions.service import CompletionService
 from specdemo.core.events import StepEvent
 from specdemo.generate import generate
@@ -114,6 +116,13 @@ def test_without_speculation_no_token_is_drafted(client: OpenAI) -> None:
     assert plain.choices[0].text == drafted.choices[0].text
     assert plain.metrics["speculative_decoding"]["num_draft_tokens"] == 0
     assert drafted.metrics["speculative_decoding"]["num_accepted_draft_tokens"] > 0
+
+
+def test_without_speculation_a_threshold_of_the_pair_has_no_effect(served: tuple[str, CompletionService]) -> None:
+    service = CompletionService(served[1].pool, replace(RECIPE, rule="threshold", threshold=0.4))
+    request = parse_request(TextRequest, json.dumps({**TEXT, "speculation": False}).encode())
+    recipe = service.recipe_of(request)
+    assert (recipe.method, recipe.rule, recipe.threshold) == ("ar", "rejection", None)
 
 
 def test_a_continued_conversation_reuses_its_cache(client: OpenAI) -> None:
