@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from specdemo.completions.requests import TextRequest, parse_request
 from specdemo.completions.service import CompletionService
-from specdemo.core.events import StepEvent
+from specdemo.core.events import End, StepEvent
+from specdemo.core.step import Draft, Step, Verdict
 from specdemo.generate import generate
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe
@@ -109,6 +110,32 @@ def test_a_stop_text_ends_the_answer_before_it(client: OpenAI) -> None:
         parts = list(answer) if stream else [answer]
         assert "".join(part.choices[0].text for part in parts) == text[: text.index(stop)]
         assert parts[-1].choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_stream_has_the_ids_of_tokens_without_text(
+    served: tuple[str, CompletionService], client: OpenAI, monkeypatch: pytest.MonkeyPatch, chat: bool
+) -> None:
+    """The last step consists of the stop token."""
+    service = served[1]
+    stop, original = min(service.target.stop), service.events
+
+    def events(*given: Any) -> Iterator[Any]:
+        for event in original(*given):
+            if isinstance(event, End):
+                yield StepEvent(Step(12, (stop,), Draft(), Verdict((), stop), 0, 0.0, 0.0, 0.0, 1.0), ("",))
+            yield event
+
+    monkeypatch.setattr(service, "events", events)
+    options: Any = {"model": "default", "max_tokens": 12, "extra_body": {"return_token_ids": True}}
+    prompt: Any = {"messages": CHAT} if chat else {"prompt": PROMPT}
+    create: Any = client.chat.completions.create if chat else client.completions.create
+    whole = create(**options, **prompt).choices[0].token_ids
+    assert len(whole) == 13 and whole[-1] == stop
+    chunks = [chunk.choices[0] for chunk in create(**options, **prompt, stream=True)]
+    assert [token for chunk in chunks for token in getattr(chunk, "token_ids", ())] == whole
+    for chunk in create(**options | {"extra_body": {}}, **prompt, stream=True):
+        assert not hasattr(chunk.choices[0], "token_ids")
 
 
 def test_without_speculation_no_token_is_drafted(client: OpenAI) -> None:
