@@ -92,8 +92,10 @@ def generate(
     if prediction:
         if not METHODS[running.method].drafts:
             raise UserError(f"method {running.method} does not draft: choose another method, or omit the prediction")
-        predicted = partial(_predicted, prediction, recipe.gamma)
-        recipe = replace(recipe, policy="fixed", gamma=max(recipe.gamma, LONGEST_COPY))
+        policy = METHODS[running.method].policy
+        predicted = partial(_predicted, prediction, policy(recipe).gamma if policy else recipe.gamma)
+        gamma = max(recipe.gamma, LONGEST_COPY)
+        recipe = replace(recipe, policy="fixed", gamma=gamma, gamma_min=None, gamma_max=None)
     if recipe.external is not None and (drafter or processors or prediction or logprobs is not None or names):
         raise UserError("drafters, processors, predictions and log-probabilities need a local target: omit external")
     pool = ModelPool() if pool is None else pool
@@ -324,7 +326,7 @@ def _steps(
         if pieces and ended:
             pieces[-1] += stream.rest()
         pieces = stops.feed(pieces, ended)
-        step = _with_prefill(step.cut(len(pieces)), drafter_s)
+        step = _with_prefill(_cut(step, len(pieces), stops.reached), drafter_s)
         metrics, verdict = metrics.plus(step), step.verdict
         pending = stream.peek(verdict.pending, range(-1, len(verdict.pending) - 1))
         yield StepEvent(
@@ -338,6 +340,11 @@ def _steps(
         )
         if ended or stops.reached:
             return
+
+
+def _cut(step: Step, keep: int, stopped: bool) -> Step:
+    step = step.cut(keep)
+    return replace(step, verdict=replace(step.verdict, pending=())) if stopped else step
 
 
 def _with_prefill(step: Step, seconds: float) -> Step:

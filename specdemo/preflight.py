@@ -307,23 +307,21 @@ def decoded_runs(
         tokens = tokens[: min(MAX_TEXT_TOKENS, context - 2 * MAX_GAMMA)]
         most_tokens = min(recipe.max_tokens, MAX_TEXT_TOKENS, context - len(tokens) - MAX_GAMMA)
         with build_pipeline(replace(recipe, seed=seed), target, drafter) as pipeline:
-            steps = _decoded(pipeline, target, tokens, most_tokens, clock)
+            steps = _decoded(pipeline, tokens, most_tokens, clock)
             length = len(tokens) + sum(len(step.tokens) for step in steps)
             kv_bytes = round(1000 * pipeline.kv_bytes / length)
         plain = steps
         if recipe.method != "ar":
             with build_pipeline(ar, target, None) as baseline:
-                plain = _decoded(baseline, target, tokens, 1 + WARMUP_RUNS + baseline_steps, clock)
+                plain = _decoded(baseline, tokens, 1 + WARMUP_RUNS + baseline_steps, clock)
         ar_s = [step.seconds.verify + step.seconds.host for step in plain[1 + WARMUP_RUNS :]]
         yield DecodedRun(tokens, steps, statistics.median(ar_s) if ar_s else 0.0, kv_bytes)
 
 
-def _decoded(
-    pipeline: Pipeline, target: LoadedModel, tokens: Sequence[int], count: int, clock: Callable[[], float]
-) -> list[Step]:
+def _decoded(pipeline: Pipeline, tokens: Sequence[int], count: int, clock: Callable[[], float]) -> list[Step]:
     roles = pipeline.verifier, pipeline.drafter, pipeline.policy
     steps = []
-    for step in decode(tokens, *roles, max_tokens=count, stop=target.stop, clock=clock):
+    for step in decode(tokens, *roles, max_tokens=count, stop=pipeline.stop, clock=clock):
         steps.append(step)
         give_way()
     return steps

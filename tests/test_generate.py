@@ -344,3 +344,35 @@ def test_planned_contexts_contain_conversations_and_dropout_passes(talker: str) 
     assert planned(replace(recipe, chat=True), talk) == 110
     gated = CloudConfig("http://127.0.0.1:1", gates=("variance",))
     assert planned(replace(recipe, cloud=gated), "x" * 300) == 110 * (1 + PASSES)
+
+
+# --- predictions ---
+
+UNRELATED = "Lorem ipsum dolor sit amet"
+
+
+def predicted(recipe: Recipe, prediction: str) -> list[Event]:
+    return list(generate(recipe, PROMPT, ModelPool(), prediction=prediction))
+
+
+def test_a_prediction_replaces_the_policy_with_its_bounds(target: str) -> None:
+    recipe = Recipe(
+        target=target, method="nasd", temperature=0, device="cpu", max_tokens=16, policy="dynamic", gamma_max=6
+    )
+    for bounds in ({}, {"gamma_min": 2}, {"gamma_min": 2, "gamma_max": None}):
+        chosen = replace(recipe, **bounds)
+        plain = list(generate(chosen, PROMPT))
+        assert sum(tokens_of(predicted(chosen, UNRELATED)), ()) == sum(tokens_of(plain), ())
+
+
+def test_a_method_with_its_own_policy_drafts_as_long_without_a_match(target: str) -> None:
+    """The window of lookahead needs 5 + 4 - 2 tokens, more than gamma."""
+    recipe = Recipe(target=target, method="lookahead", temperature=0, device="cpu", max_tokens=16)
+    drafts = [event.step.draft for event in steps_of(predicted(recipe, UNRELATED))]
+    assert any(origin.source == "window" for draft in drafts for origin in draft.origin)
+
+
+def test_the_store_of_a_prediction_is_part_of_the_memory(target: str) -> None:
+    recipe = Recipe(target=target, drafter=target, temperature=0, device="cpu", max_tokens=4)
+    small, large = (predicted(recipe, UNRELATED * count)[-1].peak.store for count in (1, 4))
+    assert 0 < small < large

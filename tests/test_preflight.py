@@ -162,6 +162,20 @@ def test_texts_have_the_requested_sampling_parameters(folder: str) -> None:
     assert texts[0.0] != texts[1.0]
 
 
+@pytest.mark.parametrize("method", ["ar", "nasd"])
+def test_texts_end_at_the_stop_tokens_of_the_recipe(folder: str, method: str) -> None:
+    recipe = Recipe(target=folder, method=method, temperature=0.0, device="cpu", max_tokens=16)
+    target = ModelPool().take(recipe.target_spec)
+
+    def tokens_of(recipe: Recipe) -> list[int]:
+        (decoded,) = decoded_runs(recipe, target, None, PROMPTS[:1], 2048)
+        return [token for step in decoded.steps for token in step.tokens]
+
+    whole = tokens_of(recipe)
+    stop = whole[4]
+    assert tokens_of(replace(recipe, stop_tokens=(stop,))) == whole[: whole.index(stop) + 1]
+
+
 def test_sampling_stops_at_its_time_limit(folder: str) -> None:
     recipe = Recipe(target=folder, method="nasd", device="cpu", max_tokens=3)
     target = ModelPool().take(recipe.target_spec)

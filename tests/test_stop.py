@@ -100,6 +100,21 @@ def test_the_text_ends_with_a_stop_token(method: str, recipe_of: Callable[..., R
         assert tokens_of(steps) == tokens[: tokens.index(stop) + 1] and end.reason == "stop"
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_a_stopped_beam_search_has_no_pending_text(
+    last: bool, recipe_of: Callable[..., Recipe], pool: ModelPool
+) -> None:
+    """Stop texts that end with the first, or last, token of a step before others are certain."""
+    whole, _ = decoded(recipe_of("beam"), pool)
+    step = next(event for event in whole if event.pieces)
+    assert step.pending_text and len(step.pieces) > 1
+    count = len(step.pieces) if last else 1
+    steps, _ = decoded(recipe_of("beam", stop_texts=("".join(step.pieces[:count]),)), pool)
+    stopped = steps[-1].step
+    assert stopped.tokens == stopped.verdict.target_tokens == step.step.tokens[:count]
+    assert (stopped.verdict.pending, steps[-1].pending_text) == ((), "")
+
+
 def test_a_withheld_text_is_shown_at_the_end(recipe_of: Callable[..., Recipe], pool: ModelPool) -> None:
     whole, _ = decoded(recipe_of("nasd"), pool)
     steps, end = decoded(recipe_of("nasd", stop_texts=(text_of(whole)[-2:] + "never",)), pool)

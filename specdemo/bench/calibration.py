@@ -133,6 +133,6 @@ def _drafted_signals(
         tokens = encode_prompt(target.tokenizer, text, recipe.chat, target.vocab_size)
         limit = max(1, min(recipe.max_tokens, pipeline.context - len(tokens)))
         roles = recorder, pipeline.drafter, policy
-        for _ in decode(tokens, *roles, max_tokens=limit, stop=target.stop, clock=time.perf_counter):
+        for _ in decode(tokens, *roles, max_tokens=limit, stop=pipeline.stop, clock=time.perf_counter):
             give_way()
     return recorder.signals

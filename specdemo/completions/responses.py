@@ -43,9 +43,9 @@ class ResponseFormat(ABC):
         choice = {"index": 0, **self._delta("".join(token.piece for token in new), new), "finish_reason": None}
         return self._envelope(self.part, [choice | self._ids(ids)])
 
-    def last(self, answer: Answer) -> dict[str, Any]:
+    def last(self, answer: Answer, ids: Sequence[int]) -> dict[str, Any]:
         choice = {"index": 0, **self._delta("", ()), "finish_reason": answer.finish_reason}
-        return self._envelope(self.part, [choice])
+        return self._envelope(self.part, [choice | self._ids(ids)])
 
     def usage(self, answer: Answer) -> dict[str, Any]:
         return {**self._envelope(self.part, []), **self.figures(answer)}

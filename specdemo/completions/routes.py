@@ -160,7 +160,7 @@ async def _chunks(
         except Exception as error:  # too late for a status code
             yield event_line(error_of(error)[1])
             return
-    yield event_line(form.last(answer))
+    yield event_line(form.last(answer, answer.token_ids[sent:]))
     if usage:
         yield event_line(form.usage(answer))
     yield DONE

@@ -72,7 +72,7 @@ class CompletionService:
                 f"{self._target.context:,} tokens: shorten it"
             )
         recipe = replace(self.recipe, **{"seed": self.seed(), "chat": chat, **request.options})
-        return recipe if request.speculation else replace(recipe, method="ar", rule=DEFAULT_RULE)
+        return recipe if request.speculation else replace(recipe, method="ar", rule=DEFAULT_RULE, threshold=None)
 
     def events(self, request: CompletionRequest, recipe: Recipe) -> Iterator[Event]:
         """Run a request in the worker; a conversation continues on the caches of its last request."""

@@ -155,7 +155,7 @@ class Verdict:
         return (*self.target_top, *self.draft_top, *((self.token_top,) if self.token_top else ()))
 
     def cut(self, draft: Draft, keep: int) -> Verdict:
-        """Keep the first `keep` accepted tokens, and the tests up to that depth."""
+        """Keep the first `keep` tokens, and the tests up to that depth."""
 
         def shown(values: tuple[float | None, ...]) -> tuple[float | None, ...]:
             return tuple(v if len(draft.path(i)) <= keep else None for i, v in enumerate(values))
@@ -164,6 +164,8 @@ class Verdict:
             self,
             accepted=self.accepted[:keep],
             token=None,
+            committed=self.committed[: max(0, keep - len(self.accepted))],
+            pending=(),
             draw=shown(self.draw),
             beta=shown(self.beta),
             bound=shown(self.bound),

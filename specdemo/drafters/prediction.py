@@ -39,6 +39,10 @@ class PredictionDrafter:
             return draft
         return self._fallback.propose(tokens, budget.at_most(self._fallback_gamma))
 
+    @property
+    def store_bytes(self) -> int:
+        return self._suffixes.store_bytes + getattr(self._fallback, "store_bytes", 0)
+
     def observe(self, step: Step) -> None:
         self._fallback.observe(step)
 

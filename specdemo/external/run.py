@@ -15,6 +15,7 @@ from specdemo.core.step import Step
 from specdemo.core.stop_text import StopTexts
 from specdemo.external.client import EngineClient
 from specdemo.external.dialect import EndReason
+from specdemo.external.reported import StepCounts, reported_step
 from specdemo.external.schema import GenerationRequest
 from specdemo.models.tokenizer import TextStream, check_ids
 
@@ -65,14 +66,14 @@ class ExternalRun:
             check_ids(list(step.tokens), len(self.tokenizer))
             stopped = next((n for n, token in enumerate(step.tokens, 1) if token in self.stop_tokens), None)
             most = self.request.max_tokens - metrics.tokens
-            step = step.cut(min(stopped or most, most))
+            step = _cut(step, min(stopped or most, most))
             reason = reason or ("length" if len(step.tokens) == most else None)
             pieces = [stream.push(token) for token in step.tokens]
             ended = bool(reason or stopped)
             if ended:
                 pieces[-1] += stream.rest()
             pieces = stops.feed(pieces, ended)
-            step = step.cut(len(pieces))
+            step = _cut(step, len(pieces))
             metrics = metrics.plus(step)
             event = StepEvent(step, tuple(pieces), tuple(pieces[: len(step.draft)]), metrics=metrics)
             if stopped or stops.reached:
@@ -84,6 +85,11 @@ class ExternalRun:
     def _encode(self, text: str) -> Sequence[int]:
         ids: Sequence[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
+
+
+def _cut(step: Step, keep: int) -> Step:
+    counts = StepCounts(step.accepted, step.draft.size) if step.verified else None
+    return reported_step(step.i, step.t, step.tokens[:keep], counts)
 
 
 def _with_reason(steps: Generator[Step, None, EndReason]) -> Iterator[tuple[Step, EndReason | None]]:

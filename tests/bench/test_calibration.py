@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from specdemo.cli import main
 from specdemo.cli.arguments import parser
 from specdemo.cli.run import recipe_of_flags
 from specdemo.core.errors import UserError
+from specdemo.core.events import StepEvent
+from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import PAIRS, Pair
 from specdemo.prompts import load_prompts
@@ -50,6 +53,15 @@ def test_a_fifth_of_the_draft_tokens_is_hard(models: dict[str, str], monkeypatch
     for name, threshold in result.thresholds.items():
         share = sum(hard_tokens({name: recorded[name]}, {name: threshold})) / count
         assert share == pytest.approx(0.2, abs=2 / count + 1e-3), name
+
+
+def test_texts_end_at_the_stop_tokens_of_the_recipe(models: dict[str, str]) -> None:
+    pool, prompts = ModelPool(), load_prompts(["code"])[:1]
+    recipe = Recipe(**models, temperature=0.0, max_tokens=40, device="cpu")
+    steps = [event.step for event in generate(recipe, prompts[0].text, pool) if isinstance(event, StepEvent)]
+    *_, whole = calibrate(recipe, prompts, pool)
+    *_, stopped = calibrate(replace(recipe, stop_tokens=steps[1].tokens[:1]), prompts, pool)
+    assert isinstance(whole, Calibration) and isinstance(stopped, Calibration) and stopped.tokens < whole.tokens
 
 
 def test_the_terminal_prints_flags_of_run(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:

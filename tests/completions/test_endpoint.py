@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import gradio
@@ -17,8 +18,10 @@ from fakes.tiny_models import TEMPLATE
 from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
+from specdemo.completions.requests import TextRequest, parse_request
 from specdemo.completions.service import CompletionService
-from specdemo.core.events import StepEvent
+from specdemo.core.events import End, StepEvent
+from specdemo.core.step import Draft, Step, Verdict
 from specdemo.generate import generate
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe
@@ -109,11 +112,44 @@ def test_a_stop_text_ends_the_answer_before_it(client: OpenAI) -> None:
         assert parts[-1].choices[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_stream_has_the_ids_of_tokens_without_text(
+    served: tuple[str, CompletionService], client: OpenAI, monkeypatch: pytest.MonkeyPatch, chat: bool
+) -> None:
+    """The last step consists of the stop token."""
+    service = served[1]
+    stop, original = min(service.target.stop), service.events
+
+    def events(*given: Any) -> Iterator[Any]:
+        for event in original(*given):
+            if isinstance(event, End):
+                yield StepEvent(Step(12, (stop,), Draft(), Verdict((), stop), 0, 0.0, 0.0, 0.0, 1.0), ("",))
+            yield event
+
+    monkeypatch.setattr(service, "events", events)
+    options: Any = {"model": "default", "max_tokens": 12, "extra_body": {"return_token_ids": True}}
+    prompt: Any = {"messages": CHAT} if chat else {"prompt": PROMPT}
+    create: Any = client.chat.completions.create if chat else client.completions.create
+    whole = create(**options, **prompt).choices[0].token_ids
+    assert len(whole) == 13 and whole[-1] == stop
+    chunks = [chunk.choices[0] for chunk in create(**options, **prompt, stream=True)]
+    assert [token for chunk in chunks for token in getattr(chunk, "token_ids", ())] == whole
+    for chunk in create(**options | {"extra_body": {}}, **prompt, stream=True):
+        assert not hasattr(chunk.choices[0], "token_ids")
+
+
 def test_without_speculation_no_token_is_drafted(client: OpenAI) -> None:
     plain, drafted = complete(client, extra_body={"speculation": False}), complete(client)
     assert plain.choices[0].text == drafted.choices[0].text
     assert plain.metrics["speculative_decoding"]["num_draft_tokens"] == 0
     assert drafted.metrics["speculative_decoding"]["num_accepted_draft_tokens"] > 0
+
+
+def test_without_speculation_a_threshold_of_the_pair_has_no_effect(served: tuple[str, CompletionService]) -> None:
+    service = CompletionService(served[1].pool, replace(RECIPE, rule="threshold", threshold=0.4))
+    request = parse_request(TextRequest, json.dumps({**TEXT, "speculation": False}).encode())
+    recipe = service.recipe_of(request)
+    assert (recipe.method, recipe.rule, recipe.threshold) == ("ar", "rejection", None)
 
 
 def test_a_continued_conversation_reuses_its_cache(client: OpenAI) -> None:

@@ -88,6 +88,17 @@ def test_a_cut_verdict_keeps_accepted_tokens_and_the_tests_up_to_their_depth() -
     assert step.cut(3).verdict.token is None and step.cut(3).tokens == (5, 7, 9)
 
 
+def test_a_cut_step_of_a_beam_search_has_no_pending_tokens() -> None:
+    step = step_of(Draft(), Verdict((), None, committed=(1, 2, 3), pending=(4,)), (1, 2, 3))
+    assert step.cut(2) == step_of(Draft(), Verdict((), None, committed=(1, 2)), (1, 2))
+
+
+def test_a_cut_keeps_the_committed_tokens_behind_accepted_ones() -> None:
+    verdict = Verdict((0, 1), 7, beta=(0.5, 0.5), committed=(5, 6))
+    assert verdict.cut(Draft.chain((3, 4)), 3).target_tokens == (5,)
+    assert verdict.cut(Draft.chain((3, 4)), 1).target_tokens == ()
+
+
 def test_a_residual_does_not_distinguish_verdicts() -> None:
     assert Verdict((), 1, residual=[0.5]) == Verdict((), 1) and "residual" not in repr(Verdict((), 1, residual=[0.5]))
 

@@ -9,10 +9,12 @@ import torch
 from fakes.tiny_models import up_to
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
+from specdemo.core.decode import EmptyDrafter
 from specdemo.core.origin import Origin
 from specdemo.core.step import Draft, Step
 from specdemo.drafters.hybrid import HybridDrafter
 from specdemo.drafters.lookup import LookupDrafter
+from specdemo.drafters.prediction import PredictedText, PredictionDrafter
 from specdemo.drafters.suffix import SuffixDrafter, SuffixStore
 
 
@@ -120,3 +122,9 @@ def test_hybrid_trusts_long_matches_only() -> None:
     assert hybrid.propose([1, 2, 3, 4, 1, 2, 3], up_to(4)).tokens == (4, 1, 2, 3) and Model.asked == 1
     hybrid.observe(None)  # type: ignore[arg-type]
     assert Model.observed == 1
+
+
+def test_the_store_of_a_prediction_includes_that_of_its_fallback() -> None:
+    fallback, text = SuffixDrafter(source=range(100)), PredictedText((1, 2), (3, 4), 4)
+    alone = PredictionDrafter(text, EmptyDrafter()).store_bytes
+    assert PredictionDrafter(text, fallback).store_bytes == alone + fallback.store_bytes > fallback.store_bytes

@@ -13,8 +13,9 @@ from fakes.engine_server import EngineServer, engine_server, llama_events
 from specdemo.bench.measure import grid, measure
 from specdemo.bench.table import table
 from specdemo.cli import main
+from specdemo.core import trace
 from specdemo.core.errors import UserError
-from specdemo.core.events import End, Event, Header, StepEvent
+from specdemo.core.events import End, Event, Header, Loading, StepEvent
 from specdemo.external.address import EngineAddress, key_for
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
@@ -77,6 +78,25 @@ def test_stop_texts_and_stop_tokens_end_the_text_here(server: EngineServer, text
     piece = steps(list(generate(external(server), PROMPT, pool)))[1].pieces[-1]
     ended = "".join(event.text for event in steps(list(generate(external(server, stop_texts=(piece,)), PROMPT, pool))))
     assert piece not in ended
+
+
+@pytest.mark.parametrize("stop", ["text", "token"])
+@pytest.mark.parametrize("position", [4, 5])
+def test_a_trace_that_ends_within_accepted_tokens_is_read(
+    server: EngineServer, text: list[int], pool: ModelPool, stop: str, position: int
+) -> None:
+    """Tokens 4 and 5 are the accepted ones of a step."""
+    if stop == "text":
+        pieces = [piece for event in steps(list(generate(external(server), PROMPT, pool))) for piece in event.pieces]
+        recipe = external(server, stop_texts=("".join(pieces[: position + 1]),))
+    else:
+        recipe = external(server, stop_tokens=(text[position],))
+    events = list(generate(recipe, PROMPT, pool))
+    (read,) = trace.read("".join(trace.write(event) for event in events if not isinstance(event, Loading)))
+    last = read.steps[-1].step
+    assert last.tokens == tuple(text[4 : position + 1]) and read.end and read.end.reason == "stop"
+    assert (last.accepted, last.draft.size, last.tested) == (position - 3, 3, position - 3)
+    assert list(read.steps) == steps(events)
 
 
 def test_a_server_that_does_not_end_is_ended_at_the_longest_output(
