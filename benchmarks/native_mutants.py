@@ -175,6 +175,7 @@ def run(chosen: Sequence[Mutant], sample: int | None, tests: Sequence[str]) -> b
 
         def unchanged() -> None:
             use(original)
+            resource.setrlimit(resource.RLIMIT_CPU, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             durations.write_text(json.dumps(measure(items)))
 
         if exit_code(forked(unchanged)):
