@@ -1,6 +1,7 @@
 """Policies for the draft length (gamma) of each step.
 
-They are queried before tokens are sampled, so they never bias the output. Without logits they allow their maximum.
+Queries precede sampling, so they never bias the output. Without logits most policies allow their maximum; `Egag` and
+`PathProbability` use earlier logits.
 """
 
 from __future__ import annotations
