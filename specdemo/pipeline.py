@@ -290,7 +290,7 @@ def _policy(context: ModelContext) -> DraftLengthPolicy:
     fixed_text = recipe.exact and (recipe.temperature == 0 or RULES[recipe.rule].shares_noise)
     if context.target_cache is None or not fixed_text or METHODS[recipe.method].shape != "chain":
         return policy
-    return BatchLimit(policy, costs, pass_load)
+    return BatchLimit(policy, costs, pass_load, recipe.draft_lengths.most)
 
 
 def _checked_ids(stop_tokens: Sequence[int], vocab_size: int) -> Sequence[int]:

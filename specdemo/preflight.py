@@ -89,7 +89,7 @@ class Preflight:
     """Prediction of a recipe's speed-up and memory use."""
 
     recipe: Recipe
-    alpha: float  # acceptance of chains at the first draft position
+    alpha: float  # acceptance per tested token; replayed: at the first draft position
     c: float  # cost of a draft token, in AR passes
     v: dict[int, float]  # cost of a pass by number of rows, in AR passes
     estimates: tuple[Estimate, ...]  # an estimate per gamma, or one for decoded methods
@@ -296,7 +296,7 @@ def decoded_runs(
     seconds: float = GENERATION_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[DecodedRun]:
-    """Decode up to `most` prompts of alternate_classes classes, fewer after `seconds`."""
+    """Decode up to `most` prompts of alternating classes, fewer after `seconds`."""
     ar, began = replace(recipe, method="ar", cloud=None), clock()
     baseline_steps = max(BASELINE_RUNS, BASELINE_STEPS // max(1, len(prompts)))
     for seed, prompt in enumerate(alternate_classes(prompts)[:most]):

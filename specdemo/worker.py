@@ -356,11 +356,14 @@ class Worker:
         """Return the result of `request`. When no job can advance, one of them runs the pass for all."""
         with self._lock:
             job = self._opened(stream)
+            if not any(other.shares for other in self._open):
+                self._passed_at = self._clock()
             job.shares = self._max_texts > 1
             is_alone = not job.shares or (len(self._open) == 1 and not self._queued)
         stream.pass_load = None
         if is_alone:
-            return request.run([request.entry])[0]
+            self._run_alone(request)
+            return request.result
         began = self._clock()
         try:
             self._run_next(stream, job, request)
@@ -382,6 +385,9 @@ class Worker:
             return
         if stream.stopping:
             raise Stopped
+        self._run_alone(request)
+
+    def _run_alone(self, request: PassRequest) -> None:
         start = self._clock()
         (request.result,) = request.run([request.entry])
         self._passed_at = self._clock()

@@ -28,9 +28,10 @@ class BatchLimit:
     policy: DraftLengthPolicy
     costs: CostModel
     load: Callable[[], PassLoad | None]
+    longest: int
 
     def __post_init__(self) -> None:
-        self._acceptance = PositionAcceptance(max(1, self.policy.gamma), weight=_PRIOR_WEIGHT)
+        self._acceptance = PositionAcceptance(self.longest, weight=_PRIOR_WEIGHT)
         self._idle = 0
 
     @property

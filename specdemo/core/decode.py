@@ -34,6 +34,11 @@ class DraftBudget:
         threshold = self._policy.path_threshold if self._policy.needs_logits else 0.0
         return None if threshold is None else (self._limit, threshold)
 
+    @property
+    def paused(self) -> bool:
+        """True if no path is probable enough; copied text has no probability."""
+        return self.chain_limits is not None and self.chain_limits[1] > 1
+
     def at_most(self, limit: int) -> DraftBudget:
         return DraftBudget(min(limit, self._limit), self._policy)
 

@@ -64,7 +64,7 @@ class DraftProbs(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseProbs:
-    """Draft distributions stored as the matrix `probs` `[n, vocab]`."""
+    """Draft distributions stored as the matrix `rows` `[n, vocab]`."""
 
     rows: Tensor
 

@@ -1,6 +1,7 @@
 """Policies for the draft length (gamma) of each step.
 
-They are queried before tokens are sampled, so they never bias the output. Without logits they allow their maximum.
+Queries precede sampling, so they never bias the output. Without logits most policies allow their maximum; `Egag` and
+`PathProbability` use earlier logits.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from specdemo.core.decode import DraftLengthPolicy
@@ -112,11 +114,11 @@ class Auto(PolicyDefaults):
     retry_after: tuple[int, int] = (64, 256)  # AR steps before a retry: initial, maximum
 
     def __post_init__(self) -> None:
-        self._model_costs = [self.costs.verify(rows) for rows in range(1, self.max_gamma + 2)]
+        self._cost = cache(self.costs.verify)
         self._acceptance = PositionAcceptance(self.max_gamma)
-        self._draft_s: deque[float] = deque(maxlen=15)  # durations per token
-        # durations by number of drafted tokens
-        self._verify_s: list[deque[float]] = [deque(maxlen=15) for _ in self._model_costs]
+        self._draft_s: deque[float] = deque(maxlen=15)  # durations per draft step
+        self._verify_s: dict[int, deque[float]] = {}  # durations by rows
+        self._branching = 1.0  # nodes per level of the last draft
         self._drafts = 0  # number of drafts since an AR step
         self._idle, self._retry_after = 0, self.retry_after[0]
         self.gamma = self._best() if self.start is None else self.start
@@ -128,13 +130,15 @@ class Auto(PolicyDefaults):
     def observe(self, step: Step) -> None:
         if step.i == 0:
             return
-        drafted = len(step.draft)
-        self._verify_s[min(drafted, self.max_gamma)].append(step.seconds.verify)
+        drafted, depth = len(step.draft), step.draft.depth
+        self._verify_s.setdefault(drafted + 1, deque(maxlen=15)).append(step.seconds.verify)
+        if drafted:
+            self._branching = drafted / depth
         self._drafts = self._drafts + 1 if drafted else 0
         if self._drafts == 2:
             self._draft_s.clear()
         if self._drafts > 1:  # the first also reads the text of AR steps
-            self._draft_s.append(step.seconds.draft / drafted)
+            self._draft_s.append(step.seconds.draft / depth)
         self._acceptance.observe(step)
         self._idle = 0 if drafted else self._idle + 1
         self.gamma = self._best()
@@ -146,22 +150,18 @@ class Auto(PolicyDefaults):
             self.gamma, self._retry_after = 1, min(2 * self._retry_after, self.retry_after[1])
 
     def _verification_s(self) -> list[float]:
-        medians = [
-            (cost, statistics.median(times))
-            for cost, times in zip(self._model_costs, self._verify_s, strict=True)
-            if times
-        ]
-        if not medians:
-            return self._model_costs
-        scale = statistics.median(
-            seconds / cost for cost, times in zip(self._model_costs, self._verify_s, strict=True) for seconds in times
-        )
+        costs = [self._cost(1 + self._branching * level) for level in range(self.max_gamma + 1)]
+        if not self._verify_s:
+            return costs
+        measured = [(self._cost(rows), times) for rows, times in self._verify_s.items()]
+        medians = [(cost, statistics.median(times)) for cost, times in measured]
+        scale = statistics.median(seconds / cost for cost, times in measured for seconds in times)
         slope, fixed = scale, 0.0
         if len({cost for cost, _ in medians}) > 1:
             line = statistics.linear_regression(*zip(*medians, strict=True))
             slope = min(max(line.slope, 0.0), scale)  # sampling costs the same for all
             fixed = statistics.fmean(seconds - slope * cost for cost, seconds in medians)
-        return [fixed + slope * cost for cost in self._model_costs]
+        return [fixed + slope * cost for cost in costs]
 
     def _token_s(self) -> float:
         return statistics.median(self._draft_s) if self._draft_s else self.costs.token * self._verification_s()[0]
@@ -187,6 +187,11 @@ def _acceptance(step: Step, position: int) -> float:
     return float(position < len(verdict.accepted))
 
 
+def _accepted_share(step: Step) -> float:
+    """Share of the longest path."""
+    return len(step.verdict.accepted) / step.draft.depth
+
+
 @dataclass
 class Fixed(PolicyDefaults):
     """Constant gamma (Leviathan et al. 2211.17192, Algorithm 1)."""
@@ -204,7 +209,7 @@ class Dynamic(PolicyDefaults):
 
     def observe(self, step: Step) -> None:
         if step.draft.tokens:
-            share = len(step.verdict.accepted) / len(step.draft)
+            share = _accepted_share(step)
             change = (share >= 0.8) - (share <= 0.4)
             self.gamma = min(self.max_gamma, max(self.min_gamma, self.gamma + change))
 
@@ -219,7 +224,7 @@ class Heuristic(PolicyDefaults):
 
     def observe(self, step: Step) -> None:
         if step.draft.tokens:
-            full = len(step.verdict.accepted) == len(step.draft)
+            full = _accepted_share(step) == 1
             self.gamma = min(self.max_gamma, self.gamma + 2) if full else max(self.min_gamma, self.gamma - 1)
 
 
@@ -324,7 +329,7 @@ class AdaEdl(StoppingPolicy):
 
     def observe(self, step: Step) -> None:
         if step.draft.tokens:
-            share = len(step.verdict.accepted) / len(step.draft)
+            share = _accepted_share(step)
             self.accepted = share if self.accepted is None else self.rate * self.accepted + (1 - self.rate) * share
             change = self.step if self.accepted < self.target_acceptance else -self.step
             self.threshold = min(1.0, max(0.0, self.threshold + change))
@@ -375,7 +380,7 @@ class PathProbability(StoppingPolicy):
         if self.min_gamma or any(origin.source not in ("model", "head") for origin in step.draft.origin):
             return
         drafted = len(step.draft)
-        costs = self.step_cost + self.row_cost * drafted + self.token_cost * (drafted + 1)
+        costs = self.step_cost + self.row_cost * drafted + self.token_cost * (step.draft.depth + 1)
         self._lost = max(0.0, self._lost + costs - len(step.verdict.accepted))
         if self._lost >= self._limit:
             self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, self.retry_after[1])

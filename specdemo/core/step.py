@@ -65,6 +65,14 @@ class Draft:
         return len(self.tokens) + (self.undisclosed or 0)
 
     @property
+    def depth(self) -> int:
+        """Length of the longest path."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent + 1] + 1)
+        return max(depths)
+
+    @property
     def is_chain(self) -> bool:
         return all(parent == i - 1 for i, parent in enumerate(self.parents))
 

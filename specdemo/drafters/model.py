@@ -40,7 +40,7 @@ class ModelDrafter(Drafter):
 
         from specdemo.core.sampling import fitted
 
-        if not readable(tokens, self.own_size, self.vocab_size):
+        if budget.paused or not readable(tokens, self.own_size, self.vocab_size):
             return Draft()
         if self.extend and budget.unconditional and not self.sampling.needs_paths:
             return self._propose_fixed(tokens, budget.unconditional)

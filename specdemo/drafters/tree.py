@@ -109,6 +109,8 @@ class TreeDrafter(Drafter):
     beam: int = 2
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
+        if budget.paused:
+            return Draft()
         budget = self.scorer.limited(tokens, budget)
         tree = _GrowingTree(self.scorer, self.vocab_size, self.sampling, self.noise)
         level, depth = [-1], 0

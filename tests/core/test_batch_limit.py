@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from specdemo.core.batch_limit import BatchLimit
-from specdemo.core.policies import CostModel, Fixed, PathProbability
+from specdemo.core.policies import POLICIES, CostModel, Fixed, PathProbability
 from specdemo.core.step import Draft, Step, Verdict
+from specdemo.recipe import Recipe
 from specdemo.shared_passes import PassLoad
 
 ROW = 0.2
@@ -30,7 +31,7 @@ def load(texts: int, work: float = 0.0) -> PassLoad | None:
 def limited(texts: int, work: float = 0.0, rounds: int = 200, accepted: int = 4) -> BatchLimit:
     """Return the limit of four tokens after steps of a single text, each with `accepted` accepted tokens."""
     current = None
-    policy = BatchLimit(Fixed(4), COSTS, lambda: current)
+    policy = BatchLimit(Fixed(4), COSTS, lambda: current, 4)
     for _ in range(rounds):
         policy.observe(step(4, accepted))
     current = load(texts, work)
@@ -79,10 +80,21 @@ def test_without_drafts_acceptance_is_tested_again() -> None:
     assert policy.gamma >= 1
 
 
+@pytest.mark.parametrize(("name", "longest"), [("fixed", 3), ("dynamic", 12), ("heuristic", 20), ("auto", 8)])
+def test_drafts_grow_to_the_longest_of_the_policy(name: str, longest: int) -> None:
+    recipe = Recipe(policy=name, gamma=3)
+    inner = POLICIES[name].make(recipe.draft_lengths, COSTS)
+    policy = BatchLimit(inner, COSTS, lambda: load(2, 1.0), recipe.draft_lengths.most)
+    for _ in range(60):
+        drafted = policy.gamma
+        policy.observe(step(drafted, drafted))
+    assert policy.gamma == longest
+
+
 def test_paths_end_at_the_cost_of_the_batch() -> None:
     current = None
-    policy = BatchLimit(PathProbability(4, 0, threshold=0.3), CostModel(COSTS.passes, token=0.1), lambda: current)
+    policy = BatchLimit(PathProbability(4, 0, threshold=0.3), CostModel(COSTS.passes, token=0.1), lambda: current, 4)
     assert policy.path_threshold == 0.3 and policy.needs_logits
     current = load(4)
     assert policy.path_threshold == pytest.approx(4 * 0.3 / 1.6)
-    assert BatchLimit(Fixed(4), COSTS, lambda: load(4)).path_threshold is None
+    assert BatchLimit(Fixed(4), COSTS, lambda: load(4), 4).path_threshold is None

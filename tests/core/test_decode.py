@@ -165,6 +165,13 @@ class LogitsPolicy(Fixed):
     path_threshold: float | None = 0.25
 
 
+@pytest.mark.parametrize(("threshold", "paused"), [(0.25, False), (1.0, False), (1.5, True), (None, False)])
+def test_drafts_pause_if_no_path_is_probable_enough(threshold: float | None, paused: bool) -> None:
+    policy = LogitsPolicy(5)
+    policy.path_threshold = threshold
+    assert DraftBudget(3, policy).paused == paused and not DraftBudget(3, Fixed(5)).paused
+
+
 def test_limits_of_a_budget() -> None:
     """The limit of the step, the policy, and the limit of a drafter; without logits the limit alone decides."""
     budget = DraftBudget(3, Fixed(5))

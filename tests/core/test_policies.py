@@ -37,6 +37,14 @@ def step(drafted: int, accepted: int, draft_s: float = 0.0, verify_s: float = 1.
     return Step(i, (1,), draft, verdict, drafted, draft_s=draft_s, verify_s=verify_s, host_s=0.0, t=0.0)
 
 
+def tree_step(depth: int, accepted: int, draft_s: float = 0.0, verify_s: float = 1.0, width: int = 4) -> Step:
+    """Return a step with `width` nodes per level, the children of the first node of the last level."""
+    parents = tuple(width * (level - 1) if level else -1 for level in range(depth) for _ in range(width))
+    verdict = Verdict(tuple(width * level for level in range(accepted)), 1)
+    draft = Draft((7,) * len(parents), parents, origin=(Origin("model"),) * len(parents))
+    return Step(1, (1,), draft, verdict, depth, draft_s=draft_s, verify_s=verify_s, host_s=0.0, t=0.0)
+
+
 def length(policy: Any, logits: torch.Tensor | None = None) -> int:
     """Draft length if every token has these logits."""
     n = 0
@@ -69,6 +77,16 @@ def test_heuristic_equals_that_of_transformers() -> None:
     for _ in range(10):
         policy.observe(step(policy.gamma, 0))
     assert policy.gamma == 1
+
+
+def test_the_share_of_a_tree_is_that_of_its_longest_path() -> None:
+    dynamic, heuristic, adaedl = Dynamic(4, 3, 12), Heuristic(4, 20), AdaEdl(4)
+    for policy in (dynamic, heuristic, adaedl):
+        policy.observe(tree_step(4, 4))
+    assert (dynamic.gamma, heuristic.gamma, adaedl.accepted) == (5, 6, 1.0)
+    for policy in (dynamic, heuristic, adaedl):
+        policy.observe(tree_step(4, 1))
+    assert (dynamic.gamma, heuristic.gamma, adaedl.accepted) == (4, 5, 0.625)
 
 
 def test_egag_shortens_drafts_at_high_entropy() -> None:
@@ -137,6 +155,15 @@ def test_drafts_that_lose_pause_and_are_tried_again() -> None:
             paused += 1
         pauses.append((tried, paused))
     assert pauses == [(10, 32), (4, 64), (4, 128)]  # a lost step costs 0.1 + 2 rows at 0.3 + 3 tokens at 0.05 = 0.85
+
+
+def test_a_tree_costs_a_row_per_node_and_a_draft_step_per_level() -> None:
+    """A loss of 0.1 + 4 rows at 0.3 + 2 draft steps at 0.05 = 1.4 is below 8 until the sixth."""
+    policy, tried = by_path(2.0), 0
+    while policy.path_threshold != math.inf:
+        policy.observe(tree_step(1, 0))
+        tried += 1
+    assert tried == 6
 
 
 @pytest.mark.parametrize(("source", "accepted"), [("head", 1), ("text", 0)])
@@ -268,6 +295,27 @@ def test_auto_uses_beta_for_chains_and_counts_for_trees() -> None:
     policy = Auto(8)
     policy.observe(whole)  # no token was rejected
     assert all(rate >= 0.7 for rate in policy._acceptance.rates)
+
+
+@pytest.mark.parametrize(
+    ("token_s", "row_s", "expected"), [(0.1, 0.0, 8), (0.1, 0.05, 2), (0.1, 1.0, 0), (2.0, 0.0, 0)]
+)
+def test_auto_chooses_the_depth_of_trees(token_s: float, row_s: float, expected: int) -> None:
+    """A level costs a draft step and four rows; two tokens are accepted if rows have costs, otherwise all."""
+    policy, depths = Auto(8, CostModel({1: 1.0, 9: 1 + 8 * row_s}, 0.1), start=4), []
+    for _ in range(300):
+        depth = policy.gamma
+        accepted = min(depth, 2) if row_s else depth
+        policy.observe(tree_step(depth, accepted, draft_s=token_s * depth, verify_s=1 + 4 * row_s * depth))
+        depths.append(policy.gamma)
+    assert sorted(depths[100:])[100] == expected
+
+
+def test_auto_measures_a_draft_step_per_level() -> None:
+    policy = Auto(8)
+    for _ in range(3):
+        policy.observe(tree_step(4, 4, draft_s=0.4))
+    assert policy.notes["auto_c"] == pytest.approx(0.1)
 
 
 def test_bounds_come_from_the_recipe_or_the_policy() -> None:

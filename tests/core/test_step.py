@@ -27,6 +27,7 @@ def test_paths_and_children_of_a_forest() -> None:
     assert [FOREST.path(node) for node in range(-1, 7)] == [[], [0], [1], [2], [0, 3], [2, 4], [2, 5], [2, 5, 6]]
     assert FOREST.children() == {-1: [0, 1, 2], 0: [3], 2: [4, 5], 5: [6]}
     assert not FOREST.is_chain and Draft.chain((3, 3, 3)).is_chain and Draft().is_chain
+    assert (FOREST.depth, Draft.chain((3, 3, 3)).depth, Draft().depth) == (3, 3, 0)
     assert Draft.chain((4, 5), (0.5, 0.25)) == Draft((4, 5), (-1, 0), (0.5, 0.25))
     assert (Draft.chain((4,)).size, replace(Draft.chain((4,)), undisclosed=2).size) == (1, 3)
 

@@ -12,6 +12,7 @@ from fakes.native_models import VOCAB, text, weights
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
 from specdemo import pipeline
+from specdemo.core.batch_limit import BatchLimit
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event, StepEvent
 from specdemo.core.step import Draft, Step
@@ -105,6 +106,14 @@ def test_only_drafts_that_cannot_change_a_text_are_shorter_in_shared_passes(
             assert texts[0] == texts[1] and gammas[0] == gammas[1]
         else:
             assert gammas[1] < gammas[0] / 2
+
+
+def test_the_limit_allows_the_longest_draft_of_the_policy(recipes: list[Recipe]) -> None:
+    base = next(recipe for recipe in recipes if recipe.method == "lookup" and recipe.temperature == 0)
+    target = ModelPool().take(base.target_spec)
+    for name, longest in (("fixed", 2), ("dynamic", 12), ("heuristic", 20), ("auto", 8)):
+        with pipeline.build_pipeline(replace(base, policy=name, gamma=2), target, None) as built:
+            assert isinstance(built.policy, BatchLimit) and built.policy.longest == longest
 
 
 class Edge:

@@ -67,7 +67,7 @@ class HeadDrafter(Drafter):
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         budget = budget.at_most(self.head.longest_draft(tokens))
-        if budget.chain_limits is not None and budget.chain_limits[1] > 1:  # no path is as probable
+        if budget.paused:
             return Draft()
         draft = self._propose_chain(tokens, budget)
         return self._propose_tokens(tokens, budget) if draft is None else draft
