@@ -175,7 +175,8 @@ def serve_until_signal(options: argparse.Namespace) -> int:
 def _start(options: argparse.Namespace, port: int) -> None:
     http = {"host": options.host, "port": port}
     if options.certificate:
-        http |= {"ssl_certfile": str(options.certificate), "ssl_keyfile": str(options.key)}
+        key = options.key or options.certificate  # Ray requires both names
+        http |= {"ssl_certfile": str(options.certificate), "ssl_keyfile": str(key)}
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(http_options=http, logging_config=_LOGGING)
     try:
