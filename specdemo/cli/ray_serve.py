@@ -146,7 +146,7 @@ def bind_replicas(options: argparse.Namespace) -> serve.Application:
 def serve_until_signal(options: argparse.Namespace) -> int:
     """Serve on this machine, or on the cluster of RAY_ADDRESS; return the exit code."""
     from specdemo.cli.service import warn_without_token
-    from specdemo.remote.serve import bind
+    from specdemo.remote.listener import bind
     from specdemo.signals import handle_signals
 
     warn_without_token(options)

@@ -16,6 +16,7 @@ from fastapi.testclient import TestClient
 from specdemo.cli import main
 from specdemo.remote import serve
 from specdemo.remote.admission import ServiceLimits
+from specdemo.remote.listener import bind
 from specdemo.remote.protocol import CODECS, VerifyRequest, digest
 from specdemo.remote.server import SERVICE_ROUTES, create_app
 from specdemo.worker import Worker
@@ -209,7 +210,7 @@ def test_no_connection_is_accepted_while_jobs_are_stopped() -> None:
                 self.refused = error
             super().close(timeout, drain_s)
 
-    worker, listener, (stdin, end) = Probe(), serve.bind("127.0.0.1", 0), socket.socketpair()
+    worker, listener, (stdin, end) = Probe(), bind("127.0.0.1", 0), socket.socketpair()
     address = listener.getsockname()
     options = {"stdin": stdin.makefile("rb"), "announce": end.close}
     serve.listen(create_app(INFO, contexts(), worker), listener, **options)
