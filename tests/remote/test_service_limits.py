@@ -77,6 +77,20 @@ def test_only_wrong_tokens_are_limited() -> None:
     assert [status(guessing, token) for token in ("secret", "a", "b", "secret", "c")] == [200, 401, 401, 200, 429]
 
 
+@pytest.mark.parametrize(
+    ("limits", "expected"), [({}, 401), ({"limits": ServiceLimits(requests_per_second=1e-6, burst=20)}, 200)]
+)
+def test_addresses_of_an_ipv6_network_share_their_limits(limits: dict[str, Any], expected: int) -> None:
+    app = application(token="secret", clock=lambda: 0.0, **limits)
+
+    def status(address: str) -> int:
+        token = "secret" if limits else "wrong"
+        return TestClient(app, client=(address, 1)).get("/v1/target", headers=bearer(token)).status_code
+
+    statuses = [status(f"2001:db8:0:1::{i:x}") for i in range(22)]
+    assert statuses == [expected] * 20 + [429] * 2 and status("2001:db8:0:2::1") == expected
+
+
 def bearer(token: str, session: str = "") -> dict[str, str]:
     return {"Authorization": f"Bearer {token}", **({"X-Session-Id": session} if session else {})}
 
