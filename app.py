@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import gc
 import importlib.util
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdemo import set_environment_defaults
+from specdemo.core.errors import UserError, check_temporary_folder
+from specdemo.remote.listener import bind
 from specdemo.signals import exit_process, handle_signals
 
 if TYPE_CHECKING:
@@ -61,12 +63,13 @@ def has_display() -> bool:
 
 
 def is_free(host: str, port: int) -> bool:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            server.bind((host, port))
-        except OSError:
-            return False
+    """Return False if the port is in use or reserved. Raises `UserError` for impossible addresses."""
+    try:
+        bind(host, port).close()
+    except UserError as error:
+        if getattr(error.__cause__, "errno", None) not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        return False
     return True
 
 
@@ -79,7 +82,11 @@ def choose_port(host: str, requested: int | None) -> int | None:
 def main(argv: list[str] | None = None) -> int:
     """Serve the page until SIGINT or SIGTERM; return the exit code (2: invalid options)."""
     args = options().parse_args(argv)
-    port = choose_port(args.host, args.port)
+    try:
+        port = choose_port(args.host, args.port)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
     if port is None:
         ports = f"Port {args.port}" if args.port is not None else f"Every port from {PORT} to {PORT + PORT_COUNT - 1}"
         print(f"{ports} on {args.host} is unavailable: choose another port with --port.", file=sys.stderr)
@@ -96,7 +103,6 @@ def main(argv: list[str] | None = None) -> int:
 def _serve(args: argparse.Namespace, port: int) -> int:
     set_environment_defaults()  # torch reads the variables when it is imported
     # Imported after the options are checked: these imports take seconds.
-    from specdemo.core.errors import UserError, check_temporary_folder
     from specdemo.native.build import native_library
     from specdemo.worker import run_in_thread
 

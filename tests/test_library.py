@@ -16,7 +16,7 @@ import specdemo
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
-LIGHT = ("specdemo", "specdemo.models.spec", "specdemo.models.zoo", "specdemo.recipe", "specdemo.cli")
+LIGHT = ("app", "specdemo", "specdemo.models.spec", "specdemo.models.zoo", "specdemo.recipe", "specdemo.cli")
 HEAVY = {"torch", "transformers", "gradio", "bitsandbytes", "accelerate", "huggingface_hub", "numpy"}
 
 

@@ -46,7 +46,7 @@ def chat(options: argparse.Namespace) -> int:
             return 0
         except KeyboardInterrupt:
             return 130
-        if line in ("/quit", "/exit"):
+        if line.partition(" ")[0] in ("/quit", "/exit"):
             return 0
         stop_flag().clear()  # set after an interrupt, by another thread
         try:
@@ -68,7 +68,7 @@ class Session:
         self.messages: list[dict[str, str]] = []
         self._pool = ModelPool()
         self._stores: dict[Any, Any] = {}
-        self._last: tuple[Any, Metrics] | None = None  # prompt and figures of the last answer
+        self._last: tuple[Recipe, Any, Metrics] | None = None  # recipe, prompt and figures of the last answer
 
     def enter(self, line: str) -> None:
         """Execute a command or answer a message. Raises `UserError`."""
@@ -100,17 +100,17 @@ class Session:
         """Decode the last answer again without drafts."""
         if self._last is None:
             raise UserError("there is no answer to compare: write a message first")
-        prompt, drafted = self._last
-        _, plain = self._show(replace(self.recipe, method="ar", use_cache=True), prompt, {})
+        recipe, prompt, drafted = self._last
+        _, plain = self._show(replace(recipe, method="ar", use_cache=True), prompt, {})
         if drafted.tokens_per_second and plain.tokens_per_second:
             ratio = drafted.tokens_per_second / plain.tokens_per_second
-            print(f"{self.recipe.method} decodes {ratio:.2f} times as fast as ar")
+            print(f"{recipe.method} decodes {ratio:.2f} times as fast as ar")
 
     def _answer(self, line: str) -> None:
         messages = [*self.messages, {"role": "user", "content": line}]
         prompt = messages if self.recipe.chat else line
         text, metrics = self._show(self.recipe, prompt, self._stores)
-        self._last = prompt, metrics
+        self._last = self.recipe, prompt, metrics
         if self.recipe.chat:
             self.messages = [*messages, {"role": "assistant", "content": text}]
 

@@ -146,7 +146,7 @@ def bind_replicas(options: argparse.Namespace) -> serve.Application:
 def serve_until_signal(options: argparse.Namespace) -> int:
     """Serve on this machine, or on the cluster of RAY_ADDRESS; return the exit code."""
     from specdemo.cli.service import warn_without_token
-    from specdemo.remote.serve import bind
+    from specdemo.remote.listener import bind
     from specdemo.signals import handle_signals
 
     warn_without_token(options)
@@ -175,7 +175,8 @@ def serve_until_signal(options: argparse.Namespace) -> int:
 def _start(options: argparse.Namespace, port: int) -> None:
     http = {"host": options.host, "port": port}
     if options.certificate:
-        http |= {"ssl_certfile": str(options.certificate), "ssl_keyfile": str(options.key)}
+        key = options.key or options.certificate  # Ray requires both names
+        http |= {"ssl_certfile": str(options.certificate), "ssl_keyfile": str(key)}
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(http_options=http, logging_config=_LOGGING)
     try:

@@ -11,7 +11,8 @@ from contextlib import closing
 from specdemo.cli.service import build_service, check_options, warn_without_token
 from specdemo.core.errors import UserError
 from specdemo.remote.connections import ConnectionLimits
-from specdemo.remote.serve import bind, listen
+from specdemo.remote.listener import bind
+from specdemo.remote.serve import listen
 
 
 def serve_pair(options: argparse.Namespace) -> int:

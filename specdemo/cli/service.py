@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import ssl
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -39,6 +42,7 @@ def check_options(options: argparse.Namespace) -> None:
     for path in (options.certificate, options.key):
         if path is not None and not path.is_file():
             raise UserError(f"file {path} does not exist: give certificate and key as PEM files")
+    _check_certificate(options.certificate, options.key)
     least, most = (1 if count is None else count for count in (options.min_replicas, options.max_replicas))
     if not options.ray and (options.min_replicas, options.max_replicas) != (None, None):
         raise UserError("min-replicas and max-replicas have no effect without --ray: add it")
@@ -48,6 +52,29 @@ def check_options(options: argparse.Namespace) -> None:
     if not 1 <= least <= most:
         raise UserError(f"min-replicas must be from 1 to max-replicas, not {least} of {most}")
     options.min_replicas, options.max_replicas = least, most
+
+
+class _Encrypted(Exception):
+    pass
+
+
+def _require_passphrase() -> str:
+    raise _Encrypted
+
+
+def _check_certificate(certificate: Path | None, key: Path | None) -> None:
+    if certificate is None:
+        if key is not None:
+            raise UserError("key has no effect without --certificate: add it")
+        return
+    try:
+        with suppress(_Encrypted):  # OpenSSL requests the passphrase later
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, _require_passphrase)
+    except OSError as error:
+        raise UserError(
+            f"certificate {certificate} with key {key or certificate} is unusable ({error.strerror}): give a "
+            "certificate and its private key as PEM files"
+        ) from error
 
 
 def served_recipe(flags: Mapping[str, Any]) -> Recipe:

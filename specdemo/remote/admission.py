@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import secrets
 import time
@@ -13,10 +14,13 @@ from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from specdemo.remote.access import is_foreign, is_known_host
+from specdemo.remote.connections import network_of
 from specdemo.remote.protocol import SESSION_HEADER, ErrorResponse
 
 _SESSION = re.compile(r"[A-Za-z0-9_-]{32,128}")
 _WRONG_TOKENS = (1.0, 20)  # attempts per second and address, and attempts in a burst
+_MOST_BUCKETS = 4096  # full buckets are retained below this number
+_PURGE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,14 @@ class RateLimiter:
         self._rate, self._burst = rate, burst
         self._clock = clock
         self._buckets: dict[str, tuple[float, float]] = {}  # remaining requests, time
+        self._next_purge = -math.inf
 
     def allow(self, address: str, cost: int = 1) -> bool:
         if not self._rate:
             return True
         now = self._clock()
-        if len(self._buckets) > 4096:
+        if len(self._buckets) > _MOST_BUCKETS and now >= self._next_purge:
+            self._next_purge = now + _PURGE_S
             self._buckets = {address: b for address, b in self._buckets.items() if self._refilled(b, now) < self._burst}
         left = self._refilled(self._buckets.get(address, (float(self._burst), now)), now)
         self._buckets[address] = (left - cost * (left >= 1), now)
@@ -92,15 +98,15 @@ def admission(
         allowed = request.headers.get("origin") in origins
         if request.method not in ("GET", "HEAD") and not allowed and is_foreign(request.headers):
             raise ServiceError(403, "origin", "pages of other sites cannot use this service: send no Origin")
-        address, token = _address(request), sent.credentials if sent and tokens else ""
+        client, token = network_of(_address(request)), sent.credentials if sent and tokens else ""
         if tokens and not _is_among(tokens, token):
-            if not failures.allow(address):
+            if not failures.allow(client):
                 raise ServiceError(429, "busy", "too many wrong tokens from this address: try again in a few seconds")
             raise ServiceError(
                 401, "unauthorised", "the bearer token is missing or wrong: set SPECDEMO_TOKEN to the service's token"
             )
         request.state.token = token
-        if not rates.allow(token if len(tokens) > 1 else address):
+        if not rates.allow(token if len(tokens) > 1 else client):
             raise ServiceError(429, "busy", "too many requests from this client: reduce the request rate")
 
     return admit

@@ -23,9 +23,10 @@ from specdemo.remote.access import is_loopback
 
 _CHECK_S = 1.0
 _GRACE_S = 1.0
+_REFUSAL = b"too many connections: retry"
 _FULL = (
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain\r\ncontent-length: 26\r\n"
-    b"connection: close\r\n\r\ntoo many connections: retry"
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain\r\ncontent-length: %d\r\n"
+    b"connection: close\r\n\r\n%s" % (len(_REFUSAL), _REFUSAL)
 )
 _WS_BYTES = 4096  # largest message; browsers send none
 _TRY_LATER = 1013  # close code of WebSockets

@@ -266,8 +266,7 @@ class Contexts:
             check_token_ids(tokens, self.vocab_size)
             self._check_length(len(tokens))
             for count in context.cache.prefill(tokens):
-                self._contexts[key] = context
-                context.last_used = self.clock()
+                self._store(key, context)
                 yield PrefillPosition(count)
 
     def verify(self, request: VerifyRequest, owner: str = "", retry_key: str = "") -> VerifyResponse:
@@ -320,12 +319,15 @@ class Contexts:
         context.request, context.response = request, response
         accepted = [draft.tokens[node] for node in response.accepted_nodes]
         context.tokens = [*tokens, *accepted, *([] if response.token is None else [response.token])]
-        context.last_used = self.clock()
-        self._contexts[key] = context
-        self._contexts.move_to_end(key)
+        self._store(key, context)
         if not response.wanted:
             self.observe(request, response)
         return response
+
+    def _store(self, key: tuple[str, str], context: EdgeContext) -> None:
+        context.last_used = self.clock()
+        self._contexts[key] = context
+        self._contexts.move_to_end(key)
 
     def stream(self, request: StreamRequest) -> Iterator[int | PrefillPosition]:
         """Decode autoregressively up to a stop token or the context length, after the prefill."""

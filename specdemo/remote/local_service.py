@@ -154,8 +154,10 @@ class LocalServices:
             for key in keys:
                 if key not in self._running:
                     self._running[key] = self._start(spec, count)
-                self._running[key].users += 1
-            return [self._running[key] for key in keys]
+            processes = [self._running[key] for key in keys]
+            for process in processes:
+                process.users += 1
+            return processes
 
     def _release(self, processes: Iterable[ServiceProcess]) -> None:
         with self._lock:

@@ -19,7 +19,6 @@ import uvicorn
 from fastapi import FastAPI
 
 from specdemo.core.banned_text import BannedText
-from specdemo.core.errors import UserError
 from specdemo.models.hub import Hub
 from specdemo.models.identity import identify
 from specdemo.models.kv_cache import CachedModel
@@ -96,19 +95,6 @@ def serve_model(
     )
     worker = Worker(waiting=waiting, prepare=thread_initializer(), texts=texts, has_memory=has_memory_for_text)
     return create_app(info, contexts, worker, token=token, limits=limits, local=local, origins=origins)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Bind a socket; port 0 selects a free port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # lets asyncio disable Nagle
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise UserError(f"cannot listen on {host}:{port} ({error}): choose another --port or --host") from error
-    return listener
 
 
 class _Server(uvicorn.Server):

@@ -85,6 +85,17 @@ def test_a_comparison_repeats_the_answer(target: str, capsys: pytest.CaptureFixt
     assert again[: len(first) - 1] == first[:-1] and not session.messages
 
 
+def test_a_comparison_names_the_method_of_the_answer(typed: Callable[..., tuple[int, str, str]]) -> None:
+    _, out, _ = typed(MESSAGE, "/method suffix", "/gamma 2", "/compare")
+    assert re.search(r"^nasd decodes [\d.]+ times as fast as ar$", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("line", ["/quit now", "/exit soon"])
+def test_words_after_quit_are_ignored(line: str, typed: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, err = typed(line, "/help")
+    assert code == 0 and "/method NAME" not in out and not err
+
+
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [

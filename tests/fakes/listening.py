@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from specdemo.remote import serve
+from specdemo.remote.listener import bind
 
 
 @contextmanager
 def listening(app: Any, **options: Any) -> Iterator[tuple[str, int]]:
     """Serve `app` on a free port with `options` of `serve.listen`; yield the address."""
-    listener, ready = serve.bind("127.0.0.1", 0), threading.Event()
+    listener, ready = bind("127.0.0.1", 0), threading.Event()
     stdin, end = socket.socketpair()
     options |= {"stdin": stdin.makefile("rb"), "announce": ready.set}
     thread = threading.Thread(target=serve.listen, args=(app, listener), kwargs=options)

@@ -83,6 +83,21 @@ def test_rate_limit_per_address() -> None:
     assert (first.status_code, second.status_code, second.json()["code"]) == (200, 429, "busy")
 
 
+def test_many_addresses_are_examined_once_per_second() -> None:
+    now, examined = [0.0], [0]
+
+    class Counting(RateLimiter):
+        def _refilled(self, *arguments: Any) -> float:
+            examined[0] += 1
+            return super()._refilled(*arguments)
+
+    rates = Counting(1.0, 2, clock=lambda: now[0])
+    assert all(rates.allow(f"{i}") for i in range(6000)) and examined[0] < 20_000
+    now[0] = 1.0
+    assert rates.allow("0") and len(rates._buckets) == 1  # the others are full
+    assert rates.allow("0") and not rates.allow("0")
+
+
 # --- invalid requests --------------------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[Any, int, str]] = {
@@ -339,6 +354,9 @@ def test_model_error_affects_only_its_request() -> None:
         (["serve", "--port", "70000"], "cannot listen on"),
         (["serve", "--queue", "0"], "queue must be at least 1"),
         (["serve", "--certificate", "/nowhere"], "file /nowhere does not exist"),
+        (["serve", "--key", __file__], "key has no effect without --certificate: add it"),
+        (["serve", "--ray", "--key", __file__], "key has no effect without --certificate: add it"),
+        (["serve", "--certificate", __file__], f"certificate {__file__} with key {__file__} is unusable"),
         (["serve", "--target", "/nowhere"], "/nowhere"),
         (["run", "x", "--rtt-ms", "3"], "has no effect without --remote"),
         (["run", "x", "--remote", "nowhere"], "give http://host:port"),

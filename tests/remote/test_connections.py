@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, ExitStack, suppress
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,13 @@ def test_open_connections_are_limited_in_total() -> None:
         assert answers[:3] == [b"200"] * 3 and set(answers[3:]) <= {b"503", b""}
         while responses(address, 1) != [b"200"]:  # places are free again
             pass
+
+
+def test_a_refusal_is_complete() -> None:
+    with served(ConnectionLimits(total=0)) as address, connect(address) as client:
+        response = HTTPResponse(client)
+        response.begin()
+        assert response.status == 503 and response.read() == b"too many connections: retry"
 
 
 def test_open_connections_are_limited_per_visitor(monkeypatch: pytest.MonkeyPatch) -> None:

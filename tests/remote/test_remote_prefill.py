@@ -82,6 +82,27 @@ def test_a_context_cannot_be_used_twice_during_its_prefill() -> None:
     assert table.verify(request).step == 0 and table.delete("a")
 
 
+@pytest.mark.parametrize("options", [{"max_contexts": 2}, {"expiry_s": 3.0}])
+def test_a_prefill_counts_as_use(options: dict[str, Any]) -> None:
+    """Context "a" is older than "b", and reads another text after it; "c" evicts."""
+    now = [0.0]
+    table = Contexts(SlowCache, vocab_size=VOCAB, context=64, clock=lambda: now[0], **options)
+
+    def request(name: str, **changes: Any) -> VerifyRequest:
+        return VerifyRequest(
+            **{"context_id": name, "step": 0, "base": 0, "k": 0, "tokens": [*PROMPT], "config": COUPLED, **changes}
+        )
+
+    for second, name in enumerate(("a", "b")):
+        now[0] = float(second)
+        table.verify(request(name))
+    now[0] = 3.0
+    assert list(table.prefill(request("a", epoch=1, tokens=LONG_TEXT)))
+    now[0] = 5.0
+    table.verify(request("c"))
+    assert table.delete("a") and not table.delete("b") and table.delete("c")
+
+
 class Reading(DirectClient):
     """Service that reads `rate` tokens per second of its clock, and stops at `stuck`."""
 

@@ -16,6 +16,7 @@ from fastapi.testclient import TestClient
 from specdemo.cli import main
 from specdemo.remote import serve
 from specdemo.remote.admission import ServiceLimits
+from specdemo.remote.listener import bind
 from specdemo.remote.protocol import CODECS, VerifyRequest, digest
 from specdemo.remote.server import SERVICE_ROUTES, create_app
 from specdemo.worker import Worker
@@ -74,6 +75,20 @@ def test_only_wrong_tokens_are_limited() -> None:
     assert status(guessing, "secret") == 200 and status(other, "a") == 401
     now[0] = 2.0
     assert [status(guessing, token) for token in ("secret", "a", "b", "secret", "c")] == [200, 401, 401, 200, 429]
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"), [({}, 401), ({"limits": ServiceLimits(requests_per_second=1e-6, burst=20)}, 200)]
+)
+def test_addresses_of_an_ipv6_network_share_their_limits(limits: dict[str, Any], expected: int) -> None:
+    app = application(token="secret", clock=lambda: 0.0, **limits)
+
+    def status(address: str) -> int:
+        token = "secret" if limits else "wrong"
+        return TestClient(app, client=(address, 1)).get("/v1/target", headers=bearer(token)).status_code
+
+    statuses = [status(f"2001:db8:0:1::{i:x}") for i in range(22)]
+    assert statuses == [expected] * 20 + [429] * 2 and status("2001:db8:0:2::1") == expected
 
 
 def bearer(token: str, session: str = "") -> dict[str, str]:
@@ -209,7 +224,7 @@ def test_no_connection_is_accepted_while_jobs_are_stopped() -> None:
                 self.refused = error
             super().close(timeout, drain_s)
 
-    worker, listener, (stdin, end) = Probe(), serve.bind("127.0.0.1", 0), socket.socketpair()
+    worker, listener, (stdin, end) = Probe(), bind("127.0.0.1", 0), socket.socketpair()
     address = listener.getsockname()
     options = {"stdin": stdin.makefile("rb"), "announce": end.close}
     serve.listen(create_app(INFO, contexts(), worker), listener, **options)

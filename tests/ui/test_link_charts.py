@@ -543,6 +543,22 @@ def test_idle_service_is_stopped() -> None:
     assert fake.started[0].process.wait(PATIENCE) is not None
 
 
+def test_a_service_is_idle_if_another_of_its_target_cannot_be_started() -> None:
+    fake = FakeProcesses()
+
+    def start(spec: ModelSpec, count: int) -> ServiceProcess:
+        if len(fake.started) == 1 and spec == ONE:
+            raise UserError("no temporary file can be written")
+        return fake(spec, count)
+
+    services = LocalServices(start=start)
+    with pytest.raises(UserError, match="no temporary file"), services.running({ONE: 2}):
+        pass
+    with services.running({TWO: 1}):
+        assert [process.alive for process in fake.started] == [False, True]
+    services.close()
+
+
 def test_failed_start_reports_the_error() -> None:
     script = "import sys; print('warning: x', file=sys.stderr); sys.exit('specdemo: there is no model of that name')"
     services = LocalServices(start=lambda spec, count: ServiceProcess.start([sys.executable, "-S", "-c", script]))
