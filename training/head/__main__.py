@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--check-every", type=int, default=250, help="steps between evaluations")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cpu", help="the attention of eagle3 and block needs a CPU")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
 
@@ -104,7 +104,7 @@ def main() -> None:
         held_out.step, held_out.tokens = step, batches.tokens_before(step)
         return batches(step)
 
-    every = options.check_every // 10
+    every = max(1, options.check_every // 10)
     schedule = Schedule(steps=options.steps, lr=options.lr, warmup=50, decay_part=0.2, save_every=every)
     loss = partial(objective.loss, head, target, options.unrolled)
     fit(head, loss, batch, schedule, options.out / "state.pt", held_out, "head")
