@@ -35,7 +35,7 @@ window.addEventListener("specdemo:failed", () => {
 window.addEventListener("resize", drawSpeedCurve, { signal: listeners.signal });
 
 function save(text, name, type) {
-  if (!text) return setStatus("failed", "the server no longer stores this run: run it again");
+  if (!text) return showMissing(text);
   download(text, name, type);
 }
 
