@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from playwright.sync_api import Page, Route, expect
@@ -68,3 +69,19 @@ def test_failed_exports_and_details_can_be_repeated(page: Page) -> None:
     page.locator("#figures summary").first.click()
     expect(page.locator("#rounds tbody tr").first).to_be_visible()
     assert counted(saved(page)) == drawn(page)
+
+
+def test_a_rejected_run_ends_without_a_headline(tab: Any) -> None:
+    """In a new tab, and after an earlier run."""
+    page = tab()
+    button, headline = page.locator("#run"), page.locator("#headline")
+    for _ in range(2):
+        page.route("**/queue/join*", lambda route: route.fulfill(status=429, json={"detail": "too many requests"}))
+        run(page, CODE)
+        status(page, "failed: ")
+        expect(button).to_have_attribute("aria-disabled", "false")
+        expect(headline).to_be_empty()
+        page.unroute("**/queue/join*")
+        run(page, CODE, tokens=8)
+        status(page, "done")
+        expect(headline).not_to_be_empty()

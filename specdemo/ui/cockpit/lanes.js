@@ -301,7 +301,7 @@ function endRun(phase, sentence) {
   element.dataset.stopping = "no";
   $(".cockpit").dataset.phase = phase;
   setText($("#status"), sentence);
-  if (!state.headline || pending.length) clearHeadline();
+  if (state?.run !== run || !state.headline || pending.length) clearHeadline();
   markButtons();
 }
 
