@@ -85,3 +85,12 @@ def test_a_rejected_run_ends_without_a_headline(tab: Any) -> None:
         run(page, CODE, tokens=8)
         status(page, "done")
         expect(headline).not_to_be_empty()
+
+
+def test_copying_without_a_clipboard_is_reported(tab: Any) -> None:
+    """Browsers have no clipboard over plain HTTP."""
+    page = tab("Object.defineProperty(navigator, 'clipboard', { value: undefined });")
+    run(page, CODE, tokens=8)
+    status(page, "done")
+    page.locator("#copy-spec").click()
+    expect(page.locator("#copy-spec")).to_have_text("Not permitted")
