@@ -265,11 +265,12 @@ class Visitors:
         self._limits, self._clock = limits, clock
         self._runs: dict[str, list[tuple[float, Callable[[], Stream[Any] | None]]]] = {}
 
-    def admit(self, address: str) -> None:
+    def admit(self, address: str, replaced: Stream[Any] | None = None) -> None:
+        """Raise `UserError` above a limit, without counting `replaced`."""
         now, limits = self._clock(), self._limits
         self._forget(now)
         runs = self._runs.get(network_of(address), ())
-        active = sum(_is_active(run) for _, run in runs)
+        active = sum(_is_active(run) and run() is not replaced for _, run in runs)
         if limits.at_once is not None and active >= limits.at_once:
             count = "1 run" if active == 1 else f"{active} runs"
             raise UserError(f"you already have {count} in progress: stop one, or wait until it ends")

@@ -200,8 +200,8 @@ class Service:
     def _start_bench(
         self, job: Callable[[], Iterator[BenchProgress | dict[str, Any]]], visitor: str, address: str
     ) -> Stream[BenchProgress | dict[str, Any]]:
+        stream = self._admit(lambda: _measured(job()), address, visitor, replaced=self._benches.get(visitor))
         self.stop_bench(visitor)
-        stream = self._admit(lambda: _measured(job()), address, visitor)
         self._benches[visitor] = stream
         return stream
 
@@ -302,14 +302,19 @@ class Service:
 
     def forget(self, visitor: str) -> None:
         """End the visitor's conversation. A run under way keeps its stores, and releases them."""
-        for lane, stores in self._stores.get(visitor, {}).items():
-            self._stores[visitor][lane] = {key: store for key, store in stores.items() if key != CONVERSATION}
+        lanes = self._stores.get(visitor, {})
+        for lane, stores in list(lanes.items()):  # a job may add lanes
+            remaining = stores.copy()
+            remaining.pop(CONVERSATION, None)
+            lanes[lane] = remaining
         self.conversations.pop(visitor, None)
         self.footers.pop(visitor, None)
 
-    def _admit(self, job: Callable[[], Iterator[T]], address: str, visitor: str = "") -> Stream[T]:
+    def _admit(
+        self, job: Callable[[], Iterator[T]], address: str, visitor: str = "", replaced: Stream[Any] | None = None
+    ) -> Stream[T]:
         with self._admission:
-            self._visitors.admit(address)
+            self._visitors.admit(address, replaced)
             stream = self._submit(job, visitor or network_of(address))
             self._visitors.entered(address, stream)
         return stream

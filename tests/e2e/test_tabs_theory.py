@@ -7,9 +7,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, end, header
 from playwright.sync_api import Page, expect
 
-from e2e.page_fixtures import CODE, run, saved, spans, status
+from e2e.page_fixtures import CODE, run, saved, show, spans, status
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -100,6 +101,14 @@ def test_run_appears_on_every_curve(page: Page) -> None:
     assert 1 + round(gamma) * (y - low) / (high - low) == pytest.approx(m["tokens_per_target_pass"], abs=0.02)
     page.get_by_role("button", name="Published tables and this run").click()
     expect(page.locator(".figures strong", has_text="this run")).to_have_count(5)
+
+
+def test_timeline_shows_the_displayed_run(page: Page) -> None:
+    show(page, header(), PREFILL, REJECTION, ALL_KEPT, end())
+    enter(page, "calls-first", "100")
+    expect(page.locator("#theory-calls")).to_contain_text("choose an earlier first token")
+    enter(page, "calls-first", "0")
+    expect(page.locator("#theory-calls .draft title").first).to_contain_text("drafter call 1 of 3: 'b' accepted")
 
 
 def test_charts_are_saved_as_pictures(page: Page) -> None:

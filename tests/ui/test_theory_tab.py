@@ -236,6 +236,16 @@ def test_published_tables_and_rows_of_the_run() -> None:
     assert {"5", "**this run**, 2.50"} <= {row[0] for row in rows} and all(len(row) == len(head) for row in rows)
 
 
+def test_missing_timelines_have_a_cause_and_a_remedy() -> None:
+    running, untimed = Run((SPEC,)), [step(i, pieces=["x"], draft_s=0, verify_s=0, host_s=0) for i in (0, 1)]
+    remote = header(recipe={"method": "draft", "gamma": 3, "temperature": 0, "cloud": {"remote": "x"}})
+    assert all("press Run" in tables.calls_view(run, 0, 16) for run in (None, running))
+    for run in (ended(untimed, plain=False), ended(plain=False, head=remote)):
+        assert "choose mode off and no external engine" in tables.calls_view(run, 0, 16)
+    assert "<svg" in tables.calls_view(ended(), 0, 16)
+    assert "choose an earlier first token" in tables.calls_view(ended(), 100, 16)
+
+
 def test_tables_without_a_run_or_without_costs() -> None:
     papers = (tables.guide_table, tables.leviathan_table_1, tables.leviathan_table_2, tables.chen_table)
     assert not any("this run" in table(None) for table in papers)

@@ -13,7 +13,10 @@ import pytest
 
 from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
+from specdemo.pipeline import CONVERSATION
+from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
+from specdemo.ui import service as service_module
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.service import REMEMBERED, Health, Service
@@ -72,6 +75,68 @@ def test_queue_length_follows_the_limit() -> None:
         service.start([("spec", Recipe())], "x")
     gate.set()
     assert all(stream.wait(PATIENCE) for stream in streams)
+    service.worker.close()
+
+
+@pytest.mark.parametrize("limits", [HostLimits(per_minute=1), HostLimits(queue=1)])
+def test_refused_benches_leave_the_running_one(limits: HostLimits, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, gate, address = threading.Event(), threading.Event(), "192.0.2.1"
+
+    def measured(*_: Any) -> Iterator[dict[str, Any]]:
+        inside.set()
+        assert gate.wait(PATIENCE)
+        yield {}
+
+    monkeypatch.setattr(service_module, "measure", measured)
+    service, bench = Service(ModelPool(), lambda *_: iter([{}]), limits), ([Recipe()], [Prompt("code", "code", "x")])
+    former = service.bench(*bench, "visitor", address)
+    assert inside.wait(PATIENCE)
+    if limits.queue == 1:
+        service.start([("spec", Recipe())], "x")  # fills the queue
+    with pytest.raises((UserError, WorkerBusy), match="1 runs"):
+        service.bench(*bench, "visitor", address)
+    assert not former.stopping
+    gate.set()
+    assert former.wait(PATIENCE) and former.items == [{}]
+    service.worker.close()
+
+
+def test_a_new_bench_replaces_the_running_one_within_the_limit_of_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, address = threading.Event(), "192.0.2.1"
+
+    def measured(*_: Any) -> Iterator[dict[str, Any]]:
+        assert gate.wait(PATIENCE)
+        yield {}
+
+    monkeypatch.setattr(service_module, "measure", measured)
+    service = Service(ModelPool(), lambda *_: iter([{}]), HostLimits(at_once=1))
+    bench = ([Recipe()], [Prompt("code", "code", "x")])
+    former = service.bench(*bench, "visitor", address)
+    latest = service.bench(*bench, "visitor", address)
+    assert former.stopping and not latest.stopping
+    with pytest.raises(UserError, match="2 runs in progress"):
+        service.bench(*bench, "other visitor", address)
+    gate.set()
+    assert latest.wait(PATIENCE) and latest.items == [{}]
+    service.worker.close()
+
+
+def test_a_conversation_ends_while_a_run_adds_a_lane() -> None:
+    class Stores(dict[str, Any]):
+        def items(self) -> Any:
+            return self.with_lane().items()
+
+        def copy(self) -> Any:
+            return self.with_lane()
+
+        def with_lane(self) -> dict[str, Any]:
+            lanes["ar"] = {}
+            return {**self}
+
+    service = Service(ModelPool(), lambda *_: iter(()))
+    lanes = service._stores["visitor"] = {"spec": Stores({"ngrams": 1, CONVERSATION: 2})}
+    service.forget("visitor")
+    assert lanes == {"spec": {"ngrams": 1}, "ar": {}}
     service.worker.close()
 
 

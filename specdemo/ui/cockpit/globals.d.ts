@@ -4,7 +4,8 @@ declare const element: any; // root of the component; its descendants have many 
 declare const props: { value: string | null; max_trace: number };
 declare function watch(property: string, callback: () => void): void;
 
-type Query = (argument: unknown) => Promise<string | null>;
+// Unknown runs result in null, failed requests in undefined.
+type Query = (argument: unknown) => Promise<string | null | undefined>;
 declare const server: Record<
   "trace" | "csv" | "svg" | "round" | "figures" | "web_page" | "trace_since" | "import_trace" | "recorded" | "stop_run",
   Query

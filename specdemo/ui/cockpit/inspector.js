@@ -51,7 +51,7 @@ async function inspectStep(name, i) {
   Object.assign(selected, { lane: name, i });
   const text = await server.round([runId, name, i]);
   if (request !== selected.request || runId !== run) return; // superseded by a later request
-  if (!text) return setStatus("failed", "the server no longer stores this run: run it again");
+  if (!text) return showMissing(text);
   drawStepDetails(JSON.parse(text));
   if (previousLane !== name && $("#figures").open) showFigures();
 }
@@ -155,7 +155,7 @@ async function showFigures() {
   figuresOf = name;
   const text = await server.figures([runId, name]);
   if (runId !== run || figuresOf !== name) return;
-  if (!text) return setStatus("failed", "the server no longer stores this run: run it again");
+  if (!text) { figuresOf = null; return showMissing(text); }
   const figures = JSON.parse(text);
   $("#chart-positions").replaceChildren(chartPositions(figures.positions));
   $("#chart-times").replaceChildren(chartTimes(figures.rows));

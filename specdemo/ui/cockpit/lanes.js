@@ -43,7 +43,7 @@ function receiveFrame(frame) {
   }
   lastFrameAt = performance.now();
   disconnectedAt = null;
-  if (stopRequested) { stopRequested = false; server.stop_run(run); }
+  if (stopRequested) { stopRequested = false; requestStop(); }
   if (frame.at > received) return catchUp();
   const records = frame.r.slice(received - frame.at);
   received += records.length;
@@ -59,12 +59,13 @@ function receiveFrame(frame) {
 async function catchUp() {
   if (catchingUp || run === null) return;
   catchingUp = true;
+  const id = run;
   try {
-    const missed = await server.trace_since([run, received]);
+    const missed = await server.trace_since([id, received]);
+    if (id !== run) return;
     if (missed) receiveFrame(JSON.parse(missed));
+    else if (missed === undefined) reconnect();
     else if (busy) endRun("failed", "failed: the server no longer stores this run");
-  } catch {
-    reconnect();
   } finally {
     catchingUp = false;
   }
@@ -215,6 +216,10 @@ function setStatus(phase, text) {
   setText($("#status"), text ? `${phase}: ${text}` : phase);
 }
 
+function showMissing(answer) {
+  setStatus("failed", answer === undefined ? "the request failed: try again" : "the server no longer stores this run: run it again");
+}
+
 function showClock() { if (busy) setText($(".clock"), `${(((complete() ? lastFrameAt : performance.now()) - startedAt) / 1000).toFixed(1)} s`); }
 
 let clock = 0; // timer, which runs during runs only
@@ -296,7 +301,7 @@ function endRun(phase, sentence) {
   element.dataset.stopping = "no";
   $(".cockpit").dataset.phase = phase;
   setText($("#status"), sentence);
-  if (!state.headline || pending.length) clearHeadline();
+  if (state?.run !== run || !state.headline || pending.length) clearHeadline();
   markButtons();
 }
 
@@ -312,5 +317,13 @@ function stop() {
   element.dataset.stopping = "yes";
   skipPacing = !frozen;
   setStatus("stopping", "");
-  run === null ? (stopRequested = true) : server.stop_run(run);
+  run === null ? (stopRequested = true) : requestStop();
+}
+
+async function requestStop() {
+  const id = run;
+  if ((await server.stop_run(id)) !== undefined || id !== run || !busy) return;
+  element.dataset.stopping = "no";
+  frozen = false;
+  setStatus("failed", "the request failed: press Stop again");
 }

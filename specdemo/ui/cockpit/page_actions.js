@@ -35,14 +35,14 @@ window.addEventListener("specdemo:failed", () => {
 window.addEventListener("resize", drawSpeedCurve, { signal: listeners.signal });
 
 function save(text, name, type) {
-  if (!text) return setStatus("failed", "the server no longer stores this run: run it again");
+  if (!text) return showMissing(text);
   download(text, name, type);
 }
 
 for (const [name, { lane }] of Object.entries(lanes)) {
   const text = () => [...lane.querySelectorAll(".given, .tok")].filter((span) => !DISCARDED.has(span.dataset.kind)).map((span) => span.textContent).join("");
   $(`#copy-${name}`).addEventListener("click", async (e) => {
-    const result = await navigator.clipboard.writeText(text()).then(() => "Copied", () => "Not permitted");
+    const result = await (navigator.clipboard?.writeText(text()) ?? Promise.reject()).then(() => "Copied", () => "Not permitted");
     setText(e.target, result);
     setTimeout(() => setText(e.target, "Copy text"), 1500);
   });

@@ -197,7 +197,7 @@ def theory_tab(runs: RunStore, tab: gr.Tab) -> None:
     table_by_gamma = gr.Markdown(elem_id="theory-by-gamma", elem_classes="figures")
     with gr.Accordion("Published tables and this run", open=False, elem_id="theory-papers"):
         paper_tables = [gr.Markdown(elem_classes="figures") for _ in range(4)]
-    _calls_section(runs.latest, tab)
+    _calls_section(runs, shown_id, tab)
     residual_example(tab)
 
     def measured(run_id: Any, request: gr.Request) -> tuple[TheoryPoint | None, str]:
@@ -231,23 +231,32 @@ def theory_tab(runs: RunStore, tab: gr.Tab) -> None:
     set_sliders.click(set_to_run, shown_id, sliders, **shown).then(draw, [shown_id, *sliders], drawn, **shown)
 
 
-def _calls_section(latest_run: Callable[[str], Run | None], tab: gr.Tab) -> None:
+def calls_view(run: Run | None, first_token: int, tokens: int) -> str:
+    if run is None or not run.over:
+        return "<p>No run available: press Run, tick Compare, and add other draft lengths.</p>"
+    lanes = list(run.lanes.values())
+    if picture := calls_svg(lanes, first_token, tokens):
+        return picture
+    if calls_svg(lanes, 0, tokens):
+        return "<p>The run ends before this token: choose an earlier first token.</p>"
+    return "<p>No lane has times of local steps: choose mode off and no external engine, then press Run.</p>"
+
+
+def _calls_section(runs: RunStore, shown_id: gr.Textbox, tab: gr.Tab) -> None:
     gr.Markdown(_CALLS_INTRO)
     with gr.Row():
         first = gr.Slider(0, 200, 0, step=1, label="First token", min_width=220, elem_id="theory-calls-first")
         count = gr.Slider(4, 64, 16, step=4, label="Tokens", min_width=220, elem_id="theory-calls-count")
     picture = gr.HTML(elem_id="theory-calls", css_template=CALLS_CSS, apply_default_css=False)
 
-    def draw(request: gr.Request, start: Any, tokens: Any) -> Any:
-        run = latest_run(request.session_hash or "")
-        if run is None or not run.over:
-            return "<p>No run available: press Run, tick Compare, and add other draft lengths.</p>"
+    def draw(request: gr.Request, run_id: Any, start: Any, tokens: Any) -> Any:
         if not all(isinstance(value, (int, float)) and 0 <= value <= 1000 for value in (start, tokens)):
             return gr.skip()
-        return calls_svg(list(run.lanes.values()), int(start), max(1, int(tokens))) or "<p>The run was remote.</p>"
+        run = runs.get(run_id) or runs.latest(request.session_hash or "")
+        return calls_view(run, int(start), max(1, int(tokens)))
 
-    triggers = [tab.select, first.change, count.change]
-    gr.on(triggers, draw, [first, count], picture, trigger_mode="always_last", **UNPROCESSED)
+    triggers, inputs = [tab.select, first.change, count.change], [shown_id, first, count]
+    gr.on(triggers, draw, inputs, picture, js=SHOWN_RUN_JS, trigger_mode="always_last", **UNPROCESSED)
 
 
 def _plots() -> list[gr.HTML]:

@@ -1,0 +1,96 @@
+"""Requests of the page that fail: the run continues, and the cause is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, Route, expect
+
+from e2e.page_fixtures import CODE, Scripts, counted, drawn, run, saved, spans, status
+
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
+
+QUERIES = "**/component_server/"
+FAILED = "failed: the request failed: try again"
+FAILURES: dict[str, Callable[[Route], None]] = {
+    "network": lambda route: route.abort(),
+    "rate": lambda route: route.fulfill(status=429, json={"detail": "too many requests"}),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_run_survives_failed_requests_for_frames(page: Page, scripts: Scripts, failure: str) -> None:
+    scripts.held_after = 4
+    with page.expect_request(QUERIES):  # after a while without frames
+        page.route(QUERIES, FAILURES[failure], times=2)
+        run(page, CODE, tokens=48)
+    status(page, "reconnecting")
+    scripts.gate.set()
+    status(page, "done: 48 tokens")
+    page.unroute(QUERIES)
+    assert drawn(page) == counted(saved(page))
+
+
+def test_a_run_that_the_server_dropped_fails(page: Page, scripts: Scripts) -> None:
+    scripts.held_after = 4
+    page.route(QUERIES, lambda route: route.fulfill(body="null", content_type="application/json"), times=1)
+    run(page, CODE, tokens=48)
+    status(page, "failed: the server no longer stores this run")
+    scripts.gate.set()
+
+
+@pytest.mark.parametrize("pace", ["instant", "readable"])
+def test_stop_can_be_repeated_after_a_failed_request(page: Page, pace: str) -> None:
+    page.locator("#pace").select_option(pace)
+    run(page, "endless")
+    spans(page, 10)
+    with page.expect_request(QUERIES):
+        page.route(QUERIES, FAILURES["network"], times=1)
+        page.locator("#stop").click()
+    expect(page.locator("[data-stopping]")).to_have_attribute("data-stopping", "no")
+    spans(page, page.locator("#lane-spec .tok").count() + 1)
+    page.locator("#stop").click()
+    status(page, "stopped")
+
+
+def test_failed_exports_and_details_can_be_repeated(page: Page) -> None:
+    run(page, CODE, tokens=8)
+    status(page, "done")
+    actions = ("#trace-spec", "#save-page", "#lane-spec [data-kind=accepted] >> nth=0", "#figures summary >> nth=0")
+    for action in actions:
+        with page.expect_request(QUERIES):
+            page.route(QUERIES, FAILURES["network"], times=1)
+            page.locator(action).click()
+        status(page, FAILED)
+        page.evaluate("document.getElementById('status').textContent = ''")
+    page.locator("#figures summary").first.click()
+    page.locator("#figures summary").first.click()
+    expect(page.locator("#rounds tbody tr").first).to_be_visible()
+    assert counted(saved(page)) == drawn(page)
+
+
+def test_a_rejected_run_ends_without_a_headline(tab: Any) -> None:
+    """In a new tab, and after an earlier run."""
+    page = tab()
+    button, headline = page.locator("#run"), page.locator("#headline")
+    for _ in range(2):
+        page.route("**/queue/join*", lambda route: route.fulfill(status=429, json={"detail": "too many requests"}))
+        run(page, CODE)
+        status(page, "failed: ")
+        expect(button).to_have_attribute("aria-disabled", "false")
+        expect(headline).to_be_empty()
+        page.unroute("**/queue/join*")
+        run(page, CODE, tokens=8)
+        status(page, "done")
+        expect(headline).not_to_be_empty()
+
+
+def test_copying_without_a_clipboard_is_reported(tab: Any) -> None:
+    """Browsers have no clipboard over plain HTTP."""
+    page = tab("Object.defineProperty(navigator, 'clipboard', { value: undefined });")
+    run(page, CODE, tokens=8)
+    status(page, "done")
+    page.locator("#copy-spec").click()
+    expect(page.locator("#copy-spec")).to_have_text("Not permitted")
