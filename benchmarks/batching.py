@@ -20,14 +20,15 @@ import httpx
 from benchmarks.load import (
     LINK,
     PROMPT_STEP,
-    Tallies,
+    Visit,
     ar_texts,
-    figures,
     jain_index,
     page_process,
-    run_visitor,
+    seconds_since,
     stream_completion,
+    visit,
 )
+from benchmarks.page_client import PageClient
 from benchmarks.runs import cloud_service, possibly_failed
 from benchmarks.tables import Study, publish, study_command
 from specdemo.core.metrics import percentile
@@ -190,17 +191,45 @@ def _row(results: dict[tuple[str, int, str], Measured], load: str, count: int, _
     }
 
 
+def run_visitor(url: str, number: int, prompts: Sequence[Prompt], end: float, visits: list[tuple[Visit, int]]) -> None:
+    """Press Run until `end`, with another prompt each time."""
+    client, index = PageClient(url, f"visitor{number}"), number
+    settings = {"method": "nasd", "temperature": 0, "top-p": 1, "max-tokens": MAX_TOKENS, "compare": False}
+    while time.monotonic() < end:
+        chosen = index % len(prompts)
+        frames = client.frames({**settings, "prompt": prompts[chosen].text})
+        visits.append((visit(frames, seconds_since(time.monotonic())), chosen))
+        index += 7
+
+
+def visitor_figures(
+    visits: Sequence[Sequence[tuple[Visit, int]]], expected: Sequence[Sequence[int]]
+) -> dict[str, float]:
+    """Return the record of the table; `visits`: runs of each visitor with the index of their prompt."""
+    runs = [run for column in visits for run in column]
+    waits = [run.first_token_s for run, _ in runs if run.first_token_s is not None]
+    return {
+        "runs": len(runs),
+        "lost": sum(run.gaps > 0 or not run.over for run, _ in runs),
+        "wrong": sum(run.done and run.tokens != list(expected[prompt]) for run, prompt in runs),
+        "failed": sum(run.over and not run.done for run, _ in runs),
+        "p50_s": percentile(waits, 0.5),
+        "p95_s": percentile(waits, 0.95),
+        "fairness": jain_index([sum(run.done for run, _ in column) for column in visits]),
+    }
+
+
 def visitors(options: argparse.Namespace) -> None:
     """Load the page with visitors who press Run again after each run."""
     prompts = load_prompts()[::PROMPT_STEP]
     expected = ar_texts(Recipe(method="ar", temperature=0.0, max_tokens=MAX_TOKENS), prompts)
     records = []
     for mode, most in MODES.items():
-        visits: list[list[object]] = [[] for _ in range(options.visitors)]
+        visits: list[list[tuple[Visit, int]]] = [[] for _ in range(options.visitors)]
         with page_process(SPECDEMO_BATCH=most) as (url, _):
             end = time.monotonic() + options.seconds
             threads = [
-                threading.Thread(target=run_visitor, args=(url, number, prompts, MAX_TOKENS, end, visits[number]))
+                threading.Thread(target=run_visitor, args=(url, number, prompts, end, visits[number]))
                 for number in range(options.visitors)
             ]
             for thread in threads:
@@ -210,8 +239,7 @@ def visitors(options: argparse.Namespace) -> None:
             passes = httpx.get(f"{url}health").json()["texts_per_pass"]
         counts = [sum(passes.get(str(texts), 0) for texts in range(*bounds)) for bounds in pairwise(HISTOGRAM)]
         histogram = " / ".join(f"{count:,}" for count in counts) if passes else ""
-        record = figures(options.seconds / 60, visits, expected, [1.0], Tallies())
-        records.append({**record, "batching": mode, "histogram": histogram})
+        records.append({**visitor_figures(visits, expected), "batching": mode, "histogram": histogram})
     publish(options, "visitors", VISITOR_COLUMNS, records)
 
 

@@ -1,6 +1,7 @@
-"""Check the CUDA path on this machine's GPU: `python -m benchmarks.gpu_check`, with `--pair NAME` for a larger pair.
+"""Check the CUDA path on this machine's GPU: table `gpu_check` (docs/models.md).
 
-Each check runs in its own process, since a CUDA error ends all CUDA work of a process.
+`python -m benchmarks.gpu_check --pair bundled smollm2-135m --target DIRECTORY --write`. Each check runs in its own
+process, since a CUDA error ends all CUDA work of a process.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.tables import publish, run_study, study_parser
 from specdemo import generate
-from specdemo.bench.measure import copy_bandwidth
+from specdemo.bench.measure import copy_bandwidth, grid, measure
+from specdemo.bench.table import table
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, StepEvent
 from specdemo.core.sampling import Noise
@@ -30,7 +35,11 @@ from specdemo.models.engines.cuda_graphs import MAX_ROWS
 from specdemo.models.engines.select import engine_of
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel, load
+from specdemo.models.memory import release_memory
+from specdemo.models.memory_plan import plan_spec
 from specdemo.models.model_pool import ModelPool
+from specdemo.models.zoo import CHAT_PAIR, PAIRS
+from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 
 PROMPT = "def fibonacci(n):\n"
@@ -40,7 +49,12 @@ CRITICAL = 149.4  # 0.999 quantile of chi-square with 99 degrees of freedom
 LONG = 2_000  # tokens
 FREE_BYTES = 256 << 20  # left under memory pressure
 UTILISATION = 0.8  # of the copy bandwidth
+LEAST_PLAN = 0.9  # of the measured memory
 TIMEOUT_S = 1200
+
+FORMS = ("none", "int8", "nf4")
+TABLES = {"gpu_check": "docs/models.md"}
+COLUMNS = {name: f"{{{name}}}" for name in ("model", "check", "meaning", "result", "detail")}
 
 Check = Callable[[Recipe], str]
 
@@ -183,15 +197,49 @@ def verification(recipe: Recipe) -> str:
 
 
 def bandwidth(recipe: Recipe) -> str:
-    """AR decoding uses the memory bandwidth."""
-    pool, ar = ModelPool(), replace(recipe, method="ar", max_tokens=200)
-    text_of(ar, pool)
-    start = time.perf_counter()
-    count = len(text_of(ar, pool))
-    seconds = (time.perf_counter() - start) / count
-    loaded = pool.take(ar.target_spec)
-    share = loaded.weight_bytes / seconds / copy_bandwidth(loaded.model.device)
-    return f"{1 / seconds:.0f} tokens/s, {share:.0%} of the copy bandwidth (aim: {UTILISATION:.0%})"
+    """Use of the memory bandwidth by AR decoding."""
+    figures = []
+    for form in FORMS:
+        pool, ar = ModelPool(), replace(recipe, method="ar", quantization=form, max_tokens=200)
+        text_of(ar, pool)
+        start = time.perf_counter()
+        count = len(text_of(ar, pool))
+        seconds = (time.perf_counter() - start) / count
+        loaded = pool.take(ar.target_spec)
+        share = loaded.weight_bytes / seconds / copy_bandwidth(loaded.model.device)
+        figures.append(f"{form} {loaded.weight_bytes / 1e9:.2f} GB {1 / seconds:.0f} tokens/s, {share:.0%}")
+    return f"{'; '.join(figures)} of the copy bandwidth (aim: {UTILISATION:.0%})"
+
+
+def planned_memory(recipe: Recipe) -> str:
+    """The plan is not below the memory of tensors after a run."""
+    figures, least = [], float("inf")
+    for form in FORMS:
+        pool, ar = ModelPool(), replace(recipe, method="ar", quantization=form)
+        plan = plan_spec(ar.target_spec.resolved(), ar.max_tokens + len(PROMPT))
+        release_memory()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        text_of(ar, pool)
+        used, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+        least = min(least, plan.resting / used)
+        figures.append(
+            f"{form} {plan.resting / 1e9:.2f} of {used / 1e9:.2f} GB, peak {plan.peak / 1e9:.2f} of {peak / 1e9:.2f}"
+        )
+    return require(least >= LEAST_PLAN, f"planned of measured: {'; '.join(figures)}")
+
+
+def speed(recipe: Recipe) -> str:
+    """Speed-ups over AR decoding; greedy texts are those of AR decoding."""
+    methods = dict.fromkeys((recipe.method, "nasd"))
+    recipes = [replace(recipe, max_tokens=96, **values) for values in grid([*methods], [3], ["fixed"], [0.0, 1.0])]
+    prompts = load_prompts(chat=recipe.chat)
+    prompts = [prompt for prompt in prompts if prompt.kind == prompts[0].kind]
+    records = [item for item in measure(recipes, prompts, ModelPool()) if isinstance(item, dict)]
+    rows = table(recipes, records)
+    figures = ", ".join(f"{row.lane} {row.speedup:.2f}" for row in rows if row.speedup is not None)
+    same = all(row.same_text == row.prompts for row in rows if row.same_text is not None)
+    return require(same, f"{len(prompts)} prompts, AR {rows[0].tokens_per_second:.0f} tokens/s; {figures}")
 
 
 def sanitizer(recipe: Recipe) -> str:
@@ -199,7 +247,7 @@ def sanitizer(recipe: Recipe) -> str:
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         return "skipped: compute-sanitizer is not installed"
-    run = f"list(generate(Recipe(target={recipe.models[0]!r}, method='self', max_tokens=8), {PROMPT!r}))"
+    run = f"list(generate(Recipe(target={recipe.models[0]!r}, device='cuda', method='self', max_tokens=8), {PROMPT!r}))"
     script = f"from specdemo import Recipe, generate\nfor _ in range(3): {run}"
     command = [tool, "--error-exitcode", "1", sys.executable, "-c", script]
     result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
@@ -210,45 +258,65 @@ CHECKS: dict[str, Check] = {
     check.__name__: check
     for check in (
         *(int8, replay, second_gpu, memory_pressure, loading, reserved_memory),
-        *(float16_range, sampler, verification, bandwidth, sanitizer),
+        *(float16_range, sampler, verification, bandwidth, planned_memory, speed, sanitizer),
     )
 }
 
 
+MEASUREMENTS = ("verification", "bandwidth")
+
+
+def recipe_of(pair: str, target: str | None) -> Recipe:
+    """Return the greedy recipe of a pair, or of a target."""
+    settings: dict[str, Any] = {"device": "cuda", "temperature": 0.0, "max_tokens": 100}
+    if target:
+        return Recipe(target=target, method="nasd", **settings)
+    return Recipe(pair=pair, method="eagle" if PAIRS[pair].head else "draft", chat=pair == CHAT_PAIR, **settings)
+
+
 def run_check(name: str, recipe: Recipe) -> str:
+    """Return a line of result and detail."""
     try:
-        return f"passed: {CHECKS[name](recipe)}".replace("passed: skipped", "skipped")
+        detail = CHECKS[name](recipe)
+        return f"{'measured' if name in MEASUREMENTS else 'passed'}: {detail}".replace("passed: skipped", "skipped")
     except (CheckFailed, UserError, RuntimeError) as error:
         return f"failed: {next(iter(str(error).splitlines()), type(error).__name__)}"
 
 
+def outcome_of(command: Sequence[str]) -> str:
+    """Run a check in a process and return its last line."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return "failed: timeout"
+    lines = (result.stdout.splitlines() or result.stderr.splitlines())[-1:]
+    return lines[0] if result.returncode == 0 and lines else f"failed: {' '.join(lines)}"
+
+
 def study(options: argparse.Namespace) -> int:
+    """Run the checks and publish their results."""
     if not torch.cuda.is_available():
         print("No GPU is present: nothing was checked.")
         return 0
     if options.only:
-        print(run_check(options.only, Recipe(pair=options.pair, device="cuda", temperature=0.0, max_tokens=100)))
+        print(run_check(options.only, recipe_of(options.pair[0], next(iter(options.target), None))))
         return 0
+    models = [*(("--pair", pair) for pair in options.pair), *(("--target", target) for target in options.target)]
     records = []
-    for name, check in CHECKS.items():
-        command = [sys.executable, "-m", "benchmarks.gpu_check", "--pair", options.pair, "--only", name]
-        try:
-            result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-            lines = (result.stdout.splitlines() or result.stderr.splitlines())[-1:]
-            outcome = lines[0] if result.returncode == 0 and lines else f"failed: {' '.join(lines)}"
-        except subprocess.TimeoutExpired:
-            outcome = "failed: timeout"
+    for model, name in product(models, CHECKS):
+        outcome = outcome_of([sys.executable, "-m", "benchmarks.gpu_check", *model, "--only", name])
         status, _, detail = outcome.partition(": ")
-        records.append({"check": name, "meaning": check.__doc__, "result": status, "detail": detail})
-    columns = {"check": "{check}", "meaning": "{meaning}", "result": "{result}", "detail": "{detail}"}
-    publish(options, "gpu_check", columns, records)
+        record = {"model": Path(model[1]).name, "check": name, "meaning": CHECKS[name].__doc__}
+        records.append(record | {"result": status, "detail": detail})
+    publish(options, "gpu_check", COLUMNS, records)
     return int(any(record["result"] == "failed" for record in records))
 
 
 def main() -> int:
-    parser = study_parser(__file__, __doc__)
-    parser.add_argument("--pair", default="bundled", help="models to check (default: bundled)")
-    parser.add_argument("--only", choices=CHECKS, help="run one check in this process")
+    parser = study_parser(__file__, __doc__, TABLES)
+    parser.add_argument("--pair", nargs="+", default=["bundled"], help="pairs to check (default: bundled)")
+    parser.add_argument("--target", nargs="+", default=[], metavar="M", help="targets to check as well")
+    parser.add_argument("--only", choices=CHECKS, help="run one check of one model in this process")
     return run_study(study, parser)
 
 

@@ -78,6 +78,9 @@ RUNS = (
         5,
     ),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.memory --write", ("memory",), 6),
+    TableRun(
+        "python -m benchmarks.gpu_check --pair bundled smollm2-135m --target DIRECTORY --write", ("gpu_check",), 15
+    ),
     TableRun("python -m benchmarks.memory --rounds 10 --write", ("memory-rounds",), 1),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.architectures --write", ("architectures",), 4),
     TableRun("python -m training.quantised --write", ("quantised-perplexity", "quantised-speed"), 6),
@@ -89,9 +92,8 @@ RUNS = (
     TableRun("python -m benchmarks.faults trace --write", ("trace-delay",), 1),
     TableRun("python -m benchmarks.faults connections --write", ("open-connections",), 1),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.replica_faults --write", ("replica-faults",), 25),
-    TableRun("OMP_NUM_THREADS=1 python -m benchmarks.load soak --write", ("soak",), 2.5),
-    TableRun("OMP_NUM_THREADS=1 python -m benchmarks.load page --write", ("load",), 4),
-    TableRun("python -m benchmarks.load endpoint --write", ("endpoint",), 0.5),
+    TableRun("OMP_NUM_THREADS=1 python -m benchmarks.endurance --write", ("endurance",), 95),
+    TableRun("python -m benchmarks.load --write", ("endpoint",), 0.5),
     TableRun("python -m benchmarks.batching clients --write", ("batching",), 6),
     TableRun("python -m benchmarks.batching visitors --write", ("visitors",), 2.5),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.fleet validate --write", ("fleet-validation",), 1),

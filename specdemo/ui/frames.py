@@ -27,6 +27,12 @@ from specdemo.ui.settings import recorded_settings
 
 ENDS = {"stop": ("done", "the text ended"), "length": ("done", "token limit reached"), "cancelled": ("stopped", "")}
 CONTEXT_FULL = "context full"
+_NO_SUMMARY: Mapping[str, Any] = {
+    **dict.fromkeys(("verdict", "lengths"), ""),
+    **dict.fromkeys(("same", "headline", "passes")),
+    "table": [],
+    "texts": {},
+}
 LOST = "Connection to the cloud lost: the drafter continues alone."
 
 Cell = list[Any]  # [kind, text, token id, p, q, draw, bound, rank, best]: positional, since a page has thousands
@@ -85,6 +91,7 @@ class Run:
         self.speeds: dict[str, list[float]] = {name: [] for name in self.plan}
         self._stop_job: Callable[[], None] | None = None
         self._stopping, self._lock = False, threading.Lock()
+        self._summary = _NO_SUMMARY
 
     def begin(self, stop_job: Callable[[], None]) -> None:
         with self._lock:
@@ -178,9 +185,10 @@ class Run:
         self.records.append(text)
 
     def finish(self, error: str | None = None) -> None:
+        """End the run; computes its summary, which takes up to some tenths of a second."""
         if self.over:
             return
-        self.over, self._stop_job = True, None
+        self._stop_job = None
         if error:
             self.phase = ("failed", error)
         elif self.phase[0] not in ("failed", "stopped") and not self._complete:
@@ -188,6 +196,10 @@ class Run:
         for lane in self.lanes.values():
             if lane.begun and not lane.ended:
                 self.size += lane.add(End("error" if error else "cancelled", error or INTERRUPTED, lane.metrics))
+        try:
+            self._summary = self._summarise()
+        finally:
+            self.over = True
 
     def _ending(self, end: End) -> tuple[str, str]:
         phase, why = ENDS[end.reason]
@@ -207,19 +219,24 @@ class Run:
             "phase": self.phase,
             "tiles": labels.tiles(self.lanes) | labels.repeated_tile(self.speeds),
             "rates": {name: lane.rate for name, lane in self.lanes.items()},
-            "verdict": self._verdict() if self.over else "",
-            "lengths": labels.unequal_lengths(self.lanes) if self.over else "",
-            "same": labels.sameness(self.lanes) if self.over else None,
-            "headline": headline(self.lanes, self.speeds) if self.over else None,
-            "passes": pass_costs(self.lanes) if self.over else None,
-            "table": [RUN_TABLE_HEAD, *run_table(self.lanes, self.speeds)] if self.over else [],
-            "texts": labels.compare_texts(self.lanes) if self.over else {},
+            **self._summary,
             "turn": self._turn,
             "over": self.over,
             "recorded": self.recorded,
         }
         text = json.dumps(state, separators=(",", ":"))[:-1] + f',"r":[{",".join(self.records[start:])}]}}'
         return text.replace("<", "\\u003c")  # model text must never be parsed as markup
+
+    def _summarise(self) -> dict[str, Any]:
+        return {
+            "verdict": self._verdict(),
+            "lengths": labels.unequal_lengths(self.lanes),
+            "same": labels.sameness(self.lanes),
+            "headline": headline(self.lanes, self.speeds),
+            "passes": pass_costs(self.lanes),
+            "table": [RUN_TABLE_HEAD, *run_table(self.lanes, self.speeds)],
+            "texts": labels.compare_texts(self.lanes),
+        }
 
     def _verdict(self) -> str:
         result = labels.describe_repeats(self.speeds) or labels.verdict(self.lanes)

@@ -99,7 +99,7 @@ class Sockets:
                         self.notify(run)
                     if self._abandoned(run):
                         break
-            run.finish(reason(stream.error) if stream.error else None)
+            await asyncio.to_thread(run.finish, reason(stream.error) if stream.error else None)
         except Exception as error:
             run.finish(reason(error))
         self.notify(run)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,9 @@ from fakes.cuda import FakeCuda, FakeGraph
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
 from benchmarks import gpu_check
+from specdemo.bench.table import table
+from specdemo.models.zoo import CHAT_PAIR
+from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
 
 pytestmark = pytest.mark.slow
@@ -41,4 +46,27 @@ def test_checks_compare_replayed_graphs_with_eager_passes(recipe: Recipe, monkey
 def test_independent_checks_run(recipe: Recipe) -> None:
     assert gpu_check.run_check("loading", recipe).startswith("passed")
     assert gpu_check.run_check("float16_range", recipe).startswith("passed")
-    assert gpu_check.run_check("verification", recipe).startswith("passed")
+    assert gpu_check.run_check("verification", recipe).startswith("measured")
+
+
+def test_models_are_checked_by_their_own_methods() -> None:
+    assert gpu_check.recipe_of("bundled", None).method == "draft"
+    chat = gpu_check.recipe_of(CHAT_PAIR, None)
+    assert (chat.method, chat.chat) == ("eagle", True)
+    assert gpu_check.recipe_of("bundled", "folder").models == ("folder", None)
+
+
+def test_the_outcome_of_a_check_is_the_last_line_of_its_process() -> None:
+    assert gpu_check.outcome_of([sys.executable, "-c", "print('warning'); print('passed: x')"]) == "passed: x"
+    failed = gpu_check.outcome_of([sys.executable, "-c", "print('passed: x'); raise SystemExit('broken')"])
+    assert failed == "failed: passed: x"
+    assert gpu_check.outcome_of([sys.executable, "-c", "raise SystemExit('broken')"]) == "failed: broken"
+
+
+def test_the_speed_check_compares_greedy_texts(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [Prompt("code", "code 1", "def f"), Prompt("prose", "prose 1", "x")]
+    monkeypatch.setattr(gpu_check, "load_prompts", lambda chat: prompts)
+    outcome = gpu_check.run_check("speed", replace(recipe, method="nasd"))
+    assert outcome.startswith("passed: 1 prompts, AR ") and "nasd gamma=3 T=0 " in outcome
+    monkeypatch.setattr(gpu_check, "table", lambda *given: [replace(row, same_text=0) for row in table(*given)])
+    assert gpu_check.run_check("speed", replace(recipe, method="nasd")).startswith("failed: 1 prompts, AR ")

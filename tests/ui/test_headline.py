@@ -17,6 +17,12 @@ LINK = {"cloud": {"mode": "speculative"}}
 
 
 def compared(plain_s: float, verify_s: float = 0.01, temperature: float = 0.0, **recipe: Any) -> Run:
+    run = decoded(plain_s, verify_s, temperature, **recipe)
+    run.finish()
+    return run
+
+
+def decoded(plain_s: float, verify_s: float = 0.01, temperature: float = 0.0, **recipe: Any) -> Run:
     """Two lanes of 17 tokens: 8 steps of 2 tokens, and 16 AR steps of `plain_s` seconds."""
     run = Run((SPEC, PLAIN))
     drafted = [
@@ -33,7 +39,6 @@ def compared(plain_s: float, verify_s: float = 0.01, temperature: float = 0.0, *
         for line in lines:
             line["t"] = 0.5 + 0.01 * line["i"]
         absorb(run, name, made, PREFILL | {"t": 0.5}, *lines, end())
-    run.finish()
     return run
 
 
@@ -63,8 +68,9 @@ def test_a_loss_is_named_with_one_suggestion() -> None:
     ],
 )
 def test_repeats_decide_by_all_pairs(ratios: tuple[float, ...], words: str, tone: str) -> None:
-    run = compared(plain_s=0.01)
+    run = decoded(plain_s=0.01)
     run.speeds = {SPEC: list(ratios), PLAIN: [1.0] * 5}
+    run.finish()
     assert line_of(run)["text"].startswith(words) and line_of(run)["tone"] == tone
     assert tone != "bad" or line_of(run)["suggestion"] == {"label": "Turn speculation off", "set": {"method": "ar"}}
 
@@ -91,8 +97,9 @@ def test_equal_sampled_texts_are_called_the_same() -> None:
 def test_a_lane_says_how_its_text_relates_to_the_baseline() -> None:
     texts = json.loads(compared(plain_s=0.01).frame(0))["texts"]
     assert texts == {SPEC: ["same text", "All 17 tokens equal the baseline's."]}
-    run = compared(plain_s=0.01, temperature=0.8)
+    run = decoded(plain_s=0.01, temperature=0.8)
     run.lanes[PLAIN].lines[2] = run.lanes[PLAIN].lines[2].replace('"tokens": [100]', '"tokens": [99]')
+    run.finish()
     state = json.loads(run.frame(0))
     badge, why = state["texts"][SPEC]
     assert badge == "other random text" and "own random numbers" in why

@@ -7,6 +7,7 @@ import errno
 import gc
 import json
 import os
+import threading
 import weakref
 from collections.abc import Iterator
 from unittest.mock import Mock
@@ -21,7 +22,7 @@ from starlette.websockets import WebSocketDisconnect
 from specdemo.core.events import Event
 from specdemo.core.metrics import Metrics
 from specdemo.core.trace import from_json
-from specdemo.ui import streams
+from specdemo.ui import frames, streams
 from specdemo.ui.lane import SPEC
 from specdemo.ui.limits import HostLimits, Visitors
 from specdemo.ui.run_store import RunStore
@@ -209,6 +210,17 @@ def test_finished_runs_retain_no_events() -> None:
     gc.collect()
     assert retained() is None and runs.get(run.id) is run and run.over
     visitors.admit("192.0.2.1")
+
+
+def test_the_summary_of_a_run_is_computed_once_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    monkeypatch.setattr(frames, "headline", lambda *_: threads.append(threading.current_thread()))
+    worker, runs = Worker(), RunStore()
+    run = runs.new("one", (SPEC,))
+    asyncio.run(Sockets(runs).play(run, worker.submit(lambda: ((SPEC, event) for event in events_of(LINES)))))
+    worker.close()
+    assert json.loads(run.frame(0))["over"] and json.loads(run.frame(1))["table"]
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
