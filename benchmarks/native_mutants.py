@@ -43,10 +43,13 @@ TESTS = (
     "tests/models/test_native_engine.py",
     "tests/models/test_native_attention.py",
     "tests/models/test_native_safety.py",
+    "tests/models/test_heads.py",
+    "tests/drafters/test_head_proposals.py",
 )
 CHECK_CPU_S = 5
 UNCOMPILED, SAME_CODE = "not compiled", "same code"
 OUTCOMES = {SURVIVED: "survived", TIMEOUT: "timeout"}
+_WITHOUT_EFFECT = re.compile(r"^\s*#pragma|prefetch", re.IGNORECASE)  # on results
 _FUNCTION = re.compile(r"^(?:static |INLINE )?[a-z]\w*[ *]+(\w+)\(", re.MULTILINE)
 
 
@@ -83,12 +86,12 @@ def mutants(file: Path, functions: Sequence[str]) -> list[Mutant]:
 
 
 def lines_of(source: str, functions: Sequence[str]) -> Iterator[int]:
-    """Yield the line numbers of functions; of the whole file if none is named."""
+    """Yield the numbers of lines of functions, of the whole file if none is named, without pragmas and prefetches."""
     name = None
     for number, line in enumerate(source.splitlines(), 1):
         if found := _FUNCTION.match(line):
             name = found[1]
-        if not functions or name in functions:
+        if (not functions or name in functions) and not _WITHOUT_EFFECT.search(line):
             yield number
         if line.startswith("}"):
             name = None

@@ -33,7 +33,6 @@ from benchmarks.forked_tests import (
     NO_TESTS,
     SKIPPED,
     SURVIVED,
-    TIMEOUT,
     Items,
     Order,
     collect,
@@ -113,17 +112,26 @@ class Results:
         data.exit_code_by_key[mutant] = code
         data.save()
 
-    def rows(self) -> Iterator[tuple[Any, ...]]:
-        """Return per file: mutants, skipped, tested, killed, timeouts among them, survivors, no tests, share killed."""
-        for file, data in self._data.items():
-            counts = Counter(data.exit_code_by_key.values())
-            tested = counts.total() - counts[None] - counts[SKIPPED]
-            killed = tested - counts[SURVIVED] - counts[NO_TESTS]
-            share = f"{100 * killed / tested:.1f} %" if tested else ""
-            yield (
-                *(file.name, counts.total(), counts[SKIPPED], tested, killed, counts[TIMEOUT]),
-                *(counts[SURVIVED], counts[NO_TESTS], share),
-            )
+    def records(self) -> list[dict[str, Any]]:
+        """Return the counts of each file with tested mutants, and of all; `skipped` mutants are not run."""
+        counts = {str(file): Counter(data.exit_code_by_key.values()) for file, data in self._data.items()}
+        counts = {file: codes for file, codes in counts.items() if codes.total() > codes[None] + codes[SKIPPED]}
+        counts["all"] = sum(counts.values(), Counter())
+        return [_record(file, codes) for file, codes in counts.items()]
+
+
+def _record(file: str, codes: Counter[int | None]) -> dict[str, Any]:
+    tested = codes.total() - codes[None] - codes[SKIPPED]
+    survivors = codes[SURVIVED] + codes[NO_TESTS]
+    return {
+        "file": file.removeprefix("specdemo/"),
+        "mutants": codes.total(),
+        "skipped": codes[SKIPPED],
+        "tested": tested,
+        "killed": tested - survivors,
+        "survivors": survivors,
+        "share": f"{100 * (1 - survivors / max(1, tested)):.1f} %",
+    }
 
 
 def test_mutants(files: Sequence[Path], codes: Collection[int | None]) -> bool:

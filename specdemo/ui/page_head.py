@@ -16,7 +16,7 @@ from specdemo.ui.page_files import scripts
 PICTURE_PATH = "/preview.png"
 TITLE = "specdemo: speculative decoding, visible and measured"
 DESCRIPTION = (
-    "A small model guesses several tokens, the large model checks them in one pass: the same text, faster. "
+    "A small model guesses several tokens, the large model checks them in one pass: the text stays its own. "
     "See every guess, compare with autoregressive decoding, and predict the speed-up."
 )
 _PICTURE = ASSETS / "preview.png"

@@ -149,11 +149,14 @@ class RunStore:
 
     def import_trace(self, text: Any, address: str = "") -> str:
         """Return a frame that shows the traces of a file, or `{"refused": cause}`."""
+        try:
+            self.admit(address)
+        except UserError as error:
+            return _json({"refused": str(error)})
         return self._opened(text, address, min(self.max_trace or MAX_CHARACTERS, MAX_CHARACTERS))
 
     def _opened(self, text: Any, address: str, max_characters: int) -> str:
         try:
-            self.admit(address)
             run = read_traces(text, max_characters)
         except UserError as error:
             return _json({"refused": str(error)})

@@ -130,7 +130,7 @@ def test_page_table_equals_the_bench_table(outcome: SweepResult) -> None:
     notes = outcome.notes(rows)
     assert "code 2 (0.50x)" in notes and "prose 1 (0.80x)" in notes and "interrupted" not in notes
     plotted = {bar[0]: bar[2] for bar in bars(rows)["data"]}
-    assert plotted == {"plain decoding": 1.0, "draft γ 2, code": 1.25, "draft γ 2, prose": 0.8}
+    assert plotted == {"AR decoding": 1.0, "draft γ 2, code": 1.25, "draft γ 2, prose": 0.8}
     text, line = outcome.files(rows)
     assert text == table.report(outcome.sweep.recipes, 3, records, rows)
     assert json.loads(line) == json.loads(table.as_json(rows)) and line.count("\n") == 1

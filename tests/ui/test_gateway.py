@@ -22,6 +22,7 @@ from specdemo.ui.event_requests import KnownEvents
 from specdemo.ui.gateway import PAGE_ROUTES, Gateway, space_hosts
 from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
 from specdemo.ui.page import build
+from specdemo.ui.run_store import RECORDED
 from specdemo.ui.theme import launch_options
 
 pytestmark = pytest.mark.slow
@@ -207,10 +208,12 @@ def test_large_requests_are_refused(browser: TestClient) -> None:
 
 def test_opened_traces_count_as_runs_and_requests_are_limited(served: Any) -> None:
     visitor, other = (TestClient(served, base_url=HERE, client=(address, 1)) for address in ("192.0.2.7", "192.0.2.8"))
-    name = json.loads(call(visitor, "recorded", "").json())[0][0]
-    frames = [json.loads(call(visitor, "recorded", name).json()) for _ in range(5)]
+    name = "hybrid, short answer"
+    text = (RECORDED / f"{name}.jsonl").read_text("utf-8")
+    frames = [json.loads(call(visitor, "import_trace", text).json()) for _ in range(5)]
     assert [("refused" in frame) for frame in frames] == [False] * 4 + [True]
     assert "allows 4 runs per minute" in frames[-1]["refused"]
+    assert "refused" not in json.loads(call(visitor, "recorded", name).json())
     statuses = {visitor.post(f"{API}/reset", json={}).status_code for _ in range(200)}
     assert 429 in statuses and other.post(f"{API}/reset", json={}).status_code != 429
 

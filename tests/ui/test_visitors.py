@@ -53,6 +53,16 @@ def test_rejected_runs_do_not_evict_others() -> None:
     assert runs.get(kept.id) is None and all(runs.get(run.id) is run for run in going)  # active runs are kept
 
 
+def test_bundled_traces_do_not_count_as_runs() -> None:
+    def admit(_: str) -> None:
+        raise UserError("too many runs")
+
+    runs = RunStore(admit=admit)
+    (name, _), *_ = json.loads(runs.recorded("") or "")
+    assert json.loads(runs.recorded(name) or "")["r"] and len(runs) == 1
+    assert json.loads(runs.import_trace("{}")) == {"refused": "too many runs"}
+
+
 def test_error_messages_are_truncated() -> None:
     said = reason(UserError(f"unknown pair {'x' * 10**6!r}"))
     assert said.startswith("unknown pair 'xxx") and said.endswith(" …") and len(said) == LONGEST_REASON + 2

@@ -325,5 +325,5 @@ async function requestStop() {
   if ((await server.stop_run(id)) !== undefined || id !== run || !busy) return;
   element.dataset.stopping = "no";
   frozen = false;
-  setStatus("failed", "the request failed: press Stop again");
+  setStatus(state?.phase[0] ?? "queued", "the stop request failed: press Stop again");
 }

@@ -60,7 +60,7 @@ def sweep_cells(rows: Sequence[BenchRow]) -> list[list[str]]:
     ]
 
 
-PLAIN = "plain decoding"
+PLAIN = "AR decoding"
 
 
 def bars(rows: Sequence[BenchRow]) -> dict[str, Any]:
