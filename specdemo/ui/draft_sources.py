@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from specdemo.core.events import Header, StepEvent
@@ -31,13 +32,13 @@ class SourceText:
     before: Sequence[StepEvent]
     names: Mapping[int, str]
 
-    @property
+    @cached_property
     def tokens(self) -> list[int]:
         """Tokens that drafters copy from; an encoder's prompt is a separate text."""
         prompt = () if self.header.encoder else self.header.prompt_tokens
         return [*prompt, *(token for event in self.before for token in event.step.tokens)]
 
-    @property
+    @cached_property
     def text(self) -> str:
         return self.header.prompt + "".join(event.text for event in self.before)
 

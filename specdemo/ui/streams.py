@@ -30,7 +30,7 @@ from specdemo.worker import Stream, WorkerBusy
 
 _POLL_S = 1 / 12
 GRACE_S = 20.0  # a run without a listener is stopped after this time
-_GOING_AWAY = 1001  # close code of WebSockets
+_LEFT_PAGE = (1001, 4001)  # close codes of WebSockets: of browsers, and of the page
 LONGEST_REASON = 600  # characters; error messages can quote arbitrary input
 LaneEvents = Stream[tuple[str, Event]]
 log = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ class Sockets:
             listeners.discard(changed)
             if not listeners:
                 self._listeners.pop(run.id, None)
-        if not run.over and closed.done() and closed.result() == _GOING_AWAY and not (start or listeners):
+        if not run.over and closed.done() and closed.result() in _LEFT_PAGE and not (start or listeners):
             run.stop()
 
     async def _until_closed(self, socket: WebSocket, changed: asyncio.Event) -> int | None:

@@ -237,6 +237,7 @@ def test_run_resumes_after_an_interruption_of_the_network(page: Page, scripts: S
     """Gradio reloads the page when the server is reachable again; the run continues meanwhile."""
     run(page, "endless")
     spans(page, 20)
+    page.route("**/component_server/", lambda route: route.abort(), times=2)
     with page.expect_event("load"):
         for protocol in list(served.blocks.server.server_state.connections):
             protocol.loop.call_soon_threadsafe(protocol.transport.abort)

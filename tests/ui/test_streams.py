@@ -130,7 +130,10 @@ def test_a_reconnected_listener_receives_the_missing_records_only(house: House) 
     assert records([before, after]) == json.loads(house.run.frame(0))["r"] and after["at"] == 2
 
 
-@pytest.mark.parametrize(("query", "code", "stopped"), [("", 1001, True), ("", 1006, False), ("?from=1", 1001, False)])
+@pytest.mark.parametrize(
+    ("query", "code", "stopped"),
+    [("", 1001, True), ("", 4001, True), ("", 1006, False), ("?from=1", 1001, False)],
+)
 def test_run_ends_when_its_page_is_left_but_not_when_interrupted(
     house: House, query: str, code: int, stopped: bool
 ) -> None:

@@ -2,6 +2,7 @@
 // After an interruption of the network Gradio reloads the page, which then resumes the run.
 
 const RETRY_MS = 1000, RECONNECT_TIMEOUT_MS = 20000;
+const LEFT_PAGE = 4001; // close code, as in streams.py
 const RESUME_KEY = "specdemo-run";
 
 let socket = null;
@@ -19,11 +20,11 @@ function openSocket(id, from = null) {
   socket.onclose = () => { if (opened === socket && busy && (delivered || interrupted)) reconnect(); };
 }
 
-function closeSocket() {
+function closeSocket(code) {
   clearTimeout(retry);
   const closing = socket;
   socket = null; // its `onclose` must not reconnect
-  closing?.close();
+  closing?.close(code);
 }
 
 function reconnect() {
@@ -39,15 +40,26 @@ function reconnect() {
 async function resume() {
   const id = sessionStorage.getItem(RESUME_KEY);
   sessionStorage.removeItem(RESUME_KEY);
-  const text = id && (await server.trace_since([id, 0]).catch(() => null));
-  if (!text || busy || run !== null) return;
-  startRun();
-  skipPacing = true;
-  receiveFrame(JSON.parse(text));
+  if (id) await resumeRun(id, performance.now() + RECONNECT_TIMEOUT_MS);
+}
+
+async function resumeRun(id, end) {
+  const text = await server.trace_since([id, 0]);
+  if (busy || run !== null) return;
+  if (text) {
+    startRun();
+    skipPacing = true;
+    return receiveFrame(JSON.parse(text));
+  }
+  if (text === null) return; // no longer stored
+  if (performance.now() > end) return setStatus("failed", "the server is not reachable");
+  setStatus("reconnecting", "");
+  retry = setTimeout(() => resumeRun(id, end), RETRY_MS);
 }
 
 window.addEventListener("offline", () => { closeSocket(); reconnect(); }, { signal: listeners.signal });
 window.addEventListener("pagehide", () => {
   const undisplayed = complete() && pending.length;
   if (run !== null && ((busy && interrupted) || undisplayed)) sessionStorage.setItem(RESUME_KEY, run);
+  else if (busy) closeSocket(LEFT_PAGE);
 }, { signal: listeners.signal });
