@@ -1,4 +1,4 @@
-"""Benchmarks of several pairs, next to the published tables (Leviathan et al. 2211.17192, Tables 2 and 3)."""
+"""Benchmarks of several pairs."""
 
 from __future__ import annotations
 

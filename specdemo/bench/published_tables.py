@@ -35,7 +35,7 @@ def _of_classes(rows: Iterable[BenchRow], kinds: Sequence[str]) -> list[BenchRow
 
 
 def leviathan_tables() -> str:
-    """Return Tables 2 and 3 of Leviathan et al., with the speed-up of Theorem 3.8."""
+    """Return Tables 2 and 3 of Leviathan et al. (2211.17192), with the speed-up of Theorem 3.8."""
     measured = [
         (task, f"T5-{drafter}", f"{t:g}", gamma, f"{c:.2f}", f"{alpha:.2f}", f"{speedup:.1f}",
          f"{walltime_improvement(alpha, gamma, c):.2f}")

@@ -39,7 +39,7 @@ class RecordingPolicy:
 
     @property
     def path_threshold(self) -> float | None:
-        """Threshold of a pause; otherwise None, since logits are recorded."""
+        """Return thresholds of pauses only: logits are recorded."""
         threshold = self._inner.path_threshold
         return threshold if threshold is not None and threshold > 1 else None
 
