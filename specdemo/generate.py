@@ -235,12 +235,13 @@ def _run(
         )
         device, exhausted = pipeline.device, False
         metrics, stops = Metrics(), StopTexts(running.stop_texts)
-        last = failure = None
+        last = failure = passes = None
         steps = _steps(pipeline, target, tokens, min(running.max_tokens, free), start, running.first_target, stops)
         try:
             for event in steps:
                 if isinstance(event, StepEvent):
                     metrics, last = event.metrics, event.step.tokens[-1] if event.step.tokens else last
+                    passes = passes or pipeline.passes
                 yield event
         except (UserError, RuntimeError, MemoryError) as error:  # a failing model ends its run with a message
             failure, exhausted = memory.describe_failure(error), memory.is_out_of_memory(error)
@@ -254,9 +255,14 @@ def _run(
             yield End("error", failure, metrics)
             return
         full = metrics.tokens == free < running.max_tokens
-        store = getattr(pipeline.drafter, "store_bytes", None)
-        peak = MemoryUse(*memory.peaks(device), kv_bytes, store, memory.peak_reserved_bytes(device))
+        peak = _peak(pipeline, passes)
         yield End("stop" if stops.reached or last in pipeline.stop else "length", None, metrics, peak, full)
+
+
+def _peak(pipeline: Pipeline, passes: Sequence[int] | None) -> MemoryUse:
+    device, store = pipeline.device, getattr(pipeline.drafter, "store_bytes", None)
+    read = None if passes is None else pipeline.weights_read(passes)
+    return MemoryUse(*memory.peaks(device), pipeline.kv_bytes, store, memory.peak_reserved_bytes(device), read)
 
 
 def _is_encoded(prompt: PromptOrChat) -> TypeGuard[Sequence[int]]:

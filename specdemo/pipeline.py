@@ -25,6 +25,7 @@ from specdemo.drafters.prediction import PredictedText, PredictionDrafter
 from specdemo.models.cached_head import CachedHead
 from specdemo.models.chat_caches import ChatCaches, Conversation
 from specdemo.models.engines.cuda_graphs import MAX_ROWS
+from specdemo.models.engines.generic import has_encoder
 from specdemo.models.engines.head import Head
 from specdemo.models.engines.llama import PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import layer_count, with_layers
@@ -71,6 +72,17 @@ class Pipeline(AbstractContextManager["Pipeline"]):
     @property
     def kv_bytes(self) -> int:
         return sum(cache.kv_bytes for cache in self.caches)
+
+    @property
+    def passes(self) -> tuple[int, ...]:
+        return tuple(cache.passes for cache in self.caches)
+
+    def weights_read(self, before: Sequence[int]) -> int | None:
+        """Return the weight bytes read since `before`; None for remote targets, encoders, heads."""
+        target = self.target_cache
+        if target is None or target.head is not None or has_encoder(target.model.config):
+            return None
+        return sum((cache.passes - n) * cache.weight_bytes for cache, n in zip(self.caches, before, strict=True))
 
     def prefill(self, tokens: Sequence[int], drafter: bool = False) -> Iterator[int]:
         """Feed a prompt to the target or the drafter, see `CachedModel.prefill`."""

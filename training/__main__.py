@@ -140,7 +140,7 @@ class Training:
             ids = corpus.batch(self._text.train, step, schedule.tokens // length, length, self._options.seed)
             return torch.from_numpy(ids).to(self._options.device)
 
-        return fit(model, loss, batches, schedule, self._options.work / f"{label}.pt", check, label)
+        return fit(model, loss, batches, schedule, self._options.work / f"{label}.pt", lambda _: check(), label)
 
     def _read_target(self) -> LlamaForCausalLM:
         return read(self._options.out / "target").to(self._options.device)

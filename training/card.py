@@ -68,14 +68,11 @@ def _run(folder: Path, text: str, pool: ModelPool, temperature: float, gamma: in
     return traced(recipe, text, pool).metrics
 
 
-def loops(folder: Path, texts: Sequence[str], pool: ModelPool) -> int:
-    """Count the loops at the end of 256 greedy tokens: the last 64 have a period of at most 16."""
-    count = 0
+def looping_texts(folder: Path, texts: Sequence[str], pool: ModelPool) -> int:
+    """Count the continuations of 256 greedy tokens that end in a loop, see `objectives.loops`."""
     recipe = Recipe(target=str(folder / "target"), method="ar", temperature=0, max_tokens=256, device="cpu")
-    for text in texts:
-        tokens = traced(recipe, text, pool).tokens[-64:]
-        count += len(tokens) == 64 and any(tokens[k:] == tokens[:-k] for k in range(1, 17))
-    return count
+    tokens = (torch.tensor([traced(recipe, text, pool).tokens]) for text in texts)
+    return sum(int(objectives.loops(continued)[0, -1]) for continued in tokens)
 
 
 def write(folder: Path, corpus: Corpus, recipe: str, count: int) -> str:
@@ -83,7 +80,7 @@ def write(folder: Path, corpus: Corpus, recipe: str, count: int) -> str:
     texts = prompts(corpus, count)
     pool = ModelPool()
     rows = agreements(folder, texts, pool)
-    looping = loops(folder, texts, pool)
+    looping = looping_texts(folder, texts, pool)
     target, drafter = (
         AutoModelForCausalLM.from_pretrained(folder / role, dtype=torch.float32) for role in ("target", "drafter")
     )

@@ -61,13 +61,13 @@ def fit(
     batch: Callable[[int], T],
     schedule: Schedule,
     checkpoint: Path,
-    validate: Callable[[], float],
+    validate: Callable[[int], float],
     label: str,
 ) -> float:
     """Train `model` in place and return the last validation value.
 
-    `loss` maps a batch to a scalar, `batch` the number of a step to a batch. The state is saved to `checkpoint` every
-    `save_every` steps and restored from there.
+    `loss` maps a batch to a scalar, `batch` the number of a step to a batch, `validate` receives the number of trained
+    steps. The state is saved to `checkpoint` every `save_every` steps and restored from there.
     """
     device = next(model.parameters()).device
     parts = optimizers(model, schedule.lr)
@@ -94,12 +94,12 @@ def fit(
         smooth = value.item() if smooth is None else 0.95 * smooth + 0.05 * value.item()
         bar.set_postfix(loss=f"{smooth:.3f}", refresh=False)
         if (step + 1) % (10 * schedule.save_every) == 0:
-            tqdm.write(f"{label} step {step + 1}: validation {validate():.4f}")
+            tqdm.write(f"{label} step {step + 1}: validation {validate(step + 1):.4f}")
             model.train()
         if (step + 1) % schedule.save_every == 0 or step + 1 == schedule.steps:
             _save(checkpoint, model, parts, step + 1)
     model.eval()
-    return validate()
+    return validate(max(first, schedule.steps))
 
 
 def _save(checkpoint: Path, model: nn.Module, parts: list[torch.optim.Optimizer], step: int) -> None:

@@ -19,7 +19,6 @@ import torch
 from specdemo.bench.acceptance import Acceptance
 from specdemo.bench.baselines import BASELINES, Baselines
 from specdemo.core.events import End, Header, Loading, MemoryUse, StepEvent
-from specdemo.core.metrics import Metrics
 from specdemo.core.policies import POLICIES
 from specdemo.core.rules import DEFAULT_RULE
 from specdemo.core.step import Step
@@ -205,18 +204,18 @@ def _ours(
         "decode_tokens": metrics.decode_tokens,
         "wall_s": steps[-1].t - steps[0].t - paused,
         "paused_s": paused,
-        **_memory(environment, metrics, peak),
+        **_memory(environment, peak),
         "environment": environment,
     }
 
 
-def _memory(environment: Mapping[str, Any], metrics: Metrics, peak: MemoryUse) -> dict[str, float]:
-    """Return the bytes of weights read, and the bytes held; nothing for other engines."""
+def _memory(environment: Mapping[str, Any], peak: MemoryUse) -> dict[str, float]:
+    """Return the bytes held and, if known, read; nothing for other engines."""
     target, drafter = environment.get("target_bytes"), environment.get("drafter_bytes") or 0
     if target is None:
         return {}
-    read = target * metrics.decode_steps + drafter * metrics.drafted
-    return {"bytes_read": read, "held_bytes": peak.device or target + drafter + (peak.kv or 0)}
+    held = peak.device or target + drafter + (peak.kv or 0)
+    return {"held_bytes": held} if peak.read is None else {"held_bytes": held, "bytes_read": peak.read}
 
 
 @cache

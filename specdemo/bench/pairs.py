@@ -1,4 +1,4 @@
-"""Benchmarks of several pairs, next to the published tables (Leviathan et al. 2211.17192, Tables 2 and 3)."""
+"""Benchmarks of several pairs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from specdemo.bench.measure import BenchProgress, measure, recipe_label
 from specdemo.bench.table import BenchRow, Record, markdown_table, table
 from specdemo.core.errors import UserError
 from specdemo.core.formats import megabytes, number
-from specdemo.core.published import LEVIATHAN_2, LEVIATHAN_3
-from specdemo.core.theory import walltime_improvement
 from specdemo.drafters import METHODS
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import SAME
@@ -114,19 +112,3 @@ def pairs_table(benches: Sequence[PairBench]) -> str:
 
 def skipped_lines(benches: Sequence[PairBench]) -> list[str]:
     return [f"skipped: {name}: {reason}" for bench in benches for name, reason in dict(bench.skipped).items()]
-
-
-def published_tables() -> str:
-    """Return Tables 2 and 3 of Leviathan et al., with the speed-up of Theorem 3.8."""
-    measured = [
-        (task, f"T5-{drafter}", f"{t:g}", gamma, f"{c:.2f}", f"{alpha:.2f}", f"{speedup:.1f}",
-         f"{walltime_improvement(alpha, gamma, c):.2f}")
-        for task, drafter, t, gamma, alpha, c, speedup in LEVIATHAN_2
-    ]  # fmt: skip
-    alphas = [(target, drafter, f"{greedy:.2f}", f"{sampled:.2f}") for target, drafter, greedy, sampled in LEVIATHAN_3]
-    speeds = markdown_table(("task", "drafter", "T", "gamma", "c", "alpha", "speed-up", "Thm 3.8"), measured)
-    rates = markdown_table(("target", "drafter", "alpha, T = 0", "alpha, T = 1"), alphas)
-    return (
-        f"Published (Leviathan et al., Table 2: T5-XXL on a TPU v4, batch size 1):\n\n{speeds}\n\n"
-        f"Published (Leviathan et al., Table 3):\n\n{rates}"
-    )

@@ -14,8 +14,8 @@ from specdemo.bench import equality as prove
 from specdemo.bench import measure, table
 from specdemo.bench.baselines import BASELINES
 from specdemo.bench.calibration import Calibration, calibrate, check_draft_model
-from specdemo.bench.pairs import measure_pair, pair_bench, pairs_table, published_tables, skipped_lines
-from specdemo.bench.published_tables import repetition_table
+from specdemo.bench.pairs import measure_pair, pair_bench, pairs_table, skipped_lines
+from specdemo.bench.published_tables import leviathan_tables, repetition_table
 from specdemo.bench.questions import category_table, read_questions
 from specdemo.cli.arguments import announce_pair, at_least_one, given
 from specdemo.cli.chat import chat
@@ -98,7 +98,7 @@ def _bench_pairs(options: argparse.Namespace, names: Sequence[str]) -> int:
     print(pairs_table(benches))
     for line in skipped_lines(benches):
         print(line)
-    print(f"\n{published_tables()}")
+    print(f"\n{leviathan_tables()}")
     return 0
 
 

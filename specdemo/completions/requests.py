@@ -57,10 +57,6 @@ class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
 
-    @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-
 
 class Prediction(_Strict):
     """Predicted output: a text that the answer probably repeats."""
@@ -68,9 +64,9 @@ class Prediction(_Strict):
     type: Literal["content"]
     content: str | list[TextPart]
 
-    @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+def _joined(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class StreamOptions(_Strict):
@@ -120,7 +116,7 @@ class CompletionRequest(_Strict, ABC):
 
     @property
     def predicted(self) -> str:
-        return self.prediction.text if self.prediction else ""
+        return _joined(self.prediction.content) if self.prediction else ""
 
     @property
     @abstractmethod
@@ -151,7 +147,7 @@ class ChatRequest(CompletionRequest):
 
     @property
     def prompt_input(self) -> list[ChatMessage]:
-        return [{"role": _ROLES.get(m.role, m.role), "content": m.text} for m in self.messages]
+        return [{"role": _ROLES.get(m.role, m.role), "content": _joined(m.content)} for m in self.messages]
 
     @property
     def content(self) -> str:

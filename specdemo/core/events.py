@@ -45,6 +45,7 @@ class MemoryUse:
     kv: float | None = None
     store: float | None = None  # known at the end of a run
     reserved: float | None = None  # device memory of torch, known at the end of a run
+    read: float | None = None  # weights, after the first step; not in traces
 
 
 @dataclass(frozen=True, slots=True)

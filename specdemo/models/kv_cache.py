@@ -61,7 +61,7 @@ class CachedModel:
                 f"the prompt has {len(source):,} tokens and the encoder reads {self.context:,}: shorten it by at least "
                 f"{len(source) - self.context:,}"
             )
-        self._owner, self._passes = owner, 0
+        self._owner, self.passes = owner, 0
         self._owner_passes = -1
         self.engine = engine_of(model)
         self.chains_only = self.engine.chains_only
@@ -123,7 +123,7 @@ class CachedModel:
         if len(known) > len(draft):
             logits = known
         else:
-            self._passes += 1
+            self.passes += 1
             try:
                 self._check_ids(new)
                 entry = Entry(self._cache, new, held, padded)
@@ -174,7 +174,7 @@ class CachedModel:
             for i in range(1, count):
                 last = picked[-1]
                 new = [last] if isinstance(last, int) else last
-                self._passes += 1
+                self.passes += 1
                 (logits,) = self.engine.run([Entry(self._cache, new, len(tokens) + i - 1, Draft())])
                 picked.append(pick(logits, i))
         except BaseException:
@@ -203,7 +203,7 @@ class CachedModel:
             self._forget()
             raise
         if drafted is not None:
-            self._passes += count
+            self.passes += count
             self._held = [*tokens, *drafted[:-1]]
         return drafted
 
@@ -244,10 +244,10 @@ class CachedModel:
 
     def _synchronise(self, owner: CachedModel, tokens: Sequence[int]) -> None:
         held = owner._truncate(tokens[:-1])
-        if self._owner_passes != owner._passes:
+        if self._owner_passes != owner.passes:
             self._held, self._draft = held, Draft()
             self._logits = None
-            self._owner_passes = owner._passes
+            self._owner_passes = owner.passes
 
     def _truncate(self, tokens: Sequence[int]) -> list[int]:
         count, known = self._keep(tokens, Draft()) if tokens else (0, _NO_LOGITS)

@@ -28,7 +28,6 @@ class RecordingPolicy:
     """Draft-length policy that records raw draft distributions, before temperature, top-k and top-p."""
 
     needs_logits = True
-    path_threshold = None
 
     def __init__(self, inner: DraftLengthPolicy) -> None:
         self._inner = inner
@@ -37,6 +36,12 @@ class RecordingPolicy:
     @property
     def gamma(self) -> int:
         return self._inner.gamma
+
+    @property
+    def path_threshold(self) -> float | None:
+        """Return thresholds of pauses only: logits are recorded."""
+        threshold = self._inner.path_threshold
+        return threshold if threshold is not None and threshold > 1 else None
 
     @property
     def notes(self) -> Mapping[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -18,6 +19,7 @@ from specdemo.models.load import LoadedModel, load
 from specdemo.models.spec import HeadSpec, ModelSpec
 from training.fit import Schedule, fit
 from training.head import checkpoint, conversations, generate, objective, vocabulary_study
+from training.head.__main__ import HeldOut
 from training.head.block import Block
 from training.head.conversations import Batch, Batches, Conversation
 from training.head.eagle3 import Eagle3
@@ -91,6 +93,8 @@ def test_answers_end_at_the_third_repetition_of_a_block() -> None:
             lengths.add(conversations.loop_start(tokens) == length)
     assert lengths == {True, False}
     block = np.arange(64, dtype=np.uint16)
+    looping = np.concatenate([[99], block, block, block]).tolist()
+    assert conversations.ends_in_loop(looping) and not conversations.ends_in_loop(looping[:-1])
     assert conversations.loop_start(np.concatenate([[99], block, block, block])) == 1 + 2 * 64
     longer = np.arange(65, dtype=np.uint16)
     assert conversations.loop_start(np.concatenate([longer] * 3)) == 3 * 65
@@ -420,7 +424,7 @@ def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(
                 raise KeyboardInterrupt
             return batches(step)
 
-        fit(head, partial(objective.loss, head, target, 2), batch, schedule, folder / "state.pt", lambda: 0.0, "head")
+        fit(head, partial(objective.loss, head, target, 2), batch, schedule, folder / "state.pt", lambda _: 0.0, "head")
         return head
 
     complete = train(tmp_path / "a")
@@ -429,6 +433,20 @@ def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(
     resumed = train(tmp_path / "b")
     for (name, first), second in zip(complete.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(first, second), name
+
+
+def test_the_curve_has_a_line_per_evaluated_step(target: Target, tmp_path: Path) -> None:
+    """The last step is evaluated twice, and again by a repeated command; rows of a batch have equal lengths."""
+    batches = Batches([conversation(30) for _ in range(12)], 128, seed=0)
+    head, items = random_head(target), [conversation(30, setting) for setting in conversations.SETTINGS]
+    schedule = Schedule(steps=20, lr=1e-2, warmup=1, save_every=1)
+    for _ in range(2):
+        held_out = HeldOut(head, target, items, tmp_path, batches.tokens_before, 1000)
+        fit(head, partial(objective.loss, head, target, 2), batches, schedule, tmp_path / "state.pt", held_out, "head")
+    lines = [json.loads(line) for line in (tmp_path / "curve.jsonl").read_text("utf-8").splitlines()]
+    tokens = {steps: sum(batches(step).tokens.size for step in range(steps)) for steps in (10, 20)}
+    assert [(line["step"], line["tokens"]) for line in lines] == [*tokens.items()]
+    assert checkpoint.trained_tokens(tmp_path) == 1000 + tokens[20]
 
 
 @pytest.mark.parametrize("kind, own_output", [(Eagle3, False), (Eagle3, True), (Block, False), (Block, True)])

@@ -38,7 +38,7 @@ def train(folder: Path, schedule: Schedule, stop_at: int | None = None) -> Llama
     def loss(ids: torch.Tensor) -> torch.Tensor:
         return objectives.prediction(trained, ids)
 
-    fit(trained, loss, batches, schedule, folder / "state.pt", lambda: 0.0, "test")
+    fit(trained, loss, batches, schedule, folder / "state.pt", lambda step: 0.0, "test")
     return trained
 
 

@@ -10,7 +10,8 @@ import gradio as gr
 import pytest
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
-from specdemo.bench.pairs import measure_pairs, pairs_table, published_tables
+from specdemo.bench.pairs import measure_pairs, pairs_table
+from specdemo.bench.published_tables import leviathan_tables
 from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import PAIRS, Pair
@@ -60,7 +61,7 @@ def test_pairs_are_measured_in_turn_and_others_are_skipped() -> None:
     assert "pair alone, code" in result.progress(1.0)
     assert "done: 2 of 4 pairs are measured" in result.ending()
     report = result.report()
-    assert with_method_names(pairs_table(result.benches)) in report and published_tables() in report
+    assert with_method_names(pairs_table(result.benches)) in report and leviathan_tables() in report
     assert report.count("| both ") == report.count("| alone ") == 2
     (skipped,) = (line for line in report.splitlines() if "uninstalled" in line)
     assert skipped.startswith("- ") and "is not installed" in skipped and "pair absent" in report

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -35,24 +35,46 @@ def describe(split: Split, items: Sequence[Conversation]) -> str:
 
 
 class HeldOut:
-    """Evaluation on held-out conversations; every result is appended to `curve.jsonl`."""
+    """Evaluation on held-out conversations; `curve.jsonl` has a line per evaluated step.
 
-    def __init__(self, head: DraftHead, target: Target, items: Sequence[Conversation], folder: Path) -> None:
+    `tokens`: number of tokens of that many steps. `tokens_before`: those that the head had seen at the start.
+    """
+
+    def __init__(
+        self,
+        head: DraftHead,
+        target: Target,
+        items: Sequence[Conversation],
+        folder: Path,
+        tokens: Callable[[int], int],
+        tokens_before: int = 0,
+    ) -> None:
         self._head, self._target, self._folder = head, target, folder
         self._items = {name: [item for item in items if item.setting == name] for name in SETTINGS}
-        self.step, self.tokens, self.tokens_before, self._start = 0, 0, 0, time.monotonic()
+        self._tokens, self._tokens_before = tokens, tokens_before
+        self._start = time.monotonic()
 
-    def __call__(self, most: int | None = 16) -> float:
+    def __call__(self, step: int, most: int | None = 16) -> float:
         """Evaluate on `most` conversations of each setting; return tokens per pass of greedy answers with 5 drafts."""
         results = {}
         for name, (temperature, top_p) in SETTINGS.items():
             results[name] = objective.acceptance(self._head, self._target, self._items[name][:most], temperature, top_p)
         figures = {name: asdict(result) for name, result in results.items()}
-        record = {"step": self.step, "tokens": self.tokens, "seconds": round(time.monotonic() - self._start), **figures}
-        with (self._folder / "curve.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-        checkpoint.save(self._head, self._target, self._folder, self.tokens_before + self.tokens)
+        tokens, seconds = self._tokens(step), round(time.monotonic() - self._start)
+        if step != self._last_step():  # a finished run evaluates its last step again
+            record = {"step": step, "tokens": tokens, "seconds": seconds, **figures}
+            with self._curve.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        checkpoint.save(self._head, self._target, self._folder, self._tokens_before + tokens)
         return results["greedy"].tokens[5]
+
+    @property
+    def _curve(self) -> Path:
+        return self._folder / "curve.jsonl"
+
+    def _last_step(self) -> int | None:
+        lines = self._curve.read_text("utf-8").splitlines() if self._curve.exists() else []
+        return json.loads(lines[-1])["step"] if lines else None
 
 
 def main() -> None:
@@ -95,19 +117,12 @@ def main() -> None:
         head.start_from(target)
     head.to(options.device)
     batches = conversations.Batches(items, options.batch_tokens, options.seed)
-    held_out = HeldOut(head, target, split.held_out, options.out)
-
-    if options.start:
-        held_out.tokens_before = checkpoint.trained_tokens(options.start)
-
-    def batch(step: int) -> conversations.Batch:
-        held_out.step, held_out.tokens = step, batches.tokens_before(step)
-        return batches(step)
-
+    before = checkpoint.trained_tokens(options.start) if options.start else 0
+    held_out = HeldOut(head, target, split.held_out, options.out, batches.tokens_before, before)
     every = max(1, options.check_every // 10)
     schedule = Schedule(steps=options.steps, lr=options.lr, warmup=50, decay_part=0.2, save_every=every)
     loss = partial(objective.loss, head, target, options.unrolled)
-    fit(head, loss, batch, schedule, options.out / "state.pt", held_out, "head")
+    fit(head, loss, batches, schedule, options.out / "state.pt", held_out, "head")
 
 
 if __name__ == "__main__":

@@ -135,6 +135,12 @@ def loop_start(tokens: np.ndarray) -> int:
     return first
 
 
+def ends_in_loop(tokens: Sequence[int]) -> bool:
+    """Return True if the last tokens are three equal blocks: the end of a loop of `loop_start`."""
+    sizes = range(1, min(LONGEST_BLOCK, len(tokens) // 3) + 1)
+    return any(tokens[-n:] == tokens[-2 * n : -n] == tokens[-3 * n : -2 * n] for n in sizes)
+
+
 def without_loops(conversation: Conversation) -> Conversation:
     """Remove the tokens of each answer from its third repetition of a block to its end."""
     edges = np.flatnonzero(np.diff(conversation.answers.astype(np.int8), prepend=0, append=0))

@@ -25,7 +25,7 @@ from specdemo.models.load import LoadedModel, load
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from training.head import turns
-from training.head.conversations import LONGEST_BLOCK, SETTINGS
+from training.head.conversations import SETTINGS, ends_in_loop
 from training.head.objective import distribution
 
 SHARES = {"pair": 0.4, "greedy": 0.25, "one": 0.35}  # of conversations, by how answers are chosen
@@ -97,12 +97,6 @@ def choose(logits: Tensor, choice: tuple[float, float], generator: torch.Generat
     sums = distribution(logits[None].float(), *choice)[0].cumsum(0)
     drawn = torch.rand((), generator=generator) * sums[-1]
     return min(int(torch.searchsorted(sums, drawn, right=True)), int(torch.searchsorted(sums, sums[-1])))
-
-
-def ends_in_loop(tokens: Sequence[int]) -> bool:
-    """Return True if the last tokens are three equal blocks of at most `LONGEST_BLOCK` tokens."""
-    sizes = range(1, min(LONGEST_BLOCK, len(tokens) // 3) + 1)
-    return any(tokens[-n:] == tokens[-2 * n : -n] == tokens[-3 * n : -2 * n] for n in sizes)
 
 
 def converse(

@@ -49,6 +49,7 @@ class NativeWeights(FusedWeights):
         self._positions = parts.positions and self._matrix(Joined([parts.positions]))
         self.position_limit = self._positions.outputs if self._positions else sys.maxsize
         self._leave = self._gain(parts.leave)
+        self._layer_bytes: list[int] = []
         self._structs = (LayerStruct * len(parts.layers))(*map(self._layer, parts.layers))
         self._head = self._matrix(Joined([model.lm_head]))
         matrices = [part for part in self._kept if isinstance(part, NativeMatrix)]
@@ -76,7 +77,8 @@ class NativeWeights(FusedWeights):
 
     @property
     def weight_bytes(self) -> int:
-        return sum(part.nbytes for part in self._kept)
+        skipped = set(range(len(self._layer_bytes))).difference(self.layers)
+        return sum(part.nbytes for part in self._kept) - sum(self._layer_bytes[i] for i in skipped)
 
     def embedding_rows(self, ids: Tensor) -> Tensor:
         return (self._embedding or self._head).rows(ids)
@@ -140,12 +142,15 @@ class NativeWeights(FusedWeights):
         return matrix
 
     def _layer(self, layer: LayerParts) -> LayerStruct:
-        return LayerStruct(
+        first = len(self._kept)
+        struct = LayerStruct(
             **{name: self._matrix(joined).struct() for name, joined in _joined(layer, format_of).items()},
             **{name: self._gain(norm).data_ptr() for name, norm in layer.norms.items()},
             attention_scale=layer.scale,
             window=layer.window or 0,
         )
+        self._layer_bytes.append(sum(part.nbytes for part in self._kept[first:]))
+        return struct
 
 
 def _joined(layer: LayerParts, form: Callable[[nn.Module], Format]) -> dict[str, Joined]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import gradio as gr
 
-from specdemo.bench.pairs import PairBench, pair_bench, pairs_table, published_tables, skipped_lines
+from specdemo.bench.pairs import PairBench, pair_bench, pairs_table, skipped_lines
+from specdemo.bench.published_tables import leviathan_tables
 from specdemo.core.errors import UserError, check_name
 from specdemo.models.zoo import CHAT_PAIR
 from specdemo.recipe import Recipe
@@ -54,7 +55,7 @@ class PairsResult(SweepResult):
         """Return the table of the pairs, the skipped pairs and methods, and the published tables."""
         skipped = "\n".join(f"- {escape_markdown(line)}" for line in skipped_lines(self.benches))
         measured = with_method_names("\n\n".join(filter(None, (pairs_table(self.benches), skipped))))
-        return f"{measured}\n\n{published_tables()}"
+        return f"{measured}\n\n{leviathan_tables()}"
 
 
 def pairs_result(
