@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import batching, edge_cloud, load, page_cost, pass_cost, tables
+from benchmarks import batching, edge_cloud, page_cost, pass_cost, tables
 from specdemo.core.errors import UserError
 
 pytestmark = pytest.mark.slow
@@ -35,7 +35,7 @@ def test_help_is_printed(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 @pytest.mark.parametrize(
     ("module", "study"),
-    [(module, study) for module in (batching, edge_cloud, load, page_cost, pass_cost) for study in module.STUDIES],
+    [(module, study) for module in (batching, edge_cloud, page_cost, pass_cost) for study in module.STUDIES],
 )
 def test_a_module_has_a_command_per_study(module: Any, study: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
