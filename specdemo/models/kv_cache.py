@@ -234,6 +234,9 @@ class CachedModel:
         logits = 0 if self._logits is None else self._logits.untyped_storage().nbytes()
         return self._cache.reserved_bytes + logits + (self.head.kv_bytes if self.head else 0)
 
+    def drop_recordings(self) -> None:
+        self._cache.drop_recordings()
+
     def _padded(self, draft: Draft, held: int, length: int) -> Draft:
         """Append unused nodes, up to `pad` rows in the pass or the end of the context."""
         spare = min(self._pad - (length - held), self.context - length) - len(draft)

@@ -20,6 +20,7 @@ from specdemo.core.events import End, Header, StepEvent
 from specdemo.core.step import Draft
 from specdemo.models import batch_invariance
 from specdemo.models.batch_invariance import BatchInvariance, Measurement, check_invariance
+from specdemo.models.chat_caches import ChatCaches, Conversation
 from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, GRAPH_ROWS, GraphRecorder, graph_rows
 from specdemo.models.engines.engine import doubled
 from specdemo.models.engines.llama_weights import LlamaWeights
@@ -111,13 +112,13 @@ def test_a_capture_uses_stream_pool_and_device_of_its_engine(cuda: FakeCuda) -> 
         seen.append(cuda.current)
         return model.embedding * 2
 
-    replays = [recorder(forward), recorder(forward)]
+    replays = [recorder.record(forward), recorder.record(forward)]
     (stream, pool, mode, device), second = cuda.captures
     assert device == stream.device == torch.device("cuda", 1) and mode == "thread_local" and pool
     assert seen == [stream] * 6  # warm-up runs and captures
     assert second == cuda.captures[0] and stream.waited and cuda.default.waited
     replays.clear()
-    recorder(forward)
+    recorder.record(forward)
     assert cuda.captures[2][0] is stream and cuda.captures[2][1] != pool  # a pool ends with its graphs
     assert cuda.current is cuda.default and not cuda.devices
 
@@ -135,6 +136,57 @@ def test_engines_in_use_share_no_stream_although_torch_repeats_them(cuda: FakeCu
     assert len({graph.stream for graph in cuda.graphs}) >= 3
 
 
+def recorded(cached: CachedModel) -> bool:
+    return bool(cached._cache.recorder.recordings)
+
+
+def test_a_cache_beyond_the_streams_takes_that_of_the_least_recently_used(cuda: FakeCuda) -> None:
+    """Logits stay equal in all bits, recorded or not; the next caches wait for a number of passes."""
+    model = weights(num_hidden_layers=1)
+    caches = [CachedModel(model) for _ in range(STREAMS)]
+    expected = [cached.score([1, 2, 3], Draft.chain((4, 5, 6, 7, 8, 9))) for cached in caches][0]
+    caches[0].score([1, 2, 3, 9], Draft())
+    first, second = CachedModel(model), CachedModel(model)
+    for cached in (first, second):
+        assert torch.equal(cached.score([1, 2, 3], Draft.chain((4, 5, 6, 7, 8, 9))), expected)
+    assert recorded(first) and not recorded(second) and not model.graph_failure
+    assert [i for i, cached in enumerate(caches) if not recorded(cached)] == [1]
+    captures, tokens = len(cuda.captures), [1, 2, 3]
+    for step in range(300):
+        tokens.append(step % VOCAB)
+        second.score(tokens, Draft())
+        if recorded(second):
+            break
+    assert 200 < step < 299 and len(cuda.captures) == captures + 1
+    for cached in caches:  # raises if a workspace was freed
+        cached.score([1, 2, 3, 5], Draft())
+
+
+def test_graphs_of_other_devices_are_retained(cuda: FakeCuda) -> None:
+    models = [weights(num_hidden_layers=1), weights(num_hidden_layers=1)]
+    models[1].device = torch.device("cuda", 1)
+    values = torch.ones(3)
+    recorders = [GraphRecorder(torch.device("cuda", 1)) for _ in range(STREAMS)]
+    assert all(recorder.record(lambda: values * 2) for recorder in recorders)
+    assert GraphRecorder(torch.device("cuda", 0)).record(lambda: values * 2) is None
+    assert GraphRecorder(torch.device("cuda", 1)).record(lambda: values * 2)
+
+
+def test_recordings_count_as_memory_and_are_dropped_before_a_conversation(cuda: FakeCuda) -> None:
+    model = weights(num_hidden_layers=1)
+    chats, keys = ChatCaches(lambda model: True, budget_bytes=150 << 20), [Conversation() for _ in range(3)]
+    for key in keys:
+        cached = CachedModel(model)
+        cached.score([1, 2, 3], Draft())
+        size = cached._cache.kv.nbytes
+        assert cached.reserved_bytes > size + (50 << 20) and cached.kv_bytes == size // cached._cache.capacity * 3
+        chats.put(key, "target", cached)
+    assert chats.reserved_bytes < 150 << 20
+    remaining = [chats.take(key, "target", model) for key in keys]
+    assert [cached is not None and recorded(cached) for cached in remaining] == [False, True, True]
+    assert None not in remaining
+
+
 def test_no_workspace_is_used_after_its_release(cuda: FakeCuda, pair: dict[str, Any]) -> None:
     """Load, measure, run, draft with own layers, grow the cache, fill the limit of graphs, drop."""
     pool = ModelPool()
@@ -148,7 +200,7 @@ def test_no_workspace_is_used_after_its_release(cuda: FakeCuda, pair: dict[str, 
             for cached in (first, second):
                 cached.score([rows] * length, Draft.chain((1,) * (rows - 1)))
                 cached.score([rows] * length + [2], Draft.chain((1,) * (rows - 1)))
-                assert len(cached._cache.recordings) <= GRAPH_LIMIT
+                assert len(cached._cache.recorder.recordings) <= GRAPH_LIMIT
     pool.clear()
     first.score([1, 2, 3], Draft())
     assert cuda.current is cuda.default
