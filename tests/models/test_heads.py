@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from fakes.heads import (
+    block_config,
+    block_tensors,
     eagle_config,
     eagle_tensors,
     head_config,
@@ -135,6 +137,22 @@ def test_rows_are_equal_in_all_engines() -> None:
         expected = rows(model, ids)
         assert torch.equal(rows(NativeWeights(model), ids), expected)
         assert torch.equal(rows(LlamaWeights(model), ids), expected)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "block"])
+def test_a_cache_that_grows_overwrites_its_former_memory(kind: str, tmp_path: Path, target: LoadedModel) -> None:
+    tensors, config = {
+        "eagle": lambda: (eagle_tensors(TARGET), eagle_config(TARGET)),
+        "eagle3": lambda: (head_tensors(TARGET, IDS), head_config(TARGET, len(IDS))),
+        "block": lambda: (block_tensors(TARGET, IDS), block_config(TARGET, len(IDS))),
+    }[kind]()
+    head = load(save_head(tmp_path, tensors, config), target)
+    cache: Any = head.open()
+    states = torch.randn(400, len(head.taps), TARGET.hidden_size)
+    head.start(cache, [5] * 20, states[:20], 0)
+    former = cache.kv
+    head.start(cache, [5] * 380, states[20:], 20)
+    assert cache.kv is not former and not former.any()
 
 
 def test_layers_are_inputs_and_lists_from_1_name_outputs(tmp_path: Path) -> None:

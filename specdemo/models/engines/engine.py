@@ -56,6 +56,7 @@ class Cache(ABC):
         states = torch.zeros(capacity, len(self.taps), width, device=device)
         if len(self.states):
             states[: len(self.states)] = self.states
+            self.states.zero_()
         self.states = states
 
     @property

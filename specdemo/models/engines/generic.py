@@ -77,6 +77,7 @@ class InPlaceCacheLayer(DynamicLayer):
     def _grown(self, old: Tensor, capacity: int) -> Tensor:
         new = old.new_empty((*old.shape[:2], capacity, old.shape[3]))
         new[:, :, : self.length] = old[:, :, : self.length]
+        old.zero_()
         return new
 
     def keep(self, length: int, slots: Sequence[int]) -> None:

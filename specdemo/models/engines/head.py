@@ -105,6 +105,12 @@ class MedusaWeights(HeadWeights):
     blocks: int  # residual blocks of a head
 
 
+def check_token(token: int, count: int) -> None:
+    """Raise `ValueError` unless `token` is one of `count` token ids."""
+    if not 0 <= token < count:
+        raise ValueError(f"token id {token:,} is outside the vocabulary of {count:,} tokens")
+
+
 class HeadCache(ABC):
     """Keys and values of a head for the rows of a text."""
 

@@ -87,6 +87,7 @@ class LlamaCache(Cache):
         )
         if self.capacity:
             self.kv[:, :, : self.capacity] = old
+            old.zero_()
         self.capacity = capacity
         self._grow_states(capacity, model.width, model.device)
         self.angles = model.rotation(torch.arange(capacity, device=model.device))

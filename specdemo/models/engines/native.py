@@ -85,6 +85,7 @@ class NativeCache(Cache):
         capacity = doubled(end)
         kv = torch.zeros(*self.kv.shape[:3], capacity, self.kv.shape[4], dtype=self.kv.dtype)
         kv[..., : self.capacity, :] = self.kv
+        self.kv.zero_()
         self.kv, self.capacity = kv, capacity
         self._grow_states(capacity, self._width, kv.device)
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdemo.models.engines.head import BlockWeights, HeadCache
-from specdemo.models.engines.torch_head import TorchEagle3, TorchHead
+from specdemo.models.engines.torch_head import TorchEagle3, TorchHead, grown
 from specdemo.models.threads import torch_threads
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class TorchBlockHeadCache(HeadCache):
     def reserve(self, end: int) -> None:
         capacity = self.kv.shape[3]
         if end > capacity:
-            self.kv = F.pad(self.kv, (0, 0, 0, max(_FIRST_CAPACITY, capacity, end - capacity)))
+            self.kv = grown(self.kv, max(_FIRST_CAPACITY, capacity, end - capacity))
 
 
 class TorchBlockHead(TorchEagle3):
@@ -130,9 +130,6 @@ class TorchBlockHead(TorchEagle3):
             query = self._rotated(self._heads(f"{prefix}self_attn.q_proj", inputs), first)
             keys, values = kv[:, None, :, :end]
             mixed = F.scaled_dot_product_attention(query[None], keys, values, attn_mask=visible, enable_gqa=True)
-            rows = rows + self._linear(f"{prefix}self_attn.o_proj", mixed[0].transpose(0, 1).flatten(1))
-            inner = self._norm(f"{prefix}post_attention_layernorm", rows)
-            gated = F.silu(self._linear(f"{prefix}mlp.gate_proj", inner)) * self._linear(f"{prefix}mlp.up_proj", inner)
-            rows = rows + self._linear(f"{prefix}mlp.down_proj", gated)
+            rows = self._layer_output(prefix, rows, mixed)
         cache.end = end
         return rows

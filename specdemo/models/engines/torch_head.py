@@ -29,6 +29,13 @@ _CHUNK = 512  # committed rows per pass
 _FIRST_CAPACITY = 256
 
 
+def grown(kv: Tensor, count: int) -> Tensor:
+    """Return a copy with `count` further positions; overwrite `kv`."""
+    copied = F.pad(kv, (0, 0, 0, count))
+    kv.zero_()
+    return copied
+
+
 class TorchHeadCache(HeadCache):
     """Keys and values `[2, kv_heads, capacity, head_dim]`, and the state of the last row."""
 
@@ -68,7 +75,7 @@ class TorchHeadCache(HeadCache):
     def append(self, keys_and_values: Tensor) -> Tensor:
         end, capacity = self.end + keys_and_values.shape[2], self.kv.shape[2]
         if end > capacity:
-            self.kv = F.pad(self.kv, (0, 0, 0, max(_FIRST_CAPACITY, capacity, end - capacity)))
+            self.kv = grown(self.kv, max(_FIRST_CAPACITY, capacity, end - capacity))
         self.kv[:, :, self.end : end] = keys_and_values
         self.end = end
         return self.kv[:, :, :end]
@@ -113,6 +120,13 @@ class TorchHead(Head):
     def _norm(self, name: str, rows: Tensor) -> Tensor:
         scaled = F.rms_norm(rows.float(), rows.shape[-1:], None, self.layer.epsilon)
         return scaled.to(self.dtype) * self._tensors[f"{name}.weight"]
+
+    def _layer_output(self, prefix: str, residuals: Tensor, mixed: Tensor) -> Tensor:
+        """Return the rows `[n, width]` after attention `[1, heads, n, head_dim]`."""
+        rows = residuals + self._linear(f"{prefix}self_attn.o_proj", mixed[0].transpose(0, 1).flatten(1))
+        inner = self._norm(f"{prefix}post_attention_layernorm", rows)
+        gated = F.silu(self._linear(f"{prefix}mlp.gate_proj", inner)) * self._linear(f"{prefix}mlp.up_proj", inner)
+        return rows + self._linear(f"{prefix}mlp.down_proj", gated)
 
     def _rotated(self, heads: Tensor, first: int) -> Tensor:
         end = first + heads.shape[1]
@@ -195,10 +209,7 @@ class SingleLayerHead(TorchHead):
         keys, values = cache.append(torch.stack((self._rotated(keys, first), values)))
         query = self._rotated(self._heads("self_attn.q_proj", columns[-1:]), end - 1)
         mixed = F.scaled_dot_product_attention(query[None], keys[None], values[None], enable_gqa=True)
-        row = residuals[-1:] + self._linear("self_attn.o_proj", mixed.reshape(1, -1))
-        inner = self._norm("post_attention_layernorm", row)
-        gated = F.silu(self._linear("mlp.gate_proj", inner)) * self._linear("mlp.up_proj", inner)
-        return row + self._linear("mlp.down_proj", gated)
+        return self._layer_output("", residuals[-1:], mixed)
 
 
 class TorchEagle(SingleLayerHead):
