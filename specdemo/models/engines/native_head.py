@@ -60,11 +60,13 @@ class NativeHeadWeights:
             rows = target.output_rows(weights.ids)
         self._head, self._output_rows = self._matrix(rows, of_output), rows
         self.shares_rows = "lm_head" not in tensors
-        self._embedding = target.embedding_matrix
+        self.embedding_matrix = target.embedding_matrix
         if "embed_tokens" in tensors:
             table = tensors["embed_tokens"]
-            self._embedding = NativeMatrix(Joined([nn.Embedding(len(table), self.width, _weight=table)]), self._buffer)
-            self._kept.append(self._embedding)
+            self.embedding_matrix = NativeMatrix(
+                Joined([nn.Embedding(len(table), self.width, _weight=table)]), self._buffer
+            )
+            self._kept.append(self.embedding_matrix)
 
     def for_text(self) -> NativeHeadWeights:
         """Return a copy with its own output matrix."""
@@ -89,7 +91,7 @@ class NativeHeadWeights:
         return self._sizes.rotation(count)
 
     def struct(self, cache_dtype: torch.dtype) -> tuple[ModelStruct, Any]:
-        matrices = (self._embedding.struct(), self._fuse.struct())
+        matrices = (self.embedding_matrix.struct(), self._fuse.struct())
         embedding, fuse = map(ctypes.addressof, matrices)
         layers = (ctypes.c_void_p * len(self._layers))(*map(ctypes.addressof, self._layers))
         return ModelStruct(
