@@ -85,6 +85,10 @@ class CachedHead:
     def kv_bytes(self) -> int:
         return self._cache.kv_bytes
 
+    @property
+    def reserved_bytes(self) -> int:
+        return self._cache.reserved_bytes
+
     def close(self) -> None:
         self._cache.clear()
         self._held = []

@@ -232,7 +232,7 @@ class CachedModel:
     @property
     def reserved_bytes(self) -> int:
         logits = 0 if self._logits is None else self._logits.untyped_storage().nbytes()
-        return self._cache.reserved_bytes + logits + (self.head.kv_bytes if self.head else 0)
+        return self._cache.reserved_bytes + logits + (self.head.reserved_bytes if self.head else 0)
 
     def drop_recordings(self) -> None:
         self._cache.drop_recordings()

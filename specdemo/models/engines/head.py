@@ -138,6 +138,10 @@ class HeadCache(ABC):
     def kv_bytes(self) -> int:
         """Bytes of the committed rows."""
 
+    @property
+    @abstractmethod
+    def reserved_bytes(self) -> int: ...
+
 
 class Head(ABC):
     """Base class of heads."""

@@ -120,7 +120,7 @@ class NativeCache(Cache):
 
     @property
     def kv_bytes(self) -> int:
-        return self.reserved_bytes // self.capacity * self.length if self.capacity else 0
+        return (self.kv.nbytes + self.states.nbytes) // self.capacity * self.length if self.capacity else 0
 
     @property
     def reserved_bytes(self) -> int:

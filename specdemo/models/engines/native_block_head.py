@@ -79,6 +79,10 @@ class NativeBlockHeadCache(NativeHeadCache):
         super().clear()
         self.logits.zero_()
 
+    @property
+    def reserved_bytes(self) -> int:
+        return super().reserved_bytes + self.logits.nbytes
+
 
 class NativeBlockHead(NativeHead):
     """Block head in C."""

@@ -84,6 +84,10 @@ class NativeHeadWeights:
         return self._head.outputs
 
     @property
+    def output_bytes(self) -> int:
+        return self._head.nbytes
+
+    @property
     def weight_bytes(self) -> int:
         return sum(part.nbytes for part in self._kept)
 
@@ -166,6 +170,10 @@ class NativeHeadCache(NativeCache, HeadCache):
         self.given: tuple[Tensor, int] | None = None  # states of the target during `start`, and their first row
         self._own_state = torch.zeros(head.model.width)
         self._own_address = self._own_state.data_ptr()
+
+    @property
+    def reserved_bytes(self) -> int:
+        return super().reserved_bytes + (self._model.output_bytes if self._target else 0)
 
     def extend(self, following: Sequence[int], held: int) -> None:
         """Add the tokens that follow position `held` and the target's output rows."""

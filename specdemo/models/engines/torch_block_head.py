@@ -54,6 +54,10 @@ class TorchBlockHeadCache(HeadCache):
     def kv_bytes(self) -> int:
         return self.kv[..., : self.length, :].numel() * self.kv.element_size()
 
+    @property
+    def reserved_bytes(self) -> int:
+        return self.kv.nbytes + self.states.untyped_storage().nbytes()
+
     def reserve(self, end: int) -> None:
         capacity = self.kv.shape[3]
         if end > capacity:

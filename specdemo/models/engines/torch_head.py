@@ -65,12 +65,16 @@ class TorchHeadCache(HeadCache):
         self.kv.zero_()
         self.state.zero_()
         self.context.update([], -1)
-        self.context_rows = self.context_rows[:0]
+        self.context_rows = self.context_rows.zero_()[:0]
         self.keep(0)
 
     @property
     def kv_bytes(self) -> int:
         return self.kv[:, :, : self.length].numel() * self.kv.element_size()
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self.kv.nbytes + self.context_rows.untyped_storage().nbytes()
 
     def append(self, keys_and_values: Tensor) -> Tensor:
         end, capacity = self.end + keys_and_values.shape[2], self.kv.shape[2]
