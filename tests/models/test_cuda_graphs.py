@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.cuda import STREAMS, FakeCuda
+from fakes.heads import block_config, block_tensors, eagle_config, eagle_tensors, head_config, head_tensors, save_head
 from fakes.tiny_models import LLAMA, byte_level_tokenizer, save_model
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
@@ -20,15 +22,19 @@ from specdemo.core.events import End, Header, StepEvent
 from specdemo.core.step import Draft
 from specdemo.models import batch_invariance
 from specdemo.models.batch_invariance import BatchInvariance, Measurement, check_invariance
+from specdemo.models.cached_head import CachedHead
 from specdemo.models.chat_caches import ChatCaches, Conversation
 from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, GRAPH_ROWS, GraphRecorder, graph_rows
 from specdemo.models.engines.engine import doubled
+from specdemo.models.engines.head import Head
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.select import engine_of
+from specdemo.models.heads import load_head
 from specdemo.models.kv_cache import CachedModel
+from specdemo.models.load import LoadedModel
 from specdemo.models.memory_plan import plan_config
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.spec import ModelSpec
+from specdemo.models.spec import HeadSpec, ModelSpec
 from specdemo.recipe import Recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torch_engine")]
@@ -185,6 +191,103 @@ def test_recordings_count_as_memory_and_are_dropped_before_a_conversation(cuda: 
     remaining = [chats.take(key, "target", model) for key in keys]
     assert [cached is not None and recorded(cached) for cached in remaining] == [False, True, True]
     assert None not in remaining
+
+
+def head_of(kind: str, folder: Path, model: LlamaWeights) -> Head:
+    config, ids, context = model.config, [*range(0, VOCAB, 2)], {"max_position_embeddings": 900}
+    tensors, settings = {
+        "eagle": lambda: (eagle_tensors(config), eagle_config(config, **context)),
+        "eagle3": lambda: (head_tensors(config, ids), head_config(config, len(ids), **context)),
+        "block": lambda: (block_tensors(config, ids), block_config(config, len(ids), **context)),
+    }[kind]()
+    target = LoadedModel(ModelSpec("small/target"), model, None, 0, "")
+    return load_head(HeadSpec(save_head(folder, tensors, settings), target.spec), target).head
+
+
+def drafts(head: Head, model: LlamaWeights) -> list[torch.Tensor]:
+    """Return the logits of drafts for texts that grow, lose tokens and end with the context, also of a second branch.
+
+    The prepared capacity is that of the first texts.
+    """
+    target, rows = CachedModel(model, taps=head.taps), []
+    cached = target.head = CachedHead(head, target)
+    for length in (9, 12, 11, 250, 252, 600, 899, 20):
+        tokens = [(7 * i + i // 9) % VOCAB for i in range(length)]
+        target.score(tokens[:-1], Draft())
+        if length == 9:
+            target.prepare([1, 2, 3, 4], 9, 200)
+        first = cached.start(tokens)
+        assert first is not None
+        rows += [first, cached.step(4), cached.step(6)] if length < 899 else [first]
+        before = cached.draft_rows()
+        if length < 899:
+            rows.append(cached.step(8))
+            cached.restore(before)
+            rows.append(cached.step(2))
+    assert target.reserved_bytes > target.kv_bytes
+    return rows
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "block"])
+def test_draft_rows_of_heads_are_recorded(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = weights()
+    expected = drafts(head_of(kind, tmp_path / "eager", model), model)
+    model.engine = None
+    cuda = FakeCuda()
+    cuda.install(monkeypatch)
+    head = head_of(kind, tmp_path / "recorded", model)
+    for row, value in zip(drafts(head, model), expected, strict=True):
+        assert row.shape == value.shape and (row - value).abs().max() <= 1e-5 * float(value.abs().max())
+    assert not model.graph_failure
+    assert cuda.replays > (28 if kind != "block" else 1)  # four steps for each of seven texts
+
+
+def test_a_prepared_head_captures_nothing_while_it_drafts(cuda: FakeCuda, tmp_path: Path) -> None:
+    model, tokens = weights(), [*range(20)]
+    target = CachedModel(model, taps=head_of("eagle3", tmp_path / "a", model).taps)
+    cached = target.head = CachedHead(head_of("eagle3", tmp_path, model), target)
+    target.score(tokens[:-1], Draft())
+    target.prepare([1], 20, 300)
+    captures, replays = len(cuda.captures), cuda.replays
+    cached.start(tokens)
+    for token in range(5):
+        cached.step(token)
+    assert len(cuda.captures) == captures and cuda.replays == replays + 5
+    target.drop_recordings()
+    assert not cuda.graphs
+    target.close()
+
+
+def test_a_failed_capture_of_a_head_leaves_the_target_recorded(cuda: FakeCuda, tmp_path: Path) -> None:
+    model = weights()
+    head = head_of("eagle3", tmp_path, model)
+    expected = drafts(head, model)
+    record = GraphRecorder.record
+
+    def failing(recorder: GraphRecorder, forward: Any) -> Any:
+        if isinstance(forward, partial):  # that of the head
+            raise RuntimeError("operation not permitted")
+        return record(recorder, forward)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GraphRecorder, "record", failing)
+        for row, value in zip(drafts(head, model), expected, strict=True):
+            assert (row - value).abs().max() <= 1e-5 * float(value.abs().max())
+    assert not model.graph_failure
+
+
+def test_a_head_without_a_stream_drafts_the_same(cuda: FakeCuda, tmp_path: Path) -> None:
+    model = weights()
+    head = head_of("eagle3", tmp_path, model)
+    expected = drafts(head, model)
+    others = [GraphRecorder(model.device) for _ in range(STREAMS)]
+    values = torch.ones(3)
+    assert [other.record(lambda: values * 2) for other in others]
+    for other in others:
+        other._taken = GraphRecorder._passes + 10_000
+    for row, value in zip(drafts(head, model), expected, strict=True):
+        assert (row - value).abs().max() <= 1e-5 * float(value.abs().max())
+    assert not model.graph_failure
 
 
 def test_no_workspace_is_used_after_its_release(cuda: FakeCuda, pair: dict[str, Any]) -> None:

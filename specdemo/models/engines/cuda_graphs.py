@@ -30,9 +30,9 @@ def graph_bytes(rows: int, vocab_size: int, width: int) -> int:
 
 @dataclass(frozen=True)
 class Recording:
-    """A recorded pass: input buffers (token ids, mask, positions) and replay function."""
+    """A recorded pass: input buffers and replay function."""
 
-    inputs: tuple[Tensor, Tensor, Tensor]
+    inputs: tuple[Tensor, ...]
     replay: Callable[[], Tensor]
 
 

@@ -125,6 +125,9 @@ class HeadCache(ABC):
     def restore(self, rows: Any) -> None:
         """Replace the draft rows, before the next `start`."""
 
+    def drop_recordings(self) -> None:  # noqa: B027
+        """Free recorded passes."""
+
     @abstractmethod
     def keep(self, length: int) -> None:
         """Keep the first `length` committed rows."""
@@ -159,6 +162,9 @@ class Head(ABC):
     @abstractmethod
     def open(self) -> HeadCache:
         """Return an empty cache."""
+
+    def prepare(self, cache: HeadCache, end: int) -> None:  # noqa: B027
+        """Record passes for up to `end` rows."""
 
     @abstractmethod
     def start(self, cache: HeadCache, following: list[int], states: Tensor, held: int) -> Tensor:

@@ -109,7 +109,7 @@ class TorchBlockHead(TorchEagle3):
 
     def _follow(self, cache: TorchBlockHeadCache, token: int) -> Tensor:
         """Return the logits of the next slot after `token`."""
-        narrow = self._linear("markov_head.markov_w1", self._embedded([token]))
+        narrow = self._linear("markov_head.markov_w1", self._embedded(torch.tensor([token], device=self.device)))
         state = cache.states[cache.drafted] + self._linear("markov_head.markov_w2", narrow)
         cache.confidence = float(self._linear("confidence_head.proj", state).float().sigmoid())
         return self._linear("lm_head", state)[0]
@@ -123,7 +123,7 @@ class TorchBlockHead(TorchEagle3):
         positions = torch.arange(first, end, device=self.device)
         visible = torch.arange(end, device=self.device) <= positions[:, None]
         rows = self._linear("fc", states)
-        embedded = self._norm("input_layernorm", self._embedded(following))
+        embedded = self._norm("input_layernorm", self._embedded(torch.tensor(following, device=self.device)))
         inputs = torch.cat([embedded, self._norm("hidden_norm", rows)], -1)
         inputs[len(inputs) - slots :] += self._tensors["slots"][:slots]
         for prefix, kv in zip(self._prefixes, cache.kv, strict=True):

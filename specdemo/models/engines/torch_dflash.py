@@ -94,7 +94,7 @@ class TorchDFlash(TorchHead):
 
     def _block(self, cache: TorchDFlashCache, tokens: list[int]) -> Tensor:
         """Return the states `[n, width]` of a block after the final norm."""
-        first, rows = cache.length, self._embedded(tokens)
+        first, rows = cache.length, self._embedded(torch.tensor(tokens, device=self.device))
         for i in range(self.layers):
             prefix = f"layers.{i}."
             inputs = self._norm(f"{prefix}input_layernorm", rows)
