@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from contextlib import closing
@@ -24,7 +25,7 @@ from specdemo.models import batch_invariance
 from specdemo.models.batch_invariance import BatchInvariance, Measurement, check_invariance
 from specdemo.models.cached_head import CachedHead
 from specdemo.models.chat_caches import ChatCaches, Conversation
-from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, GRAPH_ROWS, GraphRecorder, graph_rows
+from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, GRAPH_ROWS, GraphRecorder, Recording, graph_rows
 from specdemo.models.engines.engine import doubled
 from specdemo.models.engines.head import Head
 from specdemo.models.engines.llama_weights import LlamaWeights
@@ -168,12 +169,35 @@ def test_a_cache_beyond_the_streams_takes_that_of_the_least_recently_used(cuda: 
         cached.score([1, 2, 3, 5], Draft())
 
 
+def fill(recorder: GraphRecorder, values: torch.Tensor) -> None:
+    replay = recorder.record(lambda: values * 2)
+    assert replay is not None
+    recorder.recordings[1, 256] = Recording((), replay)
+
+
+def test_streams_without_graphs_are_used_again(cuda: FakeCuda) -> None:
+    values = torch.ones(3)
+    recorders = [GraphRecorder(torch.device("cuda", 0)) for _ in range(STREAMS + 1)]
+    for recorder in recorders[1:]:
+        fill(recorder, values)
+    recorders[5].recordings.clear()
+    fill(recorders[0], values)
+    assert all(recorder.recordings for i, recorder in enumerate(recorders) if i != 5)
+    recorders[9].recordings.clear()
+    fill(recorders[5], values)
+    assert len({graph.stream for graph in cuda.graphs}) == STREAMS
+    for recorder in recorders:
+        if recording := recorder.recording(1, 256):
+            recording.replay()  # raises if a workspace was freed
+
+
 def test_graphs_of_other_devices_are_retained(cuda: FakeCuda) -> None:
     models = [weights(num_hidden_layers=1), weights(num_hidden_layers=1)]
     models[1].device = torch.device("cuda", 1)
     values = torch.ones(3)
     recorders = [GraphRecorder(torch.device("cuda", 1)) for _ in range(STREAMS)]
-    assert all(recorder.record(lambda: values * 2) for recorder in recorders)
+    for recorder in recorders:
+        fill(recorder, values)
     assert GraphRecorder(torch.device("cuda", 0)).record(lambda: values * 2) is None
     assert GraphRecorder(torch.device("cuda", 1)).record(lambda: values * 2)
 
@@ -280,14 +304,16 @@ def test_a_head_without_a_stream_drafts_the_same(cuda: FakeCuda, tmp_path: Path)
     model = weights()
     head = head_of("eagle3", tmp_path, model)
     expected = drafts(head, model)
+    gc.collect()
     others = [GraphRecorder(model.device) for _ in range(STREAMS)]
     values = torch.ones(3)
-    assert [other.record(lambda: values * 2) for other in others]
     for other in others:
+        fill(other, values)
         other._taken = GraphRecorder._passes + 10_000
+    captures = len(cuda.captures)
     for row, value in zip(drafts(head, model), expected, strict=True):
         assert (row - value).abs().max() <= 1e-5 * float(value.abs().max())
-    assert not model.graph_failure
+    assert not model.graph_failure and len(cuda.captures) == captures
 
 
 def test_no_workspace_is_used_after_its_release(cuda: FakeCuda, pair: dict[str, Any]) -> None:

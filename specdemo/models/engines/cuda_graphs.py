@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -63,11 +64,10 @@ class GraphRecorder:
     def record(self, forward: Callable[[], Tensor]) -> Callable[[], Tensor] | None:
         """Capture `forward` after two runs that initialise libraries; each replay overwrites the returned tensor."""
         with torch.cuda.device(self._device):
-            self._stream = self._stream or self._unused_stream() or self._idle_stream()
+            if not self._graphs:
+                self._stream, self._pool = self._unused_stream() or self._idle_stream(), torch.cuda.graph_pool_handle()
             if self._stream is None:
                 return None
-            if not self._graphs:
-                self._pool = torch.cuda.graph_pool_handle()
             current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):  # a failed `graph` does not restore the stream
@@ -84,12 +84,13 @@ class GraphRecorder:
         return replay
 
     def _unused_stream(self) -> torch.cuda.Stream | None:
-        used = {recorder._stream.cuda_stream for recorder in self._recorders if recorder._stream is not None}
-        streams = (torch.cuda.Stream(self._device) for _ in range(_STREAMS))
+        used = {other._stream.cuda_stream for other in self._recorders if other._graphs and other._stream}
+        new = (torch.cuda.Stream(self._device) for _ in range(_STREAMS))
+        streams = chain([self._stream] if self._stream else [], new)
         return next((stream for stream in streams if stream.cuda_stream not in used), None)
 
     def _idle_stream(self) -> torch.cuda.Stream | None:
-        others = [other for other in self._recorders if other._stream is not None and other._device == self._device]
+        others = [other for other in self._recorders if other._graphs and other._device == self._device]
         if not others or self._passes < max(other._taken for other in others) + _PASSES_BEFORE_REUSE:
             return None
         idle = min(others, key=lambda other: other._used)
