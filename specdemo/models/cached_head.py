@@ -85,6 +85,17 @@ class CachedHead:
     def kv_bytes(self) -> int:
         return self._cache.kv_bytes
 
+    @property
+    def reserved_bytes(self) -> int:
+        return self._cache.reserved_bytes
+
+    def prepare(self, end: int) -> None:
+        """See `Head.prepare`."""
+        self.head.prepare(self._cache, end)
+
+    def drop_recordings(self) -> None:
+        self._cache.drop_recordings()
+
     def close(self) -> None:
         self._cache.clear()
         self._held = []

@@ -44,6 +44,10 @@ class ChatCaches:
         if key in caches:
             caches[key].close()
         self._caches[ref(conversation, self._drop)] = {**caches, key: cache}
+        for cache in [cache for caches in list(self._caches.values()) for cache in caches.values()]:
+            if self.reserved_bytes <= self._budget_bytes:
+                break
+            cache.drop_recordings()
         while self.reserved_bytes > self._budget_bytes:
             self.evict()
 

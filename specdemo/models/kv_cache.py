@@ -188,6 +188,8 @@ class CachedModel:
     def prepare(self, rows: Iterable[int], start: int, end: int) -> None:
         """Record passes of these row counts over `start` to `end` positions on CUDA."""
         self.engine.prepare(self._cache, {max(n, self._pad) for n in rows}, start, end)
+        if self.head is not None:
+            self.head.prepare(end)
 
     def _sample_chain(self, tokens: Sequence[int], count: int, sampler: ChainSampler) -> list[int] | None:
         if self._owner is not None:
@@ -232,7 +234,12 @@ class CachedModel:
     @property
     def reserved_bytes(self) -> int:
         logits = 0 if self._logits is None else self._logits.untyped_storage().nbytes()
-        return self._cache.reserved_bytes + logits + (self.head.kv_bytes if self.head else 0)
+        return self._cache.reserved_bytes + logits + (self.head.reserved_bytes if self.head else 0)
+
+    def drop_recordings(self) -> None:
+        self._cache.drop_recordings()
+        if self.head is not None:
+            self.head.drop_recordings()
 
     def _padded(self, draft: Draft, held: int, length: int) -> Draft:
         """Append unused nodes, up to `pad` rows in the pass or the end of the context."""

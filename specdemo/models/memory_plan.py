@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from specdemo.core.errors import UserError
 from specdemo.core.formats import format_bytes
 from specdemo.models.cache_check import refuse_architecture
-from specdemo.models.engines.cuda_graphs import graph_bytes
+from specdemo.models.engines.cuda_graphs import PLANNED_ROWS, graph_bytes
 from specdemo.models.engines.engine import doubled
 from specdemo.models.engines.generic import has_encoder
 from specdemo.models.engines.llama import PROMPT_CHUNK
@@ -175,7 +175,7 @@ class _Planner:
             kernels = len({linear.weight.shape for linear in self.linears}) if self.packs else 0
             settled = _RETAINED + _COMPILED_BYTES.get(spec.dtype, 0) * _ROW_COUNTS * kernels
         elif self.fused and spec.device.startswith("cuda"):
-            settled += graph_bytes(text.vocab_size, self.width)
+            settled += graph_bytes(PLANNED_ROWS, text.vocab_size, self.width)
         weights = sum(self._weight_sizes() if shapes is None else self._stored_sizes(shapes))
         if self.tied and self.packs and not self.fused:
             weights += self.head.weight.numel() * self.width

@@ -390,7 +390,12 @@ class Contexts:
             raise UserError(f"{count:,} tokens do not fit the model's {self.context:,}: shorten the text")
 
     def _evict(self, oldest: float = -math.inf) -> None:
-        for key in [key for key in self._contexts if key not in self._in_use]:
+        idle = [key for key in self._contexts if key not in self._in_use]
+        for key in idle:
+            if self.reserved_bytes <= self.budget_bytes:
+                break
+            self._contexts[key].cache.drop_recordings()
+        for key in idle:
             excess = len(self) > self.max_contexts or self.reserved_bytes > self.budget_bytes
             if not excess and self._contexts[key].last_used >= oldest:
                 return

@@ -412,6 +412,16 @@ def test_checkpoints_that_do_not_fit_are_refused(case: str, tmp_path: Path) -> N
         loaded(tmp_path, NativeWeights(MODEL), NATIVE, tensors, settings)
 
 
+@pytest.mark.parametrize("engine", ["native", "torch"])
+@pytest.mark.parametrize("wrong", [-1, CONFIG.vocab_size, 1 << 40])
+def test_tokens_outside_the_vocabulary_are_refused(wrong: int, engine: str, tmp_path: Path) -> None:
+    conversation = Conversation(tmp_path, engine)
+    conversation.target.score(PROMPTS[0][:-1], Draft())
+    conversation.head.start(PROMPTS[0])
+    with pytest.raises((ValueError, IndexError), match=r"outside the vocabulary of 301 tokens|out of range"):
+        conversation.head.step(wrong)
+
+
 def test_closed_texts_do_not_stay_in_the_head(tmp_path: Path) -> None:
     for engine in ("native", "torch"):
         conversation = Conversation(tmp_path, engine)

@@ -105,6 +105,15 @@ def test_branches_of_a_draft_are_independent(markov: str | None, tmp_path: Path,
     assert torch.equal(other, first[1]) == (markov is None)  # without it, tokens of a draft are independent
 
 
+@pytest.mark.parametrize("wrong", [-1, CONFIG.vocab_size])
+def test_tokens_outside_the_vocabulary_are_refused(wrong: int, tmp_path: Path, weights: Any) -> None:
+    head = head_of_kind(tmp_path, "vanilla", weights)
+    cache = head.open()
+    head.start(cache, [*range(6)], torch.randn(6, 3, CONFIG.hidden_size), 0)
+    with pytest.raises(ValueError, match="is outside the vocabulary of 301 tokens"):
+        head.step(cache, wrong)
+
+
 def test_drafts_end_with_block_and_context(tmp_path: Path, weights: Any) -> None:
     for markov, first in ((None, 1), ("vanilla", 0)):
         config = dflash_config(CONFIG, len(IDS), markov)

@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from specdemo.models.engines.cuda_graphs import GraphRecorder
 from specdemo.models.engines.llama_weights import LlamaWeights
 
 STREAMS = 32  # streams of a device, returned in turn
@@ -142,4 +143,5 @@ class FakeCuda:
             "graph": self.graph,
         }.items():
             patch.setattr(torch.cuda, name, value)
+        patch.setattr(GraphRecorder, "_recorders", weakref.WeakSet())  # those of other tests have other streams
         patch.setattr(LlamaWeights, "recordable", property(lambda weights: True))

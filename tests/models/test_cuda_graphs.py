@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.cuda import STREAMS, FakeCuda
+from fakes.heads import block_config, block_tensors, eagle_config, eagle_tensors, head_config, head_tensors, save_head
 from fakes.tiny_models import LLAMA, byte_level_tokenizer, save_model
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
@@ -20,14 +23,19 @@ from specdemo.core.events import End, Header, StepEvent
 from specdemo.core.step import Draft
 from specdemo.models import batch_invariance
 from specdemo.models.batch_invariance import BatchInvariance, Measurement, check_invariance
-from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, GRAPH_ROWS, GraphRecorder, graph_rows
+from specdemo.models.cached_head import CachedHead
+from specdemo.models.chat_caches import ChatCaches, Conversation
+from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, GRAPH_ROWS, GraphRecorder, Recording, graph_rows
 from specdemo.models.engines.engine import doubled
+from specdemo.models.engines.head import Head
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.select import engine_of
+from specdemo.models.heads import load_head
 from specdemo.models.kv_cache import CachedModel
+from specdemo.models.load import LoadedModel
 from specdemo.models.memory_plan import plan_config
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.spec import ModelSpec
+from specdemo.models.spec import HeadSpec, ModelSpec
 from specdemo.recipe import Recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torch_engine")]
@@ -111,13 +119,13 @@ def test_a_capture_uses_stream_pool_and_device_of_its_engine(cuda: FakeCuda) -> 
         seen.append(cuda.current)
         return model.embedding * 2
 
-    replays = [recorder(forward), recorder(forward)]
+    replays = [recorder.record(forward), recorder.record(forward)]
     (stream, pool, mode, device), second = cuda.captures
     assert device == stream.device == torch.device("cuda", 1) and mode == "thread_local" and pool
     assert seen == [stream] * 6  # warm-up runs and captures
     assert second == cuda.captures[0] and stream.waited and cuda.default.waited
     replays.clear()
-    recorder(forward)
+    recorder.record(forward)
     assert cuda.captures[2][0] is stream and cuda.captures[2][1] != pool  # a pool ends with its graphs
     assert cuda.current is cuda.default and not cuda.devices
 
@@ -135,6 +143,179 @@ def test_engines_in_use_share_no_stream_although_torch_repeats_them(cuda: FakeCu
     assert len({graph.stream for graph in cuda.graphs}) >= 3
 
 
+def recorded(cached: CachedModel) -> bool:
+    return bool(cached._cache.recorder.recordings)
+
+
+def test_a_cache_beyond_the_streams_takes_that_of_the_least_recently_used(cuda: FakeCuda) -> None:
+    """Logits stay equal in all bits, recorded or not; the next caches wait for a number of passes."""
+    model = weights(num_hidden_layers=1)
+    caches = [CachedModel(model) for _ in range(STREAMS)]
+    expected = [cached.score([1, 2, 3], Draft.chain((4, 5, 6, 7, 8, 9))) for cached in caches][0]
+    caches[0].score([1, 2, 3, 9], Draft())
+    first, second = CachedModel(model), CachedModel(model)
+    for cached in (first, second):
+        assert torch.equal(cached.score([1, 2, 3], Draft.chain((4, 5, 6, 7, 8, 9))), expected)
+    assert recorded(first) and not recorded(second) and not model.graph_failure
+    assert [i for i, cached in enumerate(caches) if not recorded(cached)] == [1]
+    captures, tokens = len(cuda.captures), [1, 2, 3]
+    for step in range(300):
+        tokens.append(step % VOCAB)
+        second.score(tokens, Draft())
+        if recorded(second):
+            break
+    assert 200 < step < 299 and len(cuda.captures) == captures + 1
+    for cached in caches:  # raises if a workspace was freed
+        cached.score([1, 2, 3, 5], Draft())
+
+
+def fill(recorder: GraphRecorder, values: torch.Tensor) -> None:
+    replay = recorder.record(lambda: values * 2)
+    assert replay is not None
+    recorder.recordings[1, 256] = Recording((), replay)
+
+
+def test_streams_without_graphs_are_used_again(cuda: FakeCuda) -> None:
+    values = torch.ones(3)
+    recorders = [GraphRecorder(torch.device("cuda", 0)) for _ in range(STREAMS + 1)]
+    for recorder in recorders[1:]:
+        fill(recorder, values)
+    recorders[5].recordings.clear()
+    fill(recorders[0], values)
+    assert all(recorder.recordings for i, recorder in enumerate(recorders) if i != 5)
+    recorders[9].recordings.clear()
+    fill(recorders[5], values)
+    assert len({graph.stream for graph in cuda.graphs}) == STREAMS
+    for recorder in recorders:
+        if recording := recorder.recording(1, 256):
+            recording.replay()  # raises if a workspace was freed
+
+
+def test_graphs_of_other_devices_are_retained(cuda: FakeCuda) -> None:
+    models = [weights(num_hidden_layers=1), weights(num_hidden_layers=1)]
+    models[1].device = torch.device("cuda", 1)
+    values = torch.ones(3)
+    recorders = [GraphRecorder(torch.device("cuda", 1)) for _ in range(STREAMS)]
+    for recorder in recorders:
+        fill(recorder, values)
+    assert GraphRecorder(torch.device("cuda", 0)).record(lambda: values * 2) is None
+    assert GraphRecorder(torch.device("cuda", 1)).record(lambda: values * 2)
+
+
+def test_recordings_count_as_memory_and_are_dropped_before_a_conversation(cuda: FakeCuda) -> None:
+    model = weights(num_hidden_layers=1)
+    chats, keys = ChatCaches(lambda model: True, budget_bytes=150 << 20), [Conversation() for _ in range(3)]
+    for key in keys:
+        cached = CachedModel(model)
+        cached.score([1, 2, 3], Draft())
+        size = cached._cache.kv.nbytes
+        assert cached.reserved_bytes > size + (50 << 20) and cached.kv_bytes == size // cached._cache.capacity * 3
+        chats.put(key, "target", cached)
+    assert chats.reserved_bytes < 150 << 20
+    remaining = [chats.take(key, "target", model) for key in keys]
+    assert [cached is not None and recorded(cached) for cached in remaining] == [False, True, True]
+    assert None not in remaining
+
+
+def head_of(kind: str, folder: Path, model: LlamaWeights) -> Head:
+    config, ids, context = model.config, [*range(0, VOCAB, 2)], {"max_position_embeddings": 900}
+    tensors, settings = {
+        "eagle": lambda: (eagle_tensors(config), eagle_config(config, **context)),
+        "eagle3": lambda: (head_tensors(config, ids), head_config(config, len(ids), **context)),
+        "block": lambda: (block_tensors(config, ids), block_config(config, len(ids), **context)),
+    }[kind]()
+    target = LoadedModel(ModelSpec("small/target"), model, None, 0, "")
+    return load_head(HeadSpec(save_head(folder, tensors, settings), target.spec), target).head
+
+
+def drafts(head: Head, model: LlamaWeights) -> list[torch.Tensor]:
+    """Return the logits of drafts for texts that grow, lose tokens and end with the context, also of a second branch.
+
+    The prepared capacity is that of the first texts.
+    """
+    target, rows = CachedModel(model, taps=head.taps), []
+    cached = target.head = CachedHead(head, target)
+    for length in (9, 12, 11, 250, 252, 600, 899, 20):
+        tokens = [(7 * i + i // 9) % VOCAB for i in range(length)]
+        target.score(tokens[:-1], Draft())
+        if length == 9:
+            target.prepare([1, 2, 3, 4], 9, 200)
+        first = cached.start(tokens)
+        assert first is not None
+        rows += [first, cached.step(4), cached.step(6)] if length < 899 else [first]
+        before = cached.draft_rows()
+        if length < 899:
+            rows.append(cached.step(8))
+            cached.restore(before)
+            rows.append(cached.step(2))
+    assert target.reserved_bytes > target.kv_bytes
+    return rows
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "block"])
+def test_draft_rows_of_heads_are_recorded(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = weights()
+    expected = drafts(head_of(kind, tmp_path / "eager", model), model)
+    model.engine = None
+    cuda = FakeCuda()
+    cuda.install(monkeypatch)
+    head = head_of(kind, tmp_path / "recorded", model)
+    for row, value in zip(drafts(head, model), expected, strict=True):
+        assert row.shape == value.shape and (row - value).abs().max() <= 1e-5 * float(value.abs().max())
+    assert not model.graph_failure
+    assert cuda.replays > (28 if kind != "block" else 1)  # four steps for each of seven texts
+
+
+def test_a_prepared_head_captures_nothing_while_it_drafts(cuda: FakeCuda, tmp_path: Path) -> None:
+    model, tokens = weights(), [*range(20)]
+    target = CachedModel(model, taps=head_of("eagle3", tmp_path / "a", model).taps)
+    cached = target.head = CachedHead(head_of("eagle3", tmp_path, model), target)
+    target.score(tokens[:-1], Draft())
+    target.prepare([1], 20, 300)
+    captures, replays = len(cuda.captures), cuda.replays
+    cached.start(tokens)
+    for token in range(5):
+        cached.step(token)
+    assert len(cuda.captures) == captures and cuda.replays == replays + 5
+    target.drop_recordings()
+    assert not cuda.graphs
+    target.close()
+
+
+def test_a_failed_capture_of_a_head_leaves_the_target_recorded(cuda: FakeCuda, tmp_path: Path) -> None:
+    model = weights()
+    head = head_of("eagle3", tmp_path, model)
+    expected = drafts(head, model)
+    record = GraphRecorder.record
+
+    def failing(recorder: GraphRecorder, forward: Any) -> Any:
+        if isinstance(forward, partial):  # that of the head
+            raise RuntimeError("operation not permitted")
+        return record(recorder, forward)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GraphRecorder, "record", failing)
+        for row, value in zip(drafts(head, model), expected, strict=True):
+            assert (row - value).abs().max() <= 1e-5 * float(value.abs().max())
+    assert not model.graph_failure
+
+
+def test_a_head_without_a_stream_drafts_the_same(cuda: FakeCuda, tmp_path: Path) -> None:
+    model = weights()
+    head = head_of("eagle3", tmp_path, model)
+    expected = drafts(head, model)
+    gc.collect()
+    others = [GraphRecorder(model.device) for _ in range(STREAMS)]
+    values = torch.ones(3)
+    for other in others:
+        fill(other, values)
+        other._taken = GraphRecorder._passes + 10_000
+    captures = len(cuda.captures)
+    for row, value in zip(drafts(head, model), expected, strict=True):
+        assert (row - value).abs().max() <= 1e-5 * float(value.abs().max())
+    assert not model.graph_failure and len(cuda.captures) == captures
+
+
 def test_no_workspace_is_used_after_its_release(cuda: FakeCuda, pair: dict[str, Any]) -> None:
     """Load, measure, run, draft with own layers, grow the cache, fill the limit of graphs, drop."""
     pool = ModelPool()
@@ -148,7 +329,7 @@ def test_no_workspace_is_used_after_its_release(cuda: FakeCuda, pair: dict[str, 
             for cached in (first, second):
                 cached.score([rows] * length, Draft.chain((1,) * (rows - 1)))
                 cached.score([rows] * length + [2], Draft.chain((1,) * (rows - 1)))
-                assert len(cached._cache.recordings) <= GRAPH_LIMIT
+                assert len(cached._cache.recorder.recordings) <= GRAPH_LIMIT
     pool.clear()
     first.score([1, 2, 3], Draft())
     assert cuda.current is cuda.default

@@ -124,6 +124,18 @@ def test_encoder_runs_once_and_the_decoder_is_fed_new_tokens() -> None:
 
 
 @pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_a_closed_cache_contains_nothing_of_the_source(kind: str) -> None:
+    cached = CachedModel(tiny_model(kind), source=[9, 8, 7, 6, 5])
+    cached.score([0, 2, 3], Draft())
+    cache: Any = cached._cache
+    states = [cache.encoded[0], *(x for layer in cache.crossed.layers for x in (layer.keys, layer.values))]
+    assert all(x.any() for x in states)
+    assert cached.reserved_bytes > sum(x.nbytes for x in states)
+    cached.close()
+    assert not any(x.any() for x in states)
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_rows_equal_those_without_a_cache(kind: str) -> None:
     model, rng = tiny_model(kind), random.Random(0)
     source = [rng.randrange(VOCAB) for _ in range(9)]

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from fakes.heads import (
+    block_config,
+    block_tensors,
     eagle_config,
     eagle_tensors,
     head_config,
@@ -24,12 +26,15 @@ from fakes.native_models import CONFIGS, config_of, dequantized, random_model, s
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdemo.core.errors import UserError
+from specdemo.core.step import Draft
+from specdemo.models.cached_head import CachedHead
 from specdemo.models.convert_head import convert_head
 from specdemo.models.engines.head import Head
 from specdemo.models.engines.llama_weights import LlamaWeights, layer_count
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.engines.target_rows import embedding_rows, output_rows
 from specdemo.models.heads import load_head
+from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.spec import HeadSpec, ModelSpec
 
@@ -135,6 +140,39 @@ def test_rows_are_equal_in_all_engines() -> None:
         expected = rows(model, ids)
         assert torch.equal(rows(NativeWeights(model), ids), expected)
         assert torch.equal(rows(LlamaWeights(model), ids), expected)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "block"])
+def test_a_cache_that_grows_overwrites_its_former_memory(kind: str, tmp_path: Path, target: LoadedModel) -> None:
+    tensors, config = {
+        "eagle": lambda: (eagle_tensors(TARGET), eagle_config(TARGET)),
+        "eagle3": lambda: (head_tensors(TARGET, IDS), head_config(TARGET, len(IDS))),
+        "block": lambda: (block_tensors(TARGET, IDS), block_config(TARGET, len(IDS))),
+    }[kind]()
+    head = load(save_head(tmp_path, tensors, config), target)
+    cache: Any = head.open()
+    states = torch.randn(400, len(head.taps), TARGET.hidden_size)
+    head.start(cache, [5] * 20, states[:20], 0)
+    former = cache.kv
+    head.start(cache, [5] * 380, states[20:], 20)
+    assert cache.kv is not former and not former.any()
+
+
+@pytest.mark.parametrize(("convert", "rows", "width"), [(NativeWeights, len(IDS) + 1024, 1), (LlamaWeights, 49, 4)])
+def test_output_rows_of_a_text_are_reserved_bytes(
+    convert: Callable[[Any], Any], rows: int, width: int, tmp_path: Path
+) -> None:
+    """A native head copies its output matrix for each text, with memory for 1,024 tokens."""
+    target = target_of(convert(random_model(TARGET)))
+    head = load(save_head(tmp_path, head_tensors(TARGET, IDS), head_config(TARGET, len(IDS))), target)
+    cached = CachedModel(target.model, taps=head.taps)
+    attached, tokens = CachedHead(head, cached), [*range(100, 150)]
+    cached.score(tokens[:-1], Draft())
+    assert attached.start(tokens) is not None
+    before, cached.head = cached.reserved_bytes, attached
+    cache: Any = attached._cache
+    assert cached.reserved_bytes - before >= cache.kv.nbytes + rows * TARGET.hidden_size * width
+    assert attached.kv_bytes < cache.kv.nbytes
 
 
 def test_layers_are_inputs_and_lists_from_1_name_outputs(tmp_path: Path) -> None:

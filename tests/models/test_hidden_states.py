@@ -188,3 +188,19 @@ def test_closed_caches_are_cleared_and_reused_with_the_same_taps() -> None:
 def test_engines_without_hidden_states_refuse_taps() -> None:
     with pytest.raises(ValueError, match="stores no hidden states"):
         UncachedEngine(random_model(CONFIGS["llama"])).open(taps=(1,))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_cache_that_grows_overwrites_its_former_memory(engine: str) -> None:
+    cached = opened(engine)
+    cached.read(text(30))
+    former = memory_of(cached)
+    assert all(tensor.any() for tensor in former)
+    cached.read(text(300))
+    assert not any(tensor.any() for tensor in former) and all(tensor.any() for tensor in memory_of(cached))
+
+
+def memory_of(cached: CachedModel) -> list[Tensor]:
+    cache: Any = cached._cache
+    layers = getattr(cache, "_layers", None)
+    return [cache.kv, cache.states] if layers is None else [x for layer in layers for x in layer.buffers if x.numel()]

@@ -33,6 +33,7 @@ from transformers import (
 
 from specdemo.core.step import Draft
 from specdemo.models.engines import llama_weights as lean
+from specdemo.models.engines.cuda_graphs import GraphRecorder
 from specdemo.models.engines.generic import TransformersEngine
 from specdemo.models.engines.llama import PROMPT_CHUNK, LlamaEngine
 from specdemo.models.engines.llama_weights import LlamaWeights, PackedLinear, can_pack, pack, unsupported_reason
@@ -107,7 +108,7 @@ def test_logits_are_those_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["grouped", "qwen3"])
-def test_a_recorded_pass_reads_nothing_but_its_buffers(name: str) -> None:
+def test_a_recorded_pass_reads_nothing_but_its_buffers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replay a recorded pass for other tokens, positions and forests, as CUDA graphs do.
 
     The recorder runs the function again, so inputs captured by value would change the logits; longer texts reallocate
@@ -118,13 +119,14 @@ def test_a_recorded_pass_reads_nothing_but_its_buffers(name: str) -> None:
     )
     recorded = []
 
-    def record(forward: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def record(self: GraphRecorder, forward: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         recorded.append(forward())
         return forward
 
     lean = LlamaWeights(model)
     plain = CachedModel(lean)
-    lean.engine = LlamaEngine(lean, lambda: record)
+    monkeypatch.setattr(GraphRecorder, "record", record)
+    monkeypatch.setattr(LlamaWeights, "recordable", property(lambda weights: True))
     replayed = CachedModel(lean)
     script = rounds(3) + rounds(4)
     if name == "grouped":

@@ -40,10 +40,13 @@ from specdemo.core.sampling import ChainSampler, Noise, SamplingParams
 from specdemo.core.step import Draft
 from specdemo.models.batch_invariance import check_invariance
 from specdemo.models.engines.engine import FIRST_CAPACITY
-from specdemo.models.engines.llama_weights import with_dropout, with_layers
+from specdemo.models.engines.fused_weights import FusedWeights
+from specdemo.models.engines.llama_weights import LlamaWeights, with_dropout, with_layers
 from specdemo.models.engines.native import NATIVE_CHUNK
 from specdemo.models.engines.native_chain import CHAIN_ROWS
-from specdemo.models.engines.native_weights import NativeWeights
+from specdemo.models.engines.native_families import model_parts
+from specdemo.models.engines.native_matrix import format_of
+from specdemo.models.engines.native_weights import NativeWeights, planned_bytes
 from specdemo.models.engines.select import engine_of
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.threads import torch_threads
@@ -403,3 +406,18 @@ def test_a_closed_cached_model_is_refused() -> None:
     cached.close()
     with pytest.raises(ValueError, match="is closed"):
         cached.score(text(3), Draft())
+
+
+@pytest.mark.parametrize("biased", [["q_proj"], ["k_proj"], ["k_proj", "v_proj"], ["gate_proj"], ["up_proj"]])
+@pytest.mark.parametrize("convert", [NativeWeights, LlamaWeights])
+def test_joined_layers_may_have_a_bias_in_some_parts(convert: type[FusedWeights], biased: list[str]) -> None:
+    oracle, tokens = random_model(CONFIGS["odd widths"]), text(30)
+    for layer in oracle.model.layers:
+        for name in biased:
+            linear = getattr(layer.mlp if name in ("gate_proj", "up_proj") else layer.self_attn, name)
+            linear.bias = nn.Parameter(torch.randn(linear.out_features), requires_grad=False)
+    expected = oracle(torch.tensor([tokens])).logits[0]
+    planned = planned_bytes(model_parts(oracle), oracle.lm_head, format_of).total()
+    model = convert(oracle)
+    assert (CachedModel(model).read(tokens) - expected).abs().max() <= 2e-5 * expected.abs().max()
+    assert convert is LlamaWeights or model.weight_bytes == pytest.approx(planned, rel=0.001)

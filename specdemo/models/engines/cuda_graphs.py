@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -12,42 +14,60 @@ GRAPH_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # passes are padded to the next one
 MAX_ROWS = GRAPH_ROWS[-1]
 GRAPH_LIMIT = 32  # graphs per engine
 _STREAMS = 32  # streams that torch returns in turn
+_PASSES_BEFORE_REUSE = 256  # least passes between losses of streams
 _POOL_BYTES = 22 << 20  # estimated bytes of a memory pool
 _WORKSPACE_BYTES = 32 << 20  # cuBLAS workspace of each stream
+PLANNED_ROWS = GRAPH_LIMIT * sum(GRAPH_ROWS) // len(GRAPH_ROWS)
 
 
 def graph_rows(count: int) -> int:
     return next(rows for rows in GRAPH_ROWS if rows >= count)
 
 
-def graph_bytes(vocab_size: int, width: int) -> int:
-    """Estimate the bytes of an engine's graphs; `width`: bytes per logit."""
-    rows = GRAPH_LIMIT * sum(GRAPH_ROWS) // len(GRAPH_ROWS)
-    return _POOL_BYTES + _WORKSPACE_BYTES + rows * vocab_size * width
+def graph_bytes(rows: int, vocab_size: int, width: int) -> int:
+    """Estimate the bytes of a cache's graphs, of `rows` rows in total; `width`: bytes per logit."""
+    return _POOL_BYTES + _WORKSPACE_BYTES + rows * vocab_size * width if rows else 0
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A recorded pass: input buffers and replay function."""
+
+    inputs: tuple[Tensor, ...]
+    replay: Callable[[], Tensor]
 
 
 class GraphRecorder:
-    """Records passes of an engine on its own stream and memory pool.
+    """Records passes of a cache on its own stream and memory pool.
 
-    Torch frees a stream's cuBLAS workspace with any graph of the stream (pytorch#193402), so engines share no streams
-    and drop all graphs at once.
+    Torch frees a stream's cuBLAS workspace with any graph of the stream (pytorch#193402), so caches share no streams
+    and drop all graphs at once. The least recently used recorder loses its stream to a new one.
     """
 
     _recorders: weakref.WeakSet[GraphRecorder] = weakref.WeakSet()
+    _passes = 0
 
     def __init__(self, device: torch.device) -> None:
+        self.recordings: dict[tuple[int, int], Recording] = {}
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        self._used, self._taken = 0, -_PASSES_BEFORE_REUSE  # values of `_passes`
         self._recorders.add(self)
 
-    def __call__(self, forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Capture `forward` after two runs that initialise libraries. Each replay overwrites the returned tensor."""
+    def recording(self, rows: int, keys: int) -> Recording | None:
+        """Return a recording for use."""
+        GraphRecorder._passes += 1
+        self._used = self._passes
+        return self.recordings.get((rows, keys))
+
+    def record(self, forward: Callable[[], Tensor]) -> Callable[[], Tensor] | None:
+        """Capture `forward` after two runs that initialise libraries; each replay overwrites the returned tensor."""
         with torch.cuda.device(self._device):
-            if self._stream is None:
-                self._stream = self._unused_stream()
             if not self._graphs:
-                self._pool = torch.cuda.graph_pool_handle()
+                self._stream, self._pool = self._unused_stream() or self._idle_stream(), torch.cuda.graph_pool_handle()
+            if self._stream is None:
+                return None
             current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):  # a failed `graph` does not restore the stream
@@ -57,16 +77,24 @@ class GraphRecorder:
             current.wait_stream(self._stream)
         self._graphs.add(graph)
 
-        def replay(_recorder: GraphRecorder = self) -> Tensor:
+        def replay() -> Tensor:
             graph.replay()
             return out
 
         return replay
 
-    def _unused_stream(self) -> torch.cuda.Stream:
-        used = {recorder._stream.cuda_stream for recorder in self._recorders if recorder._stream is not None}
-        for _ in range(_STREAMS):
-            stream = torch.cuda.Stream(self._device)
-            if stream.cuda_stream not in used:
-                return stream
-        raise RuntimeError("all CUDA streams are in use")
+    def _unused_stream(self) -> torch.cuda.Stream | None:
+        used = {other._stream.cuda_stream for other in self._recorders if other._graphs and other._stream}
+        new = (torch.cuda.Stream(self._device) for _ in range(_STREAMS))
+        streams = chain([self._stream] if self._stream else [], new)
+        return next((stream for stream in streams if stream.cuda_stream not in used), None)
+
+    def _idle_stream(self) -> torch.cuda.Stream | None:
+        others = [other for other in self._recorders if other._graphs and other._device == self._device]
+        if not others or self._passes < max(other._taken for other in others) + _PASSES_BEFORE_REUSE:
+            return None
+        idle = min(others, key=lambda other: other._used)
+        stream, idle._stream = idle._stream, None
+        idle.recordings.clear()
+        self._taken = self._passes
+        return stream

@@ -49,10 +49,14 @@ class Cache(ABC):
     def clear(self) -> None:
         """Empty the cache and overwrite its memory, so that texts do not outlive their request."""
 
+    def drop_recordings(self) -> None:  # noqa: B027
+        """Free recorded passes."""
+
     def _grow_states(self, capacity: int, width: int, device: torch.device) -> None:
         states = torch.zeros(capacity, len(self.taps), width, device=device)
         if len(self.states):
             states[: len(self.states)] = self.states
+            self.states.zero_()
         self.states = states
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -77,6 +77,7 @@ class InPlaceCacheLayer(DynamicLayer):
     def _grown(self, old: Tensor, capacity: int) -> Tensor:
         new = old.new_empty((*old.shape[:2], capacity, old.shape[3]))
         new[:, :, : self.length] = old[:, :, : self.length]
+        old.zero_()
         return new
 
     def keep(self, length: int, slots: Sequence[int]) -> None:
@@ -132,9 +133,8 @@ class TransformersCache(Cache):
 
     @torch.inference_mode()
     def clear(self) -> None:
-        for layer in self._layers:
-            for states in layer.buffers:
-                states.zero_()
+        for states in self._buffers:
+            states.zero_()
         self._reset()
 
     def _reset(self) -> None:
@@ -163,7 +163,14 @@ class TransformersCache(Cache):
 
     @property
     def reserved_bytes(self) -> int:
-        return sum(x.nbytes for layer in self._layers for x in layer.buffers)
+        return sum(x.nbytes for x in self._buffers)
+
+    @property
+    def _buffers(self) -> Iterator[Tensor]:
+        crossed: list[Any] = self.crossed.layers
+        yield from (x for layer in self._layers for x in layer.buffers)
+        yield from (x for layer in crossed for x in (layer.keys, layer.values))
+        yield from () if self.encoded is None else (self.encoded[0],)
 
     @property
     def _layers(self) -> list[InPlaceCacheLayer]:

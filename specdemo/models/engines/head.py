@@ -105,6 +105,12 @@ class MedusaWeights(HeadWeights):
     blocks: int  # residual blocks of a head
 
 
+def check_token(token: int, count: int) -> None:
+    """Raise `ValueError` unless `token` is one of `count` token ids."""
+    if not 0 <= token < count:
+        raise ValueError(f"token id {token:,} is outside the vocabulary of {count:,} tokens")
+
+
 class HeadCache(ABC):
     """Keys and values of a head for the rows of a text."""
 
@@ -119,6 +125,9 @@ class HeadCache(ABC):
     def restore(self, rows: Any) -> None:
         """Replace the draft rows, before the next `start`."""
 
+    def drop_recordings(self) -> None:  # noqa: B027
+        """Free recorded passes."""
+
     @abstractmethod
     def keep(self, length: int) -> None:
         """Keep the first `length` committed rows."""
@@ -131,6 +140,10 @@ class HeadCache(ABC):
     @abstractmethod
     def kv_bytes(self) -> int:
         """Bytes of the committed rows."""
+
+    @property
+    @abstractmethod
+    def reserved_bytes(self) -> int: ...
 
 
 class Head(ABC):
@@ -149,6 +162,9 @@ class Head(ABC):
     @abstractmethod
     def open(self) -> HeadCache:
         """Return an empty cache."""
+
+    def prepare(self, cache: HeadCache, end: int) -> None:  # noqa: B027
+        """Record passes for up to `end` rows."""
 
     @abstractmethod
     def start(self, cache: HeadCache, following: list[int], states: Tensor, held: int) -> Tensor:

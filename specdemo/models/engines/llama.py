@@ -12,23 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdemo.core.step import Draft
-from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, MAX_ROWS, GraphRecorder, graph_rows
+from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, MAX_ROWS, GraphRecorder, Recording, graph_bytes, graph_rows
 from specdemo.models.engines.engine import Cache, OneTextEngine, doubled
 from specdemo.models.engines.generic import positions, visible
 from specdemo.models.engines.llama_weights import LlamaWeights
 
 PROMPT_CHUNK = 512  # prompt rows per pass: masks grow with rows times keys
 _MASK_MULTIPLE = 16  # multiple of keys, since CUDA's attention requires aligned mask rows
-
-Recorder = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
-
-
-@dataclass(frozen=True)
-class Recording:
-    """A recorded pass: input buffers (token ids, mask, positions) and replay function."""
-
-    inputs: tuple[Tensor, Tensor, Tensor]
-    replay: Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -42,10 +32,10 @@ class PassShape:
 class LlamaCache(Cache):
     """KV cache of a text, with the buffers and recorded passes that refer to its memory."""
 
-    def __init__(self, model: LlamaWeights, record: Recorder | None) -> None:
+    def __init__(self, model: LlamaWeights) -> None:
         super().__init__()
-        self._model, self.record = model, record
-        self.recordings: dict[tuple[int, int], Recording] = {}
+        self._model, self._recordable = model, model.recordable
+        self.recorder = GraphRecorder(model.device)
         self.length = self.written = self.capacity = 0
         self.kv = torch.empty(0, 0, 0, 0)
         self.angles = torch.empty(0)
@@ -71,15 +61,20 @@ class LlamaCache(Cache):
 
     @property
     def kv_bytes(self) -> int:
-        return self.reserved_bytes // self.capacity * self.length if self.capacity else 0
+        return (self.kv.nbytes + self.states.nbytes) // self.capacity * self.length if self.capacity else 0
 
     @property
     def reserved_bytes(self) -> int:
-        return self.kv.nbytes + self.states.nbytes
+        rows = sum(rows for rows, _ in self.recorder.recordings)
+        graphs = graph_bytes(rows, self._model.config.vocab_size, self._model.dtype.itemsize)
+        return self.kv.nbytes + self.states.nbytes + graphs
 
     @property
     def records(self) -> bool:
-        return self.record is not None and self._model.graphs
+        return self._recordable and self._model.graphs
+
+    def drop_recordings(self) -> None:
+        self.recorder.recordings.clear()
 
     def reserve(self, end: int) -> None:
         if end <= self.capacity:
@@ -92,11 +87,12 @@ class LlamaCache(Cache):
         )
         if self.capacity:
             self.kv[:, :, : self.capacity] = old
+            old.zero_()
         self.capacity = capacity
         self._grow_states(capacity, model.width, model.device)
         self.angles = model.rotation(torch.arange(capacity, device=model.device))
         self.masks.clear()
-        self.recordings.clear()
+        self.drop_recordings()
         self._views = (0, (), ())
 
     def views(self, width: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -126,22 +122,21 @@ class LlamaCache(Cache):
 
 
 class LlamaEngine(OneTextEngine[LlamaCache]):
-    """Passes of `LlamaWeights`; `new_recorder` makes the recorder of a cache (default: CUDA graphs on a GPU)."""
+    """Passes of `LlamaWeights`, recorded as CUDA graphs on a GPU."""
 
     reusable = True
     hidden_states = True
 
-    def __init__(self, model: LlamaWeights, new_recorder: Callable[[], Recorder | None] | None = None) -> None:
+    def __init__(self, model: LlamaWeights) -> None:
         super().__init__()
         self._model = model
-        self._new_recorder = new_recorder or (lambda: GraphRecorder(model.device) if model.recordable else None)
 
     @property
     def weight_bytes(self) -> int:
         return self._model.weight_bytes
 
     def new_cache(self, source: Sequence[int] = ()) -> LlamaCache:
-        return LlamaCache(self._model, self._new_recorder())
+        return LlamaCache(self._model)
 
     def release(self) -> None:
         super().release()
@@ -161,8 +156,8 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
             self._pass(cache, new[:PROMPT_CHUNK], held, Draft())
             new, held = new[PROMPT_CHUNK:], held + PROMPT_CHUNK
         n, last = len(new), len(draft) + 1
-        if cache.records and n <= MAX_ROWS and (logits := self._replay(cache, new, held, draft)) is not None:
-            logits = logits[:n][-last:]
+        if cache.records and n <= MAX_ROWS:
+            logits = self._replay(cache, new, held, draft)[:n][-last:]
         else:
             inputs, shape = self._inputs(cache, new, held, draft, held + n + -(held + n) % _MASK_MULTIPLE)
             columns = cache.columns(slice(held, held + n))
@@ -183,7 +178,7 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
         width = doubled(start + 1)
         while width <= doubled(end) and cache.records:
             for n in counts:
-                if (n, width) not in cache.recordings:  # recording writes behind the text
+                if (n, width) not in cache.recorder.recordings:  # recording writes behind the text
                     self._record_pass(cache, *self._inputs(cache, [0] * n, end - n, Draft(), width), width)
             width *= 2
 
@@ -242,7 +237,7 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
         write(tapped[end], rows := model.leave(rows))
         return model.head(rows[-last:])
 
-    def _replay(self, cache: LlamaCache, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor | None:
+    def _replay(self, cache: LlamaCache, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
         if padding := graph_rows(len(new)) - len(new):  # the next pass overwrites padding
             first = len(draft) - 1 if draft.is_chain else -1
             parents = (*draft.parents, first, *range(len(draft), len(draft) + padding - 1))
@@ -250,9 +245,10 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
             new = [*(new.tolist() if isinstance(new, Tensor) else new), *[0] * padding]
         width = doubled(held + len(new))
         inputs, shape = self._inputs(cache, new, held, draft, width)
-        recording = cache.recordings.get((len(new), width)) or self._record_pass(cache, inputs, shape, width)
-        if recording is None:
-            return None
+        recording = cache.recorder.recording(len(new), width) or self._record_pass(cache, inputs, shape, width)
+        if recording is None:  # equal shapes give equal bits
+            columns = cache.columns(slice(held, held + len(new)))
+            return self._forward(*inputs[:2], shape, cache.views(width), columns, Tensor.copy_, len(new))
         for buffer, value in zip(recording.inputs, inputs, strict=True):
             buffer.copy_(value)
         return recording.replay().clone()
@@ -262,8 +258,8 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
     ) -> Recording | None:
         buffers = inputs[0].clone(), inputs[1].clone(), inputs[2].clone()
         ids, mask, slots = buffers
-        if len(cache.recordings) >= GRAPH_LIMIT:
-            cache.recordings.clear()
+        if len(cache.recorder.recordings) >= GRAPH_LIMIT:
+            cache.drop_recordings()
         views, columns = cache.views(width), cache.columns(slice(None))
 
         def write(column: Tensor, rows: Tensor) -> object:
@@ -272,14 +268,15 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
         def forward() -> Tensor:
             return self._forward(ids, mask, shape, views, columns, write, len(ids))
 
-        assert cache.record is not None
         try:
-            recording = Recording(buffers, cache.record(forward))
+            replay = cache.recorder.record(forward)
         except RuntimeError as error:  # memory is insufficient, or a kernel cannot be captured
-            cache.recordings.clear()
+            cache.drop_recordings()
             self._model.stop_recording(error)
             return None
-        cache.recordings[len(ids), width] = recording
+        if replay is None:
+            return None
+        cache.recorder.recordings[len(ids), width] = recording = Recording(buffers, replay)
         return recording
 
     def _chain_mask(self, cache: LlamaCache, n: int, held: int, width: int) -> Tensor:

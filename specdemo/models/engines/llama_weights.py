@@ -217,8 +217,12 @@ class LlamaWeights(FusedWeights):
             return lambda rows: torch.cat([linear(rows) for linear in linears], dim=-1)
         joined = len(linears) > 1
         weight = torch.cat([linear.weight for linear in linears]) if joined else unmapped(linears[0].weight)
-        biases = [linear.bias for linear in linears if linear.bias is not None]
-        bias = torch.cat(biases) if biases else None
+        biases = [linear.bias for linear in linears]
+        bias = None
+        if any(part is not None for part in biases):
+            sizes = [linear.out_features for linear in linears]
+            parts = zip(biases, sizes, strict=True)
+            bias = torch.cat([weight.new_zeros(size) if part is None else part for part, size in parts])
         if self._consume:
             for linear in linears:
                 linear.weight = None

@@ -45,6 +45,8 @@ class MedusaCache(HeadCache):
     def kv_bytes(self) -> int:
         return self.state.nbytes
 
+    reserved_bytes = kv_bytes
+
 
 class MedusaHead(Head):
     """Independent heads: residual blocks on the final state, and an output matrix, or that of `model` for all heads."""

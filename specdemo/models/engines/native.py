@@ -85,6 +85,7 @@ class NativeCache(Cache):
         capacity = doubled(end)
         kv = torch.zeros(*self.kv.shape[:3], capacity, self.kv.shape[4], dtype=self.kv.dtype)
         kv[..., : self.capacity, :] = self.kv
+        self.kv.zero_()
         self.kv, self.capacity = kv, capacity
         self._grow_states(capacity, self._width, kv.device)
 
@@ -119,7 +120,7 @@ class NativeCache(Cache):
 
     @property
     def kv_bytes(self) -> int:
-        return self.reserved_bytes // self.capacity * self.length if self.capacity else 0
+        return (self.kv.nbytes + self.states.nbytes) // self.capacity * self.length if self.capacity else 0
 
     @property
     def reserved_bytes(self) -> int:

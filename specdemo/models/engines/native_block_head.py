@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from specdemo.core.step import Draft
 from specdemo.models.engines.engine import Entry
-from specdemo.models.engines.head import BlockWeights, HeadCache
+from specdemo.models.engines.head import BlockWeights, HeadCache, check_token
 from specdemo.models.engines.native_chain import CHAIN_ROWS
 from specdemo.models.engines.native_head import NativeHead, NativeHeadCache, NativeHeadWeights
 from specdemo.models.engines.native_matrix import Joined, NativeMatrix
@@ -78,6 +78,10 @@ class NativeBlockHeadCache(NativeHeadCache):
     def clear(self) -> None:
         super().clear()
         self.logits.zero_()
+
+    @property
+    def reserved_bytes(self) -> int:
+        return super().reserved_bytes + self.logits.nbytes
 
 
 class NativeBlockHead(NativeHead):
@@ -157,6 +161,7 @@ class NativeBlockHead(NativeHead):
         return rows
 
     def _follow(self, cache: NativeBlockHeadCache, token: int) -> Tensor:
+        check_token(token, self.model.embedding_matrix.outputs)
         logits, state = cache.logits[cache.drafted].clone(), cache.states[cache.committed - 1 + cache.drafted]
         cache.confidence = required_library().follow_token(
             ctypes.byref(self._struct), state.data_ptr(), token, self._embedded.data_ptr(), logits.data_ptr()

@@ -60,11 +60,13 @@ class NativeHeadWeights:
             rows = target.output_rows(weights.ids)
         self._head, self._output_rows = self._matrix(rows, of_output), rows
         self.shares_rows = "lm_head" not in tensors
-        self._embedding = target.embedding_matrix
+        self.embedding_matrix = target.embedding_matrix
         if "embed_tokens" in tensors:
             table = tensors["embed_tokens"]
-            self._embedding = NativeMatrix(Joined([nn.Embedding(len(table), self.width, _weight=table)]), self._buffer)
-            self._kept.append(self._embedding)
+            self.embedding_matrix = NativeMatrix(
+                Joined([nn.Embedding(len(table), self.width, _weight=table)]), self._buffer
+            )
+            self._kept.append(self.embedding_matrix)
 
     def for_text(self) -> NativeHeadWeights:
         """Return a copy with its own output matrix."""
@@ -82,6 +84,10 @@ class NativeHeadWeights:
         return self._head.outputs
 
     @property
+    def output_bytes(self) -> int:
+        return self._head.nbytes
+
+    @property
     def weight_bytes(self) -> int:
         return sum(part.nbytes for part in self._kept)
 
@@ -89,7 +95,7 @@ class NativeHeadWeights:
         return self._sizes.rotation(count)
 
     def struct(self, cache_dtype: torch.dtype) -> tuple[ModelStruct, Any]:
-        matrices = (self._embedding.struct(), self._fuse.struct())
+        matrices = (self.embedding_matrix.struct(), self._fuse.struct())
         embedding, fuse = map(ctypes.addressof, matrices)
         layers = (ctypes.c_void_p * len(self._layers))(*map(ctypes.addressof, self._layers))
         return ModelStruct(
@@ -164,6 +170,10 @@ class NativeHeadCache(NativeCache, HeadCache):
         self.given: tuple[Tensor, int] | None = None  # states of the target during `start`, and their first row
         self._own_state = torch.zeros(head.model.width)
         self._own_address = self._own_state.data_ptr()
+
+    @property
+    def reserved_bytes(self) -> int:
+        return super().reserved_bytes + (self._model.output_bytes if self._target else 0)
 
     def extend(self, following: Sequence[int], held: int) -> None:
         """Add the tokens that follow position `held` and the target's output rows."""

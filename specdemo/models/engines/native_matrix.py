@@ -39,8 +39,8 @@ class Joined(NamedTuple):
         outputs = sum(shape[0] for shape in shapes)
         if self.interleaved:
             outputs = len(shapes) * (shapes[0][0] + -shapes[0][0] % block)
-        bias = 4 * (outputs + -outputs % block) if getattr(self.linears[0], "bias", None) is not None else 0
-        return form.matrix_bytes(outputs, shapes[0][1], block) + bias
+        biased = any(getattr(linear, "bias", None) is not None for linear in self.linears)
+        return form.matrix_bytes(outputs, shapes[0][1], block) + 4 * (outputs + -outputs % block) * biased
 
 
 class NativeMatrix:
@@ -58,6 +58,8 @@ class NativeMatrix:
         self.format, self._narrow_inputs = formats[0], getattr(joined.linears[0], "narrow", False)
         parts = [_stored(linear, self.format, joined.order) for linear in joined.linears]
         sizes = [len(part["weights"]) for part in parts]
+        if any("bias" in part for part in parts):
+            parts = [{"bias": torch.zeros(size)} | part for part, size in zip(parts, sizes, strict=True)]
         self.outputs, self.inputs = sum(sizes), parts[0]["weights"].shape[1]
         if joined.interleaved:
             self.outputs = len(parts) * self._block * -(-sizes[0] // self._block)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdemo.models.engines.head import BlockWeights, HeadCache
-from specdemo.models.engines.torch_head import TorchEagle3, TorchHead
+from specdemo.models.engines.torch_head import TorchEagle3, TorchHead, grown
 from specdemo.models.threads import torch_threads
 
 if TYPE_CHECKING:
@@ -54,10 +54,14 @@ class TorchBlockHeadCache(HeadCache):
     def kv_bytes(self) -> int:
         return self.kv[..., : self.length, :].numel() * self.kv.element_size()
 
+    @property
+    def reserved_bytes(self) -> int:
+        return self.kv.nbytes + self.states.untyped_storage().nbytes()
+
     def reserve(self, end: int) -> None:
         capacity = self.kv.shape[3]
         if end > capacity:
-            self.kv = F.pad(self.kv, (0, 0, 0, max(_FIRST_CAPACITY, capacity, end - capacity)))
+            self.kv = grown(self.kv, max(_FIRST_CAPACITY, capacity, end - capacity))
 
 
 class TorchBlockHead(TorchEagle3):
@@ -105,7 +109,7 @@ class TorchBlockHead(TorchEagle3):
 
     def _follow(self, cache: TorchBlockHeadCache, token: int) -> Tensor:
         """Return the logits of the next slot after `token`."""
-        narrow = self._linear("markov_head.markov_w1", self._embedded([token]))
+        narrow = self._linear("markov_head.markov_w1", self._embedded(torch.tensor([token], device=self.device)))
         state = cache.states[cache.drafted] + self._linear("markov_head.markov_w2", narrow)
         cache.confidence = float(self._linear("confidence_head.proj", state).float().sigmoid())
         return self._linear("lm_head", state)[0]
@@ -119,7 +123,7 @@ class TorchBlockHead(TorchEagle3):
         positions = torch.arange(first, end, device=self.device)
         visible = torch.arange(end, device=self.device) <= positions[:, None]
         rows = self._linear("fc", states)
-        embedded = self._norm("input_layernorm", self._embedded(following))
+        embedded = self._norm("input_layernorm", self._embedded(torch.tensor(following, device=self.device)))
         inputs = torch.cat([embedded, self._norm("hidden_norm", rows)], -1)
         inputs[len(inputs) - slots :] += self._tensors["slots"][:slots]
         for prefix, kv in zip(self._prefixes, cache.kv, strict=True):
@@ -130,9 +134,6 @@ class TorchBlockHead(TorchEagle3):
             query = self._rotated(self._heads(f"{prefix}self_attn.q_proj", inputs), first)
             keys, values = kv[:, None, :, :end]
             mixed = F.scaled_dot_product_attention(query[None], keys, values, attn_mask=visible, enable_gqa=True)
-            rows = rows + self._linear(f"{prefix}self_attn.o_proj", mixed[0].transpose(0, 1).flatten(1))
-            inner = self._norm(f"{prefix}post_attention_layernorm", rows)
-            gated = F.silu(self._linear(f"{prefix}mlp.gate_proj", inner)) * self._linear(f"{prefix}mlp.up_proj", inner)
-            rows = rows + self._linear(f"{prefix}mlp.down_proj", gated)
+            rows = self._layer_output(prefix, rows, mixed)
         cache.end = end
         return rows

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdemo.models.engines.head import DFlashWeights, HeadCache
+from specdemo.models.engines.head import DFlashWeights, HeadCache, check_token
 from specdemo.models.engines.torch_block_head import TorchBlockHeadCache
 from specdemo.models.engines.torch_head import TorchHead
 from specdemo.models.threads import torch_threads
@@ -94,7 +94,7 @@ class TorchDFlash(TorchHead):
 
     def _block(self, cache: TorchDFlashCache, tokens: list[int]) -> Tensor:
         """Return the states `[n, width]` of a block after the final norm."""
-        first, rows = cache.length, self._embedded(tokens)
+        first, rows = cache.length, self._embedded(torch.tensor(tokens, device=self.device))
         for i in range(self.layers):
             prefix = f"layers.{i}."
             inputs = self._norm(f"{prefix}input_layernorm", rows)
@@ -107,10 +107,7 @@ class TorchDFlash(TorchHead):
                 attn_mask=self._visible(i, first, len(tokens)),
                 enable_gqa=True,
             )
-            rows = rows + self._linear(f"{prefix}self_attn.o_proj", mixed[0].transpose(0, 1).flatten(1))
-            inner = self._norm(f"{prefix}post_attention_layernorm", rows)
-            gated = F.silu(self._linear(f"{prefix}mlp.gate_proj", inner)) * self._linear(f"{prefix}mlp.up_proj", inner)
-            rows = rows + self._linear(f"{prefix}mlp.down_proj", gated)
+            rows = self._layer_output(prefix, rows, mixed)
         return self._norm("norm", rows)
 
     def _visible(self, layer: int, first: int, count: int) -> Tensor | None:
@@ -127,7 +124,9 @@ class TorchDFlash(TorchHead):
         state = cache.states[cache.drafted : cache.drafted + 1]
         logits, features = self._linear("lm_head", state), state
         if kind := self._weights.markov:
-            before = self._tensors["markov_head.markov_w1.weight"][token : token + 1]
+            table = self._tensors["markov_head.markov_w1.weight"]
+            check_token(token, len(table))
+            before = table[token : token + 1]
             logits = logits + self._linear("markov_head.markov_w2", self._markov(kind, cache, before, state))
             features = torch.cat([state, before], -1)
         if "confidence_head.proj.weight" in self._tensors:

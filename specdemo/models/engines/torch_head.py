@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -14,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdemo.models.engines.context_tokens import ContextTokens
+from specdemo.models.engines.cuda_graphs import GraphRecorder, Recording, graph_bytes
 from specdemo.models.engines.head import DFlashWeights, Eagle3Weights, EagleWeights, Head, HeadCache
+from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.target_rows import embedding_rows, output_rows
 from specdemo.models.threads import torch_threads
 
@@ -29,6 +32,13 @@ _CHUNK = 512  # committed rows per pass
 _FIRST_CAPACITY = 256
 
 
+def grown(kv: Tensor, count: int) -> Tensor:
+    """Return a copy with `count` further positions; overwrite `kv`."""
+    copied = F.pad(kv, (0, 0, 0, count))
+    kv.zero_()
+    return copied
+
+
 class TorchHeadCache(HeadCache):
     """Keys and values `[2, kv_heads, capacity, head_dim]`, and the state of the last row."""
 
@@ -40,6 +50,7 @@ class TorchHeadCache(HeadCache):
         self.context_rows = torch.empty(0, layer.width, dtype=head.dtype, device=head.device)
         self.length = self.end = 0  # `end`: with draft rows
         self.threads = torch.get_num_threads()
+        self.recorder = GraphRecorder(head.device)
 
     def draft_rows(self) -> tuple[Tensor, Tensor]:
         return self.kv[:, :, self.length : self.end].clone(), self.state
@@ -58,17 +69,30 @@ class TorchHeadCache(HeadCache):
         self.kv.zero_()
         self.state.zero_()
         self.context.update([], -1)
-        self.context_rows = self.context_rows[:0]
+        self.context_rows = self.context_rows.zero_()[:0]
+        self.drop_recordings()
         self.keep(0)
 
     @property
     def kv_bytes(self) -> int:
         return self.kv[:, :, : self.length].numel() * self.kv.element_size()
 
+    @property
+    def reserved_bytes(self) -> int:
+        graphs = graph_bytes(len(self.recorder.recordings), self.kv.shape[1] * self.kv.shape[3], self.kv.itemsize)
+        return self.kv.nbytes + self.context_rows.untyped_storage().nbytes() + graphs
+
+    def drop_recordings(self) -> None:
+        self.recorder.recordings.clear()
+
+    def reserve(self, end: int) -> None:
+        if end > (capacity := self.kv.shape[2]):
+            self.kv = grown(self.kv, max(_FIRST_CAPACITY, capacity, end - capacity))
+            self.drop_recordings()
+
     def append(self, keys_and_values: Tensor) -> Tensor:
-        end, capacity = self.end + keys_and_values.shape[2], self.kv.shape[2]
-        if end > capacity:
-            self.kv = F.pad(self.kv, (0, 0, 0, max(_FIRST_CAPACITY, capacity, end - capacity)))
+        end = self.end + keys_and_values.shape[2]
+        self.reserve(end)
         self.kv[:, :, self.end : end] = keys_and_values
         self.end = end
         return self.kv[:, :, :end]
@@ -102,8 +126,7 @@ class TorchHead(Head):
     def _heads(self, name: str, rows: Tensor) -> Tensor:
         return self._linear(name, rows).unflatten(-1, (-1, self.layer.head_dim)).transpose(0, 1)
 
-    def _embedded(self, tokens: list[int]) -> Tensor:
-        ids = torch.tensor(tokens, device=self.device)
+    def _embedded(self, ids: Tensor) -> Tensor:
         own = self._tensors.get("embed_tokens.weight")
         return embedding_rows(self._model, ids).to(self.dtype) if own is None else F.embedding(ids, own)
 
@@ -114,12 +137,21 @@ class TorchHead(Head):
         scaled = F.rms_norm(rows.float(), rows.shape[-1:], None, self.layer.epsilon)
         return scaled.to(self.dtype) * self._tensors[f"{name}.weight"]
 
+    def _layer_output(self, prefix: str, residuals: Tensor, mixed: Tensor) -> Tensor:
+        """Return the rows `[n, width]` after attention `[1, heads, n, head_dim]`."""
+        rows = residuals + self._linear(f"{prefix}self_attn.o_proj", mixed[0].transpose(0, 1).flatten(1))
+        inner = self._norm(f"{prefix}post_attention_layernorm", rows)
+        gated = F.silu(self._linear(f"{prefix}mlp.gate_proj", inner)) * self._linear(f"{prefix}mlp.up_proj", inner)
+        return rows + self._linear(f"{prefix}mlp.down_proj", gated)
+
     def _rotated(self, heads: Tensor, first: int) -> Tensor:
         end = first + heads.shape[1]
         if end > len(self._angles[0]):
             cosines, sines = self.layer.rotation(min(self.layer.context, max(_FIRST_CAPACITY, 2 * end)))
             self._angles = cosines.to(self.device), sines.to(self.device)
-        cos, sin = (angles[first:end] for angles in self._angles)
+        return self._turned(heads, *(angles[first:end] for angles in self._angles))
+
+    def _turned(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         left, right = heads.float().chunk(2, -1)
         return torch.cat([left * cos - right * sin, right * cos + left * sin], -1).to(heads.dtype)
 
@@ -132,6 +164,7 @@ class SingleLayerHead(TorchHead):
     def __init__(self, weights: EagleWeights | Eagle3Weights, model: PreTrainedModel | FusedWeights) -> None:
         super().__init__(weights, model)
         self._extends = self._shares_rows and self.ids is not None
+        self._recordable = isinstance(model, LlamaWeights) and model.recordable
         self.static = frozenset(() if self.ids is None else self.ids.tolist())
 
     def longest_draft(self, length: int) -> int:
@@ -157,8 +190,63 @@ class SingleLayerHead(TorchHead):
     def step(self, cache: HeadCache, token: int) -> Tensor:
         assert isinstance(cache, TorchHeadCache)
         with torch_threads(cache.threads):
-            cache.state = self._pass(cache, cache.state, [token])
+            recording = self._recording(cache)
+            if recording is None:
+                cache.state = self._pass(cache, cache.state, [token])
+            else:
+                ids, row, position = recording.inputs[:3]
+                ids.fill_(token), row.copy_(cache.state), position.fill_(cache.end)
+                cache.state, cache.end = recording.replay().clone(), cache.end + 1
             return self._logits(cache)
+
+    @torch.inference_mode()
+    def prepare(self, cache: HeadCache, end: int) -> None:
+        if self._recordable and isinstance(cache, TorchHeadCache):
+            cache.reserve(min(end, self.layer.context))
+            self._recording(cache)
+
+    def _recording(self, cache: TorchHeadCache) -> Recording | None:
+        """Return the recorded pass of a draft row, if possible."""
+        model = self._model
+        if not self._recordable or not isinstance(model, LlamaWeights) or not model.graphs:
+            return None
+        if cache.end >= self.layer.context:
+            return None
+        cache.reserve(cache.end + 1)
+        if recording := cache.recorder.recording(1, cache.kv.shape[2]):
+            return recording
+        inputs = self._step_inputs(cache)
+        try:
+            replay = cache.recorder.record(partial(self._step, cache.kv, *inputs))
+        except RuntimeError:  # memory is insufficient, or a kernel cannot be captured
+            cache.drop_recordings()
+            self._recordable = False
+            return None
+        if replay is None:
+            return None
+        cache.recorder.recordings[1, cache.kv.shape[2]] = recording = Recording(inputs, replay)
+        return recording
+
+    def _step_inputs(self, cache: TorchHeadCache) -> tuple[Tensor, ...]:
+        """Return buffers of a token id, the row before and its position behind the text, and constants."""
+        columns = torch.arange(cache.kv.shape[2], device=self.device)
+        position = columns[cache.end : cache.end + 1].clone()
+        angles = (x.to(self.device) for x in self.layer.rotation(min(self.layer.context, cache.kv.shape[2])))
+        row = torch.zeros(1, self.layer.width, dtype=self.dtype, device=self.device)
+        return torch.zeros_like(position), row, position, columns, *angles
+
+    def _step(
+        self, kv: Tensor, ids: Tensor, row: Tensor, position: Tensor, columns: Tensor, cosines: Tensor, sines: Tensor
+    ) -> Tensor:
+        """Pass a draft row at `position`."""
+        angles = cosines.index_select(0, position), sines.index_select(0, position)
+        residuals, inputs = self._combined(row, self._embedded(ids))
+        keys, values = self._heads("self_attn.kv_proj", inputs).chunk(2)
+        kv.index_copy_(2, position, torch.stack((self._turned(keys, *angles), values)))
+        query = self._turned(self._heads("self_attn.q_proj", inputs), *angles)
+        grouped = query.view(1, len(keys), -1, query.shape[-1])  # query heads become rows
+        mixed = F.scaled_dot_product_attention(grouped, kv[:1], kv[1:], attn_mask=(columns <= position)[None])
+        return self._next_state(residuals, mixed.view(1, *query.shape))
 
     def _extend(self, cache: TorchHeadCache, following: list[int], held: int) -> None:
         """Add the tokens of the text and the target's output rows."""
@@ -190,15 +278,16 @@ class SingleLayerHead(TorchHead):
         first, end = cache.end, cache.end + len(following)
         if end > self.layer.context:
             raise ValueError(f"the head has {self.layer.context:,} positions")
-        residuals, columns = self._combined(rows, self._embedded(following))
+        residuals, columns = self._combined(rows, self._embedded(torch.tensor(following, device=self.device)))
         keys, values = self._heads("self_attn.kv_proj", columns).chunk(2)
         keys, values = cache.append(torch.stack((self._rotated(keys, first), values)))
         query = self._rotated(self._heads("self_attn.q_proj", columns[-1:]), end - 1)
         mixed = F.scaled_dot_product_attention(query[None], keys[None], values[None], enable_gqa=True)
-        row = residuals[-1:] + self._linear("self_attn.o_proj", mixed.reshape(1, -1))
-        inner = self._norm("post_attention_layernorm", row)
-        gated = F.silu(self._linear("mlp.gate_proj", inner)) * self._linear("mlp.up_proj", inner)
-        return row + self._linear("mlp.down_proj", gated)
+        return self._next_state(residuals[-1:], mixed)
+
+    def _next_state(self, residuals: Tensor, mixed: Tensor) -> Tensor:
+        """Return the state after attention that the next row receives."""
+        return self._layer_output("", residuals, mixed)
 
 
 class TorchEagle(SingleLayerHead):
@@ -232,8 +321,8 @@ class TorchEagle3(SingleLayerHead):
             rows = torch.cat([self._norm(f"fc_norm.{i}", part) for i, part in enumerate(parts)], -1)
         return self._linear("fc", rows)
 
-    def _pass(self, cache: TorchHeadCache, rows: Tensor, following: list[int]) -> Tensor:
-        row = super()._pass(cache, rows, following)
+    def _next_state(self, residuals: Tensor, mixed: Tensor) -> Tensor:
+        row = super()._next_state(residuals, mixed)
         return self._norm("norm", row) if self._norm_output else row
 
     def _combined(self, rows: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
