@@ -33,7 +33,6 @@ class Context:
 
     vocab_size, stop, seed = VOCAB, (3,), 5
     source: Sequence[int] = ()
-    corpus = ([1, 2, 1, 2, 1, 3], [4])
 
     def __init__(self, head: Any = None, bridge: Any = None, has_drafter: bool = True, **options: Any) -> None:
         defaults = {name: option.default for group in option_classes() for name, option in group.OPTIONS.items()}
@@ -46,6 +45,11 @@ class Context:
         self.roles: list[tuple[str, Any]] = []
         self.keys: list[tuple[Any, ...]] = []
         self.store: Any = None
+
+    @property
+    def corpus(self) -> Sequence[Sequence[int]]:
+        self.roles.append(("corpus", None))
+        return [1, 2, 1, 2, 1, 3], [4]
 
     def head(self) -> Any:
         return self._head
@@ -167,6 +171,7 @@ def test_the_corpus_is_counted_unless_tokens_are_random(order: int) -> None:
     drafter, context = build("corpus", corpus_order=order)
     assert isinstance(drafter, ModelDrafter) and drafter.own_size is None and drafter.extend is None
     assert (drafter.noise, drafter.vocab_size) == (("draft", True), VOCAB)
+    assert bool(context.roles) == (order > 0)  # reading the corpus takes time
     assert drafter.sampling == (context.draft_sampling if order else SamplingParams(temperature=1.0))
     probs = drafter.score([2], Draft()).softmax(-1)[0].tolist()
     share = 1 / VOCAB
