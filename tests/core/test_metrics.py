@@ -132,6 +132,8 @@ def test_the_bootstrap_interval_of_a_median_follows_from_the_binomial_distributi
     """The median of 11 draws is at most the k-th value if 6 draws are: 0.8 % for k = 2, and 5.3 % for k = 3."""
     values = [*map(float, range(1, 12))]
     assert interval(values) == interval(values, seed=0, draws=2000) == (3.0, 9.0)
+    many = [*map(float, range(101))]
+    assert interval(many, draws=1) == interval(many, 0, 1) != interval(many, 1, 1)
     low, high = interval(values, draws=1)
     assert low == high and distinct(interval, values) > 3
 
@@ -144,5 +146,6 @@ def test_the_bootstrap_interval_of_totals_weighs_pairs_by_their_size() -> None:
     assert low in ratios[5:8] and high in ratios[13:16]
     assert (low, high) == ratio_interval(pairs, seed=0, draws=2000)
     assert ratio_interval([(3.0, 2.0)] * 4) == (1.5, 1.5)
+    assert ratio_interval(pairs, draws=1) == ratio_interval(pairs, 0, 1) != ratio_interval(pairs, 1, 1)
     low, high = ratio_interval(pairs, draws=1)
     assert low == high and distinct(ratio_interval, pairs) > 3
