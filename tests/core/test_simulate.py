@@ -321,6 +321,15 @@ def test_rules_are_compared_with_the_same_random_numbers() -> None:
     assert len({compared_verdicts(["match"], p, q, 4, seed)[0].tokens for seed in range(9)}) > 3
 
 
+@pytest.mark.parametrize("rule", ["rejection", "block", "match"])
+def test_compared_rules_decide_as_in_the_first_step_of_a_text(rule: str) -> None:
+    p, q = torch.tensor(P), torch.tensor(Q)
+    for seed in range(20):
+        draft, (verdict,) = compared_verdicts([rule], p, q, 3, seed)
+        tokens = (*(draft.tokens[node] for node in verdict.accepted), *verdict.target_tokens)
+        assert trial(rule, p, q, 3, len(tokens), seed).tokens == tokens
+
+
 def recorded(draft: int, verify_s: float, draft_s: float = 0.0, host_s: float = 0.0) -> RecordedStep:
     return RecordedStep((1.0,), draft, False, draft_s, verify_s, host_s)
 
@@ -387,6 +396,7 @@ def test_the_baseline_is_resampled() -> None:
     assert constant == GammaEstimate(0, 1.0, *[pytest.approx(10.0)] * 3)
     after = other_gammas(steps, [0, 1], pass_cost, [prefill, quick, quick])
     assert [estimate.gamma for estimate in after] == [0, 1]
+    assert other_gammas(steps, [0, 1], pass_cost, [quick], draws=0) == []  # no range
     # Without drafts the pass of the baseline is used: 0.1 s and 0.001 s of the host.
     (estimated,) = other_gammas(steps, [1], pass_cost, [quick])
     assert estimated.tokens_per_pass == pytest.approx(2.0)
