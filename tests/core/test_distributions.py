@@ -87,6 +87,61 @@ def test_comparisons_are_sums_over_the_vocabulary(kind: str, shape: str, engine:
             assert overlaps == pytest.approx(sums, abs=1e-6)
 
 
+def strided(rows: Tensor) -> Tensor:
+    """Return equal values, with a stride of 2 between them."""
+    return rows.repeat_interleave(2, -1)[..., ::2]
+
+
+LAYOUTS = {
+    "contiguous": lambda p, ids, values: (p, ids, values),
+    "strided p": lambda p, ids, values: (strided(p), ids, values),
+    "double p": lambda p, ids, values: (p.double(), ids, values),
+    "strided ids": lambda p, ids, values: (p, strided(ids), values),
+    "strided values": lambda p, ids, values: (p, ids, strided(values)),
+    "double values": lambda p, ids, values: (p, ids, values.double()),
+    "a part of the rows": lambda p, ids, values: (p.repeat(1, 2)[:, :VOCAB], ids.repeat(1, 2)[:, :3], values),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_in_any_layout_give_the_same_figures(layout: str) -> None:
+    """The compiled engine reads contiguous rows of float32 and int64; other rows are computed by torch."""
+    rng, parents, tokens = random.Random(6), (-1, 0, 1), (3, 1, 4)
+    drafted, q = draft_rows("sparse", rng, tokens)
+    lists = [random_probs(rng, VOCAB) for _ in range(4)]
+    p, ids, values = LAYOUTS[layout](rows_of(lists), drafted.ids, drafted.values)
+    for probs in (
+        SparseProbs(ids, values, VOCAB),
+        DenseProbs(strided(rows_of(q)) if "strided" in layout else rows_of(q)),
+    ):
+        given, overlaps = probs.compare(p, tokens, parents)
+        assert given == pytest.approx([lists[i][token] for i, token in enumerate(tokens)], abs=1e-6)
+        assert overlaps == pytest.approx([sum(map(min, a, b)) for a, b in zip(lists, q, strict=False)], abs=1e-6)
+    for node in range(3):
+        row = SparseRow(ids[node], values[node], VOCAB)
+        parts = [max(0.0, a - b) for a, b in zip(lists[node], q[node], strict=True)]
+        assert excess(p[node], row, 1.0) == pytest.approx(sum(parts), abs=1e-5)
+        if p.dtype == values.dtype:
+            assert residual(p[node], row).tolist() == pytest.approx([part / sum(parts) for part in parts], abs=1e-5)
+
+
+def test_rows_of_other_sizes_are_not_passed_to_the_compiled_engine() -> None:
+    """It would read beyond their ends."""
+    p = torch.ones(4, VOCAB) / VOCAB
+    ids = torch.zeros(2, 1, dtype=torch.int64)
+    for probs in (
+        DenseProbs(torch.ones(2, VOCAB)),
+        DenseProbs(torch.ones(3, VOCAB - 1)),
+        SparseProbs(ids, ids + 1.0, VOCAB),
+    ):
+        with pytest.raises((RuntimeError, IndexError)):
+            probs.compare(p, (1, 2, 3), (-1, 0, 1))
+    short = torch.ones(VOCAB - 1) / (VOCAB - 1)
+    for call in (excess, residual):
+        with pytest.raises(RuntimeError):
+            call(p[0], short, 1.0)
+
+
 def test_an_empty_draft_has_no_probabilities() -> None:
     assert node_probs(torch.ones(1, 4) / 4, (), ()) == node_probs([PointMass(1)], (), ()) == []
 
