@@ -44,6 +44,7 @@ class Names(Sizes):
     also: str | None = option(None, "Also", choices={"c": "third"}, group="Others", flag="--and")
     kinds: tuple[str, ...] = option((), "Kinds", choices={"x": "1", "y": "2"})
     numbers: tuple[int, ...] = option((), "Numbers")
+    rates: tuple[float, ...] = option((), "Rates")
     on: bool = option(False, "On")
     text: str = option("", "Text")
     plain: int = 7
@@ -56,7 +57,7 @@ def refusal(**values: Any) -> str:
 
 
 def test_the_table_describes_fields_of_all_classes() -> None:
-    assert [*Names.OPTIONS] == ["count", "share", "kind", "also", "kinds", "numbers", "on", "text"]
+    assert [*Names.OPTIONS] == ["count", "share", "kind", "also", "kinds", "numbers", "rates", "on", "text"]
     count = Names.OPTIONS["count"]
     assert count is Sizes.OPTIONS["count"]
     assert count == Option(
@@ -93,6 +94,7 @@ def test_the_table_describes_fields_of_all_classes() -> None:
         ({"kind": 1}, "kind must be a name, not 1"),
         ({"on": 1}, "on must be true or false, not 1"),
         ({"numbers": 3}, "numbers must be a list of whole numbers, not 3"),
+        ({"rates": 3}, "rates must be a list, not 3"),
         ({"kinds": 3}, "kinds must be a list of names, not 3"),
         ({"plain": "x"}, "plain must be a valid object, not 'x'"),
         ({"kind": "c"}, "unknown kind of name 'c': known are a, b"),
@@ -101,7 +103,7 @@ def test_the_table_describes_fields_of_all_classes() -> None:
         ({"text": "a\ud800"}, "text has an invalid character at position 2: remove it"),
         (
             {"other": 1},
-            "unknown option 'other': known are count, share, kind, also, kinds, numbers, on, text",
+            "unknown option 'other': known are count, share, kind, also, kinds, numbers, rates, on, text",
         ),
         ({"count": 5}, "count must not be 5"),
     ],

@@ -345,6 +345,7 @@ def test_times_of_steps_are_means() -> None:
     empty = [*steps, recorded(0, 0.3), recorded(0, 0.5)]
     times = StepTimes.of(empty, cost, 0.9)
     assert (times.plain, times.scale) == (0.4, pytest.approx(0.12)) and times.host == pytest.approx(0.1)
+    assert StepTimes.of(steps[:1], cost, None).token == 0.05
     only_empty = StepTimes.of(empty[2:], cost, None)
     assert (only_empty.scale, only_empty.token, only_empty.plain) == (0.0, 0.0, 0.4)
 
@@ -384,6 +385,17 @@ def test_certain_acceptance_gives_the_speed_without_randomness(gamma: int) -> No
         tokens, count = tokens + drafted + 1, count + 1
     speed = pytest.approx(12 / seconds)
     assert estimate == GammaEstimate(gamma, 12 / count, speed, speed, speed)
+
+
+@pytest.mark.parametrize("plain_s", [None, 0.7])
+def test_steps_without_a_draft_take_the_time_of_the_baseline(plain_s: float | None) -> None:
+    """Of twelve tokens a draft of ten leaves one, by a pass over a row: 0.05 s as measured, or that of the baseline."""
+    times = {"draft_s": 0.03, "verify_s": 0.2, "host_s": 0.05}
+    steps = [step(0, [], 0, 1), *(step(i, [1.0] * 3, 3, 4, **times) for i in (1, 2, 3))]
+    baseline = [] if plain_s is None else [step(i, [], 0, 1, verify_s=plain_s) for i in (0, 1)]
+    (estimate,) = other_gammas(steps, [10], lambda rows: rows, baseline, draws=5)
+    speed = pytest.approx(12 / (0.05 * 11 + 0.01 * 10 + 0.05 + (plain_s or 0.05) + 0.05))
+    assert estimate == GammaEstimate(10, 6.0, speed, speed, speed)
 
 
 def test_the_baseline_is_resampled() -> None:
