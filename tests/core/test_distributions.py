@@ -121,6 +121,11 @@ def test_rows_in_any_layout_give_the_same_figures(layout: str) -> None:
         row = SparseRow(ids[node], values[node], VOCAB)
         parts = [max(0.0, a - b) for a, b in zip(lists[node], q[node], strict=True)]
         assert excess(p[node], row, 1.0) == pytest.approx(sum(parts), abs=1e-5)
+        dense = strided(rows_of(q)).to(p.dtype)[node]
+        for other in (dense, dense.clone()):
+            assert excess(p[node], other, 1.0) == pytest.approx(sum(parts), abs=1e-5)
+            expected = [part / sum(parts) for part in parts]
+            assert residual(p[node], other).tolist() == pytest.approx(expected, abs=1e-5)
         if p.dtype == values.dtype:
             assert residual(p[node], row).tolist() == pytest.approx([part / sum(parts) for part in parts], abs=1e-5)
 
