@@ -118,6 +118,7 @@ def test_the_source_is_continued_and_drafts_start_after_its_border() -> None:
     assert drafter.propose([2, 3], up_to(4)).tokens == ()  # the source ends
     draft = drafter.propose([2, 3, 9, 2], up_to(1))
     assert draft == Draft.chain((3,), origin=(Origin("text", 1, 1),))
+    assert SuffixDrafter(source=(5,)).propose([5], up_to(4)) == Draft()  # a border after a single token, too
     bare = SuffixDrafter(source=(), store=SuffixStore())
     assert bare.propose([5, 6, 5], up_to(1)).origin == (Origin("text", 1, 1),)
 
