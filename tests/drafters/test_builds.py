@@ -310,7 +310,11 @@ def test_drafts_of_another_vocabulary_fit_the_context_and_the_budget(
         written.append((list(tokens), list(new)))
         return [token for token in new for _ in range(2)]
 
-    drafter = UniversalDrafter(inner, lambda tokens: [7] * prefix, write, 5)  # type: ignore[arg-type]
+    def read(tokens: Sequence[int]) -> list[int]:
+        assert tokens == [1, 2]
+        return [7] * prefix
+
+    drafter = UniversalDrafter(inner, read, write, 5)  # type: ignore[arg-type]
     draft = drafter.propose([1, 2], up_to(budget))
     expected = [token for token in drafted or () for _ in range(2)][:budget]
     assert draft == Draft.chain(tuple(expected), origin=(MODEL,) * len(expected))
