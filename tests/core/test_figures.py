@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import random
+from collections.abc import Callable
 
 import pytest
 
-from specdemo.core.formats import format_bytes, latency, megabytes, number, percent
-from specdemo.core.step import Draft
+from specdemo.core.banned_text import BannedText
+from specdemo.core.errors import UserError, check_name, check_temporary_folder, check_unicode, plain_text, write_error
+from specdemo.core.events import ShownToken, StepEvent
+from specdemo.core.formats import format_bytes, kilobytes, latency, megabytes, number, percent
+from specdemo.core.step import Draft, Outcome, Step, Verdict
 from specdemo.core.theory import CostTerms, speedup
 
 
@@ -41,3 +46,87 @@ def test_texts_of_figures() -> None:
     ]  # fmt: skip
     assert [number(x, 1, "-") for x in (None, 2.25)] == ["-", "2.2"] and percent(0.456) == "46 %"
     assert latency(0.0504) == "50 ms" and latency(1.5) == "1.50 s" and megabytes(1_234_567_890) == "1,234.6"
+    assert (latency(None), latency(0.9994), latency(1.0), latency(0.0)) == ("–", "999 ms", "1.00 s", "0 ms")
+    assert [number(x) for x in (None, 1.234)] == ["–", "1.23"]
+    assert (percent(None), percent(None, "?"), percent(0.5, space=""), percent(0.004)) == ("–", "?", "50%", "0 %")
+    for shown, unit in ((kilobytes, 1e3), (megabytes, 1e6)):
+        assert (shown(None), shown(1234.56 * unit), shown(1234.56 * unit, 2)) == ("–", "1,234.6", "1,234.56")
+    assert [format_bytes(n) for n in (0, 1e6 - 1, 1e6, 1e9 - 1, 1e9, 99.9e9, 100e9, 100e3, 100e6)] == [
+        *("0 bytes", "1000 kB", "1.0 MB", "1000 MB", "1.0 GB", "99.9 GB", "100 GB", "100 kB", "100 MB"),
+    ]
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(UserError) as refused:
+        call()
+    return str(refused.value)
+
+
+def test_sentences_of_errors() -> None:
+    assert plain_text("a\x07b\u200ec\u2028d\u2029é") == "a b c d é"
+    assert plain_text("abc", 3) == "abc" and plain_text("abcd", 3) == "abc …"
+    assert plain_text("x" * 300) == "x" * 300 and plain_text("x" * 301) == "x" * 300 + " …"
+    full, other = OSError(errno.ENOSPC, "No space left"), OSError(errno.EACCES, "Permission denied")
+    assert str(write_error("a.csv", full)) == "cannot write a.csv: No space left: free some space"
+    assert str(write_error("b", other)) == "cannot write b: Permission denied: choose a writable directory"
+    assert str(write_error("b", PermissionError())) == "cannot write b: PermissionError: choose a writable directory"
+    check_name("policy", "a", {"a": 1})
+    assert refusal(lambda: check_name("policy", "x", {"a": 1, "b": 2})) == "unknown policy 'x': known are a, b"
+    check_unicode("prompt", "é")
+    assert refusal(lambda: check_unicode("prompt", "ab\ud800")) == (
+        "prompt has an invalid character at position 3: remove it"
+    )
+
+
+def test_a_missing_temporary_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise FileNotFoundError
+
+    check_temporary_folder()
+    monkeypatch.setattr("tempfile.gettempdir", missing)
+    assert refusal(check_temporary_folder) == "no temporary folder is writable: set TMPDIR to a writable directory"
+
+
+def test_banned_tokens_complete_a_banned_text() -> None:
+    """Compare with a search of the text after each token, which may contain or complete a banned text."""
+    rng, banned = random.Random(9), 0
+    for _ in range(150):
+        texts = ["".join(rng.choices("abé", k=rng.randrange(1, 5))) for _ in range(rng.randrange(3))]
+        pieces = ["".join(rng.choices("abé", k=rng.randrange(4))).encode() for _ in range(12)]
+        pieces += [piece[:1] for piece in pieces] + [piece[1:] for piece in pieces]  # parts of characters, too
+        rule = BannedText(texts, pieces)
+        for length in range(6):
+            path = [rng.randrange(len(pieces) + 2) for _ in range(length)]  # ids beyond the vocabulary have no text
+            before = b"".join(pieces[token] for token in path if token < len(pieces))
+            expected = {
+                token
+                for token, piece in enumerate(pieces)
+                for text in texts
+                if any((before + piece).endswith(text.encode(), 0, end) for end in ends(before, piece))
+            }
+            assert rule.tokens(path) == expected
+            banned += len(expected)
+    assert banned > 1000
+
+
+def ends(before: bytes, piece: bytes) -> range:
+    """Return the lengths of the text that end within `piece`."""
+    return range(len(before) + 1, len(before + piece) + 1)
+
+
+def test_tokens_are_shown_as_accepted_then_discarded_then_those_of_the_target() -> None:
+    draft = Draft((1, 2, 3, 4), (-1, -1, 1, 1))
+    done = Step(1, (2, 4, 9), draft, Verdict((1, 3), 9, beta=(0.5, 0.5, None, 0.5)), 2, 0.0, 0.0, 0.0, 0.0)
+    assert [*StepEvent(done, ("b", "d", "x"), ("a", "b", "c", "d")).shown()] == [
+        ShownToken(Outcome.ACCEPTED, "b", 2, 1),
+        ShownToken(Outcome.ACCEPTED, "d", 4, 3),
+        ShownToken(Outcome.REJECTED, "a", 1, 0),
+        ShownToken(Outcome.IGNORED, "c", 3, 2),
+        ShownToken(Outcome.BONUS, "x", 9),
+    ]
+    assert StepEvent(done, ("b", "d", "x")).text == "bdx"
+    search = Step(1, (5, 6), Draft(), Verdict((), None, committed=(5, 6)), 0, 0.0, 0.0, 0.0, 0.0)
+    assert [*StepEvent(search, ("e", "f")).shown()] == [
+        ShownToken(Outcome.PLAIN, "e", 5),
+        ShownToken(Outcome.PLAIN, "f", 6),
+    ]

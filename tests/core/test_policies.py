@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
+from fakes.policy_steps import FLAT, SURE, by_path, length, sourced, step, tree_step
 
 from specdemo.core.errors import UserError
-from specdemo.core.origin import Origin
 from specdemo.core.policies import (
     POLICIES,
     AdaEdl,
     Auto,
     CostModel,
-    DraftLengths,
     Dynamic,
     Egag,
     Heuristic,
@@ -26,32 +23,6 @@ from specdemo.core.policies import (
 )
 from specdemo.core.step import Draft, Step, Verdict
 from specdemo.recipe import Recipe
-
-FLAT = torch.zeros(16)
-SURE = torch.tensor([30.0] + [0.0] * 15)
-
-
-def step(drafted: int, accepted: int, draft_s: float = 0.0, verify_s: float = 1.0, i: int = 1) -> Step:
-    draft = Draft.chain((7,) * drafted)
-    verdict = Verdict(tuple(range(accepted)), 1)
-    return Step(i, (1,), draft, verdict, drafted, draft_s=draft_s, verify_s=verify_s, host_s=0.0, t=0.0)
-
-
-def tree_step(depth: int, accepted: int, draft_s: float = 0.0, verify_s: float = 1.0, width: int = 4) -> Step:
-    """Return a step with `width` nodes per level, the children of the first node of the last level."""
-    parents = tuple(width * (level - 1) if level else -1 for level in range(depth) for _ in range(width))
-    verdict = Verdict(tuple(width * level for level in range(accepted)), 1)
-    draft = Draft((7,) * len(parents), parents, origin=(Origin("model"),) * len(parents))
-    return Step(1, (1,), draft, verdict, depth, draft_s=draft_s, verify_s=verify_s, host_s=0.0, t=0.0)
-
-
-def length(policy: Any, logits: torch.Tensor | None = None) -> int:
-    """Draft length if every token has these logits."""
-    n = 0
-    while policy.may_extend(n, None) and policy.may_extend(n, logits):
-        n += 1
-        assert n < 100
-    return n
 
 
 def test_dynamic_follows_its_thresholds_and_bounds() -> None:
@@ -113,11 +84,6 @@ def test_entropy_bounds_and_confidence_end_drafts() -> None:
     assert [length(policy, two) for _ in range(3)] == [2, 2, 2]  # reset for each draft
 
 
-def by_path(five: float) -> PathProbability:
-    """Return the policy for a cost of five rows, in passes of one."""
-    return POLICIES["path"].make(DraftLengths(4, 0, 4), CostModel({1: 1.0, 5: five}, 0.1))
-
-
 def test_paths_are_as_probable_as_a_row_is_expensive() -> None:
     assert [by_path(five).threshold for five in (1.0, 1.8, 2.0, 9.0)] == [0.15, 0.15, 0.3, 0.3]
     assert [by_path(five).row_cost for five in (1.0, 1.8, 2.0, 9.0)] == [0.15, 0.15, 0.3, 0.3]
@@ -134,11 +100,6 @@ def test_no_pass_is_spent_on_a_token_that_is_probably_too_improbable() -> None:
 def test_noise_of_a_measurement_does_not_change_drafts() -> None:
     """Otherwise a seed would not give the same sampled text in another process."""
     assert by_path(1.0) == by_path(1.8) and by_path(2.0) == by_path(2.6)
-
-
-def sourced(source: str | None, drafted: int, accepted: int, seconds: float = 1.0) -> Step:
-    plain = step(drafted, accepted, verify_s=seconds)
-    return replace(plain, draft=replace(plain.draft, origin=(Origin(source),) * drafted))
 
 
 def test_drafts_that_lose_pause_and_are_tried_again() -> None:

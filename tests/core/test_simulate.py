@@ -16,7 +16,12 @@ import torch
 from specdemo.core.rules import RULES, match
 from specdemo.core.sampling import SamplingParams, SharedNoise
 from specdemo.core.simulate import (
+    GammaEstimate,
+    RecordedStep,
+    StepTimes,
+    Trial,
     chance_distance,
+    compared_verdicts,
     distance,
     other_gammas,
     rare_distance,
@@ -248,3 +253,171 @@ def test_no_estimate_without_tested_tokens() -> None:
     forest = Step(1, (7,), Draft((1, 2), (-1, -1)), Verdict((), 7, (0.5, 0.5), (None, None), (0.5, 0.5)), 3, 0, 0, 0, 0)
     with pytest.raises(ValueError, match="chains only"):
         recorded_steps([forest])
+
+
+# --- by hand ---
+
+
+def test_step_starts_are_sums_over_all_outcomes() -> None:
+    """Drafts of two tokens, one and none: enumerate how many of their tokens are accepted."""
+    chances = [[0.5, 0.25], [0.75], [], [0.5], []]
+    starts = [0.0] * 12
+    starts[0] = 1.0
+    for i, draft in enumerate(chances):
+        for accepted in range(len(draft) + 1):
+            odds = math.prod(draft[:accepted]) * (1 - draft[accepted] if accepted < len(draft) else 1)
+            starts[i + accepted + 1] += starts[i] * odds
+    assert step_starts(chances) == pytest.approx(starts[:5])
+    assert step_starts([[], [], []]) == [1.0, 1.0, 1.0] and step_starts([]) == []
+
+
+def test_shares_are_relative_frequencies() -> None:
+    assert Trial((0, 2, 2, 0, 2), 1, 1, 1).shares(4) == [0.4, 0.0, 0.6, 0.0]
+
+
+def test_a_trial_counts_its_steps() -> None:
+    """If p equals q all drafts are accepted; a step commits gamma + 1 tokens."""
+    p = torch.tensor(P)
+    done = trial("rejection", p, p, 3, 10, seed=1)
+    assert (len(done.tokens), done.rounds, done.tested, done.accepted) == (10, 3, 9, 9)
+    assert trial("rejection", p, p, 3, 8, seed=1).rounds == 2
+    never = trial("rejection", torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0]), 2, 4, seed=1)
+    assert (never.tokens, never.rounds, never.tested, never.accepted) == ((1, 1, 1, 1), 4, 4, 0)
+    assert trial("rejection", p, p, 3, 30, seed=1).tokens != trial("rejection", p, p, 3, 30, seed=2).tokens
+
+
+def test_a_text_depends_on_its_seed_only() -> None:
+    """Tokens before a limit are those of a longer text, and other draft lengths sample other tokens."""
+    p, q = torch.tensor(P), torch.tensor(Q)
+    long = trial("rejection", p, q, 2, 40, seed=5)
+    assert trial("rejection", p, q, 2, 15, seed=5).tokens == long.tokens[:15]
+    assert long.rounds > trial("rejection", p, q, 2, 15, seed=5).rounds
+
+
+def test_a_scalar_q_excludes_the_drafted_token_only() -> None:
+    """A draft of 0 with q = 0.8 is rejected with odds 1/2; then max(p - q, 0) without the q of 2 is p of 1 and 2."""
+    p, q = torch.tensor([0.4, 0.3, 0.3]), torch.tensor([0.8, 0.0, 0.2])
+    exact = trial("rejection", p, q, 1, 4000, seed=1).shares(3)
+    scalar = trial("rejection", p, q, 1, 4000, seed=1, scalar=True).shares(3)
+    assert exact == pytest.approx([0.4, 0.3, 0.3], abs=0.03)
+    assert scalar[1] < 0.27 and scalar[2] > 0.33  # the correction is 1 or 2 with equal odds, instead of 3 : 1
+
+
+def test_rules_are_compared_with_the_same_random_numbers() -> None:
+    p, q = torch.tensor(P), torch.tensor(Q)
+    accepted = []
+    for seed in range(20):
+        draft, (token, again, block) = compared_verdicts(["rejection", "rejection", "block"], p, q, 4, seed)
+        assert token == again and len(draft) == 4 and draft.is_chain
+        assert draft.token_probs == pytest.approx([Q[t] for t in draft.tokens])
+        assert [value for value in token.draw if value is not None] == [
+            *block.draw[: sum(value is not None for value in token.draw)],
+        ]
+        accepted.append((len(token.accepted), len(block.accepted)))
+        for node, draw in enumerate(token.draw):
+            bound = min(1.0, P[draft.tokens[node]] / Q[draft.tokens[node]])
+            assert draw is None or (draw < bound) == (node in token.accepted)
+    assert any(b > a for a, b in accepted)
+    assert len({compared_verdicts(["match"], p, q, 4, seed)[0].tokens for seed in range(9)}) > 3
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "match"])
+def test_compared_rules_decide_as_in_the_first_step_of_a_text(rule: str) -> None:
+    p, q = torch.tensor(P), torch.tensor(Q)
+    for seed in range(20):
+        draft, (verdict,) = compared_verdicts([rule], p, q, 3, seed)
+        tokens = (*(draft.tokens[node] for node in verdict.accepted), *verdict.target_tokens)
+        assert trial(rule, p, q, 3, len(tokens), seed).tokens == tokens
+
+
+def recorded(draft: int, verify_s: float, draft_s: float = 0.0, host_s: float = 0.0) -> RecordedStep:
+    return RecordedStep((1.0,), draft, False, draft_s, verify_s, host_s)
+
+
+def test_times_of_steps_are_means() -> None:
+    """Passes of 2 and 4 rows take 0.6 s, v is 1 + rows / 2; two drafts of 1 and 3 tokens take 0.2 s."""
+    steps = [recorded(1, 0.2, 0.05, 0.1), recorded(3, 0.4, 0.15, 0.3)]
+    cost = lambda rows: 1 + rows / 2  # noqa: E731
+    times = StepTimes.of(steps, cost, None)
+    assert times == StepTimes(pytest.approx(0.12 * 1.5), pytest.approx(0.12), 0.05, 0.2, cost)
+    assert times.step(2) == pytest.approx(0.12 * 2.5 + 0.1 + 0.2) and times.step(0) == pytest.approx(0.18 + 0.2)
+    assert StepTimes.of(steps, cost, 0.5).plain == 0.5
+    empty = [*steps, recorded(0, 0.3), recorded(0, 0.5)]
+    times = StepTimes.of(empty, cost, 0.9)
+    assert (times.plain, times.scale) == (0.4, pytest.approx(0.12)) and times.host == pytest.approx(0.1)
+    assert StepTimes.of(steps[:1], cost, None).token == 0.05
+    only_empty = StepTimes.of(empty[2:], cost, None)
+    assert (only_empty.scale, only_empty.token, only_empty.plain) == (0.0, 0.0, 0.4)
+
+
+def test_recorded_steps_contain_what_was_committed() -> None:
+    steps = [
+        step(0, [0.5], 1, 2),
+        step(1, [0.5, 0.25, None], 1, 2, draft_s=9.0, verify_s=0.25),  # with the prompt of the drafter
+        step(2, [0.75, 0.5, 0.25], 3, 4, verify_s=0.5),
+        step(3, [], 0, 1),
+        step(4, [0.5], 1, 1, verify_s=0.75),  # cut
+    ]
+    expected = [
+        RecordedStep((0.5, 0.25), 3, False, pytest.approx(0.006), 0.25, 0.001),
+        RecordedStep((0.75, 0.5, 0.25, None), 3, False, 0.006, 0.5, 0.001),
+        RecordedStep((None,), 0, True, 0.0, 0.01, 0.001),
+        RecordedStep((0.5,), 1, True, 0.002, 0.75, 0.001),
+    ]
+    assert recorded_steps(steps) == expected
+    counted = [(1.0, 0.0), (1.0, 1.0, 1.0, None), (None,), (1.0,)]
+    assert [record.betas for record in recorded_steps(steps, counted=True)] == counted
+    quick = recorded_steps([step(1, [0.5], 1, 2, draft_s=0.001), step(2, [0.5], 1, 2, draft_s=0.002)])
+    assert [record.draft_s for record in quick] == [0.001, 0.002]
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 3])
+def test_certain_acceptance_gives_the_speed_without_randomness(gamma: int) -> None:
+    """Twelve tokens after the prefill: steps of gamma + 1 tokens, the last of which is shorter."""
+    times = {"draft_s": 0.03, "verify_s": 0.2, "host_s": 0.05}
+    steps = [step(0, [], 0, 1), *(step(i, [1.0] * 3, 3, 4, **times) for i in (1, 2, 3))]
+    (estimate,) = other_gammas(steps, [gamma], lambda rows: rows, draws=5)
+    seconds = tokens = 0.0
+    count = 0
+    while tokens < 12:
+        drafted = min(gamma, 12 - int(tokens) - 1)
+        seconds += 0.05 * (drafted + 1) + 0.01 * drafted + 0.05
+        tokens, count = tokens + drafted + 1, count + 1
+    speed = pytest.approx(12 / seconds)
+    assert estimate == GammaEstimate(gamma, 12 / count, speed, speed, speed)
+
+
+@pytest.mark.parametrize("plain_s", [None, 0.7])
+def test_steps_without_a_draft_take_the_time_of_the_baseline(plain_s: float | None) -> None:
+    """Of twelve tokens a draft of ten leaves one, by a pass over a row: 0.05 s as measured, or that of the baseline."""
+    times = {"draft_s": 0.03, "verify_s": 0.2, "host_s": 0.05}
+    steps = [step(0, [], 0, 1), *(step(i, [1.0] * 3, 3, 4, **times) for i in (1, 2, 3))]
+    baseline = [] if plain_s is None else [step(i, [], 0, 1, verify_s=plain_s) for i in (0, 1)]
+    (estimate,) = other_gammas(steps, [10], lambda rows: rows, baseline, draws=5)
+    speed = pytest.approx(12 / (0.05 * 11 + 0.01 * 10 + 0.05 + (plain_s or 0.05) + 0.05))
+    assert estimate == GammaEstimate(10, 6.0, speed, speed, speed)
+
+
+def test_the_baseline_is_resampled() -> None:
+    steps = [step(0, [], 0, 1), *(step(i, [1.0], 1, 2) for i in range(1, 9))]
+    slow, quick = (step(i, [], 0, 1, verify_s=seconds, host_s=0.0) for i, seconds in ((1, 0.3), (2, 0.1)))
+    prefill = step(0, [], 0, 1, verify_s=99.0)
+    (plain,) = other_gammas(steps, [0], pass_cost, [prefill, slow, quick])
+    assert plain == GammaEstimate(0, 1.0, pytest.approx(5.0), pytest.approx(1 / 0.3), pytest.approx(10.0))
+    (constant,) = other_gammas(steps, [0], pass_cost, [prefill, quick, quick])
+    assert constant == GammaEstimate(0, 1.0, *[pytest.approx(10.0)] * 3)
+    after = other_gammas(steps, [0, 1], pass_cost, [prefill, quick, quick])
+    assert [estimate.gamma for estimate in after] == [0, 1]
+    assert other_gammas(steps, [0, 1], pass_cost, [quick], draws=0) == []  # no range
+    # Without drafts the pass of the baseline is used: 0.1 s and 0.001 s of the host.
+    (estimated,) = other_gammas(steps, [1], pass_cost, [quick])
+    assert estimated.tokens_per_pass == pytest.approx(2.0)
+
+
+def test_untested_tokens_have_the_mean_acceptance() -> None:
+    """Betas 0.5 and unknown, in steps of one draft token: a draft of one token is accepted with probability 0.5."""
+    steps = [step(0, [], 0, 1), *(step(i, [0.5, None, None], 1, 2) for i in range(1, 101))]
+    (one,) = other_gammas(steps, [1], pass_cost)
+    assert one.tokens_per_pass == pytest.approx(expected_tokens(0.5, 1), rel=0.01)
+    (three,) = other_gammas(steps, [3], pass_cost)
+    assert three.tokens_per_pass == pytest.approx(expected_tokens(0.5, 3), rel=0.02)

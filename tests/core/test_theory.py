@@ -14,6 +14,7 @@ from specdemo.core.theory import (
     alpha_of_share,
     alpha_of_speedup,
     best_gamma,
+    best_gamma_over,
     better_gamma,
     block_accepted,
     bretagnolle_huber,
@@ -29,6 +30,7 @@ from specdemo.core.theory import (
     pinsker,
     share_speedup,
     speedup,
+    speedup_over,
     thumb_gamma,
     walltime_improvement,
     weight_variance,
@@ -268,3 +270,44 @@ def test_bytes_per_token_are_bounded_by_a_step_with_one_token() -> None:
 def test_false_bounds_have_counterexamples() -> None:
     p, q = (0.5, 0.5), (0.6, 0.4)
     assert overlap(p, q) == pytest.approx(0.90) and 1 - divergence(p, q) == pytest.approx(0.98, abs=5e-4)
+
+
+def test_a_link_adds_its_round_trip_to_every_step() -> None:
+    assert speedup_over(0.5, 2, 0.1, 0.5) == pytest.approx(1.75 / (1 + 0.2 + 0.5))
+    assert speedup_over(0.5, 2, 0.1, 0.5, v=1.3) == pytest.approx(1.75 / (1.3 + 0.2 + 0.5))
+    assert speedup_over(0.8, 5, 0.1, 0.0) == pytest.approx(walltime_improvement(0.8, 5, 0.1))
+
+
+@pytest.mark.parametrize(("alpha", "c"), [(0.6, 0.05), (0.8, 0.1), (0.9, 0.3), (0.3, 0.5)])
+def test_the_best_draft_over_a_link_is_longer(alpha: float, c: float) -> None:
+    lengths = []
+    for r in (0.0, 0.5, 2.0, 8.0):
+        gains = [sum(alpha**i for i in range(gamma + 1)) / (1 + gamma * c + r) for gamma in range(65)]
+        lengths.append(best_gamma_over(alpha, c, r))
+        assert gains[lengths[-1]] == pytest.approx(max(gains))
+    assert lengths == sorted(lengths) and lengths[0] == best_gamma(alpha, c) < lengths[-1]
+
+
+def test_the_longest_drafts() -> None:
+    assert best_gamma(1.0, 0.0) == best_gamma_over(1.0, 0.0, 1.0) == 64
+    assert best_gamma(1.0, 0.0, 7) == best_gamma_over(1.0, 0.0, 1.0, 7) == 7
+    assert better_gamma(1.0, 1, 0.0) == (16, 17.0) and better_gamma(1.0, 1, 0.0, longest=3) == (3, 4.0)
+    assert better_gamma(1.0, 16, 0.0) is None  # already the best
+
+
+def test_a_better_draft_length_gains_at_least_the_factor() -> None:
+    assert better_gamma(1.0, 1, 0.0, longest=3, least=2.0) == (3, 4.0)
+    assert better_gamma(1.0, 1, 0.0, longest=3, least=2.01) is None
+    # Without drafts 1; the current length has 2 tokens in 2.02 and 2.06 passes.
+    assert better_gamma(1.0, 1, 1.0, o=0.02, longest=1) is None
+    assert better_gamma(1.0, 1, 1.0, o=0.06, longest=1) == (0, 1.0)
+    # Two rows cost 1.5, so three cost 2: 3 tokens in 2 passes, or 4 in 2.5, against 2 in 1.5.
+    assert better_gamma(1.0, 1, 0.0, 1.5, longest=3) == (3, 1.6)
+    assert better_gamma(1.0, 2, 0.0, 2.0, longest=2) is None
+
+
+def test_limits_and_defaults() -> None:
+    assert alpha_of_share(1.0, 3) == pytest.approx(1.0) and 0 <= alpha_of_share(0.0, 3) < 1e-17
+    assert speedup(3.0, 2, 0.5) == 1.5 and speedup(3.0, 2, 0.5, o=1.0) == 1.0
+    assert most_bytes_per_token(1, 10, scalars=True, rows=2) == 4 * 2 + 2 * 4 * 10 + 8
+    assert divergence([0.5, 0.5, 0.0], [0.25, 0.25, 0.5]) == pytest.approx(math.log(2))

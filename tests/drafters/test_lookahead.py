@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fakes.tiny_models import committed, run, tiny_model, up_to
 
-from specdemo.core.decode import EmptyDrafter
+from specdemo.core.decode import DraftBudget, EmptyDrafter
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
 from specdemo.core.sampling import Noise, SamplingParams
@@ -52,6 +52,87 @@ def test_a_step_without_target_choices_collects_nothing() -> None:
     unverified = Verdict((0,), None, beta=(None,) * len(comb))
     drafter.observe(Step(1, (5,), comb, unverified, 9, draft_s=0, verify_s=0, host_s=0, t=0))
     assert drafter.propose([5], up_to(9)).tokens == comb.tokens
+
+
+@pytest.mark.parametrize(("window", "n"), [(1, 2), (3, 3), (5, 4)])
+def test_the_comb_needs_its_depth(window: int, n: int) -> None:
+    """A spine of `window` positions; the tooth of each continues for n - 2 tokens."""
+    text, depth = [*range(30)], window + n - 2
+    assert LookaheadDrafter(window, n).propose(text, up_to(depth - 1)) == Draft()
+    draft = LookaheadDrafter(window, n).propose(text, up_to(depth))
+    assert len(draft) == window * (n - 1) and draft.depth == depth and set(draft.tokens) <= set(text)
+    levels = [draft.parents[start : start + window] for start in range(0, len(draft), window)]
+    assert levels[0] == tuple(range(-1, window - 1))
+    assert levels[1:] == [tuple(range(start, start + window)) for start in range(0, len(draft) - window, window)]
+    assert draft == LookaheadDrafter(window, n, seed=0).propose(text, up_to(depth))
+    assert window == 1 or draft != LookaheadDrafter(window, n, seed=1).propose(text, up_to(depth))
+
+
+def test_default_sizes() -> None:
+    text = [*range(30)]
+    assert LookaheadDrafter().propose(text, up_to(99)) == LookaheadDrafter(5, 4, 5, 0).propose(text, up_to(99))
+    assert LookaheadDrafter()._guesses == 5
+
+
+class Recorded(Fixed):
+    """Constant length that records the queries."""
+
+    def may_extend(self, n: int, logits: object) -> bool:
+        QUERIES.append((n, logits))
+        return super().may_extend(n, logits)
+
+
+QUERIES: list[tuple[int, object]] = []
+
+
+def test_the_budget_is_queried_up_to_the_longest_draft() -> None:
+    """An n-gram has n tokens, the comb less than window + n."""
+    LookaheadDrafter(2, 3).propose([5], DraftBudget(99, Recorded(99)))
+    assert QUERIES == [(n, None) for n in range(5)]
+
+
+def spine(drafter: LookaheadDrafter, ends: list[int]) -> None:
+    """Propose after the text 5, 5, ..., and observe these tokens after the comb of depth 1."""
+    draft = drafter.propose([5], up_to(9))
+    first = len(draft) - len(ends)
+    drafter.observe(answered(draft, dict(zip(range(first, len(draft)), ends, strict=True))))
+
+
+def test_recent_n_grams_replace_older_ones() -> None:
+    """With n = 2 an n-gram is a guess and its successor; a repeated n-gram counts as recent."""
+    drafter = LookaheadDrafter(window=1, n=2, guesses=2)
+    for end in (5, 5, 7):  # 5 -> 5, again, and 5 -> 7; the next guess is 7
+        spine(drafter, [end])
+    assert drafter.propose([5], up_to(1)).tokens == (7, 5, 7)  # n-grams and comb
+    spine(drafter, [5])  # 7 -> 5
+    spine(drafter, [5])  # 5 -> 5 is the latest again
+    assert drafter.propose([5], up_to(1)).tokens == (5, 7, 5)
+    spine(drafter, [8])  # 5 -> 8 replaces 5 -> 7
+    assert drafter.propose([5], up_to(1)).tokens == (8, 5, 8)
+    assert drafter.propose([7], up_to(1)).tokens == (5, 8)
+    assert drafter.propose([5], up_to(0)) == Draft()
+
+
+def test_guesses_end_at_the_budget_and_share_their_beginning() -> None:
+    drafter = LookaheadDrafter(window=2, n=4, guesses=3)
+    drafter._pool = {1: {(2, 3, 4): None, (2, 5, 6): None, (7, 3, 8): None, (2, 3, 9): None}}
+    draft = drafter.propose([0, 1], up_to(2))
+    assert draft.tokens == (2, 3, 7, 3, 5) and draft.parents == (-1, 0, -1, 2, 0)  # the latest three
+    draft = drafter.propose([0, 1], up_to(3))
+    assert draft.tokens == (2, 3, 9, 7, 3, 8, 5, 6) and draft.parents == (-1, 0, 1, -1, 3, 4, 0, 6)
+    assert {origin.source for origin in draft.origin} == {"pool"}
+
+
+def test_only_a_verified_comb_is_collected() -> None:
+    drafter = LookaheadDrafter(window=1, n=2, guesses=2)
+    draft = drafter.propose([5], up_to(9))
+    drafter.observe(answered(draft, {0: 7}))
+    drafter.observe(answered(draft, {0: 8}))  # the comb was collected before
+    assert drafter.propose([5], up_to(1)).tokens == (7, 7)  # n-gram and comb
+    drafter = LookaheadDrafter(window=1, n=2, guesses=2)
+    drafter.propose([5], up_to(9))
+    drafter.observe(Step(1, (0,), Draft(), Verdict((), 0, choices=((0,),)), 9, 0.0, 0.0, 0.0, 0.0))
+    assert drafter.propose([5], up_to(9)).tokens == (5,)  # no n-gram
 
 
 @pytest.mark.slow

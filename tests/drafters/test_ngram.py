@@ -168,3 +168,82 @@ def test_bytes_of_the_store_grow_with_its_n_grams() -> None:
 
 def test_longer_contexts_first() -> None:
     assert NGramStore([1, 3, 2]).lengths == [3, 2, 1]
+
+
+def filled(choices: list[tuple[int, ...]], text: list[int], top_k: int, n: int = 2, **more: bool) -> NGramStore:
+    """Return the store after steps of one token, whose target choices were `choices`; `text` includes the prompt."""
+    drafter = NGramDrafter(n, filler_top_k=top_k, **more)  # type: ignore[arg-type]
+    start = len(text) - len(choices)
+    drafter.propose(text[:start], up_to(0))
+    for i, row in enumerate(choices, start):
+        drafter.observe(step((text[i],), (row,)))
+    drafter.propose(text, up_to(0))
+    return drafter.store
+
+
+@pytest.mark.parametrize(
+    ("choices", "weights"),
+    [
+        ([(4, 5, 6)], {4: 1, 5: 1 / 2, 6: 1 / 3}),
+        ([(4, 5), (5, 4), (6, 3)], {4: 3 / 2, 5: 3 / 2, 6: 1}),  # 3 was emitted
+        ([(4, 3, 5), (8, 5)], {4: 1, 5: 1 / 3 + 1 / 2, 8: 1}),
+    ],
+)
+def test_fillers_weigh_the_inverse_of_their_rank(choices: list[tuple[int, ...]], weights: dict[int, float]) -> None:
+    """The text is 1, 3, 1, 3, ...; the target's choices after each 1 are `choices`."""
+    rows = [row for after in choices for row in ((1,), after)]
+    store = filled(rows, [3, *[1, 3] * len(choices)], 3)
+    fillers = {token: filler for token, (_, filler) in store._weights[(1,)].items() if token != 3}
+    assert fillers == pytest.approx(weights) and store._weights[(1,)][3] == (len(choices), 0.0)
+    equal = filled(rows, [3, *[1, 3] * len(choices)], 3, equal_filler=True)._weights[(1,)]
+    assert all(filler == 0.0 for _, filler in equal.values())
+    assert {token: count for token, (count, _) in equal.items()} == {
+        token: sum(token in row for row in choices) for token in weights
+    } | {3: len(choices)}
+
+
+def test_napd_stores_emitted_tokens_only() -> None:
+    assert len(filled([(8, 7), (9, 7)], [1, 2, 3], 1)) == 2
+    assert len(filled([(8, 7), (9, 7)], [1, 2, 3], 2)) == 6
+    assert len(filled([(2, 7), (9, 3)], [1, 2, 3], 2)) == 4  # emitted tokens are no fillers
+
+
+def test_fillers_belong_to_the_positions_of_their_step() -> None:
+    """Two steps: the first accepts a draft token of three siblings, then the target adds a token."""
+    drafter = NGramDrafter(2, filler_top_k=2)
+    drafter.propose([1], up_to(0))
+    draft = Draft((7, 2, 8), (-1, -1, 1))
+    choices = ((2, 20), (70, 71), (3, 30), (80, 81))
+    drafter.observe(Step(1, (2, 3), draft, Verdict((1,), 3, choices=choices), 1, 0, 0, 0, 0))
+    drafter.observe(step((4,), ((40, 4),)))
+    drafter.propose([1, 2, 3, 4], up_to(0))
+    weights = {context: dict(tokens) for context, tokens in drafter.store._weights.items()}
+    assert weights == {
+        (1,): {2: (1.0, 0.0), 20: (0.0, 0.5)},
+        (2,): {3: (1.0, 0.0), 30: (0.0, 0.5)},
+        (3,): {4: (1.0, 0.0), 40: (0.0, 1.0)},
+    }
+
+
+def test_the_source_is_counted_from_its_first_token() -> None:
+    assert NGramDrafter(1, source=(7,)).store.predict([]) == (7, Origin("n-gram", order=1, count=1))
+    assert NGramDrafter(2, source=(7, 8)).propose([7], up_to(3)).tokens == (8,)
+    drafter = NGramDrafter(2, source=(7, 8))
+    assert drafter.propose([7, 9, 7], up_to(1)).tokens == (9,)  # the text is counted, too
+    assert drafter.store.predict([7]) == (9, Origin("n-gram", order=2, count=1))
+
+
+def test_default_orders_and_fillers() -> None:
+    assert NGramDrafter().store.lengths == NGramDrafter(3, "multi").store.lengths == [2, 1]
+    assert NGramDrafter(2, "multi").store.lengths == NGramDrafter(2, "one").store.lengths == [1]
+    assert NGramDrafter(1).store.lengths == NGramDrafter(1, "one").store.lengths == [0]
+    store = NGramStore([1])
+    store.add([5], 6)
+    assert store.predict([5]) == (6, Origin("n-gram", order=2, count=1)) and store.predict([]) is None
+    drafter = NGramDrafter(2)
+    drafter.propose([1], up_to(0))
+    drafter.observe(step((2,), ((9, 2),)))
+    drafter.propose([1, 2], up_to(0))
+    assert len(drafter.store) == 1
+    random_tokens = NGramDrafter(2, random_below=50).propose([1], up_to(9)).tokens
+    assert random_tokens == NGramDrafter(2, random_below=50, seed=0).propose([1], up_to(9)).tokens

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from sys import getsizeof
 
 import pytest
 import torch
 from fakes.tiny_models import up_to
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from specdemo.core.decode import EmptyDrafter
+from specdemo.core.decode import DraftBudget, EmptyDrafter
 from specdemo.core.origin import Origin
-from specdemo.core.step import Draft, Step
+from specdemo.core.step import Draft, Step, Verdict
 from specdemo.drafters.hybrid import HybridDrafter
 from specdemo.drafters.lookup import LookupDrafter
 from specdemo.drafters.prediction import PredictedText, PredictionDrafter
 from specdemo.drafters.suffix import SuffixDrafter, SuffixStore
+
+STEP = Step(1, (0,), Draft(), Verdict((), 0), 1, 0.0, 0.0, 0.0, 0.0)
 
 
 def longest_match(text: list[int]) -> int:
@@ -47,6 +51,87 @@ def test_the_longest_repeated_suffix_is_found(vocabulary: int) -> None:
             places = [place for place in range(store.matched, end) if seen[place - store.matched : place] == ending]
             assert any((seen + drafted)[place : place + 5] == drafted for place in places)
     assert len(store) <= 2 * len(text)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 3, 10])
+def test_the_automaton_has_a_state_per_set_of_end_positions(vocabulary: int) -> None:
+    """Substrings that end at the same positions share a state; the initial state ends everywhere (Blumer et al.)."""
+    rng, store = random.Random(vocabulary), SuffixStore()
+    text: list[int] = []
+    for _ in range(30):
+        text.append(rng.randrange(vocabulary))
+        store.add(text[-1])
+        ends: dict[tuple[int, ...], set[int]] = {}
+        for start in range(len(text)):
+            for end in range(start + 1, len(text) + 1):
+                ends.setdefault(tuple(text[start:end]), set()).add(end)
+        assert len(store) == 1 + len(set(map(frozenset, ends.values())))
+
+
+def test_an_empty_store_continues_nothing() -> None:
+    store = SuffixStore()
+    assert (store.matched, store.continuation(3)) == (0, [])
+    store.begin()
+    assert store.text == []  # an empty text needs no border
+
+
+def test_the_latest_of_several_texts_is_continued_up_to_its_border() -> None:
+    """Brute force over the texts that were added; tokens after a border are never drafted."""
+    rng, store = random.Random(11), SuffixStore()
+    texts: list[list[int]] = [[]]
+    crossed = 0
+    for _ in range(400):
+        if rng.random() < 0.1:
+            store.begin()
+            texts.append([])
+        texts[-1].append(rng.randrange(3))
+        store.add(texts[-1][-1])
+        earlier, text = texts[:-1], texts[-1]
+        sizes = range(len(text), 0, -1)
+        ends = (
+            (size, end) for size in sizes for end in range(size, len(text)) if text[end - size : end] == text[-size:]
+        )
+        own_size, _ = next(ends, (0, 0))
+        other_size = next((size for size in sizes if any(occurs(text[-size:], other) for other in earlier)), 0)
+        assert store.matched == max(own_size, other_size)
+        drafted = store.continuation(4)
+        assert all(token >= 0 for token in drafted)
+        if other_size > own_size:
+            crossed += 1
+            longest = text[-other_size:]
+            followers = [other[end:] for other in earlier for end in occurrences(longest, other)]
+            assert any(drafted == follower[:4] for follower in followers)
+    assert crossed > 20
+
+
+def occurrences(part: list[int], text: list[int]) -> list[int]:
+    return [end for end in range(len(part), len(text) + 1) if text[end - len(part) : end] == part]
+
+
+def occurs(part: list[int], text: list[int]) -> bool:
+    return bool(occurrences(part, text))
+
+
+def test_the_source_is_continued_and_drafts_start_after_its_border() -> None:
+    drafter = SuffixDrafter(source=(1, 2, 3))
+    assert drafter.propose([2], up_to(4)) == Draft.chain((3,), origin=(Origin("store", matched=1),))
+    assert drafter.propose([2, 3], up_to(4)).tokens == ()  # the source ends
+    draft = drafter.propose([2, 3, 9, 2], up_to(1))
+    assert draft == Draft.chain((3,), origin=(Origin("text", 1, 1),))
+    assert SuffixDrafter(source=(5,)).propose([5], up_to(4)) == Draft()  # a border after a single token, too
+    bare = SuffixDrafter(source=(), store=SuffixStore())
+    assert bare.propose([5, 6, 5], up_to(1)).origin == (Origin("text", 1, 1),)
+
+
+def test_the_store_counts_the_bytes_of_its_columns() -> None:
+    store = SuffixStore()
+    empty = store.size_bytes
+    assert empty == sum(map(getsizeof, ([], [{}], [-1], [0], [0], {})))
+    for token in range(1000):
+        store.add(token)
+    # A text without repetitions has a state per token, each with a transition; pointers take 8 bytes.
+    assert store.size_bytes > 5 * 8 * 1000 + 1000 * getsizeof({1: 1})
+    assert store.size_bytes < 2 * (5 * 8 * 1000 + 1000 * getsizeof({1: 1}))
 
 
 def test_a_loop_is_drafted_periodically() -> None:
@@ -108,23 +193,102 @@ def test_lookup_equals_that_of_transformers() -> None:
 
 def test_hybrid_trusts_long_matches_only() -> None:
     class Model:
-        asked = observed = 0
+        asked = 0
+        observed: list[Step] = []
 
         def propose(self, tokens, budget) -> Draft:
             Model.asked += 1
+            assert list(tokens)[:3] == [1, 2, 3] and budget.may_extend(0, None)
             return Draft.chain((0,))
 
         def observe(self, step: Step) -> None:
-            Model.observed += 1
+            Model.observed.append(step)
 
     hybrid = HybridDrafter(SuffixDrafter(), Model(), trusted=3)
     assert hybrid.propose([1, 2, 3, 4, 1, 2], up_to(4)).tokens == (0,) and Model.asked == 1
     assert hybrid.propose([1, 2, 3, 4, 1, 2, 3], up_to(4)).tokens == (4, 1, 2, 3) and Model.asked == 1
-    hybrid.observe(None)  # type: ignore[arg-type]
-    assert Model.observed == 1
+    hybrid.observe(STEP)
+    assert Model.observed == [STEP]
+    assert hybrid.repeating([1, 2, 3, 4, 1, 2, 3]) is hybrid.suffixes
+    assert HybridDrafter(SuffixDrafter(), Model(), 3).repeating([1, 2, 3, 4, 1, 2]) is None
+    suffixes_only = HybridDrafter(SuffixDrafter(), None)
+    suffixes_only.observe(STEP)
+    assert suffixes_only.repeating([1]) is suffixes_only.suffixes
+    assert suffixes_only.propose([1, 2, 1], up_to(1)).tokens == (2,)
+    assert suffixes_only.store_bytes == suffixes_only.suffixes.store.size_bytes
+    default = HybridDrafter(SuffixDrafter(), Model())
+    assert default.propose([1, 2, 3, 4, 5, 1, 2, 3], up_to(1)).tokens == (0,)
+    assert default.propose([1, 2, 3, 4, 5, 1, 2, 3, 4], up_to(1)).tokens == (5,)
 
 
 def test_the_store_of_a_prediction_includes_that_of_its_fallback() -> None:
     fallback, text = SuffixDrafter(source=range(100)), PredictedText((1, 2), (3, 4), 4)
     alone = PredictionDrafter(text, EmptyDrafter()).store_bytes
     assert PredictionDrafter(text, fallback).store_bytes == alone + fallback.store_bytes > fallback.store_bytes
+
+
+class Fallback(EmptyDrafter):
+    """Drafts zeros up to the budget and records the texts and steps."""
+
+    def __init__(self) -> None:
+        self.texts: list[list[int]] = []
+        self.steps: list[Step] = []
+
+    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
+        self.texts.append(list(tokens))
+        count = 0
+        while budget.may_extend(count, None):
+            count += 1
+        return Draft.chain((0,) * count)
+
+    def observe(self, step: Step) -> None:
+        self.steps.append(step)
+
+
+@pytest.mark.parametrize("length", [1, 3, 16, 17, 40])
+def test_a_prediction_is_drafted_after_the_prompt(length: int) -> None:
+    """The match is the end of the prompt, of which 16 tokens precede the prediction; drafts are twice as long."""
+    prompt, answer, fallback = [*range(100, 100 + length)], [*range(1, 60)], Fallback()
+    drafter = PredictionDrafter(PredictedText(prompt, answer, 2), fallback)
+    draft = drafter.propose(prompt, up_to(50))
+    if length == 1:  # a single matched token is not trusted
+        assert draft.tokens == (0, 0) and fallback.texts == [prompt]
+        return
+    matched = min(length, 16)
+    assert draft.tokens == tuple(answer[: 2 * matched]) and fallback.texts == []
+    assert set(draft.origin) == {Origin("prediction", matched=matched)} and len(draft.origin) == len(draft)
+    assert drafter.propose([*prompt, 1, 2, 99], up_to(5)).tokens == (0, 0)
+    assert fallback.texts == [[*prompt, 1, 2, 99]]
+
+
+@pytest.mark.parametrize("length", [3, 40])
+def test_the_answer_may_return_to_the_prediction_or_repeat_itself(length: int) -> None:
+    prompt, fallback = [*range(100, 100 + length)], Fallback()
+    drafter = PredictionDrafter(PredictedText(prompt, [1, 2, 3, 4, 5], 2), fallback)
+    answer = [*prompt, 1, 99, 3, 4]
+    assert drafter.propose(answer, up_to(9)) == Draft.chain((5,), origin=(Origin("prediction", matched=2),))
+    assert drafter.propose([*answer, 5], up_to(9)).tokens == (0, 0)  # the prediction ends
+    repeated = [*answer, 5, 70, 71, 72, 70, 71]
+    draft = drafter.propose(repeated, up_to(1))
+    assert draft.tokens == (72,) and draft.origin == (Origin("text", len(answer) + 3, 2),)
+    assert repeated[len(answer) + 3] == 72
+    drafter.observe(STEP)
+    assert fallback.steps == [STEP] and len(fallback.texts) == 1
+
+
+def test_the_fallback_drafts_no_more_than_the_budget() -> None:
+    drafter = PredictionDrafter(PredictedText([1], [2], 4), Fallback())
+    assert [len(drafter.propose([9], up_to(limit))) for limit in (0, 3, 4, 9)] == [0, 3, 4, 4]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_lookups_copy_after_the_earliest_match_of_the_longest_ending(size: int) -> None:
+    text = [7, 5, 6, 8, 5, 6, 9, 4, 5, 6, 7, 9, 5, 6, 9, 4, 5, 6]  # 4, 5, 6 | 5, 6 | 6
+    for longest in range(1, size + 1):
+        draft = LookupDrafter(longest).propose(text, up_to(3))
+        after = {1: 3, 2: 3, 3: 10}[longest]
+        origin = tuple(Origin("text", after + i, matched=longest) for i in range(3))
+        assert draft == Draft.chain(tuple(text[after : after + 3]), origin=origin)
+    assert LookupDrafter(9).propose([5, 5], up_to(3)) == Draft.chain((5,), origin=(Origin("text", 1, matched=1),))
+    assert LookupDrafter().propose([5], up_to(3)) == LookupDrafter().propose([5, 6], up_to(3)) == Draft()
+    assert LookupDrafter().propose(text, up_to(3)) == LookupDrafter(2).propose(text, up_to(3))

@@ -1,0 +1,241 @@
+"""Dense, sparse and one-hot distributions against sums over the vocabulary, with the compiled engine and without it."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdemo.core.distributions import (
+    DenseProbs,
+    PointMass,
+    PointMasses,
+    SparseProbs,
+    SparseRow,
+    dense_or_none,
+    draft_prob,
+    entropy,
+    excess,
+    node_probs,
+    residual,
+    sample_token,
+    token_prob,
+    top_token,
+    without,
+)
+from specdemo.native import sampling as native
+
+VOCAB = 8
+SHAPES = {"chain": (-1, 0, 1), "tree": (-1, -1, 1), "forest in another order": (-1, 0, -1)}
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "torch":
+        monkeypatch.setattr(native, "supports", lambda tensor: False)
+    return request.param
+
+
+def random_probs(rng: random.Random, count: int, sparse: bool = False) -> list[float]:
+    weights = [rng.random() * (not sparse or rng.random() < 0.5) for _ in range(count)]
+    weights[rng.randrange(count)] += 0.1
+    return [weight / sum(weights) for weight in weights]
+
+
+def rows_of(probs: list[list[float]]) -> Tensor:
+    return torch.tensor(probs, dtype=torch.float32)
+
+
+def draft_rows(kind: str, rng: random.Random, tokens: tuple[int, ...]) -> tuple[Any, list[list[float]]]:
+    """Return draft distributions of a kind, and the same as lists over the vocabulary."""
+    if kind == "point":
+        return PointMasses(tokens), [[float(v == token) for v in range(VOCAB)] for token in tokens]
+    if kind == "dense":
+        rows = [random_probs(rng, VOCAB, sparse=True) for _ in tokens]
+        return DenseProbs(rows_of(rows)), rows
+    ids = [rng.sample(range(VOCAB), 3) for _ in tokens]
+    values = [random_probs(rng, 3) for _ in tokens]
+    lists = [
+        [dict(zip(row, probs, strict=True)).get(v, 0.0) for v in range(VOCAB)]
+        for row, probs in zip(ids, values, strict=True)
+    ]
+    return SparseProbs(torch.tensor(ids), rows_of(values), VOCAB), lists
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse", "point"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_comparisons_are_sums_over_the_vocabulary(kind: str, shape: str, engine: str) -> None:
+    rng, parents = random.Random(f"{kind}/{shape}"), SHAPES[shape]
+    for _ in range(20):
+        tokens = tuple(rng.randrange(VOCAB) for _ in parents)
+        drafted, q = draft_rows(kind, rng, tokens)
+        p = [random_probs(rng, VOCAB, sparse=True) for _ in range(4)]
+        tops = [rng.randrange(VOCAB) for _ in range(4)]
+        for target, lists in (
+            (rows_of(p), p),
+            ([PointMass(top) for top in tops], [[float(v == top) for v in range(VOCAB)] for top in tops]),
+        ):
+            probs, overlaps = drafted.compare(target, tokens, parents)
+            expected = [lists[parent + 1][token] for parent, token in zip(parents, tokens, strict=True)]
+            assert probs == pytest.approx(expected, abs=1e-6)
+            assert probs == pytest.approx(node_probs(target, tokens, parents), abs=1e-6)
+            sums = [sum(map(min, lists[parent + 1], row)) for parent, row in zip(parents, q, strict=True)]
+            assert overlaps == pytest.approx(sums, abs=1e-6)
+
+
+def strided(rows: Tensor) -> Tensor:
+    """Return equal values, with a stride of 2 between them."""
+    return rows.repeat_interleave(2, -1)[..., ::2]
+
+
+LAYOUTS = {
+    "contiguous": lambda p, ids, values: (p, ids, values),
+    "strided p": lambda p, ids, values: (strided(p), ids, values),
+    "double p": lambda p, ids, values: (p.double(), ids, values),
+    "strided ids": lambda p, ids, values: (p, strided(ids), values),
+    "strided values": lambda p, ids, values: (p, ids, strided(values)),
+    "double values": lambda p, ids, values: (p, ids, values.double()),
+    "a part of the rows": lambda p, ids, values: (p.repeat(1, 2)[:, :VOCAB], ids.repeat(1, 2)[:, :3], values),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_in_any_layout_give_the_same_figures(layout: str) -> None:
+    """The compiled engine reads contiguous rows of float32 and int64; other rows are computed by torch."""
+    rng, parents, tokens = random.Random(6), (-1, 0, 1), (3, 1, 4)
+    drafted, q = draft_rows("sparse", rng, tokens)
+    lists = [random_probs(rng, VOCAB) for _ in range(4)]
+    p, ids, values = LAYOUTS[layout](rows_of(lists), drafted.ids, drafted.values)
+    for probs in (
+        SparseProbs(ids, values, VOCAB),
+        DenseProbs(strided(rows_of(q)) if "strided" in layout else rows_of(q)),
+    ):
+        given, overlaps = probs.compare(p, tokens, parents)
+        assert given == pytest.approx([lists[i][token] for i, token in enumerate(tokens)], abs=1e-6)
+        assert overlaps == pytest.approx([sum(map(min, a, b)) for a, b in zip(lists, q, strict=False)], abs=1e-6)
+    for node in range(3):
+        row = SparseRow(ids[node], values[node], VOCAB)
+        parts = [max(0.0, a - b) for a, b in zip(lists[node], q[node], strict=True)]
+        assert excess(p[node], row, 1.0) == pytest.approx(sum(parts), abs=1e-5)
+        dense = strided(rows_of(q)).to(p.dtype)[node]
+        for other in (dense, dense.clone()):
+            assert excess(p[node], other, 1.0) == pytest.approx(sum(parts), abs=1e-5)
+            expected = [part / sum(parts) for part in parts]
+            assert residual(p[node], other).tolist() == pytest.approx(expected, abs=1e-5)
+        if p.dtype == values.dtype:
+            assert residual(p[node], row).tolist() == pytest.approx([part / sum(parts) for part in parts], abs=1e-5)
+
+
+def test_rows_of_other_sizes_are_not_passed_to_the_compiled_engine() -> None:
+    """It would read beyond their ends."""
+    p = torch.ones(4, VOCAB) / VOCAB
+    ids = torch.zeros(2, 1, dtype=torch.int64)
+    for probs in (
+        DenseProbs(torch.ones(2, VOCAB)),
+        DenseProbs(torch.ones(3, VOCAB - 1)),
+        SparseProbs(ids, ids + 1.0, VOCAB),
+    ):
+        with pytest.raises((RuntimeError, IndexError)):
+            probs.compare(p, (1, 2, 3), (-1, 0, 1))
+    short = torch.ones(VOCAB - 1) / (VOCAB - 1)
+    for call in (excess, residual):
+        with pytest.raises(RuntimeError):
+            call(p[0], short, 1.0)
+
+
+def test_an_empty_draft_has_no_probabilities() -> None:
+    assert node_probs(torch.ones(1, 4) / 4, (), ()) == node_probs([PointMass(1)], (), ()) == []
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse", "point"])
+def test_rows_and_matrices_agree(kind: str) -> None:
+    drafted, lists = draft_rows(kind, random.Random(1), (2, 5, 0))
+    moved = drafted.to(torch.device("cpu"))
+    assert drafted.device == moved.device == torch.device("cpu")
+    for node, expected in enumerate(lists):
+        for row in (drafted.row(node), moved.row(node)):
+            assert [draft_prob(row, token) for token in range(VOCAB)] == pytest.approx(expected)
+    for matrix in (drafted.dense(), moved.dense()):
+        assert matrix is None if kind == "point" else torch.allclose(matrix, rows_of(lists))
+    if kind == "sparse":
+        assert torch.allclose(drafted.row(1).dense(), rows_of(lists)[1]) and drafted.row(1).vocab_size == VOCAB
+
+
+def one_row(kind: str, rng: random.Random) -> tuple[Any, list[float]]:
+    drafted, lists = draft_rows(kind, rng, (rng.randrange(VOCAB),))
+    return drafted.row(0), lists[0]
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.5, 2.0])
+@pytest.mark.parametrize("kind", ["dense", "sparse", "point"])
+def test_excess_and_residual_are_positive_parts(kind: str, weight: float, engine: str) -> None:
+    """A single drafted token with weight w has the excess w (1 - p): the others keep their probability."""
+    rng, empty = random.Random(f"{kind}/{weight}"), 0
+    for _ in range(40):
+        row, q = one_row(kind, rng)
+        p = random_probs(rng, VOCAB)
+        parts = [max(0.0, weight * a - b) for a, b in zip(p, q, strict=True)]
+        if kind == "point":
+            parts = [weight * a * (1 - b) for a, b in zip(p, q, strict=True)]
+        total = sum(parts)
+        assert excess(torch.tensor(p), row, weight) == pytest.approx(total, abs=1e-5)
+        if total > 1e-3:
+            expected = [part / total for part in parts]
+            assert residual(torch.tensor(p), row, weight).tolist() == pytest.approx(expected, abs=1e-4)
+        top = PointMass(rng.randrange(VOCAB))
+        assert excess(top, row, weight) == pytest.approx(max(0.0, weight - q[top.token]), abs=1e-6)
+        assert residual(top, row, weight) is top and without(top, top.token) is top
+        empty += total == 0
+    assert empty == 0
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_the_residual_of_equal_distributions_is_p(kind: str, engine: str) -> None:
+    row, lists = one_row(kind, random.Random(3))
+    p = torch.tensor(lists)
+    assert residual(p, row) is p or torch.equal(residual(p, row), p)
+    assert residual(p, row, 0.5).tolist() == p.tolist()
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_a_token_is_excluded_unless_it_is_certain(kind: str) -> None:
+    rng = random.Random(4)
+    for _ in range(20):
+        row, probs = one_row(kind, rng)
+        token = max(range(VOCAB), key=probs.__getitem__)
+        rest = without(row, token)
+        expected = [0.0 if v == token else probs[v] / (1 - probs[token]) for v in range(VOCAB)]
+        assert [draft_prob(rest, v) for v in range(VOCAB)] == pytest.approx(expected, abs=1e-5)
+        assert draft_prob(row, token) == pytest.approx(probs[token])  # unchanged
+    certain = torch.tensor([0.0, 1.0, 0.0])
+    assert without(certain, 1) is certain
+    sparse = SparseRow(torch.tensor([4, 2]), torch.tensor([1.0, 0.0]), VOCAB)
+    assert without(sparse, 4) is sparse
+    half = without(SparseRow(torch.tensor([4, 2]), torch.tensor([0.5, 0.5]), VOCAB), 4)
+    assert half.dense().tolist() == [0, 0, 1, 0, 0, 0, 0, 0]
+
+
+def test_figures_of_single_rows() -> None:
+    class Sampler:
+        def sample(self, probs: Tensor, position: int) -> int:
+            return 10 * int(probs.argmax()) + position
+
+    dense, top = torch.tensor([0.25, 0.5, 0.25]), PointMass(2)
+    assert (top_token(dense), top_token(top)) == (1, 2)
+    assert (sample_token(dense, Sampler(), 3), sample_token(top, Sampler(), 3)) == (13, 2)
+    assert dense_or_none(dense) is dense and dense_or_none(top) is None
+    assert [token_prob(dense, 0), token_prob(top, 0), token_prob(top, 2)] == [0.25, 0.0, 1.0]
+    assert entropy(top) == 0.0 and entropy(dense) == pytest.approx(1.5 * math.log(2))
+    assert entropy(torch.tensor([0.0, 1.0])) == 0.0
+
+
+def test_relative_probabilities_of_a_maximum() -> None:
+    logits = torch.tensor([1.0, 3.0, 3.0 - math.log(4)])
+    known = PointMass(1, logits)
+    assert [known.relative(token) for token in range(3)] == pytest.approx([math.exp(-2), 1.0, 0.25])
+    assert [PointMass(1).relative(token) for token in range(3)] == [0.0, 1.0, 0.0]
+    assert known == PointMass(1) and "logits" not in repr(known)

@@ -1,0 +1,218 @@
+"""Reasons of outcomes from hand-written verdicts, their figures, and labels of runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from specdemo.core.explain import (
+    Decision,
+    Reason,
+    decision_of,
+    exact_label,
+    explain,
+    explain_engine,
+    failover_note,
+    figure,
+    reason_of,
+    takes_most_probable,
+)
+from specdemo.core.link_stats import LinkStats, Source
+from specdemo.core.step import Draft, Step, TopTokens, Verdict
+
+SAMPLED = {"method": "draft", "temperature": 0.7, "rule": "rejection"}
+GREEDY = SAMPLED | {"temperature": 0}
+CHAIN = Draft.chain((1, 2, 3), (0.5, 0.25, 0.125))
+SIBLINGS = Draft((1, 2, 3), (-1, -1, 1), (0.5, 0.5, 0.5))  # 1 or 2, and 3 after 2
+FIRST = Verdict(  # the first token is accepted, the second is rejected
+    (0,), 9, p=(0.25, 0.0625, 0.5), draw=(0.125, 0.75, None), beta=(0.5, 0.5, None), bound=(0.5, 0.25, None)
+)
+SECOND = replace(FIRST, accepted=(1,), draw=(0.75, 0.125, None), bound=(0.5, 0.75, None))
+
+
+def rule(name: str, temperature: float = 0.7) -> dict[str, Any]:
+    return SAMPLED | {"rule": name, "temperature": temperature}
+
+
+def step(draft: Draft = CHAIN, verdict: Verdict = FIRST, **changes: Any) -> Step:
+    return Step(1, (1, 9), draft, replace(verdict, **changes), 3, 0.0, 0.0, 0.0, 0.0)
+
+
+def unknown(draft: Draft = CHAIN, **changes: Any) -> Step:
+    """Step without a test of its tokens."""
+    nothing = (None,) * len(draft)
+    return step(draft, **{"p": nothing, "draw": nothing, "beta": nothing, "bound": nothing} | changes)
+
+
+TOPS = tuple(TopTokens(1.0, ((token, 0.5), (8, 0.25), (token + 1, 0.125))) for token in (1, 1, 4, 9))
+RANKED = {"rank": (1, 4, 3), "target_top": TOPS}
+BLOCK = {"draw": (0.75, 0.125, 0.75), "beta": (0.5,) * 3, "bound": (0.5, 0.25, 0.25), "accepted": (0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("done", "recipe", "reasons"),  # of the first, second and third draft token
+    [
+        (step(), SAMPLED, (Reason.BELOW, Reason.ABOVE, Reason.NOT_TESTED)),
+        (step(bound=(1, 0, None)), SAMPLED, (Reason.CERTAIN, Reason.IMPOSSIBLE, Reason.NOT_TESTED)),
+        (step(bound=()), SAMPLED, (Reason.BELOW, Reason.ABOVE, Reason.NOT_TESTED)),
+        (step(draw=(None,) * 3), SAMPLED, (Reason.RULE_ACCEPTED, Reason.RULE_REJECTED, Reason.NOT_TESTED)),
+        (step(), rule("match"), (Reason.MATCHED, Reason.MISMATCHED, Reason.NOT_TESTED)),
+        (step(), rule("coupled"), (Reason.COUPLED, Reason.DECOUPLED, Reason.NOT_TESTED)),
+        (step(), rule("match", 0), (Reason.MATCHED, Reason.MISMATCHED, Reason.NOT_TESTED)),
+        (step(), GREEDY, (Reason.TOP, Reason.NOT_TOP, Reason.NOT_TESTED)),
+        (step(), rule("top1"), (Reason.TOP, Reason.NOT_TOP, Reason.NOT_TESTED)),
+        (step(**RANKED), rule("top1"), (Reason.TOP, Reason.NOT_TOP_RANKED, Reason.NOT_TESTED)),
+        (
+            step(accepted=(), beta=(0.5,) * 3, p=(0.0,) * 3, **RANKED),  # 3 is not among the top tokens
+            GREEDY,
+            (Reason.NOT_TOP_RANKED, Reason.NOT_TOP_RANKED, Reason.NOT_TOP),
+        ),
+        (step(), rule("lenient"), (Reason.LENIENT_BELOW, Reason.LENIENT_ABOVE, Reason.NOT_TESTED)),
+        (step(), rule("lenient", 0), (Reason.LENIENT_NEAR, Reason.LENIENT_FAR, Reason.NOT_TESTED)),
+        (step(p=(1.0, 0.5, None)), rule("lenient", 0), (Reason.TOP, Reason.LENIENT_FAR, Reason.LATE_REJECTED)),
+        (step(**BLOCK), rule("block"), (Reason.BLOCK_RESCUED, Reason.BLOCK_ACCEPTED, Reason.BLOCK_REJECTED)),
+        (step(**BLOCK), rule("block", 0), (Reason.BLOCK_RESCUED, Reason.BLOCK_ACCEPTED, Reason.BLOCK_REJECTED)),
+        (
+            step(**BLOCK | {"draw": (None, 0.25, 0.75)}),  # not below an equal bound
+            rule("block"),
+            (Reason.BLOCK_RESCUED, Reason.BLOCK_RESCUED, Reason.BLOCK_REJECTED),
+        ),
+        (step(**BLOCK | {"bound": ()}), rule("block"), (Reason.BLOCK_RESCUED,) * 2 + (Reason.BLOCK_REJECTED,)),
+        (step(SIBLINGS), SAMPLED, (Reason.BELOW, Reason.SIBLING_REJECTED, Reason.NOT_TESTED)),
+        (step(SIBLINGS, SECOND), SAMPLED, (Reason.ABOVE, Reason.SIBLING_ACCEPTED, Reason.AFTER_END)),
+        (
+            step(SIBLINGS, SECOND, beta=(None, 0.5, None)),
+            SAMPLED,
+            (Reason.NOT_NEEDED, Reason.BELOW, Reason.AFTER_END),
+        ),
+        (unknown(), SAMPLED, (Reason.LATE_ACCEPTED, Reason.LATE_REJECTED, Reason.LATE_REJECTED)),
+        (step(beta=(None,) * 3, accepted=()), SAMPLED, (Reason.AFTER_END,) * 3),
+        *(
+            (unknown(source=source), SAMPLED, (reason, Reason.DROPPED, Reason.DROPPED))
+            for source, reason in (
+                (Source.PROVISIONAL, Reason.PROVISIONAL),
+                (Source.GATE, Reason.GATE),
+                (Source.ALONE, Reason.ALONE),
+            )
+        ),
+        (unknown(replace(CHAIN, undisclosed=0), accepted=(0, 1, 2)), SAMPLED, (Reason.REPORTED_ACCEPTED,) * 3),
+    ],
+)
+def test_reasons_of_draft_tokens(done: Step, recipe: dict[str, Any], reasons: tuple[Reason, ...]) -> None:
+    assert tuple(reason_of(done, node, recipe) for node in range(3)) == reasons
+
+
+@pytest.mark.parametrize(
+    ("done", "recipe", "reason"),
+    [
+        (step(), SAMPLED, Reason.RESIDUAL),
+        (step(accepted=()), SAMPLED, Reason.RESIDUAL),
+        (step(SIBLINGS, accepted=()), SAMPLED, Reason.SIBLINGS_RESIDUAL),
+        (step(SIBLINGS, accepted=(1,)), SAMPLED, Reason.RESIDUAL),
+        (step(), {"method": "draft"}, Reason.RESIDUAL),
+        (step(), GREEDY, Reason.CORRECTION),
+        (step(), SAMPLED | {"skip_sample_adjustment": True}, Reason.CORRECTION),
+        (step(), SAMPLED | {"skip_sample_adjustment": False}, Reason.RESIDUAL),
+        (step(), rule("match"), Reason.CORRECTION),
+        (step(), rule("block"), Reason.BLOCK_RESIDUAL),
+        (step(), rule("lenient"), Reason.LENIENT_RESIDUAL),
+        (step(accepted=(0, 1, 2)), SAMPLED, Reason.BONUS),
+        (step(Draft(), Verdict((), 9)), SAMPLED, Reason.PLAIN),
+        (step(Draft(), Verdict((), None)), SAMPLED, Reason.SEARCHED),
+        (unknown(replace(CHAIN, undisclosed=1), accepted=(0, 1, 2)), SAMPLED, Reason.CORRECTION),
+        (unknown(source=Source.UNREPORTED), SAMPLED, Reason.UNREPORTED),
+        (unknown(source=Source.GATE), SAMPLED, Reason.GATE),
+        (step(), SAMPLED | {"cloud": {"mode": "speculative"}}, Reason.RESIDUAL),
+        (step(), SAMPLED | {"cloud": {"mode": "edge_only"}}, Reason.EDGE_ONLY),
+        (unknown(source=Source.ALONE), SAMPLED | {"cloud": {"mode": "edge_only"}}, Reason.EDGE_ONLY),
+        (step(), SAMPLED | {"cloud": None}, Reason.RESIDUAL),
+    ],
+)
+def test_reasons_of_the_token_of_the_target(done: Step, recipe: dict[str, Any], reason: Reason) -> None:
+    assert reason_of(done, None, recipe) is reason
+    assert explain(done, None, recipe) == reason.value
+
+
+def test_figures_of_a_decision() -> None:
+    assert decision_of(step(), 0, SAMPLED) == Decision(0.25, 0.5, 0.125, 0.5)
+    assert decision_of(step(Draft.chain((1, 2, 3)), bound=()), 1, SAMPLED) == Decision(0.0625, None, 0.75)
+    assert decision_of(step(), 1, GREEDY) == decision_of(step(target_top=TOPS), 1, GREEDY) == Decision(q=0.25)
+    assert decision_of(step(**RANKED), 0, GREEDY) == Decision(0.5, 0.5, rank=1, best=0.5)
+    assert decision_of(step(**RANKED), 1, GREEDY) == Decision(0.125, 0.25, rank=4, best=0.5)  # 2 after 1
+    empty = (TopTokens(1.0, ()),) * 4
+    assert decision_of(step(rank=(1, 2, 3), target_top=empty), 0, GREEDY) == Decision(q=0.5)
+    assert explain(step(), 1, SAMPLED) == "Rejected: the draw 0.750 is not below p/q = 0.250."
+    assert explain(step(draw=(None,) * 3), 0, SAMPLED).endswith("p = 0.250 reaches the rule's bound 0.500.")
+    second = step(accepted=(), rank=(2, 1, 1), target_top=(TopTokens(1.0, ((4, 0.5), (1, 0.25))), *TOPS[1:]))
+    assert explain(second, 0, GREEDY) == "Rejected: it is the target's choice number 2, with 0.250 against 0.500."
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [(GREEDY, True), (SAMPLED, False), (rule("block", 0), False), (rule("top1"), True), ({"rule": "top1"}, True)],
+)
+def test_the_most_probable_token_is_taken(recipe: dict[str, Any], expected: bool) -> None:
+    assert takes_most_probable(recipe) is expected
+
+
+@pytest.mark.parametrize(
+    ("x", "shown"),
+    [
+        *((None, "–"), (0, "0.000"), (0.01, "0.010"), (0.00999, "1.0e-2"), (0.005, "5.0e-3"), (-0.0005, "-5.0e-4")),
+        *((1.0, "1.000"), (1e-12, "1.0e-12"), (0.12345, "0.123")),
+    ],
+)
+def test_small_figures_have_an_exponent(x: float | None, shown: str) -> None:
+    assert figure(x) == shown
+
+
+@pytest.mark.parametrize(
+    ("recipe", "remote", "label"),
+    [
+        ({}, {}, "exact"),
+        ({"cloud": None}, {"numerics": 0.0}, "exact"),
+        ({"external": "http://a:1"}, {"numerics": 1.0}, "reported by engine"),
+        ({"cloud": {"remote": "http://a:1"}}, {"numerics": 1.0}, "exact, text may differ"),
+        ({"cloud": {"remote": "http://a:1"}}, {}, "exact, verified by the service at http://a:1"),
+        (
+            {"cloud": {"remote": "http://a:1 http://b:2", "mode": "speculative"}},
+            {},
+            "exact, verified by the services at http://a:1, http://b:2",
+        ),
+        ({"cloud": {"remote": "http://a:1", "mode": "edge_only"}}, {}, "exact"),
+        ({"cloud": {"mode": "speculative"}}, {}, "exact"),
+    ],
+)
+def test_labels_of_exact_runs_name_the_service(recipe: dict[str, Any], remote: dict[str, float], label: str) -> None:
+    assert exact_label(recipe, remote) == label
+
+
+def test_a_failover_is_noted_with_its_costs() -> None:
+    assert failover_note(step()) == failover_note(step(link=LinkStats(gap_s=1.0, switched=0))) == ""
+    moved = step(link=LinkStats(switched=1, gap_s=0.25, reread=12), replica="b")
+    assert failover_note(moved) == "Failover: b continues after 0.25 s, and read 12 tokens again."
+    unnamed = "Failover: another service continues after 0.00 s, and read 0 tokens again."
+    assert failover_note(step(link=LinkStats(switched=1))) == unnamed
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"engine": "native", "threads": 1}, "native CPU engine, 1 thread"),
+        ({"engine": "native"}, "native CPU engine, 1 thread"),
+        (
+            {"engine": "native: int8", "threads": 2, "vectors": "avx2"},
+            "native CPU engine, 2 threads, avx2, int8",
+        ),
+        (
+            {"engine": "torch: no native engine, no compiler: install gcc"},
+            "torch engine, several times slower than the native CPU engine: no compiler: install gcc",
+        ),
+        ({"engine": "torch"}, "torch"),
+        ({}, ""),
+    ],
+)
+def test_engines_are_named(environment: dict[str, Any], words: str) -> None:
+    assert explain_engine(environment) == words

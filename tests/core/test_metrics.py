@@ -1,0 +1,151 @@
+"""Figures of runs with steps of every kind, counted by hand, and intervals of resampled runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from specdemo.core.link_stats import LinkStats, Source
+from specdemo.core.metrics import Metrics, central_range, interval, percentile, ratio_interval
+from specdemo.core.step import Draft, Step, Verdict
+
+
+def step(i: int, tokens: int, draft: Draft, verdict: Verdict, seconds: float | None = 0.0, t: float = 0.0) -> Step:
+    """Drafting takes `seconds`, verification twice and the rest three times as long."""
+    times = [None if seconds is None else seconds * part for part in (1, 2, 3)]
+    return Step(i, (7,) * tokens, draft, verdict, 4, *times, t)
+
+
+PREFILL = step(0, 1, Draft(), Verdict((), 7), 8.0, t=0.5)
+CHAIN = step(1, 3, Draft.chain((1, 2, 3, 4)), Verdict((0, 1), 7, beta=(0.5, 1.0, 0.25, None)), 1.0, t=1.0)
+TREE = step(  # 1 or 2, then 3 or 4 after 2; 4 is accepted after a test of 3
+    2, 3, Draft((1, 2, 3, 4), (-1, -1, 1, 1)), Verdict((1, 3), 7, beta=(0.5, 0.5, 0.0, 1.0)), 2.0, t=2.5
+)
+PLAIN = step(3, 1, Draft(), Verdict((), 7), 4.0, t=3.0)
+GATE = step(4, 2, Draft.chain((1, 2)), Verdict((0, 1), None, beta=(None, None), source=Source.GATE), 0.0, t=3.5)
+GATE = replace(GATE, verdict=replace(GATE.verdict, request_sent=False))
+
+
+def test_figures_are_sums_over_the_steps() -> None:
+    metrics = Metrics.of([PREFILL, CHAIN, TREE, PLAIN, GATE])
+    assert metrics == Metrics(
+        tokens=10,
+        steps=5,
+        drafted=10,
+        accepted=4,
+        unverified=2,
+        unverified_drafted=2,
+        target_passes=3,  # without prefill and gate
+        beta=0.5 + 1.0 + 0.25 + 0.5 + 0.5 + 0.0 + 1.0,
+        overlaps=7,
+        accepted_by_position=(2, 2, 0),
+        tested_by_position=(3, 3, 1),
+        ttft_s=0.5,
+        decode_tokens=9,
+        draft_s=7.0,
+        verify_s=14.0,
+        host_s=21.0,
+        last_s=3.5,
+    )
+    figures = {
+        "tokens": 10, "steps": 5, "target_passes": 3, "drafted": 10, "tested": 7, "accepted": 4, "unverified": 2,
+        "acceptance_rate": 4 / 8, "alpha": 4 / 7, "mean_beta": 3.75 / 7, "tokens_per_step": 9 / 4,
+        "tokens_per_target_pass": 9 / 3, "ttft_s": 0.5, "decode_s": 42.0, "tokens_per_second": 9 / 42.0,
+        "draft_s": 7.0, "verify_s": 14.0, "host_s": 21.0, "accepted_by_position": [2, 2, 0],
+        "tested_by_position": [3, 3, 1],
+    }  # fmt: skip
+    assert metrics.as_dict() == figures
+
+
+def test_figures_of_no_steps_are_unknown() -> None:
+    unknown = {"acceptance_rate", "alpha", "mean_beta", "tokens_per_step", "tokens_per_target_pass", "ttft_s"}
+    figures = Metrics().as_dict()
+    assert {name for name, value in figures.items() if value is None} == {*unknown, "tokens_per_second"}
+    assert Metrics().decode_steps == Metrics.of([PREFILL]).decode_steps == 0
+    assert Metrics.of([PREFILL, CHAIN]).decode_steps == 1
+    assert Metrics.of([PREFILL]).decode_s == Metrics.of([PREFILL]).target_passes == 0
+
+
+def test_the_first_step_is_the_prefill_even_if_it_drafts() -> None:
+    metrics = Metrics.of([CHAIN, PLAIN])
+    assert (metrics.ttft_s, metrics.decode_tokens, metrics.decode_s, metrics.target_passes) == (1.0, 1, 24.0, 1)
+    assert (metrics.drafted, metrics.accepted, metrics.tested_by_position) == (4, 2, (1, 1, 1))
+
+
+def test_positions_are_counted_up_to_the_longest_tested_draft() -> None:
+    short = step(5, 2, Draft.chain((1, 2)), Verdict((0,), 7, beta=(0.5, 0.5)))
+    untested = step(6, 1, Draft.chain((1,)), Verdict((), 7, beta=(None,)))
+    for steps in ([short, CHAIN], [CHAIN, short], [CHAIN, untested, short]):
+        metrics = Metrics.of(steps)
+        assert (metrics.accepted_by_position, metrics.tested_by_position) == ((2, 1, 0), (2, 2, 1))
+    rejected = step(5, 1, Draft.chain((1, 2)), Verdict((), 7, beta=(0.5, None)))
+    metrics = Metrics.of([rejected])
+    assert (metrics.accepted_by_position, metrics.tested_by_position) == ((0,), (1,))
+
+
+@pytest.mark.parametrize("unknown", ["draft_s", "verify_s", "host_s"])
+def test_an_engine_without_durations_is_timed_between_its_tokens(unknown: str) -> None:
+    done = Metrics.of([PREFILL, CHAIN, replace(TREE, **{unknown: None}), PLAIN])
+    assert getattr(done, unknown) is None and (done.ttft_s, done.last_s) == (0.5, 3.0)
+    assert done.decode_s == 2.5 and done.tokens_per_second == 7 / 2.5
+    assert Metrics(draft_s=None, last_s=2.0).decode_s == 2.0
+
+
+def linked(source: Source, **measures: float) -> Step:
+    verdict = Verdict((), 7, source=source, link=LinkStats(**measures))  # type: ignore[arg-type]
+    return step(1, 1, Draft(), verdict)
+
+
+def test_measures_of_a_link_are_totals_and_shares_of_steps() -> None:
+    steps = [
+        linked(Source.TARGET, cloud_s=0.5, hard_ratio=0.5),
+        linked(Source.PROVISIONAL, cloud_s=0.25, sent=2),
+        PLAIN,
+        linked(Source.GATE, hard_ratio=0.25),
+    ]
+    metrics = Metrics.of(steps)
+    assert metrics.remote == {"escalated": 2.0, "provisional": 1.0, "cloud_s": 0.75, "sent": 2.0, "hard_ratio": 0.75}
+    assert metrics.as_dict()["remote"] == {
+        "escalated": 2.0, "provisional": 1.0, "cloud_s": 0.75, "sent": 2.0,
+        "cloud_call_share": 2 / 4, "provisional_share": 1 / 4, "mean_hard_ratio": 0.75 / 4,
+    }  # fmt: skip
+    assert Metrics.of([linked(Source.TARGET)]).as_dict()["remote"] == {"escalated": 1.0, "cloud_call_share": 1.0}
+
+
+@pytest.mark.parametrize(("share", "value"), [(0.0, 1), (0.24, 1), (0.25, 2), (0.5, 3), (0.99, 4), (1.0, 4)])
+def test_percentiles_are_values_of_the_sorted_list(share: float, value: int) -> None:
+    assert percentile(iter([3, 1, 4, 2]), share) == value
+
+
+def test_the_central_range_excludes_2_5_percent_at_each_end() -> None:
+    assert central_range(iter(range(999, -1, -1))) == (25, 975)
+    assert central_range([5.0]) == (5.0, 5.0)
+
+
+def distinct(function: Any, values: Any) -> int:
+    return len({function(values, seed, 1) for seed in range(20)})
+
+
+def test_the_bootstrap_interval_of_a_median_follows_from_the_binomial_distribution() -> None:
+    """The median of 11 draws is at most the k-th value if 6 draws are: 0.8 % for k = 2, and 5.3 % for k = 3."""
+    values = [*map(float, range(1, 12))]
+    assert interval(values) == interval(values, seed=0, draws=2000) == (3.0, 9.0)
+    many = [*map(float, range(101))]
+    assert interval(many, draws=1) == interval(many, 0, 1) != interval(many, 1, 1)
+    low, high = interval(values, draws=1)
+    assert low == high and distinct(interval, values) > 3
+
+
+def test_the_bootstrap_interval_of_totals_weighs_pairs_by_their_size() -> None:
+    """Of 20 pairs k are (20, 10), others (1, 1): (20 k + 20 - k) / (10 k + 20 - k), with k from 6 to 14 at 95 %."""
+    pairs = [(1.0, 1.0), (20.0, 10.0)] * 10
+    ratios = [(20 + 19 * k) / (20 + 9 * k) for k in range(21)]
+    low, high = ratio_interval(pairs)
+    assert low in ratios[5:8] and high in ratios[13:16]
+    assert (low, high) == ratio_interval(pairs, seed=0, draws=2000)
+    assert ratio_interval([(3.0, 2.0)] * 4) == (1.5, 1.5)
+    assert ratio_interval(pairs, draws=1) == ratio_interval(pairs, 0, 1) != ratio_interval(pairs, 1, 1)
+    low, high = ratio_interval(pairs, draws=1)
+    assert low == high and distinct(ratio_interval, pairs) > 3

@@ -1,0 +1,405 @@
+"""Drafts of models and heads with scripted random tokens: distributions, positions, budgets and sparse vocabularies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fakes.tiny_models import TableHead, TableModel, up_to
+from torch import Tensor
+
+from specdemo.core.decode import DraftBudget
+from specdemo.core.distributions import DenseProbs, SparseProbs, SparseRow
+from specdemo.core.errors import UserError
+from specdemo.core.origin import HEAD, MODEL, Origin
+from specdemo.core.policies import Egag, PathProbability
+from specdemo.core.sampling import SamplingParams
+from specdemo.core.step import Draft
+from specdemo.drafters.draft_vocabulary import DraftVocabulary
+from specdemo.drafters.heads.chain import HeadDrafter
+from specdemo.drafters.model import ModelDrafter
+from specdemo.drafters.tree import HeadNodes, ModelNodes, TreeDrafter
+
+VOCAB = 6
+TEXT = [1, 2]
+MODEL_OF_TABLE = TableModel(VOCAB, seed=3)
+SAMPLED, GREEDY = SamplingParams(temperature=0.5), SamplingParams(temperature=0)
+PENALTY = SamplingParams(temperature=0.5, repetition_penalty=1.5)
+IDS = (0, 2, 3, 5)
+
+
+class Script:
+    """Gives the listed tokens and records positions and distributions."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.tokens = [*tokens]
+        self.asked: list[tuple[int, list[float]]] = []
+
+    def sample(self, probs: Tensor, position: int) -> int:
+        self.asked.append((position, probs.tolist()))
+        return self.tokens.pop(0)
+
+    def sample_sparse(self, row: SparseRow, position: int) -> int:
+        assert row.vocab_size == VOCAB
+        return self.sample(row.dense(), position)
+
+
+def softmax(logits: list[float], temperature: float = 0.5) -> list[float]:
+    weights = [math.exp((x - max(logits)) / temperature) for x in logits]
+    return [weight / sum(weights) for weight in weights]
+
+
+def table_probs(path: Sequence[int], sampling: SamplingParams, ids: Sequence[int] = range(VOCAB)) -> list[float]:
+    """Return the distribution over the vocabulary after a text, restricted to `ids`."""
+    logits = MODEL_OF_TABLE.logits(path).tolist()
+    for token in set(path):
+        factor = sampling.repetition_penalty
+        logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+    probs = dict(zip(ids, softmax([logits[v] for v in ids], sampling.temperature), strict=True))
+    return [probs.get(v, 0.0) for v in range(VOCAB)]
+
+
+def check_chain(draft: Draft, noise: Script, sampling: SamplingParams, ids: Sequence[int] = range(VOCAB)) -> None:
+    """Compare the recorded distributions with those of the table."""
+    assert draft.is_chain and draft.probs is not None and draft.token_probs is not None
+    for i, token in enumerate(draft.tokens):
+        expected = table_probs([*TEXT, *draft.tokens[:i]], sampling, ids)
+        position, probs = noise.asked[i]
+        assert position == len(TEXT) + i and probs == pytest.approx(expected, abs=1e-5)
+        assert draft.token_probs[i] == pytest.approx(expected[token], abs=1e-5)
+        dense = draft.probs.dense()
+        assert dense is not None and dense[i].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("sampling", [SAMPLED, PENALTY])
+def test_a_model_samples_from_its_distribution_after_the_draft(sampling: SamplingParams) -> None:
+    noise = Script(5, 0, 3)
+    draft = ModelDrafter(MODEL_OF_TABLE.score, sampling, noise, VOCAB).propose(TEXT, up_to(3))
+    assert draft.tokens == (5, 0, 3) and draft.origin == (MODEL,) * 3 and isinstance(draft.probs, DenseProbs)
+    check_chain(draft, noise, sampling)
+
+
+@pytest.mark.parametrize("ids", [None, IDS])
+@pytest.mark.parametrize("sampling", [SAMPLED, PENALTY])
+def test_a_head_samples_from_its_vocabulary(sampling: SamplingParams, ids: tuple[int, ...] | None) -> None:
+    noise = Script(5, 0, 3)
+    draft = HeadDrafter(TableHead(MODEL_OF_TABLE, ids), sampling, noise, VOCAB).propose(TEXT, up_to(3))
+    assert draft.tokens == (5, 0, 3) and draft.origin == (HEAD,) * 3
+    assert isinstance(draft.probs, SparseProbs if ids else DenseProbs)
+    check_chain(draft, noise, sampling, ids or range(VOCAB))
+
+
+def test_greedy_drafts_are_the_most_probable_tokens() -> None:
+    expected, in_ids = [*TEXT], [*TEXT]
+    for _ in range(3):
+        expected.append(int(MODEL_OF_TABLE.logits(expected).argmax()))
+        logits = MODEL_OF_TABLE.logits(in_ids)
+        in_ids.append(max(IDS, key=logits.__getitem__))
+    noise = Script()
+    for drafter, path, origin in (
+        (ModelDrafter(MODEL_OF_TABLE.score, GREEDY, noise, VOCAB), expected, MODEL),
+        (HeadDrafter(TableHead(MODEL_OF_TABLE, None), GREEDY, noise, VOCAB), expected, HEAD),
+        (HeadDrafter(TableHead(MODEL_OF_TABLE, IDS), GREEDY, noise, VOCAB), in_ids, HEAD),
+    ):
+        draft = drafter.propose(TEXT, up_to(3))
+        assert draft == Draft.chain(tuple(path[2:]), origin=(origin,) * 3)
+
+
+class Queries(Egag):
+    """Records the queries and ends drafts at two tokens, with logits."""
+
+    def may_extend(self, n: int, logits: Any) -> bool:
+        self.__dict__.setdefault("asked", []).append((n, None if logits is None else logits.tolist()))
+        return n < 2 or logits is None
+
+
+@pytest.mark.parametrize("kind", ["model", "head"])
+def test_the_policy_receives_the_logits_before_each_token(kind: str) -> None:
+    policy, noise = Queries(0, 9), Script(4, 5)
+    model = ModelDrafter(MODEL_OF_TABLE.score, SAMPLED, noise, VOCAB)
+    head = HeadDrafter(TableHead(MODEL_OF_TABLE, None), SAMPLED, noise, VOCAB)
+    draft = (model if kind == "model" else head).propose(TEXT, DraftBudget(9, policy))
+    assert draft.tokens == (4, 5)
+    rows = [MODEL_OF_TABLE.logits([*TEXT, 4, 5][: 2 + n]).tolist() for n in range(3)]
+    assert policy.__dict__["asked"] == [query for n in range(3) for query in ((n, None), (n, rows[n]))]
+
+
+def test_models_of_other_sizes() -> None:
+    """Ids unknown to the target are masked; texts and drafts of ids unknown to the drafter are impossible."""
+    large = TableModel(VOCAB + 3, seed=1)
+    noise = Script(5)
+    draft = ModelDrafter(large.score, SAMPLED, noise, VOCAB, VOCAB + 3).propose(TEXT, up_to(1))
+    expected = softmax(large.logits(TEXT)[:VOCAB].tolist())
+    assert noise.asked[0][1] == pytest.approx(expected, abs=1e-5) and draft.tokens == (5,)
+    small = TableModel(4, seed=1)
+    noise = Script(3)
+    draft = ModelDrafter(small.score, SAMPLED, noise, VOCAB, 4).propose(TEXT, up_to(1))
+    assert noise.asked[0][1] == pytest.approx([*softmax(small.logits(TEXT).tolist()), 0, 0], abs=1e-5)
+    assert ModelDrafter(small.score, SAMPLED, Script(), VOCAB, 4).propose([1, 4], up_to(1)) == Draft()
+    tree = TreeDrafter(ModelNodes(small.score, VOCAB, 4), GREEDY, Script(), VOCAB)
+    assert len(tree.propose(TEXT, up_to(1))) == 3 and tree.propose([1, 4], up_to(1)) == Draft()
+
+
+class Extended:
+    """Appends tokens like a cached model, and records the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[int], int]] = []
+
+    def __call__(self, tokens: Sequence[int], count: int, pick: Any) -> list[int]:
+        self.calls.append((list(tokens), count))
+        return MODEL_OF_TABLE.extend(tokens, count, pick)
+
+
+def test_drafts_of_constant_length_are_extended_in_one_call() -> None:
+    def never(tokens: Sequence[int], draft: Draft) -> Tensor:
+        raise AssertionError("scored token by token")
+
+    noise, extended = Script(5, 0, 3), Extended()
+    draft = ModelDrafter(never, SAMPLED, noise, VOCAB, extend=extended).propose(TEXT, up_to(3))
+    assert extended.calls == [(TEXT, 3)] and draft.tokens == (5, 0, 3) and draft.origin == (MODEL,) * 3
+    check_chain(draft, noise, SAMPLED)
+    for sampling, budget in ((PENALTY, up_to(2)), (SAMPLED, DraftBudget(2, Egag(2, 2)))):
+        noise = Script(5, 0)
+        drafter = ModelDrafter(MODEL_OF_TABLE.score, sampling, noise, VOCAB, extend=extended)
+        assert drafter.propose(TEXT, budget).tokens == (5, 0)
+    assert len(extended.calls) == 1
+    assert ModelDrafter(never, SAMPLED, Script(), VOCAB, extend=extended).propose(TEXT, up_to(0)) == Draft()
+
+
+# --- heads ---
+
+
+class Confident(TableHead):
+    """Predicts these confidences of its tokens, and has no more than `longest` positions."""
+
+    def __init__(self, confidences: Sequence[float] = (), longest: int = 99) -> None:
+        super().__init__(MODEL_OF_TABLE, None)
+        self.confidences, self.longest, self.steps = confidences, longest, -1
+
+    def longest_draft(self, tokens: Sequence[int]) -> int:
+        assert tokens == TEXT
+        return self.longest
+
+    def _logits(self) -> Tensor:
+        self.steps = len(self._path) - len(TEXT)
+        return super()._logits()
+
+    @property
+    def confidence(self) -> float | None:  # type: ignore[override]
+        return self.confidences[self.steps] if self.confidences else None
+
+
+@pytest.mark.parametrize(
+    ("confidences", "threshold", "drafted"),
+    [
+        ((0.75, 0.5, 0.9, 0.9), 0.375, 2),  # 0.75, 0.375, 0.3375
+        ((0.75, 0.5, 0.9, 0.9), 0.38, 1),
+        ((0.3, 0.9, 0.9, 0.9), 0.375, 0),
+        ((1.0, 1.0, 1.0, 1.0), 0.375, 3),
+    ],
+)
+def test_confidences_end_a_draft_before_its_token(
+    confidences: tuple[float, ...], threshold: float, drafted: int
+) -> None:
+    head = Confident(confidences)
+    budget = DraftBudget(3, PathProbability(3, threshold=threshold))
+    draft = HeadDrafter(head, GREEDY, Script(), VOCAB).propose(TEXT, budget)
+    assert len(draft) == drafted
+    assert draft.origin == tuple(Origin("head", confidence=round(value, 3)) for value in confidences[:drafted])
+
+
+def test_confidences_are_rounded_and_decide_for_paths_only() -> None:
+    head = Confident((0.12345, 0.5, 0.5))
+    draft = HeadDrafter(head, GREEDY, Script(), VOCAB).propose(TEXT, up_to(2))
+    assert [origin.confidence for origin in draft.origin] == [0.123, 0.5]  # constant length
+    by_logits = HeadDrafter(head, GREEDY, Script(), VOCAB).propose(TEXT, DraftBudget(2, Egag(2, 2)))
+    assert by_logits.origin == (HEAD, HEAD)
+    unknown = HeadDrafter(Confident(), GREEDY, Script(), VOCAB)
+    budget = DraftBudget(3, PathProbability(3, threshold=0.9))
+    assert len(unknown.propose(TEXT, budget)) < 3 == len(unknown.propose(TEXT, up_to(3)))
+
+
+def test_drafts_of_heads_end_at_their_positions() -> None:
+    for longest, drafted in ((0, 0), (2, 2), (9, 4)):
+        head = Confident(longest=longest)
+        assert len(HeadDrafter(head, GREEDY, Script(), VOCAB).propose(TEXT, up_to(4))) == drafted
+        tree = TreeDrafter(HeadNodes(head), GREEDY, Script(), VOCAB, width=1)
+        assert len(tree.propose(TEXT, up_to(4))) == drafted
+
+
+class OneCall(Confident):
+    """Drafts in a single call."""
+
+    calls: list[tuple[Any, ...]] = []
+
+    def sample_chain(self, tokens: Any, sampler: Any, count: int, threshold: float) -> Any:  # type: ignore[override]
+        OneCall.calls.append((list(tokens), sampler.sampling, sampler.vocab_size, count, threshold))
+        if threshold == 0.25:
+            return None
+        sampler.record([1.0] * 2, [0.5, 0.25], torch.eye(VOCAB)[:2], [0.75, 0.5])
+        return [int(sampler._noise.sample(torch.ones(1), sampler._start + i)) for i in range(2)]
+
+
+def test_a_head_may_draft_in_a_single_call() -> None:
+    noise, head = Script(4, 1), OneCall(longest=5)
+    draft = HeadDrafter(head, SAMPLED, noise, VOCAB).propose(TEXT, DraftBudget(9, PathProbability(9)))
+    assert (draft.tokens, draft.token_probs) == ((4, 1), (0.5, 0.25)) and [n for n, _ in noise.asked] == [2, 3]
+    assert draft.origin == (Origin("head", confidence=0.75), Origin("head", confidence=0.5))
+    assert OneCall.calls == [(TEXT, SAMPLED, VOCAB, 5, 0.15)]
+    HeadDrafter(head, SAMPLED, Script(4, 1), VOCAB).propose(TEXT, up_to(3))
+    assert OneCall.calls[1:] == [(TEXT, SAMPLED, VOCAB, 3, 0.0)]
+    for sampling, budget in ((PENALTY, up_to(1)), (SAMPLED, DraftBudget(1, Egag(1, 1)))):  # token by token
+        assert HeadDrafter(head, sampling, Script(4), VOCAB).propose(TEXT, budget).tokens == (4,)
+    assert HeadDrafter(head, SAMPLED, Script(), VOCAB).propose(TEXT, up_to(0)) == Draft()
+    assert len(OneCall.calls) == 2
+    fallback = DraftBudget(2, PathProbability(2, threshold=0.25))
+    assert HeadDrafter(head, GREEDY, Script(), VOCAB).propose(TEXT, fallback).tokens
+    assert OneCall.calls[2:] == [(TEXT, GREEDY, VOCAB, 2, 0.25)]
+
+
+# --- draft vocabularies ---
+
+
+@pytest.mark.parametrize("ids", [None, IDS])
+def test_tokens_and_indices_of_a_draft_vocabulary(ids: tuple[int, ...] | None) -> None:
+    vocabulary = DraftVocabulary(None if ids is None else torch.tensor(ids), VOCAB)
+    tokens = ids or range(VOCAB)
+    assert [vocabulary.token(i) for i in range(len(tokens))] == [*tokens]
+    assert [vocabulary.index(token) for token in tokens] == [*range(len(tokens))]
+    values = torch.tensor(softmax([0.5 * i for i in range(len(tokens))], 1.0))
+    noise = Script(3)
+    assert vocabulary.sample(values, noise, 7) == 3
+    shown = [dict(zip(tokens, values.tolist(), strict=True)).get(v, 0.0) for v in range(VOCAB)]
+    assert noise.asked == [(7, shown)]
+    rows = vocabulary.rows([values, values.flip(0)])
+    dense = rows.dense()
+    assert dense is not None and dense.shape == (2, VOCAB) and dense[0].tolist() == shown
+    assert dense[1][tokens[0]] == values[-1]
+
+
+@pytest.mark.parametrize("ids", [None, (0, 2, 3)])
+def test_logits_are_constrained_by_the_text(ids: tuple[int, ...] | None) -> None:
+    vocabulary = DraftVocabulary(None if ids is None else torch.tensor(ids), VOCAB)
+    logits = torch.tensor([2.0, -1.0, 0.5, 0.25, 0.0, 1.0]) if ids is None else torch.tensor([2.0, -1.0, 0.5])
+    assert vocabulary.process(SAMPLED, logits.double(), [0]).dtype == torch.float32  # type: ignore[union-attr]
+    assert torch.equal(vocabulary.process(SAMPLED, logits, [0]), logits)  # type: ignore[arg-type]
+    repeated = vocabulary.process(replace(SAMPLED, repetition_penalty=2.0), logits, [0, 2, 4])
+    expected = [1.0, -1.0, 0.25, 0.25, 0.0, 1.0] if ids is None else [1.0, -2.0, 0.5]
+    assert repeated is not None and repeated.tolist() == expected
+    banned = replace(SAMPLED, bad_words=((0,), (2,), (3,)))
+    if ids is None:
+        row = vocabulary.process(banned, logits, [1])
+        assert row is not None and [v for v in range(VOCAB) if row[v] > -1e20] == [1, 4, 5]
+    else:
+        assert vocabulary.process(banned, logits, [1]) is None
+    for broken in (math.inf, math.nan):
+        with pytest.raises(UserError, match="NaN or infinite logits"):
+            vocabulary.process(SAMPLED, torch.full_like(logits, broken), [1])
+
+
+# --- trees ---
+
+
+@pytest.mark.parametrize("ids", [None, IDS])
+def test_siblings_are_sampled_without_replacement(ids: tuple[int, ...] | None) -> None:
+    """Two children of the text, then two of each: q of a second child excludes the first, and positions are depths."""
+    noise = Script(5, 0, 3, 2, 0, 5)
+    scorer = HeadNodes(TableHead(MODEL_OF_TABLE, ids))
+    tree = TreeDrafter(scorer, SAMPLED, noise, VOCAB, nodes=6, width=2, beam=2)
+    draft = tree.propose(TEXT, up_to(2))
+    first = table_probs(TEXT, SAMPLED, ids or range(VOCAB))
+    leaders = sorted((0, 1), key=lambda node: -(first[5] if node == 0 else first[0] / (1 - first[5])))
+    assert draft.tokens == (5, 0, 3, 2, 0, 5) and draft.parents == (-1, -1, *(n for n in leaders for _ in range(2)))
+    assert draft.origin == (HEAD,) * 6 and [position for position, _ in noise.asked] == [2, 2, 3, 3, 3, 3]
+    assert draft.token_probs is not None and draft.probs is not None
+    for node, token in enumerate(draft.tokens):
+        parent = draft.parents[node]
+        path = [*TEXT, *(draft.tokens[i] for i in draft.path(parent))]
+        expected = table_probs(path, SAMPLED, ids or range(VOCAB))
+        for elder in range(node):
+            if draft.parents[elder] == parent:
+                rest = 1 - expected[draft.tokens[elder]]
+                expected = [0.0 if v == draft.tokens[elder] else x / rest for v, x in enumerate(expected)]
+        assert noise.asked[node][1] == pytest.approx(expected, abs=1e-4)
+        assert draft.token_probs[node] == pytest.approx(expected[token], abs=1e-4)
+        dense = draft.probs.dense()
+        assert dense is not None and dense[node].tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def grown(width: int, beam: int, nodes: int, depth: int, ids: Sequence[int] = range(VOCAB)) -> Draft:
+    """Grow a tree of the most probable tokens by the definition."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    probs, level = {-1: 1.0}, [-1]
+    for _ in range(depth):
+        level = sorted(level, key=lambda node: -probs[node])[:beam]
+        following = []
+        scored = Draft(tuple(tokens), tuple(parents))
+        for node in level:
+            row = table_probs([*TEXT, *(tokens[i] for i in scored.path(node))], SamplingParams(), ids)
+            for token in sorted(ids, key=lambda v: -row[v])[: min(width, nodes - len(tokens))]:
+                probs[len(tokens)] = probs[node] * row[token]
+                following.append(len(tokens))
+                tokens.append(token)
+                parents.append(node)
+        level = following
+    return Draft(tuple(tokens), tuple(parents))
+
+
+@pytest.mark.parametrize("kind", ["model", "head", "draft vocabulary"])
+@pytest.mark.parametrize(
+    ("width", "beam", "nodes", "depth"), [(3, 2, 12, 3), (2, 1, 9, 4), (1, 1, 3, 9), (4, 3, 20, 3), (9, 2, 30, 2)]
+)
+def test_greedy_trees_grow_from_the_most_probable_paths(
+    kind: str, width: int, beam: int, nodes: int, depth: int
+) -> None:
+    ids = IDS if kind == "draft vocabulary" else tuple(range(VOCAB))
+    head = TableHead(MODEL_OF_TABLE, IDS if kind == "draft vocabulary" else None)
+    scorer = ModelNodes(MODEL_OF_TABLE.score, VOCAB) if kind == "model" else HeadNodes(head)
+    draft = TreeDrafter(scorer, GREEDY, Script(), VOCAB, nodes, width, beam).propose(TEXT, up_to(depth))
+    expected = grown(width, beam, nodes, depth, ids)
+    assert (draft.tokens, draft.parents) == (expected.tokens, expected.parents)
+    assert draft.origin == (MODEL if kind == "model" else HEAD,) * len(draft) and draft.token_probs is None
+
+
+def test_default_sizes_of_a_tree() -> None:
+    draft = TreeDrafter(ModelNodes(MODEL_OF_TABLE.score, VOCAB), GREEDY, Script(), VOCAB).propose(TEXT, up_to(9))
+    expected = grown(3, 2, 12, 9)
+    assert (draft.tokens, draft.parents) == (expected.tokens, expected.parents) and len(draft) == 12
+
+
+@pytest.mark.parametrize("kind", ["model", "head"])
+def test_the_policy_ends_a_tree_by_the_logits_of_its_most_probable_node(kind: str) -> None:
+    policy = Queries(0, 9)
+    scorer = ModelNodes(MODEL_OF_TABLE.score, VOCAB) if kind == "model" else HeadNodes(TableHead(MODEL_OF_TABLE, None))
+    draft = TreeDrafter(scorer, GREEDY, Script(), VOCAB, nodes=30, width=2, beam=2).propose(
+        TEXT, DraftBudget(9, policy)
+    )
+    expected = grown(2, 2, 30, 2)
+    assert (draft.tokens, draft.parents) == (expected.tokens, expected.parents)
+    asked = policy.__dict__["asked"]
+    assert [n for n, _ in asked] == [0, 0, 1, 1, 2, 2] and [row is None for _, row in asked] == [True, False] * 3
+    assert asked[1][1] == MODEL_OF_TABLE.logits(TEXT).tolist()
+
+
+def test_trees_end_where_the_head_has_no_states_or_no_tokens() -> None:
+    class NoStates(TableHead):
+        def start(self, tokens: Any) -> None:
+            return None
+
+    assert TreeDrafter(HeadNodes(NoStates(MODEL_OF_TABLE, None)), GREEDY, Script(), VOCAB).propose(TEXT, up_to(3)) == (
+        Draft()
+    )
+    banned = replace(GREEDY, bad_words=tuple((token,) for token in IDS))
+    tree = TreeDrafter(HeadNodes(TableHead(MODEL_OF_TABLE, IDS)), banned, Script(), VOCAB)
+    assert tree.propose(TEXT, up_to(3)) == Draft()
+    narrow = SamplingParams(temperature=0.5, top_k=1)
+    best = int(MODEL_OF_TABLE.logits(TEXT).argmax())
+    noise = Script(best)
+    tree = TreeDrafter(ModelNodes(MODEL_OF_TABLE.score, VOCAB), narrow, noise, VOCAB)
+    assert tree.propose(TEXT, up_to(1)).tokens == (best,)  # no second child has a probability
