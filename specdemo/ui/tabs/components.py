@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import html
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import gradio as gr
@@ -19,7 +19,7 @@ from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
 from specdemo.ui.api import address_of
 from specdemo.ui.frames import Run
-from specdemo.ui.service import Service
+from specdemo.ui.service import REMEMBERED, Service
 from specdemo.ui.streams import drain, reason
 from specdemo.worker import Stream, WorkerBusy
 
@@ -35,6 +35,7 @@ progress::-moz-progress-bar { background: var(--ink) }
 p { margin: 4px 0 }"""
 # Replace the first input by the id of the displayed run.
 SHOWN_RUN_JS = """(...values) => [document.querySelector("[data-run]")?.dataset.run ?? "", ...values.slice(1)]"""
+RESULTS_S = 1.0  # interval of requests for results
 ASSUMED = 100.0  # tokens per second, assumed before the first run
 
 
@@ -174,15 +175,27 @@ def progress_bar(over: float, total: int, words: str, attributes: str = "") -> s
     return f"{progress}<p{attributes}>{html.escape(words)}</p>"
 
 
+@dataclass
+class _Started:
+    result: SweepResult
+    stream: Stream[Any]
+    shown: str = ""  # last status, repeated once: a late message of the event can replace it
+
+
 class MeasurementPanel:
-    """Buttons, status line and hidden results column of a measurement. Element ids start with `name`."""
+    """Buttons, status line and hidden results column of a measurement. Element ids start with `name`.
+
+    Progress is streamed by an event; a timer requests the results, which a lost message of the stream cannot delay.
+    """
 
     def __init__(self, service: Service, name: str):
         self._service = service
+        self._started: OrderedDict[str, _Started] = OrderedDict()  # keys are sessions
         with gr.Row():
             self._run = gr.Button("Measure", variant="primary", elem_id=f"{name}-run", scale=0)
             self._stop = gr.Button("Stop", interactive=False, elem_id=f"{name}-stop", scale=0)
         self._status = gr.HTML(elem_id=f"{name}-status", css_template=PROGRESS_CSS)
+        self._timer = gr.Timer(RESULTS_S, active=False)
         self.results = gr.Column(visible=False)
 
     def connect(
@@ -208,7 +221,10 @@ class MeasurementPanel:
             except (UserError, WorkerBusy) as error:
                 yield {self._status: f"<p role='status'>{html.escape(reason(error))}</p>"} | hidden
                 return
-            yield self._buttons(running=True) | hidden
+            self._started[session] = _Started(result, stream)
+            while len(self._started) > REMEMBERED:
+                self._started.popitem(last=False)
+            yield self._controls(running=True) | hidden
             began, status = 0.0, ""
             async with aclosing(drain(stream)) as batches:
                 async for batch in batches:
@@ -216,22 +232,45 @@ class MeasurementPanel:
                         result.absorb(item)
                     began = began or (time.monotonic() if result.timing else 0.0)
                     progress = result.progress(time.monotonic() - began, stream.worker.ahead(stream))
-                    if progress != status:
+                    if progress != status and not stream.done:
                         yield {self._status: progress}
                         status = progress
-            yield {self._status: result.ending(reason(stream.error) if stream.error else "")}
-            shown = {}
-            if not result.is_empty:
-                rows = await asyncio.to_thread(compute_rows, result)
-                shown = show_rows(result, rows) | {self.results: gr.Column(visible=True)}
-            yield self._buttons(running=False) | shown
+
+        def show_results(request: gr.Request) -> dict[Any, Any]:
+            return self._results(request.session_hash or "", compute_rows, show_rows)
 
         def stop(request: gr.Request) -> None:
             self._service.stop_bench(request.session_hash or "")
 
-        updated = [self._run, self._stop, self._status, self.results, *outputs]
+        updated = [self._run, self._stop, self._status, self._timer, self.results]
         self._run.click(measure, list(inputs), updated, concurrency_limit=None, trigger_mode="once", **UNPROCESSED)
+        self._timer.tick(show_results, None, [*updated, *outputs], queue=False, **UNPROCESSED)
         self._stop.click(stop, None, None, queue=False, **UNPROCESSED)
 
-    def _buttons(self, running: bool) -> dict[Any, Any]:
-        return {self._run: gr.Button(interactive=not running), self._stop: gr.Button(interactive=running)}
+    def _results(
+        self, session: str, compute_rows: Callable[[Any], Rows], show_rows: Callable[[Any, Rows], dict[Any, Any]]
+    ) -> dict[Any, Any]:
+        """Return the outputs of the timer."""
+        started = self._started.get(session)
+        if started is None:
+            return self._controls(running=False)
+        if not started.stream.done:
+            return {self._timer: gr.skip()}
+        if started.shown:
+            del self._started[session]
+            return self._controls(running=False) | {self._status: started.shown}
+        result = replace(started.result, records=[])
+        for item in started.stream.items:
+            result.absorb(item)
+        started.shown = result.ending(reason(error) if (error := started.stream.error) else "")
+        shown: dict[Any, Any] = {self._status: started.shown}
+        if not result.is_empty:
+            shown |= show_rows(result, compute_rows(result)) | {self.results: gr.Column(visible=True)}
+        return shown
+
+    def _controls(self, running: bool) -> dict[Any, Any]:
+        return {
+            self._run: gr.Button(interactive=not running),
+            self._stop: gr.Button(interactive=running),
+            self._timer: gr.Timer(active=running),
+        }
