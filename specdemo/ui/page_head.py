@@ -16,8 +16,8 @@ from specdemo.ui.page_files import scripts
 PICTURE_PATH = "/preview.png"
 TITLE = "specdemo: speculative decoding, visible and measured"
 DESCRIPTION = (
-    "A small model guesses several tokens, the large model checks them in one pass: the text stays its own. "
-    "See every guess, compare with autoregressive decoding, and predict the speed-up."
+    "A small model guesses several tokens, the large model checks them in one pass. The text is that of "
+    "the large model. See every guess, compare with autoregressive decoding, and predict the speed-up."
 )
 _PICTURE = ASSETS / "preview.png"
 _OF_GRADIO = re.compile(rb'<meta\s+(?:property|name)="(?:og|twitter):[^>]*>\s*')
