@@ -90,6 +90,13 @@ class Order:
             self._kills.update(filter(None, [pipe.read()]))
         return code
 
+    def require_survival(self, items: Items, prepare: Callable[[], None]) -> None:
+        """End the process if a test fails without a mutant, within the limits of mutants."""
+        if self.outcome(self.sorted(items), items, prepare):
+            failed = next(iter(self._kills), "all tests together")
+            os.write(2, f"fails within the limits of mutants: {failed}\n".encode())
+            os._exit(KILLED)
+
 
 def run_until_failure(items: Sequence[pytest.Item], seconds: Mapping[str, float], report: int | None = None) -> None:
     """Run the tests; end the process with `KILLED` after the first that fails, whose id is written to `report`."""

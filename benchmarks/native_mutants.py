@@ -184,6 +184,7 @@ def run(chosen: Sequence[Mutant], sample: int | None, tests: Sequence[str]) -> b
         if exit_code(forked(unchanged)):
             os._exit(KILLED)
         order, count = Order(json.loads(durations.read_text())), 0
+        order.require_survival(items, partial(use, original))
         for mutant in chosen:
             if mutant.key not in results.outcomes:
                 results.record(mutant, _outcome(engine.link(mutant), items, order))

@@ -152,6 +152,7 @@ def _session(files: Sequence[Path], codes: Collection[int | None]) -> None:
         coverage.imported |= _imported(coverage.modules)
         COVERAGE.write_bytes(pickle.dumps(coverage))
         order = Order(coverage.seconds)
+        order.require_survival(items, partial(set_mutant_under_test, ""))
         for mutant in results.pending(codes):
             if not coverage.during_import(mutant):
                 tests = order.sorted(coverage.of(mutant))

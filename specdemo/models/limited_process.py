@@ -126,10 +126,13 @@ def _limit(cpu_seconds: int, max_bytes: int) -> None:
     if sys.platform != "win32":
         import resource
 
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        limits = {resource.RLIMIT_CPU: cpu_seconds, resource.RLIMIT_CORE: 0}
         if sys.platform == "linux":
-            resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+            limits[resource.RLIMIT_AS] = max_bytes
+        for kind, limit in limits.items():
+            most = resource.getrlimit(kind)[1]  # only root may exceed it
+            lowest = limit if most == resource.RLIM_INFINITY else min(limit, most)
+            resource.setrlimit(kind, (lowest, lowest))
 
 
 def _answer(respond: Callable[[Any], Any], line: str) -> str:

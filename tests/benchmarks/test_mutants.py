@@ -79,6 +79,28 @@ def test_tests_that_killed_mutants_run_first(tmp_path: Path) -> None:
     assert third == ["endless", str(TIMEOUT), *second[1:]]
 
 
+LIMITED = """
+import resource, sys
+from benchmarks.forked_tests import Order, collect, measure
+def loop(items):
+    Order(measure(items)).require_survival(items, lambda: None)
+    print("passed", file=sys.__stderr__)
+sys.exit(collect(["-p", "no:cacheprovider", *sys.argv[1:]], loop))
+"""
+
+
+@pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_FSIZE"])
+def test_tests_that_fail_within_the_limits_of_mutants_are_refused(limit: str, tmp_path: Path) -> None:
+    """Such tests would kill every mutant."""
+    wanted = f"import resource\ndef test_limit():\n    assert resource.getrlimit(resource.{limit})[1] == -1\n"
+    (tmp_path / "test_example.py").write_text(wanted)
+    command = [sys.executable, "-c", LIMITED, str(tmp_path), f"--rootdir={tmp_path}"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    refused = limit == "RLIMIT_AS"
+    assert (result.returncode == KILLED) == refused and ("passed" in result.stderr) != refused
+    assert ("fails within the limits of mutants: test_example.py::test_limit" in result.stderr) == refused
+
+
 def test_lines_of_functions() -> None:
     source = (
         "#include <a.h>\n\n/* sum */\nstatic double sum(int n) {\n    return n;\n}\nINLINE vf least(vf a) { return a; }"
