@@ -322,6 +322,7 @@ def test_invalid_checkpoints_of_other_kinds_are_refused(case: str, tmp_path: Pat
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_pickled_medusa_heads_are_converted(tmp_path: Path, target: LoadedModel) -> None:
     """Blocks of published heads are the same module."""
     block = torch.nn.Module()
@@ -352,6 +353,7 @@ def test_damaged_files_are_refused(tmp_path: Path, target: LoadedModel) -> None:
         load(folder, target)
 
 
+@pytest.mark.slow
 def test_pickles_are_refused_and_converted_without_running_them(tmp_path: Path, target: LoadedModel) -> None:
     folder, source = tmp_path / "pickled", tmp_path / "pickled" / "pytorch_model.bin"
     expected = logits(load(random_head(folder, TARGET, IDS), target))
@@ -372,6 +374,7 @@ class _Hostile:
         return Path.touch, (self.path,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["code", "list", "number", "text"])
 def test_hostile_pickles_are_not_converted(content: str, tmp_path: Path) -> None:
     touched, source = tmp_path / "touched", tmp_path / "head.pt"
