@@ -207,9 +207,10 @@ def test_equal_logits_at_the_end_of_a_nucleus_are_kept_in_order() -> None:
     assert kept.tolist() == [True] * expected + [False] * (20 - expected) + [True]
 
 
+@pytest.mark.parametrize("mass", [1, 8])
 @pytest.mark.parametrize("vocab", [1, 9, 4096])
-def test_compiled_samples_equal_those_of_torch(vocab: int) -> None:
-    probs = torch.randn(vocab, generator=torch.Generator().manual_seed(1)).mul_(4).softmax(0)
+def test_compiled_samples_equal_those_of_torch(vocab: int, mass: float) -> None:
+    probs = torch.randn(vocab, generator=torch.Generator().manual_seed(1)).mul_(4).softmax(0).mul_(mass)
     compiled, usual = Noise(3, "draft"), Noise(3, "draft")
     for _ in range(500):
         assert compiled.sample(probs) == int(usual.sample_on_device(probs))
