@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import math
 import os
 import resource
@@ -17,11 +18,17 @@ from _pytest.runner import runtestprotocol
 
 SURVIVED, KILLED, NO_TESTS, SKIPPED, TIMEOUT = 0, 1, 33, 34, 36  # codes of mutmut
 MEMORY = 8 << 30
-# CPU seconds of a test that passes without a mutant within t: 5 + 10 t. Wall seconds of a mutant: 600 + 60 t.
+# CPU seconds of a test that passes without a mutant within t: 5 + 10 t. Wall seconds of a mutant: 120 + 30 t.
 TEST_CPU_S, TEST_FACTOR = 5, 10
-MUTANT_S, MUTANT_FACTOR = 600, 60
+MUTANT_S, MUTANT_FACTOR = 120, 30
+
+MOST_FIRST = 20  # tests that precede the modules
 
 Items = Mapping[str, pytest.Item]
+
+
+def _module(test: str) -> str:
+    return test.partition("::")[0]
 
 
 class _Loop:
@@ -32,6 +39,7 @@ class _Loop:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         if not session.testsfailed:
+            gc.freeze()  # collections in forks are short
             self._loop({item.nodeid: item for item in session.items})
         return True
 
@@ -68,13 +76,20 @@ def exit_code(pid: int, seconds: float = math.inf) -> int:
 
 
 class Order:
-    """Order of tests: those that killed most mutants first, then the shortest."""
+    """Order of tests: those that killed most mutants, then modules by duration, whose fixtures are made once each."""
 
     def __init__(self, seconds: Mapping[str, float]) -> None:
         self._seconds, self._kills = seconds, Counter[str]()
+        self._module_seconds = Counter[str]()
+        for test, duration in seconds.items():
+            self._module_seconds[_module(test)] += duration
 
     def sorted(self, tests: Iterable[str]) -> list[str]:
-        return sorted(tests, key=lambda test: (-self._kills[test], self._seconds[test]))
+        chosen = set(tests)
+        first = [test for test, _ in self._kills.most_common() if test in chosen][:MOST_FIRST]
+        chosen.difference_update(first)
+        rest = [test for test in self._seconds if test in chosen]  # as collected
+        return first + sorted(rest, key=lambda test: (self._module_seconds[_module(test)], _module(test)))
 
     def outcome(self, tests: Sequence[str], items: Items, prepare: Callable[[], None]) -> int:
         """Run tests in a child process, after `prepare`; return its exit code and count the test that failed."""
@@ -128,4 +143,6 @@ def measure(items: Items, ended: Callable[[str], None] = lambda test: None) -> d
 
 def fails(item: pytest.Item, following: pytest.Item | None) -> bool:
     """Run a test; return True if it failed."""
-    return any(report.failed for report in runtestprotocol(item, log=False, nextitem=following))
+    failed = any(report.failed for report in runtestprotocol(item, log=False, nextitem=following))
+    gc.collect()  # models in cycles would exceed `MEMORY`
+    return failed

@@ -69,13 +69,7 @@ class Chroot:
             checked("debootstrap", "--variant=minbase", *options, self.system.release, str(self.path), *mirror)
             (self.path / "etc/created").touch()
         shutil.copy("/etc/resolv.conf", self.path / "etc/resolv.conf")
-        install = shlex.join(["apt-get", "install", "-y", "--no-install-recommends", *self.system.packages])
-        clean = "env -i PATH=$PATH DEBIAN_FRONTEND=noninteractive"  # the certificates are not yet in their files
-        result = self.run(
-            f"{clean} dpkg --configure -a && {clean} apt-get update && {clean} {install}", "root", folder="/"
-        )
-        if result.code:
-            raise NotTested(f"packages are not installable: {result.last_line}")
+        self.install(self.system.packages)
         for file in _files_of_settings():
             if file.is_file():
                 (self.path / file.relative_to("/")).parent.mkdir(parents=True, exist_ok=True)
@@ -83,6 +77,18 @@ class Chroot:
         if self.system.account == USER:
             self.run(f"id {USER} || useradd --create-home --uid {USER_ID} {USER}", "root", folder="/")
         self._copy_program()
+
+    def install(self, packages: Sequence[str]) -> None:
+        """Install Debian packages. Raises `NotTested`."""
+        if not packages:
+            return
+        install = shlex.join(["apt-get", "install", "-y", "--no-install-recommends", *packages])
+        clean = "env -i PATH=$PATH DEBIAN_FRONTEND=noninteractive"  # the certificates are not yet in their files
+        result = self.run(
+            f"{clean} dpkg --configure -a && {clean} apt-get update && {clean} {install}", "root", folder="/"
+        )
+        if result.code:
+            raise NotTested(f"packages are not installable: {result.last_line}")
 
     def _copy_program(self) -> None:
         checkout = self.path / self.system.checkout.lstrip("/")
