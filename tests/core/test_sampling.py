@@ -216,6 +216,22 @@ def test_compiled_samples_equal_those_of_torch(vocab: int, mass: float) -> None:
         assert compiled.sample(probs) == int(usual.sample_on_device(probs))
 
 
+@pytest.mark.parametrize("vocab", [9, 300, 1024])
+def test_the_inverse_reads_its_row_only(vocab: int) -> None:
+    rows = torch.rand(2, vocab, generator=torch.Generator().manual_seed(1))
+    mass = rows[0].double().cumsum(0)
+    for u in torch.linspace(0, 0.999, 200, dtype=torch.float64).tolist():
+        assert native.sample_at(rows[0], u) == int((mass <= u * mass[-1]).sum())
+
+
+def test_the_largest_uniform_number_gives_the_last_possible_token() -> None:
+    """Also where the order of summation rounds the total up."""
+    for seed in range(50):
+        probs = torch.randn(5000, generator=torch.Generator().manual_seed(seed)).mul(8).exp()
+        probs[4992], probs[4993:] = probs.max(), 0
+        assert native.sample_at(probs, 1 - 2**-53) == 4992
+
+
 def test_the_largest_logit_is_the_first_or_nan() -> None:
     logits = torch.randn(4, 1000, generator=torch.Generator().manual_seed(2)).clamp_(max=2)
     assert largest(logits) == (logits.argmax(-1).tolist(), logits.amax(-1).tolist())
@@ -247,8 +263,10 @@ def test_compiled_comparisons_of_drafts_equal_those_of_torch(monkeypatch: pytest
         ((-1, 0), (0, 8), True),
         ((-1, 0), (-1, 8), False),
         ((-1, 0), (0, 9), False),
+        ((-1, 0), (0, 10), False),
         ((-2, 0), (0, 8), False),
         ((-1, 1), (0, 8), False),
+        ((-1, 2), (0, 8), False),
         ((0, 0), (0, 8), False),
     ],
 )
