@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from fakes.policy_steps import FLAT
+
 from specdemo.core.batch_limit import BatchLimit
-from specdemo.core.policies import POLICIES, CostModel, Fixed, PathProbability
+from specdemo.core.policies import POLICIES, CostModel, Fixed, PathProbability, confidence
 from specdemo.core.step import Draft, Step, Verdict
 from specdemo.recipe import Recipe
 from specdemo.shared_passes import PassLoad
@@ -89,6 +91,13 @@ def test_drafts_grow_to_the_longest_of_the_policy(name: str, longest: int) -> No
         drafted = policy.gamma
         policy.observe(step(drafted, drafted))
     assert policy.gamma == longest
+
+
+def test_the_policy_decides_about_each_token() -> None:
+    """The test of FLAT fails after the minimum of two tokens; drafts without logits end at gamma."""
+    policy = BatchLimit(confidence(4, 2), COSTS, lambda: load(4), 4)
+    assert [policy.may_extend(n, FLAT) for n in range(5)] == [True, True, False, False, False]
+    assert [policy.may_extend(n, None) for n in range(5)] == [True] * 4 + [False]
 
 
 def test_paths_end_at_the_cost_of_the_batch() -> None:

@@ -150,6 +150,7 @@ def test_expensive_rows_and_a_slow_host_shorten_the_best_draft() -> None:
     assert 0 < found < best_gamma(0.8, 0.05)
     assert gains[found] == max(gains.values()) > 1
     assert best_gamma(0.8, 0.05, v=lambda rows: 5.0) == 0  # no step can be faster than five AR passes
+    assert best_gamma(1.0, 0.0, v=lambda rows: 1.0 if rows <= 4 else 99.0) == 3  # and a row of the target
     assert best_gamma(0.5, 0.0, o=1.0) == 0  # two tokens at the very most, for two passes
 
 
