@@ -30,7 +30,7 @@ class StopTexts:
         if starts:
             self.reached, self._withheld = True, ""
             return text[: min(starts)]
-        size = max((_overlap(text, stop) for stop in self._texts), default=0)
+        size = max(_overlap(text, stop) for stop in self._texts)
         self._withheld = text[len(text) - size :]
         return text[: len(text) - size]
 

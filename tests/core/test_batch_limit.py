@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from fakes.policy_steps import FLAT
 
 from specdemo.core.batch_limit import BatchLimit

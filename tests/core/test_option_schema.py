@@ -52,6 +52,13 @@ class Names(Sizes):
     nested: Sizes | None = None
 
 
+@options()
+class More(Names):
+    """Options of a third class, in no group."""
+
+    more: float = option(0.5, "M")
+
+
 def refusal(*args: Any, **values: Any) -> str:
     with pytest.raises(UserError) as refused:
         Names(*args, **values)
@@ -77,6 +84,8 @@ def test_the_table_describes_fields_of_all_classes() -> None:
     rates = Names.OPTIONS["all_rates"]
     assert (rates.flag, rates.element) == ("--all-rates", "all-rates")
     numbers = Names.OPTIONS["numbers"]
+    more = More.OPTIONS["more"]
+    assert (more.group, more.help, More.OPTIONS["kind"].group) == ("", "m", "Names")
     assert numbers.many and numbers.item_type is int and numbers.type == tuple[int, ...] and numbers.titles() == {}
 
 
@@ -146,6 +155,7 @@ def test_checks_run_in_order_of_the_classes() -> None:
     CHECKED.clear()
     Names(**complete)  # all fields are named, as in `dataclasses.replace`
     assert CHECKED == [("base", 3), ("own", 3)]
-    CHECKED.clear()
-    Sizes()
-    assert CHECKED == [("base", 3)]
+    for kind, names in ((Sizes, ["base"]), (More, ["base", "own"])):
+        CHECKED.clear()
+        kind()
+        assert CHECKED == [(name, 3) for name in names]
