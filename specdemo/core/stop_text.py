@@ -37,5 +37,4 @@ class StopTexts:
 
 def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of `text` that begins `stop`."""
-    sizes = range(min(len(text), len(stop) - 1), 0, -1)
-    return next((size for size in sizes if text.endswith(stop[:size])), 0)
+    return next((size for size in range(len(stop) - 1, 0, -1) if text.endswith(stop[:size])), 0)

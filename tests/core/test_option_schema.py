@@ -59,9 +59,9 @@ class More(Names):
     more: float = option(0.5, "M")
 
 
-def refusal(*args: Any, **values: Any) -> str:
+def refusal(*args: Any, kind_of_options: type[Names] = Names, **values: Any) -> str:
     with pytest.raises(UserError) as refused:
-        Names(*args, **values)
+        kind_of_options(*args, **values)
     return str(refused.value)
 
 
@@ -132,8 +132,10 @@ def test_refused_values_are_named_with_their_limits(values: dict[str, Any], sent
 
 def test_positional_values_are_named_by_their_fields() -> None:
     assert refusal("x") == "count must be a number, not 'x'" and refusal(1, 9) == "share must be from 0.5 to 2.5, not 9"
+    named = (1, 0.5, "a", None, (), (), (), False, "", 7, None)
+    assert refusal(*named, "x", kind_of_options=More) == "more must be a number, not 'x'"
     known = "count, share, kind, also, kinds, numbers, all_rates, on, text"
-    assert refusal(1, 0.5, "a", None, (), (), (), False, "", 7, None, 8) == f"unknown option 11: known are {known}"
+    assert refusal(*named, 8) == f"unknown option 11: known are {known}"
 
 
 def test_values_at_the_limits_are_valid() -> None:

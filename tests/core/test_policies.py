@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -271,6 +272,16 @@ def test_auto_retries_at_increasing_intervals() -> None:
     retry = [1, 1]
     expected = [*[0] * 64, *retry, *[0] * 128, *retry, *([*[0] * 256, *retry] * 6)]
     assert lengths == expected[:1500]
+
+
+def test_a_gain_shortens_the_interval_of_retries() -> None:
+    policy, lengths = Auto(1, CostModel(token=5.0), retry_after=(4, 64)), []
+    for i in range(120):
+        gain = 20 <= i < 60
+        lengths.append(policy.gamma)
+        policy.observe(step(lengths[-1], gain * lengths[-1], draft_s=(0.1 if gain else 5.0) * lengths[-1]))
+    waits = [len(list(steps)) for drafted, steps in itertools.groupby(lengths) if not drafted]
+    assert waits[:5] == [4, 8, 16, 4, 8]
 
 
 def test_auto_uses_beta_for_chains_and_counts_for_trees() -> None:

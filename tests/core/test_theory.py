@@ -305,6 +305,8 @@ def test_a_better_draft_length_gains_at_least_the_factor() -> None:
     # Two rows cost 1.5, so three cost 2: 3 tokens in 2 passes, or 4 in 2.5, against 2 in 1.5.
     assert better_gamma(1.0, 1, 0.0, 1.5, longest=3) == (3, 1.6)
     assert better_gamma(1.0, 2, 0.0, 2.0, longest=2) is None
+    # Three rows cost 1.2, so four cost 1.3: 4 tokens in 1.3 passes against 3 in 1.2.
+    assert better_gamma(1.0, 2, 0.0, 1.2, longest=3) == (3, pytest.approx(4 / 1.3))
 
 
 def test_limits_and_defaults() -> None:
