@@ -229,12 +229,19 @@ def test_the_events_of_a_file_are_read() -> None:
         assert trace.read(text(HEADER, PREFILL_LINE, EVENTS[name][1], LAST))[0].steps[1].step == EVENTS[name][0].step
 
 
+def test_several_tokens_of_a_draft_are_accepted() -> None:
+    change = {"accepted": [0, 1], "tokens": [5, 6, 9], "pieces": ["e", "f", "i"], "text": "efi", "kind": "bonus"}
+    (read,) = trace.read(text(HEADER, PREFILL_LINE, CHAIN_LINE | change))
+    assert read.steps[1].step.verdict.accepted == (0, 1) and read.steps[1].step.tokens == (5, 6, 9)
+
+
 def test_limits_are_inclusive() -> None:
     file = text(HEADER, PREFILL_LINE, SEARCH_LINE, LAST)
     size, limits = len(file), ReadLimits(len(file), 2, 1)
     assert len(trace.read(file, limits)[0].steps) == 2
     assert refusal(file + "\n", limits) == f"the file has {size + 1:,} characters: at most {size:,} are read"
-    assert refusal(file, ReadLimits(steps=1)) == "the file has more than 1 steps: record a shorter run"
+    only_steps = text(HEADER, PREFILL_LINE, SEARCH_LINE)
+    assert refusal(only_steps, ReadLimits(steps=1)) == "the file has more than 1 steps: record a shorter run"
     twice = ReadLimits(traces=1, steps=3)
     assert refusal(file * 2, twice) == "the file has more than 3 steps: record a shorter run"
     assert refusal(text(HEADER) * 2, twice) == "the file has 2 traces: at most 1 can be shown together"
