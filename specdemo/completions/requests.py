@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, cast
@@ -214,8 +215,8 @@ def _invalid(error: ValidationError) -> InvalidParameter:
         return InvalidParameter(f"{path} is not supported: omit it", path)
     if problem["type"] == "missing":
         return InvalidParameter(f"{path} is missing: add it", path)
-    if problem["loc"] and problem["loc"][0] in ("prompt", "stop", "content"):
-        return InvalidParameter(f"{problem['loc'][0]} must be a text", str(problem["loc"][0]))
+    if text := re.match(r"(?:.*\.)?(?:prompt|stop|content)(?=\.|$)", path):
+        return InvalidParameter(f"{text[0]} must be a text", text[0])
     if problem["type"] == "value_error":
         return InvalidParameter(problem["msg"].removeprefix("Value error, "))
     return InvalidParameter(f"{path}: {problem['msg'][0].lower()}{problem['msg'][1:200]}", path)

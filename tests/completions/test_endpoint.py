@@ -278,7 +278,15 @@ BAD: list[tuple[str, Any, str, str | None]] = [
     ),
     ("chat/completions", {**TALK, "messages": []}, "at least 1", "messages"),
     ("chat/completions", {**TALK, "messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", None),
-    ("chat/completions", {**TALK, "messages": [{"role": "user", "content": None}]}, "messages.0.content", None),
+    *(
+        (
+            "chat/completions",
+            {**TALK, "messages": [{"role": "user", "content": content}]},
+            "messages.0.content must be a text",
+            "messages.0.content",
+        )
+        for content in (None, [{"type": "image_url", "image_url": {"url": "data:,"}}])
+    ),
     ("chat/completions", {**TALK, "tools": [{"type": "function"}]}, "tools is not supported", "tools"),
     ("chat/completions", {**TALK, "response_format": {"type": "json_object"}}, "response_format", "response_format"),
     ("chat/completions", {**TALK, "top_logprobs": 3}, "top_logprobs needs logprobs", None),
