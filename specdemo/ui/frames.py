@@ -230,7 +230,7 @@ class Run:
     def _summarise(self) -> dict[str, Any]:
         return {
             "verdict": self._verdict(),
-            "lengths": labels.unequal_lengths(self.lanes),
+            "lengths": labels.unequal_lanes(self.lanes),
             "same": labels.sameness(self.lanes),
             "headline": headline(self.lanes, self.speeds),
             "passes": pass_costs(self.lanes),
