@@ -266,8 +266,7 @@ class RunOptions(OptionSet):
             object.__setattr__(self, "drafter_quantization", COPY_FORMS[0])
 
 
-# options that decide an exact greedy text
-TEXT_OPTIONS = {
+TEXT_OPTIONS = {  # they decide an exact text
     name: declared
     for name, declared in RunOptions.OPTIONS.items()
     if name != "method" and declared.applies in ("", "samples") and declared.group not in ("Recording", "Other engines")

@@ -21,7 +21,7 @@ from specdemo.core.theory import speedup as cost_model
 from specdemo.drafters import draft_shape
 from specdemo.preflight import Preflight
 from specdemo.recipe import TEXT_OPTIONS
-from specdemo.ui.lane import ALONE, PLAIN, SPEC, Lane, linked, mode, speed, title
+from specdemo.ui.lane import ALONE, PLAIN, SPEC, Lane, linked, mode, speed
 from specdemo.ui.step_views import what_if
 
 REPEAT = "confirm with Repeat"
@@ -168,7 +168,7 @@ def unequal_lanes(lanes: Mapping[str, Lane]) -> str:
     counts = {name: lane.metrics.tokens for name, lane in lanes.items() if lane.begun}
     if PLAIN not in counts or len(set(counts.values())) < 2:
         return ""
-    parts = (f"{'AR' if name == PLAIN else title(lanes[name].recipe)} {count} tokens" for name, count in counts.items())
+    parts = (f"{'AR' if name == PLAIN else lanes[name].title} {count} tokens" for name, count in counts.items())
     return f"{'; '.join(parts)}: speeds are compared, not times."
 
 
@@ -205,7 +205,7 @@ def describe_repeats(speeds: Mapping[str, Sequence[float]]) -> str:
 
 def describe_waiting(lanes: Mapping[str, Lane]) -> str:
     shares = [
-        f"{title(lane.recipe)} {percent(min(1.0, waited / lane.metrics.decode_s))}"
+        f"{lane.title} {percent(min(1.0, waited / lane.metrics.decode_s))}"
         for lane in lanes.values()
         if mode(lane.recipe)
         and lane.metrics.decode_s
@@ -269,13 +269,13 @@ def verdict(lanes: Mapping[str, Lane]) -> str:
             "Its aim is a probable text, not speed.",
         ]
     elif mode(lane.recipe) in ALONE:
-        words = [f"{title(lane.recipe).capitalize()}, at {ratio_text(ratio)}× the speed of AR decoding here: {speeds}"]
+        words = [f"{lane.title.capitalize()}, at {ratio_text(ratio)}× the speed of AR decoding here: {speeds}"]
     elif linked(lanes):
         words = _over_link(lane, ratio, speeds)
     else:
         words = _speculation(lane, lanes[PLAIN], ratio, speeds)
     words += [
-        f"{title(other.recipe)} ran at {ratio_text(value)}× the speed of AR decoding{_other_text(other, lanes[PLAIN])}."
+        f"{other.title} ran at {ratio_text(value)}× the speed of AR decoding{_other_text(other, lanes[PLAIN])}."
         for name, other in lanes.items()
         if name not in (SPEC, PLAIN) and (value := lane_speedup(lanes, name)) is not None
     ]
@@ -406,7 +406,7 @@ def sameness(lanes: Mapping[str, Lane]) -> dict[str, str] | None:
 
 
 def differing_inputs(lane: Lane, other: Lane) -> list[str]:
-    """Return the options that decide a text and differ, and "prompt" if its tokens do."""
+    """Return options of the text, and "prompt"."""
 
     def value(recipe: Mapping[str, Any], option: Option) -> Any:
         chosen = recipe.get(option.name, option.default)

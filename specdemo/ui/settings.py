@@ -28,7 +28,7 @@ OPTIONS: dict[str, Option] = {**Recipe.OPTIONS, **CloudConfig.OPTIONS}
 _PROMPT_CHARACTERS = 100_000
 _NAME_CHARACTERS = 300  # enough for a local directory
 _GRADIO = ("view", "deep_link", "logs")
-_MOST_REPAIRS = 16  # each validates up to two recipes per value
+_MOST_REPAIRS = 16
 _MODEL_NAMES = ("pair", "target", "drafter", "head", "method")
 
 
@@ -145,7 +145,7 @@ def _culprit(error: str, changed: Settings, defaults: Settings, device: str) -> 
     def remaining(name: str) -> str:
         return _problem({**defaults, **{other: changed[other] for other in changed if other != name}}, device)
 
-    first = error.partition(" ")[0]  # most messages begin with the name of an option
+    first = error.partition(" ")[0]
     if first in changed and first not in _MODEL_NAMES and remaining(first) != error:
         return first
     repaired = next((name for name in names if not remaining(name)), None)
