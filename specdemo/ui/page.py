@@ -491,7 +491,8 @@ class _Handlers:
         except UserError as error:
             gr.Warning(html.escape(reason(error)))
             return gr.skip(), describe_stored_lanes(lanes)
-        return [*(stored or []), wanted], describe_stored_lanes([*lanes, recipe])
+        valid = [lane for lane in (stored or [])[: len(EXTRA)] if self._lanes([lane])]
+        return [*valid, wanted], describe_stored_lanes([*lanes, recipe])
 
     def find(self, saved: Any, stored: Any, request: gr.Request) -> tuple[str, str]:
         link = from_link(dict(request.query_params), self._defaults, self._examples)
@@ -529,4 +530,4 @@ class _Handlers:
         return [*([recipe] if recipe.external else []), *comparable][: len(EXTRA)]
 
     def _lanes(self, stored: Any) -> list[Recipe]:
-        return stored_recipes(stored, self._defaults, self._device)[: len(EXTRA)]
+        return stored_recipes(stored, self._defaults, self._device, len(EXTRA))
