@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from specdemo.core.errors import UserError
 from specdemo.core.options import Option, OptionSet, option, options
@@ -110,6 +111,14 @@ def test_the_table_describes_fields_of_all_classes() -> None:
 )
 def test_refused_values_are_named_with_their_limits(values: dict[str, Any], sentence: str) -> None:
     assert refusal(**values) == sentence
+
+
+@pytest.mark.parametrize("name", ["kinds", "numbers", "rates"])
+def test_validation_ends_at_the_first_invalid_item(name: str) -> None:
+    with pytest.raises(UserError, match=f"{name} must be") as refused:
+        Names(**{name: ({},) * 2000})
+    cause = refused.value.__context__
+    assert isinstance(cause, ValidationError) and cause.error_count() == 1
 
 
 def test_values_at_the_limits_are_valid() -> None:
