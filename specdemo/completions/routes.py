@@ -18,7 +18,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Header, StepEvent
 from specdemo.recipe import Recipe
 from specdemo.remote.access import RouteInfo
-from specdemo.remote.admission import ServiceError
+from specdemo.remote.admission import ServiceError, context_owner
 from specdemo.remote.server import parse_body, read_body, stream_queued, while_connected
 
 _LIMITS = "token, rate, body, queue, 10 s for the body; length of the context"
@@ -103,7 +103,7 @@ async def _complete(
         raise ServiceError(415, "unsupported_media_type", "the content type must be application/json: set it")
     body = await read_body(request, app.state.limits.body_bytes)
     parsed, recipe = await parse_body(partial(_prepared, service, kind), body)
-    events = stream_queued(app.state.worker, partial(service.events, parsed, recipe))
+    events = stream_queued(app.state.worker, partial(service.events, parsed, recipe, context_owner(request)))
     if not parsed.stream:
         return JSONResponse(await _whole(request, service, parsed, events))
     header = await _until_header(request, events)  # errors before the header get a status code
