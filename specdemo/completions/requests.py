@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from specdemo.core.bounded import ListOf, limited_object
 from specdemo.core.errors import UserError
 from specdemo.models.tokenizer import ChatMessage
 
@@ -30,6 +31,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # values without effect of unsuppor
     "modalities": (["text"],),
 }
 _IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")  # name the client
+_MOST_MESSAGES = 4096
 _ROLES = {"developer": "system"}
 
 
@@ -56,14 +58,14 @@ class Message(_Strict):
     """Message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | ListOf[TextPart]
 
 
 class Prediction(_Strict):
     """Predicted output: a text that the answer probably repeats."""
 
     type: Literal["content"]
-    content: str | list[TextPart]
+    content: str | ListOf[TextPart]
 
 
 def _joined(content: str | list[TextPart]) -> str:
@@ -88,7 +90,7 @@ class CompletionRequest(_Strict, ABC):
     top_k: int | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | ListOf[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prediction: Prediction | None = None
@@ -136,7 +138,7 @@ class CompletionRequest(_Strict, ABC):
 class ChatRequest(CompletionRequest):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[ListOf[Message], Field(min_length=1, max_length=_MOST_MESSAGES)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -162,7 +164,7 @@ class ChatRequest(CompletionRequest):
 class TextRequest(CompletionRequest):
     """Body of /v1/completions."""
 
-    prompt: str | list[str] | list[int]
+    prompt: str | ListOf[str] | ListOf[int]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @model_validator(mode="after")
@@ -192,7 +194,9 @@ RequestT = TypeVar("RequestT", bound=CompletionRequest)
 def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
     """Validate a JSON body. Raises `InvalidParameter`."""
     try:
-        values = json.loads(body)
+        values = json.loads(body, object_pairs_hook=limited_object)
+    except UserError:
+        raise
     except (ValueError, RecursionError):
         raise InvalidParameter("the body is not JSON: send a JSON object") from None
     if not isinstance(values, dict):

@@ -85,6 +85,7 @@ def option(default: Any, label: str, help: str = "", **properties: Any) -> Any:
         json_schema_extra={"option": typing.cast(Any, declared)},
         ge=low,
         le=high,
+        fail_fast=True if isinstance(default, tuple) else None,
     )
 
 

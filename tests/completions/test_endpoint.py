@@ -396,6 +396,20 @@ def test_the_token_is_required_and_origins_are_allowed() -> None:
             assert answer.status_code == (200 if allowed else 403)
 
 
+def test_the_caches_of_a_conversation_belong_to_the_token_and_session() -> None:
+    ask: Any = {"content": json.dumps({**TEXT, "prompt": PROMPT, "max_tokens": 1}).encode(), "timeout": 60}
+    with running_service(RECIPE, token="first second") as (url, _):
+
+        def cached(token: str, session: str = "") -> int:
+            sent = {**JSON, "authorization": f"Bearer {token}", **({"x-session-id": session} if session else {})}
+            answer = httpx.post(f"{url}/v1/completions", headers=sent, **ask).json()
+            return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        assert cached("first") == 0 and cached("first") > 0
+        assert cached("second") == 0 and cached("first", "s" * 32) == 0
+        assert cached("first") > 0 and cached("first", "s" * 32) > 0
+
+
 def test_the_chat_page_of_gradio_uses_the_endpoint(served: tuple[str, CompletionService]) -> None:
     chat = gradio.load_chat(f"{served[0]}/v1", model="default", token="none")
     *_, first = chat.fn("import ", [])

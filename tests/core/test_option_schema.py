@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from specdemo.core.errors import UserError
 from specdemo.core.options import Option, OptionSet, option, options
@@ -136,6 +137,14 @@ def test_positional_values_are_named_by_their_fields() -> None:
     assert refusal(*named, "x", kind_of_options=More) == "more must be a number, not 'x'"
     known = "count, share, kind, also, kinds, numbers, all_rates, on, text"
     assert refusal(*named, 8) == f"unknown option 11: known are {known}"
+
+
+@pytest.mark.parametrize("name", ["kinds", "numbers", "rates"])
+def test_validation_ends_at_the_first_invalid_item(name: str) -> None:
+    with pytest.raises(UserError, match=f"{name} must be") as refused:
+        Names(**{name: ({},) * 2000})
+    cause = refused.value.__context__
+    assert isinstance(cause, ValidationError) and cause.error_count() == 1
 
 
 def test_values_at_the_limits_are_valid() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from specdemo.core import step_record, trace
 from specdemo.core.errors import UserError
@@ -281,6 +282,28 @@ NOT_JSON = "is not JSON: the file is not a trace, or was truncated"
 )
 def test_the_cause_of_a_refusal_is_a_sentence(given: Any, sentence: str) -> None:
     assert refusal(given) == sentence
+
+
+MANY = 2000
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        HEADER | {"prompt_tokens": [None] * MANY},
+        HEADER | {"environment": {"parity": {"cost": dict.fromkeys(map(str, range(MANY)), 0)}}},
+        *(PREFILL_LINE | {name: [{}] * MANY} for name, value in CHAIN_LINE.items() if isinstance(value, list)),
+        PREFILL_LINE | {"choices": [[None] * MANY]},
+        PREFILL_LINE | {"laws": [{"entropy": 0.0, "top": [None] * MANY}]},
+        *(PREFILL_LINE | {name: dict.fromkeys(map(str, range(MANY)))} for name in ("policy", "remote", "texts")),
+        PREFILL_LINE | {"texts": dict.fromkeys((f"x{i}" for i in range(MANY)), "")},
+    ],
+)
+def test_validation_ends_at_the_first_invalid_value(line: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="is not a valid trace line") as refused:
+        trace.read(text(line) if "specdemo" in line else text(HEADER, line))
+    cause = refused.value.__context__
+    assert isinstance(cause, ValidationError) and cause.error_count() < 5
 
 
 def refusal_of_step(line: dict[str, Any]) -> str:

@@ -31,7 +31,7 @@ from specdemo.ui.tabs.components import (
 
 MODE_TABLE_HEAD = (
     "mode", "TTFT p50 / p95 ms", "total p50 / p95 s", "tokens/s", "speed-up", "CPU peak MB",
-    "GPU peak MB, allocated / reserved", "KV MB", "KV share", "up kB", "down kB", "cloud calls", "exact",
+    "GPU peak MB, allocated / reserved", "KV MB", "KV share", "up kB", "down kB", "cloud steps", "exact",
 )  # fmt: skip
 MOST_PROMPTS = 12
 _TIMELINE_STEPS = 12
