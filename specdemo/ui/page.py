@@ -26,7 +26,6 @@ from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import SAME
 from specdemo.models.zoo import ASSETS, CHAT_PAIR, PAIRS, first_installed, first_with_drafter
-from specdemo.preflight import Preflight
 from specdemo.recipe import Recipe
 from specdemo.remote.connections import ConnectionLimits, limit_connections
 from specdemo.remote.local_service import LocalServices
@@ -45,7 +44,7 @@ from specdemo.ui.documents import document_route, page_links
 from specdemo.ui.event_requests import KnownEvents, guarded
 from specdemo.ui.frames import Run
 from specdemo.ui.gateway import TRACES, gateway
-from specdemo.ui.labels import describe_preflight, link_papers
+from specdemo.ui.labels import link_papers
 from specdemo.ui.lane import (
     EXTRA,
     SPEC,
@@ -60,6 +59,7 @@ from specdemo.ui.lessons import lessons_page
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.method_names import with_method_names
 from specdemo.ui.page_head import picture_route
+from specdemo.ui.prediction import Prediction, connect_prediction
 from specdemo.ui.service import Generate, Health, Service, Turn
 from specdemo.ui.settings import (
     OFF,
@@ -73,9 +73,10 @@ from specdemo.ui.settings import (
     stored_recipes,
     unknown_names,
 )
-from specdemo.ui.streams import LaneEvents, Sockets, drain, reason, trace_route
+from specdemo.ui.streams import LaneEvents, Sockets, reason, trace_route
 from specdemo.ui.tabs import build_tabs
-from specdemo.ui.tabs.components import PROGRESS_CSS, progress_bar
+from specdemo.ui.tabs.components import PROGRESS_CSS
+from specdemo.ui.tabs.measurement_panel import PanelParts
 from specdemo.ui.theme import launch_options
 from specdemo.worker import Worker, WorkerBusy, WorkerGroup
 
@@ -92,7 +93,6 @@ _QUEUED: dict[str, Any] = {"show_progress": "hidden", "concurrency_limit": None,
 _IMMEDIATE: dict[str, Any] = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
 _PRIVATE: dict[str, Any] = {"api_visibility": "private"}
 _TO_OTHER_TABS = "(...values) => window.specdemoTabs.postMessage(JSON.stringify(values))"
-_ESTIMATING = "(...values) => { document.body.dataset.estimate = 'current'; return values; }"
 
 
 def toast(run: Run) -> None:
@@ -152,6 +152,7 @@ def build(
         handlers = _Handlers(service, sockets, device, parts.defaults, shown_examples["ready"])
         _connect_runs(parts, handlers)
         _connect_lanes(parts, handlers)
+        _connect_estimate(service, parts, handlers)
         _connect_settings(demo, parts, handlers)
         for name, function in endpoints(service, of_api, device).items():
             api(function, api_name=name, concurrency_limit=None)
@@ -343,14 +344,15 @@ def _connect_runs(parts: _Parts, handlers: _Handlers) -> None:
         run.failure(None, None, None, js=failed, **_PRIVATE)
         run.success(handlers.conversation, None, parts.conversation, **_QUEUED)
     parts.buttons["continue-chat"].click(None, None, parts.prompt, js="() => ''", **_PRIVATE)  # the run has read it
-    shown = [parts.progress, parts.estimate]
-    for name in ("preflight", "update-estimate"):
-        parts.buttons[name].click(
-            handlers.estimate, settings, shown, js=_ESTIMATING, preprocess=False, trigger_mode="once", **_QUEUED
-        )
     method = parts.controls["method"]
     notes = {name: link_papers(method.notes) for name, method in METHODS.items()}
     method.change(lambda name: notes.get(str(name), ""), method, parts.about, preprocess=False, **_IMMEDIATE)
+
+
+def _connect_estimate(service: Service, parts: _Parts, handlers: _Handlers) -> None:
+    buttons = tuple(parts.buttons[name] for name in ("preflight", "update-estimate"))
+    settings = list(parts.settings.values())
+    connect_prediction(service, PanelParts(buttons, parts.progress), parts.estimate, settings, handlers.prediction)
 
 
 def _connect_lanes(parts: _Parts, handlers: _Handlers) -> None:
@@ -380,8 +382,8 @@ def _connect_settings(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> No
     recorded = "(name) => window.specdemoRecorded?.[name] ?? undefined"  # undefined: unchanged
     use = f"() => {json.dumps(data['names'])}.map({recorded})"
     parts.buttons["use"].click(None, None, settings, js=use, **_PRIVATE)
-    initial = json.dumps([*defaults.values(), ""])
-    parts.buttons["reset"].click(None, None, [*settings, parts.estimate], js=f"() => {initial}", **_PRIVATE)
+    initial = json.dumps([*defaults.values(), "", ""])
+    parts.buttons["reset"].click(None, None, [*settings, parts.estimate, parts.progress], js=f"() => {initial}", **_PRIVATE)
     restorable = gr.Textbox(visible=False)
     demo.load(
         handlers.find, [parts.saved, parts.stored], [restorable, parts.stored_lanes], preprocess=False, **_QUEUED
@@ -448,24 +450,10 @@ class _Handlers:
         await self._sockets.play(run, stream)
         self._service.remember_turn(visitor, prompt, run)
 
-    async def estimate(self, request: gr.Request, *values: Any) -> AsyncIterator[tuple[str, Any]]:
-        """Yield the progress and the text of a prediction."""
+    def prediction(self, _: str, values: tuple[Any, ...]) -> Prediction:
         settings = dict(zip(self._defaults, values, strict=True))
         prompt = settings["prompt"] if isinstance(settings["prompt"], str) else ""
-        try:
-            stream = self._service.predict(replace(self._recipe(settings), external=None), prompt, address_of(request))
-            yield progress_bar(0, 1, "predicting: waiting for the device"), gr.skip()
-            async with aclosing(drain(stream)) as batches:
-                async for batch in batches:
-                    for item in batch[-1:]:
-                        if isinstance(item, Preflight):
-                            yield "", describe_preflight(item)
-                        else:
-                            yield progress_bar(item.share, 1, f"predicting: {item.stage}"), gr.skip()
-            if stream.error:
-                raise stream.error
-        except Exception as error:  # the page reports any failure
-            yield "", f"**No prediction:** {html.escape(reason(error))}"
+        return Prediction(replace(self._recipe(settings), external=None), prompt)
 
     def keep(self, stored: Any, *values: Any) -> tuple[Any, str]:
         return self._keep(stored, values, lambda settings: settings)
