@@ -383,7 +383,9 @@ def _connect_settings(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> No
     use = f"() => {json.dumps(data['names'])}.map({recorded})"
     parts.buttons["use"].click(None, None, settings, js=use, **_PRIVATE)
     initial = json.dumps([*defaults.values(), "", ""])
-    parts.buttons["reset"].click(None, None, [*settings, parts.estimate, parts.progress], js=f"() => {initial}", **_PRIVATE)
+    parts.buttons["reset"].click(
+        None, None, [*settings, parts.estimate, parts.progress], js=f"() => {initial}", **_PRIVATE
+    )
     restorable = gr.Textbox(visible=False)
     demo.load(
         handlers.find, [parts.saved, parts.stored], [restorable, parts.stored_lanes], preprocess=False, **_QUEUED
@@ -432,7 +434,7 @@ class _Handlers:
         playing = asyncio.create_task(self._play(run, stream, visitor, settings["prompt"]))
         self._playing.add(playing)
         playing.add_done_callback(self._playing.discard)
-        async with aclosing(self._sockets.polled_frames(run)) as frames:
+        async with aclosing(self._sockets.fallback_frames(run)) as frames:
             async for frame in frames:
                 yield frame
         await asyncio.wait([playing])
