@@ -59,7 +59,6 @@ from specdemo.ui.lessons import lessons_page
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.method_names import with_method_names
 from specdemo.ui.page_head import picture_route
-from specdemo.ui.prediction import Prediction, connect_prediction
 from specdemo.ui.service import Generate, Health, Service, Turn
 from specdemo.ui.settings import (
     OFF,
@@ -77,6 +76,7 @@ from specdemo.ui.streams import LaneEvents, Sockets, reason, trace_route
 from specdemo.ui.tabs import build_tabs
 from specdemo.ui.tabs.components import PROGRESS_CSS
 from specdemo.ui.tabs.measurement_panel import PanelParts
+from specdemo.ui.tabs.prediction import SpeedupPrediction, connect_prediction
 from specdemo.ui.theme import launch_options
 from specdemo.worker import Worker, WorkerBusy, WorkerGroup
 
@@ -152,7 +152,6 @@ def build(
         handlers = _Handlers(service, sockets, device, parts.defaults, shown_examples["ready"])
         _connect_runs(parts, handlers)
         _connect_lanes(parts, handlers)
-        _connect_estimate(service, parts, handlers)
         _connect_settings(demo, parts, handlers)
         for name, function in endpoints(service, of_api, device).items():
             api(function, api_name=name, concurrency_limit=None)
@@ -344,15 +343,18 @@ def _connect_runs(parts: _Parts, handlers: _Handlers) -> None:
         run.failure(None, None, None, js=failed, **_PRIVATE)
         run.success(handlers.conversation, None, parts.conversation, **_QUEUED)
     parts.buttons["continue-chat"].click(None, None, parts.prompt, js="() => ''", **_PRIVATE)  # the run has read it
+    _connect_estimate(parts, handlers)
     method = parts.controls["method"]
     notes = {name: link_papers(method.notes) for name, method in METHODS.items()}
     method.change(lambda name: notes.get(str(name), ""), method, parts.about, preprocess=False, **_IMMEDIATE)
 
 
-def _connect_estimate(service: Service, parts: _Parts, handlers: _Handlers) -> None:
+def _connect_estimate(parts: _Parts, handlers: _Handlers) -> None:
     buttons = tuple(parts.buttons[name] for name in ("preflight", "update-estimate"))
     settings = list(parts.settings.values())
-    connect_prediction(service, PanelParts(buttons, parts.progress), parts.estimate, settings, handlers.prediction)
+    connect_prediction(
+        handlers.service, PanelParts(buttons, parts.progress), parts.estimate, settings, handlers.prediction
+    )
 
 
 def _connect_lanes(parts: _Parts, handlers: _Handlers) -> None:
@@ -396,7 +398,7 @@ class _Handlers:
     def __init__(
         self, service: Service, sockets: Sockets, device: str, defaults: Settings, examples: Examples = ()
     ) -> None:
-        self._service, self._sockets = service, sockets
+        self.service, self._sockets = service, sockets
         self._device, self._defaults = device, defaults
         self._examples = examples
         self._playing: set[asyncio.Task[None]] = set()
@@ -413,18 +415,18 @@ class _Handlers:
             message = "a run needs a JSON list of the added settings and all settings of the page"
             raise gr.Error(message, print_exception=False) from None
         if turn == "same" and settings["prompt"] == "":  # cleared after it was sent
-            settings["prompt"] = self._service.last_message(visitor)
+            settings["prompt"] = self.service.last_message(visitor)
         extra = self._comparable(stored, settings) if pairs == 1 else []
         plan = plan_of(settings, settings["compare"] or pairs > 1, len(extra))
-        run = self._service.runs.new(visitor, plan, address)
-        run.pairs, run.history = pairs, self._service.history(visitor, settings["prompt"], turn)
+        run = self.service.runs.new(visitor, plan, address)
+        run.pairs, run.history = pairs, self.service.history(visitor, settings["prompt"], turn)
         try:
             if pairs > 1 and SPEC not in run.plan:
                 raise UserError(f"a comparison with method ar needs another method than ar: {', '.join(METHODS)}")
             lanes = lanes_of(self._recipe(settings), extra, run.plan)
             jobs = alternating(lanes, pairs)
             warm_up = len(lanes) > 1
-            stream = self._service.start(jobs, settings["prompt"], visitor, address, run.history, warm_up)
+            stream = self.service.start(jobs, settings["prompt"], visitor, address, run.history, warm_up)
         except (UserError, WorkerBusy) as error:
             run.finish(reason(error))
             toast(run)
@@ -444,18 +446,18 @@ class _Handlers:
 
     def conversation(self, request: gr.Request) -> Any:
         visitor = request.session_hash or ""
-        messages = self._service.conversations.get(visitor, [])
-        footers = self._service.footers.get(visitor, [])
+        messages = self.service.conversations.get(visitor, [])
+        footers = self.service.footers.get(visitor, [])
         return gr.Chatbot(value=shown_messages(messages, footers), visible=bool(messages))
 
     async def _play(self, run: Run, stream: LaneEvents, visitor: str, prompt: str) -> None:
         await self._sockets.play(run, stream)
-        self._service.remember_turn(visitor, prompt, run)
+        self.service.remember_turn(visitor, prompt, run)
 
-    def prediction(self, _: str, values: tuple[Any, ...]) -> Prediction:
+    def prediction(self, _: str, values: tuple[Any, ...]) -> SpeedupPrediction:
         settings = dict(zip(self._defaults, values, strict=True))
         prompt = settings["prompt"] if isinstance(settings["prompt"], str) else ""
-        return Prediction(replace(self._recipe(settings), external=None), prompt)
+        return SpeedupPrediction(replace(self._recipe(settings), external=None), prompt)
 
     def keep(self, stored: Any, *values: Any) -> tuple[Any, str]:
         return self._keep(stored, values, lambda settings: settings)
@@ -497,12 +499,12 @@ class _Handlers:
         return json.dumps(changed), describe_stored_lanes(self._lanes(stored))
 
     def forget(self, request: gr.Request) -> Any:
-        self._service.forget(request.session_hash or "")
+        self.service.forget(request.session_hash or "")
         gr.Info("The next prompt begins a new conversation.")
         return self.conversation(request)
 
     def leave(self, request: gr.Request) -> None:
-        self._service.leave(request.session_hash or "")
+        self.service.leave(request.session_hash or "")
 
     def _recipe(self, settings: Settings) -> Recipe:
         return recipe_of(recipe_settings(settings), self._device)

@@ -15,7 +15,7 @@ from specdemo.ui.lane import PLAIN, model_name, title
 from specdemo.ui.page_files import saved_page
 from specdemo.ui.theme import stylesheet
 
-DIGITS = 6  # of probabilities and times of steps; the page shows 3 decimals
+DIGITS = 6  # significant digits of steps; the page shows 3 decimals
 
 
 def web_page(run: Run) -> str:
@@ -36,8 +36,9 @@ def web_page(run: Run) -> str:
     )
 
 
-def _rounded(value: Any) -> Any:
-    return json.loads(json.dumps(value), parse_float=lambda number: float(f"{float(number):.{DIGITS}g}"))
+def _rounded(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    shorter = json.loads(json.dumps(steps), parse_float=lambda number: float(f"{float(number):.{DIGITS}g}"))
+    return [{**short, "t": round(step["t"], 3)} for step, short in zip(steps, shorter, strict=True)]
 
 
 def _settings(recipe: Mapping[str, Any]) -> str:

@@ -22,8 +22,8 @@ MARKUP = "</script><img src=x onerror=alert(1)>"
 
 
 def shown(text: str | bytes) -> Any:
-    """Parse JSON with one decimal more than the page shows."""
-    return json.loads(text, parse_float=lambda number: round(float(number), 4))
+    """Parse JSON with the decimals that the page shows."""
+    return json.loads(text, parse_float=lambda number: round(float(number), 3))
 
 
 def test_saved_page_contains_the_frame_and_all_steps() -> None:

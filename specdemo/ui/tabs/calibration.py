@@ -20,8 +20,8 @@ from specdemo.ui.settings import recipe_of
 from specdemo.ui.tabs.components import progress_bar
 from specdemo.ui.tabs.measurement_panel import (
     ANNOUNCED,
-    Measurement,
     MeasurementPanel,
+    PanelMeasurement,
     PanelParts,
     waiting,
 )
@@ -60,7 +60,7 @@ def remembered(stored: Any, settings: Mapping[str, Any], thresholds: Mapping[str
 
 
 @dataclass
-class CalibrationResult(Measurement):
+class CalibrationResult(PanelMeasurement):
     """Calibration of a pair; `known`: thresholds stored by pair before."""
 
     recipe: Recipe

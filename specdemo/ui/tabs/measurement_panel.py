@@ -20,14 +20,14 @@ from specdemo.ui.streams import drain, reason
 from specdemo.ui.tabs.components import PROGRESS_CSS, UNPROCESSED
 from specdemo.worker import Stream, WorkerBusy
 
-Result = TypeVar("Result", bound="Measurement")
+Result = TypeVar("Result", bound="PanelMeasurement")
 Rows = TypeVar("Rows")
 Outputs = dict[Any, Any]
 RESULTS_S = 1.0  # interval of requests for results
 ANNOUNCED = ' role="status"'  # screen readers announce it
 
 
-class Measurement(ABC):
+class PanelMeasurement(ABC):
     """Settings of a measurement with its items so far."""
 
     timing = False  # timed runs have begun
@@ -61,7 +61,7 @@ def waiting(ahead: int) -> str:
 
 @dataclass
 class _Started:
-    result: Measurement
+    result: PanelMeasurement
     stream: Stream[Any]
     shown: str | None = None  # last status, repeated once: a late message of the event can replace it
 
@@ -92,7 +92,8 @@ class MeasurementPanel:
         self, service: Service, parts: PanelParts, show_failure: Callable[[str], Outputs] | None = None
     ) -> None:
         """`show_failure` shows failures without results, by default in the status."""
-        self._service, self._parts, self._show_failure = service, parts, show_failure
+        self._service, self._parts = service, parts
+        self._show_failure = show_failure
         self._started: OrderedDict[str, _Started] = OrderedDict()  # keys are sessions
         self._timer = gr.Timer(RESULTS_S, active=False)
 
@@ -198,7 +199,7 @@ class MeasurementPanel:
         }
 
 
-async def _statuses(result: Measurement, stream: Stream[Any]) -> AsyncIterator[str]:
+async def _statuses(result: PanelMeasurement, stream: Stream[Any]) -> AsyncIterator[str]:
     """Yield changes of the progress. Closing the iterator cancels the job."""
     began, status = 0.0, ""
     async with aclosing(drain(stream)) as batches:

@@ -13,7 +13,7 @@ from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.service import Service
 from specdemo.ui.tabs.components import progress_bar
-from specdemo.ui.tabs.measurement_panel import ANNOUNCED, Measurement, waiting
+from specdemo.ui.tabs.measurement_panel import ANNOUNCED, PanelMeasurement, waiting
 from specdemo.worker import Stream
 
 ASSUMED = 100.0  # tokens per second, assumed before the first run
@@ -54,7 +54,7 @@ def duration(seconds: float) -> str:
 
 
 @dataclass
-class SweepResult(Measurement):
+class SweepResult(PanelMeasurement):
     """Records of a sweep so far, with its current progress."""
 
     sweep: Sweep

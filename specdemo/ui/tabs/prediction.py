@@ -15,14 +15,14 @@ from specdemo.recipe import Recipe
 from specdemo.ui.labels import describe_preflight
 from specdemo.ui.service import Service
 from specdemo.ui.tabs.components import progress_bar
-from specdemo.ui.tabs.measurement_panel import Measurement, MeasurementPanel, PanelParts, waiting
+from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelMeasurement, PanelParts, waiting
 from specdemo.worker import Stream
 
 _CURRENT_JS = "(...values) => { document.body.dataset.estimate = 'current'; return values; }"
 
 
 @dataclass
-class Prediction(Measurement):
+class SpeedupPrediction(PanelMeasurement):
     """Prediction for a prompt."""
 
     recipe: Recipe
@@ -37,7 +37,7 @@ class Prediction(Measurement):
     def start(self, service: Service, session: str, address: str) -> Stream[Any]:
         return service.predict(self.recipe, self.prompt, address)
 
-    def fresh(self) -> Prediction:
+    def fresh(self) -> SpeedupPrediction:
         return replace(self, stage=None, predicted=None)
 
     def absorb(self, item: PreflightProgress | Preflight) -> None:
@@ -59,11 +59,11 @@ def connect_prediction(
     parts: PanelParts,
     estimate: gr.Markdown,
     settings: Sequence[gr.components.Component],
-    make_result: Callable[[str, tuple[Any, ...]], Prediction],
+    make_result: Callable[[str, tuple[Any, ...]], SpeedupPrediction],
 ) -> None:
     """Wire the buttons of a prediction, shown in `estimate`."""
 
-    def show(_: Prediction, predicted: Preflight) -> dict[Any, Any]:
+    def show(_: SpeedupPrediction, predicted: Preflight) -> dict[Any, Any]:
         return {estimate: describe_preflight(predicted)}
 
     def show_failure(error: str) -> dict[Any, Any]:
