@@ -139,7 +139,7 @@ def test_positional_values_are_named_by_their_fields() -> None:
     assert refusal(*named, 8) == f"unknown option 11: known are {known}"
 
 
-@pytest.mark.parametrize("name", ["kinds", "numbers", "rates"])
+@pytest.mark.parametrize("name", ["kinds", "numbers", "all_rates"])
 def test_validation_ends_at_the_first_invalid_item(name: str) -> None:
     with pytest.raises(UserError, match=f"{name} must be") as refused:
         Names(**{name: ({},) * 2000})

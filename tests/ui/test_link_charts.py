@@ -42,7 +42,7 @@ from specdemo.ui.service import Service
 from specdemo.ui.settings import cloud_of, from_link, recipe_of, restored
 from specdemo.ui.step_views import step_picture
 from specdemo.ui.tabs import edge as modes
-from specdemo.ui.tabs.components import SweepResult
+from specdemo.ui.tabs.sweep import SweepResult
 from specdemo.worker import Stream, Worker, interruptible
 
 PATIENCE = 60.0
