@@ -104,7 +104,7 @@ OTHERS: dict[str, Settings] = {
     "t5": {**_COMMON, **_T5, "model_type": "t5", "is_encoder_decoder": True, "decoder_start_token_id": 0},
 }
 FAMILIES = NATIVE | OTHERS
-_SCALINGS = ("llama, llama3", "llama, yarn", "llama, old names")  # numbers without effect on rotations: as in "linear"
+_SCALINGS = ("llama, llama3", "llama, yarn", "llama, old names")  # others: "linear"
 _ROTATION = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
 GGUF = ("llama", "qwen3")
 _IDS = ("bos", "eos", "unknown", "padding")

@@ -274,7 +274,6 @@ def test_every_vector_width_and_block_size_passes_the_check(
     monkeypatch.setitem(native_build._BUILDS, vectors, (needed, (*flags, *filter(None, [flag]))))
     if not usual:
         size = f"-DVECTORS={block // lanes}"
-        # Only indices depend on the size; no build for x86-64 has another.
         monkeypatch.setattr(native_build, "_FLAGS", (*native_build._FLAGS, size) if flag else unoptimised(size))
     library = native_library()
     assert isinstance(library, ctypes.CDLL)
