@@ -48,8 +48,8 @@ class Bench:
     def __init__(self) -> None:
         self.worker, self.gate = Worker(), threading.Event()
         with gr.Blocks() as blocks:
-            self.parts = PanelParts.laid_out("bench")
-            with self.parts.results:
+            self.parts, results = PanelParts.laid_out("bench")
+            with results:
                 self.report = gr.Markdown()
             self.panel = MeasurementPanel(self, self.parts)  # type: ignore[arg-type]
             self.panel.connect(

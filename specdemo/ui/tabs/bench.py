@@ -106,8 +106,8 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
     gr.Markdown(_INTRO)
     selection = grid_controls(kinds, defaults, service.limits.max_gamma)
     size = gr.Markdown(elem_id="bench-size")
-    parts = PanelParts.laid_out("bench")
-    with parts.results:
+    parts, results = PanelParts.laid_out("bench")
+    with results:
         table = gr.Dataframe(headers=list(SWEEP_TABLE_HEAD), interactive=False, elem_id="bench-table")
         plot = _speedup_plot(kinds)
         notes = gr.Markdown(elem_id="bench-notes")

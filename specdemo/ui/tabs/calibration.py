@@ -103,8 +103,8 @@ def calibration_section(
     """Lay out the section; `stored`: thresholds by pair."""
     gates = [controls[f"gate_{name}"] for name in PERCENTILES]
     gr.Markdown(_INTRO)
-    parts = PanelParts.laid_out("gates", "Calibrate", "calibrate")
-    with parts.results:
+    parts, results = PanelParts.laid_out("gates", "Calibrate", "calibrate")
+    with results:
         table = gr.Markdown(elem_id="gates-thresholds", elem_classes="figures")
 
     def make_result(session: str, values: tuple[Any, ...]) -> CalibrationResult:

@@ -194,8 +194,8 @@ def _modes_section(service: Service, controls: Mapping[str, gr.components.Compon
     with gr.Row():
         count = gr.Slider(1, MOST_PROMPTS, 3, step=1, label="Prompts", min_width=200, elem_id="modes-prompts")
         length = gr.Slider(8, 128, 48, step=8, label="Tokens per run", min_width=200, elem_id="modes-tokens")
-    parts = PanelParts.laid_out("modes")
-    with parts.results:
+    parts, results = PanelParts.laid_out("modes")
+    with results:
         table = gr.Dataframe(headers=list(MODE_TABLE_HEAD), interactive=False, elem_id="modes-table")
 
     def make_result(session: str, values: tuple[Any, ...]) -> SweepResult:

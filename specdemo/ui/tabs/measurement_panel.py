@@ -6,7 +6,7 @@ import html
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
@@ -30,7 +30,10 @@ ANNOUNCED = ' role="status"'  # screen readers announce it
 class PanelMeasurement(ABC):
     """Settings of a measurement with its items so far."""
 
-    timing = False  # timed runs have begun
+    @property
+    def timing(self) -> bool:
+        """True once timed runs have begun."""
+        return False
 
     @property
     @abstractmethod
@@ -76,13 +79,14 @@ class PanelParts:
     results: gr.Column | None = None
 
     @classmethod
-    def laid_out(cls, name: str, title: str = "Measure", action: str = "run") -> PanelParts:
-        """Lay out all parts. Element ids start with `name`."""
+    def laid_out(cls, name: str, title: str = "Measure", action: str = "run") -> tuple[PanelParts, gr.Column]:
+        """Lay out all parts; return them and the results. Element ids start with `name`."""
         with gr.Row():
             run = gr.Button(title, variant="primary", elem_id=f"{name}-{action}", scale=0)
             stop = gr.Button("Stop", interactive=False, elem_id=f"{name}-stop", scale=0)
         status = gr.HTML(elem_id=f"{name}-status", css_template=PROGRESS_CSS)
-        return cls((run,), status, stop, gr.Column(visible=False))
+        results = gr.Column(visible=False)
+        return cls((run,), status, stop, results), results
 
 
 class MeasurementPanel:
@@ -199,7 +203,7 @@ class MeasurementPanel:
         }
 
 
-async def _statuses(result: PanelMeasurement, stream: Stream[Any]) -> AsyncIterator[str]:
+async def _statuses(result: PanelMeasurement, stream: Stream[Any]) -> AsyncGenerator[str]:
     """Yield changes of the progress. Closing the iterator cancels the job."""
     began, status = 0.0, ""
     async with aclosing(drain(stream)) as batches:

@@ -97,8 +97,8 @@ def pairs_section(
     pair: Any = controls["pair"]
     initial = [defaults.pair] if defaults.pair else []
     names = gr.Dropdown(pair.choices, value=initial, multiselect=True, label="Pairs", elem_id="bench-pairs")
-    parts = PanelParts.laid_out("bench-pairs")
-    with parts.results:
+    parts, results = PanelParts.laid_out("bench-pairs")
+    with results:
         report = gr.Markdown(elem_id="bench-pairs-table", elem_classes="figures")
 
     def make_result(session: str, values: tuple[Any, ...]) -> PairsResult:
