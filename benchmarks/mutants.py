@@ -18,7 +18,8 @@ TABLES = {"mutants": "docs/reliability.md"}
 COLUMNS = {
     "file": "{file}",
     "mutants": "{mutants:,}",
-    "not run": "{skipped}",
+    "excluded": "{skipped}",
+    "untested": "{untested:,}",
     "tested": "{tested:,}",
     "killed": "{killed:,}",
     "survivors": "{survivors}",

@@ -113,7 +113,7 @@ class Results:
         data.save()
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the counts of each file with tested mutants, and of all; `skipped` mutants are not run."""
+        """Return the counts of each file with tested mutants, and of all; `skipped` mutants are excluded."""
         counts = {str(file): Counter(data.exit_code_by_key.values()) for file, data in self._data.items()}
         counts = {file: codes for file, codes in counts.items() if codes.total() > codes[None] + codes[SKIPPED]}
         counts["all"] = sum(counts.values(), Counter())
@@ -127,6 +127,7 @@ def _record(file: str, codes: Counter[int | None]) -> dict[str, Any]:
         "file": file.removeprefix("specdemo/"),
         "mutants": codes.total(),
         "skipped": codes[SKIPPED],
+        "untested": codes[None],
         "tested": tested,
         "killed": tested - survivors,
         "survivors": survivors,
