@@ -199,6 +199,7 @@ class Scripted:
 
     def __init__(self, end: str = "length") -> None:
         self.now, self.end, self.closed, self.steps = 0.0, end, 0, 0
+        self.peak = MemoryUse(kv=1)
 
     def __call__(self, recipe: Recipe, text: str, pool: ModelPool) -> Iterator[Event]:
         start = self.now
@@ -213,7 +214,7 @@ class Scripted:
                 metrics = metrics.plus(step)
                 yield StepEvent(step, ("a", "b"), metrics=metrics)
             error = "out of memory" if self.end == "error" else None
-            yield End(self.end, error, metrics, MemoryUse(kv=1))
+            yield End(self.end, error, metrics, self.peak)
         finally:
             self.closed += 1
 
@@ -244,6 +245,13 @@ def test_time_of_the_caller_between_steps_is_not_measured(scripted: Scripted, pa
     assert [turn.number for turn in timed] == [n for n in (1, 2, 3, 4) for _ in range(5)]  # start and steps
     assert {turn.total for turn in turns} == {4} and str(turns[0]) == "warming up: ar T=0"
     assert str(timed[-1]).startswith("4 of 4: prose 1, ")
+
+
+@pytest.mark.parametrize("device", [None, 1 << 30])
+def test_memory_of_a_lane_excludes_peaks_of_the_process(scripted: Scripted, device: int | None) -> None:
+    scripted.peak = MemoryUse(device=device, process=1 << 31, kv=1)
+    records = [item for item in measure.measure(RECIPES, PROMPTS, ModelPool()) if isinstance(item, dict)]
+    assert [row.held_bytes for row in table.table(RECIPES, records)] == [8] * 4  # weights 7, keys and values 1
 
 
 def test_a_bench_can_be_closed_during_a_run(scripted: Scripted) -> None:
