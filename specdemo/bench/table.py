@@ -19,11 +19,12 @@ from specdemo.bench.measure import recipe_label
 from specdemo.core.formats import number as format_number
 from specdemo.core.formats import percent
 from specdemo.core.metrics import cluster_interval
+from specdemo.core.rules import RULES
 from specdemo.core.theory import STAGES, CostTerms, speedup, walltime_improvement
 from specdemo.recipe import Recipe
 
 NON_TTY_INTERVAL_S = 30.0
-LEAST_PROMPTS = 5  # of a bootstrap interval
+LEAST_PROMPTS = 5
 
 
 def markdown_table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
@@ -81,7 +82,7 @@ class BenchRow:
     slower: tuple[str, ...]  # prompts with a speed-up below 1
     same_text: int | None  # prompts with AR's greedy text
     acceptance_rate: float | None  # accepted / drafted
-    alpha: float | None  # accepted / tested
+    alpha: float | None  # accepted / tested, None for rule `block`
     mean_beta: float | None  # mean overlap, sum min(p, q)
     tokens_per_pass: float | None
     c: float | None = None  # cost of a draft token
@@ -111,7 +112,8 @@ def table(
         for i, recipe in enumerate(recipes):
             row = _row(of_kind, i, ar.get(recipe.temperature), recipe_label(recipe), recipe.temperature, bandwidth)
             row = _with_costs(row, of_kind, i, ar.get(recipe.temperature), recipe)
-            rows.append(replace(row, over_fixed=_over_fixed(recipes, i, of_kind)))
+            alpha = None if RULES[recipe.rule].chains_only else row.alpha
+            rows.append(replace(row, alpha=alpha, over_fixed=_over_fixed(recipes, i, of_kind)))
         first = len(recipes)
         for temperature, base in ar.items():
             fastest: dict[str, BenchRow] = {}

@@ -1,7 +1,8 @@
 """Figures of a run, folded over its steps, and bootstrap intervals.
 
 `acceptance_rate` is accepted / drafted over verified drafts and falls with gamma; `alpha` is accepted / tested and
-estimates Leviathan's E[beta], as does `mean_beta` with lower variance.
+estimates Leviathan's E[beta], as does `mean_beta` with lower variance. Rule `block` tests all drafted tokens, so its
+`alpha` estimates no E[beta] and is not displayed.
 """
 
 from __future__ import annotations

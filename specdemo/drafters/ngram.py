@@ -31,7 +31,7 @@ class NGramStore:
         self.lengths = sorted(lengths, reverse=True)
         self._weights: dict[Context, dict[int, Weight]] = {}
         self._best: dict[Context, int] = {}
-        self._entry_bytes = 0  # of contexts, their tables and weights
+        self._entry_bytes = 0
 
     def add(self, before: Sequence[int], token: int, seen: float = 1.0, filler: float = 0.0) -> None:
         """Count `token` after each context that ends `before`; the latest token wins ties."""

@@ -69,6 +69,13 @@ def test_repetitions_of_prompts_are_not_independent() -> None:
     assert once.interval == repeated.interval == pytest.approx((0.5, 2.0))
 
 
+def test_block_verification_has_no_alpha() -> None:
+    recipes = [Recipe(), Recipe(rule="block")]
+    records = [{"kind": "code", "name": "code 1", "runs": [run(1.0, drafted=20)] * 2}]
+    rows = table.table(recipes, records)
+    assert [(row.acceptance_rate, row.alpha, row.mean_beta) for row in rows] == [(0.5, 0.55, 0.6), (0.5, None, 0.6)]
+
+
 def test_policies_are_compared_with_the_best_fixed_gamma() -> None:
     recipes = [
         Recipe(method="ar", temperature=0),
