@@ -158,7 +158,6 @@ def _row(
 
 
 def _by_prompt(ratios: Iterable[tuple[str, float]]) -> dict[str, list[float]]:
-    """Group the ratios of all repetitions by the name of the prompt."""
     groups: defaultdict[str, list[float]] = defaultdict(list)
     for prompt, ratio in ratios:
         groups[prompt].append(ratio)

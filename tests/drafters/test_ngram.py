@@ -173,7 +173,14 @@ def test_bytes_are_counted_without_visiting_the_entries(fillers: int) -> None:
     store = filled([(token, 50, 51) for token in text[1:]], text, fillers, n=5)
     weights = store._weights
     entries = [pair for table in weights.values() for pair in table.values()]
-    objects = [weights, store._best, *weights, *weights.values(), *entries, *(part for pair in entries for part in pair)]
+    objects = [
+        weights,
+        store._best,
+        *weights,
+        *weights.values(),
+        *entries,
+        *(part for pair in entries for part in pair),
+    ]
     assert store.size_bytes == sum(map(getsizeof, objects))
     store._weights = dict.fromkeys(weights, {})  # the entries are not needed
     assert store.size_bytes == pytest.approx(sum(map(getsizeof, objects)), rel=0.3)
