@@ -155,8 +155,19 @@ def _build(args: argparse.Namespace) -> Page:
     if args.host in LOCAL_HOSTS and not args.share:
         leave_a_core()
     limits = read_limits(os.environ)
+    warn_without_limits(args, limits.public)
     overrides = hosted(limits, args.device) if args.zero_gpu else {}
     return build(pair=args.pair, device=args.device, limits=limits, **overrides)
+
+
+def warn_without_limits(args: argparse.Namespace, public: bool) -> None:
+    """Print that visitors from the network have the rights of a local user."""
+    if not public and (args.share or args.host not in LOCAL_HOSTS):
+        print(
+            "every visitor from the network may name models, directories and services: set SPECDEMO_PUBLIC=1 to offer "
+            "listed pairs only",
+            file=sys.stderr,
+        )
 
 
 def _install_model() -> None:

@@ -1,19 +1,23 @@
 """Continuous batching: throughput and first token with and without shared passes (docs/hosting.md).
 
 `python -m benchmarks.batching STUDY --write`. `clients`: edges, which draft by prompt lookup, and clients that stream
-completions load a service of the chat model from processes on the same cores. `visitors`: visitors of the page, a lane
-each. Every greedy text is compared with local AR decoding.
+completions load two services of the chat model, with shared passes and without, in alternating windows from processes
+on the same cores. `visitors`: visitors of the page, a lane each. Every greedy text is compared with local AR decoding.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import httpx
 
@@ -47,7 +51,7 @@ CLIENT_COLUMNS = {
     "clients": "{clients} {load}",
     "tokens/s off": "{off[tokens_per_second]:.0f}",
     "on": "{on[tokens_per_second]:.0f}",
-    "ratio": "{ratio:.2f}",
+    "ratio [range]": "{ratio:.2f} [{range[0]:.2f}, {range[1]:.2f}]",
     "first token p50 / p95 s off": "{off[p50_s]:.2f} / {off[p95_s]:.2f}",
     "first token on": "{on[p50_s]:.2f} / {on[p95_s]:.2f}",
     "Jain index off / on": "{off[fairness]:.2f} / {on[fairness]:.2f}",
@@ -165,29 +169,50 @@ def clients(options: argparse.Namespace) -> None:
     """Load a service with edges and with clients of its endpoint."""
     prompts = load_prompts()[::PROMPT_STEP]
     expected = ar_texts(Recipe(pair=CHAT_PAIR, method="ar", temperature=0.0, max_tokens=MAX_TOKENS), prompts)
-    results: dict[tuple[str, int, str], Measured] = {}
+    rows = []
     for load, (connect, flags) in LOADS.items():
-        for mode, most in MODES.items():
-            with cloud_service("--pair", CHAT_PAIR, "--queue", "256", "--batch", most, *flags) as service:
-                client = connect(service.url)
+        with ExitStack() as opened:
+            start = partial(cloud_service, "--pair", CHAT_PAIR, "--queue", "256", *flags)
+            services = {mode: opened.enter_context(start("--batch", most)) for mode, most in MODES.items()}
+            connected = {mode: connect(service.url) for mode, service in services.items()}
+            for client in connected.values():
                 client(prompts[0])
-                for count in options.clients:
-                    measured = Measured.of(*load_with(client, count, prompts, options.seconds), expected)
-                    results[load, count, mode] = measured
-                    print(load, count, mode, measured, file=sys.stderr, flush=True)
-    publish(options, "batching", CLIENT_COLUMNS, [_row(results, *key) for key in results if key[2] == "on"])
+            for count in options.clients:
+
+                def measure(mode: str, count: int = count, clients: Mapping[str, Client] = connected) -> Measured:
+                    return Measured.of(*load_with(clients[mode], count, prompts, options.seconds), expected)
+
+                results = alternated(measure, options.windows)
+                rows.append({"clients": count, "load": load, **compared(results)})
+                print(rows[-1], file=sys.stderr, flush=True)
+    publish(options, "batching", CLIENT_COLUMNS, rows)
 
 
-def _row(results: dict[tuple[str, int, str], Measured], load: str, count: int, _: str) -> dict[str, object]:
-    off, on = (results[load, count, mode] for mode in MODES)
+def alternated(measure: Callable[[str], Measured], windows: int) -> dict[str, list[Measured]]:
+    """Measure all modes in each window, in alternating order, so that other load affects them alike."""
+    results: dict[str, list[Measured]] = {mode: [] for mode in MODES}
+    for window in range(windows):
+        for mode in [*MODES][:: -1 if window % 2 else 1]:
+            results[mode].append(measure(mode))
+    return results
+
+
+def compared(results: Mapping[str, Sequence[Measured]]) -> dict[str, Any]:
+    """Return the medians of both modes, and median and range of the paired ratios of the speeds."""
+    pairs = zip(results["on"], results["off"], strict=True)
+    ratios = [on.tokens_per_second / off.tokens_per_second for on, off in pairs]
+    names = ("tokens_per_second", "p50_s", "p95_s", "fairness")
+    medians = {
+        mode: {name: statistics.median(getattr(window, name) for window in windows) for name in names}
+        for mode, windows in results.items()
+    }
+    every = [window for windows in results.values() for window in windows]
     return {
-        "clients": count,
-        "load": load,
-        "off": asdict(off),
-        "on": asdict(on),
-        "ratio": on.tokens_per_second / off.tokens_per_second,
-        "texts": off.texts + on.texts,
-        "wrong": off.wrong + on.wrong,
+        **medians,
+        "ratio": statistics.median(ratios),
+        "range": (min(ratios), max(ratios)),
+        "texts": sum(window.texts for window in every),
+        "wrong": sum(window.wrong for window in every),
     }
 
 
@@ -244,7 +269,7 @@ def visitors(options: argparse.Namespace) -> None:
 
 
 STUDIES = {
-    "clients": Study(clients, {"clients": [1, 4, 8, 16, 32], "seconds": 6.0}),
+    "clients": Study(clients, {"clients": [1, 4, 8, 16, 32], "windows": 4, "seconds": 3.0}),
     "visitors": Study(visitors, {"visitors": 50, "seconds": 60.0}),
 }
 main = study_command(__file__, __doc__, TABLES, STUDIES)

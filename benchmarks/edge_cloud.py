@@ -87,7 +87,7 @@ MODE_COLUMNS = {
     "KV MB, share": "{kv_mb:.2f}, {kv_share:.2%}",
     "up KB": "{up_kb:.1f}",
     "down KB": "{down_kb:.1f}",
-    "cloud calls": "{cloud_call_share:.0%}",
+    "cloud steps": "{cloud_call_share:.0%}",
 }
 DRAFT_KINDS: dict[str, tuple[dict[str, Any], str, int]] = {  # settings, encoding of rows, bytes of q per draft token
     "point masses (T=0)": ({"temperature": 0.0}, "float32", 0),

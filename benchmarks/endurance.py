@@ -262,13 +262,17 @@ def study(options: argparse.Namespace) -> None:
             p95 = f"first token p95 {percentile(recent, 0.95):.1f} s of {len(recent)} runs" if recent else ""
             print(f"{minute:.1f}: {len(visits)} runs,", p95, samples["page"][-1], file=sys.stderr)
         share = (processor_seconds() - used) / (time.monotonic() - begin)
-    edges = {"lost": "-", "delayed": "-", **of_edges.result()}
-    records = [
-        {"name": f"page, {options.visitors} visitors", "share": share}
-        | {**of_page(visits, long), **resources(samples["page"])},
-        {"name": f"services, {options.edges} edges", **edges, **resources(samples["services"])},
+    page = {"share": share, **of_page(visits, long), **resources(samples["page"])}
+    edges = {"killed": killed, **of_edges.result(), **resources(samples["services"])}
+    publish(options, "endurance", COLUMNS, rows(options, page, edges))
+
+
+def rows(options: argparse.Namespace, page: dict[str, Any], edges: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of page and services; only services are killed."""
+    return [
+        {"name": f"page, {options.visitors} visitors", "killed": "-", **page},
+        {"name": f"services, {options.edges} edges", "lost": "-", "delayed": "-", **edges},
     ]
-    publish(options, "endurance", COLUMNS, [{**record, "killed": killed} for record in records])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

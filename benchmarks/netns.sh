@@ -37,7 +37,7 @@ else
     read -r _ <"$WORK/relay"
     echo "no netem in this kernel: a relay between two TUN devices delays the packets"
 fi
-ip netns exec $CLOUD "$PYTHON" -m specdemo serve --host 10.77.0.2 --port 8300 >"$WORK/service" &
+ip netns exec $CLOUD "$PYTHON" -m specdemo serve --pair bundled --host 10.77.0.2 --port 8300 >"$WORK/service" &
 SERVICE=$!
 read -r line <"$WORK/service"
 echo "$line"
@@ -46,10 +46,10 @@ failed=0
 for mode in "--temperature 0" "--temperature 0 --method nasd" "--temperature 0 --method tree" \
     "--temperature 1 --top-p 1 --rule coupled" "--temperature 0.7 --rule coupled --method nasd"; do
     # shellcheck disable=SC2086  # options are meant to be several words
-    ip netns exec $EDGE "$PYTHON" -m specdemo run "$PROMPT" $mode --max-tokens 64 --encoding msgpack \
+    ip netns exec $EDGE "$PYTHON" -m specdemo run "$PROMPT" --pair bundled $mode --max-tokens 64 --encoding msgpack \
         --remote http://10.77.0.2:8300 --trace "$WORK/remote" >/dev/null
     # shellcheck disable=SC2086
-    "$PYTHON" -m specdemo run "$PROMPT" $mode --method ar --max-tokens 64 --trace "$WORK/local" >/dev/null
+    "$PYTHON" -m specdemo run "$PROMPT" --pair bundled $mode --method ar --max-tokens 64 --trace "$WORK/local" >/dev/null
     "$PYTHON" - "$mode" "$WORK/remote" "$WORK/local" <<'CHECK' || failed=1
 import json, statistics, sys
 

@@ -438,8 +438,8 @@ def measure_costs(
     verify_s: list[list[float]] = [[] for _ in range(longest + 1)]
     token_s: list[float] = []
     lengths = cycle([*[0] * BASELINE_RUNS, *range(1, longest + 1)])
+    consecutive = 0
     for tokens, start in cycle(texts):
-        consecutive = 0
         with pipeline() as measured:
             for gamma, draft_s, pass_s, drafted in _timed_steps(measured, tokens, start, lengths, clock):
                 consecutive = 0 if gamma else consecutive + 1

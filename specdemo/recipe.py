@@ -266,6 +266,13 @@ class RunOptions(OptionSet):
             object.__setattr__(self, "drafter_quantization", COPY_FORMS[0])
 
 
+TEXT_OPTIONS = {  # they decide an exact text
+    name: declared
+    for name, declared in RunOptions.OPTIONS.items()
+    if name != "method" and declared.applies in ("", "samples") and declared.group not in ("Recording", "Other engines")
+}
+
+
 def _models_fit(chosen: Recipe) -> None:
     other = None if chosen.drafter == SAME else chosen.drafter
     if chosen.pair and (chosen.target or other):

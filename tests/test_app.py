@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 import app
+from specdemo.core.errors import UserError
 
 
 @pytest.fixture
@@ -101,6 +102,27 @@ def test_invalid_host_settings_end_the_program(
     monkeypatch.setenv(name, value)
     assert app.main(["--no-browser"]) == 2
     assert capsys.readouterr().err.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("flags", "public", "lines"),
+    [
+        ("", False, 0),
+        ("--host localhost", False, 0),
+        ("--host 0.0.0.0", False, 1),
+        ("--share", False, 1),
+        ("--host 0.0.0.0 --share", True, 0),
+    ],
+)
+def test_a_private_page_that_is_open_to_the_network_gives_a_warning(
+    flags: str, public: bool, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SPECDEMO_PUBLIC", str(int(public)))
+    args = app.options().parse_args([*flags.split(), "--pair", "no such pair"])
+    with pytest.raises(UserError, match="no such pair"):
+        app._build(args)
+    warning = capsys.readouterr().err
+    assert warning.count("SPECDEMO_PUBLIC=1") == warning.count("\n") == lines
 
 
 def test_a_read_only_machine_gives_an_error_and_exit_code_2(

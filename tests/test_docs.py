@@ -13,7 +13,7 @@ from benchmarks.document_tables import README_ROWS
 from benchmarks.registry import FROZEN, RUNS, WIDTHS, TableRun
 
 ROOT = Path(__file__).parents[1]
-NAMES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "assets/pair/README.md")
+NAMES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "assets/pair/README.md")
 DOCUMENTS = [*(ROOT / name for name in NAMES), *sorted(ROOT.glob("docs/*.md"))]
 
 

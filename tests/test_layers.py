@@ -57,6 +57,7 @@ PACKAGES = {
     "uvicorn": ("specdemo/remote/",),
     "httpcore": ("specdemo/remote/", "specdemo/external/client.py"),
     "pydantic": (
+        "specdemo/core/bounded.py",
         "specdemo/core/options.py",
         "specdemo/remote/",
         "specdemo/completions/",

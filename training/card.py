@@ -94,6 +94,7 @@ def write(folder: Path, corpus: Corpus, recipe: str, count: int) -> str:
         held=len(corpus.held_out),
         files=len(corpus.held_out_files),
         recipe=recipe,
+        weight=objectives.REJECTION_WEIGHT,
         loss=loss,
         drafter_loss=drafter_loss,
         alpha=alpha,
@@ -153,7 +154,8 @@ tokens, {held:,} validation tokens in {files} complete files. The text is under 
 2. Polish: unlikelihood training against loops in the target's greedy continuations, with a KL penalty to the model of
    stage 1, then a weighted average with it, four to one. It reduces loops at temperature 0 at a small cost in loss.
 3. Curve: short training of several drafter shapes, to compare acceptance with cost.
-4. Drafter: distillation from the target's logits with KL(p || q) plus the rejection rate 1 - sum min(p, q).
+4. Drafter: distillation from the target's logits with KL(p || q) plus {weight:g} times the rejection rate
+   1 - sum min(p, q).
 5. Card: the figures below.
 
 ## Drafter shape

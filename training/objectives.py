@@ -27,8 +27,11 @@ def prediction(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits(model, ids).flatten(0, 1), ids[:, 1:].flatten())
 
 
+REJECTION_WEIGHT = 3.0  # in `agreement`
+
+
 def agreement(drafters: Iterable[LlamaForCausalLM], target: LlamaForCausalLM, ids: Tensor) -> Tensor:
-    """Return the distillation loss, summed over drafters: KL(p || q) plus three times the rejection rate 1 - beta.
+    """Return the distillation loss, summed over drafters: KL(p || q) plus `REJECTION_WEIGHT` times 1 - beta.
 
     The second term is the total-variation loss of DistillSpec (2310.08461). All drafters share a pass of the target.
     """
@@ -40,7 +43,7 @@ def agreement(drafters: Iterable[LlamaForCausalLM], target: LlamaForCausalLM, id
         q = logits(drafter, ids).log_softmax(-1)
         divergence = (weight * (p - q)).sum(-1).mean()
         overlap = torch.minimum(weight, q.exp()).sum(-1).mean()
-        total = total + divergence + 3.0 * (1.0 - overlap)
+        total = total + divergence + REJECTION_WEIGHT * (1.0 - overlap)
     return total
 
 

@@ -181,7 +181,8 @@ def _serve(command: Parser) -> None:
     add("--body-mb", type=float, default=4, help="largest request, MB")
     add("--connections", type=int, default=512, help="open connections; further connections are refused")
     add("--client-connections", type=int, default=64, help="open connections per address; none for this machine")
-    add("--drain-s", type=float, default=0, help="seconds that requests under way may take after a signal")
+    drained = "seconds that requests under way may take after a signal (default: 0, with --ray 60)"
+    add("--drain-s", type=float, metavar="S", help=drained)
     add(
         "--ray",
         action="store_true",

@@ -23,7 +23,6 @@ from specdemo import set_environment_defaults
 from specdemo.core.errors import UserError
 
 NAME = "specdemo"
-DRAIN_S = 60.0  # default
 _ONGOING = 4  # requests of a replica before another starts
 _MOST_ONGOING, _MOST_QUEUED = 64, 256
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
@@ -133,7 +132,7 @@ def bind_replicas(options: argparse.Namespace) -> serve.Application:
         max_queued_requests=_MOST_QUEUED,
         health_check_period_s=10.0,
         health_check_timeout_s=30.0,
-        graceful_shutdown_timeout_s=options.drain_s or DRAIN_S,
+        graceful_shutdown_timeout_s=options.drain_s,
         request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
         autoscaling_config=AutoscalingConfig(
             min_replicas=options.min_replicas, max_replicas=options.max_replicas, target_ongoing_requests=_ONGOING

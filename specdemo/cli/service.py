@@ -28,7 +28,7 @@ from specdemo.remote.contexts import ObserveStep, ignore_step
 from specdemo.remote.protocol import MAX_REPLICA
 from specdemo.remote.serve import serve_model
 
-MAX_DRAIN_S = 3600
+MAX_DRAIN_S, RAY_DRAIN_S = 3600, 60
 _COUNTS = ("budget_mb", "contexts", "batch", "queue", "connections", "client_connections")
 
 
@@ -36,6 +36,8 @@ def check_options(options: argparse.Namespace) -> None:
     """Raise `UserError` for values out of range, missing files and options without effect."""
     for name in _COUNTS:
         at_least_one(name.replace("_", "-"), getattr(options, name))
+    if options.drain_s is None:
+        options.drain_s = RAY_DRAIN_S if options.ray else 0
     if not (options.body_mb > 0 and options.rate >= 0 and 0 <= options.drain_s <= MAX_DRAIN_S):
         raise UserError(f"body-mb must be above 0, rate at least 0, and drain-s from 0 to {MAX_DRAIN_S}")
     read_token(os.environ)

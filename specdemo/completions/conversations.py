@@ -12,26 +12,28 @@ _MOST = 256  # conversations; the memory of their caches is bounded by `ChatCach
 
 
 class ConversationStores:
-    """Stores by prompt and answer, least recently used first."""
+    """Stores by owner, prompt and answer, least recently used first."""
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[int, tuple[str, str, Stores]] = OrderedDict()  # prompt, answer, stores
+        self._entries: OrderedDict[int, tuple[str, str, str, Stores]] = OrderedDict()  # owner, prompt, answer
         self._next = 0
 
-    def take(self, prompt: str) -> Stores:
-        """Remove and return the stores that share most text with `prompt`, or new stores.
+    def take(self, owner: str, prompt: str) -> Stores:
+        """Remove and return the owner's stores that share most text with `prompt`, or new stores.
 
         They must share the earlier prompt, or half of prompt and answer: otherwise more is lost than reused.
         """
         best, longest = None, 0
-        for key, (earlier, answer, _) in self._entries.items():
+        for key, (name, earlier, answer, _) in self._entries.items():
+            if name != owner:
+                continue
             shared = common_prefix(prompt, earlier + answer)
             if shared > longest and shared >= min(len(earlier), (len(earlier) + len(answer)) / 2):
                 best, longest = key, shared
-        return {CONVERSATION: Conversation()} if best is None else self._entries.pop(best)[2]
+        return {CONVERSATION: Conversation()} if best is None else self._entries.pop(best)[-1]
 
-    def put(self, prompt: str, answer: str, stores: Stores) -> None:
-        self._entries[self._next] = prompt, answer, stores
+    def put(self, owner: str, prompt: str, answer: str, stores: Stores) -> None:
+        self._entries[self._next] = owner, prompt, answer, stores
         self._next += 1
         while len(self._entries) > _MOST:
             self._entries.popitem(last=False)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from specdemo.core.bounded import ListOf, limited_object
 from specdemo.core.errors import UserError
 from specdemo.models.tokenizer import ChatMessage
 
@@ -29,6 +31,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # values without effect of unsuppor
     "modalities": (["text"],),
 }
 _IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")  # name the client
+_MOST_MESSAGES = 4096
 _ROLES = {"developer": "system"}
 
 
@@ -55,14 +58,14 @@ class Message(_Strict):
     """Message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | ListOf[TextPart]
 
 
 class Prediction(_Strict):
     """Predicted output: a text that the answer probably repeats."""
 
     type: Literal["content"]
-    content: str | list[TextPart]
+    content: str | ListOf[TextPart]
 
 
 def _joined(content: str | list[TextPart]) -> str:
@@ -87,7 +90,7 @@ class CompletionRequest(_Strict, ABC):
     top_k: int | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | ListOf[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prediction: Prediction | None = None
@@ -135,7 +138,7 @@ class CompletionRequest(_Strict, ABC):
 class ChatRequest(CompletionRequest):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[ListOf[Message], Field(min_length=1, max_length=_MOST_MESSAGES)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -161,7 +164,7 @@ class ChatRequest(CompletionRequest):
 class TextRequest(CompletionRequest):
     """Body of /v1/completions."""
 
-    prompt: str | list[str] | list[int]
+    prompt: str | ListOf[str] | ListOf[int]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @model_validator(mode="after")
@@ -191,7 +194,9 @@ RequestT = TypeVar("RequestT", bound=CompletionRequest)
 def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
     """Validate a JSON body. Raises `InvalidParameter`."""
     try:
-        values = json.loads(body)
+        values = json.loads(body, object_pairs_hook=limited_object)
+    except UserError:
+        raise
     except (ValueError, RecursionError):
         raise InvalidParameter("the body is not JSON: send a JSON object") from None
     if not isinstance(values, dict):
@@ -214,8 +219,8 @@ def _invalid(error: ValidationError) -> InvalidParameter:
         return InvalidParameter(f"{path} is not supported: omit it", path)
     if problem["type"] == "missing":
         return InvalidParameter(f"{path} is missing: add it", path)
-    if problem["loc"] and problem["loc"][0] in ("prompt", "stop", "content"):
-        return InvalidParameter(f"{problem['loc'][0]} must be a text", str(problem["loc"][0]))
+    if text := re.match(r"(?:.*\.)?(?:prompt|stop|content)(?=\.|$)", path):
+        return InvalidParameter(f"{text[0]} must be a text", text[0])
     if problem["type"] == "value_error":
         return InvalidParameter(problem["msg"].removeprefix("Value error, "))
     return InvalidParameter(f"{path}: {problem['msg'][0].lower()}{problem['msg'][1:200]}", path)

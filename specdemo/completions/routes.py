@@ -16,9 +16,10 @@ from specdemo.completions.responses import DONE, ResponseFormat, error_body, eve
 from specdemo.completions.service import CompletionService, UnknownModel
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Header, StepEvent
+from specdemo.recipe import Recipe
 from specdemo.remote.access import RouteInfo
-from specdemo.remote.admission import ServiceError
-from specdemo.remote.server import read_body, stream_queued, while_connected
+from specdemo.remote.admission import ServiceError, context_owner
+from specdemo.remote.server import parse_body, read_body, stream_queued, while_connected
 
 _LIMITS = "token, rate, body, queue, 10 s for the body; length of the context"
 COMPLETION_ROUTES = (
@@ -100,15 +101,22 @@ async def _complete(
 ) -> Response:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ServiceError(415, "unsupported_media_type", "the content type must be application/json: set it")
-    parsed = parse_request(kind, await read_body(request, app.state.limits.body_bytes))
-    recipe = service.recipe_of(parsed)
-    events = stream_queued(app.state.worker, partial(service.events, parsed, recipe))
+    body = await read_body(request, app.state.limits.body_bytes)
+    parsed, recipe = await parse_body(partial(_prepared, service, kind), body)
+    events = stream_queued(app.state.worker, partial(service.events, parsed, recipe, context_owner(request)))
     if not parsed.stream:
         return JSONResponse(await _whole(request, service, parsed, events))
     header = await _until_header(request, events)  # errors before the header get a status code
     usage = parsed.stream_options is not None and parsed.stream_options.include_usage
     chunks = _chunks(service, service.format(parsed), header, events, usage)
     return StreamingResponse(chunks, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+
+
+def _prepared(
+    service: CompletionService, kind: type[CompletionRequest], body: bytes
+) -> tuple[CompletionRequest, Recipe]:
+    parsed = parse_request(kind, body)
+    return parsed, service.recipe_of(parsed)
 
 
 async def _whole(

@@ -74,11 +74,11 @@ class CompletionService:
         recipe = replace(self.recipe, **{"seed": self.seed(), "chat": chat, **request.options})
         return recipe if request.speculation else replace(recipe, method="ar", rule=DEFAULT_RULE, threshold=None)
 
-    def events(self, request: CompletionRequest, recipe: Recipe) -> Iterator[Event]:
+    def events(self, request: CompletionRequest, recipe: Recipe, owner: str) -> Iterator[Event]:
         """Run a request in the worker; a conversation continues on the caches of its last request."""
         method = METHODS[recipe.method].name
         content, answer = f"{method}\n{recipe.chat}\n{request.content}", ""
-        stores = self._conversations.take(content)
+        stores = self._conversations.take(owner, content)
         run = generate(
             recipe,
             request.prompt_input,
@@ -94,7 +94,7 @@ class CompletionService:
                         answer += event.text
                     yield event
         finally:
-            self._conversations.put(content, answer, stores)
+            self._conversations.put(owner, content, answer, stores)
 
     def format(self, request: CompletionRequest) -> ResponseFormat:
         kind = ChatFormat if isinstance(request, ChatRequest) else TextFormat

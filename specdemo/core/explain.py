@@ -196,7 +196,8 @@ def _reason_of_tested(step: Step, node: int, accepted: bool) -> Reason:
     bound = verdict.bound[node] if verdict.bound else None
     if verdict.draw[node] is None:
         return Reason.RULE_ACCEPTED if accepted else Reason.RULE_REJECTED
-    if any(parents[m] == parents[node] and verdict.beta[m] is not None for m in range(node)):
+    earlier = range(parents[node] + 1, node)  # children follow their parent
+    if any(parents[m] == parents[node] and verdict.beta[m] is not None for m in earlier):
         return Reason.SIBLING_ACCEPTED if accepted else Reason.SIBLING_REJECTED
     if accepted:
         return Reason.CERTAIN if bound == 1 else Reason.BELOW

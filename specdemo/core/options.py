@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, ClassVar, TypeVar, dataclass_transform
@@ -83,11 +82,10 @@ def option(default: Any, label: str, help: str = "", **properties: Any) -> Any:
     low, high = declared.bounds or (None, None)
     return Field(
         default=default,
-        title=label,
-        description=help,
         json_schema_extra={"option": typing.cast(Any, declared)},
         ge=low,
         le=high,
+        fail_fast=True if isinstance(default, tuple) else None,
     )
 
 
@@ -115,7 +113,7 @@ def options(
             try:
                 construct(self, *args, **values)
             except ValidationError as error:
-                raise UserError(_sentence(error, cls.OPTIONS)) from None
+                raise UserError(_sentence(error, cls.OPTIONS, [*cls.__pydantic_fields__])) from None
             for declared in cls.OPTIONS.values():
                 _check_text(declared.name, getattr(self, declared.name))
                 _check_names(declared, getattr(self, declared.name))
@@ -167,18 +165,18 @@ def _value_type(annotation: Any) -> Any:
     return next(part for part in typing.get_args(annotation) if part is not type(None))
 
 
-def _sentence(error: ValidationError, table: Mapping[str, Option]) -> str:
-    problem = error.errors(include_url=False)[0]
-    name, value = str(problem["loc"][0]), problem["input"]
+def _sentence(error: ValidationError, table: Mapping[str, Option], fields: Sequence[str]) -> str:
+    problem = error.errors()[0]
+    field, value = problem["loc"][0], problem["input"]
     if problem["type"].startswith("unexpected"):
-        return f"unknown option {name!r}: known are {', '.join(table)}"
+        return f"unknown option {field!r}: known are {', '.join(table)}"
+    name = fields[field] if isinstance(field, int) else field
     if name not in table:
         return f"{name} must be a {problem.get('ctx', {}).get('class_name', 'valid object')}{_not(value)}"
     declared = table[name]
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    low, high = declared.bounds or (-math.inf, math.inf)
-    if number and (problem["type"] == "greater_than" or not low <= value <= high):
-        return f"{name} must be {declared.range}{_not(value)}{declared.hint if value <= low else ''}"
+    if number and declared.bounds and not declared.bounds[0] <= value <= declared.bounds[1]:
+        return f"{name} must be {declared.range}{_not(value)}{declared.hint if value < declared.bounds[0] else ''}"
     kind = "a whole number" if number and declared.type is int else _KINDS.get(declared.type, "a list")
     return f"{name} must be {kind}{_not(value)}"
 
@@ -189,7 +187,7 @@ _KINDS |= {tuple[int, ...]: "a list of whole numbers", tuple[str, ...]: "a list 
 
 def _not(value: Any) -> str:
     try:
-        shown = "empty" if value is None else str(value) if isinstance(value, (int, float)) else repr(value)
+        shown = "empty" if value is None else repr(value)
     except ValueError:  # more digits than Python converts to text
         shown = "a number with thousands of digits"
     return f", not {shown[:_SHOWN_CHARACTERS]}"

@@ -270,7 +270,7 @@ class Egag(PolicyDefaults):
 
 @dataclass
 class StoppingPolicy(PolicyDefaults, ABC):
-    """Draft `min_gamma` tokens, then up to `gamma` while `is_confident(n, logits)`."""
+    """Draft `min_gamma` tokens, then up to `gamma` while `is_confident(logits)`."""
 
     needs_logits = True
 
@@ -280,11 +280,11 @@ class StoppingPolicy(PolicyDefaults, ABC):
     def may_extend(self, n: int, logits: Any) -> bool:
         if n >= self.gamma:
             return False
-        confident = logits is None or self.is_confident(n, logits)
+        confident = logits is None or self.is_confident(logits)
         return confident or n < self.min_gamma
 
     @abstractmethod
-    def is_confident(self, n: int, logits: Any) -> bool: ...
+    def is_confident(self, logits: Any) -> bool: ...
 
 
 @dataclass
@@ -293,7 +293,7 @@ class ThresholdPolicy(StoppingPolicy):
 
     test: Callable[[Any], bool] = field(kw_only=True)
 
-    def is_confident(self, n: int, logits: Any) -> bool:
+    def is_confident(self, logits: Any) -> bool:
         return self.test(logits)
 
 
@@ -324,7 +324,7 @@ class AdaEdl(StoppingPolicy):
     def notes(self) -> dict[str, float]:
         return {"lambda": self.threshold}
 
-    def is_confident(self, n: int, logits: Any) -> bool:
+    def is_confident(self, logits: Any) -> bool:
         return 1 - math.sqrt(0.2 * _entropy(logits)) >= self.threshold
 
     def observe(self, step: Step) -> None:
@@ -369,7 +369,7 @@ class PathProbability(StoppingPolicy):
             logits is not None or n < self.min_gamma or expected >= self.threshold
         )
 
-    def is_confident(self, n: int, logits: Any) -> bool:
+    def is_confident(self, logits: Any) -> bool:
         self.product *= _largest_prob(logits)
         return not self._pause and self.product >= self.threshold
 

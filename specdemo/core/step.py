@@ -67,10 +67,15 @@ class Draft:
     @property
     def depth(self) -> int:
         """Length of the longest path."""
+        return max(self.node_depths, default=0)
+
+    @property
+    def node_depths(self) -> list[int]:
+        """Lengths of the paths to all nodes."""
         depths = [0]
         for parent in self.parents:
             depths.append(depths[parent + 1] + 1)
-        return max(depths)
+        return depths[1:]
 
     @property
     def is_chain(self) -> bool:
@@ -282,7 +287,8 @@ class Step:
         if draft.undisclosed is not None:
             rejected = bool(draft.undisclosed) and verdict.token is not None
             return list(range(1, self.accepted + 1 + rejected)), list(range(1, self.accepted + 1))
-        tested = {node: len(draft.path(node)) for node, beta in enumerate(verdict.beta) if beta is not None}
+        depths = draft.node_depths
+        tested = {node: depths[node] for node, beta in enumerate(verdict.beta) if beta is not None}
         return [*tested.values()], [tested[node] for node in verdict.accepted if node in tested]
 
     @property

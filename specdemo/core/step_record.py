@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias, cast
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, with_config
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
+from specdemo.core.bounded import ListOf, most_keys
 from specdemo.core.events import MemoryUse, StepEvent
 from specdemo.core.link_stats import LinkStats, Source, source_of
 from specdemo.core.metrics import Metrics
@@ -29,7 +30,17 @@ Bytes = Annotated[float, Field(ge=0, le=1e18)]
 _Probability = Annotated[float, Field(ge=0, le=1.0001)]  # float32 sums may slightly exceed 1
 Text = Annotated[str, Field(max_length=10_000)]
 Name = Annotated[str, Field(max_length=40)]
+_Key = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
 Kind: TypeAlias = Literal["correction", "bonus", "plain", "unverified", "unknown"]
+
+
+def _check_first(texts: Any) -> Any:
+    """Stop at the first invalid entry."""
+    for key, text in texts.items() if isinstance(texts, dict) else ():
+        if not (isinstance(text, str) and len(key) <= 10 and key.isascii() and key.isdigit()):
+            raise ValueError("an entry is not a text by token id")
+    return texts
+
 
 _STRICT = with_config(ConfigDict(strict=True, extra="ignore", allow_inf_nan=False))
 
@@ -39,7 +50,7 @@ class TopRecord(TypedDict):
     """Record of `TopTokens`."""
 
     entropy: Number
-    top: Annotated[list[tuple[Id, _Probability]], Field(max_length=MAX_RECORDED)]
+    top: Annotated[ListOf[tuple[Id, _Probability]], Field(max_length=MAX_RECORDED)]
 
 
 @_STRICT
@@ -68,39 +79,39 @@ class StepRecord(TypedDict):
     """Record of a step; `of` and `to` convert it."""
 
     i: Annotated[int, Field(ge=0, le=MAX_STEPS)]
-    tokens: Annotated[list[Id], Field(max_length=MAX_TOKENS)]
-    draft: Annotated[list[Id], Field(max_length=MAX_NODES)]
-    parents: list[int]
-    accepted: list[int]
+    tokens: Annotated[ListOf[Id], Field(max_length=MAX_TOKENS)]
+    draft: Annotated[ListOf[Id], Field(max_length=MAX_NODES)]
+    parents: ListOf[int]
+    accepted: ListOf[int]
     token: Id | None
     kind: Kind
-    p: list[_Probability | None]  # None if the target did not compute it
-    q: list[_Probability] | None
-    top: NotRequired[list[Id | None]]
-    choices: list[Annotated[list[Id], Field(min_length=1, max_length=MAX_NODES)]]
-    draw: list[_Probability | None]
-    beta: list[_Probability | None]
-    bound: NotRequired[list[_Probability | None]]
+    p: ListOf[_Probability | None]  # None if the target did not compute it
+    q: ListOf[_Probability] | None
+    top: NotRequired[ListOf[Id | None]]
+    choices: ListOf[Annotated[ListOf[Id], Field(min_length=1, max_length=MAX_NODES)]]
+    draw: ListOf[_Probability | None]
+    beta: ListOf[_Probability | None]
+    bound: NotRequired[ListOf[_Probability | None]]
     gamma: Annotated[int, Field(ge=0, le=1024)]
     draft_s: Seconds | None  # None if another engine does not report it
     verify_s: Seconds | None
     host_s: Seconds | None
     t: Seconds
-    policy: NotRequired[Annotated[dict[Name, Number], Field(max_length=16)]]
-    remote: NotRequired[Annotated[dict[Name, Number], Field(max_length=32)] | None]
+    policy: NotRequired[Annotated[dict[Name, Number], most_keys(16)]]
+    remote: NotRequired[Annotated[dict[Name, Number], most_keys(32)] | None]
     replica: NotRequired[Text]
-    pending: NotRequired[Annotated[list[Id], Field(max_length=MAX_TOKENS)] | None]
+    pending: NotRequired[Annotated[ListOf[Id], Field(max_length=MAX_TOKENS)] | None]
     pending_text: NotRequired[Text | None]
-    laws: NotRequired[list[TopRecord] | None]
-    drafted: NotRequired[list[TopRecord] | None]
+    laws: NotRequired[ListOf[TopRecord] | None]
+    drafted: NotRequired[ListOf[TopRecord] | None]
     token_top: NotRequired[TopRecord | None]
-    rank: NotRequired[Annotated[list[Id], Field(max_length=MAX_NODES)]]
-    origin: NotRequired[list[OriginRecord]]
+    rank: NotRequired[Annotated[ListOf[Id], Field(max_length=MAX_NODES)]]
+    origin: NotRequired[ListOf[OriginRecord]]
     undisclosed: NotRequired[Annotated[int, Field(ge=0, le=MAX_NODES)] | None]
-    texts: NotRequired[dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], Text] | None]
+    texts: NotRequired[Annotated[dict[_Key, Text], BeforeValidator(_check_first)] | None]
     text: Annotated[str, Field(max_length=100_000)]
-    pieces: Annotated[list[Text], Field(max_length=MAX_TOKENS)]
-    draft_text: list[Text]
+    pieces: Annotated[ListOf[Text], Field(max_length=MAX_TOKENS)]
+    draft_text: ListOf[Text]
     memory: NotRequired[MemoryRecord]
 
 

@@ -30,12 +30,11 @@ class StopTexts:
         if starts:
             self.reached, self._withheld = True, ""
             return text[: min(starts)]
-        size = max((_overlap(text, stop) for stop in self._texts), default=0)
+        size = max(_overlap(text, stop) for stop in self._texts)
         self._withheld = text[len(text) - size :]
         return text[: len(text) - size]
 
 
 def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of `text` that begins `stop`."""
-    sizes = range(min(len(text), len(stop) - 1), 0, -1)
-    return next((size for size in sizes if text.endswith(stop[:size])), 0)
+    return next((size for size in range(len(stop) - 1, 0, -1) if text.endswith(stop[:size])), 0)

@@ -36,7 +36,7 @@ class TargetContext(Protocol):
     def scorer(self, role: Any) -> Any:
         """Return the model with this role, which scores drafts."""
 
-    def noise(self, name: str, *, shared: bool = True) -> Any:
+    def noise(self, name: str, *, shared: bool = ...) -> Any:
         """Return the random stream `name`; the stream shared with the drafter if `shared` and the rule has it."""
 
     @property
@@ -47,7 +47,7 @@ class TargetContext(Protocol):
     def logprobs(self) -> int | None:
         """See `ModelVerifier`."""
 
-    def cached(self, loaded: Any, role: str, pad: int = 1, taps: tuple[int, ...] = ()) -> Any:
+    def cached(self, loaded: Any, role: str, pad: int = ..., taps: tuple[int, ...] = ...) -> Any:
         """Return a cached model; in a conversation, that of the previous turn."""
 
     def open(self, model: Any) -> Any:

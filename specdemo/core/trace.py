@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from specdemo.core import step_record
+from specdemo.core.bounded import ListOf, most_keys
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
 from specdemo.core.metrics import Metrics
@@ -137,8 +138,11 @@ class _Recipe(_Open):
     cloud: _Cloud | None = None
 
 
+_Width = Annotated[str, Field(pattern="^[0-9]{1,4}$")]
+
+
 class _Parity(_Line):
-    cost: dict[Annotated[str, Field(pattern="^[0-9]{1,4}$")], Annotated[float, Field(gt=0, le=1e6)]] = {}
+    cost: Annotated[dict[_Width, Annotated[float, Field(gt=0, le=1e6)]], most_keys(1024)] = {}
 
 
 class _Environment(_Open):
@@ -153,7 +157,7 @@ class _Header(_Line):
     exact: bool = True
     bit_equal: bool = False
     prompt: Annotated[str, Field(max_length=1_000_000)] = ""
-    prompt_tokens: Annotated[list[Id], Field(max_length=1_000_000)]
+    prompt_tokens: Annotated[ListOf[Id], Field(max_length=1_000_000)]
     encoder: bool = False
     cached_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
     vocab_size: Annotated[int, Field(ge=1, lt=1 << 31)] = 1

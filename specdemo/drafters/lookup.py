@@ -22,7 +22,7 @@ class LookupDrafter(Drafter):
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         tokens = list(tokens)
-        for size in range(min(self.longest, len(tokens) - 1), 0, -1):
+        for size in range(self.longest, 0, -1):
             suffix = tokens[-size:]
             for start in range(len(tokens) - size):
                 if tokens[start : start + size] == suffix:

@@ -73,7 +73,7 @@ class BuildContext(Protocol):
     def scorer(self, role: Literal["drafter", "target"], layers: Callable[[int], Sequence[int]] | None = None) -> Any:
         """Return a `Scorer`; `layers` selects layers, given their number."""
 
-    def noise(self, name: str, *, shared: bool = True) -> Any:
+    def noise(self, name: str, *, shared: bool = ...) -> Any:
         """Return the random stream `name`; the stream shared with the target if `shared` and the rule has it."""
 
     def with_store(self, make: Callable[[Any], DrafterT], *key: Any) -> DrafterT:

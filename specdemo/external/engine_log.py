@@ -8,13 +8,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specdemo.core.errors import UserError
+from specdemo.core.errors import UserError, plain_text
 
 ENGINE_FORMATS = (
     "llama.cpp (draft acceptance, timings with draft_n), vLLM (SpecDecoding metrics, metrics.speculative_decoding) "
     "and SGLang (Decode batch); transformers reports no acceptance"
 )
 _MOST_LINE = 4096  # characters; longer lines are no log lines
+_LARGEST = 1e15
+_AGAIN = "save the output of the engine again"
 _NUMBER = r"\s*([0-9]+(?:\.[0-9]+)?)"
 
 
@@ -45,12 +47,29 @@ class EngineStatistics:
 def read_engine_log(text: str) -> EngineStatistics:
     """Return the statistics of the first format with matching lines. Raises `UserError` for other texts."""
     if (statistics := _read_json(text)) is not None:
-        return statistics
+        return _possible(statistics)
     lines = "\n".join(line for line in text.splitlines() if len(line) <= _MOST_LINE)
     for read in (_llama_lines, _vllm_lines, _sglang_lines):
         if (statistics := read(lines)) is not None:
-            return statistics
+            return _possible(statistics)
     raise UserError(f"the file contains no statistics of a known engine: known are {ENGINE_FORMATS}")
+
+
+def _possible(reported: EngineStatistics) -> EngineStatistics:
+    for name in ("drafted", "accepted", "steps", "length", "tokens_per_step", "tokens_per_second"):
+        _check_number(name, getattr(reported, name))
+    for rate in reported.by_position:
+        if not 0 <= rate <= 1:
+            raise UserError(f"the acceptance {rate:g} of a position is not a rate from 0 to 1: {_AGAIN}")
+    if reported.acceptance is not None and reported.acceptance > 1:
+        counts = f"{reported.accepted:g} accepted of {reported.drafted:g} drafted tokens"
+        raise UserError(f"the file reports {counts}: {_AGAIN}")
+    return reported
+
+
+def _check_number(name: str, value: float | None) -> None:
+    if value is not None and not 0 <= value <= _LARGEST:
+        raise UserError(f"{name} is not a number from 0 to {_LARGEST:g}: {_AGAIN}")
 
 
 def _read_json(text: str) -> EngineStatistics | None:
@@ -85,17 +104,29 @@ def _objects(text: str) -> Iterator[Mapping[str, Any]]:
 
 def _figure(value: Mapping[str, Any], name: str) -> float | None:
     number = value.get(name)
-    return float(number) if isinstance(number, (int, float)) and not isinstance(number, bool) else None
+    if not isinstance(number, (int, float)) or isinstance(number, bool):
+        return None
+    _check_number(name, number)
+    return float(number)
 
 
 def _positions(histogram: Any) -> tuple[float, ...]:
     if not isinstance(histogram, list) or not all(isinstance(count, int) for count in histogram) or not sum(histogram):
         return ()
+    for count in histogram:
+        _check_number("acceptance_histogram", count)
     return tuple(sum(histogram[n:]) / sum(histogram) for n in range(1, len(histogram)))
 
 
 def _numbers(pattern: str, text: str) -> list[float]:
     return [float(number) for number in re.findall(pattern, text)]
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    numbers = [number.strip() for number in text.split(",")]
+    if not all(re.fullmatch(r"[0-9]+(\.[0-9]+)?", number) for number in numbers):
+        raise UserError(f"{plain_text(text, 60)!r} is not a list of rates: {_AGAIN}")
+    return tuple(map(float, numbers))
 
 
 def _llama_lines(text: str) -> EngineStatistics | None:
@@ -105,8 +136,8 @@ def _llama_lines(text: str) -> EngineStatistics | None:
     accepted, drafted = (sum(map(float, column)) for column in zip(*counts, strict=True))
     lengths = _numbers(rf"generated\), mean (?:acceptance length|len) ={_NUMBER}", text)
     steps = accepted / (lengths[0] - 1) if len(lengths) == 1 == len(counts) and lengths[0] > 1 else None
-    rates = re.findall(r"acceptance rate per position = \(([0-9., ]+)\)", text)
-    positions = tuple(map(float, rates[0].split(","))) if len(rates) == 1 else ()
+    rates = re.findall(r"acceptance rate per position = \(([^()\n]*)\)", text)
+    positions = _rates(rates[0]) if len(rates) == 1 else ()
     times = re.findall(rf"(?<!prompt )eval time ={_NUMBER} ms /{_NUMBER} tokens", text)
     milliseconds, tokens = (sum(map(float, column)) for column in zip(*times, strict=True)) if times else (0.0, 0.0)
     speed = 1000 * tokens / milliseconds if milliseconds else None
@@ -120,7 +151,7 @@ def _vllm_lines(text: str) -> EngineStatistics | None:
     if not lines or len(accepted) != len(drafted) or not drafted:
         return None
     rates = [re.search(r"Per-position acceptance rate: ([0-9.]+(?:, [0-9.]+)*)", line) for line in lines]
-    rows = [list(map(float, rate[1].split(", "))) for rate in rates if rate]
+    rows = [_rates(rate[1]) for rate in rates if rate]
     if len(rows) < len(lines) or len({len(row) for row in rows}) != 1 or len(rows) != len(drafted):
         return EngineStatistics("vLLM", sum(drafted), sum(accepted))
     drafts = [tokens / len(rows[0]) for tokens in drafted]  # each interval has its own number of drafts

@@ -14,7 +14,7 @@ _TOKENS, _SPECIAL = "tokenizer.ggml.tokens", ("bos", "eos", "unknown", "padding"
 _NORMAL, _CONTROL = 1, 3
 _USER_DEFINED, _UNUSED = 4, 5
 _ENDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end|>", "<end_of_turn>")
-_MAX_PIECES = 8_000_000  # limit in characters
+_MAX_PIECES, _MAX_PIECE = 8_000_000, 1_000  # limits in characters, of all tokens and of a token
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -92,7 +92,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
 def _sentence_piece(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
     scores = file.value("tokenizer.ggml.scores", list)
     valid = len(scores) == len(tokens) and isinstance(scores[0], float) and all(map(isfinite, scores))
-    if not valid or sum(map(len, tokens)) > _MAX_PIECES:
+    if not valid or sum(map(len, tokens)) > _MAX_PIECES or max(map(len, tokens)) > _MAX_PIECE:
         raise file.refusal(f"its {len(tokens):,} tokens have {len(scores):,} scores, invalid scores, or are too long")
     spaced = file.value("tokenizer.ggml.add_space_prefix", bool, True)
     space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
@@ -123,7 +123,7 @@ def _merges(tokens: list[str], scores: list[float], types: list[int]) -> list[tu
     known = {token: i for i, token in enumerate(tokens) if types[i] == _NORMAL}
     merges = []
     for token in sorted(known, key=lambda token: -scores[known[token]]):
-        splits = [(token[:i], token[i:]) for i in range(1, len(token))]
+        splits = ((token[:i], token[i:]) for i in range(1, len(token)))
         pairs = [(left, right) for left, right in splits if left in known and right in known]
         merges += sorted(pairs, key=lambda pair: (known[pair[0]], known[pair[1]]))
     return merges

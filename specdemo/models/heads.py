@@ -22,7 +22,7 @@ from specdemo.models.head_kinds.eagle3 import EAGLE3
 from specdemo.models.head_kinds.medusa import MEDUSA
 from specdemo.models.hub import Hub
 from specdemo.models.spec import HeadSpec
-from specdemo.models.untrusted import read_settings, weight_files
+from specdemo.models.untrusted import model_errors, read_settings, weight_files
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ def tap_count(name: str, hub: Hub, report: ReportProgress = ignore_progress) -> 
     if Path(name).expanduser().is_file():
         raise UserError(f"{name} is a file, and files other than safetensors may contain code: {_CONVERT}")
     config = read_settings(name, hub.settings(name, report=report) / "config.json")
-    return _kind(name, config).tap_count(config)
+    with model_errors(name, kind="head"):
+        return _kind(name, config).tap_count(config)
 
 
 def head_files(name: str, hub: Hub, report: ReportProgress = ignore_progress) -> tuple[Path, int]:
@@ -72,7 +73,9 @@ def load_head(
     spec: HeadSpec, target: LoadedModel, hub: Hub | None = None, report: ReportProgress = ignore_progress
 ) -> LoadedHead:
     """Load a head for a loaded target. Raises `UserError` for files that do not fit it."""
-    return LoadedHead(spec, head_of(read_head(spec, target, hub, report), target.model))
+    weights = read_head(spec, target, hub, report)
+    with model_errors(spec.name, kind="head"):
+        return LoadedHead(spec, head_of(weights, target.model))
 
 
 def read_head(
@@ -86,7 +89,8 @@ def read_head(
     if warning := _verifier_warning(spec, config):
         warnings.warn(warning, stacklevel=2)
     report(TaskProgress(f"reading {spec.name}"))
-    return _kind(spec.name, config).read(HeadCheckpoint(spec.name, config, folder), target)
+    with model_errors(spec.name, kind="head"):
+        return _kind(spec.name, config).read(HeadCheckpoint(spec.name, config, folder), target)
 
 
 def _kind(name: str, config: Mapping[str, Any]) -> HeadKind:

@@ -73,7 +73,9 @@ Result = TypeVar("Result")
 
 
 @contextmanager
-def model_errors(name: str, problem: str = "cannot be loaded", folder: Path | None = None) -> Iterator[None]:
+def model_errors(
+    name: str, problem: str = "cannot be loaded", folder: Path | None = None, kind: str = "model"
+) -> Iterator[None]:
     """Convert exceptions, except cancellation and lack of memory, to `UserError`."""
     try:
         yield
@@ -84,7 +86,7 @@ def model_errors(name: str, problem: str = "cannot be loaded", folder: Path | No
         if not (panic or isinstance(error, Exception)) or is_out_of_memory(error):
             raise
         reason = _reason(error, str(folder or ""), name)
-        raise UserError(f"{name} {problem} ({reason}): choose another model") from error
+        raise UserError(f"{name} {problem} ({reason}): choose another {kind}") from error
 
 
 def converts_errors(function: Callable[..., Result]) -> Callable[..., Result]:

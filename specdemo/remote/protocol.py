@@ -6,6 +6,7 @@ Field names on the network are frozen (practice guide, section 5); `_key` maps t
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from torch import Tensor
 
+from specdemo.core.bounded import MAX_KEYS, ListOf, limited_object
 from specdemo.core.errors import UserError, plain_text
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft, TopTokens, Verdict
@@ -87,8 +89,10 @@ class VerifyConfig(NetworkMessage):
     top_k: Count = 0
     top_p: Annotated[float, Field(ge=0.001, le=1)] = 1.0
     repetition_penalty: Annotated[float, _key("rep_penalty"), Field(ge=0.01, le=100)] = 1.0
-    bad_words: Annotated[list[Annotated[list[Token], Field(min_length=1, max_length=64)]], Field(max_length=1024)] = []
-    bad_texts: Annotated[list[Annotated[str, Field(min_length=1, max_length=300)]], Field(max_length=64)] = []
+    bad_words: Annotated[
+        ListOf[Annotated[ListOf[Token], Field(min_length=1, max_length=64)]], Field(max_length=1024)
+    ] = []
+    bad_texts: Annotated[ListOf[Annotated[str, Field(min_length=1, max_length=300)]], Field(max_length=64)] = []
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] = 0
     rule: str = "rejection"
     threshold: Annotated[float, Field(ge=0.001, le=1)] | None = None
@@ -148,15 +152,15 @@ class VerifyRequest(NetworkMessage):
     step: Annotated[Count | None, _key("round")] = None
     base: Count | None = None
     digest: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""  # hash of the first `base` tokens
-    tokens: Annotated[list[Token], Field(max_length=MAX_TEXT)] = []
-    draft_tokens: Annotated[list[Token], Field(max_length=MAX_DRAFT)] = []
+    tokens: Annotated[ListOf[Token], Field(max_length=MAX_TEXT)] = []
+    draft_tokens: Annotated[ListOf[Token], Field(max_length=MAX_DRAFT)] = []
     k: Count
-    parents: Annotated[list[Annotated[int, Field(ge=-1)]], Field(max_length=MAX_DRAFT)] | None = None  # None: chain
-    token_probs: Annotated[Annotated[list[Probability], Field(max_length=MAX_DRAFT)] | None, _key("q_token_probs")] = (
-        None
-    )
-    rows: Annotated[list[DraftRow], Field(max_length=MAX_DRAFT)] | None = None
-    hard_mask: Annotated[list[Literal[0, 1]], Field(max_length=MAX_DRAFT)] | None = None
+    parents: Annotated[ListOf[Annotated[int, Field(ge=-1)]], Field(max_length=MAX_DRAFT)] | None = None  # None: chain
+    token_probs: Annotated[
+        Annotated[ListOf[Probability], Field(max_length=MAX_DRAFT)] | None, _key("q_token_probs")
+    ] = None
+    rows: Annotated[ListOf[DraftRow], Field(max_length=MAX_DRAFT)] | None = None
+    hard_mask: Annotated[ListOf[Literal[0, 1]], Field(max_length=MAX_DRAFT)] | None = None
     config: Annotated[VerifyConfig | None, _key("sampling_cfg")] = None
     candidates: Annotated[int, Field(ge=1, le=64)] = 1  # target tokens to return per row
     top: Annotated[int, Field(ge=0, le=64)] = 0
@@ -183,8 +187,8 @@ class TopTokensMessage(ResponseMessage):
     """Most probable tokens of a distribution."""
 
     entropy: Number  # nats
-    ids: Annotated[list[Token], Field(max_length=MAX_RECORDED)]
-    p: Annotated[list[Reported], Field(max_length=MAX_RECORDED)]
+    ids: Annotated[ListOf[Token], Field(max_length=MAX_RECORDED)]
+    p: Annotated[ListOf[Reported], Field(max_length=MAX_RECORDED)]
 
     @classmethod
     def of(cls, top: TopTokens) -> TopTokensMessage:
@@ -203,16 +207,16 @@ class VerifyResponse(ResponseMessage):
     correction: Token | None = None
     bonus: Token | None = None
     wanted_row: Annotated[Count | None, _key("wants")] = None
-    wanted_rows: Annotated[list[Count], _key("wants_rows"), Field(max_length=MAX_DRAFT)] = []
-    accepted: list[Count] | None = None  # nodes; forests only
-    tested: list[Count] | None = None  # nodes; forests and blocks only
-    p: list[Reported] = []  # an entry per node
-    draws: list[Reported] | None = None  # an entry per tested node
-    choices: list[Annotated[list[Token], Field(max_length=MAX_NODES)]] = []  # target tokens of each row
-    target_top: Annotated[list[TopTokensMessage] | None, _key("laws")] = None
+    wanted_rows: Annotated[ListOf[Count], _key("wants_rows"), Field(max_length=MAX_DRAFT)] = []
+    accepted: ListOf[Count] | None = None  # nodes; forests only
+    tested: ListOf[Count] | None = None  # nodes; forests and blocks only
+    p: ListOf[Reported] = []  # an entry per node
+    draws: ListOf[Reported] | None = None  # an entry per tested node
+    choices: ListOf[Annotated[ListOf[Token], Field(max_length=MAX_NODES)]] = []  # target tokens of each row
+    target_top: Annotated[ListOf[TopTokensMessage] | None, _key("laws")] = None
     # The next three are sent if the request sets `top`, bounds also for blocks; the first two have an entry per node.
-    bounds: list[Reported | None] | None = None
-    ranks: list[Count] | None = None
+    bounds: ListOf[Reported | None] | None = None
+    ranks: ListOf[Count] | None = None
     token_top: TopTokensMessage | None = None
     lossy: bool = False  # the verdict does not preserve the target's distribution
     metrics: VerifyMetrics = VerifyMetrics()
@@ -338,7 +342,7 @@ class PrefillPosition:
 class StreamRequest(NetworkMessage):
     """Request for autoregressive decoding."""
 
-    tokens: Annotated[list[Token], Field(min_length=1, max_length=MAX_TEXT)]
+    tokens: Annotated[ListOf[Token], Field(min_length=1, max_length=MAX_TEXT)]
     config: Annotated[VerifyConfig, _key("sampling_cfg")]
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TEXT)]
 
@@ -395,7 +399,7 @@ class ServiceInfo(ServiceIdentity):
     name: ExternalText
     vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCAB)]
     context: Count
-    stop: Annotated[list[Token], Field(max_length=1024)]
+    stop: Annotated[ListOf[Token], Field(max_length=1024)]
     tokenizer: ExternalText  # fingerprint
     engine: ExternalText
     dtype: ExternalText
@@ -435,11 +439,22 @@ def _expand(kind: int, data: bytes) -> Any:
     return np.frombuffer(data, "<f4").tolist()
 
 
+def _from_json(kind: type[MessageT], body: bytes) -> MessageT:
+    try:
+        json.loads(body, object_pairs_hook=limited_object, parse_int=float)  # an `int` is limited to 4,300 digits
+    except UserError:
+        raise
+    except (ValueError, RecursionError):
+        pass  # described by Pydantic
+    return kind.model_validate_json(body, by_alias=True, by_name=False)
+
+
 def _from_msgpack(kind: type[MessageT], body: bytes) -> MessageT:
     try:
-        value = msgpack.unpackb(body, ext_hook=_expand, use_list=True, raw=False)
+        value = msgpack.unpackb(body, max_map_len=MAX_KEYS, ext_hook=_expand, use_list=True, raw=False)
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
-        raise Unreadable(f"the body is not msgpack: {str(error) or type(error).__name__}") from error
+        cause = str(error) or type(error).__name__
+        raise Unreadable(f"the body is not msgpack with at most {MAX_KEYS} keys per object: {cause}") from error
     return kind.model_validate(value, by_alias=True, by_name=False)
 
 
@@ -469,7 +484,7 @@ class Codec:
 CODECS: Mapping[str, Codec] = {
     "application/json": Codec(
         lambda message: message.model_dump_json(exclude_defaults=True, by_alias=True).encode(),
-        lambda kind, body: kind.model_validate_json(body, by_alias=True, by_name=False),
+        _from_json,
     ),
     "application/msgpack": Codec(
         lambda message: msgpack.packb(_compact(message.model_dump(exclude_defaults=True, by_alias=True))),

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -50,6 +50,7 @@ _APPLICATION: dict[str, Any] = {
 _STATUSES = (400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 503)
 _PROBLEMS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorResponse} for status in _STATUSES}
 _BODY_TIMEOUT_S = ConnectionLimits.seconds
+_SHORT_BODY = 1 << 16  # bytes
 _PREFILL_S = 1.0  # part of a prefill after which an edge gets a response
 _VERIFY_LIMITS = "token, rate, body, queue, 10 s for the body, at most 256 drafted and 131,072 text tokens"
 SERVICE_ROUTES = (
@@ -61,6 +62,8 @@ SERVICE_ROUTES = (
     RouteInfo("GET", "/docs", "documentation of the messages", "token, rate"),
     RouteInfo("GET", "/openapi.json", "schema of the messages", "token, rate"),
 )
+
+T = TypeVar("T")
 
 
 def create_app(
@@ -210,7 +213,7 @@ async def _read(request: Request, kind: type[MessageT], max_bytes: int) -> Messa
         raise ServiceError(415, "type", f"content type {content_type!r} is unsupported: use {' or '.join(CODECS)}")
     body = await read_body(request, max_bytes)
     try:
-        return CODECS[content_type].load(kind, body)
+        return await parse_body(partial(CODECS[content_type].load, kind), body)
     except UserError as error:
         code = "unreadable" if isinstance(error, Unreadable) else "invalid"
         raise ServiceError(422, code, str(error)) from error
@@ -235,6 +238,11 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     except ClientDisconnect:
         raise _gone() from None
     return bytes(body)
+
+
+async def parse_body(parse: Callable[[bytes], T], body: bytes) -> T:
+    """Parse long bodies in a thread."""
+    return parse(body) if len(body) <= _SHORT_BODY else await asyncio.to_thread(parse, body)
 
 
 def _gone() -> ServiceError:

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from specdemo.core.events import StepEvent
 from specdemo.core.origin import HEAD, MODEL
-from specdemo.ui.lane import Lane, title
+from specdemo.ui.lane import Lane
 
 KINDS = {"prompt": "prompt", "draft": "drafter call", "search": "draft without a model", "target": "target pass"}
 WIDTH, ROW = 960, 46  # pixels
@@ -103,7 +103,7 @@ def calls_svg(lanes: Sequence[Lane], first_token: int, tokens: int) -> str:
     shapes = []
     for i, (lane, row) in enumerate(rows):
         y = i * ROW + 16
-        shapes.append(f'<text x="0" y="{y - 4}">{html.escape(title(lane.recipe))}</text>')
+        shapes.append(f'<text x="0" y="{y - 4}">{html.escape(lane.title)}</text>')
         begin = row[0].start
         for call in row:
             left, right = (min(max(t - begin, 0), span) for t in (call.start, call.start + call.seconds))

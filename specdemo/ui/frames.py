@@ -20,7 +20,7 @@ from specdemo.core.trace import MAX_CHARACTERS, ReadLimits, read
 from specdemo.drafters import METHODS
 from specdemo.ui import labels
 from specdemo.ui.headline import headline
-from specdemo.ui.lane import LANES, PLAIN, SPEC, Lane, linked, mode, model_name, speed, title
+from specdemo.ui.lane import LANES, PLAIN, SPEC, Lane, linked, mode, model_name, speed
 from specdemo.ui.pass_costs import pass_costs
 from specdemo.ui.run_table import RUN_TABLE_HEAD, run_table
 from specdemo.ui.settings import recorded_settings
@@ -87,7 +87,8 @@ class Run:
     seen: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.lanes = {name: Lane() for name in self.plan}
+        first = Lane()
+        self.lanes = {name: Lane(first=first) if i else first for i, name in enumerate(self.plan)}
         self.speeds: dict[str, list[float]] = {name: [] for name in self.plan}
         self._stop_job: Callable[[], None] | None = None
         self._stopping, self._lock = False, threading.Lock()
@@ -120,7 +121,7 @@ class Run:
             case StepEvent():
                 if note := LOST if event.step.lost else failover_note(event.step):
                     self._record({"l": name, "note": note})
-                description = "plain" if name == PLAIN else title(lane.recipe)
+                description = "plain" if name == PLAIN else lane.title
                 if len(self.lanes) > 1:
                     position = sum(other.ended for other in self.lanes.values()) + 1
                     description += f", run {position} of {len(self.lanes)}"
@@ -153,7 +154,7 @@ class Run:
         head["about"] = method.title if method else ""
         words = {"reasons": [reason.value for reason in Reason], "fates": FATES}
         model = f"{model_name(lane.recipe)}, temperature {lane.recipe['temperature']:g}"
-        self._record({"l": name, "head": {**head, "title": title(lane.recipe), "model": model, **words}})
+        self._record({"l": name, "head": {**head, "title": lane.title, "model": model, **words}})
 
     def _end(self, name: str, lane: Lane, end: End) -> None:
         self.speeds[name].append(speed(lane.metrics, linked(self.lanes)) or 0.0)
@@ -207,7 +208,7 @@ class Run:
         name = next((name for name in self.plan if self.lanes[name].begun), self.plan[0])
         count = f"{self.lanes[name].metrics.tokens} tokens"
         if name != self.plan[0]:
-            count += f" of {'the AR baseline' if name == PLAIN else title(self.lanes[name].recipe)}"
+            count += f" of {'the AR baseline' if name == PLAIN else self.lanes[name].title}"
         return phase, ", ".join(filter(None, (count, end.error or why)))
 
     def frame(self, start: int) -> str:
@@ -230,7 +231,7 @@ class Run:
     def _summarise(self) -> dict[str, Any]:
         return {
             "verdict": self._verdict(),
-            "lengths": labels.unequal_lengths(self.lanes),
+            "lengths": labels.unequal_lanes(self.lanes),
             "same": labels.sameness(self.lanes),
             "headline": headline(self.lanes, self.speeds),
             "passes": pass_costs(self.lanes),

@@ -25,6 +25,7 @@ from specdemo.ui.documents import DOCUMENT_PATH
 from specdemo.ui.event_requests import KnownEvents
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.page_head import PICTURE_PATH, PageHead
+from specdemo.ui.streams import FRAMES
 from specdemo.ui.visitor_sessions import InvalidSession, VisitorSessions
 
 _log = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ PAGE_ROUTES = (
     RouteInfo("GET", "/pwa_icon/192", "icon of the app", "one size"),
     RouteInfo("GET", "/pwa_icon/512", "icon of the app", "one size"),
     RouteInfo("GET", "/health", "health check", "one probe at a time, at most every 10 minutes"),
-    RouteInfo("WEBSOCKET", "/frames/{run}", "frames of a run", "unguessable id"),
+    RouteInfo("WEBSOCKET", FRAMES, "frames of a run", "unguessable id"),
+    RouteInfo("POST", FRAMES, "end of a run, as its page is left", "rate, unguessable id"),
     RouteInfo("GET", f"{_API}/info", "description of the API"),
     RouteInfo("GET", f"{_API}/openapi.json", "description of the API"),
     RouteInfo("GET", f"{_API}/startup-events", "start of the event queue"),

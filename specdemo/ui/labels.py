@@ -13,13 +13,15 @@ from specdemo.core.events import StepEvent
 from specdemo.core.explain import exact_label, explain_engine
 from specdemo.core.formats import NOTHING, format_bytes, latency, number, percent
 from specdemo.core.metrics import Metrics
+from specdemo.core.options import Option
 from specdemo.core.rules import rule_traits
 from specdemo.core.step import common_prefix
 from specdemo.core.theory import CostTerms, better_gamma, can_improve, expected_tokens, walltime_improvement
 from specdemo.core.theory import speedup as cost_model
 from specdemo.drafters import draft_shape
 from specdemo.preflight import Preflight
-from specdemo.ui.lane import ALONE, PLAIN, SPEC, Lane, linked, mode, speed, title
+from specdemo.recipe import TEXT_OPTIONS
+from specdemo.ui.lane import ALONE, PLAIN, SPEC, Lane, linked, mode, speed
 from specdemo.ui.step_views import what_if
 
 REPEAT = "confirm with Repeat"
@@ -76,14 +78,19 @@ def compare_texts(lanes: Mapping[str, Lane]) -> dict[str, tuple[str, str]]:
 def _text_badge(lane: Lane, baseline: Lane) -> tuple[str, str]:
     badge, why = guarantee(lane)
     reported = f"{badge}, " if lane.external else ""
-    if lane.tokens == baseline.tokens:
+    differing = differing_inputs(lane, baseline)
+    if lane.tokens == baseline.tokens and "prompt" not in differing:
         return f"{reported}same text", f"All {len(lane.tokens)} tokens equal the baseline's."
+    lossy = not lane.exact or lane.recipe["method"] == "beam"
+    if differing and (lane.external or not lossy):
+        names = ", ".join(differing).replace("_", " ")
+        return f"{reported}other settings", f"The texts may differ, since these differ: {names}."
     if lane.external and lane.recipe.get("temperature") == 0:
         first = common_prefix(lane.tokens, baseline.tokens) + 1
         return f"{reported}differs at token {first}", "Engines round differently, which decides near-ties."
-    if not lane.exact or lane.recipe["method"] == "beam":
+    if lossy:
         return badge, why
-    if _must_agree(lane.recipe, baseline.recipe):
+    if _must_agree(lane, baseline):
         difference = _difference(lane, baseline)
         return difference["badge"], difference["why"]
     return "other random text", f"{why} Both runs draw their own random numbers, so the texts may differ."
@@ -148,15 +155,20 @@ def lane_speedup(lanes: Mapping[str, Lane], name: str = SPEC) -> float | None:
     """Speed of a lane relative to the AR lane, once both have ended; over a link including the first token."""
     if name == PLAIN or not all(lane in lanes and lanes[lane].ended for lane in (name, PLAIN)):
         return None
+    if "prompt" in differing_inputs(lanes[name], lanes[PLAIN]):
+        return None
     value, baseline = (speed(lanes[lane].metrics, linked(lanes)) for lane in (name, PLAIN))
     return value / baseline if value and baseline else None
 
 
-def unequal_lengths(lanes: Mapping[str, Lane]) -> str:
+def unequal_lanes(lanes: Mapping[str, Lane]) -> str:
+    begun = [lane for lane in lanes.values() if lane.begun]
+    if PLAIN in lanes and any("prompt" in differing_inputs(lane, begun[0]) for lane in begun):
+        return "The prompts differ: speeds and texts are not compared."
     counts = {name: lane.metrics.tokens for name, lane in lanes.items() if lane.begun}
     if PLAIN not in counts or len(set(counts.values())) < 2:
         return ""
-    parts = (f"{'AR' if name == PLAIN else title(lanes[name].recipe)} {count} tokens" for name, count in counts.items())
+    parts = (f"{'AR' if name == PLAIN else lanes[name].title} {count} tokens" for name, count in counts.items())
     return f"{'; '.join(parts)}: speeds are compared, not times."
 
 
@@ -193,7 +205,7 @@ def describe_repeats(speeds: Mapping[str, Sequence[float]]) -> str:
 
 def describe_waiting(lanes: Mapping[str, Lane]) -> str:
     shares = [
-        f"{title(lane.recipe)} {percent(min(1.0, waited / lane.metrics.decode_s))}"
+        f"{lane.title} {percent(min(1.0, waited / lane.metrics.decode_s))}"
         for lane in lanes.values()
         if mode(lane.recipe)
         and lane.metrics.decode_s
@@ -257,13 +269,13 @@ def verdict(lanes: Mapping[str, Lane]) -> str:
             "Its aim is a probable text, not speed.",
         ]
     elif mode(lane.recipe) in ALONE:
-        words = [f"{title(lane.recipe).capitalize()}, at {ratio_text(ratio)}× the speed of AR decoding here: {speeds}"]
+        words = [f"{lane.title.capitalize()}, at {ratio_text(ratio)}× the speed of AR decoding here: {speeds}"]
     elif linked(lanes):
         words = _over_link(lane, ratio, speeds)
     else:
         words = _speculation(lane, lanes[PLAIN], ratio, speeds)
     words += [
-        f"{title(other.recipe)} ran at {ratio_text(value)}× the speed of AR decoding{_other_text(other, lanes[PLAIN])}."
+        f"{other.title} ran at {ratio_text(value)}× the speed of AR decoding{_other_text(other, lanes[PLAIN])}."
         for name, other in lanes.items()
         if name not in (SPEC, PLAIN) and (value := lane_speedup(lanes, name)) is not None
     ]
@@ -384,7 +396,7 @@ def sameness(lanes: Mapping[str, Lane]) -> dict[str, str] | None:
     for name, lane in lanes.items():
         if name == PLAIN or not lane.ended or not lane.exact or lane.recipe.get("method") == "beam":
             continue
-        if not lane.metrics.steps or not _must_agree(lane.recipe, baseline.recipe):
+        if not lane.metrics.steps or differing_inputs(lane, baseline) or not _must_agree(lane, baseline):
             continue
         if lane.tokens != baseline.tokens:
             return _difference(lane, baseline)
@@ -393,10 +405,22 @@ def sameness(lanes: Mapping[str, Lane]) -> dict[str, str] | None:
     return None
 
 
-def _must_agree(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    shared = ("pair", "target", "temperature", "top_k", "top_p", "seed", "max_tokens", "dtype", *_FORM)
-    if any(a.get(name) != b.get(name) for name in shared):
-        return False
+def differing_inputs(lane: Lane, other: Lane) -> list[str]:
+    """Return options of the text, and "prompt"."""
+
+    def value(recipe: Mapping[str, Any], option: Option) -> Any:
+        chosen = recipe.get(option.name, option.default)
+        return list(chosen) if isinstance(chosen, tuple) else chosen
+
+    options = [
+        name for name, option in TEXT_OPTIONS.items() if value(lane.recipe, option) != value(other.recipe, option)
+    ]
+    prompts = [header and header.prompt_tokens for header in (lane.header, other.header)]
+    return options if prompts[0] == prompts[1] else [*options, "prompt"]
+
+
+def _must_agree(lane: Lane, baseline: Lane) -> bool:
+    a, b = lane.recipe, baseline.recipe
     return a.get("temperature") == 0 or (rule_traits(a).shares_noise and a.get("rule") == b.get("rule"))
 
 
@@ -410,7 +434,7 @@ def _difference(lane: Lane, baseline: Lane) -> dict[str, str]:
     if len(top) > 1:
         (a, p), (b, q) = top[:2]
         where += f", where the target gave {a!r} {p:.4f} and {b!r} {q:.4f}"
-        near_tie = lane.recipe.get("temperature") != 0 or math.log(p / q) <= NEAR_TIE
+        near_tie = lane.recipe.get("temperature") != 0 or p <= q * math.exp(NEAR_TIE)
     if not near_tie:
         tone, cause = "bad", "this is an error, not a near-tie"
     elif lane.bit_equal and not mode(lane.recipe):
@@ -421,9 +445,8 @@ def _difference(lane: Lane, baseline: Lane) -> dict[str, str]:
 
 
 def _other_text(lane: Lane, baseline: Lane) -> str:
-    form = {name: lane.recipe.get(name) for name in _FORM}
-    same_form = form == {name: baseline.recipe.get(name) for name in _FORM}
-    if same_form or not _must_agree(lane.recipe, {**baseline.recipe, **form}):
+    differing = differing_inputs(lane, baseline)
+    if not differing or not set(differing) <= set(_FORM) or not _must_agree(lane, baseline):
         return ""
     if lane.tokens == baseline.tokens:
         return "; its text is the same"

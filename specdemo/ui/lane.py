@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -10,12 +10,14 @@ from typing import Any
 from specdemo.core import trace
 from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
 from specdemo.core.metrics import Metrics
+from specdemo.core.options import Option
 from specdemo.core.rules import DEFAULT_RULE, rule_traits
 from specdemo.external.address import EngineAddress
 from specdemo.models.spec import SAME
+from specdemo.option_effects import methods_with
 from specdemo.recipe import Recipe
 from specdemo.ui.method_names import method_name
-from specdemo.ui.settings import OFF
+from specdemo.ui.settings import OFF, OPTIONS
 
 SPEC, PLAIN = "spec", "ar"
 LANES = (SPEC, PLAIN, "third", "fourth")
@@ -32,6 +34,7 @@ class Lane:
     end: End | None = None
     metrics: Metrics = field(default_factory=Metrics)
     memory: MemoryUse = field(default_factory=MemoryUse)
+    first: Lane | None = None
 
     def add(self, event: Event) -> int:
         match event:
@@ -59,6 +62,13 @@ class Lane:
     @property
     def recipe(self) -> Mapping[str, Any]:
         return self.header.recipe if self.header else {}
+
+    @property
+    def title(self) -> str:
+        """Recipe and differences from the first lane."""
+        if not (self.begun and self.first and self.first.begun):
+            return title(self.recipe)
+        return ", ".join([title(self.recipe), *_differences(self.recipe, self.first.recipe)])
 
     @property
     def environment(self) -> Mapping[str, Any]:
@@ -165,6 +175,46 @@ def _form(recipe: Mapping[str, Any]) -> str:
     return ("" if form == "none" else f", in {form}") + (", 8-bit activations" if narrow else "")
 
 
+_IN_TITLE = (  # and the model next to it, or without effect on texts and speeds
+    *("pair", "target", "method", "gamma", "policy", "rule", "num_beams", "external"),
+    *("quantization", "drafter_quantization", "activations", "mode", "remote", "top"),
+)
+_MOST_DIFFERENCES, _VALUE_CHARACTERS = 4, 20
+
+
+def _differences(recipe: Mapping[str, Any], first: Mapping[str, Any]) -> Iterator[str]:
+    flat, others = ({**lane, **(lane.get("cloud") or {})} for lane in (recipe, first))
+    options = OPTIONS if recipe.get("cloud") and first.get("cloud") else Recipe.OPTIONS
+    differing = [
+        f"{name.replace('_', ' ')} {_value(value)}"
+        for name, option in options.items()
+        if _written(option, recipe)
+        and _value(value := flat.get(name, option.default)) != _value(others.get(name, option.default))
+    ]
+    yield from differing[:_MOST_DIFFERENCES]
+    if len(differing) > _MOST_DIFFERENCES:
+        yield "…"
+
+
+def _written(option: Option, recipe: Mapping[str, Any]) -> bool:
+    if option.name == "gamma" and recipe.get("policy", "fixed") != "fixed":
+        return True
+    if option.name == "drafter" and recipe.get("drafter") == SAME:
+        return False
+    used = not option.policies or recipe.get("policy") in option.policies
+    return used and option.name not in _IN_TITLE and recipe["method"] in methods_with(option)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, (list, tuple)):
+        return "/".join(map(str, value))[:_VALUE_CHARACTERS] or "none"
+    if value in (None, ""):
+        return "default"
+    return f"{value:g}" if isinstance(value, float) else str(value)[-_VALUE_CHARACTERS:]
+
+
 def plan_of(settings: Mapping[str, Any], compare: Any, extra: int) -> tuple[str, ...]:
     """Return the names of the lanes of a run. A remote AR recipe without speculation occupies the first lane."""
     if settings["method"] == "ar" and settings.get("mode", OFF) == OFF:
@@ -207,4 +257,7 @@ def describe_stored_lanes(recipes: list[Recipe]) -> str:
 
 
 def name_lanes(recipes: Sequence[Recipe]) -> str:
-    return "; ".join(f"{title(lane)} ({model_name(lane)})" for lane in map(asdict, recipes))
+    lanes = [asdict(recipe) for recipe in recipes]
+    return "; ".join(
+        f"{', '.join([title(lane), *_differences(lane, lanes[0])])} ({model_name(lane)})" for lane in lanes
+    )

@@ -17,7 +17,7 @@ from specdemo.core.step import Step
 from specdemo.core.theory import STAGES, CostTerms, best_gamma_over, most_bytes_per_token, speedup_over
 from specdemo.ui.frames import Run
 from specdemo.ui.labels import escape_markdown
-from specdemo.ui.lane import Lane, mode, title
+from specdemo.ui.lane import Lane, mode
 
 SLACK = 1.02  # tolerated deviation of the two clocks
 LINK_TABLE_HEAD = (
@@ -154,7 +154,7 @@ def describe_link(lane: Lane) -> str:
     shares = [f"{ACTIVITIES[activity][0]} {percent(spent[activity] / total)}" for activity in spent if spent[activity]]
     waiting = sum(seconds for activity, seconds in spent.items() if activity not in ("draft", "idle"))
     sentences = [
-        f"**{escape_markdown(title(lane.recipe))}**: {m.tokens} tokens in {m.steps} steps, "
+        f"**{escape_markdown(lane.title)}**: {m.tokens} tokens in {m.steps} steps, "
         f"{number(m.tokens_per_second, 1)} tokens per second. {percent(remote.get('escalated', 0.0) / m.steps)} of the "
         "steps queried the cloud. The link carried "
         f"{kilobytes(remote.get('bytes_up', 0.0))} kB up and {kilobytes(remote.get('bytes_down', 0.0))} kB down, "

@@ -26,7 +26,6 @@ from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import SAME
 from specdemo.models.zoo import ASSETS, CHAT_PAIR, PAIRS, first_installed, first_with_drafter
-from specdemo.preflight import Preflight
 from specdemo.recipe import Recipe
 from specdemo.remote.connections import ConnectionLimits, limit_connections
 from specdemo.remote.local_service import LocalServices
@@ -45,7 +44,7 @@ from specdemo.ui.documents import document_route, page_links
 from specdemo.ui.event_requests import KnownEvents, guarded
 from specdemo.ui.frames import Run
 from specdemo.ui.gateway import TRACES, gateway
-from specdemo.ui.labels import describe_preflight, link_papers
+from specdemo.ui.labels import link_papers
 from specdemo.ui.lane import (
     EXTRA,
     SPEC,
@@ -73,9 +72,11 @@ from specdemo.ui.settings import (
     stored_recipes,
     unknown_names,
 )
-from specdemo.ui.streams import LaneEvents, Sockets, drain, reason, trace_route
+from specdemo.ui.streams import LaneEvents, Sockets, reason, trace_route
 from specdemo.ui.tabs import build_tabs
-from specdemo.ui.tabs.components import PROGRESS_CSS, progress_bar
+from specdemo.ui.tabs.components import PROGRESS_CSS
+from specdemo.ui.tabs.measurement_panel import PanelParts
+from specdemo.ui.tabs.prediction import SpeedupPrediction, connect_prediction
 from specdemo.ui.theme import launch_options
 from specdemo.worker import Worker, WorkerBusy, WorkerGroup
 
@@ -92,7 +93,6 @@ _QUEUED: dict[str, Any] = {"show_progress": "hidden", "concurrency_limit": None,
 _IMMEDIATE: dict[str, Any] = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
 _PRIVATE: dict[str, Any] = {"api_visibility": "private"}
 _TO_OTHER_TABS = "(...values) => window.specdemoTabs.postMessage(JSON.stringify(values))"
-_ESTIMATING = "(...values) => { document.body.dataset.estimate = 'current'; return values; }"
 
 
 def toast(run: Run) -> None:
@@ -343,14 +343,18 @@ def _connect_runs(parts: _Parts, handlers: _Handlers) -> None:
         run.failure(None, None, None, js=failed, **_PRIVATE)
         run.success(handlers.conversation, None, parts.conversation, **_QUEUED)
     parts.buttons["continue-chat"].click(None, None, parts.prompt, js="() => ''", **_PRIVATE)  # the run has read it
-    shown = [parts.progress, parts.estimate]
-    for name in ("preflight", "update-estimate"):
-        parts.buttons[name].click(
-            handlers.estimate, settings, shown, js=_ESTIMATING, preprocess=False, trigger_mode="once", **_QUEUED
-        )
+    _connect_estimate(parts, handlers)
     method = parts.controls["method"]
     notes = {name: link_papers(method.notes) for name, method in METHODS.items()}
     method.change(lambda name: notes.get(str(name), ""), method, parts.about, preprocess=False, **_IMMEDIATE)
+
+
+def _connect_estimate(parts: _Parts, handlers: _Handlers) -> None:
+    buttons = tuple(parts.buttons[name] for name in ("preflight", "update-estimate"))
+    settings = list(parts.settings.values())
+    connect_prediction(
+        handlers.service, PanelParts(buttons, parts.progress), parts.estimate, settings, handlers.prediction
+    )
 
 
 def _connect_lanes(parts: _Parts, handlers: _Handlers) -> None:
@@ -380,8 +384,10 @@ def _connect_settings(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> No
     recorded = "(name) => window.specdemoRecorded?.[name] ?? undefined"  # undefined: unchanged
     use = f"() => {json.dumps(data['names'])}.map({recorded})"
     parts.buttons["use"].click(None, None, settings, js=use, **_PRIVATE)
-    initial = json.dumps([*defaults.values(), ""])
-    parts.buttons["reset"].click(None, None, [*settings, parts.estimate], js=f"() => {initial}", **_PRIVATE)
+    initial = json.dumps([*defaults.values(), "", ""])
+    parts.buttons["reset"].click(
+        None, None, [*settings, parts.estimate, parts.progress], js=f"() => {initial}", **_PRIVATE
+    )
     restorable = gr.Textbox(visible=False)
     demo.load(
         handlers.find, [parts.saved, parts.stored], [restorable, parts.stored_lanes], preprocess=False, **_QUEUED
@@ -392,7 +398,7 @@ class _Handlers:
     def __init__(
         self, service: Service, sockets: Sockets, device: str, defaults: Settings, examples: Examples = ()
     ) -> None:
-        self._service, self._sockets = service, sockets
+        self.service, self._sockets = service, sockets
         self._device, self._defaults = device, defaults
         self._examples = examples
         self._playing: set[asyncio.Task[None]] = set()
@@ -409,18 +415,18 @@ class _Handlers:
             message = "a run needs a JSON list of the added settings and all settings of the page"
             raise gr.Error(message, print_exception=False) from None
         if turn == "same" and settings["prompt"] == "":  # cleared after it was sent
-            settings["prompt"] = self._service.last_message(visitor)
+            settings["prompt"] = self.service.last_message(visitor)
         extra = self._comparable(stored, settings) if pairs == 1 else []
         plan = plan_of(settings, settings["compare"] or pairs > 1, len(extra))
-        run = self._service.runs.new(visitor, plan, address)
-        run.pairs, run.history = pairs, self._service.history(visitor, settings["prompt"], turn)
+        run = self.service.runs.new(visitor, plan, address)
+        run.pairs, run.history = pairs, self.service.history(visitor, settings["prompt"], turn)
         try:
             if pairs > 1 and SPEC not in run.plan:
                 raise UserError(f"a comparison with method ar needs another method than ar: {', '.join(METHODS)}")
             lanes = lanes_of(self._recipe(settings), extra, run.plan)
             jobs = alternating(lanes, pairs)
             warm_up = len(lanes) > 1
-            stream = self._service.start(jobs, settings["prompt"], visitor, address, run.history, warm_up)
+            stream = self.service.start(jobs, settings["prompt"], visitor, address, run.history, warm_up)
         except (UserError, WorkerBusy) as error:
             run.finish(reason(error))
             toast(run)
@@ -430,7 +436,7 @@ class _Handlers:
         playing = asyncio.create_task(self._play(run, stream, visitor, settings["prompt"]))
         self._playing.add(playing)
         playing.add_done_callback(self._playing.discard)
-        async with aclosing(self._sockets.polled_frames(run)) as frames:
+        async with aclosing(self._sockets.fallback_frames(run)) as frames:
             async for frame in frames:
                 yield frame
         await asyncio.wait([playing])
@@ -440,32 +446,18 @@ class _Handlers:
 
     def conversation(self, request: gr.Request) -> Any:
         visitor = request.session_hash or ""
-        messages = self._service.conversations.get(visitor, [])
-        footers = self._service.footers.get(visitor, [])
+        messages = self.service.conversations.get(visitor, [])
+        footers = self.service.footers.get(visitor, [])
         return gr.Chatbot(value=shown_messages(messages, footers), visible=bool(messages))
 
     async def _play(self, run: Run, stream: LaneEvents, visitor: str, prompt: str) -> None:
         await self._sockets.play(run, stream)
-        self._service.remember_turn(visitor, prompt, run)
+        self.service.remember_turn(visitor, prompt, run)
 
-    async def estimate(self, request: gr.Request, *values: Any) -> AsyncIterator[tuple[str, Any]]:
-        """Yield the progress and the text of a prediction."""
+    def prediction(self, _: str, values: tuple[Any, ...]) -> SpeedupPrediction:
         settings = dict(zip(self._defaults, values, strict=True))
         prompt = settings["prompt"] if isinstance(settings["prompt"], str) else ""
-        try:
-            stream = self._service.predict(replace(self._recipe(settings), external=None), prompt, address_of(request))
-            yield progress_bar(0, 1, "predicting: waiting for the device"), gr.skip()
-            async with aclosing(drain(stream)) as batches:
-                async for batch in batches:
-                    for item in batch[-1:]:
-                        if isinstance(item, Preflight):
-                            yield "", describe_preflight(item)
-                        else:
-                            yield progress_bar(item.share, 1, f"predicting: {item.stage}"), gr.skip()
-            if stream.error:
-                raise stream.error
-        except Exception as error:  # the page reports any failure
-            yield "", f"**No prediction:** {html.escape(reason(error))}"
+        return SpeedupPrediction(replace(self._recipe(settings), external=None), prompt)
 
     def keep(self, stored: Any, *values: Any) -> tuple[Any, str]:
         return self._keep(stored, values, lambda settings: settings)
@@ -491,7 +483,8 @@ class _Handlers:
         except UserError as error:
             gr.Warning(html.escape(reason(error)))
             return gr.skip(), describe_stored_lanes(lanes)
-        return [*(stored or []), wanted], describe_stored_lanes([*lanes, recipe])
+        valid = [lane for lane in (stored or [])[: len(EXTRA)] if self._lanes([lane])]
+        return [*valid, wanted], describe_stored_lanes([*lanes, recipe])
 
     def find(self, saved: Any, stored: Any, request: gr.Request) -> tuple[str, str]:
         link = from_link(dict(request.query_params), self._defaults, self._examples)
@@ -507,12 +500,12 @@ class _Handlers:
         return json.dumps(changed), describe_stored_lanes(self._lanes(stored))
 
     def forget(self, request: gr.Request) -> Any:
-        self._service.forget(request.session_hash or "")
+        self.service.forget(request.session_hash or "")
         gr.Info("The next prompt begins a new conversation.")
         return self.conversation(request)
 
     def leave(self, request: gr.Request) -> None:
-        self._service.leave(request.session_hash or "")
+        self.service.leave(request.session_hash or "")
 
     def _recipe(self, settings: Settings) -> Recipe:
         return recipe_of(recipe_settings(settings), self._device)
@@ -529,4 +522,4 @@ class _Handlers:
         return [*([recipe] if recipe.external else []), *comparable][: len(EXTRA)]
 
     def _lanes(self, stored: Any) -> list[Recipe]:
-        return stored_recipes(stored, self._defaults, self._device)[: len(EXTRA)]
+        return stored_recipes(stored, self._defaults, self._device, len(EXTRA))

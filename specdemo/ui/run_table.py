@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from specdemo.core.formats import NOTHING, latency, number, percent
 from specdemo.core.rules import rule_traits
 from specdemo.ui.labels import guarantee, lane_speedup, ratio_text
-from specdemo.ui.lane import PLAIN, Lane, mode, model_name, title
+from specdemo.ui.lane import PLAIN, Lane, mode, model_name
 
 RUN_TABLE_HEAD = (
     "settings", "model", "speed-up", "tokens per pass", "acceptance", "α", "first token", "guarantee",
@@ -23,7 +23,7 @@ def run_table(lanes: Mapping[str, Lane], speeds: Mapping[str, Sequence[float]]) 
 def _row(name: str, lane: Lane, lanes: Mapping[str, Lane], speeds: Mapping[str, Sequence[float]]) -> list[str]:
     m, alone = lane.metrics, mode(lane.recipe) == "edge_only"
     return [
-        title(lane.recipe),
+        lane.title,
         model_name(lane.recipe),
         _speedup(name, lanes, speeds),
         NOTHING if alone else number(m.tokens_per_target_pass, 2),

@@ -28,6 +28,7 @@ OPTIONS: dict[str, Option] = {**Recipe.OPTIONS, **CloudConfig.OPTIONS}
 _PROMPT_CHARACTERS = 100_000
 _NAME_CHARACTERS = 300  # enough for a local directory
 _GRADIO = ("view", "deep_link", "logs")
+_MOST_REPAIRS = 16
 _MODEL_NAMES = ("pair", "target", "drafter", "head", "method")
 
 
@@ -84,7 +85,7 @@ def recorded_settings(header: Header, compare: bool) -> Settings:
         wanted["mode"] = recipe["cloud"].get("mode", OFF)
     if recipe.get("chat"):  # the recorded prompt contains the template
         wanted["chat"] = False
-    settings, _ = _valid(wanted, plain, "auto")
+    settings, _ = _valid(_changed(wanted, plain), plain, "auto")
     return {**plain, **settings, "prompt": header.prompt, "compare": compare}
 
 
@@ -93,7 +94,7 @@ def restored(wanted: Any, defaults: Settings, device: str, *, effective: bool = 
 
     With `effective` False, values without effect remain: a visitor's own settings return as they were.
     """
-    changed, dropped = _valid(wanted, defaults, device)
+    changed, dropped = _valid(_changed(wanted, defaults), defaults, device)
     chosen = recipe_of(recipe_settings({**defaults, **changed}), device)
     for name, problem in ineffective(chosen, [*changed] if effective else []):
         dropped[f"{name} {problem}"] = [name]
@@ -102,15 +103,23 @@ def restored(wanted: Any, defaults: Settings, device: str, *, effective: bool = 
     return {**defaults, **changed}, errors
 
 
-def _valid(wanted: Any, defaults: Settings, device: str) -> tuple[Settings, dict[str, list[str]]]:
-    """Return the changed values that are valid together, and the names of the others by error message."""
+def _changed(wanted: Any, defaults: Settings) -> Settings:
     known = wanted.items() if isinstance(wanted, Mapping) else ()
-    changed = {name: value for name, value in known if name in defaults and value != defaults[name]}
+    return {name: value for name, value in known if name in defaults and value != defaults[name]}
+
+
+def _valid(changed: Settings, defaults: Settings, device: str) -> tuple[Settings, dict[str, list[str]]]:
+    """Return values that are valid together, and the names of the others by error message."""
+    changed = dict(changed)
     dropped: dict[str, list[str]] = {}  # error message -> names
-    while (error := _problem({**defaults, **changed}, device)) and changed:
-        name = _culprit(changed, defaults, device)
+    for _ in range(_MOST_REPAIRS):
+        if not changed or not (error := _problem({**defaults, **changed}, device)):
+            return changed, dropped
+        name = _culprit(error, changed, defaults, device)
         dropped.setdefault(error, []).append(name)
         del changed[name]
+    if changed and _problem({**defaults, **changed}, device):
+        return {}, {**dropped, "too many values are invalid": [*changed]}
     return changed, dropped
 
 
@@ -129,14 +138,16 @@ def _problem(settings: Settings, device: str) -> str:
     return ""
 
 
-def _culprit(changed: Settings, defaults: Settings, device: str) -> str:
+def _culprit(error: str, changed: Settings, defaults: Settings, device: str) -> str:
     """Return a value whose removal changes the error, models last."""
-    error = _problem({**defaults, **changed}, device)
     names = sorted(changed, key=_MODEL_NAMES.__contains__)
 
     def remaining(name: str) -> str:
         return _problem({**defaults, **{other: changed[other] for other in changed if other != name}}, device)
 
+    first = error.partition(" ")[0]
+    if first in changed and first not in _MODEL_NAMES and remaining(first) != error:
+        return first
     repaired = next((name for name in names if not remaining(name)), None)
     return repaired or next((name for name in names if remaining(name) != error), names[-1])
 
@@ -145,13 +156,13 @@ def recipe_settings(settings: Settings) -> Settings:
     return {name: value for name, value in settings.items() if name not in ("prompt", "compare")}
 
 
-def stored_recipes(stored: Any, defaults: Settings, device: str) -> list[Recipe]:
-    """Return the valid recipes of stored lanes."""
+def stored_recipes(stored: Any, defaults: Settings, device: str, most: int) -> list[Recipe]:
+    """Return the valid recipes among the first `most` stored lanes."""
     recipes = []
-    for wanted in stored if isinstance(stored, list) else ():
-        settings, errors = _valid(wanted, defaults, device)
-        if isinstance(wanted, Mapping) and not errors:
-            recipes.append(recipe_of(recipe_settings({**defaults, **settings}), device))
+    for wanted in stored[:most] if isinstance(stored, list) else ():
+        settings = {**defaults, **_changed(wanted, defaults)}
+        if isinstance(wanted, Mapping) and not _problem(settings, device):
+            recipes.append(recipe_of(recipe_settings(settings), device))
     return recipes
 
 

@@ -16,7 +16,7 @@ from specdemo.core.rules import DecidedBy, rule_traits
 from specdemo.core.simulate import other_gammas
 from specdemo.core.step import Outcome, Step, TopTokens
 from specdemo.drafters import METHODS
-from specdemo.ui.draft_sources import SourceText, describe_origin, describe_sources
+from specdemo.ui.draft_sources import LaneText, SourceText, describe_origin, describe_sources
 from specdemo.ui.lane import Lane, mode
 
 Bars = list[tuple[str, float | None, float | None]]  # token text, p, q; masses may be unrecorded
@@ -43,20 +43,23 @@ def step_picture(lane: Lane, i: int) -> dict[str, Any] | None:
     events = lane.steps
     if not 0 <= i < len(events):
         return None
-    return _step_picture(lane, i, _names(events))
+    return _step_picture(lane, i, _lane_text(lane))
 
 
 def step_pictures(lane: Lane) -> list[dict[str, Any]]:
     """Return all steps in detail."""
-    names = _names(lane.steps)
-    return [_step_picture(lane, i, names) for i in range(len(lane.steps))]
+    text = _lane_text(lane)
+    return [_step_picture(lane, i, text) for i in range(len(lane.steps))]
 
 
-def _step_picture(lane: Lane, i: int, names: Mapping[int, str]) -> dict[str, Any]:
-    events = lane.steps
-    step, rule = events[i].step, rule_traits(lane.recipe)
+def _lane_text(lane: Lane) -> LaneText:
     assert lane.header is not None
-    source = SourceText(lane.header, events[:i], names)
+    return LaneText(lane.header, lane.steps, _names(lane.steps))
+
+
+def _step_picture(lane: Lane, i: int, text: LaneText) -> dict[str, Any]:
+    events, names = lane.steps, text.names
+    step, rule = events[i].step, rule_traits(lane.recipe)
     return {
         "i": i,
         "rounds": len(events),
@@ -66,7 +69,7 @@ def _step_picture(lane: Lane, i: int, names: Mapping[int, str]) -> dict[str, Any
         "adjusts": rule.adjusts and not lane.recipe.get("skip_sample_adjustment"),
         "scales": rule.threshold is not None and rule.needs_q,  # the bound is a multiple of q
         "kind": step.kind,
-        "source": describe_sources(events[i], source, lane.recipe.get("ngram") or 0),
+        "source": describe_sources(events[i], SourceText(text, i), lane.recipe.get("ngram") or 0),
         "nodes": [_node(lane, events[i], node, names) for node in range(len(step.draft))],
         "path": list(step.verdict.accepted),
         "last": _target_token(lane, events[i], names),

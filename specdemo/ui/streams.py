@@ -10,14 +10,14 @@ import asyncio
 import errno
 import logging
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from traceback import format_tb
 from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route, WebSocketRoute
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from specdemo.core.errors import FULL_DISK, UserError, write_error
@@ -30,8 +30,9 @@ from specdemo.worker import Stream, WorkerBusy
 
 _POLL_S = 1 / 12
 GRACE_S = 20.0  # a run without a listener is stopped after this time
-_LEFT_PAGE = (1001, 4001)  # close codes of WebSockets: of browsers, and of the page
 LONGEST_REASON = 600  # characters; error messages can quote arbitrary input
+FRAMES = "/frames/{run}"
+_Listeners = dict[str, set[asyncio.Event]]  # keys are ids of runs
 LaneEvents = Stream[tuple[str, Event]]
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -78,12 +79,25 @@ def trace_route(path: str, runs: RunStore) -> Route:
     return Route(path, opened, methods=["POST"])
 
 
+@contextmanager
+def _listening(listeners: _Listeners, run: Run) -> Iterator[asyncio.Event]:
+    changed = asyncio.Event()
+    listeners.setdefault(run.id, set()).add(changed)
+    try:
+        yield changed
+    finally:
+        listeners[run.id].discard(changed)
+        if not listeners[run.id]:
+            del listeners[run.id]
+
+
 class Sockets:
     """WebSockets of runs: advance a run and send its frames. Access requires only the unguessable id of the run."""
 
     def __init__(self, runs: RunStore) -> None:
         self._runs = runs
-        self._listeners: dict[str, set[asyncio.Event]] = {}  # events by run id
+        self._listeners: _Listeners = {}
+        self._fallbacks: _Listeners = {}
 
     async def play(self, run: Run, stream: LaneEvents) -> None:
         """Advance `run` to its end and notify its listeners."""
@@ -105,33 +119,38 @@ class Sockets:
         self.notify(run)
 
     def _abandoned(self, run: Run) -> bool:
-        if run.id in self._listeners:
+        if run.id in self._listeners or run.id in self._fallbacks:
             run.seen = time.monotonic()
         return time.monotonic() - run.seen > GRACE_S
 
-    async def polled_frames(self, run: Run) -> AsyncGenerator[str]:
+    async def fallback_frames(self, run: Run) -> AsyncGenerator[str]:
         """Yield frames while no socket receives them."""
         start, shown = 0, ""
-        while not run.over:
-            run.seen = time.monotonic()
-            if run.id not in self._listeners and (frame := run.frame(start)) != shown:
-                start, shown = len(run.records), frame
-                yield frame
-            await asyncio.sleep(_POLL_S)
+        with _listening(self._fallbacks, run) as changed:
+            while not run.over:
+                if run.id not in self._listeners and (frame := run.frame(start)) != shown:
+                    start, shown = len(run.records), frame
+                    yield frame
+                await changed.wait()
+                changed.clear()
 
     def notify(self, run: Run) -> bool:
-        """Notify the listeners of `run`; return False without any. Call in the server's thread."""
-        listeners = self._listeners.get(run.id, ())
-        for changed in listeners:
+        """Notify the listeners of `run`; return False without a socket. Call in the server's thread."""
+        listeners = self._listeners.get(run.id, set())
+        for changed in listeners | self._fallbacks.get(run.id, set()):
             changed.set()
         return bool(listeners)
 
-    def routes(self) -> list[WebSocketRoute]:
-        """Return the route `/frames/{run}`, which sends a run's frames from record `from` (default 0) to the last.
+    def routes(self) -> list[BaseRoute]:
+        """Return the routes `/frames/{run}`: a socket sends a run's frames from record `from` (default 0) to the last.
 
-        Leaving the page stops the run, except with `from`: after an interruption Gradio reloads the page.
+        POST stops the run, since its page is left. A closed socket does not: after interruptions the page resumes.
         """
-        return [WebSocketRoute("/frames/{run}", self._serve)]
+        return [WebSocketRoute(FRAMES, self._serve), Route(FRAMES, self._leave, methods=["POST"])]
+
+    async def _leave(self, request: Request) -> Response:
+        self._runs.stop_run(request.path_params["run"])
+        return Response(status_code=204)
 
     async def _serve(self, socket: WebSocket) -> None:
         run = self._runs.get(socket.path_params["run"])
@@ -139,32 +158,25 @@ class Sockets:
             return await socket.close()
         await socket.accept()
         start = socket.query_params.get("from", "")
-        changed, count = asyncio.Event(), int(start) if start.isdecimal() and len(start) < 10 else 0
-        listeners = self._listeners.setdefault(run.id, set())
-        listeners.add(changed)
-        closed = asyncio.ensure_future(self._until_closed(socket, changed))
-        try:
-            with suppress(WebSocketDisconnect):
-                while not (run.over or closed.done()):
-                    count = await self._send(socket, run, count)
-                    await changed.wait()
-                    changed.clear()
-                if not closed.done():
-                    await self._send(socket, run, count)
-                    await socket.close()
-        finally:
-            closed.cancel()
-            listeners.discard(changed)
-            if not listeners:
-                self._listeners.pop(run.id, None)
-        if not run.over and closed.done() and closed.result() in _LEFT_PAGE and not (start or listeners):
-            run.stop()
+        count = int(start) if start.isdecimal() and len(start) < 10 else 0
+        with _listening(self._listeners, run) as changed:
+            closed = asyncio.ensure_future(self._until_closed(socket, changed))
+            try:
+                with suppress(WebSocketDisconnect):
+                    while not (run.over or closed.done()):
+                        count = await self._send(socket, run, count)
+                        await changed.wait()
+                        changed.clear()
+                    if not closed.done():
+                        await self._send(socket, run, count)
+                        await socket.close()
+            finally:
+                closed.cancel()
 
-    async def _until_closed(self, socket: WebSocket, changed: asyncio.Event) -> int | None:
-        while (message := await socket.receive())["type"] != "websocket.disconnect":
+    async def _until_closed(self, socket: WebSocket, changed: asyncio.Event) -> None:
+        while (await socket.receive())["type"] != "websocket.disconnect":
             pass
         changed.set()
-        return message.get("code")
 
     async def _send(self, socket: WebSocket, run: Run, start: int) -> int:
         frame, end = run.frame(start), len(run.records)

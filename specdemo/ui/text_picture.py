@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 
 from specdemo.core.explain import STYLES
 from specdemo.core.step import Outcome
-from specdemo.ui.lane import Lane, title
+from specdemo.ui.lane import Lane
 from specdemo.ui.theme import LIGHT
 
 WIDTH = 96  # characters of a line
@@ -30,7 +30,7 @@ def as_svg(lane: Lane) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" role="img" '
         f'viewBox="0 0 {width:g} {height:g}" font-family="ui-monospace, Menlo, Consolas, monospace" '
         f'font-size="{SIZE}">',
-        f"<title>{escape(title(lane.recipe))}{rate}{share}</title>",
+        f"<title>{escape(lane.title)}{rate}{share}</title>",
         f'<rect width="{width:g}" height="{height:g}" fill="#ffffff"/>',
     ]
     for line, column, columns, outcome, text in pieces:
@@ -40,9 +40,7 @@ def as_svg(lane: Lane) -> str:
         label = STYLES[outcome].label
         parts += _draw(x, y, len(label) * CHAR, outcome, label)
         x += (len(label) + 2) * CHAR
-    parts.append(
-        f'<text x="{EDGE}" y="{y + LINE + 15:g}" fill="{LIGHT["quiet"]}">{escape(title(lane.recipe))}{rate}</text>'
-    )
+    parts.append(f'<text x="{EDGE}" y="{y + LINE + 15:g}" fill="{LIGHT["quiet"]}">{escape(lane.title)}{rate}</text>')
     return "\n".join([*parts, "</svg>\n"])
 
 

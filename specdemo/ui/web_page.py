@@ -15,6 +15,8 @@ from specdemo.ui.lane import PLAIN, model_name, title
 from specdemo.ui.page_files import saved_page
 from specdemo.ui.theme import stylesheet
 
+DIGITS = 6  # significant digits of steps; the page shows 3 decimals
+
 
 def web_page(run: Run) -> str:
     """Return the HTML text of a finished run."""
@@ -22,7 +24,7 @@ def web_page(run: Run) -> str:
     baseline = lanes.get(PLAIN)
     data = {
         "frame": json.loads(run.frame(0)),
-        "steps": {name: step_views.step_pictures(lane) for name, lane in lanes.items()},
+        "steps": {name: _rounded(step_views.step_pictures(lane)) for name, lane in lanes.items()},
         "figures": {name: step_views.figures(lane, baseline) for name, lane in lanes.items()},
     }
     packed = base64.b64encode(gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)).decode()
@@ -32,6 +34,11 @@ def web_page(run: Run) -> str:
     return saved_page(
         {"heading": html.escape(heading), "about": html.escape(about), "data": packed, "colours": stylesheet()}
     )
+
+
+def _rounded(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    shorter = json.loads(json.dumps(steps), parse_float=lambda number: float(f"{float(number):.{DIGITS}g}"))
+    return [{**short, "t": round(step["t"], 3)} for step, short in zip(steps, shorter, strict=True)]
 
 
 def _settings(recipe: Mapping[str, Any]) -> str:

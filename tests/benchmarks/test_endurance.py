@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 
-from benchmarks.endurance import Sample, TimedVisit, of_page, resources
+from benchmarks.endurance import Sample, TimedVisit, of_page, resources, rows
 from benchmarks.load import Visit
 
 
@@ -37,3 +38,9 @@ def test_the_slope_of_the_memory_is_that_of_the_second_half() -> None:
     assert figures["resources"] == "9 9, 21 21, 4 4"
     grown = [*first, *second[:-1], replace(second[-1], threads=30)]
     assert resources(grown)["resources"].startswith("9 30")
+
+
+def test_only_services_are_killed() -> None:
+    page, services = rows(argparse.Namespace(visitors=2, edges=3), {"texts": 5}, {"texts": 4, "killed": 30})
+    assert page == {"name": "page, 2 visitors", "killed": "-", "texts": 5}
+    assert services["killed"] == 30 and services["lost"] == services["delayed"] == "-"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.batching import Measured, TimedText, visitor_figures
+from benchmarks.batching import Measured, TimedText, alternated, compared, visitor_figures
 from benchmarks.load import Streamed, Visit, endpoint_figures, jain_index, visit
 
 pytestmark = pytest.mark.slow
@@ -81,3 +81,19 @@ def test_tokens_of_a_text_count_within_the_measured_time() -> None:
     other = TimedText([1, 2], prompt=1, start=0.0, first_s=3.0, end=4.0, client=1)
     measured = Measured.of([text, other], 7.0, [[1, 2, 3, 4], [1, 5]])
     assert measured == Measured(7.0, 3.0, 3.0, fairness=0.9, texts=2, wrong=1)
+
+
+def test_modes_of_batching_alternate_and_are_compared_by_window() -> None:
+    speeds = {"off": [10.0, 20.0, 40.0], "on": [20.0, 30.0, 40.0]}
+    order = []
+
+    def measure(mode: str) -> Measured:
+        speed = speeds[mode][order.count(mode)]
+        order.append(mode)
+        return Measured(speed, 0.1, 0.2, fairness=1.0, texts=2, wrong=mode == "on")
+
+    row = compared(alternated(measure, 3))
+    assert order == ["off", "on", "on", "off", "off", "on"]
+    assert (row["ratio"], row["range"]) == (1.5, (1.0, 2.0))  # 2, 1.5 and 1
+    assert row["off"]["tokens_per_second"] == 20 and row["on"]["p95_s"] == 0.2
+    assert (row["texts"], row["wrong"]) == (12, 3)

@@ -112,3 +112,9 @@ def test_markers_must_occur_once(text: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exactly once"):
         tables.replace_table(tmp_path / "a.md", "a", "new")
     assert (tmp_path / "a.md").read_text() == text
+
+
+def test_the_test_of_a_delayed_network_names_the_pair_of_its_methods() -> None:
+    script = (ROOT / "benchmarks/netns.sh").read_text("utf-8").replace("\\\n", " ")
+    commands = [line for line in script.splitlines() if "-m specdemo " in line]
+    assert len(commands) == 3 and all("--pair bundled" in command for command in commands)

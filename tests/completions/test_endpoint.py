@@ -278,7 +278,15 @@ BAD: list[tuple[str, Any, str, str | None]] = [
     ),
     ("chat/completions", {**TALK, "messages": []}, "at least 1", "messages"),
     ("chat/completions", {**TALK, "messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", None),
-    ("chat/completions", {**TALK, "messages": [{"role": "user", "content": None}]}, "messages.0.content", None),
+    *(
+        (
+            "chat/completions",
+            {**TALK, "messages": [{"role": "user", "content": content}]},
+            "messages.0.content must be a text",
+            "messages.0.content",
+        )
+        for content in (None, [{"type": "image_url", "image_url": {"url": "data:,"}}])
+    ),
     ("chat/completions", {**TALK, "tools": [{"type": "function"}]}, "tools is not supported", "tools"),
     ("chat/completions", {**TALK, "response_format": {"type": "json_object"}}, "response_format", "response_format"),
     ("chat/completions", {**TALK, "top_logprobs": 3}, "top_logprobs needs logprobs", None),
@@ -386,6 +394,20 @@ def test_the_token_is_required_and_origins_are_allowed() -> None:
             assert preflight.headers.get("access-control-allow-origin") == allowed
             assert answer.headers.get("access-control-allow-origin") == allowed
             assert answer.status_code == (200 if allowed else 403)
+
+
+def test_the_caches_of_a_conversation_belong_to_the_token_and_session() -> None:
+    ask: Any = {"content": json.dumps({**TEXT, "prompt": PROMPT, "max_tokens": 1}).encode(), "timeout": 60}
+    with running_service(RECIPE, token="first second") as (url, _):
+
+        def cached(token: str, session: str = "") -> int:
+            sent = {**JSON, "authorization": f"Bearer {token}", **({"x-session-id": session} if session else {})}
+            answer = httpx.post(f"{url}/v1/completions", headers=sent, **ask).json()
+            return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        assert cached("first") == 0 and cached("first") > 0
+        assert cached("second") == 0 and cached("first", "s" * 32) == 0
+        assert cached("first") > 0 and cached("first", "s" * 32) > 0
 
 
 def test_the_chat_page_of_gradio_uses_the_endpoint(served: tuple[str, CompletionService]) -> None:

@@ -165,6 +165,13 @@ def test_rows_and_matrices_agree(kind: str) -> None:
         assert torch.allclose(drafted.row(1).dense(), rows_of(lists)[1]) and drafted.row(1).vocab_size == VOCAB
 
 
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_all_tensors_of_a_distribution_are_moved(kind: str) -> None:
+    drafted, _ = draft_rows(kind, random.Random(1), (2, 5, 0))
+    moved, tensors = drafted.to(torch.device("meta")), ("rows",) if kind == "dense" else ("ids", "values")
+    assert {getattr(moved, name).device.type for name in tensors} == {"meta"}
+
+
 def one_row(kind: str, rng: random.Random) -> tuple[Any, list[float]]:
     drafted, lists = draft_rows(kind, rng, (rng.randrange(VOCAB),))
     return drafted.row(0), lists[0]

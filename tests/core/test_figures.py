@@ -18,7 +18,7 @@ from specdemo.core.theory import CostTerms, speedup
 
 def test_cost_terms_give_the_measured_speed_up() -> None:
     """Two tokens per step of 0.3 s, against one per pass of 0.1 s: 2/3 of the speed of AR decoding."""
-    terms = CostTerms.of(0.4, 2.2, 0.4, drafted=30, steps=10, pass_s=0.1)
+    terms = CostTerms.of(0.8, 4.4, 0.8, drafted=60, steps=20, pass_s=0.1)
     assert (terms.drafted, terms.draft, terms.v, terms.o) == pytest.approx((3.0, 0.4, 2.2, 0.4))
     assert terms.c == pytest.approx(0.4 / 3)
     assert speedup(2.0, terms.drafted, terms.c, terms.v, terms.o) == pytest.approx(2 * 0.1 / 0.3)
@@ -49,6 +49,7 @@ def test_texts_of_figures() -> None:
     assert (latency(None), latency(0.9994), latency(1.0), latency(0.0)) == ("–", "999 ms", "1.00 s", "0 ms")
     assert [number(x) for x in (None, 1.234)] == ["–", "1.23"]
     assert (percent(None), percent(None, "?"), percent(0.5, space=""), percent(0.004)) == ("–", "?", "50%", "0 %")
+    assert percent(1.0) == "100 %" and kilobytes(1e9) == megabytes(1e12) == "1,000,000.0"
     for shown, unit in ((kilobytes, 1e3), (megabytes, 1e6)):
         assert (shown(None), shown(1234.56 * unit), shown(1234.56 * unit, 2)) == ("–", "1,234.6", "1,234.56")
     assert [format_bytes(n) for n in (0, 1e6 - 1, 1e6, 1e9 - 1, 1e9, 99.9e9, 100e9, 100e3, 100e6)] == [

@@ -138,6 +138,14 @@ def test_the_bootstrap_interval_of_a_median_follows_from_the_binomial_distributi
     assert low == high and distinct(interval, values) > 3
 
 
+def test_intervals_are_of_2000_samples() -> None:
+    """With these values the upper limits change with a further sample."""
+    values = [i**0.5 for i in range(34)]
+    pairs = [(1.0, value) for value in values[1:]]
+    for function, data in ((interval, values), (ratio_interval, pairs)):
+        assert function(data) == function(data, draws=2000) != function(data, draws=2001)
+
+
 def test_the_bootstrap_interval_of_totals_weighs_pairs_by_their_size() -> None:
     """Of 20 pairs k are (20, 10), others (1, 1): (20 k + 20 - k) / (10 k + 20 - k), with k from 6 to 14 at 95 %."""
     pairs = [(1.0, 1.0), (20.0, 10.0)] * 10

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from specdemo.core.errors import UserError
 from specdemo.core.options import Option, OptionSet, option, options
@@ -44,20 +46,28 @@ class Names(Sizes):
     also: str | None = option(None, "Also", choices={"c": "third"}, group="Others", flag="--and")
     kinds: tuple[str, ...] = option((), "Kinds", choices={"x": "1", "y": "2"})
     numbers: tuple[int, ...] = option((), "Numbers")
-    rates: tuple[float, ...] = option((), "Rates")
+    all_rates: tuple[float, ...] = option((), "Rates")
     on: bool = option(False, "On")
     text: str = option("", "Text")
     plain: int = 7
+    nested: Sizes | None = None
 
 
-def refusal(**values: Any) -> str:
+@options()
+class More(Names):
+    """Options of a third class, in no group."""
+
+    more: float = option(0.5, "M")
+
+
+def refusal(*args: Any, kind_of_options: type[Names] = Names, **values: Any) -> str:
     with pytest.raises(UserError) as refused:
-        Names(**values)
+        kind_of_options(*args, **values)
     return str(refused.value)
 
 
 def test_the_table_describes_fields_of_all_classes() -> None:
-    assert [*Names.OPTIONS] == ["count", "share", "kind", "also", "kinds", "numbers", "rates", "on", "text"]
+    assert [*Names.OPTIONS] == ["count", "share", "kind", "also", "kinds", "numbers", "all_rates", "on", "text"]
     count = Names.OPTIONS["count"]
     assert count is Sizes.OPTIONS["count"]
     assert count == Option(
@@ -72,9 +82,12 @@ def test_the_table_describes_fields_of_all_classes() -> None:
     assert (also.type, also.group, also.flag, also.range, also.titles()) == (str, "Others", "--and", "", {"c": "third"})
     kind = Names.OPTIONS["kind"]
     assert (kind.group, kind.flag, kind.titles()) == ("Names", "--kind", {"a": "first", "b": "second"})
+    rates = Names.OPTIONS["all_rates"]
+    assert (rates.flag, rates.element) == ("--all-rates", "all-rates")
     numbers = Names.OPTIONS["numbers"]
+    more = More.OPTIONS["more"]
+    assert (more.group, more.help, More.OPTIONS["kind"].group) == ("", "m", "Names")
     assert numbers.many and numbers.item_type is int and numbers.type == tuple[int, ...] and numbers.titles() == {}
-    assert Option(1, "A", name="gamma_min").element == "gamma-min"
 
 
 @pytest.mark.parametrize(
@@ -83,33 +96,55 @@ def test_the_table_describes_fields_of_all_classes() -> None:
         ({"count": 0}, "count must be from 1 to 9, not 0 (0: none)"),
         ({"count": 10}, "count must be from 1 to 9, not 10"),
         ({"count": 2.5}, "count must be a whole number, not 2.5"),
+        *(({"count": value}, f"count must be a whole number, not {value}") for value in (1.0, 9.0)),
         ({"count": 99.5}, "count must be from 1 to 9, not 99.5"),
         ({"count": "2"}, "count must be a number, not '2'"),
         ({"count": True}, "count must be a number, not True"),
         ({"count": None}, "count must be a number, not empty"),
         ({"count": 10**5000}, "count must be from 1 to 9, not a number with thousands of digits"),
         ({"share": 0.25}, "share must be from 0.5 to 2.5, not 0.25"),
-        ({"share": float("nan")}, "share must be from 0.5 to 2.5, not nan"),
+        ({"share": math.nan}, "share must be from 0.5 to 2.5, not nan"),
         ({"share": "x" * 600}, f"share must be a number, not '{'x' * 499}"),
         ({"kind": 1}, "kind must be a name, not 1"),
+        ({"kind": math.nan}, "kind must be a name, not nan"),
         ({"on": 1}, "on must be true or false, not 1"),
+        ({"on": -math.inf}, "on must be true or false, not -inf"),
         ({"numbers": 3}, "numbers must be a list of whole numbers, not 3"),
-        ({"rates": 3}, "rates must be a list, not 3"),
+        ({"numbers": (1, math.nan)}, "numbers must be a list of whole numbers, not nan"),
+        ({"all_rates": 3}, "all_rates must be a list, not 3"),
         ({"kinds": 3}, "kinds must be a list of names, not 3"),
         ({"plain": "x"}, "plain must be a valid object, not 'x'"),
-        ({"kind": "c"}, "unknown kind of name 'c': known are a, b"),
+        ({"nested": 5}, "nested must be a Sizes, not 5"),
+        *(({"kind": name}, f"unknown kind of name {name!r}: known are a, b") for name in ("c", "ab", "")),
         ({"also": "d"}, "unknown also 'd': known are c"),
         ({"kinds": ("x", "z")}, "unknown kinds 'z': known are x, y"),
         ({"text": "a\ud800"}, "text has an invalid character at position 2: remove it"),
+        ({"kinds": ("x", "\ud800")}, "kinds has an invalid character at position 1: remove it"),
         (
             {"other": 1},
-            "unknown option 'other': known are count, share, kind, also, kinds, numbers, rates, on, text",
+            "unknown option 'other': known are count, share, kind, also, kinds, numbers, all_rates, on, text",
         ),
         ({"count": 5}, "count must not be 5"),
     ],
 )
 def test_refused_values_are_named_with_their_limits(values: dict[str, Any], sentence: str) -> None:
     assert refusal(**values) == sentence
+
+
+def test_positional_values_are_named_by_their_fields() -> None:
+    assert refusal("x") == "count must be a number, not 'x'" and refusal(1, 9) == "share must be from 0.5 to 2.5, not 9"
+    named = (1, 0.5, "a", None, (), (), (), False, "", 7, None)
+    assert refusal(*named, "x", kind_of_options=More) == "more must be a number, not 'x'"
+    known = "count, share, kind, also, kinds, numbers, all_rates, on, text"
+    assert refusal(*named, 8) == f"unknown option 11: known are {known}"
+
+
+@pytest.mark.parametrize("name", ["kinds", "numbers", "all_rates"])
+def test_validation_ends_at_the_first_invalid_item(name: str) -> None:
+    with pytest.raises(UserError, match=f"{name} must be") as refused:
+        Names(**{name: ({},) * 2000})
+    cause = refused.value.__context__
+    assert isinstance(cause, ValidationError) and cause.error_count() == 1
 
 
 def test_values_at_the_limits_are_valid() -> None:
@@ -127,10 +162,11 @@ def test_checks_run_in_order_of_the_classes() -> None:
     Names(count=4)
     assert CHECKED == [("base", 4), ("own", 4), ("named", ["count"])]
     CHECKED.clear()
-    complete = {name: getattr(Names(), name) for name in (*Names.OPTIONS, "plain")}
+    complete = {name: getattr(Names(), name) for name in (*Names.OPTIONS, "plain", "nested")}
     CHECKED.clear()
     Names(**complete)  # all fields are named, as in `dataclasses.replace`
     assert CHECKED == [("base", 3), ("own", 3)]
-    CHECKED.clear()
-    Sizes()
-    assert CHECKED == [("base", 3)]
+    for kind, names in ((Sizes, ["base"]), (More, ["base", "own"])):
+        CHECKED.clear()
+        kind()
+        assert CHECKED == [(name, 3) for name in names]

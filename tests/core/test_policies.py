@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -194,6 +195,36 @@ def test_the_prefill_of_the_drafter_is_not_a_draft_cost() -> None:
     assert policy.notes["auto_c"] == pytest.approx(0.13)
 
 
+def test_auto_forgets_older_durations() -> None:
+    """Medians are of the last 15 durations; those of drafts start again after an AR step, without the first draft."""
+    for changed, note in (({"draft_s": 0.75}, 0.75), ({"verify_s": 3.0}, 0.25 / 3)):
+        policy, slow = Auto(1), {"draft_s": 0.25} | changed
+        for _ in range(20):
+            policy.observe(step(1, 1, draft_s=0.25))
+        for count in range(1, 9):
+            assert policy.notes["auto_c"] == 0.25, count
+            policy.observe(step(1, 1, **slow))
+        assert policy.notes["auto_c"] == pytest.approx(note)
+    policy.observe(step(0, 0))
+    for seconds in (9.0, 0.5):
+        policy.observe(step(1, 1, draft_s=seconds))
+    assert policy._token_s() == 0.5
+    policy.observe(step(1, 1, draft_s=0.75))
+    assert policy._token_s() == 0.625
+
+
+@pytest.mark.parametrize("second", [0.001, 1.0, 1000.0])
+@pytest.mark.parametrize(("accepted", "expected"), [(0, 0), (1, 1)])
+def test_auto_does_not_depend_on_the_unit_of_time(second: float, accepted: int, expected: int) -> None:
+    """A draft token costs half a pass."""
+    policy, lengths = Auto(1, start=1), []
+    for _ in range(50):
+        drafted = policy.gamma
+        policy.observe(step(drafted, accepted * drafted, draft_s=0.5 * drafted * second, verify_s=second))
+        lengths.append(policy.gamma)
+    assert set(lengths[-10:]) == {expected}
+
+
 def test_auto_recovers_when_drafts_become_inexpensive() -> None:
     """A draft after AR steps also reads their text, which is not the cost of a draft token."""
     policy, cost, unread = Auto(8, CostModel(token=5.0)), 5.0, 0
@@ -233,15 +264,24 @@ def test_costs_are_interpolated_and_extrapolated() -> None:
 
 
 def test_auto_retries_at_increasing_intervals() -> None:
-    policy = Auto(8, CostModel(token=5.0))
-    waits, idle = [], 0
+    """A retry drafts a token in two steps, since the first also reads the text of the AR steps."""
+    policy, lengths = Auto(8, CostModel(token=5.0)), []
     for _ in range(1500):
-        drafted = policy.gamma
-        idle = 0 if drafted else idle + 1
-        waits += [idle] if not drafted else []
-        policy.observe(step(drafted, 0, draft_s=5.0 * drafted))
-    ends = [wait for wait, after in zip(waits, waits[1:], strict=False) if after == 1]
-    assert ends[:3] == [64, 128, 256] and len(ends) > 5 and set(ends[3:]) == {256}
+        lengths.append(policy.gamma)
+        policy.observe(step(lengths[-1], 0, draft_s=5.0 * lengths[-1]))
+    retry = [1, 1]
+    expected = [*[0] * 64, *retry, *[0] * 128, *retry, *([*[0] * 256, *retry] * 6)]
+    assert lengths == expected[:1500]
+
+
+def test_a_gain_shortens_the_interval_of_retries() -> None:
+    policy, lengths = Auto(1, CostModel(token=5.0), retry_after=(4, 64)), []
+    for i in range(120):
+        gain = 20 <= i < 60
+        lengths.append(policy.gamma)
+        policy.observe(step(lengths[-1], gain * lengths[-1], draft_s=(0.1 if gain else 5.0) * lengths[-1]))
+    waits = [len(list(steps)) for drafted, steps in itertools.groupby(lengths) if not drafted]
+    assert waits[:5] == [4, 8, 16, 4, 8]
 
 
 def test_auto_uses_beta_for_chains_and_counts_for_trees() -> None:

@@ -16,6 +16,7 @@ import torch
 from specdemo.core.rules import RULES, match
 from specdemo.core.sampling import SamplingParams, SharedNoise
 from specdemo.core.simulate import (
+    LEAST_S,
     GammaEstimate,
     RecordedStep,
     StepTimes,
@@ -91,6 +92,8 @@ def test_coupled_tokens_equal_direct_samples(gamma: int) -> None:
     result = trial("coupled", torch.tensor(P), torch.tensor(Q), gamma, 300, seed=3)
     noise = SharedNoise(3)
     assert list(result.tokens) == [noise.sample(torch.tensor(P), place) for place in range(300)] and result.accepted > 0
+    same = trial("coupled", torch.tensor(P), torch.tensor(P), gamma, 300, seed=3)  # drafts use the noise of their place
+    assert same.tokens == result.tokens and same.accepted == same.tested
 
 
 def outcomes(p: list[float], count: int) -> Counter:
@@ -114,6 +117,12 @@ def test_rare_distance_is_exceeded_with_probability_at_most_odds(odds: float) ->
     p = [0.5, 0.3, 0.2]
     bound = rare_distance(p, 9, odds)
     assert sum(chance for error, chance in outcomes(p, 9).items() if error > bound) <= odds
+
+
+def test_rare_distance_exceeds_the_mean_by_the_bound_of_mcdiarmid() -> None:
+    """The mean of deterministic tokens is 0; sqrt(ln(1 / odds) / 2n) with ln(1 / odds) = 1 and n = 50 is 0.1."""
+    assert rare_distance([1.0, 0.0], 50, math.exp(-1)) == pytest.approx(0.1)
+    assert rare_distance([1.0], 2) == pytest.approx(math.sqrt(3 * math.log(10) / 4))
 
 
 def test_deterministic_tokens_have_distance_zero() -> None:
@@ -251,7 +260,7 @@ def test_no_estimate_without_durations(seconds: float) -> None:
 def test_no_estimate_without_tested_tokens() -> None:
     assert other_gammas([step(0, [], 0, 1), step(1, [], 0, 1)], [1, 2], lambda rows: 1.0) == []
     forest = Step(1, (7,), Draft((1, 2), (-1, -1)), Verdict((), 7, (0.5, 0.5), (None, None), (0.5, 0.5)), 3, 0, 0, 0, 0)
-    with pytest.raises(ValueError, match="chains only"):
+    with pytest.raises(ValueError, match="^other draft lengths can be estimated for chains only$"):
         recorded_steps([forest])
 
 
@@ -375,7 +384,8 @@ def test_recorded_steps_contain_what_was_committed() -> None:
 def test_certain_acceptance_gives_the_speed_without_randomness(gamma: int) -> None:
     """Twelve tokens after the prefill: steps of gamma + 1 tokens, the last of which is shorter."""
     times = {"draft_s": 0.03, "verify_s": 0.2, "host_s": 0.05}
-    steps = [step(0, [], 0, 1), *(step(i, [1.0] * 3, 3, 4, **times) for i in (1, 2, 3))]
+    prefill = step(0, [], 0, 1, draft_s=9.0)
+    steps = [prefill, *(step(i, [1.0] * 3, 3, 4, **times) for i in (1, 2, 3))]
     (estimate,) = other_gammas(steps, [gamma], lambda rows: rows, draws=5)
     seconds = tokens = 0.0
     count = 0
@@ -408,6 +418,12 @@ def test_the_baseline_is_resampled() -> None:
     assert constant == GammaEstimate(0, 1.0, *[pytest.approx(10.0)] * 3)
     after = other_gammas(steps, [0, 1], pass_cost, [prefill, quick, quick])
     assert [estimate.gamma for estimate in after] == [0, 1]
+    assert [one.gamma for one in other_gammas(steps, [1, 0], pass_cost, [prefill, quick, quick])] == [1, 0]
+    # Of 40 passes 14 to 26 are quick at 95 %: 40 tokens in 9.2 to 6.8 s.
+    (many,) = other_gammas(steps, [0], pass_cost, [slow, quick] * 20)
+    assert 4 < many.low < 5 < many.high < 6.5
+    # No speed up to a nanosecond.
+    assert other_gammas(steps, [0], pass_cost, [step(1, [], 0, 1, verify_s=LEAST_S, host_s=0.0)]) == []
     assert other_gammas(steps, [0, 1], pass_cost, [quick], draws=0) == []  # no range
     # Without drafts the pass of the baseline is used: 0.1 s and 0.001 s of the host.
     (estimated,) = other_gammas(steps, [1], pass_cost, [quick])
@@ -421,3 +437,27 @@ def test_untested_tokens_have_the_mean_acceptance() -> None:
     assert one.tokens_per_pass == pytest.approx(expected_tokens(0.5, 1), rel=0.01)
     (three,) = other_gammas(steps, [3], pass_cost)
     assert three.tokens_per_pass == pytest.approx(expected_tokens(0.5, 3), rel=0.02)
+
+
+def test_tested_tokens_have_their_acceptance() -> None:
+    """Tokens are accepted and rejected in turn; with one draft token each pass commits two, and one if all fail."""
+    alternating = [step(0, [], 0, 1), *(step(i, [1.0, 0.0], 1, 2) for i in range(1, 7))]
+    (one,) = other_gammas(alternating, [1], pass_cost)
+    assert one.tokens_per_pass == 2.0
+    rejected = [step(0, [], 0, 1), *(step(i, [0.0], 0, 1) for i in range(1, 7))]
+    (none,) = other_gammas(rejected, [1], pass_cost)
+    assert none.tokens_per_pass == 1.0
+
+
+def test_samples_without_tested_tokens_have_no_acceptance() -> None:
+    """A response was late: one of four samples of two steps has no tested token."""
+    steps = [step(1, [0.5], 1, 2), step(2, [None], 0, 1)]
+    (one,) = other_gammas(steps, [1], pass_cost)
+    # Of three tokens with acceptance 0.5, the second starts a pass after a rejection, the third unless it is drafted.
+    assert one.tokens_per_pass == pytest.approx(3 / (1 + 0.5 + 1 - 0.5 * 0.5))
+
+
+def test_estimates_are_of_120_reproducible_samples() -> None:
+    steps, _ = run(6, 60)
+    estimates = other_gammas(steps, [2], pass_cost)
+    assert estimates == other_gammas(steps, [2], pass_cost, draws=120) != other_gammas(steps, [2], pass_cost, draws=121)

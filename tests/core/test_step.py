@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os.path
 import random
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from specdemo.core.explain import reason_of
 from specdemo.core.link_stats import LinkStats, Source
 from specdemo.core.step import Draft, Outcome, Step, TokenLogprob, TopTokens, Verdict, common_prefix
 
@@ -133,6 +136,40 @@ def test_outcomes_of_a_forest() -> None:
 )
 def test_kind_of_the_last_token(draft: Draft, verdict: Verdict, kind: Outcome) -> None:
     assert step_of(draft, verdict, ()).kind is kind
+
+
+def test_depths_are_lengths_of_paths() -> None:
+    assert FOREST.node_depths == [len(FOREST.path(node)) for node in range(len(FOREST))]
+    assert FOREST.depth == 3 and Draft().node_depths == [] and Draft().depth == 0
+
+
+class CountedParents(tuple[int, ...]):
+    """Parents of a chain; counts the numbers that are read."""
+
+    read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.read += 1
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Iterator[int]:
+        self.read += len(self)
+        return super().__iter__()
+
+
+def test_steps_are_explained_in_linear_time() -> None:
+    count = 1000
+    parents = CountedParents(range(-1, count - 1))
+    draft = Draft((0,) * count, parents)
+    step = step_of(
+        draft,
+        Verdict((*range(count),), 0, p=(1.0,) * count, beta=(1.0,) * count, draw=(0.5,) * count, bound=(1.0,) * count),
+        (0,) * (count + 1),
+    )
+    assert step.tested == count
+    for node in range(count):
+        reason_of(step, node, {"temperature": 1.0, "rule": "rejection", "method": "draft"})
+    assert parents.read < 20 * count
 
 
 def test_depths_of_a_chain_with_undisclosed_tokens() -> None:

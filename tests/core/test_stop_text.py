@@ -59,4 +59,6 @@ def test_without_stop_texts_every_piece_is_shown_at_once(pieces: list[str]) -> N
 def test_only_a_possible_beginning_is_withheld() -> None:
     stops = StopTexts(["\n\nUser:"])
     assert stops.feed(["Yes.", "\n", "\nUs", "e", "d"]) == ["Yes.", "", "", "", "\n\nUsed"]
+    assert stops.feed(["?\n"]) + stops.feed(["\nU"]) + stops.feed([]) + stops.feed(["-"]) == ["?", "", "\n\nU-"]
     assert stops.feed([" \n\nUser", ": more", "lost"]) == [" ", ""] and stops.reached
+    assert stops.feed(["later"], last=True) == []

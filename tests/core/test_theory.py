@@ -150,6 +150,7 @@ def test_expensive_rows_and_a_slow_host_shorten_the_best_draft() -> None:
     assert 0 < found < best_gamma(0.8, 0.05)
     assert gains[found] == max(gains.values()) > 1
     assert best_gamma(0.8, 0.05, v=lambda rows: 5.0) == 0  # no step can be faster than five AR passes
+    assert best_gamma(1.0, 0.0, v=lambda rows: 1.0 if rows <= 4 else 99.0) == 3  # and a row of the target
     assert best_gamma(0.5, 0.0, o=1.0) == 0  # two tokens at the very most, for two passes
 
 
@@ -304,6 +305,8 @@ def test_a_better_draft_length_gains_at_least_the_factor() -> None:
     # Two rows cost 1.5, so three cost 2: 3 tokens in 2 passes, or 4 in 2.5, against 2 in 1.5.
     assert better_gamma(1.0, 1, 0.0, 1.5, longest=3) == (3, 1.6)
     assert better_gamma(1.0, 2, 0.0, 2.0, longest=2) is None
+    # Three rows cost 1.2, so four cost 1.3: 4 tokens in 1.3 passes against 3 in 1.2.
+    assert better_gamma(1.0, 2, 0.0, 1.2, longest=3) == (3, pytest.approx(4 / 1.3))
 
 
 def test_limits_and_defaults() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from specdemo.core import step_record, trace
 from specdemo.core.errors import UserError
@@ -229,12 +230,19 @@ def test_the_events_of_a_file_are_read() -> None:
         assert trace.read(text(HEADER, PREFILL_LINE, EVENTS[name][1], LAST))[0].steps[1].step == EVENTS[name][0].step
 
 
+def test_several_tokens_of_a_draft_are_accepted() -> None:
+    change = {"accepted": [0, 1], "tokens": [5, 6, 9], "pieces": ["e", "f", "i"], "text": "efi", "kind": "bonus"}
+    (read,) = trace.read(text(HEADER, PREFILL_LINE, CHAIN_LINE | change))
+    assert read.steps[1].step.verdict.accepted == (0, 1) and read.steps[1].step.tokens == (5, 6, 9)
+
+
 def test_limits_are_inclusive() -> None:
     file = text(HEADER, PREFILL_LINE, SEARCH_LINE, LAST)
     size, limits = len(file), ReadLimits(len(file), 2, 1)
     assert len(trace.read(file, limits)[0].steps) == 2
     assert refusal(file + "\n", limits) == f"the file has {size + 1:,} characters: at most {size:,} are read"
-    assert refusal(file, ReadLimits(steps=1)) == "the file has more than 1 steps: record a shorter run"
+    only_steps = text(HEADER, PREFILL_LINE, SEARCH_LINE)
+    assert refusal(only_steps, ReadLimits(steps=1)) == "the file has more than 1 steps: record a shorter run"
     twice = ReadLimits(traces=1, steps=3)
     assert refusal(file * 2, twice) == "the file has more than 3 steps: record a shorter run"
     assert refusal(text(HEADER) * 2, twice) == "the file has 2 traces: at most 1 can be shown together"
@@ -274,6 +282,28 @@ NOT_JSON = "is not JSON: the file is not a trace, or was truncated"
 )
 def test_the_cause_of_a_refusal_is_a_sentence(given: Any, sentence: str) -> None:
     assert refusal(given) == sentence
+
+
+MANY = 2000
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        HEADER | {"prompt_tokens": [None] * MANY},
+        HEADER | {"environment": {"parity": {"cost": dict.fromkeys(map(str, range(MANY)), 0)}}},
+        *(PREFILL_LINE | {name: [{}] * MANY} for name, value in CHAIN_LINE.items() if isinstance(value, list)),
+        PREFILL_LINE | {"choices": [[None] * MANY]},
+        PREFILL_LINE | {"laws": [{"entropy": 0.0, "top": [None] * MANY}]},
+        *(PREFILL_LINE | {name: dict.fromkeys(map(str, range(MANY)))} for name in ("policy", "remote", "texts")),
+        PREFILL_LINE | {"texts": dict.fromkeys((f"x{i}" for i in range(MANY)), "")},
+    ],
+)
+def test_validation_ends_at_the_first_invalid_value(line: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="is not a valid trace line") as refused:
+        trace.read(text(line) if "specdemo" in line else text(HEADER, line))
+    cause = refused.value.__context__
+    assert isinstance(cause, ValidationError) and cause.error_count() < 5
 
 
 def refusal_of_step(line: dict[str, Any]) -> str:

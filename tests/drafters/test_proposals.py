@@ -387,17 +387,15 @@ def test_the_policy_ends_a_tree_by_the_logits_of_its_most_probable_node(kind: st
     assert asked[1][1] == MODEL_OF_TABLE.logits(TEXT).tolist()
 
 
-def test_trees_end_where_the_head_has_no_states_or_no_tokens() -> None:
+def test_drafts_end_where_the_head_has_no_states_or_no_tokens() -> None:
     class NoStates(TableHead):
         def start(self, tokens: Any) -> None:
             return None
 
-    assert TreeDrafter(HeadNodes(NoStates(MODEL_OF_TABLE, None)), GREEDY, Script(), VOCAB).propose(TEXT, up_to(3)) == (
-        Draft()
-    )
     banned = replace(GREEDY, bad_words=tuple((token,) for token in IDS))
-    tree = TreeDrafter(HeadNodes(TableHead(MODEL_OF_TABLE, IDS)), banned, Script(), VOCAB)
-    assert tree.propose(TEXT, up_to(3)) == Draft()
+    for head, sampling in ((NoStates(MODEL_OF_TABLE, None), GREEDY), (TableHead(MODEL_OF_TABLE, IDS), banned)):
+        assert TreeDrafter(HeadNodes(head), sampling, Script(), VOCAB).propose(TEXT, up_to(3)) == Draft()
+        assert HeadDrafter(head, sampling, Script(), VOCAB).propose(TEXT, up_to(3)) == Draft()
     narrow = SamplingParams(temperature=0.5, top_k=1)
     best = int(MODEL_OF_TABLE.logits(TEXT).argmax())
     noise = Script(best)

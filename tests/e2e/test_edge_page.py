@@ -217,8 +217,8 @@ def test_modes_are_measured_on_the_device(tab: Any, served: Any) -> None:
     expect(page.locator("#modes-status p")).to_have_text("done: 3 runs on 1 prompts")
     rows = {row[0]: dict(zip(modes.MODE_TABLE_HEAD, row, strict=True)) for row in table(page, "modes-table")}
     assert list(rows) == list(MODES)
-    assert rows["edge_only"]["cloud calls"] == "0 %" and rows["edge_only"]["up kB"] == "0.0"
-    assert rows["cloud_only"]["speed-up"] == "1.00×" and rows["speculative"]["cloud calls"] == "100 %"
+    assert rows["edge_only"]["cloud steps"] == "0 %" and rows["edge_only"]["up kB"] == "0.0"
+    assert rows["cloud_only"]["speed-up"] == "1.00×" and rows["speculative"]["cloud steps"] == "100 %"
     set_number(page, "modes-prompts", 12)
     set_number(page, "modes-tokens", 128)
     page.locator("#modes-run").click()

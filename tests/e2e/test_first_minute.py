@@ -230,6 +230,20 @@ def test_run_replaces_the_recording(tab: Any) -> None:
     expect(page.locator("#walk")).to_be_hidden()
 
 
+def test_the_example_can_be_played_again_on_a_phone(tab: Any) -> None:
+    page = tab(FIRST_VISIT, width=390, height=844)
+    expect(page.locator("#step-words")).to_have_text(STEP_WORDS)
+    run(page, "endless")
+    expect(page.locator("#lane-spec .given")).to_have_text("endless")
+    top = "document.querySelector('#headline').getBoundingClientRect().top"
+    running = page.evaluate(top)
+    page.locator("#stop").click()
+    status(page, "stopped")
+    assert page.evaluate(top) == running  # nothing moves
+    page.locator("#play-example").click()
+    expect(page.locator("#step-words")).to_have_text(STEP_WORDS)
+
+
 def test_text_is_readable_and_guesses_can_be_shown_inside(page: Page) -> None:
     page.locator("#show-rejected").check()
     run(page, CODE, tokens=60)

@@ -33,6 +33,7 @@ from e2e.page_fixtures import (
 from specdemo.core.errors import UserError
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import METHODS, Recipe
+from specdemo.ui import streams
 from specdemo.ui.method_names import method_name
 from specdemo.ui.page import build
 
@@ -222,7 +223,10 @@ def test_two_tabs_alternate_by_step(page: Page, tab: Any, scripts: Scripts) -> N
     status(first, "stopped")
 
 
-def test_reload_cancels_the_run(page: Page, scripts: Scripts) -> None:
+@pytest.mark.parametrize("script", ["", "window.WebSocket = class { close() {} };"], ids=["socket", "fallback"])
+def test_reload_cancels_the_run(tab: Any, scripts: Scripts, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    monkeypatch.setattr(streams, "GRACE_S", float("inf"))  # the server alone does not end it
+    page = tab(script)
     run(page, "endless")
     spans(page, 10)
     page.reload()

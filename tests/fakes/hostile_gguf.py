@@ -220,6 +220,9 @@ TOKENIZERS = {
     "endless pieces": HostileFile(
         tokens(model="llama", scores=[0.0] * 300, tokens=[w * 15_000 for w in WORDS]), "too long"
     ),
+    "long piece": HostileFile(
+        tokens(model="llama", scores=[0.0] * 300, tokens=[*WORDS[:-1], "a" * 60_000]), "too long"
+    ),
     "end beyond the vocabulary": HostileFile(tokens(eos_token_id=10**6), "eos_token_id is 1,000,000, and it has 300"),
     "end as text": HostileFile(tokens(eos_token_id="</s>"), "eos_token_id is '</s>'"),
     "template as number": HostileFile(model(metadata={"tokenizer.chat_template": 7}), "chat_template is 7"),

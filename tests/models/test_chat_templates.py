@@ -36,7 +36,10 @@ FAILING = {
     "attribute": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
     "globals": ("{{ namespace.__init__.__globals__ }}", "SecurityError"),
     "mutation": ("{{ messages.append(1) }}", "SecurityError"),
-    "endless loop": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "too much time"),
+    "endless loop": (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "too much time|more than 20 s",
+    ),
     "endless expression": ("{{ (9 ** 9) ** (9 ** 9) }}", "too much time"),
     "memory": ("{{ 'a' * 10 ** 11 }}", "too much memory"),
     "doubling": (

@@ -255,6 +255,13 @@ INVALID = {
     "sizes": (_configured(num_attention_heads=3, num_key_value_heads=2), "divides 3 heads among 2"),
     "no size": (_configured(intermediate_size=None), "config.json of .* has no intermediate_size"),
     "rotary embedding": (_configured(rope_scaling={"rope_type": "longrope"}), "rotary embedding of .* is not of kind"),
+    "list of norms": (_configured(rms_norm_eps=[1e-5]), "choose another head"),
+    "text instead of a layer": (_configured(transformer_layer_config="x"), "choose another head"),
+    "list instead of a layer": (_configured(transformer_layer_config=[1]), "choose another head"),
+    "rotary embedding without factor": (
+        _configured(rope_scaling={"rope_type": "llama3", "rope_theta": 1e4}),
+        "choose another head",
+    ),
     "norm of states": (
         _configured(norm_before_fc=True),
         "has no tensor input_norm.weight: choose a head of kind EAGLE-3",

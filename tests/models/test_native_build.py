@@ -273,7 +273,8 @@ def test_every_vector_width_and_block_size_passes_the_check(
     needed, flags = native_build._BUILDS[vectors]
     monkeypatch.setitem(native_build._BUILDS, vectors, (needed, (*flags, *filter(None, [flag]))))
     if not usual:
-        monkeypatch.setattr(native_build, "_FLAGS", (*native_build._FLAGS, f"-DVECTORS={block // lanes}"))
+        size = f"-DVECTORS={block // lanes}"
+        monkeypatch.setattr(native_build, "_FLAGS", (*native_build._FLAGS, size) if flag else unoptimised(size))
     library = native_library()
     assert isinstance(library, ctypes.CDLL)
     assert not flag or "vnni" not in library.vector_extensions().decode()

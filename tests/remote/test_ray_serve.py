@@ -85,6 +85,15 @@ def test_the_example_for_kubernetes_is_valid() -> None:
     assert example["rayClusterConfig"]["rayVersion"] >= "2.60"
 
 
+@pytest.mark.parametrize(("flags", "seconds"), [("", 60), ("--drain-s 0", 0), ("--drain-s 7", 7)])
+def test_replicas_have_the_requested_drain_time(flags: str, seconds: float) -> None:
+    pytest.importorskip("ray", reason="ray[serve] cannot be installed here")
+    from specdemo.cli import ray_serve
+
+    deployment = ray_serve.application({"flags": flags})._bound_deployment
+    assert deployment._deployment_config.graceful_shutdown_timeout_s == seconds
+
+
 @pytest.mark.parametrize(("key", "expected"), [(None, "both.pem"), (Path("key.pem"), "key.pem")])
 def test_a_certificate_may_contain_its_key(key: Path | None, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray", reason="ray[serve] cannot be installed here")
@@ -97,7 +106,7 @@ def test_a_certificate_may_contain_its_key(key: Path | None, expected: str, monk
         ray_serve.serve, "start", lambda http_options, **options: started.append(HTTPOptions(**http_options))
     )
     monkeypatch.setattr(ray_serve.serve, "run", lambda application, name: None)
-    command = ["serve", "--ray", "--device", "cpu", "--min-replicas", "1", "--max-replicas", "1"]
+    command = ["serve", "--ray", "--device", "cpu", "--min-replicas", "1", "--max-replicas", "1", "--drain-s", "1"]
     options = parser().parse_args([*command, "--certificate", "both.pem"])
     options.key = key
     ray_serve._start(options, 8000)

@@ -11,7 +11,7 @@ import torch
 from fakes.tiny_models import LLAMA
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from training import curve, objectives
+from training import card, curve, objectives
 from training.corpus import batch, standard_library, train_tokenizer
 from training.fit import Schedule, fit
 
@@ -123,3 +123,9 @@ def test_the_corpus_is_the_standard_library() -> None:
     names = {path.name for path in standard_library()}
     assert {"argparse.py", "dataclasses.py", "threading.py"} <= names
     assert not any("site-packages" in str(path) for path in standard_library())
+
+
+def test_the_card_of_the_pair_has_the_weight_of_the_objective() -> None:
+    sentence = f"{objectives.REJECTION_WEIGHT:g} times the rejection rate"
+    assert sentence in (Path(__file__).parents[2] / "assets/pair/README.md").read_text("utf-8")
+    assert sentence in card.CARD.replace("{weight:g}", f"{objectives.REJECTION_WEIGHT:g}")

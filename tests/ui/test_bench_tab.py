@@ -19,7 +19,7 @@ from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
 from specdemo.ui.tabs.bench import PLAIN, SWEEP_TABLE_HEAD, bars, class_colours, position_curves, sweep_cells
 from specdemo.ui.tabs.bench_grid import MOST_RUNS, MOST_TOKENS, sweep
-from specdemo.ui.tabs.components import Sweep, SweepResult, duration
+from specdemo.ui.tabs.sweep import Sweep, SweepResult, duration
 
 ASKED: dict[str, Any] = {
     "methods": ["draft", "nasd"],

@@ -87,3 +87,9 @@ def test_the_comparison_names_the_first_difference_of_the_quantised_text() -> No
     assert texts[SPEC] == texts[PLAIN] != texts[third]
     first = next(i for i, (a, b) in enumerate(zip(texts[PLAIN], texts[third], strict=False), 1) if a != b)
     assert f"; its text differs from token {first} on." in verdict(run.lanes)
+
+
+def test_invalid_stored_settings_are_removed_when_others_are_added() -> None:
+    handlers = _Handlers(None, None, "cpu", USUAL)
+    kept, words = handlers.keep([{"temperature": -1}, {"temperature": 2}], *USUAL.values())
+    assert [lane["temperature"] for lane in kept] == [2, 0] and words.count("γ") == 2

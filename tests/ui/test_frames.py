@@ -243,6 +243,7 @@ def probs(*top: tuple[int, float]) -> dict:
     [
         (0.4001, 0.4, "even", "'b' 0.4001 and 'z' 0.4000: rounding decided a near-tie"),
         (0.8, 0.1, "bad", "this is an error, not a near-tie"),
+        (1.0, 0.0, "bad", "this is an error, not a near-tie"),
     ],
 )
 def test_near_tie_at_the_first_difference_is_reported(p: float, q: float, tone: str, words: str) -> None:
@@ -264,6 +265,49 @@ def test_sampled_texts_may_differ() -> None:
             for event in (made, PREFILL, end()):
                 absorb(run, lane, event)
         assert (sameness(run.lanes) is not None) == compared
+
+
+OTHER_TEXT: dict[str, Any] = {
+    "repetition_penalty": 1.3,
+    "bad_words": ["b"],
+    "stop_texts": ["X"],
+    "stop_tokens": [7],
+    "top_k": 5,
+    "chat": True,
+    "seed": 1,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_TEXT)
+def test_texts_of_other_settings_are_no_error(name: str) -> None:
+    run = whole(Run((SPEC, PLAIN, "third")))
+    absorb(run, PLAIN, header("ar"), *plain_steps(0.024), end())
+    changed = header()
+    changed["recipe"] |= {name: OTHER_TEXT[name]}
+    absorb(run, "third", changed, PREFILL, step(1, pieces=["z"], tokens=[999]), end())
+    same = sameness(run.lanes)
+    assert same and same["badge"] == "identical text", "the comparison of the first lane remains"
+    badge, why = compare_texts(run.lanes)["third"]
+    assert badge == "other settings" and why.endswith(f"these differ: {name.replace('_', ' ')}.")
+
+
+def test_a_missing_option_has_its_default() -> None:
+    run = whole(Run((SPEC, PLAIN)))
+    made = header("ar")
+    made["recipe"] |= {"repetition_penalty": 1.0, "bad_words": [], "chat": False}
+    absorb(run, PLAIN, made, *plain_steps(0.024), end())
+    assert (sameness(run.lanes) or {})["badge"] == "identical text"
+
+
+def test_lanes_of_different_prompts_are_not_compared() -> None:
+    run = whole(Run((SPEC, PLAIN)))
+    absorb(run, PLAIN, header("ar", prompt_tokens=[5, 7]), *plain_steps(0.024), end())
+    run.finish()
+    frame = json.loads(run.frame(0))
+    assert frame["same"] is None and lane_speedup(run.lanes) is None and frame["verdict"] == ""
+    assert frame["tiles"]["speedup"][0] == "–" and "faster" not in frame["headline"]["text"]
+    assert frame["lengths"] == "The prompts differ: speeds and texts are not compared."
+    assert frame["texts"][SPEC][0] == "other settings"
 
 
 def test_verdict_covers_additional_lanes() -> None:

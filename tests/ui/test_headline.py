@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 from fakes.trace_records import PREFILL, absorb, end, header, step
 
+from specdemo.core.events import Header
+from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
-from specdemo.ui.lane import PLAIN, SPEC
+from specdemo.ui.lane import PLAIN, SPEC, lanes_of, name_lanes
 from specdemo.ui.pass_costs import pass_costs
 from specdemo.ui.run_table import RUN_TABLE_HEAD, run_table
 
@@ -48,7 +51,10 @@ def line_of(run: Run) -> dict[str, Any]:
 
 def test_result_names_speed_text_and_passes() -> None:
     shown = line_of(compared(plain_s=0.01))
-    assert shown["text"] == "2.0× faster with drafts in this run, same text. 8 target passes instead of 16."
+    assert (
+        shown["text"]
+        == "2.0× faster with drafts in this run, same text. After the first pass, 8 target passes instead of 16."
+    )
     assert shown["tone"] == "good" and shown["suggestion"] == {"label": "Repeat ×5", "press": "repeat"}
     assert shown["reason"] == "A step gave 2.0 tokens and took 1.0 times as long as a step of the baseline."
 
@@ -120,6 +126,10 @@ def test_passes_are_compared_by_their_measured_times() -> None:
         "words": "Why: checking 3 tokens takes 1.3 times as long as writing 1.",
         "bars": [["writing 1", 0.01], ["checking 3", 0.013]],
     }
+    disturbed = pass_costs(compared(plain_s=0.01, verify_s=0.002).lanes)
+    words = "Other programs disturbed the times of the passes: checking 3 tokens cannot be faster than writing 1. "
+    assert disturbed and disturbed["words"] == f"{words}Press Repeat."
+    assert "Why: " in (pass_costs(compared(plain_s=0.01, verify_s=0.0095).lanes) or {})["words"]
     assert pass_costs(compared(plain_s=0.01, **LINK).lanes) is None  # a pass includes the link
     assert pass_costs({SPEC: compared(plain_s=0.01).lanes[SPEC]}) is None
 
@@ -135,3 +145,25 @@ def test_table_lists_the_runs_with_the_range_of_repeats() -> None:
     run.speeds = {SPEC: [1.0, 3.0, 2.0], PLAIN: [1.0] * 3}
     assert run_table(run.lanes, run.speeds)[0][2] == "2.00× (1.00 to 3.00)"
     assert run_table({SPEC: run.lanes[SPEC]}, {})[0][2] == "–"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"repetition_penalty": 1.3}, "draft, γ 4, repetition penalty 1.3"),
+        ({"top_p": 0.9, "seed": 7}, "draft, γ 4, top p 0.9, seed 7"),
+        ({"bad_words": ("if", "x" * 99)}, "draft, γ 4, bad words if/xxxxxxxxxxxxxxxxx"),
+        ({"method": "nasd", "drafter_top_p": 0.5}, "n-grams, γ 4"),
+        ({"gamma": 5, "policy": "dynamic"}, "draft, γ by dynamic, gamma 5"),
+        ({"drafter": "same"}, "draft by int8 copy, γ 4"),
+        ({"use_cache": False}, "draft, γ 4, use cache off"),
+        ({}, "draft, γ 4"),
+    ],
+)
+def test_titles_of_added_lanes_name_the_options_that_differ(changes: dict[str, Any], words: str) -> None:
+    first, run = Recipe(), Run((SPEC, PLAIN, "third"))
+    added = replace(first, **changes)
+    for name, recipe in lanes_of(first, [added], run.plan):
+        run.absorb(name, Header(asdict(recipe), "def", (5, 6)))
+    assert [lane.title for lane in run.lanes.values()] == ["draft, γ 4", "target only", words]
+    assert name_lanes([first, added]) == f"draft, γ 4 (); {words} ()"

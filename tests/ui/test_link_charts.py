@@ -42,7 +42,7 @@ from specdemo.ui.service import Service
 from specdemo.ui.settings import cloud_of, from_link, recipe_of, restored
 from specdemo.ui.step_views import step_picture
 from specdemo.ui.tabs import edge as modes
-from specdemo.ui.tabs.components import SweepResult
+from specdemo.ui.tabs.sweep import SweepResult
 from specdemo.worker import Stream, Worker, interruptible
 
 PATIENCE = 60.0
@@ -627,7 +627,7 @@ def test_three_modes_are_compared_with_cloud_only() -> None:
         dict(zip(modes.MODE_TABLE_HEAD, row, strict=True)) for row in modes.mode_rows(SweepResult(asked, records))
     )
     assert both["speed-up"] == "0.58×" and cloud["speed-up"] == "1.00×" and edge["speed-up"] == "3.50×"
-    assert both["tokens/s"] == f"{40 / 2.2:.1f}" and both["cloud calls"] == "80 %" and edge["cloud calls"] == "0 %"
+    assert both["tokens/s"] == f"{40 / 2.2:.1f}" and both["cloud steps"] == "80 %" and edge["cloud steps"] == "0 %"
     assert (both["up kB"], both["down kB"], edge["up kB"]) == ("2.0", "4.0", "0.0")
     assert (both["exact"], edge["exact"]) == ("yes", "lossy")
     gpu = "GPU peak MB, allocated / reserved"

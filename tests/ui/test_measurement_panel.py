@@ -15,7 +15,8 @@ import pytest
 from specdemo.bench.measure import BenchProgress
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
-from specdemo.ui.tabs.components import MeasurementPanel, Sweep, SweepResult
+from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelParts
+from specdemo.ui.tabs.sweep import Sweep, SweepResult
 from specdemo.worker import Stream, Worker
 
 PATIENCE = 60.0
@@ -33,21 +34,28 @@ class Result(SweepResult):
         return stream
 
 
+def handlers(blocks: gr.Blocks, button: gr.Button) -> tuple[Any, Any]:
+    """Functions of a button and of the timer."""
+    events = [(fn.targets[0], fn.fn) for fn in blocks.fns.values()]
+    (pressed,) = [function for target, function in events if target == (button._id, "click")]
+    (tick,) = [function for (_, name), function in events if name == "tick"]
+    return pressed, tick
+
+
 class Bench:
     """A service with one worker, and a panel."""
 
     def __init__(self) -> None:
         self.worker, self.gate = Worker(), threading.Event()
         with gr.Blocks() as blocks:
-            self.panel = MeasurementPanel(self, "bench")  # type: ignore[arg-type]
-            with self.panel.results:
+            self.parts, results = PanelParts.laid_out("bench")
+            with results:
                 self.report = gr.Markdown()
+            self.panel = MeasurementPanel(self, self.parts)  # type: ignore[arg-type]
             self.panel.connect(
                 [], [self.report], lambda *_: Result(SWEEP), lambda result: len(result.records), self.shown
             )
-        events = {name: fn.fn for fn in blocks.fns.values() for _, name in fn.targets[:1]}
-        self.measure = next(fn.fn for fn in blocks.fns.values() if fn.targets[0][0] == self.panel._run._id)
-        self.show: Any = events["tick"]
+        self.measure, self.show = handlers(blocks, self.parts.buttons[0])
 
     def shown(self, _: SweepResult, records: int) -> dict[Any, Any]:
         return {self.report: f"{records} records"}
@@ -76,7 +84,7 @@ def bench() -> Iterator[Bench]:
 
 
 def words(values: dict[Any, Any], bench: Bench) -> str:
-    return str(values.get(bench.panel._status, ""))
+    return str(values.get(bench.parts.status, ""))
 
 
 def test_an_event_without_a_listener_ends_the_measurement_and_shows_its_part(bench: Bench) -> None:
@@ -85,14 +93,14 @@ def test_an_event_without_a_listener_ends_the_measurement_and_shows_its_part(ben
     assert stream.wait(PATIENCE) and stream.stopping
     shown = bench.show(VISITOR)
     assert "stopped: partial, 1 of 2 prompts are measured" in words(shown, bench)
-    assert shown[bench.report] == "1 records" and shown[bench.panel.results].visible is True
+    assert shown[bench.report] == "1 records" and shown[bench.parts.results].visible is True
 
 
 def test_lost_messages_do_not_lose_the_results(bench: Bench) -> None:
     async def measured() -> list[dict[Any, Any]]:
         steps = bench.measure(VISITOR)
         first = await anext(steps)
-        assert first[bench.panel._timer].active is True and first[bench.panel._run].interactive is False
+        assert first[bench.panel._timer].active is True and first[bench.parts.buttons[0]].interactive is False
         assert list(bench.show(VISITOR)) == [bench.panel._timer]  # still running
         bench.gate.set()
         return [values async for values in steps]
@@ -102,5 +110,5 @@ def test_lost_messages_do_not_lose_the_results(bench: Bench) -> None:
     shown, repeated, after = (bench.show(VISITOR) for _ in range(3))
     assert "done: 2 runs on 2 prompts" in words(shown, bench) and shown[bench.report] == "2 records"
     assert words(repeated, bench) == words(shown, bench)  # replaces a late message
-    assert repeated[bench.panel._timer].active is False and repeated[bench.panel._run].interactive is True
+    assert repeated[bench.panel._timer].active is False and repeated[bench.parts.buttons[0]].interactive is True
     assert not words(after, bench) and after[bench.panel._timer].active is False

@@ -115,8 +115,39 @@ def test_the_page_runs_controls_without_effect_and_keeps_stored_lanes() -> None:
     usual = USUAL | {"rule": "rejection"}
     lane = usual | {"method": "ar", "gamma": 5, "rule": "match"}
     assert recipe_of(recipe_settings(lane), "cpu").gamma == 5
-    (recipe,) = stored_recipes([lane], usual, "cpu")
+    (recipe,) = stored_recipes([lane], usual, "cpu", 2)
     assert (recipe.method, recipe.gamma) == ("ar", 5)
+
+
+EVERY = {name: setting_of(option, option.default) for name, option in OPTIONS.items()} | USUAL
+
+
+@pytest.fixture
+def validated(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Settings that were converted to a recipe."""
+    calls: list[dict[str, Any]] = []
+
+    def convert(settings: dict[str, Any], device: str) -> Recipe:
+        calls.append(settings)
+        return recipe_of(settings, device)
+
+    monkeypatch.setattr("specdemo.ui.settings.recipe_of", convert)
+    return calls
+
+
+@pytest.mark.parametrize("value", [{"x": 1}, "magic"])
+def test_work_for_invalid_settings_is_bounded(value: Any, validated: list[dict[str, Any]]) -> None:
+    invalid = dict.fromkeys(EVERY, value)
+    assert stored_recipes([invalid] * 1000, EVERY, "cpu", 2) == [] and len(validated) <= 2
+    settings, messages = restored(invalid, EVERY, "cpu")
+    assert settings == EVERY and messages[-1].endswith(" ignored: too many values are invalid")
+    assert len(validated) < 17 * 2 * len(EVERY) and len(messages) < 20
+
+
+def test_a_reported_value_is_dropped_without_a_search(validated: list[dict[str, Any]]) -> None:
+    settings, (message,) = restored(EVERY | {"gamma": 99, "seed": 7, "max_tokens": 8}, EVERY, "cpu")
+    assert settings == EVERY | {"seed": 7, "max_tokens": 8} and message.startswith("gamma ignored: ")
+    assert len(validated) < 5
 
 
 def test_unknown_names_in_a_link_are_listed() -> None:

@@ -130,20 +130,35 @@ def test_a_reconnected_listener_receives_the_missing_records_only(house: House) 
     assert records([before, after]) == json.loads(house.run.frame(0))["r"] and after["at"] == 2
 
 
-@pytest.mark.parametrize(
-    ("query", "code", "stopped"),
-    [("", 1001, True), ("", 4001, True), ("", 1006, False), ("?from=1", 1001, False)],
-)
-def test_run_ends_when_its_page_is_left_but_not_when_interrupted(
-    house: House, query: str, code: int, stopped: bool
-) -> None:
+def test_run_ends_when_its_page_is_left_but_not_when_interrupted(house: House) -> None:
     stop = house.run.stop = Mock()
     house.add(LINES[0])
-    with house.listen(f"{house.run.id}{query}") as socket:
+    with house.listen() as socket:
         socket.receive_json()
-        socket.close(code)
+        socket.close(1001)
     assert not house.add(LINES[1])  # after the listener has ended
-    assert stop.called == stopped
+    assert not stop.called
+    assert house.client.post("/frames/unknown").status_code == 204 and not stop.called
+    assert house.client.post(f"/frames/{house.run.id}").status_code == 204 and stop.called
+
+
+def test_frames_of_the_fallback_follow_changes_without_polling(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_POLL_S", 3600.0)
+
+    async def replayed() -> list[dict]:
+        frames = house.sockets.fallback_frames(house.run)
+        heard = [json.loads(await anext(frames))]
+        for line in LINES:
+            absorb(house.run, SPEC, line)
+            house.sockets.notify(house.run)
+            heard.append(json.loads(await anext(frames)))
+        house.run.finish()
+        house.sockets.notify(house.run)
+        assert [frame async for frame in frames] == []
+        return heard
+
+    assert records(house.client.portal.call(replayed)) == json.loads(house.run.frame(0))["r"]
+    assert not house.sockets._fallbacks
 
 
 def test_run_continues_without_its_gradio_event_and_ends_after_the_grace_period(

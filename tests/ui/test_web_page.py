@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import random
 import re
 from typing import Any
 
@@ -20,14 +21,19 @@ from specdemo.ui.web_page import web_page
 MARKUP = "</script><img src=x onerror=alert(1)>"
 
 
+def shown(text: str | bytes) -> Any:
+    """Parse JSON with the decimals that the page shows."""
+    return json.loads(text, parse_float=lambda number: round(float(number), 3))
+
+
 def test_saved_page_contains_the_frame_and_all_steps() -> None:
     run = whole(Run())
     run.finish()
     packed = re.search(r'id="run-data">([^<]*)<', web_page(run))
     assert packed is not None
-    data = json.loads(gzip.decompress(base64.b64decode(packed[1])))
-    assert data["frame"] == json.loads(run.frame(0))
-    assert data["steps"] == {SPEC: json.loads(json.dumps(step_pictures(run.lanes[SPEC])))}
+    data = shown(gzip.decompress(base64.b64decode(packed[1])))
+    assert data["frame"] == shown(run.frame(0))
+    assert data["steps"] == {SPEC: shown(json.dumps(step_pictures(run.lanes[SPEC])))}
 
 
 def test_texts_of_a_saved_page_are_no_markup() -> None:
@@ -100,6 +106,54 @@ def test_suffix_matches_name_their_length_and_cross_from_prompt_to_text() -> Non
 def test_contradictory_origins_highlight_nothing(origin: dict) -> None:
     found = step_picture(copied(FIRST, guess(origin)), 1)["source"]
     assert not found["context"] and all(place == (5, 6) for place in found["copied"])
+
+
+class Counted(list):
+    """List that counts the items read by slices and loops."""
+
+    read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        items = super().__getitem__(index)
+        self.read += len(items) if isinstance(index, slice) else 1
+        return items
+
+    def __iter__(self) -> Any:
+        self.read += len(self)
+        return super().__iter__()
+
+
+def test_reads_of_steps_for_all_details_are_proportional_to_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reads(count: int) -> int:
+        origin = {"source": "n-gram", "order": 3, "count": 2}
+        lane = copied(FIRST, *(guess(origin) | {"i": i} for i in range(1, count)))
+        steps = Counted(lane.steps)
+        with monkeypatch.context() as patched:
+            patched.setattr(Lane, "steps", steps)
+            assert len(step_pictures(lane)) == count
+        return steps.read
+
+    assert reads(80) <= 2.1 * reads(40)
+
+
+def test_numbers_of_a_saved_page_are_rounded_and_its_size_is_limited() -> None:
+    """A text of 1,024 tokens with random distributions in full precision."""
+    rng = random.Random(1)
+
+    def rows(count: int) -> list[Any]:
+        return [{"top": [[k, rng.random() / 8] for k in range(6)], "entropy": rng.random()} for _ in range(count)]
+
+    run = Run()
+    drafted = {"pieces": ["b", "X"], "draft": ("b", "c", "d"), "accepted": (0,), "tested": 2}
+    steps = [step(i, **drafted) for i in range(1, 512)]
+    absorb(run, SPEC, header(), PREFILL, *(line | {"laws": rows(4), "drafted": rows(3)} for line in steps), end())
+    run.finish()
+    page = web_page(run)
+    assert len(page.encode()) < 500_000
+    data = json.loads(gzip.decompress(base64.b64decode(page.partition('id="run-data">')[2].partition("<")[0])))
+    node, exact = (pictures[511]["nodes"][0] for pictures in (data["steps"][SPEC], step_pictures(run.lanes[SPEC])))
+    assert len(exact["bars"]) > 4
+    assert node["entropy_p"] != exact["entropy_p"] == pytest.approx(node["entropy_p"], rel=1e-5)
 
 
 def test_steps_state_the_draft_length_of_the_policy() -> None:

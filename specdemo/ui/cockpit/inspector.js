@@ -167,7 +167,8 @@ async function showFigures() {
   const body = make("tbody");
   for (const cells of figures.rows) {
     const text = (k) => (cells[k] === null ? "–" : k === textColumn ? visibleText(cells[k]) : String(cells[k]));
-    const row = make("tr", {}, ...order.map((k) => make("td", { class: kind(k), text: text(k) })));
+    const open = make("button", { type: "button", class: "small", text: text(0), "aria-label": `Inspect step ${text(0)}` });
+    const row = make("tr", {}, make("td", {}, open), ...order.slice(1).map((k) => make("td", { class: kind(k), text: text(k) })));
     row.addEventListener("click", () => inspectStep(name, cells[0]));
     body.append(row);
   }

@@ -2,7 +2,6 @@
 // After an interruption of the network Gradio reloads the page, which then resumes the run.
 
 const RETRY_MS = 1000, RECONNECT_TIMEOUT_MS = 20000;
-const LEFT_PAGE = 4001; // close code, as in streams.py
 const RESUME_KEY = "specdemo-run";
 
 let socket = null;
@@ -12,19 +11,21 @@ let interrupted = false;
 
 const pageRoot = () => `${window.gradio_config?.root ?? location.origin}/`;
 
+const framesOf = (id) => new URL(`frames/${id}`, pageRoot()).href;
+
 function openSocket(id, from = null) {
   closeSocket();
-  const opened = (socket = new WebSocket(new URL(`frames/${id}${from === null ? "" : `?from=${from}`}`, pageRoot()).href.replace(/^http/, "ws")));
+  const opened = (socket = new WebSocket(`${framesOf(id).replace(/^http/, "ws")}${from === null ? "" : `?from=${from}`}`));
   let delivered = false;
   socket.onmessage = ({ data }) => { delivered = true; receiveFrame(JSON.parse(data)); };
   socket.onclose = () => { if (opened === socket && busy && (delivered || interrupted)) reconnect(); };
 }
 
-function closeSocket(code) {
+function closeSocket() {
   clearTimeout(retry);
   const closing = socket;
   socket = null; // its `onclose` must not reconnect
-  closing?.close(code);
+  closing?.close();
 }
 
 function reconnect() {
@@ -61,5 +62,5 @@ window.addEventListener("offline", () => { closeSocket(); reconnect(); }, { sign
 window.addEventListener("pagehide", () => {
   const undisplayed = complete() && pending.length;
   if (run !== null && ((busy && interrupted) || undisplayed)) sessionStorage.setItem(RESUME_KEY, run);
-  else if (busy) closeSocket(LEFT_PAGE);
+  else if (busy && run !== null) navigator.sendBeacon(framesOf(run), new Blob(["{}"], { type: "application/json" })); // with any transport
 }, { signal: listeners.signal });

@@ -10,6 +10,8 @@ function drawBlocks(times, end, label) { // `times`: end of each step in seconds
   return picture;
 }
 
+function countSteps({ length }) { return `first pass and ${length - 1} steps`; }
+
 function markBlock(picture, times, end, i) { // no block for -1
   const mark = picture.querySelector(".linked"), from = times[i - 1] ?? 0;
   mark.setAttribute("x", i < 0 ? 0 : (AXIS * from) / end);
@@ -42,7 +44,7 @@ function drawRunTable([head, ...rows]) {
 
 function timeRow(name, end) {
   const { steps } = lanes[name], times = steps.map(({ t }) => t);
-  const picture = drawBlocks(times, end, `${steps.length} steps in ${seconds(times.at(-1))}`);
+  const picture = drawBlocks(times, end, `${countSteps(steps)} in ${seconds(times.at(-1))}`);
   const bar = make("div", { class: "time-bar", role: "slider", tabindex: 0, "aria-label": `${HEADINGS[name]}: steps on the time axis`, "aria-valuemin": 0, "aria-valuemax": steps.length - 1, "aria-valuenow": 0 }, picture);
   const step = (e) => { // step under the pointer
     const box = bar.getBoundingClientRect(), t = ((e.clientX - box.left) / box.width) * end;
@@ -86,5 +88,5 @@ function linkStep(name, i = -1) {
 
 function summaryOfTimes() {
   const drawn = race.lanes.filter((name) => lanes[name].steps.length);
-  return drawn.map((name) => `${HEADINGS[name]}: ${lanes[name].steps.length} steps, ${seconds(lanes[name].steps.at(-1).t)}`).join(". ");
+  return drawn.map((name) => `${HEADINGS[name]}: ${countSteps(lanes[name].steps)}, ${seconds(lanes[name].steps.at(-1).t)}`).join(". ");
 }

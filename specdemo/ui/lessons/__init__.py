@@ -61,8 +61,9 @@ def lessons_markup() -> str:
         "gamma": f"{costs['gamma']:.1f}",
         "verify": f"{costs['v']:.2f}",
         "host": f"{costs['o']:.2f}",
-        "predicted": f"{costs['predicted']:.1f}",
-        "measured": f"{costs['measured']:.1f}",
+        "predicted": f"{costs['predicted']:.2f}",
+        "measured": f"{costs['measured']:.2f}",
+        "conclusion": _conclusion(costs["predicted"], costs["measured"]),
     }
     return Template(_text("lessons.html")).substitute(texts)
 
@@ -97,6 +98,12 @@ def _costs(lanes: Mapping[str, Lane]) -> dict[str, float]:
     predicted = cost_model(expected_tokens(alpha, terms.drafted), terms.drafted, terms.c, terms.v, terms.o)
     values = {"alpha": alpha, "gamma": terms.drafted, "c": terms.c, "v": terms.v, "o": terms.o}
     return values | {"predicted": predicted, "measured": measured}
+
+
+def _conclusion(predicted: float, measured: float) -> str:
+    if (predicted > 1) != (measured > 1):
+        return "They disagree about a gain: repeat such a run before you decide."
+    return "Guesses paid." if measured > 1 else "Guesses cost time."
 
 
 def _instructive(step: Mapping[str, Any]) -> bool:

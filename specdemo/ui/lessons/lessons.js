@@ -15,7 +15,7 @@ inLesson("passes").replaceChildren(
 
 const raceEnd = Math.max(...recordedRace.map(([, times]) => times.at(-1)));
 inLesson("race").replaceChildren(...recordedRace.map(([name, times], i) => make("div", { class: "time-row", "data-row": i ? "ar" : "spec" },
-  make("span", { text: name }), make("div", { class: "time-bar" }, drawBlocks(times, raceEnd, `${times.length} steps in ${times.at(-1).toFixed(2)} s`)), make("span", { text: `${times.at(-1).toFixed(2)} s` }))));
+  make("span", { text: name }), make("div", { class: "time-bar" }, drawBlocks(times, raceEnd, `${countSteps(times)} in ${times.at(-1).toFixed(2)} s`)), make("span", { text: `${times.at(-1).toFixed(2)} s` }))));
 
 for (const [id, details] of [["survive", survive], ["copied", { ...copied, source: null }]]) { // the source is the answer
   const player = createPlayer(inLesson(id));

@@ -20,8 +20,10 @@ from specdemo.ui.method_names import visible_recipe, with_method_names
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OFF, recipe_of
 from specdemo.ui.tabs.bench_grid import grid_controls, sweep
-from specdemo.ui.tabs.components import UNPROCESSED, MeasurementPanel, Sweep, SweepResult, chart_view, save_svg_button
+from specdemo.ui.tabs.components import UNPROCESSED, chart_view, save_svg_button
+from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelParts
 from specdemo.ui.tabs.pairs import pairs_section
+from specdemo.ui.tabs.sweep import Sweep, SweepResult
 from specdemo.ui.theme import CATEGORIES
 
 SWEEP_TABLE_HEAD = (
@@ -104,8 +106,8 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
     gr.Markdown(_INTRO)
     selection = grid_controls(kinds, defaults, service.limits.max_gamma)
     size = gr.Markdown(elem_id="bench-size")
-    panel = MeasurementPanel(service, "bench")
-    with panel.results:
+    parts, results = PanelParts.laid_out("bench")
+    with results:
         table = gr.Dataframe(headers=list(SWEEP_TABLE_HEAD), interactive=False, elem_id="bench-table")
         plot = _speedup_plot(kinds)
         notes = gr.Markdown(elem_id="bench-notes")
@@ -143,6 +145,7 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
     triggers = [tab.select, *(control.change for control in selection.values())]
     # The default mode depends on the first trigger and would drop quick changes.
     gr.on(triggers, describe_size, inputs, size, queue=False, trigger_mode="always_last", **UNPROCESSED)
+    panel = MeasurementPanel(service, parts)
     panel.connect(inputs, [table, plot, notes, *acceptance_views, *files], make_result, SweepResult.rows, show_rows)
     pairs_section(service, selection, controls, defaults)
 

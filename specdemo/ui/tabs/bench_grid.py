@@ -17,7 +17,7 @@ from specdemo.recipe import Recipe
 from specdemo.ui.controls import Controls
 from specdemo.ui.frames import Run
 from specdemo.ui.method_names import method_name
-from specdemo.ui.tabs.components import Sweep
+from specdemo.ui.tabs.sweep import Sweep
 
 MOST_RUNS, MOST_TOKENS = 240, 24_000
 _DRAFTING = [(method_name(name), name) for name, method in METHODS.items() if method.drafts]

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import html
 import json
-from collections.abc import AsyncIterator, Mapping
-from contextlib import aclosing
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import gradio as gr
 
 from specdemo.bench.calibration import PERCENTILES, Calibration, check_draft_model
-from specdemo.core.errors import UserError
+from specdemo.bench.measure import BenchProgress
 from specdemo.prompts import alternate_classes, load_prompts
 from specdemo.recipe import Recipe
-from specdemo.ui.api import address_of
 from specdemo.ui.labels import escape_markdown, figures_table
 from specdemo.ui.service import Service
 from specdemo.ui.settings import recipe_of
-from specdemo.ui.streams import drain, reason
-from specdemo.ui.tabs.components import UNPROCESSED
-from specdemo.worker import WorkerBusy
+from specdemo.ui.tabs.components import progress_bar
+from specdemo.ui.tabs.measurement_panel import (
+    ANNOUNCED,
+    MeasurementPanel,
+    PanelMeasurement,
+    PanelParts,
+    waiting,
+)
+from specdemo.worker import Stream
 
 PROMPTS, TOKENS = 12, 48
 _PAIR = ("pair", "target", "drafter")
@@ -55,49 +59,68 @@ def remembered(stored: Any, settings: Mapping[str, Any], thresholds: Mapping[str
     return {**known, key: [thresholds.get(name, settings[f"gate_{name}"]) for name in PERCENTILES]}
 
 
+@dataclass
+class CalibrationResult(PanelMeasurement):
+    """Calibration of a pair; `known`: thresholds stored by pair before."""
+
+    recipe: Recipe
+    settings: Mapping[str, Any]
+    known: Any
+    stage: BenchProgress | None = None
+    measured: Calibration | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self.measured is None
+
+    def start(self, service: Service, session: str, address: str) -> Stream[Any]:
+        prompts = alternate_classes(load_prompts((), self.recipe.chat))[:PROMPTS]
+        return service.calibrate(self.recipe, prompts, session, address)
+
+    def fresh(self) -> CalibrationResult:
+        return replace(self, stage=None, measured=None)
+
+    def absorb(self, item: BenchProgress | Calibration) -> None:
+        if isinstance(item, Calibration):
+            self.measured = item
+        else:
+            self.stage = item
+
+    def progress(self, seconds: float, ahead: int = 0) -> str:
+        if self.stage is None:
+            return progress_bar(0, PROMPTS, waiting(ahead))
+        return progress_bar(self.stage.number - 1, self.stage.total, str(self.stage))
+
+    def ending(self, error: str = "") -> str:
+        total = self.stage.total if self.stage else PROMPTS
+        words = f"failed: {error}" if error else "stopped: nothing is measured"
+        return progress_bar(0, total, words, ANNOUNCED) if self.is_empty else progress_bar(1, 1, "done", ANNOUNCED)
+
+
 def calibration_section(
     service: Service, controls: Mapping[str, gr.components.Component], stored: gr.BrowserState, device: str
 ) -> None:
     """Lay out the section; `stored`: thresholds by pair."""
     gates = [controls[f"gate_{name}"] for name in PERCENTILES]
     gr.Markdown(_INTRO)
-    run = gr.Button("Calibrate", elem_id="gates-calibrate", scale=0)
-    status = gr.HTML(elem_id="gates-status")
-    result = gr.Markdown(elem_id="gates-thresholds", elem_classes="figures")
+    parts, results = PanelParts.laid_out("gates", "Calibrate", "calibrate")
+    with results:
+        table = gr.Markdown(elem_id="gates-thresholds", elem_classes="figures")
 
-    async def measure(request: gr.Request, known: Any, *values: Any) -> AsyncIterator[dict[Any, Any]]:
-        settings = dict(zip(controls, values, strict=True))
-        try:
-            recipe = calibration_recipe(settings, device)
-            prompts = alternate_classes(load_prompts((), recipe.chat))[:PROMPTS]
-            stream = service.calibrate(recipe, prompts, request.session_hash or "", address_of(request))
-        except (UserError, WorkerBusy) as error:
-            yield {status: _status(reason(error))}
-            return
-        yield {run: gr.Button(interactive=False), status: _status("waiting for the device")}
-        measured: Calibration | None = None
-        async with aclosing(drain(stream)) as batches:
-            async for batch in batches:
-                for item in batch[-1:]:
-                    measured = item if isinstance(item, Calibration) else None
-                    yield {status: _status("done" if measured else str(item))}
-        shown: dict[Any, Any] = {}
-        if measured is not None:
-            memory = remembered(known, settings, measured.thresholds)
-            set_to = [measured.thresholds.get(name, gr.skip()) for name in PERCENTILES]
-            shown = {result: describe_calibration(measured), stored: memory, **dict(zip(gates, set_to, strict=True))}
-        elif stream.error:
-            shown = {status: _status(reason(stream.error))}
-        yield {run: gr.Button(interactive=True), **shown}
+    def make_result(session: str, values: tuple[Any, ...]) -> CalibrationResult:
+        known, *rest = values
+        settings = dict(zip(controls, rest, strict=True))
+        return CalibrationResult(calibration_recipe(settings, device), settings, known)
 
-    updated = [run, status, result, stored, *gates]
+    def show_rows(result: CalibrationResult, measured: Calibration) -> dict[Any, Any]:
+        memory = remembered(result.known, result.settings, measured.thresholds)
+        set_to = [measured.thresholds.get(name, gr.skip()) for name in PERCENTILES]
+        return {table: describe_calibration(measured), stored: memory, **dict(zip(gates, set_to, strict=True))}
+
+    panel = MeasurementPanel(service, parts)
     inputs = [stored, *controls.values()]
-    run.click(measure, inputs, updated, concurrency_limit=None, trigger_mode="once", **UNPROCESSED)
+    panel.connect(inputs, [table, stored, *gates], make_result, attrgetter("measured"), show_rows)
     models: list[Any] = [controls[name] for name in _PAIR if name in controls]
     if len(models) == len(_PAIR):
         changes = [model.input for model in models]
         gr.on(changes, None, [stored, *models, *gates], gates, js=_REMEMBERED_JS, api_visibility="private")
-
-
-def _status(text: str) -> str:
-    return f"<p role='status'>{html.escape(text)}</p>"

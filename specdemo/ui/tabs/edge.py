@@ -20,18 +20,13 @@ from specdemo.ui.line_chart import LineChart
 from specdemo.ui.service import Service
 from specdemo.ui.settings import recipe_of
 from specdemo.ui.tabs.calibration import calibration_section
-from specdemo.ui.tabs.components import (
-    SHOWN_RUN_JS,
-    UNPROCESSED,
-    MeasurementPanel,
-    Sweep,
-    SweepResult,
-    chart_view,
-)
+from specdemo.ui.tabs.components import SHOWN_RUN_JS, UNPROCESSED, chart_view
+from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelParts
+from specdemo.ui.tabs.sweep import Sweep, SweepResult
 
 MODE_TABLE_HEAD = (
     "mode", "TTFT p50 / p95 ms", "total p50 / p95 s", "tokens/s", "speed-up", "CPU peak MB",
-    "GPU peak MB, allocated / reserved", "KV MB", "KV share", "up kB", "down kB", "cloud calls", "exact",
+    "GPU peak MB, allocated / reserved", "KV MB", "KV share", "up kB", "down kB", "cloud steps", "exact",
 )  # fmt: skip
 MOST_PROMPTS = 12
 _TIMELINE_STEPS = 12
@@ -199,8 +194,8 @@ def _modes_section(service: Service, controls: Mapping[str, gr.components.Compon
     with gr.Row():
         count = gr.Slider(1, MOST_PROMPTS, 3, step=1, label="Prompts", min_width=200, elem_id="modes-prompts")
         length = gr.Slider(8, 128, 48, step=8, label="Tokens per run", min_width=200, elem_id="modes-tokens")
-    panel = MeasurementPanel(service, "modes")
-    with panel.results:
+    parts, results = PanelParts.laid_out("modes")
+    with results:
         table = gr.Dataframe(headers=list(MODE_TABLE_HEAD), interactive=False, elem_id="modes-table")
 
     def make_result(session: str, values: tuple[Any, ...]) -> SweepResult:
@@ -208,4 +203,5 @@ def _modes_section(service: Service, controls: Mapping[str, gr.components.Compon
         return SweepResult(modes_sweep(dict(zip(controls, settings, strict=True)), device, prompts, tokens))
 
     inputs = [count, length, *controls.values()]
+    panel = MeasurementPanel(service, parts)
     panel.connect(inputs, [table], make_result, mode_rows, lambda result, rows: {table: rows})

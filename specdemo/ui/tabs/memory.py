@@ -18,7 +18,7 @@ from specdemo.models.quantization import unavailable
 from specdemo.models.spec import QUANTIZATIONS, ModelSpec, find_device, is_gguf
 from specdemo.models.zoo import PAIRS, Pair, offers
 from specdemo.ui.frames import Run
-from specdemo.ui.lane import Lane, title
+from specdemo.ui.lane import Lane
 from specdemo.ui.service import Service
 from specdemo.ui.tabs.components import UNPROCESSED
 
@@ -43,7 +43,7 @@ def of_run(run: Run | None) -> str:
         return "<p>No run available: press Run first.</p>"
     columns = [_lane_rows(lane) for lane in lanes]
     rows = [[label, *(column[label] for column in columns)] for label in columns[0]]
-    head = ["MB", *(title(lane.recipe) for lane in lanes)]
+    head = ["MB", *(lane.title for lane in lanes)]
     return _table("latest run", head, [row for row in rows if set(row[1:]) != {NOTHING}], NOTES["run"])
 
 

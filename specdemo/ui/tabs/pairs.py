@@ -20,7 +20,9 @@ from specdemo.ui.method_names import with_method_names
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OFF, recipe_of
 from specdemo.ui.tabs.bench_grid import selected, within_limits
-from specdemo.ui.tabs.components import MeasurementPanel, Sweep, SweepResult, progress_bar
+from specdemo.ui.tabs.components import progress_bar
+from specdemo.ui.tabs.measurement_panel import ANNOUNCED, MeasurementPanel, PanelParts
+from specdemo.ui.tabs.sweep import Sweep, SweepResult
 from specdemo.worker import Stream
 
 _INTRO = """### Compare pairs
@@ -49,7 +51,7 @@ class PairsResult(SweepResult):
             words = f"failed: {error}; {words}"
         else:
             words = f"done: {words}" if len(measured) == runnable else f"stopped: partial, {words}"
-        return progress_bar(len(measured), len(self.benches), words, ' role="status"')
+        return progress_bar(len(measured), len(self.benches), words, ANNOUNCED)
 
     def report(self) -> str:
         """Return the table of the pairs, the skipped pairs and methods, and the published tables."""
@@ -95,8 +97,8 @@ def pairs_section(
     pair: Any = controls["pair"]
     initial = [defaults.pair] if defaults.pair else []
     names = gr.Dropdown(pair.choices, value=initial, multiselect=True, label="Pairs", elem_id="bench-pairs")
-    panel = MeasurementPanel(service, "bench-pairs")
-    with panel.results:
+    parts, results = PanelParts.laid_out("bench-pairs")
+    with results:
         report = gr.Markdown(elem_id="bench-pairs-table", elem_classes="figures")
 
     def make_result(session: str, values: tuple[Any, ...]) -> PairsResult:
@@ -106,4 +108,5 @@ def pairs_section(
         return pairs_result(settings, defaults.device, values[0], service.limits.pairs, **chosen)
 
     inputs = [names, *selection.values(), *controls.values()]
+    panel = MeasurementPanel(service, parts)
     panel.connect(inputs, [report], make_result, PairsResult.report, lambda result, text: {report: text})

@@ -1,0 +1,73 @@
+"""Prediction of the speed-up on the page: its progress bar and its text."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
+
+import gradio as gr
+
+from specdemo.preflight import Preflight, PreflightProgress
+from specdemo.recipe import Recipe
+from specdemo.ui.labels import describe_preflight
+from specdemo.ui.service import Service
+from specdemo.ui.tabs.components import progress_bar
+from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelMeasurement, PanelParts, waiting
+from specdemo.worker import Stream
+
+_CURRENT_JS = "(...values) => { document.body.dataset.estimate = 'current'; return values; }"
+
+
+@dataclass
+class SpeedupPrediction(PanelMeasurement):
+    """Prediction for a prompt."""
+
+    recipe: Recipe
+    prompt: str
+    stage: PreflightProgress | None = None
+    predicted: Preflight | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self.predicted is None
+
+    def start(self, service: Service, session: str, address: str) -> Stream[Any]:
+        return service.predict(self.recipe, self.prompt, address)
+
+    def fresh(self) -> SpeedupPrediction:
+        return replace(self, stage=None, predicted=None)
+
+    def absorb(self, item: PreflightProgress | Preflight) -> None:
+        if isinstance(item, Preflight):
+            self.predicted = item
+        else:
+            self.stage = item
+
+    def progress(self, seconds: float, ahead: int = 0) -> str:
+        share, words = (self.stage.share, self.stage.stage) if self.stage else (0, waiting(ahead))
+        return progress_bar(share, 1, f"predicting: {words}")
+
+    def ending(self, error: str = "") -> str:
+        return "" if error or self.predicted else progress_bar(0, 1, "stopped: no prediction")
+
+
+def connect_prediction(
+    service: Service,
+    parts: PanelParts,
+    estimate: gr.Markdown,
+    settings: Sequence[gr.components.Component],
+    make_result: Callable[[str, tuple[Any, ...]], SpeedupPrediction],
+) -> None:
+    """Wire the buttons of a prediction, shown in `estimate`."""
+
+    def show(_: SpeedupPrediction, predicted: Preflight) -> dict[Any, Any]:
+        return {estimate: describe_preflight(predicted)}
+
+    def show_failure(error: str) -> dict[Any, Any]:
+        return {estimate: f"**No prediction:** {html.escape(error)}"}
+
+    panel = MeasurementPanel(service, parts, show_failure)
+    panel.connect(settings, [estimate], make_result, attrgetter("predicted"), show, _CURRENT_JS)
