@@ -82,9 +82,11 @@ def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def ratio(value: float | None, limits: Sequence[float] | None) -> str:
+def ratio(value: float | None, limits: Sequence[float | None] | None) -> str:
     """Format a ratio with its interval."""
-    return "-" if value is None or limits is None else f"{value:.2f} [{limits[0]:.2f}, {limits[1]:.2f}]"
+    return (
+        "-" if value is None or limits is None or None in limits else f"{value:.2f} [{limits[0]:.2f}, {limits[1]:.2f}]"
+    )
 
 
 def cells(row: table.BenchRow) -> dict[str, str]:

@@ -31,7 +31,7 @@ from benchmarks.runs import run_module, traced
 from benchmarks.tables import publish, run_study, study_parser
 from specdemo.bench.table import Progress
 from specdemo.models.memory import device_bytes, peak_device_bytes, release_memory
-from specdemo.models.memory_plan import plan_spec
+from specdemo.models.memory_plan import MemoryPlan, plan_spec
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.quantization import unavailable
 from specdemo.models.spec import QUANTIZATIONS, find_device
@@ -145,8 +145,13 @@ def measure(name: str, folder: str, quantization: str, device_name: str, warmup:
     after = used_bytes(device)
     mapped = after - before - (used_bytes(device, mapped=False) - before_anonymous)
     measured_peak = max(loading[0], running[0]) - before_anonymous + mapped
-    sizes = (planned.parameters, planned.resting, after - before, planned.peak, measured_peak)
+    sizes = (planned.parameters, resting_bytes(planned), after - before, planned.peak, measured_peak)
     return Case(name, quantization, *sizes)
+
+
+def resting_bytes(plan: MemoryPlan) -> int:
+    """Return the planned bytes after a run."""
+    return plan.weights + plan.kv * plan.keeps_kv + plan.settled
 
 
 def repeated_loading(count: int, device_name: str, quantizations: Sequence[str]) -> Iterator[int]:

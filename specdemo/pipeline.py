@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ from specdemo.worker import pass_load
 
 CONVERSATION = "conversation"  # key of the `Conversation` in `Stores`
 Stores = dict[Any, Any]  # state of earlier runs: n-grams, and the key of KV caches
+MAX_STORE_BYTES = 64 << 20  # n-grams and suffixes of a `Stores`
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,16 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         opening = (tokens - 1) % PROMPT_CHUNK + 1
         for cached in self.caches:
             cached.prepare({*range(1, longest + 3), opening}, tokens, length + MAX_ROWS)
+
+
+def stored_bytes(stores: Stores) -> int:
+    return sum(getattr(store, "size_bytes", 0) for store in list(stores.values()))
+
+
+def _drop_oldest(stores: Stores) -> None:
+    for key in [key for key in list(stores) if key != CONVERSATION]:
+        if stored_bytes(stores) > MAX_STORE_BYTES:
+            stores.pop(key, None)
 
 
 def longest_chain(recipe: Recipe) -> int | None:
@@ -204,8 +215,9 @@ class ModelContext:
         if self._stores is None or not self.recipe.ngram_keep:
             return make(None)
         key = (self.recipe.method, self.recipe.target_spec.name, *key)
-        drafter = make(self._stores.get(key))
+        drafter = make(self._stores.pop(key, None))
         self._stores[key] = drafter.store
+        self.on_close(partial(_drop_oldest, self._stores))
         return drafter
 
     def cached(self, loaded: Any, role: str, pad: int = 1, taps: tuple[int, ...] = ()) -> CachedModel:

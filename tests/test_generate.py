@@ -18,7 +18,7 @@ from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
 from specdemo.core import trace
 from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
-from specdemo.core.events import End, Event, Header, Loading, StepEvent
+from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
 from specdemo.core.explain import Reason, explain
 from specdemo.core.link_stats import Source
 from specdemo.core.metrics import Metrics
@@ -75,6 +75,28 @@ def test_stored_ngrams_draft_a_previous_text(target: str, levels: str) -> None:
     )
     first, second = run(recipe, pool, stores), run(recipe, pool, stores)
     assert second.accepted > first.accepted and second.steps < first.steps
+
+
+def test_stores_of_many_settings_are_bounded(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores used least recently are dropped when a run ends; a store above the limit is dropped, too."""
+    pool, stores, text = ModelPool(), dict[Any, Any](), list(range(3, 40)) * 2
+
+    def end_of(**changes: Any) -> MemoryUse:
+        settings = {"target": target, "method": "nasd", "max_tokens": 2, "device": "cpu", "ngram_keep": True} | changes
+        *_, end = generate(Recipe(**settings), text, pool, stores)
+        assert isinstance(end, End) and end.peak is not None
+        return end.peak
+
+    largest = end_of(ngram=16).store or 0
+    monkeypatch.setattr("specdemo.pipeline.MAX_STORE_BYTES", int(1.2 * largest))
+    for changes in ({"ngram": 2}, {"method": "suffix"}, {"ngram": 2}, {"ngram": 16}):
+        end_of(**changes)
+    orders = [order for _, _, *more in stores for order in more[1:2]]
+    assert sum(store.size_bytes for store in stores.values()) <= 1.2 * largest
+    assert orders in ([16], [2, 16]) and len(stores) == len(orders)  # without suffixes, the oldest
+    monkeypatch.setattr("specdemo.pipeline.MAX_STORE_BYTES", largest // 2)
+    end_of(ngram=16)
+    assert not stores
 
 
 def test_stored_ngrams_need_stores(target: str) -> None:

@@ -210,11 +210,11 @@ def _ours(
 
 
 def _memory(environment: Mapping[str, Any], peak: MemoryUse) -> dict[str, float]:
-    """Return the bytes held and, if known, read; nothing for other engines."""
+    """Return bytes of weights and KV cache and, if known, bytes read; nothing for other engines."""
     target, drafter = environment.get("target_bytes"), environment.get("drafter_bytes") or 0
     if target is None:
         return {}
-    held = peak.device or target + drafter + (peak.kv or 0)
+    held = target + drafter + (peak.kv or 0)
     return {"held_bytes": held} if peak.read is None else {"held_bytes": held, "bytes_read": peak.read}
 
 

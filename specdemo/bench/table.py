@@ -6,9 +6,11 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from specdemo.bench.acceptance import Acceptance, acceptance_tables
@@ -16,11 +18,13 @@ from specdemo.bench.baselines import BASELINES
 from specdemo.bench.measure import recipe_label
 from specdemo.core.formats import number as format_number
 from specdemo.core.formats import percent
-from specdemo.core.metrics import interval
+from specdemo.core.metrics import cluster_interval
+from specdemo.core.rules import RULES
 from specdemo.core.theory import STAGES, CostTerms, speedup, walltime_improvement
 from specdemo.recipe import Recipe
 
 NON_TTY_INTERVAL_S = 30.0
+LEAST_PROMPTS = 5
 
 
 def markdown_table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
@@ -63,7 +67,7 @@ RunFigures = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRow:
-    """Medians of a lane over a class of prompts, with 95 % bootstrap intervals.
+    """Medians of a lane over a class of prompts, with 95 % bootstrap intervals from `LEAST_PROMPTS`.
 
     Costs are relative to an AR target pass on the same prompt; None if not applicable.
     """
@@ -74,11 +78,11 @@ class BenchRow:
     tokens_per_second: float  # decoding speed, without the prefill
     speedup: float | None  # ratio to AR decoding
     interval: tuple[float, float] | None  # bounds of the speed-up
-    over_fixed: tuple[float, float, float] | None = None  # ratio to the best fixed gamma, interval
+    over_fixed: tuple[float, float | None, float | None] | None = None  # ratio to the best fixed gamma, interval
     slower: tuple[str, ...]  # prompts with a speed-up below 1
     same_text: int | None  # prompts with AR's greedy text
     acceptance_rate: float | None  # accepted / drafted
-    alpha: float | None  # accepted / tested
+    alpha: float | None  # accepted / tested, None for rule `block`
     mean_beta: float | None  # mean overlap, sum min(p, q)
     tokens_per_pass: float | None
     c: float | None = None  # cost of a draft token
@@ -108,7 +112,8 @@ def table(
         for i, recipe in enumerate(recipes):
             row = _row(of_kind, i, ar.get(recipe.temperature), recipe_label(recipe), recipe.temperature, bandwidth)
             row = _with_costs(row, of_kind, i, ar.get(recipe.temperature), recipe)
-            rows.append(replace(row, over_fixed=_over_fixed(recipes, i, of_kind)))
+            alpha = None if RULES[recipe.rule].chains_only else row.alpha
+            rows.append(replace(row, alpha=alpha, over_fixed=_over_fixed(recipes, i, of_kind)))
         first = len(recipes)
         for temperature, base in ar.items():
             fastest: dict[str, BenchRow] = {}
@@ -128,21 +133,19 @@ def _row(
 ) -> BenchRow:
     runs = [record["runs"][index] for record in records]
     timed = _timed_pairs(records, index, base)
-    ratios = sorted((run_speed(run) / run_speed(ar), prompt) for run, ar, prompt in timed)
     compared = base not in (index, None)
-    values = [ratio for ratio, _ in ratios] if compared else []
+    ratios = _by_prompt((prompt, run_speed(run) / run_speed(ar)) for run, ar, prompt in timed if compared)
+    medians = sorted((statistics.median(values), prompt) for prompt, values in ratios.items())
     reads = [run["bytes_read"] / run["wall_s"] / bandwidth for run, _, _ in timed if "bytes_read" in run and bandwidth]
     return BenchRow(
         kind=records[0]["kind"],
         lane=lane,
-        prompts=len(records),
+        prompts=len({record["name"] for record in records}),
         tokens_per_second=_median(run_speed(run) for run in runs if run["tokens_per_second"]) or 0.0,
-        speedup=_median(values),
-        interval=interval(values) if values else None,
-        slower=tuple(f"{prompt} ({ratio:.2f}x)" for ratio, prompt in ratios if ratio < 1) if compared else (),
-        same_text=sum(record["runs"][index]["text"] == record["runs"][base]["text"] for record in records)
-        if compared and not temperature
-        else None,
+        speedup=_median(chain.from_iterable(ratios.values())),
+        interval=_interval(ratios),
+        slower=tuple(f"{prompt} ({ratio:.2f}x)" for ratio, prompt in medians if ratio < 1),
+        same_text=None if base is None or not compared or temperature else _same_texts(records, index, base),
         acceptance_rate=_median(run.get("acceptance_rate") for run in runs),
         alpha=_median(run.get("alpha") for run in runs),
         mean_beta=_median(run.get("mean_beta") for run in runs),
@@ -152,6 +155,22 @@ def _row(
         bandwidth=_median(reads),
         acceptance=Acceptance.total(run["acceptance"] for run in runs if "acceptance" in run),
     )
+
+
+def _by_prompt(ratios: Iterable[tuple[str, float]]) -> dict[str, list[float]]:
+    groups: defaultdict[str, list[float]] = defaultdict(list)
+    for prompt, ratio in ratios:
+        groups[prompt].append(ratio)
+    return groups
+
+
+def _interval(ratios: Mapping[str, Sequence[float]]) -> tuple[float, float] | None:
+    return cluster_interval([*ratios.values()]) if len(ratios) >= LEAST_PROMPTS else None
+
+
+def _same_texts(records: Sequence[Record], index: int, base: int) -> int:
+    different = [record["name"] for record in records if record["runs"][index]["text"] != record["runs"][base]["text"]]
+    return len({record["name"] for record in records}.difference(different))
 
 
 def _timed_pairs(records: Sequence[Record], index: int, base: int | None) -> list[tuple[RunFigures, RunFigures, str]]:
@@ -172,7 +191,9 @@ def run_speed(run: RunFigures) -> float:
     return run["tokens_per_second"]
 
 
-def _over_fixed(recipes: Sequence[Recipe], index: int, records: Sequence[Record]) -> tuple[float, float, float] | None:
+def _over_fixed(
+    recipes: Sequence[Recipe], index: int, records: Sequence[Record]
+) -> tuple[float, float | None, float | None] | None:
     """Return median and interval of a policy's speed relative to the best fixed gamma of its method.
 
     Gamma is selected on the other prompts, to avoid selection bias.
@@ -192,16 +213,18 @@ def _over_fixed(recipes: Sequence[Recipe], index: int, records: Sequence[Record]
     def median_speed(subset: Sequence[Record], i: int) -> float:
         return statistics.median(run_speed(record["runs"][i]) for record in subset)
 
-    ratios = []
+    ratios = {}
     for name in dict.fromkeys(record["name"] for record in timed):
         others = [record for record in timed if record["name"] != name] or timed
         best = max(fixed, key=partial(median_speed, others))
-        ratios += [
+        ratios[name] = [
             run_speed(record["runs"][index]) / run_speed(record["runs"][best])
             for record in timed
             if record["name"] == name
         ]
-    return (statistics.median(ratios), *interval(ratios)) if ratios else None
+    if not ratios:
+        return None
+    return (statistics.median(chain.from_iterable(ratios.values())), *(_interval(ratios) or (None, None)))
 
 
 def _with_costs(row: BenchRow, records: Sequence[Record], index: int, base: int | None, recipe: Recipe) -> BenchRow:
@@ -259,7 +282,7 @@ def markdown(rows: Sequence[BenchRow]) -> str:
             number(row.tokens_per_second, 1),
             number(row.speedup),
             "-" if row.interval is None else f"{row.interval[0]:.2f}-{row.interval[1]:.2f}",
-            "-" if row.over_fixed is None else "{:.2f} [{:.2f}, {:.2f}]".format(*row.over_fixed),
+            _over_fixed_text(row),
             "-" if row.same_text is None else f"{row.same_text} of {row.prompts}",
             *map(number, (row.acceptance_rate, row.alpha, row.mean_beta, row.tokens_per_pass)),
             *map(number, (row.c, row.v, row.o, row.theory, row.realised, row.explained)),
@@ -270,6 +293,11 @@ def markdown(rows: Sequence[BenchRow]) -> str:
         )
 
     return markdown_table(_COLUMNS, map(cells, rows))
+
+
+def _over_fixed_text(row: BenchRow) -> str:
+    ratio, low, high = row.over_fixed or (None, None, None)
+    return format_number(ratio, missing="-") + (f" [{low:.2f}, {high:.2f}]" if low is not None else "")
 
 
 def acceptance(rows: Sequence[BenchRow]) -> dict[str, Acceptance]:
@@ -290,7 +318,7 @@ def as_json(rows: Sequence[BenchRow]) -> str:
 _METHOD = (
     "Every recipe decodes every prompt, in shuffled order, after one warm-up run. A speed-up is the ratio of speeds "
     "of a recipe and of AR decoding on the same prompt, without the prefill. The table contains the median over the "
-    "prompts of a class and its 95 % bootstrap interval."
+    f"prompts of a class and, from {LEAST_PROMPTS} prompts, its 95 % bootstrap interval, which resamples prompts."
 )
 
 

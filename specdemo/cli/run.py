@@ -26,6 +26,7 @@ from specdemo.core.explain import (
 )
 from specdemo.core.formats import number, percent
 from specdemo.core.metrics import Metrics
+from specdemo.core.rules import rule_traits
 from specdemo.core.step import Outcome
 from specdemo.generate import generate
 from specdemo.option_effects import refuse_ineffective
@@ -202,19 +203,20 @@ def _last_lines(header: Header, end: End) -> str:
     claimed = header.exact or header.recipe.get("external")
     guarantee = exact_label(header.recipe, end.metrics.remote) if claimed else "LOSSY"
     guarantee = "incomplete" if end.reason == "error" else guarantee
-    return f"{summary(end.metrics)}  {guarantee}  end: {_ending(end)}\n{explain_engine(header.environment)}"
+    alpha = None if rule_traits(header.recipe).chains_only else end.metrics.alpha
+    return f"{summary(end.metrics, alpha)}  {guarantee}  end: {_ending(end)}\n{explain_engine(header.environment)}"
 
 
 def _ending(end: End) -> str:
     return f"{end.reason} (context full)" if end.context_full else end.reason
 
 
-def summary(metrics: Metrics) -> str:
+def summary(metrics: Metrics, alpha: float | None) -> str:
     """Figures in a line; a dash where a denominator is 0."""
     return (
         f"{metrics.tokens} tokens  {number(metrics.tokens_per_second, 1, '-')} tokens/s  "
         f"accepted {metrics.accepted}/{metrics.drafted} drafted ({percent(metrics.acceptance_rate, '-', '')})  "
-        f"alpha {number(metrics.alpha, 2, '-')}  mean overlap {number(metrics.mean_beta, 2, '-')}  "
+        f"alpha {number(alpha, 2, '-')}  mean overlap {number(metrics.mean_beta, 2, '-')}  "
         f"{number(metrics.tokens_per_target_pass, 2, '-')} tokens/pass  "
         f"first token {number(metrics.ttft_s, 3, '-')} s"
     )

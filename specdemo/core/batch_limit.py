@@ -21,8 +21,8 @@ _RETRY_AFTER = 16  # steps without drafts
 class BatchLimit:
     """Limit the drafts of `policy` while t texts share a pass.
 
-    A draft token costs (r + c) / ((1 - r) / t + r + b) AR tokens (r: row, c: drafting, b: work between passes); drafts
-    end where acceptance is less probable.
+    A draft token costs (r + c) / ((1 - r) / t + r + b) AR tokens (r: row, c: drafting, b: work between passes); `gamma`
+    and `path_threshold` exclude tokens whose acceptance is less probable, `may_extend` does not.
     """
 
     policy: DraftLengthPolicy

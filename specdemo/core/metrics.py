@@ -1,7 +1,8 @@
 """Figures of a run, folded over its steps, and bootstrap intervals.
 
 `acceptance_rate` is accepted / drafted over verified drafts and falls with gamma; `alpha` is accepted / tested and
-estimates Leviathan's E[beta], as does `mean_beta` with lower variance.
+estimates Leviathan's E[beta], as does `mean_beta` with lower variance. Rule `block` tests all drafted tokens, so its
+`alpha` estimates no E[beta] and is not displayed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 from specdemo.core.step import Step
@@ -172,8 +173,14 @@ def central_range(samples: Iterable[float]) -> tuple[float, float]:
 
 def interval(ratios: Sequence[float], seed: int = 0, draws: int = 2000) -> tuple[float, float]:
     """Return the 95 % bootstrap interval of the median of `ratios`."""
+    return cluster_interval([(ratio,) for ratio in ratios], seed, draws)
+
+
+def cluster_interval(clusters: Sequence[Sequence[float]], seed: int = 0, draws: int = 2000) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval of the median of all values; `clusters` are resampled."""
     rng = random.Random(seed)
-    return central_range(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
+    samples = (rng.choices(clusters, k=len(clusters)) for _ in range(draws))
+    return central_range(statistics.median(chain.from_iterable(sample)) for sample in samples)
 
 
 def ratio_interval(pairs: Sequence[tuple[float, float]], seed: int = 0, draws: int = 2000) -> tuple[float, float]:

@@ -6,7 +6,7 @@ import math
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -220,21 +220,23 @@ def other_gammas(
     pass_cost = cache(pass_cost)
     times = StepTimes.of(recorded, pass_cost, plain_s)
     sampled_times = [StepTimes.of(sample, pass_cost, plain_s) for sample in samples]
+    sampled_chances = [_chances(sample) for sample in samples]
+    probs, limits = _chances(recorded)
     estimates = []
     for gamma in gammas:
         if gamma == 0 and plain:
             estimates += _of_baseline(plain, rng, draws)
             continue
-        chances = _chances(recorded, gamma)
-        starts = step_starts(chances)
-        seconds = opening + sum(start * times.step(len(draft)) for start, draft in zip(starts, chances, strict=True))
+        drafts = [probs[i : _draft_end(i, limits, gamma)] for i in range(len(probs))]
+        starts = step_starts(drafts)
+        seconds = opening + sum(start * times.step(len(draft)) for start, draft in zip(starts, drafts, strict=True))
         rates = []
-        for sample, sample_times in zip(samples, sampled_times, strict=True):
-            drafts = _chances(sample, gamma)
-            steps_s = sum(count * sample_times.step(n) for n, count in Counter(_simulated_drafts(drafts, rng)).items())
-            rates += _rate(len(drafts), opening + steps_s)
-        for speed in _rate(len(chances), seconds) if rates else ():
-            estimates.append(GammaEstimate(gamma, len(chances) / sum(starts), speed, *central_range(rates)))
+        for sample, sample_times in zip(sampled_chances, sampled_times, strict=True):
+            lengths = Counter(_simulated_drafts(*sample, gamma, rng))
+            steps_s = sum(count * sample_times.step(n) for n, count in lengths.items())
+            rates += _rate(len(sample[0]), opening + steps_s)
+        for speed in _rate(len(probs), seconds) if rates else ():
+            estimates.append(GammaEstimate(gamma, len(probs) / sum(starts), speed, *central_range(rates)))
     return estimates
 
 
@@ -243,23 +245,26 @@ def _rate(tokens: int, seconds: float) -> list[float]:
     return [tokens / seconds] if seconds > LEAST_S else []
 
 
-def _chances(steps: Sequence[RecordedStep], gamma: int) -> list[list[float]]:
-    """Acceptance probabilities of drafts at each position; untested tokens have the mean."""
+def _chances(steps: Sequence[RecordedStep]) -> tuple[list[float], list[float]]:
+    """Acceptance probability and limit of the draft at each position; untested tokens have the mean."""
     known = [beta for step in steps for beta in step.betas if beta is not None]
     mean = statistics.fmean(known) if known else 0.0
     probs = [mean if beta is None else beta for step in steps for beta in step.betas]
-    limits = [min(gamma, step.draft) if step.ended else gamma for step in steps for _ in step.betas]
-    return [probs[i : i + min(limit, len(probs) - i - 1)] for i, limit in enumerate(limits)]
+    return probs, [step.draft if step.ended else math.inf for step in steps for _ in step.betas]
 
 
-def _simulated_drafts(chances: Sequence[Sequence[float]], rng: random.Random) -> list[int]:
-    drafted, position = [], 0
-    while position < len(chances):
-        draft = chances[position]
-        drafted.append(len(draft))
-        accepted = next((i for i, chance in enumerate(draft) if rng.random() >= chance), len(draft))
-        position += accepted + 1
-    return drafted
+def _draft_end(position: int, limits: Sequence[float], gamma: int) -> int:
+    return position + int(min(gamma, limits[position], len(limits) - 1 - position))
+
+
+def _simulated_drafts(probs: Sequence[float], limits: Sequence[float], gamma: int, rng: random.Random) -> Iterator[int]:
+    position, draw = 0, rng.random
+    while position < len(probs):
+        end = _draft_end(position, limits, gamma)
+        yield end - position
+        while position < end and draw() < probs[position]:
+            position += 1
+        position += 1
 
 
 def _of_baseline(steps: Sequence[Step], rng: random.Random, draws: int) -> list[GammaEstimate]:

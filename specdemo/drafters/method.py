@@ -68,7 +68,7 @@ class BuildContext(Protocol):
         """Sampling parameters in drafter tokens."""
 
     def head(self) -> Any:
-        """Return the `TextHead` of the run, None without one."""
+        """Return the `CachedHead` of the run, None without one."""
 
     def scorer(self, role: Literal["drafter", "target"], layers: Callable[[int], Sequence[int]] | None = None) -> Any:
         """Return a `Scorer`; `layers` selects layers, given their number."""

@@ -26,6 +26,7 @@ class SuffixStore:
         self._link, self._length = [-1], [0]
         self._end = [0]
         self._last = 0
+        self._table_bytes = getsizeof(self._next[0])
 
     def __len__(self) -> int:
         return len(self._next)
@@ -34,7 +35,7 @@ class SuffixStore:
     def size_bytes(self) -> int:
         """Bytes of the Python objects."""
         columns = (self.text, self._next, self._link, self._length, self._end)
-        return sum(map(getsizeof, columns)) + sum(map(getsizeof, self._next))
+        return sum(map(getsizeof, columns)) + self._table_bytes
 
     def begin(self) -> None:
         """Start a new text, which matches do not cross."""
@@ -45,7 +46,10 @@ class SuffixStore:
         self.text.append(token)
         before, new = self._last, self._state({}, 0, self._length[self._last] + 1, len(self.text))
         while before >= 0 and token not in self._next[before]:
-            self._next[before][token] = new
+            following = self._next[before]
+            table_bytes = getsizeof(following)
+            following[token] = new
+            self._table_bytes += getsizeof(following) - table_bytes
             before = self._link[before]
         if before >= 0:
             known = self._next[before][token]
@@ -79,6 +83,7 @@ class SuffixStore:
 
     def _state(self, following: dict[int, int], link: int, length: int, end: int) -> int:
         self._next.append(following)
+        self._table_bytes += getsizeof(following)
         self._link.append(link)
         self._length.append(length)
         self._end.append(end)

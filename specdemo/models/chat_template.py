@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any, NoReturn
 
 from specdemo.models.limited_process import LimitedProcess, serve
@@ -18,12 +17,7 @@ _PROCESS = LimitedProcess(__name__)
 
 def render_chat(template: str, messages: Sequence[Mapping[str, str]], tokens: Mapping[str, Any]) -> str:
     values = {**tokens, "messages": list(messages), "tools": None, "documents": None, "add_generation_prompt": True}
-    return interruptible(lambda: _render(json.dumps([template, values], default=str)))
-
-
-@lru_cache(maxsize=4)
-def _render(request: str) -> str:
-    return _PROCESS.request(json.loads(request), _SECONDS, "the chat template", _REMEDY)
+    return interruptible(lambda: _PROCESS.request([template, values], _SECONDS, "the chat template", _REMEDY))
 
 
 def _text(template: str, values: Mapping[str, Any]) -> str:

@@ -92,6 +92,7 @@ def _read(store: Path) -> dict[str, list[Any]]:
 def _write(store: Path, digests: dict[str, list[Any]]) -> None:
     with suppress(OSError):
         store.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=store.parent, encoding="utf-8", delete=False) as file:
-            json.dump(dict([*digests.items()][-_MOST_DIGESTS:]), file)
-        os.replace(file.name, store)
+        with tempfile.TemporaryDirectory(dir=store.parent) as folder:
+            with tempfile.NamedTemporaryFile("w", dir=folder, encoding="utf-8", delete=False) as file:
+                json.dump(dict([*digests.items()][-_MOST_DIGESTS:]), file)
+            os.replace(file.name, store)

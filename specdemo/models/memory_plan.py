@@ -74,10 +74,6 @@ class MemoryPlan:
     loading: int  # temporary memory of loading
 
     @property
-    def resting(self) -> int:
-        return self.weights + self.kv * self.keeps_kv + self.settled
-
-    @property
     def total(self) -> int:
         return self.weights + self.kv + self.settled + self.passing
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdemo.core.errors import UserError, plain_text
 from specdemo.models.untrusted import model_errors, read_settings, walk
+from specdemo.models.zoo import SAMPLE_TEXT
 
 if TYPE_CHECKING:
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -20,7 +21,6 @@ _MAX_GROWTH, _MAX_PREFIX = 32, 64
 _MAX_PATTERN = 10_000
 _MAX_CHOICES, _FEW = 4_096, 16
 _MAX_ADDED_TOKENS = 100_000
-_SAMPLE = "def f(x):\n    return 'naïve 東京 🙂'\n"
 _TEXT_RULES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _GROUP = re.compile(r"\?(?::|>|=|!|<=|<!|[ims-]+[:)]|<\w+>)")
 _QUANTIFIER = re.compile(r"([*+?])[?+]?|\{(\d*)(,?)(\d*)\}\??")
@@ -53,7 +53,7 @@ def open_tokenizer(
     check_tokenizer(name, folder)
     with model_errors(f"the tokenizer of {name}", folder=folder):
         tokenizer = kind.from_pretrained(folder, trust_remote_code=False)
-        tokenizer.decode(tokenizer.encode(_SAMPLE))
+        tokenizer.decode(tokenizer.encode(SAMPLE_TEXT))
         return tokenizer
 
 

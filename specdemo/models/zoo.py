@@ -342,13 +342,15 @@ def _required_bytes(name: str, on_host: bool, context: int = 2048) -> int:
     return width * (known.parameters + head_copy + position * context)
 
 
-_SAMPLE = "def f(x):\n    return  'naïve 東京 🙂'  # 12345\n"
+SAMPLE_TEXT = "def f(x):\n    return  'naïve 東京 🙂'  # 12345\n"
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash a tokenizer; tokenizers that pass `check_pair` have equal fingerprints."""
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    identity = repr((sorted(tokenizer.get_vocab().items()), ends, tokenizer.encode(_SAMPLE, add_special_tokens=False)))
+    identity = repr(
+        (sorted(tokenizer.get_vocab().items()), ends, tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False))
+    )
     return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
 
@@ -371,5 +373,5 @@ def check_pair(target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase
                 f"the tokenizers differ in {kind} ({getattr(target, kind)} for the target, {getattr(drafter, kind)} "
                 f"for the drafter): {remedy}"
             )
-    if target.encode(_SAMPLE, add_special_tokens=False) != drafter.encode(_SAMPLE, add_special_tokens=False):
+    if target.encode(SAMPLE_TEXT, add_special_tokens=False) != drafter.encode(SAMPLE_TEXT, add_special_tokens=False):
         raise UserError(f"the tokenizers split the same text differently: {remedy}")

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from specdemo.core.formats import NOTHING, latency, number, percent
+from specdemo.core.rules import rule_traits
 from specdemo.ui.labels import guarantee, lane_speedup, ratio_text
 from specdemo.ui.lane import PLAIN, Lane, mode, model_name
 
@@ -27,7 +28,7 @@ def _row(name: str, lane: Lane, lanes: Mapping[str, Lane], speeds: Mapping[str, 
         _speedup(name, lanes, speeds),
         NOTHING if alone else number(m.tokens_per_target_pass, 2),
         percent(m.acceptance_rate),
-        number(m.alpha, 2) if m.drafted else NOTHING,
+        number(m.alpha, 2) if m.drafted and not rule_traits(lane.recipe).chains_only else NOTHING,
         latency(m.ttft_s),
         guarantee(lane)[0],
     ]

@@ -28,7 +28,7 @@ from specdemo.models.memory import has_memory_for_text
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.threads import thread_initializer
 from specdemo.models.tokenizer import ChatMessage
-from specdemo.pipeline import CONVERSATION, Stores
+from specdemo.pipeline import CONVERSATION, Stores, stored_bytes
 from specdemo.preflight import OWN, SHORT_TEXT_TOKENS, Preflight, PreflightProgress, predict, texts_for
 from specdemo.prompts import Prompt, alternate_classes
 from specdemo.recipe import Recipe
@@ -43,6 +43,7 @@ from specdemo.ui.streams import LaneEvents, drain, reason
 from specdemo.worker import Stream, Worker, WorkerBusy, WorkerGroup, unshared_passes
 
 REMEMBERED = 256  # visitors with stored n-grams and conversations
+MAX_STORED_BYTES = 512 << 20  # n-grams and suffixes of all visitors
 PROMPTS_PER_KIND = 3  # prompts per kind of text in a preflight
 WARM_UP_TOKENS = 8
 PROBE = "def"
@@ -109,7 +110,7 @@ class Service:
         text = "".join(message["content"] for message in conversation) if chat else prompt
         granted = [(lane, self.limits.grant(recipe, text)) for lane, recipe in jobs]
         keep = any(recipe.ngram_keep or recipe.chat for _, recipe in granted)
-        remembered = _remembered(self._stores, visitor, {}) if keep and visitor else {}
+        remembered = self._stores_of(visitor) if keep and visitor else {}
         budget = TimeBudget(self.limits.max_seconds)
 
         def events() -> Iterator[tuple[str, Event]]:
@@ -134,6 +135,16 @@ class Service:
                     return
 
         return self._admit(events, address, visitor)
+
+    def _stores_of(self, visitor: str) -> dict[str, Stores]:
+        stores = _remembered(self._stores, visitor, dict[str, Stores]())
+        sizes = {name: sum(map(stored_bytes, list(lanes.values()))) for name, lanes in self._stores.items()}
+        excess = sum(sizes.values()) - MAX_STORED_BYTES
+        for name, size in sizes.items():
+            if size and excess > 0 and name != visitor:
+                del self._stores[name]
+                excess -= size
+        return stores
 
     def _warm_up(self, jobs: Sequence[tuple[str, Recipe]]) -> Iterator[tuple[str, Event]]:
         for lane, recipe in jobs:

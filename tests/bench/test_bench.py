@@ -39,13 +39,41 @@ def test_speedups_are_medians_of_ratios_and_losses_are_named() -> None:
     ]
     plain, draft = table.table(recipes, records, bandwidth=1000.0)
     assert plain.speedup is None and draft.speedup == pytest.approx(1.5)
-    assert draft.interval == pytest.approx((0.8, 2.0))
+    assert draft.interval is None  # less than five prompts
     assert draft.slower == ("code 1 (0.80x)",)
     assert draft.same_text == 2 and plain.same_text is None
     assert plain.bandwidth == pytest.approx(0.1) and draft.bandwidth == pytest.approx(0.075)
     text = table.markdown([plain, draft])
-    assert "1 of 3" in text and "0.80-2.00" in text
+    assert "1 of 3" in text and "0.80-2.00" not in text
     assert json.loads(table.as_json([plain, draft]))["bench"][1]["speedup"] == pytest.approx(1.5)
+
+
+def test_repetitions_of_prompts_are_not_independent() -> None:
+    recipes = [Recipe(method="ar", temperature=0), Recipe(temperature=0, gamma=2)]
+    walls = {"code 1": (2.5, 2.5, 1.0), "code 2": (2.5, 1.0, 1.0)} | dict.fromkeys(("code 3", "code 4"), (1.0,) * 3)
+
+    def rows(walls: dict[str, tuple[float, ...]], repeat: int) -> list[table.BenchRow]:
+        changed = {"code 2": {"text": (1, 3)}}
+        records = [
+            {"kind": "code", "name": name, "runs": [run(1.0), run(seconds[i], 20, **changed.get(name, {}))]}
+            for i in range(repeat)
+            for name, seconds in walls.items()
+        ]
+        return table.table(recipes, records)
+
+    _, four = rows(walls, 3)
+    assert (four.prompts, four.slower, four.same_text) == (4, ("code 1 (0.80x)",), 3)
+    assert four.speedup == pytest.approx(2.0) and four.interval is None
+    walls = {f"code {i}": (seconds,) * 8 for i, seconds in enumerate((1.0, 1.25, 2.0, 2.5, 4.0))}
+    (_, once), (_, repeated) = rows(walls, 1), rows(walls, 8)  # speed-ups 2, 1.6, 1, 0.8, 0.5
+    assert once.interval == repeated.interval == pytest.approx((0.5, 2.0))
+
+
+def test_block_verification_has_no_alpha() -> None:
+    recipes = [Recipe(), Recipe(rule="block")]
+    records = [{"kind": "code", "name": "code 1", "runs": [run(1.0, drafted=20)] * 2}]
+    rows = table.table(recipes, records)
+    assert [(row.acceptance_rate, row.alpha, row.mean_beta) for row in rows] == [(0.5, 0.55, 0.6), (0.5, None, 0.6)]
 
 
 def test_policies_are_compared_with_the_best_fixed_gamma() -> None:
@@ -58,14 +86,16 @@ def test_policies_are_compared_with_the_best_fixed_gamma() -> None:
     ]
     walls = [(3.0, 1.0, 2.0, wall, 1.0) for wall in (0.5, 0.8, 1.25)]
     walls[2] = (3.0, 1.0, 0.5, 1.25, 1.0)  # gamma 5 is faster on this prompt
-    walls += [(3.0, 1.0, 2.0, 0.8, 1.0)]
+    walls += [(3.0, 1.0, 2.0, 0.8, 1.0)] * 2
     records = [
         {"kind": "code", "name": f"code {i}", "runs": [run(wall, drafted=20 if j else 0) for j, wall in enumerate(row)]}
         for i, row in enumerate(walls)
     ]
     plain, two, five, policy, other = table.table(recipes, records)
     assert plain.over_fixed is two.over_fixed is five.over_fixed is other.over_fixed is None
-    assert policy.over_fixed == pytest.approx((1 / 0.8, 0.8, 2.0))  # gamma 2 is the best: ratios 2, 1.25, 0.8, 1.25
+    assert policy.over_fixed == pytest.approx(
+        (1 / 0.8, 0.8, 2.0)
+    )  # gamma 2 is the best: ratios 2, 1.25, 0.8, 1.25, 1.25
     assert "1.25 [0.80, 2.00]" in table.markdown([policy])
 
 
@@ -118,7 +148,7 @@ def test_the_best_gamma_is_selected_on_other_prompts() -> None:
         for name, row in [*walls.items(), *walls.items()]
     ]  # each prompt twice: both runs belong to the same prompt
     over = table.table(recipes, records)[2].over_fixed
-    assert over is not None and over == pytest.approx((1.5, 1.0, 2.0))
+    assert over == (1.5, None, None)  # ratios 1 and 2; less than five prompts
 
 
 def test_the_cost_model_explains_a_step() -> None:
@@ -199,6 +229,7 @@ class Scripted:
 
     def __init__(self, end: str = "length") -> None:
         self.now, self.end, self.closed, self.steps = 0.0, end, 0, 0
+        self.peak = MemoryUse(kv=1)
 
     def __call__(self, recipe: Recipe, text: str, pool: ModelPool) -> Iterator[Event]:
         start = self.now
@@ -213,7 +244,7 @@ class Scripted:
                 metrics = metrics.plus(step)
                 yield StepEvent(step, ("a", "b"), metrics=metrics)
             error = "out of memory" if self.end == "error" else None
-            yield End(self.end, error, metrics, MemoryUse(kv=1))
+            yield End(self.end, error, metrics, self.peak)
         finally:
             self.closed += 1
 
@@ -244,6 +275,13 @@ def test_time_of_the_caller_between_steps_is_not_measured(scripted: Scripted, pa
     assert [turn.number for turn in timed] == [n for n in (1, 2, 3, 4) for _ in range(5)]  # start and steps
     assert {turn.total for turn in turns} == {4} and str(turns[0]) == "warming up: ar T=0"
     assert str(timed[-1]).startswith("4 of 4: prose 1, ")
+
+
+@pytest.mark.parametrize("device", [None, 1 << 30])
+def test_memory_of_a_lane_excludes_peaks_of_the_process(scripted: Scripted, device: int | None) -> None:
+    scripted.peak = MemoryUse(device=device, process=1 << 31, kv=1)
+    records = [item for item in measure.measure(RECIPES, PROMPTS, ModelPool()) if isinstance(item, dict)]
+    assert [row.held_bytes for row in table.table(RECIPES, records)] == [8] * 4  # weights 7, keys and values 1
 
 
 def test_a_bench_can_be_closed_during_a_run(scripted: Scripted) -> None:

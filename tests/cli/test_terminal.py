@@ -96,6 +96,13 @@ def test_alpha_is_that_of_the_trace(models: dict[str, str], capsys: pytest.Captu
     assert shown in capsys.readouterr().out
 
 
+def test_alpha_of_block_verification_is_not_displayed(
+    models: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", PROMPT, *pair(models), "--temperature", "1", "--rule", "block"]) == 0
+    assert re.search(r"alpha -  mean overlap 0\.\d\d  ", capsys.readouterr().out)
+
+
 def test_steps_as_text(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", PROMPT, *pair(models), "--steps", "--gamma", "4"]) == 0
     shown = capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from sys import getsizeof
 
 import pytest
 from fakes.tiny_models import up_to
@@ -164,6 +165,25 @@ def test_bytes_of_the_store_grow_with_its_n_grams() -> None:
         sizes.append(drafter.store_bytes)
     assert all(b - a > 50 * 3 * 100 for a, b in zip(sizes[1:], sizes[2:], strict=False))
     assert sizes[0] < 1000 < sizes[1] < sizes[2] < sizes[3] < 10**6
+
+
+@pytest.mark.parametrize("fillers", [1, 3])
+def test_bytes_are_counted_without_visiting_the_entries(fillers: int) -> None:
+    text = [i * i % 37 for i in range(300)]
+    store = filled([(token, 50, 51) for token in text[1:]], text, fillers, n=5)
+    weights = store._weights
+    entries = [pair for table in weights.values() for pair in table.values()]
+    objects = [
+        weights,
+        store._best,
+        *weights,
+        *weights.values(),
+        *entries,
+        *(part for pair in entries for part in pair),
+    ]
+    assert store.size_bytes == sum(map(getsizeof, objects))
+    store._weights = dict.fromkeys(weights, {})  # the entries are not needed
+    assert store.size_bytes == pytest.approx(sum(map(getsizeof, objects)), rel=0.3)
 
 
 def test_longer_contexts_first() -> None:

@@ -132,6 +132,12 @@ def test_the_store_counts_the_bytes_of_its_columns() -> None:
     # A text without repetitions has a state per token, each with a transition; pointers take 8 bytes.
     assert store.size_bytes > 5 * 8 * 1000 + 1000 * getsizeof({1: 1})
     assert store.size_bytes < 2 * (5 * 8 * 1000 + 1000 * getsizeof({1: 1}))
+    for token in range(3000):
+        store.add(token * token % 7)  # states are split, and have up to seven transitions
+    columns = [store.text, store._next, store._link, store._length, store._end]
+    assert store.size_bytes == sum(map(getsizeof, (*columns, *store._next)))
+    store._next = [{}] * len(store)  # the states are not needed
+    assert store.size_bytes > 3 * len(store) * getsizeof({})
 
 
 def test_a_loop_is_drafted_periodically() -> None:

@@ -90,6 +90,12 @@ def test_a_template_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch
         prompt_text(tokenizer, "hello", chat=True)
 
 
+def test_rendered_conversations_are_not_cached() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = "{{ range(99999) | random }}"
+    assert len({prompt_text(tokenizer, CHAT, chat=True) for _ in range(3)}) > 1  # equal with probability 1e-10
+
+
 def test_prompts_without_tokens_are_refused() -> None:
     with pytest.raises(UserError, match="finds no tokens"):
         encode_prompt(byte_level_tokenizer(), "", chat=False, vocab_size=300)

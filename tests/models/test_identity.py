@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -123,3 +124,19 @@ def test_digests_are_computed_without_a_writable_cache(tmp_path: Path, monkeypat
     expected = file_digest(tmp_path / "file")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert file_digest(tmp_path / "file") == expected
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the system has no limit of file sizes")
+def test_no_files_remain_if_digests_cannot_be_written(tmp_path: Path, cache: Path) -> None:
+    import resource
+
+    (tmp_path / "file").write_bytes(b"x")
+    before, limits = sorted(cache.rglob("*")), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))
+    try:
+        file_digest(tmp_path / "file")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(cache.rglob("*")) == before
+    file_digest(tmp_path / "file")
+    assert sorted(cache.rglob("*")) == sorted({*before, cache / "digests.json"})

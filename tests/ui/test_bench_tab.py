@@ -115,6 +115,7 @@ def record(name: str, seconds: float) -> dict[str, Any]:
 
 def test_page_table_equals_the_bench_table(outcome: SweepResult) -> None:
     records = [record("code 1", 1.0), record("code 2", 4.0), record("prose 1", 2.5)]
+    records += [record(f"code {i}", 1.6) for i in (3, 4, 5)]
     for one in records:
         outcome.absorb(one)
     rows = outcome.rows()
@@ -122,17 +123,17 @@ def test_page_table_equals_the_bench_table(outcome: SweepResult) -> None:
     shown = [dict(zip(SWEEP_TABLE_HEAD, row, strict=True)) for row in sweep_cells(rows)]
     plain, code, _, prose = shown
     assert plain["speed-up"] == "baseline" and plain["95 %"] == plain["slower on"] == plain["α"] == "–"
-    assert code["speed-up"] == "1.25×" and code["95 %"] == "0.50 to 2.00" and code["slower on"] == "1 of 2"
+    assert code["speed-up"] == "1.25×" and code["95 %"] == "0.50 to 2.00" and code["slower on"] == "1 of 5"
     assert prose["speed-up"] == "0.80× slower" and prose["95 %"] == "–" and prose["slower on"] == "1 of 1"
     assert code["accepted"] == "50 %" and code["α"] == "0.55" and code["tokens/pass"] == "2.00"
     assert code["mean overlap β"] == "0.60"
-    assert code["same text"] == "2 of 2"
+    assert code["same text"] == "5 of 5"
     notes = outcome.notes(rows)
     assert "code 2 (0.50x)" in notes and "prose 1 (0.80x)" in notes and "interrupted" not in notes
     plotted = {bar[0]: bar[2] for bar in bars(rows)["data"]}
     assert plotted == {"AR decoding": 1.0, "draft γ 2, code": 1.25, "draft γ 2, prose": 0.8}
     text, line = outcome.files(rows)
-    assert text == table.report(outcome.sweep.recipes, 3, records, rows)
+    assert text == table.report(outcome.sweep.recipes, 6, records, rows)
     assert json.loads(line) == json.loads(table.as_json(rows)) and line.count("\n") == 1
 
 

@@ -140,6 +140,8 @@ def test_table_lists_the_runs_with_the_range_of_repeats() -> None:
     assert len(spec) == len(plain) == len(RUN_TABLE_HEAD)
     assert spec[2:6] == ["2.0× (one run)", "2.00", "50 %", "0.50"] and spec[-1] == "exact"
     assert plain[2] == "1 (baseline)" and plain[5] == "–"
+    block = run_table(compared(0.02, rule="block").lanes, {})[0]
+    assert block[4:6] == ["50 %", "–"]  # accepted / drafted is no estimate of alpha
     run.speeds = {SPEC: [1.0, 3.0, 2.0], PLAIN: [1.0] * 3}
     assert run_table(run.lanes, run.speeds)[0][2] == "2.00× (1.00 to 3.00)"
     assert run_table({SPEC: run.lanes[SPEC]}, {})[0][2] == "–"

@@ -63,7 +63,7 @@ def test_memory_of_a_run_equals_its_trace() -> None:
         "share of keys and values": ["11 %", "3 %"],  # 4 of 37, 1 of 29
         "store of n-grams or suffixes": ["0.12", "–"],
         "process, last step": ["600.0", "500.0"],
-        "process, peak": ["900.0", "500.0"],
+        "process, peak since start": ["900.0", "500.0"],
     }
 
 
@@ -72,7 +72,7 @@ def test_before_a_run_and_on_a_device() -> None:
     run = Run()
     absorb(run, SPEC, header())
     absorb(run, SPEC, step(0, pieces=["a"], memory={"rss_bytes": 1e8, "device_bytes": 2e9, "kv_bytes": 1e6}))
-    assert rows(ledger.of_run(run))["tensors on the device, peak"] == ["2,000.0"]
+    assert rows(ledger.of_run(run))["tensors on the device, peak since start"] == ["2,000.0"]
 
 
 def test_memory_of_the_machine_is_shown() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from specdemo.core.errors import UserError
+from specdemo.drafters.suffix import SuffixDrafter
 from specdemo.models.model_pool import ModelPool
 from specdemo.pipeline import CONVERSATION
 from specdemo.prompts import Prompt
@@ -38,6 +39,29 @@ def test_stores_of_visitors_are_bounded() -> None:
         streams.append(service.start(asked, f"text {i}", visitor=f"visitor {i}"))
         assert streams[-1].wait(PATIENCE)
     assert len(service._stores) == REMEMBERED
+    service.worker.close()
+
+
+def test_bytes_of_all_stores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def engine(recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[dict[str, Any]]:
+        if prompt:
+            stores["suffix"] = SuffixDrafter(store=stores.get("suffix")).store
+            for i in range(1000):
+                stores["suffix"].add(i)
+        yield {}
+
+    service = Service(ModelPool(), engine)
+    asked = [("spec", Recipe(method="suffix", ngram_keep=True))]
+    size: list[int] = []
+    for visitor, prompt in zip("abcda", ("text", "", "text", "text", "text"), strict=True):
+        assert service.start(asked, prompt, visitor=visitor).wait(PATIENCE)
+        size = size or [service._stores["a"]["spec"]["suffix"].size_bytes]
+        monkeypatch.setattr(service_module, "MAX_STORED_BYTES", 2.5 * size[0])
+    assert [*service._stores] == ["b", "d", "a"]  # the oldest with a store was dropped, not the visitor of the run
+    assert service._stores["a"]["spec"]["suffix"].text[:1000] == [*range(1000)]
+    monkeypatch.setattr(service_module, "MAX_STORED_BYTES", 0)
+    assert service.start(asked, "", visitor="d").wait(PATIENCE)
+    assert [*service._stores] == ["b", "d"]
     service.worker.close()
 
 

@@ -8,17 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdemo.models.engines.engine import FIRST_CAPACITY
 from specdemo.models.engines.head import BlockWeights, HeadCache
-from specdemo.models.engines.torch_head import TorchEagle3, TorchHead, grown
+from specdemo.models.engines.torch_head import HEAD_CHUNK, TorchEagle3, TorchHead, grown
 from specdemo.models.threads import torch_threads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from specdemo.models.engines.fused_weights import FusedWeights
-
-_CHUNK = 512  # committed rows per pass
-_FIRST_CAPACITY = 256
 
 
 class TorchBlockHeadCache(HeadCache):
@@ -61,7 +59,7 @@ class TorchBlockHeadCache(HeadCache):
     def reserve(self, end: int) -> None:
         capacity = self.kv.shape[3]
         if end > capacity:
-            self.kv = grown(self.kv, max(_FIRST_CAPACITY, capacity, end - capacity))
+            self.kv = grown(self.kv, max(FIRST_CAPACITY, capacity, end - capacity))
 
 
 class TorchBlockHead(TorchEagle3):
@@ -87,8 +85,8 @@ class TorchBlockHead(TorchEagle3):
         with torch_threads(cache.threads):
             cache.keep(held)
             states = states.flatten(1).to(self.device, self.dtype)
-            for first in range(0, len(following), _CHUNK):
-                last = min(first + _CHUNK, len(following))
+            for first in range(0, len(following), HEAD_CHUNK):
+                last = min(first + HEAD_CHUNK, len(following))
                 added = slots if last == len(following) else 0
                 rows = torch.cat([states[first:last], states[-1:].expand(added, -1)])
                 out = self._rows(cache, rows, following[first:last] + following[-1:] * added, added)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specdemo.models.engines.context_tokens import ContextTokens
 from specdemo.models.engines.cuda_graphs import GraphRecorder, Recording, graph_bytes
+from specdemo.models.engines.engine import FIRST_CAPACITY
 from specdemo.models.engines.head import DFlashWeights, Eagle3Weights, EagleWeights, Head, HeadCache
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.target_rows import embedding_rows, output_rows
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
 
 LayerWeights: TypeAlias = EagleWeights | Eagle3Weights | DFlashWeights
 
-_CHUNK = 512  # committed rows per pass
-_FIRST_CAPACITY = 256
+HEAD_CHUNK = 512  # committed rows per pass
 
 
 def grown(kv: Tensor, count: int) -> Tensor:
@@ -87,7 +87,7 @@ class TorchHeadCache(HeadCache):
 
     def reserve(self, end: int) -> None:
         if end > (capacity := self.kv.shape[2]):
-            self.kv = grown(self.kv, max(_FIRST_CAPACITY, capacity, end - capacity))
+            self.kv = grown(self.kv, max(FIRST_CAPACITY, capacity, end - capacity))
             self.drop_recordings()
 
     def append(self, keys_and_values: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class TorchHead(Head):
     def _rotated(self, heads: Tensor, first: int) -> Tensor:
         end = first + heads.shape[1]
         if end > len(self._angles[0]):
-            cosines, sines = self.layer.rotation(min(self.layer.context, max(_FIRST_CAPACITY, 2 * end)))
+            cosines, sines = self.layer.rotation(min(self.layer.context, max(FIRST_CAPACITY, 2 * end)))
             self._angles = cosines.to(self.device), sines.to(self.device)
         return self._turned(heads, *(angles[first:end] for angles in self._angles))
 
@@ -178,8 +178,8 @@ class SingleLayerHead(TorchHead):
         assert isinstance(cache, TorchHeadCache)
         with torch_threads(cache.threads):
             cache.keep(held)
-            for first in range(0, len(following), _CHUNK):
-                last = first + _CHUNK
+            for first in range(0, len(following), HEAD_CHUNK):
+                last = first + HEAD_CHUNK
                 rows = self._entered(states[first:last].to(self.device, self.dtype))
                 cache.state = self._pass(cache, rows, following[first:last])
             cache.length = cache.end

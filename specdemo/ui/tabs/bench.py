@@ -31,8 +31,8 @@ SWEEP_TABLE_HEAD = (
     "tokens/pass", "same text",
 )  # fmt: skip
 _INTRO = """Each recipe and the autoregressive baseline continue every prompt in shuffled order. One warm-up run per
-recipe is not timed. Speed-ups are medians per class of prompts, with 95 % intervals. The remaining options are taken
-from the settings. Top-p, top-k and the edge-cloud link are disabled."""
+recipe is not timed. Speed-ups are medians per class of prompts, with 95 % intervals from five prompts. The remaining
+options are taken from the settings. Top-p, top-k and the edge-cloud link are disabled."""
 _FILES = {"bench.md": "text/markdown", "bench.jsonl": "application/jsonl"}
 _SAVE_JS = """(text) => {
     const link = document.createElement("a");
@@ -49,7 +49,7 @@ def sweep_cells(rows: Sequence[BenchRow]) -> list[list[str]]:
             row.kind,
             visible_recipe(row.lane),
             "baseline" if row.speedup is None else f"{row.speedup:.2f}×" + (" slower" if row.speedup < 1 else ""),
-            NOTHING if row.interval is None or row.prompts < 2 else "{:.2f} to {:.2f}".format(*row.interval),
+            NOTHING if row.interval is None else "{:.2f} to {:.2f}".format(*row.interval),
             NOTHING if row.speedup is None else f"{len(row.slower)} of {row.prompts}",
             number(row.tokens_per_second, 1),
             percent(row.acceptance_rate),

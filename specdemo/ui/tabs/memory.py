@@ -25,7 +25,7 @@ from specdemo.ui.tabs.components import UNPROCESSED
 CONTEXT = 1000  # context length of the plan, in tokens
 NOTES = {
     "run": "Keys and values include all models of the run. A store is measured at the end. The process includes "
-    "Python, torch and every loaded model; its peak is since its start.",
+    "Python, torch and every loaded model. Peaks of process and device are since its start.",
     "pairs": "Planned from the configurations, without loading weights. The sum includes the working memory of a pass. "
     "For pairs that are not downloaded, only the sum is available.",
 }
@@ -62,9 +62,9 @@ def _lane_rows(lane: Lane) -> dict[str, str]:
         "share of keys and values": percent(kv / (lane.weights + kv) if lane.weights and kv is not None else None),
         "store of n-grams or suffixes": megabytes(lane.end.peak.store if lane.end and lane.end.peak else None, 2),
         "process, last step": megabytes(lane.memory.process),
-        "process, peak": megabytes(process),
+        "process, peak since start": megabytes(process),
         "tensors on the device, last step": megabytes(lane.memory.device),
-        "tensors on the device, peak": megabytes(device),
+        "tensors on the device, peak since start": megabytes(device),
     }
 
 
