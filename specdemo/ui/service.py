@@ -138,11 +138,11 @@ class Service:
 
     def _stores_of(self, visitor: str) -> dict[str, Stores]:
         stores = _remembered(self._stores, visitor, dict[str, Stores]())
-        sizes = {name: sum(map(stored_bytes, list(lanes.values()))) for name, lanes in self._stores.items()}
+        sizes = {name: sum(map(stored_bytes, list(lanes.values()))) for name, lanes in [*self._stores.items()]}
         excess = sum(sizes.values()) - MAX_STORED_BYTES
         for name, size in sizes.items():
             if size and excess > 0 and name != visitor:
-                del self._stores[name]
+                self._stores.pop(name, None)  # another thread may have removed it
                 excess -= size
         return stores
 
