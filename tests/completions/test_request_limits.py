@@ -18,7 +18,7 @@ MANY = 5_000
     ("kind", "body", "sentence"),
     [
         (ChatRequest, {"messages": [{}] * MANY}, "messages.0.role is missing: add it"),
-        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * MANY}]}, "messages.0.content.str: input should"),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * MANY}]}, "messages.0.content must be a text"),
         (
             ChatRequest,
             {"messages": [{"role": "user", "content": "x"}] * MANY},
