@@ -93,7 +93,7 @@ def _text(lanes: Mapping[str, Lane]) -> str:
 def _passes(lanes: Mapping[str, Lane]) -> str:
     spec, baseline = lanes[SPEC].metrics, lanes[PLAIN].metrics
     if spec.tokens == baseline.tokens:
-        return f"After the first pass, {spec.target_passes} target passes instead of {baseline.target_passes}."
+        return f"{spec.target_passes} target passes instead of {baseline.target_passes}."
     return f"{number(spec.tokens_per_target_pass, 1)} tokens per target pass instead of 1."
 
 

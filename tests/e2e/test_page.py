@@ -223,7 +223,12 @@ def test_two_tabs_alternate_by_step(page: Page, tab: Any, scripts: Scripts) -> N
     status(first, "stopped")
 
 
-@pytest.mark.parametrize("script", ["", "window.WebSocket = class { close() {} };"], ids=["socket", "fallback"])
+TRANSPORTS = pytest.mark.parametrize(
+    "script", ["", "window.WebSocket = class { close() {} };"], ids=["socket", "fallback"]
+)
+
+
+@TRANSPORTS
 def test_reload_cancels_the_run(tab: Any, scripts: Scripts, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setattr(streams, "GRACE_S", float("inf"))  # the server alone does not end it
     page = tab(script)
@@ -237,8 +242,10 @@ def test_reload_cancels_the_run(tab: Any, scripts: Scripts, monkeypatch: pytest.
     status(page, "done")
 
 
-def test_run_resumes_after_an_interruption_of_the_network(page: Page, scripts: Scripts, served: Any) -> None:
+@TRANSPORTS
+def test_run_resumes_after_an_interruption_of_the_network(tab: Any, scripts: Scripts, served: Any, script: str) -> None:
     """Gradio reloads the page when the server is reachable again; the run continues meanwhile."""
+    page = tab(script)
     run(page, "endless")
     spans(page, 20)
     page.route("**/component_server/", lambda route: route.abort(), times=2)

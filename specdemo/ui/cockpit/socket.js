@@ -59,6 +59,9 @@ async function resumeRun(id, end) {
 }
 
 window.addEventListener("offline", () => { closeSocket(); reconnect(); }, { signal: listeners.signal });
+window.navigation?.addEventListener("navigate", ({ navigationType, userInitiated }) => {
+  interrupted ||= navigationType === "reload" && !userInitiated; // by Gradio
+}, { signal: listeners.signal });
 window.addEventListener("pagehide", () => {
   const undisplayed = complete() && pending.length;
   if (run !== null && ((busy && interrupted) || undisplayed)) sessionStorage.setItem(RESUME_KEY, run);
