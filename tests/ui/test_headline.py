@@ -51,10 +51,7 @@ def line_of(run: Run) -> dict[str, Any]:
 
 def test_result_names_speed_text_and_passes() -> None:
     shown = line_of(compared(plain_s=0.01))
-    assert (
-        shown["text"]
-        == "2.0× faster with drafts in this run, same text. 8 target passes instead of 16."
-    )
+    assert shown["text"] == "2.0× faster with drafts in this run, same text. 8 target passes instead of 16."
     assert shown["tone"] == "good" and shown["suggestion"] == {"label": "Repeat ×5", "press": "repeat"}
     assert shown["reason"] == "A step gave 2.0 tokens and took 1.0 times as long as a step of the baseline."
 
