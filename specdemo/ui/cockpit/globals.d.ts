@@ -11,7 +11,13 @@ declare const server: Record<
   Query
 >;
 
+interface NavigateEvent extends Event {
+  navigationType: string;
+  userInitiated: boolean;
+}
+
 interface Window {
+  navigation?: { addEventListener(type: "navigate", listener: (event: NavigateEvent) => void, options?: AddEventListenerOptions): void };
   specdemoListeners?: AbortController;
   specdemoTabs?: BroadcastChannel;
   specdemoLanes?: unknown[];
