@@ -83,10 +83,11 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def ratio(value: float | None, limits: Sequence[float | None] | None) -> str:
-    """Format a ratio with its interval."""
-    return (
-        "-" if value is None or limits is None or None in limits else f"{value:.2f} [{limits[0]:.2f}, {limits[1]:.2f}]"
-    )
+    """Format a ratio with its interval, if any."""
+    if value is None:
+        return "-"
+    low, high = limits or (None, None)
+    return f"{value:.2f}" if low is None or high is None else f"{value:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def cells(row: table.BenchRow) -> dict[str, str]:

@@ -44,7 +44,8 @@ TESTS = (
     "tests/models/test_native_attention.py",
     "tests/models/test_native_safety.py",
     "tests/models/test_heads.py",
-    "tests/drafters/test_head_proposals.py",
+    "tests/drafters/test_block_head.py",
+    "tests/drafters/test_eagle.py",
 )
 CHECK_CPU_S = 5
 UNCOMPILED, SAME_CODE = "not compiled", "same code"

@@ -41,6 +41,7 @@ class LimitedProcess:
                 reply = _exchange(process, line)
             finally:
                 timer.cancel()
+                timer.join()  # the next request must not use a process that is being ended
         if late.is_set():
             raise UserError(f"{subject} takes more than {seconds:g} s: {remedy}")
         answer: dict[str, Any] = json.loads(reply) if reply else {"code": process.wait()}

@@ -3,8 +3,12 @@
 import json
 import subprocess
 import sys
+import threading
 
 import pytest
+
+from specdemo.core.errors import UserError
+from specdemo.models.limited_process import LimitedProcess
 
 resource = pytest.importorskip("resource")
 SERVER = """
@@ -23,3 +27,12 @@ def test_a_stricter_limit_of_the_program_remains(kind: str, hard: int, expected:
     server = [sys.executable, "-c", SERVER.format(kind=kind, hard=hard)]
     answers = subprocess.run(server, input="null\nnull\n", capture_output=True, text=True, check=True).stdout
     assert [json.loads(line) for line in answers.splitlines()] == [{"value": expected}] * 2
+
+
+def test_a_process_ended_late_is_not_used_again() -> None:
+    process = LimitedProcess("specdemo.models.chat_template")
+    for _ in range(3):
+        with pytest.raises(UserError, match="takes more than 0 s"):
+            process.request(["a", {}], 0.0, "it", "wait")
+        assert not any(isinstance(thread, threading.Timer) for thread in threading.enumerate())
+    process.close()
