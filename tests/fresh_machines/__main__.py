@@ -97,7 +97,7 @@ CONDITIONS = [
 
 def outcome(condition: Condition, result: Result) -> str:
     """Return the cell of the table."""
-    if "Traceback (most recent call last)" in result.output and not result.output.rstrip().endswith("passed"):
+    if "Traceback (most recent call last)" in result.output and " passed" not in result.last_line:
         return f"failed: traceback: {result.last_line}"
     if result.code == 0:
         return f"passed: {result.last_line}"
