@@ -19,7 +19,7 @@ from _pytest.runner import runtestprotocol
 SURVIVED, KILLED, NO_TESTS, SKIPPED, TIMEOUT = 0, 1, 33, 34, 36  # codes of mutmut
 MEMORY = 8 << 30
 # CPU seconds of a test that passes without a mutant within t: 30 + 10 t. Wall seconds of a mutant: 120 + 30 t.
-TEST_CPU_S, TEST_FACTOR = 30, 10  # shared fixtures take up to 10
+TEST_CPU_S, TEST_FACTOR = 30, 10  # includes shared fixtures
 MUTANT_S, MUTANT_FACTOR = 120, 30
 
 MOST_FIRST = 20  # tests that precede the modules

@@ -47,15 +47,15 @@ class EngineStatistics:
 def read_engine_log(text: str) -> EngineStatistics:
     """Return the statistics of the first format with matching lines. Raises `UserError` for other texts."""
     if (statistics := _read_json(text)) is not None:
-        return _possible(statistics)
+        return _checked(statistics)
     lines = "\n".join(line for line in text.splitlines() if len(line) <= _MOST_LINE)
     for read in (_llama_lines, _vllm_lines, _sglang_lines):
         if (statistics := read(lines)) is not None:
-            return _possible(statistics)
+            return _checked(statistics)
     raise UserError(f"the file contains no statistics of a known engine: known are {ENGINE_FORMATS}")
 
 
-def _possible(reported: EngineStatistics) -> EngineStatistics:
+def _checked(reported: EngineStatistics) -> EngineStatistics:
     for name in ("drafted", "accepted", "steps", "length", "tokens_per_step", "tokens_per_second"):
         _check_number(name, getattr(reported, name))
     for rate in reported.by_position:

@@ -406,7 +406,7 @@ def sameness(lanes: Mapping[str, Lane]) -> dict[str, str] | None:
 
 
 def differing_inputs(lane: Lane, other: Lane) -> list[str]:
-    """Return options of the text, and "prompt"."""
+    """Return differing text options, and "prompt"."""
 
     def value(recipe: Mapping[str, Any], option: Option) -> Any:
         chosen = recipe.get(option.name, option.default)
