@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -125,7 +126,7 @@ def publish(
     print(json.dumps({name: list(records)}))
     if options.write:
         compact = re.sub(r"-{4,}", "---", re.sub(" {2,}", " ", table))
-        replace_table(ROOT / options.tables[name], name, f"`{options.command}` ({hardware()}):\n\n{compact}")
+        replace_table(ROOT / options.tables[name], name, f"`{options.command}` ({conditions()}):\n\n{compact}")
 
 
 def replace_table(document: Path, name: str, content: str) -> None:
@@ -152,14 +153,25 @@ def vectors() -> str:
     return "torch" if isinstance(library, NativeUnavailable) else library.vector_extensions().decode()
 
 
-def hardware() -> str:
-    """Return device, cores, vector extensions of the native engine, torch version and date in a few words."""
+def conditions() -> str:
+    """Return device, cores, vector extensions of the native engine, torch version, date and commit."""
     cpuinfo = Path("/proc/cpuinfo")
     name = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    processor = name[1] if name else platform.processor() or platform.machine()
+    processor = re.sub(r"\(\w+\)| Processor", "", name[1]) if name else platform.processor() or platform.machine()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     extensions = [] if vectors() == "torch" else [vectors()]
-    return ", ".join(
-        [processor, f"{cores} cores", *extensions, *devices, f"torch {torch.__version__}", f"{date.today():%Y-%m-%d}"]
-    )
+    software = [f"torch {torch.__version__}", f"{date.today():%Y-%m-%d}", *commit()]
+    return ", ".join([processor, f"{cores} cores", *extensions, *devices, *software])
+
+
+def commit() -> list[str]:
+    """Return the commit of the program, in words; nothing without git."""
+    try:
+        head, changed = (
+            subprocess.run(["git", *command.split()], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+            for command in ("rev-parse --short HEAD", "status --porcelain --untracked-files=no *.py *.c *.h")
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return [f"commit {head.strip()}" + (" with changes" if changed else "")]
