@@ -108,7 +108,7 @@ def measure(
     seed: int = 0,
     repeat: int = 1,
 ) -> Iterator[BenchProgress | dict[str, Any]]:
-    """Yield a `BenchProgress` per run and step, and a record per prompt.
+    """Yield a `BenchProgress` per run and step, and a record per message.
 
     A record contains name and class of the prompt and the figures of each run: `recipes`, then `baselines` for each AR
     recipe. Later messages follow the answer of the first recipe. `repeat` uses other seeds. Raises `RuntimeError` if a
@@ -148,7 +148,7 @@ def measure(
             runs: list[Any] = [None] * len(lanes)
             for i in order:
                 runs[i] = yield from run(lanes[i], asked, next(numbers), repetition)
-            yield {"kind": prompt.kind, "name": asked.name, "runs": runs}
+            yield {"kind": prompt.kind, "name": prompt.name, "runs": runs}
             answers.append(runs[0].get("answer", ""))
 
 

@@ -11,12 +11,11 @@ from typing import Any
 
 from specdemo.core.errors import UserError, check_temporary_folder, plain_text
 from specdemo.models.gguf_file import GgufFile, GgufTensor, read_gguf_header
-from specdemo.models.gguf_tokenizer import tokenizer_settings
+from specdemo.models.gguf_tokenizer import VOCABULARY_KEY, tokenizer_settings
 from specdemo.models.model_sizes import ModelSizes
 
 _ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
-_TOKENS, _EMBEDDING = "tokenizer.ggml.tokens", "token_embd.weight"
-_HEAD = "output.weight"
+_EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _OTHER_MODELS = (
     *("expert_count", "attention.scale", "attention.sliding_window", "logit_scale", "embedding_scale"),
     *("residual_scale", "attn_logit_softcapping", "final_logit_softcapping", "rope.scaling.attn_factor"),
@@ -63,7 +62,7 @@ def _configuration(file: GgufFile) -> dict[str, Any]:
     if unknown := [name for name in _OTHER_MODELS if file.metadata.get(f"{kind}.{name}")]:
         raise UserError(f"{file.name} sets {unknown[0]}, which is not supported: choose another file")
 
-    rows, tokens = _rows(file), len(file.value(_TOKENS, list))
+    rows, tokens = _rows(file), len(file.value(VOCABULARY_KEY, list))
     if rows != tokens:
         raise file.refusal(f"its vocabulary has {tokens:,} tokens, and the model has {rows:,}")
     sizes = _sizes(file, kind, rows)

@@ -10,7 +10,8 @@ from typing import Any
 from specdemo.core.errors import UserError, plain_text
 from specdemo.models.gguf_file import GgufFile
 
-_TOKENS, _SPECIAL = "tokenizer.ggml.tokens", ("bos", "eos", "unknown", "padding")
+VOCABULARY_KEY = "tokenizer.ggml.tokens"
+_SPECIAL = ("bos", "eos", "unknown", "padding")
 _NORMAL, _CONTROL = 1, 3
 _USER_DEFINED, _UNUSED = 4, 5
 _ENDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end|>", "<end_of_turn>")
@@ -32,7 +33,7 @@ _WHOLE_WORDS = ("llama-bpe", "tekken")  # these tokenizers also begin with BOS
 
 
 def tokenizer_settings(file: GgufFile) -> dict[str, dict[str, Any]]:
-    tokens = _texts(file, _TOKENS)
+    tokens = _texts(file, VOCABULARY_KEY)
     if len({*tokens}) < len(tokens):
         raise file.refusal("a token occurs twice")
     kind = file.value("tokenizer.ggml.model", str)

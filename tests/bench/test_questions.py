@@ -96,8 +96,11 @@ def test_later_turns_follow_the_answer_of_the_baseline(
             yield event
 
     monkeypatch.setattr(import_module("specdemo.bench.measure"), "generate", recorded)
-    items = [item for item in measure.measure(recipes, prompts, ModelPool()) if isinstance(item, dict)]
-    assert [item["name"] for item in items] == ["writing 1, turn 1", "writing 1, turn 2"]
+    results = list(measure.measure(recipes, prompts, ModelPool()))
+    items = [item for item in results if isinstance(item, dict)]
+    assert [item["name"] for item in items] == ["writing 1"] * 2  # one cluster of the interval
+    shown = [str(item) for item in results if isinstance(item, measure.BenchProgress)]
+    assert any("3 of 4: writing 1, turn 2" in line for line in shown)
     answer = items[0]["runs"][0]["answer"]
     contents = ["Write a poem.", answer, "Shorten it."]
     roles = ("user", "assistant", "user")
