@@ -29,7 +29,9 @@ def test_endless():
 SESSION = """
 import os, sys
 from functools import partial
+from benchmarks import forked_tests
 from benchmarks.forked_tests import Order, collect, measure
+forked_tests.TEST_CPU_S = 1
 def loop(items):
     os.environ["MUTANT"] = ""
     order = Order(measure(items))
