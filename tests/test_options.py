@@ -143,8 +143,10 @@ def test_values_outside_the_range_are_refused(name: str) -> None:
     kind = Recipe if name in Recipe.OPTIONS else CloudConfig
     low, high = option.bounds
     for value in (low - 1, high + 1, math.nan, math.inf, -math.inf, 10**400):
-        with pytest.raises(UserError, match=f"{name} must be {option.range}, not"):
+        with pytest.raises(UserError, match=f"{name} must be {option.range}, not") as refused:
             kind(**{name: value})
+        if option.hint:
+            assert str(refused.value).endswith(option.hint) == (value < low)
     for value in ("4", True, [4]):
         with pytest.raises(UserError, match=f"{name} must be a number, not"):
             kind(**{name: value})

@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from specdemo.core import step_record, trace
+from specdemo.core.bounded import MAX_KEYS, limited_object
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Header, Loading, MemoryUse, StepEvent
 from specdemo.core.link_stats import LinkStats, Source, source_of
@@ -368,6 +369,13 @@ def test_fields_that_a_service_does_not_report_may_be_absent(change: dict[str, A
 
 def header_with(**values: Any) -> str:
     return text({**HEADER, **values})
+
+
+def test_keys_of_an_object_are_limited_inclusively() -> None:
+    pairs = [(f"key {i}", i) for i in range(MAX_KEYS + 1)]
+    assert limited_object(pairs[1:]) == dict(pairs[1:])
+    with pytest.raises(UserError, match="an object has 257 keys: at most 256 are read"):
+        limited_object(pairs)
 
 
 def test_sizes_of_a_line_are_limited_inclusively(monkeypatch: pytest.MonkeyPatch) -> None:
