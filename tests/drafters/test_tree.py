@@ -43,6 +43,17 @@ def test_shape(temperature: float) -> None:
     assert not drafter(temperature).propose([1, 2], up_to(0)).tokens
 
 
+def test_the_most_probable_samples_are_expanded() -> None:
+    orders = set()
+    for seed in range(30):
+        tree = TreeDrafter(ModelNodes(MODEL.score, 8), SamplingParams(), Noise(seed, "draft"), 8, width=3, beam=1)
+        draft = tree.propose([3], up_to(2))
+        best = max(range(3), key=lambda node: draft.token_probs[node])
+        assert set(draft.parents) == {-1, best}
+        orders.add(best)
+    assert orders == {0, 1, 2}
+
+
 def test_siblings_are_sampled_without_replacement_with_their_distributions() -> None:
     for seed in range(30):
         noise = Noise(seed, "draft")
