@@ -6,8 +6,9 @@ As a script it compiles the engine; the process that distributes the tests start
 from __future__ import annotations
 
 import os
+import sys
 
-from specdemo.native.build import SWITCH, cache_folder, native_library
+from specdemo.native.build import SWITCH, NativeUnavailable, cache_folder, native_library
 
 
 def compile_once() -> None:
@@ -23,3 +24,5 @@ def compile_once() -> None:
 
 if __name__ == "__main__":
     compile_once()
+    if isinstance(library := native_library(), NativeUnavailable):
+        print(f"The tests of the native engine will fail: {library}", file=sys.stderr)
