@@ -185,10 +185,16 @@ def test_bounds_on_beta_are_valid_except_the_quoted_1_over_1_plus_kl() -> None:
     assert 1 / (1 + kl) > beta >= max(pinsker(kl), bretagnolle_huber(kl))
 
 
+@pytest.mark.parametrize("e", [0.1, 0.01, 0.001])
+def test_pinsker_is_tight_for_similar_distributions(e: float) -> None:
+    p, q = [0.5 + e, 0.5 - e], [0.5, 0.5]
+    assert 0 <= overlap(p, q) - pinsker(divergence(p, q)) < e**2
+
+
 def test_divergence_is_infinite_outside_the_support_of_q() -> None:
     assert divergence([0.5, 0.5], [1.0, 0.0]) == math.inf
     assert divergence([1.0, 0.0], [0.5, 0.5]) == pytest.approx(math.log(2))
-    assert divergence([0.3, 0.7], [0.3, 0.7]) == 0
+    assert divergence([0.3, 0.7], [0.3, 0.7]) == 0 == divergence([1.0], [1.0])
     assert pinsker(math.inf) == bretagnolle_huber(math.inf) == 0
     assert pinsker(0) == 1 and bretagnolle_huber(0) == 0.5
 
