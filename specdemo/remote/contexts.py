@@ -302,7 +302,7 @@ class Contexts:
             return context.response
         context = self._open(context, request) if request.base == 0 else self._continue(context, request)
         tokens = [*context.tokens[: request.base], *request.tokens]
-        self._check_length(len(tokens) + len(draft))
+        self._check_length(len(tokens) + draft.depth)
         start = self.clock()
         with torch_threads(1):
             score, config = context.cache.score, context.config

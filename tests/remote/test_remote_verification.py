@@ -425,6 +425,13 @@ def test_more_candidates_than_the_vocabulary_has_give_the_complete_vocabulary() 
     assert sorted(row) == [*range(VOCAB)]
 
 
+def test_the_depth_of_a_forest_must_fit_the_context() -> None:
+    cloud, forest = Contexts(TableCache, vocab_size=VOCAB, context=4), {"k": 3, "draft_tokens": [0, 1, 2]}
+    assert len(cloud.verify(request(parents=[-1, -1, 0], **forest)).p) == 3
+    with pytest.raises(UserError, match="5 tokens do not fit the model's 4"):
+        cloud.verify(request(context_id="b", parents=[-1, 0, 1], **forest))
+
+
 def test_repeated_request_gets_the_same_response_without_a_forward_pass() -> None:
     passes = []
 
