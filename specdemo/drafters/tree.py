@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specdemo.core.decode import DraftBudget, Drafter
@@ -150,7 +151,8 @@ class _GrowingTree:
         if processed is None:
             return
         if self._sampling.temperature == 0:
-            chosen, probs = processed.topk(min(count, len(processed))), processed.softmax(-1)
+            count = min(count, int((processed > -inf).sum()))
+            chosen, probs = processed.topk(count), processed.softmax(-1)
             for index in chosen.indices.tolist():
                 self._add(node, self._vocabulary.token(index), float(probs[index]))
             return
