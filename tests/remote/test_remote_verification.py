@@ -411,6 +411,13 @@ def test_edges_with_the_same_context_id_do_not_mix() -> None:
     assert written[0] != written[1] and len(cloud) == 2
 
 
+def test_a_draft_of_more_tokens_than_a_service_verifies_is_refused() -> None:
+    verifier = RemoteVerifier(DirectClient(contexts()), COUPLED)
+    assert verifier.verify(PROMPT, Draft((1,) * 256, (-1,) * 256)).target_tokens
+    with pytest.raises(UserError, match="verifies 256 draft tokens, not 257"):
+        verifier.verify(PROMPT, Draft((1,) * 257, (-1,) * 257))
+
+
 # --- contexts ----------------------------------------------------------------------------------------------------
 
 
