@@ -232,6 +232,17 @@ def test_the_context_ends_the_text(target: str) -> None:
     assert not limited.context_full
 
 
+def test_a_stop_token_at_the_last_position_ends_the_text(target: str) -> None:
+    pool, recipe = ModelPool(), Recipe(target=target, method="ar", temperature=1.0, max_tokens=5000, device="cpu")
+    for seed in range(20):
+        events = [*generate(replace(recipe, seed=seed), PROMPT, pool)]
+        tokens = [token for step in tokens_of(events) for token in step]
+        if events[-1].context_full and tokens[-1] not in tokens[:-1]:
+            break
+    *_, end = generate(replace(recipe, seed=seed, stop_tokens=(tokens[-1],)), PROMPT, pool)
+    assert (end.reason, end.metrics.tokens, end.context_full) == ("stop", len(tokens), False)
+
+
 @pytest.mark.parametrize("method", ["ar", "draft", "nasd", "self", "tree", "lookahead"])
 def test_equal_bits_hold_for_all_methods_of_the_native_engine(target: str, method: str) -> None:
     recipe = Recipe(method=method, target=target, drafter=target, temperature=0, max_tokens=4, device="cpu")
