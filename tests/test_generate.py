@@ -10,9 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import FrozenInstanceError, fields, replace
 from importlib import import_module
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from fakes.heads import head_for
 from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
 
 from specdemo.core import trace
@@ -22,8 +25,9 @@ from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEve
 from specdemo.core.explain import Reason, explain
 from specdemo.core.link_stats import Source
 from specdemo.core.metrics import Metrics
-from specdemo.core.step import Draft, Outcome, Step
+from specdemo.core.step import Draft, Outcome, Step, Verdict
 from specdemo.core.target import Target
+from specdemo.drafters import METHODS
 from specdemo.generate import generate
 from specdemo.models.batch_invariance import COMPARED_ROWS, BatchInvariance
 from specdemo.models.kv_cache import CachedModel
@@ -248,6 +252,26 @@ def test_equal_bits_hold_for_all_methods_of_the_native_engine(target: str, metho
     recipe = Recipe(method=method, target=target, drafter=target, temperature=0, max_tokens=4, device="cpu")
     head = header_of(generate(recipe, PROMPT, ModelPool()))
     assert head.environment["parity"]["by_construction"] and head.bit_equal
+
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+@pytest.mark.parametrize("method", ["draft", "self", "corpus", "tree", "lookahead", "eagle", "block"])
+def test_the_default_type_of_torch_changes_no_step(target: str, method: str, rule: str, tmp_path: Path) -> None:
+    """Loading a model in 16 bits changes it for all threads, and buffers of that type would be too small."""
+    head = {"head": head_for(target, tmp_path, method)} if method in ("eagle", "block") else {}
+    other = str(save_model(tmp_path / "drafter", byte_level_tokenizer(), seed=1))
+    drafter = {"drafter": other} if METHODS[method].uses_model else {}
+    recipe = Recipe(target=target, method=method, rule=rule, max_tokens=12, top_k=40, device="cpu", **drafter, **head)
+
+    def verdicts() -> list[Verdict]:
+        return [event.step.verdict for event in steps_of(generate(recipe, PROMPT, ModelPool()))]
+
+    expected = verdicts()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert verdicts() == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_steps_of_the_mode_edge_only_have_no_target_pass(target: str) -> None:

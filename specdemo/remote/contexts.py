@@ -97,7 +97,7 @@ class ScalarRows(SentRows):
     vocab_size: int
 
     def row(self, node: int) -> SparseRow:
-        token, prob = torch.tensor([self.tokens[node]]), torch.tensor([self.token_probs[node]])
+        token, prob = torch.tensor([self.tokens[node]]), torch.tensor([self.token_probs[node]], dtype=torch.float32)
         return SparseRow(token.to(self.device), prob.to(self.device), self.vocab_size)
 
 

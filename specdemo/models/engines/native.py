@@ -275,7 +275,7 @@ class NativeEngine(Engine[NativeCache]):
         end = max(held + len(new) for _, new, held, _ in entries)
         if end > (limit := self._model.position_limit) and _last_position(entries) > limit:
             raise ValueError(f"the model has {limit} positions")
-        logits, chain = torch.empty(sum(counts), self._model.outputs), None
+        logits, chain = torch.empty(sum(counts), self._model.outputs, dtype=torch.float32), None
         cache, new, held, draft = entries[0]
         if len(entries) == 1 and len(new) <= CHAIN_ROWS and draft.is_chain:
             chain = self._chain_call(cache, new, held, end)
@@ -309,7 +309,7 @@ class NativeEngine(Engine[NativeCache]):
         cosines, sines = self._rotations(max(max(rows.positions) + 1, cache.capacity))
         numbers, addresses = rows.packed(cache.taps)
         struct = self._struct(cache.kv.dtype)
-        scratch = torch.empty(self._library.scratch_floats(ctypes.byref(struct), count))
+        scratch = torch.empty(self._library.scratch_floats(ctypes.byref(struct), count), dtype=torch.float32)
         return PassStruct(
             ctypes.addressof(struct),
             ctypes.addressof(texts),
