@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import gradio
@@ -188,6 +189,18 @@ def test_log_probabilities_equal_those_of_transformers(client: OpenAI, temperatu
     assert "".join(choice.logprobs.tokens) == choice.text
     placed = zip(choice.logprobs.text_offset, choice.logprobs.tokens, strict=True)
     assert all(choice.text.startswith(token, offset) for offset, token in placed)
+
+
+def test_offsets_are_those_of_tokens_that_may_begin_a_stop_text(client: OpenAI) -> None:
+    text = complete(client).choices[0].text
+    stop = [f"{character}\0" for character in sorted({*text}, key=text.count)[-4:]]
+    for stream in (False, True):
+        answer = complete(client, logprobs=0, stop=stop, stream=stream)
+        parts = [chunk.choices[0].logprobs for chunk in (answer if stream else [answer])]
+        placed = [pair for part in parts if part for pair in zip(part.text_offset, part.tokens, strict=True)]
+        assert "".join(token for _, token in placed) == text
+        assert all(text.startswith(token, offset) for offset, token in placed)
+        assert [offset for offset, _ in placed] == [*accumulate((len(token) for _, token in placed[:-1]), initial=0)]
 
 
 def test_log_probabilities_of_a_streamed_chat(client: OpenAI) -> None:
