@@ -153,6 +153,16 @@ def test_without_speculation_a_threshold_of_the_pair_has_no_effect(served: tuple
     assert (recipe.method, recipe.rule, recipe.threshold) == ("ar", "rejection", None)
 
 
+def test_a_sampled_text_of_shared_noise_is_the_same_without_speculation(served: tuple[str, CompletionService]) -> None:
+    service, texts = CompletionService(served[1].pool, replace(RECIPE, rule="coupled")), set()
+    for speculation in (True, False):
+        values = {**TEXT, "temperature": 1, "seed": 3, "speculation": speculation}
+        request = parse_request(TextRequest, json.dumps(values).encode())
+        events = service.events(request, service.recipe_of(request), "")
+        texts.add("".join(event.text for event in events if isinstance(event, StepEvent)))
+    assert len(texts) == 1
+
+
 def test_a_continued_conversation_reuses_its_cache(client: OpenAI) -> None:
     ask: Any = {"model": "default", "temperature": 0, "max_tokens": 12}
     turns: list[Any] = [{"role": "user", "content": "class Node:\n    def __init__(self, value):"}]
