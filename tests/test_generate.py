@@ -236,6 +236,22 @@ def test_the_context_ends_the_text(target: str) -> None:
     assert not limited.context_full
 
 
+@pytest.mark.parametrize("method", ["draft", "tree", "hybrid"])
+@pytest.mark.parametrize("context", [12, 40])  # shorter than the prompt, and longer
+def test_a_shorter_context_of_the_drafter_does_not_end_the_text(
+    target: str, method: str, context: int, tmp_path: Path
+) -> None:
+    drafter = str(save_model(tmp_path / "drafter", byte_level_tokenizer(), seed=1, max_position_embeddings=context))
+    recipe = Recipe(target=target, drafter=drafter, method=method, temperature=0, max_tokens=5000, device="cpu")
+    plain, drafted = ([*generate(replace(recipe, method=name), PROMPT, ModelPool())] for name in ("ar", method))
+    assert sum(tokens_of(drafted), ()) == sum(tokens_of(plain), ()) and drafted[-1].reason == plain[-1].reason
+    lengths = [len(header_of(drafted).prompt_tokens)]
+    for event in steps_of(drafted):
+        assert event.step.draft.depth <= max(0, context - lengths[-1] + 1) or method == "hybrid"
+        lengths.append(lengths[-1] + len(event.step.tokens))
+    assert lengths[-1] > 40 and (drafted[-1].metrics.drafted > 0) == (context == 40 or method == "hybrid")
+
+
 def test_a_stop_token_at_the_last_position_ends_the_text(target: str) -> None:
     pool, recipe = ModelPool(), Recipe(target=target, method="ar", temperature=1.0, max_tokens=5000, device="cpu")
     for seed in range(20):

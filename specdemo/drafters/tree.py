@@ -6,6 +6,7 @@ Siblings are sampled without replacement and their number is fixed in advance, s
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -20,7 +21,7 @@ from specdemo.core.step import Draft
 from specdemo.drafters.draft_vocabulary import DraftVocabulary
 from specdemo.drafters.heads.chain import DraftingHead
 from specdemo.drafters.method import BuildContext, Method
-from specdemo.drafters.model import readable
+from specdemo.drafters.model import free_drafts, readable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,11 +52,13 @@ class ModelNodes(NodeScorer):
     model: Callable[[Sequence[int], Draft], Tensor]
     vocab_size: int
     own_size: int | None = None  # None: all ids
+    context: int = sys.maxsize
     origin = MODEL
     ids = None
 
     def limited(self, tokens: Sequence[int], budget: DraftBudget) -> DraftBudget:
-        return budget if readable(tokens, self.own_size, self.vocab_size) else budget.at_most(0)
+        readable_drafts = free_drafts(tokens, self.context) if readable(tokens, self.own_size, self.vocab_size) else 0
+        return budget.at_most(readable_drafts)
 
     def score(self, tokens: Sequence[int], draft: Draft, nodes: Sequence[int]) -> list[Tensor]:
         from specdemo.core.sampling import fitted
@@ -204,7 +207,7 @@ def _build(context: BuildContext) -> TreeDrafter:
         scorer = HeadNodes(head)
     else:
         model = context.scorer("drafter")
-        scorer = ModelNodes(model.score, context.vocab_size, model.vocab_size)
+        scorer = ModelNodes(model.score, context.vocab_size, model.vocab_size, model.context)
     return TreeDrafter(scorer, sampling, noise, context.vocab_size, chosen.tree_nodes, chosen.tree_width)
 
 
