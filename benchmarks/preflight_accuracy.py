@@ -110,7 +110,7 @@ def token_accuracy(recipe: Recipe, kinds: Sequence[str], pool: ModelPool, count:
     prompts = [prompt for kind in kinds for prompt in texts_for(recipe, [kind])[: 2 * count]]
     held_out = [prompt for kind in kinds for prompt in load_prompts(kinds=[kind])[:count]]
     target, _, pipeline = load_comparable(recipe, pool)
-    texts, _ = usable_texts(recipe, target, prompts, pipeline.context, len(prompts), math.inf)
+    texts, _ = usable_texts(recipe, target, prompts, pipeline.shared_context, len(prompts), math.inf)
     usable = {None, "model", *(("head",) if recipe.head else ())}
     for method in (name for name, entry in METHODS.items() if entry.preflight and entry.drafter in usable):
         drafting = replace(recipe, method=method)
@@ -120,7 +120,7 @@ def token_accuracy(recipe: Recipe, kinds: Sequence[str], pool: ModelPool, count:
             chances = [replay(drafting, target, drafter, text) for text in texts]
             estimated = [expected_cost(of_text, recipe.gamma, 0.0, free)[:2] for of_text in chances]
         else:
-            runs = decoded_runs(drafting, target, drafter, prompts, pipeline.context, len(prompts), math.inf)
+            runs = decoded_runs(drafting, target, drafter, prompts, pipeline.shared_context, len(prompts), math.inf)
             estimated = [(m.decode_tokens, m.target_passes) for m in (Metrics.of(run.steps) for run in runs)]
         metrics = [
             traced(replace(drafting, seed=seed), prompt.text, pool).metrics

@@ -254,9 +254,9 @@ def _run(
         if failure is not None:
             yield End("error", failure, metrics)
             return
-        full = metrics.tokens == free < running.max_tokens
-        peak = _peak(pipeline, passes)
-        yield End("stop" if stops.reached or last in pipeline.stop else "length", None, metrics, peak, full)
+        reason = "stop" if stops.reached or last in pipeline.stop else "length"
+        full = reason == "length" and metrics.tokens == free < running.max_tokens
+        yield End(reason, None, metrics, _peak(pipeline, passes), full)
 
 
 def _peak(pipeline: Pipeline, passes: Sequence[int] | None) -> MemoryUse:

@@ -54,7 +54,8 @@ class Pipeline(AbstractContextManager["Pipeline"]):
     policy: DraftLengthPolicy
     target_cache: CachedModel | None  # None if the target is outside this process
     draft_caches: tuple[CachedModel, ...]
-    context: int  # longest text, in tokens, that every model supports
+    context: int  # longest text, in tokens
+    shared_context: int  # longest text that every model supports
     stop: Collection[int]  # tokens that end the text
     close: Callable[[], None] = lambda: None
     bridge: VocabularyBridge | None = None
@@ -302,9 +303,11 @@ def _assemble(context: ModelContext, proposer: Drafter | None, prediction: Predi
         context.policy = _policy(context)
     verifier = target.verifier(context)
     same_tokens = () if context.bridge else caches  # a drafter of another vocabulary has other counts
-    context_length = min(target.context, *(cache.context for cache in same_tokens), sys.maxsize)
+    shared = min(target.context, *(cache.context for cache in same_tokens), sys.maxsize)
+    alone = recipe.cloud is not None and recipe.cloud.on_loss == "edge"  # the drafter may have to continue
+    lengths = shared if alone else target.context, shared
     roles = verifier, drafter, context.policy
-    return Pipeline(*roles, context.target_cache, caches, context_length, context.stop, context.close, context.bridge)
+    return Pipeline(*roles, context.target_cache, caches, *lengths, context.stop, context.close, context.bridge)
 
 
 def _policy(context: ModelContext) -> DraftLengthPolicy:

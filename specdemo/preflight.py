@@ -152,7 +152,7 @@ def _decoded_texts(
     weights = target.weight_bytes + (drafter.weight_bytes if drafter else 0)
     runs: list[DecodedRun] = []
     yield PreflightProgress(0.1, f"decoding {_names(prompts)}")
-    for run in decoded_runs(recipe, target, drafter, prompts, pipeline.context):
+    for run in decoded_runs(recipe, target, drafter, prompts, pipeline.shared_context):
         runs.append(run)
         yield PreflightProgress(0.1 + 0.9 * len(runs) / max(len(runs), len(prompts)), f"decoding {_names(prompts)}")
     origin = f"{len(runs)} decoded with {recipe.method}, {_settings(recipe)} ({_names(prompts)})"
@@ -164,7 +164,7 @@ def _replayed(
 ) -> Iterator[PreflightProgress | Preflight]:
     weights = target.weight_bytes + (drafter.weight_bytes if drafter else 0)
     yield PreflightProgress(0.1, f"reading texts ({_names(prompts)})")
-    texts, origin = usable_texts(recipe, target, prompts, pipeline.context)
+    texts, origin = usable_texts(recipe, target, prompts, pipeline.shared_context)
     yield PreflightProgress(0.4, f"timing passes over 1 to {MAX_GAMMA + 1} tokens")
     costs = measure_costs(lambda: build_pipeline(recipe, target, drafter), texts, MAX_GAMMA)
     v = fit_costs(costs.v)

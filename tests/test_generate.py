@@ -10,9 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import FrozenInstanceError, fields, replace
 from importlib import import_module
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from fakes.heads import head_for
 from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
 
 from specdemo.core import trace
@@ -22,8 +25,9 @@ from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEve
 from specdemo.core.explain import Reason, explain
 from specdemo.core.link_stats import Source
 from specdemo.core.metrics import Metrics
-from specdemo.core.step import Draft, Outcome, Step
+from specdemo.core.step import Draft, Outcome, Step, Verdict
 from specdemo.core.target import Target
+from specdemo.drafters import METHODS
 from specdemo.generate import generate
 from specdemo.models.batch_invariance import COMPARED_ROWS, BatchInvariance
 from specdemo.models.kv_cache import CachedModel
@@ -232,11 +236,58 @@ def test_the_context_ends_the_text(target: str) -> None:
     assert not limited.context_full
 
 
+@pytest.mark.parametrize("method", ["draft", "tree", "hybrid"])
+@pytest.mark.parametrize("context", [12, 40])  # shorter than the prompt, and longer
+def test_a_shorter_context_of_the_drafter_does_not_end_the_text(
+    target: str, method: str, context: int, tmp_path: Path
+) -> None:
+    drafter = str(save_model(tmp_path / "drafter", byte_level_tokenizer(), seed=1, max_position_embeddings=context))
+    recipe = Recipe(target=target, drafter=drafter, method=method, temperature=0, max_tokens=5000, device="cpu")
+    plain, drafted = ([*generate(replace(recipe, method=name), PROMPT, ModelPool())] for name in ("ar", method))
+    assert sum(tokens_of(drafted), ()) == sum(tokens_of(plain), ()) and drafted[-1].reason == plain[-1].reason
+    lengths = [len(header_of(drafted).prompt_tokens)]
+    for event in steps_of(drafted):
+        assert event.step.draft.depth <= max(0, context - lengths[-1] + 1) or method == "hybrid"
+        lengths.append(lengths[-1] + len(event.step.tokens))
+    assert lengths[-1] > 40 and (drafted[-1].metrics.drafted > 0) == (context == 40 or method == "hybrid")
+
+
+def test_a_stop_token_at_the_last_position_ends_the_text(target: str) -> None:
+    pool, recipe = ModelPool(), Recipe(target=target, method="ar", temperature=1.0, max_tokens=5000, device="cpu")
+    for seed in range(20):
+        events = [*generate(replace(recipe, seed=seed), PROMPT, pool)]
+        tokens = [token for step in tokens_of(events) for token in step]
+        if events[-1].context_full and tokens[-1] not in tokens[:-1]:
+            break
+    *_, end = generate(replace(recipe, seed=seed, stop_tokens=(tokens[-1],)), PROMPT, pool)
+    assert (end.reason, end.metrics.tokens, end.context_full) == ("stop", len(tokens), False)
+
+
 @pytest.mark.parametrize("method", ["ar", "draft", "nasd", "self", "tree", "lookahead"])
 def test_equal_bits_hold_for_all_methods_of_the_native_engine(target: str, method: str) -> None:
     recipe = Recipe(method=method, target=target, drafter=target, temperature=0, max_tokens=4, device="cpu")
     head = header_of(generate(recipe, PROMPT, ModelPool()))
     assert head.environment["parity"]["by_construction"] and head.bit_equal
+
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+@pytest.mark.parametrize("method", ["draft", "self", "corpus", "tree", "lookahead", "eagle", "block"])
+def test_the_default_type_of_torch_changes_no_step(target: str, method: str, rule: str, tmp_path: Path) -> None:
+    """Loading a model in 16 bits changes it for all threads, and buffers of that type would be too small."""
+    head = {"head": head_for(target, tmp_path, method)} if method in ("eagle", "block") else {}
+    other = str(save_model(tmp_path / "drafter", byte_level_tokenizer(), seed=1))
+    drafter = {"drafter": other} if METHODS[method].uses_model else {}
+    recipe = Recipe(target=target, method=method, rule=rule, max_tokens=12, top_k=40, device="cpu", **drafter, **head)
+
+    def verdicts() -> list[Verdict]:
+        return [event.step.verdict for event in steps_of(generate(recipe, PROMPT, ModelPool()))]
+
+    expected = verdicts()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert verdicts() == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_steps_of_the_mode_edge_only_have_no_target_pass(target: str) -> None:

@@ -131,7 +131,7 @@ def _drafted_signals(
         recorder = SignalRecorder(pipeline.verifier, policy, variance)
         text = prompt_text(target.tokenizer, prompt.text, recipe.chat)
         tokens = encode_prompt(target.tokenizer, text, recipe.chat, target.vocab_size)
-        limit = max(1, min(recipe.max_tokens, pipeline.context - len(tokens)))
+        limit = max(1, min(recipe.max_tokens, pipeline.shared_context - len(tokens)))
         roles = recorder, pipeline.drafter, policy
         for _ in decode(tokens, *roles, max_tokens=limit, stop=pipeline.stop, clock=time.perf_counter):
             give_way()

@@ -10,7 +10,7 @@ from typing import Any
 
 from specdemo import __version__
 from specdemo.completions.answer import Answer, AnswerToken
-from specdemo.models.tokenizer import TokenBytes
+from specdemo.models.tokenizer import UNFINISHED, TokenBytes
 
 DONE = b"data: [DONE]\n\n"
 
@@ -33,6 +33,7 @@ class ResponseFormat(ABC):
     texts: TokenBytes
     token_ids: bool
     _offset: int = 0  # characters sent before the next token
+    _withheld: int = 0  # further characters before it
 
     def complete(self, answer: Answer) -> dict[str, Any]:
         choice = {"index": 0, **self._complete(answer), "finish_reason": answer.finish_reason}
@@ -128,18 +129,24 @@ class TextFormat(ResponseFormat):
 
     def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
         known = [(token, token.logprob) for token in tokens if token.logprob is not None]
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offset)
-            self._offset += len(token.piece)
         if not known:
             return None
         return {
             "tokens": [self.texts.text(token.token) for token, _ in known],
             "token_logprobs": [logprob.logprob for _, logprob in known],
             "top_logprobs": [{self.texts.text(t): value for t, value in logprob.top} for _, logprob in known],
-            "text_offset": offsets,
+            "text_offset": [self._start(token) for token, _ in known],
         }
+
+    def _start(self, token: AnswerToken) -> int:
+        """Return the index of the first character of the next token, whose text may be withheld."""
+        text, first = self.texts.text(token.token), self._offset + self._withheld
+        self._offset += len(token.piece)
+        if token.piece and token.piece.endswith(text):
+            first, self._withheld = self._offset - len(text), 0
+        elif UNFINISHED not in text:
+            self._withheld = max(0, self._withheld + len(text) - len(token.piece))
+        return first
 
 
 def error_body(message: str, kind: str, code: str, parameter: str | None = None) -> dict[str, Any]:

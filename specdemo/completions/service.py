@@ -14,7 +14,7 @@ from specdemo.completions.conversations import ConversationStores
 from specdemo.completions.requests import ChatRequest, CompletionRequest, InvalidParameter
 from specdemo.completions.responses import ChatFormat, ResponseFormat, TextFormat
 from specdemo.core.events import Event, StepEvent
-from specdemo.core.rules import DEFAULT_RULE
+from specdemo.core.rules import DEFAULT_RULE, RULES
 from specdemo.drafters import METHODS
 from specdemo.generate import generate
 from specdemo.models.load import LoadedModel
@@ -72,7 +72,10 @@ class CompletionService:
                 f"{self._target.context:,} tokens: shorten it"
             )
         recipe = replace(self.recipe, **{"seed": self.seed(), "chat": chat, **request.options})
-        return recipe if request.speculation else replace(recipe, method="ar", rule=DEFAULT_RULE, threshold=None)
+        if request.speculation:
+            return recipe
+        rule = recipe.rule if RULES[recipe.rule].shares_noise else DEFAULT_RULE
+        return replace(recipe, method="ar", rule=rule, threshold=None)
 
     def events(self, request: CompletionRequest, recipe: Recipe, owner: str) -> Iterator[Event]:
         """Run a request in the worker; a conversation continues on the caches of its last request."""

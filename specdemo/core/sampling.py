@@ -240,7 +240,9 @@ class SharedNoise:
             if len(self._arrival) >= self._memory:
                 del self._arrival[next(iter(self._arrival))]
             key = random.Random(f"{self._seed}/{position}").getrandbits(63)
-            self._arrival[position] = torch.empty(vocab_size).exponential_(generator=torch.Generator().manual_seed(key))
+            self._arrival[position] = torch.empty(vocab_size, dtype=torch.float32).exponential_(
+                generator=torch.Generator().manual_seed(key)
+            )
         return self._arrival[position]
 
 

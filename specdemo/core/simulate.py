@@ -80,7 +80,9 @@ def _sampled_chain(q: Tensor, gamma: int, noise: Noise | SharedNoise, start: int
 
 
 def _scalar_probs(draft: Draft, vocab_size: int) -> SparseProbs:
-    return SparseProbs(torch.tensor(draft.tokens)[:, None], torch.tensor(draft.token_probs)[:, None], vocab_size)
+    return SparseProbs(
+        torch.tensor(draft.tokens)[:, None], torch.tensor(draft.token_probs, dtype=torch.float32)[:, None], vocab_size
+    )
 
 
 def distance(a: Sequence[float], b: Sequence[float]) -> float:

@@ -45,11 +45,8 @@ class ModelVerifier:
     logprobs: int | None = None
 
     def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
-        raw = logits = self.score(tokens, draft)
-        nodes = range(-1, len(draft)) if self.sampling.needs_paths else ()
-        logits = self.sampling.constrain(
-            logits, [[*tokens, *(draft.tokens[i] for i in draft.path(node))] for node in nodes]
-        )
+        raw = self.score(tokens, draft)
+        logits = self._constrained(raw, tokens, draft) if self.sampling.needs_paths else raw.float()
         best, values = largest(logits)
         self.sampling.refuse_broken(values)
         count = min(self.candidates, logits.shape[1])
@@ -66,6 +63,18 @@ class ModelVerifier:
         if self.logprobs is not None:
             verdict = replace(verdict, logprobs=committed_logprobs(raw, draft, verdict, self.logprobs))
         return replace(verdict, choices=tuple(map(tuple, choices)), residual=None)
+
+    def _constrained(self, raw: Tensor, tokens: Sequence[int], draft: Draft) -> Tensor:
+        """Constrain rows, except those after excluded tokens: no text contains them."""
+        rows, possible = [self.sampling.constrain(raw[:1], [tokens])[0]], [True]
+        for node, parent in enumerate(draft.parents):
+            row = raw[node + 1].float()
+            possible.append(possible[parent + 1] and float(rows[parent + 1][draft.tokens[node]]) > -torch.inf)
+            if possible[-1]:
+                path = [*tokens, *(draft.tokens[i] for i in draft.path(node))]
+                (row,) = self.sampling.constrain(row[None], [path])
+            rows.append(row)
+        return torch.stack(rows)
 
 
 def with_top_tokens(verdict: Verdict, draft: Draft, p: Tensor, count: int) -> Verdict:

@@ -26,7 +26,7 @@ class CorpusCounts:
     def __init__(self, texts: Iterable[Sequence[int]], vocab_size: int, order: int) -> None:
         import torch
 
-        self._unigrams = torch.full((vocab_size,), 1 / vocab_size)
+        self._unigrams = torch.full((vocab_size,), 1 / vocab_size, dtype=torch.float32)
         self._bigrams: defaultdict[int, Counter[int]] = defaultdict(Counter)
         for text in texts if order else ():
             for token, count in Counter(text).items():

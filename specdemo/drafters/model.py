@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ class ModelDrafter(Drafter):
 
     `score(tokens, draft)` returns raw logits `[1, own_size]`. Draft distributions have the target's `vocab_size`: ids
     unknown to the target are masked before the softmax, ids unknown to the drafter get no mass and, in the text, cause
-    an empty draft. `extend`: see `CachedModel`.
+    an empty draft. Texts beyond `context` have none. `extend`: see `CachedModel`.
     """
 
     score: Callable[[Sequence[int], Draft], Tensor]
@@ -34,12 +35,14 @@ class ModelDrafter(Drafter):
     vocab_size: int
     own_size: int | None = None  # None: all ids
     extend: Callable[[Sequence[int], int, Callable[[Tensor, int], Tensor | int]], list[int]] | None = None
+    context: int = sys.maxsize
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         import torch
 
         from specdemo.core.sampling import fitted
 
+        budget = budget.at_most(free_drafts(tokens, self.context))
         if budget.paused or not readable(tokens, self.own_size, self.vocab_size):
             return Draft()
         if self.extend and budget.unconditional and not self.sampling.needs_paths:
@@ -80,11 +83,17 @@ def readable(tokens: Sequence[int], own_size: int | None, vocab_size: int) -> bo
     return own_size is None or own_size >= vocab_size or max(tokens) < own_size
 
 
+def free_drafts(tokens: Sequence[int], context: int) -> int:
+    """Return the longest draft after `tokens`; its last token is not fed."""
+    return max(0, context - len(tokens) + 1)
+
+
 def build_model_drafter(context: BuildContext) -> ModelDrafter | UniversalDrafter:
     model = context.scorer("drafter")
     if context.bridge is None:
         sampling, noise = context.draft_sampling, context.noise("draft")
-        return ModelDrafter(model.score, sampling, noise, context.vocab_size, model.vocab_size, model.extend)
+        sizes = context.vocab_size, model.vocab_size
+        return ModelDrafter(model.score, sampling, noise, *sizes, model.extend, model.context)
     # Point masses: the most probable token is accepted more often than a sampled one.
     sampling, noise = replace(context.drafter_sampling, temperature=0), context.noise("draft", shared=False)
     inner = ModelDrafter(model.score, sampling, noise, model.vocab_size, extend=model.extend)

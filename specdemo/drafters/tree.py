@@ -6,8 +6,10 @@ Siblings are sampled without replacement and their number is fixed in advance, s
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specdemo.core.decode import DraftBudget, Drafter
@@ -19,7 +21,7 @@ from specdemo.core.step import Draft
 from specdemo.drafters.draft_vocabulary import DraftVocabulary
 from specdemo.drafters.heads.chain import DraftingHead
 from specdemo.drafters.method import BuildContext, Method
-from specdemo.drafters.model import readable
+from specdemo.drafters.model import free_drafts, readable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,11 +52,13 @@ class ModelNodes(NodeScorer):
     model: Callable[[Sequence[int], Draft], Tensor]
     vocab_size: int
     own_size: int | None = None  # None: all ids
+    context: int = sys.maxsize
     origin = MODEL
     ids = None
 
     def limited(self, tokens: Sequence[int], budget: DraftBudget) -> DraftBudget:
-        return budget if readable(tokens, self.own_size, self.vocab_size) else budget.at_most(0)
+        readable_drafts = free_drafts(tokens, self.context) if readable(tokens, self.own_size, self.vocab_size) else 0
+        return budget.at_most(readable_drafts)
 
     def score(self, tokens: Sequence[int], draft: Draft, nodes: Sequence[int]) -> list[Tensor]:
         from specdemo.core.sampling import fitted
@@ -150,7 +154,8 @@ class _GrowingTree:
         if processed is None:
             return
         if self._sampling.temperature == 0:
-            chosen, probs = processed.topk(min(count, len(processed))), processed.softmax(-1)
+            count = min(count, int((processed > -inf).sum()))
+            chosen, probs = processed.topk(count), processed.softmax(-1)
             for index in chosen.indices.tolist():
                 self._add(node, self._vocabulary.token(index), float(probs[index]))
             return
@@ -202,7 +207,7 @@ def _build(context: BuildContext) -> TreeDrafter:
         scorer = HeadNodes(head)
     else:
         model = context.scorer("drafter")
-        scorer = ModelNodes(model.score, context.vocab_size, model.vocab_size)
+        scorer = ModelNodes(model.score, context.vocab_size, model.vocab_size, model.context)
     return TreeDrafter(scorer, sampling, noise, context.vocab_size, chosen.tree_nodes, chosen.tree_width)
 
 

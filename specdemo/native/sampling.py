@@ -40,7 +40,10 @@ def largest_logits(logits: Tensor) -> tuple[list[int], list[float]]:
 def token_distributions(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
     """Compute `SamplingParams.logits_to_probs` in C."""
     rows, vocab = logits.shape
-    probs, scratch = torch.empty_like(logits, memory_format=torch.contiguous_format), torch.empty(vocab)
+    probs, scratch = (
+        torch.empty_like(logits, memory_format=torch.contiguous_format),
+        torch.empty(vocab, dtype=torch.float32),
+    )
     _functions().distributions(
         *(logits.data_ptr(), rows, logits.stride(0), vocab, temperature, top_k, top_p),
         *(probs.data_ptr(), scratch.data_ptr()),

@@ -31,6 +31,7 @@ from specdemo.remote.link import (
     ServiceBusy,
 )
 from specdemo.remote.protocol import (
+    MAX_DRAFT,
     MAX_VOCAB,
     DeleteResponse,
     DraftRow,
@@ -281,6 +282,8 @@ class RemoteVerifier:
     def _request(
         self, tokens: list[int], draft: Draft, hard_mask: Sequence[int] | None, rows: list[DraftRow]
     ) -> VerifyRequest:
+        if len(draft) > MAX_DRAFT:
+            raise UserError(f"a service verifies {MAX_DRAFT} draft tokens, not {len(draft):,}: draft fewer")
         base = common_prefix(self._cloud_tokens, tokens)
         rule = RULES[self.config.rule]
         q = draft.token_probs if rule.needs_q else None

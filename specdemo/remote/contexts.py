@@ -97,7 +97,7 @@ class ScalarRows(SentRows):
     vocab_size: int
 
     def row(self, node: int) -> SparseRow:
-        token, prob = torch.tensor([self.tokens[node]]), torch.tensor([self.token_probs[node]])
+        token, prob = torch.tensor([self.tokens[node]]), torch.tensor([self.token_probs[node]], dtype=torch.float32)
         return SparseRow(token.to(self.device), prob.to(self.device), self.vocab_size)
 
 
@@ -302,7 +302,7 @@ class Contexts:
             return context.response
         context = self._open(context, request) if request.base == 0 else self._continue(context, request)
         tokens = [*context.tokens[: request.base], *request.tokens]
-        self._check_length(len(tokens) + len(draft))
+        self._check_length(len(tokens) + draft.depth)
         start = self.clock()
         with torch_threads(1):
             score, config = context.cache.score, context.config

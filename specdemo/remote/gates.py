@@ -108,16 +108,21 @@ class GatedVerifier:
     def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
         if not draft.tokens:
             return self.inner.verify(tokens, draft)
-        values = signals(self.recorder.log_probs, draft)
-        if self.variance is not None:
-            values["variance"] = self.variance(tokens, draft)
-        mask = hard_tokens(values, self.thresholds) or [0] * len(draft)
+        mask = self._hard_mask(tokens, draft)
         hard_ratio = sum(mask) / len(mask)
         required = self.always is not None and self.always(tokens, draft)
         if hard_ratio > self.max_hard or required:
             verdict = self.inner.verify(tokens, draft, mask)
             return replace(verdict, link=replace(verdict.link or LinkStats(), hard_ratio=hard_ratio))
         return unverified_verdict(draft, tuple(range(len(draft))), Source.GATE, LinkStats(hard_ratio=hard_ratio))
+
+    def _hard_mask(self, tokens: Sequence[int], draft: Draft) -> list[int]:
+        if len(self.recorder.log_probs) != len(draft):  # copied text has no signals
+            return [int(bool(self.thresholds))] * len(draft)
+        values = signals(self.recorder.log_probs, draft)
+        if self.variance is not None:
+            values["variance"] = self.variance(tokens, draft)
+        return hard_tokens(values, self.thresholds) or [0] * len(draft)
 
 
 @dataclass(frozen=True, eq=False)

@@ -134,7 +134,7 @@ class DraftRow(NetworkMessage):
             )
         if not (np.isfinite(values).all() and (values >= 0).all() and values.sum() > 0):
             raise UserError(f"the row of node {self.node} is no distribution: send probabilities")
-        probs = torch.zeros(vocab_size)
+        probs = torch.zeros(vocab_size, dtype=torch.float32)
         probs[torch.from_numpy(ids)] = torch.from_numpy(values)
         return probs
 

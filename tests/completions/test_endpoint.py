@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import gradio
@@ -152,6 +153,16 @@ def test_without_speculation_a_threshold_of_the_pair_has_no_effect(served: tuple
     assert (recipe.method, recipe.rule, recipe.threshold) == ("ar", "rejection", None)
 
 
+def test_a_sampled_text_of_shared_noise_is_the_same_without_speculation(served: tuple[str, CompletionService]) -> None:
+    service, texts = CompletionService(served[1].pool, replace(RECIPE, rule="coupled")), set()
+    for speculation in (True, False):
+        values = {**TEXT, "temperature": 1, "seed": 3, "speculation": speculation}
+        request = parse_request(TextRequest, json.dumps(values).encode())
+        events = service.events(request, service.recipe_of(request), "")
+        texts.add("".join(event.text for event in events if isinstance(event, StepEvent)))
+    assert len(texts) == 1
+
+
 def test_a_continued_conversation_reuses_its_cache(client: OpenAI) -> None:
     ask: Any = {"model": "default", "temperature": 0, "max_tokens": 12}
     turns: list[Any] = [{"role": "user", "content": "class Node:\n    def __init__(self, value):"}]
@@ -188,6 +199,18 @@ def test_log_probabilities_equal_those_of_transformers(client: OpenAI, temperatu
     assert "".join(choice.logprobs.tokens) == choice.text
     placed = zip(choice.logprobs.text_offset, choice.logprobs.tokens, strict=True)
     assert all(choice.text.startswith(token, offset) for offset, token in placed)
+
+
+def test_offsets_are_those_of_tokens_that_may_begin_a_stop_text(client: OpenAI) -> None:
+    text = complete(client).choices[0].text
+    stop = [f"{character}\0" for character in sorted({*text}, key=text.count)[-4:]]
+    for stream in (False, True):
+        answer = complete(client, logprobs=0, stop=stop, stream=stream)
+        parts = [chunk.choices[0].logprobs for chunk in (answer if stream else [answer])]
+        placed = [pair for part in parts if part for pair in zip(part.text_offset, part.tokens, strict=True)]
+        assert "".join(token for _, token in placed) == text
+        assert all(text.startswith(token, offset) for offset, token in placed)
+        assert [offset for offset, _ in placed] == [*accumulate((len(token) for _, token in placed[:-1]), initial=0)]
 
 
 def test_log_probabilities_of_a_streamed_chat(client: OpenAI) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from fakes.enumeration import (
     DRAFTERS,
+    PROMPT,
     ROUNDING,
     SAMPLING,
     distance,
@@ -44,6 +45,25 @@ def test_the_text_follows_the_processed_distribution(name: str, drafter: str) ->
     expected = true_distribution(sampling, 3, ())
     assert distance(probs, expected) < ROUNDING and drafted > 0
     assert distance(expected, true_distribution(SAMPLING[name], 3, ())) > 0.1
+
+
+def no_rise(tokens: Sequence[int], logits: Tensor) -> Tensor:
+    """Allow falling tokens only after the prompt: no token may follow a text that rises."""
+    start = len(PROMPT) - 1
+    rises = any(b > a for a, b in pairwise(tokens[start:]))
+    logits[tokens[-1] + 1 if not rises else 0 :] = -torch.inf
+    return logits
+
+
+@pytest.mark.parametrize(
+    "drafter", ["model", "tree", "tree of a head", "lookahead", "n-grams", "guesses", "guessed forest"]
+)
+@pytest.mark.parametrize("name", ["plain", "greedy"])
+def test_drafts_may_contain_excluded_tokens(name: str, drafter: str) -> None:
+    """The rows after them are not processed, since no text contains them."""
+    sampling = replace(SAMPLING[name], processors=(no_rise,))
+    probs, *_ = enumerate_distribution(sampling, DRAFTERS[drafter], length=4)
+    assert distance(probs, true_distribution(sampling, 4, ())) < ROUNDING
 
 
 def test_processors_run_in_order_and_leave_the_model_s_logits_unchanged() -> None:

@@ -140,7 +140,7 @@ def test_trees_have_the_sizes_of_the_options(with_head: bool) -> None:
     if with_head:
         assert tree.scorer == HeadNodes(head) and context.roles == []
     else:
-        assert tree.scorer == ModelNodes(context.model.score, VOCAB, OWN) and context.roles == [("drafter", None)]
+        assert tree.scorer == ModelNodes(context.model.score, VOCAB, OWN, 30) and context.roles == [("drafter", None)]
     with pytest.raises(UserError) as refused:
         build("tree", bridge=object())
     assert str(refused.value) == "method tree needs one vocabulary for both models: choose method draft or hybrid"

@@ -15,6 +15,7 @@ import pytest
 import torch
 from fakes.native_models import (
     CONFIGS,
+    CONTEXT,
     DTYPES,
     FAMILIES,
     MIXED,
@@ -144,6 +145,19 @@ def test_nodes_of_forests_have_the_bits_of_single_rows(name: str, form: str, thr
             branch = [*tokens, *(draft.tokens[i] for i in kept), 7]
             after = engine.run([7], start + len(kept), Draft())
             assert torch.equal(after[0], single_rows(model, branch, len(branch) - 1)[0])
+
+
+def test_forests_may_have_more_rows_than_positions_are_left() -> None:
+    model, tokens = weights("gpt2", "float32"), text(CONTEXT - 2)
+    draft = Draft((1, 2, 3, 4), (-1, -1, 0, 1))
+    engine = Passes(engine_of(model))
+    engine.run(tokens[:-1], 0, Draft())
+    rows = engine.run([tokens[-1], *draft.tokens], len(tokens) - 1, draft)
+    for node in range(-1, len(draft)):
+        branch = [*tokens, *(draft.tokens[i] for i in draft.path(node))]
+        assert torch.equal(rows[node + 1], single_rows(model, branch, len(branch) - 1)[0])
+    with pytest.raises(ValueError, match="the model has 2100 positions"):
+        engine.run([tokens[-1], *draft.tokens], len(tokens) - 1, Draft(draft.tokens, (-1, -1, 0, 2)))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

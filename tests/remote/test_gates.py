@@ -24,6 +24,7 @@ from specdemo.core.step import Draft, Step
 from specdemo.core.step_record import step_of
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
+from specdemo.drafters.suffix import SuffixDrafter
 from specdemo.models.engines.llama_weights import LlamaWeights, with_dropout
 from specdemo.models.kv_cache import CachedModel
 from specdemo.recipe import Recipe
@@ -72,11 +73,13 @@ def test_signals_match_their_definitions() -> None:
     assert hard_tokens(values, {"nll": 1.3, "entropy": 9}) == [1, 1] and hard_tokens(values, {}) == []
 
 
-def gated(thresholds: dict[str, float], max_hard: float = 0.3, **options: Any) -> tuple[list[Any], DirectClient]:
+def gated(
+    thresholds: dict[str, float], max_hard: float = 0.3, drafter: Any = None, **options: Any
+) -> tuple[list[Any], DirectClient]:
     http = DirectClient(contexts())
     recorder = RecordingPolicy(Fixed(2))
     verifier = GatedVerifier(RemoteVerifier(http, verify_config(GREEDY)), recorder, thresholds, max_hard, **options)
-    drafter = ModelDrafter(SMALL.score, GREEDY, Noise(0, "draft"), VOCAB, extend=SMALL.extend)
+    drafter = drafter or ModelDrafter(SMALL.score, GREEDY, Noise(0, "draft"), VOCAB, extend=SMALL.extend)
     return run(PROMPT, verifier, drafter, recorder, 13), http
 
 
@@ -120,6 +123,14 @@ def test_rules_that_always_verify() -> None:
     steps, _ = gated({}, always=lambda tokens, draft: 1 in draft.tokens)
     for step in steps:
         assert step.verified == (not step.draft or 1 in step.draft.tokens)
+
+
+def test_copied_text_without_signals_is_verified() -> None:
+    for options in ({"thresholds": {"nll": math.inf}}, {"thresholds": {}, "always": lambda tokens, draft: True}):
+        steps, _ = gated(drafter=SuffixDrafter(), **options)
+        assert committed(steps) == target_text(13) and any(step.draft.tokens for step in steps)
+    steps, _ = gated({}, always=lambda tokens, draft: False, drafter=SuffixDrafter())
+    assert all(step.verified != bool(step.draft.tokens) for step in steps)
 
 
 def test_dropout_variance_is_zero_without_dropout() -> None:

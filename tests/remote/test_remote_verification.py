@@ -411,6 +411,13 @@ def test_edges_with_the_same_context_id_do_not_mix() -> None:
     assert written[0] != written[1] and len(cloud) == 2
 
 
+def test_a_draft_of_more_tokens_than_a_service_verifies_is_refused() -> None:
+    verifier = RemoteVerifier(DirectClient(contexts()), COUPLED)
+    assert verifier.verify(PROMPT, Draft((1,) * 256, (-1,) * 256)).target_tokens
+    with pytest.raises(UserError, match="verifies 256 draft tokens, not 257"):
+        verifier.verify(PROMPT, Draft((1,) * 257, (-1,) * 257))
+
+
 # --- contexts ----------------------------------------------------------------------------------------------------
 
 
@@ -423,6 +430,13 @@ def request(**changes: Any) -> VerifyRequest:
 def test_more_candidates_than_the_vocabulary_has_give_the_complete_vocabulary() -> None:
     (row,) = Contexts(TableCache, vocab_size=VOCAB, context=64).verify(request(candidates=64)).choices
     assert sorted(row) == [*range(VOCAB)]
+
+
+def test_the_depth_of_a_forest_must_fit_the_context() -> None:
+    cloud, forest = Contexts(TableCache, vocab_size=VOCAB, context=4), {"k": 3, "draft_tokens": [0, 1, 2]}
+    assert len(cloud.verify(request(parents=[-1, -1, 0], **forest)).p) == 3
+    with pytest.raises(UserError, match="5 tokens do not fit the model's 4"):
+        cloud.verify(request(context_id="b", parents=[-1, 0, 1], **forest))
 
 
 def test_repeated_request_gets_the_same_response_without_a_forward_pass() -> None:

@@ -38,7 +38,7 @@ class Cache(ABC):
 
     def __init__(self) -> None:
         self.taps: tuple[int, ...] = ()
-        self.states = torch.empty(0, 0, 0)  # float32 hidden states `[positions, taps, width]`
+        self.states = torch.empty(0, 0, 0, dtype=torch.float32)  # float32 hidden states `[positions, taps, width]`
         self.threads = torch.get_num_threads()
 
     @abstractmethod
@@ -53,7 +53,7 @@ class Cache(ABC):
         """Free recorded passes."""
 
     def _grow_states(self, capacity: int, width: int, device: torch.device) -> None:
-        states = torch.zeros(capacity, len(self.taps), width, device=device)
+        states = torch.zeros(capacity, len(self.taps), width, dtype=torch.float32, device=device)
         if len(self.states):
             states[: len(self.states)] = self.states
             self.states.zero_()

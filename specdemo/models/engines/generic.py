@@ -143,7 +143,7 @@ class TransformersCache(Cache):
         self.both = EncoderDecoderCache(self.decoder, self.crossed)
         self.encoded: Any = None
         self._tapped = InPlaceCacheLayer()
-        self.states = torch.empty(0, 0, 0)
+        self.states = torch.empty(0, 0, 0, dtype=torch.float32)
 
     def store(self, hidden: Sequence[Tensor]) -> None:
         rows = torch.stack([hidden[tap].to(hidden[self.taps[0]].device, torch.float32) for tap in self.taps], 1)

@@ -291,5 +291,5 @@ def with_dropout(model: PreTrainedModel | FusedWeights, seed: int, share: float 
     if not isinstance(model, FusedWeights):
         raise UserError(f"dropout needs a drafter of the Llama family, not {type(model).__name__}: gate by entropy")
     generator = torch.Generator().manual_seed(seed)
-    mask = torch.rand(model.width, generator=generator) >= share
-    return model.with_channel_scale(mask / (1 - share))
+    mask = torch.rand(model.width, generator=generator, dtype=torch.float32) >= share
+    return model.with_channel_scale(mask.float() / (1 - share))

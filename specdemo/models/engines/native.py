@@ -67,6 +67,10 @@ class NativeModel(Protocol):
     def struct(self, cache_dtype: torch.dtype) -> tuple[ModelStruct, Any]: ...
 
 
+def _last_position(entries: Sequence[_Text]) -> int:
+    return max(held + len(new) - len(draft) + draft.depth for _, new, held, draft in entries)
+
+
 class NativeCache(Cache):
     """Keys and values in the layout of `native/cache.c`, and hidden states."""
 
@@ -269,9 +273,9 @@ class NativeEngine(Engine[NativeCache]):
         """Return the logits of the last rows of each entry, of `most` rows at most."""
         counts = [min(len(new), len(draft) + 1, most) for _, new, _, draft in entries]
         end = max(held + len(new) for _, new, held, _ in entries)
-        if end > (limit := self._model.position_limit):
+        if end > (limit := self._model.position_limit) and _last_position(entries) > limit:
             raise ValueError(f"the model has {limit} positions")
-        logits, chain = torch.empty(sum(counts), self._model.outputs), None
+        logits, chain = torch.empty(sum(counts), self._model.outputs, dtype=torch.float32), None
         cache, new, held, draft = entries[0]
         if len(entries) == 1 and len(new) <= CHAIN_ROWS and draft.is_chain:
             chain = self._chain_call(cache, new, held, end)
@@ -305,7 +309,7 @@ class NativeEngine(Engine[NativeCache]):
         cosines, sines = self._rotations(max(max(rows.positions) + 1, cache.capacity))
         numbers, addresses = rows.packed(cache.taps)
         struct = self._struct(cache.kv.dtype)
-        scratch = torch.empty(self._library.scratch_floats(ctypes.byref(struct), count))
+        scratch = torch.empty(self._library.scratch_floats(ctypes.byref(struct), count), dtype=torch.float32)
         return PassStruct(
             ctypes.addressof(struct),
             ctypes.addressof(texts),

@@ -61,7 +61,7 @@ class NativeBlockHeadCache(NativeHeadCache):
         super().__init__(head)
         self.taps = (len(head.model.layers),)
         self.committed = 0  # rows before the slots
-        self.logits = torch.empty(0, 0)  # `[slots, size]`
+        self.logits = torch.empty(0, 0, dtype=torch.float32)  # `[slots, size]`
         self.drafted = 0
         self.confidence = 0.0
 
@@ -93,7 +93,7 @@ class NativeBlockHead(NativeHead):
         super().__init__(weights, target, form)
         self.extends = False  # the Markov term covers the static vocabulary
         self._slots = weights.slots
-        self._embedded = torch.empty(self.model.width)
+        self._embedded = torch.empty(self.model.width, dtype=torch.float32)
         self._struct, self._references = self.model.struct(self.model.kv_dtype)
 
     def _converted(self, weights: BlockWeights, target: NativeWeights, form: str) -> NativeBlockWeights:

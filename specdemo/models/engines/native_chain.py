@@ -30,7 +30,7 @@ class ChainCall:
         self.text, self._library = TextStruct(), library
         self._ids, self._taps = (ctypes.c_int32 * CHAIN_ROWS)(), (ctypes.c_int32 * len(taps))(*taps)
         self._positions, self._starts = (ctypes.c_int32 * (CHAIN_ROWS + 1))(), (ctypes.c_int32 * (CHAIN_ROWS + 1))()
-        self._scratch = torch.empty(library.scratch_floats(ctypes.byref(model), CHAIN_ROWS))
+        self._scratch = torch.empty(library.scratch_floats(ctypes.byref(model), CHAIN_ROWS), dtype=torch.float32)
         self._angles: tuple[Tensor, Tensor] | None = None
         positions = ctypes.addressof(self._positions)
         self._pass = PassStruct(
@@ -46,8 +46,8 @@ class ChainCall:
             text_count=1,
             tap_count=len(taps),
         )
-        self._logits = torch.empty(1, model.head.outputs)
-        self._candidates = torch.empty(model.head.outputs)
+        self._logits = torch.empty(1, model.head.outputs, dtype=torch.float32)
+        self._candidates = torch.empty(model.head.outputs, dtype=torch.float32)
         self._chain = ChainStruct(scratch=self._candidates.data_ptr())
         self._reserve(_TOKENS)
         self.passes = 0
@@ -104,11 +104,11 @@ class ChainCall:
         chain.count, probs = count, None
         if uniforms:
             self._uniforms[:count] = [*uniforms]
-            probs = torch.empty(count, chain.vocab)
+            probs = torch.empty(count, chain.vocab, dtype=torch.float32)
             chain.probs = probs.data_ptr()
         given = count if one_pass else 1
         if given > len(self._logits):
-            self._logits = torch.empty(given, self._logits.shape[1])
+            self._logits = torch.empty(given, self._logits.shape[1], dtype=torch.float32)
         described = self.described(self._logits[:given])
         result = self._library.draft_chain(ctypes.byref(described), ctypes.byref(chain))
         if result == Result.STOPPED:

@@ -168,7 +168,7 @@ class NativeHeadCache(NativeCache, HeadCache):
             self.engine = NativeEngine(self._model)
         self.end = 0  # includes draft rows
         self.given: tuple[Tensor, int] | None = None  # states of the target during `start`, and their first row
-        self._own_state = torch.zeros(head.model.width)
+        self._own_state = torch.zeros(head.model.width, dtype=torch.float32)
         self._own_address = self._own_state.data_ptr()
 
     @property

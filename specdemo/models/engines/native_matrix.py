@@ -59,7 +59,9 @@ class NativeMatrix:
         parts = [_stored(linear, self.format, joined.order) for linear in joined.linears]
         sizes = [len(part["weights"]) for part in parts]
         if any("bias" in part for part in parts):
-            parts = [{"bias": torch.zeros(size)} | part for part, size in zip(parts, sizes, strict=True)]
+            parts = [
+                {"bias": torch.zeros(size, dtype=torch.float32)} | part for part, size in zip(parts, sizes, strict=True)
+            ]
         self.outputs, self.inputs = sum(sizes), parts[0]["weights"].shape[1]
         if joined.interleaved:
             self.outputs = len(parts) * self._block * -(-sizes[0] // self._block)
@@ -122,7 +124,7 @@ class NativeMatrix:
         """Return the weights `[n, inputs]` of `outputs` `[n]`. Raises `IndexError`."""
         if len(outputs) and not (0 <= int(outputs.min()) and int(outputs.max()) < self.outputs):
             raise IndexError(f"a matrix of {self.outputs:,} outputs has no output {int(outputs.max()):,}")
-        rows, wanted = torch.empty(len(outputs), self.inputs), outputs.to(torch.int64).contiguous()
+        rows, wanted = torch.empty(len(outputs), self.inputs, dtype=torch.float32), outputs.to(torch.int64).contiguous()
         required_library().matrix_rows(ctypes.byref(self.struct()), wanted.data_ptr(), len(wanted), rows.data_ptr())
         return rows
 
@@ -146,7 +148,7 @@ class WritableMatrix(NativeMatrix):
             count = whole * (inputs // form.group if form.group else 1)
             self.tensors["scales"] = torch.zeros(count, dtype=torch.float16 if form.scale_bits == 16 else torch.float32)
         if form.has_codes:
-            self.tensors |= _code_table(torch.tensor(NF4_CODES))
+            self.tensors |= _code_table(torch.tensor(NF4_CODES, dtype=torch.float32))
 
     def extended(self, most: int) -> WritableMatrix:
         """Return a copy with space for `most` further outputs; set `outputs` before writing them."""

@@ -94,8 +94,8 @@ class NativeWeights(FusedWeights):
     def rotation(self, count: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines `[count, rotated / 2]`."""
         if self._angles is None:
-            return torch.empty(count, 0), torch.empty(count, 0)
-        cosines, sines = self._angles(torch.empty(0), torch.arange(count)[None])
+            return torch.empty(count, 0, dtype=torch.float32), torch.empty(count, 0, dtype=torch.float32)
+        cosines, sines = self._angles(torch.empty(0, dtype=torch.float32), torch.arange(count)[None])
         half = cosines.shape[-1] // 2
         return cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous()
 

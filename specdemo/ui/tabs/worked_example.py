@@ -136,8 +136,8 @@ def try_rule(choice: str, p: Sequence[float], q: Sequence[float], gamma: int, se
         raise UserError(f"unknown rule: choose one of {', '.join(rule_choices())}")
     _check_length(gamma)
     name, adjust, scalar = rule_choices()[choice]
-    probs = torch.tensor(p), torch.tensor(q)
-    return trial(name, *probs, int(gamma), TRIAL_TOKENS, seed, adjust=adjust, scalar=scalar)
+    a, b = torch.tensor([p, q], dtype=torch.float32)
+    return trial(name, a, b, int(gamma), TRIAL_TOKENS, seed, adjust=adjust, scalar=scalar)
 
 
 def describe_trial(choice: str, result: Trial, p: Sequence[float], q: Sequence[float]) -> str:
@@ -175,7 +175,8 @@ def _check_length(gamma: int) -> None:
 def compare_rules(p: Sequence[float], q: Sequence[float], gamma: int, seed: int) -> str:
     """Verify a draft token by token and as a block; compare with the expected numbers of accepted tokens."""
     _check_length(gamma)
-    draft, (token, block) = compared_verdicts(_COMPARED, torch.tensor(p), torch.tensor(q), int(gamma), seed)
+    a, b = torch.tensor([p, q], dtype=torch.float32)
+    draft, (token, block) = compared_verdicts(_COMPARED, a, b, int(gamma), seed)
     rows = [
         (
             *(EXAMPLE_TOKENS[drafted], f"{p[drafted] / q[drafted]:.3f}", f"{block.draw[node]:.3f}"),
