@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from specdemo.core.distributions import DenseProbs, SparseProbs
+from specdemo.core.distributions import DenseProbs
 from specdemo.core.metrics import central_range
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import Noise, SharedNoise
@@ -56,7 +56,7 @@ def trial(
         start = len(tokens)
         draft = _sampled_chain(q, gamma, draw, start)
         if scalar:
-            draft = replace(draft, probs=_scalar_probs(draft, len(q)))
+            draft = replace(draft, probs=None)  # a rejected token has p < q: its residual is 0 for any greater q
         verdict = apply(draft, rows, accept, correct, start)
         tokens += [*(draft.tokens[node] for node in verdict.accepted), *verdict.target_tokens]
         rounds += 1
@@ -77,12 +77,6 @@ def compared_verdicts(rules: Sequence[str], p: Tensor, q: Tensor, gamma: int, se
 def _sampled_chain(q: Tensor, gamma: int, noise: Noise | SharedNoise, start: int) -> Draft:
     tokens = [noise.sample(q, start + i) for i in range(gamma)]
     return Draft.chain(tuple(tokens), tuple(q[tokens].tolist()), DenseProbs(q.expand(gamma, -1)))
-
-
-def _scalar_probs(draft: Draft, vocab_size: int) -> SparseProbs:
-    return SparseProbs(
-        torch.tensor(draft.tokens)[:, None], torch.tensor(draft.token_probs, dtype=torch.float32)[:, None], vocab_size
-    )
 
 
 def distance(a: Sequence[float], b: Sequence[float]) -> float:
