@@ -34,6 +34,7 @@ class ResponseFormat(ABC):
     token_ids: bool
     _offset: int = 0  # characters sent before the next token
     _withheld: int = 0  # further characters before it
+    _unfinished: bool = False  # after bytes of a character
 
     def complete(self, answer: Answer) -> dict[str, Any]:
         choice = {"index": 0, **self._complete(answer), "finish_reason": answer.finish_reason}
@@ -142,9 +143,11 @@ class TextFormat(ResponseFormat):
         """Return the index of the first character of the next token, whose text may be withheld."""
         text, first = self.texts.text(token.token), self._offset + self._withheld
         self._offset += len(token.piece)
-        if token.piece and token.piece.endswith(text):
-            first, self._withheld = self._offset - len(text), 0
-        elif UNFINISHED not in text:
+        if self._unfinished and token.piece and token.piece.endswith(text):
+            first, self._withheld, self._unfinished = self._offset - len(text), 0, False
+        elif UNFINISHED in text:
+            self._unfinished = True
+        else:
             self._withheld = max(0, self._withheld + len(text) - len(token.piece))
         return first
 
