@@ -34,7 +34,7 @@ class ResponseFormat(ABC):
     token_ids: bool
     _offset: int = 0  # characters sent before the next token
     _withheld: int = 0  # further characters before it
-    _unfinished: bool = False  # after bytes of a character
+    _unfinished: bool = False  # bytes of a character are pending
 
     def complete(self, answer: Answer) -> dict[str, Any]:
         choice = {"index": 0, **self._complete(answer), "finish_reason": answer.finish_reason}
@@ -144,7 +144,8 @@ class TextFormat(ResponseFormat):
         text, first = self.texts.text(token.token), self._offset + self._withheld
         self._offset += len(token.piece)
         if self._unfinished and token.piece and token.piece.endswith(text):
-            first, self._withheld, self._unfinished = self._offset - len(text), 0, False
+            first, self._unfinished = self._offset - len(text), False
+            self._withheld = 0
         elif UNFINISHED in text:
             self._unfinished = True
         else:
