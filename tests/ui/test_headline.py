@@ -75,6 +75,7 @@ def test_repeats_decide_by_all_pairs(ratios: tuple[float, ...], words: str, tone
     run.speeds = {SPEC: list(ratios), PLAIN: [1.0] * 5}
     run.finish()
     assert line_of(run)["text"].startswith(words) and line_of(run)["tone"] == tone
+    assert line_of(run)["reason"].startswith("In the displayed pair, a step gave 2.0 tokens")
     assert tone != "bad" or line_of(run)["suggestion"] == {"label": "Turn speculation off", "set": {"method": "ar"}}
 
 

@@ -68,6 +68,8 @@ def test_alpha_is_accepted_over_tested_on_the_whole_page() -> None:
     words, note = words_after(0.6, 0.001, 0.01, rule="match")
     assert note == "8 of 32 drafted · α 0.50" and "With α 0.50," in words
     assert "β" not in words + note
+    words, note = words_after(0.6, 0.001, 0.01, rule="block")
+    assert note == "8 of 32 drafted · mean overlap β 0.60" and "α" not in words
 
 
 @pytest.mark.parametrize(("draft_s", "advice"), [(0.008, "try it."), (0.04, "confirm with Repeat, then disable")])
