@@ -324,16 +324,18 @@ def test_plots_are_saved_as_complete_svg(open_run: Callable[..., Page]) -> None:
     page = open_run(read_traces(path.read_text("utf-8")))
     page.locator("#figures summary").click()
     expect(page.locator("#chart-whatif svg")).to_be_visible()
-    for plot, colour in (
-        ("chart-positions", ".accepted"),
-        ("chart-times", ".verify"),
-        ("chart-whatif", ".line"),
-        ("time-rows", ".even"),
+    for plot, colour, *words in (
+        ("chart-positions", ".accepted", "Acceptance by position"),
+        ("chart-times", ".verify", "Time per step (ms)", "draft ", "verify ", "host "),
+        ("chart-whatif", ".line", "by draft length γ"),
+        ("time-rows", ".even", "Speculative", "Autoregressive (baseline)"),
     ):
         with page.expect_download() as download:
             page.locator(f"[data-plot={plot}]").click()
         assert download.value.suggested_filename == f"specdemo-{plot}.svg"
         root = ElementTree.fromstring(Path(download.value.path()).read_text("utf-8"))
+        texts = " ".join(filter(None, (node.text for node in root.iter())))
+        assert all(word in texts for word in words)
         drawn_shapes = [node for node in root.iter() if node.get("class") == colour.lstrip(".")]
         shown = page.locator(f"#{plot} {colour}").first.evaluate("n => getComputedStyle(n).fill")
         assert drawn_shapes and f"fill: {shown}" in drawn_shapes[0].get("style", "")

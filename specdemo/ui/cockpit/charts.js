@@ -1,6 +1,6 @@
 // Small SVG charts. Each has a text alternative and uses the CSS colours of the page.
 
-const WIDTH = 420, HEIGHT = 190, MARGIN_LEFT = 38, MARGIN_BOTTOM = 26, MARGIN_TOP = 10;
+const WIDTH = 420, HEIGHT = 190, MARGIN_LEFT = 46, MARGIN_BOTTOM = 26, MARGIN_TOP = 10;
 
 const height = (share) => share * (HEIGHT - MARGIN_BOTTOM - MARGIN_TOP);
 
