@@ -412,9 +412,15 @@ def test_keyboard_operation(page: Page, scripts: Scripts) -> None:
     expect(page.locator(".tok:focus")).to_have_attribute("aria-describedby", "tip")
     page.keyboard.press("Escape")
     expect(tip).to_be_hidden()
+    for part in ("#gamma input[type=range]", "#compare input"):
+        page.locator(part).focus()
+        assert page.locator(part).evaluate("part => getComputedStyle(part).outlineStyle") == "solid"
     page.locator("#show-rejected").focus()
     page.keyboard.press("Space")
     expect(page.locator("#lane-spec [data-kind=rejected]").first).to_be_hidden()
+
+
+RIGHT_EDGE = "part => part.getBoundingClientRect().right"
 
 
 def test_layout_of_narrow_and_wide_pages(tab: Any) -> None:
@@ -422,9 +428,11 @@ def test_layout_of_narrow_and_wide_pages(tab: Any) -> None:
     page.locator("#details summary").click()
     run(page, "hostile")  # fails if the sidebar covers the button
     status(page, "done")
-    for width in (390, 1920):
+    for width in (360, 390, 1920):
         page.set_viewport_size({"width": width, "height": 900})
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+        text = page.locator("#compare label span").last.bounding_box()
+        assert text and text["x"] + text["width"] <= page.locator("#compare").evaluate(RIGHT_EDGE)
         boxes = [page.locator(f"[data-kpi={kpi}]").bounding_box() for kpi in ("acceptance", "memory", "speedup")]
         assert all(box and 0 <= box["x"] and box["x"] + box["width"] <= width for box in boxes)
 
