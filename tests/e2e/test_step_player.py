@@ -370,7 +370,7 @@ def test_plots_are_saved_as_complete_svg(open_run: Callable[..., Page]) -> None:
         ("chart-positions", ".accepted", "Acceptance by position"),
         ("chart-times", ".verify", "Time per step (ms)", "draft ", "verify ", "host "),
         ("chart-whatif", ".line", "by draft length γ"),
-        ("time-rows", ".even", "Speculative", "Autoregressive (baseline)"),
+        ("time-rows", ".even", "Speculative 0.12 s", "Autoregressive (baseline) 0.12 s"),
     ):
         with page.expect_download() as download:
             page.locator(f"[data-plot={plot}]").click()

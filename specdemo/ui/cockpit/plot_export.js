@@ -7,14 +7,13 @@ const TEXT_LINE = 22;
 function standaloneSvg(pictures, captions, keys = []) { // stacked from top to bottom; `keys`: [colour, text]
   const boxes = pictures.map((picture) => picture.getBoundingClientRect());
   const width = Math.max(...boxes.map((box) => box.width)), gap = 8;
-  const file = svg("svg", { xmlns: SVG, width, height: boxes.reduce((sum, box) => sum + box.height + gap + TEXT_LINE, keys.length ? TEXT_LINE : 0) });
+  const file = svg("svg", { xmlns: SVG, width, height: boxes.reduce((sum, box) => sum + box.height + gap, (captions.filter(Boolean).length + keys.length) * TEXT_LINE) });
   file.append(svg("rect", { width: "100%", height: "100%", fill: getComputedStyle($(".cockpit")).getPropertyValue("--paper") }));
   const { color, fontFamily } = getComputedStyle($(".cockpit"));
   const write = (x, top, text) => file.append(svg("text", { x, y: top + 15, fill: color, "font-size": 13, "font-family": fontFamily, text }));
   let y = 0;
   for (const [i, picture] of pictures.entries()) {
-    write(4, y, captions[i]);
-    y += TEXT_LINE;
+    if (captions[i]) { write(4, y, captions[i]); y += TEXT_LINE; }
     const copy = picture.cloneNode(true);
     const copies = [copy, ...copy.querySelectorAll("*")];
     for (const [k, original] of [picture, ...picture.querySelectorAll("*")].entries()) {
@@ -25,14 +24,15 @@ function standaloneSvg(pictures, captions, keys = []) { // stacked from top to b
     file.append(copy);
     y += boxes[i].height + gap;
   }
-  let x = 4;
   for (const [fill, text] of keys) {
-    file.append(svg("rect", { x, y: y + 5, width: 10, height: 10, fill }));
-    write(x + 15, y, text);
-    x += 32 + 8 * text.length;
+    file.append(svg("rect", { x: 4, y: y + 5, width: 10, height: 10, fill }));
+    write(19, y, text);
+    y += TEXT_LINE;
   }
   return new XMLSerializer().serializeToString(file);
 }
+
+function rowText(row) { return [...(row?.children ?? [])].map((part) => part.textContent).filter(Boolean).join(" "); }
 
 function captionOf(button) { return button.closest("figure")?.querySelector("figcaption").firstChild.textContent.trim() ?? ""; }
 
@@ -45,7 +45,7 @@ function download(text, name, type) {
 for (const button of element.querySelectorAll("[data-plot]")) {
   button.addEventListener("click", () => {
     const plot = $(`#${button.dataset.plot}`), pictures = [...plot.querySelectorAll("svg")];
-    const captions = pictures.map((picture) => picture.closest(".time-row")?.textContent ?? captionOf(button));
+    const captions = pictures.map((picture) => rowText(picture.closest(".time-row")) || captionOf(button));
     const keys = [...plot.querySelectorAll(".key span")].map((span) => [getComputedStyle(span, "::before").backgroundColor, span.textContent]);
     if (pictures.length) download(standaloneSvg(pictures, captions, keys), `specdemo-${button.dataset.plot}.svg`, "image/svg+xml");
   });
