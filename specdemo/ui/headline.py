@@ -50,6 +50,8 @@ def headline(lanes: Mapping[str, Lane], speeds: Mapping[str, Sequence[float]]) -
 
 def _single(lane: Lane) -> Headline:
     m = lane.metrics
+    if not m.decode_steps:
+        return Headline("The first target pass gave all tokens: no speed is measured.")
     passes = f"{m.target_passes} target passes after the first"
     return Headline(f"{m.tokens} tokens in {passes}, {number(m.tokens_per_second, 0)} tokens per second.")
 

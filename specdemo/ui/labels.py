@@ -18,7 +18,7 @@ from specdemo.core.rules import rule_traits
 from specdemo.core.step import common_prefix
 from specdemo.core.theory import CostTerms, better_gamma, can_improve, expected_tokens, walltime_improvement
 from specdemo.core.theory import speedup as cost_model
-from specdemo.drafters import draft_shape
+from specdemo.drafters import METHODS, draft_shape
 from specdemo.preflight import Preflight
 from specdemo.recipe import TEXT_OPTIONS
 from specdemo.ui.lane import ALONE, PLAIN, SPEC, Lane, linked, mode, speed
@@ -367,7 +367,10 @@ def _advice(lane: Lane, terms: CostTerms, estimated: tuple[int, str] | None) -> 
     """Return a change that improves the estimate or the cost model's prediction."""
     recipe, alpha = lane.recipe, lane.acceptance
     if not terms.drafted:
-        return "Nothing was drafted: the drafter did not find a matching context."
+        method = METHODS.get(recipe["method"])
+        copies = method is not None and method.preflight == "replay"
+        cause = "the drafter found no matching context" if copies else "policy or token limit allowed no draft"
+        return f"Nothing was drafted: {cause}."
     if recipe["method"] in SMALLER_DRAFT:
         return f"{SMALLER_DRAFT[recipe['method']]}, or {REPEAT} and {DISABLE}."
     if alpha is None:
