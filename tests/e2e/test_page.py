@@ -415,6 +415,7 @@ def test_keyboard_operation(page: Page, scripts: Scripts) -> None:
     for part in ("#gamma input[type=range]", "#compare input"):
         page.locator(part).focus()
         assert page.locator(part).evaluate("part => getComputedStyle(part).outlineStyle") == "solid"
+    assert page.locator("#compare").evaluate("part => getComputedStyle(part).overflow") == "visible"
     page.locator("#show-rejected").focus()
     page.keyboard.press("Space")
     expect(page.locator("#lane-spec [data-kind=rejected]").first).to_be_hidden()
@@ -431,6 +432,7 @@ def test_layout_of_narrow_and_wide_pages(tab: Any) -> None:
     for width in (360, 390, 1920):
         page.set_viewport_size({"width": width, "height": 900})
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.eval_on_selector_all(".tile .note", "notes => notes.every(n => n.scrollWidth <= n.clientWidth)")
         text = page.locator("#compare label span").last.bounding_box()
         assert text and text["x"] + text["width"] <= page.locator("#compare").evaluate(RIGHT_EDGE)
         boxes = [page.locator(f"[data-kpi={kpi}]").bounding_box() for kpi in ("acceptance", "memory", "speedup")]

@@ -115,7 +115,8 @@ def test_a_single_run_has_no_comparison() -> None:
     absorb(run, SPEC, header(), PREFILL, end())
     run.finish()
     shown = line_of(run)
-    assert shown["text"] == "The first target pass gave all tokens: no speed is measured." and shown["tone"] == "none" and shown["suggestion"] is None
+    assert shown["text"] == "The first target pass gave all tokens: no speed is measured."
+    assert shown["tone"] == "none" and shown["suggestion"] is None
 
 
 def test_passes_are_compared_by_their_measured_times() -> None:
