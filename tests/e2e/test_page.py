@@ -362,6 +362,17 @@ CONTRAST = """() => {
 }"""
 
 
+# The part of a slider up to its value stands out more than the rest.
+FILLED = """slider => {
+    const style = getComputedStyle(slider);
+    const [filled, rest, ground] = ["--slider-color", "--neutral-200", "--ground"].map((name) => {
+        const colour = parseInt(style.getPropertyValue(name).trim().slice(1), 16);
+        return (colour >> 16) + ((colour >> 8) & 255) + (colour & 255);
+    });
+    return Math.abs(filled - ground) > 2 * Math.abs(rest - ground);
+}"""
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_contrast_of_both_themes(tab: Any, scheme: str) -> None:
     page = tab(scheme=scheme)
@@ -370,6 +381,7 @@ def test_contrast_of_both_themes(tab: Any, scheme: str) -> None:
     assert page.evaluate("document.body.classList.contains('dark')") == (scheme == "dark")
     ratio, where = page.evaluate(CONTRAST)
     assert ratio >= 4.5, where  # WCAG 2, level AA
+    assert page.locator("#gamma input[type=range]").evaluate(FILLED)
     styles = page.eval_on_selector_all(
         ".legend .tok",
         """tokens => tokens.filter(token => token.checkVisibility()).map(token => {
