@@ -449,7 +449,7 @@ def test_axe_finds_no_serious_violations(tab: Any) -> None:
     assert not grave(page)
     page.locator("#safe-colours").check()
     assert not grave(page, ".cockpit", schemes=("dark",))
-    parts = {"Theory": "#theory-words li", "Bench": "#bench-run", "Explain logs": ".empty"}
+    parts = {"Theory": "#theory-words li", "Bench": "#bench-run", "Explain logs": "#engine-explain"}
     for name, part in {**parts, "Memory": "#memory-pairs tbody tr"}.items():
         page.get_by_role("tab", name=name).click()
         expect(page.locator(part).first).to_be_visible()
