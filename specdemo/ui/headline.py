@@ -50,6 +50,8 @@ def headline(lanes: Mapping[str, Lane], speeds: Mapping[str, Sequence[float]]) -
 
 def _single(lane: Lane) -> Headline:
     m = lane.metrics
+    if not m.decode_steps:
+        return Headline("The first target pass gave all tokens: no speed is measured.")
     passes = f"{m.target_passes} target passes after the first"
     return Headline(f"{m.tokens} tokens in {passes}, {number(m.tokens_per_second, 0)} tokens per second.")
 
@@ -60,7 +62,7 @@ def _compared(lanes: Mapping[str, Lane], single: float, ratios: Sequence[float])
     return Headline(
         f"{outcome}, {_text(lanes)}. {_passes(lanes)}",
         tone,
-        _reason(lanes),
+        _reason(lanes, repeated=bool(ratios)),
         _suggestion(lanes, tone, repeated=len(ratios) >= ENOUGH_PAIRS),
     )
 
@@ -97,12 +99,13 @@ def _passes(lanes: Mapping[str, Lane]) -> str:
     return f"{number(spec.tokens_per_target_pass, 1)} tokens per target pass instead of 1."
 
 
-def _reason(lanes: Mapping[str, Lane]) -> str:
+def _reason(lanes: Mapping[str, Lane], repeated: bool) -> str:
     terms = cost_terms(lanes[SPEC].metrics, lanes[PLAIN].metrics)
     if terms is None or linked(lanes):
         return ""
     cost, tokens = terms.draft + terms.v + terms.o, lanes[SPEC].metrics.tokens_per_step
-    return f"A step gave {tokens:.1f} tokens and took {cost:.1f} times as long as a step of the baseline."
+    subject = "In the displayed pair, a step" if repeated else "A step"
+    return f"{subject} gave {tokens:.1f} tokens and took {cost:.1f} times as long as a step of the baseline."
 
 
 def _suggestion(lanes: Mapping[str, Lane], tone: str, repeated: bool) -> Mapping[str, Any] | None:

@@ -18,7 +18,7 @@ from specdemo.core.rules import rule_traits
 from specdemo.core.step import common_prefix
 from specdemo.core.theory import CostTerms, better_gamma, can_improve, expected_tokens, walltime_improvement
 from specdemo.core.theory import speedup as cost_model
-from specdemo.drafters import draft_shape
+from specdemo.drafters import METHODS, draft_shape
 from specdemo.preflight import Preflight
 from specdemo.recipe import TEXT_OPTIONS
 from specdemo.ui.lane import ALONE, PLAIN, SPEC, Lane, linked, mode, speed
@@ -136,8 +136,9 @@ def _acceptance_note(lane: Lane) -> str:
     unverified = f" · {m.unverified} unverified" if m.unverified else ""
     if not m.drafted:
         return f"nothing drafted{unverified}"
+    alpha = "" if rule_traits(lane.recipe).chains_only else f" · α {number(m.alpha, 2)}"
     overlap = "" if lane.counted else f" · {_acceptance_label(lane)}"
-    return f"{m.accepted} of {m.drafted - m.unverified_drafted} drafted · α {number(m.alpha, 2)}{overlap}{unverified}"
+    return f"{m.accepted} of {m.drafted - m.unverified_drafted} drafted{alpha}{overlap}{unverified}"
 
 
 def _acceptance_label(lane: Lane) -> str:
@@ -236,8 +237,8 @@ def describe_preflight(estimate: Preflight) -> str:
     last = max(estimate.v)
     return (
         f"**Will it pay off?** {estimate.advice[0].upper()}{estimate.advice[1:]}. "
-        f"Texts of the target: {estimate.texts}. Costs are measured on this machine: α is {estimate.alpha:.2f}. "
-        f"A draft token costs {estimate.c:.2f} AR steps, a pass over {last} tokens {estimate.v[last]:.2f}. "
+        f"Texts of the target: {estimate.texts}; α is {estimate.alpha:.2f}. Costs are measured on this machine: "
+        f"a draft token costs {estimate.c:.2f} AR steps, a pass over {last} tokens {estimate.v[last]:.2f}. "
         f"Weights take {format_bytes(estimate.weight_bytes)}, "
         f"keys and values {format_bytes(estimate.kv_bytes)} per 1,000 tokens.\n\n"
         f"{figures_table(('settings', 'tokens per pass', 'expected speed-up', '95 %'), rows)}"
@@ -366,7 +367,10 @@ def _advice(lane: Lane, terms: CostTerms, estimated: tuple[int, str] | None) -> 
     """Return a change that improves the estimate or the cost model's prediction."""
     recipe, alpha = lane.recipe, lane.acceptance
     if not terms.drafted:
-        return "Nothing was drafted: the drafter did not find a matching context."
+        method = METHODS.get(recipe["method"])
+        copies = method is not None and method.preflight == "replay"
+        cause = "the drafter found no matching context" if copies else "policy or token limit allowed no draft"
+        return f"Nothing was drafted: {cause}."
     if recipe["method"] in SMALLER_DRAFT:
         return f"{SMALLER_DRAFT[recipe['method']]}, or {REPEAT} and {DISABLE}."
     if alpha is None:

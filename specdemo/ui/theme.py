@@ -54,7 +54,9 @@ SAFE_DARK = {
     "bonus": "#35300f", "bonus-ink": "#fff0ad",
 }  # fmt: skip
 
-CATEGORIES = ("#7a8698", "#0072b2", "#e69f00", "#009e73", "#cc79a7")  # grey, then the palette of Okabe and Ito
+CATEGORIES = (
+    "#7a8698", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8c6d31", "#6a51a3",
+)  # fmt: skip  # grey, the palette of Okabe and Ito, and two more
 
 
 def palette() -> str:

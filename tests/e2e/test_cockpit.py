@@ -157,6 +157,20 @@ def test_replay_ends_in_the_final_state(page: Page) -> None:
     after = {lane: (drawn(page, lane), page.locator(f"[data-lane={lane}] .rate").inner_text()) for lane in before}
     assert after == before
     assert {lane: page.eval_on_selector_all(f"#lane-{lane} .round", VISIBLE) for lane in before} == total
+    race.focus()
+    page.keyboard.press("Home")
+    show(page, header(), PREFILL, end())
+    assert page.locator("#timeline").evaluate("axis => axis.style.getPropertyValue('--at')") == "1"
+
+
+def test_turns_of_a_conversation_are_separate_lines(page: Page) -> None:
+    turns = [("user", "And of Spain?"), ("assistant", "Madrid."), ("user", "Thanks")]
+    prompt = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns) + "<|im_start|>assistant\n"
+    chat = header(prompt=prompt)
+    show(page, chat | {"recipe": chat["recipe"] | {"chat": True}}, PREFILL, end())
+    given = page.locator("#lane-spec .given")
+    expect(given).to_have_text("And of Spain?\nMadrid.\nThanks", use_inner_text=True)
+    assert given.text_content() == prompt
 
 
 def test_identical_texts_have_a_badge(page: Page) -> None:
@@ -223,7 +237,8 @@ def test_recorded_traces_open_without_a_model(page: Page, served: Any) -> None:
         status(page, f"done: recorded trace, {' and '.join(tokens)} tokens")
         middle = next(i for i, line in enumerate(trace) if "end" in line) + 1
         assert drawn(page) == counted(trace[:middle]) and drawn(page, "ar") == counted(trace[middle:])
-    expect(page.locator("#recorded-settings")).to_contain_text(f"max tokens {trace[0]['recipe']['max_tokens']}")
+    expect(page.locator("#recorded-settings")).to_contain_text(f"max tokens {trace[0]['recipe']['max_tokens']}.")
+    expect(page.locator("#suggestion")).to_be_hidden()  # it would run the settings of the page
     page.locator("#details summary").click()
     page.locator("#use-settings").click()
     expect(page.locator("#prompt textarea")).to_have_value(trace[0]["prompt"])
@@ -232,6 +247,9 @@ def test_recorded_traces_open_without_a_model(page: Page, served: Any) -> None:
     page.locator("#lane-spec [data-kind=rejected]").first.click()
     expect(page.locator("#round-tree svg")).to_be_visible()  # the second trace is a tree
     expect(page.locator("#round-tree .leaf")).to_have_count(page.locator(".node[data-state]").count() - 1)
+    page.locator("#lane-spec").focus()
+    page.keyboard.press("Escape")
+    expect(page.locator("#inspector")).to_be_hidden()
 
 
 HOSTILE = (
@@ -431,7 +449,7 @@ def test_axe_finds_no_serious_violations(tab: Any) -> None:
     assert not grave(page)
     page.locator("#safe-colours").check()
     assert not grave(page, ".cockpit", schemes=("dark",))
-    parts = {"Theory": "#theory-words li", "Bench": "#bench-run", "Explain logs": ".empty"}
+    parts = {"Theory": "#theory-words li", "Bench": "#bench-run", "Explain logs": "#engine-explain"}
     for name, part in {**parts, "Memory": "#memory-pairs tbody tr"}.items():
         page.get_by_role("tab", name=name).click()
         expect(page.locator(part).first).to_be_visible()

@@ -40,6 +40,8 @@ def test_logs_are_explained_as_in_the_terminal(tab: Any) -> None:
     explained(page, "the field is empty")
     field.fill("nothing")
     explained(page, "transformers reports no acceptance")
+    charts = page.locator("#engine-positions, #engine-costs svg, [data-chart=engine-positions]")
+    expect(charts.filter(visible=True)).to_have_count(0)
     window = (LOGS / "vllm-window.log").read_text("utf-8")
     page.evaluate(DROP, [field.element_handle(), window])
     expect(field).to_have_value(window)
@@ -54,6 +56,9 @@ def test_logs_are_explained_as_in_the_terminal(tab: Any) -> None:
     page.locator("#engine-ar input").fill("150")
     explained(page, "slower than 150 without drafts")
     assert not grave(page, "#engine-log", "#engine-ar", "#engine-diagnosis")
+    field.fill("nothing")
+    explained(page, "transformers reports no acceptance")
+    expect(charts.filter(visible=True)).to_have_count(0)
 
 
 def test_a_server_is_a_lane_that_shows_what_it_does_not_report(tab: Any) -> None:

@@ -362,6 +362,17 @@ CONTRAST = """() => {
 }"""
 
 
+# The part of a slider up to its value stands out more than the rest.
+FILLED = """slider => {
+    const style = getComputedStyle(slider);
+    const [filled, rest, ground] = ["--slider-color", "--neutral-200", "--ground"].map((name) => {
+        const colour = parseInt(style.getPropertyValue(name).trim().slice(1), 16);
+        return (colour >> 16) + ((colour >> 8) & 255) + (colour & 255);
+    });
+    return Math.abs(filled - ground) > 2 * Math.abs(rest - ground);
+}"""
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_contrast_of_both_themes(tab: Any, scheme: str) -> None:
     page = tab(scheme=scheme)
@@ -370,6 +381,7 @@ def test_contrast_of_both_themes(tab: Any, scheme: str) -> None:
     assert page.evaluate("document.body.classList.contains('dark')") == (scheme == "dark")
     ratio, where = page.evaluate(CONTRAST)
     assert ratio >= 4.5, where  # WCAG 2, level AA
+    assert page.locator("#gamma input[type=range]").evaluate(FILLED)
     styles = page.eval_on_selector_all(
         ".legend .tok",
         """tokens => tokens.filter(token => token.checkVisibility()).map(token => {
@@ -412,9 +424,16 @@ def test_keyboard_operation(page: Page, scripts: Scripts) -> None:
     expect(page.locator(".tok:focus")).to_have_attribute("aria-describedby", "tip")
     page.keyboard.press("Escape")
     expect(tip).to_be_hidden()
+    for part in ("#gamma input[type=range]", "#compare input"):
+        page.locator(part).focus()
+        assert page.locator(part).evaluate("part => getComputedStyle(part).outlineStyle") == "solid"
+    assert page.locator("#compare").evaluate("part => getComputedStyle(part).overflow") == "visible"
     page.locator("#show-rejected").focus()
     page.keyboard.press("Space")
     expect(page.locator("#lane-spec [data-kind=rejected]").first).to_be_hidden()
+
+
+RIGHT_EDGE = "part => part.getBoundingClientRect().right"
 
 
 def test_layout_of_narrow_and_wide_pages(tab: Any) -> None:
@@ -422,9 +441,12 @@ def test_layout_of_narrow_and_wide_pages(tab: Any) -> None:
     page.locator("#details summary").click()
     run(page, "hostile")  # fails if the sidebar covers the button
     status(page, "done")
-    for width in (390, 1920):
+    for width in (360, 390, 1920):
         page.set_viewport_size({"width": width, "height": 900})
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.eval_on_selector_all(".tile .note", "notes => notes.every(n => n.scrollWidth <= n.clientWidth)")
+        text = page.locator("#compare label span").last.bounding_box()
+        assert text and text["x"] + text["width"] <= page.locator("#compare").evaluate(RIGHT_EDGE)
         boxes = [page.locator(f"[data-kpi={kpi}]").bounding_box() for kpi in ("acceptance", "memory", "speedup")]
         assert all(box and 0 <= box["x"] and box["x"] + box["width"] <= width for box in boxes)
 

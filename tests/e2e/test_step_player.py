@@ -177,6 +177,43 @@ def test_player_shows_the_phases_of_a_step(open_run: Callable[..., Page], runs: 
     expect(page.locator(f"#lane-spec .round:nth-of-type({i + 2}) .tok").first).to_be_focused()
 
 
+def test_p_q_of_certain_tokens_is_a_lower_bound(open_run: Callable[..., Page], runs: dict[str, Run]) -> None:
+    page = open_run("rejection")
+    ratios = [
+        (details["i"], [node["p"] / node["q"] for node in details["nodes"] if node["p"] is not None])
+        for details in step_pictures(runs["rejection"].lanes[SPEC])
+    ]
+    i, values = next((i, values) for i, values in ratios if any(value > 1.01 for value in values))
+    page.locator("#lane-spec .round").nth(i).locator(".tok").first.click()
+    expect(page.locator("#round-number")).to_contain_text(f"{i} of")
+    figures = page.locator("#player .figures").all_inner_texts()
+    assert [("p/q ≥ 1" in text, value > 1) for text, value in zip(figures, values, strict=False)] == [
+        (value > 1, value > 1) for value in values
+    ]
+
+
+def test_nodes_of_a_tree_are_reached_with_the_keyboard(open_run: Callable[..., Page]) -> None:
+    page = open_run("tree")
+    inspect(page)
+    leaves = page.locator("#round-tree .leaf")
+    last = leaves.count() - 1
+    assert leaves.evaluate_all("leaves => leaves.filter(leaf => leaf.tabIndex === 0).length") == 1
+    leaves.first.focus()
+    for _ in range(last):
+        page.keyboard.press("ArrowDown")
+    expect(leaves.last).to_be_focused()
+    page.keyboard.press("Enter")
+    page.wait_for_function("document.getElementById('round-nodes').scrollLeft > 0")
+    assert not grave(page)
+
+
+def test_a_speed_without_its_own_draft_length_has_no_cross(open_run: Callable[..., Page]) -> None:
+    page = open_run(read_traces((ASSETS / "traces" / "hybrid, short answer.jsonl").read_text("utf-8")))
+    page.locator("#figures summary").click()
+    expect(page.locator("#chart-whatif > div > p")).to_contain_text("Measured: 802 tokens/s.")
+    expect(page.locator("#chart-whatif .was")).to_have_count(0)
+
+
 def test_dragging_the_draw_changes_the_outcome_and_can_be_undone(open_run: Callable[..., Page]) -> None:
     page = open_run("rejection")
     inspect(page)
@@ -233,6 +270,9 @@ def test_copied_guesses_are_highlighted_where_they_came_from(
     assert page.evaluate("CSS.highlights.size") == 0
 
 
+MIDDLES = "parts => parts.map(part => part.getBoundingClientRect()).map(box => box.top + box.height / 2)"
+
+
 @pytest.mark.parametrize(("width", "place"), [(390, "drawer"), (1366, "right"), (1800, "column")])
 def test_inspector_leaves_the_inspected_text_visible(width: int, place: str, open_run: Callable[..., Page]) -> None:
     path = ASSETS / "traces" / "draft, temperature 0.7.jsonl"
@@ -240,6 +280,8 @@ def test_inspector_leaves_the_inspected_text_visible(width: int, place: str, ope
     token = page.locator("#lane-spec [data-kind=rejected]").first
     token.click()
     expect(page.locator("#inspector")).to_be_in_viewport()
+    back, at, following = page.locator("#round-back, #round-at, #round-on").evaluate_all(MIDDLES)
+    assert abs(back - at) < 5 and abs(following - at) < 5  # in a line
     fixed = page.evaluate("getComputedStyle(document.getElementById('inspector')).position === 'fixed'")
     assert place == "drawer" if fixed else page.locator(".stage").get_attribute("data-inspector") == place
     page.wait_for_function(  # scrolled by an animation
@@ -324,16 +366,18 @@ def test_plots_are_saved_as_complete_svg(open_run: Callable[..., Page]) -> None:
     page = open_run(read_traces(path.read_text("utf-8")))
     page.locator("#figures summary").click()
     expect(page.locator("#chart-whatif svg")).to_be_visible()
-    for plot, colour in (
-        ("chart-positions", ".accepted"),
-        ("chart-times", ".verify"),
-        ("chart-whatif", ".line"),
-        ("time-rows", ".even"),
+    for plot, colour, *words in (
+        ("chart-positions", ".accepted", "Acceptance by position"),
+        ("chart-times", ".verify", "Time per step (ms)", "draft ", "verify ", "host "),
+        ("chart-whatif", ".line", "by draft length γ"),
+        ("time-rows", ".even", "Speculative 0.12 s", "Autoregressive (baseline) 0.12 s"),
     ):
         with page.expect_download() as download:
             page.locator(f"[data-plot={plot}]").click()
         assert download.value.suggested_filename == f"specdemo-{plot}.svg"
         root = ElementTree.fromstring(Path(download.value.path()).read_text("utf-8"))
+        texts = " ".join(filter(None, (node.text for node in root.iter())))
+        assert all(word in texts for word in words)
         drawn_shapes = [node for node in root.iter() if node.get("class") == colour.lstrip(".")]
         shown = page.locator(f"#{plot} {colour}").first.evaluate("n => getComputedStyle(n).fill")
         assert drawn_shapes and f"fill: {shown}" in drawn_shapes[0].get("style", "")

@@ -112,9 +112,12 @@ def test_timeline_shows_the_displayed_run(page: Page) -> None:
 
 
 def test_charts_are_saved_as_pictures(page: Page) -> None:
+    names: list[str] = []
+
     def saved_bytes(selector: str) -> bytes:
         with page.expect_download() as download:
             page.locator(selector).click()
+        names.append(download.value.suggested_filename)
         return Path(download.value.path()).read_bytes()
 
     curves = ElementTree.fromstring(saved_bytes("#plot-speed [data-save=svg]"))
@@ -123,6 +126,8 @@ def test_charts_are_saved_as_pictures(page: Page) -> None:
     assert saved_bytes("#plot-speed [data-save=png]").startswith(b"\x89PNG")
     bars = ElementTree.fromstring(saved_bytes("[data-chart=theory-parts]"))
     assert len(list(bars.iter("{http://www.w3.org/2000/svg}path"))) > 6
+    assert names == ["specdemo-plot-speed.svg", "specdemo-plot-speed.png", "specdemo-theory-parts.svg"]
+    assert "Speed-up" in [text.text for text in curves.iter("{http://www.w3.org/2000/svg}text")]
 
 
 def test_tab_is_not_drawn_while_tokens_stream(page: Page) -> None:
@@ -186,6 +191,8 @@ def test_narrow_page_does_not_overflow_in_both_themes(page: Page) -> None:
     expect(page.locator("#plot-share .mark-line path")).to_have_count(4)
     expect(page.locator("#theory-residual table")).to_be_visible()
     page.wait_for_function("document.documentElement.scrollWidth <= 390")
+    widths = page.eval_on_selector_all(".block.curves", "plots => plots.map(plot => plot.clientWidth)")
+    assert min(filter(None, widths)) >= 300
     strokes = "paths => paths.map(path => getComputedStyle(path).stroke)"
     themes = []
     for dark in (False, True):  # existing plots change theme

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def test_recipes_equal_the_terminal_and_prompt_classes_alternate() -> None:
 def test_every_class_has_a_colour() -> None:
     kinds = {prompt.kind for chat in (True, False) for prompt in load_prompts(chat=chat)}
     colours = class_colours([*kinds])
-    assert {PLAIN, *kinds} == colours.keys() and colours[PLAIN] not in {colours[kind] for kind in kinds}
+    assert {PLAIN, *kinds} == colours.keys() and len({*colours.values()}) == len(colours)
 
 
 def test_several_servers_are_lanes() -> None:
@@ -132,6 +133,7 @@ def test_page_table_equals_the_bench_table(outcome: SweepResult) -> None:
     assert "code 2 (0.50x)" in notes and "prose 1 (0.80x)" in notes and "interrupted" not in notes
     plotted = {bar[0]: bar[2] for bar in bars(rows)["data"]}
     assert plotted == {"AR decoding": 1.0, "draft γ 2, code": 1.25, "draft γ 2, prose": 0.8}
+    assert "n-grams gamma=2 T=0 on code 2" in outcome.notes([replace(row, lane="nasd gamma=2 T=0") for row in rows])
     text, line = outcome.files(rows)
     assert text == table.report(outcome.sweep.recipes, 6, records, rows)
     assert json.loads(line) == json.loads(table.as_json(rows)) and line.count("\n") == 1

@@ -75,6 +75,7 @@ def test_repeats_decide_by_all_pairs(ratios: tuple[float, ...], words: str, tone
     run.speeds = {SPEC: list(ratios), PLAIN: [1.0] * 5}
     run.finish()
     assert line_of(run)["text"].startswith(words) and line_of(run)["tone"] == tone
+    assert line_of(run)["reason"].startswith("In the displayed pair, a step gave 2.0 tokens")
     assert tone != "bad" or line_of(run)["suggestion"] == {"label": "Turn speculation off", "set": {"method": "ar"}}
 
 
@@ -114,7 +115,8 @@ def test_a_single_run_has_no_comparison() -> None:
     absorb(run, SPEC, header(), PREFILL, end())
     run.finish()
     shown = line_of(run)
-    assert shown["text"].startswith("1 tokens in") and shown["tone"] == "none" and shown["suggestion"] is None
+    assert shown["text"] == "The first target pass gave all tokens: no speed is measured."
+    assert shown["tone"] == "none" and shown["suggestion"] is None
 
 
 def test_passes_are_compared_by_their_measured_times() -> None:

@@ -57,6 +57,12 @@ def test_advice_names_a_change_that_helps(figures: tuple, recipe: dict, advice: 
     assert "shorter draft" not in words
 
 
+@pytest.mark.parametrize(("method", "cause"), [("draft", "policy or token limit"), ("suffix", "no matching context")])
+def test_missing_drafts_are_explained_by_the_method(method: str, cause: str) -> None:
+    words, _ = words_after(0.0, 0.001, 0.02, accepted=0, gamma=0, method=method)
+    assert "Nothing was drafted: " in words and cause in words
+
+
 def test_papers_are_linked() -> None:
     assert link_papers("see 2309.08168; not 1.5") == "see [2309.08168](https://arxiv.org/abs/2309.08168); not 1.5"
 
@@ -68,6 +74,8 @@ def test_alpha_is_accepted_over_tested_on_the_whole_page() -> None:
     words, note = words_after(0.6, 0.001, 0.01, rule="match")
     assert note == "8 of 32 drafted · α 0.50" and "With α 0.50," in words
     assert "β" not in words + note
+    words, note = words_after(0.6, 0.001, 0.01, rule="block")
+    assert note == "8 of 32 drafted · mean overlap β 0.60" and "α" not in words
 
 
 @pytest.mark.parametrize(("draft_s", "advice"), [(0.008, "try it."), (0.04, "confirm with Repeat, then disable")])

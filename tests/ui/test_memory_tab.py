@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import psutil
 import pytest
+from fakes.gguf_models import save_gguf
 from fakes.trace_records import absorb, end, header, step
 
 from specdemo.models import memory
@@ -43,6 +45,11 @@ def test_pairs_are_planned_and_fit_or_not(monkeypatch: pytest.MonkeyPatch) -> No
     assert float(target) + float(drafter) + float(kv) < float(total)
     monkeypatch.setattr(memory, "memory_limit", lambda device: (int(1e6 * (float(total) - 7)), 90_000_000))
     assert shown()[-1] in ("no, by 6.9", "no, by 7.0", "no, by 7.1")  # rounded
+
+
+def test_quantised_files_are_not_called_float32(tmp_path: Path) -> None:
+    pair = Pair("file", str(save_gguf(tmp_path / "model.gguf", kind="Q8_0")), "", 4)
+    assert "file; target in GGUF" in rows(ledger.of_pairs("cpu", {"file": pair}))
 
 
 def test_memory_of_a_run_equals_its_trace() -> None:

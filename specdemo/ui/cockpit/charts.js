@@ -1,6 +1,6 @@
 // Small SVG charts. Each has a text alternative and uses the CSS colours of the page.
 
-const WIDTH = 420, HEIGHT = 190, MARGIN_LEFT = 38, MARGIN_BOTTOM = 26, MARGIN_TOP = 10;
+const WIDTH = 420, HEIGHT = 190, MARGIN_LEFT = 46, MARGIN_BOTTOM = 26, MARGIN_TOP = 10;
 
 const height = (share) => share * (HEIGHT - MARGIN_BOTTOM - MARGIN_TOP);
 
@@ -72,7 +72,7 @@ function chartWhatIf(estimate, reason) { // rows: gamma, tokens per pass, tokens
   });
   const cross = gamma === null ? [] : [svg("path", { d: `M${x(gamma) - 6} ${y(measured)}h12M${x(gamma)} ${y(measured) - 6}v12`, class: "was" }, svg("title", { text: `measured: ${measured.toFixed(1)} tokens/s` }))];
   const verdict = !fits ? "No advice: the estimate misses the measured speed." : advised ? `Estimated best: γ ${best[0]}${best[0] ? "" : " (no drafts)"}, ${best[3].toFixed(0)}–${best[4].toFixed(0)} tokens/s.` : "No other draft length is clearly faster.";
-  const summary = `${verdict} Measured (+)${gamma === null ? "" : `: γ ${gamma}`}, ${measured.toFixed(0)} tokens/s.`;
+  const summary = `${verdict} Measured${gamma === null ? ":" : ` (+): γ ${gamma},`} ${measured.toFixed(0)} tokens/s.`;
   const table = make("table", { class: "other" }, make("tr", {}, ...["γ", "tokens per pass", "tokens/s", "95 % of runs"].map((text) => make("th", { text, scope: "col" }))),
     ...rows.map(([g, passes, rate, low, up]) => make("tr", {}, ...[g, passes.toFixed(2), rate.toFixed(1), `${low.toFixed(1)}–${up.toFixed(1)}`].map((text) => make("td", { text: String(text) })))));
   const marks = rows.map(([g]) => [x(g), String(g)]);

@@ -14,7 +14,7 @@ function showHeadline() {
   $("#headline").dataset.tone = headline.tone;
   setText($("#reason"), headline.reason);
   const button = $("#suggestion");
-  button.hidden = !headline.suggestion;
+  button.hidden = !headline.suggestion || Boolean(state.recorded);
   if (headline.suggestion) setText(button, headline.suggestion.label);
 }
 

@@ -141,10 +141,19 @@ function drawTree({ nodes, path }) { // depth to the right, leaves from top to b
   const labels = nodes.map((node, n) => {
     const group = svg("g", { class: `leaf ${node.state}` }, svg("rect", { x: x(n), y: y(n) - 10, width: 70, height: 20, rx: 4 }),
       svg("text", { x: x(n) + 35, y: y(n) + 4, class: "middle", text: visibleText(node.text).slice(0, 9) }), svg("title", { text: `${node.text}: ${node.words}` }));
+    for (const [name, value] of Object.entries({ role: "button", tabindex: n ? -1 : 0, "aria-label": `${node.text}: ${node.words}` })) group.setAttribute(name, value);
     group.addEventListener("click", () => { const card = $(`#node-${n}`); if (card) $("#round-nodes").scrollLeft = card.offsetLeft - $("#round-nodes").offsetLeft; });
     return group;
   });
   const picture = canvas(`The draft as a tree of ${nodes.length} tokens, ${path.length} of them accepted`, wide, high, ...edges, svg("circle", { cx: x(-1), cy: y(-1), r: 4, class: "root" }), ...labels);
+  picture.setAttribute("role", "group");
+  picture.addEventListener("keydown", (e) => {
+    const at = labels.indexOf(document.activeElement), move = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[e.key];
+    if (e.key === "Enter" || e.key === " ") labels[at]?.dispatchEvent(new Event("click"));
+    else if (move) labels[at + move]?.focus();
+    else return;
+    e.preventDefault();
+  });
   picture.style.width = `${wide}px`;
   return picture;
 }
@@ -187,6 +196,10 @@ $("#inspector").addEventListener("keydown", (e) => {
   hideInspector();
   if (token) { token.tabIndex = -1; token.focus({ preventScroll: true }); }
 });
+document.addEventListener("keydown", (e) => {
+  const target = /** @type {Element} */ (e.target);
+  if (e.key === "Escape" && !$("#inspector").contains(target) && !target.closest?.("[aria-expanded=true]")) hideInspector();
+}, { capture: true, signal: listeners.signal });
 for (const [name, { lane }] of Object.entries(lanes)) {
   const stepAt = ({ target }) => { const span = target.closest(".round"); return span && !$("#timeline").hidden ? lanes[name].steps.findIndex((step) => step.span === span) : -1; };
   lane.addEventListener("pointerover", (e) => linkStep(name, stepAt(e)));

@@ -158,7 +158,8 @@ function conversationSpan(prompt) {
   const parts = [];
   let end = 0;
   for (const match of prompt.matchAll(TEMPLATE)) {
-    parts.push(prompt.slice(end, match.index), make("span", { class: "template", text: match[0] }));
+    const message = prompt.slice(end, match.index);
+    parts.push(message, ...(/\S *$/.test(message) ? [make("br")] : []), make("span", { class: "template", text: match[0] }));
     end = match.index + match[0].length;
   }
   const given = make("span", { class: "given" });
@@ -288,7 +289,7 @@ function showResult() {
 function showRecorded({ prompt, ...settings }) {
   const names = ["target", "drafter", "method", "gamma", "temperature", "top_p", "seed", "max_tokens", "mode"];
   if (!settings.target) names.unshift("pair");
-  const words = names.filter((name) => settings[name] || settings[name] === 0).map((name) => `${name.replace("_", " ")} ${settings[name]}`);
+  const words = names.filter((name) => (settings[name] || settings[name] === 0) && settings[name] !== "off").map((name) => `${name.replace("_", " ")} ${settings[name]}`);
   const end = prompt.length > 80 ? `…${prompt.slice(-80)}` : prompt; // chat templates begin with instructions
   setText($("#recorded-settings span"), `Example, recorded with the prompt ${JSON.stringify(end)}, ${words.join(", ")}.`);
   $("#recorded-settings").hidden = false;

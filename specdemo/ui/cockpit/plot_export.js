@@ -2,13 +2,18 @@
 
 const COPIED_STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "font-size", "font-family", "text-anchor", "vector-effect", "stroke-linecap"];
 
-function standaloneSvg(pictures) { // stacked from top to bottom
+const TEXT_LINE = 22;
+
+function standaloneSvg(pictures, captions, keys = []) { // stacked from top to bottom; `keys`: [colour, text]
   const boxes = pictures.map((picture) => picture.getBoundingClientRect());
   const width = Math.max(...boxes.map((box) => box.width)), gap = 8;
-  const file = svg("svg", { xmlns: SVG, width, height: boxes.reduce((sum, box) => sum + box.height + gap, 0) });
+  const file = svg("svg", { xmlns: SVG, width, height: boxes.reduce((sum, box) => sum + box.height + gap, (captions.filter(Boolean).length + keys.length) * TEXT_LINE) });
   file.append(svg("rect", { width: "100%", height: "100%", fill: getComputedStyle($(".cockpit")).getPropertyValue("--paper") }));
+  const { color, fontFamily } = getComputedStyle($(".cockpit"));
+  const write = (x, top, text) => file.append(svg("text", { x, y: top + 15, fill: color, "font-size": 13, "font-family": fontFamily, text }));
   let y = 0;
   for (const [i, picture] of pictures.entries()) {
+    if (captions[i]) { write(4, y, captions[i]); y += TEXT_LINE; }
     const copy = picture.cloneNode(true);
     const copies = [copy, ...copy.querySelectorAll("*")];
     for (const [k, original] of [picture, ...picture.querySelectorAll("*")].entries()) {
@@ -19,8 +24,17 @@ function standaloneSvg(pictures) { // stacked from top to bottom
     file.append(copy);
     y += boxes[i].height + gap;
   }
+  for (const [fill, text] of keys) {
+    file.append(svg("rect", { x: 4, y: y + 5, width: 10, height: 10, fill }));
+    write(19, y, text);
+    y += TEXT_LINE;
+  }
   return new XMLSerializer().serializeToString(file);
 }
+
+function rowText(row) { return [...(row?.children ?? [])].map((part) => part.textContent).filter(Boolean).join(" "); }
+
+function captionOf(button) { return button.closest("figure")?.querySelector("figcaption").firstChild.textContent.trim() ?? ""; }
 
 function download(text, name, type) {
   const link = make("a", { href: URL.createObjectURL(new Blob([text], { type })), download: name });
@@ -30,18 +44,20 @@ function download(text, name, type) {
 
 for (const button of element.querySelectorAll("[data-plot]")) {
   button.addEventListener("click", () => {
-    const pictures = [...$(`#${button.dataset.plot}`).querySelectorAll("svg")];
-    if (pictures.length) download(standaloneSvg(pictures), `specdemo-${button.dataset.plot}.svg`, "image/svg+xml");
+    const plot = $(`#${button.dataset.plot}`), pictures = [...plot.querySelectorAll("svg")];
+    const captions = pictures.map((picture) => rowText(picture.closest(".time-row")) || captionOf(button));
+    const keys = [...plot.querySelectorAll(".key span")].map((span) => [getComputedStyle(span, "::before").backgroundColor, span.textContent]);
+    if (pictures.length) download(standaloneSvg(pictures, captions, keys), `specdemo-${button.dataset.plot}.svg`, "image/svg+xml");
   });
 }
 
 document.addEventListener("click", (e) => { // charts of the tabs
   const button = /** @type {HTMLElement | null} */ (/** @type {Element} */ (e.target).closest("[data-save]"));
   if (!button) return;
-  const chart = document.getElementById(button.dataset.chart ?? "") ?? button.closest(".curves");
+  const chart = document.getElementById(button.dataset.chart ?? "") ?? button.closest(".block.curves");
   const picture = chart?.querySelector("figure svg, .vega-embed svg.marks");
   if (!picture) return;
-  const text = standaloneSvg([picture]), name = `specdemo-${chart.id}`;
+  const text = standaloneSvg([picture], [captionOf(button)]), name = `specdemo-${chart.id}`;
   if (button.dataset.save === "svg") download(text, `${name}.svg`, "image/svg+xml");
   else savePng(text, `${name}.png`);
 }, { signal: listeners.signal });

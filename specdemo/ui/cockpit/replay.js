@@ -6,6 +6,7 @@ function openReplay(names) {
   race.lanes = names;
   race.end = Math.max(...names.map((name) => lanes[name].steps.at(-1).t));
   race.at = race.end;
+  $("#timeline").style.setProperty("--at", "1");
   const slider = $("#race-at");
   slider.max = race.end;
   slider.value = race.end;

@@ -166,7 +166,7 @@ function rowFigures(test, node, { p, q, draw, bound }, edit, withDraw) {
   }
   if (test === "bound") return `p ${formatNumber(p)}, accepted from ${formatNumber(bound)}`;
   if (test !== "draw" && test !== "block") return [`p ${formatNumber(p)}`, q !== null && `q ${formatNumber(q)}`].filter(Boolean).join(", ");
-  const share = test === "draw" && bound !== null && q !== null && Math.abs(Math.min(1, p / q) - bound) < 1e-3 ? ` → p/q ${formatNumber(bound)}` : bound === null ? "" : ` → bound ${formatNumber(bound)}`;
+  const share = test === "draw" && bound !== null && q !== null && Math.abs(Math.min(1, p / q) - bound) < 1e-3 ? ` → p/q ${p < q ? formatNumber(bound) : "≥ 1"}` : bound === null ? "" : ` → bound ${formatNumber(bound)}`;
   const drawn = !withDraw || bound === null ? "" : draw === null ? "; draw assumed" : `; draw ${formatNumber(draw)}`;
   return [`p ${formatNumber(p)}`, q !== null && `q ${formatNumber(q)}`].filter(Boolean).join(", ") + share + drawn;
 }

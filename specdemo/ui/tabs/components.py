@@ -24,13 +24,13 @@ def chart_view(elem_id: str) -> gr.HTML:
     return gr.HTML(elem_id=elem_id, elem_classes="curves", apply_default_css=False, min_width=300)
 
 
-def save_svg_button(plot_id: str) -> gr.HTML:
+def save_svg_button(plot_id: str, visible: bool = True) -> gr.HTML:
     """Create the button that saves a plot of Gradio, which exports PNG only."""
     button = f'<button type="button" class="save-chart" data-save="svg" data-chart="{plot_id}">Save as SVG</button>'
-    return gr.HTML(button, apply_default_css=False)
+    return gr.HTML(button, visible=visible, apply_default_css=False)
 
 
-def probability_plot(title: str, colours: dict[str, str], order: list[str], elem_id: str) -> gr.BarPlot:
+def probability_plot(title: str, colours: dict[str, str], order: list[str], elem_id: str, **options: Any) -> gr.BarPlot:
     return gr.BarPlot(
         x="x",
         y="y",
@@ -38,14 +38,13 @@ def probability_plot(title: str, colours: dict[str, str], order: list[str], elem
         color_map=colours,
         color_title=" ",
         title=title,
-        x_title="token",
-        y_title="probability",
         sort=order,
         x_label_angle=-45,
         y_lim=[0, None],
         height=260,
         buttons=["export"],
         elem_id=elem_id,
+        **{"x_title": "token", "y_title": "probability", **options},
     )
 
 

@@ -20,6 +20,7 @@ MOST_LOG = 1_000_000  # characters
 _INTRO = f"""Paste log lines or a response, drop a file on the field, or open one. Read are {ENGINE_FORMATS}."""
 _ACCEPTED, _SPEEDUP = "accepted", "speed-up"
 _COLOURS = {_ACCEPTED: "var(--bar-accepted)", _SPEEDUP: "var(--curve-1)"}
+_POSITION_AXES: dict[str, Any] = {"x_title": "position", "y_title": "accepted / drafts", "visible": False}
 _COSTS = LineChart("Speed-up by cost of a step", "cost, AR steps", _SPEEDUP, _COLOURS, {_SPEEDUP: _SPEEDUP})
 _OPEN_JS = """() => new Promise((resolve) => {
     const input = document.createElement("input");
@@ -64,23 +65,25 @@ def explain_tab() -> None:
         run = gr.Button("Explain", variant="primary", elem_id="engine-explain", scale=0)
     words = gr.Markdown(elem_id="engine-diagnosis", elem_classes="figures")
     with gr.Row():
-        positions = probability_plot("Acceptance by position", _COLOURS, [], "engine-positions")
+        positions = probability_plot("Acceptance by position", _COLOURS, [], "engine-positions", **_POSITION_AXES)
         costs = chart_view("engine-costs")
-    save_svg_button("engine-positions")
+    save = save_svg_button("engine-positions", visible=False)
 
     def explain(pasted: Any, without: Any) -> dict[Any, Any]:
         try:
             reported = statistics_of(pasted, without)
         except UserError as error:
-            return {words: f"**{html.escape(str(error))}.**"}
-        rows = position_rows(reported)
+            hidden = gr.update(visible=False)
+            return {words: f"**{html.escape(str(error))}.**", positions: hidden, costs: "", save: hidden}
+        rows, by_cost = position_rows(reported), cost_rows(reported)
         return {
             words: _words(reported),
-            positions: gr.BarPlot(value=bar_values(rows), sort=[row[0] for row in rows]),
-            costs: _COSTS.svg(cost_rows(reported)),
+            positions: gr.BarPlot(value=bar_values(rows), sort=[row[0] for row in rows], visible=bool(rows)),
+            costs: _COSTS.svg(by_cost) if by_cost else "",
+            save: gr.update(visible=bool(rows)),
         }
 
-    run.click(explain, [text, ar], [words, positions, costs], concurrency_limit=None, **UNPROCESSED)
+    run.click(explain, [text, ar], [words, positions, costs, save], concurrency_limit=None, **UNPROCESSED)
     opened.click(None, None, text, js=_OPEN_JS, api_visibility="private")
 
 

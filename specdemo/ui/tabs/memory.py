@@ -118,10 +118,11 @@ def _pair(pair: Pair, quantization: str, device: torch.device, free: int) -> lis
     if pair.drafter:
         specs.append(ModelSpec(pair.drafter, device=str(device)))
     target, *drafters = plans = [plan_spec(spec.resolved(), CONTEXT) for spec in specs]
-    weights = "" if quantization == "none" else f" {quantization} and"
+    weights = "" if quantization == "none" else f"{quantization} and "
+    form = "GGUF" if is_gguf(pair.target) else f"{weights}{target.spec.dtype}"
     total, drafter_weights = sum(plan.total for plan in plans), sum(plan.weights for plan in drafters) or None
     figures = (target.weights, drafter_weights, sum(plan.kv for plan in plans), total)
-    return [f"{pair.title}; target in{weights} {target.spec.dtype}", *map(megabytes, figures), _fits(total, free)]
+    return [f"{pair.title}; target in {form}", *map(megabytes, figures), _fits(total, free)]
 
 
 def _fits(total: int, free: int) -> str:

@@ -11,6 +11,7 @@ from specdemo.bench.table import BenchRow, as_json, disturbed, report, slower, t
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
+from specdemo.ui.method_names import visible_recipe
 from specdemo.ui.service import Service
 from specdemo.ui.tabs.components import progress_bar
 from specdemo.ui.tabs.measurement_panel import ANNOUNCED, PanelMeasurement, waiting
@@ -103,7 +104,8 @@ class SweepResult(PanelMeasurement):
         return table(self.sweep.recipes, self.records)
 
     def notes(self, rows: Sequence[BenchRow]) -> str:
-        lines = slower(rows) or ["no recipe was slower than AR decoding on any prompt"]
+        lines = slower([replace(row, lane=visible_recipe(row.lane)) for row in rows])
+        lines = lines or ["no recipe was slower than AR decoding on any prompt"]
         if count := disturbed(self.records):
             lines.append(f"other runs interrupted {count} of these, so their figures may be inaccurate")
         return "\n".join(f"- {line}" for line in lines)
