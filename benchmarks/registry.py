@@ -99,7 +99,11 @@ RUNS = (
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.fleet validate --write", ("fleet-validation",), 1),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.fleet simulate --write", ("fleet",), 5),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.ray_cost --write", ("ray-cost",), 1),
-    TableRun("python -m benchmarks.mutants specdemo/core specdemo/drafters specdemo/drafters/heads --write", ("mutants",), 150),
+    TableRun(
+        "python -m benchmarks.mutants specdemo/core specdemo/drafters specdemo/drafters/heads --write",
+        ("mutants",),
+        150,
+    ),
     TableRun("python -m benchmarks.fuzz --seconds 150 --seed 1 --write", ("fuzz",), 3),
     TableRun(
         "python -m benchmarks.page_cost speed --tokens 1000 --rounds 10 --write",
