@@ -135,6 +135,8 @@ def test_result_has_a_table_of_the_runs_and_the_costs_of_passes(page: Page) -> N
 
 def test_replay_ends_in_the_final_state(page: Page) -> None:
     compared(page)
+    for lane in ("spec", "ar"):
+        expect(page.locator(f"[data-lane={lane}] .rate")).to_contain_text("tok/s")
     before = {
         lane: (drawn(page, lane), page.locator(f"[data-lane={lane}] .rate").inner_text()) for lane in ("spec", "ar")
     }
