@@ -105,7 +105,9 @@ def _reason(lanes: Mapping[str, Lane], repeated: bool) -> str:
         return ""
     cost, tokens = terms.draft + terms.v + terms.o, lanes[SPEC].metrics.tokens_per_step
     subject = "In the displayed pair, a step" if repeated else "A step"
-    return f"{subject} gave {tokens:.1f} tokens and took {cost:.1f} times as long as a step of the baseline."
+    shared = any(event.step.policy.get("texts", 1) > 1 for event in lanes[SPEC].steps)
+    others = " Other runs shared its passes, which takes longer." if shared else ""
+    return f"{subject} gave {tokens:.1f} tokens and took {cost:.1f} times as long as a step of the baseline.{others}"
 
 
 def _suggestion(lanes: Mapping[str, Lane], tone: str, repeated: bool) -> Mapping[str, Any] | None:

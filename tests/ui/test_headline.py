@@ -25,13 +25,14 @@ def compared(plain_s: float, verify_s: float = 0.01, temperature: float = 0.0, *
     return run
 
 
-def decoded(plain_s: float, verify_s: float = 0.01, temperature: float = 0.0, **recipe: Any) -> Run:
+def decoded(plain_s: float, verify_s: float = 0.01, temperature: float = 0.0, texts: float = 1.0, **recipe: Any) -> Run:
     """Two lanes of 17 tokens: 8 steps of 2 tokens, and 16 AR steps of `plain_s` seconds."""
     run = Run((SPEC, PLAIN))
     drafted = [
         step(i, pieces=["x", "y"], draft=("x", "z"), accepted=(0,), tested=2, draft_s=0.0, verify_s=verify_s)
         for i in range(1, 9)
     ]
+    drafted[-1]["policy"] = {"texts": texts}
     plain = [step(i, pieces=["x"], draft_s=0.0, verify_s=plain_s) for i in range(1, 17)]
     tokens = [token for line in drafted for token in line["tokens"]]
     for line, token in zip(plain, tokens, strict=True):
@@ -54,6 +55,13 @@ def test_result_names_speed_text_and_passes() -> None:
     assert shown["text"] == "2.0× faster with drafts in this run, same text. 8 target passes instead of 16."
     assert shown["tone"] == "good" and shown["suggestion"] == {"label": "Repeat ×5", "press": "repeat"}
     assert shown["reason"] == "A step gave 2.0 tokens and took 1.0 times as long as a step of the baseline."
+
+
+def test_passes_shared_with_other_runs_are_named() -> None:
+    run = decoded(plain_s=0.005, texts=2.0)
+    run.finish()
+    reason = "A step gave 2.0 tokens and took 2.0 times as long as a step of the baseline."
+    assert line_of(run)["reason"] == f"{reason} Other runs shared its passes, which takes longer."
 
 
 def test_a_loss_is_named_with_one_suggestion() -> None:
