@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from http.client import HTTPConnection, HTTPException
 from typing import Any
@@ -30,7 +31,7 @@ class PageClient:
         """Press Run or Continue chat with `settings` by element id and yield the frames of the run."""
         properties = [self._properties[id_] for id_ in self._pressed["inputs"]]
         values = [settings.get(values.get("elem_id"), values.get("value")) for values in properties]
-        pressed = json.dumps([*values, "next"] if continue_chat else values)
+        pressed = json.dumps([secrets.token_urlsafe(12), *values, *(["next"] if continue_chat else [])])
         body = {"data": [pressed], "fn_index": self._drawn["id"], "session_hash": self._session}
         joined = Request(
             f"{self._url}gradio_api/queue/join", json.dumps(body).encode(), {"Content-Type": "application/json"}

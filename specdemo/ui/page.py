@@ -327,7 +327,7 @@ def _connect_runs(parts: _Parts, handlers: _Handlers) -> None:
                 None,
                 [parts.stored, *settings],
                 pressed,
-                js=f"(...values) => JSON.stringify([...values{more}])",
+                js=f"(...values) => JSON.stringify([window.specdemoRun, ...values{more}])",
                 trigger_mode="multiple",
                 **_PRIVATE,
             )
@@ -406,19 +406,22 @@ class _Handlers:
     async def show(self, request: gr.Request, pressed: Any) -> AsyncIterator[str]:
         visitor, address = request.session_hash or "", address_of(request)
         try:
-            stored, *values = json.loads(pressed)
+            run_id, stored, *values = json.loads(pressed)
             more = values[len(self._defaults) :]
             pairs = REPEATS if more == [REPEATS] else 1
             turn: Turn = "next" if more == ["next"] else "same" if pairs > 1 else "new"
             settings = dict(zip(self._defaults, values[: len(values) - bool(more)], strict=True))
         except (TypeError, ValueError, RecursionError):  # values that the page does not send
-            message = "a run needs a JSON list of the added settings and all settings of the page"
+            message = "a run needs a JSON list of its id, the added settings and all settings of the page"
             raise gr.Error(message, print_exception=False) from None
         if turn == "same" and settings["prompt"] == "":  # cleared after it was sent
             settings["prompt"] = self.service.last_message(visitor)
         extra = self._comparable(stored, settings) if pairs == 1 else []
         plan = plan_of(settings, settings["compare"] or pairs > 1, len(extra))
-        run = self.service.runs.new(visitor, plan, address)
+        try:
+            run = self.service.runs.new(visitor, plan, address, str(run_id))
+        except UserError as error:
+            raise gr.Error(str(error), print_exception=False) from None
         run.pairs, run.history = pairs, self.service.history(visitor, settings["prompt"], turn)
         try:
             if pairs > 1 and SPEC not in run.plan:

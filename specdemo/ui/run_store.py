@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -21,6 +22,8 @@ from specdemo.ui.web_page import web_page
 
 RECORDED = ASSETS / "traces"
 _RUN_CHARACTERS = 4_000  # memory of a run without its text, in characters
+_ID = re.compile(r"[\w-]{16,64}", re.ASCII)
+_MOST_ENDED = 1024  # runs that ended before they began
 
 
 @dataclass(eq=False)
@@ -39,15 +42,20 @@ class RunStore:
         self._runs: OrderedDict[str, Run] = OrderedDict()  # least recently used first
         self._owners: dict[str, str] = {}  # run id -> visitor
         self._latest: dict[str, str] = {}  # session -> run id
+        self._ended: OrderedDict[str, None] = OrderedDict()  # ids of runs that were stopped before they began
         self._lock = threading.Lock()
 
-    def new(self, session: str, plan: tuple[str, ...], address: str = "") -> Run:
-        """Create a run and stop the previous run of the session."""
+    def new(self, session: str, plan: tuple[str, ...], address: str = "", run_id: Any = None) -> Run:
+        """Create a run and stop the previous run of the session. Raises `UserError` if `run_id` is not usable."""
+        run = Run(plan) if run_id is None else Run(plan, run_id)
+        if not _is_id(run.id) or self.get(run.id):
+            raise UserError("the id of a run must be new, with 16 to 64 letters, digits, _ or -: reload the page")
         self.leave(session)
-        run = Run(plan)
         with self._lock:
             self._latest[session] = run.id
         self.keep(run, address)
+        if run.id in self._ended:
+            run.stop()
         return run
 
     def keep(self, run: Run, address: str = "") -> None:
@@ -173,9 +181,14 @@ class RunStore:
         return self._opened(paths[name].read_text("utf-8"), address, MAX_CHARACTERS)
 
     def stop_run(self, run_id: Any) -> None:
-        """Stop a run. Its frames continue until the end, so no tokens are lost."""
+        """Stop a run, also before it begins. Its frames continue until the end, so no tokens are lost."""
         if run := self.get(run_id):
             run.stop()
+        elif _is_id(run_id):
+            with self._lock:
+                self._ended[run_id] = None
+                while len(self._ended) > _MOST_ENDED:
+                    self._ended.popitem(last=False)
 
     def _run_and_lane(self, query: Any) -> tuple[Run | None, str]:
         run_id, lane = query if isinstance(query, list) and len(query) == 2 else (None, "")
@@ -185,6 +198,10 @@ class RunStore:
         run, name = self._run_and_lane(query)
         lane = run.lanes.get(name) if run else None
         return lane if lane and lane.begun else None
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, str) and _ID.fullmatch(value) is not None
 
 
 def _json(value: Any) -> str:

@@ -90,6 +90,7 @@ class Scripts:
     def endless(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
         """Yield a step every 10 ms, without end."""
         yield header(prompt="endless")
+        self.inside.set()
         while True:
             time.sleep(0.01)
             yield step(self.steps, pieces=["b", "X"], draft=("b", "c", "d"), accepted=(0,), tested=2)

@@ -6,6 +6,7 @@ The client sets its address in the header of a proxy; the server trusts that hea
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterator
 from concurrent.futures import wait
 from dataclasses import replace
@@ -109,7 +110,11 @@ def press_run(url: str, session: str, taken: Any = None, **values: Any) -> None:
     assert values.keys() <= {props.get("elem_id") for props in inputs}
     data = [values.get(props.get("elem_id") or "", props.get("value")) for props in inputs]
     handler = next(event for event in config["dependencies"] if event["inputs"] == button["outputs"])
-    request = {"data": [taken or json.dumps(data)], "fn_index": handler["id"], "session_hash": session}
+    request = {
+        "data": [taken or json.dumps([secrets.token_urlsafe(12), *data])],
+        "fn_index": handler["id"],
+        "session_hash": session,
+    }
     response = httpx.post(f"{url}gradio_api/queue/join", json=request, timeout=60)
     assert response.status_code == 200, response.text
 

@@ -242,6 +242,18 @@ def test_reload_cancels_the_run(tab: Any, scripts: Scripts, monkeypatch: pytest.
     status(page, "done")
 
 
+def test_reload_before_the_first_frame_cancels_the_run(
+    tab: Any, scripts: Scripts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "GRACE_S", float("inf"))
+    page = tab()
+    page.route("**/queue/data*", lambda route: None)  # no frame arrives
+    run(page, "endless")
+    assert scripts.inside.wait(PATIENCE)
+    page.reload()
+    assert scripts.closed.wait(PATIENCE)
+
+
 @TRANSPORTS
 def test_run_resumes_after_an_interruption_of_the_network(tab: Any, scripts: Scripts, served: Any, script: str) -> None:
     """Gradio reloads the page when the server is reachable again; the run continues meanwhile."""

@@ -10,6 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -19,6 +20,7 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
+from specdemo.core.errors import UserError
 from specdemo.core.events import Event
 from specdemo.core.metrics import Metrics
 from specdemo.core.trace import from_json
@@ -212,6 +214,32 @@ def test_a_run_stopped_before_its_job_is_queued_does_not_start() -> None:
     run.begin(stream.stop)
     assert stream.wait(60) and stream.error is None and len(stream.items) < 1_000_000
     worker.close()
+
+
+def test_a_run_whose_page_is_left_before_the_server_knows_it_does_not_start() -> None:
+    worker, runs = Worker(), RunStore()
+    runs.stop_run("left-before-begun")
+    run = runs.new("one", (SPEC,), run_id="left-before-begun")
+    stream = worker.submit(lambda: iter(range(1_000_000)))
+    run.begin(stream.stop)
+    assert stream.wait(60) and stream.error is None and len(stream.items) < 1_000_000
+    worker.close()
+
+
+def test_unknown_runs_that_end_are_bounded_and_need_an_id() -> None:
+    runs = RunStore()
+    for run_id in [None, 1, "short", "a" * 65, "not an id" * 3, *(f"unknown-run-{i:05}" for i in range(5000))]:
+        runs.stop_run(run_id)
+    assert len(runs._ended) == 1024 and "unknown-run-04999" in runs._ended
+
+
+@pytest.mark.parametrize("run_id", ["short", "a" * 65, "with a space in it", "taken-by-a-visitor", 1])
+def test_ids_of_runs_are_new_and_long(run_id: Any) -> None:
+    runs = RunStore()
+    taken = runs.new("one", (SPEC,), run_id="taken-by-a-visitor")
+    with pytest.raises(UserError, match="the id of a run must be new"):
+        runs.new("two", (SPEC,), run_id=run_id)
+    assert runs.get(taken.id) is taken and runs.latest("one") is taken
 
 
 def test_finished_runs_retain_no_events() -> None:

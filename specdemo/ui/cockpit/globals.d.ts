@@ -21,6 +21,7 @@ interface Window {
   specdemoListeners?: AbortController;
   specdemoTabs?: BroadcastChannel;
   specdemoLanes?: unknown[];
+  specdemoRun?: string;
   specdemoRecorded?: Record<string, unknown>;
   gradio_config?: { root?: string };
 }

@@ -8,13 +8,13 @@ const FRAME_TIMEOUT_MS = 2500; // without a frame for this long, request missed 
 const HEADINGS = { spec: "Speculative", ar: "Autoregressive (baseline)", third: "Third run", fourth: "Fourth run" };
 
 let run = null; // id of the displayed run
+let started = null; // id of the run that Run started last, in use before its first frame
 let busy = false; // from Run until the last frame
 let received = 0; // number of records
 let pending = []; // records not drawn yet
 let state = null; // latest frame
 let drawing = false;
 let catchingUp = false;
-let stopRequested = false;
 let frozen = false; // Stop was pressed during a paced display: the rest is shown on request
 let startedAt = 0;
 let lastFrameAt = 0;
@@ -43,7 +43,6 @@ function receiveFrame(frame) {
   }
   lastFrameAt = performance.now();
   disconnectedAt = null;
-  if (stopRequested) { stopRequested = false; requestStop(); }
   if (frame.at > received) return catchUp();
   const records = frame.r.slice(received - frame.at);
   received += records.length;
@@ -236,11 +235,16 @@ function tick() {
   if (run !== null && !complete() && performance.now() - lastFrameAt > FRAME_TIMEOUT_MS) { lastFrameAt = performance.now(); catchUp(); }
 }
 
-function startRun() {
+function newId() {
+  return [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
+function startRun(id) {
   pause();
   busy = true;
   startClock();
-  stopRequested = interrupted = skipPacing = frozen = false;
+  started = window.specdemoRun = id;
+  interrupted = skipPacing = frozen = false;
   endWalk();
   setText($("#headline"), "Running …");
   pending = [];
@@ -318,12 +322,12 @@ function stop() {
   element.dataset.stopping = "yes";
   skipPacing = !frozen;
   setStatus("stopping", "");
-  run === null ? (stopRequested = true) : requestStop();
+  requestStop();
 }
 
 async function requestStop() {
-  const id = run;
-  if ((await server.stop_run(id)) !== undefined || id !== run || !busy) return;
+  const id = started;
+  if ((await server.stop_run(id)) !== undefined || id !== started || !busy) return;
   element.dataset.stopping = "no";
   frozen = false;
   setStatus(state?.phase[0] ?? "queued", "the stop request failed: press Stop again");

@@ -48,7 +48,7 @@ async function resumeRun(id, end) {
   const text = await server.trace_since([id, 0]);
   if (busy || run !== null) return;
   if (text) {
-    startRun();
+    startRun(id);
     skipPacing = true;
     return receiveFrame(JSON.parse(text));
   }
@@ -63,7 +63,7 @@ window.navigation?.addEventListener("navigate", ({ navigationType, userInitiated
   interrupted ||= navigationType === "reload" && !userInitiated; // by Gradio
 }, { signal: listeners.signal });
 window.addEventListener("pagehide", () => {
-  const undisplayed = complete() && pending.length;
-  if (run !== null && ((busy && interrupted) || undisplayed)) sessionStorage.setItem(RESUME_KEY, run);
-  else if (busy && run !== null) navigator.sendBeacon(framesOf(run), new Blob(["{}"], { type: "application/json" })); // with any transport
+  if (complete() && pending.length) sessionStorage.setItem(RESUME_KEY, run);
+  else if (busy && interrupted) sessionStorage.setItem(RESUME_KEY, started);
+  else if (busy) navigator.sendBeacon(framesOf(started), new Blob(["{}"], { type: "application/json" })); // with any transport
 }, { signal: listeners.signal });
