@@ -418,7 +418,7 @@ class Policy:
         if not self.bounded:
             return DraftLengths(gamma, gamma, gamma)
         highest = max(self.most or 0, gamma, least or 0) if most is None else most
-        lowest = min(self.least, gamma, highest) if least is None else least
+        lowest = least or min(self.least, gamma, highest)
         return DraftLengths(min(highest, max(lowest, gamma)), lowest, highest, beta)
 
 

@@ -333,6 +333,12 @@ def test_bounds_come_from_the_recipe_or_the_policy() -> None:
         Recipe(policy="egag", gamma_min=5, gamma_max=4)
 
 
+@pytest.mark.parametrize("policy", ["dynamic", "egag", "heuristic"])
+def test_policies_that_learn_from_drafts_always_draft(policy: str) -> None:
+    assert Recipe(policy=policy, gamma_min=0).gamma_bounds == Recipe(policy=policy).gamma_bounds
+    assert Recipe(policy=policy, gamma_min=0).gamma_bounds[0] >= 1
+
+
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("gamma", [1, 2, 6])
 def test_gamma_is_the_longest_first_draft(name: str, gamma: int) -> None:
