@@ -87,7 +87,10 @@ class RunOptions(OptionSet):
     )
     policy: str = _length_option("fixed", "Draft-length policy", choices=POLICIES)
     gamma_min: int | None = _bound_option(
-        None, "Shortest draft (0: default of the policy)", "shortest draft except with fixed; 0: default", bounds=(0, 64)
+        None,
+        "Shortest draft (0: default of the policy)",
+        "shortest draft except with fixed; 0: default",
+        bounds=(0, 64),
     )
     gamma_max: int | None = _bound_option(
         None, "Longest draft (0: default of the policy)", "longest draft of policies other than fixed", bounds=(1, 64)

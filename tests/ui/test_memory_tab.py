@@ -8,12 +8,16 @@ from pathlib import Path
 import psutil
 import pytest
 from fakes.gguf_models import save_gguf
+from fakes.heads import head_for
+from fakes.trace_lines import trace_lines
 from fakes.trace_records import absorb, end, header, step
 
 from specdemo.models import memory
 from specdemo.models.memory_plan import plan_spec
+from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import PAIRS, Pair
+from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import PLAIN, SPEC
 from specdemo.ui.tabs import memory as ledger
@@ -45,6 +49,20 @@ def test_pairs_are_planned_and_fit_or_not(monkeypatch: pytest.MonkeyPatch) -> No
     assert float(target) + float(drafter) + float(kv) < float(total)
     monkeypatch.setattr(memory, "memory_limit", lambda device: (int(1e6 * (float(total) - 7)), 90_000_000))
     assert shown()[-1] in ("no, by 6.9", "no, by 7.0", "no, by 7.1")  # rounded
+
+
+@pytest.mark.slow
+def test_the_head_of_a_pair_and_its_hidden_states_are_counted(tmp_path: Path) -> None:
+    head = head_for(BUNDLED.target, tmp_path / "head")
+    row = rows(ledger.of_pairs("cpu", {"pair": Pair("pair", BUNDLED.target, "", 4, head=head)}))
+    _, drafter, kv, *_ = row["pair; target in float32"]
+    recipe = Recipe(target=BUNDLED.target, head=head, method="eagle", max_tokens=60, device="cpu")
+    lines = list(trace_lines(recipe, "def quicksort(items):", ModelPool()))
+    (first,) = (line for line in lines if "prompt_tokens" in line)
+    steps = [line for line in lines if "i" in line]
+    tokens = sum(len(line["tokens"]) for line in steps) + len(first["prompt_tokens"])
+    assert drafter == f"{sum(file.stat().st_size for file in Path(head).glob('*.safetensors')) / 1e6:,.1f}"
+    assert float(kv) == pytest.approx(steps[-1]["memory"]["kv_bytes"] / tokens / 1000, rel=0.05)
 
 
 def test_quantised_files_are_not_called_float32(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import MemoryUse
 from specdemo.core.formats import NOTHING, megabytes, percent
 from specdemo.models import memory
+from specdemo.models.heads import head_files, tap_count
+from specdemo.models.hub import Hub
 from specdemo.models.memory_plan import plan_spec
 from specdemo.models.quantization import unavailable
 from specdemo.models.spec import QUANTIZATIONS, ModelSpec, find_device, is_gguf
@@ -114,13 +116,16 @@ def of_pairs(device: str, pairs: Mapping[str, Pair] = PAIRS) -> str:
 
 
 def _pair(pair: Pair, quantization: str, device: torch.device, free: int) -> list[str]:
-    specs = [ModelSpec(pair.target, quantization=quantization, device=str(device))]
-    if pair.drafter:
-        specs.append(ModelSpec(pair.drafter, device=str(device)))
-    target, *drafters = plans = [plan_spec(spec.resolved(), CONTEXT) for spec in specs]
+    taps, head = (tap_count(pair.head, Hub()), head_files(pair.head, Hub())[1]) if pair.head else (0, 0)
+    spec = ModelSpec(pair.target, quantization=quantization, device=str(device))
+    target = plan_spec(spec.resolved(), CONTEXT, taps=taps)
+    specs = [ModelSpec(pair.drafter, device=str(device))] if pair.drafter else []
+    drafters = [plan_spec(spec.resolved(), CONTEXT) for spec in specs]
+    plans = [target, *drafters]
     weights = "" if quantization == "none" else f"{quantization} and "
     form = "GGUF" if is_gguf(pair.target) else f"{weights}{target.spec.dtype}"
-    total, drafter_weights = sum(plan.total for plan in plans), sum(plan.weights for plan in drafters) or None
+    total = head + sum(plan.total for plan in plans)
+    drafter_weights = head + sum(plan.weights for plan in drafters) or None
     figures = (target.weights, drafter_weights, sum(plan.kv for plan in plans), total)
     return [f"{pair.title}; target in {form}", *map(megabytes, figures), _fits(total, free)]
 
