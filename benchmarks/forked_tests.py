@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import math
 import os
 import resource
-import select
 import signal
 import time
 from collections import Counter
@@ -18,9 +16,9 @@ from _pytest.runner import runtestprotocol
 
 SURVIVED, KILLED, NO_TESTS, SKIPPED, TIMEOUT = 0, 1, 33, 34, 36  # codes of mutmut
 MEMORY = 8 << 30
-# CPU seconds of a test that passes without a mutant within t: 30 + 10 t. Wall seconds of a mutant: 120 + 30 t.
-TEST_CPU_S, TEST_FACTOR = 30, 10  # includes shared fixtures
-MUTANT_S, MUTANT_FACTOR = 120, 30
+# Limits of a test that passes without a mutant within t CPU seconds: 30 + 10 t of CPU time, 120 + 30 t of wall time.
+TEST_CPU_S, CPU_FACTOR = 30, 10  # includes shared fixtures
+TEST_S, FACTOR = 120, 30
 
 MOST_FIRST = 20  # tests that precede the modules
 
@@ -62,17 +60,17 @@ def forked(work: Callable[[], None]) -> int:
         os._exit(code)
 
 
-def exit_code(pid: int, seconds: float = math.inf) -> int:
-    """Wait for a child process, at most `seconds`, in which this process is not stopped either."""
-    descriptor, ended = os.pidfd_open(pid), False
-    while not ended and seconds > 0:
-        ended = bool(select.select([descriptor], [], [], 1.0)[0])
-        seconds -= 1.0
-    os.close(descriptor)
-    if not ended:
-        os.kill(pid, signal.SIGKILL)
+def exit_code(pid: int) -> int:
+    """Wait for a child process."""
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return TIMEOUT if not ended or code == -signal.SIGXCPU else code
+    return TIMEOUT if code in (-signal.SIGXCPU, -signal.SIGALRM) else code
+
+
+def limit(seconds: float = 0.0) -> None:
+    """Limit the time until the next call, for a test that passes within `seconds` of CPU time."""
+    cpu = time.process_time() + TEST_CPU_S + CPU_FACTOR * seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (int(cpu) + 1, resource.RLIM_INFINITY))
+    signal.alarm(int(TEST_S + FACTOR * seconds) + 1)
 
 
 class Order:
@@ -96,10 +94,11 @@ class Order:
         reading, writing = os.pipe()
 
         def work() -> None:
+            limit()
             prepare()
             run_until_failure([items[test] for test in tests], self._seconds, writing)
 
-        code = exit_code(forked(work), MUTANT_S + MUTANT_FACTOR * sum(map(self._seconds.__getitem__, tests)))
+        code = exit_code(forked(work))
         os.close(writing)
         with os.fdopen(reading) as pipe:
             self._kills.update(filter(None, [pipe.read()]))
@@ -119,8 +118,7 @@ def run_until_failure(items: Sequence[pytest.Item], seconds: Mapping[str, float]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     for item, following in zip(items, [*items[1:], None], strict=True):
-        limit = time.process_time() + TEST_CPU_S + TEST_FACTOR * seconds[item.nodeid]
-        resource.setrlimit(resource.RLIMIT_CPU, (int(limit) + 1, resource.RLIM_INFINITY))
+        limit(seconds[item.nodeid])
         if fails(item, following):
             if report is not None:
                 os.write(report, item.nodeid.encode())

@@ -28,8 +28,6 @@ from mutmut.state import state
 
 from benchmarks.forked_tests import (
     KILLED,
-    MUTANT_FACTOR,
-    MUTANT_S,
     NO_TESTS,
     SKIPPED,
     SURVIVED,
@@ -38,12 +36,14 @@ from benchmarks.forked_tests import (
     collect,
     exit_code,
     forked,
+    limit,
     measure,
     run_until_failure,
 )
 
 FOLDER = Path("mutants").resolve()
 COVERAGE = FOLDER / "coverage.pickle"
+COLLECTION_S = 20.0  # CPU seconds
 STATISTICS = "stats"  # name of the run that records called functions
 # Arguments whose mutants are not run, since no test on a CPU can detect them: `zip` receives equal lengths by
 # construction, and all tensors are on the same device.
@@ -207,10 +207,11 @@ def _tested_in_new_session(mutant: str, coverage: Coverage) -> int:
 
     def work() -> None:
         set_mutant_under_test(mutant)
+        limit(COLLECTION_S)
         _collect(loop)
         os._exit(KILLED)  # the tests could not be collected
 
-    return exit_code(forked(work), MUTANT_S + MUTANT_FACTOR * sum(coverage.seconds.values()))
+    return exit_code(forked(work))
 
 
 def test_files(files: Sequence[Path], tests: Sequence[str], again: bool) -> bool:
