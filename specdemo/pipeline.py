@@ -171,7 +171,9 @@ class ModelContext:
         source = self.target_cache if role == "target" else self.drafter
         assert source is not None
         if layers is not None:
-            cache = self.open(with_layers(source.model, list(layers(layer_count(source.model)))))
+            model = with_layers(source.model, list(layers(layer_count(source.model))))
+            self.on_close(engine_of(model).release)  # the model and its engine are a reference cycle
+            cache = self.open(model)
         elif self._is_copy:
             cache = self.open(source.model, owner=self.target_cache)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -11,9 +12,13 @@ from fakes.tiny_models import byte_level_tokenizer, save_model
 from specdemo.core.errors import UserError
 from specdemo.core.events import Header, StepEvent
 from specdemo.generate import generate
+from specdemo.models.chat_caches import Conversation
+from specdemo.models.engines.engine import Cache
+from specdemo.models.engines.head import HeadCache
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.uncached import UncachedModel
+from specdemo.pipeline import CONVERSATION, Stores
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
 from specdemo.ui.lane import baseline_of
@@ -31,8 +36,8 @@ def pool() -> ModelPool:
     return ModelPool()
 
 
-def decoded(recipe: Recipe, prompt: Any, pool: ModelPool) -> tuple[Header, list[int]]:
-    events = list(generate(recipe, prompt, pool))
+def decoded(recipe: Recipe, prompt: Any, pool: ModelPool, stores: Stores | None = None) -> tuple[Header, list[int]]:
+    events = list(generate(recipe, prompt, pool, stores))
     header = next(event for event in events if isinstance(event, Header))
     return header, [token for event in events if isinstance(event, StepEvent) for token in event.step.tokens]
 
@@ -85,6 +90,30 @@ def test_without_cache_the_text_is_the_same_and_every_pass_computes_all_tokens(
     monkeypatch.setattr(CachedModel, "score", recorded)
     _, same = decoded(Recipe(**values, **sampling, use_cache=False), PROMPT, pool)
     assert same == tokens and held and not any(held)
+
+
+@pytest.mark.parametrize("method", "ar draft nasd tree self eagle medusa block hybrid lookahead beam".split())
+def test_caches_are_freed_without_a_garbage_collection(
+    method: str, target: str, pool: ModelPool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a page accumulates those of many runs."""
+    drafter = {"drafter": target} if method in ("draft", "tree", "hybrid") else {}
+    drafter |= {"head": head_for(target, tmp_path, method)} if method in ("eagle", "medusa", "block") else {}
+    recipe = Recipe(target=target, method=method, max_tokens=12, device="cpu", **drafter)
+
+    def caches() -> int:
+        return sum(issubclass(type(one), (Cache, HeadCache)) for one in gc.get_objects())
+
+    monkeypatch.setattr(gc, "collect", lambda: 0)
+    counts = []
+    gc.disable()
+    try:
+        for _ in range(3):
+            decoded(recipe, PROMPT, pool, {CONVERSATION: Conversation()})
+            counts.append(caches())
+    finally:
+        gc.enable()
+    assert counts[1:] == counts[:1] * 2
 
 
 def test_baselines_have_a_cache_and_services_need_it() -> None:

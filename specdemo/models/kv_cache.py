@@ -85,6 +85,7 @@ class CachedModel:
             self.engine.close(self._cache)
         if self.head is not None:
             self.head.close()
+        self.head = None  # ends the reference cycle: garbage collections may be far apart
         self._closed = True
         self._held, self._draft = [], Draft()
         self._logits = None

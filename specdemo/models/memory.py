@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -151,8 +152,13 @@ class LargePageBuffer:
 
 
 def _libc(name: str, *arguments: object) -> None:
-    if sys.platform == "linux" and (function := getattr(ctypes.CDLL(None), name, None)):
+    if function := getattr(_program(), name, None):
         function(*arguments)
+
+
+@cache
+def _program() -> ctypes.CDLL | None:
+    return ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def release_memory() -> None:
