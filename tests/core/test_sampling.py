@@ -274,8 +274,9 @@ def test_tokens_and_parents_of_compared_drafts_have_limits(
     parents: tuple[int, int], tokens: tuple[int, int], accepted: bool
 ) -> None:
     p, q = torch.full((3, 9), 1 / 9), torch.full((2, 9), 1 / 9)
-    with nullcontext() if accepted else pytest.raises(ValueError, match="outside the vocabulary or a parent after"):
-        assert native.compare_drafts(p, q, parents, tokens)[0] == pytest.approx([1 / 9] * 2)
+    for ids in (None, torch.arange(9).expand(2, -1)):
+        with nullcontext() if accepted else pytest.raises(ValueError, match="outside the vocabulary or a parent after"):
+            assert native.compare_drafts(p, q, parents, tokens, ids)[0] == pytest.approx([1 / 9] * 2)
     with nullcontext() if accepted else pytest.raises(ValueError, match="outside the vocabulary or a parent after"):
         assert native.token_ranks(p, parents, tokens) == [1, 1]
 
