@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,13 @@ from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.models.cached_head import CachedHead
 from specdemo.models.convert_head import convert_head
-from specdemo.models.engines.head import Head
+from specdemo.models.engines.head import Head, HeadCache
 from specdemo.models.engines.llama_weights import LlamaWeights, layer_count
+from specdemo.models.engines.native_head import NativeHead
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.engines.target_rows import embedding_rows, output_rows
-from specdemo.models.heads import load_head
+from specdemo.models.engines.torch_head import TorchEagle3
+from specdemo.models.heads import load_head, read_head
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.spec import HeadSpec, ModelSpec
@@ -156,6 +159,28 @@ def test_a_cache_that_grows_overwrites_its_former_memory(kind: str, tmp_path: Pa
     former = cache.kv
     head.start(cache, [5] * 380, states[20:], 20)
     assert cache.kv is not former and not former.any()
+
+
+def test_texts_that_draft_in_turn_are_independent(tmp_path: Path) -> None:
+    """A head in C, compared with torch, whose texts draft one after the other."""
+    target = target_of(NativeWeights(random_model(TARGET)))
+    name = save_head(tmp_path, head_tensors(TARGET, IDS), head_config(TARGET, len(IDS)))
+    kinds = (partial(NativeHead, form="float32"), TorchEagle3)
+    native, torch_head = (make(read_head(HeadSpec(name, target.spec), target), target.model) for make in kinds)
+    states = torch.randn(2, 4, len(native.taps), TARGET.hidden_size, generator=torch.Generator().manual_seed(6))
+
+    def begun(head: Head, text: int) -> tuple[HeadCache, list[torch.Tensor]]:
+        cache = head.open()
+        return cache, [head.start(cache, [5, 9, text, 77], states[text], 0)[: len(IDS)].clone()]
+
+    tokens, in_turn = (7, 8, 9), [begun(native, text) for text in range(2)]
+    for token in tokens:
+        for cache, rows in in_turn:
+            rows.append(native.step(cache, token)[: len(IDS)].clone())
+    for text, (_, rows) in enumerate(in_turn):
+        cache, expected = begun(torch_head, text)
+        expected += [torch_head.step(cache, token)[: len(IDS)] for token in tokens]
+        torch.testing.assert_close(torch.stack(rows), torch.stack(expected), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(("convert", "rows", "width"), [(NativeWeights, len(IDS) + 1024, 1), (LlamaWeights, 49, 4)])
