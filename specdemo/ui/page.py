@@ -419,7 +419,7 @@ class _Handlers:
         extra = self._comparable(stored, settings) if pairs == 1 else []
         plan = plan_of(settings, settings["compare"] or pairs > 1, len(extra))
         try:
-            run = self.service.runs.new(visitor, plan, address, str(run_id))
+            run = self.service.runs.new(visitor, plan, address, run_id)
         except UserError as error:
             raise gr.Error(str(error), print_exception=False) from None
         run.pairs, run.history = pairs, self.service.history(visitor, settings["prompt"], turn)
