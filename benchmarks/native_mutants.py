@@ -43,9 +43,11 @@ TESTS = (
     "tests/models/test_native_engine.py",
     "tests/models/test_native_attention.py",
     "tests/models/test_native_safety.py",
+    "tests/models/test_native_properties.py",
     "tests/models/test_heads.py",
     "tests/drafters/test_block_head.py",
     "tests/drafters/test_eagle.py",
+    "tests/drafters/test_head_proposals.py",
 )
 CHECK_CPU_S = 5
 UNCOMPILED, SAME_CODE = "not compiled", "same code"
@@ -193,7 +195,7 @@ def run(chosen: Sequence[Mutant], sample: int | None, tests: Sequence[str]) -> b
             if count == sample:
                 return
 
-    return not exit_code(forked(lambda: _ended(collect(["-m", "not slow and not exhaustive", *tests], loop))))
+    return not exit_code(forked(lambda: _ended(collect(["-m", "not exhaustive", *tests], loop))))
 
 
 def _ended(code: int) -> None:
