@@ -59,6 +59,7 @@ FORMS = [
     *((name, "bfloat16") for name in ("gpt2 odd", "gemma2 odd")),
     *(("llama", form) for form in QUANTIZED),
     *((name, form) for name in FAMILIES for form in ("int8", "nf4")),
+    ("odd widths", "int8"),
     *((name, form) for name in ("llama", "tied") for form in QUANTISED_GGUF),
     ("llama", MIXED),
     *(("llama", form) for form in NARROW),
@@ -257,7 +258,7 @@ def test_extreme_integers_of_gguf_files_are_exact() -> None:
     assert (found - expected).abs().max() <= 5e-4 * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", ["llama", *FAMILIES])
+@pytest.mark.parametrize("name", ["llama", "odd widths", "gpt2 odd", *FAMILIES])
 def test_int8_equals_bitsandbytes_up_to_the_rounding_of_activations(name: str) -> None:
     model, tokens = quantized("int8", random_model(CONFIGS[name])), text(40)
     found = CachedModel(NativeWeights(model)).read(tokens)
