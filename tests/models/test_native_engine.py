@@ -244,6 +244,16 @@ def test_weights_of_gguf_files_are_used_without_rounding(name: str, kind: str) -
     assert (found - expected).abs().max() <= (1e-3 if kind.endswith("_K") else 5e-4) * expected.abs().max()
 
 
+def test_heads_whose_width_is_no_multiple_of_a_vector_are_quantised_completely() -> None:
+    """48 inputs, in groups of 16, of the product after attention."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 16}
+    model = stored("Q6_K", random_model(LlamaConfig(**{**CONFIGS["llama"].to_dict(), **sizes, "head_dim": 48})))
+    native, tokens = NativeWeights(model), text(9)
+    native.kv_dtype = torch.float32
+    expected = dequantized(model)(torch.tensor([tokens])).logits[0]
+    assert (CachedModel(native).read(tokens) - expected).abs().max() <= 1e-3 * expected.abs().max()
+
+
 def test_extreme_integers_of_gguf_files_are_exact() -> None:
     """-128, which llama.cpp never writes, and the largest sums."""
     model = random_model(CONFIGS["tied"])
