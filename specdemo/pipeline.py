@@ -171,9 +171,7 @@ class ModelContext:
         source = self.target_cache if role == "target" else self.drafter
         assert source is not None
         if layers is not None:
-            model = with_layers(source.model, list(layers(layer_count(source.model))))
-            self.on_close(engine_of(model).release)  # the model and its engine are a reference cycle
-            cache = self.open(model)
+            cache = self.open(with_layers(source.model, list(layers(layer_count(source.model)))))
         elif self._is_copy:
             cache = self.open(source.model, owner=self.target_cache)
         else:

@@ -242,7 +242,7 @@ def test_gains_repay_losses_and_pauses_grow_to_their_limit() -> None:
         (Policy("", Fixed, least=3, most=12), (2, None, None), DraftLengths(2, 2, 12)),
         (Policy("", Fixed, least=3, most=12), (15, None, None), DraftLengths(15, 3, 15)),
         (Policy("", Fixed, least=3, most=12), (4, 20, None), DraftLengths(20, 20, 20)),
-        (Policy("", Fixed, least=3, most=12), (4, 0, 2), DraftLengths(2, 0, 2)),
+        (Policy("", Fixed, least=3, most=12), (4, 0, 2), DraftLengths(2, 2, 2)),
         (Policy("", Fixed, least=3, most=12), (4, None, 2), DraftLengths(2, 2, 2)),
         (Policy("", Fixed, least=3, most=12), (4, 6, 8), DraftLengths(6, 6, 8)),
     ],

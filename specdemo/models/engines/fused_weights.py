@@ -34,6 +34,7 @@ class FusedWeights(ABC):
         self.channel_scale: Tensor | None = None
         self._angles = angles
         self.engine: Engine[Any] | None = None  # `engine_of` sets this engine for all texts
+        self.temporary = False  # True if only a run holds this object
 
     @property
     @abstractmethod
@@ -49,7 +50,7 @@ class FusedWeights(ABC):
 
     def with_layers(self: Weights, selected: Sequence[int]) -> Weights:
         thin = copy.copy(self)
-        thin.layers, thin.engine = [self.layers[i] for i in selected], None
+        thin.layers, thin.engine, thin.temporary = [self.layers[i] for i in selected], None, True
         return thin
 
     def with_channel_scale(self: Weights, scale: Tensor) -> Weights:

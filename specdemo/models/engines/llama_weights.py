@@ -152,7 +152,7 @@ class LlamaWeights(FusedWeights):
         thin = super().with_layers(selected)
         thin._thin = None
         if self.recordable:
-            self._thin = list(selected), thin
+            self._thin, thin.temporary = (list(selected), thin), False
         return thin
 
     def with_channel_scale(self, scale: Tensor) -> LlamaWeights:

@@ -46,6 +46,7 @@ def engine_of(model: PreTrainedModel | FusedWeights) -> Engine[Any]:
     if isinstance(model, FusedWeights):
         if model.engine is None:
             model.engine = _ENGINES[type(model)](model)
+            model.engine.reusable &= not model.temporary  # model, engine and idle caches are a reference cycle
         return model.engine
     support = cache_support(model)
     if support.uncached:
