@@ -242,6 +242,15 @@ def test_reload_cancels_the_run(tab: Any, scripts: Scripts, monkeypatch: pytest.
     status(page, "done")
 
 
+def test_run_is_shown_without_the_events_of_gradio(tab: Any) -> None:
+    page = tab()
+    page.route("**/queue/data*", lambda route: None)
+    run(page, "endless")
+    spans(page, 10)
+    page.locator("#stop").click()
+    status(page, "stopped")
+
+
 def test_reload_before_the_first_frame_cancels_the_run(
     tab: Any, scripts: Scripts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,15 +56,15 @@ function receiveFrame(frame) {
 }
 
 async function catchUp() {
-  if (catchingUp || run === null) return;
+  if (catchingUp) return;
   catchingUp = true;
-  const id = run;
+  const id = run ?? started;
   try {
-    const missed = await server.trace_since([id, received]);
-    if (id !== run) return;
+    const missed = await server.trace_since([id, run === null ? 0 : received]);
+    if (id !== (run ?? started)) return;
     if (missed) receiveFrame(JSON.parse(missed));
     else if (missed === undefined) reconnect();
-    else if (busy) endRun("failed", "failed: the server no longer stores this run");
+    else if (busy && run !== null) endRun("failed", "failed: the server no longer stores this run");
   } finally {
     catchingUp = false;
   }
@@ -232,7 +232,7 @@ function startClock() {
 function tick() {
   if (!busy || listeners.signal.aborted) return clearInterval(clock);
   if (performance.now() - tilesDrawnAt > 1.5 * TILES_INTERVAL_MS) { tilesDrawnAt = performance.now(); showClock(); }
-  if (run !== null && !complete() && performance.now() - lastFrameAt > FRAME_TIMEOUT_MS) { lastFrameAt = performance.now(); catchUp(); }
+  if (!complete() && performance.now() - lastFrameAt > FRAME_TIMEOUT_MS) { lastFrameAt = performance.now(); catchUp(); }
 }
 
 function newId() {
