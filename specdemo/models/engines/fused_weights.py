@@ -50,7 +50,8 @@ class FusedWeights(ABC):
 
     def with_layers(self: Weights, selected: Sequence[int]) -> Weights:
         thin = copy.copy(self)
-        thin.layers, thin.engine, thin.temporary = [self.layers[i] for i in selected], None, True
+        thin.layers, thin.engine = [self.layers[i] for i in selected], None
+        thin.temporary = True
         return thin
 
     def with_channel_scale(self: Weights, scale: Tensor) -> Weights:

@@ -152,7 +152,8 @@ class LlamaWeights(FusedWeights):
         thin = super().with_layers(selected)
         thin._thin = None
         if self.recordable:
-            self._thin, thin.temporary = (list(selected), thin), False
+            self._thin = list(selected), thin
+            thin.temporary = False
         return thin
 
     def with_channel_scale(self, scale: Tensor) -> LlamaWeights:
