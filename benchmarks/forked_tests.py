@@ -18,7 +18,7 @@ SURVIVED, KILLED, NO_TESTS, SKIPPED, TIMEOUT = 0, 1, 33, 34, 36  # codes of mutm
 MEMORY = 8 << 30
 # Limits of a test that passes without a mutant within t CPU seconds: 30 + 10 t of CPU time, 120 + 30 t of wall time.
 TEST_CPU_S, CPU_FACTOR = 30, 10  # includes shared fixtures
-TEST_S, FACTOR = 120, 30
+TEST_WALL_S, WALL_FACTOR = 120, 30
 
 MOST_FIRST = 20  # tests that precede the modules
 
@@ -61,7 +61,7 @@ def forked(work: Callable[[], None]) -> int:
 
 
 def exit_code(pid: int) -> int:
-    """Wait for a child process."""
+    """Wait for a child process; return its exit code, or `TIMEOUT`."""
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return TIMEOUT if code in (-signal.SIGXCPU, -signal.SIGALRM) else code
 
@@ -70,7 +70,7 @@ def limit(seconds: float = 0.0) -> None:
     """Limit the time until the next call, for a test that passes within `seconds` of CPU time."""
     cpu = time.process_time() + TEST_CPU_S + CPU_FACTOR * seconds
     resource.setrlimit(resource.RLIMIT_CPU, (int(cpu) + 1, resource.RLIM_INFINITY))
-    signal.alarm(int(TEST_S + FACTOR * seconds) + 1)
+    signal.alarm(int(TEST_WALL_S + WALL_FACTOR * seconds) + 1)
 
 
 class Order:

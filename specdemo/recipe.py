@@ -89,7 +89,7 @@ class RunOptions(OptionSet):
     gamma_min: int | None = _bound_option(
         None,
         "Shortest draft (0: default of the policy)",
-        "shortest draft except with fixed; 0: default",
+        "shortest draft of policies other than fixed; 0: default",
         bounds=(0, 64),
     )
     gamma_max: int | None = _bound_option(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from specdemo.remote.config import CloudConfig
 from specdemo.ui.lane import baseline_of
 
 PROMPT = "for i in range(10):"
+LOCAL_METHODS = "ar draft nasd tree self eagle medusa block hybrid lookahead beam".split()
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,12 @@ def decoded(recipe: Recipe, prompt: Any, pool: ModelPool, stores: Stores | None 
     events = list(generate(recipe, prompt, pool, stores))
     header = next(event for event in events if isinstance(event, Header))
     return header, [token for event in events if isinstance(event, StepEvent) for token in event.step.tokens]
+
+
+def drafter_of(method: str, target: str, folder: Path) -> dict[str, str]:
+    if method in ("eagle", "medusa", "block"):
+        return {"head": head_for(target, folder, method)}
+    return {"drafter": target} if method in ("draft", "tree", "hybrid") else {}
 
 
 @pytest.mark.parametrize("method", ["ar", "nasd"])
@@ -70,14 +78,13 @@ def test_wrong_token_ids_are_refused(
         decoded(recipe, prompt, pool)
 
 
-@pytest.mark.parametrize("method", "ar draft nasd tree self eagle medusa block hybrid lookahead beam".split())
+@pytest.mark.parametrize("method", LOCAL_METHODS)
 def test_without_cache_the_text_is_the_same_and_every_pass_computes_all_tokens(
     method: str, target: str, pool: ModelPool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter = {"drafter": target} if method in ("draft", "tree", "hybrid") else {}
-    drafter |= {"head": head_for(target, tmp_path, method)} if method in ("eagle", "medusa", "block") else {}
     sampling = {} if method == "beam" else {"temperature": 0}
-    values: dict[str, Any] = {"target": target, "method": method, "max_tokens": 12, "device": "cpu", **drafter}
+    values: dict[str, Any] = {"target": target, "method": method, "max_tokens": 12, "device": "cpu"}
+    values |= drafter_of(method, target, tmp_path)
     _, tokens = decoded(Recipe(**values, **sampling), PROMPT, pool)
     held: list[int] = []
     engine_run = CachedModel.score
@@ -92,13 +99,12 @@ def test_without_cache_the_text_is_the_same_and_every_pass_computes_all_tokens(
     assert same == tokens and held and not any(held)
 
 
-@pytest.mark.parametrize("method", "ar draft nasd tree self eagle medusa block hybrid lookahead beam".split())
+@pytest.mark.parametrize("method", LOCAL_METHODS)
 def test_caches_are_freed_without_a_garbage_collection(
     method: str, target: str, pool: ModelPool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a page accumulates those of many runs."""
-    drafter = {"drafter": target} if method in ("draft", "tree", "hybrid") else {}
-    drafter |= {"head": head_for(target, tmp_path, method)} if method in ("eagle", "medusa", "block") else {}
+    drafter = drafter_of(method, target, tmp_path)
     recipe = Recipe(target=target, method=method, max_tokens=12, device="cpu", **drafter)
 
     def caches() -> int:

@@ -23,7 +23,7 @@ from specdemo.ui.web_page import web_page
 RECORDED = ASSETS / "traces"
 _RUN_CHARACTERS = 4_000  # memory of a run without its text, in characters
 _ID = re.compile(r"[\w-]{16,64}", re.ASCII)
-_MOST_ENDED = 1024  # runs that ended before they began
+_MOST_STOPPED = 1024
 
 
 @dataclass(eq=False)
@@ -42,7 +42,7 @@ class RunStore:
         self._runs: OrderedDict[str, Run] = OrderedDict()  # least recently used first
         self._owners: dict[str, str] = {}  # run id -> visitor
         self._latest: dict[str, str] = {}  # session -> run id
-        self._ended: OrderedDict[str, None] = OrderedDict()  # ids of runs that were stopped before they began
+        self._stopped: OrderedDict[str, None] = OrderedDict()  # ids of runs that were stopped before they began
         self._lock = threading.Lock()
 
     def new(self, session: str, plan: tuple[str, ...], address: str = "", run_id: Any = None) -> Run:
@@ -54,7 +54,7 @@ class RunStore:
         with self._lock:
             self._latest[session] = run.id
         self.keep(run, address)
-        if run.id in self._ended:
+        if run.id in self._stopped:
             run.stop()
         return run
 
@@ -186,9 +186,9 @@ class RunStore:
             run.stop()
         elif _is_id(run_id):
             with self._lock:
-                self._ended[run_id] = None
-                while len(self._ended) > _MOST_ENDED:
-                    self._ended.popitem(last=False)
+                self._stopped[run_id] = None
+                while len(self._stopped) > _MOST_STOPPED:
+                    self._stopped.popitem(last=False)
 
     def _run_and_lane(self, query: Any) -> tuple[Run | None, str]:
         run_id, lane = query if isinstance(query, list) and len(query) == 2 else (None, "")

@@ -20,19 +20,19 @@ from benchmarks.native_mutants import lines_of
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 TESTS = """
-import os, time
+import os, signal
 def test_long(): sum(range(3_000_000))
 def test_wrong(): assert os.environ["MUTANT"] != "wrong"
 def test_endless():
     while os.environ["MUTANT"] == "endless": pass
-    while os.environ["MUTANT"] == "stopped": time.sleep(1)
+    while os.environ["MUTANT"] == "stopped": signal.pause()
 """
 SESSION = """
 import os, sys
 from functools import partial
 from benchmarks import forked_tests
 from benchmarks.forked_tests import Order, collect, measure
-forked_tests.TEST_CPU_S = forked_tests.TEST_S = 1
+forked_tests.TEST_CPU_S = forked_tests.TEST_WALL_S = 1
 def loop(items):
     os.environ["MUTANT"] = ""
     order = Order(measure(items))

@@ -230,7 +230,7 @@ def test_unknown_runs_that_end_are_bounded_and_need_an_id() -> None:
     runs = RunStore()
     for run_id in [None, 1, "short", "a" * 65, "not an id" * 3, *(f"unknown-run-{i:05}" for i in range(5000))]:
         runs.stop_run(run_id)
-    assert len(runs._ended) == 1024 and "unknown-run-04999" in runs._ended
+    assert len(runs._stopped) == 1024 and "unknown-run-04999" in runs._stopped
 
 
 @pytest.mark.parametrize("run_id", ["short", "a" * 65, "with a space in it", "taken-by-a-visitor", 1])

@@ -58,4 +58,5 @@ class FusedWeights(ABC):
         """Return the model with embedding channels multiplied by `scale` `[width]`."""
         thin = copy.copy(self)
         thin.channel_scale, thin.engine = scale.to(self.device, self.dtype).contiguous(), None
+        thin.temporary = True
         return thin

@@ -10,7 +10,7 @@ document.addEventListener("click", (e) => {
   if (target.closest("#stop")) return stop();
   if (!target.closest("#run, #continue-chat, #repeat")) return;
   if (busy && !displaying()) { e.stopImmediatePropagation(); e.preventDefault(); return; }
-  startRun(newId());
+  startRun(newRunId());
 }, capturing);
 
 document.addEventListener("focusin", (e) => {

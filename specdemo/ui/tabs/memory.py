@@ -104,7 +104,7 @@ def of_pairs(device: str, pairs: Mapping[str, Pair] = PAIRS) -> str:
     for name, pair in pairs.items():
         if pair.missing:
             continue
-        if all(Path(model).exists() for model in (pair.target, pair.drafter) if model):
+        if all(Path(model).exists() for model in (pair.target, pair.drafter, pair.head) if model):
             available = ["none"] if is_gguf(pair.target) else QUANTIZATIONS
             available = [quantization for quantization in available if unavailable(quantization, target) is None]
             rows += [_pair(pair, quantization, target, free) for quantization in available]
@@ -118,14 +118,13 @@ def of_pairs(device: str, pairs: Mapping[str, Pair] = PAIRS) -> str:
 def _pair(pair: Pair, quantization: str, device: torch.device, free: int) -> list[str]:
     taps, head = (tap_count(pair.head, Hub()), head_files(pair.head, Hub())[1]) if pair.head else (0, 0)
     spec = ModelSpec(pair.target, quantization=quantization, device=str(device))
-    target = plan_spec(spec.resolved(), CONTEXT, taps=taps)
-    specs = [ModelSpec(pair.drafter, device=str(device))] if pair.drafter else []
-    drafters = [plan_spec(spec.resolved(), CONTEXT) for spec in specs]
-    plans = [target, *drafters]
+    plans = [target := plan_spec(spec.resolved(), CONTEXT, taps=taps)]
+    if pair.drafter:
+        plans.append(plan_spec(ModelSpec(pair.drafter, device=str(device)).resolved(), CONTEXT))
     weights = "" if quantization == "none" else f"{quantization} and "
     form = "GGUF" if is_gguf(pair.target) else f"{weights}{target.spec.dtype}"
     total = head + sum(plan.total for plan in plans)
-    drafter_weights = head + sum(plan.weights for plan in drafters) or None
+    drafter_weights = head + sum(plan.weights for plan in plans[1:]) or None
     figures = (target.weights, drafter_weights, sum(plan.kv for plan in plans), total)
     return [f"{pair.title}; target in {form}", *map(megabytes, figures), _fits(total, free)]
 
