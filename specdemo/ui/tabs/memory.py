@@ -28,8 +28,8 @@ CONTEXT = 1000  # context length of the plan, in tokens
 NOTES = {
     "run": "Keys and values include all models of the run. A store is measured at the end. The process includes "
     "Python, torch and every loaded model. Peaks of process and device are since its start.",
-    "pairs": "Planned from the configurations, without loading weights. The sum includes the working memory of a pass. "
-    "For pairs that are not downloaded, only the sum is available.",
+    "pairs": "Planned from the configurations, without loading weights. A head is counted with the size of its file. "
+    "The sum includes the working memory of a pass. For pairs that are not downloaded, only the sum is available.",
 }
 _TABLE_CSS = """div { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; }
