@@ -201,6 +201,8 @@ def tabs(served: Any, chromium: BrowserContext) -> Iterator[Callable[..., Page]]
         page.on("pageerror", lambda error: errors.append(error.stack or str(error)))
         page.on("console", lambda message: "js_on_load" in message.text and errors.append(message.text))
         page.on("dialog", lambda dialog: errors.append(dialog.message))
+        page.on("console", lambda message: message.type == "error" and print(message.text))  # shown if the test fails
+        page.on("response", lambda response: response.status >= 400 and print(response.status, response.url))
         for text in filter(None, (script, RETURNING)):
             page.add_init_script(text)
         page.goto(f"{served.url}{query}")

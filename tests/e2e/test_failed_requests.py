@@ -87,6 +87,20 @@ def test_a_rejected_run_ends_without_a_headline(tab: Any) -> None:
         expect(headline).not_to_be_empty()
 
 
+def test_a_run_whose_start_is_answered_with_an_error_is_shown(tab: Any) -> None:
+    """The server has begun the run before the answer is lost."""
+    page = tab()
+
+    def begun(route: Route) -> None:
+        route.fetch()
+        route.fulfill(status=502, json={"detail": "bad gateway"})
+
+    page.route("**/queue/join*", begun)
+    run(page, CODE, tokens=8)
+    status(page, "done: 8 tokens")
+    assert drawn(page) == counted(saved(page))
+
+
 def test_copying_without_a_clipboard_is_reported(tab: Any) -> None:
     """Browsers have no clipboard over plain HTTP."""
     page = tab("Object.defineProperty(navigator, 'clipboard', { value: undefined });")

@@ -27,9 +27,12 @@ document.addEventListener("keydown", (e) => {
   if (e.key === "Escape" && !(/** @type {Element} */ (e.target).closest?.("[aria-expanded=true]"))) { hideTooltip(); pause(); stop(); } // Escape closes an open dropdown first
 }, capturing);
 
-window.addEventListener("specdemo:failed", () => {
-  if (busy && run === null) endRun("failed", "failed: the server rejected the run: try again");
-  else reconnect();
+window.addEventListener("specdemo:failed", async () => {
+  if (!busy || run !== null) return reconnect();
+  const id = started, frame = await server.trace_since([id, 0]);
+  if (!busy || id !== started || run !== null) return;
+  if (frame) receiveFrame(JSON.parse(frame)); // only the answer was lost
+  else endRun("failed", "failed: the server rejected the run: try again");
 }, { signal: listeners.signal });
 
 window.addEventListener("resize", drawSpeedCurve, { signal: listeners.signal });
