@@ -32,6 +32,7 @@ from benchmarks.load import HOST, LINK, SERVICE, Tallies, Visit, page_process, s
 from benchmarks.page_client import PageClient
 from benchmarks.runs import possibly_failed, traced
 from benchmarks.tables import ROOT, publish, run_study, study_parser
+from specdemo.core.errors import UserError
 from specdemo.core.metrics import percentile
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import ChatMessage
@@ -160,9 +161,12 @@ def decode_on_edges(recipe: Recipe, count: int, chats: Sequence[Chat], minutes: 
     def edge(number: int) -> None:
         while time.monotonic() < end:
             chat = chats[number % len(chats)]
-            trace = possibly_failed(replace(recipe, max_tokens=len(chat.answers[0])), chat.messages[0]["content"], pool)
-            tallies.add(trace, chat.answers[0])
-            number += 7
+            limited, number = replace(recipe, max_tokens=len(chat.answers[0])), number + 7
+            try:
+                tallies.add(possibly_failed(limited, chat.messages[0]["content"], pool), chat.answers[0])
+            except UserError as error:
+                print(f"edge: {error}", file=sys.stderr)
+                tallies.add_refusal()
 
     for thread in [start(edge, number) for number in range(count)]:
         thread.join()

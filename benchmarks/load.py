@@ -104,6 +104,11 @@ class Tallies:
             self.failed += trace.end.error is not None
             self.wrong += trace.end.error is None and trace.tokens != expected
 
+    def add_refusal(self) -> None:
+        with self._lock:
+            self.texts += 1
+            self.failed += 1
+
 
 def ar_texts(recipe: Recipe, prompts: Sequence[Prompt]) -> list[list[int]]:
     """Return the tokens of each prompt's text by AR decoding."""

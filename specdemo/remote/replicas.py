@@ -72,7 +72,7 @@ class Replicas:
         return self._client.identity
 
     def describe(self, timeout: float) -> ServiceInfo:
-        """Return the first description. Raises NoResponse, UserError."""
+        """Return the first description. Raises NoResponse (a timeout, if any), UserError."""
         calls = [
             (client, run_in_thread(partial(client.call, "GET", "/v1/target", None, ServiceInfo, timeout)))
             for client in self.clients
@@ -80,17 +80,17 @@ class Replicas:
         self._await_descriptions([call for _, call in calls])
         infos, failures = [], []
         for client, call in calls:
-            if not call.done():
-                self._skip(client)
-                continue
             try:
-                infos.append((client, call.result()))
+                infos += [(client, call.result())] if call.done() else []
             except NoResponse as failure:
                 failures.append(failure)
-                self._skip(client)
         if not infos:
-            raise failures[0]
+            raise next((failure for failure in failures if isinstance(failure, RequestTimeout)), failures[0])
         self._client, first = infos[0]
+        described = [client for client, _ in infos]
+        for client in self.clients:
+            if client not in described:
+                self._skip(client)
         for client, info in infos if len(self.clients) > 1 else ():
             if not info.model:
                 raise UserError(f"{client.url} states no digest of its model: update this service, or give one address")

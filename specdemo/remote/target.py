@@ -31,7 +31,7 @@ from specdemo.remote.client import Deadlines, RemoteVerifier, RowFormat, Streami
 from specdemo.remote.config import ENCODINGS, CloudConfig
 from specdemo.remote.deadline import ConnectionLost, StepDeadline
 from specdemo.remote.gates import PASSES, GatedVerifier, RecordingPolicy, mc_dropout
-from specdemo.remote.link import HttpClient, LinkEmulation, MeteredNetwork, NoResponse, Unauthorised
+from specdemo.remote.link import HttpClient, LinkEmulation, MeteredNetwork, NoResponse, RequestTimeout, Unauthorised
 from specdemo.remote.protocol import MAX_TEXT, ServiceInfo, VerifyConfig
 from specdemo.remote.replicas import Replicas
 from specdemo.remote.session import RemoteSession
@@ -207,18 +207,21 @@ def _replicas(cloud: CloudConfig, seed: int, clock: Callable[[], float], session
 
 
 def _service_info(http: Replicas, cloud: CloudConfig, has_edge: bool, clock: Callable[[], float]) -> ServiceInfo | None:
-    start, timeout = clock(), max(1.0, cloud.deadline_ms / 1000)
+    """Return the description, or None if the edge decodes alone. A busy service is asked again."""
+    timeout = max(1.0, cloud.deadline_ms / 1000)
     http.network.limit = StepDeadline(cloud.lost_after_s, clock=clock).remaining
     while True:
         try:
             return interruptible(partial(http.describe, timeout))
         except NoResponse as failure:
-            if clock() - start > min(3.0, cloud.lost_after_s) or not cloud.loss:
-                if has_edge and cloud.on_loss == "edge":
-                    return None
-                raise ConnectionLost(
-                    f"there is no service at {cloud.remote} ({failure}): start one with serve"
-                ) from failure
+            timeout *= 2
+            if isinstance(failure, RequestTimeout) and http.network.limit() > 0:
+                continue
+            if has_edge and cloud.on_loss == "edge":
+                return None
+            raise ConnectionLost(
+                f"there is no service at {cloud.remote} ({failure}): start one with serve"
+            ) from failure
         except Unauthorised as error:
             if token_for(error.url, os.environ) is None and os.environ.get(TOKEN):
                 raise UserError(

@@ -11,8 +11,10 @@ import signal
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,6 +39,7 @@ from specdemo.remote.contexts import Contexts
 from specdemo.remote.link import HttpClient, NoResponse
 from specdemo.remote.protocol import CODECS, ServiceInfo, StreamRequest, VerifyConfig
 from specdemo.remote.server import create_app
+from specdemo.remote.target import _replicas, _service_info
 from specdemo.worker import Worker
 
 pytestmark = pytest.mark.slow
@@ -414,6 +417,41 @@ def tokens(**options: Any) -> list[int]:
     lines = list(generate(Recipe(device="cpu", max_tokens=24, **options), TEXT, POOL))
     assert lines[-1]["end"] in ("length", "stop"), lines[-1]
     return [token for line in lines if "i" in line for token in line["tokens"]]
+
+
+NAMED = INFO.model_copy(update={"model": "a" * 32})
+
+
+class _Late(BaseHTTPRequestHandler):
+    """Answer the first request for the description when it is repeated."""
+
+    repeated = threading.Event()
+    requests = 0
+
+    def do_GET(self) -> None:
+        type(self).requests += 1
+        if self.requests > 1:
+            self.repeated.set()
+        self.repeated.wait()
+        with suppress(OSError):
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(CODECS["application/json"].dump(NAMED))
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_a_busy_service_is_not_taken_for_none_while_another_is_dead() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Late) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        cloud = CloudConfig(f"http://127.0.0.1:1 http://127.0.0.1:{server.server_port}")
+        http = _replicas(cloud, 0, time.monotonic, "s" * 32)
+        with closing(http):
+            info = _service_info(http, cloud, False, time.monotonic)
+        server.shutdown()
+    assert info == NAMED and _Late.requests == 2
 
 
 @pytest.mark.parametrize("encoding", ["json", "msgpack"])
