@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from specdemo.models.limited_process import LimitedProcess, serve
 from specdemo.worker import interruptible
 
-_CPU_SECONDS, _SECONDS = 5, 20
+_CPU_SECONDS, _SECONDS = 5, 60
 _MAX_BYTES, _MAX_CHARACTERS = 1 << 30, 2_000_000
 _REMEDY = "disable the chat option, or choose another model"
 _PROCESS = LimitedProcess(__name__)
