@@ -71,7 +71,8 @@ class _RequestTimes:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._requested = self._started = clock()
-        self._failed: float | None = None  # time of the request before a switch
+        self._failed: float | None = None  # time of the first failed request
+        self._switched = False
         self.sent = 0
         self.cloud_s = self.rtt_s = self.gap_s = 0.0
 
@@ -79,13 +80,15 @@ class _RequestTimes:
         self.sent += 1
         self._started = self._clock()
 
-    def fail(self) -> None:
+    def fail(self, switched: bool) -> None:
         self._failed = self._started if self._failed is None else self._failed
+        self._switched |= switched
 
     def end(self, cloud_s: float) -> None:
         if self._failed is not None:
             self.gap_s += self._started - self._failed
-            self._requested, self._failed = self._started, None
+            self._requested = self._started if self._switched else self._requested
+            self._failed, self._switched = None, False
         now = self._clock()
         self.cloud_s += cloud_s
         self.rtt_s += now - self._requested - cloud_s
@@ -248,8 +251,9 @@ class RemoteVerifier:
                 if immediate and (measured.sent > 1 or isinstance(failure, NoResponse)):  # not at the first eviction
                     self.sleep(min(timeout / 4, 0.25))
                 timeout = min(2 * timeout, MAX_TIMEOUT_S)
-                if isinstance(failure, ReplicaSwitched):
-                    measured.fail()
+                switched = isinstance(failure, ReplicaSwitched)
+                measured.fail(switched)
+                if switched:
                     timeout = max(timeout, self.deadlines.first_timeout(len(tokens)))
                 continue
             measured.end(response.metrics.cloud_s)
@@ -359,7 +363,7 @@ class StreamingVerifier:
 
     def __post_init__(self) -> None:
         self._service = _LastService(self.http)
-        self._failed: float | None = None  # time of the request before a switch
+        self._failed: float | None = None  # time of the first failed request
 
     def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
         counts = self.http.network.counts
@@ -395,9 +399,9 @@ class StreamingVerifier:
             self._stream = None
             deadline.reread(len(tokens))
             deadline.check(self.http.url, failure, "restart it")
-            if isinstance(failure, ReplicaSwitched) and self._failed is None:
-                self._failed = attempt
-            else:
+            is_first = self._failed is None
+            self._failed = attempt if self._failed is None else self._failed
+            if not (is_first and isinstance(failure, ReplicaSwitched)):
                 interruptible(partial(self.sleep, min(timeout / 4, 0.25)))
             return None
         if isinstance(token, PrefillPosition):

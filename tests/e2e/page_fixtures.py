@@ -49,6 +49,12 @@ RETURNING = """try {
     for (const [name, value] of [["specdemo-pace", "instant"], ["specdemo-opened", "yes"]])
         localStorage.getItem(name) ?? localStorage.setItem(name, value);
 } catch {}"""  # a visitor who chose the pace; pages without an origin have no storage
+# The clock of Playwright, which could be advanced, stays in all later tabs and reverses timers without delay.
+QUICK = """{
+    const now = performance.now.bind(performance), schedule = window.setTimeout;
+    performance.now = () => 20 * now();
+    window.setTimeout = (call, delay, ...values) => schedule(call, (delay || 0) / 20, ...values);
+}"""
 NOISE = "text to delete"
 FIRST_VISIT = "localStorage.getItem('specdemo-opened') ?? localStorage.setItem('specdemo-opened', 'play');"
 STEP_WORDS = re.compile(r"^The drafter guessed \d+ tokens?\. One target pass checked (it|them)\. .*\d.*\.\s*$")
@@ -186,13 +192,9 @@ def tabs(served: Any, chromium: BrowserContext) -> Iterator[Callable[..., Page]]
         width: int = 1280,
         scheme: str = "light",
         query: str = "",
-        clock: bool = False,
         height: int = 900,
     ) -> Page:
-        """Open a tab; with `clock`, tests may advance its time."""
         page = chromium.new_page()
-        if clock:
-            page.clock.install()
         pages.append(page)
         page.set_default_timeout(PATIENCE * 1000)
         page.set_viewport_size({"width": width, "height": height})

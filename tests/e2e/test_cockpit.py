@@ -463,15 +463,19 @@ def test_axe_finds_no_serious_violations(tab: Any) -> None:
         page.set_viewport_size({"width": 1280, "height": 900})
 
 
-def test_inspector_is_closed_during_a_run(page: Page) -> None:
+def test_inspector_is_closed_during_a_run_and_with_escape(page: Page) -> None:
     run(page, "endless")
     spans(page, 12)
     page.locator("#lane-spec .tok").first.click()
     expect(page.locator("#inspector")).to_be_hidden()
     page.locator("#stop").click()
     status(page, "stopped")
-    page.locator("#lane-spec .tok").first.click()
-    expect(page.locator("#inspector")).to_be_visible()
+    for focused in ("#lane-spec", "#round-at"):
+        page.locator("#lane-spec .tok").first.click()
+        expect(page.locator("#inspector")).to_be_visible()
+        page.locator(focused).press("Escape")
+        expect(page.locator("#inspector")).to_be_hidden()
+    expect(page.locator("#lane-spec .tok").first).to_be_focused()
 
 
 @pytest.mark.parametrize("state", ["hidden", "visible"])

@@ -14,6 +14,7 @@ from playwright.sync_api import Page, expect
 from e2e.page_fixtures import (
     CODE,
     FIRST_VISIT,
+    QUICK,
     STEP_WORDS,
     counted,
     drawn,
@@ -32,7 +33,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 EXAMPLE = ASSETS / "traces" / "hybrid, short answer.jsonl"
 PACED = "localStorage.setItem('specdemo-pace', 'readable');"
-LONG_MS = 20_000  # replay of the example
 PHASES = """() => {
     const cockpit = document.querySelector(".cockpit");
     new MutationObserver(() => (window.phases ??= []).push(cockpit.dataset.phase)).observe(cockpit, {attributes: true});
@@ -130,10 +130,9 @@ def test_runs_are_displayed_at_once(page: Page) -> None:
 
 
 def test_the_first_visit_explains_a_recorded_step(tab: Any) -> None:
-    page = tab(FIRST_VISIT + STAGES, clock=True)
+    page = tab(FIRST_VISIT + STAGES + QUICK)
     words, cockpit = page.locator("#step-words"), page.locator(".cockpit")
     page.wait_for_function("window.stages?.includes('guessed')")
-    page.clock.run_for(4000)  # the step has ended without a click
     expect(page.locator(".round[data-stage]")).to_have_count(0)
     expect(words).to_have_text(STEP_WORDS)
     shown = kept(page)
@@ -146,10 +145,8 @@ def test_the_first_visit_explains_a_recorded_step(tab: Any) -> None:
     expect(page.locator("#headline")).to_have_text(re.compile(r"^Example: .*target passes instead of \d+\.$"))
     expect(page.locator("#run")).to_have_text("Run live")
     page.locator("#next-step").click()
-    page.clock.run_for(4000)
-    assert page.evaluate(visible) == step + 1
+    page.wait_for_function(f"{visible} === {step + 1}")
     page.locator("#play-steps").click()
-    page.clock.run_for(LONG_MS)
     expect(page.locator("#lane-spec .round[hidden]")).to_have_count(0)
     expect(page.locator("#run")).to_have_text("Run")
     page.reload()  # a second visit plays nothing
@@ -174,7 +171,7 @@ def test_the_explained_step_stands_still_with_reduced_motion(page: Page) -> None
 
 
 def test_a_comparison_is_raced_once_and_ends_on_the_result(tab: Any) -> None:
-    page = tab(f"{FIRST_VISIT.replace('play', 'yes')} localStorage.setItem('specdemo-pace', 'replay');", clock=True)
+    page = tab(f"{FIRST_VISIT.replace('play', 'yes')} localStorage.setItem('specdemo-pace', 'replay'); {QUICK}")
     assert page.evaluate("document.getElementById('pace').options[0].value") == "replay"  # the default
     page.evaluate(
         """() => new MutationObserver(() => (window.lines ??= []).push(document.getElementById("headline").textContent))
@@ -184,7 +181,6 @@ def test_a_comparison_is_raced_once_and_ends_on_the_result(tab: Any) -> None:
     run(page, CODE, tokens=40)
     status(page, "done: 40 tokens")
     page.wait_for_function("window.lines.some(line => line.startsWith('Race'))")
-    page.clock.run_for(LONG_MS)
     expect(page.locator("#headline")).to_have_text(re.compile("40|target pass"))
     assert page.locator(".round[hidden]").count() == 0
     expect(page.locator("#suggestion")).to_be_visible()

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from playwright.sync_api import BrowserContext, Page, expect
 
-from e2e.page_fixtures import PATIENCE, counted, drawn, grave
+from e2e.page_fixtures import PATIENCE, QUICK, counted, drawn, grave
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS
@@ -238,12 +238,11 @@ def test_dragging_the_draw_changes_the_outcome_and_can_be_undone(open_run: Calla
 
 def test_play_runs_through_all_phases(open_run: Callable[..., Page]) -> None:
     page = open_run("rejection")
-    page.clock.install()
     inspect(page)
     page.locator("#player .first").click()
     page.locator("#player .play").click()
     expect(page.locator("#player .play")).to_have_text("❚❚ Pause")
-    page.clock.run_for(20_000)
+    page.evaluate(QUICK)
     expect(page.locator("#player .play")).to_have_text("▶ Play")
     expect(page.locator("#player .next")).to_be_disabled()
 

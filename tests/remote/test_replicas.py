@@ -233,6 +233,20 @@ def test_a_service_that_restarts_with_another_model_is_left(services: tuple[str,
     assert committed(steps) == expected and in_total(steps, "switched") == 1 and http.url == services[1]
 
 
+def test_a_switch_behind_one_address_is_measured(services: tuple[str, str]) -> None:
+    first, second = services
+
+    def move(way: str, number: int) -> bool:
+        if (way, number) == ("request", 3):
+            proxy.redirect(second)
+        return False
+
+    with relay(first, move) as proxy:
+        steps = decode_sampled(through(proxy))
+    assert committed(steps) == committed(decode_sampled(connected(first)))
+    assert in_total(steps, "switched") == 1 and in_total(steps, "gap_s") > 0
+
+
 def test_a_change_of_rounding_is_noted(services: tuple[str, str]) -> None:
     first, second = services
     with table_service(numerics="d" * 32, replica="third") as other:
