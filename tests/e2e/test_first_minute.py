@@ -298,6 +298,7 @@ def test_no_recording_plays_after_run_was_pressed(tab: Any) -> None:
     page.evaluate("localStorage.setItem('specdemo-opened', 'play')")
     page.reload()
     page.wait_for_function("window.released !== undefined")
+    expect(page.locator("body")).to_have_attribute("data-shown", "yes")
     run(page, "full")
     status(page, "done: 1 tokens, context full")
     with page.expect_response("**/component_server/") as response:

@@ -149,7 +149,7 @@ tabs.onmessage = ({ data }) => {
 };
 listeners.signal.addEventListener("abort", () => tabs.close());
 
-const REVEAL_FRAMES = 3, REVEAL_TIMEOUT_MS = 4000;
+const REVEAL_FRAMES = 3, REVEAL_TIMEOUT_MS = 4000, CONTENT_TIMEOUT_MS = 1500;
 
 function reveal() { // when all parts are mounted and have their size
   const began = performance.now();
@@ -167,5 +167,6 @@ function reveal() { // when all parts are mounted and have their size
   check();
 }
 
-resume().then(playAtFirstVisit).finally(reveal);
+const content = resume().then(playAtFirstVisit);
+Promise.race([content, new Promise((resolve) => setTimeout(resolve, CONTENT_TIMEOUT_MS))]).finally(reveal); // a slow server does not hide the page
 watch("value", () => { if (props.value) receiveFrame(JSON.parse(props.value)); });
