@@ -310,6 +310,8 @@ def test_invalid_input_shows_an_error_and_keeps_the_prompt(page: Page) -> None:
     run(page, CODE)
     status(page, "failed: seed must be a number, not empty")
     expect(page.locator("#prompt textarea")).to_have_value(CODE)
+    messages, button = (page.locator(part).bounding_box() for part in (".toast-wrap", "#run"))
+    assert messages and button and button["y"] + button["height"] < messages["y"]
     page.locator("#seed input").fill("7")
     run(page, CODE, tokens=8)
     status(page, "done")
