@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from specdemo.models.limited_process import LimitedProcess, serve
 from specdemo.worker import interruptible
 
-_CPU_SECONDS, _SECONDS = 5, 60
+_CPU_SECONDS, _WALL_SECONDS = 5, 60
 _MAX_BYTES, _MAX_CHARACTERS = 1 << 30, 2_000_000
 _REMEDY = "disable the chat option, or choose another model"
 _PROCESS = LimitedProcess(__name__)
@@ -17,7 +17,7 @@ _PROCESS = LimitedProcess(__name__)
 
 def render_chat(template: str, messages: Sequence[Mapping[str, str]], tokens: Mapping[str, Any]) -> str:
     values = {**tokens, "messages": list(messages), "tools": None, "documents": None, "add_generation_prompt": True}
-    return interruptible(lambda: _PROCESS.request([template, values], _SECONDS, "the chat template", _REMEDY))
+    return interruptible(lambda: _PROCESS.request([template, values], _WALL_SECONDS, "the chat template", _REMEDY))
 
 
 def _text(template: str, values: Mapping[str, Any]) -> str:

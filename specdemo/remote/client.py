@@ -400,7 +400,8 @@ class StreamingVerifier:
             deadline.reread(len(tokens))
             deadline.check(self.http.url, failure, "restart it")
             is_first = self._failed is None
-            self._failed = attempt if self._failed is None else self._failed
+            if is_first:
+                self._failed = attempt
             if not (is_first and isinstance(failure, ReplicaSwitched)):
                 interruptible(partial(self.sleep, min(timeout / 4, 0.25)))
             return None

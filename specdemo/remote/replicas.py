@@ -80,8 +80,10 @@ class Replicas:
         self._await_descriptions([call for _, call in calls])
         infos, failures = [], []
         for client, call in calls:
+            if not call.done():
+                continue
             try:
-                infos += [(client, call.result())] if call.done() else []
+                infos.append((client, call.result()))
             except NoResponse as failure:
                 failures.append(failure)
         if not infos:

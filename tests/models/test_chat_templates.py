@@ -83,7 +83,7 @@ def test_hostile_templates_end_in_one_sentence(name: str) -> None:
 
 
 def test_a_template_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "_SECONDS", 0.5)
+    monkeypatch.setattr(chat_template, "_WALL_SECONDS", 0.5)
     tokenizer = byte_level_tokenizer()
     tokenizer.chat_template, _ = FAILING["endless loop"]
     with pytest.raises(UserError, match=r"takes more than 0\.5 s"):

@@ -24,6 +24,7 @@ import pytest
 from fakes.enumeration import TARGET, VOCAB
 from fakes.forked_process import ForkedProcess, terminal, without_sigint
 from fakes.remote import DRAFTED, INFO, OPEN, TableCache, contexts, decode_locally
+from fakes.table_service import MODEL
 from fakes.trace_lines import trace_lines as generate
 from fastapi.testclient import TestClient
 
@@ -419,7 +420,7 @@ def tokens(**options: Any) -> list[int]:
     return [token for line in lines if "i" in line for token in line["tokens"]]
 
 
-NAMED = INFO.model_copy(update={"model": "a" * 32})
+NAMED = INFO.model_copy(update={"model": MODEL})
 
 
 class _Late(BaseHTTPRequestHandler):
@@ -451,7 +452,7 @@ def test_a_busy_service_is_not_taken_for_none_while_another_is_dead() -> None:
         with closing(http):
             info = _service_info(http, cloud, False, time.monotonic)
         server.shutdown()
-    assert info == NAMED and _Late.requests == 2
+    assert info == NAMED and _Late.requests >= 2
 
 
 @pytest.mark.parametrize("encoding", ["json", "msgpack"])
