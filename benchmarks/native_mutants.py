@@ -52,7 +52,8 @@ TESTS = (
 CHECK_CPU_S = 5
 UNCOMPILED, SAME_CODE = "not compiled", "same code"
 OUTCOMES = {SURVIVED: "survived", TIMEOUT: "timeout"}
-_WITHOUT_EFFECT = re.compile(r"^\s*#pragma|prefetch", re.IGNORECASE)  # on results
+_WITHOUT_EFFECT = re.compile(r"^\s*(#pragma|HOLD\(|upcoming |now\.step|g\.after)|prefetch", re.IGNORECASE)  # on results
+_TRAPS = ("-fsanitize=bounds", "-fsanitize-undefined-trap-on-error", "-Werror=return-type")
 _FUNCTION = re.compile(r"^(?:static |INLINE )?[a-z]\w*[ *]+(\w+)\(", re.MULTILINE)
 
 
@@ -89,7 +90,7 @@ def mutants(file: Path, functions: Sequence[str]) -> list[Mutant]:
 
 
 def lines_of(source: str, functions: Sequence[str]) -> Iterator[int]:
-    """Yield the numbers of lines of functions, of the whole file if none is named, without pragmas and prefetches."""
+    """Yield the numbers of lines of functions, of the whole file if none is named, without pragmas and hints."""
     name = None
     for number, line in enumerate(source.splitlines(), 1):
         if found := _FUNCTION.match(line):
@@ -104,7 +105,7 @@ class Engine:
     """Objects of all files, which are linked with the object of a mutant."""
 
     def __init__(self) -> None:
-        self._command = build._command()
+        self._command = [*build._command(), *_TRAPS]
         self._objects = {path.name: FOLDER / f"{path.stem}.o" for path in sorted(build.SOURCES.glob("*.c"))}
         for name, path in self._objects.items():
             self._compile(build.SOURCES / name, path)

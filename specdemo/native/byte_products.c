@@ -44,8 +44,8 @@ INLINE void int8_kernel(int rows, const char *x, int64_t quads, const uint8_t *w
 void byte_product(const matrix *m, int64_t first, int blocks, activations a, int rows, float *o) {
     int64_t quads = activation_stride(m) / 4;
     int parts = (rows + INT8_ROWS - 1) / INT8_ROWS;
-    for (int part = 0, n; part < parts; part++, rows -= n, o += n * UNIT) {
-        n = (rows + parts - part - 1) / (parts - part);
+    for (int n; parts; parts--, rows -= n, o += n * UNIT) {
+        n = (rows + parts - 1) / parts;
         for (int b = 0; b < blocks; b++) {
             const uint8_t *w = (const uint8_t *)m->weights + (first + b) * quads * BLOCK * 4;
             const float *scales = (const float *)m->scales + (first + b) * BLOCK;

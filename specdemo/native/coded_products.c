@@ -216,9 +216,9 @@ INLINE void coded_strips(int form, const coded_slice *block, const lookup *codes
                 decode_words(form, s.w + k * input_bytes(form), codes, tile + k / 2 * VECTORS);
             }
         }
-        for (int part = 0, r = 0, n; part < parts; part++, r += n) {
+        for (int left = parts, r = 0, n; left; left--, r += n) {
             int64_t at = r * s.groups + i / group_of(form);
-            n = (rows - r + parts - part - 1) / (parts - part);
+            n = (rows - r + left - 1) / left;
             s.x = (const int16_t *)block->x + r * s.stride + i;
             s.x_scales = block->x_scales + at, s.corrections = block->corrections + at;
             coded_kernels(form, n, &s, codes, o + r * UNIT);

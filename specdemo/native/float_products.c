@@ -103,14 +103,13 @@ INLINE void unit_product(int form, const matrix *m, int64_t first, int blocks, c
                 }
                 s.w = (const char *)tile;
             }
-            for (int g = 0, r = 0; g < groups; g++) {
-                int n = (rows - r + groups - g - 1) / (groups - g);
+            for (int left = groups, r = 0, n; left; left--, r += n) {
+                n = (rows - r + left - 1) / left;
                 const float *inputs = x + r * stride + start;
                 if (tiled)
                     tile_kernels(n, width, &s, inputs, stride, o + r * UNIT + b * BLOCK);
                 else
                     kernels(form, n, width, &s, inputs, stride, o + r * UNIT + b * BLOCK);
-                r += n;
             }
         }
     }

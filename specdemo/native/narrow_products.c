@@ -112,8 +112,8 @@ INLINE void narrow_product_of(int form, const matrix *m, int64_t first, int bloc
             int64_t group = i / group_of(form);
             const char *scales = (const char *)m->scales + ((first + b) * groups + group) * scale_bytes(form);
             coded_slice s = {w, 0, scales, 0, 0, 0, inputs - i < length ? inputs - i : length, inputs, groups};
-            for (int part = 0, r = 0, n; part < parts; part++, r += n) {
-                n = (rows - r + parts - part - 1) / (parts - part);
+            for (int left = parts, r = 0, n; left; left--, r += n) {
+                n = (rows - r + left - 1) / left;
                 s.x = (const int8_t *)a.x + r * inputs + i;
                 s.x_scales = a.scales + r * groups + group, s.corrections = a.corrections + r * groups + group;
                 narrow_kernels(form, n, &s, o + r * UNIT + b * BLOCK);

@@ -79,8 +79,7 @@ static void embed(const state *s, int r, float *o) {
     const model *m = s->p->model;
     int64_t width = m->width;
     read_row(m->embedding ? m->embedding : &m->head, s->p->ids[r], o);
-    if (m->embedding_scale != 1.0f)
-        for (int64_t i = 0; i < width; i++) o[i] *= m->embedding_scale;
+    for (int64_t i = 0; i < width; i++) o[i] *= m->embedding_scale;
     if (m->positions) {
         read_row(m->positions, s->p->positions[r], s->qkv);
         add(o, s->qkv, width);
