@@ -39,6 +39,10 @@ class RequestTimeout(NoResponse):
     """The service may be busy, frozen or disconnected."""
 
 
+class ConnectionTimeout(RequestTimeout):
+    """The host does not answer."""
+
+
 class ServiceDown(NoResponse):
     """Connection refused or ended, or service stopped."""
 
@@ -76,7 +80,8 @@ class RequestSuperseded(Exception):
 
 
 def _failure(error: Exception) -> NoResponse:
-    kind = RequestTimeout if isinstance(error, httpcore.TimeoutException) else ServiceDown
+    kinds = {httpcore.ConnectTimeout: ConnectionTimeout, httpcore.TimeoutException: RequestTimeout}
+    kind = next((kinds[base] for base in kinds if isinstance(error, base)), ServiceDown)
     return kind(plain_text(str(error)) or type(error).__name__)
 
 

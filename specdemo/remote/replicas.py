@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from specdemo.core.errors import UserError
 from specdemo.remote.link import (
+    ConnectionTimeout,
     ContextGone,
     HttpClient,
     MeteredNetwork,
@@ -72,7 +73,7 @@ class Replicas:
         return self._client.identity
 
     def describe(self, timeout: float) -> ServiceInfo:
-        """Return the first description. Raises NoResponse (a timeout, if any), UserError."""
+        """Return the first description. Raises NoResponse (of a busy service, if any), UserError."""
         calls = [
             (client, run_in_thread(partial(client.call, "GET", "/v1/target", None, ServiceInfo, timeout)))
             for client in self.clients
@@ -87,7 +88,7 @@ class Replicas:
             except NoResponse as failure:
                 failures.append(failure)
         if not infos:
-            raise next((failure for failure in failures if isinstance(failure, RequestTimeout)), failures[0])
+            raise max(failures, key=_chance)
         self._client, first = infos[0]
         described = [client for client, _ in infos]
         for client in self.clients:
@@ -173,6 +174,12 @@ class Replicas:
         except UserError:  # an older service
             return True
         return True
+
+
+def _chance(failure: NoResponse) -> tuple[bool, bool]:
+    """Sort failures of descriptions: a busy service may respond later."""
+    late = isinstance(failure, RequestTimeout)
+    return late and not isinstance(failure, ConnectionTimeout), late
 
 
 def _weight(session: str, url: str) -> bytes:

@@ -31,13 +31,22 @@ from specdemo.remote.client import Deadlines, RemoteVerifier, RowFormat, Streami
 from specdemo.remote.config import ENCODINGS, CloudConfig
 from specdemo.remote.deadline import ConnectionLost, StepDeadline
 from specdemo.remote.gates import PASSES, GatedVerifier, RecordingPolicy, mc_dropout
-from specdemo.remote.link import HttpClient, LinkEmulation, MeteredNetwork, NoResponse, RequestTimeout, Unauthorised
+from specdemo.remote.link import (
+    ConnectionTimeout,
+    HttpClient,
+    LinkEmulation,
+    MeteredNetwork,
+    NoResponse,
+    RequestTimeout,
+    Unauthorised,
+)
 from specdemo.remote.protocol import MAX_TEXT, ServiceInfo, VerifyConfig
 from specdemo.remote.replicas import Replicas
 from specdemo.remote.session import RemoteSession
 from specdemo.remote.word_rules import IsName, word_rules
 from specdemo.worker import interruptible
 
+_CONNECTIONS = 2  # attempts to connect to hosts that do not answer
 MAX_PADDING = 2  # vocabulary of a model per token of its tokenizer; padding is below 2%
 
 
@@ -208,14 +217,15 @@ def _replicas(cloud: CloudConfig, seed: int, clock: Callable[[], float], session
 
 def _service_info(http: Replicas, cloud: CloudConfig, has_edge: bool, clock: Callable[[], float]) -> ServiceInfo | None:
     """Return the description, or None if the edge decodes alone. A busy service is asked again."""
-    timeout = max(1.0, cloud.deadline_ms / 1000)
+    timeout, attempts = max(1.0, cloud.deadline_ms / 1000), 0
     http.network.limit = StepDeadline(cloud.lost_after_s, clock=clock).remaining
     while True:
         try:
             return interruptible(partial(http.describe, timeout))
         except NoResponse as failure:
-            timeout *= 2
-            if isinstance(failure, RequestTimeout) and http.network.limit() > 0:
+            timeout, attempts = 2 * timeout, attempts + 1
+            silent = isinstance(failure, ConnectionTimeout) and attempts >= _CONNECTIONS
+            if isinstance(failure, RequestTimeout) and not silent and http.network.limit() > 0:
                 continue
             if has_edge and cloud.on_loss == "edge":
                 return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -77,6 +78,16 @@ def test_first_screen_shows_the_idea_without_scrolling(
     for part in ("#examples .chip >> nth=0", "#show-rejected"):  # elsewhere in small windows
         page.locator(part).scroll_into_view_if_needed()
         expect(page.locator(part)).to_be_in_viewport()
+
+
+def test_settings_make_room_in_a_window_that_becomes_narrow(tab: Any) -> None:
+    page, opened = tab(), re.compile(r"\bopen\b")
+    settings = page.locator("#settings")
+    expect(settings).to_have_class(opened)
+    page.set_viewport_size({"width": 390, "height": 844})
+    expect(settings).not_to_have_class(opened)
+    page.set_viewport_size({"width": 1280, "height": 900})
+    expect(settings).to_have_class(opened)
 
 
 def test_first_screen_is_quiet(tab: Any) -> None:

@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from specdemo.recipe import Recipe
 from specdemo.remote.admission import RateLimiter, ServiceLimits
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.contexts import Contexts
+from specdemo.remote.deadline import ConnectionLost
 from specdemo.remote.link import HttpClient, NoResponse
 from specdemo.remote.protocol import CODECS, ServiceInfo, StreamRequest, VerifyConfig
 from specdemo.remote.server import create_app
@@ -453,6 +454,21 @@ def test_a_busy_service_is_not_taken_for_none_while_another_is_dead() -> None:
             info = _service_info(http, cloud, False, time.monotonic)
         server.shutdown()
     assert info == NAMED and _Late.requests >= 2
+
+
+def test_a_host_that_does_not_answer_is_reported_before_the_connection_counts_as_lost() -> None:
+    with socket.socket() as listening, ExitStack() as opened:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)
+        address = listening.getsockname()
+        for _ in range(4):  # further connections are ignored
+            waiting = opened.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(address)
+        cloud = CloudConfig(f"http://127.0.0.1:1 http://127.0.0.1:{address[1]}")
+        http = _replicas(cloud, 0, lambda: 0.0, "s" * 32)
+        with closing(http), pytest.raises(ConnectionLost, match="there is no service at"):
+            _service_info(http, cloud, False, lambda: 0.0)  # never lost by this clock
 
 
 @pytest.mark.parametrize("encoding", ["json", "msgpack"])

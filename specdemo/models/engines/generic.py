@@ -195,23 +195,24 @@ class TransformersEngine(_ModelEngine[TransformersCache]):
 
     def __init__(self, model: PreTrainedModel, chains_only: str = "") -> None:
         super().__init__(model, chains_only)
-        self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        parameters = inspect.signature(model.forward).parameters
+        self._selects_rows = "logits_to_keep" in parameters
+        self._cache_name = "past_key_values" if "past_key_values" in parameters else "cache"  # transformers 5.24
 
     def new_cache(self, source: Sequence[int] = ()) -> TransformersCache:
         return TransformersCache(source)
 
     def _pass(self, cache: TransformersCache, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
         device, dtype = self._model.device, self._model.dtype
-        extra: dict[str, Any] = {"logits_to_keep": len(draft) + 1} if self._selects_rows else {}
+        extra: dict[str, Any] = {self._cache_name: cache.decoder}
+        extra |= {"logits_to_keep": len(draft) + 1} if self._selects_rows else {}
         extra |= {"output_hidden_states": list(cache.taps)} if cache.taps else {}
         if not draft.is_chain:
             mask = torch.zeros(len(new), held + len(new), dtype=dtype)
             mask.masked_fill_(~visible(len(new), held, draft), torch.finfo(dtype).min)
             position_ids = torch.tensor([positions(len(new), held, draft)], device=device)
             extra |= {"attention_mask": mask[None, None].to(device), "position_ids": position_ids}
-        output = self._model(
-            input_ids=torch.as_tensor(new, device=device)[None], past_key_values=cache.decoder, use_cache=True, **extra
-        )
+        output = self._model(input_ids=torch.as_tensor(new, device=device)[None], use_cache=True, **extra)
         if cache.taps:
             cache.store(output.hidden_states)
         return output.logits[0]
@@ -268,8 +269,8 @@ class EncoderDecoderEngine(TransformersEngine):
         return self._model(
             encoder_outputs=cache.encoded,
             decoder_input_ids=torch.as_tensor(new, device=device)[None],
-            past_key_values=cache.both,
             use_cache=True,
+            **{self._cache_name: cache.both},
         ).logits[0]
 
 

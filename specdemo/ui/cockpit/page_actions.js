@@ -124,16 +124,21 @@ document.addEventListener("drop", async (e) => { // a file replaces the text of 
   field.dispatchEvent(new Event("input", { bubbles: true }));
 }, capturing);
 
-if (window.innerWidth < 769) { // gradio's sidebar opens later and would cover a narrow page: close it
-  let closedFrames = 0;
-  const closeSidebar = () => {
-    const handle = /** @type {HTMLElement | null} */ (document.querySelector("#settings.open > button"));
+const narrow = matchMedia("(max-width: 768px)");
+
+function fitSidebar() { // it would cover a narrow page, and a wide one has no button to open it; gradio opens it late
+  let settledFrames = 0;
+  const fit = () => {
+    const handle = /** @type {HTMLElement | null} */ (document.querySelector(`#settings${narrow.matches ? ".open" : ":not(.open)"} > button`));
     handle?.click();
-    closedFrames = handle || !document.getElementById("settings") ? 0 : closedFrames + 1;
-    if (closedFrames < 20 && !listeners.signal.aborted) requestAnimationFrame(closeSidebar);
+    settledFrames = handle || !document.getElementById("settings") ? 0 : settledFrames + 1;
+    if (settledFrames < 20 && !listeners.signal.aborted) requestAnimationFrame(fit);
   };
-  closeSidebar();
+  fit();
 }
+
+if (narrow.matches) fitSidebar();
+narrow.addEventListener("change", fitSidebar, { signal: listeners.signal });
 
 markButtons();
 $("#add-run").addEventListener("click", () => document.getElementById("keep-lane").click());
@@ -157,7 +162,7 @@ function reveal() { // when all parts are mounted and have their size
   const check = () => {
     const more = /** @type {HTMLElement | null} */ (document.querySelector("#more-settings button.open"));
     if (more && document.getElementById("max-tokens")) more.click(); // its parts remain in the document
-    const mounted = !more && ["settings", "examples", "prompt", "run", "tabs"].every((id) => document.getElementById(id)) && "settings" in document.body.dataset && !drawing && !(innerWidth < 769 && document.querySelector("#settings.open"));
+    const mounted = !more && ["settings", "examples", "prompt", "run", "tabs"].every((id) => document.getElementById(id)) && "settings" in document.body.dataset && !drawing && !(narrow.matches && document.querySelector("#settings.open"));
     const now = document.documentElement.scrollHeight;
     stable = mounted && now === height ? stable + 1 : 0;
     height = now;
