@@ -328,10 +328,10 @@ double excess(const float *p, const float *q, float weight, int64_t count) {
     return sum;
 }
 
-/* Divide `o` by its sum, which is returned. */
+/* Divide `o` by its sum, which is returned; zeros become undefined. */
 static double normalise(float *o, int64_t count) {
     double sum = mass_of(o, count);
-    float factor = sum > 0 ? (float)(1 / sum) : 0;
+    float factor = (float)(1 / sum);
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) store(o + i, load(o + i) * factor);
     for (; i < count; i++) o[i] *= factor;
