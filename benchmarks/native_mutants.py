@@ -51,6 +51,7 @@ TESTS = (
     "tests/models/test_stop.py::test_stop_ends_a_pass_of_a_job",
     "tests/models/test_stop.py::test_a_time_limit_ends_a_pass",
     "tests/models/test_heads.py",
+    "tests/models/test_published_heads.py",
     "tests/drafters/test_block_head.py",
     "tests/drafters/test_eagle.py",
     "tests/drafters/test_head_proposals.py",
@@ -59,6 +60,7 @@ CHECK_CPU_S = 5
 UNCOMPILED, SAME_CODE = "not compiled", "same code"
 OUTCOMES = {SURVIVED: "survived", TIMEOUT: "timeout"}
 _WITHOUT_EFFECT = re.compile(r"^\s*(#pragma|HOLD\(|upcoming |now\.step|g\.after)|prefetch", re.IGNORECASE)  # on results
+_ADDRESS = re.compile(r"upcoming|following|set_after|after\[|int64_t next = \(")  # of prefetched memory
 _TRAPS = ("-fsanitize=bounds", "-fsanitize-undefined-trap-on-error", "-Werror=return-type")
 _FUNCTION = re.compile(r"^(?:static |INLINE )?[a-z]\w*[ *]+(\w+)\(", re.MULTILINE)
 
@@ -223,6 +225,7 @@ def test_files(
     chosen = [mutant for file in files for mutant in mutants(file.resolve(), functions)]
     if sample:
         random.Random(seed).shuffle(chosen)
+    chosen = [mutant for mutant in chosen if not _ADDRESS.search(mutant.change)]
     if not run(chosen, sample, tests or TESTS):
         return False
     outcomes = Results().outcomes

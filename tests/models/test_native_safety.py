@@ -9,10 +9,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from fakes.native_structures import Cache, RandomModel, Rows, Shape
 
+from specdemo.models.engines.native_matrix import WritableMatrix
+from specdemo.models.memory import LargePageBuffer
 from specdemo.models.model_sizes import MAX_HEAD_DIM, MAX_HEADS, MAX_HEADS_WIDTH
 from specdemo.native.build import required_library
+from specdemo.native.formats import FORMATS, Format
 from specdemo.native.interface import ChainStruct, PassStopped, Result, StopFlag, check_model, check_result
 
 SHAPE = Shape(positions=12, bias=True)
@@ -102,6 +106,17 @@ HOSTILE = {
     "hidden state of no layer": (lambda rows: rows.taps.__setitem__(0, 3), "hidden"),
     "negative hidden state": (lambda rows: rows.taps.__setitem__(0, -1), "hidden"),
 }
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_rows_are_stored_in_forms_that_are_written_only(form: Format) -> None:
+    stored, rows = WritableMatrix(64, 256, form, LargePageBuffer(0)), torch.full((2, 256), 0.5)
+    if form.name in ("F32", "INT8", "Q8_0", "CODE4"):
+        stored.write(rows, 3)
+        torch.testing.assert_close(stored.rows(torch.arange(2, 6))[1:3], rows, rtol=0.01, atol=0)
+    else:
+        with pytest.raises(ValueError, match=f"do not fit into a matrix .* of {form.name}"):
+            stored.write(rows, 3)
 
 
 @pytest.mark.parametrize(("spoil", "reason"), HOSTILE.values(), ids=HOSTILE)
