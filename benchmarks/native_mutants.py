@@ -78,9 +78,9 @@ class Mutant:
 
     @property
     def change(self) -> str:
-        """First changed line."""
-        pairs = zip(self.file.read_text("utf-8").splitlines(), self.source.splitlines(), strict=False)
-        return next(f"{i}: {old.strip()}  ->  {new.strip()}" for i, (old, new) in enumerate(pairs, 1) if old != new)
+        """First changed line; empty if only the end differs."""
+        pairs = enumerate(zip(self.file.read_text("utf-8").splitlines(), self.source.splitlines(), strict=False), 1)
+        return next((f"{i}: {old.strip()}  ->  {new.strip()}" for i, (old, new) in pairs if old != new), "")
 
 
 def mutants(file: Path, functions: Sequence[str]) -> list[Mutant]:
