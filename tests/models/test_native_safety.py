@@ -193,6 +193,18 @@ def test_a_pass_is_stopped_and_the_next_has_the_same_bits(
     assert rows.run() == Result.DONE and rows.logits.tobytes() == expected.tobytes()
 
 
+def test_listed_positions_are_read_by_the_first_pass_of_a_chain_only(library: ctypes.CDLL) -> None:
+    peaks, chosen, tokens = np.zeros((2, 4), np.float32), np.zeros(4, np.float32), np.zeros((2, 4), np.int32)
+    for i, seen in enumerate(([[1, 2]], [[0, 1], [(0,), (1,)]])):  # the same positions
+        cache = Cache(RandomModel(library, replace(SHAPE, positions=0)), CAPACITY)
+        rows = Rows(cache, [1, 2], 0, [0, 1], *seen, last=1)
+        pointers = {"peaks": peaks[i].ctypes.data, "chosen": chosen.ctypes.data, "tokens": tokens[i].ctypes.data}
+        chain = ChainStruct(top_p=1.0, vocab=SHAPE.vocab, count=4, **pointers)
+        assert library.draft_chain(ctypes.byref(rows.struct), ctypes.byref(chain)) == Result.DONE
+    np.testing.assert_allclose(peaks[1], peaks[0], rtol=1e-5)
+    assert (tokens[1] == tokens[0]).all()
+
+
 def test_a_drafted_chain_is_stopped_before_its_first_token(library: ctypes.CDLL) -> None:
     cache, flag = Cache(RandomModel(library, replace(SHAPE, positions=0)), CAPACITY), StopFlag()
     rows, vocab, count = Rows(cache, [1, 2], 0, last=1), SHAPE.vocab, 3
