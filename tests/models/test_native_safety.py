@@ -113,6 +113,9 @@ def test_rows_are_stored_in_forms_that_are_written_only(form: Format) -> None:
     stored, rows = WritableMatrix(64, 256, form, LargePageBuffer(0)), torch.full((2, 256), 0.5)
     if form.name in ("F32", "INT8", "Q8_0", "CODE4"):
         stored.write(rows, 3)
+        for first in (-1, 63, 64):
+            with pytest.raises(ValueError, match="do not fit into a matrix"):
+                stored.write(rows, first)
         torch.testing.assert_close(stored.rows(torch.arange(2, 6))[1:3], rows, rtol=0.01, atol=0)
     else:
         with pytest.raises(ValueError, match=f"do not fit into a matrix .* of {form.name}"):
