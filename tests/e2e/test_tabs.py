@@ -124,7 +124,7 @@ def test_table_matches_the_bench(tab: Any, measured: MeasureRecorder, served: An
 def test_stop_shows_partial_results_and_frees_the_worker(tab: Any, measured: MeasureRecorder, served: Any) -> None:
     page = tab("Bench")
     page.set_viewport_size({"width": 390, "height": 900})  # a narrow page puts the tabs in a menu
-    page.get_by_role("button", name="Toggle Sidebar").click()
+    expect(page.locator("#settings")).not_to_have_class(re.compile(r"\bopen\b"))
     choose(page, each=12, tokens=128, kinds=("code",))
     page.locator("#bench-run").click()
     expect_status(page, r"^([4-9]|[12]\d) of 36: code \d+, ")
