@@ -60,7 +60,7 @@ CHECK_CPU_S = 5
 UNCOMPILED, SAME_CODE = "not compiled", "same code"
 OUTCOMES = {SURVIVED: "survived", TIMEOUT: "timeout"}
 _WITHOUT_EFFECT = re.compile(r"^\s*(#pragma|HOLD\(|upcoming |now\.step|g\.after)|prefetch", re.IGNORECASE)  # on results
-_ADDRESS = re.compile(r"upcoming|following|set_after|after\[|int64_t next = \(")  # of prefetched memory
+_PREFETCH = re.compile(r"upcoming|following|set_after|after\[|int64_t next = \(")  # addresses
 _TRAPS = ("-fsanitize=bounds", "-fsanitize-undefined-trap-on-error", "-Werror=return-type")
 _FUNCTION = re.compile(r"^(?:static |INLINE )?[a-z]\w*[ *]+(\w+)\(", re.MULTILINE)
 
@@ -225,7 +225,7 @@ def test_files(
     chosen = [mutant for file in files for mutant in mutants(file.resolve(), functions)]
     if sample:
         random.Random(seed).shuffle(chosen)
-    chosen = [mutant for mutant in chosen if not _ADDRESS.search(mutant.change)]
+    chosen = [mutant for mutant in chosen if not _PREFETCH.search(mutant.change)]
     if not run(chosen, sample, tests or TESTS):
         return False
     outcomes = Results().outcomes

@@ -30,8 +30,8 @@ REPEATS = 4  # of each draft length in a preflight, instead of 20
 SLOW_FILE = re.compile(r"^pytestmark = (\[[^]]*|.*)\bmark\.slow\b", re.MULTILINE)
 FIRST = ("browser", "long", "slow")
 FAST = "not slow and not exhaustive and not faults"
-gc.set_threshold(50_000)  # 5 % of the CPU time
 ONLY = {"exhaustive": "mark.exhaustive", "fuzz": "properties", "faults": "mark.faults"}  # texts of their files
+gc.set_threshold(50_000)  # collections took 5 % of the CPU time
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

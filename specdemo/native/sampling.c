@@ -328,7 +328,7 @@ double excess(const float *p, const float *q, float weight, int64_t count) {
     return sum;
 }
 
-/* Divide `o` by its sum, which is returned; zeros become undefined. */
+/* Divide `o` by its sum, which is returned; undefined numbers if it is 0 */
 static double normalise(float *o, int64_t count) {
     double sum = mass_of(o, count);
     float factor = (float)(1 / sum);

@@ -80,8 +80,9 @@ class RequestSuperseded(Exception):
 
 
 def _failure(error: Exception) -> NoResponse:
-    kinds = {httpcore.ConnectTimeout: ConnectionTimeout, httpcore.TimeoutException: RequestTimeout}
-    kind = next((kinds[base] for base in kinds if isinstance(error, base)), ServiceDown)
+    kind: type[NoResponse] = ServiceDown
+    if isinstance(error, httpcore.TimeoutException):
+        kind = ConnectionTimeout if isinstance(error, httpcore.ConnectTimeout) else RequestTimeout
     return kind(plain_text(str(error)) or type(error).__name__)
 
 
@@ -354,8 +355,11 @@ class MeteredStream(httpcore.NetworkStream):
         self, ssl_context: Any, server_hostname: str | None = None, timeout: float | None = None
     ) -> MeteredStream:
         """Count bytes before encryption."""
-        timeout = self._network.bounded(timeout, httpcore.ConnectTimeout)
-        return MeteredStream(self._network, self._inner.start_tls(ssl_context, server_hostname, timeout))
+        timeout = self._network.bounded(timeout, httpcore.ReadTimeout)
+        try:
+            return MeteredStream(self._network, self._inner.start_tls(ssl_context, server_hostname, timeout))
+        except httpcore.ConnectTimeout as error:  # the host has answered
+            raise httpcore.ReadTimeout(str(error)) from error
 
     def get_extra_info(self, info: str) -> Any:
         return self._inner.get_extra_info(info)

@@ -88,7 +88,7 @@ class Replicas:
             except NoResponse as failure:
                 failures.append(failure)
         if not infos:
-            raise max(failures, key=_chance)
+            raise max(failures, key=_repeatable)
         self._client, first = infos[0]
         described = [client for client, _ in infos]
         for client in self.clients:
@@ -176,8 +176,8 @@ class Replicas:
         return True
 
 
-def _chance(failure: NoResponse) -> tuple[bool, bool]:
-    """Sort failures of descriptions: a busy service may respond later."""
+def _repeatable(failure: NoResponse) -> tuple[bool, bool]:
+    """Sort failures, first those that remain: a busy service may respond later."""
     late = isinstance(failure, RequestTimeout)
     return late and not isinstance(failure, ConnectionTimeout), late
 

@@ -478,6 +478,17 @@ def test_inspector_is_closed_during_a_run_and_with_escape(page: Page) -> None:
     expect(page.locator("#lane-spec .tok").first).to_be_focused()
 
 
+def test_a_run_that_was_stopped_before_it_began_says_so(page: Page) -> None:
+    words = "getComputedStyle(document.getElementById('lane-ar'), '::before').content"
+    page.locator("#compare input").check()
+    run(page, "endless")
+    spans(page, 5)
+    assert page.evaluate(words) == '"Queued: the runs take turns."'
+    page.locator("#stop").click()
+    status(page, "stopped")
+    assert page.evaluate(words) == '"Stopped before this run began."'
+
+
 @pytest.mark.parametrize("state", ["hidden", "visible"])
 def test_hidden_tab_receives_all_tokens(page: Page, state: str) -> None:
     """A tab can also be hidden after an animation frame was requested."""

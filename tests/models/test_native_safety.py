@@ -109,7 +109,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_rows_are_stored_in_forms_that_are_written_only(form: Format) -> None:
+def test_rows_are_written_in_four_forms_and_within_the_matrix(form: Format) -> None:
     stored, rows = WritableMatrix(64, 256, form, LargePageBuffer(0)), torch.full((2, 256), 0.5)
     if form.name in ("F32", "INT8", "Q8_0", "CODE4"):
         stored.write(rows, 3)

@@ -38,7 +38,7 @@ from specdemo.remote.admission import RateLimiter, ServiceLimits
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.contexts import Contexts
 from specdemo.remote.deadline import ConnectionLost
-from specdemo.remote.link import HttpClient, NoResponse
+from specdemo.remote.link import HttpClient, NoResponse, RequestTimeout
 from specdemo.remote.protocol import CODECS, ServiceInfo, StreamRequest, VerifyConfig
 from specdemo.remote.server import create_app
 from specdemo.remote.target import _replicas, _service_info
@@ -469,6 +469,16 @@ def test_a_host_that_does_not_answer_is_reported_before_the_connection_counts_as
         http = _replicas(cloud, 0, lambda: 0.0, "s" * 32)
         with closing(http), pytest.raises(ConnectionLost, match="there is no service at"):
             _service_info(http, cloud, False, lambda: 0.0)  # never lost by this clock
+
+
+def test_a_busy_service_that_does_not_begin_encryption_counts_as_busy() -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        with closing(HttpClient(f"https://127.0.0.1:{listening.getsockname()[1]}")) as http:
+            with pytest.raises(RequestTimeout) as failure:
+                http.call("GET", "/v1/target", None, ServiceInfo, 0.2)
+    assert failure.type is RequestTimeout  # not ConnectionTimeout
 
 
 @pytest.mark.parametrize("encoding", ["json", "msgpack"])

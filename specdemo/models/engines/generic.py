@@ -197,7 +197,7 @@ class TransformersEngine(_ModelEngine[TransformersCache]):
         super().__init__(model, chains_only)
         parameters = inspect.signature(model.forward).parameters
         self._selects_rows = "logits_to_keep" in parameters
-        self._cache_name = "past_key_values" if "past_key_values" in parameters else "cache"  # transformers 5.24
+        self._cache_name = "past_key_values" if "past_key_values" in parameters else "cache"  # renamed in 5.24
 
     def new_cache(self, source: Sequence[int] = ()) -> TransformersCache:
         return TransformersCache(source)
