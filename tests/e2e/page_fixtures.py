@@ -247,7 +247,7 @@ def shared(served: Any, chromium: BrowserContext) -> Iterator[Page]:
 def page(shared: Page, scripts: Scripts) -> Page:
     """The shared tab with default settings."""
     scripts.reset()
-    shared.set_viewport_size({"width": 1280, "height": 900})
+    resize(shared, 1280)
     shared.emulate_media(reduced_motion="no-preference")
     shared.get_by_role("tab", name="Method").click()
     shared.locator("#pace").select_option("instant")
@@ -261,6 +261,19 @@ def page(shared: Page, scripts: Scripts) -> Page:
     if shared.locator("#drop-lanes").is_visible():
         shared.locator("#drop-lanes").click()
     return shared
+
+
+SETTLED = """() => {
+    const narrow = matchMedia("(max-width: 768px)").matches;
+    return document.querySelector("#settings").classList.contains("open") !== narrow
+        && !document.getAnimations().some(one => one instanceof CSSTransition && one.playState === "running");
+}"""
+
+
+def resize(page: Page, width: int, height: int = 900) -> None:
+    """Resize the window; wait until the settings have opened or closed."""
+    page.set_viewport_size({"width": width, "height": height})
+    page.wait_for_function(SETTLED)
 
 
 def run(page: Page, prompt: str, tokens: int | None = None) -> None:

@@ -22,6 +22,7 @@ from e2e.page_fixtures import (
     jsonl,
     open_group,
     opened,
+    resize,
     run,
     saved,
     set_number,
@@ -104,7 +105,7 @@ def test_table_and_charts_show_all_steps(page: Page) -> None:
     fits = "box => box.scrollWidth <= box.clientWidth"
     assert page.locator("#chart-whatif").evaluate(fits) and page.locator("#figures").evaluate(fits)
     assert others[:2] == ["0", "1.00"] and len(others) == 4 * len(found["what_if"]["rows"])
-    page.set_viewport_size({"width": 1366, "height": 768})
+    resize(page, 1366, 768)
     assert page.locator(".rounds").evaluate(fits)
     rows.nth(3).click()
     expect(page.locator("#round-number")).to_have_text(re.compile("^3 of"))
@@ -458,9 +459,9 @@ def test_axe_finds_no_serious_violations(tab: Any) -> None:
         if name == "Theory":  # gradio shows placeholders until the plots are drawn
             expect(page.locator('.curves .mark-line path[stroke="var(--dot-set)"]')).to_have_count(6)
         assert not grave(page, "#tabs"), name
-        page.set_viewport_size({"width": 390, "height": 844})  # tables scroll
+        resize(page, 390, 844)  # tables scroll
         assert not grave(page, "#tabs", "footer", schemes=["light"]), name
-        page.set_viewport_size({"width": 1280, "height": 900})
+        resize(page, 1280)
 
 
 def test_inspector_is_closed_during_a_run_and_with_escape(page: Page) -> None:

@@ -21,6 +21,7 @@ from e2e.page_fixtures import (
     grave,
     open_group,
     opened,
+    resize,
     run,
     run_again,
     saved,
@@ -237,7 +238,7 @@ def test_axe_finds_no_serious_violations_in_the_tab(tab: Any, served: Any) -> No
     expect(page.locator('#edge-plot .mark-line path[stroke="var(--dot-run)"]')).to_have_count(1)
     expect(page.locator("#edge-table th").first).to_have_attribute("tabindex", "0")  # the keyboard reaches the table
     assert not grave(page, "#tabs", "#settings")
-    page.set_viewport_size({"width": 390, "height": 900})
+    resize(page, 390)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 

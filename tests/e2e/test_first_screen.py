@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from e2e.page_fixtures import FIRST_VISIT, STEP_WORDS
+from e2e.page_fixtures import FIRST_VISIT, STEP_WORDS, resize
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -84,9 +84,9 @@ def test_settings_make_room_in_a_window_that_becomes_narrow(tab: Any) -> None:
     page, opened = tab(), re.compile(r"\bopen\b")
     settings = page.locator("#settings")
     expect(settings).to_have_class(opened)
-    page.set_viewport_size({"width": 390, "height": 844})
+    resize(page, 390, 844)
     expect(settings).not_to_have_class(opened)
-    page.set_viewport_size({"width": 1280, "height": 900})
+    resize(page, 1280)
     expect(settings).to_have_class(opened)
 
 

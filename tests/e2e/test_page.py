@@ -22,6 +22,7 @@ from e2e.page_fixtures import (
     drawn,
     grave,
     open_group,
+    resize,
     run,
     saved,
     set_number,
@@ -465,7 +466,7 @@ def test_layout_of_narrow_and_wide_pages(tab: Any) -> None:
     run(page, "hostile")  # fails if the sidebar covers the button
     status(page, "done")
     for width in (360, 390, 1920):
-        page.set_viewport_size({"width": width, "height": 900})
+        resize(page, width)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert page.eval_on_selector_all(".tile .note", "notes => notes.every(n => n.scrollWidth <= n.clientWidth)")
         text = page.locator("#compare label span").last.bounding_box()

@@ -10,7 +10,7 @@ import pytest
 from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, end, header
 from playwright.sync_api import Page, expect
 
-from e2e.page_fixtures import CODE, run, saved, show, spans, status
+from e2e.page_fixtures import CODE, resize, run, saved, show, spans, status
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -187,7 +187,7 @@ def test_both_rules_verify_the_same_draft(page: Page) -> None:
 
 
 def test_narrow_page_does_not_overflow_in_both_themes(page: Page) -> None:
-    page.set_viewport_size({"width": 390, "height": 900})
+    resize(page, 390)
     expect(page.locator("#plot-share .mark-line path")).to_have_count(4)
     expect(page.locator("#theory-residual table")).to_be_visible()
     page.wait_for_function("document.documentElement.scrollWidth <= 390")
