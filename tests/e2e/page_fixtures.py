@@ -59,7 +59,8 @@ NOISE = "text to delete"
 FIRST_VISIT = "localStorage.getItem('specdemo-opened') ?? localStorage.setItem('specdemo-opened', 'play');"
 STEP_WORDS = re.compile(r"^The drafter guessed \d+ tokens?\. One target pass checked (it|them)\. .*\d.*\.\s*$")
 MORE = "More settings"
-SHOWN_RUN = "() => document.querySelector('[data-run]')?.dataset.run ?? ''"
+SHOWN_RUN = "(document.querySelector('[data-run]')?.dataset.run ?? '')"
+STARTED = f"{SHOWN_RUN} === window.specdemoRun"  # the page shows the run that Run began last
 MARKUP = "<img src=x onerror='window.harmed = true'>"
 
 expect.set_options(timeout=PATIENCE * 1000)
@@ -246,6 +247,8 @@ def shared(served: Any, chromium: BrowserContext) -> Iterator[Page]:
 @pytest.fixture
 def page(shared: Page, scripts: Scripts) -> Page:
     """The shared tab with default settings."""
+    if shared.locator("#stop").get_attribute("aria-disabled") == "false":  # a test failed
+        shared.locator("#stop").click()
     scripts.reset()
     resize(shared, 1280)
     shared.emulate_media(reduced_motion="no-preference")
@@ -285,9 +288,8 @@ def run(page: Page, prompt: str, tokens: int | None = None) -> None:
 
 def run_again(page: Page, prompt: str) -> None:
     """Run the prompt of the shown run; return when the page shows the new run."""
-    before = page.evaluate(SHOWN_RUN)
     run(page, prompt)
-    page.wait_for_function(f"before => ({SHOWN_RUN})() !== before", arg=before)
+    page.wait_for_function(STARTED)
 
 
 def open_group(page: Page, *titles: str) -> None:
@@ -334,7 +336,7 @@ def drawn(page: Page, lane: str = "spec") -> Counter:
 def spans(page: Page, least: int, prompt: str = "endless") -> None:
     """Wait until the run of the prompt, and no earlier one, shows this many tokens."""
     expect(page.locator(".lane:visible .given").first).to_contain_text(prompt)
-    page.wait_for_function(f"document.querySelectorAll('.lane .tok').length >= {least}")
+    page.wait_for_function(f"{STARTED} && document.querySelectorAll('.lane .tok').length >= {least}")
 
 
 def saved(page: Page, lane: str = "spec") -> list[dict[str, Any]]:
@@ -403,5 +405,5 @@ def show(page: Page, *lines: Any) -> None:
     """Open traces and wait until they are shown."""
     before = page.evaluate(SHOWN_RUN)
     opened(page, jsonl(*lines))
-    page.wait_for_function(f"before => ({SHOWN_RUN})() !== before", arg=before)
+    page.wait_for_function(f"before => {SHOWN_RUN} !== before", arg=before)
     status(page, "done: recorded trace")

@@ -279,7 +279,7 @@ def test_run_resumes_after_an_interruption_of_the_network(tab: Any, scripts: Scr
     spans(page, 3 * steps)
     page.locator("#stop").click()
     status(page, "stopped")
-    assert scripts.closed.is_set() and drawn(page) == counted(saved(page))
+    assert scripts.closed.wait(PATIENCE) and drawn(page) == counted(saved(page))
 
 
 def test_markup_is_escaped(page: Page) -> None:
@@ -433,7 +433,7 @@ def test_keyboard_operation(page: Page, scripts: Scripts) -> None:
     expect(page.locator("#compare input")).to_be_checked()
     page.keyboard.press("Escape")
     status(page, "stopped")
-    assert scripts.closed.is_set()
+    assert scripts.closed.wait(PATIENCE)
     page.locator("#lane-spec").focus()
     tip = page.locator("#tip")
     for key, kind in (("ArrowRight", "accepted"), ("ArrowRight", "rejected"), ("ArrowRight", "ignored")):
