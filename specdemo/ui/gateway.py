@@ -196,7 +196,10 @@ class Gateway:
         try:
             await self._app(scope, receive, send_with_headers)
         except Exception as error:  # the message can quote a visitor
-            _log.error("a request failed: %s\n%s", type(error).__name__, "".join(format_tb(error.__traceback__)))
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            _log.error("a request failed: %s\n%s", type(cause).__name__, "".join(format_tb(cause.__traceback__)))
             if not started:
                 await self._refuse((500, "the page failed: try again"), scope, receive, send)
 

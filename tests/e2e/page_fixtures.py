@@ -176,9 +176,9 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContex
 
 
 def clear_storage(chromium: BrowserContext, served: Any) -> None:
-    chromium.clear_cookies()
+    """Without cookies, requests of an open tab would belong to a session that the server does not know."""
     blank = chromium.new_cdp_session(chromium.pages[0])
-    blank.send("Storage.clearDataForOrigin", {"origin": served.url.rstrip("/"), "storageTypes": "all"})
+    blank.send("Storage.clearDataForOrigin", {"origin": served.url.rstrip("/"), "storageTypes": "local_storage"})
     blank.detach()
 
 

@@ -240,3 +240,12 @@ def test_requests_whose_body_does_not_arrive_are_answered_and_closed(monkeypatch
     asyncio.run(page(scope, silent, send))
     assert sent[0]["status"] == 408 and (b"connection", b"close") in sent[0]["headers"]
     assert b"did not arrive within" in sent[1]["body"]
+
+
+def test_the_log_names_the_first_cause_of_a_failed_request(
+    browser: TestClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    response = browser.get(f"{API}/queue/data?session_hash=unknown-session")
+    assert '"session_not_found":true' in response.text
+    assert "a request failed: HTTPException\n" in caplog.text and "in sse_stream" in caplog.text
+    assert "404" not in caplog.text.split("a request failed")[1]  # a message could quote a visitor
