@@ -247,8 +247,6 @@ def shared(served: Any, chromium: BrowserContext) -> Iterator[Page]:
 @pytest.fixture
 def page(shared: Page, scripts: Scripts) -> Page:
     """The shared tab with default settings."""
-    if shared.locator("#stop").get_attribute("aria-disabled") == "false":  # a test failed
-        shared.locator("#stop").click()
     scripts.reset()
     resize(shared, 1280)
     shared.emulate_media(reduced_motion="no-preference")
