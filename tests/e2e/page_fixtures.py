@@ -176,7 +176,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContex
 
 
 def clear_storage(chromium: BrowserContext, served: Any) -> None:
-    """Without cookies, requests of an open tab would belong to a session that the server does not know."""
+    """Clear local storage only: without its cookie, an open tab would lose its session."""
     blank = chromium.new_cdp_session(chromium.pages[0])
     blank.send("Storage.clearDataForOrigin", {"origin": served.url.rstrip("/"), "storageTypes": "local_storage"})
     blank.detach()
