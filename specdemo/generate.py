@@ -182,7 +182,7 @@ def run_edge_cloud(recipe: Recipe, prompt: PromptOrChat, resources: Resources) -
     remote = connect(running.cloud, running.target_spec, running.seed, edge=edge, hub=hub, session=session)
     with closing(replace(remote, is_name=resources.names)) as target:
         if target.lost:
-            yield Loading("no response from the cloud: the drafter decodes alone")
+            yield Loading("no response from the cloud: the drafter decodes alone", warning=True)
         yield from _run(recipe, prompt, resources, target, edge)
 
 

@@ -95,6 +95,7 @@ def _run(command: Parser) -> None:
             "--json", action="store_true", help="write the trace to standard output, without other text"
         ),
         output.add_argument("--steps", action="store_true", help="explain each step instead of showing the text"),
+        output.add_argument("--raw", action="store_true", help="also show the chat template around the message"),
     ]
     _add_display_options(command)
     command.add_argument("--trace", type=Path, metavar="FILE", help="also write the trace to a file")
@@ -234,11 +235,12 @@ def with_pair_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def announce_pair(values: Mapping[str, Any], pair: str = "bundled") -> None:
-    """Print the default pair as the first line of output, unless `values` name models."""
+    """Print the default pair on a terminal, and elsewhere if it is a fallback, unless `values` name models."""
     if values.keys() & {"pair", "target"}:
         return
     missing = f"; {CHAT_PAIR} is not installed: {PAIRS[CHAT_PAIR].missing}" if PAIRS[CHAT_PAIR].missing else ""
-    print(f"specdemo: pair {pair}, {PAIRS[pair].title} (default{missing})", file=sys.stderr)
+    if missing or sys.stderr.isatty():
+        print(f"specdemo: pair {pair}, {PAIRS[pair].title} (default{missing})", file=sys.stderr)
 
 
 def _values(options: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:

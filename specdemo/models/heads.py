@@ -88,7 +88,7 @@ def read_head(
     config = read_settings(spec.name, folder / "config.json")
     if warning := _verifier_warning(spec, config):
         warnings.warn(warning, stacklevel=2)
-    report(TaskProgress(f"reading {spec.name}"))
+    report(TaskProgress(f"reading {spec.title}"))
     with model_errors(spec.name, kind="head"):
         return _kind(spec.name, config).read(HeadCheckpoint(spec.name, config, folder), target)
 

