@@ -220,7 +220,7 @@ class RunOptions(OptionSet):
         noun="quantization",
     )
     activations: str = _model_option(
-        "16",
+        "auto",
         "Activations of GGUF files",
         "bits of the inputs of quantised weights of GGUF files",
         choices=ACTIVATION_BITS,
@@ -300,8 +300,8 @@ def _models_fit(chosen: Recipe) -> None:
 
 
 def _activations_fit(chosen: Recipe) -> None:
-    if chosen.activations != "16" and not any(is_gguf(name or "") for name in chosen.models):
-        raise UserError(f"activations {chosen.activations} needs a GGUF file: choose pair {CHAT_PAIR}, or 16")
+    if chosen.activations == "8" and not any(is_gguf(name or "") for name in chosen.models):
+        raise UserError(f"activations 8 needs a GGUF file: choose pair {CHAT_PAIR}, or auto")
 
 
 def _gamma_bounds_fit(chosen: Recipe) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from logging import ERROR, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -179,6 +179,7 @@ def load(
     engine = f"transformers: {reason}{support.note}" if reason else "lean"
     if not reason:
         note = getattr(model, "note", "")
+        spec = replace(spec, activations=getattr(model, "activations", spec.activations))
         model, engine = fuse(model)
         engine += f": {note}" if note else ""
     with closing(CachedModel(model)) as cached:

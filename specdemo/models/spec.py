@@ -48,6 +48,7 @@ QUANTIZATIONS = {
     "fp4-single": Quantization("4-bit floats with float32 scales: 0.56 bytes per weight", 4, "fp4"),
 }
 ACTIVATION_BITS = {
+    "auto": "8 bits for quantised weights of GGUF files in the native engine, otherwise 16",
     "16": "inputs of quantised weights rounded to 16 bits",
     "8": "GGUF files: rounded to 8 bits per 32 inputs, as llama.cpp; faster with several rows",
 }
@@ -66,8 +67,8 @@ class ModelSpec:
     activations: str = "16"  # a key of `ACTIVATION_BITS`
 
     def __post_init__(self) -> None:
-        if self.activations != "16" and not is_gguf(self.name):
-            raise UserError(f"{self.name} is no GGUF file, so it has no {self.activations}-bit activations: choose 16")
+        if self.activations == "8" and not is_gguf(self.name):
+            raise UserError(f"{self.name} is no GGUF file, so it has no 8-bit activations: choose auto or 16")
 
     @property
     def title(self) -> str:

