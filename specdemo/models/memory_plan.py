@@ -180,7 +180,7 @@ class _Planner:
         return weights, position, settled, self._pass_bytes(activations), self._loading_bytes()
 
     def _weight_sizes(self) -> Iterator[int]:
-        spec, double = self.spec, QUANTIZATIONS[self.spec.quantization].double
+        spec = self.spec
         layers = {id(layer.weight): layer for layer in self.quantised.values()}
         for name, weight in self.model.named_parameters():
             layer = layers.get(id(weight))
@@ -189,7 +189,7 @@ class _Planner:
             elif self.bits == 8:
                 yield weight.numel() + 4 * weight.shape[0 if isinstance(layer, nn.Linear) else 1]
             else:
-                yield weight.numel() // 2 + scale_bytes(weight.numel() // BLOCK_SIZE, double, spec.device)
+                yield weight.numel() // 2 + scale_bytes(weight.numel() // BLOCK_SIZE, spec.device)
 
     def _stored_sizes(self, shapes: TensorShapes) -> Iterator[int]:
         parameters = {name for name, _ in self.model.named_parameters()}

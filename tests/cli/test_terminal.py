@@ -220,7 +220,11 @@ BAD = {
     "unknown policy": ([PROMPT, "--policy", "magic"], "known are fixed"),
     "unknown device": ([PROMPT, "--device", "abacus"], "known are auto, cpu"),
     "unknown dtype": ([PROMPT, "--dtype", "int7"], "known are auto, float32"),
-    "unknown quantization": ([PROMPT, "--quantization", "int7"], "known are none, bf16, fp16, int8, nf4, fp4"),
+    "unknown quantization": ([PROMPT, "--quantization", "int7"], "known are none, bf16, fp16, int8, nf4"),
+    "removed quantization": ([PROMPT, "--quantization", "fp4-single"], "fp4-single was removed: choose nf4"),
+    "removed drafter form": ([PROMPT, "--drafter-quantization", "fp4"], "fp4 was removed: choose nf4"),
+    "removed jitter": ([PROMPT, "--jitter-ms", "3"], "jitter_ms was removed: emulate it with tc netem"),
+    "removed bandwidth": ([PROMPT, "--up-mbit", "3"], "up_mbit was removed: emulate it with tc netem"),
     "trace that cannot be written": ([PROMPT, "--trace", "/nowhere/at/all"], "cannot write the trace"),
 }
 
