@@ -27,7 +27,7 @@ class TorchDFlashCache(HeadCache):
         shape = (head.layers, 2, layer.kv_heads, 0, layer.head_dim)
         self.kv = torch.empty(shape, dtype=head.dtype, device=head.device)
         self.ids = head.ids
-        self.states = torch.empty(0, layer.width)  # after the final norm
+        self.states = torch.empty(0, layer.width)  # rows of a block after the final norm
         self.length = 0
         self.drafted = 0
         self.confidence: float | None = None
