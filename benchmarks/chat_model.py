@@ -156,16 +156,8 @@ def drafters(options: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     for temperature in options.temperature:
         top_p = PAIRS[CHAT_PAIR].settings["top_p"] if temperature < 1 else 1.0
-        base = Recipe(
-            pair=CHAT_PAIR,
-            device="cpu",
-            method="ar",
-            chat=True,
-            gamma=GAMMA,
-            top_p=top_p,
-            temperature=temperature,
-            max_tokens=options.max_tokens,
-        )
+        common = {"chat": True, "gamma": GAMMA, "top_p": top_p, "temperature": temperature}
+        base = replace(Recipe(pair=CHAT_PAIR, method="ar", device="cpu"), max_tokens=options.max_tokens, **common)
         recipes = {lane: replace(base, **values) for lane, values in with_heads(options.head).items()}
         runs = measured(recipes, prompts)
         for lane, found in runs.items():
@@ -226,7 +218,7 @@ class Comparison:
 def equality(options: argparse.Namespace) -> None:
     """Compare greedy texts of the chat model with each head and those of AR decoding."""
     common = {"chat": True, "gamma": GAMMA, "temperature": 0.0, "max_tokens": MAX_TOKENS, "device": "cpu"}
-    base = Recipe(pair=CHAT_PAIR, method="ar", **common)
+    base = replace(Recipe(pair=CHAT_PAIR, method="ar"), **common)
     lanes = {f"{method}, included head": replace(base, method=method) for method in SHIPPED}
     for lane, values in with_heads(options.head).items():
         if "head" in values:

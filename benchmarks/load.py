@@ -4,7 +4,7 @@
 by prompt lookup and verify with services, clients stream completions. Each begins its next text at once. Greedy texts
 are compared with isolated AR decoding. `--batch 1 64` compares numbers of texts per pass, in alternating windows. With
 `--services 3 --fault kill --every 10`, services are killed in turn and replaced. `--long-prompt` adds a client of each
-kind with 19,900 characters.
+kind with a prompt of N characters.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from specdemo.remote.config import CloudConfig
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 600.0
+WARM_UP_PROMPT = "def f():"
 PROMPT_STEP = 5  # every fifth prompt of the set
-LONG_CHARACTERS = 19_900
 WARM_UP_S, SAMPLE_S, REPLACE_S = 1.0, 5.0, 3.0
 DISCARDED = ("rejected", "ignored")
 FAULTS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "freeze": signal.SIGSTOP}
@@ -147,7 +147,7 @@ def seconds_since(start: float) -> Iterator[float]:
         yield time.monotonic() - start
 
 
-def visitor(urls: Sequence[str], number: int, pair: str) -> Client:
+def visitor(urls: Sequence[str], number: int, pair: str, pool: ModelPool) -> Client:
     page = PageClient(urls[0], f"visitor{number}")
 
     def run(prompt: str, most: int) -> Answer:
@@ -157,11 +157,12 @@ def visitor(urls: Sequence[str], number: int, pair: str) -> Client:
     return run
 
 
-def edge(urls: Sequence[str], number: int, pair: str) -> Client:
-    pool, link = ModelPool(), {"encoding": "msgpack", "deadline_ms": 5000}
+def edge(urls: Sequence[str], number: int, pair: str, pool: ModelPool) -> Client:
+    link = {"encoding": "msgpack", "deadline_ms": 5000}
+    rotated = [*urls[number % len(urls) :], *urls[: number % len(urls)]]  # the first is used until it fails
 
     def run(prompt: str, most: int) -> Answer:
-        cloud = CloudConfig(" ".join(urls), **link)
+        cloud = CloudConfig(" ".join(rotated), **link)
         recipe = Recipe(pair=pair, method="lookup", temperature=0.0, top_p=1.0, max_tokens=most, cloud=cloud)
         trace = possibly_failed(recipe, prompt, pool)
         links = [event.step.verdict.remote for event in trace.steps]
@@ -172,7 +173,7 @@ def edge(urls: Sequence[str], number: int, pair: str) -> Client:
     return run
 
 
-def completion(urls: Sequence[str], number: int, pair: str) -> Client:
+def completion(urls: Sequence[str], number: int, pair: str, pool: ModelPool) -> Client:
     url = urls[number % len(urls)]
 
     def run(prompt: str, most: int) -> Answer:
@@ -247,8 +248,8 @@ class Servers:
             self.megabytes[name].append(process.memory_info().rss / 1e6)
 
 
-def opened_servers(options: argparse.Namespace, batch: int, opened: ExitStack) -> Servers:
-    """Start page and services that the clients need."""
+def opened_servers(options: argparse.Namespace, batch: int, pool: ModelPool, opened: ExitStack) -> Servers:
+    """Start page and services that the clients need, and decode a text with each of these."""
     servers, urls = Servers(), {}
     if options.visitors:
         url, servers.processes["page"] = opened.enter_context(page_process(options.pair, batch))
@@ -261,8 +262,10 @@ def opened_servers(options: argparse.Namespace, batch: int, opened: ExitStack) -
         urls["edges"] = urls["completions"] = [service.url for service in servers.services]
     for kind, connected in CLIENTS.items():
         if count := getattr(options, kind):
-            count += options.long_prompt  # the last client sends the long prompt
-            servers.clients[kind] = [connected(urls[kind], number, options.pair) for number in range(count)]
+            count += bool(options.long_prompt)  # the last client sends the long prompt
+            servers.clients[kind] = [connected(urls[kind], number, options.pair, pool) for number in range(count)]
+    for client in (client for clients in servers.clients.values() for client in clients):
+        client(WARM_UP_PROMPT, 2)
     return servers
 
 
@@ -321,6 +324,7 @@ def load(servers: Servers, prompts: Prompts, long: Prompts, options: argparse.Na
         servers.sample()
         if options.fault and following <= time.monotonic() < end:
             hit = servers.services[faults % max(1, len(servers.services) - 1)]  # the last one is sampled
+            print(f"{options.fault}: {hit.url}", file=sys.stderr)
             hit.send(FAULTS[options.fault])
             time.sleep(REPLACE_S)
             hit.close()
@@ -368,13 +372,13 @@ def study(options: argparse.Namespace) -> None:
     ar = Recipe(pair=options.pair, method="ar", temperature=0.0, top_p=1.0, max_tokens=options.max_tokens)
     chosen = [prompt.text for prompt in load_prompts()[::PROMPT_STEP]]
     repeated = "\n\n".join(chosen)
-    long_text = (repeated * (1 + LONG_CHARACTERS // len(repeated)))[:LONG_CHARACTERS]
+    long_text = (repeated * (1 + options.long_prompt // len(repeated)))[: options.long_prompt]
     prompts = [(text, traced(ar, text, pool).tokens) for text in chosen]
     long = [(long_text, traced(ar, long_text, pool).tokens)] if options.long_prompt else []
     pool.clear()
     texts: dict[tuple[str, int], list[Text]] = defaultdict(list)
     with ExitStack() as opened:
-        by_batch = {batch: opened_servers(options, batch, opened) for batch in options.batch}
+        by_batch = {batch: opened_servers(options, batch, pool, opened) for batch in options.batch}
         begin = time.monotonic()
         for window in range(options.windows):
             for batch in options.batch[:: -1 if window % 2 else 1]:
@@ -408,7 +412,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--windows", type=int, default=1, help="alternating windows per value of --batch")
     parser.add_argument("--seconds", type=float, default=60.0, help="duration of a window (default: 60)")
     parser.add_argument("--max-tokens", type=int, default=48)
-    parser.add_argument("--long-prompt", action="store_true", help="add a client of each kind with a long prompt")
+    parser.add_argument("--long-prompt", type=int, default=0, metavar="N", help="characters of a client of each kind")
     parser.add_argument("--fault", choices=FAULTS, help="fault of services, one after another")
     parser.add_argument("--every", type=float, default=60.0, help="seconds between faults (default: 60)")
     return run_study(study, parser, arguments)
