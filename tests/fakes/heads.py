@@ -149,7 +149,7 @@ def dflash_tensors(
     tensors = {f"{name}.weight": 2 * torch.randn(shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}
     tensors |= {f"{name}.weight": 1 + 0.3 * torch.randn(size) for name, size in norms.items()}
     if markov:
-        tensors["confidence_head.proj.bias"] = torch.randn(1)
+        tensors["confidence_head.proj.bias"] = torch.tensor([0.5])  # drafts of several lengths
     if ids is not None:
         used = torch.zeros(target.vocab_size, dtype=torch.bool)
         used[ids] = True
@@ -183,6 +183,6 @@ def head_for(folder: str, where: Path, method: str = "eagle") -> str:
         return save_head(where, medusa_tensors(target, ids, heads=8), medusa_config(draft_vocab_size=len(ids)))
     if method == "block":
         tensors = dflash_tensors(target, ids, markov=True)
-        tensors["confidence_head.proj.bias"] += 4  # long drafts
+        tensors["confidence_head.proj.bias"] = torch.tensor([0.5])  # drafts of several lengths
         return save_head(where, tensors, dflash_config(target, len(ids), markov=True, block_size=12))
     return random_head(where, target, ids)
