@@ -149,7 +149,7 @@ def dflash_tensors(
     tensors = {f"{name}.weight": 2 * torch.randn(shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}
     tensors |= {f"{name}.weight": 1 + 0.3 * torch.randn(size) for name, size in norms.items()}
     if markov:
-        tensors["confidence_head.proj.bias"] = torch.tensor([0.5])  # drafts of several lengths
+        tensors["confidence_head.proj.bias"] = torch.randn(1)
     if ids is not None:
         used = torch.zeros(target.vocab_size, dtype=torch.bool)
         used[ids] = True
