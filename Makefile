@@ -52,11 +52,11 @@ test-faults: $(READY_DEV) ## interrupt, damage and starve processes and connecti
 test-machines: ## set up and test the program in new Debian and Ubuntu systems, as root
 	@PYTHONPATH=tests $(or $(PYTHON),python3) -m fresh_machines $(ARGS)
 
-# A C file has mutants of universalmutator, a Python file those of mutmut.
-mutants: $(READY_DEV) ## change each expression of FILES, one at a time: a test must fail; repeated, it continues
-	@$(BIN)/python -c "import mutmut, universalmutator" 2>/dev/null || \
-		$(BIN)/python -m pip install --disable-pip-version-check -r requirements-mutants.txt
-	@OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m benchmarks.mutants $(FILES) $(ARGS)
+# Names of mutants, such as "specdemo.core.rules*"; all without it. `mutmut show NAME` prints the change.
+MUTANTS ?=
+mutants: $(READY_DEV) ## change each expression of core/ and drafters/, one at a time: a test must fail
+	@$(BIN)/python -c "import mutmut" 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check "mutmut>=3.8,<4"
+	@OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m mutmut run $(MUTANTS) $(ARGS)
 
 lint: $(READY_DEV) ## check style and formatting
 	@$(BIN)/ruff check .

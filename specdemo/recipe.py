@@ -19,6 +19,7 @@ from specdemo.models.spec import (
     COPY_FORMS,
     DTYPES,
     QUANTIZATIONS,
+    REMOVED_QUANTIZATIONS,
     SAME,
     HeadSpec,
     ModelSpec,
@@ -211,12 +212,15 @@ class RunOptions(OptionSet):
         "re-encode the text of a drafter of another vocabulary",
         applies="may_reencode",
     )
-    quantization: str = _model_option("none", "Quantisation of the target", choices=QUANTIZATIONS)
+    quantization: str = _model_option(
+        "none", "Quantisation of the target", choices=QUANTIZATIONS, removed=REMOVED_QUANTIZATIONS
+    )
     drafter_quantization: str = _drafter_option(
         "none",
         "Quantisation of the drafter",
         "quantisation of the drafter (same: int8 unless set)",
         choices=QUANTIZATIONS,
+        removed=REMOVED_QUANTIZATIONS,
         noun="quantization",
     )
     activations: str = _model_option(
