@@ -103,14 +103,16 @@ def test_other_models_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "has no 8-bit activations: choose auto or 16": lambda: ModelSpec("folder", activations="8"),
         r"8 needs a GGUF file: choose pair smollm2-135m, or auto": lambda: Recipe(activations="8"),
         r"activations '12'": lambda: Recipe(target="a.gguf", method="ar", activations="12"),
-        r"\(F16.gguf in float32 has no matrices in Q8_0, .*choose activations auto or 16": lambda: load(spec_of(floats)),
+        r"\(F16.gguf in float32 has no matrices in Q8_0, .*choose activations auto or 16": lambda: load(
+            spec_of(floats)
+        ),
         r"\(Q4_0.gguf in bfloat16 has": lambda: load(spec_of(integers, quantization="bf16").resolved()),
     }
     for sentence, call in refusals.items():
         with pytest.raises(UserError, match=sentence):
             call()
     monkeypatch.setattr("specdemo.models.gguf_checkpoint.uses_native_engine", lambda device: False)
-    with pytest.raises(UserError, match=r"the native engine does not run Q4_0.gguf on cpu\): choose activations auto or 16"):
+    with pytest.raises(UserError, match=r"the native engine does not run Q4_0.gguf on cpu\): choose activations auto"):
         plan_spec(spec_of(integers), 64)
 
 
