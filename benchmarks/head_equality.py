@@ -17,7 +17,8 @@ from benchmarks.tables import ROOT, publish, run_study, study_parser
 from specdemo.bench.table import Progress
 from specdemo.cli.arguments import at_least_one
 from specdemo.core.events import StepEvent
-from specdemo.generate import PromptOrChat, generate
+from specdemo.generate import generate
+from specdemo.models.chat_prompt import PromptOrChat
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import ChatMessage
 from specdemo.models.zoo import CHAT_PAIR

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from datetime import datetime
 from typing import Any
 from weakref import ref
 
@@ -13,6 +14,7 @@ class Conversation:
     """Key of the caches of a conversation, which are closed when it is deleted."""
 
     session: Any = None  # `RemoteSession`, if the target is a service
+    began: datetime | None = None  # time that its chat template reads
 
 
 class ChatCaches:
