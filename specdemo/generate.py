@@ -225,6 +225,7 @@ def _run(
         if recipe.cloud is not None and recipe.cloud.alone:
             pipeline = replace(pipeline, verifier=EdgeVerifier(pipeline.verifier))
         free = _free_positions(pipeline, tokens)
+        resources.pool.make_room(pipeline.caches, len(tokens) + min(running.max_tokens, free))
         start = read.start + _prepare(pipeline, running, len(tokens), free)
         yield Header(
             recipe=asdict(replace(recipe, template_options=read.options)),
