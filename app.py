@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):  # until the page handles them
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: os._exit(0))
 
 from specdemo import set_environment_defaults

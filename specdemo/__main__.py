@@ -9,7 +9,7 @@ from specdemo import set_environment_defaults
 
 def main() -> int:
     """Set the process-wide environment variables, then run the terminal; return the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # until a command handles them
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: os._exit(130))
     set_environment_defaults()  # torch reads the variables when it is imported
     from specdemo.cli import main as run_terminal

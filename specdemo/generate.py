@@ -78,10 +78,7 @@ def generate(
         raise UserError("the prompt is empty: type something to continue")
     if isinstance(pool, LoadedPair):
         recipe, pool = pool.bind(recipe), pool.pool
-    if recipe.chat and stores is not None:
-        conversation = stores.setdefault(CONVERSATION, Conversation())
-        conversation.began = conversation.began or datetime.now()
-        recipe = recipe.at(conversation.began)
+    recipe = _at_conversation(recipe, stores)
     running = recipe.running
     if running.ngram_keep and stores is None:
         raise UserError("ngram_keep has no effect without stores: pass the same dictionary as stores to every run")
@@ -103,10 +100,19 @@ def generate(
         recipe = replace(recipe, policy="fixed", gamma=gamma, gamma_min=None, gamma_max=None)
     if recipe.external is not None and (drafter or processors or prediction or logprobs is not None or names):
         raise UserError("drafters, processors, predictions and log-probabilities need a local target: omit external")
-    pool = ModelPool() if pool is None else pool
-    resources = Resources(pool, stores, drafter, tuple(processors), names, predicted, logprobs)
+    resources = Resources(
+        ModelPool() if pool is None else pool, stores, drafter, tuple(processors), names, predicted, logprobs
+    )
     run = run_external if recipe.external else run_local if running.cloud is None else run_edge_cloud
     yield from run(recipe, prompt, resources)
+
+
+def _at_conversation(recipe: Recipe, stores: Stores | None) -> Recipe:
+    if not recipe.chat or stores is None:
+        return recipe
+    conversation = stores.setdefault(CONVERSATION, Conversation())
+    conversation.began = conversation.began or datetime.now()
+    return recipe.at(conversation.began)
 
 
 def _predicted(prediction: str, gamma: int, target: Target, prompt: Sequence[int]) -> PredictedText:
@@ -225,8 +231,7 @@ def _run(
         if recipe.cloud is not None and recipe.cloud.alone:
             pipeline = replace(pipeline, verifier=EdgeVerifier(pipeline.verifier))
         free = _free_positions(pipeline, tokens)
-        resources.pool.make_room(pipeline.caches, len(tokens) + min(running.max_tokens, free))
-        start = read.start + _prepare(pipeline, running, len(tokens), free)
+        start = read.start + _prepare(resources.pool, pipeline, running, len(tokens), free)
         yield Header(
             recipe=asdict(replace(recipe, template_options=read.options)),
             prompt=read.text,
@@ -361,7 +366,8 @@ def _prefill(pipeline: Pipeline, tokens: Sequence[int], drafter: bool = False) -
         yield Loading("drafter: prompt" if drafter else "prompt", done, len(tokens))
 
 
-def _prepare(pipeline: Pipeline, recipe: Recipe, tokens: int, free: int) -> float:
+def _prepare(pool: ModelPool, pipeline: Pipeline, recipe: Recipe, tokens: int, free: int) -> float:
+    pool.free_memory_for(pipeline.caches, tokens + min(recipe.max_tokens, free))
     start = time.perf_counter()
     pipeline.prepare(recipe, tokens, tokens + min(recipe.max_tokens, free))
     return time.perf_counter() - start

@@ -121,9 +121,7 @@ def measure(
     drafting = next((recipe for recipe in recipes if recipe.drafter_spec and recipe.external is None), None)
     lanes: list[tuple[Recipe, str | None]] = [(recipe, None) for recipe in recipes]
     lanes += [(recipe, baseline) for recipe in ar for baseline in baselines]
-    pair = None
-    if baselines:
-        pair = Baselines(ar[0].target_spec, drafting.drafter_spec if drafting else None)
+    pair = Baselines(ar[0].target_spec, drafting.drafter_spec if drafting else None) if baselines else None
     order = list(range(len(lanes)))
     total = len(lanes) * sum(1 + len(prompt.later) for prompt in prompts) * repeat
 

@@ -15,8 +15,6 @@ from typing import Any
 from specdemo.cli.arguments import parser
 from specdemo.core.errors import FULL_DISK, UserError, write_error
 
-INTERRUPTED = 130  # exit code after SIGINT or SIGTERM
-
 
 @contextmanager
 def _compiling_engine() -> Iterator[None]:
@@ -52,7 +50,7 @@ def _execute(options: argparse.Namespace) -> int:
         except Exception:  # libraries convert the interrupt
             if not received:
                 raise
-            return INTERRUPTED
+            return 130
 
 
 def _command(name: str) -> Callable[[argparse.Namespace], int]:
@@ -75,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _execute(options)
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return 130
     except UserError as error:
         print(f"specdemo: {error}", file=sys.stderr)
         return 2

@@ -29,7 +29,8 @@ class ChatCaches:
         spare_bytes: Callable[[torch.device], int] = lambda device: 0,
     ) -> None:
         """Retain `budget_bytes`, or more if the device has `spare_bytes`."""
-        self._is_loaded, self._budget_bytes, self._spare_bytes = is_loaded, budget_bytes, spare_bytes
+        self._is_loaded, self._budget_bytes = is_loaded, budget_bytes
+        self._spare_bytes = spare_bytes
         self._caches: dict[ref[Conversation], dict[Hashable, CachedModel]] = {}
 
     @property

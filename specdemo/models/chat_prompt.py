@@ -1,8 +1,7 @@
 """Prompts of a run as tokens: texts, token ids, and conversations in the chat template of the model.
 
-Text of a message never becomes a control token: a mark is written into each of its control tokens before the template
-is rendered, and removed by the tokenizer after the control tokens of the template were recognised. Raw texts keep
-their control tokens.
+A mark in each control token of a message is removed after the tokenizer has recognised those of the template, so that
+text of a message never becomes a control token.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _unmarking: WeakKeyDictionary[PreTrainedTokenizerBase, Tokenizer] = WeakKeyDicti
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """Text and tokens of a prompt, the options that its template used, and the time before it was tokenised."""
+    """Prompt with the options that its template used and the time before it was tokenised."""
 
     text: str
     tokens: list[int]
@@ -97,20 +96,20 @@ def _render(
         messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _END}]
     special, written = _control_tokens(tokenizer, template)
     conversations = [messages]
-    if found := [token for token in written if any(token in text for text in _strings(messages))]:
+    if typed := [token for token in written if any(token in text for text in _strings(messages))]:
         if _MARK in "".join(_strings(messages)):
             raise UserError(f"the prompt contains the invalid character U+{ord(_MARK):04X}: remove it")
         # Templates look for some tokens in answers, such as the end of a thought.
-        own = [token for token in found if token in special]
+        own = [token for token in typed if token in special]
         conversations += [
-            [_marked(message, answers if message["role"] == "assistant" else found) for message in messages]
+            [_marked(message, answers if message["role"] == "assistant" else typed) for message in messages]
             for answers in (own, [])
         ]
     given = {CLOCK: "2000-01-01", **values}
     text, *variants = render_chat(template, conversations, tokenizer.special_tokens_map, given)
     marked = next((variant for variant in variants or [text] if variant.replace(_MARK, "") == text), None)
     if marked is None:
-        raise UserError(f"the chat template changes the control token {found[0]!r} of a message: remove it")
+        raise UserError(f"the chat template changes the control token {typed[0]!r} of a message: remove it")
     return (_cut(text), _cut(marked)) if continued else (text, marked)
 
 
@@ -147,7 +146,7 @@ def _unmarking_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[..., list
     """Return a tokenizer that removes marks between the search for control tokens and the search for words."""
     if not tokenizer.is_fast:
         raise UserError(
-            f"{type(tokenizer).__name__} cannot tell text from control tokens: remove them from the message"
+            f"{type(tokenizer).__name__} cannot separate text and control tokens: remove them from the message"
         )
     if tokenizer not in _unmarking:
         settings = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -159,7 +158,7 @@ def _unmarking_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[..., list
             "padding": None,
         }
         for token in settings["added_tokens"]:
-            token["normalized"] = False  # found before marks are removed
+            token["normalized"] = False  # typed before marks are removed
         _unmarking[tokenizer] = Tokenizer.from_str(json.dumps(settings))
     encoder = _unmarking[tokenizer]
     return lambda text, **options: encoder.encode(text, **options).ids

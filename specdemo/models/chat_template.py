@@ -1,13 +1,12 @@
 """Rendering of untrusted chat templates in a separate process with limits.
 
-A prompt depends on the template, the messages and the options only: random choices are seeded, and the clock is the
-option `strftime_now`.
+Random choices are seeded, and the clock is the option `strftime_now`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -72,10 +71,8 @@ def render_chat(
     return rendered
 
 
-def _texts(template: str, values: Mapping[str, Any], conversations: Sequence[Messages]) -> list[str]:
-    """Render like `apply_chat_template`, which takes a second to import. Undefined variables also equal none."""
-    import random
-
+def _environment(moment: datetime) -> Any:
+    """Return an environment like that of `apply_chat_template`, where undefined variables also equal none."""
     from jinja2 import ChainableUndefined, TemplateError, nodes
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension, loopcontrols
@@ -91,13 +88,13 @@ def _texts(template: str, values: Mapping[str, Any], conversations: Sequence[Mes
             return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
     class Sandbox(ImmutableSandboxedEnvironment):
-        """Environment that raises errors for unsafe attributes, also if they are not used."""
+        """Environment that refuses unsafe attributes, even unused."""
 
         def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
             raise SecurityError(f"access to {attribute!r} is unsafe")
 
     class Absent(ChainableUndefined):
-        """Undefined variable, which templates compare with none, like `tools` in a chat without tools."""
+        """Undefined variable, equal to none."""
 
         def __eq__(self, other: object) -> bool:
             return other is None or isinstance(other, Absent)
@@ -115,23 +112,26 @@ def _texts(template: str, values: Mapping[str, Any], conversations: Sequence[Mes
         return json.dumps(plain, ensure_ascii=ensure_ascii, **options)
 
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols], undefined=Absent)
-    moment = datetime.fromisoformat(str(values[CLOCK]))
     environment.filters["tojson"] = to_json
     environment.tests["none"] = lambda value: value is None or isinstance(value, Absent)
     environment.globals["raise_exception"] = refuse
     environment.globals[CLOCK] = moment.strftime
+    return environment
+
+
+def _texts(template: str, values: Mapping[str, Any], conversations: Sequence[Messages]) -> list[str]:
+    """Render like `apply_chat_template`, which takes a second to import."""
+    import random
+
+    program = _environment(datetime.fromisoformat(str(values[CLOCK]))).from_string(template)
     given = {name: value for name, value in values.items() if name != CLOCK}
-
-    def rendered() -> Iterator[str]:
-        program = environment.from_string(template)
-        for messages in conversations:
-            random.seed(0)
-            text = program.render({**given, "messages": messages})
-            if len(text) > _MAX_CHARACTERS:
-                raise ValueError(f"it produces {len(text):,} characters")
-            yield text
-
-    return list(rendered())
+    texts = []
+    for messages in conversations:
+        random.seed(0)
+        texts.append(program.render({**given, "messages": messages}))
+        if len(texts[-1]) > _MAX_CHARACTERS:
+            raise ValueError(f"it produces {len(texts[-1]):,} characters")
+    return texts
 
 
 if __name__ == "__main__":

@@ -212,7 +212,7 @@ class ModelPool:
         self._used[spec] = self._clock()
         return self._models[spec]
 
-    def make_room(self, caches: Sequence[CachedModel], length: int) -> None:
+    def free_memory_for(self, caches: Sequence[CachedModel], length: int) -> None:
         """Close the oldest conversations until `caches` can grow to `length` tokens."""
         needed: Counter[torch.device] = Counter()
         for cache in caches:
