@@ -78,8 +78,7 @@ def generate(
         raise UserError("the prompt is empty: type something to continue")
     if isinstance(pool, LoadedPair):
         recipe, pool = pool.bind(recipe), pool.pool
-    recipe = _at_conversation(recipe, stores)
-    running = recipe.running
+    running = (recipe := _at_conversation(recipe, stores)).running
     if running.ngram_keep and stores is None:
         raise UserError("ngram_keep has no effect without stores: pass the same dictionary as stores to every run")
     if drafter is not None and not METHODS[running.method].drafts:
@@ -100,9 +99,8 @@ def generate(
         recipe = replace(recipe, policy="fixed", gamma=gamma, gamma_min=None, gamma_max=None)
     if recipe.external is not None and (drafter or processors or prediction or logprobs is not None or names):
         raise UserError("drafters, processors, predictions and log-probabilities need a local target: omit external")
-    resources = Resources(
-        ModelPool() if pool is None else pool, stores, drafter, tuple(processors), names, predicted, logprobs
-    )
+    models = ModelPool() if pool is None else pool
+    resources = Resources(models, stores, drafter, tuple(processors), names, predicted, logprobs)
     run = run_external if recipe.external else run_local if running.cloud is None else run_edge_cloud
     yield from run(recipe, prompt, resources)
 

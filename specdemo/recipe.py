@@ -415,7 +415,7 @@ class Recipe(MethodOptions, RunOptions):
     """
 
     def at(self, now: datetime) -> Recipe:
-        """Return the recipe for a conversation or comparison at this time, unless the recipe contains one."""
+        """Return the recipe with this time for its template."""
         return replace(self, template_options=at_time(self.template_options, now)) if self.chat else self
 
     @property

@@ -28,7 +28,6 @@ class ChatCaches:
         budget_bytes: int = 1 << 30,
         spare_bytes: Callable[[torch.device], int] = lambda device: 0,
     ) -> None:
-        """Retain `budget_bytes`, or more if the device has `spare_bytes`."""
         self._is_loaded, self._budget_bytes = is_loaded, budget_bytes
         self._spare_bytes = spare_bytes
         self._caches: dict[ref[Conversation], dict[Hashable, CachedModel]] = {}
@@ -64,7 +63,7 @@ class ChatCaches:
         self._close_oldest(list(self._caches.items())[:-1], self.reserved_bytes - budget)
 
     def free(self, count: int, kind: str = "") -> bool:
-        """Close the oldest conversations, for `count` bytes of devices of a kind; return True if any was closed."""
+        """Close the oldest conversations for `count` bytes; return False without any."""
         return self._close_oldest(list(self._caches.items()), count, kind)
 
     def _close_oldest(self, entries: Iterable[tuple[ref[Conversation], Any]], count: int, kind: str = "") -> bool:

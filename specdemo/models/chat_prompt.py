@@ -1,4 +1,4 @@
-"""Prompts of a run as tokens: texts, token ids, and conversations in the chat template of the model.
+"""Prompts as tokens.
 
 A mark in each control token of a message is removed after the tokenizer has recognised those of the template, so that
 text of a message never becomes a control token.
@@ -50,10 +50,7 @@ def read_prompt(
     vocab_size: int,
     options: Sequence[str] = (),
 ) -> EncodedPrompt:
-    """Tokenise a prompt. With `chat`, a text is a user message, and `options` are variables of the template.
-
-    Raises `UserError`.
-    """
+    """Tokenise a prompt; with `chat`, a text is a user message. Raises `UserError`."""
     if is_encoded(prompt):
         ids = token_ids(prompt, chat, vocab_size)
         return EncodedPrompt(str(tokenizer.decode(ids)), ids, (), time.perf_counter())
@@ -90,7 +87,7 @@ def _without_clock(options: Sequence[str]) -> tuple[str, ...]:
 def _render(
     tokenizer: PreTrainedTokenizerBase, template: str, messages: Sequence[ChatMessage], values: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """Return the text, and the text with marks in the control tokens of messages."""
+    """Return the text without and with marks."""
     continued = bool(values.get(CONTINUE))
     if continued:
         messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _END}]
@@ -135,7 +132,7 @@ def _marked(message: ChatMessage, tokens: Collection[str]) -> ChatMessage:
 
 
 def _control_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[set[str], set[str]]:
-    """Return the special tokens, and those together with the other added tokens that the template writes."""
+    """Return the special tokens, and those with other added tokens of the template."""
     added = [token for token in tokenizer.added_tokens_decoder.values() if len(token.content) > 1]
     special = {token.content for token in added if token.special}
     others = {token.content for token in added if token.content in template and not token.content.isalnum()}
@@ -143,7 +140,7 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[
 
 
 def _unmarking_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[..., list[int]]:
-    """Return a tokenizer that removes marks between the search for control tokens and the search for words."""
+    """Return a tokenizer that removes marks after the search for control tokens."""
     if not tokenizer.is_fast:
         raise UserError(
             f"{type(tokenizer).__name__} cannot separate text and control tokens: remove them from the message"

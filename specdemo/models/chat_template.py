@@ -26,7 +26,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 def parse_options(texts: Sequence[str]) -> dict[str, Any]:
-    """Return the template variables of options NAME=VALUE; values are JSON or plain texts. Raises `UserError`."""
+    """Return the template variables of NAME=VALUE; values are JSON or text. Raises `UserError`."""
     if len(texts) > _MOST_OPTIONS or any(len(text) > _MOST_OPTION_CHARACTERS for text in texts):
         raise UserError(
             f"template_options has more than {_MOST_OPTIONS} values or {_MOST_OPTION_CHARACTERS:,} characters in a "
@@ -56,7 +56,6 @@ def format_options(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def at_time(texts: Sequence[str], now: datetime) -> tuple[str, ...]:
-    """Return options with the time that the template reads, unless they contain one."""
     timed = any(text.startswith(f"{CLOCK}=") for text in texts)
     return (*texts, *(() if timed else (f"{CLOCK}={now.isoformat(timespec='seconds')}",)))
 
@@ -64,7 +63,7 @@ def at_time(texts: Sequence[str], now: datetime) -> tuple[str, ...]:
 def render_chat(
     template: str, conversations: Sequence[Messages], tokens: Mapping[str, Any], options: Mapping[str, Any]
 ) -> list[str]:
-    """Render each of `conversations`, with special `tokens` and `options` as variables. Raises `UserError`."""
+    """Render each of `conversations`. Raises `UserError`."""
     values = {**tokens, "add_generation_prompt": not options.get(CONTINUE), **options}
     request = [template, values, conversations]
     rendered: list[str] = interruptible(lambda: _PROCESS.request(request, _WALL_SECONDS, "the chat template", _REMEDY))

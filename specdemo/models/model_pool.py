@@ -222,7 +222,6 @@ class ModelPool:
                 self._free_chats(count - free, device.type)
 
     def _free_chats(self, count: int, kind: str = "") -> bool:
-        """Free `count` bytes of devices of a kind; return False without conversations on them."""
         closed = self.chats.free(count, kind)
         if closed:
             for loaded in self._models.values():
