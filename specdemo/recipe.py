@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import partial
 from types import new_class
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from specdemo.core.policies import POLICIES, DraftLengths
 from specdemo.core.rules import DEFAULT_RULE, RULES, Rule, check_rule, rule_names
 from specdemo.drafters import METHODS, option_classes
 from specdemo.external.address import ENGINES, EngineAddress
+from specdemo.models.chat_template import at_time, parse_options
 from specdemo.models.spec import (
     ACTIVATION_BITS,
     COPY_FORMS,
@@ -249,6 +251,14 @@ class RunOptions(OptionSet):
     chat: bool = option(
         False, "Apply the chat template", "send the prompt as a user message in the model's chat template", group="Chat"
     )
+    template_options: tuple[str, ...] = option(
+        (),
+        "Options of the chat template",
+        "variable of the chat template, such as enable_thinking=false; may be repeated",
+        group="Chat",
+        flag="--template-option",
+        metavar="NAME=VALUE",
+    )
     skip_sample_adjustment: bool = _rule_option(
         False, "Sample corrections from p", "sample corrections from p, not from the residual", lossy=True
     )
@@ -339,6 +349,10 @@ def _sampling_fits(chosen: Recipe) -> None:
         raise UserError("stop_tokens has more than 64 ids: shorten the list")
 
 
+def _template_options_fit(chosen: Recipe) -> None:
+    parse_options(chosen.template_options)
+
+
 def _cloud_fits_method(chosen: Recipe) -> None:
     if chosen.cloud is None:
         return
@@ -394,7 +408,7 @@ else:
 @options(
     checks=(
         *(_models_fit, _activations_fit, _gamma_bounds_fit, _rule_fits),
-        *(_sampling_fits, _cloud_fits_method, _external_fits),
+        *(_sampling_fits, _template_options_fit, _cloud_fits_method, _external_fits),
     ),
     check_named=refuse_ineffective,
 )
@@ -403,6 +417,10 @@ class Recipe(MethodOptions, RunOptions):
 
     Raises `UserError` for invalid values, and for named options without effect unless copied by `dataclasses.replace`.
     """
+
+    def at(self, now: datetime) -> Recipe:
+        """Return the recipe with this time for its template."""
+        return replace(self, template_options=at_time(self.template_options, now)) if self.chat else self
 
     @property
     def gamma_bounds(self) -> tuple[int, int]:

@@ -53,6 +53,7 @@ _LIVE_SHARE = {"float32": 1.2, "bfloat16": 2.0, "float16": 2.0}
 _LIVE_SHARE_INT8 = 3.0  # LLM.int8() computes via int32 and float32
 _UNPACKED_COPIES = {8: 9, 4: 5}
 _RETAINED = 5_000_000
+ALL_DEVICES = "all devices"
 _COMPILED_BYTES = {"float32": 480_000, "bfloat16": 230_000}  # bytes of a oneDNN kernel
 _ROW_COUNTS = 8
 _SMALLER_FORMATS = ("bf16", "int8", "nf4")
@@ -243,7 +244,7 @@ def missing_bytes(plans: Sequence[MemoryPlan]) -> dict[str, tuple[int, int]]:
     """Return (required, free) bytes of devices with too little memory."""
     needed: dict[str, int] = {}
     for plan in plans:
-        device = "all devices" if plan.spec.device == SPREAD else plan.spec.device
+        device = ALL_DEVICES if plan.spec.device == SPREAD else plan.spec.device
         needed[device] = needed.get(device, 0) + plan.total
     for device in needed:  # models are loaded one after another
         needed[device] += max((plan.peak - plan.total for plan in plans if plan.spec.device == device), default=0)
@@ -283,7 +284,7 @@ def smaller(spec: ModelSpec) -> Iterator[ModelSpec]:
 
 
 def _free(device: str) -> int:
-    if device != "all devices":
+    if device != ALL_DEVICES:
         return free_bytes(torch.device(device))
     return free_bytes(torch.device("cpu")) + sum(
         free_bytes(torch.device("cuda", i)) for i in range(torch.cuda.device_count())

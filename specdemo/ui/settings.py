@@ -88,7 +88,7 @@ def recorded_settings(header: Header, compare: bool) -> Settings:
     if recipe.get("cloud"):
         wanted["mode"] = recipe["cloud"].get("mode", OFF)
     if recipe.get("chat"):  # the recorded prompt contains the template
-        wanted["chat"] = False
+        wanted |= {"chat": False, "template_options": plain["template_options"]}
     settings, _ = _valid(_changed(wanted, plain), plain, "auto")
     return {**plain, **settings, "prompt": header.prompt, "compare": compare}
 

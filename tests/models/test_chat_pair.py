@@ -21,8 +21,8 @@ from specdemo.cli.arguments import announce_pair, parser
 from specdemo.cli.run import recipe_of_flags
 from specdemo.core.errors import UserError
 from specdemo.loaded_pair import load_pair
+from specdemo.models.chat_prompt import read_prompt
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.tokenizer import prompt_text
 from specdemo.models.zoo import ASSETS, CHAT_PAIR, PAIRS, first_installed, first_with_drafter, offers
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
@@ -227,4 +227,4 @@ def test_an_empty_message_is_refused(message: str) -> None:
     tokenizer.chat_template = TEMPLATE
     for prompt in (message, [{"role": "user", "content": message}]):
         with pytest.raises(UserError, match="the prompt is empty: write a message"):
-            prompt_text(tokenizer, prompt, True)
+            read_prompt(tokenizer, prompt, True, 1000)

@@ -373,7 +373,7 @@ def test_no_capture_is_timed(
     found = BatchInvariance(True, pad, 1, {1: 1.0})
     monkeypatch.setattr("specdemo.models.load.check_invariance", lambda model: found)
     clock = SimpleNamespace(perf_counter=lambda: 100.0 * len(cuda.captures))
-    for module in ("specdemo.generate", "specdemo.worker"):
+    for module in ("specdemo.generate", "specdemo.models.chat_prompt", "specdemo.worker"):
         monkeypatch.setattr(sys.modules[module], "time", clock)
     for prompt in ("abcd", "a" * 250):
         events = list(run_recipe(Recipe(**{**pair, "max_tokens": 24, **changed}), prompt))
