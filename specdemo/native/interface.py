@@ -96,7 +96,7 @@ def _result_codes() -> Any:
     return IntEnum("Result", _ENUMS["result"], start=0)
 
 
-Result = _result_codes()  # of a pass; only DONE means that its logits are complete
+Result = _result_codes()  # DONE: the logits of a pass are complete
 
 
 class PassStopped(Exception):

@@ -6,35 +6,26 @@ Batch-invariant by construction: the bits of a row do not depend on the other ro
 from __future__ import annotations
 
 import ctypes
-import sys
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from specdemo.core.step import Draft
 from specdemo.models.engines.engine import Cache, Engine, Entry, doubled
-from specdemo.models.engines.generic import positions
-from specdemo.models.engines.native_chain import CHAIN_ROWS, ChainCall
+from specdemo.models.engines.native_pass import CHAIN_ROWS, NativePass, TextRows
 from specdemo.native.build import native_library, required_library
-from specdemo.native.interface import (
-    ModelStruct,
-    PassStruct,
-    Result,
-    TextStruct,
-    check_model,
-    check_result,
-)
-from specdemo.worker import Stopped, stop_flag
+from specdemo.native.interface import ModelStruct, TextStruct, check_model
 
 if TYPE_CHECKING:
     from specdemo.core.sampling import ChainSampler
 
 NATIVE_CHUNK = 256  # prompt rows per pass
 BLOCK = 16  # positions whose keys are stored together; capacities and stored values of a head are multiples
+_NO_DRAFT = Draft()
 
 
 def padded_dim(head_dim: int) -> int:
@@ -67,8 +58,8 @@ class NativeModel(Protocol):
     def struct(self, cache_dtype: torch.dtype) -> tuple[ModelStruct, Any]: ...
 
 
-def _last_position(entries: Sequence[_Text]) -> int:
-    return max(held + len(new) - len(draft) + draft.depth for _, new, held, draft in entries)
+def _last_position(texts: Sequence[TextRows]) -> int:
+    return max(rows.held + len(rows.new) - len(rows.draft) + rows.draft.depth for rows in texts)
 
 
 class NativeCache(Cache):
@@ -131,47 +122,6 @@ class NativeCache(Cache):
         return self.kv.nbytes + self.states.nbytes
 
 
-_Text: TypeAlias = tuple[NativeCache, list[int], int, Draft]  # an entry with a list
-
-
-class _Rows:
-    """Lists of the rows of a pass, see `pass` in `native/interface.h`."""
-
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.positions: list[int] = []
-        self._prefix: list[int] = []
-        self._extra: list[int] = []
-        self._starts = [0]
-
-    def add(self, new: list[int], held: int, draft: Draft) -> None:
-        """Append the rows of a text."""
-        rows = len(new)
-        self.ids += new
-        if draft.is_chain:
-            self.positions += range(held, held + rows)
-            self._prefix += range(held + 1, held + rows + 1)
-            self._starts += [len(self._extra)] * rows
-            return
-        text = held + rows - len(draft)  # length of the text before the draft
-        paths = [draft.path(node) for node in range(max(0, held - text), len(draft))]
-        self.positions += positions(rows, held, draft)
-        self._prefix += [*range(held + 1, text + 1), *[text] * len(paths)]
-        self._starts += [len(self._extra)] * (rows - len(paths))
-        for path in paths:
-            self._extra += [text + ancestor for ancestor in path]
-            self._starts.append(len(self._extra))
-
-    def packed(self, taps: tuple[int, ...]) -> tuple[array[int], list[int]]:
-        """Return all numbers, and the addresses of ids to `taps`."""
-        numbers = array("i", [*self.ids, *self.positions, *self._prefix, *self._starts, *taps, *self._extra])
-        rows, size = len(self.ids), numbers.itemsize
-        first = numbers.buffer_info()[0]
-        starts = first + size * 3 * rows
-        listed = starts + size * (rows + 1)
-        return numbers, [first, first + size * rows, first + size * 2 * rows, listed + size * len(taps), starts, listed]
-
-
 class NativeEngine(Engine[NativeCache]):
     """Passes of a native model on a CPU."""
 
@@ -186,7 +136,7 @@ class NativeEngine(Engine[NativeCache]):
         self._angles = model.rotation(0)
         self._library, self._model = required_library(), model
         self._structs: dict[torch.dtype, tuple[ModelStruct, object]] = {}
-        self._calls: defaultdict[tuple[torch.dtype, tuple[int, ...]], list[ChainCall]] = defaultdict(list)  # idle
+        self._passes: defaultdict[tuple[torch.dtype, tuple[int, ...]], list[NativePass]] = defaultdict(list)  # idle
 
     @property
     def weight_bytes(self) -> int:
@@ -208,7 +158,7 @@ class NativeEngine(Engine[NativeCache]):
 
     def run(self, entries: Sequence[Entry[NativeCache]]) -> list[Tensor]:
         outputs: list[Tensor] = []
-        group: list[_Text] = []
+        group: list[TextRows] = []
         rows = 0
         for cache, new, held, draft in entries:
             rest = new.tolist() if isinstance(new, Tensor) else new
@@ -216,17 +166,17 @@ class NativeEngine(Engine[NativeCache]):
                 surplus -= surplus % NATIVE_CHUNK
                 self.fill(cache, rest[:surplus], held)
                 rest, held = rest[surplus:], held + surplus
-            if group and (rows + len(rest) > NATIVE_CHUNK or cache.form != group[0][0].form):
+            if group and (rows + len(rest) > NATIVE_CHUNK or cache.form != group[0].cache.form):
                 outputs += self._call(group)
                 group, rows = [], 0
-            group.append((cache, rest, held, draft))
+            group.append(TextRows(cache, rest, held, draft, min(len(rest), len(draft) + 1)))
             rows += len(rest)
         return outputs + self._call(group)
 
     def fill(self, cache: NativeCache, new: list[int], held: int) -> None:
         """Add rows without logits."""
         for first in range(0, len(new), NATIVE_CHUNK):
-            self._call([(cache, new[first : first + NATIVE_CHUNK], held + first, Draft())], 0)
+            self._call([TextRows(cache, new[first : first + NATIVE_CHUNK], held + first, _NO_DRAFT, 0)])
 
     def sample_chain(
         self,
@@ -249,84 +199,49 @@ class NativeEngine(Engine[NativeCache]):
             return None
         if (uniforms := sampler.uniforms(count)) is None:
             return None
-        call = self._chain_call(cache, new, held, end)
-        tokens = call.sample(sampler, uniforms, count, ids, threshold, one_pass)
-        cache.length = end if one_pass else held + len(new) + call.passes - 1
-        self._release(call, cache)
+        cache.reserve(end)
+        described = self._described([TextRows(cache, new, held, _NO_DRAFT, count if one_pass else 1)])
+        tokens = described.sample(sampler, uniforms, count, ids, threshold, one_pass)
+        cache.length = end if one_pass else held + len(new) + described.passes - 1
+        self._passes[cache.form].append(described)
         return tokens
 
-    def _chain_call(self, cache: NativeCache, new: list[int], held: int, end: int) -> ChainCall:
-        """Return an idle call for the rows `new` of a chain that ends at position `end`."""
-        cache.reserve(end)
-        try:
-            call = self._calls[cache.form].pop()  # pop and append are atomic: threads need no lock
-        except IndexError:
-            call = ChainCall(self._library, self._struct(cache.kv.dtype), cache.taps)
-        call.set_rows(new, held, self._rotations(cache.capacity), cache.threads, self.times)
-        cache.describe(call.text)
-        return call
-
-    def _release(self, call: ChainCall, cache: NativeCache) -> None:
-        self._calls[cache.form].append(call)
-
-    def _call(self, entries: Sequence[_Text], most: int = sys.maxsize) -> list[Tensor]:
-        """Return the logits of the last rows of each entry, of `most` rows at most."""
-        counts = [min(len(new), len(draft) + 1, most) for _, new, _, draft in entries]
-        end = max(held + len(new) for _, new, held, _ in entries)
-        if end > (limit := self._model.position_limit) and _last_position(entries) > limit:
+    def _call(self, texts: Sequence[TextRows]) -> list[Tensor]:
+        """Return the logits of the last rows of each text."""
+        end = max(rows.held + len(rows.new) for rows in texts)
+        if end > (limit := self._model.position_limit) and _last_position(texts) > limit:
             raise ValueError(f"the model has {limit} positions")
-        logits, chain = torch.empty(sum(counts), self._model.outputs, dtype=torch.float32), None
-        cache, new, held, draft = entries[0]
-        if len(entries) == 1 and len(new) <= CHAIN_ROWS and draft.is_chain:
-            chain = self._chain_call(cache, new, held, end)
-            described = chain.described(logits)
-        else:
-            described, references = self._described(entries, counts, logits)
-        result = self._library.run_pass(ctypes.byref(described))
-        if result == Result.STOPPED:
-            raise Stopped
-        check_result(self._library, result, described)
-        if chain:
-            self._release(chain, cache)
-        for cache, new, held, _ in entries:
-            cache.length = held + len(new)
-        if len(entries) == 1:
+        for rows in texts:
+            rows.cache.reserve(rows.held + len(rows.new))
+        counts = [rows.last for rows in texts]
+        logits = torch.empty(sum(counts), self._model.outputs, dtype=torch.float32)
+        described = self._described(texts)
+        described.struct.logits = logits.data_ptr()
+        described.check(self._library.run_pass(ctypes.byref(described.struct)))
+        if described.reusable:
+            self._passes[texts[0].cache.form].append(described)
+        for rows in texts:
+            rows.cache.length = rows.held + len(rows.new)
+        if len(texts) == 1:
             return [logits]
         return [rows.clone() for rows in logits.split(counts)]  # views would retain all
 
-    def _described(
-        self, entries: Sequence[_Text], counts: Sequence[int], logits: Tensor
-    ) -> tuple[PassStruct, list[object]]:
-        """Describe a pass over any rows; return the objects that it points to."""
-        texts, rows = (TextStruct * len(entries))(), _Rows()
-        for text, (cache, new, held, draft), last in zip(texts, entries, counts, strict=True):
-            cache.reserve(held + len(new))
-            rows.add(new, held, draft)
-            text.held, text.rows = held, len(new)
-            text.last = last
-            cache.describe(text)
-        count = len(rows.ids)
-        cosines, sines = self._rotations(max(max(rows.positions) + 1, cache.capacity))
-        numbers, addresses = rows.packed(cache.taps)
-        struct = self._struct(cache.kv.dtype)
-        scratch = torch.empty(self._library.scratch_floats(ctypes.byref(struct), count), dtype=torch.float32)
-        return PassStruct(
-            ctypes.addressof(struct),
-            ctypes.addressof(texts),
-            cosines.data_ptr(),
-            sines.data_ptr(),
-            *addresses,
-            logits.data_ptr(),
-            scratch.data_ptr(),
-            stop_flag().address,
-            self.times and self.times.buffer_info()[0],
-            *(len(entries), count, len(cosines), len(cache.taps), cache.threads),
-        ), [texts, numbers, scratch, cosines, sines]
+    def _described(self, texts: Sequence[TextRows]) -> NativePass:
+        """Describe a pass: an idle one if it has few rows, otherwise a new one."""
+        cache, count = texts[0].cache, sum(len(rows.new) for rows in texts)
+        idle = self._passes[cache.form] if count <= CHAIN_ROWS else []
+        try:
+            described = idle.pop()  # pop and append are atomic: threads need no lock
+        except IndexError:
+            described = NativePass(self._library, self._struct(cache.kv.dtype), cache.taps, max(count, CHAIN_ROWS))
+        angles = self._rotations(max(rows.cache.capacity for rows in texts))
+        described.describe(texts, angles, cache.threads, self.times)
+        return described
 
     def describe_again(self) -> None:
         """Read the structure of the model again, whose number of outputs has changed."""
         self._structs.clear()
-        self._calls.clear()
+        self._passes.clear()
 
     def _rotations(self, count: int) -> tuple[Tensor, Tensor]:
         cosines, sines = self._angles

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from specdemo.core.step import Draft
 from specdemo.models.engines.engine import Entry
 from specdemo.models.engines.head import BlockWeights, HeadCache, check_token
-from specdemo.models.engines.native_chain import CHAIN_ROWS
 from specdemo.models.engines.native_head import NativeHead, NativeHeadCache, NativeHeadWeights
 from specdemo.models.engines.native_matrix import Joined, NativeMatrix
+from specdemo.models.engines.native_pass import CHAIN_ROWS
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.native.build import required_library
 from specdemo.native.interface import BlockSlotsStruct, ModelStruct, TextStruct
