@@ -228,13 +228,13 @@ class NativeEngine(Engine[NativeCache]):
 
     def _described(self, texts: Sequence[TextRows]) -> NativePass:
         """Describe a pass: an idle one if it has few rows, otherwise a new one."""
-        cache, count = texts[0].cache, sum(len(rows.new) for rows in texts)
+        cache, count = texts[0].cache, sum([len(rows.new) for rows in texts])
         idle = self._passes[cache.form] if count <= CHAIN_ROWS else []
         try:
             described = idle.pop()  # pop and append are atomic: threads need no lock
         except IndexError:
             described = NativePass(self._library, self._struct(cache.kv.dtype), cache.taps, max(count, CHAIN_ROWS))
-        angles = self._rotations(max(rows.cache.capacity for rows in texts))
+        angles = self._rotations(max([rows.cache.capacity for rows in texts]))
         described.describe(texts, angles, cache.threads, self.times)
         return described
 

@@ -75,7 +75,8 @@ class NativePass:
         self, texts: Sequence[TextRows], angles: tuple[Tensor, Tensor], threads: int, times: array[int] | None
     ) -> None:
         """Describe the rows of `texts`; `angles`: cosines and sines; `times`: see `pass` in `native/interface.h`."""
-        count, extra, described = 0, list[int](), self.struct
+        described, count = self.struct, 0
+        extra: list[int] = []
         for text, rows in zip(self._texts, texts, strict=False):
             self._set_rows(count, rows, extra)
             count += len(rows.new)
@@ -105,8 +106,8 @@ class NativePass:
         end = first + count
         self._ids[first:end] = new
         if draft.is_chain:
-            self._positions[first:end] = range(held, held + count)
-            self._prefix[first:end] = range(held + 1, held + count + 1)
+            self._positions[first:end] = [*range(held, held + count)]
+            self._prefix[first:end] = [*range(held + 1, held + count + 1)]
             self._starts[first + 1 : end + 1] = [len(extra)] * count
             return
         text = held + count - len(draft)  # length of the text before the draft
