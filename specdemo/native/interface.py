@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 SOURCES = Path(__file__).parent
-_HEADERS = ("interface.h", "formats.h")  # those that Python reads
+_HEADERS = ("interface.h", "formats.h")  # read by Python
 _Structure = TypeVar("_Structure", bound=type[ctypes.Structure])
 _Type: TypeAlias = type[Any]
 
 
 def header_digest(folder: Path) -> int:
-    """Return a number of 60 bits that identifies the headers in `folder`, for the compiler and for `declare`."""
+    """Return 60 bits of the digest of the headers in `folder`."""
     texts = [(folder / name).read_bytes() for name in _HEADERS]
     return int(hashlib.sha256(b"\0".join(texts)).hexdigest()[:15], 16)
 
@@ -146,7 +146,7 @@ def _result_type(declared: str) -> _Type | None:
 
 
 def _argument_type(declared: str) -> _Type:
-    """Return the type of an argument: structures are passed by pointer, arrays by address."""
+    """Structures are passed by pointer, arrays by address."""
     kind = declared.strip().removeprefix("const ").split()[0]
     if "*" not in declared:
         return _types[kind]

@@ -180,7 +180,7 @@ def residual_probs(p: Tensor, q: Tensor, weight: float) -> Tensor:
 
 
 def sparse_residual_probs(p: Tensor, ids: Tensor, q: Tensor, weight: float) -> Tensor:
-    """Return the same for `q` `[k]` of tokens `ids` `[k]`."""
+    """Like `residual_probs`, with `q` `[k]` of tokens `ids` `[k]`."""
     if not (supports(p, q) and _are_native_ids(ids)):
         return _normalised(p.scatter(0, ids, (p[ids] - q / weight).clamp_(min=0)), p)
     result = torch.empty_like(p)

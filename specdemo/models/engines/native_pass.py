@@ -15,15 +15,15 @@ from torch import Tensor
 
 from specdemo.core.step import Draft
 from specdemo.models.engines.generic import positions
+from specdemo.models.engines.native_cache import NativeCache
 from specdemo.native.interface import ChainStruct, ModelStruct, PassStruct, Result, TextStruct, check_result
 from specdemo.worker import Stopped, stop_flag
 
 if TYPE_CHECKING:
     from specdemo.core.sampling import ChainSampler
-    from specdemo.models.engines.native import NativeCache
 
 CHAIN_ROWS = 16
-_TOKENS = 16  # initial size of the buffers for drafted tokens
+_TOKENS = 16  # initial buffers for drafted tokens
 
 
 class TextRows(NamedTuple):
@@ -41,7 +41,7 @@ def _integers(count: int) -> Any:
 
 
 class NativePass:
-    """Pass over at most `rows` rows, and a chain that is drafted from it; a call at a time."""
+    """Pass over at most `rows` rows, and its drafted chain; a call at a time."""
 
     def __init__(self, library: ctypes.CDLL, model: ModelStruct, taps: Sequence[int], rows: int) -> None:
         self._library, self._outputs = library, model.head.outputs
@@ -68,13 +68,13 @@ class NativePass:
             tap_count=len(taps),
         )
         self._chain: ChainStruct | None = None
-        self.passes = 0  # of the drafted chain
+        self.passes = 0
         self.reusable = rows <= CHAIN_ROWS
 
     def describe(
         self, texts: Sequence[TextRows], angles: tuple[Tensor, Tensor], threads: int, times: array[int] | None
     ) -> None:
-        """Describe the rows of `texts`; `angles`: cosines and sines; `times`: see `pass` in `native/interface.h`."""
+        """Describe `texts`; `angles`: cosines and sines; `times`: see `pass` in `native/interface.h`."""
         described, count = self.struct, 0
         extra: list[int] = []
         for text, rows in zip(self._texts, texts, strict=False):
@@ -101,10 +101,10 @@ class NativePass:
 
     def _set_rows(self, first: int, rows: TextRows, extra: list[int]) -> None:
         """Set the rows of a text from row `first` on; append their further visible positions to `extra`."""
-        new, held, draft = rows.new, rows.held, rows.draft
-        count = len(new)
+        held, draft = rows.held, rows.draft
+        count = len(rows.new)
         end = first + count
-        self._ids[first:end] = new
+        self._ids[first:end] = rows.new
         if draft.is_chain:
             self._positions[first:end] = [*range(held, held + count)]
             self._prefix[first:end] = [*range(held + 1, held + count + 1)]
