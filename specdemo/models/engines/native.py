@@ -32,8 +32,8 @@ def uses_native_engine(device: torch.device) -> bool:
     return device.type == "cpu" and isinstance(native_library(), ctypes.CDLL)
 
 
-def _last_position(texts: Sequence[TextRows]) -> int:
-    return max(rows.held + len(rows.new) - len(rows.draft) + rows.draft.depth for rows in texts)
+def _last_position(rows: TextRows) -> int:
+    return rows.held + len(rows.new) - len(rows.draft) + rows.draft.depth
 
 
 class NativeEngine(Engine[NativeCache]):
@@ -114,7 +114,8 @@ class NativeEngine(Engine[NativeCache]):
         if (uniforms := sampler.uniforms(count)) is None:
             return None
         cache.reserve(end)
-        described = self._described([TextRows(cache, new, held, _NO_DRAFT, count if one_pass else 1)])
+        rows = TextRows(cache, new, held, _NO_DRAFT, count if one_pass else 1)
+        described = self._described([rows], len(new), cache.capacity)
         tokens = described.sample(sampler, uniforms, count, ids, threshold, one_pass)
         cache.length = end if one_pass else held + len(new) + described.passes - 1
         self._passes[cache.form].append(described)
@@ -122,14 +123,18 @@ class NativeEngine(Engine[NativeCache]):
 
     def _call(self, texts: Sequence[TextRows]) -> list[Tensor]:
         """Return the logits of the last rows of each text."""
-        end = max(rows.held + len(rows.new) for rows in texts)
-        if end > (limit := self._model.position_limit) and _last_position(texts) > limit:
-            raise ValueError(f"the model has {limit} positions")
+        limit = self._model.position_limit
+        count = capacity = 0
         for rows in texts:
-            rows.cache.reserve(rows.held + len(rows.new))
+            end = rows.held + len(rows.new)
+            if end > limit and _last_position(rows) > limit:
+                raise ValueError(f"the model has {limit} positions")
+            rows.cache.reserve(end)
+            count += len(rows.new)
+            capacity = max(capacity, rows.cache.capacity)
         counts = [rows.last for rows in texts]
         logits = torch.empty(sum(counts), self._model.outputs, dtype=torch.float32)
-        described = self._described(texts)
+        described = self._described(texts, count, capacity)
         described.struct.logits = logits.data_ptr()
         described.check(self._library.run_pass(ctypes.byref(described.struct)))
         if described.reusable:
@@ -140,16 +145,15 @@ class NativeEngine(Engine[NativeCache]):
             return [logits]
         return [rows.clone() for rows in logits.split(counts)]  # views would retain all
 
-    def _described(self, texts: Sequence[TextRows]) -> NativePass:
+    def _described(self, texts: Sequence[TextRows], count: int, capacity: int) -> NativePass:
         """Return an idle or new description of a pass."""
-        cache, count = texts[0].cache, sum([len(rows.new) for rows in texts])
+        cache = texts[0].cache
         idle = self._passes[cache.form] if count <= CHAIN_ROWS else []
         try:
             described = idle.pop()  # pop and append are atomic: threads need no lock
         except IndexError:
             described = NativePass(self._library, self._struct(cache.kv.dtype), cache.taps, max(count, CHAIN_ROWS))
-        angles = self._rotations(max([rows.cache.capacity for rows in texts]))
-        described.describe(texts, angles, cache.threads, self.times)
+        described.describe(texts, self._rotations(capacity), cache.threads, self.times)
         return described
 
     def describe_again(self) -> None:
