@@ -78,31 +78,42 @@ def generate(
         raise UserError("the prompt is empty: type something to continue")
     if isinstance(pool, LoadedPair):
         recipe, pool = pool.bind(recipe), pool.pool
-    running = (recipe := _at_conversation(recipe, stores)).running
-    if running.ngram_keep and stores is None:
-        raise UserError("ngram_keep has no effect without stores: pass the same dictionary as stores to every run")
-    if drafter is not None and not METHODS[running.method].drafts:
-        raise UserError(f"method {running.method} does not draft: choose another method to use a drafter with it")
-    if processors and running.cloud is not None:
-        raise UserError("custom logits processors need a local target: omit them, or choose mode off")
-    if names is not None and (running.cloud is None or "names" not in running.cloud.gates):
-        raise UserError("names has no effect without gate names: add names to the gates of a remote target")
-    if logprobs is not None and METHODS[running.method].verifier is not None:
-        raise UserError(f"method {running.method} has no log-probabilities of tokens: choose another method")
-    predicted = None
+    pool = ModelPool() if pool is None else pool
+    recipe = _at_conversation(recipe, stores)
+    resources = Resources(pool, stores, drafter, tuple(processors), names, logprobs=logprobs)
     if prediction:
-        if not METHODS[running.method].drafts:
-            raise UserError(f"method {running.method} does not draft: choose another method, or omit the prediction")
-        policy = METHODS[running.method].policy
-        predicted = partial(_predicted, prediction, policy(recipe).gamma if policy else recipe.gamma)
-        gamma = max(recipe.gamma, LONGEST_COPY)
-        recipe = replace(recipe, policy="fixed", gamma=gamma, gamma_min=None, gamma_max=None)
-    if recipe.external is not None and (drafter or processors or prediction or logprobs is not None or names):
-        raise UserError("drafters, processors, predictions and log-probabilities need a local target: omit external")
-    models = ModelPool() if pool is None else pool
-    resources = Resources(models, stores, drafter, tuple(processors), names, predicted, logprobs)
-    run = run_external if recipe.external else run_local if running.cloud is None else run_edge_cloud
+        recipe, resources = _with_prediction(recipe, resources, prediction)
+    _refuse_ineffective_objects(recipe, resources)
+    run = run_external if recipe.external else run_local if recipe.running.cloud is None else run_edge_cloud
     yield from run(recipe, prompt, resources)
+
+
+def _with_prediction(recipe: Recipe, resources: Resources, prediction: str) -> tuple[Recipe, Resources]:
+    method = METHODS[recipe.running.method]
+    if not method.drafts:
+        raise UserError(f"method {method.name} does not draft: choose another method, or omit the prediction")
+    gamma = method.policy(recipe).gamma if method.policy else recipe.gamma
+    longest = max(recipe.gamma, LONGEST_COPY)
+    recipe = replace(recipe, policy="fixed", gamma=longest, gamma_min=None, gamma_max=None)
+    return recipe, replace(resources, predict=partial(_predicted, prediction, gamma))
+
+
+def _refuse_ineffective_objects(recipe: Recipe, resources: Resources) -> None:
+    running, given = recipe.running, resources
+    method = METHODS[running.method]
+    if running.ngram_keep and given.stores is None:
+        raise UserError("ngram_keep has no effect without stores: pass the same dictionary as stores to every run")
+    if given.drafter is not None and not method.drafts:
+        raise UserError(f"method {method.name} does not draft: choose another method to use a drafter with it")
+    if given.processors and running.cloud is not None:
+        raise UserError("custom logits processors need a local target: omit them, or choose mode off")
+    if given.names is not None and (running.cloud is None or "names" not in running.cloud.gates):
+        raise UserError("names has no effect without gate names: add names to the gates of a remote target")
+    if given.logprobs is not None and method.verifier is not None:
+        raise UserError(f"method {method.name} has no log-probabilities of tokens: choose another method")
+    local = (given.drafter, given.processors or None, given.predict, given.logprobs, given.names)
+    if recipe.external is not None and any(value is not None for value in local):
+        raise UserError("drafters, processors, predictions and log-probabilities need a local target: omit external")
 
 
 def _at_conversation(recipe: Recipe, stores: Stores | None) -> Recipe:

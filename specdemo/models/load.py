@@ -15,7 +15,6 @@ from transformers.utils import logging
 
 from specdemo.core.decode import Verifier
 from specdemo.core.errors import UserError
-from specdemo.core.sampling import largest
 from specdemo.core.step import Draft
 from specdemo.core.target import TargetContext
 from specdemo.core.verifier import ModelVerifier, configured_rule
@@ -44,6 +43,7 @@ from specdemo.models.tokenizer import check_ids
 from specdemo.models.tokenizer_check import open_tokenizer
 from specdemo.models.untrusted import check_tensors, check_weight_count, converts_errors, model_errors
 from specdemo.native.build import NativeUnavailable, native_library
+from specdemo.native.sampling import largest_logits
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ def load(
     with closing(CachedModel(model)) as cached:
         if warm:
             with cached.engine.recording_disabled():  # CUDA graphs are recorded only in the device thread
-                largest(cached.score([0], Draft.chain((0,))))
+                largest_logits(cached.score([0], Draft.chain((0,))))
         return LoadedModel(spec, model, tokenizer, cached.weight_bytes, engine, warm)
 
 

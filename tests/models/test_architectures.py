@@ -13,6 +13,7 @@ import torch
 from fakes.tiny_models import CONFIGS, CONTEXT, Counting, ForestDrafter, blurred, committed, run, tiny_model
 from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 
+from specdemo.core import sampling as core_sampling
 from specdemo.core.decode import DraftBudget, Drafter, EmptyDrafter
 from specdemo.core.errors import UserError
 from specdemo.core.metrics import Metrics
@@ -225,7 +226,8 @@ def test_chains_are_equal_and_host_synchronisation_is_independent_of_length(
     kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, _, lean = kind.partition(" ")
-    monkeypatch.setattr(native_sampling, "supports", lambda x: False)
+    monkeypatch.setattr(core_sampling, "is_on_host", lambda x: False)
+    monkeypatch.setattr(native_sampling, "supports", lambda *tensors: False)
     model: Any = LlamaWeights(tiny_model(kind)) if lean else tiny_model(kind)
     sampling, reads = SamplingParams(temperature=temperature), Counter()
 
