@@ -40,7 +40,7 @@ from specdemo.models.llama_checkpoint import read_checkpoint
 from specdemo.models.memory import drop_mapped_files, free_bytes, given_back_at_once
 from specdemo.models.quantization import check_quantization, load_options, skeleton
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device, is_gguf
-from specdemo.models.tokenizer import check_ids
+from specdemo.models.tokenizer import check_ids, turn_end
 from specdemo.models.tokenizer_check import open_tokenizer
 from specdemo.models.untrusted import check_tensors, check_weight_count, converts_errors, model_errors
 from specdemo.native.build import NativeUnavailable, native_library
@@ -154,7 +154,8 @@ class LoadedModel:
     def stop(self) -> frozenset[int]:
         ids = getattr(self.model.generation_config, "eos_token_id", None)
         listed = ids if isinstance(ids, list) else [ids]
-        return frozenset(i for i in (*listed, self.tokenizer.eos_token_id) if i is not None)
+        ends = (*listed, self.tokenizer.eos_token_id, turn_end(self.tokenizer))
+        return frozenset(token for token in ends if token is not None)
 
 
 @converts_errors
@@ -185,6 +186,7 @@ def load(
         if warm:
             with cached.engine.recording_disabled():  # CUDA graphs are recorded only in the device thread
                 largest(cached.score([0], Draft.chain((0,))))
+        turn_end(tokenizer)  # now, since it starts a process
         return LoadedModel(spec, model, tokenizer, cached.weight_bytes, engine, warm)
 
 

@@ -16,12 +16,16 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
 from specdemo.core.errors import UserError, check_unicode
+from specdemo.core.stop_text import StopTexts
 from specdemo.models.chat_template import render_chat
+from specdemo.models.gguf_tokenizer import CHATS_BEGIN
 from specdemo.models.untrusted import model_errors
 
 UNFINISHED = "\ufffd"  # decoded form of an incomplete character
+_ANSWER = "An answer."
 _WINDOW = 6  # tokens of left context: 4 bytes and a space
 _largest_ids: WeakKeyDictionary[PreTrainedTokenizerBase, int] = WeakKeyDictionary()
+_turn_ends: WeakKeyDictionary[PreTrainedTokenizerBase, int | None] = WeakKeyDictionary()
 _byte_ids: WeakKeyDictionary[PreTrainedTokenizerBase, frozenset[int]] = WeakKeyDictionary()
 
 
@@ -113,9 +117,45 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[ChatM
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool, vocab_size: int) -> list[int]:
     with model_errors("the tokenizer", "cannot encode the prompt"):
         tokens = tokenizer.encode(text, add_special_tokens=not chat)
+        tokens = _with_one_bos(tokenizer, tokens, chat)
     if not tokens:
         raise UserError("the tokenizer finds no tokens in the prompt: change it, or choose another model")
     return check_ids(tokens, vocab_size)
+
+
+def _with_one_bos(tokenizer: PreTrainedTokenizerBase, tokens: list[int], chat: bool) -> list[int]:
+    """Return the tokens with one BOS if the tokenizer adds it, or the file of a chat demands it, or the text has it."""
+    bos = tokenizer.encode("")[:1]
+    if chat and tokenizer.init_kwargs.get(CHATS_BEGIN):
+        tokens = bos + tokens
+    written = next((i for i, token in enumerate(tokens) if [token] != bos), len(tokens))
+    return tokens[max(0, written - 1) :]
+
+
+def stop_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> StopTexts:
+    """Return stop texts, which may contain special tokens."""
+    added = tokenizer.added_tokens_decoder.items() if texts else ()
+    return StopTexts(texts, {token: mark.content for token, mark in added if mark.special})
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the token that the chat template writes after an answer, if it is a mark and not text."""
+    if tokenizer not in _turn_ends:
+        _turn_ends[tokenizer] = _find_turn_end(tokenizer)
+    return _turn_ends[tokenizer]
+
+
+def _find_turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    messages = [{"role": role, "content": _ANSWER} for role in ("user", "assistant", "user")]
+    try:
+        written = prompt_text(tokenizer, messages, True).split(_ANSWER)
+    except UserError:  # without template, or with one for other conversations
+        return None
+    following = written[2].lstrip() if len(written) == 4 else ""
+    mark, vocabulary = re.match(r"<[^<>\s]+>", following), tokenizer.get_vocab()
+    texts = [*tokenizer.get_added_vocab(), *([mark[0]] if mark else [])]
+    ends = [text for text in texts if text in vocabulary and following.startswith(text)]
+    return vocabulary[max(ends, key=len)] if ends else None
 
 
 def token_ids(prompt: Sequence[Any], chat: bool, vocab_size: int) -> list[int]:
