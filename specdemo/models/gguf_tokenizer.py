@@ -29,12 +29,20 @@ _END_TEXTS = (
     *("<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>"),
     *("<end_of_turn>", "<end_of_utterance>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>"),
 )
-_CALLS, _PLAIN_S = {"<|call|>", "<|calls|>"}, {"<|tool_response>", "<|plamo:eos|>"}
+_CALLS, _PARTS = frozenset(("<|call|>", "<|calls|>")), frozenset(("<|return|>", "<|flush|>"))
+_OTHER_ENDS = frozenset(("<|tool_response>", "<|plamo:eos|>"))
+_SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 _FILL_TEXTS = {  # names of the tokens whose id a file does not contain
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
+_FILL_MARKS = (
+    *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>", "<|code_prefix|>"),
+    *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>"),
+    *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>"),
+    *("<|prefix|>", "<|suffix|>", "<|middle|>"),
+)
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -152,19 +160,20 @@ def _read_vocabulary(file: GgufFile) -> _Vocabulary:
         if ids[name] is None:
             ids[name] = min((positions[text] for text in texts if text in positions), default=None)
     types = _lengthened(file, "tokenizer.ggml.token_type", len(tokens), _NORMAL)
-    for text in (*_END_TEXTS, *chain(*_FILL_TEXTS.values())):
-        if text in positions:
-            types[positions[text]] = _CONTROL
-    ends = {positions[text] for text in _END_TEXTS if text in positions} | {ids[name] for name in _END_IDS}
-    ends -= {positions[text] for text in _no_ends({tokens[end] for end in ends if end is not None})}
-    named = stored if kind == "gpt2" else ids
-    return _Vocabulary(file, tokens, types, ids, named, frozenset(end for end in ends if end is not None), rule)
-
-
-def _no_ends(ends: set[str]) -> set[str]:
-    """Return ends within a text of models that have others: parts of an answer, and a word."""
-    parts = bool(ends & _CALLS) and bool(ends & {"<|return|>", "<|flush|>"})
-    return ends & {*(["<|end|>"] if parts else []), *(["</s>"] if ends & _PLAIN_S else [])}
+    marks = dict.fromkeys((*_END_TEXTS, *_FILL_MARKS, *chain(*_FILL_TEXTS.values())), _CONTROL)
+    marks |= dict.fromkeys(_SHOWN, _USER_DEFINED)
+    ends = {positions[text] for text in _END_TEXTS if text in positions}
+    ends |= {token for name in _END_IDS if (token := ids[name]) is not None}
+    texts = {tokens[token] for token in ends}
+    if texts & _CALLS and texts & _PARTS:
+        marks["<|end|>"] = _USER_DEFINED  # ends a part of an answer
+    if texts & _OTHER_ENDS:
+        marks["</s>"] = _NORMAL
+    for text in marks.keys() & positions.keys():
+        types[positions[text]] = marks[text]
+        if marks[text] != _CONTROL:
+            ends.discard(positions[text])
+    return _Vocabulary(file, tokens, types, ids, stored if kind == "gpt2" else ids, frozenset(ends), rule)
 
 
 def _rule(file: GgufFile) -> _Rule:
