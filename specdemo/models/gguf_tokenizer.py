@@ -164,10 +164,10 @@ def _read_vocabulary(file: GgufFile) -> _Vocabulary:
     marks |= dict.fromkeys(_SHOWN, _USER_DEFINED)
     ends = {positions[text] for text in _END_TEXTS if text in positions}
     ends |= {token for name in _END_IDS if (token := ids[name]) is not None}
-    texts = {tokens[token] for token in ends}
-    if texts & _CALLS and texts & _PARTS:
+    end_texts = {tokens[token] for token in ends}
+    if end_texts & _CALLS and end_texts & _PARTS:
         marks["<|end|>"] = _USER_DEFINED  # ends a part of an answer
-    if texts & _OTHER_ENDS:
+    if end_texts & _OTHER_ENDS:
         marks["</s>"] = _NORMAL
     for text in marks.keys() & positions.keys():
         types[positions[text]] = marks[text]
