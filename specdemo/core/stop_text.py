@@ -10,7 +10,7 @@ _MARKS = 0xF0000  # first of the private characters that stand for special token
 class StopTexts:
     """Text pieces up to the first of the stop texts; a possible beginning is withheld until later pieces decide.
 
-    `marks`: texts of special tokens, which may be in stop texts and are not shown.
+    `marks`: texts of special tokens, which are not shown.
     """
 
     def __init__(self, texts: Sequence[str] = (), marks: Mapping[int, str] | None = None) -> None:
@@ -26,7 +26,7 @@ class StopTexts:
         self.reached = False
 
     def mark(self, token: int) -> str:
-        """Return an invisible character to add to the piece of a special token that is in stop texts."""
+        """Return an invisible character for the piece of a special token."""
         return self._characters.get(token, "")
 
     def feed(self, pieces: Iterable[str], last: bool = False) -> list[str]:

@@ -49,7 +49,7 @@ class GgufFile:
     def value(self, key: str, kind: type[Value], default: Value | None = None, layers: int | None = None) -> Value:
         """Return a metadata value. Raises `UserError` for other types and missing values.
 
-        `layers`: the value may be a list with an equal value for each layer.
+        `layers`: allowed length of a list of equal values.
         """
         stored = self.metadata.get(key, default)
         if layers is not None and isinstance(stored, list):

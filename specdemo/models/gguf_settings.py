@@ -154,7 +154,6 @@ def _rows(file: GgufFile) -> int:
 
 
 def _rope(file: GgufFile, kind: str) -> dict[str, Any]:
-    """Return the rotary embedding. A factor of 0 or without a type is one of kind linear, as in llama.cpp."""
     theta = file.value(f"{kind}.rope.freq_base", float, 10_000.0)
     scaling = file.value(f"{kind}.rope.scaling.type", str, "linear")
     legacy = file.value(f"{kind}.rope.scale_linear", float, 0.0)

@@ -1,4 +1,4 @@
-"""Conversion of the tokenizers of GGUF files, with the defaults and tables of llama.cpp (src/llama-vocab.cpp)."""
+"""Conversion of the tokenizers of GGUF files, with the tables of llama.cpp (llama-vocab.cpp)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from specdemo.models.gguf_file import GgufFile
 VOCABULARY_KEY = "tokenizer.ggml.tokens"
 CHATS_BEGIN, GUESSES = "chats_begin_with_bos", "guesses"  # keys in tokenizer_config.json
 _PRE = "tokenizer.ggml.pre"
-_NORMAL, _UNKNOWN, _CONTROL = 1, 2, 3
-_USER_DEFINED, _UNUSED = 4, 5
+_NORMAL, _UNKNOWN = 1, 2
+_CONTROL, _USER_DEFINED = 3, 4
+_UNUSED = 5
 _NO_TOKEN = (1 << 32) - 1
 _MAX_PIECES, _MAX_PIECE = 8_000_000, 1_000  # limits in characters, of all tokens and of a token
 
@@ -57,12 +58,12 @@ _QWEN2 = (rf"{_WORDS}\p{{N}}{_REST}",)
 
 @dataclass(frozen=True)
 class _Rule:
-    """How a text is split into words, by expressions that are applied one after the other."""
+    """Expressions that split a text into words, applied in turn."""
 
     names: str
     expressions: tuple[str, ...]
     whole_words: bool = False  # words in the vocabulary are not merged
-    begins: bool = False  # with BOS, unless the file sets add_bos_token
+    begins: bool = False  # default of add_bos_token
     has_bos: bool = True
 
 
@@ -93,7 +94,7 @@ _SENTENCE_PIECE = _Rule("", (), begins=True)
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """Tokens of a file with their types and special ids, corrected and completed as by llama.cpp."""
+    """Tokens of a file, corrected and completed like llama.cpp."""
 
     file: GgufFile
     tokens: list[str]
@@ -109,7 +110,6 @@ class _Vocabulary:
 
     @property
     def guesses(self) -> list[str]:
-        """Notes on what the file leaves open."""
         guesses = []
         if self.rule is _RULES[0] and not self.file.value(_PRE, str, ""):
             guesses.append("text split by a default rule as in llama.cpp, since the file names none")

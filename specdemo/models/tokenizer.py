@@ -124,7 +124,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool, voc
 
 
 def _with_one_bos(tokenizer: PreTrainedTokenizerBase, tokens: list[int], chat: bool) -> list[int]:
-    """Return the tokens with one BOS if the tokenizer adds it, or the file of a chat demands it, or the text has it."""
+    """Add the BOS that a file demands for chats; remove repeated ones."""
     bos = tokenizer.encode("")[:1]
     if chat and tokenizer.init_kwargs.get(CHATS_BEGIN):
         tokens = bos + tokens
@@ -133,13 +133,12 @@ def _with_one_bos(tokenizer: PreTrainedTokenizerBase, tokens: list[int], chat: b
 
 
 def stop_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> StopTexts:
-    """Return stop texts, which may contain special tokens."""
     added = tokenizer.added_tokens_decoder.items() if texts else ()
     return StopTexts(texts, {token: mark.content for token, mark in added if mark.special})
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the token that the chat template writes after an answer, if it is a mark and not text."""
+    """Return the mark that the chat template writes after an answer, or None."""
     if tokenizer not in _turn_ends:
         _turn_ends[tokenizer] = _find_turn_end(tokenizer)
     return _turn_ends[tokenizer]
@@ -149,7 +148,7 @@ def _find_turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     messages = [{"role": role, "content": _ANSWER} for role in ("user", "assistant", "user")]
     try:
         written = prompt_text(tokenizer, messages, True).split(_ANSWER)
-    except UserError:  # without template, or with one for other conversations
+    except UserError:  # no template for this conversation
         return None
     following = written[2].lstrip() if len(written) == 4 else ""
     mark, vocabulary = re.match(r"<[^<>\s]+>", following), tokenizer.get_vocab()
