@@ -41,7 +41,7 @@ from specdemo.models.load import LoadedModel, read_tokenizer
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import HeadSpec, ModelSpec
 from specdemo.models.threads import torch_threads
-from specdemo.models.tokenizer import TextStream, TokenNames
+from specdemo.models.tokenizer import TextStream, TokenNames, stop_texts
 from specdemo.pipeline import CONVERSATION, Pipeline, Stores, build_pipeline, longest_chain
 from specdemo.recipe import Recipe
 from specdemo.remote.gates import PASSES, EdgeVerifier
@@ -254,7 +254,7 @@ def _run(
             environment={**environment, **target.environment},
         )
         device, exhausted = pipeline.device, False
-        metrics, stops = Metrics(), StopTexts(running.stop_texts)
+        metrics, stops = Metrics(), stop_texts(target.tokenizer, running.stop_texts)
         last = failure = passes = None
         steps = _steps(pipeline, target, tokens, min(running.max_tokens, free), start, running.first_target, stops)
         try:
@@ -312,7 +312,7 @@ def _steps(
     stops: StopTexts,
 ) -> Iterator[Loading | StepEvent]:
     metrics, stream = Metrics(), TextStream(target.tokenizer, tokens)
-    names = TokenNames(target.tokenizer)
+    names, ends = TokenNames(target.tokenizer), target.stop
     sampler, stop = memory.MemorySampler(), pipeline.stop
     steps = decode(
         tokens,
@@ -333,7 +333,7 @@ def _steps(
         if step is None:
             return
         draft_texts = stream.peek(step.draft.tokens, step.draft.parents)
-        pieces = [stream.push(token) for token in step.tokens]
+        pieces = [("" if token in ends else stream.push(token)) + stops.mark(token) for token in step.tokens]
         ended = metrics.tokens + len(pieces) >= max_tokens or (bool(pieces) and step.tokens[-1] in stop)
         if pieces and ended:
             pieces[-1] += stream.rest()

@@ -26,6 +26,7 @@ from specdemo.models.batch_invariance import (
     compared_context,
 )
 from specdemo.models.cache_check import cache_support, quiet
+from specdemo.models.chat_prompt import turn_end
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.generic import auto_class, has_encoder, opening, refuse_recurrent
 from specdemo.models.engines.llama_weights import LlamaWeights, pack
@@ -154,7 +155,8 @@ class LoadedModel:
     def stop(self) -> frozenset[int]:
         ids = getattr(self.model.generation_config, "eos_token_id", None)
         listed = ids if isinstance(ids, list) else [ids]
-        return frozenset(i for i in (*listed, self.tokenizer.eos_token_id) if i is not None)
+        ends = (*listed, self.tokenizer.eos_token_id, turn_end(self.tokenizer))
+        return frozenset(token for token in ends if token is not None)
 
 
 @converts_errors
@@ -186,6 +188,7 @@ def load(
         if warm:
             with cached.engine.recording_disabled():  # CUDA graphs are recorded only in the device thread
                 largest_logits(cached.score([0], Draft.chain((0,))))
+        turn_end(tokenizer)  # now, since it starts a process
         return LoadedModel(spec, model, tokenizer, cached.weight_bytes, engine, warm)
 
 
