@@ -17,12 +17,12 @@ import torch
 
 from specdemo import __version__
 from specdemo.core.decode import Drafter, decode
-from specdemo.core.errors import UserError
-from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
+from specdemo.core.errors import PromptTooLong, UserError
+from specdemo.core.events import End, Event, Header, Loading, MemoryUse, PromptScores, StepEvent
 from specdemo.core.formats import format_bytes
 from specdemo.core.metrics import Metrics
 from specdemo.core.sampling import LogitsProcessor
-from specdemo.core.step import Step
+from specdemo.core.step import Step, TokenLogprob
 from specdemo.core.stop_text import StopTexts
 from specdemo.core.target import Target
 from specdemo.drafters import METHODS
@@ -37,6 +37,7 @@ from specdemo.models.chat_caches import Conversation
 from specdemo.models.heads import LoadedDrafter, LoadedHead
 from specdemo.models.load import LoadedModel, read_tokenizer
 from specdemo.models.model_pool import ModelPool
+from specdemo.models.prompt_scores import prompt_pieces, score_prompt
 from specdemo.models.spec import HeadSpec, ModelSpec
 from specdemo.models.threads import torch_threads
 from specdemo.models.tokenizer import ChatMessage, TextStream, TokenNames, encode_prompt, prompt_text, token_ids
@@ -63,13 +64,14 @@ def generate(
     *,
     prediction: str = "",
     logprobs: int | None = None,
+    score: bool = False,
 ) -> Generator[Event]:
     """Run `recipe` on `prompt`: a text, token ids, or a conversation if `recipe.chat` is set.
 
     `pool` provides models (default: a new pool), `stores` the n-grams of earlier runs, in a dictionary that runs share;
     `drafter` replaces the recipe's; `processors` change the logits of every position, see `LogitsProcessor`; `names`
     recognises names in drafted text for gate `names`; `prediction` is an expected text that is drafted; `logprobs` is
-    the number of alternatives in `Verdict.logprobs`.
+    the number of alternatives in `Verdict.logprobs`; `score` adds `PromptScores` of the prompt after the header.
     Raises `UserError` before the header; later failures end the run with `End("error")`. Closing the iterator releases
     all resources, without an `End`.
     """
@@ -88,6 +90,8 @@ def generate(
         raise UserError("names has no effect without gate names: add names to the gates of a remote target")
     if logprobs is not None and METHODS[running.method].verifier is not None:
         raise UserError(f"method {running.method} has no log-probabilities of tokens: choose another method")
+    if score and (logprobs is None or recipe.encoder):
+        raise UserError("score needs logprobs and a decoder: set logprobs, or choose another target")
     predicted = None
     if prediction:
         if not METHODS[running.method].drafts:
@@ -99,7 +103,7 @@ def generate(
     if recipe.external is not None and (drafter or processors or prediction or logprobs is not None or names):
         raise UserError("drafters, processors, predictions and log-probabilities need a local target: omit external")
     pool = ModelPool() if pool is None else pool
-    resources = Resources(pool, stores, drafter, tuple(processors), names, predicted, logprobs)
+    resources = Resources(pool, stores, drafter, tuple(processors), names, predicted, logprobs, score)
     run = run_external if recipe.external else run_local if running.cloud is None else run_edge_cloud
     yield from run(recipe, prompt, resources)
 
@@ -119,6 +123,7 @@ class Resources:
     names: IsName | None = None
     predict: Callable[[Target, Sequence[int]], PredictedText] | None = None  # predicted answer to a prompt
     logprobs: int | None = None  # recorded alternatives per token
+    score: bool = False  # log-probabilities of the prompt, too
 
     def load_head(self, spec: HeadSpec | None) -> Generator[Event, None, LoadedHead | None]:
         """Load the head unless it is replaced; yield the progress."""
@@ -233,6 +238,8 @@ def _run(
             cached_tokens=pipeline.target_cache.held(tokens) if pipeline.target_cache else 0,
             environment={**environment, **target.environment},
         )
+        if resources.score and resources.logprobs is not None:
+            yield from _scores(pipeline, target, text, prompt_tokens, resources.logprobs)
         device, exhausted = pipeline.device, False
         metrics, stops = Metrics(), StopTexts(running.stop_texts)
         last = failure = passes = None
@@ -282,11 +289,23 @@ def _encode(tokenizer: Any, vocab_size: int, prompt: PromptOrChat, chat: bool) -
 def _free_positions(pipeline: Pipeline, tokens: Sequence[int]) -> int:
     free = pipeline.context - len(tokens)
     if free < 1:
-        raise UserError(
+        raise PromptTooLong(
             f"the prompt has {len(tokens):,} tokens and the context {pipeline.context:,}: "
             f"shorten it by at least {1 - free:,}"
         )
     return free
+
+
+def _scores(
+    pipeline: Pipeline, target: Target, text: str, tokens: Sequence[int], count: int
+) -> Iterator[Loading | PromptScores]:
+    assert pipeline.target_cache is not None
+    logprobs: list[TokenLogprob | None] = [None]
+    for scored in score_prompt(pipeline.target_cache, tokens, count):
+        logprobs += scored
+        yield Loading("prompt", len(logprobs), len(tokens))
+    texts = prompt_pieces(target.tokenizer, text, tokens)
+    yield PromptScores("prompt", len(tokens), len(tokens), texts, tuple(logprobs))
 
 
 def _memory_ran_out(kv_bytes: int, device: torch.device) -> str:
@@ -331,7 +350,7 @@ def _steps(
         ended = metrics.tokens + len(pieces) >= max_tokens or (bool(pieces) and step.tokens[-1] in stop)
         if pieces and ended:
             pieces[-1] += stream.rest()
-        pieces = stops.feed(pieces, ended)
+        written, pieces = pieces, stops.feed(pieces, ended)
         step = _with_prefill(_cut(step, len(pieces), stops.reached), drafter_s)
         metrics, verdict = metrics.plus(step), step.verdict
         pending = stream.peek(verdict.pending, range(-1, len(verdict.pending) - 1))
@@ -343,6 +362,7 @@ def _steps(
             "".join(pending),
             MemoryUse(sampler.process_bytes(), memory.device_bytes(pipeline.device), pipeline.kv_bytes),
             metrics,
+            tuple(written[: len(pieces)]),
         )
         if ended or stops.reached:
             return

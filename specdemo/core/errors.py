@@ -12,6 +12,10 @@ class UserError(ValueError):
     """Invalid request; the message is a sentence with cause and remedy."""
 
 
+class PromptTooLong(UserError):
+    """The prompt has more tokens than the context; the sentence contains both counts."""
+
+
 def plain_text(text: str, limit: int = 300) -> str:
     """Return external `text` as a printable line."""
     line = "".join(" " if unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp") else c for c in text[: limit + 1])
