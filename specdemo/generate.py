@@ -289,10 +289,7 @@ def _encode(tokenizer: Any, vocab_size: int, prompt: PromptOrChat, chat: bool) -
 def _free_positions(pipeline: Pipeline, tokens: Sequence[int]) -> int:
     free = pipeline.context - len(tokens)
     if free < 1:
-        raise PromptTooLong(
-            f"the prompt has {len(tokens):,} tokens and the context {pipeline.context:,}: "
-            f"shorten it by at least {1 - free:,}"
-        )
+        raise PromptTooLong(len(tokens), pipeline.context)
     return free
 
 

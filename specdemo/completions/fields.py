@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,12 +33,8 @@ def same(value: Any, other: Any) -> bool:
 
 
 def only(*values: Any, remedy: str = "omit it") -> Neutral:
-    words = ", ".join(_literal(value) for value in values)
+    words = ", ".join(map(json.dumps, values)) or "null only"
     return Neutral(words, lambda given: any(same(given, value) for value in values), remedy)
-
-
-def _literal(value: Any) -> str:
-    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value) or "empty text"
 
 
 def _is_empty(value: Any) -> bool:

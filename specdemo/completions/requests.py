@@ -127,7 +127,7 @@ class CompletionRequest(_Strict, ABC):
     def check_length(self, tokens: int) -> None:
         """Raise `PromptTooLong` if the client expects a prompt of `tokens` to be truncated."""
         if (limit := self.truncation_length) is not None and tokens > limit:
-            raise PromptTooLong(f"the prompt has {tokens:,} tokens and truncation_length is {limit:,}: shorten it")
+            raise PromptTooLong(tokens, limit, "truncation_length")
 
     @property
     def template_options(self) -> Mapping[str, Any]:

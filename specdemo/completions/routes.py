@@ -68,8 +68,8 @@ def error_of(error: Exception) -> tuple[int, dict[str, Any]]:
         too_long = isinstance(error, PromptTooLong) or (
             isinstance(error, ServiceError) and error.problem.code == TOO_LONG
         )
-        code = TOO_LONG if too_long else "invalid_value"
-        return 400, error_body(str(error), "invalid_request_error", code)
+        message, code = (f"{error} ({TOO_LONG})", TOO_LONG) if too_long else (str(error), "invalid_value")
+        return 400, error_body(message, "invalid_request_error", code)
     return 500, error_body("the run failed: see the log of the service", "server_error", "internal_error")
 
 

@@ -85,8 +85,7 @@ class CompletionService:
         encoded = len(prompt) if prompt and isinstance(prompt[0], int) else 0
         tokens = encoded or len(request.content) // _CHARACTERS_PER_TOKEN
         if tokens > context:
-            least = "" if encoded else "at least "
-            raise PromptTooLong(f"the prompt has {least}{tokens:,} tokens and the context {context:,}: shorten it")
+            raise PromptTooLong(tokens, context, least="" if encoded else "at least ")
         if len(request.predicted) > context * _CHARACTERS_PER_TOKEN:
             raise InvalidParameter("the prediction is longer than the context: shorten it", "prediction")
 

@@ -13,7 +13,13 @@ class UserError(ValueError):
 
 
 class PromptTooLong(UserError):
-    """The prompt has more tokens than the context; the sentence contains both counts."""
+    """A prompt that does not fit, in words that agents recognise."""
+
+    def __init__(self, tokens: int, limit: int, name: str = "this model's maximum context length", least: str = ""):
+        super().__init__(
+            f"{name} is {limit:,} tokens and the prompt has {least}{tokens:,}: "
+            f"shorten it by at least {tokens - limit + 1:,}"
+        )
 
 
 def plain_text(text: str, limit: int = 300) -> str:
