@@ -88,10 +88,7 @@ def generate(
         raise UserError("custom logits processors need a local target: omit them, or choose mode off")
     if names is not None and (running.cloud is None or "names" not in running.cloud.gates):
         raise UserError("names has no effect without gate names: add names to the gates of a remote target")
-    if logprobs is not None and METHODS[running.method].verifier is not None:
-        raise UserError(f"method {running.method} has no log-probabilities of tokens: choose another method")
-    if score and (logprobs is None or recipe.encoder):
-        raise UserError("score needs logprobs and a decoder: set logprobs, or choose another target")
+    _check_logprobs(running, logprobs, score)
     predicted = None
     if prediction:
         if not METHODS[running.method].drafts:
@@ -106,6 +103,13 @@ def generate(
     resources = Resources(pool, stores, drafter, tuple(processors), names, predicted, logprobs, score)
     run = run_external if recipe.external else run_local if running.cloud is None else run_edge_cloud
     yield from run(recipe, prompt, resources)
+
+
+def _check_logprobs(recipe: Recipe, logprobs: int | None, score: bool) -> None:
+    if logprobs is not None and METHODS[recipe.method].verifier is not None:
+        raise UserError(f"method {recipe.method} has no log-probabilities of tokens: choose another method")
+    if score and (logprobs is None or recipe.encoder):
+        raise UserError("score needs logprobs and a decoder: set logprobs, or choose another target")
 
 
 def _predicted(prediction: str, gamma: int, target: Target, prompt: Sequence[int]) -> PredictedText:
@@ -240,9 +244,8 @@ def _run(
         )
         if resources.score and resources.logprobs is not None:
             yield from _scores(pipeline, target, text, prompt_tokens, resources.logprobs)
-        device, exhausted = pipeline.device, False
         metrics, stops = Metrics(), StopTexts(running.stop_texts)
-        last = failure = passes = None
+        last = failure = passes = exhausted = None
         steps = _steps(pipeline, target, tokens, min(running.max_tokens, free), start, running.first_target, stops)
         try:
             for event in steps:
@@ -252,12 +255,11 @@ def _run(
                 yield event
         except (UserError, RuntimeError, MemoryError) as error:  # a failing model ends its run with a message
             failure, exhausted = memory.describe_failure(error), memory.is_out_of_memory(error)
-        kv_bytes = pipeline.kv_bytes
+        kv_bytes, device = pipeline.kv_bytes, pipeline.device
         if exhausted:  # freeing memory inside the handler would fail: its traceback references tensors
             opened.close()
             del pipeline, steps
-            resources.pool.recover()
-            failure = _memory_ran_out(kv_bytes, device)
+            failure = _memory_ran_out(resources.pool, kv_bytes, device)
         if failure is not None:
             yield End("error", failure, metrics)
             return
@@ -305,7 +307,8 @@ def _scores(
     yield PromptScores("prompt", len(tokens), len(tokens), texts, tuple(logprobs))
 
 
-def _memory_ran_out(kv_bytes: int, device: torch.device) -> str:
+def _memory_ran_out(pool: ModelPool, kv_bytes: int, device: torch.device) -> str:
+    pool.recover()
     return (
         f"memory ran out (keys and values took {format_bytes(kv_bytes)}, {format_bytes(memory.free_bytes(device))} are "
         "free again): shorten the prompt or the text, quantize the models, or choose a smaller pair"
@@ -343,11 +346,9 @@ def _steps(
         if step is None:
             return
         draft_texts = stream.peek(step.draft.tokens, step.draft.parents)
-        pieces = [stream.push(token) for token in step.tokens]
-        ended = metrics.tokens + len(pieces) >= max_tokens or (bool(pieces) and step.tokens[-1] in stop)
-        if pieces and ended:
-            pieces[-1] += stream.rest()
-        written, pieces = pieces, stops.feed(pieces, ended)
+        ended = metrics.tokens + len(step.tokens) >= max_tokens or (bool(step.tokens) and step.tokens[-1] in stop)
+        written = _written(stream, step.tokens, ended)
+        pieces = stops.feed(written, ended)
         step = _with_prefill(_cut(step, len(pieces), stops.reached), drafter_s)
         metrics, verdict = metrics.plus(step), step.verdict
         pending = stream.peek(verdict.pending, range(-1, len(verdict.pending) - 1))
@@ -363,6 +364,13 @@ def _steps(
         )
         if ended or stops.reached:
             return
+
+
+def _written(stream: TextStream, tokens: Sequence[int], ended: bool) -> list[str]:
+    pieces = [stream.push(token) for token in tokens]
+    if pieces and ended:
+        pieces[-1] += stream.rest()
+    return pieces
 
 
 def _cut(step: Step, keep: int, stopped: bool) -> Step:

@@ -67,8 +67,8 @@ class DraftCounts:
 
 
 @dataclass(frozen=True)
-class Part:
-    """What an event adds to an answer."""
+class AnswerPart:
+    """Text and tokens added by an event."""
 
     text: str
     tokens: Sequence[AnswerToken]
@@ -95,7 +95,7 @@ class Answer:
     _undecided: deque[AnswerToken] = field(default_factory=deque)  # a stop text may cut their texts
     _listed: int = 0  # characters of `tokens`
 
-    def add(self, event: Event) -> Part:
+    def add(self, event: Event) -> AnswerPart:
         shown, listed = len(self.text), len(self.tokens)
         match event:
             case Header():
@@ -116,7 +116,7 @@ class Answer:
             case End():
                 self.finish_reason, self.metrics = event.reason, event.metrics
                 self._list(last=True)
-        return Part(self.text[shown:], self.tokens[listed:])
+        return AnswerPart(self.text[shown:], self.tokens[listed:])
 
     def _list(self, last: bool = False) -> None:
         while self._undecided:

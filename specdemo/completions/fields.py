@@ -47,13 +47,15 @@ def _is_bias_of_zero(value: Any) -> bool:
 
 
 def _is_own_order(value: Any) -> bool:
-    order = [name for name in value if name in ("temperature", "top_k", "top_p")] if isinstance(value, list) else []
-    return len(order) == 3 and order.index("temperature") < order.index("top_p")
+    if not isinstance(value, list) or any(value.count(name) != 1 for name in ("temperature", "top_k", "top_p")):
+        return False
+    return bool(value.index("temperature") < value.index("top_p"))
 
 
 ANY = Neutral("every value", lambda _: True)
 EMPTY = Neutral("empty", _is_empty)
-OFF, OFF_OR_MINUS_1, ONE = only(0, False), only(0, False, -1), only(1)
+OFF, OFF_OR_MINUS_1 = only(0, False), only(0, False, -1)
+ONE = only(1)
 NO_TOOLS = Neutral("empty", _is_empty, "omit it, and describe functions in the text")
 FREE_TEXT = Neutral("empty text or list", lambda value: value in ("", []), "omit it: texts are not constrained")
 _THINKING = "set an option of the template with chat_template_kwargs"
@@ -148,7 +150,7 @@ _MESSAGE: tuple[tuple[str, Neutral], ...] = (
 )
 _PART: tuple[tuple[str, Neutral], ...] = (("cache_control annotations logprobs id index extras", ANY),)
 
-_SUPPORTED: tuple[tuple[str, Neutral], ...] = (  # with other values, too
+_SUPPORTED: tuple[tuple[str, Neutral], ...] = (
     ("stop prediction stream_options chat_template_kwargs", EMPTY),
     ("seed", only(-1)),
     ("truncation_length", only(0, -1)),
@@ -183,15 +185,15 @@ SYNONYMS: Mapping[str, str] = {
 
 def effective(values: Mapping[str, Any], *places: str, path: str = "") -> dict[str, Any]:
     """Return the fields with an effect. Raises `InvalidParameter` for fields that are known and not supported."""
-    kept = {}
+    effects = {}
     for name, value in values.items():
         rows = [_NEUTRAL[place][name] for place in places if name in _NEUTRAL[place]]
         if any(row.accepts(value) for row in rows):
             continue
         if rows and rows[0] not in _OPTIONAL:
             raise InvalidParameter(f"{path}{name} is not supported: {rows[0].remedy}", path + name)
-        kept[name] = value
-    return kept
+        effects[name] = value
+    return effects
 
 
 def with_one_name(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class CompletionRequest(_Strict, ABC):
     return_token_ids: bool = False
     truncation_length: Annotated[int, Field(ge=1)] | None = None  # prompts are not truncated, but refused
 
-    _route: ClassVar[str]  # of its fields in the table
+    _route: ClassVar[str]
 
     @model_validator(mode="after")
     def _options_fit(self) -> CompletionRequest:
@@ -125,7 +125,7 @@ class CompletionRequest(_Strict, ABC):
         return self.max_tokens == _UNLIMITED
 
     def check_length(self, tokens: int) -> None:
-        """Raise `PromptTooLong` if the client expects a prompt of `tokens` to be truncated."""
+        """Raise `PromptTooLong` beyond the limit of the client."""
         if (limit := self.truncation_length) is not None and tokens > limit:
             raise PromptTooLong(tokens, limit, "truncation_length")
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from specdemo import __version__
-from specdemo.completions.answer import Answer, AnswerToken, Part
+from specdemo.completions.answer import Answer, AnswerPart, AnswerToken
 from specdemo.models.tokenizer import UNFINISHED, TokenBytes
 
 DONE = b"data: [DONE]\n\n"
@@ -42,11 +42,11 @@ class ResponseFormat(ABC):
         ids = {"prompt_token_ids": list(answers[0].prompt_tokens)} if self.token_ids and len(answers) == 1 else {}
         return {**self._envelope(self.whole, choices), **ids, **self.figures(answers)}
 
-    def chunk(self, part: Part, ids: Sequence[int]) -> dict[str, Any]:
+    def chunk(self, part: AnswerPart, ids: Sequence[int]) -> dict[str, Any]:
         choice = {"index": 0, **self._delta(part), "finish_reason": None}
         return self._envelope(self.part, [choice | self._ids(ids)])
 
-    def last(self, part: Part, answer: Answer, ids: Sequence[int]) -> dict[str, Any]:
+    def last(self, part: AnswerPart, answer: Answer, ids: Sequence[int]) -> dict[str, Any]:
         choice = {"index": 0, **self._delta(part), "finish_reason": answer.finish_reason}
         return self._envelope(self.part, [choice | self._ids(ids)])
 
@@ -99,7 +99,7 @@ class ResponseFormat(ABC):
     def _complete(self, answer: Answer) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _delta(self, part: Part) -> dict[str, Any]: ...
+    def _delta(self, part: AnswerPart) -> dict[str, Any]: ...
 
 
 class ChatFormat(ResponseFormat):
@@ -116,7 +116,7 @@ class ChatFormat(ResponseFormat):
         message = {"role": "assistant", "content": answer.text, "refusal": None}
         return {"message": message, "logprobs": self._logprobs(answer.tokens)}
 
-    def _delta(self, part: Part) -> dict[str, Any]:
+    def _delta(self, part: AnswerPart) -> dict[str, Any]:
         shown = {"content": part.text} if part.text or part.tokens else {}
         return {"delta": shown, "logprobs": self._logprobs(part.tokens)}
 
@@ -144,7 +144,7 @@ class TextFormat(ResponseFormat):
     def _complete(self, answer: Answer) -> dict[str, Any]:
         return {"text": answer.text, "logprobs": self._logprobs(answer.tokens)}
 
-    def _delta(self, part: Part) -> dict[str, Any]:
+    def _delta(self, part: AnswerPart) -> dict[str, Any]:
         return {"text": part.text, "logprobs": self._logprobs(part.tokens)}
 
     def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
@@ -163,8 +163,8 @@ class TextFormat(ResponseFormat):
         """Return the log-probabilities of the alternatives and of the token itself."""
         if token.logprob is None:
             return None
-        texts, values = self._texts(token), {**dict(token.logprob.top), token.token: token.logprob.logprob}
-        return {texts[other]: value for other, value in values.items()}
+        texts, ascending = self._texts(token), token.logprob.top[::-1]  # the larger value of equal texts is last
+        return {texts[other]: value for other, value in (*ascending, (token.token, token.logprob.logprob))}
 
 
 def error_body(message: str, kind: str, code: str, parameter: str | None = None) -> dict[str, Any]:

@@ -154,7 +154,8 @@ def _raise_failure(event: Event) -> None:
 async def _chunks(
     service: CompletionService, parsed: CompletionRequest, events: AsyncGenerator[Event, None]
 ) -> AsyncGenerator[bytes, None]:
-    form, (answer,), sent = service.format(parsed), service.answers(parsed), 0
+    form, sent = service.format(parsed), 0
+    (answer,) = service.answers(parsed)
     async with aclosing(events):
         async for event in events:
             _raise_failure(event)

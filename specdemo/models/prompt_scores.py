@@ -11,7 +11,7 @@ from specdemo.core.verifier import committed_logprobs
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.tokenizer import TextStream
 
-_ROWS = 64  # of a pass, whose logits are in memory
+_ROWS = 64  # logits in memory
 
 
 def score_prompt(cache: CachedModel, tokens: Sequence[int], count: int) -> Iterator[tuple[TokenLogprob, ...]]:
@@ -24,9 +24,10 @@ def score_prompt(cache: CachedModel, tokens: Sequence[int], count: int) -> Itera
 
 def prompt_pieces(tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: Sequence[int]) -> tuple[str, ...]:
     """Return the text of each token; together they are the prompt."""
-    stream, pieces, offset = TextStream(tokenizer), [], 0
+    stream, offset = TextStream(tokenizer), 0
+    pieces: list[str] = []
     for token in tokens:
-        texts = stream.push(token), str(tokenizer.convert_ids_to_tokens(token))  # of a special token
+        texts = stream.push(token), str(tokenizer.convert_ids_to_tokens(token))
         pieces.append(next((text for text in texts if text and prompt.startswith(text, offset)), ""))
         offset += len(pieces[-1])
     return (*pieces[:-1], pieces[-1] + prompt[offset:])
