@@ -116,7 +116,7 @@ def test_the_readme_fits_one_screen() -> None:
 def test_the_documents_stay_short() -> None:
     """Bytes without the tables that benchmarks write and the reference that the parser writes."""
     texts = "".join(path.read_text("utf-8") for path in ROOT.glob("docs/*.md") if path.name != "cli.md")
-    assert len(re.sub(r"<!-- begin: (\S+) -->.*?<!-- end: \1 -->", "", texts, flags=re.S).encode()) <= 110_000
+    assert len(re.sub(r"<!-- begin: (\S+) -->.*?<!-- end: \1 -->", "", texts, flags=re.S).encode()) <= 118_000
 
 
 def table_rows(path: Path, name: str) -> list[list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import isfinite
@@ -160,6 +160,14 @@ def _read_vocabulary(file: GgufFile) -> _Vocabulary:
         if ids[name] is None:
             ids[name] = min((positions[text] for text in texts if text in positions), default=None)
     types = _lengthened(file, "tokenizer.ggml.token_type", len(tokens), _NORMAL)
+    ends = _set_marks(tokens, positions, types, ids)
+    return _Vocabulary(file, tokens, types, ids, stored if kind == "gpt2" else ids, ends, rule)
+
+
+def _set_marks(
+    tokens: Sequence[str], positions: Mapping[str, int], types: list[int], ids: Mapping[str, int | None]
+) -> frozenset[int]:
+    """Correct the types of known marks; return the tokens that end a text."""
     marks = dict.fromkeys((*_END_TEXTS, *_FILL_MARKS, *chain(*_FILL_TEXTS.values())), _CONTROL)
     marks |= dict.fromkeys(_SHOWN, _USER_DEFINED)
     ends = {positions[text] for text in _END_TEXTS if text in positions}
@@ -173,7 +181,7 @@ def _read_vocabulary(file: GgufFile) -> _Vocabulary:
         types[positions[text]] = marks[text]
         if marks[text] != _CONTROL:
             ends.discard(positions[text])
-    return _Vocabulary(file, tokens, types, ids, stored if kind == "gpt2" else ids, frozenset(ends), rule)
+    return frozenset(ends)
 
 
 def _rule(file: GgufFile) -> _Rule:
