@@ -61,14 +61,6 @@ def test_drafts_are_longer_if_work_between_passes_costs_more(work: float, length
     assert limited(32, work, rounds=0).gamma == length
 
 
-def test_the_length_maximises_the_tokens_per_cost_of_the_batch() -> None:
-    """Other texts decode autoregressively: with k drafts a pass costs 1 + (t + k - 1) r and yields t + sum a^i."""
-    policy = limited(4, rounds=0)
-    shares = [0.7**i for i in range(1, 5)]
-    gains = [sum(shares[:k]) - k * 4 * ROW / (1 + 3 * ROW) for k in range(5)]
-    assert policy.gamma == max(range(5), key=gains.__getitem__)
-
-
 @pytest.mark.parametrize("rounds", [0, 200])
 def test_without_drafts_acceptance_is_tested_again(rounds: int) -> None:
     policy = limited(32, rounds=rounds, accepted=0)
@@ -80,16 +72,6 @@ def test_without_drafts_acceptance_is_tested_again(rounds: int) -> None:
     for _ in range(100):
         policy.observe(step(1, 1))
     assert policy.gamma >= 1
-
-
-def test_two_rejections_end_the_drafts_of_two_texts() -> None:
-    """At weight 4 a rate of 0.7 becomes 0.448, then 0.316; a token costs 0.333."""
-    policy = BatchLimit(Fixed(1), COSTS, lambda: load(2), 1)
-    lengths = []
-    for _ in range(3):
-        lengths.append(policy.gamma)
-        policy.observe(step(1, 0))
-    assert lengths == [1, 1, 0]
 
 
 @pytest.mark.parametrize(("name", "longest"), [("fixed", 3), ("dynamic", 12), ("heuristic", 20), ("auto", 8)])

@@ -13,9 +13,7 @@ from specdemo.core.explain import (
     decision_of,
     exact_label,
     explain,
-    explain_engine,
     failover_note,
-    figure,
     reason_of,
     takes_most_probable,
 )
@@ -158,17 +156,6 @@ def test_the_most_probable_token_is_taken(recipe: dict[str, Any], expected: bool
 
 
 @pytest.mark.parametrize(
-    ("x", "shown"),
-    [
-        *((None, "–"), (0, "0.000"), (0.01, "0.010"), (0.00999, "1.0e-2"), (0.005, "5.0e-3"), (-0.0005, "-5.0e-4")),
-        *((1.0, "1.000"), (1e-12, "1.0e-12"), (0.12345, "0.123")),
-    ],
-)
-def test_small_figures_have_an_exponent(x: float | None, shown: str) -> None:
-    assert figure(x) == shown
-
-
-@pytest.mark.parametrize(
     ("recipe", "remote", "label"),
     [
         ({}, {}, "exact"),
@@ -195,24 +182,3 @@ def test_a_failover_is_noted_with_its_costs() -> None:
     assert failover_note(moved) == "Failover: b continues after 0.25 s, and read 12 tokens again."
     unnamed = "Failover: another service continues after 0.00 s, and read 0 tokens again."
     assert failover_note(step(link=LinkStats(switched=1))) == unnamed
-
-
-@pytest.mark.parametrize(
-    ("environment", "words"),
-    [
-        ({"engine": "native", "threads": 1}, "native CPU engine, 1 thread"),
-        ({"engine": "native"}, "native CPU engine, 1 thread"),
-        (
-            {"engine": "native: int8", "threads": 2, "vectors": "avx2"},
-            "native CPU engine, 2 threads, avx2, int8",
-        ),
-        (
-            {"engine": "torch: no native engine, no compiler: install gcc"},
-            "torch engine, several times slower than the native CPU engine: no compiler: install gcc",
-        ),
-        ({"engine": "torch"}, "torch"),
-        ({}, ""),
-    ],
-)
-def test_engines_are_named(environment: dict[str, Any], words: str) -> None:
-    assert explain_engine(environment) == words
