@@ -84,7 +84,7 @@ def test_the_table_describes_fields_of_all_classes() -> None:
         ({"count": True}, "count .*number, not True"),
         ({"count": 10**5000}, "count .*thousands of digits"),
         ({"share": math.nan}, "share .*nan"),
-        ({"share": "x" * 600}, f"share .*{'x' * 499}'$"),
+        ({"share": "x" * 600}, f"share .*{'x' * 499}"),
         ({"numbers": (1, math.nan)}, "numbers .*whole numbers"),
         ({"kind": ""}, "unknown kind of name ''.*a, b"),
         ({"kinds": ("x", "\ud800")}, "kinds .*invalid character"),
