@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,14 +18,12 @@ from specdemo.cli import main
 from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
 from specdemo.core.events import Header, StepEvent
-from specdemo.core.policies import POLICIES, CostModel, DraftLengths, Fixed, PathProbability
+from specdemo.core.policies import POLICIES, CostModel, DraftLengths, PathProbability
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.heads.chain import HeadDrafter
-from specdemo.drafters.hybrid import HybridDrafter
-from specdemo.drafters.suffix import SuffixDrafter
 from specdemo.generate import generate
 from specdemo.models.cached_head import CachedHead
 from specdemo.models.engines.native_weights import NativeWeights
@@ -36,8 +33,6 @@ from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import HeadSpec, ModelSpec
-from specdemo.preflight import preflight
-from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe, refuse_ineffective
 from specdemo.remote.config import CloudConfig
 from specdemo.ui.limits import HostLimits
@@ -97,37 +92,6 @@ def test_text_of_random_heads_has_the_distribution_of_the_target(
     assert counts[0] > 0 and (counts[1] > 0 or name == "greedy")
 
 
-class NoStates(TableHead):
-    """Head of a target that has not passed the text."""
-
-    def start(self, tokens: Any) -> None:
-        return None
-
-
-def drafted(head: Any, sampling: SamplingParams = SAMPLING["plain"], count: int = 3) -> Draft:
-    return HeadDrafter(head, sampling, Noise(0, "draft"), VOCAB).propose(PROMPT, up_to(count))
-
-
-def test_drafts_are_empty_without_states_or_positions_or_tokens() -> None:
-    assert not drafted(NoStates(SMALL, None)).tokens
-    banned = SamplingParams(bad_words=((0,), (1,)))
-    assert not drafted(TableHead(SMALL, (0, 1)), banned).tokens  # the text itself may continue with 2 and 3
-    assert {*drafted(TableHead(SMALL, (0, 1, 2)), banned).tokens} == {2}
-
-
-class Unasked(TableHead):
-    def start(self, tokens: Any) -> Any:
-        raise AssertionError("the head computes a pass")
-
-    sample_chain = start
-
-
-def test_heads_compute_nothing_while_no_path_is_allowed() -> None:
-    budget = DraftBudget(3, PathProbability(3, threshold=math.inf))
-    drafter = HeadDrafter(Unasked(SMALL, None), SAMPLING["plain"], Noise(0, "draft"), VOCAB)
-    assert drafter.propose(PROMPT, budget) == Draft()
-
-
 def test_drafts_end_with_the_context_of_the_head(models: tuple[CachedModel, CachedHead]) -> None:
     target, head = models
     inner: Any = head.head
@@ -157,16 +121,6 @@ def test_budgets_decide_before_tokens_are_sampled() -> None:
     draft = drafter.propose(PROMPT, DraftBudget(9, PathProbability(9, threshold=0.05)))
     assert 0 < len(draft) < 9 and noise.drawn == len(draft)
     assert {origin.source for origin in draft.origin} == {"head"}
-
-
-def test_the_hybrid_names_the_source_of_each_token() -> None:
-    drafter = HybridDrafter(
-        SuffixDrafter(), HeadDrafter(TableHead(SMALL, (0, 2, 3)), SAMPLING["plain"], Noise(0, "draft"), VOCAB), 3
-    )
-    texts = {"text": (1, 2, 3, 0, 1, 2, 3), "head": (1, 2, 3, 0, 1)}
-    for source, text in texts.items():
-        assert {origin.source for origin in drafter.propose(text, up_to(2)).origin} == {source}
-        drafter = HybridDrafter(SuffixDrafter(), drafter.model, 3)
 
 
 # --- recipes, pool and page -------------------------------------------------------------------------------------
@@ -210,12 +164,6 @@ def test_chat_turns_reuse_the_rows_of_the_head(saved: dict[str, str]) -> None:
     assert target.chats.reserved_bytes > 0
 
 
-def test_a_preflight_decodes_with_the_head(saved: dict[str, str]) -> None:
-    recipe = Recipe(method="eagle", max_tokens=8, device="cpu", **saved)
-    result = preflight(recipe, [Prompt("prose", f"{i}", "abc abc") for i in range(4)], ModelPool())
-    assert result.weight_bytes > ModelPool().take(recipe.target_spec).weight_bytes and len(result.estimates) == 1
-
-
 REFUSED = {
     "no head": ({"method": "eagle"}, "method eagle needs a head"),
     "remote": (
@@ -255,13 +203,6 @@ def test_methods_without_heads_refuse_the_option(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err.startswith("specdemo: head has no effect")
 
 
-def test_the_hybrid_needs_neither_a_model_nor_a_head() -> None:
-    recipe = Recipe(method="hybrid", target="a/b")
-    assert recipe.drafter_spec is None and recipe.head_spec is None
-    with pytest.raises(UserError, match="method draft needs a drafter"):
-        Recipe(method="draft", target="a/b")
-
-
 def test_a_head_replaces_the_draft_model_of_the_hybrid() -> None:
     assert Recipe(method="hybrid", target="a/b", drafter="a/c").drafter_spec is not None
     recipe = Recipe(method="hybrid", target="a/b", drafter="a/c", head="a/head")
@@ -276,10 +217,3 @@ def test_visitors_choose_heads_like_models() -> None:
         HostLimits(models="hub").grant(recipe, "x")
     with pytest.raises(UserError, match="only listed models run here"):
         HostLimits(models="listed").grant(Recipe(method="eagle", head="a/head"), "x")
-
-
-def test_budget_of_a_chain_is_known_without_logits() -> None:
-    assert DraftBudget(4, Fixed(4)).chain_limits == (4, 0.0)
-    assert DraftBudget(4, PathProbability(9)).chain_limits == (4, 0.15)
-    assert DraftBudget(4, PathProbability(9, 2)).chain_limits is None
-    assert DraftBudget(4, POLICIES["egag"].make(DraftLengths(2, 1, 3), CostModel())).chain_limits is None

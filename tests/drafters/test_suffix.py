@@ -68,13 +68,6 @@ def test_the_automaton_has_a_state_per_set_of_end_positions(vocabulary: int) -> 
         assert len(store) == 1 + len(set(map(frozenset, ends.values())))
 
 
-def test_an_empty_store_continues_nothing() -> None:
-    store = SuffixStore()
-    assert (store.matched, store.continuation(3)) == (0, [])
-    store.begin()
-    assert store.text == []  # an empty text needs no border
-
-
 def test_the_latest_of_several_texts_is_continued_up_to_its_border() -> None:
     """Brute force over the texts that were added; tokens after a border are never drafted."""
     rng, store = random.Random(11), SuffixStore()
@@ -151,18 +144,6 @@ def test_the_match_sets_the_length() -> None:
     assert SuffixDrafter().propose([1, 2, 3], up_to(9)).tokens == ()
 
 
-def test_the_latest_occurrence_wins() -> None:
-    assert SuffixDrafter().propose([1, 2, 8, 1, 2, 9, 1, 2], up_to(1)).tokens == (9,)
-
-
-def test_an_earlier_text_is_continued_but_matches_end_at_its_border() -> None:
-    first = SuffixDrafter()
-    first.propose([1, 2, 3, 4], up_to(4))
-    second = SuffixDrafter(store=first.store)
-    assert second.propose([9, 2, 3], up_to(4)).tokens == (4,)  # where the former text ended
-    assert second.store.matched == 2
-
-
 def test_tokens_may_be_added_singly_or_together() -> None:
     rng = random.Random(7)
     text = [rng.randrange(4) for _ in range(80)]
@@ -227,12 +208,6 @@ def test_hybrid_trusts_long_matches_only() -> None:
     assert default.propose([1, 2, 3, 4, 5, 1, 2, 3, 4], up_to(1)).tokens == (5,)
 
 
-def test_the_store_of_a_prediction_includes_that_of_its_fallback() -> None:
-    fallback, text = SuffixDrafter(source=range(100)), PredictedText((1, 2), (3, 4), 4)
-    alone = PredictionDrafter(text, EmptyDrafter()).store_bytes
-    assert PredictionDrafter(text, fallback).store_bytes == alone + fallback.store_bytes > fallback.store_bytes
-
-
 class Fallback(EmptyDrafter):
     """Drafts zeros up to the budget and records the texts and steps."""
 
@@ -285,17 +260,3 @@ def test_the_answer_may_return_to_the_prediction_or_repeat_itself(length: int) -
 def test_the_fallback_drafts_no_more_than_the_budget() -> None:
     drafter = PredictionDrafter(PredictedText([1], [2], 4), Fallback())
     assert [len(drafter.propose([9], up_to(limit))) for limit in (0, 3, 4, 9)] == [0, 3, 4, 4]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_lookups_copy_after_the_earliest_match_of_the_longest_ending(size: int) -> None:
-    text = [7, 5, 6, 8, 5, 6, 9, 4, 5, 6, 7, 9, 5, 6, 9, 4, 5, 6]  # 4, 5, 6 | 5, 6 | 6
-    for longest in range(1, size + 1):
-        draft = LookupDrafter(longest).propose(text, up_to(3))
-        after = {1: 3, 2: 3, 3: 10}[longest]
-        origin = tuple(Origin("text", after + i, matched=longest) for i in range(3))
-        assert draft == Draft.chain(tuple(text[after : after + 3]), origin=origin)
-    assert LookupDrafter(9).propose([5, 5], up_to(3)) == Draft.chain((5,), origin=(Origin("text", 1, matched=1),))
-    assert LookupDrafter().propose([5, 5], up_to(0)) == Draft()
-    assert LookupDrafter().propose([5], up_to(3)) == LookupDrafter().propose([5, 6], up_to(3)) == Draft()
-    assert LookupDrafter().propose(text, up_to(3)) == LookupDrafter(2).propose(text, up_to(3))
