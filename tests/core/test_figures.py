@@ -65,6 +65,7 @@ def refusal(call: Callable[[], object]) -> str:
 
 def test_sentences_of_errors() -> None:
     assert plain_text("a\x07b\u200ec\u2028d\u2029é") == "a b c d é"
+    assert plain_text("a\ud800\ue000b") == "a  b"
     assert plain_text("abc", 3) == "abc" and plain_text("abcd", 3) == "abc …"
     assert plain_text("x" * 300) == "x" * 300 and plain_text("x" * 301) == "x" * 300 + " …"
     full, other = OSError(errno.ENOSPC, "No space left"), OSError(errno.EACCES, "Permission denied")

@@ -247,10 +247,6 @@ def _shifted(tensors: dict[str, Any], config: dict[str, Any]) -> None:
     tensors["d2t"] = tensors["d2t"] + 1
 
 
-def _unsorted(tensors: dict[str, Any], config: dict[str, Any]) -> None:
-    tensors["d2t"] = tensors["d2t"].flip(0)
-
-
 def _contradiction(tensors: dict[str, Any], config: dict[str, Any]) -> None:
     tensors["t2d"] = tensors["t2d"].roll(1)
 
@@ -270,29 +266,14 @@ INVALID = {
         _without("midlayer.hidden_norm.weight"),
         "has no tensor midlayer.hidden_norm.weight: choose",
     ),
-    "no draft ids": (_without("d2t"), "has no tensor d2t"),
     "ids out of range": (_shifted, "d2t of .* leaves the 301 tokens of the target"),
-    "ids out of order": (_unsorted, "d2t of .* leaves the 301 tokens"),
     "contradicting ids": (_contradiction, "t2d of .* contradicts d2t"),
     "integers": (_integers, "norm.weight of .* has type I32 instead of F32"),
     "layers": (_configured(eagle_aux_hidden_state_layer_ids=[2, 15, 27]), "states of layers that the target does not"),
-    "texts": (_configured(eagle_aux_hidden_state_layer_ids="all"), "states of layers"),
     "sizes": (_configured(num_attention_heads=3, num_key_value_heads=2), "divides 3 heads among 2"),
-    "no size": (_configured(intermediate_size=None), "config.json of .* has no intermediate_size"),
     "rotary embedding": (_configured(rope_scaling={"rope_type": "longrope"}), "rotary embedding of .* is not of kind"),
     "list of norms": (_configured(rms_norm_eps=[1e-5]), "choose another head"),
-    "text instead of a layer": (_configured(transformer_layer_config="x"), "choose another head"),
-    "list instead of a layer": (_configured(transformer_layer_config=[1]), "choose another head"),
-    "rotary embedding without factor": (
-        _configured(rope_scaling={"rope_type": "llama3", "rope_theta": 1e4}),
-        "choose another head",
-    ),
-    "norm of states": (
-        _configured(norm_before_fc=True),
-        "has no tensor input_norm.weight: choose a head of kind EAGLE-3",
-    ),
     "kind": (_configured(speculators_model_type="mtp"), r"head of another kind \(mtp\)"),
-    "tensors of another kind": (_configured(medusa_num_heads=5), "has no tensor 0.0.linear.weight: choose a head of"),
 }
 
 
@@ -317,9 +298,7 @@ def _input_norm(tensors: dict[str, Any], config: dict[str, Any]) -> None:
 
 INVALID_KINDS = {
     "medusa, missing": ("medusa", _without("2.0.linear.bias"), "has no tensor 2.0.linear.bias: choose a head of kind"),
-    "medusa, gap": ("medusa", _without("1.0.linear.weight"), "has no tensor 1.0.linear.weight"),
     "medusa, vocabulary": ("medusa", _narrow, "0.1.weight of .* has shape 300 x 64 instead of 301 x 64: choose a head"),
-    "medusa, no ids": ("medusa", _configured(draft_vocab_size=40), "instead of 40 x 64"),
     "medusa, base model": (
         "medusa",
         lambda tensors, config: tensors.update({"model.norm.weight": torch.ones(64)}),
@@ -330,13 +309,7 @@ INVALID_KINDS = {
         lambda tensors, config: tensors.update({"fc.weight": torch.zeros(96, 192)}),
         "fc.weight of .* has shape 96 x 192 instead of 64 x 128: choose a head for this target",
     ),
-    "eagle, missing": (
-        "eagle",
-        _without("layers.0.mlp.up_proj.weight"),
-        "has no tensor layers.0.mlp.up_proj.weight: choose a head of kind EAGLE-1 or EAGLE-2",
-    ),
     "eagle, norm": ("eagle", _input_norm, r"unknown to EAGLE-1 or EAGLE-2 \(layers.0.input_layernorm.weight\)"),
-    "eagle, sizes": ("eagle", _configured(hidden_size="wide"), "config.json of .* is invalid .hidden_size is 'wide'"),
 }
 
 
@@ -370,12 +343,6 @@ def test_pickled_medusa_heads_are_converted(tmp_path: Path, target: LoadedModel)
         load(str(source.parent), target)
     assert convert_head(source, tmp_path / "converted") == 10
     assert load(str(tmp_path / "converted"), target).longest_draft(7) == 2
-
-
-def test_unknown_tensors_are_refused(tmp_path: Path, target: LoadedModel) -> None:
-    tensors = head_tensors(TARGET, IDS) | {"fc_norm.0.weight": torch.ones(64)}
-    with pytest.raises(UserError, match=r"a tensor unknown to EAGLE-3 \(fc_norm.0.weight\)"):
-        load(save_head(tmp_path, tensors, head_config(TARGET, len(IDS))), target)
 
 
 def test_damaged_files_are_refused(tmp_path: Path, target: LoadedModel) -> None:

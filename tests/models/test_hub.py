@@ -247,10 +247,6 @@ def test_downloaded_models_need_no_network(hub: Hub, monkeypatch: pytest.MonkeyP
     assert "offline mode" in refusal(hub, "tiny/drafter")
 
 
-def test_local_directories_need_no_hub(files: Path) -> None:
-    assert load(ModelSpec(str(files / NAME), device="cpu"), Hub("http://127.0.0.1:9")).stop
-
-
 def test_a_disk_too_small(hub: Hub, server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     assert "1.0 kB are free" in refusal(hub) and not server.gets("cdn")

@@ -119,13 +119,6 @@ def test_a_digest_is_stored_until_size_or_time_of_the_file_change(stored: str, t
     assert file_digest(file) != first
 
 
-def test_digests_are_computed_without_a_writable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_bytes(b"x")
-    expected = file_digest(tmp_path / "file")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert file_digest(tmp_path / "file") == expected
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="the system has no limit of file sizes")
 def test_no_files_remain_if_digests_cannot_be_written(tmp_path: Path, cache: Path) -> None:
     import resource
