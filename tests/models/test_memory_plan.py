@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from fakes.native_models import CONFIGS, random_model
 from fakes.tiny_models import byte_level_tokenizer, save_model
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GPTNeoXConfig
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
-from specdemo.models import zoo
 from specdemo.models.engines.native_families import transformers_reason
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
@@ -26,7 +22,7 @@ from specdemo.models.memory_plan import check_memory, missing_bytes, plan_config
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.quantization import quantised_layers, skeleton
 from specdemo.models.spec import HeadSpec, ModelSpec, find_device
-from specdemo.models.zoo import PAIRS, offers
+from specdemo.models.zoo import PAIRS
 
 BUNDLED = PAIRS["bundled"].drafter
 
@@ -80,36 +76,6 @@ def test_the_scales_of_quantised_weights_count() -> None:
     assert plain - loaded.weight_bytes == pytest.approx(weights * (2 - 1 / 2 - 4 / 64), rel=0.01)
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8", "nf4"])
-@pytest.mark.parametrize(
-    ("kind", "engine"),
-    [(GPTNeoXConfig, "transformers"), *((kind, "native") for kind in (GPT2Config, GPTNeoXConfig, Gemma2Config))],
-)
-def test_models_outside_the_llama_family(kind: type, engine: str, quantization: str, tmp_path: Path) -> None:
-    spec = ModelSpec(str(_saved(kind, engine, tmp_path)), quantization=quantization, device="cpu").resolved()
-    planned, loaded = plan_spec(spec, 64), load(spec)
-    assert loaded.engine.partition(":")[0] == engine
-    if engine == "native" and sys.platform == "linux":  # a mapped file would occupy memory
-        assert str(tmp_path) not in Path("/proc/self/maps").read_text()
-    assert planned.weights == pytest.approx(loaded.weight_bytes, rel=0.02)
-
-
-_INNER = {GPT2Config: "n_inner", GPTNeoXConfig: "intermediate_size", Gemma2Config: "intermediate_size"}
-
-
-def _saved(kind: type, engine: str, folder: Path) -> Path:
-    tokenizer = byte_level_tokenizer()
-    sizes = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = kind(**sizes, **{_INNER[kind]: 128, "head_dim": 16})
-    if engine == "transformers":
-        for name in ("activation_function", "hidden_act", "hidden_activation"):
-            setattr(config, name, "relu")
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 def test_too_little_memory_raises_with_numbers_and_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ModelSpec(PAIRS["bundled"].target, device="cpu").resolved()
     needed, four_bits = plan_spec(spec, 256), plan_spec(replace(spec, quantization="nf4"), 256)
@@ -160,13 +126,6 @@ def test_other_models_are_evicted_for_a_large_model(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("specdemo.models.memory_plan.free_bytes", lambda device: 0 if first in pool else 1 << 40)
     pool.take(ModelSpec(PAIRS["bundled"].target, device="cpu"))
     assert first not in pool
-
-
-def test_pairs_that_are_not_downloaded_are_marked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(tmp_path))
-    labels = {offer.name: offer.label for offer in offers("cpu")}
-    assert "to download" in labels["qwen2.5-7b"] and "to download" not in labels["bundled"]
-    assert zoo.is_downloaded(str(tmp_path)) and not zoo.is_downloaded("org/model")
 
 
 @pytest.mark.parametrize("left", [[], [7], [1 << 60, 5]])
