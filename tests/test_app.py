@@ -54,11 +54,6 @@ def test_impossible_addresses_are_refused(flags: str, address: str, capsys: pyte
     assert error.endswith("): choose another --port or --host\n") and error.count("\n") == 1
 
 
-def test_by_default_only_this_machine_is_served() -> None:
-    args = app.options().parse_args([])
-    assert args.share is False and args.host == "127.0.0.1" and args.port is None
-
-
 @pytest.mark.parametrize(
     ("system", "environment", "expected"),
     [

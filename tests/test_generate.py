@@ -7,7 +7,7 @@ import json
 import math
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import FrozenInstanceError, replace
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -26,18 +26,14 @@ from specdemo.core.explain import Reason, explain
 from specdemo.core.link_stats import Source
 from specdemo.core.metrics import Metrics
 from specdemo.core.step import Draft, Outcome, Step, Verdict
-from specdemo.core.target import Target
 from specdemo.drafters import METHODS
 from specdemo.generate import generate
 from specdemo.models.batch_invariance import COMPARED_ROWS, BatchInvariance
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.pipeline import build_pipeline
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
-from specdemo.remote.gates import PASSES
-from specdemo.remote.target import RemoteModel
 from specdemo.worker import Worker
 
 PROMPT = "for i in range(10):"
@@ -101,19 +97,6 @@ def test_stores_of_many_settings_are_bounded(target: str, monkeypatch: pytest.Mo
     monkeypatch.setattr("specdemo.pipeline.MAX_STORE_BYTES", largest // 2)
     end_of(ngram=16)
     assert not stores
-
-
-def test_stored_ngrams_need_stores(target: str) -> None:
-    recipe = Recipe(target=target, method="nasd", max_tokens=4, device="cpu", ngram_keep=True)
-    with pytest.raises(UserError, match="ngram_keep has no effect without stores: pass the same dictionary"):
-        list(generate(recipe, PROMPT, ModelPool()))
-
-
-def test_ngrams_are_stored_on_request_only(target: str) -> None:
-    pool, stores = ModelPool(), {}
-    recipe = Recipe(target=target, method="nasd", temperature=0, max_tokens=48, device="cpu")
-    first, second = run(recipe, pool, stores), run(recipe, pool, stores)
-    assert not stores and second.accepted == first.accepted and second.drafted == first.drafted
 
 
 def test_a_run_may_be_closed_at_any_step_and_the_next_is_not_affected(target: str) -> None:
@@ -205,13 +188,6 @@ def test_a_drafter_object_receives_the_verdicts_of_the_method(target: str) -> No
     observer = Observer(0, ())
     list(generate(recipe, PROMPT, drafter=observer))
     assert set(observer.candidates) == {3}
-
-
-@pytest.mark.parametrize("kind", [LoadedModel, RemoteModel])
-def test_local_and_remote_targets_have_all_members_of_the_protocol(kind: type) -> None:
-    members = {name for name in vars(Target) if not name.startswith("_")}
-    assert {"verifier", "open_cache", "tokenizer"} <= members
-    assert members <= {*dir(kind), *(field.name for field in fields(kind))}
 
 
 def test_the_target_limits_equal_bits_to_compared_sizes(target: str) -> None:
@@ -398,27 +374,6 @@ def test_a_refused_run_releases_its_caches(target: str) -> None:
     worker.close()
 
 
-def test_planned_contexts_contain_conversations_and_dropout_passes(talker: str) -> None:
-    class Planned(ModelPool):
-        contexts: list[int] = []
-
-        def bring(self, specs: Sequence[Any], context: int = 0, head: object = None) -> Iterator[Any]:
-            self.contexts.append(context)
-            raise UserError("planned")
-
-    def planned(recipe: Recipe, prompt: Any) -> int:
-        with pytest.raises(UserError, match="planned"):
-            list(generate(recipe, prompt, Planned()))
-        return Planned.contexts[-1]
-
-    recipe = Recipe(target=talker, drafter=talker, max_tokens=10, device="cpu")
-    assert planned(recipe, "x" * 300) == 110
-    talk = [{"role": "user", "content": "x" * 200}, {"role": "assistant", "content": "y" * 100}]
-    assert planned(replace(recipe, chat=True), talk) == 110
-    gated = CloudConfig("http://127.0.0.1:1", gates=("variance",))
-    assert planned(replace(recipe, cloud=gated), "x" * 300) == 110 * (1 + PASSES)
-
-
 # --- predictions ---
 
 UNRELATED = "Lorem ipsum dolor sit amet"
@@ -443,9 +398,3 @@ def test_a_method_with_its_own_policy_drafts_as_long_without_a_match(target: str
     recipe = Recipe(target=target, method="lookahead", temperature=0, device="cpu", max_tokens=16)
     drafts = [event.step.draft for event in steps_of(predicted(recipe, UNRELATED))]
     assert any(origin.source == "window" for draft in drafts for origin in draft.origin)
-
-
-def test_the_store_of_a_prediction_is_part_of_the_memory(target: str) -> None:
-    recipe = Recipe(target=target, drafter=target, temperature=0, device="cpu", max_tokens=4)
-    small, large = (predicted(recipe, UNRELATED * count)[-1].peak.store for count in (1, 4))
-    assert 0 < small < large

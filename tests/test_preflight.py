@@ -5,24 +5,18 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import random
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 import pytest
-import torch
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
 from benchmarks import preflight_accuracy
 from specdemo.cli import main
 from specdemo.core.decode import decode
 from specdemo.core.errors import UserError
-from specdemo.core.metrics import Metrics
 from specdemo.core.sampling import SamplingParams
-from specdemo.core.theory import expected_tokens
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.pipeline import build_pipeline
@@ -30,13 +24,10 @@ from specdemo.preflight import (
     MAX_GAMMA,
     MIN_SAMPLED_TEXTS,
     OWN,
-    DecodedRun,
     Estimate,
     Preflight,
-    acceptance_of_text,
     decoded_runs,
     expected_cost,
-    fit_costs,
     predict,
     preflight,
     replay,
@@ -57,59 +48,6 @@ PROMPTS = [Prompt("code", f"code {i}", TEXT[i:]) for i in range(3)]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model(tmp_path_factory.mktemp("models") / "model", byte_level_tokenizer(), num_hidden_layers=4))
-
-
-def test_alpha_of_decoded_methods_is_accepted_over_tested(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = Recipe(target=folder, method="lookahead", temperature=1.0, top_p=1.0, device="cpu", max_tokens=40)
-    runs: list[DecodedRun] = []
-
-    def recorded(*arguments: Any) -> Iterator[DecodedRun]:
-        runs.extend(decoded_runs(*arguments))
-        return iter(runs)
-
-    monkeypatch.setattr("specdemo.preflight.decoded_runs", recorded)
-    alpha = preflight(recipe, PROMPTS, ModelPool()).alpha
-    metrics = [Metrics.of(run.steps) for run in runs]
-    tested = sum(m.tested for m in metrics)
-    assert alpha == sum(sum(m.accepted_by_position) for m in metrics) / tested != sum(m.beta for m in metrics) / tested
-
-
-@pytest.mark.parametrize("gamma", [1, 3, 8])
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.8])
-def test_constant_acceptance_gives_the_figures_of_theorem_3_8(alpha: float, gamma: int) -> None:
-    tokens, steps, cost = expected_cost([[alpha] * MAX_GAMMA] * 400, gamma, 0.1, FREE)
-    assert tokens / steps == pytest.approx(expected_tokens(alpha, gamma), rel=0.01)  # 400 tokens are finite
-    assert tokens / cost == pytest.approx(expected_tokens(alpha, gamma) / (1 + 0.1 * gamma), rel=0.01)
-
-
-@pytest.mark.parametrize("gamma", [1, 3, 8])
-def test_the_expected_number_of_steps_is_that_of_algorithm_1(gamma: int) -> None:
-    """Against a recursion over positions."""
-    rng = random.Random(gamma)
-    length, chance = 40, [rng.random() for _ in range(60)]
-
-    @cache
-    def left(i: int) -> float:
-        """Expected remaining steps after i tokens."""
-        if i >= length:
-            return 0.0
-        count, path, steps = min(gamma, length - i - 1), 1.0, 1.0
-        for k in range(count):
-            steps += path * (1 - chance[i + k]) * left(i + k + 1)
-            path *= chance[i + k]
-        return steps + path * left(i + count + 1)
-
-    tokens, steps, cost = expected_cost([chance[i : i + MAX_GAMMA] for i in range(length)], gamma, 0.0, FREE)
-    assert (tokens, steps, cost) == pytest.approx((length, left(0), left(0)))
-    assert tokens / steps > 1.2
-
-
-def test_acceptance_given_the_text_averages_to_the_overlap() -> None:
-    """Mean over x from p of the acceptance probability given x = sum min(p, q) (2211.17192, Theorem 3.5)."""
-    rows = torch.rand(2, 7, generator=torch.Generator().manual_seed(1)).double()
-    p, q = (row / row.sum() for row in rows)
-    mean = sum(float(p[x]) * acceptance_of_text(p.repeat(2, 1), q.repeat(2, 1), [0, x])[0] for x in range(7))
-    assert mean == pytest.approx(float(torch.minimum(p, q).sum()))
 
 
 def measured_steps(recipe: Recipe, text: tuple, pool: ModelPool) -> int:
@@ -280,31 +218,6 @@ def test_one_text_gives_an_interval_and_progress(folder: str) -> None:
         assert shares == sorted(shares) and shares[0] == 0 and len(set(shares)) > 2
         assert isinstance(result, Preflight) and OWN in result.texts
         assert any(item.low < item.speedup < item.high for item in result.estimates)
-
-
-@pytest.mark.parametrize(
-    ("measured", "fitted"),
-    [
-        ([1.0, 1.2, 1.4, 1.6], [1.0, 1.2, 1.4, 1.6]),  # a line is kept
-        ([1.0, 1.5, 1.5, 1.5], [1.0, 1.5, 1.5, 1.5]),  # so is a jump after the first row
-        ([1.0, 1.1, 1.7, 1.4], [1.0, 1.25, 1.4, 1.55]),  # noise is averaged
-        ([1.0, 1.6, 1.4, 1.2], [1.0, 1.4, 1.4, 1.4]),  # more rows are never cheaper
-        ([1.0, 0.9, 0.9, 0.9], [1.0, 1.0, 1.0, 1.0]),
-    ],
-)
-def test_costs_of_passes_are_fitted(measured: list[float], fitted: list[float]) -> None:
-    assert list(fit_costs(measured).values()) == pytest.approx(fitted)
-
-
-def test_advice_is_one_sentence() -> None:
-    def advice(speedup: float, low: float, c: float = 0.1) -> str:
-        estimates = Estimate(3, 2.0, speedup, low, speedup + 0.1), Estimate(4, 2.0, 0.1, 0.1, 0.1)
-        return Preflight(Recipe(), 0.5, c, {1: 1.0}, estimates, 1, 1).advice
-
-    assert advice(1.5, 1.4) == "gamma 3: about 1.50x the speed of AR decoding"
-    assert "possibly no difference" in advice(1.1, 0.9)
-    assert advice(0.8, 0.7, c=0.9).startswith("don't") and "costs too much" in advice(0.8, 0.7, c=0.9)
-    assert "too few tokens would be accepted" in advice(1.0, 0.9, c=0.0)
 
 
 def test_unsupported_requests_raise_errors(folder: str, capsys: pytest.CaptureFixture[str]) -> None:

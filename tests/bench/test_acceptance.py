@@ -9,7 +9,7 @@ import pytest
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
 from specdemo.bench import table
-from specdemo.bench.acceptance import Acceptance, AcceptanceCount, acceptance_tables
+from specdemo.bench.acceptance import Acceptance, AcceptanceCount
 from specdemo.bench.measure import measure
 from specdemo.core.link_stats import Source
 from specdemo.core.metrics import Metrics
@@ -49,17 +49,6 @@ def test_counts_of_steps() -> None:
     metrics = Metrics.of(STEPS[:5])
     assert [count.tested for count in counts.position.values()] == list(metrics.tested_by_position)
     assert [count.accepted for count in counts.position.values()] == list(metrics.accepted_by_position)
-
-
-def test_tables_have_a_row_per_lane_and_a_column_per_interval() -> None:
-    counts = Acceptance.of(STEPS, prompt_length=61)
-    tables = {title: (head, rows) for title, head, rows in acceptance_tables({"a": counts, "ar": Acceptance()})}
-    position, length, confidence = tables.values()
-    assert position == (["recipe", "1", "2"], [["a", "0.50 of 4", "0.50 of 2"]])
-    assert length == (["recipe", "0 to 64", "64 to 128"], [["a", "0.50 of 2", "0.50 of 4"]])
-    assert confidence[0] == ["recipe", "0.2 to 0.4", "0.4 to 0.6", "0.6 to 0.8", "from 0.8"]
-    assert confidence[1] == [["a", "0.30 → 0.00 of 1", "0.50 → 0.00 of 1", "0.70 → 1.00 of 1", "0.90 → 1.00 of 2"]]
-    assert list(acceptance_tables({"ar": Acceptance()})) == []
 
 
 def test_counts_of_a_measurement(tmp_path: Path) -> None:

@@ -58,11 +58,6 @@ def test_other_files_are_refused(lines: list[Any], kinds: list[str], sentence: s
         read_questions(written(tmp_path / "q.jsonl", *lines), kinds)
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot read the questions of"):
-        read_questions(tmp_path / "absent.jsonl")
-
-
 def test_figures_per_category_are_ratios_of_sums() -> None:
     """AR: 10 tokens in 1 s. The lane: 20 tokens in 10 steps and 1 s, then 20 tokens in 10 steps and 4 s."""
     recipes = [Recipe(method="ar", temperature=0), Recipe(temperature=0, gamma=2)]

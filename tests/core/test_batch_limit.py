@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fakes.policy_steps import FLAT
 
 from specdemo.core.batch_limit import BatchLimit
-from specdemo.core.policies import POLICIES, CostModel, Fixed, PathProbability, confidence
+from specdemo.core.policies import CostModel, Fixed
 from specdemo.core.step import Draft, Step, Verdict
-from specdemo.recipe import Recipe
 from specdemo.shared_passes import PassLoad
 
 ROW = 0.2
@@ -72,30 +70,3 @@ def test_without_drafts_acceptance_is_tested_again(rounds: int) -> None:
     for _ in range(100):
         policy.observe(step(1, 1))
     assert policy.gamma >= 1
-
-
-@pytest.mark.parametrize(("name", "longest"), [("fixed", 3), ("dynamic", 12), ("heuristic", 20), ("auto", 8)])
-def test_drafts_grow_to_the_longest_of_the_policy(name: str, longest: int) -> None:
-    recipe = Recipe(policy=name, gamma=3)
-    inner = POLICIES[name].make(recipe.draft_lengths, COSTS)
-    policy = BatchLimit(inner, COSTS, lambda: load(2, 1.0), recipe.draft_lengths.most)
-    for _ in range(60):
-        drafted = policy.gamma
-        policy.observe(step(drafted, drafted))
-    assert policy.gamma == longest
-
-
-def test_the_policy_decides_about_each_token() -> None:
-    """The test of FLAT fails after the minimum of two tokens; drafts without logits end at gamma."""
-    policy = BatchLimit(confidence(4, 2), COSTS, lambda: load(4), 4)
-    assert [policy.may_extend(n, FLAT) for n in range(5)] == [True, True, False, False, False]
-    assert [policy.may_extend(n, None) for n in range(5)] == [True] * 4 + [False]
-
-
-def test_paths_end_at_the_cost_of_the_batch() -> None:
-    current = None
-    policy = BatchLimit(PathProbability(4, 0, threshold=0.3), CostModel(COSTS.passes, token=0.1), lambda: current, 4)
-    assert policy.path_threshold == 0.3 and policy.needs_logits
-    current = load(4)
-    assert policy.path_threshold == pytest.approx(4 * 0.3 / 1.6)
-    assert BatchLimit(Fixed(4), COSTS, lambda: load(4), 4).path_threshold is None

@@ -13,11 +13,9 @@ from specdemo.core.explain import (
     decision_of,
     exact_label,
     explain,
-    failover_note,
     reason_of,
-    takes_most_probable,
 )
-from specdemo.core.link_stats import LinkStats, Source
+from specdemo.core.link_stats import Source
 from specdemo.core.step import Draft, Step, TopTokens, Verdict
 
 SAMPLED = {"method": "draft", "temperature": 0.7, "rule": "rejection"}
@@ -148,14 +146,6 @@ def test_figures_of_a_decision() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "expected"),
-    [(GREEDY, True), (SAMPLED, False), (rule("block", 0), False), (rule("top1"), True), ({"rule": "top1"}, True)],
-)
-def test_the_most_probable_token_is_taken(recipe: dict[str, Any], expected: bool) -> None:
-    assert takes_most_probable(recipe) is expected
-
-
-@pytest.mark.parametrize(
     ("recipe", "remote", "label"),
     [
         ({}, {}, "exact"),
@@ -174,11 +164,3 @@ def test_the_most_probable_token_is_taken(recipe: dict[str, Any], expected: bool
 )
 def test_labels_of_exact_runs_name_the_service(recipe: dict[str, Any], remote: dict[str, float], label: str) -> None:
     assert exact_label(recipe, remote) == label
-
-
-def test_a_failover_is_noted_with_its_costs() -> None:
-    assert failover_note(step()) == failover_note(step(link=LinkStats(gap_s=1.0, switched=0))) == ""
-    moved = step(link=LinkStats(switched=1, gap_s=0.25, reread=12), replica="b")
-    assert failover_note(moved) == "Failover: b continues after 0.25 s, and read 12 tokens again."
-    unnamed = "Failover: another service continues after 0.00 s, and read 0 tokens again."
-    assert failover_note(step(link=LinkStats(switched=1))) == unnamed

@@ -49,6 +49,7 @@ def refusal(call: Callable[[], object]) -> str:
 
 def test_plain_text_has_no_control_characters_and_a_limit() -> None:
     assert plain_text("a\x07b\u200ec\u2028d\u2029é") == "a b c d é"
+    assert plain_text("a\ud800\ue000b") == "a  b"
     assert plain_text("abc", 3) == "abc" and plain_text("abcd", 3) == "abc …"
 
 

@@ -59,21 +59,6 @@ def test_figures_are_sums_over_the_steps() -> None:
     assert metrics.as_dict() == figures
 
 
-def test_figures_of_no_steps_are_unknown() -> None:
-    unknown = {"acceptance_rate", "alpha", "mean_beta", "tokens_per_step", "tokens_per_target_pass", "ttft_s"}
-    figures = Metrics().as_dict()
-    assert {name for name, value in figures.items() if value is None} == {*unknown, "tokens_per_second"}
-    assert Metrics().decode_steps == Metrics.of([PREFILL]).decode_steps == 0
-    assert Metrics.of([PREFILL, CHAIN]).decode_steps == 1
-    assert Metrics.of([PREFILL]).decode_s == Metrics.of([PREFILL]).target_passes == 0
-
-
-def test_the_first_step_is_the_prefill_even_if_it_drafts() -> None:
-    metrics = Metrics.of([CHAIN, PLAIN])
-    assert (metrics.ttft_s, metrics.decode_tokens, metrics.decode_s, metrics.target_passes) == (1.0, 1, 24.0, 1)
-    assert (metrics.drafted, metrics.accepted, metrics.tested_by_position) == (4, 2, (1, 1, 1))
-
-
 @pytest.mark.parametrize("unknown", ["draft_s", "verify_s", "host_s"])
 def test_an_engine_without_durations_is_timed_between_its_tokens(unknown: str) -> None:
     done = Metrics.of([PREFILL, CHAIN, replace(TREE, **{unknown: None}), PLAIN])

@@ -28,7 +28,6 @@ from specdemo.core.simulate import (
     trial,
 )
 from specdemo.core.step import Draft, Step, Verdict
-from specdemo.core.theory import expected_tokens
 
 pytestmark = pytest.mark.slow
 
@@ -116,12 +115,6 @@ def test_rare_distance_is_exceeded_with_probability_at_most_odds(odds: float) ->
     assert sum(chance for error, chance in outcomes(p, 9).items() if error > bound) <= odds
 
 
-def test_rare_distance_exceeds_the_mean_by_the_bound_of_mcdiarmid() -> None:
-    """The mean of deterministic tokens is 0; sqrt(ln(1 / odds) / 2n) with ln(1 / odds) = 1 and n = 50 is 0.1."""
-    assert rare_distance([1.0, 0.0], 50, math.exp(-1)) == pytest.approx(0.1)
-    assert rare_distance([1.0], 2) == pytest.approx(math.sqrt(3 * math.log(10) / 4))
-
-
 def simulated(probs: list[float], gamma: int, rng: random.Random) -> list[tuple[int, int]]:
     """Simulate steps: start and number of committed tokens of each."""
     steps, position = [], 0
@@ -146,13 +139,6 @@ def test_expected_steps_equal_the_simulated_mean(gamma: int) -> None:
     counts = [len(simulated(probs, gamma, rng)) for _ in range(4000)]
     sigma = statistics.stdev(counts) / len(counts) ** 0.5 if gamma else 1e-9
     assert abs(expected_steps(probs, gamma) - statistics.fmean(counts)) < 5 * sigma  # wrong once in 1.7 million
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
-def test_constant_acceptance_gives_the_closed_form(alpha: float) -> None:
-    n = 4000
-    for gamma in (1, 2, 5):
-        assert n / expected_steps([alpha] * n, gamma) == pytest.approx(expected_tokens(alpha, gamma), rel=2e-3)
 
 
 def step(i: int, betas: list[float | None], accepted: int, tokens: int, **more: float) -> Step:
@@ -207,32 +193,6 @@ def test_gamma_0_is_the_measured_ar_run() -> None:
     assert same.tokens_per_second == pytest.approx(one.tokens_per_second, rel=0.02)
 
 
-def test_drafts_that_ended_stay_short() -> None:
-    """A drafter without further tokens: other draft lengths cannot lengthen its drafts."""
-    steps = [step(0, [], 0, 1), *(step(i, [1.0], 1, 2) for i in range(1, 80))]  # one of three tokens
-    short, same, long = other_gammas(steps, [1, 3, 8], pass_cost)
-    assert short.tokens_per_pass == same.tokens_per_pass == long.tokens_per_pass == pytest.approx(2, rel=0.02)
-
-
-def test_the_prompt_pass_of_the_drafter_is_counted_once() -> None:
-    steps, _ = run(5)
-    steps[1] = replace(steps[1], draft_s=0.5)
-    (same,) = other_gammas(steps, [3], pass_cost)
-    assert same.low <= speed(steps) <= same.high
-    recorded = recorded_steps(steps)
-    assert recorded[0].draft_s == pytest.approx(0.002 * 3)
-
-
-def test_an_expensive_drafter_gets_shorter_drafts() -> None:
-    steps, _ = run(3)
-    cheap = other_gammas(steps, range(9), lambda rows: 1.0)
-    expensive = other_gammas(steps, range(9), lambda rows: rows)
-    best = [max(estimates, key=lambda estimate: estimate.tokens_per_second).gamma for estimates in (cheap, expensive)]
-    assert best[0] > best[1] == 0
-    passes = [estimate.tokens_per_pass for estimate in cheap]
-    assert passes == sorted(passes) and passes[0] == 1
-
-
 @pytest.mark.parametrize("seconds", [0.0, 5e-324])
 def test_no_estimate_without_durations(seconds: float) -> None:
     none = dict.fromkeys(("draft_s", "verify_s", "host_s"), seconds)
@@ -274,24 +234,6 @@ def test_a_trial_counts_its_steps() -> None:
     assert trial("rejection", p, p, 3, 30, seed=1).tokens != trial("rejection", p, p, 3, 30, seed=2).tokens
 
 
-def test_rules_are_compared_with_the_same_random_numbers() -> None:
-    p, q = torch.tensor(P), torch.tensor(Q)
-    accepted = []
-    for seed in range(20):
-        draft, (token, again, block) = compared_verdicts(["rejection", "rejection", "block"], p, q, 4, seed)
-        assert token == again and len(draft) == 4 and draft.is_chain
-        assert draft.token_probs == pytest.approx([Q[t] for t in draft.tokens])
-        assert [value for value in token.draw if value is not None] == [
-            *block.draw[: sum(value is not None for value in token.draw)],
-        ]
-        accepted.append((len(token.accepted), len(block.accepted)))
-        for node, draw in enumerate(token.draw):
-            bound = min(1.0, P[draft.tokens[node]] / Q[draft.tokens[node]])
-            assert draw is None or (draw < bound) == (node in token.accepted)
-    assert any(b > a for a, b in accepted)
-    assert len({compared_verdicts(["match"], p, q, 4, seed)[0].tokens for seed in range(9)}) > 3
-
-
 @pytest.mark.parametrize("rule", ["rejection", "block", "match"])
 def test_compared_rules_decide_as_in_the_first_step_of_a_text(rule: str) -> None:
     p, q = torch.tensor(P), torch.tensor(Q)
@@ -299,10 +241,6 @@ def test_compared_rules_decide_as_in_the_first_step_of_a_text(rule: str) -> None
         draft, (verdict,) = compared_verdicts([rule], p, q, 3, seed)
         tokens = (*(draft.tokens[node] for node in verdict.accepted), *verdict.target_tokens)
         assert trial(rule, p, q, 3, len(tokens), seed).tokens == tokens
-
-
-def recorded(draft: int, verify_s: float, draft_s: float = 0.0, host_s: float = 0.0) -> RecordedStep:
-    return RecordedStep((1.0,), draft, False, draft_s, verify_s, host_s)
 
 
 def test_recorded_steps_contain_what_was_committed() -> None:
@@ -341,13 +279,3 @@ def test_certain_acceptance_gives_the_speed_without_randomness(gamma: int) -> No
         tokens, count = tokens + drafted + 1, count + 1
     speed = pytest.approx(12 / seconds)
     assert estimate == GammaEstimate(gamma, 12 / count, speed, speed, speed)
-
-
-def test_tested_tokens_have_their_acceptance() -> None:
-    """Tokens are accepted and rejected in turn; with one draft token each pass commits two, and one if all fail."""
-    alternating = [step(0, [], 0, 1), *(step(i, [1.0, 0.0], 1, 2) for i in range(1, 7))]
-    (one,) = other_gammas(alternating, [1], pass_cost)
-    assert one.tokens_per_pass == 2.0
-    rejected = [step(0, [], 0, 1), *(step(i, [0.0], 0, 1) for i in range(1, 7))]
-    (none,) = other_gammas(rejected, [1], pass_cost)
-    assert none.tokens_per_pass == 1.0

@@ -14,7 +14,6 @@ from specdemo.core.theory import (
     alpha_of_share,
     alpha_of_speedup,
     best_gamma,
-    best_gamma_over,
     better_gamma,
     block_accepted,
     bretagnolle_huber,
@@ -28,7 +27,6 @@ from specdemo.core.theory import (
     pinsker,
     share_speedup,
     speedup,
-    thumb_gamma,
     walltime_improvement,
     weight_variance,
 )
@@ -116,13 +114,6 @@ def test_expectations_equal_the_sum_over_all_outcomes(alpha: float, gamma: int) 
     assert operations(alpha, gamma, 0.2) == pytest.approx((0.2 * gamma + gamma + 1) / tokens)
 
 
-def test_share_falls_with_gamma_and_alpha_does_not() -> None:
-    for alpha in (0.1, 0.5, 0.9):
-        shares = [accepted_share(alpha, gamma) for gamma in range(1, 20)]
-        assert shares[0] == pytest.approx(alpha) and shares == sorted(shares, reverse=True) and shares[-1] < alpha
-        assert [alpha_of_share(share, gamma) for gamma, share in enumerate(shares, 1)] == pytest.approx([alpha] * 19)
-
-
 @pytest.mark.parametrize("c", [0.0, 0.05, 0.3, 0.6, 1.0, 1.5])
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_some_gamma_improves_iff_alpha_exceeds_c(alpha: float, c: float) -> None:
@@ -146,10 +137,6 @@ def test_expensive_rows_and_a_slow_host_shorten_the_best_draft() -> None:
     assert best_gamma(0.5, 0.0, o=1.0) == 0  # two tokens at the very most, for two passes
 
 
-def test_the_rule_of_thumb_ignores_acceptance() -> None:
-    assert {best_gamma(alpha, 0.1) for alpha in (0.6, 0.8, 0.9)} == {3, 6, 10} and round(thumb_gamma(0.1)) == 3
-
-
 def a_law(chance: random.Random, size: int) -> list[float]:
     weights = [chance.random() ** 4 for _ in range(size)]
     return [weight / sum(weights) for weight in weights]
@@ -170,12 +157,6 @@ def test_bounds_on_beta_are_valid_except_the_quoted_1_over_1_plus_kl() -> None:
     beta, kl = overlap([1, 0], [e, 1 - e]), divergence([1, 0], [e, 1 - e])
     assert beta == e and kl == pytest.approx(-math.log(e))
     assert 1 / (1 + kl) > beta >= max(pinsker(kl), bretagnolle_huber(kl))
-
-
-@pytest.mark.parametrize("e", [0.1, 0.01, 0.001])
-def test_pinsker_is_tight_for_similar_distributions(e: float) -> None:
-    p, q = [0.5 + e, 0.5 - e], [0.5, 0.5]
-    assert 0 <= overlap(p, q) - pinsker(divergence(p, q)) < e**2
 
 
 def test_divergence_is_infinite_outside_the_support_of_q() -> None:
@@ -248,11 +229,6 @@ def test_chen_s_table() -> None:
         assert walltime_improvement(alpha_of_speedup(speed, 4, 0.128), 4, 0.128) == pytest.approx(speed)
 
 
-@pytest.mark.parametrize(("alpha", "c"), [(0.6, 0.05), (0.8, 0.1), (0.9, 0.3), (0.3, 0.5)])
-def test_the_best_draft_over_a_link_is_longer(alpha: float, c: float) -> None:
-    lengths = []
-    for r in (0.0, 0.5, 2.0, 8.0):
-        gains = [sum(alpha**i for i in range(gamma + 1)) / (1 + gamma * c + r) for gamma in range(65)]
-        lengths.append(best_gamma_over(alpha, c, r))
-        assert gains[lengths[-1]] == pytest.approx(max(gains))
-    assert lengths == sorted(lengths) and lengths[0] == best_gamma(alpha, c) < lengths[-1]
+def test_false_bounds_have_counterexamples() -> None:
+    p, q = (0.5, 0.5), (0.6, 0.4)
+    assert overlap(p, q) == pytest.approx(0.90) and 1 - divergence(p, q) == pytest.approx(0.98, abs=5e-4)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.heads import SLOTS, dflash_config, dflash_tensors, save_head
+from fakes.heads import dflash_config, dflash_tensors, save_head
 from fakes.native_models import CONFIGS, random_model
 from torch import Tensor
 
@@ -112,21 +112,6 @@ def test_tokens_outside_the_vocabulary_are_refused(wrong: int, tmp_path: Path, w
     head.start(cache, [*range(6)], torch.randn(6, 3, CONFIG.hidden_size), 0)
     with pytest.raises(ValueError, match="is outside the vocabulary of 301 tokens"):
         head.step(cache, wrong)
-
-
-def test_drafts_end_with_block_and_context(tmp_path: Path, weights: Any) -> None:
-    for markov, first in ((None, 1), ("vanilla", 0)):
-        config = dflash_config(CONFIG, len(IDS), markov)
-        config["transformer_layer_config"]["max_position_embeddings"] = 12
-        head = read(tmp_path / str(markov), dflash_tensors(CONFIG, IDS, markov), config, weights)
-        for length in range(8, 15):
-            count = head.longest_draft(length)
-            assert count == max(0, min(SLOTS, 13 - length) - first)
-            if count:
-                logits = head.start(
-                    head.open(), [*range(length - 1)], torch.randn(length - 1, 3, CONFIG.hidden_size), 0
-                )
-                assert len(logits) == len(IDS)
 
 
 @pytest.mark.parametrize("layout", ["z-lab", "DeepSpec"])

@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.enumeration import PROMPT, ROUNDING, SMALL, VOCAB, distance, reference_probs
+from fakes.enumeration import PROMPT, ROUNDING, VOCAB, distance, reference_probs
 from fakes.heads import head_config, head_for, head_tensors, save_head
-from fakes.tiny_models import TEMPLATE, Explorer, TableHead, byte_level_tokenizer, committed, run, save_model, up_to
+from fakes.tiny_models import TEMPLATE, Explorer, byte_level_tokenizer, committed, run, save_model, up_to
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdemo.cli import main
-from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
 from specdemo.core.events import Header, StepEvent
-from specdemo.core.policies import POLICIES, CostModel, DraftLengths, PathProbability
+from specdemo.core.policies import POLICIES, CostModel, DraftLengths
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
@@ -33,9 +31,8 @@ from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import HeadSpec, ModelSpec
-from specdemo.recipe import Recipe, refuse_ineffective
+from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
-from specdemo.ui.limits import HostLimits
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 TARGET = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.5)
@@ -108,21 +105,6 @@ def test_drafts_end_with_the_context_of_the_head(models: tuple[CachedModel, Cach
         inner.layer = before
 
 
-def test_budgets_decide_before_tokens_are_sampled() -> None:
-    class Sampler(Noise):
-        drawn = 0
-
-        def sample_sparse(self, row: Any, position: int = 0) -> int:
-            self.drawn += 1
-            return super().sample_sparse(row, position)
-
-    noise = Sampler(0, "draft")
-    drafter = HeadDrafter(TableHead(SMALL, (0, 2, 3)), SAMPLING["plain"], noise, VOCAB)
-    draft = drafter.propose(PROMPT, DraftBudget(9, PathProbability(9, threshold=0.05)))
-    assert 0 < len(draft) < 9 and noise.drawn == len(draft)
-    assert {origin.source for origin in draft.origin} == {"head"}
-
-
 # --- recipes, pool and page -------------------------------------------------------------------------------------
 
 
@@ -192,28 +174,8 @@ def test_recipes_without_use_for_a_head_are_refused(case: str) -> None:
         Recipe(**values)
 
 
-def test_methods_without_heads_refuse_the_option(capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = replace(
-        Recipe(method="nasd", target="a/b"), head="a/head"
-    )  # the page keeps the field when the method changes
-    assert recipe.head_spec is None
-    with pytest.raises(UserError, match="head has no effect with method nasd: choose eagle, medusa, block, hybrid"):
-        refuse_ineffective(recipe, {"head": "a/head"})
-    assert main(["run", "x", "--target", "a/b", "--method", "suffix", "--head", "a/head"]) == 2
-    assert capsys.readouterr().err.startswith("specdemo: head has no effect")
-
-
 def test_a_head_replaces_the_draft_model_of_the_hybrid() -> None:
     assert Recipe(method="hybrid", target="a/b", drafter="a/c").drafter_spec is not None
     recipe = Recipe(method="hybrid", target="a/b", drafter="a/c", head="a/head")
     assert recipe.drafter_spec is None and recipe.head_spec == HeadSpec("a/head", recipe.target_spec)
     assert "drafter" not in recipe.specs
-
-
-def test_visitors_choose_heads_like_models() -> None:
-    recipe = Recipe(method="eagle", head="/etc/head")
-    HostLimits().grant(recipe, "x")
-    with pytest.raises(UserError, match="only Hugging Face ids are valid here"):
-        HostLimits(models="hub").grant(recipe, "x")
-    with pytest.raises(UserError, match="only listed models run here"):
-        HostLimits(models="listed").grant(Recipe(method="eagle", head="a/head"), "x")

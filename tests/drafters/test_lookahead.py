@@ -90,16 +90,6 @@ def test_recent_n_grams_replace_older_ones() -> None:
     assert drafter.propose([5], up_to(0)) == Draft()
 
 
-def test_guesses_end_at_the_budget_and_share_their_beginning() -> None:
-    drafter = LookaheadDrafter(window=2, n=4, guesses=3)
-    drafter._pool = {1: {(2, 3, 4): None, (2, 5, 6): None, (7, 3, 8): None, (2, 3, 9): None}}
-    draft = drafter.propose([0, 1], up_to(2))
-    assert draft.tokens == (2, 3, 7, 3, 5) and draft.parents == (-1, 0, -1, 2, 0)  # the latest three
-    draft = drafter.propose([0, 1], up_to(3))
-    assert draft.tokens == (2, 3, 9, 7, 3, 8, 5, 6) and draft.parents == (-1, 0, 1, -1, 3, 4, 0, 6)
-    assert {origin.source for origin in draft.origin} == {"pool"}
-
-
 def test_only_a_verified_comb_is_collected() -> None:
     drafter = LookaheadDrafter(window=1, n=2, guesses=2)
     draft = drafter.propose([5], up_to(9))

@@ -34,14 +34,6 @@ def test_an_unknown_context_may_propose_random_tokens() -> None:
     assert propose([1, 2, 1], random_below=7, gamma=1) == (2,)
 
 
-def test_a_step_without_target_choices_adds_no_filler() -> None:
-    drafter = NGramDrafter(3, "multi", 3)
-    drafter.propose([1, 2], up_to(1))
-    unverified = Step(1, (3,), Draft.chain((3,)), Verdict((0,), None), 1, 0.0, 0.0, 0.0, 0.0)
-    drafter.observe(unverified)
-    assert drafter.propose([1, 2, 3, 1], up_to(1)).tokens == (2,)
-
-
 @pytest.mark.parametrize("levels", ["multi", "one"])
 def test_predictions_equal_counting_from_scratch(levels: str) -> None:
     """Independent count over the full history, after every token."""
@@ -88,13 +80,6 @@ def test_origins_distinguish_counted_filled_and_random_tokens() -> None:
     assert drafter.propose([1, 2, 1, 2, 1, 2], up_to(1)).origin == (Origin("n-gram", order=3, count=2),)
     drafter.store.add([3], 4, seen=0.0, filler=0.5)
     assert drafter.propose([1, 2, 1, 2, 1, 2, 3], up_to(2)).origin == (Origin("filler", order=2), Origin("random"))
-
-
-def test_a_reused_store_drafts_immediately() -> None:
-    first = NGramDrafter(3)
-    first.propose([1, 2, 3, 4, 5], up_to(0))
-    assert NGramDrafter(3, store=first.store).propose([2, 3], up_to(2)).tokens == (4, 5)
-    assert NGramDrafter(3).propose([2, 3], up_to(2)).tokens == ()
 
 
 @pytest.mark.parametrize("levels", ["multi", "one"])
@@ -206,3 +191,9 @@ def test_the_source_is_counted_from_its_first_token() -> None:
     drafter = NGramDrafter(2, source=(7, 8))
     assert drafter.propose([7, 9, 7], up_to(1)).tokens == (9,)  # the text is counted, too
     assert drafter.store.predict([7]) == (9, Origin("n-gram", order=2, count=1))
+
+
+def test_backoff_uses_shorter_contexts() -> None:
+    tokens = [1, 2, 3, 9, 9, 2]  # "x x 2" does not occur before, "2" does
+    assert propose(tokens, gamma=1) == (3,)
+    assert propose(tokens, levels="one", gamma=1) == ()

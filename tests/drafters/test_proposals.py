@@ -14,12 +14,10 @@ from torch import Tensor
 
 from specdemo.core.decode import DraftBudget
 from specdemo.core.distributions import DenseProbs, SparseProbs, SparseRow
-from specdemo.core.errors import UserError
 from specdemo.core.origin import HEAD, MODEL, Origin
 from specdemo.core.policies import Egag, PathProbability
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft
-from specdemo.drafters.draft_vocabulary import DraftVocabulary
 from specdemo.drafters.heads.chain import HeadDrafter
 from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.tree import HeadNodes, ModelNodes, TreeDrafter
@@ -91,22 +89,6 @@ def test_a_head_samples_from_its_vocabulary(sampling: SamplingParams, ids: tuple
     assert draft.tokens == (5, 0, 3) and draft.origin == (HEAD,) * 3
     assert isinstance(draft.probs, SparseProbs if ids else DenseProbs)
     check_chain(draft, noise, sampling, ids or range(VOCAB))
-
-
-def test_greedy_drafts_are_the_most_probable_tokens() -> None:
-    expected, in_ids = [*TEXT], [*TEXT]
-    for _ in range(3):
-        expected.append(int(MODEL_OF_TABLE.logits(expected).argmax()))
-        logits = MODEL_OF_TABLE.logits(in_ids)
-        in_ids.append(max(IDS, key=logits.__getitem__))
-    noise = Script()
-    for drafter, path, origin in (
-        (ModelDrafter(MODEL_OF_TABLE.score, GREEDY, noise, VOCAB), expected, MODEL),
-        (HeadDrafter(TableHead(MODEL_OF_TABLE, None), GREEDY, noise, VOCAB), expected, HEAD),
-        (HeadDrafter(TableHead(MODEL_OF_TABLE, IDS), GREEDY, noise, VOCAB), in_ids, HEAD),
-    ):
-        draft = drafter.propose(TEXT, up_to(3))
-        assert draft == Draft.chain(tuple(path[2:]), origin=(origin,) * 3)
 
 
 class Queries(Egag):
@@ -252,26 +234,6 @@ def test_a_head_may_draft_in_a_single_call() -> None:
 
 
 # --- draft vocabularies ---
-
-
-@pytest.mark.parametrize("ids", [None, (0, 2, 3)])
-def test_logits_are_constrained_by_the_text(ids: tuple[int, ...] | None) -> None:
-    vocabulary = DraftVocabulary(None if ids is None else torch.tensor(ids), VOCAB)
-    logits = torch.tensor([2.0, -1.0, 0.5, 0.25, 0.0, 1.0]) if ids is None else torch.tensor([2.0, -1.0, 0.5])
-    assert vocabulary.process(SAMPLED, logits.double(), [0]).dtype == torch.float32  # type: ignore[union-attr]
-    assert torch.equal(vocabulary.process(SAMPLED, logits, [0]), logits)  # type: ignore[arg-type]
-    repeated = vocabulary.process(replace(SAMPLED, repetition_penalty=2.0), logits, [0, 2, 4])
-    expected = [1.0, -1.0, 0.25, 0.25, 0.0, 1.0] if ids is None else [1.0, -2.0, 0.5]
-    assert repeated is not None and repeated.tolist() == expected
-    banned = replace(SAMPLED, bad_words=((0,), (2,), (3,)))
-    if ids is None:
-        row = vocabulary.process(banned, logits, [1])
-        assert row is not None and [v for v in range(VOCAB) if row[v] > -1e20] == [1, 4, 5]
-    else:
-        assert vocabulary.process(banned, logits, [1]) is None
-    for broken in (math.inf, math.nan):
-        with pytest.raises(UserError, match="NaN or infinite logits"):
-            vocabulary.process(SAMPLED, torch.full_like(logits, broken), [1])
 
 
 # --- trees ---

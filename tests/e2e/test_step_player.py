@@ -53,13 +53,28 @@ def runs(pool: ModelPool) -> dict[str, Run]:
     return runs
 
 
-@pytest.fixture
-def open_run(runs: dict[str, Run], chromium: BrowserContext, tmp_path: Path) -> Iterator[Callable[..., Page]]:
-    pages, problems = [], []
+@pytest.fixture(scope="module")
+def open_run(
+    runs: dict[str, Run], chromium: BrowserContext, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Page]]:
+    """Open the saved page of a run; those of `runs` are opened once, with the inspector closed."""
+    folder = tmp_path_factory.mktemp("saved")
+    pages, by_name, problems = [], dict[str, Page](), []
 
     def open_page(run: str | Run, width: int = 1366) -> Page:
-        path = tmp_path / f"{len(pages)}.html"
-        path.write_text(web_page(runs[run] if isinstance(run, str) else run), "utf-8")
+        if isinstance(run, Run):
+            return load(run, width)
+        if run not in by_name:
+            by_name[run] = load(runs[run], width)
+        page = by_name[run]
+        page.bring_to_front()
+        if page.locator("#inspector").is_visible():
+            page.locator("#round-close").click()
+        return page
+
+    def load(run: Run, width: int) -> Page:
+        path = folder / f"{len(pages)}.html"
+        path.write_text(web_page(run), "utf-8")
         page = chromium.new_page()
         pages.append(page)
         page.set_default_timeout(PATIENCE * 1000)

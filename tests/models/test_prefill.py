@@ -26,7 +26,6 @@ from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.prefill import CHUNK_S, MOST_ROWS, ChunkSize, first_rows
 from specdemo.recipe import Recipe
-from specdemo.ui.frames import Run
 from specdemo.ui.limits import TimeBudget
 from specdemo.worker import Stopped, Worker
 
@@ -116,13 +115,6 @@ def test_a_stopped_chunk_leaves_the_chunks_before_it(short_chunks: None, monkeyp
     assert passes == [4, 4, 4]
     assert torch.equal(cached.score(TEXT, Draft()), expected)
     assert sum(passes[3:]) == len(TEXT) - 8
-    cached.close()
-
-
-def test_models_without_a_cache_read_a_prompt_in_one_pass(short_chunks: None) -> None:
-    cached = CachedModel(ENGINES["transformers"]())
-    cached.engine.divides_prompts = False
-    assert list(cached.prefill(TEXT)) == []
     cached.close()
 
 
@@ -216,12 +208,3 @@ def test_the_time_limit_takes_effect_between_chunks() -> None:
 
     ended = list(TimeBudget(10.5, lambda: now[0]).spend(run()))
     assert len(ended) == 14 and ended[-1].reason == "cancelled" and now[0] == 11.0
-
-
-def test_the_phase_shows_the_progress() -> None:
-    run = Run(("spec",))
-    run.absorb("spec", Loading("loading", 1, 2))
-    assert run.phase[0] == "loading"
-    run.absorb("spec", from_json(header(), Metrics()))
-    run.absorb("spec", Loading("prompt", 1500, 5073))
-    assert run.phase == ("prefill", "prompt 1,500 of 5,073")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from specdemo.recipe import Recipe
 from specdemo.ui.controls import _settings_of_source
 from specdemo.ui.frames import Run
 from specdemo.ui.labels import verdict
-from specdemo.ui.lane import LANES, PLAIN, SPEC, title
+from specdemo.ui.lane import LANES, PLAIN, SPEC
 from specdemo.ui.page import _Handlers
 
 USUAL = {"pair": "bundled", "target": "", "drafter": "", "drafter_quantization": "none", "quantization": "none"}
@@ -65,11 +64,6 @@ def test_the_quantised_model_is_kept_as_a_lane(monkeypatch: pytest.MonkeyPatch) 
     assert "target only, in nf4" in words and "not smaller" in warnings[0]
 
 
-def test_titles_name_the_forms() -> None:
-    assert title(asdict(Recipe(drafter="same"))) == "draft by int8 copy, γ 4"
-    assert title(asdict(Recipe(method="ar", quantization="bf16"))) == "target only, in bf16"
-
-
 def test_the_comparison_names_the_first_difference_of_the_quantised_text() -> None:
     pool, third = ModelPool(), LANES[2]
     common = {"temperature": 0, "max_tokens": 24, "device": "cpu"}
@@ -87,9 +81,3 @@ def test_the_comparison_names_the_first_difference_of_the_quantised_text() -> No
     assert texts[SPEC] == texts[PLAIN] != texts[third]
     first = next(i for i, (a, b) in enumerate(zip(texts[PLAIN], texts[third], strict=False), 1) if a != b)
     assert f"; its text differs from token {first} on." in verdict(run.lanes)
-
-
-def test_invalid_stored_settings_are_removed_when_others_are_added() -> None:
-    handlers = _Handlers(None, None, "cpu", USUAL)
-    kept, words = handlers.keep([{"temperature": -1}, {"temperature": 2}], *USUAL.values())
-    assert [lane["temperature"] for lane in kept] == [2, 0] and words.count("γ") == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, end, 
 
 from specdemo.core.events import StepEvent
 from specdemo.core.metrics import Metrics
-from specdemo.core.trace import from_json, read
+from specdemo.core.trace import from_json
 from specdemo.ui.frames import Run, cells
 from specdemo.ui.labels import compare_texts, lane_speedup, sameness, tiles, verdict
 from specdemo.ui.lane import PLAIN, SPEC
@@ -44,18 +43,6 @@ def test_committed_cells_form_the_text() -> None:
         assert "".join(kept) == line["text"] and len(kept) == len(line["tokens"])
 
 
-def test_in_a_forest_the_accepted_path_comes_first() -> None:
-    line = step(1, pieces=["b", "d", "X"], draft=("a", "b", "c", "d"), accepted=(1, 3), tested=4)
-    line |= {"parents": [-1, -1, 0, 1], "beta": [0.5, 0.5, None, 0.5], "kind": "bonus"}
-    assert [(kind, text) for kind, text, *_ in cells(step_event(line), RECIPE)] == [
-        ("accepted", "b"),
-        ("accepted", "d"),
-        ("rejected", "a"),
-        ("ignored", "c"),
-        ("bonus", "X"),
-    ]
-
-
 def test_beam_frames_show_committed_and_pending_tokens() -> None:
     run = Run()
     absorb(run, SPEC, header("beam", exact=False, recipe={"method": "beam", "num_beams": 4, "temperature": 0.5}))
@@ -76,12 +63,6 @@ def test_beam_frames_show_committed_and_pending_tokens() -> None:
     assert [record["ahead"] for record in records] == ["a b", " d", ""]
 
 
-def test_a_point_mass_has_no_q() -> None:
-    line = REJECTION | {"q": None}
-    assert [cell[4] for cell in cells(step_event(line), RECIPE)[:3]] == [None] * 3
-    assert [cell[4] for cell in cells(step_event(REJECTION), RECIPE)[:3]] == [0.25] * 3
-
-
 def test_frames_from_any_index_join_to_all_records() -> None:
     run = whole(Run())
     run.finish()
@@ -99,25 +80,6 @@ def test_trace_contains_all_lines_without_phases() -> None:
     assert [line.items() >= given.items() for line, given in zip(saved[:-1], LINES, strict=True)] == [True] * 4
     assert saved[-1] == end() | {"metrics": run.lanes[SPEC].metrics.as_dict()}
     assert run.trace(PLAIN) is None
-
-
-def test_frame_counts_equal_the_trace() -> None:
-    run = whole(Run())
-    drawn = Counter(cell[0] for record in records_of(run) if "c" in record for cell in record["c"])
-    m = run.lanes[SPEC].metrics.as_dict()
-    assert drawn["accepted"] == m["accepted"] == 3
-    assert drawn["accepted"] + drawn["rejected"] == m["tested"] == 4
-    assert drawn["accepted"] + drawn["rejected"] + drawn["ignored"] == m["drafted"] == 5
-    assert drawn["accepted"] + drawn["correction"] + drawn["bonus"] + drawn["plain"] == m["tokens"] == 6
-
-
-def test_phases_are_ordered() -> None:
-    run, seen = Run((SPEC, PLAIN)), []
-    for lane in run.plan:
-        for event in ({"phase": "loading", "text": "…"}, header(), PREFILL, end()):
-            absorb(run, lane, event)
-            seen.append(run.phase[0])
-    assert seen == ["loading", "prefill", "decoding", "decoding"] + ["loading", "prefill", "decoding", "done"]
 
 
 def test_stopped_run_ends_its_trace_as_cancelled() -> None:
@@ -189,18 +151,6 @@ def test_different_texts_are_explained_by_batch_invariance(equal: bool, words: s
     assert same["tone"] == ("bad" if equal else "even")
 
 
-def test_tiles_are_dashes_without_values() -> None:
-    empty = tiles(Run().lanes)
-    assert {value for value, _ in empty.values()} == {"–"}
-    shown = tiles(whole(Run()).lanes)
-    assert shown["acceptance"] == ("60 %", "3 of 5 drafted · α 0.75 · mean overlap β 0.75")
-    assert shown["tokens_per_pass"] == ("2.50", "2 target passes")
-    assert shown["tokens_per_second"][0] == "83.3"  # 5 tokens in 2 x 0.03 s
-    assert shown["ttft"][0] == "50 ms"
-    assert shown["memory"] == ("500 MB", "weights 33.0 MB · KV 1.0 MB")
-    assert shown["speedup"][0] == "–"
-
-
 def plain_steps(seconds: float) -> tuple:
     tokens = [0, 100, 101, 200, 201, 202]
     return tuple(
@@ -228,12 +178,6 @@ def test_speed_up_is_the_ratio_of_the_two_measured_speeds() -> None:
     assert same and same["badge"] == "identical text" and "6 tokens" in same["why"]
 
 
-def test_slowdown_is_reported() -> None:
-    words = verdict(compared(0.006).lanes)
-    assert words.startswith("In this one run, speculation lost: 0.5× the speed of AR decoding")
-    assert "disable speculation" in words
-
-
 def probs(*top: tuple[int, float]) -> dict:
     return {"entropy": 0.5, "top": [list(pair) for pair in top]}
 
@@ -254,17 +198,6 @@ def test_near_tie_at_the_first_difference_is_reported(p: float, q: float, tone: 
             absorb(run, lane, event)
     same = sameness(run.lanes)
     assert same and same["tone"] == tone and words in same["why"]
-
-
-def test_sampled_texts_may_differ() -> None:
-    for recipe, compared in (({"temperature": 1.0}, False), ({"temperature": 1.0, "rule": "coupled"}, True)):
-        run = Run((SPEC, PLAIN))
-        for lane, method in ((SPEC, "draft"), (PLAIN, "ar")):
-            made = header(method)
-            made["recipe"] |= recipe
-            for event in (made, PREFILL, end()):
-                absorb(run, lane, event)
-        assert (sameness(run.lanes) is not None) == compared
 
 
 OTHER_TEXT: dict[str, Any] = {
@@ -289,51 +222,6 @@ def test_texts_of_other_settings_are_no_error(name: str) -> None:
     assert same and same["badge"] == "identical text", "the comparison of the first lane remains"
     badge, why = compare_texts(run.lanes)["third"]
     assert badge == "other settings" and why.endswith(f"these differ: {name.replace('_', ' ')}.")
-
-
-def test_a_missing_option_has_its_default() -> None:
-    run = whole(Run((SPEC, PLAIN)))
-    made = header("ar")
-    made["recipe"] |= {"repetition_penalty": 1.0, "bad_words": [], "chat": False}
-    absorb(run, PLAIN, made, *plain_steps(0.024), end())
-    assert (sameness(run.lanes) or {})["badge"] == "identical text"
-
-
-def test_lanes_of_different_prompts_are_not_compared() -> None:
-    run = whole(Run((SPEC, PLAIN)))
-    absorb(run, PLAIN, header("ar", prompt_tokens=[5, 7]), *plain_steps(0.024), end())
-    run.finish()
-    frame = json.loads(run.frame(0))
-    assert frame["same"] is None and lane_speedup(run.lanes) is None and frame["verdict"] == ""
-    assert frame["tiles"]["speedup"][0] == "–" and "faster" not in frame["headline"]["text"]
-    assert frame["lengths"] == "The prompts differ: speeds and texts are not compared."
-    assert frame["texts"][SPEC][0] == "other settings"
-
-
-def test_verdict_covers_additional_lanes() -> None:
-    run = Run((SPEC, PLAIN, "third"))
-    for lane, lines in ((PLAIN, plain_steps(0.024)), ("third", (PREFILL, REJECTION)), (SPEC, (PREFILL, ALL_KEPT))):
-        whole(run, lane, lines)
-    assert run.phase == ("done", "4 tokens, token limit reached")
-    run.finish()
-    assert "draft, γ 3 ran at 1.6× the speed of AR decoding." in verdict(run.lanes)
-
-
-def test_an_ending_by_the_context_differs_from_the_token_limit() -> None:
-    run = Run()
-    for line in (header(), PREFILL, end() | {"context_full": True}):
-        absorb(run, SPEC, line)
-    assert run.phase == ("done", "1 tokens, context full")
-    (trace,) = read(run.trace(SPEC))
-    assert trace.end.context_full and trace.end.reason == "length"
-
-
-def test_texts_of_different_length_are_labelled() -> None:
-    run = whole(whole(Run((SPEC, PLAIN))), PLAIN, plain_steps(0.01)[:3])
-    run.finish()
-    words = "draft, γ 3 6 tokens; AR 3 tokens: speeds are compared, not times."
-    assert json.loads(run.frame(0))["lengths"] == words
-    assert json.loads(compared(0.01).frame(0))["lengths"] == ""
 
 
 def repeated(*ar_seconds: float) -> Run:
@@ -392,12 +280,6 @@ def test_a_stopped_text_that_begins_the_other_does_not_differ(reason: str) -> No
     assert (sameness(other.lanes) or {})["badge"] == "differs at token 1"
 
 
-def test_no_verdict_without_both_runs() -> None:
-    run = whole(Run((SPEC, PLAIN)))
-    run.finish()
-    assert lane_speedup(run.lanes) is None and verdict(run.lanes) == ""
-
-
 def test_run_store_evicts_the_least_recently_used_finished_run() -> None:
     runs = RunStore(per_visitor=3)
     first, second, third = (runs.new(f"session {i}", (SPEC,)) for i in range(3))
@@ -437,11 +319,6 @@ def test_other_visitors_evict_neither_active_runs_nor_finished_ones_of_modest_vi
     assert runs.get(kept.id) is kept and len(runs) <= 20
     runs.stop_run(active.id)
     assert stopped
-
-
-@pytest.mark.parametrize("nonsense", [None, 7, [], {}, "no such run"])
-def test_unknown_runs_are_not_found(nonsense: Any) -> None:
-    assert RunStore().get(nonsense) is None
 
 
 def test_each_visitor_has_one_run_which_ends_on_leaving() -> None:

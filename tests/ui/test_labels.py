@@ -8,7 +8,7 @@ import pytest
 from fakes.trace_records import PREFILL, absorb, end, header, step
 
 from specdemo.ui.frames import Run
-from specdemo.ui.labels import link_papers, tiles, verdict
+from specdemo.ui.labels import tiles, verdict
 from specdemo.ui.lane import PLAIN, SPEC
 from specdemo.ui.step_views import what_if
 
@@ -55,16 +55,6 @@ def test_advice_names_a_change_that_helps(figures: tuple, recipe: dict, advice: 
     words, _ = words_after(*figures, **recipe)
     assert words.startswith("In this one run, speculation lost") and advice in words
     assert "shorter draft" not in words
-
-
-@pytest.mark.parametrize(("method", "cause"), [("draft", "policy or token limit"), ("suffix", "no matching context")])
-def test_missing_drafts_are_explained_by_the_method(method: str, cause: str) -> None:
-    words, _ = words_after(0.0, 0.001, 0.02, accepted=0, gamma=0, method=method)
-    assert "Nothing was drafted: " in words and cause in words
-
-
-def test_papers_are_linked() -> None:
-    assert link_papers("see 2309.08168; not 1.5") == "see [2309.08168](https://arxiv.org/abs/2309.08168); not 1.5"
 
 
 def test_alpha_is_accepted_over_tested_on_the_whole_page() -> None:

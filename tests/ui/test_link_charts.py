@@ -23,7 +23,7 @@ from specdemo.recipe import Recipe
 from specdemo.remote.client import RemoteVerifier
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.link import MeteredNetwork
-from specdemo.remote.local_service import LocalServices, ServiceProcess, serve_command
+from specdemo.remote.local_service import LocalServices, ServiceProcess
 from specdemo.remote.protocol import ServiceIdentity, VerifyConfig
 from specdemo.ui import link_charts as best_k
 from specdemo.ui.frames import LOST, Run, read_traces
@@ -40,10 +40,9 @@ from specdemo.ui.link_charts import (
 )
 from specdemo.ui.service import Service
 from specdemo.ui.settings import cloud_of, from_link, recipe_of, restored
-from specdemo.ui.step_views import step_picture
 from specdemo.ui.tabs import edge as modes
 from specdemo.ui.tabs.sweep import SweepResult
-from specdemo.worker import Stream, Worker, interruptible
+from specdemo.worker import Worker, interruptible
 
 PATIENCE = 60.0
 WIRE = {"remote": "http://cloud:8300", "mode": "speculative", "rtt_ms": 30.0}
@@ -126,16 +125,6 @@ def test_a_failover_is_a_part_of_its_step() -> None:
     assert "failover: 500.00 ms" in timeline_svg(steps_of(*LINES[:2], failed_over(2)), 0, 9)
 
 
-def test_lane_table_and_summary_name_the_failover() -> None:
-    run = played(LINES[0] | {"replica": "host:1"}, over_the_link(1), failed_over(2))
-    notes = [record["note"] for record in map(json.loads, run.records) if "note" in record]
-    assert notes == ["Failover: host:2 continues after 0.50 s, and read 130 tokens again."]
-    lane = edge_lane(run)
-    assert "**1 failover**: 0.50 s of delay, 130 tokens read again." in describe_link(lane)
-    assert [row[-1] for row in measures(steps(lane))] == ["", "", "", "continued by host:2"]
-    assert [event.step.verdict.replica for event in lane.steps] == ["host:1", "", "host:2"]
-
-
 def test_the_service_of_a_run_can_be_killed() -> None:
     service = Service(ModelPool(), lambda *_: iter(()))
     service.clouds = LocalServices(start=FakeProcesses())
@@ -151,12 +140,6 @@ def test_the_service_of_a_run_can_be_killed() -> None:
         public.kill_replica(run)
 
 
-def test_response_of_another_step_is_a_wait() -> None:
-    late = over_the_link(1) | {"verify_s": 0.001}
-    assert [what for what, *_ in parts(steps_of(late))[0]] == ["idle", "draft", "wait"]
-    assert [what for what, *_ in parts(steps_of(provisional(1)))[0]] == ["idle", "draft", "wait"]
-
-
 def test_table_contains_the_measures_of_the_guide() -> None:
     total, *rows = [dict(zip(LINK_TABLE_HEAD, row, strict=True)) for row in measures(steps_of(*LINES))]
     assert [row["round"] for row in rows] == ["0", "1", "2", "3", "4"] and total["round"] == "all"
@@ -168,25 +151,6 @@ def test_table_contains_the_measures_of_the_guide() -> None:
     assert (rows[3]["cloud_prefill ms"], rows[3]["rtt ms"], rows[3]["verdict"]) == ("–", "–", "provisional")
     assert (total["bytes up"], total["bytes down"], total["escalated"]) == ("800", "1200", "5")
     assert (rows[2]["hard_ratio"], total["hard_ratio"]) == ("0.50", "0.75")
-
-
-@pytest.mark.parametrize(
-    ("changes", "most"),
-    [
-        ({}, "24,032"),  # 3 ids, 3 probabilities, a row of 6,000 tokens
-        ({"cloud": {"mode": "speculative", "q_rows": "float16"}}, "12,032"),
-        ({"cloud": {"mode": "speculative", "q_rows": "scalar"}}, "32"),
-        ({"rule": "coupled"}, "20"),
-        ({"rule": "block"}, "72,032"),
-    ],
-)
-def test_bytes_per_token_stand_beside_their_bound(changes: dict[str, Any], most: str) -> None:
-    run = Run()
-    for line in (header(recipe=RECIPE | changes) | {"vocab_size": 6000}, *LINES, end()):
-        absorb(run, SPEC, line)
-    words = best_k.describe_traffic(run.lanes[SPEC])
-    m = run.lanes[SPEC].metrics
-    assert f"at most **{most}** per token" in words and f"{2000 / m.tokens:,.0f} measured" in words
 
 
 def test_best_k_is_the_maximum_and_grows_with_the_delay() -> None:
@@ -209,11 +173,6 @@ def test_best_k_is_the_maximum_and_grows_with_the_delay() -> None:
     assert f"The best k is {link.best}" in best_k.describe_best_gamma(link)
 
 
-def test_best_k_requires_a_verified_step() -> None:
-    with pytest.raises(UserError, match="no best length"):
-        best_k.link_of(played(PREFILL, provisional(1)).lanes[SPEC])
-
-
 def test_only_finished_remote_runs_have_link_metrics() -> None:
     local = Run()
     for line in (header(), PREFILL, end()):
@@ -230,40 +189,9 @@ def test_only_finished_remote_runs_have_link_metrics() -> None:
     assert "0.8 kB up" in said and "1 tokens were committed provisionally" in said and "1 tokens were confirmed" in said
 
 
-def test_a_trace_without_durations_above_0_is_described() -> None:
-    lines = [line | {"draft_s": 0.0, "verify_s": 0.0, "t": 0.0} for line in LINES]
-    assert "The edge waited 0 % of it." in describe_link(edge_lane(played(*lines)))
-    later = over_the_link(len(lines)) | {"t": 1.0}
-    assert "Steps 0 to" in timeline_svg(steps_of(*lines, later), 0, 9)
-
-
 def test_markdown_of_a_trace_is_escaped() -> None:
     said = describe_link(edge_lane(played(*LINES, method="![](http://evil.example/a.png)")))
     assert "![](" not in said and "evil" in said
-
-
-def test_the_timeline_names_every_part() -> None:
-    drawn = timeline_svg(steps_of(*LINES), 1, 2)
-    assert drawn.count("<rect") == 2 * 8 and "drafting: 3.00 ms" in drawn and "2: 3/3" in drawn
-    assert "waiting: 40.00 ms" in drawn
-    assert timeline_svg([], 0, 12) == ""
-
-
-def test_a_second_round_trip_is_shown() -> None:
-    run = played(LINES[0], over_the_link(1, rows=1.0, sent=2.0), over_the_link(2))
-    lane = run.lanes[SPEC]
-    assert [json.loads(record).get("trips") for record in run.records[1:]] == [None, 2, None]
-    assert [row[-1] for row in measures(steps(lane))] == ["", "", "two round trips", ""]
-    assert "second round trip" in step_picture(lane, 1)["words"] and "round trip" not in step_picture(lane, 2)["words"]
-    assert ("requests", "2") in step_picture(lane, 1)["facts"]
-    assert "1 rejections needed a second round trip" in describe_link(lane)
-
-
-def test_waiting_is_named() -> None:
-    run = played(*LINES[:3])
-    assert "The edge waited 80 % of it." in describe_link(run.lanes[SPEC])
-    waiting = "Waiting for the link took part of the time: draft, γ 3, edge and cloud 74 %."
-    assert json.loads(run.frame(0))["verdict"] == waiting
 
 
 # --- provisional tokens ------------------------------------------------------------------------------------------
@@ -281,31 +209,6 @@ def test_lanes_show_unverified_tokens_and_their_outcome() -> None:
     assert [record["note"] for record in records if "note" in record] == [LOST]
     assert records.index({"l": SPEC, "note": LOST}) == len(records) - 2  # before the step
     assert head["head"]["title"] == "draft, γ 3, edge and cloud"
-
-
-def test_lost_connection_is_noted_in_the_lane() -> None:
-    run = Run()
-    for line in (header(recipe=RECIPE), *LINES, end("error", "the cloud has not answered")):
-        absorb(run, SPEC, line)
-    assert json.loads(run.records[-1]) == {"l": SPEC, "note": "the cloud has not answered"}
-
-
-@pytest.mark.parametrize(
-    ("cloud", "words"),
-    [
-        ({"mode": "edge_only"}, "the drafter alone"),
-        ({"mode": "cloud_only"}, "the target alone"),
-        ({"provisional": True}, "late responses are replaced"),
-        ({"gates": ["nll"]}, "confident drafts are not verified"),
-        ({"on_loss": "edge"}, "continues alone"),
-        ({"q_rows": "scalar"}, "sent incompletely"),
-    ],
-)
-def test_lossy_options_are_named(cloud: dict[str, Any], words: str) -> None:
-    run = Run()
-    absorb(run, SPEC, header(exact=False, recipe=RECIPE | {"cloud": WIRE | cloud}))
-    head = json.loads(run.records[0])["head"]
-    assert head["badge"] == "lossy" and words in head["why"] + head["title"]
 
 
 def test_trace_with_unverified_tokens_round_trips() -> None:
@@ -333,32 +236,11 @@ def test_settings_equal_the_terminal_options() -> None:
     assert cloud_of({}) == CloudConfig("") and set(CloudConfig.OPTIONS) >= {"remote", "mode", "gates", "loss"}
 
 
-BAD = {
-    "mode": ("magic", "unknown mode"),
-    "remote": ("ftp://a", "is no address of a service"),
-    "encoding": ("xml", "unknown encoding"),
-    "q_rows": ("int1", "unknown kind of q rows"),
-    "deadline_ms": (None, "deadline_ms must be a number, not empty"),
-    "loss": (1.5, "loss must be from 0 to 0.9"),
-    "rtt_ms": ("far", "rtt_ms must be a number"),
-    "provisional": (1, "provisional must be true or false"),
-    "gates": ("nll", "gates must be a list of names"),
-    "gate_margin": (float("nan"), "gate_margin must be from 0 to 1"),
-}
 USUAL = {
     "method": "draft", "temperature": 0.5, "mode": "off", "remote": "", "encoding": "json", "q_rows": "float32",
     "deadline_ms": 400.0, "provisional": False, "gates": [], "gate_margin": 0.2, "rtt_ms": 0.0, "loss": 0.0,
     "prompt": "", "compare": False,
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_invalid_remote_settings_raise(name: str) -> None:
-    value, words = BAD[name]
-    with pytest.raises(UserError, match=words):
-        recipe_of({"mode": "speculative", name: value}, "cpu")
-    settings, refused = restored({"temperature": 1.0, name: value}, USUAL, "cpu")
-    assert len(refused) == 1 and words in refused[0] and settings == USUAL | {"temperature": 1.0}
 
 
 def test_settings_are_restored_from_links_and_storage() -> None:
@@ -468,18 +350,6 @@ def test_stop_does_not_wait_for_a_pending_request() -> None:
     worker.close()
 
 
-def test_interruptible_outside_a_job_and_with_errors() -> None:
-    assert interruptible(threading.get_ident) == threading.get_ident()
-    worker = Worker()
-
-    def failing() -> int:
-        raise KeyError("x")
-
-    stream: Stream[int] = worker.submit(lambda: iter((interruptible(failing),)))
-    assert stream.wait(PATIENCE) and isinstance(stream.error, KeyError)
-    worker.close()
-
-
 # --- local services ----------------------------------------------------------------------------------------------
 
 
@@ -573,46 +443,12 @@ def test_a_service_without_temporary_directory_gets_a_sentence(monkeypatch: pyte
         ServiceProcess.start(["true"])
 
 
-@pytest.mark.parametrize(
-    ("threads", "count", "expected"), [(None, 1, "3"), (None, 2, "1"), (None, 4, "1"), ("7", 2, "7")]
-)
-def test_services_leave_a_core_to_the_edge(
-    monkeypatch: pytest.MonkeyPatch, threads: str | None, count: int, expected: str
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(4)), raising=False)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if threads:
-        monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    process = ServiceProcess.start(
-        [sys.executable, "-c", "import os; print('listening on', os.environ['OMP_NUM_THREADS'])"], count
-    )
-    assert process.address() == expected
-    process.end()
-
-
-def test_serve_command_contains_the_target() -> None:
-    words = serve_command(ModelSpec("m", "float32", "int8", "cpu"))
-    for flag, value in (("--target", "m"), ("--dtype", "float32"), ("--quantization", "int8"), ("--port", "0")):
-        assert words[words.index(flag) + 1] == value
-    assert "--until-stdin-ends" in words and "--host" not in words  # default host: localhost
-
-
 # --- three modes -------------------------------------------------------------------------------------------------
 
 
 def measured(mode: str, wall_s: float) -> dict[str, Any]:
     link = {} if mode == "edge_only" else {"remote": {"escalated": 4.0, "bytes_up": 1000.0, "bytes_down": 2000.0}}
     return {"ttft_s": 0.1, "wall_s": wall_s, "tokens": 20, "steps": 5, "kv_bytes": 1e6, "peak_rss_bytes": 4e8, **link}
-
-
-def test_options_of_drafts_apply_to_the_speculative_mode_only() -> None:
-    settings = {"remote": "http://a:1", "provisional": True, "gates": ["nll"], "method": "draft"}
-    recipes = modes.modes_sweep(settings, "cpu", 1, 16).recipes
-    assert {recipe.cloud.mode: (recipe.cloud.provisional, recipe.cloud.gates) for recipe in recipes} == {
-        "speculative": (True, ("nll",)),
-        "cloud_only": (False, ()),
-        "edge_only": (False, ()),
-    }
 
 
 def test_three_modes_are_compared_with_cloud_only() -> None:

@@ -19,7 +19,6 @@ from specdemo.ui.settings import (
     restored,
     setting_of,
     stored_recipes,
-    unknown_names,
 )
 
 USUAL = {
@@ -83,14 +82,6 @@ def test_custom_models_survive_an_invalid_value(models: dict[str, str]) -> None:
     assert sorted(message.partition(" ignored: ")[0] for message in refused) == ["gamma", "temperature"]
 
 
-def test_values_that_are_invalid_together_are_named() -> None:
-    usual = USUAL | {"target": "", "drafter": ""}
-    settings, refused = restored({"target": "org/large", "seed": 7}, usual, "cpu")
-    assert settings == usual | {"seed": 7}
-    (error,) = refused
-    assert error.startswith("target ignored: method draft needs a drafter: add it (same: a quantised copy), or choose")
-
-
 @pytest.mark.parametrize(
     ("values", "dropped", "words"),
     [
@@ -150,19 +141,9 @@ def test_a_reported_value_is_dropped_without_a_search(validated: list[dict[str, 
     assert len(validated) < 5
 
 
-def test_unknown_names_in_a_link_are_listed() -> None:
-    query = {"gamma": "5", "gama": "5", "x" * 100: "1", "__theme": "dark"}
-    assert unknown_names(query, USUAL) == ["gama", "x" * 40]
-
-
 def test_settings_of_a_trace_are_applicable() -> None:
     recipe = Recipe(target="org/large", drafter="org/small", gamma=7, device="cpu", method="tree", tree_nodes=5)
     header = Header(asdict(recipe) | {"removed option": 1}, "the prompt", (1,))
     settings = recorded_settings(header, compare=True)
     assert settings.items() >= {"gamma": 7, "prompt": "the prompt", "compare": True, "mode": "off"}.items()
     assert recipe_of(recipe_settings(settings), "cpu") == recipe
-
-
-@pytest.mark.parametrize("saved", [None, 7, [], "x", {}, {"__class__": 1, "no such": 2}])
-def test_invalid_stored_settings_are_ignored(saved: Any) -> None:
-    assert restored(saved, USUAL, "cpu") == (USUAL, [])

@@ -58,24 +58,6 @@ def test_step_picture_equals_the_trace() -> None:
     assert found["words"] == "Drafted 3, accepted 1, committed 2."
 
 
-def test_the_correction_comes_from_the_residual() -> None:
-    line = SEEN | {"beta": [0.75, 0.6, None]}  # sum min(p, q) at c: min(.7, .4) + min(.2, .6)
-    last = rounds.step_picture(lane(PREFILL, line), 1)["last"]
-    assert last["law"] == "residual" and "residual" in last["words"]
-    residual = {text: mass for text, mass, _ in last["bars"]}
-    assert residual == pytest.approx({"X": 0.3 / 0.4, "d": 0.1 / 0.4})
-    plain = rounds.step_picture(lane(PREFILL, line, rule="match"), 1)["last"]
-    assert plain["law"] == "p" and [bar[1] for bar in plain["bars"]] == [0.7, 0.2, 0.1]
-
-
-def test_missing_records_are_not_shown() -> None:
-    distributions = LAWS | {"drafted": [probs(b=0.25), probs(c=0.6), probs(d=1.0)]}  # the rest of q was not recorded
-    found = rounds.step_picture(lane(PREFILL, SEEN | distributions), 1)
-    assert ("a", 0.3, None) in found["nodes"][0]["bars"]
-    bare = rounds.step_picture(lane(PREFILL, REJECTION), 1)
-    assert bare["nodes"][0]["bars"] == [] and bare["last"]["bars"] == []
-
-
 @pytest.mark.parametrize(
     ("change", "recipe", "words"),
     [
@@ -100,13 +82,6 @@ def test_outcomes_are_explained_with_numbers(change: dict, recipe: dict, words: 
     assert any(words in node["words"] for node in found["nodes"])
 
 
-def test_siblings_are_tested_against_the_residual() -> None:
-    line = step(1, pieces=["b", "X"], draft=("a", "b"), accepted=(1,), tested=2) | {"parents": [-1, -1]}
-    found = rounds.step_picture(lane(PREFILL, line), 1)
-    assert not found["chain"] and "siblings' residual" in found["nodes"][1]["words"]
-    assert "sibling" not in found["nodes"][0]["words"]
-
-
 @pytest.mark.parametrize("i", [-1, 2, 10**9])
 def test_unknown_step_is_not_shown(i: int) -> None:
     assert rounds.step_picture(lane(PREFILL, SEEN), i) is None
@@ -122,23 +97,11 @@ def test_table_equals_the_metrics() -> None:
     assert "".join(column["text"]) == "".join(event.text for event in made.steps)
 
 
-def test_lanes_without_drafts_have_no_draft_length() -> None:
-    column = rounds.STEP_COLUMNS.index("gamma")
-    rows = rounds.step_table(lane(PREFILL, step(1, pieces=["a"]), method="ar"))
-    assert {row[column] for row in rows} == {None}
-    assert {row[column] for row in rounds.step_table(lane(PREFILL, REJECTION))} == {3}
-
-
 def test_the_csv_is_the_table_and_no_formula() -> None:
     made = lane(PREFILL, step(1, pieces=["=1+1\n"]))
     head, *rows = csv.reader(io.StringIO(rounds.as_csv(made)))
     assert tuple(head) == rounds.STEP_COLUMNS and len(rows) == 2
     assert json.loads(rows[1][-1]) == "=1+1\n" and not rows[1][-1].startswith("=")
-
-
-def test_positions_equal_the_metrics() -> None:
-    found = rounds.figures(lane(PREFILL, REJECTION, ALL_KEPT))
-    assert found["positions"] == [[1.0, 2], [0.5, 2]]
 
 
 def test_what_if_requires_tested_chains() -> None:

@@ -7,7 +7,6 @@ import errno
 import gc
 import json
 import os
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +23,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import Event
 from specdemo.core.metrics import Metrics
 from specdemo.core.trace import from_json
-from specdemo.ui import frames, streams
+from specdemo.ui import streams
 from specdemo.ui.lane import SPEC
 from specdemo.ui.limits import HostLimits, Visitors
 from specdemo.ui.run_store import RunStore
@@ -189,16 +188,6 @@ def test_unknown_runs_are_rejected(house: House, run_id: str) -> None:
         pass
 
 
-def test_finished_run_is_one_frame(house: House) -> None:
-    for line in LINES:
-        house.add(line)
-    house.finish()
-    with house.listen() as socket:
-        assert socket.receive_json() == json.loads(house.run.frame(0))
-        with pytest.raises(WebSocketDisconnect):
-            socket.receive_json()
-
-
 def test_markup_is_escaped_in_frames(house: House) -> None:
     house.add(header(prompt="<b>"))
     with house.listen() as socket:
@@ -226,13 +215,6 @@ def test_a_run_whose_page_is_left_before_the_server_knows_it_does_not_start() ->
     worker.close()
 
 
-def test_unknown_runs_that_end_are_bounded_and_need_an_id() -> None:
-    runs = RunStore()
-    for run_id in [None, 1, "short", "a" * 65, "not an id" * 3, *(f"unknown-run-{i:05}" for i in range(5000))]:
-        runs.stop_run(run_id)
-    assert len(runs._stopped) == 1024 and "unknown-run-04999" in runs._stopped
-
-
 @pytest.mark.parametrize("run_id", ["short", "a" * 65, "with a space in it", "taken-by-a-visitor", 1])
 def test_ids_of_runs_are_new_and_long(run_id: Any) -> None:
     runs = RunStore()
@@ -256,17 +238,6 @@ def test_finished_runs_retain_no_events() -> None:
     gc.collect()
     assert retained() is None and runs.get(run.id) is run and run.over
     visitors.admit("192.0.2.1")
-
-
-def test_the_summary_of_a_run_is_computed_once_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = []
-    monkeypatch.setattr(frames, "headline", lambda *_: threads.append(threading.current_thread()))
-    worker, runs = Worker(), RunStore()
-    run = runs.new("one", (SPEC,))
-    asyncio.run(Sockets(runs).play(run, worker.submit(lambda: ((SPEC, event) for event in events_of(LINES)))))
-    worker.close()
-    assert json.loads(run.frame(0))["over"] and json.loads(run.frame(1))["table"]
-    assert len(threads) == 1 and threads[0] is not threading.main_thread()
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])

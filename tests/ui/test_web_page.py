@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 import pytest
-from fakes.trace_records import PREFILL, REJECTION, absorb, end, header, step, whole
+from fakes.trace_records import PREFILL, absorb, end, header, step, whole
 
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC, Lane
@@ -85,13 +85,6 @@ def test_the_latest_match_of_the_context_is_the_source() -> None:
     assert found["context"] == [(3, 5), (7, 9)] and found["excerpt"] == ["ab ", "ab", "c", " ab"]
 
 
-def test_suffix_matches_name_their_length_and_cross_from_prompt_to_text() -> None:
-    origin = [{"source": "text", "position": 6 + i, "matched": 1} for i in range(2)]
-    found = step_picture(copied(FIRST, guess(*origin, draft=(3, 1), texts=(" ", "a"))), 1)["source"]
-    assert found["words"] == "Copied from the prompt: the last 1 token occurred there."
-    assert found["copied"] == [(6, 8)]  # the last token of the prompt and the first of the text
-
-
 @pytest.mark.parametrize(
     "origin",
     [
@@ -106,34 +99,6 @@ def test_suffix_matches_name_their_length_and_cross_from_prompt_to_text() -> Non
 def test_contradictory_origins_highlight_nothing(origin: dict) -> None:
     found = step_picture(copied(FIRST, guess(origin)), 1)["source"]
     assert not found["context"] and all(place == (5, 6) for place in found["copied"])
-
-
-class Counted(list):
-    """List that counts the items read by slices and loops."""
-
-    read = 0
-
-    def __getitem__(self, index: Any) -> Any:
-        items = super().__getitem__(index)
-        self.read += len(items) if isinstance(index, slice) else 1
-        return items
-
-    def __iter__(self) -> Any:
-        self.read += len(self)
-        return super().__iter__()
-
-
-def test_reads_of_steps_for_all_details_are_proportional_to_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reads(count: int) -> int:
-        origin = {"source": "n-gram", "order": 3, "count": 2}
-        lane = copied(FIRST, *(guess(origin) | {"i": i} for i in range(1, count)))
-        steps = Counted(lane.steps)
-        with monkeypatch.context() as patched:
-            patched.setattr(Lane, "steps", steps)
-            assert len(step_pictures(lane)) == count
-        return steps.read
-
-    assert reads(80) <= 2.1 * reads(40)
 
 
 def test_numbers_of_a_saved_page_are_rounded_and_its_size_is_limited() -> None:
@@ -154,13 +119,3 @@ def test_numbers_of_a_saved_page_are_rounded_and_its_size_is_limited() -> None:
     node, exact = (pictures[511]["nodes"][0] for pictures in (data["steps"][SPEC], step_pictures(run.lanes[SPEC])))
     assert len(exact["bars"]) > 4
     assert node["entropy_p"] != exact["entropy_p"] == pytest.approx(node["entropy_p"], rel=1e-5)
-
-
-def test_steps_state_the_draft_length_of_the_policy() -> None:
-    facts = [step_picture(copied(PREFILL, REJECTION | {"gamma": 8}, **recipe), 1)["facts"] for recipe in POLICIES]
-    assert facts[0][0] == ("γ allowed", "8") and facts[1][0] == ("γ:", "start 6, this step 8")
-    plain = step_picture(copied(PREFILL, step(1, pieces=["a"]), method="ar"), 1)
-    assert not plain["facts"] and plain["test"] == "none"
-
-
-POLICIES = ({"gamma": 6}, {"gamma": 6, "policy": "heuristic"})
