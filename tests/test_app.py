@@ -54,28 +54,6 @@ def test_impossible_addresses_are_refused(flags: str, address: str, capsys: pyte
     assert error.endswith("): choose another --port or --host\n") and error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("system", "environment", "expected"),
-    [
-        ("linux", {}, False),
-        ("linux", {"DISPLAY": ":0"}, True),
-        ("linux", {"WAYLAND_DISPLAY": "wayland-0"}, True),
-        ("linux", {"DISPLAY": ":10", "SSH_CONNECTION": "a b c d"}, False),
-        ("darwin", {}, True),
-        ("win32", {"CI": "true"}, False),
-    ],
-)
-def test_a_browser_is_opened_if_there_is_a_display(
-    monkeypatch: pytest.MonkeyPatch, system: str, environment: dict[str, str], expected: bool
-) -> None:
-    for name in ("DISPLAY", "WAYLAND_DISPLAY", "SSH_CONNECTION", "CI"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("sys.platform", system)
-    assert app.has_display() is expected
-
-
 def test_address_of_a_space_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADIO_SERVER_NAME", "0.0.0.0")
     monkeypatch.setenv("GRADIO_SERVER_PORT", "7860")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from fakes.enumeration import (
     SMALL,
     TARGET,
     distance,
-    enumerate_distribution,
     true_distribution,
 )
 from fakes.forked_process import ForkedProcess, run_with_new_modules
@@ -44,8 +42,6 @@ from specdemo.ui.lane import Lane, title
 from specdemo.ui.page import build
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[1]
 
 
 # --- content of a new file drafters/echo.py ---------------------------------------------------------------------
@@ -229,10 +225,3 @@ def test_an_option_needs_one_field() -> None:
         "echo_length must be from 1 to 9, not 10",
         "echo_length may be 4 at most here, not 5",
     ]
-
-
-def test_enumeration_uses_the_registry_too() -> None:
-    probs, drafted, _ = enumerate_distribution(
-        SamplingParams(), lambda sampling, source: METHODS["hybrid"].build(FakeContext(sampling, source))
-    )
-    assert drafted > 0 and distance(probs, true_distribution(SamplingParams(), 3, ())) < ROUNDING

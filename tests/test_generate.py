@@ -21,14 +21,13 @@ from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
 from specdemo.core import trace
 from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
-from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
+from specdemo.core.events import End, Event, Header, Loading, StepEvent
 from specdemo.core.explain import Reason, explain
 from specdemo.core.link_stats import Source
 from specdemo.core.metrics import Metrics
 from specdemo.core.step import Draft, Outcome, Step, Verdict
 from specdemo.drafters import METHODS
 from specdemo.generate import generate
-from specdemo.models.batch_invariance import COMPARED_ROWS, BatchInvariance
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.pipeline import build_pipeline
@@ -75,28 +74,6 @@ def test_stored_ngrams_draft_a_previous_text(target: str, levels: str) -> None:
     )
     first, second = run(recipe, pool, stores), run(recipe, pool, stores)
     assert second.accepted > first.accepted and second.steps < first.steps
-
-
-def test_stores_of_many_settings_are_bounded(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stores used least recently are dropped when a run ends; a store above the limit is dropped, too."""
-    pool, stores, text = ModelPool(), dict[Any, Any](), list(range(3, 40)) * 2
-
-    def end_of(**changes: Any) -> MemoryUse:
-        settings = {"target": target, "method": "nasd", "max_tokens": 2, "device": "cpu", "ngram_keep": True} | changes
-        *_, end = generate(Recipe(**settings), text, pool, stores)
-        assert isinstance(end, End) and end.peak is not None
-        return end.peak
-
-    largest = end_of(ngram=16).store or 0
-    monkeypatch.setattr("specdemo.pipeline.MAX_STORE_BYTES", int(1.2 * largest))
-    for changes in ({"ngram": 2}, {"method": "suffix"}, {"ngram": 2}, {"ngram": 16}):
-        end_of(**changes)
-    orders = [order for _, _, *more in stores for order in more[1:2]]
-    assert sum(store.size_bytes for store in stores.values()) <= 1.2 * largest
-    assert orders in ([16], [2, 16]) and len(stores) == len(orders)  # without suffixes, the oldest
-    monkeypatch.setattr("specdemo.pipeline.MAX_STORE_BYTES", largest // 2)
-    end_of(ngram=16)
-    assert not stores
 
 
 def test_a_run_may_be_closed_at_any_step_and_the_next_is_not_affected(target: str) -> None:
@@ -174,32 +151,6 @@ def test_a_drafter_object_replaces_the_drafter_of_the_recipe(target: str) -> Non
     for method in ("ar", "beam"):
         with pytest.raises(UserError, match="does not draft"):
             list(generate(replace(recipe, method=method, drafter=None), PROMPT, drafter=oracle))
-
-
-class Observer(Oracle):
-    """Draft nothing and record the candidates of each verdict."""
-
-    def observe(self, step: Step) -> None:
-        self.candidates = [*getattr(self, "candidates", []), *map(len, step.verdict.choices)]
-
-
-def test_a_drafter_object_receives_the_verdicts_of_the_method(target: str) -> None:
-    recipe = Recipe(target=target, method="nasd", filler_top_k=3, temperature=0, max_tokens=4, device="cpu")
-    observer = Observer(0, ())
-    list(generate(recipe, PROMPT, drafter=observer))
-    assert set(observer.candidates) == {3}
-
-
-def test_the_target_limits_equal_bits_to_compared_sizes(target: str) -> None:
-    loaded = ModelPool().take(Recipe(target=target, method="ar", device="cpu").target_spec)
-    measured = {"equal": True, "pad": 1, "compared": 9, "cost": {1: 1.0}}
-    object.__setattr__(loaded, "_invariance", BatchInvariance(**measured, by_construction=True))
-    assert loaded.bit_equal(None, 1 << 20)
-    object.__setattr__(loaded, "_invariance", BatchInvariance(**measured))
-    assert loaded.bit_equal(COMPARED_ROWS - 1, 100)
-    assert not loaded.bit_equal(COMPARED_ROWS, 100) and not loaded.bit_equal(None, 100)
-    object.__setattr__(loaded, "_invariance", BatchInvariance(**{**measured, "equal": False}))
-    assert not loaded.bit_equal(1, 100)
 
 
 def test_the_context_ends_the_text(target: str) -> None:
@@ -375,26 +326,3 @@ def test_a_refused_run_releases_its_caches(target: str) -> None:
 
 
 # --- predictions ---
-
-UNRELATED = "Lorem ipsum dolor sit amet"
-
-
-def predicted(recipe: Recipe, prediction: str) -> list[Event]:
-    return list(generate(recipe, PROMPT, ModelPool(), prediction=prediction))
-
-
-def test_a_prediction_replaces_the_policy_with_its_bounds(target: str) -> None:
-    recipe = Recipe(
-        target=target, method="nasd", temperature=0, device="cpu", max_tokens=16, policy="dynamic", gamma_max=6
-    )
-    for bounds in ({}, {"gamma_min": 2}, {"gamma_min": 2, "gamma_max": None}):
-        chosen = replace(recipe, **bounds)
-        plain = list(generate(chosen, PROMPT))
-        assert sum(tokens_of(predicted(chosen, UNRELATED)), ()) == sum(tokens_of(plain), ())
-
-
-def test_a_method_with_its_own_policy_drafts_as_long_without_a_match(target: str) -> None:
-    """The window of lookahead needs 5 + 4 - 2 tokens, more than gamma."""
-    recipe = Recipe(target=target, method="lookahead", temperature=0, device="cpu", max_tokens=16)
-    drafts = [event.step.draft for event in steps_of(predicted(recipe, UNRELATED))]
-    assert any(origin.source == "window" for draft in drafts for origin in draft.origin)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 from pathlib import Path
@@ -15,7 +14,6 @@ from specdemo.cli.arguments import given, parser
 from specdemo.cli.reference import cli_reference
 from specdemo.core.errors import UserError
 from specdemo.core.options import Option
-from specdemo.drafters import option_classes
 from specdemo.option_effects import methods_with
 from specdemo.recipe import Recipe, RunOptions
 from specdemo.remote.config import SIGNALS, CloudConfig
@@ -176,38 +174,9 @@ def test_the_configuration_of_the_page_is_plain_data(page: Any) -> None:
     assert json.loads(json.dumps(page.get_config_file()))
 
 
-def test_few_controls_are_visible_at_first(page: Any) -> None:
-    """Controls outside closed groups, tabs and the cockpit, plus the titles of those groups."""
-
-    def visible(block: Any) -> int:
-        if getattr(block, "visible", True) in (False, "hidden") or isinstance(block, gr.Tabs):
-            return 0
-        closed = isinstance(block, gr.Accordion) and (not block.open or block.elem_id == "more-settings")
-        if closed:  # the page closes the latter when its parts are mounted
-            return 1
-        if "chip" in (getattr(block, "elem_classes", None) or ()):
-            return 0  # examples share a row that scrolls
-        if isinstance(block, (gr.components.FormComponent, gr.Button)):
-            return 1
-        return sum(map(visible, getattr(block, "children", ())))
-
-    assert 10 <= visible(page) <= 15
-    basic = {name for name, option in OPTIONS.items() if option.basic}
-    assert basic == {"pair", "method", "gamma", "temperature", "max_tokens"}
-
-
 def test_visitors_of_a_public_page_cannot_change_the_host(page: Any) -> None:
     defaults = {name: setting_of(option, option.default) for name, option in OPTIONS.items()}
     PUBLIC.check_settings(defaults, defaults)
     for name in ("device", "drafter_device", "dtype", "word_frequencies"):
         with pytest.raises(UserError, match=f"{name} is set by the host"):
             PUBLIC.check_settings({**defaults, name: "cpu"}, defaults)
-
-
-def test_the_checked_base_classes_of_recipes_are_those_of_the_methods() -> None:
-    """The type checker sees a written list, the program the options of all registered methods."""
-    tree = ast.parse((ROOT / "specdemo/recipe.py").read_text("utf-8"))
-    classes = {node.name: node.bases for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-    written = [ast.unparse(base) for base in classes["MethodOptions"]]
-    assert written == [options.__name__ for options in reversed(option_classes())]
-    assert [base.__name__ for base in Recipe.__bases__] == ["MethodOptions", "RunOptions"]

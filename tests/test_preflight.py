@@ -13,7 +13,6 @@ import pytest
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
 from benchmarks import preflight_accuracy
-from specdemo.cli import main
 from specdemo.core.decode import decode
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import SamplingParams
@@ -23,19 +22,17 @@ from specdemo.pipeline import build_pipeline
 from specdemo.preflight import (
     MAX_GAMMA,
     MIN_SAMPLED_TEXTS,
-    OWN,
     Estimate,
     Preflight,
     decoded_runs,
     expected_cost,
-    predict,
     preflight,
     replay,
     texts_for,
     usable_texts,
 )
 from specdemo.prompts import Prompt, load_prompts
-from specdemo.recipe import METHODS, Recipe
+from specdemo.recipe import Recipe
 from specdemo.worker import Worker
 
 pytestmark = pytest.mark.slow
@@ -143,14 +140,6 @@ def test_a_target_that_is_its_own_drafter_has_alpha_1_and_high_cost(folder: str)
     assert result.kv_bytes > 0 and result.weight_bytes > 0
 
 
-@pytest.mark.parametrize("method", ["self", "nasd", "suffix", "lookup"])
-def test_other_methods_need_one_model(folder: str, method: str) -> None:
-    recipe = Recipe(target=folder, method=method, temperature=1.0, top_p=1.0, device="cpu", max_tokens=40)
-    result = preflight(recipe, PROMPTS, ModelPool())
-    assert 0 <= result.alpha < 1 and result.c >= 0
-    assert all(1 <= item.tokens_per_pass <= item.gamma + 1 and item.low <= item.high for item in result.estimates)
-
-
 @pytest.mark.parametrize(
     "settings", [{"method": "tree"}, {"method": "lookahead"}, {"method": "draft", "rule": "coupled"}]
 )
@@ -195,38 +184,6 @@ def test_estimates_are_compared_with_measurements(folder: str, capsys: pytest.Ca
         assert item["kind"] == "prose" and item["prompts"] > 20 and item["measured"] > 0
         assert item["ratio"] == pytest.approx(item["estimate"]["speedup"] / item["measured"])
     assert nasd["recipe"]["method"] == "nasd" and self_["estimate"]["tokens_per_pass"] > 1
-
-
-def test_tokens_per_pass_of_all_methods_are_compared(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = ["--tokens-per-pass", "--temperature", "0.7", "--kind", "prose", "--max-tokens", "8", "--prompts", "2"]
-    models = ["--target", folder, "--drafter", folder, "--device", "cpu"]
-    assert preflight_accuracy.main([*models, *settings]) == 0
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["preflight_tokens"]
-    supported = [name for name, method in METHODS.items() if method.preflight and method.drafter != "head"]
-    assert [row["method"] for row in rows] == supported
-    for row in rows:
-        assert row["temperature"] == 0.7 and row["ratio"] == row["predicted"] / row["measured"]
-    assert rows[0]["ratio"] == pytest.approx(1, abs=0.25)  # the target drafts for itself
-
-
-def test_one_text_gives_an_interval_and_progress(folder: str) -> None:
-    """Blocks of the text replace texts."""
-    for method in ("nasd", "lookahead"):
-        recipe = Recipe(target=folder, method=method, device="cpu", temperature=0.0, max_tokens=40)
-        *progress, result = predict(recipe, [Prompt(OWN, OWN, TEXT)], ModelPool())
-        shares = [item.share for item in progress]
-        assert shares == sorted(shares) and shares[0] == 0 and len(set(shares)) > 2
-        assert isinstance(result, Preflight) and OWN in result.texts
-        assert any(item.low < item.speedup < item.high for item in result.estimates)
-
-
-def test_unsupported_requests_raise_errors(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["preflight", "--target", folder, "--method", "beam"]) == 2
-    assert "preflight supports the methods draft" in capsys.readouterr().err
-    warm = ["--temperature", "1", "--kind", "code", "--device", "cpu"]
-    assert main(["preflight", "--target", folder, "--method", "nasd", *warm]) == 0
-    out = capsys.readouterr().out
-    assert "AR decoding" in out and "texts of the target: 12 sampled, temperature 1 (code)\n" in out
 
 
 @pytest.mark.parametrize("method", ["nasd", "lookahead"])

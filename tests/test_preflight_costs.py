@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specdemo.core.step import Draft
-from specdemo.preflight import BASELINE_RUNS, StepCosts, measure_costs, prompt_cost
+from specdemo.preflight import BASELINE_RUNS, measure_costs
 
 TEXT = tuple(range(100, 200))
 
@@ -82,11 +82,3 @@ def test_each_pass_scores_its_draft_and_one_more_token() -> None:
         clock=lambda: machine.now,
     )
     assert machine.rows[0] == 5 and machine.rows[1:] == [*[1] * BASELINE_RUNS, 2, 3] * 3
-
-
-def test_the_prompt_cost_is_the_time_of_the_first_draft_without_its_token() -> None:
-    machine = Machine(0)
-    drafter = SimpleNamespace(propose=lambda tokens, more: machine.propose(tokens, more))
-    pipeline: Any = SimpleNamespace(drafter=drafter, verifier=SimpleNamespace(verify=lambda tokens, draft: None))
-    assert prompt_cost(pipeline, (TEXT, 5), StepCosts(1.0, 0.2, ()), clock=lambda: machine.now) == pytest.approx(0.3)
-    assert prompt_cost(pipeline, (TEXT, 5), StepCosts(1.0, 0.9, ()), clock=lambda: machine.now) == 0.0

@@ -18,7 +18,6 @@ from specdemo.worker import (
     Worker,
     WorkerBusy,
     WorkerGroup,
-    device_released,
     give_way,
     interruptible,
 )
@@ -174,18 +173,6 @@ def test_errors_while_closing_are_stored(worker: Worker) -> None:
     assert isinstance(finished(stream).error, OSError)
 
 
-def test_reading_done_before_items_never_loses_the_tail(worker: Worker) -> None:
-    for _ in range(50):
-        stream = worker.submit(lambda: iter(range(100)))
-        read: list[int] = []
-        while True:
-            last = stream.done
-            read += stream.items[len(read) :]
-            if last:
-                break
-        assert read == list(range(100))
-
-
 def test_number_of_open_jobs_is_bounded() -> None:
     worker = Worker(at_once=2)
     gates = [Gate() for _ in range(3)]
@@ -256,19 +243,6 @@ def test_close_ends_every_job_and_the_thread() -> None:
     assert not worker._threads
     with pytest.raises(RuntimeError, match="closed"):
         worker.submit(lambda: iter(()))
-
-
-def test_on_change_is_called_after_each_item_and_at_the_end(worker: Worker) -> None:
-    seen: list[tuple[int, bool]] = []
-    gate = Gate()
-    blocker = worker.submit(gate)
-    assert gate.inside.wait(PATIENCE)
-    stream: Stream[int] = worker.submit(lambda: iter(range(2)), lambda: seen.append((len(stream.items), stream.done)))
-    blocker.stop()
-    gate.open()
-    finished(stream)
-    worker.close()
-    assert seen == [(1, False), (2, False), (2, True)]
 
 
 # --- shares of the device ------------------------------------------------------------------------------------------
@@ -393,25 +367,6 @@ def test_jobs_share_device_time() -> None:
     worker.close()
 
 
-def test_closing_a_job_does_not_delay_others(worker: Worker) -> None:
-    closing, gate = threading.Event(), threading.Event()
-
-    def job() -> Iterator[int]:
-        try:
-            yield 1
-            yield 2
-        finally:
-            with device_released():
-                closing.set()
-                assert gate.wait(PATIENCE)
-
-    stream = worker.submit(job)
-    assert closing.wait(PATIENCE)
-    assert finished(worker.submit(lambda: iter((7,)))).items == [7] and not stream.done
-    gate.set()
-    finished(stream)
-
-
 def test_visitors_start_in_turn() -> None:
     worker = Worker(at_once=1, waiting=None)
     gate, order = Gate(), []
@@ -425,40 +380,6 @@ def test_visitors_start_in_turn() -> None:
     assert all(map(finished, streams))
     assert order == ["b", "c", "a", "b", "a", "b", "a", "a", "a"]
     worker.close()
-
-
-def test_expected_wait_follows_earlier_jobs() -> None:
-    now = [0.0]
-    worker = Worker(at_once=1, clock=lambda: now[0])
-
-    def job() -> Iterator[None]:
-        now[0] += 10
-        yield
-
-    gate = Gate()
-    assert worker.expected_wait_s(finished(worker.submit(job))) is None  # maintenance has no owner
-    finished(worker.submit(job, owner="a"))
-    busy = worker.submit(gate, owner="a")
-    assert gate.inside.wait(PATIENCE)
-    waiting = [worker.submit(job, owner=name) for name in "bc"]
-    assert [worker.expected_wait_s(stream) for stream in waiting] == [10, 20]
-    busy.stop()
-    gate.open()
-    assert all(map(finished, waiting))
-    worker.close()
-
-
-def test_groups_report_the_queue_of_the_job() -> None:
-    crew = WorkerGroup(2)
-    gates = [Gate() for _ in range(3)]
-    streams = [crew.submit(gate, owner="a") for gate in gates]
-    assert gates[0].inside.wait(PATIENCE) and gates[1].inside.wait(PATIENCE)
-    assert [stream.worker.ahead(stream) for stream in streams] == [0, 0, 1]
-    for stream, gate in zip(streams, gates, strict=True):
-        stream.stop()
-        gate.open()
-    assert all(map(finished, streams))
-    crew.close()
 
 
 def test_a_failed_job_retains_no_objects(worker: Worker) -> None:
@@ -546,17 +467,6 @@ def test_parked_task_runs_only_while_progress_is_advanced(monkeypatch: pytest.Mo
             break
         steps.append(item.done)
     assert task.result == 3 and steps == [0, 1, 2] and not violations
-
-
-@pytest.mark.parametrize("parked", [False, True])
-def test_other_jobs_run_next_to_a_task_without_progress(worker: Worker, parked: bool) -> None:
-    gate = threading.Event()
-    task = BackgroundTask(lambda report: gate.wait(PATIENCE), parked=parked, text="working")
-    stream = worker.submit(task.progress)
-    other = finished(worker.submit(lambda: iter(range(100))))
-    assert other.items == list(range(100)) and not stream.done
-    gate.set()
-    assert finished(stream).items == [TaskProgress("working")] and task.result
 
 
 asker: contextvars.ContextVar[str] = contextvars.ContextVar("asker", default="nobody")

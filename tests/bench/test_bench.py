@@ -13,7 +13,6 @@ from fakes.tiny_models import byte_level_tokenizer, save_model
 
 from specdemo.bench import measure, table
 from specdemo.bench.baselines import BASELINES
-from specdemo.cli import main
 from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.step import Draft, Step, Verdict
@@ -101,21 +100,6 @@ def test_the_best_gamma_is_selected_on_other_prompts() -> None:
     assert over == (1.5, None, None)  # ratios 1 and 2; less than five prompts
 
 
-def test_the_cost_model_explains_a_step() -> None:
-    """By hand: AR pass 0.07 s; drafting 0.01 s per token, 2 tokens per step; verification 0.07 s; host 0.01 s."""
-    recipes = [Recipe(method="ar", temperature=0), Recipe(temperature=0, gamma=2)]
-    plain, spec = run(0.8, draft_s=0.0), run(1.0, drafted=20)  # 1.0 = 0.2 + 0.7 + 0.1 s
-    row = table.table(recipes, [{"kind": "code", "name": "code 1", "runs": [plain, spec]}])[1]
-    c, v, o = 0.01 / 0.07, 1.0, 0.01 / 0.07
-    assert (row.c, row.v, row.o) == pytest.approx((c, v, o))
-    assert row.speedup == pytest.approx(1.6)
-    assert row.theory == pytest.approx((1 + 0.6 + 0.36) / (1 + 2 * c))
-    assert row.realised == pytest.approx(1.6 / row.theory)
-    assert row.explained == pytest.approx(1.0)
-    slow = table.table(recipes, [{"kind": "code", "name": "code 1", "runs": [plain, {**spec, "wall_s": 1.25}]}])[1]
-    assert slow.explained == pytest.approx(0.8)  # 0.25 s unexplained
-
-
 def test_real_models_are_measured_in_pairs(tmp_path: Path) -> None:
     models = {
         "target": str(save_model(tmp_path / "target", byte_level_tokenizer())),
@@ -135,18 +119,6 @@ def test_real_models_are_measured_in_pairs(tmp_path: Path) -> None:
     rows = table.table(recipes, records, peers, bandwidth=1e9)
     assert len(rows) == 3 + len({peer.family for peer in BASELINES.values()})
     assert all(row.same_text in (None, 3) for row in rows)
-
-
-def test_repetitions_use_other_seeds(tmp_path: Path) -> None:
-    target = str(save_model(tmp_path / "target", byte_level_tokenizer()))
-    recipes = [Recipe(method="ar", target=target, temperature=1.0, top_p=1.0, max_tokens=12, device="cpu")]
-    prompts = load_prompts(kinds=["prose"])[:2]
-    items = measure.measure(recipes, prompts, ModelPool(), repeat=2)
-    records = [item for item in items if isinstance(item, dict)]
-    assert [record["name"] for record in records] == ["prose 1", "prose 2"] * 2
-    texts = [record["runs"][0]["text"] for record in records]
-    assert texts[0] != texts[2] and texts[1] != texts[3]
-    assert main(["bench", "--repeat", "0"]) == 2
 
 
 class Scripted:
@@ -226,22 +198,3 @@ def test_a_grid_contains_ar_decoding_and_all_combinations() -> None:
         )
     ]
     assert [one.get("gamma") for one in measure.grid(["draft"], [2, 5], ["egag"], [0.0])] == [None, 5]
-
-
-def test_a_grid_lists_equal_lanes_once() -> None:
-    """Policies by logits equal `fixed` for drafts without distributions; lookahead chooses its own length."""
-    policies = ["fixed", "egag", "adaedl", "svip", "confidence", "path", "dynamic"]
-    found = [
-        measure.recipe_label(Recipe(**one))
-        for one in measure.grid(["nasd", "suffix", "lookahead"], [2, 5], policies, [0.0])
-    ]
-    lengths = (" gamma=2", " gamma=5", " dynamic")
-    lanes = ["ar", *(f"{method}{how}" for method in ("nasd", "suffix") for how in lengths), "lookahead"]
-    assert found == [f"{lane} T=0" for lane in lanes]
-
-
-def test_typed_options_without_effect_in_all_lanes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (["bench", "--method", "nasd"], ["prove", "--method", "suffix"], ["preflight", "--method", "nasd"]):
-        assert main([*command, "--pair", "bundled", "--drafter-quantization", "nf4"]) == 2
-        error = capsys.readouterr().err.splitlines()[-1]
-        assert error.startswith(f"specdemo: drafter_quantization has no effect with method {command[2]}")

@@ -14,7 +14,6 @@ from fakes.tiny_models import byte_level_tokenizer, save_model, sentencepiece_to
 from specdemo.cli import main
 from specdemo.cli.arguments import parser
 from specdemo.cli.run import recipe_of_flags
-from specdemo.core.events import StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.step_record import step_of
 from specdemo.native import build
@@ -86,15 +85,6 @@ def test_coloured_text_loses_no_character(
     assert head["exact"] and " exact " in shown
 
 
-def test_alpha_is_that_of_the_trace(models: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
-    assert main(["run", PROMPT, *pair(models), "--temperature", "1", "--trace", str(trace)]) == 0
-    metrics = json.loads(trace.read_text().splitlines()[-1])["metrics"]
-    assert metrics["alpha"] == sum(metrics["accepted_by_position"]) / metrics["tested"] != metrics["mean_beta"]
-    shown = f"alpha {metrics['alpha']:.2f}  mean overlap {metrics['mean_beta']:.2f}  "
-    assert shown in capsys.readouterr().out
-
-
 def test_steps_as_text(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", PROMPT, *pair(models), "--steps", "--gamma", "4"]) == 0
     shown = capsys.readouterr().out
@@ -108,37 +98,6 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
-
-
-@pytest.mark.parametrize(
-    ("flags", "variables", "terminal", "coloured"),
-    [
-        ([], {}, True, True),
-        ([], {}, False, False),
-        ([], {"NO_COLOR": "1"}, True, False),
-        ([], {"NO_COLOR": ""}, True, True),
-        (["--color", "always"], {"NO_COLOR": "1"}, False, True),
-        (["--color", "never"], {}, True, False),
-    ],
-)
-def test_colours_need_a_terminal(
-    flags: list[str],
-    variables: dict[str, str],
-    terminal: bool,
-    coloured: bool,
-    models: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    out, trace = Terminal() if terminal else io.StringIO(), tmp_path / "trace.jsonl"
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("sys.stdout", out)
-    assert main(["run", PROMPT, *pair(models), *flags, "--trace", str(trace)]) == 0
-    text = "".join(json.loads(line).get("text", "") for line in trace.read_text().splitlines())
-    assert ("\x1b" in out.getvalue()) == coloured
-    assert out.getvalue().startswith(PROMPT + text + "\n\n20 tokens") != coloured
 
 
 def test_steps_end_with_guarantee_and_engine(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,22 +190,3 @@ def test_a_banned_text_does_not_appear(capsys: pytest.CaptureFixture[str]) -> No
         assert main([*arguments, *banned, "--json"]) == 0
         texts.append("".join(json.loads(line).get("text", "") for line in capsys.readouterr().out.splitlines()))
     assert "self" in texts[0] and "self" not in texts[1]
-
-
-def test_ctrl_c_ends_the_trace(
-    models: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from specdemo.cli import run as module
-
-    real = module.generate
-
-    def interrupted(*args: object) -> object:
-        for event in real(*args):
-            yield event
-            if isinstance(event, StepEvent) and event.step.i == 2:
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr(module, "generate", interrupted)
-    assert main(["run", PROMPT, *pair(models), "--json"]) == 130
-    end = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert end["end"] == "cancelled" and end["metrics"]["steps"] == 3

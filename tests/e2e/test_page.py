@@ -452,12 +452,6 @@ def test_layout_of_narrow_and_wide_pages(page: Page) -> None:
         assert all(box and 0 <= box["x"] and box["x"] + box["width"] <= width for box in boxes)
 
 
-def test_example_sets_prompt_and_method(page: Page) -> None:
-    page.get_by_role("button", name="Unit tests").click()
-    expect(page.locator("#prompt textarea")).to_have_value(re.compile("unittest.TestCase"))
-    expect(page.locator("#method input")).to_have_value(re.compile("^n-grams:"))
-
-
 def test_api_streams_the_trace(served: Any) -> None:
     client = gradio_client.Client(served.url, verbose=False)
     values = {"temperature": 0.0, "max_tokens": 12, "gamma": 2}

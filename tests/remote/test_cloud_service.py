@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-import multiprocessing
 import re
 import signal
 import socket
@@ -27,7 +25,6 @@ from fakes.table_service import MODEL
 from fakes.trace_lines import trace_lines as generate
 from fastapi.testclient import TestClient
 
-from specdemo.cli import main
 from specdemo.core.errors import UserError
 from specdemo.models.chat_caches import Conversation
 from specdemo.models.model_pool import ModelPool
@@ -175,34 +172,6 @@ def test_full_queue_responds_busy() -> None:
     assert response.status_code == 429 and response.json()["code"] == "busy" and response.headers["retry-after"]
 
 
-def test_queued_request_is_cancelled_when_the_client_disconnects() -> None:
-    worker, cloud = Worker(at_once=1), contexts()
-    messages = [
-        {"type": "http.request", "body": json.dumps(OPEN).encode(), "more_body": False},
-        {"type": "http.disconnect"},
-    ]
-    sent: list[Any] = []
-
-    async def receive() -> Any:
-        return messages.pop(0)
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/rounds",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-        "client": ("edge", 1),
-    }
-    with occupied(worker):
-        asyncio.run(create_app(INFO, cloud, worker)(scope, receive, send))
-    worker.close()
-    assert sent[0]["status"] == 400 and len(cloud) == 0
-
-
 def test_streamed_text_equals_the_local_text(cloud: TestClient) -> None:
     config = {"temp": 1.0, "rule": "coupled", "seed": 7}
     body = {"tokens": [2, 0, 2, 0], "sampling_cfg": config, "max_tokens": 40}
@@ -244,31 +213,6 @@ def test_model_error_affects_only_its_request() -> None:
 
 
 # --- the terminal ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["serve", "--port", "70000"], "cannot listen on"),
-        (["serve", "--queue", "0"], "queue must be at least 1"),
-        (["serve", "--certificate", "/nowhere"], "file /nowhere does not exist"),
-        (["serve", "--key", __file__], "key has no effect without --certificate: add it"),
-        (["serve", "--ray", "--key", __file__], "key has no effect without --certificate: add it"),
-        (["serve", "--certificate", __file__], f"certificate {__file__} with key {__file__} is unusable"),
-        (["serve", "--target", "/nowhere"], "/nowhere"),
-        (["run", "x", "--rtt-ms", "3"], "has no effect without --remote"),
-        (["run", "x", "--remote", "nowhere"], "give http://host:port"),
-        (["run", "x", "--remote", "http://127.0.0.1:1"], "there is no service at"),
-        (["run", "x", "--remote", "http://127.0.0.1:1", "--mode", "magic"], "known are speculative"),
-        (["run", "x", "--remote", "http://127.0.0.1:1", "--gate", "magic"], "known are nll"),
-    ],
-)
-def test_invalid_options_get_a_sentence(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    error = capsys.readouterr().err.strip().splitlines()
-    assert sentence in error[-1] and error[-1].startswith("specdemo: ")
 
 
 # --- two processes -----------------------------------------------------------------------------------------------
@@ -387,24 +331,6 @@ def test_two_processes_give_the_local_text(process: list[Process], secret: None,
     assert tokens(cloud=CloudConfig(process[-1].url, mode="cloud_only"), **coupled) == tokens(method="ar", **coupled)
 
 
-def test_trace_contains_network_traffic(process: list[Process], secret: None) -> None:
-    recipe = Recipe(
-        device="cpu", max_tokens=24, temperature=1.0, cloud=CloudConfig(process[-1].url, encoding="msgpack")
-    )
-    head, *steps, end = (line for line in generate(recipe, TEXT, POOL) if "phase" not in line)
-    assert head["exact"] and process[-1].url in head["environment"]["device"]
-    assert head["recipe"]["cloud"]["remote"] == process[-1].url and "secret" not in json.dumps([head, steps, end])
-    for step in steps:
-        link = step["remote"]
-        assert link["bytes_up"] > 0 and link["bytes_down"] > 0 and link["escalated"] == 1
-        assert 0 < link["cloud_s"] < step["verify_s"] and link["rtt_s"] > 0
-    total = end["metrics"]["remote"]
-    assert total["bytes_up"] == sum(step["remote"]["bytes_up"] for step in steps)
-    assert total["cloud_call_share"] == 1
-    rejected = [step["remote"] for step in steps if step["kind"] == "correction"]
-    assert rejected and all(link["rows"] >= 1 for link in rejected)
-
-
 def test_a_conversation_sends_its_text_once(process: list[Process], secret: None) -> None:
     """The second turn continues the context of the first."""
     recipe = Recipe(device="cpu", max_tokens=24, temperature=0.0, cloud=CloudConfig(process[-1].url))
@@ -433,27 +359,6 @@ def test_killed_and_restarted_service_does_not_change_the_text(process: list[Pro
                 process[-1].end()
                 process.append(Process(port))
     assert written == faultless and line["end"] in ("length", "stop")
-
-
-@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork on this system")
-def test_killed_edge_does_not_affect_the_service(process: list[Process], secret: None) -> None:
-    cloud = CloudConfig(process[-1].url)
-    expected = tokens(method="ar", temperature=0.0)  # loads the models before the fork
-    context = multiprocessing.get_context("fork")
-    third_step = context.Event()
-
-    def decode() -> None:
-        for line in generate(Recipe(device="cpu", max_tokens=1000, cloud=cloud), TEXT, POOL):
-            if line.get("i") == 3:
-                third_step.set()
-
-    edge = context.Process(target=decode)
-    edge.start()
-    assert third_step.wait(60)
-    edge.kill()
-    edge.join()
-    assert edge.exitcode == -signal.SIGKILL
-    assert tokens(cloud=cloud, temperature=0.0) == expected
 
 
 def test_unreachable_or_unauthorised_service_gets_a_sentence(

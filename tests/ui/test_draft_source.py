@@ -34,24 +34,6 @@ def test_the_source_sets_drafter_and_method() -> None:
     assert chosen("pair", pair=CHAT_PAIR, drafter="same") == ["", "none", PAIRS[CHAT_PAIR].method, "pair"]
 
 
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(
-    ("values", "shown"),
-    [
-        ({"target": "org/model.Q4_0.gguf"}, ["", "none", "draft", "pair"]),
-        ({"quantization": "int8", "drafter": "same", "drafter_quantization": "nf4"}, ["same", "nf4", "draft", "nf4"]),
-        ({"target": "org/a.gguf", "drafter": "org/b"}, ["org/b", "none", "draft", None]),
-    ],
-)
-def test_an_impossible_copy_is_explained_and_not_selected(
-    values: dict[str, Any], shown: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    warnings: list[str] = []
-    monkeypatch.setattr("gradio.Warning", warnings.append)
-    assert chosen("int8", **values) == shown and len(warnings) == 1
-    assert "smaller" in warnings[0]
-
-
 def test_the_quantised_model_is_kept_as_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     handlers = _Handlers(None, None, "cpu", USUAL)
     for values, form in (({}, "int8"), ({"drafter": "same", "drafter_quantization": "nf4"}, "nf4")):

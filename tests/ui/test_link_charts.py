@@ -25,10 +25,9 @@ from specdemo.remote.config import CloudConfig
 from specdemo.remote.link import MeteredNetwork
 from specdemo.remote.local_service import LocalServices, ServiceProcess
 from specdemo.remote.protocol import ServiceIdentity, VerifyConfig
-from specdemo.ui import link_charts as best_k
-from specdemo.ui.frames import LOST, Run, read_traces
-from specdemo.ui.lane import PLAIN, SPEC, lanes_of, plan_of
-from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
+from specdemo.ui.frames import Run, read_traces
+from specdemo.ui.lane import SPEC
+from specdemo.ui.limits import PUBLIC, HostLimits
 from specdemo.ui.link_charts import (
     LINK_TABLE_HEAD,
     describe_link,
@@ -36,10 +35,9 @@ from specdemo.ui.link_charts import (
     measures,
     parts,
     steps,
-    timeline_svg,
 )
 from specdemo.ui.service import Service
-from specdemo.ui.settings import cloud_of, from_link, recipe_of, restored
+from specdemo.ui.settings import cloud_of, recipe_of
 from specdemo.ui.tabs import edge as modes
 from specdemo.ui.tabs.sweep import SweepResult
 from specdemo.worker import Worker, interruptible
@@ -115,16 +113,6 @@ def failed_over(i: int) -> dict[str, Any]:
     return line | {"verify_s": 0.54, "t": line["t"] + 0.5, "replica": "host:2"}
 
 
-def test_a_failover_is_a_part_of_its_step() -> None:
-    (step_parts,) = parts(steps_of(failed_over(1)))
-    assert [what for what, *_ in step_parts] == ["idle", "draft", "gap", "up", "way", "verify", "way", "down"]
-    assert sum(seconds for what, _, seconds in step_parts if what not in ("idle", "draft")) == pytest.approx(0.54)
-    assert {what: seconds for what, _, seconds in step_parts}["gap"] == 0.5
-    unmeasured = failed_over(1) | {"remote": {**ASKED, **FAILOVER}}  # a stream
-    assert [what for what, *_ in parts(steps_of(unmeasured))[0]] == ["idle", "draft", "gap", "wait"]
-    assert "failover: 500.00 ms" in timeline_svg(steps_of(*LINES[:2], failed_over(2)), 0, 9)
-
-
 def test_the_service_of_a_run_can_be_killed() -> None:
     service = Service(ModelPool(), lambda *_: iter(()))
     service.clouds = LocalServices(start=FakeProcesses())
@@ -153,62 +141,12 @@ def test_table_contains_the_measures_of_the_guide() -> None:
     assert (rows[2]["hard_ratio"], total["hard_ratio"]) == ("0.50", "0.75")
 
 
-def test_best_k_is_the_maximum_and_grows_with_the_delay() -> None:
-    link = best_k.link_of(played(*LINES).lanes[SPEC])
-    assert (link.gamma, link.verify_s, link.token_s) == (3.0, pytest.approx(0.008), pytest.approx(0.001))
-    assert link.way_s == pytest.approx(0.032) and link.alpha == pytest.approx(0.75)
-
-    def speed(k: int, way_s: float) -> float:
-        return sum(0.75**i for i in range(k + 1)) / (0.008 + 0.001 * k + way_s)
-
-    for k in range(best_k.LONGEST + 1):
-        assert link.speed(k) == pytest.approx(speed(k, 0.032))
-    best = [
-        (replace(link, way_s=way_s).best, max(range(best_k.LONGEST + 1), key=lambda k, way_s=way_s: speed(k, way_s)))
-        for way_s in (0.0, 0.01, 0.032, 0.1, 0.3)
-    ]
-    assert all(ours == theirs for ours, theirs in best) and best == sorted(best) and best[0] != best[-1]
-    rows = best_k.curve(link)
-    assert (link.best, link.speed(link.best), best_k.BEST) in rows and len(rows) == best_k.LONGEST + 3
-    assert f"The best k is {link.best}" in best_k.describe_best_gamma(link)
-
-
-def test_only_finished_remote_runs_have_link_metrics() -> None:
-    local = Run()
-    for line in (header(), PREFILL, end()):
-        absorb(local, SPEC, line)
-    with pytest.raises(UserError, match="in progress"):
-        edge_lane(local)
-    local.finish()
-    for run, words in ((None, "No run available"), (local, "had no cloud")):
-        with pytest.raises(UserError, match=words):
-            edge_lane(run)
-    lane = edge_lane(played(*LINES))
-    assert steps(lane) == steps_of(*LINES)
-    said = describe_link(lane)
-    assert "0.8 kB up" in said and "1 tokens were committed provisionally" in said and "1 tokens were confirmed" in said
-
-
 def test_markdown_of_a_trace_is_escaped() -> None:
     said = describe_link(edge_lane(played(*LINES, method="![](http://evil.example/a.png)")))
     assert "![](" not in said and "evil" in said
 
 
 # --- provisional tokens ------------------------------------------------------------------------------------------
-
-
-def test_lanes_show_unverified_tokens_and_their_outcome() -> None:
-    gate = provisional(5) | {"remote": {"escalated": 0.0, "hard_ratio": 0.0}}
-    alone = provisional(6) | {"remote": {"escalated": 0.0, "edge": 1.0, "lost": 1.0}}
-    late = over_the_link(4, 0, confirmed=1.0, overruled=2.0)
-    run = played(*LINES[:4], late, gate, alone, provisional=True)
-    head, *records = map(json.loads, run.records)
-    rounds = [record for record in records if "i" in record]
-    assert [record.get("by") for record in rounds] == [None, None, None, "provisional", None, "gate", "alone"]
-    assert [record.get("fate") for record in rounds] == [None] * 4 + [[1, 2]] + [None] * 2
-    assert [record["note"] for record in records if "note" in record] == [LOST]
-    assert records.index({"l": SPEC, "note": LOST}) == len(records) - 2  # before the step
-    assert head["head"]["title"] == "draft, γ 3, edge and cloud"
 
 
 def test_trace_with_unverified_tokens_round_trips() -> None:
@@ -234,33 +172,6 @@ def test_settings_equal_the_terminal_options() -> None:
     assert own.needs_local_service and not on.needs_local_service
     assert not recipe_of({"mode": "edge_only"}, "cpu").needs_local_service
     assert cloud_of({}) == CloudConfig("") and set(CloudConfig.OPTIONS) >= {"remote", "mode", "gates", "loss"}
-
-
-USUAL = {
-    "method": "draft", "temperature": 0.5, "mode": "off", "remote": "", "encoding": "json", "q_rows": "float32",
-    "deadline_ms": 400.0, "provisional": False, "gates": [], "gate_margin": 0.2, "rtt_ms": 0.0, "loss": 0.0,
-    "prompt": "", "compare": False,
-}  # fmt: skip
-
-
-def test_settings_are_restored_from_links_and_storage() -> None:
-    wanted = {"mode": "speculative", "remote": "http://a:1", "rtt_ms": 30, "gates": ["nll"], "provisional": True}
-    query = {name: value if isinstance(value, str) else json.dumps(value) for name, value in wanted.items()}
-    for brought in (from_link(query, USUAL), wanted):
-        assert restored(brought, USUAL, "cpu") == (USUAL | wanted, [])
-
-
-def test_remote_runs_are_compared_over_the_same_link() -> None:
-    link = {"remote": "http://a:1", "rtt_ms": 30.0}
-    recipe = recipe_of({**link, "mode": "speculative", "on_loss": "edge", "provisional": True, "gates": ["nll"]}, "cpu")
-    settings = {"method": "draft", "mode": "speculative"}
-    lanes = dict(lanes_of(recipe, [], plan_of(settings, True, 0)))
-    over_link = Recipe(device="cpu", method="ar", cloud=CloudConfig(mode="cloud_only", **link))
-    assert lanes == {SPEC: recipe, PLAIN: over_link}
-    alone = recipe_of({**link, "mode": "cloud_only"}, "cpu")
-    assert dict(lanes_of(alone, [], (SPEC, PLAIN)))[PLAIN] == Recipe(device="cpu", method="ar")
-    assert plan_of({"method": "ar", "mode": "off"}, True, 0) == (PLAIN,)
-    assert plan_of({"method": "ar", "mode": "cloud_only"}, False, 0) == (SPEC,)
 
 
 # --- limits of a host --------------------------------------------------------------------------------------------
@@ -291,17 +202,6 @@ def test_public_page_contacts_listed_services_only(recipe: Recipe, words: str) -
     assert HostLimits().grant(recipe, "def") == recipe
     for fine in (over("http://good:1"), over("https://better/"), over("", mode="edge_only")):
         assert named.grant(fine, "def") == fine
-
-
-def test_listed_services_are_read_from_the_environment() -> None:
-    public = {"SPECDEMO_PUBLIC": "1"}
-    assert read_limits({}).remote is None and read_limits(public).remote == ()
-    assert read_limits(public | {"SPECDEMO_REMOTE": "http://a:1, https://b"}).remote == ("http://a:1", "https://b")
-    assert read_limits(public | {"SPECDEMO_REMOTE": "any"}).remote is None
-    assert read_limits({"SPECDEMO_TOKEN": "secret"}) == HostLimits()
-    for nonsense in ("none", "a:1", "file:///etc"):
-        with pytest.raises(UserError, match="SPECDEMO_REMOTE must be addresses"):
-            read_limits({"SPECDEMO_REMOTE": nonsense})
 
 
 # --- interruptible waits -----------------------------------------------------------------------------------------
@@ -411,22 +311,6 @@ def test_idle_service_is_stopped() -> None:
     with services.running({ONE: 1}):
         pass
     assert fake.started[0].process.wait(PATIENCE) is not None
-
-
-def test_a_service_is_idle_if_another_of_its_target_cannot_be_started() -> None:
-    fake = FakeProcesses()
-
-    def start(spec: ModelSpec, count: int) -> ServiceProcess:
-        if len(fake.started) == 1 and spec == ONE:
-            raise UserError("no temporary file can be written")
-        return fake(spec, count)
-
-    services = LocalServices(start=start)
-    with pytest.raises(UserError, match="no temporary file"), services.running({ONE: 2}):
-        pass
-    with services.running({TWO: 1}):
-        assert [process.alive for process in fake.started] == [False, True]
-    services.close()
 
 
 def test_failed_start_reports_the_error() -> None:

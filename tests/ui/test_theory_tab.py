@@ -71,24 +71,6 @@ def test_trees_are_reported_as_off_the_curves() -> None:
     assert not point.chains and "trees" in point_words(point)
 
 
-def test_missing_point_is_explained() -> None:
-    going = Run()
-    for event in (header(), PREFILL, REJECTION):
-        absorb(going, SPEC, event)
-    plain = Run((PLAIN,))
-    absorb(plain, PLAIN, header("ar"))
-    plain.finish()
-    for run, why in (
-        (None, "No run available"),
-        (going, "in progress"),
-        (plain, "AR decoding"),
-        (ended([PREFILL]), "tested no draft"),
-        (ended([PREFILL, step(1, pieces=["x"])]), "tested no draft"),
-    ):
-        with pytest.raises(UserError, match=why):
-            point_of(run)
-
-
 def test_curves_match_the_closed_forms() -> None:
     settings = TheorySettings(alpha=0.6, c=0.1, gamma=3, c_hat=0.2)
     tokens = {(x, part): y for x, y, part in curves.token_curves(settings, None)}
@@ -201,25 +183,3 @@ def test_trials_classify_every_rule(monkeypatch: pytest.MonkeyPatch) -> None:
         drawn = {label: height for label, height, part in worked.trial_bars(done, worked.EXAMPLE_P, worked.EXAMPLE_Q)}
         assert list(drawn) == worked.TRIAL_ORDER and sum(drawn.values()) == pytest.approx(3)
         assert drawn["a drawn"] == done.tokens.count(0) / worked.TRIAL_TOKENS
-
-
-def test_both_rules_verify_the_same_draft() -> None:
-    """The table agrees with the rules, and the means with the rule's frequencies."""
-    p, q = [0.2, 0.3, 0.5, 0.0], [0.5, 0.3, 0.2, 0.0]
-    differing, rescued = 0, 0
-    for seed in range(40):
-        text = worked.compare_rules(p, q, 3, seed)
-        counts = [int(n) for n in re.findall(r"(\d) (?:token by token|as a block)", text)[:2]]
-        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line][2:]
-        assert len(rows) == 4 and [len(row) for row in rows] == [5] * 4
-        assert [sum("accepted" in row[column] for row in rows) for column in (3, 4)] == counts
-        draws, bounds = ([float(row[column].partition(":")[0]) for row in rows[:3]] for column in (2, 4))
-        passed = [draw < bound for draw, bound in zip(draws, bounds, strict=True)]
-        assert counts[1] == max((i + 1 for i, ok in enumerate(passed) if ok), default=0)
-        assert rows[3][3].startswith("→ ") and rows[3][4].startswith("→ ")
-        differing += counts[0] != counts[1]
-        rescued += not all(passed[: counts[1]])
-        assert "On average: 1.533 and 1.695 of 3." in text
-    assert differing and rescued
-    with pytest.raises(UserError, match="draft length"):
-        worked.compare_rules(p, q, 9, 0)

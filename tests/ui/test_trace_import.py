@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, end, header, whole
+from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, end, header
 
 from specdemo.core.errors import UserError
 from specdemo.core.events import Loading
@@ -24,7 +24,6 @@ from specdemo.ui.lane import PLAIN, SPEC
 pytestmark = pytest.mark.slow
 
 CODE = "a = [1, 2, 3]\nb = [1, 2, 3]\nc = [1, 2, 3]\nd = [1, 2"
-RECIPE = header()["recipe"]
 LINES = (header(), PREFILL, REJECTION, ALL_KEPT, CUT, end())
 
 
@@ -83,28 +82,6 @@ def test_markup_is_escaped() -> None:
     assert "<" not in run.frame(0) and json.loads(run.frame(0))["r"][1]["c"][0][1] == evil
 
 
-OTHER_ENGINE = PREFILL | {"i": 1, "t": 1.0, "kind": "unknown", "undisclosed": 0, "choices": []}
-EMPTY_TOP = {"entropy": 0.0, "top": []}
-
-
-@pytest.mark.parametrize(
-    "lines",
-    [
-        (header(), end("error", "out of memory"), header("ar"), end()),
-        (header(), PREFILL, REJECTION | {"rank": [1, 1, 1], "laws": [EMPTY_TOP] * 4}, end()),
-        (header(), PREFILL, REJECTION | {"choices": [], "remote": {}}, end()),
-        (header(), PREFILL, OTHER_ENGINE | {"remote": {"escalated": 1.0}}, end()),
-    ],
-    ids=["failed lane", "no top tokens", "no measures of the link", "link of another engine"],
-)
-def test_unusual_traces_are_shown_and_exported_unchanged(lines: tuple[dict, ...]) -> None:
-    run = read_traces(text(*lines))
-    assert run.over and json.loads(run.frame(0))["phase"][0] == "done"
-    exported = "".join(filter(None, map(run.trace, run.plan)))
-    again = read_traces(exported)
-    assert "".join(filter(None, map(again.trace, again.plan))) == exported
-
-
 def changed(line: dict, **more: Any) -> str:
     return text(header(), PREFILL, line | more, end())
 
@@ -151,21 +128,6 @@ def test_too_many_steps_raise_early() -> None:
         read_traces(many)
     with pytest.raises(UserError, match="are read"):
         read_traces("x" * (ReadLimits().characters + 1))
-
-
-def test_the_recorded_examples_are_traces() -> None:
-    found = sorted((ASSETS / "traces").glob("*.jsonl"))
-    assert len(found) >= 2
-    for path in found:
-        run = read_traces(path.read_text("utf-8"))
-        assert set(run.plan) >= {SPEC, PLAIN} and all(lane.metrics.tokens for lane in run.lanes.values())
-        assert run.lanes[SPEC].metrics.accepted > 0
-        for lane in run.lanes.values():  # recorded by the current engine, with p of every tested token
-            environment = lane.header.environment
-            assert environment["engine"].startswith("native") and environment["vectors"]
-            assert all(None not in event.step.verdict.p for event in lane.steps if event.step.draft.is_chain)
-        assert any(event.step.verdict.target_top for event in run.lanes[SPEC].steps)
-        assert whole(Run()).plan == (SPEC,)
 
 
 def test_the_first_wrong_line_ends_the_parsing() -> None:
