@@ -37,23 +37,6 @@ def test_a_busy_port_gives_an_error_and_exit_code_2(busy: int, capsys: pytest.Ca
     assert error == f"Port {busy} on 127.0.0.1 is unavailable: choose another port with --port.\n"
 
 
-@pytest.mark.parametrize(
-    ("flags", "address"),
-    [
-        ("--port 70000", "127.0.0.1:70000"),
-        ("--port -1", "127.0.0.1:-1"),
-        ("--host 192.0.2.1", f"192.0.2.1:{app.PORT}"),
-        ("--host nowhere.invalid", f"nowhere.invalid:{app.PORT}"),
-        ("--host nowhere.invalid --port 9000", "nowhere.invalid:9000"),
-    ],
-)
-def test_impossible_addresses_are_refused(flags: str, address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.main(flags.split()) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"cannot listen on {address} (")
-    assert error.endswith("): choose another --port or --host\n") and error.count("\n") == 1
-
-
 def test_address_of_a_space_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADIO_SERVER_NAME", "0.0.0.0")
     monkeypatch.setenv("GRADIO_SERVER_PORT", "7860")

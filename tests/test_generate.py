@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
-import math
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import FrozenInstanceError, replace
@@ -227,34 +225,6 @@ def test_steps_of_the_mode_edge_only_have_no_target_pass(target: str) -> None:
     assert {shown.outcome for event in steps for shown in event.shown()} == {Outcome.UNVERIFIED}
     assert {trace.to_json(event)["kind"] for event in steps} == {"unverified"}
     assert explain(steps[1].step, None, head.recipe) == Reason.EDGE_ONLY.value
-
-
-def test_top_tokens_are_in_the_trace_on_request(target: str) -> None:
-    recipe = Recipe(target=target, drafter=target, temperature=0.8, top_p=0.9, max_tokens=8, device="cpu", top=3)
-    head, *steps, _ = traced(generate(recipe, PROMPT, ModelPool()))
-    drafted, named = 0, set()
-    for event in steps:
-        named |= event.token_texts.keys()
-        assert all(token in named for top in event.step.verdict.tops for token, _ in top.top)
-        step, draft, verdict = event.step, event.step.draft, event.step.verdict
-        assert trace.from_json(json.loads(trace.write(event)), Metrics()).step == step
-        assert len(verdict.target_top) == 1 + len(draft)
-        for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
-            for probs, chance in (
-                (verdict.target_top[parent + 1], verdict.p[node]),
-                (verdict.draft_top[node], draft.token_probs[node]),
-            ):
-                top = dict(probs.top)
-                assert min(3, sum(p > 0 for p in top.values())) <= len(top) and sum(top.values()) <= 1 + 1e-5
-                assert 0 <= probs.entropy <= math.log(head.vocab_size)
-                assert list(top.values()) == sorted(top.values(), reverse=True)
-                assert top[token] == pytest.approx(chance)
-            drafted += 1
-    assert drafted
-    greedy = replace(recipe, temperature=0)
-    verdict = next(steps_of(generate(greedy, PROMPT))).step.verdict
-    assert verdict.target_top[0].entropy > 0 and verdict.target_top[0].top[0][0] == verdict.choices[0][0]
-    assert not any(event.step.verdict.target_top for event in steps_of(generate(replace(recipe, top=0), PROMPT)))
 
 
 def test_beams_are_committed_as_they_agree(target: str) -> None:

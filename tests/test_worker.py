@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from specdemo.background import BackgroundTask, TaskCancelled
+from specdemo.background import BackgroundTask
 from specdemo.worker import (
     ReportProgress,
     Stream,
@@ -154,39 +154,6 @@ def test_errors_stay_in_their_stream(worker: Worker) -> None:
     gate.open()
     assert finished(other).error is None
     assert finished(worker.submit(lambda: iter([7]))).items == [7]
-
-
-def test_errors_while_closing_are_stored(worker: Worker) -> None:
-    inside = threading.Event()
-
-    def job() -> Iterator[int]:
-        try:
-            while True:
-                inside.set()
-                yield 0
-        finally:
-            raise OSError("could not free")
-
-    stream = worker.submit(job)
-    assert inside.wait(PATIENCE)
-    stream.stop()
-    assert isinstance(finished(stream).error, OSError)
-
-
-def test_number_of_open_jobs_is_bounded() -> None:
-    worker = Worker(at_once=2)
-    gates = [Gate() for _ in range(3)]
-    streams = [worker.submit(gate) for gate in gates]
-    gates[0].open(1000)
-    assert gates[1].inside.wait(PATIENCE)  # all open jobs have advanced
-    assert not streams[2].started and worker.ahead(streams[2]) == 1
-    streams[0].stop(), streams[1].stop()
-    gates[1].open()
-    assert gates[2].inside.wait(PATIENCE)
-    streams[2].stop()
-    gates[2].open()
-    assert all(finished(s) for s in streams)
-    worker.close()
 
 
 def test_full_queue_raises() -> None:
@@ -346,27 +313,6 @@ def test_a_long_step_is_stopped_between_its_parts(worker: Worker) -> None:
     assert finished(stream).items == [] and stream.error is None
 
 
-def test_jobs_share_device_time() -> None:
-    """A job with long steps does not reduce others to a step for each of its own."""
-    now, log = [0.0], []
-    worker, blocker = Worker(clock=lambda: now[0]), Gate()
-    first = worker.submit(blocker)
-    assert blocker.inside.wait(PATIENCE)
-
-    def job(name: str, seconds: float, count: int) -> Iterator[None]:
-        for _ in range(count):
-            now[0] += seconds
-            log.append(name)
-            yield
-
-    streams = [worker.submit(lambda: job("long", 1.0, 3)), worker.submit(lambda: job("short", 0.01, 300))]
-    first.stop()
-    blocker.open()
-    assert all(map(finished, streams))
-    assert 80 <= log[: log.index("long", log.index("long") + 1)].count("short") <= 120
-    worker.close()
-
-
 def test_visitors_start_in_turn() -> None:
     worker = Worker(at_once=1, waiting=None)
     gate, order = Gate(), []
@@ -424,49 +370,6 @@ def test_background_task_raises_its_exception() -> None:
 
     with pytest.raises(KeyError):
         list(BackgroundTask(work).progress())
-
-
-@pytest.mark.parametrize("parked", [False, True])
-def test_closing_the_progress_cancels_the_task(parked: bool) -> None:
-    cancelled = threading.Event()
-
-    def work(report: ReportProgress) -> None:
-        try:
-            while True:
-                report(TaskProgress("working"))
-        except TaskCancelled:
-            cancelled.set()
-            raise
-
-    progress = BackgroundTask(work, parked=parked).progress()
-    next(progress)
-    progress.close()
-    assert cancelled.is_set() if parked else cancelled.wait(PATIENCE)
-
-
-def test_parked_task_runs_only_while_progress_is_advanced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdemo.background.REPORT_INTERVAL_S", 0.0)  # each report parks
-    active = threading.Event()
-    active.set()
-    violations: list[int] = []
-
-    def work(report: ReportProgress) -> int:
-        for step in range(3):
-            if not active.is_set():
-                violations.append(step)
-            report(TaskProgress("working", step, 3))
-        return 3
-
-    task = BackgroundTask(work, parked=True)
-    progress, steps = task.progress(), []
-    while True:
-        active.set()
-        item = next(progress, None)
-        active.clear()
-        if item is None:
-            break
-        steps.append(item.done)
-    assert task.result == 3 and steps == [0, 1, 2] and not violations
 
 
 asker: contextvars.ContextVar[str] = contextvars.ContextVar("asker", default="nobody")

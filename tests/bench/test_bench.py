@@ -65,29 +65,6 @@ def test_repetitions_of_prompts_are_not_independent() -> None:
     assert once.interval == repeated.interval == pytest.approx((0.5, 2.0))
 
 
-def test_policies_are_compared_with_the_best_fixed_gamma() -> None:
-    recipes = [
-        Recipe(method="ar", temperature=0),
-        Recipe(temperature=0, gamma=2),
-        Recipe(temperature=0, gamma=5),
-        Recipe(temperature=0, policy="egag", gamma=5, gamma_max=8),
-        Recipe(temperature=0, policy="egag", method="self"),  # no fixed gamma of this method
-    ]
-    walls = [(3.0, 1.0, 2.0, wall, 1.0) for wall in (0.5, 0.8, 1.25)]
-    walls[2] = (3.0, 1.0, 0.5, 1.25, 1.0)  # gamma 5 is faster on this prompt
-    walls += [(3.0, 1.0, 2.0, 0.8, 1.0)] * 2
-    records = [
-        {"kind": "code", "name": f"code {i}", "runs": [run(wall, drafted=20 if j else 0) for j, wall in enumerate(row)]}
-        for i, row in enumerate(walls)
-    ]
-    plain, two, five, policy, other = table.table(recipes, records)
-    assert plain.over_fixed is two.over_fixed is five.over_fixed is other.over_fixed is None
-    assert policy.over_fixed == pytest.approx(
-        (1 / 0.8, 0.8, 2.0)
-    )  # gamma 2 is the best: ratios 2, 1.25, 0.8, 1.25, 1.25
-    assert "1.25 [0.80, 2.00]" in table.markdown([policy])
-
-
 def test_the_best_gamma_is_selected_on_other_prompts() -> None:
     """Gamma 2 is fast on a single prompt; the other prompt selects gamma 5."""
     recipes = [Recipe(temperature=0, gamma=2), Recipe(temperature=0, gamma=5), Recipe(temperature=0, policy="auto")]

@@ -76,15 +76,6 @@ def test_commands_change_method_and_gamma_and_compare_with_ar(typed: Callable[..
     assert "/method NAME" in out and "lookahead" in out
 
 
-def test_a_comparison_repeats_the_answer(target: str, capsys: pytest.CaptureFixture[str]) -> None:
-    session = Session(Recipe(target=target, method="nasd", temperature=0, max_tokens=8, device="cpu"), coloured=False)
-    session.enter("for i in range(10):")
-    first = capsys.readouterr().out.splitlines()
-    session.enter("/compare")
-    again = capsys.readouterr().out.splitlines()
-    assert again[: len(first) - 1] == first[:-1] and not session.messages
-
-
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [

@@ -57,16 +57,3 @@ def test_drafts_are_shorter_the_more_texts_share_a_pass(texts: int, length: int)
 def test_drafts_are_longer_if_work_between_passes_costs_more(work: float, length: int) -> None:
     """At 32 texts a token costs 0.2 / (0.225 + work): 0.89, 0.62, 0.47, 0.32, 0.16."""
     assert limited(32, work, rounds=0).gamma == length
-
-
-@pytest.mark.parametrize("rounds", [0, 200])
-def test_without_drafts_acceptance_is_tested_again(rounds: int) -> None:
-    policy = limited(32, rounds=rounds, accepted=0)
-    lengths = []
-    for _ in range(40):
-        lengths.append(policy.gamma)
-        policy.observe(step(lengths[-1], 0))
-    assert lengths == [*[*[0] * 16, 1] * 2, *[0] * 6]
-    for _ in range(100):
-        policy.observe(step(1, 1))
-    assert policy.gamma >= 1

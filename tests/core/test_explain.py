@@ -11,7 +11,6 @@ from specdemo.core.explain import (
     Decision,
     Reason,
     decision_of,
-    exact_label,
     explain,
     reason_of,
 )
@@ -143,24 +142,3 @@ def test_figures_of_a_decision() -> None:
     assert explain(step(draw=(None,) * 3), 0, SAMPLED).endswith("p = 0.250 reaches the rule's bound 0.500.")
     second = step(accepted=(), rank=(2, 1, 1), target_top=(TopTokens(1.0, ((4, 0.5), (1, 0.25))), *TOPS[1:]))
     assert explain(second, 0, GREEDY) == "Rejected: it is the target's choice number 2, with 0.250 against 0.500."
-
-
-@pytest.mark.parametrize(
-    ("recipe", "remote", "label"),
-    [
-        ({}, {}, "exact"),
-        ({"cloud": None}, {"numerics": 0.0}, "exact"),
-        ({"external": "http://a:1"}, {"numerics": 1.0}, "reported by engine"),
-        ({"cloud": {"remote": "http://a:1"}}, {"numerics": 1.0}, "exact, text may differ"),
-        ({"cloud": {"remote": "http://a:1"}}, {}, "exact, verified by the service at http://a:1"),
-        (
-            {"cloud": {"remote": "http://a:1 http://b:2", "mode": "speculative"}},
-            {},
-            "exact, verified by the services at http://a:1, http://b:2",
-        ),
-        ({"cloud": {"remote": "http://a:1", "mode": "edge_only"}}, {}, "exact"),
-        ({"cloud": {"mode": "speculative"}}, {}, "exact"),
-    ],
-)
-def test_labels_of_exact_runs_name_the_service(recipe: dict[str, Any], remote: dict[str, float], label: str) -> None:
-    assert exact_label(recipe, remote) == label

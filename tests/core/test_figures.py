@@ -9,9 +9,7 @@ import pytest
 
 from specdemo.core.banned_text import BannedText
 from specdemo.core.errors import UserError, check_temporary_folder, plain_text
-from specdemo.core.events import ShownToken, StepEvent
 from specdemo.core.formats import format_bytes, kilobytes, latency, megabytes, number, percent
-from specdemo.core.step import Draft, Outcome, Step, Verdict
 from specdemo.core.theory import CostTerms, speedup
 
 
@@ -87,21 +85,3 @@ def test_banned_tokens_complete_a_banned_text() -> None:
 def ends(before: bytes, piece: bytes) -> range:
     """Return the lengths of the text that end within `piece`."""
     return range(len(before) + 1, len(before + piece) + 1)
-
-
-def test_tokens_are_shown_as_accepted_then_discarded_then_those_of_the_target() -> None:
-    draft = Draft((1, 2, 3, 4), (-1, -1, 1, 1))
-    done = Step(1, (2, 4, 9), draft, Verdict((1, 3), 9, beta=(0.5, 0.5, None, 0.5)), 2, 0.0, 0.0, 0.0, 0.0)
-    assert [*StepEvent(done, ("b", "d", "x"), ("a", "b", "c", "d")).shown()] == [
-        ShownToken(Outcome.ACCEPTED, "b", 2, 1),
-        ShownToken(Outcome.ACCEPTED, "d", 4, 3),
-        ShownToken(Outcome.REJECTED, "a", 1, 0),
-        ShownToken(Outcome.IGNORED, "c", 3, 2),
-        ShownToken(Outcome.BONUS, "x", 9),
-    ]
-    assert StepEvent(done, ("b", "d", "x")).text == "bdx"
-    search = Step(1, (5, 6), Draft(), Verdict((), None, committed=(5, 6)), 0, 0.0, 0.0, 0.0, 0.0)
-    assert [*StepEvent(search, ("e", "f")).shown()] == [
-        ShownToken(Outcome.PLAIN, "e", 5),
-        ShownToken(Outcome.PLAIN, "f", 6),
-    ]

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fakes.tiny_models import TEXTS, Explorer, byte_level_tokenizer, sentencepiece_tokenizer, up_to
+from fakes.tiny_models import TEXTS, Explorer, byte_level_tokenizer, sentencepiece_tokenizer
 from fakes.trace_lines import trace_lines as generate
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
-from specdemo.core.origin import MODEL
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
 from specdemo.core.step import Draft
@@ -291,43 +290,3 @@ def test_different_vocabularies_require_the_option(strangers: dict[str, str]) ->
         list(lines(recipe, pool))
     with pytest.raises(UserError, match="method tree needs one vocabulary"):
         list(lines(replace(recipe, universal=True, method="tree"), pool))
-
-
-class Inner:
-    """Drafts 50, 51, ... up to the budget and records the texts."""
-
-    def __init__(self) -> None:
-        self.texts: list[list[int]] = []
-
-    def propose(self, tokens: Sequence[int], budget: Any) -> Draft:
-        self.texts.append(list(tokens))
-        count = 0
-        while budget.may_extend(count, None):
-            count += 1
-        return Draft.chain(tuple(range(50, 50 + count)))
-
-
-@pytest.mark.parametrize(
-    ("prefix", "budget", "drafted"),
-    [(3, 9, (50, 51)), (3, 1, (50,)), (4, 9, (50,)), (5, 9, None), (6, 9, None), (0, 9, None), (3, 0, ())],
-)
-def test_drafts_of_another_vocabulary_fit_the_context_and_the_budget(
-    prefix: int, budget: int, drafted: tuple[int, ...] | None
-) -> None:
-    """Each drafter token is half a token of the target, but the budget limits both."""
-    inner, written = Inner(), []
-
-    def write(tokens: Sequence[int], new: Sequence[int]) -> list[int]:
-        written.append((list(tokens), list(new)))
-        return [token for token in new for _ in range(2)]
-
-    def read(tokens: Sequence[int]) -> list[int]:
-        assert tokens == [1, 2]
-        return [7] * prefix
-
-    drafter = UniversalDrafter(inner, read, write, 5)  # type: ignore[arg-type]
-    draft = drafter.propose([1, 2], up_to(budget))
-    expected = [token for token in drafted or () for _ in range(2)][:budget]
-    assert draft == Draft.chain(tuple(expected), origin=(MODEL,) * len(expected))
-    assert inner.texts == ([] if drafted is None else [[7] * prefix])
-    assert written == ([] if drafted is None else [([1, 2], [*drafted])])

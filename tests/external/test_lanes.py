@@ -107,13 +107,6 @@ def test_a_server_that_does_not_end_is_ended_at_the_longest_output(
     assert isinstance(events[-1], End) and events[-1].reason == "length"
 
 
-def test_tokens_before_a_cut_are_kept(server: EngineServer, text: list[int], pool: ModelPool) -> None:
-    server.events = server.events[:6]
-    events = list(generate(external(server), PROMPT, pool))
-    assert [token for event in steps(events) for token in event.step.tokens] == text[:6]
-    assert isinstance(events[-1], End) and "ended before the text" in (events[-1].error or "")
-
-
 def test_closing_a_run_closes_the_stream(server: EngineServer, pool: ModelPool) -> None:
     server.complete = False
     run = generate(external(server), PROMPT, pool)
@@ -136,13 +129,6 @@ def test_failures_name_the_server(server: EngineServer, pool: ModelPool, change:
         end = End("error", str(error))
     assert isinstance(end, End) and end.error
     assert re.search(sentence, end.error) and f"llama.cpp at {server.url.removeprefix('http://')}" in end.error
-
-
-@pytest.mark.parametrize("event", ["{}", "nonsense", '{"tokens": [999999], "timings": {"predicted_n": 1}}'])
-def test_invalid_events_end_the_run_with_a_sentence(server: EngineServer, pool: ModelPool, event: str) -> None:
-    server.events = [*server.events[:3], event]
-    end = list(generate(external(server), PROMPT, pool))[-1]
-    assert isinstance(end, End) and end.reason == "error" and end.error and len(end.error) < 600
 
 
 # --- key and limits ----------------------------------------------------------------------------------------------

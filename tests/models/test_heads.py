@@ -28,7 +28,7 @@ from transformers import LlamaConfig
 from specdemo.core.errors import UserError
 from specdemo.models.convert_head import convert_head
 from specdemo.models.engines.head import Head, HeadCache
-from specdemo.models.engines.llama_weights import LlamaWeights, layer_count
+from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.native_head import NativeHead
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.engines.target_rows import embedding_rows, output_rows
@@ -90,15 +90,6 @@ def test_missing_matrices_are_the_rows_of_the_target(
     torch.testing.assert_close(logits(shared)[:, :size], logits(own), rtol=1e-5, atol=1e-5)
     assert logits(shared).shape[1] == size + (ids is not None)  # token 2 of the text extends the draft vocabulary
     assert shared.weight_bytes < own.weight_bytes
-
-
-def test_eagle_heads_share_the_matrices_of_the_target(tmp_path: Path, target: LoadedModel) -> None:
-    tensors, every = eagle_tensors(TARGET), torch.arange(TARGET.vocab_size)
-    shared = load(save_head(tmp_path / "shared", tensors, eagle_config(TARGET)), target)
-    tensors["embed_tokens.weight"] = embedding_rows(target.model, every)  # published heads contain a copy
-    copied = load(save_head(tmp_path / "copied", tensors, eagle_config(TARGET)), target)
-    torch.testing.assert_close(logits(shared), logits(copied), rtol=1e-3, atol=1e-3)
-    assert (shared.kind, shared.taps) == ("eagle", (layer_count(target.model),))
 
 
 @pytest.mark.parametrize("form", ["Q4_1", "Q8_0", "Q6_K"])

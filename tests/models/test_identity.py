@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,19 +98,3 @@ def test_a_digest_is_stored_until_size_or_time_of_the_file_change(stored: str, t
     assert file_digest(file) == first  # it was not read again
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     assert file_digest(file) != first
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="the system has no limit of file sizes")
-def test_no_files_remain_if_digests_cannot_be_written(tmp_path: Path, cache: Path) -> None:
-    import resource
-
-    (tmp_path / "file").write_bytes(b"x")
-    before, limits = sorted(cache.rglob("*")), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))
-    try:
-        file_digest(tmp_path / "file")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert sorted(cache.rglob("*")) == before
-    file_digest(tmp_path / "file")
-    assert sorted(cache.rglob("*")) == sorted({*before, cache / "digests.json"})

@@ -21,7 +21,7 @@ from fastapi import FastAPI, Request, WebSocket
 from fastapi.responses import StreamingResponse
 
 from specdemo.remote import connections
-from specdemo.remote.connections import ConnectionLimits, VisitorConnections, network_of
+from specdemo.remote.connections import ConnectionLimits, VisitorConnections
 from specdemo.worker import Worker
 
 PATIENCE = 60
@@ -263,17 +263,3 @@ def test_requests_of_a_visitor_are_counted_behind_a_proxy() -> None:
         assert len(statuses) == 3 and not limited._open  # one refusal has a body
 
     asyncio.run(check())
-
-
-@pytest.mark.parametrize(
-    ("address", "visitor"),
-    [
-        ("192.0.2.1", "192.0.2.1"),
-        ("::ffff:192.0.2.1", "192.0.2.1"),
-        ("2001:db8::1", "2001:db8::/64"),
-        ("fe80::1%eth0", "fe80::/64"),
-        ("testclient", "testclient"),
-    ],
-)
-def test_a_visitor_is_an_address_or_a_network(address: str, visitor: str) -> None:
-    assert network_of(address) == visitor

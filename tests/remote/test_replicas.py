@@ -26,7 +26,7 @@ from specdemo.drafters.model import ModelDrafter
 from specdemo.remote.client import Deadlines, RemoteVerifier, StreamingVerifier
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.deadline import ConnectionLost
-from specdemo.remote.link import HttpClient, MeteredNetwork, NoResponse, RequestTimeout, ServiceDown
+from specdemo.remote.link import HttpClient, MeteredNetwork, RequestTimeout, ServiceDown
 from specdemo.remote.protocol import ReadyResponse, ServiceIdentity, VerifyResponse
 from specdemo.remote.replicas import SKIP_S, Replicas, ReplicaSwitched
 from specdemo.remote.session import RemoteSession
@@ -257,27 +257,6 @@ def verify(replicas: Replicas) -> Any:
     return replicas.call("POST", "/v1/rounds", None, VerifyResponse, 0.4)
 
 
-@pytest.mark.parametrize("failure", [ServiceDown("refused"), ServiceDown("status 500")])
-def test_a_service_that_is_down_is_left_at_once(failure: Exception) -> None:
-    replicas, first, _, _ = scripted(failure)
-    with pytest.raises(ReplicaSwitched):
-        verify(replicas)
-    assert first.paths == ["/v1/rounds"] and replicas.url == "b"
-
-
-def test_a_busy_service_keeps_the_request() -> None:
-    """It responds to the readiness route; an older service refuses it."""
-    for answer in (None, UserError("status 404")):
-        replicas, first, _, _ = scripted(RequestTimeout("late"), answer)
-        with pytest.raises(RequestTimeout):
-            verify(replicas)
-        assert first.paths == ["/v1/rounds", "/v1/ready"] and replicas.url == "a"
-    replicas, *_ = scripted(NoResponse("status 408"))
-    with pytest.raises(NoResponse):
-        verify(replicas)
-    assert replicas.url == "a"
-
-
 def test_a_frozen_service_is_skipped_for_some_seconds() -> None:
     late = RequestTimeout("late")
     replicas, first, second, now = scripted(late, late)
@@ -350,16 +329,6 @@ def test_the_contexts_of_a_forgotten_conversation_are_deleted() -> None:
         del conversation
         gc.collect()
         assert deleted.acquire(timeout=60) and deleted.acquire(timeout=60) and not len(cloud)
-
-
-def test_a_turn_after_an_interrupted_request_opens_a_context() -> None:
-    cloud, session = contexts(), RemoteSession(lasts=True)
-    with table_service(cloud) as url:
-        turn(url, session, PROMPT)
-        verifier = RemoteVerifier(connected(url, session=session.id), COUPLED, session=session)  # type: ignore[arg-type]
-        verifier.alone = True
-        verifier.close()
-        assert turn(url, session, PROMPT)[1][0][1] == 0
 
 
 # --- options ---------------------------------------------------------------------------------------------------------

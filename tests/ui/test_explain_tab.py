@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from specdemo.core.errors import UserError
 from specdemo.external.diagnosis import conclusions
-from specdemo.ui.tabs.explain import MOST_LOG, cost_rows, position_rows, statistics_of
+from specdemo.ui.tabs.explain import cost_rows, position_rows, statistics_of
 
 LOG = (Path(__file__).parents[1] / "external" / "logs" / "vllm-window.log").read_text("utf-8")
 
@@ -24,22 +21,3 @@ def test_the_speed_without_drafts_enables_the_diagnosis_of_fixed_cost() -> None:
     assert any("not diagnosed" in line for line in conclusions(statistics_of(LOG, None)))
     assert statistics_of(LOG, 150).ar_tokens_per_second == 150.0
     assert not any("not diagnosed" in line for line in conclusions(statistics_of(LOG, 150)))
-
-
-@pytest.mark.parametrize(
-    ("text", "ar", "sentence"),
-    [
-        ("", 0, "the field is empty"),
-        (None, 0, "the field is empty"),
-        ({"a": 1}, 0, "the field is empty"),
-        ("no statistics", 0, "known are llama.cpp"),
-        ("x" * (MOST_LOG + 1), 0, "keep the lines with statistics"),
-        (LOG, -1, "must be above 0"),
-        (LOG, "fast", "must be above 0"),
-        (LOG, True, "must be above 0"),
-        (LOG, float("nan"), "must be above 0"),
-    ],
-)
-def test_other_values_are_refused_with_a_sentence(text: object, ar: object, sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
-        statistics_of(text, ar)

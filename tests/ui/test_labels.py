@@ -10,7 +10,6 @@ from fakes.trace_records import PREFILL, absorb, end, header, step
 from specdemo.ui.frames import Run
 from specdemo.ui.labels import tiles, verdict
 from specdemo.ui.lane import PLAIN, SPEC
-from specdemo.ui.step_views import what_if
 
 AR_S = 0.01
 PLAIN_STEPS = [step(i, pieces=["x"], draft_s=0.0, verify_s=AR_S) for i in range(1, 9)]
@@ -66,24 +65,3 @@ def test_alpha_is_accepted_over_tested_on_the_whole_page() -> None:
     assert "β" not in words + note
     words, note = words_after(0.6, 0.001, 0.01, rule="block")
     assert note == "8 of 32 drafted · mean overlap β 0.60" and "α" not in words
-
-
-@pytest.mark.parametrize(("draft_s", "advice"), [(0.008, "try it."), (0.04, "confirm with Repeat, then disable")])
-def test_verdict_and_estimate_give_the_same_advice(draft_s: float, advice: str) -> None:
-    """With expensive drafts none (γ 0) is best."""
-    cost = {"environment": {"parity": {"cost": {"1": 1.0, "2": 1.1, "5": 1.4, "9": 2.0}}}}
-    run = Run((SPEC, PLAIN))
-    made = header() | cost
-    made["recipe"] = made["recipe"] | {"gamma": 4, "rule": "rejection", "policy": "fixed"}
-    tested = {"draft": "abcd", "tested": 2, "beta": [0.5, 0.5, None, None], "draft_s": draft_s, "verify_s": 0.014}
-    drafted = [step(i, pieces=["x", "y"], accepted=(0,), **tested) for i in range(1, 9)]
-    absorb(run, SPEC, made, PREFILL, *drafted, end())
-    absorb(run, PLAIN, header("ar"), PREFILL, *PLAIN_STEPS, end())
-    run.finish()
-    estimate, _ = what_if(run.lanes[SPEC], run.lanes[PLAIN])
-    assert estimate is not None and estimate["fits"]
-    best = max(estimate["rows"], key=lambda row: row[2])
-    assert best[0] != estimate["gamma"] and best[3] > estimate["measured"]
-    assert bool(best[0]) == (draft_s < AR_S)
-    words = verdict(run.lanes)
-    assert f"γ {best[0]} is estimated" in words and advice in words

@@ -10,11 +10,6 @@ from typing import Any
 import pytest
 from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, end, header, step
 
-from specdemo.core import trace
-from specdemo.core.metrics import Metrics
-from specdemo.generate import generate
-from specdemo.models.model_pool import ModelPool
-from specdemo.recipe import Recipe
 from specdemo.ui import step_views as rounds
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC, Lane
@@ -104,20 +99,6 @@ def test_the_csv_is_the_table_and_no_formula() -> None:
     assert json.loads(rows[1][-1]) == "=1+1\n" and not rows[1][-1].startswith("=")
 
 
-def test_what_if_requires_tested_chains() -> None:
-    assert rounds.what_if(lane(PREFILL, REJECTION))[0]["rows"][0][:2] == [0, 1.0]
-    for made, words in (
-        (lane(PREFILL, step(1, pieces=["a"]), method="ar"), "did not draft"),
-        (lane(PREFILL, step(1, pieces=["a"])), "No draft token was tested"),
-        (lane(PREFILL, REJECTION | {"parents": [-1, -1, 0], "accepted": [0]}), "trees"),
-    ):
-        found, why = rounds.what_if(made)
-        assert found is None and words in why
-    made = lane(PREFILL, REJECTION)
-    made.add(trace.from_json(header(), Metrics()))
-    assert "does not contain the cost" in rounds.what_if(made)[1]
-
-
 def test_what_if_is_calibrated_on_the_measured_lanes() -> None:
     """Gamma 0 is the speed of the AR lane; a run outside the range of its own gamma gets no advice."""
     made, plain = (
@@ -134,27 +115,6 @@ def test_what_if_is_calibrated_on_the_measured_lanes() -> None:
         for i in range(1, 30)
     ]
     assert rounds.what_if(lane(PREFILL, *rejected))[0]["fits"] is False  # beta does not describe these outcomes
-
-
-@pytest.mark.slow
-def test_other_gammas_of_a_real_run_agree_with_the_run_itself() -> None:
-    run = Run()
-    recipe = Recipe(pair="bundled", gamma=3, temperature=1.0, max_tokens=160, seed=3, top=5)
-    for event in generate(recipe, "def add(a, b):\n    ", ModelPool()):
-        run.absorb(SPEC, event)
-    made = run.lanes[SPEC]
-    found, _ = rounds.what_if(made)
-    passes = {gamma: tokens for gamma, tokens, *_ in found["rows"]}
-    measured = made.metrics.as_dict()["tokens_per_target_pass"]
-    assert passes[3] == pytest.approx(measured, rel=0.15)  # single text: expected against measured value
-    assert passes[0] == 1.0 and passes[1] < passes[3] < passes[8]
-    seen = 0
-    for node in (node for i in range(1, 9) for node in rounds.step_picture(made, i)["nodes"]):
-        p, q = next(((p, q) for text, p, q in node["bars"] if text == node["text"]), (None, None))
-        assert p is None or p == pytest.approx(node["p"], abs=1e-6)
-        assert q is None or q == pytest.approx(node["q"], abs=1e-6)
-        seen += p is not None and q is not None
-    assert seen
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

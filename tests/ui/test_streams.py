@@ -119,25 +119,6 @@ def test_run_ends_when_its_page_is_left_but_not_when_interrupted(house: House) -
     assert house.client.post(f"/frames/{house.run.id}").status_code == 204 and stop.called
 
 
-def test_frames_of_the_fallback_follow_changes_without_polling(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "_POLL_S", 3600.0)
-
-    async def replayed() -> list[dict]:
-        frames = house.sockets.fallback_frames(house.run)
-        heard = [json.loads(await anext(frames))]
-        for line in LINES:
-            absorb(house.run, SPEC, line)
-            house.sockets.notify(house.run)
-            heard.append(json.loads(await anext(frames)))
-        house.run.finish()
-        house.sockets.notify(house.run)
-        assert [frame async for frame in frames] == []
-        return heard
-
-    assert records(house.client.portal.call(replayed)) == json.loads(house.run.frame(0))["r"]
-    assert not house.sockets._fallbacks
-
-
 def test_run_continues_without_its_gradio_event_and_ends_after_the_grace_period(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
