@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import threading
 from collections.abc import Iterator
@@ -12,9 +11,7 @@ from dataclasses import replace
 import pytest
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
-from benchmarks import preflight_accuracy
 from specdemo.core.decode import decode
-from specdemo.core.errors import UserError
 from specdemo.core.sampling import SamplingParams
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
@@ -31,7 +28,7 @@ from specdemo.preflight import (
     texts_for,
     usable_texts,
 )
-from specdemo.prompts import Prompt, load_prompts
+from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
 from specdemo.worker import Worker
 
@@ -161,29 +158,6 @@ def test_advice_is_against_drafts_that_cost_as_much_as_they_save() -> None:
         [g + 1 for g in range(1, MAX_GAMMA + 1)], rel=0.02
     )
     assert Preflight(Recipe(), 1.0, 1.0, FREE, estimates, 1, 1).advice.startswith("don't")
-
-
-def test_texts_of_the_bundled_target_and_the_measured_prompts_are_disjoint(folder: str) -> None:
-    recorded = texts_for(Recipe(temperature=0.0))
-    assert {item.kind for item in recorded} == {item.kind for item in load_prompts()}
-    assert not {item.text for item in recorded} & {item.text for item in load_prompts()}
-    assert texts_for(Recipe(target=folder, method="nasd"), ["prose"]) == load_prompts(kinds=["prose"])
-    with pytest.raises(UserError, match="unknown class of prompts 'magic'"):
-        texts_for(Recipe(), ["magic"])
-
-
-def test_estimates_are_compared_with_measurements(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = ["--method", "nasd", "self", "--temperature", "1", "--kind", "prose", "--max-tokens", "12"]
-    settings += ["--prompts", "24"]  # 20 and prefixes of four
-    assert preflight_accuracy.main(["--target", folder, "--device", "cpu", *settings]) == 0
-    head, _, *lines = capsys.readouterr().out.splitlines()
-    assert "predicted / measured" in head and lines[0].startswith("| prose | nasd gamma=3 T=1 ")
-    assert lines[3].startswith("the target as drafter: ")
-    nasd, self_ = json.loads(lines[2])["preflight_accuracy"]
-    for item in (nasd, self_):
-        assert item["kind"] == "prose" and item["prompts"] > 20 and item["measured"] > 0
-        assert item["ratio"] == pytest.approx(item["estimate"]["speedup"] / item["measured"])
-    assert nasd["recipe"]["method"] == "nasd" and self_["estimate"]["tokens_per_pass"] > 1
 
 
 @pytest.mark.parametrize("method", ["nasd", "lookahead"])

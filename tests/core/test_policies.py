@@ -155,26 +155,6 @@ def test_auto_does_not_depend_on_the_unit_of_time(second: float, accepted: int, 
     assert set(lengths[-10:]) == {expected}
 
 
-def test_auto_recovers_when_drafts_become_inexpensive() -> None:
-    """A draft after AR steps also reads their text, which is not the cost of a draft token."""
-    policy, cost, unread = Auto(8, CostModel(token=5.0)), 5.0, 0
-    for i in range(1200):
-        cost = 0.05 if i > 300 else cost
-        drafted = policy.gamma
-        policy.observe(step(drafted, drafted, draft_s=cost * drafted + 0.1 * unread * (drafted > 0)))
-        unread = 0 if drafted else unread + 1
-    assert policy.gamma == 8 and policy.notes["auto_c"] == pytest.approx(0.05)
-
-
-def test_auto_learns_that_rows_cost_less_than_in_the_model() -> None:
-    """Verification also samples, which costs the same for all lengths."""
-    policy = Auto(8, CostModel({1: 1.0, 9: 5.0}), start=2)
-    for _ in range(400):
-        drafted = policy.gamma
-        policy.observe(step(drafted, drafted, draft_s=0.1 * drafted, verify_s=1.0 + 0.05 * drafted))
-    assert policy.gamma == 8
-
-
 def test_auto_uses_the_cost_model() -> None:
     """If cost grows in proportion to the rows, no draft is faster; drafts end before a jump in cost."""
     assert settled(Auto(8, CostModel({1: 1.0, 8: 8.0}))) == 0

@@ -139,16 +139,6 @@ def test_drafts_are_re_encoded_exactly_or_dropped(ours: str, theirs: str) -> Non
     assert carried > 30
 
 
-def test_incomplete_characters_are_completed() -> None:
-    target, drafter = byte_level_tokenizer(), AutoTokenizer.from_pretrained(BUNDLED.target)
-    tokens = encode(target, "x = '🙂'")
-    begun = next(n for n in range(len(tokens)) if decode(target, tokens[:n]).endswith("\ufffd"))
-    bridge = Bridge(target, drafter, [])
-    assert decode(drafter, bridge.read(tokens[:begun])) == "x = '"
-    assert bridge.write(tokens[:begun], encode(drafter, "🙂'")) == tokens[begun:]
-    assert bridge.write(tokens[:begun], encode(drafter, "y'")) == []  # not the character that was begun
-
-
 def test_partial_words_are_completed() -> None:
     """The text ends in a partial word with a non-canonical tokenization: the draft continues from it."""
     target, drafter = AutoTokenizer.from_pretrained(BUNDLED.target), byte_level_tokenizer()
@@ -172,14 +162,6 @@ def test_text_changed_by_re_encoding_is_not_drafted() -> None:
         bridge.write(tokens, encode(drafter, "<|end|>")) == []
     )  # text for the drafter, a special token for the target
     assert bridge.write(tokens, encode(drafter, "é")[:1]) == []  # half a character
-
-
-def test_tokenizers_without_offsets_raise() -> None:
-    class Slow(Spy):
-        is_fast = False
-
-    with pytest.raises(UserError, match="no character offsets"):
-        Bridge(Slow(byte_level_tokenizer()), byte_level_tokenizer(), [])
 
 
 # --- drafting ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from specdemo.core.events import End, Header, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.step import Outcome, Step
 from specdemo.external.client import DIALECTS
-from specdemo.external.reported import StepCounts, align, reported_step
+from specdemo.external.reported import StepCounts, reported_step
 
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.jsonl"))
 PLAIN, UNKNOWN = StepCounts(0, 0), None
@@ -169,23 +169,6 @@ def test_without_counts_every_token_is_unknown() -> None:
 A, B, ZERO = StepCounts(3, 3), StepCounts(1, 3), StepCounts(0, 3)
 
 
-ALIGNED = {
-    "equal": ([4, 1, 2], [A, ZERO, B], [(4, A), (1, ZERO), (2, B)]),
-    "without a draft": ([4, 1, 2, 1, 1], [A, B, ZERO, ZERO], [(4, A), (1, PLAIN), (2, B), (1, ZERO), (1, ZERO)]),
-    "ambiguous": ([1, 1, 4, 4], [ZERO, A, A], [(1, UNKNOWN), (1, UNKNOWN), (4, A), (4, A)]),
-    "merged chunks": ([6, 4], [A, B, A], [(4, A), (2, B), (4, A)]),
-    "ended early": ([4, 2], [A, A], [(4, A), (2, A)]),
-    "impossible": ([1, 1], [A, A], [(1, UNKNOWN), (1, UNKNOWN)]),
-    "no draft": ([1, 1], [], [(1, PLAIN), (1, PLAIN)]),
-}
-
-
-@pytest.mark.parametrize("name", ALIGNED)
-def test_drafts_are_aligned_with_chunks(name: str) -> None:
-    sizes, drafts, expected = ALIGNED[name]
-    assert align(sizes, drafts) == expected
-
-
 # --- SGLang, from its documented fields; not run -----------------------------------------------------------------
 
 
@@ -235,12 +218,3 @@ def test_traces_store_undisclosed_tokens_and_unknown_durations() -> None:
     record = json.loads(lines[2])
     assert record["undisclosed"] == 1 and record["draft_s"] is None and record["draft"] == [2, 3]
     assert json.loads(lines[-2])["kind"] == "unknown"
-
-
-def test_measures_of_a_link_do_not_change_an_unreported_step() -> None:
-    """Such a step is written and read again unchanged, although other engines have no link of this program."""
-    header = trace.write(Header({"method": "draft", "gamma": 4, "temperature": 0.0}, "", (1,)))
-    record = json.loads(trace.write(StepEvent(reported_step(0, 1.0, (10,), None), ("x",))))
-    (first,) = trace.read(header + json.dumps({**record, "remote": {"edge": 1.0}}) + "\n")
-    (again,) = trace.read(header + trace.write(first.steps[0]))
-    assert again.steps == first.steps and first.steps[0].step.verdict.request_sent

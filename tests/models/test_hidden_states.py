@@ -1,4 +1,4 @@
-"""Hidden states in caches of all engines: equal to `transformers`, and moved with keys and values."""
+"""Hidden states in caches of all engines equal those of `transformers`; attention masks are aligned for CUDA."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import pytest
 import torch
 from fakes.native_models import CONFIGS, FAMILIES, VOCAB, random_model, text, weights
 from fakes.passes import Passes
+from fakes.tiny_models import LLAMA
 from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import ChainSampler, Noise, SamplingParams
 from specdemo.core.step import Draft
+from specdemo.models.engines import llama
 from specdemo.models.engines.llama import PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.native import NATIVE_CHUNK
@@ -158,3 +161,31 @@ def memory_of(cached: CachedModel) -> list[Tensor]:
     cache: Any = cached._cache
     layers = getattr(cache, "_layers", None)
     return [cache.kv, cache.states] if layers is None else [x for layer in layers for x in layer.buffers if x.numel()]
+
+
+ALIGNMENT = 16  # bytes: `CHECK_ALIGNED_PTR(attn_bias_ptr)`
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masks_are_aligned_for_all_row_counts_lengths_and_forests(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks: list[torch.Tensor] = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def recorded(*states: torch.Tensor, attn_mask: torch.Tensor, **options: Any) -> torch.Tensor:
+        masks.append(attn_mask)
+        return attention(*states, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(llama.F, "scaled_dot_product_attention", recorded)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**LLAMA, "max_position_embeddings": 2048})).to(dtype)
+    cached = CachedModel(LlamaWeights(model.eval().requires_grad_(False)))
+    for length in (*range(3, 40), 511, 514, 700, 1033):
+        for rows in (1, 2, 3, 5, 8, 16, 17):
+            cached.score([1] * length, Draft())
+            cached.score([1] * (length + 1), Draft.chain((2,) * (rows - 1)))
+        cached.score([1] * (length + 2), Draft((3, 4, 5), (-1, -1, 0)))
+    assert len(masks) > 500
+    for mask in masks:
+        assert mask.data_ptr() % ALIGNMENT == 0 and mask.stride(0) * mask.element_size() % ALIGNMENT == 0

@@ -1,13 +1,14 @@
-"""Models on several devices: assignment of layers, and logits of models with device hooks."""
+"""Models on several devices: assignment of layers, logits with device hooks; quantised layers."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fakes.tiny_models import byte_level_tokenizer, save_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from specdemo.core.distributions import DenseProbs
 from specdemo.core.errors import UserError
@@ -18,6 +19,7 @@ from specdemo.core.verifier import ModelVerifier
 from specdemo.models.engines.llama_weights import unsupported_reason
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import load, spread
+from specdemo.models.quantization import load_options
 from specdemo.models.spec import SPREAD, ModelSpec
 
 LAYERS = 4
@@ -76,3 +78,23 @@ def test_draft_probs_are_moved_to_the_device_of_the_target() -> None:
     )
     verdict = target.verify([1], Draft((2,), (-1,), (0.25,), DenseProbs(probs)))
     assert moved == [torch.device("cpu")] and verdict.accepted == (0,)
+
+
+def test_int8_rows_do_not_depend_on_outliers_in_other_rows(tmp_path: Path) -> None:
+    """LLM.int8() with a threshold computes outlier columns of any row in 16 bits for all rows (2208.07339)."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+
+    def rows_differ(options: dict[str, Any]) -> bool:
+        model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **options)
+        layer = model.model.layers[0].mlp.up_proj
+        rows = torch.randn(2, 64)
+        alone = layer(rows[:1])
+        rows[1, :40] = 50.0
+        return not torch.equal(alone, layer(rows)[:1])
+
+    assert not rows_differ(load_options(ModelSpec("any", "float32", "int8", "cpu")))
+    assert rows_differ({"quantization_config": BitsAndBytesConfig(load_in_8bit=True)})  # the default threshold

@@ -1,18 +1,21 @@
-"""Explanations and palette: terminal, inspector and tooltip agree with the Python source."""
+"""Explanations and palette of steps, and the tab that explains logs: terminal, inspector and tooltip agree."""
 
 from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, header, step, step_event
 
 from specdemo.core.explain import Reason, explain, figure, reason_of
 from specdemo.core.step import Draft, Outcome, Step, Verdict
+from specdemo.external.diagnosis import conclusions
 from specdemo.ui import step_views
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
+from specdemo.ui.tabs.explain import cost_rows, position_rows, statistics_of
 
 TREE = step(1, pieces=["b", "X"], draft=("a", "b"), accepted=(1,), tested=2) | {"parents": [-1, -1]}
 UNVERIFIED = step(1, pieces=["a"], draft=("a", "b"), accepted=(0,)) | {
@@ -71,3 +74,19 @@ def test_the_last_draw_below_its_bound_decides_about_a_block(temperature: float)
     assert explain(done, 0, recipe).startswith("Accepted, although the draw 0.900 is not below 0.400.")
     assert "The last draw below its bound decides." in explain(done, 1, recipe)
     assert [done.outcome(node) for node in range(4)] == [Outcome.ACCEPTED] * 2 + [Outcome.REJECTED] * 2
+
+
+LOG = (Path(__file__).parents[1] / "external" / "logs" / "vllm-window.log").read_text("utf-8")
+
+
+def test_charts_contain_acceptance_by_position_and_the_cost_model() -> None:
+    reported = statistics_of(LOG, 0)
+    assert [row[1] for row in position_rows(reported)] == list(reported.by_position)
+    assert cost_rows(reported)[0][:2] == (1.0, reported.tokens_per_step)
+    assert not cost_rows(statistics_of('{"num_draft_tokens": 3, "num_accepted_draft_tokens": 1}', None))
+
+
+def test_the_speed_without_drafts_enables_the_diagnosis_of_fixed_cost() -> None:
+    assert any("not diagnosed" in line for line in conclusions(statistics_of(LOG, None)))
+    assert statistics_of(LOG, 150).ar_tokens_per_second == 150.0
+    assert not any("not diagnosed" in line for line in conclusions(statistics_of(LOG, 150)))

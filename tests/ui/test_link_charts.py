@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +13,6 @@ import pytest
 from fakes.trace_records import PREFILL, absorb, end, header, step, step_event
 
 from specdemo.core.errors import UserError
-from specdemo.core.link_stats import Source
 from specdemo.core.step import Draft, Step
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
@@ -25,7 +22,7 @@ from specdemo.remote.config import CloudConfig
 from specdemo.remote.link import MeteredNetwork
 from specdemo.remote.local_service import LocalServices, ServiceProcess
 from specdemo.remote.protocol import ServiceIdentity, VerifyConfig
-from specdemo.ui.frames import Run, read_traces
+from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
 from specdemo.ui.limits import PUBLIC, HostLimits
 from specdemo.ui.link_charts import (
@@ -34,12 +31,9 @@ from specdemo.ui.link_charts import (
     edge_lane,
     measures,
     parts,
-    steps,
 )
 from specdemo.ui.service import Service
 from specdemo.ui.settings import cloud_of, recipe_of
-from specdemo.ui.tabs import edge as modes
-from specdemo.ui.tabs.sweep import SweepResult
 from specdemo.worker import Worker, interruptible
 
 PATIENCE = 60.0
@@ -147,17 +141,6 @@ def test_markdown_of_a_trace_is_escaped() -> None:
 
 
 # --- provisional tokens ------------------------------------------------------------------------------------------
-
-
-def test_trace_with_unverified_tokens_round_trips() -> None:
-    lines = [header(recipe=RECIPE), *LINES, end()]
-    text = "".join(f"{json.dumps(line)}\n" for line in lines)
-    again = read_traces(text)
-    assert measures(steps(again.lanes[SPEC])) == measures(steps_of(*LINES))
-    assert again.lanes[SPEC].steps[3].step.verdict.source is Source.PROVISIONAL
-    untested = provisional(1) | {"remote": None}
-    with pytest.raises(UserError, match="not a path of tested nodes"):
-        read_traces("".join(f"{json.dumps(line)}\n" for line in (header(), PREFILL, untested)))
 
 
 # --- settings ----------------------------------------------------------------------------------------------------
@@ -305,14 +288,6 @@ def test_a_target_may_have_several_services() -> None:
     services.close()
 
 
-def test_idle_service_is_stopped() -> None:
-    fake = FakeProcesses()
-    services = LocalServices(idle_s=0.0, start=fake)
-    with services.running({ONE: 1}):
-        pass
-    assert fake.started[0].process.wait(PATIENCE) is not None
-
-
 def test_failed_start_reports_the_error() -> None:
     script = "import sys; print('warning: x', file=sys.stderr); sys.exit('specdemo: there is no model of that name')"
     services = LocalServices(start=lambda spec, count: ServiceProcess.start([sys.executable, "-S", "-c", script]))
@@ -320,42 +295,4 @@ def test_failed_start_reports_the_error() -> None:
         pass
 
 
-def test_a_service_without_temporary_directory_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", "/proc/self/none")
-    sentence = r"^no temporary file can be written \(.*\): free some space, or set TMPDIR$"
-    with pytest.raises(UserError, match=sentence):
-        ServiceProcess.start(["true"])
-
-
 # --- three modes -------------------------------------------------------------------------------------------------
-
-
-def measured(mode: str, wall_s: float) -> dict[str, Any]:
-    link = {} if mode == "edge_only" else {"remote": {"escalated": 4.0, "bytes_up": 1000.0, "bytes_down": 2000.0}}
-    return {"ttft_s": 0.1, "wall_s": wall_s, "tokens": 20, "steps": 5, "kv_bytes": 1e6, "peak_rss_bytes": 4e8, **link}
-
-
-def test_three_modes_are_compared_with_cloud_only() -> None:
-    asked = modes.modes_sweep({"remote": "http://a:1", "temperature": 0.0, "mode": "off"}, "cpu", 2, 16)
-    assert [recipe.cloud.mode for recipe in asked.recipes] == ["speculative", "cloud_only", "edge_only"]
-    assert len(asked.prompts) == 2 and {recipe.max_tokens for recipe in asked.recipes} == {16}
-    records = [
-        {"runs": [measured(r.cloud.mode, w) for r, w in zip(asked.recipes, walls, strict=True)]}
-        for walls in ((0.9, 0.4, 0.1), (1.1, 0.6, 0.1))
-    ]
-    both, cloud, edge = (
-        dict(zip(modes.MODE_TABLE_HEAD, row, strict=True)) for row in modes.mode_rows(SweepResult(asked, records))
-    )
-    assert both["speed-up"] == "0.58×" and cloud["speed-up"] == "1.00×" and edge["speed-up"] == "3.50×"
-    assert both["tokens/s"] == f"{40 / 2.2:.1f}" and both["cloud steps"] == "80 %" and edge["cloud steps"] == "0 %"
-    assert (both["up kB"], both["down kB"], edge["up kB"]) == ("2.0", "4.0", "0.0")
-    assert (both["exact"], edge["exact"]) == ("yes", "lossy")
-    gpu = "GPU peak MB, allocated / reserved"
-    assert (both["CPU peak MB"], both[gpu], both["KV MB"], both["KV share"]) == ("400", "–", "1.00", "0.25%")
-    on_gpu = records[0]["runs"][0] | {"peak_device_bytes": 2e8, "peak_reserved_bytes": 3e8}
-    (row, *_) = modes.mode_rows(SweepResult(asked, [{"runs": [on_gpu, *records[0]["runs"][1:]]}, records[1]]))
-    both = dict(zip(modes.MODE_TABLE_HEAD, row, strict=True))
-    assert (both[gpu], both["KV share"]) == ("200 / 300", "0.50%")
-    for count in (0, 99, "many", True, None):
-        with pytest.raises(UserError, match="prompts must be from 1 to"):
-            modes.modes_sweep({}, "cpu", count, 16)

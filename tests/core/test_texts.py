@@ -1,4 +1,4 @@
-"""Figures computed in one place, their texts, and banned texts."""
+"""Figures computed in one place, their texts, and banned and stop texts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from specdemo.core.banned_text import BannedText
 from specdemo.core.errors import UserError, check_temporary_folder, plain_text
 from specdemo.core.formats import format_bytes, kilobytes, latency, megabytes, number, percent
+from specdemo.core.stop_text import StopTexts
 from specdemo.core.theory import CostTerms, speedup
 
 
@@ -85,3 +86,59 @@ def test_banned_tokens_complete_a_banned_text() -> None:
 def ends(before: bytes, piece: bytes) -> range:
     """Return the lengths of the text that end within `piece`."""
     return range(len(before) + 1, len(before + piece) + 1)
+
+
+STOPS = ("ab", "bca", "cc", "abca")
+
+
+def shown_by_definition(text: str) -> tuple[str, int]:
+    """Return the text and the number of read characters: search all stop texts after each character."""
+    for end in range(1, len(text) + 1):
+        starts = [end - len(stop) for stop in STOPS if text[:end].endswith(stop)]
+        if starts:
+            return text[: min(starts)], end
+    return text, len(text)
+
+
+def pieces_of(text: str, rng: random.Random) -> list[str]:
+    cuts = sorted(rng.choices(range(len(text) + 1), k=4))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+def test_characters_are_shown_up_to_the_first_stop_text() -> None:
+    rng, stopped = random.Random(5), 0
+    for _ in range(2000):
+        text = "".join(rng.choices("abcd", k=9))
+        stops = StopTexts(STOPS)
+        shown = stops.feed(text, last=True)
+        expected, read = shown_by_definition(text)
+        assert "".join(shown) == expected and len(shown) == read
+        assert stops.reached == (expected != text)
+        stopped += stops.reached
+    assert 500 < stopped < 2000
+
+
+def test_a_stop_text_within_a_piece_ends_the_text_before_its_first_occurrence() -> None:
+    rng = random.Random(6)
+    for _ in range(2000):
+        text = "".join(rng.choices("abcd", k=9))
+        pieces, stops = pieces_of(text, rng), StopTexts(STOPS)
+        shown = stops.feed(pieces, last=True)
+        read = "".join(pieces[: len(shown)])
+        first = min((start for stop in STOPS if (start := read.find(stop)) >= 0), default=len(read))
+        assert "".join(shown) == read[:first]
+        assert stops.reached == any(stop in text for stop in STOPS)
+
+
+@pytest.mark.parametrize("pieces", [["one ", "two", " three"], [], ["", "x"]])
+def test_without_stop_texts_every_piece_is_shown_at_once(pieces: list[str]) -> None:
+    stops = StopTexts()
+    assert stops.feed(pieces) == pieces and not stops.reached
+
+
+def test_only_a_possible_beginning_is_withheld() -> None:
+    stops = StopTexts(["\n\nUser:"])
+    assert stops.feed(["Yes.", "\n", "\nUs", "e", "d"]) == ["Yes.", "", "", "", "\n\nUsed"]
+    assert stops.feed(["?\n"]) + stops.feed(["\nU"]) + stops.feed([]) + stops.feed(["-"]) == ["?", "", "\n\nU-"]
+    assert stops.feed([" \n\nUser", ": more", "lost"]) == [" ", ""] and stops.reached
+    assert stops.feed(["later"], last=True) == []
