@@ -26,6 +26,7 @@ from specdemo.core.metrics import Metrics
 from specdemo.core.step import Draft, Outcome, Step, Verdict
 from specdemo.drafters import METHODS
 from specdemo.generate import generate
+from specdemo.models.batch_invariance import COMPARED_ROWS, BatchInvariance
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.pipeline import build_pipeline
@@ -296,3 +297,15 @@ def test_a_refused_run_releases_its_caches(target: str) -> None:
 
 
 # --- predictions ---
+
+
+def test_the_target_limits_equal_bits_to_compared_sizes(target: str) -> None:
+    loaded = ModelPool().take(Recipe(target=target, method="ar", device="cpu").target_spec)
+    measured = {"equal": True, "pad": 1, "compared": 9, "cost": {1: 1.0}}
+    object.__setattr__(loaded, "_invariance", BatchInvariance(**measured, by_construction=True))
+    assert loaded.bit_equal(None, 1 << 20)
+    object.__setattr__(loaded, "_invariance", BatchInvariance(**measured))
+    assert loaded.bit_equal(COMPARED_ROWS - 1, 100)
+    assert not loaded.bit_equal(COMPARED_ROWS, 100) and not loaded.bit_equal(None, 100)
+    object.__setattr__(loaded, "_invariance", BatchInvariance(**{**measured, "equal": False}))
+    assert not loaded.bit_equal(1, 100)

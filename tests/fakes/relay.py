@@ -35,6 +35,15 @@ class Relay:
                     connection.shutdown(socket.SHUT_RDWR)
                 connection.close()
 
+    def redirect(self, url: str) -> None:
+        """End all connections; relay new ones to `url`."""
+        with self._lock:
+            self._target = urlsplit(url).hostname, urlsplit(url).port
+            for connection in self._sockets:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            self._sockets.clear()
+
     def _accept(self) -> None:
         while True:
             try:

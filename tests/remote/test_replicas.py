@@ -364,3 +364,26 @@ def test_a_frozen_service_does_not_delay_a_run(services: tuple[str, str]) -> Non
         http.describe(600.0)
         assert http.url == services[1]
         assert committed(decode_sampled(http)) == committed(decode_sampled(connected(services[0])))
+
+
+def test_a_switch_behind_one_address_is_measured(services: tuple[str, str]) -> None:
+    first, second = services
+
+    def move(way: str, number: int) -> bool:
+        if (way, number) == ("request", 3):
+            proxy.redirect(second)
+        return False
+
+    with relay(first, move) as proxy:
+        steps = decode_sampled(through(proxy))
+    assert committed(steps) == committed(decode_sampled(connected(first)))
+    assert in_total(steps, "switched") == 1 and in_total(steps, "gap_s") > 0
+
+
+def test_unreachable_services_do_not_prevent_a_run(services: tuple[str, str]) -> None:
+    with relay(services[0]) as gone:
+        gone.cut()
+        http = connected(gone.url, services[1])
+    assert http.url == services[1] and committed(decode_sampled(http)) == committed(
+        decode_sampled(connected(services[0]))
+    )
