@@ -151,16 +151,6 @@ def test_time_of_the_caller_between_steps_is_not_measured(scripted: Scripted, pa
     assert str(timed[-1]).startswith("4 of 4: prose 1, ")
 
 
-def test_a_bench_can_be_closed_during_a_run(scripted: Scripted) -> None:
-    items = measure.measure(RECIPES, PROMPTS, ModelPool())
-    for _ in range(16):
-        item = next(items)
-    assert isinstance(item, measure.BenchProgress) and item.number == 1
-    before, over = scripted.steps, scripted.closed
-    items.close()
-    assert scripted.steps == before and scripted.closed == over + 1
-
-
 def test_a_grid_contains_ar_decoding_and_all_combinations() -> None:
     found = [
         measure.recipe_label(Recipe(**one))

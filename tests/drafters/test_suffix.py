@@ -104,13 +104,6 @@ def test_a_loop_is_drafted_periodically() -> None:
     assert SuffixDrafter().propose([1, 2, 3, 1, 2, 3, 1], up_to(9)).tokens == (2, 3, 1, 2, 3, 1, 2, 3)
 
 
-def test_the_match_sets_the_length() -> None:
-    assert SuffixDrafter(factor=1.0).propose([5, 6, 7, 8, 9, 1, 5, 6], up_to(9)).tokens == (7, 8)
-    assert SuffixDrafter(factor=2.0).propose([5, 6, 7, 8, 9, 1, 5, 6], up_to(9)).tokens == (7, 8, 9, 1)
-    assert SuffixDrafter(factor=2.0).propose([5, 6, 7, 8, 9, 1, 5, 6], up_to(1)).tokens == (7,)
-    assert SuffixDrafter().propose([1, 2, 3], up_to(9)).tokens == ()
-
-
 def test_origins_point_to_the_copied_tokens() -> None:
     """A token copied from a periodic continuation originates in the text; positions of former texts are not given."""
     text = [5, 1, 2, 3, 1, 2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -27,8 +26,6 @@ from specdemo.models.zoo import ASSETS, CHAT_PAIR, PAIRS, offers
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.ui.settings import from_link
-
-CLASSES = ("question", "rewriting", "list", "facts", "random")
 
 
 @pytest.fixture(params=["installed", "missing"])
@@ -67,14 +64,6 @@ def test_the_head_of_the_pair_needs_a_local_target(chat: bool) -> None:
     head = PAIRS[default_pair(chat)].head
     assert (recipe().head_spec is not None) == (head is not None) == chat
     assert recipe("--remote", "http://cloud:8300").head_spec is None
-
-
-def test_the_default_pair_sets_its_sampling(chat: bool) -> None:
-    assert recipe("--max-tokens", "5").temperature == PAIRS[default_pair(chat)].temperature
-    assert recipe("--temperature", "0").temperature == 0
-    assert not recipe("--no-chat").chat
-    if chat:
-        assert recipe("--pair", CHAT_PAIR) == recipe()
 
 
 def test_a_missing_model_is_refused_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,14 +111,6 @@ def test_greedy_text_equals_transformers_and_speculation_is_exact(monkeypatch: p
     oracle = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32).eval()
     assert len(ids["ar"]) == 24 and all(tokens == ids["ar"] for tokens in ids.values())
     assert ids["ar"] == most_probable(oracle, header["prompt_tokens"], ids["ar"])
-
-
-def test_prompts_of_chats_and_texts() -> None:
-    chat, texts = load_prompts(chat=True), load_prompts()
-    assert not {prompt.kind for prompt in chat} & {prompt.kind for prompt in texts}
-    assert {prompt.kind for prompt in load_prompts(["facts", "code"])} == {"facts", "code"}
-    assert Counter(prompt.kind for prompt in chat) == dict.fromkeys(CLASSES, 20)
-    assert len({prompt.text for prompt in chat}) == len(chat)
 
 
 def test_the_examples_of_the_page_belong_to_the_prompts_of_chats() -> None:

@@ -195,18 +195,6 @@ def test_hub_errors(faults: Faults, words: str, hub: Hub, server: StandIn, caplo
     assert SECRET not in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("tiny/recurrent", "cannot take back a rejected token"),
-        ("tiny/pickled", "no safetensors weights"),
-    ],
-)
-def test_unsupported_models_raise_before_the_download(name: str, words: str, hub: Hub, server: StandIn) -> None:
-    assert words in refusal(hub, name)
-    assert not server.gets("cdn")
-
-
 def test_a_disk_that_fills_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

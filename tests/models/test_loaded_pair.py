@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.tiny_models import byte_level_tokenizer, save_model, tiny_model
+from fakes.tiny_models import byte_level_tokenizer, save_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from specdemo.core.errors import UserError
 from specdemo.core.events import Loading
 from specdemo.core.trace import to_json
 from specdemo.generate import generate
@@ -96,28 +95,3 @@ def test_named_pairs_are_loaded_once(tmp_path: Any) -> None:
     expected_head, expected, _ = trace(named, ModelPool())
     assert tokens == expected and head["recipe"] == expected_head["recipe"]
     assert trace(named, pair)[1] == expected  # naming the same models is permitted
-
-
-def test_wrong_arguments_are_refused(tmp_path: Any) -> None:
-    model = model_in_memory()
-    for arguments, options, message in (
-        ((model,), {}, "pass tokenizer="),
-        ((model, "drafter"), {"tokenizer": TOKENIZER}, "the drafter is a str: pass a transformers model"),
-        ((model.model,), {"tokenizer": TOKENIZER}, "the target is a LlamaModel"),
-        ((torch.nn.Linear(2, 2),), {"tokenizer": TOKENIZER}, "the target is a Linear"),
-        ((model,), {"tokenizer": TOKENIZER, "quantization": "nf4"}, "quantization does not apply to models in memory"),
-        (("bundled",), {"tokenizer": TOKENIZER}, "give two names or two models"),
-        (("bundled", model), {}, "give two names or two models"),
-        (("bundled",), {"dtype": "int7"}, "unknown dtype"),
-        (("bundled",), {"quantization": "1-bit"}, "unknown quantization"),
-        ((str(tmp_path),), {}, "without config.json"),
-        ((model, tiny_model("gpt2").transformer), {"tokenizer": TOKENIZER}, "the drafter is a GPT2Model"),
-    ):
-        with pytest.raises(UserError, match=message):
-            load_pair(*arguments, **options)
-    pair = load_pair(model, tokenizer=TOKENIZER)
-    for settings in ({"pair": "bundled"}, {"target": "other"}, {"dtype": "bfloat16"}, {"device": "meta"}):
-        with pytest.raises(UserError, match=f"the recipe sets {next(iter(settings))}"):
-            list(generate(Recipe(method="nasd", **settings), PROMPT, pair))
-    with pytest.raises(UserError, match="needs a drafter"):
-        list(generate(Recipe(method="draft"), PROMPT, pair))

@@ -286,24 +286,3 @@ URL = "http://cloud:8300"
 )
 def test_lossy_options_are_reported(cloud: dict[str, Any], recipe: dict[str, Any], exact: bool) -> None:
     assert Recipe(cloud=CloudConfig(URL, **cloud), **recipe).exact == exact
-
-
-@pytest.mark.parametrize(
-    ("cloud", "recipe", "sentence"),
-    [
-        ({"remote": "cloud:8300"}, {}, "give http://host:port"),
-        ({"mode": "magic"}, {}, "known are speculative"),
-        ({"q_rows": "magic"}, {}, "known are float32"),
-        ({"gates": ("magic",)}, {}, "known are nll"),
-        ({"loss": 1.0}, {}, "loss must be from 0 to 0.9"),
-        ({"rtt_ms": math.nan}, {}, "rtt_ms must be"),
-        ({}, {"method": "self"}, "needs a local target"),
-        ({}, {"method": "beam"}, "needs a local target"),
-        ({"on_loss": "edge"}, {"method": "nasd"}, "could continue alone"),
-        ({"gates": ("nll",)}, {"method": "tree"}, "choose method draft"),
-        ({"provisional": True}, {"method": "ar"}, "has no drafts"),
-    ],
-)
-def test_invalid_options_are_rejected(cloud: dict[str, Any], recipe: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
-        Recipe(cloud=CloudConfig(**{"remote": URL, **cloud}), **recipe)

@@ -322,26 +322,6 @@ def test_faults_do_not_change_sampled_text() -> None:
         assert any(request.rows for request in http.sent) and http.faults["restarted"]
 
 
-def test_mutant_noise_without_position_keys_is_detected() -> None:
-    """Single noise streams give other numbers after a restart or a repeated request."""
-
-    def forgetful() -> Contexts:
-        streams: dict[int, Any] = {}
-
-        def sources(config: VerifyConfig, position: int) -> Any:
-            return streams.setdefault(config.seed, (Noise(config.seed, "accept"), Noise(config.seed, "correct")))
-
-        return contexts(sources=sources)
-
-    def text(http: DirectClient) -> list[int]:
-        verifier = RemoteVerifier(http, verify_config(SamplingParams(), seed=1), sleep=lambda seconds: None)
-        return committed(
-            run(PROMPT, verifier, ModelDrafter(SMALL.score, SamplingParams(), Noise(1, "draft"), VOCAB), Fixed(3), LONG)
-        )
-
-    assert any(text(Faulty(forgetful, seed)) != text(DirectClient(forgetful())) for seed in range(4))
-
-
 def test_edges_with_the_same_context_id_do_not_mix() -> None:
     cloud = contexts()
     verifiers = [
@@ -363,13 +343,6 @@ def test_edges_with_the_same_context_id_do_not_mix() -> None:
     for seed, text in enumerate(written, 1):
         assert text[len(PROMPT) :] == decode_locally(seed)[: len(text) - len(PROMPT)]
     assert written[0] != written[1] and len(cloud) == 2
-
-
-def test_a_draft_of_more_tokens_than_a_service_verifies_is_refused() -> None:
-    verifier = RemoteVerifier(DirectClient(contexts()), COUPLED)
-    assert verifier.verify(PROMPT, Draft((1,) * 256, (-1,) * 256)).target_tokens
-    with pytest.raises(UserError, match="verifies 256 draft tokens, not 257"):
-        verifier.verify(PROMPT, Draft((1,) * 257, (-1,) * 257))
 
 
 # --- contexts ----------------------------------------------------------------------------------------------------

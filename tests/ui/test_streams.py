@@ -194,21 +194,3 @@ def test_a_disk_that_cannot_be_written_is_named_on_the_page(code: int) -> None:
     remedy = "free some space" if code == errno.ENOSPC else "choose a writable directory"
     assert run.phase == ("failed", f"cannot write to the disk of this host: {os.strerror(code)}: {remedy}")
     worker.close()
-
-
-def test_an_interrupted_run_is_marked_in_its_trace() -> None:
-    worker, runs = Worker(), RunStore()
-    run = runs.new("one", (SPEC,))
-
-    def job() -> Iterator[tuple[str, Event]]:
-        header, *_ = events_of(LINES)
-        while True:
-            yield SPEC, header
-            run.stop()
-
-    stream = worker.submit(job)
-    run.begin(stream.stop)
-    asyncio.run(Sockets(runs).play(run, stream))
-    last = json.loads(run.trace(SPEC).splitlines()[-1])
-    assert (last["end"], last["error"]) == ("cancelled", "interrupted") and run.phase[0] == "stopped"
-    worker.close()
