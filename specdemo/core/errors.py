@@ -2,7 +2,6 @@
 
 import errno
 import tempfile
-import unicodedata
 from collections.abc import Collection
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -24,7 +23,7 @@ class PromptTooLong(UserError):
 
 def plain_text(text: str, limit: int = 300) -> str:
     """Return external `text` as a printable line."""
-    line = "".join(" " if unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp") else c for c in text[: limit + 1])
+    line = "".join(c if c.isprintable() else " " for c in text[: limit + 1])
     return line if len(line) <= limit else f"{line[:limit]} …"
 
 

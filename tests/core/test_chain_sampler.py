@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from specdemo.core import sampling as sampling_module
 from specdemo.core.banned_text import BannedText
-from specdemo.core.distributions import SparseProbs, SparseRow
+from specdemo.core.distributions import SparseProbs
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import (
     ChainSampler,
@@ -316,15 +315,3 @@ def test_shared_noise_is_limited_to_recent_positions_and_repeats() -> None:
         default.sample(probs, position)
     assert list(default._arrival) == list(range(72, 200))
     assert default.sample_on_device(probs, 3).shape == (1,)
-
-
-def test_sparse_rows_are_sampled_like_dense_rows_with_shared_noise() -> None:
-    rng = random.Random(0)
-    for position in range(40):
-        ids = torch.tensor(rng.sample(range(VOCAB), 4))
-        values = torch.rand(4, generator=torch.Generator().manual_seed(position))
-        row, dense = SparseRow(ids, values / values.sum(), VOCAB), torch.zeros(VOCAB)
-        dense[ids] = row.values
-        assert SharedNoise(1).sample_sparse(row, position) == SharedNoise(1).sample(dense, position)
-        sample = Noise(position, "a").sample_sparse(row)
-        assert sample == int(ids[Noise(position, "a").sample(row.values)])
