@@ -45,8 +45,12 @@ RUNS = (
     TableRun("python -m benchmarks.native_passes stages --write", per_width("native_stages"), 0.5),
     TableRun("python -m benchmarks.native_passes texts --write", per_width("several_texts"), 0.5),
     TableRun("python -m benchmarks.start_times --write", ("start_times",), 4),
-    TableRun("python -m training.head.data_curve TOKENS=DIRECTORY TOKENS=DIRECTORY --write", ("head-data",), 0.1),
-    TableRun("python -m training.head.vocabulary_study --data DIRECTORY --write", ("head-vocabulary",), 0.5),
+    TableRun(
+        "python -m training.head.baseline --prompts mt-bench.jsonl spec-bench.jsonl natural.jsonl "
+        "--results results.jsonl --write",
+        ("head-baseline",),
+        20,
+    ),
     TableRun("python -m benchmarks.chat_model equality --write", ("head-equality",), 4),
     TableRun("python -m benchmarks.pass_cost breakdown --write", ("time_breakdown",), 0.5),
     TableRun("python -m benchmarks.pass_cost rows --dtype float32 --write", ("pass_cost-float32",), 0.5),

@@ -1,6 +1,6 @@
 """Training conversations: filters, loops, hold-out, and batches that depend only on the number of the step.
 
-Files have the form of `training.head.generate`: `tokens`, `lengths`, `spans` of answers, `settings`, `classes`.
+`training.head.generate` writes the files: `tokens`, `lengths`, `spans` of answers, `settings`, `classes`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from transformers import PreTrainedTokenizerBase
 SETTINGS = {"greedy": (0.0, 1.0), "pair": (0.2, 0.9), "one": (1.0, 1.0)}  # temperature and top-p of answers
 SHARED = 13  # consecutive tokens that connect a conversation with an evaluation prompt
 LONGEST_BLOCK = 64
-HELD_OUT = 320  # conversations, besides those of `HELD_OUT_CLASS`
-HELD_OUT_CLASS = "free"
-WINDOW = 2048
+HELD_OUT = 320  # conversations
+WINDOW = 1536
+JOINED = 0.1  # share of the conversations in windows of several
+EARLY = 128  # tokens of first answers that count twice
 MARKERS = 3  # tokens of a turn before the message
 
 
@@ -33,10 +34,10 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Batch:
-    """Token ids and answer masks, `[size, length]`; rows are padded at the end."""
+    """Token ids and weights of answer tokens, `[size, length]`; rows are padded at the end."""
 
     tokens: np.ndarray  # int64
-    answers: np.ndarray  # bool
+    weights: np.ndarray  # float32, 0 outside of answers
 
 
 @dataclass(frozen=True)
@@ -44,42 +45,30 @@ class Split:
     """Conversations to train on and to evaluate on, with the figures of the filters."""
 
     train: list[Conversation]
-    more: list[Conversation]  # to train on, from another directory
     held_out: list[Conversation]  # drawn at random
-    held_out_class: list[Conversation]
     shared: int  # conversations removed because they share tokens with an evaluation prompt
     cut_share: float  # of the answer tokens, removed as loops
 
 
-def load(folder: Path, forbidden: Sequence[Sequence[int]], more: Path | None = None, seed: int = 0) -> Split:
-    """Read all `*.npz` of `folder`, filter, cut loops and split; `forbidden` are token ids of evaluation prompts.
-
-    The held-out conversations do not depend on those of `more`.
-    """
+def load(folder: Path, forbidden: Sequence[Sequence[int]], seed: int = 0) -> Split:
+    """Read all `*.npz` of `folder`, filter, cut loops and split; `forbidden` are token ids of evaluation prompts."""
     hashes = np.unique(np.concatenate([_hashes(np.asarray(prompt, np.uint64)) for prompt in forbidden]))
-    stored, added = _stored(folder), [] if more is None else _stored(more)
-    allowed, further = ([item for item in group if not _shares(item, hashes)] for group in (stored, added))
-    cut, longer = list(map(without_loops, allowed)), list(map(without_loops, further))
-    before, after = (sum(int(item.answers.sum()) for item in group) for group in (allowed + further, cut + longer))
-    of_class = [item for item in cut if HELD_OUT_CLASS in item.classes]
-    others = [item for item in cut if HELD_OUT_CLASS not in item.classes]
-    order = np.random.default_rng(seed).permutation(len(others))
+    found = stored(folder)
+    allowed = [item for item in found if not np.isin(_hashes(item.tokens), hashes).any()]
+    cut = [item for item in map(without_loops, allowed) if item.answers.any()]
+    before, after = (sum(int(item.answers.sum()) for item in group) for group in (allowed, cut))
+    order = np.random.default_rng(seed).permutation(len(cut))
     return Split(
-        train=[others[i] for i in order[HELD_OUT:]],
-        more=[item for item in longer if HELD_OUT_CLASS not in item.classes],
-        held_out=[others[i] for i in order[:HELD_OUT]],
-        held_out_class=of_class,
-        shared=len(stored) - len(allowed) + len(added) - len(further),
+        train=[cut[i] for i in order[HELD_OUT:]],
+        held_out=[cut[i] for i in order[:HELD_OUT]],
+        shared=len(found) - len(allowed),
         cut_share=1 - after / before,
     )
 
 
-def _stored(folder: Path) -> list[Conversation]:
+def stored(folder: Path) -> list[Conversation]:
+    """Return the conversations of all files of `folder`."""
     return [conversation for path in sorted(folder.glob("*.npz")) for conversation in read(path)]
-
-
-def _shares(item: Conversation, hashes: np.ndarray) -> bool:
-    return bool(np.isin(_hashes(item.tokens), hashes).any())
 
 
 def read(path: Path) -> list[Conversation]:
@@ -135,12 +124,6 @@ def loop_start(tokens: np.ndarray) -> int:
     return first
 
 
-def ends_in_loop(tokens: Sequence[int]) -> bool:
-    """Return True if the last tokens are three equal blocks: the end of a loop of `loop_start`."""
-    sizes = range(1, min(LONGEST_BLOCK, len(tokens) // 3) + 1)
-    return any(tokens[-n:] == tokens[-2 * n : -n] == tokens[-3 * n : -2 * n] for n in sizes)
-
-
 def without_loops(conversation: Conversation) -> Conversation:
     """Remove the tokens of each answer from its third repetition of a block to its end."""
     edges = np.flatnonzero(np.diff(conversation.answers.astype(np.int8), prepend=0, append=0))
@@ -152,14 +135,21 @@ def without_loops(conversation: Conversation) -> Conversation:
     )
 
 
-def first_tokens(conversations: Sequence[Conversation], limit: int) -> list[Conversation]:
-    """Return the first conversations, up to `limit` tokens."""
-    totals = np.cumsum([len(item.tokens) for item in conversations])
-    return list(conversations[: int(np.searchsorted(totals, limit, "right"))])
+def most_frequent(items: Sequence[Conversation], size: int) -> np.ndarray:
+    """Return the most frequent answer tokens, ascending."""
+    counts = np.bincount(np.concatenate([item.tokens[item.answers] for item in items]))
+    return np.sort(np.argsort(-counts, kind="stable")[:size])
+
+
+def early_part(item: Conversation) -> Conversation:
+    """Return a conversation up to token `EARLY` of its first answer, the part that users see first."""
+    begin = int(item.answers.argmax())
+    end = begin + int((~item.answers[begin : begin + EARLY]).argmax() or min(EARLY, len(item.answers) - begin))
+    return Conversation(item.tokens[:end], item.answers[:end], item.setting, item.classes)
 
 
 class Batches:
-    """Batches of about `tokens` tokens: one half single conversations, one half windows of joined conversations.
+    """Batches of about `tokens` tokens: most windows are a conversation, the others several that are joined.
 
     Joined conversations reach positions up to `WINDOW`; all but the first lose the system prompt. Windows of similar
     length share a batch. A batch depends only on the arguments and its number, so that training can be resumed.
@@ -197,13 +187,14 @@ class Batches:
 
     def _plan(self, rng: np.random.Generator) -> list[list[list[int]]]:
         order = rng.permutation(len(self._conversations)).tolist()
-        windows = [[i] for i in order[::2]]
+        count = int(len(order) * JOINED)
+        windows = [[i] for i in order[count:]]
         joined: list[list[int]] = [[]]
-        for i in order[1::2]:
+        for i in order[:count]:
             if self._length([*joined[-1], i]) > WINDOW:
                 joined.append([])
             joined[-1].append(i)
-        windows = sorted(windows + joined, key=self._length)
+        windows = sorted([*windows, *filter(None, joined)], key=self._length)
         batches: list[list[list[int]]] = [[]]
         for window in windows:
             if (len(batches[-1]) + 1) * self._length(window) > self._tokens:
@@ -222,10 +213,13 @@ class Batches:
 
 
 def padded(windows: Sequence[Conversation]) -> Batch:
-    """Return windows as rows of equal length."""
-    length = max(len(window.tokens) for window in windows)
-    batch = Batch(np.zeros((len(windows), length), np.int64), np.zeros((len(windows), length), bool))
+    """Return windows as rows of equal length, at most `WINDOW`."""
+    length = min(WINDOW, max(len(window.tokens) for window in windows))
+    batch = Batch(np.zeros((len(windows), length), np.int64), np.zeros((len(windows), length), np.float32))
     for row, window in enumerate(windows):
-        batch.tokens[row, : len(window.tokens)] = window.tokens
-        batch.answers[row, : len(window.tokens)] = window.answers
+        count = min(length, len(window.tokens))
+        batch.tokens[row, :count] = window.tokens[:count]
+        batch.weights[row, :count] = window.answers[:count]
+        early = len(early_part(window).tokens)
+        batch.weights[row, :early] *= 2
     return batch

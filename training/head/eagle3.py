@@ -1,31 +1,122 @@
 """EAGLE-3 (arXiv 2503.01840) in plain torch: a decoder layer on three hidden states of the target and the next token.
 
 Row t of step i receives token t + 1 + i and predicts token t + 2 + i. In step 0 its state is `fc` of the target's
-states at t; in later steps it is the head's own state of the step before (training-time test). Parameter names and
-`config.json` are those of the published checkpoints.
+states at t; in later steps it is the head's own state of the step before (training-time test). The rows of step 0
+attend causally; row t of a later step attends to the rows up to t of step 0 and to row t of all steps up to its own,
+as in a draft that starts at t. Parameter names and `config.json` are those of the published checkpoints.
 """
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from training.head.kind import LayerHead
-from training.head.layers import Cache, FirstLayer
-from training.head.target import Target
+from training.head.target import Target, rotate
+
+TAPS = (2, 15, 27)  # for SmolLM2-135M
+Cache = list[tuple[Tensor, Tensor]]  # keys and values of each step
 
 
-class Eagle3(LayerHead):
-    """The head."""
+class RMSNorm(nn.Module):
+    """Root mean square norm in float32."""
 
-    architecture = "LlamaForCausalLMEagle3"
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Attention with grouped queries over the rows of step 0 and the same row of later steps."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__()
+        width, self.size = config.hidden_size, config.head_dim
+        self.theta = config.rope_parameters["rope_theta"]
+        queries, keys = config.num_attention_heads * self.size, config.num_key_value_heads * self.size
+        self.repeats = queries // keys
+        self.q_proj = nn.Linear(2 * width, queries, bias=False)
+        self.k_proj = nn.Linear(2 * width, keys, bias=False)
+        self.v_proj = nn.Linear(2 * width, keys, bias=False)
+        self.o_proj = nn.Linear(queries, width, bias=False)
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        """Attend from rows `x` `[size, n, inputs]` of step `len(cache)`; append keys and values to `cache`."""
+        rows = x.shape[1]
+        positions = torch.arange(rows, device=x.device) + len(cache)
+        value = self.v_proj(x).unflatten(-1, (-1, self.size))
+        query, key = (
+            rotate(part(x).unflatten(-1, (-1, self.size)), positions, self.theta).to(value.dtype).transpose(1, 2)
+            for part in (self.q_proj, self.k_proj)
+        )
+        cache.append((key.repeat_interleave(self.repeats, 1), value.transpose(1, 2).repeat_interleave(self.repeats, 1)))
+        (keys, values), *later = cache
+        if not later:
+            mixed = F.scaled_dot_product_attention(query, keys, values, is_causal=True)
+        else:
+            future = torch.ones(rows, rows, dtype=torch.bool, device=x.device).triu(1)
+            scores = [(query @ keys.mT).masked_fill(future, -torch.inf)]
+            scores += [(query * own).sum(-1, keepdim=True).to(scores[0].dtype) for own, _ in later]
+            weights = (torch.cat(scores, -1).float() * self.size**-0.5).softmax(-1).to(value.dtype)
+            mixed = weights[..., :rows] @ values
+            for i, (_, own) in enumerate(later):
+                mixed = mixed + weights[..., rows + i, None] * own
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class GatedLinear(nn.Module):
+    """The feed-forward part of a Llama layer."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class FirstLayer(nn.Module):
+    """A decoder layer with the embedding of the next token as second input."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.hidden_norm, self.input_layernorm = RMSNorm(width, eps), RMSNorm(width, eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp = GatedLinear(width, config.intermediate_size)
+
+    def forward(self, x: Tensor, embedded: Tensor, cache: Cache) -> Tensor:
+        both = torch.cat([self.input_layernorm(embedded), self.hidden_norm(x)], -1)
+        x = x + self.self_attn(both, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Eagle3(nn.Module):
+    """The head.
+
+    `config` is the target's; `vocabulary` holds the target ids of the draft vocabulary, ascending. The output matrix
+    consists of rows of the target's unless the head has its own.
+    """
 
     def __init__(self, config: PretrainedConfig, taps: int, vocabulary: Tensor, own_output: bool = False) -> None:
-        super().__init__(config, taps, vocabulary, own_output)
+        super().__init__()
+        width = config.hidden_size
+        self.fc = nn.Linear(taps * width, width, bias=False)
         self.midlayer = FirstLayer(config)
+        self.norm = RMSNorm(width, config.rms_norm_eps)
+        self.lm_head = nn.Linear(width, len(vocabulary), bias=False) if own_output else None
+        self.register_buffer("vocabulary", vocabulary, persistent=False)
 
     def forward(self, taps: Tensor, tokens: Tensor, embeddings: Tensor, steps: int) -> list[Tensor]:
+        """Return the input of the output matrix for each step, `[size, length, width]`; `tokens` `[size, length]`."""
         state, results = self.fc(taps), []
         cache: Cache = []
         for i in range(steps):
@@ -34,6 +125,30 @@ class Eagle3(LayerHead):
             results.append(self.norm(state))
         return results
 
+    def logits(self, states: Tensor, output: Tensor) -> Tensor:
+        """Return logits over the draft vocabulary; `output` holds the target's rows of the draft vocabulary."""
+        return F.linear(states, output if self.lm_head is None else self.lm_head.weight)
+
+    @torch.no_grad()
+    def choose_vocabulary(self, vocabulary: Tensor) -> None:
+        """Draft other tokens. Raises `ValueError` if own rows are missing."""
+        if self.lm_head is not None:
+            if not torch.isin(vocabulary, self.vocabulary).all():
+                raise ValueError("the output matrix lacks tokens of the vocabulary: choose a smaller --vocabulary")
+            self.lm_head.weight = nn.Parameter(self.lm_head.weight[torch.searchsorted(self.vocabulary, vocabulary)])
+        self.vocabulary = vocabulary
+
+    @torch.no_grad()
     def start_from(self, target: Target) -> None:
-        self.copy_ends(target)
-        self.midlayer.start_from(target.last_layer)
+        """Copy the last layer, which ignores the embedding, final norm and output rows; `fc` passes the last tap."""
+        width, stored = target.config.hidden_size, dict(target.last_layer)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            key = f"self_attn.{name}.weight"
+            stored[key] = torch.cat([torch.zeros_like(stored[key]), stored[key]], -1)
+        stored["hidden_norm.weight"] = stored["input_layernorm.weight"]
+        stored["input_layernorm.weight"] = torch.ones_like(stored["input_layernorm.weight"])
+        self.midlayer.load_state_dict(stored)
+        self.fc.weight.zero_()[:, -width:].copy_(torch.eye(width))
+        self.norm.weight.copy_(target.norm)
+        if self.lm_head is not None:
+            self.lm_head.weight.copy_(target.rows[self.vocabulary])

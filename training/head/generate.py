@@ -1,56 +1,36 @@
-"""Write training conversations with the target: `python -m training.head.generate --out DIR --conversations N`.
+"""Write conversations of the target: `python -m training.head.generate --prompts FILE --out DIR`.
 
-User turns come from the templates of `turns.py` or are written by the target itself after the template's prefix.
-Answers end at their third repetition of a block. A conversation depends only on the seed and its number.
+A quarter begin with a user turn that the target writes, the others with the prompts in their order (lines of JSON with
+`text` and `kind`, see `training.head.prompts`); 30 % have a second turn. Answers end before the third repetition of a
+block. `--greedy` answers each prompt once, for evaluation. Files that exist are not written again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from specdemo.core.step import Draft
-from specdemo.models.engines.engine import Entry
-from specdemo.models.engines.select import engine_of
-from specdemo.models.load import LoadedModel, load
+from specdemo.models.load import read_tokenizer
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
-from training.head import turns
-from training.head.conversations import SETTINGS, ends_in_loop
-from training.head.objective import distribution
+from training.head.conversations import SETTINGS
+from training.head.prompts import FOLLOWING
+from training.head.target import Target
+from training.head.texts import Request, Slots
 
-SHARES = {"pair": 0.4, "greedy": 0.25, "one": 0.35}  # of conversations, by how answers are chosen
+SHARES = {"pair": 0.4, "greedy": 0.35, "one": 0.25}  # of conversations, by how answers are chosen
+OWN, FOLLOWED = 0.25, 0.3
 OWN_CHOICE = (1.0, 0.95)  # temperature and top-p of user turns by the target
-MOST_ANSWER, MOST_QUESTION = 400, 80  # tokens
-PER_FILE = 1000  # conversations
-
-
-@dataclass(frozen=True)
-class Contents:
-    """Share of conversations of 1,024 positions or more, share of user turns by the target, classes of templates."""
-
-    long: float = 0.5
-    own: float = 0.35
-    classes: tuple[str, ...] = turns.CLASSES
-
-
-@dataclass
-class Dialogue:
-    """A conversation under construction."""
-
-    setting: str
-    tokens: list[int] = field(default_factory=list)
-    spans: list[tuple[int, int]] = field(default_factory=list)  # begin and end of each answer
-    classes: list[str] = field(default_factory=list)
+MOST_ANSWER, MOST_QUESTION, LEAST_ANSWER = 400, 80, 32  # tokens
 
 
 @dataclass(frozen=True)
@@ -63,7 +43,7 @@ class Format:
     end: int
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, end: int) -> Format:
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Format:
         """Derive the parts from a rendered conversation."""
         messages = [
             {"role": role, "content": text}
@@ -73,136 +53,146 @@ class Format:
         system, rest = text.split("first", 1)
         answer, rest = rest.split("second", 1)
         following = rest.split("third", 1)[0]
+        (end,) = tokenizer.encode(tokenizer.eos_token, add_special_tokens=False)
         parts = [tokenizer.encode(part, add_special_tokens=False) for part in (system, answer, following)]
         return cls(*parts, end)
 
 
-Steps = Generator[None, Tensor, None]  # receives the logits after the dialogue's last token
+@dataclass
+class Dialogue:
+    """A conversation under construction."""
+
+    parts: Format
+    setting: str
+    classes: list[str]
+    prompt: list[int] | None  # None: the target writes it
+    follow: list[int] | None  # second user turn
+    spans: list[tuple[int, int]] = field(default_factory=list)  # begin and end of each answer
+    tokens: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tokens += self.parts.system
+        if self.prompt is not None:
+            self.tokens += self.prompt + self.parts.answer
+
+    def request(self, length: int, limit: int) -> Request | None:
+        """Return the next request in a context of `length`, None if no answer fits."""
+        if self.prompt is None:
+            return Request(self.tokens, OWN_CHOICE, MOST_QUESTION, self)
+        room = length - len(self.tokens) - 1
+        return Request(self.tokens, SETTINGS[self.setting], min(limit, room), self) if room >= LEAST_ANSWER else None
+
+    def receive(self, tokens: list[int]) -> bool:
+        """Add what the target wrote; return whether the conversation goes on."""
+        if self.prompt is None:
+            self.prompt = tokens[:-1] if tokens and tokens[-1] == self.parts.end else tokens
+            self.tokens += self.prompt + self.parts.answer
+            return bool(self.prompt)
+        begin = len(self.tokens)
+        self.tokens += tokens
+        self.spans.append((begin, len(self.tokens)))
+        if self.follow is None or not tokens:
+            return False
+        self.tokens += self.parts.following[tokens[-1] == self.parts.end :] + self.follow + self.parts.answer
+        self.follow = None
+        self.classes.append("follow")
+        return True
 
 
-def write(tokens: list[int], logits: Tensor, choice: tuple[float, float], limit: int, end: int, seed: int) -> Steps:
-    """Continue `tokens` in place until the end token, a loop or `limit` tokens; `choice`: temperature and top-p."""
-    generator, begin = torch.Generator().manual_seed(seed), len(tokens)
-    while True:
-        tokens.append(choose(logits, choice, generator))
-        if tokens[-1] == end or len(tokens) - begin == limit or ends_in_loop(tokens[begin:]):
-            return
-        logits = yield
+def converse(slots: Slots, new: Callable[[], Dialogue | None], limit: int) -> list[Dialogue]:
+    """Return the finished conversations of `new`, which returns None after the last."""
+    waiting: list[Dialogue] = []
+    done: list[Dialogue] = []
+
+    def take(most: int) -> list[Request]:
+        requests: list[Request] = []
+        while len(requests) < most and (dialogue := waiting.pop() if waiting else new()):
+            if request := dialogue.request(slots.length, limit):
+                requests.append(request)
+            elif dialogue.spans:
+                done.append(dialogue)
+        return requests
+
+    def give(request: Request, tokens: list[int]) -> None:
+        dialogue: Dialogue = request.owner
+        if dialogue.receive(tokens):
+            waiting.append(dialogue)
+        elif any(end > begin for begin, end in dialogue.spans):
+            done.append(dialogue)
+
+    slots.serve(take, give)
+    return done
 
 
-def choose(logits: Tensor, choice: tuple[float, float], generator: torch.Generator) -> int:
-    """Draw a token by inversion, which is faster than `torch.multinomial`."""
-    if choice[0] == 0:
-        return int(logits.argmax())
-    sums = distribution(logits[None].float(), *choice)[0].cumsum(0)
-    drawn = torch.rand((), generator=generator) * sums[-1]
-    return min(int(torch.searchsorted(sums, drawn, right=True)), int(torch.searchsorted(sums, sums[-1])))
+def dialogues(
+    prompts: Sequence[tuple[str, list[int]]], following: Sequence[list[int]], parts: Format, greedy: bool, seed: str
+) -> list[Dialogue]:
+    """Return the beginnings of conversations with these prompts (kind, token ids), `greedy` ones without others."""
+    rng, result = random.Random(seed), []
+    for kind, ids in prompts:
+        while not greedy and rng.random() < OWN:
+            result.append(_dialogue(rng, parts, "own", None, following))
+        result.append(
+            Dialogue(parts, "greedy", [kind], ids, None) if greedy else _dialogue(rng, parts, kind, ids, following)
+        )
+    return result
 
 
-def converse(
-    result: Dialogue, rng: random.Random, parts: Format, tokenizer: PreTrainedTokenizerBase, contents: Contents
-) -> Steps:
-    """Write turns until the conversation has its length."""
-    length = rng.randrange(1024, 1800) if rng.random() < contents.long else 0
-    tokens = result.tokens
-    tokens += parts.system
-    while True:
-        kind = rng.choices(["own", "template"], [contents.own, 1 - contents.own])[0]
-        if kind == "template":
-            kind = "follow" if result.spans and rng.random() < 0.5 else rng.choice(contents.classes)
-            tokens += tokenizer.encode(turns.message(kind, rng), add_special_tokens=False)
-        else:
-            logits = yield
-            yield from write(tokens, logits, OWN_CHOICE, MOST_QUESTION, parts.end, rng.getrandbits(62))
-            if tokens[-1] == parts.end:
-                tokens.pop()
-        result.classes.append(kind)
-        tokens += parts.answer
-        begin, logits = len(tokens), (yield)
-        yield from write(tokens, logits, SETTINGS[result.setting], MOST_ANSWER, parts.end, rng.getrandbits(62))
-        result.spans.append((begin, len(tokens)))
-        if len(tokens) >= length:
-            return
-        tokens += parts.following[tokens[-1] == parts.end :]
+def _dialogue(
+    rng: random.Random, parts: Format, kind: str, prompt: list[int] | None, following: Sequence[list[int]]
+) -> Dialogue:
+    (setting,) = rng.choices(list(SHARES), list(SHARES.values()))
+    follow = rng.choice(following) if rng.random() < FOLLOWED else None
+    return Dialogue(parts, setting, [kind], prompt, follow)
 
 
-class Writer:
-    """Conversations of a loaded target, several at a time."""
-
-    def __init__(self, loaded: LoadedModel, seed: int, texts: int, contents: Contents) -> None:
-        (end,) = loaded.tokenizer.encode(loaded.tokenizer.eos_token, add_special_tokens=False)
-        self._parts, self._tokenizer = Format.of(loaded.tokenizer, end), loaded.tokenizer
-        self._engine, self._seed, self._texts = engine_of(loaded.model), seed, texts
-        self._contents = contents
-
-    @torch.inference_mode()
-    def write(self, numbers: Sequence[int]) -> list[Dialogue]:
-        """Return the conversations of these numbers."""
-        waiting, active, results = list(numbers), [], []
-        while waiting or active:
-            while waiting and len(active) < self._texts:
-                rng = random.Random(f"{self._seed} {waiting.pop(0)}")
-                result = Dialogue(rng.choices(list(SHARES), list(SHARES.values()))[0])
-                steps = converse(result, rng, self._parts, self._tokenizer, self._contents)
-                next(steps)
-                results.append(result)
-                active.append((result, steps, self._engine.open()))
-            held = [cache.length for _, _, cache in active]
-            entries = [
-                Entry(cache, result.tokens[count:], count, Draft())
-                for (result, _, cache), count in zip(active, held, strict=True)
-            ]
-            rows = self._engine.run(entries)
-            remaining = []
-            for text, logits in zip(active, rows, strict=True):
-                result, steps, cache = text
-                cache.keep(len(result.tokens), [])
-                try:
-                    steps.send(logits[-1])
-                    remaining.append(text)
-                except StopIteration:
-                    self._engine.close(cache)
-            active = remaining
-        return results
-
-
-def save(path: Path, dialogues: Sequence[Dialogue]) -> None:
+def save(path: Path, found: Sequence[Dialogue]) -> None:
     """Write conversations in the form that `training.head.conversations` reads."""
-    spans = [(i, *span) for i, dialogue in enumerate(dialogues) for span in dialogue.spans]
+    partial = path.with_suffix(".partial.npz")
     np.savez_compressed(
-        path,
-        tokens=np.concatenate([np.array(dialogue.tokens, np.uint16) for dialogue in dialogues]),
-        lengths=np.array([len(dialogue.tokens) for dialogue in dialogues], np.int32),
-        spans=np.array(spans, np.int32),
-        settings=np.array([dialogue.setting for dialogue in dialogues]),
-        classes=np.array([",".join(dialogue.classes) for dialogue in dialogues]),
+        partial,
+        tokens=np.concatenate([np.array(dialogue.tokens[: dialogue.spans[-1][1]], np.uint16) for dialogue in found]),
+        lengths=np.array([dialogue.spans[-1][1] for dialogue in found], np.int32),
+        spans=np.array([(i, *span) for i, dialogue in enumerate(found) for span in dialogue.spans], np.int32),
+        settings=np.array([dialogue.setting for dialogue in found]),
+        classes=np.array([",".join(dialogue.classes) for dialogue in found]),
     )
+    partial.replace(path)
 
 
 def main() -> None:
-    """Write files of conversations; existing files are not written again."""
+    """Write files of conversations."""
     parser = argparse.ArgumentParser(prog="python -m training.head.generate", description=__doc__)
     parser.add_argument("--target", default=PAIRS[CHAT_PAIR].target, help="GGUF file or directory of a chat model")
+    parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--conversations", type=int, default=7000)
-    parser.add_argument("--texts", type=int, default=8, help="conversations per pass")
+    parser.add_argument("--greedy", action="store_true", help="one greedy answer per prompt, at most 128 tokens")
+    parser.add_argument("--per-file", type=int, default=10_000, help="prompts")
+    parser.add_argument("--texts", type=int, default=32, help="conversations per pass; 1,536 on a large GPU")
+    parser.add_argument("--length", type=int, default=1024, help="most positions of a conversation")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--long", type=float, default=Contents.long, help="share that reaches 1,024 positions")
-    parser.add_argument("--own", type=float, default=Contents.own, help="share of user turns that the target writes")
-    parser.add_argument("--classes", nargs="+", choices=turns.CLASSES, default=turns.CLASSES, help="of templates")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    loaded = load(ModelSpec(options.target), warm=False)
-    contents = Contents(options.long, options.own, tuple(options.classes))
-    writer = Writer(loaded, options.seed, options.texts, contents)
-    for first in range(0, options.conversations, PER_FILE):
-        path = options.out / f"part{first // PER_FILE:04d}.npz"
-        if not path.exists():
-            start = time.monotonic()
-            dialogues = writer.write(range(first, min(first + PER_FILE, options.conversations)))
-            save(path, dialogues)
-            count = sum(len(dialogue.tokens) for dialogue in dialogues)
-            print(f"{path.name}: {count:,} tokens, {count / (time.monotonic() - start):.0f} per second", flush=True)
+    torch.set_float32_matmul_precision("high")
+    tokenizer = read_tokenizer(ModelSpec(options.target))
+    parts = Format.of(tokenizer)
+    slots = Slots(Target(options.target, device=options.device), parts.end, options.texts, options.length, MOST_ANSWER)
+    lines = [json.loads(line) for line in options.prompts.read_text("utf-8").split("\n") if line]
+    following = [tokenizer.encode(text, add_special_tokens=False) for text in FOLLOWING]
+    for first in range(0, len(lines), options.per_file):
+        path = options.out / f"{options.prompts.stem}{first // options.per_file:04d}.npz"
+        if path.exists():
+            continue
+        start, slots.written = time.monotonic(), 0
+        chosen = lines[first : first + options.per_file]
+        prompts = [(line["kind"], tokenizer.encode(line["text"], add_special_tokens=False)) for line in chosen]
+        torch.manual_seed(options.seed + first)
+        begun = iter(dialogues(prompts, following, parts, options.greedy, f"{options.seed} {first}"))
+        found = converse(slots, lambda begun=begun: next(begun, None), 128 if options.greedy else MOST_ANSWER)
+        save(path, found)
+        rate = slots.written / (time.monotonic() - start)
+        print(f"{path.name}: {len(found):,} conversations, {slots.written:,} written tokens, {rate:,.0f}/s", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Loss on the target's distribution and acceptance on held-out answers, for all kinds of heads.
+"""Loss on the target's distribution, and acceptance of drafts on answers of the target.
 
 Row t of step i predicts token t + 2 + i, so that its reference is the target's distribution at t + 1 + i.
 """
@@ -13,22 +13,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.head.conversations import Batch, Conversation, padded
-from training.head.kind import DraftHead
+from training.head.conversations import SETTINGS, Batch, Conversation
+from training.head.eagle3 import Eagle3
 from training.head.target import Target
 
 DECAY = 0.8  # of the weight per step
 OVERLAP_WEIGHT = 1.0
-BLOCK = 256  # rows
+BLOCKS = {"cpu": 256, "cuda": 4096}  # rows; those of a processor fit into its cache
 TOP = 1024  # most probable tokens among which top-p selects
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Positions of a batch whose next token belongs to an answer, with the target's final states there."""
+    """Positions of a batch whose next token belongs to an answer, with its weight and the target's final state."""
 
     window: Tensor
     position: Tensor
+    weight: Tensor
     final: Tensor
 
     def of(self, states: Tensor, step: int) -> Tensor:
@@ -36,50 +37,51 @@ class Rows:
         return states[self.window, self.position - 1 - step]
 
 
-def states_of(head: DraftHead, target: Target, batch: Batch, steps: int) -> tuple[list[Tensor], Rows]:
+def states_of(head: Eagle3, target: Target, batch: Batch, steps: int) -> tuple[list[Tensor], Rows]:
     """Return the head's states of each step and the rows to compare. Answers begin after more than `steps` tokens."""
     device = target.embeddings.device
-    tokens = torch.from_numpy(batch.tokens).to(device)
+    tokens, weights = (torch.from_numpy(array).to(device) for array in (batch.tokens, batch.weights))
     states = target.states(tokens)
-    window, position = torch.from_numpy(batch.answers[:, 1:]).nonzero(as_tuple=True)
+    window, position = weights[:, 1:].nonzero(as_tuple=True)
     drafted = head(states.taps, tokens, target.embeddings, steps)
-    return drafted, Rows(window, position, states.final[window, position])
+    return drafted, Rows(window, position, weights[window, position + 1], states.final[window, position])
 
 
-def loss(head: DraftHead, target: Target, steps: int, batch: Batch) -> Tensor:
-    """Return the mean over rows and steps of cross entropy and rejection rate 1 - sum min(p, q).
+def loss(head: Eagle3, target: Target, steps: int, batch: Batch) -> Tensor:
+    """Return the weighted mean over rows and steps of cross entropy and rejection rate 1 - sum min(p, q).
 
     p is normalised over the full vocabulary, so that rows count less where the draft vocabulary covers less. Gradients
-    of the head's states are computed in blocks of rows that fit into the processor's cache.
+    of the head's states are computed in blocks of rows.
     """
-    with torch.autocast(target.embeddings.device.type, torch.bfloat16):
+    device = target.embeddings.device.type
+    with torch.autocast(device, torch.bfloat16):
         drafted, rows = states_of(head, target, batch, steps)
         compared = [rows.of(states, i) for i, states in enumerate(drafted)]
         leaves = [states.detach().requires_grad_() for states in compared]
         output = target.output[head.vocabulary]
-        scale = len(rows.final) * sum(DECAY**i for i in range(steps))
-        value = 0.0
-        for block in torch.arange(len(rows.final), device=output.device).split(BLOCK):
+        scale = rows.weight.sum() * sum(DECAY**i for i in range(steps))
+        value = torch.zeros((), device=output.device)
+        for block in torch.arange(len(rows.final), device=output.device).split(BLOCKS[device]):
             with torch.no_grad():
                 total = F.linear(rows.final[block], target.output).float().logsumexp(-1, keepdim=True)
                 p = (F.linear(rows.final[block], output).float() - total).exp()
-            part = torch.zeros((), device=p.device)
+            part = torch.zeros((), device=output.device)
             for i, states in enumerate(leaves):
                 q = head.logits(states[block], output).float().log_softmax(-1)
-                overlap = torch.minimum(p, q.exp()).sum(-1)
-                part = part - DECAY**i * ((p * q).sum() + OVERLAP_WEIGHT * overlap.sum())
+                gained = (p * q).sum(-1) + OVERLAP_WEIGHT * torch.minimum(p, q.exp()).sum(-1)
+                part = part - DECAY**i * (rows.weight[block] * gained).sum()
             (part / scale).backward()
-            value += part.item() / scale
+            value += part.detach() / scale
     linear = sum((states * leaf.grad).sum() for states, leaf in zip(compared, leaves, strict=True))
     return linear + (value + OVERLAP_WEIGHT - linear.detach())
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Acceptance rate by position, given that all earlier ones were accepted, and mean tokens per pass by gamma."""
+    """Acceptance rate by position, given that all earlier ones were accepted, and mean tokens per pass of chains."""
 
     rates: list[float]
-    tokens: dict[int, float]
+    tokens: float
 
 
 def distribution(logits: Tensor, temperature: float, top_p: float) -> Tensor:
@@ -94,42 +96,46 @@ def distribution(logits: Tensor, temperature: float, top_p: float) -> Tensor:
     return probabilities / probabilities.sum(-1, keepdim=True)
 
 
+def earlier_tokens(tokens: Tensor, positions: Tensor, size: int) -> Tensor:
+    """Return a mask `[rows, size]` of the tokens up to each position, which a head drafts as well."""
+    first = torch.full((size,), len(tokens), device=tokens.device)
+    first.scatter_reduce_(0, tokens, torch.arange(len(tokens), device=tokens.device), "amin")
+    return first <= positions[:, None]
+
+
 @torch.no_grad()
-def chances(
-    head: DraftHead, target: Target, item: Conversation, steps: int, temperature: float, top_p: float
-) -> tuple[Tensor, Tensor]:
+def chances(head: Eagle3, target: Target, item: Conversation, steps: int) -> tuple[Tensor, Tensor]:
     """Return, per row and step, sum min(p, q) and the ratio min(1, q(x) / p(x)) of the text's token x."""
-    with torch.autocast(target.embeddings.device.type, torch.bfloat16):
-        drafted, rows = states_of(head, target, padded([item]), steps)
-        following = torch.from_numpy(item.tokens.astype(np.int64))[rows.position.cpu() + 1].to(rows.position.device)
-        p = distribution(F.linear(rows.final, target.output).float(), temperature, top_p)
-        overlap, ratio = [], []
+    choice, (vocab, _) = SETTINGS[item.setting], target.output.shape
+    tokens = torch.from_numpy(item.tokens.astype(np.int64)).to(target.embeddings.device)
+    static = torch.zeros(vocab, dtype=torch.bool, device=tokens.device)
+    static[head.vocabulary] = True
+    overlap, ratio = [], []
+    with torch.autocast(tokens.device.type, torch.bfloat16):
+        batch = Batch(item.tokens[None].astype(np.int64), item.answers[None].astype(np.float32))
+        drafted, rows = states_of(head, target, batch, steps)
+        following = tokens[rows.position + 1, None]
+        allowed = static | earlier_tokens(tokens, rows.position, vocab)
+        p = distribution(F.linear(rows.final, target.output).float(), *choice)
         for i, states in enumerate(drafted):
-            logits = head.logits(rows.of(states, i), target.output[head.vocabulary]).float()
-            q = torch.zeros_like(p)
-            q[:, head.vocabulary] = distribution(logits, temperature, top_p)
+            logits = F.linear(rows.of(states, i), target.output).float()
+            logits[:, head.vocabulary] = head.logits(rows.of(states, i), target.output[head.vocabulary]).float()
+            q = distribution(logits.masked_fill(~allowed, -torch.inf), *choice)
             overlap.append(torch.minimum(p, q).sum(-1))
-            px, qx = (x.gather(1, following[:, None])[:, 0] for x in (p, q))
+            px, qx = (x.gather(1, following)[:, 0] for x in (p, q))
             ratio.append(torch.where(px > 0, qx / px, 0).clamp(max=1))
     return torch.stack(overlap, 1).float().cpu(), torch.stack(ratio, 1).float().cpu()
 
 
-def acceptance(
-    head: DraftHead,
-    target: Target,
-    conversations: Sequence[Conversation],
-    temperature: float,
-    top_p: float = 1.0,
-    steps: int = 5,
-) -> Acceptance:
-    """Evaluate drafts from all positions of answers that were chosen at `temperature` and `top_p`.
+def acceptance(head: Eagle3, target: Target, items: Sequence[Conversation], steps: int = 4) -> Acceptance:
+    """Evaluate drafts of `steps` tokens from all positions of answers, at the settings that chose them.
 
     An accepted token has the distribution min(p, q) and the text's token the distribution p, hence the text is
     weighted by min(1, q / p).
     """
     accepted, reached, starts = torch.zeros(steps), torch.zeros(steps), 0
-    for item in conversations:
-        overlap, ratio = chances(head, target, item, steps, temperature, top_p)
+    for item in items:
+        overlap, ratio = chances(head, target, item, steps)
         edges = np.flatnonzero(np.diff(item.answers[1:].astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
         first = 0
         for size in (end - begin for begin, end in edges):
@@ -141,5 +147,4 @@ def acceptance(
             accepted += (weight * overlap[rows, columns]).sum(0)
             reached += weight.sum(0)
             starts, first = starts + drafts, first + size
-    gained = (accepted / starts).cumsum(0)
-    return Acceptance((accepted / reached).tolist(), {gamma: 1 + gained[gamma - 1].item() for gamma in (3, steps)})
+    return Acceptance((accepted / reached).tolist(), 1 + float(accepted.sum()) / max(1, starts))
