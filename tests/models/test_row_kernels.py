@@ -1,0 +1,159 @@
+"""Products of few rows in Triton's interpreter, on CPU tensors."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdemo.models.engines import row_linear
+from specdemo.models.engines.native_matrix import NF4_CODES
+from specdemo.models.engines.row_linear import CODE4, FEW_ROWS, RowLinear, Tiles, decoding, joined_outputs
+
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+]
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
+LEVELS = torch.linspace(0, 1, 256) ** 2  # of scales
+SIZES = {"even": (96, 512), "odd": (37, 192), "tail": (130, 320), "long": (5, 17_408)}
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def four_bit(outputs: int, inputs: int, dtype: torch.dtype, nested: bool, bias: Tensor | None, seed: int = 0) -> tuple[RowLinear, Tensor]:
+    """Return a random layer in the storage of bitsandbytes and its matrix."""
+    generator = torch.Generator().manual_seed(seed)
+    packed = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, generator=generator)
+    count = outputs * inputs // 64
+    absmax = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+    scales = {
+        "absmax": absmax,
+        "levels": LEVELS,
+        "nested_absmax": torch.rand(-(-count // 256), generator=generator),
+        "offset": torch.tensor(0.3 + seed),
+    }
+    stored = LEVELS[absmax.int()] * scales["nested_absmax"].repeat_interleave(256)[:count] + scales["offset"]
+    if not nested:
+        scales = {"absmax": stored}
+    codes = torch.stack((packed >> 4, packed & 15), -1).flatten(1).int()
+    matrix = torch.tensor(NF4_CODES, dtype=torch.float64)[codes] * stored.double().view(outputs, -1).repeat_interleave(64, 1)
+    return row_linear.nf4_linear(packed, scales, bias, dtype), matrix
+
+
+def layer(form: str, outputs: int, inputs: int, dtype: torch.dtype, bias: Tensor | None) -> tuple[RowLinear, Tensor]:
+    """Return a random layer and its matrix in float64."""
+    if form.startswith("nf4"):
+        return four_bit(outputs, inputs, dtype, form == "nf4", bias)
+    if form == "int8":
+        generator = torch.Generator().manual_seed(0)
+        codes = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8, generator=generator)
+        scales = torch.rand(outputs, generator=generator) / 127
+        return row_linear.int8_linear(codes, scales, bias, dtype), codes.double() * scales.double()[:, None]
+    weight = random(outputs, inputs).to(dtype)
+    return row_linear.float_linear(weight, bias), weight.double()
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("form", ["nf4", "nf4-plain", "int8", "float"])
+def test_products_are_those_of_the_matrix(form: str, size: str, dtype: torch.dtype) -> None:
+    outputs, inputs = SIZES[size]
+    if form in ("int8", "float") and size == "odd":
+        inputs -= 5
+    bias = random(outputs, seed=2).to(dtype) if size == "odd" else None
+    linear, matrix = layer(form, outputs, inputs, dtype, bias)
+    rows = random(17, inputs, seed=1).to(dtype)
+    expected = rows.double() @ matrix.T + (0 if bias is None else bias.double())
+    assert error(linear.expanded(), matrix) < TOLERANCE[dtype]
+    single = [linear(rows[i : i + 1]) for i in range(FEW_ROWS)]
+    for count in (1, 2, 5, 11, 16, 17):
+        found = linear(rows[:count])
+        assert found.dtype == dtype and error(found, expected[:count]) < TOLERANCE[dtype]
+        if count <= FEW_ROWS:
+            assert torch.equal(found, torch.cat(single[:count]))
+
+
+@pytest.mark.parametrize("form", ["nf4", "int8", "float"])
+def test_inputs_may_be_strided_and_have_further_dimensions(form: str) -> None:
+    linear, _ = layer(form, 40, 192, torch.bfloat16, None)
+    wide = random(3, 2 * 192, seed=3).to(torch.bfloat16)
+    views = [wide[:, 192:], wide[:, ::2], wide.view(3, 2, 192)[:, 1], wide[:1, :192].expand(3, -1)]
+    for rows in views:
+        assert torch.equal(linear(rows), linear(rows.contiguous()))
+    assert torch.equal(linear(wide.view(3, 2, 192)), linear(wide.view(6, 192)).view(3, 2, 40))
+
+
+@pytest.mark.parametrize("form", ["nf4", "nf4-plain", "int8", "float"])
+def test_joined_layers_have_the_outputs_of_their_parts(form: str) -> None:
+    parts = [
+        four_bit(outputs, 192, torch.bfloat16, form == "nf4", bias, seed)[0]
+        if form.startswith("nf4")
+        else layer(form, outputs, 192, torch.bfloat16, bias)[0]
+        for seed, (outputs, bias) in enumerate([(37, None), (20, torch.ones(20, dtype=torch.bfloat16)), (64, None)])
+    ]
+    rows = random(4, 192).to(torch.bfloat16)
+    expected = torch.cat([part(rows) for part in parts], -1)
+    assert error(joined_outputs(parts)(rows), expected.double()) < 1e-6
+    assert torch.equal(joined_outputs(parts[:1])(rows), parts[0](rows))
+
+
+def prmt(a: int, b: int, selector: int) -> int:
+    """Return the result of the instruction: bit 3 of a selector extends the sign of its byte."""
+    data, result = a | b << 32, 0
+    for i in range(4):
+        nibble = selector >> 4 * i & 15
+        byte = data >> 8 * (nibble & 7) & 255
+        result |= (255 * (byte >> 7) if nibble & 8 else byte) << 8 * i
+    return result
+
+
+def executed(program: str, word: int) -> list[int]:
+    """Return the outputs $0 to $3 of a program of `decoding`."""
+    registers = {"$4": word}
+
+    def value(name: str) -> int:
+        return registers[name] if name in registers else int(name, 0)
+
+    for line in program.splitlines():
+        name, _, operands = line.rstrip(";").partition(" ")
+        target, *arguments = operands.split(", ")
+        if name.startswith(("prmt", "xor", "shr")):
+            values = [value(argument) for argument in arguments]
+            operation = {"prmt": prmt, "xor": int.__xor__, "shr": int.__rshift__}[name.partition(".")[0]]
+            registers[target] = operation(*values)
+    return [registers[f"${i}"] for i in range(4)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_decoding_returns_the_values_of_the_codes(dtype: torch.dtype) -> None:
+    values, _ = four_bit(1, 64, dtype, False, None)
+    table = values.tensors["values"].to(dtype)
+    for seed in range(16):
+        data = torch.randint(0, 256, (4,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+        word = int(data.view(torch.int32)) & 0xFFFFFFFF
+        halves = [half & 0xFFFF for out in executed(decoding(dtype), word) for half in (out, out >> 16)]
+        found = torch.tensor([half - (half >> 15 << 16) for half in halves], dtype=torch.int16).view(dtype)
+        assert torch.equal(found, torch.cat((table[(data >> 4).int()], table[(data & 15).int()])))
+
+
+@pytest.mark.parametrize("programs", [1, 7, 40, 1000])
+def test_partial_sums_have_all_inputs(programs: int) -> None:
+    tiles = Tiles(32, 4, programs, 4, 3)
+    linear, matrix = four_bit(50, 64 * 23, torch.float16, True, None)
+    rows = random(2, 64 * 23).half()
+    partial = linear.partial_sums(rows, tiles)
+    assert error(partial.sum(0), rows.double() @ matrix.T) < TOLERANCE[torch.float16]
+    assert tiles.splits(50, 64 * 23) == len(partial) <= 6
+    assert RowLinear(CODE4, linear.tensors, 64 * 23, torch.float16).tensors.keys() == linear.tensors.keys()
