@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +17,29 @@ from specdemo.models.engines.row_linear import CODE4, FEW_ROWS, RowLinear, Tiles
 
 pytestmark = [
     pytest.mark.exhaustive,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
 ]
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+
+@pytest.fixture(autouse=True)
+def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter multiply bfloat16, which it stores as integers."""
+    interpreter: Any = import_module("triton.runtime.interpreter")
+
+    def floats(handle: Any) -> Any:
+        bits = handle.data
+        return (bits.astype("uint32") << 16).view("float32") if bits.dtype == "uint16" else bits.astype("float32")
+
+    def product(builder: Any, left: Any, right: Any, sums: Any, *rest: object) -> Any:
+        return interpreter.TensorHandle(floats(left) @ floats(right) + sums.data, sums.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", product)
+
+
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
 LEVELS = torch.linspace(0, 1, 256) ** 2  # of scales
-SIZES = {"even": (96, 512), "odd": (37, 192), "tail": (130, 320), "long": (5, 17_408)}
+SIZES = {"even": (64, 256), "odd": (37, 192), "tail": (66, 320)}
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -77,12 +95,21 @@ def test_products_are_those_of_the_matrix(form: str, size: str, dtype: torch.dty
     rows = random(17, inputs, seed=1).to(dtype)
     expected = rows.double() @ matrix.T + (0 if bias is None else bias.double())
     assert error(linear.expanded(), matrix) < TOLERANCE[dtype]
-    single = [linear(rows[i : i + 1]) for i in range(FEW_ROWS)]
-    for count in (1, 2, 5, 11, 16, 17):
+    most = linear(rows[:FEW_ROWS])
+    for count in (1, 2, 7, 17):
         found = linear(rows[:count])
         assert found.dtype == dtype and error(found, expected[:count]) < TOLERANCE[dtype]
-        if count <= FEW_ROWS:
-            assert torch.equal(found, torch.cat(single[:count]))
+        assert count > FEW_ROWS or torch.equal(found, most[:count])
+    for i in (3, 15):
+        assert torch.equal(linear(rows[i : i + 1])[0], most[i])
+
+
+def test_scales_of_long_rows() -> None:
+    """A row has scales of several blocks, and a partial sum those of two."""
+    linear, matrix = four_bit(3, 17_408, torch.float16, True, None)
+    rows = random(1, 17_408).half()
+    assert error(linear.expanded(), matrix) < TOLERANCE[torch.float16]
+    assert error(linear.partial_sums(rows, Tiles(16, 4, 1, 4, 3)).sum(0), rows.double() @ matrix.T) < TOLERANCE[torch.float16]
 
 
 @pytest.mark.parametrize("form", ["nf4", "int8", "float"])
@@ -148,12 +175,12 @@ def test_decoding_returns_the_values_of_the_codes(dtype: torch.dtype) -> None:
         assert torch.equal(found, torch.cat((table[(data >> 4).int()], table[(data & 15).int()])))
 
 
-@pytest.mark.parametrize("programs", [1, 7, 40, 1000])
+@pytest.mark.parametrize("programs", [1, 7, 1000])
 def test_partial_sums_have_all_inputs(programs: int) -> None:
     tiles = Tiles(32, 4, programs, 4, 3)
-    linear, matrix = four_bit(50, 64 * 23, torch.float16, True, None)
-    rows = random(2, 64 * 23).half()
+    linear, matrix = four_bit(20, 64 * 11, torch.float16, True, None)
+    rows = random(2, 64 * 11).half()
     partial = linear.partial_sums(rows, tiles)
     assert error(partial.sum(0), rows.double() @ matrix.T) < TOLERANCE[torch.float16]
-    assert tiles.splits(50, 64 * 23) == len(partial) <= 6
-    assert RowLinear(CODE4, linear.tensors, 64 * 23, torch.float16).tensors.keys() == linear.tensors.keys()
+    assert tiles.splits(20, 64 * 11) == len(partial) <= 3
+    assert RowLinear(CODE4, linear.tensors, 64 * 11, torch.float16).tensors.keys() == linear.tensors.keys()
