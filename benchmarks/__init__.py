@@ -1,4 +1,4 @@
-"""Studies cited by the documents in docs/. Run: `python benchmarks/NAME.py` or `python -m benchmarks.NAME`."""
+"""Studies cited by the documents in docs/. Run: `python -m benchmarks.NAME`."""
 
 from specdemo import set_environment_defaults
 

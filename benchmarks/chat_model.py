@@ -1,323 +1,245 @@
-"""The chat model in several forms: tables `chat-equality`, `chat-activations`, `chat-forms` and `chat-drafters`.
+"""Drafters of the chat model, and equality of its greedy texts.
 
-`python -m benchmarks.chat_model --write`. The form `Q4_1` is the stored file; the others are converted from its
-dequantised weights. Greedy texts are compared with `transformers` in float32, and with llama.cpp (8-bit activations) if
-`--llama-completion PATH` is given.
+`python -m benchmarks.chat_model STUDY --write`. `drafters`: all lanes alternate on the last prompts of each class,
+which chose no settings; `c` is the time of a draft token relative to an AR step, and an answer loops if it repeats a
+block of at most 64 tokens three times. `equality`: texts of each head and AR decoding, for prompts, documents of up to
+2,000 tokens, and turns that continue the caches of the turn before.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
+import json
 import statistics
-import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from math import prod
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
+import numpy as np
+from safetensors import safe_open
 
+from benchmarks.document_tables import last_of_each_class, number, ratio
 from benchmarks.runs import traced
-from benchmarks.tables import ROOT, publish, run_study, study_parser
-from specdemo.cli.arguments import at_least_one
-from specdemo.core.errors import UserError
+from benchmarks.tables import ROOT, Study, publish, study_command
+from specdemo.bench.table import Progress
+from specdemo.core.events import StepEvent
 from specdemo.core.metrics import interval
-from specdemo.models.kv_cache import CachedModel
+from specdemo.generate import PromptOrChat, generate
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.spec import ACTIVATION_BITS
+from specdemo.models.tokenizer import ChatMessage
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
-from specdemo.prompts import Prompt, alternate_classes, load_prompts
+from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
+from training.head.checkpoint import trained_tokens
+from training.head.conversations import loop_start
 
-MODELS = "docs/models.md"
-TABLES = dict.fromkeys(("chat-equality", "chat-activations", "chat-forms", "chat-drafters"), MODELS)
-STORED = "Q4_1"
-FORMS = {"float32": ("float32", "none"), "bf16": ("bfloat16", "none"), "int8": ("auto", "int8"), "nf4": ("auto", "nf4")}
-DRAFTERS = ("int8", "nf4")
-GAMMA = 4
-CONTEXT = 1024  # tokens of a document
-EQUALITY_COLUMNS = {
-    "reference": "{reference}",
-    "prompts": "{prompts}",
-    "tokens": "{tokens:,}",
-    "equal texts": "{equal}",
-    "margins of the logits at the first differences": "{margins}",
+HEADS = "docs/heads.md"
+TABLES = {"drafters": HEADS, "head-equality": HEADS}
+POSITIONS = GAMMA = 4
+LENGTHS = (500, 1000, 2000)  # tokens of a document
+DOCUMENTS = ("architecture", "cli", "edge-cloud", "library", "models", "page")  # of docs/
+MAX_TOKENS, TURNS = 64, 3  # of `equality`
+SETS = ("prompts", "documents", "turns")
+SHIPPED = ("eagle", "hybrid", "tree")
+LANES: Mapping[str, Mapping[str, Any]] = {
+    "AR": {"method": "ar"},
+    "n-grams (nasd)": {"method": "nasd"},
+    "lookup": {"method": "lookup"},
+    "suffix": {"method": "suffix"},
+    "head (eagle)": {"method": "eagle"},
+    "head, path": {"method": "eagle", "policy": "path"},
+    "suffix or head (hybrid)": {"method": "hybrid"},
+    "suffix or head, path: the default": {"method": "hybrid", "policy": "path"},
 }
-ACTIVATION_COLUMNS = {
-    "activations": "{bits} bits",
-    "text": "{text}",
-    "tokens": "{tokens:,}",
-    "perplexity": "{perplexity:.3f}",
-    "change": "{change:+.2%}",
-    "KL divergence": "{divergence:.5f}",
-    "other most probable token": "{differing:.1%}",
-}
-FORM_COLUMNS = {
-    "form": "{form}",
-    "weights MB": "{mb:.0f}",
-    "perplexity, documents": "{documents:.2f}",
-    "perplexity, answers": "{answers:.2f}",
-    "tokens/s": "{speed:.0f}",
-    "relative to Q4_1": "{ratio}",
-}
+KINDS = {"LlamaForCausalLMEagle3": "eagle", "DFlashDraftModel": "block", "Qwen3DSparkModel": "block"}
 DRAFTER_COLUMNS = {
-    "drafter of bf16": "{drafter}",
+    "drafter": "{lane}",
+    "parameters, M": "{parameters}",
+    "training tokens, M": "{trained}",
     "temperature": "{temperature:g}",
-    "alpha": "{alpha:.2f}",
-    "tokens/pass": "{tokens_per_pass:.2f}",
-    "relative to bf16": "{to_bf16}",
-    "relative to Q4_1": "{to_stored}",
+    "c": "{c}",
+    **{f"accepted at {i}": f"{{accepted[{i - 1}]}}" for i in range(1, POSITIONS + 1)},
+    "tokens/pass": "{per_pass}",
+    "speed-up": "{speedup}",
+    "tokens/pass without loops": "{per_pass_without}",
+    "speed-up without loops": "{speedup_without}",
 }
-
-
-Texts: TypeAlias = list[tuple[list[int], int]]  # tokens, and the number of the first predicted token
+HEAD_COLUMNS = {"drafter": "{lane}", "tokens": "{tokens:,}", **{name: f"{{{name}}}" for name in SETS}}
 
 
 @dataclass(frozen=True)
-class Forms:
-    """Folder of the dequantised checkpoint, and a pool."""
+class Run:
+    """Figures of a run, and whether its answer loops."""
 
-    folder: Path
-    pool: ModelPool
-
-    def recipe(self, form: str, **values: Any) -> Recipe:
-        """Return a chat recipe for a target in `form`."""
-        common = {"chat": True, "top_p": 1.0, "device": "cpu", **values}
-        if form == STORED:
-            return replace(Recipe(), pair=CHAT_PAIR, **common)
-        dtype, quantization = FORMS[form]
-        return replace(Recipe(), target=str(self.folder), dtype=dtype, quantization=quantization, **common)
+    metrics: Mapping[str, Any]
+    loops: bool
 
 
-def save_dequantised(folder: Path) -> None:
-    """Write the chat model as a checkpoint in float32. Raises `UserError` if it is not installed."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    if PAIRS[CHAT_PAIR].missing:
-        raise UserError(f"the chat model is not installed: {PAIRS[CHAT_PAIR].missing}")
-    file = Path(PAIRS[CHAT_PAIR].target)
-    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    del read.config.quantization_config  # otherwise it cannot be saved
-    model = AutoModelForCausalLM.from_config(read.config)
-    model.load_state_dict(read.state_dict())
-    model.save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    tokenizer.save_pretrained(folder)
+def with_heads(folders: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """Return the lanes with further heads for the target, each with its own method."""
+    lanes = dict(LANES)
+    for folder in folders:
+        architectures = json.loads((Path(folder) / "config.json").read_text("utf-8")).get("architectures") or [""]
+        kind = KINDS.get(architectures[0], "medusa")
+        lanes[f"head ({kind}), path"] = {"method": kind, "head": folder, "policy": "path"}
+    return lanes
 
 
-def chosen_prompts(count: int) -> list[Prompt]:
-    """Return `count` prompts of alternating classes."""
-    return alternate_classes(load_prompts(chat=True))[:count]
+def head_sizes(recipe: Recipe) -> dict[str, str]:
+    """Return the millions of parameters in the head's file, and of the tokens that it has seen, if known."""
+    if recipe.head_spec is None:
+        return {"parameters": "", "trained": ""}
+    folder = Path(recipe.head_spec.name)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        names = [name for name in file.keys() if name not in ("d2t", "t2d")]
+        count = sum(prod(file.get_slice(name).get_shape()) for name in names)
+    tokens = trained_tokens(folder)
+    return {"parameters": f"{count / 1e6:.1f}", "trained": f"{tokens / 1e6:.1f}" if tokens else ""}
 
 
-def equality(forms: Forms, prompts: Sequence[Prompt], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Compare greedy texts of the stored form with `transformers`, and with llama.cpp."""
-    from transformers import AutoModelForCausalLM
-
-    oracle = AutoModelForCausalLM.from_pretrained(forms.folder, dtype=torch.float32).eval()
-    program = options.llama_completion
-    margins: dict[str, list[float | None]] = {"transformers, float32": [], **({"llama.cpp": []} if program else {})}
-    total = 0
-    for prompt in prompts:
-        recipe = forms.recipe(STORED, method="nasd", temperature=0.0, max_tokens=options.max_tokens)
-        trace = traced(recipe, prompt.text, forms.pool)
-        tokenizer = forms.pool.take(recipe.target_spec).tokenizer
-        start = list(trace.header.prompt_tokens)
-        total += len(trace.tokens)
-        ids = torch.tensor([start])
-        common = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        theirs = [oracle.generate(ids, max_new_tokens=len(trace.tokens), **common)[0, len(start) :].tolist()]
-        if program:
-            text = llama_cpp_text(program, tokenizer.decode(start), options.max_tokens)
-            theirs.append(tokenizer.encode(text, add_special_tokens=False))
-        for name, tokens in zip(margins, theirs, strict=True):
-            ours = [token for token in trace.tokens if token in tokens or token not in tokenizer.all_special_ids]
-            margins[name].append(margin(oracle, start, ours, tokens))
-            print(prompt.name, name, margins[name][-1], file=sys.stderr, flush=True)
-    records = []
-    for name, found in margins.items():
-        differences = sorted(value for value in found if value is not None)
-        shown = ", ".join(f"{value:.3f}" for value in differences) or "-"
-        counts = {"prompts": len(prompts), "tokens": total, "equal": len(prompts) - len(differences)}
-        records.append({"reference": name, **counts, "margins": shown})
-    return records
-
-
-def margin(oracle: Any, start: Sequence[int], ours: Sequence[int], theirs: Sequence[int]) -> float | None:
-    """Return the difference of the two largest logits at the first different token, `None` for equal texts."""
-    first = next((i for i, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b), None)
-    if first is None:
-        return None
-    with torch.inference_mode():
-        logits = oracle(torch.tensor([[*start, *ours[:first]]])).logits[0, -1]
-    best, second = logits.topk(2).values.tolist()
-    return best - second
-
-
-def llama_cpp_text(program: Path, prompt: str, tokens: int) -> str:
-    """Return the greedy continuation of `prompt`. Raises `UserError` if the program fails."""
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
-        file.write(prompt + "\n")  # the program removes one
-        file.flush()
-        command = [program, "-m", PAIRS[CHAT_PAIR].target, "-f", file.name, "-n", str(tokens), "--temp", "0", "-no-cnv"]
-        command += ["--no-display-prompt", "--no-escape", "--no-warmup", "-t", str(torch.get_num_threads())]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    if done.returncode:
-        raise UserError(f"{program.name} failed ({done.stderr.strip().splitlines()[-1:]}): check the build")
-    text, ended, _ = done.stdout.rpartition(" [end of text]")
-    return text if ended else done.stdout.removesuffix("\n\n")
-
-
-def perplexity(model: CachedModel, texts: Texts) -> float:
-    """Return exp of the mean cross entropy of each text after its first tokens."""
-    nats, count = 0.0, 0
-    for text, start in texts:
-        logits = model.read(text)[start - 1 : -1].float().log_softmax(-1)
-        nats -= float(logits.gather(1, torch.tensor(text[start:])[:, None]).sum())
-        count += len(text) - start
-    return math.exp(nats / count)
-
-
-def documents(tokenizer: Any) -> Texts:
-    """Return the first tokens of the documents of the program."""
-    paths = sorted(ROOT.glob("docs/*.md"))
-    return [(tokenizer.encode(path.read_text("utf-8"))[:CONTEXT], 1) for path in paths]
-
-
-def sampled_answers(pool: ModelPool, prompts: Sequence[Prompt], tokens: int) -> Texts:
-    """Return answers of the stored form at temperature 1."""
-    recipe = Recipe(pair=CHAT_PAIR, chat=True, top_p=1.0, device="cpu", method="ar", temperature=1.0, max_tokens=tokens)
-    runs = (traced(recipe, prompt.text, pool) for prompt in prompts)
-    return [([*run.header.prompt_tokens, *run.tokens], len(run.header.prompt_tokens)) for run in runs]
-
-
-def measure_activations(prompts: Sequence[Prompt], tokens: int) -> list[dict[str, Any]]:
-    """Compare the distributions of all widths of activations with those of the first width."""
+def measured(recipes: Mapping[str, Recipe], prompts: Sequence[str]) -> dict[str, list[Run]]:
+    """Run all recipes in turn on each prompt, after a warm-up."""
+    runs: dict[str, list[Run]] = {lane: [] for lane in recipes}
     pool = ModelPool()
-    target = Recipe(pair=CHAT_PAIR, method="ar", device="cpu").target_spec
-    models = {bits: pool.take(replace(target, activations=bits)) for bits in ACTIVATION_BITS}
-    first = next(iter(models.values()))
-    texts = {"documents": documents(first.tokenizer), "answers": sampled_answers(pool, prompts, tokens)}
-    records: list[dict[str, Any]] = []
-    for name, samples in texts.items():
-        totals = {bits: [0.0, 0.0, 0.0] for bits in models}  # nats, divergence, differing tokens
-        for text, start in samples:
-            rows = {
-                bits: CachedModel(loaded.model).read(text)[start - 1 : -1].float().log_softmax(-1)
-                for bits, loaded in models.items()
-            }
-            exact, following = next(iter(rows.values())), torch.tensor(text[start:])[:, None]
-            for bits, logs in rows.items():
-                totals[bits][0] -= float(logs.gather(1, following).sum())
-                totals[bits][1] += float((exact.exp() * (exact - logs)).sum())
-                totals[bits][2] += float((exact.argmax(-1) != logs.argmax(-1)).sum())
-        count = sum(len(text) - start for text, start in samples)
-        base = math.exp(next(iter(totals.values()))[0] / count)
-        for bits, (nats, divergence, differing) in totals.items():
-            perplexity = math.exp(nats / count)
-            figures = {"perplexity": perplexity, "change": perplexity / base - 1, "divergence": divergence / count}
-            records.append({"bits": bits, "text": name, "tokens": count, "differing": differing / count, **figures})
-    return records
-
-
-def measure_forms(forms: Forms, prompts: Sequence[Prompt], tokens: int) -> list[dict[str, Any]]:
-    """Return size, perplexity and AR speed of every form."""
-    names = [STORED, *FORMS]
-    answers = sampled_answers(forms.pool, prompts, tokens)
-    speeds: dict[str, list[float]] = {name: [] for name in names}
-    records = {}
-    for name in names:
-        loaded = forms.pool.take(forms.recipe(name, method="ar").target_spec)
-        scorer = CachedModel(loaded.model)
-        records[name] = {
-            "form": name,
-            "mb": loaded.weight_bytes / 1e6,
-            "documents": perplexity(scorer, documents(loaded.tokenizer)),
-            "answers": perplexity(scorer, answers),
-        }
     for prompt in (prompts[0], *prompts):
-        for name in names:
-            run = traced(forms.recipe(name, method="ar", temperature=0.0, max_tokens=tokens), prompt.text, forms.pool)
-            speeds[name].append(run.metrics["tokens_per_second"])
-    for name in names:
-        measured, stored = speeds[name][1:], speeds[STORED][1:]  # without warm-up
-        records[name] |= {"speed": statistics.median(measured), "ratio": _ratio(measured, stored)}
-    return list(records.values())
+        for lane, recipe in recipes.items():
+            trace = traced(recipe, prompt, pool)
+            tokens = np.array(trace.tokens)
+            runs[lane].append(Run(trace.metrics, loop_start(tokens) < len(tokens)))
+    return {lane: found[1:] for lane, found in runs.items()}
 
 
-def measure_drafters(forms: Forms, prompts: Sequence[Prompt], tokens: int) -> list[dict[str, Any]]:
-    """Return acceptance and speed of quantised copies as drafters of the model in bfloat16."""
+def table_row(runs: Sequence[Run], baseline: Sequence[Run]) -> dict[str, Any]:
+    """Return the figures of a drafter, compared with AR decoding."""
+    step_s = statistics.median(run.metrics["verify_s"] / run.metrics["target_passes"] for run in baseline)
+    drafted = sum(run.metrics["drafted"] for run in runs)
+    pairs = list(zip(runs, baseline, strict=True))
+    without = [(run, ar) for run, ar in pairs if not run.loops and not ar.loops]
+    return {
+        "c": number(sum(run.metrics["draft_s"] for run in runs) / drafted / step_s),
+        "accepted": [number(share) for share in acceptance(runs)],
+        "per_pass": per_pass(runs),
+        "speedup": speedup(pairs),
+        "per_pass_without": per_pass([run for run in runs if not run.loops]),
+        "speedup_without": speedup(without),
+    }
+
+
+def acceptance(runs: Sequence[Run]) -> list[float | None]:
+    """Return the share of accepted tokens at each position among the tested ones."""
+    counts = []
+    for name in ("accepted_by_position", "tested_by_position"):
+        padded = [(list(run.metrics[name]) + [0] * POSITIONS)[:POSITIONS] for run in runs]
+        counts.append([sum(column) for column in zip(*padded, strict=True)])
+    return [accepted / tested if tested else None for accepted, tested in zip(*counts, strict=True)]
+
+
+def per_pass(runs: Sequence[Run]) -> str:
+    """Return tokens per target pass over all runs."""
+    passes = sum(run.metrics["target_passes"] for run in runs)
+    tokens = sum(run.metrics["tokens_per_target_pass"] * run.metrics["target_passes"] for run in runs if passes)
+    return number(tokens / passes if passes else None)
+
+
+def speedup(pairs: Sequence[tuple[Run, Run]]) -> str:
+    """Return the median of paired speeds with its interval."""
+    ratios = [run.metrics["tokens_per_second"] / ar.metrics["tokens_per_second"] for run, ar in pairs]
+    return ratio(statistics.median(ratios), interval(ratios)) if ratios else "-"
+
+
+def drafters(options: argparse.Namespace) -> None:
+    """Compare acceptance and speed of drafters for the chat model."""
+    prompts = [prompt.text for prompt in last_of_each_class(options.prompts)]
+    rows: list[dict[str, Any]] = []
+    for temperature in options.temperature:
+        top_p = PAIRS[CHAT_PAIR].settings["top_p"] if temperature < 1 else 1.0
+        common = {"chat": True, "gamma": GAMMA, "top_p": top_p, "temperature": temperature}
+        base = replace(Recipe(pair=CHAT_PAIR, method="ar", device="cpu"), max_tokens=options.max_tokens, **common)
+        recipes = {lane: replace(base, **values) for lane, values in with_heads(options.head).items()}
+        runs = measured(recipes, prompts)
+        for lane, found in runs.items():
+            if lane != "AR":
+                row = {"lane": lane, "temperature": temperature, **head_sizes(recipes[lane])}
+                rows.append(row | table_row(found, runs["AR"]))
+    publish(options, "drafters", DRAFTER_COLUMNS, rows)
+
+
+def decode(recipe: Recipe, prompt: PromptOrChat, pool: ModelPool, stores: dict[Any, Any] | None = None) -> list[int]:
+    """Return the tokens of a run."""
+    events = generate(recipe, prompt, pool, stores)
+    return [token for event in events if isinstance(event, StepEvent) for token in event.step.tokens]
+
+
+class Comparison:
+    """Texts of lanes, compared with AR decoding."""
+
+    def __init__(self, lanes: dict[str, Recipe], pool: ModelPool) -> None:
+        self._lanes, self._pool = lanes, pool
+        self._ar = replace(next(iter(lanes.values())), method="ar", head=None, policy="fixed")
+        self._tokenizer = pool.take(self._ar.target_spec).tokenizer
+        self.counts = {lane: {name: [0, 0] for name in SETS} for lane in lanes}  # equal and all texts
+        self.tokens = dict.fromkeys(lanes, 0)
+
+    def compare(self, name: str, prompt: PromptOrChat, stores: Mapping[str, dict[Any, Any]] | None = None) -> list[int]:
+        """Compare the texts of all lanes with that of AR decoding, and return it."""
+        chat = name != "documents"
+        expected = decode(replace(self._ar, chat=chat), prompt, self._pool)
+        for lane, recipe in self._lanes.items():
+            text = decode(replace(recipe, chat=chat), prompt, self._pool, stores and stores[lane])
+            self.counts[lane][name][0] += text == expected
+            self.counts[lane][name][1] += 1
+            self.tokens[lane] += len(text)
+        return expected
+
+    def run(self, prompts: int, conversations: int) -> Iterator[str]:
+        """Compare all texts; yield what has been compared."""
+        texts = [prompt.text for prompt in load_prompts(chat=True)]
+        for i, text in enumerate(texts[:prompts], 1):
+            self.compare("prompts", text)
+            yield f"prompt {i}"
+        for name in DOCUMENTS:
+            ids = self._tokenizer.encode((ROOT / f"docs/{name}.md").read_text("utf-8"))
+            for length in LENGTHS:
+                self.compare("documents", ids[:length])
+            yield name
+        for first in range(conversations):
+            messages: list[ChatMessage] = []
+            stores: dict[str, dict[Any, Any]] = {lane: {} for lane in self._lanes}
+            for turn in range(TURNS):  # AR decoding computes each turn from its beginning
+                messages.append({"role": "user", "content": texts[(7 * first + 31 * turn) % len(texts)]})
+                answer = self._tokenizer.decode(self.compare("turns", messages, stores), skip_special_tokens=True)
+                messages.append({"role": "assistant", "content": answer})
+            yield f"conversation {first + 1}"
+
+
+def equality(options: argparse.Namespace) -> None:
+    """Compare greedy texts of the chat model with each head and those of AR decoding."""
+    common = {"chat": True, "gamma": GAMMA, "temperature": 0.0, "max_tokens": MAX_TOKENS, "device": "cpu"}
+    base = replace(Recipe(pair=CHAT_PAIR, method="ar"), **common)
+    lanes = {f"{method}, included head": replace(base, method=method) for method in SHIPPED}
+    for lane, values in with_heads(options.head).items():
+        if "head" in values:
+            lanes[lane.partition(",")[0]] = replace(base, **values)
+    compared, progress = Comparison(lanes, ModelPool()), Progress()
+    for done in compared.run(options.prompts, options.conversations):
+        progress.show(done)
+    progress.over()
     records = []
-    for temperature in (0.0, 1.0):
-        common = {"temperature": temperature, "max_tokens": tokens, "gamma": GAMMA}
-        ar = {form: forms.recipe(form, method="ar", **common) for form in ("bf16", STORED)}
-        drafted = {
-            form: forms.recipe("bf16", method="draft", drafter="same", drafter_quantization=form, **common)
-            for form in DRAFTERS
-        }
-        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in (*ar, *drafted)}
-        for prompt in (prompts[0], *prompts):
-            for name, recipe in {**ar, **drafted}.items():
-                runs[name].append(traced(recipe, prompt.text, forms.pool).metrics)
-        speeds = {name: [run["tokens_per_second"] for run in found[1:]] for name, found in runs.items()}
-        for form in DRAFTERS:
-            found = runs[form][1:]
-            records.append(
-                {
-                    "drafter": form,
-                    "temperature": temperature,
-                    "alpha": statistics.mean(run["alpha"] for run in found if run["alpha"] is not None),
-                    "tokens_per_pass": statistics.mean(run["tokens_per_target_pass"] for run in found),
-                    "to_bf16": _ratio(speeds[form], speeds["bf16"]),
-                    "to_stored": _ratio(speeds[form], speeds[STORED]),
-                }
-            )
-    return records
+    for lane, counts in compared.counts.items():
+        shown = {name: f"{equal} of {total}" for name, (equal, total) in counts.items()}
+        records.append({"lane": lane, "tokens": compared.tokens[lane], **shown})
+    publish(options, "head-equality", HEAD_COLUMNS, records)
 
 
-def _ratio(speeds: Sequence[float], baseline: Sequence[float]) -> str:
-    ratios = [a / b for a, b in zip(speeds, baseline, strict=True)]
-    low, high = interval(ratios)
-    return f"{statistics.median(ratios):.2f} [{low:.2f}, {high:.2f}]"
-
-
-def study(options: argparse.Namespace) -> None:
-    """Measure and publish the tables."""
-    for name in ("prompts", "max_tokens"):
-        at_least_one(name, getattr(options, name))
-    if options.llama_completion:
-        options.command = options.command.replace(str(options.llama_completion), "PATH")
-    prompts = chosen_prompts(options.prompts)
-    if "activations" in options.part:
-        publish(options, "chat-activations", ACTIVATION_COLUMNS, measure_activations(prompts, options.max_tokens))
-    if options.part == ["activations"]:
-        return
-    with tempfile.TemporaryDirectory() as place:
-        forms = Forms(Path(place), ModelPool())
-        save_dequantised(forms.folder)
-        if "equality" in options.part:
-            publish(options, "chat-equality", EQUALITY_COLUMNS, equality(forms, prompts, options))
-        if "forms" in options.part:
-            publish(options, "chat-forms", FORM_COLUMNS, measure_forms(forms, prompts[:5], options.max_tokens))
-        if "drafters" in options.part:
-            publish(options, "chat-drafters", DRAFTER_COLUMNS, measure_drafters(forms, prompts[:4], options.max_tokens))
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and run the study."""
-    parser = study_parser(__file__, __doc__, TABLES)
-    parts = ["equality", "activations", "forms", "drafters"]
-    parser.add_argument("--part", nargs="+", default=parts, choices=parts)
-    parser.add_argument("--llama-completion", type=Path, metavar="PATH")
-    parser.add_argument("--prompts", type=int, default=20)
-    parser.add_argument("--max-tokens", type=int, default=64)
-    return run_study(study, parser, arguments)
-
+FURTHER_HEADS = {"action": "append", "default": [], "help": "directory of a further head; repeatable"}
+STUDIES = {
+    "drafters": Study(drafters, {"prompts": 5, "max_tokens": 128, "head": FURTHER_HEADS, "temperature": [0.0, 0.2]}),
+    "equality": Study(equality, {"prompts": 100, "conversations": 10, "head": FURTHER_HEADS}),
+}
+main = study_command(__file__, __doc__, TABLES, STUDIES)
 
 if __name__ == "__main__":
     sys.exit(main())

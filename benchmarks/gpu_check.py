@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -334,7 +335,7 @@ def study(options: argparse.Namespace) -> int:
             use_tiles(options.tiles)
         for record in run_part(options.only):
             print(json.dumps(record), flush=True)
-        return 0
+        os._exit(0)  # CUDA graphs may not end at the end of a process
     else:
         if options.tune:
             chosen_tiles(options.tune)

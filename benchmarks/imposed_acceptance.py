@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.against_llama_cpp import FORMS
-from benchmarks.memory import SHAPES, save_random
+from benchmarks.study_models import SHAPES, save_random
 from benchmarks.tables import publish, run_study, study_parser
 from specdemo.cli.arguments import at_least_one
 from specdemo.core.decode import DraftBudget

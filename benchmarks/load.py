@@ -1,7 +1,10 @@
-"""Clients of page and services, and a load test of the endpoint: table `endpoint` (docs/completions.md).
+"""Load on page and services: texts, waiting times, throughput, fairness, memory, and recovery from faults.
 
-`python -m benchmarks.load --write`: clients stream greedy completions, which are compared with local AR decoding; a
-token takes its share of the time since the chunk before.
+`python -m benchmarks.load --visitors 50`, `--edges 16`, `--completions 16`: visitors press Run on a page, edges draft
+by prompt lookup and verify with services, clients stream completions. Each begins its next text at once. Greedy texts
+are compared with isolated AR decoding. `--batch 1 64` compares numbers of texts per pass, in alternating windows. With
+`--services 3 --fault kill --every 10`, services are killed in turn and replaced. `--long-prompt` adds a client of each
+kind with a prompt of N characters.
 """
 
 from __future__ import annotations
@@ -9,71 +12,133 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from http.client import HTTPException
+from typing import Any
 from urllib.request import Request, urlopen
 
 import psutil
+from websockets.exceptions import WebSocketException
+from websockets.sync.client import connect
 
 from app import choose_port
-from benchmarks.runs import Trace, cloud_service, traced
+from benchmarks.runs import possibly_failed, traced
 from benchmarks.tables import ROOT, publish, run_study, study_parser
 from specdemo.core.errors import UserError
 from specdemo.core.metrics import percentile
 from specdemo.models.model_pool import ModelPool
-from specdemo.prompts import Prompt, load_prompts
+from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
+from specdemo.remote.config import CloudConfig
 
-TABLES = {"endpoint": "docs/completions.md"}
 HOST = "127.0.0.1"
-SERVICE, LINK = ("--contexts", "64", "--budget-mb", "256"), {"encoding": "msgpack", "deadline_ms": 5000}
+TIMEOUT_S = 600.0
+WARM_UP_PROMPT = "def f():"
 PROMPT_STEP = 5  # every fifth prompt of the set
-ENDPOINT_COLUMNS = {
-    "clients": "{clients}",
-    "texts": "{texts}",
-    "different from AR decoding": "{wrong}",
-    "first token p50 / p95 s": "{first_p50_s:.2f} / {first_p95_s:.2f}",
-    "each token p50 / p95 ms": "{token_p50_ms:.0f} / {token_p95_ms:.0f}",
-    "tokens/s of all": "{tokens_per_second:.0f}",
-}
+WARM_UP_S, SAMPLE_S, REPLACE_S = 1.0, 5.0, 3.0
 DISCARDED = ("rejected", "ignored")
+FAULTS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "freeze": signal.SIGSTOP}
+ERRORS = (OSError, HTTPException, WebSocketException, UserError)
+COLUMNS = {
+    "clients": "{clients}",
+    "texts per pass": "{batch}",
+    "texts": "{texts:,}",
+    "lost, different, failed": "{lost}, {different}, {failed}",
+    "first token p50 / p95 s": "{first_p50_s:.2f} / {first_p95_s:.2f}",
+    "tokens/s": "{tokens_per_second:.0f}",
+    "Jain index": "{fairness:.2f}",
+    "changes of the service": "{switches}",
+    "until it continues p50 / p95 s": "{gap_p50_s:.2f} / {gap_p95_s:.2f}",
+}
+MEMORY_COLUMNS = {
+    "process": "{process}",
+    "minutes": "{minutes:.1f}",
+    "MB after 1/2, at the end": "{half:.0f}, {last:.0f}",
+}
 
 
-@dataclass
-class Visit:
-    """A run as seen by its visitor."""
+class PageClient:
+    """A session of the page at `url`, which ends with a slash, without a browser."""
 
-    tokens: list[int] = field(default_factory=list)
-    phases: list[tuple[str, str]] = field(default_factory=list)
-    first_token_s: float | None = None
-    gaps: int = 0
-    over: bool = False
+    def __init__(self, url: str, session: str) -> None:
+        self._url, self._session = url, session
+        with urlopen(f"{url}config", timeout=TIMEOUT_S) as response:
+            config = json.load(response)
+        self._properties = {component["id"]: component["props"] for component in config["components"]}
+        run = next(id_ for id_, values in self._properties.items() if values.get("elem_id") == "run")
+        self._pressed = next(event for event in config["dependencies"] if [run, "click"] in event["targets"])
+        self._drawn = next(event for event in config["dependencies"] if event["inputs"] == self._pressed["outputs"])
 
-    @property
-    def done(self) -> bool:
-        """True if the run ended without a failure."""
-        return self.over and self.phases[-1][0] == "done"
+    def frames(self, settings: Mapping[str, Any]) -> Iterator[str]:
+        """Press Run with `settings` by element id and yield the frames of the run."""
+        properties = [self._properties[id_] for id_ in self._pressed["inputs"]]
+        values = [settings.get(values.get("elem_id"), values.get("value")) for values in properties]
+        pressed = json.dumps([secrets.token_urlsafe(12), *values])
+        body = {"data": [pressed], "fn_index": self._drawn["id"], "session_hash": self._session}
+        joined = Request(
+            f"{self._url}gradio_api/queue/join", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        urlopen(joined, timeout=TIMEOUT_S).read()
+        with urlopen(f"{self._url}gradio_api/queue/data?session_hash={self._session}", timeout=TIMEOUT_S) as stream:
+            first = next(line for line in stream if b'"process_generating"' in line)
+            frame = json.loads(json.loads(first[len(b"data: ") :])["output"]["data"][0])
+            address = f"{self._url}frames/{frame['run']}".replace("http", "ws", 1)
+            with connect(address, open_timeout=TIMEOUT_S, max_size=None) as frames:
+                yield from frames
+            for line in stream:
+                if b'"close_stream"' in line:
+                    return
 
 
-def visit(frames: Iterable[str], clock: Iterator[float]) -> Visit:
+@dataclass(frozen=True)
+class Answer:
+    """A text as its client received it."""
+
+    tokens: list[int]
+    first_s: float | None = None  # seconds until the first token
+    problem: str = ""  # "lost" or "failed"
+    gaps_s: tuple[float, ...] = ()  # seconds until another service continued
+
+
+Client = Callable[[str, int], Answer]  # prompt, most tokens
+
+
+def visit(frames: Iterable[str], clock: Iterator[float]) -> Answer:
     """Read the frames of a run; `clock` yields the seconds since Run was pressed."""
-    result, count = Visit(), 0
+    tokens: list[int] = []
+    first_s, count, phase, complete, over = None, 0, "", True, False
     for text in frames:
         frame, seconds = json.loads(text), next(clock)
-        result.gaps += frame["at"] != count
+        complete &= frame["at"] == count
         count = frame["at"] + len(frame["r"])
-        result.phases.append(tuple(frame["phase"]))
-        result.over = frame["over"]
+        phase, over = frame["phase"][0], frame["over"]
         new = [cell[2] for record in frame["r"] for cell in record.get("c", ()) if cell[0] not in DISCARDED]
-        if new and result.first_token_s is None:
-            result.first_token_s = seconds
-        result.tokens += new
-    return result
+        if new and first_s is None:
+            first_s = seconds
+        tokens += new
+    problem = "lost" if not (complete and over) else "" if phase == "done" else "failed"
+    return Answer(tokens, first_s, problem)
+
+
+def streamed(lines: Iterable[str], clock: Iterator[float]) -> Answer:
+    """Read the lines of a streamed completion; `clock` yields the seconds since the request."""
+    tokens: list[int] = []
+    first_s = None
+    for line in lines:
+        choices = json.loads(line[6:])["choices"] if line.startswith("data: {") else []
+        if choices and (new := choices[0].get("token_ids")):
+            first_s = next(clock) if first_s is None else first_s
+            tokens += new
+    return Answer(tokens, first_s, "" if tokens else "failed")
 
 
 def seconds_since(start: float) -> Iterator[float]:
@@ -82,48 +147,81 @@ def seconds_since(start: float) -> Iterator[float]:
         yield time.monotonic() - start
 
 
-def jain_index(shares: Sequence[float]) -> float:
-    """Return the fairness index of Jain et al. (1984): 1 for equal shares, 1/n if one of n gets everything."""
-    squares = len(shares) * sum(share * share for share in shares)
-    return sum(shares) ** 2 / squares if squares else 1.0
+def visitor(urls: Sequence[str], number: int, pair: str, pool: ModelPool) -> Client:
+    page = PageClient(urls[0], f"visitor{number}")
+
+    def run(prompt: str, most: int) -> Answer:
+        settings = {"method": "nasd", "temperature": 0, "top-p": 1, "compare": False, "chat": False}
+        return visit(page.frames({**settings, "prompt": prompt, "max-tokens": most}), seconds_since(time.monotonic()))
+
+    return run
 
 
-class Tallies:
-    """Thread-safe totals over all edges."""
+def edge(urls: Sequence[str], number: int, pair: str, pool: ModelPool) -> Client:
+    link = {"encoding": "msgpack", "deadline_ms": 5000}
+    rotated = [*urls[number % len(urls) :], *urls[: number % len(urls)]]  # the first is used until it fails
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.latencies: list[float] = []
-        self.texts = self.wrong = self.failed = self.requests = 0
+    def run(prompt: str, most: int) -> Answer:
+        cloud = CloudConfig(" ".join(rotated), **link)
+        recipe = Recipe(pair=pair, method="lookup", temperature=0.0, top_p=1.0, max_tokens=most, cloud=cloud)
+        trace = possibly_failed(recipe, prompt, pool)
+        links = [event.step.verdict.remote for event in trace.steps]
+        gaps = tuple(remote["gap_s"] for remote in links if remote.get("switched"))
+        first_s = trace.steps[0].step.t if trace.steps else None
+        return Answer(trace.tokens, first_s, "failed" if trace.end.error else "", gaps)
 
-    def add(self, trace: Trace, expected: Sequence[int]) -> None:
-        with self._lock:
-            self.latencies += [event.step.seconds.verify for event in trace.steps[1:]]
-            self.requests += int(sum(event.step.verdict.remote["sent"] for event in trace.steps))
-            self.texts += 1
-            self.failed += trace.end.error is not None
-            self.wrong += trace.end.error is None and trace.tokens != expected
-
-    def add_refusal(self) -> None:
-        with self._lock:
-            self.texts += 1
-            self.failed += 1
+    return run
 
 
-def ar_texts(recipe: Recipe, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Return the tokens of each prompt's text by AR decoding."""
-    pool = ModelPool()
-    texts = [traced(recipe, prompt.text, pool).tokens for prompt in prompts]
-    pool.clear()
-    return texts
+def completion(urls: Sequence[str], number: int, pair: str, pool: ModelPool) -> Client:
+    url = urls[number % len(urls)]
+
+    def run(prompt: str, most: int) -> Answer:
+        body = {"model": "default", "prompt": prompt, "max_tokens": most}
+        body |= {"temperature": 0, "stream": True, "return_token_ids": True}
+        headers, start = {"content-type": "application/json"}, time.monotonic()
+        request = Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+        with urlopen(request, timeout=TIMEOUT_S) as answer:
+            return streamed((line.decode() for line in answer), seconds_since(start))
+
+    return run
+
+
+CLIENTS = {"visitors": visitor, "edges": edge, "completions": completion}
+
+
+class Service:
+    """A service that can be replaced at its port."""
+
+    def __init__(self, *options: str) -> None:
+        self._options, self.url = options, f"http://{HOST}:0"
+        self.start()
+
+    def start(self) -> None:
+        port = self.url.rpartition(":")[2]
+        command = [sys.executable, "-m", "specdemo", "serve", "--port", port, "--queue", "256", *self._options]
+        self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.url = self._process.stdout.readline().removeprefix("listening on ").strip()
+
+    @property
+    def process(self) -> psutil.Process:
+        return psutil.Process(self._process.pid)
+
+    def send(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 @contextmanager
-def page_process(pair: str = "bundled", **variables: str) -> Iterator[tuple[str, psutil.Process]]:
-    """Run the page with environment `variables`; yield its address and process."""
+def page_process(pair: str, batch: int) -> Iterator[tuple[str, psutil.Process]]:
+    """Run the page; yield its address and process."""
     port = choose_port(HOST, None)
     command = [sys.executable, "-u", "app.py", "--no-browser", "--pair", pair, "--host", HOST, "--port", str(port)]
-    environment = {**os.environ, "SPECDEMO_QUEUE": "256", **variables}
+    environment = {**os.environ, "SPECDEMO_QUEUE": "256", "SPECDEMO_BATCH": str(batch)}
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         try:
@@ -136,87 +234,188 @@ def page_process(pair: str = "bundled", **variables: str) -> Iterator[tuple[str,
 
 
 @dataclass
-class Streamed:
-    """Tokens of a streamed completion and their times in seconds, as seen by its client."""
+class Servers:
+    """Page and services with a number of texts per pass, their clients by kind, and the memory of their processes."""
 
-    first_s: float = 0.0
-    token_s: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
+    clients: dict[str, list[Client]] = field(default_factory=dict)
+    services: list[Service] = field(default_factory=list)
+    processes: dict[str, psutil.Process] = field(default_factory=dict)
+    megabytes: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
-    @classmethod
-    def of(cls, lines: Iterable[str], clock: Iterator[float]) -> Streamed:
-        """Read the lines of a stream; `clock` yields the seconds since the request."""
-        result, before = cls(), 0.0
-        for line in lines:
-            if not line.startswith("data: {"):
-                continue
-            choices, seconds = json.loads(line[6:])["choices"], next(clock)
-            if not (new := choices[0].get("token_ids") if choices else None):
-                continue
-            if result.tokens:
-                result.token_s += [(seconds - before) / len(new)] * len(new)
-            else:
-                result.first_s = seconds
-            result.tokens, before = result.tokens + new, seconds
-        return result
+    def sample(self) -> None:
+        """Record the memory of the page and of a service that no fault has hit."""
+        for name, process in self.processes.items():
+            self.megabytes[name].append(process.memory_info().rss / 1e6)
 
 
-def stream_completion(url: str, prompt: Prompt, max_tokens: int) -> Streamed:
-    """Return a greedy completion of a service."""
-    body = {"model": "default", "prompt": prompt.text, "max_tokens": max_tokens}
-    body |= {"temperature": 0, "stream": True, "return_token_ids": True}
-    headers, start = {"content-type": "application/json"}, time.monotonic()
-    with urlopen(Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)) as answer:
-        return Streamed.of((line.decode() for line in answer), seconds_since(start))
+def opened_servers(options: argparse.Namespace, batch: int, pool: ModelPool, opened: ExitStack) -> Servers:
+    """Start page and services that the clients need, and decode a text with each of these."""
+    servers, urls = Servers(), {}
+    if options.visitors:
+        url, servers.processes["page"] = opened.enter_context(page_process(options.pair, batch))
+        urls["visitors"] = [url]
+    if options.edges or options.completions:
+        for _ in range(options.services):
+            servers.services.append(Service("--pair", options.pair, "--batch", str(batch), "--method", options.method))
+            opened.callback(servers.services[-1].close)
+        servers.processes["service"] = servers.services[-1].process
+        urls["edges"] = urls["completions"] = [service.url for service in servers.services]
+    for kind, connected in CLIENTS.items():
+        if count := getattr(options, kind):
+            count += bool(options.long_prompt)  # the last client sends the long prompt
+            servers.clients[kind] = [connected(urls[kind], number, options.pair, pool) for number in range(count)]
+    for client in (client for clients in servers.clients.values() for client in clients):
+        client(WARM_UP_PROMPT, 2)
+    return servers
 
 
-def endpoint(options: argparse.Namespace) -> None:
-    """Load the endpoint with streaming clients."""
-    prompts = load_prompts()[::PROMPT_STEP]
-    expected = ar_texts(Recipe(method="ar", temperature=0.0, max_tokens=options.max_tokens), prompts)
-    results: list[tuple[Streamed, int]] = []
+@dataclass(frozen=True)
+class Text:
+    """An answer, its client and the expected tokens."""
 
-    def client(number: int) -> None:
-        for turn in range(options.texts):
-            chosen = (number + 7 * turn) % len(prompts)
-            results.append((stream_completion(service.url, prompts[chosen], options.max_tokens), chosen))
-
-    with cloud_service("--queue", "256") as service:
-        client(0)  # compile and warm up
-        results.clear()
-        threads = [threading.Thread(target=client, args=(number,)) for number in range(options.clients)]
-        start = time.monotonic()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        seconds = time.monotonic() - start
-    publish(options, "endpoint", ENDPOINT_COLUMNS, [endpoint_figures(results, expected, options.clients, seconds)])
+    kind: str
+    client: int
+    answer: Answer
+    expected: Sequence[int]
+    measured_tokens: float  # after the warm-up
 
 
-def endpoint_figures(
-    results: Sequence[tuple[Streamed, int]], expected: Sequence[Sequence[int]], clients: int, seconds: float
-) -> dict[str, float]:
-    """Return the record of the table."""
-    first, each = [text.first_s for text, _ in results], [s for text, _ in results for s in text.token_s]
+def share_between(begin: float, end: float, start: float, stop: float) -> float:
+    """Return the share of the time from `start` to `stop` that is between `begin` and `end`."""
+    return max(0.0, min(stop, end) - max(start, begin)) / (stop - start)
+
+
+Prompts = Sequence[tuple[str, list[int]]]  # prompt, expected tokens
+
+
+def decode_between(
+    begin: float, end: float, kind: str, number: int, client: Client, prompts: Prompts, most: int, texts: list[Text]
+) -> None:
+    """Decode one prompt after another until `end`; tokens before `begin` are not measured."""
+    index = number
+    while (start := time.monotonic()) < end:
+        prompt, expected = prompts[index % len(prompts)]
+        index += 7
+        try:
+            answer = client(prompt, most)
+        except ERRORS as error:
+            print(f"{kind}: {error}", file=sys.stderr)
+            answer = Answer([], problem="failed")
+        measured = len(answer.tokens) * share_between(begin, end, start, time.monotonic())
+        texts.append(Text(kind, number, answer, expected, measured))
+
+
+def load(servers: Servers, prompts: Prompts, long: Prompts, options: argparse.Namespace) -> list[Text]:
+    """Run all clients for `options.seconds` after a warm-up, with faults; return their texts."""
+    texts: list[Text] = []
+    begin = time.monotonic() + WARM_UP_S
+    end = begin + options.seconds
+    threads = []
+    for kind, clients in servers.clients.items():
+        for number, client in enumerate(clients):
+            is_long = options.long_prompt and number == len(clients) - 1
+            name, own = (f"{kind}, long prompt", long) if is_long else (kind, prompts)
+            arguments = (begin, end, name, number, client, own, options.max_tokens, texts)
+            threads.append(threading.Thread(target=decode_between, args=arguments))
+            threads[-1].start()
+    faults, following = 0, time.monotonic() + options.every
+    while any(thread.is_alive() for thread in threads):
+        time.sleep(min(SAMPLE_S, options.every))
+        servers.sample()
+        if options.fault and following <= time.monotonic() < end:
+            hit = servers.services[faults % max(1, len(servers.services) - 1)]  # the last one is sampled
+            print(f"{options.fault}: {hit.url}", file=sys.stderr)
+            hit.send(FAULTS[options.fault])
+            time.sleep(REPLACE_S)
+            hit.close()
+            hit.start()
+            faults, following = faults + 1, time.monotonic() + options.every
+    return texts
+
+
+def jain_index(shares: Sequence[float]) -> float:
+    """Return the fairness index of Jain et al. (1984): 1 for equal shares, 1/n if one of n gets everything."""
+    squares = len(shares) * sum(share * share for share in shares)
+    return sum(shares) ** 2 / squares if squares else 1.0
+
+
+def figures(texts: Sequence[Text], seconds: float) -> dict[str, float]:
+    """Return the figures of the texts of a kind of clients, measured for `seconds`."""
+    first = [text.answer.first_s for text in texts if text.answer.first_s is not None] or [0.0]
+    gaps = [gap for text in texts for gap in text.answer.gaps_s]
+    rates: dict[int, float] = defaultdict(float)
+    for text in texts:
+        rates[text.client] += text.measured_tokens / seconds
+    problems = [text.answer.problem for text in texts]
     return {
-        "clients": clients,
-        "texts": len(results),
-        "wrong": sum(text.tokens != list(expected[prompt]) for text, prompt in results),
+        "texts": len(texts),
+        "lost": problems.count("lost"),
+        "different": sum(not text.answer.problem and text.answer.tokens != [*text.expected] for text in texts),
+        "failed": problems.count("failed"),
         "first_p50_s": percentile(first, 0.5),
         "first_p95_s": percentile(first, 0.95),
-        "token_p50_ms": 1000 * percentile(each, 0.5),
-        "token_p95_ms": 1000 * percentile(each, 0.95),
-        "tokens_per_second": sum(len(text.tokens) for text, _ in results) / seconds,
+        "tokens_per_second": sum(rates.values()),
+        "fairness": jain_index([*rates.values()]),
+        "switches": len(gaps),
+        "gap_p50_s": percentile(gaps or [0.0], 0.5),
+        "gap_p95_s": percentile(gaps or [0.0], 0.95),
     }
 
 
+def study(options: argparse.Namespace) -> None:
+    """Load page and services, and print texts, times and memory."""
+    if not (options.visitors or options.edges or options.completions):
+        raise UserError("no clients: give --visitors, --edges or --completions")
+    if options.fault and options.services < 2:
+        raise UserError("a fault needs several services: give --services 2 or more")
+    pool = ModelPool()
+    ar = Recipe(pair=options.pair, method="ar", temperature=0.0, top_p=1.0, max_tokens=options.max_tokens)
+    chosen = [prompt.text for prompt in load_prompts()[::PROMPT_STEP]]
+    repeated = "\n\n".join(chosen)
+    long_text = (repeated * (1 + options.long_prompt // len(repeated)))[: options.long_prompt]
+    prompts = [(text, traced(ar, text, pool).tokens) for text in chosen]
+    long = [(long_text, traced(ar, long_text, pool).tokens)] if options.long_prompt else []
+    pool.clear()
+    texts: dict[tuple[str, int], list[Text]] = defaultdict(list)
+    with ExitStack() as opened:
+        by_batch = {batch: opened_servers(options, batch, pool, opened) for batch in options.batch}
+        begin = time.monotonic()
+        for window in range(options.windows):
+            for batch in options.batch[:: -1 if window % 2 else 1]:
+                for text in load(by_batch[batch], prompts, long, options):
+                    texts[text.kind, batch].append(text)
+    minutes = (time.monotonic() - begin) / 60
+    seconds = options.windows * options.seconds
+    rows = [{"clients": kind, "batch": batch} | figures(found, seconds) for (kind, batch), found in texts.items()]
+    publish(options, "load", COLUMNS, rows)
+    processes = [
+        {
+            "process": f"{name}, {batch} texts per pass",
+            "minutes": minutes,
+            "half": sizes[len(sizes) // 2],
+            "last": sizes[-1],
+        }
+        for batch in options.batch
+        for name, sizes in by_batch[batch].megabytes.items()
+    ]
+    publish(options, "load-memory", MEMORY_COLUMNS, processes)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = study_parser(__file__, __doc__, TABLES)
-    parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--texts", type=int, default=3)
+    parser = study_parser(__file__, __doc__)
+    parser.add_argument("--pair", default="bundled")
+    for kind in CLIENTS:
+        parser.add_argument(f"--{kind}", type=int, default=0, metavar="N")
+    parser.add_argument("--services", type=int, default=1, metavar="N")
+    parser.add_argument("--method", default="nasd", help="method of completions (default: nasd)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[64], help="texts per pass (default: 64)")
+    parser.add_argument("--windows", type=int, default=1, help="alternating windows per value of --batch")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of a window (default: 60)")
     parser.add_argument("--max-tokens", type=int, default=48)
-    return run_study(endpoint, parser, arguments)
+    parser.add_argument("--long-prompt", type=int, default=0, metavar="N", help="characters of a client of each kind")
+    parser.add_argument("--fault", choices=FAULTS, help="fault of services, one after another")
+    parser.add_argument("--every", type=float, default=60.0, help="seconds between faults (default: 60)")
+    return run_study(study, parser, arguments)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.chat_model import save_dequantised
 from benchmarks.registry import per_width
+from benchmarks.study_models import save_dequantised
 from benchmarks.tables import Study, publish_width, study_command
 from specdemo.cli.arguments import at_least_one
 from specdemo.core.errors import UserError

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
+from http.client import HTTPConnection, HTTPException
 from typing import Any
 
 import psutil
@@ -28,7 +29,7 @@ import torch
 from playwright.sync_api import Browser, Page, expect
 
 from app import choose_port
-from benchmarks.page_client import read_frames, responds
+from benchmarks.load import PageClient
 from benchmarks.pages import CODE, HOST, RETURNING, TracePlayer, chromium, open_group, run, served, set_number, status
 from benchmarks.tables import ROOT, Study, publish, study_command
 from specdemo.bench.table import Progress
@@ -204,6 +205,13 @@ def alternate(
     return speeds, cpu
 
 
+def read_frames(url: str, settings: str) -> None:
+    """Press Run and read the stream without rendering; runs in a process of the lowest priority."""
+    os.nice(19)
+    for _ in PageClient(url, f"reader{os.getpid()}").frames(json.loads(settings)):
+        pass
+
+
 def speed(options: argparse.Namespace) -> None:
     """Decode the same text in the terminal, for a reader and on the page; publish speeds and CPU times."""
     if options.read:
@@ -289,6 +297,18 @@ def first_token_s(page: Page) -> float:
     page.evaluate(WATCH_FIRST_TOKEN)
     page.locator("#run").click()
     return page.wait_for_function("window.waited").json_value()
+
+
+def responds(host: str, port: int, timeout_s: float) -> bool:
+    """Return True if the page is served at this port, without a proxy."""
+    connection = HTTPConnection(host, port, timeout=timeout_s)
+    try:
+        connection.request("GET", "/")
+        return connection.getresponse().status == 200
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 def cold_start(opened: Browser) -> list[float]:

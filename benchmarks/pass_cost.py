@@ -1,34 +1,24 @@
-"""Cost of passes and steps: tables `pass_cost*`, `bandwidth`, `busy_cores`, `time_breakdown` in docs/performance.md.
+"""Cost of passes and steps: tables `pass_cost*` and `time_breakdown` in docs/performance.md.
 
 `python -m benchmarks.pass_cost STUDY --write`; `rows` once with `--dtype float32` and once with `--dtype bfloat16`. All
-shapes, forms and numbers of processes alternate, so that other load affects them alike and ratios are reliable.
-
-`bandwidth`: the read bandwidth is that of summing an array of the model's size in float32. `breakdown`: calls of the
-decoding loop are timed on a CPU with the bundled pair.
+shapes alternate, so that other load affects them alike and ratios are reliable. `breakdown`: calls of the decoding loop
+are timed on a CPU with the bundled pair.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from transformers import PreTrainedModel
 
-from benchmarks.against_llama_cpp import FORMS
-from benchmarks.memory import SHAPES, save_random
-from benchmarks.runs import traced
 from benchmarks.tables import Study, publish, study_command
 from specdemo.cli.arguments import at_least_one, given
 from specdemo.core.errors import UserError
@@ -37,25 +27,15 @@ from specdemo.core.metrics import interval
 from specdemo.core.step import Draft, Step
 from specdemo.core.verifier import ModelVerifier
 from specdemo.generate import generate
-from specdemo.models.engines.engine import Entry
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.native import NativeEngine
-from specdemo.models.engines.select import engine_of
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.load import load
-from specdemo.models.memory import release_memory
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.spec import ModelSpec
-from specdemo.models.zoo import CHAT_PAIR
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 
-TABLE_NAMES = ("pass_cost-float32", "pass_cost-bfloat16", "bandwidth", "busy_cores", "time_breakdown")
+TABLE_NAMES = ("pass_cost-float32", "pass_cost-bfloat16", "time_breakdown")
 TABLES = dict.fromkeys(TABLE_NAMES, "docs/performance.md")
-BUSY_COLUMNS = {"pair": "{pair}", "busy processes": "{count}", "tokens/s": "{speed:.0f}", "relative to none": "{ratio}"}
-BUSY_PROMPT = "def fibonacci(n):"
-BANDWIDTH_COLUMNS = {"form": "{form}", "weights MB": "{mb:.0f}", "read GB/s": "{read:.0f}"}
-BANDWIDTH_CONTEXT = 64
 
 # Timed calls and their names; a verification includes a pass, and drafts of fixed length are sampled with their passes.
 TIMED: tuple[tuple[Any, str, str], ...] = (
@@ -104,12 +84,6 @@ def _seconds(cache: CachedModel, tokens: Sequence[int], draft: Draft) -> float:
     return time.perf_counter() - start
 
 
-def _timed(action: Callable[[], object], _: int) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
-
-
 def _alternate(timed: Sequence[Callable[[int], float]], repeats: int) -> list[tuple[float, ...]]:
     """Call all functions with 0, 1, ..., `repeats` - 1 in turn and return the results of each."""
     return list(zip(*[[once(i) for once in timed] for i in range(repeats)], strict=True))
@@ -143,74 +117,6 @@ def rows(options: argparse.Namespace) -> None:
         records.append(record)
     columns = {"rows": "{rows}", **{f"{context:,} tokens": f"{{context_{context}}}" for context in options.context}}
     publish(options, f"pass_cost-{options.dtype or 'float32'}", columns, records)
-
-
-def bandwidth_of(form: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the share of the bandwidth for each number of rows."""
-    release_memory()
-    dtype, quantization, _ = FORMS[form]
-    model = load(ModelSpec(str(folder), dtype=dtype, quantization=quantization, device="cpu")).model
-    engine, size = engine_of(model), model.weight_bytes
-    cache = engine.open()
-    engine.run([Entry(cache, list(range(BANDWIDTH_CONTEXT)), 0, Draft())])
-    memory = torch.ones(size // 4)
-
-    def single_pass(count: int) -> Callable[[], object]:
-        ids = list(range(count))
-        return lambda: engine.run([Entry(cache, ids, BANDWIDTH_CONTEXT, Draft.chain(tuple(ids[1:])))])
-
-    actions = [partial(_timed, action) for action in (memory.sum, *map(single_pass, options.rows))]
-    reads, *passes = (seconds[1:] for seconds in _alternate(actions, 1 + options.rounds))
-    record = {"form": form, "mb": size / 1e6, "read": size / 1e9 / statistics.median(reads)}
-    for count, seconds in zip(options.rows, passes, strict=True):
-        share = statistics.median(read_s / pass_s for read_s, pass_s in zip(reads, seconds, strict=True))
-        record[f"rows_{count}"] = f"{1000 * statistics.median(seconds):.1f} ms, {share:.2f}"
-    return record
-
-
-def bandwidth(options: argparse.Namespace) -> None:
-    """Publish the share of the read bandwidth that passes over a large model use."""
-    at_least_one("rounds", options.rounds)
-    at_least_one("rows", min(options.rows))
-    with tempfile.TemporaryDirectory() as folder:
-        save_random(SHAPES[options.model], Path(folder))
-        records = [bandwidth_of(form, Path(folder), options) for form in options.form]
-    unit = {f"{count} rows" if count > 1 else "1 row": f"{{rows_{count}}}" for count in options.rows}
-    publish(options, "bandwidth", {**BANDWIDTH_COLUMNS, **unit}, records)
-
-
-@contextmanager
-def busy(count: int) -> Iterator[None]:
-    """Occupy `count` cores with endless loops."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        time.sleep(0.2)  # start of the interpreters
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def speed_next_to(count: int, recipe: Recipe, pool: ModelPool, _: int) -> float:
-    """Return the tokens per second of a run next to `count` busy processes."""
-    with busy(count):
-        return traced(recipe, BUSY_PROMPT, pool).metrics["tokens_per_second"]
-
-
-def busy_cores(options: argparse.Namespace) -> None:
-    """Publish the speed of AR decoding of two pairs next to busy processes."""
-    at_least_one("rounds", options.rounds)
-    pool, records = ModelPool(), []
-    for pair in ("bundled", CHAT_PAIR):
-        recipe = Recipe(pair=pair, method="ar", temperature=0.0, max_tokens=options.max_tokens, device="cpu")
-        traced(recipe, BUSY_PROMPT, pool)
-        actions = [partial(speed_next_to, count, recipe, pool) for count in options.busy]
-        speeds = _alternate(actions, options.rounds)
-        for count, values in zip(options.busy, speeds, strict=True):
-            figures = {"speed": statistics.median(values), "ratio": ratio(values, speeds[0])}
-            records.append({"pair": pair, "count": count, **figures})
-    publish(options, "busy_cores", BUSY_COLUMNS, records)
 
 
 @contextmanager
@@ -278,12 +184,6 @@ def breakdown(options: argparse.Namespace) -> None:
 
 STUDIES = {
     "rows": Study(rows, {"rows": [1, 2, 4, 8], "context": [64, 512, 2040], "rounds": 100}, models=True),
-    "bandwidth": Study(
-        bandwidth,
-        {"model": {"default": "llama-300m", "choices": SHAPES}, "rows": [1, 2, 5, 8, 16], "rounds": 30}
-        | {"form": {"nargs": "+", "default": list(FORMS), "choices": FORMS}},
-    ),
-    "busy_cores": Study(busy_cores, {"busy": [0, 1, 2], "max_tokens": 128, "rounds": 7}),
     "breakdown": Study(breakdown, {"gamma": 3, "temperature": [0.0, 1.0], "prompts": 12, "max_tokens": 64}),
 }
 main = study_command(__file__, __doc__, TABLES, STUDIES)

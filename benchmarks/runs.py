@@ -16,7 +16,8 @@ import psutil
 from benchmarks.tables import ROOT
 from specdemo.core.events import End, Header, Loading, StepEvent
 from specdemo.core.trace import to_json
-from specdemo.generate import PromptOrChat, generate
+from specdemo.generate import generate
+from specdemo.models.chat_prompt import PromptOrChat
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe

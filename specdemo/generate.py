@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from functools import cache, partial
 from importlib.metadata import version
 from itertools import count
-from typing import Any, TypeAlias, TypeGuard, cast
+from typing import Any, cast
 
 import torch
 
@@ -34,12 +35,13 @@ from specdemo.external.schema import GenerationRequest
 from specdemo.loaded_pair import LoadedPair
 from specdemo.models import memory
 from specdemo.models.chat_caches import Conversation
+from specdemo.models.chat_prompt import PromptOrChat, is_encoded, read_prompt
 from specdemo.models.heads import LoadedDrafter, LoadedHead
 from specdemo.models.load import LoadedModel, read_tokenizer
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import HeadSpec, ModelSpec
 from specdemo.models.threads import torch_threads
-from specdemo.models.tokenizer import ChatMessage, TextStream, TokenNames, encode_prompt, prompt_text, token_ids
+from specdemo.models.tokenizer import TextStream, TokenNames
 from specdemo.pipeline import CONVERSATION, Pipeline, Stores, build_pipeline, longest_chain
 from specdemo.recipe import Recipe
 from specdemo.remote.gates import PASSES, EdgeVerifier
@@ -49,7 +51,6 @@ from specdemo.remote.word_rules import IsName
 from specdemo.worker import interruptible, job_clock
 
 CHARACTERS_PER_TOKEN = 3  # rough
-PromptOrChat: TypeAlias = "str | Sequence[ChatMessage] | Sequence[int]"
 
 
 def generate(
@@ -77,7 +78,7 @@ def generate(
         raise UserError("the prompt is empty: type something to continue")
     if isinstance(pool, LoadedPair):
         recipe, pool = pool.bind(recipe), pool.pool
-    running = recipe.running
+    running = (recipe := _at_conversation(recipe, stores)).running
     if running.ngram_keep and stores is None:
         raise UserError("ngram_keep has no effect without stores: pass the same dictionary as stores to every run")
     if drafter is not None and not METHODS[running.method].drafts:
@@ -98,10 +99,18 @@ def generate(
         recipe = replace(recipe, policy="fixed", gamma=gamma, gamma_min=None, gamma_max=None)
     if recipe.external is not None and (drafter or processors or prediction or logprobs is not None or names):
         raise UserError("drafters, processors, predictions and log-probabilities need a local target: omit external")
-    pool = ModelPool() if pool is None else pool
-    resources = Resources(pool, stores, drafter, tuple(processors), names, predicted, logprobs)
+    models = ModelPool() if pool is None else pool
+    resources = Resources(models, stores, drafter, tuple(processors), names, predicted, logprobs)
     run = run_external if recipe.external else run_local if running.cloud is None else run_edge_cloud
     yield from run(recipe, prompt, resources)
+
+
+def _at_conversation(recipe: Recipe, stores: Stores | None) -> Recipe:
+    if not recipe.chat or stores is None:
+        return recipe
+    conversation = stores.setdefault(CONVERSATION, Conversation())
+    conversation.began = conversation.began or datetime.now()
+    return recipe.at(conversation.began)
 
 
 def _predicted(prediction: str, gamma: int, target: Target, prompt: Sequence[int]) -> PredictedText:
@@ -182,7 +191,7 @@ def run_edge_cloud(recipe: Recipe, prompt: PromptOrChat, resources: Resources) -
     remote = connect(running.cloud, running.target_spec, running.seed, edge=edge, hub=hub, session=session)
     with closing(replace(remote, is_name=resources.names)) as target:
         if target.lost:
-            yield Loading("no response from the cloud: the drafter decodes alone")
+            yield Loading("no response from the cloud: the drafter decodes alone", warning=True)
         yield from _run(recipe, prompt, resources, target, edge)
 
 
@@ -192,12 +201,12 @@ def run_external(recipe: Recipe, prompt: PromptOrChat, resources: Resources) -> 
     assert address is not None
     yield Loading(f"connecting to {address}")
     tokenizer = interruptible(partial(read_tokenizer, recipe.target_spec, resources.pool.hub))
-    text, tokens, _ = _encode(tokenizer, len(tokenizer), prompt, recipe.chat)
+    read = read_prompt(tokenizer, prompt, recipe.chat, len(tokenizer), recipe.template_options)
     sampling = (recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty, recipe.seed)
-    request = GenerationRequest(tokens, recipe.max_tokens, *sampling)
+    request = GenerationRequest(read.tokens, recipe.max_tokens, *sampling)
     with closing(EngineClient(address, key_for(address, os.environ))) as client:
         run = ExternalRun(client, request, tokenizer, recipe.stop_texts, recipe.stop_tokens)
-        yield from run.events(asdict(recipe), text, _versions())
+        yield from run.events(asdict(replace(recipe, template_options=read.options)), read.text, _versions())
 
 
 def _context(recipe: Recipe, prompt: PromptOrChat) -> int:
@@ -212,19 +221,19 @@ def _run(
 ) -> Iterator[Event]:
     running = recipe.running
     environment = _environment(target, model)  # measured before the clock starts
-    text, prompt_tokens, start = _encode(target.tokenizer, target.vocab_size, prompt, running.chat)
-    tokens = target.opening if target.encoder else prompt_tokens  # an encoder's input is not part of the text
+    read = read_prompt(target.tokenizer, prompt, running.chat, target.vocab_size, recipe.template_options)
+    tokens = target.opening if target.encoder else read.tokens  # an encoder's input is not part of the text
     with ExitStack() as opened:
-        pipeline = resources.pipeline(running, target, model, prompt_tokens if _is_encoded(prompt) else text, tokens)
+        pipeline = resources.pipeline(running, target, model, read.tokens if is_encoded(prompt) else read.text, tokens)
         opened.callback(pipeline.close)
         if recipe.cloud is not None and recipe.cloud.alone:
             pipeline = replace(pipeline, verifier=EdgeVerifier(pipeline.verifier))
         free = _free_positions(pipeline, tokens)
-        start += _prepare(pipeline, running, len(tokens), free)
+        start = read.start + _prepare(resources.pool, pipeline, running, len(tokens), free)
         yield Header(
-            recipe=asdict(recipe),
-            prompt=text,
-            prompt_tokens=tuple(prompt_tokens),
+            recipe=asdict(replace(recipe, template_options=read.options)),
+            prompt=read.text,
+            prompt_tokens=tuple(read.tokens),
             vocab_size=target.vocab_size,
             exact=recipe.exact,
             bit_equal=resources.drafter is None
@@ -263,20 +272,6 @@ def _peak(pipeline: Pipeline, passes: Sequence[int] | None) -> MemoryUse:
     device, store = pipeline.device, getattr(pipeline.drafter, "store_bytes", None)
     read = None if passes is None else pipeline.weights_read(passes)
     return MemoryUse(*memory.peaks(device), pipeline.kv_bytes, store, memory.peak_reserved_bytes(device), read)
-
-
-def _is_encoded(prompt: PromptOrChat) -> TypeGuard[Sequence[int]]:
-    return isinstance(prompt[0], int)
-
-
-def _encode(tokenizer: Any, vocab_size: int, prompt: PromptOrChat, chat: bool) -> tuple[str, list[int], float]:
-    """Return text and tokens of the prompt, and the time before it was encoded."""
-    if _is_encoded(prompt):
-        ids = token_ids(prompt, chat, vocab_size)
-        return tokenizer.decode(ids), ids, time.perf_counter()
-    written = cast("str | Sequence[ChatMessage]", prompt)
-    text, start = prompt_text(tokenizer, written, chat), time.perf_counter()
-    return text, encode_prompt(tokenizer, text, chat, vocab_size), start
 
 
 def _free_positions(pipeline: Pipeline, tokens: Sequence[int]) -> int:
@@ -369,7 +364,8 @@ def _prefill(pipeline: Pipeline, tokens: Sequence[int], drafter: bool = False) -
         yield Loading("drafter: prompt" if drafter else "prompt", done, len(tokens))
 
 
-def _prepare(pipeline: Pipeline, recipe: Recipe, tokens: int, free: int) -> float:
+def _prepare(pool: ModelPool, pipeline: Pipeline, recipe: Recipe, tokens: int, free: int) -> float:
+    pool.free_memory_for(pipeline.caches, tokens + min(recipe.max_tokens, free))
     start = time.perf_counter()
     pipeline.prepare(recipe, tokens, tokens + min(recipe.max_tokens, free))
     return time.perf_counter() - start

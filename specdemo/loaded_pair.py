@@ -44,7 +44,7 @@ def load_pair(
     dtype: str = "auto",
     quantization: str = "none",
     drafter_quantization: str = "none",
-    activations: str = "16",
+    activations: str = "auto",
     device: str = "auto",
     drafter_device: str | None = None,
     report: ReportProgress = ignore_progress,

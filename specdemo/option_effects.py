@@ -16,7 +16,7 @@ from specdemo.remote.config import unused_thresholds
 
 _PAIR = ("pair", "target", "drafter")  # select models for all methods
 _OF_SERVER = (  # options that a server of another engine obeys
-    *("external", "pair", "target", "chat", "max_tokens"),
+    *("external", "pair", "target", "chat", "template_options", "max_tokens"),
     *("temperature", "top_k", "top_p", "repetition_penalty", "seed", "stop_texts", "stop_tokens"),
 )
 
@@ -46,6 +46,8 @@ def ineffective(chosen: Any, names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _problem(chosen: Any, declared: Option) -> str:
+    if declared.name == "template_options" and not chosen.chat:
+        return "has no effect without a chat template: enable chat"
     if chosen.external is not None:
         decides = "has no effect with external: the server decides, so set it there"
         return "" if declared.name in _OF_SERVER else decides

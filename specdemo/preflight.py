@@ -28,11 +28,12 @@ from specdemo.core.step import Draft, Step, Verdict
 from specdemo.core.theory import STAGES, CostTerms
 from specdemo.drafters import METHODS
 from specdemo.drafters.method import Method
+from specdemo.models.chat_prompt import read_prompt
 from specdemo.models.heads import LoadedDrafter, LoadedHead
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.tokenizer import check_ids, encode_prompt, prompt_text
+from specdemo.models.tokenizer import check_ids
 from specdemo.models.zoo import PAIRS, check_pair
 from specdemo.pipeline import Pipeline, build_pipeline, draft_sampling_params, sampling_params
 from specdemo.prompts import RECORDED_TEMPERATURES, Prompt, alternate_classes, load_prompts, load_written
@@ -302,8 +303,8 @@ def decoded_runs(
     for seed, prompt in enumerate(alternate_classes(prompts)[:most]):
         if seed >= MIN_SAMPLED_TEXTS and clock() - began > seconds:
             return
-        text = prompt_text(target.tokenizer, prompt.text, recipe.chat)
-        tokens = encode_prompt(target.tokenizer, text, recipe.chat, target.vocab_size)
+        inputs = (prompt.text, recipe.chat, target.vocab_size, recipe.template_options)
+        tokens = read_prompt(target.tokenizer, *inputs).tokens
         tokens = tokens[: min(MAX_TEXT_TOKENS, context - 2 * MAX_GAMMA)]
         most_tokens = min(recipe.max_tokens, MAX_TEXT_TOKENS, context - len(tokens) - MAX_GAMMA)
         with build_pipeline(replace(recipe, seed=seed), target, drafter) as pipeline:

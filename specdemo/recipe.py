@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import partial
 from types import new_class
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,13 @@ from specdemo.core.policies import POLICIES, DraftLengths
 from specdemo.core.rules import DEFAULT_RULE, RULES, Rule, check_rule, rule_names
 from specdemo.drafters import METHODS, option_classes
 from specdemo.external.address import ENGINES, EngineAddress
+from specdemo.models.chat_template import at_time, parse_options
 from specdemo.models.spec import (
     ACTIVATION_BITS,
     COPY_FORMS,
     DTYPES,
     QUANTIZATIONS,
+    REMOVED_QUANTIZATIONS,
     SAME,
     HeadSpec,
     ModelSpec,
@@ -211,16 +214,19 @@ class RunOptions(OptionSet):
         "re-encode the text of a drafter of another vocabulary",
         applies="may_reencode",
     )
-    quantization: str = _model_option("none", "Quantisation of the target", choices=QUANTIZATIONS)
+    quantization: str = _model_option(
+        "none", "Quantisation of the target", choices=QUANTIZATIONS, removed=REMOVED_QUANTIZATIONS
+    )
     drafter_quantization: str = _drafter_option(
         "none",
         "Quantisation of the drafter",
         "quantisation of the drafter (same: int8 unless set)",
         choices=QUANTIZATIONS,
+        removed=REMOVED_QUANTIZATIONS,
         noun="quantization",
     )
     activations: str = _model_option(
-        "16",
+        "auto",
         "Activations of GGUF files",
         "bits of the inputs of quantised weights of GGUF files",
         choices=ACTIVATION_BITS,
@@ -244,6 +250,14 @@ class RunOptions(OptionSet):
     )
     chat: bool = option(
         False, "Apply the chat template", "send the prompt as a user message in the model's chat template", group="Chat"
+    )
+    template_options: tuple[str, ...] = option(
+        (),
+        "Options of the chat template",
+        "variable of the chat template, such as enable_thinking=false; may be repeated",
+        group="Chat",
+        flag="--template-option",
+        metavar="NAME=VALUE",
     )
     skip_sample_adjustment: bool = _rule_option(
         False, "Sample corrections from p", "sample corrections from p, not from the residual", lossy=True
@@ -300,8 +314,8 @@ def _models_fit(chosen: Recipe) -> None:
 
 
 def _activations_fit(chosen: Recipe) -> None:
-    if chosen.activations != "16" and not any(is_gguf(name or "") for name in chosen.models):
-        raise UserError(f"activations {chosen.activations} needs a GGUF file: choose pair {CHAT_PAIR}, or 16")
+    if chosen.activations == "8" and not any(is_gguf(name or "") for name in chosen.models):
+        raise UserError(f"activations 8 needs a GGUF file: choose pair {CHAT_PAIR}, or auto")
 
 
 def _gamma_bounds_fit(chosen: Recipe) -> None:
@@ -333,6 +347,10 @@ def _sampling_fits(chosen: Recipe) -> None:
             raise UserError(f"{name} has more than 64 texts or 300 characters in a text: shorten the list")
     if len(chosen.stop_tokens) > 64:
         raise UserError("stop_tokens has more than 64 ids: shorten the list")
+
+
+def _template_options_fit(chosen: Recipe) -> None:
+    parse_options(chosen.template_options)
 
 
 def _cloud_fits_method(chosen: Recipe) -> None:
@@ -390,7 +408,7 @@ else:
 @options(
     checks=(
         *(_models_fit, _activations_fit, _gamma_bounds_fit, _rule_fits),
-        *(_sampling_fits, _cloud_fits_method, _external_fits),
+        *(_sampling_fits, _template_options_fit, _cloud_fits_method, _external_fits),
     ),
     check_named=refuse_ineffective,
 )
@@ -399,6 +417,10 @@ class Recipe(MethodOptions, RunOptions):
 
     Raises `UserError` for invalid values, and for named options without effect unless copied by `dataclasses.replace`.
     """
+
+    def at(self, now: datetime) -> Recipe:
+        """Return the recipe with this time for its template."""
+        return replace(self, template_options=at_time(self.template_options, now)) if self.chat else self
 
     @property
     def gamma_bounds(self) -> tuple[int, int]:

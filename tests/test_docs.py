@@ -90,8 +90,8 @@ def test_a_frozen_table_names_the_commit_of_its_study(name: str) -> None:
     (text,) = (path.read_text("utf-8") for path in DOCUMENTS if name in table_names(path))
     source = text.partition(f"begin: {name} -->")[2].partition("\n|")[0]
     assert source.startswith("\nNot reproduced by a script any more")
-    assert re.search(rf"`benchmarks/{name}\.py` of commit [0-9a-f]{{7}}\b.*\d{{4}}-\d\d-\d\d", source, re.S)
-    assert not (ROOT / f"benchmarks/{name}.py").exists()
+    assert re.search(r"`benchmarks/\w+\.py[^`]*` of commit [0-9a-f]{7}\b.*\d{4}-\d\d-\d\d", source, re.S)
+    assert not [run for run in RUNS if name in import_module(run.module).TABLES]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.tables[0])
@@ -114,9 +114,9 @@ def test_the_readme_fits_one_screen() -> None:
 
 
 def test_the_documents_stay_short() -> None:
-    """Bytes without the tables that benchmarks write."""
-    texts = "".join(path.read_text("utf-8") for path in ROOT.glob("docs/*.md"))
-    assert len(re.sub(r"<!-- begin: (\S+) -->.*?<!-- end: \1 -->", "", texts, flags=re.S).encode()) <= 127_500
+    """Bytes without the tables that benchmarks write and the reference that the parser writes."""
+    texts = "".join(path.read_text("utf-8") for path in ROOT.glob("docs/*.md") if path.name != "cli.md")
+    assert len(re.sub(r"<!-- begin: (\S+) -->.*?<!-- end: \1 -->", "", texts, flags=re.S).encode()) <= 110_000
 
 
 def table_rows(path: Path, name: str) -> list[list[str]]:

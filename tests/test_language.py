@@ -34,7 +34,7 @@ RATES = {
         "priced,news",
     ),
 }
-WORDS_PER_LINE = 0.75  # of docstrings and comments in specdemo/
+WORDS_PER_LINE = 0.76  # of docstrings and comments in specdemo/
 
 RELATIVE = re.compile(r"(what|whatever|whether|who|whoever|whose|where|wherever|which|that|how|why|the ones?)\b", re.I)
 

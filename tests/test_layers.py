@@ -40,7 +40,7 @@ PACKAGES = {
     "bitsandbytes": ("specdemo/models/", "specdemo/bench/baselines.py"),
     "gguf": ("specdemo/models/",),
     "tokenizers": ("specdemo/models/", "specdemo/bench/baselines.py"),
-    "msgpack": ("specdemo/remote/protocol.py", "benchmarks/fuzz_hooks.py"),
+    "msgpack": ("specdemo/remote/protocol.py",),
     "fastapi": ("specdemo/remote/", "specdemo/completions/routes.py", "specdemo/cli/service.py"),
     "ray": ("specdemo/cli/ray_serve.py",),
     "starlette": (

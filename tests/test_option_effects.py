@@ -53,7 +53,15 @@ AROUND = {
     "drafter_top_p": {"temperature": 2.0},
     "rule": {"temperature": 1.0},
 }
-NEEDS_MORE = {"chat", "external", "length_penalty", "min_length", "stop_tokens", "use_cache"}  # see other tests
+NEEDS_MORE = {
+    "chat",
+    "external",
+    "length_penalty",
+    "min_length",
+    "stop_tokens",
+    "template_options",
+    "use_cache",
+}  # see other tests
 CASES = [
     (method, name)
     for name, option in Recipe.OPTIONS.items()

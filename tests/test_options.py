@@ -43,7 +43,7 @@ def other(option: Option) -> Any:
     special = {
         "pair": "smollm2-360m", "mode": "cloud_only", "remote": ADDRESS, "device": "cpu", "drafter_device": "cpu",
         "target": "some/target", "drafter": "some/drafter", "bad_words": ("a b", "c"), "skip_layers": (5, 7),
-        "stop_texts": ("a b", "c"), "stop_tokens": (5, 7),
+        "stop_texts": ("a b", "c"), "stop_tokens": (5, 7), "template_options": ("a=1", "b=c d"),
         "gates": ("nll", "rare"), "threshold": 0.25, "word_frequencies": "words.txt", "seed": 9, "temperature": 0.625,
         "head": "some/head", "method": "nasd", "external": "vllm=http://127.0.0.1:8000",
     }  # fmt: skip
@@ -66,7 +66,7 @@ def around(option: Option) -> dict[str, Any]:
         "on_loss": {"method": "draft"}, "gamma_min": {"policy": "svip"}, "gamma_max": {"policy": "svip"},
         "egag_ema_beta": {"policy": "egag"}, "gate_ratio": {"gates": ("nll",)},
         "gate_rare": {"gates": ("rare",)}, "word_frequencies": {"gates": ("rare",)},
-        "activations": {"pair": "smollm2-135m", "method": "ar"},
+        "activations": {"pair": "smollm2-135m", "method": "ar"}, "template_options": {"chat": True},
     }  # fmt: skip
     signal = option.name.removeprefix("gate_")
     if signal in SIGNALS and signal != option.name:

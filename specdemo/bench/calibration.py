@@ -14,12 +14,12 @@ from specdemo.core.errors import UserError
 from specdemo.core.metrics import percentile
 from specdemo.core.step import Draft, Verdict
 from specdemo.drafters import METHODS
+from specdemo.models.chat_prompt import read_prompt
 from specdemo.models.engines.llama_weights import with_dropout
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import SAME
-from specdemo.models.tokenizer import encode_prompt, prompt_text
 from specdemo.models.zoo import PAIRS
 from specdemo.pipeline import build_pipeline
 from specdemo.prompts import Prompt
@@ -129,8 +129,8 @@ def _drafted_signals(
     with build_pipeline(recipe, target, drafter) as pipeline:
         policy = RecordingPolicy(pipeline.policy)
         recorder = SignalRecorder(pipeline.verifier, policy, variance)
-        text = prompt_text(target.tokenizer, prompt.text, recipe.chat)
-        tokens = encode_prompt(target.tokenizer, text, recipe.chat, target.vocab_size)
+        inputs = (prompt.text, recipe.chat, target.vocab_size, recipe.template_options)
+        tokens = read_prompt(target.tokenizer, *inputs).tokens
         limit = max(1, min(recipe.max_tokens, pipeline.shared_context - len(tokens)))
         roles = recorder, pipeline.drafter, policy
         for _ in decode(tokens, *roles, max_tokens=limit, stop=pipeline.stop, clock=time.perf_counter):

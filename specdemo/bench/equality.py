@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 
 from specdemo.bench.table import markdown_table
 from specdemo.core.events import StepEvent
@@ -48,10 +49,11 @@ def prompt_prefixes(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 
 def prove(results: Sequence[EqualityResult], prompts: Sequence[Prompt], pool: ModelPool) -> Iterator[None]:
     """Add the texts of every prompt, with its index as seed, to `results`; yield after each prompt."""
+    now = datetime.now()
     for seed, prompt in enumerate(prompts):
         ar_tokens: dict[float, list[int]] = {}
         for result in results:
-            recipe = replace(result.recipe, seed=seed)
+            recipe = replace(result.recipe.at(now), seed=seed)
             if recipe.temperature not in ar_tokens:
                 ar_tokens[recipe.temperature] = _decode(replace(recipe, method="ar"), prompt, pool)[0]
             tokens, accepted = _decode(recipe, prompt, pool)

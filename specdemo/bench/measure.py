@@ -10,6 +10,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import cache
 from itertools import count, product
 from typing import Any
@@ -114,13 +115,13 @@ def measure(
     recipe. Later messages follow the answer of the first recipe. `repeat` uses other seeds. Raises `RuntimeError` if a
     run fails.
     """
+    now = datetime.now()
+    recipes = [recipe.at(now) for recipe in recipes]
     ar = [recipe for recipe in recipes if recipe.is_baseline]
     drafting = next((recipe for recipe in recipes if recipe.drafter_spec and recipe.external is None), None)
     lanes: list[tuple[Recipe, str | None]] = [(recipe, None) for recipe in recipes]
     lanes += [(recipe, baseline) for recipe in ar for baseline in baselines]
-    pair = None
-    if baselines:
-        pair = Baselines(ar[0].target_spec, drafting.drafter_spec if drafting else None)
+    pair = Baselines(ar[0].target_spec, drafting.drafter_spec if drafting else None) if baselines else None
     order = list(range(len(lanes)))
     total = len(lanes) * sum(1 + len(prompt.later) for prompt in prompts) * repeat
 

@@ -7,9 +7,10 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 from specdemo.cli.arguments import parser
 from specdemo.core.errors import FULL_DISK, UserError, write_error
@@ -32,17 +33,35 @@ def _compiling_engine() -> Iterator[None]:
 
 
 def _execute(options: argparse.Namespace) -> int:
-    from specdemo.signals import handle_signals, interrupt, signals_end_passes  # these imports take seconds
+    from specdemo.signals import exit_at_once, handle_signals, interrupt, signals_end_passes
 
-    with handle_signals(interrupt, signal.SIGINT, signal.SIGTERM), signals_end_passes():
-        if options.command == "run":
-            with _compiling_engine():
-                from specdemo.cli.run import run
+    received: list[int] = []
 
-                return run(options)
-        from specdemo.cli.commands import COMMANDS
+    def end(number: int, frame: Any) -> None:
+        received.append(number)
+        interrupt(number, frame)
 
-        return COMMANDS[options.command](options)
+    with _compiling_engine() if options.command == "run" else nullcontext():
+        with handle_signals(exit_at_once, signal.SIGINT, signal.SIGTERM):  # libraries cannot be imported by halves
+            command = _command(options.command)
+        try:
+            with handle_signals(end, signal.SIGINT, signal.SIGTERM), signals_end_passes():
+                return command(options)
+        except Exception:  # libraries convert the interrupt
+            if not received:
+                raise
+            return 130
+
+
+def _command(name: str) -> Callable[[argparse.Namespace], int]:
+    """Import a command, which takes seconds."""
+    if name == "run":
+        from specdemo.cli.run import run
+
+        return run
+    from specdemo.cli.commands import COMMANDS
+
+    return COMMANDS[name]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from specdemo.core.errors import UserError
-from specdemo.core.options import Option
+from specdemo.core.options import Option, removal
 from specdemo.models.spec import SAME
 from specdemo.models.zoo import CHAT_PAIR, PAIRS, first_installed
 from specdemo.option_effects import settings_of_pair
@@ -70,6 +70,21 @@ def _add_options(
         command.add_argument(option.flag, **properties)
 
 
+def _add_cloud_options(command: argparse.ArgumentParser) -> None:
+    _add_options(command, CloudConfig.OPTIONS.values())
+    for name, remedy in CloudConfig.REMOVED.items():
+        command.add_argument(f"--{name.replace('_', '-')}", help=argparse.SUPPRESS, type=_refusal(name, remedy))
+
+
+def _refusal(name: str, remedy: str) -> Callable[[str], object]:
+    """Return the conversion of a value of a removed option, which raises an error."""
+
+    def refuse(value: str) -> object:
+        raise argparse.ArgumentTypeError(removal(name, remedy))
+
+    return refuse
+
+
 def option_help(option: Option, default: Any = None) -> str:
     default = option.default if default is None else default
     shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else default
@@ -88,13 +103,14 @@ def _options(*names: str) -> list[Option]:
 def _run(command: Parser) -> None:
     command.add_argument("prompt", help="text to continue; - for standard input")
     _add_options(command, Recipe.OPTIONS.values())
-    _add_options(command, CloudConfig.OPTIONS.values())
+    _add_cloud_options(command)
     output = command.add_mutually_exclusive_group()
     command.arguments += [
         output.add_argument(
             "--json", action="store_true", help="write the trace to standard output, without other text"
         ),
         output.add_argument("--steps", action="store_true", help="explain each step instead of showing the text"),
+        output.add_argument("--raw", action="store_true", help="also show the chat template around the message"),
     ]
     _add_display_options(command)
     command.add_argument("--trace", type=Path, metavar="FILE", help="also write the trace to a file")
@@ -102,7 +118,7 @@ def _run(command: Parser) -> None:
 
 def _chat(command: Parser) -> None:
     _add_options(command, Recipe.OPTIONS.values())
-    _add_options(command, CloudConfig.OPTIONS.values())
+    _add_cloud_options(command)
     _add_display_options(command)
 
 
@@ -131,7 +147,7 @@ def _bench(command: Parser) -> None:
     }
     _add_options(command, _options(*varied, "rule", "max_tokens"), **varied, max_tokens=128)
     _add_options(command, _options("external", "ngram", "filler_top_k", "filler_weight", "corpus_order"), many=True)
-    _add_options(command, CloudConfig.OPTIONS.values())
+    _add_cloud_options(command)
     add = command.add_argument
     add("--kind", nargs="+", default=[], help="classes of prompts (default: all)")
     add("--prompts", type=Path, metavar="FILE", help="questions as JSON Lines: question_id, category and turns")
@@ -234,11 +250,12 @@ def with_pair_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def announce_pair(values: Mapping[str, Any], pair: str = "bundled") -> None:
-    """Print the default pair as the first line of output, unless `values` name models."""
+    """Print the default pair on a terminal, and elsewhere if it is a fallback, unless `values` name models."""
     if values.keys() & {"pair", "target"}:
         return
     missing = f"; {CHAT_PAIR} is not installed: {PAIRS[CHAT_PAIR].missing}" if PAIRS[CHAT_PAIR].missing else ""
-    print(f"specdemo: pair {pair}, {PAIRS[pair].title} (default{missing})", file=sys.stderr)
+    if missing or sys.stderr.isatty():
+        print(f"specdemo: pair {pair}, {PAIRS[pair].title} (default{missing})", file=sys.stderr)
 
 
 def _values(options: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 from specdemo.cli.run import LoadingLine, coloured_text, has_colour, recipe_of_flags
@@ -68,6 +69,7 @@ class Session:
         self.messages: list[dict[str, str]] = []
         self._pool = ModelPool()
         self._stores: dict[Any, Any] = {}
+        self._began = datetime.now()
         self._last: tuple[Recipe, Any, Metrics] | None = None  # recipe, prompt and figures of the last answer
 
     def enter(self, line: str) -> None:
@@ -94,6 +96,7 @@ class Session:
         check_name("pair", name, PAIRS)
         self._change(pair=name, target=None, drafter=None, head=None, **PAIRS[name].settings)
         self.messages, self._last = [], None
+        self._began = datetime.now()
         self._stores.clear()
 
     def compare(self, value: str) -> None:
@@ -109,8 +112,9 @@ class Session:
     def _answer(self, line: str) -> None:
         messages = [*self.messages, {"role": "user", "content": line}]
         prompt = messages if self.recipe.chat else line
-        text, metrics = self._show(self.recipe, prompt, self._stores)
-        self._last = self.recipe, prompt, metrics
+        recipe = self.recipe.at(self._began)
+        text, metrics = self._show(recipe, prompt, self._stores)
+        self._last = recipe, prompt, metrics
         if self.recipe.chat:
             self.messages = [*messages, {"role": "assistant", "content": text}]
 

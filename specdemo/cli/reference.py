@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import SUPPRESS
 from collections.abc import Iterator
 
 from specdemo.cli.arguments import ARGUMENTS, MODEL_OPTIONS, Parser
@@ -69,7 +70,7 @@ def _values(option: Option) -> str:
 
 def _flags(command: Parser) -> Iterator[str]:
     table = {**Recipe.OPTIONS, **CloudConfig.OPTIONS}
-    actions = [action for action in command.arguments if action.dest != "help"]
+    actions = [action for action in command.arguments if action.dest != "help" and action.help != SUPPRESS]
     shared = [action for action in actions if action.dest in table]
     defaults = {action.option_strings[0]: action.default for action in shared}
     cloud = [name for name, option in CloudConfig.OPTIONS.items() if option.terminal]

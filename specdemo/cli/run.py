@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
@@ -58,7 +59,7 @@ def recipe_of_flags(options: argparse.Namespace) -> Recipe:
 
 
 def _show(events: Iterator[Event], options: argparse.Namespace, file: OutputFile | None) -> int:
-    view = Json() if options.json else Steps() if options.steps else TextView(has_colour(options.color))
+    view = Json() if options.json else Steps() if options.steps else TextView(has_colour(options.color), options.raw)
     loading, metrics = LoadingLine(), None
 
     def put(event: Event) -> None:
@@ -101,16 +102,21 @@ class Json:
 
 
 class TextView:
-    """View that prints the text: coloured by outcome, with rejected tokens, or committed tokens only."""
+    """View that prints the text: coloured by outcome, with rejected tokens, or committed tokens only.
 
-    def __init__(self, coloured: bool) -> None:
+    The prompt of a chat is the template around the user's message; `raw` shows it.
+    """
+
+    def __init__(self, coloured: bool, raw: bool) -> None:
         self._coloured = coloured
+        self._raw = raw
 
     def show(self, event: Event) -> None:
         match event:
             case Header():
                 self._header = event
-                print(event.prompt, end="\n" if event.encoder else "", flush=True)
+                if self._raw or not event.recipe["chat"]:
+                    print(event.prompt, end="\n" if event.encoder else "", flush=True)
             case StepEvent():
                 print(coloured_text(event, self._coloured), end="", flush=True)
             case End():
@@ -154,19 +160,20 @@ class Steps:
 
 
 class LoadingLine:
-    """Loading progress: a line overwritten in a terminal, or a line per item."""
+    """Loading progress as a line that is overwritten in a terminal; elsewhere only warnings."""
 
     def __init__(self) -> None:
         self._shown = ""
 
     def show(self, event: Loading | None = None) -> None:
-        live = sys.stderr.isatty()
         text = event.text if event else ""
-        if live and (text or self._shown):
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-        elif text and text.partition(",")[0] != self._shown.partition(",")[0]:
-            print(f"{text} ...", file=sys.stderr)
-        self._shown = text
+        if sys.stderr.isatty() and (text or self._shown):
+            columns = shutil.get_terminal_size().columns
+            self._shown = text[: columns - 1]  # a wrapped line could not be overwritten
+            print(f"\r\x1b[K{self._shown}", end="", file=sys.stderr, flush=True)
+        if event and event.warning:
+            print(f"\r{text}" if self._shown else text, file=sys.stderr)
+            self._shown = ""
 
 
 def coloured_text(event: StepEvent, coloured: bool) -> str:

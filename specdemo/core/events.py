@@ -14,11 +14,15 @@ INTERRUPTED = "interrupted"
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Progress before the header, or of the prefill in tokens; not part of the trace. `total` is 0 if unknown."""
+    """Progress before the header, or of the prefill in tokens; not part of the trace. `total` is 0 if unknown.
+
+    `warning`: the text also matters to readers who do not follow the progress.
+    """
 
     text: str
     done: int = 0
     total: int = 0
+    warning: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ class Option:
     slider: tuple[float, float, float] | None = None  # lowest, highest, step; a number field if None
     step: float = 1  # increment of a number field
     choices: Mapping[str, Any] | None = None  # valid name -> title or object with a `title`
+    removed: Mapping[str, str] | None = None  # choice of an earlier version -> remedy
     noun: str = ""  # name of a choice in error messages
     hint: str = ""  # appended to errors of values below the range
     group: str = ""
@@ -70,6 +71,7 @@ class OptionSet:
     """Base class of options, with a table of its fields by name; see `options`."""
 
     OPTIONS: ClassVar[dict[str, Option]] = {}
+    REMOVED: ClassVar[Mapping[str, str]] = {}  # option of an earlier version -> remedy
     CHECKS: ClassVar[tuple[Callable[[Any], None], ...]] = ()
 
 
@@ -94,16 +96,19 @@ def options(
     group: str = "",
     checks: tuple[Callable[[Any], None], ...] = (),
     check_named: Callable[[Any, Iterable[str]], None] | None = None,
+    removed: Mapping[str, str] | None = None,
 ) -> Callable[[type[OptionSetT]], type[OptionSetT]]:
     """Turn a class of options into a frozen, validated dataclass with a table `OPTIONS` of its fields by name.
 
     Invalid values raise `UserError`. `checks` of several fields run in order, after those of base classes.
     `check_named` receives the names of keyword arguments, unless they are all fields, as in `dataclasses.replace`.
+    `removed`: see `OptionSet.REMOVED`.
     """
 
     def decorate(plain: type[OptionSetT]) -> type[OptionSetT]:
         cls: Any = pydantic_dataclass(frozen=True, config=_CONFIG)(plain)
         cls.OPTIONS = _table(cls, group)
+        cls.REMOVED = removed or {}
         cls.CHECKS = tuple(dict.fromkeys(check for base in cls.__mro__ for check in vars(base).get("CHECKS", ())))
         cls.CHECKS += checks
         construct = cls.__init__
@@ -113,7 +118,7 @@ def options(
             try:
                 construct(self, *args, **values)
             except ValidationError as error:
-                raise UserError(_sentence(error, cls.OPTIONS, [*cls.__pydantic_fields__])) from None
+                raise UserError(_sentence(error, cls, [*cls.__pydantic_fields__])) from None
             for declared in cls.OPTIONS.values():
                 _check_text(declared.name, getattr(self, declared.name))
                 _check_names(declared, getattr(self, declared.name))
@@ -156,6 +161,8 @@ def _check_names(declared: Option, value: Any) -> None:
     if declared.choices is None or (not value and declared.default is None):
         return
     for name in value if declared.many else [value]:
+        if declared.removed and name in declared.removed:
+            raise UserError(removal(f"{declared.name} {name}", declared.removed[name]))
         check_name(declared.noun or declared.name, name, declared.choices)
 
 
@@ -165,9 +172,16 @@ def _value_type(annotation: Any) -> Any:
     return next(part for part in typing.get_args(annotation) if part is not type(None))
 
 
-def _sentence(error: ValidationError, table: Mapping[str, Option], fields: Sequence[str]) -> str:
-    problem = error.errors()[0]
+def removal(name: str, remedy: str) -> str:
+    """Return the error message for an option or choice of an earlier version."""
+    return f"{name} was removed: {remedy}"
+
+
+def _sentence(error: ValidationError, options: type[OptionSet], fields: Sequence[str]) -> str:
+    problem, table = error.errors()[0], options.OPTIONS
     field, value = problem["loc"][0], problem["input"]
+    if field in options.REMOVED:
+        return removal(str(field), options.REMOVED[str(field)])
     if problem["type"].startswith("unexpected"):
         return f"unknown option {field!r}: known are {', '.join(table)}"
     name = fields[field] if isinstance(field, int) else field

@@ -267,7 +267,6 @@ class ChainSampler:
         self._device_peaks: list[Tensor] = []
         self._probs: list[Tensor] = []
         self._token_probs: list[float] = []
-        self.confidences: list[float] = []  # predictions of a block head
 
     def __call__(self, logits: Tensor, i: int) -> Tensor | int:
         """Return token i of raw logits `[1, own vocabulary]`: a number, or `[1]` on the device."""
@@ -289,12 +288,10 @@ class ChainSampler:
             return []
         return self._noise.uniforms(count) if isinstance(self._noise, Noise) else None
 
-    def record(
-        self, peaks: list[float], token_probs: list[float], probs: Tensor | None, confidences: list[float]
-    ) -> None:
-        """Record largest logits, token probabilities, distributions `[count, vocab_size]` and confidences."""
-        self._peaks, self._token_probs = peaks, token_probs
-        self.confidences = confidences
+    def record(self, peaks: list[float], token_probs: list[float], probs: Tensor | None) -> None:
+        """Record largest logits, token probabilities and distributions `[count, vocab_size]`."""
+        self._peaks = peaks
+        self._token_probs = token_probs
         self._probs = [] if probs is None else [probs]
 
     def chain(self, tokens: Sequence[int]) -> Draft:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from datetime import datetime
 from typing import Any
 from weakref import ref
+
+import torch
 
 from specdemo.models.kv_cache import CachedModel
 
@@ -13,13 +16,20 @@ class Conversation:
     """Key of the caches of a conversation, which are closed when it is deleted."""
 
     session: Any = None  # `RemoteSession`, if the target is a service
+    began: datetime | None = None  # time that its chat template reads
 
 
 class ChatCaches:
     """Caches by conversation, least recently used first. Models that are not loaded any more have none."""
 
-    def __init__(self, is_loaded: Callable[[Any], bool], budget_bytes: int = 1 << 30) -> None:
+    def __init__(
+        self,
+        is_loaded: Callable[[Any], bool],
+        budget_bytes: int = 1 << 30,
+        spare_bytes: Callable[[torch.device], int] = lambda device: 0,
+    ) -> None:
         self._is_loaded, self._budget_bytes = is_loaded, budget_bytes
+        self._spare_bytes = spare_bytes
         self._caches: dict[ref[Conversation], dict[Hashable, CachedModel]] = {}
 
     @property
@@ -44,19 +54,26 @@ class ChatCaches:
         if key in caches:
             caches[key].close()
         self._caches[ref(conversation, self._drop)] = {**caches, key: cache}
+        cache.measure()
+        budget = max(self._budget_bytes, self._spare_bytes(cache.model.device))
         for cache in [cache for caches in list(self._caches.values()) for cache in caches.values()]:
-            if self.reserved_bytes <= self._budget_bytes:
-                break
+            if self.reserved_bytes <= budget:
+                return
             cache.drop_recordings()
-        while self.reserved_bytes > self._budget_bytes:
-            self.evict()
+        self._close_oldest(list(self._caches.items())[:-1], self.reserved_bytes - budget)
 
-    def evict(self) -> bool:
-        """Close the oldest caches; return False without any."""
-        oldest = next(iter(self._caches), None)
-        if oldest is not None:
-            self._drop(oldest)
-        return oldest is not None
+    def free(self, count: int, kind: str = "") -> bool:
+        """Close the oldest conversations for `count` bytes; return False without any."""
+        return self._close_oldest(list(self._caches.items()), count, kind)
+
+    def _close_oldest(self, entries: Iterable[tuple[ref[Conversation], Any]], count: int, kind: str = "") -> bool:
+        missing = count
+        for conversation, caches in entries:
+            sizes = (cache.reserved_bytes for cache in caches.values() if kind in ("", cache.model.device.type))
+            if missing > 0 and (size := sum(sizes)):
+                self._drop(conversation)
+                missing -= size
+        return missing < count
 
     def drop_unloaded(self) -> None:
         for conversation, caches in list(self._caches.items()):
@@ -68,8 +85,8 @@ class ChatCaches:
                 del self._caches[conversation]
 
     def clear(self) -> None:
-        while self.evict():
-            pass
+        for conversation in list(self._caches):
+            self._drop(conversation)
 
     def _drop(self, conversation: ref[Conversation]) -> None:
         _close(self._caches.pop(conversation, {}).values())

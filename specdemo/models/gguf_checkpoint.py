@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -59,19 +60,23 @@ def gguf_config(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progr
     config = LlamaConfig.from_dict(read_settings(spec.name, folder / "config.json"))
     tensors = stored_tensors(spec.name, hub.weights(spec.name, spec.revision))
     _check_shapes(spec.name, config, tensors)
-    if spec.activations != "16":
-        _check_activations(spec, {tensor.kind for tensor in tensors.values()})
+    activation_bits(spec, tensors)
     return config
 
 
-def _check_activations(spec: ModelSpec, kinds: set[str]) -> None:
+def activation_bits(spec: ModelSpec, tensors: Mapping[str, GgufTensor]) -> str:
+    """Return the bits of the inputs of quantised weights. Raises `UserError` if 8 bits are chosen and not available."""
+    if spec.activations == "16":
+        return "16"
     reason = ""
+    kinds = {tensor.kind for tensor in tensors.values()}
     if not kinds & {*QUANTISED_GGUF} or spec.dtype != "float32":
         reason = f"{spec.title} in {spec.dtype} has no matrices in {', '.join(QUANTISED_GGUF)}"
     elif not uses_native_engine(find_device(spec.device)):
         reason = f"the native engine does not run {spec.title} on {spec.device}"
-    if reason:
-        raise UserError(f"{spec.activations}-bit activations are not available ({reason}): choose activations 16")
+    if reason and spec.activations == "8":
+        raise UserError(f"8-bit activations are not available ({reason}): choose activations auto or 16")
+    return "16" if reason else "8"
 
 
 def _check_shapes(name: str, config: LlamaConfig, tensors: dict[str, GgufTensor]) -> None:
@@ -101,9 +106,12 @@ def read_gguf(
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     model.generation_config = generation_config(folder, config)
-    weights = _Weights(spec, config, path, stored_tensors(spec.name, path), report)
+    tensors = stored_tensors(spec.name, path)
+    spec = replace(spec, activations=activation_bits(spec, tensors))
+    weights = _Weights(spec, config, path, tensors, report)
     weights.fill(model)
     model.note = weights.note
+    model.activations = spec.activations
     return model.train(False).requires_grad_(False), open_tokenizer(spec.name, folder, PreTrainedTokenizerFast)
 
 
@@ -138,7 +146,7 @@ class _Weights:
         self._spec, self._config = spec, config
         self._report = report
         self._dtype, self._device = getattr(torch, spec.dtype), find_device(spec.device)
-        self._native, self._narrow = uses_native_engine(self._device), spec.activations != "16"
+        self._native, self._narrow = uses_native_engine(self._device), spec.activations == "8"
         self._tensors, self._data = tensors, np.memmap(path, np.uint8, "c")
         self._total, self._done = sum(len(tensor.shape) > 1 for tensor in tensors.values()), 0
         self._kinds: dict[torch.dtype | None, set[str]] = {}

@@ -14,7 +14,6 @@ import torch
 from specdemo.core.errors import UserError
 from specdemo.models.engines.head import Head, HeadWeights
 from specdemo.models.engines.select import engine_of, head_of
-from specdemo.models.head_kinds.block import BLOCK_HEAD
 from specdemo.models.head_kinds.checkpoint import HeadCheckpoint, HeadKind
 from specdemo.models.head_kinds.dflash import DFLASH, DSPARK
 from specdemo.models.head_kinds.eagle import EAGLE
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 LoadedDrafter: TypeAlias = "LoadedModel | LoadedHead"
 
-HEAD_KINDS = (MEDUSA, BLOCK_HEAD, DFLASH, DSPARK, EAGLE3, EAGLE)  # the first that fits is used
+HEAD_KINDS = (MEDUSA, DFLASH, DSPARK, EAGLE3, EAGLE)  # the first that fits is used
 _CONVERT = "run specdemo convert-head FILE DIRECTORY and give the directory"
 _FILE_OF_TARGET = re.compile(r"([.-](I?Q\d\w*|B?F16|F32))?\.gguf$", re.IGNORECASE)
 
@@ -88,7 +87,7 @@ def read_head(
     config = read_settings(spec.name, folder / "config.json")
     if warning := _verifier_warning(spec, config):
         warnings.warn(warning, stacklevel=2)
-    report(TaskProgress(f"reading {spec.name}"))
+    report(TaskProgress(f"reading {spec.title}"))
     with model_errors(spec.name, kind="head"):
         return _kind(spec.name, config).read(HeadCheckpoint(spec.name, config, folder), target)
 

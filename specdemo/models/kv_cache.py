@@ -15,7 +15,7 @@ from torch import Tensor
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import ChainSampler
 from specdemo.core.step import Draft, common_prefix
-from specdemo.models.engines.engine import Cache, Entry
+from specdemo.models.engines.engine import Cache, Entry, doubled
 from specdemo.models.engines.select import engine_of
 from specdemo.models.prefill import ChunkSize, first_rows
 from specdemo.worker import Stopped, job_clock, shared_pass
@@ -81,6 +81,7 @@ class CachedModel:
 
     def close(self) -> None:
         """Clear the cache; the object cannot be used any more. A cache of `owner` is closed by it."""
+        self.measure()
         if not self._closed and self._owner is None:
             self.engine.close(self._cache)
         if self.head is not None:
@@ -236,6 +237,17 @@ class CachedModel:
     def reserved_bytes(self) -> int:
         logits = 0 if self._logits is None else self._logits.untyped_storage().nbytes()
         return self._cache.reserved_bytes + logits + (self.head.reserved_bytes if self.head else 0)
+
+    def measure(self) -> None:
+        """Record the bytes per token for caches that are still empty."""
+        if not self._closed and (count := len(self._held) + len(self._draft)):
+            self.engine.position_bytes = max(self.engine.position_bytes, self.kv_bytes / count)
+
+    def growth_bytes(self, length: int) -> int:
+        """Return the bytes that a text of `length` tokens takes in addition."""
+        self.measure()
+        capacity = doubled(min(length, self.context))
+        return 0 if self._owner else max(0, round(capacity * self.engine.position_bytes) - self.reserved_bytes)
 
     def drop_recordings(self) -> None:
         self._cache.drop_recordings()

@@ -169,6 +169,7 @@ class LlamaForCausalLM(_Model):
 
     _keep_in_fp32_modules = None
     note = ""  # formats of the weights of a GGUF file
+    activations = "16"  # bits of the inputs of its quantised weights
 
     def __init__(self, config: LlamaConfig) -> None:
         nn.Module.__init__(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from logging import ERROR, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -182,6 +182,7 @@ def load(
     if reason and note:
         engine += f"; {note}"
     if not reason:
+        spec = replace(spec, activations=getattr(model, "activations", spec.activations))
         model, engine = fuse(model)
         engine += f": {note}" if note else ""
     with closing(CachedModel(model)) as cached:

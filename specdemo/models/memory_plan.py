@@ -48,11 +48,12 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STORED_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
 _LOGIT_ROWS = 8
 _LOGIT_COPIES = 5  # float32 copies: processed, probs, sorted, cumulative, sampling
-# `benchmarks/memory.py` measured these values on models of 2 to 300 million parameters.
+# `benchmarks/memory.py` of commit db6d280 measured these values on models of 2 to 300 million parameters.
 _LIVE_SHARE = {"float32": 1.2, "bfloat16": 2.0, "float16": 2.0}
 _LIVE_SHARE_INT8 = 3.0  # LLM.int8() computes via int32 and float32
 _UNPACKED_COPIES = {8: 9, 4: 5}
 _RETAINED = 5_000_000
+ALL_DEVICES = "all devices"
 _COMPILED_BYTES = {"float32": 480_000, "bfloat16": 230_000}  # bytes of a oneDNN kernel
 _ROW_COUNTS = 8
 _SMALLER_FORMATS = ("bf16", "int8", "nf4")
@@ -180,7 +181,7 @@ class _Planner:
         return weights, position, settled, self._pass_bytes(activations), self._loading_bytes()
 
     def _weight_sizes(self) -> Iterator[int]:
-        spec, double = self.spec, QUANTIZATIONS[self.spec.quantization].double
+        spec = self.spec
         layers = {id(layer.weight): layer for layer in self.quantised.values()}
         for name, weight in self.model.named_parameters():
             layer = layers.get(id(weight))
@@ -189,7 +190,7 @@ class _Planner:
             elif self.bits == 8:
                 yield weight.numel() + 4 * weight.shape[0 if isinstance(layer, nn.Linear) else 1]
             else:
-                yield weight.numel() // 2 + scale_bytes(weight.numel() // BLOCK_SIZE, double, spec.device)
+                yield weight.numel() // 2 + scale_bytes(weight.numel() // BLOCK_SIZE, spec.device)
 
     def _stored_sizes(self, shapes: TensorShapes) -> Iterator[int]:
         parameters = {name for name, _ in self.model.named_parameters()}
@@ -243,7 +244,7 @@ def missing_bytes(plans: Sequence[MemoryPlan]) -> dict[str, tuple[int, int]]:
     """Return (required, free) bytes of devices with too little memory."""
     needed: dict[str, int] = {}
     for plan in plans:
-        device = "all devices" if plan.spec.device == SPREAD else plan.spec.device
+        device = ALL_DEVICES if plan.spec.device == SPREAD else plan.spec.device
         needed[device] = needed.get(device, 0) + plan.total
     for device in needed:  # models are loaded one after another
         needed[device] += max((plan.peak - plan.total for plan in plans if plan.spec.device == device), default=0)
@@ -283,7 +284,7 @@ def smaller(spec: ModelSpec) -> Iterator[ModelSpec]:
 
 
 def _free(device: str) -> int:
-    if device != "all devices":
+    if device != ALL_DEVICES:
         return free_bytes(torch.device(device))
     return free_bytes(torch.device("cpu")) + sum(
         free_bytes(torch.device("cuda", i)) for i in range(torch.cuda.device_count())

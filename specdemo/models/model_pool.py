@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+
+import torch
 
 from specdemo.background import BackgroundTask
 from specdemo.core.errors import UserError
@@ -16,9 +18,10 @@ from specdemo.core.formats import format_bytes
 from specdemo.models.chat_caches import ChatCaches
 from specdemo.models.heads import LoadedHead, head_files, load_head, tap_count
 from specdemo.models.hub import Hub
+from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel, load
 from specdemo.models.memory import free_bytes, is_out_of_memory, release_memory, share_one_heap
-from specdemo.models.memory_plan import MemoryPlan, check_memory, missing_bytes, plan_spec, smaller
+from specdemo.models.memory_plan import ALL_DEVICES, MemoryPlan, check_memory, missing_bytes, plan_spec, smaller
 from specdemo.models.spec import HeadSpec, ModelSpec
 from specdemo.worker import ReportProgress, TaskProgress, interruptible, wait_for
 
@@ -50,9 +53,11 @@ class ModelPool:
         self._used: dict[ModelSpec, float] = {}
         self._arriving: dict[ModelSpec, Future[None]] = {}  # models being loaded
         self._loading: Future[None] | None = None
-        self._kv_bytes: dict[ModelSpec, float] = {}  # bytes per token
         self._heads: dict[HeadSpec, LoadedHead] = {}
-        self.chats = ChatCaches(lambda model: any(loaded.model is model for loaded in self._models.values()))
+        self.chats = ChatCaches(
+            lambda model: any(loaded.model is model for loaded in self._models.values()),
+            spare_bytes=lambda device: free_bytes(device) // 2,
+        )
 
     def __contains__(self, spec: ModelSpec) -> bool:
         return spec.resolved() in self._models
@@ -82,15 +87,12 @@ class ModelPool:
         specs = list(dict.fromkeys(spec.resolved() for spec in specs))
         plans = []
         for spec in specs:
-            if spec in self._models:
-                self._free_chats(spec, context)
-            else:
+            if spec not in self._models:
                 text = f"reading the configuration of {spec.title}"
                 planning = BackgroundTask(partial(self._plan, spec, context, head), text=text)
                 yield from planning.progress()
                 plans.append(planning.result)
         for i, plan in enumerate(plans):
-            self._kv_bytes[plan.spec] = plan.kv / max(plan.context, 1)
             yield from self._bring_one(plan.spec, partial(self._free_memory, plans[i:], specs))
 
     def _plan(self, spec: ModelSpec, context: int, head: HeadSpec | None, report: ReportProgress) -> MemoryPlan:
@@ -107,8 +109,8 @@ class ModelPool:
         searching = BackgroundTask(partial(head_files, spec.name, self.hub), text=f"looking for {spec.title}")
         yield from searching.progress()
         _, size = searching.result
-        while free_bytes(target.device) < size and self.chats.evict():
-            release_memory()
+        while (missing := size - free_bytes(target.device)) > 0 and self._free_chats(missing, target.device.type):
+            pass
         if (free := free_bytes(target.device)) < size:
             raise UserError(
                 f"{spec.title} needs {format_bytes(size)} and {format_bytes(free)} are free: choose a smaller head"
@@ -134,7 +136,7 @@ class ModelPool:
         arrived = self._arriving[spec] = Future()
         try:
             free_memory()
-            text = f"looking for the weights of {spec.name}"
+            text = f"looking for the weights of {spec.title}"
             yield from BackgroundTask(partial(self.hub.weights, spec.name, spec.revision), text=text).progress()
             while self._loading is not None:  # plans assume the free memory
                 yield from _wait(self._loading, f"waiting to load {spec.title} after another model")
@@ -210,17 +212,31 @@ class ModelPool:
         self._used[spec] = self._clock()
         return self._models[spec]
 
-    def _free_chats(self, spec: ModelSpec, context: int) -> None:
-        device = self._models[spec].model.device
-        while free_bytes(device) < context * self._kv_bytes.get(spec, 0) and self.chats.evict():
+    def free_memory_for(self, caches: Sequence[CachedModel], length: int) -> None:
+        """Close the oldest conversations until `caches` can grow to `length` tokens."""
+        needed: Counter[torch.device] = Counter()
+        for cache in caches:
+            needed[cache.model.device] += cache.growth_bytes(length)
+        for device, count in needed.items():
+            if count > (free := free_bytes(device)):
+                self._free_chats(count - free, device.type)
+
+    def _free_chats(self, count: int, kind: str = "") -> bool:
+        closed = self.chats.free(count, kind)
+        if closed:
+            for loaded in self._models.values():
+                loaded.release()
             release_memory()
+        return closed
 
     def _free_memory(self, plans: Sequence[MemoryPlan], wanted: Sequence[ModelSpec]) -> None:
         plans = [plan for plan in plans if plan.spec not in self._models]
         weights = sum(plan.weights for plan in plans)
-        while missing_bytes(plans) or (self._budget is not None and self.weight_bytes + weights > self._budget):
-            if missing_bytes(plans) and self.chats.evict():
-                release_memory()
+        while (missing := missing_bytes(plans)) or (
+            self._budget is not None and self.weight_bytes + weights > self._budget
+        ):
+            kinds = {name: name.removeprefix(ALL_DEVICES).partition(":")[0] for name in missing}
+            if any(self._free_chats(count - free, kinds[name]) for name, (count, free) in missing.items()):
                 continue
             unused = next((spec for spec in self._models if spec not in wanted), None)
             if unused is None:

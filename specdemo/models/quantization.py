@@ -26,14 +26,13 @@ _SCALE_BLOCK = 256
 _MAX_BUFFER_BYTES = 4_000_000_000
 
 
-def scale_bytes(blocks: int, double: bool, device: str) -> int:
+def scale_bytes(blocks: int, device: str) -> int:
+    """Return the bytes of the quantised scales of 4-bit weights."""
     if device == "cpu":
         from bitsandbytes.functional import has_avx512bf16
 
         if has_avx512bf16():  # the CPU converts scales to bfloat16
             return 2 * blocks + _CODE_BYTES
-    if not double:
-        return 4 * blocks + _CODE_BYTES
     return blocks + 4 * -(-blocks // _SCALE_BLOCK) + 4 + _CODE_BYTES + _SCALE_CODE_BYTES
 
 
@@ -41,7 +40,7 @@ def unavailable(quantization: str, device: torch.device) -> str | None:
     if QUANTIZATIONS[quantization].bits is None:
         return None
     if importlib.util.find_spec("bitsandbytes") is None:
-        return f"{quantization} needs the package bitsandbytes: install it, or choose quantization none"
+        return f"{quantization} needs bitsandbytes: run pip install bitsandbytes, or choose quantization none"
     if device.type == "mps":
         return f"{quantization} does not run on {device.type}: choose cpu or cuda, or quantization none"
     return None
@@ -113,8 +112,8 @@ def load_options(spec: ModelSpec) -> dict[str, Any]:
     return {
         "quantization_config": BitsAndBytesConfig(
             load_in_4bit=True,
-            bnb_4bit_quant_type=quantization.kind,
-            bnb_4bit_use_double_quant=quantization.double,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,  # scales are quantised too (2305.14314)
             bnb_4bit_compute_dtype=getattr(torch, spec.dtype),
         )
     }

@@ -32,8 +32,6 @@ class Quantization:
 
     title: str
     bits: int | None = None  # bits per weight
-    kind: str = ""  # 4-bit format: nf4 or fp4
-    double: bool = False  # quantize the scales too (2305.14314)
     dtype: str | None = None  # dtype of all weights; overrides ModelSpec.dtype
 
 
@@ -42,12 +40,11 @@ QUANTIZATIONS = {
     "bf16": Quantization("bfloat16 weights: 2 bytes per weight", dtype="bfloat16"),
     "fp16": Quantization("float16 weights: 2 bytes per weight", dtype="float16"),
     "int8": Quantization("bitsandbytes LLM.int8(): 1 byte per weight", 8),
-    "nf4": Quantization("4-bit NormalFloat with quantized scales: 0.52 bytes per weight", 4, "nf4", double=True),
-    "fp4": Quantization("4-bit floats with quantized scales: 0.52 bytes per weight", 4, "fp4", double=True),
-    "nf4-single": Quantization("4-bit NormalFloat with float32 scales: 0.56 bytes per weight", 4, "nf4"),
-    "fp4-single": Quantization("4-bit floats with float32 scales: 0.56 bytes per weight", 4, "fp4"),
+    "nf4": Quantization("4-bit NormalFloat with quantized scales: 0.52 bytes per weight", 4),
 }
+REMOVED_QUANTIZATIONS = dict.fromkeys(("fp4", "nf4-single", "fp4-single"), "choose nf4")
 ACTIVATION_BITS = {
+    "auto": "8 bits for quantised weights of GGUF files in the native engine, otherwise 16",
     "16": "inputs of quantised weights rounded to 16 bits",
     "8": "GGUF files: rounded to 8 bits per 32 inputs, as llama.cpp; faster with several rows",
 }
@@ -66,8 +63,8 @@ class ModelSpec:
     activations: str = "16"  # a key of `ACTIVATION_BITS`
 
     def __post_init__(self) -> None:
-        if self.activations != "16" and not is_gguf(self.name):
-            raise UserError(f"{self.name} is no GGUF file, so it has no {self.activations}-bit activations: choose 16")
+        if self.activations == "8" and not is_gguf(self.name):
+            raise UserError(f"{self.name} is no GGUF file, so it has no 8-bit activations: choose auto or 16")
 
     @property
     def title(self) -> str:

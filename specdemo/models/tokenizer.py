@@ -1,4 +1,4 @@
-"""Incremental detokenization, chat templates, and re-encoding between vocabularies.
+"""Incremental detokenization, and re-encoding between vocabularies.
 
 Tokens may be parts of characters or depend on their neighbours, so each is decoded as the difference to the text of the
 preceding tokens.
@@ -7,7 +7,7 @@ preceding tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import cached_property
 from typing import Any
@@ -15,8 +15,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
-from specdemo.core.errors import UserError, check_unicode
-from specdemo.models.chat_template import render_chat
+from specdemo.core.errors import UserError
 from specdemo.models.untrusted import model_errors
 
 UNFINISHED = "\ufffd"  # decoded form of an incomplete character
@@ -92,27 +91,16 @@ class TextStream:
 ChatMessage = dict[str, str]
 
 
-def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[ChatMessage], chat: bool) -> str:
-    """Return the model input as text. With `chat`, `prompt` is a user message or a conversation."""
-    if chat:
-        with model_errors("the chat template"):
-            template = tokenizer.get_chat_template() if tokenizer.chat_template else None
-        if not isinstance(template, str):
-            raise UserError("this model has no chat template: disable the chat option")
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        for message in messages:
-            check_unicode("the prompt", message["content"])
-        if not messages[-1]["content"].strip():
-            raise UserError("the prompt is empty: write a message")
-        prompt = render_chat(template, messages, tokenizer.special_tokens_map)
-    assert isinstance(prompt, str)
-    check_unicode("the prompt", prompt)
-    return prompt
-
-
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool, vocab_size: int) -> list[int]:
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    chat: bool,
+    vocab_size: int,
+    encode: Callable[..., list[int]] | None = None,
+) -> list[int]:
+    """Return the tokens of a text; `encode` replaces that of the tokenizer."""
     with model_errors("the tokenizer", "cannot encode the prompt"):
-        tokens = tokenizer.encode(text, add_special_tokens=not chat)
+        tokens = (encode or tokenizer.encode)(text, add_special_tokens=not chat)
     if not tokens:
         raise UserError("the tokenizer finds no tokens in the prompt: change it, or choose another model")
     return check_ids(tokens, vocab_size)

@@ -33,17 +33,6 @@ static const char *check_layer(const model *m, const layer *now, int64_t inputs)
     return fault;
 }
 
-static const char *check_slots(const model *m) {
-    const block_slots *b = m->slots;
-    const char *fault = check_matrix(&b->narrow, b->narrow.outputs, m->width);
-    if (!fault) fault = check_matrix(&b->wide, m->head.outputs, b->narrow.outputs);
-    if (!fault && b->narrow.outputs > MOST_RANK) fault = "the rank of the Markov term is too large";
-    if (!fault && (is_coded(b->narrow.form) || is_coded(b->wide.form))) fault = "the Markov term is quantised";
-    if (!fault && (!m->fuse || b->count < 0 || (b->count && !b->shifts) || !b->confidence))
-        fault = "a block head has no slots";
-    return fault;
-}
-
 /* A sentence about the first contradiction in a model, or null */
 const char *check_model(const model *m) {
     if (!m || !m->layers || !m->leave || !in_range(m->layer_count, 1, MOST_LAYERS)) return "the model has no layers";
@@ -60,7 +49,6 @@ const char *check_model(const model *m) {
     if (!fault && m->embedding) fault = check_matrix(m->embedding, m->embedding->outputs, m->width);
     if (!fault && m->fuse) fault = check_matrix(m->fuse, m->width, m->fuse->inputs);
     if (!fault && m->fuse && (!m->stream_norm || !m->embedding)) fault = "a drafting head has no gains or embeddings";
-    if (!fault && m->slots) fault = check_slots(m);
     if (!fault && m->positions) fault = check_matrix(m->positions, m->positions->outputs, m->width);
     for (int l = 0; !fault && l < m->layer_count; l++)
         fault = m->layers[l] ? check_layer(m, m->layers[l], l ? m->width : entry_width(m)) : "the model has no layers";
@@ -94,8 +82,6 @@ static const char *check_text(const pass *p, const text *t, int64_t *rows, int64
     if (m->fuse && !t->own_state) return "the pass has no buffers";
     if (m->fuse && !t->target_states != !p->texts->target_states) return "the texts have states of different sources";
     if (m->fuse && !t->target_states && t->rows > 1) return "several rows need states of the target";
-    if (!in_range(t->slot_rows, 0, m->slots && t->target_states ? m->slots->count : 0))
-        return "more rows than slots are requested";
     if (*rows + t->rows > p->rows) return "the rows of the texts differ from those of the pass";
     for (int r = 0; !fault && r < t->rows; r++) fault = check_row(p, t, (int)*rows + r);
     *rows += t->rows, *last += t->last;

@@ -30,17 +30,6 @@ typedef struct {
     int32_t window; /* last positions that a row sees, or 0 */
 } layer;
 
-#define MOST_RANK 256
-
-/* A block head drafts with the last row of a text and further rows, its slots, in one pass. They repeat its state and
- * token. A Markov term, wide(narrow(embedding)), adds the token before to the logits of a slot. */
-typedef struct {
-    matrix narrow, wide;     /* width to rank, rank to logits; of floats */
-    const float *shifts;     /* [count][2 width] added to the input of the first layer */
-    const float *confidence; /* [width + rank + 1] weights of the state and of the outputs of `narrow`, and bias */
-    int32_t count;
-} block_slots;
-
 typedef struct {
     const layer *const *layers;
     const matrix *embedding;    /* or null: `head` */
@@ -50,7 +39,6 @@ typedef struct {
      * layer receives [normalised embedding; stream normalised with `stream_norm`]; or null */
     const matrix *fuse;
     const float *stream_norm, *leave;
-    const block_slots *slots; /* of a block head, or null */
     matrix head;
     int32_t layer_count, width, inner, heads, kv_heads, head_dim, cache_form;
     int32_t rotated; /* values of a head */
@@ -69,7 +57,6 @@ typedef struct {
     int64_t capacity;
     int32_t rows, held; /* row i is stored at cache position held + i */
     int32_t last;       /* rows with logits, the last ones of the text */
-    int32_t slot_rows;  /* last rows that are slots */
 } text;
 
 typedef struct {
@@ -96,14 +83,13 @@ typedef struct {
     const double *uniforms; /* [count]; temperature 0: unused */
     float *probs, *scratch; /* [count][vocab], [vocab]; the same */
     float *peaks, *chosen;  /* [count] largest logits, probabilities of the tokens */
-    float *confidences;     /* [count] of a block head */
     int32_t *tokens;        /* [count] */
     const int32_t *ids;     /* [vocab] tokens of the logits; null: their indices */
     int64_t top_k, vocab;   /* the first `vocab` logits are considered */
     float temperature;
-    /* The chain ends before a token if the product of the largest probabilities at temperature 1 so far, or of the
-     * confidences of a block head, is below `least_reach`, whose value 0 has no effect. No pass is spent on a token
-     * after a product whose square is below it. */
+    /* The chain ends before a token if the product of the largest probabilities at temperature 1 so far is below
+     * `least_reach`, whose value 0 has no effect. No pass is spent on a token after a product whose square is below it.
+     */
     float least_reach;
     int32_t count, drawn, passes; /* drawn, passes: output */
 } chain;
@@ -140,6 +126,5 @@ const char *check_pass(const pass *p);
 int64_t scratch_floats(const model *m, int32_t rows);
 int run_pass(const pass *requested);
 int draft_chain(const pass *first, chain *c);
-float follow_token(const model *m, const float *state, int32_t token, float *embedded, float *logits);
 int write_rows(const matrix *m, int64_t first, int64_t count, const float *rows);
 int self_check(void);

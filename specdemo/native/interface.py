@@ -32,22 +32,12 @@ class LayerStruct(ctypes.Structure):
     ]
 
 
-class BlockSlotsStruct(ctypes.Structure):
-    """Slots, Markov term and confidence of a block head."""
-
-    _fields_ = [
-        *((name, MatrixStruct) for name in ("narrow", "wide")),
-        *((name, _ADDRESS) for name in ("shifts", "confidence")),
-        ("count", _INT32),
-    ]
-
-
 class ModelStruct(ctypes.Structure):
     """Layers, embeddings, head and sizes of a model."""
 
     _fields_ = [
         *((name, _ADDRESS) for name in ("layers", "embedding", "positions", "channel_scale")),
-        *((name, _ADDRESS) for name in ("fuse", "stream_norm", "leave", "slots")),
+        *((name, _ADDRESS) for name in ("fuse", "stream_norm", "leave")),
         ("head", MatrixStruct),
         *((name, _INT32) for name in ("layer_count", "width", "inner", "heads", "kv_heads", "head_dim", "cache_form")),
         *((name, _INT32) for name in ("rotated", "activation", "gated", "centred", "parallel", "replaced")),
@@ -61,7 +51,7 @@ class TextStruct(ctypes.Structure):
     _fields_ = [
         *((name, _ADDRESS) for name in ("cache", "states", "target_states", "own_state")),
         ("capacity", _INT64),
-        *((name, _INT32) for name in ("rows", "held", "last", "slot_rows")),
+        *((name, _INT32) for name in ("rows", "held", "last")),
     ]
 
 
@@ -80,10 +70,7 @@ class ChainStruct(ctypes.Structure):
 
     _fields_ = [
         ("top_p", _DOUBLE),
-        *(
-            (name, _ADDRESS)
-            for name in ("uniforms", "probs", "scratch", "peaks", "chosen", "confidences", "tokens", "ids")
-        ),
+        *((name, _ADDRESS) for name in ("uniforms", "probs", "scratch", "peaks", "chosen", "tokens", "ids")),
         *((name, _INT64) for name in ("top_k", "vocab")),
         *((name, _FLOAT) for name in ("temperature", "least_reach")),
         *((name, _INT32) for name in ("count", "drawn", "passes")),
@@ -135,7 +122,6 @@ class _Format(ctypes.Structure):
 STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "matrix": MatrixStruct,
     "layer": LayerStruct,
-    "block_slots": BlockSlotsStruct,
     "model": ModelStruct,
     "text": TextStruct,
     "pass": PassStruct,
@@ -156,7 +142,6 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "scratch_floats": (_INT64, (ctypes.POINTER(ModelStruct), _INT32)),
     "run_pass": (_INT, (ctypes.POINTER(PassStruct),)),
     "draft_chain": (_INT, (ctypes.POINTER(PassStruct), ctypes.POINTER(ChainStruct))),
-    "follow_token": (_FLOAT, (ctypes.POINTER(ModelStruct), _ADDRESS, _INT32, _ADDRESS, _ADDRESS)),
     "write_rows": (_INT, (ctypes.POINTER(MatrixStruct), _INT64, _INT64, _ADDRESS)),
     "self_check": (_INT, ()),
     "largest_logits": (None, (_ADDRESS, _INT64, _INT64, _INT64, _ADDRESS, _ADDRESS)),

@@ -19,26 +19,19 @@ int run_pass(const pass *requested) {
     return s.stopped ? STOPPED : DONE;
 }
 
-/* The pass has a row of logits for each token, and stores the states after the final norm. */
-static int is_block(const pass *p, const chain *c) {
-    const text *t = p->texts;
-    return c->confidences && t->target_states && t->states && t->last == c->count && t->slot_rows == c->count - 1 &&
-           p->tap_count == 1 && p->taps[0] == p->model->layer_count && c->vocab == p->model->head.outputs;
-}
-
 static int is_valid(const pass *first, const chain *c) {
     if (check_pass(first) || first->text_count != 1 || !c->tokens || !c->peaks || !c->chosen) return 0;
-    if (first->model->slots ? !is_block(first, c) : first->texts->last != 1) return 0;
+    if (first->texts->last != 1) return 0;
     if (c->count < 1 || c->vocab < 1 || c->vocab > first->model->head.outputs) return 0;
     return !(c->temperature > 0) || (c->uniforms && c->probs && c->scratch);
 }
 
-/* Sample a token from its logits and the confidence in it, or -1. Returns 0 if the chain ends before it. */
-static int draw(const float *logits, float confidence, const chain *c, int i, double *reach) {
+/* Sample a token from its logits. Returns 0 if the chain ends before it. */
+static int draw(const float *logits, const chain *c, int i, double *reach) {
     int32_t *token = c->tokens + i;
     largest_logits(logits, 1, c->vocab, c->vocab, token, c->peaks + i);
     if (c->least_reach > 0) {
-        *reach *= confidence < 0 ? largest_probability(logits, c->vocab, c->peaks[i]) : confidence;
+        *reach *= largest_probability(logits, c->vocab, c->peaks[i]);
         if (*reach < c->least_reach) return 0;
     }
     if (c->temperature > 0) {
@@ -51,29 +44,9 @@ static int draw(const float *logits, float confidence, const chain *c, int i, do
     return 1;
 }
 
-/* Sample a chain from the slots of a block head. */
-static int draft_block(const pass *p, chain *c) {
-    const text *t = p->texts;
-    const model *m = p->model;
-    float *states = t->states + (int64_t)(t->held + t->rows - t->last) * m->width;
-    int32_t before = p->ids[p->rows - 1];
-    double reach = 1;
-    int result = run_pass(p);
-    c->drawn = 0, c->passes = 1;
-    for (float *logits = p->logits; result == DONE && c->drawn < c->count; c->drawn++, logits += m->head.outputs) {
-        if (before < 0 || before >= m->embedding->outputs) return INVALID;
-        float *confidence = c->confidences + c->drawn;
-        *confidence = follow_token(m, states + c->drawn * m->width, before, p->scratch, logits);
-        if (!draw(logits, *confidence, c, c->drawn, &reach)) break;
-        before = c->tokens[c->drawn];
-    }
-    return result;
-}
-
-/* Sample a chain; `first` has one row of logits, or `count` rows of a block head. Returns a `result`. */
+/* Sample a chain; `first` has one row of logits. Returns a `result`. */
 int draft_chain(const pass *first, chain *c) {
     if (!is_valid(first, c)) return INVALID;
-    if (first->model->slots) return draft_block(first, c);
     pass p = *first;
     text t = *first->texts;
     int32_t position, prefix, starts[2] = {0, 0};
@@ -83,7 +56,7 @@ int draft_chain(const pass *first, chain *c) {
         int result = run_pass(&p);
         if (result != DONE) return result;
         c->passes++;
-        if (!draw(p.logits, -1, c, c->drawn, &reach)) break;
+        if (!draw(p.logits, c, c->drawn, &reach)) break;
         if (reach * reach < c->least_reach) {
             c->drawn++;
             break;

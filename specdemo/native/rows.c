@@ -92,15 +92,12 @@ static void embed(const state *s, int r, float *o) {
 void combine(state *s) {
     const model *m = s->p->model;
     const layer *first = m->layers[0];
-    for (int r = 0, t = 0, end = s->p->texts->rows; r < s->p->rows; r++) {
+    for (int r = 0; r < s->p->rows; r++) {
         float *o = s->input + r * input_width(m), *second = o + m->width, *stream = s->rows + (int64_t)r * m->width;
         embed(s, r, second);
         norm(m, second, first->enter, o);
         norm(m, stream, m->stream_norm, second);
         if (m->replaced) memcpy(stream, second, m->width * sizeof *o);
-        if (r == end) end += s->p->texts[++t].rows;
-        int slot = r - end + s->p->texts[t].slot_rows;
-        if (slot >= 0) add(o, m->slots->shifts + slot * entry_width(m), entry_width(m));
     }
     quantise_rows(s, &first->qkv, s->input, input_width(m), s->p->rows);
 }

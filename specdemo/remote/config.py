@@ -38,6 +38,13 @@ ALWAYS = {
 }
 
 
+_REMOVED = {
+    "jitter_ms": "emulate it with tc netem delay",
+    "up_mbit": "emulate it with tc netem rate",
+    "down_mbit": "emulate it with tc netem rate",
+}
+
+
 def _valid_address(chosen: CloudConfig) -> None:
     for address in chosen.addresses:
         if not is_service_address(address):
@@ -63,7 +70,7 @@ def _refuse_unused(chosen: CloudConfig, named: Iterable[str]) -> None:
         raise UserError(f"{name} {problem}")
 
 
-@options("Edge and cloud", checks=(_valid_address,), check_named=_refuse_unused)
+@options("Edge and cloud", checks=(_valid_address,), check_named=_refuse_unused, removed=_REMOVED)
 class CloudConfig(OptionSet):
     """Connection to a remote target."""
 
@@ -98,17 +105,7 @@ class CloudConfig(OptionSet):
     rtt_ms: float = option(
         0.0, "Round trip, ms", "emulated round trip in addition to the real link, ms", bounds=(0, 60_000), step=5
     )
-    jitter_ms: float = option(0.0, "Jitter each way, ms", "emulated jitter each way, ms", bounds=(0, 60_000))
     loss: float = option(0.0, "Share of lost messages", "emulated share of lost messages", bounds=(0, 0.9), step=0.01)
-    up_mbit: float = option(
-        0.0, "Up, Mbit/s (0: unlimited)", "emulated upstream bandwidth, Mbit/s; 0 is unlimited", bounds=(0, 1_000_000)
-    )
-    down_mbit: float = option(
-        0.0,
-        "Down, Mbit/s (0: unlimited)",
-        "emulated downstream bandwidth, Mbit/s; 0 is unlimited",
-        bounds=(0, 1_000_000),
-    )
     gates: tuple[str, ...] = option(
         (),
         "Gates",
@@ -157,7 +154,7 @@ class CloudConfig(OptionSet):
 
     @property
     def emulated(self) -> bool:
-        return any((self.rtt_ms, self.jitter_ms, self.loss, self.up_mbit, self.down_mbit))
+        return self.rtt_ms > 0 or self.loss > 0
 
     @property
     def thresholds(self) -> dict[str, float]:

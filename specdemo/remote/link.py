@@ -234,13 +234,10 @@ class HttpClient:
 
 @dataclass(frozen=True)
 class LinkEmulation:
-    """Delay, loss and bandwidth added to the real link; lost messages time out."""
+    """Delay and loss added to the real link; lost messages time out."""
 
     rtt_s: float = 0.0
-    jitter_s: float = 0.0  # each way, uniform maximum
-    loss: float = 0.0  # share, each way
-    up_bps: float = 0.0  # bits per second; 0: unlimited
-    down_bps: float = 0.0
+    loss: float = 0.0  # share of messages, each way
     seed: int = 0
 
 
@@ -283,16 +280,14 @@ class MeteredNetwork(httpcore.NetworkBackend):
 
     def pause(self, seconds: float) -> None:
         """Wait at most `limit()` seconds."""
-        self.wait(max(0.0, min(seconds, self.limit())))
+        if seconds:
+            self.wait(max(0.0, min(seconds, self.limit())))
 
     def bounded(self, timeout: float | None, error: type[httpcore.TimeoutException]) -> float:
         left = min(math.inf if timeout is None else timeout, self.limit())
         if left <= 0:
             raise error("timed out")
         return left
-
-    def one_way_delay(self) -> float:
-        return self.link.rtt_s / 2 + self.link.jitter_s * self._rng.random()
 
     def is_lost(self) -> bool:
         return self._rng.random() < self.link.loss
@@ -306,36 +301,32 @@ class MeteredStream(httpcore.NetworkStream):
         self._sending = self._dead = False
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        network, link = self._network, self._network.link
+        network = self._network
         start = network.clock()
         network.counts.up += len(buffer)
-        seconds = 8 * len(buffer) / link.up_bps if link.up_bps else 0.0
         if not self._sending:
             self._sending, self._dead = True, network.is_lost()
-            seconds += network.one_way_delay()
-        if seconds:
-            network.pause(seconds)
+            network.pause(network.link.rtt_s / 2)
         for i in range(0, 0 if self._dead else len(buffer), _SLICE_BYTES):
             self._inner.write(buffer[i : i + _SLICE_BYTES], network.bounded(timeout, httpcore.WriteTimeout))
         network.counts.up_s += network.clock() - start
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         """Receive; raise `ReadTimeout` for lost and late messages."""
-        network, link = self._network, self._network.link
+        network = self._network
         start = network.clock()
         first, self._sending = self._sending, False
         data = b"" if self._dead else self._read(max_bytes, math.inf if timeout is None else start + timeout)
         arrived = network.clock() if first else start
-        seconds = 8 * len(data) / link.down_bps if link.down_bps else 0.0
+        delay = 0.0
         if first and not self._dead:
             self._dead = network.is_lost()
-            seconds += network.one_way_delay()
+            delay = network.link.rtt_s / 2
         left = None if timeout is None else max(0.0, timeout - (network.clock() - start))
-        if left is not None and (self._dead or seconds > left):
+        if left is not None and (self._dead or delay > left):
             network.pause(left)
             raise httpcore.ReadTimeout("timed out")
-        if seconds:
-            network.pause(seconds)
+        network.pause(delay)
         network.counts.down += len(data)
         network.counts.down_s += network.clock() - arrived
         return data

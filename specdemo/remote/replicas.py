@@ -157,18 +157,17 @@ class Replicas:
 
     def _await_descriptions(self, calls: Sequence[Future[ServiceInfo]]) -> None:
         """Wait for the first description, and for others a little longer."""
-        link, pending = self.network.link, set(calls)
+        pending = set(calls)
         while pending and not any(call.done() and call.exception() is None for call in calls):
             _, pending = wait(pending, return_when=FIRST_COMPLETED)
-        wait(pending, _GRACE_S + 2 * (link.rtt_s + link.jitter_s))
+        wait(pending, _GRACE_S + 2 * self.network.link.rtt_s)
 
     def _skip(self, client: HttpClient) -> None:
         self._skipped_until[client.url] = self._clock() + SKIP_S
 
     def _responds(self, client: HttpClient) -> bool:
-        link = client.network.link
         try:
-            client.call("GET", "/v1/ready", None, ReadyResponse, _READY_S + 2 * (link.rtt_s + link.jitter_s))
+            client.call("GET", "/v1/ready", None, ReadyResponse, _READY_S + 2 * client.network.link.rtt_s)
         except NoResponse as failure:
             return not isinstance(failure, (RequestTimeout, ServiceDown))
         except UserError:  # an older service

@@ -207,9 +207,7 @@ def connect(
 
 def _replicas(cloud: CloudConfig, seed: int, clock: Callable[[], float], session: str) -> Replicas:
     """Return the clients of all addresses; each gets the token by its own rule."""
-    link = LinkEmulation(
-        cloud.rtt_ms / 1000, cloud.jitter_ms / 1000, cloud.loss, cloud.up_mbit * 1e6, cloud.down_mbit * 1e6, seed
-    )
+    link = LinkEmulation(cloud.rtt_ms / 1000, cloud.loss, seed)
     make = partial(HttpClient, content_type=ENCODINGS[cloud.encoding], session=session, network=MeteredNetwork(link))
     clients = [make(address, token=token_for(address, os.environ)) for address in cloud.addresses]
     return Replicas(clients, session, clock)

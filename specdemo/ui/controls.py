@@ -29,7 +29,7 @@ from specdemo.ui.settings import MODES_WITH_OFF, Examples, first_example, recipe
 Control = gr.Checkbox | gr.CheckboxGroup | gr.Dropdown | gr.Number | gr.Slider | gr.Textbox
 Controls = dict[str, Control]
 _LINK = "Edge and cloud"
-_OF_THIS_MACHINE = ("replicas", "rtt_ms", "jitter_ms", "up_mbit", "down_mbit", "loss")
+_OF_THIS_MACHINE = ("replicas", "rtt_ms", "loss")
 _NUMBERS_PER_ROW = 2
 FIRST = ("pair", "method", "gamma", "temperature")  # always visible
 _EXAMPLE_SETTINGS = ("pair", "target", "drafter", "method", "gamma", "policy", "chat", "temperature")

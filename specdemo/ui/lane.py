@@ -171,7 +171,7 @@ def title(recipe: Mapping[str, Any]) -> str:
 
 def _form(recipe: Mapping[str, Any]) -> str:
     form = recipe.get("quantization", "none")
-    narrow = recipe.get("activations", "16") != "16"
+    narrow = recipe.get("activations") == "8"
     return ("" if form == "none" else f", in {form}") + (", 8-bit activations" if narrow else "")
 
 

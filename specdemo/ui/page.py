@@ -66,11 +66,11 @@ from specdemo.ui.settings import (
     Settings,
     first_example,
     from_link,
+    link_problems,
     recipe_of,
     recipe_settings,
     restored,
     stored_recipes,
-    unknown_names,
 )
 from specdemo.ui.streams import LaneEvents, Sockets, reason, trace_route
 from specdemo.ui.tabs import build_tabs
@@ -494,8 +494,8 @@ class _Handlers:
         settings, errors = restored(link or saved, self._defaults, self._device, effective=bool(link))
         for error in errors:
             gr.Warning(html.escape(with_method_names(error)))
-        if unknown := unknown_names(dict(request.query_params), self._defaults):
-            gr.Warning(html.escape(f"Unknown settings in the link ignored: {', '.join(unknown)}"))
+        for problem in link_problems(dict(request.query_params), self._defaults):
+            gr.Warning(html.escape(problem))
         remote = settings["remote"] if settings.get("mode", OFF) != OFF else ""
         for address in filter(None, (remote, settings.get("external"))) if link else ():
             gr.Warning(html.escape(f"This link has prompts sent to {address}: run it only if you trust it."))

@@ -43,6 +43,7 @@ def with_head(page: bytes) -> bytes:
     lines = [f'<meta property="{name}" content="{html.escape(value)}" />' for name, value in tags.items()]
     lines += [f"<title>{TITLE}</title>", f'<meta name="description" content="{html.escape(DESCRIPTION)}" />']
     lines.append(f"<script>{scripts('end_loading')}</script>")
+    page = page.replace(b'href="/manifest.json"', b'href="manifest.json"')  # the page may have a prefix
     return _OF_GRADIO.sub(b"", page).replace(_START, _START + "".join(lines).encode(), 1)
 
 

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager, suppress
 from dataclasses import replace
+from datetime import datetime
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from specdemo.bench.pairs import PairBench, measure_pairs
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Loading, StepEvent
 from specdemo.core.formats import format_bytes
-from specdemo.generate import PromptOrChat
+from specdemo.models.chat_prompt import PromptOrChat
 from specdemo.models.memory import has_memory_for_text
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.threads import thread_initializer
@@ -72,6 +73,7 @@ class Service:
         self._models, self._engine = models, engine
         self.conversations: OrderedDict[str, list[ChatMessage]] = OrderedDict()
         self.footers: OrderedDict[str, list[str]] = OrderedDict()  # one per answer of a conversation
+        self._began: OrderedDict[str, datetime] = OrderedDict()  # time that chat templates read
         self._visitors, self._admission = Visitors(self.limits), threading.Lock()
         self.runs = RunStore(max_trace=self.limits.max_trace, admit=self._admit_request)
         self._stores: OrderedDict[str, dict[str, Stores]] = OrderedDict()
@@ -80,6 +82,8 @@ class Service:
 
     def history(self, visitor: str, prompt: Any, turn: Turn) -> list[ChatMessage]:
         """Return the messages before a turn: none, all, or those before the last turn if it had the same prompt."""
+        if turn == "new":
+            self._began.pop(visitor, None)
         earlier = self.conversations.get(visitor, []) if turn != "new" else []
         if turn == "same":
             return earlier[:-2] if earlier and earlier[-2]["content"] == prompt else []
@@ -108,7 +112,8 @@ class Service:
         conversation = [*history, {"role": "user", "content": prompt}]
         chat = any(recipe.chat for _, recipe in jobs)
         text = "".join(message["content"] for message in conversation) if chat else prompt
-        granted = [(lane, self.limits.grant(recipe, text)) for lane, recipe in jobs]
+        now = _remembered(self._began, visitor, datetime.now()) if visitor else datetime.now()
+        granted = [(lane, self.limits.grant(recipe, text).at(now)) for lane, recipe in jobs]
         keep = any(recipe.ngram_keep or recipe.chat for _, recipe in granted)
         remembered = self._stores_of(visitor) if keep and visitor else {}
         budget = TimeBudget(self.limits.max_seconds)

@@ -14,7 +14,7 @@ from typing import Any
 
 from specdemo.core.errors import UserError
 from specdemo.core.events import Header
-from specdemo.core.options import Option
+from specdemo.core.options import Option, removal
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.option_effects import ineffective, settings_of_pair
 from specdemo.recipe import Recipe
@@ -69,9 +69,13 @@ def from_link(query: Mapping[str, str], defaults: Settings, ready: Examples = ()
     return settings
 
 
-def unknown_names(query: Mapping[str, str], defaults: Settings) -> list[str]:
-    """Return names in a link's query that are neither settings nor Gradio's."""
-    return [name[:40] for name in query if name not in defaults and not name.startswith("_") and name not in _GRADIO]
+def link_problems(query: Mapping[str, str], defaults: Settings) -> list[str]:
+    """Return messages about names in a link's query that are neither settings nor Gradio's."""
+    removed = CloudConfig.REMOVED
+    problems = [f"{name} ignored: {removal(name, removed[name])}" for name in query if name in removed]
+    known = {*defaults, *removed, *_GRADIO}
+    unknown = [name[:40] for name in query if name not in known and not name.startswith("_")]
+    return [*problems, f"Unknown settings in the link ignored: {', '.join(unknown)}"] if unknown else problems
 
 
 def recorded_settings(header: Header, compare: bool) -> Settings:
@@ -84,7 +88,7 @@ def recorded_settings(header: Header, compare: bool) -> Settings:
     if recipe.get("cloud"):
         wanted["mode"] = recipe["cloud"].get("mode", OFF)
     if recipe.get("chat"):  # the recorded prompt contains the template
-        wanted["chat"] = False
+        wanted |= {"chat": False, "template_options": plain["template_options"]}
     settings, _ = _valid(_changed(wanted, plain), plain, "auto")
     return {**plain, **settings, "prompt": header.prompt, "compare": compare}
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event, Loading
-from specdemo.generate import PromptOrChat, generate
+from specdemo.generate import generate
+from specdemo.models.chat_prompt import PromptOrChat
 from specdemo.models.heads import load_head
 from specdemo.models.load import load
 from specdemo.models.model_pool import ModelPool

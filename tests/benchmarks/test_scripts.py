@@ -10,22 +10,20 @@ from typing import Any
 
 import pytest
 
-from benchmarks import batching, edge_cloud, page_cost, pass_cost, tables
+from benchmarks import chat_model, edge_cloud, native_passes, page_cost, pass_cost, tables
 from specdemo.core.errors import UserError
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
+MODULES = (chat_model, edge_cloud, native_passes, page_cost, pass_cost)
 MAIN = '__name__ == "__main__"'
 FOLDERS = [ROOT / "benchmarks", ROOT / "training"]
 SCRIPTS = [path for folder in FOLDERS for path in sorted(folder.glob("*.py")) if MAIN in path.read_text("utf-8")]
-NEEDED = {"mutants.py": "mutmut"}  # installed by `make mutants`
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_help_is_printed(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    if path.name in NEEDED:
-        pytest.importorskip(NEEDED[path.name])
     monkeypatch.setattr(sys, "argv", [str(path), "--help"])
     monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(SystemExit) as end:
@@ -35,7 +33,7 @@ def test_help_is_printed(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 @pytest.mark.parametrize(
     ("module", "study"),
-    [(module, study) for module in (batching, edge_cloud, page_cost, pass_cost) for study in module.STUDIES],
+    [(module, study) for module in MODULES for study in module.STUDIES],
 )
 def test_a_module_has_a_command_per_study(module: Any, study: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
@@ -64,21 +62,6 @@ def test_studies_of_a_module_share_a_command_line(capsys: pytest.CaptureFixture[
             main(arguments)
         assert end.value.code == 2
     assert "invalid choice: 'link'" in capsys.readouterr().err
-
-
-def test_a_script_runs_by_path_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = ROOT / "benchmarks" / "imposed_acceptance.py"
-    elsewhere = [path for path in sys.path if path and Path(path).resolve() != ROOT]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [str(script), "--help"])
-    monkeypatch.setattr(sys, "path", [str(script.parent), *elsewhere])
-    for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
-        monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(SystemExit):
-        runpy.run_path(str(script), run_name="__main__")
-    assert "--write" in capsys.readouterr().out
 
 
 def test_a_table_is_printed_and_replaced(
@@ -112,9 +95,3 @@ def test_markers_must_occur_once(text: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exactly once"):
         tables.replace_table(tmp_path / "a.md", "a", "new")
     assert (tmp_path / "a.md").read_text() == text
-
-
-def test_the_test_of_a_delayed_network_names_the_pair_of_its_methods() -> None:
-    script = (ROOT / "benchmarks/netns.sh").read_text("utf-8").replace("\\\n", " ")
-    commands = [line for line in script.splitlines() if "-m specdemo " in line]
-    assert len(commands) == 3 and all("--pair bundled" in command for command in commands)

@@ -50,7 +50,6 @@ def test_a_chain_records_the_distributions_that_its_tokens_were_sampled_from(eng
         drawn = [sampler(row[None], i) for i, row in enumerate(logits)]
         assert {isinstance(token, Tensor) for token in drawn} == {engine == "torch"}  # without host synchronisation
         assert engine == "compiled" or {token.shape for token in drawn} == {(1,)}
-        assert sampler.confidences == []
         tokens = list(map(int, drawn))
         draft = sampler.chain(tokens)
         assert draft.tokens == tuple(tokens) and draft.is_chain
@@ -93,13 +92,12 @@ def test_uniform_numbers_determine_a_chain() -> None:
 def test_a_recorded_chain_has_the_recorded_figures() -> None:
     probs = rows_of(1, 2).softmax(-1)
     sampler = ChainSampler(SamplingParams(), Noise(0, "draft"), START, VOCAB)
-    sampler.record([1.0, 2.0], [0.25, 0.5], probs, [0.9])
+    sampler.record([1.0, 2.0], [0.25, 0.5], probs)
     draft = sampler.chain([3, 4])
     assert draft.token_probs == (0.25, 0.5) and torch.equal(draft.probs.dense(), probs)
-    assert sampler.confidences == [0.9]
-    sampler.record([1.0], [], None, [])
-    assert sampler.chain([3]).probs is None and sampler.confidences == []
-    sampler.record([1.0, math.nan], [0.25, 0.5], probs, [])
+    sampler.record([1.0], [], None)
+    assert sampler.chain([3]).probs is None
+    sampler.record([1.0, math.nan], [0.25, 0.5], probs)
     with pytest.raises(UserError, match="NaN or infinite logits"):
         sampler.chain([3, 4])
 
@@ -108,7 +106,7 @@ def test_rows_of_a_head_are_distributions_of_its_tokens() -> None:
     sampler = ChainSampler(SamplingParams(), Noise(0, "draft"), START, VOCAB)
     sampler.ids = torch.tensor([[9, 2, 4]])
     probs = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.125, 0.75]])
-    sampler.record([0.0, 0.0], [0.25, 0.75], probs, [])
+    sampler.record([0.0, 0.0], [0.25, 0.75], probs)
     draft = sampler.chain([2, 4])
     assert isinstance(draft.probs, SparseProbs) and draft.probs.vocab_size == VOCAB
     dense = torch.zeros(2, VOCAB)

@@ -13,17 +13,12 @@ from specdemo.core.rules import RULES
 
 PROGRAM = Path(__file__).parents[2] / "specdemo"
 REGISTRY = "core/rules.py"
-_BLOCK_HEADS = (  # a kind of heads
-    *("drafters/heads/block", "models/head_kinds/block"),
-    *("models/engines/native_block_head", "models/engines/torch_block_head"),
-    "models/engines/torch_dflash",
-)
 ALLOWED = {
     ("core/trace.py", "rejection"),  # frozen default of the format
     ("remote/protocol.py", "rejection"),  # frozen default of the format
     ("ui/lessons/__init__.py", "ratio"),  # a figure of a lesson
     ("ui/step_views.py", "block"),  # a kind of decision in the step player
-    *((f"{path}.py", "block") for path in _BLOCK_HEADS),
+    *((f"{path}.py", "block") for path in ("drafters/heads/block", "models/engines/torch_dflash")),  # a method
     ("drafters/heads/medusa.py", "typical"),  # the rule of the paper
     ("models/engines/llama_weights.py", "threshold"),  # attribute of a quantised layer
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.heads import SLOTS, dflash_config, dflash_tensors, save_head
+from fakes.heads import BLOCK, RANK, dflash_config, dflash_tensors, save_head
 from fakes.native_models import CONFIGS, random_model
 from torch import Tensor
 
@@ -26,7 +26,7 @@ from specdemo.models.spec import HeadSpec, ModelSpec
 CONFIG = CONFIGS["tied"]
 IDS = [*range(0, 300, 3)]
 WINDOW = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5}
-KINDS = (None, "vanilla", "gated", "rnn")
+KINDS = (False, True)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def read(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], weigh
     return TorchDFlash(read_head(HeadSpec(name, spec), LoadedModel(spec, weights, None, 0, "")), weights)
 
 
-def head_of_kind(folder: Path, markov: str | None, weights: NativeWeights) -> TorchDFlash:
+def head_of_kind(folder: Path, markov: bool, weights: NativeWeights) -> TorchDFlash:
     config = dflash_config(CONFIG, len(IDS), markov)
     config["transformer_layer_config"] |= WINDOW
     return read(folder, dflash_tensors(CONFIG, IDS, markov), config, weights)
@@ -77,7 +77,7 @@ class KeepsRows(TorchDFlash):
         return super().start(cache, following, states, cache.length)
 
 
-def deviation(kind: type[TorchDFlash], folder: Path, markov: str | None, weights: NativeWeights) -> float:
+def deviation(kind: type[TorchDFlash], folder: Path, markov: bool, weights: NativeWeights) -> float:
     head, recomputed = head_of_kind(folder, markov, weights), head_of_kind(folder, markov, weights)
     head.__class__, recomputed.__class__ = kind, Forgetful
     pairs = zip(drafts(head, weights), drafts(recomputed, weights), strict=True)
@@ -85,13 +85,13 @@ def deviation(kind: type[TorchDFlash], folder: Path, markov: str | None, weights
 
 
 @pytest.mark.parametrize("markov", KINDS)
-def test_kept_rows_give_the_drafts_of_a_recomputation(markov: str | None, tmp_path: Path, weights: Any) -> None:
+def test_kept_rows_give_the_drafts_of_a_recomputation(markov: bool, tmp_path: Path, weights: Any) -> None:
     assert deviation(TorchDFlash, tmp_path, markov, weights) < 1e-4
     assert deviation(KeepsRows, tmp_path, markov, weights) > 1e-2
 
 
 @pytest.mark.parametrize("markov", KINDS)
-def test_branches_of_a_draft_are_independent(markov: str | None, tmp_path: Path, weights: Any) -> None:
+def test_branches_of_a_draft_are_independent(markov: bool, tmp_path: Path, weights: Any) -> None:
     head = head_of_kind(tmp_path, markov, weights)
     cache, states = head.open(), torch.randn(6, 3, CONFIG.hidden_size)
     head.start(cache, [*range(6)], states, 0)
@@ -102,26 +102,53 @@ def test_branches_of_a_draft_are_independent(markov: str | None, tmp_path: Path,
     other = head.step(cache, 9)
     cache.restore(rows)
     assert torch.equal(head.step(cache, 6), first[1])
-    assert torch.equal(other, first[1]) == (markov is None)  # without it, tokens of a draft are independent
+    assert torch.equal(other, first[1]) == (not markov)  # without it, tokens of a draft are independent
 
 
 @pytest.mark.parametrize("wrong", [-1, CONFIG.vocab_size])
 def test_tokens_outside_the_vocabulary_are_refused(wrong: int, tmp_path: Path, weights: Any) -> None:
-    head = head_of_kind(tmp_path, "vanilla", weights)
+    head = head_of_kind(tmp_path, True, weights)
     cache = head.open()
     head.start(cache, [*range(6)], torch.randn(6, 3, CONFIG.hidden_size), 0)
     with pytest.raises(ValueError, match="is outside the vocabulary of 301 tokens"):
         head.step(cache, wrong)
 
 
+def test_confidence_may_ignore_the_token_before(tmp_path: Path, weights: Any) -> None:
+    """The weights of that token are then not stored."""
+    tensors, config = dflash_tensors(CONFIG, IDS, True), dflash_config(CONFIG, len(IDS), True)
+    state_weights = tensors["confidence_head.proj.weight"][:, : CONFIG.hidden_size]
+    states, confidences = torch.randn(6, 3, CONFIG.hidden_size), []
+    for with_markov in (True, False):
+        padding = torch.zeros(1, RANK if with_markov else 0)
+        tensors["confidence_head.proj.weight"] = torch.cat([state_weights, padding], -1)
+        settings = config | {"confidence_head_with_markov": with_markov}
+        head = read(tmp_path / str(with_markov), tensors, settings, weights)
+        cache = head.open()
+        head.start(cache, [*range(6)], states, 0)
+        confidences.append(head.confidence(cache))
+    assert confidences[0] == pytest.approx(confidences[1]) and 0 < confidences[0] < 1
+
+
+def test_closed_texts_do_not_stay_in_the_head(tmp_path: Path, weights: Any) -> None:
+    target = CachedModel(weights, taps=(0, 1, 2))
+    attached = target.head = CachedHead(head_of_kind(tmp_path, True, weights), target)
+    target.score([*range(5)], Draft())
+    attached.start([*range(6)])
+    cache: Any = attached._cache
+    assert attached.kv_bytes > 0 and cache.kv.any() and cache.states.any()
+    target.close()
+    assert attached.kv_bytes == 0 and not cache.kv.any() and not cache.states.any()
+
+
 def test_drafts_end_with_block_and_context(tmp_path: Path, weights: Any) -> None:
-    for markov, first in ((None, 1), ("vanilla", 0)):
+    for markov, first in ((False, 1), (True, 0)):
         config = dflash_config(CONFIG, len(IDS), markov)
         config["transformer_layer_config"]["max_position_embeddings"] = 12
         head = read(tmp_path / str(markov), dflash_tensors(CONFIG, IDS, markov), config, weights)
         for length in range(8, 15):
             count = head.longest_draft(length)
-            assert count == max(0, min(SLOTS, 13 - length) - first)
+            assert count == max(0, min(BLOCK, 13 - length) - first)
             if count:
                 logits = head.start(
                     head.open(), [*range(length - 1)], torch.randn(length - 1, 3, CONFIG.hidden_size), 0
@@ -132,7 +159,7 @@ def test_drafts_end_with_block_and_context(tmp_path: Path, weights: Any) -> None
 @pytest.mark.parametrize("layout", ["z-lab", "DeepSpec"])
 def test_published_layouts_are_those_of_speculators(layout: str, tmp_path: Path, weights: Any) -> None:
     """They nest no configuration of layers, and list outputs of layers instead of hidden states."""
-    markov = "vanilla" if layout == "DeepSpec" else None
+    markov = layout == "DeepSpec"
     tensors, config = dflash_tensors(CONFIG, None, markov), dflash_config(CONFIG, CONFIG.vocab_size, markov)
     expected = drafts(read(tmp_path / "speculators", tensors, config, weights), weights)
     flat = config | config.pop("transformer_layer_config")
@@ -168,7 +195,7 @@ INVALID = {
     "width": (_layer(hidden_size=32), "states of width 32 instead of 64"),
     "states": (_configured(aux_hidden_state_layer_ids=[1, 2, 99]), "layers that the target does not have"),
     "no states": (_configured(aux_hidden_state_layer_ids=["a"]), "layers that the target does not have"),
-    "markov": (_configured(markov_head_type="lstm"), r"another kind \(lstm\): choose one of kind vanilla, gated, rnn"),
+    "markov": (_configured(markov_head_type="rnn"), r"another kind \(rnn\): choose one of kind vanilla"),
     "confidence": (_without("confidence_head.proj.bias"), "no tensor confidence_head.proj.bias"),
     "windows": (_layer(layer_types=["full_attention"]), "layer_types in config.json of .* do not fit"),
     "no window": (_layer(layer_types=["sliding_attention"] * 2), "has no sliding_window"),
@@ -179,7 +206,7 @@ INVALID = {
 @pytest.mark.parametrize("case", INVALID)
 def test_invalid_checkpoints_are_refused_in_a_sentence(case: str, tmp_path: Path, weights: Any) -> None:
     change, message = INVALID[case]
-    tensors, config = dflash_tensors(CONFIG, IDS, "vanilla"), dflash_config(CONFIG, len(IDS), "vanilla")
+    tensors, config = dflash_tensors(CONFIG, IDS, True), dflash_config(CONFIG, len(IDS), True)
     read(tmp_path / "valid", tensors, config, weights)
     change(tensors, config)
     with pytest.raises(UserError, match=message) as refused:

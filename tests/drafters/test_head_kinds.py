@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,6 @@ import pytest
 import torch
 from fakes.enumeration import PROMPT, ROUNDING, VOCAB, distance, reference_probs
 from fakes.heads import (
-    block_config,
-    block_tensors,
     dflash_config,
     dflash_tensors,
     eagle_config,
@@ -23,16 +22,18 @@ from fakes.heads import (
     medusa_tensors,
     save_head,
 )
-from fakes.tiny_models import Explorer, byte_level_tokenizer, committed, run, save_model
+from fakes.tiny_models import Explorer, byte_level_tokenizer, committed, run, save_model, up_to
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
+from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
 from specdemo.core.events import StepEvent
-from specdemo.core.policies import Fixed
+from specdemo.core.policies import Fixed, PathProbability
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
+from specdemo.drafters.draft_vocabulary import DraftVocabulary
 from specdemo.drafters.heads.chain import HeadDrafter
 from specdemo.drafters.tree import HeadNodes, TreeDrafter
 from specdemo.generate import generate
@@ -48,7 +49,7 @@ from specdemo.recipe import Recipe
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 TARGET = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.5)
-KINDS = ("medusa", "eagle", "block", "dflash", "dspark")
+KINDS = ("medusa", "eagle", "dflash", "dspark")
 SAMPLING = {
     "plain": SamplingParams(),
     "processed": SamplingParams(top_k=3, repetition_penalty=1.5),
@@ -64,11 +65,8 @@ def save(kind: str, folder: Path, target: Any, ids: list[int] | None = None) -> 
     if kind == "medusa":
         config = medusa_config(**({"draft_vocab_size": len(ids)} if ids else {}))
         return save_head(folder, medusa_tensors(target, ids), config)
-    if kind == "block":
-        ids = ids or [*range(target.vocab_size)]
-        return save_head(folder, block_tensors(target, ids), block_config(target, len(ids)))
     if kind in ("dflash", "dspark"):
-        ids, markov = ids or [*range(target.vocab_size)], "rnn" if kind == "dspark" else None
+        ids, markov = ids or [*range(target.vocab_size)], kind == "dspark"
         return save_head(folder, dflash_tensors(target, ids, markov), dflash_config(target, len(ids), markov))
     if kind == "eagle":
         return save_head(folder, eagle_tensors(target), eagle_config(target))
@@ -100,6 +98,23 @@ def truth(target: CachedModel, sampling: SamplingParams, length: int) -> dict[tu
     return texts
 
 
+def error(
+    target: CachedModel, sampling: SamplingParams, drafter: Any, explorer: Explorer, rule: str, policy: Any
+) -> tuple[float, list[int]]:
+    """Return the distance of the text's distribution from the target's, and drafted, accepted and short drafts."""
+    counts = [0, 0, 0]
+
+    def once() -> tuple[int, ...]:
+        verifier = ModelVerifier(target.score, sampling, RULES[rule].apply, explorer, explorer)
+        steps = run(PROMPT, verifier, drafter, policy(), 3)
+        counts[0] += sum(len(step.draft) for step in steps)
+        counts[1] += sum(len(step.verdict.accepted) for step in steps)
+        counts[2] += sum(len(step.draft) < 2 for step in steps[1:-1])
+        return tuple(committed(steps))
+
+    return distance(explorer.distribution(once), truth(target, sampling, 3)), counts
+
+
 @pytest.mark.parametrize("shape", MAKERS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SAMPLING)
@@ -107,17 +122,81 @@ def test_text_of_random_heads_has_the_distribution_of_the_target(
     name: str, kind: str, shape: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     target, head = loaded(kind, tmp_path_factory.getbasetemp() / "kinds")
-    sampling, explorer, counts = SAMPLING[name], Explorer(), [0, 0]
-
-    def once() -> tuple[int, ...]:
-        verifier = ModelVerifier(target.score, sampling, RULES["rejection"].apply, explorer, explorer)
-        steps = run(PROMPT, verifier, MAKERS[shape](head, sampling, explorer, VOCAB), Fixed(2), 3)
-        counts[0] += sum(len(step.draft) for step in steps)
-        counts[1] += sum(len(step.verdict.accepted) for step in steps)
-        return tuple(committed(steps))
-
-    assert distance(explorer.distribution(once), truth(target, sampling, 3)) < 10 * ROUNDING
+    sampling, explorer = SAMPLING[name], Explorer()
+    drafter = MAKERS[shape](head, sampling, explorer, VOCAB)
+    deviation, counts = error(target, sampling, drafter, explorer, "rejection", partial(Fixed, 2))
+    assert deviation < 10 * ROUNDING
     assert counts[0] > 0 and (counts[1] > 0 or name == "greedy")
+
+
+# --- drafts that end by the head's confidence ------------------------------------------------------------------------
+
+WITH_TOP_P = SAMPLING | {"top-p": SamplingParams(temperature=0.8, top_p=0.8)}
+
+
+def by_confidence() -> PathProbability:
+    return PathProbability(2, threshold=0.3)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "match"])
+@pytest.mark.parametrize("name", WITH_TOP_P)
+def test_drafts_that_end_by_confidence_are_exact(
+    name: str, rule: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    target, head = loaded("dspark", tmp_path_factory.getbasetemp() / "kinds")
+    explorer = Explorer()
+    drafter = HeadDrafter(head, WITH_TOP_P[name], explorer, VOCAB)
+    deviation, counts = error(target, WITH_TOP_P[name], drafter, explorer, rule, by_confidence)
+    assert deviation < 10 * ROUNDING and counts[0] > 0 and counts[2] > 0
+
+
+class ConfidenceInItsOwnToken(HeadDrafter):
+    """A draft ends by a confidence that depends on the token that it decides about."""
+
+    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
+        draft = super().propose(tokens, up_to(2))
+        if draft.tokens:
+            self.head.start(tokens)
+            self.head.step(draft.tokens[0])
+            assert self.head.confidence is not None
+            if self.head.confidence < 0.3:
+                return Draft()
+        return draft
+
+
+class ReportedBeforeTopP(HeadDrafter):
+    """Tokens are sampled after top-p, and q is reported before it."""
+
+    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
+        draft = super().propose(tokens, budget)
+        if draft.probs is None:
+            return draft
+        raw, logits = replace(self.sampling, top_p=1.0), self.head.start(tokens)
+        vocabulary, rows = DraftVocabulary(self.head.ids, VOCAB), []
+        for i in range(len(draft)):
+            logits = self.head.step(draft.tokens[i - 1]) if i else logits
+            assert logits is not None
+            rows.append(raw.logits_to_probs(logits[None])[0])
+        q = tuple(float(row[vocabulary.index(token)]) for row, token in zip(rows, draft.tokens, strict=True))
+        return replace(draft, token_probs=q, probs=vocabulary.rows(rows))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "sampling"),
+    [
+        (ConfidenceInItsOwnToken, SamplingParams()),
+        (ReportedBeforeTopP, SamplingParams(temperature=4.0, top_p=0.7)),  # several tokens remain
+    ],
+)
+def test_wrong_drafters_are_not_exact(
+    drafter: type[HeadDrafter], sampling: SamplingParams, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    target, head = loaded("dspark", tmp_path_factory.getbasetemp() / "kinds")
+    for kind in (HeadDrafter, drafter):
+        explorer = Explorer()
+        made = kind(head, sampling, explorer, VOCAB)
+        deviation, _ = error(target, sampling, made, explorer, "rejection", partial(Fixed, 2))
+        assert deviation < 10 * ROUNDING if kind is HeadDrafter else deviation > 100 * ROUNDING
 
 
 # --- recipes ---------------------------------------------------------------------------------------------------------
@@ -155,7 +234,6 @@ def text(recipe: Recipe, pool: ModelPool) -> tuple[list[int], list[Draft]]:
         ("medusa", "tree"),
         ("eagle", "tree"),
         ("eagle3", "tree"),
-        ("block", "tree"),
         ("dflash", "block"),
         ("dspark", "tree"),
     ],
@@ -170,10 +248,24 @@ def test_greedy_texts_are_those_of_ar_decoding(kind: str, method: str, saved: di
     assert {origin.source for draft in drafts for origin in draft.origin} == {"head"}
 
 
-@pytest.mark.parametrize(("kind", "method"), [("medusa", "eagle"), ("eagle", "block"), ("block", "medusa")])
+@pytest.mark.parametrize(("kind", "method"), [("medusa", "eagle"), ("eagle", "block"), ("dspark", "medusa")])
 def test_methods_name_the_method_of_another_head(
     kind: str, method: str, saved: dict[str, str], pool: ModelPool
 ) -> None:
     recipe = Recipe(method=method, target=saved["target"], head=saved[kind], max_tokens=4, device="cpu")
-    with pytest.raises(UserError, match=f"the head is not of kind {method}: choose method {kind} or hybrid"):
+    own = "block" if kind == "dspark" else kind
+    with pytest.raises(UserError, match=f"the head is not of kind {method}: choose method {own} or hybrid"):
         text(recipe, pool)
+
+
+@pytest.mark.parametrize("method", ["block", "hybrid"])
+def test_turns_end_drafts_by_confidence_and_keep_the_text(method: str, saved: dict[str, str], pool: ModelPool) -> None:
+    plain = Recipe(method="ar", target=saved["target"], max_tokens=12, temperature=0.0, device="cpu")
+    drafting = replace(plain, method=method, head=saved["dspark"], policy="path")
+    stores: dict[Any, Any] = {}
+    for prompt in ("class Point:\n    def", "class Point:\n    def f():"):
+        steps = [event.step for event in generate(drafting, prompt, pool, stores) if isinstance(event, StepEvent)]
+        alone = [event.step for event in generate(plain, prompt, pool) if isinstance(event, StepEvent)]
+        assert committed(steps) == committed(alone)
+        drafted = [origin for step in steps for origin in step.draft.origin if origin.source == "head"]
+        assert drafted and all(origin.confidence is not None for origin in drafted)

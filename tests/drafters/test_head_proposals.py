@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 import torch
 from fakes.heads import (
-    block_config,
-    block_tensors,
     eagle_config,
     eagle_tensors,
     head_config,
@@ -43,11 +41,9 @@ from specdemo.models.cached_head import CachedHead
 from specdemo.models.engines.context_tokens import ContextTokens
 from specdemo.models.engines.head import HeadCache
 from specdemo.models.engines.llama_weights import LlamaWeights
-from specdemo.models.engines.native_block_head import NativeBlockHead
 from specdemo.models.engines.native_head import NativeHead
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.engines.select import head_of
-from specdemo.models.engines.torch_block_head import TorchBlockHead
 from specdemo.models.engines.torch_head import TorchEagle3
 from specdemo.models.heads import read_head
 from specdemo.models.kv_cache import CachedModel
@@ -70,7 +66,6 @@ ENGINES: dict[str, Callable[[], Any]] = {
 TARGET = CONFIGS["tied"]
 KINDS: dict[str, Callable[[], tuple[dict[str, Tensor], dict[str, Any]]]] = {
     "eagle3": lambda: (head_tensors(TARGET, IDS), head_config(TARGET, len(IDS))),
-    "block": lambda: (block_tensors(TARGET, IDS), block_config(TARGET, len(IDS))),
     "eagle": lambda: (eagle_tensors(TARGET), eagle_config(TARGET)),
     "medusa": lambda: (medusa_tensors(TARGET, IDS), medusa_config(draft_vocab_size=len(IDS))),
     "medusa, own outputs": lambda: (medusa_tensors(TARGET, own=True, blocks=2), medusa_config()),
@@ -179,7 +174,7 @@ def converse(folder: Path, engine: str = "native", **parts: Any) -> Conversation
 def test_drafts_equal_a_recomputation_for_the_full_text(
     engine: str, kind: str, make: Callable[..., Any], tmp_path: Path
 ) -> None:
-    head = {"eagle3": TorchEagle3, "block": TorchBlockHead}.get(kind, head_of)
+    head = TorchEagle3 if kind == "eagle3" else head_of
     conversation = converse(tmp_path, engine, kind=kind, head=head, make=make)
     drafts = conversation.drafter.drafts
     drafted = sum(len(draft) for _, draft in drafts)
@@ -196,11 +191,6 @@ def test_native_drafts_equal_a_recomputation(make: Callable[..., Any], tmp_path:
     drafts = conversation.drafter.drafts
     sizes = {draft.probs.ids.shape[1] for _, draft in drafts if isinstance(draft.probs, SparseProbs)}
     assert len(sizes) > 5 and min(sizes) > len(IDS)  # tokens of the text extend the draft vocabulary
-
-
-def test_native_trees_of_block_heads_equal_a_recomputation(tmp_path: Path) -> None:
-    conversation = converse(tmp_path, kind="block", head=partial(NativeBlockHead, form="float32"), make=tree)
-    assert conversation.deviation < 3e-4 and any(not draft.is_chain for _, draft in conversation.drafter.drafts)
 
 
 @pytest.mark.parametrize("head", [TorchEagle3, partial(NativeHead, form="float32")])

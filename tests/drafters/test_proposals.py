@@ -241,7 +241,7 @@ class OneCall(Confident):
         OneCall.calls.append((list(tokens), sampler.sampling, sampler.vocab_size, count, threshold))
         if threshold == 0.25:
             return None
-        sampler.record([1.0] * 2, [0.5, 0.25], torch.eye(VOCAB)[:2], [0.75, 0.5])
+        sampler.record([1.0] * 2, [0.5, 0.25], torch.eye(VOCAB)[:2])
         return [int(sampler._noise.sample(torch.ones(1), sampler._start + i)) for i in range(2)]
 
 
@@ -249,7 +249,7 @@ def test_a_head_may_draft_in_a_single_call() -> None:
     noise, head = Script(4, 1), OneCall(longest=5)
     draft = HeadDrafter(head, SAMPLED, noise, VOCAB).propose(TEXT, DraftBudget(9, PathProbability(9)))
     assert (draft.tokens, draft.token_probs) == ((4, 1), (0.5, 0.25)) and [n for n, _ in noise.asked] == [2, 3]
-    assert draft.origin == (Origin("head", confidence=0.75), Origin("head", confidence=0.5))
+    assert draft.origin == (Origin("head"), Origin("head"))
     assert OneCall.calls == [(TEXT, SAMPLED, VOCAB, 5, 0.15)]
     HeadDrafter(head, SAMPLED, Script(4, 1), VOCAB).propose(TEXT, up_to(3))
     assert OneCall.calls[1:] == [(TEXT, SAMPLED, VOCAB, 3, 0.0)]

@@ -123,7 +123,7 @@ def test_health_reports_the_cause(page: Any, engine: Replaceable) -> None:
 
 def test_the_page_can_be_installed_as_an_app(page: Any) -> None:
     manifest = httpx.get(f"{page.url}manifest.json", timeout=PATIENCE).json()
-    assert '<link rel="manifest" href="/manifest.json"' in httpx.get(page.url, timeout=PATIENCE).text
+    assert '<link rel="manifest" href="manifest.json"' in httpx.get(page.url, timeout=PATIENCE).text
     assert manifest["name"] == "specdemo" and manifest["display"] == "standalone"
     sizes = {}
     for icon in manifest["icons"]:

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from fakes.ports import free_port
 
-from benchmarks.page_client import PageClient
+from benchmarks.load import PageClient
 from e2e.limited_page import Patient, limited_page
 from specdemo.models.zoo import PAIRS
 from specdemo.ui.limits import PUBLIC, HostLimits

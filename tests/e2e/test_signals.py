@@ -152,6 +152,27 @@ def test_a_measurement_ends_without_a_traceback(number: signal.Signals) -> None:
         end_silently(program, number, 130)
 
 
+IMPORTS = """
+import importlib.abc, os, signal, sys
+class Interrupt(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == {name!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["specdemo", *{command}]
+from specdemo.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("name", ["specdemo.cli", "specdemo.signals", "torch", "numpy", "transformers"])
+@pytest.mark.parametrize("command", [["run", "x", "--pair", "bundled"], ["prove", "--pair", "bundled"]])
+def test_a_signal_during_imports_ends_the_process_at_once(command: list[str], name: str) -> None:
+    program = IMPORTS.format(name=name, command=command)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 130 and "Traceback" not in done.stderr
+
+
 # --- phases that wait for other processes ---------------------------------------------------------------------------
 
 RUN = ("run", PROMPT, "--pair", "bundled")

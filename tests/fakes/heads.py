@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 HEADS, KV_HEADS, HEAD_DIM, INNER = 4, 2, 8, 48
-SLOTS, RANK = 4, 6  # of block heads
+BLOCK = 4  # rows of a DFlash block
+RANK = 6  # of a Markov head
 
 
 def head_tensors(
@@ -127,36 +128,10 @@ def random_head(
     return save_head(folder, head_tensors(target, ids, own=own), head_config(target, drafted, **changes))
 
 
-def block_tensors(
-    target: PretrainedConfig, ids: list[int] | None, slots: int = SLOTS, seed: int = 0
-) -> dict[str, Tensor]:
-    """Return the tensors of a block head of two layers and a Markov term of rank `RANK`."""
-    tensors = {name.replace("midlayer.", "layers.0."): x for name, x in head_tensors(target, ids, seed=seed).items()}
-    width = target.hidden_size
-    for name, tensor in head_tensors(target, None, seed=seed + 1).items():
-        if name.startswith("midlayer.") and "hidden_norm" not in name:
-            narrow = name.removesuffix(".weight").endswith(("q_proj", "k_proj", "v_proj"))
-            tensors[name.replace("midlayer.", "layers.1.")] = tensor[:, :width] if narrow else tensor
-    shapes = {
-        "slots": (slots - 1, 2 * width),
-        "markov_head.markov_w1.weight": (RANK, width),
-        "markov_head.markov_w2.weight": (width, RANK),
-        "confidence_head.proj.weight": (1, width),
-        "confidence_head.proj.bias": (1,),
-    }
-    return tensors | {name: 2 * torch.randn(shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}
-
-
-def block_config(target: PretrainedConfig, drafted: int, **changes: Any) -> dict[str, Any]:
-    """Return config.json of a block head."""
-    sizes = {"num_hidden_layers": 2, "block_size": SLOTS, "markov_rank": RANK}
-    return head_config(target, drafted, **{"architectures": ["BlockHead"], **sizes, **changes})
-
-
 def dflash_tensors(
-    target: PretrainedConfig, ids: list[int] | None, markov: str | None = None, seed: int = 0
+    target: PretrainedConfig, ids: list[int] | None, markov: bool = False, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Return the tensors of a DFlash head of two layers, or of a DSpark head with a kind of Markov head."""
+    """Return the tensors of a DFlash head of two layers, or of a DSpark head with a Markov head."""
     torch.manual_seed(seed)
     width, drafted = target.hidden_size, len(ids or range(target.vocab_size))
     shapes: dict[str, tuple[int, ...]] = {"fc": (width, 3 * width)}
@@ -171,14 +146,10 @@ def dflash_tensors(
     if markov:
         shapes |= {"markov_head.markov_w1": (target.vocab_size, RANK), "markov_head.markov_w2": (drafted, RANK)}
         shapes["confidence_head.proj"] = (1, width + RANK)
-    joint = {"gated": ("gate_proj", (RANK, width + RANK)), "rnn": ("joint_proj", (3 * RANK, 2 * RANK + width))}
-    if markov in joint:
-        shapes[f"markov_head.{joint[markov][0]}"] = joint[markov][1]
     tensors = {f"{name}.weight": 2 * torch.randn(shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}
     tensors |= {f"{name}.weight": 1 + 0.3 * torch.randn(size) for name, size in norms.items()}
-    for name in ("confidence_head.proj", "markov_head.gate_proj", "markov_head.joint_proj"):
-        if name in shapes:
-            tensors[f"{name}.bias"] = torch.randn(shapes[name][0])
+    if markov:
+        tensors["confidence_head.proj.bias"] = torch.randn(1)
     if ids is not None:
         used = torch.zeros(target.vocab_size, dtype=torch.bool)
         used[ids] = True
@@ -186,17 +157,17 @@ def dflash_tensors(
     return tensors
 
 
-def dflash_config(target: PretrainedConfig, drafted: int, markov: str | None = None, **changes: Any) -> dict[str, Any]:
+def dflash_config(target: PretrainedConfig, drafted: int, markov: bool = False, **changes: Any) -> dict[str, Any]:
     """Return config.json of a DFlash or DSpark head of `speculators`."""
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     layer = head_config(target, drafted)
     kept = (*names, "rms_norm_eps", "rope_theta", "vocab_size", "max_position_embeddings")
-    dspark = {"markov_rank": RANK, "markov_head_type": markov} if markov else {}
+    dspark = {"markov_rank": RANK, "markov_head_type": "vanilla"} if markov else {}
     return {
         "speculators_model_type": "dspark" if markov else "dflash",
         "transformer_layer_config": {"num_hidden_layers": 2, **{name: layer[name] for name in kept}},
         "aux_hidden_state_layer_ids": [0, 1, 2],
-        "block_size": SLOTS,
+        "block_size": BLOCK,
         "mask_token_id": target.vocab_size - 1,
         "draft_vocab_size": drafted,
         **dspark,
@@ -211,7 +182,7 @@ def head_for(folder: str, where: Path, method: str = "eagle") -> str:
     if method == "medusa":
         return save_head(where, medusa_tensors(target, ids, heads=8), medusa_config(draft_vocab_size=len(ids)))
     if method == "block":
-        tensors = block_tensors(target, ids, slots=12)
-        tensors["confidence_head.proj.bias"] += 4  # long drafts
-        return save_head(where, tensors, block_config(target, len(ids), block_size=12))
+        tensors = dflash_tensors(target, ids, markov=True)
+        tensors["confidence_head.proj.bias"] = torch.tensor([0.5])  # drafts of several lengths
+        return save_head(where, tensors, dflash_config(target, len(ids), markov=True, block_size=12))
     return random_head(where, target, ids)

@@ -26,7 +26,7 @@ HOSTILE = (-(1 << 31), -1, 0, 1, 3, 15, 17, 1 << 15, 1 << 30, (1 << 31) - 1)
 # Sizes that contradict others if they change; the sizes of arrays themselves are not in the structures.
 MODEL_FIELDS = ("width", "inner", "heads", "kv_heads", "head_dim", "rotated", "activation", "gated", "cache_form")
 FORMATS_BY_NUMBER = [*FORMATS]
-TEXT_FIELDS = ("held", "last", "rows", "slot_rows")
+TEXT_FIELDS = ("held", "last", "rows")
 MATRIX_FIELDS = ("form", "outputs", "inputs", "narrow", "weights", "scales", "codes")
 
 
@@ -55,12 +55,8 @@ def run_valid(library: ctypes.CDLL, shape: Shape, seed: int) -> None:
         assert not np.isnan(rows.logits).any(), shape
     drafted, vocab = rng.randrange(1, 5), rng.randrange(1, shape.vocab + 1)
     first = Rows(cache, ids[:2], count, last=1)
-    if shape.rank:  # a row for each token
-        drafted, vocab = shape.slots + 1, shape.vocab
-        new, taps = [*ids[:2], *ids[:1] * shape.slots], [shape.layers]
-        first = Rows(cache, new, count, last=drafted, taps=taps, slot_rows=shape.slots)
     uniforms, scratch = np.array([rng.random() for _ in range(drafted)]), np.zeros(vocab, np.float32)
-    probs, numbers = np.zeros((drafted, vocab), np.float32), np.zeros((3, drafted), np.float32)
+    probs, numbers = np.zeros((drafted, vocab), np.float32), np.zeros((2, drafted), np.float32)
     tokens = np.full(drafted, -1, np.int32)
     listed = np.array(rng.sample(range(shape.vocab), vocab), np.int32)
     chain = ChainStruct(
@@ -75,7 +71,7 @@ def run_valid(library: ctypes.CDLL, shape: Shape, seed: int) -> None:
     )
     assert library.draft_chain(ctypes.byref(first.struct), ctypes.byref(chain)) == Result.DONE
     assert chain.drawn == drafted or chain.least_reach
-    assert chain.passes == 1 if shape.slots else chain.drawn <= chain.passes <= chain.drawn + 1
+    assert chain.drawn <= chain.passes <= chain.drawn + 1
     drawn = tokens[: chain.drawn]
     assert (drawn >= 0).all() and (drawn < (shape.vocab if chain.ids else vocab)).all()
     store_rows(library, rng, cache.model)
@@ -116,12 +112,6 @@ def hostile_pass(library: ctypes.CDLL, rng: random.Random, form: str) -> Rows:
     elif kind == 4 and model.fuse:
         name = rng.choice(("fuse", "stream_norm", "embedding", "own_state", "target_states"))
         setattr(rows.text if hasattr(rows.text, name) else model.struct, name, None)
-    elif kind == 5 and model.slots:
-        name = rng.choice(("shifts", "confidence", "count", "narrow", "wide"))
-        if name in ("narrow", "wide"):
-            setattr(getattr(model.slots, name), rng.choice(("outputs", "inputs")), value)
-        elif name != "count" or value < model.shape.slots:  # larger: valid, but of another array
-            setattr(model.slots, name, None if name != "count" else value)
     else:
         numbers = rows.numbers[rng.choice(("ids", "positions", "prefix", "extra", "starts"))]
         if len(numbers) and not (numbers is rows.numbers["starts"] and value > 0):

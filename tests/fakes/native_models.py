@@ -72,7 +72,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }
 FAMILIES = ("gpt2", "gpt neox", "gemma2")
 DTYPES = ("float32", "bfloat16", "float16")
-QUANTIZED = ("int8", "nf4", "nf4-single", "fp4")
+QUANTIZED = ("int8", "nf4")
 MIXED = "Q4_K and Q6_K"
 NARROW = {f"{form}, 8 bits": form for form in (*QUANTISED_GGUF, MIXED)}  # forms with activations of 8 bits
 

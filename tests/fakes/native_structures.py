@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from specdemo.native.formats import FORMATS, QUANTISED_GGUF, Format
-from specdemo.native.interface import BlockSlotsStruct, LayerStruct, MatrixStruct, ModelStruct, PassStruct, TextStruct
+from specdemo.native.interface import LayerStruct, MatrixStruct, ModelStruct, PassStruct, TextStruct
 
 NORMS = ("enter", "between", "query_norm", "key_norm", "after_out", "after_down")
 
@@ -20,7 +20,7 @@ NORMS = ("enter", "between", "query_norm", "key_norm", "after_out", "after_down"
 class Shape:
     """Sizes and options of a decoder; `form` and `value_form`: number formats of its matrices.
 
-    `fused`: hidden states of the target that a row of a drafting head receives, or 0; `slots`, `rank`: of a block head.
+    `fused`: hidden states of the target that a row of a drafting head receives, or 0.
     """
 
     width: int = 32
@@ -49,8 +49,6 @@ class Shape:
     logit_cap: float = 0.0
     fused: int = 0
     replaced: bool = False
-    slots: int = 0
-    rank: int = 0
 
 
 class RandomModel:
@@ -69,9 +67,7 @@ class RandomModel:
         self.embedding = None if shape.tied else self._matrix("F32", shape.vocab, shape.width)
         self.positions = self._matrix("F32", shape.positions, shape.width) if shape.positions else None
         self.fuse = self._matrix(shape.form, shape.width, shape.fused * shape.width) if shape.fused else None
-        self.slots = self._slots() if shape.rank else None
         self.struct = ModelStruct(
-            slots=self.slots and ctypes.addressof(self.slots),
             layers=ctypes.addressof(self._pointers),
             embedding=self.embedding and ctypes.addressof(self.embedding),
             positions=self.positions and ctypes.addressof(self.positions),
@@ -86,16 +82,6 @@ class RandomModel:
             **{name: getattr(shape, name) for name in ("width", "inner", "heads", "kv_heads", "head_dim", "rotated")},
             **{name: getattr(shape, name) for name in ("activation", "gated", "centred", "parallel", "replaced")},
             **{name: getattr(shape, name) for name in ("attention_cap", "logit_cap")},
-        )
-
-    def _slots(self) -> BlockSlotsStruct:
-        shape = self.shape
-        return BlockSlotsStruct(
-            narrow=self._matrix("F32", shape.rank, shape.width),
-            wide=self._matrix("F16", shape.vocab, shape.rank),
-            shifts=self._array(self._rng.normal(0, 1, (shape.slots, 2 * shape.width)).astype(np.float32)),
-            confidence=self._array(self._rng.normal(0, 1, shape.width + shape.rank + 1).astype(np.float32)),
-            count=shape.slots,
         )
 
     def _array(self, values: np.ndarray) -> int:
@@ -191,7 +177,6 @@ class Rows:
         last: int | None = None,
         threads: int = 2,
         taps: Sequence[int] = (),
-        slot_rows: int = 0,
     ) -> None:
         model, count = cache.model, len(ids)
         extra = extra or [()] * count
@@ -222,7 +207,6 @@ class Rows:
             rows=count,
             held=held,
             last=last,
-            slot_rows=slot_rows,
         )
         self.struct = PassStruct(
             ctypes.addressof(model.struct),
@@ -263,7 +247,6 @@ def random_shape(rng: random.Random, form: str) -> Shape:
         heads *= group // head_dim
     gated = rng.random() < 0.7
     fused = rng.choice((0, 0, 1, 3))
-    rank = rng.choice((0, rng.randrange(1, 70))) if fused else 0
     return Shape(
         width=group * rng.randrange(1, 3) if group > 1 else rng.randrange(1, 150),
         inner=group * rng.randrange(1, 4) if group > 1 else rng.randrange(1, 200),
@@ -291,6 +274,4 @@ def random_shape(rng: random.Random, form: str) -> Shape:
         logit_cap=rng.choice((0.0, 8.0)),
         fused=fused,
         replaced=rng.random() < 0.3,
-        slots=rng.randrange(5) if rank else 0,
-        rank=rank,
     )

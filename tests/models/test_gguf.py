@@ -22,6 +22,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.explain import explain_engine
 from specdemo.core.step import Draft
 from specdemo.loaded_pair import load_pair
+from specdemo.models.chat_prompt import read_prompt
 from specdemo.models.engines.gguf_linear import FLOATS, GgufLinear, dequantised
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.engines.select import engine_of
@@ -33,7 +34,6 @@ from specdemo.models.load import load, read_tokenizer, reference
 from specdemo.models.memory_plan import plan_spec, smaller
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
-from specdemo.models.tokenizer import prompt_text
 from specdemo.models.zoo import check_pair, fingerprint
 from specdemo.native.formats import QUANTISED_GGUF
 from specdemo.preflight import preflight
@@ -193,7 +193,7 @@ def test_tokenizers_equal_the_original(make: Any, tmp_path: Path) -> None:
     assert converted.special_tokens_map == tokenizer.special_tokens_map
     message = [{"role": "user", "content": "a <b> & naïve"}]
     rendered = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    assert prompt_text(converted, message, True) == rendered
+    assert read_prompt(converted, message, True, 10**6).text == rendered
     check_pair(tokenizer, converted)
     assert fingerprint(tokenizer) == fingerprint(converted)
 

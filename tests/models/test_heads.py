@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from fakes.heads import (
-    block_config,
-    block_tensors,
+    dflash_config,
+    dflash_tensors,
     eagle_config,
     eagle_tensors,
     head_config,
@@ -145,12 +145,12 @@ def test_rows_are_equal_in_all_engines() -> None:
         assert torch.equal(rows(LlamaWeights(model), ids), expected)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "block"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dspark"])
 def test_a_cache_that_grows_overwrites_its_former_memory(kind: str, tmp_path: Path, target: LoadedModel) -> None:
     tensors, config = {
         "eagle": lambda: (eagle_tensors(TARGET), eagle_config(TARGET)),
         "eagle3": lambda: (head_tensors(TARGET, IDS), head_config(TARGET, len(IDS))),
-        "block": lambda: (block_tensors(TARGET, IDS), block_config(TARGET, len(IDS))),
+        "dspark": lambda: (dflash_tensors(TARGET, IDS, True), dflash_config(TARGET, len(IDS), True)),
     }[kind]()
     head = load(save_head(tmp_path, tensors, config), target)
     cache: Any = head.open()

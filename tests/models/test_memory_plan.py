@@ -33,7 +33,7 @@ BUNDLED = PAIRS["bundled"].drafter
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", ["none", "bf16", "fp16", "int8", "nf4", "fp4", "nf4-single", "fp4-single"])
+@pytest.mark.parametrize("quantization", ["none", "bf16", "fp16", "int8", "nf4"])
 def test_weights_and_cache_are_as_planned(quantization: str) -> None:
     spec = ModelSpec(BUNDLED, quantization=quantization, device="cpu").resolved()
     planned = plan_spec(spec, 700)

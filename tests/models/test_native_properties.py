@@ -26,7 +26,7 @@ def logits(rows: Rows) -> np.ndarray:
 
 @holds_for(40, rng=st.randoms(use_true_random=False), form=st.sampled_from([*FORMATS]), threads=st.integers(1, 4))
 def test_rows_of_prompts_and_forests_have_the_bits_of_single_rows(rng: random.Random, form: str, threads: int) -> None:
-    shape = replace(random_shape(rng, form), fused=0, slots=0, rank=0)
+    shape = replace(random_shape(rng, form), fused=0)
     model = RandomModel(required_library(), shape, rng.randrange(1 << 30))
     count = rng.randrange(1, 18)
     prompt = [rng.randrange(shape.vocab) for _ in range(count)]
@@ -48,7 +48,7 @@ def test_rows_of_prompts_and_forests_have_the_bits_of_single_rows(rng: random.Ra
 
 @holds_for(40, rng=st.randoms(use_true_random=False), form=st.sampled_from([*FORMATS]), kept=st.integers(1, 8))
 def test_a_text_that_replaces_another_has_the_bits_of_a_new_text(rng: random.Random, form: str, kept: int) -> None:
-    shape = replace(random_shape(rng, form), fused=0, slots=0, rank=0)
+    shape = replace(random_shape(rng, form), fused=0)
     model = RandomModel(required_library(), shape, rng.randrange(1 << 30))
     old, new = ([rng.randrange(shape.vocab) for _ in range(8)] for _ in range(2))
     used, fresh = Cache(model, CAPACITY), Cache(model, CAPACITY)

@@ -222,18 +222,3 @@ def test_a_drafted_chain_is_stopped_before_its_first_token(library: ctypes.CDLL)
     assert library.draft_chain(*arguments) == Result.DONE and (tokens >= 0).all()
     chain.vocab = vocab + 1
     assert library.draft_chain(*arguments) == Result.INVALID
-
-
-@pytest.mark.parametrize("listed", [-1, SHAPE.vocab])
-def test_a_block_is_not_drafted_after_a_token_outside_the_vocabulary(listed: int, library: ctypes.CDLL) -> None:
-    shape, count = replace(SHAPE, positions=0, fused=1, slots=2, rank=4), 3
-    model = RandomModel(library, shape)
-    rows = Rows(Cache(model, CAPACITY), [1, 2, 0, 0], 0, last=count, taps=[shape.layers], slot_rows=shape.slots)
-    tokens, numbers = np.full(count, -1, np.int32), np.zeros((3, count), np.float32)
-    ids = np.full(shape.vocab, listed, np.int32)
-    pointers = dict(zip(("peaks", "chosen", "confidences"), (line.ctypes.data for line in numbers), strict=True))
-    chain = ChainStruct(top_p=1.0, tokens=tokens.ctypes.data, vocab=shape.vocab, count=count, **pointers)
-    assert library.draft_chain(ctypes.byref(rows.struct), ctypes.byref(chain)) == Result.DONE
-    chain.ids = ids.ctypes.data
-    assert library.draft_chain(ctypes.byref(rows.struct), ctypes.byref(chain)) == Result.INVALID
-    assert tokens[0] == listed

@@ -71,7 +71,7 @@ def test_further_norms_of_speculators(variant: str) -> None:
     check(folder, head_of, key, (2, 3, 5))
 
 
-@pytest.mark.parametrize("name", ["dflash", "dspark", "dspark_gated", "dspark_rnn"])
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
 def test_block_heads_of_speculators(name: str) -> None:
     """Recorded after each token from the second on; rows of a DFlash block after the first draft."""
     folder = FIXTURES / f"speculators_{name}"

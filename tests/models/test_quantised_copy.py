@@ -124,7 +124,7 @@ GGUF = "the/model.{}.gguf"
 REFUSED = {
     "int8 of int8": ({"quantization": "int8"}, "in int8 is not smaller than the target in int8: .* to nf4$"),
     "int8 of nf4": ({"quantization": "nf4"}, "in int8 .* the target in nf4: choose another drafter"),
-    "fp4 of nf4": ({"quantization": "nf4", "drafter_quantization": "fp4"}, "in fp4 .* choose another drafter"),
+    "nf4 of nf4": ({"quantization": "nf4", "drafter_quantization": "nf4"}, "in nf4 .* choose another drafter"),
     "bf16 of bf16": ({"dtype": "bfloat16", "drafter_quantization": "bf16"}, "in bfloat16: .* to int8 or nf4$"),
     "stored in 4 bits": ({"target": GGUF.format("Q4_K_M")}, "is stored in Q4_K_M, already its smallest and fastest"),
     "stored in 16 bits": ({"target": GGUF.format("F16")}, "GGUF files are not quantised, .* safetensors checkpoint"),

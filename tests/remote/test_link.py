@@ -53,28 +53,6 @@ def test_bytes_and_round_trips_are_counted() -> None:
     assert (network.counts.up, network.counts.down) == (35, 20) and now[0] == pytest.approx(0.2)
 
 
-def test_bandwidth_limits_take_time() -> None:
-    _, stream, _, now = emulated(up_bps=8_000, down_bps=800)
-    stream.write(b"a" * 500)
-    assert now[0] == pytest.approx(0.5)
-    stream.read(100)
-    assert now[0] == pytest.approx(0.6)
-
-
-def test_jitter_is_seeded_and_within_bounds() -> None:
-    def times(seed: int) -> list[float]:
-        _, stream, _, now = emulated(jitter_s=0.1, seed=seed)
-        arrivals = []
-        for _ in range(20):
-            stream.write(b"a")
-            stream.read(10)
-            arrivals.append(now[0])
-        return [b - a for a, b in zip(arrivals, arrivals[1:], strict=False)]
-
-    assert times(1) == times(1) != times(2)
-    assert all(0 <= seconds <= 0.2 for seconds in times(1)) and len(set(times(1))) > 10
-
-
 def test_lost_messages_time_out() -> None:
     """With 30 % loss each way, 51 % of the exchanges time out."""
     failed = reached = 0

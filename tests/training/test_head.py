@@ -20,7 +20,6 @@ from specdemo.models.spec import HeadSpec, ModelSpec
 from training.fit import Schedule, fit
 from training.head import checkpoint, conversations, generate, objective, vocabulary_study
 from training.head.__main__ import HeldOut
-from training.head.block import Block
 from training.head.conversations import Batch, Batches, Conversation
 from training.head.eagle3 import Eagle3
 from training.head.kind import DraftHead
@@ -221,9 +220,9 @@ class RowDecoder:
         gate, up = (self.weights[f"mlp.{name}_proj.weight"] @ x for name in ("gate", "up"))
         return state + self.weights["mlp.down_proj.weight"] @ (gate / (1 + (-gate).exp()) * up)
 
-    def first_row(self, state: torch.Tensor, embedded: torch.Tensor, shift: torch.Tensor | float = 0) -> torch.Tensor:
+    def first_row(self, state: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         both = torch.cat([self.norm("input_layernorm", embedded), self.norm("hidden_norm", state)])
-        return self.row(state, both + shift)
+        return self.row(state, both)
 
 
 def eagle_decoded(
@@ -237,23 +236,6 @@ def eagle_decoded(
     return [layer.norm("norm", state) for state in states[len(taps) - 1 :]]
 
 
-def block_decoded(
-    head: DraftHead, target: Target, taps: torch.Tensor, tokens: torch.Tensor, steps: int
-) -> list[torch.Tensor]:
-    """Decode committed rows first, then rows of the slots, which repeat the last state and token."""
-    first, second = (RowDecoder(head, target, f"layers.{i}.") for i in range(2))
-    weights, last, results = first.weights, len(taps) - 1, []
-    for position in range(len(taps) + steps - 1):
-        slot, row = max(0, position - last), min(position, last)
-        shift = weights["slots"][slot - 1] if slot else 0
-        embedded = target.embeddings[tokens[row + 1]]
-        state = first.first_row(weights["fc.weight"] @ taps[row], embedded, shift)
-        state = second.row(state, second.norm("input_layernorm", state))
-        before = weights["markov_head.markov_w1.weight"] @ target.embeddings[tokens[position + 1]]
-        results.append(first.norm("norm", state) + weights["markov_head.markov_w2.weight"] @ before)
-    return results[last:]
-
-
 def medusa_rows(
     head: Medusa, target: Target, taps: torch.Tensor, tokens: torch.Tensor, steps: int
 ) -> list[torch.Tensor]:
@@ -265,9 +247,7 @@ def medusa_rows(
     return rows
 
 
-@pytest.mark.parametrize(
-    "kind, expected_rows", [(Eagle3, eagle_decoded), (Block, block_decoded), (Medusa, medusa_rows)]
-)
+@pytest.mark.parametrize("kind, expected_rows", [(Eagle3, eagle_decoded), (Medusa, medusa_rows)])
 def test_training_equals_decoding_row_by_row(
     target: Target, kind: type[DraftHead], expected_rows: Callable[..., list[torch.Tensor]]
 ) -> None:
@@ -279,31 +259,6 @@ def test_training_equals_decoding_row_by_row(
         expected = expected_rows(head, target, taps[: last + 1], tokens, STEPS)
         for i, state in enumerate(expected):
             assert torch.allclose(unrolled[i][0, last], state, atol=1e-4), (last, i)
-
-
-def test_confidence_learns_the_overlap_and_changes_no_other_weight(target: Target) -> None:
-    head = random_head(target, kind=Block)
-    states, overlap = torch.randn(20, target.config.hidden_size), torch.rand(20)
-    optimizer = torch.optim.Adam(head.parameters(), 0.05)
-    before = {name: parameter.clone() for name, parameter in head.named_parameters()}
-    for _ in range(300):
-        optimizer.zero_grad()
-        head.confidence_loss(states, overlap).mean().backward()
-        optimizer.step()
-    confidence = head.confidence_head(states).sigmoid()
-    assert (confidence - overlap).abs().mean() < 0.1
-    changed = {name for name, parameter in head.named_parameters() if not torch.equal(parameter, before[name])}
-    assert changed == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
-
-
-def test_a_block_head_starts_from_an_eagle_head(target: Target, tmp_path: Path) -> None:
-    """The first slot then drafts the same, whatever the last layer and the Markov term would add."""
-    eagle = random_head(target)
-    checkpoint.save(eagle, target, tmp_path, 4096)
-    block = checkpoint.load(Block, tmp_path, target)
-    taps, tokens = torch.randn(1, 12, 3 * target.config.hidden_size), torch.randint(0, 61, (1, 12))
-    (first,), (second,) = (head(taps, tokens, target.embeddings, 1) for head in (eagle, block))
-    assert torch.equal(first, second) and torch.equal(eagle.vocabulary, block.vocabulary)
 
 
 def test_merged_attention_and_its_gradient_are_those_of_a_softmax() -> None:
@@ -341,12 +296,12 @@ def test_row_and_step_are_compared_with_the_target_after_the_same_tokens(target:
     assert batch.answers[rows.window, rows.position + 1].all() and len(rows.position) == batch.answers.sum()
 
 
-@pytest.mark.parametrize("kind, own_output", [(Eagle3, False), (Eagle3, True), (Block, False)])
+@pytest.mark.parametrize("own_output", [False, True])
 def test_the_loss_in_blocks_equals_the_loss_of_all_rows(
-    target: Target, kind: type[DraftHead], own_output: bool, monkeypatch: pytest.MonkeyPatch
+    target: Target, own_output: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(objective, "BLOCK", 7)
-    head, batch = random_head(target, own_output, kind=kind), conversations.padded([conversation(40), conversation(24)])
+    head, batch = random_head(target, own_output), conversations.padded([conversation(40), conversation(24)])
     value = objective.loss(head, target, STEPS, batch)
     value.backward()
     gradients = {name: parameter.grad.clone() for name, parameter in head.named_parameters()}
@@ -359,8 +314,7 @@ def test_the_loss_in_blocks_equals_the_loss_of_all_rows(
             logits = head.logits(rows.of(states, i), target.output[head.vocabulary]).float()
             q = logits.softmax(-1)
             overlap = torch.minimum(p, q).sum(-1)
-            confidence = head.confidence_loss(rows.of(states, i), overlap)
-            terms.append(0.8**i * (-(p * q.log()).sum(-1) + 1 - overlap + confidence).mean())
+            terms.append(0.8**i * (-(p * q.log()).sum(-1) + 1 - overlap).mean())
     expected = sum(terms) / sum(0.8**i for i in range(STEPS))
     expected.backward()
     assert value.item() == pytest.approx(expected.item(), rel=1e-3)
@@ -407,16 +361,13 @@ def test_distributions_follow_temperature_and_top_p() -> None:
     assert squared.tolist() == pytest.approx((torch.tensor([0.5, 0.25, 0.15, 0.1]) ** 2 / 0.345).tolist())
 
 
-@pytest.mark.parametrize("kind", [Eagle3, Block])
-def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(
-    target: Target, kind: type[DraftHead], tmp_path: Path
-) -> None:
+def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(target: Target, tmp_path: Path) -> None:
     batches = Batches([conversation(30) for _ in range(12)], 128, seed=0)
     schedule = Schedule(steps=5, lr=1e-2, warmup=1, save_every=2)
 
     def train(folder: Path, stop_at: int | None = None) -> DraftHead:
         torch.manual_seed(0)
-        head = kind(target.config, len(TAPS), torch.arange(40))
+        head = Eagle3(target.config, len(TAPS), torch.arange(40))
         head.start_from(target)
 
         def batch(step: int) -> Batch:
@@ -449,19 +400,17 @@ def test_the_curve_has_a_line_per_evaluated_step(target: Target, tmp_path: Path)
     assert checkpoint.trained_tokens(tmp_path) == 1000 + tokens[20]
 
 
-@pytest.mark.parametrize("kind, own_output", [(Eagle3, False), (Eagle3, True), (Block, False), (Block, True)])
-def test_a_saved_head_has_published_names_and_drafts_the_same(
-    target: Target, kind: type[DraftHead], own_output: bool, tmp_path: Path
-) -> None:
-    head = random_head(target, own_output, kind=kind)
+@pytest.mark.parametrize("own_output", [False, True])
+def test_a_saved_head_has_published_names_and_drafts_the_same(target: Target, own_output: bool, tmp_path: Path) -> None:
+    head = random_head(target, own_output)
     checkpoint.save(head, target, tmp_path, 4096)
     tensors = checkpoint.load_file(tmp_path / "model.safetensors")
     assert ("lm_head.weight" in tensors) == own_output and checkpoint.trained_tokens(tmp_path) == 4096
-    first = {Eagle3: "midlayer", Block: "layers.0"}[kind]
-    assert {"fc.weight", f"{first}.hidden_norm.weight", f"{first}.self_attn.q_proj.weight", "norm.weight"} <= {*tensors}
+    layer = ("midlayer.hidden_norm.weight", "midlayer.self_attn.q_proj.weight")
+    assert {"fc.weight", *layer, "norm.weight"} <= {*tensors}
     ids = torch.arange(40) + tensors["d2t"]
     assert torch.equal(ids, head.vocabulary) and torch.equal(tensors["t2d"].nonzero()[:, 0], ids)
-    again = checkpoint.load(kind, tmp_path, target)
+    again = checkpoint.load(Eagle3, tmp_path, target)
     taps, tokens = torch.randn(1, 12, 3 * target.config.hidden_size), torch.randint(0, 61, (1, 12))
     for first, second in zip(*(h(taps, tokens, target.embeddings, 2) for h in (head, again)), strict=True):
         assert torch.equal(first, second)

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specdemo.core import trace
 from specdemo.core.events import Header
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.recipe import Recipe
+from specdemo.remote.config import CloudConfig
 from specdemo.ui.settings import (
     OPTIONS,
     from_link,
+    link_problems,
     recipe_of,
     recipe_settings,
     recorded_settings,
     restored,
     setting_of,
     stored_recipes,
-    unknown_names,
 )
 
+OLD_TRACE = Path(__file__).parents[1] / "contracts" / "traces" / "draft.jsonl"
 USUAL = {
     "pair": "bundled", "method": "draft", "gamma": 3, "temperature": 0.5, "seed": 0, "skip_layers": "",
     "ngram_keep": False, "exit_layer": 0, "prompt": "", "compare": False,
@@ -150,9 +155,27 @@ def test_a_reported_value_is_dropped_without_a_search(validated: list[dict[str, 
     assert len(validated) < 5
 
 
-def test_unknown_names_in_a_link_are_listed() -> None:
+def test_unknown_and_removed_names_in_a_link_are_reported() -> None:
     query = {"gamma": "5", "gama": "5", "x" * 100: "1", "__theme": "dark"}
-    assert unknown_names(query, USUAL) == ["gama", "x" * 40]
+    assert link_problems(query, USUAL) == [f"Unknown settings in the link ignored: gama, {'x' * 40}"]
+    (problem,) = link_problems({"gamma": "5", "jitter_ms": "3"}, EVERY)
+    assert problem.startswith("jitter_ms ignored: ") and "removed" in problem and "tc netem" in problem
+
+
+def test_a_removed_quantisation_in_a_link_is_reported() -> None:
+    settings, (message,) = restored(EVERY | {"quantization": "fp4", "gamma": 5}, EVERY, "cpu")
+    assert settings == EVERY | {"gamma": 5} and message.startswith("quantization ignored: ") and "nf4" in message
+
+
+def test_a_trace_with_removed_options_opens_and_its_settings_are_applicable() -> None:
+    header, *steps = OLD_TRACE.read_text("utf-8").splitlines(keepends=True)
+    line = json.loads(header)
+    link = {"remote": "http://a:1", "rtt_ms": 30.0, "jitter_ms": 2.0, "up_mbit": 5.0, "down_mbit": 5.0}
+    line["recipe"] |= {"quantization": "nf4-single", "drafter_quantization": "fp4", "cloud": link}
+    (opened,) = trace.read("".join([json.dumps(line) + "\n", *steps]))
+    settings = recorded_settings(opened.header, compare=True)
+    assert (settings["quantization"], settings["drafter_quantization"], settings["rtt_ms"]) == ("none", "none", 30.0)
+    assert recipe_of(recipe_settings(settings), "cpu").cloud == CloudConfig("http://a:1", rtt_ms=30.0)
 
 
 def test_settings_of_a_trace_are_applicable() -> None:

@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--check-every", type=int, default=250, help="steps between evaluations")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", help="the attention of eagle3 and block needs a CPU")
+    parser.add_argument("--device", default="cpu", help="the attention of eagle3 needs a CPU")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
 

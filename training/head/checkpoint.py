@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from training.head.block import Block
 from training.head.eagle3 import Eagle3
 from training.head.kind import DraftHead
 from training.head.medusa import Medusa
 from training.head.target import Target
 
-KINDS: dict[str, type[DraftHead]] = {"eagle3": Eagle3, "block": Block, "medusa": Medusa}
+KINDS: dict[str, type[DraftHead]] = {"eagle3": Eagle3, "medusa": Medusa}
 
 
 TRAINED = "training_tokens"  # key of config.json
@@ -57,12 +56,12 @@ def save(head: DraftHead, target: Target, folder: Path, tokens: int) -> None:
 
 
 def load(kind: type[DraftHead], folder: Path, target: Target) -> DraftHead:
-    """Read a head written by `save`; a block head may start from an EAGLE-3 head."""
+    """Read a head written by `save`."""
     tensors = load_file(folder / "model.safetensors")
     offsets = tensors.pop("d2t")
     del tensors["t2d"]
     ids = offsets + torch.arange(len(offsets))
     head = kind(target.config, len(target.taps), ids, "lm_head.weight" in tensors)
     head.start_from(target)
-    head.load_stored(tensors)
+    head.load_state_dict(tensors)
     return head

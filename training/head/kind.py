@@ -46,10 +46,6 @@ class DraftHead(nn.Module, ABC):
     def start_from(self, target: Target) -> None:
         """Copy weights of the target."""
 
-    def load_stored(self, tensors: dict[str, Tensor]) -> None:
-        """Copy stored tensors."""
-        self.load_state_dict(tensors)
-
     @abstractmethod
     def settings(self, taps: Sequence[int]) -> dict[str, Any]:
         """Return entries of `config.json` besides those of all kinds; `taps`: hidden states of the target."""
@@ -57,10 +53,6 @@ class DraftHead(nn.Module, ABC):
     def logits(self, states: Tensor, output: Tensor) -> Tensor:
         """Return logits over the draft vocabulary; `output` holds the target's rows of the draft vocabulary."""
         return F.linear(states, output if self.lm_head is None else self.lm_head.weight)
-
-    def confidence_loss(self, states: Tensor, overlap: Tensor) -> Tensor:
-        """Return the loss `[rows]` of predictions of `overlap`, sum min(p, q)."""
-        return overlap.new_zeros(overlap.shape)
 
 
 class LayerHead(DraftHead):

@@ -148,10 +148,8 @@ class FirstLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = GatedLinear(width, config.intermediate_size)
 
-    def forward(self, x: Tensor, embedded: Tensor, cache: Cache, shift: Tensor | None = None) -> Tensor:
-        """Add `shift` `[2 * width]`, if any, to the input of the attention."""
+    def forward(self, x: Tensor, embedded: Tensor, cache: Cache) -> Tensor:
         both = torch.cat([self.input_layernorm(embedded), self.hidden_norm(x)], -1)
-        both = both if shift is None else both + shift
         x = x + self.self_attn(both, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
 

@@ -47,7 +47,7 @@ def states_of(head: DraftHead, target: Target, batch: Batch, steps: int) -> tupl
 
 
 def loss(head: DraftHead, target: Target, steps: int, batch: Batch) -> Tensor:
-    """Return the mean over rows and steps of cross entropy, rejection rate 1 - sum min(p, q) and confidence loss.
+    """Return the mean over rows and steps of cross entropy and rejection rate 1 - sum min(p, q).
 
     p is normalised over the full vocabulary, so that rows count less where the draft vocabulary covers less. Gradients
     of the head's states are computed in blocks of rows that fit into the processor's cache.
@@ -68,7 +68,6 @@ def loss(head: DraftHead, target: Target, steps: int, batch: Batch) -> Tensor:
                 q = head.logits(states[block], output).float().log_softmax(-1)
                 overlap = torch.minimum(p, q.exp()).sum(-1)
                 part = part - DECAY**i * ((p * q).sum() + OVERLAP_WEIGHT * overlap.sum())
-                part = part + DECAY**i * head.confidence_loss(states[block], overlap).sum()
             (part / scale).backward()
             value += part.item() / scale
     linear = sum((states * leaf.grad).sum() for states, leaf in zip(compared, leaves, strict=True))

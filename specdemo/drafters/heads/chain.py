@@ -80,7 +80,7 @@ class HeadDrafter(Drafter):
             return None
         sampler = ChainSampler(self.sampling, self.noise, len(tokens), self.vocab_size)
         drafted = self.head.sample_chain(tokens, sampler, *limits)
-        return None if drafted is None else _named(sampler.chain(drafted), sampler.confidences)
+        return None if drafted is None else _named(sampler.chain(drafted))
 
     def _propose_tokens(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         path, distributions = list(tokens), []
@@ -113,7 +113,7 @@ class HeadDrafter(Drafter):
         return prod(confidences) >= limits[1]
 
 
-def _named(draft: Draft, confidences: Sequence[float]) -> Draft:
+def _named(draft: Draft, confidences: Sequence[float] = ()) -> Draft:
     """Return `draft` with its origin."""
     origins = tuple(Origin("head", confidence=round(value, 3)) for value in confidences[: len(draft)])
     return replace(draft, origin=origins or (HEAD,) * len(draft))

@@ -95,6 +95,7 @@ class Engine(ABC, Generic[CacheT]):
     samples_chains = False  # True if `sample_chain` is supported
     vectors = ""  # vector extensions of the CPU that the engine uses, or empty
     hidden_states = False  # True if hidden states of layers can be stored
+    position_bytes = 0.0  # largest measured bytes per token of a cache, with hidden states and head
 
     def __init__(self) -> None:
         self._idle: dict[tuple[int, ...], CacheT] = {}  # closed caches by taps

@@ -71,17 +71,6 @@ class Eagle3Weights(HeadWeights):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class BlockWeights(Eagle3Weights):
-    """A block head: the layer of EAGLE-3, decoder layers `layers.1.` and so on, slots, Markov term and confidence.
-
-    The Markov term maps embeddings to a summand of the state after the final norm.
-    """
-
-    layers: int
-    slots: int  # most tokens of a draft
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
 class DFlashWeights(HeadWeights):
     """A DFlash (2602.06036) or DSpark (2607.05147) head.
 
@@ -94,7 +83,6 @@ class DFlashWeights(HeadWeights):
     windows: tuple[int | None, ...]  # most positions before the block that a layer sees, None: all
     causal_windows: bool  # rows of a block see no later ones in layers with a window
     from_anchor: bool  # the last token's row drafts as well
-    markov: str | None  # "vanilla", "gated" or "rnn"
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,7 +181,7 @@ class Head(ABC):
     ) -> list[int] | None:
         """Call `start` and draft up to `count` tokens; return None if unsupported.
 
-        The draft ends before a token if the product of confidences up to it, or of the largest probabilities (of raw
-        logits) without confidences, is below `threshold`.
+        The draft ends before a token if the product of the largest probabilities (of raw logits) up to it is below
+        `threshold`.
         """
         return None

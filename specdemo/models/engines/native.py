@@ -237,21 +237,17 @@ class NativeEngine(Engine[NativeCache]):
         sampler: ChainSampler,
         ids: Tensor | None = None,
         threshold: float = 0.0,
-        one_pass: bool = False,
     ) -> list[int] | None:
-        """Sample a chain; logit i is that of token `ids[i]`, int32. `threshold`: see `Head.sample_chain`.
-
-        `one_pass`: the last `count` rows are the slots of a block head.
-        """
+        """Sample a chain; logit i is that of token `ids[i]`, int32. `threshold`: see `Head.sample_chain`."""
         vocab = sampler.vocab_size if ids is None else len(ids)
-        end = held + len(new) + (0 if one_pass else count - 1)
+        end = held + len(new) + count - 1
         if len(new) > CHAIN_ROWS or vocab > self._model.outputs or end > self._model.position_limit:
             return None
         if (uniforms := sampler.uniforms(count)) is None:
             return None
         call = self._chain_call(cache, new, held, end)
-        tokens = call.sample(sampler, uniforms, count, ids, threshold, one_pass)
-        cache.length = end if one_pass else held + len(new) + call.passes - 1
+        tokens = call.sample(sampler, uniforms, count, ids, threshold)
+        cache.length = held + len(new) + call.passes - 1
         self._release(call, cache)
         return tokens
 

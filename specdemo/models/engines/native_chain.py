@@ -55,8 +55,7 @@ class ChainCall:
     def _reserve(self, count: int) -> None:
         self._tokens, self._uniforms = (ctypes.c_int32 * count)(), (ctypes.c_double * count)()
         self._peaks, self._chosen = (ctypes.c_float * count)(), (ctypes.c_float * count)()
-        self._confidences = (ctypes.c_float * count)()
-        for name in ("tokens", "uniforms", "peaks", "chosen", "confidences"):
+        for name in ("tokens", "uniforms", "peaks", "chosen"):
             setattr(self._chain, name, ctypes.addressof(getattr(self, f"_{name}")))
 
     def set_rows(
@@ -91,7 +90,6 @@ class ChainCall:
         count: int,
         ids: Tensor | None,
         threshold: float,
-        one_pass: bool,
     ) -> list[int]:
         """Sample at most `count` tokens; see `NativeEngine.sample_chain`."""
         chain, sampling = self._chain, sampler.sampling
@@ -106,18 +104,13 @@ class ChainCall:
             self._uniforms[:count] = [*uniforms]
             probs = torch.empty(count, chain.vocab, dtype=torch.float32)
             chain.probs = probs.data_ptr()
-        given = count if one_pass else 1
-        if given > len(self._logits):
-            self._logits = torch.empty(given, self._logits.shape[1], dtype=torch.float32)
-        described = self.described(self._logits[:given])
+        described = self.described(self._logits)
         result = self._library.draft_chain(ctypes.byref(described), ctypes.byref(chain))
         if result == Result.STOPPED:
             raise Stopped
         check_result(self._library, result, described)
         drawn = chain.drawn
-        rows = min(drawn + 1, count) if one_pass else chain.passes
         self.passes = chain.passes
-        confidences = self._confidences[:drawn] if one_pass else []
         drafted = None if probs is None or not drawn else probs[:drawn]
-        sampler.record(self._peaks[:rows], self._chosen[:drawn], drafted, confidences)
+        sampler.record(self._peaks[: chain.passes], self._chosen[:drawn], drafted)
         return self._tokens[:drawn]

@@ -41,24 +41,21 @@ _NO_DRAFT = Draft()
 class NativeHeadWeights:
     """Weights of a head as a native model; embeddings and missing output rows are those of `target`."""
 
-    def __init__(self, weights: Eagle3Weights, target: NativeWeights, form: str, layers: int = 1) -> None:
+    def __init__(self, weights: Eagle3Weights, target: NativeWeights, form: str) -> None:
         tensors = {name.removesuffix(".weight"): tensor for name, tensor in weights.tensors.items()}
         (self._layer_format, of_output, of_states), self._buffer = FORMS[form], LargePageBuffer()
         self._kept: list[NativeMatrix | Tensor] = []
         self._sizes, self._replaced = weights.layer, weights.norm_before_residual
-        self.layers, self.position_limit = [*range(layers)], weights.layer.context
+        self.layers, self.position_limit = [0], weights.layer.context
         self.kv_heads, self.head_dim = weights.layer.kv_heads, weights.layer.head_dim
         self.kv_dtype = torch.float32 if form == "float32" else torch.float16
         self.width = weights.layer.width
-        self._layers = [
-            self._decoder_layer({name.removeprefix(prefix): x for name, x in tensors.items()})
-            for prefix in ("midlayer.", *(f"layers.{i}." for i in range(1, layers)))
-        ]
+        self._layer = self._decoder_layer({name.removeprefix("midlayer."): x for name, x in tensors.items()})
         self._stream_norm, self._leave = self._gain(tensors["midlayer.hidden_norm"]), self._gain(tensors["norm"])
         self._fuse = self._matrix(tensors["fc"], of_states)
         if (rows := tensors.get("lm_head")) is None:
             rows = target.output_rows(weights.ids)
-        self._head, self._output_rows = self._matrix(rows, of_output), rows
+        self._head = self._matrix(rows, of_output)
         self.shares_rows = "lm_head" not in tensors
         self.embedding_matrix = target.embedding_matrix
         if "embed_tokens" in tensors:
@@ -97,7 +94,7 @@ class NativeHeadWeights:
     def struct(self, cache_dtype: torch.dtype) -> tuple[ModelStruct, Any]:
         matrices = (self.embedding_matrix.struct(), self._fuse.struct())
         embedding, fuse = map(ctypes.addressof, matrices)
-        layers = (ctypes.c_void_p * len(self._layers))(*map(ctypes.addressof, self._layers))
+        layers = (ctypes.c_void_p * 1)(ctypes.addressof(self._layer))
         return ModelStruct(
             layers=ctypes.addressof(layers),
             embedding=embedding,
@@ -105,7 +102,7 @@ class NativeHeadWeights:
             stream_norm=self._stream_norm,
             leave=self._leave,
             head=self._head.struct(),
-            layer_count=len(self._layers),
+            layer_count=1,
             width=self.width,
             inner=self._sizes.inner,
             heads=self._sizes.heads,
@@ -230,7 +227,7 @@ class NativeHead(Head):
         """`form`: a key of `FORMS`. Raises `ValueError` for sizes that contradict each other or those of `target`."""
         self.taps, self.ids = weights.taps, weights.ids
         self._context = weights.layer.context
-        self.model, self.target = self._converted(weights, target, form), target
+        self.model, self.target = NativeHeadWeights(weights, target, form), target
         self.weight_bytes = self.model.weight_bytes
         self._states_shape = len(weights.taps), self.model.width
         self.engine = NativeEngine(self.model)
@@ -245,9 +242,6 @@ class NativeHead(Head):
 
     def longest_draft(self, length: int) -> int:
         return max(0, self._context - length + 2)
-
-    def _converted(self, weights: Any, target: NativeWeights, form: str) -> NativeHeadWeights:
-        return NativeHeadWeights(weights, target, form)
 
     def open(self) -> NativeHeadCache:
         cache = NativeHeadCache(self)

@@ -10,7 +10,6 @@ from specdemo.models.engines.engine import Engine
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.generic import EncoderDecoderEngine, TransformersEngine, UncachedEngine, has_encoder
 from specdemo.models.engines.head import (
-    BlockWeights,
     DFlashWeights,
     Eagle3Weights,
     EagleWeights,
@@ -22,10 +21,8 @@ from specdemo.models.engines.llama import LlamaEngine
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.medusa_head import MedusaHead
 from specdemo.models.engines.native import NativeEngine
-from specdemo.models.engines.native_block_head import NativeBlockHead
 from specdemo.models.engines.native_head import NativeHead
 from specdemo.models.engines.native_weights import NativeWeights
-from specdemo.models.engines.torch_block_head import TorchBlockHead
 from specdemo.models.engines.torch_dflash import TorchDFlash
 from specdemo.models.engines.torch_head import TorchEagle, TorchEagle3
 
@@ -67,14 +64,9 @@ def _eagle3(weights: Eagle3Weights, model: PreTrainedModel | FusedWeights) -> He
     return TorchEagle3(weights, model)
 
 
-def _block(weights: BlockWeights, model: PreTrainedModel | FusedWeights) -> Head:
-    return NativeBlockHead(weights, model) if isinstance(model, NativeWeights) else TorchBlockHead(weights, model)
-
-
 _HEADS: dict[type[HeadWeights], Callable[[Any, PreTrainedModel | FusedWeights], Head]] = {
     EagleWeights: TorchEagle,
     Eagle3Weights: _eagle3,
     MedusaWeights: MedusaHead,
-    BlockWeights: _block,
     DFlashWeights: TorchDFlash,
 }

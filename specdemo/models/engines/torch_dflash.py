@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdemo.models.engines.engine import FIRST_CAPACITY
 from specdemo.models.engines.head import DFlashWeights, HeadCache, check_token
-from specdemo.models.engines.torch_block_head import TorchBlockHeadCache
-from specdemo.models.engines.torch_head import TorchHead
+from specdemo.models.engines.torch_head import TorchHead, grown
 from specdemo.models.threads import torch_threads
 
 if TYPE_CHECKING:
@@ -19,24 +19,51 @@ if TYPE_CHECKING:
     from specdemo.models.engines.fused_weights import FusedWeights
 
 
-class TorchDFlashCache(TorchBlockHeadCache):
+class TorchDFlashCache(HeadCache):
     """Keys and values of the target's states, and the rows of the last block that draft."""
 
     def __init__(self, head: TorchDFlash) -> None:
-        super().__init__(head, head.layers)
-        self.memory = torch.empty(0)  # state of a recurrent Markov head
+        layer = head.layer
+        shape = (head.layers, 2, layer.kv_heads, 0, layer.head_dim)
+        self.kv = torch.empty(shape, dtype=head.dtype, device=head.device)
+        self.ids = head.ids
+        self.states = torch.empty(0, layer.width)  # rows of a block after the final norm
+        self.length = 0
+        self.drafted = 0
+        self.confidence: float | None = None
+        self.threads = torch.get_num_threads()
 
-    def draft_rows(self) -> tuple[int, Tensor]:
-        return self.drafted, self.memory
+    def draft_rows(self) -> int:
+        return self.drafted
 
-    def restore(self, rows: tuple[int, Tensor]) -> None:
-        self.drafted, self.memory = rows
+    def restore(self, rows: int) -> None:
+        self.drafted = rows
 
+    def keep(self, length: int) -> None:
+        self.length = length
+
+    @torch.inference_mode()
+    def clear(self) -> None:
+        self.kv.zero_()
+        self.states.zero_()
+        self.keep(0)
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.kv[..., : self.length, :].numel() * self.kv.element_size()
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self.kv.nbytes + self.states.untyped_storage().nbytes()
+
+    @torch.inference_mode()
     def append(self, keys_and_values: Tensor) -> None:
         """Add committed rows of all layers."""
-        first, end = self.length, self.length + keys_and_values.shape[3]
-        self.reserve(end)
-        self.kv[..., first:end, :] = keys_and_values
+        end = self.length + keys_and_values.shape[3]
+        capacity = self.kv.shape[3]
+        if end > capacity:
+            self.kv = grown(self.kv, max(FIRST_CAPACITY, capacity, end - capacity))
+        self.kv[..., self.length : end, :] = keys_and_values
         self.keep(end)
 
 
@@ -68,7 +95,7 @@ class TorchDFlash(TorchHead):
             count = self.longest_draft(cache.length + 1)
             masks = [self._weights.mask_token] * (count - 1 if self._weights.from_anchor else count)
             cache.states = self._block(cache, [following[-1], *masks])[-count:]
-            cache.drafted, cache.memory = 0, cache.states.new_zeros(1, self._rank)
+            cache.drafted = 0
             return self._follow(cache, following[-1])
 
     @torch.inference_mode()
@@ -81,10 +108,6 @@ class TorchDFlash(TorchHead):
     def confidence(self, cache: HeadCache) -> float | None:
         assert isinstance(cache, TorchDFlashCache)
         return cache.confidence
-
-    @property
-    def _rank(self) -> int:
-        return self._tensors["markov_head.markov_w1.weight"].shape[1] if self._weights.markov else 0
 
     def _keys_and_values(self, layer: int, rows: Tensor, first: int) -> Tensor:
         """Return keys and values `[2, kv_heads, n, head_dim]` for inputs at positions from `first` on."""
@@ -123,24 +146,12 @@ class TorchDFlash(TorchHead):
         """Return the logits `[size]` of the next row after `token`."""
         state = cache.states[cache.drafted : cache.drafted + 1]
         logits, features = self._linear("lm_head", state), state
-        if kind := self._weights.markov:
-            table = self._tensors["markov_head.markov_w1.weight"]
+        if (table := self._tensors.get("markov_head.markov_w1.weight")) is not None:
             check_token(token, len(table))
             before = table[token : token + 1]
-            logits = logits + self._linear("markov_head.markov_w2", self._markov(kind, cache, before, state))
+            logits = logits + self._linear("markov_head.markov_w2", before)
             features = torch.cat([state, before], -1)
         if "confidence_head.proj.weight" in self._tensors:
             inputs = features[:, : self._tensors["confidence_head.proj.weight"].shape[1]]
             cache.confidence = float(self._linear("confidence_head.proj", inputs).float().sigmoid())
         return logits[0]
-
-    def _markov(self, kind: str, cache: TorchDFlashCache, before: Tensor, state: Tensor) -> Tensor:
-        """Return the input of the Markov head's output matrix."""
-        if kind == "vanilla":
-            return before
-        if kind == "gated":
-            return before * self._linear("markov_head.gate_proj", torch.cat([state, before], -1)).sigmoid()
-        joint = self._linear("markov_head.joint_proj", torch.cat([cache.memory, before, state], -1))
-        gate, candidate, output = joint.chunk(3, -1)
-        cache.memory = gate.sigmoid() * cache.memory + (1 - gate.sigmoid()) * candidate.tanh()
-        return output.tanh()

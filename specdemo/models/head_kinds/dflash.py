@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from specdemo.models.load import LoadedModel
 
 _ARCHITECTURES = {"dflash": ["DFlashDraftModel"], "dspark": ["Qwen3DSparkModel"]}
-_MARKOV_KINDS = ("vanilla", "gated", "rnn")
 _MOST = 64  # layers and rows of a block
 
 _Shapes = dict[str, tuple[int, ...]]
@@ -94,7 +93,6 @@ def _read(kind: str, checkpoint: HeadCheckpoint, target: LoadedModel) -> DFlashW
         windows=_windows(checkpoint, body, layers),
         causal_windows=settings.get("sliding_window_non_causal") is not True,
         from_anchor=from_anchor,
-        markov=settings.get("markov_head_type", "vanilla") if "markov_head.markov_w1.weight" in tensors else None,
     )
 
 
@@ -114,18 +112,11 @@ def _dspark_shapes(
     """Return the shapes of the Markov and confidence heads."""
     shapes: _Shapes = {}
     rank = checkpoint.size(settings, "markov_rank") if settings.get("markov_rank", 256) else 0
-    kind = settings.get("markov_head_type", "vanilla")
-    if kind not in _MARKOV_KINDS:
-        known = ", ".join(_MARKOV_KINDS)
-        raise UserError(f"{checkpoint.name} has a Markov head of another kind ({kind}): choose one of kind {known}")
+    if (kind := settings.get("markov_head_type", "vanilla")) != "vanilla":
+        raise UserError(f"{checkpoint.name} has a Markov head of another kind ({kind}): choose one of kind vanilla")
     if rank:
         shapes["markov_head.markov_w1.weight"] = (vocab_size, rank)
         shapes["markov_head.markov_w2.weight"] = (drafted, rank)
-    if rank and kind == "gated":
-        shapes |= {"markov_head.gate_proj.weight": (rank, width + rank), "markov_head.gate_proj.bias": (rank,)}
-    if rank and kind == "rnn":
-        shapes["markov_head.joint_proj.weight"] = (3 * rank, 2 * rank + width)
-        shapes["markov_head.joint_proj.bias"] = (3 * rank,)
     if settings.get("enable_confidence_head", True):
         inputs = width + (rank if settings.get("confidence_head_with_markov", True) else 0)
         shapes |= {"confidence_head.proj.weight": (1, inputs), "confidence_head.proj.bias": (1,)}
