@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -28,14 +29,15 @@ from torch import Tensor, nn
 
 from benchmarks.gpu_tiles import chosen_tiles, use_tiles
 from benchmarks.imposed_acceptance import ImposedDrafter, decoded
-from benchmarks.tables import conditions, publish, run_study, study_parser
+from benchmarks.tables import ROOT, conditions, replace_table, run_study, study_parser
 from specdemo.bench.measure import copy_bandwidth, grid, measure
-from specdemo.bench.table import table
+from specdemo.bench.table import markdown_table, table
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.core.theory import expected_tokens
 from specdemo.models.batch_invariance import Measurement, check_invariance
 from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.models.engines.native_matrix import NF4_CODES
 from specdemo.models.engines.row_linear import RowLinear, int8_linear, kernels_missing, nf4_linear
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
@@ -44,7 +46,6 @@ from specdemo.models.load import LoadedModel, read_tokenizer
 from specdemo.models.memory import release_memory
 from specdemo.models.memory_plan import plan_config
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.engines.native_matrix import NF4_CODES
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.prompts import load_prompts
@@ -63,7 +64,6 @@ TIMED = 20
 GAMMA, ALPHA = 4, 0.8
 TIMEOUT_S = 200
 DEVICE = "cuda"
-COLUMNS = {"part": "{part}", "figure": "{figure}", "result": "{result}"}
 
 Record = dict[str, Any]
 
@@ -75,7 +75,12 @@ def say(text: str) -> None:
 def config_of(shape: str) -> LlamaConfig:
     width, inner, layers, heads, kv_heads = SHAPES[shape]
     values = json.loads((Path(PAIRS["bundled"].target) / "config.json").read_text())
-    values |= {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "head_dim": width // heads}
+    values |= {
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "head_dim": width // heads,
+    }
     values |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 4096}
     return LlamaConfig.from_dict(values | {"tie_word_embeddings": False, "eos_token_id": None})
 
@@ -93,7 +98,9 @@ def quantised(weight: Tensor, form: str) -> RowLinear:
     levels = torch.linspace(-1, 1, 256, device=weight.device)
     scale_codes = ((absmax - offset).view(-1, 256) / nested[:, None] * 127.5 + 127.5).round().to(torch.uint8).flatten()
     table = torch.tensor(NF4_CODES, device=weight.device)
-    codes = torch.bucketize(blocks / absmax[:, None], (table[1:] + table[:-1]) / 2).to(torch.uint8).view(len(weight), -1)
+    codes = (
+        torch.bucketize(blocks / absmax[:, None], (table[1:] + table[:-1]) / 2).to(torch.uint8).view(len(weight), -1)
+    )
     scales = {"absmax": scale_codes, "levels": levels, "nested_absmax": nested, "offset": offset}
     return nf4_linear(codes[:, ::2] << 4 | codes[:, 1::2], scales, None, weight.dtype)
 
@@ -151,7 +158,9 @@ def pass_seconds(model: LlamaWeights) -> dict[int, float]:
             def one(draft: Draft = draft) -> None:
                 cached.score(tokens[:STARTED], draft)[0, 0].item()
 
-            times[rows] = seconds(one, lambda: cached.score(tokens[: STARTED - 1], Draft()))  # the last token is not fed
+            times[rows] = seconds(
+                one, lambda: cached.score(tokens[: STARTED - 1], Draft())
+            )  # the last token is not fed
     if model.graph_failure:
         raise UserError(f"capture failed: {model.graph_failure}")
     return times
@@ -187,7 +196,13 @@ def form_records(form: str) -> Iterator[Record]:
     say(f"{form}: ms by rows {[f'{n}: {1000 * t:.2f}' for n, t in times.items()]}")
     bandwidth = copy_bandwidth(model.device)
     share = target.weight_bytes / times[1] / bandwidth
-    yield {"figure": "one row", "ms": 1000 * times[1], "share": share, "gb": target.weight_bytes / 1e9, "bandwidth": bandwidth}
+    yield {
+        "figure": "one row",
+        "ms": 1000 * times[1],
+        "share": share,
+        "gb": target.weight_bytes / 1e9,
+        "bandwidth": bandwidth,
+    }
     yield {"figure": "v", **{f"v{n}": t / times[1] for n, t in times.items()}}
     pool = ModelPool()
     pool.add(target)
@@ -303,10 +318,10 @@ def in_process(name: str, options: argparse.Namespace) -> list[Record]:
 
 
 FORMATS = {
-    "one row": "{ms:.2f} ms, {share:.0%} of the copy bandwidth of {bandwidth:.3g} B/s, {gb:.2f} GB of weights",
+    "one row": "{ms:.2f} ms, {share:.0%} of the copy bandwidth, {gb:.2f} GB of weights",
     "v": "2 rows {v2:.2f}, 5 rows {v5:.2f}, 8 rows {v8:.2f}, 16 rows {v16:.2f}",
     "AR": "{tokens_per_second:.0f} tokens/s",
-    "memory": "planned {planned:.4g} B, measured {measured:.4g} B",
+    "memory": "planned {planned:,} bytes, measured {measured:,}",
     "bits": "equal for each number of rows: {equal} ({compared} rows compared)",
     "imposed": "speed-up {speedup:.2f}, {alpha:.2f} accepted, {per_pass:.2f} tokens/pass, c {c:.2f}, v {v:.2f}",
 }
@@ -326,26 +341,36 @@ def result(record: Record) -> str:
 def study(options: argparse.Namespace) -> int:
     """Run the parts and publish their figures."""
     if options.read:
-        records = json.loads(Path(options.read).read_text())["records"]
-    elif not torch.cuda.is_available():
+        return show(json.loads(Path(options.read).read_text()), options.write)
+    if not torch.cuda.is_available():
         print("No GPU is present: nothing was measured.")
         return 0
-    elif options.only:
+    if options.only:
         if options.tiles:
             use_tiles(options.tiles)
         for record in run_part(options.only):
             print(json.dumps(record), flush=True)
         os._exit(0)  # CUDA graphs may not end at the end of a process
-    else:
-        if options.tune:
-            chosen_tiles(options.tune)
-        records = []
-        for name in options.part:
-            say(name)
-            records += in_process(name, options)
-            if options.out:
-                Path(options.out).write_text(json.dumps({"conditions": conditions(), "records": records}, indent=1))
-    publish(options, "gpu_check", COLUMNS, [{**record, "result": result(record)} for record in records])
+    if options.tune:
+        chosen_tiles(options.tune)
+    found: dict[str, Any] = {"command": options.command, "conditions": conditions(), "records": []}
+    for name in options.part:
+        say(name)
+        found["records"] += in_process(name, options)
+        if options.out:
+            Path(options.out).write_text(json.dumps(found, indent=1))
+    return show(found, options.write)
+
+
+def show(found: dict[str, Any], write: bool) -> int:
+    """Print the table of the records, and write it into its document."""
+    records = found["records"]
+    cells = [[record["part"], record["figure"], result(record)] for record in records]
+    print(markdown_table(["part", "figure", "result"], cells))
+    if write:
+        compact = re.sub(r"-{4,}", "---", re.sub(" {2,}", " ", markdown_table(["part", "figure", "result"], cells)))
+        content = f"`{found['command']}` ({found['conditions']}):\n\n{compact}"
+        replace_table(ROOT / TABLES["gpu_check"], "gpu_check", content)
     return int(any("error" in record for record in records))
 
 

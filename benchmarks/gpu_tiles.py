@@ -9,11 +9,13 @@ import json
 import statistics
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +52,7 @@ def copies(linear: RowLinear) -> list[RowLinear]:
     return [RowLinear(linear.form, part, linear.in_features, linear.dtype) for part in tensors]
 
 
-def launch_seconds(launch: object, linears: list[RowLinear]) -> float:
+def launch_seconds(launch: Callable[[RowLinear], object], linears: list[RowLinear]) -> float:
     """Return the seconds of a launch in a graph of launches over all copies."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -80,51 +82,49 @@ def check(form: str) -> str:
     return f"{form}: error {float((found.double() - expected).norm() / expected.norm()):.1e}, equal bits {equal}"
 
 
-def compiled(linear: RowLinear, rows: Tensor, tiles: list[Tiles]) -> dict[Tiles, str]:
-    """Compile candidates, several at a time; return the failures."""
-    failures = {}
+def compiled(linear: RowLinear, rows: Tensor) -> list[Tiles]:
+    """Compile the candidates, several at a time; return those that run."""
 
-    def one(choice: Tiles) -> None:
+    def failure(choice: Tiles) -> str:
         try:
             linear.partial_sums(rows, choice)
             torch.cuda.synchronize()
-        except Exception as error:
-            failures[choice] = f"{type(error).__name__}: {str(error)[:200]}"
+        except Exception as error:  # of Triton's compiler, or too much shared memory
+            return f"{type(error).__name__}: {str(error)[:200]}"
+        return ""
 
-    distinct = {(t.outputs, t.blocks, t.warps, t.stages): t for t in tiles}
+    every = list(candidates(linear.form))
+    distinct = [tiles for tiles in every if tiles.programs == PROGRAMS[0]]
     with ThreadPoolExecutor(COMPILERS) as pool:
-        list(pool.map(one, distinct.values()))
-    return failures
+        failures = dict(zip(distinct, pool.map(failure, distinct), strict=True))
+    for tiles, text in failures.items():
+        if text:
+            print(f"  {tiles}: {text}")
+    return [tiles for tiles in every if not failures[replace(tiles, programs=PROGRAMS[0])]]
 
 
-def measured(form: str, rows_of: tuple[int, ...]) -> Tiles:
-    """Print times of all candidates and matrices; return the fastest for a layer."""
+def measured(form: str) -> Tiles:
+    """Print the fastest candidates of each matrix; return that of a layer."""
     layer: dict[Tiles, float] = {}
-    every = list(candidates(form))
     for name, (outputs, inputs) in MATRICES.items():
         linears = copies(matrix(form, outputs, inputs))
         size = sum(tensor.nbytes for tensor in linears[0].tensors.values())
-        for count in rows_of:
-            rows = torch.randn(count, inputs, dtype=torch.bfloat16, device="cuda")
-            if failures := compiled(linears[0], rows, every):
-                print(f"  {len(failures)} candidates failed: {next(iter(failures.items()))}", flush=True)
-            every = [tiles for tiles in every if tiles not in failures]
-            times = {}
-            for tiles in every:
-                try:
-                    times[tiles] = launch_seconds(lambda linear, t=tiles: linear.partial_sums(rows, t), linears)
-                    layer[tiles] = layer.get(tiles, 0) + times[tiles]
-                except Exception:
-                    traceback.print_exc()
-            for tiles in sorted(times, key=times.__getitem__)[:3]:
-                print(f"  {form} {name} {count} rows: {1e6 * times[tiles]:.1f} us, {size / times[tiles] / 1e9:.0f} GB/s, {tiles}")
-            if form == FLOAT:
-                other = launch_seconds(lambda linear: F.linear(rows, linear.weight), linears)
-                print(f"  {form} {name} {count} rows: {1e6 * other:.1f} us, {size / other / 1e9:.0f} GB/s, cuBLAS", flush=True)
+        rows = torch.randn(1, inputs, dtype=torch.bfloat16, device="cuda")
+        times: dict[Any, float] = {}
+        for tiles in compiled(linears[0], rows):
+            times[tiles] = launch_seconds(partial(RowLinear.partial_sums, rows=rows, tiles=tiles), linears)
+            layer[tiles] = layer.get(tiles, 0) + times[tiles]
+        times["cuBLAS"] = launch_seconds(partial(_library_product, rows), linears) if form == FLOAT else float("inf")
+        for choice in [*sorted(times, key=times.__getitem__)[:3], "cuBLAS"]:
+            print(f"  {form} {name}: {1e6 * times[choice]:.1f} us, {size / times[choice] / 1e9:.0f} GB/s, {choice}")
     best = sorted(layer, key=layer.__getitem__)
     for tiles in best[:6]:
         print(f"  {form} all matrices: {1e6 * layer[tiles]:.1f} us, {tiles}", flush=True)
     return best[0]
+
+
+def _library_product(rows: Tensor, linear: RowLinear) -> Tensor:
+    return F.linear(rows, linear.weight)
 
 
 def chosen_tiles(path: str) -> None:
@@ -133,7 +133,7 @@ def chosen_tiles(path: str) -> None:
     for form in (CODE4, INT8, FLOAT):
         try:
             print(f"[{time.strftime('%H:%M:%S')}] tiles of {form}: {check(form)}", flush=True)
-            chosen[form] = asdict(measured(form, (1,)))
+            chosen[form] = asdict(measured(form))
             torch.cuda.empty_cache()
         except Exception:
             traceback.print_exc()

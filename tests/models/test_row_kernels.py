@@ -24,7 +24,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 @pytest.fixture(autouse=True)
 def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter multiply bfloat16, which it stores as integers."""
+    """Let the interpreter compute with bfloat16, which it stores as integers."""
     interpreter: Any = import_module("triton.runtime.interpreter")
 
     def floats(handle: Any) -> Any:
@@ -34,10 +34,14 @@ def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
     def product(builder: Any, left: Any, right: Any, sums: Any, *rest: object) -> Any:
         return interpreter.TensorHandle(floats(left) @ floats(right) + sums.data, sums.dtype.scalar)
 
+    def converted(builder: Any, integers: Any, dtype: Any) -> Any:
+        return builder.cast_impl(builder.cast_impl(integers, import_module("triton.language").float32), dtype)
+
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", product)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_si_to_fp", converted)
 
 
-TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
+TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 6e-4}  # the interpreter truncates to bfloat16
 LEVELS = torch.linspace(0, 1, 256) ** 2  # of scales
 SIZES = {"even": (64, 256), "odd": (37, 192), "tail": (66, 320)}
 
@@ -46,7 +50,9 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def four_bit(outputs: int, inputs: int, dtype: torch.dtype, nested: bool, bias: Tensor | None, seed: int = 0) -> tuple[RowLinear, Tensor]:
+def four_bit(
+    outputs: int, inputs: int, dtype: torch.dtype, nested: bool, bias: Tensor | None, seed: int = 0
+) -> tuple[RowLinear, Tensor]:
     """Return a random layer in the storage of bitsandbytes and its matrix."""
     generator = torch.Generator().manual_seed(seed)
     packed = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, generator=generator)
@@ -62,7 +68,8 @@ def four_bit(outputs: int, inputs: int, dtype: torch.dtype, nested: bool, bias: 
     if not nested:
         scales = {"absmax": stored}
     codes = torch.stack((packed >> 4, packed & 15), -1).flatten(1).int()
-    matrix = torch.tensor(NF4_CODES, dtype=torch.float64)[codes] * stored.double().view(outputs, -1).repeat_interleave(64, 1)
+    factors = stored.double().view(outputs, -1).repeat_interleave(64, 1)
+    matrix = torch.tensor(NF4_CODES, dtype=torch.float64)[codes] * factors
     return row_linear.nf4_linear(packed, scales, bias, dtype), matrix
 
 
@@ -109,7 +116,8 @@ def test_scales_of_long_rows() -> None:
     linear, matrix = four_bit(3, 17_408, torch.float16, True, None)
     rows = random(1, 17_408).half()
     assert error(linear.expanded(), matrix) < TOLERANCE[torch.float16]
-    assert error(linear.partial_sums(rows, Tiles(16, 4, 1, 4, 3)).sum(0), rows.double() @ matrix.T) < TOLERANCE[torch.float16]
+    found = linear.partial_sums(rows, Tiles(16, 4, 1, 4, 3)).sum(0)
+    assert error(found, rows.double() @ matrix.T) < TOLERANCE[torch.float16]
 
 
 @pytest.mark.parametrize("form", ["nf4", "int8", "float"])

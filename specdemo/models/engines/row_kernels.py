@@ -75,7 +75,9 @@ def product(
     for step in tl.range(part * share, min(part * share + share, steps)):
         if NESTED:
             word = following
-            following = tl.load(scales + (step + 1) * outputs + index, mask=stored & (0 * index + step + 1 < steps), other=0)
+            following = tl.load(
+                scales + (step + 1) * outputs + index, mask=stored & (0 * index + step + 1 < steps), other=0
+            )
         for i in tl.static_range(BLOCKS):
             block = step * BLOCKS + i
             first = block * BLOCK
@@ -91,7 +93,9 @@ def product(
                     nested = tl.where(block < next_group, factor, next_factor)
                     scale = tl.load(levels + (word >> (8 * i) & 255)) * nested + offset
                 else:
-                    scale = tl.load(scales + block * outputs + index, mask=stored & (0 * index + first < width), other=0.0)
+                    scale = tl.load(
+                        scales + block * outputs + index, mask=stored & (0 * index + first < width), other=0.0
+                    )
                 pair = _by_column(pair, OUTPUTS, HALF)
                 if DECODE == "":
                     high = tl.load(values + (pair >> 4).to(tl.int32)).to(x.dtype.element_ty)

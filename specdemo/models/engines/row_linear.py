@@ -21,6 +21,7 @@ _NESTED_BLOCK = 256  # scales per scale of scales
 _WORD = 4  # scale codes per 32-bit word
 _LONGEST = _NESTED_BLOCK * BLOCK  # inputs of a partial sum: its scales have at most two scales of scales
 _LEAST_CAPABILITY = (8, 0)
+_ARGUMENTS = ("weight", "scales", "levels", "groups", "starts", "values")
 # Factors of the values of codes: rounding errors are small, and `_paired_codes` exists.
 _FACTORS = {torch.bfloat16: 1.5234375, torch.float16: 1.88671875}
 
@@ -45,6 +46,7 @@ class Tiles:
 
 TILES = {  # by compute capability, (0, 0) for others
     (0, 0): {CODE4: Tiles(64, 4, 528, 4, 3), INT8: Tiles(64, 2, 528, 4, 4), FLOAT: Tiles(64, 1, 528, 4, 4)},
+    (9, 0): {CODE4: Tiles(128, 4, 528, 4, 2), INT8: Tiles(64, 2, 264, 4, 4), FLOAT: Tiles(64, 2, 264, 4, 3)},
 }
 
 
@@ -63,7 +65,7 @@ class RowLinear(nn.Module):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        return {name: buffer for name, buffer in self.named_buffers()}
+        return dict(self.named_buffers())
 
     def release(self) -> None:
         """Give up the tensors."""
@@ -128,7 +130,8 @@ class RowLinear(nn.Module):
 
     def _arguments(self) -> list[Tensor]:
         """Return the tensors of a kernel; those of other forms are not read."""
-        return [self._buffers.get(name, self.weight) for name in ("weight", "scales", "levels", "groups", "starts", "values")]
+        stored = self.tensors
+        return [stored.get(name, self.weight) for name in _ARGUMENTS]
 
     @property
     def _sizes(self) -> tuple[int, int, int]:
@@ -158,12 +161,10 @@ def _aligned(name: str, parts: Sequence[RowLinear]) -> list[Tensor]:
     if name == "starts":  # positions in the joined `groups`
         firsts = torch.tensor([0, *(len(part.tensors["groups"]) for part in parts)]).cumsum(0).tolist()
         return [part.tensors[name] + _NESTED_BLOCK * first for part, first in zip(parts, firsts, strict=False)]
-    zeros = first_weight(parts).new_zeros
-    return [part.tensors.get(name, zeros(part.out_features, dtype=part.dtype)) for part in parts]
-
-
-def first_weight(parts: Sequence[RowLinear]) -> Tensor:
-    return parts[0].weight
+    weight = parts[0].weight
+    return [
+        part.tensors.get(name, torch.zeros(part.out_features, dtype=part.dtype, device=weight.device)) for part in parts
+    ]
 
 
 def float_linear(weight: Tensor, bias: Tensor | None) -> RowLinear:
@@ -235,9 +236,9 @@ def decoding(dtype: torch.dtype) -> str:
     bits = [_bits(dtype)[code] for code in _paired_codes(dtype)]
     tables = []
     for shift in (8, 0):
-        low, high = [bit >> shift & 255 for bit in bits[:8]], [bit >> shift & 255 for bit in bits[8:]]
-        unsigned = [byte ^ 255 * (byte >> 7) for byte in high]
-        tables += [sum(byte << 8 * i for i, byte in enumerate(part)) for part in (low[:4], low[4:], unsigned[:4], unsigned[4:])]
+        plane = [bit >> shift & 255 for bit in bits]
+        plane[8:] = [byte ^ 255 * (byte >> 7) for byte in plane[8:]]
+        tables += [int.from_bytes(plane[first : first + 4], "little") for first in range(0, 16, 4)]
     lines = ["{", ".reg .b32 s, t, u, a, b, h, l;"]
     lines += ["xor.b32 s, $4, 0x88888888;", "shr.u32 t, $4, 16;", "shr.u32 u, s, 16;"]
     for result, (first, second) in enumerate((("$4", "s"), ("t", "u"))):
@@ -274,23 +275,25 @@ def _trial_failure(device: torch.device, dtype: torch.dtype) -> str:
 
 def from_bitsandbytes(linear: Any, dtype: torch.dtype) -> RowLinear | None:
     """Convert a layer of bitsandbytes, or return `None` for other layers and formats."""
-    weight = getattr(linear, "weight", None)
-    state = getattr(weight, "quant_state", None)
-    if state is not None:
-        outputs, inputs = state.shape
-        if (state.quant_type, state.blocksize) != ("nf4", BLOCK) or inputs % BLOCK or (
-            state.nested and state.state2.blocksize != _NESTED_BLOCK
-        ):
-            return None
-        scales = {"absmax": state.absmax}
-        if state.nested:
-            scales |= {"levels": state.state2.code, "nested_absmax": state.state2.absmax, "offset": state.offset}
-        packed = weight.detach().view(torch.uint8).view(outputs, inputs // 2)
-        return nf4_linear(packed, scales, linear.bias, dtype)
-    scales = getattr(weight, "SCB", None)
-    if scales is None:
+    weight: Any = getattr(linear, "weight", None)
+    if getattr(weight, "quant_state", None) is not None:
+        return _from_four_bit(linear, dtype)
+    if getattr(weight, "SCB", None) is None:
         return None
-    return int8_linear(weight.CB.detach(), scales.detach().float() / 127, linear.bias, dtype)
+    return int8_linear(weight.CB.detach(), weight.SCB.detach().float() / 127, linear.bias, dtype)
+
+
+def _from_four_bit(linear: Any, dtype: torch.dtype) -> RowLinear | None:
+    state = linear.weight.quant_state
+    outputs, inputs = state.shape
+    blocks = [state.blocksize, state.state2.blocksize if state.nested else _NESTED_BLOCK]
+    if state.quant_type != "nf4" or blocks != [BLOCK, _NESTED_BLOCK] or inputs % BLOCK:
+        return None
+    scales = {"absmax": state.absmax}
+    if state.nested:
+        scales |= {"levels": state.state2.code, "nested_absmax": state.state2.absmax, "offset": state.offset}
+    packed = linear.weight.detach().view(torch.uint8).view(outputs, inputs // 2)
+    return nf4_linear(packed, scales, linear.bias, dtype)
 
 
 def replace_linears(model: nn.Module, dtype: torch.dtype) -> None:
