@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from specdemo.models.engines.native_matrix import NF4_CODES
 
-CODE4, INT8, FLOAT = "CODE4", "INT8", "FLOAT"
+CODE4 = "CODE4"
+INT8 = "INT8"
+FLOAT = "FLOAT"
 FEW_ROWS = 16
-BLOCK = 64  # inputs per scale of 4-bit codes; inputs are stored in blocks of this size
+_BLOCK = 64  # inputs per scale of 4-bit codes; inputs are stored in blocks of this size
 _NESTED_BLOCK = 256  # scales per scale of scales
 _WORD = 4  # scale codes per 32-bit word
-_LONGEST = _NESTED_BLOCK * BLOCK  # inputs of a partial sum: its scales have at most two scales of scales
+_LONGEST = _NESTED_BLOCK * _BLOCK  # inputs of a partial sum: its scales have at most two scales of scales
 _LEAST_CAPABILITY = (8, 0)
 _ARGUMENTS = ("weight", "scales", "levels", "groups", "starts", "values")
 # Factors of the values of codes: rounding errors are small, and `_paired_codes` exists.
@@ -38,13 +40,13 @@ class Tiles:
 
     def splits(self, outputs: int, width: int) -> int:
         """Return the number of partial sums, which depends only on the matrix."""
-        steps = -(-width // (BLOCK * self.blocks))
+        steps = -(-width // (_BLOCK * self.blocks))
         wanted = -(-self.programs // -(-outputs // self.outputs))
         share = -(-steps // min(steps, max(wanted, -(-width // (_LONGEST // 2)))))
         return -(-steps // share)
 
 
-TILES = {  # by compute capability, (0, 0) for others
+TILES = {  # keys: compute capabilities, (0, 0) for others
     (0, 0): {CODE4: Tiles(64, 4, 528, 4, 3), INT8: Tiles(64, 2, 528, 4, 4), FLOAT: Tiles(64, 1, 528, 4, 4)},
     (9, 0): {CODE4: Tiles(128, 4, 528, 4, 2), INT8: Tiles(64, 2, 264, 4, 4), FLOAT: Tiles(64, 2, 264, 4, 3)},
 }
@@ -59,7 +61,7 @@ class RowLinear(nn.Module):
         super().__init__()
         self.form, self.dtype = form, dtype
         self.in_features, self.out_features = inputs, len(tensors["weight"])
-        self.width = inputs + -inputs % BLOCK if form != FLOAT else inputs
+        self.width = inputs + -inputs % _BLOCK if form != FLOAT else inputs
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor)
 
@@ -87,36 +89,33 @@ class RowLinear(nn.Module):
         from specdemo.models.engines.row_kernels import expand
 
         out = torch.empty(self.out_features, self.in_features, dtype=self.dtype, device=self.weight.device)
-        grid = -(-self.out_features // FEW_ROWS), self.width // BLOCK
+        grid = -(-self.out_features // FEW_ROWS), self.width // _BLOCK
         nested = "groups" in self._buffers
-        expand[grid](*self._arguments(), out, *self._sizes, FORM=self.form, NESTED=nested)
+        sizes = self.out_features, self.in_features, self.width
+        expand[grid](*self._arguments(), out, *sizes, CODES=self.form == CODE4, NESTED=nested)
         return out
 
     def partial_sums(self, rows: Tensor, tiles: Tiles | None = None) -> Tensor:
         """Return partial sums `[splits, rows, outputs]`, without bias."""
-        from specdemo.models.engines.row_kernels import product
+        from specdemo.models.engines.row_kernels import code_product, product
 
         tiles = tiles or tiles_of(self.form, rows.device)
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
         splits = tiles.splits(self.out_features, self.width)
         out = torch.empty(splits, len(rows), self.out_features, dtype=torch.float32, device=rows.device)
-        product[-(-self.out_features // tiles.outputs), splits](
-            rows,
-            *self._arguments(),
-            out,
-            len(rows),
-            *self._sizes,
-            rows.stride(0),
-            splits,
-            FORM=self.form,
-            NESTED="groups" in self._buffers,
-            EVEN=self.in_features % (BLOCK * tiles.blocks) == 0,
-            OUTPUTS=tiles.outputs,
-            BLOCKS=tiles.blocks,
-            DECODE="" if rows.device.type == "cpu" or self.form != CODE4 else decoding(self.dtype),
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-        )
+        grid = -(-self.out_features // tiles.outputs), splits
+        options: dict[str, Any] = {"OUTPUTS": tiles.outputs, "BLOCKS": tiles.blocks}
+        options |= {"EVEN": self.in_features % (_BLOCK * tiles.blocks) == 0}
+        options |= {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        sizes = len(rows), self.out_features, self.in_features
+        if self.form == CODE4:
+            options |= {"NESTED": "groups" in self._buffers}
+            options |= {"DECODE": "" if rows.device.type == "cpu" else decoding(self.dtype)}
+            code_product[grid](rows, *self._arguments(), out, *sizes, rows.stride(0), splits, **options)
+        else:
+            stored, scales, *_ = self._arguments()
+            coded = self.form == INT8
+            product[grid](rows, stored, scales, out, *sizes, self.width, rows.stride(0), splits, CODED=coded, **options)
         return out
 
     def _product(self, rows: Tensor) -> Tensor:
@@ -132,10 +131,6 @@ class RowLinear(nn.Module):
         """Return the tensors of a kernel; those of other forms are not read."""
         stored = self.tensors
         return [stored.get(name, self.weight) for name in _ARGUMENTS]
-
-    @property
-    def _sizes(self) -> tuple[int, int, int]:
-        return self.out_features, self.in_features, self.width
 
 
 def tiles_of(form: str, device: torch.device) -> Tiles:
@@ -174,7 +169,7 @@ def float_linear(weight: Tensor, bias: Tensor | None) -> RowLinear:
 
 def int8_linear(codes: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> RowLinear:
     """`codes` `[outputs, inputs]`, `scales` `[outputs]`."""
-    blocks = F.pad(codes, (0, -codes.shape[1] % BLOCK)).unflatten(1, (-1, 8, 4, 2))
+    blocks = F.pad(codes, (0, -codes.shape[1] % _BLOCK)).unflatten(1, (-1, 8, 4, 2))
     tensors = {"weight": blocks.transpose(2, 3).flatten(1).contiguous(), "scales": scales.float()}
     return RowLinear(INT8, tensors | _bias(bias, dtype), codes.shape[1], dtype)
 
@@ -187,10 +182,10 @@ def nf4_linear(packed: Tensor, scales: Mapping[str, Tensor], bias: Tensor | None
     order = torch.tensor(_paired_codes(dtype), device=packed.device)
     renamed = torch.argsort(order).to(torch.uint8)
     codes = torch.stack((renamed[(packed >> 4).int()], renamed[(packed & 15).int()]), -1).flatten(1)
-    high, low = codes.unflatten(1, (-1, 2, BLOCK // 2)).unbind(2)
+    high, low = codes.unflatten(1, (-1, 2, _BLOCK // 2)).unbind(2)
     pairs = (high << 4 | low).unflatten(2, (4, 4, 2)).transpose(2, 3).flatten(1).contiguous()
     values = _FACTORS[dtype] * torch.tensor(NF4_CODES, dtype=torch.float32, device=packed.device)[order]
-    outputs, blocks = len(packed), codes.shape[1] // BLOCK
+    outputs, blocks = len(packed), codes.shape[1] // _BLOCK
     stored = scales["absmax"].view(outputs, blocks)
     tensors = {"weight": pairs, "values": values}
     if stored.dtype != torch.uint8:
@@ -265,8 +260,8 @@ def kernels_missing(device: torch.device, dtype: torch.dtype) -> str:
 def _trial_failure(device: torch.device, dtype: torch.dtype) -> str:
     """Compile and run a kernel: it needs a C compiler."""
     try:
-        float_linear(torch.zeros(BLOCK, BLOCK, dtype=dtype, device=device), None)(
-            torch.zeros(1, BLOCK, dtype=dtype, device=device)
+        float_linear(torch.zeros(_BLOCK, _BLOCK, dtype=dtype, device=device), None)(
+            torch.zeros(1, _BLOCK, dtype=dtype, device=device)
         )
     except Exception as error:  # any error of Triton's compiler
         return f"Triton does not run: {next(iter(str(error).splitlines()), type(error).__name__)}"
@@ -287,7 +282,7 @@ def _from_four_bit(linear: Any, dtype: torch.dtype) -> RowLinear | None:
     state = linear.weight.quant_state
     outputs, inputs = state.shape
     blocks = [state.blocksize, state.state2.blocksize if state.nested else _NESTED_BLOCK]
-    if state.quant_type != "nf4" or blocks != [BLOCK, _NESTED_BLOCK] or inputs % BLOCK:
+    if state.quant_type != "nf4" or blocks != [_BLOCK, _NESTED_BLOCK] or inputs % _BLOCK:
         return None
     scales = {"absmax": state.absmax}
     if state.nested:
