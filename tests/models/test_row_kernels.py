@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import os
+import copy
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fakes.tiny_models import LLAMA
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from specdemo.core.step import Draft
 from specdemo.models.engines import row_linear
+from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.native_matrix import NF4_CODES
-from specdemo.models.engines.row_linear import CODE4, FEW_ROWS, RowLinear, Tiles, decoding, joined_outputs
+from specdemo.models.engines.row_linear import CODE4, FEW_ROWS, RowLinear, Tiles, can_join, decoding, joined_outputs
+from specdemo.models.kv_cache import CachedModel
+from specdemo.models.load import use_row_kernels
 
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
 ]
-os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True)
@@ -240,6 +246,37 @@ def test_layers_of_bitsandbytes_keep_their_values(nested: bool) -> None:
     expected = bitsandbytes.functional.dequantize_4bit(linear.weight.data, state).view(37, 192)
     assert error(converted.expanded(), expected.double()) < TOLERANCE[torch.bfloat16]
     assert torch.equal(converted.tensors["bias"], linear.bias)
+
+
+@pytest.mark.usefixtures("torch_engine")
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+def test_a_model_has_the_logits_of_its_expanded_matrices(form: str) -> None:
+    """Layers of equal form are joined; others stay apart."""
+    torch.manual_seed(0)
+    sizes = {**LLAMA, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    models: list[Any] = [LlamaForCausalLM(LlamaConfig(**sizes)).bfloat16().eval().requires_grad_(False)]
+    models.append(copy.deepcopy(models[0]))
+    for i, one in enumerate(models[0].model.layers):
+        other = models[1].model.layers[i]
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj"):
+            weight = one.get_submodule(name).weight
+            stored, _ = layer(form, *weight.shape, torch.bfloat16, None)
+            one.set_submodule(name, stored)
+            other.get_submodule(name).weight = torch.nn.Parameter(stored.expanded())
+    weights = [LlamaWeights(model) for model in models]
+    found, expected = (CachedModel(one).score([1, 2, 3, 4], Draft.chain((5, 6))) for one in weights)
+    assert error(found, expected.double()) < 5e-2
+    assert can_join([models[0].model.layers[0].mlp.gate_proj, models[0].model.layers[0].mlp.up_proj])
+    assert weights[0].weight_bytes < weights[1].weight_bytes
+
+
+def test_without_triton_the_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(row_linear.importlib.util, "find_spec", lambda name: None)
+    model = SimpleNamespace(hf_quantizer=None, device=torch.device("cuda", 0), dtype=torch.bfloat16)
+    note = use_row_kernels(model)  # type: ignore[arg-type]
+    assert note == "kernels of bitsandbytes, Triton is not installed"
+    assert not use_row_kernels(SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
 
 
 def test_other_layers_are_kept() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from specdemo.core.errors import UserError
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.generic import has_encoder, has_window
-from specdemo.models.engines.row_linear import RowLinear, float_linear, joined_outputs, kernels_missing
+from specdemo.models.engines.row_linear import can_join, float_linear, joined_outputs, kernels_missing
 from specdemo.models.memory import is_mapped, weight_bytes
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class LlamaWeights(FusedWeights):
         return rms_norm(norm.variance_epsilon, self._count(unmapped(norm.weight)))
 
     def _linear(self, linears: list[Any]) -> RowFunction:
-        if all(isinstance(linear, RowLinear) for linear in linears):
+        if can_join(linears):
             matrix = joined_outputs(linears)
             if self._consume and len(linears) > 1:
                 for linear in linears:

@@ -32,21 +32,9 @@ def _store(out, sums, part, rows, outputs, row, index):
 
 @triton.jit(do_not_specialize=["rows", "splits"])
 def product(
-    x,
-    weight,
-    scales,
-    out,
-    rows,
-    outputs,
-    inputs,
-    width,
-    stride,
-    splits,
-    CODED: tl.constexpr,
-    EVEN: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    x, weight, scales, out, rows, outputs, inputs, width, stride, splits,
+    CODED: tl.constexpr, EVEN: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """Write partial sums `out` `[splits, rows, outputs]` of `x` `[rows, inputs]` times the transposed matrix.
 
     CODED: 8-bit codes with a scale per output, otherwise floats; `width`: stored inputs; EVEN: the steps over them have
@@ -92,17 +80,9 @@ def _decoded(pair, x_block, values, DECODE: tl.constexpr):
 
 @triton.jit
 def _code_products(
-    x_rows,
-    stored_rows,
-    values,
-    present,
-    stored,
-    block,
-    inputs,
-    EVEN: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    DECODE: tl.constexpr,
-):
+    x_rows, stored_rows, values, present, stored, block, inputs,
+    EVEN: tl.constexpr, OUTPUTS: tl.constexpr, DECODE: tl.constexpr,
+):  # fmt: skip
     """Return the products `[OUTPUTS, _ROWS]` of a block of 4-bit codes without its scales."""
     half = tl.arange(0, _HALF)[None, :]
     column = block * _BLOCK + half
@@ -127,25 +107,9 @@ def _scales_of_scales(groups, starts, index, stored, block):
 
 @triton.jit(do_not_specialize=["rows", "splits"])
 def code_product(
-    x,
-    weight,
-    scales,
-    levels,
-    groups,
-    starts,
-    values,
-    out,
-    rows,
-    outputs,
-    inputs,
-    stride,
-    splits,
-    NESTED: tl.constexpr,
-    EVEN: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    DECODE: tl.constexpr,
-):
+    x, weight, scales, levels, groups, starts, values, out, rows, outputs, inputs, stride, splits,
+    NESTED: tl.constexpr, EVEN: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr, DECODE: tl.constexpr,
+):  # fmt: skip
     """Do the same as `product` for 4-bit codes with scales by block; NESTED: the scales are codes of `levels`."""
     part = tl.program_id(1)
     index = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -168,23 +132,13 @@ def code_product(
         for i in tl.static_range(BLOCKS):
             block = step * BLOCKS + i
             if NESTED:
-                scale = (
-                    tl.load(levels + (word >> (8 * i) & 255)) * tl.where(block < change, factor, next_factor) + offset
-                )
+                level = tl.load(levels + (word >> (8 * i) & 255))
+                scale = level * tl.where(block < change, factor, next_factor) + offset
             else:
                 inside = stored & (index * 0 + block * _BLOCK < inputs)
                 scale = tl.load(scales + block * outputs + index, mask=inside, other=0.0)
             products = _code_products(
-                x_rows,
-                stored_rows,
-                values,
-                (row < rows)[:, None],
-                stored[:, None],
-                block,
-                inputs,
-                EVEN,
-                OUTPUTS,
-                DECODE,
+                x_rows, stored_rows, values, present, stored[:, None], block, inputs, EVEN, OUTPUTS, DECODE
             )
             sums += products * scale[:, None]
     _store(out, sums, part, rows, outputs, row, index)
@@ -206,19 +160,9 @@ def total(partial, bias, out, rows, outputs, splits, BIASED: tl.constexpr, WIDTH
 
 @triton.jit
 def expand(
-    weight,
-    scales,
-    levels,
-    groups,
-    starts,
-    values,
-    out,
-    outputs,
-    inputs,
-    width,
-    CODES: tl.constexpr,
-    NESTED: tl.constexpr,
-):
+    weight, scales, levels, groups, starts, values, out, outputs, inputs, width,
+    CODES: tl.constexpr, NESTED: tl.constexpr,
+):  # fmt: skip
     """Write a block of inputs of the matrix `out` `[outputs, inputs]`; CODES: 4-bit codes, otherwise 8-bit codes."""
     index = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)
     block = tl.program_id(1)

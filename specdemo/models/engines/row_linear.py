@@ -138,6 +138,15 @@ def tiles_of(form: str, device: torch.device) -> Tiles:
     return TILES.get(capability, TILES[0, 0])[form]
 
 
+def can_join(linears: Sequence[nn.Module]) -> bool:
+    """Return True if `linears` are layers of the same form."""
+    forms = {
+        (linear.form, *sorted(linear.tensors.keys() - {"bias"})) if isinstance(linear, RowLinear) else None
+        for linear in linears
+    }
+    return len(forms) == 1 and None not in forms
+
+
 def joined_outputs(parts: Sequence[RowLinear]) -> RowLinear:
     """Join the outputs of layers with the same inputs and form."""
     first = parts[0]
