@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -18,12 +18,12 @@ import torch
 
 from specdemo import __version__
 from specdemo.core.decode import Drafter, decode
-from specdemo.core.errors import UserError
-from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
+from specdemo.core.errors import PromptTooLong, UserError
+from specdemo.core.events import End, Event, Header, Loading, MemoryUse, PromptScores, StepEvent
 from specdemo.core.formats import format_bytes
 from specdemo.core.metrics import Metrics
 from specdemo.core.sampling import LogitsProcessor
-from specdemo.core.step import Step
+from specdemo.core.step import Step, TokenLogprob
 from specdemo.core.stop_text import StopTexts
 from specdemo.core.target import Target
 from specdemo.drafters import METHODS
@@ -39,9 +39,10 @@ from specdemo.models.chat_prompt import PromptOrChat, is_encoded, read_prompt
 from specdemo.models.heads import LoadedDrafter, LoadedHead
 from specdemo.models.load import LoadedModel, read_tokenizer
 from specdemo.models.model_pool import ModelPool
+from specdemo.models.prompt_scores import prompt_pieces, score_prompt
 from specdemo.models.spec import HeadSpec, ModelSpec
 from specdemo.models.threads import torch_threads
-from specdemo.models.tokenizer import TextStream, TokenNames
+from specdemo.models.tokenizer import TextStream, TokenNames, stop_texts
 from specdemo.pipeline import CONVERSATION, Pipeline, Stores, build_pipeline, longest_chain
 from specdemo.recipe import Recipe
 from specdemo.remote.gates import PASSES, EdgeVerifier
@@ -64,13 +65,14 @@ def generate(
     *,
     prediction: str = "",
     logprobs: int | None = None,
+    score: bool = False,
 ) -> Generator[Event]:
     """Run `recipe` on `prompt`: a text, token ids, or a conversation if `recipe.chat` is set.
 
     `pool` provides models (default: a new pool), `stores` the n-grams of earlier runs, in a dictionary that runs share;
     `drafter` replaces the recipe's; `processors` change the logits of every position, see `LogitsProcessor`; `names`
     recognises names in drafted text for gate `names`; `prediction` is an expected text that is drafted; `logprobs` is
-    the number of alternatives in `Verdict.logprobs`.
+    the number of alternatives in `Verdict.logprobs`; `score` adds `PromptScores` of the prompt after the header.
     Raises `UserError` before the header; later failures end the run with `End("error")`. Closing the iterator releases
     all resources, without an `End`.
     """
@@ -78,31 +80,41 @@ def generate(
         raise UserError("the prompt is empty: type something to continue")
     if isinstance(pool, LoadedPair):
         recipe, pool = pool.bind(recipe), pool.pool
-    running = (recipe := _at_conversation(recipe, stores)).running
-    if running.ngram_keep and stores is None:
-        raise UserError("ngram_keep has no effect without stores: pass the same dictionary as stores to every run")
-    if drafter is not None and not METHODS[running.method].drafts:
-        raise UserError(f"method {running.method} does not draft: choose another method to use a drafter with it")
-    if processors and running.cloud is not None:
-        raise UserError("custom logits processors need a local target: omit them, or choose mode off")
-    if names is not None and (running.cloud is None or "names" not in running.cloud.gates):
-        raise UserError("names has no effect without gate names: add names to the gates of a remote target")
-    if logprobs is not None and METHODS[running.method].verifier is not None:
-        raise UserError(f"method {running.method} has no log-probabilities of tokens: choose another method")
-    predicted = None
+    pool = ModelPool() if pool is None else pool
+    recipe = _at_conversation(recipe, stores)
+    resources = Resources(pool, stores, drafter, tuple(processors), names, logprobs=logprobs, score=score)
     if prediction:
-        if not METHODS[running.method].drafts:
-            raise UserError(f"method {running.method} does not draft: choose another method, or omit the prediction")
-        policy = METHODS[running.method].policy
-        predicted = partial(_predicted, prediction, policy(recipe).gamma if policy else recipe.gamma)
-        gamma = max(recipe.gamma, LONGEST_COPY)
-        recipe = replace(recipe, policy="fixed", gamma=gamma, gamma_min=None, gamma_max=None)
-    if recipe.external is not None and (drafter or processors or prediction or logprobs is not None or names):
-        raise UserError("drafters, processors, predictions and log-probabilities need a local target: omit external")
-    models = ModelPool() if pool is None else pool
-    resources = Resources(models, stores, drafter, tuple(processors), names, predicted, logprobs)
-    run = run_external if recipe.external else run_local if running.cloud is None else run_edge_cloud
+        recipe, resources = _with_prediction(recipe, resources, prediction)
+    _refuse_ineffective_objects(recipe, resources)
+    run = run_external if recipe.external else run_local if recipe.running.cloud is None else run_edge_cloud
     yield from run(recipe, prompt, resources)
+
+
+def _with_prediction(recipe: Recipe, resources: Resources, prediction: str) -> tuple[Recipe, Resources]:
+    method = METHODS[recipe.running.method]
+    if not method.drafts:
+        raise UserError(f"method {method.name} does not draft: choose another method, or omit the prediction")
+    gamma = method.policy(recipe).gamma if method.policy else recipe.gamma
+    longest = max(recipe.gamma, LONGEST_COPY)
+    recipe = replace(recipe, policy="fixed", gamma=longest, gamma_min=None, gamma_max=None)
+    return recipe, replace(resources, predict=partial(_predicted, prediction, gamma))
+
+
+def _refuse_ineffective_objects(recipe: Recipe, resources: Resources) -> None:
+    running, given = recipe.running, resources
+    method = METHODS[running.method]
+    if running.ngram_keep and given.stores is None:
+        raise UserError("ngram_keep has no effect without stores: pass the same dictionary as stores to every run")
+    if given.drafter is not None and not method.drafts:
+        raise UserError(f"method {method.name} does not draft: choose another method to use a drafter with it")
+    if given.processors and running.cloud is not None:
+        raise UserError("custom logits processors need a local target: omit them, or choose mode off")
+    if given.names is not None and (running.cloud is None or "names" not in running.cloud.gates):
+        raise UserError("names has no effect without gate names: add names to the gates of a remote target")
+    _check_logprobs(running, given.logprobs, given.score)
+    local = (given.drafter, given.processors or None, given.predict, given.logprobs, given.names)
+    if recipe.external is not None and any(value is not None for value in local):
+        raise UserError("drafters, processors, predictions and log-probabilities need a local target: omit external")
 
 
 def _at_conversation(recipe: Recipe, stores: Stores | None) -> Recipe:
@@ -111,6 +123,13 @@ def _at_conversation(recipe: Recipe, stores: Stores | None) -> Recipe:
     conversation = stores.setdefault(CONVERSATION, Conversation())
     conversation.began = conversation.began or datetime.now()
     return recipe.at(conversation.began)
+
+
+def _check_logprobs(recipe: Recipe, logprobs: int | None, score: bool) -> None:
+    if logprobs is not None and METHODS[recipe.method].verifier is not None:
+        raise UserError(f"method {recipe.method} has no log-probabilities of tokens: choose another method")
+    if score and (logprobs is None or recipe.encoder):
+        raise UserError("score needs logprobs and a decoder: set logprobs, or choose another target")
 
 
 def _predicted(prediction: str, gamma: int, target: Target, prompt: Sequence[int]) -> PredictedText:
@@ -128,6 +147,7 @@ class Resources:
     names: IsName | None = None
     predict: Callable[[Target, Sequence[int]], PredictedText] | None = None  # predicted answer to a prompt
     logprobs: int | None = None  # recorded alternatives per token
+    score: bool = False  # log-probabilities of the prompt, too
 
     def load_head(self, spec: HeadSpec | None) -> Generator[Event, None, LoadedHead | None]:
         """Load the head unless it is replaced; yield the progress."""
@@ -242,9 +262,11 @@ def _run(
             cached_tokens=pipeline.target_cache.held(tokens) if pipeline.target_cache else 0,
             environment={**environment, **target.environment},
         )
-        device, exhausted = pipeline.device, False
-        metrics, stops = Metrics(), StopTexts(running.stop_texts)
-        last = failure = passes = None
+        if resources.score and resources.logprobs is not None:
+            yield from _scores(pipeline, target, read.text, read.tokens, resources.logprobs)
+        metrics = Metrics()
+        stops = stop_texts(target.tokenizer, running.stop_texts)
+        last = failure = passes = exhausted = None
         steps = _steps(pipeline, target, tokens, min(running.max_tokens, free), start, running.first_target, stops)
         try:
             for event in steps:
@@ -254,12 +276,11 @@ def _run(
                 yield event
         except (UserError, RuntimeError, MemoryError) as error:  # a failing model ends its run with a message
             failure, exhausted = memory.describe_failure(error), memory.is_out_of_memory(error)
-        kv_bytes = pipeline.kv_bytes
+        kv_bytes, device = pipeline.kv_bytes, pipeline.device
         if exhausted:  # freeing memory inside the handler would fail: its traceback references tensors
             opened.close()
             del pipeline, steps
-            resources.pool.recover()
-            failure = _memory_ran_out(kv_bytes, device)
+            failure = _memory_ran_out(resources.pool, kv_bytes, device)
         if failure is not None:
             yield End("error", failure, metrics)
             return
@@ -277,14 +298,24 @@ def _peak(pipeline: Pipeline, passes: Sequence[int] | None) -> MemoryUse:
 def _free_positions(pipeline: Pipeline, tokens: Sequence[int]) -> int:
     free = pipeline.context - len(tokens)
     if free < 1:
-        raise UserError(
-            f"the prompt has {len(tokens):,} tokens and the context {pipeline.context:,}: "
-            f"shorten it by at least {1 - free:,}"
-        )
+        raise PromptTooLong(len(tokens), pipeline.context)
     return free
 
 
-def _memory_ran_out(kv_bytes: int, device: torch.device) -> str:
+def _scores(
+    pipeline: Pipeline, target: Target, text: str, tokens: Sequence[int], count: int
+) -> Iterator[Loading | PromptScores]:
+    assert pipeline.target_cache is not None
+    logprobs: list[TokenLogprob | None] = [None]
+    for scored in score_prompt(pipeline.target_cache, tokens, count):
+        logprobs += scored
+        yield Loading("prompt", len(logprobs), len(tokens))
+    texts = prompt_pieces(target.tokenizer, text, tokens)
+    yield PromptScores("prompt", len(tokens), len(tokens), texts=texts, logprobs=tuple(logprobs))
+
+
+def _memory_ran_out(pool: ModelPool, kv_bytes: int, device: torch.device) -> str:
+    pool.recover()
     return (
         f"memory ran out (keys and values took {format_bytes(kv_bytes)}, {format_bytes(memory.free_bytes(device))} are "
         "free again): shorten the prompt or the text, quantize the models, or choose a smaller pair"
@@ -322,11 +353,10 @@ def _steps(
         if step is None:
             return
         draft_texts = stream.peek(step.draft.tokens, step.draft.parents)
-        pieces = [stream.push(token) for token in step.tokens]
-        ended = metrics.tokens + len(pieces) >= max_tokens or (bool(pieces) and step.tokens[-1] in stop)
-        if pieces and ended:
-            pieces[-1] += stream.rest()
-        pieces = stops.feed(pieces, ended)
+        ended = metrics.tokens + len(step.tokens) >= max_tokens or (bool(step.tokens) and step.tokens[-1] in stop)
+        written = _written(stream, step.tokens, target.stop, ended)
+        marked = [text + stops.mark(token) for text, token in zip(written, step.tokens, strict=True)]
+        pieces = stops.feed(marked, ended)
         step = _with_prefill(_cut(step, len(pieces), stops.reached), drafter_s)
         metrics, verdict = metrics.plus(step), step.verdict
         pending = stream.peek(verdict.pending, range(-1, len(verdict.pending) - 1))
@@ -338,9 +368,18 @@ def _steps(
             "".join(pending),
             MemoryUse(sampler.process_bytes(), memory.device_bytes(pipeline.device), pipeline.kv_bytes),
             metrics,
+            tuple(written[: len(pieces)]),
         )
         if ended or stops.reached:
             return
+
+
+def _written(stream: TextStream, tokens: Sequence[int], ends: Collection[int], ended: bool) -> list[str]:
+    """Return the text of each token; tokens that end a text are not shown."""
+    pieces = ["" if token in ends else stream.push(token) for token in tokens]
+    if pieces and ended:
+        pieces[-1] += stream.rest()
+    return pieces
 
 
 def _cut(step: Step, keep: int, stopped: bool) -> Step:

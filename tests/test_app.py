@@ -37,50 +37,6 @@ def test_a_busy_port_gives_an_error_and_exit_code_2(busy: int, capsys: pytest.Ca
     assert error == f"Port {busy} on 127.0.0.1 is unavailable: choose another port with --port.\n"
 
 
-@pytest.mark.parametrize(
-    ("flags", "address"),
-    [
-        ("--port 70000", "127.0.0.1:70000"),
-        ("--port -1", "127.0.0.1:-1"),
-        ("--host 192.0.2.1", f"192.0.2.1:{app.PORT}"),
-        ("--host nowhere.invalid", f"nowhere.invalid:{app.PORT}"),
-        ("--host nowhere.invalid --port 9000", "nowhere.invalid:9000"),
-    ],
-)
-def test_impossible_addresses_are_refused(flags: str, address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.main(flags.split()) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"cannot listen on {address} (")
-    assert error.endswith("): choose another --port or --host\n") and error.count("\n") == 1
-
-
-def test_by_default_only_this_machine_is_served() -> None:
-    args = app.options().parse_args([])
-    assert args.share is False and args.host == "127.0.0.1" and args.port is None
-
-
-@pytest.mark.parametrize(
-    ("system", "environment", "expected"),
-    [
-        ("linux", {}, False),
-        ("linux", {"DISPLAY": ":0"}, True),
-        ("linux", {"WAYLAND_DISPLAY": "wayland-0"}, True),
-        ("linux", {"DISPLAY": ":10", "SSH_CONNECTION": "a b c d"}, False),
-        ("darwin", {}, True),
-        ("win32", {"CI": "true"}, False),
-    ],
-)
-def test_a_browser_is_opened_if_there_is_a_display(
-    monkeypatch: pytest.MonkeyPatch, system: str, environment: dict[str, str], expected: bool
-) -> None:
-    for name in ("DISPLAY", "WAYLAND_DISPLAY", "SSH_CONNECTION", "CI"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("sys.platform", system)
-    assert app.has_display() is expected
-
-
 def test_address_of_a_space_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADIO_SERVER_NAME", "0.0.0.0")
     monkeypatch.setenv("GRADIO_SERVER_PORT", "7860")

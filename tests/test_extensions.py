@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from fakes.enumeration import (
     SMALL,
     TARGET,
     distance,
-    enumerate_distribution,
     true_distribution,
 )
 from fakes.forked_process import ForkedProcess, run_with_new_modules
@@ -27,25 +25,17 @@ from specdemo.cli.reference import cli_reference
 from specdemo.core.decode import DraftBudget
 from specdemo.core.distributions import DenseProbs
 from specdemo.core.errors import UserError
-from specdemo.core.events import Header
-from specdemo.core.explain import Reason, reason_of
 from specdemo.core.policies import POLICIES, CostModel, DraftLengths, Fixed, Policy
-from specdemo.core.rules import RULES, DecidedBy, Rule, match, rejection
+from specdemo.core.rules import RULES, Rule, match
 from specdemo.core.sampling import SamplingParams
-from specdemo.core.step import Draft, Step, Verdict
+from specdemo.core.step import Draft, Step
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters import METHODS
 from specdemo.drafters.method import Method
-from specdemo.preflight import is_replayed
 from specdemo.recipe import Recipe
-from specdemo.remote.contexts import verify_request
-from specdemo.remote.protocol import VerifyConfig, VerifyRequest
-from specdemo.ui.lane import Lane, title
 from specdemo.ui.page import build
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[1]
 
 
 # --- content of a new file drafters/echo.py ---------------------------------------------------------------------
@@ -151,27 +141,6 @@ def test_a_rule_needs_one_registry_entry(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "`again`" in cli_reference() and "again" in names(shown()["rule"])
 
 
-def test_a_block_rule_is_explained_and_limited_by_its_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tokens are not explained by tests of their own, and methods and requests with forests are refused."""
-    block = Rule(rejection, "decide all tokens together: exact", lambda sampling: True, decided_by=DecidedBy.BLOCK)
-    monkeypatch.setitem(RULES, "whole", block)
-    assert Recipe(rule="whole").exact and not is_replayed(Recipe(rule="whole"))
-    assert is_replayed(Recipe(rule="whole", method="suffix"))
-    with pytest.raises(UserError, match="rule whole verifies chains, not forests: choose rule rejection, match"):
-        Recipe(rule="whole", method="tree")
-    request = VerifyRequest(context_id="a", step=0, base=0, tokens=[1], draft_tokens=[1, 2], parents=[-1, -1], k=2)
-    draft = Draft((1, 2), (-1, -1))
-    with pytest.raises(UserError, match="rule whole verifies chains"):
-        verify_request(request, [1], draft, VerifyConfig(rule="whole"), TARGET.score)
-    recipe = {"method": "draft", "gamma": 2, "temperature": 1.0, "rule": "whole"}
-    tests = {"p": (0.5, 0.1), "draw": (0.2, 0.9), "beta": (0.5, 0.5), "bound": (0.6, 0.2)}
-    step = Step(1, (1, 3), Draft.chain((1, 2), (0.5, 0.5)), Verdict((0,), 3, **tests), 2, 0.0, 0.0, 0.0, 0.0)
-    reasons = [reason_of(step, node, recipe) for node in (0, 1, None)]
-    assert reasons == [Reason.BLOCK_ACCEPTED, Reason.BLOCK_REJECTED, Reason.BLOCK_RESIDUAL]
-    assert reason_of(step, None, recipe | {"temperature": 0.0}) is Reason.CORRECTION
-    assert title(recipe).endswith(", whole") and not Lane(header=Header(recipe, "", (), 4)).counted
-
-
 def test_a_policy_needs_one_registry_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POLICIES, "pairs", Policy("always two tokens", lambda lengths, costs: Fixed(2)))
     assert check_theorem("draft", policy="pairs") > 0
@@ -229,10 +198,3 @@ def test_an_option_needs_one_field() -> None:
         "echo_length must be from 1 to 9, not 10",
         "echo_length may be 4 at most here, not 5",
     ]
-
-
-def test_enumeration_uses_the_registry_too() -> None:
-    probs, drafted, _ = enumerate_distribution(
-        SamplingParams(), lambda sampling, source: METHODS["hybrid"].build(FakeContext(sampling, source))
-    )
-    assert drafted > 0 and distance(probs, true_distribution(SamplingParams(), 3, ())) < ROUNDING

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import json
-import math
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import FrozenInstanceError, replace
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -21,23 +19,19 @@ from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
 from specdemo.core import trace
 from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
-from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
+from specdemo.core.events import End, Event, Header, Loading, StepEvent
 from specdemo.core.explain import Reason, explain
 from specdemo.core.link_stats import Source
 from specdemo.core.metrics import Metrics
 from specdemo.core.step import Draft, Outcome, Step, Verdict
-from specdemo.core.target import Target
 from specdemo.drafters import METHODS
 from specdemo.generate import generate
 from specdemo.models.batch_invariance import COMPARED_ROWS, BatchInvariance
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.pipeline import build_pipeline
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
-from specdemo.remote.gates import PASSES
-from specdemo.remote.target import RemoteModel
 from specdemo.worker import Worker
 
 PROMPT = "for i in range(10):"
@@ -79,41 +73,6 @@ def test_stored_ngrams_draft_a_previous_text(target: str, levels: str) -> None:
     )
     first, second = run(recipe, pool, stores), run(recipe, pool, stores)
     assert second.accepted > first.accepted and second.steps < first.steps
-
-
-def test_stores_of_many_settings_are_bounded(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stores used least recently are dropped when a run ends; a store above the limit is dropped, too."""
-    pool, stores, text = ModelPool(), dict[Any, Any](), list(range(3, 40)) * 2
-
-    def end_of(**changes: Any) -> MemoryUse:
-        settings = {"target": target, "method": "nasd", "max_tokens": 2, "device": "cpu", "ngram_keep": True} | changes
-        *_, end = generate(Recipe(**settings), text, pool, stores)
-        assert isinstance(end, End) and end.peak is not None
-        return end.peak
-
-    largest = end_of(ngram=16).store or 0
-    monkeypatch.setattr("specdemo.pipeline.MAX_STORE_BYTES", int(1.2 * largest))
-    for changes in ({"ngram": 2}, {"method": "suffix"}, {"ngram": 2}, {"ngram": 16}):
-        end_of(**changes)
-    orders = [order for _, _, *more in stores for order in more[1:2]]
-    assert sum(store.size_bytes for store in stores.values()) <= 1.2 * largest
-    assert orders in ([16], [2, 16]) and len(stores) == len(orders)  # without suffixes, the oldest
-    monkeypatch.setattr("specdemo.pipeline.MAX_STORE_BYTES", largest // 2)
-    end_of(ngram=16)
-    assert not stores
-
-
-def test_stored_ngrams_need_stores(target: str) -> None:
-    recipe = Recipe(target=target, method="nasd", max_tokens=4, device="cpu", ngram_keep=True)
-    with pytest.raises(UserError, match="ngram_keep has no effect without stores: pass the same dictionary"):
-        list(generate(recipe, PROMPT, ModelPool()))
-
-
-def test_ngrams_are_stored_on_request_only(target: str) -> None:
-    pool, stores = ModelPool(), {}
-    recipe = Recipe(target=target, method="nasd", temperature=0, max_tokens=48, device="cpu")
-    first, second = run(recipe, pool, stores), run(recipe, pool, stores)
-    assert not stores and second.accepted == first.accepted and second.drafted == first.drafted
 
 
 def test_a_run_may_be_closed_at_any_step_and_the_next_is_not_affected(target: str) -> None:
@@ -193,39 +152,6 @@ def test_a_drafter_object_replaces_the_drafter_of_the_recipe(target: str) -> Non
             list(generate(replace(recipe, method=method, drafter=None), PROMPT, drafter=oracle))
 
 
-class Observer(Oracle):
-    """Draft nothing and record the candidates of each verdict."""
-
-    def observe(self, step: Step) -> None:
-        self.candidates = [*getattr(self, "candidates", []), *map(len, step.verdict.choices)]
-
-
-def test_a_drafter_object_receives_the_verdicts_of_the_method(target: str) -> None:
-    recipe = Recipe(target=target, method="nasd", filler_top_k=3, temperature=0, max_tokens=4, device="cpu")
-    observer = Observer(0, ())
-    list(generate(recipe, PROMPT, drafter=observer))
-    assert set(observer.candidates) == {3}
-
-
-@pytest.mark.parametrize("kind", [LoadedModel, RemoteModel])
-def test_local_and_remote_targets_have_all_members_of_the_protocol(kind: type) -> None:
-    members = {name for name in vars(Target) if not name.startswith("_")}
-    assert {"verifier", "open_cache", "tokenizer"} <= members
-    assert members <= {*dir(kind), *(field.name for field in fields(kind))}
-
-
-def test_the_target_limits_equal_bits_to_compared_sizes(target: str) -> None:
-    loaded = ModelPool().take(Recipe(target=target, method="ar", device="cpu").target_spec)
-    measured = {"equal": True, "pad": 1, "compared": 9, "cost": {1: 1.0}}
-    object.__setattr__(loaded, "_invariance", BatchInvariance(**measured, by_construction=True))
-    assert loaded.bit_equal(None, 1 << 20)
-    object.__setattr__(loaded, "_invariance", BatchInvariance(**measured))
-    assert loaded.bit_equal(COMPARED_ROWS - 1, 100)
-    assert not loaded.bit_equal(COMPARED_ROWS, 100) and not loaded.bit_equal(None, 100)
-    object.__setattr__(loaded, "_invariance", BatchInvariance(**{**measured, "equal": False}))
-    assert not loaded.bit_equal(1, 100)
-
-
 def test_the_context_ends_the_text(target: str) -> None:
     tokens = len(byte_level_tokenizer().encode(PROMPT))
     *_, end = generate(Recipe(target=target, method="ar", max_tokens=5000, device="cpu"), PROMPT, ModelPool())
@@ -302,34 +228,6 @@ def test_steps_of_the_mode_edge_only_have_no_target_pass(target: str) -> None:
     assert explain(steps[1].step, None, head.recipe) == Reason.EDGE_ONLY.value
 
 
-def test_top_tokens_are_in_the_trace_on_request(target: str) -> None:
-    recipe = Recipe(target=target, drafter=target, temperature=0.8, top_p=0.9, max_tokens=8, device="cpu", top=3)
-    head, *steps, _ = traced(generate(recipe, PROMPT, ModelPool()))
-    drafted, named = 0, set()
-    for event in steps:
-        named |= event.token_texts.keys()
-        assert all(token in named for top in event.step.verdict.tops for token, _ in top.top)
-        step, draft, verdict = event.step, event.step.draft, event.step.verdict
-        assert trace.from_json(json.loads(trace.write(event)), Metrics()).step == step
-        assert len(verdict.target_top) == 1 + len(draft)
-        for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
-            for probs, chance in (
-                (verdict.target_top[parent + 1], verdict.p[node]),
-                (verdict.draft_top[node], draft.token_probs[node]),
-            ):
-                top = dict(probs.top)
-                assert min(3, sum(p > 0 for p in top.values())) <= len(top) and sum(top.values()) <= 1 + 1e-5
-                assert 0 <= probs.entropy <= math.log(head.vocab_size)
-                assert list(top.values()) == sorted(top.values(), reverse=True)
-                assert top[token] == pytest.approx(chance)
-            drafted += 1
-    assert drafted
-    greedy = replace(recipe, temperature=0)
-    verdict = next(steps_of(generate(greedy, PROMPT))).step.verdict
-    assert verdict.target_top[0].entropy > 0 and verdict.target_top[0].top[0][0] == verdict.choices[0][0]
-    assert not any(event.step.verdict.target_top for event in steps_of(generate(replace(recipe, top=0), PROMPT)))
-
-
 def test_beams_are_committed_as_they_agree(target: str) -> None:
     recipe = Recipe(target=target, method="beam", max_tokens=16, num_beams=3, device="cpu")
     head, *steps, end = traced(generate(recipe, PROMPT, ModelPool()))
@@ -398,54 +296,16 @@ def test_a_refused_run_releases_its_caches(target: str) -> None:
     worker.close()
 
 
-def test_planned_contexts_contain_conversations_and_dropout_passes(talker: str) -> None:
-    class Planned(ModelPool):
-        contexts: list[int] = []
-
-        def bring(self, specs: Sequence[Any], context: int = 0, head: object = None) -> Iterator[Any]:
-            self.contexts.append(context)
-            raise UserError("planned")
-
-    def planned(recipe: Recipe, prompt: Any) -> int:
-        with pytest.raises(UserError, match="planned"):
-            list(generate(recipe, prompt, Planned()))
-        return Planned.contexts[-1]
-
-    recipe = Recipe(target=talker, drafter=talker, max_tokens=10, device="cpu")
-    assert planned(recipe, "x" * 300) == 110
-    talk = [{"role": "user", "content": "x" * 200}, {"role": "assistant", "content": "y" * 100}]
-    assert planned(replace(recipe, chat=True), talk) == 110
-    gated = CloudConfig("http://127.0.0.1:1", gates=("variance",))
-    assert planned(replace(recipe, cloud=gated), "x" * 300) == 110 * (1 + PASSES)
-
-
 # --- predictions ---
 
-UNRELATED = "Lorem ipsum dolor sit amet"
 
-
-def predicted(recipe: Recipe, prediction: str) -> list[Event]:
-    return list(generate(recipe, PROMPT, ModelPool(), prediction=prediction))
-
-
-def test_a_prediction_replaces_the_policy_with_its_bounds(target: str) -> None:
-    recipe = Recipe(
-        target=target, method="nasd", temperature=0, device="cpu", max_tokens=16, policy="dynamic", gamma_max=6
-    )
-    for bounds in ({}, {"gamma_min": 2}, {"gamma_min": 2, "gamma_max": None}):
-        chosen = replace(recipe, **bounds)
-        plain = list(generate(chosen, PROMPT))
-        assert sum(tokens_of(predicted(chosen, UNRELATED)), ()) == sum(tokens_of(plain), ())
-
-
-def test_a_method_with_its_own_policy_drafts_as_long_without_a_match(target: str) -> None:
-    """The window of lookahead needs 5 + 4 - 2 tokens, more than gamma."""
-    recipe = Recipe(target=target, method="lookahead", temperature=0, device="cpu", max_tokens=16)
-    drafts = [event.step.draft for event in steps_of(predicted(recipe, UNRELATED))]
-    assert any(origin.source == "window" for draft in drafts for origin in draft.origin)
-
-
-def test_the_store_of_a_prediction_is_part_of_the_memory(target: str) -> None:
-    recipe = Recipe(target=target, drafter=target, temperature=0, device="cpu", max_tokens=4)
-    small, large = (predicted(recipe, UNRELATED * count)[-1].peak.store for count in (1, 4))
-    assert 0 < small < large
+def test_the_target_limits_equal_bits_to_compared_sizes(target: str) -> None:
+    loaded = ModelPool().take(Recipe(target=target, method="ar", device="cpu").target_spec)
+    measured = {"equal": True, "pad": 1, "compared": 9, "cost": {1: 1.0}}
+    object.__setattr__(loaded, "_invariance", BatchInvariance(**measured, by_construction=True))
+    assert loaded.bit_equal(None, 1 << 20)
+    object.__setattr__(loaded, "_invariance", BatchInvariance(**measured))
+    assert loaded.bit_equal(COMPARED_ROWS - 1, 100)
+    assert not loaded.bit_equal(COMPARED_ROWS, 100) and not loaded.bit_equal(None, 100)
+    object.__setattr__(loaded, "_invariance", BatchInvariance(**{**measured, "equal": False}))
+    assert not loaded.bit_equal(1, 100)

@@ -1,4 +1,4 @@
-"""Rules on language and structure: prose rates, docstrings, vocabulary, public names, function length, assignments."""
+"""Rules on language and structure: prose rates, docstrings, vocabulary, public names, assignments."""
 
 from __future__ import annotations
 
@@ -48,13 +48,7 @@ FORBIDDEN_PHRASES = ("at hand",)
 FROZEN = frozenset({"law", "laws", "peers", "unjudged"})
 
 MAY_REPEAT = frozenset({"main", "build", "METHOD"})  # METHOD: the registry entry of each drafter
-MOST_LINES = 50
 MOST_TARGETS = 2  # of an assignment from a tuple
-PREPOSITION = re.compile(
-    r"(about|after|against|at|before|behind|between|by|during|for|from|in|inside|into|of|on|outside|over|per|since|than"
-    r"|to|under|until|via|with|within|without)\b",
-    re.I,
-)
 
 WORD = re.compile(r"[a-z]+(?:'[a-z]+)?")
 CODE = re.compile(r"`[^`]*`|\S*[_/(]\S*|--\S+")
@@ -162,42 +156,6 @@ def relative_docstrings(paths: Iterable[Path]) -> list[str]:
     ]
 
 
-def undescribed(paths: Iterable[Path]) -> list[str]:
-    """Return modules and public classes without docstring; classes inside functions are not public."""
-    problems = []
-    for path in files(paths):
-        if path.suffix == ".py":
-            tree = parsed(path)
-            if not ast.get_docstring(tree):
-                problems.append(f"{name_of(path)}: the module has no docstring")
-            for node in public_classes(tree):
-                if not ast.get_docstring(node):
-                    problems.append(f"{name_of(path)}:{node.lineno}: the class {node.name} has no docstring")
-    return problems
-
-
-def public_classes(node: ast.AST) -> Iterator[ast.ClassDef]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.ClassDef) and not child.name.startswith("_"):
-            yield child
-        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield from public_classes(child)
-
-
-def comment_fragments(paths: Iterable[Path]) -> list[str]:
-    """Return comments that start with a preposition, except the further lines of a block of comments."""
-    problems = []
-    for path in files(paths):
-        lines = ["", *path.read_text("utf-8").splitlines()]
-        problems += [
-            f"{name_of(path)}:{line}: {text}"
-            for kind, line, text in texts(path)
-            if kind == "comments" and PREPOSITION.match(text)
-            if not all(lines[i].lstrip().startswith("#") for i in (line - 1, line))
-        ]
-    return problems
-
-
 def crowded_assignments(paths: Iterable[Path]) -> list[str]:
     """Return assignments of the form `a, b, c = x, y, z`; results of functions and iterables may be unpacked."""
     return [
@@ -286,19 +244,6 @@ def repeated_names(paths: Iterable[Path]) -> list[str]:
     return [f"{name}: {', '.join(sorted(where))}" for name, where in sorted(modules.items()) if len(where) > 1]
 
 
-def long_functions(paths: Iterable[Path]) -> list[str]:
-    """Return functions with more than `MOST_LINES` lines."""
-    problems = []
-    for path in files(paths):
-        if path.suffix == ".py":
-            for node in nodes(path):
-                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                    lines = node.end_lineno - node.lineno + 1
-                    if lines > MOST_LINES:
-                        problems.append(f"{name_of(path)}: {node.name} has {lines} lines")
-    return problems
-
-
 def test_prose_rates_of_the_program() -> None:
     assert not exceeded(PROGRAM), "\n" + report([*folders(ROOT / "specdemo"), ROOT / "app.py"])
 
@@ -327,16 +272,6 @@ def test_forbidden_words_do_not_occur() -> None:
     assert not problems, "\n" + "\n".join(problems)
 
 
-def test_modules_and_public_classes_have_docstrings() -> None:
-    problems = undescribed(PROGRAM)
-    assert not problems, "\n" + "\n".join(problems)
-
-
-def test_comments_are_phrases() -> None:
-    problems = comment_fragments(PROGRAM)
-    assert not problems, "\n" + "\n".join(problems)
-
-
 def test_assignments_have_at_most_two_targets() -> None:
     problems = crowded_assignments(PROGRAM)
     assert not problems, "\n" + "\n".join(problems)
@@ -344,11 +279,6 @@ def test_assignments_have_at_most_two_targets() -> None:
 
 def test_public_names_are_defined_once() -> None:
     problems = repeated_names([ROOT / "specdemo"])
-    assert not problems, "\n" + "\n".join(problems)
-
-
-def test_functions_are_short() -> None:
-    problems = long_functions(PROGRAM)
     assert not problems, "\n" + "\n".join(problems)
 
 
@@ -374,7 +304,7 @@ def bad(tmp_path: Path) -> list[Path]:
     return [tmp_path]
 
 
-def test_violations_are_detected(bad: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_violations_are_detected(bad: list[Path]) -> None:
     assert len(exceeded(bad)) >= 4
     assert relative_docstrings(bad)[0] == "first.py:1: What the module knows."
     assert [line.partition(": ")[2] for line in forbidden_words(bad) if line.startswith("first")] == [
@@ -385,25 +315,12 @@ def test_violations_are_detected(bad: list[Path], monkeypatch: pytest.MonkeyPatc
         "'law' in the identifier RENAMED_LAW",
     ]
     assert repeated_names(bad) == ["RENAMED_LAW: first.py, second.py", "judge: first.py, second.py"]
-    monkeypatch.setitem(globals(), "MOST_LINES", 2)
-    assert long_functions(bad) == ["first.py: judge has 3 lines", "second.py: judge has 3 lines"]
 
 
-def test_missing_docstrings_fragments_and_crowded_assignments_are_detected(tmp_path: Path) -> None:
+def test_crowded_assignments_are_detected(tmp_path: Path) -> None:
     file = tmp_path / "dense.py"
-    file.write_text(
-        "class Shown:\n    class Inner:\n        pass\n\n    class _Private:\n        pass\n\n\n"
-        "a, b, c = 1, 2, 3  # of a list\nfirst = 1  # in a list\nsecond, third = 1, 2  # values of a list\n"
-        "x, y, z = d = range(3)\n# a comment\n# on two lines\n",
-        "utf-8",
-    )
-    assert undescribed([file]) == [
-        "dense.py: the module has no docstring",
-        "dense.py:1: the class Shown has no docstring",
-        "dense.py:2: the class Inner has no docstring",
-    ]
-    assert comment_fragments([file]) == ["dense.py:9: of a list", "dense.py:10: in a list"]
-    assert crowded_assignments([file]) == ["dense.py:9: 3 targets"]
+    file.write_text("a, b, c = 1, 2, 3\nsecond, third = 1, 2\nx, y, z = d = range(3)\n", "utf-8")
+    assert crowded_assignments([file]) == ["dense.py:1: 3 targets"]
 
 
 @pytest.mark.parametrize("suffix", SOURCES)
@@ -425,10 +342,3 @@ def test_names_that_describe_no_value_are_detected(tmp_path: Path) -> None:
     (tmp_path / "good.css").write_text(".kept { color: red }\n", "utf-8")
     assert forbidden_words([tmp_path]) == ["bad.py:1: 'kept' in the identifier kept"]
     assert forbidden_in_sources([tmp_path]) == ["bad.c:1: 'found' in the identifier found"]
-
-
-def test_code_and_ordinary_prose_are_accepted(tmp_path: Path) -> None:
-    file = tmp_path / "good.py"
-    file.write_text('"""Return the key `laws` of a trace for --peers."""\n\nT = TypeVar("T")\n', "utf-8")
-    assert not exceeded([file]) and not forbidden_words([file]) and not relative_docstrings([file])
-    assert list(definitions(parsed(file))) == []

@@ -10,8 +10,6 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import accumulate
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 
 # A folder or root module may import itself and all lines above, but not others on the same line.
@@ -158,123 +156,22 @@ def test_imports_follow_the_layers_without_cycles():
     assert violations(sources()) == []
 
 
-def test_imports_are_really_found():
-    files = sources()
-    names = {path: set(imports(path, source, set(map(module_name, files)))) for path, source in files.items()}
-    assert "specdemo.core.step" in names["specdemo/core/decode.py"]
-    assert "torch" in names["specdemo/core/distributions.py"]
-
-
-VALID = {
-    "specdemo/__init__.py": "",
-    "specdemo/core/__init__.py": "",
-    "specdemo/core/step.py": "import json",
-    "specdemo/core/decode.py": "from specdemo.core.step import Step",
-    "specdemo/models/load.py": "import transformers\nfrom specdemo.core import step",
-    "specdemo/drafters/ngram.py": "import specdemo.core.step",
-    "specdemo/recipe.py": "from specdemo.drafters.ngram import N\nfrom specdemo.models import load",
-    "specdemo/worker.py": "import threading",
-    "specdemo/ui/page.py": "import gradio as gr\nfrom specdemo import worker, recipe",
-    "app.py": "from specdemo.ui import page",
-}
-
-
-def test_valid_imports_pass():
-    assert violations(VALID) == []
-
-
-@pytest.mark.parametrize(
-    ("path", "line", "complaint"),
-    [
-        ("specdemo/core/step.py", "import transformers", "specdemo/core/step.py: imports transformers"),
-        ("specdemo/core/step.py", "import gradio", "specdemo/core/step.py: imports gradio"),
-        ("specdemo/core/decode.py", "from torch import Tensor", "specdemo/core/decode.py: imports torch"),
-        ("specdemo/core/step.py", "from specdemo import models", "specdemo/core/step.py: imports specdemo.models"),
-        (
-            "specdemo/core/step.py",
-            "from ..drafters import ngram",
-            "specdemo/core/step.py: imports specdemo.drafters.ngram",
-        ),
-        (
-            "specdemo/core/decode.py",
-            "def late():\n    from specdemo.models.load import load",
-            "specdemo/core/decode.py: imports specdemo.models.load",
-        ),
-        (
-            "specdemo/drafters/ngram.py",
-            "from specdemo.models import load",
-            "specdemo/drafters/ngram.py: imports specdemo.models.load",
-        ),
-        (
-            "specdemo/models/load.py",
-            "import specdemo.drafters.ngram",
-            "specdemo/models/load.py: imports specdemo.drafters.ngram",
-        ),
-        (
-            "specdemo/drafters/ngram.py",
-            "from tokenizers import Tokenizer",
-            "specdemo/drafters/ngram.py: imports tokenizers",
-        ),
-        ("specdemo/recipe.py", "from specdemo.ui.page import build", "specdemo/recipe.py: imports specdemo.ui.page"),
-        ("specdemo/worker.py", "from specdemo.core.step import Step", "specdemo/worker.py: imports specdemo.core.step"),
-        ("specdemo/ui/cockpit.py", "import gradio.components", "specdemo/ui/cockpit.py: imports gradio.components"),
-        ("specdemo/ui/page.py", "import training", "specdemo/ui/page.py: imports training"),
-        ("specdemo/ui/page.py", "import app", "specdemo/ui/page.py: imports app"),
-        ("app.py", "import bitsandbytes", "app.py: imports bitsandbytes"),
-        ("specdemo/helpers.py", "", "specdemo/helpers.py: the layer 'helpers' is not in the table"),
-        ("specdemo/core/utils.py", "", "specdemo/core/utils.py: an uninformative name"),
-    ],
-)
-def test_an_invalid_import_is_detected(path, line, complaint):
-    problems = violations({**VALID, path: f"{VALID.get(path, '')}\n{line}"})
-    assert [problem for problem in problems if not problem.startswith("cycle")] == [complaint]
-
-
-def test_a_cycle_within_a_layer_is_detected():
-    bad = {**VALID, "specdemo/core/step.py": "from specdemo.core.decode import decode"}
-    assert [line.partition(":")[0] for line in violations(bad)] == ["cycle"]
-
-
-# Modules that may test for a class of targets.
-TARGETS = {
-    "LoadedModel": "specdemo/models/load.py",
-    "RemoteModel": "specdemo/remote/target.py",
-}
-
-
-def target_tests(sources: Sources) -> list[str]:
-    """List code that distinguishes local from remote targets: `isinstance`, comparisons of types, patterns, unions."""
-    problems = set()
-    for path, source in sources.items():
-        for node in nodes(source):
-            if not isinstance(node, ast.Call | ast.Compare | ast.MatchClass | ast.BinOp):
-                continue
-            names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-            called = isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass")
-            if called or isinstance(node, ast.Compare | ast.MatchClass):
-                problems |= {f"{path}: {name}" for name in names & set(TARGETS) if not path.startswith(TARGETS[name])}
-            elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr) and names >= set(TARGETS):
-                problems.add(f"{path}: a union of targets")
-    return sorted(problems)
-
-
-def test_no_code_distinguishes_local_from_remote_targets():
-    assert target_tests(sources()) == []
-
-
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ("isinstance(target, RemoteModel)", "RemoteModel"),
-        ("isinstance(target, (str, LoadedModel))", "LoadedModel"),
-        ("type(target) is RemoteModel", "RemoteModel"),
-        ("match target:\n    case LoadedModel(): ...", "LoadedModel"),
-        ("def run(target: LoadedModel | RemoteModel): ...", "a union of targets"),
-    ],
-)
-def test_a_test_for_the_class_of_a_target_is_detected(line, complaint):
-    assert target_tests({"specdemo/pipeline.py": line}) == [f"specdemo/pipeline.py: {complaint}"]
-    assert target_tests({"specdemo/pipeline.py": "def run(target: Target, drafter: LoadedModel | None): ..."}) == []
+def test_violations_are_found():
+    files = {
+        "specdemo/core/step.py": "from .decode import decode\nfrom ..drafters import ngram",
+        "specdemo/core/decode.py": "import specdemo.core.step, torch",
+        "specdemo/drafters/ngram.py": "def late():\n    from specdemo.models.load import load",
+        "specdemo/models/load.py": "import transformers",
+        "specdemo/helpers.py": "",
+    }
+    found = [line.replace("specdemo/", "") for line in violations(files)]
+    assert found.pop().startswith("cycle: specdemo.core")
+    assert found == [
+        "core/step.py: imports specdemo.drafters.ngram",
+        "core/decode.py: imports torch",
+        "drafters/ngram.py: imports specdemo.models.load",
+        "helpers.py: the layer 'helpers' is not in the table",
+    ]
 
 
 def imported_tests(sources: Sources) -> list[str]:
@@ -291,14 +188,6 @@ def imported_tests(sources: Sources) -> list[str]:
 def test_no_test_imports_another_test_file():
     paths = (ROOT / "tests").rglob("*.py")
     assert imported_tests({path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in paths}) == []
-
-
-@pytest.mark.parametrize(
-    "line", ["from core.test_step import helper", "import core.test_step", "from core import test_step"]
-)
-def test_an_imported_test_file_is_detected(line):
-    files = {"tests/core/test_step.py": "def helper(): ...", "tests/core/test_decode.py": line}
-    assert imported_tests(files) == ["tests/core/test_decode.py: imports core.test_step"]
 
 
 def test_files_with_a_page_or_a_program_are_slow():

@@ -18,7 +18,6 @@ from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.option_effects import has_effect, methods_with, refuse_ineffective
 from specdemo.recipe import METHODS, PRESETS, Recipe
-from specdemo.remote.config import CloudConfig
 
 pytestmark = pytest.mark.slow
 
@@ -140,28 +139,6 @@ def test_options_without_effect_are_refused_if_named(method: str) -> None:
             refuse_ineffective(unnamed, [name])
         with pytest.raises(UserError, match=f"{name} (.* )?has no effect|has no {name}"):
             Recipe(**{**head, "method": method, name: value})
-
-
-def test_values_without_effect_are_refused_if_named() -> None:
-    for values, sentence in (
-        ({"method": "ar", "rule": "match"}, "rule match has no effect with method ar: choose draft"),
-        ({"method": "nasd", "drafter": "same"}, "drafter has no effect with method nasd: choose draft"),
-        ({"method": "suffix", "policy": "svip"}, "policy svip has no effect with method suffix, whose drafts are"),
-        ({"method": "nasd", "cloud": CloudConfig("http://a:1", q_rows="scalar")}, "q_rows has no effect"),
-    ):
-        with pytest.raises(UserError, match=sentence):
-            refuse_ineffective(replace(Recipe(), **values), [*values, "q_rows"])
-    with pytest.raises(UserError, match="drafter_temperature has no effect with universal"):
-        Recipe(universal=True, drafter_temperature=0.5)
-    assert Recipe(method="ar", rule="coupled").rule == "coupled"
-    for values, sentence in (
-        ({"gate_nll": 2.0}, "gate_nll has no effect without gate nll: add nll to gates"),
-        ({"gate_margin": 0.1, "gates": ("nll",)}, "gate_margin has no effect without gate margin"),
-        ({"gate_ratio": 0.1, "gates": ("names",)}, "gate_ratio has no effect without gates by signals"),
-    ):
-        with pytest.raises(UserError, match=sentence):
-            CloudConfig("http://a:1", **values)
-        assert replace(CloudConfig("http://a:1"), **values).remote
 
 
 @pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.uses_policy])

@@ -3,48 +3,33 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import random
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 import pytest
-import torch
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
-from benchmarks import preflight_accuracy
-from specdemo.cli import main
 from specdemo.core.decode import decode
-from specdemo.core.errors import UserError
-from specdemo.core.metrics import Metrics
 from specdemo.core.sampling import SamplingParams
-from specdemo.core.theory import expected_tokens
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.pipeline import build_pipeline
 from specdemo.preflight import (
     MAX_GAMMA,
     MIN_SAMPLED_TEXTS,
-    OWN,
-    DecodedRun,
     Estimate,
     Preflight,
-    acceptance_of_text,
     decoded_runs,
     expected_cost,
-    fit_costs,
-    predict,
     preflight,
     replay,
     texts_for,
     usable_texts,
 )
-from specdemo.prompts import Prompt, load_prompts
-from specdemo.recipe import METHODS, Recipe
+from specdemo.prompts import Prompt
+from specdemo.recipe import Recipe
 from specdemo.worker import Worker
 
 pytestmark = pytest.mark.slow
@@ -57,59 +42,6 @@ PROMPTS = [Prompt("code", f"code {i}", TEXT[i:]) for i in range(3)]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model(tmp_path_factory.mktemp("models") / "model", byte_level_tokenizer(), num_hidden_layers=4))
-
-
-def test_alpha_of_decoded_methods_is_accepted_over_tested(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = Recipe(target=folder, method="lookahead", temperature=1.0, top_p=1.0, device="cpu", max_tokens=40)
-    runs: list[DecodedRun] = []
-
-    def recorded(*arguments: Any) -> Iterator[DecodedRun]:
-        runs.extend(decoded_runs(*arguments))
-        return iter(runs)
-
-    monkeypatch.setattr("specdemo.preflight.decoded_runs", recorded)
-    alpha = preflight(recipe, PROMPTS, ModelPool()).alpha
-    metrics = [Metrics.of(run.steps) for run in runs]
-    tested = sum(m.tested for m in metrics)
-    assert alpha == sum(sum(m.accepted_by_position) for m in metrics) / tested != sum(m.beta for m in metrics) / tested
-
-
-@pytest.mark.parametrize("gamma", [1, 3, 8])
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.8])
-def test_constant_acceptance_gives_the_figures_of_theorem_3_8(alpha: float, gamma: int) -> None:
-    tokens, steps, cost = expected_cost([[alpha] * MAX_GAMMA] * 400, gamma, 0.1, FREE)
-    assert tokens / steps == pytest.approx(expected_tokens(alpha, gamma), rel=0.01)  # 400 tokens are finite
-    assert tokens / cost == pytest.approx(expected_tokens(alpha, gamma) / (1 + 0.1 * gamma), rel=0.01)
-
-
-@pytest.mark.parametrize("gamma", [1, 3, 8])
-def test_the_expected_number_of_steps_is_that_of_algorithm_1(gamma: int) -> None:
-    """Against a recursion over positions."""
-    rng = random.Random(gamma)
-    length, chance = 40, [rng.random() for _ in range(60)]
-
-    @cache
-    def left(i: int) -> float:
-        """Expected remaining steps after i tokens."""
-        if i >= length:
-            return 0.0
-        count, path, steps = min(gamma, length - i - 1), 1.0, 1.0
-        for k in range(count):
-            steps += path * (1 - chance[i + k]) * left(i + k + 1)
-            path *= chance[i + k]
-        return steps + path * left(i + count + 1)
-
-    tokens, steps, cost = expected_cost([chance[i : i + MAX_GAMMA] for i in range(length)], gamma, 0.0, FREE)
-    assert (tokens, steps, cost) == pytest.approx((length, left(0), left(0)))
-    assert tokens / steps > 1.2
-
-
-def test_acceptance_given_the_text_averages_to_the_overlap() -> None:
-    """Mean over x from p of the acceptance probability given x = sum min(p, q) (2211.17192, Theorem 3.5)."""
-    rows = torch.rand(2, 7, generator=torch.Generator().manual_seed(1)).double()
-    p, q = (row / row.sum() for row in rows)
-    mean = sum(float(p[x]) * acceptance_of_text(p.repeat(2, 1), q.repeat(2, 1), [0, x])[0] for x in range(7))
-    assert mean == pytest.approx(float(torch.minimum(p, q).sum()))
 
 
 def measured_steps(recipe: Recipe, text: tuple, pool: ModelPool) -> int:
@@ -205,14 +137,6 @@ def test_a_target_that_is_its_own_drafter_has_alpha_1_and_high_cost(folder: str)
     assert result.kv_bytes > 0 and result.weight_bytes > 0
 
 
-@pytest.mark.parametrize("method", ["self", "nasd", "suffix", "lookup"])
-def test_other_methods_need_one_model(folder: str, method: str) -> None:
-    recipe = Recipe(target=folder, method=method, temperature=1.0, top_p=1.0, device="cpu", max_tokens=40)
-    result = preflight(recipe, PROMPTS, ModelPool())
-    assert 0 <= result.alpha < 1 and result.c >= 0
-    assert all(1 <= item.tokens_per_pass <= item.gamma + 1 and item.low <= item.high for item in result.estimates)
-
-
 @pytest.mark.parametrize(
     "settings", [{"method": "tree"}, {"method": "lookahead"}, {"method": "draft", "rule": "coupled"}]
 )
@@ -234,86 +158,6 @@ def test_advice_is_against_drafts_that_cost_as_much_as_they_save() -> None:
         [g + 1 for g in range(1, MAX_GAMMA + 1)], rel=0.02
     )
     assert Preflight(Recipe(), 1.0, 1.0, FREE, estimates, 1, 1).advice.startswith("don't")
-
-
-def test_texts_of_the_bundled_target_and_the_measured_prompts_are_disjoint(folder: str) -> None:
-    recorded = texts_for(Recipe(temperature=0.0))
-    assert {item.kind for item in recorded} == {item.kind for item in load_prompts()}
-    assert not {item.text for item in recorded} & {item.text for item in load_prompts()}
-    assert texts_for(Recipe(target=folder, method="nasd"), ["prose"]) == load_prompts(kinds=["prose"])
-    with pytest.raises(UserError, match="unknown class of prompts 'magic'"):
-        texts_for(Recipe(), ["magic"])
-
-
-def test_estimates_are_compared_with_measurements(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = ["--method", "nasd", "self", "--temperature", "1", "--kind", "prose", "--max-tokens", "12"]
-    settings += ["--prompts", "24"]  # 20 and prefixes of four
-    assert preflight_accuracy.main(["--target", folder, "--device", "cpu", *settings]) == 0
-    head, _, *lines = capsys.readouterr().out.splitlines()
-    assert "predicted / measured" in head and lines[0].startswith("| prose | nasd gamma=3 T=1 ")
-    assert lines[3].startswith("the target as drafter: ")
-    nasd, self_ = json.loads(lines[2])["preflight_accuracy"]
-    for item in (nasd, self_):
-        assert item["kind"] == "prose" and item["prompts"] > 20 and item["measured"] > 0
-        assert item["ratio"] == pytest.approx(item["estimate"]["speedup"] / item["measured"])
-    assert nasd["recipe"]["method"] == "nasd" and self_["estimate"]["tokens_per_pass"] > 1
-
-
-def test_tokens_per_pass_of_all_methods_are_compared(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = ["--tokens-per-pass", "--temperature", "0.7", "--kind", "prose", "--max-tokens", "8", "--prompts", "2"]
-    models = ["--target", folder, "--drafter", folder, "--device", "cpu"]
-    assert preflight_accuracy.main([*models, *settings]) == 0
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["preflight_tokens"]
-    supported = [name for name, method in METHODS.items() if method.preflight and method.drafter != "head"]
-    assert [row["method"] for row in rows] == supported
-    for row in rows:
-        assert row["temperature"] == 0.7 and row["ratio"] == row["predicted"] / row["measured"]
-    assert rows[0]["ratio"] == pytest.approx(1, abs=0.25)  # the target drafts for itself
-
-
-def test_one_text_gives_an_interval_and_progress(folder: str) -> None:
-    """Blocks of the text replace texts."""
-    for method in ("nasd", "lookahead"):
-        recipe = Recipe(target=folder, method=method, device="cpu", temperature=0.0, max_tokens=40)
-        *progress, result = predict(recipe, [Prompt(OWN, OWN, TEXT)], ModelPool())
-        shares = [item.share for item in progress]
-        assert shares == sorted(shares) and shares[0] == 0 and len(set(shares)) > 2
-        assert isinstance(result, Preflight) and OWN in result.texts
-        assert any(item.low < item.speedup < item.high for item in result.estimates)
-
-
-@pytest.mark.parametrize(
-    ("measured", "fitted"),
-    [
-        ([1.0, 1.2, 1.4, 1.6], [1.0, 1.2, 1.4, 1.6]),  # a line is kept
-        ([1.0, 1.5, 1.5, 1.5], [1.0, 1.5, 1.5, 1.5]),  # so is a jump after the first row
-        ([1.0, 1.1, 1.7, 1.4], [1.0, 1.25, 1.4, 1.55]),  # noise is averaged
-        ([1.0, 1.6, 1.4, 1.2], [1.0, 1.4, 1.4, 1.4]),  # more rows are never cheaper
-        ([1.0, 0.9, 0.9, 0.9], [1.0, 1.0, 1.0, 1.0]),
-    ],
-)
-def test_costs_of_passes_are_fitted(measured: list[float], fitted: list[float]) -> None:
-    assert list(fit_costs(measured).values()) == pytest.approx(fitted)
-
-
-def test_advice_is_one_sentence() -> None:
-    def advice(speedup: float, low: float, c: float = 0.1) -> str:
-        estimates = Estimate(3, 2.0, speedup, low, speedup + 0.1), Estimate(4, 2.0, 0.1, 0.1, 0.1)
-        return Preflight(Recipe(), 0.5, c, {1: 1.0}, estimates, 1, 1).advice
-
-    assert advice(1.5, 1.4) == "gamma 3: about 1.50x the speed of AR decoding"
-    assert "possibly no difference" in advice(1.1, 0.9)
-    assert advice(0.8, 0.7, c=0.9).startswith("don't") and "costs too much" in advice(0.8, 0.7, c=0.9)
-    assert "too few tokens would be accepted" in advice(1.0, 0.9, c=0.0)
-
-
-def test_unsupported_requests_raise_errors(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["preflight", "--target", folder, "--method", "beam"]) == 2
-    assert "preflight supports the methods draft" in capsys.readouterr().err
-    warm = ["--temperature", "1", "--kind", "code", "--device", "cpu"]
-    assert main(["preflight", "--target", folder, "--method", "nasd", *warm]) == 0
-    out = capsys.readouterr().out
-    assert "AR decoding" in out and "texts of the target: 12 sampled, temperature 1 (code)\n" in out
 
 
 @pytest.mark.parametrize("method", ["nasd", "lookahead"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specdemo.core.step import Draft
-from specdemo.preflight import BASELINE_RUNS, StepCosts, measure_costs, prompt_cost
+from specdemo.preflight import BASELINE_RUNS, measure_costs
 
 TEXT = tuple(range(100, 200))
 
@@ -71,16 +71,6 @@ def test_known_costs_are_measured(correct: int, available: int) -> None:
     assert len(machine.rows) > 5 * 7
 
 
-@pytest.mark.parametrize("length", [2, 3])
-def test_costs_are_measured_over_short_continuations(length: int) -> None:
-    """No text has enough AR steps for a warm-up of its own."""
-    machine = Machine(0)
-    costs = measure_costs(
-        lambda: pipeline_of(machine), [(TEXT[: 5 + length], 5)], 2, repeats=3, clock=lambda: machine.now
-    )
-    assert costs.ar_s >= 1.0 and len(costs.v) == 3
-
-
 def test_each_pass_scores_its_draft_and_one_more_token() -> None:
     """Accepted tokens are cached as in decoding; the prefill is not timed."""
     machine = Machine(1)
@@ -92,11 +82,3 @@ def test_each_pass_scores_its_draft_and_one_more_token() -> None:
         clock=lambda: machine.now,
     )
     assert machine.rows[0] == 5 and machine.rows[1:] == [*[1] * BASELINE_RUNS, 2, 3] * 3
-
-
-def test_the_prompt_cost_is_the_time_of_the_first_draft_without_its_token() -> None:
-    machine = Machine(0)
-    drafter = SimpleNamespace(propose=lambda tokens, more: machine.propose(tokens, more))
-    pipeline: Any = SimpleNamespace(drafter=drafter, verifier=SimpleNamespace(verify=lambda tokens, draft: None))
-    assert prompt_cost(pipeline, (TEXT, 5), StepCosts(1.0, 0.2, ()), clock=lambda: machine.now) == pytest.approx(0.3)
-    assert prompt_cost(pipeline, (TEXT, 5), StepCosts(1.0, 0.9, ()), clock=lambda: machine.now) == 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -98,52 +98,6 @@ def test_jobs_get_the_load_of_their_last_pass(worker: Worker) -> None:
     assert counts == [[(3, 11)] * 2, [(3, 11)] * 2 + [(2, 9)] * 2, [(3, 11)] * 2 + [(2, 9)] * 2 + [None]]
     assert all(load.seconds >= 0 and load.between_s >= 0 for load in streams[0].items)
     assert pass_load() is None  # outside jobs
-
-
-def loads_of(engine: Engine, entry: Any, count: int) -> Iterator[PassLoad | None]:
-    for _ in texts(engine, entry, count):
-        yield pass_load()
-
-
-def test_passes_of_a_lone_text_precede_those_that_others_join() -> None:
-    """Each pass takes a second; another text joins after the fifth."""
-    now = [0.0]
-
-    def spend(entries: Sequence[str]) -> None:
-        now[0] += 1.0
-        if now[0] == 5.0:
-            joined.append(worker.submit(lambda: loads_of(engine, "joins", 2)))
-
-    joined: list[Stream[Any]] = []
-    engine, worker = Engine(spend), Worker(clock=lambda: now[0], texts=8)
-    lone = finished(worker.submit(lambda: loads_of(engine, "lone", 8)))
-    shared = [PassLoad(2, 2, 1.0, 0.0)] * 2
-    assert lone.items == [None] * 5 + shared + [None] and finished(joined[0]).items == shared
-    assert worker.texts_per_pass == {1: 6, 2: 2}
-    worker.close()
-
-
-@pytest.mark.parametrize("open_job", [False, True])
-def test_time_without_texts_is_not_between_passes(open_job: bool) -> None:
-    """Two texts follow an hour without passes, in which a job without passes ended or is open."""
-    now, began, gate = [0.0], threading.Event(), threading.Event()
-
-    def other() -> Iterator[bool]:
-        now[0] += 3600.0
-        began.set()
-        yield gate.wait(PATIENCE)
-
-    engine, worker = Engine(), Worker(clock=lambda: now[0], texts=8)
-    earlier = worker.submit(other)
-    assert began.wait(PATIENCE)
-    if not open_job:
-        gate.set()
-        finished(earlier)
-    with nullcontext() if open_job else submitting(worker):
-        streams = [worker.submit(lambda n=n: loads_of(engine, n, 2)) for n in range(2)]
-    gate.set()
-    assert [finished(stream).items for stream in streams] == [[PassLoad(2, 2, 0.0, 0.0)] * 2] * 2
-    worker.close()
 
 
 def test_texts_of_different_lengths_join_and_leave(worker: Worker) -> None:
@@ -255,24 +209,6 @@ def test_texts_advance_while_a_long_prompt_is_read() -> None:
     worker.close()
 
 
-def test_jobs_without_passes_do_not_delay_a_pass_for_ever() -> None:
-    """Short jobs arrive until two texts end."""
-    engine, worker = Engine(), Worker(at_once=8, clock=lambda: 0.0, texts=8, waiting=None)
-
-    def short() -> Iterator[None]:
-        if not all(stream.done for stream in streams):
-            arrived.append(worker.submit(short))
-        yield
-
-    arrived: list[Stream[Any]] = []
-    with submitting(worker):
-        streams = [worker.submit(lambda n=n: texts(engine, n, 3)) for n in range(2)]
-        arrived.append(worker.submit(short))
-    assert all(len(finished(stream).items) == 3 for stream in streams)
-    assert len(arrived) > 1 and [*map(sorted, engine.passes)] == [[0, 1]] * 3
-    worker.close()
-
-
 @pytest.mark.parametrize(("has_memory", "most"), [(True, 6), (False, 2)])
 def test_texts_beyond_the_active_jobs_need_memory(has_memory: bool, most: int) -> None:
     engine, worker = Engine(), Worker(at_once=2, waiting=None, texts=6, has_memory=lambda: has_memory)
@@ -280,44 +216,4 @@ def test_texts_beyond_the_active_jobs_need_memory(has_memory: bool, most: int) -
         streams = [worker.submit(lambda n=n: texts(engine, n, 5)) for n in range(12)]
     assert all(len(finished(stream).items) == 5 for stream in streams)
     assert max(worker.texts_per_pass) == most
-    worker.close()
-
-
-def test_texts_do_not_use_the_places_of_other_jobs() -> None:
-    """Next to three texts, two jobs without passes are active and a third is queued."""
-    inside, gate, engine = threading.Semaphore(0), threading.Event(), Engine()
-    worker = Worker(at_once=2, waiting=None, texts=6)
-
-    def alone() -> Iterator[int]:
-        inside.release()
-        assert gate.wait(PATIENCE)
-        yield 1
-
-    with submitting(worker):
-        others = [worker.submit(lambda n=n: texts(engine, n, 3)) for n in range(3)]
-        streams = [worker.submit(alone) for _ in range(3)]
-    assert inside.acquire(timeout=PATIENCE)
-    assert worker.ahead(streams[2]) == 1 and not any(stream.done for stream in others)
-    gate.set()
-    assert all(finished(stream).error is None for stream in (*streams, *others))
-    worker.close()
-
-
-def test_the_wait_for_a_pass_is_not_the_time_of_a_job() -> None:
-    """Each of three jobs spends a second before its request; the pass takes four."""
-    now = [0.0]
-
-    def spend(seconds: float) -> None:
-        now[0] += seconds
-
-    engine, worker = Engine(lambda entries: spend(4.0)), Worker(clock=lambda: now[0], texts=8)
-
-    def job() -> Iterator[float]:
-        spend(1.0)
-        yield shared_pass(engine.run, 1, 1)
-
-    with submitting(worker):
-        streams = [worker.submit(job) for _ in range(3)]
-    assert all(finished(stream).error is None for stream in streams)
-    assert sorted(stream.waited_s for stream in streams) == [0.0, 1.0, 2.0]
     worker.close()

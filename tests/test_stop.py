@@ -11,7 +11,6 @@ from fakes.heads import head_for
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
 from specdemo.core import trace
-from specdemo.core.errors import UserError
 from specdemo.core.events import End, Loading, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.drafters import METHODS
@@ -130,19 +129,3 @@ def test_the_trace_contains_the_tokens_of_the_stop_text(recipe_of: Callable[...,
     assert stop not in "".join(line["text"] for line in lines)
     assert sum(len(line["tokens"]) for line in lines) == end["metrics"]["tokens"]
     assert end["end"] == "stop"
-
-
-@pytest.mark.parametrize(
-    ("values", "sentence"),
-    [
-        ({"stop_texts": ("",)}, "stop_texts contains an empty text: remove it"),
-        ({"stop_texts": ("a",) * 65}, "stop_texts has more than 64 texts"),
-        ({"stop_tokens": (1,) * 65}, "stop_tokens has more than 64 ids"),
-        ({"stop_tokens": (1 << 40,)}, "stop token 1,099,511,627,776 is not among the .* token ids"),
-    ],
-)
-def test_invalid_ends_are_refused(
-    values: dict[str, Any], sentence: str, recipe_of: Callable[..., Recipe], pool: ModelPool
-) -> None:
-    with pytest.raises(UserError, match=sentence):
-        decoded(recipe_of("ar", **values), pool)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import contextvars
-import inspect
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
-from specdemo.background import BackgroundTask, TaskCancelled
+from specdemo.background import BackgroundTask
 from specdemo.worker import (
     ReportProgress,
     Stream,
@@ -21,7 +18,6 @@ from specdemo.worker import (
     Worker,
     WorkerBusy,
     WorkerGroup,
-    device_released,
     give_way,
     interruptible,
 )
@@ -160,63 +156,6 @@ def test_errors_stay_in_their_stream(worker: Worker) -> None:
     assert finished(worker.submit(lambda: iter([7]))).items == [7]
 
 
-def test_errors_while_closing_are_stored(worker: Worker) -> None:
-    inside = threading.Event()
-
-    def job() -> Iterator[int]:
-        try:
-            while True:
-                inside.set()
-                yield 0
-        finally:
-            raise OSError("could not free")
-
-    stream = worker.submit(job)
-    assert inside.wait(PATIENCE)
-    stream.stop()
-    assert isinstance(finished(stream).error, OSError)
-
-
-def test_reading_done_before_items_never_loses_the_tail(worker: Worker) -> None:
-    for _ in range(50):
-        stream = worker.submit(lambda: iter(range(100)))
-        read: list[int] = []
-        while True:
-            last = stream.done
-            read += stream.items[len(read) :]
-            if last:
-                break
-        assert read == list(range(100))
-
-
-def test_number_of_open_jobs_is_bounded() -> None:
-    worker = Worker(at_once=2)
-    gates = [Gate() for _ in range(3)]
-    streams = [worker.submit(gate) for gate in gates]
-    gates[0].open(1000)
-    assert gates[1].inside.wait(PATIENCE)  # all open jobs have advanced
-    assert not streams[2].started and worker.ahead(streams[2]) == 1
-    streams[0].stop(), streams[1].stop()
-    gates[1].open()
-    assert gates[2].inside.wait(PATIENCE)
-    streams[2].stop()
-    gates[2].open()
-    assert all(finished(s) for s in streams)
-    worker.close()
-
-
-def private_accesses(source: str) -> list[str]:
-    """Return accesses to private attributes of objects other than `self`."""
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
-    private = [node for node in nodes if node.attr.startswith("_") and not node.attr.endswith("__")]
-    return [ast.unparse(node) for node in private if ast.unparse(node.value) != "self"]
-
-
-def test_the_worker_uses_public_methods_of_streams() -> None:
-    assert private_accesses(Path(inspect.getfile(Worker)).read_text("utf-8")) == []
-    assert private_accesses("job.stream._done.set()\nself._done.set()\nstream.stop()") == ["job.stream._done"]
-
-
 def test_full_queue_raises() -> None:
     worker = Worker(at_once=1, waiting=1)
     gate = Gate()
@@ -271,19 +210,6 @@ def test_close_ends_every_job_and_the_thread() -> None:
     assert not worker._threads
     with pytest.raises(RuntimeError, match="closed"):
         worker.submit(lambda: iter(()))
-
-
-def test_on_change_is_called_after_each_item_and_at_the_end(worker: Worker) -> None:
-    seen: list[tuple[int, bool]] = []
-    gate = Gate()
-    blocker = worker.submit(gate)
-    assert gate.inside.wait(PATIENCE)
-    stream: Stream[int] = worker.submit(lambda: iter(range(2)), lambda: seen.append((len(stream.items), stream.done)))
-    blocker.stop()
-    gate.open()
-    finished(stream)
-    worker.close()
-    assert seen == [(1, False), (2, False), (2, True)]
 
 
 # --- shares of the device ------------------------------------------------------------------------------------------
@@ -387,46 +313,6 @@ def test_a_long_step_is_stopped_between_its_parts(worker: Worker) -> None:
     assert finished(stream).items == [] and stream.error is None
 
 
-def test_jobs_share_device_time() -> None:
-    """A job with long steps does not reduce others to a step for each of its own."""
-    now, log = [0.0], []
-    worker, blocker = Worker(clock=lambda: now[0]), Gate()
-    first = worker.submit(blocker)
-    assert blocker.inside.wait(PATIENCE)
-
-    def job(name: str, seconds: float, count: int) -> Iterator[None]:
-        for _ in range(count):
-            now[0] += seconds
-            log.append(name)
-            yield
-
-    streams = [worker.submit(lambda: job("long", 1.0, 3)), worker.submit(lambda: job("short", 0.01, 300))]
-    first.stop()
-    blocker.open()
-    assert all(map(finished, streams))
-    assert 80 <= log[: log.index("long", log.index("long") + 1)].count("short") <= 120
-    worker.close()
-
-
-def test_closing_a_job_does_not_delay_others(worker: Worker) -> None:
-    closing, gate = threading.Event(), threading.Event()
-
-    def job() -> Iterator[int]:
-        try:
-            yield 1
-            yield 2
-        finally:
-            with device_released():
-                closing.set()
-                assert gate.wait(PATIENCE)
-
-    stream = worker.submit(job)
-    assert closing.wait(PATIENCE)
-    assert finished(worker.submit(lambda: iter((7,)))).items == [7] and not stream.done
-    gate.set()
-    finished(stream)
-
-
 def test_visitors_start_in_turn() -> None:
     worker = Worker(at_once=1, waiting=None)
     gate, order = Gate(), []
@@ -440,40 +326,6 @@ def test_visitors_start_in_turn() -> None:
     assert all(map(finished, streams))
     assert order == ["b", "c", "a", "b", "a", "b", "a", "a", "a"]
     worker.close()
-
-
-def test_expected_wait_follows_earlier_jobs() -> None:
-    now = [0.0]
-    worker = Worker(at_once=1, clock=lambda: now[0])
-
-    def job() -> Iterator[None]:
-        now[0] += 10
-        yield
-
-    gate = Gate()
-    assert worker.expected_wait_s(finished(worker.submit(job))) is None  # maintenance has no owner
-    finished(worker.submit(job, owner="a"))
-    busy = worker.submit(gate, owner="a")
-    assert gate.inside.wait(PATIENCE)
-    waiting = [worker.submit(job, owner=name) for name in "bc"]
-    assert [worker.expected_wait_s(stream) for stream in waiting] == [10, 20]
-    busy.stop()
-    gate.open()
-    assert all(map(finished, waiting))
-    worker.close()
-
-
-def test_groups_report_the_queue_of_the_job() -> None:
-    crew = WorkerGroup(2)
-    gates = [Gate() for _ in range(3)]
-    streams = [crew.submit(gate, owner="a") for gate in gates]
-    assert gates[0].inside.wait(PATIENCE) and gates[1].inside.wait(PATIENCE)
-    assert [stream.worker.ahead(stream) for stream in streams] == [0, 0, 1]
-    for stream, gate in zip(streams, gates, strict=True):
-        stream.stop()
-        gate.open()
-    assert all(map(finished, streams))
-    crew.close()
 
 
 def test_a_failed_job_retains_no_objects(worker: Worker) -> None:
@@ -518,60 +370,6 @@ def test_background_task_raises_its_exception() -> None:
 
     with pytest.raises(KeyError):
         list(BackgroundTask(work).progress())
-
-
-@pytest.mark.parametrize("parked", [False, True])
-def test_closing_the_progress_cancels_the_task(parked: bool) -> None:
-    cancelled = threading.Event()
-
-    def work(report: ReportProgress) -> None:
-        try:
-            while True:
-                report(TaskProgress("working"))
-        except TaskCancelled:
-            cancelled.set()
-            raise
-
-    progress = BackgroundTask(work, parked=parked).progress()
-    next(progress)
-    progress.close()
-    assert cancelled.is_set() if parked else cancelled.wait(PATIENCE)
-
-
-def test_parked_task_runs_only_while_progress_is_advanced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdemo.background.REPORT_INTERVAL_S", 0.0)  # each report parks
-    active = threading.Event()
-    active.set()
-    violations: list[int] = []
-
-    def work(report: ReportProgress) -> int:
-        for step in range(3):
-            if not active.is_set():
-                violations.append(step)
-            report(TaskProgress("working", step, 3))
-        return 3
-
-    task = BackgroundTask(work, parked=True)
-    progress, steps = task.progress(), []
-    while True:
-        active.set()
-        item = next(progress, None)
-        active.clear()
-        if item is None:
-            break
-        steps.append(item.done)
-    assert task.result == 3 and steps == [0, 1, 2] and not violations
-
-
-@pytest.mark.parametrize("parked", [False, True])
-def test_other_jobs_run_next_to_a_task_without_progress(worker: Worker, parked: bool) -> None:
-    gate = threading.Event()
-    task = BackgroundTask(lambda report: gate.wait(PATIENCE), parked=parked, text="working")
-    stream = worker.submit(task.progress)
-    other = finished(worker.submit(lambda: iter(range(100))))
-    assert other.items == list(range(100)) and not stream.done
-    gate.set()
-    assert finished(stream).items == [TaskProgress("working")] and task.result
 
 
 asker: contextvars.ContextVar[str] = contextvars.ContextVar("asker", default="nobody")

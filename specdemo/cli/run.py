@@ -60,38 +60,49 @@ def recipe_of_flags(options: argparse.Namespace) -> Recipe:
 
 def _show(events: Iterator[Event], options: argparse.Namespace, file: OutputFile | None) -> int:
     view = Json() if options.json else Steps() if options.steps else TextView(has_colour(options.color), options.raw)
-    loading, metrics = LoadingLine(), None
-
-    def put(event: Event) -> None:
-        record(event)
-        view.show(event)
-
-    def record(event: Event) -> None:
-        if file:
-            file.write(trace.write(event))
-
+    output = _Output(view, file)
     try:
         for event in events:
-            if isinstance(event, Loading):
-                if metrics is None:  # later, the line of the prompt would be overwritten
-                    loading.show(event)
-                continue
-            loading.show()
-            if isinstance(event, (Header, StepEvent)):
-                metrics = event.metrics if isinstance(event, StepEvent) else Metrics()
-            put(event)
+            output.add(event)
     except KeyboardInterrupt:
-        if metrics is not None:
-            put(End("cancelled", INTERRUPTED, metrics))
+        if output.metrics is not None:
+            output.put(End("cancelled", INTERRUPTED, output.metrics))
         return 130
     except Exception as error:
-        if metrics is not None:
-            record(End("error", str(error) or type(error).__name__, metrics))
+        if output.metrics is not None:
+            output.record(End("error", str(error) or type(error).__name__, output.metrics))
         raise
     if isinstance(event, End) and event.reason == "error":
         print(f"specdemo: the run failed: {event.error}", file=sys.stderr)
         return 1
     return 0
+
+
+class _Output:
+    """Terminal and trace file of a run."""
+
+    def __init__(self, view: Json | Steps | TextView, file: OutputFile | None) -> None:
+        self._view, self._file = view, file
+        self._loading = LoadingLine()
+        self.metrics: Metrics | None = None  # set by the header
+
+    def add(self, event: Event) -> None:
+        if isinstance(event, Loading):
+            if self.metrics is None:  # later, the line of the prompt would be overwritten
+                self._loading.show(event)
+            return
+        self._loading.show()
+        if isinstance(event, (Header, StepEvent)):
+            self.metrics = event.metrics if isinstance(event, StepEvent) else Metrics()
+        self.put(event)
+
+    def put(self, event: Event) -> None:
+        self.record(event)
+        self._view.show(event)
+
+    def record(self, event: Event) -> None:
+        if self._file:
+            self._file.write(trace.write(event))
 
 
 class Json:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specdemo.core.events import End, Event, Header, StepEvent
+from specdemo.core.events import End, Event, Header, PromptScores, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.step import Step, TokenLogprob
 from specdemo.drafters.prediction import PREDICTED
@@ -14,10 +15,10 @@ from specdemo.drafters.prediction import PREDICTED
 
 @dataclass(frozen=True)
 class AnswerToken:
-    """Token of an answer with its text and, if requested, log-probabilities."""
+    """Token with its text, as far as the answer shows it, and log-probabilities; None for the first of a prompt."""
 
     token: int
-    piece: str
+    text: str
     logprob: TokenLogprob | None
 
 
@@ -27,6 +28,7 @@ class DraftCounts:
 
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    emitted: int = 0  # tokens of these steps
     predicted: int = 0  # drafted from the prediction
     predicted_accepted: int = 0
 
@@ -35,6 +37,7 @@ class DraftCounts:
             return
         self.drafted.append(len(step.draft))
         self.accepted.append(step.accepted)
+        self.emitted += len(step.tokens)
         copied = [node for node, origin in enumerate(step.draft.origin) if origin.source == PREDICTED]
         self.predicted += len(copied)
         self.predicted_accepted += sum(node in step.verdict.accepted for node in copied)
@@ -51,7 +54,7 @@ class DraftCounts:
         drafted, accepted = sum(self.drafted), sum(self.accepted)
         longest = max([gamma, *self.accepted])
         return {
-            "mean_acceptance_length": 1 + accepted / steps if steps else None,
+            "mean_acceptance_length": self.emitted / steps if steps else None,
             "draft_acceptance_rate": accepted / drafted if drafted else None,
             "acceptance_histogram": [self.accepted.count(n) for n in range(longest + 1)],
             "num_spec_steps": steps,
@@ -63,42 +66,63 @@ class DraftCounts:
         }
 
 
+@dataclass(frozen=True)
+class AnswerPart:
+    """Text and tokens added by an event."""
+
+    text: str
+    tokens: Sequence[AnswerToken]
+
+
 @dataclass
 class Answer:
-    """Answer of a run so far."""
+    """Answer of a run so far.
 
-    stop: frozenset[int]  # tokens without text in the answer, which end it
+    Tokens with log-probabilities are listed when their text is shown. The end token and tokens of a stop text are
+    listed without text, so the listed texts are the answer.
+    """
+
+    echo: bool = False  # the answer begins with the prompt
+    counts: DraftCounts = field(default_factory=DraftCounts)
     text: str = ""
     tokens: list[AnswerToken] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)  # including the stop token
     prompt_tokens: Sequence[int] = ()
     cached_tokens: int = 0
     gamma: int = 0
-    counts: DraftCounts = field(default_factory=DraftCounts)
     metrics: Metrics = Metrics()
     finish_reason: str | None = None
+    _undecided: deque[AnswerToken] = field(default_factory=deque)  # a stop text may cut their texts
+    _listed: int = 0  # characters of `tokens`
 
-    def add(self, event: Event) -> list[AnswerToken]:
-        new: list[AnswerToken] = []
+    def add(self, event: Event) -> AnswerPart:
+        shown, listed = len(self.text), len(self.tokens)
         match event:
             case Header():
                 self.prompt_tokens, self.cached_tokens = event.prompt_tokens, event.cached_tokens
                 self.gamma = event.recipe["gamma"]
+                self.text = event.prompt if self.echo else ""
+                self._listed = len(self.text)
+            case PromptScores():
+                self.tokens += map(AnswerToken, self.prompt_tokens, event.texts, event.logprobs)
             case StepEvent():
                 self.counts.add(event.step)
-                new = self._new(event)
+                self.text += event.text
                 self.token_ids += event.step.tokens
                 self.metrics = event.metrics
+                written = event.written or event.pieces
+                self._undecided += map(AnswerToken, event.step.tokens, written, event.step.verdict.logprobs)
+                self._list()
             case End():
                 self.finish_reason, self.metrics = event.reason, event.metrics
-        self.tokens += new
-        self.text += "".join(token.piece for token in new)
-        return new
+                self._list(last=True)
+        return AnswerPart(self.text[shown:], self.tokens[listed:])
 
-    def _new(self, event: StepEvent) -> list[AnswerToken]:
-        logprobs = event.step.verdict.logprobs or [None] * len(event.step.tokens)
-        return [
-            AnswerToken(token, piece, logprob)
-            for token, piece, logprob in zip(event.step.tokens, event.pieces, logprobs, strict=False)
-            if piece or token not in self.stop
-        ]
+    def _list(self, last: bool = False) -> None:
+        while self._undecided:
+            token, free = self._undecided[0], len(self.text) - self._listed
+            if len(token.text) > free and not last:
+                return
+            self.tokens.append(replace(token, text=token.text[:free]))
+            self._listed += len(self.tokens[-1].text)
+            self._undecided.popleft()

@@ -5,42 +5,20 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from specdemo.completions.fields import InvalidParameter, effective, with_one_name
 from specdemo.core.bounded import ListOf, limited_object
-from specdemo.core.errors import UserError
+from specdemo.core.errors import PromptTooLong, UserError
 from specdemo.models.tokenizer import ChatMessage
 
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # values without effect of unsupported parameters
-    "n": (1,),
-    "best_of": (1,),
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "logit_bias": ({},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "response_format": ({"type": "text"},),
-    "echo": (False,),
-    "suffix": ("",),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "modalities": (["text"],),
-}
-_IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")  # name the client
-_MOST_MESSAGES = 4096
+_MOST_MESSAGES, _MOST_PROMPTS = 4096, 2048
 _ROLES = {"developer": "system"}
-
-
-class InvalidParameter(UserError):
-    """Invalid value of a parameter of the request."""
-
-    def __init__(self, sentence: str, parameter: str | None = None) -> None:
-        super().__init__(sentence)
-        self.parameter = parameter
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_UNLIMITED = -1
 
 
 class _Strict(BaseModel):
@@ -50,7 +28,7 @@ class _Strict(BaseModel):
 class TextPart(_Strict):
     """Part of a message; only texts are supported."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
@@ -77,6 +55,7 @@ class StreamOptions(_Strict):
 
     include_usage: bool = False
     include_obfuscation: bool = False  # this service adds no padding
+    continuous_usage_stats: Literal[False] = False
 
 
 class CompletionRequest(_Strict, ABC):
@@ -84,7 +63,6 @@ class CompletionRequest(_Strict, ABC):
 
     model: str
     max_tokens: int | None = None
-    max_completion_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -96,13 +74,14 @@ class CompletionRequest(_Strict, ABC):
     prediction: Prediction | None = None
     speculation: bool = True  # false: autoregressive decoding
     return_token_ids: bool = False
+    truncation_length: Annotated[int, Field(ge=1)] | None = None  # prompts are not truncated, but refused
+
+    _route: ClassVar[str]
 
     @model_validator(mode="after")
     def _options_fit(self) -> CompletionRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: set stream to true")
-        if None not in (self.max_tokens, self.max_completion_tokens):
-            raise ValueError("give either max_tokens or max_completion_tokens")
         if self.prediction is not None and not self.speculation:
             raise ValueError("a prediction needs speculation: omit one of them")
         return self
@@ -111,6 +90,11 @@ class CompletionRequest(_Strict, ABC):
     @abstractmethod
     def prompt_input(self) -> str | list[int] | list[ChatMessage]:
         """Return the prompt as `generate` accepts it."""
+
+    @property
+    def requests(self) -> Sequence[CompletionRequest]:
+        """Return a request per prompt."""
+        return (self,)
 
     @property
     @abstractmethod
@@ -127,34 +111,106 @@ class CompletionRequest(_Strict, ABC):
         """Return the number of alternatives per token in `logprobs`."""
 
     @property
+    def echoed(self) -> bool:
+        """Return True if the answer begins with the prompt."""
+        return False
+
+    @property
+    def scores_only(self) -> bool:
+        """Return True if no token is generated."""
+        return self.echoed and self.max_tokens == 0
+
+    @property
+    def unlimited(self) -> bool:
+        return self.max_tokens == _UNLIMITED
+
+    def check_length(self, tokens: int) -> None:
+        """Raise `PromptTooLong` beyond the limit of the client."""
+        if (limit := self.truncation_length) is not None and tokens > limit:
+            raise PromptTooLong(tokens, limit, "truncation_length")
+
+    @property
+    def template_options(self) -> Mapping[str, Any]:
+        return {}
+
+    @property
     def options(self) -> dict[str, Any]:
-        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        names = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        values = {"max_tokens": limit, "stop_texts": stop, **{name: getattr(self, name) for name in names}}
+        """Return the options of the recipe that the request names."""
+        values = {
+            "max_tokens": None if self.unlimited else self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": 0 if self.top_k == -1 else self.top_k,
+            "repetition_penalty": self.repetition_penalty,
+            "seed": _signed(self.seed),
+            "stop_texts": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+        }
         return {name: value for name, value in values.items() if value is not None}
+
+
+def _signed(seed: int | None) -> int | None:
+    """Map unsigned seeds of 64 bits to those of a recipe."""
+    return seed - (1 << 64) if seed is not None and 1 << 63 <= seed < 1 << 64 else seed
 
 
 class ChatRequest(CompletionRequest):
     """Body of /v1/chat/completions."""
 
+    _route = "/v1/chat/completions"
+
     messages: Annotated[ListOf[Message], Field(min_length=1, max_length=_MOST_MESSAGES)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None  # default: if the assistant wrote it
 
     @model_validator(mode="after")
     def _logprobs_fit(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: set logprobs to true")
+        return self
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _variables_fit(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if wrong := [name for name in values if not name.isidentifier() or name == "messages"]:
+            raise ValueError(f"chat_template_kwargs cannot set {wrong[0][:40]!r}: choose a variable of the template")
+        return values
+
+    @model_validator(mode="after")
+    def _ends_fit(self) -> ChatRequest:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("a message to continue has no generation prompt: omit add_generation_prompt")
         return self
 
     @property
     def prompt_input(self) -> list[ChatMessage]:
-        return [{"role": _ROLES.get(m.role, m.role), "content": _joined(m.content)} for m in self.messages]
+        messages = self.messages[:-1] if self._begins_empty else self.messages
+        return [{"role": _ROLES.get(m.role, m.role), "content": _joined(m.content)} for m in messages]
 
     @property
     def content(self) -> str:
-        return "".join(f"{m['role']}\n{m['content']}\n" for m in self.prompt_input) + "assistant\n"
+        text = "".join(f"{m['role']}\n{m['content']}\n" for m in self.prompt_input)
+        return text[:-1] if self.continued and not self._begins_empty else f"{text}assistant\n"
+
+    @property
+    def continued(self) -> bool:
+        """Return True if the answer continues the last message."""
+        if self.continue_final_message is None and self.add_generation_prompt is None:
+            return self.messages[-1].role == "assistant"
+        return bool(self.continue_final_message)
+
+    @property
+    def _begins_empty(self) -> bool:
+        return self.continued and len(self.messages) > 1 and not _joined(self.messages[-1].content)
+
+    @property
+    def template_options(self) -> Mapping[str, Any]:
+        given = dict(self.chat_template_kwargs)
+        if self.continued and not self._begins_empty:
+            return given | {"continue_final_message": True}
+        return given | ({"add_generation_prompt": False} if self.add_generation_prompt is False else {})
 
     @property
     def alternatives(self) -> int | None:
@@ -164,24 +220,39 @@ class ChatRequest(CompletionRequest):
 class TextRequest(CompletionRequest):
     """Body of /v1/completions."""
 
-    prompt: str | ListOf[str] | ListOf[int]
+    _route = "/v1/completions"
+
+    prompt: str | ListOf[str] | ListOf[int] | ListOf[ListOf[int]]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool = False
 
     @model_validator(mode="after")
-    def _single_prompt(self) -> TextRequest:
-        if isinstance(self.prompt_input, list) and any(isinstance(part, str) for part in self.prompt_input):
-            raise ValueError("prompt must contain a single text: send a request per text")
+    def _prompts_fit(self) -> TextRequest:
+        if len(self.requests) > _MOST_PROMPTS:
+            raise ValueError(f"prompt has more than {_MOST_PROMPTS:,} texts: send several requests")
+        if len(self.requests) > 1 and self.stream:
+            raise ValueError("answers to several prompts are not streamed: omit stream, or send a request per text")
         return self
 
     @property
+    def requests(self) -> Sequence[TextRequest]:
+        """Return a request per prompt."""
+        if not isinstance(self.prompt, list) or not self.prompt or isinstance(self.prompt[0], int):
+            return (self,)
+        return [self.model_copy(update={"prompt": prompt}) for prompt in self.prompt]
+
+    @property
     def prompt_input(self) -> str | list[int]:
-        single = isinstance(self.prompt, list) and len(self.prompt) == 1 and isinstance(self.prompt[0], str)
-        return cast("str | list[int]", self.prompt[0] if single else self.prompt)
+        return cast("str | list[int]", self.prompt)
 
     @property
     def content(self) -> str:
         prompt = self.prompt_input
         return prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
+
+    @property
+    def echoed(self) -> bool:
+        return self.echo
 
     @property
     def alternatives(self) -> int | None:
@@ -194,22 +265,54 @@ RequestT = TypeVar("RequestT", bound=CompletionRequest)
 def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
     """Validate a JSON body. Raises `InvalidParameter`."""
     try:
-        values = json.loads(body, object_pairs_hook=limited_object)
+        values = json.loads(body, object_pairs_hook=_known_keys)
     except UserError:
         raise
     except (ValueError, RecursionError):
         raise InvalidParameter("the body is not JSON: send a JSON object") from None
     if not isinstance(values, dict):
         raise InvalidParameter("the body must be a JSON object")
-    for name, neutral in _NEUTRAL.items():
-        value = values.pop(name, None)
-        if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
-            raise InvalidParameter(f"{name} is not supported: omit it", name)
-    known = {name: value for name, value in values.items() if name not in _IGNORED}
+    known = effective(with_one_name(values), "bodies", "supported", kind._route)
     try:
-        return kind.model_validate(known)
+        return kind.model_validate(_texts_only(known))
     except ValidationError as error:
         raise _invalid(error) from None
+
+
+def _known_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Read an object without the keys whose value is null."""
+    return {name: value for name, value in limited_object(pairs).items() if value is not None}
+
+
+def _texts_only(values: dict[str, Any]) -> dict[str, Any]:
+    """Remove fields without effect from messages and parts. Raises `InvalidParameter` for parts that are no texts."""
+    messages = values.get("messages")
+    if isinstance(messages, list) and len(messages) <= _MOST_MESSAGES:
+        values["messages"] = [_message(message, f"messages.{i}.") for i, message in enumerate(messages)]
+    if isinstance(prediction := values.get("prediction"), dict):
+        values["prediction"] = _with_parts(prediction, "prediction.")
+    return values
+
+
+def _message(message: Any, path: str) -> Any:
+    if not isinstance(message, dict):
+        return message
+    if message.get("role") == "assistant":  # absent beside calls of tools
+        message.setdefault("content", "")
+    return _with_parts(effective(message, "messages", path=path), path)
+
+
+def _with_parts(message: dict[str, Any], path: str) -> dict[str, Any]:
+    if not isinstance(content := message.get("content"), list):
+        return message
+    parts = []
+    for i, part in enumerate(content):
+        place = f"{path}content.{i}"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind not in _TEXT_PARTS:
+            raise InvalidParameter(f"{place} is of type {kind[:40]!r}, and this service reads texts: remove it", place)
+        parts.append(effective(part, "parts", path=f"{place}.") if isinstance(part, dict) else part)
+    return {**message, "content": parts}
 
 
 def _invalid(error: ValidationError) -> InvalidParameter:
@@ -219,6 +322,8 @@ def _invalid(error: ValidationError) -> InvalidParameter:
         return InvalidParameter(f"{path} is not supported: omit it", path)
     if problem["type"] == "missing":
         return InvalidParameter(f"{path} is missing: add it", path)
+    if problem["type"] == "literal_error" and path.endswith("role"):
+        return InvalidParameter(f"{path} must be {problem['ctx']['expected']}: tools are not supported", path)
     if text := re.match(r"(?:.*\.)?(?:prompt|stop|content)(?=\.|$)", path):
         return InvalidParameter(f"{text[0]} must be a text", text[0])
     if problem["type"] == "value_error":

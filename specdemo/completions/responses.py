@@ -6,13 +6,15 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from specdemo import __version__
-from specdemo.completions.answer import Answer, AnswerToken
+from specdemo.completions.answer import Answer, AnswerPart, AnswerToken
 from specdemo.models.tokenizer import UNFINISHED, TokenBytes
 
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": waiting\n\n"
 
 
 def event_line(value: Any) -> bytes:
@@ -32,36 +34,39 @@ class ResponseFormat(ABC):
     predicted: bool
     texts: TokenBytes
     token_ids: bool
-    _offset: int = 0  # characters sent before the next token
-    _withheld: int = 0  # further characters before it
-    _unfinished: bool = False  # bytes of a character are pending
+    _offset: int = 0  # characters of listed tokens
 
-    def complete(self, answer: Answer) -> dict[str, Any]:
-        choice = {"index": 0, **self._complete(answer), "finish_reason": answer.finish_reason}
-        ids = {"prompt_token_ids": list(answer.prompt_tokens)} if self.token_ids else {}
-        return {**self._envelope(self.whole, [choice | self._ids(answer.token_ids)]), **ids, **self.figures(answer)}
+    def complete(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return the response of a request, with an answer per prompt."""
+        choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
+        ids = {"prompt_token_ids": list(answers[0].prompt_tokens)} if self.token_ids and len(answers) == 1 else {}
+        return {**self._envelope(self.whole, choices), **ids, **self.figures(answers)}
 
-    def chunk(self, new: Sequence[AnswerToken], ids: Sequence[int]) -> dict[str, Any]:
-        choice = {"index": 0, **self._delta("".join(token.piece for token in new), new), "finish_reason": None}
+    def chunk(self, part: AnswerPart, ids: Sequence[int]) -> dict[str, Any]:
+        choice = {"index": 0, **self._delta(part), "finish_reason": None}
         return self._envelope(self.part, [choice | self._ids(ids)])
 
-    def last(self, answer: Answer, ids: Sequence[int]) -> dict[str, Any]:
-        choice = {"index": 0, **self._delta("", ()), "finish_reason": answer.finish_reason}
+    def last(self, part: AnswerPart, answer: Answer, ids: Sequence[int]) -> dict[str, Any]:
+        choice = {"index": 0, **self._delta(part), "finish_reason": answer.finish_reason}
         return self._envelope(self.part, [choice | self._ids(ids)])
 
     def usage(self, answer: Answer) -> dict[str, Any]:
-        return {**self._envelope(self.part, []), **self.figures(answer)}
+        return {**self._envelope(self.part, []), **self.figures([answer])}
 
-    def figures(self, answer: Answer) -> dict[str, Any]:
-        prompt, new = len(answer.prompt_tokens), answer.metrics.tokens
+    def figures(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return the counts of answers, which have the same `DraftCounts`."""
+        prompt = sum(len(answer.prompt_tokens) for answer in answers)
+        new = sum(answer.metrics.tokens for answer in answers)
+        cached = sum(min(answer.cached_tokens, len(answer.prompt_tokens)) for answer in answers)
+        counts, gamma = answers[0].counts, answers[0].gamma
         usage = {
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": min(answer.cached_tokens, prompt)},
-            "completion_tokens_details": answer.counts.usage(self.predicted),
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": counts.usage(self.predicted),
         }
-        return {"usage": usage, "metrics": {"speculative_decoding": answer.counts.statistics(answer.gamma)}}
+        return {"usage": usage, "metrics": {"speculative_decoding": counts.statistics(gamma)}}
 
     def first(self) -> list[dict[str, Any]]:
         return []
@@ -80,11 +85,21 @@ class ResponseFormat(ABC):
     def _ids(self, ids: Sequence[int]) -> dict[str, Any]:
         return {"token_ids": list(ids)} if self.token_ids else {}
 
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        self._offset = 0
+        choice = {"index": index, **self._complete(answer), "finish_reason": answer.finish_reason}
+        return choice | self._ids(answer.token_ids)
+
+    def _texts(self, token: AnswerToken) -> dict[int, str]:
+        """Return the texts of a token and its alternatives; that of the token is what the answer shows."""
+        top = token.logprob.top if token.logprob else ()
+        return {other: self.texts.text(other) for other, _ in top} | {token.token: token.text}
+
     @abstractmethod
     def _complete(self, answer: Answer) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _delta(self, text: str, tokens: Sequence[AnswerToken]) -> dict[str, Any]: ...
+    def _delta(self, part: AnswerPart) -> dict[str, Any]: ...
 
 
 class ChatFormat(ResponseFormat):
@@ -101,19 +116,23 @@ class ChatFormat(ResponseFormat):
         message = {"role": "assistant", "content": answer.text, "refusal": None}
         return {"message": message, "logprobs": self._logprobs(answer.tokens)}
 
-    def _delta(self, text: str, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
-        return {"delta": {"content": text} if tokens else {}, "logprobs": self._logprobs(tokens)}
+    def _delta(self, part: AnswerPart) -> dict[str, Any]:
+        shown = {"content": part.text} if part.text or part.tokens else {}
+        return {"delta": shown, "logprobs": self._logprobs(part.tokens)}
 
     def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
         entries = []
         for token in tokens:
             if token.logprob is not None:
-                top = [self._entry(other, logprob) for other, logprob in token.logprob.top]
-                entries.append(self._entry(token.token, token.logprob.logprob) | {"top_logprobs": top})
+                texts = self._texts(token)
+                top = [self._entry(other, texts[other], logprob) for other, logprob in token.logprob.top]
+                entries.append(self._entry(token.token, token.text, token.logprob.logprob) | {"top_logprobs": top})
         return {"content": entries, "refusal": None} if entries else None
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self.texts.text(token), "logprob": logprob, "bytes": list(self.texts.of(token))}
+    def _entry(self, token: int, text: str, logprob: float) -> dict[str, Any]:
+        own = self.texts.of(token)
+        partial = UNFINISHED in own.decode("utf-8", "replace")
+        return {"token": text, "logprob": logprob, "bytes": list(own if partial else text.encode())}
 
 
 class TextFormat(ResponseFormat):
@@ -125,32 +144,27 @@ class TextFormat(ResponseFormat):
     def _complete(self, answer: Answer) -> dict[str, Any]:
         return {"text": answer.text, "logprobs": self._logprobs(answer.tokens)}
 
-    def _delta(self, text: str, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
-        return {"text": text, "logprobs": self._logprobs(tokens)}
+    def _delta(self, part: AnswerPart) -> dict[str, Any]:
+        return {"text": part.text, "logprobs": self._logprobs(part.tokens)}
 
     def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
-        known = [(token, token.logprob) for token in tokens if token.logprob is not None]
-        if not known:
+        if not tokens:
             return None
+        starts = [*accumulate((len(token.text) for token in tokens), initial=self._offset)]
+        self._offset = starts.pop()
         return {
-            "tokens": [self.texts.text(token.token) for token, _ in known],
-            "token_logprobs": [logprob.logprob for _, logprob in known],
-            "top_logprobs": [{self.texts.text(t): value for t, value in logprob.top} for _, logprob in known],
-            "text_offset": [self._start(token) for token, _ in known],
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [token.logprob and token.logprob.logprob for token in tokens],
+            "top_logprobs": [self._top(token) for token in tokens],
+            "text_offset": starts,
         }
 
-    def _start(self, token: AnswerToken) -> int:
-        """Return the index of the first character of the next token, whose text may be withheld."""
-        text, first = self.texts.text(token.token), self._offset + self._withheld
-        self._offset += len(token.piece)
-        if self._unfinished and token.piece and token.piece.endswith(text):
-            first, self._unfinished = self._offset - len(text), False
-            self._withheld = 0
-        elif UNFINISHED in text:
-            self._unfinished = True
-        else:
-            self._withheld = max(0, self._withheld + len(text) - len(token.piece))
-        return first
+    def _top(self, token: AnswerToken) -> dict[str, float] | None:
+        """Return the log-probabilities of the alternatives and of the token itself."""
+        if token.logprob is None:
+            return None
+        texts, ascending = self._texts(token), token.logprob.top[::-1]  # the larger value of equal texts is last
+        return {texts[other]: value for other, value in (*ascending, (token.token, token.logprob.logprob))}
 
 
 def error_body(message: str, kind: str, code: str, parameter: str | None = None) -> dict[str, Any]:

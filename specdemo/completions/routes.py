@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -11,15 +12,16 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 
-from specdemo.completions.requests import ChatRequest, CompletionRequest, InvalidParameter, TextRequest, parse_request
-from specdemo.completions.responses import DONE, ResponseFormat, error_body, event_line
+from specdemo.completions.fields import InvalidParameter
+from specdemo.completions.requests import ChatRequest, CompletionRequest, TextRequest, parse_request
+from specdemo.completions.responses import COMMENT, DONE, error_body, event_line
 from specdemo.completions.service import CompletionService, UnknownModel
-from specdemo.core.errors import UserError
-from specdemo.core.events import End, Event, Header, StepEvent
+from specdemo.core.errors import PromptTooLong, UserError
+from specdemo.core.events import End, Event, Header
 from specdemo.recipe import Recipe
 from specdemo.remote.access import RouteInfo
 from specdemo.remote.admission import ServiceError, context_owner
-from specdemo.remote.server import parse_body, read_body, stream_queued, while_connected
+from specdemo.remote.server import TOO_LONG, parse_body, read_body, stream_queued, while_connected
 
 _LIMITS = "token, rate, body, queue, 10 s for the body; length of the context"
 COMPLETION_ROUTES = (
@@ -63,7 +65,11 @@ def error_of(error: Exception) -> tuple[int, dict[str, Any]]:
         code = error.problem.code
         return error.status, error_body(str(error), kind, _CODES.get(code, code))
     if isinstance(error, (UserError, ServiceError)):
-        return 400, error_body(str(error), "invalid_request_error", "invalid_value")
+        too_long = isinstance(error, PromptTooLong) or (
+            isinstance(error, ServiceError) and error.problem.code == TOO_LONG
+        )
+        message, code = (f"{error} ({TOO_LONG})", TOO_LONG) if too_long else (str(error), "invalid_value")
+        return 400, error_body(message, "invalid_request_error", code)
     return 500, error_body("the run failed: see the log of the service", "server_error", "internal_error")
 
 
@@ -102,43 +108,42 @@ async def _complete(
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ServiceError(415, "unsupported_media_type", "the content type must be application/json: set it")
     body = await read_body(request, app.state.limits.body_bytes)
-    parsed, recipe = await parse_body(partial(_prepared, service, kind), body)
-    events = stream_queued(app.state.worker, partial(service.events, parsed, recipe, context_owner(request)))
+    parsed, recipes = await parse_body(partial(_prepared, service, kind), body)
+    owner = context_owner(request)
+    runs = [
+        stream_queued(app.state.worker, partial(service.events, prompt, recipe, owner))
+        for prompt, recipe in zip(parsed.requests, recipes, strict=True)
+    ]
     if not parsed.stream:
-        return JSONResponse(await _whole(request, service, parsed, events))
-    header = await _until_header(request, events)  # errors before the header get a status code
-    usage = parsed.stream_options is not None and parsed.stream_options.include_usage
-    chunks = _chunks(service, service.format(parsed), header, events, usage)
-    return StreamingResponse(chunks, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        return JSONResponse(await _whole(request, service, parsed, runs))
+    chunks = kept_open(_chunks(service, parsed, runs[0]), service.keep_alive_s)
+    try:
+        first = await while_connected(request, anext(chunks))  # earlier errors get a status code
+    except BaseException:
+        await chunks.aclose()
+        raise
+    headers = {"cache-control": "no-cache"}
+    return StreamingResponse(_with_errors(first, chunks), media_type="text/event-stream", headers=headers)
 
 
 def _prepared(
     service: CompletionService, kind: type[CompletionRequest], body: bytes
-) -> tuple[CompletionRequest, Recipe]:
+) -> tuple[CompletionRequest, list[Recipe]]:
     parsed = parse_request(kind, body)
-    return parsed, service.recipe_of(parsed)
+    return parsed, [service.recipe_of(request) for request in parsed.requests]
 
 
 async def _whole(
-    request: Request, service: CompletionService, parsed: CompletionRequest, events: AsyncGenerator[Event, None]
+    request: Request, service: CompletionService, parsed: CompletionRequest, runs: Sequence[AsyncGenerator[Event, None]]
 ) -> dict[str, Any]:
-    answer = service.answer()
-    async with aclosing(events):
-        while answer.finish_reason is None:
-            event = await while_connected(request, anext(events))
-            _raise_failure(event)
-            answer.add(event)
-    return service.format(parsed).complete(answer)
-
-
-async def _until_header(request: Request, events: AsyncGenerator[Event, None]) -> Header:
-    try:
-        while not isinstance(event := await while_connected(request, anext(events)), Header):
-            pass
-        return event
-    except BaseException:
-        await events.aclose()
-        raise
+    answers = service.answers(parsed)
+    for answer, events in zip(answers, runs, strict=True):
+        async with aclosing(events):
+            while answer.finish_reason is None:
+                event = await while_connected(request, anext(events))
+                _raise_failure(event)
+                answer.add(event)
+    return service.format(parsed).complete(answers)
 
 
 def _raise_failure(event: Event) -> None:
@@ -147,28 +152,54 @@ def _raise_failure(event: Event) -> None:
 
 
 async def _chunks(
-    service: CompletionService,
-    form: ResponseFormat,
-    header: Header,
-    events: AsyncGenerator[Event, None],
-    usage: bool,
-) -> AsyncIterator[bytes]:
-    answer, sent = service.answer(), 0
-    answer.add(header)
+    service: CompletionService, parsed: CompletionRequest, events: AsyncGenerator[Event, None]
+) -> AsyncGenerator[bytes, None]:
+    form, sent = service.format(parsed), 0
+    (answer,) = service.answers(parsed)
     async with aclosing(events):
-        for chunk in form.first():
-            yield event_line(chunk)
-        try:
-            async for event in events:
-                _raise_failure(event)
-                new = answer.add(event)
-                if isinstance(event, StepEvent) and new:
-                    yield event_line(form.chunk(new, answer.token_ids[sent:]))
-                    sent = len(answer.token_ids)
-        except Exception as error:  # too late for a status code
-            yield event_line(error_of(error)[1])
-            return
-    yield event_line(form.last(answer, answer.token_ids[sent:]))
-    if usage:
+        async for event in events:
+            _raise_failure(event)
+            part = answer.add(event)
+            if isinstance(event, Header):
+                yield b"".join(event_line(chunk) for chunk in form.first())
+            if isinstance(event, End):
+                yield event_line(form.last(part, answer, answer.token_ids[sent:]))
+            elif part.text or part.tokens:
+                yield event_line(form.chunk(part, answer.token_ids[sent:]))
+                sent = len(answer.token_ids)
+    if parsed.stream_options is not None and parsed.stream_options.include_usage:
         yield event_line(form.usage(answer))
     yield DONE
+
+
+async def kept_open(chunks: AsyncGenerator[bytes, None], seconds: float) -> AsyncGenerator[bytes, None]:
+    """Yield the chunks, and a comment after `seconds` without one, so that proxies keep the connection open."""
+    waiting: asyncio.Future[bytes] | None = None
+    try:
+        while True:
+            waiting = waiting or asyncio.ensure_future(anext(chunks))
+            await asyncio.wait([waiting], timeout=seconds)
+            if not waiting.done():
+                yield COMMENT
+                continue
+            finished, waiting = waiting, None
+            try:
+                chunk = finished.result()
+            except StopAsyncIteration:
+                return
+            yield chunk
+    finally:
+        if waiting is not None:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        await chunks.aclose()
+
+
+async def _with_errors(first: bytes, chunks: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    async with aclosing(chunks):
+        yield first
+        try:
+            async for chunk in chunks:
+                yield chunk
+        except Exception as error:  # too late for a status code
+            yield event_line(error_of(error)[1])

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from typing import Any
 from uuid import uuid4
 
-from specdemo.completions.answer import Answer
+from specdemo.completions.answer import Answer, DraftCounts
 from specdemo.completions.conversations import ConversationStores
-from specdemo.completions.requests import ChatRequest, CompletionRequest, InvalidParameter
+from specdemo.completions.fields import InvalidParameter
+from specdemo.completions.requests import ChatRequest, CompletionRequest
 from specdemo.completions.responses import ChatFormat, ResponseFormat, TextFormat
-from specdemo.core.events import Event, StepEvent
+from specdemo.core.errors import PromptTooLong
+from specdemo.core.events import End, Event, Header, PromptScores, StepEvent
 from specdemo.core.rules import DEFAULT_RULE, RULES
 from specdemo.drafters import METHODS
 from specdemo.generate import generate
@@ -24,6 +28,8 @@ from specdemo.recipe import Recipe
 
 DEFAULT_MODEL = "default"
 _CHARACTERS_PER_TOKEN = 32  # no text has more on average; longer prompts are refused before they are tokenised
+
+_MOST_TOKENS = int((Recipe.OPTIONS["max_tokens"].bounds or (0, 0))[1])
 
 
 class UnknownModel(InvalidParameter):
@@ -42,6 +48,7 @@ class CompletionService:
     recipe: Recipe  # defaults of all requests
     created: int = field(default_factory=lambda: int(time.time()))
     seed: Callable[[], int] = random_seed  # source of seeds that requests omit
+    keep_alive_s: float = 10.0  # longest time without data in a stream
 
     def __post_init__(self) -> None:
         self._target = self.pool.take(self.recipe.target_spec)
@@ -65,23 +72,40 @@ class CompletionService:
         chat = isinstance(request, ChatRequest)
         if chat and not self._target.tokenizer.chat_template:
             raise InvalidParameter("this model has no chat template: use /v1/completions", "model")
-        limit = self._target.context * _CHARACTERS_PER_TOKEN
-        if max(len(request.content), len(request.predicted)) > limit:
-            raise InvalidParameter(
-                f"the prompt or prediction has more than {limit:,} characters, which cannot fit the context of "
-                f"{self._target.context:,} tokens: shorten it"
-            )
-        recipe = replace(self.recipe, **{"seed": self.seed(), "chat": chat, **request.options})
+        self._check_lengths(request)
+        recipe = replace(self.recipe, **{"seed": self.seed(), "chat": chat, **self._options(request)})
         if request.speculation:
             return recipe
         rule = recipe.rule if RULES[recipe.rule].shares_noise else DEFAULT_RULE
         return replace(recipe, method="ar", rule=rule, threshold=None)
 
+    def _check_lengths(self, request: CompletionRequest) -> None:
+        """Refuse long prompts before they are tokenised. Raises `UserError`."""
+        context, prompt = self._target.context, request.prompt_input
+        encoded = len(prompt) if prompt and isinstance(prompt[0], int) else 0
+        tokens = encoded or len(request.content) // _CHARACTERS_PER_TOKEN
+        if tokens > context:
+            raise PromptTooLong(tokens, context, least="" if encoded else "at least ")
+        if len(request.predicted) > context * _CHARACTERS_PER_TOKEN:
+            raise InvalidParameter("the prediction is longer than the context: shorten it", "prediction")
+
+    def _options(self, request: CompletionRequest) -> dict[str, Any]:
+        options = request.options
+        if request.unlimited:
+            options["max_tokens"] = min(self._target.context, _MOST_TOKENS)
+        if request.scores_only:
+            options["max_tokens"] = 1
+        if given := request.template_options:
+            variables = (f"{name}={json.dumps(value)}" for name, value in given.items())
+            options["template_options"] = (*self.recipe.template_options, *variables)
+        return options
+
     def events(self, request: CompletionRequest, recipe: Recipe, owner: str) -> Iterator[Event]:
         """Run a request in the worker; a conversation continues on the caches of its last request."""
         method = METHODS[recipe.method].name
         content, answer = f"{method}\n{recipe.chat}\n{request.content}", ""
-        stores = self._conversations.take(owner, content)
+        scored = request.echoed and request.alternatives is not None
+        stores = {} if scored else self._conversations.take(owner, content)
         run = generate(
             recipe,
             request.prompt_input,
@@ -89,15 +113,22 @@ class CompletionService:
             stores,
             prediction=request.predicted,
             logprobs=request.alternatives,
+            score=scored,
         )
         try:
             with closing(run):
                 for event in run:
+                    if isinstance(event, Header):
+                        request.check_length(len(event.prompt_tokens))
                     if isinstance(event, StepEvent):
                         answer += event.text
                     yield event
+                    if request.scores_only and isinstance(event, PromptScores if scored else Header):
+                        yield End("length")
+                        return
         finally:
-            self._conversations.put(owner, content, answer, stores)
+            if not scored:
+                self._conversations.put(owner, content, answer, stores)
 
     def format(self, request: CompletionRequest) -> ResponseFormat:
         kind = ChatFormat if isinstance(request, ChatRequest) else TextFormat
@@ -111,5 +142,7 @@ class CompletionService:
             token_ids=request.return_token_ids,
         )
 
-    def answer(self) -> Answer:
-        return Answer(frozenset(self._target.stop))
+    def answers(self, request: CompletionRequest) -> list[Answer]:
+        """Return an empty answer per prompt; they share the counts of drafts."""
+        counts = DraftCounts()
+        return [Answer(request.echoed, counts) for _ in request.requests]

@@ -87,14 +87,10 @@ class DenseProbs:
         from specdemo.native import sampling as native
 
         q = self.rows
-        if not isinstance(p, torch.Tensor):
-            overlaps = [float(row[p[parent + 1].token]) for row, parent in zip(q, parents, strict=True)]
-            return node_probs(p, tokens, parents), overlaps
-        if q.shape == (len(tokens), p.shape[1]) and native.supports(p) and native.supports(q):
-            return native.compare_drafts(p.contiguous(), q.contiguous(), parents, tokens)
-        chain = all(parent == node - 1 for node, parent in enumerate(parents))
-        rows = p[: len(tokens)] if chain else p[torch.tensor(parents, device=p.device) + 1]
-        return node_probs(p, tokens, parents), torch.minimum(rows, q).sum(-1).tolist()
+        if isinstance(p, torch.Tensor):
+            return native.compare_drafts(p, q, parents, tokens)
+        overlaps = [float(row[p[parent + 1].token]) for row, parent in zip(q, parents, strict=True)]
+        return node_probs(p, tokens, parents), overlaps
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,15 +119,10 @@ class SparseProbs:
 
         from specdemo.native import sampling as native
 
-        fits = self.ids.shape == self.values.shape == (len(tokens), self.ids.shape[-1])
-        if fits and isinstance(p, torch.Tensor) and native.supports(p) and _is_native(self.ids, self.values):
-            return native.compare_drafts(p.contiguous(), self.values.contiguous(), parents, tokens, self.ids)
-        rows = torch.tensor(parents, device=self.device)[:, None] + 1
         if isinstance(p, torch.Tensor):
-            overlaps = torch.minimum(p[rows, self.ids], self.values).sum(-1)
-        else:
-            targets = torch.tensor([row.token for row in p], device=self.device)
-            overlaps = (self.values * (self.ids == targets[rows])).sum(-1)
+            return native.compare_drafts(p, self.values, parents, tokens, self.ids)
+        targets = torch.tensor([p[parent + 1].token for parent in parents], device=self.device)
+        overlaps = (self.values * (self.ids == targets[:, None])).sum(-1)
         return node_probs(p, tokens, parents), overlaps.tolist()
 
 
@@ -165,21 +156,11 @@ def node_probs(p: ProbRows, tokens: Sequence[int], parents: Sequence[int]) -> li
     """Return the target probability of each draft token, `[n]`."""
     import torch
 
-    if not tokens:
-        return []
     if not isinstance(p, torch.Tensor):
         return [token_prob(p[parent + 1], token) for token, parent in zip(tokens, parents, strict=True)]
-    rows, columns = torch.tensor([[parent + 1 for parent in parents], [*tokens]], device=p.device)
-    return p[rows, columns].tolist()  # MPS has no kernel for `take`
-
-
-def _is_native(ids: Tensor, values: Tensor) -> bool:
-    """Return True if C can read sparse distributions."""
-    import torch
-
     from specdemo.native import sampling as native
 
-    return ids.dtype == torch.int64 and ids.device.type == "cpu" and ids.stride(-1) == 1 and native.supports(values)
+    return native.probs_of_tokens(p, parents, tokens)
 
 
 class TokenSampler(Protocol):
@@ -227,9 +208,7 @@ def excess(p: Probs, q: DraftRowProbs, weight: float) -> float:
         return float(weight * (1 - covered.sum()) + (weight * covered - q.values).clamp_(min=0).sum())
     from specdemo.native import sampling as native
 
-    if p.shape == q.shape and native.supports(p) and native.supports(q):
-        return native.excess_mass(p, q, weight)
-    return float((weight * p - q).clamp_(min=0).sum())
+    return native.excess_mass(p, q, weight)
 
 
 def residual(p: Probs, q: DraftRowProbs, weight: float = 1.0) -> Probs:
@@ -244,17 +223,8 @@ def residual(p: Probs, q: DraftRowProbs, weight: float = 1.0) -> Probs:
     from specdemo.native import sampling as native
 
     if isinstance(q, SparseRow):
-        if native.supports(p) and _is_native(q.ids, q.values):
-            normalised = native.sparse_residual_probs(p, q.ids, q.values, weight)
-            return p if normalised is None else normalised
-        mass = p.scatter(0, q.ids, (p[q.ids] - q.values / weight).clamp_(min=0))
-    else:
-        if p.shape == q.shape and native.supports(p) and native.supports(q):
-            normalised = native.residual_probs(p, q, weight)
-            return p if normalised is None else normalised
-        mass = (weight * p - q).clamp_(min=0)
-    total = mass.sum()
-    return mass / total if total > 0 else p
+        return native.sparse_residual_probs(p, q.ids, q.values, weight)
+    return native.residual_probs(p, q, weight)
 
 
 def without(p: AnyProbs, token: int) -> AnyProbs:

@@ -2,7 +2,6 @@
 
 import errno
 import tempfile
-import unicodedata
 from collections.abc import Collection
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -12,9 +11,19 @@ class UserError(ValueError):
     """Invalid request; the message is a sentence with cause and remedy."""
 
 
+class PromptTooLong(UserError):
+    """A prompt that does not fit, in words that agents recognise."""
+
+    def __init__(self, tokens: int, limit: int, name: str = "this model's maximum context length", least: str = ""):
+        super().__init__(
+            f"{name} is {limit:,} tokens and the prompt has {least}{tokens:,}: "
+            f"shorten it by at least {tokens - limit + 1:,}"
+        )
+
+
 def plain_text(text: str, limit: int = 300) -> str:
     """Return external `text` as a printable line."""
-    line = "".join(" " if unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp") else c for c in text[: limit + 1])
+    line = "".join(c if c.isprintable() else " " for c in text[: limit + 1])
     return line if len(line) <= limit else f"{line[:limit]} …"
 
 

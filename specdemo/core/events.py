@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdemo.core.metrics import Metrics
-from specdemo.core.step import Outcome, Step
+from specdemo.core.step import Outcome, Step, TokenLogprob
 
 INTERRUPTED = "interrupted"
 
@@ -38,6 +38,14 @@ class Header:
     encoder: bool = False  # the prompt was read by an encoder
     cached_tokens: int = 0  # prompt tokens in the KV cache of the target before the run
     environment: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores(Loading):
+    """End of the prefill with texts and log-probabilities of the prompt tokens, None for the first, if requested."""
+
+    texts: tuple[str, ...] = ()
+    logprobs: tuple[TokenLogprob | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,7 @@ class StepEvent:
     pending_text: str = ""  # text of the best beam that is not yet committed
     memory: MemoryUse = MemoryUse()
     metrics: Metrics = Metrics()
+    written: tuple[str, ...] = ()  # pieces before stop texts were withheld or cut; not in traces
 
     @property
     def text(self) -> str:

@@ -172,7 +172,11 @@ def reason_of(step: Step, node: int | None, recipe: Mapping[str, Any]) -> Reason
         return Reason.LATE_ACCEPTED if accepted else Reason.LATE_REJECTED
     if verdict.beta[node] is None:
         return _reason_of_untested(step, node)
-    rule = rule_traits(recipe)
+    return _reason_of_decided(step, node, recipe, accepted)
+
+
+def _reason_of_decided(step: Step, node: int, recipe: Mapping[str, Any], accepted: bool) -> Reason:
+    verdict, rule = step.verdict, rule_traits(recipe)
     if reasons := _REASONS.get(rule.decided_by):
         return reasons[0 if accepted else 1]
     if rule.chains_only:

@@ -16,8 +16,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.step import Draft, TopTokens
 from specdemo.native import sampling as native
 
-_LARGEST, _TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
-_TOP_P_WIDTH = 256  # initial number of candidates for top-p
+_LARGEST = torch.finfo(torch.float32).max
 
 
 # Function of all tokens before a position and its float32 logits `[vocab]`. If it depends on these only, p and q are
@@ -51,7 +50,7 @@ class SamplingParams:
     def process_logits(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Apply penalties, bad words and custom processors; raise `UserError` for NaN or infinite logits."""
         logits = self.constrain(logits, paths)
-        self.refuse_broken(largest(logits)[1])
+        self.refuse_broken(native.largest_logits(logits)[1])
         return logits
 
     def constrain(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
@@ -67,26 +66,7 @@ class SamplingParams:
         """Apply temperature, top-k, top-p and softmax to processed logits; return `[rows, vocab]`."""
         if self.temperature == 0:
             return torch.zeros_like(logits).scatter_(1, logits.argmax(1, keepdim=True), 1.0)
-        if native.supports(logits):
-            return native.token_distributions(logits, self.temperature, self.top_k, self.top_p)
-        logits = logits / self.temperature
-        if 0 < self.top_k < logits.shape[1]:
-            cutoff = logits.topk(self.top_k).values[:, -1:]
-            logits = logits.masked_fill(logits < cutoff, -torch.inf)
-        probs = logits.softmax(1)
-        return probs if self.top_p >= 1.0 else self._nucleus(probs)
-
-    def _nucleus(self, probs: Tensor) -> Tensor:
-        """Keep the smallest set of most probable tokens with mass `top_p`, renormalised (1904.09751)."""
-        width, vocab = _TOP_P_WIDTH, probs.shape[1]
-        while True:  # a full sort is expensive and rarely needed
-            mass, order = probs.topk(min(width, vocab))
-            total = mass.cumsum(1)
-            if width >= vocab or not bool((total[:, -1] < self.top_p).any()):
-                break
-            width *= 4
-        mass = mass * (total - mass < self.top_p)  # includes the token that crosses top_p
-        return torch.zeros_like(probs).scatter_(1, order, mass / mass.sum(1, keepdim=True))
+        return native.token_distributions(logits, self.temperature, self.top_k, self.top_p)
 
     def _process_row(self, logits: Tensor, path: Sequence[int]) -> Tensor:
         """Apply repetition penalty (CTRL, 1909.05858), then bad words, to one row `[vocab]`."""
@@ -127,31 +107,19 @@ def _shape(value: object) -> object:
     return list(value.shape) if isinstance(value, Tensor) else type(value).__name__
 
 
+def is_on_host(x: Tensor) -> bool:
+    """Return True if reading `x` does not wait for a device."""
+    return x.device.type == "cpu"
+
+
 def fitted(logits: Tensor, vocab_size: int) -> Tensor:
     """Truncate logits or pad with -inf to `[rows, vocab_size]`."""
     return pad(logits, (0, vocab_size - logits.shape[1]), value=-torch.inf)
 
 
-def largest(logits: Tensor) -> tuple[list[int], list[float]]:
-    """Return the most probable token of each row `[rows, vocab]` and its logit."""
-    if native.supports(logits):
-        return native.largest_logits(logits)
-    tokens = logits.argmax(1, keepdim=True)  # several times faster than top-1
-    listed = torch.cat([logits.gather(1, tokens), tokens], 1).tolist()
-    return [int(token) for _, token in listed], [value for value, _ in listed]  # exact in float32 below 2^24
-
-
 def top_tokens(distributions: Tensor, count: int) -> list[TopTokens]:
     """Return entropy and the `count` most probable tokens of each row `[rows, vocab]`, without zero mass."""
-    if native.supports(distributions):
-        return [TopTokens(entropy, tuple(top)) for entropy, top in native.summaries(distributions, count)]
-    surprise = distributions.clamp_min(_TINY).reciprocal().log()  # `special.entr` is several times slower
-    entropies = (distributions * surprise).sum(1).tolist()
-    mass, tokens = distributions.topk(min(count, distributions.shape[1]))
-    return [
-        TopTokens(entropy, tuple((token, p) for token, p in zip(*row, strict=True) if p > 0))
-        for entropy, *row in zip(entropies, tokens.tolist(), mass.tolist(), strict=True)
-    ]
+    return [TopTokens(entropy, tuple(top)) for entropy, top in native.summaries(distributions, count)]
 
 
 def with_tokens(
@@ -188,7 +156,7 @@ class Noise:
 
     def sample(self, probs: Tensor, position: int = 0) -> int:
         """Sample from `probs` `[vocab]`; `position` is ignored."""
-        if native.supports(probs):
+        if is_on_host(probs):
             return native.sample_at(probs, self._uniform.random())
         return int(self.sample_on_device(probs))
 
@@ -196,16 +164,7 @@ class Noise:
         return int(row.ids[self.sample(row.values)])
 
     def sample_on_device(self, probs: Tensor, position: int = 0) -> Tensor:
-        """Sample a token `[1]` and leave it on the device."""
-        return self._inverse_cdf(probs) if probs.device.type == "cpu" else self._exponential_race(probs)
-
-    def _inverse_cdf(self, probs: Tensor) -> Tensor:
-        mass = probs.cumsum(0, dtype=torch.float64)
-        token = torch.searchsorted(mass, self._uniform.random() * mass[-1:], right=True)
-        return token if token < len(probs) else probs.nonzero()[-1]  # the product was rounded up to the total
-
-    def _exponential_race(self, probs: Tensor) -> Tensor:
-        """Return argmax p / Exp(1), without host synchronisation."""
+        """Return argmax p / Exp(1) `[1]` on the device, without host synchronisation."""
         device = probs.device
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
@@ -271,8 +230,8 @@ class ChainSampler:
     def __call__(self, logits: Tensor, i: int) -> Tensor | int:
         """Return token i of raw logits `[1, own vocabulary]`: a number, or `[1]` on the device."""
         logits = fitted(logits, self.vocab_size).float()
-        if on_host := native.supports(logits):
-            (token,), values = largest(logits)
+        if on_host := is_on_host(logits):
+            (token,), values = native.largest_logits(logits)
             self._peaks += values
         else:
             self._device_peaks.append(logits.amax(1))

@@ -250,17 +250,22 @@ def _bounds(record: StepRecord) -> tuple[float | None, ...]:
 # --- untrusted files ----------------------------------------------------------------------------------------------
 
 
-def _agreeing(record: StepRecord) -> StepRecord:
-    draft, parents = record["draft"], record["parents"]
-    tokens, token = record["tokens"], record["token"]
-    n, choices = len(draft), record["choices"]
+def _check_draft(record: StepRecord) -> None:
+    parents = record["parents"]
     per_node: list[Sequence[Any]] = [record["draft_text"], parents, record["p"], record["draw"], record["beta"]]
     optional = (record["q"], record.get("drafted"), record.get("bound"), record.get("rank"), record.get("origin"))
     per_node += [values for values in optional if values]
-    if any(len(values) != n for values in per_node):
+    if any(len(values) != len(record["draft"]) for values in per_node):
         raise ValueError("the lists of a draft differ in length")
     if any(not -1 <= parent < node for node, parent in enumerate(parents)):
         raise ValueError("a parent must precede its child")
+
+
+def _agreeing(record: StepRecord) -> StepRecord:
+    parents = record["parents"]
+    tokens, token = record["tokens"], record["token"]
+    n, choices = len(record["draft"]), record["choices"]
+    _check_draft(record)
     reported = record.get("undisclosed") is not None
     _check_reported(record, reported)
     last, over_link = -1, reported or record.get("remote") is not None

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+_MARKS = 0xF0000  # first of the private characters that stand for special tokens
 
 
 class StopTexts:
-    """Text pieces up to the first of the stop texts; a possible beginning is withheld until later pieces decide."""
+    """Text pieces up to the first of the stop texts; a possible beginning is withheld until later pieces decide.
 
-    def __init__(self, texts: Sequence[str] = ()) -> None:
-        self._texts = texts
+    `marks`: texts of special tokens, which are not shown.
+    """
+
+    def __init__(self, texts: Sequence[str] = (), marks: Mapping[int, str] | None = None) -> None:
+        named = [(token, text) for token, text in (marks or {}).items() if any(text in stop for stop in texts)]
+        named.sort(key=lambda mark: -len(mark[1]))
+        self._characters = {token: chr(_MARKS + i) for i, (token, _) in enumerate(named)}
+        self._invisible = dict.fromkeys(map(ord, self._characters.values()))
+        replaced = list(texts)
+        for token, text in named:
+            replaced = [stop.replace(text, self._characters[token]) for stop in replaced]
+        self._texts = [*dict.fromkeys((*texts, *replaced))]
         self._withheld = ""
         self.reached = False
+
+    def mark(self, token: int) -> str:
+        """Return an invisible character for the piece of a special token."""
+        return self._characters.get(token, "")
 
     def feed(self, pieces: Iterable[str], last: bool = False) -> list[str]:
         """Return the shown text of each piece, up to a completed stop text; `last` ends the text."""
@@ -22,7 +38,7 @@ class StopTexts:
             shown.append(self._next(piece) if self._texts else piece)
         if shown and last:
             shown[-1] += self._withheld
-        return shown
+        return [text.translate(self._invisible) for text in shown]
 
     def _next(self, piece: str) -> str:
         text = self._withheld + piece

@@ -181,10 +181,7 @@ class _End(_Line):
 
 def read(text: Any, limits: ReadLimits = ReadLimits()) -> list[Trace]:
     """Return the traces of a file, with recomputed metrics. Raises `UserError` with line and cause."""
-    if not isinstance(text, str):
-        raise UserError("a trace must be text, with a JSON object per line")
-    if len(text) > limits.characters:
-        raise UserError(f"the file has {len(text):,} characters: at most {limits.characters:,} are read")
+    _check_text(text, limits)
     traces: list[tuple[Header, list[StepEvent], list[End]]] = []
     steps, metrics = 0, Metrics()
     for number, line, kind in _lines(text):
@@ -210,6 +207,13 @@ def read(text: Any, limits: ReadLimits = ReadLimits()) -> list[Trace]:
     if len(traces) > limits.traces:
         raise UserError(f"the file has {len(traces)} traces: at most {limits.traces} can be shown together")
     return [Trace(header, tuple(steps), ends[0] if ends else None) for header, steps, ends in traces]
+
+
+def _check_text(text: Any, limits: ReadLimits) -> None:
+    if not isinstance(text, str):
+        raise UserError("a trace must be text, with a JSON object per line")
+    if len(text) > limits.characters:
+        raise UserError(f"the file has {len(text):,} characters: at most {limits.characters:,} are read")
 
 
 _CHECKS: Mapping[type[Event], Callable[[str], Mapping[str, Any]]] = {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdemo.core.distributions import PointMass, ProbRows, TokenSampler
 from specdemo.core.rules import RULES, AcceptanceTest
-from specdemo.core.sampling import SamplingParams, largest, top_tokens, with_tokens
+from specdemo.core.sampling import SamplingParams, top_tokens, with_tokens
 from specdemo.core.step import Draft, TokenLogprob, Verdict
 from specdemo.native import sampling as native
 
@@ -47,7 +47,7 @@ class ModelVerifier:
     def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
         raw = self.score(tokens, draft)
         logits = self._constrained(raw, tokens, draft) if self.sampling.needs_paths else raw.float()
-        best, values = largest(logits)
+        best, values = native.largest_logits(logits)
         self.sampling.refuse_broken(values)
         count = min(self.candidates, logits.shape[1])
         choices = logits.topk(count).indices.tolist() if count > 1 else [[token] for token in best]
@@ -126,13 +126,7 @@ def position_tokens(draft: Draft, token: int | None, accepted: Sequence[int]) ->
 
 
 def _ranks(p: Tensor, draft: Draft) -> tuple[int, ...]:
-    if not draft.tokens:
-        return ()
-    if native.supports(p) and p.is_contiguous():
-        return tuple(native.token_ranks(p, draft.parents, draft.tokens))
-    rows = p[torch.tensor(draft.parents, device=p.device) + 1]
-    chosen = rows.gather(1, torch.tensor(draft.tokens, device=p.device)[:, None])
-    return tuple((1 + (rows > chosen).sum(1)).tolist())
+    return tuple(native.token_ranks(p, draft.parents, draft.tokens)) if draft.tokens else ()
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,20 @@ def align(sizes: Sequence[int], drafts: Sequence[StepCounts]) -> list[Span]:
     return spans
 
 
+def _steps_from(
+    position: int, limit: int, total: int, used: int, drafts: Sequence[StepCounts], merged: bool
+) -> Iterator[tuple[int, int, StepCounts]]:
+    """Yield end, used drafts and counts of possible steps; the chunk ends at `limit`."""
+    if merged or position + 1 == limit:
+        yield position + 1, used, NO_DRAFT
+    if used < len(drafts):
+        end, last = position + drafts[used].accepted + 1, used + 1 == len(drafts)
+        if last and limit == total:
+            end = min(end, total)
+        if end == limit or (merged and end < limit):
+            yield end, used + 1, drafts[used]
+
+
 def _possible_steps(
     ends: set[int], total: int, drafts: Sequence[StepCounts], merged: bool
 ) -> set[tuple[int, int, StepCounts]]:
@@ -152,15 +166,7 @@ def _possible_steps(
         next_end[position] = following
 
     def steps(position: int, used: int) -> Iterator[tuple[int, int, StepCounts]]:
-        limit = next_end[position]
-        if merged or position + 1 == limit:
-            yield position + 1, used, NO_DRAFT
-        if used < len(drafts):
-            end, last = position + drafts[used].accepted + 1, used + 1 == len(drafts)
-            if last and limit == total:
-                end = min(end, total)
-            if end == limit or (merged and end < limit):
-                yield end, used + 1, drafts[used]
+        return _steps_from(position, next_end[position], total, used, drafts, merged)
 
     reached: list[set[int]] = [{0}, *(set() for _ in range(total))]  # drafts used before each token
     for position in range(total):

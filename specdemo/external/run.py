@@ -12,12 +12,11 @@ from specdemo.core.errors import UserError, plain_text
 from specdemo.core.events import End, Event, Header, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.step import Step
-from specdemo.core.stop_text import StopTexts
 from specdemo.external.client import EngineClient
 from specdemo.external.dialect import EndReason
 from specdemo.external.reported import StepCounts, reported_step
 from specdemo.external.schema import GenerationRequest
-from specdemo.models.tokenizer import TextStream, check_ids
+from specdemo.models.tokenizer import TextStream, check_ids, stop_texts
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,8 @@ class ExternalRun:
 
     def _texts(self, steps: Generator[Step, None, EndReason]) -> Iterator[tuple[StepEvent, EndReason | None]]:
         """Yield the steps with their texts, the last one with the reason of the end."""
-        stream, stops = TextStream(self.tokenizer, self.request.prompt), StopTexts(self.stop_texts)
+        stream = TextStream(self.tokenizer, self.request.prompt)
+        stops = stop_texts(self.tokenizer, self.stop_texts)
         metrics = Metrics()
         for step, reason in _with_reason(steps):
             check_ids(list(step.tokens), len(self.tokenizer))
@@ -68,7 +68,7 @@ class ExternalRun:
             most = self.request.max_tokens - metrics.tokens
             step = _cut(step, min(stopped or most, most))
             reason = reason or ("length" if len(step.tokens) == most else None)
-            pieces = [stream.push(token) for token in step.tokens]
+            pieces = [stream.push(token) + stops.mark(token) for token in step.tokens]
             ended = bool(reason or stopped)
             if ended:
                 pieces[-1] += stream.rest()

@@ -26,6 +26,8 @@ from specdemo.models.untrusted import model_errors
 PromptOrChat: TypeAlias = "str | Sequence[ChatMessage] | Sequence[int]"
 
 _MARK, _END = "\ufdd0", "\ufdd1"  # Unicode noncharacters, which texts do not contain
+_ANSWER = "An answer."
+_turn_ends: WeakKeyDictionary[PreTrainedTokenizerBase, int | None] = WeakKeyDictionary()
 _unmarking: WeakKeyDictionary[PreTrainedTokenizerBase, Tokenizer] = WeakKeyDictionary()
 
 
@@ -159,3 +161,23 @@ def _unmarking_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[..., list
         _unmarking[tokenizer] = Tokenizer.from_str(json.dumps(settings))
     encoder = _unmarking[tokenizer]
     return lambda text, **options: encoder.encode(text, **options).ids
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the mark that the chat template writes after an answer, or None."""
+    if tokenizer not in _turn_ends:
+        _turn_ends[tokenizer] = _find_turn_end(tokenizer)
+    return _turn_ends[tokenizer]
+
+
+def _find_turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    messages = [{"role": role, "content": _ANSWER} for role in ("user", "assistant", "user")]
+    try:
+        written = read_prompt(tokenizer, messages, True, len(tokenizer)).text.split(_ANSWER)
+    except UserError:  # no template for this conversation
+        return None
+    following = written[2].lstrip() if len(written) == 4 else ""
+    mark, vocabulary = re.match(r"<[^<>\s]+>", following), tokenizer.get_vocab()
+    texts = [*tokenizer.get_added_vocab(), *([mark[0]] if mark else [])]
+    ends = [text for text in texts if text in vocabulary and following.startswith(text)]
+    return vocabulary[max(ends, key=len)] if ends else None

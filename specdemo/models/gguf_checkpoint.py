@@ -18,7 +18,8 @@ from specdemo.models.engines.gguf_linear import FLOATS, GgufLinear, common_dtype
 from specdemo.models.engines.native import uses_native_engine
 from specdemo.models.engines.native_matrix import FLOAT_FORMATS
 from specdemo.models.gguf_file import GgufTensor
-from specdemo.models.gguf_settings import stored_tensors
+from specdemo.models.gguf_settings import ROTARY_FACTORS, stored_tensors
+from specdemo.models.gguf_tokenizer import GUESSES
 from specdemo.models.hub import Hub
 from specdemo.models.llama_checkpoint import LlamaConfig, LlamaForCausalLM, generation_config, rotary_angles
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
@@ -45,7 +46,6 @@ _NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 _JOINED = (("q_proj", "k_proj"), ("gate_proj", "up_proj"))  # joined matrices have one type
-_FACTORS = "rope_freqs.weight"
 _IGNORED = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
 
 
@@ -83,9 +83,9 @@ def _check_shapes(name: str, config: LlamaConfig, tensors: dict[str, GgufTensor]
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     wanted = {_stored_name(key): tuple(weight.shape) for key, weight in model.named_parameters()}
-    factors = tensors.get(_FACTORS)
+    factors = tensors.get(ROTARY_FACTORS)
     if factors and (factors.shape, factors.kind) != ((config.head_dim // 2,), "F32"):
-        wanted[_FACTORS] = (config.head_dim // 2,)
+        wanted[ROTARY_FACTORS] = (config.head_dim // 2,)
     wrong = {
         "missing_keys": wanted.keys() - tensors.keys(),
         "unexpected_keys": {key for key in tensors.keys() - wanted.keys() if not _IGNORED.fullmatch(key)},
@@ -110,9 +110,10 @@ def read_gguf(
     spec = replace(spec, activations=activation_bits(spec, tensors))
     weights = _Weights(spec, config, path, tensors, report)
     weights.fill(model)
-    model.note = weights.note
+    tokenizer = open_tokenizer(spec.name, folder, PreTrainedTokenizerFast)
+    model.note = ", ".join(filter(None, [weights.note, *tokenizer.init_kwargs[GUESSES]]))
     model.activations = spec.activations
-    return model.train(False).requires_grad_(False), open_tokenizer(spec.name, folder, PreTrainedTokenizerFast)
+    return model.train(False).requires_grad_(False), tokenizer
 
 
 def _stored_name(name: str) -> str:
@@ -178,7 +179,7 @@ class _Weights:
             body.embed_tokens.weight = model.lm_head.weight
         rope = self._config.rope_parameters
         factors = rope.get("factor", 1.0)
-        if _FACTORS in self._tensors:
+        if ROTARY_FACTORS in self._tensors:
             factors = self._parameter("rope_freqs", torch.float32).data * factors
         body.rotary_emb = rotary_angles(self._config.head_dim, rope["rope_theta"], factors)
 

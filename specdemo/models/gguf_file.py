@@ -46,9 +46,17 @@ class GgufFile:
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
 
-    def value(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
-        """Return a metadata value. Raises `UserError` for other types and missing values."""
+    def value(self, key: str, kind: type[Value], default: Value | None = None, layers: int | None = None) -> Value:
+        """Return a metadata value. Raises `UserError` for other types and missing values.
+
+        `layers`: allowed length of a list of equal values.
+        """
         stored = self.metadata.get(key, default)
+        if layers is not None and isinstance(stored, list):
+            if len(stored) != layers or len({*stored}) != 1:
+                shown = plain_text(repr(stored), 40)
+                raise self.refusal(f"{key} is {shown}, not an equal value for each of {layers:,} layers")
+            stored = stored[0]
         if kind is float and type(stored) is int:
             stored = float(stored)
         if type(stored) is not kind or (isinstance(stored, float) and not isfinite(stored)):

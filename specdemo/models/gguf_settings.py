@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
+from math import isclose
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
-from typing import Any
+from typing import Any, NoReturn
 
 from specdemo.core.errors import UserError, check_temporary_folder, plain_text
 from specdemo.models.gguf_file import GgufFile, GgufTensor, read_gguf_header
@@ -15,11 +16,18 @@ from specdemo.models.gguf_tokenizer import VOCABULARY_KEY, tokenizer_settings
 from specdemo.models.model_sizes import ModelSizes
 
 _ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+_INTERLEAVED = ("llama", "mistral")  # order of the rotated values of a head
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
-_OTHER_MODELS = (
-    *("expert_count", "attention.scale", "attention.sliding_window", "logit_scale", "embedding_scale"),
-    *("residual_scale", "attn_logit_softcapping", "final_logit_softcapping", "rope.scaling.attn_factor"),
-)
+ROTARY_FACTORS = "rope_freqs.weight"
+_NEUTRAL: dict[str, tuple[float, ...]] = {  # keys that change what a model computes, with the values that do not
+    "attention.causal": (True,),
+    "rope.scaling.attn_factor": (1,),
+    **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale"), (0, 1)),
+    **dict.fromkeys(("expert_count", "expert_used_count", "expert_group_count", "nextn_predict_layers"), (0,)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping"), (0,)),
+    **dict.fromkeys(("attention.clamp_kqv", "attention.max_alibi_bias", "attention.temperature_scale"), (0,)),
+    "attention.output_scale": (0,),
+}
 
 _converting = Lock()
 
@@ -51,21 +59,21 @@ def _converted(name: str, path: Path, size: int, changed: int) -> tuple[Temporar
 
 
 def _configuration(file: GgufFile) -> dict[str, Any]:
+    if file.value("split.count", int, 1) > 1:
+        raise UserError(f"{file.name} is a part of a model: join the parts with llama-gguf-split --merge")
+    if (content := file.value("general.type", str, "model")) != "model":
+        raise file.refusal(f"it contains no model, but {plain_text(content, 40)!r}")
     kind = file.value("general.architecture", str)
     if kind not in _ARCHITECTURES:
         raise UserError(
             f"{file.name} contains a model of the architecture {plain_text(kind, 40)!r}, and GGUF files of "
             f"{', '.join(_ARCHITECTURES)} are supported: choose another file, or the safetensors checkpoint"
         )
-    if file.value("split.count", int, 1) > 1:
-        raise UserError(f"{file.name} is a part of a model: join the parts with llama-gguf-split --merge")
-    if unknown := [name for name in _OTHER_MODELS if file.metadata.get(f"{kind}.{name}")]:
-        raise UserError(f"{file.name} sets {unknown[0]}, which is not supported: choose another file")
-
     rows, tokens = _rows(file), len(file.value(VOCABULARY_KEY, list))
     if rows != tokens:
         raise file.refusal(f"its vocabulary has {tokens:,} tokens, and the model has {rows:,}")
     sizes = _sizes(file, kind, rows)
+    _check_computation(file, kind, sizes)
     wide = any(tensor.kind == "F32" and len(tensor.shape) > 1 for tensor in file.tensors.values())
     return {
         "model_type": "llama",
@@ -81,30 +89,35 @@ def _configuration(file: GgufFile) -> dict[str, Any]:
         "rms_norm_eps": file.value(f"{kind}.attention.layer_norm_rms_epsilon", float),
         "tie_word_embeddings": _HEAD not in file.tensors,
         "rope_parameters": _rope(file, kind),
-        "interleaved": kind in ("llama", "mistral"),
+        "interleaved": kind in _INTERLEAVED,
         "biased": [part for part in ("q", "k", "v", "output") if f"blk.0.attn_{part}.bias" in file.tensors],
-        "normed_heads": "blk.0.attn_q_norm.weight" in file.tensors,
+        "normed_heads": kind == "qwen3",
         "dtype": "float32" if wide else "bfloat16",
     }
 
 
 def _sizes(file: GgufFile, kind: str, rows: int) -> ModelSizes:
+    layers = file.value(f"{kind}.block_count", int)
+
     def number(name: str, default: int | None = None) -> int:
         return file.value(f"{kind}.{name}", int, default)
 
-    width, heads = number("embedding_length"), number("attention.head_count")
-    head_dim = number("attention.key_length", width // max(heads, 1))
-    if (values := number("attention.value_length", head_dim)) != head_dim:
-        raise file.refusal(f"attention.value_length is {values:,}, and its heads have {head_dim:,} values")
+    def of_layers(name: str, default: int | None = None) -> int:
+        return file.value(f"{kind}.{name}", int, default, layers)
+
+    width, heads = number("embedding_length"), of_layers("attention.head_count")
+    head_dim, values = (number(f"attention.{name}_length", width // max(heads, 1)) for name in ("key", "value"))
+    if values != head_dim:
+        raise file.refusal(f"its heads have {head_dim:,} values in keys and {values:,} in values")
     sizes = ModelSizes(
         width=width,
         heads=heads,
-        kv_heads=number("attention.head_count_kv", heads),
+        kv_heads=of_layers("attention.head_count_kv", heads),
         head_dim=head_dim,
         rotated=number("rope.dimension_count", head_dim),
         rotates_whole_heads=True,
-        inner=number("feed_forward_length"),
-        layers=number("block_count"),
+        inner=of_layers("feed_forward_length"),
+        layers=layers,
         vocab_size=rows,
         positions=number("context_length"),
     )
@@ -112,7 +125,29 @@ def _sizes(file: GgufFile, kind: str, rows: int) -> ModelSizes:
     return sizes
 
 
+def _check_computation(file: GgufFile, kind: str, sizes: ModelSizes) -> None:
+    assert sizes.head_dim is not None and sizes.positions is not None
+    neutral = {**_NEUTRAL, "attention.scale": (0, sizes.head_dim**-0.5)}
+    for name, values in neutral.items():
+        stored = file.metadata.get(f"{kind}.{name}", values[0])
+        for value in stored if isinstance(stored, list) else [stored]:
+            if not (isinstance(value, (int, float)) and any(isclose(value, x, rel_tol=1e-6) for x in values)):
+                _refuse_key(file, name, stored)
+    window = file.value(f"{kind}.attention.sliding_window", int, 0, sizes.layers)
+    if 0 < window < sizes.positions:
+        _refuse_key(file, "attention.sliding_window", window)
+    if kind not in _INTERLEAVED and ROTARY_FACTORS in file.tensors:
+        _refuse_key(file, ROTARY_FACTORS, "in a model without such factors")
+
+
+def _refuse_key(file: GgufFile, name: str, stored: object) -> NoReturn:
+    shown = plain_text(str(stored), 40)
+    raise UserError(f"{file.name} sets {name} ({shown}), which is not supported: choose another file")
+
+
 def _rows(file: GgufFile) -> int:
+    if not file.tensors:
+        raise file.refusal("it contains a vocabulary only, without a model")
     if _EMBEDDING not in file.tensors:
         raise file.refusal(f"the tensor {_EMBEDDING} is missing")
     return file.tensors[_EMBEDDING].shape[0]
@@ -120,12 +155,14 @@ def _rows(file: GgufFile) -> int:
 
 def _rope(file: GgufFile, kind: str) -> dict[str, Any]:
     theta = file.value(f"{kind}.rope.freq_base", float, 10_000.0)
-    scaling = file.value(f"{kind}.rope.scaling.type", str, "none")
-    if scaling == "none":
+    scaling = file.value(f"{kind}.rope.scaling.type", str, "linear")
+    legacy = file.value(f"{kind}.rope.scale_linear", float, 0.0)
+    factor = file.value(f"{kind}.rope.scaling.factor", float, legacy) or 1.0
+    if scaling == "none" or (factor == 1 and scaling in ("linear", "yarn")):
         return {"rope_type": "default", "rope_theta": theta}
     if scaling != "linear":
         raise UserError(
             f"{file.name} has a rotary embedding of kind {plain_text(scaling, 40)!r}, and none and linear are "
             "supported: choose another file, or the safetensors checkpoint"
         )
-    return {"rope_type": scaling, "rope_theta": theta, "factor": file.value(f"{kind}.rope.scaling.factor", float)}
+    return {"rope_type": scaling, "rope_theta": theta, "factor": factor}

@@ -21,7 +21,7 @@ from huggingface_hub import HfApi, constants, errors, snapshot_download
 from huggingface_hub.utils.tqdm import tqdm
 from safetensors import SafetensorError, safe_open
 
-from specdemo.core.errors import UserError
+from specdemo.core.errors import UserError, plain_text
 from specdemo.core.formats import format_bytes
 from specdemo.models.gguf_settings import settings_folder
 from specdemo.models.memory import memory_limit
@@ -195,7 +195,7 @@ def weight_errors(name: str) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        raise UserError(f"the weights of {name} are damaged ({error}): download them again") from error
+        raise UserError(f"the weights of {name} are damaged ({plain_text(str(error))}): download them again") from error
 
 
 def _contains(folder: Path, patterns: tuple[str, ...]) -> bool:

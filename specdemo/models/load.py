@@ -15,7 +15,6 @@ from transformers.utils import logging
 
 from specdemo.core.decode import Verifier
 from specdemo.core.errors import UserError
-from specdemo.core.sampling import largest
 from specdemo.core.step import Draft
 from specdemo.core.target import TargetContext
 from specdemo.core.verifier import ModelVerifier, configured_rule
@@ -27,6 +26,7 @@ from specdemo.models.batch_invariance import (
     compared_context,
 )
 from specdemo.models.cache_check import cache_support, quiet
+from specdemo.models.chat_prompt import turn_end
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.generic import auto_class, has_encoder, opening, refuse_recurrent
 from specdemo.models.engines.llama_weights import LlamaWeights, is_spread, pack
@@ -45,6 +45,7 @@ from specdemo.models.tokenizer import check_ids
 from specdemo.models.tokenizer_check import open_tokenizer
 from specdemo.models.untrusted import check_tensors, check_weight_count, converts_errors, model_errors
 from specdemo.native.build import NativeUnavailable, native_library
+from specdemo.native.sampling import largest_logits
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
 if TYPE_CHECKING:
@@ -155,7 +156,8 @@ class LoadedModel:
     def stop(self) -> frozenset[int]:
         ids = getattr(self.model.generation_config, "eos_token_id", None)
         listed = ids if isinstance(ids, list) else [ids]
-        return frozenset(i for i in (*listed, self.tokenizer.eos_token_id) if i is not None)
+        ends = (*listed, self.tokenizer.eos_token_id, turn_end(self.tokenizer))
+        return frozenset(token for token in ends if token is not None)
 
 
 @converts_errors
@@ -188,7 +190,8 @@ def load(
     with closing(CachedModel(model)) as cached:
         if warm:
             with cached.engine.recording_disabled():  # CUDA graphs are recorded only in the device thread
-                largest(cached.score([0], Draft.chain((0,))))
+                largest_logits(cached.score([0], Draft.chain((0,))))
+        turn_end(tokenizer)  # now, since it starts a process
         return LoadedModel(spec, model, tokenizer, cached.weight_bytes, engine, warm)
 
 

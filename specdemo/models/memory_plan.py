@@ -18,7 +18,8 @@ from specdemo.models.engines.engine import doubled
 from specdemo.models.engines.generic import has_encoder
 from specdemo.models.engines.llama import PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import can_pack
-from specdemo.models.engines.native import NATIVE_CHUNK, padded_dim, uses_native_engine
+from specdemo.models.engines.native import NATIVE_CHUNK, uses_native_engine
+from specdemo.models.engines.native_cache import padded_dim
 from specdemo.models.engines.native_families import transformers_reason, unchecked_parts
 from specdemo.models.engines.native_matrix import FLOAT_FORMATS
 from specdemo.models.engines.native_weights import kv_dtype, planned_bytes

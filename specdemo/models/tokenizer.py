@@ -16,6 +16,8 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
 from specdemo.core.errors import UserError
+from specdemo.core.stop_text import StopTexts
+from specdemo.models.gguf_tokenizer import CHATS_BEGIN
 from specdemo.models.untrusted import model_errors
 
 UNFINISHED = "\ufffd"  # decoded form of an incomplete character
@@ -101,9 +103,24 @@ def encode_prompt(
     """Return the tokens of a text; `encode` replaces that of the tokenizer."""
     with model_errors("the tokenizer", "cannot encode the prompt"):
         tokens = (encode or tokenizer.encode)(text, add_special_tokens=not chat)
+        tokens = _with_one_bos(tokenizer, tokens, chat)
     if not tokens:
         raise UserError("the tokenizer finds no tokens in the prompt: change it, or choose another model")
     return check_ids(tokens, vocab_size)
+
+
+def _with_one_bos(tokenizer: PreTrainedTokenizerBase, tokens: list[int], chat: bool) -> list[int]:
+    """Add the BOS that a file demands for chats; remove repeated ones."""
+    bos = tokenizer.encode("")[:1]
+    if chat and tokenizer.init_kwargs.get(CHATS_BEGIN):
+        tokens = bos + tokens
+    written = next((i for i, token in enumerate(tokens) if [token] != bos), len(tokens))
+    return tokens[max(0, written - 1) :]
+
+
+def stop_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> StopTexts:
+    added = tokenizer.added_tokens_decoder.items() if texts else ()
+    return StopTexts(texts, {token: mark.content for token, mark in added if mark.special})
 
 
 def token_ids(prompt: Sequence[Any], chat: bool, vocab_size: int) -> list[int]:

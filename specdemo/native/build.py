@@ -20,10 +20,8 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from specdemo.native.formats import format_differences
-from specdemo.native.interface import declare, layout_differences
+from specdemo.native.interface import SOURCES, ForeignLibrary, declare, header_digest
 
-SOURCES = Path(__file__).parent
 SWITCH = "SPECDEMO_NATIVE"  # environment variable; 0 disables the engine
 VECTORS = "SPECDEMO_VECTORS"  # environment variable; a key of `_BUILDS`, by default the widest that the CPU supports
 _FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-pthread")
@@ -135,9 +133,10 @@ def _load() -> ctypes.CDLL:
         raise NativeUnavailable(
             f"{path.parent} is not usable ({error}): set XDG_CACHE_HOME to a writable directory"
         ) from error
-    declare(library)
-    if differences := layout_differences(library) or format_differences(library):
-        raise NativeUnavailable(f"C and Python differ in their structures ({', '.join(differences[:3])})")
+    try:
+        declare(library)
+    except ForeignLibrary as error:
+        raise NativeUnavailable("its headers have changed since this program started: start it again") from error
     return library
 
 
@@ -159,10 +158,11 @@ def unsupported_vectors() -> str | None:
 
 
 def _command() -> tuple[str, ...]:
+    flags = (*_FLAGS, f"-DINTERFACE_DIGEST={header_digest(SOURCES)}")
     if not _is_x86():
-        return (*_compiler(), *_FLAGS, "-march=native")
-    flags = _BUILDS[os.environ.get(VECTORS) or supported_vectors()[0]][1]
-    return (*_compiler(), *_FLAGS, _EQUAL_ROUNDING, *flags)
+        return (*_compiler(), *flags, "-march=native")
+    vectors = _BUILDS[os.environ.get(VECTORS) or supported_vectors()[0]][1]
+    return (*_compiler(), *flags, _EQUAL_ROUNDING, *vectors)
 
 
 def _is_x86() -> bool:

@@ -1,13 +1,6 @@
 /* Access to single weights */
 #include "formats.h"
 
-/* Formats up to one without name */
-const format *format_table(void) {
-    static format table[FORMAT_COUNT + 1];
-    memcpy(table, FORMATS, sizeof FORMATS);
-    return table;
-}
-
 /* Index in `weights` of input k and output n, in numbers or bytes; `shift`: first bit in the byte */
 int64_t position(const matrix *m, int64_t n, int64_t k, int *shift) {
     int64_t b = n / BLOCK, j = n % BLOCK, inputs = m->inputs;

@@ -1,8 +1,19 @@
-/* Number formats of weights, and their place in a matrix */
+/* Number formats of weights, and their place in a matrix; formats.py reads the list. */
 #pragma once
 #include "blocks.h"
 
-/* Name, bits, group, scales, scale form, peak of activations, step and offset of `format` */
+/* A number format of weights */
+typedef struct {
+    int32_t bits;            /* of a stored weight */
+    int32_t group;           /* inputs that share a scale; 0: all inputs of an output */
+    int32_t scales;          /* numbers per group and output: none, scale, or scale and minimum */
+    int32_t scale_form;      /* of these numbers */
+    int32_t activation_peak; /* largest integer of quantised activations; 0: activations are floats */
+    int32_t step;            /* inputs decoded at once */
+    int32_t offset;          /* subtracted from each stored, unsigned integer */
+} format;
+
+/* Names, and the numbers of `format` */
 #define FORMAT_LIST(X)                                                                                                 \
     X(F32, 32, 0, 0, F32, 0, 0, 0)                                                                                     \
     X(BF16, 16, 0, 0, F32, 0, 0, 0)                                                                                    \
@@ -16,7 +27,7 @@
     X(Q6_K, 8, 16, 1, F32, 32639, 4, 128)
 
 #define ENTRY(NAME, BITS, GROUP, SCALES, SCALE, PEAK, STEP, OFFSET)                                                    \
-    [NAME] = {#NAME, BITS, GROUP, SCALES, SCALE, PEAK, STEP, OFFSET},
+    [NAME] = {BITS, GROUP, SCALES, SCALE, PEAK, STEP, OFFSET},
 static const format FORMATS[] = {FORMAT_LIST(ENTRY)};
 
 /* Numbers of a format for kernels: compilers resolve a switch earlier than an array. */

@@ -1,12 +1,12 @@
-"""Number formats in which the native engine stores weights, see `formats.h`."""
+"""Number formats in which the native engine stores weights, read from `formats.h`."""
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-if TYPE_CHECKING:
-    import ctypes
+from specdemo.native.interface import CONSTANTS, SOURCES
 
 
 @dataclass(frozen=True)
@@ -49,31 +49,23 @@ class Format:
         return outputs * (stored * self.bits + groups * self.scales * self.scale_bits) // 8 + tables
 
 
-FORMATS: dict[str, Format] = {
-    form.name: form
-    for form in (
-        Format("F32", 0, 32, gguf_type=0),
-        Format("BF16", 1, 16, gguf_type=30),
-        Format("F16", 2, 16, gguf_type=1),
-        Format("INT8", 3, 8, scales=1),
-        Format("CODE4", 4, 4, group=64, scales=1),
-        Format("Q8_0", 5, 8, group=32, scales=1, scale_bits=16, gguf_type=8),
-        Format("Q4_0", 6, 4, group=32, scales=1, scale_bits=16, gguf_type=2),
-        Format("Q4_1", 7, 4, group=32, scales=2, scale_bits=16, gguf_type=3),
-        Format("Q4_K", 8, 4, group=32, scales=2, gguf_type=12),
-        Format("Q6_K", 9, 8, group=16, scales=1, gguf_type=14),
-    )
-}
+_GGUF_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q4_K": 12, "Q6_K": 14, "BF16": 30}
+
+
+def _formats() -> Iterator[Format]:
+    """Yield the entries `X(name, bits, group, scales, form of the scales, ...)` of FORMAT_LIST."""
+    entries = re.findall(r"X\((\w+), (\d+), (\d+), (\d+), (\w+),", (SOURCES / "formats.h").read_text("utf-8"))
+    for name, bits, group, scales, scale_form in entries:
+        yield Format(
+            name=name,
+            number=CONSTANTS[name],
+            bits=int(bits),
+            group=int(group),
+            scales=int(scales),
+            scale_bits=16 if scale_form == "F16" else 32,
+            gguf_type=_GGUF_TYPES.get(name),
+        )
+
+
+FORMATS: dict[str, Format] = {form.name: form for form in _formats()}
 QUANTISED_GGUF = tuple(name for name, form in FORMATS.items() if form.is_coded and form.gguf_type is not None)
-
-
-def format_differences(library: ctypes.CDLL) -> list[str]:
-    """Return the formats that differ from those in C."""
-    compiled = {}
-    for number, entry in enumerate(library.format_table()):
-        if entry.name is None:
-            break
-        name, bits = entry.name.decode(), 16 if entry.scale_form == FORMATS["F16"].number else 32
-        compiled[name] = (name, number, entry.bits, entry.group, entry.scales, bits)
-    expected = {name: astuple(form)[:-1] for name, form in FORMATS.items()}
-    return sorted(name for name in expected | compiled if expected.get(name) != compiled.get(name))

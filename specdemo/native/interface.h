@@ -1,4 +1,4 @@
-/* Structures and functions that Python uses, see interface.py. */
+/* Structures, constants and functions that Python uses: interface.py reads this file. */
 #pragma once
 #include <stdint.h>
 
@@ -94,28 +94,9 @@ typedef struct {
     int32_t count, drawn, passes; /* drawn, passes: output */
 } chain;
 
-/* A structure (size in bytes, offset 0) or a field of one, named structure.field. */
-typedef struct {
-    const char *name;
-    int64_t offset, size;
-} member;
-
-/* A number format of weights */
-typedef struct {
-    const char *name;
-    int32_t bits;            /* of a stored weight */
-    int32_t group;           /* inputs that share a scale; 0: all inputs of an output */
-    int32_t scales;          /* numbers per group and output: none, scale, or scale and minimum */
-    int32_t scale_form;      /* of these numbers */
-    int32_t activation_peak; /* largest integer of quantised activations; 0: activations are floats */
-    int32_t step;            /* inputs decoded at once */
-    int32_t offset;          /* subtracted from each stored, unsigned integer */
-} format;
-
 enum result { DONE, NO_MEMORY, STOPPED, INVALID };
 
-const member *interface_members(void);
-const format *format_table(void);
+int64_t interface_digest(void);
 int block_outputs(void);
 int vector_outputs(void);
 const char *vector_extensions(void);
@@ -128,3 +109,21 @@ int run_pass(const pass *requested);
 int draft_chain(const pass *first, chain *c);
 int write_rows(const matrix *m, int64_t first, int64_t count, const float *rows);
 int self_check(void);
+
+void largest_logits(const float *logits, int64_t rows, int64_t stride, int64_t count, int32_t *tokens, float *values);
+void distributions(const float *logits, int64_t rows, int64_t stride, int64_t count, float temperature, int64_t top_k,
+                   double top_p, float *probs, float *scratch);
+int64_t invert(const float *probs, int64_t count, double uniform);
+int compare_drafts(const float *p, const float *q, int64_t count, int64_t n, const int32_t *parents,
+                   const int32_t *tokens, float *token_probs, float *overlaps);
+int compare_sparse_drafts(const float *p, const int64_t *ids, int64_t stride, const float *q, int64_t size,
+                          int64_t count, int64_t n, const int32_t *parents, const int32_t *tokens, float *token_probs,
+                          float *overlaps);
+int token_ranks(const float *p, int64_t count, int64_t n, const int32_t *parents, const int32_t *tokens,
+                int32_t *ranks);
+void summarize(const float *probs, int64_t rows, int64_t stride, int64_t count, int64_t size, int32_t *tokens,
+               float *values, double *entropies);
+double excess(const float *p, const float *q, float weight, int64_t count);
+double residual(const float *p, const float *q, float weight, int64_t count, float *o);
+double sparse_residual(const float *p, const int64_t *ids, const float *q, int64_t size, float weight, int64_t count,
+                       float *o);

@@ -1,100 +1,112 @@
-"""Declarations of the structures and functions of the C library, see `interface.h`."""
+"""Structures, constants and functions of the C library, read from `interface.h`."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+import hashlib
+import re
+from collections.abc import Callable, Iterator
 from enum import IntEnum
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
 
-_FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
-_INT, _INT32 = ctypes.c_int, ctypes.c_int32
-_INT64 = ctypes.c_int64
-_ADDRESS = ctypes.c_void_p
+SOURCES = Path(__file__).parent
+_HEADERS = ("interface.h", "formats.h")  # read by Python
+_Structure = TypeVar("_Structure", bound=type[ctypes.Structure])
+_Type: TypeAlias = type[Any]
 
 
+def header_digest(folder: Path) -> int:
+    """Return 60 bits of the digest of the headers in `folder`."""
+    texts = [(folder / name).read_bytes() for name in _HEADERS]
+    return int(hashlib.sha256(b"\0".join(texts)).hexdigest()[:15], 16)
+
+
+DIGEST = header_digest(SOURCES)
+_TEXT = re.sub(r"/\*.*?\*/|#[^\n]*", "", (SOURCES / "interface.h").read_text("utf-8"), flags=re.DOTALL)
+_FIELDS = {name: fields for fields, name in re.findall(r"typedef struct {(.*?)} (\w+);", _TEXT, re.DOTALL)}
+_ENUMS = {name: re.findall(r"\w+", members) for name, members in re.findall(r"enum (\w+) {(.*?)};", _TEXT, re.DOTALL)}
+_FUNCTIONS = re.findall(r"^(\w[\w *]*?)(\w+)\(([^)]*)\);", _TEXT, re.MULTILINE)
+CONSTANTS = {member: number for members in _ENUMS.values() for number, member in enumerate(members)}
+
+_types: dict[str, _Type] = {
+    "int": ctypes.c_int,
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+}
+
+
+def _described(name: str) -> Callable[[_Structure], _Structure]:
+    """Set the fields of a class to those of the structure `name`; pointers are addresses."""
+
+    def describe(structure: _Structure) -> _Structure:
+        structure._fields_ = list(_fields(_FIELDS[name]))
+        _types[name] = structure
+        return structure
+
+    return describe
+
+
+def _fields(declarations: str) -> Iterator[tuple[str, _Type]]:
+    for declaration in filter(None, map(str.strip, declarations.split(";"))):
+        kind, declarators = declaration.removeprefix("const ").split(maxsplit=1)
+        for declarator in declarators.split(","):
+            (name,) = re.findall(r"\w+$", declarator)
+            yield name, ctypes.c_void_p if "*" in declarator else _types[kind]
+
+
+@_described("matrix")
 class MatrixStruct(ctypes.Structure):
     """Weights of a linear layer; without weights: no layer."""
 
-    _fields_ = [
-        *((name, _ADDRESS) for name in ("weights", "scales", "codes", "code_bytes", "bias")),
-        *((name, _INT32) for name in ("form", "outputs", "inputs", "narrow")),
-    ]
 
-
+@_described("layer")
 class LayerStruct(ctypes.Structure):
     """Matrices and norms of a decoder layer."""
 
-    _fields_ = [
-        *((name, MatrixStruct) for name in ("qkv", "value", "out", "gate_up", "down")),
-        *((name, _ADDRESS) for name in ("enter", "between", "query_norm", "key_norm", "after_out", "after_down")),
-        ("attention_scale", _FLOAT),
-        ("window", _INT32),
-    ]
 
-
+@_described("model")
 class ModelStruct(ctypes.Structure):
     """Layers, embeddings, head and sizes of a model."""
 
-    _fields_ = [
-        *((name, _ADDRESS) for name in ("layers", "embedding", "positions", "channel_scale")),
-        *((name, _ADDRESS) for name in ("fuse", "stream_norm", "leave")),
-        ("head", MatrixStruct),
-        *((name, _INT32) for name in ("layer_count", "width", "inner", "heads", "kv_heads", "head_dim", "cache_form")),
-        *((name, _INT32) for name in ("rotated", "activation", "gated", "centred", "parallel", "replaced")),
-        *((name, _FLOAT) for name in ("epsilon", "embedding_scale", "attention_cap", "logit_cap")),
-    ]
 
-
+@_described("text")
 class TextStruct(ctypes.Structure):
     """Cache of a text of a pass, and the number of its rows."""
 
-    _fields_ = [
-        *((name, _ADDRESS) for name in ("cache", "states", "target_states", "own_state")),
-        ("capacity", _INT64),
-        *((name, _INT32) for name in ("rows", "held", "last")),
-    ]
 
-
+@_described("pass")
 class PassStruct(ctypes.Structure):
     """Rows of the texts of a forward pass, their visible cache positions, and the buffers for results."""
 
-    _fields_ = [
-        *((name, _ADDRESS) for name in ("model", "texts", "cosines", "sines", "ids", "positions", "prefix")),
-        *((name, _ADDRESS) for name in ("extra", "extra_start", "taps", "logits", "scratch", "stop", "times")),
-        *((name, _INT32) for name in ("text_count", "rows", "rotations", "tap_count", "threads")),
-    ]
 
-
+@_described("chain")
 class ChainStruct(ctypes.Structure):
     """Sampling parameters of a drafted chain, and the buffers for its tokens and distributions."""
 
-    _fields_ = [
-        ("top_p", _DOUBLE),
-        *((name, _ADDRESS) for name in ("uniforms", "probs", "scratch", "peaks", "chosen", "tokens", "ids")),
-        *((name, _INT64) for name in ("top_k", "vocab")),
-        *((name, _FLOAT) for name in ("temperature", "least_reach")),
-        *((name, _INT32) for name in ("count", "drawn", "passes")),
-    ]
+
+def _result_codes() -> Any:
+    return IntEnum("Result", _ENUMS["result"], start=0)
 
 
-class Result(IntEnum):
-    """Result codes of a pass; only `DONE` means that its logits are complete."""
-
-    DONE = 0
-    NO_MEMORY = 1
-    STOPPED = 2
-    INVALID = 3
+Result = _result_codes()  # DONE: the logits of a pass are complete
 
 
 class PassStopped(Exception):
     """A pass ended early, because its stop flag was set."""
 
 
+class ForeignLibrary(Exception):
+    """A library was compiled from other headers."""
+
+
 class StopFlag:
     """Flag that ends passes early; any thread and signal handlers may set it during a pass."""
 
     def __init__(self) -> None:
-        self._value = _INT32()
+        self._value = ctypes.c_int32()
         self.address: int = ctypes.addressof(self._value)
 
     def set(self) -> None:
@@ -108,66 +120,32 @@ class StopFlag:
         return bool(self._value.value)
 
 
-class _Member(ctypes.Structure):
-    _fields_ = [("name", ctypes.c_char_p), ("offset", _INT64), ("size", _INT64)]
-
-
-class _Format(ctypes.Structure):
-    _fields_ = [
-        ("name", ctypes.c_char_p),
-        *((name, _INT32) for name in ("bits", "group", "scales", "scale_form", "activation_peak", "step", "offset")),
-    ]
-
-
-STRUCTURES: dict[str, type[ctypes.Structure]] = {
-    "matrix": MatrixStruct,
-    "layer": LayerStruct,
-    "model": ModelStruct,
-    "text": TextStruct,
-    "pass": PassStruct,
-    "chain": ChainStruct,
-    "format": _Format,
-}
-# The type of the result and the types of the arguments, by function name.
-FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
-    "interface_members": (ctypes.POINTER(_Member), ()),
-    "format_table": (ctypes.POINTER(_Format), ()),
-    "block_outputs": (_INT, ()),
-    "vector_outputs": (_INT, ()),
-    "vector_extensions": (ctypes.c_char_p, ()),
-    "set_code_bytes": (None, (_ADDRESS, _ADDRESS)),
-    "matrix_rows": (None, (ctypes.POINTER(MatrixStruct), _ADDRESS, _INT64, _ADDRESS)),
-    "check_model": (ctypes.c_char_p, (ctypes.POINTER(ModelStruct),)),
-    "check_pass": (ctypes.c_char_p, (ctypes.POINTER(PassStruct),)),
-    "scratch_floats": (_INT64, (ctypes.POINTER(ModelStruct), _INT32)),
-    "run_pass": (_INT, (ctypes.POINTER(PassStruct),)),
-    "draft_chain": (_INT, (ctypes.POINTER(PassStruct), ctypes.POINTER(ChainStruct))),
-    "write_rows": (_INT, (ctypes.POINTER(MatrixStruct), _INT64, _INT64, _ADDRESS)),
-    "self_check": (_INT, ()),
-    "largest_logits": (None, (_ADDRESS, _INT64, _INT64, _INT64, _ADDRESS, _ADDRESS)),
-    "distributions": (
-        None,
-        (_ADDRESS, _INT64, _INT64, _INT64, _FLOAT, _INT64, _DOUBLE, _ADDRESS, _ADDRESS),
-    ),
-    "invert": (_INT64, (_ADDRESS, _INT64, _DOUBLE)),
-    "compare_drafts": (_INT, (_ADDRESS, _ADDRESS, _INT64, _INT64, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS)),
-    "compare_sparse_drafts": (
-        _INT,
-        (_ADDRESS, _ADDRESS, _INT64, _ADDRESS, _INT64, _INT64, _INT64, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
-    ),
-    "token_ranks": (_INT, (_ADDRESS, _INT64, _INT64, _ADDRESS, _ADDRESS, _ADDRESS)),
-    "summarize": (None, (_ADDRESS, _INT64, _INT64, _INT64, _INT64, _ADDRESS, _ADDRESS, _ADDRESS)),
-    "excess": (_DOUBLE, (_ADDRESS, _ADDRESS, _FLOAT, _INT64)),
-    "residual": (_DOUBLE, (_ADDRESS, _ADDRESS, _FLOAT, _INT64, _ADDRESS)),
-    "sparse_residual": (_DOUBLE, (_ADDRESS, _ADDRESS, _ADDRESS, _INT64, _FLOAT, _INT64, _ADDRESS)),
-}
-
-
 def declare(library: ctypes.CDLL) -> None:
-    """Declare the types of all functions. Raise AttributeError if one is missing."""
-    for name, (result, arguments) in FUNCTIONS.items():
+    """Declare the types of all functions. Raises `ForeignLibrary` for a library of other headers."""
+    digest = getattr(library, "interface_digest", None)
+    if digest:
+        digest.restype = ctypes.c_int64
+    if not digest or digest() != DIGEST:
+        raise ForeignLibrary
+    for result, name, arguments in _FUNCTIONS:
         function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+        function.restype = _result_type(result)
+        function.argtypes = [] if arguments == "void" else [_argument_type(text) for text in arguments.split(",")]
+
+
+def _result_type(declared: str) -> _Type | None:
+    kind = declared.removeprefix("const ").split()
+    if kind == ["char", "*"]:
+        return ctypes.c_char_p
+    return None if kind == ["void"] else _types[kind[0]]
+
+
+def _argument_type(declared: str) -> _Type:
+    """Structures are passed by pointer, arrays by address."""
+    kind = declared.strip().removeprefix("const ").split()[0]
+    if "*" not in declared:
+        return _types[kind]
+    return ctypes.POINTER(_types[kind]) if kind in _FIELDS else ctypes.c_void_p
 
 
 def check_result(library: ctypes.CDLL, result: int, requested: PassStruct) -> None:
@@ -185,22 +163,3 @@ def check_model(library: ctypes.CDLL, model: ModelStruct) -> None:
     """Raise ValueError for sizes that contradict each other or are not supported."""
     if fault := library.check_model(ctypes.byref(model)):
         raise ValueError(fault.decode())
-
-
-def layout_differences(library: ctypes.CDLL) -> list[str]:
-    """Return the members of the structures whose offset or size differs from those in C."""
-    expected = dict(_members())
-    compiled: dict[str, tuple[int, int]] = {}
-    for member in library.interface_members():
-        if member.name is None:
-            break
-        compiled[member.name.decode()] = member.offset, member.size
-    return sorted(name for name in expected | compiled if expected.get(name) != compiled.get(name))
-
-
-def _members() -> Iterator[tuple[str, tuple[int, int]]]:
-    for name, structure in STRUCTURES.items():
-        yield name, (0, ctypes.sizeof(structure))
-        for field in structure._fields_:
-            place = getattr(structure, field[0])
-            yield f"{name}.{field[0]}", (place.offset, place.size)

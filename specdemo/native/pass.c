@@ -69,6 +69,9 @@ int draft_chain(const pass *first, chain *c) {
     return DONE;
 }
 
+/* Digest of the headers that Python reads, see interface.py */
+int64_t interface_digest(void) { return INTERFACE_DIGEST; }
+
 /* Layout for the caller: outputs per block and vector */
 int block_outputs(void) { return BLOCK; }
 int vector_outputs(void) { return LANES; }

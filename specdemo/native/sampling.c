@@ -1,6 +1,5 @@
 /* Distributions of the next token, and samples from them. */
 #include "sampling.h"
-#include "interface.h"
 #include "vectors.h"
 
 typedef float vn __attribute__((vector_size(2 * LANES))); /* half of a vector */

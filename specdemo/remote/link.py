@@ -157,14 +157,9 @@ class HttpClient:
                     if len(rest) > _MAX_LINE_BYTES:
                         raise ValueError("the line is too long")
                     for line in lines:
-                        if line.startswith(b"error "):
-                            cause = plain_text(line[6:].decode("utf-8", "replace"))
-                            raise UserError(f"the cloud at {self.url} failed: {cause}")
-                        if line.startswith(b"read "):
-                            yield PrefillPosition(int(line[5:]))
-                            continue
-                        yield None if line == b"end" else int(line)
-                        if line == b"end":
+                        item = self._parsed(line)
+                        yield item
+                        if item is None:
                             return
         except _NETWORK_ERRORS as error:
             raise _failure(error) from error
@@ -173,6 +168,14 @@ class HttpClient:
         except ValueError as error:
             raise UserError(f"{self.url} is not a specdemo service: it sent no token ids") from error
         raise ServiceDown("the stream was cut off")
+
+    def _parsed(self, line: bytes) -> int | PrefillPosition | None:
+        """Return an item of `tokens`."""
+        if line.startswith(b"error "):
+            raise UserError(f"the cloud at {self.url} failed: {plain_text(line[6:].decode('utf-8', 'replace'))}")
+        if line.startswith(b"read "):
+            return PrefillPosition(int(line[5:]))
+        return None if line == b"end" else int(line)
 
     def close(self) -> None:
         """End the reads of other threads within `_SLICE_S`."""

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
-from specdemo.core.errors import UserError
+from specdemo.core.errors import PromptTooLong, UserError
 from specdemo.remote.access import RouteInfo
 from specdemo.remote.admission import ServiceError, ServiceLimits, admission, context_owner
 from specdemo.remote.connections import ConnectionLimits
@@ -299,10 +299,12 @@ async def _continued(first: bytes, lines: AsyncGenerator[bytes, None]) -> AsyncI
         yield b"end\n"
 
 
+TOO_LONG = "context_length_exceeded"
 _ERRORS: tuple[tuple[type[Exception], int, str], ...] = (
     (UnknownContext, 404, "unknown_context"),
     (StaleRequest, 409, "stale"),
     (ContextInUse, 503, "busy"),
+    (PromptTooLong, 422, TOO_LONG),
     (UserError, 422, "invalid"),
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -18,7 +18,7 @@ from specdemo.recipe import Recipe
 from specdemo.ui.lane import SPEC
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OPTIONS, recipe_of, setting_of
-from specdemo.ui.streams import drain, reason
+from specdemo.ui.streams import LaneEvents, drain, reason
 from specdemo.worker import WorkerBusy
 
 _UNRECORDED = {"top": 0}  # the page records distributions for its inspector, the API does not
@@ -50,21 +50,9 @@ def endpoints(service: Service, initial: Recipe, device: str) -> dict[str, Calla
             stream = service.start([(SPEC, recipe_from(values))], prompt, address=address_of(request))
         except (UserError, WorkerBusy) as error:
             raise gr.Error(reason(error), print_exception=False) from None
-        metrics = Metrics()
-        started = ended = False
-        async with aclosing(drain(stream)) as batches:
-            async for batch in batches:
-                for _, event in batch:
-                    if isinstance(event, Loading):
-                        continue
-                    started, ended = True, isinstance(event, End)
-                    if isinstance(event, StepEvent):
-                        metrics = event.metrics
-                    yield trace.write(event).rstrip()
-        if started and not ended and not stream.error:  # stopped, for example because the program terminates
-            yield trace.write(End("cancelled", INTERRUPTED, metrics)).rstrip()
-        if stream.error:
-            raise gr.Error(reason(stream.error), print_exception=False)
+        async with aclosing(_trace_lines(stream)) as lines:
+            async for line in lines:
+                yield line
 
     async def preflight(request: gr.Request, *values: Any) -> dict[str, Any]:
         """Estimate the speed-up of a pair and a method before a run."""
@@ -74,6 +62,24 @@ def endpoints(service: Service, initial: Recipe, device: str) -> dict[str, Calla
             raise gr.Error(reason(error), print_exception=False) from None
 
     return {"generate": _with_parameters(generate, defaults), "preflight": _with_parameters(preflight, defaults)}
+
+
+async def _trace_lines(stream: LaneEvents) -> AsyncGenerator[str]:
+    metrics = Metrics()
+    started = ended = False
+    async with aclosing(drain(stream)) as batches:
+        async for batch in batches:
+            for _, event in batch:
+                if isinstance(event, Loading):
+                    continue
+                started, ended = True, isinstance(event, End)
+                if isinstance(event, StepEvent):
+                    metrics = event.metrics
+                yield trace.write(event).rstrip()
+    if started and not ended and not stream.error:  # stopped, for example because the program terminates
+        yield trace.write(End("cancelled", INTERRUPTED, metrics)).rstrip()
+    if stream.error:
+        raise gr.Error(reason(stream.error), print_exception=False)
 
 
 def api_defaults(initial: Recipe) -> dict[str, Any]:

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
-import pytest
-from fakes.tiny_models import byte_level_tokenizer, save_model
-
-from specdemo.bench import table
-from specdemo.bench.acceptance import Acceptance, AcceptanceCount, acceptance_tables
-from specdemo.bench.measure import measure
+from specdemo.bench.acceptance import Acceptance, AcceptanceCount
 from specdemo.core.link_stats import Source
 from specdemo.core.metrics import Metrics
 from specdemo.core.origin import Origin
 from specdemo.core.step import Draft, Step, Verdict
-from specdemo.models.model_pool import ModelPool
-from specdemo.prompts import Prompt
-from specdemo.recipe import Recipe
 
 
 def step(i: int, draft: Draft, accepted: int, tested: int, **verdict: object) -> Step:
@@ -49,41 +38,3 @@ def test_counts_of_steps() -> None:
     metrics = Metrics.of(STEPS[:5])
     assert [count.tested for count in counts.position.values()] == list(metrics.tested_by_position)
     assert [count.accepted for count in counts.position.values()] == list(metrics.accepted_by_position)
-
-
-def test_tables_have_a_row_per_lane_and_a_column_per_interval() -> None:
-    counts = Acceptance.of(STEPS, prompt_length=61)
-    tables = {title: (head, rows) for title, head, rows in acceptance_tables({"a": counts, "ar": Acceptance()})}
-    position, length, confidence = tables.values()
-    assert position == (["recipe", "1", "2"], [["a", "0.50 of 4", "0.50 of 2"]])
-    assert length == (["recipe", "0 to 64", "64 to 128"], [["a", "0.50 of 2", "0.50 of 4"]])
-    assert confidence[0] == ["recipe", "0.2 to 0.4", "0.4 to 0.6", "0.6 to 0.8", "from 0.8"]
-    assert confidence[1] == [["a", "0.30 → 0.00 of 1", "0.50 → 0.00 of 1", "0.70 → 1.00 of 1", "0.90 → 1.00 of 2"]]
-    assert list(acceptance_tables({"ar": Acceptance()})) == []
-
-
-def test_counts_of_a_measurement(tmp_path: Path) -> None:
-    """The counts agree with the metrics of the runs, pool all classes, and are part of the JSON line."""
-    model = str(save_model(tmp_path / "model", byte_level_tokenizer(), num_hidden_layers=4))
-    common = {"target": model, "drafter": model, "device": "cpu", "max_tokens": 12, "temperature": 1.0}
-    recipes = [Recipe(**common, method="ar"), Recipe(**common, gamma=3), Recipe(**common, gamma=3, rule="block")]
-    prompts = [Prompt("code", "code 1", "def add("), Prompt("prose", "prose 1", "for i in")]
-    records = [item for item in measure(recipes, prompts, ModelPool()) if isinstance(item, dict)]
-    rows = table.table(recipes, records)
-    lanes = table.acceptance(rows)
-    assert len(lanes) == 3 and not lanes["ar T=1"].position
-    for i, lane in enumerate(lanes.values()):
-        tested = sum(record["runs"][i]["tested"] for record in records)
-        assert sum(count.tested for count in lane.position.values()) == tested
-        assert sum(count.tested for count in lane.confidence.values()) == tested
-        assert sum(count.accepted for count in lane.text_length.values()) == sum(
-            record["runs"][i]["accepted"] for record in records
-        )
-        assert (tested > 0) == (i > 0)
-    block = sum(record["runs"][2]["drafted"] for record in records)
-    assert sum(count.tested for count in lanes["draft gamma=3 block T=1"].position.values()) == pytest.approx(block)
-    (_, listed), *_ = json.loads(table.as_json(rows)).items()
-    assert listed[1]["acceptance"]["position"]["1"].keys() == {"tested", "accepted", "confidence"}
-    assert "0 to 64" in table.acceptance_markdown(rows) and "by position in the draft" in table.report(
-        recipes, 2, records, rows
-    )

@@ -8,15 +8,11 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-import torch
 from fakes.bench_records import run
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
 from specdemo.bench import measure, table
 from specdemo.bench.baselines import BASELINES
-from specdemo.bench.published_tables import repetition_table
-from specdemo.cli import main
-from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.step import Draft, Step, Verdict
@@ -69,76 +65,6 @@ def test_repetitions_of_prompts_are_not_independent() -> None:
     assert once.interval == repeated.interval == pytest.approx((0.5, 2.0))
 
 
-def test_block_verification_has_no_alpha() -> None:
-    recipes = [Recipe(), Recipe(rule="block")]
-    records = [{"kind": "code", "name": "code 1", "runs": [run(1.0, drafted=20)] * 2}]
-    rows = table.table(recipes, records)
-    assert [(row.acceptance_rate, row.alpha, row.mean_beta) for row in rows] == [(0.5, 0.55, 0.6), (0.5, None, 0.6)]
-
-
-def test_policies_are_compared_with_the_best_fixed_gamma() -> None:
-    recipes = [
-        Recipe(method="ar", temperature=0),
-        Recipe(temperature=0, gamma=2),
-        Recipe(temperature=0, gamma=5),
-        Recipe(temperature=0, policy="egag", gamma=5, gamma_max=8),
-        Recipe(temperature=0, policy="egag", method="self"),  # no fixed gamma of this method
-    ]
-    walls = [(3.0, 1.0, 2.0, wall, 1.0) for wall in (0.5, 0.8, 1.25)]
-    walls[2] = (3.0, 1.0, 0.5, 1.25, 1.0)  # gamma 5 is faster on this prompt
-    walls += [(3.0, 1.0, 2.0, 0.8, 1.0)] * 2
-    records = [
-        {"kind": "code", "name": f"code {i}", "runs": [run(wall, drafted=20 if j else 0) for j, wall in enumerate(row)]}
-        for i, row in enumerate(walls)
-    ]
-    plain, two, five, policy, other = table.table(recipes, records)
-    assert plain.over_fixed is two.over_fixed is five.over_fixed is other.over_fixed is None
-    assert policy.over_fixed == pytest.approx(
-        (1 / 0.8, 0.8, 2.0)
-    )  # gamma 2 is the best: ratios 2, 1.25, 0.8, 1.25, 1.25
-    assert "1.25 [0.80, 2.00]" in table.markdown([policy])
-
-
-def test_lists_of_method_options_apply_to_the_methods_that_have_them() -> None:
-    lists = {"ngram": (2, 4), "filler_top_k": (1, 3), "filler_weight": ("rank", "equal")}
-    varied = list(measure.grid(["nasd", "suffix"], [4], ["fixed"], [0.0], **lists))
-    labels = [measure.recipe_label(Recipe(**values)) for values in varied]
-    assert labels == [
-        "ar T=0",
-        "nasd gamma=4 ngram=2 filler_top_k=1 T=0",
-        "nasd gamma=4 ngram=2 T=0",
-        "nasd gamma=4 ngram=2 filler_weight=equal T=0",
-        "nasd gamma=4 filler_top_k=1 T=0",
-        "nasd gamma=4 T=0",
-        "nasd gamma=4 filler_weight=equal T=0",
-        "suffix gamma=4 T=0",
-    ]
-
-
-def test_acceptance_is_shown_beside_the_document_s_table() -> None:
-    recipes = [Recipe(method=method, temperature=0) for method in ("ar", "draft", "nasd")]
-    records = [
-        {"kind": kind, "name": f"{kind} 1", "runs": [run(1.0), *(run(1.0, drafted=20, alpha=a) for a in alphas)]}
-        for kind, alphas in {
-            "repetitive": (0.9, 0.95),
-            "code": (0.8, 0.6),
-            "prose": (0.7, 0.5),
-            "random": (0.4, 0.2),
-        }.items()
-    ]
-    text = repetition_table(table.table(recipes, records))
-    cells = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in text.splitlines()[2:]]
-    assert cells[2:] == [
-        ("long repetition", "repetitive", "draft gamma=4 T=0", "high", "0.90"),
-        ("long repetition", "repetitive", "nasd gamma=4 T=0", "close to 1.0", "0.95"),
-        ("short repetition", "code", "draft gamma=4 T=0", "high", "0.80"),
-        ("short repetition", "code", "nasd gamma=4 T=0", "0.5 to 0.7", "0.60"),
-        ("no repetition", "random", "draft gamma=4 T=0", "medium", "0.40"),
-        ("no repetition", "random", "nasd gamma=4 T=0", "0.3 to 0.5", "0.20"),
-    ]
-    assert not repetition_table(table.table(recipes[:2], [{**r, "runs": r["runs"][:2]} for r in records]))
-
-
 def test_the_best_gamma_is_selected_on_other_prompts() -> None:
     """Gamma 2 is fast on a single prompt; the other prompt selects gamma 5."""
     recipes = [Recipe(temperature=0, gamma=2), Recipe(temperature=0, gamma=5), Recipe(temperature=0, policy="auto")]
@@ -149,36 +75,6 @@ def test_the_best_gamma_is_selected_on_other_prompts() -> None:
     ]  # each prompt twice: both runs belong to the same prompt
     over = table.table(recipes, records)[2].over_fixed
     assert over == (1.5, None, None)  # ratios 1 and 2; less than five prompts
-
-
-def test_the_cost_model_explains_a_step() -> None:
-    """By hand: AR pass 0.07 s; drafting 0.01 s per token, 2 tokens per step; verification 0.07 s; host 0.01 s."""
-    recipes = [Recipe(method="ar", temperature=0), Recipe(temperature=0, gamma=2)]
-    plain, spec = run(0.8, draft_s=0.0), run(1.0, drafted=20)  # 1.0 = 0.2 + 0.7 + 0.1 s
-    row = table.table(recipes, [{"kind": "code", "name": "code 1", "runs": [plain, spec]}])[1]
-    c, v, o = 0.01 / 0.07, 1.0, 0.01 / 0.07
-    assert (row.c, row.v, row.o) == pytest.approx((c, v, o))
-    assert row.speedup == pytest.approx(1.6)
-    assert row.theory == pytest.approx((1 + 0.6 + 0.36) / (1 + 2 * c))
-    assert row.realised == pytest.approx(1.6 / row.theory)
-    assert row.explained == pytest.approx(1.0)
-    slow = table.table(recipes, [{"kind": "code", "name": "code 1", "runs": [plain, {**spec, "wall_s": 1.25}]}])[1]
-    assert slow.explained == pytest.approx(0.8)  # 0.25 s unexplained
-
-
-def test_only_the_fastest_baseline_of_a_family_is_reported() -> None:
-    recipes = [Recipe(method="ar", temperature=0)]
-    peers = ["generate", "prompt lookup 4", "prompt lookup 10"]
-    theirs = [
-        {"text": [1, 2], "wall_s": 1.0, "tokens_per_second": s, "ttft_s": 0.1, "tokens_per_target_pass": 1.0}
-        for s in (4.0, 5.0, 8.0)
-    ]
-    rows = table.table(recipes, [{"kind": "code", "name": "code 1", "runs": [run(1.0), *theirs]}], peers)
-    assert [(row.lane, row.tokens_per_second) for row in rows[1:]] == [
-        ("transformers generate T=0", 4.0),
-        ("transformers prompt lookup 10 T=0", 8.0),
-    ]
-    assert rows[1].speedup == pytest.approx(0.4) and rows[1].same_text == 1
 
 
 def test_real_models_are_measured_in_pairs(tmp_path: Path) -> None:
@@ -200,28 +96,6 @@ def test_real_models_are_measured_in_pairs(tmp_path: Path) -> None:
     rows = table.table(recipes, records, peers, bandwidth=1e9)
     assert len(rows) == 3 + len({peer.family for peer in BASELINES.values()})
     assert all(row.same_text in (None, 3) for row in rows)
-
-
-def test_repetitions_use_other_seeds(tmp_path: Path) -> None:
-    target = str(save_model(tmp_path / "target", byte_level_tokenizer()))
-    recipes = [Recipe(method="ar", target=target, temperature=1.0, top_p=1.0, max_tokens=12, device="cpu")]
-    prompts = load_prompts(kinds=["prose"])[:2]
-    items = measure.measure(recipes, prompts, ModelPool(), repeat=2)
-    records = [item for item in items if isinstance(item, dict)]
-    assert [record["name"] for record in records] == ["prose 1", "prose 2"] * 2
-    texts = [record["runs"][0]["text"] for record in records]
-    assert texts[0] != texts[2] and texts[1] != texts[3]
-    assert main(["bench", "--repeat", "0"]) == 2
-
-
-def test_copy_bandwidth_is_plausible() -> None:
-    assert measure.copy_bandwidth(torch.device("cpu")) > 1e8
-
-
-def test_unknown_classes_raise_an_error() -> None:
-    with pytest.raises(UserError, match="known are code, repetitive"):
-        load_prompts(kinds=["magic"])
-    assert main(["bench", "--kind", "magic"]) == 2
 
 
 class Scripted:
@@ -277,29 +151,6 @@ def test_time_of_the_caller_between_steps_is_not_measured(scripted: Scripted, pa
     assert str(timed[-1]).startswith("4 of 4: prose 1, ")
 
 
-@pytest.mark.parametrize("device", [None, 1 << 30])
-def test_memory_of_a_lane_excludes_peaks_of_the_process(scripted: Scripted, device: int | None) -> None:
-    scripted.peak = MemoryUse(device=device, process=1 << 31, kv=1)
-    records = [item for item in measure.measure(RECIPES, PROMPTS, ModelPool()) if isinstance(item, dict)]
-    assert [row.held_bytes for row in table.table(RECIPES, records)] == [8] * 4  # weights 7, keys and values 1
-
-
-def test_a_bench_can_be_closed_during_a_run(scripted: Scripted) -> None:
-    items = measure.measure(RECIPES, PROMPTS, ModelPool())
-    for _ in range(16):
-        item = next(items)
-    assert isinstance(item, measure.BenchProgress) and item.number == 1
-    before, over = scripted.steps, scripted.closed
-    items.close()
-    assert scripted.steps == before and scripted.closed == over + 1
-
-
-def test_a_failed_run_raises_an_error_with_its_name(scripted: Scripted) -> None:
-    scripted.end = "error"
-    with pytest.raises(RuntimeError, match="ar T=0 failed: out of memory"):
-        list(measure.measure(RECIPES, PROMPTS, ModelPool()))
-
-
 def test_a_grid_contains_ar_decoding_and_all_combinations() -> None:
     found = [
         measure.recipe_label(Recipe(**one))
@@ -314,34 +165,3 @@ def test_a_grid_contains_ar_decoding_and_all_combinations() -> None:
         )
     ]
     assert [one.get("gamma") for one in measure.grid(["draft"], [2, 5], ["egag"], [0.0])] == [None, 5]
-
-
-def test_a_grid_lists_equal_lanes_once() -> None:
-    """Policies by logits equal `fixed` for drafts without distributions; lookahead chooses its own length."""
-    policies = ["fixed", "egag", "adaedl", "svip", "confidence", "path", "dynamic"]
-    found = [
-        measure.recipe_label(Recipe(**one))
-        for one in measure.grid(["nasd", "suffix", "lookahead"], [2, 5], policies, [0.0])
-    ]
-    lengths = (" gamma=2", " gamma=5", " dynamic")
-    lanes = ["ar", *(f"{method}{how}" for method in ("nasd", "suffix") for how in lengths), "lookahead"]
-    assert found == [f"{lane} T=0" for lane in lanes]
-
-
-def test_typed_options_without_effect_in_all_lanes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (["bench", "--method", "nasd"], ["prove", "--method", "suffix"], ["preflight", "--method", "nasd"]):
-        assert main([*command, "--pair", "bundled", "--drafter-quantization", "nf4"]) == 2
-        error = capsys.readouterr().err.splitlines()[-1]
-        assert error.startswith(f"specdemo: drafter_quantization has no effect with method {command[2]}")
-
-
-def test_a_report_contains_settings_and_losing_prompts() -> None:
-    environment = {"processor": "CPU", "device": "cpu", "dtype": "float32", "threads": 1, "engine": "lean"}
-    environment |= {"python": "3", "torch": "2", "transformers": "5"}
-    losing = {"kind": "code", "name": "code 1", "runs": [run(1.0, environment=environment), run(4.0, drafted=20)]}
-    rows = table.table(RECIPES, [losing])
-    whole, part = (table.report(RECIPES, prompts, [losing], rows) for prompts in (1, 2))
-    assert table.markdown(rows) in whole and "- slower than AR decoding: nasd gamma=4 T=0 on code 1 (0.50x)" in whole
-    assert "Partial" not in whole and "**Partial**: stopped after 1 of 2 prompts" in part
-    losing["runs"][1]["paused_s"] = 1.0
-    assert "other jobs during 1 of these" in table.report(RECIPES, 1, [losing], rows) and "other jobs" not in whole

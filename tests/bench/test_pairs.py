@@ -13,7 +13,6 @@ from fakes.tiny_models import byte_level_tokenizer, save_model
 from specdemo.bench.measure import grid
 from specdemo.bench.pairs import PairBench, measure_pair, pair_bench, pairs_table, skipped_lines
 from specdemo.bench.published_tables import leviathan_tables
-from specdemo.cli import main
 from specdemo.core.published import LEVIATHAN_2, LEVIATHAN_3
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import PAIRS, Pair
@@ -87,19 +86,3 @@ def test_published_tables_contain_every_figure() -> None:
     assert [(row["target"], row["drafter"], float(row["alpha, T = 1"])) for row in alphas] == [
         (target, drafter, sampled) for target, drafter, _, sampled in LEVIATHAN_3
     ]
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--pair", "bundled", "magic"], "unknown pair 'magic'"),
-        (["--pair", "bundled", "qwen3-8b", "--method", "magic"], "unknown method 'magic'"),
-        (["--pair", "bundled", "qwen3-8b", "--output", "x.md"], "--output needs a single pair"),
-        (["--pair", "bundled", "qwen3-8b", "--peers"], "--peers needs a single pair"),
-    ],
-)
-def test_invalid_lists_of_pairs_are_refused(
-    flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", *flags]) == 2
-    assert sentence in capsys.readouterr().err

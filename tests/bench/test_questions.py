@@ -13,7 +13,6 @@ from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
 
 from specdemo.bench import measure
 from specdemo.bench.questions import category_table, read_questions
-from specdemo.core.errors import UserError
 from specdemo.core.events import Header
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
@@ -39,28 +38,6 @@ def test_a_question_is_a_prompt_of_its_category(tmp_path: Path) -> None:
         Prompt("qa", "qa q2", "Who was Ada?"),
     ]
     assert [prompt.kind for prompt in read_questions(path, ["qa"])] == ["qa"]
-
-
-@pytest.mark.parametrize(
-    ("lines", "kinds", "sentence"),
-    [
-        (["not json"], [], "line 1 is no question: write"),
-        ([LINES[1], {"question_id": 1, "turns": ["a"]}], [], "line 3 is no question: write"),
-        ([{"question_id": 1, "category": "qa", "turns": []}], [], "line 1 is no question"),
-        ([{"question_id": 1, "category": "qa", "turns": [5]}], [], "line 1 is no question"),
-        (["[1]"], [], "line 1 is no question"),
-        ([], [], "contains no questions"),
-        (LINES, ["magic"], "unknown category 'magic': .* contains writing, qa"),
-    ],
-)
-def test_other_files_are_refused(lines: list[Any], kinds: list[str], sentence: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=sentence):
-        read_questions(written(tmp_path / "q.jsonl", *lines), kinds)
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot read the questions of"):
-        read_questions(tmp_path / "absent.jsonl")
 
 
 def test_figures_per_category_are_ratios_of_sums() -> None:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.heads import head_for
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
-from specdemo.bench import measure, table
 from specdemo.core.events import End, StepEvent
 from specdemo.core.step import Draft
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
-from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
 
 pytestmark = pytest.mark.slow
@@ -62,13 +58,3 @@ def test_passes_after_the_first_step_are_counted(method: str, models: dict[str, 
     end = events[-1]
     assert isinstance(end, End) and end.peak is not None
     assert end.peak.read == target * len(steps) + drafter * sum(drafter_passes)
-
-
-@pytest.mark.parametrize("method", ["eagle", "block", "medusa", "hybrid", "tree"])
-def test_the_bandwidth_of_heads_is_unknown(method: str, models: dict[str, Any], tmp_path: Path) -> None:
-    head = head_for(models["target"], tmp_path / "head", method if method in ("block", "medusa") else "eagle")
-    sizes = {**models, "drafter": None}
-    recipes = [Recipe(method="ar", **sizes), Recipe(method=method, head=head, **sizes)]
-    items = measure.measure(recipes, [Prompt("code", "code 1", TEXT)], ModelPool())
-    rows = table.table(recipes, [item for item in items if isinstance(item, dict)], bandwidth=1e9)
-    assert [row.bandwidth is None for row in rows] == [False, True]

@@ -76,26 +76,6 @@ def test_commands_change_method_and_gamma_and_compare_with_ar(typed: Callable[..
     assert "/method NAME" in out and "lookahead" in out
 
 
-def test_a_comparison_repeats_the_answer(target: str, capsys: pytest.CaptureFixture[str]) -> None:
-    session = Session(Recipe(target=target, method="nasd", temperature=0, max_tokens=8, device="cpu"), coloured=False)
-    session.enter("for i in range(10):")
-    first = capsys.readouterr().out.splitlines()
-    session.enter("/compare")
-    again = capsys.readouterr().out.splitlines()
-    assert again[: len(first) - 1] == first[:-1] and not session.messages
-
-
-def test_a_comparison_names_the_method_of_the_answer(typed: Callable[..., tuple[int, str, str]]) -> None:
-    _, out, _ = typed(MESSAGE, "/method suffix", "/gamma 2", "/compare")
-    assert re.search(r"^nasd decodes [\d.]+ times as fast as ar$", out, re.MULTILINE)
-
-
-@pytest.mark.parametrize("line", ["/quit now", "/exit soon"])
-def test_words_after_quit_are_ignored(line: str, typed: Callable[..., tuple[int, str, str]]) -> None:
-    code, out, err = typed(line, "/help")
-    assert code == 0 and "/method NAME" not in out and not err
-
-
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
@@ -122,11 +102,6 @@ def test_a_pair_starts_a_new_conversation_with_its_settings(
     code, out, _ = typed(MESSAGE, "/pair other", "def f(x):", "/method ar", "/gamma 3")
     assert code == 0 and "Other pair; method draft, gamma 5, temperature 0.25" in out
     assert re.search(SPEED.format("draft"), out) and "method ar, temperature" in out
-
-
-def test_an_option_without_effect_is_refused(typed: Callable[..., tuple[int, str, str]]) -> None:
-    _, _, err = typed("/method ar", "/gamma 3")
-    assert "gamma has no effect with method ar" in err
 
 
 def test_a_session_ends_with_the_input_or_an_interrupt(typed: Callable[..., tuple[int, str, str]]) -> None:
@@ -159,11 +134,6 @@ def test_an_interrupt_ends_the_answer_only_and_a_termination_the_session(
     ended, out, _ = typed(MESSAGE, "Why?", "How?")
     assert ended == code and len(calls) == answers
     assert bool(re.search(SPEED.format("nasd"), out)) == (code == 0)
-
-
-def test_colours_mark_outcomes(typed: Callable[..., tuple[int, str, str]]) -> None:
-    assert "\x1b[" in typed(MESSAGE, flags=("--chat", "--color", "always"))[1]
-    assert "\x1b[" not in typed(MESSAGE)[1]
 
 
 def test_errors_of_a_model_are_one_sentence(tmp_path: Path) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fakes.policy_steps import FLAT
 
 from specdemo.core.batch_limit import BatchLimit
-from specdemo.core.policies import POLICIES, CostModel, Fixed, PathProbability, confidence
+from specdemo.core.policies import CostModel, Fixed
 from specdemo.core.step import Draft, Step, Verdict
-from specdemo.recipe import Recipe
 from specdemo.shared_passes import PassLoad
 
 ROW = 0.2
@@ -59,61 +57,3 @@ def test_drafts_are_shorter_the_more_texts_share_a_pass(texts: int, length: int)
 def test_drafts_are_longer_if_work_between_passes_costs_more(work: float, length: int) -> None:
     """At 32 texts a token costs 0.2 / (0.225 + work): 0.89, 0.62, 0.47, 0.32, 0.16."""
     assert limited(32, work, rounds=0).gamma == length
-
-
-def test_the_length_maximises_the_tokens_per_cost_of_the_batch() -> None:
-    """Other texts decode autoregressively: with k drafts a pass costs 1 + (t + k - 1) r and yields t + sum a^i."""
-    policy = limited(4, rounds=0)
-    shares = [0.7**i for i in range(1, 5)]
-    gains = [sum(shares[:k]) - k * 4 * ROW / (1 + 3 * ROW) for k in range(5)]
-    assert policy.gamma == max(range(5), key=gains.__getitem__)
-
-
-@pytest.mark.parametrize("rounds", [0, 200])
-def test_without_drafts_acceptance_is_tested_again(rounds: int) -> None:
-    policy = limited(32, rounds=rounds, accepted=0)
-    lengths = []
-    for _ in range(40):
-        lengths.append(policy.gamma)
-        policy.observe(step(lengths[-1], 0))
-    assert lengths == [*[*[0] * 16, 1] * 2, *[0] * 6]
-    for _ in range(100):
-        policy.observe(step(1, 1))
-    assert policy.gamma >= 1
-
-
-def test_two_rejections_end_the_drafts_of_two_texts() -> None:
-    """At weight 4 a rate of 0.7 becomes 0.448, then 0.316; a token costs 0.333."""
-    policy = BatchLimit(Fixed(1), COSTS, lambda: load(2), 1)
-    lengths = []
-    for _ in range(3):
-        lengths.append(policy.gamma)
-        policy.observe(step(1, 0))
-    assert lengths == [1, 1, 0]
-
-
-@pytest.mark.parametrize(("name", "longest"), [("fixed", 3), ("dynamic", 12), ("heuristic", 20), ("auto", 8)])
-def test_drafts_grow_to_the_longest_of_the_policy(name: str, longest: int) -> None:
-    recipe = Recipe(policy=name, gamma=3)
-    inner = POLICIES[name].make(recipe.draft_lengths, COSTS)
-    policy = BatchLimit(inner, COSTS, lambda: load(2, 1.0), recipe.draft_lengths.most)
-    for _ in range(60):
-        drafted = policy.gamma
-        policy.observe(step(drafted, drafted))
-    assert policy.gamma == longest
-
-
-def test_the_policy_decides_about_each_token() -> None:
-    """The test of FLAT fails after the minimum of two tokens; drafts without logits end at gamma."""
-    policy = BatchLimit(confidence(4, 2), COSTS, lambda: load(4), 4)
-    assert [policy.may_extend(n, FLAT) for n in range(5)] == [True, True, False, False, False]
-    assert [policy.may_extend(n, None) for n in range(5)] == [True] * 4 + [False]
-
-
-def test_paths_end_at_the_cost_of_the_batch() -> None:
-    current = None
-    policy = BatchLimit(PathProbability(4, 0, threshold=0.3), CostModel(COSTS.passes, token=0.1), lambda: current, 4)
-    assert policy.path_threshold == 0.3 and policy.needs_logits
-    current = load(4)
-    assert policy.path_threshold == pytest.approx(4 * 0.3 / 1.6)
-    assert BatchLimit(Fixed(4), COSTS, lambda: load(4), 4).path_threshold is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +11,9 @@ import torch
 from fakes.enumeration import reference_probs
 from torch import Tensor
 
+from specdemo.core import sampling as sampling_module
 from specdemo.core.banned_text import BannedText
-from specdemo.core.distributions import SparseProbs, SparseRow
+from specdemo.core.distributions import SparseProbs
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import (
     ChainSampler,
@@ -21,19 +21,22 @@ from specdemo.core.sampling import (
     SamplingParams,
     SharedNoise,
     fitted,
-    largest,
     top_tokens,
     with_tokens,
 )
+from specdemo.native import sampling as native
 
 VOCAB, START = 11, 5
 LARGEST = torch.finfo(torch.float32).max
 
 
-@pytest.fixture(params=["compiled", "torch"])
-def engine(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "torch":
+@pytest.fixture(params=["compiled", "torch", "device"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """`device`: tensors are treated like those of an accelerator."""
+    if request.param != "compiled":
         request.getfixturevalue("torch_engine")
+    if request.param == "device":
+        monkeypatch.setattr(sampling_module, "is_on_host", lambda x: False)
     yield request.param
 
 
@@ -48,8 +51,8 @@ def test_a_chain_records_the_distributions_that_its_tokens_were_sampled_from(eng
         logits = rows_of(seed, 3, VOCAB - 2)  # a smaller vocabulary than the target's
         sampler = ChainSampler(sampling, Noise(seed, "draft"), START, VOCAB)
         drawn = [sampler(row[None], i) for i, row in enumerate(logits)]
-        assert {isinstance(token, Tensor) for token in drawn} == {engine == "torch"}  # without host synchronisation
-        assert engine == "compiled" or {token.shape for token in drawn} == {(1,)}
+        assert {isinstance(token, Tensor) for token in drawn} == {engine == "device"}  # without host synchronisation
+        assert engine != "device" or {token.shape for token in drawn} == {(1,)}
         tokens = list(map(int, drawn))
         draft = sampler.chain(tokens)
         assert draft.tokens == tuple(tokens) and draft.is_chain
@@ -126,7 +129,7 @@ def test_logits_are_fitted_to_a_vocabulary() -> None:
 def test_the_largest_logits_of_rows(engine: str) -> None:
     logits = rows_of(3, 4)
     logits[1, 7] = logits[1, 2] = 50.0
-    tokens, values = largest(logits)
+    tokens, values = native.largest_logits(logits)
     assert tokens == [max(range(VOCAB), key=lambda token: row[token]) for row in logits.tolist()] and tokens[1] == 2
     assert all(type(token) is int for token in tokens)
     assert values == [max(row) for row in logits.tolist()]
@@ -270,34 +273,33 @@ def test_probability_zero_is_never_accepted(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_race_and_the_inverse_distribution_use_the_seed_of_the_stream() -> None:
     probs = rows_of(6, 1)[0].softmax(-1)
-    for way in (Noise._exponential_race, Noise._inverse_cdf, Noise.sample_on_device, Noise.sample):
+    for way in (Noise.sample_on_device, Noise.sample):
         samples = [
             [int(way(noise, probs)) for _ in range(8)] for noise in (Noise(1, "a"), Noise(1, "a"), Noise(2, "a"))
         ]
         assert samples[0] == samples[1] != samples[2] and len(set(samples[0])) > 1
-    assert Noise(1, "a").sample_on_device(probs).shape == Noise(1, "a")._exponential_race(probs).shape == (1,)
+    assert Noise(1, "a").sample_on_device(probs).shape == (1,)
 
 
-def test_small_probabilities_after_a_large_one_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("torch_engine")
+def test_small_probabilities_after_a_large_one_are_sampled() -> None:
     """Float32 sums of them all equal 1."""
-    noise, probs = Noise(0, "a"), torch.tensor([1.0] + [1e-9] * 10)
+    probs = torch.tensor([1.0] + [1e-9] * 10)
     for token in range(1, 11):
-        monkeypatch.setattr(noise._uniform, "random", lambda token=token: (1 + (token - 0.5) * 1e-9) / (1 + 1e-8))
-        assert int(noise._inverse_cdf(probs)) == token
+        assert native.sample_at(probs, (1 + (token - 0.5) * 1e-9) / (1 + 1e-8)) == token
 
 
 def test_distributions_of_another_device_are_sampled_there(monkeypatch: pytest.MonkeyPatch) -> None:
     probs, noise = torch.ones(3, device="meta"), Noise(0, "a")
-    monkeypatch.setattr(noise, "_exponential_race", lambda received: received)
-    assert noise.sample_on_device(probs) is probs
+    monkeypatch.setattr(noise, "sample_on_device", lambda received: 2)
+    assert noise.sample(probs) == 2
 
 
 @pytest.mark.parametrize("u", [0.0, 0.2499, 0.25, 0.9999999999, 1.0])
-def test_the_inverse_distribution_ends_at_possible_tokens(u: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    noise = Noise(0, "a")
-    monkeypatch.setattr(noise._uniform, "random", lambda: u)
+@pytest.mark.usefixtures("torch_engine")
+def test_the_inverse_distribution_ends_at_possible_tokens(u: float) -> None:
     probs = torch.tensor([0.0, 0.5, 0.0, 0.5, 1.0, 0.0])  # need not be normalised
-    assert int(noise._inverse_cdf(probs)) == (1 if u < 0.25 else 3 if u < 0.5 else 4)
+    assert native.sample_at(probs, u) == (1 if u < 0.25 else 3 if u < 0.5 else 4)
 
 
 def test_shared_noise_is_limited_to_recent_positions_and_repeats() -> None:
@@ -313,15 +315,3 @@ def test_shared_noise_is_limited_to_recent_positions_and_repeats() -> None:
         default.sample(probs, position)
     assert list(default._arrival) == list(range(72, 200))
     assert default.sample_on_device(probs, 3).shape == (1,)
-
-
-def test_sparse_rows_are_sampled_like_dense_rows_with_shared_noise() -> None:
-    rng = random.Random(0)
-    for position in range(40):
-        ids = torch.tensor(rng.sample(range(VOCAB), 4))
-        values = torch.rand(4, generator=torch.Generator().manual_seed(position))
-        row, dense = SparseRow(ids, values / values.sum(), VOCAB), torch.zeros(VOCAB)
-        dense[ids] = row.values
-        assert SharedNoise(1).sample_sparse(row, position) == SharedNoise(1).sample(dense, position)
-        sample = Noise(position, "a").sample_sparse(row)
-        assert sample == int(ids[Noise(position, "a").sample(row.values)])

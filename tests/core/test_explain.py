@@ -11,15 +11,10 @@ from specdemo.core.explain import (
     Decision,
     Reason,
     decision_of,
-    exact_label,
     explain,
-    explain_engine,
-    failover_note,
-    figure,
     reason_of,
-    takes_most_probable,
 )
-from specdemo.core.link_stats import LinkStats, Source
+from specdemo.core.link_stats import Source
 from specdemo.core.step import Draft, Step, TopTokens, Verdict
 
 SAMPLED = {"method": "draft", "temperature": 0.7, "rule": "rejection"}
@@ -147,72 +142,3 @@ def test_figures_of_a_decision() -> None:
     assert explain(step(draw=(None,) * 3), 0, SAMPLED).endswith("p = 0.250 reaches the rule's bound 0.500.")
     second = step(accepted=(), rank=(2, 1, 1), target_top=(TopTokens(1.0, ((4, 0.5), (1, 0.25))), *TOPS[1:]))
     assert explain(second, 0, GREEDY) == "Rejected: it is the target's choice number 2, with 0.250 against 0.500."
-
-
-@pytest.mark.parametrize(
-    ("recipe", "expected"),
-    [(GREEDY, True), (SAMPLED, False), (rule("block", 0), False), (rule("top1"), True), ({"rule": "top1"}, True)],
-)
-def test_the_most_probable_token_is_taken(recipe: dict[str, Any], expected: bool) -> None:
-    assert takes_most_probable(recipe) is expected
-
-
-@pytest.mark.parametrize(
-    ("x", "shown"),
-    [
-        *((None, "–"), (0, "0.000"), (0.01, "0.010"), (0.00999, "1.0e-2"), (0.005, "5.0e-3"), (-0.0005, "-5.0e-4")),
-        *((1.0, "1.000"), (1e-12, "1.0e-12"), (0.12345, "0.123")),
-    ],
-)
-def test_small_figures_have_an_exponent(x: float | None, shown: str) -> None:
-    assert figure(x) == shown
-
-
-@pytest.mark.parametrize(
-    ("recipe", "remote", "label"),
-    [
-        ({}, {}, "exact"),
-        ({"cloud": None}, {"numerics": 0.0}, "exact"),
-        ({"external": "http://a:1"}, {"numerics": 1.0}, "reported by engine"),
-        ({"cloud": {"remote": "http://a:1"}}, {"numerics": 1.0}, "exact, text may differ"),
-        ({"cloud": {"remote": "http://a:1"}}, {}, "exact, verified by the service at http://a:1"),
-        (
-            {"cloud": {"remote": "http://a:1 http://b:2", "mode": "speculative"}},
-            {},
-            "exact, verified by the services at http://a:1, http://b:2",
-        ),
-        ({"cloud": {"remote": "http://a:1", "mode": "edge_only"}}, {}, "exact"),
-        ({"cloud": {"mode": "speculative"}}, {}, "exact"),
-    ],
-)
-def test_labels_of_exact_runs_name_the_service(recipe: dict[str, Any], remote: dict[str, float], label: str) -> None:
-    assert exact_label(recipe, remote) == label
-
-
-def test_a_failover_is_noted_with_its_costs() -> None:
-    assert failover_note(step()) == failover_note(step(link=LinkStats(gap_s=1.0, switched=0))) == ""
-    moved = step(link=LinkStats(switched=1, gap_s=0.25, reread=12), replica="b")
-    assert failover_note(moved) == "Failover: b continues after 0.25 s, and read 12 tokens again."
-    unnamed = "Failover: another service continues after 0.00 s, and read 0 tokens again."
-    assert failover_note(step(link=LinkStats(switched=1))) == unnamed
-
-
-@pytest.mark.parametrize(
-    ("environment", "words"),
-    [
-        ({"engine": "native", "threads": 1}, "native CPU engine, 1 thread"),
-        ({"engine": "native"}, "native CPU engine, 1 thread"),
-        (
-            {"engine": "native: int8", "threads": 2, "vectors": "avx2"},
-            "native CPU engine, 2 threads, avx2, int8",
-        ),
-        (
-            {"engine": "torch: no native engine, no compiler: install gcc"},
-            "torch engine, several times slower than the native CPU engine: no compiler: install gcc",
-        ),
-        ({"engine": "torch"}, "torch"),
-        ({}, ""),
-    ],
-)
-def test_engines_are_named(environment: dict[str, Any], words: str) -> None:
-    assert explain_engine(environment) == words

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specdemo.core.link_stats import LinkStats, Source
-from specdemo.core.metrics import Metrics, central_range, interval, percentile, ratio_interval
+from specdemo.core.metrics import Metrics, central_range, interval, ratio_interval
 from specdemo.core.step import Draft, Step, Verdict
 
 
@@ -59,32 +59,6 @@ def test_figures_are_sums_over_the_steps() -> None:
     assert metrics.as_dict() == figures
 
 
-def test_figures_of_no_steps_are_unknown() -> None:
-    unknown = {"acceptance_rate", "alpha", "mean_beta", "tokens_per_step", "tokens_per_target_pass", "ttft_s"}
-    figures = Metrics().as_dict()
-    assert {name for name, value in figures.items() if value is None} == {*unknown, "tokens_per_second"}
-    assert Metrics().decode_steps == Metrics.of([PREFILL]).decode_steps == 0
-    assert Metrics.of([PREFILL, CHAIN]).decode_steps == 1
-    assert Metrics.of([PREFILL]).decode_s == Metrics.of([PREFILL]).target_passes == 0
-
-
-def test_the_first_step_is_the_prefill_even_if_it_drafts() -> None:
-    metrics = Metrics.of([CHAIN, PLAIN])
-    assert (metrics.ttft_s, metrics.decode_tokens, metrics.decode_s, metrics.target_passes) == (1.0, 1, 24.0, 1)
-    assert (metrics.drafted, metrics.accepted, metrics.tested_by_position) == (4, 2, (1, 1, 1))
-
-
-def test_positions_are_counted_up_to_the_longest_tested_draft() -> None:
-    short = step(5, 2, Draft.chain((1, 2)), Verdict((0,), 7, beta=(0.5, 0.5)))
-    untested = step(6, 1, Draft.chain((1,)), Verdict((), 7, beta=(None,)))
-    for steps in ([short, CHAIN], [CHAIN, short], [CHAIN, untested, short]):
-        metrics = Metrics.of(steps)
-        assert (metrics.accepted_by_position, metrics.tested_by_position) == ((2, 1, 0), (2, 2, 1))
-    rejected = step(5, 1, Draft.chain((1, 2)), Verdict((), 7, beta=(0.5, None)))
-    metrics = Metrics.of([rejected])
-    assert (metrics.accepted_by_position, metrics.tested_by_position) == ((0,), (1,))
-
-
 @pytest.mark.parametrize("unknown", ["draft_s", "verify_s", "host_s"])
 def test_an_engine_without_durations_is_timed_between_its_tokens(unknown: str) -> None:
     done = Metrics.of([PREFILL, CHAIN, replace(TREE, **{unknown: None}), PLAIN])
@@ -114,11 +88,6 @@ def test_measures_of_a_link_are_totals_and_shares_of_steps() -> None:
     assert Metrics.of([linked(Source.TARGET)]).as_dict()["remote"] == {"escalated": 1.0, "cloud_call_share": 1.0}
 
 
-@pytest.mark.parametrize(("share", "value"), [(0.0, 1), (0.24, 1), (0.25, 2), (0.5, 3), (0.99, 4), (1.0, 4)])
-def test_percentiles_are_values_of_the_sorted_list(share: float, value: int) -> None:
-    assert percentile(iter([3, 1, 4, 2]), share) == value
-
-
 def test_the_central_range_excludes_2_5_percent_at_each_end() -> None:
     assert central_range(iter(range(999, -1, -1))) == (25, 975)
     assert central_range([5.0]) == (5.0, 5.0)
@@ -136,14 +105,6 @@ def test_the_bootstrap_interval_of_a_median_follows_from_the_binomial_distributi
     assert interval(many, draws=1) == interval(many, 0, 1) != interval(many, 1, 1)
     low, high = interval(values, draws=1)
     assert low == high and distinct(interval, values) > 3
-
-
-def test_intervals_are_of_2000_samples() -> None:
-    """With these values the upper limits change with a further sample."""
-    values = [i**0.5 for i in range(34)]
-    pairs = [(1.0, value) for value in values[1:]]
-    for function, data in ((interval, values), (ratio_interval, pairs)):
-        assert function(data) == function(data, draws=2000) != function(data, draws=2001)
 
 
 def test_the_bootstrap_interval_of_totals_weighs_pairs_by_their_size() -> None:

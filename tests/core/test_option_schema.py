@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from specdemo.core.errors import UserError
-from specdemo.core.options import Option, OptionSet, option, options
+from specdemo.core.options import OptionSet, option, options
 
 CHECKED: list[tuple[str, Any]] = []
 
@@ -60,83 +60,47 @@ class More(Names):
     more: float = option(0.5, "M")
 
 
-def refusal(*args: Any, kind_of_options: type[Names] = Names, **values: Any) -> str:
-    with pytest.raises(UserError) as refused:
-        kind_of_options(*args, **values)
-    return str(refused.value)
-
-
 def test_the_table_describes_fields_of_all_classes() -> None:
     assert [*Names.OPTIONS] == ["count", "share", "kind", "also", "kinds", "numbers", "all_rates", "on", "text"]
-    count = Names.OPTIONS["count"]
+    count, numbers = Names.OPTIONS["count"], Names.OPTIONS["numbers"]
     assert count is Sizes.OPTIONS["count"]
-    assert count == Option(
-        3, "Count of X", "count of X", (1, 9), hint=" (0: none)", group="Sizes", flag="--count", metavar="N",
-        name="count", type=int,
-    )  # fmt: skip
-    share = Names.OPTIONS["share"]
-    assert (share.type, share.help, share.range, share.many, share.item_type) == (
-        *(float, "a share", "from 0.5 to 2.5", False, float),
+    assert (count.default, count.help, count.bounds, count.group, count.flag) == (
+        3,
+        "count of X",
+        (1, 9),
+        "Sizes",
+        "--count",
     )
-    also = Names.OPTIONS["also"]
-    assert (also.type, also.group, also.flag, also.range, also.titles()) == (str, "Others", "--and", "", {"c": "third"})
-    kind = Names.OPTIONS["kind"]
-    assert (kind.group, kind.flag, kind.titles()) == ("Names", "--kind", {"a": "first", "b": "second"})
-    rates = Names.OPTIONS["all_rates"]
-    assert (rates.flag, rates.element) == ("--all-rates", "all-rates")
-    numbers = Names.OPTIONS["numbers"]
-    more = More.OPTIONS["more"]
-    assert (more.group, more.help, More.OPTIONS["kind"].group) == ("", "m", "Names")
-    assert numbers.many and numbers.item_type is int and numbers.type == tuple[int, ...] and numbers.titles() == {}
+    assert Names.OPTIONS["kind"].titles() == {"a": "first", "b": "second"} and Names.OPTIONS["also"].flag == "--and"
+    assert numbers.many and numbers.item_type is int and Names.OPTIONS["all_rates"].flag == "--all-rates"
+    assert (More.OPTIONS["more"].group, More.OPTIONS["kind"].group) == ("", "Names")
 
 
 @pytest.mark.parametrize(
-    ("values", "sentence"),
+    ("values", "cause"),
     [
-        ({"count": 0}, "count must be from 1 to 9, not 0 (0: none)"),
-        ({"count": 10}, "count must be from 1 to 9, not 10"),
-        ({"count": 2.5}, "count must be a whole number, not 2.5"),
-        *(({"count": value}, f"count must be a whole number, not {value}") for value in (1.0, 9.0)),
-        ({"count": 99.5}, "count must be from 1 to 9, not 99.5"),
-        ({"count": "2"}, "count must be a number, not '2'"),
-        ({"count": True}, "count must be a number, not True"),
-        ({"count": None}, "count must be a number, not empty"),
-        ({"count": 10**5000}, "count must be from 1 to 9, not a number with thousands of digits"),
-        ({"share": 0.25}, "share must be from 0.5 to 2.5, not 0.25"),
-        ({"share": math.nan}, "share must be from 0.5 to 2.5, not nan"),
-        ({"share": "x" * 600}, f"share must be a number, not '{'x' * 499}"),
-        ({"kind": 1}, "kind must be a name, not 1"),
-        ({"kind": math.nan}, "kind must be a name, not nan"),
-        ({"on": 1}, "on must be true or false, not 1"),
-        ({"on": -math.inf}, "on must be true or false, not -inf"),
-        ({"numbers": 3}, "numbers must be a list of whole numbers, not 3"),
-        ({"numbers": (1, math.nan)}, "numbers must be a list of whole numbers, not nan"),
-        ({"all_rates": 3}, "all_rates must be a list, not 3"),
-        ({"kinds": 3}, "kinds must be a list of names, not 3"),
-        ({"plain": "x"}, "plain must be a valid object, not 'x'"),
-        ({"nested": 5}, "nested must be a Sizes, not 5"),
-        *(({"kind": name}, f"unknown kind of name {name!r}: known are a, b") for name in ("c", "ab", "")),
-        ({"also": "d"}, "unknown also 'd': known are c"),
-        ({"kinds": ("x", "z")}, "unknown kinds 'z': known are x, y"),
-        ({"text": "a\ud800"}, "text has an invalid character at position 2: remove it"),
-        ({"kinds": ("x", "\ud800")}, "kinds has an invalid character at position 1: remove it"),
-        (
-            {"other": 1},
-            "unknown option 'other': known are count, share, kind, also, kinds, numbers, all_rates, on, text",
-        ),
+        ({"count": 0}, "count .*from 1 to 9, not 0"),
+        ({"count": 1.0}, "count .*whole number"),
+        ({"count": True}, "count .*number, not True"),
+        ({"count": 10**5000}, "count .*thousands of digits"),
+        ({"share": math.nan}, "share .*nan"),
+        ({"share": "x" * 600}, f"share .*{'x' * 499}"),
+        ({"numbers": (1, math.nan)}, "numbers .*whole numbers"),
+        ({"kind": ""}, "unknown kind of name ''.*a, b"),
+        ({"kinds": ("x", "\ud800")}, "kinds .*invalid character"),
+        ({"other": 1}, "unknown option 'other'.*count, share"),
         ({"count": 5}, "count must not be 5"),
     ],
 )
-def test_refused_values_are_named_with_their_limits(values: dict[str, Any], sentence: str) -> None:
-    assert refusal(**values) == sentence
+def test_refused_values_are_named_with_their_limits(values: dict[str, Any], cause: str) -> None:
+    with pytest.raises(UserError, match=cause):
+        Names(**values)
 
 
 def test_positional_values_are_named_by_their_fields() -> None:
-    assert refusal("x") == "count must be a number, not 'x'" and refusal(1, 9) == "share must be from 0.5 to 2.5, not 9"
-    named = (1, 0.5, "a", None, (), (), (), False, "", 7, None)
-    assert refusal(*named, "x", kind_of_options=More) == "more must be a number, not 'x'"
-    known = "count, share, kind, also, kinds, numbers, all_rates, on, text"
-    assert refusal(*named, 8) == f"unknown option 11: known are {known}"
+    for values, cause in ((("x",), "count .*'x'"), ((1, 9), "share .*9"), ((1, 0.5, "c"), "unknown kind of name 'c'")):
+        with pytest.raises(UserError, match=cause):
+            Names(*values)
 
 
 @pytest.mark.parametrize("name", ["kinds", "numbers", "all_rates"])

@@ -16,28 +16,10 @@ from specdemo.core.policies import (
     Auto,
     CostModel,
     Dynamic,
-    Egag,
     Heuristic,
-    PathProbability,
-    confidence,
-    svip,
 )
 from specdemo.core.step import Draft, Step, Verdict
 from specdemo.recipe import Recipe
-
-
-def test_dynamic_follows_its_thresholds_and_bounds() -> None:
-    policy = Dynamic(6, 3, 12)
-    lengths = []
-    for accepted in (6, 7, 3, 2, 0, 0, 0, 0):
-        policy.observe(step(policy.gamma, min(accepted, policy.gamma)))
-        lengths.append(policy.gamma)
-    assert lengths == [7, 8, 7, 6, 5, 4, 3, 3]  # 3 of 8 is at most 0.4
-    for _ in range(20):
-        policy.observe(step(policy.gamma, policy.gamma))
-    assert policy.gamma == 12
-    policy.observe(step(0, 0))
-    assert policy.gamma == 12  # steps without a draft are ignored
 
 
 def test_heuristic_equals_that_of_transformers() -> None:
@@ -59,48 +41,6 @@ def test_the_share_of_a_tree_is_that_of_its_longest_path() -> None:
     for policy in (dynamic, heuristic, adaedl):
         policy.observe(tree_step(4, 1))
     assert (dynamic.gamma, heuristic.gamma, adaedl.accepted) == (4, 5, 0.625)
-
-
-def test_egag_shortens_drafts_at_high_entropy() -> None:
-    assert length(Egag(1, 8), FLAT) == 1 and length(Egag(1, 8), SURE) == 8
-    half = torch.cat([torch.zeros(4), torch.full((12,), -1e4)])  # ln 4 / ln 16 = 1/2
-    policy = Egag(2, 8)
-    assert length(policy, half) == 5
-    assert policy.notes == pytest.approx({"h_norm": 0.5, "h_norm_ema": 0.5, "gamma": 5})
-    policy.may_extend(0, FLAT)
-    assert policy.notes["h_norm_ema"] == pytest.approx(0.75, abs=1e-6)
-    assert Egag(2, 9, h_norm_ema=0.75).entropy_gamma == 4  # 2 + 7 / 4
-    assert length(Egag(1, 8)) == 8  # n-gram drafters have no logits
-
-
-def test_entropy_bounds_and_confidence_end_drafts() -> None:
-    h = math.log(16)
-    assert length(svip(8), SURE) == 8 and length(svip(8), FLAT) == 0 and math.sqrt(0.15 * h) > 0.3
-    assert length(confidence(8), SURE) == 8 and length(confidence(8), FLAT) == 0
-    two = torch.tensor([1.0, 1.0] + [-1e4] * 14)
-    assert length(confidence(8), two) == 8  # probability 1/2 each
-    assert length(PathProbability(8), two) == 2  # 1/4, and 1/8 is below 0.15
-    assert length(PathProbability(8), SURE) == 8
-    policy = PathProbability(8)
-    assert [length(policy, two) for _ in range(3)] == [2, 2, 2]  # reset for each draft
-
-
-def test_paths_are_as_probable_as_a_row_is_expensive() -> None:
-    assert [by_path(five).threshold for five in (1.0, 1.8, 2.0, 9.0)] == [0.15, 0.15, 0.3, 0.3]
-    assert [by_path(five).row_cost for five in (1.0, 1.8, 2.0, 9.0)] == [0.15, 0.15, 0.3, 0.3]
-
-
-def test_no_pass_is_spent_on_a_token_that_is_probably_too_improbable() -> None:
-    """A path of 0.5 leads to 0.25, above the threshold; one of 0.3 to 0.09. N-grams have no paths."""
-    policy, even = by_path(1.5), torch.zeros(2)
-    assert policy.may_extend(0, None) and policy.may_extend(0, even) and policy.may_extend(1, None)
-    assert policy.may_extend(1, even) and not policy.may_extend(2, None)
-    assert policy.may_extend(0, None) and policy.may_extend(3, None)
-
-
-def test_noise_of_a_measurement_does_not_change_drafts() -> None:
-    """Otherwise a seed would not give the same sampled text in another process."""
-    assert by_path(1.0) == by_path(1.8) and by_path(2.0) == by_path(2.6)
 
 
 def test_drafts_that_lose_pause_and_are_tried_again() -> None:
@@ -134,16 +74,6 @@ def test_drafts_that_gain_or_copy_never_pause(source: str, accepted: int) -> Non
     for _ in range(200):
         policy.observe(sourced(source, 2, accepted))
     assert policy.path_threshold == 0.3
-
-
-def test_adaedl_adjusts_its_threshold_to_acceptance() -> None:
-    policy = AdaEdl(8)
-    assert length(policy, SURE) == 8 and length(policy, FLAT) == 0
-    policy.observe(step(4, 4))
-    assert policy.threshold == pytest.approx(0.39)
-    for _ in range(4):
-        policy.observe(step(4, 0))
-    assert policy.threshold > 0.39 and policy.notes == {"lambda": policy.threshold}
 
 
 @pytest.mark.parametrize(
@@ -225,42 +155,11 @@ def test_auto_does_not_depend_on_the_unit_of_time(second: float, accepted: int, 
     assert set(lengths[-10:]) == {expected}
 
 
-def test_auto_recovers_when_drafts_become_inexpensive() -> None:
-    """A draft after AR steps also reads their text, which is not the cost of a draft token."""
-    policy, cost, unread = Auto(8, CostModel(token=5.0)), 5.0, 0
-    for i in range(1200):
-        cost = 0.05 if i > 300 else cost
-        drafted = policy.gamma
-        policy.observe(step(drafted, drafted, draft_s=cost * drafted + 0.1 * unread * (drafted > 0)))
-        unread = 0 if drafted else unread + 1
-    assert policy.gamma == 8 and policy.notes["auto_c"] == pytest.approx(0.05)
-
-
-def test_auto_learns_that_rows_cost_less_than_in_the_model() -> None:
-    """Verification also samples, which costs the same for all lengths."""
-    policy = Auto(8, CostModel({1: 1.0, 9: 5.0}), start=2)
-    for _ in range(400):
-        drafted = policy.gamma
-        policy.observe(step(drafted, drafted, draft_s=0.1 * drafted, verify_s=1.0 + 0.05 * drafted))
-    assert policy.gamma == 8
-
-
 def test_auto_uses_the_cost_model() -> None:
     """If cost grows in proportion to the rows, no draft is faster; drafts end before a jump in cost."""
     assert settled(Auto(8, CostModel({1: 1.0, 8: 8.0}))) == 0
     flat, step_up = Auto(8), Auto(8, CostModel({1: 1.0, 2: 1.0, 3: 3.0}))
     assert settled(flat) == 2 and settled(step_up) == 1
-
-
-def test_costs_are_interpolated_and_extrapolated() -> None:
-    prices = CostModel({1: 1.0, 2: 1.1, 5: 1.4, 8: 1.4})
-    assert [prices.verify(n) for n in (1, 2, 3, 5, 8, 20)] == pytest.approx([1.0, 1.1, 1.2, 1.4, 1.4, 1.4])
-    assert CostModel({1: 1.0, 2: 1.1}).verify(4) == pytest.approx(1.3)
-    disturbed = CostModel(
-        {1: 1.0, 2: 1.1, 5: 2.5, 8: 1.4}
-    )  # more rows never cost less: 5 were measured in a bad moment
-    assert disturbed.verify(5) == pytest.approx(1.4)
-    assert CostModel().verify(9) == 1.0
 
 
 def test_auto_retries_at_increasing_intervals() -> None:
@@ -310,13 +209,6 @@ def test_auto_chooses_the_depth_of_trees(token_s: float, row_s: float, expected:
         policy.observe(tree_step(depth, accepted, draft_s=token_s * depth, verify_s=1 + 4 * row_s * depth))
         depths.append(policy.gamma)
     assert sorted(depths[100:])[100] == expected
-
-
-def test_auto_measures_a_draft_step_per_level() -> None:
-    policy = Auto(8)
-    for _ in range(3):
-        policy.observe(tree_step(4, 4, draft_s=0.4))
-    assert policy.notes["auto_c"] == pytest.approx(0.1)
 
 
 def test_bounds_come_from_the_recipe_or_the_policy() -> None:

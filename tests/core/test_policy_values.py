@@ -249,13 +249,3 @@ def test_gains_repay_losses_and_pauses_grow_to_their_limit() -> None:
 )
 def test_lengths_lie_between_the_bounds(policy: Policy, asked: tuple[Any, ...], lengths: DraftLengths) -> None:
     assert policy.lengths(*asked) == lengths and lengths.beta in (0.25, 0.5)
-
-
-def test_registered_policies_receive_their_bounds() -> None:
-    lengths, costs = DraftLengths(4, 2, 6, 0.25), CostModel({1: 1.0, 7: 2.0}, 0.1)
-    made = {name: policy.make(lengths, costs) for name, policy in POLICIES.items()}
-    assert made["fixed"] == Fixed(4) and made["dynamic"] == Dynamic(4, 2, 6) and made["heuristic"] == Heuristic(4, 6, 2)
-    assert made["egag"] == Egag(2, 6, 0.25) and made["adaedl"] == AdaEdl(6, 2) and made["auto"] == Auto(6, costs, 4, 2)
-    for name in ("svip", "confidence"):
-        assert (made[name].gamma, made[name].min_gamma) == (6, 2)
-    assert Fixed(4).notes == {} and Fixed(4).path_threshold is None and not Fixed(4).needs_logits

@@ -16,11 +16,8 @@ import torch
 from specdemo.core.rules import RULES, match
 from specdemo.core.sampling import SamplingParams, SharedNoise
 from specdemo.core.simulate import (
-    LEAST_S,
     GammaEstimate,
     RecordedStep,
-    StepTimes,
-    Trial,
     chance_distance,
     compared_verdicts,
     distance,
@@ -31,7 +28,6 @@ from specdemo.core.simulate import (
     trial,
 )
 from specdemo.core.step import Draft, Step, Verdict
-from specdemo.core.theory import expected_tokens
 
 pytestmark = pytest.mark.slow
 
@@ -119,16 +115,6 @@ def test_rare_distance_is_exceeded_with_probability_at_most_odds(odds: float) ->
     assert sum(chance for error, chance in outcomes(p, 9).items() if error > bound) <= odds
 
 
-def test_rare_distance_exceeds_the_mean_by_the_bound_of_mcdiarmid() -> None:
-    """The mean of deterministic tokens is 0; sqrt(ln(1 / odds) / 2n) with ln(1 / odds) = 1 and n = 50 is 0.1."""
-    assert rare_distance([1.0, 0.0], 50, math.exp(-1)) == pytest.approx(0.1)
-    assert rare_distance([1.0], 2) == pytest.approx(math.sqrt(3 * math.log(10) / 4))
-
-
-def test_deterministic_tokens_have_distance_zero() -> None:
-    assert chance_distance([1.0, 0.0], 100) == 0 and distance([1.0, 0.0], [0.0, 1.0]) == 1
-
-
 def simulated(probs: list[float], gamma: int, rng: random.Random) -> list[tuple[int, int]]:
     """Simulate steps: start and number of committed tokens of each."""
     steps, position = [], 0
@@ -153,13 +139,6 @@ def test_expected_steps_equal_the_simulated_mean(gamma: int) -> None:
     counts = [len(simulated(probs, gamma, rng)) for _ in range(4000)]
     sigma = statistics.stdev(counts) / len(counts) ** 0.5 if gamma else 1e-9
     assert abs(expected_steps(probs, gamma) - statistics.fmean(counts)) < 5 * sigma  # wrong once in 1.7 million
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
-def test_constant_acceptance_gives_the_closed_form(alpha: float) -> None:
-    n = 4000
-    for gamma in (1, 2, 5):
-        assert n / expected_steps([alpha] * n, gamma) == pytest.approx(expected_tokens(alpha, gamma), rel=2e-3)
 
 
 def step(i: int, betas: list[float | None], accepted: int, tokens: int, **more: float) -> Step:
@@ -190,16 +169,6 @@ def pass_cost(rows: float) -> float:
     return 0.9 + 0.1 * rows
 
 
-def test_acceptance_of_a_run_is_that_of_its_text() -> None:
-    steps, probs = run(1)
-    estimated = [beta for step in recorded_steps(steps) for beta in step.betas]
-    assert len(estimated) == len(probs)
-    known = [(a, b) for a, b in zip(estimated, probs, strict=True) if a is not None]
-    assert len(known) > 0.8 * len(probs) and all(a == b for a, b in known)  # all but the bonus tokens
-    counted = [beta for step in recorded_steps(steps, counted=True) for beta in step.betas if beta is not None]
-    assert set(counted) == {0.0, 1.0} and sum(counted) == sum(step.accepted for step in steps)
-
-
 def test_the_run_is_within_its_range() -> None:
     ratios, hits = [], 0
     for seed in range(20):
@@ -222,32 +191,6 @@ def test_gamma_0_is_the_measured_ar_run() -> None:
     without, same = other_gammas(steps, [0, 1], pass_cost)
     assert without.tokens_per_second < zero.tokens_per_second  # estimated from passes after drafts
     assert same.tokens_per_second == pytest.approx(one.tokens_per_second, rel=0.02)
-
-
-def test_drafts_that_ended_stay_short() -> None:
-    """A drafter without further tokens: other draft lengths cannot lengthen its drafts."""
-    steps = [step(0, [], 0, 1), *(step(i, [1.0], 1, 2) for i in range(1, 80))]  # one of three tokens
-    short, same, long = other_gammas(steps, [1, 3, 8], pass_cost)
-    assert short.tokens_per_pass == same.tokens_per_pass == long.tokens_per_pass == pytest.approx(2, rel=0.02)
-
-
-def test_the_prompt_pass_of_the_drafter_is_counted_once() -> None:
-    steps, _ = run(5)
-    steps[1] = replace(steps[1], draft_s=0.5)
-    (same,) = other_gammas(steps, [3], pass_cost)
-    assert same.low <= speed(steps) <= same.high
-    recorded = recorded_steps(steps)
-    assert recorded[0].draft_s == pytest.approx(0.002 * 3)
-
-
-def test_an_expensive_drafter_gets_shorter_drafts() -> None:
-    steps, _ = run(3)
-    cheap = other_gammas(steps, range(9), lambda rows: 1.0)
-    expensive = other_gammas(steps, range(9), lambda rows: rows)
-    best = [max(estimates, key=lambda estimate: estimate.tokens_per_second).gamma for estimates in (cheap, expensive)]
-    assert best[0] > best[1] == 0
-    passes = [estimate.tokens_per_pass for estimate in cheap]
-    assert passes == sorted(passes) and passes[0] == 1
 
 
 @pytest.mark.parametrize("seconds", [0.0, 5e-324])
@@ -280,10 +223,6 @@ def test_step_starts_are_sums_over_all_outcomes() -> None:
     assert step_starts([[], [], []]) == [1.0, 1.0, 1.0] and step_starts([]) == []
 
 
-def test_shares_are_relative_frequencies() -> None:
-    assert Trial((0, 2, 2, 0, 2), 1, 1, 1).shares(4) == [0.4, 0.0, 0.6, 0.0]
-
-
 def test_a_trial_counts_its_steps() -> None:
     """If p equals q all drafts are accepted; a step commits gamma + 1 tokens."""
     p = torch.tensor(P)
@@ -295,41 +234,6 @@ def test_a_trial_counts_its_steps() -> None:
     assert trial("rejection", p, p, 3, 30, seed=1).tokens != trial("rejection", p, p, 3, 30, seed=2).tokens
 
 
-def test_a_text_depends_on_its_seed_only() -> None:
-    """Tokens before a limit are those of a longer text, and other draft lengths sample other tokens."""
-    p, q = torch.tensor(P), torch.tensor(Q)
-    long = trial("rejection", p, q, 2, 40, seed=5)
-    assert trial("rejection", p, q, 2, 15, seed=5).tokens == long.tokens[:15]
-    assert long.rounds > trial("rejection", p, q, 2, 15, seed=5).rounds
-
-
-def test_a_scalar_q_excludes_the_drafted_token_only() -> None:
-    """A draft of 0 with q = 0.8 is rejected with odds 1/2; then max(p - q, 0) without the q of 2 is p of 1 and 2."""
-    p, q = torch.tensor([0.4, 0.3, 0.3]), torch.tensor([0.8, 0.0, 0.2])
-    exact = trial("rejection", p, q, 1, 4000, seed=1).shares(3)
-    scalar = trial("rejection", p, q, 1, 4000, seed=1, scalar=True).shares(3)
-    assert exact == pytest.approx([0.4, 0.3, 0.3], abs=0.03)
-    assert scalar[1] < 0.27 and scalar[2] > 0.33  # the correction is 1 or 2 with equal odds, instead of 3 : 1
-
-
-def test_rules_are_compared_with_the_same_random_numbers() -> None:
-    p, q = torch.tensor(P), torch.tensor(Q)
-    accepted = []
-    for seed in range(20):
-        draft, (token, again, block) = compared_verdicts(["rejection", "rejection", "block"], p, q, 4, seed)
-        assert token == again and len(draft) == 4 and draft.is_chain
-        assert draft.token_probs == pytest.approx([Q[t] for t in draft.tokens])
-        assert [value for value in token.draw if value is not None] == [
-            *block.draw[: sum(value is not None for value in token.draw)],
-        ]
-        accepted.append((len(token.accepted), len(block.accepted)))
-        for node, draw in enumerate(token.draw):
-            bound = min(1.0, P[draft.tokens[node]] / Q[draft.tokens[node]])
-            assert draw is None or (draw < bound) == (node in token.accepted)
-    assert any(b > a for a, b in accepted)
-    assert len({compared_verdicts(["match"], p, q, 4, seed)[0].tokens for seed in range(9)}) > 3
-
-
 @pytest.mark.parametrize("rule", ["rejection", "block", "match"])
 def test_compared_rules_decide_as_in_the_first_step_of_a_text(rule: str) -> None:
     p, q = torch.tensor(P), torch.tensor(Q)
@@ -337,26 +241,6 @@ def test_compared_rules_decide_as_in_the_first_step_of_a_text(rule: str) -> None
         draft, (verdict,) = compared_verdicts([rule], p, q, 3, seed)
         tokens = (*(draft.tokens[node] for node in verdict.accepted), *verdict.target_tokens)
         assert trial(rule, p, q, 3, len(tokens), seed).tokens == tokens
-
-
-def recorded(draft: int, verify_s: float, draft_s: float = 0.0, host_s: float = 0.0) -> RecordedStep:
-    return RecordedStep((1.0,), draft, False, draft_s, verify_s, host_s)
-
-
-def test_times_of_steps_are_means() -> None:
-    """Passes of 2 and 4 rows take 0.6 s, v is 1 + rows / 2; two drafts of 1 and 3 tokens take 0.2 s."""
-    steps = [recorded(1, 0.2, 0.05, 0.1), recorded(3, 0.4, 0.15, 0.3)]
-    cost = lambda rows: 1 + rows / 2  # noqa: E731
-    times = StepTimes.of(steps, cost, None)
-    assert times == StepTimes(pytest.approx(0.12 * 1.5), pytest.approx(0.12), 0.05, 0.2, cost)
-    assert times.step(2) == pytest.approx(0.12 * 2.5 + 0.1 + 0.2) and times.step(0) == pytest.approx(0.18 + 0.2)
-    assert StepTimes.of(steps, cost, 0.5).plain == 0.5
-    empty = [*steps, recorded(0, 0.3), recorded(0, 0.5)]
-    times = StepTimes.of(empty, cost, 0.9)
-    assert (times.plain, times.scale) == (0.4, pytest.approx(0.12)) and times.host == pytest.approx(0.1)
-    assert StepTimes.of(steps[:1], cost, None).token == 0.05
-    only_empty = StepTimes.of(empty[2:], cost, None)
-    assert (only_empty.scale, only_empty.token, only_empty.plain) == (0.0, 0.0, 0.4)
 
 
 def test_recorded_steps_contain_what_was_committed() -> None:
@@ -395,69 +279,3 @@ def test_certain_acceptance_gives_the_speed_without_randomness(gamma: int) -> No
         tokens, count = tokens + drafted + 1, count + 1
     speed = pytest.approx(12 / seconds)
     assert estimate == GammaEstimate(gamma, 12 / count, speed, speed, speed)
-
-
-@pytest.mark.parametrize("plain_s", [None, 0.7])
-def test_steps_without_a_draft_take_the_time_of_the_baseline(plain_s: float | None) -> None:
-    """Of twelve tokens a draft of ten leaves one, by a pass over a row: 0.05 s as measured, or that of the baseline."""
-    times = {"draft_s": 0.03, "verify_s": 0.2, "host_s": 0.05}
-    steps = [step(0, [], 0, 1), *(step(i, [1.0] * 3, 3, 4, **times) for i in (1, 2, 3))]
-    baseline = [] if plain_s is None else [step(i, [], 0, 1, verify_s=plain_s) for i in (0, 1)]
-    (estimate,) = other_gammas(steps, [10], lambda rows: rows, baseline, draws=5)
-    speed = pytest.approx(12 / (0.05 * 11 + 0.01 * 10 + 0.05 + (plain_s or 0.05) + 0.05))
-    assert estimate == GammaEstimate(10, 6.0, speed, speed, speed)
-
-
-def test_the_baseline_is_resampled() -> None:
-    steps = [step(0, [], 0, 1), *(step(i, [1.0], 1, 2) for i in range(1, 9))]
-    slow, quick = (step(i, [], 0, 1, verify_s=seconds, host_s=0.0) for i, seconds in ((1, 0.3), (2, 0.1)))
-    prefill = step(0, [], 0, 1, verify_s=99.0)
-    (plain,) = other_gammas(steps, [0], pass_cost, [prefill, slow, quick])
-    assert plain == GammaEstimate(0, 1.0, pytest.approx(5.0), pytest.approx(1 / 0.3), pytest.approx(10.0))
-    (constant,) = other_gammas(steps, [0], pass_cost, [prefill, quick, quick])
-    assert constant == GammaEstimate(0, 1.0, *[pytest.approx(10.0)] * 3)
-    after = other_gammas(steps, [0, 1], pass_cost, [prefill, quick, quick])
-    assert [estimate.gamma for estimate in after] == [0, 1]
-    assert [one.gamma for one in other_gammas(steps, [1, 0], pass_cost, [prefill, quick, quick])] == [1, 0]
-    # Of 40 passes 14 to 26 are quick at 95 %: 40 tokens in 9.2 to 6.8 s.
-    (many,) = other_gammas(steps, [0], pass_cost, [slow, quick] * 20)
-    assert 4 < many.low < 5 < many.high < 6.5
-    # No speed up to a nanosecond.
-    assert other_gammas(steps, [0], pass_cost, [step(1, [], 0, 1, verify_s=LEAST_S, host_s=0.0)]) == []
-    assert other_gammas(steps, [0, 1], pass_cost, [quick], draws=0) == []  # no range
-    # Without drafts the pass of the baseline is used: 0.1 s and 0.001 s of the host.
-    (estimated,) = other_gammas(steps, [1], pass_cost, [quick])
-    assert estimated.tokens_per_pass == pytest.approx(2.0)
-
-
-def test_untested_tokens_have_the_mean_acceptance() -> None:
-    """Betas 0.5 and unknown, in steps of one draft token: a draft of one token is accepted with probability 0.5."""
-    steps = [step(0, [], 0, 1), *(step(i, [0.5, None, None], 1, 2) for i in range(1, 101))]
-    (one,) = other_gammas(steps, [1], pass_cost)
-    assert one.tokens_per_pass == pytest.approx(expected_tokens(0.5, 1), rel=0.01)
-    (three,) = other_gammas(steps, [3], pass_cost)
-    assert three.tokens_per_pass == pytest.approx(expected_tokens(0.5, 3), rel=0.02)
-
-
-def test_tested_tokens_have_their_acceptance() -> None:
-    """Tokens are accepted and rejected in turn; with one draft token each pass commits two, and one if all fail."""
-    alternating = [step(0, [], 0, 1), *(step(i, [1.0, 0.0], 1, 2) for i in range(1, 7))]
-    (one,) = other_gammas(alternating, [1], pass_cost)
-    assert one.tokens_per_pass == 2.0
-    rejected = [step(0, [], 0, 1), *(step(i, [0.0], 0, 1) for i in range(1, 7))]
-    (none,) = other_gammas(rejected, [1], pass_cost)
-    assert none.tokens_per_pass == 1.0
-
-
-def test_samples_without_tested_tokens_have_no_acceptance() -> None:
-    """A response was late: one of four samples of two steps has no tested token."""
-    steps = [step(1, [0.5], 1, 2), step(2, [None], 0, 1)]
-    (one,) = other_gammas(steps, [1], pass_cost)
-    # Of three tokens with acceptance 0.5, the second starts a pass after a rejection, the third unless it is drafted.
-    assert one.tokens_per_pass == pytest.approx(3 / (1 + 0.5 + 1 - 0.5 * 0.5))
-
-
-def test_estimates_are_of_120_reproducible_samples() -> None:
-    steps, _ = run(6, 60)
-    estimates = other_gammas(steps, [2], pass_cost)
-    assert estimates == other_gammas(steps, [2], pass_cost, draws=120) != other_gammas(steps, [2], pass_cost, draws=121)

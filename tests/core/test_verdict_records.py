@@ -11,7 +11,7 @@ from torch import Tensor
 from specdemo.core.distributions import DenseProbs, residual, without
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import Noise, SamplingParams
-from specdemo.core.step import Draft, Step, Verdict
+from specdemo.core.step import Draft, Verdict
 from specdemo.core.verifier import ModelVerifier
 
 VOCAB, TOP = 12, 2
@@ -91,24 +91,6 @@ def test_bound_of_a_sibling_uses_the_residual_of_its_elders(sampled: bool) -> No
     assert compared > 20
 
 
-@pytest.mark.parametrize(("shape", "sampled", "temperature"), list(product(SHAPES, (True, False), (0.0, 1.0))))
-def test_distributions_of_a_position_contain_the_same_tokens(shape: str, sampled: bool, temperature: float) -> None:
-    """The drafted and the committed tokens are included, so a chart never lacks the token it explains."""
-    for seed in range(20):
-        draft, p, verdict = verify(shape, "rejection", sampled and temperature > 0, temperature, seed)
-        for node, parent in enumerate(draft.parents):
-            target = dict(verdict.target_top[parent + 1].top)
-            assert draft.tokens[node] in target
-            assert target == pytest.approx({token: float(p[parent + 1][token]) for token in target})
-            if verdict.draft_top:
-                drafter = dict(verdict.draft_top[node].top)
-                assert drafter.keys() == target.keys()
-                assert drafter == pytest.approx({token: float(draft.probs.row(node)[token]) for token in drafter})
-        last = verdict.accepted[-1] if verdict.accepted else -1
-        assert verdict.token in dict(verdict.target_top[last + 1].top)
-        assert all(top.top == tuple(sorted(top.top, key=lambda pair: -pair[1])) for top in verdict.target_top)
-
-
 @pytest.mark.parametrize(("shape", "sampled"), list(product(SHAPES, (True, False))))
 def test_recorded_residual_is_the_distribution_of_the_correction(shape: str, sampled: bool) -> None:
     corrections = 0
@@ -127,22 +109,3 @@ def test_recorded_residual_is_the_distribution_of_the_correction(shape: str, sam
         assert recorded == pytest.approx({token: float(row[token]) for token in recorded}, abs=1e-6)
         assert verdict.token in recorded and recorded[verdict.token] > 0
     assert corrections
-
-
-def test_rank_counts_more_probable_tokens() -> None:
-    draft, p, verdict = verify("tree", "rejection", False, 0.0, 3)
-    for node, parent in enumerate(draft.parents):
-        order = p[parent + 1].argsort(descending=True).tolist()
-        assert verdict.rank[node] == 1 + order.index(draft.tokens[node])
-
-
-def step_of(draft: Draft, verdict: Verdict) -> Step:
-    return Step(1, (), draft, verdict, 4, 0.0, 0.0, 0.0, 0.0)
-
-
-def test_cut_removes_tests_beyond_the_end() -> None:
-    draft, _, verdict = next(
-        case for seed in range(40) if len((case := verify("chain", "rejection", True, 1.0, seed))[2].accepted) > 1
-    )
-    cut = verdict.cut(draft, 1)
-    assert cut.bound[1:] == (None,) * 3 and cut.token_top is None and step_of(draft, cut).tested == 1

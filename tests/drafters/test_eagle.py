@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,23 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.enumeration import PROMPT, ROUNDING, SMALL, VOCAB, distance, reference_probs
+from fakes.enumeration import PROMPT, ROUNDING, VOCAB, distance, reference_probs
 from fakes.heads import head_config, head_for, head_tensors, save_head
-from fakes.tiny_models import TEMPLATE, Explorer, TableHead, byte_level_tokenizer, committed, run, save_model, up_to
+from fakes.tiny_models import TEMPLATE, Explorer, byte_level_tokenizer, committed, run, save_model, up_to
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdemo.cli import main
-from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
 from specdemo.core.events import Header, StepEvent
-from specdemo.core.policies import POLICIES, CostModel, DraftLengths, Fixed, PathProbability
+from specdemo.core.policies import POLICIES, CostModel, DraftLengths
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.heads.chain import HeadDrafter
-from specdemo.drafters.hybrid import HybridDrafter
-from specdemo.drafters.suffix import SuffixDrafter
 from specdemo.generate import generate
 from specdemo.models.cached_head import CachedHead
 from specdemo.models.engines.native_weights import NativeWeights
@@ -36,11 +31,8 @@ from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import HeadSpec, ModelSpec
-from specdemo.preflight import preflight
-from specdemo.prompts import Prompt
-from specdemo.recipe import Recipe, refuse_ineffective
+from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
-from specdemo.ui.limits import HostLimits
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 TARGET = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.5)
@@ -97,37 +89,6 @@ def test_text_of_random_heads_has_the_distribution_of_the_target(
     assert counts[0] > 0 and (counts[1] > 0 or name == "greedy")
 
 
-class NoStates(TableHead):
-    """Head of a target that has not passed the text."""
-
-    def start(self, tokens: Any) -> None:
-        return None
-
-
-def drafted(head: Any, sampling: SamplingParams = SAMPLING["plain"], count: int = 3) -> Draft:
-    return HeadDrafter(head, sampling, Noise(0, "draft"), VOCAB).propose(PROMPT, up_to(count))
-
-
-def test_drafts_are_empty_without_states_or_positions_or_tokens() -> None:
-    assert not drafted(NoStates(SMALL, None)).tokens
-    banned = SamplingParams(bad_words=((0,), (1,)))
-    assert not drafted(TableHead(SMALL, (0, 1)), banned).tokens  # the text itself may continue with 2 and 3
-    assert {*drafted(TableHead(SMALL, (0, 1, 2)), banned).tokens} == {2}
-
-
-class Unasked(TableHead):
-    def start(self, tokens: Any) -> Any:
-        raise AssertionError("the head computes a pass")
-
-    sample_chain = start
-
-
-def test_heads_compute_nothing_while_no_path_is_allowed() -> None:
-    budget = DraftBudget(3, PathProbability(3, threshold=math.inf))
-    drafter = HeadDrafter(Unasked(SMALL, None), SAMPLING["plain"], Noise(0, "draft"), VOCAB)
-    assert drafter.propose(PROMPT, budget) == Draft()
-
-
 def test_drafts_end_with_the_context_of_the_head(models: tuple[CachedModel, CachedHead]) -> None:
     target, head = models
     inner: Any = head.head
@@ -142,31 +103,6 @@ def test_drafts_end_with_the_context_of_the_head(models: tuple[CachedModel, Cach
             assert bool(draft.tokens) == (length <= 9)
     finally:
         inner.layer = before
-
-
-def test_budgets_decide_before_tokens_are_sampled() -> None:
-    class Sampler(Noise):
-        drawn = 0
-
-        def sample_sparse(self, row: Any, position: int = 0) -> int:
-            self.drawn += 1
-            return super().sample_sparse(row, position)
-
-    noise = Sampler(0, "draft")
-    drafter = HeadDrafter(TableHead(SMALL, (0, 2, 3)), SAMPLING["plain"], noise, VOCAB)
-    draft = drafter.propose(PROMPT, DraftBudget(9, PathProbability(9, threshold=0.05)))
-    assert 0 < len(draft) < 9 and noise.drawn == len(draft)
-    assert {origin.source for origin in draft.origin} == {"head"}
-
-
-def test_the_hybrid_names_the_source_of_each_token() -> None:
-    drafter = HybridDrafter(
-        SuffixDrafter(), HeadDrafter(TableHead(SMALL, (0, 2, 3)), SAMPLING["plain"], Noise(0, "draft"), VOCAB), 3
-    )
-    texts = {"text": (1, 2, 3, 0, 1, 2, 3), "head": (1, 2, 3, 0, 1)}
-    for source, text in texts.items():
-        assert {origin.source for origin in drafter.propose(text, up_to(2)).origin} == {source}
-        drafter = HybridDrafter(SuffixDrafter(), drafter.model, 3)
 
 
 # --- recipes, pool and page -------------------------------------------------------------------------------------
@@ -210,12 +146,6 @@ def test_chat_turns_reuse_the_rows_of_the_head(saved: dict[str, str]) -> None:
     assert target.chats.reserved_bytes > 0
 
 
-def test_a_preflight_decodes_with_the_head(saved: dict[str, str]) -> None:
-    recipe = Recipe(method="eagle", max_tokens=8, device="cpu", **saved)
-    result = preflight(recipe, [Prompt("prose", f"{i}", "abc abc") for i in range(4)], ModelPool())
-    assert result.weight_bytes > ModelPool().take(recipe.target_spec).weight_bytes and len(result.estimates) == 1
-
-
 REFUSED = {
     "no head": ({"method": "eagle"}, "method eagle needs a head"),
     "remote": (
@@ -244,42 +174,8 @@ def test_recipes_without_use_for_a_head_are_refused(case: str) -> None:
         Recipe(**values)
 
 
-def test_methods_without_heads_refuse_the_option(capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = replace(
-        Recipe(method="nasd", target="a/b"), head="a/head"
-    )  # the page keeps the field when the method changes
-    assert recipe.head_spec is None
-    with pytest.raises(UserError, match="head has no effect with method nasd: choose eagle, medusa, block, hybrid"):
-        refuse_ineffective(recipe, {"head": "a/head"})
-    assert main(["run", "x", "--target", "a/b", "--method", "suffix", "--head", "a/head"]) == 2
-    assert capsys.readouterr().err.startswith("specdemo: head has no effect")
-
-
-def test_the_hybrid_needs_neither_a_model_nor_a_head() -> None:
-    recipe = Recipe(method="hybrid", target="a/b")
-    assert recipe.drafter_spec is None and recipe.head_spec is None
-    with pytest.raises(UserError, match="method draft needs a drafter"):
-        Recipe(method="draft", target="a/b")
-
-
 def test_a_head_replaces_the_draft_model_of_the_hybrid() -> None:
     assert Recipe(method="hybrid", target="a/b", drafter="a/c").drafter_spec is not None
     recipe = Recipe(method="hybrid", target="a/b", drafter="a/c", head="a/head")
     assert recipe.drafter_spec is None and recipe.head_spec == HeadSpec("a/head", recipe.target_spec)
     assert "drafter" not in recipe.specs
-
-
-def test_visitors_choose_heads_like_models() -> None:
-    recipe = Recipe(method="eagle", head="/etc/head")
-    HostLimits().grant(recipe, "x")
-    with pytest.raises(UserError, match="only Hugging Face ids are valid here"):
-        HostLimits(models="hub").grant(recipe, "x")
-    with pytest.raises(UserError, match="only listed models run here"):
-        HostLimits(models="listed").grant(Recipe(method="eagle", head="a/head"), "x")
-
-
-def test_budget_of_a_chain_is_known_without_logits() -> None:
-    assert DraftBudget(4, Fixed(4)).chain_limits == (4, 0.0)
-    assert DraftBudget(4, PathProbability(9)).chain_limits == (4, 0.15)
-    assert DraftBudget(4, PathProbability(9, 2)).chain_limits is None
-    assert DraftBudget(4, POLICIES["egag"].make(DraftLengths(2, 1, 3), CostModel())).chain_limits is None

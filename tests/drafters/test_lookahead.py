@@ -37,23 +37,6 @@ def test_the_comb_and_its_update() -> None:
     assert drafter.propose([6], up_to(9)).tokens == comb  # no n-gram begins with 6
 
 
-def test_near_the_end_only_guesses_that_fit_are_drafted() -> None:
-    drafter = LookaheadDrafter(window=3, n=3, guesses=2)
-    drafter.observe(answered(drafter.propose([5], up_to(9)), {5: 9}))
-    draft = drafter.propose([5], up_to(1))
-    assert draft.tokens == (5,) and draft.parents == (-1,)
-    drafter.observe(answered(draft, {}))  # no comb in the draft, so no n-grams to collect
-    assert not LookaheadDrafter().propose([5], up_to(0)).tokens
-
-
-def test_a_step_without_target_choices_collects_nothing() -> None:
-    drafter = LookaheadDrafter(window=3, n=3, guesses=2)
-    comb = drafter.propose([5], up_to(9))
-    unverified = Verdict((0,), None, beta=(None,) * len(comb))
-    drafter.observe(Step(1, (5,), comb, unverified, 9, draft_s=0, verify_s=0, host_s=0, t=0))
-    assert drafter.propose([5], up_to(9)).tokens == comb.tokens
-
-
 @pytest.mark.parametrize(("window", "n"), [(1, 2), (3, 3), (5, 4)])
 def test_the_comb_needs_its_depth(window: int, n: int) -> None:
     """A spine of `window` positions; the tooth of each continues for n - 2 tokens."""
@@ -66,12 +49,6 @@ def test_the_comb_needs_its_depth(window: int, n: int) -> None:
     assert levels[1:] == [tuple(range(start, start + window)) for start in range(0, len(draft) - window, window)]
     assert draft == LookaheadDrafter(window, n, seed=0).propose(text, up_to(depth))
     assert window == 1 or draft != LookaheadDrafter(window, n, seed=1).propose(text, up_to(depth))
-
-
-def test_default_sizes() -> None:
-    text = [*range(30)]
-    assert LookaheadDrafter().propose(text, up_to(99)) == LookaheadDrafter(5, 4, 5, 0).propose(text, up_to(99))
-    assert LookaheadDrafter()._guesses == 5
 
 
 class Recorded(Fixed):
@@ -111,16 +88,6 @@ def test_recent_n_grams_replace_older_ones() -> None:
     assert drafter.propose([5], up_to(1)).tokens == (8, 5, 8)
     assert drafter.propose([7], up_to(1)).tokens == (5, 8)
     assert drafter.propose([5], up_to(0)) == Draft()
-
-
-def test_guesses_end_at_the_budget_and_share_their_beginning() -> None:
-    drafter = LookaheadDrafter(window=2, n=4, guesses=3)
-    drafter._pool = {1: {(2, 3, 4): None, (2, 5, 6): None, (7, 3, 8): None, (2, 3, 9): None}}
-    draft = drafter.propose([0, 1], up_to(2))
-    assert draft.tokens == (2, 3, 7, 3, 5) and draft.parents == (-1, 0, -1, 2, 0)  # the latest three
-    draft = drafter.propose([0, 1], up_to(3))
-    assert draft.tokens == (2, 3, 9, 7, 3, 8, 5, 6) and draft.parents == (-1, 0, 1, -1, 3, 4, 0, 6)
-    assert {origin.source for origin in draft.origin} == {"pool"}
 
 
 def test_only_a_verified_comb_is_collected() -> None:

@@ -20,7 +20,6 @@ from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.suffix import SuffixDrafter
 from specdemo.drafters.tree import HeadNodes, ModelNodes, TreeDrafter
 from specdemo.drafters.universal import UniversalDrafter
-from specdemo.remote.gates import RecordingPolicy
 
 VOCAB, TEXT = 8, [1, 2, 3]
 REPETITION = [4, 5, 6, 7, 1, 4, 5, 6, 7]  # continues with 1, 4, ...
@@ -74,17 +73,6 @@ def test_drafters_compute_nothing_in_a_pause(name: str, temperature: float) -> N
     lose(policy)
     model.requests = 0
     assert drafter.propose(TEXT, DraftBudget(4, policy)) == Draft()
-    assert model.requests == 0
-
-
-def test_a_recorded_policy_records_up_to_a_pause() -> None:
-    model, policy = CountedModel(VOCAB, seed=1), PathProbability(4, threshold=0.0, row_cost=0.3)
-    drafter, recorder = model_drafter(model, 0.0), RecordingPolicy(policy)
-    draft = drafter.propose(TEXT, DraftBudget(4, recorder))
-    assert len(draft.tokens) == len(recorder.log_probs) > 0
-    lose(policy)
-    model.requests = 0
-    assert drafter.propose(TEXT, DraftBudget(4, recorder)) == Draft()
     assert model.requests == 0
 
 

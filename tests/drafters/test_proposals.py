@@ -14,12 +14,10 @@ from torch import Tensor
 
 from specdemo.core.decode import DraftBudget
 from specdemo.core.distributions import DenseProbs, SparseProbs, SparseRow
-from specdemo.core.errors import UserError
 from specdemo.core.origin import HEAD, MODEL, Origin
 from specdemo.core.policies import Egag, PathProbability
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft
-from specdemo.drafters.draft_vocabulary import DraftVocabulary
 from specdemo.drafters.heads.chain import HeadDrafter
 from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.tree import HeadNodes, ModelNodes, TreeDrafter
@@ -91,22 +89,6 @@ def test_a_head_samples_from_its_vocabulary(sampling: SamplingParams, ids: tuple
     assert draft.tokens == (5, 0, 3) and draft.origin == (HEAD,) * 3
     assert isinstance(draft.probs, SparseProbs if ids else DenseProbs)
     check_chain(draft, noise, sampling, ids or range(VOCAB))
-
-
-def test_greedy_drafts_are_the_most_probable_tokens() -> None:
-    expected, in_ids = [*TEXT], [*TEXT]
-    for _ in range(3):
-        expected.append(int(MODEL_OF_TABLE.logits(expected).argmax()))
-        logits = MODEL_OF_TABLE.logits(in_ids)
-        in_ids.append(max(IDS, key=logits.__getitem__))
-    noise = Script()
-    for drafter, path, origin in (
-        (ModelDrafter(MODEL_OF_TABLE.score, GREEDY, noise, VOCAB), expected, MODEL),
-        (HeadDrafter(TableHead(MODEL_OF_TABLE, None), GREEDY, noise, VOCAB), expected, HEAD),
-        (HeadDrafter(TableHead(MODEL_OF_TABLE, IDS), GREEDY, noise, VOCAB), in_ids, HEAD),
-    ):
-        draft = drafter.propose(TEXT, up_to(3))
-        assert draft == Draft.chain(tuple(path[2:]), origin=(origin,) * 3)
 
 
 class Queries(Egag):
@@ -213,17 +195,6 @@ def test_confidences_end_a_draft_before_its_token(
     assert draft.origin == tuple(Origin("head", confidence=round(value, 3)) for value in confidences[:drafted])
 
 
-def test_confidences_are_rounded_and_decide_for_paths_only() -> None:
-    head = Confident((0.12345, 0.5, 0.5))
-    draft = HeadDrafter(head, GREEDY, Script(), VOCAB).propose(TEXT, up_to(2))
-    assert [origin.confidence for origin in draft.origin] == [0.123, 0.5]  # constant length
-    by_logits = HeadDrafter(head, GREEDY, Script(), VOCAB).propose(TEXT, DraftBudget(2, Egag(2, 2)))
-    assert by_logits.origin == (HEAD, HEAD)
-    unknown = HeadDrafter(Confident(), GREEDY, Script(), VOCAB)
-    budget = DraftBudget(3, PathProbability(3, threshold=0.9))
-    assert len(unknown.propose(TEXT, budget)) < 3 == len(unknown.propose(TEXT, up_to(3)))
-
-
 def test_drafts_of_heads_end_at_their_positions() -> None:
     for longest, drafted in ((0, 0), (2, 2), (9, 4)):
         head = Confident(longest=longest)
@@ -263,43 +234,6 @@ def test_a_head_may_draft_in_a_single_call() -> None:
 
 
 # --- draft vocabularies ---
-
-
-@pytest.mark.parametrize("ids", [None, IDS])
-def test_tokens_and_indices_of_a_draft_vocabulary(ids: tuple[int, ...] | None) -> None:
-    vocabulary = DraftVocabulary(None if ids is None else torch.tensor(ids), VOCAB)
-    tokens = ids or range(VOCAB)
-    assert [vocabulary.token(i) for i in range(len(tokens))] == [*tokens]
-    assert [vocabulary.index(token) for token in tokens] == [*range(len(tokens))]
-    values = torch.tensor(softmax([0.5 * i for i in range(len(tokens))], 1.0))
-    noise = Script(3)
-    assert vocabulary.sample(values, noise, 7) == 3
-    shown = [dict(zip(tokens, values.tolist(), strict=True)).get(v, 0.0) for v in range(VOCAB)]
-    assert noise.asked == [(7, shown)]
-    rows = vocabulary.rows([values, values.flip(0)])
-    dense = rows.dense()
-    assert dense is not None and dense.shape == (2, VOCAB) and dense[0].tolist() == shown
-    assert dense[1][tokens[0]] == values[-1]
-
-
-@pytest.mark.parametrize("ids", [None, (0, 2, 3)])
-def test_logits_are_constrained_by_the_text(ids: tuple[int, ...] | None) -> None:
-    vocabulary = DraftVocabulary(None if ids is None else torch.tensor(ids), VOCAB)
-    logits = torch.tensor([2.0, -1.0, 0.5, 0.25, 0.0, 1.0]) if ids is None else torch.tensor([2.0, -1.0, 0.5])
-    assert vocabulary.process(SAMPLED, logits.double(), [0]).dtype == torch.float32  # type: ignore[union-attr]
-    assert torch.equal(vocabulary.process(SAMPLED, logits, [0]), logits)  # type: ignore[arg-type]
-    repeated = vocabulary.process(replace(SAMPLED, repetition_penalty=2.0), logits, [0, 2, 4])
-    expected = [1.0, -1.0, 0.25, 0.25, 0.0, 1.0] if ids is None else [1.0, -2.0, 0.5]
-    assert repeated is not None and repeated.tolist() == expected
-    banned = replace(SAMPLED, bad_words=((0,), (2,), (3,)))
-    if ids is None:
-        row = vocabulary.process(banned, logits, [1])
-        assert row is not None and [v for v in range(VOCAB) if row[v] > -1e20] == [1, 4, 5]
-    else:
-        assert vocabulary.process(banned, logits, [1]) is None
-    for broken in (math.inf, math.nan):
-        with pytest.raises(UserError, match="NaN or infinite logits"):
-            vocabulary.process(SAMPLED, torch.full_like(logits, broken), [1])
 
 
 # --- trees ---
@@ -365,26 +299,6 @@ def test_greedy_trees_grow_from_the_most_probable_paths(
     expected = grown(width, beam, nodes, depth, ids)
     assert (draft.tokens, draft.parents) == (expected.tokens, expected.parents)
     assert draft.origin == (MODEL if kind == "model" else HEAD,) * len(draft) and draft.token_probs is None
-
-
-def test_default_sizes_of_a_tree() -> None:
-    draft = TreeDrafter(ModelNodes(MODEL_OF_TABLE.score, VOCAB), GREEDY, Script(), VOCAB).propose(TEXT, up_to(9))
-    expected = grown(3, 2, 12, 9)
-    assert (draft.tokens, draft.parents) == (expected.tokens, expected.parents) and len(draft) == 12
-
-
-@pytest.mark.parametrize("kind", ["model", "head"])
-def test_the_policy_ends_a_tree_by_the_logits_of_its_most_probable_node(kind: str) -> None:
-    policy = Queries(0, 9)
-    scorer = ModelNodes(MODEL_OF_TABLE.score, VOCAB) if kind == "model" else HeadNodes(TableHead(MODEL_OF_TABLE, None))
-    draft = TreeDrafter(scorer, GREEDY, Script(), VOCAB, nodes=30, width=2, beam=2).propose(
-        TEXT, DraftBudget(9, policy)
-    )
-    expected = grown(2, 2, 30, 2)
-    assert (draft.tokens, draft.parents) == (expected.tokens, expected.parents)
-    asked = policy.__dict__["asked"]
-    assert [n for n, _ in asked] == [0, 0, 1, 1, 2, 2] and [row is None for _, row in asked] == [True, False] * 3
-    assert asked[1][1] == MODEL_OF_TABLE.logits(TEXT).tolist()
 
 
 def test_drafts_end_where_the_head_has_no_states_or_no_tokens() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from sys import getsizeof
 
 import pytest
 import torch
@@ -51,28 +50,6 @@ def test_the_longest_repeated_suffix_is_found(vocabulary: int) -> None:
             places = [place for place in range(store.matched, end) if seen[place - store.matched : place] == ending]
             assert any((seen + drafted)[place : place + 5] == drafted for place in places)
     assert len(store) <= 2 * len(text)
-
-
-@pytest.mark.parametrize("vocabulary", [1, 2, 3, 10])
-def test_the_automaton_has_a_state_per_set_of_end_positions(vocabulary: int) -> None:
-    """Substrings that end at the same positions share a state; the initial state ends everywhere (Blumer et al.)."""
-    rng, store = random.Random(vocabulary), SuffixStore()
-    text: list[int] = []
-    for _ in range(30):
-        text.append(rng.randrange(vocabulary))
-        store.add(text[-1])
-        ends: dict[tuple[int, ...], set[int]] = {}
-        for start in range(len(text)):
-            for end in range(start + 1, len(text) + 1):
-                ends.setdefault(tuple(text[start:end]), set()).add(end)
-        assert len(store) == 1 + len(set(map(frozenset, ends.values())))
-
-
-def test_an_empty_store_continues_nothing() -> None:
-    store = SuffixStore()
-    assert (store.matched, store.continuation(3)) == (0, [])
-    store.begin()
-    assert store.text == []  # an empty text needs no border
 
 
 def test_the_latest_of_several_texts_is_continued_up_to_its_border() -> None:
@@ -123,53 +100,8 @@ def test_the_source_is_continued_and_drafts_start_after_its_border() -> None:
     assert bare.propose([5, 6, 5], up_to(1)).origin == (Origin("text", 1, 1),)
 
 
-def test_the_store_counts_the_bytes_of_its_columns() -> None:
-    store = SuffixStore()
-    empty = store.size_bytes
-    assert empty == sum(map(getsizeof, ([], [{}], [-1], [0], [0], {})))
-    for token in range(1000):
-        store.add(token)
-    # A text without repetitions has a state per token, each with a transition; pointers take 8 bytes.
-    assert store.size_bytes > 5 * 8 * 1000 + 1000 * getsizeof({1: 1})
-    assert store.size_bytes < 2 * (5 * 8 * 1000 + 1000 * getsizeof({1: 1}))
-    for token in range(3000):
-        store.add(token * token % 7)  # states are split, and have up to seven transitions
-    columns = [store.text, store._next, store._link, store._length, store._end]
-    assert store.size_bytes == sum(map(getsizeof, (*columns, *store._next)))
-    store._next = [{}] * len(store)  # the states are not needed
-    assert store.size_bytes > 3 * len(store) * getsizeof({})
-
-
 def test_a_loop_is_drafted_periodically() -> None:
     assert SuffixDrafter().propose([1, 2, 3, 1, 2, 3, 1], up_to(9)).tokens == (2, 3, 1, 2, 3, 1, 2, 3)
-
-
-def test_the_match_sets_the_length() -> None:
-    assert SuffixDrafter(factor=1.0).propose([5, 6, 7, 8, 9, 1, 5, 6], up_to(9)).tokens == (7, 8)
-    assert SuffixDrafter(factor=2.0).propose([5, 6, 7, 8, 9, 1, 5, 6], up_to(9)).tokens == (7, 8, 9, 1)
-    assert SuffixDrafter(factor=2.0).propose([5, 6, 7, 8, 9, 1, 5, 6], up_to(1)).tokens == (7,)
-    assert SuffixDrafter().propose([1, 2, 3], up_to(9)).tokens == ()
-
-
-def test_the_latest_occurrence_wins() -> None:
-    assert SuffixDrafter().propose([1, 2, 8, 1, 2, 9, 1, 2], up_to(1)).tokens == (9,)
-
-
-def test_an_earlier_text_is_continued_but_matches_end_at_its_border() -> None:
-    first = SuffixDrafter()
-    first.propose([1, 2, 3, 4], up_to(4))
-    second = SuffixDrafter(store=first.store)
-    assert second.propose([9, 2, 3], up_to(4)).tokens == (4,)  # where the former text ended
-    assert second.store.matched == 2
-
-
-def test_tokens_may_be_added_singly_or_together() -> None:
-    rng = random.Random(7)
-    text = [rng.randrange(4) for _ in range(80)]
-    grown = SuffixDrafter()
-    for end in range(1, len(text) + 1):
-        step_by_step = grown.propose(text[:end], up_to(6))
-        assert step_by_step == SuffixDrafter().propose(text[:end], up_to(6))
 
 
 def test_origins_point_to_the_copied_tokens() -> None:
@@ -227,12 +159,6 @@ def test_hybrid_trusts_long_matches_only() -> None:
     assert default.propose([1, 2, 3, 4, 5, 1, 2, 3, 4], up_to(1)).tokens == (5,)
 
 
-def test_the_store_of_a_prediction_includes_that_of_its_fallback() -> None:
-    fallback, text = SuffixDrafter(source=range(100)), PredictedText((1, 2), (3, 4), 4)
-    alone = PredictionDrafter(text, EmptyDrafter()).store_bytes
-    assert PredictionDrafter(text, fallback).store_bytes == alone + fallback.store_bytes > fallback.store_bytes
-
-
 class Fallback(EmptyDrafter):
     """Drafts zeros up to the budget and records the texts and steps."""
 
@@ -280,22 +206,3 @@ def test_the_answer_may_return_to_the_prediction_or_repeat_itself(length: int) -
     assert repeated[len(answer) + 3] == 72
     drafter.observe(STEP)
     assert fallback.steps == [STEP] and len(fallback.texts) == 1
-
-
-def test_the_fallback_drafts_no_more_than_the_budget() -> None:
-    drafter = PredictionDrafter(PredictedText([1], [2], 4), Fallback())
-    assert [len(drafter.propose([9], up_to(limit))) for limit in (0, 3, 4, 9)] == [0, 3, 4, 4]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_lookups_copy_after_the_earliest_match_of_the_longest_ending(size: int) -> None:
-    text = [7, 5, 6, 8, 5, 6, 9, 4, 5, 6, 7, 9, 5, 6, 9, 4, 5, 6]  # 4, 5, 6 | 5, 6 | 6
-    for longest in range(1, size + 1):
-        draft = LookupDrafter(longest).propose(text, up_to(3))
-        after = {1: 3, 2: 3, 3: 10}[longest]
-        origin = tuple(Origin("text", after + i, matched=longest) for i in range(3))
-        assert draft == Draft.chain(tuple(text[after : after + 3]), origin=origin)
-    assert LookupDrafter(9).propose([5, 5], up_to(3)) == Draft.chain((5,), origin=(Origin("text", 1, matched=1),))
-    assert LookupDrafter().propose([5, 5], up_to(0)) == Draft()
-    assert LookupDrafter().propose([5], up_to(3)) == LookupDrafter().propose([5, 6], up_to(3)) == Draft()
-    assert LookupDrafter().propose(text, up_to(3)) == LookupDrafter(2).propose(text, up_to(3))

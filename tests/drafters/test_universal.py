@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,6 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import TAIL, Bridge
 from specdemo.models.zoo import PAIRS
 from specdemo.recipe import Recipe
-from specdemo.ui.settings import recipe_of
 
 pytestmark = pytest.mark.slow
 
@@ -141,16 +139,6 @@ def test_drafts_are_re_encoded_exactly_or_dropped(ours: str, theirs: str) -> Non
     assert carried > 30
 
 
-def test_incomplete_characters_are_completed() -> None:
-    target, drafter = byte_level_tokenizer(), AutoTokenizer.from_pretrained(BUNDLED.target)
-    tokens = encode(target, "x = '🙂'")
-    begun = next(n for n in range(len(tokens)) if decode(target, tokens[:n]).endswith("\ufffd"))
-    bridge = Bridge(target, drafter, [])
-    assert decode(drafter, bridge.read(tokens[:begun])) == "x = '"
-    assert bridge.write(tokens[:begun], encode(drafter, "🙂'")) == tokens[begun:]
-    assert bridge.write(tokens[:begun], encode(drafter, "y'")) == []  # not the character that was begun
-
-
 def test_partial_words_are_completed() -> None:
     """The text ends in a partial word with a non-canonical tokenization: the draft continues from it."""
     target, drafter = AutoTokenizer.from_pretrained(BUNDLED.target), byte_level_tokenizer()
@@ -174,14 +162,6 @@ def test_text_changed_by_re_encoding_is_not_drafted() -> None:
         bridge.write(tokens, encode(drafter, "<|end|>")) == []
     )  # text for the drafter, a special token for the target
     assert bridge.write(tokens, encode(drafter, "é")[:1]) == []  # half a character
-
-
-def test_tokenizers_without_offsets_raise() -> None:
-    class Slow(Spy):
-        is_fast = False
-
-    with pytest.raises(UserError, match="no character offsets"):
-        Bridge(Slow(byte_level_tokenizer()), byte_level_tokenizer(), [])
 
 
 # --- drafting ----------------------------------------------------------------------------------------------------
@@ -283,25 +263,6 @@ def test_the_bundled_target_with_drafters_of_other_vocabularies(strangers: dict[
         assert text == text_of(replace(warm, method="ar"), pool)[0] and metrics["accepted"] > 0
         warm = replace(warm, rule="rejection", bad_words=("import",), repetition_penalty=1.1)
         assert text_of(warm, pool)[1]["accepted"] > 0
-
-
-def test_a_shorter_context_of_the_drafter_does_not_end_the_text(strangers: dict[str, str], tmp_path: Path) -> None:
-    short = Path(shutil.copytree(strangers["exchanged"], tmp_path / "short"))
-    config = json.loads((short / "config.json").read_text())
-    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 24}))
-    recipe = Recipe(
-        target=BUNDLED.target, drafter=str(short), universal=True, temperature=0, max_tokens=64, device="cpu"
-    )
-    pool = ModelPool()
-    text, metrics = text_of(recipe, pool)
-    assert text == text_of(replace(recipe, method="ar"), pool)[0] and len(text) == 64
-    assert 0 < metrics["drafted"] < 24
-
-
-def test_the_checkbox_of_the_page_is_accepted() -> None:
-    assert recipe_of({"universal": True}, "cpu").universal and not recipe_of({}, "cpu").universal
-    with pytest.raises(UserError, match="true or false"):
-        recipe_of({"universal": "yes"}, "cpu")
 
 
 def test_different_vocabularies_require_the_option(strangers: dict[str, str]) -> None:

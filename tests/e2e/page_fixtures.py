@@ -237,9 +237,16 @@ def short_path() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def shared(served: Any, chromium: BrowserContext) -> Iterator[Page]:
-    """Tab shared by the tests of a file."""
+    """Tab shared by the tests of a process."""
+    with tabs(served, chromium) as open_tab:
+        yield open_tab()
+
+
+@pytest.fixture(scope="module")
+def file_tab(served: Any, chromium: BrowserContext) -> Iterator[Page]:
+    """Tab of a file whose tests keep its state."""
     with tabs(served, chromium) as open_tab:
         yield open_tab()
 
@@ -252,7 +259,8 @@ def page(shared: Page, scripts: Scripts) -> Page:
     shared.emulate_media(reduced_motion="no-preference")
     shared.get_by_role("tab", name="Method").click()
     shared.locator("#pace").select_option("instant")
-    shared.evaluate("document.getElementById('figures').open = false, document.body.classList.remove('dark')")
+    shared.evaluate("for (const name of ['details', 'figures']) document.getElementById(name).open = false")
+    shared.evaluate("document.body.classList.remove('dark')")
     for name, checked in (("show-rejected", True), ("safe-colours", False)):
         shared.locator(f"#{name}").set_checked(checked)
     shared.locator("#prompt textarea").fill(NOISE)

@@ -196,7 +196,7 @@ def test_identical_texts_have_a_badge(page: Page) -> None:
     assert text_of(saved(page)) == text_of(saved(page, "ar"))  # a single run of each lane is shown
 
 
-def test_exports_match_the_run(page: Page, tab: Any) -> None:
+def test_exports_match_the_run(page: Page) -> None:
     compared(page, tokens=24)
     trace = saved(page)
     with page.expect_download() as download:
@@ -217,18 +217,16 @@ def test_exports_match_the_run(page: Page, tab: Any) -> None:
     with page.expect_download() as download:
         page.locator("#save-all").click()
     both = Path(download.value.path()).read_text("utf-8")
-    again = tab()
-    opened(again, both)
-    status(again, "done: recorded trace, 24 and 24 tokens")
-    for lane in ("spec", "ar"):
-        assert drawn(again, lane) == drawn(page, lane)
-    for kpi in ("acceptance", "tokens_per_second", "speedup", "ttft"):
-        expect(again.locator(f"[data-kpi={kpi}] .value")).to_have_text(
-            page.locator(f"[data-kpi={kpi}] .value").text_content() or ""
-        )
-    assert again.locator("#verdict").text_content() == page.locator("#verdict").text_content()
-    again.locator("#lane-spec [data-kind=accepted]").first.click()
-    expect(again.locator("#inspector")).to_be_visible()
+    parts = [f"[data-kpi={kpi}] .value" for kpi in ("acceptance", "tokens_per_second", "speedup", "ttft")]
+    shown = {part: page.locator(part).text_content() or "" for part in (*parts, "#verdict")}
+    tokens = {lane: drawn(page, lane) for lane in ("spec", "ar")}
+    opened(page, both)
+    status(page, "done: recorded trace, 24 and 24 tokens")
+    assert {lane: drawn(page, lane) for lane in tokens} == tokens
+    for part, text in shown.items():
+        expect(page.locator(part)).to_have_text(text)
+    page.locator("#lane-spec [data-kind=accepted]").first.click()
+    expect(page.locator("#inspector")).to_be_visible()
 
 
 def test_recorded_traces_open_without_a_model(page: Page, served: Any) -> None:
@@ -397,8 +395,8 @@ def test_added_lanes_run_with_the_others(page: Page, short_path: Path) -> None:
     expect(page.locator("#lane-third")).to_be_hidden()
 
 
-def test_added_settings_are_the_same_in_all_tabs_and_after_a_reload(tab: Any) -> None:
-    first, second = tab(), tab()
+def test_added_settings_are_the_same_in_all_tabs_and_after_a_reload(page: Page, tab: Any) -> None:
+    first, second = page, tab()
     for page in (first, second):
         open_group(page, "More actions")
 
@@ -440,9 +438,7 @@ def test_methods_have_best_and_worst_examples(page: Page) -> None:
             expect(page.locator("#method input")).to_have_value(re.compile(f"^{method}"))
 
 
-@pytest.mark.usefixtures("page")  # no stored settings, so no messages about them
-def test_axe_finds_no_serious_violations(tab: Any) -> None:
-    page = tab()
+def test_axe_finds_no_serious_violations(page: Page) -> None:
     opened(page, (GOLDEN / "draft-top.jsonl").read_text("utf-8") + (GOLDEN / "ar.jsonl").read_text("utf-8"))
     status(page, "done")
     page.locator("#lane-spec [data-kind=rejected]").first.click()
@@ -551,8 +547,8 @@ def test_run_begins_a_conversation_and_continue_chat_adds_a_turn(page: Page, sho
     status(page, "done")
 
 
-def test_a_tap_opens_the_step_as_a_drawer_below_the_token(tab: Any) -> None:
-    page: Page = tab(width=390, height=844)
+def test_a_tap_opens_the_step_as_a_drawer_below_the_token(page: Page) -> None:
+    resize(page, 390, 844)
     run(page, CODE)
     status(page, "done")
     devtools = page.context.new_cdp_session(page)
@@ -576,3 +572,4 @@ def test_a_tap_opens_the_step_as_a_drawer_below_the_token(tab: Any) -> None:
         )
         assert inspector.evaluate("drawer => getComputedStyle(drawer).position") == "fixed"
         page.locator("#round-close").click()
+    devtools.send("Emulation.setTouchEmulationEnabled", {"enabled": False})

@@ -12,8 +12,7 @@ from e2e.page_fixtures import grave
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 
-def test_documents_are_opened_from_the_page_and_accessible(tab: Any, served: Any) -> None:
-    page: Page = tab()
+def test_documents_are_opened_from_the_page_and_accessible(page: Page, served: Any) -> None:
     page.locator("#page-links a", has_text="Documentation").click()
     expect(page.locator("h1")).to_have_text("specdemo")
     for scheme in ("light", "dark"):
@@ -23,7 +22,9 @@ def test_documents_are_opened_from_the_page_and_accessible(tab: Any, served: Any
     assert page.url == f"{served.url}documentation/edge-cloud"
     page.set_viewport_size({"width": 390, "height": 844})
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.emulate_media(color_scheme="light")
     page.locator("nav a", has_text="← specdemo").click()
+    expect(page.locator("body")).to_have_attribute("data-shown", "yes")
     expect(page.locator("#run")).to_be_visible()
 
 

@@ -178,6 +178,12 @@ def test_another_local_service_continues_after_one_is_ended_by_the_button(tab: A
     page.locator("#edge-refresh").click()
     expect(page.locator("#edge-run")).to_contain_text("1 failover")
     expect(page.locator("#edge-timeline rect.gap")).to_have_count(1)
+    open_group(page, "Advanced settings", "Edge and cloud")
+    expect(page.locator('#edge-plot .mark-line path[stroke="var(--dot-run)"]')).to_have_count(1)
+    expect(page.locator("#edge-table th").first).to_have_attribute("tabindex", "0")  # the keyboard reaches the table
+    assert not grave(page, "#tabs", "#settings")
+    resize(page, 390)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
 def test_lost_connection_is_noted_and_stop_needs_no_response(tab: Any, served: Any, scripts: Scripts) -> None:
@@ -227,19 +233,6 @@ def test_modes_are_measured_on_the_device(tab: Any, served: Any) -> None:
     page.locator("#modes-stop").click()
     expect(page.locator("#modes-status p")).to_have_text(re.compile("^stopped"))
     assert served.worker.active == 0
-
-
-def test_axe_finds_no_serious_violations_in_the_tab(tab: Any, served: Any) -> None:
-    page = linked(tab, mode="speculative", on_loss="edge", rtt_ms=5, temperature=0, max_tokens=16)
-    run(page, CODE)
-    status(page, "done")
-    open_group(page, "Advanced settings", "Edge and cloud")
-    page.get_by_role("tab", name="Edge-cloud").click()
-    expect(page.locator('#edge-plot .mark-line path[stroke="var(--dot-run)"]')).to_have_count(1)
-    expect(page.locator("#edge-table th").first).to_have_attribute("tabindex", "0")  # the keyboard reaches the table
-    assert not grave(page, "#tabs", "#settings")
-    resize(page, 390)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
 def test_public_page_starts_and_contacts_no_service(served: Any) -> None:

@@ -71,8 +71,8 @@ def test_failed_exports_and_details_can_be_repeated(page: Page) -> None:
     assert counted(saved(page)) == drawn(page)
 
 
-def test_a_rejected_run_ends_without_a_headline(tab: Any) -> None:
-    """In a new tab, and after an earlier run."""
+def test_a_rejected_run_ends_without_a_headline_and_one_that_began_is_shown(tab: Any) -> None:
+    """In a new tab, and after an earlier run; the server has begun the last run before its answer is lost."""
     page = tab()
     button, headline = page.locator("#run"), page.locator("#headline")
     for _ in range(2):
@@ -86,25 +86,21 @@ def test_a_rejected_run_ends_without_a_headline(tab: Any) -> None:
         status(page, "done")
         expect(headline).not_to_be_empty()
 
-
-def test_a_run_whose_start_is_answered_with_an_error_is_shown(tab: Any) -> None:
-    """The server has begun the run before the answer is lost."""
-    page = tab()
-
     def begun(route: Route) -> None:
         route.fetch()
         route.fulfill(status=502, json={"detail": "bad gateway"})
 
     page.route("**/queue/join*", begun)
-    run(page, CODE, tokens=8)
-    status(page, "done: 8 tokens")
+    run(page, CODE, tokens=9)
+    status(page, "done: 9 tokens")
     assert drawn(page) == counted(saved(page))
 
 
-def test_copying_without_a_clipboard_is_reported(tab: Any) -> None:
+def test_copying_without_a_clipboard_is_reported(page: Page) -> None:
     """Browsers have no clipboard over plain HTTP."""
-    page = tab("Object.defineProperty(navigator, 'clipboard', { value: undefined });")
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined, configurable: true })")
     run(page, CODE, tokens=8)
     status(page, "done")
     page.locator("#copy-spec").click()
     expect(page.locator("#copy-spec")).to_have_text("Not permitted")
+    page.evaluate("delete navigator.clipboard")

@@ -119,14 +119,14 @@ def check_untested(line: Line, node: int, card: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_tooltip_and_card_of_every_token_give_the_figures_that_decided(shared: Page, name: str) -> None:
+def test_tooltip_and_card_of_every_token_give_the_figures_that_decided(file_tab: Page, name: str) -> None:
     trace = recorded(name)
-    show(shared, *trace)
-    expect(shared.locator("#lane-spec .round")).to_have_count(sum("i" in line for line in trace))
-    recipe, tips = trace[0]["recipe"], shared.eval_on_selector("#lane-spec", TIPS)
+    show(file_tab, *trace)
+    expect(file_tab.locator("#lane-spec .round")).to_have_count(sum("i" in line for line in trace))
+    recipe, tips = trace[0]["recipe"], file_tab.eval_on_selector("#lane-spec", TIPS)
     tips = {line["i"]: tips[line["i"]] for line in steps_of(trace)}
     outcomes: Counter[str] = Counter()
-    for line, shown in zip(steps_of(trace), cards(shared, trace), strict=True):
+    for line, shown in zip(steps_of(trace), cards(file_tab, trace), strict=True):
         drafted = shown[: len(line["draft"])]
         for node, card in enumerate(drafted):
             outcomes[card["kind"]] += 1
@@ -142,16 +142,16 @@ def test_tooltip_and_card_of_every_token_give_the_figures_that_decided(shared: P
             assert any(card["facts"].startswith(facts) for card in drafted if card["why"] == tip["why"]) or not facts
     assert outcomes["rejected"] and (outcomes["accepted"] or name in ("guesses", "n-grams"))
     if recipe["method"] == "tree":
-        leaves = shared.locator("#round-tree .leaf title").all_text_contents()
+        leaves = file_tab.locator("#round-tree .leaf title").all_text_contents()
         assert [leaf.partition(": ")[2] for leaf in leaves] == [card["why"] for card in drafted]
 
 
 @pytest.mark.parametrize("name", ["chain", "tree", "n-grams", "greedy chain"])
-def test_charts_contain_their_token_and_the_rest_and_share_a_scale(shared: Page, name: str) -> None:
+def test_charts_contain_their_token_and_the_rest_and_share_a_scale(file_tab: Page, name: str) -> None:
     trace = recorded(name)
-    show(shared, *trace)
+    show(file_tab, *trace)
     residuals, tracks = 0, set()
-    for line, shown in zip(steps_of(trace), cards(shared, trace), strict=True):
+    for line, shown in zip(steps_of(trace), cards(file_tab, trace), strict=True):
         for card in shown:
             bars, drafted = card["bars"], card is not shown[-1] or len(shown) == len(line["draft"])
             masses = [bar["mass"] for bar in bars]
@@ -206,64 +206,71 @@ def plain_lane(count: int, seconds: float) -> list[Line]:
     return [header("ar"), PREFILL, *steps, end()]
 
 
-def test_unverified_tokens_are_counted_apart(shared: Page) -> None:
+def test_unverified_tokens_are_counted_apart(file_tab: Page) -> None:
     gated = [unverified(i, escalated=0.0) for i in (3, 4)]
     steps = [PREFILL | {"remote": LINK}, *(verified(i, LINK) for i in (1, 2)), *gated]
-    show(shared, recipe_line(cloud=REMOTE | {"gates": ["nll"]}, gamma=3), *steps, end())
-    tile = shared.locator("[data-kpi=acceptance]")
+    show(file_tab, recipe_line(cloud=REMOTE | {"gates": ["nll"]}, gamma=3), *steps, end())
+    tile = file_tab.locator("[data-kpi=acceptance]")
     expect(tile).to_contain_text("33 %")
     expect(tile).to_contain_text("2 of 6 drafted · α 0.50 · mean overlap β 0.75 · 6 unverified")
-    expect(shared.locator("[data-kpi=tokens_per_pass]")).to_contain_text("2 target passes")
-    expect(shared.locator("#lane-spec [data-by=gate] .tok")).to_have_count(6)
-    shared.locator("#lane-spec [data-by=gate] .tok").first.hover()
-    expect(shared.locator("#tip strong")).to_have_text("unverified")
-    expect(shared.locator("#tip")).to_contain_text("the gates accepted the draft, so the cloud was not queried")
+    expect(file_tab.locator("[data-kpi=tokens_per_pass]")).to_contain_text("2 target passes")
+    expect(file_tab.locator("#lane-spec [data-by=gate] .tok")).to_have_count(6)
+    file_tab.locator("#lane-spec [data-by=gate] .tok").first.hover()
+    expect(file_tab.locator("#tip strong")).to_have_text("unverified")
+    expect(file_tab.locator("#tip")).to_contain_text("the gates accepted the draft, so the cloud was not queried")
     for name in ("Method", "Edge-cloud"):  # a tab is updated when it is selected
-        shared.get_by_role("tab", name=name).click()
-    expect(shared.locator("#edge-best")).to_contain_text("mean overlap β 0.75 for α")
+        file_tab.get_by_role("tab", name=name).click()
+    expect(file_tab.locator("#edge-best")).to_contain_text("mean overlap β 0.75 for α")
     alone = recipe_line(cloud=REMOTE | {"mode": "edge_only"})
     show(
-        shared, alone, *(step(i, pieces=["x"]) | {"remote": {"escalated": 0.0}, "choices": []} for i in range(4)), end()
+        file_tab,
+        alone,
+        *(step(i, pieces=["x"]) | {"remote": {"escalated": 0.0}, "choices": []} for i in range(4)),
+        end(),
     )
-    expect(shared.locator("[data-kpi=tokens_per_pass]")).to_contain_text("3 passes of the drafter, none of the target")
-    shared.locator("#lane-spec .tok").last.hover()
-    expect(shared.locator("#tip")).not_to_contain_text("target")
+    expect(file_tab.locator("[data-kpi=tokens_per_pass]")).to_contain_text(
+        "3 passes of the drafter, none of the target"
+    )
+    file_tab.locator("#lane-spec .tok").last.hover()
+    expect(file_tab.locator("#tip")).not_to_contain_text("target")
 
 
-def test_waiting_and_second_round_trips_are_labelled(shared: Page) -> None:
+def test_waiting_and_second_round_trips_are_labelled(file_tab: Page) -> None:
     notes = LINK | {"rows": 1.0, "sent": 2.0}
     trace = [recipe_line(cloud=REMOTE), PREFILL | {"remote": LINK}, verified(1, LINK), verified(2, notes), end()]
     cloud_only = recipe_line("ar", cloud=REMOTE | {"mode": "cloud_only"}) | {"exact": True}
     plain = [cloud_only, PREFILL | {"remote": LINK}, *(step(i, pieces=["x"]) | {"remote": LINK} for i in (1, 2)), end()]
-    show(shared, *trace, *plain)
-    expect(shared.locator("[data-lane=spec] .title")).to_have_text("draft, γ 3, edge and cloud")
-    expect(shared.locator("[data-lane=ar] .title")).to_have_text("cloud only: the target alone")
-    expect(shared.locator("#verdict")).to_contain_text(
+    show(file_tab, *trace, *plain)
+    expect(file_tab.locator("[data-lane=spec] .title")).to_have_text("draft, γ 3, edge and cloud")
+    expect(file_tab.locator("[data-lane=ar] .title")).to_have_text("cloud only: the target alone")
+    expect(file_tab.locator("#verdict")).to_contain_text(
         "Waiting for the link took part of the time: draft, γ 3, edge and"
     )
-    expect(shared.locator("#race-lengths")).to_have_text(re.compile("5 tokens; AR 3 tokens: speeds are compared, not"))
-    tip = shared.locator("#tip")
+    expect(file_tab.locator("#race-lengths")).to_have_text(
+        re.compile("5 tokens; AR 3 tokens: speeds are compared, not")
+    )
+    tip = file_tab.locator("#tip")
     for i, trips in ((1, 0), (2, 1)):
-        shared.locator("#lane-spec .round").nth(i).locator(".tok").first.hover()
+        file_tab.locator("#lane-spec .round").nth(i).locator(".tok").first.hover()
         expect(tip.get_by_text("round trips")).to_have_count(trips)
-    shared.locator("#lane-spec .tok").last.click()
-    expect(shared.locator("#round-words")).to_contain_text("The rejection needed a second round trip")
+    file_tab.locator("#lane-spec .tok").last.click()
+    expect(file_tab.locator("#round-words")).to_contain_text("The rejection needed a second round trip")
     for name in ("Method", "Edge-cloud"):  # a tab is updated when it is selected
-        shared.get_by_role("tab", name=name).click()
-    expect(shared.locator("#edge-run")).to_contain_text("1 rejections needed a second round trip")
-    expect(shared.locator("#edge-run")).to_contain_text(re.compile(r"The edge waited \d+ % of it"))
-    expect(shared.locator("#edge-timeline .key .wait")).to_have_text("waiting")
-    expect(shared.locator("#edge-table").get_by_role("gridcell", name="two round trips")).to_have_count(1)
+        file_tab.get_by_role("tab", name=name).click()
+    expect(file_tab.locator("#edge-run")).to_contain_text("1 rejections needed a second round trip")
+    expect(file_tab.locator("#edge-run")).to_contain_text(re.compile(r"The edge waited \d+ % of it"))
+    expect(file_tab.locator("#edge-timeline .key .wait")).to_have_text("waiting")
+    expect(file_tab.locator("#edge-table").get_by_role("gridcell", name="two round trips")).to_have_count(1)
 
 
-def test_alpha_has_one_meaning_per_run(shared: Page) -> None:
+def test_alpha_has_one_meaning_per_run(file_tab: Page) -> None:
     overlap = "mean overlap β 0.75"
     for rule, note, label in (("rejection", f"α 0.50 · {overlap}", overlap), ("match", "α 0.50", "α 0.50")):
         lanes = [recipe_line(rule=rule), PREFILL, verified(1), verified(2), end(), *plain_lane(5, 0.02)]
-        show(shared, *lanes)
-        expect(shared.locator("[data-kpi=acceptance] .note")).to_have_text(f"2 of 6 drafted · {note}")
-        expect(shared.locator("#verdict")).to_contain_text(f"With {label}, 3.0 draft tokens")
-        expect(shared.locator("[data-kpi=speedup] .value")).to_have_text(re.compile(r"^\d+\.\d×$"))  # one pair
+        show(file_tab, *lanes)
+        expect(file_tab.locator("[data-kpi=acceptance] .note")).to_have_text(f"2 of 6 drafted · {note}")
+        expect(file_tab.locator("#verdict")).to_contain_text(f"With {label}, 3.0 draft tokens")
+        expect(file_tab.locator("[data-kpi=speedup] .value")).to_have_text(re.compile(r"^\d+\.\d×$"))  # one pair
 
 
 @pytest.mark.parametrize(
@@ -277,15 +284,15 @@ def test_alpha_has_one_meaning_per_run(shared: Page) -> None:
         ),
     ],
 )
-def test_advice_after_a_slow_run_can_help(shared: Page, changes: dict[str, str], advice: str) -> None:
+def test_advice_after_a_slow_run_can_help(file_tab: Page, changes: dict[str, str], advice: str) -> None:
     slow = [verified(i, draft_s=0.03, verify_s=0.04) | {"beta": [0.3, 0.3, None]} for i in range(1, 6)]
-    show(shared, recipe_line(**changes), PREFILL, *slow, end(), *plain_lane(6, 0.02))
-    expect(shared.locator("#verdict")).to_contain_text("In this one run, speculation lost")
-    expect(shared.locator("#verdict")).to_contain_text(advice)
-    expect(shared.locator("#verdict")).not_to_contain_text("shorter")
+    show(file_tab, recipe_line(**changes), PREFILL, *slow, end(), *plain_lane(6, 0.02))
+    expect(file_tab.locator("#verdict")).to_contain_text("In this one run, speculation lost")
+    expect(file_tab.locator("#verdict")).to_contain_text(advice)
+    expect(file_tab.locator("#verdict")).not_to_contain_text("shorter")
 
 
-def test_what_if_agrees_with_the_measured_run_or_gives_no_advice(shared: Page) -> None:
+def test_what_if_agrees_with_the_measured_run_or_gives_no_advice(file_tab: Page) -> None:
     cost = {"environment": {"parity": {"cost": {"1": 1.0, "2": 1.1, "5": 1.3, "9": 1.6}}}}
     lucky = step(1, pieces=["b", "c", "d", "e"], draft=("b", "c", "d"), accepted=(0, 1, 2), tested=3)
     unlucky = verified(1) | {"accepted": [], "tokens": [1], "token": 1, "pieces": ["X"], "text": "X"}
@@ -295,14 +302,14 @@ def test_what_if_agrees_with_the_measured_run_or_gives_no_advice(shared: Page) -
         (unlucky, [1.0, None, None], False),  # the probabilities do not describe the outcomes
     ):
         steps = [line | {"beta": betas, "i": i, "t": 0.05 * i} for i in range(1, 30)]
-        show(shared, recipe_line() | cost, PREFILL, *steps, end(), *plain_lane(30, 0.02))
-        if shared.locator("#figures").get_attribute("open") is None:
-            shared.locator("#figures summary").click()
-        chart = shared.locator("#chart-whatif")
+        show(file_tab, recipe_line() | cost, PREFILL, *steps, end(), *plain_lane(30, 0.02))
+        if file_tab.locator("#figures").get_attribute("open") is None:
+            file_tab.locator("#figures summary").click()
+        chart = file_tab.locator("#chart-whatif")
         expect(chart.locator("polygon.band")).to_have_count(1)
-        measured = float(shared.locator("[data-kpi=tokens_per_second] .value").text_content() or "")
+        measured = float(file_tab.locator("[data-kpi=tokens_per_second] .value").text_content() or "")
         expect(chart.locator("path.was title")).to_have_text(f"measured: {measured:.1f} tokens/s")
-        row = chart.locator("tr").filter(has=shared.locator("td:first-child", has_text="3")).first
+        row = chart.locator("tr").filter(has=file_tab.locator("td:first-child", has_text="3")).first
         low, high = map(float, row.locator("td").last.inner_text().split("–"))
         assert (low <= measured <= high) == fits
         expect(chart.locator("svg + p")).to_contain_text(

@@ -15,10 +15,12 @@ from e2e.page_fixtures import (
     CODE,
     FIRST_VISIT,
     QUICK,
+    SHOWN_RUN,
     STEP_WORDS,
     counted,
     drawn,
     open_group,
+    resize,
     run,
     saved,
     set_number,
@@ -32,7 +34,6 @@ from specdemo.ui.method_names import method_name
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 EXAMPLE = ASSETS / "traces" / "hybrid, short answer.jsonl"
-PACED = "localStorage.setItem('specdemo-pace', 'readable');"
 PHASES = """() => {
     const cockpit = document.querySelector(".cockpit");
     new MutationObserver(() => (window.phases ??= []).push(cockpit.dataset.phase)).observe(cockpit, {attributes: true});
@@ -44,9 +45,8 @@ def kept(page: Page, lane: str = "spec") -> int:
     return counts.total() - counts["rejected"] - counts["ignored"]
 
 
-def test_readable_pace_displays_a_finished_run_gradually(tab: Any) -> None:
-    page = tab(PACED)
-    expect(page.locator("#pace")).to_have_value("readable")
+def test_readable_pace_displays_a_finished_run_gradually(page: Page) -> None:
+    page.locator("#pace").select_option("readable")
     run(page, CODE, tokens=240)
     expect(page.locator("#status")).to_have_text(
         re.compile(r"^displaying: at 15 tokens/s, generated at [\d.]+ tokens/s")
@@ -67,7 +67,8 @@ def test_readable_pace_displays_a_finished_run_gradually(tab: Any) -> None:
     expect(page.locator("#headline")).to_be_empty()
     expect(page.locator("#race")).to_be_visible()
     assert 0 < kept(page) == shown < 240
-    page.reload()  # the run is not lost
+    page.reload()  # the run is not lost, and the pace is stored
+    expect(page.locator("#pace")).to_have_value("readable")
     status(page, "done: 240 tokens")
     assert kept(page) == 240
     expect(page.locator("#show-rest")).to_be_hidden()
@@ -191,9 +192,11 @@ HIDDEN = "document.querySelectorAll('.round[hidden]').length"
 
 
 @pytest.mark.parametrize(("width", "height"), [(1366, 768), (390, 844), (683, 384)])
-def test_a_replay_counts_what_it_shows_and_is_completed_with_the_keyboard(tab: Any, width: int, height: int) -> None:
-    page = tab(width=width, height=height)
+def test_a_replay_counts_what_it_shows_and_is_completed_with_the_keyboard(page: Page, width: int, height: int) -> None:
+    resize(page, width, height)
+    before = page.evaluate(SHOWN_RUN)
     page.get_by_role("button", name="draft, temperature 0.7").click()
+    page.wait_for_function(f"before => {SHOWN_RUN} !== before", arg=before)
     status(page, "done: recorded trace")
     total = kept(page)
     shown, rest = page.locator("#shown"), page.locator("#show-rest")
@@ -216,17 +219,7 @@ def test_a_replay_counts_what_it_shows_and_is_completed_with_the_keyboard(tab: A
     expect(page.locator("#headline")).to_contain_text("target pass")
 
 
-def test_run_replaces_the_recording(tab: Any) -> None:
-    page = tab(FIRST_VISIT)
-    expect(page.locator("#step-words")).to_have_text(STEP_WORDS)
-    run(page, "full")
-    status(page, "done: 1 tokens, context full")
-    assert drawn(page) == {"plain": 1}
-    expect(page.locator("#lane-ar")).to_be_hidden()
-    expect(page.locator("#walk")).to_be_hidden()
-
-
-def test_the_example_can_be_played_again_on_a_phone(tab: Any) -> None:
+def test_a_run_replaces_the_example_which_can_be_played_again_on_a_phone(tab: Any) -> None:
     page = tab(FIRST_VISIT, width=390, height=844)
     expect(page.locator("#step-words")).to_have_text(STEP_WORDS)
     run(page, "endless")
@@ -238,6 +231,11 @@ def test_the_example_can_be_played_again_on_a_phone(tab: Any) -> None:
     assert page.evaluate(top) == running  # nothing moves
     page.locator("#play-example").click()
     expect(page.locator("#step-words")).to_have_text(STEP_WORDS)
+    run(page, "full")
+    status(page, "done: 1 tokens, context full")
+    assert drawn(page) == {"plain": 1}
+    expect(page.locator("#lane-ar")).to_be_hidden()
+    expect(page.locator("#walk")).to_be_hidden()
 
 
 def test_text_is_readable_and_guesses_can_be_shown_inside(page: Page) -> None:

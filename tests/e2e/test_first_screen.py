@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Page, expect
 
 from e2e.page_fixtures import FIRST_VISIT, STEP_WORDS, resize
 
@@ -71,6 +71,12 @@ def test_first_screen_shows_the_idea_without_scrolling(
         visible = box["y"] + (0 if "lane" in part else box["height"])
         assert 0 <= visible <= height and 0 <= box["x"] and box["x"] + box["width"] <= width, part
     assert page.evaluate(LINES, "#lane-spec") >= lines
+    expect(page.locator("#max-tokens")).to_be_hidden()
+    expect(page.locator("#max-tokens")).to_be_attached()
+    counts = page.evaluate(FIRST_SCREEN)
+    limits = {"boxes": 10, "sizes": 4, "controls": 12, "words": 120, "filled": 1}
+    if width == 1366:
+        assert {name: counts[name] for name in limits if counts[name] > limits[name]} == {}
     textarea = page.locator("#prompt textarea").bounding_box()
     assert textarea and textarea["height"] >= 24 * rows
     assert page.evaluate("scrollY") == 0 and page.evaluate("window.shift") < 0.1
@@ -80,21 +86,11 @@ def test_first_screen_shows_the_idea_without_scrolling(
         expect(page.locator(part)).to_be_in_viewport()
 
 
-def test_settings_make_room_in_a_window_that_becomes_narrow(tab: Any) -> None:
-    page, opened = tab(), re.compile(r"\bopen\b")
+def test_settings_make_room_in_a_window_that_becomes_narrow(page: Page) -> None:
+    opened = re.compile(r"\bopen\b")
     settings = page.locator("#settings")
     expect(settings).to_have_class(opened)
     resize(page, 390, 844)
     expect(settings).not_to_have_class(opened)
     resize(page, 1280)
     expect(settings).to_have_class(opened)
-
-
-def test_first_screen_is_quiet(tab: Any) -> None:
-    page = tab(FIRST_VISIT, width=1366, height=768)
-    expect(page.locator("#step-words")).to_have_text(STEP_WORDS)
-    expect(page.locator("#max-tokens")).to_be_hidden()
-    expect(page.locator("#max-tokens")).to_be_attached()
-    counts = page.evaluate(FIRST_SCREEN)
-    limits = {"boxes": 10, "sizes": 4, "controls": 12, "words": 120, "filled": 1}
-    assert {name: counts[name] for name in limits if counts[name] > limits[name]} == {}

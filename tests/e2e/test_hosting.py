@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import io
 import os
-import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from specdemo.models.zoo import ASSETS
 from specdemo.recipe import Recipe
 from specdemo.ui import desktop_window as window
 from specdemo.ui.page import build
-from specdemo.ui.page_head import DESCRIPTION, TITLE
 from specdemo.ui.theme import SESSION_CAPACITY
 
 pytestmark = pytest.mark.slow
@@ -162,21 +160,3 @@ settings, made = {{}}, []
 def create_window(title, url, **more): made.extend((title, url))
 def start(**more): {start}
 """
-
-
-def test_link_previews_describe_the_page(served: Any) -> None:
-    for path in ("", "lessons"):
-        text = httpx.get(served.url + path).text
-        tags = re.findall(r'<meta (?:property|name)="([^"]+)" content="([^"]*)"', text)
-        tags = [(name, content) for name, content in tags if name.startswith(("og:", "twitter:", "description"))]
-        shown = dict(tags)
-        assert len(shown) == len(tags) and "gradio" not in str(shown).lower() and "Click to try" not in text
-        assert shown["og:title"] == TITLE and shown["og:description"] == shown["description"] == DESCRIPTION
-    picture = httpx.get(shown["og:image"])
-    assert shown["og:image"].startswith(served.url) and picture.headers["content-type"] == "image/png"
-
-
-def test_page_is_compressed(served: Any) -> None:
-    response = httpx.get(served.url)
-    assert response.headers["content-encoding"] == "gzip"
-    assert int(response.headers["content-length"]) < 100_000 < len(response.content)

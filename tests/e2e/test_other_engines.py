@@ -32,8 +32,7 @@ def explained(page: Page, sentence: str) -> None:
     expect(page.locator("#engine-diagnosis")).to_contain_text(sentence)
 
 
-def test_logs_are_explained_as_in_the_terminal(tab: Any) -> None:
-    page = tab()
+def test_logs_are_explained_as_in_the_terminal(page: Page) -> None:
     page.bring_to_front()  # Chromium draws hidden tabs rarely
     page.get_by_role("tab", name="Explain logs").click()
     field = page.locator("#engine-log textarea")

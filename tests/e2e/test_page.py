@@ -201,7 +201,9 @@ def test_the_end_of_a_text_is_named(page: Page) -> None:
     status(page, "done: 8 tokens, token limit reached")
 
 
-def test_second_tab_is_queued_while_models_load(page: Page, tab: Any, scripts: Scripts) -> None:
+def test_a_second_tab_is_queued_while_models_load_and_then_alternates_by_step(
+    page: Page, tab: Any, scripts: Scripts
+) -> None:
     first, second = page, tab()
     run(first, "loading")
     assert scripts.inside.wait(PATIENCE)
@@ -211,10 +213,6 @@ def test_second_tab_is_queued_while_models_load(page: Page, tab: Any, scripts: S
     scripts.gate.set()
     status(second, "done")
     status(first, "done")
-
-
-def test_two_tabs_alternate_by_step(page: Page, tab: Any, scripts: Scripts) -> None:
-    first, second = page, tab()
     run(first, "endless")
     spans(first, 10)
     run(second, CODE, tokens=24)
@@ -229,47 +227,26 @@ TRANSPORTS = pytest.mark.parametrize(
 )
 
 
-@TRANSPORTS
-def test_reload_cancels_the_run(tab: Any, scripts: Scripts, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    monkeypatch.setattr(streams, "GRACE_S", float("inf"))  # the server alone does not end it
-    page = tab(script)
-    run(page, "endless")
-    spans(page, 10)
-    page.reload()
-    assert scripts.closed.wait(PATIENCE)
-    assert scripts.closed_in == "device"
-    expect(page.locator("#status")).to_have_text("ready")
-    run(page, CODE, tokens=8)
-    status(page, "done")
-
-
-def test_run_is_shown_without_the_events_of_gradio(tab: Any) -> None:
-    page = tab()
+def test_run_is_shown_without_the_events_of_gradio(page: Page) -> None:
     page.route("**/queue/data*", lambda route: None)
     run(page, "endless")
     spans(page, 10)
     page.locator("#stop").click()
     status(page, "stopped")
-
-
-def test_reload_before_the_first_frame_cancels_the_run(
-    tab: Any, scripts: Scripts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(streams, "GRACE_S", float("inf"))
-    page = tab()
-    page.route("**/queue/data*", lambda route: None)  # no frame arrives
-    run(page, "endless")
-    assert scripts.inside.wait(PATIENCE)
-    page.reload()
-    assert scripts.closed.wait(PATIENCE)
+    page.unroute("**/queue/data*")
 
 
 @TRANSPORTS
-def test_run_resumes_after_an_interruption_of_the_network(tab: Any, scripts: Scripts, served: Any, script: str) -> None:
+def test_a_run_resumes_after_an_interruption_and_is_cancelled_by_a_reload(
+    tab: Any, scripts: Scripts, served: Any, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
     """Gradio reloads the page when the server is reachable again; the run continues meanwhile."""
-    page = tab(script)
+    page, frames = tab(script), []
+    page.on("websocket", lambda socket: socket.on("framereceived", lambda frame: frames.append(frame)))
     run(page, "endless")
-    spans(page, 20)
+    for _ in range(4):  # each wait needs another frame
+        spans(page, page.locator("#lane-spec .tok").count() + 1)
+    assert (len(frames) > 3) == (not script)
     page.route("**/component_server/", lambda route: route.abort(), times=2)
     with page.expect_event("load"):
         for protocol in list(served.blocks.server.server_state.connections):
@@ -280,6 +257,18 @@ def test_run_resumes_after_an_interruption_of_the_network(tab: Any, scripts: Scr
     page.locator("#stop").click()
     status(page, "stopped")
     assert scripts.closed.wait(PATIENCE) and drawn(page) == counted(saved(page))
+    monkeypatch.setattr(streams, "GRACE_S", float("inf"))  # the server alone does not end a run
+    for shown in (True, False):  # before the first frame, too
+        scripts.reset()
+        if not shown:
+            page.route("**/queue/data*", lambda route: None)
+        run(page, "endless")
+        if shown:
+            spans(page, 10)
+        assert scripts.inside.wait(PATIENCE)
+        page.reload()
+        assert scripts.closed.wait(PATIENCE) and scripts.closed_in == "device"
+        expect(page.locator("#status")).to_have_text("ready")
 
 
 def test_markup_is_escaped(page: Page) -> None:
@@ -325,21 +314,6 @@ def test_page_works_after_an_engine_error(page: Page) -> None:
     assert saved(page)[-1]["end"] == "error"
     run(page, CODE, tokens=8)
     status(page, "done")
-
-
-@pytest.mark.parametrize("way", ["socket", "gradio"])
-def test_frames_use_a_websocket_or_gradio(tab: Any, way: str) -> None:
-    page, frames = tab(), []
-    if way == "gradio":
-        page.route_web_socket("**/frames/*", lambda socket: socket.close())
-    page.on("websocket", lambda socket: socket.on("framereceived", lambda frame: frames.append(frame)))
-    run(page, "endless")
-    for _ in range(4):  # each wait needs another frame
-        spans(page, page.locator("#lane-spec .tok").count() + 1)
-    page.locator("#stop").click()
-    status(page, "stopped")
-    assert drawn(page) == counted(saved(page))
-    assert (len(frames) > 3) == (way == "socket")
 
 
 DROP_FRAMES = """() => {
@@ -397,9 +371,12 @@ FILLED = """slider => {
 }"""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_contrast_of_both_themes(tab: Any, scheme: str) -> None:
-    page = tab(scheme=scheme)
+def test_contrast_of_both_themes(page: Page, tab: Any) -> None:
+    check_contrast(page, "light")
+    check_contrast(tab(scheme="dark"), "dark")
+
+
+def check_contrast(page: Page, scheme: str) -> None:
     run(page, "hostile")
     status(page, "done")
     assert page.evaluate("document.body.classList.contains('dark')") == (scheme == "dark")
@@ -460,8 +437,8 @@ def test_keyboard_operation(page: Page, scripts: Scripts) -> None:
 RIGHT_EDGE = "part => part.getBoundingClientRect().right"
 
 
-def test_layout_of_narrow_and_wide_pages(tab: Any) -> None:
-    page = tab(width=390)
+def test_layout_of_narrow_and_wide_pages(page: Page) -> None:
+    resize(page, 390)
     page.locator("#details summary").click()
     run(page, "hostile")  # fails if the sidebar covers the button
     status(page, "done")
@@ -473,12 +450,6 @@ def test_layout_of_narrow_and_wide_pages(tab: Any) -> None:
         assert text and text["x"] + text["width"] <= page.locator("#compare").evaluate(RIGHT_EDGE)
         boxes = [page.locator(f"[data-kpi={kpi}]").bounding_box() for kpi in ("acceptance", "memory", "speedup")]
         assert all(box and 0 <= box["x"] and box["x"] + box["width"] <= width for box in boxes)
-
-
-def test_example_sets_prompt_and_method(page: Page) -> None:
-    page.get_by_role("button", name="Unit tests").click()
-    expect(page.locator("#prompt textarea")).to_have_value(re.compile("unittest.TestCase"))
-    expect(page.locator("#method input")).to_have_value(re.compile("^n-grams:"))
 
 
 def test_api_streams_the_trace(served: Any) -> None:
@@ -560,26 +531,24 @@ window.restsIn = async (frames) => {
 };"""
 
 
-@pytest.mark.parametrize("path", ["", "lessons"])
-def test_an_idle_page_requests_no_frames(served: Any, chromium: Any, path: str) -> None:
+def test_the_first_visit_transfers_half_a_megabyte_and_an_idle_page_requests_no_frames(
+    served: Any, chromium: Any
+) -> None:
     """Gradio's loading indicator requested a frame in each frame, also when it was gone."""
-    page = chromium.new_page()
-    page.add_init_script(COUNT_FRAMES)
-    page.goto(served.url + path)
-    expect(page.locator("#lessons .player, #lane-spec").first).to_be_visible()
-    assert page.evaluate("restsIn(600)")
-    assert page.evaluate("document.getAnimations().every(animation => animation.playState === 'finished')")
-    page.close()
-
-
-def test_the_first_visit_transfers_half_a_megabyte(served: Any, chromium: Any) -> None:
     page = chromium.new_page()
     network = chromium.new_cdp_session(page)
     sizes: list[float] = []
     network.on("Network.loadingFinished", lambda event: sizes.append(event["encodedDataLength"]))
     network.send("Network.enable")
     network.send("Network.clearBrowserCache")
+    page.add_init_script(COUNT_FRAMES)
     page.goto(served.url)
     expect(page.locator("body")).to_have_attribute("data-shown", "yes")
     assert 100_000 < sum(sizes) <= 550_000
+    for path in ("", "lessons"):
+        if path:
+            page.goto(served.url + path)
+        expect(page.locator("#lessons .player, #lane-spec").first).to_be_visible()
+        assert page.evaluate("restsIn(600)")
+        assert page.evaluate("document.getAnimations().every(animation => animation.playState === 'finished')")
     page.close()

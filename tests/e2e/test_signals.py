@@ -26,8 +26,6 @@ from fakes.ports import free_port
 from fakes.tiny_models import byte_level_tokenizer, save_model
 from gradio_client import Client
 
-from specdemo.signals import handle_signals
-
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 60.0
 PROMPT = "def fibonacci(n):"
@@ -120,14 +118,6 @@ def test_the_terminal_writes_the_last_trace_line_on_sigterm(tmp_path: Path) -> N
         assert program.wait() == 130
     lines = [json.loads(line) for line in trace.read_text("utf-8").splitlines()]
     assert "specdemo" in lines[0] and lines[-1]["end"] == "cancelled" and lines[-1]["metrics"]["tokens"] > 0
-
-
-def test_handlers_are_restored_after_the_block() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    received: list[int] = []
-    with handle_signals(lambda number, frame: received.append(number), signal.SIGTERM):
-        signal.raise_signal(signal.SIGTERM)
-    assert received == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) is before
 
 
 SECOND = """

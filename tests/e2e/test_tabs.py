@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +51,16 @@ def measured() -> Iterator[MeasureRecorder]:
 
 
 @pytest.fixture
-def tab(tab: Any, measured: MeasureRecorder) -> Any:
-    """Open the page at a tab."""
+def at(file_tab: Page, measured: MeasureRecorder) -> Callable[[str], Page]:
+    """Show a tab of the page."""
 
-    def open_tab(name: str) -> Page:
-        page = tab()
-        page.bring_to_front()  # Chromium draws hidden tabs rarely
-        page.get_by_role("tab", name=name).click()
-        return page
+    def show(name: str) -> Page:
+        resize(file_tab, 1280)
+        file_tab.bring_to_front()  # Chromium draws hidden tabs rarely
+        file_tab.get_by_role("tab", name=name).click()
+        return file_tab
 
-    return open_tab
+    return show
 
 
 def choose(page: Page, each: int, tokens: int, kinds: tuple[str, ...] = ("code", "adversarial")) -> None:
@@ -90,8 +90,62 @@ def saved(page: Page, button: str) -> str:
     return Path(download.value.path()).read_text("utf-8")
 
 
-def test_table_matches_the_bench(tab: Any, measured: MeasureRecorder, served: Any) -> None:
-    page = tab("Bench")
+def test_size_follows_the_last_change_despite_late_responses(at: Callable[[str], Page]) -> None:
+    page = at("Bench")
+    expect(page.locator("#bench-size")).to_contain_text("3 recipes × 12 prompts = 36 runs of at most 64 tokens")
+    delayed: list[Route] = []
+    page.route("**/run/predict*", lambda route: delayed.append(route), times=1)
+    with page.expect_request("**/run/predict*"):
+        set_number(page, "bench-each", 5)
+    set_number(page, "bench-max-tokens", 128)
+    delayed[0].continue_()
+    expect(page.locator("#bench-size")).to_contain_text("3 recipes × 20 prompts = 60 runs of at most 128 tokens")
+
+
+def test_oversized_and_empty_grids_are_rejected(at: Callable[[str], Page], served: Any) -> None:
+    page = at("Bench")
+    choose(page, each=24, tokens=256, kinds=("code", "repetitive", "adversarial"))
+    expect(page.locator("#bench-size")).to_contain_text("192 runs of at most 256 tokens")
+    page.locator("#bench-run").click()
+    expect_status(page, "^3 recipes × 64 prompts = 192 runs .* about 8 minutes .* measures at most 240 runs")
+    choose(page, each=1, tokens=8, kinds=())
+    page.locator("#bench-run").click()
+    expect_status(page, "^choose at least one class of prompts$")
+    expect(page.locator("#bench-size")).to_contain_text("choose at least one class of prompts")
+    assert served.worker.active == 0
+    expect(page.locator("#bench-table")).to_be_hidden()
+
+
+def test_memory_tab_shows_the_trace_when_selected(at: Callable[[str], Page]) -> None:
+    page = at("Memory")
+    latest = page.locator("#memory-run")
+    expect(latest).to_contain_text("No run available")
+    expect(page.locator("#memory-machine")).to_contain_text("system, available")
+    expect(page.locator("#memory-pairs tbody tr")).to_have_count(len(QUANTIZATIONS) + len(PAIRS) - 1)
+    expect(page.locator("#memory-pairs tbody tr").first).to_contain_text("yes")
+    set_number(page, "max-tokens", 24)
+    page.locator("#prompt textarea").fill("def f(x):\n")
+    page.locator("#run").click()
+    expect(page.locator("#status")).to_have_text(re.compile("^done"), timeout=PATIENCE * 1000)
+    page.locator("#memory-refresh").click()
+    expect(latest).to_contain_text("weights of the target")
+    trace = [json.loads(line) for line in saved(page, "#trace-spec").splitlines()]
+    sizes, peak = trace[0]["environment"], max(line["memory"]["kv_bytes"] for line in trace if "memory" in line)
+    for label, size in (
+        ("weights of the target", sizes["target_bytes"]),
+        ("weights of the drafter", sizes["drafter_bytes"]),
+        ("keys and values, peak", peak),
+    ):
+        row = latest.locator("tr").filter(has_text=label)
+        expect(row.locator("td")).to_have_text(f"{size / 1e6:,.1f}")
+    page.get_by_role("tab", name="Method").click()
+    expect(latest).to_be_hidden()
+    page.get_by_role("tab", name="Memory").click()
+    expect(latest).to_contain_text("process, peak")
+
+
+def test_table_matches_the_bench(at: Callable[[str], Page], measured: MeasureRecorder, served: Any) -> None:
+    page = at("Bench")
     choose(page, each=2, tokens=16)
     expect(page.locator("#bench-size")).to_contain_text("3 recipes × 4 prompts = 12 runs of at most 16 tokens")
     page.locator("#bench-run").click()
@@ -121,8 +175,10 @@ def test_table_matches_the_bench(tab: Any, measured: MeasureRecorder, served: An
     assert served.worker.active == 0
 
 
-def test_stop_shows_partial_results_and_frees_the_worker(tab: Any, measured: MeasureRecorder, served: Any) -> None:
-    page = tab("Bench")
+def test_stop_shows_partial_results_and_frees_the_worker(
+    at: Callable[[str], Page], measured: MeasureRecorder, served: Any
+) -> None:
+    page = at("Bench")
     resize(page, 390)  # a narrow page puts the tabs in a menu
     choose(page, each=12, tokens=128, kinds=("code",))
     page.locator("#bench-run").click()
@@ -140,65 +196,11 @@ def test_stop_shows_partial_results_and_frees_the_worker(tab: Any, measured: Mea
     expect(page.locator("#bench-stop")).to_be_disabled()
 
 
-def test_leaving_the_page_cancels_the_bench(tab: Any, measured: MeasureRecorder) -> None:
-    page = tab("Bench")
+def test_leaving_the_page_cancels_the_bench(at: Callable[[str], Page], measured: MeasureRecorder) -> None:
+    page = at("Bench")
     choose(page, each=12, tokens=256, kinds=("code",))
     page.locator("#bench-run").click()
     expect_status(page, r"^\d+ of 36")
     assert not measured.finished.is_set()
     page.goto("about:blank")
     assert measured.finished.wait(PATIENCE) and len(measured.records) < 12
-
-
-def test_oversized_and_empty_grids_are_rejected(tab: Any, served: Any) -> None:
-    page = tab("Bench")
-    choose(page, each=24, tokens=256, kinds=("code", "repetitive", "adversarial"))
-    expect(page.locator("#bench-size")).to_contain_text("192 runs of at most 256 tokens")
-    page.locator("#bench-run").click()
-    expect_status(page, "^3 recipes × 64 prompts = 192 runs .* about 8 minutes .* measures at most 240 runs")
-    choose(page, each=1, tokens=8, kinds=())
-    page.locator("#bench-run").click()
-    expect_status(page, "^choose at least one class of prompts$")
-    expect(page.locator("#bench-size")).to_contain_text("choose at least one class of prompts")
-    assert served.worker.active == 0
-    expect(page.locator("#bench-table")).to_be_hidden()
-
-
-def test_size_follows_the_last_change_despite_late_responses(tab: Any) -> None:
-    page = tab("Bench")
-    expect(page.locator("#bench-size")).to_contain_text("3 recipes × 12 prompts = 36 runs of at most 64 tokens")
-    delayed: list[Route] = []
-    page.route("**/run/predict*", lambda route: delayed.append(route), times=1)
-    with page.expect_request("**/run/predict*"):
-        set_number(page, "bench-each", 5)
-    set_number(page, "bench-max-tokens", 128)
-    delayed[0].continue_()
-    expect(page.locator("#bench-size")).to_contain_text("3 recipes × 20 prompts = 60 runs of at most 128 tokens")
-
-
-def test_memory_tab_shows_the_trace_when_selected(tab: Any) -> None:
-    page = tab("Memory")
-    latest = page.locator("#memory-run")
-    expect(latest).to_contain_text("No run available")
-    expect(page.locator("#memory-machine")).to_contain_text("system, available")
-    expect(page.locator("#memory-pairs tbody tr")).to_have_count(len(QUANTIZATIONS) + len(PAIRS) - 1)
-    expect(page.locator("#memory-pairs tbody tr").first).to_contain_text("yes")
-    set_number(page, "max-tokens", 24)
-    page.locator("#prompt textarea").fill("def f(x):\n")
-    page.locator("#run").click()
-    expect(page.locator("#status")).to_have_text(re.compile("^done"), timeout=PATIENCE * 1000)
-    page.locator("#memory-refresh").click()
-    expect(latest).to_contain_text("weights of the target")
-    trace = [json.loads(line) for line in saved(page, "#trace-spec").splitlines()]
-    sizes, peak = trace[0]["environment"], max(line["memory"]["kv_bytes"] for line in trace if "memory" in line)
-    for label, size in (
-        ("weights of the target", sizes["target_bytes"]),
-        ("weights of the drafter", sizes["drafter_bytes"]),
-        ("keys and values, peak", peak),
-    ):
-        row = latest.locator("tr").filter(has_text=label)
-        expect(row.locator("td")).to_have_text(f"{size / 1e6:,.1f}")
-    page.get_by_role("tab", name="Method").click()
-    expect(latest).to_be_hidden()
-    page.get_by_role("tab", name="Memory").click()
-    expect(latest).to_contain_text("process, peak")

@@ -19,12 +19,12 @@ DOT, RUN = "var(--dot-set)", "var(--dot-run)"
 
 
 @pytest.fixture
-def page(shared: Page) -> Page:
-    """Shared tab of the browser, at the tab of the page."""
-    shared.bring_to_front()
-    shared.get_by_role("tab", name="Theory").click()
-    expect(shared.locator("#theory-words li")).to_have_count(5)
-    return shared
+def page(file_tab: Page) -> Page:
+    """Tab of the browser, at the tab of the page."""
+    file_tab.bring_to_front()
+    file_tab.get_by_role("tab", name="Theory").click()
+    expect(file_tab.locator("#theory-words li")).to_have_count(5)
+    return file_tab
 
 
 def enter(page: Page, name: str, value: str) -> None:

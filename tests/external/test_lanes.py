@@ -107,13 +107,6 @@ def test_a_server_that_does_not_end_is_ended_at_the_longest_output(
     assert isinstance(events[-1], End) and events[-1].reason == "length"
 
 
-def test_tokens_before_a_cut_are_kept(server: EngineServer, text: list[int], pool: ModelPool) -> None:
-    server.events = server.events[:6]
-    events = list(generate(external(server), PROMPT, pool))
-    assert [token for event in steps(events) for token in event.step.tokens] == text[:6]
-    assert isinstance(events[-1], End) and "ended before the text" in (events[-1].error or "")
-
-
 def test_closing_a_run_closes_the_stream(server: EngineServer, pool: ModelPool) -> None:
     server.complete = False
     run = generate(external(server), PROMPT, pool)
@@ -138,18 +131,6 @@ def test_failures_name_the_server(server: EngineServer, pool: ModelPool, change:
     assert re.search(sentence, end.error) and f"llama.cpp at {server.url.removeprefix('http://')}" in end.error
 
 
-@pytest.mark.parametrize("event", ["{}", "nonsense", '{"tokens": [999999], "timings": {"predicted_n": 1}}'])
-def test_invalid_events_end_the_run_with_a_sentence(server: EngineServer, pool: ModelPool, event: str) -> None:
-    server.events = [*server.events[:3], event]
-    end = list(generate(external(server), PROMPT, pool))[-1]
-    assert isinstance(end, End) and end.reason == "error" and end.error and len(end.error) < 600
-
-
-def test_a_server_that_is_not_running_is_named(pool: ModelPool) -> None:
-    with pytest.raises(UserError, match=r"llama\.cpp at 127\.0\.0\.1:9 does not answer"):
-        list(generate(replace(GREEDY, external="llama.cpp=http://127.0.0.1:9"), PROMPT, pool))
-
-
 # --- key and limits ----------------------------------------------------------------------------------------------
 
 
@@ -163,27 +144,6 @@ def test_the_key_is_sent_to_this_machine_and_configured_addresses(
     environment = {"SPECDEMO_ENGINE_KEY": "secret", "SPECDEMO_ENGINES": "vllm=https://a.example"}
     sent = {url: key_for(EngineAddress("vllm", url), environment) for url in ("https://a.example", "https://b.example")}
     assert sent == {"https://a.example": "secret", "https://b.example": None}
-
-
-@pytest.mark.parametrize(
-    ("value", "sentence"),
-    [
-        ("http://h:1", r"write llama\.cpp=http://host:port"),
-        ("ollama=http://h:1", "known are llama.cpp, vllm, sglang"),
-        ("vllm=ftp://h", "use http://host:port"),
-        ("vllm=http://user:word@h:1", "use http://host:port"),
-    ],
-)
-def test_invalid_addresses_are_refused(value: str, sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
-        Recipe(pair="bundled", external=value)
-
-
-def test_options_without_effect_on_a_server_are_refused() -> None:
-    with pytest.raises(UserError, match="gamma has no effect with external: the server decides"):
-        Recipe(external="vllm=http://h:1", gamma=3)
-    with pytest.raises(UserError, match="bad_words needs a target on this machine"):
-        replace(GREEDY, external="vllm=http://h:1", bad_words=("x",))
 
 
 def test_public_hosts_use_configured_servers_only() -> None:

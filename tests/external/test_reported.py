@@ -14,8 +14,7 @@ from specdemo.core.events import End, Header, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.step import Outcome, Step
 from specdemo.external.client import DIALECTS
-from specdemo.external.reported import Chunk, StepCounts, align, reported_step, steps_of_drafts
-from specdemo.ui.frames import read_traces
+from specdemo.external.reported import StepCounts, reported_step
 
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.jsonl"))
 PLAIN, UNKNOWN = StepCounts(0, 0), None
@@ -170,35 +169,6 @@ def test_without_counts_every_token_is_unknown() -> None:
 A, B, ZERO = StepCounts(3, 3), StepCounts(1, 3), StepCounts(0, 3)
 
 
-def test_totals_without_counts_per_step_leave_tokens_unknown() -> None:
-    """As without `detailed`."""
-    events = vllm([1, 2], [(1, 3)])
-    for name in ("per_step_accepted", "per_step_drafted"):
-        del events[-1]["metrics"]["speculative_decoding"][name]
-    assert {step.kind for step in steps("vllm", events)[0][1:]} == {Outcome.UNKNOWN}
-
-
-ALIGNED = {
-    "equal": ([4, 1, 2], [A, ZERO, B], [(4, A), (1, ZERO), (2, B)]),
-    "without a draft": ([4, 1, 2, 1, 1], [A, B, ZERO, ZERO], [(4, A), (1, PLAIN), (2, B), (1, ZERO), (1, ZERO)]),
-    "ambiguous": ([1, 1, 4, 4], [ZERO, A, A], [(1, UNKNOWN), (1, UNKNOWN), (4, A), (4, A)]),
-    "merged chunks": ([6, 4], [A, B, A], [(4, A), (2, B), (4, A)]),
-    "ended early": ([4, 2], [A, A], [(4, A), (2, A)]),
-    "impossible": ([1, 1], [A, A], [(1, UNKNOWN), (1, UNKNOWN)]),
-    "no draft": ([1, 1], [], [(1, PLAIN), (1, PLAIN)]),
-}
-
-
-@pytest.mark.parametrize("name", ALIGNED)
-def test_drafts_are_aligned_with_chunks(name: str) -> None:
-    sizes, drafts, expected = ALIGNED[name]
-    assert align(sizes, drafts) == expected
-
-
-def test_long_texts_are_not_aligned() -> None:
-    assert set(align([1] * 5000, [ZERO] * 2500)) == {(1, UNKNOWN)}
-
-
 # --- SGLang, from its documented fields; not run -----------------------------------------------------------------
 
 
@@ -248,40 +218,3 @@ def test_traces_store_undisclosed_tokens_and_unknown_durations() -> None:
     record = json.loads(lines[2])
     assert record["undisclosed"] == 1 and record["draft_s"] is None and record["draft"] == [2, 3]
     assert json.loads(lines[-2])["kind"] == "unknown"
-
-
-def test_measures_of_a_link_do_not_change_an_unreported_step() -> None:
-    """Such a step is written and read again unchanged, although other engines have no link of this program."""
-    header = trace.write(Header({"method": "draft", "gamma": 4, "temperature": 0.0}, "", (1,)))
-    record = json.loads(trace.write(StepEvent(reported_step(0, 1.0, (10,), None), ("x",))))
-    (first,) = trace.read(header + json.dumps({**record, "remote": {"edge": 1.0}}) + "\n")
-    (again,) = trace.read(header + trace.write(first.steps[0]))
-    assert again.steps == first.steps and first.steps[0].step.verdict.request_sent
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"undisclosed": None}, {"undisclosed": -1}, {"accepted": [], "tokens": [4], "pieces": ["x"], "text": "x"}],
-)
-def test_contradictory_steps_are_refused(change: dict[str, Any]) -> None:
-    header = trace.write(Header({"method": "draft", "gamma": 4, "temperature": 0.0}, "", (1,)))
-    step = reported_step(0, 1.0, (2, 3, 4), StepCounts(2, 3))
-    record = json.loads(trace.write(StepEvent(step, ("x", "x", "x"), ("x", "x"))))
-    assert len(trace.read(header + json.dumps(record) + "\n")[0].steps) == 1
-    with pytest.raises(ValueError, match="line 2"):
-        trace.read(header + json.dumps({**record, **change}) + "\n")
-
-
-def test_the_last_chunk_of_a_text_may_be_empty() -> None:
-    chunks = [Chunk(0.0, (1, 2)), Chunk(1.0, ())]
-    assert outcomes(list(steps_of_drafts(chunks, [StepCounts(0, 2)]))) == [((1,), "plain", 0), ((2,), "correction", 2)]
-    assert not list(steps_of_drafts([], []))
-
-
-def test_a_trace_with_an_invalid_server_is_refused() -> None:
-    header = json.loads(trace.write(Header({"method": "draft", "gamma": 4, "temperature": 0.0}, "", (1,))))
-    for server in ({}, 1, "x" * 500):
-        with pytest.raises(ValueError, match="line 1 is not a valid trace line"):
-            trace.read(json.dumps({**header, "recipe": {**header["recipe"], "external": server}}))
-    with pytest.raises(ValueError, match="is no server of an engine"):
-        read_traces(json.dumps({**header, "recipe": {**header["recipe"], "external": "somewhere"}}))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import signal
-import socket
 import ssl
 import subprocess
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +21,6 @@ from specdemo.remote.config import CloudConfig
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 PROMPT = "def fibonacci(n):\n"
-STOPPED_S = 20.0
 CLOUD = CloudConfig("http://127.0.0.1:1", deadline_ms=400, lost_after_s=30)
 RECIPE = Recipe(pair="bundled", method="draft", gamma=3, temperature=0.0, max_tokens=48, cloud=CLOUD)
 
@@ -94,23 +90,6 @@ def test_withheld_data_end_the_run_and_the_next_run_is_correct(
     assert text(remote(service.port), pool) == (expected, None)
 
 
-def test_half_open_clients_do_not_delay_others(service: ServiceProcess, pool: ModelPool, expected: list[int]) -> None:
-    with socket.create_connection(service.address) as silent, socket.create_connection(service.address) as partial:
-        partial.sendall(b"POST /v1/texts HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99\r\n\r\n{")
-        assert text(remote(service.port), pool) == (expected, None)
-        assert silent.fileno() >= 0
-
-
-def test_a_service_that_stands_still_for_20_s(service: ServiceProcess, pool: ModelPool, expected: list[int]) -> None:
-    resume = threading.Timer(STOPPED_S, lambda: service.send(signal.SIGCONT))
-
-    def stop() -> None:
-        service.send(signal.SIGSTOP)
-        resume.start()
-
-    assert text(remote(service.port, lost_after_s=60.0), pool, {3: stop}) == (expected, None)
-
-
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_service_that_is_killed_and_started_again(times: int, pool: ModelPool, expected: list[int]) -> None:
     with service_process() as killed:
@@ -120,16 +99,6 @@ def test_a_service_that_is_killed_and_started_again(times: int, pool: ModelPool,
             killed.start()
 
         assert text(remote(killed.port), pool, dict.fromkeys(range(2, 2 + times), restart)) == (expected, None)
-
-
-def test_a_service_that_is_killed_for_good_ends_the_run(pool: ModelPool, expected: list[int]) -> None:
-    with service_process() as killed:
-        tokens, error = text(remote(killed.port, lost_after_s=2.0), pool, {3: killed.kill})
-        print("kill:", error)
-        check(tokens, error, expected)
-        assert error is not None and tokens
-        killed.start()
-        assert text(remote(killed.port), pool) == (expected, None)
 
 
 def certificate(folder: Path) -> tuple[str, str]:

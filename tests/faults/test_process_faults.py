@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,9 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 PROGRAM = (sys.executable, "-m", "specdemo")
 RUN = (*PROGRAM, "run", "def fibonacci(n):\n", "--pair", "bundled", "--temperature", "0", "--max-tokens", "48")
-FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
 TIMEOUT_S = 300.0
-STOPPED_S = 8.0
 MEGABYTE = 1 << 20
 
 
@@ -77,19 +74,6 @@ def test_a_killed_run_leaves_a_readable_trace(tmp_path: Path, expected: list[int
     stored = [token for event in read.steps for token in event.step.tokens]
     assert part.suffix == ".part" and stored[: len(shown)] == shown and stored == expected[: len(stored)]
     assert tokens_of(run("--json").stdout) == expected
-
-
-def test_an_edge_that_stands_still_longer_than_its_limit_continues(expected: list[int]) -> None:
-    """Ctrl-Z within a step, which takes 0.4 s on the emulated link."""
-    with service_process() as service:
-        options = ["--json", "--remote", f"http://127.0.0.1:{service.port}", "--lost-after-s", "2", "--rtt-ms", "400"]
-        with subprocess.Popen([*RUN, *options], cwd=ROOT, stdout=subprocess.PIPE, text=True) as program:
-            lines = [program.stdout.readline() for _ in range(6)]
-            threading.Event().wait(0.1)
-            program.send_signal(signal.SIGSTOP)
-            threading.Timer(STOPPED_S, lambda: program.send_signal(signal.SIGCONT)).start()
-            lines += program.stdout.readlines()
-        assert program.returncode == 0 and tokens_of("".join(lines)) == expected
 
 
 def test_a_killed_compilation_is_repeated(tmp_path: Path, expected: list[int]) -> None:
@@ -149,49 +133,6 @@ def test_a_full_disk_for_the_engine_and_temporary_files(full_disk: Path, expecte
 
 
 # --- clock jumps ---------------------------------------------------------------------------------------------------
-
-needs_faketime = pytest.mark.skipif(not FAKETIME.exists(), reason="libfaketime is not installed: apt install faketime")
-
-
-def jumping(file: Path) -> dict[str, str]:
-    """Return the environment of a process with a wall clock that follows `file`."""
-    return {
-        "LD_PRELOAD": str(FAKETIME),
-        "FAKETIME_TIMESTAMP_FILE": str(file),
-        "FAKETIME_NO_CACHE": "1",
-        "DONT_FAKE_MONOTONIC": "1",
-    }
-
-
-@needs_faketime
-@pytest.mark.parametrize("jump", ["-400d", "+400d"])
-def test_a_jump_of_the_clock_does_not_change_a_run(jump: str, tmp_path: Path, expected: list[int]) -> None:
-    file = tmp_path / "clock"
-    file.write_text("+0")
-    environment = {**os.environ, **jumping(file)}
-    with subprocess.Popen([*RUN, "--json"], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as program:
-        lines = [program.stdout.readline() for _ in range(4)]
-        file.write_text(jump)
-        lines += program.stdout.readlines()
-    assert program.returncode == 0 and tokens_of("".join(lines)) == expected
-    (read,) = trace.read("".join(lines))
-    assert read.end is not None and all(event.step.t < TIMEOUT_S for event in read.steps)
-
-
-@needs_faketime
-@pytest.mark.parametrize("jump", ["-400d", "+400d"])
-def test_a_jump_of_the_clock_of_a_service_does_not_change_a_text(
-    jump: str, tmp_path: Path, expected: list[int]
-) -> None:
-    file = tmp_path / "clock"
-    file.write_text("+0")
-    with service_process(**jumping(file)) as service:
-        command = [*RUN, "--json", "--remote", f"http://127.0.0.1:{service.port}"]
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as program:
-            lines = [program.stdout.readline() for _ in range(4)]
-            file.write_text(jump)
-            lines += program.stdout.readlines()
-        assert program.returncode == 0 and tokens_of("".join(lines)) == expected
 
 
 # --- slow readers --------------------------------------------------------------------------------------------------

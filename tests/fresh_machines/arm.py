@@ -8,10 +8,11 @@ from functools import cache
 from pathlib import Path
 
 from fresh_machines.systems import ROOT, NotTested, Result, checked, debian_mirror
+from specdemo.native.interface import DIGEST
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 LIBRARIES = "/usr/aarch64-linux-gnu"  # of Debian's cross-compiler
-FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-pthread", "-march=armv8-a")
+FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-pthread", "-march=armv8-a", f"-DINTERFACE_DIGEST={DIGEST}")
 PACKAGES = ("python3", "python3-numpy")
 PASSES = """
 import ctypes, platform, random, sys

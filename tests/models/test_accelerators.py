@@ -23,9 +23,9 @@ from transformers import LlamaConfig
 import specdemo
 from specdemo import generate as run_recipe
 from specdemo.bench.baselines import Baselines
+from specdemo.core import sampling
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Header, StepEvent
-from specdemo.core.sampling import Noise
 from specdemo.models import load as loading
 from specdemo.models import memory, memory_plan, spec
 from specdemo.models.load import place
@@ -179,8 +179,8 @@ def has_mps_kernel(name: str, table: dict[str, dict[str, Any]]) -> bool:
 @pytest.fixture
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the branches taken only on a CPU."""
-    monkeypatch.setattr(Noise, "_inverse_cdf", Noise._exponential_race)
-    monkeypatch.setattr(native_sampling, "supports", lambda x: False)
+    monkeypatch.setattr(sampling, "is_on_host", lambda x: False)
+    monkeypatch.setattr(native_sampling, "supports", lambda *tensors: False)
 
 
 @pytest.mark.usefixtures("as_on_an_accelerator")

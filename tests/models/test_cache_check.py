@@ -32,17 +32,13 @@ from transformers import (
 )
 
 from specdemo.core.errors import UserError
-from specdemo.core.events import End
 from specdemo.core.step import Draft
-from specdemo.generate import generate
-from specdemo.loaded_pair import load_pair
 from specdemo.models import cache_check
-from specdemo.models.cache_check import cache_support, check_cache
+from specdemo.models.cache_check import cache_support
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import load, reference
-from specdemo.models.memory_plan import plan_config, plan_spec
+from specdemo.models.memory_plan import plan_spec
 from specdemo.models.spec import ModelSpec
-from specdemo.recipe import Recipe
 
 pytestmark = pytest.mark.slow
 
@@ -183,14 +179,6 @@ def test_chunked_attention_is_exact() -> None:
     assert_exact(random_model(Llama4TextConfig(**LLAMA, **experts, attention_chunk_size=6)), forests=False)
 
 
-@pytest.mark.parametrize("name", [*WIDE_KEYS, "gemma-4"])
-def test_planned_keys_and_values_are_those_of_the_cache(name: str) -> None:
-    config = {**WIDE_KEYS, **NO_FORESTS}[name]
-    cached = CachedModel(random_model(config))
-    cached.score([1, 2, 3, 4, 5, 6], Draft())
-    assert plan_config(ModelSpec("any", "float32", device="cpu"), config, 6).kv == cached._cache.reserved_bytes > 0
-
-
 class PositionsIgnored(GPT2LMHeadModel):
     def forward(self, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
@@ -250,37 +238,12 @@ def test_faults_are_found_without_the_name_of_the_class(
         assert support.packs == (twin and limit != "packing")
 
 
-def test_a_class_and_configuration_is_tested_once_and_models_stay_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    tested = []
-    monkeypatch.setattr(cache_check, "_RESULTS", {})
-    monkeypatch.setattr(cache_check, "check_cache", lambda model: tested.append(model) or check_cache(model))
-    model, other = tiny_model("gpt2"), tiny_model("gpt2", seed=1)
-    before, noise = model.config.to_json_string(), torch.get_rng_state()
-    for same in (model, model, other):
-        CachedModel(same)
-    assert len(tested) == 1 and tested[0] is not model
-    assert model.config.to_json_string() == before and torch.equal(torch.get_rng_state(), noise)
-    CachedModel(random_model(NO_FORESTS["bloom"]))
-    assert len(tested) == 2
-
-
 def checkpoint(folder: Path, config: PretrainedConfig) -> ModelSpec:
     tokenizer = byte_level_tokenizer()
     config.vocab_size = len(tokenizer)
     random_model(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return ModelSpec(str(folder), "float32", device="cpu").resolved()
-
-
-def test_methods_with_forests_are_refused_by_name() -> None:
-    tokenizer = byte_level_tokenizer()
-    config = BloomConfig(vocab_size=len(tokenizer), hidden_size=32, n_layer=2, n_head=4)
-    pair = load_pair(random_model(config), random_model(config), tokenizer)
-    for method in ("tree", "lookahead", "beam"):
-        with pytest.raises(UserError, match=f"method {method} verifies several .* BloomForCausalLM .*: choose method"):
-            list(generate(Recipe(method=method, max_tokens=4), "x = 1", pair))
-    *_, end = generate(Recipe(method="draft", temperature=0, max_tokens=4), "x = 1", pair)
-    assert isinstance(end, End) and end.metrics.accepted > 0
 
 
 def test_linear_layers_whose_weights_are_read_are_not_packed(tmp_path: Path) -> None:

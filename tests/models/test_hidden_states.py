@@ -1,4 +1,4 @@
-"""Hidden states in caches of all engines: equal to `transformers`, and moved with keys and values."""
+"""Hidden states in caches of all engines equal those of `transformers`; attention masks are aligned for CUDA."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from fakes.native_models import CONFIGS, FAMILIES, SMALL, VOCAB, random_model, text, weights
+from fakes.native_models import CONFIGS, FAMILIES, VOCAB, random_model, text, weights
 from fakes.passes import Passes
-from fakes.tiny_models import tiny_model
+from fakes.tiny_models import LLAMA
 from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import ChainSampler, Noise, SamplingParams
 from specdemo.core.step import Draft
-from specdemo.models.engines.generic import UncachedEngine
+from specdemo.models.engines import llama
 from specdemo.models.engines.llama import PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.native import NATIVE_CHUNK
@@ -112,29 +113,6 @@ def test_closed_and_failed_passes_leave_no_states(engine: str) -> None:
     assert cached.states(text(1), 0) is None and not stored.any()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_states_are_counted_with_keys_and_values(engine: str) -> None:
-    model, tokens = ENGINES[engine](random_model(CONFIGS["llama"])), text(300)
-    plain, tapped = CachedModel(model), CachedModel(model, taps=TAPS)
-    plain.score(tokens, Draft())
-    tapped.score(tokens, Draft())
-    position = 4 * len(TAPS) * SMALL["hidden_size"]
-    assert tapped.kv_bytes - plain.kv_bytes == position * len(tokens)
-    assert tapped.reserved_bytes - plain.reserved_bytes == position * len(tapped._cache.states)
-
-
-def test_models_without_hidden_states_are_refused_in_one_sentence() -> None:
-    with pytest.raises(UserError, match="T5ForConditionalGeneration stores no hidden states, from which heads draft"):
-        CachedModel(tiny_model("t5"), source=[3], taps=(1,))
-
-
-@pytest.mark.parametrize("taps", [(3,), (-1, 2)])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_states_of_no_layer_are_refused(engine: str, taps: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="hidden states 0 to 2"):
-        CachedModel(ENGINES[engine](random_model(CONFIGS["llama"])), taps=taps)
-
-
 @pytest.mark.parametrize("name", ["qwen3", *FAMILIES])
 def test_taps_equal_the_hidden_states_of_transformers(name: str) -> None:
     oracle, tokens = random_model(CONFIGS[name]), text(9)
@@ -169,27 +147,6 @@ def test_rollback_moves_states_with_keys_and_values() -> None:
     assert torch.equal(passes.cache.states[:9], straight.cache.states[:9])
 
 
-def test_closed_caches_are_cleared_and_reused_with_the_same_taps() -> None:
-    engine = engine_of(weights("llama", "float32"))
-    engine.release()
-    passes = Passes(engine, (1,))
-    passes.run(text(5), 0, Draft())
-    engine.close(passes.cache)
-    assert not passes.cache.states.any() and not passes.cache.kv.any()
-    plain = engine.open()
-    assert plain is not passes.cache
-    for _ in range(2):  # lanes in turn
-        engine.close(plain)
-        assert engine.open(taps=(1,)) is passes.cache
-        engine.close(passes.cache)
-        assert engine.open() is plain
-
-
-def test_engines_without_hidden_states_refuse_taps() -> None:
-    with pytest.raises(ValueError, match="stores no hidden states"):
-        UncachedEngine(random_model(CONFIGS["llama"])).open(taps=(1,))
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_cache_that_grows_overwrites_its_former_memory(engine: str) -> None:
     cached = opened(engine)
@@ -204,3 +161,31 @@ def memory_of(cached: CachedModel) -> list[Tensor]:
     cache: Any = cached._cache
     layers = getattr(cache, "_layers", None)
     return [cache.kv, cache.states] if layers is None else [x for layer in layers for x in layer.buffers if x.numel()]
+
+
+ALIGNMENT = 16  # bytes: `CHECK_ALIGNED_PTR(attn_bias_ptr)`
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masks_are_aligned_for_all_row_counts_lengths_and_forests(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks: list[torch.Tensor] = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def recorded(*states: torch.Tensor, attn_mask: torch.Tensor, **options: Any) -> torch.Tensor:
+        masks.append(attn_mask)
+        return attention(*states, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(llama.F, "scaled_dot_product_attention", recorded)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**LLAMA, "max_position_embeddings": 2048})).to(dtype)
+    cached = CachedModel(LlamaWeights(model.eval().requires_grad_(False)))
+    for length in (*range(3, 40), 511, 514, 700, 1033):
+        for rows in (1, 2, 3, 5, 8, 16, 17):
+            cached.score([1] * length, Draft())
+            cached.score([1] * (length + 1), Draft.chain((2,) * (rows - 1)))
+        cached.score([1] * (length + 2), Draft((3, 4, 5), (-1, -1, 0)))
+    assert len(masks) > 500
+    for mask in masks:
+        assert mask.data_ptr() % ALIGNMENT == 0 and mask.stride(0) * mask.element_size() % ALIGNMENT == 0

@@ -12,21 +12,16 @@ import pytest
 import torch
 from fakes.hostile_sizes import (
     FAMILIES,
-    NATIVE,
     Case,
     all_cases,
-    number_keys,
     run_cases,
     save_case,
 )
 from fakes.tiny_models import tiny_model
-from transformers import AutoConfig
 
 from specdemo.cli import main
 from specdemo.core.errors import UserError
 from specdemo.models.engines.native_families import model_parts
-from specdemo.models.model_sizes import MAX_HEADS_WIDTH, ModelSizes, sizes_of_config
-from specdemo.models.untrusted import check_config
 
 ROPE = "rope_parameters.partial_rotary_factor"
 ROTATED = [
@@ -60,7 +55,6 @@ RUNNING = [
     Case("qwen3", (("head_dim", 2),), matching=True),
 ]
 USUAL = [*(Case(family, ()) for family in FAMILIES), Case("llama", (), gguf=True), Case("qwen3", (), gguf=True)]
-UNREAD = {"LABEL_0", "LABEL_1", "pretraining_tp", "chunk_size_feed_forward"}
 
 
 def compare(cases: Sequence[Case], folder: Path, refused_too: bool = False) -> Iterator[tuple[Case, str]]:
@@ -113,65 +107,6 @@ def test_terminal_exits_with_2(case: Case, tmp_path: Path, capsys: pytest.Captur
     assert main(["run", "def", "--target", str(path), "--method", "ar"]) == 2
     errors = capsys.readouterr().err.strip().splitlines()
     assert errors[-1].startswith("specdemo: ") and "Traceback" not in "".join(errors)
-
-
-@pytest.mark.parametrize("family", NATIVE)
-def test_the_list_of_numbers_is_complete(family: str) -> None:
-    settings = NATIVE[family]
-    config = AutoConfig.for_model(**settings)
-    numbers = {key for key in number_keys(config.to_dict()) if "drop" not in key and "token" not in key}
-    renamed = {config.attribute_map.get(key, key) for key in number_keys(settings)}
-    listed = {key.rpartition(".")[2] for key in renamed}
-    listed |= {"rope_theta"} if "rotary_emb_base" in listed else set()
-    listed |= {"partial_rotary_factor"} if "rotary_pct" in listed else set()
-    assert {key.rpartition(".")[2] for key in numbers} - listed <= UNREAD
-
-
-def test_sizes_fit_the_native_structures() -> None:
-    largest = ModelSizes(65_536, 4096, 4096, 64, 64, True, 1 << 20, 1000, 4_000_000, 1 << 24, (1 << 31) - 1)
-    largest.check("the model")
-    assert (largest.heads + 2 * largest.kv_heads) * largest.head_dim == 3 * MAX_HEADS_WIDTH < 1 << 31
-    assert 2 * largest.inner < 1 << 31
-
-
-@pytest.mark.parametrize(
-    ("sizes", "problem"),
-    [
-        (ModelSizes(heads=3, width=8), "divides 8 values among 3 heads"),
-        (ModelSizes(heads=3, kv_heads=2), "divides 3 heads among 2 keys and values"),
-        (ModelSizes(head_dim=8, rotated=10), "rotates 10 values of heads that have 8"),
-        (ModelSizes(head_dim=8, rotated=0), "rotates 0 values of a head, not an even number from 2"),
-        (ModelSizes(head_dim=8, rotated=4, rotates_whole_heads=True), "its architecture rotates all"),
-        (ModelSizes(heads=4096, head_dim=128), "4,096 heads of 128 values, together more than 262,144"),
-        (ModelSizes(window=0), "has 0 positions in its window"),
-    ],
-)
-def test_contradictory_sizes_are_named(sizes: ModelSizes, problem: str) -> None:
-    with pytest.raises(UserError, match=rf"^m .*{problem}.*: choose another model$"):
-        sizes.check("m")
-
-
-@pytest.mark.parametrize(
-    ("settings", "rotated"),
-    [
-        ({"model_type": "llama", "partial_rotary_factor": 0.5}, 16),  # ignored by the default rotation
-        ({"model_type": "llama", "rope_parameters": {"rope_type": "yarn", "partial_rotary_factor": 0.5}}, 8),
-        ({"model_type": "qwen2", "rope_scaling": {"type": "linear"}, "partial_rotary_factor": 0.25}, 4),
-        ({"model_type": "gpt_neox"}, 4),
-        ({"model_type": "gpt_neox", "rotary_pct": 0.5, "rope_parameters": {"partial_rotary_factor": 1.0}}, 16),
-        ({"model_type": "gptj", "rotary_dim": 12}, 12),
-        ({"model_type": "gpt2"}, None),
-    ],
-)
-def test_rotated_values_of_a_configuration(settings: dict[str, object], rotated: int | None) -> None:
-    sizes = sizes_of_config({"hidden_size": 64, "num_attention_heads": 4, **settings})
-    assert (sizes.head_dim, sizes.rotated) == (16, rotated)
-
-
-@pytest.mark.parametrize("value", [1e39, -1e300, 1 << 64])
-def test_numbers_beyond_floats_are_refused(value: float) -> None:
-    with pytest.raises(UserError, match="attention_multiplier has a number beyond the range of floats"):
-        check_config("m", {"model_type": "granite", "attention_multiplier": value})
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt-neox"])

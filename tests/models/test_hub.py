@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from fakes.tiny_models import byte_level_tokenizer, save_model
 from fakes.trace_lines import trace_lines
 from transformers import BertConfig, MambaConfig
 
-from specdemo.background import BackgroundTask
 from specdemo.core.errors import UserError
 from specdemo.core.events import Loading
 from specdemo.generate import generate
@@ -145,15 +143,6 @@ def test_interrupted_download_is_resumed(hub: Hub, server: StandIn, files: Path)
     assert ours.read_bytes() == (files / NAME / "model.safetensors").read_bytes()
 
 
-def test_repeated_download_reuses_complete_files(hub: Hub, server: StandIn) -> None:
-    server.faults = Faults(truncated=10)
-    assert "was interrupted: run it again" in refusal(hub)
-    server.faults = Faults()
-    server.asked.clear()
-    assert load(ModelSpec(NAME, device="cpu"), hub).stop
-    assert server.gets("cdn") and not server.gets("tokenizer.json")
-
-
 def test_shards_and_their_headers(hub: Hub, server: StandIn, files: Path) -> None:
     shapes = hub.shapes("tiny/sharded")
     assert len(list((files / "tiny/sharded").glob("model-*"))) > 1
@@ -186,15 +175,6 @@ def test_slow_download_is_cancelled(hub: Hub, server: StandIn) -> None:
     assert [line for line in trace_lines(recipe, "def", pool) if "phase" not in line][-1]["end"] in ("length", "stop")
 
 
-def test_loading_is_cancelled(files: Path) -> None:
-    pool = ModelPool()
-    spec = ModelSpec(str(files / NAME), device="cpu")
-    news = pool.bring([spec])
-    assert any("reading target, weight" in one.text for one in news)
-    news.close()
-    assert spec not in pool and pool.take(spec).stop
-
-
 @pytest.mark.parametrize(
     ("faults", "words"),
     [
@@ -213,47 +193,6 @@ def test_hub_errors(faults: Faults, words: str, hub: Hub, server: StandIn, caplo
     with caplog.at_level(logging.DEBUG):
         assert words in refusal(hub)
     assert SECRET not in caplog.text
-
-
-def test_missing_models_and_revisions(hub: Hub) -> None:
-    assert "there is no model tiny/nothing on the hub" in refusal(hub, "tiny/nothing")
-    assert "has no such revision" in refusal(hub, revision="v7")
-    assert "neither a local directory nor a Hugging Face id" in refusal(hub, "a/b/c")
-    assert "neither a local directory nor a Hugging Face id" in refusal(hub, "../etc")
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("tiny/recurrent", "cannot take back a rejected token"),
-        ("tiny/pickled", "no safetensors weights"),
-    ],
-)
-def test_unsupported_models_raise_before_the_download(name: str, words: str, hub: Hub, server: StandIn) -> None:
-    assert words in refusal(hub, name)
-    assert not server.gets("cdn")
-
-
-def test_no_network(tmp_path: Path) -> None:
-    away = Hub("http://127.0.0.1:9", tmp_path / "cache")  # closed port
-    assert "the hub is unreachable" in refusal(away)
-
-
-def test_downloaded_models_need_no_network(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    load(ModelSpec(NAME, device="cpu"), hub)
-    assert load(ModelSpec(NAME, device="cpu"), Hub("http://127.0.0.1:9", hub.cache)).stop
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert load(ModelSpec(NAME, device="cpu"), hub).stop
-    assert "offline mode" in refusal(hub, "tiny/drafter")
-
-
-def test_local_directories_need_no_hub(files: Path) -> None:
-    assert load(ModelSpec(str(files / NAME), device="cpu"), Hub("http://127.0.0.1:9")).stop
-
-
-def test_a_disk_too_small(hub: Hub, server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    assert "1.0 kB are free" in refusal(hub) and not server.gets("cdn")
 
 
 def test_a_disk_that_fills_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,11 +218,3 @@ def test_the_environment_names_the_hub(server: StandIn, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "4 tokens" in done.stdout and "downloading tiny/target" in done.stderr
     assert SECRET not in done.stdout + done.stderr and server.trusted == {f"Bearer {SECRET}"} and not server.leaked
-
-
-def test_background_task_raises_in_the_caller() -> None:
-    def fails(tell: object) -> None:
-        raise UserError("no")
-
-    with pytest.raises(UserError, match="no"):
-        list(BackgroundTask(fails).progress())

@@ -61,14 +61,6 @@ def test_llama_checkpoints_give_the_bits_of_transformers(tmp_path: Path, dtype: 
     assert torch.equal(ours, theirs)
 
 
-def test_checkpoints_without_generation_settings(tmp_path: Path) -> None:
-    folder = save_model(tmp_path, byte_level_tokenizer())
-    (folder / "generation_config.json").unlink()
-    spec = ModelSpec(str(folder), "float32", device="cpu")
-    model, _ = read_checkpoint(spec, Hub())
-    assert model.generation_config.eos_token_id == reference(spec)[0].generation_config.eos_token_id == 0
-
-
 @pytest.mark.parametrize(
     "change", [{"hidden_act": "gelu"}, {"attention_bias": True}, {"rope_parameters": None}, {"intermediate_size": 40}]
 )
@@ -104,12 +96,6 @@ def test_quantised_speculation_runs(checkpoint: Path, quantization: str, method:
         assert lines[-1]["metrics"]["accepted"] > 0
 
 
-def test_directories_that_are_no_models(tmp_path: Path) -> None:
-    assert "without config.json" in refusal(ModelSpec(str(tmp_path)))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "a-kind-from-the-future"}))
-    assert "unknown to this transformers version" in refusal(ModelSpec(str(tmp_path)))
-
-
 def test_models_that_do_not_continue_text(tmp_path: Path) -> None:
     ViTConfig().save_pretrained(tmp_path / "vit")
     assert "not a causal language model" in refusal(ModelSpec(str(tmp_path / "vit")))
@@ -125,18 +111,6 @@ def test_damaged_weights(tmp_path: Path) -> None:
     assert "damaged" in refusal(ModelSpec(str(folder)))
     weights.unlink()
     assert "no safetensors weights" in refusal(ModelSpec(str(folder)))
-
-
-def test_a_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "offline mode" in refusal(ModelSpec("someone/a-model-that-is-not-here"))
-    assert "check the spelling" in refusal(ModelSpec(str(tmp_path / "nothing" / "here" / "at all")))
-
-
-def test_missing_devices_raise(checkpoint: Path) -> None:
-    assert "unknown device 'abacus'" in refusal(ModelSpec(str(checkpoint), device="abacus"))
-    assert "there is no device cuda:77" in refusal(ModelSpec(str(checkpoint), device="cuda:77"))
-    assert "unknown device 'meta'" in refusal(ModelSpec(str(checkpoint), device="meta"))
 
 
 def test_unsupported_4_bit_dimensions_raise_before_loading(tmp_path: Path) -> None:

@@ -8,17 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.tiny_models import byte_level_tokenizer, save_model, tiny_model
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, PreTrainedModel
+from fakes.tiny_models import byte_level_tokenizer, save_model
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from specdemo.core.errors import UserError
 from specdemo.core.events import Loading
-from specdemo.core.step import Draft
 from specdemo.core.trace import to_json
 from specdemo.generate import generate
 from specdemo.loaded_pair import load_pair
 from specdemo.models.in_memory import share_weights
-from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.worker import TaskProgress
@@ -77,53 +74,12 @@ def test_models_in_memory_remain_unmodified(method: str) -> None:
     assert greedy_text(target.eval(), 12) == expected
 
 
-def test_the_header_names_models_in_memory() -> None:
-    target = model_in_memory()
-    head, _, _ = trace(Recipe(method="nasd", max_tokens=2), load_pair(target, tokenizer=TOKENIZER))
-    assert head["recipe"]["target"] == "in-memory target LlamaForCausalLM" and head["recipe"]["drafter"] is None
-    assert head["recipe"]["pair"] is None
-    assert head["environment"]["engine"] == "transformers: in-memory model, weights shared"
-    target.config._name_or_path = target.name_or_path = "someone/a-model"
-    pair = load_pair(target, target, TOKENIZER)
-    head, _, _ = trace(Recipe(max_tokens=2), pair)
-    assert head["recipe"]["drafter"] == "in-memory drafter LlamaForCausalLM (someone/a-model)"
-
-
 def test_models_in_memory_share_their_tensors() -> None:
     model = model_in_memory(tie_word_embeddings=True)
     shared = share_weights(model)
     pointers = [{t.data_ptr() for t in (*m.parameters(), *m.buffers())} for m in (model, shared)]
     assert pointers[0] == pointers[1] and shared.lm_head.weight is shared.model.embed_tokens.weight
     assert not {id(module) for module in model.modules()} & {id(module) for module in shared.modules()}
-
-
-def test_attention_without_tree_masks_is_replaced_in_the_copy() -> None:
-    model, draft = model_in_memory().eval(), Draft((3, 4, 5), (-1, -1, 0))
-    expected = CachedModel(model).score([1, 2], draft)
-    model.set_attn_implementation("flex_attention")
-    rows = CachedModel(share_weights(model)).score([1, 2], draft)
-    assert model.config._attn_implementation == "flex_attention"
-    assert torch.allclose(rows, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "t5"])
-def test_other_architectures_in_memory(kind: str) -> None:
-    cached = CachedModel(share_weights(tiny_model(kind)))
-    expected = CachedModel(tiny_model(kind)).score([1, 2, 3], Draft.chain((4,)))
-    assert torch.allclose(cached.score([1, 2, 3], Draft.chain((4,))), expected, atol=1e-5)
-
-
-def test_4_bit_models_in_memory_run_and_8_bit_models_are_refused(tmp_path: Any) -> None:
-    folder = save_model(tmp_path / "model", TOKENIZER)
-    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=four_bits, device_map={"": "cpu"})
-    before = greedy_text(model, 8)
-    pair = load_pair(model, tokenizer=TOKENIZER)
-    assert trace(Recipe(method="nasd", temperature=0, max_tokens=8), pair)[1] == before == greedy_text(model, 8)
-    eight_bits = BitsAndBytesConfig(load_in_8bit=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=eight_bits, device_map={"": "cpu"})
-    with pytest.raises(UserError, match="load the pair by name with quantization int8"):
-        load_pair(model, tokenizer=TOKENIZER)
 
 
 def test_named_pairs_are_loaded_once(tmp_path: Any) -> None:
@@ -139,28 +95,3 @@ def test_named_pairs_are_loaded_once(tmp_path: Any) -> None:
     expected_head, expected, _ = trace(named, ModelPool())
     assert tokens == expected and head["recipe"] == expected_head["recipe"]
     assert trace(named, pair)[1] == expected  # naming the same models is permitted
-
-
-def test_wrong_arguments_are_refused(tmp_path: Any) -> None:
-    model = model_in_memory()
-    for arguments, options, message in (
-        ((model,), {}, "pass tokenizer="),
-        ((model, "drafter"), {"tokenizer": TOKENIZER}, "the drafter is a str: pass a transformers model"),
-        ((model.model,), {"tokenizer": TOKENIZER}, "the target is a LlamaModel"),
-        ((torch.nn.Linear(2, 2),), {"tokenizer": TOKENIZER}, "the target is a Linear"),
-        ((model,), {"tokenizer": TOKENIZER, "quantization": "nf4"}, "quantization does not apply to models in memory"),
-        (("bundled",), {"tokenizer": TOKENIZER}, "give two names or two models"),
-        (("bundled", model), {}, "give two names or two models"),
-        (("bundled",), {"dtype": "int7"}, "unknown dtype"),
-        (("bundled",), {"quantization": "1-bit"}, "unknown quantization"),
-        ((str(tmp_path),), {}, "without config.json"),
-        ((model, tiny_model("gpt2").transformer), {"tokenizer": TOKENIZER}, "the drafter is a GPT2Model"),
-    ):
-        with pytest.raises(UserError, match=message):
-            load_pair(*arguments, **options)
-    pair = load_pair(model, tokenizer=TOKENIZER)
-    for settings in ({"pair": "bundled"}, {"target": "other"}, {"dtype": "bfloat16"}, {"device": "meta"}):
-        with pytest.raises(UserError, match=f"the recipe sets {next(iter(settings))}"):
-            list(generate(Recipe(method="nasd", **settings), PROMPT, pair))
-    with pytest.raises(UserError, match="needs a drafter"):
-        list(generate(Recipe(method="draft"), PROMPT, pair))

@@ -23,8 +23,8 @@ from specdemo.core.errors import UserError
 from specdemo.models.load import load
 from specdemo.models.spec import ModelSpec, find_device
 from specdemo.native import build as native_build
+from specdemo.native import interface
 from specdemo.native.build import NativeUnavailable, native_library
-from specdemo.native.interface import STRUCTURES, PassStruct
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -208,21 +208,39 @@ def test_a_compiler_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monk
     assert "no result" in failure()
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        [*PassStruct._fields_, ("added", ctypes.c_void_p)],
-        [*PassStruct._fields_[:-2], *reversed(PassStruct._fields_[-2:])],
-        [*PassStruct._fields_[:-4], ("rows", ctypes.c_int64), *PassStruct._fields_[-3:]],
-    ],
-    ids=["added", "swapped", "wider"],
-)
-def test_structures_that_differ_from_c_are_refused(
-    fields: list[Any], compiled: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_of_other_headers_is_refused(compiled: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(compiled, cache)
-    monkeypatch.setitem(STRUCTURES, "pass", type("PassStruct", (ctypes.Structure,), {"_fields_": fields}))
-    assert failure().startswith("C and Python differ in their structures (pass")
+    monkeypatch.setattr(interface, "DIGEST", interface.DIGEST + 1)
+    assert re.match("its headers have changed .*: start it again", failure())
+
+
+def test_a_library_without_a_digest_is_refused() -> None:
+    with pytest.raises(interface.ForeignLibrary):
+        interface.declare(ctypes.CDLL(None))
+
+
+@pytest.mark.parametrize(
+    ("header", "old", "new"),
+    [
+        ("interface.h", "int32_t text_count, rows, rotations", "int32_t rows, text_count, rotations"),
+        ("interface.h", "int run_pass(const pass *requested);", "int run_pass(const pass *requested, int threads);"),
+        ("interface.h", "SILU, GELU_TANH", "GELU_TANH, SILU"),
+        ("formats.h", "X(Q4_0, 4, 32, 1, F16", "X(Q4_0, 4, 32, 1, F32"),
+    ],
+    ids=["structure", "function", "constant", "format"],
+)
+def test_every_change_of_a_header_requires_another_library(
+    header: str, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = tmp_path / "native"
+    shutil.copytree(native_build.SOURCES, sources)
+    text = (sources / header).read_text()
+    assert old in text
+    (sources / header).write_text(text.replace(old, new))
+    before = native_build._command()
+    monkeypatch.setattr(native_build, "SOURCES", sources)
+    assert interface.header_digest(sources) != interface.DIGEST
+    assert native_build._command() != before
 
 
 def test_an_engine_that_fails_its_check_is_not_stored(
@@ -277,6 +295,7 @@ def test_every_vector_width_and_block_size_passes_the_check(
         monkeypatch.setattr(native_build, "_FLAGS", (*native_build._FLAGS, size) if flag else unoptimised(size))
     library = native_library()
     assert isinstance(library, ctypes.CDLL)
+    assert library.interface_digest() == interface.DIGEST
     assert not flag or "vnni" not in library.vector_extensions().decode()
     assert (library.vector_outputs(), library.block_outputs()) == (lanes, block)
     baseline = "sse" if platform.machine() == "x86_64" else "neon"

@@ -44,9 +44,9 @@ from specdemo.models.engines.engine import FIRST_CAPACITY
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.llama_weights import LlamaWeights, with_dropout, with_layers
 from specdemo.models.engines.native import NATIVE_CHUNK
-from specdemo.models.engines.native_chain import CHAIN_ROWS
 from specdemo.models.engines.native_families import model_parts
 from specdemo.models.engines.native_matrix import format_of
+from specdemo.models.engines.native_pass import CHAIN_ROWS
 from specdemo.models.engines.native_weights import NativeWeights, planned_bytes
 from specdemo.models.engines.select import engine_of
 from specdemo.models.kv_cache import CachedModel

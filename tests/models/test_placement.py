@@ -1,13 +1,14 @@
-"""Models on several devices: assignment of layers, and logits of models with device hooks."""
+"""Models on several devices: assignment of layers, logits with device hooks; quantised layers."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fakes.tiny_models import byte_level_tokenizer, save_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from specdemo.core.distributions import DenseProbs
 from specdemo.core.errors import UserError
@@ -17,9 +18,9 @@ from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
 from specdemo.models.engines.llama_weights import unsupported_reason
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.load import load, place, spread
+from specdemo.models.load import load, spread
+from specdemo.models.quantization import load_options
 from specdemo.models.spec import SPREAD, ModelSpec
-from specdemo.recipe import Recipe
 
 LAYERS = 4
 
@@ -39,16 +40,6 @@ def test_layers_fill_the_devices_in_order(folder: Path) -> None:
     assert set(spread(spec, config, {0: 10 * whole, "cpu": whole}).values()) == {0}
     with pytest.raises(UserError, match="does not fit all devices together"):
         spread(spec, config, {0: whole // 4, "cpu": whole // 4})
-
-
-def test_on_a_machine_with_one_device_spread_is_that_device(folder: Path) -> None:
-    spec = ModelSpec(str(folder), device=SPREAD).resolved()
-    if not torch.cuda.is_available():
-        assert set(place(spec, AutoConfig.from_pretrained(folder))["device_map"].values()) == {"cpu"}
-    ours, theirs = load(spec), load(ModelSpec(str(folder), device="cpu"))
-    draft = Draft.chain((5, 6, 7))
-    a, b = (CachedModel(one.model).score([1, 2, 3], draft).float().cpu() for one in (ours, theirs))
-    assert torch.allclose(a, b, atol=2e-2 if torch.cuda.is_available() else 1e-4)
 
 
 def test_a_model_that_moves_between_places_scores_as_ever(folder: Path, tmp_path: Path) -> None:
@@ -89,8 +80,21 @@ def test_draft_probs_are_moved_to_the_device_of_the_target() -> None:
     assert moved == [torch.device("cpu")] and verdict.accepted == (0,)
 
 
-def test_drafter_on_another_device() -> None:
-    recipe = Recipe(device="cuda:0", drafter_device="cpu")
-    assert recipe.target_spec.device == "cuda:0" and recipe.drafter_spec and recipe.drafter_spec.device == "cpu"
-    same = Recipe(device="cpu")
-    assert same.drafter_spec and same.drafter_spec.device == "cpu"
+def test_int8_rows_do_not_depend_on_outliers_in_other_rows(tmp_path: Path) -> None:
+    """LLM.int8() with a threshold computes outlier columns of any row in 16 bits for all rows (2208.07339)."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+
+    def rows_differ(options: dict[str, Any]) -> bool:
+        model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **options)
+        layer = model.model.layers[0].mlp.up_proj
+        rows = torch.randn(2, 64)
+        alone = layer(rows[:1])
+        rows[1, :40] = 50.0
+        return not torch.equal(alone, layer(rows)[:1])
+
+    assert not rows_differ(load_options(ModelSpec("any", "float32", "int8", "cpu")))
+    assert rows_differ({"quantization_config": BitsAndBytesConfig(load_in_8bit=True)})  # the default threshold

@@ -24,9 +24,8 @@ from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.prefill import CHUNK_S, MOST_ROWS, ChunkSize, first_rows
+from specdemo.models.prefill import CHUNK_S, MOST_ROWS, ChunkSize
 from specdemo.recipe import Recipe
-from specdemo.ui.frames import Run
 from specdemo.ui.limits import TimeBudget
 from specdemo.worker import Stopped, Worker
 
@@ -51,20 +50,6 @@ def test_chunks_take_at_most_a_second(row_s: float) -> None:
         size.observe(seconds)
     assert all(seconds <= 2 * CHUNK_S or rows == 1 for rows, seconds in durations[1:])
     assert row_s * 10 > CHUNK_S or durations[-1][1] > CHUNK_S / 8 or durations[-1][0] == MOST_ROWS
-
-
-def test_fast_models_always_use_the_same_chunks() -> None:
-    """Otherwise engines whose bits depend on the rows of a pass would not reproduce a text."""
-    rng, sizes = random.Random(2), set()
-    for _ in range(20):
-        size, rows = ChunkSize(first_rows(100_000_000, torch.device("cpu"))), []
-        for _ in range(8):
-            rows.append(size.rows)
-            size.observe(rng.uniform(0, CHUNK_S / 2))
-        sizes.add(tuple(rows))
-    assert sizes == {(128, 256, *[MOST_ROWS] * 6)}
-    assert [first_rows(size, torch.device("cpu")) for size in (0, 10**9, 10**11)] == [MOST_ROWS, 16, 1]
-    assert first_rows(10**11, torch.device("cuda")) == MOST_ROWS
 
 
 @pytest.fixture
@@ -116,13 +101,6 @@ def test_a_stopped_chunk_leaves_the_chunks_before_it(short_chunks: None, monkeyp
     assert passes == [4, 4, 4]
     assert torch.equal(cached.score(TEXT, Draft()), expected)
     assert sum(passes[3:]) == len(TEXT) - 8
-    cached.close()
-
-
-def test_models_without_a_cache_read_a_prompt_in_one_pass(short_chunks: None) -> None:
-    cached = CachedModel(ENGINES["transformers"]())
-    cached.engine.divides_prompts = False
-    assert list(cached.prefill(TEXT)) == []
     cached.close()
 
 
@@ -216,12 +194,3 @@ def test_the_time_limit_takes_effect_between_chunks() -> None:
 
     ended = list(TimeBudget(10.5, lambda: now[0]).spend(run()))
     assert len(ended) == 14 and ended[-1].reason == "cancelled" and now[0] == 11.0
-
-
-def test_the_phase_shows_the_progress() -> None:
-    run = Run(("spec",))
-    run.absorb("spec", Loading("loading", 1, 2))
-    assert run.phase[0] == "loading"
-    run.absorb("spec", from_json(header(), Metrics()))
-    run.absorb("spec", Loading("prompt", 1500, 5073))
-    assert run.phase == ("prefill", "prompt 1,500 of 5,073")

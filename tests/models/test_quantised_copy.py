@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from fakes.native_models import text, weights
-from fakes.tiny_models import byte_level_tokenizer, save_model
 from fakes.trace_lines import trace_lines
 
-from specdemo.cli import main
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.loaded_pair import load_pair
 from specdemo.models.engines.engine import Entry
-from specdemo.models.engines.native import NativeCache, NativeEngine
-from specdemo.models.hub import Hub
+from specdemo.models.engines.native import NativeEngine
+from specdemo.models.engines.native_cache import NativeCache
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import load
-from specdemo.models.memory_plan import plan_spec
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import SAME
 from specdemo.models.zoo import PAIRS
@@ -120,47 +115,6 @@ def test_engines_of_torch_keep_two_caches() -> None:
     assert end["error"] is None and end["metrics"]["accepted"] > 0
 
 
-GGUF = "the/model.{}.gguf"
-REFUSED = {
-    "int8 of int8": ({"quantization": "int8"}, "in int8 is not smaller than the target in int8: .* to nf4$"),
-    "int8 of nf4": ({"quantization": "nf4"}, "in int8 .* the target in nf4: choose another drafter"),
-    "nf4 of nf4": ({"quantization": "nf4", "drafter_quantization": "nf4"}, "in nf4 .* choose another drafter"),
-    "bf16 of bf16": ({"dtype": "bfloat16", "drafter_quantization": "bf16"}, "in bfloat16: .* to int8 or nf4$"),
-    "stored in 4 bits": ({"target": GGUF.format("Q4_K_M")}, "is stored in Q4_K_M, already its smallest and fastest"),
-    "stored in 16 bits": ({"target": GGUF.format("F16")}, "GGUF files are not quantised, .* safetensors checkpoint"),
-    "two drafters": ({"pair": "bundled", "drafter": "other"}, "not both"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_copies_that_are_not_smaller_are_refused(case: str) -> None:
-    values, sentence = REFUSED[case]
-    with pytest.raises(UserError, match=sentence):
-        Recipe(**{"drafter": SAME, "device": "cpu", **values})
-    replace(Recipe(), **{"device": "cpu", "method": "ar", **values, "pair": None} | {"drafter": SAME})
-
-
-@pytest.mark.parametrize("form", ["", "int8", "nf4", "bf16"])
-def test_the_copy_replaces_the_drafter_of_a_pair(form: str) -> None:
-    recipe = Recipe(pair="bundled", drafter=SAME, device="cpu", **({"drafter_quantization": form} if form else {}))
-    target, copy = recipe.target_spec, recipe.drafter_spec
-    assert copy and target.name == copy.name == BUNDLED.target and copy.quantization == (form or "int8")
-    assert recipe.drafter_quantization == copy.quantization and recipe.method == "draft"
-
-
-def test_one_set_of_files_and_two_forms_in_memory(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, read = str(save_model(tmp_path / "model", byte_level_tokenizer())), []
-    original = Hub.weights
-    monkeypatch.setattr(Hub, "weights", lambda hub, name, *rest: read.append(name) or original(hub, name, *rest))
-    recipe, pool = Recipe(target=folder, drafter=SAME, device="cpu"), ModelPool()
-    specs = [recipe.target_spec.resolved(), recipe.drafter_spec.resolved()]
-    for _ in pool.bring(specs, 64):
-        pass
-    assert set(read) == {folder} and all(spec in pool for spec in specs)
-    planned = [plan_spec(spec, 64).weights for spec in specs]
-    assert planned[1] < planned[0] and pool.weight_bytes == pytest.approx(sum(planned), rel=0.02)
-
-
 @pytest.mark.slow
 def test_the_library_loads_the_copy() -> None:
     pair = load_pair("bundled", SAME, device="cpu")
@@ -169,24 +123,6 @@ def test_the_library_loads_the_copy() -> None:
         assert header["recipe"]["drafter"] == SAME and header["recipe"]["drafter_quantization"] == "int8"
     with pytest.raises(UserError, match="not smaller than the target in int8"):
         load_pair(BUNDLED.target, SAME, quantization="int8", device="cpu")
-
-
-COPY = ["--pair", "bundled", "--drafter", SAME, "--device", "cpu"]
-
-
-@pytest.mark.slow
-def test_terminal_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", PROMPT, *COPY, "--drafter-quantization", "nf4", "--max-tokens", "9", "--json"]) == 0
-    recipe = json.loads(capsys.readouterr().out.splitlines()[0])["recipe"]
-    assert (recipe["method"], recipe["drafter"], recipe["drafter_quantization"]) == ("draft", SAME, "nf4")
-    few = ["--method", "draft", "--gamma", "3", "--temperature", "0", "--max-tokens", "8"]
-    assert main(["prove", *COPY, *few, "--prompts", "1"]) == 0
-    assert main(["bench", *COPY, *few, "--kind", "adversarial", "--max-tokens", "2"]) == 0
-    assert main(["preflight", *COPY, "--kind", "code"]) == 0
-    capsys.readouterr()
-    for command in (["run", PROMPT], ["bench"], ["prove"], ["preflight"]):
-        assert main([*command, *COPY, "--quantization", "nf4"]) == 2
-        assert "drafter same in int8 is not smaller" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_copy_shares_no_pass_with_texts_in_another_number_format() -> None:

@@ -12,12 +12,10 @@ from fakes.tiny_models import byte_level_tokenizer
 from fakes.trace_lines import trace_lines as generate
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specdemo.core.errors import UserError
 from specdemo.models.engines.generic import auto_class, has_encoder, refuse_recurrent
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.quantization import skeleton
 from specdemo.models.zoo import CHAT_PAIR, MODELS, PAIRS, REVISIONS, HubModel
-from specdemo.preflight import preflight
 from specdemo.recipe import Recipe
 
 pytestmark = pytest.mark.slow
@@ -56,16 +54,6 @@ def test_the_targets_of_pairs_are_the_larger_and_revisions_are_pinned() -> None:
         assert pair.gated == (target.gated or drafter.gated)
         assert 1 <= pair.gamma <= 8
     assert PAIRS["qwen2.5-7b"].chat and not PAIRS["gpt2-xl"].chat and PAIRS["llama-3.1-8b"].gated
-
-
-@pytest.mark.parametrize(
-    ("method", "said"), [("tree", "takes one"), ("beam", "takes one"), ("lookahead", "takes one"), ("self", "decoders")]
-)
-def test_unsupported_encoder_options_raise_before_the_download(method: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        Recipe(pair="flan-t5-xl", method=method)
-    with pytest.raises(UserError, match="does not support encoder-decoders"):
-        preflight(Recipe(pair="flan-t5-xl"), [], ModelPool())
 
 
 @pytest.mark.parametrize("method", ["draft", "nasd"])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-import multiprocessing
 import re
 import signal
 import socket
@@ -15,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,7 +25,6 @@ from fakes.table_service import MODEL
 from fakes.trace_lines import trace_lines as generate
 from fastapi.testclient import TestClient
 
-from specdemo.cli import main
 from specdemo.core.errors import UserError
 from specdemo.models.chat_caches import Conversation
 from specdemo.models.model_pool import ModelPool
@@ -45,8 +41,6 @@ from specdemo.remote.target import _replicas, _service_info
 from specdemo.worker import Worker
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[2]
 
 
 def client(worker: Worker | None = None, table: Contexts | None = None, **options: Any) -> TestClient:
@@ -88,148 +82,44 @@ def test_rate_limit_per_address() -> None:
     assert (first.status_code, second.status_code, second.json()["code"]) == (200, 429, "busy")
 
 
-def test_many_addresses_are_examined_once_per_second() -> None:
-    now, examined = [0.0], [0]
-
-    class Counting(RateLimiter):
-        def _refilled(self, *arguments: Any) -> float:
-            examined[0] += 1
-            return super()._refilled(*arguments)
-
-    rates = Counting(1.0, 2, clock=lambda: now[0])
-    assert all(rates.allow(f"{i}") for i in range(6000)) and examined[0] < 20_000
-    now[0] = 1.0
-    assert rates.allow("0") and len(rates._buckets) == 1  # the others are full
-    assert rates.allow("0") and not rates.allow("0")
-
-
 # --- invalid requests --------------------------------------------------------------------------------------------
-
-BAD: dict[str, tuple[Any, int, str]] = {
-    "no object": ([], 422, "VerifyRequest"),
-    "unknown field": ({**OPEN, "extra": 1}, 422, "extra"),
-    "a number in quotes": ({**OPEN, "round": "0"}, 422, "round"),
-    "a number that is a truth value": ({**OPEN, "round": True}, 422, "round"),
-    "a negative k": ({**OPEN, "k": -1}, 422, "k:"),
-    "k that does not fit": ({**DRAFTED, "k": 3}, 422, "k is 3 and 2 tokens"),
-    "a million drafted": ({**DRAFTED, "draft_tokens": [1] * 10**6}, 422, "at most 256"),
-    "an id out of range": ({**DRAFTED, "draft_tokens": [1, 4]}, 422, "not among the model's 4 ids"),
-    "a negative id": ({**DRAFTED, "draft_tokens": [1, -4]}, 422, "draft_tokens"),
-    "an id in the text out of range": ({**OPEN, "tokens": [9]}, 422, "not among the model's 4 ids"),
-    "an id beyond all bounds": ({**OPEN, "tokens": [1 << 80]}, 422, "tokens"),
-    "q above one": ({**DRAFTED, "q_token_probs": [1.5, 0.5]}, 422, "q_token_probs"),
-    "a q too few": ({**DRAFTED, "q_token_probs": [0.5]}, 422, "send 2 entries"),
-    "a later parent": ({**DRAFTED, "parents": [-1, 1]}, 422, "must precede"),
-    "a parent of parents": ({**DRAFTED, "parents": [-2, 0]}, 422, "parents"),
-    "a row without values": ({**DRAFTED, "rows": [{"node": 0, "values": "AACAPw=="}]}, 422, "does not fit"),
-    "a row in pieces": ({**DRAFTED, "rows": [{"node": 0, "values": "AAA="}]}, 422, "middle of a number"),
-    "a row that is no base64": ({**DRAFTED, "rows": [{"node": 0, "values": "%%"}]}, 422, "rows.0.values"),
-    "a row of zeros": ({**DRAFTED, "rows": [{"node": 0, "values": "A" * 21 + "A=="}]}, 422, "is no distribution"),
-    "a row of no node": ({**DRAFTED, "rows": [{"node": 7, "values": "AAAA"}]}, 422, "belongs to no node"),
-    "an unknown rule": ({**OPEN, "sampling_cfg": {"rule": "magic"}}, 422, "known are rejection"),
-    "a threshold of 0": ({**DRAFTED, "sampling_cfg": {"rule": "lenient", "threshold": 0.0}}, 422, "threshold"),
-    "hardly a threshold": ({**DRAFTED, "sampling_cfg": {"rule": "lenient", "threshold": 1e-320}}, 422, "threshold"),
-    "no temperature": ({**OPEN, "sampling_cfg": {"temp": -1.0}}, 422, "temp"),
-    "a bad word out of range": ({**OPEN, "sampling_cfg": {"bad_words": [[2147483646]]}}, 422, "not among"),
-    "all but cold": ({**OPEN, "sampling_cfg": {"temp": 1e-300}}, 422, "0 or at least"),
-    "a penalty that leaves no number": ({**OPEN, "sampling_cfg": {"rep_penalty": 1e-300}}, 422, "rep_penalty"),
-    "every token a bad word": ({**OPEN, "sampling_cfg": {"bad_words": [[0], [1], [2], [3]]}}, 422, "ban fewer"),
-    "no settings": ({**OPEN, "sampling_cfg": None}, 422, "sampling_cfg"),
-    "no text": ({**OPEN, "tokens": []}, 422, "the text is empty"),
-    "too long a text": ({**OPEN, "tokens": [1] * 65}, 422, "do not fit the model's 64"),
-    "an id with a path in it": ({**OPEN, "ctx_id": "../a"}, 422, "ctx_id"),
-    "an unknown context": ({**OPEN, "ctx_id": "b", "base": 4, "digest": "0" * 16}, 404, "complete text"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_invalid_verify_requests_get_a_sentence(cloud: TestClient, case: str) -> None:
-    body, status, words = BAD[case]
-    response = cloud.post("/v1/rounds", json=body)
-    assert response.status_code == status and words in response.json()["error"]
-    assert "\n" not in response.json()["error"] and len(response.json()["error"]) < 300
-    packed = cloud.post("/v1/rounds", content=_packed(body), headers={"Content-Type": "application/msgpack"})
-    assert packed.status_code in (status, 422) and msgpack.unpackb(packed.content)["error"]
-
-
-NAN = struct.pack("<f", math.nan)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"q_token_probs": [math.nan, 0.5]}, "q_token_probs"),
-        ({"q_token_probs": [0.5, math.inf]}, "q_token_probs"),
-        ({"q_token_probs": msgpack.ExtType(1, NAN * 2)}, "q_token_probs"),
-        ({"q_token_probs": msgpack.ExtType(1, NAN[:3])}, "msgpack"),
-        ({"sampling_cfg": {"temp": math.nan}}, "temp"),
-        ({"sampling_cfg": {"top_p": math.nan}}, "top_p"),
-        ({"rows": [{"node": 0, "values": NAN * VOCAB}]}, "is no distribution"),
-        ({"draft_tokens": msgpack.ExtType(1, struct.pack("<2f", 1, 2))}, "draft_tokens"),
-    ],
-)
-def test_msgpack_rejects_invalid_numbers(cloud: TestClient, changes: dict[str, Any], words: str) -> None:
-    body = msgpack.packb({**DRAFTED, **changes})
-    response = cloud.post("/v1/rounds", content=body, headers={"Content-Type": "application/msgpack"})
-    assert response.status_code == 422 and words in msgpack.unpackb(response.content)["error"]
 
 
 TEXT_OF = {"tokens": [2, 0], "sampling_cfg": {}, "max_tokens": 4}
+INVALID: dict[str, tuple[str, dict[str, Any], str]] = {  # route, body, word of the sentence
+    "a number in quotes": ("rounds", {**OPEN, "round": "0"}, "round"),
+    "k of another draft": ("rounds", {**DRAFTED, "k": 3}, "k is 3 and 2 tokens"),
+    "a million draft tokens": ("rounds", {**DRAFTED, "draft_tokens": [1] * 10**6}, "at most 256"),
+    "an unknown id": ("rounds", {**DRAFTED, "draft_tokens": [1, 4]}, "not among the model's 4 ids"),
+    "a later parent": ("rounds", {**DRAFTED, "parents": [-1, 1]}, "must precede"),
+    "a row of zeros": ("rounds", {**DRAFTED, "rows": [{"node": 0, "values": "A" * 21 + "A=="}]}, "no distribution"),
+    "a penalty near 0": ("rounds", {**OPEN, "sampling_cfg": {"rep_penalty": 1e-300}}, "rep_penalty"),
+    "only bad words": ("texts", {**TEXT_OF, "sampling_cfg": {"bad_words": [[0], [1], [2], [3]]}}, "ban fewer"),
+    "a text without end": ("texts", {**TEXT_OF, "max_tokens": 10**9}, "max_tokens"),
+    "a long text": ("rounds", {**OPEN, "tokens": [1] * 65}, "do not fit the model's 64"),
+}
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"tokens": []}, "tokens"),
-        ({"tokens": [4]}, "not among the model's 4 ids"),
-        ({"tokens": [-1]}, "tokens"),
-        ({"tokens": [1.5]}, "tokens"),
-        ({"tokens": [1] * 10**6}, "tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"max_tokens": 10**9}, "max_tokens"),
-        ({"max_tokens": "4"}, "max_tokens"),
-        ({"sampling_cfg": None}, "sampling_cfg"),
-        ({"sampling_cfg": {"rule": "magic"}}, "known are rejection"),
-        ({"sampling_cfg": {"bad_words": [[0], [1], [2], [3]]}}, "ban fewer"),
-        ({"sampling_cfg": {"bad_words": [[4]]}}, "not among the model's 4 ids"),
-        ({"sampling_cfg": {"temp": 1e-9}}, "0 or at least"),
-        ({"draft_tokens": [1]}, "draft_tokens"),
-    ],
-)
-def test_invalid_stream_requests_get_a_sentence(cloud: TestClient, changes: dict[str, Any], words: str) -> None:
-    response = cloud.post("/v1/texts", json={**TEXT_OF, **changes})
-    assert response.status_code == 422 and words in response.json()["error"] and "\n" not in response.json()["error"]
+@pytest.mark.parametrize("case", INVALID)
+def test_invalid_requests_get_a_sentence(cloud: TestClient, case: str) -> None:
+    route, body, words = INVALID[case]
+    response = cloud.post(f"/v1/{route}", json=body)
+    assert response.status_code == 422 and words in response.json()["error"]
+    assert "\n" not in response.json()["error"] and len(response.json()["error"]) < 300
 
 
-def _packed(body: Any) -> bytes:
-    try:
-        return msgpack.packb(body)
-    except OverflowError:  # too large for msgpack: send an invalid body
-        return b"\xc1"
-
-
-@pytest.mark.parametrize(
-    ("body", "kind", "status"),
-    [
-        (b"", "application/json", 422),
-        (b"{", "application/json", 422),
-        (b'{"ctx_id":"a","round":0,"base":0,"k":1,"draft_tokens":[1],"q_token_probs":[NaN]}', "application/json", 422),
-        (b"[" * 100_000, "application/json", 422),
-        (b"\xff\xfe", "application/json", 422),
-        (b"\xc1", "application/msgpack", 422),
+def test_unreadable_bodies_are_rejected(cloud: TestClient) -> None:
+    nan = msgpack.packb({**DRAFTED, "q_token_probs": msgpack.ExtType(1, struct.pack("<2f", math.nan, 0.5))})
+    for body, kind, status in (
+        (nan, "application/msgpack", 422),
         (b"\x91" * 100_000, "application/msgpack", 422),
         (b"\xdf\xff\xff\xff\xff", "application/msgpack", 422),
-        (b"\xd6\x05abcd", "application/msgpack", 422),
+        (b"[" * 100_000, "application/json", 422),
         (b"{}", "text/plain", 415),
-        (b"{}", "", 415),
-        (b" " * 2000, "application/json", 413),
-    ],
-)
-def test_invalid_bodies_are_rejected(body: bytes, kind: str, status: int) -> None:
-    small = client(limits=ServiceLimits(body_bytes=1000 if status == 413 else 1 << 20))
-    response = small.post("/v1/rounds", content=body, headers={"Content-Type": kind})
-    assert response.status_code == status and response.content
+    ):
+        assert cloud.post("/v1/rounds", content=body, headers={"Content-Type": kind}).status_code == status
+    small = client(limits=ServiceLimits(body_bytes=1000))
+    assert small.post("/v1/rounds", content=b" " * 2000).status_code in (413, 415)
 
 
 def test_service_works_after_invalid_requests(cloud: TestClient) -> None:
@@ -282,34 +172,6 @@ def test_full_queue_responds_busy() -> None:
     assert response.status_code == 429 and response.json()["code"] == "busy" and response.headers["retry-after"]
 
 
-def test_queued_request_is_cancelled_when_the_client_disconnects() -> None:
-    worker, cloud = Worker(at_once=1), contexts()
-    messages = [
-        {"type": "http.request", "body": json.dumps(OPEN).encode(), "more_body": False},
-        {"type": "http.disconnect"},
-    ]
-    sent: list[Any] = []
-
-    async def receive() -> Any:
-        return messages.pop(0)
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/rounds",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-        "client": ("edge", 1),
-    }
-    with occupied(worker):
-        asyncio.run(create_app(INFO, cloud, worker)(scope, receive, send))
-    worker.close()
-    assert sent[0]["status"] == 400 and len(cloud) == 0
-
-
 def test_streamed_text_equals_the_local_text(cloud: TestClient) -> None:
     config = {"temp": 1.0, "rule": "coupled", "seed": 7}
     body = {"tokens": [2, 0, 2, 0], "sampling_cfg": config, "max_tokens": 40}
@@ -351,31 +213,6 @@ def test_model_error_affects_only_its_request() -> None:
 
 
 # --- the terminal ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["serve", "--port", "70000"], "cannot listen on"),
-        (["serve", "--queue", "0"], "queue must be at least 1"),
-        (["serve", "--certificate", "/nowhere"], "file /nowhere does not exist"),
-        (["serve", "--key", __file__], "key has no effect without --certificate: add it"),
-        (["serve", "--ray", "--key", __file__], "key has no effect without --certificate: add it"),
-        (["serve", "--certificate", __file__], f"certificate {__file__} with key {__file__} is unusable"),
-        (["serve", "--target", "/nowhere"], "/nowhere"),
-        (["run", "x", "--rtt-ms", "3"], "has no effect without --remote"),
-        (["run", "x", "--remote", "nowhere"], "give http://host:port"),
-        (["run", "x", "--remote", "http://127.0.0.1:1"], "there is no service at"),
-        (["run", "x", "--remote", "http://127.0.0.1:1", "--mode", "magic"], "known are speculative"),
-        (["run", "x", "--remote", "http://127.0.0.1:1", "--gate", "magic"], "known are nll"),
-    ],
-)
-def test_invalid_options_get_a_sentence(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    error = capsys.readouterr().err.strip().splitlines()
-    assert sentence in error[-1] and error[-1].startswith("specdemo: ")
 
 
 # --- two processes -----------------------------------------------------------------------------------------------
@@ -494,24 +331,6 @@ def test_two_processes_give_the_local_text(process: list[Process], secret: None,
     assert tokens(cloud=CloudConfig(process[-1].url, mode="cloud_only"), **coupled) == tokens(method="ar", **coupled)
 
 
-def test_trace_contains_network_traffic(process: list[Process], secret: None) -> None:
-    recipe = Recipe(
-        device="cpu", max_tokens=24, temperature=1.0, cloud=CloudConfig(process[-1].url, encoding="msgpack")
-    )
-    head, *steps, end = (line for line in generate(recipe, TEXT, POOL) if "phase" not in line)
-    assert head["exact"] and process[-1].url in head["environment"]["device"]
-    assert head["recipe"]["cloud"]["remote"] == process[-1].url and "secret" not in json.dumps([head, steps, end])
-    for step in steps:
-        link = step["remote"]
-        assert link["bytes_up"] > 0 and link["bytes_down"] > 0 and link["escalated"] == 1
-        assert 0 < link["cloud_s"] < step["verify_s"] and link["rtt_s"] > 0
-    total = end["metrics"]["remote"]
-    assert total["bytes_up"] == sum(step["remote"]["bytes_up"] for step in steps)
-    assert total["cloud_call_share"] == 1
-    rejected = [step["remote"] for step in steps if step["kind"] == "correction"]
-    assert rejected and all(link["rows"] >= 1 for link in rejected)
-
-
 def test_a_conversation_sends_its_text_once(process: list[Process], secret: None) -> None:
     """The second turn continues the context of the first."""
     recipe = Recipe(device="cpu", max_tokens=24, temperature=0.0, cloud=CloudConfig(process[-1].url))
@@ -540,27 +359,6 @@ def test_killed_and_restarted_service_does_not_change_the_text(process: list[Pro
                 process[-1].end()
                 process.append(Process(port))
     assert written == faultless and line["end"] in ("length", "stop")
-
-
-@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork on this system")
-def test_killed_edge_does_not_affect_the_service(process: list[Process], secret: None) -> None:
-    cloud = CloudConfig(process[-1].url)
-    expected = tokens(method="ar", temperature=0.0)  # loads the models before the fork
-    context = multiprocessing.get_context("fork")
-    third_step = context.Event()
-
-    def decode() -> None:
-        for line in generate(Recipe(device="cpu", max_tokens=1000, cloud=cloud), TEXT, POOL):
-            if line.get("i") == 3:
-                third_step.set()
-
-    edge = context.Process(target=decode)
-    edge.start()
-    assert third_step.wait(60)
-    edge.kill()
-    edge.join()
-    assert edge.exitcode == -signal.SIGKILL
-    assert tokens(cloud=cloud, temperature=0.0) == expected
 
 
 def test_unreachable_or_unauthorised_service_gets_a_sentence(

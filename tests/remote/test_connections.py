@@ -19,11 +19,9 @@ import pytest
 from fakes.listening import listening
 from fastapi import FastAPI, Request, WebSocket
 from fastapi.responses import StreamingResponse
-from starlette.testclient import TestClient
-from starlette.websockets import WebSocketDisconnect
 
 from specdemo.remote import connections
-from specdemo.remote.connections import ConnectionLimits, VisitorConnections, network_of
+from specdemo.remote.connections import ConnectionLimits, VisitorConnections
 from specdemo.worker import Worker
 
 PATIENCE = 60
@@ -265,28 +263,3 @@ def test_requests_of_a_visitor_are_counted_behind_a_proxy() -> None:
         assert len(statuses) == 3 and not limited._open  # one refusal has a body
 
     asyncio.run(check())
-
-
-def test_refused_visitors_get_a_sentence() -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        raise AssertionError("no request is admitted")
-
-    client = TestClient(VisitorConnections(app, ConnectionLimits(per_visitor=0)), client=("192.0.2.1", 1))
-    response = client.get("/")
-    assert response.status_code == 429 and "too many connections" in response.json()["detail"]
-    with pytest.raises(WebSocketDisconnect), client.websocket_connect("/"):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("address", "visitor"),
-    [
-        ("192.0.2.1", "192.0.2.1"),
-        ("::ffff:192.0.2.1", "192.0.2.1"),
-        ("2001:db8::1", "2001:db8::/64"),
-        ("fe80::1%eth0", "fe80::/64"),
-        ("testclient", "testclient"),
-    ],
-)
-def test_a_visitor_is_an_address_or_a_network(address: str, visitor: str) -> None:
-    assert network_of(address) == visitor

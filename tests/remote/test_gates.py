@@ -109,14 +109,6 @@ def test_gate_without_hard_tokens_gives_the_drafter_text() -> None:
     assert metrics.unverified == sum(len(step.tokens) for step in steps if not step.verified) > 0
 
 
-def test_higher_thresholds_save_requests() -> None:
-    requests = []
-    for limit in (0.0, 0.5, 1.0, math.inf):
-        steps, http = gated({"nll": limit})
-        requests.append(len(http.sent))
-    assert requests[0] > requests[-1] and requests == sorted(requests, reverse=True)
-
-
 def test_rules_that_always_verify() -> None:
     steps, _ = gated({}, always=lambda tokens, draft: True)
     assert committed(steps) == target_text(13)
@@ -188,22 +180,6 @@ def test_first_draft_token_is_provisional_after_the_deadline() -> None:
     assert verdict.accepted == (0, 1) and verdict.token == expected[4]
     text += [expected[2], expected[3], expected[4]]
     assert verifier.verify(text, Draft()).token == expected[5]
-
-
-def test_wrong_provisional_token_is_counted() -> None:
-    http = DelayedClient()
-    verifier, expected = late_verifier(http), target_text(2)
-    text = list(PROMPT)
-    text.append(verifier.verify(text, Draft()).token)
-    http.free.clear()
-    wrong = (expected[1] + 1) % VOCAB
-    assert verifier.verify(text, Draft.chain((wrong,))).accepted == (0,)
-    text.append(wrong)
-    http.free.set()
-    verdict = verifier.verify(text, Draft())  # the provisional token remains in the text
-    assert verdict.source is Source.TARGET and (verdict.link.confirmed, verdict.link.overruled) == (0, 1)
-    assert verdict.token == int(TARGET.logits(text).argmax())
-    assert http.sent[-1].tokens == [wrong]
 
 
 def test_only_the_first_difference_is_overruled() -> None:
@@ -310,32 +286,3 @@ URL = "http://cloud:8300"
 )
 def test_lossy_options_are_reported(cloud: dict[str, Any], recipe: dict[str, Any], exact: bool) -> None:
     assert Recipe(cloud=CloudConfig(URL, **cloud), **recipe).exact == exact
-
-
-@pytest.mark.parametrize(
-    ("cloud", "recipe", "sentence"),
-    [
-        ({"remote": "cloud:8300"}, {}, "give http://host:port"),
-        ({"mode": "magic"}, {}, "known are speculative"),
-        ({"q_rows": "magic"}, {}, "known are float32"),
-        ({"gates": ("magic",)}, {}, "known are nll"),
-        ({"loss": 1.0}, {}, "loss must be from 0 to 0.9"),
-        ({"rtt_ms": math.nan}, {}, "rtt_ms must be"),
-        ({}, {"method": "self"}, "needs a local target"),
-        ({}, {"method": "beam"}, "needs a local target"),
-        ({"on_loss": "edge"}, {"method": "nasd"}, "could continue alone"),
-        ({"gates": ("nll",)}, {"method": "tree"}, "choose method draft"),
-        ({"provisional": True}, {"method": "ar"}, "has no drafts"),
-    ],
-)
-def test_invalid_options_are_rejected(cloud: dict[str, Any], recipe: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
-        Recipe(cloud=CloudConfig(**{"remote": URL, **cloud}), **recipe)
-
-
-def test_single_machine_modes_decode_autoregressively() -> None:
-    edge = Recipe(cloud=CloudConfig(URL, mode="edge_only"), temperature=0.0)
-    assert edge.running.method == "ar" and edge.running.cloud is None
-    assert edge.running.models[0] == edge.models[1] and edge.running.temperature == 0
-    cloud = Recipe(cloud=CloudConfig(URL, mode="cloud_only")).running
-    assert cloud.method == "ar" and cloud.cloud is not None and edge.models == edge.models

@@ -12,7 +12,6 @@ from starlette.testclient import TestClient
 
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft
-from specdemo.remote.guide_requests import StaleRequest
 from specdemo.remote.protocol import VerifyConfig, VerifyRequest
 from specdemo.remote.server import create_app
 from specdemo.worker import Worker
@@ -108,19 +107,6 @@ def test_equal_requests_are_steps_unless_their_key_is_equal() -> None:
     assert other.status_code == 422 and "different request" in other.json()["error"]
     long = post(cloud, message([1]), "k" * 256)
     assert long.status_code == 422 and "longer than 255" in long.json()["error"]
-
-
-def test_a_key_is_stale_after_a_step_without_key() -> None:
-    cloud, config = contexts(), VerifyConfig(temperature=0.0)
-
-    def request(**more: Any) -> VerifyRequest:
-        return VerifyRequest(context_id="a", draft_tokens=[1], token_probs=[1.0], k=1, config=config, **more)
-
-    first = cloud.verify(request(tokens=TEXT), retry_key="a")
-    assert cloud.verify(request(tokens=TEXT), retry_key="a") is first
-    cloud.verify(request())
-    with pytest.raises(StaleRequest, match="a later step"):
-        cloud.verify(request(), retry_key="a")
 
 
 def test_a_first_message_opens_its_context_again() -> None:

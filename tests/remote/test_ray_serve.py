@@ -24,7 +24,6 @@ import pytest
 from fakes.ports import free_port
 from fakes.trace_lines import trace_lines
 
-from specdemo.cli import main
 from specdemo.cli.arguments import parser
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
@@ -44,28 +43,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_a_missing_package_is_refused_with_its_remedy(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "specdemo.cli.ray_serve", raising=False)
-    assert main(["serve", "--ray"]) == 2
-    assert capsys.readouterr().err == "specdemo: package ray is not installed: install ray[serve], or omit --ray\n"
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--max-replicas 2", "min-replicas and max-replicas have no effect without --ray"),
-        ("--ray --min-replicas 3 --max-replicas 2", "min-replicas must be from 1 to max-replicas, not 3 of 2"),
-        ("--ray --connections 9", "connections and client-connections have no effect with --ray"),
-    ],
-)
-def test_invalid_numbers_of_replicas_are_refused(flags: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", *flags.split()]) == 2
-    assert capsys.readouterr().err.startswith(f"specdemo: {sentence}")
-
-
 def test_the_example_for_kubernetes_is_valid() -> None:
     """Ray's schema accepts it, and its settings belong to the deployment of the application."""
     pytest.importorskip("ray", reason="ray[serve] cannot be installed here")
@@ -83,15 +60,6 @@ def test_the_example_for_kubernetes_is_valid() -> None:
     scaling = deployment._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas) == (2, 8)
     assert example["rayClusterConfig"]["rayVersion"] >= "2.60"
-
-
-@pytest.mark.parametrize(("flags", "seconds"), [("", 60), ("--drain-s 0", 0), ("--drain-s 7", 7)])
-def test_replicas_have_the_requested_drain_time(flags: str, seconds: float) -> None:
-    pytest.importorskip("ray", reason="ray[serve] cannot be installed here")
-    from specdemo.cli import ray_serve
-
-    deployment = ray_serve.application({"flags": flags})._bound_deployment
-    assert deployment._deployment_config.graceful_shutdown_timeout_s == seconds
 
 
 @pytest.mark.parametrize(("key", "expected"), [(None, "both.pem"), (Path("key.pem"), "key.pem")])

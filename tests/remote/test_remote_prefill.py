@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 
 from specdemo.core.step import Draft
 from specdemo.remote.client import Deadlines, RemoteVerifier, StreamingVerifier
-from specdemo.remote.contexts import ContextInUse, Contexts
+from specdemo.remote.contexts import Contexts
 from specdemo.remote.deadline import READ_S, ConnectionLost
 from specdemo.remote.link import NoResponse, PromptReading
 from specdemo.remote.protocol import PrefillPosition, ServiceIdentity, VerifyRequest
@@ -67,19 +67,6 @@ def test_streams_report_the_prefill_to_edges_that_request_it(slow_service: TestC
     plain = slow_service.post("/v1/texts", json=body).text.splitlines()
     reported = slow_service.post("/v1/texts?progress=1", json=body).text.splitlines()
     assert reported == [f"read {count}" for count in range(10, 60, 10)] + plain and len(plain) == 3
-
-
-def test_a_context_cannot_be_used_twice_during_its_prefill() -> None:
-    table = Contexts(SlowCache, vocab_size=VOCAB, context=64)
-    request = VerifyRequest(context_id="a", step=0, base=0, k=0, tokens=LONG_TEXT, config=COUPLED)
-    positions = table.prefill(request)
-    assert next(positions) == PrefillPosition(CHUNK)
-    with pytest.raises(ContextInUse):
-        table.verify(request)
-    assert not table.delete("a")
-    positions.close()
-    assert [position.count for position in table.prefill(request)] == [20, 30, 40, 50]
-    assert table.verify(request).step == 0 and table.delete("a")
 
 
 @pytest.mark.parametrize("options", [{"max_contexts": 2}, {"expiry_s": 3.0}])

@@ -36,7 +36,6 @@ from fakes.remote import (
 )
 from fakes.tiny_models import Explorer, committed, run, up_to
 
-from specdemo.core.distributions import DenseProbs
 from specdemo.core.errors import UserError
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import RULES, rejection
@@ -49,7 +48,6 @@ from specdemo.remote.contexts import Contexts, StaleRequest, UnknownContext, pos
 from specdemo.remote.link import ContextGone, NoResponse, RequestSuperseded
 from specdemo.remote.protocol import (
     CODECS,
-    DraftRow,
     NetworkMessage,
     VerifyConfig,
     VerifyRequest,
@@ -168,18 +166,6 @@ def test_ends_of_other_versions(monkeypatch: pytest.MonkeyPatch) -> None:
         contexts().verify(request)
 
 
-def test_repeated_requests_for_rows_end_with_an_error() -> None:
-    class Insisting(DirectClient):
-        def call(self, *args: Any) -> Any:
-            response = super().call(*args)
-            return response.model_copy(update={"wanted_rows": [0, 1]})
-
-    verifier = RemoteVerifier(Insisting(contexts()), verify_config(SamplingParams(), "block"))
-    draft = ModelDrafter(SMALL.score, SamplingParams(), Noise(3, "draft"), VOCAB).propose(PROMPT, up_to(2))
-    with pytest.raises(UserError, match="requests the same row again"):
-        verifier.verify(PROMPT, draft)
-
-
 @pytest.mark.parametrize("rule", ["match", "coupled"])
 @pytest.mark.parametrize("drafter", ["model", "siblings", "guesses"])
 def test_rules_that_sample_from_p_send_ids_only(rule: str, drafter: str) -> None:
@@ -200,38 +186,6 @@ def test_scalar_residual_is_exact_for_point_masses_only() -> None:
     probs, drafted, accepted, with_rows = remote_distribution(SamplingParams(), "model", rows="scalar")
     assert distance(probs, true_distribution(SamplingParams(), 3, STOP)) > 0.02
     assert drafted > accepted > 0 and with_rows == {False}
-
-
-def test_scalar_residual_bias_matches_theory() -> None:
-    """Draft y ~ q: accept min(p, q), otherwise sample from the normalised (p - [y] q(y))+."""
-    p, q = torch.tensor([0.6, 0.3, 0.1, 0.0]), torch.tensor([0.2, 0.3, 0.5, 0.0])
-    rejected = (q - p).clamp(min=0)
-    expected = torch.minimum(p, q)
-    for y in range(4):
-        left = p.clone()
-        left[y] = max(0.0, float(p[y] - q[y]))
-        expected = expected + rejected[y] * left / left.sum()
-    explorer = Explorer()
-
-    class Fixed4(TableCache):
-        def __init__(self) -> None:
-            self.score = lambda tokens, draft: p.log().expand(len(draft) + 1, 4)
-
-    def decode_once() -> int:
-        values: dict[Any, Any] = {}
-
-        def sources(config: VerifyConfig, position: int) -> tuple[Any, Any]:
-            return (RepeatableNoise(explorer, position, values),) * 2
-
-        cloud = Contexts(Fixed4, vocab_size=4, context=8, sources=sources)
-        token = explorer.sample(q)
-        verifier = RemoteVerifier(DirectClient(cloud), VerifyConfig(), rows="scalar")
-        verdict = verifier.verify([1], Draft.chain((token,), (float(q[token]),), DenseProbs(q[None])))
-        return token if verdict.accepted else verdict.token
-
-    probs = explorer.distribution(decode_once)
-    assert [probs.get(i, 0.0) for i in range(4)] == pytest.approx(expected.tolist(), abs=1e-6)
-    assert distance(probs, dict(enumerate(p.tolist()))) > 0.05
 
 
 def test_half_precision_rows_differ_by_rounding_only() -> None:
@@ -368,26 +322,6 @@ def test_faults_do_not_change_sampled_text() -> None:
         assert any(request.rows for request in http.sent) and http.faults["restarted"]
 
 
-def test_mutant_noise_without_position_keys_is_detected() -> None:
-    """Single noise streams give other numbers after a restart or a repeated request."""
-
-    def forgetful() -> Contexts:
-        streams: dict[int, Any] = {}
-
-        def sources(config: VerifyConfig, position: int) -> Any:
-            return streams.setdefault(config.seed, (Noise(config.seed, "accept"), Noise(config.seed, "correct")))
-
-        return contexts(sources=sources)
-
-    def text(http: DirectClient) -> list[int]:
-        verifier = RemoteVerifier(http, verify_config(SamplingParams(), seed=1), sleep=lambda seconds: None)
-        return committed(
-            run(PROMPT, verifier, ModelDrafter(SMALL.score, SamplingParams(), Noise(1, "draft"), VOCAB), Fixed(3), LONG)
-        )
-
-    assert any(text(Faulty(forgetful, seed)) != text(DirectClient(forgetful())) for seed in range(4))
-
-
 def test_edges_with_the_same_context_id_do_not_mix() -> None:
     cloud = contexts()
     verifiers = [
@@ -411,13 +345,6 @@ def test_edges_with_the_same_context_id_do_not_mix() -> None:
     assert written[0] != written[1] and len(cloud) == 2
 
 
-def test_a_draft_of_more_tokens_than_a_service_verifies_is_refused() -> None:
-    verifier = RemoteVerifier(DirectClient(contexts()), COUPLED)
-    assert verifier.verify(PROMPT, Draft((1,) * 256, (-1,) * 256)).target_tokens
-    with pytest.raises(UserError, match="verifies 256 draft tokens, not 257"):
-        verifier.verify(PROMPT, Draft((1,) * 257, (-1,) * 257))
-
-
 # --- contexts ----------------------------------------------------------------------------------------------------
 
 
@@ -425,11 +352,6 @@ def request(**changes: Any) -> VerifyRequest:
     return VerifyRequest(
         **{"context_id": "a", "step": 0, "base": 0, "k": 0, "tokens": [2, 0], "config": COUPLED, **changes}
     )
-
-
-def test_more_candidates_than_the_vocabulary_has_give_the_complete_vocabulary() -> None:
-    (row,) = Contexts(TableCache, vocab_size=VOCAB, context=64).verify(request(candidates=64)).choices
-    assert sorted(row) == [*range(VOCAB)]
 
 
 def test_the_depth_of_a_forest_must_fit_the_context() -> None:
@@ -494,19 +416,6 @@ def test_least_recently_used_contexts_are_dropped_first(limit: dict[str, float],
     assert len(cloud) == count and cloud.reserved_bytes <= limit.get("budget_bytes", math.inf)
     assert [name for name in "abcd" if cloud.delete(name)] == list("abcd")[4 - count :]
     assert committed(decode_coupled(DirectClient(contexts(**limit)))) == decode_locally()
-
-
-def test_rows_of_the_last_request_count_as_memory() -> None:
-    probs = torch.full((VOCAB,), 1 / VOCAB)
-    drafted = {"draft_tokens": [1], "k": 1, "token_probs": [0.25], "rows": [DraftRow.of(0, probs)]}
-    config = verify_config(SamplingParams())
-    size, counts = context_bytes(config=config, **drafted), []
-    assert size >= context_bytes(config=config) + 4 * VOCAB
-    for budget_bytes in (size, size - 1):
-        cloud = contexts(budget_bytes=budget_bytes)
-        cloud.verify(request(config=config, **drafted))
-        counts.append(len(cloud))
-    assert counts == [1, 0]
 
 
 def test_contexts_expire() -> None:
@@ -590,15 +499,6 @@ def test_a_failed_request_leaves_its_context_usable(failure: type[Exception]) ->
     with pytest.raises(failure, match="broken"):
         cloud.verify(request())
     assert cloud.verify(request()).step == 0
-
-
-@pytest.mark.parametrize("type", ["f4", "f2"])
-def test_rows_use_the_shorter_encoding_without_loss(type: Any) -> None:
-    flat, peaked = torch.full((64,), 1 / 64), torch.zeros(64)
-    peaked[5], peaked[40] = 0.75, 0.25
-    for probs, dense in ((flat, True), (peaked, False)):
-        row = DraftRow.of(3, probs, type)
-        assert (row.ids is None) == dense and row.probs(64).tolist() == probs.tolist()
 
 
 def test_waiting_is_not_negative_if_a_repeated_request_was_verified_before() -> None:

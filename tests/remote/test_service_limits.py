@@ -133,15 +133,6 @@ def test_contexts_belong_to_token_and_session(
     assert post(reader, onward) == (200 if same else 404)
 
 
-def test_contexts_without_token_belong_to_the_session() -> None:
-    app = application()
-    first, second = (TestClient(app, client=(address, 1)) for address in ("192.0.2.1", "192.0.2.2"))
-    assert first.post("/v1/rounds", json=OPEN, headers={"X-Session-Id": SESSION}).status_code == 200
-    assert not second.delete("/v1/contexts/a").json()["forgotten"]
-    assert not second.delete("/v1/contexts/a", headers={"X-Session-Id": OTHER}).json()["forgotten"]
-    assert second.delete("/v1/contexts/a", headers={"X-Session-Id": SESSION}).json()["forgotten"]
-
-
 @pytest.mark.parametrize("session", ["s" * 31, "s" * 129, "s" * 100_000, "s" * 31 + ";", "../" * 20])
 def test_other_session_headers_are_refused(session: str) -> None:
     client = TestClient(application())

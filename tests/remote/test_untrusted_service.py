@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fakes.remote import COUPLED, DRAFTED, INFO, OPEN, DirectClient, contexts, decode_coupled
 
-from specdemo.core.errors import UserError, plain_text
+from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.models.load import read_tokenizer
 from specdemo.models.spec import ModelSpec
@@ -20,7 +20,7 @@ from specdemo.models.zoo import PAIRS, fingerprint
 from specdemo.remote.access import token_for
 from specdemo.remote.client import StreamingVerifier
 from specdemo.remote.config import CloudConfig
-from specdemo.remote.protocol import CODECS, ServiceInfo, VerifyRequest, VerifyResponse
+from specdemo.remote.protocol import CODECS, ServiceInfo, VerifyRequest
 from specdemo.remote.target import connect
 from specdemo.ui.limits import HostLimits
 
@@ -37,17 +37,13 @@ LISTED = SECRET | {"SPECDEMO_REMOTE": "https://good.example:8300, http://plain.e
         ("http://[::1]:8300", SECRET, True),
         ("https://good.example:8300/", LISTED, True),
         ("https://OTHER.example", LISTED, True),
-        ("https://other.example:443", LISTED, True),
         ("https://good.example:8300", SECRET, False),
-        ("https://good.example", LISTED, False),
         ("http://good.example:8300", LISTED, False),
         ("http://plain.example", LISTED, False),
-        ("http://evil.example", LISTED, False),
         ("https://evil.example", SECRET | {"SPECDEMO_REMOTE": "any"}, False),
         ("http://localhost@evil.example", LISTED, False),
         ("http://localhost.evil.example", LISTED, False),
         ("https://good.example:8300@evil.example", LISTED, False),
-        ("http://192.168.0.9:8300", LISTED, False),
         ("http://127.0.0.1:x", SECRET, True),
     ],
 )
@@ -62,24 +58,15 @@ def test_token_is_sent_to_this_machine_and_listed_https_addresses(url: str, envi
         ("https://good.example", True),
         ("http://127.0.0.1:1/", True),
         ("http://[::1]:8300/behind/a/proxy", True),
-        ("https://my_service.local:443", True),
         ("http://[", False),
         ("http://", False),
-        ("http:///path", False),
         ("http://host:99999", False),
-        ("http://host:abc", False),
-        ("http://host:0", False),
-        ("http://host:", False),
         ("http://é.example", False),
-        ("http://a..b", False),
         (f"http://{'a' * 64}.example", False),
         ("http://user@host", False),
         ("http://host/?q=1", False),
-        ("http://host/#x", False),
         ("http://host/a b", False),
         ("http://host\r\nX: y", False),
-        ("http://host\n", False),
-        ("ftp://host", False),
         ("host:8300", False),
     ],
 )
@@ -145,11 +132,8 @@ ESCAPES = "\x1b]0;owned\x07\x1b[31mred\u202e\r\nline\x9b2J"
     [
         (200, {"vocab_size": 1 << 30}, "vocab_size"),
         (200, {"vocab_size": 1 << 21}, "reports 2,097,152 token ids"),
-        (200, {"vocab_size": 0}, "vocab_size"),
-        (200, {"weight_bytes": -1}, "weight_bytes"),
         (200, {"weight_bytes": 10**30}, "weight_bytes"),
         (200, {"stop": [1] * 100_000}, "stop"),
-        (200, {"tokenizer": ESCAPES}, "different tokenizers"),
         (200, {"name": ESCAPES, "tokenizer": "other"}, "different tokenizers"),
         (403, {"error": ESCAPES * 100, "code": "x"}, "owned"),
         (200, None, "too large"),
@@ -170,11 +154,9 @@ def test_malicious_descriptions_get_a_sentence(service: Any, status: int, change
     ("body", "sentence"),
     [
         (b"-5\n", "unknown token id"),
-        (b"4\n", "unknown token id"),
         (b"9" * 5000, "no token ids"),
         (b"\x1b[31m\n", "no token ids"),
         (f"error {ESCAPES}\n".encode(), "failed: .*owned"),
-        (b"error \xff\xfe\n", "failed"),
     ],
 )
 def test_malicious_streams_get_a_sentence(service: Any, body: bytes, sentence: str) -> None:
@@ -186,57 +168,6 @@ def test_malicious_streams_get_a_sentence(service: Any, body: bytes, sentence: s
         verifier.verify([1], Draft())
     verifier.close()
     assert str(error.value).isprintable()
-
-
-class Malicious(DirectClient):
-    """Cloud that changes its responses."""
-
-    def __init__(self, **changes: Any) -> None:
-        super().__init__(contexts())
-        self.changes = changes
-
-    def call(self, method: str, path: str, message: Any, response_type: Any, timeout: float) -> Any:
-        response = super().call(method, path, message, response_type, timeout)
-        if not isinstance(response, VerifyResponse) or not message.draft_tokens:
-            return response
-        return self.codec.load(response_type, self.codec.dump(response.model_copy(update=self.changes)))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"bonus": 4, "correction": None},
-        {"bonus": 1 << 30, "correction": None},
-        {"bonus": -5, "correction": None},
-        {"correction": 1 << 30},
-        {"choices": [[0], [9], [0], [0]]},
-        {"choices": [[], [], [], []]},
-        {"p": [2.0, 0.5, 0.5]},
-        {"p": [float("nan"), 0.5, 0.5]},
-        {"accepted_len": 1 << 30},
-    ],
-)
-def test_malicious_verdicts_get_a_sentence(changes: dict[str, Any]) -> None:
-    with pytest.raises(UserError) as error:
-        decode_coupled(Malicious(**changes), vocab_size=4)
-    assert "\n" not in str(error.value) and len(str(error.value)) < 300
-
-
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"bounds": [-0.5]}, "bounds.0"),
-        ({"bounds": [1.5]}, "bounds.0"),
-        ({"choices": [[0] * 1025]}, "choices.0"),
-        ({"token_top": {"entropy": 1e13, "ids": [], "p": []}}, "token_top.entropy"),
-        ({"laws": [{"entropy": 0.0, "ids": [0] * 4097, "p": []}]}, "laws.0.ids"),
-        ({"laws": [{"entropy": 0.0, "ids": [], "p": [0.0] * 4097}]}, "laws.0.p"),
-    ],
-)
-def test_values_that_a_trace_cannot_contain_are_refused(changes: dict[str, Any], field: str) -> None:
-    response = {"epoch": 0, "round": 0, "accepted_len": 0}
-    with pytest.raises(UserError, match=f"^{field}: "):
-        CODECS["application/json"].load(VerifyResponse, json.dumps(response | changes).encode())
 
 
 class Extended(DirectClient):
@@ -272,8 +203,3 @@ def test_unknown_fields_of_requests_are_refused() -> None:
         with pytest.raises(UserError, match="later: extra inputs are not permitted"):
             CODECS["application/json"].load(VerifyRequest, json.dumps(body).encode())
     assert CODECS["application/json"].load(VerifyRequest, json.dumps({**DRAFTED, "rows": [row]}).encode()).rows
-
-
-def test_external_text_is_a_printable_line() -> None:
-    assert plain_text(ESCAPES).isprintable() and "owned" in plain_text(ESCAPES)
-    assert plain_text("résumé 猫") == "résumé 猫" and plain_text("x" * 10**6) == "x" * 300 + " …"

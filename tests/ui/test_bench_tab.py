@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +11,13 @@ from fakes.bench_records import run
 from fakes.trace_records import absorb, end, header, step
 
 from specdemo.bench import measure, table
-from specdemo.bench.acceptance import Acceptance, AcceptanceCount
 from specdemo.core.errors import UserError
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
-from specdemo.ui.tabs.bench import PLAIN, SWEEP_TABLE_HEAD, bars, class_colours, position_curves, sweep_cells
-from specdemo.ui.tabs.bench_grid import MOST_RUNS, MOST_TOKENS, sweep
+from specdemo.ui.tabs.bench import SWEEP_TABLE_HEAD, bars, sweep_cells
+from specdemo.ui.tabs.bench_grid import MOST_TOKENS, sweep
 from specdemo.ui.tabs.sweep import Sweep, SweepResult, duration
 
 ASKED: dict[str, Any] = {
@@ -43,39 +41,6 @@ def test_recipes_equal_the_terminal_and_prompt_classes_alternate() -> None:
     assert [prompt.name for prompt in found.prompts] == ["code 1", "prose 1", "code 2", "prose 2"]
     assert found.runs == 20 and found.tokens == 320
     assert len(meant(kinds=["adversarial"], each=24).prompts) == 20  # the class has only 20 prompts
-
-
-def test_every_class_has_a_colour() -> None:
-    kinds = {prompt.kind for chat in (True, False) for prompt in load_prompts(chat=chat)}
-    colours = class_colours([*kinds])
-    assert {PLAIN, *kinds} == colours.keys() and len({*colours.values()}) == len(colours)
-
-
-def test_several_servers_are_lanes() -> None:
-    found = meant(external="vllm=http://127.0.0.1:1  llama.cpp=http://127.0.0.1:2")
-    assert [recipe.external for recipe in found.recipes if recipe.external] == [
-        "vllm=http://127.0.0.1:1",
-        "llama.cpp=http://127.0.0.1:2",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"methods": []}, "choose at least one method"),
-        ({"kinds": []}, "choose at least one class of prompts"),
-        ({"temperatures": None}, "choose at least one temperature"),
-        ({"gammas": 3}, "choose at least one draft length"),
-        ({"methods": ["magic"]}, "unknown method 'magic'"),
-        ({"kinds": [["code"]]}, "unknown class of prompts"),
-        ({"each": 0}, "prompts per class must be"),
-        ({"each": 1.5}, "prompts per class must be"),
-        ({"gammas": list(range(1, 1000))}, f"more than {MOST_RUNS} recipes"),
-    ],
-)
-def test_empty_selections_raise(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=re.escape(words)):
-        meant(**changes)
 
 
 def test_oversized_grids_raise_with_size_and_estimated_time() -> None:
@@ -137,37 +102,3 @@ def test_page_table_equals_the_bench_table(outcome: SweepResult) -> None:
     text, line = outcome.files(rows)
     assert text == table.report(outcome.sweep.recipes, 6, records, rows)
     assert json.loads(line) == json.loads(table.as_json(rows)) and line.count("\n") == 1
-
-
-def test_acceptance_of_all_lanes_is_plotted_by_position(outcome: SweepResult) -> None:
-    """The classes are pooled; lanes without drafts have no line."""
-    counts = {1: AcceptanceCount(4, 3), 2: AcceptanceCount(2, 1)}
-    for name in ("code 1", "prose 1"):
-        finished = record(name, 1.0)
-        finished["runs"][1]["acceptance"] = Acceptance(position=counts)
-        outcome.absorb(finished)
-    plot = position_curves(outcome.rows())
-    assert plot.count("<path") == 1 and ">draft γ 2 T=0</text>" in plot
-    assert table.acceptance(outcome.rows())["draft gamma=2 T=0"].position[1] == AcceptanceCount(8, 6)
-
-
-def test_progress_shows_finished_runs_and_remaining_time(outcome: SweepResult) -> None:
-    assert "waiting for the device" in outcome.progress(0) and "queued: 2 ahead" in outcome.progress(0, ahead=2)
-    outcome.absorb(measure.BenchProgress(0, 6, "ar T=0"))
-    assert not outcome.timing and 'value="0"' in outcome.progress(5) and "to go" not in outcome.progress(5)
-    outcome.absorb(measure.BenchProgress(3, 6, "<b>, ar T=0"))
-    told = outcome.progress(8.0)  # two runs in eight seconds, four to run
-    assert outcome.timing and 'value="2" max="6"' in told and "3 of 6: &lt;b&gt;, ar T=0 · about 16 s to go" in told
-
-
-def test_final_status_marks_partial_results(outcome: SweepResult) -> None:
-    assert "stopped: nothing is measured" in outcome.ending()
-    outcome.absorb(record("code 1", 1.0))
-    assert "stopped: partial, 1 of 3 prompts are measured" in outcome.ending()
-    assert "failed: no &lt;memory&gt;; partial, 1 of 3" in outcome.ending("no <memory>")
-    outcome.absorb(record("code 2", 1.0))
-    outcome.absorb(record("prose 1", 1.0))
-    assert "done: 6 runs on 3 prompts" in outcome.ending()
-    assert "no recipe was slower" in outcome.notes(outcome.rows())
-    outcome.records[0]["runs"][1]["paused_s"] = 1.0
-    assert "interrupted 1 of these" in outcome.notes(outcome.rows())

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, absorb, end, header, step
 
-from specdemo.ui.call_timeline import KINDS, WIDTH, calls, calls_svg
+from specdemo.ui.call_timeline import calls, calls_svg
 from specdemo.ui.frames import Run
-from specdemo.ui.lane import PLAIN, SPEC, Lane
+from specdemo.ui.lane import SPEC, Lane
 
 
 def lane(*lines: dict[str, Any], name: str = SPEC, **head: Any) -> Lane:
@@ -33,14 +32,6 @@ def test_a_step_is_gamma_drafter_calls_and_a_target_pass() -> None:
     assert found[4].start + found[4].seconds == pytest.approx(REJECTION["t"])
 
 
-def test_every_call_names_its_tokens() -> None:
-    line = step(1, pieces=["b", "X"], draft=("b", "c"), accepted=(0,), tested=2)
-    _, first, second, target = calls(lane(PREFILL, line))
-    assert first.words == "drafter call 1 of 2: 'b' accepted"
-    assert second.words == "drafter call 2 of 2: 'c' rejected"
-    assert target.words == "target pass over 3 rows: 'b' accepted, 'X' correction"
-
-
 def test_a_level_of_a_tree_is_a_call_and_drafts_of_a_text_are_none() -> None:
     tree = step(1, pieces=["b", "X"], draft=("a", "b", "c"), accepted=(1,), tested=2) | {"parents": [-1, -1, 1]}
     _, first, second, target = calls(lane(PREFILL, tree))
@@ -49,24 +40,6 @@ def test_a_level_of_a_tree_is_a_call_and_drafts_of_a_text_are_none() -> None:
     line = step(1, pieces=["b", "X"], draft=("b",), accepted=(0,), q=None, origin=[{"source": "n-gram"}])
     assert [call.kind for call in calls(lane(PREFILL, line))] == ["prompt", "search", "target"]
     assert "encoder and first pass" in calls(lane(PREFILL, encoder=True))[0].words
-
-
-def test_lanes_share_the_scale_of_time() -> None:
-    spec, plain = lane(PREFILL, REJECTION, ALL_KEPT), lane(PREFILL, step(1, pieces=["x"]), name=PLAIN)
-    picture = calls_svg([spec, plain], 0, 16)
-    assert picture.count("<rect") == len(calls(spec)) + len(calls(plain))
-    widths = [float(width) for width in re.findall(r'<rect class="target"[^>]* width="([\d.]+)"', picture)]
-    begin = PREFILL["t"] - PREFILL["verify_s"]  # the first pass follows an empty draft
-    assert widths == pytest.approx([0.02 / (ALL_KEPT["t"] - begin) * WIDTH] * 3, abs=0.01)
-    assert all(f'<li class="{kind}">' in picture for kind in KINDS)
-    later = calls_svg([spec, plain], 1, 16)
-    assert 'class="prompt" x' not in later and later.count("<rect") < picture.count("<rect")
-    assert (
-        calls_svg(
-            [lane(PREFILL, recipe={"method": "draft", "gamma": 3, "temperature": 0, "cloud": {"remote": "x"}})], 0, 16
-        )
-        == ""
-    )
 
 
 def test_texts_are_escaped() -> None:

@@ -41,13 +41,6 @@ def test_links_of_a_document_lead_to_documents_and_headings(name: str) -> None:
         assert (target or name) in ids and (not anchor or anchor in ids[target or name]), link
 
 
-def test_wide_parts_scroll_with_the_keyboard() -> None:
-    page = document_page("performance")
-    regions = page.count('<div class="scrolled" tabindex="0" role="group"')
-    assert regions == page.count("<table>") + page.count("<pre>") > 3
-    assert not re.search(r"<th[^>]*></th>", page)  # a cell without a name is no header
-
-
 def drawn(build: object) -> str:
     with gr.Blocks() as blocks:
         build()  # type: ignore[operator]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from specdemo.recipe import Recipe
 from specdemo.ui.controls import _settings_of_source
 from specdemo.ui.frames import Run
 from specdemo.ui.labels import verdict
-from specdemo.ui.lane import LANES, PLAIN, SPEC, title
+from specdemo.ui.lane import LANES, PLAIN, SPEC
 from specdemo.ui.page import _Handlers
 
 USUAL = {"pair": "bundled", "target": "", "drafter": "", "drafter_quantization": "none", "quantization": "none"}
@@ -35,24 +34,6 @@ def test_the_source_sets_drafter_and_method() -> None:
     assert chosen("pair", pair=CHAT_PAIR, drafter="same") == ["", "none", PAIRS[CHAT_PAIR].method, "pair"]
 
 
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(
-    ("values", "shown"),
-    [
-        ({"target": "org/model.Q4_0.gguf"}, ["", "none", "draft", "pair"]),
-        ({"quantization": "int8", "drafter": "same", "drafter_quantization": "nf4"}, ["same", "nf4", "draft", "nf4"]),
-        ({"target": "org/a.gguf", "drafter": "org/b"}, ["org/b", "none", "draft", None]),
-    ],
-)
-def test_an_impossible_copy_is_explained_and_not_selected(
-    values: dict[str, Any], shown: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    warnings: list[str] = []
-    monkeypatch.setattr("gradio.Warning", warnings.append)
-    assert chosen("int8", **values) == shown and len(warnings) == 1
-    assert "smaller" in warnings[0]
-
-
 def test_the_quantised_model_is_kept_as_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     handlers = _Handlers(None, None, "cpu", USUAL)
     for values, form in (({}, "int8"), ({"drafter": "same", "drafter_quantization": "nf4"}, "nf4")):
@@ -63,11 +44,6 @@ def test_the_quantised_model_is_kept_as_a_lane(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("gradio.Warning", warnings.append)
     _, words = handlers.keep_copy(kept, *{**USUAL, "quantization": "nf4"}.values())
     assert "target only, in nf4" in words and "not smaller" in warnings[0]
-
-
-def test_titles_name_the_forms() -> None:
-    assert title(asdict(Recipe(drafter="same"))) == "draft by int8 copy, γ 4"
-    assert title(asdict(Recipe(method="ar", quantization="bf16"))) == "target only, in bf16"
 
 
 def test_the_comparison_names_the_first_difference_of_the_quantised_text() -> None:
@@ -87,9 +63,3 @@ def test_the_comparison_names_the_first_difference_of_the_quantised_text() -> No
     assert texts[SPEC] == texts[PLAIN] != texts[third]
     first = next(i for i, (a, b) in enumerate(zip(texts[PLAIN], texts[third], strict=False), 1) if a != b)
     assert f"; its text differs from token {first} on." in verdict(run.lanes)
-
-
-def test_invalid_stored_settings_are_removed_when_others_are_added() -> None:
-    handlers = _Handlers(None, None, "cpu", USUAL)
-    kept, words = handlers.keep([{"temperature": -1}, {"temperature": 2}], *USUAL.values())
-    assert [lane["temperature"] for lane in kept] == [2, 0] and words.count("γ") == 2

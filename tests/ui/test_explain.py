@@ -1,4 +1,4 @@
-"""Explanations and palette: terminal, inspector and tooltip agree with the Python source."""
+"""Explanations and palette of steps, and the tab that explains logs: terminal, inspector and tooltip agree."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from pathlib import Path
 import pytest
 from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, header, step, step_event
 
-from specdemo import ui
-from specdemo.core.explain import FATES, STYLES, Reason, explain, figure, reason_of
+from specdemo.core.explain import Reason, explain, figure, reason_of
 from specdemo.core.step import Draft, Outcome, Step, Verdict
+from specdemo.external.diagnosis import conclusions
 from specdemo.ui import step_views
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
-from specdemo.ui.text_picture import colours_of
+from specdemo.ui.tabs.explain import cost_rows, position_rows, statistics_of
 
-COCKPIT = Path(ui.__file__).parent / "cockpit"
-SCRIPTS = "\n".join(path.read_text("utf-8") for path in sorted(COCKPIT.glob("*.js")))
 TREE = step(1, pieces=["b", "X"], draft=("a", "b"), accepted=(1,), tested=2) | {"parents": [-1, -1]}
 UNVERIFIED = step(1, pieces=["a"], draft=("a", "b"), accepted=(0,)) | {
     "p": [None] * 2, "beta": [None] * 2, "draw": [None] * 2, "choices": [], "q": None, "remote": {"provisional": 1.0},
@@ -54,26 +52,6 @@ def test_tooltip_and_inspector_give_the_explanation_of_the_terminal(line: dict, 
         assert view["last"]["words"] == explain(event.step, None, recipe)
 
 
-def test_script_uses_every_placeholder_and_projection_key() -> None:
-    placeholders = {name for reason in Reason for name in re.findall(r"\{(\w+)\}", reason.value)}
-    known = re.search(r"const figures = \{(.*?)\};", SCRIPTS)[1]
-    assert placeholders == {"p", "draw", "bound", "rank", "best"} and all(
-        re.search(rf"\b{name}\b", known) for name in placeholders
-    )
-    for key in (
-        "head.reasons",
-        "head.fates",
-        "record.w[",
-        "record.c",
-        "record.by",
-        "record.fate",
-        "record.i",
-        "record.t",
-    ):
-        assert key in SCRIPTS, key
-    assert set(FATES) == {"confirmed", "overruled"} and "span.dataset.fate" in SCRIPTS
-
-
 def test_explanations_name_the_outcome() -> None:
     for line in (REJECTION, ALL_KEPT, CUT, UNVERIFIED, TREE):
         event, recipe = step_event(line), {"rule": "rejection", "temperature": 1.0}
@@ -98,8 +76,17 @@ def test_the_last_draw_below_its_bound_decides_about_a_block(temperature: float)
     assert [done.outcome(node) for node in range(4)] == [Outcome.ACCEPTED] * 2 + [Outcome.REJECTED] * 2
 
 
-def test_each_outcome_has_a_colour_and_a_style() -> None:
-    assert STYLES.keys() == set(Outcome)
-    looks = {(*colours_of(outcome), style.decoration, style.italic) for outcome, style in STYLES.items()}
-    assert len(looks) == len(Outcome)
-    assert all(colours_of(outcome)[0] for outcome in Outcome if outcome not in (Outcome.PLAIN, Outcome.UNKNOWN))
+LOG = (Path(__file__).parents[1] / "external" / "logs" / "vllm-window.log").read_text("utf-8")
+
+
+def test_charts_contain_acceptance_by_position_and_the_cost_model() -> None:
+    reported = statistics_of(LOG, 0)
+    assert [row[1] for row in position_rows(reported)] == list(reported.by_position)
+    assert cost_rows(reported)[0][:2] == (1.0, reported.tokens_per_step)
+    assert not cost_rows(statistics_of('{"num_draft_tokens": 3, "num_accepted_draft_tokens": 1}', None))
+
+
+def test_the_speed_without_drafts_enables_the_diagnosis_of_fixed_cost() -> None:
+    assert any("not diagnosed" in line for line in conclusions(statistics_of(LOG, None)))
+    assert statistics_of(LOG, 150).ar_tokens_per_second == 150.0
+    assert not any("not diagnosed" in line for line in conclusions(statistics_of(LOG, 150)))

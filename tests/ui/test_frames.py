@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from typing import Any
 
 import pytest
 from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, end, header, step, step_event, whole
 
 from specdemo.core.events import StepEvent
 from specdemo.core.metrics import Metrics
-from specdemo.core.trace import from_json, read
+from specdemo.core.trace import from_json
 from specdemo.ui.frames import Run, cells
-from specdemo.ui.labels import compare_texts, lane_speedup, sameness, tiles, verdict
+from specdemo.ui.labels import compare_texts, sameness
 from specdemo.ui.lane import PLAIN, SPEC
 from specdemo.ui.run_store import RunStore
 
 RECIPE = {"rule": "rejection", "temperature": 1.0}
-LINES = (header(), PREFILL, REJECTION, ALL_KEPT)
 
 
 def records_of(run: Run) -> list[dict]:
@@ -36,24 +33,6 @@ def records_of(run: Run) -> list[dict]:
 )
 def test_tokens_have_kinds_and_positions(line: dict, shown: list) -> None:
     assert [(kind, text) for kind, text, *_ in cells(step_event(line), RECIPE)] == shown
-
-
-def test_committed_cells_form_the_text() -> None:
-    for line in (PREFILL, REJECTION, ALL_KEPT, CUT):
-        kept = [text for kind, text, *_ in cells(step_event(line), RECIPE) if kind not in ("rejected", "ignored")]
-        assert "".join(kept) == line["text"] and len(kept) == len(line["tokens"])
-
-
-def test_in_a_forest_the_accepted_path_comes_first() -> None:
-    line = step(1, pieces=["b", "d", "X"], draft=("a", "b", "c", "d"), accepted=(1, 3), tested=4)
-    line |= {"parents": [-1, -1, 0, 1], "beta": [0.5, 0.5, None, 0.5], "kind": "bonus"}
-    assert [(kind, text) for kind, text, *_ in cells(step_event(line), RECIPE)] == [
-        ("accepted", "b"),
-        ("accepted", "d"),
-        ("rejected", "a"),
-        ("ignored", "c"),
-        ("bonus", "X"),
-    ]
 
 
 def test_beam_frames_show_committed_and_pending_tokens() -> None:
@@ -76,50 +55,6 @@ def test_beam_frames_show_committed_and_pending_tokens() -> None:
     assert [record["ahead"] for record in records] == ["a b", " d", ""]
 
 
-def test_a_point_mass_has_no_q() -> None:
-    line = REJECTION | {"q": None}
-    assert [cell[4] for cell in cells(step_event(line), RECIPE)[:3]] == [None] * 3
-    assert [cell[4] for cell in cells(step_event(REJECTION), RECIPE)[:3]] == [0.25] * 3
-
-
-def test_frames_from_any_index_join_to_all_records() -> None:
-    run = whole(Run())
-    run.finish()
-    records = json.loads(run.frame(0))["r"]
-    assert len(records) == 4 and "head" in records[0]
-    for at in range(5):
-        frame = json.loads(run.frame(at))
-        assert frame["at"] == at and frame["r"] == records[at:]
-
-
-def test_trace_contains_all_lines_without_phases() -> None:
-    run = whole(Run())
-    run.finish()
-    saved = [json.loads(line) for line in run.trace(SPEC).splitlines()]
-    assert [line.items() >= given.items() for line, given in zip(saved[:-1], LINES, strict=True)] == [True] * 4
-    assert saved[-1] == end() | {"metrics": run.lanes[SPEC].metrics.as_dict()}
-    assert run.trace(PLAIN) is None
-
-
-def test_frame_counts_equal_the_trace() -> None:
-    run = whole(Run())
-    drawn = Counter(cell[0] for record in records_of(run) if "c" in record for cell in record["c"])
-    m = run.lanes[SPEC].metrics.as_dict()
-    assert drawn["accepted"] == m["accepted"] == 3
-    assert drawn["accepted"] + drawn["rejected"] == m["tested"] == 4
-    assert drawn["accepted"] + drawn["rejected"] + drawn["ignored"] == m["drafted"] == 5
-    assert drawn["accepted"] + drawn["correction"] + drawn["bonus"] + drawn["plain"] == m["tokens"] == 6
-
-
-def test_phases_are_ordered() -> None:
-    run, seen = Run((SPEC, PLAIN)), []
-    for lane in run.plan:
-        for event in ({"phase": "loading", "text": "…"}, header(), PREFILL, end()):
-            absorb(run, lane, event)
-            seen.append(run.phase[0])
-    assert seen == ["loading", "prefill", "decoding", "decoding"] + ["loading", "prefill", "decoding", "done"]
-
-
 def test_stopped_run_ends_its_trace_as_cancelled() -> None:
     run = Run((SPEC, PLAIN))
     for event in (header(), PREFILL, REJECTION):
@@ -133,14 +68,6 @@ def test_stopped_run_ends_its_trace_as_cancelled() -> None:
     assert run.trace(SPEC) == before and run.phase[0] == "stopped"
 
 
-def test_run_stopped_before_the_first_lane_names_the_counted_lane() -> None:
-    run = Run((SPEC, PLAIN))
-    for event in (header("ar"), PREFILL):
-        absorb(run, PLAIN, event)
-    run.finish()
-    assert run.phase == ("stopped", "1 tokens of the AR baseline")
-
-
 @pytest.mark.parametrize("events", [(), (header(), PREFILL)])
 def test_failure_is_shown_and_closes_the_trace(events: tuple) -> None:
     run = Run()
@@ -150,14 +77,6 @@ def test_failure_is_shown_and_closes_the_trace(events: tuple) -> None:
     assert run.phase == ("failed", "out of memory") and json.loads(run.frame(0))["over"]
     if events:
         assert json.loads(run.trace(SPEC).splitlines()[-1])["error"] == "out of memory"
-
-
-def test_an_error_that_the_engine_reports_is_a_failure_too() -> None:
-    run = Run()
-    for event in (header(), PREFILL, end("error", "NaN in the logits")):
-        absorb(run, SPEC, event)
-    run.finish()
-    assert run.phase == ("failed", "NaN in the logits")
 
 
 def test_exactness_badge() -> None:
@@ -177,61 +96,12 @@ def test_exactness_badge() -> None:
     assert json.loads(baseline.frame(0))["r"][0]["head"]["badge"] == ""
 
 
-@pytest.mark.parametrize(("equal", "words"), [(False, "rounding"), (True, "error")])
-def test_different_texts_are_explained_by_batch_invariance(equal: bool, words: str) -> None:
-    run = Run((SPEC, PLAIN))
-    other = step(1, pieces=["z"], tokens=[999])
-    for lane, lines in ((SPEC, (PREFILL, REJECTION)), (PLAIN, (PREFILL, other))):
-        for line in (header(bit_equal=equal), *lines, end()):
-            absorb(run, lane, line)
-    same = sameness(run.lanes)
-    assert same and same["badge"] == "differs at token 2" and words in same["why"]
-    assert same["tone"] == ("bad" if equal else "even")
-
-
-def test_tiles_are_dashes_without_values() -> None:
-    empty = tiles(Run().lanes)
-    assert {value for value, _ in empty.values()} == {"–"}
-    shown = tiles(whole(Run()).lanes)
-    assert shown["acceptance"] == ("60 %", "3 of 5 drafted · α 0.75 · mean overlap β 0.75")
-    assert shown["tokens_per_pass"] == ("2.50", "2 target passes")
-    assert shown["tokens_per_second"][0] == "83.3"  # 5 tokens in 2 x 0.03 s
-    assert shown["ttft"][0] == "50 ms"
-    assert shown["memory"] == ("500 MB", "weights 33.0 MB · KV 1.0 MB")
-    assert shown["speedup"][0] == "–"
-
-
 def plain_steps(seconds: float) -> tuple:
     tokens = [0, 100, 101, 200, 201, 202]
     return tuple(
         step(i, pieces=["x"], tokens=[token], token=token, draft_s=0.0, verify_s=seconds)
         for i, token in enumerate(tokens)
     )
-
-
-def compared(seconds: float) -> Run:
-    run = whole(whole(Run((SPEC, PLAIN))), PLAIN, plain_steps(seconds))
-    run.finish()
-    return run
-
-
-def test_speed_up_is_the_ratio_of_the_two_measured_speeds() -> None:
-    run = compared(0.024)
-    assert lane_speedup(run.lanes) == pytest.approx((5 / 0.06) / (1 / 0.024))
-    assert tiles(run.lanes)["speedup"][0] == "2.0×"
-    words = verdict(run.lanes)
-    assert words.startswith("In this one run, speculation was 2.0× as fast: 83.3 against 41.7 tokens per second.")
-    assert "gave 2.50 tokens" in words and "took 1.25 AR steps" in words
-    # 2.5 tokens from 2.5 drafted at a beta of 0.75, drafting 0.01 s of 0.024, verifying 0.02
-    assert "With mean overlap β 0.75, 2.5 draft tokens per step and c 0.17, Theorem 3.8 predicts" in words
-    same = sameness(run.lanes)
-    assert same and same["badge"] == "identical text" and "6 tokens" in same["why"]
-
-
-def test_slowdown_is_reported() -> None:
-    words = verdict(compared(0.006).lanes)
-    assert words.startswith("In this one run, speculation lost: 0.5× the speed of AR decoding")
-    assert "disable speculation" in words
 
 
 def probs(*top: tuple[int, float]) -> dict:
@@ -254,86 +124,6 @@ def test_near_tie_at_the_first_difference_is_reported(p: float, q: float, tone: 
             absorb(run, lane, event)
     same = sameness(run.lanes)
     assert same and same["tone"] == tone and words in same["why"]
-
-
-def test_sampled_texts_may_differ() -> None:
-    for recipe, compared in (({"temperature": 1.0}, False), ({"temperature": 1.0, "rule": "coupled"}, True)):
-        run = Run((SPEC, PLAIN))
-        for lane, method in ((SPEC, "draft"), (PLAIN, "ar")):
-            made = header(method)
-            made["recipe"] |= recipe
-            for event in (made, PREFILL, end()):
-                absorb(run, lane, event)
-        assert (sameness(run.lanes) is not None) == compared
-
-
-OTHER_TEXT: dict[str, Any] = {
-    "repetition_penalty": 1.3,
-    "bad_words": ["b"],
-    "stop_texts": ["X"],
-    "stop_tokens": [7],
-    "top_k": 5,
-    "chat": True,
-    "seed": 1,
-}
-
-
-@pytest.mark.parametrize("name", OTHER_TEXT)
-def test_texts_of_other_settings_are_no_error(name: str) -> None:
-    run = whole(Run((SPEC, PLAIN, "third")))
-    absorb(run, PLAIN, header("ar"), *plain_steps(0.024), end())
-    changed = header()
-    changed["recipe"] |= {name: OTHER_TEXT[name]}
-    absorb(run, "third", changed, PREFILL, step(1, pieces=["z"], tokens=[999]), end())
-    same = sameness(run.lanes)
-    assert same and same["badge"] == "identical text", "the comparison of the first lane remains"
-    badge, why = compare_texts(run.lanes)["third"]
-    assert badge == "other settings" and why.endswith(f"these differ: {name.replace('_', ' ')}.")
-
-
-def test_a_missing_option_has_its_default() -> None:
-    run = whole(Run((SPEC, PLAIN)))
-    made = header("ar")
-    made["recipe"] |= {"repetition_penalty": 1.0, "bad_words": [], "chat": False}
-    absorb(run, PLAIN, made, *plain_steps(0.024), end())
-    assert (sameness(run.lanes) or {})["badge"] == "identical text"
-
-
-def test_lanes_of_different_prompts_are_not_compared() -> None:
-    run = whole(Run((SPEC, PLAIN)))
-    absorb(run, PLAIN, header("ar", prompt_tokens=[5, 7]), *plain_steps(0.024), end())
-    run.finish()
-    frame = json.loads(run.frame(0))
-    assert frame["same"] is None and lane_speedup(run.lanes) is None and frame["verdict"] == ""
-    assert frame["tiles"]["speedup"][0] == "–" and "faster" not in frame["headline"]["text"]
-    assert frame["lengths"] == "The prompts differ: speeds and texts are not compared."
-    assert frame["texts"][SPEC][0] == "other settings"
-
-
-def test_verdict_covers_additional_lanes() -> None:
-    run = Run((SPEC, PLAIN, "third"))
-    for lane, lines in ((PLAIN, plain_steps(0.024)), ("third", (PREFILL, REJECTION)), (SPEC, (PREFILL, ALL_KEPT))):
-        whole(run, lane, lines)
-    assert run.phase == ("done", "4 tokens, token limit reached")
-    run.finish()
-    assert "draft, γ 3 ran at 1.6× the speed of AR decoding." in verdict(run.lanes)
-
-
-def test_an_ending_by_the_context_differs_from_the_token_limit() -> None:
-    run = Run()
-    for line in (header(), PREFILL, end() | {"context_full": True}):
-        absorb(run, SPEC, line)
-    assert run.phase == ("done", "1 tokens, context full")
-    (trace,) = read(run.trace(SPEC))
-    assert trace.end.context_full and trace.end.reason == "length"
-
-
-def test_texts_of_different_length_are_labelled() -> None:
-    run = whole(whole(Run((SPEC, PLAIN))), PLAIN, plain_steps(0.01)[:3])
-    run.finish()
-    words = "draft, γ 3 6 tokens; AR 3 tokens: speeds are compared, not times."
-    assert json.loads(run.frame(0))["lengths"] == words
-    assert json.loads(compared(0.01).frame(0))["lengths"] == ""
 
 
 def repeated(*ar_seconds: float) -> Run:
@@ -368,13 +158,6 @@ def test_the_result_of_repetitions_follows_from_the_paired_ratios(seconds: tuple
     assert f"median of {len(seconds)} pairs" in frame["tiles"]["speedup"][1]
 
 
-def test_repeated_comparison_stopped_early_is_stopped() -> None:
-    run = repeated(0.024, 0.024)
-    run.pairs = 3
-    run.finish()
-    assert run.phase[0] == "stopped"
-
-
 def test_different_greedy_text_is_reported() -> None:
     run = whole(whole(Run((SPEC, PLAIN))), PLAIN, plain_steps(0.01)[:3])
     run.finish()
@@ -390,12 +173,6 @@ def test_a_stopped_text_that_begins_the_other_does_not_differ(reason: str) -> No
     other = whole(Run((SPEC, PLAIN)))
     absorb(other, PLAIN, header("ar"), *plain_steps(0.01)[1:3], end(reason))
     assert (sameness(other.lanes) or {})["badge"] == "differs at token 1"
-
-
-def test_no_verdict_without_both_runs() -> None:
-    run = whole(Run((SPEC, PLAIN)))
-    run.finish()
-    assert lane_speedup(run.lanes) is None and verdict(run.lanes) == ""
 
 
 def test_run_store_evicts_the_least_recently_used_finished_run() -> None:
@@ -437,11 +214,6 @@ def test_other_visitors_evict_neither_active_runs_nor_finished_ones_of_modest_vi
     assert runs.get(kept.id) is kept and len(runs) <= 20
     runs.stop_run(active.id)
     assert stopped
-
-
-@pytest.mark.parametrize("nonsense", [None, 7, [], {}, "no such run"])
-def test_unknown_runs_are_not_found(nonsense: Any) -> None:
-    assert RunStore().get(nonsense) is None
 
 
 def test_each_visitor_has_one_run_which_ends_on_leaving() -> None:

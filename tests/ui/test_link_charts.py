@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +13,6 @@ import pytest
 from fakes.trace_records import PREFILL, absorb, end, header, step, step_event
 
 from specdemo.core.errors import UserError
-from specdemo.core.link_stats import Source
 from specdemo.core.step import Draft, Step
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
@@ -23,27 +20,21 @@ from specdemo.recipe import Recipe
 from specdemo.remote.client import RemoteVerifier
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.link import MeteredNetwork
-from specdemo.remote.local_service import LocalServices, ServiceProcess, serve_command
+from specdemo.remote.local_service import LocalServices, ServiceProcess
 from specdemo.remote.protocol import ServiceIdentity, VerifyConfig
-from specdemo.ui import link_charts as best_k
-from specdemo.ui.frames import LOST, Run, read_traces
-from specdemo.ui.lane import PLAIN, SPEC, lanes_of, plan_of
-from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
+from specdemo.ui.frames import Run
+from specdemo.ui.lane import SPEC
+from specdemo.ui.limits import PUBLIC, HostLimits
 from specdemo.ui.link_charts import (
     LINK_TABLE_HEAD,
     describe_link,
     edge_lane,
     measures,
     parts,
-    steps,
-    timeline_svg,
 )
 from specdemo.ui.service import Service
-from specdemo.ui.settings import cloud_of, from_link, recipe_of, restored
-from specdemo.ui.step_views import step_picture
-from specdemo.ui.tabs import edge as modes
-from specdemo.ui.tabs.sweep import SweepResult
-from specdemo.worker import Stream, Worker, interruptible
+from specdemo.ui.settings import cloud_of, recipe_of
+from specdemo.worker import Worker, interruptible
 
 PATIENCE = 60.0
 WIRE = {"remote": "http://cloud:8300", "mode": "speculative", "rtt_ms": 30.0}
@@ -116,26 +107,6 @@ def failed_over(i: int) -> dict[str, Any]:
     return line | {"verify_s": 0.54, "t": line["t"] + 0.5, "replica": "host:2"}
 
 
-def test_a_failover_is_a_part_of_its_step() -> None:
-    (step_parts,) = parts(steps_of(failed_over(1)))
-    assert [what for what, *_ in step_parts] == ["idle", "draft", "gap", "up", "way", "verify", "way", "down"]
-    assert sum(seconds for what, _, seconds in step_parts if what not in ("idle", "draft")) == pytest.approx(0.54)
-    assert {what: seconds for what, _, seconds in step_parts}["gap"] == 0.5
-    unmeasured = failed_over(1) | {"remote": {**ASKED, **FAILOVER}}  # a stream
-    assert [what for what, *_ in parts(steps_of(unmeasured))[0]] == ["idle", "draft", "gap", "wait"]
-    assert "failover: 500.00 ms" in timeline_svg(steps_of(*LINES[:2], failed_over(2)), 0, 9)
-
-
-def test_lane_table_and_summary_name_the_failover() -> None:
-    run = played(LINES[0] | {"replica": "host:1"}, over_the_link(1), failed_over(2))
-    notes = [record["note"] for record in map(json.loads, run.records) if "note" in record]
-    assert notes == ["Failover: host:2 continues after 0.50 s, and read 130 tokens again."]
-    lane = edge_lane(run)
-    assert "**1 failover**: 0.50 s of delay, 130 tokens read again." in describe_link(lane)
-    assert [row[-1] for row in measures(steps(lane))] == ["", "", "", "continued by host:2"]
-    assert [event.step.verdict.replica for event in lane.steps] == ["host:1", "", "host:2"]
-
-
 def test_the_service_of_a_run_can_be_killed() -> None:
     service = Service(ModelPool(), lambda *_: iter(()))
     service.clouds = LocalServices(start=FakeProcesses())
@@ -151,12 +122,6 @@ def test_the_service_of_a_run_can_be_killed() -> None:
         public.kill_replica(run)
 
 
-def test_response_of_another_step_is_a_wait() -> None:
-    late = over_the_link(1) | {"verify_s": 0.001}
-    assert [what for what, *_ in parts(steps_of(late))[0]] == ["idle", "draft", "wait"]
-    assert [what for what, *_ in parts(steps_of(provisional(1)))[0]] == ["idle", "draft", "wait"]
-
-
 def test_table_contains_the_measures_of_the_guide() -> None:
     total, *rows = [dict(zip(LINK_TABLE_HEAD, row, strict=True)) for row in measures(steps_of(*LINES))]
     assert [row["round"] for row in rows] == ["0", "1", "2", "3", "4"] and total["round"] == "all"
@@ -170,153 +135,12 @@ def test_table_contains_the_measures_of_the_guide() -> None:
     assert (rows[2]["hard_ratio"], total["hard_ratio"]) == ("0.50", "0.75")
 
 
-@pytest.mark.parametrize(
-    ("changes", "most"),
-    [
-        ({}, "24,032"),  # 3 ids, 3 probabilities, a row of 6,000 tokens
-        ({"cloud": {"mode": "speculative", "q_rows": "float16"}}, "12,032"),
-        ({"cloud": {"mode": "speculative", "q_rows": "scalar"}}, "32"),
-        ({"rule": "coupled"}, "20"),
-        ({"rule": "block"}, "72,032"),
-    ],
-)
-def test_bytes_per_token_stand_beside_their_bound(changes: dict[str, Any], most: str) -> None:
-    run = Run()
-    for line in (header(recipe=RECIPE | changes) | {"vocab_size": 6000}, *LINES, end()):
-        absorb(run, SPEC, line)
-    words = best_k.describe_traffic(run.lanes[SPEC])
-    m = run.lanes[SPEC].metrics
-    assert f"at most **{most}** per token" in words and f"{2000 / m.tokens:,.0f} measured" in words
-
-
-def test_best_k_is_the_maximum_and_grows_with_the_delay() -> None:
-    link = best_k.link_of(played(*LINES).lanes[SPEC])
-    assert (link.gamma, link.verify_s, link.token_s) == (3.0, pytest.approx(0.008), pytest.approx(0.001))
-    assert link.way_s == pytest.approx(0.032) and link.alpha == pytest.approx(0.75)
-
-    def speed(k: int, way_s: float) -> float:
-        return sum(0.75**i for i in range(k + 1)) / (0.008 + 0.001 * k + way_s)
-
-    for k in range(best_k.LONGEST + 1):
-        assert link.speed(k) == pytest.approx(speed(k, 0.032))
-    best = [
-        (replace(link, way_s=way_s).best, max(range(best_k.LONGEST + 1), key=lambda k, way_s=way_s: speed(k, way_s)))
-        for way_s in (0.0, 0.01, 0.032, 0.1, 0.3)
-    ]
-    assert all(ours == theirs for ours, theirs in best) and best == sorted(best) and best[0] != best[-1]
-    rows = best_k.curve(link)
-    assert (link.best, link.speed(link.best), best_k.BEST) in rows and len(rows) == best_k.LONGEST + 3
-    assert f"The best k is {link.best}" in best_k.describe_best_gamma(link)
-
-
-def test_best_k_requires_a_verified_step() -> None:
-    with pytest.raises(UserError, match="no best length"):
-        best_k.link_of(played(PREFILL, provisional(1)).lanes[SPEC])
-
-
-def test_only_finished_remote_runs_have_link_metrics() -> None:
-    local = Run()
-    for line in (header(), PREFILL, end()):
-        absorb(local, SPEC, line)
-    with pytest.raises(UserError, match="in progress"):
-        edge_lane(local)
-    local.finish()
-    for run, words in ((None, "No run available"), (local, "had no cloud")):
-        with pytest.raises(UserError, match=words):
-            edge_lane(run)
-    lane = edge_lane(played(*LINES))
-    assert steps(lane) == steps_of(*LINES)
-    said = describe_link(lane)
-    assert "0.8 kB up" in said and "1 tokens were committed provisionally" in said and "1 tokens were confirmed" in said
-
-
-def test_a_trace_without_durations_above_0_is_described() -> None:
-    lines = [line | {"draft_s": 0.0, "verify_s": 0.0, "t": 0.0} for line in LINES]
-    assert "The edge waited 0 % of it." in describe_link(edge_lane(played(*lines)))
-    later = over_the_link(len(lines)) | {"t": 1.0}
-    assert "Steps 0 to" in timeline_svg(steps_of(*lines, later), 0, 9)
-
-
 def test_markdown_of_a_trace_is_escaped() -> None:
     said = describe_link(edge_lane(played(*LINES, method="![](http://evil.example/a.png)")))
     assert "![](" not in said and "evil" in said
 
 
-def test_the_timeline_names_every_part() -> None:
-    drawn = timeline_svg(steps_of(*LINES), 1, 2)
-    assert drawn.count("<rect") == 2 * 8 and "drafting: 3.00 ms" in drawn and "2: 3/3" in drawn
-    assert "waiting: 40.00 ms" in drawn
-    assert timeline_svg([], 0, 12) == ""
-
-
-def test_a_second_round_trip_is_shown() -> None:
-    run = played(LINES[0], over_the_link(1, rows=1.0, sent=2.0), over_the_link(2))
-    lane = run.lanes[SPEC]
-    assert [json.loads(record).get("trips") for record in run.records[1:]] == [None, 2, None]
-    assert [row[-1] for row in measures(steps(lane))] == ["", "", "two round trips", ""]
-    assert "second round trip" in step_picture(lane, 1)["words"] and "round trip" not in step_picture(lane, 2)["words"]
-    assert ("requests", "2") in step_picture(lane, 1)["facts"]
-    assert "1 rejections needed a second round trip" in describe_link(lane)
-
-
-def test_waiting_is_named() -> None:
-    run = played(*LINES[:3])
-    assert "The edge waited 80 % of it." in describe_link(run.lanes[SPEC])
-    waiting = "Waiting for the link took part of the time: draft, γ 3, edge and cloud 74 %."
-    assert json.loads(run.frame(0))["verdict"] == waiting
-
-
 # --- provisional tokens ------------------------------------------------------------------------------------------
-
-
-def test_lanes_show_unverified_tokens_and_their_outcome() -> None:
-    gate = provisional(5) | {"remote": {"escalated": 0.0, "hard_ratio": 0.0}}
-    alone = provisional(6) | {"remote": {"escalated": 0.0, "edge": 1.0, "lost": 1.0}}
-    late = over_the_link(4, 0, confirmed=1.0, overruled=2.0)
-    run = played(*LINES[:4], late, gate, alone, provisional=True)
-    head, *records = map(json.loads, run.records)
-    rounds = [record for record in records if "i" in record]
-    assert [record.get("by") for record in rounds] == [None, None, None, "provisional", None, "gate", "alone"]
-    assert [record.get("fate") for record in rounds] == [None] * 4 + [[1, 2]] + [None] * 2
-    assert [record["note"] for record in records if "note" in record] == [LOST]
-    assert records.index({"l": SPEC, "note": LOST}) == len(records) - 2  # before the step
-    assert head["head"]["title"] == "draft, γ 3, edge and cloud"
-
-
-def test_lost_connection_is_noted_in_the_lane() -> None:
-    run = Run()
-    for line in (header(recipe=RECIPE), *LINES, end("error", "the cloud has not answered")):
-        absorb(run, SPEC, line)
-    assert json.loads(run.records[-1]) == {"l": SPEC, "note": "the cloud has not answered"}
-
-
-@pytest.mark.parametrize(
-    ("cloud", "words"),
-    [
-        ({"mode": "edge_only"}, "the drafter alone"),
-        ({"mode": "cloud_only"}, "the target alone"),
-        ({"provisional": True}, "late responses are replaced"),
-        ({"gates": ["nll"]}, "confident drafts are not verified"),
-        ({"on_loss": "edge"}, "continues alone"),
-        ({"q_rows": "scalar"}, "sent incompletely"),
-    ],
-)
-def test_lossy_options_are_named(cloud: dict[str, Any], words: str) -> None:
-    run = Run()
-    absorb(run, SPEC, header(exact=False, recipe=RECIPE | {"cloud": WIRE | cloud}))
-    head = json.loads(run.records[0])["head"]
-    assert head["badge"] == "lossy" and words in head["why"] + head["title"]
-
-
-def test_trace_with_unverified_tokens_round_trips() -> None:
-    lines = [header(recipe=RECIPE), *LINES, end()]
-    text = "".join(f"{json.dumps(line)}\n" for line in lines)
-    again = read_traces(text)
-    assert measures(steps(again.lanes[SPEC])) == measures(steps_of(*LINES))
-    assert again.lanes[SPEC].steps[3].step.verdict.source is Source.PROVISIONAL
-    untested = provisional(1) | {"remote": None}
-    with pytest.raises(UserError, match="not a path of tested nodes"):
-        read_traces("".join(f"{json.dumps(line)}\n" for line in (header(), PREFILL, untested)))
 
 
 # --- settings ----------------------------------------------------------------------------------------------------
@@ -331,54 +155,6 @@ def test_settings_equal_the_terminal_options() -> None:
     assert own.needs_local_service and not on.needs_local_service
     assert not recipe_of({"mode": "edge_only"}, "cpu").needs_local_service
     assert cloud_of({}) == CloudConfig("") and set(CloudConfig.OPTIONS) >= {"remote", "mode", "gates", "loss"}
-
-
-BAD = {
-    "mode": ("magic", "unknown mode"),
-    "remote": ("ftp://a", "is no address of a service"),
-    "encoding": ("xml", "unknown encoding"),
-    "q_rows": ("int1", "unknown kind of q rows"),
-    "deadline_ms": (None, "deadline_ms must be a number, not empty"),
-    "loss": (1.5, "loss must be from 0 to 0.9"),
-    "rtt_ms": ("far", "rtt_ms must be a number"),
-    "provisional": (1, "provisional must be true or false"),
-    "gates": ("nll", "gates must be a list of names"),
-    "gate_margin": (float("nan"), "gate_margin must be from 0 to 1"),
-}
-USUAL = {
-    "method": "draft", "temperature": 0.5, "mode": "off", "remote": "", "encoding": "json", "q_rows": "float32",
-    "deadline_ms": 400.0, "provisional": False, "gates": [], "gate_margin": 0.2, "rtt_ms": 0.0, "loss": 0.0,
-    "prompt": "", "compare": False,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_invalid_remote_settings_raise(name: str) -> None:
-    value, words = BAD[name]
-    with pytest.raises(UserError, match=words):
-        recipe_of({"mode": "speculative", name: value}, "cpu")
-    settings, refused = restored({"temperature": 1.0, name: value}, USUAL, "cpu")
-    assert len(refused) == 1 and words in refused[0] and settings == USUAL | {"temperature": 1.0}
-
-
-def test_settings_are_restored_from_links_and_storage() -> None:
-    wanted = {"mode": "speculative", "remote": "http://a:1", "rtt_ms": 30, "gates": ["nll"], "provisional": True}
-    query = {name: value if isinstance(value, str) else json.dumps(value) for name, value in wanted.items()}
-    for brought in (from_link(query, USUAL), wanted):
-        assert restored(brought, USUAL, "cpu") == (USUAL | wanted, [])
-
-
-def test_remote_runs_are_compared_over_the_same_link() -> None:
-    link = {"remote": "http://a:1", "rtt_ms": 30.0}
-    recipe = recipe_of({**link, "mode": "speculative", "on_loss": "edge", "provisional": True, "gates": ["nll"]}, "cpu")
-    settings = {"method": "draft", "mode": "speculative"}
-    lanes = dict(lanes_of(recipe, [], plan_of(settings, True, 0)))
-    over_link = Recipe(device="cpu", method="ar", cloud=CloudConfig(mode="cloud_only", **link))
-    assert lanes == {SPEC: recipe, PLAIN: over_link}
-    alone = recipe_of({**link, "mode": "cloud_only"}, "cpu")
-    assert dict(lanes_of(alone, [], (SPEC, PLAIN)))[PLAIN] == Recipe(device="cpu", method="ar")
-    assert plan_of({"method": "ar", "mode": "off"}, True, 0) == (PLAIN,)
-    assert plan_of({"method": "ar", "mode": "cloud_only"}, False, 0) == (SPEC,)
 
 
 # --- limits of a host --------------------------------------------------------------------------------------------
@@ -409,17 +185,6 @@ def test_public_page_contacts_listed_services_only(recipe: Recipe, words: str) -
     assert HostLimits().grant(recipe, "def") == recipe
     for fine in (over("http://good:1"), over("https://better/"), over("", mode="edge_only")):
         assert named.grant(fine, "def") == fine
-
-
-def test_listed_services_are_read_from_the_environment() -> None:
-    public = {"SPECDEMO_PUBLIC": "1"}
-    assert read_limits({}).remote is None and read_limits(public).remote == ()
-    assert read_limits(public | {"SPECDEMO_REMOTE": "http://a:1, https://b"}).remote == ("http://a:1", "https://b")
-    assert read_limits(public | {"SPECDEMO_REMOTE": "any"}).remote is None
-    assert read_limits({"SPECDEMO_TOKEN": "secret"}) == HostLimits()
-    for nonsense in ("none", "a:1", "file:///etc"):
-        with pytest.raises(UserError, match="SPECDEMO_REMOTE must be addresses"):
-            read_limits({"SPECDEMO_REMOTE": nonsense})
 
 
 # --- interruptible waits -----------------------------------------------------------------------------------------
@@ -465,18 +230,6 @@ def test_stop_does_not_wait_for_a_pending_request() -> None:
     after = worker.submit(lambda: iter((interruptible(lambda: 7),)))
     assert after.wait(PATIENCE) and after.items == [7]  # the worker is free
     cloud.over.set()
-    worker.close()
-
-
-def test_interruptible_outside_a_job_and_with_errors() -> None:
-    assert interruptible(threading.get_ident) == threading.get_ident()
-    worker = Worker()
-
-    def failing() -> int:
-        raise KeyError("x")
-
-    stream: Stream[int] = worker.submit(lambda: iter((interruptible(failing),)))
-    assert stream.wait(PATIENCE) and isinstance(stream.error, KeyError)
     worker.close()
 
 
@@ -535,30 +288,6 @@ def test_a_target_may_have_several_services() -> None:
     services.close()
 
 
-def test_idle_service_is_stopped() -> None:
-    fake = FakeProcesses()
-    services = LocalServices(idle_s=0.0, start=fake)
-    with services.running({ONE: 1}):
-        pass
-    assert fake.started[0].process.wait(PATIENCE) is not None
-
-
-def test_a_service_is_idle_if_another_of_its_target_cannot_be_started() -> None:
-    fake = FakeProcesses()
-
-    def start(spec: ModelSpec, count: int) -> ServiceProcess:
-        if len(fake.started) == 1 and spec == ONE:
-            raise UserError("no temporary file can be written")
-        return fake(spec, count)
-
-    services = LocalServices(start=start)
-    with pytest.raises(UserError, match="no temporary file"), services.running({ONE: 2}):
-        pass
-    with services.running({TWO: 1}):
-        assert [process.alive for process in fake.started] == [False, True]
-    services.close()
-
-
 def test_failed_start_reports_the_error() -> None:
     script = "import sys; print('warning: x', file=sys.stderr); sys.exit('specdemo: there is no model of that name')"
     services = LocalServices(start=lambda spec, count: ServiceProcess.start([sys.executable, "-S", "-c", script]))
@@ -566,76 +295,4 @@ def test_failed_start_reports_the_error() -> None:
         pass
 
 
-def test_a_service_without_temporary_directory_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", "/proc/self/none")
-    sentence = r"^no temporary file can be written \(.*\): free some space, or set TMPDIR$"
-    with pytest.raises(UserError, match=sentence):
-        ServiceProcess.start(["true"])
-
-
-@pytest.mark.parametrize(
-    ("threads", "count", "expected"), [(None, 1, "3"), (None, 2, "1"), (None, 4, "1"), ("7", 2, "7")]
-)
-def test_services_leave_a_core_to_the_edge(
-    monkeypatch: pytest.MonkeyPatch, threads: str | None, count: int, expected: str
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(4)), raising=False)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if threads:
-        monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    process = ServiceProcess.start(
-        [sys.executable, "-c", "import os; print('listening on', os.environ['OMP_NUM_THREADS'])"], count
-    )
-    assert process.address() == expected
-    process.end()
-
-
-def test_serve_command_contains_the_target() -> None:
-    words = serve_command(ModelSpec("m", "float32", "int8", "cpu"))
-    for flag, value in (("--target", "m"), ("--dtype", "float32"), ("--quantization", "int8"), ("--port", "0")):
-        assert words[words.index(flag) + 1] == value
-    assert "--until-stdin-ends" in words and "--host" not in words  # default host: localhost
-
-
 # --- three modes -------------------------------------------------------------------------------------------------
-
-
-def measured(mode: str, wall_s: float) -> dict[str, Any]:
-    link = {} if mode == "edge_only" else {"remote": {"escalated": 4.0, "bytes_up": 1000.0, "bytes_down": 2000.0}}
-    return {"ttft_s": 0.1, "wall_s": wall_s, "tokens": 20, "steps": 5, "kv_bytes": 1e6, "peak_rss_bytes": 4e8, **link}
-
-
-def test_options_of_drafts_apply_to_the_speculative_mode_only() -> None:
-    settings = {"remote": "http://a:1", "provisional": True, "gates": ["nll"], "method": "draft"}
-    recipes = modes.modes_sweep(settings, "cpu", 1, 16).recipes
-    assert {recipe.cloud.mode: (recipe.cloud.provisional, recipe.cloud.gates) for recipe in recipes} == {
-        "speculative": (True, ("nll",)),
-        "cloud_only": (False, ()),
-        "edge_only": (False, ()),
-    }
-
-
-def test_three_modes_are_compared_with_cloud_only() -> None:
-    asked = modes.modes_sweep({"remote": "http://a:1", "temperature": 0.0, "mode": "off"}, "cpu", 2, 16)
-    assert [recipe.cloud.mode for recipe in asked.recipes] == ["speculative", "cloud_only", "edge_only"]
-    assert len(asked.prompts) == 2 and {recipe.max_tokens for recipe in asked.recipes} == {16}
-    records = [
-        {"runs": [measured(r.cloud.mode, w) for r, w in zip(asked.recipes, walls, strict=True)]}
-        for walls in ((0.9, 0.4, 0.1), (1.1, 0.6, 0.1))
-    ]
-    both, cloud, edge = (
-        dict(zip(modes.MODE_TABLE_HEAD, row, strict=True)) for row in modes.mode_rows(SweepResult(asked, records))
-    )
-    assert both["speed-up"] == "0.58×" and cloud["speed-up"] == "1.00×" and edge["speed-up"] == "3.50×"
-    assert both["tokens/s"] == f"{40 / 2.2:.1f}" and both["cloud steps"] == "80 %" and edge["cloud steps"] == "0 %"
-    assert (both["up kB"], both["down kB"], edge["up kB"]) == ("2.0", "4.0", "0.0")
-    assert (both["exact"], edge["exact"]) == ("yes", "lossy")
-    gpu = "GPU peak MB, allocated / reserved"
-    assert (both["CPU peak MB"], both[gpu], both["KV MB"], both["KV share"]) == ("400", "–", "1.00", "0.25%")
-    on_gpu = records[0]["runs"][0] | {"peak_device_bytes": 2e8, "peak_reserved_bytes": 3e8}
-    (row, *_) = modes.mode_rows(SweepResult(asked, [{"runs": [on_gpu, *records[0]["runs"][1:]]}, records[1]]))
-    both = dict(zip(modes.MODE_TABLE_HEAD, row, strict=True))
-    assert (both[gpu], both["KV share"]) == ("200 / 300", "0.50%")
-    for count in (0, 99, "many", True, None):
-        with pytest.raises(UserError, match="prompts must be from 1 to"):
-            modes.modes_sweep({}, "cpu", count, 16)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import psutil
 import pytest
-from fakes.gguf_models import save_gguf
 from fakes.heads import head_for
 from fakes.trace_lines import trace_lines
 from fakes.trace_records import absorb, end, header, step
@@ -65,11 +63,6 @@ def test_the_head_of_a_pair_and_its_hidden_states_are_counted(tmp_path: Path) ->
     assert float(kv) == pytest.approx(steps[-1]["memory"]["kv_bytes"] / tokens / 1000, rel=0.05)
 
 
-def test_quantised_files_are_not_called_float32(tmp_path: Path) -> None:
-    pair = Pair("file", str(save_gguf(tmp_path / "model.gguf", kind="Q8_0")), "", 4)
-    assert "file; target in GGUF" in rows(ledger.of_pairs("cpu", {"file": pair}))
-
-
 def test_memory_of_a_run_equals_its_trace() -> None:
     run = Run((SPEC, PLAIN))
     held = [{"rss_bytes": n * 1e8, "device_bytes": None, "kv_bytes": kv} for n, kv in ((5, 1e6), (7, 4e6), (6, 3e6))]
@@ -90,22 +83,3 @@ def test_memory_of_a_run_equals_its_trace() -> None:
         "process, last step": ["600.0", "500.0"],
         "process, peak since start": ["900.0", "500.0"],
     }
-
-
-def test_before_a_run_and_on_a_device() -> None:
-    assert "No run available" in ledger.of_run(None) and "No run available" in ledger.of_run(Run())
-    run = Run()
-    absorb(run, SPEC, header())
-    absorb(run, SPEC, step(0, pieces=["a"], memory={"rss_bytes": 1e8, "device_bytes": 2e9, "kv_bytes": 1e6}))
-    assert rows(ledger.of_run(run))["tensors on the device, peak since start"] == ["2,000.0"]
-
-
-def test_memory_of_the_machine_is_shown() -> None:
-    table = {
-        name: float(cells[0].replace(",", ""))
-        for name, cells in rows(ledger.of_machine("cpu")).items()
-        if cells != ["MB"]
-    }
-    assert table["system, total"] == pytest.approx(psutil.virtual_memory().total / 1e6, abs=0.1)
-    assert 0 < table["system, available"] <= table["system, total"]
-    assert 50 < table["process, now"] <= table["process, peak since start"]

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import gradio as gr
 import pytest
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
@@ -15,11 +14,9 @@ from specdemo.bench.published_tables import leviathan_tables
 from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import PAIRS, Pair
-from specdemo.recipe import Recipe
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.method_names import with_method_names
 from specdemo.ui.service import Service
-from specdemo.ui.tabs.bench_grid import MOST_RUNS, grid_controls
 from specdemo.ui.tabs.pairs import PairsResult, pairs_result
 
 ASKED: dict[str, Any] = {
@@ -79,24 +76,6 @@ def test_a_stopped_comparison_shows_the_measured_prompts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "changes", "words"),
-    [
-        ([], {}, "choose at least one pair"),
-        (["magic"], {}, "unknown pair 'magic'"),
-        (["both"], {"offered": ("bundled",)}, "unknown pair 'both': known are bundled"),
-        (["both"], {"target": "gpt2"}, "target replaces the models of pairs"),
-        (["both"], {"external": "vllm=http://a:1"}, "external replaces the models of pairs"),
-        (["uninstalled"], {}, "no pair can run: skipped: pair uninstalled"),
-        (["both", "alone"], {"kinds": []}, "choose at least one class of prompts"),
-        (["both", "alone"], {"gammas": [1, 2, 3, 4], "each": 24}, f"at most {MOST_RUNS} runs"),
-    ],
-)
-def test_invalid_selections_raise(names: list[str], changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=re.escape(words)):
-        meant(*names, **changes)
-
-
-@pytest.mark.parametrize(
     ("limits", "words"),
     [
         (HostLimits(pairs=("gpt2-xl",)), "unknown pair 'bundled'"),
@@ -112,22 +91,3 @@ def test_limits_of_the_host_apply(limits: HostLimits, words: str) -> None:
         assert service.worker.active == 0
     finally:
         service.worker.close()
-
-
-def test_policies_stay_within_the_draft_length_of_the_host() -> None:
-    service = Service(ModelPool(), lambda *_: iter(()), HostLimits(max_gamma=3))  # type: ignore[arg-type, return-value]
-    try:
-        result = meant("bundled", policies=["fixed", "heuristic"])
-        result.start(service, "visitor", "address")
-        recipes = [recipe for bench in result.benches for recipe in bench.recipes if recipe.method != "ar"]
-        assert len(recipes) == 4 and all(recipe.gamma_bounds[1] <= 3 for recipe in recipes)
-    finally:
-        service.stop_bench("visitor")
-        service.worker.close()
-
-
-def test_draft_lengths_above_the_limit_are_not_offered() -> None:
-    with gr.Blocks():
-        for limit, lengths in ((3, [1, 2, 3]), (16, list(range(1, 9))), (None, list(range(1, 9)))):
-            gammas: Any = grid_controls(["code"], Recipe(pair="bundled", gamma=2), limit)["gammas"]
-            assert [value for _, value in gammas.choices] == lengths and gammas.value == [2]

@@ -97,21 +97,6 @@ def test_visitors_cannot_unload_shared_models() -> None:
         service.worker.close()
 
 
-def test_recently_used_models_are_checked_again() -> None:
-    """The clock does not advance during the first check, as if the models were in use."""
-    now = [0.0]
-    pool = Watched(idle_s=0.05, clock=lambda: now[0])
-    service = Service(pool, engine)
-    try:
-        recipe = Recipe(target=PAIRS["bundled"].drafter, method="ar", device="cpu")
-        assert service.probe(recipe).wait(60)  # a probe counts as use, not only visitors' runs
-        assert pool.tidied.wait(60) and pool.gone == 0
-        now[0] = 1.0
-        assert pool.emptied.wait(60) and not pool.weight_bytes
-    finally:
-        service.worker.close()
-
-
 def test_idle_models_are_unloaded_automatically() -> None:
     pool = Watched(idle_s=0.05)
     service = Service(pool, engine)

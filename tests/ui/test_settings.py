@@ -88,14 +88,6 @@ def test_custom_models_survive_an_invalid_value(models: dict[str, str]) -> None:
     assert sorted(message.partition(" ignored: ")[0] for message in refused) == ["gamma", "temperature"]
 
 
-def test_values_that_are_invalid_together_are_named() -> None:
-    usual = USUAL | {"target": "", "drafter": ""}
-    settings, refused = restored({"target": "org/large", "seed": 7}, usual, "cpu")
-    assert settings == usual | {"seed": 7}
-    (error,) = refused
-    assert error.startswith("target ignored: method draft needs a drafter: add it (same: a quantised copy), or choose")
-
-
 @pytest.mark.parametrize(
     ("values", "dropped", "words"),
     [
@@ -184,8 +176,3 @@ def test_settings_of_a_trace_are_applicable() -> None:
     settings = recorded_settings(header, compare=True)
     assert settings.items() >= {"gamma": 7, "prompt": "the prompt", "compare": True, "mode": "off"}.items()
     assert recipe_of(recipe_settings(settings), "cpu") == recipe
-
-
-@pytest.mark.parametrize("saved", [None, 7, [], "x", {}, {"__class__": 1, "no such": 2}])
-def test_invalid_stored_settings_are_ignored(saved: Any) -> None:
-    assert restored(saved, USUAL, "cpu") == (USUAL, [])

@@ -1,23 +1,25 @@
-"""Values in the inspector, the table and the charts equal the trace."""
+"""Values in inspector, table, charts and the saved page equal the trace; origins of guesses."""
 
 from __future__ import annotations
 
+import base64
 import csv
+import gzip
 import io
 import json
+import random
+import re
 from typing import Any
 
 import pytest
-from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, end, header, step
+from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, end, header, step, whole
 
-from specdemo.core import trace
-from specdemo.core.metrics import Metrics
-from specdemo.generate import generate
-from specdemo.models.model_pool import ModelPool
-from specdemo.recipe import Recipe
 from specdemo.ui import step_views as rounds
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC, Lane
+from specdemo.ui.run_store import RunStore
+from specdemo.ui.step_views import step_picture, step_pictures
+from specdemo.ui.web_page import web_page
 
 
 def lane(*lines: dict, **recipe: Any) -> Lane:
@@ -58,24 +60,6 @@ def test_step_picture_equals_the_trace() -> None:
     assert found["words"] == "Drafted 3, accepted 1, committed 2."
 
 
-def test_the_correction_comes_from_the_residual() -> None:
-    line = SEEN | {"beta": [0.75, 0.6, None]}  # sum min(p, q) at c: min(.7, .4) + min(.2, .6)
-    last = rounds.step_picture(lane(PREFILL, line), 1)["last"]
-    assert last["law"] == "residual" and "residual" in last["words"]
-    residual = {text: mass for text, mass, _ in last["bars"]}
-    assert residual == pytest.approx({"X": 0.3 / 0.4, "d": 0.1 / 0.4})
-    plain = rounds.step_picture(lane(PREFILL, line, rule="match"), 1)["last"]
-    assert plain["law"] == "p" and [bar[1] for bar in plain["bars"]] == [0.7, 0.2, 0.1]
-
-
-def test_missing_records_are_not_shown() -> None:
-    distributions = LAWS | {"drafted": [probs(b=0.25), probs(c=0.6), probs(d=1.0)]}  # the rest of q was not recorded
-    found = rounds.step_picture(lane(PREFILL, SEEN | distributions), 1)
-    assert ("a", 0.3, None) in found["nodes"][0]["bars"]
-    bare = rounds.step_picture(lane(PREFILL, REJECTION), 1)
-    assert bare["nodes"][0]["bars"] == [] and bare["last"]["bars"] == []
-
-
 @pytest.mark.parametrize(
     ("change", "recipe", "words"),
     [
@@ -100,13 +84,6 @@ def test_outcomes_are_explained_with_numbers(change: dict, recipe: dict, words: 
     assert any(words in node["words"] for node in found["nodes"])
 
 
-def test_siblings_are_tested_against_the_residual() -> None:
-    line = step(1, pieces=["b", "X"], draft=("a", "b"), accepted=(1,), tested=2) | {"parents": [-1, -1]}
-    found = rounds.step_picture(lane(PREFILL, line), 1)
-    assert not found["chain"] and "siblings' residual" in found["nodes"][1]["words"]
-    assert "sibling" not in found["nodes"][0]["words"]
-
-
 @pytest.mark.parametrize("i", [-1, 2, 10**9])
 def test_unknown_step_is_not_shown(i: int) -> None:
     assert rounds.step_picture(lane(PREFILL, SEEN), i) is None
@@ -122,37 +99,11 @@ def test_table_equals_the_metrics() -> None:
     assert "".join(column["text"]) == "".join(event.text for event in made.steps)
 
 
-def test_lanes_without_drafts_have_no_draft_length() -> None:
-    column = rounds.STEP_COLUMNS.index("gamma")
-    rows = rounds.step_table(lane(PREFILL, step(1, pieces=["a"]), method="ar"))
-    assert {row[column] for row in rows} == {None}
-    assert {row[column] for row in rounds.step_table(lane(PREFILL, REJECTION))} == {3}
-
-
 def test_the_csv_is_the_table_and_no_formula() -> None:
     made = lane(PREFILL, step(1, pieces=["=1+1\n"]))
     head, *rows = csv.reader(io.StringIO(rounds.as_csv(made)))
     assert tuple(head) == rounds.STEP_COLUMNS and len(rows) == 2
     assert json.loads(rows[1][-1]) == "=1+1\n" and not rows[1][-1].startswith("=")
-
-
-def test_positions_equal_the_metrics() -> None:
-    found = rounds.figures(lane(PREFILL, REJECTION, ALL_KEPT))
-    assert found["positions"] == [[1.0, 2], [0.5, 2]]
-
-
-def test_what_if_requires_tested_chains() -> None:
-    assert rounds.what_if(lane(PREFILL, REJECTION))[0]["rows"][0][:2] == [0, 1.0]
-    for made, words in (
-        (lane(PREFILL, step(1, pieces=["a"]), method="ar"), "did not draft"),
-        (lane(PREFILL, step(1, pieces=["a"])), "No draft token was tested"),
-        (lane(PREFILL, REJECTION | {"parents": [-1, -1, 0], "accepted": [0]}), "trees"),
-    ):
-        found, why = rounds.what_if(made)
-        assert found is None and words in why
-    made = lane(PREFILL, REJECTION)
-    made.add(trace.from_json(header(), Metrics()))
-    assert "does not contain the cost" in rounds.what_if(made)[1]
 
 
 def test_what_if_is_calibrated_on_the_measured_lanes() -> None:
@@ -173,30 +124,96 @@ def test_what_if_is_calibrated_on_the_measured_lanes() -> None:
     assert rounds.what_if(lane(PREFILL, *rejected))[0]["fits"] is False  # beta does not describe these outcomes
 
 
-@pytest.mark.slow
-def test_other_gammas_of_a_real_run_agree_with_the_run_itself() -> None:
-    run = Run()
-    recipe = Recipe(pair="bundled", gamma=3, temperature=1.0, max_tokens=160, seed=3, top=5)
-    for event in generate(recipe, "def add(a, b):\n    ", ModelPool()):
-        run.absorb(SPEC, event)
-    made = run.lanes[SPEC]
-    found, _ = rounds.what_if(made)
-    passes = {gamma: tokens for gamma, tokens, *_ in found["rows"]}
-    measured = made.metrics.as_dict()["tokens_per_target_pass"]
-    assert passes[3] == pytest.approx(measured, rel=0.15)  # single text: expected against measured value
-    assert passes[0] == 1.0 and passes[1] < passes[3] < passes[8]
-    seen = 0
-    for node in (node for i in range(1, 9) for node in rounds.step_picture(made, i)["nodes"]):
-        p, q = next(((p, q) for text, p, q in node["bars"] if text == node["text"]), (None, None))
-        assert p is None or p == pytest.approx(node["p"], abs=1e-6)
-        assert q is None or q == pytest.approx(node["q"], abs=1e-6)
-        seen += p is not None and q is not None
-    assert seen
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_step_player_does_not_change_decisions_of_lenient_rules(temperature: float) -> None:
     """Its bounds have no threshold."""
     event = lane(PREFILL, REJECTION).steps[1]
     assert rounds.decision_kind(event.step, {"rule": "lenient", "temperature": temperature}) == "none"
     assert rounds.decision_kind(event.step, {"rule": "rejection", "temperature": 0.7}) == "draw"
+
+
+MARKUP = "</script><img src=x onerror=alert(1)>"
+
+
+def shown(text: str | bytes) -> Any:
+    """Parse JSON with the decimals that the page shows."""
+    return json.loads(text, parse_float=lambda number: round(float(number), 3))
+
+
+def test_saved_page_contains_the_frame_and_all_steps() -> None:
+    run = whole(Run())
+    run.finish()
+    packed = re.search(r'id="run-data">([^<]*)<', web_page(run))
+    assert packed is not None
+    data = shown(gzip.decompress(base64.b64decode(packed[1])))
+    assert data["frame"] == shown(run.frame(0))
+    assert data["steps"] == {SPEC: shown(json.dumps(step_pictures(run.lanes[SPEC])))}
+
+
+def test_texts_of_a_saved_page_are_no_markup() -> None:
+    run = Run()
+    recipe = {"method": "draft", "gamma": 3, "temperature": 0.0, "pair": MARKUP, "seed": MARKUP}
+    absorb(run, SPEC, header(prompt=MARKUP, recipe=recipe), step(0, pieces=[MARKUP]), end())
+    run.finish()
+    assert MARKUP not in web_page(run)
+
+
+def test_only_finished_runs_are_saved() -> None:
+    store = RunStore()
+    run = store.new("visitor", (SPEC,))
+    assert store.web_page(run.id) is None and store.web_page("unknown") is None and store.web_page([run.id]) is None
+    whole(run)
+    run.finish()
+    assert (store.web_page(run.id) or "").startswith("<!doctype html>")
+
+
+PROMPT = {"prompt": "ab abc ", "prompt_tokens": [1, 2, 3, 1, 2, 4, 3]}  # a, b, space, a, b, c, space
+NAMES = {"texts": {"1": "a", "2": "b", "3": " ", "4": "c"}}
+
+
+def copied(*lines: dict, **recipe: Any) -> Lane:
+    run = Run()
+    made = header(**PROMPT)
+    made["recipe"] = made["recipe"] | {"method": "nasd", "ngram": 4} | recipe
+    absorb(run, SPEC, made, *lines, end())
+    return run.lanes[SPEC]
+
+
+def guess(*origin: dict, draft: tuple[int, ...] = (4,), texts: tuple[str, ...] = ("c",)) -> dict:
+    line = step(1, pieces=["X"], draft=texts, accepted=(), tested=1)
+    return line | NAMES | {"tokens": [9], "draft": list(draft), "origin": list(origin)}
+
+
+FIRST = step(0, pieces=["a", "b"]) | {"tokens": [1, 2]}
+
+
+def test_the_latest_match_of_the_context_is_the_source() -> None:
+    origin = {"source": "n-gram", "order": 3, "count": 2}
+    found = step_picture(copied(FIRST, guess(origin)), 1)["source"]
+    text = "ab abc ab"
+    assert found["words"] == (
+        "Copied from the prompt: the last 2 tokens occurred there (order 3, after backoff from order 4). "
+        "It occurred 2 times."
+    )
+    assert [text[start:end] for start, end in found["copied"]] == ["c"] and found["copied"] == [(5, 6)]
+    assert found["context"] == [(3, 5), (7, 9)] and found["excerpt"] == ["ab ", "ab", "c", " ab"]
+
+
+def test_numbers_of_a_saved_page_are_rounded_and_its_size_is_limited() -> None:
+    """A text of 1,024 tokens with random distributions in full precision."""
+    rng = random.Random(1)
+
+    def rows(count: int) -> list[Any]:
+        return [{"top": [[k, rng.random() / 8] for k in range(6)], "entropy": rng.random()} for _ in range(count)]
+
+    run = Run()
+    drafted = {"pieces": ["b", "X"], "draft": ("b", "c", "d"), "accepted": (0,), "tested": 2}
+    steps = [step(i, **drafted) for i in range(1, 512)]
+    absorb(run, SPEC, header(), PREFILL, *(line | {"laws": rows(4), "drafted": rows(3)} for line in steps), end())
+    run.finish()
+    page = web_page(run)
+    assert len(page.encode()) < 500_000
+    data = json.loads(gzip.decompress(base64.b64decode(page.partition('id="run-data">')[2].partition("<")[0])))
+    node, exact = (pictures[511]["nodes"][0] for pictures in (data["steps"][SPEC], step_pictures(run.lanes[SPEC])))
+    assert len(exact["bars"]) > 4
+    assert node["entropy_p"] != exact["entropy_p"] == pytest.approx(node["entropy_p"], rel=1e-5)

@@ -7,10 +7,8 @@ import errno
 import gc
 import json
 import os
-import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -20,11 +18,10 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from specdemo.core.errors import UserError
 from specdemo.core.events import Event
 from specdemo.core.metrics import Metrics
 from specdemo.core.trace import from_json
-from specdemo.ui import frames, streams
+from specdemo.ui import streams
 from specdemo.ui.lane import SPEC
 from specdemo.ui.limits import HostLimits, Visitors
 from specdemo.ui.run_store import RunStore
@@ -97,28 +94,6 @@ def test_listener_receives_the_run_in_order_until_its_end(house: House) -> None:
     assert not house.finish(), "who has heard the end no longer listens"
 
 
-def test_late_and_parallel_listeners_receive_everything(house: House) -> None:
-    with house.listen() as early:
-        heard = [early.receive_json()]
-        for line in LINES[:2]:
-            house.add(line)
-            heard.append(early.receive_json())
-        with house.listen() as late:
-            caught_up = [late.receive_json()]
-            house.add(LINES[2])
-            heard.append(early.receive_json())
-            caught_up.append(late.receive_json())
-    assert records(heard) == records(caught_up) == json.loads(house.run.frame(0))["r"]
-
-
-def test_closed_socket_ends_the_listener(house: House) -> None:
-    with house.listen() as socket:
-        socket.receive_json()
-        socket.send_text("nobody asked")
-        assert house.add(LINES[0]) and socket.receive_json()["r"]
-    assert not house.add(LINES[1])
-
-
 def test_a_reconnected_listener_receives_the_missing_records_only(house: House) -> None:
     for line in LINES[:2]:
         house.add(line)
@@ -142,25 +117,6 @@ def test_run_ends_when_its_page_is_left_but_not_when_interrupted(house: House) -
     assert not stop.called
     assert house.client.post("/frames/unknown").status_code == 204 and not stop.called
     assert house.client.post(f"/frames/{house.run.id}").status_code == 204 and stop.called
-
-
-def test_frames_of_the_fallback_follow_changes_without_polling(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "_POLL_S", 3600.0)
-
-    async def replayed() -> list[dict]:
-        frames = house.sockets.fallback_frames(house.run)
-        heard = [json.loads(await anext(frames))]
-        for line in LINES:
-            absorb(house.run, SPEC, line)
-            house.sockets.notify(house.run)
-            heard.append(json.loads(await anext(frames)))
-        house.run.finish()
-        house.sockets.notify(house.run)
-        assert [frame async for frame in frames] == []
-        return heard
-
-    assert records(house.client.portal.call(replayed)) == json.loads(house.run.frame(0))["r"]
-    assert not house.sockets._fallbacks
 
 
 def test_run_continues_without_its_gradio_event_and_ends_after_the_grace_period(
@@ -189,23 +145,6 @@ def test_unknown_runs_are_rejected(house: House, run_id: str) -> None:
         pass
 
 
-def test_finished_run_is_one_frame(house: House) -> None:
-    for line in LINES:
-        house.add(line)
-    house.finish()
-    with house.listen() as socket:
-        assert socket.receive_json() == json.loads(house.run.frame(0))
-        with pytest.raises(WebSocketDisconnect):
-            socket.receive_json()
-
-
-def test_markup_is_escaped_in_frames(house: House) -> None:
-    house.add(header(prompt="<b>"))
-    with house.listen() as socket:
-        sent = socket.receive_text()
-    assert "<" not in sent and json.loads(sent)["r"][0]["head"]["prompt"] == "<b>"
-
-
 def test_a_run_stopped_before_its_job_is_queued_does_not_start() -> None:
     worker, runs = Worker(), RunStore()
     run = runs.new("one", (SPEC,))
@@ -226,22 +165,6 @@ def test_a_run_whose_page_is_left_before_the_server_knows_it_does_not_start() ->
     worker.close()
 
 
-def test_unknown_runs_that_end_are_bounded_and_need_an_id() -> None:
-    runs = RunStore()
-    for run_id in [None, 1, "short", "a" * 65, "not an id" * 3, *(f"unknown-run-{i:05}" for i in range(5000))]:
-        runs.stop_run(run_id)
-    assert len(runs._stopped) == 1024 and "unknown-run-04999" in runs._stopped
-
-
-@pytest.mark.parametrize("run_id", ["short", "a" * 65, "with a space in it", "taken-by-a-visitor", 1])
-def test_ids_of_runs_are_new_and_long(run_id: Any) -> None:
-    runs = RunStore()
-    taken = runs.new("one", (SPEC,), run_id="taken-by-a-visitor")
-    with pytest.raises(UserError, match="the id of a run must be new"):
-        runs.new("two", (SPEC,), run_id=run_id)
-    assert runs.get(taken.id) is taken and runs.latest("one") is taken
-
-
 def test_finished_runs_retain_no_events() -> None:
     """Their traces are text; neither the runs nor the limits of the visitor retain the stream."""
     worker, runs, visitors = Worker(), RunStore(), Visitors(HostLimits(at_once=1))
@@ -258,17 +181,6 @@ def test_finished_runs_retain_no_events() -> None:
     visitors.admit("192.0.2.1")
 
 
-def test_the_summary_of_a_run_is_computed_once_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = []
-    monkeypatch.setattr(frames, "headline", lambda *_: threads.append(threading.current_thread()))
-    worker, runs = Worker(), RunStore()
-    run = runs.new("one", (SPEC,))
-    asyncio.run(Sockets(runs).play(run, worker.submit(lambda: ((SPEC, event) for event in events_of(LINES)))))
-    worker.close()
-    assert json.loads(run.frame(0))["over"] and json.loads(run.frame(1))["table"]
-    assert len(threads) == 1 and threads[0] is not threading.main_thread()
-
-
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
 def test_a_disk_that_cannot_be_written_is_named_on_the_page(code: int) -> None:
     worker, runs = Worker(), RunStore()
@@ -281,22 +193,4 @@ def test_a_disk_that_cannot_be_written_is_named_on_the_page(code: int) -> None:
     asyncio.run(Sockets(runs).play(run, worker.submit(job)))
     remedy = "free some space" if code == errno.ENOSPC else "choose a writable directory"
     assert run.phase == ("failed", f"cannot write to the disk of this host: {os.strerror(code)}: {remedy}")
-    worker.close()
-
-
-def test_an_interrupted_run_is_marked_in_its_trace() -> None:
-    worker, runs = Worker(), RunStore()
-    run = runs.new("one", (SPEC,))
-
-    def job() -> Iterator[tuple[str, Event]]:
-        header, *_ = events_of(LINES)
-        while True:
-            yield SPEC, header
-            run.stop()
-
-    stream = worker.submit(job)
-    run.begin(stream.stop)
-    asyncio.run(Sockets(runs).play(run, stream))
-    last = json.loads(run.trace(SPEC).splitlines()[-1])
-    assert (last["end"], last["error"]) == ("cancelled", "interrupted") and run.phase[0] == "stopped"
     worker.close()

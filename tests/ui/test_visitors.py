@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,8 +17,7 @@ from specdemo.recipe import Recipe
 from specdemo.ui import service as service_module
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.run_store import RunStore
-from specdemo.ui.service import REMEMBERED, Health, Service
-from specdemo.ui.streams import LONGEST_REASON, reason
+from specdemo.ui.service import REMEMBERED, Service
 from specdemo.worker import WorkerBusy
 
 PATIENCE = 60.0
@@ -77,22 +73,6 @@ def test_rejected_runs_do_not_evict_others() -> None:
     assert runs.get(kept.id) is None and all(runs.get(run.id) is run for run in going)  # active runs are kept
 
 
-def test_bundled_traces_do_not_count_as_runs() -> None:
-    def admit(_: str) -> None:
-        raise UserError("too many runs")
-
-    runs = RunStore(admit=admit)
-    (name, _), *_ = json.loads(runs.recorded("") or "")
-    assert json.loads(runs.recorded(name) or "")["r"] and len(runs) == 1
-    assert json.loads(runs.import_trace("{}")) == {"refused": "too many runs"}
-
-
-def test_error_messages_are_truncated() -> None:
-    said = reason(UserError(f"unknown pair {'x' * 10**6!r}"))
-    assert said.startswith("unknown pair 'xxx") and said.endswith(" …") and len(said) == LONGEST_REASON + 2
-    assert reason(UserError("short")) == "short"
-
-
 def test_queue_length_follows_the_limit() -> None:
     gate, service = threading.Event(), Service(ModelPool(), lambda *_: closed(), HostLimits(queue=1))
 
@@ -135,26 +115,6 @@ def test_refused_benches_leave_the_running_one(limits: HostLimits, monkeypatch: 
     service.worker.close()
 
 
-def test_a_new_bench_replaces_the_running_one_within_the_limit_of_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, address = threading.Event(), "192.0.2.1"
-
-    def measured(*_: Any) -> Iterator[dict[str, Any]]:
-        assert gate.wait(PATIENCE)
-        yield {}
-
-    monkeypatch.setattr(service_module, "measure", measured)
-    service = Service(ModelPool(), lambda *_: iter([{}]), HostLimits(at_once=1))
-    bench = ([Recipe()], [Prompt("code", "code", "x")])
-    former = service.bench(*bench, "visitor", address)
-    latest = service.bench(*bench, "visitor", address)
-    assert former.stopping and not latest.stopping
-    with pytest.raises(UserError, match="2 runs in progress"):
-        service.bench(*bench, "other visitor", address)
-    gate.set()
-    assert latest.wait(PATIENCE) and latest.items == [{}]
-    service.worker.close()
-
-
 def test_a_conversation_ends_while_a_run_adds_a_lane() -> None:
     class Stores(dict[str, Any]):
         def items(self) -> Any:
@@ -171,27 +131,4 @@ def test_a_conversation_ends_while_a_run_adds_a_lane() -> None:
     lanes = service._stores["visitor"] = {"spec": Stores({"ngrams": 1, CONVERSATION: 2})}
     service.forget("visitor")
     assert lanes == {"spec": {"ngrams": 1}, "ar": {}}
-    service.worker.close()
-
-
-def test_health_counts_passes_by_texts() -> None:
-    service = Service(ModelPool(), lambda *_: iter(()))
-    service.last_token = time.monotonic()
-    service.worker.texts_per_pass.update({8: 3, 1: 2})
-    (route,) = Health(service, Recipe(pair="bundled")).routes()
-    answer = asyncio.run(route.endpoint(None))
-    assert answer.status_code == 200 and json.loads(answer.body)["texts_per_pass"] == {"1": 2, "8": 3}
-    service.worker.close()
-
-
-def test_recent_runs_count_as_healthy() -> None:
-    service = Service(ModelPool(), lambda *_: iter(()))
-    look = Health(service, Recipe(pair="bundled"), lately_s=100, patience_s=PATIENCE)
-    assert not look.fresh and look.age_s is None
-    service.last_token = time.monotonic() - 99
-    assert look.fresh
-    service.last_token = time.monotonic() - 101
-    assert not look.fresh
-    alive, why = asyncio.run(look.look())
-    assert not alive and "no token" in why  # the probe ended without a token
     service.worker.close()

@@ -192,20 +192,3 @@ def test_context_of_the_visitor_is_passed_on(pool: ModelPool) -> None:
     assert stream.wait(PATIENCE) and stream.error is None
     assert seen == ["visitor 7"]
     service.worker.close()
-
-
-def test_requested_gpu_time_grows_with_the_run() -> None:
-    small, large = 4 * 10**7, 15 * 10**9
-    lengths = [zero.seconds_of(Recipe(max_tokens=n), large) for n in (1, 128, 512, 10**6)]
-    assert lengths == sorted(lengths) and lengths[0] < lengths[1] < lengths[2] and lengths[3] == zero.LONGEST_S
-    assert zero.seconds_of(Recipe(max_tokens=256), small) < zero.seconds_of(Recipe(max_tokens=256), large)
-    assert (
-        zero.seconds_of(Recipe(max_tokens=256), large) > 256 * large / 1.6e12
-    )  # at least the time of reading the weights
-
-
-def test_preflight_raises_without_a_permanent_device(pool: ModelPool) -> None:
-    service = Service(pool, generate, worker=WorkerGroup(1))
-    with pytest.raises(UserError, match="this host does not have"):
-        asyncio.run(service.preflight(RECIPE))
-    service.worker.close()

@@ -15,11 +15,17 @@ from specdemo.models.engines.llama_weights import LLAMA_FAMILY, ROPE_TYPES, is_s
 from specdemo.models.engines.native_matrix import weight_shape
 from specdemo.models.model_sizes import ROTATES_WHOLE_HEADS, ModelSizes
 from specdemo.native.build import NativeUnavailable, native_library
+from specdemo.native.interface import CONSTANTS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-ACTIVATIONS = {"silu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "gelu": 2}
+ACTIVATIONS = {
+    "silu": CONSTANTS["SILU"],
+    "gelu_new": CONSTANTS["GELU_TANH"],
+    "gelu_pytorch_tanh": CONSTANTS["GELU_TANH"],
+    "gelu": CONSTANTS["GELU_ERF"],
+}
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from specdemo.core.step import Draft
 from specdemo.models.engines.context_tokens import MOST_CONTEXT_TOKENS, ContextTokens
 from specdemo.models.engines.engine import Entry
 from specdemo.models.engines.head import Eagle3Weights, Head, HeadCache
-from specdemo.models.engines.native import BLOCK, NativeCache, NativeEngine
-from specdemo.models.engines.native_chain import CHAIN_ROWS
+from specdemo.models.engines.native import NativeEngine
+from specdemo.models.engines.native_cache import BLOCK, NativeCache
 from specdemo.models.engines.native_matrix import FLOAT_FORMATS, Joined, NativeMatrix, WritableMatrix
+from specdemo.models.engines.native_pass import CHAIN_ROWS
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.memory import LargePageBuffer
 from specdemo.native.build import required_library

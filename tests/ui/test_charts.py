@@ -1,15 +1,18 @@
-"""SVG export is well-formed and shows the same content as the lane."""
+"""Pictures as SVG: lanes with the same content as the page, and line charts."""
 
 from __future__ import annotations
 
+import re
 from xml.etree import ElementTree
 
+import pytest
 from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, absorb, end, header, step
 
 from specdemo.core.step import Outcome
 from specdemo.ui.frames import Run, cells
 from specdemo.ui.lane import SPEC, Lane
-from specdemo.ui.text_picture import CHAR, EDGE, WIDTH, as_svg, colours_of
+from specdemo.ui.line_chart import HEIGHT, WIDTH, LineChart
+from specdemo.ui.text_picture import as_svg, colours_of
 
 NAME = "{http://www.w3.org/2000/svg}"
 
@@ -37,18 +40,6 @@ def test_every_kind_has_its_colour() -> None:
     assert 'text-decoration="line-through"' in svg and 'font-style="italic"' in svg
 
 
-def test_long_lines_are_wrapped() -> None:
-    words = "abcdefghij" * 30
-    svg = as_svg(lane(step(0, pieces=[words]), prompt="x" * 250))
-    root = ElementTree.fromstring(svg)
-    assert texts(svg, "plain") == words
-    edges = [
-        float(n.get("x", 0)) + float(n.get("textLength", 0)) for n in root.iter(f"{NAME}text") if n.get("textLength")
-    ]
-    assert max(edges) <= EDGE + WIDTH * CHAR
-    assert 300 / WIDTH * 22 < float(root.get("height", 0))
-
-
 def test_generated_markup_gives_well_formed_svg() -> None:
     evil = '<script>&"\x00\x1b]]> \u4f60\u597d \u0301 \r\n\ttail'
     svg = as_svg(lane(step(0, pieces=[evil]), step(1, pieces=["x"], draft=(evil,), accepted=(), tested=1), prompt=evil))
@@ -65,7 +56,23 @@ def test_draft_tokens_that_an_engine_does_not_report_are_counted() -> None:
     assert shown[:3] == ["a", "+3", "b"]
 
 
-def test_the_caption_is_below_the_legend() -> None:
-    nodes = list(ElementTree.fromstring(as_svg(lane(PREFILL))).iter(f"{NAME}text"))
-    legend, caption = (float(node.get("y", 0)) for node in nodes[-2:])
-    assert caption >= legend + 15
+CURVES = ("one", "two", "three & more")
+CHART = LineChart("A < B", "x", "y", {"one": "red", "run": "blue"}, {name: name for name in (*CURVES, "run")})
+
+
+def drawn(*points: tuple) -> ElementTree.Element:
+    return ElementTree.fromstring(CHART.svg(points))
+
+
+def positions(path: str) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, y in re.findall(r"([-\d.]+),([-\d.]+)", path)]
+
+
+def test_curves_are_to_scale_and_dots_have_one_point() -> None:
+    figure = drawn((0.0, 0.0, "one"), (1.0, 4.0, "one"), (2.0, 8.0, "one"), (1.0, 4.0, "run"), (None, None, "later"))
+    curve, dot, later = figure.findall(".//g/path")
+    (left, low), (middle, half), (right, high) = positions(curve.attrib["d"])
+    assert middle == pytest.approx((left + right) / 2) and half == pytest.approx((low + high) / 2)
+    assert 0 <= left < right <= WIDTH and 0 <= high < low <= HEIGHT
+    assert positions(dot.attrib["d"]) == [(middle, half)] and dot.attrib["class"] == "dot"
+    assert later.attrib["d"] == ""

@@ -1,18 +1,16 @@
-"""Figures computed in one place: cost terms, paths that follow a text, and their texts."""
+"""Figures computed in one place, their texts, and banned and stop texts."""
 
 from __future__ import annotations
 
-import errno
 import random
 from collections.abc import Callable
 
 import pytest
 
 from specdemo.core.banned_text import BannedText
-from specdemo.core.errors import UserError, check_name, check_temporary_folder, check_unicode, plain_text, write_error
-from specdemo.core.events import ShownToken, StepEvent
+from specdemo.core.errors import UserError, check_temporary_folder, plain_text
 from specdemo.core.formats import format_bytes, kilobytes, latency, megabytes, number, percent
-from specdemo.core.step import Draft, Outcome, Step, Verdict
+from specdemo.core.stop_text import StopTexts
 from specdemo.core.theory import CostTerms, speedup
 
 
@@ -23,21 +21,6 @@ def test_cost_terms_give_the_measured_speed_up() -> None:
     assert terms.c == pytest.approx(0.4 / 3)
     assert speedup(2.0, terms.drafted, terms.c, terms.v, terms.o) == pytest.approx(2 * 0.1 / 0.3)
     assert CostTerms.of(0.4, 2.2, 0.4, drafted=0, steps=10, pass_s=0.1).c == 0.0
-
-
-def test_a_draft_is_followed_as_far_as_the_text_agrees() -> None:
-    """Compare with all paths of random forests, in which siblings may have equal tokens."""
-    rng = random.Random(3)
-    longest = 0
-    for _ in range(200):
-        parents = [rng.randrange(-1, node) for node in range(rng.randrange(1, 9))]
-        draft = Draft(tuple(rng.randrange(3) for _ in parents), tuple(parents))
-        text = [rng.randrange(3) for _ in range(5)]
-        paths = [tuple(draft.path(node)) for node in range(-1, len(draft))]
-        matching = [path for path in paths if [draft.tokens[node] for node in path] == text[: len(path)]]
-        assert draft.follow(text) in matching and len(draft.follow(text)) == max(map(len, matching))
-        longest = max(longest, len(draft.follow(text)))
-    assert longest > 2 and Draft().follow([1]) == ()
 
 
 def test_texts_of_figures() -> None:
@@ -63,20 +46,10 @@ def refusal(call: Callable[[], object]) -> str:
     return str(refused.value)
 
 
-def test_sentences_of_errors() -> None:
+def test_plain_text_has_no_control_characters_and_a_limit() -> None:
     assert plain_text("a\x07b\u200ec\u2028d\u2029é") == "a b c d é"
+    assert plain_text("a\ud800\ue000b") == "a  b"
     assert plain_text("abc", 3) == "abc" and plain_text("abcd", 3) == "abc …"
-    assert plain_text("x" * 300) == "x" * 300 and plain_text("x" * 301) == "x" * 300 + " …"
-    full, other = OSError(errno.ENOSPC, "No space left"), OSError(errno.EACCES, "Permission denied")
-    assert str(write_error("a.csv", full)) == "cannot write a.csv: No space left: free some space"
-    assert str(write_error("b", other)) == "cannot write b: Permission denied: choose a writable directory"
-    assert str(write_error("b", PermissionError())) == "cannot write b: PermissionError: choose a writable directory"
-    check_name("policy", "a", {"a": 1})
-    assert refusal(lambda: check_name("policy", "x", {"a": 1, "b": 2})) == "unknown policy 'x': known are a, b"
-    check_unicode("prompt", "é")
-    assert refusal(lambda: check_unicode("prompt", "ab\ud800")) == (
-        "prompt has an invalid character at position 3: remove it"
-    )
 
 
 def test_a_missing_temporary_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,19 +88,57 @@ def ends(before: bytes, piece: bytes) -> range:
     return range(len(before) + 1, len(before + piece) + 1)
 
 
-def test_tokens_are_shown_as_accepted_then_discarded_then_those_of_the_target() -> None:
-    draft = Draft((1, 2, 3, 4), (-1, -1, 1, 1))
-    done = Step(1, (2, 4, 9), draft, Verdict((1, 3), 9, beta=(0.5, 0.5, None, 0.5)), 2, 0.0, 0.0, 0.0, 0.0)
-    assert [*StepEvent(done, ("b", "d", "x"), ("a", "b", "c", "d")).shown()] == [
-        ShownToken(Outcome.ACCEPTED, "b", 2, 1),
-        ShownToken(Outcome.ACCEPTED, "d", 4, 3),
-        ShownToken(Outcome.REJECTED, "a", 1, 0),
-        ShownToken(Outcome.IGNORED, "c", 3, 2),
-        ShownToken(Outcome.BONUS, "x", 9),
-    ]
-    assert StepEvent(done, ("b", "d", "x")).text == "bdx"
-    search = Step(1, (5, 6), Draft(), Verdict((), None, committed=(5, 6)), 0, 0.0, 0.0, 0.0, 0.0)
-    assert [*StepEvent(search, ("e", "f")).shown()] == [
-        ShownToken(Outcome.PLAIN, "e", 5),
-        ShownToken(Outcome.PLAIN, "f", 6),
-    ]
+STOPS = ("ab", "bca", "cc", "abca")
+
+
+def shown_by_definition(text: str) -> tuple[str, int]:
+    """Return the text and the number of read characters: search all stop texts after each character."""
+    for end in range(1, len(text) + 1):
+        starts = [end - len(stop) for stop in STOPS if text[:end].endswith(stop)]
+        if starts:
+            return text[: min(starts)], end
+    return text, len(text)
+
+
+def pieces_of(text: str, rng: random.Random) -> list[str]:
+    cuts = sorted(rng.choices(range(len(text) + 1), k=4))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+def test_characters_are_shown_up_to_the_first_stop_text() -> None:
+    rng, stopped = random.Random(5), 0
+    for _ in range(2000):
+        text = "".join(rng.choices("abcd", k=9))
+        stops = StopTexts(STOPS)
+        shown = stops.feed(text, last=True)
+        expected, read = shown_by_definition(text)
+        assert "".join(shown) == expected and len(shown) == read
+        assert stops.reached == (expected != text)
+        stopped += stops.reached
+    assert 500 < stopped < 2000
+
+
+def test_a_stop_text_within_a_piece_ends_the_text_before_its_first_occurrence() -> None:
+    rng = random.Random(6)
+    for _ in range(2000):
+        text = "".join(rng.choices("abcd", k=9))
+        pieces, stops = pieces_of(text, rng), StopTexts(STOPS)
+        shown = stops.feed(pieces, last=True)
+        read = "".join(pieces[: len(shown)])
+        first = min((start for stop in STOPS if (start := read.find(stop)) >= 0), default=len(read))
+        assert "".join(shown) == read[:first]
+        assert stops.reached == any(stop in text for stop in STOPS)
+
+
+@pytest.mark.parametrize("pieces", [["one ", "two", " three"], [], ["", "x"]])
+def test_without_stop_texts_every_piece_is_shown_at_once(pieces: list[str]) -> None:
+    stops = StopTexts()
+    assert stops.feed(pieces) == pieces and not stops.reached
+
+
+def test_only_a_possible_beginning_is_withheld() -> None:
+    stops = StopTexts(["\n\nUser:"])
+    assert stops.feed(["Yes.", "\n", "\nUs", "e", "d"]) == ["Yes.", "", "", "", "\n\nUsed"]
+    assert stops.feed(["?\n"]) + stops.feed(["\nU"]) + stops.feed([]) + stops.feed(["-"]) == ["?", "", "\n\nU-"]
+    assert stops.feed([" \n\nUser", ": more", "lost"]) == [" ", ""] and stops.reached
+    assert stops.feed(["later"], last=True) == []

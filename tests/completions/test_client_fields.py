@@ -1,0 +1,267 @@
+"""Fields of clients: neutral values change nothing, others are refused by name, answers are accepted as they came."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdemo.completions.fields import SYNONYMS, TABLES, InvalidParameter
+from specdemo.completions.requests import ChatRequest, CompletionRequest, TextRequest, parse_request
+from specdemo.core.errors import UserError
+
+TEXT: dict[str, Any] = {"model": "default", "prompt": "x"}
+USER = {"role": "user", "content": "x"}
+CHAT: dict[str, Any] = {"model": "default", "messages": [USER]}
+
+
+def text(**values: Any) -> TextRequest:
+    return parse_request(TextRequest, json.dumps({**TEXT, **values}).encode())
+
+
+def chat(*messages: dict[str, Any], **values: Any) -> ChatRequest:
+    return parse_request(ChatRequest, json.dumps({**CHAT, "messages": [*messages] or [USER], **values}).encode())
+
+
+# Bodies as clients send them by default, with the values of their settings that are off.
+OPENAI = {
+    "n": 1, "store": False, "metadata": {}, "service_tier": "auto", "modalities": ["text"], "user": "bob",
+    "tools": [], "tool_choice": "none", "parallel_tool_calls": True, "response_format": {"type": "text"},
+    "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0, "safety_identifier": "b", "audio": None,
+    "prompt_cache_key": "k", "verbosity": "medium", "reasoning_effort": None, "stream_options": None,
+    "function_call": "auto", "functions": [], "prediction": None, "seed": None, "stop": None, "top_logprobs": None,
+}  # fmt: skip
+LLAMA_CPP = {
+    "dynatemp_range": 0.0, "dynatemp_exponent": 1.0, "typical_p": 1.0, "xtc_probability": 0.0, "min_p": 0,
+    "xtc_threshold": 0.1, "repeat_last_n": 64, "repeat_penalty": 1.0, "dry_multiplier": 0.0, "dry_base": 1.75,
+    "dry_allowed_length": 2, "dry_penalty_last_n": -1, "dry_sequence_breakers": ["\n", ":"], "mirostat": 0,
+    "mirostat_tau": 5.0, "mirostat_eta": 0.1, "top_n_sigma": -1.0, "n_keep": 0, "n_discard": 0, "n_probs": 0,
+    "min_keep": 0, "grammar": "", "ignore_eos": False, "logit_bias": [[5, 0.0]], "id_slot": -1, "n_indent": 0,
+    "cache_prompt": True, "t_max_predict_ms": 0, "timings_per_token": False, "post_sampling_probs": False,
+    "lora": [], "response_fields": [], "image_data": [], "return_tokens": False, "return_progress": False,
+    "samplers": ["penalties", "dry", "temperature", "top_k", "top_p"], "n_cache_reuse": 0, "seed": -1,
+}  # fmt: skip
+VLLM = {
+    "best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "min_tokens": 0,
+    "stop_token_ids": [], "include_stop_str_in_output": False, "skip_special_tokens": True, "priority": 0,
+    "spaces_between_special_tokens": True, "truncate_prompt_tokens": -1, "allowed_token_ids": [], "bad_words": [],
+    "prompt_logprobs": None, "guided_json": None, "guided_regex": "", "guided_choice": [], "request_id": "r",
+    "return_tokens_as_token_ids": False, "cache_salt": "s", "kv_transfer_params": {}, "vllm_xargs": {},
+    "logits_processors": [], "mm_processor_kwargs": {}, "structured_outputs": None, "echo": False, "top_k": -1,
+}  # fmt: skip
+SILLY_TAVERN = {
+    "max_new_tokens": 9, "max_tokens": 9, "n_predict": 9, "num_predict": 9, "temperature": 0.7, "top_p": 0.9,
+    "typical_p": 1, "typical": 1, "sampler_seed": -1, "seed": -1, "min_p": 0, "repetition_penalty": 1,
+    "rep_pen": 1, "repeat_penalty": 1, "rep_pen_range": 0, "repetition_penalty_range": 0, "top_k": 0, "skew": 0,
+    "min_tokens": 0, "min_length": 0, "num_beams": 1, "add_bos_token": True, "smoothing_factor": 0, "tfs": 1,
+    "smoothing_curve": 1, "dry_multiplier": 0, "dry_base": 1.75, "dry_sequence_breakers": '["\\n"]', "top_a": 0,
+    "max_tokens_second": 0, "stopping_strings": [], "stop": [], "truncation_length": 8192, "ban_eos_token": False,
+    "include_reasoning": True, "epsilon_cutoff": 0, "eta_cutoff": 0, "mirostat_mode": 0, "custom_token_bans": "",
+    "banned_strings": [], "api_type": "vllm", "api_server": "http://127.0.0.1", "legacy_api": False, "nsigma": 0,
+    "xtc_threshold": 0.1, "xtc_probability": 0, "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0,
+    "penalty_alpha": 0, "temperature_last": False, "do_sample": True, "guidance_scale": 1, "negative_prompt": "",
+    "grammar_string": "", "speculative_ngram": False, "sampler_priority": ["temperature", "top_k", "top_p"],
+    "num_ctx": 8192, "adaptive_target": -1, "adaptive_decay": 0.9, "dynatemp_low": 1, "dynatemp_high": 1,
+}  # fmt: skip
+WEB_UI = {
+    "mode": "instruct", "continue_": False, "auto_max_new_tokens": False, "dynamic_temperature": False,
+    "chat_id": "c", "session_id": "s", "id": "i", "features": {}, "variables": {}, "files": [], "tool_ids": [],
+    "keep_alive": "5m", "format": "", "options": {}, "think": None, "prompt_lookup_num_tokens": 0, "tfs_z": 1.0,
+}  # fmt: skip
+HARNESS = {
+    "suffix": "", "logprobs": None, "echo": False, "temperature": 0, "seed": 1234, "max_tokens": 1, "stop": ["\n"],
+    "provider": {}, "transforms": [], "usage": {"include": True}, "extra_body": {}, "num_return_sequences": 1,
+}  # fmt: skip
+BODIES = [OPENAI, LLAMA_CPP, VLLM, SILLY_TAVERN, WEB_UI, HARNESS]
+EFFECTIVE = {*CompletionRequest.model_fields, "echo", "logprobs", "top_logprobs", "chat_template_kwargs"} - {"model"}
+CHAT_ONLY, TEXT_ONLY = {"mode", "continue_", "top_logprobs"}, {"suffix", "echo", "add_bos_token"}
+
+
+@pytest.mark.parametrize(("place", "name", "value"), [
+    (place, name, value)
+    for body in BODIES
+    for name, value in body.items()
+    for place in (["chat"] if name in CHAT_ONLY else ["text"] if name in TEXT_ONLY else ["chat", "text"])
+])  # fmt: skip
+def test_neutral_values_change_nothing(place: str, name: str, value: Any) -> None:
+    make: Any = chat if place == "chat" else text
+    request, plain = make(**{name: value}), make()
+    if SYNONYMS.get(name, name) not in EFFECTIVE:
+        assert request == plain and request.options == plain.options
+
+
+@pytest.mark.parametrize("body", [OPENAI, LLAMA_CPP, VLLM, SILLY_TAVERN, WEB_UI, HARNESS])
+def test_complete_bodies_are_accepted(body: dict[str, Any]) -> None:
+    for make, without in ((text, CHAT_ONLY), (chat, TEXT_ONLY)):
+        make(**{name: value for name, value in body.items() if name not in without})
+
+
+@pytest.mark.parametrize("name", [*"abc", "unknown", "min_p", "messages", "top_logprobs", "grammar", "prompt_logprobs"])
+def test_null_is_neutral_for_every_name(name: str) -> None:
+    assert text(**{name: None}) == text()
+    if name != "messages":
+        assert chat(**{name: None}) == chat()
+    assert chat({**USER, name: None}) == chat()
+    assert chat({"role": "user", "content": [{"type": "text", "text": "x", name: None}]}).prompt_input == [USER]
+
+
+OTHERS: dict[str, Any] = {
+    "n": 2, "best_of": True, "presence_penalty": 0.5, "frequency_penalty": -1, "min_p": 0.1, "typical_p": 0.9,
+    "top_a": 0.1, "tfs": 0.9, "mirostat": 2, "mirostat_mode": 1, "dry_multiplier": 0.8, "xtc_probability": 0.5,
+    "smoothing_factor": 0.2, "dynatemp_range": 0.5, "repeat_penalty": 1.1, "logit_bias": {"5": 1}, "store": True,
+    "ignore_eos": True, "min_tokens": 4, "stop_token_ids": [2], "skip_special_tokens": False, "grammar": "root",
+    "guided_json": {}, "json_schema": {}, "guided_choice": ["a"], "response_format": {"type": "json_object"},
+    "tools": [{"type": "function"}], "tool_choice": "required", "functions": [{}], "modalities": ["audio"],
+    "service_tier": "flex", "id_slot": 0, "use_beam_search": True, "samplers": ["top_p", "top_k", "temperature"],
+    "sampler_order": [6, 0], "bad_words": ["x"], "do_sample": False, "temperature_last": True, "n_probs": 3,
+    "reasoning_effort": "low", "enable_thinking": False, "verbosity": "high", "truncate_prompt_tokens": 10,
+    "include_stop_str_in_output": True, "return_tokens_as_token_ids": True, "top_n_sigma": 1, "lora": [{"id": 0}],
+    "no_repeat_ngram_size": 3, "guidance_scale": 1.5, "web_search_options": {}, "audio": {}, "mystery": 0,
+    "options": {"num_ctx": 9}, "add_special_tokens": 5, "reasoning_format": "auto", "prompt_logprobs": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), OTHERS.items())
+def test_other_values_are_refused_by_name(name: str, value: Any) -> None:
+    for make in (text, chat):
+        with pytest.raises(InvalidParameter, match=f"^{name} is not supported: ") as refused:
+            make(**{name: value})
+        assert refused.value.parameter == name
+
+
+@pytest.mark.parametrize(
+    ("values", "option", "expected"),
+    [
+        ({"top_k": -1}, "top_k", 0),
+        ({"top_k": 0}, "top_k", 0),
+        ({"seed": -1}, "seed", None),
+        ({"sampler_seed": -1}, "seed", None),
+        ({"seed": -2}, "seed", -2),
+        ({"seed": (1 << 63) - 1}, "seed", (1 << 63) - 1),
+        ({"seed": 1 << 63}, "seed", -(1 << 63)),
+        ({"seed": (1 << 64) - 1}, "seed", -1),
+        ({"max_tokens": -1}, "max_tokens", None),
+        ({"n_predict": 7}, "max_tokens", 7),
+        ({"max_completion_tokens": 7, "max_tokens": 7}, "max_tokens", 7),
+        ({"rep_pen": 1.2}, "repetition_penalty", 1.2),
+        ({"stop": ""}, "stop_texts", ()),
+        ({"stopping_strings": ["a"], "stop": ["a"]}, "stop_texts", ("a",)),
+    ],
+)
+def test_conventional_values_and_names(values: dict[str, Any], option: str, expected: Any) -> None:
+    assert text(**values).options.get(option) == chat(**values).options.get(option) == expected
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "n_predict", "max_new_tokens"])
+def test_minus_1_is_unlimited(name: str) -> None:
+    assert text(**{name: -1}).unlimited and not text(**{name: 1}).unlimited
+
+
+def test_synonyms_with_different_values_are_refused() -> None:
+    with pytest.raises(InvalidParameter, match="max_new_tokens is another max_tokens"):
+        text(max_tokens=5, max_new_tokens=6)
+
+
+# --- messages ----------------------------------------------------------------------------------------------------
+
+ANSWER = {"role": "assistant", "content": "y"}
+NEUTRAL_OF_MESSAGES: dict[str, Any] = {
+    "name": "bob", "id": "m1", "refusal": "", "tool_calls": [], "annotations": [], "reasoning_content": "",
+    "reasoning": "", "audio": {}, "index": 0, "metadata": {"title": "t"}, "options": [], "parsed": {}, "images": [],
+    "logprobs": {"content": []}, "finish_reason": "stop", "token_ids": [1], "timestamp": 3, "prefix": False,
+    "function_call": {}, "provider_specific_fields": {}, "thinking_blocks": [], "additional_kwargs": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), NEUTRAL_OF_MESSAGES.items())
+def test_neutral_fields_of_messages(name: str, value: Any) -> None:
+    assert chat(USER, {**ANSWER, name: value}, USER) == chat(USER, ANSWER, USER)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    {
+        "tool_calls": [{"id": "c"}], "function_call": {"name": "f"}, "refusal": "no", "audio": {"id": "a"},
+        "reasoning_content": "hm", "images": ["a"], "prefix": True, "mystery": 1,
+    }.items(),
+)  # fmt: skip
+def test_other_fields_of_messages_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InvalidParameter, match=f"messages.1.{name} is not supported: "):
+        chat(USER, {**ANSWER, name: value}, USER)
+
+
+def test_answers_without_content_are_empty_texts() -> None:
+    assert chat(USER, {"role": "assistant", "content": None}, USER).prompt_input[1]["content"] == ""
+    with pytest.raises(InvalidParameter, match=r"messages\.0\.content is missing"):
+        chat({"role": "user", "content": None})
+
+
+@pytest.mark.parametrize("kind", ["text", "input_text", "output_text"])
+@pytest.mark.parametrize(
+    "more", [{"cache_control": {"type": "ephemeral"}}, {"annotations": [], "logprobs": []}, {"id": "p", "index": 0}]
+)
+def test_parts_are_joined(kind: str, more: dict[str, Any]) -> None:
+    parts = [{"type": kind, "text": part, **more} for part in "ab"]
+    assert chat({"role": "user", "content": parts}).prompt_input == [{"role": "user", "content": "ab"}]
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url", "refusal", "reasoning", "tool_use"])
+def test_parts_that_are_no_texts_get_a_true_sentence(kind: str) -> None:
+    with pytest.raises(InvalidParameter, match=f"messages.0.content.1 is of type '{kind}', and this service reads tex"):
+        chat({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind}]})
+
+
+@pytest.mark.parametrize("role", ["tool", "function", "ipython", ""])
+def test_other_roles_are_refused(role: str) -> None:
+    with pytest.raises(InvalidParameter, match=r"messages\.1\.role must be .*tools are not supported"):
+        chat(USER, {"role": role, "content": "x"})
+
+
+CONTINUED = {"continue_final_message": True}
+ENDS: list[tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]] = [
+    ([USER], {}, {}),
+    ([USER], {"add_generation_prompt": True}, {}),
+    ([USER], {"add_generation_prompt": False}, {"add_generation_prompt": False}),
+    ([USER], {"continue_final_message": True, "add_generation_prompt": False}, CONTINUED),
+    ([USER, ANSWER], {}, CONTINUED),
+    ([USER, ANSWER], {"continue_final_message": True}, CONTINUED),
+    ([USER, ANSWER], {"continue_final_message": False}, {}),
+    ([USER, ANSWER], {"add_generation_prompt": True}, {}),
+    ([USER, ANSWER], {"add_generation_prompt": False}, {"add_generation_prompt": False}),
+    ([USER, {"role": "assistant", "content": ""}], {}, {}),
+    ([USER], {"chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
+]
+
+
+@pytest.mark.parametrize(("messages", "values", "expected"), ENDS)
+def test_the_last_message_is_continued_or_answered(
+    messages: list[dict[str, Any]], values: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    request = chat(*messages, **values)
+    assert request.template_options == expected
+    assert len(request.prompt_input) == (1 if messages[-1]["content"] == "" else len(messages))
+
+
+def test_a_message_to_continue_has_no_generation_prompt() -> None:
+    with pytest.raises(UserError, match="omit add_generation_prompt"):
+        chat(USER, ANSWER, continue_final_message=True, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize("name", ["messages", "a b", "1", ""])
+def test_variables_of_templates_have_names(name: str) -> None:
+    with pytest.raises(UserError, match="chat_template_kwargs"):
+        chat(chat_template_kwargs={name: 1})
+
+
+# --- documentation -----------------------------------------------------------------------------------------------
+
+
+def test_the_table_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "completions.md").read_text()
+    expected = [f"| {place} | `{'` `'.join(names.split())}` | {row.words} |" for place, rows in TABLES.items()
+                for names, row in rows]  # fmt: skip
+    missing = [line for line in expected if line not in text]
+    assert not missing, "\n".join(expected)
+    assert all(f"`{name}` is `{to}`" in text for name, to in SYNONYMS.items())
