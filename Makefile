@@ -17,7 +17,7 @@ TSC = npx --yes --package typescript@5.9.3 -- tsc
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast test-exhaustive test-sanitized test-faults test-machines fuzz mutants lint format bench clean
+.PHONY: help setup run test test-fast test-exhaustive test-sanitized test-faults test-machines fuzz mutants lint format bench gpu-check clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 24
@@ -71,6 +71,9 @@ format: $(READY_DEV) ## sort imports and format the code
 	@$(BIN)/ruff check --select I --fix .
 	@$(BIN)/ruff format .
 	@$(BIN)/clang-format -i $(C_SOURCES)
+
+gpu-check: $(READY) ## measure quantised pairs on the GPU of this machine, in less than 8 minutes
+	@$(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
 bench: $(READY) ## measure methods against autoregressive decoding
 	@$(BIN)/python -m specdemo bench $(ARGS)

@@ -1,323 +1,387 @@
-"""Check the CUDA path on this machine's GPU: table `gpu_check` (docs/models.md).
+"""Measure the CUDA path on this machine's GPU: table `gpu_check` (docs/models.md).
 
-`python -m benchmarks.gpu_check --pair bundled smollm2-135m --target DIRECTORY --write`. Each check runs in its own
-process, since a CUDA error ends all CUDA work of a process.
+`python -m benchmarks.gpu_check --write`. The target has the shape of a Llama of 5.7 billion parameters; its weights are
+generated on the GPU in each form. Each part runs in its own process, since a CUDA error ends all CUDA work of a
+process; a part that fails leaves a message in the table. `--out FILE` writes the records, `--read FILE` makes the table
+of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import random
-import shutil
+import re
+import statistics
 import subprocess
 import sys
-import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from benchmarks.tables import publish, run_study, study_parser
-from specdemo import generate
+from benchmarks.gpu_tiles import chosen_tiles, use_tiles
+from benchmarks.imposed_acceptance import ImposedDrafter, decoded
+from benchmarks.tables import ROOT, conditions, replace_table, run_study, study_parser
 from specdemo.bench.measure import copy_bandwidth, grid, measure
-from specdemo.bench.table import table
+from specdemo.bench.table import markdown_table, table
 from specdemo.core.errors import UserError
-from specdemo.core.events import End, StepEvent
-from specdemo.core.sampling import Noise
 from specdemo.core.step import Draft
+from specdemo.core.theory import expected_tokens
 from specdemo.models.batch_invariance import Measurement, check_invariance
-from specdemo.models.engines.cuda_graphs import MAX_ROWS
-from specdemo.models.engines.select import engine_of
+from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.models.engines.native_matrix import NF4_CODES
+from specdemo.models.engines.row_linear import RowLinear, int8_linear, kernels_missing, nf4_linear
+from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.load import LoadedModel, load
+from specdemo.models.llama_checkpoint import LlamaConfig, LlamaForCausalLM
+from specdemo.models.load import LoadedModel, read_tokenizer
 from specdemo.models.memory import release_memory
-from specdemo.models.memory_plan import plan_spec
+from specdemo.models.memory_plan import plan_config
 from specdemo.models.model_pool import ModelPool
+from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 
-PROMPT = "def fibonacci(n):\n"
-TOLERANCE = 2e-2  # of the largest logit, in two-byte dtypes
-VOCAB, BINS, DRAWS = 150_000, 100, 20_000
-CRITICAL = 149.4  # 0.999 quantile of chi-square with 99 degrees of freedom
-LONG = 2_000  # tokens
-FREE_BYTES = 256 << 20  # left under memory pressure
-UTILISATION = 0.8  # of the copy bandwidth
-LEAST_PLAN = 0.9  # of the measured memory
-TIMEOUT_S = 1200
-
-FORMS = ("none", "int8", "nf4")
 TABLES = {"gpu_check": "docs/models.md"}
-COLUMNS = {name: f"{{{name}}}" for name in ("model", "check", "meaning", "result", "detail")}
+FORMS = ("none", "int8", "nf4")
+NAMES = {"none": "bf16"}
+ROWS = (1, 2, 5, 8, 16)
+SHAPES = {  # width, inner width, layers, heads, heads of keys
+    "llama-5.7b": (4096, 11008, 32, 32, 8),
+    "llama-60m": (1024, 2816, 5, 16, 4),
+}
+STARTED = 64  # tokens before timed passes
+TIMED = 20
+GAMMA, ALPHA = 4, 0.8
+TIMEOUT_S = 200
+DEVICE = "cuda"
 
-Check = Callable[[Recipe], str]
-
-
-class CheckFailed(Exception):
-    """A check's result differs from the expectation."""
-
-
-def text_of(recipe: Recipe, pool: ModelPool | None = None) -> list[int]:
-    """Return the tokens of a run. Raises `CheckFailed` if the run fails."""
-    events = list(generate(recipe, PROMPT, pool))
-    if isinstance(end := events[-1], End) and end.reason == "error":
-        raise CheckFailed(end.error)
-    return [token for event in events if isinstance(event, StepEvent) for token in event.step.tokens]
-
-
-def require(condition: bool, detail: str) -> str:
-    if not condition:
-        raise CheckFailed(detail)
-    return detail
+Record = dict[str, Any]
 
 
-def target(recipe: Recipe, **changed: object) -> LoadedModel:
-    loaded = load(replace(recipe, **changed).target_spec)
-    require(loaded.engine.startswith("lean"), f"engine {loaded.engine}")
-    return loaded
+def say(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
 
-@contextmanager
-def eager(loaded: LoadedModel) -> Iterator[CachedModel]:
-    loaded.release()
-    with engine_of(loaded.model).recording_disabled():
-        yield CachedModel(loaded.model)
-    loaded.release()
+def config_of(shape: str) -> LlamaConfig:
+    width, inner, layers, heads, kv_heads = SHAPES[shape]
+    values = json.loads((Path(PAIRS["bundled"].target) / "config.json").read_text())
+    values |= {
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "head_dim": width // heads,
+    }
+    values |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 4096}
+    return LlamaConfig.from_dict(values | {"tie_word_embeddings": False, "eos_token_id": None})
 
 
-def passes(vocab_size: int, context: int) -> Iterator[tuple[list[int], Draft]]:
-    """Yield texts with chains and forests of 1 to 16 rows, below and above 512 keys."""
-    rng = random.Random(0)
-    for length in (100, 250, 600, 1100):
-        text = [rng.randrange(vocab_size) for _ in range(min(length, context - 2 * MAX_ROWS))]
-        for rows in range(1, MAX_ROWS + 1):
-            for chain in (True, False):
-                parents = tuple(i - 1 if chain else rng.randrange(-1, i) for i in range(rows - 1))
-                yield text, Draft()
-                yield [*text, rows], Draft(tuple(rng.randrange(vocab_size) for _ in parents), parents)
-
-
-def replay_error(loaded: LoadedModel) -> float:
-    """Return the largest difference of recorded and eager logits, relative to the largest logit."""
-    with eager(loaded) as cached:
-        context = min(cached.context, 2048)
-        script = list(passes(cached.vocab_size, context))
-        expected = [cached.score(*item).cpu() for item in script]
-        del cached
-    replayed, worst = CachedModel(loaded.model), 0.0
-    for item, logits in zip(script, expected, strict=True):
-        difference = (replayed.score(*item).cpu().float() - logits.float()).abs().max()
-        worst = max(worst, float(difference / logits.float().abs().max()))
-    if loaded.model.graph_failure:
-        raise CheckFailed(f"capture failed: {loaded.model.graph_failure}")
-    return worst
-
-
-def replay(recipe: Recipe) -> str:
-    """Replayed graphs equal eager passes."""
-    errors = {form: replay_error(target(recipe, quantization=form)) for form in ("none", "nf4")}
-    detail = ", ".join(f"{form} {error:.1e}" for form, error in errors.items())
-    return require(max(errors.values()) <= TOLERANCE, f"relative error: {detail}")
-
-
-def int8(recipe: Recipe) -> str:
-    """The first LLM.int8() pass works, eagerly and recorded."""
-    error = replay_error(target(recipe, quantization="int8"))
-    return require(error <= TOLERANCE, f"relative error {error:.1e}")
-
-
-def second_gpu(recipe: Recipe) -> str:
-    """Graphs on `cuda:1` replay their inputs."""
-    if torch.cuda.device_count() < 2:
-        return "skipped: one GPU"
-    error = replay_error(target(recipe, device="cuda:1"))
-    return require(error <= TOLERANCE, f"relative error {error:.1e}")
-
-
-def memory_pressure(recipe: Recipe) -> str:
-    """A run with little free memory continues eagerly or ends with a message; the text is unchanged."""
-    pool, expected = ModelPool(), text_of(recipe)
-    text_of(replace(recipe, max_tokens=1), pool)
-    free = torch.cuda.mem_get_info()[0] - FREE_BYTES
-    ballast = torch.empty(max(0, free), dtype=torch.uint8, device="cuda")
-    equal = text_of(recipe, pool) == expected
-    return require(equal, f"{len(ballast) / 1e9:.1f} GB occupied, same text: {equal}")
-
-
-def loading(recipe: Recipe) -> str:
-    """Decoding is unaffected by another model that loads meanwhile."""
-    pool, expected = ModelPool(), text_of(recipe)
-    thread = threading.Thread(target=lambda: [load(recipe.target_spec, warm=False) for _ in range(5)])
-    thread.start()
-    runs = [text_of(recipe, pool)]
-    while thread.is_alive():
-        runs.append(text_of(recipe, pool))
-    return require(all(run == expected for run in runs), f"{len(runs)} runs while loading")
-
-
-def reserved_memory(recipe: Recipe) -> str:
-    """Memory does not grow from run to run."""
-    pool, sizes = ModelPool(), []
-    for _ in range(4):
-        for method in (recipe.method, "self"):
-            text_of(replace(recipe, method=method, max_tokens=LONG), pool)
-        sizes.append(torch.cuda.memory_reserved())
-    detail = ", ".join(f"{size / 1e6:.0f}" for size in sizes)
-    return require(sizes[-1] <= 1.02 * sizes[1], f"MB reserved after each round: {detail}")
-
-
-def float16_range(recipe: Recipe) -> str:
-    """Logits are finite in float16."""
-    cached = CachedModel(target(recipe, dtype="float16").model)
-    worst = max(float(cached.score(*item).abs().max()) for item in passes(cached.vocab_size, min(cached.context, 2048)))
-    return require(worst < torch.finfo(torch.float16).max, f"largest logit {worst:.1f}")
-
-
-def sampler(recipe: Recipe) -> str:
-    """Samples of a flat distribution are uniform."""
-    noise, probs = Noise(0, "check"), torch.full((VOCAB,), 1 / VOCAB, device="cuda")
-    drawn = torch.cat([noise.sample_on_device(probs) for _ in range(DRAWS)]) * BINS // VOCAB
-    counts = torch.bincount(drawn, minlength=BINS).double()
-    statistic = float(((counts - DRAWS / BINS) ** 2).sum() / (DRAWS / BINS))
-    return require(statistic < CRITICAL, f"chi-square {statistic:.1f} of {BINS - 1} degrees of freedom")
-
-
-def verification(recipe: Recipe) -> str:
-    """Cost of passes with several rows."""
-    loaded = target(recipe, quantization="nf4")
-    result = check_invariance(loaded.model, Measurement(seconds=4.0))
-    costs = ", ".join(f"{rows} rows {cost:.2f}" for rows, cost in result.cost.items())
-    return f"nf4, in AR passes: {costs}; equal bits: {result.equal}"
-
-
-def bandwidth(recipe: Recipe) -> str:
-    """Use of the memory bandwidth by AR decoding."""
-    figures = []
-    for form in FORMS:
-        pool, ar = ModelPool(), replace(recipe, method="ar", quantization=form, max_tokens=200)
-        text_of(ar, pool)
-        start = time.perf_counter()
-        count = len(text_of(ar, pool))
-        seconds = (time.perf_counter() - start) / count
-        loaded = pool.take(ar.target_spec)
-        share = loaded.weight_bytes / seconds / copy_bandwidth(loaded.model.device)
-        figures.append(f"{form} {loaded.weight_bytes / 1e9:.2f} GB {1 / seconds:.0f} tokens/s, {share:.0%}")
-    return f"{'; '.join(figures)} of the copy bandwidth (aim: {UTILISATION:.0%})"
-
-
-def planned_memory(recipe: Recipe) -> str:
-    """The plan is not below the memory of tensors after a run."""
-    figures, least = [], float("inf")
-    for form in FORMS:
-        pool, ar = ModelPool(), replace(recipe, method="ar", quantization=form)
-        plan = plan_spec(ar.target_spec.resolved(), ar.max_tokens + len(PROMPT))
-        release_memory()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        text_of(ar, pool)
-        used, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
-        resting = plan.weights + plan.kv * plan.keeps_kv + plan.settled
-        least = min(least, resting / used)
-        figures.append(
-            f"{form} {resting / 1e9:.2f} of {used / 1e9:.2f} GB, peak {plan.peak / 1e9:.2f} of {peak / 1e9:.2f}"
-        )
-    return require(least >= LEAST_PLAN, f"planned of measured: {'; '.join(figures)}")
-
-
-def speed(recipe: Recipe) -> str:
-    """Speed-ups over AR decoding; greedy texts are those of AR decoding."""
-    methods = dict.fromkeys((recipe.method, "nasd"))
-    recipes = [replace(recipe, max_tokens=96, **values) for values in grid([*methods], [3], ["fixed"], [0.0, 1.0])]
-    prompts = load_prompts(chat=recipe.chat)
-    prompts = [prompt for prompt in prompts if prompt.kind == prompts[0].kind]
-    records = [item for item in measure(recipes, prompts, ModelPool()) if isinstance(item, dict)]
-    rows = table(recipes, records)
-    figures = ", ".join(f"{row.lane} {row.speedup:.2f}" for row in rows if row.speedup is not None)
-    same = all(row.same_text == row.prompts for row in rows if row.same_text is not None)
-    return require(same, f"{len(prompts)} prompts, AR {rows[0].tokens_per_second:.0f} tokens/s; {figures}")
-
-
-def sanitizer(recipe: Recipe) -> str:
-    """No illegal access."""
-    tool = shutil.which("compute-sanitizer")
-    if tool is None:
-        return "skipped: compute-sanitizer is not installed"
-    run = f"list(generate(Recipe(target={recipe.models[0]!r}, device='cuda', method='self', max_tokens=8), {PROMPT!r}))"
-    script = f"from specdemo import Recipe, generate\nfor _ in range(3): {run}"
-    command = [tool, "--error-exitcode", "1", sys.executable, "-c", script]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    return require(result.returncode == 0, next(iter(result.stdout.splitlines()[-1:]), "no output"))
-
-
-CHECKS: dict[str, Check] = {
-    check.__name__: check
-    for check in (
-        *(int8, replay, second_gpu, memory_pressure, loading, reserved_memory),
-        *(float16_range, sampler, verification, bandwidth, planned_memory, speed, sanitizer),
+def quantised(weight: Tensor, form: str) -> RowLinear:
+    """Quantise a matrix like bitsandbytes."""
+    if form == "int8":
+        scales = weight.float().abs().amax(1) / 127
+        codes = (weight.float() / scales[:, None]).round().to(torch.int8)
+        return int8_linear(codes, scales, None, weight.dtype)
+    blocks = weight.float().view(-1, 64)
+    absmax = blocks.abs().amax(1)
+    offset = absmax.mean()
+    nested = (absmax - offset).view(-1, 256).abs().amax(1)
+    levels = torch.linspace(-1, 1, 256, device=weight.device)
+    scale_codes = ((absmax - offset).view(-1, 256) / nested[:, None] * 127.5 + 127.5).round().to(torch.uint8).flatten()
+    table = torch.tensor(NF4_CODES, device=weight.device)
+    codes = (
+        torch.bucketize(blocks / absmax[:, None], (table[1:] + table[:-1]) / 2).to(torch.uint8).view(len(weight), -1)
     )
+    scales = {"absmax": scale_codes, "levels": levels, "nested_absmax": nested, "offset": offset}
+    return nf4_linear(codes[:, ::2] << 4 | codes[:, 1::2], scales, None, weight.dtype)
+
+
+def generated(shape: str, form: str) -> LlamaWeights:
+    """Return a model with random weights on the GPU; layers of outputs are small, so that values stay finite."""
+    config = config_of(shape)
+    with torch.device("meta"):
+        model: Any = LlamaForCausalLM(config)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+
+    def random(shape: torch.Size) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=DEVICE).normal_(0, 0.02, generator=generator)
+
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if form != "none" and isinstance(child, nn.Linear) and child is not model.lm_head:
+                setattr(module, name, quantised(random(child.weight.shape), form))
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            norm = torch.ones(parameter.shape, dtype=torch.bfloat16, device=DEVICE)
+            value = norm if parameter.dim() == 1 else random(parameter.shape)
+            setattr(module, name, nn.Parameter(value, requires_grad=False))
+    return LlamaWeights(model.eval(), consume=True)
+
+
+def loaded(shape: str, form: str) -> LoadedModel:
+    spec = ModelSpec(shape, dtype="bfloat16", quantization=form, device=DEVICE).resolved()
+    weights = generated(shape, form)
+    tokenizer = read_tokenizer(ModelSpec(PAIRS["bundled"].target), Hub())
+    return LoadedModel(spec, weights, tokenizer, weights.weight_bytes, "lean")
+
+
+def seconds(action: Callable[[], object], before: Callable[[], object], count: int = TIMED) -> float:
+    """Return the median seconds of an action that ends on the host."""
+    times = []
+    for _ in range(count):
+        before()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])
+
+
+def pass_seconds(model: LlamaWeights) -> dict[int, float]:
+    """Return the seconds of recorded passes by number of rows."""
+    rng, times = random.Random(0), {}
+    with closing(CachedModel(model)) as cached:
+        tokens = [rng.randrange(cached.vocab_size) for _ in range(STARTED + max(ROWS))]
+        cached.prepare(ROWS, STARTED, 2 * STARTED)
+        for rows in ROWS:
+            draft = Draft.chain(tuple(tokens[STARTED : STARTED + rows - 1]))
+
+            def one(draft: Draft = draft) -> None:
+                cached.score(tokens[:STARTED], draft)[0, 0].item()
+
+            times[rows] = seconds(
+                one, lambda: cached.score(tokens[: STARTED - 1], Draft())
+            )  # the last token is not fed
+    if model.graph_failure:
+        raise UserError(f"capture failed: {model.graph_failure}")
+    return times
+
+
+def kernel_seconds(model: LlamaWeights, rows: int) -> tuple[float, str]:
+    """Return the seconds of the kernels of a pass, and the longest ones."""
+    with closing(CachedModel(model)) as cached:
+        draft, tokens = Draft.chain((1,) * (rows - 1)), [1] * STARTED
+        for _ in range(3):
+            cached.score(tokens[:-1], Draft()), cached.score(tokens, draft)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            cached.score(tokens[:-1], Draft())
+            torch.cuda.synchronize()
+            cached.score(tokens, draft)
+            torch.cuda.synchronize()
+    events = profile.key_averages()
+    total = sum(event.self_device_time_total for event in events) / 1e6
+    rows_of = sorted(events, key=lambda event: -event.self_device_time_total)[:14]
+    lines = [f"{event.self_device_time_total:9.0f} us {event.count:5d} {event.key[:90]}" for event in rows_of]
+    return total, "\n".join(lines)
+
+
+def form_records(form: str) -> Iterator[Record]:
+    """Yield the figures of the large target in a form."""
+    shape = "llama-5.7b"
+    release_memory()
+    before = torch.cuda.memory_allocated()
+    target = loaded(shape, form)
+    model: Any = target.model
+    say(f"{form}: {target.weight_bytes / 1e9:.2f} GB of weights")
+    times = pass_seconds(model)
+    say(f"{form}: ms by rows {[f'{n}: {1000 * t:.2f}' for n, t in times.items()]}")
+    bandwidth = copy_bandwidth(model.device)
+    share = target.weight_bytes / times[1] / bandwidth
+    yield {
+        "figure": "one row",
+        "ms": 1000 * times[1],
+        "share": share,
+        "gb": target.weight_bytes / 1e9,
+        "bandwidth": bandwidth,
+    }
+    yield {"figure": "v", **{f"v{n}": t / times[1] for n, t in times.items()}}
+    pool = ModelPool()
+    pool.add(target)
+    ar = Recipe(target=shape, dtype="bfloat16", quantization=form, device=DEVICE, method="ar", temperature=0.0)
+    ar = replace(ar, max_tokens=200)
+    decoded(ar, pool)
+    text, metrics = decoded(ar, pool)
+    yield {"figure": "AR", "tokens_per_second": metrics.tokens_per_second}
+    say(f"{form}: AR {metrics.tokens_per_second:.0f} tokens/s")
+    plan = plan_config(target.spec, config_of(shape), 264)
+    used = torch.cuda.memory_allocated() - before
+    yield {"figure": "memory", "planned": plan.weights + plan.kv + plan.settled, "measured": used}
+    try:
+        total, lines = kernel_seconds(model, 1)
+        say(f"{form}: kernels of a pass of one row (and of the token before) {1000 * total:.2f} ms\n{lines}")
+    except Exception:
+        traceback.print_exc()
+    result = check_invariance(model, Measurement(seconds=3.0))
+    yield {"figure": "bits", "equal": result.equal, "compared": result.compared}
+    say(f"{form}: equal bits {result.equal} of {result.compared} rows")
+    yield imposed(ar, pool, text)
+
+
+def imposed(ar: Recipe, pool: ModelPool, text: Sequence[int]) -> Record:
+    """Compare AR decoding with a draft model whose tokens are accepted with probability `ALPHA`."""
+    drafter = loaded("llama-60m", "none")
+    pairs = []
+    for _ in range(3):
+        other = ImposedDrafter(CachedModel(drafter.model), text, ALPHA)
+        found, drafted = decoded(replace(ar, method="nasd", gamma=GAMMA, policy="fixed"), pool, other)
+        if found != text:
+            say("the texts with and without drafts differ")
+        pairs.append((decoded(ar, pool)[1], drafted))
+    single = statistics.median(before.verify_s / before.decode_steps for before, _ in pairs)
+    ratio = statistics.median(after.tokens_per_second / before.tokens_per_second for before, after in pairs)
+    say(f"imposed acceptance: {ratio:.2f}")
+    return {
+        "figure": "imposed",
+        "speedup": ratio,
+        "alpha": statistics.mean(after.alpha for _, after in pairs),
+        "per_pass": statistics.mean(after.tokens_per_step for _, after in pairs),
+        "expected": expected_tokens(ALPHA, GAMMA),
+        "c": statistics.median(after.draft_s / after.drafted for _, after in pairs) / single,
+        "v": statistics.median(after.verify_s / after.decode_steps for _, after in pairs) / single,
+        "same_text": found == text,
+    }
+
+
+def pair_records(pair: str) -> Iterator[Record]:
+    """Yield the speed-ups of a pair over AR decoding."""
+    method, chat = ("eagle" if PAIRS[pair].head else "draft"), pair == CHAT_PAIR
+    common = {"pair": pair, "device": "cuda", "chat": chat, "max_tokens": 96}
+    recipes = [Recipe(**common, **values) for values in grid([method], [3], ["fixed"], [0.0, 1.0])]
+    prompts = load_prompts(chat=chat)
+    prompts = [prompt for prompt in prompts if prompt.kind == prompts[0].kind][:6]
+    records = [item for item in measure(recipes, prompts, ModelPool()) if isinstance(item, dict)]
+    for row in table(recipes, records):
+        same = None if row.same_text is None else f"{row.same_text} of {row.prompts}"
+        cost = None if row.c is None else row.c
+        say(f"{pair} {row.lane}: {row.tokens_per_second:.0f} tokens/s, speed-up {row.speedup}, c {cost}, same {same}")
+        yield {
+            "figure": row.lane,
+            "tokens_per_second": row.tokens_per_second,
+            "speedup": row.speedup,
+            "c": cost,
+            "v": row.v,
+            "same_text": same,
+        }
+
+
+PARTS: dict[str, Callable[[], Iterator[Record]]] = {
+    **{f"5.7b-{NAMES.get(form, form)}": (lambda form=form: form_records(form)) for form in FORMS},
+    **{f"pair-{pair}": (lambda pair=pair: pair_records(pair)) for pair in ("bundled", CHAT_PAIR)},
 }
 
 
-MEASUREMENTS = ("verification", "bandwidth")
-
-
-def recipe_of(pair: str, target: str | None) -> Recipe:
-    """Return the greedy recipe of a pair, or of a target."""
-    settings: dict[str, Any] = {"device": "cuda", "temperature": 0.0, "max_tokens": 100}
-    if target:
-        return Recipe(target=target, method="nasd", **settings)
-    return Recipe(pair=pair, method="eagle" if PAIRS[pair].head else "draft", chat=pair == CHAT_PAIR, **settings)
-
-
-def run_check(name: str, recipe: Recipe) -> str:
-    """Return a line of result and detail."""
+def run_part(name: str) -> list[Record]:
+    """Run a part in this process; return the figures before a failure, and the failure."""
+    records: list[Record] = []
+    missing = kernels_missing(torch.device("cuda", 0), torch.bfloat16)
+    if missing:
+        records.append({"part": name, "figure": "kernels", "error": missing})
     try:
-        detail = CHECKS[name](recipe)
-        return f"{'measured' if name in MEASUREMENTS else 'passed'}: {detail}".replace("passed: skipped", "skipped")
-    except (CheckFailed, UserError, RuntimeError) as error:
-        return f"failed: {next(iter(str(error).splitlines()), type(error).__name__)}"
+        for record in PARTS[name]():
+            records.append({"part": name, **record})
+    except Exception as error:  # reported, and the next part runs
+        traceback.print_exc()
+        line = next(iter(str(error).splitlines()), "")
+        records.append({"part": name, "figure": "failed", "error": f"{type(error).__name__}: {line}"})
+    return records
 
 
-def outcome_of(command: Sequence[str]) -> str:
-    """Run a check in a process and return its last line."""
+def in_process(name: str, options: argparse.Namespace) -> list[Record]:
+    """Run a part in a process of its own."""
+    tiles = ["--tiles", options.tiles] if options.tiles else []
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--only", name, *tiles]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    lines = []
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        assert process.stdout
+        for line in process.stdout:
+            if line.startswith("{"):
+                lines.append(json.loads(line))
+            else:
+                print(line, end="", flush=True)
+        process.wait(TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return "failed: timeout"
-    lines = (result.stdout.splitlines() or result.stderr.splitlines())[-1:]
-    return lines[0] if result.returncode == 0 and lines else f"failed: {' '.join(lines)}"
+        process.kill()
+        lines.append({"part": name, "figure": "failed", "error": "timeout"})
+    if process.returncode:
+        lines.append({"part": name, "figure": "failed", "error": f"exit code {process.returncode}"})
+    return lines
+
+
+FORMATS = {
+    "one row": "{ms:.2f} ms, {share:.0%} of the copy bandwidth, {gb:.2f} GB of weights",
+    "v": "2 rows {v2:.2f}, 5 rows {v5:.2f}, 8 rows {v8:.2f}, 16 rows {v16:.2f}",
+    "AR": "{tokens_per_second:.0f} tokens/s",
+    "memory": "planned {planned:,} bytes, measured {measured:,}",
+    "bits": "equal for each number of rows: {equal} ({compared} rows compared)",
+    "imposed": "speed-up {speedup:.2f}, {alpha:.2f} accepted, {per_pass:.2f} tokens/pass, c {c:.2f}, v {v:.2f}",
+}
+
+
+def result(record: Record) -> str:
+    """Return the result of a record in words."""
+    if error := record.get("error"):
+        return str(error)
+    if template := FORMATS.get(record["figure"]):
+        return template.format(**record)
+    words = [f"{record['tokens_per_second']:.0f} tokens/s"]
+    words += [f"{name} {record[name]:.2f}" for name in ("speedup", "c", "v") if record.get(name) is not None]
+    return ", ".join([*words, f"same text {record['same_text']}"] if record.get("same_text") else words)
 
 
 def study(options: argparse.Namespace) -> int:
-    """Run the checks and publish their results."""
+    """Run the parts and publish their figures."""
+    if options.read:
+        return show(json.loads(Path(options.read).read_text()), options.write)
     if not torch.cuda.is_available():
-        print("No GPU is present: nothing was checked.")
+        print("No GPU is present: nothing was measured.")
         return 0
     if options.only:
-        print(run_check(options.only, recipe_of(options.pair[0], next(iter(options.target), None))))
-        return 0
-    models = [*(("--pair", pair) for pair in options.pair), *(("--target", target) for target in options.target)]
-    records = []
-    for model, name in product(models, CHECKS):
-        outcome = outcome_of([sys.executable, "-m", "benchmarks.gpu_check", *model, "--only", name])
-        status, _, detail = outcome.partition(": ")
-        record = {"model": Path(model[1]).name, "check": name, "meaning": CHECKS[name].__doc__}
-        records.append(record | {"result": status, "detail": detail})
-    publish(options, "gpu_check", COLUMNS, records)
-    return int(any(record["result"] == "failed" for record in records))
+        if options.tiles:
+            use_tiles(options.tiles)
+        for record in run_part(options.only):
+            print(json.dumps(record), flush=True)
+        os._exit(0)  # CUDA graphs may not end at the end of a process
+    if options.tune:
+        chosen_tiles(options.tune)
+    found: dict[str, Any] = {"command": options.command, "conditions": conditions(), "records": []}
+    for name in options.part:
+        say(name)
+        found["records"] += in_process(name, options)
+        if options.out:
+            Path(options.out).write_text(json.dumps(found, indent=1))
+    return show(found, options.write)
+
+
+def show(found: dict[str, Any], write: bool) -> int:
+    """Print the table of the records, and write it into its document."""
+    records = found["records"]
+    cells = [[record["part"], record["figure"], result(record)] for record in records]
+    print(markdown_table(["part", "figure", "result"], cells))
+    if write:
+        compact = re.sub(r"-{4,}", "---", re.sub(" {2,}", " ", markdown_table(["part", "figure", "result"], cells)))
+        content = f"`{found['command']}` ({found['conditions']}):\n\n{compact}"
+        replace_table(ROOT / TABLES["gpu_check"], "gpu_check", content)
+    return int(any("error" in record for record in records))
 
 
 def main() -> int:
     parser = study_parser(__file__, __doc__, TABLES)
-    parser.add_argument("--pair", nargs="+", default=["bundled"], help="pairs to check (default: bundled)")
-    parser.add_argument("--target", nargs="+", default=[], metavar="M", help="targets to check as well")
-    parser.add_argument("--only", choices=CHECKS, help="run one check of one model in this process")
+    parser.add_argument("--part", nargs="*", choices=PARTS, default=list(PARTS), help="parts to run (default: all)")
+    parser.add_argument("--out", metavar="FILE", help="write the records")
+    parser.add_argument("--read", metavar="FILE", help="make the table of these records")
+    parser.add_argument("--tune", metavar="FILE", help="measure tiles of the kernels first and write the best")
+    parser.add_argument("--tiles", metavar="FILE", help="use these tiles")
+    parser.add_argument("--only", choices=PARTS, help=argparse.SUPPRESS)
     return run_study(study, parser)
 
 

@@ -63,9 +63,7 @@ RUNS = (
         ("preflight_tokens",),
         5,
     ),
-    TableRun(
-        "python -m benchmarks.gpu_check --pair bundled smollm2-135m --target DIRECTORY --write", ("gpu_check",), 15
-    ),
+    TableRun("python -m benchmarks.gpu_check --write", ("gpu_check",), 8),
     TableRun("python -m training.quantised --write", ("quantised-perplexity", "quantised-speed"), 6),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.edge_cloud gates --write", ("gates",), 2),
     TableRun("OMP_NUM_THREADS=1 python -m benchmarks.edge_cloud link --write", ("link",), 6),

@@ -31,6 +31,7 @@ SLOW_FILE = re.compile(r"^pytestmark = (\[[^]]*|.*)\bmark\.slow\b", re.MULTILINE
 FIRST = ("browser", "long", "slow")
 FAST = "not slow and not exhaustive and not faults"
 ONLY = {"exhaustive": "mark.exhaustive", "fuzz": "properties", "faults": "mark.faults"}  # texts of their files
+os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: its kernels run on CPU tensors
 gc.set_threshold(50_000)  # collections took 5 % of the CPU time
 
 

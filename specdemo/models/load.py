@@ -29,9 +29,10 @@ from specdemo.models.cache_check import cache_support, quiet
 from specdemo.models.chat_prompt import turn_end
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.generic import auto_class, has_encoder, opening, refuse_recurrent
-from specdemo.models.engines.llama_weights import LlamaWeights, pack
+from specdemo.models.engines.llama_weights import LlamaWeights, is_spread, pack
 from specdemo.models.engines.native_families import transformers_reason
 from specdemo.models.engines.native_weights import NativeWeights
+from specdemo.models.engines.row_linear import kernels_missing, replace_linears
 from specdemo.models.engines.select import engine_of
 from specdemo.models.gguf_checkpoint import gguf_config, read_gguf
 from specdemo.models.hub import Hub, local_shapes, weight_errors
@@ -178,9 +179,11 @@ def load(
         if support.packs:
             pack(model)
     drop_mapped_files(model)
+    note = use_row_kernels(model) or getattr(model, "note", "")
     engine = f"transformers: {reason}{support.note}" if reason else "lean"
+    if reason and note:
+        engine += f"; {note}"
     if not reason:
-        note = getattr(model, "note", "")
         spec = replace(spec, activations=getattr(model, "activations", spec.activations))
         model, engine = fuse(model)
         engine += f": {note}" if note else ""
@@ -190,6 +193,16 @@ def load(
                 largest_logits(cached.score([0], Draft.chain((0,))))
         turn_end(tokenizer)  # now, since it starts a process
         return LoadedModel(spec, model, tokenizer, cached.weight_bytes, engine, warm)
+
+
+def use_row_kernels(model: PreTrainedModel) -> str:
+    """Replace the quantised layers of bitsandbytes on a GPU; return a note if that is impossible."""
+    if not hasattr(model, "hf_quantizer") or model.device.type == "cpu" or is_spread(model):
+        return ""
+    if missing := kernels_missing(model.device, model.dtype):
+        return f"kernels of bitsandbytes, {missing}"
+    replace_linears(model, model.dtype)
+    return ""
 
 
 def fuse(model: PreTrainedModel, consume: bool = True) -> tuple[FusedWeights, str]:

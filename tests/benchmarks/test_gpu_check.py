@@ -1,72 +1,73 @@
-"""The GPU check on a machine without a GPU: its message, and its comparisons on the fake of `torch.cuda`."""
+"""The GPU check on a machine without a GPU: its message, its figures on a CPU, its table, and parts that fail."""
 
 from __future__ import annotations
 
-import sys
-from dataclasses import replace
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from fakes.cuda import FakeCuda, FakeGraph
-from fakes.tiny_models import byte_level_tokenizer, save_model
 
 from benchmarks import gpu_check
-from specdemo.bench.table import table
-from specdemo.models.zoo import CHAT_PAIR
-from specdemo.prompts import Prompt
-from specdemo.recipe import Recipe
+from specdemo.models.engines.native_matrix import NF4_CODES
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Recipe:
-    folder = str(save_model(tmp_path / "model", byte_level_tokenizer(), max_position_embeddings=400))
-    return Recipe(target=folder, drafter=folder, device="cpu", dtype="bfloat16", temperature=0.0, max_tokens=4)
-
-
-def test_without_a_gpu_nothing_is_checked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("sys.argv", ["gpu_check"])
     assert gpu_check.main() == 0
-    assert capsys.readouterr().out == "No GPU is present: nothing was checked.\n"
+    assert capsys.readouterr().out == "No GPU is present: nothing was measured.\n"
 
 
-@pytest.mark.usefixtures("torch_engine")
-def test_checks_compare_replayed_graphs_with_eager_passes(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeCuda().install(monkeypatch)
-    error = gpu_check.replay_error(gpu_check.target(recipe))
-    assert 0 <= error < gpu_check.TOLERANCE
-    monkeypatch.setattr(FakeGraph, "replay", lambda graph: None)  # as an empty graph on the wrong device
-    assert gpu_check.replay_error(gpu_check.target(recipe)) > gpu_check.TOLERANCE
+def test_figures_of_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "DEVICE", "cpu")
+    monkeypatch.setattr(gpu_check, "SHAPES", dict.fromkeys(gpu_check.SHAPES, (256, 512, 1, 4, 4)))
+    monkeypatch.setattr(gpu_check, "copy_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(gpu_check, "kernel_seconds", lambda model, rows: (0.0, ""))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    figures = {record["figure"]: record for record in gpu_check.run_part("5.7b-bf16")}
+    assert figures.keys() == {"kernels", *gpu_check.FORMATS}
+    assert figures["v"]["v1"] == 1 and figures["AR"]["tokens_per_second"] > 0
+    assert figures["imposed"]["same_text"] and 0.6 < figures["imposed"]["alpha"] < 1
+    assert all(gpu_check.result(record) for record in figures.values())
 
 
-@pytest.mark.usefixtures("torch_engine")
-def test_independent_checks_run(recipe: Recipe) -> None:
-    assert gpu_check.run_check("loading", recipe).startswith("passed")
-    assert gpu_check.run_check("float16_range", recipe).startswith("passed")
-    assert gpu_check.run_check("verification", recipe).startswith("measured")
+@pytest.mark.parametrize("form", ["int8", "nf4"])
+def test_generated_codes_are_those_nearest_to_the_weights(form: str) -> None:
+    weight = torch.randn(256, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    tensors = gpu_check.quantised(weight, form).tensors
+    assert tensors["weight"].shape == (256, 128 if form == "int8" else 64)
+    if form == "int8":
+        assert int(tensors["weight"].abs().max()) == 127
+    else:
+        assert len(tensors["values"]) == len(NF4_CODES) and tensors["weight"].unique().numel() > 200
 
 
-def test_models_are_checked_by_their_own_methods() -> None:
-    assert gpu_check.recipe_of("bundled", None).method == "draft"
-    chat = gpu_check.recipe_of(CHAT_PAIR, None)
-    assert (chat.method, chat.chat) == ("eagle", True)
-    assert gpu_check.recipe_of("bundled", "folder").models == ("folder", None)
+def test_a_failure_is_a_record_after_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing() -> Iterator[dict[str, Any]]:
+        yield {"figure": "AR", "tokens_per_second": 1.0}
+        raise ValueError("broken\nsecond line")
+
+    monkeypatch.setitem(gpu_check.PARTS, "5.7b-nf4", failing)
+    *_, figure, failure = gpu_check.run_part("5.7b-nf4")
+    assert figure["figure"] == "AR" and failure["error"] == "ValueError: broken"
+    assert gpu_check.result(failure) == "ValueError: broken"
 
 
-def test_the_outcome_of_a_check_is_the_last_line_of_its_process() -> None:
-    assert gpu_check.outcome_of([sys.executable, "-c", "print('warning'); print('passed: x')"]) == "passed: x"
-    failed = gpu_check.outcome_of([sys.executable, "-c", "print('passed: x'); raise SystemExit('broken')"])
-    assert failed == "failed: passed: x"
-    assert gpu_check.outcome_of([sys.executable, "-c", "raise SystemExit('broken')"]) == "failed: broken"
-
-
-def test_the_speed_check_compares_greedy_texts(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = [Prompt("code", "code 1", "def f"), Prompt("prose", "prose 1", "x")]
-    monkeypatch.setattr(gpu_check, "load_prompts", lambda chat: prompts)
-    outcome = gpu_check.run_check("speed", replace(recipe, method="nasd"))
-    assert outcome.startswith("passed: 1 prompts, AR ") and "nasd gamma=3 T=0 " in outcome
-    monkeypatch.setattr(gpu_check, "table", lambda *given: [replace(row, same_text=0) for row in table(*given)])
-    assert gpu_check.run_check("speed", replace(recipe, method="nasd")).startswith("failed: 1 prompts, AR ")
+def test_the_table_of_stored_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [{"part": "5.7b-nf4", "figure": "AR", "tokens_per_second": 12.3}]
+    stored = {"command": "the command", "conditions": "a GPU", "records": records}
+    (tmp_path / "gpu.json").write_text(json.dumps(stored))
+    document = tmp_path / "docs" / "models.md"
+    document.parent.mkdir()
+    document.write_text("<!-- begin: gpu_check -->\n<!-- end: gpu_check -->\n")
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    monkeypatch.setattr("sys.argv", ["gpu_check", "--read", str(tmp_path / "gpu.json"), "--write"])
+    assert gpu_check.main() == 0
+    text = document.read_text()
+    assert "`the command` (a GPU):" in text and "| 5.7b-nf4 | AR | 12 tokens/s |" in text

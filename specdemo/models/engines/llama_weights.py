@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from specdemo.core.errors import UserError
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.generic import has_encoder, has_window
+from specdemo.models.engines.row_linear import can_join, float_linear, joined_outputs, kernels_missing
 from specdemo.models.memory import is_mapped, weight_bytes
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class LlamaWeights(FusedWeights):
         tied = model.lm_head.weight is body.embed_tokens.weight
         plain = type(model.lm_head) is nn.Linear
         self._output = self.embedding if tied else self._count(unmapped(model.lm_head.weight)) if plain else None
-        self.head = self._linear([model.lm_head]) if self._output is None else partial(F.linear, weight=self._output)
+        self.head = self._linear([model.lm_head]) if self._output is None else self._product(self._output)
 
     @property
     def recordable(self) -> bool:
@@ -211,6 +212,13 @@ class LlamaWeights(FusedWeights):
         return rms_norm(norm.variance_epsilon, self._count(unmapped(norm.weight)))
 
     def _linear(self, linears: list[Any]) -> RowFunction:
+        if can_join(linears):
+            matrix = joined_outputs(linears)
+            if self._consume and len(linears) > 1:
+                for linear in linears:
+                    linear.release()
+            self._parts.append(matrix)
+            return matrix
         if any(type(linear) is not nn.Linear for linear in linears):
             self._parts.extend(linears)
             if len(linears) == 1:
@@ -228,7 +236,12 @@ class LlamaWeights(FusedWeights):
             for linear in linears:
                 linear.weight = None
         self._count(weight)
-        return lambda rows: F.linear(rows, weight, bias)
+        return self._product(weight, bias)
+
+    def _product(self, weight: Tensor, bias: Tensor | None = None) -> RowFunction:
+        if not kernels_missing(self.device, weight.dtype):
+            return float_linear(weight, bias)
+        return partial(F.linear, weight=weight, bias=bias)
 
 
 def unmapped(weight: Tensor) -> Tensor:
