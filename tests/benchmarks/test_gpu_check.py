@@ -1,4 +1,4 @@
-"""The GPU check on a machine without a GPU: its message, its figures on a CPU, its table, and parts that fail."""
+"""The GPU check on a machine without a GPU: message, figures on a CPU, table and failures."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter compute with bfloat16, which it stores as integers."""
+    """Let the interpreter compute with bfloat16."""
     interpreter: Any = import_module("triton.runtime.interpreter")
 
     def floats(handle: Any) -> Any:
@@ -119,7 +119,7 @@ def test_products_are_those_of_the_matrix(form: str, size: str, dtype: torch.dty
 
 
 def test_scales_of_long_rows() -> None:
-    """A row has scales of several blocks, and a partial sum those of two."""
+    """Rows with several scales of scales, partial sums with two."""
     linear, matrix = four_bit(3, 17_408, torch.float16, True, None)
     rows = random(1, 17_408).half()
     assert error(linear.expanded(), matrix) < TOLERANCE[torch.float16]
@@ -152,7 +152,7 @@ def test_joined_layers_have_the_outputs_of_their_parts(form: str) -> None:
 
 
 def prmt(a: int, b: int, selector: int) -> int:
-    """Return the result of the instruction: bit 3 of a selector extends the sign of its byte."""
+    """Return the result of the instruction. Bit 3 of a selector extends the sign of its byte."""
     data, result = a | b << 32, 0
     for i in range(4):
         nibble = selector >> 4 * i & 15
