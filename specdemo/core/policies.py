@@ -388,9 +388,9 @@ class PathProbability(StoppingPolicy):
 
 
 def path_probability(lengths: DraftLengths, costs: CostModel) -> PathProbability:
-    """Return a policy for one of two costs of a row: noise must not change sampled texts."""
+    """Return a policy for one of three costs of a row: noise must not change sampled texts."""
     measured = (costs.verify(lengths.most + 1) - 1) / max(1, lengths.most)
-    row = 0.15 if measured < 0.22 else 0.3
+    row = 0.1 if measured < 0.14 else 0.15 if measured < 0.22 else 0.3
     return PathProbability(lengths.most, lengths.least, row, row, token_cost=0.05, step_cost=0.1)
 
 

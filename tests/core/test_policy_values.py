@@ -198,12 +198,12 @@ def test_a_path_ends_at_its_threshold() -> None:
 
 
 def test_the_costs_of_a_path_are_fixed() -> None:
-    for five, row in ((1.0, 0.15), (1.87, 0.15), (1.89, 0.3)):  # 0.2175 and 0.2225 per row
+    for five, row in ((1.0, 0.1), (1.55, 0.1), (1.57, 0.15), (1.87, 0.15), (1.89, 0.3)):  # per row: 0.1375 to 0.2225
         expected = PathProbability(4, 0, row, row, token_cost=0.05, step_cost=0.1)
         assert by_path(five) == expected
     one = POLICIES["path"].make(DraftLengths(1, 1, 1), CostModel({1: 1.0, 2: 1.5}))
     assert one == PathProbability(1, 1, 0.3, 0.3, token_cost=0.05, step_cost=0.1)
-    assert POLICIES["path"].make(DraftLengths(0, 0, 0), CostModel()).threshold == 0.15
+    assert POLICIES["path"].make(DraftLengths(0, 0, 0), CostModel()).threshold == 0.1
 
 
 def test_gains_repay_losses_and_pauses_grow_to_their_limit() -> None:

@@ -130,7 +130,8 @@ def test_result_has_a_table_of_the_runs_and_the_costs_of_passes(page: Page) -> N
     expect(rows).to_have_count(2)
     expect(rows.first).to_contain_text("× (one run)")
     expect(rows.last).to_contain_text("1 (baseline)")
-    expect(page.locator("#pass-costs")).to_contain_text(re.compile(r"checking \d tokens takes [\d.]+ times as long"))
+    costs = re.compile(r"checking \d tokens (takes [\d.]+ times as long|cannot be faster)")  # of a busy machine
+    expect(page.locator("#pass-costs")).to_contain_text(costs)
     expect(page.locator("#pass-costs rect")).to_have_count(2)
 
 

@@ -54,7 +54,7 @@ def check(cached: CachedModel, tokens: Sequence[int], start: int = 0) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_states_of_a_text_follow_verification(engine: str) -> None:
-    """After chains and trees, whether rejected, accepted in part or entirely, after further turns and after rollback.
+    """After chains and trees, rejected, accepted in part or entirely, after further turns and after rollback.
 
     Accepted nodes count before the next pass, and logits remain known: the same call of `score` runs no pass.
     """
