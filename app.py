@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
+if __name__ == "__main__":  # before further imports, which a signal must not interrupt
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: os._exit(0))
+
 import argparse
 import errno
 import gc
 import importlib.util
-import os
-import signal
 import subprocess
 import sys
 import time
 import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: os._exit(0))
 
 from specdemo import set_environment_defaults
 from specdemo.core.errors import UserError, check_temporary_folder
