@@ -38,7 +38,7 @@ from specdemo.bench.calibration import SignalRecorder
 from specdemo.core.decode import decode
 from specdemo.core.metrics import percentile
 from specdemo.core.step import Step
-from specdemo.core.theory import best_gamma_over, expected_tokens
+from specdemo.core.theory import best_gamma, expected_tokens
 from specdemo.models.engines.llama_weights import with_dropout
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
@@ -230,7 +230,7 @@ def gamma_for(rtt_s: float, ar_step_s: float, four: StepTotals) -> int:
     """Return the closed form's draft length, given steps with four draft tokens and the time of an AR step."""
     c = four.draft_s / sum(four.drafted) / ar_step_s
     fixed_s = (four.link_s + four.host_s) / four.steps
-    return max(1, best_gamma_over(four.alpha, c, (rtt_s + fixed_s) / ar_step_s, longest=24))
+    return max(1, best_gamma(four.alpha, c, longest=24, o=(rtt_s + fixed_s) / ar_step_s, plain=None))
 
 
 def link_speeds(

@@ -20,14 +20,13 @@ from benchmarks.tables import publish, run_study, study_parser
 from specdemo.bench import measure
 from specdemo.bench.equality import prompt_prefixes
 from specdemo.cli.arguments import at_least_one, given
+from specdemo.core.estimate import acceptance_along_text
 from specdemo.core.metrics import Metrics, ratio_interval
 from specdemo.models.model_pool import ModelPool
 from specdemo.preflight import (
-    MAX_GAMMA,
     Estimate,
     Preflight,
     decoded_runs,
-    expected_cost,
     is_replayed,
     load_comparable,
     preflight,
@@ -116,9 +115,9 @@ def token_accuracy(recipe: Recipe, kinds: Sequence[str], pool: ModelPool, count:
         drafting = replace(recipe, method=method)
         target, drafter, pipeline = load_comparable(drafting, pool)
         if is_replayed(drafting):
-            free = dict.fromkeys(range(1, MAX_GAMMA + 2), 1.0)
             chances = [replay(drafting, target, drafter, text) for text in texts]
-            estimated = [expected_cost(of_text, recipe.gamma, 0.0, free)[:2] for of_text in chances]
+            expected = [acceptance_along_text(of_text)(recipe.gamma) for of_text in chances]
+            estimated = [(steps.tokens, steps.count) for steps in expected]
         else:
             runs = decoded_runs(drafting, target, drafter, prompts, pipeline.shared_context, len(prompts), math.inf)
             estimated = [(m.decode_tokens, m.target_passes) for m in (Metrics.of(run.steps) for run in runs)]

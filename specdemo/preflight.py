@@ -19,11 +19,11 @@ from torch import Tensor
 
 from specdemo.core.decode import DraftBudget, Drafter, decode
 from specdemo.core.errors import UserError
+from specdemo.core.estimate import ExpectedSteps, StepCost, acceptance_along_text
 from specdemo.core.metrics import Metrics, ratio_interval
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import SamplingParams, fitted
-from specdemo.core.simulate import step_starts
 from specdemo.core.step import Draft, Step, Verdict
 from specdemo.core.theory import STAGES, CostTerms
 from specdemo.drafters import METHODS
@@ -55,6 +55,7 @@ BLOCK_TOKENS = 8  # unit of the interval if there is a single text; shorter in t
 WARMUP_RUNS = 2  # the first of these, not counted
 
 TimedText = tuple[Sequence[int], int]  # tokens and length of the prompt
+Totals = tuple[float, float, float]  # tokens, steps, cost in AR steps
 Chances = list[list[float]]  # acceptance probabilities of the draft at each position
 
 
@@ -78,8 +79,8 @@ class Estimate:
     high: float
 
     @classmethod
-    def of(cls, gamma: int, texts: Sequence[tuple[float, float, float]]) -> Estimate:
-        """Combine (tokens, steps, cost) of each text, or of each block of a single text."""
+    def of(cls, gamma: int, texts: Sequence[Totals]) -> Estimate:
+        """Combine the totals of each text, or of each block of a single text."""
         tokens, steps, cost = map(sum, zip(*texts, strict=True))
         interval = ratio_interval([(text[0], text[2]) for text in texts])
         return cls(gamma, tokens / steps, tokens / cost, *interval)
@@ -178,14 +179,15 @@ def _replayed(
         replayed.append((replay(recipe, target, drafter, (tokens, start)), opening))
     first = [draft[0] for chances, _ in replayed for draft in chances if draft]
 
-    def costs_of(gamma: int) -> list[tuple[float, float, float]]:
-        if len(replayed) > 1:
-            return [expected_cost(chances, gamma, costs.c, v, opening) for chances, opening in replayed]
-        ((chances, opening),) = replayed
-        blocks = _blocks(position_costs(chances, gamma, costs.c, v))
-        return [(tokens, steps, cost + opening / len(blocks)) for tokens, steps, cost in blocks]
+    step_cost = StepCost(lambda rows: v[int(rows)], costs.c)
 
-    estimates = tuple(Estimate.of(gamma, costs_of(gamma)) for gamma in range(1, MAX_GAMMA + 1))
+    def totals(gamma: int) -> list[Totals]:
+        expected = [(acceptance_along_text(chances)(gamma), opening) for chances, opening in replayed]
+        if len(expected) == 1:
+            return _blocks(expected[0][0], step_cost, expected[0][1])
+        return [_totals(text, step_cost, opening) for text, opening in expected]
+
+    estimates = tuple(Estimate.of(gamma, totals(gamma)) for gamma in range(1, MAX_GAMMA + 1))
     tokens, _ = texts[0]
     pipeline.verifier.verify(tokens, Draft())  # fill the KV cache
     kv_bytes = round(1000 * pipeline.kv_bytes / len(tokens))
@@ -402,27 +404,16 @@ def _draft_chances(
     return [1.0] * hits + [0.0] * (len(draft) - hits)
 
 
-def expected_cost(
-    chances: Sequence[Sequence[float]], gamma: int, c: float, v: dict[int, float], opening: float = 0.0
-) -> tuple[float, float, float]:
-    """Return tokens, expected steps and expected cost in AR passes; `opening` is the drafter's prompt pass."""
-    steps = position_costs(chances, gamma, c, v)
-    return len(chances), sum(start for _, start, _ in steps), opening + sum(cost for _, _, cost in steps)
+def _blocks(text: ExpectedSteps, cost: StepCost, opening: float) -> list[Totals]:
+    """Return the totals of adjacent tokens of a single text, with the cost of its prompt in equal shares."""
+    length = max(1, min(BLOCK_TOKENS, len(text.steps) // 4))
+    parts = [text.steps[i : i + length] for i in range(0, len(text.steps), length)]
+    blocks = [ExpectedSteps(len(part), part) for part in parts]
+    return [_totals(block, cost, opening / len(blocks)) for block in blocks]
 
 
-def position_costs(
-    chances: Sequence[Sequence[float]], gamma: int, c: float, v: dict[int, float]
-) -> list[tuple[float, float, float]]:
-    """Return, for each position, a token, the probability that a step starts there, and its expected cost."""
-    drafts = [draft[: min(gamma, len(chances) - i - 1)] for i, draft in enumerate(chances)]
-    costs = [v[len(draft) + 1] + c * len(draft) for draft in drafts]
-    return [(1.0, start, start * cost) for start, cost in zip(step_starts(drafts), costs, strict=True)]
-
-
-def _blocks(positions: Sequence[tuple[float, float, float]]) -> list[tuple[float, float, float]]:
-    length = max(1, min(BLOCK_TOKENS, len(positions) // 4))
-    parts = [positions[i : i + length] for i in range(0, len(positions), length)]
-    return [(sum(t for t, _, _ in part), sum(s for _, s, _ in part), sum(x for _, _, x in part)) for part in parts]
+def _totals(text: ExpectedSteps, cost: StepCost, opening: float) -> Totals:
+    return text.tokens, text.count, opening + text.cost(cost)
 
 
 def measure_costs(

@@ -12,6 +12,7 @@ import pytest
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
 from specdemo.core.decode import decode
+from specdemo.core.estimate import StepCost, acceptance_along_text
 from specdemo.core.sampling import SamplingParams
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
@@ -22,7 +23,6 @@ from specdemo.preflight import (
     Estimate,
     Preflight,
     decoded_runs,
-    expected_cost,
     preflight,
     replay,
     texts_for,
@@ -66,8 +66,8 @@ def test_replayed_greedy_drafts_take_the_steps_of_a_run(method: str, bundled: Mo
     drafter = pool.take(recipe.drafter_spec) if recipe.drafter_spec else None
     prompts = [Prompt("code", str(i), text) for i, text in enumerate(["x = [1, 2, 3, 1, 2, 3,", "def f(a, b):\n    "])]
     for text in usable_texts(recipe, target, prompts, 2048)[0]:
-        tokens, steps, _ = expected_cost(replay(recipe, target, drafter, text), 3, 0.0, FREE)
-        assert steps == measured_steps(recipe, text, pool) < tokens
+        expected = acceptance_along_text(replay(recipe, target, drafter, text))(3)
+        assert expected.count == measured_steps(recipe, text, pool) < expected.tokens
 
 
 def test_texts_have_the_requested_sampling_parameters(folder: str) -> None:
@@ -152,8 +152,10 @@ def test_forests_and_other_rules_are_decoded(folder: str, settings: dict) -> Non
 
 def test_advice_is_against_drafts_that_cost_as_much_as_they_save() -> None:
     """The target as drafter: no gamma can win."""
-    found = [expected_cost([[1.0] * MAX_GAMMA] * 400, g, 1.0, FREE) for g in range(1, MAX_GAMMA + 1)]
-    estimates = tuple(Estimate.of(g, [text]) for g, text in enumerate(found, 1))
+    certain = acceptance_along_text([[1.0] * MAX_GAMMA] * 400)
+    texts = {gamma: certain(gamma) for gamma in range(1, MAX_GAMMA + 1)}
+    dear = StepCost(lambda rows: 1.0, token=1.0)
+    estimates = tuple(Estimate.of(gamma, [(text.tokens, text.count, text.cost(dear))]) for gamma, text in texts.items())
     assert [item.tokens_per_pass for item in estimates] == pytest.approx(
         [g + 1 for g in range(1, MAX_GAMMA + 1)], rel=0.02
     )

@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 
 from specdemo.core.decode import DraftLengthPolicy
+from specdemo.core.estimate import LEAST_COST, StepCost, acceptance_by_position, estimate, fastest
 from specdemo.core.step import Step
 
 
@@ -167,16 +168,11 @@ class Auto(PolicyDefaults):
         return statistics.median(self._draft_s) if self._draft_s else self.costs.token * self._verification_s()[0]
 
     def _best(self) -> int:
-        verification_s, token_s = self._verification_s(), self._token_s()
-        best, best_rate = self.min_gamma, self.min_gain / max(verification_s[0], 1e-9)
-        expected, path = 1.0, 1.0
-        for k, acceptance in enumerate(self._acceptance.rates, 1):
-            path *= acceptance
-            expected += path
-            rate = expected / max(verification_s[k] + token_s * k, 1e-9)
-            if k >= self.min_gamma and rate > best_rate:
-                best, best_rate = k, rate
-        return best
+        verification_s = self._verification_s()
+        cost = StepCost(lambda rows: verification_s[int(rows) - 1], self._token_s())
+        gammas = range(max(1, self.min_gamma), self.max_gamma + 1)
+        best = fastest(estimate(acceptance_by_position(self._acceptance.rates), cost, gammas))
+        return best.gamma if best.speed > self.min_gain / max(verification_s[0], LEAST_COST) else self.min_gamma
 
 
 def _acceptance(step: Step, position: int) -> float:

@@ -6,14 +6,16 @@ import math
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import takewhile
 
 import torch
 from torch import Tensor
 
 from specdemo.core.distributions import DenseProbs
+from specdemo.core.estimate import LEAST_COST, ExpectedSteps, StepCost, acceptance_along_text, estimate
 from specdemo.core.metrics import central_range
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import Noise, SharedNoise
@@ -108,21 +110,6 @@ def rare_distance(p: Sequence[float], count: int, odds: float = 1e-3) -> float:
     return chance_distance(p, count) + math.sqrt(math.log(1 / odds) / (2 * count))
 
 
-LEAST_S = 1e-9  # seconds of a run with a speed
-
-
-def step_starts(chances: Sequence[Sequence[float]]) -> list[float]:
-    """Probability that a step starts at each position; `chances[i]`: conditional acceptance of a draft there."""
-    starts = [1.0, *[0.0] * len(chances)]
-    for i, draft in enumerate(chances):
-        path = starts[i]
-        for position, chance in enumerate(draft, i + 1):
-            starts[position] += path * (1 - chance)
-            path *= chance
-        starts[i + len(draft) + 1] += path
-    return starts[: len(chances)]
-
-
 @dataclass(frozen=True)
 class RecordedStep:
     """Times and acceptance of a recorded step."""
@@ -156,29 +143,17 @@ def recorded_steps(steps: Iterable[Step], *, counted: bool = False) -> list[Reco
     return recorded
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds that the parts of a step take."""
-
-    plain: float  # duration of a pass over one row
-    scale: float  # factor from v to seconds for longer passes
-    token: float  # duration of drafting a token
-    host: float
-    pass_cost: Callable[[float], float]
-
-    @classmethod
-    def of(cls, steps: Sequence[RecordedStep], pass_cost: Callable[[float], float], plain_s: float | None) -> StepTimes:
-        """Return means; `plain_s` is used without empty drafts."""
-        rows = sum(pass_cost(step.draft + 1) for step in steps if step.draft) or math.inf
-        scale = sum(step.verify_s for step in steps if step.draft) / rows
-        empty = [step.verify_s for step in steps if not step.draft]
-        plain = statistics.fmean(empty) if empty else scale * pass_cost(1) if plain_s is None else plain_s
-        token = sum(step.draft_s for step in steps) / max(1, sum(step.draft for step in steps))
-        return cls(plain, scale, token, statistics.fmean(step.host_s for step in steps), pass_cost)
-
-    def step(self, drafted: int) -> float:
-        verify = self.scale * self.pass_cost(drafted + 1) if drafted else self.plain
-        return verify + self.token * drafted + self.host
+def measured_costs(
+    steps: Sequence[RecordedStep], pass_cost: Callable[[float], float], plain_s: float | None
+) -> StepCost:
+    """Return mean costs in seconds; passes after drafts scale `pass_cost`, `plain_s` is used without empty drafts."""
+    rows = sum(pass_cost(step.draft + 1) for step in steps if step.draft) or math.inf
+    scale = sum(step.verify_s for step in steps if step.draft) / rows
+    empty = [step.verify_s for step in steps if not step.draft]
+    plain = statistics.fmean(empty) if empty else scale * pass_cost(1) if plain_s is None else plain_s
+    token = sum(step.draft_s for step in steps) / max(1, sum(step.draft for step in steps))
+    host = statistics.fmean(step.host_s for step in steps)
+    return StepCost(lambda rows: scale * pass_cost(rows), token, host, plain + host)
 
 
 @dataclass(frozen=True)
@@ -205,67 +180,62 @@ def other_gammas(
 
     Gamma 0 is the AR run `baseline`, if any. Ranges come from simulated runs of resampled steps.
     """
-    recorded, plain = recorded_steps(steps, counted=counted), [step for step in baseline if step.i > 0]
-    if not any(beta is not None for step in recorded for beta in step.betas):
+    recorded, lengths = recorded_steps(steps, counted=counted), sorted(gammas)
+    tested = any(beta is not None for step in recorded for beta in step.betas)
+    if not tested or _duration(step for step in steps if step.i > 0) <= LEAST_COST:
         return []
+    plain = [step for step in baseline if step.i > 0]
     opening = sum(step.seconds.draft for step in steps if step.i > 0) - sum(step.draft_s for step in recorded)
     plain_s = statistics.fmean(step.seconds.verify for step in plain) if plain else None
+    pass_cost = cache(pass_cost)
     rng = random.Random(0)
     samples = [rng.choices(recorded, k=len(recorded)) for _ in range(draws)]
-    samples = [sample for sample in samples if any(step.draft for step in sample)]
-    pass_cost = cache(pass_cost)
-    times = StepTimes.of(recorded, pass_cost, plain_s)
-    sampled_times = [StepTimes.of(sample, pass_cost, plain_s) for sample in samples]
-    sampled_chances = [_chances(sample) for sample in samples]
-    probs, limits = _chances(recorded)
+    simulated = [
+        (_draft_chances(sample, lengths[-1]), measured_costs(sample, pass_cost, plain_s))
+        for sample in samples
+        if any(step.draft for step in sample)
+    ]
+    text, cost = _draft_chances(recorded, lengths[-1]), measured_costs(recorded, pass_cost, plain_s)
     estimates = []
-    for gamma in gammas:
-        if gamma == 0 and plain:
-            estimates += _of_baseline(plain, rng, draws)
+    for expected in estimate(acceptance_along_text(text), cost, lengths, opening):
+        if expected.gamma == 0 and plain:
+            estimates.append(_of_baseline(plain, rng, draws))
             continue
-        drafts = [probs[i : _draft_end(i, limits, gamma)] for i in range(len(probs))]
-        starts = step_starts(drafts)
-        seconds = opening + sum(start * times.step(len(draft)) for start, draft in zip(starts, drafts, strict=True))
-        rates = []
-        for sample, sample_times in zip(sampled_chances, sampled_times, strict=True):
-            lengths = Counter(_simulated_drafts(*sample, gamma, rng))
-            steps_s = sum(count * sample_times.step(n) for n, count in lengths.items())
-            rates += _rate(len(sample[0]), opening + steps_s)
-        for speed in _rate(len(probs), seconds) if rates else ():
-            estimates.append(GammaEstimate(gamma, len(probs) / sum(starts), speed, *central_range(rates)))
+        runs = ((_simulated(chances, expected.gamma, rng), costs) for chances, costs in simulated)
+        rates = [run.tokens / max(LEAST_COST, opening + run.cost(costs)) for run, costs in runs]
+        figures = expected.tokens_per_pass, expected.speed, *central_range(rates)
+        estimates.append(GammaEstimate(expected.gamma, *figures))
     return estimates
 
 
-def _rate(tokens: int, seconds: float) -> list[float]:
-    """Return tokens/s, or an empty list up to `LEAST_S`."""
-    return [tokens / seconds] if seconds > LEAST_S else []
-
-
-def _chances(steps: Sequence[RecordedStep]) -> tuple[list[float], list[float]]:
-    """Acceptance probability and limit of the draft at each position; untested tokens have the mean."""
+def _draft_chances(steps: Sequence[RecordedStep], longest: int) -> list[list[float]]:
+    """Acceptance probabilities of the longest possible draft at each position; untested tokens have the mean."""
     known = [beta for step in steps for beta in step.betas if beta is not None]
     mean = statistics.fmean(known) if known else 0.0
     probs = [mean if beta is None else beta for step in steps for beta in step.betas]
-    return probs, [step.draft if step.ended else math.inf for step in steps for _ in step.betas]
+    limits = [min(longest, step.draft) if step.ended else longest for step in steps for _ in step.betas]
+    return [probs[i : i + limit] for i, limit in enumerate(limits)]
 
 
-def _draft_end(position: int, limits: Sequence[float], gamma: int) -> int:
-    return position + int(min(gamma, limits[position], len(limits) - 1 - position))
+def _simulated(chances: Sequence[Sequence[float]], gamma: int, rng: random.Random) -> ExpectedSteps:
+    """Draw the outcomes of the drafts of one run."""
+    lengths: Counter[int] = Counter()
+    position = 0
+    while position < len(chances):
+        draft = chances[position][: min(gamma, len(chances) - 1 - position)]
+        lengths[len(draft)] += 1
+        accepted = takewhile(lambda chance: rng.random() < chance, draft)
+        position += 1 + sum(1 for _ in accepted)
+    return ExpectedSteps(len(chances), [(count, drafted) for drafted, count in lengths.items()])
 
 
-def _simulated_drafts(probs: Sequence[float], limits: Sequence[float], gamma: int, rng: random.Random) -> Iterator[int]:
-    position, draw = 0, rng.random
-    while position < len(probs):
-        end = _draft_end(position, limits, gamma)
-        yield end - position
-        while position < end and draw() < probs[position]:
-            position += 1
-        position += 1
+def _of_baseline(steps: Sequence[Step], rng: random.Random, draws: int) -> GammaEstimate:
+    def speed(sample: Sequence[Step]) -> float:
+        return sum(len(step.tokens) for step in sample) / max(LEAST_COST, _duration(sample))
+
+    rates = [speed(rng.choices(steps, k=len(steps))) for _ in range(draws)]
+    return GammaEstimate(0, 1.0, speed(steps), *central_range(rates))
 
 
-def _of_baseline(steps: Sequence[Step], rng: random.Random, draws: int) -> list[GammaEstimate]:
-    def speed(sample: Sequence[Step]) -> list[float]:
-        return _rate(sum(len(step.tokens) for step in sample), sum(sum(step.seconds) for step in sample))
-
-    rates = [rate for _ in range(draws) for rate in speed(rng.choices(steps, k=len(steps)))]
-    return [GammaEstimate(0, 1.0, own, *central_range(rates)) for own in speed(steps) if rates]
+def _duration(steps: Iterable[Step]) -> float:
+    return sum(sum(step.seconds) for step in steps)

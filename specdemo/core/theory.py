@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from specdemo.core.estimate import ExpectedSteps, StepCost, estimate, fastest
+
 STAGES = ("draft_s", "verify_s", "host_s")  # names of the times of a step
 
 
@@ -30,6 +32,11 @@ class CostTerms:
         """Divide sums over `steps` > 0 by their number, and seconds by those of a one-row pass."""
         unit = steps * pass_s
         return cls(drafted / steps, draft_s / unit, verify_s / unit, host_s / unit)
+
+    @property
+    def step(self) -> float:
+        """Cost of a step."""
+        return self.draft + self.v + self.o
 
     @property
     def c(self) -> float:
@@ -107,35 +114,25 @@ def least_improvement(alpha: float, c: float) -> float:
     return (1 + alpha) / (1 + c)
 
 
+def constant_acceptance(alpha: float) -> Callable[[int], ExpectedSteps]:
+    """Return the expectation of a step if every draft token is accepted with probability `alpha`."""
+    return lambda gamma: ExpectedSteps(expected_tokens(alpha, gamma), ((1.0, gamma),))
+
+
 def best_gamma(
-    alpha: float, c: float, longest: int = 64, v: Callable[[int], float] = lambda rows: 1.0, o: float = 0.0
+    alpha: float,
+    c: float,
+    longest: int = 64,
+    v: Callable[[float], float] = lambda rows: 1.0,
+    o: float = 0.0,
+    plain: float | None = 1.0,
 ) -> int:
     """Return the draft length with the largest `speedup`, 0 if drafting never pays (2211.17192, section 3.5).
 
-    `v(rows)` is the cost of a pass.
+    `v(rows)` is the cost of a pass, `plain` that of a step without drafts (None: v(1) + o, as over a link).
     """
-
-    def gain(gamma: int) -> float:
-        return speedup(expected_tokens(alpha, gamma), gamma, c, v(gamma + 1), o) if gamma else 1.0
-
-    return max(range(longest + 1), key=gain)
-
-
-def better_gamma(
-    alpha: float, gamma: float, c: float, v: float = 1.0, o: float = 0.0, longest: int = 16, least: float = 1.02
-) -> tuple[int, float] | None:
-    """Return the best draft length (0: AR) and its `speedup` if it exceeds that of `gamma` > 0 by the factor `least`.
-
-    `v` is the cost of gamma + 1 rows, interpolated linearly.
-    """
-
-    def pass_cost(rows: float) -> float:
-        return min(1.0, v) + max(0.0, v - 1) * (rows - 1) / gamma
-
-    best = best_gamma(alpha, c, longest, pass_cost, o)
-    gain = speedup(expected_tokens(alpha, best), best, c, pass_cost(best + 1), o) if best else 1.0
-    current = speedup(expected_tokens(alpha, gamma), gamma, c, v, o)
-    return (best, gain) if best != gamma and gain >= least * current else None
+    cost = StepCost(v, c, o, plain)
+    return fastest(estimate(constant_acceptance(alpha), cost, range(longest + 1))).gamma
 
 
 def thumb_gamma(c: float) -> float:
@@ -208,7 +205,3 @@ def speedup_over(alpha: float, gamma: float, c: float, r: float, v: float = 1.0)
     `r`: round-trip time in AR steps.
     """
     return speedup(expected_tokens(alpha, gamma), gamma, c, v, r)
-
-
-def best_gamma_over(alpha: float, c: float, r: float, longest: int = 64) -> int:
-    return max(range(longest + 1), key=lambda gamma: speedup_over(alpha, gamma, c, r))

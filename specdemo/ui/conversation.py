@@ -7,8 +7,8 @@ from typing import Any
 
 from specdemo.core.formats import percent
 from specdemo.models.tokenizer import ChatMessage
-from specdemo.ui.labels import lane_speedup, ratio_text
 from specdemo.ui.lane import Lane
+from specdemo.ui.summary import lane_speedup, ratio_text
 
 
 def shown_messages(messages: Sequence[ChatMessage], footers: Sequence[str]) -> list[Any]:

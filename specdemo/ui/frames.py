@@ -18,18 +18,16 @@ from specdemo.core.explain import FATES, REASON_INDEX, Decision, Reason, decisio
 from specdemo.core.link_stats import LinkStats
 from specdemo.core.trace import MAX_CHARACTERS, ReadLimits, read
 from specdemo.drafters import METHODS
-from specdemo.ui import labels
-from specdemo.ui.headline import headline
 from specdemo.ui.lane import LANES, PLAIN, SPEC, Lane, linked, mode, model_name, speed
-from specdemo.ui.pass_costs import pass_costs
-from specdemo.ui.run_table import RUN_TABLE_HEAD, run_table
 from specdemo.ui.settings import recorded_settings
+from specdemo.ui.summary import summarise, tiles
+from specdemo.ui.text_comparison import guarantee
 
 ENDS = {"stop": ("done", "the text ended"), "length": ("done", "token limit reached"), "cancelled": ("stopped", "")}
 CONTEXT_FULL = "context full"
 _NO_SUMMARY: Mapping[str, Any] = {
     **dict.fromkeys(("verdict", "lengths"), ""),
-    **dict.fromkeys(("same", "headline", "passes")),
+    **dict.fromkeys(("headline", "passes")),
     "table": [],
     "texts": {},
 }
@@ -143,7 +141,7 @@ class Run:
 
     def _begin(self, name: str, lane: Lane, header: Header) -> None:
         self.phase = ("prefill", f"{len(header.prompt_tokens)} prompt tokens")
-        badge, why = labels.guarantee(lane)
+        badge, why = guarantee(lane)
         if name == PLAIN and badge == "exact":
             badge = ""  # true of every baseline
         separator = "\n\n" if header.encoder else ""
@@ -198,7 +196,7 @@ class Run:
             if lane.begun and not lane.ended:
                 self.size += lane.add(End("error" if error else "cancelled", error or INTERRUPTED, lane.metrics))
         try:
-            self._summary = self._summarise()
+            self._summary = summarise(self.lanes, self.speeds)
         finally:
             self.over = True
 
@@ -218,7 +216,7 @@ class Run:
             "plan": self.plan,
             "at": start,
             "phase": self.phase,
-            "tiles": labels.tiles(self.lanes) | labels.repeated_tile(self.speeds),
+            "tiles": tiles(self.lanes, self.speeds),
             "rates": {name: lane.rate for name, lane in self.lanes.items()},
             **self._summary,
             "turn": self._turn,
@@ -227,22 +225,6 @@ class Run:
         }
         text = json.dumps(state, separators=(",", ":"))[:-1] + f',"r":[{",".join(self.records[start:])}]}}'
         return text.replace("<", "\\u003c")  # model text must never be parsed as markup
-
-    def _summarise(self) -> dict[str, Any]:
-        return {
-            "verdict": self._verdict(),
-            "lengths": labels.unequal_lanes(self.lanes),
-            "same": labels.sameness(self.lanes),
-            "headline": headline(self.lanes, self.speeds),
-            "passes": pass_costs(self.lanes),
-            "table": [RUN_TABLE_HEAD, *run_table(self.lanes, self.speeds)],
-            "texts": labels.compare_texts(self.lanes),
-        }
-
-    def _verdict(self) -> str:
-        result = labels.describe_repeats(self.speeds) or labels.verdict(self.lanes)
-        texts = (result, labels.describe_waiting(self.lanes), labels.describe_engines(self.lanes))
-        return " ".join(filter(None, texts))
 
     def trace(self, name: str) -> str | None:
         lane = self.lanes.get(name)

@@ -14,10 +14,10 @@ from specdemo.core.formats import kilobytes, number, percent
 from specdemo.core.link_stats import LinkStats, Source
 from specdemo.core.rules import rule_traits
 from specdemo.core.step import Step
-from specdemo.core.theory import STAGES, CostTerms, best_gamma_over, most_bytes_per_token, speedup_over
+from specdemo.core.theory import STAGES, CostTerms, best_gamma, most_bytes_per_token, speedup_over
 from specdemo.ui.frames import Run
-from specdemo.ui.labels import escape_markdown
 from specdemo.ui.lane import Lane, mode
+from specdemo.ui.markdown import escape_markdown
 
 SLACK = 1.02  # tolerated deviation of the two clocks
 LINK_TABLE_HEAD = (
@@ -274,7 +274,7 @@ class LinkModel:
 
     @property
     def best(self) -> int:
-        return best_gamma_over(self.alpha, self.c, self.r, LONGEST)
+        return best_gamma(self.alpha, self.c, LONGEST, o=self.r, plain=None)
 
 
 def link_of(lane: Lane) -> LinkModel:

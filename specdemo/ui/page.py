@@ -44,7 +44,6 @@ from specdemo.ui.documents import document_route, page_links
 from specdemo.ui.event_requests import KnownEvents, guarded
 from specdemo.ui.frames import Run
 from specdemo.ui.gateway import TRACES, gateway
-from specdemo.ui.labels import link_papers
 from specdemo.ui.lane import (
     EXTRA,
     SPEC,
@@ -57,6 +56,7 @@ from specdemo.ui.lane import (
 )
 from specdemo.ui.lessons import lessons_page
 from specdemo.ui.limits import HostLimits
+from specdemo.ui.markdown import link_papers
 from specdemo.ui.method_names import with_method_names
 from specdemo.ui.page_head import picture_route
 from specdemo.ui.service import Generate, Health, Service, Turn

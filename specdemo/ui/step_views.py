@@ -11,18 +11,16 @@ from typing import Any
 
 from specdemo.core.events import StepEvent
 from specdemo.core.explain import Reason, decision_of, explain, reason_of, takes_most_probable
-from specdemo.core.policies import CostModel
 from specdemo.core.rules import DecidedBy, rule_traits
-from specdemo.core.simulate import other_gammas
 from specdemo.core.step import Outcome, Step, TopTokens
 from specdemo.drafters import METHODS
 from specdemo.ui.draft_sources import LaneText, SourceText, describe_origin, describe_sources
-from specdemo.ui.lane import Lane, mode
+from specdemo.ui.lane import Lane
+from specdemo.ui.run_estimate import RunEstimate, estimate_lengths
 
 Bars = list[tuple[str, float | None, float | None]]  # token text, p, q; masses may be unrecorded
 TopList = Iterable[tuple[int, float]]
 
-MAX_WHAT_IF = 8  # longest draft of the estimate, in tokens
 _LINK_FACTS = (  # name in the trace, label, scale, digits
     ("cloud_s", "cloud, ms", 1000, 1),
     ("rtt_s", "waiting for the link, ms", 1000, 1),
@@ -282,56 +280,23 @@ def as_csv(lane: Lane) -> str:
 def figures(lane: Lane, baseline: Lane | None = None) -> dict[str, Any]:
     counts = zip(lane.metrics.accepted_by_position, lane.metrics.tested_by_position, strict=True)
     positions = [[accepted / tested, tested] for accepted, tested in counts if tested]
-    rows, why_not = what_if(lane, baseline)
+    estimate = estimate_lengths(lane, baseline)
     return {
         "columns": STEP_COLUMNS,
         "rows": step_table(lane),
         "positions": positions,
-        "what_if": rows,
-        "why_not": why_not,
+        "what_if": _what_if(estimate) if isinstance(estimate, RunEstimate) else None,
+        "why_not": estimate if isinstance(estimate, str) else "",
     }
 
 
-def what_if(lane: Lane, baseline: Lane | None = None) -> tuple[dict[str, Any] | None, str]:
-    """Estimate tokens per pass and per second of other draft lengths, with ranges, or return the obstacle.
-
-    `fits` is False if the lane is outside its own range.
-    """
-    method = METHODS.get(lane.recipe["method"])
-    if not lane.timed:
-        return None, "The engine does not report the durations of its steps."
-    if method and not method.drafts:
-        return None, "This run did not draft."
-    cost = lane.environment.get("parity", {}).get("cost")
-    if not cost:
-        return None, "The trace does not contain the cost of passes over several rows."
-    steps = [event.step for event in lane.steps]
-    longest = MAX_WHAT_IF
-    if method and method.preflight == "replay" and not method.sampled:  # drafts end with the known context
-        longest = max((len(step.draft) for step in steps), default=0)
-    cost_model = CostModel({int(rows): value for rows, value in cost.items()})
-    plain = [event.step for event in baseline.steps] if baseline and _comparable(lane, baseline) else []
-    gamma = lane.recipe["gamma"] if lane.recipe.get("policy", "fixed") == "fixed" else None
-    lengths = sorted({*range(longest + 1), *([gamma] if gamma else [])})
-    try:
-        estimates = other_gammas(steps, lengths, cost_model.verify, plain, counted=lane.counted)
-    except ValueError:
-        return None, "The drafts are trees: other draft lengths cannot be estimated from them."
-    if not estimates:
-        return None, "No draft token was tested in this run."
-    measured = lane.metrics.tokens_per_second
+def _what_if(estimate: RunEstimate) -> dict[str, Any]:
+    rows = [(row.tokens_per_pass, row.tokens_per_second, row.low, row.high) for row in estimate.rows]
     return {
         "rows": [
-            [row.gamma, *(round(x, 3) for x in (row.tokens_per_pass, row.tokens_per_second, row.low, row.high))]
-            for row in estimates
+            [row.gamma, *(round(x, 3) for x in figures)] for row, figures in zip(estimate.rows, rows, strict=True)
         ],
-        "gamma": gamma,
-        "measured": measured,
-        "fits": measured is None or all(row.low <= measured <= row.high for row in estimates if row.gamma == gamma),
-    }, ""
-
-
-def _comparable(lane: Lane, baseline: Lane) -> bool:
-    target = ("pair", "target", "dtype", "quantization", "activations", "device")
-    same = all(lane.recipe.get(name) == baseline.recipe.get(name) for name in target)
-    return same and baseline.metrics.decode_steps > 0 and not mode(lane.recipe)
+        "gamma": estimate.gamma,
+        "measured": estimate.measured,
+        "fits": estimate.fits,
+    }

@@ -23,7 +23,6 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from specdemo.core.errors import FULL_DISK, UserError, write_error
 from specdemo.core.events import Event
 from specdemo.ui.frames import Run
-from specdemo.ui.labels import describe_queue
 from specdemo.ui.method_names import with_method_names
 from specdemo.ui.run_store import RunStore
 from specdemo.worker import Stream, WorkerBusy
@@ -67,6 +66,10 @@ def reason(error: BaseException) -> str:
     return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} …"
 
 
+def _queue_position(ahead: int, seconds: float | None) -> str:
+    return f"{ahead} ahead" + ("" if seconds is None else f", about {max(1, round(seconds))} s")
+
+
 def trace_route(path: str, runs: RunStore) -> Route:
     """Return the route that opens the trace in the body."""
 
@@ -108,7 +111,7 @@ class Sockets:
                     for lane, event in batch:
                         run.absorb(lane, event)
                     if not stream.started and (ahead := stream.worker.ahead(stream)):
-                        run.phase = ("queued", describe_queue(ahead, stream.worker.expected_wait_s(stream)))
+                        run.phase = ("queued", _queue_position(ahead, stream.worker.expected_wait_s(stream)))
                     if batch or run.phase != phase:
                         self.notify(run)
                     if self._abandoned(run):

@@ -14,8 +14,10 @@ from specdemo.core import theory
 from specdemo.core.errors import UserError
 from specdemo.core.step import Step
 from specdemo.ui.frames import Run
-from specdemo.ui.labels import cost_terms, escape_markdown, lane_speedup
 from specdemo.ui.lane import PLAIN, SPEC, Lane
+from specdemo.ui.markdown import escape_markdown
+from specdemo.ui.run_estimate import cost_terms
+from specdemo.ui.summary import lane_speedup
 
 SLIDER_SERIES, SLIDER_DOT = "sliders", "slider dot"
 RUN_SERIES, BASELINE_SERIES = "this run", "baseline"
@@ -153,7 +155,7 @@ class TheorySettings:
     o: float = 0.0
     c_hat: float = 0.05
 
-    def verify_cost(self, rows: int) -> float:
+    def verify_cost(self, rows: float) -> float:
         """Interpolate v to any number of rows: linear above 1, constant below 1."""
         if rows == 1:
             return 1.0

@@ -7,12 +7,14 @@ import math
 import random
 import statistics
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from specdemo.core.estimate import ExpectedSteps, acceptance_along_text
 from specdemo.core.rules import RULES, match
 from specdemo.core.sampling import SamplingParams, SharedNoise
 from specdemo.core.simulate import (
@@ -24,7 +26,6 @@ from specdemo.core.simulate import (
     other_gammas,
     rare_distance,
     recorded_steps,
-    step_starts,
     trial,
 )
 from specdemo.core.step import Draft, Step, Verdict
@@ -127,9 +128,8 @@ def simulated(probs: list[float], gamma: int, rng: random.Random) -> list[tuple[
     return steps
 
 
-def expected_steps(probs: list[float], gamma: int) -> float:
-    ends = [min(i + gamma, len(probs) - 1) for i in range(len(probs))]
-    return sum(step_starts([probs[i:end] for i, end in enumerate(ends)]))
+def along_text(probs: list[float]) -> Callable[[int], ExpectedSteps]:
+    return acceptance_along_text([probs[i:] for i in range(len(probs))])
 
 
 @pytest.mark.parametrize("gamma", [0, 1, 3, 6])
@@ -138,7 +138,7 @@ def test_expected_steps_equal_the_simulated_mean(gamma: int) -> None:
     probs = [rng.random() for _ in range(40)]
     counts = [len(simulated(probs, gamma, rng)) for _ in range(4000)]
     sigma = statistics.stdev(counts) / len(counts) ** 0.5 if gamma else 1e-9
-    assert abs(expected_steps(probs, gamma) - statistics.fmean(counts)) < 5 * sigma  # wrong once in 1.7 million
+    assert abs(along_text(probs)(gamma).count - statistics.fmean(counts)) < 5 * sigma  # wrong once in 1.7 million
 
 
 def step(i: int, betas: list[float | None], accepted: int, tokens: int, **more: float) -> Step:
@@ -208,19 +208,6 @@ def test_no_estimate_without_tested_tokens() -> None:
 
 
 # --- by hand ---
-
-
-def test_step_starts_are_sums_over_all_outcomes() -> None:
-    """Drafts of two tokens, one and none: enumerate how many of their tokens are accepted."""
-    chances = [[0.5, 0.25], [0.75], [], [0.5], []]
-    starts = [0.0] * 12
-    starts[0] = 1.0
-    for i, draft in enumerate(chances):
-        for accepted in range(len(draft) + 1):
-            odds = math.prod(draft[:accepted]) * (1 - draft[accepted] if accepted < len(draft) else 1)
-            starts[i + accepted + 1] += starts[i] * odds
-    assert step_starts(chances) == pytest.approx(starts[:5])
-    assert step_starts([[], [], []]) == [1.0, 1.0, 1.0] and step_starts([]) == []
 
 
 def test_a_trial_counts_its_steps() -> None:

@@ -85,7 +85,7 @@ def test_remote_run_equals_the_local_run_and_its_tab_shows_the_trace(tab: Any, s
     page.locator("#compare input").check()
     run(page, CODE, tokens=32)
     status(page, "done: 32 tokens")
-    expect(page.locator("#sameness")).to_have_text("identical text")
+    expect(page.locator("#sameness")).to_have_text("same text")
     expect(page.locator("[data-lane=spec] .title")).to_have_text(re.compile("edge and cloud$"))
     trace, plain = saved(page), saved(page, "ar")
     assert trace[0]["recipe"]["cloud"]["remote"] == process(served).url

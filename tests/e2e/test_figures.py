@@ -287,7 +287,7 @@ def test_alpha_has_one_meaning_per_run(file_tab: Page) -> None:
 def test_advice_after_a_slow_run_can_help(file_tab: Page, changes: dict[str, str], advice: str) -> None:
     slow = [verified(i, draft_s=0.03, verify_s=0.04) | {"beta": [0.3, 0.3, None]} for i in range(1, 6)]
     show(file_tab, recipe_line(**changes), PREFILL, *slow, end(), *plain_lane(6, 0.02))
-    expect(file_tab.locator("#verdict")).to_contain_text("In this one run, speculation lost")
+    expect(file_tab.locator("#verdict")).to_contain_text("slower with drafts in this run")
     expect(file_tab.locator("#verdict")).to_contain_text(advice)
     expect(file_tab.locator("#verdict")).not_to_contain_text("shorter")
 

@@ -21,9 +21,10 @@ from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
-from specdemo.ui.labels import compare_texts, sameness, verdict
-from specdemo.ui.lane import LANES, Lane, lanes_of
+from specdemo.ui.lane import LANES, PLAIN, SPEC, Lane, lanes_of
 from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
+from specdemo.ui.summary import verdict
+from specdemo.ui.text_comparison import compare_texts
 
 pytestmark = pytest.mark.slow
 
@@ -187,7 +188,8 @@ def test_a_server_is_a_lane_next_to_the_recipe_and_its_baseline(server: EngineSe
     for name, job in jobs:
         for event in generate(job, PROMPT, pool):
             lanes[name].add(event)
-    badge = compare_texts(lanes)["third"]
-    assert badge == ("reported by engine, same text", f"All {TOKENS} tokens equal the baseline's.")
-    assert (sameness(lanes) or {})["tone"] == "good"
-    assert f"{EngineAddress.parse(server.external)} ran at" in verdict(lanes)
+    reported = compare_texts(lanes["third"], lanes[PLAIN])
+    assert reported.badge == "reported by engine, same text" and not reported.tone
+    assert reported.why == f"All {TOKENS} tokens equal the baseline's."
+    assert compare_texts(lanes[SPEC], lanes[PLAIN]).tone == "good"
+    assert f"{EngineAddress.parse(server.external)} ran at" in verdict(lanes, {})

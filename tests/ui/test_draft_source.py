@@ -13,9 +13,9 @@ from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.recipe import Recipe
 from specdemo.ui.controls import _settings_of_source
 from specdemo.ui.frames import Run
-from specdemo.ui.labels import verdict
 from specdemo.ui.lane import LANES, PLAIN, SPEC
 from specdemo.ui.page import _Handlers
+from specdemo.ui.summary import verdict
 
 USUAL = {"pair": "bundled", "target": "", "drafter": "", "drafter_quantization": "none", "quantization": "none"}
 USUAL |= {"method": "draft", "temperature": 0, "prompt": "", "compare": False}
@@ -62,4 +62,4 @@ def test_the_comparison_names_the_first_difference_of_the_quantised_text() -> No
             texts[lane] += to_json(event).get("tokens", ())
     assert texts[SPEC] == texts[PLAIN] != texts[third]
     first = next(i for i, (a, b) in enumerate(zip(texts[PLAIN], texts[third], strict=False), 1) if a != b)
-    assert f"; its text differs from token {first} on." in verdict(run.lanes)
+    assert f"; its text differs from token {first} on." in verdict(run.lanes, {})

@@ -11,9 +11,9 @@ from specdemo.core.events import StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.trace import from_json
 from specdemo.ui.frames import Run, cells
-from specdemo.ui.labels import compare_texts, sameness
 from specdemo.ui.lane import PLAIN, SPEC
 from specdemo.ui.run_store import RunStore
+from specdemo.ui.text_comparison import compare_texts
 
 RECIPE = {"rule": "rejection", "temperature": 1.0}
 
@@ -122,8 +122,8 @@ def test_near_tie_at_the_first_difference_is_reported(p: float, q: float, tone: 
     for lane, line in ((SPEC, REJECTION | distributions), (PLAIN, step(1, pieces=["z"], tokens=[999]))):
         for event in (header(bit_equal=False), PREFILL, line, end()):
             absorb(run, lane, event)
-    same = sameness(run.lanes)
-    assert same and same["tone"] == tone and words in same["why"]
+    compared = compare_texts(run.lanes[SPEC], run.lanes[PLAIN])
+    assert compared.tone == tone and words in compared.why
 
 
 def repeated(*ar_seconds: float) -> Run:
@@ -142,10 +142,10 @@ def repeated(*ar_seconds: float) -> Run:
 @pytest.mark.parametrize(
     ("seconds", "outcome"),
     [
-        ((0.024, 0.018, 0.03), "Not enough repeats for a result: median 2.00×, range 1.50× to 2.50×, over 3"),
-        ((0.024, 0.018, 0.013, 0.024, 0.055), "Speculation was faster in every pair: median 2.00×"),
-        ((0.010, 0.007, 0.008, 0.011, 0.0115), "Speculation was slower in every pair: median 0.83×"),
-        ((0.013, 0.011, 0.0125, 0.02, 0.03), "No clear difference: median 1.08×"),
+        ((0.024, 0.018, 0.03), "2.0× faster with drafts in 3 pairs, too few for a result: 1.50× to 2.50×, over 3"),
+        ((0.024, 0.018, 0.013, 0.024, 0.055), "2.0× faster with drafts in all 5 pairs: 1.08×"),
+        ((0.010, 0.007, 0.008, 0.011, 0.0115), "0.8×, slower with drafts in all 5 pairs: 0.58×"),
+        ((0.013, 0.011, 0.0125, 0.02, 0.03), "No clear difference: 1.1×: 0.92×"),
     ],
 )
 def test_the_result_of_repetitions_follows_from_the_paired_ratios(seconds: tuple[float, ...], outcome: str) -> None:
@@ -161,7 +161,7 @@ def test_the_result_of_repetitions_follows_from_the_paired_ratios(seconds: tuple
 def test_different_greedy_text_is_reported() -> None:
     run = whole(whole(Run((SPEC, PLAIN))), PLAIN, plain_steps(0.01)[:3])
     run.finish()
-    assert (sameness(run.lanes) or {})["badge"] == "differs at token 4"
+    assert compare_texts(run.lanes[SPEC], run.lanes[PLAIN]).badge == "differs at token 4"
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "error"])
@@ -169,10 +169,10 @@ def test_a_stopped_text_that_begins_the_other_does_not_differ(reason: str) -> No
     run = whole(Run((SPEC, PLAIN)))
     absorb(run, PLAIN, header("ar"), *plain_steps(0.01)[:3], end(reason))
     run.finish()
-    assert (sameness(run.lanes) or {})["badge"] == compare_texts(run.lanes)[SPEC][0] == "same so far"
+    assert compare_texts(run.lanes[SPEC], run.lanes[PLAIN]).badge == "same so far"
     other = whole(Run((SPEC, PLAIN)))
     absorb(other, PLAIN, header("ar"), *plain_steps(0.01)[1:3], end(reason))
-    assert (sameness(other.lanes) or {})["badge"] == "differs at token 1"
+    assert compare_texts(other.lanes[SPEC], other.lanes[PLAIN]).badge == "differs at token 1"
 
 
 def test_run_store_evicts_the_least_recently_used_finished_run() -> None:

@@ -112,16 +112,17 @@ def test_what_if_is_calibrated_on_the_measured_lanes() -> None:
         lane(PREFILL, REJECTION, ALL_KEPT),
         lane(PREFILL, *(step(i, pieces=["a"]) for i in (1, 2)), method="ar"),
     )
-    found, _ = rounds.what_if(made, plain)
+    found = rounds.figures(made, plain)["what_if"]
     assert found["rows"][0][2] == pytest.approx(plain.metrics.tokens_per_second, abs=1e-3)
-    assert rounds.what_if(made, lane(PREFILL, step(1, pieces=["a"]), target="other"))[0]["rows"][0] != found["rows"][0]
+    other = lane(PREFILL, step(1, pieces=["a"]), target="other")
+    assert rounds.figures(made, other)["what_if"]["rows"][0] != found["rows"][0]
     gamma, _, speed, low, high = found["rows"][3]
     assert gamma == found["gamma"] and found["fits"] == (low <= made.metrics.tokens_per_second <= high)
     rejected = [
         REJECTION | {"i": i, "tokens": [1], "pieces": ["X"], "accepted": [], "beta": [1.0, None, None]}
         for i in range(1, 30)
     ]
-    assert rounds.what_if(lane(PREFILL, *rejected))[0]["fits"] is False  # beta does not describe these outcomes
+    assert rounds.figures(lane(PREFILL, *rejected))["what_if"]["fits"] is False  # beta does not describe the outcomes
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

@@ -41,7 +41,7 @@ def test_imported_trace_equals_the_run() -> None:
     again = read_traces(run.trace(SPEC) + run.trace(PLAIN))
     before, after = json.loads(run.frame(0)), json.loads(again.frame(0))
     assert after["over"] and after["phase"] == ["done", "recorded trace, 24 and 24 tokens"]
-    for name in ("plan", "tiles", "rates", "verdict", "same"):
+    for name in ("plan", "tiles", "rates", "verdict", "texts"):
         assert after[name] == before[name], name
     records = {lane: [one for one in before["r"] if one["l"] == lane] for lane in (SPEC, PLAIN)}
     assert {lane: [one for one in after["r"] if one["l"] == lane] for lane in (SPEC, PLAIN)} == records

@@ -264,12 +264,13 @@ function showResult() {
     for (const button of box.querySelectorAll("button")) button.disabled = !lane.childElementCount;
   }
   setText($("#verdict"), state.verdict);
-  const same = $("#sameness");
-  same.hidden = !state.same;
-  if (state.same) {
-    same.textContent = state.same.badge;
-    same.dataset.tone = state.same.tone;
-    setText($("#verdict"), [state.verdict, state.same.why].filter(Boolean).join(" "));
+  const same = $("#sameness"), compared = Object.values(state.texts).find(([, , tone]) => tone); // texts that must agree
+  same.hidden = !compared;
+  if (compared) {
+    const [badge, why, tone] = compared;
+    same.textContent = badge;
+    same.dataset.tone = tone;
+    setText($("#verdict"), [state.verdict, why].filter(Boolean).join(" "));
   }
   $(".outcome").hidden = !$("#verdict").textContent;
   if (state.phase[0] === "done" && state.turn) document.body.dataset.turn = state.turn;

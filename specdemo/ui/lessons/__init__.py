@@ -16,10 +16,11 @@ from specdemo.core.theory import expected_tokens
 from specdemo.core.theory import speedup as cost_model
 from specdemo.models.zoo import ASSETS
 from specdemo.ui.frames import read_traces
-from specdemo.ui.labels import cost_terms, lane_speedup
 from specdemo.ui.lane import PLAIN, SPEC, Lane
 from specdemo.ui.page_files import PLAYER, scripts
+from specdemo.ui.run_estimate import cost_terms
 from specdemo.ui.step_views import step_pictures
+from specdemo.ui.summary import lane_speedup
 
 _FOLDER = Path(__file__).parent
 PATH = "/lessons"

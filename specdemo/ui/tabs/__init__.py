@@ -9,7 +9,7 @@ import gradio as gr
 from specdemo.drafters import METHODS
 from specdemo.recipe import Recipe
 from specdemo.ui.documents import document_link
-from specdemo.ui.labels import link_papers
+from specdemo.ui.markdown import link_papers
 from specdemo.ui.service import Service
 from specdemo.ui.tabs.bench import bench_tab
 from specdemo.ui.tabs.edge import edge_tab

@@ -14,7 +14,7 @@ from specdemo.bench.calibration import PERCENTILES, Calibration, check_draft_mod
 from specdemo.bench.measure import BenchProgress
 from specdemo.prompts import alternate_classes, load_prompts
 from specdemo.recipe import Recipe
-from specdemo.ui.labels import escape_markdown, figures_table
+from specdemo.ui.markdown import escape_markdown, figures_table
 from specdemo.ui.service import Service
 from specdemo.ui.settings import recipe_of
 from specdemo.ui.tabs.components import progress_bar

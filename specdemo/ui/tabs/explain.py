@@ -12,8 +12,8 @@ import gradio as gr
 from specdemo.core.errors import UserError
 from specdemo.external.diagnosis import conclusions, figures_line
 from specdemo.external.engine_log import ENGINE_FORMATS, EngineStatistics, read_engine_log
-from specdemo.ui.labels import escape_markdown
 from specdemo.ui.line_chart import ChartPoint, LineChart
+from specdemo.ui.markdown import escape_markdown
 from specdemo.ui.tabs.components import UNPROCESSED, bar_values, chart_view, probability_plot, save_svg_button
 
 MOST_LOG = 1_000_000  # characters

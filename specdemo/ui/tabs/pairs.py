@@ -15,7 +15,7 @@ from specdemo.core.errors import UserError, check_name
 from specdemo.models.zoo import CHAT_PAIR
 from specdemo.recipe import Recipe
 from specdemo.ui.controls import Controls
-from specdemo.ui.labels import escape_markdown
+from specdemo.ui.markdown import escape_markdown
 from specdemo.ui.method_names import with_method_names
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OFF, recipe_of

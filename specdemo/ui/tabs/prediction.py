@@ -10,9 +10,10 @@ from typing import Any
 
 import gradio as gr
 
+from specdemo.core.formats import format_bytes
 from specdemo.preflight import Preflight, PreflightProgress
 from specdemo.recipe import Recipe
-from specdemo.ui.labels import describe_preflight
+from specdemo.ui.markdown import figures_table
 from specdemo.ui.service import Service
 from specdemo.ui.tabs.components import progress_bar
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelMeasurement, PanelParts, waiting
@@ -71,3 +72,19 @@ def connect_prediction(
 
     panel = MeasurementPanel(service, parts, show_failure)
     panel.connect(settings, [estimate], make_result, attrgetter("predicted"), show, _CURRENT_JS)
+
+
+def describe_preflight(estimate: Preflight) -> str:
+    rows = [
+        (estimate.label(row), row.tokens_per_pass, f"{row.speedup:.2f}×", f"{row.low:.2f}–{row.high:.2f}")
+        for row in estimate.estimates
+    ]
+    last = max(estimate.v)
+    return (
+        f"**Will it pay off?** {estimate.advice[0].upper()}{estimate.advice[1:]}. "
+        f"Texts of the target: {estimate.texts}; α is {estimate.alpha:.2f}. Costs are measured on this machine: "
+        f"a draft token costs {estimate.c:.2f} AR steps, a pass over {last} tokens {estimate.v[last]:.2f}. "
+        f"Weights take {format_bytes(estimate.weight_bytes)}, "
+        f"keys and values {format_bytes(estimate.kv_bytes)} per 1,000 tokens.\n\n"
+        f"{figures_table(('settings', 'tokens per pass', 'expected speed-up', '95 %'), rows)}"
+    )

@@ -17,8 +17,8 @@ from specdemo.core.published import LEVIATHAN_2
 from specdemo.ui import theory_curves as curves
 from specdemo.ui.call_timeline import CALLS_CSS, calls_svg
 from specdemo.ui.frames import Run
-from specdemo.ui.labels import escape_markdown, figures_table, link_papers
 from specdemo.ui.line_chart import LineChart
+from specdemo.ui.markdown import escape_markdown, figures_table, link_papers
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.tabs.components import SHOWN_RUN_JS, UNPROCESSED, chart_view
 from specdemo.ui.tabs.worked_example import residual_example

@@ -26,7 +26,7 @@ from specdemo.core.theory import (
     pinsker,
     weight_variance,
 )
-from specdemo.ui.labels import figures_table
+from specdemo.ui.markdown import figures_table
 from specdemo.ui.tabs.components import UNPROCESSED, bar_values, probability_plot, save_svg_button
 
 EXAMPLE_TOKENS = "abcd"

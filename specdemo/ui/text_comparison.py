@@ -1,0 +1,175 @@
+"""Comparison of the texts of two lanes, in words: equal or not, and why they may or must not differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from specdemo.core.events import StepEvent
+from specdemo.core.explain import exact_label
+from specdemo.core.options import Option
+from specdemo.core.rules import rule_traits
+from specdemo.core.step import common_prefix
+from specdemo.recipe import TEXT_OPTIONS
+from specdemo.ui.lane import Lane, mode
+
+NEAR_TIE = 0.05  # nats between the two most probable tokens: bfloat16 rounding
+_EARLY = ("cancelled", "error")  # ends within a text
+
+
+EXACT = "The text follows the target's distribution."
+CHANGED = "This rule changes the target's distribution with these settings."
+
+
+class Relation(Enum):
+    """Relation of a text to that of the baseline: a badge and a sentence."""
+
+    SAME = "same text", "All {equal} tokens equal the baseline's."
+    SAME_SO_FAR = "same so far", "A run ended early: its {equal} tokens are equal."
+    OTHER_SETTINGS = "other settings", "The texts may differ, since these differ: {differing}."
+    OTHER_ENGINE = "differs at token {first}", "Engines round differently, which decides near-ties."
+    OTHER_DRAW = "other random text", "Both runs draw their own random numbers, so the texts may differ."
+    LOSSY = "{guarantee}", "{meaning}"
+    NEAR_TIE = "differs at token {first}", "The texts differ {where}: rounding decided a near-tie."
+    ERROR = "differs at token {first}", "The texts differ {where}: this is an error, not a near-tie."
+    INVARIANCE_ERROR = (
+        "differs at token {first}",
+        "The texts differ {where}: this is an error, since the engine is batch-invariant.",
+    )
+
+
+_TONES = {Relation.SAME: "good", Relation.ERROR: "bad", Relation.INVARIANCE_ERROR: "bad"}
+
+
+@dataclass(frozen=True)
+class TextComparison:
+    """Result of a comparison with the baseline."""
+
+    relation: Relation
+    badge: str
+    why: str
+    equal: int  # number of equal tokens at the start
+    differing: tuple[str, ...]  # text options, and "prompt"
+    must_agree: bool
+
+    @property
+    def tone(self) -> str:
+        """Good, even or bad for texts that must agree, otherwise empty."""
+        return _TONES.get(self.relation, "even") if self.must_agree else ""
+
+
+def compare_texts(lane: Lane, baseline: Lane) -> TextComparison:
+    differing = differing_inputs(lane, baseline)
+    equal = common_prefix(lane.tokens, baseline.tokens)
+    nearest = _top_tokens_at(baseline.steps, equal) or _top_tokens_at(lane.steps, equal)
+    relation = _relation(lane, baseline, differing) or _cause(lane, nearest)
+    gave = " and ".join(f"{text!r} {p:.4f}" for text, p in nearest[:2])
+    badge, meaning = guarantee(lane)
+    facts = {
+        "equal": equal,
+        "first": equal + 1,
+        "where": f"from token {equal + 1} on" + (f", where the target gave {gave}" if gave else ""),
+        "differing": ", ".join(differing).replace("_", " "),
+        "guarantee": badge,
+        "meaning": meaning,
+    }
+    badge, why = (template.format_map(facts) for template in relation.value)
+    reported = "reported by engine, " if lane.external and relation is not Relation.LOSSY else ""
+    exact = lane.exact and lane.recipe["method"] != "beam" and not differing
+    return TextComparison(relation, reported + badge, why, equal, differing, exact and _must_agree(lane, baseline))
+
+
+def _relation(lane: Lane, baseline: Lane, differing: tuple[str, ...]) -> Relation | None:
+    """Return the relation, or None for complete texts that must agree but differ."""
+    if lane.tokens == baseline.tokens and "prompt" not in differing:
+        return Relation.SAME
+    lossy = not lane.exact or lane.recipe["method"] == "beam"
+    if differing and (lane.external or not lossy):
+        return Relation.OTHER_SETTINGS
+    if lane.external and lane.recipe.get("temperature") == 0:
+        return Relation.OTHER_ENGINE
+    if lossy:
+        return Relation.LOSSY
+    if not _must_agree(lane, baseline):
+        return Relation.OTHER_DRAW
+    equal = common_prefix(lane.tokens, baseline.tokens)
+    early = any(text.end and text.end.reason in _EARLY and len(text.tokens) == equal for text in (lane, baseline))
+    return Relation.SAME_SO_FAR if early else None
+
+
+def _cause(lane: Lane, nearest: Sequence[tuple[str, float]]) -> Relation:
+    if len(nearest) > 1 and lane.recipe.get("temperature") == 0:
+        (_, p), (_, q) = nearest[:2]
+        if p > q * math.exp(NEAR_TIE):
+            return Relation.ERROR
+    return Relation.INVARIANCE_ERROR if lane.bit_equal and not mode(lane.recipe) else Relation.NEAR_TIE
+
+
+def differing_inputs(lane: Lane, other: Lane) -> tuple[str, ...]:
+    """Return differing text options, and "prompt"."""
+
+    def value(recipe: Mapping[str, Any], option: Option) -> Any:
+        chosen = recipe.get(option.name, option.default)
+        return list(chosen) if isinstance(chosen, tuple) else chosen
+
+    options = [
+        name for name, option in TEXT_OPTIONS.items() if value(lane.recipe, option) != value(other.recipe, option)
+    ]
+    prompts = [header and header.prompt_tokens for header in (lane.header, other.header)]
+    return (*options,) if prompts[0] == prompts[1] else (*options, "prompt")
+
+
+def _must_agree(lane: Lane, baseline: Lane) -> bool:
+    a, b = lane.recipe, baseline.recipe
+    return a.get("temperature") == 0 or (rule_traits(a).shares_noise and a.get("rule") == b.get("rule"))
+
+
+def _top_tokens_at(steps: tuple[StepEvent, ...], position: int) -> list[tuple[str, float]]:
+    start = 0
+    names: dict[int, str] = {}
+    for event in steps:
+        names.update(event.token_texts)
+        offset = position - start
+        if offset < len(event.step.tokens):
+            top, accepted = event.step.verdict.target_top, event.step.verdict.accepted
+            if not top or offset > len(accepted):
+                return []
+            row = accepted[offset - 1] + 1 if offset else 0
+            return [(names.get(token, f"id {token}"), p) for token, p in top[row].top]
+        start += len(event.step.tokens)
+    return []
+
+
+def guarantee(lane: Lane) -> tuple[str, str]:
+    """Return a badge and a sentence about the exactness of the output."""
+    if lane.external:
+        return "reported by engine", "Text and counts are those of the other engine; this program verified nothing."
+    if lane.recipe["method"] == "beam":
+        return "search", "Beam search returns a probable text; it does not sample from the target."
+    if not lane.exact:
+        return "lossy", _lossy(lane.recipe)
+    label = exact_label(lane.recipe, lane.metrics.remote)
+    if lane.metrics.remote.get("numerics"):
+        return label, f"{EXACT} The run changed to a service that rounds differently, which may flip a near-tie."
+    if label != "exact":
+        return label, f"{EXACT} This is the claim of the service. At temperature 0 rounding may flip a near-tie."
+    if lane.bit_equal:
+        return label, f"{EXACT} Logits are equal to the last bit in passes of any size."
+    return label, f"{EXACT} At temperature 0 rounding may flip a near-tie."
+
+
+def _lossy(recipe: Mapping[str, Any]) -> str:
+    cloud = recipe.get("cloud") or {}
+    if cloud.get("mode") == "edge_only":
+        return "The drafter decodes alone: this is not the target's text."
+    reasons = {
+        "late responses are replaced by draft tokens": cloud.get("provisional"),
+        "confident drafts are not verified": cloud.get("gates"),
+        "the drafter continues alone if the cloud is lost": cloud.get("on_loss") == "edge",
+        "draft distributions are sent incompletely": cloud.get("q_rows", "float32") != "float32",
+    }
+    causes = [reason for reason, applies in reasons.items() if applies]
+    return f"Not the target's distribution: {', and '.join(causes)}." if causes else CHANGED
