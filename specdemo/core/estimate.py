@@ -1,7 +1,4 @@
-"""Expected speed of each draft length, from acceptance and costs: the estimate behind predictions, advice and `auto`.
-
-Costs have any unit, such as seconds or one-row passes of the target.
-"""
+"""Expected speed of draft lengths from acceptance and costs of any unit, for predictions, advice and policy `auto`."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ LEAST_COST = 1e-9  # avoids a division by zero
 
 @dataclass(frozen=True)
 class StepCost:
-    """Cost of a step: a pass over `1 + drafted` rows, the draft tokens and a constant."""
+    """Cost of a step."""
 
     verify: Callable[[float], float]  # by number of rows
     token: float
@@ -57,7 +54,7 @@ class LengthEstimate:
 def estimate(
     acceptance: Callable[[int], ExpectedSteps], cost: StepCost, gammas: Iterable[int], opening: float = 0.0
 ) -> list[LengthEstimate]:
-    """Return an estimate per draft length; `acceptance(gamma)`: steps of this length, `opening`: cost before them."""
+    """Return an estimate per draft length. `opening` is the cost before the steps."""
     expected = [(gamma, acceptance(gamma)) for gamma in gammas]
     return [
         LengthEstimate(gamma, steps.tokens_per_pass, steps.tokens / max(opening + steps.cost(cost), LEAST_COST))
@@ -66,12 +63,12 @@ def estimate(
 
 
 def fastest(estimates: Iterable[LengthEstimate]) -> LengthEstimate:
-    """Return the fastest estimate, the shortest of equally fast ones."""
+    """Return the fastest, then shortest estimate."""
     return max(estimates, key=lambda row: (row.speed, -row.gamma))
 
 
 def acceptance_by_position(rates: Sequence[float]) -> Callable[[int], ExpectedSteps]:
-    """Return the expectation of a step; `rates[i]` is the acceptance at position i of a draft after i accepted ones."""
+    """Expect `rates[i]` at position i of a draft if the tokens before it were accepted."""
     paths, path = [1.0], 1.0
     for rate in rates:
         path *= rate
@@ -80,7 +77,7 @@ def acceptance_by_position(rates: Sequence[float]) -> Callable[[int], ExpectedSt
 
 
 def acceptance_along_text(chances: Sequence[Sequence[float]]) -> Callable[[int], ExpectedSteps]:
-    """Return the steps that write a text; `chances[i]`: conditional acceptance of the draft tokens at position i."""
+    """Expect `chances[i]`, the conditional acceptance of a draft at position i of a text."""
 
     def steps(gamma: int) -> ExpectedSteps:
         drafts = [draft[: min(gamma, len(chances) - i - 1)] for i, draft in enumerate(chances)]

@@ -115,7 +115,7 @@ def least_improvement(alpha: float, c: float) -> float:
 
 
 def constant_acceptance(alpha: float) -> Callable[[int], ExpectedSteps]:
-    """Return the expectation of a step if every draft token is accepted with probability `alpha`."""
+    """Expect `alpha` at every position."""
     return lambda gamma: ExpectedSteps(expected_tokens(alpha, gamma), ((1.0, gamma),))
 
 

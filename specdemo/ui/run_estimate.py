@@ -39,7 +39,7 @@ class RunEstimate:
 
 
 def estimate_lengths(lane: Lane, baseline: Lane | None = None) -> RunEstimate | str:
-    """Return the estimate, or the obstacle in words. Without measured costs of passes those of the run are used."""
+    """Return the estimate, or the obstacle in words."""
     method = METHODS.get(lane.recipe["method"])
     if not lane.timed:
         return "The engine does not report the durations of its steps."
@@ -66,7 +66,7 @@ def estimate_lengths(lane: Lane, baseline: Lane | None = None) -> RunEstimate | 
 
 
 def _pass_costs(lane: Lane, baseline: Lane | None) -> CostModel | None:
-    """Return the costs measured when the model was loaded, else a line through those of this comparison."""
+    """Return the costs measured at load, else a line through those of this comparison."""
     if cost := lane.environment.get("parity", {}).get("cost"):
         return CostModel({int(rows): value for rows, value in cost.items()})
     terms = cost_terms(lane.metrics, baseline.metrics) if baseline else None

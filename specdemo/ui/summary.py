@@ -37,7 +37,7 @@ _SMALLER_DRAFT = {
 
 
 def summarise(lanes: Lanes, speeds: Speeds) -> dict[str, Any]:
-    """Return the summary of a finished run, as the browser shows it."""
+    """Return the summary of a finished run."""
     return {
         "verdict": " ".join(filter(None, (verdict(lanes, speeds), _waiting(lanes), _engines(lanes)))),
         "lengths": _unequal_lengths(lanes),
@@ -73,7 +73,7 @@ def _pairs(speeds: Speeds, name: str = SPEC) -> list[float]:
 
 
 def _tone(spec: Lane, ratio: float, pairs: Sequence[float]) -> str:
-    """Return good, bad, even without a clear difference, or none if the speed is not the aim."""
+    """Return good, bad, even, or none if speed is not the aim."""
     if spec.recipe["method"] == "beam" or mode(spec.recipe) in ALONE:
         return "none"
     if len(pairs) >= ENOUGH_PAIRS:
@@ -176,7 +176,7 @@ def _better_length(spec: Lane, plain: Lane) -> GammaEstimate | None:
 
 
 def _texts(lanes: Lanes) -> dict[str, tuple[str, str, str]]:
-    """Return badge, sentence and tone of the comparison with the baseline, of each ended lane."""
+    """Return badge, sentence and tone of each compared lane."""
     plain = lanes.get(PLAIN)
     if plain is None or not (plain.begun and plain.ended):
         return {}
@@ -315,7 +315,7 @@ def _unequal_lengths(lanes: Lanes) -> str:
 
 
 def pass_costs(lanes: Lanes) -> dict[str, Any] | None:
-    """Compare passes that check the most frequent draft with those that write one token, if both ran here."""
+    """Compare passes over the most frequent draft with those over one row."""
     spec, plain = lanes.get(SPEC), lanes.get(PLAIN)
     if spec is None or plain is None or not (spec.ended and plain.ended) or mode(spec.recipe):
         return None

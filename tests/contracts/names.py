@@ -333,7 +333,6 @@ def frames(_: Any, __: Any, page: Page) -> dict[str, Any]:
     """Keys of the frames that the page sends to the browser, and of the answers of its server functions."""
     text = dom.lanes()
     frame = json.loads(page.call("import_trace", text))
-    same = json.loads(page.call("import_trace", dom.same_text()))["same"]
     run, records = frame["run"], frame["r"]
     first = {lane: next(one["head"] for one in records if one["l"] == lane and "head" in one) for lane in frame["plan"]}
     rounds = [one for one in records if "head" not in one and "note" not in one]
@@ -344,7 +343,6 @@ def frames(_: Any, __: Any, page: Page) -> dict[str, Any]:
         "lanes": frame["plan"],
         "phase": frame["phase"][:1],
         "tiles": sorted(frame["tiles"]),
-        "same": sorted(same),
         "record": sorted({key for one in records for key in one}),
         "head": sorted(first["spec"]),
         "by": sorted({one["by"] for one in rounds if "by" in one}),
