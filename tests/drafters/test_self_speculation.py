@@ -14,6 +14,7 @@ from fakes.trace_lines import trace_lines as generate
 from transformers import AutoModelForCausalLM
 
 from specdemo.core.decode import EmptyDrafter
+from specdemo.core.errors import UserError
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
 from specdemo.core.sampling import Noise, SamplingParams
@@ -65,6 +66,13 @@ def test_lean_models_skip_any_layer() -> None:
         alone.model.layers[0].self_attn.layer_idx = 0
         expected = alone(torch.tensor([TOKENS])).logits[0, -1:]
         assert torch.allclose(CachedModel(early).score(TOKENS, Draft()), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("kept", [[], [0, 1], [2]])
+def test_invalid_layers_are_refused(kept: list[int]) -> None:
+    for model in (tiny_model("llama"), LlamaWeights(tiny_model("llama"))):
+        with pytest.raises(UserError, match="layers 0 to 1"):
+            with_layers(model, kept)
 
 
 @pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.drafts])
