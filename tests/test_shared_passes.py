@@ -209,6 +209,44 @@ def test_texts_advance_while_a_long_prompt_is_read() -> None:
     worker.close()
 
 
+def test_jobs_without_passes_do_not_delay_a_pass_for_ever() -> None:
+    """Short jobs arrive until two texts end."""
+    engine, worker = Engine(), Worker(at_once=8, clock=lambda: 0.0, texts=8, waiting=None)
+
+    def short() -> Iterator[None]:
+        if not all(stream.done for stream in streams):
+            arrived.append(worker.submit(short))
+        yield
+
+    arrived: list[Stream[Any]] = []
+    with submitting(worker):
+        streams = [worker.submit(lambda n=n: texts(engine, n, 3)) for n in range(2)]
+        arrived.append(worker.submit(short))
+    assert all(len(finished(stream).items) == 3 for stream in streams)
+    assert len(arrived) > 1 and [*map(sorted, engine.passes)] == [[0, 1]] * 3
+    worker.close()
+
+
+def test_the_wait_for_a_pass_is_not_the_time_of_a_job() -> None:
+    """Each of three jobs spends a second before its request; the pass takes four."""
+    now = [0.0]
+
+    def spend(seconds: float) -> None:
+        now[0] += seconds
+
+    engine, worker = Engine(lambda entries: spend(4.0)), Worker(clock=lambda: now[0], texts=8)
+
+    def job() -> Iterator[float]:
+        spend(1.0)
+        yield shared_pass(engine.run, 1, 1)
+
+    with submitting(worker):
+        streams = [worker.submit(job) for _ in range(3)]
+    assert all(finished(stream).error is None for stream in streams)
+    assert sorted(stream.waited_s for stream in streams) == [0.0, 1.0, 2.0]
+    worker.close()
+
+
 @pytest.mark.parametrize(("has_memory", "most"), [(True, 6), (False, 2)])
 def test_texts_beyond_the_active_jobs_need_memory(has_memory: bool, most: int) -> None:
     engine, worker = Engine(), Worker(at_once=2, waiting=None, texts=6, has_memory=lambda: has_memory)
