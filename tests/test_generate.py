@@ -287,29 +287,22 @@ def test_chat_template_is_applied(talker: str, target: str) -> None:
         list(generate(replace(recipe, target=target), "Hello", ModelPool()))
 
 
-def test_second_turn_feeds_only_new_tokens(talker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_turn_feeds_only_new_tokens(talker: str) -> None:
     """Same text as without the cache, from fewer input tokens."""
-    read: list[int] = []
-    score = CachedModel._keep
-    monkeypatch.setattr(
-        CachedModel, "_keep", lambda self, *given: read.append(-(found := score(self, *given))[0]) or found
-    )
     recipe = Recipe(target=talker, method="nasd", temperature=0, max_tokens=12, device="cpu", chat=True)
     pool, stores = ModelPool(), {}
 
-    def turn(talk: list[dict[str, str]], stores: dict | None) -> tuple[str, int, int]:
-        del read[:]
+    def turn(talk: list[dict[str, str]], stores: dict | None) -> tuple[str, Header]:
         head, *steps, _ = traced(generate(recipe, talk, pool, stores))
-        return "".join(event.text for event in steps), len(head.prompt_tokens), -read[0]
+        return "".join(event.text for event in steps), head
 
     talk = [{"role": "user", "content": "one"}]
-    answer, first, held = turn(talk, stores)
-    assert held == 0
+    answer, first = turn(talk, stores)
     talk += [{"role": "assistant", "content": answer}, {"role": "user", "content": "two"}]
-    again, length, held = turn(talk, stores)
-    fresh, _, none = turn(talk, None)
-    assert again == fresh and none == 0
-    assert first <= held < length  # at least the first prompt; the answer up to the first different token boundary
+    again, second = turn(talk, stores)
+    fresh, none = turn(talk, None)
+    assert again == fresh and first.cached_tokens == none.cached_tokens == 0
+    assert len(first.prompt_tokens) <= second.cached_tokens < len(second.prompt_tokens)
 
 
 def test_a_refused_run_releases_its_caches(target: str) -> None:

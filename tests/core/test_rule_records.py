@@ -127,22 +127,6 @@ def test_a_token_that_the_drafter_cannot_sample_is_rejected_untested(name: str) 
         assert verdict == Verdict((), 1, (1.0,), (None,), (0.0,), bound=(0.0,))
 
 
-@pytest.mark.parametrize("name", [name for name in RULES if RULES[name].needs_rows])
-def test_a_residual_is_recorded_after_a_rejection_only(name: str) -> None:
-    seen = set()
-    for seed in range(30):
-        draft, p = draft_of(seed, CHAIN, sampled=True), rows_of(seed, len(CHAIN) + 1)
-        verdict, _ = verify(name, draft, p, seed)
-        row = len(verdict.accepted)
-        assert (verdict.residual is None) == (row == len(CHAIN))
-        if verdict.residual is not None and RULES[name].adjusts:
-            weight = 1 / (RULES[name].threshold or 1.0)
-            expected = (weight * p[row] - draft.probs.row(row)).clamp_min(0)
-            assert torch.allclose(verdict.residual, expected / expected.sum(), atol=1e-6)
-        seen.add(row == len(CHAIN))
-    assert seen == {True, False}
-
-
 @pytest.mark.parametrize("sampled", [True, False])
 def test_siblings_are_tested_against_the_residual_of_their_elders(sampled: bool) -> None:
     compared = corrections = 0

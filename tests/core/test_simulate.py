@@ -51,12 +51,6 @@ def test_wrong_corrections_are_detected(mutant: dict[str, bool]) -> None:
     assert error("rejection", **mutant) > rare_distance(P, COUNT)
 
 
-def test_acceptance_rate_of_rejection_is_the_overlap() -> None:
-    result = trial("rejection", torch.tensor(P), torch.tensor(Q), 3, COUNT, seed=2)
-    beta = sum(map(min, P, Q))
-    assert result.accepted / result.tested == pytest.approx(beta, abs=4 * math.sqrt(beta * (1 - beta) / result.tested))
-
-
 @pytest.mark.parametrize("gamma", [1, 4])
 def test_coupled_tokens_equal_direct_samples(gamma: int) -> None:
     result = trial("coupled", torch.tensor(P), torch.tensor(Q), gamma, 300, seed=3)
