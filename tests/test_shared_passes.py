@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specdemo.shared_passes import PASS_ROWS, PassLoad, PassRequest, choose_requests, run_together
+from specdemo.shared_passes import PASS_ROWS, PassLoad, PassRequest, choose_requests
 from specdemo.worker import Stream, Worker, pass_load, shared_pass, stop_flag, unshared_passes
 
 PATIENCE = 60.0  # seconds
@@ -143,15 +143,6 @@ def test_the_error_of_a_text_stays_in_its_job(worker: Worker) -> None:
     assert [finished(stream).items for stream in streams] == [[0] * 4, [2] * 4, [], [6] * 4]
     assert [type(stream.error) for stream in streams] == [type(None), type(None), MemoryError, type(None)]
     assert len(engine.passes[-1]) == 3  # the others share passes again
-
-
-def test_a_failed_pass_has_no_results() -> None:
-    def fail(entries: Sequence[int]) -> None:
-        raise ValueError
-
-    requests = [PassRequest(Engine(fail).run, n, 1) for n in range(2)]
-    run_together(requests)
-    assert all(request.alone and not request.done for request in requests)
 
 
 def test_stopping_a_job_does_not_end_the_pass_of_others(worker: Worker) -> None:

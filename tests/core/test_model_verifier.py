@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -142,28 +141,6 @@ def test_ranks_of_any_distributions_count_larger_probabilities(change: Callable[
         rows = [p[parent + 1].tolist() for parent in draft.parents]
         larger = [sum(value > row[token] for value in row) for token, row in zip(draft.tokens, rows, strict=True)]
         assert with_top_tokens(Verdict((), 0), draft, change(p), 1).rank == tuple(1 + count for count in larger)
-
-
-@dataclass(frozen=True, eq=False)
-class Elsewhere(DenseProbs):
-    """Distributions on another device until they are moved."""
-
-    moved_to: torch.device | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("meta")
-
-    def compare(self, *args: Any) -> Any:
-        raise AssertionError("compared on another device")
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_draft_distributions_are_moved_to_the_device_of_the_logits(seed: int) -> None:
-    draft = sampled_chain(seed)
-    away = replace(draft, probs=Elsewhere(draft.probs.dense()))
-    expected = verifier_of(seed=seed, top=2).verify(TEXT, draft)
-    assert verifier_of(seed=seed, top=2).verify(TEXT, away) == expected
 
 
 def test_broken_logits_of_any_row_are_refused() -> None:

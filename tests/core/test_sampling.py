@@ -217,20 +217,6 @@ def test_the_largest_logit_is_the_first_or_nan() -> None:
         logits[2, column] = 0
 
 
-def test_compiled_comparisons_of_drafts_equal_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(5)
-    p, q = (torch.randn(n, 1003, generator=generator).mul_(3).softmax(-1) for n in (5, 4))
-
-    def results() -> list[torch.Tensor]:
-        compared = DenseProbs(q).compare(p, (3, 900, 4, 1002), (-1, 0, 0, 2))
-        return [*map(torch.tensor, compared), residual(p[2], q[1]), residual(p[0], p[0].clone())]
-
-    found = results()
-    monkeypatch.setattr(native, "supports", lambda *tensors: False)
-    torch.testing.assert_close(found, results(), rtol=1e-5, atol=1e-8)
-    assert torch.equal(found[3], p[0])
-
-
 @pytest.mark.parametrize(
     ("parents", "tokens", "accepted"),
     [

@@ -115,9 +115,10 @@ def error(
     return distance(explorer.distribution(once), truth(target, sampling, 3)), counts
 
 
-@pytest.mark.parametrize("shape", MAKERS)
+@pytest.mark.parametrize(
+    ("name", "shape"), [*((name, "chain") for name in SAMPLING), ("processed", "tree"), ("greedy", "tree")]
+)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", SAMPLING)
 def test_text_of_random_heads_has_the_distribution_of_the_target(
     name: str, kind: str, shape: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
