@@ -1,4 +1,4 @@
-"""Records of a verification: most probable tokens, log-probabilities, ranks; several devices."""
+"""Records of a verification: most probable tokens, log-probabilities and ranks."""
 
 from __future__ import annotations
 
