@@ -128,10 +128,6 @@ def test_passes_are_not_shared(options: dict[str, Any]) -> None:
     worker.close()
 
 
-def test_outside_jobs_a_pass_has_one_text() -> None:
-    assert shared_pass(Engine().run, 4, 1) == 8
-
-
 def test_the_error_of_a_text_stays_in_its_job(worker: Worker) -> None:
     def refuse(entries: Sequence[int]) -> None:
         if 2 in entries:

@@ -76,11 +76,6 @@ def test_a_nucleus_may_contain_most_of_a_large_vocabulary(spread: float) -> None
     assert ((probs > 0).sum(-1) > 256).all() == (spread < 4.0)
 
 
-def test_temperature_zero_is_a_point_mass() -> None:
-    probs = SamplingParams(temperature=0)(torch.tensor([[0.1, 3.0, 2.9]]), [[0]])
-    assert probs.tolist() == [[0.0, 1.0, 0.0]]
-
-
 @pytest.mark.parametrize("text", ["abc", "é"])
 def test_a_banned_text_is_excluded_in_every_tokenisation(text: str) -> None:
     """All paths of five tokens: a path is possible if and only if it lacks the text (excepting what was given)."""

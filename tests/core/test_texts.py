@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 from specdemo.core.errors import plain_text
 from specdemo.core.formats import format_bytes, kilobytes, latency, megabytes, number, percent
 from specdemo.core.stop_text import StopTexts
@@ -67,12 +65,6 @@ def test_a_stop_text_within_a_piece_ends_the_text_before_its_first_occurrence() 
         first = min((start for stop in STOPS if (start := read.find(stop)) >= 0), default=len(read))
         assert "".join(shown) == read[:first]
         assert stops.reached == any(stop in text for stop in STOPS)
-
-
-@pytest.mark.parametrize("pieces", [["one ", "two", " three"], [], ["", "x"]])
-def test_without_stop_texts_every_piece_is_shown_at_once(pieces: list[str]) -> None:
-    stops = StopTexts()
-    assert stops.feed(pieces) == pieces and not stops.reached
 
 
 def test_only_a_possible_beginning_is_withheld() -> None:
