@@ -158,6 +158,18 @@ def test_the_prefill_of_the_drafter_is_not_a_draft_cost() -> None:
     assert policy.notes["auto_c"] == pytest.approx(0.13)
 
 
+@pytest.mark.parametrize("second", [0.001, 1.0, 1000.0])
+@pytest.mark.parametrize(("accepted", "expected"), [(0, 0), (1, 1)])
+def test_auto_does_not_depend_on_the_unit_of_time(second: float, accepted: int, expected: int) -> None:
+    """A draft token costs half a pass."""
+    policy, lengths = Auto(1, start=1), []
+    for _ in range(50):
+        drafted = policy.gamma
+        policy.observe(step(drafted, accepted * drafted, draft_s=0.5 * drafted * second, verify_s=second))
+        lengths.append(policy.gamma)
+    assert set(lengths[-10:]) == {expected}
+
+
 def test_auto_uses_the_cost_model() -> None:
     """If cost grows in proportion to the rows, no draft is faster; drafts end before a jump in cost."""
     assert settled(Auto(8, CostModel({1: 1.0, 8: 8.0}))) == 0
