@@ -117,8 +117,8 @@ def test_samples_follow_their_distribution(way: Callable[[Noise, torch.Tensor], 
 
 
 def test_shared_noise_follows_the_distribution() -> None:
-    """20,000 positions, as above."""
-    probs, n = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]), 20_000
+    """5,000 positions, as above."""
+    probs, n = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]), 5_000
     shared = SharedNoise(3)
     counts = torch.bincount(torch.tensor([shared.sample(probs, place) for place in range(n)]), minlength=5)
     assert counts[4] == 0
