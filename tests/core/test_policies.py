@@ -170,6 +170,23 @@ def test_auto_does_not_depend_on_the_unit_of_time(second: float, accepted: int, 
     assert set(lengths[-10:]) == {expected}
 
 
+@pytest.mark.parametrize(
+    ("costs", "passes", "first_row_s"),
+    [
+        ({1: 1.0, 3: 2.0}, [(1, 3.0), (1, 3.0)], 2.0),  # 1.5 in the model
+        ({1: 1.0, 5: 3.0}, [(1, 2.5), (3, 3.5), (1, 2.5), (3, 3.5)], 2.0),  # a line through both
+        ({1: 1.0, 3: 2.0}, [(1, 3.0), (2, 1.0), (1, 3.0), (2, 1.0)], 2.0),  # more rows are never cheaper: the mean
+    ],
+)
+def test_measured_passes_scale_the_cost_model(
+    costs: dict[int, float], passes: list[tuple[int, float]], first_row_s: float
+) -> None:
+    policy = Auto(4, CostModel(costs))
+    for drafted, seconds in passes:
+        policy.observe(step(drafted, drafted, draft_s=0.25 * drafted, verify_s=seconds))
+    assert policy.notes["auto_c"] == pytest.approx(0.25 / first_row_s)
+
+
 def test_auto_uses_the_cost_model() -> None:
     """If cost grows in proportion to the rows, no draft is faster; drafts end before a jump in cost."""
     assert settled(Auto(8, CostModel({1: 1.0, 8: 8.0}))) == 0
