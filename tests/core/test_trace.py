@@ -308,19 +308,6 @@ def test_contradictory_fields_are_refused(line: dict[str, Any], change: dict[str
     assert refusal_of_step(line | {"i": 1} | change) == sentence
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"beta": [None, None], "p": [None, None]},  # a late response lacks p
-        {"choices": []},
-        *({name: []} for name in ("rank", "origin", "drafted")),
-        {"laws": None},
-    ],
-)
-def test_fields_that_a_service_does_not_report_may_be_absent(change: dict[str, Any]) -> None:
-    assert trace.read(text(HEADER, PREFILL_LINE, CHAIN_LINE | change))[0].steps[1].step.tokens == (5, 9)
-
-
 def header_with(**values: Any) -> str:
     return text({**HEADER, **values})
 

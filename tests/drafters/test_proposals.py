@@ -192,9 +192,6 @@ def test_drafts_of_heads_end_at_their_positions() -> None:
         assert len(tree.propose(TEXT, up_to(4))) == drafted
 
 
-# --- draft vocabularies ---
-
-
 # --- trees ---
 
 
