@@ -45,6 +45,11 @@ def test_address_of_a_space_is_read_from_the_environment(monkeypatch: pytest.Mon
     assert (args.host, args.port, args.zero_gpu) == ("0.0.0.0", 7860, True)
 
 
+def test_by_default_only_this_machine_is_served() -> None:
+    args = app.options().parse_args([])
+    assert (args.host, args.share) == ("127.0.0.1", False)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [

@@ -26,7 +26,6 @@ from specdemo.core.metrics import Metrics
 from specdemo.core.step import Draft, Outcome, Step, Verdict
 from specdemo.drafters import METHODS
 from specdemo.generate import generate
-from specdemo.models.batch_invariance import COMPARED_ROWS, BatchInvariance
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.pipeline import build_pipeline
@@ -73,6 +72,24 @@ def test_stored_ngrams_draft_a_previous_text(target: str, levels: str) -> None:
     )
     first, second = run(recipe, pool, stores), run(recipe, pool, stores)
     assert second.accepted > first.accepted and second.steps < first.steps
+
+
+def test_stores_of_many_settings_are_bounded(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores used least recently are dropped when a run ends; without the option nothing is stored."""
+    pool, stores, text = ModelPool(), dict[Any, Any](), list(range(3, 40)) * 2
+
+    def stored(**changes: Any) -> float:
+        settings = {"target": target, "method": "nasd", "max_tokens": 2, "device": "cpu", "ngram_keep": True} | changes
+        *_, end = generate(Recipe(**settings), text, pool, stores)
+        return end.peak.store
+
+    stored(ngram_keep=False)
+    assert not stores
+    largest = stored(ngram=16)
+    monkeypatch.setattr("specdemo.pipeline.MAX_STORE_BYTES", int(1.2 * largest))
+    for changes in ({"ngram": 2}, {"method": "suffix"}, {"ngram": 2}, {"ngram": 16}):
+        stored(**changes)
+    assert stores and sum(store.size_bytes for store in stores.values()) <= 1.2 * largest
 
 
 def test_a_run_may_be_closed_at_any_step_and_the_next_is_not_affected(target: str) -> None:
@@ -228,6 +245,20 @@ def test_steps_of_the_mode_edge_only_have_no_target_pass(target: str) -> None:
     assert explain(steps[1].step, None, head.recipe) == Reason.EDGE_ONLY.value
 
 
+@pytest.mark.parametrize("method", ["ar", "draft", "tree", "self"])
+def test_passes_after_the_first_step_read_the_weights(method: str, target: str, tmp_path: Path) -> None:
+    """A pass of the target per step, and one of the drafter per token, or per level of a tree."""
+    drafter = str(save_model(tmp_path / "drafter", byte_level_tokenizer(), num_hidden_layers=1))
+    recipe = Recipe(method=method, target=target, drafter=drafter, temperature=0, max_tokens=24, device="cpu")
+    pool = ModelPool()
+    *events, end = generate(recipe, PROMPT, pool)
+    _, *drafts = (event.step.draft for event in steps_of(events))
+    passes = sum(draft.depth for draft in drafts)
+    specs = recipe.target_spec, replace(recipe, method="draft").drafter_spec
+    target_bytes, drafter_bytes = (pool.take(spec).weight_bytes for spec in specs)
+    assert end.peak.read == target_bytes * len(drafts) + drafter_bytes * passes
+
+
 def test_beams_are_committed_as_they_agree(target: str) -> None:
     recipe = Recipe(target=target, method="beam", max_tokens=16, num_beams=3, device="cpu")
     head, *steps, end = traced(generate(recipe, PROMPT, ModelPool()))
@@ -256,29 +287,22 @@ def test_chat_template_is_applied(talker: str, target: str) -> None:
         list(generate(replace(recipe, target=target), "Hello", ModelPool()))
 
 
-def test_second_turn_feeds_only_new_tokens(talker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_turn_feeds_only_new_tokens(talker: str) -> None:
     """Same text as without the cache, from fewer input tokens."""
-    read: list[int] = []
-    score = CachedModel._keep
-    monkeypatch.setattr(
-        CachedModel, "_keep", lambda self, *given: read.append(-(found := score(self, *given))[0]) or found
-    )
     recipe = Recipe(target=talker, method="nasd", temperature=0, max_tokens=12, device="cpu", chat=True)
     pool, stores = ModelPool(), {}
 
-    def turn(talk: list[dict[str, str]], stores: dict | None) -> tuple[str, int, int]:
-        del read[:]
+    def turn(talk: list[dict[str, str]], stores: dict | None) -> tuple[str, Header]:
         head, *steps, _ = traced(generate(recipe, talk, pool, stores))
-        return "".join(event.text for event in steps), len(head.prompt_tokens), -read[0]
+        return "".join(event.text for event in steps), head
 
     talk = [{"role": "user", "content": "one"}]
-    answer, first, held = turn(talk, stores)
-    assert held == 0
+    answer, first = turn(talk, stores)
     talk += [{"role": "assistant", "content": answer}, {"role": "user", "content": "two"}]
-    again, length, held = turn(talk, stores)
-    fresh, _, none = turn(talk, None)
-    assert again == fresh and none == 0
-    assert first <= held < length  # at least the first prompt; the answer up to the first different token boundary
+    again, second = turn(talk, stores)
+    fresh, none = turn(talk, None)
+    assert again == fresh and first.cached_tokens == none.cached_tokens == 0
+    assert len(first.prompt_tokens) <= second.cached_tokens < len(second.prompt_tokens)
 
 
 def test_a_refused_run_releases_its_caches(target: str) -> None:
@@ -297,15 +321,3 @@ def test_a_refused_run_releases_its_caches(target: str) -> None:
 
 
 # --- predictions ---
-
-
-def test_the_target_limits_equal_bits_to_compared_sizes(target: str) -> None:
-    loaded = ModelPool().take(Recipe(target=target, method="ar", device="cpu").target_spec)
-    measured = {"equal": True, "pad": 1, "compared": 9, "cost": {1: 1.0}}
-    object.__setattr__(loaded, "_invariance", BatchInvariance(**measured, by_construction=True))
-    assert loaded.bit_equal(None, 1 << 20)
-    object.__setattr__(loaded, "_invariance", BatchInvariance(**measured))
-    assert loaded.bit_equal(COMPARED_ROWS - 1, 100)
-    assert not loaded.bit_equal(COMPARED_ROWS, 100) and not loaded.bit_equal(None, 100)
-    object.__setattr__(loaded, "_invariance", BatchInvariance(**{**measured, "equal": False}))
-    assert not loaded.bit_equal(1, 100)

@@ -7,7 +7,7 @@ import io
 import re
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -34,8 +34,6 @@ RATES = {
         "priced,news",
     ),
 }
-WORDS_PER_LINE = 0.76  # of docstrings and comments in specdemo/
-
 RELATIVE = re.compile(r"(what|whatever|whether|who|whoever|whose|where|wherever|which|that|how|why|the ones?)\b", re.I)
 
 FORBIDDEN = frozenset(
@@ -43,7 +41,6 @@ FORBIDDEN = frozenset(
     "anew,dear,priced,door,doors,heard,household,leash,peer,peers,room,talks,tell,tells,usual".split(",")
 )
 FORBIDDEN_NAMES = frozenset({"found", "kept", "one", "said"})  # complete names, which describe no value
-FORBIDDEN_PHRASES = ("at hand",)
 # External names, defined by traces, messages, links and element ids: constants and attribute names stay as they are.
 FROZEN = frozenset({"law", "laws", "peers", "unjudged"})
 
@@ -122,20 +119,6 @@ def rates(paths: Iterable[Path]) -> dict[str, dict[str, float]]:
     return result
 
 
-def report(paths: Iterable[Path]) -> str:
-    """Table of rates per folder and kind of text."""
-    lines = [f"{'':24}{'':12}{'words':>8}" + "".join(f"{name:>9}" for name in RATES)]
-    for path in paths:
-        for kind, row in sorted(rates([path]).items()):
-            values = "".join(f"{row[name]:9.1f}" for name in RATES)
-            lines.append(f"{name_of(path):24}{kind:12}{row['words']:8d}{values}")
-    return "\n".join(lines)
-
-
-def folders(root: Path) -> list[Path]:
-    return [path for path in sorted(root.iterdir()) if (path.is_dir() and path.name[0] != "_") or path.suffix == ".py"]
-
-
 def exceeded(paths: Iterable[Path]) -> list[str]:
     """Return the rates above their limits."""
     return [
@@ -198,10 +181,8 @@ def forbidden_in_sources(paths: Iterable[Path]) -> list[str]:
         for kind, line, text in source_tokens(path):
             if text in FROZEN:
                 continue
-            prose = " ".join(words(text)) if kind == "comment" else ""
-            used = (set(prose.split()) if kind == "comment" else parts(text)) & FORBIDDEN
+            used = (set(words(text)) if kind == "comment" else parts(text)) & FORBIDDEN
             used |= {text} & FORBIDDEN_NAMES if path.suffix != ".css" else set()
-            used |= {phrase for phrase in FORBIDDEN_PHRASES if phrase in prose}
             problems += [f"{name_of(path)}:{line}: {word!r} in the {kind} {text}" for word in sorted(used)]
     return problems
 
@@ -211,8 +192,7 @@ def forbidden_words(paths: Iterable[Path]) -> list[str]:
     problems = []
     for path in files(paths):
         for kind, line, text in texts(path):
-            prose = " ".join(words(text))
-            used = set(prose.split()) & FORBIDDEN | {phrase for phrase in FORBIDDEN_PHRASES if phrase in prose}
+            used = set(words(text)) & FORBIDDEN
             problems += [f"{name_of(path)}:{line}: {word!r} in {kind}" for word in sorted(used)]
         if path.suffix == ".py":
             for line, name in identifiers(path):
@@ -244,101 +224,59 @@ def repeated_names(paths: Iterable[Path]) -> list[str]:
     return [f"{name}: {', '.join(sorted(where))}" for name, where in sorted(modules.items()) if len(where) > 1]
 
 
-def test_prose_rates_of_the_program() -> None:
-    assert not exceeded(PROGRAM), "\n" + report([*folders(ROOT / "specdemo"), ROOT / "app.py"])
+CHECKS: dict[str, tuple[Callable[[Iterable[Path]], list[str]], tuple[Path, ...]]] = {
+    "rates of the program": (exceeded, PROGRAM),
+    "rates of the tests": (exceeded, (ROOT / "tests",)),
+    "rates of the documents": (exceeded, DOCUMENTS),
+    "docstrings": (relative_docstrings, PROGRAM),
+    "words": (forbidden_words, (*PROGRAM, *DOCUMENTS)),
+    "words of other languages": (forbidden_in_sources, PROGRAM),
+    "assignments": (crowded_assignments, PROGRAM),
+    "public names": (repeated_names, (ROOT / "specdemo",)),
+}
 
 
-def test_prose_rates_of_the_tests() -> None:
-    assert not exceeded([ROOT / "tests"]), "\n" + report(folders(ROOT / "tests"))
-
-
-def test_docstrings_and_comments_are_short() -> None:
-    lines = sum(len(path.read_text("utf-8").splitlines()) for path in (ROOT / "specdemo").rglob("*.py"))
-    words = rates(PROGRAM)["docstrings"]["words"]
-    assert words <= WORDS_PER_LINE * lines, "\n" + report(folders(ROOT / "specdemo"))
-
-
-def test_prose_rates_of_the_documents() -> None:
-    assert not exceeded(DOCUMENTS), "\n" + report(files(DOCUMENTS))
-
-
-def test_docstrings_start_with_a_verb_or_noun() -> None:
-    problems = relative_docstrings(PROGRAM)
+@pytest.mark.parametrize("name", CHECKS)
+def test_language_follows_the_rules(name: str) -> None:
+    check, paths = CHECKS[name]
+    problems = check(paths)
     assert not problems, "\n" + "\n".join(problems)
 
 
-def test_forbidden_words_do_not_occur() -> None:
-    problems = [*forbidden_words([*PROGRAM, *DOCUMENTS]), *forbidden_in_sources(PROGRAM)]
-    assert not problems, "\n" + "\n".join(problems)
-
-
-def test_assignments_have_at_most_two_targets() -> None:
-    problems = crowded_assignments(PROGRAM)
-    assert not problems, "\n" + "\n".join(problems)
-
-
-def test_public_names_are_defined_once() -> None:
-    problems = repeated_names([ROOT / "specdemo"])
-    assert not problems, "\n" + "\n".join(problems)
-
-
-# --- each check detects a violation ---
-
-SENTENCE = "nobody,tells,it,what,anything,is".replace(",", " ")
-BAD = f'''"""What the module knows."""
+BAD = '''"""What the module knows."""
 
 
 def judge(law):
-    # told at hand
-    return "{SENTENCE}"
+    # nobody told it
+    return "nobody tells it what anything is"
 
 
-RENAMED_LAW = {{"laws": 1}}
+RENAMED_LAW = {"laws": 1}
+kept = options.peers
+a, b, c = 1, 2, 3
 '''
 
 
-@pytest.fixture
-def bad(tmp_path: Path) -> list[Path]:
+def test_violations_are_detected(tmp_path: Path) -> None:
     for name in ("first.py", "second.py"):
         (tmp_path / name).write_text(BAD, "utf-8")
-    return [tmp_path]
-
-
-def test_violations_are_detected(bad: list[Path]) -> None:
-    assert len(exceeded(bad)) >= 4
-    assert relative_docstrings(bad)[0] == "first.py:1: What the module knows."
-    assert [line.partition(": ")[2] for line in forbidden_words(bad) if line.startswith("first")] == [
+    paths = [tmp_path]
+    assert len(exceeded(paths)) >= 4
+    assert relative_docstrings(paths)[0] == "first.py:1: What the module knows."
+    assert [line.partition(": ")[2] for line in forbidden_words(paths) if line.startswith("first")] == [
+        "'kept' in the identifier kept",
         "'judge' in the identifier judge",
-        "'at hand' in comments",
         "'told' in comments",
         "'tells' in texts",
         "'law' in the identifier RENAMED_LAW",
     ]
-    assert repeated_names(bad) == ["RENAMED_LAW: first.py, second.py", "judge: first.py, second.py"]
-
-
-def test_crowded_assignments_are_detected(tmp_path: Path) -> None:
-    file = tmp_path / "dense.py"
-    file.write_text("a, b, c = 1, 2, 3\nsecond, third = 1, 2\nx, y, z = d = range(3)\n", "utf-8")
-    assert crowded_assignments([file]) == ["dense.py:1: 3 targets"]
+    assert repeated_names(paths) == [f"{name}: first.py, second.py" for name in ("RENAMED_LAW", "judge", "kept")]
+    assert crowded_assignments(paths)[0] == "first.py:11: 3 targets"
 
 
 @pytest.mark.parametrize("suffix", SOURCES)
 def test_violations_in_other_languages_are_detected(tmp_path: Path, suffix: str) -> None:
-    file = tmp_path / f"bad{suffix}"
-    lines = ("/* priced", "at hand */", '.judge-row { "told";', "law: tokenShelf; }")
-    file.write_text("\n".join(lines), "utf-8")
-    assert re.findall(r"'(.*?)' in the (\w+)", "\n".join(forbidden_in_sources([tmp_path]))) == [
-        ("at hand", "comment"),
-        ("priced", "comment"),
-        ("judge", "identifier"),
-        ("shelf", "identifier"),
-    ]
-
-
-def test_names_that_describe_no_value_are_detected(tmp_path: Path) -> None:
-    (tmp_path / "bad.py").write_text("kept = options.peers\nkept_lanes = 0\n", "utf-8")
-    (tmp_path / "bad.c").write_text("int found = 0; /* found */\n", "utf-8")
-    (tmp_path / "good.css").write_text(".kept { color: red }\n", "utf-8")
-    assert forbidden_words([tmp_path]) == ["bad.py:1: 'kept' in the identifier kept"]
-    assert forbidden_in_sources([tmp_path]) == ["bad.c:1: 'found' in the identifier found"]
+    (tmp_path / f"bad{suffix}").write_text('/* priced */\n.judge-row { "told";\nlaw: tokenShelf; }', "utf-8")
+    problems = "\n".join(forbidden_in_sources([tmp_path]))
+    found = [("priced", "comment"), ("judge", "identifier"), ("shelf", "identifier")]
+    assert re.findall(r"'(.*?)' in the (\w+)", problems) == found

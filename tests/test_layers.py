@@ -164,36 +164,18 @@ def test_violations_are_found():
         "specdemo/models/load.py": "import transformers",
         "specdemo/helpers.py": "",
     }
-    found = [line.replace("specdemo/", "") for line in violations(files)]
-    assert found.pop().startswith("cycle: specdemo.core")
-    assert found == [
-        "core/step.py: imports specdemo.drafters.ngram",
-        "core/decode.py: imports torch",
-        "drafters/ngram.py: imports specdemo.models.load",
-        "helpers.py: the layer 'helpers' is not in the table",
-    ]
-
-
-def imported_tests(sources: Sources) -> list[str]:
-    """List imports of test files, one per line: shared helpers belong in `tests/fakes` or a conftest."""
-    modules = {module_name(path.removeprefix("tests/")) for path in sources}
-    return [
-        f"{path}: imports {name}"
-        for path, source in sources.items()
-        for name in sorted(set(imports(path, source, modules)))
-        if any(part.startswith("test_") for part in name.split("."))
+    *problems, cycle = violations(files)
+    assert cycle.startswith("cycle: specdemo.core")
+    assert problems == [
+        "specdemo/core/step.py: imports specdemo.drafters.ngram",
+        "specdemo/core/decode.py: imports torch",
+        "specdemo/drafters/ngram.py: imports specdemo.models.load",
+        "specdemo/helpers.py: the layer 'helpers' is not in the table",
     ]
 
 
 def test_no_test_imports_another_test_file():
-    paths = (ROOT / "tests").rglob("*.py")
-    assert imported_tests({path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in paths}) == []
-
-
-def test_files_with_a_page_or_a_program_are_slow():
-    """A module-level mark: `make test-fast` neither runs nor imports these files."""
-    marks = re.compile(r"^pytestmark = .*\bmark\.slow\b", re.MULTILINE)
-    files = {path.name: path.read_text("utf-8") for path in (ROOT / "tests" / "e2e").glob("test_*.py")}
-    assert files and [name for name, source in files.items() if not marks.search(source)] == []
-    using_tabs = [name for name, source in files.items() if "playwright.sync_api" in source]
-    assert using_tabs and all("pytest.mark.browser" in files[name] for name in using_tabs)
+    """Shared helpers belong in `tests/fakes` or a conftest."""
+    importing = re.compile(r"^\s*(?:from|import) .*\btest_\w+", re.MULTILINE)
+    paths = [path for path in (ROOT / "tests").rglob("*.py") if importing.search(path.read_text("utf-8"))]
+    assert paths == [] and importing.search("from core.test_step import step_of")

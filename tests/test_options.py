@@ -9,6 +9,7 @@ from typing import Any
 
 import gradio as gr
 import pytest
+from pydantic import ValidationError
 
 from specdemo.cli.arguments import given, parser
 from specdemo.cli.reference import cli_reference
@@ -161,12 +162,24 @@ def test_values_outside_the_range_are_refused(name: str) -> None:
         ({"cloud": 5}, "cloud must be a CloudConfig, not 5"),
         ({"cloud": CloudConfig(gates=("nll",)), "universal": True}, "disable universal, or remove the gates"),
         ({"temperature": 1e-38}, "temperature must be 0 or at least 0.001, not 1e-38"),
+        ({"gamma": 10**5000}, "a number with thousands of digits"),
+        ({"stop_tokens": (1, math.nan)}, "stop_tokens must be a list of whole numbers"),
+        ({"rule": ""}, "unknown rule ''"),
+        ({"method": "nasd", "filler_weight": "equal", "filler_top_k": 1}, "filler_weight equal has no effect with"),
     ],
 )
 def test_invalid_values_get_one_sentence(values: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError) as refused:
         Recipe(**values)
     assert sentence in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["bad_words", "stop_tokens"])
+def test_validation_ends_at_the_first_invalid_item(name: str) -> None:
+    with pytest.raises(UserError, match=f"{name} must be") as refused:
+        Recipe(**{name: ({},) * 2000})
+    cause = refused.value.__context__
+    assert isinstance(cause, ValidationError) and cause.error_count() == 1
 
 
 def test_the_configuration_of_the_page_is_plain_data(page: Any) -> None:

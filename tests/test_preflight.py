@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 from fakes.tiny_models import byte_level_tokenizer, save_model
@@ -19,10 +17,8 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.pipeline import build_pipeline
 from specdemo.preflight import (
     MAX_GAMMA,
-    MIN_SAMPLED_TEXTS,
     Estimate,
     Preflight,
-    decoded_runs,
     preflight,
     replay,
     texts_for,
@@ -92,30 +88,6 @@ def test_texts_have_the_requested_sampling_parameters(folder: str) -> None:
         tokens, start = texts[temperature][0]
         assert all(p[i - 1, tokens[i]] > 0 for i in range(start, len(tokens)))
     assert texts[0.0] != texts[1.0]
-
-
-@pytest.mark.parametrize("method", ["ar", "nasd"])
-def test_texts_end_at_the_stop_tokens_of_the_recipe(folder: str, method: str) -> None:
-    recipe = Recipe(target=folder, method=method, temperature=0.0, device="cpu", max_tokens=16)
-    target = ModelPool().take(recipe.target_spec)
-
-    def tokens_of(recipe: Recipe) -> list[int]:
-        (decoded,) = decoded_runs(recipe, target, None, PROMPTS[:1], 2048)
-        return [token for step in decoded.steps for token in step.tokens]
-
-    whole = tokens_of(recipe)
-    stop = whole[4]
-    assert tokens_of(replace(recipe, stop_tokens=(stop,))) == whole[: whole.index(stop) + 1]
-
-
-def test_sampling_stops_at_its_time_limit(folder: str) -> None:
-    recipe = Recipe(target=folder, method="nasd", device="cpu", max_tokens=3)
-    target = ModelPool().take(recipe.target_spec)
-    ticks = itertools.count(0, 10)
-    runs = decoded_runs(
-        replace(recipe, method="ar"), target, None, PROMPTS * 4, 2048, 12, 1.0, clock=lambda: next(ticks)
-    )
-    assert len(list(runs)) == MIN_SAMPLED_TEXTS
 
 
 def test_a_target_that_is_its_own_drafter_has_alpha_1_and_high_cost(folder: str) -> None:

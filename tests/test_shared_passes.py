@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specdemo.shared_passes import PASS_ROWS, PassLoad, PassRequest, choose_requests, run_together
+from specdemo.shared_passes import PASS_ROWS, PassLoad, PassRequest, choose_requests
 from specdemo.worker import Stream, Worker, pass_load, shared_pass, stop_flag, unshared_passes
 
 PATIENCE = 60.0  # seconds
@@ -128,10 +128,6 @@ def test_passes_are_not_shared(options: dict[str, Any]) -> None:
     worker.close()
 
 
-def test_outside_jobs_a_pass_has_one_text() -> None:
-    assert shared_pass(Engine().run, 4, 1) == 8
-
-
 def test_the_error_of_a_text_stays_in_its_job(worker: Worker) -> None:
     def refuse(entries: Sequence[int]) -> None:
         if 2 in entries:
@@ -143,15 +139,6 @@ def test_the_error_of_a_text_stays_in_its_job(worker: Worker) -> None:
     assert [finished(stream).items for stream in streams] == [[0] * 4, [2] * 4, [], [6] * 4]
     assert [type(stream.error) for stream in streams] == [type(None), type(None), MemoryError, type(None)]
     assert len(engine.passes[-1]) == 3  # the others share passes again
-
-
-def test_a_failed_pass_has_no_results() -> None:
-    def fail(entries: Sequence[int]) -> None:
-        raise ValueError
-
-    requests = [PassRequest(Engine(fail).run, n, 1) for n in range(2)]
-    run_together(requests)
-    assert all(request.alone and not request.done for request in requests)
 
 
 def test_stopping_a_job_does_not_end_the_pass_of_others(worker: Worker) -> None:
@@ -206,6 +193,44 @@ def test_texts_advance_while_a_long_prompt_is_read() -> None:
     chunks = [i for i, entries in enumerate(engine.passes) if entries == ["prompt"]]
     assert [4 <= after - before - 1 <= 6 for before, after in zip(chunks, chunks[1:], strict=False)] == [True] * 3
     assert all(sorted(entries) == [*"abc"] for entries in engine.passes if "prompt" not in entries)
+    worker.close()
+
+
+def test_jobs_without_passes_do_not_delay_a_pass_for_ever() -> None:
+    """Short jobs arrive until two texts end."""
+    engine, worker = Engine(), Worker(at_once=8, clock=lambda: 0.0, texts=8, waiting=None)
+
+    def short() -> Iterator[None]:
+        if not all(stream.done for stream in streams):
+            arrived.append(worker.submit(short))
+        yield
+
+    arrived: list[Stream[Any]] = []
+    with submitting(worker):
+        streams = [worker.submit(lambda n=n: texts(engine, n, 3)) for n in range(2)]
+        arrived.append(worker.submit(short))
+    assert all(len(finished(stream).items) == 3 for stream in streams)
+    assert len(arrived) > 1 and [*map(sorted, engine.passes)] == [[0, 1]] * 3
+    worker.close()
+
+
+def test_the_wait_for_a_pass_is_not_the_time_of_a_job() -> None:
+    """Each of three jobs spends a second before its request; the pass takes four."""
+    now = [0.0]
+
+    def spend(seconds: float) -> None:
+        now[0] += seconds
+
+    engine, worker = Engine(lambda entries: spend(4.0)), Worker(clock=lambda: now[0], texts=8)
+
+    def job() -> Iterator[float]:
+        spend(1.0)
+        yield shared_pass(engine.run, 1, 1)
+
+    with submitting(worker):
+        streams = [worker.submit(job) for _ in range(3)]
+    assert all(finished(stream).error is None for stream in streams)
+    assert sorted(stream.waited_s for stream in streams) == [0.0, 1.0, 2.0]
     worker.close()
 
 

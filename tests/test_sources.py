@@ -83,11 +83,15 @@ def elements() -> set[str]:
     return {*filter(None, ids), *re.findall(r'id="([^"]+)"', template)}
 
 
-def flags() -> Iterator[str]:
+@cache
+def flags() -> set[str]:
+    """Return the flags of all commands."""
+    found: set[str] = set()
     for name, (_, add_arguments) in ARGUMENTS.items():
         command = type(parser())(prog=name)
         add_arguments(command)
-        yield from (flag for argument in command.arguments for flag in argument.option_strings)
+        found |= {flag for argument in command.arguments for flag in argument.option_strings}
+    return found
 
 
 def problem(reference: str) -> str:
@@ -103,7 +107,7 @@ def problem(reference: str) -> str:
     if reference.startswith("#"):
         return "" if reference[1:] in elements() else f"{reference} is no element of the page"
     if reference.startswith("--"):
-        return "" if reference in set(flags()) else f"{reference} is no flag"
+        return "" if reference in flags() else f"{reference} is no flag"
     if reference.startswith("python -m "):
         return "" if find_spec(reference.split()[2]) else f"{reference} is no module"
     if reference.startswith("tests/"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 from fakes.heads import head_for
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
-from specdemo.core import trace
-from specdemo.core.events import End, Loading, StepEvent
+from specdemo.core.events import End, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.drafters import METHODS
 from specdemo.generate import generate
@@ -118,14 +116,3 @@ def test_a_withheld_text_is_shown_at_the_end(recipe_of: Callable[..., Recipe], p
     whole, _ = decoded(recipe_of("nasd"), pool)
     steps, end = decoded(recipe_of("nasd", stop_texts=(text_of(whole)[-2:] + "never",)), pool)
     assert text_of(steps) == text_of(whole) and end.reason == "length"
-
-
-def test_the_trace_contains_the_tokens_of_the_stop_text(recipe_of: Callable[..., Recipe], pool: ModelPool) -> None:
-    whole, _ = decoded(recipe_of("nasd"), pool)
-    stop = text_of(whole)[6:8]
-    events = list(generate(recipe_of("nasd", stop_texts=(stop,)), PROMPT, pool))
-    header, *lines, end = [json.loads(trace.write(event)) for event in events if not isinstance(event, Loading)]
-    assert header["recipe"]["stop_texts"] == [stop]
-    assert stop not in "".join(line["text"] for line in lines)
-    assert sum(len(line["tokens"]) for line in lines) == end["metrics"]["tokens"]
-    assert end["end"] == "stop"

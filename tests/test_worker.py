@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from specdemo.background import BackgroundTask
+from specdemo.background import BackgroundTask, TaskCancelled
 from specdemo.worker import (
     ReportProgress,
     Stream,
@@ -68,22 +68,6 @@ def test_items_are_complete_and_in_order(worker: Worker) -> None:
     assert [finished(s).items for s in streams] == [[], [0], list(range(500))]
     assert all(s.error is None and s.started for s in streams)
     assert worker.active == 0
-
-
-def test_job_and_its_generator_run_in_the_worker_thread_only(worker: Worker) -> None:
-    seen = []
-
-    def job() -> Iterator[None]:
-        seen.append(threading.current_thread().name)
-
-        def steps() -> Iterator[None]:
-            seen.append(threading.current_thread().name)
-            yield
-
-        return steps()
-
-    finished(worker.submit(job))
-    assert seen == ["device", "device"]
 
 
 def test_open_jobs_alternate() -> None:
@@ -154,19 +138,6 @@ def test_errors_stay_in_their_stream(worker: Worker) -> None:
     gate.open()
     assert finished(other).error is None
     assert finished(worker.submit(lambda: iter([7]))).items == [7]
-
-
-def test_full_queue_raises() -> None:
-    worker = Worker(at_once=1, waiting=1)
-    gate = Gate()
-    running = worker.submit(gate)
-    assert gate.inside.wait(PATIENCE)
-    worker.submit(lambda: iter(()))
-    with pytest.raises(WorkerBusy, match="1 runs are waiting"):
-        worker.submit(lambda: iter(()))
-    running.stop()
-    gate.open()
-    worker.close()
 
 
 @pytest.mark.parametrize("finishes", [True, False])
@@ -313,6 +284,46 @@ def test_a_long_step_is_stopped_between_its_parts(worker: Worker) -> None:
     assert finished(stream).items == [] and stream.error is None
 
 
+def test_jobs_share_device_time() -> None:
+    """A job with long steps does not reduce others to a step for each of its own."""
+    now, log = [0.0], []
+    worker, blocker = Worker(clock=lambda: now[0]), Gate()
+    first = worker.submit(blocker)
+    assert blocker.inside.wait(PATIENCE)
+
+    def job(name: str, seconds: float, count: int) -> Iterator[None]:
+        for _ in log_steps(log, name, count):
+            now[0] += seconds
+            yield
+
+    streams = [worker.submit(lambda: job("long", 1.0, 3)), worker.submit(lambda: job("short", 0.01, 300))]
+    first.stop()
+    blocker.open()
+    assert all(map(finished, streams))
+    assert 80 <= log[: log.index("long", log.index("long") + 1)].count("short") <= 120
+    worker.close()
+
+
+def test_expected_wait_follows_earlier_jobs_of_visitors() -> None:
+    now = [0.0]
+    worker, gate = Worker(at_once=1, clock=lambda: now[0]), Gate()
+
+    def job() -> Iterator[None]:
+        now[0] += 10
+        yield
+
+    assert worker.expected_wait_s(finished(worker.submit(job))) is None  # maintenance has no owner
+    finished(worker.submit(job, owner="a"))
+    busy = worker.submit(gate, owner="a")
+    assert gate.inside.wait(PATIENCE)
+    waiting = [worker.submit(job, owner=name) for name in "bc"]
+    assert [worker.expected_wait_s(stream) for stream in waiting] == [10, 20]
+    busy.stop()
+    gate.open()
+    assert all(map(finished, waiting))
+    worker.close()
+
+
 def test_visitors_start_in_turn() -> None:
     worker = Worker(at_once=1, waiting=None)
     gate, order = Gate(), []
@@ -370,6 +381,34 @@ def test_background_task_raises_its_exception() -> None:
 
     with pytest.raises(KeyError):
         list(BackgroundTask(work).progress())
+
+
+@pytest.mark.parametrize("parked", [False, True])
+def test_closing_the_progress_cancels_the_task(parked: bool) -> None:
+    cancelled = threading.Event()
+
+    def work(report: ReportProgress) -> None:
+        try:
+            while True:
+                report(TaskProgress("working"))
+        except TaskCancelled:
+            cancelled.set()
+            raise
+
+    progress = BackgroundTask(work, parked=parked).progress()
+    next(progress)
+    progress.close()
+    assert cancelled.is_set() if parked else cancelled.wait(PATIENCE)
+
+
+@pytest.mark.parametrize("parked", [False, True])
+def test_other_jobs_run_next_to_a_task_without_progress(worker: Worker, parked: bool) -> None:
+    gate = threading.Event()
+    task = BackgroundTask(lambda report: gate.wait(PATIENCE), parked=parked, text="working")
+    stream = worker.submit(task.progress)
+    assert finished(worker.submit(lambda: iter(range(100)))).items == [*range(100)] and not stream.done
+    gate.set()
+    assert finished(stream).items == [TaskProgress("working")] and task.result
 
 
 asker: contextvars.ContextVar[str] = contextvars.ContextVar("asker", default="nobody")

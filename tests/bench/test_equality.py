@@ -6,7 +6,6 @@ import pytest
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
 from specdemo.bench.equality import EqualityResult, equality_table, prove
-from specdemo.bench.measure import grid, measure
 from specdemo.cli import main
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt
@@ -31,15 +30,6 @@ def test_exact_recipes_reproduce_ar_decoding(pair: dict[str, str], temperature: 
     for result in results:
         assert result.texts == 3 and not result.differences and result.tokens > 20
     assert results[0].accepted > 20
-
-
-def test_bench_compares_coupled_lanes_with_their_baseline(pair: dict[str, str]) -> None:
-    common = {**pair, "device": "cpu", "rule": "coupled", "max_tokens": 24}
-    recipes = [Recipe(**common, **values) for values in grid(["draft", "nasd"], [3], ["fixed"], [1.0])]
-    records = [item for item in measure(recipes, PROMPTS, ModelPool()) if isinstance(item, dict)]
-    for record in records:
-        texts = [run["text"] for run in record["runs"]]
-        assert len(texts) == 3 and texts[0] == texts[1] == texts[2]
 
 
 def test_different_texts_are_reported(pair: dict[str, str]) -> None:

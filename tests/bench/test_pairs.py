@@ -12,8 +12,6 @@ from fakes.tiny_models import byte_level_tokenizer, save_model
 
 from specdemo.bench.measure import grid
 from specdemo.bench.pairs import PairBench, measure_pair, pair_bench, pairs_table, skipped_lines
-from specdemo.bench.published_tables import leviathan_tables
-from specdemo.core.published import LEVIATHAN_2, LEVIATHAN_3
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import PAIRS, Pair
 from specdemo.prompts import load_prompts
@@ -76,13 +74,3 @@ def test_every_pair_has_rows_or_a_reason(pairs: dict[str, Pair]) -> None:
     assert sum("method eagle needs a head" in line for line in lines) == 3
     assert any(line.startswith("skipped: pair absent: ") for line in lines)
     assert any(line.startswith("skipped: pair uninstalled: ") and "some-wheel" in line for line in lines)
-
-
-def test_published_tables_contain_every_figure() -> None:
-    speeds, alphas = (cells("\n".join(part.splitlines()[2:])) for part in leviathan_tables().split("\n\nPublished"))
-    assert [(row["drafter"], row["alpha"], row["speed-up"]) for row in speeds] == [
-        (f"T5-{drafter}", f"{alpha:.2f}", f"{speedup:.1f}") for _, drafter, _, _, alpha, _, speedup in LEVIATHAN_2
-    ]
-    assert [(row["target"], row["drafter"], float(row["alpha, T = 1"])) for row in alphas] == [
-        (target, drafter, sampled) for target, drafter, _, sampled in LEVIATHAN_3
-    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from typing import Any
 
@@ -16,15 +15,10 @@ from specdemo.core.distributions import (
     PointMasses,
     SparseProbs,
     SparseRow,
-    dense_or_none,
     draft_prob,
-    entropy,
     excess,
     node_probs,
     residual,
-    sample_token,
-    token_prob,
-    top_token,
     without,
 )
 from specdemo.native import sampling as native
@@ -147,10 +141,6 @@ def test_rows_of_other_sizes_are_not_passed_to_the_compiled_engine() -> None:
             call(p[0], short, 1.0)
 
 
-def test_an_empty_draft_has_no_probabilities() -> None:
-    assert node_probs(torch.ones(1, 4) / 4, (), ()) == node_probs([PointMass(1)], (), ()) == []
-
-
 @pytest.mark.parametrize("kind", ["dense", "sparse", "point"])
 def test_rows_and_matrices_agree(kind: str) -> None:
     drafted, lists = draft_rows(kind, random.Random(1), (2, 5, 0))
@@ -165,47 +155,9 @@ def test_rows_and_matrices_agree(kind: str) -> None:
         assert torch.allclose(drafted.row(1).dense(), rows_of(lists)[1]) and drafted.row(1).vocab_size == VOCAB
 
 
-@pytest.mark.parametrize("kind", ["dense", "sparse"])
-def test_all_tensors_of_a_distribution_are_moved(kind: str) -> None:
-    drafted, _ = draft_rows(kind, random.Random(1), (2, 5, 0))
-    moved, tensors = drafted.to(torch.device("meta")), ("rows",) if kind == "dense" else ("ids", "values")
-    assert {getattr(moved, name).device.type for name in tensors} == {"meta"}
-
-
 def one_row(kind: str, rng: random.Random) -> tuple[Any, list[float]]:
     drafted, lists = draft_rows(kind, rng, (rng.randrange(VOCAB),))
     return drafted.row(0), lists[0]
-
-
-@pytest.mark.parametrize("weight", [1.0, 0.5, 2.0])
-@pytest.mark.parametrize("kind", ["dense", "sparse", "point"])
-def test_excess_and_residual_are_positive_parts(kind: str, weight: float, engine: str) -> None:
-    """A single drafted token with weight w has the excess w (1 - p): the others keep their probability."""
-    rng, empty = random.Random(f"{kind}/{weight}"), 0
-    for _ in range(40):
-        row, q = one_row(kind, rng)
-        p = random_probs(rng, VOCAB)
-        parts = [max(0.0, weight * a - b) for a, b in zip(p, q, strict=True)]
-        if kind == "point":
-            parts = [weight * a * (1 - b) for a, b in zip(p, q, strict=True)]
-        total = sum(parts)
-        assert excess(torch.tensor(p), row, weight) == pytest.approx(total, abs=1e-5)
-        if total > 1e-3:
-            expected = [part / total for part in parts]
-            assert residual(torch.tensor(p), row, weight).tolist() == pytest.approx(expected, abs=1e-4)
-        top = PointMass(rng.randrange(VOCAB))
-        assert excess(top, row, weight) == pytest.approx(max(0.0, weight - q[top.token]), abs=1e-6)
-        assert residual(top, row, weight) is top and without(top, top.token) is top
-        empty += total == 0
-    assert empty == 0
-
-
-@pytest.mark.parametrize("kind", ["dense", "sparse"])
-def test_the_residual_of_equal_distributions_is_p(kind: str, engine: str) -> None:
-    row, lists = one_row(kind, random.Random(3))
-    p = torch.tensor(lists)
-    assert residual(p, row) is p or torch.equal(residual(p, row), p)
-    assert residual(p, row, 0.5).tolist() == p.tolist()
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
@@ -224,25 +176,3 @@ def test_a_token_is_excluded_unless_it_is_certain(kind: str) -> None:
     assert without(sparse, 4) is sparse
     half = without(SparseRow(torch.tensor([4, 2]), torch.tensor([0.5, 0.5]), VOCAB), 4)
     assert half.dense().tolist() == [0, 0, 1, 0, 0, 0, 0, 0]
-
-
-def test_figures_of_single_rows() -> None:
-    class Sampler:
-        def sample(self, probs: Tensor, position: int) -> int:
-            return 10 * int(probs.argmax()) + position
-
-    dense, top = torch.tensor([0.25, 0.5, 0.25]), PointMass(2)
-    assert (top_token(dense), top_token(top)) == (1, 2)
-    assert (sample_token(dense, Sampler(), 3), sample_token(top, Sampler(), 3)) == (13, 2)
-    assert dense_or_none(dense) is dense and dense_or_none(top) is None
-    assert [token_prob(dense, 0), token_prob(top, 0), token_prob(top, 2)] == [0.25, 0.0, 1.0]
-    assert entropy(top) == 0.0 and entropy(dense) == pytest.approx(1.5 * math.log(2))
-    assert entropy(torch.tensor([0.0, 1.0])) == 0.0
-
-
-def test_relative_probabilities_of_a_maximum() -> None:
-    logits = torch.tensor([1.0, 3.0, 3.0 - math.log(4)])
-    known = PointMass(1, logits)
-    assert [known.relative(token) for token in range(3)] == pytest.approx([math.exp(-2), 1.0, 0.25])
-    assert [PointMass(1).relative(token) for token in range(3)] == [0.0, 1.0, 0.0]
-    assert known == PointMass(1) and "logits" not in repr(known)

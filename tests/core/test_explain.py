@@ -105,11 +105,8 @@ def test_reasons_of_draft_tokens(done: Step, recipe: dict[str, Any], reasons: tu
         (step(), SAMPLED, Reason.RESIDUAL),
         (step(accepted=()), SAMPLED, Reason.RESIDUAL),
         (step(SIBLINGS, accepted=()), SAMPLED, Reason.SIBLINGS_RESIDUAL),
-        (step(SIBLINGS, accepted=(1,)), SAMPLED, Reason.RESIDUAL),
-        (step(), {"method": "draft"}, Reason.RESIDUAL),
         (step(), GREEDY, Reason.CORRECTION),
         (step(), SAMPLED | {"skip_sample_adjustment": True}, Reason.CORRECTION),
-        (step(), SAMPLED | {"skip_sample_adjustment": False}, Reason.RESIDUAL),
         (step(), rule("match"), Reason.CORRECTION),
         (step(), rule("block"), Reason.BLOCK_RESIDUAL),
         (step(), rule("lenient"), Reason.LENIENT_RESIDUAL),
@@ -119,10 +116,8 @@ def test_reasons_of_draft_tokens(done: Step, recipe: dict[str, Any], reasons: tu
         (unknown(replace(CHAIN, undisclosed=1), accepted=(0, 1, 2)), SAMPLED, Reason.CORRECTION),
         (unknown(source=Source.UNREPORTED), SAMPLED, Reason.UNREPORTED),
         (unknown(source=Source.GATE), SAMPLED, Reason.GATE),
-        (step(), SAMPLED | {"cloud": {"mode": "speculative"}}, Reason.RESIDUAL),
         (step(), SAMPLED | {"cloud": {"mode": "edge_only"}}, Reason.EDGE_ONLY),
         (unknown(source=Source.ALONE), SAMPLED | {"cloud": {"mode": "edge_only"}}, Reason.EDGE_ONLY),
-        (step(), SAMPLED | {"cloud": None}, Reason.RESIDUAL),
     ],
 )
 def test_reasons_of_the_token_of_the_target(done: Step, recipe: dict[str, Any], reason: Reason) -> None:

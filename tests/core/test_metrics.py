@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from specdemo.core.link_stats import LinkStats, Source
-from specdemo.core.metrics import Metrics, central_range, interval, ratio_interval
+from specdemo.core.metrics import Metrics, interval, ratio_interval
 from specdemo.core.step import Draft, Step, Verdict
 
 
@@ -88,23 +87,10 @@ def test_measures_of_a_link_are_totals_and_shares_of_steps() -> None:
     assert Metrics.of([linked(Source.TARGET)]).as_dict()["remote"] == {"escalated": 1.0, "cloud_call_share": 1.0}
 
 
-def test_the_central_range_excludes_2_5_percent_at_each_end() -> None:
-    assert central_range(iter(range(999, -1, -1))) == (25, 975)
-    assert central_range([5.0]) == (5.0, 5.0)
-
-
-def distinct(function: Any, values: Any) -> int:
-    return len({function(values, seed, 1) for seed in range(20)})
-
-
 def test_the_bootstrap_interval_of_a_median_follows_from_the_binomial_distribution() -> None:
     """The median of 11 draws is at most the k-th value if 6 draws are: 0.8 % for k = 2, and 5.3 % for k = 3."""
     values = [*map(float, range(1, 12))]
-    assert interval(values) == interval(values, seed=0, draws=2000) == (3.0, 9.0)
-    many = [*map(float, range(101))]
-    assert interval(many, draws=1) == interval(many, 0, 1) != interval(many, 1, 1)
-    low, high = interval(values, draws=1)
-    assert low == high and distinct(interval, values) > 3
+    assert interval(values) == (3.0, 9.0)
 
 
 def test_the_bootstrap_interval_of_totals_weighs_pairs_by_their_size() -> None:
@@ -113,8 +99,4 @@ def test_the_bootstrap_interval_of_totals_weighs_pairs_by_their_size() -> None:
     ratios = [(20 + 19 * k) / (20 + 9 * k) for k in range(21)]
     low, high = ratio_interval(pairs)
     assert low in ratios[5:8] and high in ratios[13:16]
-    assert (low, high) == ratio_interval(pairs, seed=0, draws=2000)
     assert ratio_interval([(3.0, 2.0)] * 4) == (1.5, 1.5)
-    assert ratio_interval(pairs, draws=1) == ratio_interval(pairs, 0, 1) != ratio_interval(pairs, 1, 1)
-    low, high = ratio_interval(pairs, draws=1)
-    assert low == high and distinct(ratio_interval, pairs) > 3

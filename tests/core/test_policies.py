@@ -2,24 +2,66 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from fakes.policy_steps import FLAT, SURE, by_path, length, sourced, step, tree_step
 
 from specdemo.core.errors import UserError
+from specdemo.core.origin import Origin
 from specdemo.core.policies import (
     POLICIES,
     AdaEdl,
     Auto,
     CostModel,
+    DraftLengths,
     Dynamic,
+    Egag,
     Heuristic,
+    PathProbability,
+    confidence,
+    svip,
 )
 from specdemo.core.step import Draft, Step, Verdict
 from specdemo.recipe import Recipe
+
+FLAT = torch.zeros(16)
+SURE = torch.tensor([30.0] + [0.0] * 15)
+
+
+def step(drafted: int, accepted: int, draft_s: float = 0.0, verify_s: float = 1.0, i: int = 1) -> Step:
+    draft = Draft.chain((7,) * drafted)
+    verdict = Verdict(tuple(range(accepted)), 1)
+    return Step(i, (1,), draft, verdict, drafted, draft_s=draft_s, verify_s=verify_s, host_s=0.0, t=0.0)
+
+
+def tree_step(depth: int, accepted: int, draft_s: float = 0.0, verify_s: float = 1.0, width: int = 4) -> Step:
+    """Return a step with `width` nodes per level, the children of the first node of the last level."""
+    parents = tuple(width * (level - 1) if level else -1 for level in range(depth) for _ in range(width))
+    verdict = Verdict(tuple(width * level for level in range(accepted)), 1)
+    draft = Draft((7,) * len(parents), parents, origin=(Origin("model"),) * len(parents))
+    return Step(1, (1,), draft, verdict, depth, draft_s=draft_s, verify_s=verify_s, host_s=0.0, t=0.0)
+
+
+def length(policy: Any, logits: torch.Tensor | None = None) -> int:
+    """Draft length if every token has these logits."""
+    n = 0
+    while policy.may_extend(n, None) and policy.may_extend(n, logits):
+        n += 1
+        assert n < 100
+    return n
+
+
+def by_path(five: float) -> PathProbability:
+    """Return the policy for a cost of five rows, in passes of one."""
+    return POLICIES["path"].make(DraftLengths(4, 0, 4), CostModel({1: 1.0, 5: five}, 0.1))
+
+
+def sourced(source: str | None, drafted: int, accepted: int, seconds: float = 1.0) -> Step:
+    plain = step(drafted, accepted, verify_s=seconds)
+    return replace(plain, draft=replace(plain.draft, origin=(Origin(source),) * drafted))
 
 
 def test_heuristic_equals_that_of_transformers() -> None:
@@ -57,15 +99,6 @@ def test_drafts_that_lose_pause_and_are_tried_again() -> None:
             paused += 1
         pauses.append((tried, paused))
     assert pauses == [(10, 32), (4, 64), (4, 128)]  # a lost step costs 0.1 + 2 rows at 0.3 + 3 tokens at 0.05 = 0.85
-
-
-def test_a_tree_costs_a_row_per_node_and_a_draft_step_per_level() -> None:
-    """A loss of 0.1 + 4 rows at 0.3 + 2 draft steps at 0.05 = 1.4 is below 8 until the sixth."""
-    policy, tried = by_path(2.0), 0
-    while policy.path_threshold != math.inf:
-        policy.observe(tree_step(1, 0))
-        tried += 1
-    assert tried == 6
 
 
 @pytest.mark.parametrize(("source", "accepted"), [("head", 1), ("text", 0)])
@@ -125,24 +158,6 @@ def test_the_prefill_of_the_drafter_is_not_a_draft_cost() -> None:
     assert policy.notes["auto_c"] == pytest.approx(0.13)
 
 
-def test_auto_forgets_older_durations() -> None:
-    """Medians are of the last 15 durations; those of drafts start again after an AR step, without the first draft."""
-    for changed, note in (({"draft_s": 0.75}, 0.75), ({"verify_s": 3.0}, 0.25 / 3)):
-        policy, slow = Auto(1), {"draft_s": 0.25} | changed
-        for _ in range(20):
-            policy.observe(step(1, 1, draft_s=0.25))
-        for count in range(1, 9):
-            assert policy.notes["auto_c"] == 0.25, count
-            policy.observe(step(1, 1, **slow))
-        assert policy.notes["auto_c"] == pytest.approx(note)
-    policy.observe(step(0, 0))
-    for seconds in (9.0, 0.5):
-        policy.observe(step(1, 1, draft_s=seconds))
-    assert policy._token_s() == 0.5
-    policy.observe(step(1, 1, draft_s=0.75))
-    assert policy._token_s() == 0.625
-
-
 @pytest.mark.parametrize("second", [0.001, 1.0, 1000.0])
 @pytest.mark.parametrize(("accepted", "expected"), [(0, 0), (1, 1)])
 def test_auto_does_not_depend_on_the_unit_of_time(second: float, accepted: int, expected: int) -> None:
@@ -153,6 +168,23 @@ def test_auto_does_not_depend_on_the_unit_of_time(second: float, accepted: int, 
         policy.observe(step(drafted, accepted * drafted, draft_s=0.5 * drafted * second, verify_s=second))
         lengths.append(policy.gamma)
     assert set(lengths[-10:]) == {expected}
+
+
+@pytest.mark.parametrize(
+    ("costs", "passes", "first_row_s"),
+    [
+        ({1: 1.0, 3: 2.0}, [(1, 3.0), (1, 3.0)], 2.0),  # 1.5 in the model
+        ({1: 1.0, 5: 3.0}, [(1, 2.5), (3, 3.5), (1, 2.5), (3, 3.5)], 2.0),  # a line through both
+        ({1: 1.0, 3: 2.0}, [(1, 3.0), (2, 1.0), (1, 3.0), (2, 1.0)], 2.0),  # more rows are never cheaper: the mean
+    ],
+)
+def test_measured_passes_scale_the_cost_model(
+    costs: dict[int, float], passes: list[tuple[int, float]], first_row_s: float
+) -> None:
+    policy = Auto(4, CostModel(costs))
+    for drafted, seconds in passes:
+        policy.observe(step(drafted, drafted, draft_s=0.25 * drafted, verify_s=seconds))
+    assert policy.notes["auto_c"] == pytest.approx(0.25 / first_row_s)
 
 
 def test_auto_uses_the_cost_model() -> None:
@@ -171,16 +203,6 @@ def test_auto_retries_at_increasing_intervals() -> None:
     retry = [1, 1]
     expected = [*[0] * 64, *retry, *[0] * 128, *retry, *([*[0] * 256, *retry] * 6)]
     assert lengths == expected[:1500]
-
-
-def test_a_gain_shortens_the_interval_of_retries() -> None:
-    policy, lengths = Auto(1, CostModel(token=5.0), retry_after=(4, 64)), []
-    for i in range(120):
-        gain = 20 <= i < 60
-        lengths.append(policy.gamma)
-        policy.observe(step(lengths[-1], gain * lengths[-1], draft_s=(0.1 if gain else 5.0) * lengths[-1]))
-    waits = [len(list(steps)) for drafted, steps in itertools.groupby(lengths) if not drafted]
-    assert waits[:5] == [4, 8, 16, 4, 8]
 
 
 def test_auto_uses_beta_for_chains_and_counts_for_trees() -> None:
@@ -215,10 +237,7 @@ def test_bounds_come_from_the_recipe_or_the_policy() -> None:
     assert Recipe(policy="dynamic").gamma_bounds == (3, 12)
     assert Recipe(policy="egag", gamma_min=2, gamma_max=5).gamma_bounds == (2, 5)
     assert Recipe(policy="egag", gamma=6).gamma_bounds == (1, 6)
-    assert Recipe(policy="svip", gamma=6).gamma_bounds == (
-        0,
-        6,
-    )
+    assert Recipe(policy="svip", gamma=6).gamma_bounds == (0, 6)
     assert Recipe(policy="dynamic", gamma=2).gamma_bounds == (2, 12)
     assert Recipe(policy="dynamic", gamma=2, gamma_min=4).draft_lengths.gamma == 4
     with pytest.raises(UserError, match="gamma_min 5 is above gamma_max 4"):
@@ -253,3 +272,90 @@ def test_fixed_drafts_have_no_bounds() -> None:
     for bound in ({"gamma_min": 1}, {"gamma_max": 8}):
         with pytest.raises(UserError, match="has no effect with policy fixed: set gamma, or choose policy dynamic"):
             Recipe(**bound)
+
+
+# --- values computed by hand ---
+
+
+def test_costs_of_rows_and_passes() -> None:
+    assert CostModel().row == 0.0 and CostModel({1: 1.0, 2: 1.5}).row == 0.5
+    assert CostModel({1: 1.0, 2: 1.1, 5: 1.8}).row == pytest.approx(0.2)
+    cheap = CostModel({1: 0.5, 3: 2.0})  # a pass costs at least that of one row
+    assert [cheap.verify(rows) for rows in (1, 2, 3, 5)] == [1.0, 1.5, 2.0, 3.0]
+    unordered = CostModel({8: 4.0, 1: 1.0, 4: 2.0})
+    assert [unordered.verify(rows) for rows in (1, 2.5, 4, 6, 8)] == [1.0, 1.5, 2.0, 3.0, 4.0]
+
+
+def best_of(max_gamma: int, min_gamma: int, row: float, token: float, gain: float) -> int:
+    """Return the length with most tokens per cost at an acceptance of 0.7; drafts must gain the factor `gain`."""
+    rates = {k: sum(0.7**i for i in range(k + 1)) / (1 + k * (row + token)) for k in range(min_gamma, max_gamma + 1)}
+    best = max((k for k in rates if k), key=rates.__getitem__)
+    return best if rates[best] > gain else min_gamma
+
+
+@pytest.mark.parametrize("min_gamma", [0, 2])
+@pytest.mark.parametrize("row", [0.0, 0.05, 0.2, 0.6])
+@pytest.mark.parametrize("token", [0.0, 0.03, 0.1, 0.4])
+def test_auto_starts_with_the_best_length_of_the_prior(min_gamma: int, row: float, token: float) -> None:
+    costs = CostModel({1: 1.0, 9: 1 + 8 * row}, token)
+    assert Auto(8, costs, min_gamma=min_gamma).gamma == best_of(8, min_gamma, row, token, 1.06)
+    assert Auto(8, costs, 5, min_gamma).gamma == 5
+    assert Auto(8, costs, min_gain=9.0, min_gamma=min_gamma).gamma == min_gamma
+
+
+@pytest.mark.parametrize(
+    ("gamma", "drafted", "accepted", "expected"),
+    [(5, 5, 4, 6), (5, 5, 3, 5), (5, 5, 2, 4), (5, 4, 3, 5), (6, 5, 4, 6), (3, 5, 2, 3), (5, 0, 0, 5)],
+)
+def test_dynamic_thresholds_are_inclusive(gamma: int, drafted: int, accepted: int, expected: int) -> None:
+    policy = Dynamic(gamma, 3, 6)
+    policy.observe(step(drafted, accepted))
+    assert policy.gamma == expected
+
+
+CERTAIN = torch.tensor([0.0] + [-1e4] * 15)  # entropy 0, exactly
+EVEN = torch.tensor([0.0] * 2 + [-1e4] * 14)  # entropy ln 2
+
+
+def test_thresholds_of_logits_are_inclusive() -> None:
+    assert length(svip(4, threshold=0.0), CERTAIN) == length(confidence(4, threshold=0.5), EVEN) == 4
+    assert length(AdaEdl(4, threshold=1.0), CERTAIN) == length(PathProbability(4, threshold=1.0), CERTAIN) == 4
+    for policy in (svip(4, 2, 0.0), confidence(4, 2, 0.51), AdaEdl(4, 2, threshold=1.0), PathProbability(4, 2, 0.51)):
+        assert length(policy, EVEN) == 2 and policy.needs_logits  # the minimum
+        assert not policy.may_extend(4, CERTAIN) and policy.may_extend(1, None)
+    bound = 1 - math.sqrt(0.2 * math.log(2))
+    assert length(AdaEdl(4, threshold=bound - 1e-3), EVEN) == 4 and length(AdaEdl(4, threshold=bound + 1e-3), EVEN) == 0
+    bound = math.sqrt(0.15 * math.log(2))
+    assert length(svip(4, threshold=bound + 1e-3), EVEN) == 4 and length(svip(4, threshold=bound - 1e-3), EVEN) == 0
+
+
+def test_adaedl_smooths_acceptance() -> None:
+    policy = AdaEdl(8, rate=0.75, step=0.125, threshold=0.5, target_acceptance=0.5)
+    thresholds = []
+    for accepted in (2, 2, 0, 0, 4, 4, 4):  # of 4
+        policy.observe(step(4, accepted))
+        thresholds.append((policy.accepted, policy.threshold))
+    smoothed = [0.5, 0.5, 0.375, 0.28125, 0.4609375, 0.595703125, 0.69677734375]
+    assert thresholds == [*zip(smoothed, (0.375, 0.25, 0.375, 0.5, 0.625, 0.5, 0.375), strict=True)]
+
+
+def test_egag_averages_entropies_with_its_weight() -> None:
+    policy = Egag(1, 9, beta=0.75)
+    assert (policy.gamma, policy.entropy_gamma, policy.notes) == (9, 9, {})
+    assert policy.may_extend(8, None) and not policy.may_extend(9, None)
+    assert policy.may_extend(8, CERTAIN) and policy.notes == {"h_norm": 0.0, "h_norm_ema": 0.0, "gamma": 9}
+    policy.may_extend(0, FLAT)  # 0.75 * 0 + 0.25 * 1
+    assert policy.notes == pytest.approx({"h_norm": 1.0, "h_norm_ema": 0.25, "gamma": 7})
+    assert policy.may_extend(6, None) and not policy.may_extend(7, None)
+    policy.may_extend(0, EVEN)  # ln 2 / ln 16 = 1/4
+    assert policy.notes == pytest.approx({"h_norm": 0.25, "h_norm_ema": 0.25, "gamma": 7})
+
+
+def test_a_path_ends_at_its_threshold() -> None:
+    policy = PathProbability(8, threshold=0.25)
+    assert [policy.may_extend(n, EVEN) for n in range(3)] == [True, True, False]  # 1/2, 1/4, 1/8
+    assert policy.may_extend(0, EVEN) and policy.may_extend(1, None)  # 1/2, then 1/4 is expected
+    assert policy.may_extend(1, EVEN) and not policy.may_extend(2, None)  # 1/4, then 1/16
+    least = PathProbability(8, 2, threshold=0.9)
+    assert least.may_extend(0, EVEN) and least.may_extend(1, None) and not least.may_extend(2, None)
+    assert least.path_threshold is None and policy.path_threshold == 0.25

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from specdemo.core.errors import UserError
 from specdemo.core.events import StepEvent
-from specdemo.core.sampling import SamplingParams
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
@@ -63,14 +62,6 @@ def test_drafts_may_contain_excluded_tokens(name: str, drafter: str) -> None:
     sampling = replace(SAMPLING[name], processors=(no_rise,))
     probs, *_ = enumerate_distribution(sampling, DRAFTERS[drafter], length=4)
     assert distance(probs, true_distribution(sampling, 4, ())) < ROUNDING
-
-
-def test_processors_run_in_order_and_leave_the_model_s_logits_unchanged() -> None:
-    logits = torch.tensor([[1.0, 2.0, 3.0]])
-    sampling = SamplingParams(processors=(lambda _, row: row + 1, lambda _, row: row * 2))
-    assert sampling.process_logits(logits, [[0]]).tolist() == [[4.0, 6.0, 8.0]]
-    SamplingParams(processors=(no_repetition,)).process_logits(logits, [[0]])
-    assert logits.tolist() == [[1.0, 2.0, 3.0]]
 
 
 @pytest.fixture(scope="module")

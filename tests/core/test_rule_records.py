@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from specdemo.core.distributions import DenseProbs
+from specdemo.core.distributions import DenseProbs, residual, without
 from specdemo.core.errors import UserError
 from specdemo.core.rules import (
     DEFAULT_RULE,
@@ -18,7 +18,6 @@ from specdemo.core.rules import (
     RuleTraits,
     check_rule,
     reproducing_rule,
-    rule_names,
     rule_traits,
 )
 from specdemo.core.sampling import Noise, SamplingParams
@@ -107,6 +106,12 @@ def test_records_of_a_verdict(name: str, parents: tuple[int, ...], sampled: bool
         else:
             assert positions == [START + len(path)]
             assert len(verdict.bound) == len(draft)
+        for node in tested if verdict.bound and not block else ():
+            draw, bound = verdict.draw[node], verdict.bound[node]
+            if draw is not None:
+                assert (node in path) == (draw < bound)
+            elif bound is not None:
+                assert (node in path) == (verdict.p[node] >= bound)
         assert isinstance(verdict.token, int) and float(p[path[-1] + 1 if path else 0, verdict.token]) > 0
         lengths.add(len(path))
     assert len(lengths) > 1 or not parents
@@ -122,26 +127,27 @@ def test_a_token_that_the_drafter_cannot_sample_is_rejected_untested(name: str) 
         assert verdict == Verdict((), 1, (1.0,), (None,), (0.0,), bound=(0.0,))
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_an_empty_draft_has_no_residual(name: str) -> None:
-    verdict, _ = verify(name, Draft(), rows_of(0, 1), 0)
-    assert verdict.residual is None and verdict.accepted == ()
-
-
-@pytest.mark.parametrize("name", [name for name in RULES if RULES[name].needs_rows])
-def test_a_residual_is_recorded_after_a_rejection_only(name: str) -> None:
-    seen = set()
-    for seed in range(30):
-        draft, p = draft_of(seed, CHAIN, sampled=True), rows_of(seed, len(CHAIN) + 1)
-        verdict, _ = verify(name, draft, p, seed)
-        row = len(verdict.accepted)
-        assert (verdict.residual is None) == (row == len(CHAIN))
-        if verdict.residual is not None and RULES[name].adjusts:
-            weight = 1 / (RULES[name].threshold or 1.0)
-            expected = (weight * p[row] - draft.probs.row(row)).clamp_min(0)
-            assert torch.allclose(verdict.residual, expected / expected.sum(), atol=1e-6)
-        seen.add(row == len(CHAIN))
-    assert seen == {True, False}
+@pytest.mark.parametrize("sampled", [True, False])
+def test_siblings_are_tested_against_the_residual_of_their_elders(sampled: bool) -> None:
+    compared = corrections = 0
+    for seed in range(40):
+        draft, p = draft_of(seed, FOREST, sampled), rows_of(seed, len(FOREST) + 1)
+        verdict, _ = verify("rejection", draft, p, seed)
+        last = verdict.accepted[-1] if verdict.accepted else -1
+        rows = {-1: p[0], **{node: p[node + 1] for node in range(len(draft))}}
+        for node, parent in enumerate(draft.parents):
+            q = draft.token_probs[node] if sampled else 1.0
+            if verdict.beta[node] is not None:
+                bound = min(1.0, float(rows[parent][draft.tokens[node]]) / q)
+                assert verdict.bound[node] == pytest.approx(bound, abs=1e-6)
+                compared += 1
+            row = rows[parent]
+            rows[parent] = residual(row, draft.probs.row(node)) if sampled else without(row, draft.tokens[node])
+        assert (verdict.residual is not None) == (last in draft.parents)
+        if verdict.residual is not None:
+            assert torch.allclose(verdict.residual, rows[last], atol=1e-6)
+            corrections += 1
+    assert compared > 60 and corrections
 
 
 def test_the_largest_of_ties_decides_top1() -> None:
@@ -166,45 +172,27 @@ def test_equality_with_a_bound_is_enough_except_for_typical_acceptance() -> None
     assert [verdict("typical", value, uniform).bound[0] for value in (0.25, 0.04)] == pytest.approx([0.125, 0.04])
 
 
-def test_names_by_property() -> None:
-    assert rule_names(lambda rule: rule.adjusts) == "rejection, lenient"
-    assert rule_names(lambda rule: rule.chains_only) == "block"
-    assert rule_traits({"rule": "coupled"}) is RULES["coupled"] and rule_traits({}) is RULES["rejection"]
-    assert rule_traits({"rule": "of another version"}) == RuleTraits()
-
-
 def test_the_rule_that_reproduces_ar_text() -> None:
     assert [reproducing_rule(temperature) for temperature in (0.0, 0.5)] == [DEFAULT_RULE, "coupled"]
     assert reproducing_rule(0.0, "top1") == "top1" and reproducing_rule(0.7, "coupled") == "coupled"
-    assert reproducing_rule(0.7, "unknown") == "unknown"  # reported by the options
-    for temperature in (0.0, 0.7):
-        with pytest.raises(UserError) as error:
-            reproducing_rule(temperature, "lenient")
-        assert str(error.value) == "rule lenient is lossy at every temperature: choose rejection at temperature 0"
-    for name in ("rejection", "match", "top1"):
-        with pytest.raises(UserError) as error:
-            reproducing_rule(0.7, name)
-        assert str(error.value) == f"rule {name} reproduces the text at temperature 0 only: add --temperature 0"
+    for temperature, name, cause in (
+        (0.0, "lenient", "lossy at every temperature: choose rejection"),
+        (0.7, "rejection", "at temperature 0 only: add --temperature 0"),
+    ):
+        with pytest.raises(UserError, match=cause):
+            reproducing_rule(temperature, name)
 
 
 def test_rules_that_cannot_skip_the_adjustment_or_verify_forests() -> None:
     for name, rule in RULES.items():
         check_rule(name, adjust=True, forest=False)
-        if rule.adjusts:
-            check_rule(name, adjust=False, forest=True)
-            continue
-        with pytest.raises(UserError) as error:
+        with nullcontext() if rule.adjusts else pytest.raises(UserError, match="no sample adjustment.*rejection"):
             check_rule(name, adjust=False, forest=False)
-        assert str(error.value) == f"rule {name} has no sample adjustment to skip: choose rule rejection, lenient"
-        if not rule.chains_only:
+        with nullcontext() if name != "block" else pytest.raises(UserError, match="not forests: choose .*match"):
             check_rule(name, adjust=True, forest=True)
-    with pytest.raises(UserError) as error:
-        check_rule("block", adjust=True, forest=True)
-    names = "rejection, match, coupled, top1, ratio, threshold, lenient, typical"
-    assert str(error.value) == f"rule block verifies chains, not forests: choose rule {names}"
 
 
 def test_exactness_of_the_rules() -> None:
     exact = {t: {name for name, rule in RULES.items() if rule.exact(SamplingParams(t))} for t in (0.0, 0.7)}
     assert exact[0.7] == {"rejection", "block", "match", "coupled"} and exact[0.0] == RULES.keys() - {"lenient"}
-    assert replace(RuleTraits(), adjusts=True).needs_rows and not RuleTraits().needs_rows
+    assert rule_traits({"rule": "of another version"}) == RuleTraits() and rule_traits({}) is RULES["rejection"]

@@ -1,18 +1,21 @@
-"""Logits processing against transformers' processors, and samples against their distribution."""
+"""Logits processing against transformers' processors, samples against their distribution, and drafted chains."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from fakes.enumeration import reference_probs
 from fakes.tiny_models import byte_level_tokenizer, sentencepiece_tokenizer
+from torch import Tensor
 from transformers import (
     LogitsProcessorList,
     NoBadWordsLogitsProcessor,
@@ -22,16 +25,19 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from specdemo.core import sampling as sampling_module
 from specdemo.core.banned_text import BannedText
 from specdemo.core.distributions import DenseProbs, PointMass, SparseProbs, residual
 from specdemo.core.errors import UserError
 from specdemo.core.rules import RULES
-from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
+from specdemo.core.sampling import ChainSampler, Noise, SamplingParams, SharedNoise, top_tokens, with_tokens
 from specdemo.core.step import Draft
 from specdemo.models.tokenizer import token_bytes
 from specdemo.native import sampling as native
 
 VOCAB = 50
+CHAIN_VOCAB, START = 11, 5
+LARGEST = torch.finfo(torch.float32).max
 
 
 @pytest.mark.parametrize(
@@ -68,11 +74,6 @@ def test_a_nucleus_may_contain_most_of_a_large_vocabulary(spread: float) -> None
     expected = TopPLogitsWarper(0.9)(torch.tensor([[0]] * 3), logits.clone()).softmax(-1)
     assert torch.allclose(probs, expected, atol=1e-6)
     assert ((probs > 0).sum(-1) > 256).all() == (spread < 4.0)
-
-
-def test_temperature_zero_is_a_point_mass() -> None:
-    probs = SamplingParams(temperature=0)(torch.tensor([[0.1, 3.0, 2.9]]), [[0]])
-    assert probs.tolist() == [[0.0, 1.0, 0.0]]
 
 
 @pytest.mark.parametrize("text", ["abc", "é"])
@@ -115,19 +116,13 @@ def test_samples_follow_their_distribution(way: Callable[[Noise, torch.Tensor], 
     assert float(((counts[:4] - n * probs[:4]) ** 2 / (n * probs[:4])).sum()) < 26
 
 
-def test_shared_noise_follows_the_distribution_and_is_keyed_by_position() -> None:
-    """20,000 positions, as above; repeated samples at a position use the same noise."""
-    probs, n = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]), 20_000
+def test_shared_noise_follows_the_distribution() -> None:
+    """5,000 positions, as above."""
+    probs, n = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]), 5_000
     shared = SharedNoise(3)
     counts = torch.bincount(torch.tensor([shared.sample(probs, place) for place in range(n)]), minlength=5)
     assert counts[4] == 0
     assert float(((counts[:4] - n * probs[:4]) ** 2 / (n * probs[:4])).sum()) < 26
-    assert [SharedNoise(3).sample(probs, place) for place in range(50)] == [
-        shared.sample(probs, place) for place in range(50)
-    ]
-    assert [SharedNoise(4).sample(probs, place) for place in range(50)] != [
-        shared.sample(probs, place) for place in range(50)
-    ]
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -217,20 +212,6 @@ def test_the_largest_logit_is_the_first_or_nan() -> None:
         logits[2, column] = 0
 
 
-def test_compiled_comparisons_of_drafts_equal_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(5)
-    p, q = (torch.randn(n, 1003, generator=generator).mul_(3).softmax(-1) for n in (5, 4))
-
-    def results() -> list[torch.Tensor]:
-        compared = DenseProbs(q).compare(p, (3, 900, 4, 1002), (-1, 0, 0, 2))
-        return [*map(torch.tensor, compared), residual(p[2], q[1]), residual(p[0], p[0].clone())]
-
-    found = results()
-    monkeypatch.setattr(native, "supports", lambda *tensors: False)
-    torch.testing.assert_close(found, results(), rtol=1e-5, atol=1e-8)
-    assert torch.equal(found[3], p[0])
-
-
 @pytest.mark.parametrize(
     ("parents", "tokens", "accepted"),
     [
@@ -255,16 +236,6 @@ def test_tokens_and_parents_of_compared_drafts_have_limits(
         assert native.token_ranks(p, parents, tokens) == [1, 1]
 
 
-def test_sparse_rows_may_share_their_tokens() -> None:
-    generator = torch.Generator().manual_seed(8)
-    p, values = (torch.randn(3, n, generator=generator).mul_(3).softmax(-1) for n in (50, 6))
-    ids = torch.randperm(50, generator=generator)[:6]
-    tokens = tuple(ids[:3].tolist())
-    shared, copied = (SparseProbs(rows, values, 50) for rows in (ids.expand(3, -1), ids.repeat(3, 1)))
-    rows = torch.cat([p, p[:1]])
-    assert shared.compare(rows, tokens, (-1, 0, 1)) == copied.compare(rows, tokens, (-1, 0, 1))
-
-
 @pytest.mark.parametrize("wrong", [-1, 50, 2**40])
 def test_sparse_rows_outside_the_vocabulary_are_refused(wrong: int) -> None:
     p, ids = torch.full((2, 50), 1 / 50), torch.tensor([[3, wrong]])
@@ -284,3 +255,178 @@ def test_sparse_samples_follow_their_distribution_and_share_noise() -> None:
     assert counts.sum() == counts[row.ids].sum() == n
     assert float(((counts[row.ids] - n * values) ** 2 / (n * values)).sum()) < 26
     assert all(shared.sample_sparse(row, i) == SharedNoise(2).sample(row.dense(), i) for i in range(100))
+
+
+# --- with the compiled engine, without it, and on a device ---
+
+
+@pytest.fixture(params=["compiled", "torch", "device"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """`device`: tensors are treated like those of an accelerator."""
+    if request.param != "compiled":
+        request.getfixturevalue("torch_engine")
+    if request.param == "device":
+        monkeypatch.setattr(sampling_module, "is_on_host", lambda x: False)
+    yield request.param
+
+
+def rows_of(seed: int, count: int, vocab: int = CHAIN_VOCAB) -> Tensor:
+    return torch.randn(count, vocab, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_chain_records_the_distributions_that_its_tokens_were_sampled_from(engine: str, temperature: float) -> None:
+    sampling = SamplingParams(temperature, top_k=4)
+    for seed in range(5):
+        logits = rows_of(seed, 3, CHAIN_VOCAB - 2)  # a smaller vocabulary than the target's
+        sampler = ChainSampler(sampling, Noise(seed, "draft"), START, CHAIN_VOCAB)
+        drawn = [sampler(row[None], i) for i, row in enumerate(logits)]
+        assert {isinstance(token, Tensor) for token in drawn} == {engine == "device"}  # without host synchronisation
+        assert engine != "device" or {token.shape for token in drawn} == {(1,)}
+        tokens = list(map(int, drawn))
+        draft = sampler.chain(tokens)
+        assert draft.tokens == tuple(tokens) and draft.is_chain
+        if temperature == 0:
+            assert tokens == logits.argmax(-1).tolist() and draft.probs is None and draft.token_probs is None
+            continue
+        noise = Noise(seed, "draft")
+        for node, row in enumerate(logits):
+            expected = reference_probs([*row.tolist(), -math.inf, -math.inf], sampling, ())
+            assert draft.probs.row(node).tolist() == pytest.approx(expected, abs=1e-6)
+            assert draft.token_probs[node] == pytest.approx(expected[tokens[node]], abs=1e-6)
+            assert tokens[node] == noise.sample(draft.probs.row(node))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_broken_logits_of_a_chain_are_refused_at_its_end(engine: str, broken: float, temperature: float) -> None:
+    sampler = ChainSampler(SamplingParams(temperature), Noise(0, "draft"), START, CHAIN_VOCAB)
+    rows = [torch.zeros(1, CHAIN_VOCAB), torch.full((1, CHAIN_VOCAB), broken), torch.zeros(1, CHAIN_VOCAB)]
+    tokens = [int(sampler(row, i)) for i, row in enumerate(rows)]
+    with pytest.raises(UserError, match="NaN or infinite logits"):
+        sampler.chain(tokens)
+
+
+def test_top_tokens_of_rows_exclude_impossible_ones(engine: str) -> None:
+    probs = torch.tensor([[0.5, 0.0, 0.125, 0.375], [0.0, 0.0, 1.0, 0.0]])
+    first, second = with_tokens(top_tokens(probs, 1), probs, [{1, 2, 0}, ()])
+    assert first.top == ((0, 0.5), (2, 0.125), (1, 0.0)) and second.top == ((2, 1.0),)
+    assert [row.top for row in top_tokens(probs, 9)] == [((0, 0.5), (3, 0.375), (2, 0.125)), ((2, 1.0),)]
+
+
+@pytest.mark.parametrize("vocab", [3, 255, 256, 257, 1000])
+def test_top_tokens_of_many(engine: str, vocab: int) -> None:
+    probs = rows_of(3, 6, vocab).mul(3).softmax(-1)
+    probs[1, : vocab // 2] = 0
+    probs[2] = torch.nn.functional.one_hot(torch.tensor(vocab - 1), vocab)
+    probs = probs / probs.sum(-1, keepdim=True)
+    for row, top in zip(probs.tolist(), top_tokens(probs, 4), strict=True):
+        best = sorted(range(vocab), key=lambda token: -row[token])[:4]
+        assert top.top == tuple((token, row[token]) for token in best if row[token] > 0)
+        assert top.entropy == pytest.approx(-sum(p * math.log(p) for p in row if p), abs=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.25, 1.0, 4.0])
+def test_the_largest_logit_must_be_finite_after_the_temperature(temperature: float) -> None:
+    limit = LARGEST * min(1.0, temperature or 1.0)
+    sampling = SamplingParams(temperature)
+    sampling.refuse_broken([limit, -limit, 0.0])
+    for wrong in (math.nextafter(limit, math.inf), -math.nextafter(limit, math.inf), math.inf, math.nan):
+        with pytest.raises(UserError, match="NaN or infinite logits: try dtype float32"):
+            sampling.refuse_broken([0.0, wrong])
+
+
+PARAMETERS = [
+    SamplingParams(0.7),
+    SamplingParams(1.5, top_k=3),
+    SamplingParams(1.0, top_k=CHAIN_VOCAB),
+    SamplingParams(1.0, top_k=1),
+    SamplingParams(1.0, top_p=0.6),
+    SamplingParams(0.8, top_k=5, top_p=0.9),
+    SamplingParams(0.0),
+]
+
+
+@pytest.mark.parametrize("sampling", PARAMETERS)
+def test_distributions_of_both_engines_equal_the_reference(engine: str, sampling: SamplingParams) -> None:
+    logits = rows_of(4, 6)
+    for row, probs in zip(logits.tolist(), sampling(logits, [()] * 6).tolist(), strict=True):
+        assert probs == pytest.approx(reference_probs(row, sampling, ()), abs=1e-6)
+
+
+def test_a_nucleus_whose_mass_equals_top_p_is_complete(engine: str) -> None:
+    probs = SamplingParams(top_p=0.5).logits_to_probs(torch.zeros(1, 4))
+    assert sorted(probs[0].tolist()) == [0.0, 0.0, 0.5, 0.5]
+
+
+def test_a_wide_nucleus_without_the_compiled_engine(torch_engine: None) -> None:
+    """The candidates grow until they contain the nucleus."""
+    for vocab, top_p in ((3000, 0.97), (3000, 0.5), (1024, 0.999), (1025, 0.999), (300, 0.999)):
+        logits, sampling = rows_of(5, 2, vocab) / 4, SamplingParams(top_p=top_p)
+        probs = sampling.logits_to_probs(logits)
+        for row, ours in zip(logits.double().softmax(-1), probs, strict=True):
+            mass, order = row.sort(descending=True)
+            kept = int((mass.cumsum(-1) - mass < top_p).sum())
+            assert ours.count_nonzero() == kept and float(ours.sum()) == pytest.approx(1.0, abs=1e-5)
+            assert torch.allclose(ours[order[:kept]].double(), mass[:kept] / mass[:kept].sum(), atol=1e-6)
+
+
+def test_constraints_in_their_order() -> None:
+    """Penalty of each token of the path once, then single and longer bad words, on the row of their path."""
+    logits = torch.tensor([[2.0, -2.0, 1.0, 3.0]] * 3, dtype=torch.bfloat16)
+    sampling = SamplingParams(repetition_penalty=2.0, bad_words=((3,), (0, 1, 2)))
+    rows = sampling.process_logits(logits, [[], [0, 1, 1], [1, 0, 0]])
+    assert rows.tolist() == [[2, -2, 1, -math.inf], [1, -4, 1, -math.inf], [1, -4, 1, -math.inf]]
+    assert sampling.process_logits(logits[:1], [[3, 0, 1]]).tolist() == [[1, -4, -math.inf, -math.inf]]
+    assert logits.tolist() == [[2, -2, 1, 3]] * 3
+    with pytest.raises(UserError, match="bad words exclude every token: ban fewer"):
+        SamplingParams(bad_words=((0,), (1,))).process_logits(torch.zeros(1, 2), [[]])
+    with pytest.raises(UserError, match="NaN or infinite"):  # not the sentence about processors
+        SamplingParams(repetition_penalty=2.0).process_logits(torch.full((1, 4), -math.inf), [[]])
+
+
+def processor(result: Any) -> Any:
+    return lambda path, logits: result
+
+
+def test_processors_must_return_a_row_with_a_finite_logit() -> None:
+    logits = torch.zeros(1, 3)
+    for wrong, shown in ((torch.zeros(4), r"\[4\]"), (None, "NoneType"), ([0.0] * 3, "list")):
+        with pytest.raises(UserError, match=rf"logits processor .* shape \[3\], not {shown}"):
+            SamplingParams(processors=(processor(wrong),)).process_logits(logits, [[]])
+    with pytest.raises(UserError, match="logits processors exclude every token"):
+        SamplingParams(processors=(processor(torch.full((3,), -torch.inf)),)).process_logits(logits, [[]])
+    half = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float16)
+    assert SamplingParams(processors=(processor(half),)).process_logits(logits, [[]]).dtype == torch.float32
+
+
+def test_streams_have_different_seeds_and_reproducible_numbers() -> None:
+    numbers = {tuple(Noise(seed, name).uniforms(3)) for seed in (0, 1) for name in ("draft", "accept")}
+    assert len(numbers) == 4 and Noise(1, "draft").uniforms(3) == Noise(1, "draft").uniforms(3)
+    noise, again = Noise(2, "accept"), Noise(2, "accept")
+    for probability in (0.0, 0.3, 0.7, 1.0):
+        accepted, u = noise.test(probability)
+        assert [u] == again.uniforms(1) and accepted == (u < probability)
+
+
+@pytest.mark.usefixtures("torch_engine")
+def test_small_probabilities_after_a_large_one_are_sampled() -> None:
+    """Float32 sums of them all equal 1."""
+    probs = torch.tensor([1.0] + [1e-9] * 10)
+    for token in range(1, 11):
+        assert native.sample_at(probs, (1 + (token - 0.5) * 1e-9) / (1 + 1e-8)) == token
+
+
+@pytest.mark.parametrize("u", [0.0, 0.2499, 0.25, 0.9999999999, 1.0])
+@pytest.mark.usefixtures("torch_engine")
+def test_the_inverse_distribution_ends_at_possible_tokens(u: float) -> None:
+    probs = torch.tensor([0.0, 0.5, 0.0, 0.5, 1.0, 0.0])  # need not be normalised
+    assert native.sample_at(probs, u) == (1 if u < 0.25 else 3 if u < 0.5 else 4)
+
+
+def test_shared_noise_repeats_at_forgotten_positions() -> None:
+    probs = rows_of(7, 1)[0].softmax(-1)
+    noise = SharedNoise(4, memory=3)
+    first = [noise.sample(probs, position) for position in range(8)]
+    assert [noise.sample(probs, position) for position in range(8)] == first and len(set(first)) > 1
+    assert [SharedNoise(5).sample(probs, position) for position in range(8)] != first

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from specdemo.core.explain import reason_of
-from specdemo.core.link_stats import LinkStats, Source
+from specdemo.core.link_stats import Source
 from specdemo.core.step import Draft, Outcome, Step, TokenLogprob, TopTokens, Verdict, common_prefix
 
 FOREST = Draft((5, 6, 5, 7, 8, 7, 9), (-1, -1, -1, 0, 2, 2, 5))
@@ -26,15 +26,6 @@ def text_of(draft: Draft, path: tuple[int, ...]) -> list[int]:
     return [draft.tokens[node] for node in path]
 
 
-def test_paths_and_children_of_a_forest() -> None:
-    assert [FOREST.path(node) for node in range(-1, 7)] == [[], [0], [1], [2], [0, 3], [2, 4], [2, 5], [2, 5, 6]]
-    assert FOREST.children() == {-1: [0, 1, 2], 0: [3], 2: [4, 5], 5: [6]}
-    assert not FOREST.is_chain and Draft.chain((3, 3, 3)).is_chain and Draft().is_chain
-    assert (FOREST.depth, Draft.chain((3, 3, 3)).depth, Draft().depth) == (3, 3, 0)
-    assert Draft.chain((4, 5), (0.5, 0.25)) == Draft((4, 5), (-1, 0), (0.5, 0.25))
-    assert (Draft.chain((4,)).size, replace(Draft.chain((4,)), undisclosed=2).size) == (1, 3)
-
-
 def test_follow_returns_the_longest_path_that_begins_the_text() -> None:
     """Against all paths of random forests, whose siblings often have equal tokens."""
     rng = random.Random(0)
@@ -42,6 +33,7 @@ def test_follow_returns_the_longest_path_that_begins_the_text() -> None:
     for _ in range(300):
         draft, text = random_forest(rng), [rng.randrange(3) for _ in range(rng.randrange(5))]
         paths = [tuple(draft.path(node)) for node in range(-1, len(draft))]
+        assert draft.node_depths == [len(path) for path in paths[1:]] and draft.depth == max(map(len, paths))
         matching = [path for path in paths if text_of(draft, path) == text[: len(path)]]
         followed = draft.follow(text)
         assert followed in matching and len(followed) == max(map(len, matching))
@@ -95,16 +87,8 @@ def test_a_cut_verdict_keeps_accepted_tokens_and_the_tests_up_to_their_depth() -
 def test_a_cut_step_of_a_beam_search_has_no_pending_tokens() -> None:
     step = step_of(Draft(), Verdict((), None, committed=(1, 2, 3), pending=(4,)), (1, 2, 3))
     assert step.cut(2) == step_of(Draft(), Verdict((), None, committed=(1, 2)), (1, 2))
-
-
-def test_a_cut_keeps_the_committed_tokens_behind_accepted_ones() -> None:
-    verdict = Verdict((0, 1), 7, beta=(0.5, 0.5), committed=(5, 6))
-    assert verdict.cut(Draft.chain((3, 4)), 3).target_tokens == (5,)
-    assert verdict.cut(Draft.chain((3, 4)), 1).target_tokens == ()
-
-
-def test_a_residual_does_not_distinguish_verdicts() -> None:
-    assert Verdict((), 1, residual=[0.5]) == Verdict((), 1) and "residual" not in repr(Verdict((), 1, residual=[0.5]))
+    accepted_first = Verdict((0, 1), 7, beta=(0.5, 0.5), committed=(5, 6))
+    assert accepted_first.cut(Draft.chain((3, 4)), 3).target_tokens == (5,)
 
 
 def test_outcomes_of_a_forest() -> None:
@@ -136,11 +120,6 @@ def test_outcomes_of_a_forest() -> None:
 )
 def test_kind_of_the_last_token(draft: Draft, verdict: Verdict, kind: Outcome) -> None:
     assert step_of(draft, verdict, ()).kind is kind
-
-
-def test_depths_are_lengths_of_paths() -> None:
-    assert FOREST.node_depths == [len(FOREST.path(node)) for node in range(len(FOREST))]
-    assert FOREST.depth == 3 and Draft().node_depths == [] and Draft().depth == 0
 
 
 class CountedParents(tuple[int, ...]):
@@ -178,22 +157,3 @@ def test_depths_of_a_chain_with_undisclosed_tokens() -> None:
     assert step_of(draft, verdict, (1, 2, 9)).depths == ([1, 2, 3], [1, 2])
     assert step_of(draft, replace(verdict, token=None), (1, 2)).depths == ([1, 2], [1, 2])
     assert step_of(replace(draft, undisclosed=0), verdict, (1, 2, 9)).depths == ([1, 2], [1, 2])
-
-
-def test_properties_of_steps() -> None:
-    step = step_of(Draft.chain((1, 2)), Verdict((0,), 3, beta=(0.5, None)), (1, 3))
-    assert step.seconds == (0.5, 0.25, 0.125) and step.betas == [0.5] and not step.searched and not step.lost
-    assert step.verified and not step.unverified and step.target_passes == 1
-    assert step_of(Draft(), Verdict((), None), ()).searched and not step_of(Draft(), Verdict((), 1), (1,)).searched
-    assert step_of(Draft(), Verdict((), 1, request_sent=False), (1,)).target_passes == 0
-    for missing in ("draft_s", "verify_s", "host_s"):
-        with pytest.raises(ValueError, match="does not report the durations"):
-            _ = replace(step, **{missing: None}).seconds
-    lost = replace(step.verdict, link=LinkStats.of({"escalated": 0.0, "lost": 1.0}))
-    assert replace(step, verdict=lost).lost
-    top = TopTokens(0.0, ((1, 1.0),))
-    assert Verdict((), 1).tops == () and Verdict((), 1, target_top=(top,), draft_top=(top,), token_top=top).tops == (
-        *(top, top, top),
-    )
-    assert Verdict((), 4, committed=(1, 2)).target_tokens == (1, 2, 4)
-    assert Verdict((), None, committed=(1, 2)).target_tokens == (1, 2)

@@ -130,17 +130,6 @@ def test_confidence_may_ignore_the_token_before(tmp_path: Path, weights: Any) ->
     assert confidences[0] == pytest.approx(confidences[1]) and 0 < confidences[0] < 1
 
 
-def test_closed_texts_do_not_stay_in_the_head(tmp_path: Path, weights: Any) -> None:
-    target = CachedModel(weights, taps=(0, 1, 2))
-    attached = target.head = CachedHead(head_of_kind(tmp_path, True, weights), target)
-    target.score([*range(5)], Draft())
-    attached.start([*range(6)])
-    cache: Any = attached._cache
-    assert attached.kv_bytes > 0 and cache.kv.any() and cache.states.any()
-    target.close()
-    assert attached.kv_bytes == 0 and not cache.kv.any() and not cache.states.any()
-
-
 def test_drafts_end_with_block_and_context(tmp_path: Path, weights: Any) -> None:
     for markov, first in ((False, 1), (True, 0)):
         config = dflash_config(CONFIG, len(IDS), markov)
@@ -188,17 +177,12 @@ def _without(name: str) -> Callable[[dict[str, Any], dict[str, Any]], None]:
 
 INVALID = {
     "mask token": (_configured(mask_token_id=5000), "has no mask token of the target"),
-    "no mask token": (_configured(mask_token_id=None), "has no mask token of the target"),
-    "no drafts": (_configured(block_size=1, sample_from_anchor=False), "or blocks without drafts"),
     "block": (_configured(block_size=999), "block_size in config.json of .* is not within 1 to 64"),
-    "layers": (_layer(num_hidden_layers=3), "no tensor layers.2."),
     "width": (_layer(hidden_size=32), "states of width 32 instead of 64"),
     "states": (_configured(aux_hidden_state_layer_ids=[1, 2, 99]), "layers that the target does not have"),
-    "no states": (_configured(aux_hidden_state_layer_ids=["a"]), "layers that the target does not have"),
     "markov": (_configured(markov_head_type="rnn"), r"another kind \(rnn\): choose one of kind vanilla"),
     "confidence": (_without("confidence_head.proj.bias"), "no tensor confidence_head.proj.bias"),
     "windows": (_layer(layer_types=["full_attention"]), "layer_types in config.json of .* do not fit"),
-    "no window": (_layer(layer_types=["sliding_attention"] * 2), "has no sliding_window"),
     "newer kind": (_configured(speculators_model_type="dflash2"), r"of another kind \(dflash2\)"),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -25,15 +24,13 @@ from fakes.heads import (
 from fakes.tiny_models import Explorer, byte_level_tokenizer, committed, run, save_model, up_to
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
-from specdemo.core.events import StepEvent
+from specdemo.core.events import Header, StepEvent
 from specdemo.core.policies import Fixed, PathProbability
 from specdemo.core.rules import RULES
-from specdemo.core.sampling import SamplingParams
+from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
-from specdemo.drafters.draft_vocabulary import DraftVocabulary
 from specdemo.drafters.heads.chain import HeadDrafter
 from specdemo.drafters.tree import HeadNodes, TreeDrafter
 from specdemo.generate import generate
@@ -46,10 +43,11 @@ from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import HeadSpec, ModelSpec
 from specdemo.recipe import Recipe
+from specdemo.remote.config import CloudConfig
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 TARGET = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.5)
-KINDS = ("medusa", "eagle", "dflash", "dspark")
+KINDS = ("medusa", "eagle", "eagle3", "dflash", "dspark")
 SAMPLING = {
     "plain": SamplingParams(),
     "processed": SamplingParams(top_k=3, repetition_penalty=1.5),
@@ -70,7 +68,9 @@ def save(kind: str, folder: Path, target: Any, ids: list[int] | None = None) -> 
         return save_head(folder, dflash_tensors(target, ids, markov), dflash_config(target, len(ids), markov))
     if kind == "eagle":
         return save_head(folder, eagle_tensors(target), eagle_config(target))
-    return save_head(folder, head_tensors(target, None), head_config(target, target.vocab_size))
+    return save_head(
+        folder, head_tensors(target, ids, seed=2), head_config(target, len(ids or range(target.vocab_size)))
+    )
 
 
 @cache
@@ -115,9 +115,10 @@ def error(
     return distance(explorer.distribution(once), truth(target, sampling, 3)), counts
 
 
-@pytest.mark.parametrize("shape", MAKERS)
+@pytest.mark.parametrize(
+    ("name", "shape"), [*((name, "chain") for name in SAMPLING), ("processed", "tree"), ("greedy", "tree")]
+)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", SAMPLING)
 def test_text_of_random_heads_has_the_distribution_of_the_target(
     name: str, kind: str, shape: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -150,55 +151,6 @@ def test_drafts_that_end_by_confidence_are_exact(
     assert deviation < 10 * ROUNDING and counts[0] > 0 and counts[2] > 0
 
 
-class ConfidenceInItsOwnToken(HeadDrafter):
-    """A draft ends by a confidence that depends on the token that it decides about."""
-
-    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
-        draft = super().propose(tokens, up_to(2))
-        if draft.tokens:
-            self.head.start(tokens)
-            self.head.step(draft.tokens[0])
-            assert self.head.confidence is not None
-            if self.head.confidence < 0.3:
-                return Draft()
-        return draft
-
-
-class ReportedBeforeTopP(HeadDrafter):
-    """Tokens are sampled after top-p, and q is reported before it."""
-
-    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
-        draft = super().propose(tokens, budget)
-        if draft.probs is None:
-            return draft
-        raw, logits = replace(self.sampling, top_p=1.0), self.head.start(tokens)
-        vocabulary, rows = DraftVocabulary(self.head.ids, VOCAB), []
-        for i in range(len(draft)):
-            logits = self.head.step(draft.tokens[i - 1]) if i else logits
-            assert logits is not None
-            rows.append(raw.logits_to_probs(logits[None])[0])
-        q = tuple(float(row[vocabulary.index(token)]) for row, token in zip(rows, draft.tokens, strict=True))
-        return replace(draft, token_probs=q, probs=vocabulary.rows(rows))
-
-
-@pytest.mark.parametrize(
-    ("drafter", "sampling"),
-    [
-        (ConfidenceInItsOwnToken, SamplingParams()),
-        (ReportedBeforeTopP, SamplingParams(temperature=4.0, top_p=0.7)),  # several tokens remain
-    ],
-)
-def test_wrong_drafters_are_not_exact(
-    drafter: type[HeadDrafter], sampling: SamplingParams, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    target, head = loaded("dspark", tmp_path_factory.getbasetemp() / "kinds")
-    for kind in (HeadDrafter, drafter):
-        explorer = Explorer()
-        made = kind(head, sampling, explorer, VOCAB)
-        deviation, _ = error(target, sampling, made, explorer, "rejection", partial(Fixed, 2))
-        assert deviation < 10 * ROUNDING if kind is HeadDrafter else deviation > 100 * ROUNDING
-
-
 # --- recipes ---------------------------------------------------------------------------------------------------------
 
 
@@ -207,7 +159,7 @@ def folders(where: Path) -> dict[str, str]:
     """A saved target and a head of each kind."""
     target = str(save_model(where / "target", byte_level_tokenizer(), num_hidden_layers=4))
     config = AutoConfig.from_pretrained(target)
-    return {"target": target, **{kind: save(kind, where / kind, config) for kind in (*KINDS, "eagle3")}}
+    return {"target": target, **{kind: save(kind, where / kind, config) for kind in KINDS}}
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +200,7 @@ def test_greedy_texts_are_those_of_ar_decoding(kind: str, method: str, saved: di
     assert {origin.source for draft in drafts for origin in draft.origin} == {"head"}
 
 
-@pytest.mark.parametrize(("kind", "method"), [("medusa", "eagle"), ("eagle", "block"), ("dspark", "medusa")])
+@pytest.mark.parametrize(("kind", "method"), [("medusa", "eagle"), ("dspark", "medusa")])
 def test_methods_name_the_method_of_another_head(
     kind: str, method: str, saved: dict[str, str], pool: ModelPool
 ) -> None:
@@ -269,3 +221,60 @@ def test_turns_end_drafts_by_confidence_and_keep_the_text(method: str, saved: di
         assert committed(steps) == committed(alone)
         drafted = [origin for step in steps for origin in step.draft.origin if origin.source == "head"]
         assert drafted and all(origin.confidence is not None for origin in drafted)
+
+
+def test_drafts_end_with_the_context_of_the_head(tmp_path_factory: pytest.TempPathFactory) -> None:
+    target, head = loaded("eagle3", tmp_path_factory.getbasetemp() / "kinds")
+    inner: Any = head.head
+    inner.layer, before = replace(inner.layer, context=8), inner.layer
+    try:
+        for length in range(4, 12):
+            text = [0, 1] * (length // 2) + [3] * (length % 2)
+            target.score(text, Draft())
+            draft = HeadDrafter(head, SAMPLING["plain"], Noise(0, "draft"), VOCAB).propose(text, up_to(4))
+            last = length - 2 + len(draft) - 1  # position of the row of the last draft token
+            assert len(draft) == 4 or (last == 7 or not draft.tokens)
+            assert bool(draft.tokens) == (length <= 9)
+    finally:
+        inner.layer = before
+
+
+def test_a_run_loads_the_head_and_names_it(saved: dict[str, str]) -> None:
+    models = {"target": saved["target"], "head": saved["eagle3"]}
+    recipe = Recipe(method="eagle", max_tokens=12, temperature=0.0, device="cpu", **models)
+    pool = ModelPool()
+    events = list(generate(recipe, "class Point:\n    def", pool))
+    (header,) = [event for event in events if isinstance(event, Header)]
+    assert header.recipe["head"] == saved["eagle3"] and header.environment["drafter_bytes"] > 1000
+    steps = [event.step for event in events if isinstance(event, StepEvent)]
+    assert not steps[0].draft.tokens and all(step.draft.tokens for step in steps[1:-1])
+    assert pool.heads and pool.weight_bytes > pool.take(recipe.target_spec).weight_bytes
+    pool.drop(recipe.target_spec)
+    assert not pool.heads
+
+
+REMOTE = CloudConfig(remote="http://127.0.0.1:1")
+REFUSED = {
+    "no head": ({"method": "eagle"}, "method eagle needs a head"),
+    "remote": (
+        {"method": "eagle", "target": "a/b", "head": "a/head", "cloud": REMOTE},
+        "heads need a local target: choose .*nasd",
+    ),
+    "hybrid and remote": ({"method": "hybrid", "target": "a/b", "head": "a/head", "cloud": REMOTE}, "a local target"),
+    "encoder": ({"method": "eagle", "pair": "flan-t5-large", "head": "a/head"}, "method eagle is for decoders"),
+    "hybrid with encoder": ({"method": "hybrid", "pair": "flan-t5-large", "head": "a/head"}, "heads are for decoders"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_recipes_without_use_for_a_head_are_refused(case: str) -> None:
+    values, message = REFUSED[case]
+    with pytest.raises(UserError, match=message):
+        Recipe(**values)
+
+
+def test_a_head_replaces_the_draft_model_of_the_hybrid() -> None:
+    assert Recipe(method="hybrid", target="a/b", drafter="a/c").drafter_spec is not None
+    recipe = Recipe(method="hybrid", target="a/b", drafter="a/c", head="a/head")
+    assert recipe.drafter_spec is None and recipe.head_spec == HeadSpec("a/head", recipe.target_spec)
+    assert "drafter" not in recipe.specs

@@ -237,25 +237,6 @@ def test_native_chains_end_by_the_probabilities_of_raw_logits(temperature: float
 # --- mutants ---------------------------------------------------------------------------------------------------------
 
 
-class RejectedState(CachedHead):
-    """The last row gets the state at the position of the rejected token."""
-
-    def _missing(self, tokens: Sequence[int]) -> Any:
-        rows = super()._missing(tokens)
-        if rows is not None:
-            stored = self.target._cache.states[len(tokens) - 1]  # type: ignore[attr-defined]
-            rows = rows[0], torch.cat([rows[1][:-1], stored[None]]), rows[2]
-        return rows
-
-
-class ShiftedTokens(CachedHead):
-    """Rows get the token of their own position."""
-
-    def _missing(self, tokens: Sequence[int]) -> Any:
-        rows = super()._missing(tokens)
-        return rows and (list(tokens[rows[2] : -1]), *rows[1:])
-
-
 class ShiftedStates(CachedHead):
     """Rows get the states of the position before."""
 
@@ -277,14 +258,6 @@ class DraftRowsStay(CachedHead):
         return None if states is None else (list(tokens[held + 1 :]), states, held)
 
 
-class LengthAddressed(CachedHead):
-    """Rows of an edited text are those of the text before."""
-
-    def _missing(self, tokens: Sequence[int]) -> Any:
-        self._held = list(tokens[: len(self._held)])
-        return super()._missing(tokens)
-
-
 class DraftPositionsShifted(TorchEagle3):
     """Draft rows have the positions after theirs."""
 
@@ -300,15 +273,7 @@ class DraftPositionsShifted(TorchEagle3):
         return super()._rotated(heads, first + self.shift)
 
 
-class NormalisedState(TorchEagle3):
-    """Draft rows get the state after the norm."""
-
-    def step(self, cache: Any, token: int) -> Tensor:
-        cache.state = self._norm("norm", cache.state)
-        return super().step(cache, token)
-
-
-@pytest.mark.parametrize("cached", [RejectedState, ShiftedTokens, ShiftedStates, DraftRowsStay, LengthAddressed])
+@pytest.mark.parametrize("cached", [ShiftedStates, DraftRowsStay])
 def test_wrong_rows_are_detected(cached: type[CachedHead], tmp_path: Path) -> None:
     assert converse(tmp_path, cached=cached).deviation > 1e-2
 
@@ -323,8 +288,7 @@ class SameBranch(CachedHead):
 @pytest.mark.parametrize(
     ("kind", "cached", "make"),
     [
-        ("eagle", RejectedState, chain),
-        ("eagle", ShiftedTokens, chain),
+        ("eagle", ShiftedStates, chain),
         ("eagle", SameBranch, tree),
         ("medusa", ShiftedStates, chain),
         ("medusa", SameBranch, tree),
@@ -334,9 +298,8 @@ def test_wrong_rows_of_other_kinds_are_detected(kind: str, cached: Any, make: An
     assert converse(tmp_path, "torch", kind=kind, cached=cached, make=make, head=head_of).deviation > 1e-2
 
 
-@pytest.mark.parametrize("head", [DraftPositionsShifted, NormalisedState])
-def test_wrong_passes_are_detected(head: type[TorchEagle3], tmp_path: Path) -> None:
-    assert converse(tmp_path, head=head).deviation > 1e-2
+def test_wrong_passes_are_detected(tmp_path: Path) -> None:
+    assert converse(tmp_path, head=DraftPositionsShifted).deviation > 1e-2
 
 
 def test_texts_are_not_cached_longer_than_the_target(tmp_path: Path) -> None:

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fakes.tiny_models import committed, run, tiny_model, up_to
+from fakes.tiny_models import up_to
 
-from specdemo.core.decode import DraftBudget, EmptyDrafter
-from specdemo.core.policies import Fixed
-from specdemo.core.rules import rejection
-from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft, Step, Verdict
-from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.lookahead import LookaheadDrafter
-from specdemo.models.engines.llama_weights import LlamaWeights
-from specdemo.models.kv_cache import CachedModel
 
 
 def answered(draft: Draft, choices: dict[int, int]) -> Step:
@@ -51,23 +44,6 @@ def test_the_comb_needs_its_depth(window: int, n: int) -> None:
     assert window == 1 or draft != LookaheadDrafter(window, n, seed=1).propose(text, up_to(depth))
 
 
-class Recorded(Fixed):
-    """Constant length that records the queries."""
-
-    def may_extend(self, n: int, logits: object) -> bool:
-        QUERIES.append((n, logits))
-        return super().may_extend(n, logits)
-
-
-QUERIES: list[tuple[int, object]] = []
-
-
-def test_the_budget_is_queried_up_to_the_longest_draft() -> None:
-    """An n-gram has n tokens, the comb less than window + n."""
-    LookaheadDrafter(2, 3).propose([5], DraftBudget(99, Recorded(99)))
-    assert QUERIES == [(n, None) for n in range(5)]
-
-
 def spine(drafter: LookaheadDrafter, ends: list[int]) -> None:
     """Propose after the text 5, 5, ..., and observe these tokens after the comb of depth 1."""
     draft = drafter.propose([5], up_to(9))
@@ -100,22 +76,3 @@ def test_only_a_verified_comb_is_collected() -> None:
     drafter.propose([5], up_to(9))
     drafter.observe(Step(1, (0,), Draft(), Verdict((), 0, choices=((0,),)), 9, 0.0, 0.0, 0.0, 0.0))
     assert drafter.propose([5], up_to(9)).tokens == (5,)  # no n-gram
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [(5, 4, 5), (2, 2, 1), (1, 5, 3)])
-def test_greedy_text_is_unchanged_and_guesses_are_accepted(shape: tuple[int, int, int]) -> None:
-    model = LlamaWeights(tiny_model("llama"))
-    greedy, noise = SamplingParams(temperature=0), Noise(0, "unused when greedy")
-    accepted = 0
-    for start in range(10):
-        prompt = [start, 3, 2 * start]
-
-        def steps(drafter: object, prompt: list[int] = prompt) -> list[Step]:
-            verifier = ModelVerifier(CachedModel(model).score, greedy, rejection, noise, noise)
-            return run(prompt, verifier, drafter, Fixed(shape[0] + shape[1]), 50)  # type: ignore[arg-type]
-
-        ours = steps(LookaheadDrafter(*shape))
-        assert committed(ours) == committed(steps(EmptyDrafter()))
-        accepted += sum(len(step.verdict.accepted) for step in ours)
-    assert accepted > 0

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from sys import getsizeof
 
 import pytest
 from fakes.tiny_models import up_to
 
 from specdemo.core.origin import Origin
 from specdemo.core.step import Draft, Step, Verdict
-from specdemo.drafters.ngram import NGramDrafter, NGramStore
+from specdemo.drafters.ngram import NGramDrafter
 
 
 def propose(tokens: list[int], n: int = 4, levels: str = "multi", gamma: int = 5, **more: int) -> tuple[int, ...]:
@@ -82,20 +81,6 @@ def test_origins_distinguish_counted_filled_and_random_tokens() -> None:
     assert drafter.propose([1, 2, 1, 2, 1, 2, 3], up_to(2)).origin == (Origin("filler", order=2), Origin("random"))
 
 
-@pytest.mark.parametrize("levels", ["multi", "one"])
-def test_order_one_drafts_the_most_frequent_token_of_the_text(levels: str) -> None:
-    """Independent count over the full history; ties go to the latest."""
-    rng = random.Random(4)
-    text = [rng.randrange(5) for _ in range(80)]
-    drafter = NGramDrafter(1, levels)
-    for end in range(1, len(text)):
-        counts = Counter(text[:end])
-        latest = {token: i for i, token in enumerate(text[:end])}
-        expected = max(counts, key=lambda token: (counts[token], latest[token]))
-        assert drafter.propose(text[:end], up_to(3)).tokens == (expected,) * 3
-    assert drafter.propose(text, up_to(1)).origin[0].order == 1
-
-
 def test_equal_fillers_count_like_emitted_tokens() -> None:
     """The document's store: the target's choices at a position have the weight of the emitted token."""
     ranked, equal = NGramDrafter(2, filler_top_k=3), NGramDrafter(2, filler_top_k=3, equal_filler=True)
@@ -109,63 +94,6 @@ def test_equal_fillers_count_like_emitted_tokens() -> None:
         drafter.propose([1, 4, 1, 7], up_to(1))
     assert ranked.store.predict([1]) == (7, Origin("n-gram", order=2, count=1))
     assert equal.store.predict([1]) == (5, Origin("n-gram", order=2, count=2))
-
-
-@pytest.mark.parametrize("fillers", [1, 3])
-def test_bytes_are_counted_without_visiting_the_entries(fillers: int) -> None:
-    text = [i * i % 37 for i in range(300)]
-    store = filled([(token, 50, 51) for token in text[1:]], text, fillers, n=5)
-    weights = store._weights
-    entries = [pair for table in weights.values() for pair in table.values()]
-    objects = [
-        weights,
-        store._best,
-        *weights,
-        *weights.values(),
-        *entries,
-        *(part for pair in entries for part in pair),
-    ]
-    assert store.size_bytes == sum(map(getsizeof, objects))
-    store._weights = dict.fromkeys(weights, {})  # the entries are not needed
-    assert store.size_bytes == pytest.approx(sum(map(getsizeof, objects)), rel=0.3)
-
-
-def filled(choices: list[tuple[int, ...]], text: list[int], top_k: int, n: int = 2, **more: bool) -> NGramStore:
-    """Return the store after steps of one token, whose target choices were `choices`; `text` includes the prompt."""
-    drafter = NGramDrafter(n, filler_top_k=top_k, **more)  # type: ignore[arg-type]
-    start = len(text) - len(choices)
-    drafter.propose(text[:start], up_to(0))
-    for i, row in enumerate(choices, start):
-        drafter.observe(step((text[i],), (row,)))
-    drafter.propose(text, up_to(0))
-    return drafter.store
-
-
-@pytest.mark.parametrize(
-    ("choices", "weights"),
-    [
-        ([(4, 5, 6)], {4: 1, 5: 1 / 2, 6: 1 / 3}),
-        ([(4, 5), (5, 4), (6, 3)], {4: 3 / 2, 5: 3 / 2, 6: 1}),  # 3 was emitted
-        ([(4, 3, 5), (8, 5)], {4: 1, 5: 1 / 3 + 1 / 2, 8: 1}),
-    ],
-)
-def test_fillers_weigh_the_inverse_of_their_rank(choices: list[tuple[int, ...]], weights: dict[int, float]) -> None:
-    """The text is 1, 3, 1, 3, ...; the target's choices after each 1 are `choices`."""
-    rows = [row for after in choices for row in ((1,), after)]
-    store = filled(rows, [3, *[1, 3] * len(choices)], 3)
-    fillers = {token: filler for token, (_, filler) in store._weights[(1,)].items() if token != 3}
-    assert fillers == pytest.approx(weights) and store._weights[(1,)][3] == (len(choices), 0.0)
-    equal = filled(rows, [3, *[1, 3] * len(choices)], 3, equal_filler=True)._weights[(1,)]
-    assert all(filler == 0.0 for _, filler in equal.values())
-    assert {token: count for token, (count, _) in equal.items()} == {
-        token: sum(token in row for row in choices) for token in weights
-    } | {3: len(choices)}
-
-
-def test_napd_stores_emitted_tokens_only() -> None:
-    assert len(filled([(8, 7), (9, 7)], [1, 2, 3], 1)) == 2
-    assert len(filled([(8, 7), (9, 7)], [1, 2, 3], 2)) == 6
-    assert len(filled([(2, 7), (9, 3)], [1, 2, 3], 2)) == 4  # emitted tokens are no fillers
 
 
 def test_fillers_belong_to_the_positions_of_their_step() -> None:

@@ -8,12 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from fakes.tiny_models import TableHead, TableModel, up_to
 from torch import Tensor
 
 from specdemo.core.decode import DraftBudget
-from specdemo.core.distributions import DenseProbs, SparseProbs, SparseRow
+from specdemo.core.distributions import DenseProbs, SparseRow
 from specdemo.core.origin import HEAD, MODEL, Origin
 from specdemo.core.policies import Egag, PathProbability
 from specdemo.core.sampling import SamplingParams
@@ -79,16 +78,6 @@ def test_a_model_samples_from_its_distribution_after_the_draft(sampling: Samplin
     draft = ModelDrafter(MODEL_OF_TABLE.score, sampling, noise, VOCAB).propose(TEXT, up_to(3))
     assert draft.tokens == (5, 0, 3) and draft.origin == (MODEL,) * 3 and isinstance(draft.probs, DenseProbs)
     check_chain(draft, noise, sampling)
-
-
-@pytest.mark.parametrize("ids", [None, IDS])
-@pytest.mark.parametrize("sampling", [SAMPLED, PENALTY])
-def test_a_head_samples_from_its_vocabulary(sampling: SamplingParams, ids: tuple[int, ...] | None) -> None:
-    noise = Script(5, 0, 3)
-    draft = HeadDrafter(TableHead(MODEL_OF_TABLE, ids), sampling, noise, VOCAB).propose(TEXT, up_to(3))
-    assert draft.tokens == (5, 0, 3) and draft.origin == (HEAD,) * 3
-    assert isinstance(draft.probs, SparseProbs if ids else DenseProbs)
-    check_chain(draft, noise, sampling, ids or range(VOCAB))
 
 
 class Queries(Egag):
@@ -201,39 +190,6 @@ def test_drafts_of_heads_end_at_their_positions() -> None:
         assert len(HeadDrafter(head, GREEDY, Script(), VOCAB).propose(TEXT, up_to(4))) == drafted
         tree = TreeDrafter(HeadNodes(head), GREEDY, Script(), VOCAB, width=1)
         assert len(tree.propose(TEXT, up_to(4))) == drafted
-
-
-class OneCall(Confident):
-    """Drafts in a single call."""
-
-    calls: list[tuple[Any, ...]] = []
-
-    def sample_chain(self, tokens: Any, sampler: Any, count: int, threshold: float) -> Any:  # type: ignore[override]
-        OneCall.calls.append((list(tokens), sampler.sampling, sampler.vocab_size, count, threshold))
-        if threshold == 0.25:
-            return None
-        sampler.record([1.0] * 2, [0.5, 0.25], torch.eye(VOCAB)[:2])
-        return [int(sampler._noise.sample(torch.ones(1), sampler._start + i)) for i in range(2)]
-
-
-def test_a_head_may_draft_in_a_single_call() -> None:
-    noise, head = Script(4, 1), OneCall(longest=5)
-    draft = HeadDrafter(head, SAMPLED, noise, VOCAB).propose(TEXT, DraftBudget(9, PathProbability(9)))
-    assert (draft.tokens, draft.token_probs) == ((4, 1), (0.5, 0.25)) and [n for n, _ in noise.asked] == [2, 3]
-    assert draft.origin == (Origin("head"), Origin("head"))
-    assert OneCall.calls == [(TEXT, SAMPLED, VOCAB, 5, 0.15)]
-    HeadDrafter(head, SAMPLED, Script(4, 1), VOCAB).propose(TEXT, up_to(3))
-    assert OneCall.calls[1:] == [(TEXT, SAMPLED, VOCAB, 3, 0.0)]
-    for sampling, budget in ((PENALTY, up_to(1)), (SAMPLED, DraftBudget(1, Egag(1, 1)))):  # token by token
-        assert HeadDrafter(head, sampling, Script(4), VOCAB).propose(TEXT, budget).tokens == (4,)
-    assert HeadDrafter(head, SAMPLED, Script(), VOCAB).propose(TEXT, up_to(0)) == Draft()
-    assert len(OneCall.calls) == 2
-    fallback = DraftBudget(2, PathProbability(2, threshold=0.25))
-    assert HeadDrafter(head, GREEDY, Script(), VOCAB).propose(TEXT, fallback).tokens
-    assert OneCall.calls[2:] == [(TEXT, GREEDY, VOCAB, 2, 0.25)]
-
-
-# --- draft vocabularies ---
 
 
 # --- trees ---

@@ -257,6 +257,18 @@ def verify(replicas: Replicas) -> Any:
     return replicas.call("POST", "/v1/rounds", None, VerifyResponse, 0.4)
 
 
+def test_a_busy_service_keeps_the_request() -> None:
+    """It responds to the readiness route; a service that is down is left at once."""
+    replicas, first, *_ = scripted(RequestTimeout("late"), None)
+    with pytest.raises(RequestTimeout):
+        verify(replicas)
+    assert first.paths == ["/v1/rounds", "/v1/ready"] and replicas.url == "a"
+    replicas, first, *_ = scripted(ServiceDown("refused"))
+    with pytest.raises(ReplicaSwitched):
+        verify(replicas)
+    assert first.paths == ["/v1/rounds"] and replicas.url == "b"
+
+
 def test_a_frozen_service_is_skipped_for_some_seconds() -> None:
     late = RequestTimeout("late")
     replicas, first, second, now = scripted(late, late)
