@@ -245,7 +245,7 @@ def _check_values(label: str, settings: Mapping[str, Any]) -> None:
 
 
 def _problem(key: str, value: Any) -> str:
-    if value is None:
+    if value is None or not key:  # items of lists have no key
         return ""
     if re.fullmatch(_TOKEN_ID, key):
         return "" if _are_token_ids(value) else "a token id"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -83,15 +83,14 @@ class FakeGraph:
 
 
 class FakeCuda:
-    """Install with `install`; `captures` lists (stream, pool, error mode, current device) of every capture."""
+    """Install with `install`; `captures` lists the streams of all captures."""
 
     def __init__(self) -> None:
         self.default = FakeStream(torch.device("cuda", 0), 0)
         self.stack: list[FakeStream] = [self.default]
-        self.devices: list[Any] = []
         self.numbers, self.pools = count(), count(1)
         self.workspaces: dict[int, object] = {}
-        self.captures: list[tuple[FakeStream, int, str, Any]] = []
+        self.captures: list[FakeStream] = []
         self.graphs: weakref.WeakSet[FakeGraph] = weakref.WeakSet()
         self.replays = 0
         self.fail: Callable[[], None] = lambda: None
@@ -114,17 +113,9 @@ class FakeCuda:
             self.stack[:] = before
 
     @contextmanager
-    def device(self, device: torch.device) -> Iterator[None]:
-        self.devices.append(device)
-        try:
-            yield
-        finally:
-            self.devices.pop()
-
-    @contextmanager
     def graph(self, graph: FakeGraph, pool: int, stream: FakeStream, capture_error_mode: str) -> Iterator[None]:
         self.stack.append(stream)
-        self.captures.append((stream, pool, capture_error_mode, self.devices[-1]))
+        self.captures.append(stream)
         graph.begin(stream, pool)
         self.graphs.add(graph)
         with graph.recorded:
@@ -136,7 +127,7 @@ class FakeCuda:
         for name, value in {
             "Stream": self.new_stream,
             "stream": self.stream,
-            "device": self.device,
+            "device": lambda device: nullcontext(),
             "current_stream": lambda device=None: self.current,
             "CUDAGraph": lambda: FakeGraph(self),
             "graph_pool_handle": lambda: next(self.pools),

@@ -28,7 +28,6 @@ class Faults:
     code: str = ""  # its X-Error-Code
     cut_after: int | None = None  # bytes of a weights file after which the connection closes,
     cuts: int = 0  # as many times
-    truncated: int = 0  # bytes missing at the end of a weights file, though announced
     corrupt: bool = False  # one byte of each weights file is changed
     held_after: int | None = None  # bytes of a weights file after which the server blocks until `go_on` is set,
     held: threading.Event = field(default_factory=threading.Event)  # which it reports here
@@ -169,8 +168,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         for key, value in headers.items():
             self.send_header(key, value)
-        if weights and faults.truncated:
-            body = body[: -faults.truncated]
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command == "HEAD":

@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from fakes.k_quants import quantize
+from fakes.gguf_models import quantize
 from specdemo.models.engines.gguf_linear import GgufLinear, dequantised
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.native.formats import QUANTISED_GGUF

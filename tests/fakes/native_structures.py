@@ -13,8 +13,6 @@ import numpy as np
 from specdemo.native.formats import FORMATS, QUANTISED_GGUF, Format
 from specdemo.native.interface import LayerStruct, MatrixStruct, ModelStruct, PassStruct, TextStruct
 
-NORMS = ("enter", "between", "query_norm", "key_norm", "after_out", "after_down")
-
 
 @dataclass(frozen=True)
 class Shape:

@@ -13,7 +13,6 @@ from fakes.passes import Passes
 from fakes.trace_lines import trace_lines
 from torch import Tensor
 
-from specdemo.cli.arguments import given, parser
 from specdemo.core.errors import UserError
 from specdemo.core.explain import explain_engine
 from specdemo.core.step import Draft
@@ -24,11 +23,8 @@ from specdemo.models.load import load
 from specdemo.models.memory_plan import plan_spec
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
-from specdemo.models.zoo import CHAT_PAIR
 from specdemo.native.formats import FORMATS, QUANTISED_GGUF
 from specdemo.recipe import Recipe
-from specdemo.remote.local_service import serve_command
-from specdemo.ui.lane import title
 
 pytestmark = pytest.mark.slow
 
@@ -126,14 +122,3 @@ def test_quantised_weights_have_8_bit_activations_where_available(
     loaded = load(recipe.target_spec)
     assert (recipe.activations, loaded.spec.activations) == ("auto", bits)
     assert ("8-bit activations" in loaded.engine) == (bits == "8")
-
-
-def test_only_gguf_files_of_a_pair_have_the_form() -> None:
-    recipe = Recipe(target="big.gguf", drafter="folder", activations="8", device="cpu")
-    assert (recipe.target_spec.activations, recipe.drafter_spec.activations) == ("8", "16")
-    command = serve_command(recipe.target_spec)
-    assert command[command.index("--activations") + 1] == "8"
-    assert title({"method": "ar", "activations": "8"}) == "target only, 8-bit activations"
-    options = given(parser().parse_args(["run", "a prompt", "--activations", "8"]))
-    assert options == {"activations": "8"}
-    assert Recipe(pair=CHAT_PAIR, method="nasd", **options).target_spec.activations == "8"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -93,20 +92,6 @@ def test_unloading_frees_the_model_of_a_conversation(recipe: Recipe) -> None:
     assert pool.chats.reserved_bytes == 0
 
 
-def test_a_model_unloaded_during_a_run_is_freed(recipe: Recipe) -> None:
-    pool, stores = ModelPool(), {}
-    run = generate(recipe, TALK, pool, stores)
-    for event in run:
-        if hasattr(event, "step"):
-            break
-    model = weakref.ref(pool.take(recipe.target_spec).model)
-    pool.clear()
-    assert model() is not None and ended(run)
-    del run
-    gc.collect()
-    assert model() is None and not cached(pool)
-
-
 def test_leaving_frees_the_caches_of_a_visitor(service: Service, recipe: Recipe) -> None:
     stream = service.start([("spec", recipe)], "one", visitor="a")
     assert stream.wait(PATIENCE) and stream.error is None and cached(service._models)
@@ -119,8 +104,7 @@ def test_every_lane_computes_its_prefill(
     service: Service, recipe: Recipe, prefilled: list[int], lanes: tuple[str, str]
 ) -> None:
     """Lanes with the same method, and repetitions of a lane."""
-    prompt = "a longer prompt than a draft"
-    stream = service.start([(lane, recipe) for lane in lanes], prompt, visitor="a")
+    stream = service.start([(lane, recipe) for lane in lanes], "a longer prompt than a draft", visitor="a")
     assert stream.wait(PATIENCE) and stream.error is None
     assert len(prefilled) == 2 and prefilled[0] == prefilled[1] > 10
 
@@ -223,15 +207,6 @@ def reused(headers: list[Header]) -> bool:
 
 def long_recipe(target: str, method: str = "ar", max_tokens: int = 4) -> Recipe:
     return Recipe(target=target, method=method, temperature=0, max_tokens=max_tokens, device="cpu", chat=True)
-
-
-def test_the_bytes_of_a_token_are_those_of_the_cache(long_talker: str) -> None:
-    pool, stores = ModelPool(), {}
-    turns(pool, long_recipe(long_talker), stores, 1)
-    (cache,) = cached(pool)
-    count = len(cache._held) + len(cache._draft)
-    assert cache.growth_bytes(2000) == pytest.approx(2048 * cache.kv_bytes / count - cache.reserved_bytes, rel=0.01)
-    assert CachedModel(cache.model).growth_bytes(10**9) == pytest.approx(LONG * cache.kv_bytes / count, rel=0.01)
 
 
 @pytest.mark.parametrize(("max_tokens", "count", "message"), [(4, 11, "one " * 80), (1 << 20, 2, "one")])

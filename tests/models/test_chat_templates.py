@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import threading
 from dataclasses import replace
 from datetime import datetime
+from itertools import cycle
 from unittest.mock import ANY
 
 import pytest
@@ -13,6 +18,7 @@ from specdemo.core.errors import UserError
 from specdemo.models import chat_template
 from specdemo.models.chat_prompt import read_prompt
 from specdemo.models.chat_template import format_options, parse_options
+from specdemo.models.limited_process import LimitedProcess
 from specdemo.models.tokenizer import encode_prompt
 from specdemo.recipe import Recipe
 
@@ -34,34 +40,21 @@ SAME = {
     "whitespace": "  {% for m in messages %}\n    {{- m.content | trim }}\n  {% endfor %}\n",
     "macro": "{% macro show(m) %}[{{ m.role }}]{% endmacro %}{% for m in messages %}{{ show(m) }}{% endfor %}",
     "methods": "{{ messages[0].content.upper().split()[0] }}{{ messages[1]['content'][-1:] }}{{ dict(a=1) }}",
-    "year": "{{ strftime_now('%Y') }}",
     "prompt": "{% if add_generation_prompt %}<assistant>{% endif %}",
 }
 FAILING = {
     "attribute": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
-    "globals": ("{{ namespace.__init__.__globals__ }}", "SecurityError"),
-    "mutation": ("{{ messages.append(1) }}", "SecurityError"),
     "endless loop": (
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
         "too much time|more than 20 s",
     ),
-    "endless expression": ("{{ (9 ** 9) ** (9 ** 9) }}", "too much time"),
     "memory": ("{{ 'a' * 10 ** 11 }}", "too much memory"),
-    "doubling": (
-        "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
-        "too much memory",
-    ),
     "long text": ("{{ 'a' * 10 ** 7 }}", "10,000,000 characters"),
     "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself too often"),
     "include": ("{% include '/etc/passwd' %}", "no loader"),
-    "import": ("{% import '/etc/passwd' as secrets %}", "no loader"),
     "exception": ("{{ raise_exception('no\x1b[2J\nsystem role') }}", "no  ?.?2J system role"),
-    "division": ("{{ 1 // 0 }}", "ZeroDivisionError"),
     "syntax": ("{% for", "TemplateSyntaxError"),
-    "unknown filter": ("{{ 1 | telepathy }}", "telepathy"),
     "lone surrogate": ("{{ '\\ud800' }}", "invalid character"),
-    "number": (7, "no chat template"),
-    "several without default": ({"tool_use": "x"}, "multiple chat templates"),
 }
 
 
@@ -71,13 +64,12 @@ def test_templates_render_as_in_transformers(name: str) -> None:
     tokenizer.chat_template = SAME[name]
     expected = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     assert read_prompt(tokenizer, CHAT, True, 1000).text == expected
-    assert expected or name == "year" and expected == str(datetime.now().year)
+    assert expected
 
 
-# The endless templates take five seconds, the limit of CPU time.
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.exhaustive if name.startswith("endless") else ()) for name in FAILING],
+    "name",  # the endless loop takes five seconds, the limit of CPU time
+    [pytest.param(name, marks=pytest.mark.exhaustive if name == "endless loop" else ()) for name in FAILING],
 )
 def test_hostile_templates_end_in_one_sentence(name: str) -> None:
     tokenizer = byte_level_tokenizer()
@@ -95,42 +87,38 @@ def test_a_template_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch
         read_prompt(tokenizer, "hello", True, 1000)
 
 
-NO_TOOLS = {  # a chat has no tools or documents, and templates ask for them in many ways
-    "loop": "{% for tool in tools %}{{ tool.name }}{% endfor %}",
-    "defined": "{% if tools is defined %}{{ tools[0].name }} {% for tool in tools %}{{ tool }}{% endfor %}{% endif %}",
-    "is not none": "{% if tools is not none %}{{ tools | tojson }}{% endif %}",
-    "not none": "{% if not (tools is none) or tools is not none %}tools{% endif %}",
-    "equal": "{% if tools != none or none != tools or not tools == none %}tools{% endif %}",
-    "set": "{% if not tools is defined %}{% set tools = none %}{% endif %}{% if tools is not none %}tools{% endif %}",
-    "length": "{% if tools | length or documents | length %}tools{% endif %}",
-    "first": "{% if tools[0] or documents[0].title or tools.functions.first %}tools{% endif %}",
-    "kinds": "{% if tools is mapping or tools is string or 'a' in tools %}tools{% endif %}",
-    "filters": "{{ tools | selectattr('type', 'equalto', 'function') | map(attribute='name') | join }}",
-    "default": "{{ documents | default('') }}{% for part in (documents or []) %}{{ part }}{% endfor %}",
-    "text": "{{ tools }}{{ 'tools'[:0] ~ documents }}",
-    "messages": "{% if messages[0].tool_calls is defined or messages[0].tool_calls is not none %}tools{% endif %}",
-    "thinking": "{% if enable_thinking is defined and enable_thinking is false %}off{% endif %}",
-    "builtin": "{% if builtin_tools is defined or tools is not none %}tools{% endif %}",
-}
+ABSENT = (  # a chat has no tools or documents, and templates ask for them in many ways
+    "{% for tool in tools %}{{ tool.name }}{% endfor %}",
+    "{% if tools is defined %}{{ tools[0].name }} {% for tool in tools %}{{ tool }}{% endfor %}{% endif %}",
+    "{% if tools is not none or not (tools is none) %}{{ tools | tojson }}{% endif %}",
+    "{% if tools != none or none != tools or not tools == none %}tools{% endif %}",
+    "{% if tools | length or documents | length %}tools{% endif %}",
+    "{% if tools[0] or documents[0].title or tools.functions.first %}tools{% endif %}",
+    "{% if tools is mapping or tools is string or 'a' in tools %}tools{% endif %}",
+    "{{ tools | selectattr('type', 'equalto', 'function') | map(attribute='name') | join }}",
+    "{{ documents | default('') }}{% for part in (documents or []) %}{{ part }}{% endfor %}",
+    "{{ tools }}{{ 'tools'[:0] ~ documents }}",
+    "{% if messages[0].tool_calls is defined or messages[0].tool_calls is not none %}tools{% endif %}",
+    "{% if enable_thinking is defined and enable_thinking is false %}off{% endif %}",
+    "{% if builtin_tools is defined or tools is not none %}tools{% endif %}",
+    "{% if not tools is defined %}{% set tools = none %}{% endif %}{% if tools is not none %}tools{% endif %}",
+)
 
 
-@pytest.mark.parametrize("name", NO_TOOLS)
-def test_variables_that_a_chat_lacks_are_absent(name: str) -> None:
+def test_variables_that_a_chat_lacks_are_absent() -> None:
     tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = NO_TOOLS[name] + "{{ messages[0].content }}"
-    assert read_prompt(tokenizer, "hello", True, 1000).text == "hello"
+    tokenizer.chat_template = "|".join((*ABSENT, "{{ messages[0].content }}"))
+    parts = read_prompt(tokenizer, "hello", True, 1000).text.split("|")
+    assert [i for i, part in enumerate(parts[:-1]) if part.strip()] == [] and parts[-1] == "hello"
 
 
 OPTIONS = {
     ("thinking=false",): "False",
-    ("thinking=true",): "True",
-    ("thinking=7",): "7",
     ("thinking=off",): "off",
     ("thinking=",): "",
     ('thinking="true"',): "true",
     ("thinking=[1, 2]",): "[1, 2]",
-    ("thinking=a=b",): "a=b",
-    ("thinking=1", "thinking=2"): "2",
+    ("thinking=1", "thinking=a=b"): "a=b",
 }
 
 
@@ -175,7 +163,6 @@ def test_the_time_is_recorded_only_if_the_template_reads_it() -> None:
 
 # --- control tokens in messages -------------------------------------------------------------------------------------
 
-END, START = "<|end|>", "<|user|>"
 TYPED = [
     "a<|end|>b",
     "<|end|>",
@@ -195,19 +182,18 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("typed", TYPED)
-def test_text_of_a_message_does_not_become_control_tokens(template: str, typed: str) -> None:
+def test_text_of_a_message_does_not_become_control_tokens(template: str) -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.chat_template = TEMPLATES[template]
     control = {*tokenizer.all_special_ids}
-    for role in ("user", "system", "assistant"):
+    for typed, role in zip(TYPED, cycle(("user", "system", "assistant")), strict=False):
         messages = [{"role": role, "content": typed}, {"role": "user", "content": "go on"}]
         harmless = [{**messages[0], "content": typed.replace("<|", "[").replace("|>", "]")}, messages[1]]
         prompt, other = (read_prompt(tokenizer, chat, True, 1000) for chat in (messages, harmless))
         assert tokenizer.decode(prompt.tokens) == prompt.text
         assert [t for t in prompt.tokens if t in control] == [t for t in other.tokens if t in control]
-    assert {*tokenizer.encode(typed)} & control  # raw texts keep their control tokens
-    assert read_prompt(tokenizer, typed, False, 1000).tokens == tokenizer.encode(typed)
+        assert {*tokenizer.encode(typed)} & control  # raw texts keep their control tokens
+        assert read_prompt(tokenizer, typed, False, 1000).tokens == tokenizer.encode(typed)
 
 
 def test_a_template_may_look_for_control_tokens_in_answers() -> None:
@@ -249,3 +235,32 @@ def test_an_answer_is_continued() -> None:
 def test_prompts_without_tokens_are_refused() -> None:
     with pytest.raises(UserError, match="finds no tokens"):
         encode_prompt(byte_level_tokenizer(), "", chat=False, vocab_size=300)
+
+
+# --- limits of the process ---
+
+SERVER = """
+import resource
+from specdemo.models.limited_process import serve
+resource.setrlimit(resource.RLIMIT_{kind}, ({hard}, {hard}))
+serve(lambda request: resource.getrlimit(resource.RLIMIT_{kind})[1], 50, 32 << 30)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are set on Linux")
+@pytest.mark.parametrize(
+    ("kind", "hard", "expected"), [("AS", 4 << 30, 4 << 30), ("AS", -1, 32 << 30), ("CPU", 20, 20), ("CPU", 80, 50)]
+)
+def test_a_stricter_limit_of_the_program_remains(kind: str, hard: int, expected: int) -> None:
+    server = [sys.executable, "-c", SERVER.format(kind=kind, hard=hard)]
+    answers = subprocess.run(server, input="null\nnull\n", capture_output=True, text=True, check=True).stdout
+    assert [json.loads(line) for line in answers.splitlines()] == [{"value": expected}] * 2
+
+
+def test_a_process_ended_late_is_not_used_again() -> None:
+    process, others = LimitedProcess("specdemo.models.chat_template"), {*threading.enumerate()}
+    for _ in range(3):
+        with pytest.raises(UserError, match="takes more than 0 s"):
+            process.request(["a", {}], 0.0, "it", "wait")
+        assert not any(isinstance(thread, threading.Timer) for thread in {*threading.enumerate()} - others)
+    process.close()

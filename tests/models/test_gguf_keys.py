@@ -31,81 +31,39 @@ SAME, REFUSED = "same", "refused"
 SCALE, LEGACY = "rope.scaling.factor", "rope.scale_linear"
 TYPE, WINDOW = "rope.scaling.type", "attention.sliding_window"
 FORMS: list[tuple[dict[str, Any], str | float]] = [  # a number is the factor of linear scaling
-    *[({TYPE: kind}, SAME) for kind in ("none", "linear", "yarn")],
-    *[({TYPE: kind, SCALE: factor}, SAME) for kind in ("none", "linear", "yarn") for factor in (0.0, 1.0)],
-    *[({SCALE: factor}, SAME) for factor in (0.0, 1.0)],
-    *[({LEGACY: factor}, SAME) for factor in (0.0, 1.0)],
-    ({SCALE: 4.0}, 4.0),
-    ({LEGACY: 4.0}, 4.0),
-    ({TYPE: "linear", SCALE: 4.0}, 4.0),
-    ({TYPE: "linear", LEGACY: 4.0}, 4.0),
-    ({SCALE: 2.0, LEGACY: 4.0}, 2.0),
-    ({SCALE: 0.0, LEGACY: 4.0}, SAME),
     ({TYPE: "none", SCALE: 4.0}, SAME),
-    ({TYPE: "none", LEGACY: 4.0}, SAME),
-    *[({TYPE: kind, SCALE: 4.0}, REFUSED) for kind in ("yarn", "longrope", "dynamic")],
-    *[({TYPE: kind}, REFUSED) for kind in ("longrope", "su", "Linear", 1)],
-    ({TYPE: "yarn", LEGACY: 4.0}, REFUSED),
-    *[({SCALE: factor}, REFUSED) for factor in (-2.0, float("nan"), "4", [4.0])],
-    ({"rope.scaling.attn_factor": 1.0}, SAME),
+    ({TYPE: "yarn", SCALE: 1.0}, SAME),
+    ({SCALE: 0.0, LEGACY: 4.0}, SAME),
+    ({TYPE: "linear", SCALE: 4.0}, 4.0),
+    ({LEGACY: 4.0}, 4.0),
+    ({SCALE: 2.0, LEGACY: 4.0}, 2.0),
+    ({TYPE: "yarn", SCALE: 4.0}, REFUSED),
+    ({TYPE: "longrope"}, REFUSED),
+    ({SCALE: -2.0}, REFUSED),
     ({"rope.scaling.attn_factor": 1.2}, REFUSED),
-    ({"rope.scaling.attn_factor": 0.0}, REFUSED),
     ({"rope.scaling.original_context_length": 64, "rope.scaling.finetuned": True}, SAME),
     ({"rope.freq_base": None}, SAME),
-    *[({"rope.freq_base": base}, REFUSED) for base in (0.0, -1.0, "10000")],
+    ({"rope.freq_base": 0.0}, REFUSED),
     ({"rope.dimension_count": None}, SAME),
-    ({"rope.dimension_count": 16}, SAME),
     ({"rope.dimension_count": 8}, REFUSED),
     ({"attention.causal": True}, SAME),
-    *[({"attention.causal": value}, REFUSED) for value in (False, 0, "no", [True, False])],
-    *[
-        ({f"{name}": form}, SAME if equal else REFUSED)
-        for name, count in (
-            ("attention.head_count", 4),
-            ("attention.head_count_kv", 2),
-            ("feed_forward_length", 128),
-        )
-        for form, equal in (
-            ([count, count], True),
-            ([count, 2 * count], False),
-            ([count], False),
-            ([count] * 3, False),
-            (float(count), False),
-            (str(count), False),
-        )
-    ],
+    ({"attention.causal": False}, REFUSED),
+    ({"attention.head_count": [4, 4], "attention.head_count_kv": [2, 2], "feed_forward_length": [128, 128]}, SAME),
+    ({"attention.head_count_kv": [2, 4]}, REFUSED),
+    ({"feed_forward_length": [128]}, REFUSED),
     ({"attention.key_length": None, "attention.value_length": None}, SAME),
-    ({"attention.value_length": None}, SAME),
-    ({"attention.key_length": 32}, REFUSED),
     ({"attention.value_length": 32}, REFUSED),
-    *[
-        ({name: None}, REFUSED)
-        for name in (
-            *("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count"),
-            "attention.layer_norm_rms_epsilon",
-        )
-    ],
-    *[
-        ({name: value}, SAME if value == 0 else REFUSED)
-        for name in (
-            *("expert_count", "expert_used_count", "expert_group_count", "nextn_predict_layers"),
-            *("attn_logit_softcapping", "final_logit_softcapping", "attention.clamp_kqv", "attention.max_alibi_bias"),
-        )
-        for value in (0, 2, [0, 0], [0, 2])
-        if value != [0, 0] or name == "expert_used_count"
-    ],
-    *[
-        ({name: value}, SAME if value in (0.0, 1.0) else REFUSED)
-        for name in ("logit_scale", "embedding_scale", "residual_scale")
-        for value in (0.0, 1.0, 0.5, 12.0, float("nan"))
-    ],
-    *[({"attention.scale": value}, SAME) for value in (0.0, 0.25)],
+    ({"attention.layer_norm_rms_epsilon": None}, REFUSED),
+    ({"expert_count": 0, "expert_used_count": [0, 0], "attn_logit_softcapping": 0.0}, SAME),
+    ({"expert_count": 2}, REFUSED),
+    ({"attn_logit_softcapping": 2}, REFUSED),
+    ({"logit_scale": 0.0, "embedding_scale": 1.0, "attention.scale": 0.25}, SAME),
+    ({"logit_scale": 0.5}, REFUSED),
     ({"attention.scale": 0.3}, REFUSED),
-    *[({WINDOW: value}, SAME) for value in (0, 256, 4096)],
-    *[({WINDOW: value}, REFUSED) for value in (8, 255)],
+    ({WINDOW: 256}, SAME),
+    ({WINDOW: 255}, REFUSED),
     ({"vocab_size": 7, "pooling_type": 3, "tensor_data_layout": "Meta AI original pth"}, SAME),
 ]
-FORMS = [(changes, SAME if changes == {"expert_used_count": [0, 0]} else result) for changes, result in FORMS]
 
 
 def settings(path: Path, name: str = "config.json") -> dict[str, Any]:
@@ -149,6 +107,7 @@ def test_other_contents_are_named(tmp_path: Path) -> None:
     factors = np.ones(8, np.float32)
     for kind, options, words in (
         ("llama", {"metadata": {"general.type": "adapter"}}, "no model, but 'adapter'"),
+        ("llama", {"metadata": {"split.count": 3}}, "is a part of a model: join the parts"),
         ("qwen2", {"tensors": {"rope_freqs.weight": factors}}, "sets rope_freqs.weight"),
         ("llama", {"metadata": {"tokenizer.ggml.suppress_tokens": [1, 2]}}, "forbids 2 tokens"),
         ("llama", {"metadata": {"tokenizer.ggml.model": "none"}}, "tokenizer 'none' is unknown"),
@@ -168,34 +127,28 @@ PARTS = (*("attn_norm", "ffn_norm", "attn_q", "attn_k", "attn_v", "attn_output",
 TEXT = "1234567 it's a.b 12"
 PIECES = {  # of TEXT
     "default": "123 456 7 Ġit ' s Ġa . b Ġ 12",
-    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2 dbrx smaug-bpe glm4 chatglm-bpe": (
-        "123 456 7 Ġit 's Ġa .b Ġ 12"
-    ),
-    "qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan": "1 2 3 4 5 6 7 Ġit 's Ġa .b Ġ 1 2",
-    "starcoder refact command-r smollm codeshell exaone": "1 2 3 4 5 6 7 Ġit 's Ġa . b Ġ 1 2",
-    "gpt-2 phi-2 mpt olmo jais trillion exaone4 a.x-4.0": "1234567 Ġit 's Ġa . b Ġ12",
+    "llama-bpe dbrx glm4 chatglm-bpe": "123 456 7 Ġit 's Ġa .b Ġ 12",
+    "qwen2 deepseek-r1-qwen": "1 2 3 4 5 6 7 Ġit 's Ġa .b Ġ 1 2",
+    "smollm command-r": "1 2 3 4 5 6 7 Ġit 's Ġa . b Ġ 1 2",
+    "gpt-2 phi-2 olmo": "1234567 Ġit 's Ġa . b Ġ12",
     "tekken": "1 2 3 4 5 6 7 Ġit 's Ġa .b Ġ 1 2",
     "gpt-4o llama4": "123 456 7 Ġit's Ġa .b Ġ 12",
     "deepseek-coder": "1 2 3 4 5 6 7 Ġit ' s Ġa . b Ġ 1 2",
 }
-NAMES = [(name, pieces) for names, pieces in PIECES.items() for name in names.split()]
 
 
-@pytest.mark.parametrize(("pre", "pieces"), [*NAMES, (None, PIECES["default"])])
-def test_names_of_rules(pre: str | None, pieces: str, tmp_path: Path) -> None:
-    path = changed(tmp_path / "model.gguf", {"tokenizer.ggml.pre": pre})
-    splits = read_tokenizer(spec_of(path)).backend_tokenizer.pre_tokenizer.pre_tokenize_str(TEXT)
-    assert " ".join(piece for piece, _ in splits) == pieces
-    assert ("default rule" in load(spec_of(path)).engine) == (not pre)
+def test_names_of_rules(tmp_path: Path) -> None:
+    named: list[tuple[str | None, str]] = [(name, pieces) for names, pieces in PIECES.items() for name in names.split()]
+    for pre, pieces in [*named, (None, PIECES["default"])]:
+        path = changed(tmp_path / f"{pre}.gguf", {"tokenizer.ggml.pre": pre})
+        splits = read_tokenizer(spec_of(path)).backend_tokenizer.pre_tokenizer.pre_tokenize_str(TEXT)
+        assert " ".join(piece for piece, _ in splits) == pieces, pre
+    assert "default rule" in load(spec_of(path)).engine
 
 
-ENDS = (
-    *("</s>", "<eos>", "[EOS]", "<EOT>", "_<EOT>", "[EOT]", "[e~[", "<|eot_id|>", "<|eom_id|>", "<|im_end|>"),
-    *("<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>"),
-    *("<end_of_turn>", "<end_of_utterance>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>"),
-    *("<|fim_pad|>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<reponame>", "<|file_sep|>"),
-)
-NO_ENDS = ("<|im_start|>", "<|user|>", "<|fim_prefix|>", "<fim_suffix>", "<|message|>", "<unused1>", "<EOS>")
+ENDS = ("</s>", "<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<end_of_turn>", "<｜end▁of▁sentence｜>")
+FILLS = ("<|fim_pad|>", "[PAD]", "<|repo_name|>", "<|file_sep|>")  # end a text of code
+NO_ENDS = ("<|im_start|>", "<|user|>", "<|fim_prefix|>", "<fim_suffix>", "<|message|>", "<EOS>")
 
 
 def replaced(texts: list[str], kind: int, **others: Any) -> dict[str, Any]:
@@ -211,13 +164,13 @@ def replaced(texts: list[str], kind: int, **others: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", [1, 3, 4])
-@pytest.mark.parametrize("text", [*ENDS, *NO_ENDS])
-def test_marks_end_a_text_whatever_their_type(text: str, kind: int, tmp_path: Path) -> None:
-    path = changed(tmp_path / "model.gguf", replaced([text], kind))
+def test_marks_end_a_text_whatever_their_type(kind: int, tmp_path: Path) -> None:
     last = len(byte_level_tokenizer()) - 1
-    assert (last in settings(path, "generation_config.json")["eos_token_id"]) == (text in ENDS)
-    if text in ENDS:
-        assert read_tokenizer(spec_of(path)).decode([last], skip_special_tokens=True) == ""
+    for i, text in enumerate((*ENDS, *FILLS, *NO_ENDS)):
+        path, ends = changed(tmp_path / f"{i}.gguf", replaced([text], kind)), text not in NO_ENDS
+        assert (last in settings(path, "generation_config.json")["eos_token_id"]) == ends, text
+        if ends:
+            assert read_tokenizer(spec_of(path)).decode([last], skip_special_tokens=True) == ""
 
 
 @pytest.mark.parametrize(
@@ -235,9 +188,9 @@ def test_marks_within_an_answer(texts: list[str], removed: str, tmp_path: Path) 
     assert [text for i, text in enumerate(texts, first) if i not in ends] == ([removed] if removed else [])
 
 
-IDS = [
-    *[({f"{name}_token_id": 40}, {40}) for name in ("eot", "eom", "fim_pad", "fim_rep", "fim_sep", "eos")],
-    *[({f"{name}_token_id": 40}, set()) for name in ("bos", "padding", "seperator", "mask", "fim_pre", "prefix")],
+IDS: list[tuple[dict[str, Any], set[int]]] = [
+    ({"eot_token_id": 40, "eom_token_id": 41, "fim_pad_token_id": 42, "fim_sep_token_id": 43}, {40, 41, 42, 43}),
+    ({"bos_token_id": 40, "padding_token_id": 41, "mask_token_id": 42, "fim_pre_token_id": 43}, set()),
     ({"eos_token_id": NO_TOKEN}, {11}),
     ({"eos_token_id": None}, {11}),
 ]
@@ -246,9 +199,7 @@ IDS = [
 @pytest.mark.parametrize(("ids", "ends"), IDS)
 def test_ids_of_ends(ids: dict[str, Any], ends: set[int], tmp_path: Path) -> None:
     path = changed(tmp_path / "model.gguf", {f"tokenizer.ggml.{name}": token for name, token in ids.items()})
-    base = set(settings(changed(tmp_path / "base.gguf", {}), "generation_config.json")["eos_token_id"])
-    assert base == {0}  # `</s>`, with and without an id
-    assert set(settings(path, "generation_config.json")["eos_token_id"]) == base | ends
+    assert set(settings(path, "generation_config.json")["eos_token_id"]) == {0} | ends  # 0: `</s>`, whatever its id
     assert ("token 11 ends" in load(spec_of(path)).engine) == (ends == {11})
 
 
@@ -292,44 +243,33 @@ def test_default_ids_of_sentencepiece(tmp_path: Path) -> None:
 
 
 def always(token: int) -> dict[str, np.ndarray]:
-    """Head that chooses this token after every text."""
-    tokenizer = byte_level_tokenizer()
-    model = tiny_for_gguf("llama", tokenizer, tie_word_embeddings=False)
-    head, embeddings = np.zeros((len(tokenizer), 64), np.float32), model.model.embed_tokens.weight.numpy()
-    head[token] = 50
-    norm = np.zeros(64, np.float32)
-    norm[0] = 1
-    outputs = {f"blk.{i}.{part}.weight": 0 for i in range(2) for part in ("attn_output", "ffn_down")}
-    state = {
-        name: np.zeros_like(model.state_dict()[STATE[name.split(".", 2)[2]].format(name.split(".")[1])].numpy())
-        for name in outputs
-    }
-    shifted = embeddings.copy()
-    shifted[:, 0] = 3
-    return {"output.weight": head, "output_norm.weight": norm, "token_embd.weight": shifted, **state}
+    """Return tensors of a model that chooses this token after every text: its layers add nothing."""
+    vocab = len(byte_level_tokenizer())
+    head, embeddings, norm = np.zeros((vocab, 64)), np.zeros((vocab, 64)), np.zeros(64)
+    head[token], embeddings[:, 0], norm[0] = 50, 3, 1
+    changed = {"output.weight": head, "output_norm.weight": norm, "token_embd.weight": embeddings}
+    for layer in range(2):
+        changed[f"blk.{layer}.attn_output.weight"] = np.zeros((64, 64))
+        changed[f"blk.{layer}.ffn_down.weight"] = np.zeros((64, 128))
+    return {name: values.astype(np.float32) for name, values in changed.items()}
 
 
-STATE = {
-    "attn_output.weight": "model.layers.{}.self_attn.o_proj.weight",
-    "ffn_down.weight": "model.layers.{}.mlp.down_proj.weight",
-}
 TURN = "{% for m in messages %}<|im_start|>{{ m.content }}<|turn_over|>\n{% endfor %}"
 
 
-@pytest.mark.parametrize("kind", [1, 3, 4])
 @pytest.mark.parametrize(
-    ("mark", "stop", "reason"),
+    ("mark", "stop", "kind", "reason"),
     [
-        ("<|im_start|>", ("<|im_start|>",), "stop"),
-        ("<|im_start|>", ("<|im_start|><|im_start|>",), "stop"),
-        ("<|im_start|>", ("x", "<|im_start|>user"), "length"),
-        ("<|im_start|>", (), "length"),
-        ("<|im_end|>", (), "stop"),
-        ("<|turn_over|>", (), "stop"),
+        ("<|im_start|>", ("<|im_start|>",), 1, "stop"),
+        ("<|im_start|>", ("<|im_start|><|im_start|>",), 3, "stop"),
+        ("<|im_start|>", ("x", "<|im_start|>user"), 4, "length"),
+        ("<|im_start|>", (), 3, "length"),
+        ("<|im_end|>", (), 1, "stop"),
+        ("<|turn_over|>", (), 4, "stop"),
     ],
 )
 def test_marks_end_a_run_and_are_not_shown(
-    mark: str, stop: tuple[str, ...], reason: str, kind: int, tmp_path: Path
+    mark: str, stop: tuple[str, ...], kind: int, reason: str, tmp_path: Path
 ) -> None:
     tokenizer = byte_level_tokenizer()
     last, path = len(tokenizer) - 1, tmp_path / "model.gguf"

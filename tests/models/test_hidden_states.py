@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from fakes.native_models import CONFIGS, FAMILIES, VOCAB, random_model, text, weights
+from fakes.native_models import CONFIGS, FAMILIES, VOCAB, random_model, text
 from fakes.passes import Passes
 from fakes.tiny_models import LLAMA
 from torch import Tensor
@@ -126,27 +126,6 @@ def test_taps_equal_the_hidden_states_of_transformers(name: str) -> None:
         assert (passes.cache.states[:9, tap] - expected).abs().max() <= 2e-5 * expected.abs().max(), tap
 
 
-def test_states_of_all_chunks_are_stored_and_survive_growth() -> None:
-    model, tokens = weights("llama", "float32"), text(2 * NATIVE_CHUNK + 5)
-    passes, single = Passes(engine_of(model), (1, 2)), Passes(engine_of(model), (1, 2))
-    passes.run(tokens, 0, Draft())
-    for position, token in enumerate(tokens[:20]):
-        single.run([token], position, Draft())
-    assert torch.equal(passes.cache.states[:20], single.cache.states[:20])
-    assert passes.cache.states[: len(tokens)].any(2).all()
-
-
-def test_rollback_moves_states_with_keys_and_values() -> None:
-    """A path of a tree has the states of the same tokens read as a text."""
-    model, tokens = weights("llama", "float32"), text(6)
-    tree = Draft((7, 8, 9, 10), (-1, -1, 1, 2))  # the path 8, 9, 10 is accepted
-    passes, straight = Passes(engine_of(model), (0, 2)), Passes(engine_of(model), (0, 2))
-    passes.run([*tokens, *tree.tokens], 0, tree)
-    passes.keep(6, [7, 8, 9])
-    straight.run([*tokens, 8, 9, 10], 0, Draft())
-    assert torch.equal(passes.cache.states[:9], straight.cache.states[:9])
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_cache_that_grows_overwrites_its_former_memory(engine: str) -> None:
     cached = opened(engine)
@@ -166,10 +145,7 @@ def memory_of(cached: CachedModel) -> list[Tensor]:
 ALIGNMENT = 16  # bytes: `CHECK_ALIGNED_PTR(attn_bias_ptr)`
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_masks_are_aligned_for_all_row_counts_lengths_and_forests(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masks_are_aligned_for_all_row_counts_lengths_and_forests(monkeypatch: pytest.MonkeyPatch) -> None:
     masks: list[torch.Tensor] = []
     attention = torch.nn.functional.scaled_dot_product_attention
 
@@ -179,13 +155,15 @@ def test_masks_are_aligned_for_all_row_counts_lengths_and_forests(
 
     monkeypatch.setattr(llama.F, "scaled_dot_product_attention", recorded)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**LLAMA, "max_position_embeddings": 2048})).to(dtype)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**LLAMA, "max_position_embeddings": 2048})).to(
+        torch.bfloat16
+    )
     cached = CachedModel(LlamaWeights(model.eval().requires_grad_(False)))
-    for length in (*range(3, 40), 511, 514, 700, 1033):
-        for rows in (1, 2, 3, 5, 8, 16, 17):
+    for length in (*range(3, 13), 511, 514, 1033):
+        for rows in (1, 2, 3, 8, 17):
             cached.score([1] * length, Draft())
             cached.score([1] * (length + 1), Draft.chain((2,) * (rows - 1)))
         cached.score([1] * (length + 2), Draft((3, 4, 5), (-1, -1, 0)))
-    assert len(masks) > 500
+    assert len(masks) > 100
     for mask in masks:
         assert mask.data_ptr() % ALIGNMENT == 0 and mask.stride(0) * mask.element_size() % ALIGNMENT == 0

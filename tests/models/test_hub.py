@@ -17,7 +17,6 @@ import torch
 from fakes.hub_server import Faults, StandIn, serving
 from fakes.tiny_models import byte_level_tokenizer, save_model
 from fakes.trace_lines import trace_lines
-from transformers import BertConfig, MambaConfig
 
 from specdemo.core.errors import UserError
 from specdemo.core.events import Loading
@@ -44,17 +43,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model(root / "tiny/drafter", byte_level_tokenizer(), seed=1, num_hidden_layers=1)
     (root / NAME / "modeling_own.py").write_text("raise SystemExit('code of a model was run')\n")
     (root / NAME / "pytorch_model.bin").write_bytes(b"a pickle")
-    for name, config in (
-        ("tiny/encoder", BertConfig()),
-        ("tiny/recurrent", MambaConfig()),
-    ):
-        config.save_pretrained(root / name)
     save_model(root / "tiny/pickled", byte_level_tokenizer())
     (root / "tiny/pickled/model.safetensors").rename(root / "tiny/pickled/pytorch_model.bin")
     save_model(root / "tiny/sharded", byte_level_tokenizer(), shards="100KB")
-    bundled = Path(PAIRS["bundled"].target).parent
-    for role in ("target", "drafter"):
-        shutil.copytree(bundled / role, root / "bundled" / role)
     return root
 
 
@@ -89,6 +80,7 @@ def test_models_are_downloaded_once_with_progress(hub: Hub, server: StandIn, fil
     read = [news for news in told if news.text.startswith("reading")]
     assert read[-1].done == read[-1].total == len(local_shapes(NAME, files / NAME))
     assert server.trusted == {f"Bearer {SECRET}"} and not server.leaked
+    assert not server.gets(".py") and not server.gets(".bin")
     server.asked.clear()
     again = load(ModelSpec(NAME, device="cpu"), hub)
     assert not server.gets("resolve") and not server.gets("cdn")
@@ -115,21 +107,6 @@ def test_visitors_of_a_public_page_use_the_token_for_offered_pairs_only() -> Non
     offered = {name for pair in PUBLIC.pairs for name in (PAIRS[pair].target, PAIRS[pair].drafter) if name}
     assert replace(PUBLIC, models="hub").hub.trusted == offered and PAIRS["bundled"].target in offered
     assert HostLimits().hub.trusted is None
-
-
-def test_code_and_pickles_are_not_downloaded(hub: Hub, server: StandIn) -> None:
-    load(ModelSpec(NAME, device="cpu"), hub)
-    assert server.gets("config.json") and server.gets("model.safetensors")
-    assert not server.gets(".py") and not server.gets(".bin")
-
-
-def test_the_bundled_pair_speculates_from_a_hub(hub: Hub) -> None:
-    def text(**models: str) -> str:
-        recipe = Recipe(**models, temperature=0, max_tokens=12, device="cpu")
-        lines = trace_lines(recipe, "def add(a, b):\n", ModelPool(hub=hub))
-        return "".join(line.get("text", "") for line in lines if "phase" not in line)
-
-    assert text(target="bundled/target", drafter="bundled/drafter") == text(pair="bundled")
 
 
 def test_interrupted_download_is_resumed(hub: Hub, server: StandIn, files: Path) -> None:
@@ -179,11 +156,9 @@ def test_slow_download_is_cancelled(hub: Hub, server: StandIn) -> None:
     ("faults", "words"),
     [
         (Faults(403, "GatedRepo"), "is gated: accept its licence on huggingface.co/tiny/target"),
-        (Faults(401, "GatedRepo"), "is gated: accept its licence"),
         (Faults(401, "RepoNotFound"), "there is no model tiny/target on the hub, or it is private"),
         (Faults(401), "rejected this machine's token"),
         (Faults(403), "no access to tiny/target"),
-        (Faults(404, "RepoNotFound"), "there is no model tiny/target"),
         (Faults(429), "too many requests"),
         (Faults(503), "failed for tiny/target (error 503)"),
     ],

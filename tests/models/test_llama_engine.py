@@ -149,12 +149,6 @@ def test_a_closed_cache_serves_the_next_text_but_never_two_at_once() -> None:
     assert torch.equal(third.score([1, 2, 3], Draft()), expected)
 
 
-def test_stored_logits_are_counted() -> None:
-    cached = CachedModel(LlamaWeights(random_model(VARIANTS["grouped"])))
-    cached.score([1, 2, 3], Draft.chain((1, 2, 3, 4)))
-    assert cached.reserved_bytes >= cached._cache.reserved_bytes + 5 * VOCAB * 4
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_bfloat16_rounding_equals_transformers(name: str) -> None:
     """Logits are equal to the last bit if both attention shapes are equal: a full block of keys."""
@@ -163,25 +157,6 @@ def test_bfloat16_rounding_equals_transformers(name: str) -> None:
     tokens = [rng.randrange(VOCAB) for _ in range(CONTEXT)]
     expected = model(torch.tensor([tokens])).logits[0]
     assert torch.equal(CachedModel(LlamaWeights(model)).score(tokens[:1], Draft.chain(tuple(tokens[1:]))), expected)
-
-
-def test_a_norm_is_a_single_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One kernel on CUDA, followed by the gain."""
-    model, norm = LlamaWeights(random_model(LlamaConfig(**LLAMA))), Mock(wraps=torch.nn.functional.rms_norm)
-    monkeypatch.setattr(torch.nn.functional, "rms_norm", norm)
-    CachedModel(model).score([1, 2, 3], Draft())
-    assert norm.call_count == 2 * len(model.layers) + 1
-
-
-def test_variants_are_distinguished() -> None:
-    """Logits of the variants differ, so an ignored option would fail above."""
-    tokens, draft = rounds(3)[-3]
-    rows = {name: CachedModel(random_model(config)).score(tokens, draft) for name, config in VARIANTS.items()}
-    same = ["grouped", "mistral"]  # without its window a Mistral is a Llama
-    for a in rows:
-        for b in rows:
-            if a != b and [a, b] != same and [b, a] != same:
-                assert not torch.allclose(rows[a], rows[b], atol=1e-3), (a, b)
 
 
 def test_room_grows_with_the_text() -> None:
@@ -361,9 +336,9 @@ def growth(results, **environment):
     os.environ.update(environment)
     specdemo.set_environment_defaults()
     layer, sizes = PackedLinear(torch.randn(256, 256), None), []
-    for n in range(1, 401):
+    for n in range(1, 201):
         layer(torch.randn(n, 256))
-        if n in (200, 400):
+        if n in (100, 200):
             release_memory()
             sizes.append(process_bytes())
     results.put(sizes[1] - sizes[0])

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from fakes.refusals import refusal
 from fakes.tiny_models import byte_level_tokenizer, save_model, sentencepiece_tokenizer
 from fakes.trace_lines import trace_lines as generate
-from transformers import ViTConfig
+from transformers import AutoConfig, ViTConfig
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
+from specdemo.models.engines.generic import auto_class, has_encoder, refuse_recurrent
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.llama_checkpoint import read_checkpoint
 from specdemo.models.load import load, reference
 from specdemo.models.model_pool import ModelPool
+from specdemo.models.quantization import skeleton
 from specdemo.models.spec import ModelSpec
-from specdemo.models.zoo import check_pair
+from specdemo.models.zoo import CHAT_PAIR, MODELS, PAIRS, REVISIONS, check_pair
 from specdemo.recipe import Recipe
 
 pytestmark = pytest.mark.slow
@@ -31,14 +35,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("models") / "target", byte_level_tokenizer())
 
 
-def refusal(spec: ModelSpec) -> str:
-    with pytest.raises(UserError) as caught:
-        load(spec)
-    sentence = str(caught.value)
-    assert "\n" not in sentence and len(sentence) < 400
-    return sentence
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtypes(checkpoint: Path, dtype: str) -> None:
     loaded = load(ModelSpec(str(checkpoint), dtype, device="cpu"))
@@ -46,8 +42,7 @@ def test_dtypes(checkpoint: Path, dtype: str) -> None:
     assert loaded.stop == {loaded.tokenizer.eos_token_id}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("dtype", "tied"), [("float32", True), ("float16", False)])
 def test_llama_checkpoints_give_the_bits_of_transformers(tmp_path: Path, dtype: str, tied: bool) -> None:
     folder = save_model(tmp_path, byte_level_tokenizer(), tie_word_embeddings=tied)
     spec = ModelSpec(str(folder), dtype, device="cpu")
@@ -71,34 +66,9 @@ def test_other_checkpoints_need_transformers(tmp_path: Path, change: dict[str, o
     assert read_checkpoint(ModelSpec(str(folder), "float32", device="cpu"), Hub()) is None
 
 
-def test_quantised_weights_take_less_memory(tmp_path: Path) -> None:
-    """All numbers of outputs are multiples of 32, the largest block of the native engine."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    folder = str(save_model(tmp_path, byte_level_tokenizer(), **sizes))
-    full, int8, nf4 = (load(ModelSpec(folder, "float16", q, "cpu")).weight_bytes for q in ("none", "int8", "nf4"))
-    half, _ = reference(ModelSpec(folder, "float16", device="cpu"))
-    linear = sum(p.numel() for name, p in half.named_parameters() if "proj" in name)
-    rows = sum(p.shape[0] for name, p in half.named_parameters() if "proj" in name)
-    tables = 96 * sum(name.endswith("proj.weight") for name, _ in half.named_parameters()) * 4 // 7  # joined matrices
-    assert full - int8 == linear - 4 * rows  # from 2 bytes to 1, with a scale per row
-    assert full - nf4 == linear * 3 // 2 - 4 * linear // 64 - tables
-
-
-@pytest.mark.parametrize("quantization", ["int8", "nf4"])
-@pytest.mark.parametrize("method", ["draft", "nasd"])
-def test_quantised_speculation_runs(checkpoint: Path, quantization: str, method: str) -> None:
-    pool = ModelPool()
-    settings = {"target": str(checkpoint), "drafter": str(checkpoint), "quantization": quantization, "device": "cpu"}
-    recipe = Recipe(method=method, temperature=0, max_tokens=24, **settings)
-    lines = [line for line in generate(recipe, "def add(a, b, a, b, a, b):", pool) if "phase" not in line]
-    assert lines[-1]["end"] == "length" and lines[-1]["metrics"]["tokens"] == 24
-    if method == "draft":
-        assert lines[-1]["metrics"]["accepted"] > 0
-
-
 def test_models_that_do_not_continue_text(tmp_path: Path) -> None:
     ViTConfig().save_pretrained(tmp_path / "vit")
-    assert "not a causal language model" in refusal(ModelSpec(str(tmp_path / "vit")))
+    assert "not a causal language model" in refusal(load, ModelSpec(str(tmp_path / "vit")))
 
 
 def test_damaged_weights(tmp_path: Path) -> None:
@@ -106,24 +76,24 @@ def test_damaged_weights(tmp_path: Path) -> None:
     weights = folder / "model.safetensors"
     data = weights.read_bytes()
     weights.write_bytes(data[: len(data) // 2])
-    assert "damaged" in refusal(ModelSpec(str(folder)))
+    assert "damaged" in refusal(load, ModelSpec(str(folder)))
     weights.write_bytes(b"\xff" * 100)
-    assert "damaged" in refusal(ModelSpec(str(folder)))
+    assert "damaged" in refusal(load, ModelSpec(str(folder)))
     weights.unlink()
-    assert "no safetensors weights" in refusal(ModelSpec(str(folder)))
+    assert "no safetensors weights" in refusal(load, ModelSpec(str(folder)))
 
 
 def test_unsupported_4_bit_dimensions_raise_before_loading(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "odd", byte_level_tokenizer(), hidden_size=48)
     (folder / "model.safetensors").unlink()
-    sentence = refusal(ModelSpec(str(folder), quantization="nf4", device="cpu"))
+    sentence = refusal(load, ModelSpec(str(folder), quantization="nf4", device="cpu"))
     assert "48 inputs, not a multiple of 64" in sentence and "int8 or none" in sentence
 
 
 @pytest.mark.parametrize("quantization", ["int8", "nf4"])
 def test_quantisation_without_its_package(checkpoint: Path, quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    sentence = refusal(ModelSpec(str(checkpoint), quantization=quantization, device="cpu"))
+    sentence = refusal(load, ModelSpec(str(checkpoint), quantization=quantization, device="cpu"))
     assert "needs bitsandbytes: run pip install" in sentence and "or choose quantization none" in sentence
 
 
@@ -149,3 +119,36 @@ def test_nan_weights_end_the_run_with_an_error(tmp_path: Path) -> None:
     pool.take(recipe.target_spec).model.embedding.fill_(float("nan"))
     lines = list(generate(recipe, "def", pool))
     assert lines[-1]["end"] == "error" and "NaN" in lines[-1]["error"] and lines[-1]["metrics"]["tokens"] == 0
+
+
+# --- catalogue, verified without weights ---
+
+
+def test_shapes_are_those_of_the_models_which_can_take_back_tokens() -> None:
+    for known in MODELS.values():
+        config = AutoConfig.for_model(known.kind, **known.shape)
+        refuse_recurrent(auto_class(config)._model_mapping[type(config)], config)
+        assert re.fullmatch("[0-9a-f]{40}", known.revision) and known.licence
+        assert has_encoder(config) == known.encoder
+        if known.parameters < 2e9:
+            apart = known.shape.get("tie_word_embeddings") is False
+            count = sum(weight.numel() for weight in skeleton(config, apart).parameters())
+            assert count == known.parameters, known.name
+
+
+def test_the_targets_of_pairs_are_the_larger_and_revisions_are_pinned() -> None:
+    for name, pair in PAIRS.items():
+        if name == CHAT_PAIR:
+            assert pair.drafter is None and pair.chat
+            continue
+        recipe = Recipe(pair=name)
+        specs = (recipe.target_spec, recipe.drafter_spec)
+        if name == "bundled":
+            assert [spec.revision for spec in specs] == [None, None]
+            continue
+        target, drafter = MODELS[pair.target], MODELS[pair.drafter]
+        assert target.parameters > 2 * drafter.parameters and target.kind == drafter.kind
+        assert [spec.revision for spec in specs] == [REVISIONS[pair.target], REVISIONS[pair.drafter]]
+        assert pair.gated == (target.gated or drafter.gated)
+        assert 1 <= pair.gamma <= 8
+    assert PAIRS["qwen2.5-7b"].chat and not PAIRS["gpt2-xl"].chat and PAIRS["llama-3.1-8b"].gated

@@ -8,17 +8,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fakes.native_models import CONFIGS, random_model
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
-from specdemo.models.engines.native_families import transformers_reason
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.load import fuse, load
+from specdemo.models.load import load
 from specdemo.models.memory import free_bytes
-from specdemo.models.memory_plan import check_memory, missing_bytes, plan_config, plan_spec
+from specdemo.models.memory_plan import check_memory, missing_bytes, plan_spec
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.quantization import skeleton
 from specdemo.models.spec import HeadSpec, ModelSpec, find_device
@@ -38,33 +36,6 @@ def test_weights_and_cache_are_as_planned(quantization: str) -> None:
     cached = CachedModel(loaded.model)
     cached.score([1] * 699, Draft.chain((1,)))
     assert cached.kv_bytes <= planned.kv <= 2 * cached.kv_bytes
-
-
-@pytest.mark.parametrize(
-    ("engine", "name"),
-    [
-        *(("native", name) for name in ("llama", "odd widths", "gemma2 odd")),
-        *(("torch", name) for name in ("llama", "odd widths")),
-        *(("transformers", name) for name in ("gelu", "mistral windows")),
-    ],
-)
-@pytest.mark.parametrize("taps", [(), (2, 0, 1)])
-def test_planned_keys_values_and_states_are_those_of_the_cache(
-    engine: str, name: str, taps: tuple[int, ...], request: pytest.FixtureRequest
-) -> None:
-    """Heads of any width; texts that grow from any length, here from a first pass of 260 rows."""
-    if engine != "native":
-        request.getfixturevalue("torch_engine")
-    config = CONFIGS[name]
-    model = random_model(config)
-    assert (transformers_reason(model, model.device) is None) == (engine != "transformers")
-    for context in (20, 256, 257, 545, 1090):
-        planned = plan_config(ModelSpec("any", "float32", device="cpu"), config, context, taps=len(taps))
-        cached = CachedModel(model if engine == "transformers" else fuse(model, consume=False)[0], taps=taps)
-        if context > 260:
-            cached.score([1] * 256, Draft.chain((1,) * 4))
-        cached.score([1] * (context - 4), Draft.chain((1,) * 4))
-        assert planned.kv == cached._cache.reserved_bytes, context
 
 
 def test_too_little_memory_raises_with_numbers_and_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

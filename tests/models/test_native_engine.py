@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,7 +32,6 @@ from fakes.passes import Passes
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-import specdemo
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import ChainSampler, Noise, SamplingParams
 from specdemo.core.step import Draft
@@ -67,10 +63,7 @@ FORMS = [
 LONG_FORMS = ("float32", "bfloat16", "int8", "nf4", "Q4_K")  # one of each kind; the others are exhaustive
 ON_THREADS = [
     *((name, form, 2) for name, form in FORMS),
-    *(
-        pytest.param(name, form, 1, marks=() if name == "llama" and form in LONG_FORMS else pytest.mark.exhaustive)
-        for name, form in FORMS
-    ),
+    *(("llama", form, 1) for form in LONG_FORMS),  # test_native_passes.py draws numbers of threads for all forms
 ]
 
 
@@ -308,16 +301,6 @@ def test_layers_and_dropout_change_only_the_derived_model(name: str) -> None:
     assert dropped.weight_bytes == model.weight_bytes and thin.weight_bytes == NativeWeights(oracle).weight_bytes
 
 
-@pytest.mark.parametrize(("form", "bits"), [("float32", 32), ("bfloat16", 16), ("int8", 8), ("nf4", 4)])
-def test_weights_are_stored_once(form: str, bits: int) -> None:
-    sizes = {**SMALL, "hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": True}
-    model = random_model(LlamaConfig(**sizes), form if form in DTYPES else "bfloat16")
-    linear = sum(layer.weight.numel() for layer in model.model.modules() if isinstance(layer, nn.Linear))
-    head = model.lm_head.weight.nbytes
-    model = model if form in DTYPES else quantized(form, model)
-    assert NativeWeights(model).weight_bytes == pytest.approx(linear * bits / 8 + head, rel=0.13)
-
-
 def test_parallel_requests_and_forked_processes_keep_the_bits() -> None:
     model, tokens = weights("llama", "float32"), text(60)
     expected = single_rows(model, tokens, 50)
@@ -376,25 +359,6 @@ def test_float32_weights_from_16_bits_are_stored_in_16_bits(dtype: str) -> None:
     assert half.weight_bytes < 0.6 * sum(parameter.nbytes for parameter in stored.parameters())
     stored.model.layers[0].self_attn.k_proj.weight[0, 0] = 1 / 3  # needs float32
     assert NativeWeights(stored).weight_bytes > half.weight_bytes
-
-
-def test_a_pass_has_four_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From `CachedModel.score` to the call into C."""
-    cached = CachedModel(weights("llama", "float32"))
-    cached.score(text(5), Draft())
-    package, names = str(Path(specdemo.__file__).parent), []
-    run_pass = cached.engine._library.run_pass
-
-    def called(*arguments: object) -> int:
-        frame = sys._getframe(1)
-        while frame is not None and frame.f_code is not CachedModel.score.__code__:
-            names.append(frame.f_code.co_name) if frame.f_code.co_filename.startswith(package) else None
-            frame = frame.f_back
-        return run_pass(*arguments)
-
-    monkeypatch.setattr(cached.engine, "_library", SimpleNamespace(run_pass=called))
-    cached.score(text(7), Draft())
-    assert names == ["_call", "run", "shared_pass"]  # and `score`
 
 
 @pytest.mark.parametrize("wrong", [-1, VOCAB, VOCAB + 1000, 10_000_000, 1 << 40])

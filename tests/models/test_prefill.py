@@ -1,14 +1,20 @@
-"""Prefill in chunks: sizes, equality with a single pass, turns of other jobs, Stop, time limit, progress."""
+"""Prefill in chunks, and passes that are ended: equality with a single pass, turns of other jobs, signals, Stop, time
+limits, progress.
+"""
 
 from __future__ import annotations
 
 import random
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
+from fakes.forked_process import ForkedProcess
+from fakes.slow_model import slow_model, slow_pass
 from fakes.tiny_models import tiny_model
 from fakes.trace_records import header
 from torch import Tensor
@@ -21,6 +27,7 @@ from specdemo.generate import generate
 from specdemo.models import kv_cache
 from specdemo.models.engines.engine import Engine
 from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.models.engines.native import NativeEngine
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
@@ -165,32 +172,52 @@ def test_other_visitors_get_their_turn_during_a_prefill(short_chunks: None) -> N
     assert order.index(("short", End)) < order.index(("long", StepEvent))
 
 
+# --- passes that are ended ---
+
+
 @pytest.mark.slow
-def test_stop_takes_effect_between_chunks(short_chunks: None) -> None:
-    worker, seen = Worker(), []
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGTERM])
+def test_signals_end_a_pass_of_the_main_thread(number: signal.Signals) -> None:
+    with closing(ForkedProcess(slow_pass)) as process:
+        assert process.stdout.readline() == "begin\n"
+        process.send_signal(number)
+        out, err = process.communicate()
+        assert out == "" and "KeyboardInterrupt" in err and process.wait() != 0
 
-    def stopping() -> Iterator[Event]:
-        for event in events(method="ar"):
-            seen.append(event)
-            yield event
-            if len(prefills(seen)) == 3:
-                stream.stop()
 
-    stream = worker.submit(stopping)
-    assert stream.wait(PATIENCE) and stream.error is None
+def test_stop_ends_a_pass_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, began, worker = CachedModel(slow_model()), threading.Event(), Worker()
+    call = NativeEngine._call
+
+    def announced(self: NativeEngine, *arguments: Any) -> list[Tensor]:
+        began.set()
+        return call(self, *arguments)
+
+    monkeypatch.setattr(NativeEngine, "_call", announced)
+    text = [i % 50 for i in range(250)]
+
+    def job() -> Iterator[str]:
+        model.score(text, Draft())
+        yield "complete"
+
+    stream = worker.submit(job)
+    assert began.wait(PATIENCE)
+    stream.stop()
+    assert stream.wait(PATIENCE) and stream.items == [] and stream.error is None
     worker.close()
-    assert len(prefills(seen)) == 3 and not any(isinstance(event, StepEvent) for event in seen)
+    assert model.kv_bytes == 0
+    assert torch.equal(model.score(text[:3], Draft()), CachedModel(model.model).score(text[:3], Draft()))
 
 
-def test_the_time_limit_takes_effect_between_chunks() -> None:
-    now = [0.0]
+def test_a_time_limit_ends_a_pass() -> None:
+    model, worker, completed = CachedModel(slow_model()), Worker(), []
 
-    def run() -> Iterator[Event]:
-        yield Loading("loading")
+    def events() -> Iterator[Event]:
         yield from_json(header(), Metrics())
-        for i in range(100):
-            now[0] += 1.0
-            yield Loading("prompt", i, 100)
+        model.score([1] * 250, Draft())
+        completed.append(True)
 
-    ended = list(TimeBudget(10.5, lambda: now[0]).spend(run()))
-    assert len(ended) == 14 and ended[-1].reason == "cancelled" and now[0] == 11.0
+    stream = worker.submit(lambda: TimeBudget(0.2).spend(events()))
+    assert stream.wait(PATIENCE) and stream.error is None and not completed
+    assert [type(event) for event in stream.items] == [Header, End] and stream.items[1].reason == "cancelled"
+    worker.close()

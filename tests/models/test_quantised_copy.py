@@ -40,8 +40,7 @@ def tokens(**values: Any) -> tuple[list[int], dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", ["none", "bf16"])
-@pytest.mark.parametrize("form", ["int8", "nf4"])
+@pytest.mark.parametrize(("form", "quantization"), [("int8", "none"), ("nf4", "bf16")])
 def test_greedy_text_is_that_of_the_target(form: str, quantization: str) -> None:
     """bf16: the cache has another number format than that of the copy alone."""
     expected, _ = tokens(pair="bundled", method="ar", quantization=quantization)

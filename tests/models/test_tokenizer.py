@@ -1,17 +1,20 @@
-"""Incremental detokenization equals decoding the complete list."""
+"""Tokenizers: incremental decoding equals that of the complete list; rules that need too much time are refused."""
 
 from __future__ import annotations
 
+import base64
 import json
 import random
+from pathlib import Path
 
 import pytest
 from fakes.tiny_models import TEXTS, byte_level_tokenizer, sentencepiece_tokenizer
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specdemo.core.errors import UserError
 from specdemo.models.tokenizer import TextStream, check_vocabulary, token_bytes
+from specdemo.models.tokenizer_check import check_pattern, check_tokenizer
 
 TOKENIZERS = {"byte-level": byte_level_tokenizer, "sentencepiece": sentencepiece_tokenizer}
 
@@ -46,7 +49,7 @@ def test_pieces_of_random_tokens_join_up(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
     special = [tokenizer.eos_token_id] * 9
     word = tokenizer.encode("return", add_special_tokens=False)
-    for seed in range(60):
+    for seed in range(20):
         rng = random.Random(seed)
         tokens = [rng.randrange(len(tokenizer)) for _ in range(60)]
         tokens[30:30] = special
@@ -93,3 +96,49 @@ def test_vocabularies_beyond_the_model_are_refused() -> None:
     check_vocabulary("the target", byte_level_tokenizer(), 300)
     with pytest.raises(UserError, match="more than the 299 ids"):
         check_vocabulary("the target", byte_level_tokenizer(), 299)
+
+
+# --- rules of untrusted tokenizers ---
+
+CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+USED = {
+    "GPT-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "Llama 3": CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "o200k": rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{CONTRACTION}?|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
+    rf"{CONTRACTION}?|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "cl100k": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s+",
+    "DeepSeek": r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
+    "BLOOM": r" ?[^(\s|[.,!?…。，、।۔،])]+",
+    "groups of digits": r"\d{1,3}(?=(?:\d{3})*\b)",
+    "options": r"(?i)'s|\p{L}+| {2,}",
+}
+REFUSED = (
+    *(r"(a+)+$", r"(?:a|a)+b", r"(?:(?:a|a){22}b)", r"a*a*b", r"\s*\s*\s*x", "a?" * 22 + "a" * 22, r"(?=.*a)(?=.*b)c"),
+    *(r"(?:a{1000}){1000}", r"(.)\1", r"(?<x>a)\k<x>", r"x(?i)a|b", r"[]a*]", "[a", "a)", "(" * 3000, "a" * 20_000),
+)
+
+
+@pytest.mark.parametrize("name", USED)
+def test_patterns_in_use_are_accepted_and_split_long_texts(name: str) -> None:
+    check_pattern(USED[name])
+    for text in ("Hello  world, 1234 naïve\n\n", "a" * 3000, " " * 3000, "\n" * 3000, "aA" * 1500, "1" * 3000):
+        pre_tokenizers.Split(Regex(USED[name]), "isolated").pre_tokenize_str(text + "\u0301x")
+
+
+@pytest.mark.parametrize("pattern", REFUSED, ids=lambda pattern: pattern[:20])
+def test_backtracking_patterns_are_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match="backtracks too much|unknown syntax|too long"):
+        check_pattern(pattern)
+
+
+@pytest.mark.parametrize(("length", "accepted"), [(33, True), (100_000, False)])
+def test_normalization_tables_with_long_replacements_are_refused(length: int, accepted: bool, tmp_path: Path) -> None:
+    table = (4).to_bytes(4, "little") + bytes(4) + b"a\0" + b"b" * length + b"\0"
+    rule = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"normalizer": rule}))
+    if accepted:
+        check_tokenizer("model", tmp_path)
+    else:
+        with pytest.raises(UserError, match="multiply the length"):
+            check_tokenizer("model", tmp_path)

@@ -1,4 +1,4 @@
-"""The tests of engine, GGUF files and memory plans pass with every vector width that the CPU supports."""
+"""The tests of the native engine pass with every vector width that the CPU supports."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ TESTS = Path(__file__).parent
 FILES = (
     "test_activations.py",
     "test_native_engine.py",
-    "test_native_safety.py",
-    "test_gguf.py",
-    "test_memory_plan.py",
-    "test_load.py",
+    "test_native_passes.py",
 )
 
 
