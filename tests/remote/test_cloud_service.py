@@ -10,8 +10,9 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +22,7 @@ import pytest
 from fakes.enumeration import TARGET, VOCAB
 from fakes.forked_process import ForkedProcess, terminal, without_sigint
 from fakes.remote import DRAFTED, INFO, OPEN, TableCache, contexts, decode_locally
+from fakes.service_process import ServiceProcess
 from fakes.table_service import MODEL
 from fakes.trace_lines import trace_lines as generate
 from fastapi.testclient import TestClient
@@ -212,36 +214,18 @@ def test_model_error_affects_only_its_request() -> None:
     assert broken.post("/v1/rounds", json=OPEN).status_code == 200
 
 
-# --- the terminal ------------------------------------------------------------------------------------------------
-
-
 # --- two processes -----------------------------------------------------------------------------------------------
 
 TEXT = 'def read_lines(path):\n    """Read the lines of a file."""\n'
 
 
-class Process:
-    """Service in a process of its own."""
-
-    def __init__(self, port: int = 0) -> None:
-        command = ("serve", "--pair", "bundled", "--port", str(port), "--device", "cpu")
-        self._process = ForkedProcess(terminal, *command, SPECDEMO_TOKEN="secret")
-        self.url = self._process.stdout.readline().removeprefix("listening on ").strip()
-
-    def end(self, number: signal.Signals = signal.SIGKILL) -> int:
-        """Send a signal and return the exit code."""
-        self._process.send_signal(number)
-        code = self._process.wait()
-        self._process.close()
-        return code
+TOKEN = {"SPECDEMO_TOKEN": "secret"}
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[list[Process]]:
-    """List with the running service last; tests may append a replacement."""
-    running = [Process()]
-    yield running
-    running[-1].end()
+def process() -> Iterator[ServiceProcess]:
+    with closing(ServiceProcess(**TOKEN)) as running:
+        yield running
 
 
 @pytest.fixture
@@ -278,19 +262,21 @@ class _Late(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(CODECS["application/json"].dump(NAMED))
 
-    def log_message(self, *_: Any) -> None:
-        pass
+    def log_message(self, *_: Any) -> None: ...
+
+
+def described(port: int, clock: Callable[[], float]) -> ServiceInfo:
+    """Return the description by the service at `port`; another service of the list is dead."""
+    cloud = CloudConfig(f"http://127.0.0.1:1 http://127.0.0.1:{port}")
+    with closing(_replicas(cloud, 0, clock, "s" * 32)) as http:
+        return _service_info(http, cloud, False, clock)
 
 
 def test_a_busy_service_is_not_taken_for_none_while_another_is_dead() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), _Late) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        cloud = CloudConfig(f"http://127.0.0.1:1 http://127.0.0.1:{server.server_port}")
-        http = _replicas(cloud, 0, time.monotonic, "s" * 32)
-        with closing(http):
-            info = _service_info(http, cloud, False, time.monotonic)
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        assert described(server.server_port, time.monotonic) == NAMED and _Late.requests >= 2
         server.shutdown()
-    assert info == NAMED and _Late.requests >= 2
 
 
 def test_a_host_that_does_not_answer_is_reported_before_the_connection_counts_as_lost() -> None:
@@ -302,10 +288,8 @@ def test_a_host_that_does_not_answer_is_reported_before_the_connection_counts_as
             waiting = opened.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(address)
-        cloud = CloudConfig(f"http://127.0.0.1:1 http://127.0.0.1:{address[1]}")
-        http = _replicas(cloud, 0, lambda: 0.0, "s" * 32)
-        with closing(http), pytest.raises(ConnectionLost, match="there is no service at"):
-            _service_info(http, cloud, False, lambda: 0.0)  # never lost by this clock
+        with pytest.raises(ConnectionLost, match="there is no service at"):
+            described(address[1], lambda: 0.0)  # never lost by this clock
 
 
 def test_a_busy_service_that_does_not_begin_encryption_counts_as_busy() -> None:
@@ -319,8 +303,8 @@ def test_a_busy_service_that_does_not_begin_encryption_counts_as_busy() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["json", "msgpack"])
-def test_two_processes_give_the_local_text(process: list[Process], secret: None, encoding: str) -> None:
-    cloud = CloudConfig(process[-1].url, encoding=encoding)
+def test_two_processes_give_the_local_text(process: ServiceProcess, secret: None, encoding: str) -> None:
+    cloud = CloudConfig(process.url, encoding=encoding)
     coupled = {"temperature": 1.0, "top_p": 1.0, "rule": "coupled", "seed": 3}
     for settings in ({"temperature": 0.0}, coupled):
         baseline = tokens(method="ar", **settings)
@@ -328,12 +312,12 @@ def test_two_processes_give_the_local_text(process: list[Process], secret: None,
             assert tokens(method=method, cloud=cloud, **settings) == baseline, method
     if encoding == "json":
         return
-    assert tokens(cloud=CloudConfig(process[-1].url, mode="cloud_only"), **coupled) == tokens(method="ar", **coupled)
+    assert tokens(cloud=CloudConfig(process.url, mode="cloud_only"), **coupled) == tokens(method="ar", **coupled)
 
 
-def test_a_conversation_sends_its_text_once(process: list[Process], secret: None) -> None:
+def test_a_conversation_sends_its_text_once(process: ServiceProcess, secret: None) -> None:
     """The second turn continues the context of the first."""
-    recipe = Recipe(device="cpu", max_tokens=24, temperature=0.0, cloud=CloudConfig(process[-1].url))
+    recipe = Recipe(device="cpu", max_tokens=24, temperature=0.0, cloud=CloudConfig(process.url))
     stores: dict[Any, Any] = {CONVERSATION: Conversation()}
 
     def turn(prompt: str) -> list[Any]:
@@ -346,40 +330,66 @@ def test_a_conversation_sends_its_text_once(process: list[Process], secret: None
     assert sent[1] < sent[0] / 2 and second[0]["remote"]["sent"] == 1
 
 
-def test_killed_and_restarted_service_does_not_change_the_text(process: list[Process], secret: None) -> None:
+def test_killed_and_restarted_service_does_not_change_the_text(process: ServiceProcess, secret: None) -> None:
     settings = {"temperature": 1.0, "top_p": 1.0, "seed": 11}
-    cloud = CloudConfig(process[-1].url, deadline_ms=200, lost_after_s=120)
+    cloud = CloudConfig(process.url, deadline_ms=200, lost_after_s=120)
     faultless = tokens(cloud=cloud, **settings)
-    recipe = Recipe(device="cpu", max_tokens=24, cloud=cloud, **settings)
-    written, port = [], int(process[-1].url.rpartition(":")[2])
-    for line in generate(recipe, TEXT, POOL):
-        if "i" in line:
-            written += line["tokens"]
-            if line["i"] == 3:
-                process[-1].end()
-                process.append(Process(port))
+    written = []
+    for line in generate(Recipe(device="cpu", max_tokens=24, cloud=cloud, **settings), TEXT, POOL):
+        written += line.get("tokens", ())
+        if line.get("i") == 3:
+            process.restart()
     assert written == faultless and line["end"] in ("length", "stop")
 
 
+@pytest.mark.parametrize(
+    ("number", "temperature"), [(signal.SIGKILL, 0.0), (signal.SIGTERM, 1.0), (signal.SIGSTOP, 1.0)]
+)
+def test_another_service_continues_after_a_signal(
+    process: ServiceProcess, secret: None, number: signal.Signals, temperature: float
+) -> None:
+    """The signal follows the first step in which the victim responded; the session decides which service is first."""
+    options = {"device": "cpu", "max_tokens": 24, "temperature": temperature, "top_p": 1.0, "seed": 11}
+    recipe = Recipe(cloud=CloudConfig(process.url, deadline_ms=2000, lost_after_s=120), **options)
+    expected = [token for line in generate(recipe, TEXT, POOL) for token in line.get("tokens", ())]
+    with closing(ServiceProcess(**TOKEN)) as victim:
+        both = replace(recipe, cloud=replace(recipe.cloud, remote=f"{victim.url} {process.url}"))
+        hit = False
+        while not hit:  # each session begins with the victim with probability 1/2
+            lines = []
+            for line in generate(both, TEXT, POOL):
+                lines.append(line)
+                if line.get("i") == 2 and any(early.get("replica", "").endswith(f":{victim.port}") for early in lines):
+                    victim.process.send_signal(number)
+                    if number != signal.SIGSTOP:  # a draining service still responds to steps
+                        victim.process.wait()
+                    hit = True
+            assert [token for line in lines for token in line.get("tokens", ())] == expected
+    links = [line["remote"] for line in lines if "i" in line]
+    assert sum(link.get("switched", 0) for link in links) == 1 and not any("numerics" in link for link in links)
+    assert sum(link.get("reread", 0) for link in links) > len(lines[0].get("prompt_tokens", ()))
+    assert sum(link.get("gap_s", 0) for link in links) > 0
+
+
 def test_unreachable_or_unauthorised_service_gets_a_sentence(
-    process: list[Process], secret: None, monkeypatch: pytest.MonkeyPatch
+    process: ServiceProcess, secret: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UserError, match="there is no service at"):
         tokens(cloud=CloudConfig("http://127.0.0.1:1", lost_after_s=1))
     monkeypatch.setenv("SPECDEMO_TOKEN", "wrong")
     with pytest.raises(UserError, match="bearer token"):
-        tokens(cloud=CloudConfig(process[-1].url))
+        tokens(cloud=CloudConfig(process.url))
 
 
 # --- shutdown ------------------------------------------------------------------------------------------------------
 
 
-def endless_stream(url: str, token: str | None = None) -> tuple[HttpClient, Iterator[Any]]:
-    """Client and stream of a long text, after its first token."""
+def opened_stream(url: str, count: int, token: str | None = None) -> tuple[HttpClient, Iterator[Any]]:
+    """Client and stream of a text of `count` tokens, after its prefill."""
     client = HttpClient(url, token=token)
     info = client.call("GET", "/v1/target", None, ServiceInfo, 60)
     banned = [[token] for token in info.stop]
-    request = StreamRequest(tokens=[1, 2], config=VerifyConfig(bad_words=banned), max_tokens=1 << 17)
+    request = StreamRequest(tokens=[1, 2], config=VerifyConfig(bad_words=banned), max_tokens=count)
     stream = client.tokens("/v1/texts", request, 60)
     assert next(stream) is not None
     return client, stream
@@ -400,11 +410,11 @@ def test_a_service_that_drains_refuses_connections_and_completes_its_streams() -
     command = ("serve", "--pair", "bundled", "--port", "0", "--device", "cpu", "--drain-s", "60")
     with closing(ForkedProcess(without_sigint, terminal, *command)) as process:
         url = process.stdout.readline().removeprefix("listening on ").strip()
-        client, stream = endless_stream(url)
+        client, stream = opened_stream(url, 300)
         process.send_signal(signal.SIGINT)
         while is_open(url):
             pass
-        assert len(list(stream)) > 1000  # up to the length of the context; raises if it is cut off
+        assert len(list(stream)) == 300  # raises if it is cut off
         assert_gone(client)
         assert process.wait() == 0 and process.stderr.read() == ""
 
@@ -417,10 +427,11 @@ def is_open(url: str) -> bool:
     return True
 
 
-def test_terminated_service_ends_streams_with_exit_code_0(process: list[Process]) -> None:
+def test_terminated_service_ends_streams_with_exit_code_0(process: ServiceProcess) -> None:
     """Last test of the shared service."""
-    client, stream = endless_stream(process[-1].url, "secret")
-    assert process[-1].end(signal.SIGTERM) == 0
+    client, stream = opened_stream(process.url, 1 << 17, "secret")
+    process.process.send_signal(signal.SIGTERM)
+    assert process.process.wait() == 0
     assert_cut_off(stream)
     assert_gone(client)
 

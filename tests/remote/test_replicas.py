@@ -6,13 +6,13 @@ import gc
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
 from fakes.enumeration import PROMPT, SMALL, VOCAB
-from fakes.relay import Relay, relay
+from fakes.relay import Relay, cut_at, relay
 from fakes.remote import COUPLED, contexts, decode_coupled, decode_locally, verify_config
 from fakes.table_service import MODEL, table_service
 from fakes.tiny_models import committed, run
@@ -61,21 +61,12 @@ def through(cut: Relay, *others: str) -> Replicas:
     return http
 
 
-def decode_sampled(http: Any) -> list[Step]:
-    """Decode with rule rejection at temperature 1, which needs rows of q."""
-    drafter = ModelDrafter(SMALL.score, SamplingParams(), Noise(3, "draft"), VOCAB)
-    verifier = RemoteVerifier(http, verify_config(SamplingParams(), seed=3), deadlines=PATIENT)
-    return run(PROMPT, verifier, drafter, Fixed(3), TOKENS)
-
-
-def decode_greedy(http: Any) -> list[Step]:
-    sampling = SamplingParams(0.0)
+def decode_sampled(http: Any, temperature: float = 1.0) -> list[Step]:
+    """Decode with rule rejection; temperature 1 needs rows of q."""
+    sampling = SamplingParams(temperature)
     drafter = ModelDrafter(SMALL.score, sampling, Noise(3, "draft"), VOCAB)
-    verifier = RemoteVerifier(http, verify_config(sampling), deadlines=PATIENT)
+    verifier = RemoteVerifier(http, verify_config(sampling, seed=3), deadlines=PATIENT)
     return run(PROMPT, verifier, drafter, Fixed(3), TOKENS)
-
-
-DECODE: dict[str, Callable[[Any], list[Step]]] = {"greedy": decode_greedy, "sampled": decode_sampled}
 
 
 @pytest.fixture(scope="module")
@@ -88,21 +79,21 @@ def in_total(steps: list[Step], name: str) -> float:
     return Metrics.of(steps).remote.get(name, 0.0)
 
 
-@pytest.mark.parametrize("decode", DECODE)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("direction", ["request", "response"])
-def test_a_service_may_die_at_every_message(services: tuple[str, str], decode: str, direction: str) -> None:
+def test_a_service_may_die_at_every_message(services: tuple[str, str], temperature: float, direction: str) -> None:
     """Messages are requests and responses, with and without rows."""
     first, second = services
-    expected = committed(DECODE[decode](connected(second)))
+    expected = committed(decode_sampled(connected(second), temperature))
     with relay(first) as undisturbed:
-        steps = DECODE[decode](through(undisturbed, second))
+        steps = decode_sampled(through(undisturbed, second), temperature)
         assert committed(steps) == expected and not in_total(steps, "switched")
         messages = undisturbed.counts[direction]
     assert messages > 8
     cuts = 0
     for last in range(1, messages + 1):
-        with relay(first, lambda way, number, last=last: way == direction and number == last) as cut:
-            steps = DECODE[decode](through(cut, second))
+        with relay(first, cut_at(direction, last)) as cut:
+            steps = decode_sampled(through(cut, second), temperature)
             switched = in_total(steps, "switched")
             assert committed(steps) == expected and not in_total(steps, "numerics"), last
             assert switched == cut.is_cut and in_total(steps, "reread") >= switched * len(PROMPT), last
@@ -116,7 +107,7 @@ def test_streams_continue_with_another_service(services: tuple[str, str]) -> Non
     first, second = services
     switches = 0.0
     for last in range(1, 12):
-        with relay(first, lambda way, number, last=last: way == "response" and number == last) as cut:
+        with relay(first, cut_at("response", last)) as cut:
             verifier = StreamingVerifier(through(cut, second), COUPLED, TOKENS, PATIENT)
             tokens = list(PROMPT)
             verdicts = []
@@ -134,10 +125,7 @@ def test_streams_continue_with_another_service(services: tuple[str, str]) -> Non
 def test_a_run_survives_any_number_of_failures_while_a_service_is_left(services: tuple[str, str]) -> None:
     first, second = services
     with ExitStack() as opened:
-        dying = [
-            opened.enter_context(relay(first, lambda way, number, last=last: way == "request" and number == last))
-            for last in (1, 2, 3)
-        ]
+        dying = [opened.enter_context(relay(first, cut_at("request", last))) for last in (1, 2, 3)]
         http = connected(*(cut.url for cut in dying), second)
         for cut in dying:
             cut.counting = True
@@ -146,28 +134,20 @@ def test_a_run_survives_any_number_of_failures_while_a_service_is_left(services:
 
 
 def test_a_run_without_services_ends_at_one_deadline_for_all(services: tuple[str, str]) -> None:
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds + 0.01
+
     with ExitStack() as opened:
-        dying = [
-            opened.enter_context(relay(url, lambda way, number: way == "request" and number == 2)) for url in services
-        ]
+        dying = [opened.enter_context(relay(url, cut_at("request", 2))) for url in services]
         http = connected(*(cut.url for cut in dying))
         for cut in dying:
             cut.counting = True
-        now = [0.0]
-
-        def sleep(seconds: float) -> None:
-            now[0] += seconds + 0.01
-
+        options = {"deadlines": Deadlines(0.4, 3.0), "clock": lambda: now[0]}
+        drafter = ModelDrafter(SMALL.score, SamplingParams(), Noise(3, "draft"), VOCAB)
         with pytest.raises(ConnectionLost, match="no progress for [34] s"):
-            decode_coupled_until(http, lambda: now[0], sleep)
-
-
-def decode_coupled_until(http: Any, clock: Callable[[], float], sleep: Callable[[float], None]) -> list[Step]:
-    drafter = ModelDrafter(SMALL.score, SamplingParams(), Noise(3, "draft"), VOCAB)
-    deadlines = Deadlines(0.4, 3.0)
-    return run(
-        PROMPT, RemoteVerifier(http, COUPLED, deadlines=deadlines, clock=clock, sleep=sleep), drafter, Fixed(3), 40
-    )
+            run(PROMPT, RemoteVerifier(http, COUPLED, sleep=sleep, **options), drafter, Fixed(3), 40)
 
 
 # --- models and numerics ---------------------------------------------------------------------------------------------
@@ -183,17 +163,12 @@ def test_a_service_with_another_model_refuses_the_run(services: tuple[str, str])
 
 def test_another_model_is_refused_at_a_switch(services: tuple[str, str]) -> None:
     """The second service was replaced during the run."""
-    first, _ = services
-    with table_service(model="c" * 32, replica="third") as other:
-        with relay(first, lambda way, number: way == "request" and number == 4) as cut:
-            sessions = (f"{i}" * 32 for i in range(1000))
-            http = next(
-                http for s in sessions if (http := connected(cut.url, other, session=s, describe=False)).url == cut.url
-            )
-            cut.counting = True
-            http.clients[0].identity = ServiceIdentity(model=MODEL, replica="first")
-            with pytest.raises(UserError, match="replica third at .* serves another model than replica first"):
-                decode_sampled(http)
+    with table_service(model="c" * 32, replica="third") as other, relay(services[0], cut_at("request", 4)) as cut:
+        http = starting_with(cut.url, other, describe=False)
+        cut.counting = True
+        http.clients[0].identity = ServiceIdentity(model=MODEL, replica="first")
+        with pytest.raises(UserError, match="replica third at .* serves another model than replica first"):
+            decode_sampled(http)
 
 
 def test_a_service_that_restarts_with_another_model_is_left(services: tuple[str, str]) -> None:
@@ -201,9 +176,7 @@ def test_a_service_that_restarts_with_another_model_is_left(services: tuple[str,
     expected = committed(decode_sampled(connected(services[1])))
     with table_service(model="c" * 32, replica="third") as other, relay(services[0]) as gone:
         gone.cut()
-        sessions = (f"{i}" * 32 for i in range(1000))
-        urls = (other, gone.url, services[1])
-        http = next(http for s in sessions if (http := connected(*urls, session=s, describe=False)).url == other)
+        http = starting_with(other, gone.url, services[1], describe=False)
         http.clients[0].identity = ServiceIdentity(model=MODEL, replica="third")
         steps = decode_sampled(http)
     assert committed(steps) == expected and in_total(steps, "switched") == 1 and http.url == services[1]
@@ -211,9 +184,8 @@ def test_a_service_that_restarts_with_another_model_is_left(services: tuple[str,
 
 def test_a_change_of_rounding_is_noted(services: tuple[str, str]) -> None:
     first, second = services
-    with table_service(numerics="d" * 32, replica="third") as other:
-        with relay(first, lambda way, number: way == "request" and number == 3) as cut:
-            steps = decode_sampled(through(cut, other))
+    with table_service(numerics="d" * 32, replica="third") as other, relay(first, cut_at("request", 3)) as cut:
+        steps = decode_sampled(through(cut, other))
     assert committed(steps) == committed(decode_sampled(connected(second)))
     assert in_total(steps, "numerics") == in_total(steps, "switched") == 1
 
@@ -279,6 +251,15 @@ def test_a_frozen_service_is_skipped_for_some_seconds() -> None:
     assert first.paths.count("/v1/rounds") == 3 and second.paths.count("/v1/rounds") == 2
 
 
+def test_a_busy_service_keeps_the_request() -> None:
+    """It responds to the readiness route; an older service refuses it."""
+    for answer in (None, UserError("status 404")):
+        replicas, first, _, _ = scripted(RequestTimeout("late"), answer)
+        with pytest.raises(RequestTimeout):
+            verify(replicas)
+        assert first.paths == ["/v1/rounds", "/v1/ready"] and replicas.url == "a"
+
+
 # --- conversations ---------------------------------------------------------------------------------------------------
 
 
@@ -309,6 +290,11 @@ def test_a_conversation_continues_its_context(services: tuple[str, str]) -> None
         assert turn(url, session, longer, seed=8)[1][0] == ("POST", 0)  # the sampling is fixed by the context
         _, bases = turn(url, RemoteSession(), PROMPT)
         assert bases[-1] == ("DELETE", None)
+        assert turn(url, session, longer)[1][0][1] > 0
+        interrupted = RemoteVerifier(connected(url, session=session.id), COUPLED, session=session)  # type: ignore[arg-type]
+        interrupted.alone = True
+        interrupted.close()
+        assert turn(url, session, longer)[1][0] == ("POST", 0)
 
 
 def test_the_contexts_of_a_forgotten_conversation_are_deleted() -> None:
@@ -369,10 +355,10 @@ def test_a_frozen_service_does_not_delay_a_run(services: tuple[str, str]) -> Non
 def test_a_switch_behind_one_address_is_measured(services: tuple[str, str]) -> None:
     first, second = services
 
-    def move(way: str, number: int) -> bool:
-        if (way, number) == ("request", 3):
+    def move(direction: str, number: int, data: bytes) -> bytes:
+        if (direction, number) == ("request", 3):
             proxy.redirect(second)
-        return False
+        return data
 
     with relay(first, move) as proxy:
         steps = decode_sampled(through(proxy))
