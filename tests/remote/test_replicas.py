@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from fakes.enumeration import PROMPT, SMALL, VOCAB
 from fakes.relay import Relay, cut_at, relay
-from fakes.remote import COUPLED, contexts, decode_coupled, decode_locally, verify_config
-from fakes.table_service import MODEL, table_service
+from fakes.remote import COUPLED, DRAFTED, contexts, decode_coupled, decode_locally, verify_config
+from fakes.table_service import MODEL, NUMERICS, table_service
 from fakes.tiny_models import committed, run
 
 from specdemo.core.errors import UserError
+from specdemo.core.explain import exact_label
 from specdemo.core.metrics import Metrics
 from specdemo.core.policies import Fixed
 from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
@@ -27,7 +28,7 @@ from specdemo.remote.client import Deadlines, RemoteVerifier, StreamingVerifier
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.deadline import ConnectionLost
 from specdemo.remote.link import HttpClient, MeteredNetwork, RequestTimeout, ServiceDown
-from specdemo.remote.protocol import ReadyResponse, ServiceIdentity, VerifyResponse
+from specdemo.remote.protocol import ReadyResponse, ServiceIdentity, ServiceInfo, VerifyRequest, VerifyResponse
 from specdemo.remote.replicas import SKIP_S, Replicas, ReplicaSwitched
 from specdemo.remote.session import RemoteSession
 from specdemo.ui.limits import HostLimits
@@ -180,14 +181,6 @@ def test_a_service_that_restarts_with_another_model_is_left(services: tuple[str,
         http.clients[0].identity = ServiceIdentity(model=MODEL, replica="third")
         steps = decode_sampled(http)
     assert committed(steps) == expected and in_total(steps, "switched") == 1 and http.url == services[1]
-
-
-def test_a_change_of_rounding_is_noted(services: tuple[str, str]) -> None:
-    first, second = services
-    with table_service(numerics="d" * 32, replica="third") as other, relay(first, cut_at("request", 3)) as cut:
-        steps = decode_sampled(through(cut, other))
-    assert committed(steps) == committed(decode_sampled(connected(second)))
-    assert in_total(steps, "numerics") == in_total(steps, "switched") == 1
 
 
 # --- choice of the service -------------------------------------------------------------------------------------------
@@ -373,3 +366,61 @@ def test_unreachable_services_do_not_prevent_a_run(services: tuple[str, str]) ->
     assert http.url == services[1] and committed(decode_sampled(http)) == committed(
         decode_sampled(connected(services[0]))
     )
+
+
+# --- identity: a text is never continued by another model -------------------------------------------------------------
+
+EXPECTED = ServiceIdentity(model=MODEL, numerics=NUMERICS, replica="first")
+
+
+def opening() -> VerifyRequest:
+    return VerifyRequest.model_validate({**DRAFTED, "q_token_probs": None}, by_alias=True)
+
+
+def identified(url: str, identity: ServiceIdentity = EXPECTED) -> HttpClient:
+    http = HttpClient(url)
+    http.identity = identity
+    return http
+
+
+def test_a_service_states_its_identity_where_a_context_opens() -> None:
+    with table_service() as url:
+        http = HttpClient(url)
+        assert http.call("GET", "/v1/target", None, ServiceInfo, 60).identity == EXPECTED
+        assert http.identity == ServiceIdentity()
+        http.call("POST", "/v1/rounds", opening(), VerifyResponse, 60)
+        assert http.identity == EXPECTED
+
+
+@pytest.mark.parametrize("stated", ["c" * 32, ""])
+def test_another_model_ends_the_run(stated: str) -> None:
+    """The service was replaced after its description was read."""
+    with table_service(model=stated, replica="second") as url:
+        with pytest.raises(UserError, match=f"replica second at {url} serves .* replica first: start"):
+            decode_coupled(identified(url))
+        with pytest.raises(UserError, match="replica second"):
+            StreamingVerifier(identified(url), COUPLED, 4).verify([2, 0], Draft())
+
+
+def test_a_change_of_rounding_is_noted_in_its_step() -> None:
+    with table_service(numerics="d" * 32) as url:
+        steps = decode_coupled(identified(url))
+        first, second = (StreamingVerifier(identified(url), COUPLED, 4).verify([2, 0], Draft()) for _ in range(2))
+    assert committed(steps) == decode_locally()
+    noted = [step.verdict.remote.get("numerics") for step in steps]
+    assert noted == [1.0] + [None] * (len(steps) - 1)
+    assert first.remote["numerics"] == second.remote["numerics"] == 1.0
+    label = {"cloud": {"remote": "http://a", "mode": "speculative"}}
+    assert exact_label(label, Metrics.of(steps).remote) == "exact, text may differ"
+    assert exact_label(label, {}) == "exact, verified by the service at http://a"
+
+
+def test_services_without_digests_serve_alone() -> None:
+    with table_service(model="", numerics="", replica="") as url:
+        assert committed(decode_coupled(identified(url, ServiceIdentity()))) == decode_locally()
+
+
+def test_invalid_identities_are_refused() -> None:
+    for changes in ({"model": "x" * 32}, {"numerics": "a" * 33}, {"replica": "y" * 200}):
+        with table_service(**changes) as url, pytest.raises(UserError, match="is not a specdemo service"):
+            identified(url).call("POST", "/v1/rounds", opening(), VerifyResponse, 60)
