@@ -1,4 +1,4 @@
-"""Every study starts, tables are replaced in documents, and the load test counts what clients received."""
+"""Every study starts, tables are replaced in documents, and figures of the load and GPU tests."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import argparse
 import json
 import runpy
 import sys
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import document_tables, edge_cloud, load, native_passes, page_cost, tables
+from benchmarks import document_tables, edge_cloud, gpu_check, load, native_passes, page_cost, tables
 from benchmarks.load import Answer, Text
 from specdemo.core.errors import UserError
 
@@ -122,3 +124,52 @@ def test_problems_different_texts_and_shares_are_counted(capsys: pytest.CaptureF
     assert [load.share_between(begin, end, 10.0, 14.0) for begin, end in ((0, 20), (12, 20), (20, 30))] == [1, 0.5, 0]
     for flags, cause in (([], "no clients"), (["--edges", "1", "--fault", "kill"], "services")):
         assert load.main(flags) == 2 and cause in capsys.readouterr().err
+
+
+# --- GPU --------------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["gpu_check"])
+    assert gpu_check.main() == 0
+    assert capsys.readouterr().out == "No GPU is present: nothing was measured.\n"
+
+
+def test_figures_of_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "DEVICE", "cpu")
+    monkeypatch.setattr(gpu_check, "SHAPES", dict.fromkeys(gpu_check.SHAPES, (256, 512, 1, 4, 4)))
+    monkeypatch.setattr(gpu_check, "copy_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(gpu_check, "kernel_seconds", lambda model, rows: (0.0, ""))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    figures = {record["figure"]: record for record in gpu_check.run_part("5.7b-bf16")}
+    assert figures.keys() == {"kernels", *gpu_check.FORMATS}
+    assert figures["v"]["v1"] == 1 and figures["AR"]["tokens_per_second"] > 0
+    assert figures["imposed"]["same_text"] and 0.6 < figures["imposed"]["alpha"] < 1
+    assert all(gpu_check.result(record) for record in figures.values())
+
+
+def test_a_failure_is_a_record_after_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing() -> Iterator[dict[str, Any]]:
+        yield {"figure": "AR", "tokens_per_second": 1.0}
+        raise ValueError("broken\nsecond line")
+
+    monkeypatch.setitem(gpu_check.PARTS, "5.7b-nf4", failing)
+    *_, figure, failure = gpu_check.run_part("5.7b-nf4")
+    assert figure["figure"] == "AR" and failure["error"] == "ValueError: broken"
+    assert gpu_check.result(failure) == "ValueError: broken"
+
+
+def test_the_table_of_stored_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [{"part": "5.7b-nf4", "figure": "AR", "tokens_per_second": 12.3}]
+    stored = {"command": "the command", "conditions": "a GPU", "records": records}
+    (tmp_path / "gpu.json").write_text(json.dumps(stored))
+    document = tmp_path / "docs" / "models.md"
+    document.parent.mkdir()
+    document.write_text("<!-- begin: gpu_check -->\n<!-- end: gpu_check -->\n")
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    monkeypatch.setattr("sys.argv", ["gpu_check", "--read", str(tmp_path / "gpu.json"), "--write"])
+    assert gpu_check.main() == 0
+    text = document.read_text()
+    assert "`the command` (a GPU):" in text and "| 5.7b-nf4 | AR | 12 tokens/s |" in text

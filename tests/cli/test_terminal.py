@@ -1,19 +1,27 @@
-"""Terminal commands: output, exit codes, and one clear sentence for each kind of invalid input."""
+"""Terminal commands: output, exit codes, files, and one clear sentence for each kind of invalid input."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from fakes.forked_process import ForkedProcess, terminal, terminal_with_full_disk
 from fakes.tiny_models import byte_level_tokenizer, save_model, sentencepiece_tokenizer
 
 from specdemo.cli import main
+from specdemo.cli import run as run_module
 from specdemo.cli.arguments import parser
+from specdemo.cli.output import OutputFile
 from specdemo.cli.run import recipe_of_flags
+from specdemo.core.errors import UserError, check_temporary_folder
+from specdemo.core.events import StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.step_record import step_of
 from specdemo.native import build
@@ -179,6 +187,29 @@ def test_bad_input_gets_one_sentence(case: str, models: dict[str, str], capsys: 
     assert len(error) == 1 and sentence in error[0] and error[0].startswith("specdemo: ")
 
 
+SERVE = {
+    "--port 70000": "cannot listen on",
+    "--queue 0": "queue must be at least 1",
+    f"--key {__file__}": "key has no effect without --certificate",
+    f"--certificate {__file__}": "is unusable",
+    "--max-replicas 2": "have no effect without --ray",
+    "--ray --min-replicas 3 --max-replicas 2": "min-replicas must be from 1 to max-replicas",
+    "--ray --connections 9": "have no effect with --ray",
+    "--ray": "package ray is not installed: install",
+}
+
+
+@pytest.mark.parametrize("flags", SERVE)
+def test_bad_options_of_a_service_get_one_sentence(
+    flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "specdemo.cli.ray_serve", raising=False)
+    assert main(["serve", *flags.split()]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("specdemo: ") and SERVE[flags] in error
+
+
 def test_the_drafter_decodes_alone_if_no_cloud_responds(
     models: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,3 +242,124 @@ def test_a_banned_text_does_not_appear(capsys: pytest.CaptureFixture[str]) -> No
         assert main([*arguments, *banned, "--json"]) == 0
         texts.append("".join(json.loads(line).get("text", "") for line in capsys.readouterr().out.splitlines()))
     assert "self" in texts[0] and "self" not in texts[1]
+
+
+# --- output files -----------------------------------------------------------------------------------------------------
+
+FULL = Path("/dev/full")
+
+needs_full_device = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full")
+
+
+@pytest.fixture
+def ar(models: dict[str, str]) -> list[str]:
+    return ["--target", models["target"], "--method", "ar", "--device", "cpu", "--max-tokens", "20"]
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def test_a_failed_run_leaves_the_earlier_file(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("earlier")
+    with pytest.raises(KeyError), closing(OutputFile(path, "the trace")):
+        raise KeyError("before the first line")
+    assert path.read_text() == "earlier" and os.listdir(tmp_path) == ["trace.jsonl"]
+    with closing(OutputFile(path, "the trace")) as file:
+        file.write("later")
+        assert path.read_text() == "earlier"
+    assert path.read_text() == "later" and os.listdir(tmp_path) == ["trace.jsonl"]
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with closing(OutputFile(tmp_path / "link", "the trace")) as file:
+        file.write("text")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "text"
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "end"), [(KeyboardInterrupt, 130, "cancelled"), (ZeroDivisionError, None, "error")]
+)
+def test_an_interrupted_run_is_marked_in_its_trace(
+    failure: type[BaseException],
+    code: int | None,
+    end: str,
+    ar: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path, real = tmp_path / "trace.jsonl", run_module.generate
+
+    def failing(*given: object) -> Iterator[object]:
+        for event in real(*given):
+            yield event
+            if isinstance(event, StepEvent) and event.step.i == 2:
+                raise failure("broken")
+
+    monkeypatch.setattr(run_module, "generate", failing)
+    command = ["run", PROMPT, *ar, "--trace", str(path)]
+    if code is None:
+        with pytest.raises(failure):
+            main(command)
+    else:
+        assert main(command) == code
+    header, *steps, last = lines(path)
+    assert "specdemo" in header and len(steps) == 3 and last["metrics"]["steps"] == 3
+    assert (last["end"], last["error"]) == (end, "interrupted" if code else "broken")
+
+
+def test_a_disk_that_becomes_full_ends_the_run_with_a_sentence(ar: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    process = ForkedProcess(terminal_with_full_disk, 4096, "run", PROMPT, *ar, "--trace", str(path))
+    _, errors = process.communicate()
+    assert process.wait() == 2
+    sentence = f"specdemo: cannot write the trace to {path}: File too large: free some space"
+    assert errors.splitlines()[-1] == sentence and "Traceback" not in errors
+    assert os.listdir(tmp_path) == []
+
+
+@needs_full_device
+def test_a_full_disk_for_traces_and_output(ar: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", PROMPT, *ar, "--trace", str(FULL)]) == 2 and FULL.is_char_device()
+    assert capsys.readouterr().err.splitlines()[-1].endswith("No space left on device: free some space")
+    process = ForkedProcess(terminal, "run", PROMPT, *ar, "--json", output=FULL)
+    _, errors = process.communicate()
+    assert process.wait() == 2
+    sentence = "specdemo: cannot write the output: No space left on device: free some space"
+    assert errors.splitlines()[-1] == sentence and "Traceback" not in errors
+
+
+def test_a_directory_without_write_access(ar: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """/proc is read-only for root, too; a bench is refused before it measures."""
+    bench = ["bench", *ar[:2], "--method", "nasd", "--device", "cpu", "--output"]
+    for command in (["run", PROMPT, *ar, "--trace"], bench):
+        assert main([*command, "/proc/specdemo.out"]) == 2
+        shown = capsys.readouterr()
+        assert not shown.out and "cannot write the " in (last := shown.err.splitlines()[-1])
+        assert last.endswith(": choose a writable directory")
+
+
+@needs_full_device
+def test_direct_writes_report_their_failure() -> None:
+    with pytest.raises(UserError, match="free some space"), closing(OutputFile(FULL, "the trace")) as file:
+        file.write("x" * 100_000)
+
+
+def test_characters_that_the_terminal_cannot_encode_are_escaped(ar: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for encoding, shown in (("latin-1", "\\u732b é"), ("ascii", "\\u732b \\xe9"), ("utf-8", "猫 é")):
+        output = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        monkeypatch.setattr(sys, "stdout", output)
+        assert main(["run", "# 猫 é", *ar]) == 0
+        output.flush()
+        assert shown in output.buffer.getvalue().decode(encoding)
+
+
+def test_a_missing_temporary_folder_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise FileNotFoundError("No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr("tempfile.gettempdir", missing)
+    with pytest.raises(UserError, match="set TMPDIR to a writable directory"):
+        check_temporary_folder()

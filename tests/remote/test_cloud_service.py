@@ -11,9 +11,8 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,6 +20,7 @@ import msgpack
 import pytest
 from fakes.enumeration import TARGET, VOCAB
 from fakes.forked_process import ForkedProcess, terminal, without_sigint
+from fakes.http_server import Handler, http_server
 from fakes.remote import DRAFTED, INFO, OPEN, TableCache, contexts, decode_locally
 from fakes.service_process import ServiceProcess
 from fakes.table_service import MODEL
@@ -229,7 +229,7 @@ def tokens(**options: Any) -> list[int]:
 NAMED = INFO.model_copy(update={"model": MODEL})
 
 
-class _Late(BaseHTTPRequestHandler):
+class Late(Handler):
     """Answer the first request for the description when it is repeated."""
 
     repeated = threading.Event()
@@ -240,27 +240,19 @@ class _Late(BaseHTTPRequestHandler):
         if self.requests > 1:
             self.repeated.set()
         self.repeated.wait()
-        with suppress(OSError):
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.end_headers()
-            self.wfile.write(CODECS["application/json"].dump(NAMED))
-
-    def log_message(self, *_: Any) -> None: ...
+        self.answer(200, CODECS["application/json"].dump(NAMED))
 
 
-def described(port: int, clock: Callable[[], float]) -> ServiceInfo:
-    """Return the description by the service at `port`; another service of the list is dead."""
-    cloud = CloudConfig(f"http://127.0.0.1:1 http://127.0.0.1:{port}")
+def described(url: str, clock: Callable[[], float]) -> ServiceInfo:
+    """Return the description by the service at `url`; another service of the list is dead."""
+    cloud = CloudConfig(f"http://127.0.0.1:1 {url}")
     with closing(_replicas(cloud, 0, clock, "s" * 32)) as http:
         return _service_info(http, cloud, False, clock)
 
 
 def test_a_busy_service_is_not_taken_for_none_while_another_is_dead() -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Late) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-        assert described(server.server_port, time.monotonic) == NAMED and _Late.requests >= 2
-        server.shutdown()
+    with http_server(Late) as url:
+        assert described(url, time.monotonic) == NAMED and Late.requests >= 2
 
 
 def test_a_host_that_does_not_answer_is_reported_before_the_connection_counts_as_lost() -> None:
@@ -273,7 +265,7 @@ def test_a_host_that_does_not_answer_is_reported_before_the_connection_counts_as
             waiting.setblocking(False)
             waiting.connect_ex(address)
         with pytest.raises(ConnectionLost, match="there is no service at"):
-            described(address[1], lambda: 0.0)  # never lost by this clock
+            described("http://{}:{}".format(*address), lambda: 0.0)  # never lost by this clock
 
 
 def test_a_busy_service_that_does_not_begin_encryption_counts_as_busy() -> None:

@@ -111,18 +111,13 @@ def test_gate_without_hard_tokens_gives_the_drafter_text() -> None:
     assert metrics.unverified == sum(len(step.tokens) for step in steps if not step.verified) > 0
 
 
-def test_rules_that_always_verify() -> None:
-    steps, _ = gated({}, always=lambda tokens, draft: True)
-    assert committed(steps) == target_text(13)
-    steps, _ = gated({}, always=lambda tokens, draft: 1 in draft.tokens)
-    for step in steps:
-        assert step.verified == (not step.draft or 1 in step.draft.tokens)
-
-
-def test_copied_text_without_signals_is_verified() -> None:
-    for options in ({"thresholds": {"nll": math.inf}}, {"thresholds": {}, "always": lambda tokens, draft: True}):
-        steps, _ = gated(drafter=SuffixDrafter(), **options)
+def test_rules_verify_texts_with_their_words() -> None:
+    """Texts copied without signals are verified, too."""
+    for options in ({"thresholds": {}}, {"thresholds": {"nll": math.inf}, "drafter": SuffixDrafter()}):
+        steps, _ = gated(**options, always=lambda tokens, draft: True)
         assert committed(steps) == target_text(13) and any(step.draft.tokens for step in steps)
+    steps, _ = gated({}, always=lambda tokens, draft: 1 in draft.tokens)
+    assert all(step.verified == (not step.draft or 1 in step.draft.tokens) for step in steps)
     steps, _ = gated({}, always=lambda tokens, draft: False, drafter=SuffixDrafter())
     assert all(step.verified != bool(step.draft.tokens) for step in steps)
 
@@ -268,22 +263,36 @@ URL = "http://cloud:8300"
     ("cloud", "recipe", "exact"),
     [
         ({}, {}, True),
-        ({"q_rows": "float16"}, {}, False),
         ({"q_rows": "scalar"}, {}, False),
         ({"q_rows": "scalar"}, {"temperature": 0.0}, True),
-        ({"q_rows": "scalar"}, {"method": "nasd"}, True),
         ({"q_rows": "scalar"}, {"rule": "coupled"}, True),
         ({"provisional": True}, {}, False),
         ({"gates": ("nll",)}, {}, False),
         ({"on_loss": "edge"}, {}, False),
         ({"mode": "cloud_only"}, {"rule": "top1"}, True),
-        ({"mode": "edge_only"}, {}, False),
-        ({}, {"rule": "top1"}, False),
-        ({}, {"skip_sample_adjustment": True}, False),
     ],
 )
 def test_lossy_options_are_reported(cloud: dict[str, Any], recipe: dict[str, Any], exact: bool) -> None:
     assert Recipe(cloud=CloudConfig(URL, **cloud), **recipe).exact == exact
+
+
+WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"remote": "http://a:1 http://a:1/"}, {}, "at most 16 different addresses"),
+    ({"mode": "magic"}, {}, "known are speculative"),
+    ({"gates": ("magic",)}, {}, "known are nll"),
+    ({"gate_rare": 9}, {}, "has no effect without gate rare"),
+    ({"rtt_ms": math.nan}, {}, "rtt_ms must be"),
+    ({}, {"method": "self"}, "needs a local target"),
+    ({"on_loss": "edge"}, {"method": "nasd"}, "could continue alone"),
+    ({"gates": ("nll",)}, {"method": "tree"}, "choose method draft"),
+    ({"provisional": True}, {"method": "ar"}, "has no drafts"),
+]
+
+
+def test_options_that_contradict_each_other_are_refused() -> None:
+    for cloud, recipe, sentence in WRONG:
+        with pytest.raises(UserError, match=sentence):
+            Recipe(cloud=CloudConfig(**{"remote": URL, **cloud}), **recipe)
 
 
 # --- rules about words ------------------------------------------------------------------------------------------------

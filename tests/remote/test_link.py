@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from itertools import product
 from typing import Any
 
 import httpcore
@@ -33,6 +34,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.policies import Fixed
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
+from specdemo.core.theory import best_gamma, best_gamma_over, speedup_over, walltime_improvement
 from specdemo.drafters.model import ModelDrafter
 from specdemo.remote.client import Deadlines, RemoteVerifier, StreamingVerifier
 from specdemo.remote.contexts import Contexts
@@ -98,8 +100,8 @@ def test_the_time_in_which_the_edge_was_stopped_does_not_count(stopped_s: float)
     clock = Clock()
 
     class Interrupted(DirectClient):
-        def call(self, method: str, path: str, message: Any, *rest: Any) -> Any:
-            response = super().call(method, path, message, *rest)
+        def exchange(self, *arguments: Any) -> Any:
+            response = super().exchange(*arguments)
             if len(self.sent) == 3:
                 clock.now += self.network.limit() + stopped_s
                 raise RequestTimeout("timed out")
@@ -123,15 +125,15 @@ class Stuck(DirectClient):
         self.clock, self.failure, self.prefill = clock, failure, prefill
         self.count = 0
 
-    def call(self, method: str, path: str, message: Any, *rest: Any) -> Any:
-        if isinstance(message, VerifyRequest) and (message.draft_tokens or self.prefill):
+    def exchange(self, message: Any, *rest: Any) -> Any:
+        if message.draft_tokens or self.prefill:
             self.count += 1
             self.clock.now += 0.001
             assert self.count < MOST_REQUESTS, "the step does not end"
             if self.failure is not None:
                 raise self.failure
             return self.responses[-1]
-        return super().call(method, path, message, *rest)
+        return super().exchange(message, *rest)
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -155,8 +157,8 @@ def test_repeated_responses_end_a_step(failure: Exception | None, prefill: bool,
 
 def test_each_row_is_requested_at_most_once() -> None:
     class Insatiable(DirectClient):
-        def call(self, method: str, path: str, message: Any, *rest: Any) -> Any:
-            response = super().call(method, path, message, *rest)
+        def exchange(self, message: Any, *rest: Any) -> Any:
+            response = super().exchange(message, *rest)
             if message.draft_tokens:
                 response = response.model_copy(update={"wanted_row": 0})
             assert len(self.sent) < 100, "the row was requested again"
@@ -324,6 +326,17 @@ def test_late_responses_time_out() -> None:
     assert now[0] == pytest.approx(1.0 + 0.5 + 0.4) and received == [b"a"]
 
 
+def test_closed_forms_with_a_round_trip() -> None:
+    """Without a round trip equal to Theorem 3.8; a longer round trip requires longer drafts."""
+    for alpha, c in product((0.5, 0.8), (0.05, 0.2)):
+        assert best_gamma_over(alpha, c, 0.0) == best_gamma(alpha, c)
+        assert speedup_over(alpha, 3, c, 0.0) == pytest.approx(walltime_improvement(alpha, 3, c))
+        best = {r: best_gamma_over(alpha, c, r) for r in (0.0, 1.0, 16.0)}
+        assert [*best.values()] == sorted(best.values()) and best[16.0] > best[0.0]
+        for r, gamma in best.items():
+            assert speedup_over(alpha, gamma, c, r) >= max(speedup_over(alpha, g, c, r) for g in range(65))
+
+
 DAMAGED = ((200, b"{"), (400, b"Invalid HTTP request received."), (422, b'{"error": "no JSON", "code": "unreadable"}'))
 
 
@@ -437,13 +450,13 @@ class Reading(DirectClient):
         self.rate, self.stuck = rate, stuck
         self.now = self.read = 0.0
 
-    def call(self, method: str, path: str, message: Any, *rest: Any) -> Any:
-        if isinstance(message, VerifyRequest) and message.base == 0 and self.read < len(message.tokens):
+    def exchange(self, message: Any, *rest: Any) -> Any:
+        if message.base == 0 and self.read < len(message.tokens):
             self.now += 1.0
             self.read = min(self.read + self.rate, self.stuck)
             if self.read < len(message.tokens):
                 raise PromptReading("reading", int(self.read))
-        return super().call(method, path, message, *rest)
+        return super().exchange(message, *rest)
 
 
 def test_a_long_prompt_is_not_a_lost_connection() -> None:

@@ -76,12 +76,9 @@ def test_every_request_gets_a_response_or_a_sentence(values: list[Any]) -> None:
 @holds_for(20, kind=st.sampled_from(("model", "siblings", "guesses")), data=st.data())
 def test_changed_responses_give_steps_of_valid_traces_or_a_sentence(kind: str, data: st.DataObject) -> None:
     class Changed(DirectClient):
-        def call(self, method: str, path: str, message: Any, response_type: Any, timeout: float) -> Any:
-            response = super().call(method, path, message, response_type, timeout)
-            if response_type is not VerifyResponse:
-                return response
-            value = json.loads(CODECS[JSON].dump(response))
-            return CODECS[JSON].load(response_type, json.dumps(data.draw(changed(value)), default=str).encode())
+        def exchange(self, message: Any, kind: Any) -> Any:
+            value = json.loads(CODECS[JSON].dump(super().exchange(message, kind)))
+            return CODECS[JSON].load(kind, json.dumps(data.draw(changed(value)), default=str).encode())
 
     verifier = RemoteVerifier(Changed(contexts()), verify_config(SamplingParams(), seed=1), top=2, vocab_size=VOCAB)
     explorer = Explorer()

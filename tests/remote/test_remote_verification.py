@@ -6,6 +6,7 @@ import math
 import random
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -239,37 +240,26 @@ class Faulty(DirectClient):
         self.old: list[NetworkMessage] = []  # requests that may arrive late
         self.faults = dict.fromkeys(("request lost", "answer lost", "restarted", "duplicate", "late duplicate"), 0)
 
-    def call(
-        self,
-        method: str,
-        path: str,
-        message: NetworkMessage | None,
-        kind: type[NetworkMessage],
-        timeout: float,
-    ) -> Any:
-        def happens(fault: str, chance: float) -> bool:
-            hit = self.rng.random() < chance
-            self.faults[fault] += hit
-            return hit
-
-        assert message is not None
-        if happens("restarted", self.amnesia):
+    def exchange(self, message: Any, kind: type[NetworkMessage]) -> Any:
+        if self._happens("restarted", self.amnesia):
             self.cloud = self.make()
-        if self.old and happens("late duplicate", 0.3):
-            try:
-                super().call(method, path, self.rng.choice(self.old), kind, timeout)
-            except (ContextGone, RequestSuperseded):
-                pass  # the client has left
-        if happens("request lost", self.loss):
-            self.old.append(message)
-            raise NoResponse("lost")
-        response = super().call(method, path, message, kind, timeout)
+        if self.old and self._happens("late duplicate", 0.3):
+            with suppress(ContextGone, RequestSuperseded):  # the client has left
+                super().exchange(self.rng.choice(self.old), kind)
         self.old.append(message)
-        if happens("duplicate", 0.2):
-            assert super().call(method, path, message, kind, timeout) == response
-        if happens("answer lost", self.loss):
+        if self._happens("request lost", self.loss):
+            raise NoResponse("lost")
+        response = super().exchange(message, kind)
+        if self._happens("duplicate", 0.2):
+            assert super().exchange(message, kind) == response
+        if self._happens("answer lost", self.loss):
             raise NoResponse("lost")
         return response
+
+    def _happens(self, fault: str, chance: float) -> bool:
+        hit = self.rng.random() < chance
+        self.faults[fault] += hit
+        return hit
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -342,6 +332,13 @@ def test_the_depth_of_a_forest_must_fit_the_context() -> None:
     assert len(cloud.verify(request(parents=[-1, -1, 0], **forest)).p) == 3
     with pytest.raises(UserError, match="5 tokens do not fit the model's 4"):
         cloud.verify(request(context_id="b", parents=[-1, 0, 1], **forest))
+
+
+def test_a_draft_of_more_tokens_than_a_service_verifies_is_refused() -> None:
+    verifier = RemoteVerifier(DirectClient(contexts()), COUPLED)
+    assert verifier.verify(PROMPT, Draft((1,) * 256, (-1,) * 256)).target_tokens
+    with pytest.raises(UserError, match="verifies 256 draft tokens, not 257"):
+        verifier.verify(PROMPT, Draft((1,) * 257, (-1,) * 257))
 
 
 def test_repeated_request_gets_the_same_response_without_a_forward_pass() -> None:
@@ -484,8 +481,8 @@ def test_waiting_is_not_negative_if_a_repeated_request_was_verified_before() -> 
     now = [0.0]
 
     class Slow(DirectClient):
-        def call(self, *arguments: Any) -> Any:
-            response = super().call(*arguments)
+        def exchange(self, *arguments: Any) -> Any:
+            response = super().exchange(*arguments)
             if len(self.sent) > 2:
                 return response
             response.metrics.cloud_s = 5.0

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from fakes.enumeration import DRAFTERS, PROMPT, VOCAB
 from fakes.hostile_service import bundled_info, hostile_service
+from fakes.http_server import Handler, http_server
 from fakes.remote import COUPLED, DRAFTED, INFO, LONG, OPEN, DirectClient, contexts, decode_coupled, verify_config
 from fakes.tiny_models import Explorer, run
 
@@ -107,32 +106,17 @@ def test_connection_to_another_address_sends_no_token(monkeypatch: pytest.Monkey
     assert tokens == [None, "secret"]
 
 
-class Answers(BaseHTTPRequestHandler):
-    """Respond with the prepared status and body of the server."""
+class Prepared(Handler):
+    """Respond with the prepared status and body."""
+
+    status, content = 200, b""
 
     def do_GET(self) -> None:
-        self.send_response(self.server.status)
-        self.send_header("Content-Length", str(len(self.server.body)))
-        self.end_headers()
-        self.wfile.write(self.server.body)
+        self.answer(self.status, self.content)
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
+        self.body()
         self.do_GET()
-
-    def log_message(self, *_: Any) -> None: ...
-
-
-@pytest.fixture
-def service() -> Iterator[Any]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    server.url = f"http://127.0.0.1:{server.server_port}"
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
 
 
 ESCAPES = "\x1b]0;owned\x07\x1b[31mred\u202e\r\nline\x9b2J"
@@ -150,14 +134,14 @@ ESCAPES = "\x1b]0;owned\x07\x1b[31mred\u202e\r\nline\x9b2J"
         (200, None, "too large"),
     ],
 )
-def test_malicious_descriptions_get_a_sentence(service: Any, status: int, changes: Any, sentence: str) -> None:
+def test_malicious_descriptions_get_a_sentence(status: int, changes: Any, sentence: str) -> None:
     info = {**json.loads(INFO.model_dump_json()), "tokenizer": fingerprint(read_tokenizer(SPEC)), "vocab_size": 4096}
-    service.status = status
-    service.body = (
+    Prepared.status = status
+    Prepared.content = (
         b" " * (17 << 20) if changes is None else json.dumps(info | changes if status == 200 else changes).encode()
     )
-    with pytest.raises(UserError, match=sentence) as error:
-        connect(CloudConfig(service.url, deadline_ms=60_000), SPEC, 0)  # the time limit of an attempt
+    with http_server(Prepared) as url, pytest.raises(UserError, match=sentence) as error:
+        connect(CloudConfig(url, deadline_ms=60_000), SPEC, 0)  # the time limit of an attempt
     assert str(error.value).isprintable() and len(str(error.value)) < 600
 
 
@@ -165,22 +149,20 @@ def test_malicious_descriptions_get_a_sentence(service: Any, status: int, change
     ("body", "sentence"),
     [(b"-5\n", "unknown token id"), (b"9" * 5000, "no token ids"), (f"error {ESCAPES}\n".encode(), "failed: .*owned")],
 )
-def test_malicious_streams_get_a_sentence(service: Any, body: bytes, sentence: str) -> None:
-    service.status, service.body = 200, body
-    verifier = StreamingVerifier(HttpClient(service.url), COUPLED, 4, vocab_size=4)
-    with pytest.raises(UserError, match=sentence) as error:
-        verifier.verify([1], Draft())
-    verifier.close()
+def test_malicious_streams_get_a_sentence(body: bytes, sentence: str) -> None:
+    Prepared.status, Prepared.content = 200, body
+    with http_server(Prepared) as url, pytest.raises(UserError, match=sentence) as error:
+        StreamingVerifier(HttpClient(url), COUPLED, 4, vocab_size=4).verify([1], Draft())
     assert str(error.value).isprintable()
 
 
 class Extended(DirectClient):
     """Cloud of a later version: every object of a response has another field."""
 
-    def call(self, method: str, path: str, message: Any, response_type: Any, timeout: float) -> Any:
-        response = super().call(method, path, message, response_type, timeout)
+    def exchange(self, message: Any, kind: Any) -> Any:
+        response = super().exchange(message, kind)
         body = json.loads(response.model_dump_json(by_alias=True, exclude_none=True), object_hook=with_another_field)
-        return CODECS["application/json"].load(response_type, json.dumps(body).encode())
+        return CODECS["application/json"].load(kind, json.dumps(body).encode())
 
 
 def with_another_field(value: dict[str, Any]) -> dict[str, Any]:
@@ -219,12 +201,11 @@ class Changed(DirectClient):
         super().__init__(contexts())
         self.change = change
 
-    def call(self, method: str, path: str, message: Any, response_type: Any, timeout: float) -> Any:
-        response = super().call(method, path, message, response_type, timeout)
-        if not isinstance(response, VerifyResponse) or not message.draft_tokens or response.wanted:
+    def exchange(self, message: Any, kind: Any) -> Any:
+        response = super().exchange(message, kind)
+        if not message.draft_tokens or response.wanted:
             return response
-        changed = response.model_copy(update=self.change(response))
-        return self.codec.load(response_type, self.codec.dump(changed))
+        return self.codec.load(kind, self.codec.dump(response.model_copy(update=self.change(response))))
 
 
 def all_accepted(response: VerifyResponse) -> dict[str, Any]:
