@@ -171,31 +171,27 @@ def test_streamed_text_equals_the_local_text(cloud: TestClient) -> None:
     assert long.status_code == 422 and "do not fit" in long.json()["error"]
 
 
-def failing(error: Exception) -> TestClient:
-    """Service with a model that fails for texts of at least five tokens."""
+def test_a_model_error_affects_only_its_request() -> None:
+    """The model fails for texts of at least five tokens."""
 
     class BrokenCache(TableCache):
+        error: Exception = ZeroDivisionError()
+
         def __init__(self) -> None:
             self.score = self._score
 
         def _score(self, tokens: Any, draft: Any) -> Any:
             if len(tokens) >= 5:
-                raise error
+                raise self.error
             return TARGET.score(tokens, draft)
 
-    return client(table=Contexts(BrokenCache, vocab_size=VOCAB, context=64))
-
-
-def test_stream_error_contains_the_cause() -> None:
-    body = {"tokens": [2, 0, 2, 0], "sampling_cfg": {}, "max_tokens": 9}
-    lines = failing(UserError("the model failed: try again")).post("/v1/texts", json=body).text.splitlines()
-    assert len(lines) == 2 and lines[0].isdigit() and lines[1] == "error the model failed: try again"
-
-
-def test_model_error_affects_only_its_request() -> None:
-    broken = failing(ZeroDivisionError())
+    broken = client(table=Contexts(BrokenCache, vocab_size=VOCAB, context=64))
     assert broken.post("/v1/rounds", json={**OPEN, "tokens": [1] * 5}).status_code == 500
     assert broken.post("/v1/rounds", json=OPEN).status_code == 200
+    BrokenCache.error = UserError("the model failed: try again")
+    body = {"tokens": [2, 0, 2, 0], "sampling_cfg": {}, "max_tokens": 9}
+    lines = broken.post("/v1/texts", json=body).text.splitlines()
+    assert len(lines) == 2 and lines[0].isdigit() and lines[1] == "error the model failed: try again"
 
 
 # --- two processes -----------------------------------------------------------------------------------------------
