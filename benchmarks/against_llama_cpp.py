@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.registry import per_width
 from benchmarks.study_models import save_dequantised
-from benchmarks.tables import publish_width, run_study, study_parser
+from benchmarks.tables import Study, publish_width, study_command
 from specdemo.cli.arguments import at_least_one
 from specdemo.core.errors import UserError
 from specdemo.core.metrics import interval
@@ -233,19 +233,17 @@ def study(options: argparse.Namespace) -> None:
     publish_width(options, "against_llama_cpp", COLUMNS, records)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and run the study."""
-    parser = study_parser(__file__, __doc__, TABLES)
-    parser.add_argument("--llama-bench", type=Path, required=True, metavar="PATH")
-    parser.add_argument("--ik-llama-bench", type=Path, metavar="PATH")
-    parser.add_argument("--model", nargs="+", default=["bundled", CHAT_PAIR], choices=["bundled", CHAT_PAIR])
-    parser.add_argument("--form", nargs="+", default=list(FORMS), choices=FORMS)
-    parser.add_argument("--context", nargs="+", type=int, default=[0, 512, 2048])
-    parser.add_argument("--prompt", nargs="+", type=int, default=[512, 2048, 4500])
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
-    return run_study(study, parser, arguments)
-
+OPTIONS = {
+    "llama_bench": {"type": Path, "required": True, "metavar": "PATH"},
+    "ik_llama_bench": {"type": Path, "metavar": "PATH"},
+    "model": {"nargs": "+", "default": ["bundled", CHAT_PAIR], "choices": ["bundled", CHAT_PAIR]},
+    "form": {"nargs": "+", "default": list(FORMS), "choices": FORMS},
+    "context": [0, 512, 2048],
+    "prompt": [512, 2048, 4500],
+    "tokens": 128,
+    "rounds": 5,
+}
+main = study_command(__file__, __doc__, TABLES, Study(study, OPTIONS))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,9 +1,8 @@
-"""Drafters of the chat model, and equality of its greedy texts.
+"""Drafters of the chat model: table `drafters` in docs/heads.md.
 
-`python -m benchmarks.chat_model STUDY --write`. `drafters`: all lanes alternate on the last prompts of each class,
-which chose no settings; `c` is the time of a draft token relative to an AR step, and an answer loops if it repeats a
-block of at most 64 tokens three times. `equality`: texts of each head and AR decoding, for prompts, documents of up to
-2,000 tokens, and turns that continue the caches of the turn before.
+`python -m benchmarks.chat_model --write`. All lanes alternate on the last prompts of each class, which chose no
+settings; `c` is the time of a draft token relative to an AR step, and an answer loops if it repeats a block of at most
+64 tokens three times.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -23,27 +22,16 @@ from safetensors import safe_open
 
 from benchmarks.document_tables import last_of_each_class, number, ratio
 from benchmarks.runs import traced
-from benchmarks.tables import ROOT, Study, publish, study_command
-from specdemo.bench.table import Progress
-from specdemo.core.events import StepEvent
+from benchmarks.tables import Study, publish, study_command
 from specdemo.core.metrics import interval
-from specdemo.generate import PromptOrChat, generate
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.tokenizer import ChatMessage
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
-from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from training.head.checkpoint import trained_tokens
 from training.head.conversations import loop_start
 
-HEADS = "docs/heads.md"
-TABLES = {"drafters": HEADS, "head-equality": HEADS}
+TABLES = {"drafters": "docs/heads.md"}
 POSITIONS = GAMMA = 4
-LENGTHS = (500, 1000, 2000)  # tokens of a document
-DOCUMENTS = ("architecture", "cli", "edge-cloud", "library", "models", "page")  # of docs/
-MAX_TOKENS, TURNS = 64, 3  # of `equality`
-SETS = ("prompts", "documents", "turns")
-SHIPPED = ("eagle", "hybrid", "tree")
 LANES: Mapping[str, Mapping[str, Any]] = {
     "AR": {"method": "ar"},
     "n-grams (nasd)": {"method": "nasd"},
@@ -67,7 +55,6 @@ DRAFTER_COLUMNS = {
     "tokens/pass without loops": "{per_pass_without}",
     "speed-up without loops": "{speedup_without}",
 }
-HEAD_COLUMNS = {"drafter": "{lane}", "tokens": "{tokens:,}", **{name: f"{{{name}}}" for name in SETS}}
 
 
 @dataclass(frozen=True)
@@ -167,79 +154,13 @@ def drafters(options: argparse.Namespace) -> None:
     publish(options, "drafters", DRAFTER_COLUMNS, rows)
 
 
-def decode(recipe: Recipe, prompt: PromptOrChat, pool: ModelPool, stores: dict[Any, Any] | None = None) -> list[int]:
-    """Return the tokens of a run."""
-    events = generate(recipe, prompt, pool, stores)
-    return [token for event in events if isinstance(event, StepEvent) for token in event.step.tokens]
-
-
-class Comparison:
-    """Texts of lanes, compared with AR decoding."""
-
-    def __init__(self, lanes: dict[str, Recipe], pool: ModelPool) -> None:
-        self._lanes, self._pool = lanes, pool
-        self._ar = replace(next(iter(lanes.values())), method="ar", head=None, policy="fixed")
-        self._tokenizer = pool.take(self._ar.target_spec).tokenizer
-        self.counts = {lane: {name: [0, 0] for name in SETS} for lane in lanes}  # equal and all texts
-        self.tokens = dict.fromkeys(lanes, 0)
-
-    def compare(self, name: str, prompt: PromptOrChat, stores: Mapping[str, dict[Any, Any]] | None = None) -> list[int]:
-        """Compare the texts of all lanes with that of AR decoding, and return it."""
-        chat = name != "documents"
-        expected = decode(replace(self._ar, chat=chat), prompt, self._pool)
-        for lane, recipe in self._lanes.items():
-            text = decode(replace(recipe, chat=chat), prompt, self._pool, stores and stores[lane])
-            self.counts[lane][name][0] += text == expected
-            self.counts[lane][name][1] += 1
-            self.tokens[lane] += len(text)
-        return expected
-
-    def run(self, prompts: int, conversations: int) -> Iterator[str]:
-        """Compare all texts; yield what has been compared."""
-        texts = [prompt.text for prompt in load_prompts(chat=True)]
-        for i, text in enumerate(texts[:prompts], 1):
-            self.compare("prompts", text)
-            yield f"prompt {i}"
-        for name in DOCUMENTS:
-            ids = self._tokenizer.encode((ROOT / f"docs/{name}.md").read_text("utf-8"))
-            for length in LENGTHS:
-                self.compare("documents", ids[:length])
-            yield name
-        for first in range(conversations):
-            messages: list[ChatMessage] = []
-            stores: dict[str, dict[Any, Any]] = {lane: {} for lane in self._lanes}
-            for turn in range(TURNS):  # AR decoding computes each turn from its beginning
-                messages.append({"role": "user", "content": texts[(7 * first + 31 * turn) % len(texts)]})
-                answer = self._tokenizer.decode(self.compare("turns", messages, stores), skip_special_tokens=True)
-                messages.append({"role": "assistant", "content": answer})
-            yield f"conversation {first + 1}"
-
-
-def equality(options: argparse.Namespace) -> None:
-    """Compare greedy texts of the chat model with each head and those of AR decoding."""
-    common = {"chat": True, "gamma": GAMMA, "temperature": 0.0, "max_tokens": MAX_TOKENS, "device": "cpu"}
-    base = replace(Recipe(pair=CHAT_PAIR, method="ar"), **common)
-    lanes = {f"{method}, included head": replace(base, method=method) for method in SHIPPED}
-    for lane, values in with_heads(options.head).items():
-        if "head" in values:
-            lanes[lane.partition(",")[0]] = replace(base, **values)
-    compared, progress = Comparison(lanes, ModelPool()), Progress()
-    for done in compared.run(options.prompts, options.conversations):
-        progress.show(done)
-    progress.over()
-    records = []
-    for lane, counts in compared.counts.items():
-        shown = {name: f"{equal} of {total}" for name, (equal, total) in counts.items()}
-        records.append({"lane": lane, "tokens": compared.tokens[lane], **shown})
-    publish(options, "head-equality", HEAD_COLUMNS, records)
-
-
-FURTHER_HEADS = {"action": "append", "default": [], "help": "directory of a further head; repeatable"}
-STUDIES = {
-    "drafters": Study(drafters, {"prompts": 5, "max_tokens": 128, "head": FURTHER_HEADS, "temperature": [0.0, 0.2]}),
-    "equality": Study(equality, {"prompts": 100, "conversations": 10, "head": FURTHER_HEADS}),
+OPTIONS = {
+    "prompts": 5,
+    "max_tokens": 128,
+    "head": {"action": "append", "default": [], "help": "directory of a further head; repeatable"},
+    "temperature": [0.0, 0.2],
 }
-main = study_command(__file__, __doc__, TABLES, STUDIES)
+main = study_command(__file__, __doc__, TABLES, Study(drafters, OPTIONS))
 
 if __name__ == "__main__":
     sys.exit(main())

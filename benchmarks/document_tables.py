@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from benchmarks.registry import RUNS, per_width
-from benchmarks.tables import publish, publish_width, run_study, study_parser
+from benchmarks.tables import Study, publish, publish_width, study_command
 from specdemo.bench import measure, table
 from specdemo.bench.baselines import BASELINES
 from specdemo.bench.equality import EqualityResult, prompt_prefixes, prove
@@ -294,15 +294,13 @@ def study(options: argparse.Namespace) -> None:
             group.measure(options)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and run the study."""
-    parser = study_parser(__file__, __doc__, TABLES)
-    parser.add_argument("--list", action="store_true", help="list the command that writes each table, and stop")
-    parser.add_argument("--prompts", type=int, metavar="N", help="prompts (of each class) instead of the default")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens of each run instead of the default")
-    parser.add_argument("--table", nargs="+", default=[], metavar="NAME", help=f"tables: {', '.join(TABLES)}")
-    return run_study(study, parser, arguments)
-
+OPTIONS = {
+    "list": {"action": "store_true", "help": "list the command that writes each table, and stop"},
+    "prompts": {"type": int, "metavar": "N", "help": "prompts (of each class) instead of the default"},
+    "max_tokens": {"type": int, "metavar": "N", "help": "tokens of each run instead of the default"},
+    "table": {"nargs": "+", "default": [], "metavar": "NAME", "help": f"tables: {', '.join(TABLES)}"},
+}
+main = study_command(__file__, __doc__, TABLES, Study(study, OPTIONS))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu_tiles import chosen_tiles, use_tiles
-from benchmarks.imposed_acceptance import ImposedDrafter, decoded
-from benchmarks.tables import ROOT, conditions, replace_table, run_study, study_parser
+from benchmarks.imposed_acceptance import ImposedDrafter, decoded, step_figures
+from benchmarks.tables import ROOT, Study, conditions, replace_table, study_command
 from specdemo.bench.measure import copy_bandwidth, grid, measure
 from specdemo.bench.table import markdown_table, table
 from specdemo.core.errors import UserError
@@ -236,19 +236,10 @@ def imposed(ar: Recipe, pool: ModelPool, text: Sequence[int]) -> Record:
         if found != text:
             say("the texts with and without drafts differ")
         pairs.append((decoded(ar, pool)[1], drafted))
-    single = statistics.median(before.verify_s / before.decode_steps for before, _ in pairs)
     ratio = statistics.median(after.tokens_per_second / before.tokens_per_second for before, after in pairs)
     say(f"imposed acceptance: {ratio:.2f}")
-    return {
-        "figure": "imposed",
-        "speedup": ratio,
-        "alpha": statistics.mean(after.alpha for _, after in pairs),
-        "per_pass": statistics.mean(after.tokens_per_step for _, after in pairs),
-        "expected": expected_tokens(ALPHA, GAMMA),
-        "c": statistics.median(after.draft_s / after.drafted for _, after in pairs) / single,
-        "v": statistics.median(after.verify_s / after.decode_steps for _, after in pairs) / single,
-        "same_text": found == text,
-    }
+    figures = {"expected": expected_tokens(ALPHA, GAMMA), **step_figures(pairs)}
+    return {"figure": "imposed", "speedup": ratio, "same_text": found == text, **figures}
 
 
 def pair_records(pair: str) -> Iterator[Record]:
@@ -374,16 +365,15 @@ def show(found: dict[str, Any], write: bool) -> int:
     return int(any("error" in record for record in records))
 
 
-def main() -> int:
-    parser = study_parser(__file__, __doc__, TABLES)
-    parser.add_argument("--part", nargs="*", choices=PARTS, default=list(PARTS), help="parts to run (default: all)")
-    parser.add_argument("--out", metavar="FILE", help="write the records")
-    parser.add_argument("--read", metavar="FILE", help="make the table of these records")
-    parser.add_argument("--tune", metavar="FILE", help="measure tiles of the kernels first and write the best")
-    parser.add_argument("--tiles", metavar="FILE", help="use these tiles")
-    parser.add_argument("--only", choices=PARTS, help=argparse.SUPPRESS)
-    return run_study(study, parser)
-
+OPTIONS = {
+    "part": {"nargs": "*", "choices": PARTS, "default": list(PARTS), "help": "parts to run (default: all)"},
+    "out": {"metavar": "FILE", "help": "write the records"},
+    "read": {"metavar": "FILE", "help": "make the table of these records"},
+    "tune": {"metavar": "FILE", "help": "measure tiles of the kernels first and write the best"},
+    "tiles": {"metavar": "FILE", "help": "use these tiles"},
+    "only": {"choices": PARTS, "help": argparse.SUPPRESS},
+}
+main = study_command(__file__, __doc__, TABLES, Study(study, OPTIONS))
 
 if __name__ == "__main__":
     sys.exit(main())

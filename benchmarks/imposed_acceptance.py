@@ -1,6 +1,6 @@
 """Speed-up of a draft model with imposed acceptance: table `imposed_acceptance` in docs/performance.md.
 
-`python -m benchmarks.imposed_acceptance --write`. Target and drafter have the sizes of `benchmarks.memory` and random
+`python -m benchmarks.imposed_acceptance --write`. Target and drafter have sizes of `benchmarks.study_models` and random
 weights. The drafter computes all its passes, but each draft token is the target's next one with probability `--alpha`,
 otherwise another token. AR and speculative runs alternate and decode the same text.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.against_llama_cpp import FORMS
 from benchmarks.study_models import SHAPES, save_random
-from benchmarks.tables import publish, run_study, study_parser
+from benchmarks.tables import Study, publish, study_command
 from specdemo.cli.arguments import at_least_one
 from specdemo.core.decode import DraftBudget
 from specdemo.core.errors import UserError
@@ -105,7 +105,6 @@ def compare(form: str, folders: Sequence[str], options: argparse.Namespace) -> d
         pairs.append((decoded(plain, pool)[1], drafted))
     ratios = [after.tokens_per_second / before.tokens_per_second for before, after in pairs]
     low, high = interval(ratios)
-    single = statistics.median(before.verify_s / before.decode_steps for before, _ in pairs)
     return {
         "form": form,
         "plain": statistics.median(before.tokens_per_second for before, _ in pairs),
@@ -113,9 +112,17 @@ def compare(form: str, folders: Sequence[str], options: argparse.Namespace) -> d
         "ratio": statistics.median(ratios),
         "low": low,
         "high": high,
+        "expected": expected_tokens(options.alpha, options.gamma),
+        **step_figures(pairs),
+    }
+
+
+def step_figures(pairs: Sequence[tuple[Metrics, Metrics]]) -> dict[str, float]:
+    """Return acceptance, tokens per pass, c and v of drafting runs, relative to the AR runs of the pairs."""
+    single = statistics.median(before.verify_s / before.decode_steps for before, _ in pairs)
+    return {
         "alpha": statistics.mean(after.alpha for _, after in pairs),
         "per_pass": statistics.mean(after.tokens_per_step for _, after in pairs),
-        "expected": expected_tokens(options.alpha, options.gamma),
         "c": statistics.median(after.draft_s / after.drafted for _, after in pairs) / single,
         "v": statistics.median(after.verify_s / after.decode_steps for _, after in pairs) / single,
     }
@@ -126,24 +133,20 @@ def study(options: argparse.Namespace) -> None:
     for name in ("rounds", "gamma"):
         at_least_one(name, getattr(options, name))
     with tempfile.TemporaryDirectory() as place:
-        folders = [str(Path(place) / name) for name in (options.target, options.drafter)]
-        for name, folder in zip((options.target, options.drafter), folders, strict=True):
-            save_random(SHAPES[name], Path(folder))
+        folders = [str(Path(place) / name) for name in SHAPES]
+        for shape, folder in zip(SHAPES.values(), folders, strict=True):
+            save_random(shape, Path(folder))
         publish(options, "imposed_acceptance", COLUMNS, [compare(form, folders, options) for form in options.form])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and run the study."""
-    parser = study_parser(__file__, __doc__, TABLES)
-    parser.add_argument("--target", default="llama-300m", choices=SHAPES)
-    parser.add_argument("--drafter", default="llama-30m", choices=SHAPES)
-    parser.add_argument("--form", nargs="+", default=list(FORMS), choices=FORMS)
-    parser.add_argument("--alpha", type=float, default=0.8)
-    parser.add_argument("--gamma", type=int, default=4)
-    parser.add_argument("--max-tokens", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=5)
-    return run_study(study, parser, arguments)
-
+OPTIONS = {
+    "form": {"nargs": "+", "default": list(FORMS), "choices": FORMS},
+    "alpha": 0.8,
+    "gamma": 4,
+    "max_tokens": 200,
+    "rounds": 5,
+}
+main = study_command(__file__, __doc__, TABLES, Study(study, OPTIONS))
 
 if __name__ == "__main__":
     sys.exit(main())

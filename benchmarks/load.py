@@ -31,8 +31,8 @@ from websockets.exceptions import WebSocketException
 from websockets.sync.client import connect
 
 from app import choose_port
-from benchmarks.runs import possibly_failed, traced
-from benchmarks.tables import ROOT, publish, run_study, study_parser
+from benchmarks.runs import Service, possibly_failed, traced
+from benchmarks.tables import ROOT, Study, publish, study_command
 from specdemo.core.errors import UserError
 from specdemo.core.metrics import percentile
 from specdemo.models.model_pool import ModelPool
@@ -190,32 +190,6 @@ def completion(urls: Sequence[str], number: int, pair: str, pool: ModelPool) -> 
 CLIENTS = {"visitors": visitor, "edges": edge, "completions": completion}
 
 
-class Service:
-    """A service that can be replaced at its port."""
-
-    def __init__(self, *options: str) -> None:
-        self._options, self.url = options, f"http://{HOST}:0"
-        self.start()
-
-    def start(self) -> None:
-        port = self.url.rpartition(":")[2]
-        command = [sys.executable, "-m", "specdemo", "serve", "--port", port, "--queue", "256", *self._options]
-        self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        self.url = self._process.stdout.readline().removeprefix("listening on ").strip()
-
-    @property
-    def process(self) -> psutil.Process:
-        return psutil.Process(self._process.pid)
-
-    def send(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
 @contextmanager
 def page_process(pair: str, batch: int) -> Iterator[tuple[str, psutil.Process]]:
     """Run the page; yield its address and process."""
@@ -256,7 +230,8 @@ def opened_servers(options: argparse.Namespace, batch: int, pool: ModelPool, ope
         urls["visitors"] = [url]
     if options.edges or options.completions:
         for _ in range(options.services):
-            servers.services.append(Service("--pair", options.pair, "--batch", str(batch), "--method", options.method))
+            flags = ("--batch", str(batch), "--method", options.method, "--queue", "256")
+            servers.services.append(Service("--pair", options.pair, *flags))
             opened.callback(servers.services[-1].close)
         servers.processes["service"] = servers.services[-1].process
         urls["edges"] = urls["completions"] = [service.url for service in servers.services]
@@ -325,7 +300,7 @@ def load(servers: Servers, prompts: Prompts, long: Prompts, options: argparse.Na
         if options.fault and following <= time.monotonic() < end:
             hit = servers.services[faults % max(1, len(servers.services) - 1)]  # the last one is sampled
             print(f"{options.fault}: {hit.url}", file=sys.stderr)
-            hit.send(FAULTS[options.fault])
+            hit.process.send_signal(FAULTS[options.fault])
             time.sleep(REPLACE_S)
             hit.close()
             hit.start()
@@ -401,22 +376,20 @@ def study(options: argparse.Namespace) -> None:
     publish(options, "load-memory", MEMORY_COLUMNS, processes)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = study_parser(__file__, __doc__)
-    parser.add_argument("--pair", default="bundled")
-    for kind in CLIENTS:
-        parser.add_argument(f"--{kind}", type=int, default=0, metavar="N")
-    parser.add_argument("--services", type=int, default=1, metavar="N")
-    parser.add_argument("--method", default="nasd", help="method of completions (default: nasd)")
-    parser.add_argument("--batch", type=int, nargs="+", default=[64], help="texts per pass (default: 64)")
-    parser.add_argument("--windows", type=int, default=1, help="alternating windows per value of --batch")
-    parser.add_argument("--seconds", type=float, default=60.0, help="duration of a window (default: 60)")
-    parser.add_argument("--max-tokens", type=int, default=48)
-    parser.add_argument("--long-prompt", type=int, default=0, metavar="N", help="characters of a client of each kind")
-    parser.add_argument("--fault", choices=FAULTS, help="fault of services, one after another")
-    parser.add_argument("--every", type=float, default=60.0, help="seconds between faults (default: 60)")
-    return run_study(study, parser, arguments)
-
+OPTIONS = {
+    "pair": "bundled",
+    **{kind: {"type": int, "default": 0, "metavar": "N"} for kind in CLIENTS},
+    "services": {"type": int, "default": 1, "metavar": "N"},
+    "method": {"default": "nasd", "help": "method of completions (default: nasd)"},
+    "batch": {"type": int, "nargs": "+", "default": [64], "help": "texts per pass (default: 64)"},
+    "windows": {"type": int, "default": 1, "help": "alternating windows per value of --batch"},
+    "seconds": {"type": float, "default": 60.0, "help": "duration of a window (default: 60)"},
+    "max_tokens": 48,
+    "long_prompt": {"type": int, "default": 0, "metavar": "N", "help": "characters of a client of each kind"},
+    "fault": {"choices": FAULTS, "help": "fault of services, one after another"},
+    "every": {"type": float, "default": 60.0, "help": "seconds between faults (default: 60)"},
+}
+main = study_command(__file__, __doc__, {}, Study(study, OPTIONS))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -27,18 +27,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from e2e import browser
 from e2e.page_fixtures import ARGS, CODE, RETURNING, open_group, run, set_number, status
 
-__all__ = [
-    "CODE",
-    "HOST",
-    "RETURNING",
-    "TracePlayer",
-    "chromium",
-    "open_group",
-    "run",
-    "served",
-    "set_number",
-    "status",
-]
+__all__ = ["CODE", "RETURNING", "open_group", "run", "set_number", "status"]  # imported from here
 
 HOST = "127.0.0.1"
 TRACE = sorted((ASSETS / "traces").glob("*.jsonl"))[0]

@@ -1,8 +1,6 @@
-"""Cost of passes and steps: tables `pass_cost*` and `time_breakdown` in docs/performance.md.
+"""Time of a step by part: table `time_breakdown` in docs/performance.md.
 
-`python -m benchmarks.pass_cost STUDY --write`; `rows` once with `--dtype float32` and once with `--dtype bfloat16`. All
-shapes alternate, so that other load affects them alike and ratios are reliable. `breakdown`: calls of the decoding loop
-are timed on a CPU with the bundled pair.
+`python -m benchmarks.pass_cost --write`. Calls of the decoding loop are timed on a CPU with the bundled pair.
 """
 
 from __future__ import annotations
@@ -17,25 +15,17 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from transformers import PreTrainedModel
-
 from benchmarks.tables import Study, publish, study_command
-from specdemo.cli.arguments import at_least_one, given
-from specdemo.core.errors import UserError
 from specdemo.core.events import StepEvent
-from specdemo.core.metrics import interval
-from specdemo.core.step import Draft, Step
+from specdemo.core.step import Step
 from specdemo.core.verifier import ModelVerifier
 from specdemo.generate import generate
-from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.native import NativeEngine
-from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 
-TABLE_NAMES = ("pass_cost-float32", "pass_cost-bfloat16", "time_breakdown")
-TABLES = dict.fromkeys(TABLE_NAMES, "docs/performance.md")
+TABLES = {"time_breakdown": "docs/performance.md"}
 
 # Timed calls and their names; a verification includes a pass, and drafts of fixed length are sampled with their passes.
 TIMED: tuple[tuple[Any, str, str], ...] = (
@@ -43,80 +33,6 @@ TIMED: tuple[tuple[Any, str, str], ...] = (
     (NativeEngine, "sample_chain", "pass"),
     (ModelVerifier, "verify", "verification"),
 )
-Model = FusedWeights | PreTrainedModel
-
-
-def step_seconds(models: Sequence[Model], repeats: int = 60, length: int = 200) -> list[float]:
-    """Return the median seconds of a single-row pass for each model."""
-    caches = [CachedModel(model) for model in models]
-    length = min(length, *(cache.context - repeats for cache in caches))
-    text = _text(caches, length + repeats)
-    for cache in caches:
-        cache.score(text[:length], Draft())
-
-    def timed(cache: CachedModel) -> Callable[[int], float]:
-        return lambda i: _seconds(cache, text[: length + 1 + i], Draft())
-
-    return [statistics.median(seconds) for seconds in _alternate([timed(cache) for cache in caches], repeats)]
-
-
-def pass_seconds(
-    model: Model, rows: Sequence[int], contexts: Sequence[int], repeats: int
-) -> dict[tuple[int, int], Sequence[float]]:
-    """Return the seconds of `repeats` passes for every (number of rows, context)."""
-    shapes = [(n, context) for n in rows for context in contexts]
-    caches = {context: CachedModel(model) for context in contexts}
-    text = _text(list(caches.values()), max(contexts) + max(rows))
-
-    def timed(n: int, context: int) -> Callable[[int], float]:
-        def once(_: int) -> float:
-            caches[context].score(text[: context - 1], Draft())  # the pass then adds the last token and the draft
-            return _seconds(caches[context], text[:context], Draft.chain(tuple(text[context : context + n - 1])))
-
-        return once
-
-    return dict(zip(shapes, _alternate([timed(*shape) for shape in shapes], repeats), strict=True))
-
-
-def _seconds(cache: CachedModel, tokens: Sequence[int], draft: Draft) -> float:
-    start = time.perf_counter()
-    cache.score(tokens, draft)[0, 0].item()  # synchronise the device
-    return time.perf_counter() - start
-
-
-def _alternate(timed: Sequence[Callable[[int], float]], repeats: int) -> list[tuple[float, ...]]:
-    """Call all functions with 0, 1, ..., `repeats` - 1 in turn and return the results of each."""
-    return list(zip(*[[once(i) for once in timed] for i in range(repeats)], strict=True))
-
-
-def _text(caches: Sequence[CachedModel], length: int) -> list[int]:
-    return [i % min(cache.vocab_size for cache in caches) for i in range(length)]
-
-
-def ratio(values: Sequence[float], base: Sequence[float]) -> str:
-    """Format the median of the paired ratios with its 95 % interval."""
-    ratios = [value / reference for value, reference in zip(values, base, strict=True)]
-    return "{:.2f} [{:.2f}, {:.2f}]".format(statistics.median(ratios), *interval(ratios))
-
-
-def rows(options: argparse.Namespace) -> None:
-    """Publish the median milliseconds of a pass and its ratio to the first number of rows, with a 95 % interval."""
-    at_least_one("rounds", options.rounds)
-    target = ModelPool().take(Recipe(method="ar", **given(options)).target_spec)
-    longest = CachedModel(target.model).context
-    if max(options.context) + max(options.rows) > longest or min(*options.context, *options.rows) < 1:
-        raise UserError(f"contexts and rows must be at least 1 and fit the model's {longest:,} positions together")
-    seconds = pass_seconds(target.model, options.rows, options.context, options.rounds)
-    first = options.rows[0]
-    records = []
-    for n in options.rows:
-        record: dict[str, object] = {"rows": n}
-        for context in options.context:
-            to_first = "1" if n == first else ratio(seconds[n, context], seconds[first, context])
-            record[f"context_{context}"] = f"{1000 * statistics.median(seconds[n, context]):.2f} ms, {to_first}"
-        records.append(record)
-    columns = {"rows": "{rows}", **{f"{context:,} tokens": f"{{context_{context}}}" for context in options.context}}
-    publish(options, f"pass_cost-{options.dtype or 'float32'}", columns, records)
 
 
 @contextmanager
@@ -182,11 +98,8 @@ def breakdown(options: argparse.Namespace) -> None:
     publish(options, "time_breakdown", columns, list(records.values()))
 
 
-STUDIES = {
-    "rows": Study(rows, {"rows": [1, 2, 4, 8], "context": [64, 512, 2040], "rounds": 100}, models=True),
-    "breakdown": Study(breakdown, {"gamma": 3, "temperature": [0.0, 1.0], "prompts": 12, "max_tokens": 64}),
-}
-main = study_command(__file__, __doc__, TABLES, STUDIES)
+OPTIONS = {"gamma": 3, "temperature": [0.0, 1.0], "prompts": 12, "max_tokens": 64}
+main = study_command(__file__, __doc__, TABLES, Study(breakdown, OPTIONS))
 
 if __name__ == "__main__":
     sys.exit(main())

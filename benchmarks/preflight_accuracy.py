@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.runs import traced
-from benchmarks.tables import publish, run_study, study_parser
+from benchmarks.tables import Study, publish, study_command
 from specdemo.bench import measure
 from specdemo.bench.equality import prompt_prefixes
 from specdemo.cli.arguments import at_least_one, given
@@ -189,23 +189,18 @@ def study(options: argparse.Namespace) -> None:
     print(f"the target as drafter: {preflight(itself, texts_for(itself, kinds[:1]), pool).advice}")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and run the study."""
-    parser = study_parser(__file__, __doc__, TABLES, models=True)
-    methods = "draft, self, nasd, suffix, lookup"
-    parser.add_argument("--method", nargs="+", default=["draft", "nasd", "self"], help=methods)
-    parser.add_argument("--gamma", type=int, default=3)
-    parser.add_argument("--temperature", nargs="+", type=float, default=[0.0, 1.0])
-    parser.add_argument("--kind", nargs="+", default=[], help="classes of prompts (default: all)")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="runs per prompt, with different seeds")
-    prompts = "measured prompts per class: bundled prompts, then their prefixes (default: bundled prompts)"
-    parser.add_argument("--prompts", type=int, metavar="N", help=prompts)
-    tokens = "compare tokens per pass of all methods, which needs no timing"
-    parser.add_argument("--tokens-per-pass", action="store_true", help=tokens)
-    parser.add_argument("--record-texts", action="store_true", help="replace the recorded texts of the target")
-    return run_study(study, parser, arguments)
-
+OPTIONS = {
+    "method": {"nargs": "+", "default": ["draft", "nasd", "self"], "help": "draft, self, nasd, suffix, lookup"},
+    "gamma": 3,
+    "temperature": [0.0, 1.0],
+    "kind": {"nargs": "+", "default": [], "help": "classes of prompts (default: all)"},
+    "max_tokens": 64,
+    "repeat": {"type": int, "default": 1, "metavar": "N", "help": "runs per prompt, with different seeds"},
+    "prompts": {"type": int, "metavar": "N", "help": "prompts per class: bundled ones, then their prefixes"},
+    "tokens_per_pass": {"action": "store_true", "help": "compare tokens per pass of all methods, without timing"},
+    "record_texts": {"action": "store_true", "help": "replace the recorded texts of the target"},
+}
+main = study_command(__file__, __doc__, TABLES, Study(study, OPTIONS, models=True))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import run_study, study_parser
+from benchmarks.tables import Study, study_command
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.events import End, Event, Header, Loading
 from specdemo.core.trace import write
@@ -88,15 +88,13 @@ def study(options: argparse.Namespace) -> None:
     print(f"{output}: {len(text.encode()) / 1000:.0f} kB")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and record the trace."""
-    parser = study_parser(__file__, __doc__)
-    parser.add_argument("--name", default=EXAMPLE, help=f"{', '.join(RECORDINGS)} (default: {EXAMPLE})")
-    parser.add_argument("--target", help="GGUF file or directory of the target (default: that of the pair)")
-    parser.add_argument("--device", default="cpu", help="device (default: cpu)")
-    parser.add_argument("--output", type=Path, help="file (default: the recording in assets/traces)")
-    return run_study(study, parser, arguments)
-
+OPTIONS = {
+    "name": {"default": EXAMPLE, "help": f"{', '.join(RECORDINGS)} (default: {EXAMPLE})"},
+    "target": {"help": "GGUF file or directory of the target (default: that of the pair)"},
+    "device": "cpu",
+    "output": {"type": Path, "help": "file (default: the recording in assets/traces)"},
+}
+main = study_command(__file__, __doc__, {}, Study(study, OPTIONS))
 
 if __name__ == "__main__":
     sys.exit(main())

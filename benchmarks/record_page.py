@@ -11,14 +11,13 @@ from __future__ import annotations
 import argparse
 import io
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
 from playwright.sync_api import Page, expect
 
 from benchmarks.pages import RETURNING, chromium, served, status
-from benchmarks.tables import ROOT, run_study, study_parser
+from benchmarks.tables import ROOT, Study, study_command
 from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
 from specdemo.ui.service import leave_a_core
@@ -118,14 +117,12 @@ def study(options: argparse.Namespace) -> None:
         raise UserError(f"the file is larger than {MAX_BYTES / 1e6:.0f} MB: lower --quality or --scale")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and record the animation."""
-    parser = study_parser(__file__, __doc__)
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    parser.add_argument("--scale", type=float, default=0.7, help="pixels per pixel of the page (default: 0.7)")
-    parser.add_argument("--quality", type=int, default=60, help="of the WebP (default: 60)")
-    return run_study(study, parser, arguments)
-
+OPTIONS = {
+    "output": OUTPUT,
+    "scale": {"type": float, "default": 0.7, "help": "pixels per pixel of the page (default: 0.7)"},
+    "quality": {"type": int, "default": 60, "help": "of the WebP (default: 60)"},
+}
+main = study_command(__file__, __doc__, {}, Study(study, OPTIONS))
 
 if __name__ == "__main__":
     sys.exit(main())

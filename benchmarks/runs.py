@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,31 +67,35 @@ def run_module(module: str, *arguments: str) -> str:
     return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
 
 
-@dataclass(frozen=True)
 class Service:
-    """A running cloud service."""
+    """A cloud service in a process, which may be replaced at its port."""
 
-    url: str
-    process: psutil.Process
+    def __init__(self, *options: str) -> None:
+        self._options, self.url = options, "http://127.0.0.1:0"
+        self.start()
+
+    def start(self) -> None:
+        """Start the process; `url` is its address."""
+        port = self.url.rpartition(":")[2]
+        command = [sys.executable, "-m", "specdemo", "serve", "--port", port, *self._options]
+        self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.url = self._process.stdout.readline().removeprefix("listening on ").strip()
 
     @property
-    def rss_bytes(self) -> int:
-        """Current resident memory."""
-        return self.process.memory_info().rss
+    def process(self) -> psutil.Process:
+        return psutil.Process(self._process.pid)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 @contextmanager
 def cloud_service(*options: str) -> Iterator[Service]:
-    """Run the service with `options` on a free local port, by default with the bundled pair."""
-    models = [] if {"--pair", "--target"} & {*options} else ["--pair", "bundled"]
-    command = [sys.executable, "-m", "specdemo", "serve", "--port", "0", *models, *options]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            url = process.stdout.readline().removeprefix("listening on ").strip()
-            yield Service(url, psutil.Process(process.pid))
-        finally:
-            process.terminate()
+    """Run the service of the bundled pair with `options` on a free local port."""
+    with closing(Service("--pair", "bundled", *options)) as service:
+        yield service
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from specdemo.core.errors import UserError
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 
 
-def _llama(hidden: int, inner: int, layers: int, heads: int, tied: bool = True) -> dict[str, Any]:
+def _llama(hidden: int, inner: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "vocab_size": 4096,
@@ -27,10 +27,9 @@ def _llama(hidden: int, inner: int, layers: int, heads: int, tied: bool = True) 
     }
 
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-30m": _llama(512, 1536, 8, 8),
-    "llama-100m": _llama(768, 2304, 14, 12),
+SHAPES = {
     "llama-300m": _llama(1280, 3840, 16, 20, tied=False),
+    "llama-30m": _llama(512, 1536, 8, 8, tied=True),
 }
 
 

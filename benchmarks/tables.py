@@ -26,35 +26,42 @@ from specdemo.native.build import NativeUnavailable, native_library
 ROOT = Path(__file__).parents[1]
 
 
+@dataclass(frozen=True)
+class Study:
+    """Measurement of a module.
+
+    A value of `options` is a default, a list of defaults, or the keywords of `add_argument`; `models` adds the options
+    that select and load models.
+    """
+
+    measure: Callable[[argparse.Namespace], object]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    models: bool = False
+
+
 def study_parser(
-    script: str, description: str | None, tables: Mapping[str, str] | None = None, models: bool = False
+    script: str, description: str | None, tables: Mapping[str, str] | None = None, study: Study | None = None
 ) -> Parser:
     """Return a parser for the module `script` (its `__file__`) with the first paragraph of its docstring as help.
 
-    `tables` maps the names of its tables to documents, relative to the checkout; it adds the option `--write`. `models`
-    adds the options that select and load models.
+    `tables` maps the names of its tables to documents, relative to the checkout.
     """
     path = Path(script)
     name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else Path(path.parent.name, path.name)
     module = ".".join(name.with_suffix("").parts)
     parser = Parser(prog=f"python -m {module}", description=(description or "").split("\n\n")[0])
     parser.set_defaults(tables=tables or {}, write=False)
-    if tables:
-        add_write_option(parser, tables)
-    if models:
-        add_model_options(parser)
+    if study:
+        add_options(parser, tables or {}, study)
     return parser
 
 
-def add_write_option(parser: Parser, tables: Mapping[str, str]) -> None:
-    """Add `--write`, which replaces tables in the documents of `tables`."""
-    documents = ", ".join(dict.fromkeys(tables.values()))
-    parser.add_argument("--write", action="store_true", help=f"replace the tables in {documents}")
-
-
-def add_options(parser: Parser, options: Mapping[str, Any]) -> None:
-    """Add a flag per option. A value is the default, a list of defaults, or the keywords of `add_argument`."""
-    for name, value in options.items():
+def add_options(parser: Parser, tables: Mapping[str, str], study: Study) -> None:
+    """Add the flags of a study, and `--write`, which replaces tables in the documents of `tables`."""
+    if tables:
+        documents = ", ".join(dict.fromkeys(tables.values()))
+        parser.add_argument("--write", action="store_true", help=f"replace the tables in {documents}")
+    for name, value in study.options.items():
         keywords = value
         if not isinstance(value, dict):
             several = isinstance(value, list)
@@ -65,33 +72,26 @@ def add_options(parser: Parser, options: Mapping[str, Any]) -> None:
             }
             keywords |= {"nargs": "+"} if several else {}
         parser.add_argument("--" + name.replace("_", "-"), **keywords)
-
-
-@dataclass(frozen=True)
-class Study:
-    """Measurement of a module with several: function, options as for `add_options`, and use of the model options."""
-
-    measure: Callable[[argparse.Namespace], object]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    models: bool = False
+    if study.models:
+        add_model_options(parser)
 
 
 def study_command(
-    script: str, description: str | None, tables: Mapping[str, str], studies: Mapping[str, Study]
+    script: str, description: str | None, tables: Mapping[str, str], studies: Mapping[str, Study] | Study
 ) -> Callable[[Sequence[str] | None], int]:
-    """Return the `main` of a module with a command per study; all share `--write` for the tables of the module."""
+    """Return the `main` of a module: a study, or a command per study; all have `--write` if there are tables."""
 
     def main(arguments: Sequence[str] | None = None) -> int:
+        if isinstance(studies, Study):
+            parser = study_parser(script, description, tables, studies)
+            return run_study(studies.measure, parser, arguments)
         parser = study_parser(script, description)
         parser.set_defaults(tables=tables)
         commands = parser.add_subparsers(dest="study", required=True, metavar="STUDY", parser_class=Parser)
         for name, study in studies.items():
             summary = (study.measure.__doc__ or "").split("\n\n")[0]
             command = commands.add_parser(name, help=summary.replace("%", "%%"), description=summary)
-            add_write_option(command, tables)
-            add_options(command, study.options)
-            if study.models:
-                add_model_options(command)
+            add_options(command, tables, study)
         return run_study(lambda options: studies[options.study].measure(options), parser, arguments)
 
     return main

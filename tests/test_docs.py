@@ -82,7 +82,7 @@ def test_a_frozen_table_names_the_commit_of_its_study(name: str) -> None:
     (text,) = (path.read_text("utf-8") for path in DOCUMENTS if name in table_names(path))
     source = text.partition(f"begin: {name} -->")[2].partition("\n|")[0]
     assert source.startswith("\nNot reproduced by a script any more")
-    assert re.search(r"`benchmarks/\w+\.py[^`]*` of commit [0-9a-f]{7}\b.*\d{4}-\d\d-\d\d", source, re.S)
+    assert re.search(r"`(?:benchmarks|training)/\w+\.py[^`]*` of commit [0-9a-f]{7}\b.*\d{4}-\d\d-\d\d", source, re.S)
     assert not [run for run in RUNS if name in import_module(run.module).TABLES]
 
 

@@ -153,7 +153,7 @@ def pool() -> ModelPool:
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[str]:
-    with cloud_service("--pair", "bundled", "--device", "cpu") as running:
+    with cloud_service("--device", "cpu") as running:
         yield running.url
 
 

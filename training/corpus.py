@@ -19,14 +19,7 @@ END = "<|endoftext|>"
 VOCABULARY = 4096
 MAX_FILE_BYTES = 400_000
 # Generated tables and data, which would dominate the vocabulary.
-GENERATED = (
-    "encodings/",
-    "lib2to3/tests/data/",
-    "pydoc_data/",
-    "test/encoded_modules/",
-    "idlelib/Icons/",
-    "__pycache__/",
-)
+GENERATED = ("encodings/", "lib2to3/tests/data/", "pydoc_data/", "encoded_modules/", "idlelib/Icons/", "__pycache__/")
 
 
 @dataclass(frozen=True)
@@ -35,7 +28,6 @@ class Corpus:
 
     train: np.ndarray  # [n] uint16
     held_out: np.ndarray  # [m] uint16
-    held_out_files: list[str]
     tokenizer: PreTrainedTokenizerFast
 
 
@@ -56,13 +48,6 @@ def is_held_out(path: Path, root: Path) -> bool:
     """Select every 25th file by a hash of its name, which is stable across Python versions."""
     name = path.relative_to(root).as_posix()
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 25 == 0
-
-
-def held_out_texts() -> dict[str, str]:
-    """Return the source of every test file by name."""
-    root = Path(sysconfig.get_path("stdlib"))
-    files = (path for path in standard_library() if is_held_out(path, root))
-    return {path.relative_to(root).as_posix(): path.read_text("utf-8", "replace") for path in files}
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -98,12 +83,13 @@ def load(folder: Path, seed: int) -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
     files = standard_library()
     random.Random(seed).shuffle(files)
-    held_out = [path for path in files if is_held_out(path, root)]
-    texts = [path.read_text("utf-8", "replace") for path in files if not is_held_out(path, root)]
+    texts: dict[bool, list[str]] = {True: [], False: []}
+    for path in files:
+        texts[is_held_out(path, root)].append(path.read_text("utf-8", "replace"))
     if (folder / "target" / "tokenizer.json").exists():
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "target")
     else:
-        tokenizer = train_tokenizer(texts)
+        tokenizer = train_tokenizer(texts[False])
         for role in ("target", "drafter"):
             tokenizer.save_pretrained(folder / role)
     end = tokenizer.eos_token_id
@@ -112,12 +98,7 @@ def load(folder: Path, seed: int) -> Corpus:
         encoded = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return np.concatenate([np.array(encoding.ids + [end], dtype=np.uint16) for encoding in encoded])
 
-    return Corpus(
-        train=ids(texts),
-        held_out=ids([path.read_text("utf-8", "replace") for path in held_out]),
-        held_out_files=[path.relative_to(root).as_posix() for path in held_out],
-        tokenizer=tokenizer,
-    )
+    return Corpus(ids(texts[False]), ids(texts[True]), tokenizer)
 
 
 def batch(tokens: np.ndarray, step: int, size: int, length: int, seed: int) -> np.ndarray:

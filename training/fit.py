@@ -80,7 +80,6 @@ def fit(
         first = state["step"]
     model.train()
     bar = tqdm(range(first, schedule.steps), initial=first, total=schedule.steps, desc=label, mininterval=5)
-    smooth = None
     for step in bar:
         for optimizer in parts:
             for group in optimizer.param_groups:
@@ -91,8 +90,7 @@ def fit(
         for optimizer in parts:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        smooth = value.item() if smooth is None else 0.95 * smooth + 0.05 * value.item()
-        bar.set_postfix(loss=f"{smooth:.3f}", refresh=False)
+        bar.set_postfix(loss=f"{value.item():.3f}", refresh=False)
         if (step + 1) % (10 * schedule.save_every) == 0:
             tqdm.write(f"{label} step {step + 1}: validation {validate(step + 1):.4f}")
             model.train()

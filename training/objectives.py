@@ -1,8 +1,8 @@
-"""Losses and test figures: prediction for the target, agreement with the target for drafters, greedy loops."""
+"""Losses: prediction for the target, agreement with the target for drafters, greedy loops."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -30,21 +30,17 @@ def prediction(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
 REJECTION_WEIGHT = 3.0  # in `agreement`
 
 
-def agreement(drafters: Iterable[LlamaForCausalLM], target: LlamaForCausalLM, ids: Tensor) -> Tensor:
-    """Return the distillation loss, summed over drafters: KL(p || q) plus `REJECTION_WEIGHT` times 1 - beta.
+def agreement(drafter: LlamaForCausalLM, target: LlamaForCausalLM, ids: Tensor) -> Tensor:
+    """Return the distillation loss KL(p || q) plus `REJECTION_WEIGHT` times 1 - beta.
 
-    The second term is the total-variation loss of DistillSpec (2310.08461). All drafters share a pass of the target.
+    The second term is the total-variation loss of DistillSpec (2310.08461).
     """
     with torch.no_grad():
         p = logits(target, ids).log_softmax(-1)
         weight = p.exp()
-    total = torch.zeros((), device=ids.device)
-    for drafter in drafters:
-        q = logits(drafter, ids).log_softmax(-1)
-        divergence = (weight * (p - q)).sum(-1).mean()
-        overlap = torch.minimum(weight, q.exp()).sum(-1).mean()
-        total = total + divergence + REJECTION_WEIGHT * (1.0 - overlap)
-    return total
+    q = logits(drafter, ids).log_softmax(-1)
+    divergence = (weight * (p - q)).sum(-1).mean()
+    return divergence + REJECTION_WEIGHT * (1.0 - torch.minimum(weight, q.exp()).sum(-1).mean())
 
 
 def loops(tokens: Tensor, longest: int = 32, least: int = 8) -> Tensor:
@@ -95,45 +91,8 @@ def without_loops(
 
 
 @torch.no_grad()
-def held_out_loss(model: LlamaForCausalLM, tokens: np.ndarray, length: int, windows: int) -> float:
-    """Return the mean cross entropy, in nats per token, over evenly spaced windows of `length` tokens."""
-    model.eval()
+def held_out(loss: Callable[[Tensor], Tensor], tokens: np.ndarray, device: str, length: int, windows: int) -> float:
+    """Return the mean of `loss` over evenly spaced windows of test text."""
     starts = np.linspace(0, len(tokens) - length, windows).astype(int)
-    losses = []
-    for start in starts:
-        ids = torch.from_numpy(tokens[start : start + length].astype(np.int64))[None].to(model.device)
-        losses.append(prediction(model, ids).item())
-    return float(np.mean(losses))
-
-
-@torch.no_grad()
-def held_out_agreement(
-    drafter: LlamaForCausalLM, target: LlamaForCausalLM, tokens: np.ndarray, length: int, windows: int
-) -> tuple[float, float]:
-    """Return the mean of sum min(p, q) at temperature 1 and the share of equal first choices, on test text."""
-    drafter.eval()
-    starts = np.linspace(0, len(tokens) - length, windows).astype(int)
-    overlap, first = [], []
-    for start in starts:
-        ids = torch.from_numpy(tokens[start : start + length].astype(np.int64))[None].to(target.device)
-        p, q = logits(target, ids), logits(drafter, ids)
-        overlap.append(torch.minimum(p.softmax(-1), q.softmax(-1)).sum(-1).mean().item())
-        first.append((p.argmax(-1) == q.argmax(-1)).float().mean().item())
-    return float(np.mean(overlap)), float(np.mean(first))
-
-
-@torch.no_grad()
-def held_out_loops(model: LlamaForCausalLM, tokens: np.ndarray, prompts: int) -> float:
-    """Return the share of greedy continuations (256 tokens after 64 tokens of test text) that end in a loop."""
-    model.eval()
-    starts = np.linspace(0, len(tokens) - 64, prompts).astype(int)
-    ids = torch.from_numpy(np.stack([tokens[start : start + 64] for start in starts]).astype(np.int64)).to(model.device)
-    text = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=256,
-        min_new_tokens=256,
-        pad_token_id=0,
-    )
-    return loops(text)[:, -1].float().mean().item()
+    rows = np.stack([tokens[start : start + length] for start in starts]).astype(np.int64)
+    return float(np.mean([loss(ids[None]).item() for ids in torch.from_numpy(rows).to(device)]))

@@ -1,19 +1,26 @@
-"""Terminal commands: output, exit codes, and one clear sentence for each kind of invalid input."""
+"""Terminal commands: output, exit codes, files, and one clear sentence for each kind of invalid input."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from fakes.forked_process import ForkedProcess, terminal, terminal_with_full_disk
 from fakes.tiny_models import byte_level_tokenizer, save_model, sentencepiece_tokenizer
 
 from specdemo.cli import main
+from specdemo.cli import run as run_module
 from specdemo.cli.arguments import parser
+from specdemo.cli.output import OutputFile
 from specdemo.cli.run import recipe_of_flags
+from specdemo.core.errors import UserError, check_temporary_folder
 from specdemo.core.events import StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.step_record import step_of
@@ -157,22 +164,12 @@ BAD = {
     "prompt longer than the context": (["x = 1\n" * 200], "shorten it by at least"),
     "gamma 0": ([PROMPT, "--gamma", "0"], "gamma must be from 1 to 64, not 0"),
     "gamma no number": ([PROMPT, "--gamma", "many"], "invalid int value"),
-    "temperature nan": ([PROMPT, "--temperature", "nan"], "temperature must be from 0"),
     "surrogate": (["a\udcff"], "the prompt has an invalid character at position 2"),
-    "option of another method": (
-        [PROMPT, "--tree-nodes", "5"],
-        "no effect with method draft: choose tree",
-    ),
-    "threshold of a gate": (
-        [PROMPT, "--remote", "http://a:1", "--gate-nll", "1"],
-        "gate_nll has no effect without gate nll: add nll to gates",
-    ),
+    "option of another method": ([PROMPT, "--tree-nodes", "5"], "no effect with method draft: choose tree"),
+    "threshold of a gate": ([PROMPT, "--remote", "http://a:1", "--gate-nll", "1"], "gate_nll has no effect without"),
     "store of one run": ([PROMPT, "--method", "nasd", "--ngram-keep"], "unrecognized arguments: --ngram-keep"),
     "unknown method": ([PROMPT, "--method", "magic"], "known are draft, eagle, medusa, block, nasd"),
-    "unknown quantization": ([PROMPT, "--quantization", "int7"], "known are none, bf16, fp16, int8, nf4"),
     "removed quantization": ([PROMPT, "--quantization", "fp4-single"], "fp4-single was removed: choose nf4"),
-    "removed drafter form": ([PROMPT, "--drafter-quantization", "fp4"], "fp4 was removed: choose nf4"),
-    "removed jitter": ([PROMPT, "--jitter-ms", "3"], "jitter_ms was removed: emulate it with tc netem"),
     "removed bandwidth": ([PROMPT, "--up-mbit", "3"], "up_mbit was removed: emulate it with tc netem"),
     "trace that cannot be written": ([PROMPT, "--trace", "/nowhere/at/all"], "cannot write the trace"),
 }
@@ -188,6 +185,29 @@ def test_bad_input_gets_one_sentence(case: str, models: dict[str, str], capsys: 
     error = capsys.readouterr().err.strip().splitlines()
     assert code == 2
     assert len(error) == 1 and sentence in error[0] and error[0].startswith("specdemo: ")
+
+
+SERVE = {
+    "--port 70000": "cannot listen on",
+    "--queue 0": "queue must be at least 1",
+    f"--key {__file__}": "key has no effect without --certificate",
+    f"--certificate {__file__}": "is unusable",
+    "--max-replicas 2": "have no effect without --ray",
+    "--ray --min-replicas 3 --max-replicas 2": "min-replicas must be from 1 to max-replicas",
+    "--ray --connections 9": "have no effect with --ray",
+    "--ray": "package ray is not installed: install",
+}
+
+
+@pytest.mark.parametrize("flags", SERVE)
+def test_bad_options_of_a_service_get_one_sentence(
+    flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "specdemo.cli.ray_serve", raising=False)
+    assert main(["serve", *flags.split()]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("specdemo: ") and SERVE[flags] in error
 
 
 def test_the_drafter_decodes_alone_if_no_cloud_responds(
@@ -224,20 +244,122 @@ def test_a_banned_text_does_not_appear(capsys: pytest.CaptureFixture[str]) -> No
     assert "self" in texts[0] and "self" not in texts[1]
 
 
-def test_ctrl_c_ends_the_trace(
-    models: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+# --- output files -----------------------------------------------------------------------------------------------------
+
+FULL = Path("/dev/full")
+
+needs_full_device = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full")
+
+
+@pytest.fixture
+def ar(models: dict[str, str]) -> list[str]:
+    return ["--target", models["target"], "--method", "ar", "--device", "cpu", "--max-tokens", "20"]
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def test_a_failed_run_leaves_the_earlier_file(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("earlier")
+    with pytest.raises(KeyError), closing(OutputFile(path, "the trace")):
+        raise KeyError("before the first line")
+    assert path.read_text() == "earlier" and os.listdir(tmp_path) == ["trace.jsonl"]
+    with closing(OutputFile(path, "the trace")) as file:
+        file.write("later")
+        assert path.read_text() == "earlier"
+    assert path.read_text() == "later" and os.listdir(tmp_path) == ["trace.jsonl"]
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with closing(OutputFile(tmp_path / "link", "the trace")) as file:
+        file.write("text")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "text"
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "end"), [(KeyboardInterrupt, 130, "cancelled"), (ZeroDivisionError, None, "error")]
+)
+def test_an_interrupted_run_is_marked_in_its_trace(
+    failure: type[BaseException],
+    code: int | None,
+    end: str,
+    ar: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from specdemo.cli import run as module
+    path, real = tmp_path / "trace.jsonl", run_module.generate
 
-    real = module.generate
-
-    def interrupted(*args: object) -> object:
-        for event in real(*args):
+    def failing(*given: object) -> Iterator[object]:
+        for event in real(*given):
             yield event
             if isinstance(event, StepEvent) and event.step.i == 2:
-                raise KeyboardInterrupt
+                raise failure("broken")
 
-    monkeypatch.setattr(module, "generate", interrupted)
-    assert main(["run", PROMPT, *pair(models), "--json"]) == 130
-    end = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert end["end"] == "cancelled" and end["metrics"]["steps"] == 3
+    monkeypatch.setattr(run_module, "generate", failing)
+    command = ["run", PROMPT, *ar, "--trace", str(path)]
+    if code is None:
+        with pytest.raises(failure):
+            main(command)
+    else:
+        assert main(command) == code
+    header, *steps, last = lines(path)
+    assert "specdemo" in header and len(steps) == 3 and last["metrics"]["steps"] == 3
+    assert (last["end"], last["error"]) == (end, "interrupted" if code else "broken")
+
+
+def test_a_disk_that_becomes_full_ends_the_run_with_a_sentence(ar: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    process = ForkedProcess(terminal_with_full_disk, 4096, "run", PROMPT, *ar, "--trace", str(path))
+    _, errors = process.communicate()
+    assert process.wait() == 2
+    sentence = f"specdemo: cannot write the trace to {path}: File too large: free some space"
+    assert errors.splitlines()[-1] == sentence and "Traceback" not in errors
+    assert os.listdir(tmp_path) == []
+
+
+@needs_full_device
+def test_a_full_disk_for_traces_and_output(ar: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", PROMPT, *ar, "--trace", str(FULL)]) == 2 and FULL.is_char_device()
+    assert capsys.readouterr().err.splitlines()[-1].endswith("No space left on device: free some space")
+    process = ForkedProcess(terminal, "run", PROMPT, *ar, "--json", output=FULL)
+    _, errors = process.communicate()
+    assert process.wait() == 2
+    sentence = "specdemo: cannot write the output: No space left on device: free some space"
+    assert errors.splitlines()[-1] == sentence and "Traceback" not in errors
+
+
+def test_a_directory_without_write_access(ar: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """/proc is read-only for root, too; a bench is refused before it measures."""
+    bench = ["bench", *ar[:2], "--method", "nasd", "--device", "cpu", "--output"]
+    for command in (["run", PROMPT, *ar, "--trace"], bench):
+        assert main([*command, "/proc/specdemo.out"]) == 2
+        shown = capsys.readouterr()
+        assert not shown.out and "cannot write the " in (last := shown.err.splitlines()[-1])
+        assert last.endswith(": choose a writable directory")
+
+
+@needs_full_device
+def test_direct_writes_report_their_failure() -> None:
+    with pytest.raises(UserError, match="free some space"), closing(OutputFile(FULL, "the trace")) as file:
+        file.write("x" * 100_000)
+
+
+def test_characters_that_the_terminal_cannot_encode_are_escaped(ar: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for encoding, shown in (("latin-1", "\\u732b é"), ("ascii", "\\u732b \\xe9"), ("utf-8", "猫 é")):
+        output = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        monkeypatch.setattr(sys, "stdout", output)
+        assert main(["run", "# 猫 é", *ar]) == 0
+        output.flush()
+        assert shown in output.buffer.getvalue().decode(encoding)
+
+
+def test_a_missing_temporary_folder_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise FileNotFoundError("No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr("tempfile.gettempdir", missing)
+    with pytest.raises(UserError, match="set TMPDIR to a writable directory"):
+        check_temporary_folder()

@@ -1,12 +1,14 @@
-"""Fields of clients: neutral values change nothing, others are refused by name, answers are accepted as they came."""
+"""Fields of clients: neutral values change no option, others are refused by name, answers are accepted as they came."""
 
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from specdemo.completions.fields import SYNONYMS, TABLES, InvalidParameter
 from specdemo.completions.requests import ChatRequest, CompletionRequest, TextRequest, parse_request
@@ -22,7 +24,7 @@ def text(**values: Any) -> TextRequest:
 
 
 def chat(*messages: dict[str, Any], **values: Any) -> ChatRequest:
-    return parse_request(ChatRequest, json.dumps({**CHAT, "messages": [*messages] or [USER], **values}).encode())
+    return parse_request(ChatRequest, json.dumps({**CHAT, "messages": [*messages] or [USER]} | values).encode())
 
 
 # Bodies as clients send them by default, with the values of their settings that are off.
@@ -79,32 +81,20 @@ EFFECTIVE = {*CompletionRequest.model_fields, "echo", "logprobs", "top_logprobs"
 CHAT_ONLY, TEXT_ONLY = {"mode", "continue_", "top_logprobs"}, {"suffix", "echo", "add_bos_token"}
 
 
-@pytest.mark.parametrize(("place", "name", "value"), [
-    (place, name, value)
-    for body in BODIES
-    for name, value in body.items()
-    for place in (["chat"] if name in CHAT_ONLY else ["text"] if name in TEXT_ONLY else ["chat", "text"])
-])  # fmt: skip
-def test_neutral_values_change_nothing(place: str, name: str, value: Any) -> None:
-    make: Any = chat if place == "chat" else text
-    request, plain = make(**{name: value}), make()
-    if SYNONYMS.get(name, name) not in EFFECTIVE:
-        assert request == plain and request.options == plain.options
-
-
-@pytest.mark.parametrize("body", [OPENAI, LLAMA_CPP, VLLM, SILLY_TAVERN, WEB_UI, HARNESS])
-def test_complete_bodies_are_accepted(body: dict[str, Any]) -> None:
+@pytest.mark.parametrize("body", BODIES)
+def test_neutral_values_change_nothing(body: dict[str, Any]) -> None:
+    """Each field alone, and complete bodies."""
     for make, without in ((text, CHAT_ONLY), (chat, TEXT_ONLY)):
-        make(**{name: value for name, value in body.items() if name not in without})
-
-
-@pytest.mark.parametrize("name", [*"abc", "unknown", "min_p", "messages", "top_logprobs", "grammar", "prompt_logprobs"])
-def test_null_is_neutral_for_every_name(name: str) -> None:
-    assert text(**{name: None}) == text()
-    if name != "messages":
-        assert chat(**{name: None}) == chat()
-    assert chat({**USER, name: None}) == chat()
-    assert chat({"role": "user", "content": [{"type": "text", "text": "x", name: None}]}).prompt_input == [USER]
+        plain, values = make(), {name: value for name, value in body.items() if name not in without}
+        make(**values)
+        for name, value in values.items():
+            request = make(**{name: value})
+            if SYNONYMS.get(name, name) not in EFFECTIVE:
+                assert (request, request.options) == (plain, plain.options), name
+            assert make(**{name: None}) == plain, name
+    for name in ("unknown", *body):
+        parts = [{"type": "text", "text": "x", name: None}]
+        assert chat({"role": "user", "content": parts, name: None}).prompt_input == [USER]
 
 
 OTHERS: dict[str, Any] = {
@@ -123,9 +113,8 @@ OTHERS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "value"), OTHERS.items())
-def test_other_values_are_refused_by_name(name: str, value: Any) -> None:
-    for make in (text, chat):
+def test_other_values_are_refused_by_name() -> None:
+    for (name, value), make in product(OTHERS.items(), (text, chat)):
         with pytest.raises(InvalidParameter, match=f"^{name} is not supported: ") as refused:
             make(**{name: value})
         assert refused.value.parameter == name
@@ -154,12 +143,9 @@ def test_conventional_values_and_names(values: dict[str, Any], option: str, expe
     assert text(**values).options.get(option) == chat(**values).options.get(option) == expected
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "n_predict", "max_new_tokens"])
-def test_minus_1_is_unlimited(name: str) -> None:
-    assert text(**{name: -1}).unlimited and not text(**{name: 1}).unlimited
-
-
-def test_synonyms_with_different_values_are_refused() -> None:
+def test_synonyms_have_one_value() -> None:
+    for name in ("max_tokens", "n_predict", "max_new_tokens"):
+        assert text(**{name: -1}).unlimited and not text(**{name: 1}).unlimited
     with pytest.raises(InvalidParameter, match="max_new_tokens is another max_tokens"):
         text(max_tokens=5, max_new_tokens=6)
 
@@ -175,48 +161,38 @@ NEUTRAL_OF_MESSAGES: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "value"), NEUTRAL_OF_MESSAGES.items())
-def test_neutral_fields_of_messages(name: str, value: Any) -> None:
-    assert chat(USER, {**ANSWER, name: value}, USER) == chat(USER, ANSWER, USER)
+OTHERS_OF_MESSAGES: dict[str, Any] = {
+    "tool_calls": [{"id": "c"}], "function_call": {"name": "f"}, "refusal": "no", "audio": {"id": "a"},
+    "reasoning_content": "hm", "images": ["a"], "prefix": True, "mystery": 1,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    {
-        "tool_calls": [{"id": "c"}], "function_call": {"name": "f"}, "refusal": "no", "audio": {"id": "a"},
-        "reasoning_content": "hm", "images": ["a"], "prefix": True, "mystery": 1,
-    }.items(),
-)  # fmt: skip
-def test_other_fields_of_messages_are_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(InvalidParameter, match=f"messages.1.{name} is not supported: "):
-        chat(USER, {**ANSWER, name: value}, USER)
-
-
-def test_answers_without_content_are_empty_texts() -> None:
+def test_fields_of_messages() -> None:
+    for name, value in NEUTRAL_OF_MESSAGES.items():
+        assert chat(USER, {**ANSWER, name: value}, USER) == chat(USER, ANSWER, USER), name
+    for name, value in OTHERS_OF_MESSAGES.items():
+        with pytest.raises(InvalidParameter, match=f"messages.1.{name} is not supported: "):
+            chat(USER, {**ANSWER, name: value}, USER)
     assert chat(USER, {"role": "assistant", "content": None}, USER).prompt_input[1]["content"] == ""
     with pytest.raises(InvalidParameter, match=r"messages\.0\.content is missing"):
         chat({"role": "user", "content": None})
+    for role in ("tool", "function", ""):
+        with pytest.raises(InvalidParameter, match=r"messages\.1\.role must be .*tools are not supported"):
+            chat(USER, {"role": role, "content": "x"})
 
 
-@pytest.mark.parametrize("kind", ["text", "input_text", "output_text"])
-@pytest.mark.parametrize(
-    "more", [{"cache_control": {"type": "ephemeral"}}, {"annotations": [], "logprobs": []}, {"id": "p", "index": 0}]
-)
-def test_parts_are_joined(kind: str, more: dict[str, Any]) -> None:
-    parts = [{"type": kind, "text": part, **more} for part in "ab"]
-    assert chat({"role": "user", "content": parts}).prompt_input == [{"role": "user", "content": "ab"}]
-
-
-@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url", "refusal", "reasoning", "tool_use"])
-def test_parts_that_are_no_texts_get_a_true_sentence(kind: str) -> None:
-    with pytest.raises(InvalidParameter, match=f"messages.0.content.1 is of type '{kind}', and this service reads tex"):
-        chat({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind}]})
-
-
-@pytest.mark.parametrize("role", ["tool", "function", "ipython", ""])
-def test_other_roles_are_refused(role: str) -> None:
-    with pytest.raises(InvalidParameter, match=r"messages\.1\.role must be .*tools are not supported"):
-        chat(USER, {"role": role, "content": "x"})
+def test_parts_of_texts_are_joined_and_others_refused() -> None:
+    for more in (
+        {"cache_control": {"type": "ephemeral"}},
+        {"annotations": [], "logprobs": []},
+        {"id": "p", "index": 0},
+    ):
+        for kind in ("text", "input_text", "output_text"):
+            parts = [{"type": kind, "text": part, **more} for part in "ab"]
+            assert chat({"role": "user", "content": parts}).prompt_input == [{"role": "user", "content": "ab"}]
+    for kind in ("image_url", "input_audio", "file", "refusal", "tool_use"):
+        with pytest.raises(InvalidParameter, match=f"messages.0.content.1 is of type '{kind}', and this service reads"):
+            chat({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind}]})
 
 
 CONTINUED = {"continue_final_message": True}
@@ -244,15 +220,37 @@ def test_the_last_message_is_continued_or_answered(
     assert len(request.prompt_input) == (1 if messages[-1]["content"] == "" else len(messages))
 
 
-def test_a_message_to_continue_has_no_generation_prompt() -> None:
+def test_options_of_templates_fit_the_messages() -> None:
     with pytest.raises(UserError, match="omit add_generation_prompt"):
         chat(USER, ANSWER, continue_final_message=True, add_generation_prompt=True)
+    for name in ("messages", "a b", "1", ""):
+        with pytest.raises(UserError, match="chat_template_kwargs"):
+            chat(chat_template_kwargs={name: 1})
 
 
-@pytest.mark.parametrize("name", ["messages", "a b", "1", ""])
-def test_variables_of_templates_have_names(name: str) -> None:
-    with pytest.raises(UserError, match="chat_template_kwargs"):
-        chat(chat_template_kwargs={name: 1})
+# --- many invalid values -----------------------------------------------------------------------------------------
+
+MANY: list[tuple[Any, dict[str, Any], str]] = [
+    (chat, {"messages": [{}] * 5000}, "messages.0.role is missing: add it"),
+    (chat, {"messages": [{"role": "user", "content": [{}] * 5000}]}, "messages.0.content must be a text"),
+    (chat, {"messages": [USER] * 5000}, "messages: list should have at most 4096"),
+    (text, {"prompt": [None] * 5000}, "prompt must be a text"),
+    (text, {"stop": [None] * 5000}, "stop must be a text"),
+    (text, {"prediction": {"type": "content", "content": [{}] * 5000}}, "prediction.content"),
+]
+
+
+def test_validation_ends_at_the_first_invalid_item() -> None:
+    for make, values, sentence in MANY:
+        with pytest.raises(UserError, match=f"^{sentence}") as refused:
+            make(**values)
+        cause = refused.value.__context__
+        assert isinstance(cause, ValidationError) and cause.error_count() < 5
+    keys = {f"k{i}": None for i in range(300)}
+    for values in ({"messages": [keys]}, keys):
+        with pytest.raises(UserError, match="an object has 30[02] keys: at most 256 are read") as refused:
+            chat(**values)
+        assert refused.value.__context__ is None  # before validation
 
 
 # --- documentation -----------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_listed_tokens_are_the_text_wherever_a_stop_text_ends_it(post: Any) -> N
     ask = partial(post, prompt="for i in range(", max_tokens=32, logprobs=1, return_token_ids=True)
     whole = ask()["choices"][0]
     text = whole["text"]
-    for start in range(1, len(text) - 6, 5):
+    for start in range(1, len(text) - 6, 11):
         for size in (1, 3, 6):
             choice = ask(stop=[text[start : start + size], "\0"])["choices"][0]
             assert (

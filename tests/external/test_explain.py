@@ -14,27 +14,7 @@ from specdemo.external.engine_log import EngineStatistics, read_engine_log
 
 LOGS = {path.name: path for path in sorted((Path(__file__).parent / "logs").iterdir())}
 
-DIAGNOSED = {
-    "llama-timings.json": {"low acceptance"},
-    "vllm-window.log": {"low acceptance", "acceptance ends"},
-    "vllm-dflash.log": {"low acceptance", "acceptance ends"},
-}
-
-
-def statistics(name: str) -> EngineStatistics:
-    return read_engine_log(LOGS[name].read_text("utf-8"))
-
-
-def diagnosed(reported: EngineStatistics) -> set[str]:
-    return {diagnosis.name for diagnosis in DIAGNOSES if diagnosis.explain(reported)}
-
-
-@pytest.mark.parametrize("name", LOGS)
-def test_lines_of_public_threads_are_diagnosed_or_not(name: str) -> None:
-    assert LOGS[name].read_text("utf-8").startswith("# https://github.com/")
-    assert diagnosed(statistics(name)) == DIAGNOSED.get(name, set())
-
-
+LOW, ENDS = "low acceptance", "acceptance ends"
 FIGURES = {  # engine, drafted, accepted, tokens per step, tokens per second
     "llama-eagle3.log": ("llama.cpp", 259, 167, 2.92, 111.46),
     "llama-timings.json": ("llama.cpp", 347, 65, None, 18.05),
@@ -48,13 +28,23 @@ FIGURES = {  # engine, drafted, accepted, tokens per step, tokens per second
     "sglang-eagle3.log": ("SGLang", None, None, 1.93, 178.86),
     "sglang-plain.log": ("SGLang", None, None, None, None),
 }
+DIAGNOSED = {"llama-timings.json": {LOW}, "vllm-window.log": {LOW, ENDS}, "vllm-dflash.log": {LOW, ENDS}}
+
+
+def statistics(name: str) -> EngineStatistics:
+    return read_engine_log(LOGS[name].read_text("utf-8"))
+
+
+def diagnosed(reported: EngineStatistics) -> set[str]:
+    return {diagnosis.name for diagnosis in DIAGNOSES if diagnosis.explain(reported)}
 
 
 @pytest.mark.parametrize("name", LOGS)
-def test_figures_equal_those_that_the_engine_prints(name: str) -> None:
+def test_figures_equal_those_that_the_engine_prints_and_are_diagnosed(name: str) -> None:
+    assert LOGS[name].read_text("utf-8").startswith("# https://github.com/")
     reported = statistics(name)
     figures = (reported.drafted, reported.accepted, reported.tokens_per_step, reported.tokens_per_second)
-    assert reported.engine == FIGURES[name][0]
+    assert reported.engine == FIGURES[name][0] and diagnosed(reported) == DIAGNOSED.get(name, set())
     for figure, expected in zip(figures, FIGURES[name][1:], strict=True):
         assert figure == (expected if expected is None else pytest.approx(expected, abs=0.02))
 

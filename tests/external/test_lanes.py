@@ -79,6 +79,9 @@ def test_stop_texts_and_stop_tokens_end_the_text_here(server: EngineServer, text
     piece = steps(list(generate(external(server), PROMPT, pool)))[1].pieces[-1]
     ended = "".join(event.text for event in steps(list(generate(external(server, stop_texts=(piece,)), PROMPT, pool))))
     assert piece not in ended
+    longest = list(generate(external(server, max_tokens=7), PROMPT, pool))  # the server does not end
+    assert [token for event in steps(longest) for token in event.step.tokens] == text[:7]
+    assert isinstance(longest[-1], End) and longest[-1].reason == "length"
 
 
 @pytest.mark.parametrize("stop", ["text", "token"])
@@ -98,14 +101,6 @@ def test_a_trace_that_ends_within_accepted_tokens_is_read(
     assert last.tokens == tuple(text[4 : position + 1]) and read.end and read.end.reason == "stop"
     assert (last.accepted, last.draft.size, last.tested) == (position - 3, 3, position - 3)
     assert list(read.steps) == steps(events)
-
-
-def test_a_server_that_does_not_end_is_ended_at_the_longest_output(
-    server: EngineServer, text: list[int], pool: ModelPool
-) -> None:
-    events = list(generate(external(server, max_tokens=7), PROMPT, pool))
-    assert [token for event in steps(events) for token in event.step.tokens] == text[:7]
-    assert isinstance(events[-1], End) and events[-1].reason == "length"
 
 
 def test_closing_a_run_closes_the_stream(server: EngineServer, pool: ModelPool) -> None:

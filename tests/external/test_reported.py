@@ -14,10 +14,9 @@ from specdemo.core.events import End, Header, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.step import Outcome, Step
 from specdemo.external.client import DIALECTS
-from specdemo.external.reported import StepCounts, reported_step
+from specdemo.external.reported import reported_step
 
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.jsonl"))
-PLAIN, UNKNOWN = StepCounts(0, 0), None
 BIRD = [10813, 234, 116]  # ids of a character in `llama-smollm2`, whose stream names the last one only
 
 
@@ -164,9 +163,6 @@ def test_without_counts_every_token_is_unknown() -> None:
     found, _ = steps("vllm", vllm([1, 2], None))
     assert [step.kind for step in found] == [Outcome.PLAIN, Outcome.UNKNOWN, Outcome.UNKNOWN]
     assert Metrics.of(found).drafted == 0
-
-
-A, B, ZERO = StepCounts(3, 3), StepCounts(1, 3), StepCounts(0, 3)
 
 
 # --- SGLang, from its documented fields; not run -----------------------------------------------------------------

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from fakes.http_server import Handler, http_server
 from specdemo.models.load import read_tokenizer
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import PAIRS
@@ -50,18 +50,19 @@ def engine_server() -> Iterator[EngineServer]:
     """Run the server with the tokenizer of the bundled pair."""
     tokenizer, state = read_tokenizer(ModelSpec(PAIRS["bundled"].target, device="cpu")), EngineServer()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Engine(Handler):
         def do_GET(self) -> None:
-            self._send({"data": [{"id": "served"}]})
+            self.answer(200, json.dumps({"data": [{"id": "served"}]}).encode())
 
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            body = json.loads(self.body())
             state.keys.append(self.headers["Authorization"])
             if self.path == "/detokenize":
-                return self._send({"content": tokenizer.decode([token + state.shift for token in body["tokens"]])})
+                text = tokenizer.decode([token + state.shift for token in body["tokens"]])
+                return self.answer(200, json.dumps({"content": text}).encode())
             state.bodies.append(body)
             if state.status != 200:
-                return self._send({"error": {"message": "no slot"}}, state.status)
+                return self.answer(state.status, json.dumps({"error": {"message": "no slot"}}).encode())
             self.send_response(200)
             self.end_headers()
             try:
@@ -75,21 +76,6 @@ def engine_server() -> Iterator[EngineServer]:
             except OSError:
                 state.left.set()
 
-        def _send(self, value: Any, status: int = 200) -> None:
-            self.send_response(status)
-            self.end_headers()
-            with suppress(OSError):
-                self.wfile.write(json.dumps(value).encode())
-
-        def log_message(self, *_: Any) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    state.url = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with http_server(Engine) as url:
+        state.url = url
         yield state
-    finally:
-        server.shutdown()
-        thread.join()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import contextmanager
 from typing import Any
 
+from fakes.http_server import Handler, http_server
 from fakes.remote import INFO
 from specdemo.models.load import read_tokenizer
 from specdemo.models.spec import ModelSpec
@@ -29,33 +28,15 @@ def hostile_service(respond: Respond, **changes: Any) -> Iterator[str]:
     """Yield the address of a service that answers POST requests by `respond`."""
     info = bundled_info(**changes)
 
-    class Handler(BaseHTTPRequestHandler):
+    class Hostile(Handler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            self._send(200, info)
+            self.answer(200, json.dumps(info).encode())
 
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            self._send(*respond(json.loads(body)))
+            status, message = respond(json.loads(self.body()))
+            self.answer(status, json.dumps(message).encode())
 
-        def _send(self, status: int, message: dict[str, Any]) -> None:
-            body = json.dumps(message).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            with suppress(OSError):  # the client left
-                self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with http_server(Hostile) as url:
+        yield url

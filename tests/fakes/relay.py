@@ -1,26 +1,35 @@
-"""TCP relay that ends the connection at a chosen message, as a killed service does."""
+"""TCP relay between a client and a service, with faults: cut, dropped, delayed, repeated, damaged and withheld data."""
 
 from __future__ import annotations
 
+import random
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
 
+DELAY_S = 0.2
+Fault = Callable[[str, int, bytes], bytes]  # direction, number and data of a message; data to forward instead
+
+
+class Cut(Exception):
+    """All connections end and new ones are refused, as after the end of a service."""
+
+
+class Dropped(Exception):
+    """The connection ends after the data of this exception."""
+
 
 class Relay:
-    """Relay to `url`. After `cut`, all connections are ended and new ones are refused."""
+    """Relay to `url`. Messages count from `start` on; the direction is "request" or "response"."""
 
-    def __init__(self, url: str, is_last: Callable[[str, int], bool]) -> None:
-        """`is_last(direction, number)`: cut at this message; `direction` is "request" or "response".
-
-        Messages count once `counting` is set.
-        """
+    def __init__(self, url: str, fault: Fault) -> None:
         self._target = urlsplit(url).hostname, urlsplit(url).port
-        self._is_last = is_last
+        self._fault = fault
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.port = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
         self.counts = {"request": 0, "response": 0}
         self.is_cut = self.counting = False
         self._sockets: list[socket.socket] = []
@@ -31,8 +40,7 @@ class Relay:
         with self._lock:
             self.is_cut = True
             for connection in (self._listener, *self._sockets):
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                _end(connection)
                 connection.close()
 
     def redirect(self, url: str) -> None:
@@ -40,8 +48,7 @@ class Relay:
         with self._lock:
             self._target = urlsplit(url).hostname, urlsplit(url).port
             for connection in self._sockets:
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                _end(connection)
             self._sockets.clear()
 
     def _accept(self) -> None:
@@ -65,17 +72,76 @@ class Relay:
         with suppress(OSError):
             while data := source.recv(1 << 20):
                 self.counts[direction] += self.counting
-                if self.counting and self._is_last(direction, self.counts[direction]):
+                try:
+                    sink.sendall(self._fault(direction, self.counts[direction], data) if self.counting else data)
+                except Cut:
                     self.cut()
                     return
-                sink.sendall(data)
+                except Dropped as dropped:
+                    sink.sendall(b"".join(dropped.args))
+                    for connection in (source, sink):
+                        _end(connection)
             sink.shutdown(socket.SHUT_WR)
 
 
+def _end(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 @contextmanager
-def relay(url: str, is_last: Callable[[str, int], bool] = lambda direction, number: False) -> Iterator[Relay]:
-    opened = Relay(url, is_last)
+def relay(url: str, fault: Fault = lambda direction, number, data: data) -> Iterator[Relay]:
+    opened = Relay(url, fault)
     try:
         yield opened
     finally:
         opened.cut()
+
+
+def cut_at(direction: str, number: int) -> Fault:
+    """Cut all connections at a message."""
+
+    def fault(at: str, count: int, data: bytes) -> bytes:
+        if (at, count) == (direction, number):
+            raise Cut
+        return data
+
+    return fault
+
+
+class Faults:
+    """Fault in a `share` of the messages after the first `spared` ones; `count`: injected faults."""
+
+    def __init__(self, name: str, seed: int, share: float = 0.15, spared: int = 6) -> None:
+        self._change, self._rng = getattr(self, name), random.Random(seed)
+        self._share, self._spared, self._seen, self.count = share, spared, 0, 0
+        self._lock = threading.Lock()
+
+    def __call__(self, direction: str, number: int, data: bytes) -> bytes:
+        with self._lock:
+            self._seen += 1
+            hit = self._seen > self._spared and self._rng.random() < self._share
+            self.count += hit
+        return self._change(data) if hit else data
+
+    def drop(self, data: bytes) -> bytes:
+        raise Dropped
+
+    def truncate(self, data: bytes) -> bytes:
+        raise Dropped(data[: self._rng.randrange(len(data))])
+
+    def delay(self, data: bytes) -> bytes:
+        threading.Event().wait(DELAY_S)
+        return data
+
+    def duplicate(self, data: bytes) -> bytes:
+        return data + data
+
+    def corrupt(self, data: bytes) -> bytes:
+        changed = bytearray(data)
+        changed[self._rng.randrange(len(data))] ^= 1 << self._rng.randrange(8)
+        return bytes(changed)
+
+    def withhold(self, data: bytes) -> bytes:
+        """Forward no data and keep both connections open, like a host that lost its network."""
+        return b""

@@ -69,16 +69,13 @@ class DirectClient:
         self.sent: list[VerifyRequest] = []
         self.responses: list[NetworkMessage] = []
 
-    def call(
-        self,
-        method: str,
-        path: str,
-        message: NetworkMessage | None,
-        response_type: type[NetworkMessage],
-        timeout: float,
-    ) -> Any:
+    def call(self, method: str, path: str, message: NetworkMessage | None, kind: type[NetworkMessage], _: float) -> Any:
         if message is None:
-            return response_type(deleted=self.cloud.delete(path.rpartition("/")[2]))
+            return kind(deleted=self.cloud.delete(path.rpartition("/")[2]))
+        return self.exchange(message, kind)
+
+    def exchange(self, message: Any, kind: type[NetworkMessage]) -> Any:
+        """Send a request; subclasses inject faults here."""
         body = self.codec.dump(message)
         self.network.counts.up += len(body)
         self.sent.append(self.codec.load(VerifyRequest, body))
@@ -89,7 +86,7 @@ class DirectClient:
         except StaleRequest as error:
             raise RequestSuperseded(str(error)) from error
         self.network.counts.down += len(body)
-        self.responses.append(self.codec.load(response_type, body))
+        self.responses.append(self.codec.load(kind, body))
         return self.responses[-1]
 
     def close(self) -> None: ...

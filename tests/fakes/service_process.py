@@ -1,60 +1,39 @@
-"""The service of the bundled pair in a process of its own, which faults stop, continue or kill."""
+"""The service of the bundled pair in a process of its own, which faults stop, continue, kill and replace."""
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import urlsplit
 
-ROOT = Path(__file__).parents[2]
+from fakes.forked_process import ForkedProcess, terminal
+
+COMMAND = ("serve", "--pair", "bundled", "--device", "cpu")
 
 
-@dataclass
 class ServiceProcess:
-    """A service at a fixed address, which can be started again."""
+    """A service with a fixed address."""
 
-    options: tuple[str, ...]
-    environment: Mapping[str, str]
-    port: int = 0
-    process: subprocess.Popen[str] | None = None
+    def __init__(self, *options: str, **environment: str) -> None:
+        self._options, self._environment, self.port = options, environment, 0
+        self.start()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "specdemo", "serve", "--pair", "bundled", "--port", str(self.port)]
-        self.process = subprocess.Popen(
-            [*command, *self.options],
-            cwd=ROOT,
-            env={**os.environ, **self.environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        line = self.process.stdout.readline()
-        assert line.startswith("listening on "), line
-        self.port = urlsplit(line.removeprefix("listening on ").strip()).port or 0
+        """Start the process, again at the same port."""
+        flags = ("--port", str(self.port), *self._options)
+        self.process = ForkedProcess(terminal, *COMMAND, *flags, **self._environment)
+        self.url = self.process.stdout.readline().removeprefix("listening on ").strip()
+        self.port = urlsplit(self.url).port or 0
 
-    @property
-    def address(self) -> tuple[str, int]:
-        return "127.0.0.1", self.port
-
-    def send(self, number: signal.Signals) -> None:
+    def end(self, number: signal.Signals = signal.SIGKILL) -> int:
+        """Send a signal and return the exit code."""
         self.process.send_signal(number)
+        code = self.process.wait()
+        self.process.close()
+        return code
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+    def restart(self) -> None:
+        self.end()
+        self.start()
 
-
-@contextmanager
-def service_process(*options: str, **environment: str) -> Iterator[ServiceProcess]:
-    service = ServiceProcess(options, environment)
-    service.start()
-    try:
-        yield service
-    finally:
-        service.kill()
+    def close(self) -> None:
+        self.process.close()

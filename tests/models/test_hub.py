@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -168,6 +169,33 @@ def test_hub_errors(faults: Faults, words: str, hub: Hub, server: StandIn, caplo
     with caplog.at_level(logging.DEBUG):
         assert words in refusal(hub)
     assert SECRET not in caplog.text
+
+
+def test_refusals_before_the_download(hub: Hub, server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "there is no model tiny/nothing on the hub" in refusal(hub, "tiny/nothing")
+    assert "has no such revision" in refusal(hub, revision="v7")
+    assert "neither a local directory nor a Hugging Face id" in refusal(hub, "../etc")
+    assert "cannot take back a rejected token" in refusal(hub, "tiny/recurrent")
+    assert "no safetensors weights" in refusal(hub, "tiny/pickled")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert "1.0 kB are free" in refusal(hub) and not server.gets("cdn")
+
+
+def test_complete_files_are_reused_and_need_no_network(
+    hub: Hub, server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.faults = Faults(truncated=10)
+    assert "was interrupted: run it again" in refusal(hub)
+    server.faults = Faults()
+    server.asked.clear()
+    load(ModelSpec(NAME, device="cpu"), hub)
+    assert server.gets("cdn") and not server.gets("tokenizer.json")
+    closed_port = "http://127.0.0.1:9"
+    assert load(ModelSpec(NAME, device="cpu"), Hub(closed_port, hub.cache)).stop
+    assert "the hub is unreachable" in refusal(Hub(closed_port, tmp_path / "empty"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert load(ModelSpec(NAME, device="cpu"), hub).stop
+    assert "offline mode" in refusal(hub, "tiny/drafter")
 
 
 def test_a_disk_that_fills_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
+from collections import Counter
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +29,7 @@ from specdemo.core.step_record import step_of
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.suffix import SuffixDrafter
+from specdemo.generate import generate
 from specdemo.models.engines.llama_weights import LlamaWeights, with_dropout
 from specdemo.models.kv_cache import CachedModel
 from specdemo.recipe import Recipe
@@ -39,25 +44,22 @@ from specdemo.remote.gates import (
     signals,
 )
 from specdemo.remote.link import NoResponse
+from specdemo.remote.word_rules import AlwaysVerify, document_frequency, word_counts, word_rules
 
 pytestmark = pytest.mark.slow
 
 GREEDY = SamplingParams(temperature=0)
 
 
-def small_text(count: int) -> list[int]:
-    """Decode greedily with the drafter."""
+def greedy_text(model: Any, count: int) -> list[int]:
     text = list(PROMPT)
     for _ in range(count):
-        text.append(int(SMALL.logits(text).argmax()))
+        text.append(int(model.logits(text).argmax()))
     return text[len(PROMPT) :]
 
 
 def target_text(count: int) -> list[int]:
-    text = list(PROMPT)
-    for _ in range(count):
-        text.append(int(TARGET.logits(text).argmax()))
-    return text[len(PROMPT) :]
+    return greedy_text(TARGET, count)
 
 
 # --- gates -------------------------------------------------------------------------------------------------------
@@ -109,18 +111,13 @@ def test_gate_without_hard_tokens_gives_the_drafter_text() -> None:
     assert metrics.unverified == sum(len(step.tokens) for step in steps if not step.verified) > 0
 
 
-def test_rules_that_always_verify() -> None:
-    steps, _ = gated({}, always=lambda tokens, draft: True)
-    assert committed(steps) == target_text(13)
-    steps, _ = gated({}, always=lambda tokens, draft: 1 in draft.tokens)
-    for step in steps:
-        assert step.verified == (not step.draft or 1 in step.draft.tokens)
-
-
-def test_copied_text_without_signals_is_verified() -> None:
-    for options in ({"thresholds": {"nll": math.inf}}, {"thresholds": {}, "always": lambda tokens, draft: True}):
-        steps, _ = gated(drafter=SuffixDrafter(), **options)
+def test_rules_verify_texts_with_their_words() -> None:
+    """Texts copied without signals are verified, too."""
+    for options in ({"thresholds": {}}, {"thresholds": {"nll": math.inf}, "drafter": SuffixDrafter()}):
+        steps, _ = gated(**options, always=lambda tokens, draft: True)
         assert committed(steps) == target_text(13) and any(step.draft.tokens for step in steps)
+    steps, _ = gated({}, always=lambda tokens, draft: 1 in draft.tokens)
+    assert all(step.verified == (not step.draft or 1 in step.draft.tokens) for step in steps)
     steps, _ = gated({}, always=lambda tokens, draft: False, drafter=SuffixDrafter())
     assert all(step.verified != bool(step.draft.tokens) for step in steps)
 
@@ -203,7 +200,7 @@ def test_an_edge_without_a_connection_decodes_alone_from_the_start() -> None:
     edge = ModelVerifier(SMALL.score, GREEDY, rejection, Noise(0, "accept"), Noise(0, "edge"))
     http = FailingClient(0)
     steps = run(PROMPT, RemoteVerifier(http, verify_config(GREEDY), edge=edge, alone=True), drafter, Fixed(2), 8)
-    assert committed(steps) == small_text(8) and not http.sent
+    assert committed(steps) == greedy_text(SMALL, 8) and not http.sent
     assert [step.lost for step in steps] == [True] + [False] * (len(steps) - 1)
     assert {step.verdict.source for step in steps} == {Source.ALONE} and not Metrics.of(steps).target_passes
 
@@ -234,30 +231,27 @@ class FailingClient(DirectClient):
 
 
 def test_lost_connection_ends_the_run_or_continues_at_the_edge() -> None:
-    now = [0.0]
+    clock = count(1.0).__next__
 
-    def clock() -> float:
-        now[0] += 1.0
-        return now[0]
+    def decode(requests: int, **more: Any) -> list[Step]:
+        options = {"clock": clock, "sleep": lambda seconds: None, "deadlines": Deadlines(lost_s=20), **more}
+        drafter = ModelDrafter(SMALL.score, GREEDY, Noise(0, "draft"), VOCAB)
+        verifier = RemoteVerifier(FailingClient(requests), verify_config(GREEDY), **options)
+        return run(PROMPT, verifier, drafter, Fixed(2), 12)
 
-    options = {"clock": clock, "sleep": lambda seconds: None, "deadlines": Deadlines(lost_s=20)}
-    drafter = ModelDrafter(SMALL.score, GREEDY, Noise(0, "draft"), VOCAB)
     with pytest.raises(ConnectionLost, match=r"has made no progress for \d+ s \(unreachable\)"):
-        run(PROMPT, RemoteVerifier(FailingClient(2), verify_config(GREEDY), **options), drafter, Fixed(2), 12)
+        decode(2)
     edge = ModelVerifier(SMALL.score, GREEDY, rejection, Noise(0, "accept"), Noise(0, "edge"))
-    steps = run(
-        PROMPT, RemoteVerifier(FailingClient(2), verify_config(GREEDY), edge=edge, **options), drafter, Fixed(2), 12
-    )
+    steps = decode(2, edge=edge)
     lost = [step.lost for step in steps]
     assert sum(lost) == 1 and len(committed(steps)) == 12
-    before = steps[: lost.index(True)]
-    text = [*PROMPT, *committed(before)]
-    assert committed(before) == target_text(len(committed(before))) and before
+    before = committed(steps[: lost.index(True)])
+    text = [*PROMPT, *before]
+    assert before == target_text(len(before)) and before
     for token in committed(steps[lost.index(True) :]):
         assert token == int(SMALL.logits(text).argmax())
         text.append(token)
-    unreachable = RemoteVerifier(FailingClient(0), verify_config(GREEDY), edge=edge, **options)
-    assert committed(run(PROMPT, unreachable, drafter, Fixed(2), 8)) == small_text(8)
+    assert committed(decode(0, edge=edge)) == greedy_text(SMALL, 12)
 
 
 # --- choices -----------------------------------------------------------------------------------------------------
@@ -269,20 +263,106 @@ URL = "http://cloud:8300"
     ("cloud", "recipe", "exact"),
     [
         ({}, {}, True),
-        ({}, {"temperature": 0.0}, True),
-        ({"q_rows": "float16"}, {}, False),
         ({"q_rows": "scalar"}, {}, False),
         ({"q_rows": "scalar"}, {"temperature": 0.0}, True),
-        ({"q_rows": "scalar"}, {"method": "nasd"}, True),
         ({"q_rows": "scalar"}, {"rule": "coupled"}, True),
         ({"provisional": True}, {}, False),
         ({"gates": ("nll",)}, {}, False),
         ({"on_loss": "edge"}, {}, False),
         ({"mode": "cloud_only"}, {"rule": "top1"}, True),
-        ({"mode": "edge_only"}, {}, False),
-        ({}, {"rule": "top1"}, False),
-        ({}, {"skip_sample_adjustment": True}, False),
     ],
 )
 def test_lossy_options_are_reported(cloud: dict[str, Any], recipe: dict[str, Any], exact: bool) -> None:
     assert Recipe(cloud=CloudConfig(URL, **cloud), **recipe).exact == exact
+
+
+WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"remote": "http://a:1 http://a:1/"}, {}, "at most 16 different addresses"),
+    ({"mode": "magic"}, {}, "known are speculative"),
+    ({"gates": ("magic",)}, {}, "known are nll"),
+    ({"gate_rare": 9}, {}, "has no effect without gate rare"),
+    ({"rtt_ms": math.nan}, {}, "rtt_ms must be"),
+    ({}, {"method": "self"}, "needs a local target"),
+    ({"on_loss": "edge"}, {"method": "nasd"}, "could continue alone"),
+    ({"gates": ("nll",)}, {"method": "tree"}, "choose method draft"),
+    ({"provisional": True}, {"method": "ar"}, "has no drafts"),
+]
+
+
+def test_options_that_contradict_each_other_are_refused() -> None:
+    for cloud, recipe, sentence in WRONG:
+        with pytest.raises(UserError, match=sentence):
+            Recipe(cloud=CloudConfig(**{"remote": URL, **cloud}), **recipe)
+
+
+# --- rules about words ------------------------------------------------------------------------------------------------
+
+FREQUENCY = document_frequency(["Common word", "common sense", "common rare_one"])
+
+
+class Letters:
+    """Tokenizer with a token per character."""
+
+    def decode(self, tokens: Any) -> str:
+        return "".join(map(chr, tokens))
+
+
+def verified(text: str, gates: tuple[str, ...], before: str = "x ", **more: Any) -> bool:
+    names = more.pop("names", None)
+    rules = word_rules(Letters(), CloudConfig("http://a:1", gates=gates, **more), names)
+    return rules([*map(ord, before)], Draft.chain(tuple(map(ord, text))))
+
+
+@pytest.mark.parametrize(
+    ("rule", "hit", "miss"),
+    [
+        ("numbers", "in 1999", "in a year"),
+        ("amounts", " twelve euros", " once upon a time, 99 days"),
+        ("months", " in March", " to march in mayhem"),
+        ("names", "of Paris", "of paris, 1"),
+    ],
+)
+def test_a_rule_requires_verification(rule: str, hit: str, miss: str) -> None:
+    if rule == "amounts":
+        pytest.importorskip("text_to_num")
+    assert verified(hit, (rule,)) and not verified(miss, (rule,)) and verified(hit, ("months", "numbers", rule))
+
+
+def test_only_drafted_text_is_tested() -> None:
+    assert not verified("of paris", ("numbers", "months"), before="1 May ")
+
+
+def test_names_are_recognised_by_a_function_of_the_caller() -> None:
+    def phones(text: str) -> bool:
+        return "iPhone" in text
+
+    assert verified("an iPhone", ("names",), names=phones) and not verified("The end", ("names",), names=phones)
+    recipe = Recipe(pair="bundled", cloud=CloudConfig("http://127.0.0.1:1", gates=("rare",)))
+    for chosen in (recipe, Recipe(pair="bundled")):
+        with pytest.raises(UserError, match="names has no effect without gate names"):
+            next(generate(chosen, "x", names=phones))
+
+
+def test_rarity_is_read_from_a_frequency_list(tmp_path: Path) -> None:
+    assert FREQUENCY == Counter({"common": 3, "word": 1, "sense": 1, "rare": 1, "one": 1})
+    assert AlwaysVerify(["rare"], FREQUENCY)("a word") and not AlwaysVerify(["rare"], FREQUENCY)("Common")
+    path = tmp_path / "words.txt"
+    path.write_text("the 900\nhouse\t40\nHouse 2\ntower,7\n\n", "utf-8")
+    assert word_counts(path) == Counter({"the": 900, "house": 42, "tower": 7})
+    listed = {"word_frequencies": str(path), "gate_rare": 42}
+    assert not verified("the house", ("rare",), **listed) and verified("the tower", ("rare",), **listed)
+    assert not verified("the tower", ("rare",), **{**listed, "gate_rare": 7}) and verified("a", ("rare",), **listed)
+
+
+def test_a_wrong_list_gets_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "words.txt"
+    for content, words in ((b"the 9\nx y z\n", "line 2 of"), (b"\xff 1", "no readable list")):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=words):
+            word_counts(path)
+
+
+def test_amounts_name_their_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "text_to_num", None)
+    with pytest.raises(UserError, match="pip install text2num"):
+        word_rules(Letters(), CloudConfig("http://a:1", gates=("amounts",)))

@@ -1,46 +1,297 @@
-"""Byte counts and emulated links; closed forms with a round trip."""
+"""Links and time limits: emulated delays and losses, damaged messages, steps that never end, slow prompts."""
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from itertools import product
 from typing import Any
 
 import httpcore
 import pytest
+from fakes.enumeration import PROMPT, SMALL, TARGET, VOCAB
+from fakes.forked_process import ForkedProcess, terminal
+from fakes.hostile_service import hostile_service
+from fakes.remote import (
+    COUPLED,
+    INFO,
+    LONG,
+    OPEN,
+    DirectClient,
+    TableCache,
+    contexts,
+    decode_coupled,
+    decode_locally,
+    verify_config,
+)
+from fakes.tiny_models import committed, run
+from fastapi.testclient import TestClient
 
 from specdemo.core.errors import UserError
-from specdemo.remote.link import HttpClient, LinkEmulation, MeteredNetwork, ServiceDown
-from specdemo.remote.protocol import ReadyResponse
+from specdemo.core.policies import Fixed
+from specdemo.core.sampling import Noise, SamplingParams
+from specdemo.core.step import Draft
+from specdemo.core.theory import best_gamma, best_gamma_over, speedup_over, walltime_improvement
+from specdemo.drafters.model import ModelDrafter
+from specdemo.remote.client import Deadlines, RemoteVerifier, StreamingVerifier
+from specdemo.remote.contexts import Contexts
+from specdemo.remote.deadline import READ_S, ConnectionLost, StepDeadline
+from specdemo.remote.link import (
+    ContextGone,
+    HttpClient,
+    LinkEmulation,
+    MeteredNetwork,
+    NoResponse,
+    PromptReading,
+    RequestSuperseded,
+    RequestTimeout,
+    ServiceDown,
+)
+from specdemo.remote.protocol import PrefillPosition, ReadyResponse, ServiceIdentity, ServiceInfo, VerifyRequest
+from specdemo.remote.server import create_app
+from specdemo.worker import Worker
+
+MOST_REQUESTS = 2000  # of a step that should have ended
+PATIENCE = 60.0
 
 
-class Echo(httpcore.NetworkStream):
-    """Count written bytes; return 10 bytes per read."""
+class Clock:
+    """Clock that advances with sleeps and with requests."""
 
     def __init__(self) -> None:
-        self.received = 0
+        self.now = 0.0
+        self.slept: list[float] = []
 
-    def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        self.received += len(buffer)
+    def __call__(self) -> float:
+        return self.now
 
-    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        return b"x" * 10
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
 
-    def close(self) -> None: ...
+
+@pytest.mark.parametrize("unread", [0, 50])
+@pytest.mark.parametrize("every_s", [0.5, 2.9, 3.1])
+def test_a_step_ends_without_progress_and_at_its_total_limit(unread: int, every_s: float) -> None:
+    """Progress is a larger position: each position is reported twice, and the smaller ones again."""
+    clock = Clock()
+    deadline, position = StepDeadline(3.0, unread, clock), 0
+    latest = 0
+    assert not deadline.report(10_001, 10_000)
+    while deadline.remaining() > 0:
+        clock.now += min(every_s, deadline.remaining())
+        if deadline.remaining() > 0:
+            position += 1
+            for reported in (position, position, position - 1, 0):
+                assert deadline.report(reported, 10_000) == (reported == position and reported > latest)
+                latest = max(latest, reported)
+    with pytest.raises(ConnectionLost, match="no progress for"):
+        deadline.check("url", "late", "restart it")
+    expected = 3.0 if every_s > 3 else 3.0 + READ_S * unread
+    assert clock.now == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("stopped_s", [0.5, 4.5, 60.0])
+def test_the_time_in_which_the_edge_was_stopped_does_not_count(stopped_s: float) -> None:
+    """A run in the background of a shell (Ctrl-Z) continues; without responses it is lost 3 s later."""
+    clock = Clock()
+
+    class Interrupted(DirectClient):
+        def exchange(self, *arguments: Any) -> Any:
+            response = super().exchange(*arguments)
+            if len(self.sent) == 3:
+                clock.now += self.network.limit() + stopped_s
+                raise RequestTimeout("timed out")
+            return response
+
+    def text() -> list[int]:
+        return committed(decode_coupled(Interrupted(contexts()), clock=clock, deadlines=Deadlines(lost_s=3.0)))
+
+    if stopped_s < 1.0:
+        with pytest.raises(ConnectionLost, match="no progress for 4 s"):
+            text()
+    else:
+        assert text() == decode_locally()
+
+
+class Stuck(DirectClient):
+    """Service that responds to drafts with the same failure, or with the response of an earlier step."""
+
+    def __init__(self, clock: Clock, failure: Exception | None, prefill: bool) -> None:
+        super().__init__(contexts())
+        self.clock, self.failure, self.prefill = clock, failure, prefill
+        self.count = 0
+
+    def exchange(self, message: Any, *rest: Any) -> Any:
+        if message.draft_tokens or self.prefill:
+            self.count += 1
+            self.clock.now += 0.001
+            assert self.count < MOST_REQUESTS, "the step does not end"
+            if self.failure is not None:
+                raise self.failure
+            return self.responses[-1]
+        return super().exchange(message, *rest)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    ("failure", "prefill"),
+    [(ContextGone("gone"), True), (RequestSuperseded("old"), False), (NoResponse("late"), True), (None, False)],
+)
+def test_repeated_responses_end_a_step(failure: Exception | None, prefill: bool, strict: bool) -> None:
+    clock = Clock()
+    http = Stuck(clock, failure, prefill)
+    deadlines = Deadlines(0.4 if strict else 60.0, 3.0, strict)
+    verifier = RemoteVerifier(http, COUPLED, clock=clock, sleep=clock.sleep, deadlines=deadlines)
+    text = list(PROMPT)
+    if not prefill:
+        text.append(verifier.verify(text, Draft()).token)
+    began = clock.now
+    with pytest.raises(ConnectionLost, match="no progress for [3-4] s"):
+        verifier.verify(text, Draft() if prefill else Draft.chain((1, 2)))
+    assert 3.0 <= clock.now - began < 3.0 + READ_S * len(text) + 0.5
+
+
+def test_each_row_is_requested_at_most_once() -> None:
+    class Insatiable(DirectClient):
+        def exchange(self, message: Any, *rest: Any) -> Any:
+            response = super().exchange(message, *rest)
+            if message.draft_tokens:
+                response = response.model_copy(update={"wanted_row": 0})
+            assert len(self.sent) < 100, "the row was requested again"
+            return response
+
+    verifier = RemoteVerifier(Insatiable(contexts()), verify_config(SamplingParams(), seed=1))
+    drafter = ModelDrafter(SMALL.score, SamplingParams(), Noise(1, "draft"), VOCAB)
+    with pytest.raises(UserError, match="requests the same row again"):
+        run(PROMPT, verifier, drafter, Fixed(3), LONG)
+
+
+def test_an_evicted_text_is_sent_again_without_a_pause() -> None:
+    clock = Clock()
+    http = DirectClient(contexts(budget_bytes=0))
+    assert committed(decode_coupled(http, clock=clock)) == decode_locally()
+    assert sum(request.base == 0 for request in http.sent) > 3 and not clock.slept
 
 
 class Backend(httpcore.NetworkBackend):
-    def connect_tcp(self, *args: Any, **options: Any) -> Echo:
-        self.stream = Echo()
-        return self.stream
+    """Network whose connections call `read(timeout)` and `write(data)`; `connections` are counted."""
+
+    def __init__(self, read: Callable[[float | None], bytes], write: Callable[[bytes], object] = len) -> None:
+        self.read, self.write, self.connections = read, write, 0
+
+    def connect_tcp(self, *args: Any, **options: Any) -> httpcore.NetworkStream:
+        self.connections += 1
+        network = self
+
+        class Stream(httpcore.NetworkStream):
+            def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+                return network.read(timeout)
+
+            def write(self, buffer: bytes, timeout: float | None = None) -> None:
+                network.write(buffer)
+
+            def close(self) -> None: ...
+
+        return Stream()
 
 
-def emulated(**link: Any) -> tuple[MeteredNetwork, httpcore.NetworkStream, Echo, list[float]]:
-    now, inner = [0.0], Backend()
+@pytest.mark.parametrize("dripping", ["headers", "body"])
+def test_dripping_responses_are_cut_off_at_the_limit(dripping: str) -> None:
+    """A byte arrives every 0.3 s."""
+    clock = Clock()
+    header = b"X: y\r\n" * 1000 if dripping == "headers" else b""
+    response = iter(b"HTTP/1.1 200 OK\r\n" + header + b"Content-Length: 5000\r\n\r\n" + b" " * 5000)
+
+    def read(timeout: float | None) -> bytes:
+        clock.now += 0.3
+        return bytes([next(response)])
+
+    http = HttpClient("http://cloud:1")
+    http.network.clock, http.network.inner = clock, Backend(read)
+    http.network.limit = StepDeadline(3.0, clock=clock).remaining
+    with pytest.raises(NoResponse):
+        http.call("GET", "/v1/target", None, ServiceInfo, 0.4)
+    assert 3.0 <= clock.now < 3.5
+    verifier = StreamingVerifier(http, COUPLED, 4, Deadlines(lost_s=3.0), clock=clock, sleep=clock.sleep)
+    began = clock.now
+    with pytest.raises(ConnectionLost):
+        verifier.verify([1, 2], Draft())
+    assert 3.0 <= clock.now - began < 4.0
+
+
+def test_a_closed_client_ends_the_read_of_another_thread() -> None:
+    """Its request would time out after ten minutes."""
+    reading, released = threading.Event(), threading.Event()
+
+    def read(timeout: float | None) -> bytes:
+        assert timeout is not None and timeout < 2
+        reading.set()
+        assert released.wait(PATIENCE)
+        raise httpcore.ReadTimeout("timed out")
+
+    http = HttpClient("http://cloud:1")
+    http.network.inner = Backend(read)
+    with ThreadPoolExecutor() as executor:
+        request = executor.submit(http.call, "GET", "/v1/target", None, ServiceInfo, 600.0)
+        assert reading.wait(PATIENCE)
+        http.close()
+        released.set()
+        assert isinstance(request.exception(PATIENCE), NoResponse)
+
+
+# --- processes -----------------------------------------------------------------------------------------------------
+
+
+def verdict(request: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    n = len(request.get("draft_tokens", ()))
+    fields = {"epoch": request.get("epoch", 0), "round": request["round"], "accepted_len": 0, "p": [0.5] * n}
+    return {**fields, "correction" if n else "bonus": 5, "choices": [[5]] * (n + 1), **changes}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [(signal.SIGINT, ("--provisional",)), (signal.SIGTERM, ("--mode", "cloud_only"))],
+)
+def test_signals_end_a_run_that_waits_for_a_service(number: signal.Signals, options: Sequence[str]) -> None:
+    waiting, released = threading.Event(), threading.Event()
+
+    def respond(request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if "round" in request and not request.get("draft_tokens"):
+            return 200, verdict(request)
+        waiting.set()
+        released.wait(PATIENCE)
+        return 404, {"error": "gone", "code": "unknown_context"}
+
+    with hostile_service(respond) as url:
+        command = ("run", "def f():", "--remote", url, "--pair", "bundled", *options)
+        with closing(ForkedProcess(terminal, *command, "--deadline-ms", "60000", "--lost-after-s", "600")) as program:
+            try:
+                assert waiting.wait(PATIENCE)
+                program.send_signal(number)
+                _, errors = program.communicate()
+            finally:
+                released.set()
+            assert program.wait() == 130 and "Traceback" not in errors, errors
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+def emulated(**link: Any) -> tuple[MeteredNetwork, httpcore.NetworkStream, list[bytes], list[float]]:
+    """Network, connection, received messages and time; a read returns ten bytes."""
+    now, received = [0.0], []
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
+    inner = Backend(lambda timeout: b"x" * 10, received.append)
     network = MeteredNetwork(LinkEmulation(**link), sleep, lambda: now[0], inner)
-    return network, network.connect_tcp("cloud", 1), inner.stream, now
+    return network, network.connect_tcp("cloud", 1), received, now
 
 
 def test_bytes_and_round_trips_are_counted() -> None:
@@ -56,41 +307,34 @@ def test_lost_messages_time_out() -> None:
     """With 30 % loss each way, 51 % of the exchanges time out."""
     failed = reached = 0
     for seed in range(400):
-        _, stream, inner, now = emulated(loss=0.3, seed=seed)
+        _, stream, received, now = emulated(loss=0.3, seed=seed)
         stream.write(b"a" * 7)
         try:
             stream.read(10, timeout=0.4)
         except httpcore.ReadTimeout:
             failed += 1
             assert now[0] == pytest.approx(0.4)
-        reached += inner.received > 0
+        reached += bool(received)
     assert 0.41 < failed / 400 < 0.61 and 0.6 < reached / 400 < 0.8  # four standard deviations
 
 
 def test_late_responses_time_out() -> None:
-    _, stream, inner, now = emulated(rtt_s=1.0)
+    _, stream, received, now = emulated(rtt_s=1.0)
     stream.write(b"a")
     with pytest.raises(httpcore.ReadTimeout):
         stream.read(10, timeout=0.4)
-    assert now[0] == pytest.approx(1.0 + 0.5 + 0.4) and inner.received == 1
+    assert now[0] == pytest.approx(1.0 + 0.5 + 0.4) and received == [b"a"]
 
 
-class Scripted(httpcore.NetworkBackend):
-    """Service with prepared responses, one per request."""
-
-    def __init__(self, *responses: tuple[int, bytes]) -> None:
-        self.responses, self.connections = [*responses], 0
-
-    def connect_tcp(self, *args: Any, **options: Any) -> httpcore.NetworkStream:
-        self.connections += 1
-        scripted = self
-
-        class Stream(Echo):
-            def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-                status, body = scripted.responses.pop(0)
-                return b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body)
-
-        return Stream()
+def test_closed_forms_with_a_round_trip() -> None:
+    """Without a round trip equal to Theorem 3.8; a longer round trip requires longer drafts."""
+    for alpha, c in product((0.5, 0.8), (0.05, 0.2)):
+        assert best_gamma_over(alpha, c, 0.0) == best_gamma(alpha, c)
+        assert speedup_over(alpha, 3, c, 0.0) == pytest.approx(walltime_improvement(alpha, 3, c))
+        best = {r: best_gamma_over(alpha, c, r) for r in (0.0, 1.0, 16.0)}
+        assert [*best.values()] == sorted(best.values()) and best[16.0] > best[0.0]
+        for r, gamma in best.items():
+            assert speedup_over(alpha, gamma, c, r) >= max(speedup_over(alpha, g, c, r) for g in range(65))
 
 
 DAMAGED = ((200, b"{"), (400, b"Invalid HTTP request received."), (422, b'{"error": "no JSON", "code": "unreadable"}'))
@@ -99,8 +343,14 @@ DAMAGED = ((200, b"{"), (400, b"Invalid HTTP request received."), (422, b'{"erro
 def test_damaged_messages_are_repeated_on_a_new_connection() -> None:
     """After the first response, and at most four times in succession."""
     valid = (200, b"{}")
+    responses = iter([DAMAGED[0], valid, *DAMAGED, valid, valid, *(DAMAGED * 2)[:5]])
+
+    def read(timeout: float | None) -> bytes:
+        status, body = next(responses)
+        return b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body)
+
     http = HttpClient("http://cloud:1")
-    http.network.inner = service = Scripted(DAMAGED[0], valid, *DAMAGED, valid, valid, *(DAMAGED * 2)[:5])
+    http.network.inner = service = Backend(read)
 
     def call() -> ReadyResponse:
         return http.call("GET", "/v1/ready", None, ReadyResponse, 1.0)
@@ -119,4 +369,148 @@ def test_damaged_messages_are_repeated_on_a_new_connection() -> None:
             call()
     with pytest.raises(UserError, match="rejected the request: status 400"):
         call()
-    assert not service.responses
+    assert next(responses, None) is None
+
+
+# --- long prompts, which the service reads in parts -------------------------------------------------------------------
+
+CHUNK = 10
+LONG_TEXT = [1 + i % 2 for i in range(55)]
+
+
+class SlowCache(TableCache):
+    """Cache that needs 0.4 s per chunk of a prompt."""
+
+    now = 0.0
+    chunks: list[int] = []
+
+    def __init__(self) -> None:
+        self.score, self.read = TARGET.score, 0
+
+    def prefill(self, tokens: Sequence[int]) -> Iterator[int]:
+        while len(tokens) - self.read > CHUNK:
+            SlowCache.now += 0.4
+            self.read += CHUNK
+            SlowCache.chunks.append(self.read)
+            yield self.read
+
+
+@pytest.fixture
+def slow_service() -> Iterator[TestClient]:
+    SlowCache.now, SlowCache.chunks = 0.0, []
+    table, worker = Contexts(SlowCache, vocab_size=VOCAB, context=64), Worker()
+    yield TestClient(create_app(INFO, table, worker, clock=lambda: SlowCache.now))
+    worker.close()
+
+
+def test_a_repeated_request_continues_the_prefill(slow_service: TestClient) -> None:
+    request = {**OPEN, "tokens": LONG_TEXT}
+    responses = [slow_service.post("/v1/rounds", json=request) for _ in range(3)]
+    assert [response.status_code for response in responses] == [503, 200, 200]
+    problem = responses[0].json()
+    assert (problem["code"], problem["position"]) == ("prefill", 30) and "30 tokens" in problem["error"]
+    assert SlowCache.chunks == [10, 20, 30, 40, 50]
+    quick = {**request, "ctx_id": "b", "tokens": LONG_TEXT[:20]}
+    assert slow_service.post("/v1/rounds", json=quick).status_code == 200
+
+
+def test_streams_report_the_prefill_to_edges_that_request_it(slow_service: TestClient) -> None:
+    body = {"tokens": LONG_TEXT, "sampling_cfg": {"temp": 0.0}, "max_tokens": 2}
+    plain = slow_service.post("/v1/texts", json=body).text.splitlines()
+    reported = slow_service.post("/v1/texts?progress=1", json=body).text.splitlines()
+    assert reported == [f"read {count}" for count in range(10, 60, 10)] + plain and len(plain) == 3
+
+
+@pytest.mark.parametrize("options", [{"max_contexts": 2}, {"expiry_s": 3.0}])
+def test_a_prefill_counts_as_use(options: dict[str, Any]) -> None:
+    """Context "a" is older than "b", and reads another text after it; "c" evicts."""
+    now = [0.0]
+    table = Contexts(SlowCache, vocab_size=VOCAB, context=64, clock=lambda: now[0], **options)
+
+    def request(name: str, **changes: Any) -> VerifyRequest:
+        return VerifyRequest(
+            **{"context_id": name, "step": 0, "base": 0, "k": 0, "tokens": [*PROMPT], "config": COUPLED, **changes}
+        )
+
+    for second, name in enumerate(("a", "b")):
+        now[0] = float(second)
+        table.verify(request(name))
+    now[0] = 3.0
+    assert list(table.prefill(request("a", epoch=1, tokens=LONG_TEXT)))
+    now[0] = 5.0
+    table.verify(request("c"))
+    assert table.delete("a") and not table.delete("b") and table.delete("c")
+
+
+class Reading(DirectClient):
+    """Service that reads `rate` tokens per second of its clock, and stops at `stuck`."""
+
+    def __init__(self, rate: float, stuck: int = 1 << 30) -> None:
+        super().__init__(contexts())
+        self.rate, self.stuck = rate, stuck
+        self.now = self.read = 0.0
+
+    def exchange(self, message: Any, *rest: Any) -> Any:
+        if message.base == 0 and self.read < len(message.tokens):
+            self.now += 1.0
+            self.read = min(self.read + self.rate, self.stuck)
+            if self.read < len(message.tokens):
+                raise PromptReading("reading", int(self.read))
+        return super().exchange(message, *rest)
+
+
+def test_a_long_prompt_is_not_a_lost_connection() -> None:
+    """It takes 50 s, and a service without progress is lost after 3 s."""
+    http = Reading(rate=1.0)
+    http.cloud.context = 200
+    text, slept = [1 + i % 2 for i in range(50)], []
+    options = {"deadlines": Deadlines(lost_s=3.0), "clock": lambda: http.now, "sleep": slept.append}
+    limited = RemoteVerifier(http, COUPLED, **options)
+    with pytest.raises(ConnectionLost):  # 0.1 s per token
+        limited.verify(text, Draft())
+    assert http.now == pytest.approx(3 + READ_S * len(text), abs=1.0)
+    http.rate, http.read = 8.0, 0.0
+    assert RemoteVerifier(http, COUPLED, **options).verify(text, Draft()).token is not None and not slept
+    http.read, http.stuck, start = 0.0, 20, http.now
+    with pytest.raises(ConnectionLost):
+        RemoteVerifier(http, COUPLED, **options).verify(text, Draft())
+    assert 5.0 <= http.now - start <= 7.0
+
+
+def test_the_text_after_a_prefill_in_parts_is_the_same() -> None:
+    http = Reading(rate=1.0)
+    assert committed(decode_coupled(http, clock=lambda: http.now)) == decode_locally()
+
+
+class ReportingStream:
+    """Client of a stream that reports its prefill."""
+
+    url = "stream"
+
+    def __init__(self, positions: Sequence[int]) -> None:
+        self.now, self.positions = 0.0, positions
+        self.network, self.identity = DirectClient(contexts()).network, ServiceIdentity()
+
+    def tokens(self, *_: Any) -> Iterator[int | PrefillPosition | None]:
+        for position in self.positions:
+            self.now += 2.0
+            if self.network.limit() <= 0:
+                raise NoResponse("late")
+            yield PrefillPosition(position)
+        yield 1
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("positions", "lost"), [([10, 20, 30, 40], False), ([10, 10, 10, 10], True), ([99, 98, 97, 96], True)]
+)
+def test_progress_of_a_stream_extends_its_deadline(positions: list[int], lost: bool) -> None:
+    http = ReportingStream(positions)
+    options = {"clock": lambda: http.now, "sleep": lambda seconds: None, "vocab_size": VOCAB}
+    verifier = StreamingVerifier(http, COUPLED, 4, Deadlines(lost_s=3.0), **options)
+    if lost:
+        with pytest.raises(ConnectionLost):
+            verifier.verify(list(PROMPT) * 20, Draft())
+    else:
+        assert verifier.verify(list(PROMPT) * 20, Draft()).token == 1

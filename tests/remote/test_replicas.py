@@ -6,18 +6,19 @@ import gc
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
 from fakes.enumeration import PROMPT, SMALL, VOCAB
-from fakes.relay import Relay, relay
-from fakes.remote import COUPLED, contexts, decode_coupled, decode_locally, verify_config
-from fakes.table_service import MODEL, table_service
+from fakes.relay import Relay, cut_at, relay
+from fakes.remote import COUPLED, DRAFTED, contexts, decode_coupled, decode_locally, verify_config
+from fakes.table_service import MODEL, NUMERICS, table_service
 from fakes.tiny_models import committed, run
 
 from specdemo.core.errors import UserError
+from specdemo.core.explain import exact_label
 from specdemo.core.metrics import Metrics
 from specdemo.core.policies import Fixed
 from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
@@ -27,7 +28,7 @@ from specdemo.remote.client import Deadlines, RemoteVerifier, StreamingVerifier
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.deadline import ConnectionLost
 from specdemo.remote.link import HttpClient, MeteredNetwork, RequestTimeout, ServiceDown
-from specdemo.remote.protocol import ReadyResponse, ServiceIdentity, VerifyResponse
+from specdemo.remote.protocol import ReadyResponse, ServiceIdentity, ServiceInfo, VerifyRequest, VerifyResponse
 from specdemo.remote.replicas import SKIP_S, Replicas, ReplicaSwitched
 from specdemo.remote.session import RemoteSession
 from specdemo.ui.limits import HostLimits
@@ -61,21 +62,12 @@ def through(cut: Relay, *others: str) -> Replicas:
     return http
 
 
-def decode_sampled(http: Any) -> list[Step]:
-    """Decode with rule rejection at temperature 1, which needs rows of q."""
-    drafter = ModelDrafter(SMALL.score, SamplingParams(), Noise(3, "draft"), VOCAB)
-    verifier = RemoteVerifier(http, verify_config(SamplingParams(), seed=3), deadlines=PATIENT)
-    return run(PROMPT, verifier, drafter, Fixed(3), TOKENS)
-
-
-def decode_greedy(http: Any) -> list[Step]:
-    sampling = SamplingParams(0.0)
+def decode_sampled(http: Any, temperature: float = 1.0) -> list[Step]:
+    """Decode with rule rejection; temperature 1 needs rows of q."""
+    sampling = SamplingParams(temperature)
     drafter = ModelDrafter(SMALL.score, sampling, Noise(3, "draft"), VOCAB)
-    verifier = RemoteVerifier(http, verify_config(sampling), deadlines=PATIENT)
+    verifier = RemoteVerifier(http, verify_config(sampling, seed=3), deadlines=PATIENT)
     return run(PROMPT, verifier, drafter, Fixed(3), TOKENS)
-
-
-DECODE: dict[str, Callable[[Any], list[Step]]] = {"greedy": decode_greedy, "sampled": decode_sampled}
 
 
 @pytest.fixture(scope="module")
@@ -88,21 +80,21 @@ def in_total(steps: list[Step], name: str) -> float:
     return Metrics.of(steps).remote.get(name, 0.0)
 
 
-@pytest.mark.parametrize("decode", DECODE)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("direction", ["request", "response"])
-def test_a_service_may_die_at_every_message(services: tuple[str, str], decode: str, direction: str) -> None:
+def test_a_service_may_die_at_every_message(services: tuple[str, str], temperature: float, direction: str) -> None:
     """Messages are requests and responses, with and without rows."""
     first, second = services
-    expected = committed(DECODE[decode](connected(second)))
+    expected = committed(decode_sampled(connected(second), temperature))
     with relay(first) as undisturbed:
-        steps = DECODE[decode](through(undisturbed, second))
+        steps = decode_sampled(through(undisturbed, second), temperature)
         assert committed(steps) == expected and not in_total(steps, "switched")
         messages = undisturbed.counts[direction]
     assert messages > 8
     cuts = 0
     for last in range(1, messages + 1):
-        with relay(first, lambda way, number, last=last: way == direction and number == last) as cut:
-            steps = DECODE[decode](through(cut, second))
+        with relay(first, cut_at(direction, last)) as cut:
+            steps = decode_sampled(through(cut, second), temperature)
             switched = in_total(steps, "switched")
             assert committed(steps) == expected and not in_total(steps, "numerics"), last
             assert switched == cut.is_cut and in_total(steps, "reread") >= switched * len(PROMPT), last
@@ -116,7 +108,7 @@ def test_streams_continue_with_another_service(services: tuple[str, str]) -> Non
     first, second = services
     switches = 0.0
     for last in range(1, 12):
-        with relay(first, lambda way, number, last=last: way == "response" and number == last) as cut:
+        with relay(first, cut_at("response", last)) as cut:
             verifier = StreamingVerifier(through(cut, second), COUPLED, TOKENS, PATIENT)
             tokens = list(PROMPT)
             verdicts = []
@@ -134,10 +126,7 @@ def test_streams_continue_with_another_service(services: tuple[str, str]) -> Non
 def test_a_run_survives_any_number_of_failures_while_a_service_is_left(services: tuple[str, str]) -> None:
     first, second = services
     with ExitStack() as opened:
-        dying = [
-            opened.enter_context(relay(first, lambda way, number, last=last: way == "request" and number == last))
-            for last in (1, 2, 3)
-        ]
+        dying = [opened.enter_context(relay(first, cut_at("request", last))) for last in (1, 2, 3)]
         http = connected(*(cut.url for cut in dying), second)
         for cut in dying:
             cut.counting = True
@@ -146,28 +135,20 @@ def test_a_run_survives_any_number_of_failures_while_a_service_is_left(services:
 
 
 def test_a_run_without_services_ends_at_one_deadline_for_all(services: tuple[str, str]) -> None:
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds + 0.01
+
     with ExitStack() as opened:
-        dying = [
-            opened.enter_context(relay(url, lambda way, number: way == "request" and number == 2)) for url in services
-        ]
+        dying = [opened.enter_context(relay(url, cut_at("request", 2))) for url in services]
         http = connected(*(cut.url for cut in dying))
         for cut in dying:
             cut.counting = True
-        now = [0.0]
-
-        def sleep(seconds: float) -> None:
-            now[0] += seconds + 0.01
-
+        options = {"deadlines": Deadlines(0.4, 3.0), "clock": lambda: now[0]}
+        drafter = ModelDrafter(SMALL.score, SamplingParams(), Noise(3, "draft"), VOCAB)
         with pytest.raises(ConnectionLost, match="no progress for [34] s"):
-            decode_coupled_until(http, lambda: now[0], sleep)
-
-
-def decode_coupled_until(http: Any, clock: Callable[[], float], sleep: Callable[[float], None]) -> list[Step]:
-    drafter = ModelDrafter(SMALL.score, SamplingParams(), Noise(3, "draft"), VOCAB)
-    deadlines = Deadlines(0.4, 3.0)
-    return run(
-        PROMPT, RemoteVerifier(http, COUPLED, deadlines=deadlines, clock=clock, sleep=sleep), drafter, Fixed(3), 40
-    )
+            run(PROMPT, RemoteVerifier(http, COUPLED, sleep=sleep, **options), drafter, Fixed(3), 40)
 
 
 # --- models and numerics ---------------------------------------------------------------------------------------------
@@ -183,17 +164,12 @@ def test_a_service_with_another_model_refuses_the_run(services: tuple[str, str])
 
 def test_another_model_is_refused_at_a_switch(services: tuple[str, str]) -> None:
     """The second service was replaced during the run."""
-    first, _ = services
-    with table_service(model="c" * 32, replica="third") as other:
-        with relay(first, lambda way, number: way == "request" and number == 4) as cut:
-            sessions = (f"{i}" * 32 for i in range(1000))
-            http = next(
-                http for s in sessions if (http := connected(cut.url, other, session=s, describe=False)).url == cut.url
-            )
-            cut.counting = True
-            http.clients[0].identity = ServiceIdentity(model=MODEL, replica="first")
-            with pytest.raises(UserError, match="replica third at .* serves another model than replica first"):
-                decode_sampled(http)
+    with table_service(model="c" * 32, replica="third") as other, relay(services[0], cut_at("request", 4)) as cut:
+        http = starting_with(cut.url, other, describe=False)
+        cut.counting = True
+        http.clients[0].identity = ServiceIdentity(model=MODEL, replica="first")
+        with pytest.raises(UserError, match="replica third at .* serves another model than replica first"):
+            decode_sampled(http)
 
 
 def test_a_service_that_restarts_with_another_model_is_left(services: tuple[str, str]) -> None:
@@ -201,21 +177,10 @@ def test_a_service_that_restarts_with_another_model_is_left(services: tuple[str,
     expected = committed(decode_sampled(connected(services[1])))
     with table_service(model="c" * 32, replica="third") as other, relay(services[0]) as gone:
         gone.cut()
-        sessions = (f"{i}" * 32 for i in range(1000))
-        urls = (other, gone.url, services[1])
-        http = next(http for s in sessions if (http := connected(*urls, session=s, describe=False)).url == other)
+        http = starting_with(other, gone.url, services[1], describe=False)
         http.clients[0].identity = ServiceIdentity(model=MODEL, replica="third")
         steps = decode_sampled(http)
     assert committed(steps) == expected and in_total(steps, "switched") == 1 and http.url == services[1]
-
-
-def test_a_change_of_rounding_is_noted(services: tuple[str, str]) -> None:
-    first, second = services
-    with table_service(numerics="d" * 32, replica="third") as other:
-        with relay(first, lambda way, number: way == "request" and number == 3) as cut:
-            steps = decode_sampled(through(cut, other))
-    assert committed(steps) == committed(decode_sampled(connected(second)))
-    assert in_total(steps, "numerics") == in_total(steps, "switched") == 1
 
 
 # --- choice of the service -------------------------------------------------------------------------------------------
@@ -291,6 +256,15 @@ def test_a_frozen_service_is_skipped_for_some_seconds() -> None:
     assert first.paths.count("/v1/rounds") == 3 and second.paths.count("/v1/rounds") == 2
 
 
+def test_a_busy_service_keeps_the_request() -> None:
+    """It responds to the readiness route; an older service refuses it."""
+    for answer in (None, UserError("status 404")):
+        replicas, first, _, _ = scripted(RequestTimeout("late"), answer)
+        with pytest.raises(RequestTimeout):
+            verify(replicas)
+        assert first.paths == ["/v1/rounds", "/v1/ready"] and replicas.url == "a"
+
+
 # --- conversations ---------------------------------------------------------------------------------------------------
 
 
@@ -321,6 +295,11 @@ def test_a_conversation_continues_its_context(services: tuple[str, str]) -> None
         assert turn(url, session, longer, seed=8)[1][0] == ("POST", 0)  # the sampling is fixed by the context
         _, bases = turn(url, RemoteSession(), PROMPT)
         assert bases[-1] == ("DELETE", None)
+        assert turn(url, session, longer)[1][0][1] > 0
+        interrupted = RemoteVerifier(connected(url, session=session.id), COUPLED, session=session)  # type: ignore[arg-type]
+        interrupted.alone = True
+        interrupted.close()
+        assert turn(url, session, longer)[1][0] == ("POST", 0)
 
 
 def test_the_contexts_of_a_forgotten_conversation_are_deleted() -> None:
@@ -381,10 +360,10 @@ def test_a_frozen_service_does_not_delay_a_run(services: tuple[str, str]) -> Non
 def test_a_switch_behind_one_address_is_measured(services: tuple[str, str]) -> None:
     first, second = services
 
-    def move(way: str, number: int) -> bool:
-        if (way, number) == ("request", 3):
+    def move(direction: str, number: int, data: bytes) -> bytes:
+        if (direction, number) == ("request", 3):
             proxy.redirect(second)
-        return False
+        return data
 
     with relay(first, move) as proxy:
         steps = decode_sampled(through(proxy))
@@ -399,3 +378,61 @@ def test_unreachable_services_do_not_prevent_a_run(services: tuple[str, str]) ->
     assert http.url == services[1] and committed(decode_sampled(http)) == committed(
         decode_sampled(connected(services[0]))
     )
+
+
+# --- identity: a text is never continued by another model -------------------------------------------------------------
+
+EXPECTED = ServiceIdentity(model=MODEL, numerics=NUMERICS, replica="first")
+
+
+def opening() -> VerifyRequest:
+    return VerifyRequest.model_validate({**DRAFTED, "q_token_probs": None}, by_alias=True)
+
+
+def identified(url: str, identity: ServiceIdentity = EXPECTED) -> HttpClient:
+    http = HttpClient(url)
+    http.identity = identity
+    return http
+
+
+def test_a_service_states_its_identity_where_a_context_opens() -> None:
+    with table_service() as url:
+        http = HttpClient(url)
+        assert http.call("GET", "/v1/target", None, ServiceInfo, 60).identity == EXPECTED
+        assert http.identity == ServiceIdentity()
+        http.call("POST", "/v1/rounds", opening(), VerifyResponse, 60)
+        assert http.identity == EXPECTED
+
+
+@pytest.mark.parametrize("stated", ["c" * 32, ""])
+def test_another_model_ends_the_run(stated: str) -> None:
+    """The service was replaced after its description was read."""
+    with table_service(model=stated, replica="second") as url:
+        with pytest.raises(UserError, match=f"replica second at {url} serves .* replica first: start"):
+            decode_coupled(identified(url))
+        with pytest.raises(UserError, match="replica second"):
+            StreamingVerifier(identified(url), COUPLED, 4).verify([2, 0], Draft())
+
+
+def test_a_change_of_rounding_is_noted_in_its_step() -> None:
+    with table_service(numerics="d" * 32) as url:
+        steps = decode_coupled(identified(url))
+        first, second = (StreamingVerifier(identified(url), COUPLED, 4).verify([2, 0], Draft()) for _ in range(2))
+    assert committed(steps) == decode_locally()
+    noted = [step.verdict.remote.get("numerics") for step in steps]
+    assert noted == [1.0] + [None] * (len(steps) - 1)
+    assert first.remote["numerics"] == second.remote["numerics"] == 1.0
+    label = {"cloud": {"remote": "http://a", "mode": "speculative"}}
+    assert exact_label(label, Metrics.of(steps).remote) == "exact, text may differ"
+    assert exact_label(label, {}) == "exact, verified by the service at http://a"
+
+
+def test_services_without_digests_serve_alone() -> None:
+    with table_service(model="", numerics="", replica="") as url:
+        assert committed(decode_coupled(identified(url, ServiceIdentity()))) == decode_locally()
+
+
+def test_invalid_identities_are_refused() -> None:
+    for changes in ({"model": "x" * 32}, {"numerics": "a" * 33}, {"replica": "y" * 200}):
+        with table_service(**changes) as url, pytest.raises(UserError, match="is not a specdemo service"):
+            identified(url).call("POST", "/v1/rounds", opening(), VerifyResponse, 60)

@@ -1,131 +1,292 @@
-"""Training: exact resumption, complete batches, correct objectives."""
+"""Training: conversations of the target, shifts, training-time test, gradients, exact resumption."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from fakes.tiny_models import LLAMA
+from fakes.tiny_models import LLAMA, TEMPLATE, byte_level_tokenizer, save_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from training import card, curve, objectives
-from training.corpus import batch, standard_library, train_tokenizer
+from specdemo.models.heads import load_head
+from specdemo.models.load import LoadedModel
+from specdemo.models.spec import HeadSpec, ModelSpec
+from training import objectives
 from training.fit import Schedule, fit
+from training.head import checkpoint, conversations, generate, objective
+from training.head.conversations import Batch, Batches, Conversation
+from training.head.eagle3 import Eagle3
+from training.head.target import Target
+from training.head.texts import Request, Slots
 
-pytestmark = pytest.mark.slow
+TAPS = (0, 1)
+STEPS = 4
+SYSTEM = [7, 7, 3]  # first tokens of every conversation
+RNG = np.random.default_rng(0)
 
-TOKENS = np.random.default_rng(0).integers(0, 61, 4000).astype(np.uint16)
-SCHEDULE = Schedule(steps=6, tokens=64, short=16, long=32, warmup=2, save_every=3)
+
+def conversation(length: int, setting: str = "greedy") -> Conversation:
+    """Two turns of random tokens without neighbouring equal ones; the second half of each turn is an answer."""
+    tokens = np.concatenate([SYSTEM, RNG.integers(1, 61, length).cumsum() % 61]).astype(np.uint16)
+    place = (np.arange(length) * 4 // length) % 2 == 1
+    return Conversation(tokens, np.concatenate([np.zeros(len(SYSTEM), bool), place]), setting)
 
 
+@pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=True))
+    model = LlamaForCausalLM(LlamaConfig(**{**LLAMA, "max_position_embeddings": 256}, tie_word_embeddings=True)).eval()
+    for parameter in model.parameters():  # far from uniform distributions
+        parameter.data.mul_(3.0 if parameter.ndim == 2 else 1.0)
+    return model
 
 
-def train(folder: Path, schedule: Schedule, stop_at: int | None = None) -> LlamaForCausalLM:
-    trained = model()
-
-    def batches(step: int) -> torch.Tensor:
-        if step == stop_at:
-            raise KeyboardInterrupt
-        length = schedule.length(step)
-        return torch.from_numpy(batch(TOKENS, step, schedule.tokens // length, length, seed=1))
-
-    def loss(ids: torch.Tensor) -> torch.Tensor:
-        return objectives.prediction(trained, ids)
-
-    fit(trained, loss, batches, schedule, folder / "state.pt", lambda step: 0.0, "test")
-    return trained
+@pytest.fixture(scope="module")
+def target(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Target:
+    folder = tmp_path_factory.mktemp("target")
+    model.save_pretrained(folder)
+    return Target(str(folder), TAPS)
 
 
-def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
-    uninterrupted = train(tmp_path / "a", SCHEDULE)
+def random_head(target: Target) -> Eagle3:
+    torch.manual_seed(1)
+    head = Eagle3(target.config, len(TAPS), torch.randperm(61)[:40].sort().values)
+    for parameter in head.parameters():
+        parameter.data.normal_(0.0, 0.3)
+    return head
+
+
+def test_answers_end_at_the_third_repetition_of_a_block() -> None:
+    rows = (
+        [],
+        [1, 1],
+        [1, 1, 1],
+        [5, 1, 2, 1, 2, 1, 2, 9],
+        [1, 2, 3, 1, 2, 3, 1, 2],
+        [*range(64)] * 3,
+        [*range(65)] * 3,
+    )
+    padded, counts = torch.zeros(len(rows), 200, dtype=torch.int64), torch.tensor([len(row) for row in rows])
+    for row, tokens in zip(padded, rows, strict=True):
+        row[: len(tokens)] = torch.tensor(tokens)
+    assert conversations.loop_starts(padded, counts).tolist() == [0, 2, 2, 5, 8, 128, 195]
+    tokens, answers = np.array([5, 5, 5, 5, 8, 9, 9, 9, 9, 4, 4, 4, 4, 6]), np.zeros(14, bool)
+    answers[4:9] = answers[13] = True
+    shorter = conversations.without_loops(Conversation(tokens.astype(np.uint16), answers, "one"))
+    assert shorter.tokens.tolist() == [5, 5, 5, 5, 8, 9, 9, 4, 4, 4, 4, 6]
+    assert shorter.tokens[shorter.answers].tolist() == [8, 9, 9, 6]
+
+
+def saved(folder: Path, items: list[Conversation]) -> None:
+    spans = []
+    for number, item in enumerate(items):
+        edges = np.flatnonzero(np.diff(item.answers.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
+        spans += [(number, begin, end) for begin, end in edges]
+    np.savez(
+        folder / "part1.npz",
+        tokens=np.concatenate([item.tokens for item in items]),
+        lengths=np.array([len(item.tokens) for item in items], np.int32),
+        spans=np.array(spans, np.int32),
+        settings=np.array([item.setting for item in items]),
+    )
+
+
+def test_conversations_that_share_13_tokens_with_a_prompt_are_removed(tmp_path: Path) -> None:
+    items = [conversation(40) for _ in range(400)]
+    saved(tmp_path, items)
+    texts = [item.tokens.tolist() for item in items]
+    prompts = [[60, *texts[1][10:23], 60], [60, *texts[2][10:22], 60, *texts[3][20:32]], texts[4][5:30], [1, 2]]
+    split = conversations.load(tmp_path, prompts)
+    assert split.shared == 2 and len(split.held_out) == conversations.HELD_OUT >= 300
+    remaining = [item.tokens.tolist() for item in (*split.train, *split.held_out)]
+    assert sorted(remaining) == sorted(text for i, text in enumerate(texts) if i not in (1, 4))
+    assert {item.answers.tolist() == items[0].answers.tolist() for item in split.train} == {True}
+
+
+def test_an_epoch_shows_every_answer_once_and_a_tenth_in_long_windows() -> None:
+    """The first tokens of first answers count twice."""
+    items = [conversation(int(length)) for length in np.random.default_rng(2).integers(80, 300, 200)]
+    batches = Batches(items, 4096, seed=3)
+    count = len(batches._epoch(0))
+    shown = [batches(step) for step in range(count)]
+    answers = np.concatenate([batch.tokens[batch.weights > 0] for batch in shown])
+    assert sorted(answers) == sorted(np.concatenate([item.tokens[item.answers] for item in items]))
+    assert all(batch.tokens.size <= 4096 for batch in shown)
+    lengths = [len(np.flatnonzero(row)) for batch in shown for row in batch.tokens]
+    long = sum(length for length in lengths if 700 <= length <= conversations.WINDOW)
+    assert 0.03 < long / sum(lengths) < 0.2
+    assert all(row[:3].tolist() == SYSTEM for batch in shown for row in batch.tokens)
+    assert Batches(items, 4096, seed=3)(count + 1).tokens.tolist() == batches(count + 1).tokens.tolist()
+    batch, long_answer = conversations.padded([items[0], conversation(800)]), np.zeros(803)
+    long_answer[3 + 200 : 3 + 200 + 128], long_answer[3 + 328 : 3 + 400], long_answer[3 + 600 :] = 2, 1, 1
+    assert batch.weights[1].tolist() == long_answer.tolist()
+
+
+def test_taps_are_hidden_states_of_transformers(model: LlamaForCausalLM, target: Target) -> None:
+    """Products in bfloat16 differ by less than 2 %; neighbouring layers and positions differ by more."""
+    tokens = torch.from_numpy(np.stack([conversation(60).tokens, conversation(60).tokens]).astype(np.int64))
+    expected = model(tokens, output_hidden_states=True).hidden_states
+    states = target.states(tokens)
+    width = target.config.hidden_size
+    actual = [*states.taps.split(width, -1), states.final]
+    for i, state in zip((*TAPS, len(expected) - 1), actual, strict=True):
+        assert ((state - expected[i]).norm() / expected[i].norm()) < 0.02
+        assert ((state - expected[(i + 1) % len(expected)]).norm() / expected[i].norm()) > 0.1
+        assert ((state[:, 1:] - expected[i][:, :-1]).norm() / expected[i].norm()) > 0.1
+
+
+def test_a_saved_head_drafts_in_the_program_as_in_training(
+    model: LlamaForCausalLM, target: Target, tmp_path: Path
+) -> None:
+    """Rows of all unrolled steps equal drafts that receive states of the head."""
+    head = random_head(target).bfloat16().float()
+    checkpoint.save(head, target, tmp_path, 4096)
+    tensors = checkpoint.load_file(tmp_path / "model.safetensors")
+    ids = torch.arange(40) + tensors["d2t"]
+    assert torch.equal(ids, head.vocabulary) and torch.equal(tensors["t2d"].nonzero()[:, 0], ids)
+    assert checkpoint.trained_tokens(tmp_path) == 4096
+    tokens = torch.from_numpy(conversation(20).tokens.astype(np.int64))
+    taps = torch.randn(1, len(tokens), len(TAPS) * target.config.hidden_size)
+    unrolled = checkpoint.load(tmp_path, target)(taps, tokens[None], target.embeddings, STEPS)
+    spec = ModelSpec("target")
+    loaded = load_head(HeadSpec(str(tmp_path), spec), LoadedModel(spec, model, None, 0, "transformers")).head
+    for last in (0, 5, len(tokens) - 1 - STEPS):
+        cache, states = loaded.open(), taps[0, : last + 1].unflatten(-1, (len(TAPS), -1))
+        rows = [loaded.start(cache, tokens[1 : last + 2].tolist(), states, 0)]
+        rows += [loaded.step(cache, int(token)) for token in tokens[last + 2 : last + 1 + STEPS]]
+        for i, row in enumerate(rows):
+            logits = unrolled[i][0, last] @ target.rows[head.vocabulary].T
+            assert torch.allclose(row[: len(logits)], logits, atol=1e-3), (last, i)
+
+
+def test_row_and_step_are_compared_with_the_target_after_the_same_tokens(target: Target) -> None:
+    """Row t of step i has consumed tokens up to t + 1 + i, as has the target's state at t + 1 + i."""
+    batch = conversations.padded([conversation(40), conversation(24)])
+
+    def positions(taps: torch.Tensor, tokens: torch.Tensor, embeddings: torch.Tensor, steps: int) -> list[torch.Tensor]:
+        rows = torch.arange(tokens.shape[1], dtype=torch.float32).expand(tokens.shape)
+        return [rows + 1 + i for i in range(steps)]
+
+    drafted, rows = objective.states_of(positions, target, batch, STEPS)
+    final = target.states(torch.from_numpy(batch.tokens)).final
+    for i, consumed in enumerate(drafted):
+        assert torch.equal(rows.of(consumed, i), rows.position.float())
+    assert torch.equal(rows.final, final[rows.window, rows.position])
+    assert torch.equal(rows.weight, torch.from_numpy(batch.weights)[rows.window, rows.position + 1])
+    assert len(rows.position) == (batch.weights > 0).sum()
+
+
+def test_the_loss_in_blocks_equals_the_loss_of_all_rows(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Value and gradients."""
+    monkeypatch.setattr(objective, "BLOCKS", {"cpu": 7})
+    head, batch = random_head(target), conversations.padded([conversation(340), conversation(24)])
+    assert set(np.unique(batch.weights)) == {0, 1, 2}
+    value = objective.loss(head, target, STEPS, batch)
+    value.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in head.named_parameters()}
+    head.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        drafted, rows = objective.states_of(head, target, batch, STEPS)
+        p = (rows.final.bfloat16() @ target.output.T).float().softmax(-1)[:, head.vocabulary]
+        terms = []
+        for i, states in enumerate(drafted):
+            q = (rows.of(states, i) @ target.output[head.vocabulary].T).float().softmax(-1)
+            row = -(p * q.log()).sum(-1) + 1 - torch.minimum(p, q).sum(-1)
+            terms.append(0.8**i * (rows.weight * row).sum() / rows.weight.sum())
+    expected = sum(terms) / sum(0.8**i for i in range(STEPS))
+    expected.backward()
+    assert value.item() == pytest.approx(expected.item(), rel=1e-3)
+    for name, parameter in head.named_parameters():
+        assert (gradients[name] - parameter.grad).norm() < 0.03 * parameter.grad.norm(), name
+
+
+def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(target: Target, tmp_path: Path) -> None:
+    batches = Batches([conversation(30) for _ in range(12)], 128, seed=0)
+    schedule = Schedule(steps=5, lr=1e-2, warmup=1, save_every=2)
+
+    def train(folder: Path, stop_at: int | None = None) -> Eagle3:
+        torch.manual_seed(0)
+        head = Eagle3(target.config, len(TAPS), torch.arange(40))
+        head.start_from(target)
+
+        def batch(step: int) -> Batch:
+            if step == stop_at:
+                raise KeyboardInterrupt
+            return batches(step)
+
+        fit(head, partial(objective.loss, head, target, 2), batch, schedule, folder / "state.pt", lambda _: 0.0, "head")
+        return head
+
+    complete = train(tmp_path / "a")
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "b", SCHEDULE, stop_at=4)
-    resumed = train(tmp_path / "b", SCHEDULE)
-    for parameter, resumed_parameter in zip(uninterrupted.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(parameter, resumed_parameter)
-    assert any(not torch.equal(a, b) for a, b in zip(uninterrupted.parameters(), model().parameters(), strict=True))
+        train(tmp_path / "b", stop_at=3)
+    resumed = train(tmp_path / "b")
+    for (name, first), second in zip(complete.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(first, second), name
 
 
-def test_training_learns() -> None:
-    trained = model()
-    ids = torch.from_numpy(batch(TOKENS, 0, 4, 32, seed=1))
-    before = objectives.prediction(trained, ids).item()
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
-    for _ in range(20):
-        optimizer.zero_grad()
-        objectives.prediction(trained, ids).backward()
-        optimizer.step()
-    assert objectives.prediction(trained, ids).item() < before - 1
+@pytest.mark.parametrize("count", [1, 3])
+def test_greedy_continuations_are_those_of_passes_over_whole_texts(target: Target, count: int) -> None:
+    """With any number of slots. A text ends at its end token, its limit, or before its third equal block."""
+    rng = np.random.default_rng(3)
+    requests = [
+        Request(rng.integers(0, 61, n).tolist(), (0.0, 1.0), limit, None) for n, limit in product((2, 9, 20), (1, 12))
+    ]
+    waiting, found = list(requests), []
+    slots = Slots(target, end=7, count=count, length=40, longest=12, steps=5)
+    slots.serve(lambda most: [waiting.pop() for _ in range(min(most, len(waiting)))], lambda *pair: found.append(pair))
+    assert {id(request) for request, _ in found} == {id(request) for request in requests}
+    for request, tokens in found:
+        final = target.states(torch.tensor([[*request.context, *tokens]])).final[0, len(request.context) - 1 :]
+        logits = final @ target.rows.T
+        chosen = logits[:-1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert (logits[:-1].max(-1).values - chosen < 0.1).all()
+        assert 7 not in tokens[:-1] and len(tokens) <= request.limit
+        following = [*tokens, int(logits[-1].argmax())]
+        looped = conversations.loop_start(np.array(following * 2)) < len(following) * 2
+        assert len(tokens) == request.limit or tokens[-1] == 7 or looped
+    assert slots.written == sum(len(tokens) for _, tokens in found)
 
 
-def test_an_epoch_shows_every_piece_once() -> None:
-    length, size = 16, 8
-    tokens = np.arange(1000).astype(np.uint16)
-    pieces = (1000 - length) // length // size * size
-    rows = np.concatenate([batch(tokens, step, size, length, seed=2) for step in range(pieces // size)])
-    assert len({row[0] for row in rows.tolist()}) == len(rows) == pieces
-    assert all(row == list(range(row[0], row[0] + length)) for row in rows.tolist())
-    again = batch(tokens, pieces // size, size, length, seed=2)
-    assert again.tolist() != rows[:size].tolist()  # the next epoch has other cuts and another order
+def test_generated_conversations_have_the_form_of_the_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "MOST_QUESTION", 6)
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    target = Target(str(save_model(tmp_path / "model", tokenizer, max_position_embeddings=512)))
+    torch.manual_seed(0)
+    parts = generate.Format.of(tokenizer)
+    asked = [tokenizer.encode(f"name {i} of them") for i in range(12)]
+    slots = Slots(target, parts.end, 4, 200, 12)
+    done = generate.converse(slots, generate.dialogues(asked, [tokenizer.encode("why")], parts, "0"), 12)
+    generate.save(tmp_path / "part.npz", done)
+    stored = conversations.read(tmp_path / "part.npz")
+    assert len({item.setting for item in stored}) > 1 and len({len(dialogue.spans) for dialogue in done}) == 2
+    own = 0
+    for item, dialogue in zip(stored, done, strict=True):
+        begin, end = dialogue.spans[0]
+        ids = item.tokens.tolist()
+        own += dialogue.prompt not in asked
+        assert ids == dialogue.tokens[: len(ids)]
+        assert ids[:begin] == parts.system + (dialogue.prompt or []) + parts.answer
+        assert item.answers.sum() == sum(end - begin for begin, end in dialogue.spans) > 0
+        assert conversations.loop_start(item.tokens[begin:end]) == end - begin <= 12
+    assert 0 < own < len(done)
 
 
-def test_the_rate_has_warmup_constant_and_decay_phases() -> None:
-    schedule = replace(SCHEDULE, steps=100, warmup=10, decay_part=0.4)
-    rates = [schedule.rate(step) for step in range(100)]
-    assert rates[0] == 0.1 and set(rates[10:60]) == {1.0} and rates[80] == 0.5 and 0 < rates[99] < 0.03
-    assert schedule.length(79) == 16 and schedule.length(80) == 32
-
-
-def test_the_agreement_loss_is_zero_only_for_equal_distributions() -> None:
-    target, ids = model(), torch.from_numpy(batch(TOKENS, 0, 2, 32, seed=1))
-    assert objectives.agreement([target], target, ids).item() == pytest.approx(0, abs=1e-3)
+def test_losses_of_the_bundled_pair_are_least_for_equal_distributions_and_have_gradients() -> None:
+    torch.manual_seed(0)
+    target = LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=True))
     other = LlamaForCausalLM(target.config)
-    single = objectives.agreement([other], target, ids)
-    assert single.item() > 1e-3
-    both = objectives.agreement([other, other], target, ids)
-    assert both.item() == pytest.approx(2 * single.item(), rel=1e-3)
-    assert objectives.held_out_agreement(target, target, TOKENS, 64, 2) == pytest.approx((1.0, 1.0), abs=1e-3)
-
-
-def test_the_curve_of_drafters(tmp_path: Path) -> None:
-    """Alpha is 1 for the target and lower for another model; a saved curve is loaded unchanged."""
-    target = model().eval()
-    other = LlamaForCausalLM(LlamaConfig(**{**LLAMA, "num_hidden_layers": 1}, tie_word_embeddings=True)).eval()
-    same, less = curve.measure({"same": target, "other": other}, target, np.tile(TOKENS, 2)[:2048])
-    assert (same.alpha, same.first) == pytest.approx((1.0, 1.0), abs=1e-3) and same.c > 0
-    assert less.alpha < 0.99
-    assert curve.write([same, less], tmp_path).count("\n") == 3
-    assert curve.read(tmp_path) == [same, less] and curve.read(tmp_path / "nowhere") == []
-
-
-def test_prompts_that_end_with_a_line_or_indentation_keep_their_tokens() -> None:
-    """Tokens of such a prefix are a prefix of the tokens of the text."""
-    tokenizer = train_tokenizer([path.read_text("utf-8") for path in standard_library()[:40]])
-    text = "def f(a):\n    if a:\n        return g(a)\n\n\nclass B:\n    pass\n"
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
-    for cut in (
-        "def f(a):\n",
-        "def f(a):\n    ",
-        "def f(a):\n    if a:\n        ",
-        "def f(a):\n    if a:\n        return",
-    ):
-        assert ids[: len(tokenizer.encode(cut))] == tokenizer.encode(cut)
-
-
-def test_the_corpus_is_the_standard_library() -> None:
-    names = {path.name for path in standard_library()}
-    assert {"argparse.py", "dataclasses.py", "threading.py"} <= names
-    assert not any("site-packages" in str(path) for path in standard_library())
-
-
-def test_the_card_of_the_pair_has_the_weight_of_the_objective() -> None:
-    sentence = f"{objectives.REJECTION_WEIGHT:g} times the rejection rate"
-    assert sentence in (Path(__file__).parents[2] / "assets/pair/README.md").read_text("utf-8")
-    assert sentence in card.CARD.replace("{weight:g}", f"{objectives.REJECTION_WEIGHT:g}")
+    ids = torch.randint(0, 61, (2, 256))
+    assert objectives.agreement(target, target, ids).item() == pytest.approx(0, abs=1e-3)
+    apart = objectives.agreement(other, target, ids)
+    apart.backward()
+    assert apart.item() > 1e-3 and all(parameter.grad.norm() > 0 for parameter in other.parameters())
+    looping = objectives.without_loops(other, target, ids, prompts=2, new=24)
+    assert objectives.without_loops(target, target, ids, prompts=2, new=24).item() < looping.item()
+    tokens = [1, 2, 3, *[4, 5] * 6, 6]
+    assert objectives.loops(torch.tensor([tokens]))[0].tolist() == [False] * 12 + [True] * 3 + [False]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.runs import possibly_failed
-from benchmarks.tables import publish, run_study, study_parser
+from benchmarks.tables import Study, publish, study_command
 from specdemo.cli.arguments import with_pair_settings
 from specdemo.core.metrics import ratio_interval
 from specdemo.models.model_pool import ModelPool
@@ -88,13 +88,8 @@ def study(options: argparse.Namespace) -> None:
     publish(options, "head-baseline", COLUMNS, records)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and run the study."""
-    parser = study_parser(__file__, __doc__, TABLES)
-    parser.add_argument("--prompts", type=Path, nargs="+", required=True)
-    parser.add_argument("--results", type=Path, required=True)
-    return run_study(study, parser, arguments)
-
+OPTIONS = {"prompts": {"type": Path, "nargs": "+", "required": True}, "results": {"type": Path, "required": True}}
+main = study_command(__file__, __doc__, TABLES, Study(study, OPTIONS))
 
 if __name__ == "__main__":
     sys.exit(main())

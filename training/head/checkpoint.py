@@ -45,7 +45,7 @@ def save(head: Eagle3, target: Target, folder: Path, tokens: int) -> None:
     save_file(tensors | offsets, folder / "model.safetensors")
     config: dict[str, Any] = {name: getattr(target.config, name) for name in OF_TARGET} | {
         "draft_vocab_size": len(ids),
-        "tie_word_embeddings": head.lm_head is None,
+        "tie_word_embeddings": True,
         TRAINED: tokens,
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -61,6 +61,6 @@ def load(folder: Path, target: Target) -> Eagle3:
     offsets = tensors.pop("d2t")
     del tensors["t2d"]
     ids = offsets + torch.arange(len(offsets))
-    head = Eagle3(target.config, len(target.taps), ids, "lm_head.weight" in tensors)
+    head = Eagle3(target.config, len(target.taps), ids)
     head.load_state_dict(tensors)
     return head.to(target.embeddings.device)

@@ -1,6 +1,6 @@
 """Training conversations: filters, loops, hold-out, and batches that depend only on the number of the step.
 
-`training.head.generate` writes the files: `tokens`, `lengths`, `spans` of answers, `settings`, `classes`.
+`training.head.generate` writes the files: `tokens`, `lengths`, `spans` of answers, `settings`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 SETTINGS = {"greedy": (0.0, 1.0), "pair": (0.2, 0.9), "one": (1.0, 1.0)}  # temperature and top-p of answers
@@ -24,12 +27,11 @@ MARKERS = 3  # tokens of a turn before the message
 
 @dataclass(frozen=True)
 class Conversation:
-    """Token ids, a mask of the answer tokens, how the answers were chosen, and classes of the user turns."""
+    """Token ids, a mask of the answer tokens, and how the answers were chosen."""
 
     tokens: np.ndarray  # [n] uint16
     answers: np.ndarray  # [n] bool
-    setting: str  # "pair", "greedy" or "one"
-    classes: tuple[str, ...]
+    setting: str  # a key of `SETTINGS`
 
 
 @dataclass(frozen=True)
@@ -47,44 +49,30 @@ class Split:
     train: list[Conversation]
     held_out: list[Conversation]  # drawn at random
     shared: int  # conversations removed because they share tokens with an evaluation prompt
-    cut_share: float  # of the answer tokens, removed as loops
 
 
 def load(folder: Path, forbidden: Sequence[Sequence[int]], seed: int = 0) -> Split:
     """Read all `*.npz` of `folder`, filter, cut loops and split; `forbidden` are token ids of evaluation prompts."""
     hashes = np.unique(np.concatenate([_hashes(np.asarray(prompt, np.uint64)) for prompt in forbidden]))
-    found = stored(folder)
+    found = [item for path in sorted(folder.glob("*.npz")) for item in read(path)]
     allowed = [item for item in found if not np.isin(_hashes(item.tokens), hashes).any()]
     cut = [item for item in map(without_loops, allowed) if item.answers.any()]
-    before, after = (sum(int(item.answers.sum()) for item in group) for group in (allowed, cut))
     order = np.random.default_rng(seed).permutation(len(cut))
-    return Split(
-        train=[cut[i] for i in order[HELD_OUT:]],
-        held_out=[cut[i] for i in order[:HELD_OUT]],
-        shared=len(found) - len(allowed),
-        cut_share=1 - after / before,
-    )
-
-
-def stored(folder: Path) -> list[Conversation]:
-    """Return the conversations of all files of `folder`."""
-    return [conversation for path in sorted(folder.glob("*.npz")) for conversation in read(path)]
+    train, held_out = ([cut[i] for i in part] for part in (order[HELD_OUT:], order[:HELD_OUT]))
+    return Split(train, held_out, len(found) - len(allowed))
 
 
 def read(path: Path) -> list[Conversation]:
     """Return the conversations of a file."""
     with np.load(path) as file:
-        arrays = {name: file[name] for name in ("tokens", "lengths", "spans", "settings", "classes")}
+        arrays = {name: file[name] for name in ("tokens", "lengths", "spans", "settings")}
     ends = np.cumsum(arrays["lengths"])
     answers = np.zeros(len(arrays["tokens"]), bool)
     starts = ends - arrays["lengths"]
     for number, begin, end in arrays["spans"]:
         answers[starts[number] + begin : starts[number] + end] = True
-    rows = zip(starts, ends, arrays["settings"], arrays["classes"], strict=True)
-    return [
-        Conversation(arrays["tokens"][start:end], answers[start:end], str(setting), tuple(str(classes).split(",")))
-        for start, end, setting, classes in rows
-    ]
+    rows = zip(starts, ends, arrays["settings"], strict=True)
+    return [Conversation(arrays["tokens"][start:end], answers[start:end], str(setting)) for start, end, setting in rows]
 
 
 def user_turns(tokenizer: PreTrainedTokenizerBase, messages: Sequence[str]) -> list[list[int]]:
@@ -112,16 +100,25 @@ def _hashes(tokens: np.ndarray) -> np.ndarray:
     return np.lib.stride_tricks.sliding_window_view(tokens.astype(np.uint64), SHARED) @ factors
 
 
-def loop_start(tokens: np.ndarray) -> int:
-    """Return where a block of 1 to `LONGEST_BLOCK` tokens begins its third consecutive occurrence, or the length."""
-    first = len(tokens)
-    for size in range(1, min(LONGEST_BLOCK, len(tokens) // 3) + 1):
-        different = np.flatnonzero(tokens[size:] != tokens[:-size])
-        edges = np.concatenate([[-1], different, [len(tokens) - size]])
-        runs = np.flatnonzero(np.diff(edges) > 2 * size)  # runs of at least 2 * size equal pairs
-        if len(runs):
-            first = min(first, int(edges[runs[0]]) + 1 + 2 * size)
+def loop_starts(tokens: Tensor, counts: Tensor) -> Tensor:
+    """Return where a block of 1 to `LONGEST_BLOCK` tokens begins its third consecutive occurrence in each row.
+
+    `counts` are the lengths of the rows, and the result of rows without loops.
+    """
+    length = tokens.shape[1]
+    columns = torch.arange(length, device=tokens.device)
+    tokens, first = torch.where(columns < counts[:, None], tokens, -1 - columns), counts
+    for size in range(1, min(LONGEST_BLOCK, length // 3) + 1):
+        equal = F.pad((tokens[:, size:] == tokens[:, :-size]).int().cumsum(1), (1, 0))
+        runs = equal[:, 2 * size :] - equal[:, : -2 * size] == 2 * size
+        start = torch.where(runs.any(1), runs.int().argmax(1) + 2 * size, length)
+        first = torch.minimum(first, start)
     return first
+
+
+def loop_start(tokens: np.ndarray) -> int:
+    """Return `loop_starts` of a text."""
+    return int(loop_starts(torch.from_numpy(tokens.astype(np.int64))[None], torch.tensor([len(tokens)])))
 
 
 def without_loops(conversation: Conversation) -> Conversation:
@@ -130,9 +127,7 @@ def without_loops(conversation: Conversation) -> Conversation:
     remaining = np.ones(len(conversation.tokens), bool)
     for begin, end in edges.reshape(-1, 2):
         remaining[begin + loop_start(conversation.tokens[begin:end]) : end] = False
-    return Conversation(
-        conversation.tokens[remaining], conversation.answers[remaining], conversation.setting, conversation.classes
-    )
+    return Conversation(conversation.tokens[remaining], conversation.answers[remaining], conversation.setting)
 
 
 def most_frequent(items: Sequence[Conversation], size: int) -> np.ndarray:
@@ -141,11 +136,10 @@ def most_frequent(items: Sequence[Conversation], size: int) -> np.ndarray:
     return np.sort(np.argsort(-counts, kind="stable")[:size])
 
 
-def early_part(item: Conversation) -> Conversation:
-    """Return a conversation up to token `EARLY` of its first answer, the part that users see first."""
+def early_end(item: Conversation) -> int:
+    """Return the end of the part that users see first: up to token `EARLY` of the first answer."""
     begin = int(item.answers.argmax())
-    end = begin + int((~item.answers[begin : begin + EARLY]).argmax() or min(EARLY, len(item.answers) - begin))
-    return Conversation(item.tokens[:end], item.answers[:end], item.setting, item.classes)
+    return begin + int((~item.answers[begin : begin + EARLY]).argmax() or min(EARLY, len(item.answers) - begin))
 
 
 class Batches:
@@ -208,7 +202,6 @@ class Batches:
             np.concatenate([first.tokens, *(item.tokens[self._system :] for item in others)]),
             np.concatenate([first.answers, *(item.answers[self._system :] for item in others)]),
             first.setting,
-            first.classes,
         )
 
 
@@ -220,6 +213,5 @@ def padded(windows: Sequence[Conversation]) -> Batch:
         count = min(length, len(window.tokens))
         batch.tokens[row, :count] = window.tokens[:count]
         batch.weights[row, :count] = window.answers[:count]
-        early = len(early_part(window).tokens)
-        batch.weights[row, :early] *= 2
+        batch.weights[row, : early_end(window)] *= 2
     return batch

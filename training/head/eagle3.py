@@ -12,23 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from training.head.target import Target, rotate
 
 TAPS = (2, 15, 27)  # for SmolLM2-135M
 Cache = list[tuple[Tensor, Tensor]]  # keys and values of each step
-
-
-class RMSNorm(nn.Module):
-    """Root mean square norm in float32."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -69,29 +58,17 @@ class Attention(nn.Module):
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
-class GatedLinear(nn.Module):
-    """The feed-forward part of a Llama layer."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class FirstLayer(nn.Module):
     """A decoder layer with the embedding of the next token as second input."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.hidden_norm, self.input_layernorm = RMSNorm(width, eps), RMSNorm(width, eps)
+        self.hidden_norm = LlamaRMSNorm(width, eps)
+        self.input_layernorm = LlamaRMSNorm(width, eps)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(width, eps)
-        self.mlp = GatedLinear(width, config.intermediate_size)
+        self.post_attention_layernorm = LlamaRMSNorm(width, eps)
+        self.mlp = LlamaMLP(config)
 
     def forward(self, x: Tensor, embedded: Tensor, cache: Cache) -> Tensor:
         both = torch.cat([self.input_layernorm(embedded), self.hidden_norm(x)], -1)
@@ -103,16 +80,15 @@ class Eagle3(nn.Module):
     """The head.
 
     `config` is the target's; `vocabulary` holds the target ids of the draft vocabulary, ascending. The output matrix
-    consists of rows of the target's unless the head has its own.
+    consists of rows of the target's.
     """
 
-    def __init__(self, config: PretrainedConfig, taps: int, vocabulary: Tensor, own_output: bool = False) -> None:
+    def __init__(self, config: PretrainedConfig, taps: int, vocabulary: Tensor) -> None:
         super().__init__()
         width = config.hidden_size
         self.fc = nn.Linear(taps * width, width, bias=False)
         self.midlayer = FirstLayer(config)
-        self.norm = RMSNorm(width, config.rms_norm_eps)
-        self.lm_head = nn.Linear(width, len(vocabulary), bias=False) if own_output else None
+        self.norm = LlamaRMSNorm(width, config.rms_norm_eps)
         self.register_buffer("vocabulary", vocabulary, persistent=False)
 
     def forward(self, taps: Tensor, tokens: Tensor, embeddings: Tensor, steps: int) -> list[Tensor]:
@@ -125,22 +101,9 @@ class Eagle3(nn.Module):
             results.append(self.norm(state))
         return results
 
-    def logits(self, states: Tensor, output: Tensor) -> Tensor:
-        """Return logits over the draft vocabulary; `output` holds the target's rows of the draft vocabulary."""
-        return F.linear(states, output if self.lm_head is None else self.lm_head.weight)
-
-    @torch.no_grad()
-    def choose_vocabulary(self, vocabulary: Tensor) -> None:
-        """Draft other tokens. Raises `ValueError` if own rows are missing."""
-        if self.lm_head is not None:
-            if not torch.isin(vocabulary, self.vocabulary).all():
-                raise ValueError("the output matrix lacks tokens of the vocabulary: choose a smaller --vocabulary")
-            self.lm_head.weight = nn.Parameter(self.lm_head.weight[torch.searchsorted(self.vocabulary, vocabulary)])
-        self.vocabulary = vocabulary
-
     @torch.no_grad()
     def start_from(self, target: Target) -> None:
-        """Copy the last layer, which ignores the embedding, final norm and output rows; `fc` passes the last tap."""
+        """Copy the last layer, which ignores the embedding, and the final norm; `fc` passes the last tap."""
         width, stored = target.config.hidden_size, dict(target.last_layer)
         for name in ("q_proj", "k_proj", "v_proj"):
             key = f"self_attn.{name}.weight"
@@ -150,5 +113,3 @@ class Eagle3(nn.Module):
         self.midlayer.load_state_dict(stored)
         self.fc.weight.zero_()[:, -width:].copy_(torch.eye(width))
         self.norm.weight.copy_(target.norm)
-        if self.lm_head is not None:
-            self.lm_head.weight.copy_(target.rows[self.vocabulary])

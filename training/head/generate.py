@@ -1,8 +1,8 @@
 """Write conversations of the target: `python -m training.head.generate --prompts FILE --out DIR`.
 
 A quarter begin with a user turn that the target writes, the others with the prompts in their order (lines of JSON with
-`text` and `kind`, see `training.head.prompts`); 30 % have a second turn. Answers end before the third repetition of a
-block. `--greedy` answers each prompt once, for evaluation. Files that exist are not written again.
+`text`, see `training.head.prompts`); 30 % have a second turn. Answers end before the third repetition of a
+block. Files that exist are not written again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,7 +64,6 @@ class Dialogue:
 
     parts: Format
     setting: str
-    classes: list[str]
     prompt: list[int] | None  # None: the target writes it
     follow: list[int] | None  # second user turn
     spans: list[tuple[int, int]] = field(default_factory=list)  # begin and end of each answer
@@ -95,18 +94,17 @@ class Dialogue:
             return False
         self.tokens += self.parts.following[tokens[-1] == self.parts.end :] + self.follow + self.parts.answer
         self.follow = None
-        self.classes.append("follow")
         return True
 
 
-def converse(slots: Slots, new: Callable[[], Dialogue | None], limit: int) -> list[Dialogue]:
-    """Return the finished conversations of `new`, which returns None after the last."""
+def converse(slots: Slots, begun: Iterator[Dialogue], limit: int) -> list[Dialogue]:
+    """Return the conversations when they are finished."""
     waiting: list[Dialogue] = []
     done: list[Dialogue] = []
 
     def take(most: int) -> list[Request]:
         requests: list[Request] = []
-        while len(requests) < most and (dialogue := waiting.pop() if waiting else new()):
+        while len(requests) < most and (dialogue := waiting.pop() if waiting else next(begun, None)):
             if request := dialogue.request(slots.length, limit):
                 requests.append(request)
             elif dialogue.spans:
@@ -125,25 +123,20 @@ def converse(slots: Slots, new: Callable[[], Dialogue | None], limit: int) -> li
 
 
 def dialogues(
-    prompts: Sequence[tuple[str, list[int]]], following: Sequence[list[int]], parts: Format, greedy: bool, seed: str
-) -> list[Dialogue]:
-    """Return the beginnings of conversations with these prompts (kind, token ids), `greedy` ones without others."""
-    rng, result = random.Random(seed), []
-    for kind, ids in prompts:
-        while not greedy and rng.random() < OWN:
-            result.append(_dialogue(rng, parts, "own", None, following))
-        result.append(
-            Dialogue(parts, "greedy", [kind], ids, None) if greedy else _dialogue(rng, parts, kind, ids, following)
-        )
-    return result
+    prompts: Sequence[list[int]], following: Sequence[list[int]], parts: Format, seed: str
+) -> Iterator[Dialogue]:
+    """Yield the beginnings of conversations with these prompts, and of others."""
+    rng = random.Random(seed)
 
+    def begin(prompt: list[int] | None) -> Dialogue:
+        (setting,) = rng.choices(list(SHARES), list(SHARES.values()))
+        follow = rng.choice(following) if rng.random() < FOLLOWED else None
+        return Dialogue(parts, setting, prompt, follow)
 
-def _dialogue(
-    rng: random.Random, parts: Format, kind: str, prompt: list[int] | None, following: Sequence[list[int]]
-) -> Dialogue:
-    (setting,) = rng.choices(list(SHARES), list(SHARES.values()))
-    follow = rng.choice(following) if rng.random() < FOLLOWED else None
-    return Dialogue(parts, setting, [kind], prompt, follow)
+    for ids in prompts:
+        while rng.random() < OWN:
+            yield begin(None)
+        yield begin(ids)
 
 
 def save(path: Path, found: Sequence[Dialogue]) -> None:
@@ -155,7 +148,6 @@ def save(path: Path, found: Sequence[Dialogue]) -> None:
         lengths=np.array([dialogue.spans[-1][1] for dialogue in found], np.int32),
         spans=np.array([(i, *span) for i, dialogue in enumerate(found) for span in dialogue.spans], np.int32),
         settings=np.array([dialogue.setting for dialogue in found]),
-        classes=np.array([",".join(dialogue.classes) for dialogue in found]),
     )
     partial.replace(path)
 
@@ -166,7 +158,6 @@ def main() -> None:
     parser.add_argument("--target", default=PAIRS[CHAT_PAIR].target, help="GGUF file or directory of a chat model")
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--greedy", action="store_true", help="one greedy answer per prompt, at most 128 tokens")
     parser.add_argument("--per-file", type=int, default=10_000, help="prompts")
     parser.add_argument("--texts", type=int, default=32, help="conversations per pass; 1,536 on a large GPU")
     parser.add_argument("--length", type=int, default=1024, help="most positions of a conversation")
@@ -186,10 +177,9 @@ def main() -> None:
             continue
         start, slots.written = time.monotonic(), 0
         chosen = lines[first : first + options.per_file]
-        prompts = [(line["kind"], tokenizer.encode(line["text"], add_special_tokens=False)) for line in chosen]
+        prompts = [tokenizer.encode(line["text"], add_special_tokens=False) for line in chosen]
         torch.manual_seed(options.seed + first)
-        begun = iter(dialogues(prompts, following, parts, options.greedy, f"{options.seed} {first}"))
-        found = converse(slots, lambda begun=begun: next(begun, None), 128 if options.greedy else MOST_ANSWER)
+        found = converse(slots, dialogues(prompts, following, parts, f"{options.seed} {first}"), MOST_ANSWER)
         save(path, found)
         rate = slots.written / (time.monotonic() - start)
         print(f"{path.name}: {len(found):,} conversations, {slots.written:,} written tokens, {rate:,.0f}/s", flush=True)

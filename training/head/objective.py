@@ -1,26 +1,23 @@
-"""Loss on the target's distribution, and acceptance of drafts on answers of the target.
+"""Loss of drafts on the target's distribution.
 
 Row t of step i predicts token t + 2 + i, so that its reference is the target's distribution at t + 1 + i.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.head.conversations import SETTINGS, Batch, Conversation
+from training.head.conversations import Batch
 from training.head.eagle3 import Eagle3
 from training.head.target import Target
 
 DECAY = 0.8  # of the weight per step
 OVERLAP_WEIGHT = 1.0
 BLOCKS = {"cpu": 256, "cuda": 4096}  # rows; those of a processor fit into its cache
-TOP = 1024  # most probable tokens among which top-p selects
 
 
 @dataclass(frozen=True)
@@ -67,84 +64,10 @@ def loss(head: Eagle3, target: Target, steps: int, batch: Batch) -> Tensor:
                 p = (F.linear(rows.final[block], output).float() - total).exp()
             part = torch.zeros((), device=output.device)
             for i, states in enumerate(leaves):
-                q = head.logits(states[block], output).float().log_softmax(-1)
+                q = F.linear(states[block], output).float().log_softmax(-1)
                 gained = (p * q).sum(-1) + OVERLAP_WEIGHT * torch.minimum(p, q.exp()).sum(-1)
                 part = part - DECAY**i * (rows.weight[block] * gained).sum()
             (part / scale).backward()
             value += part.detach() / scale
     linear = sum((states * leaf.grad).sum() for states, leaf in zip(compared, leaves, strict=True))
     return linear + (value + OVERLAP_WEIGHT - linear.detach())
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """Acceptance rate by position, given that all earlier ones were accepted, and mean tokens per pass of chains."""
-
-    rates: list[float]
-    tokens: float
-
-
-def distribution(logits: Tensor, temperature: float, top_p: float) -> Tensor:
-    """Return the distribution after temperature and top-p; one-hot at temperature 0."""
-    if temperature == 0:
-        return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-    probabilities = (logits / temperature).softmax(-1)
-    if top_p < 1:
-        values, ids = probabilities.topk(min(TOP, logits.shape[-1]), -1)
-        values = values * (values.cumsum(-1) - values < top_p)
-        probabilities = torch.zeros_like(probabilities).scatter_(-1, ids, values)
-    return probabilities / probabilities.sum(-1, keepdim=True)
-
-
-def earlier_tokens(tokens: Tensor, positions: Tensor, size: int) -> Tensor:
-    """Return a mask `[rows, size]` of the tokens up to each position, which a head drafts as well."""
-    first = torch.full((size,), len(tokens), device=tokens.device)
-    first.scatter_reduce_(0, tokens, torch.arange(len(tokens), device=tokens.device), "amin")
-    return first <= positions[:, None]
-
-
-@torch.no_grad()
-def chances(head: Eagle3, target: Target, item: Conversation, steps: int) -> tuple[Tensor, Tensor]:
-    """Return, per row and step, sum min(p, q) and the ratio min(1, q(x) / p(x)) of the text's token x."""
-    choice, (vocab, _) = SETTINGS[item.setting], target.output.shape
-    tokens = torch.from_numpy(item.tokens.astype(np.int64)).to(target.embeddings.device)
-    static = torch.zeros(vocab, dtype=torch.bool, device=tokens.device)
-    static[head.vocabulary] = True
-    overlap, ratio = [], []
-    with torch.autocast(tokens.device.type, torch.bfloat16):
-        batch = Batch(item.tokens[None].astype(np.int64), item.answers[None].astype(np.float32))
-        drafted, rows = states_of(head, target, batch, steps)
-        following = tokens[rows.position + 1, None]
-        allowed = static | earlier_tokens(tokens, rows.position, vocab)
-        p = distribution(F.linear(rows.final, target.output).float(), *choice)
-        for i, states in enumerate(drafted):
-            logits = F.linear(rows.of(states, i), target.output).float()
-            logits[:, head.vocabulary] = head.logits(rows.of(states, i), target.output[head.vocabulary]).float()
-            q = distribution(logits.masked_fill(~allowed, -torch.inf), *choice)
-            overlap.append(torch.minimum(p, q).sum(-1))
-            px, qx = (x.gather(1, following)[:, 0] for x in (p, q))
-            ratio.append(torch.where(px > 0, qx / px, 0).clamp(max=1))
-    return torch.stack(overlap, 1).float().cpu(), torch.stack(ratio, 1).float().cpu()
-
-
-def acceptance(head: Eagle3, target: Target, items: Sequence[Conversation], steps: int = 4) -> Acceptance:
-    """Evaluate drafts of `steps` tokens from all positions of answers, at the settings that chose them.
-
-    An accepted token has the distribution min(p, q) and the text's token the distribution p, hence the text is
-    weighted by min(1, q / p).
-    """
-    accepted, reached, starts = torch.zeros(steps), torch.zeros(steps), 0
-    for item in items:
-        overlap, ratio = chances(head, target, item, steps)
-        edges = np.flatnonzero(np.diff(item.answers[1:].astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
-        first = 0
-        for size in (end - begin for begin, end in edges):
-            drafts = max(0, size - steps + 1)
-            diagonal = torch.arange(drafts)[:, None] + torch.arange(steps)  # step i is compared i rows later
-            rows, columns = first + diagonal, torch.arange(steps).expand_as(diagonal)
-            weight = torch.ones(drafts, steps)
-            weight[:, 1:] = ratio[rows, columns].cumprod(1)[:, :-1]
-            accepted += (weight * overlap[rows, columns]).sum(0)
-            reached += weight.sum(0)
-            starts, first = starts + drafts, first + size
-    return Acceptance((accepted / reached).tolist(), 1 + float(accepted.sum()) / max(1, starts))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.head.conversations import LONGEST_BLOCK
+from training.head.conversations import loop_starts
 from training.head.target import Target, causal
 
 ROUNDS = 3  # of drawing a token within top-p
@@ -43,19 +43,6 @@ def draw(logits: Tensor, temperature: Tensor, top_p: Tensor) -> Tensor:
         result = torch.where(inside, token, result)
         open_rows = open_rows & ~inside
     return result
-
-
-def loop_starts(tokens: Tensor, counts: Tensor) -> Tensor:
-    """Return `conversations.loop_start` of the first `counts` tokens of each row."""
-    length = tokens.shape[1]
-    columns = torch.arange(length, device=tokens.device)
-    tokens, first = torch.where(columns < counts[:, None], tokens, -1 - columns), counts
-    for size in range(1, min(LONGEST_BLOCK, length // 3) + 1):
-        equal = F.pad((tokens[:, size:] == tokens[:, :-size]).int().cumsum(1), (1, 0))
-        runs = equal[:, 2 * size :] - equal[:, : -2 * size] == 2 * size
-        start = torch.where(runs.any(1), runs.int().argmax(1) + 2 * size, length)
-        first = torch.minimum(first, start)
-    return first
 
 
 def attention(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:

@@ -1,0 +1,175 @@
+"""Every study starts, tables are replaced in documents, and figures of the load and GPU tests."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+import sys
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import document_tables, edge_cloud, gpu_check, load, native_passes, page_cost, tables
+from benchmarks.load import Answer, Text
+from specdemo.core.errors import UserError
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+MAIN = '__name__ == "__main__"'
+FILES = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "training").rglob("*.py")]
+SCRIPTS = sorted(path for path in FILES if MAIN in path.read_text("utf-8"))
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_help_is_printed(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(path), run_name="__main__")
+    assert end.value.code == 0 and "usage:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("module", [edge_cloud, native_passes, page_cost])
+def test_a_module_has_a_command_per_study(module: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for study in module.STUDIES:
+        with pytest.raises(SystemExit) as end:
+            module.main([study, "--help"])
+        assert end.value.code == 0 and "--write" in capsys.readouterr().out
+
+
+def test_all_commands_of_tables_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert document_tables.main(["--list"]) == 0
+    listed = [line.partition("  #")[0] for line in capsys.readouterr().out.splitlines()]
+    assert [run.command for run in document_tables.RUNS] == listed
+    assert document_tables.main(["--table", "speed"]) == 2
+    assert "bench-classes" in capsys.readouterr().err
+
+
+def test_a_study_has_options_and_replaces_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    document = tmp_path / "docs" / "page.md"
+    document.parent.mkdir()
+    document.write_text("before\n<!-- begin: cost -->\nold\n<!-- end: cost -->\nafter\n")
+    received: list[argparse.Namespace] = []
+
+    def study(options: argparse.Namespace) -> None:
+        received.append(options)
+        tables.publish(options, "cost", {"way": "{way}", "x": "{x:.1f}"}, [{"way": "page", "x": 2.04}])
+
+    described = tables.Study(study, {"rounds": [1, 2], "ratio": 0.5, "only": {"choices": ["a", "b"]}})
+    main = tables.study_command("benchmarks/cost.py", "Cost.\n\nDetails.", {"cost": "docs/page.md"}, described)
+    assert main([]) == 0 and "old" in document.read_text()
+    assert main(["--write", "--rounds", "2", "3", "--only", "b"]) == 0
+    text = document.read_text()
+    assert text.startswith("before\n<!-- begin: cost -->\n") and text.endswith("\n<!-- end: cost -->\nafter\n")
+    command = "python -m benchmarks.cost --rounds 2 3 --only b`"
+    assert command in text and "| page | 2.0 |" in text and "old" not in text
+    assert capsys.readouterr().out.count('{"cost": [{"way": "page", "x": 2.04}]}') == 2
+    values = [(options.rounds, options.ratio, options.only) for options in received]
+    assert values == [([1, 2], 0.5, None), ([2, 3], 0.5, "b")]
+    document.write_text("no markers")
+    assert main(["--write"]) == 2 and "<!-- begin: cost -->" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "<!-- begin: a -->", "<!-- end: a -->", 2 * "<!-- begin: a --><!-- end: a -->"])
+def test_markers_must_occur_once(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text(text)
+    with pytest.raises(UserError, match="exactly once"):
+        tables.replace_table(tmp_path / "a.md", "a", "new")
+    assert (tmp_path / "a.md").read_text() == text
+
+
+# --- load --------------------------------------------------------------------------------------------------------
+
+
+def frame(at: int, phase: str, *records: dict[str, Any], over: bool = False) -> str:
+    return json.dumps({"at": at, "phase": (phase, ""), "r": records, "over": over})
+
+
+def cells(*kinds: tuple[str, int]) -> dict[str, Any]:
+    return {"l": "spec", "c": [[kind, "x", token] for kind, token in kinds]}
+
+
+def test_answers_contain_tokens_times_and_problems() -> None:
+    step = cells(("accepted", 1), ("rejected", 9), ("correction", 2))
+    frames = [frame(0, "queued"), frame(0, "decoding", step), frame(1, "done", cells(("bonus", 3)), over=True)]
+    assert load.visit(frames, count(0.0, 1.0)) == Answer([1, 2, 3], 1.0)
+    assert load.visit([frames[0], frames[2]], count(0.0, 1.0)).problem == "lost"
+    assert load.visit(frames[:-1], count(0.0, 1.0)).problem == "lost"
+    assert load.visit([frame(0, "failed", over=True)], count(0.0, 1.0)) == Answer([], None, "failed")
+    lines = ['data: {"choices": []}', "", *(f'data: {{"choices": [{{"token_ids": {ids}}}]}}' for ids in ([1], [2, 3]))]
+    assert load.streamed([*lines, "data: [DONE]"], count(1.0, 1.0)) == Answer([1, 2, 3], 1.0)
+    assert load.streamed(["data: [DONE]"], count(1.0, 1.0)).problem == "failed"
+
+
+def test_problems_different_texts_and_shares_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = [
+        Answer([1, 2], 1.0),
+        Answer([1, 3], 3.0, gaps_s=(0.5,)),
+        Answer([1], 2.0, "lost"),
+        Answer([], None, "failed"),
+    ]
+    texts = [Text("edges", i % 2, answer, [1, 2], 2.0 * (i % 2 == 0)) for i, answer in enumerate(answers)]
+    record = load.figures(texts, seconds=4.0)
+    assert [record[name] for name in ("texts", "lost", "different", "failed", "switches")] == [4, 1, 1, 1, 1]
+    assert (record["tokens_per_second"], record["fairness"], record["first_p95_s"]) == (1.0, 0.5, 3.0)
+    assert [load.share_between(begin, end, 10.0, 14.0) for begin, end in ((0, 20), (12, 20), (20, 30))] == [1, 0.5, 0]
+    for flags, cause in (([], "no clients"), (["--edges", "1", "--fault", "kill"], "services")):
+        assert load.main(flags) == 2 and cause in capsys.readouterr().err
+
+
+# --- GPU --------------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["gpu_check"])
+    assert gpu_check.main() == 0
+    assert capsys.readouterr().out == "No GPU is present: nothing was measured.\n"
+
+
+def test_figures_of_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "DEVICE", "cpu")
+    monkeypatch.setattr(gpu_check, "SHAPES", dict.fromkeys(gpu_check.SHAPES, (256, 512, 1, 4, 4)))
+    monkeypatch.setattr(gpu_check, "copy_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(gpu_check, "kernel_seconds", lambda model, rows: (0.0, ""))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    figures = {record["figure"]: record for record in gpu_check.run_part("5.7b-bf16")}
+    assert figures.keys() == {"kernels", *gpu_check.FORMATS}
+    assert figures["v"]["v1"] == 1 and figures["AR"]["tokens_per_second"] > 0
+    assert figures["imposed"]["same_text"] and 0.6 < figures["imposed"]["alpha"] < 1
+    assert all(gpu_check.result(record) for record in figures.values())
+
+
+def test_a_failure_is_a_record_after_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing() -> Iterator[dict[str, Any]]:
+        yield {"figure": "AR", "tokens_per_second": 1.0}
+        raise ValueError("broken\nsecond line")
+
+    monkeypatch.setitem(gpu_check.PARTS, "5.7b-nf4", failing)
+    *_, figure, failure = gpu_check.run_part("5.7b-nf4")
+    assert figure["figure"] == "AR" and failure["error"] == "ValueError: broken"
+    assert gpu_check.result(failure) == "ValueError: broken"
+
+
+def test_the_table_of_stored_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [{"part": "5.7b-nf4", "figure": "AR", "tokens_per_second": 12.3}]
+    stored = {"command": "the command", "conditions": "a GPU", "records": records}
+    (tmp_path / "gpu.json").write_text(json.dumps(stored))
+    document = tmp_path / "docs" / "models.md"
+    document.parent.mkdir()
+    document.write_text("<!-- begin: gpu_check -->\n<!-- end: gpu_check -->\n")
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    monkeypatch.setattr("sys.argv", ["gpu_check", "--read", str(tmp_path / "gpu.json"), "--write"])
+    assert gpu_check.main() == 0
+    text = document.read_text()
+    assert "`the command` (a GPU):" in text and "| 5.7b-nf4 | AR | 12 tokens/s |" in text

@@ -1,0 +1,212 @@
+"""Clients of the endpoint: streams that wait, other client libraries, prefixes of answers, arbitrary bodies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncGenerator, Iterator
+from functools import cache
+from typing import Any
+
+import httpx
+import pytest
+from fakes.arbitrary_messages import completions
+from fakes.properties import changed, holds_for
+from fakes.running_service import running_service
+from fakes.tiny_models import TEMPLATE
+from fastapi.testclient import TestClient
+from hypothesis import strategies as st
+
+from specdemo.completions.answer import Answer
+from specdemo.completions.responses import COMMENT
+from specdemo.completions.routes import add_completions, kept_open
+from specdemo.completions.service import CompletionService
+from specdemo.core.errors import PromptTooLong
+from specdemo.core.events import StepEvent
+from specdemo.core.step import Draft, Step, Verdict
+from specdemo.models.model_pool import ModelPool
+from specdemo.recipe import Recipe
+from specdemo.remote import serve
+
+AT_ONCE = 0.001
+
+
+def test_comments_are_sent_until_the_next_chunk() -> None:
+    async def collect() -> list[bytes]:
+        seen, ready = [], asyncio.Event()
+
+        async def chunks() -> AsyncGenerator[bytes, None]:
+            yield b"first"
+            await ready.wait()
+            yield b"second"
+
+        async for chunk in kept_open(chunks(), AT_ONCE):
+            seen.append(chunk)
+            if seen.count(COMMENT) == 2:
+                ready.set()
+        return seen
+
+    seen = asyncio.run(collect())
+    assert seen[0] == b"first" and seen[-1] == b"second" and {*seen[1:-1]} == {COMMENT} and len(seen) >= 4
+
+
+def test_a_closed_stream_closes_its_chunks() -> None:
+    closed = []
+
+    async def chunks() -> AsyncGenerator[bytes, None]:
+        try:
+            await asyncio.Event().wait()
+            yield b""
+        finally:
+            closed.append(True)
+
+    async def leave() -> None:
+        stream = kept_open(chunks(), AT_ONCE)
+        assert await anext(stream) == COMMENT
+        await stream.aclose()
+
+    asyncio.run(leave())
+    assert closed == [True]
+
+
+def body(path: str, text: str, stream: bool = True) -> dict[str, Any]:
+    prompt = {"messages": [{"role": "user", "content": text}]} if path.startswith("chat") else {"prompt": text}
+    return {"model": "default", "stream": stream, **prompt}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("path", "failure"), [("completions", None), ("chat/completions", PromptTooLong(9, 8))])
+def test_a_waiting_request_gets_comments_and_then_its_answer_or_error(path: str, failure: Exception | None) -> None:
+    with running_service(Recipe(pair="bundled", max_tokens=4), TEMPLATE) as (url, service):
+        service.keep_alive_s = AT_ONCE
+        commented, original = threading.Event(), service.events
+
+        def events(*given: Any) -> Iterator[Any]:
+            assert commented.wait(60)
+            if failure is not None:
+                raise failure
+            yield from original(*given)
+
+        service.events = events  # type: ignore[method-assign]
+        with httpx.stream("POST", f"{url}/v1/{path}", json=body(path, "x"), timeout=60) as response:
+            assert response.status_code == 200
+            lines = response.iter_lines()
+            assert f"{next(lines)}\n\n".encode() == COMMENT
+            commented.set()
+            data = [line for line in lines if line.startswith("data: ")]
+        if failure is None:
+            assert data[-1] == "data: [DONE]"
+        else:
+            assert json.loads(data[-1].removeprefix("data: "))["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.slow
+def test_long_prompts_have_code_and_counts() -> None:
+    with running_service(Recipe(pair="bundled", max_tokens=4), TEMPLATE) as (url, service):
+        for path in ("completions", "chat/completions"):
+            for text, stream in (("word " * 3000, True), ("x" * (1 << 17), False)):
+                response = httpx.post(f"{url}/v1/{path}", json=body(path, text, stream), timeout=60)
+                error = response.json()["error"]
+                assert response.status_code == 400 and error["code"] == "context_length_exceeded"
+                assert f"maximum context length is {service.target.context:,} tokens" in error["message"]
+
+
+def test_emitted_tokens_are_counted_where_a_text_ends_inside_a_draft() -> None:
+    answer = Answer()
+    for tokens, accepted in (((1, 2, 3, 4), (0, 1, 2)), ((5, 6), (0, 1))):  # the second has no bonus
+        step = Step(1, tokens, Draft.chain((1, 2, 3)), Verdict(accepted, None), 3, 0.0, 0.0, 0.0, 1.0)
+        answer.add(StepEvent(step, ("x",) * len(tokens)))
+    statistics = answer.counts.statistics(3)
+    assert statistics["mean_acceptance_length"] == (4 + 2) / 2 and statistics["num_accepted_draft_tokens"] == 5
+
+
+# --- other libraries, where they are installed ------------------------------------------------------------------------
+
+ASK: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def base() -> Iterator[str]:
+    with running_service(Recipe(pair="bundled", gamma=3), TEMPLATE) as (url, _):
+        yield f"{url}/v1"
+
+
+def test_langchain_continues_a_conversation_and_knows_the_context(base: str) -> None:
+    langchain = pytest.importorskip("langchain_openai")
+    messages = pytest.importorskip("langchain_core.messages")
+    options = {"api_key": "none", "model": "default", "max_retries": 0, "seed": -1, "logprobs": True, **ASK}
+    model = langchain.ChatOpenAI(base_url=base, **options)
+    turns = [messages.HumanMessage("import ", name="bob")]
+    turns += [model.invoke(turns), messages.HumanMessage([{"type": "text", "text": "def "}])]
+    whole, *parts = model.stream(turns)
+    for part in parts:
+        whole += part
+    assert model.invoke(turns).content == whole.content
+    assert model.invoke([*turns, whole, messages.HumanMessage("class ")]).content
+    with pytest.raises(Exception, match="context_length_exceeded"):
+        model.invoke("word " * 3000)
+
+
+def test_litellm_continues_a_conversation_and_knows_the_context(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    litellm = pytest.importorskip("litellm")
+    options = {"model": "openai/default", "api_base": base, "api_key": "none", "num_retries": 0, **ASK}
+    turns: list[Any] = [{"role": "user", "content": "import "}]
+    first = litellm.completion(messages=turns, **options)
+    turns += [first.choices[0].message.model_dump(), {"role": "user", "content": "def "}]
+    whole = litellm.stream_chunk_builder([*litellm.completion(messages=turns, stream=True, **options)])
+    turns += [whole.choices[0].message.model_dump(), {"role": "user", "content": "class "}]
+    assert litellm.completion(messages=turns, **options).choices[0].message.content
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(messages=[{"role": "user", "content": "word " * 3000}], **options)
+
+
+def test_an_answer_continues_the_prefix_of_the_client(base: str) -> None:
+    def post(*messages: dict[str, str], **values: Any) -> Any:
+        body = {"model": "default", "messages": [*messages], "return_token_ids": True, **ASK, **values}
+        return httpx.post(f"{base}/chat/completions", content=json.dumps(body), headers=JSON, timeout=60).json()
+
+    user = {"role": "user", "content": "for i in "}
+    whole = post(user)["choices"][0]["message"]["content"]
+    rest = post(user, {"role": "assistant", "content": whole[:4]})["choices"][0]["message"]["content"]
+    assert (whole[:4] + rest).startswith(whole)
+    empty = post(user, {"role": "assistant", "content": ""})["choices"][0]["message"]["content"]
+    closed = post(user, {"role": "assistant", "content": whole[:4]}, add_generation_prompt=True)
+    assert empty == whole and closed["prompt_token_ids"] != post(user)["prompt_token_ids"]
+
+
+JSON = {"content-type": "application/json"}
+
+
+# --- arbitrary bodies -------------------------------------------------------------------------------------------------
+
+
+@cache
+def client() -> TestClient:
+    recipe = Recipe(pair="bundled", gamma=3, max_tokens=3)
+    pool = ModelPool()
+    target = pool.take(recipe.target_spec)
+    target.tokenizer.chat_template = TEMPLATE
+    app = serve.serve_model(target, local=True)
+    add_completions(app, CompletionService(pool, recipe, seed=lambda: 5))
+    return TestClient(app, base_url="http://127.0.0.1")
+
+
+@holds_for(
+    40,
+    path=st.sampled_from(("/v1/completions", "/v1/chat/completions")),
+    body=completions.flatmap(changed).map(lambda value: json.dumps(value, default=str).encode())
+    | st.binary(max_size=20),
+    cut=st.just(None) | st.integers(0, 100),
+)
+def test_every_body_gets_an_answer_or_an_error(path: str, body: bytes, cut: int | None) -> None:
+    response = client().post(path, content=body[:cut], headers={"Content-Type": "application/json"})
+    assert response.status_code in (200, 400, 404), response.text
+    if response.status_code != 200:
+        assert response.json()["error"]["message"].strip()
+    elif response.headers["content-type"].startswith("text/event-stream"):
+        lines: list[Any] = [line.removeprefix("data: ") for line in response.text.split("\n") if line]
+        assert lines[-1] == "[DONE]" and not any("error" in json.loads(line) for line in lines[:-1])
+    else:
+        assert response.json()["choices"][0]["finish_reason"] in ("stop", "length")

@@ -1,0 +1,424 @@
+"""Messages of both ends: where the token is sent, and arbitrary or contradictory messages, each with a sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgpack
+import pytest
+from fakes.arbitrary_messages import requests
+from fakes.enumeration import DRAFTERS, PROMPT, STOP, VOCAB
+from fakes.hostile_service import bundled_info, hostile_service
+from fakes.http_server import Handler, http_server
+from fakes.properties import changed, holds_for
+from fakes.remote import COUPLED, DRAFTED, INFO, LONG, OPEN, DirectClient, contexts, decode_coupled, verify_config
+from fakes.tiny_models import Explorer, run
+from fastapi.testclient import TestClient
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from specdemo.cli import main
+from specdemo.core import step_record
+from specdemo.core.errors import UserError
+from specdemo.core.events import StepEvent
+from specdemo.core.metrics import Metrics
+from specdemo.core.policies import Fixed
+from specdemo.core.rules import RULES
+from specdemo.core.sampling import SamplingParams
+from specdemo.core.step import Draft
+from specdemo.models.load import read_tokenizer
+from specdemo.models.spec import ModelSpec
+from specdemo.models.zoo import PAIRS, fingerprint
+from specdemo.remote.access import token_for
+from specdemo.remote.client import Deadlines, RemoteVerifier, StreamingVerifier
+from specdemo.remote.config import CloudConfig
+from specdemo.remote.contexts import draft_from_request
+from specdemo.remote.link import HttpClient
+from specdemo.remote.protocol import CODECS, ServiceIdentity, ServiceInfo, StreamRequest, VerifyRequest, VerifyResponse
+from specdemo.remote.server import create_app, parse_body
+from specdemo.remote.target import connect
+from specdemo.ui.limits import HostLimits
+from specdemo.worker import Worker
+
+pytestmark = pytest.mark.slow
+
+SPEC = ModelSpec(PAIRS["bundled"].target, device="cpu")
+SECRET = {"SPECDEMO_TOKEN": "secret"}
+LISTED = SECRET | {"SPECDEMO_REMOTE": "https://good.example:8300, http://plain.example, https://other.example"}
+
+
+@pytest.mark.parametrize(
+    ("url", "environment", "sent"),
+    [
+        ("http://127.0.0.1:8300", SECRET, True),
+        ("http://localhost:8300", SECRET, True),
+        ("http://[::1]:8300", SECRET, True),
+        ("https://good.example:8300/", LISTED, True),
+        ("https://OTHER.example", LISTED, True),
+        ("https://good.example:8300", SECRET, False),
+        ("http://good.example:8300", LISTED, False),
+        ("http://plain.example", LISTED, False),
+        ("https://evil.example", SECRET | {"SPECDEMO_REMOTE": "any"}, False),
+        ("http://localhost@evil.example", LISTED, False),
+        ("http://localhost.evil.example", LISTED, False),
+        ("https://good.example:8300@evil.example", LISTED, False),
+        ("http://127.0.0.1:x", SECRET, True),
+    ],
+)
+def test_token_is_sent_to_this_machine_and_listed_https_addresses(url: str, environment: Any, sent: bool) -> None:
+    assert token_for(url, environment) == ("secret" if sent else None)
+
+
+@pytest.mark.parametrize(
+    ("address", "valid"),
+    [
+        ("http://cloud:8300", True),
+        ("https://good.example", True),
+        ("http://127.0.0.1:1/", True),
+        ("http://[::1]:8300/behind/a/proxy", True),
+        ("http://[", False),
+        ("http://", False),
+        ("http://host:99999", False),
+        ("http://é.example", False),
+        (f"http://{'a' * 64}.example", False),
+        ("http://user@host", False),
+        ("http://host/?q=1", False),
+        ("http://host/a b", False),
+        ("http://host\r\nX: y", False),
+        ("host:8300", False),
+    ],
+)
+def test_addresses_of_services_are_parsed_strictly(address: str, valid: bool) -> None:
+    if valid:
+        assert CloudConfig(address).remote == address
+        assert HostLimits(remote=(address,)).remote == (address,)
+        return
+    for refused in (lambda: CloudConfig(address), lambda: HostLimits(remote=(address,))):
+        with pytest.raises(UserError, match="http://host:port") as error:
+            refused()
+        assert str(error.value).isprintable()
+
+
+def test_connection_to_another_address_sends_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = []
+
+    def client(url: str, *, token: str | None = None, **options: Any) -> Any:
+        tokens.append(token)
+        raise UserError("not connected")
+
+    monkeypatch.setattr("specdemo.remote.target.HttpClient", client)
+    monkeypatch.setitem(os.environ, "SPECDEMO_TOKEN", "secret")
+    for url in ("http://attacker.example", "http://127.0.0.1:1"):
+        with pytest.raises(UserError, match="not connected"):
+            connect(CloudConfig(url), SPEC, 0)
+    assert tokens == [None, "secret"]
+
+
+class Prepared(Handler):
+    """Respond with the prepared status and body."""
+
+    status, content = 200, b""
+
+    def do_GET(self) -> None:
+        self.answer(self.status, self.content)
+
+    def do_POST(self) -> None:
+        self.body()
+        self.do_GET()
+
+
+ESCAPES = "\x1b]0;owned\x07\x1b[31mred\u202e\r\nline\x9b2J"
+
+
+@pytest.mark.parametrize(
+    ("status", "changes", "sentence"),
+    [
+        (200, {"vocab_size": 1 << 30}, "vocab_size"),
+        (200, {"vocab_size": 1 << 21}, "reports 2,097,152 token ids"),
+        (200, {"weight_bytes": 10**30}, "weight_bytes"),
+        (200, {"stop": [1] * 100_000}, "stop"),
+        (200, {"name": ESCAPES, "tokenizer": "other"}, "different tokenizers"),
+        (403, {"error": ESCAPES * 100, "code": "x"}, "owned"),
+        (200, None, "too large"),
+    ],
+)
+def test_malicious_descriptions_get_a_sentence(status: int, changes: Any, sentence: str) -> None:
+    info = {**json.loads(INFO.model_dump_json()), "tokenizer": fingerprint(read_tokenizer(SPEC)), "vocab_size": 4096}
+    Prepared.status = status
+    Prepared.content = (
+        b" " * (17 << 20) if changes is None else json.dumps(info | changes if status == 200 else changes).encode()
+    )
+    with http_server(Prepared) as url, pytest.raises(UserError, match=sentence) as error:
+        connect(CloudConfig(url, deadline_ms=60_000), SPEC, 0)  # the time limit of an attempt
+    assert str(error.value).isprintable() and len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [(b"-5\n", "unknown token id"), (b"9" * 5000, "no token ids"), (f"error {ESCAPES}\n".encode(), "failed: .*owned")],
+)
+def test_malicious_streams_get_a_sentence(body: bytes, sentence: str) -> None:
+    Prepared.status, Prepared.content = 200, body
+    with http_server(Prepared) as url, pytest.raises(UserError, match=sentence) as error:
+        StreamingVerifier(HttpClient(url), COUPLED, 4, vocab_size=4).verify([1], Draft())
+    assert str(error.value).isprintable()
+
+
+class Extended(DirectClient):
+    """Cloud of a later version: every object of a response has another field."""
+
+    def exchange(self, message: Any, kind: Any) -> Any:
+        response = super().exchange(message, kind)
+        body = json.loads(response.model_dump_json(by_alias=True, exclude_none=True), object_hook=with_another_field)
+        return CODECS["application/json"].load(kind, json.dumps(body).encode())
+
+
+def with_another_field(value: dict[str, Any]) -> dict[str, Any]:
+    return {**value, "later": {"x": [1]}}
+
+
+def test_unknown_fields_of_responses_are_ignored() -> None:
+    extended, known = (decode_coupled(kind(contexts()), top=2) for kind in (Extended, DirectClient))
+    assert [(step.tokens, step.verdict.target_top) for step in extended] == [
+        (step.tokens, step.verdict.target_top) for step in known
+    ]
+    assert all(step.verdict.target_top for step in extended)
+    info = CODECS["application/json"].load(ServiceInfo, json.dumps(with_another_field(vars(INFO))).encode())
+    assert info == INFO
+
+
+def test_unknown_fields_of_requests_are_refused() -> None:
+    row = {"node": 0, "values": "AACAPw=="}
+    for body in (
+        with_another_field(OPEN),
+        {**OPEN, "sampling_cfg": with_another_field({"temp": 1.0})},
+        {**DRAFTED, "rows": [with_another_field(row)]},
+    ):
+        with pytest.raises(UserError, match="later: extra inputs are not permitted"):
+            CODECS["application/json"].load(VerifyRequest, json.dumps(body).encode())
+    assert CODECS["application/json"].load(VerifyRequest, json.dumps({**DRAFTED, "rows": [row]}).encode()).rows
+
+
+# --- responses that contradict themselves or the tokenizer ---
+
+
+class Changed(DirectClient):
+    """Service whose responses to drafts are changed."""
+
+    def __init__(self, change: Callable[[VerifyResponse], dict[str, Any]]) -> None:
+        super().__init__(contexts())
+        self.change = change
+
+    def exchange(self, message: Any, kind: Any) -> Any:
+        response = super().exchange(message, kind)
+        if not message.draft_tokens or response.wanted:
+            return response
+        return self.codec.load(kind, self.codec.dump(response.model_copy(update=self.change(response))))
+
+
+def all_accepted(response: VerifyResponse) -> dict[str, Any]:
+    """Accept the complete draft, with the draws of the tested nodes."""
+    return {"accepted_len": len(response.p), "correction": None, "bonus": 1, "draws": [0.5] * (len(response.p) - 1)}
+
+
+def test_contradictions_get_a_sentence() -> None:
+    for change in (
+        all_accepted,
+        lambda response: {"draws": [], "accepted_len": 0, "correction": 1, "bonus": None},
+        lambda response: {"correction": 1, "bonus": 2},
+        lambda response: {"correction": response.bonus, "bonus": response.correction},
+        lambda response: {"correction": None, "bonus": None},
+        lambda response: {"accepted": [0, 0], "tested": [0], "accepted_len": 2},
+        lambda response: {"accepted": [], "accepted_len": 1, "tested": []},
+    ):
+        with pytest.raises(UserError, match="does not fit the draft"):
+            decode_coupled(Changed(change))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_responses_of_the_service_are_consistent(rule: str) -> None:
+    verifier = RemoteVerifier(DirectClient(contexts()), verify_config(SamplingParams(), rule, 3), top=2)
+    explorer, rng = Explorer(), random.Random(5)
+    explorer.choose = lambda chances: rng.choices(range(len(chances)), chances)[0]
+    steps = run(PROMPT, verifier, DRAFTERS["model"](SamplingParams(), explorer), Fixed(3), LONG)
+    assert sum(len(step.verdict.accepted) for step in steps) > 0
+
+
+def verdict(request: dict[str, Any], token: int) -> dict[str, Any]:
+    n = len(request.get("draft_tokens", ()))
+    fields = {"epoch": request.get("epoch", 0), "round": request["round"], "accepted_len": 0, "p": [0.5] * n}
+    return {**fields, "correction" if n else "bonus": token, "choices": [[token]] * (n + 1)}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_committed_id_without_an_entry_ends_the_run(padded: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """The vocabulary of a service may be padded, but no text contains the padding."""
+    size = bundled_info()["vocab_size"]
+    token = 2 * size - 1 if padded else 5
+    with hostile_service(lambda request: (200, verdict(request, token)), vocab_size=2 * size) as url:
+        command = ["run", "def f():", "--pair", "bundled", "--remote", url, "--max-tokens", "3", "--method", "nasd"]
+        code = main(command)
+    out, err = capsys.readouterr()
+    if padded:
+        assert code == 1 and f"committed token {token:,}" in err and "exact" not in out + err
+    else:
+        assert code == 0 and f"exact, verified by the service at {url}" in out
+
+
+def test_streams_and_accepted_drafts_are_checked() -> None:
+    class Stream:
+        url, network, identity = "stream", DirectClient(contexts()).network, ServiceIdentity()
+
+        def tokens(self, *_: Any) -> Any:
+            yield from (1, 3)
+
+        def close(self) -> None: ...
+
+    verifier = StreamingVerifier(Stream(), COUPLED, 4, Deadlines(), VOCAB, lambda token: token != 3)
+    assert verifier.verify([1], Draft()).token == 1
+    with pytest.raises(UserError, match="committed token 3"):
+        verifier.verify([1, 1], Draft())
+
+    def accepting(response: VerifyResponse) -> dict[str, Any]:
+        return {"accepted_len": 1, "correction": None, "bonus": 1, "draws": None}
+
+    known = RemoteVerifier(Changed(accepting), COUPLED, has_entry=lambda token: token != 2)
+    first = known.verify([1], Draft()).token
+    with pytest.raises(UserError, match="committed token 2"):
+        known.verify([1, first], Draft.chain((2,)))
+
+
+# --- arbitrary messages -----------------------------------------------------------------------------------------------
+
+JSON, MSGPACK = "application/json", "application/msgpack"
+
+
+def answered(values: list[Any]) -> list[VerifyResponse | None]:
+    """Send JSON requests to a service; return the responses, None for sentences."""
+    service, results = contexts(budget_bytes=1 << 16), []
+    for value in values:
+        try:
+            request = CODECS[JSON].load(VerifyRequest, json.dumps(value, default=str).encode())
+            results.append(service.verify(request))
+        except UserError as error:
+            assert str(error).strip()
+            results.append(None)
+    return results
+
+
+@holds_for(30, value=requests())
+def test_valid_requests_are_equal_after_both_encodings(value: dict[str, Any]) -> None:
+    request = CODECS[JSON].load(VerifyRequest, json.dumps(value).encode())
+    for codec in CODECS.values():
+        assert codec.load(VerifyRequest, codec.dump(request)) == request
+
+
+@holds_for(30, value=requests())
+def test_responses_are_equal_after_both_encodings_and_fit_the_draft(value: dict[str, Any]) -> None:
+    (response,) = answered([value])
+    if response is None:
+        return
+    for codec in CODECS.values():
+        assert codec.load(VerifyResponse, codec.dump(response)) == response
+    if not response.wanted and "round" in value:  # otherwise without the bonus
+        request = CODECS[JSON].load(VerifyRequest, json.dumps(value).encode())
+        response.to(draft_from_request(request, VOCAB, "cpu"), VOCAB)
+
+
+@holds_for(30, values=st.lists(requests().flatmap(changed), max_size=4))
+def test_every_request_gets_a_response_or_a_sentence(values: list[Any]) -> None:
+    answered(values)
+
+
+@holds_for(20, kind=st.sampled_from(("model", "siblings", "guesses")), data=st.data())
+def test_changed_responses_give_steps_of_valid_traces_or_a_sentence(kind: str, data: st.DataObject) -> None:
+    class Changed(DirectClient):
+        def exchange(self, message: Any, kind: Any) -> Any:
+            value = json.loads(CODECS[JSON].dump(super().exchange(message, kind)))
+            return CODECS[JSON].load(kind, json.dumps(data.draw(changed(value)), default=str).encode())
+
+    verifier = RemoteVerifier(Changed(contexts()), verify_config(SamplingParams(), seed=1), top=2, vocab_size=VOCAB)
+    explorer = Explorer()
+    explorer.choose = lambda chances: max(range(len(chances)), key=chances.__getitem__)
+    with suppress(UserError):
+        metrics = Metrics()
+        for step in run(PROMPT, verifier, DRAFTERS[kind](SamplingParams(), explorer), Fixed(2), 5, STOP):
+            metrics = metrics.plus(step)
+            event = StepEvent(step, ("",) * len(step.tokens), ("",) * len(step.draft), metrics=metrics)
+            step_record.CHECKED.validate_json(json.dumps(step_record.of(event)))
+        metrics.as_dict()
+
+
+def packed(value: Any) -> bytes:
+    """Encode as msgpack; values that it lacks give an empty body."""
+    try:
+        return bytes(msgpack.packb(value))
+    except (OverflowError, UnicodeEncodeError):
+        return b""
+
+
+bodies = requests().flatmap(changed).map(lambda value: json.loads(json.dumps(value, default=str)))
+
+
+@holds_for(
+    25,
+    path=st.sampled_from(("/v1/rounds", "/v1/texts")),
+    kind=st.sampled_from((JSON, MSGPACK, "text/plain")),
+    body=bodies.map(lambda value: json.dumps(value).encode()) | bodies.map(packed) | st.binary(max_size=40),
+    cut=st.none() | st.integers(0, 200),
+)
+def test_every_body_gets_a_status_of_the_service(path: str, kind: str, body: bytes, cut: int | None) -> None:
+    app = create_app(INFO, contexts(), Worker())
+    response = TestClient(app).post(path, content=body[:cut], headers={"Content-Type": kind})
+    assert response.status_code in (200, 404, 409, 413, 415, 422), response.text
+    if response.status_code != 200:
+        problem = response.json() if response.headers["content-type"] == JSON else msgpack.unpackb(response.content)
+        assert problem["error"].strip()
+
+
+# --- many invalid values -----------------------------------------------------------------------------------------
+
+REQUEST: dict[str, Any] = {"ctx_id": "a", "round": 0, "base": 0, "k": 1}
+NULLS = [None] * 5000
+MANY: list[tuple[Any, dict[str, Any], int]] = [  # kind of message, fields, most errors
+    *((VerifyRequest, {name: NULLS}, 1) for name in ("tokens", "draft_tokens", "parents", "q_token_probs")),
+    (VerifyRequest, {"rows": [{f"k{i}": None for i in range(200)}] * 5000}, 202),
+    (VerifyRequest, {"sampling_cfg": {"bad_words": [NULLS] * 50, "bad_texts": NULLS}}, 2),
+    (StreamRequest, {"tokens": NULLS}, 7),
+]
+
+
+@pytest.mark.parametrize("kind", [JSON, MSGPACK])
+def test_few_errors_are_built_however_many_values_are_invalid(kind: str) -> None:
+    encode: Any = msgpack.packb if kind == MSGPACK else lambda value: json.dumps(value).encode()
+    for message, values, most in MANY:
+        with pytest.raises(UserError) as refused:
+            CODECS[kind].load(message, encode({**REQUEST, **values}))
+        cause = refused.value.__cause__
+        assert isinstance(cause, ValidationError) and cause.error_count() <= most
+    keys = {f"k{i}": None for i in range(300)}
+    for values in ({"rows": [keys]}, keys):
+        with pytest.raises(UserError, match="at most 256 (keys|are read)") as refused:
+            CODECS[kind].load(VerifyRequest, encode({**REQUEST, **values}))
+        assert not isinstance(refused.value.__cause__, ValidationError)  # before validation
+
+
+def test_a_number_of_many_digits_does_not_prevent_the_limit_of_keys() -> None:
+    body = json.dumps({f"k{i}": None for i in range(300)}).replace("null", "9" * 5000, 1).encode()
+    with pytest.raises(UserError, match="an object has 300 keys"):
+        CODECS[JSON].load(VerifyRequest, body)
+
+
+@pytest.mark.parametrize("size", [10, 1 << 20])
+def test_long_bodies_are_parsed_outside_of_the_event_loop(size: int) -> None:
+    def parse(body: bytes) -> bool:
+        return threading.current_thread() is threading.main_thread()
+
+    assert asyncio.run(parse_body(parse, b"x" * size)) == (size < 100)
