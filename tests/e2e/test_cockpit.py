@@ -346,27 +346,6 @@ def test_added_lanes_run_with_the_others(page: Page, short_path: Path) -> None:
     expect(page.locator("#lane-third")).to_be_hidden()
 
 
-def test_a_second_tab_is_queued_while_models_load_and_then_alternates_by_step(
-    page: Page, file_tab: Page, scripts: Scripts
-) -> None:
-    first, second = page, file_tab
-    run(first, "loading")
-    assert scripts.inside.wait(PATIENCE)
-    status(first, "loading: loading the target")
-    run(second, CODE, tokens=8)
-    status(second, "queued")
-    scripts.gate.set()
-    status(second, "done")
-    status(first, "done")
-    run(first, "endless")
-    spans(first, 10)
-    run(second, CODE, tokens=24)
-    status(second, "done: 24 tokens")
-    status(first, "decoding")
-    first.locator("#stop").click()
-    status(first, "stopped")
-
-
 def test_added_settings_are_the_same_in_all_tabs_and_after_a_reload(page: Page, file_tab: Page) -> None:
     first, second = file_tab, page
     for tab in (first, second):
@@ -394,6 +373,27 @@ def test_added_settings_are_the_same_in_all_tabs_and_after_a_reload(page: Page, 
     first.reload()
     expect(first.locator("body")).to_have_attribute("data-settings", "restored")
     expect_added("suffix")
+
+
+def test_a_second_tab_is_queued_while_models_load_and_then_alternates_by_step(
+    page: Page, file_tab: Page, scripts: Scripts
+) -> None:
+    first, second = page, file_tab
+    run(first, "loading")
+    assert scripts.inside.wait(PATIENCE)
+    status(first, "loading: loading the target")
+    run(second, CODE, tokens=8)
+    status(second, "queued")
+    scripts.gate.set()
+    status(second, "done")
+    status(first, "done")
+    run(first, "endless")
+    spans(first, 10)
+    run(second, CODE, tokens=24)
+    status(second, "done: 24 tokens")
+    status(first, "decoding")
+    first.locator("#stop").click()
+    status(first, "stopped")
 
 
 def test_link_transfers_settings_and_plays_no_recording(page: Page, tab: Any, served: Any) -> None:
