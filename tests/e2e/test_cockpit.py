@@ -16,6 +16,10 @@ from playwright.sync_api import Page, expect
 from e2e.page_fixtures import (
     CODE,
     MARKUP,
+    PATIENCE,
+    RULES,
+    SCROLLING,
+    Scripts,
     counted,
     drawn,
     grave,
@@ -297,65 +301,11 @@ def test_oversized_file_is_rejected(page: Page, tmp_path: Path) -> None:
     status(page, "failed: large.jsonl has 33 MB: the limit is 32 MB")
 
 
-def test_settings_survive_a_reload_and_reset_restores_defaults(page: Page) -> None:
-    usual = page.locator("#gamma input[type=number]").input_value()
-    first = page.locator("#prompt textarea").input_value()
-    assert first
-    set_number(page, "gamma", 40)  # larger than useful, but allowed
-    page.locator("#method input").click()
-    page.get_by_role("option", name="n-grams:").click()
-    page.locator("#compare input").check()
-    page.locator("#prompt textarea").fill("stored prompt")
-    page.locator("#safe-colours").check()
-    page.wait_for_function("localStorage.getItem('specdemo-settings') !== null")
-    page.reload()
-    expect(page.locator("#gamma input[type=number]")).to_have_value("40")
-    expect(page.locator("#method input")).to_have_value(re.compile("^n-grams:"))
-    expect(page.locator("#compare input")).to_be_checked()
-    expect(page.locator("#prompt textarea")).to_have_value("stored prompt")
-    expect(page.locator("#safe-colours")).to_be_checked()
-    open_group(page, "More actions")
-    page.locator("#reset").click()
-    expect(page.locator("#gamma input[type=number]")).to_have_value(usual)
-    expect(page.locator("#prompt textarea")).to_have_value(first)
-
-
 def test_restoration_leaves_other_settings_unchanged(page: Page) -> None:
     """A value changed while the settings are being restored would be lost if the restoration wrote it again."""
     restore = script("restore_settings", {"names": ["gamma", "seed", "compare"], "defaults": [4, 0, False]})
     written = page.evaluate(f"({restore})('{{\"gamma\": 7, \"seed\": 3}}', 4, 5, true).map(v => v ?? 'unchanged')")
     assert written == [7, "unchanged", "unchanged"]
-
-
-def test_link_transfers_settings(page: Page, tab: Any, served: Any) -> None:
-    set_number(page, "gamma", 30)  # the slider and typed values reach the limit of the option
-    set_number(page, "temperature", 0)
-    page.locator("#prompt textarea").fill("a & b = <c>")
-    open_group(page, "More actions")
-    page.locator("#link").click()
-    expect(page.locator("#link")).to_have_text("Copied")
-    link = page.evaluate("navigator.clipboard.readText()")
-    assert link == page.url and "gamma=30" in link
-    page.evaluate("localStorage.clear()")  # shared with other tabs
-    other = tab(query=link.removeprefix(served.url))
-    expect(other.locator("#gamma input[type=number]")).to_have_value("30")
-    expect(other.locator("#temperature input[type=number]")).to_have_value("0")
-    expect(other.locator("#prompt textarea")).to_have_value("a & b = <c>")
-    other.goto(f"{served.url}?gamma=9999&seed=3&target=org/large&drafter=org/small&gama=1")
-    expect(other.get_by_text("gamma ignored: gamma must be from").first).to_be_visible()
-    expect(other.get_by_text("Unknown settings in the link ignored: gama").first).to_be_visible()
-    other.wait_for_function(OPAQUE, arg=".toast-wrap, .toast-body, .toast-message-item")  # they fade in
-    assert not grave(other, ".toast-wrap", schemes=["light"])
-    open_group(other, "Advanced settings", "Sampling")
-    expect(other.locator("#seed input")).to_have_value("3")
-    expect(other.locator("#gamma input[type=number]")).not_to_have_value("9999")
-    open_group(other, "Models and devices")
-    for name, model in (("target", "org/large"), ("drafter", "org/small")):
-        expect(other.locator(f"#{name} input, #{name} textarea")).to_have_value(model)
-    other.goto(served.url)  # stored settings
-    open_group(other, "Advanced settings", "Models and devices")
-    for name, model in (("target", "org/large"), ("drafter", "org/small")):
-        expect(other.locator(f"#{name} input, #{name} textarea")).to_have_value(model)
 
 
 def test_added_lanes_run_with_the_others(page: Page, short_path: Path) -> None:
@@ -396,21 +346,21 @@ def test_added_lanes_run_with_the_others(page: Page, short_path: Path) -> None:
     expect(page.locator("#lane-third")).to_be_hidden()
 
 
-def test_added_settings_are_the_same_in_all_tabs_and_after_a_reload(page: Page, tab: Any) -> None:
-    first, second = page, tab()
-    for page in (first, second):
-        open_group(page, "More actions")
+def test_added_settings_are_the_same_in_all_tabs_and_after_a_reload(page: Page, file_tab: Page) -> None:
+    first, second = file_tab, page
+    for tab in (first, second):
+        open_group(tab, "More actions")
 
-    def add(page: Page, name: str) -> None:
-        page.locator("#method input").click()
-        page.get_by_role("option", name=f"{name}:").click()
-        page.locator("#keep-lane").click()
+    def add(tab: Page, name: str) -> None:
+        tab.locator("#method input").click()
+        tab.get_by_role("option", name=f"{name}:").click()
+        tab.locator("#keep-lane").click()
 
     def expect_added(*names: str) -> None:
         lanes = "; ".join(f"{name}, γ 3 (bundled)" for name in names)
-        for page in (first, second):
+        for tab in (first, second):
             words = f"Also compared, with the same target: {lanes}." if names else ""
-            expect(page.locator("#kept-lanes")).to_have_text(words)
+            expect(tab.locator("#kept-lanes")).to_have_text(words)
 
     add(first, "n-grams")
     expect_added("n-grams")
@@ -418,14 +368,66 @@ def test_added_settings_are_the_same_in_all_tabs_and_after_a_reload(page: Page, 
     expect_added("n-grams", "tree")
     first.locator("#drop-lanes").click()
     expect_added()
-    first.reload()
-    expect(first.locator("body")).to_have_attribute("data-settings", "restored")
-    expect_added()
     add(second, "suffix")
     expect_added("suffix")
     first.reload()
     expect(first.locator("body")).to_have_attribute("data-settings", "restored")
     expect_added("suffix")
+
+
+def test_a_second_tab_is_queued_while_models_load_and_then_alternates_by_step(
+    page: Page, file_tab: Page, scripts: Scripts
+) -> None:
+    first, second = page, file_tab
+    run(first, "loading")
+    assert scripts.inside.wait(PATIENCE)
+    status(first, "loading: loading the target")
+    run(second, CODE, tokens=8)
+    status(second, "queued")
+    scripts.gate.set()
+    status(second, "done")
+    status(first, "done")
+    run(first, "endless")
+    spans(first, 10)
+    run(second, CODE, tokens=24)
+    status(second, "done: 24 tokens")
+    status(first, "decoding")
+    first.locator("#stop").click()
+    status(first, "stopped")
+
+
+def test_link_transfers_settings_and_plays_no_recording(page: Page, tab: Any, served: Any) -> None:
+    set_number(page, "gamma", 30)  # the slider and typed values reach the limit of the option
+    set_number(page, "temperature", 0)
+    page.locator("#prompt textarea").fill("a & b = <c>")
+    open_group(page, "More actions")
+    page.locator("#link").click()
+    expect(page.locator("#link")).to_have_text("Copied")
+    link = page.evaluate("navigator.clipboard.readText()")
+    assert link == page.url and "gamma=30" in link
+    page.evaluate("localStorage.clear(); localStorage.setItem('specdemo-opened', 'play')")  # shared by the tabs
+    other = tab(query=link.removeprefix(served.url))
+    expect(other.locator("#gamma input[type=number]")).to_have_value("30")
+    expect(other.locator("#temperature input[type=number]")).to_have_value("0")
+    expect(other.locator("#prompt textarea")).to_have_value("a & b = <c>")
+    expect(other.locator("#recorded button").first).to_be_visible()
+    status(other, "ready")
+    assert not drawn(other)
+    other.goto(f"{served.url}?gamma=9999&seed=3&target=org/large&drafter=org/small&gama=1")
+    expect(other.get_by_text("gamma ignored: gamma must be from").first).to_be_visible()
+    expect(other.get_by_text("Unknown settings in the link ignored: gama").first).to_be_visible()
+    other.wait_for_function(OPAQUE, arg=".toast-wrap, .toast-body, .toast-message-item")  # they fade in
+    assert not grave(other, ".toast-wrap", schemes=["light"])
+    open_group(other, "Advanced settings", "Sampling")
+    expect(other.locator("#seed input")).to_have_value("3")
+    expect(other.locator("#gamma input[type=number]")).not_to_have_value("9999")
+    open_group(other, "Models and devices")
+    for name, model in (("target", "org/large"), ("drafter", "org/small")):
+        expect(other.locator(f"#{name} input, #{name} textarea")).to_have_value(model)
+    other.goto(served.url)  # stored settings
+    open_group(other, "Advanced settings", "Models and devices")
+    for name, model in (("target", "org/large"), ("drafter", "org/small")):
+        expect(other.locator(f"#{name} input, #{name} textarea")).to_have_value(model)
 
 
 def test_methods_have_best_and_worst_examples(page: Page) -> None:
@@ -448,16 +450,16 @@ def test_axe_finds_no_serious_violations(page: Page) -> None:
     expect(page.locator("#rounds tbody tr").first).to_be_visible()
     assert not grave(page)
     page.locator("#safe-colours").check()
-    assert not grave(page, ".cockpit", schemes=("dark",))
+    assert not grave(page, ".stage", ".legend", schemes=["dark"])
     parts = {"Theory": "#theory-words li", "Bench": "#bench-run", "Explain logs": "#engine-explain"}
     for name, part in {**parts, "Memory": "#memory-pairs tbody tr"}.items():
         page.get_by_role("tab", name=name).click()
         expect(page.locator(part).first).to_be_visible()
         if name == "Theory":  # gradio shows placeholders until the plots are drawn
             expect(page.locator('.curves .mark-line path[stroke="var(--dot-set)"]')).to_have_count(6)
-        assert not grave(page, "#tabs"), name
+        assert not grave(page, "#tabs", "footer", schemes=RULES if name == "Theory" else ["light"]), name
         resize(page, 390, 844)  # tables scroll
-        assert not grave(page, "#tabs", "footer", schemes=["light"]), name
+        assert not grave(page, "#tabs", "footer", schemes=["light"], rules=SCROLLING), name
         resize(page, 1280)
 
 

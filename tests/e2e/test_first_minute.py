@@ -40,12 +40,17 @@ PHASES = """() => {
 }"""
 
 
+STORED = "localStorage.getItem('specdemo-settings')"
+
+
 def kept(page: Page, lane: str = "spec") -> int:
     counts = drawn(page, lane)
     return counts.total() - counts["rejected"] - counts["ignored"]
 
 
-def test_readable_pace_displays_a_finished_run_gradually(page: Page) -> None:
+def test_readable_pace_displays_a_finished_run_gradually_and_a_reload_keeps_it(page: Page) -> None:
+    first = page.locator("#prompt textarea").input_value()
+    assert first
     page.locator("#pace").select_option("readable")
     run(page, CODE, tokens=240)
     expect(page.locator("#status")).to_have_text(
@@ -67,11 +72,29 @@ def test_readable_pace_displays_a_finished_run_gradually(page: Page) -> None:
     expect(page.locator("#headline")).to_be_empty()
     expect(page.locator("#race")).to_be_visible()
     assert 0 < kept(page) == shown < 240
-    page.reload()  # the run is not lost, and the pace is stored
+    usual = page.locator("#gamma input[type=number]").input_value()
+    set_number(page, "gamma", 40)  # larger than useful, but allowed
+    page.locator("#method input").click()
+    page.get_by_role("option", name="n-grams:").click()
+    page.locator("#compare input").check()
+    page.locator("#safe-colours").check()
+    stored = page.evaluate(STORED)
+    page.locator("#prompt textarea").fill("stored prompt")
+    page.wait_for_function(f"before => {STORED} !== before", arg=stored)
+    page.reload()  # run, pace and settings are stored
     expect(page.locator("#pace")).to_have_value("readable")
     status(page, "done: 240 tokens")
     assert kept(page) == 240
     expect(page.locator("#show-rest")).to_be_hidden()
+    expect(page.locator("#gamma input[type=number]")).to_have_value("40")
+    expect(page.locator("#method input")).to_have_value(re.compile("^n-grams:"))
+    expect(page.locator("#compare input")).to_be_checked()
+    expect(page.locator("#prompt textarea")).to_have_value("stored prompt")
+    expect(page.locator("#safe-colours")).to_be_checked()
+    open_group(page, "More actions")
+    page.locator("#reset").click()
+    expect(page.locator("#gamma input[type=number]")).to_have_value(usual)
+    expect(page.locator("#prompt textarea")).to_have_value(first)
 
 
 def test_the_rest_of_a_stopped_run_is_shown_on_request(page: Page) -> None:
@@ -130,7 +153,7 @@ def test_runs_are_displayed_at_once(page: Page) -> None:
     page.evaluate("delete document.visibilityState")
 
 
-def test_the_first_visit_explains_a_recorded_step(tab: Any) -> None:
+def test_the_first_visit_explains_a_recorded_step_and_the_second_races(tab: Any) -> None:
     page = tab(FIRST_VISIT + STAGES + QUICK)
     words, cockpit = page.locator("#step-words"), page.locator(".cockpit")
     page.wait_for_function("window.stages?.includes('guessed')")
@@ -155,6 +178,25 @@ def test_the_first_visit_explains_a_recorded_step(tab: Any) -> None:
     status(page, "ready")
     assert not drawn(page)
     expect(cockpit).to_have_attribute("data-phase", "ready")
+    races_a_comparison_once(page)
+
+
+def races_a_comparison_once(page: Page) -> None:
+    pace = page.locator("#pace")
+    assert pace.evaluate("pace => pace.options[0].value") == "replay"  # the default
+    pace.select_option("replay")
+    page.evaluate(
+        """() => new MutationObserver(() => (window.lines ??= []).push(document.getElementById("headline").textContent))
+        .observe(document.getElementById("headline"), {childList: true, characterData: true, subtree: true})"""
+    )
+    page.locator("#compare input").check()
+    run(page, CODE, tokens=40)
+    status(page, "done: 40 tokens")
+    page.wait_for_function("window.lines.some(line => line.startsWith('Race'))")
+    expect(page.locator("#headline")).to_have_text(re.compile("40|target pass"))
+    assert page.locator(".round[hidden]").count() == 0
+    expect(page.locator("#suggestion")).to_be_visible()
+    expect(page.locator("#lane-ar")).to_be_visible()
 
 
 def test_the_explained_step_stands_still_with_reduced_motion(page: Page) -> None:
@@ -169,23 +211,6 @@ def test_the_explained_step_stands_still_with_reduced_motion(page: Page) -> None
     guessed, kept_tokens = (int(number) for number in re.findall(r"\d+", page.inner_text("#step-words"))[:2])
     assert guessed == len([kind for kind in counts if kind in ("accepted", "rejected", "ignored")])
     assert kept_tokens == counts.count("accepted")
-
-
-def test_a_comparison_is_raced_once_and_ends_on_the_result(tab: Any) -> None:
-    page = tab(f"{FIRST_VISIT.replace('play', 'yes')} localStorage.setItem('specdemo-pace', 'replay'); {QUICK}")
-    assert page.evaluate("document.getElementById('pace').options[0].value") == "replay"  # the default
-    page.evaluate(
-        """() => new MutationObserver(() => (window.lines ??= []).push(document.getElementById("headline").textContent))
-        .observe(document.getElementById("headline"), {childList: true, characterData: true, subtree: true})"""
-    )
-    page.locator("#compare input").check()
-    run(page, CODE, tokens=40)
-    status(page, "done: 40 tokens")
-    page.wait_for_function("window.lines.some(line => line.startsWith('Race'))")
-    expect(page.locator("#headline")).to_have_text(re.compile("40|target pass"))
-    assert page.locator(".round[hidden]").count() == 0
-    expect(page.locator("#suggestion")).to_be_visible()
-    expect(page.locator("#lane-ar")).to_be_visible()
 
 
 HIDDEN = "document.querySelectorAll('.round[hidden]').length"
@@ -217,25 +242,6 @@ def test_a_replay_counts_what_it_shows_and_is_completed_with_the_keyboard(page: 
     assert page.evaluate(HIDDEN) == 0
     expect(page.locator("#status")).not_to_contain_text("replaying")
     expect(page.locator("#headline")).to_contain_text("target pass")
-
-
-def test_a_run_replaces_the_example_which_can_be_played_again_on_a_phone(tab: Any) -> None:
-    page = tab(FIRST_VISIT, width=390, height=844)
-    expect(page.locator("#step-words")).to_have_text(STEP_WORDS)
-    run(page, "endless")
-    expect(page.locator("#lane-spec .given")).to_have_text("endless")
-    top = "document.querySelector('#headline').getBoundingClientRect().top"
-    running = page.evaluate(top)
-    page.locator("#stop").click()
-    status(page, "stopped")
-    assert page.evaluate(top) == running  # nothing moves
-    page.locator("#play-example").click()
-    expect(page.locator("#step-words")).to_have_text(STEP_WORDS)
-    run(page, "full")
-    status(page, "done: 1 tokens, context full")
-    assert drawn(page) == {"plain": 1}
-    expect(page.locator("#lane-ar")).to_be_hidden()
-    expect(page.locator("#walk")).to_be_hidden()
 
 
 def test_text_is_readable_and_guesses_can_be_shown_inside(page: Page) -> None:
@@ -292,11 +298,8 @@ window.fetch = async (address, options) => {{
 
 def test_no_recording_plays_after_run_was_pressed(tab: Any) -> None:
     """The request of the recording is held back in the page: a route of Playwright would disable the cache."""
-    page = tab(HOLD)
-    page.evaluate("localStorage.setItem('specdemo-opened', 'play')")
-    page.reload()
+    page = tab(FIRST_VISIT + HOLD)
     page.wait_for_function("window.released !== undefined")
-    expect(page.locator("body")).to_have_attribute("data-shown", "yes")
     run(page, "full")
     status(page, "done: 1 tokens, context full")
     with page.expect_response("**/component_server/") as response:
@@ -304,14 +307,6 @@ def test_no_recording_plays_after_run_was_pressed(tab: Any) -> None:
     assert "recorded trace" in response.value.text()
     page.evaluate("new Promise(requestAnimationFrame)")
     assert drawn(page) == {"plain": 1}
-
-
-def test_a_link_with_settings_plays_no_recording(tab: Any) -> None:
-    page = tab(FIRST_VISIT, query="?gamma=5")
-    expect(page.locator("#recorded button").first).to_be_visible()
-    expect(page.locator("#gamma input[type=number]")).to_have_value("5")
-    status(page, "ready")
-    assert not drawn(page)
 
 
 def test_an_example_sets_all_of_its_settings_and_names_its_effect(page: Page) -> None:

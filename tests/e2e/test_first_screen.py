@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from e2e.page_fixtures import FIRST_VISIT, STEP_WORDS, resize
+from e2e.page_fixtures import FIRST_VISIT, STEP_WORDS, drawn, resize, run, status
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -84,6 +84,25 @@ def test_first_screen_shows_the_idea_without_scrolling(
     for part in ("#examples .chip >> nth=0", "#show-rejected"):  # elsewhere in small windows
         page.locator(part).scroll_into_view_if_needed()
         expect(page.locator(part)).to_be_in_viewport()
+    if width == 390:
+        replaces_the_example(page)
+
+
+def replaces_the_example(page: Page) -> None:
+    run(page, "endless")
+    expect(page.locator("#lane-spec .given")).to_have_text("endless")
+    top = "document.querySelector('#headline').getBoundingClientRect().top + scrollY"
+    running = page.evaluate(top)
+    page.locator("#stop").click()
+    status(page, "stopped")
+    assert page.evaluate(top) == running  # nothing moves
+    page.locator("#play-example").click()
+    expect(page.locator("#step-words")).to_have_text(STEP_WORDS)
+    run(page, "full")
+    status(page, "done: 1 tokens, context full")
+    assert drawn(page) == {"plain": 1}
+    expect(page.locator("#lane-ar")).to_be_hidden()
+    expect(page.locator("#walk")).to_be_hidden()
 
 
 def test_settings_make_room_in_a_window_that_becomes_narrow(page: Page) -> None:

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Iterator
 from concurrent.futures import wait
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import gradio_client
@@ -69,9 +70,15 @@ def test_limits_apply_to_preflight(visitor: gradio_client.Client) -> None:
         visitor.predict(pair="../../etc/passwd", api_name="/preflight")
 
 
+@cache
+def layout(url: str) -> dict[str, Any]:
+    """Return the configuration of a page, which has half a megabyte."""
+    return httpx.get(f"{url}config", timeout=60).json()
+
+
 def press_run(url: str, session: str, taken: Any = None, **values: Any) -> None:
     """Press the page's Run button as a script with custom values, or with `taken` as the data."""
-    config = httpx.get(f"{url}config", timeout=60).json()
+    config = layout(url)
     known = {part["id"]: part["props"] for part in config["components"]}
     run = next(part for part, props in known.items() if props.get("elem_id") == "run")
     button = next(event for event in config["dependencies"] if [run, "click"] in event["targets"])

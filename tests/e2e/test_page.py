@@ -201,32 +201,6 @@ def test_the_end_of_a_text_is_named(page: Page) -> None:
     status(page, "done: 8 tokens, token limit reached")
 
 
-def test_a_second_tab_is_queued_while_models_load_and_then_alternates_by_step(
-    page: Page, tab: Any, scripts: Scripts
-) -> None:
-    first, second = page, tab()
-    run(first, "loading")
-    assert scripts.inside.wait(PATIENCE)
-    status(first, "loading: loading the target")
-    run(second, CODE, tokens=8)
-    status(second, "queued")
-    scripts.gate.set()
-    status(second, "done")
-    status(first, "done")
-    run(first, "endless")
-    spans(first, 10)
-    run(second, CODE, tokens=24)
-    status(second, "done: 24 tokens")
-    status(first, "decoding")
-    first.locator("#stop").click()
-    status(first, "stopped")
-
-
-TRANSPORTS = pytest.mark.parametrize(
-    "script", ["", "window.WebSocket = class { close() {} };"], ids=["socket", "fallback"]
-)
-
-
 def test_run_is_shown_without_the_events_of_gradio(page: Page) -> None:
     page.route("**/queue/data*", lambda route: None)
     run(page, "endless")
@@ -236,7 +210,7 @@ def test_run_is_shown_without_the_events_of_gradio(page: Page) -> None:
     page.unroute("**/queue/data*")
 
 
-@TRANSPORTS
+@pytest.mark.parametrize("script", ["", "window.WebSocket = class { close() {} };"], ids=["socket", "fallback"])
 def test_a_run_resumes_after_an_interruption_and_is_cancelled_by_a_reload(
     tab: Any, scripts: Scripts, served: Any, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
@@ -258,17 +232,16 @@ def test_a_run_resumes_after_an_interruption_and_is_cancelled_by_a_reload(
     status(page, "stopped")
     assert scripts.closed.wait(PATIENCE) and drawn(page) == counted(saved(page))
     monkeypatch.setattr(streams, "GRACE_S", float("inf"))  # the server alone does not end a run
-    for shown in (True, False):  # before the first frame, too
-        scripts.reset()
-        if not shown:
-            page.route("**/queue/data*", lambda route: None)
-        run(page, "endless")
-        if shown:
-            spans(page, 10)
-        assert scripts.inside.wait(PATIENCE)
-        page.reload()
-        assert scripts.closed.wait(PATIENCE) and scripts.closed_in == "device"
-        expect(page.locator("#status")).to_have_text("ready")
+    scripts.reset()
+    if script:  # before the first frame
+        page.route("**/queue/data*", lambda route: None)
+    run(page, "endless")
+    if not script:
+        spans(page, 10)
+    assert scripts.inside.wait(PATIENCE)
+    page.reload()
+    assert scripts.closed.wait(PATIENCE) and scripts.closed_in == "device"
+    expect(page.locator("#status")).to_have_text("ready")
 
 
 def test_markup_is_escaped(page: Page) -> None:
@@ -540,7 +513,7 @@ def test_the_first_visit_transfers_half_a_megabyte_and_an_idle_page_requests_no_
     sizes: list[float] = []
     network.on("Network.loadingFinished", lambda event: sizes.append(event["encodedDataLength"]))
     network.send("Network.enable")
-    network.send("Network.clearBrowserCache")
+    network.send("Network.setCacheDisabled", {"cacheDisabled": True})  # other tests need the cache
     page.add_init_script(COUNT_FRAMES)
     page.goto(served.url)
     expect(page.locator("body")).to_have_attribute("data-shown", "yes")

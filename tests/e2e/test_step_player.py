@@ -50,43 +50,42 @@ def runs(pool: ModelPool) -> dict[str, Run]:
         for event in generate(recipe, PROMPT, pool):
             runs[name].absorb(SPEC, event)
         runs[name].finish()
-    return runs
+    path = ASSETS / "traces" / "draft, temperature 0.7.jsonl"
+    return runs | {"recorded": read_traces(path.read_text("utf-8"))}
 
 
 @pytest.fixture(scope="module")
 def open_run(
     runs: dict[str, Run], chromium: BrowserContext, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., Page]]:
-    """Open the saved page of a run; those of `runs` are opened once, with the inspector closed."""
+    """Open the saved page of a run, once, with the inspector closed."""
     folder = tmp_path_factory.mktemp("saved")
-    pages, by_name, problems = [], dict[str, Page](), []
+    pages: dict[str, Page] = {}
+    problems: list[str | None] = []
 
-    def open_page(run: str | Run, width: int = 1366) -> Page:
-        if isinstance(run, Run):
-            return load(run, width)
-        if run not in by_name:
-            by_name[run] = load(runs[run], width)
-        page = by_name[run]
+    def open_page(name: str, width: int = 1366) -> Page:
+        if name not in pages:
+            pages[name] = load(name)
+        page = pages[name]
+        page.set_viewport_size({"width": width, "height": 844})
         page.bring_to_front()
         if page.locator("#inspector").is_visible():
             page.locator("#round-close").click()
         return page
 
-    def load(run: Run, width: int) -> Page:
-        path = folder / f"{len(pages)}.html"
-        path.write_text(web_page(run), "utf-8")
+    def load(name: str) -> Page:
+        path = folder / f"{name}.html"
+        path.write_text(web_page(runs[name]), "utf-8")
         page = chromium.new_page()
-        pages.append(page)
         page.set_default_timeout(PATIENCE * 1000)
         page.on("pageerror", lambda error: problems.append(error.stack))
         page.on("request", lambda request: request.url.startswith("http") and problems.append(request.url))
-        page.set_viewport_size({"width": width, "height": 844})
         page.goto(path.as_uri())
         expect(page.locator("#lane-spec .tok").first).to_be_visible()
         return page
 
     yield open_page
-    for page in pages:
+    for page in pages.values():
         page.close()
     assert not problems
 
@@ -267,8 +266,7 @@ MIDDLES = "parts => parts.map(part => part.getBoundingClientRect()).map(box => b
 
 @pytest.mark.parametrize(("width", "place"), [(390, "drawer"), (1366, "right"), (1800, "column")])
 def test_inspector_leaves_the_inspected_text_visible(width: int, place: str, open_run: Callable[..., Page]) -> None:
-    path = ASSETS / "traces" / "draft, temperature 0.7.jsonl"
-    page = open_run(read_traces(path.read_text("utf-8")), width)
+    page = open_run("recorded", width)
     token = page.locator("#lane-spec [data-kind=rejected]").first
     token.click()
     expect(page.locator("#inspector")).to_be_in_viewport()
@@ -292,9 +290,11 @@ def test_inspector_leaves_the_inspected_text_visible(width: int, place: str, ope
         expect(page.locator(".stage")).to_have_attribute("data-inspector", "left")
 
 
-def test_saved_page_replays_the_run_offline(open_run: Callable[..., Page], pool: ModelPool) -> None:
+def test_saved_page_replays_the_run_offline(
+    open_run: Callable[..., Page], runs: dict[str, Run], pool: ModelPool
+) -> None:
     """256 tokens in two lanes with recorded distributions."""
-    run = Run((SPEC, PLAIN))
+    run = runs["two lanes"] = Run((SPEC, PLAIN))
     recipe = Recipe(pair="bundled", gamma=4, max_tokens=256, top=5, method="draft", **SAMPLED)
     for name, lane in ((SPEC, recipe), (PLAIN, baseline_of(recipe))):
         for event in generate(lane, PROMPT, pool):
@@ -303,7 +303,7 @@ def test_saved_page_replays_the_run_offline(open_run: Callable[..., Page], pool:
     text = web_page(run)
     assert len(text.encode()) < 500_000
     assert "http://" not in text.replace("http://www.w3.org/2000/svg", "") and "https://" not in text
-    page = open_run(run)
+    page = open_run("two lanes")
     for name in (SPEC, PLAIN):
         assert drawn(page, name) == counted([json.loads(line) for line in run.trace(name).splitlines()])
     expect(page.locator("#verdict")).to_contain_text(json.loads(run.frame(0))["verdict"])
@@ -320,10 +320,8 @@ def test_saved_page_replays_the_run_offline(open_run: Callable[..., Page], pool:
     assert not grave(page)
 
 
-def test_time_axis_links_blocks_tokens_and_sentence(open_run: Callable[..., Page]) -> None:
-    path = ASSETS / "traces" / "draft, temperature 0.7.jsonl"
-    run = read_traces(path.read_text("utf-8"))
-    page = open_run(run)
+def test_time_axis_links_blocks_tokens_and_sentence(open_run: Callable[..., Page], runs: dict[str, Run]) -> None:
+    run, page = runs["recorded"], open_run("recorded")
     ends = {name: lane.steps[-1].step.t for name, lane in run.lanes.items()}
     assert page.locator(".time-end").all_inner_texts() == [f"{ends[name]:.2f} s" for name in (SPEC, PLAIN)]
     widths = "[...document.querySelectorAll('.time-bar')].map(b => b.getBoundingClientRect().width)"
@@ -354,8 +352,7 @@ def test_time_axis_links_blocks_tokens_and_sentence(open_run: Callable[..., Page
 
 
 def test_plots_are_saved_as_complete_svg(open_run: Callable[..., Page]) -> None:
-    path = ASSETS / "traces" / "draft, temperature 0.7.jsonl"
-    page = open_run(read_traces(path.read_text("utf-8")))
+    page = open_run("recorded")
     page.locator("#figures summary").click()
     expect(page.locator("#chart-whatif svg")).to_be_visible()
     for plot, colour, *words in (
