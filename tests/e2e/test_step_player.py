@@ -98,7 +98,8 @@ def inspect(page: Page, selector: str = "[data-kind=rejected]", lane: str = "spe
 
 # Recomputes every step: without changes, and with all values replaced by their recorded ones.
 RECOMPUTE = """async () => {
-    const { steps } = await storedRun;
+    const { decideStep, editable } = await import("cockpit/step_rules");
+    const { steps } = await (await import("cockpit/saved_page")).storedRun;
     const different = [];
     for (const details of steps.spec) {
         const edits = Object.fromEntries(details.nodes.flatMap((node, n) => {
@@ -119,7 +120,11 @@ def test_recomputed_outcomes_equal_the_recorded_ones(name: str, open_run: Callab
 
 
 # Acceptance as a function of a changed draw, p or q, by the definitions of the rules.
-DECIDE = "async ([i, edits]) => decideStep((await storedRun).steps.spec[i], edits)"
+DECIDE = """async ([i, edits]) => {
+    const { decideStep } = await import("cockpit/step_rules");
+    const { steps } = await (await import("cockpit/saved_page")).storedRun;
+    return decideStep(steps.spec[i], edits);
+}"""
 
 
 def test_changed_draws_decide_as_the_definition(open_run: Callable[..., Page], runs: dict[str, Run]) -> None:

@@ -1,10 +1,20 @@
 // Details of one step, and the table of all steps of a lane. The server computes both from the trace.
 
+import { chartPositions, chartTimes, chartWhatIf, PARTS } from "./charts.js";
+import { bar, canvas, drawBars, formatNumber, make, setText, svg, visibleText } from "./elements.js";
+import { scrollLane } from "./replay.js";
+import { showMissing } from "./run.js";
+import { drawSource, highlightSource } from "./sources.js";
+import { $, current, displaying, element, HEADINGS, lanes, listeners, reducedMotion, server } from "./state.js";
+import { createPlayer, pausePlayer, showPlayer } from "./step_player.js";
+import { linkStep } from "./timeline.js";
+import { decisionRows } from "./tooltip.js";
+
 const selected = { lane: null, i: 0, request: 0 }; // step in the inspector
 let figuresOf = null; // lane shown in charts and table
-const stepPlayer = createPlayer($("#player"), { onphase: showPhase });
+let stepPlayer;
 
-function openInspector(names) {
+export function openInspector(names) {
   $("#round-lane").replaceChildren(...names.map((name) => make("option", { value: name, text: `${HEADINGS[name]}: ${$(".title", lanes[name].box).textContent}` })));
   selected.lane = names[0];
   figuresOf = null;
@@ -12,7 +22,7 @@ function openInspector(names) {
   if ($("#figures").open) showFigures();
 }
 
-function closeInspector() {
+export function closeInspector() {
   hideInspector();
   $("#figures").hidden = true;
   selected.request += 1;
@@ -44,13 +54,13 @@ function showPhase(phase, { path }) { // the card of the tested token, and the a
   for (const [n, leaf] of [...element.querySelectorAll("#round-tree .leaf")].entries()) leaf.classList.toggle("now", phase.node === n || (phase.name === "end" && path.includes(n)));
 }
 
-async function inspectStep(name, i) {
-  if (busy || displaying()) return; // the trace is still incomplete
+export async function inspectStep(name, i) {
+  if (current.busy || displaying()) return; // the trace is still incomplete
   const request = (selected.request += 1);
-  const [previousLane, runId] = [selected.lane, run];
+  const [previousLane, runId] = [selected.lane, current.run];
   Object.assign(selected, { lane: name, i });
   const text = await server.round([runId, name, i]);
-  if (request !== selected.request || runId !== run) return; // superseded by a later request
+  if (request !== selected.request || runId !== current.run) return; // superseded by a later request
   if (!text) return showMissing(text);
   drawStepDetails(JSON.parse(text));
   if (previousLane !== name && $("#figures").open) showFigures();
@@ -159,11 +169,11 @@ function drawTree({ nodes, path }) { // depth to the right, leaves from top to b
 }
 
 async function showFigures() {
-  const [runId, name] = [run, selected.lane];
+  const [runId, name] = [current.run, selected.lane];
   if (figuresOf === name) return;
   figuresOf = name;
   const text = await server.figures([runId, name]);
-  if (runId !== run || figuresOf !== name) return;
+  if (runId !== current.run || figuresOf !== name) return;
   if (!text) { figuresOf = null; return showMissing(text); }
   const figures = JSON.parse(text);
   $("#chart-positions").replaceChildren(chartPositions(figures.positions));
@@ -184,30 +194,33 @@ async function showFigures() {
   $("#rounds").replaceChildren(make("caption", { text: `${HEADINGS[name]}: ${$(".title", lanes[name].box).textContent}` }), head, body);
 }
 
-$("#figures").addEventListener("toggle", () => { if ($("#figures").open) showFigures(); });
-$("#round-lane").addEventListener("change", (e) => inspectStep(e.target.value, Math.min(selected.i, lanes[e.target.value].steps.length - 1)));
-$("#round-at").addEventListener("input", (e) => inspectStep(selected.lane, Number(e.target.value)));
-$("#round-back").addEventListener("click", () => inspectStep(selected.lane, Math.max(0, selected.i - 1)));
-$("#round-on").addEventListener("click", () => inspectStep(selected.lane, Math.min(lanes[selected.lane].steps.length - 1, selected.i + 1)));
-$("#round-close").addEventListener("click", hideInspector);
-$("#inspector").addEventListener("keydown", (e) => {
-  if (e.key !== "Escape") return;
-  const token = lanes[selected.lane].steps[selected.i]?.span.querySelector(".tok");
-  hideInspector();
-  if (token) { token.tabIndex = -1; token.focus({ preventScroll: true }); }
-});
-document.addEventListener("keydown", (e) => {
-  const target = /** @type {Element} */ (e.target);
-  if (e.key === "Escape" && !$("#inspector").contains(target) && !target.closest?.("[aria-expanded=true]")) hideInspector();
-}, { capture: true, signal: listeners.signal });
-for (const [name, { lane }] of Object.entries(lanes)) {
-  const stepAt = ({ target }) => { const span = target.closest(".round"); return span && !$("#timeline").hidden ? lanes[name].steps.findIndex((step) => step.span === span) : -1; };
-  lane.addEventListener("pointerover", (e) => linkStep(name, stepAt(e)));
-  lane.addEventListener("pointerleave", () => linkStep(null));
+export function connectInspector() {
+  stepPlayer = createPlayer($("#player"), { onphase: showPhase });
+  $("#figures").addEventListener("toggle", () => { if ($("#figures").open) showFigures(); });
+  $("#round-lane").addEventListener("change", (e) => inspectStep(e.target.value, Math.min(selected.i, lanes[e.target.value].steps.length - 1)));
+  $("#round-at").addEventListener("input", (e) => inspectStep(selected.lane, Number(e.target.value)));
+  $("#round-back").addEventListener("click", () => inspectStep(selected.lane, Math.max(0, selected.i - 1)));
+  $("#round-on").addEventListener("click", () => inspectStep(selected.lane, Math.min(lanes[selected.lane].steps.length - 1, selected.i + 1)));
+  $("#round-close").addEventListener("click", hideInspector);
+  $("#inspector").addEventListener("keydown", (e) => {
+    if (e.key !== "Escape") return;
+    const token = lanes[selected.lane].steps[selected.i]?.span.querySelector(".tok");
+    hideInspector();
+    if (token) { token.tabIndex = -1; token.focus({ preventScroll: true }); }
+  });
+  document.addEventListener("keydown", (e) => {
+    const target = /** @type {Element} */ (e.target);
+    if (e.key === "Escape" && !$("#inspector").contains(target) && !target.closest?.("[aria-expanded=true]")) hideInspector();
+  }, { capture: true, signal: listeners.signal });
+  for (const [name, { lane }] of Object.entries(lanes)) {
+    const stepAt = ({ target }) => { const span = target.closest(".round"); return span && !$("#timeline").hidden ? lanes[name].steps.findIndex((step) => step.span === span) : -1; };
+    lane.addEventListener("pointerover", (e) => linkStep(name, stepAt(e)));
+    lane.addEventListener("pointerleave", () => linkStep(null));
+  }
+  window.addEventListener("resize", () => { if (!$("#inspector").hidden) placeInspector(); }, { signal: listeners.signal });
 }
-window.addEventListener("resize", () => { if (!$("#inspector").hidden) placeInspector(); }, { signal: listeners.signal });
 
-function revealStep(span) { // the inspector, and on phones the token above the drawer
+export function revealStep(span) { // the inspector, and on phones the token above the drawer
   const behavior = reducedMotion.matches ? "auto" : "smooth";
   if (getComputedStyle($("#inspector")).position !== "fixed") return $("#inspector").scrollIntoView({ block: "nearest", behavior });
   const hiddenBy = span.getBoundingClientRect().bottom + 12 - $("#inspector").getBoundingClientRect().top;

@@ -1,5 +1,9 @@
 // Tooltip of the token under the pointer or the keyboard focus. Explanations are templates from the run's first record.
 
+import { formatNumber, make } from "./elements.js";
+import { inspectStep, revealStep } from "./inspector.js";
+import { $, cellOf, lanes } from "./state.js";
+
 function explain(span) {
   const [cell, , template] = cellOf.get(span);
   const { p, q, draw, bound, rank, best } = decisionOf(cell);
@@ -11,7 +15,7 @@ function explain(span) {
 
 function decisionOf([, , , p = null, q = null, draw = null, bound = null, rank = null, best = null]) { return { p, q, draw, bound, rank, best }; }
 
-function decisionRows({ p, q, draw, bound, rank, best }) { // the figures that decided about a draft token
+export function decisionRows({ p, q, draw, bound, rank, best }) { // the figures that decided about a draft token
   if (rank !== null) return [["rank in target", String(rank)], ["probability", formatNumber(p)], ["first choice", formatNumber(best)]];
   const rows = [["p, target", formatNumber(p)], ["q, drafter", q === null ? "point mass" : formatNumber(q)]];
   if (draw !== null) rows.push(["accepted below", formatNumber(bound)], ["draw", formatNumber(draw)]);
@@ -44,11 +48,16 @@ function showTooltip(span) {
   span.setAttribute("aria-describedby", "tip");
 }
 
-function hideTooltip() {
+export function hideTooltip() {
   if ($("#tip").hidden) return; // avoids a search of the page per scroll event
   $("#tip").hidden = true;
   $(".mates")?.classList.remove("mates");
   $("[aria-describedby]")?.removeAttribute("aria-describedby");
+}
+
+export function resetTooltip() {
+  hideTooltip();
+  quietUntil = 0;
 }
 
 function moveFocus(lane, key) { // a lane is one Tab stop; arrow keys move between its tokens
@@ -67,28 +76,30 @@ const QUIET_MS = 800; // after a click: the text may move below the pointer
 
 let quietUntil = 0;
 
-for (const [name, { lane }] of Object.entries(lanes)) {
-  const inspect = async (span) => {
-    await inspectStep(name, cellOf.get(span)[1]);
-    quietUntil = performance.now() + QUIET_MS;
-    hideTooltip();
-    if (!$("#inspector").hidden) revealStep(span);
-  };
-  const leave = () => { // text that moves below a resting pointer must not hide the tip of the focused token
-    const focused = lane.querySelector(".tok:focus");
-    if (!focused) hideTooltip();
-    else if (!$("#tip").hidden) showTooltip(focused);
-  };
-  lane.addEventListener("pointerover", (e) => { const span = e.target.closest(".tok"); span && performance.now() > quietUntil ? showTooltip(span) : leave(); });
-  lane.addEventListener("pointerleave", leave);
-  lane.addEventListener("scroll", () => { if (!lane.contains(document.activeElement)) hideTooltip(); });
-  lane.addEventListener("focusin", (e) => { if (e.target.matches(".tok")) showTooltip(e.target); });
-  lane.addEventListener("focusout", hideTooltip);
-  lane.addEventListener("click", (e) => { const span = e.target.closest(".tok"); if (span && getSelection().isCollapsed) inspect(span); });
-  lane.addEventListener("keydown", (e) => {
-    if (e.ctrlKey || e.metaKey || e.altKey) return;
-    if (e.key === "Enter" && e.target.matches(".tok")) inspect(e.target).then(() => $("#player").focus({ preventScroll: true }));
-    else if (!moveFocus(lane, e.key)) return;
-    e.preventDefault();
-  });
+export function connectTooltip() {
+  for (const [name, { lane }] of Object.entries(lanes)) {
+    const inspect = async (span) => {
+      await inspectStep(name, cellOf.get(span)[1]);
+      quietUntil = performance.now() + QUIET_MS;
+      hideTooltip();
+      if (!$("#inspector").hidden) revealStep(span);
+    };
+    const leave = () => { // text that moves below a resting pointer must not hide the tip of the focused token
+      const focused = lane.querySelector(".tok:focus");
+      if (!focused) hideTooltip();
+      else if (!$("#tip").hidden) showTooltip(focused);
+    };
+    lane.addEventListener("pointerover", (e) => { const span = e.target.closest(".tok"); span && performance.now() > quietUntil ? showTooltip(span) : leave(); });
+    lane.addEventListener("pointerleave", leave);
+    lane.addEventListener("scroll", () => { if (!lane.contains(document.activeElement)) hideTooltip(); });
+    lane.addEventListener("focusin", (e) => { if (e.target.matches(".tok")) showTooltip(e.target); });
+    lane.addEventListener("focusout", hideTooltip);
+    lane.addEventListener("click", (e) => { const span = e.target.closest(".tok"); if (span && getSelection().isCollapsed) inspect(span); });
+    lane.addEventListener("keydown", (e) => {
+      if (e.ctrlKey || e.metaKey || e.altKey) return;
+      if (e.key === "Enter" && e.target.matches(".tok")) inspect(e.target).then(() => $("#player").focus({ preventScroll: true }));
+      else if (!moveFocus(lane, e.key)) return;
+      e.preventDefault();
+    });
+  }
 }

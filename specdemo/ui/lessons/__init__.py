@@ -18,7 +18,7 @@ from specdemo.models.zoo import ASSETS
 from specdemo.ui.frames import read_traces
 from specdemo.ui.labels import cost_terms, lane_speedup
 from specdemo.ui.lane import PLAIN, SPEC, Lane
-from specdemo.ui.page_files import PLAYER, scripts
+from specdemo.ui.page_files import mount_module
 from specdemo.ui.step_views import step_pictures
 
 _FOLDER = Path(__file__).parent
@@ -32,7 +32,7 @@ def lessons_page(blocks: gr.Blocks) -> None:
     with blocks.route("Lessons", PATH, show_in_navbar=False):
         gr.HTML(
             html_template=lessons_markup(),
-            js_on_load=f"{scripts(*PLAYER, 'sources')}\n{_text('lessons.js')}",
+            js_on_load=mount_module("lessons"),
             apply_default_css=False,
             elem_id="lessons",
             lessons=lesson_data(),
