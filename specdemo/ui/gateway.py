@@ -24,7 +24,7 @@ from specdemo.remote.connections import ConnectionLimits, VisitorConnections, ne
 from specdemo.ui.documents import DOCUMENT_PATH
 from specdemo.ui.event_requests import KnownEvents
 from specdemo.ui.limits import HostLimits
-from specdemo.ui.page_files import MODULE_PATH
+from specdemo.ui.page_files import FILE_PATH
 from specdemo.ui.page_head import PICTURE_PATH, PageHead
 from specdemo.ui.streams import FRAMES
 from specdemo.ui.visitor_sessions import InvalidSession, VisitorSessions
@@ -43,7 +43,7 @@ PAGE_ROUTES = (
     RouteInfo("GET", "/static/{path:path}", "fonts and pictures of Gradio", _FILES),
     RouteInfo("GET", "/assets/{path:path}", "scripts and styles of Gradio", _FILES),
     RouteInfo("GET", "/svelte/{path:path}", "scripts of Gradio", _FILES),
-    RouteInfo("GET", MODULE_PATH, "scripts of the page"),
+    RouteInfo("GET", FILE_PATH, "scripts of the page, and the page without a run that visitors save"),
     RouteInfo("GET", "/theme.css", "colours"),
     RouteInfo("GET", f"{_API}/theme.css", "colours"),
     RouteInfo("GET", "/favicon.ico", "icon"),

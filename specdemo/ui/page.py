@@ -58,7 +58,7 @@ from specdemo.ui.lane import (
 from specdemo.ui.lessons import lessons_page
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.method_names import with_method_names
-from specdemo.ui.page_files import module_route
+from specdemo.ui.page_files import file_route
 from specdemo.ui.page_head import picture_route
 from specdemo.ui.service import Generate, Health, Service, Turn
 from specdemo.ui.settings import (
@@ -192,7 +192,7 @@ def _routes(sockets: Sockets, service: Service, health: Health | None) -> list[A
     probes = health.routes() if health else []
     return [
         *sockets.routes(),
-        module_route(),
+        file_route(),
         picture_route(),
         document_route(),
         trace_route(TRACES, service.runs),

@@ -15,8 +15,11 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from specdemo.ui.theme import stylesheet
+
 _FOLDER = Path(__file__).parent / "cockpit"
-MODULE_PATH = "/cockpit/{version}/{name}.js"
+FILE_PATH = "/cockpit/{version}/{name}"
+_SAVED_PAGE = "saved_page.html"
 _IMPORT = re.compile(r'((?:import|from) )"\./(\w+)\.js"')
 _LONG = "public, max-age=31536000, immutable"  # another version has another address
 _MOUNT = """const root = `${window.gradio_config?.root ?? location.origin}/`;
@@ -42,25 +45,31 @@ def markup() -> str:
 
 def mount_module(name: str) -> str:
     """Return the `js_on_load` of a component that is mounted by the module `name`."""
-    path = MODULE_PATH.format(version=_version(), name=name)
+    path = FILE_PATH.format(version=_version(), name=f"{name}.js")
     return _MOUNT.replace("PATH", path.removeprefix("/"))  # the page may have a prefix
 
 
-def module_route() -> Route:
-    """Return the route of the modules. Their addresses contain a digest of all of them, so browsers keep them."""
+def file_route() -> Route:
+    """Return the route of modules and saved page, whose addresses contain a digest, so browsers keep them."""
 
-    def module(request: Request) -> Response:
-        text = _scripts().get(request.path_params["name"])
+    def file(request: Request) -> Response:
+        text = _files().get(request.path_params["name"])
         if text is None or request.path_params["version"] != _version():
-            return PlainTextResponse("There is no such script: reload the page.", 404)
-        return Response(text, media_type="text/javascript", headers={"Cache-Control": _LONG})
+            return PlainTextResponse("There is no such file: reload the page.", 404)
+        kind = "html" if request.path_params["name"] == _SAVED_PAGE else "javascript"
+        return Response(text, media_type=f"text/{kind}", headers={"Cache-Control": _LONG})
 
-    return Route(MODULE_PATH, module)
+    return Route(FILE_PATH, file)
+
+
+@cache
+def _files() -> Mapping[str, str]:
+    return {_SAVED_PAGE: _saved_page(), **{f"{name}.js": text for name, text in _scripts().items()}}
 
 
 @cache
 def _version() -> str:
-    return hashlib.sha256("".join(_scripts().values()).encode()).hexdigest()[:16]
+    return hashlib.sha256("".join(_files().values()).encode()).hexdigest()[:16]
 
 
 def _with_imports(entry: str) -> dict[str, str]:
@@ -75,20 +84,15 @@ def _with_imports(entry: str) -> dict[str, str]:
     return texts
 
 
-def saved_page(texts: Mapping[str, str]) -> str:
-    """Return an HTML page that replays a run without a server; `texts` are its heading, about, data and colours.
-
-    Its import map contains the modules as data URLs, in which relative addresses have no meaning.
-    """
+def _saved_page() -> str:
+    """Return the page to which the browser adds a run; modules are data URLs, which have no relative addresses."""
     styles = "".join((_FOLDER / f"{name}.css").read_text(encoding="utf-8") for name in ("cockpit", "step_player"))
     modules = {
         f"cockpit/{name}": _data_url(_IMPORT.sub(r'\1"cockpit/\2"', text))
         for name, text in _with_imports("saved_page").items()
     }
     template = Template((_FOLDER / "saved_page.html").read_text(encoding="utf-8"))
-    return template.substitute(
-        texts, styles=texts["colours"] + styles, modules=json.dumps({"imports": modules}), markup=markup()
-    )
+    return template.substitute(styles=stylesheet() + styles, modules=json.dumps({"imports": modules}), markup=markup())
 
 
 def _data_url(module: str) -> str:

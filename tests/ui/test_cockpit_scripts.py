@@ -9,7 +9,7 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from specdemo.ui import cockpit
-from specdemo.ui.page_files import module_route, mount_module
+from specdemo.ui.page_files import file_route, mount_module
 from specdemo.ui.run_store import RunStore
 
 DECLARATIONS = Path(cockpit.__file__).with_name("globals.d.ts")
@@ -36,7 +36,7 @@ def test_automated_browsers_are_shown_the_same_page() -> None:
 
 @pytest.mark.parametrize("entry", ["page", "lessons"])
 def test_modules_and_their_imports_are_served_for_a_long_time(entry: str) -> None:
-    client = TestClient(Starlette(routes=[module_route()]))
+    client = TestClient(Starlette(routes=[file_route()]))
     (address,) = re.findall(r'"(cockpit/[\w/]+\.js)"', mount_module(entry))
     served: dict[str, str] = {}
     addresses = [address]

@@ -7,7 +7,7 @@ interface Component {
   element: any; // root of the component; its descendants have many types
   props: { value: string | null; max_trace: number; lessons?: any };
   server: Record<
-    "trace" | "csv" | "svg" | "round" | "figures" | "web_page" | "trace_since" | "import_trace" | "recorded" | "stop_run",
+    "trace" | "trace_since" | "import_trace" | "recorded" | "stop_run",
     Query
   >;
   watch: (property: string, callback: () => void) => void;

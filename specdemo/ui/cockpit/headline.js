@@ -34,7 +34,7 @@ export function showPosition() { // while a part of the text is displayed, the f
   const [name] = current.frame.plan;
   const lane = lanes[name];
   const step = lane.steps[lane.shown - 1];
-  const partial = lane.shown < lane.steps.length || current.pending.some((record) => record.c && record.l === name);
+  const partial = lane.shown < lane.steps.length || current.pending.some((record) => record.step && record.l === name);
   if (!step || !partial) return showTiles(current.frame.tiles);
   const first = lane.steps[0];
   const [seconds, passes] = [step.t - first.t, lane.shown - 1];

@@ -1,7 +1,9 @@
 // Lanes of the cockpit: their boxes, headings and tokens. Texts of models and visitors are inserted with textContent.
 
+import { promptOf } from "./draft_sources.js";
 import { make } from "./elements.js";
-import { $, cellOf, DISCARDED, HEADINGS, lanes } from "./state.js";
+import { $, DISCARDED, HEADINGS, lanes, tokenOf } from "./state.js";
+import { acceptedCount, draftSize, shownTokens } from "./steps.js";
 
 export function createLanes() {
   for (const [name, heading] of Object.entries(HEADINGS)) {
@@ -14,22 +16,30 @@ export function createLanes() {
       "aria-label": `${heading}: arrow keys move between tokens, Enter shows the step` });
     const box = make("article", { class: "box", "data-lane": name, hidden: name !== "spec" }, header, lane, footer);
     $(".lanes").append(box);
-    lanes[name] = { box, lane, steps: [], shown: 0 };
+    lanes[name] = { box, lane, records: [], steps: [], shown: 0 };
   }
 }
 
-export function drawHead(name, head, fragment) {
+export function addRecords(records) {
+  for (const record of records) {
+    const lane = lanes[record.l];
+    if (record.head) Object.assign(lane, { head: record.head, header: record.header });
+    else if (record.step) lane.records.push(record);
+  }
+}
+
+export function drawHead(name, { head, header }, fragment) {
   const { box } = lanes[name];
-  Object.assign(lanes[name], { reasons: head.reasons, fates: head.fates });
   Object.assign($(".title", box), { textContent: head.title, title: head.about });
-  $(".model", box).textContent = head.model;
+  $(".model", box).textContent = `${head.model}, temperature ${header.recipe.temperature}`;
   const badge = $(".badge", box);
   badge.hidden = !head.badge;
   badge.dataset.exact = head.exact;
   badge.textContent = head.badge;
   badge.title = head.why;
   lanes[name].lane.classList.toggle("prose", head.chat);
-  fragment.append(head.chat ? conversationSpan(head.prompt) : promptSpan(head.prompt));
+  const prompt = promptOf(header);
+  fragment.append(head.chat ? conversationSpan(prompt) : promptSpan(prompt));
 }
 
 const PROMPT_LINES = 2; // of a longer prompt only the end is visible at first
@@ -60,11 +70,11 @@ function conversationSpan(prompt) {
 }
 
 export function drawStep(name, record, fragment) {
-  const lane = lanes[name];
-  const step = make("span", { class: "round" });
-  let tokens = 0, accepted = 0, untested = null;
-  for (const [k, cell] of record.c.entries()) {
-    const [kind, text] = cell;
+  const lane = lanes[name], { step, by } = record;
+  const round = make("span", { class: "round" });
+  let untested = null;
+  for (const token of shownTokens(record)) {
+    const { kind, text } = token;
     const span = document.createElement("span");
     span.className = "tok";
     span.dataset.kind = kind;
@@ -75,29 +85,30 @@ export function drawStep(name, record, fragment) {
       if (text.startsWith("\n")) span.dataset.newline = "";
       if (lane.fences % 2 || text.startsWith("```")) span.classList.add("code");
       lane.fences += text.split("```").length - 1;
-      tokens += 1;
-      accepted += Number(kind === "accepted");
     }
     if (kind === "ignored") (untested ??= span).dataset.more = Number(untested.dataset.more ?? 0) + 1;
-    cellOf.set(span, [cell, record.i, lane.reasons[record.w[k]]]);
-    step.append(span);
+    tokenOf.set(span, { token, record });
+    round.append(span);
   }
-  const undisclosed = record.undisclosed ?? 0; // draft tokens that another engine reports by their number only
-  if (undisclosed) {
-    const mark = make("span", { class: "undisclosed", text: `+${undisclosed}`, title: `+${undisclosed}, not reported by the engine` });
-    step.insertBefore(mark, step.querySelector("[data-kind=correction]"));
+  if (step.undisclosed) { // draft tokens that another engine reports by their number only
+    const mark = make("span", { class: "undisclosed", text: `+${step.undisclosed}`, title: `+${step.undisclosed}, not reported by the engine` });
+    round.insertBefore(mark, round.querySelector("[data-kind=correction]"));
   }
-  fragment.append(step);
-  if (record.by) { step.dataset.by = record.by; $("[data-legend=unseen]").parentElement.hidden = false; }
-  if (record.trips) step.dataset.trips = record.trips;
-  if (record.fate) resolveProvisional(lane.steps, record.fate);
+  fragment.append(round);
+  if (by) { round.dataset.by = by; $("[data-legend=unseen]").parentElement.hidden = false; }
+  if (step.remote?.confirmed !== undefined) resolveProvisional(lane.steps, step.remote);
   const before = lane.steps.at(-1) ?? { tokens: 0, accepted: 0, drafted: 0 };
-  const drafted = record.c.filter(([kind]) => kind === "accepted" || DISCARDED.has(kind)).length + undisclosed;
-  lane.steps.push({ span: step, t: record.t, tokens: before.tokens + tokens, accepted: before.accepted + accepted, drafted: before.drafted + drafted });
+  lane.steps.push({
+    span: round,
+    t: step.t,
+    tokens: before.tokens + step.tokens.length,
+    accepted: before.accepted + acceptedCount(record),
+    drafted: before.drafted + (by ? 0 : draftSize(step)),
+  });
   lane.shown = lane.steps.length;
 }
 
-function resolveProvisional(steps, [confirmed, overruled]) { // apply a late response to the oldest provisional steps
+function resolveProvisional(steps, { confirmed, overruled = 0 }) { // apply a late response to the oldest provisional steps
   const open = steps.flatMap(({ span }) => (span.dataset.by === "provisional" && !span.dataset.fate ? [span] : []));
   open.forEach((span, i) => { span.dataset.fate = i < confirmed ? "confirmed" : i < confirmed + overruled ? "overruled" : "open"; });
 }

@@ -3,8 +3,10 @@
 import { countSteps, drawBlocks } from "./blocks.js";
 import { bar, canvas, make, setText, svg } from "./elements.js";
 import { drawSource } from "./sources.js";
-
 import { createPlayer, goTo, showPlayer } from "./step_player.js";
+import { stepDetails } from "./steps.js";
+
+function lastStep([{ head, header }, ...records]) { return stepDetails({ head, header, records }, records.length - 1); }
 
 export function mount({ element, props }) {
   for (const icon of document.querySelectorAll("footer img")) icon.setAttribute("alt", "");
@@ -24,13 +26,13 @@ export function mount({ element, props }) {
   inLesson("race").replaceChildren(...recordedRace.map(([name, times], i) => make("div", { class: "time-row", "data-row": i ? "ar" : "spec" },
     make("span", { text: name }), make("div", { class: "time-bar" }, drawBlocks(times, raceEnd, `${countSteps(times)} in ${times.at(-1).toFixed(2)} s`)), make("span", { text: `${times.at(-1).toFixed(2)} s` }))));
 
-  for (const [id, details] of [["survive", survive], ["copied", { ...copied, source: null }]]) { // the source is the answer
+  for (const [id, records] of [["survive", survive], ["copied", copied]]) {
     const player = createPlayer(inLesson(id));
-    showPlayer(player, details);
+    showPlayer(player, { ...lastStep(records), source: null }); // the source is the answer
     goTo(player, 0); // the reader guesses first
     window.addEventListener("beforeprint", () => goTo(player, Infinity));
   }
-  inLesson("source").replaceChildren(...drawSource(copied.source));
+  inLesson("source").replaceChildren(...drawSource(lastStep(copied).source));
 
   const SLIDERS = { alpha: ["Acceptance α", 0, 0.99, 0.01], gamma: ["Guesses per step γ", 1, 12, 1], c: ["Cost of a guess c", 0, 1, 0.01] };
   const chosen = { ...costs, alpha: Math.round(100 * costs.alpha) / 100, gamma: Math.round(costs.gamma) };

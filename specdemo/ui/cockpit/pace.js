@@ -2,7 +2,7 @@
 // Readable pace (slow motion): the browser displays PACE tokens/s of the fastest lane, the others in proportion.
 
 import { draw, markButtons, setStatus } from "./run.js";
-import { $, complete, current, DISCARDED, lanes, reducedMotion } from "./state.js";
+import { $, complete, current, lanes, reducedMotion } from "./state.js";
 import { drawTiles } from "./tiles.js";
 
 export const PACE = 15;
@@ -25,14 +25,12 @@ export function paced() {
   return wanted && document.visibilityState !== "hidden" && !reducedMotion.matches;
 }
 
-function committed(cells) { return cells.filter(([kind]) => !DISCARDED.has(kind)).length; }
-
 export function updateSpeeds(records) { // speed of the received steps, without the prefill
-  for (const { l, t, c } of records) {
-    if (!c) continue;
+  for (const { l, step } of records) {
+    if (!step) continue;
     const lane = lanes[l];
     firstStepAt ||= performance.now();
-    lane.last = { t, tokens: (lane.last?.tokens ?? 0) + committed(c) };
+    lane.last = { t: step.t, tokens: (lane.last?.tokens ?? 0) + step.tokens.length };
     lane.first ??= lane.last;
   }
 }
@@ -57,9 +55,9 @@ export function removeDueRecords() { // remove the records to be displayed now f
   const [records, later, waiting] = [[], [], new Set()];
   for (const record of current.pending) {
     const lane = lanes[record.l];
-    if (record.c && (delayed || lane.credit < 0)) waiting.add(record.l);
+    if (record.step && (delayed || lane.credit < 0)) waiting.add(record.l);
     if (waiting.has(record.l)) { later.push(record); continue; }
-    if (record.c) lane.credit -= committed(record.c);
+    if (record.step) lane.credit -= record.step.tokens.length;
     records.push(record);
   }
   for (const name of current.frame.plan) lanes[name].idle = delayed || !waiting.has(name);

@@ -3,11 +3,14 @@
 import { mountDisplay } from "./display.js";
 import { setText } from "./elements.js";
 import { connectLayout } from "./layout.js";
+import { savedPage } from "./page_export.js";
 import { download } from "./plot_export.js";
 import { pause } from "./replay.js";
 import { endRun, markButtons, newRunId, receiveFrame, showMissing, startRun, stop } from "./run.js";
 import { connectSocket, reconnect, resume } from "./socket.js";
 import { $, current, DISCARDED, displaying, lanes, listeners, server } from "./state.js";
+import { asCsv } from "./step_table.js";
+import { textPicture } from "./text_picture.js";
 import { drawSpeedCurve } from "./tiles.js";
 import { hideTooltip } from "./tooltip.js";
 import { connectTraces, playAtFirstVisit } from "./traces.js";
@@ -76,11 +79,11 @@ function connectDownloads() {
       setTimeout(() => setText(e.target, "Copy text"), 1500);
     });
     $(`#trace-${name}`).addEventListener("click", async () => save(await server.trace([current.run, name]), `specdemo-${name}.jsonl`, "application/x-ndjson"));
-    $(`#csv-${name}`).addEventListener("click", async () => save(await server.csv([current.run, name]), `specdemo-${name}.csv`, "text/csv"));
-    $(`#svg-${name}`).addEventListener("click", async () => save(await server.svg([current.run, name]), `specdemo-${name}.svg`, "image/svg+xml"));
+    $(`#csv-${name}`).addEventListener("click", () => download(asCsv(lanes[name]), `specdemo-${name}.csv`, "text/csv"));
+    $(`#svg-${name}`).addEventListener("click", () => download(textPicture(lanes[name], current.frame.figures[name].metrics), `specdemo-${name}.svg`, "image/svg+xml"));
   }
   $("#save-all").addEventListener("click", async () => save(await server.trace([current.run, "all"]), "specdemo.jsonl", "application/x-ndjson"));
-  $("#save-page").addEventListener("click", async () => save(await server.web_page(current.run), "specdemo.html", "text/html"));
+  $("#save-page").addEventListener("click", async () => save(await savedPage(), "specdemo.html", "text/html"));
 }
 
 function connectLogField() { // a dropped file replaces the text of the field

@@ -3,7 +3,7 @@
 import { make, setText } from "./elements.js";
 import { clearHeadline, showHeadline } from "./headline.js";
 import { closeInspector, openInspector } from "./inspector.js";
-import { drawHead, drawStep } from "./lanes.js";
+import { addRecords, drawHead, drawStep } from "./lanes.js";
 import { cancelDrawing, paced, removeDueRecords, resetPace, schedule, showPaceStatus, updateSpeeds } from "./pace.js";
 import { closeReplay, openReplay, pause, raceOnce, showPart } from "./replay.js";
 import { closeSocket, forgetInterruption, isConnected, openSocket, reconnect } from "./socket.js";
@@ -28,10 +28,11 @@ export function receiveFrame(frame) {
   }
   lastFrameAt = performance.now();
   isConnected();
-  if (frame.at > current.received) return catchUp();
-  const records = frame.r.slice(current.received - frame.at);
-  current.received += records.length;
+  if (frame.at > current.records.length) return catchUp();
+  const records = frame.r.slice(current.records.length - frame.at);
+  current.records.push(...records);
   current.pending.push(...records);
+  addRecords(records);
   updateSpeeds(records);
   current.frame = frame;
   const turn = $("#turn");
@@ -45,7 +46,7 @@ async function catchUp() {
   catchingUp = true;
   const id = current.run ?? current.started;
   try {
-    const missed = await server.trace_since([id, current.run === null ? 0 : current.received]);
+    const missed = await server.trace_since([id, current.run === null ? 0 : current.records.length]);
     if (id !== (current.run ?? current.started)) return;
     if (missed) receiveFrame(JSON.parse(missed));
     else if (missed === undefined) reconnect();
@@ -58,7 +59,7 @@ async function catchUp() {
 function reset(id, plan) {
   if (current.run !== null) earlierRuns.add(current.run);
   current.run = element.dataset.run = id;
-  current.received = 0;
+  current.records = [];
   resetPace();
   current.pending = [];
   current.frozen = false;
@@ -68,7 +69,7 @@ function reset(id, plan) {
     $(".title", lane.box).textContent = $(".model", lane.box).textContent = $(".rate", lane.box).textContent = "";
     $(".badge", lane.box).hidden = true;
     for (const button of lane.box.querySelectorAll("button")) button.disabled = true;
-    Object.assign(lane, { steps: [], shown: 0, credit: 0, idle: true, first: null, last: null, fences: 0 });
+    Object.assign(lane, { head: null, header: null, records: [], steps: [], shown: 0, credit: 0, idle: true, first: null, last: null, fences: 0 });
   }
   $(".lanes").dataset.count = plan.length;
   $(".outcome").hidden = $("#recorded-settings").hidden = true;
@@ -93,13 +94,13 @@ export function draw() {
     if (lane.scrollHeight - lane.scrollTop - lane.clientHeight < 40) following.push(lane);
     const fragment = document.createDocumentFragment();
     for (const record of records) {
-      if (record.head) drawHead(name, record.head, fragment);
+      if (record.head) drawHead(name, record, fragment);
       else if (record.note) fragment.append(make("span", { class: "note", role: "note", text: record.note }));
       else drawStep(name, record, fragment);
     }
     if (lane.lastElementChild?.className === "ahead") lane.lastElementChild.remove();
     lane.append(fragment);
-    const { ahead } = records.at(-1); // current continuation of a beam search, which the next step may replace
+    const ahead = records.at(-1).step?.pending_text; // current continuation of a beam search, which the next step may replace
     if (ahead) lane.append(make("span", { class: "ahead", text: ahead }));
   }
   const ended = current.frame.over && (current.frozen || !current.pending.length);

@@ -40,7 +40,7 @@ export function reconnect() {
   if (performance.now() - disconnectedAt > RECONNECT_TIMEOUT_MS) return endRun("failed", "failed: the server is not reachable");
   setStatus("reconnecting", "");
   clearTimeout(retry);
-  retry = setTimeout(() => { if (current.busy) openSocket(current.run, current.received); }, RETRY_MS);
+  retry = setTimeout(() => { if (current.busy) openSocket(current.run, current.records.length); }, RETRY_MS);
 }
 
 export async function resume() {

@@ -1,4 +1,4 @@
-// Place that a draft was copied from: an excerpt in the inspector, and highlights in prompt and text.
+// Drawing of the place that a draft was copied from: an excerpt in the inspector, and highlights in prompt and text.
 
 import { make } from "./elements.js";
 import { DISCARDED } from "./state.js";

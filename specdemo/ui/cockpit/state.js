@@ -15,7 +15,7 @@ const INITIAL = {
   started: null, // id of the run that Run started last, in use before its first frame
   busy: false, // from Run until the last frame
   frame: null, // latest frame
-  received: 0, // number of records
+  records: [], // all records of the run
   pending: [], // records not drawn yet
   drawing: false, // a drawing is scheduled
   frozen: false, // Stop was pressed during a paced display: the rest is shown on request
@@ -23,8 +23,10 @@ const INITIAL = {
   walking: false, // the recording waits for *Next step* or *Play*
 };
 export const current = { ...INITIAL };
-export const lanes = {}; // name -> { box, lane, steps: [{ span, t, tokens }], shown }; `tokens` are committed up to that step
-export const cellOf = new WeakMap(); // token span -> [cell, step index, template of its explanation]
+// Name -> { box, lane, head, header, records, steps, shown }; `records` are those of its steps. `steps` are drawn, as
+// { span, t, tokens, accepted, drafted }, with counts up to that step.
+export const lanes = {};
+export const tokenOf = new WeakMap(); // token span -> { token, record }
 
 export const $ = (selector, within = element) => within.querySelector(selector);
 
@@ -35,7 +37,7 @@ export function attach(component) {
   listeners.abort();
   listeners = new AbortController();
   ({ element, server } = component);
-  Object.assign(current, INITIAL, { pending: [] });
+  Object.assign(current, INITIAL, { records: [], pending: [] });
 }
 
 export function complete() { return Boolean(current.frame?.over) && current.frame.run === current.run; }

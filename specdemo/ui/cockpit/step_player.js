@@ -204,7 +204,7 @@ function drawResult(details, { path, states, changed }) {
   if (!changed) {
     if (!last) return make("p", { class: "quiet", text: "The text ended here." });
     const head = make("p", { class: "head" }, make("span", { class: "tok", "data-kind": last.kind, text: visibleText(last.text) }), ` ${last.words}`);
-    return make("div", {}, head, ...(last.bars.length ? [drawBars(last.bars.slice(0, 6), last.law === "p" ? "p" : "residual")] : []));
+    return make("div", {}, head, ...(last.bars.length ? [drawBars(last.bars.slice(0, 6), last.legend)] : []));
   }
   if (endsAtLeaf(details, path)) return make("p", { text: "All tokens of a path are kept: a bonus token follows." });
   const end = path.at(-1) ?? -1;
