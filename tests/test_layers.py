@@ -45,6 +45,7 @@ PACKAGES = {
         "specdemo/remote/",
         "specdemo/ui/documents/",
         "specdemo/ui/gateway.py",
+        "specdemo/ui/page_files.py",
         "specdemo/ui/page_head.py",
         "specdemo/ui/service.py",
         "specdemo/ui/streams.py",

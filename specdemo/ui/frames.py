@@ -1,6 +1,7 @@
 """Runs of the page, and their projection to the JSON frames that the browser draws.
 
-Records are only appended; a frame contains the records from index `at` on and the current state.
+Records are only appended; a frame contains the records from index `at` on and the current state. Records of headers and
+steps contain their trace line, from which the browser draws and exports everything.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, ShownToken, StepEvent
-from specdemo.core.explain import FATES, REASON_INDEX, Decision, Reason, decision_of, failover_note, figure, reason_of
-from specdemo.core.link_stats import LinkStats
+from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, StepEvent
+from specdemo.core.explain import failover_note
 from specdemo.core.trace import MAX_CHARACTERS, ReadLimits, read
 from specdemo.drafters import METHODS
 from specdemo.ui.lane import LANES, PLAIN, SPEC, Lane, linked, mode, model_name, speed
+from specdemo.ui.run_estimate import estimate_lengths
 from specdemo.ui.settings import recorded_settings
+from specdemo.ui.step_views import lane_view, step_view
 from specdemo.ui.summary import summarise, tiles
 from specdemo.ui.text_comparison import guarantee
 
@@ -30,52 +32,30 @@ _NO_SUMMARY: Mapping[str, Any] = {
     **dict.fromkeys(("headline", "passes")),
     "table": [],
     "texts": {},
+    "figures": {},
 }
 LOST = "Connection to the cloud lost: the drafter continues alone."
 
-Cell = list[Any]  # [kind, text, token id, p, q, draw, bound, rank, best]: positional, since a page has thousands
 
+class FrameRecord(NamedTuple):
+    """JSON text of a record, around a trace line that its lane stores."""
 
-def cells(event: StepEvent, recipe: Mapping[str, Any]) -> list[Cell]:
-    """Return the tokens of a step in reading order. The figures of a draft token are those of its `Decision`."""
-    return [_cell(event, shown, recipe) for shown in event.shown()]
+    start: str
+    line: str = ""
+    end: str = ""
 
-
-def _cell(event: StepEvent, shown: ShownToken, recipe: Mapping[str, Any]) -> Cell:
-    d = Decision() if shown.node is None else decision_of(event.step, shown.node, recipe)
-    figures = (_short(d.p), _short(d.q), _short(d.draw), _short(d.bound), d.rank, _short(d.best))
-    return [shown.outcome, shown.text, shown.token, *figures]
-
-
-def _short(x: float | None) -> float | None:
-    return None if x is None else float(figure(x))
-
-
-def _record_of_step(name: str, event: StepEvent, recipe: Any) -> dict[str, Any]:
-    """Cells `c`, indices `w` of their explanations, reason `by` of a missing verification, later `fate`."""
-    step, link = event.step, event.step.verdict.link or LinkStats()
-    reasons = [REASON_INDEX[reason_of(step, shown.node, recipe)] for shown in event.shown()]
-    record = {"l": name, "i": step.i, "t": round(step.t, 4), "c": cells(event, recipe), "w": reasons}
-    if step.searched:
-        record["ahead"] = event.pending_text
-    if step.unverified:
-        record["by"] = step.verdict.source
-    if step.draft.undisclosed:
-        record["undisclosed"] = step.draft.undisclosed
-    if link.rows:
-        record["trips"] = 1 + int(link.rows)
-    if link.confirmed is not None:
-        record["fate"] = [int(link.confirmed), int(link.overruled or 0)]
-    return record
+    @property
+    def text(self) -> str:
+        return "".join(self)
 
 
 @dataclass
 class Run:
-    """State of a run: up to four lanes, and the records sent to the browser as JSON text."""
+    """State of a run with up to four lanes."""
 
     plan: tuple[str, ...] = (SPEC,)
     id: str = field(default_factory=lambda: secrets.token_urlsafe(12))
-    records: list[str] = field(default_factory=list)
+    records: list[FrameRecord] = field(default_factory=list)
     phase: tuple[str, str] = ("queued", "")
     over: bool = False
     size: int = 0  # characters of traces and records
@@ -108,14 +88,15 @@ class Run:
         lane = self.lanes[name]
         if lane.ended:
             return self._repeat(name, event)
-        self.size += lane.add(event)
+        line = lane.add(event)
+        self.size += len(line)
         match event:
             case Loading() if lane.begun:
                 self.phase = ("prefill", f"{event.text} {event.done:,} of {event.total:,}")
             case Loading():
                 self.phase = ("loading", event.text)
             case Header():
-                self._begin(name, lane, event)
+                self._begin(name, lane, event, line)
             case StepEvent():
                 if note := LOST if event.step.lost else failover_note(event.step):
                     self._record({"l": name, "note": note})
@@ -124,7 +105,7 @@ class Run:
                     position = sum(other.ended for other in self.lanes.values()) + 1
                     description += f", run {position} of {len(self.lanes)}"
                 self.phase = ("decoding", description)
-                self._record(_record_of_step(name, event, lane.recipe))
+                self._record({"l": name, **step_view(event.step, lane.recipe)}, step=line)
             case End():
                 self._end(name, lane, event)
 
@@ -139,20 +120,24 @@ class Run:
                 if self._complete:
                     self.phase = ("done", f"{self.pairs} pairs")
 
-    def _begin(self, name: str, lane: Lane, header: Header) -> None:
+    def _begin(self, name: str, lane: Lane, header: Header, line: str) -> None:
         self.phase = ("prefill", f"{len(header.prompt_tokens)} prompt tokens")
         badge, why = guarantee(lane)
         if name == PLAIN and badge == "exact":
             badge = ""  # true of every baseline
-        separator = "\n\n" if header.encoder else ""
         chat = bool(lane.recipe.get("chat"))
         exact = lane.exact or lane.external  # the badge is not a warning
-        head = {"prompt": header.prompt + separator, "chat": chat, "exact": exact, "badge": badge, "why": why}
         method = METHODS.get(lane.recipe["method"])
-        head["about"] = method.title if method else ""
-        words = {"reasons": [reason.value for reason in Reason], "fates": FATES}
-        model = f"{model_name(lane.recipe)}, temperature {lane.recipe['temperature']:g}"
-        self._record({"l": name, "head": {**head, "title": lane.title, "model": model, **words}})
+        head = {
+            "title": lane.title,
+            "about": method.title if method else "",
+            "model": model_name(lane.recipe),
+            "chat": chat,
+            "exact": exact,
+            "badge": badge,
+            "why": why,
+        }
+        self._record({"l": name, "head": head | lane_view(lane.recipe)}, header=line)
 
     def _end(self, name: str, lane: Lane, end: End) -> None:
         self.speeds[name].append(speed(lane.metrics, linked(self.lanes)) or 0.0)
@@ -178,10 +163,13 @@ class Run:
             len(self.history) // 2 + 1 if self.recorded is None and self.lanes[self.plan[0]].recipe.get("chat") else 0
         )
 
-    def _record(self, record: dict[str, Any]) -> None:
-        text = json.dumps(record, separators=(",", ":"))
-        self.size += len(text)
-        self.records.append(text)
+    def _record(self, values: dict[str, Any], **line: str) -> None:
+        """Append a record, with the key and text of its trace `line`."""
+        record = FrameRecord(json.dumps(values, separators=(",", ":")))
+        for key, text in line.items():
+            record = FrameRecord(f'{record.start[:-1]},"{key}":', text, "}")
+        self.size += len(record.start) + len(record.end)
+        self.records.append(record)
 
     def finish(self, error: str | None = None) -> None:
         """End the run; computes its summary, which takes up to some tenths of a second."""
@@ -194,9 +182,10 @@ class Run:
             self.phase = self._ending(End("cancelled"))
         for lane in self.lanes.values():
             if lane.begun and not lane.ended:
-                self.size += lane.add(End("error" if error else "cancelled", error or INTERRUPTED, lane.metrics))
+                end = End("error" if error else "cancelled", error or INTERRUPTED, lane.metrics)
+                self.size += len(lane.add(end))
         try:
-            self._summary = summarise(self.lanes, self.speeds)
+            self._summary = {**summarise(self.lanes, self.speeds), "figures": self._figures()}
         finally:
             self.over = True
 
@@ -210,7 +199,7 @@ class Run:
         return phase, ", ".join(filter(None, (count, end.error or why)))
 
     def frame(self, start: int) -> str:
-        """Return the state and the records from `start` on as a JSON string, which gradio transfers fastest."""
+        """Return state and records as a JSON string, which gradio transfers fastest."""
         state = {
             "run": self.id,
             "plan": self.plan,
@@ -223,8 +212,19 @@ class Run:
             "over": self.over,
             "recorded": self.recorded,
         }
-        text = json.dumps(state, separators=(",", ":"))[:-1] + f',"r":[{",".join(self.records[start:])}]}}'
+        records = ",".join(record.text for record in self.records[start:])
+        text = f'{json.dumps(state, separators=(",", ":"))[:-1]},"r":[{records}]}}'
         return text.replace("<", "\\u003c")  # model text must never be parsed as markup
+
+    def _figures(self) -> dict[str, Any]:
+        figures = {}
+        for name, lane in self.lanes.items():
+            if lane.begun:
+                estimate = estimate_lengths(lane, self.lanes.get(PLAIN))
+                words = estimate if isinstance(estimate, str) else ""
+                rows = None if isinstance(estimate, str) else estimate.as_dict()
+                figures[name] = {"metrics": lane.metrics.as_dict(), "what_if": rows, "why_not": words}
+        return figures
 
     def trace(self, name: str) -> str | None:
         lane = self.lanes.get(name)

@@ -24,6 +24,7 @@ from specdemo.remote.connections import ConnectionLimits, VisitorConnections, ne
 from specdemo.ui.documents import DOCUMENT_PATH
 from specdemo.ui.event_requests import KnownEvents
 from specdemo.ui.limits import HostLimits
+from specdemo.ui.page_files import FILE_PATH
 from specdemo.ui.page_head import PICTURE_PATH, PageHead
 from specdemo.ui.streams import FRAMES
 from specdemo.ui.visitor_sessions import InvalidSession, VisitorSessions
@@ -42,6 +43,7 @@ PAGE_ROUTES = (
     RouteInfo("GET", "/static/{path:path}", "fonts and pictures of Gradio", _FILES),
     RouteInfo("GET", "/assets/{path:path}", "scripts and styles of Gradio", _FILES),
     RouteInfo("GET", "/svelte/{path:path}", "scripts of Gradio", _FILES),
+    RouteInfo("GET", FILE_PATH, "scripts of the page, and the page without a run that visitors save"),
     RouteInfo("GET", "/theme.css", "colours"),
     RouteInfo("GET", f"{_API}/theme.css", "colours"),
     RouteInfo("GET", "/favicon.ico", "icon"),
@@ -76,7 +78,7 @@ PAGE_ROUTES = (
     RouteInfo("POST", TRACES, "opened traces", "rate, `SPECDEMO_MAX_TRACE`; opened traces count as runs"),
 )
 _MAX_BODY = 2_000_000  # bytes
-_COMPRESSED = 10_000  # bytes of a response; the page has 0.5 MB, its scripts are compressed already
+_COMPRESSED = 1_000  # bytes of a response
 _BODY_S = ConnectionLimits.seconds
 _KINDS = {TRACES: "application/x-ndjson"}  # content types
 _REQUESTS_PER_RUN = 25  # POST requests, for example to inspect steps

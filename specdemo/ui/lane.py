@@ -36,10 +36,11 @@ class Lane:
     memory: MemoryUse = field(default_factory=MemoryUse)
     first: Lane | None = None
 
-    def add(self, event: Event) -> int:
+    def add(self, event: Event) -> str:
+        """Store an event; return its trace line."""
         match event:
             case Loading():
-                return 0
+                return ""
             case Header():
                 self.header = event
             case StepEvent():
@@ -49,7 +50,7 @@ class Lane:
             case End():
                 self.end = event
         self.lines.append(line := trace.write(event))
-        return len(line)
+        return line
 
     @property
     def begun(self) -> bool:

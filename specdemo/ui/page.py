@@ -58,6 +58,7 @@ from specdemo.ui.lessons import lessons_page
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.markdown import link_papers
 from specdemo.ui.method_names import with_method_names
+from specdemo.ui.page_files import file_route
 from specdemo.ui.page_head import picture_route
 from specdemo.ui.service import Generate, Health, Service, Turn
 from specdemo.ui.settings import (
@@ -189,7 +190,14 @@ def _temperature(example: Mapping[str, Any]) -> dict[str, Any]:
 
 def _routes(sockets: Sockets, service: Service, health: Health | None) -> list[Any]:
     probes = health.routes() if health else []
-    return [*sockets.routes(), picture_route(), document_route(), trace_route(TRACES, service.runs), *probes]
+    return [
+        *sockets.routes(),
+        file_route(),
+        picture_route(),
+        document_route(),
+        trace_route(TRACES, service.runs),
+        *probes,
+    ]
 
 
 def _sentence(error: Exception) -> Exception:

@@ -1,43 +1,99 @@
-"""Markup, styles and scripts of the cockpit, shared by the page, saved web pages and lessons."""
+"""Markup, styles and JavaScript modules of the cockpit, shared by the page, saved web pages and lessons."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
+import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from string import Template
 
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from specdemo.ui.theme import stylesheet
+
 _FOLDER = Path(__file__).parent / "cockpit"
-# These files share one scope, in order of dependency.
-PLAYER = ("elements", "step_rules", "step_player", "timeline")
-DISPLAY = (
-    *PLAYER,
-    "lanes",
-    "headline",
-    "pace",
-    "socket",
-    "tiles",
-    "tooltip",
-    "replay",
-    "walkthrough",
-    "charts",
-    "sources",
-    "inspector",
-    "plot_export",
-    "switches",
-)
+FILE_PATH = "/cockpit/{version}/{name}"
+_SAVED_PAGE = "saved_page.html"
+_IMPORT = re.compile(r'((?:import|from) )"\./(\w+)\.js"')
+_LONG = "public, max-age=31536000, immutable"  # another version has another address
+_MOUNT = """const root = `${window.gradio_config?.root ?? location.origin}/`;
+import(new URL("PATH", root).href).then(({ mount }) => mount({ element, props, server, watch })).catch((error) => {
+  document.body.dataset.shown = "yes";
+  element.prepend("The scripts of the page failed: reload the page.");
+  throw error;
+});"""
 
 
-def scripts(*names: str) -> str:
-    return "\n".join((_FOLDER / f"{name}.js").read_text(encoding="utf-8") for name in names)
+@cache
+def _scripts() -> Mapping[str, str]:
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(_FOLDER.glob("*.js"))}
+
+
+def script_text(name: str) -> str:
+    return _scripts()[name]
 
 
 def markup() -> str:
     return (_FOLDER / "cockpit.html").read_text(encoding="utf-8")
 
 
-def saved_page(texts: Mapping[str, str]) -> str:
-    """Return an HTML page that replays a run without a server; `texts` are its heading, about, data and colours."""
+def mount_module(name: str) -> str:
+    """Return the `js_on_load` of a component that is mounted by the module `name`."""
+    path = FILE_PATH.format(version=_version(), name=f"{name}.js")
+    return _MOUNT.replace("PATH", path.removeprefix("/"))  # the page may have a prefix
+
+
+def file_route() -> Route:
+    """Return the route of modules and saved page, whose addresses contain a digest, so browsers keep them."""
+
+    def file(request: Request) -> Response:
+        text = _files().get(request.path_params["name"])
+        if text is None or request.path_params["version"] != _version():
+            return PlainTextResponse("There is no such file: reload the page.", 404)
+        kind = "html" if request.path_params["name"] == _SAVED_PAGE else "javascript"
+        return Response(text, media_type=f"text/{kind}", headers={"Cache-Control": _LONG})
+
+    return Route(FILE_PATH, file)
+
+
+@cache
+def _files() -> Mapping[str, str]:
+    return {_SAVED_PAGE: _saved_page(), **{f"{name}.js": text for name, text in _scripts().items()}}
+
+
+@cache
+def _version() -> str:
+    return hashlib.sha256("".join(_files().values()).encode()).hexdigest()[:16]
+
+
+def _with_imports(entry: str) -> dict[str, str]:
+    """Return the texts of a module and of all modules that it imports, by name."""
+    texts: dict[str, str] = {}
+    names = [entry]
+    while names:
+        name = names.pop()
+        if name not in texts:
+            texts[name] = script_text(name)
+            names += [imported for _, imported in _IMPORT.findall(texts[name])]
+    return texts
+
+
+def _saved_page() -> str:
+    """Return the page to which the browser adds a run; modules are data URLs, which have no relative addresses."""
     styles = "".join((_FOLDER / f"{name}.css").read_text(encoding="utf-8") for name in ("cockpit", "step_player"))
-    code = scripts("web_page/data", *DISPLAY, "web_page/start")
-    template = Template((_FOLDER / "web_page" / "page.html").read_text(encoding="utf-8"))
-    return template.substitute(texts, styles=texts["colours"] + styles, scripts=code, markup=markup())
+    modules = {
+        f"cockpit/{name}": _data_url(_IMPORT.sub(r'\1"cockpit/\2"', text))
+        for name, text in _with_imports("saved_page").items()
+    }
+    template = Template((_FOLDER / "saved_page.html").read_text(encoding="utf-8"))
+    return template.substitute(styles=stylesheet() + styles, modules=json.dumps({"imports": modules}), markup=markup())
+
+
+def _data_url(module: str) -> str:
+    return f"data:text/javascript;base64,{base64.b64encode(module.encode()).decode()}"

@@ -11,7 +11,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdemo.models.zoo import ASSETS
-from specdemo.ui.page_files import scripts
+from specdemo.ui.page_files import script_text
 
 PICTURE_PATH = "/preview.png"
 TITLE = "specdemo: speculative decoding, visible and measured"
@@ -42,7 +42,7 @@ def with_head(page: bytes) -> bytes:
     }
     lines = [f'<meta property="{name}" content="{html.escape(value)}" />' for name, value in tags.items()]
     lines += [f"<title>{TITLE}</title>", f'<meta name="description" content="{html.escape(DESCRIPTION)}" />']
-    lines.append(f"<script>{scripts('end_loading')}</script>")
+    lines.append(f"<script>{script_text('end_loading')}</script>")
     page = page.replace(b'href="/manifest.json"', b'href="manifest.json"')  # the page may have a prefix
     return _OF_GRADIO.sub(b"", page).replace(_START, _START + "".join(lines).encode(), 1)
 

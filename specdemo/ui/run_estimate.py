@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from specdemo.core.metrics import Metrics
 from specdemo.core.policies import CostModel
@@ -28,6 +29,15 @@ class RunEstimate:
         """True if the run is within its own range."""
         own = [row for row in self.rows if row.gamma == self.gamma]
         return self.measured is None or all(row.low <= self.measured <= row.high for row in own)
+
+    def as_dict(self) -> dict[str, Any]:
+        rows = [(row.gamma, row.tokens_per_pass, row.tokens_per_second, row.low, row.high) for row in self.rows]
+        return {
+            "rows": [[gamma, *(round(x, 3) for x in figures)] for gamma, *figures in rows],
+            "gamma": self.gamma,
+            "measured": self.measured,
+            "fits": self.fits,
+        }
 
     @property
     def better(self) -> GammaEstimate | None:

@@ -15,10 +15,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.trace import MAX_CHARACTERS
 from specdemo.models.zoo import ASSETS
 from specdemo.remote.connections import network_of
-from specdemo.ui import step_views, text_picture
 from specdemo.ui.frames import Run, read_traces
-from specdemo.ui.lane import PLAIN, Lane
-from specdemo.ui.web_page import web_page
 
 RECORDED = ASSETS / "traces"
 _RUN_CHARACTERS = 4_000  # memory of a run without its text, in characters
@@ -108,8 +105,7 @@ class RunStore:
 
     @property
     def queries(self) -> list[Callable[[Any], str | None]]:
-        lanes = [self.trace, self.csv, self.svg, self.round, self.figures, self.web_page]
-        return [*lanes, self.trace_since, self.import_trace, self.recorded, self.stop_run]
+        return [self.trace, self.trace_since, self.import_trace, self.recorded, self.stop_run]
 
     def trace_since(self, query: Any) -> str | None:
         """Return the frame after `[run id, number of records received]`."""
@@ -122,38 +118,11 @@ class RunStore:
 
     def trace(self, query: Any) -> str | None:
         """Return the trace of `[run id, lane or "all"]`."""
-        run, lane = self._run_and_lane(query)
-        if run is None:
+        run_id, lane = query if isinstance(query, list) and len(query) == 2 else (None, "")
+        run = self.get(run_id)
+        if run is None or not isinstance(lane, str):
             return None
         return "".join(filter(None, map(run.trace, run.plan))) if lane == "all" else run.trace(lane)
-
-    def csv(self, query: Any) -> str | None:
-        """Return the table of steps of `[run id, lane]`."""
-        lane = self._begun(query)
-        return step_views.as_csv(lane) if lane else None
-
-    def svg(self, query: Any) -> str | None:
-        """Return the SVG export of `[run id, lane]`."""
-        lane = self._begun(query)
-        return text_picture.as_svg(lane) if lane else None
-
-    def round(self, query: Any) -> str | None:
-        """Return a step in detail, as JSON: `[run id, lane, number]`."""
-        if not isinstance(query, list) or len(query) != 3 or type(query[2]) is not int:
-            return None
-        lane = self._begun(query[:2])
-        view = step_views.step_picture(lane, query[2]) if lane else None
-        return _json(view) if view else None
-
-    def figures(self, query: Any) -> str | None:
-        """Return table and chart data of `[run id, lane]`, as JSON."""
-        (run, _), lane = self._run_and_lane(query), self._begun(query)
-        return _json(step_views.figures(lane, run.lanes.get(PLAIN))) if run and lane else None
-
-    def web_page(self, run_id: Any) -> str | None:
-        """Return a finished run as an HTML page that needs no server."""
-        run = self.get(run_id)
-        return web_page(run) if run and run.over and any(lane.begun for lane in run.lanes.values()) else None
 
     def import_trace(self, text: Any, address: str = "") -> str:
         """Return a frame that shows the traces of a file, or `{"refused": cause}`."""
@@ -189,15 +158,6 @@ class RunStore:
                 self._stopped[run_id] = None
                 while len(self._stopped) > _MOST_STOPPED:
                     self._stopped.popitem(last=False)
-
-    def _run_and_lane(self, query: Any) -> tuple[Run | None, str]:
-        run_id, lane = query if isinstance(query, list) and len(query) == 2 else (None, "")
-        return self.get(run_id), lane if isinstance(lane, str) else ""
-
-    def _begun(self, query: Any) -> Lane | None:
-        run, name = self._run_and_lane(query)
-        lane = run.lanes.get(name) if run else None
-        return lane if lane and lane.begun else None
 
 
 def _is_id(value: object) -> bool:

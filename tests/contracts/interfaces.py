@@ -151,6 +151,19 @@ class Page(Program):
         """Body of a GET request."""
         return json.loads(self.request("GET", path)[1])
 
+    def modules(self, loader: str) -> list[str]:
+        """Texts of the JavaScript modules that a component loads."""
+        texts: dict[str, str] = {}
+        addresses = re.findall(r'"(cockpit/[\w/]+\.js)"', loader)
+        while addresses:
+            address = addresses.pop()
+            if address not in texts:
+                status, texts[address] = self.request("GET", f"/{address}")
+                assert status == 200, address
+                folder = address.rpartition("/")[0]
+                addresses += [f"{folder}/{name}" for name in re.findall(r'"\./(\w+\.js)"', texts[address])]
+        return list(texts.values())
+
     def call(self, function: str, data: Any) -> str | None:
         """Result of a server function of the cockpit, as the browser gets it."""
         config = self.json("/config")

@@ -311,7 +311,7 @@ def page_names(_: Any, __: Any, page: Page) -> dict[str, Any]:
     parts = [one["props"] for one in config["components"]]
     endpoints = page.json(f"{config['api_prefix']}/info")["named_endpoints"]
     scripts = [js for one in config["dependencies"] if isinstance(js := one.get("js"), str)]
-    scripts += [one["js_on_load"] for one in parts if one.get("js_on_load")]
+    scripts += [text for one in parts if one.get("js_on_load") for text in page.modules(one["js_on_load"])]
     settings = next(filter(None, (re.search(r'\["[\w", ]*"prompt", "compare"\]', js) for js in scripts)))
     return {
         "api": {
@@ -335,9 +335,9 @@ def frames(_: Any, __: Any, page: Page) -> dict[str, Any]:
     frame = json.loads(page.call("import_trace", text))
     run, records = frame["run"], frame["r"]
     first = {lane: next(one["head"] for one in records if one["l"] == lane and "head" in one) for lane in frame["plan"]}
-    rounds = [one for one in records if "head" not in one and "note" not in one]
-    picture = json.loads(page.call("round", [run, "spec", 1]))
-    figures = json.loads(page.call("figures", [run, "spec"]))
+    steps = [record for record in records if "step" in record]
+    nodes = [node for record in steps for node in record["nodes"]]
+    figures = frame["figures"]["spec"]
     return {
         "frame": sorted(frame),
         "lanes": frame["plan"],
@@ -345,18 +345,13 @@ def frames(_: Any, __: Any, page: Page) -> dict[str, Any]:
         "tiles": sorted(frame["tiles"]),
         "record": sorted({key for one in records for key in one}),
         "head": sorted(first["spec"]),
-        "by": sorted({one["by"] for one in rounds if "by" in one}),
-        "cell": len(rounds[0]["c"][0]),
-        "cell, kinds": sorted({cell[0] for one in rounds for cell in one["c"]}),
+        "by": sorted({record["by"] for record in steps if "by" in record}),
+        "node": sorted({key for node in nodes for key in node}),
+        "node, states": sorted({node["state"] for node in nodes}),
         "refused": sorted(json.loads(page.call("import_trace", "nonsense"))),
         "missed": sorted(json.loads(page.call("trace_since", [run, 1]))),
-        "round": sorted(picture),
-        "round, node": sorted(picture["nodes"][0]),
-        "round, last": sorted(picture["last"]),
-        "round, times": sorted(picture["times"]),
         "figures": sorted(figures),
         "figures, what_if": sorted(figures["what_if"]),
-        "csv": page.call("csv", [run, "spec"]).splitlines()[0].split(","),
         "all lanes exported": len(page.call("trace", [run, "all"]).splitlines()) == len(text.splitlines()),
         "recorded": [name for name, _ in json.loads(page.call("recorded", ""))],
         "socket": sorted(dom.frame_of_socket(f"{page.url}/frames/{run}")),

@@ -66,7 +66,7 @@ def test_a_recorded_trace_can_be_imported(name: str, programs: Any) -> None:
     text = golden(name) if name in traces.RUNS else (OLD_TRACES / f"{name}.jsonl").read_text("utf-8")
     frame = json.loads(page.call("import_trace", text))
     assert "refused" not in frame, frame
-    assert frame["over"] and sum("i" in record for record in frame["r"]) == sum("i" in line for line in lines(text))
+    assert frame["over"] and sum("step" in record for record in frame["r"]) == sum("i" in line for line in lines(text))
 
 
 def test_a_changed_trace_is_found() -> None:

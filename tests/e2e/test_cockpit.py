@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
@@ -37,9 +39,7 @@ from e2e.page_fixtures import (
     written,
 )
 from specdemo.models.zoo import ASSETS
-from specdemo.ui import step_views as rounds
 from specdemo.ui.cockpit import script
-from specdemo.ui.frames import read_traces
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -56,28 +56,23 @@ def compared(page: Page, tokens: int = 48, temperature: float = 0.5) -> None:
     status(page, f"done: {tokens} tokens")
 
 
+def visible(text: str) -> str:
+    return text.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣") or "◌"
+
+
 def test_click_on_a_token_shows_its_step(page: Page) -> None:
     run(page, CODE, tokens=48)
     status(page, "done")
     trace = saved(page)
-    lane = read_traces(jsonl(*trace)).lanes["spec"]
     page.locator("#lane-spec [data-kind=rejected]").first.click()
     inspector = page.locator("#inspector")
     expect(inspector).to_be_visible()
     expect(inspector).to_be_in_viewport()
     expect(page.locator("#tip")).to_be_hidden()
-    i = next(
-        line["i"] for line in trace if "i" in line and len(line["accepted"]) < sum(b is not None for b in line["beta"])
-    )
-    found = rounds.step_picture(lane, i)
-    expect(page.locator("#round-number")).to_have_text(f"{i} of {found['rounds'] - 1}")
-    for node, card in zip(found["nodes"], page.locator(".node").all(), strict=False):
-        expect(card).to_have_attribute("data-state", node["state"])
-        expect(card.locator(".why")).to_have_text(node["words"])
-        expect(card.locator(".law")).to_have_count(len(node["bars"]))
-        mass = [f"{p:.3f} {'?' if q is None else f'{q:.3f}'}" for _, p, q in node["bars"] if p is not None]
-        assert set(mass) <= set(card.locator(".mass").all_inner_texts())
-    expect(page.locator(".node").last.locator(".why")).to_have_text(found["last"]["words"])
+    steps = [line for line in trace if "i" in line]
+    i = next(line["i"] for line in steps if len(line["accepted"]) < sum(b is not None for b in line["beta"]))
+    expect(page.locator("#round-number")).to_have_text(f"{i} of {len(steps) - 1}")
+    assert page.locator(".node h3 .tok").all_inner_texts()[:-1] == [*map(visible, steps[i]["draft_text"])]
     slider = page.locator("#round-at")
     slider.focus()
     page.keyboard.press("ArrowRight")
@@ -91,24 +86,24 @@ def test_click_on_a_token_shows_its_step(page: Page) -> None:
 
 def test_table_and_charts_show_all_steps(page: Page) -> None:
     compared(page)
-    lane = read_traces(jsonl(*saved(page))).lanes["spec"]
+    trace = saved(page)
+    steps = [line for line in trace if "i" in line]
     page.locator("#figures summary").click()
     rows = page.locator("#rounds tbody tr")
-    wanted = rounds.step_table(lane)
-    expect(rows).to_have_count(len(wanted))
-    for k, row in ((0, wanted[0]), (3, wanted[3])):
-        cells = rows.nth(k).locator("td").all_inner_texts()
-        assert [cells[n + (n > 0)] for n in (0, 2, 3, 5, 6, 7)] == [str(row[n]) for n in (0, 2, 3, 5, 6, 7)]
+    expect(rows).to_have_count(len(steps))
+    for line in (steps[0], steps[3]):
+        counts = (line["gamma"], len(line["draft"]), len(line["accepted"]), len(line["tokens"]), line["kind"])
+        cells = rows.nth(line["i"]).locator("td").all_inner_texts()
+        assert [cells[n] for n in (0, 3, 4, 6, 7, 8)] == [str(value) for value in (line["i"], *counts)]
     text = rows.nth(3).locator("td.text")  # beside the number of the step, complete
-    visible = wanted[3][-1].replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣")
-    expect(text).to_have_text(visible or "◌")
+    expect(text).to_have_text(visible(steps[3]["text"]))
     assert text.evaluate("cell => cell.scrollWidth <= cell.clientWidth")
-    found = rounds.figures(lane)
-    expect(page.locator("#chart-positions rect.accepted")).to_have_count(len(found["positions"]))
+    tested = [count for count in trace[-1]["metrics"]["tested_by_position"] if count]
+    expect(page.locator("#chart-positions rect.accepted")).to_have_count(len(tested))
     others = page.locator("#chart-whatif td").all_inner_texts()
     fits = "box => box.scrollWidth <= box.clientWidth"
     assert page.locator("#chart-whatif").evaluate(fits) and page.locator("#figures").evaluate(fits)
-    assert others[:2] == ["0", "1.00"] and len(others) == 4 * len(found["what_if"]["rows"])
+    assert others[:2] == ["0", "1.00"] and len(others) == 4 * 9  # up to 8 draft tokens
     resize(page, 1366, 768)
     assert page.locator(".rounds").evaluate(fits)
     rows.nth(3).click()
@@ -201,20 +196,39 @@ def test_identical_texts_have_a_badge(page: Page) -> None:
     assert text_of(saved(page)) == text_of(saved(page, "ar"))  # a single run of each lane is shown
 
 
+def exported(page: Page, button: str) -> str:
+    with page.expect_download() as download:
+        page.locator(f"#{button}").click()
+    return Path(download.value.path()).read_text("utf-8")
+
+
+def drawn_text(svg: str) -> str:
+    """Return the text of a picture without its legend and title."""
+    texts = [node.text or "" for node in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    return "".join(texts[:-6])
+
+
 def test_exports_match_the_run(page: Page) -> None:
     compared(page, tokens=24)
     trace = saved(page)
-    with page.expect_download() as download:
-        page.locator("#csv-spec").click()
-    table = list(csv.DictReader(Path(download.value.path()).read_text("utf-8").splitlines()))
-    assert sum(int(row["committed"]) for row in table) == 24
-    with page.expect_download() as download:
-        page.locator("#svg-spec").click()
-    assert "<svg" in Path(download.value.path()).read_text("utf-8")
-    with page.expect_download() as download:
-        page.locator("#save-page").click()
-    assert download.value.suggested_filename == "specdemo.html"
-    assert Path(download.value.path()).read_text("utf-8").startswith("<!doctype html>")
+    table = list(csv.DictReader(io.StringIO(exported(page, "csv-spec"))))
+    steps = [line for line in trace if "i" in line]
+    assert ",".join(table[0]) == "round,t_s,gamma,drafted,tested,accepted,committed,ends_with,mean_beta," + (
+        "draft_ms,verify_ms,host_ms,text"
+    )
+    for row, line in zip(table, steps, strict=True):
+        betas = [beta for beta in line["beta"] if beta is not None]
+        assert json.loads(row["text"]) == line["text"] and row["ends_with"] == line["kind"]
+        assert [int(row[name]) for name in ("round", "gamma", "drafted", "tested", "accepted", "committed")] == [
+            line["i"], line["gamma"], len(line["draft"]), len(betas), len(line["accepted"]), len(line["tokens"]),
+        ]  # fmt: skip
+        assert row["mean_beta"] == (str(round(sum(betas) / len(betas), 3)) if betas else "")
+        assert row["verify_ms"] == str(round(1000 * line["verify_s"], 3)) and row["t_s"] == str(round(line["t"], 4))
+    picture = exported(page, "svg-spec")
+    shown = page.locator("#lane-spec .given, #lane-spec .tok").all_text_contents()
+    assert re.sub(r"\s", "", drawn_text(picture)) == re.sub(r"\s", "", "".join(shown))
+    assert picture.count("line-through") == drawn(page)["rejected"] + 1  # and in the legend
+    assert exported(page, "save-page").startswith("<!doctype html>")
     page.locator("#copy-spec").click()
     expect(page.locator("#copy-spec")).to_have_text("Copied")
     text = page.evaluate("navigator.clipboard.readText()")
@@ -259,7 +273,7 @@ def test_recorded_traces_open_without_a_model(page: Page, served: Any) -> None:
 
 
 HOSTILE = (
-    header(prompt=MARKUP),
+    header(prompt=MARKUP, recipe={"method": "draft", "gamma": 3, "temperature": 0.0, "pair": MARKUP}),
     PREFILL | {"pieces": [MARKUP], "text": MARKUP},
     step(1, pieces=[MARKUP, "X"], draft=(MARKUP, "<b>"), accepted=(0,), tested=2)
     | {"texts": {"7": MARKUP}, "laws": [{"entropy": 1.0, "top": [[7, 0.5]]}] * 3},
@@ -274,6 +288,9 @@ def test_markup_in_a_trace_is_shown_as_text(page: Page) -> None:
     expect(page.locator("#inspector .law").first).to_contain_text("<img␣src=x")
     page.locator("#figures summary").click()
     expect(page.locator("#rounds")).to_contain_text("<img␣src=x")
+    assert MARKUP in drawn_text(exported(page, "svg-spec"))
+    saved_page = exported(page, "save-page")
+    assert "<img src=x" not in saved_page and "&lt;img src=x" in saved_page  # in the heading
     assert page.locator("img[src=x]").count() == 0 and page.evaluate("window.harmed") is None
 
 

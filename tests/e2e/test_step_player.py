@@ -11,15 +11,15 @@ from xml.etree import ElementTree
 import pytest
 from playwright.sync_api import BrowserContext, Page, expect
 
-from e2e.page_fixtures import PATIENCE, QUICK, counted, drawn, grave
+from e2e.page_fixtures import PATIENCE, QUICK, counted, drawn, grave, show, tabs
+from specdemo.core.explain import explain
+from specdemo.core.step import Outcome, Step
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run, read_traces
 from specdemo.ui.lane import PLAIN, SPEC, baseline_of
-from specdemo.ui.step_views import step_pictures
-from specdemo.ui.web_page import web_page
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -50,42 +50,62 @@ def runs(pool: ModelPool) -> dict[str, Run]:
         for event in generate(recipe, PROMPT, pool):
             runs[name].absorb(SPEC, event)
         runs[name].finish()
-    path = ASSETS / "traces" / "draft, temperature 0.7.jsonl"
-    return runs | {"recorded": read_traces(path.read_text("utf-8"))}
+    return runs
+
+
+@pytest.fixture(scope="module")
+def save_page(
+    served: Any, chromium: BrowserContext, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[Run], Path]]:
+    """Open the traces of a run on the page and save it as a web page."""
+    folder = tmp_path_factory.mktemp("saved")
+    with tabs(served, chromium) as open_tab:
+        page = open_tab()
+
+        def save(run: Run) -> Path:
+            lines = "".join(filter(None, map(run.trace, run.plan))).splitlines()
+            show(page, *map(json.loads, lines))
+            with page.expect_download() as download:
+                page.locator("#save-page").click()
+            path = folder / f"{run.id}.html"
+            download.value.save_as(path)
+            return path
+
+        yield save
 
 
 @pytest.fixture(scope="module")
 def open_run(
-    runs: dict[str, Run], chromium: BrowserContext, tmp_path_factory: pytest.TempPathFactory
+    runs: dict[str, Run], chromium: BrowserContext, save_page: Callable[[Run], Path]
 ) -> Iterator[Callable[..., Page]]:
-    """Open the saved page of a run, once, with the inspector closed."""
-    folder = tmp_path_factory.mktemp("saved")
-    pages: dict[str, Page] = {}
-    problems: list[str | None] = []
+    """Open the saved page of a run; those of `runs` are opened once, with the inspector closed."""
+    pages, by_name, problems = [], dict[str, Page](), []
 
-    def open_page(name: str, width: int = 1366) -> Page:
-        if name not in pages:
-            pages[name] = load(name)
-        page = pages[name]
-        page.set_viewport_size({"width": width, "height": 844})
+    def open_page(run: str | Run, width: int = 1366) -> Page:
+        if isinstance(run, Run):
+            return load(run, width)
+        if run not in by_name:
+            by_name[run] = load(runs[run], width)
+        page = by_name[run]
         page.bring_to_front()
         if page.locator("#inspector").is_visible():
             page.locator("#round-close").click()
         return page
 
-    def load(name: str) -> Page:
-        path = folder / f"{name}.html"
-        path.write_text(web_page(runs[name]), "utf-8")
+    def load(run: Run, width: int) -> Page:
+        path = save_page(run)
         page = chromium.new_page()
+        pages.append(page)
         page.set_default_timeout(PATIENCE * 1000)
         page.on("pageerror", lambda error: problems.append(error.stack))
         page.on("request", lambda request: request.url.startswith("http") and problems.append(request.url))
+        page.set_viewport_size({"width": width, "height": 844})
         page.goto(path.as_uri())
         expect(page.locator("#lane-spec .tok").first).to_be_visible()
         return page
 
     yield open_page
-    for page in pages.values():
+    for page in pages:
         page.close()
     assert not problems
 
@@ -97,16 +117,18 @@ def inspect(page: Page, selector: str = "[data-kind=rejected]", lane: str = "spe
 
 # Recomputes every step: without changes, and with all values replaced by their recorded ones.
 RECOMPUTE = """async () => {
-    const { steps } = await storedRun;
+    const { decideStep, editable } = await import("cockpit/step_rules");
+    const { stepDetails } = await import("cockpit/steps");
+    const { lanes: { spec } } = await import("cockpit/state");
     const different = [];
-    for (const details of steps.spec) {
+    for (const details of spec.records.map((_, i) => stepDetails(spec, i))) {
         const edits = Object.fromEntries(details.nodes.flatMap((node, n) => {
             const names = node.state === "ignored" ? [] : editable(details, n);
             return names.length ? [[n, Object.fromEntries(names.map((name) => [name, node[name]]))]] : [];
         }));
         const decision = decideStep(details, edits);
         if (decideStep(details).changed || decision.changed || String(decision.path) !== String(details.path))
-            if (Object.keys(edits).length) different.push([details.i, decision.states]);
+            if (Object.keys(edits).length) different.push([details.t, decision.states]);
     }
     return different;
 }"""
@@ -118,45 +140,52 @@ def test_recomputed_outcomes_equal_the_recorded_ones(name: str, open_run: Callab
 
 
 # Acceptance as a function of a changed draw, p or q, by the definitions of the rules.
-DECIDE = "async ([i, edits]) => decideStep((await storedRun).steps.spec[i], edits)"
+DECIDE = """async ([i, edits]) => {
+    const { decideStep } = await import("cockpit/step_rules");
+    const { stepDetails } = await import("cockpit/steps");
+    const { lanes } = await import("cockpit/state");
+    return decideStep(stepDetails(lanes.spec, i), edits);
+}"""
+
+
+def steps_of(run: Run) -> list[Step]:
+    return [event.step for event in run.lanes[SPEC].steps]
 
 
 def test_changed_draws_decide_as_the_definition(open_run: Callable[..., Page], runs: dict[str, Run]) -> None:
     page = open_run("rejection")
-    steps = step_pictures(runs["rejection"].lanes[SPEC])
     checked = 0
-    for details in [step for step in steps if len(step["nodes"]) > 2][:8]:
-        nodes = details["nodes"]
+    for step in [step for step in steps_of(runs["rejection"]) if len(step.draft) > 2][:8]:
+        nodes = range(len(step.draft))
+        shares = [p / q for p, q in zip(step.verdict.p, step.draft.token_probs, strict=True)]
         for draw in (0.0, 0.3, 0.999):
-            edits = {str(n): {"draw": draw} for n in range(len(nodes))}
-            kept = 0
-            while kept < len(nodes) and draw < min(1, nodes[kept]["p"] / nodes[kept]["q"]):
-                kept += 1
-            assert page.evaluate(DECIDE, [details["i"], edits])["path"] == list(range(kept))
+            edits = {str(n): {"draw": draw} for n in nodes}
+            kept = next((n for n in nodes if draw >= min(1, shares[n])), len(nodes))
+            assert page.evaluate(DECIDE, [step.i, edits])["path"] == list(range(kept))
             checked += 1
-        certain = {str(n): {"draw": 0.5, "p": 0.6, "q": 0.5} for n in range(len(nodes))}
-        assert page.evaluate(DECIDE, [details["i"], certain])["path"] == list(range(len(nodes)))
+        certain = {str(n): {"draw": 0.5, "p": 0.6, "q": 0.5} for n in nodes}
+        assert page.evaluate(DECIDE, [step.i, certain])["path"] == list(nodes)
         rejected = certain | {"1": {"draw": 0.5, "p": 0.2, "q": 0.5}}
-        assert page.evaluate(DECIDE, [details["i"], rejected])["states"][:3] == ["accepted", "rejected", "ignored"]
+        assert page.evaluate(DECIDE, [step.i, rejected])["states"][:3] == ["accepted", "rejected", "ignored"]
     assert checked > 8
 
 
 def test_blocks_keep_up_to_the_last_draw_below_its_bound(open_run: Callable[..., Page], runs: dict[str, Run]) -> None:
     page = open_run("block")
-    details = next(step for step in step_pictures(runs["block"].lanes[SPEC]) if len(step["nodes"]) == 4)
-    bounds = [node["bound"] for node in details["nodes"]]
+    step = next(step for step in steps_of(runs["block"]) if len(step.draft) == 4)
+    bounds = step.verdict.bound
     last = max(range(4), key=lambda n: bounds[n])
     edits = {str(n): {"draw": bounds[n] / 2 if n == last else 1.0} for n in range(4)}
-    assert page.evaluate(DECIDE, [details["i"], edits])["path"] == list(range(last + 1))
+    assert page.evaluate(DECIDE, [step.i, edits])["path"] == list(range(last + 1))
 
 
 def test_greedy_steps_keep_the_most_probable_token(open_run: Callable[..., Page], runs: dict[str, Run]) -> None:
     page = open_run("greedy")
-    steps = step_pictures(runs["greedy"].lanes[SPEC])
-    details = next(step for step in steps if step["nodes"] and step["nodes"][0]["state"] == "rejected")
-    rival = details["nodes"][0]["rival"]
+    steps = (step for step in steps_of(runs["greedy"]) if step.draft.tokens)
+    step = next(step for step in steps if step.outcome(0) is Outcome.REJECTED)
+    rival = max(p for token, p in step.verdict.target_top[0].top if token != step.draft.tokens[0])
     for p, kept in ((rival + 0.01, True), (rival - 0.01, False)):
-        path = page.evaluate(DECIDE, [details["i"], {"0": {"p": p}}])["path"]
+        path = page.evaluate(DECIDE, [step.i, {"0": {"p": p}}])["path"]
         assert (path[:1] == [0]) is kept
     inspect(page)
     expect(page.locator("#round-nodes .track .q")).to_have_count(0)  # a point mass has no distribution
@@ -167,21 +196,22 @@ def test_player_shows_the_phases_of_a_step(open_run: Callable[..., Page], runs: 
     inspect(page)
     player = page.locator("#player")
     i = int(page.locator("#round-at").input_value())
-    details = step_pictures(runs["rejection"].lanes[SPEC])[i]
-    states = [node["state"] for node in details["nodes"]]
+    lane = runs["rejection"].lanes[SPEC]
+    step = lane.steps[i].step
+    states = [step.outcome(node) for node in range(len(step.draft))]
     assert page.locator("#player .row").evaluate_all("rows => rows.map(r => r.dataset.state)") == states
     player.focus()
     page.keyboard.press("Home")
     expect(player).to_have_attribute("data-phase", "guess")
     expect(page.locator("#player .narration")).to_contain_text(f"The drafter guessed {len(states)} tokens.")
     assert set(page.locator("#player .row").evaluate_all("rows => rows.map(r => r.dataset.state)")) == {"guess"}
-    expect(page.locator("#player .figures").first).to_have_text(f"q {details['nodes'][0]['q']:.3f}")
+    expect(page.locator("#player .figures").first).to_have_text(f"q {step.draft.token_probs[0]:.3f}")
     phases = ["pass", *["test"] * (len(states) - states.count("ignored")), "end", *["rest"] * ("ignored" in states)]
     for phase in phases:
         page.keyboard.press("ArrowRight")
         expect(player).to_have_attribute("data-phase", phase)
     expect(page.locator("#player .next")).to_be_disabled()
-    expect(page.locator("#player .result")).to_contain_text(details["last"]["words"])
+    expect(page.locator("#player .result")).to_contain_text(explain(step, None, lane.recipe))
     page.locator("h1").click()  # keys act only while the player has the focus
     page.keyboard.press("Home")
     expect(player).to_have_attribute("data-phase", phases[-1])
@@ -239,21 +269,29 @@ def test_play_runs_through_all_phases(open_run: Callable[..., Page]) -> None:
     expect(page.locator("#player .next")).to_be_disabled()
 
 
+COPIED = """async () => { // first step with a copied place
+    const { describeSource } = await import("cockpit/draft_sources");
+    const { lanes: { spec } } = await import("cockpit/state");
+    const sources = spec.records.map((_, i) => describeSource(spec, i));
+    const i = sources.findIndex((source) => source?.copied.length && source.excerpt);
+    return [i, sources[i]];
+}"""
+
+
 def test_copied_guesses_are_highlighted_where_they_came_from(
     open_run: Callable[..., Page], runs: dict[str, Run]
 ) -> None:
     page = open_run("nasd")
     lane = runs["nasd"].lanes[SPEC]
     text = lane.header.prompt + "".join(event.text for event in lane.steps)
-    copied = [step for step in step_pictures(lane) if step["source"] and step["source"]["copied"]]
-    details = next(step for step in copied if step["nodes"] and step["source"]["excerpt"])
-    (start, end), *_ = details["source"]["copied"]
-    page.locator("#lane-spec .round").nth(details["i"]).locator(".tok").first.click()
+    i, source = page.evaluate(COPIED)
+    (start, end), *_ = source["copied"]
+    page.locator("#lane-spec .round").nth(i).locator(".tok").first.click()
     expect(page.locator("#round-source")).to_contain_text("Copied from the ")
     expect(page.locator("#round-source mark.copied")).to_have_text(text[start:end].replace("\n", "⏎"))
     ranges = "name => [...CSS.highlights.get(name)].map(String)"
     assert page.evaluate(ranges, "specdemo-copied")[0] == text[start:end]
-    drafted = "".join(node["text"] for node in details["nodes"])
+    drafted = "".join(lane.steps[i].draft_texts)
     assert drafted.startswith(text[start:end])
     contexts = page.evaluate(ranges, "specdemo-context")
     assert len(contexts) == 2 and len(set(contexts)) == 1 and text[:start].endswith(contexts[0])
@@ -266,7 +304,8 @@ MIDDLES = "parts => parts.map(part => part.getBoundingClientRect()).map(box => b
 
 @pytest.mark.parametrize(("width", "place"), [(390, "drawer"), (1366, "right"), (1800, "column")])
 def test_inspector_leaves_the_inspected_text_visible(width: int, place: str, open_run: Callable[..., Page]) -> None:
-    page = open_run("recorded", width)
+    path = ASSETS / "traces" / "draft, temperature 0.7.jsonl"
+    page = open_run(read_traces(path.read_text("utf-8")), width)
     token = page.locator("#lane-spec [data-kind=rejected]").first
     token.click()
     expect(page.locator("#inspector")).to_be_in_viewport()
@@ -290,20 +329,19 @@ def test_inspector_leaves_the_inspected_text_visible(width: int, place: str, ope
         expect(page.locator(".stage")).to_have_attribute("data-inspector", "left")
 
 
-def test_saved_page_replays_the_run_offline(
-    open_run: Callable[..., Page], runs: dict[str, Run], pool: ModelPool
-) -> None:
+def test_saved_page_replays_the_run_offline(open_run: Callable[..., Page], pool: ModelPool) -> None:
     """256 tokens in two lanes with recorded distributions."""
-    run = runs["two lanes"] = Run((SPEC, PLAIN))
+    run = Run((SPEC, PLAIN))
     recipe = Recipe(pair="bundled", gamma=4, max_tokens=256, top=5, method="draft", **SAMPLED)
     for name, lane in ((SPEC, recipe), (PLAIN, baseline_of(recipe))):
         for event in generate(lane, PROMPT, pool):
             run.absorb(name, event)
     run.finish()
-    text = web_page(run)
+    page = open_run(run)
+    path = Path(page.evaluate("decodeURIComponent(location.pathname)"))
+    text = path.read_text("utf-8")
     assert len(text.encode()) < 500_000
     assert "http://" not in text.replace("http://www.w3.org/2000/svg", "") and "https://" not in text
-    page = open_run("two lanes")
     for name in (SPEC, PLAIN):
         assert drawn(page, name) == counted([json.loads(line) for line in run.trace(name).splitlines()])
     expect(page.locator("#verdict")).to_contain_text(json.loads(run.frame(0))["verdict"])
@@ -320,8 +358,10 @@ def test_saved_page_replays_the_run_offline(
     assert not grave(page)
 
 
-def test_time_axis_links_blocks_tokens_and_sentence(open_run: Callable[..., Page], runs: dict[str, Run]) -> None:
-    run, page = runs["recorded"], open_run("recorded")
+def test_time_axis_links_blocks_tokens_and_sentence(open_run: Callable[..., Page]) -> None:
+    path = ASSETS / "traces" / "draft, temperature 0.7.jsonl"
+    run = read_traces(path.read_text("utf-8"))
+    page = open_run(run)
     ends = {name: lane.steps[-1].step.t for name, lane in run.lanes.items()}
     assert page.locator(".time-end").all_inner_texts() == [f"{ends[name]:.2f} s" for name in (SPEC, PLAIN)]
     widths = "[...document.querySelectorAll('.time-bar')].map(b => b.getBoundingClientRect().width)"
@@ -352,7 +392,8 @@ def test_time_axis_links_blocks_tokens_and_sentence(open_run: Callable[..., Page
 
 
 def test_plots_are_saved_as_complete_svg(open_run: Callable[..., Page]) -> None:
-    page = open_run("recorded")
+    path = ASSETS / "traces" / "draft, temperature 0.7.jsonl"
+    page = open_run(read_traces(path.read_text("utf-8")))
     page.locator("#figures summary").click()
     expect(page.locator("#chart-whatif svg")).to_be_visible()
     for plot, colour, *words in (

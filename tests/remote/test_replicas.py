@@ -223,11 +223,12 @@ def verify(replicas: Replicas) -> Any:
 
 
 def test_a_busy_service_keeps_the_request() -> None:
-    """It responds to the readiness route; a service that is down is left at once."""
-    replicas, first, *_ = scripted(RequestTimeout("late"), None)
-    with pytest.raises(RequestTimeout):
-        verify(replicas)
-    assert first.paths == ["/v1/rounds", "/v1/ready"] and replicas.url == "a"
+    """It responds to the readiness route, or is older and refuses it; a service that is down is left at once."""
+    for answer in (None, UserError("status 404")):
+        replicas, first, *_ = scripted(RequestTimeout("late"), answer)
+        with pytest.raises(RequestTimeout):
+            verify(replicas)
+        assert first.paths == ["/v1/rounds", "/v1/ready"] and replicas.url == "a"
     replicas, first, *_ = scripted(ServiceDown("refused"))
     with pytest.raises(ReplicaSwitched):
         verify(replicas)
@@ -254,15 +255,6 @@ def test_a_frozen_service_is_skipped_for_some_seconds() -> None:
     assert replicas.url == "a"
     verify(replicas)
     assert first.paths.count("/v1/rounds") == 3 and second.paths.count("/v1/rounds") == 2
-
-
-def test_a_busy_service_keeps_the_request() -> None:
-    """It responds to the readiness route; an older service refuses it."""
-    for answer in (None, UserError("status 404")):
-        replicas, first, _, _ = scripted(RequestTimeout("late"), answer)
-        with pytest.raises(RequestTimeout):
-            verify(replicas)
-        assert first.paths == ["/v1/rounds", "/v1/ready"] and replicas.url == "a"
 
 
 # --- conversations ---------------------------------------------------------------------------------------------------

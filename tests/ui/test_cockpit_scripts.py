@@ -1,10 +1,15 @@
-"""Declarations for the JavaScript type checker, and data passed to scripts of the page."""
+"""Modules of the cockpit: addresses, declarations for the type checker, and data passed to scripts of the page."""
 
 import json
 import re
 from pathlib import Path
 
+import pytest
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+
 from specdemo.ui import cockpit
+from specdemo.ui.page_files import file_route, mount_module
 from specdemo.ui.run_store import RunStore
 
 DECLARATIONS = Path(cockpit.__file__).with_name("globals.d.ts")
@@ -27,3 +32,23 @@ def test_data_is_passed_as_json() -> None:
 def test_automated_browsers_are_shown_the_same_page() -> None:
     sources = [path.read_text("utf-8") for path in Path(cockpit.__file__).parents[1].rglob("*.js")]
     assert len(sources) > 20 and not [text for text in sources if "webdriver" in text]
+
+
+@pytest.mark.parametrize("entry", ["page", "lessons"])
+def test_modules_and_their_imports_are_served_for_a_long_time(entry: str) -> None:
+    client = TestClient(Starlette(routes=[file_route()]))
+    (address,) = re.findall(r'"(cockpit/[\w/]+\.js)"', mount_module(entry))
+    served: dict[str, str] = {}
+    addresses = [address]
+    while addresses:
+        address = addresses.pop()
+        response = client.get(f"/{address}")
+        assert response.status_code == 200 and response.headers["content-type"].startswith("text/javascript")
+        assert "immutable" in response.headers["cache-control"]
+        served[address] = response.text
+        folder = address.rpartition("/")[0]
+        imported = {f"{folder}/{name}" for name in re.findall(r'from "\./(\w+\.js)"', response.text)}
+        addresses += imported - served.keys() - {*addresses}
+    assert len(served) > 4
+    other = address.replace(folder, "cockpit/0123456789abcdef")
+    assert client.get(f"/{other}").status_code == client.get(f"/{folder}/none.js").status_code == 404

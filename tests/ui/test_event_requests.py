@@ -101,7 +101,7 @@ def test_every_event_answers_arbitrary_values_without_logging_them(browser: Brow
 
 def test_every_function_of_a_component_answers_arbitrary_values(browser: Browser, logged: Any) -> None:
     known, problems = KnownEvents.of(browser.page.blocks), []
-    assert sum(map(len, known.functions.values())) > 8
+    assert sum(map(len, known.functions.values())) > 2
     for component, names in known.functions.items():
         for name in sorted(names):
             for data in (
@@ -126,8 +126,8 @@ DEEP = "[" * 100_000 + "]" * 100_000
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
-        ("component_server", {"component_id": 999_999, "fn_name": "csv"}, 400),
-        ("component_server", {"component_id": "x", "fn_name": "csv"}, 400),
+        ("component_server", {"component_id": 999_999, "fn_name": "trace"}, 400),
+        ("component_server", {"component_id": "x", "fn_name": "trace"}, 400),
         ("queue/join", {"data": [], "fn_index": 999}, 400),
         ("queue/join", {"data": SECRET, "fn_index": 0}, 400),
         ("run/generate", {"data": [], "fn_index": 999}, 400),

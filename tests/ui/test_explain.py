@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, heade
 from specdemo.core.explain import Reason, explain, figure, reason_of
 from specdemo.core.step import Draft, Outcome, Step, Verdict
 from specdemo.external.diagnosis import conclusions
-from specdemo.ui import step_views
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
 from specdemo.ui.tabs.explain import cost_rows, position_rows, statistics_of
@@ -23,33 +21,22 @@ UNVERIFIED = step(1, pieces=["a"], draft=("a", "b"), accepted=(0,)) | {
 }  # fmt: skip
 
 
-def shown_by_tooltip(record: dict, head: dict) -> list[str]:
-    """Fill in the templates as tooltip.js does."""
-    sentences = []
-    for cell, index in zip(record["c"], record["w"], strict=True):
-        figures = dict(zip(("p", "q", "draw", "bound", "rank", "best"), [*cell[3:], *[None] * 6], strict=False))
-        fill = lambda found, figures=figures: (  # noqa: E731
-            str(figures["rank"]) if found[1] == "rank" else figure(figures[found[1]])
-        )
-        sentences.append(re.sub(r"\{(\w+)\}", fill, head["reasons"][index]))
-    return sentences
+def filled(head: dict, why: int, figures: dict) -> str:
+    """Fill in a template as the page does."""
+    shown = {name: figure(figures.get(name)) for name in ("p", "q", "draw", "bound", "best")}
+    return head["reasons"][why].format(**shown, rank=figures.get("rank"))
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "match", "coupled", "top1", "typical", "lenient"])
 @pytest.mark.parametrize("line", [PREFILL, REJECTION, ALL_KEPT, CUT, TREE, UNVERIFIED])
-def test_tooltip_and_inspector_give_the_explanation_of_the_terminal(line: dict, rule: str) -> None:
+def test_the_page_gives_the_explanation_of_the_terminal(line: dict, rule: str) -> None:
     run, recipe = Run(), {"method": "draft", "gamma": 3, "temperature": 0.7, "rule": rule}
     absorb(run, SPEC, header(recipe=recipe), line)
-    head, record = map(json.loads, run.records)
-    event = step_event(line)
-    expected = [explain(event.step, shown.node, recipe) for shown in event.shown()]
-    assert shown_by_tooltip(record, head["head"]) == expected
-    view = step_views.step_picture(run.lanes[SPEC], 0)
-    assert [node["words"] for node in view["nodes"]] == [
-        explain(event.step, node, recipe) for node in range(len(event.step.draft))
-    ]
-    if view["last"]:
-        assert view["last"]["words"] == explain(event.step, None, recipe)
+    head, record = (json.loads(record.text) for record in run.records)
+    step = step_event(line).step
+    words = [filled(head["head"], node["why"], node) for node in record["nodes"]]
+    assert words == [explain(step, node, recipe) for node in range(len(step.draft))]
+    assert filled(head["head"], record["why"], {}) == explain(step, None, recipe)
 
 
 def test_explanations_name_the_outcome() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, end, header, step, step_event, whole
+from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, absorb, end, header, step, whole
 
 from specdemo.core.events import StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.trace import from_json
-from specdemo.ui.frames import Run, cells
+from specdemo.ui.frames import Run
 from specdemo.ui.lane import PLAIN, SPEC
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.text_comparison import compare_texts
@@ -19,20 +19,28 @@ RECIPE = {"rule": "rejection", "temperature": 1.0}
 
 
 def records_of(run: Run) -> list[dict]:
-    return [json.loads(record) for record in run.records]
+    return [json.loads(record.text) for record in run.records]
 
 
 @pytest.mark.parametrize(
-    ("line", "shown"),
+    ("changes", "figures"),
     [
-        (PREFILL, [("plain", "a")]),
-        (REJECTION, [("accepted", "b"), ("rejected", "c"), ("ignored", "d"), ("correction", "X")]),
-        (ALL_KEPT, [("accepted", "e"), ("accepted", "f"), ("bonus", "g")]),
-        (CUT, [("accepted", "h"), ("ignored", "i")]),
+        ({}, {"p": 0.5, "q": 0.25, "draw": 0.125, "bound": 1.0, "beta": 0.75}),
+        ({"rule": "top1"}, {"p": 0.7, "q": 0.25, "rank": 1, "best": 0.7}),
     ],
 )
-def test_tokens_have_kinds_and_positions(line: dict, shown: list) -> None:
-    assert [(kind, text) for kind, text, *_ in cells(step_event(line), RECIPE)] == shown
+def test_the_record_of_a_step_is_its_trace_line_with_reasons_and_deciding_figures(changes: dict, figures: dict) -> None:
+    tops = {"laws": [probs((1000, 0.7))] + [probs((1, 1.0))] * 3, "rank": [1, 2, 3]}
+    run = Run()
+    absorb(run, SPEC, header(recipe={"method": "draft", "gamma": 3} | RECIPE | changes), REJECTION | tops)
+    lines = [json.loads(line) for line in run.trace(SPEC).splitlines()]
+    head, record = records_of(run)
+    assert [head["header"], record["step"]] == lines
+    assert [node["state"] for node in record["nodes"]] == ["accepted", "rejected", "ignored"]
+    first = record["nodes"][0]
+    assert {name: first[name] for name in first if name not in ("state", "why")} == figures
+    assert head["head"]["reasons"][record["why"]].startswith("Chosen" if changes else "Sampled from the residual")
+    assert run.size == len(run.trace(SPEC)) + sum(len(entry.text) - len(entry.line) for entry in run.records)
 
 
 def test_beam_frames_show_committed_and_pending_tokens() -> None:
@@ -47,12 +55,8 @@ def test_beam_frames_show_committed_and_pending_tokens() -> None:
         absorb(run, SPEC, line)
     head, *records = records_of(run)
     assert head["head"]["badge"] == "search" and head["head"]["title"] == "4 beams"
-    assert [[(kind, text) for kind, text, *_ in record["c"]] for record in records] == [
-        [],
-        [("plain", "a"), ("plain", " c")],
-        [("plain", " e")],
-    ]
-    assert [record["ahead"] for record in records] == ["a b", " d", ""]
+    assert [record["step"]["pieces"] for record in records] == [[], ["a", " c"], [" e"]]
+    assert [record["step"]["pending_text"] for record in records] == ["a b", " d", ""]
 
 
 def test_stopped_run_ends_its_trace_as_cancelled() -> None:
@@ -195,7 +199,7 @@ def finished() -> Run:
 def test_run_store_is_bounded_in_characters() -> None:
     first, second = finished(), finished()
     runs = RunStore(max_characters=first.size + second.size + 8_000)
-    assert first.size >= len(first.trace(SPEC)) + len("".join(first.records))
+    assert first.size >= len(first.trace(SPEC)) + sum(len(record.text) - len(record.line) for record in first.records)
     runs.keep(first)
     runs.keep(second)
     assert runs.get(first.id) is None and runs.get(second.id) is second

@@ -9,8 +9,8 @@ from typing import Any
 
 import gradio as gr
 
+from specdemo.ui import page_files
 from specdemo.ui.api import address_of
-from specdemo.ui.page_files import DISPLAY, markup, scripts
 from specdemo.ui.streams import reason
 
 
@@ -31,8 +31,8 @@ def cockpit(server_functions: list[Callable[..., Any]], max_trace: int) -> gr.HT
         return call
 
     return gr.HTML(
-        html_template=markup(),
-        js_on_load=scripts(*DISPLAY, "attributes", "page_actions"),
+        html_template=page_files.markup(),
+        js_on_load=page_files.mount_module("page"),
         apply_default_css=False,
         server_functions=[copy(function) for function in server_functions],
         elem_id="cockpit",
@@ -42,4 +42,4 @@ def cockpit(server_functions: list[Callable[..., Any]], max_trace: int) -> gr.HT
 
 def script(name: str, data: dict[str, Any]) -> str:
     """Return a JavaScript function that calls the function in `name`.js with `data`, then with its own arguments."""
-    return f"(...values) => ({scripts(name)})({json.dumps(data)}, ...values)"
+    return f"(...values) => ({page_files.script_text(name)})({json.dumps(data)}, ...values)"

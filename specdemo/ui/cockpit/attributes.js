@@ -1,5 +1,7 @@
 // Attributes that parts of Gradio lack, for keyboards and screen readers.
 
+import { listeners } from "./state.js";
+
 const SCROLLABLE = ":is(#tabs, #estimate) .md table";
 
 function completeAttributes() {
@@ -19,10 +21,9 @@ function completeMessages() { // a button must not contain a button: messages ha
   }
 }
 
-const contents = new ResizeObserver(completeAttributes), messages = new MutationObserver(completeMessages);
-listeners.signal.addEventListener("abort", () => { contents.disconnect(); messages.disconnect(); });
-
-function observeContents() {
+export function observeContents() {
+  const contents = new ResizeObserver(completeAttributes), messages = new MutationObserver(completeMessages);
+  listeners.signal.addEventListener("abort", () => { contents.disconnect(); messages.disconnect(); });
   for (const part of document.querySelectorAll("#tabs, #estimate")) contents.observe(part);
   for (const part of document.querySelectorAll(".toast-wrap")) messages.observe(part, { childList: true, subtree: true });
   completeMessages();

@@ -1,5 +1,7 @@
 // Small SVG charts. Each has a text alternative and uses the CSS colours of the page.
 
+import { canvas, make, svg } from "./elements.js";
+
 const WIDTH = 420, HEIGHT = 190, MARGIN_LEFT = 46, MARGIN_BOTTOM = 26, MARGIN_TOP = 10;
 
 const height = (share) => share * (HEIGHT - MARGIN_BOTTOM - MARGIN_TOP);
@@ -15,7 +17,7 @@ function axes(top, unit, marks) { // `top`: largest value; `marks`: [x, text] be
   return lines;
 }
 
-function chartPositions(positions) {
+export function chartPositions(positions) {
   if (!positions.length) return make("p", { class: "quiet", text: "No draft tokens were tested." });
   const step = (WIDTH - MARGIN_LEFT) / positions.length;
   const bars = positions.map(([share, tested], i) => svg("rect",
@@ -26,10 +28,10 @@ function chartPositions(positions) {
   return canvas(`Share of tested tokens that were accepted, by position in the draft: ${description}`, WIDTH, HEIGHT, ...axes(1, (x) => `${(100 * x).toFixed(0)} %`, marks), ...bars);
 }
 
-const PARTS = ["draft", "verify", "host"];
+export const PARTS = ["draft", "verify", "host"]; // of the time of a step
 const MAX_BARS = 120;
 
-function chartTimes(rows) { // table rows; beyond MAX_BARS, adjacent steps are averaged
+export function chartTimes(rows) { // table rows; beyond MAX_BARS, adjacent steps are averaged
   const decoded = rows.filter((row) => row[0] > 0);
   if (!decoded.length) return make("p", { class: "quiet", text: "There were no steps after the prefill." });
   if (decoded.some((row) => row[9] === null)) return make("p", { class: "quiet", text: "The engine does not report the durations of its steps." });
@@ -54,7 +56,7 @@ function chartTimes(rows) { // table rows; beyond MAX_BARS, adjacent steps are a
   return make("div", {}, canvas(`Time per step. Total: ${totals}`, WIDTH, HEIGHT, ...axes(top, (x) => x.toFixed(1), marks), ...bars), legend);
 }
 
-function chartWhatIf(estimate, reason) { // rows: gamma, tokens per pass, tokens/s, range of 95 % of the runs
+export function chartWhatIf(estimate, reason) { // rows: gamma, tokens per pass, tokens/s, range of 95 % of the runs
   if (!estimate) return make("p", { class: "quiet", text: reason });
   const { rows, gamma, measured, fits } = estimate;
   const top = 1.1 * Math.max(measured, ...rows.map((row) => row[4]));

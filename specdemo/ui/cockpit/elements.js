@@ -1,6 +1,6 @@
 // Elements, SVG shapes and bars of distributions, for every page. Texts are inserted with textContent.
 
-function make(tag, attributes = {}, ...children) {
+export function make(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name === "text") node.textContent = value;
@@ -11,11 +11,11 @@ function make(tag, attributes = {}, ...children) {
   return node;
 }
 
-function setText(node, text) { if (node.textContent !== text) node.textContent = text; }
+export function setText(node, text) { if (node.textContent !== text) node.textContent = text; }
 
-const SVG = "http://www.w3.org/2000/svg";
+export const SVG = "http://www.w3.org/2000/svg";
 
-function svg(tag, attributes = {}, ...children) {
+export function svg(tag, attributes = {}, ...children) {
   const node = document.createElementNS(SVG, tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name === "text") node.textContent = value;
@@ -25,17 +25,17 @@ function svg(tag, attributes = {}, ...children) {
   return node;
 }
 
-function canvas(label, width, height, ...children) {
+export function canvas(label, width, height, ...children) {
   return svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label, class: "chart" }, ...children);
 }
 
-function visibleText(text) { return text === "" ? "◌" : text.replace(/\r?\n/g, "⏎").replace(/\t/g, "⇥").replace(/ /g, "␣"); }
+export function visibleText(text) { return text === "" ? "◌" : text.replace(/\r?\n/g, "⏎").replace(/\t/g, "⇥").replace(/ /g, "␣"); }
 
-function formatNumber(x) { return x === null ? "–" : x !== 0 && x < 0.01 ? x.toExponential(1) : x.toFixed(3); }
+export function formatNumber(x) { return x === null ? "–" : x !== 0 && x < 0.01 ? x.toExponential(1) : x.toFixed(3); }
 
-function bar(share, kind) { return make("span", { class: kind, style: `width: ${100 * Math.min(1, Math.max(0, share ?? 0))}%` }); }
+export function bar(share, kind) { return make("span", { class: kind, style: `width: ${100 * Math.min(1, Math.max(0, share ?? 0))}%` }); }
 
-function drawBars(bars, ...names) { // a row per token: p above q, their minimum shaded
+export function drawBars(bars, ...names) { // a row per token: p above q, their minimum shaded
   const rows = bars.map(([text, p, q]) => {
     const track = make("span", { class: "track" }, bar(p, "p"));
     if (names.length > 1) track.append(bar(q, "q"));

@@ -1,36 +1,41 @@
 // The result in one line, one reason and one suggestion, and the figures of the displayed position.
 
-function clearHeadline() {
-  setText($("#headline"), busy ? "Running …" : "");
+import { setText } from "./elements.js";
+import { $, current, lanes } from "./state.js";
+
+export function clearHeadline() {
+  setText($("#headline"), current.busy ? "Running …" : "");
   $("#headline").dataset.tone = "none";
   setText($("#reason"), "");
   $("#suggestion").hidden = true;
 }
 
-function showHeadline() {
-  const { headline } = state;
+export function showHeadline() {
+  const { headline } = current.frame;
   if (!headline) return;
-  setText($("#headline"), `${state.recorded ? (document.body.dataset.example ? "Example: " : "Recorded: ") : ""}${headline.text}`);
+  setText($("#headline"), `${current.frame.recorded ? (document.body.dataset.example ? "Example: " : "Recorded: ") : ""}${headline.text}`);
   $("#headline").dataset.tone = headline.tone;
   setText($("#reason"), headline.reason);
   const button = $("#suggestion");
-  button.hidden = !headline.suggestion || Boolean(state.recorded);
+  button.hidden = !headline.suggestion || Boolean(current.frame.recorded);
   if (headline.suggestion) setText(button, headline.suggestion.label);
 }
 
-$("#suggestion").addEventListener("click", () => {
-  const { press, set } = state.headline.suggestion;
-  if (press) return document.getElementById(press).click();
-  window.specdemoRecorded = set;
-  document.getElementById("use-recorded").click();
-});
+export function connectHeadline() {
+  $("#suggestion").addEventListener("click", () => {
+    const { press, set } = current.frame.headline.suggestion;
+    if (press) return document.getElementById(press).click();
+    window.specdemoRecorded = set;
+    document.getElementById("use-recorded").click();
+  });
+}
 
-function showPosition() { // while a part of the text is displayed, the figures are those of this part
-  const [name] = state.plan;
+export function showPosition() { // while a part of the text is displayed, the figures are those of this part
+  const [name] = current.frame.plan;
   const lane = lanes[name];
   const step = lane.steps[lane.shown - 1];
-  const partial = lane.shown < lane.steps.length || pending.some((record) => record.c && record.l === name);
-  if (!step || !partial) return showTiles(state.tiles);
+  const partial = lane.shown < lane.steps.length || current.pending.some((record) => record.step && record.l === name);
+  if (!step || !partial) return showTiles(current.frame.tiles);
   const first = lane.steps[0];
   const [seconds, passes] = [step.t - first.t, lane.shown - 1];
   const figures = {
@@ -39,7 +44,7 @@ function showPosition() { // while a part of the text is displayed, the figures 
     tokens_per_second: [seconds ? ((step.tokens - first.tokens) / seconds).toFixed(1) : "–", `${step.tokens} tokens displayed`],
     speedup: ["–", "at the end"],
   };
-  showTiles({ ...state.tiles, ...figures });
+  showTiles({ ...current.frame.tiles, ...figures });
 }
 
 function showTiles(tiles) {

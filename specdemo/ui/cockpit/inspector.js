@@ -1,10 +1,20 @@
-// Details of one step, and the table of all steps of a lane. The server computes both from the trace.
+// Details of one step, and the table of all steps of a lane.
 
-const selected = { lane: null, i: 0, request: 0 }; // step in the inspector
+import { chartPositions, chartTimes, chartWhatIf, PARTS } from "./charts.js";
+import { bar, canvas, drawBars, formatNumber, make, setText, svg, visibleText } from "./elements.js";
+import { scrollLane } from "./replay.js";
+import { drawSource, highlightSource } from "./sources.js";
+import { $, current, displaying, element, HEADINGS, lanes, listeners, reducedMotion } from "./state.js";
+import { createPlayer, pausePlayer, showPlayer } from "./step_player.js";
+import { COLUMNS, stepTable } from "./step_table.js";
+import { decisionRows, stepDetails } from "./steps.js";
+import { linkStep } from "./timeline.js";
+
+const selected = { lane: null, i: 0 }; // step in the inspector
 let figuresOf = null; // lane shown in charts and table
-const stepPlayer = createPlayer($("#player"), { onphase: showPhase });
+let stepPlayer;
 
-function openInspector(names) {
+export function openInspector(names) {
   $("#round-lane").replaceChildren(...names.map((name) => make("option", { value: name, text: `${HEADINGS[name]}: ${$(".title", lanes[name].box).textContent}` })));
   selected.lane = names[0];
   figuresOf = null;
@@ -12,10 +22,9 @@ function openInspector(names) {
   if ($("#figures").open) showFigures();
 }
 
-function closeInspector() {
+export function closeInspector() {
   hideInspector();
   $("#figures").hidden = true;
-  selected.request += 1;
 }
 
 function hideInspector() {
@@ -44,29 +53,26 @@ function showPhase(phase, { path }) { // the card of the tested token, and the a
   for (const [n, leaf] of [...element.querySelectorAll("#round-tree .leaf")].entries()) leaf.classList.toggle("now", phase.node === n || (phase.name === "end" && path.includes(n)));
 }
 
-async function inspectStep(name, i) {
-  if (busy || displaying()) return; // the trace is still incomplete
-  const request = (selected.request += 1);
-  const [previousLane, runId] = [selected.lane, run];
+export function inspectStep(name, i) {
+  if (current.busy || displaying()) return; // the run is still incomplete
+  const previousLane = selected.lane;
   Object.assign(selected, { lane: name, i });
-  const text = await server.round([runId, name, i]);
-  if (request !== selected.request || runId !== run) return; // superseded by a later request
-  if (!text) return showMissing(text);
-  drawStepDetails(JSON.parse(text));
+  drawStepDetails();
   if (previousLane !== name && $("#figures").open) showFigures();
 }
 
-function drawStepDetails(details) {
+function drawStepDetails() {
+  const { lane, i } = selected, details = stepDetails(lanes[lane], i), last = lanes[lane].steps.length - 1;
   $("#inspector").hidden = false;
   placeInspector();
   $("#round-lane").value = selected.lane;
   const slider = $("#round-at");
-  slider.max = details.rounds - 1;
-  slider.value = details.i;
-  slider.setAttribute("aria-valuetext", `step ${details.i} of ${details.rounds - 1}`);
-  setText($("#round-number"), `${details.i} of ${details.rounds - 1}`);
+  slider.max = last;
+  slider.value = i;
+  slider.setAttribute("aria-valuetext", `step ${i} of ${last}`);
+  setText($("#round-number"), `${i} of ${last}`);
   const facts = details.facts.map(([name, value]) => `${name} ${value}`).join(" · ");
-  setText($("#round-words"), `${details.words} At ${details.t.toFixed(3)} s. ${facts}.`);
+  setText($("#round-words"), `${details.words} At ${details.t.toFixed(3)} s.${facts && ` ${facts}.`}`);
   $("#round-tree").replaceChildren(...(details.chain ? [] : [drawTree(details)]));
   const cards = details.nodes.map((node, n) => drawNode(node, n));
   if (details.last) cards.push(drawTargetToken(details.last));
@@ -75,10 +81,10 @@ function drawStepDetails(details) {
   $("#round-source").replaceChildren(...drawSource(details.source));
   $("#round-times").replaceChildren(details.times.verify === null ? make("p", { class: "quiet", text: "The engine does not report the durations of its steps." }) : drawTimes(details.times));
   $(".current")?.classList.remove("current");
-  const { span } = lanes[selected.lane].steps[details.i];
+  const { span } = lanes[lane].steps[i];
   span.classList.add("current");
-  scrollLane(lanes[selected.lane].lane, span);
-  highlightSource(lanes[selected.lane].lane, details.source);
+  scrollLane(lanes[lane].lane, span);
+  highlightSource(lanes[lane].lane, details.source);
 }
 
 function drawCard(kind, text, id = null) {
@@ -111,7 +117,7 @@ function drawTest(node) { // the draw, or without one p, and the bound it is com
 
 function drawTargetToken(last) {
   const card = drawCard(last.kind, last.text);
-  if (last.bars.length) card.append(drawBars(last.bars, last.law === "p" ? "p" : "residual"));
+  if (last.bars.length) card.append(drawBars(last.bars, last.legend));
   card.append(make("p", { class: "why", text: last.words }));
   return card;
 }
@@ -158,23 +164,24 @@ function drawTree({ nodes, path }) { // depth to the right, leaves from top to b
   return picture;
 }
 
-async function showFigures() {
-  const [runId, name] = [run, selected.lane];
+function acceptanceByPosition({ accepted_by_position: accepted, tested_by_position: tested }) {
+  return tested.map((count, k) => [accepted[k] / count, count]).filter(([, count]) => count);
+}
+
+function showFigures() {
+  const name = selected.lane, { metrics, what_if, why_not } = current.frame.figures[name];
   if (figuresOf === name) return;
   figuresOf = name;
-  const text = await server.figures([runId, name]);
-  if (runId !== run || figuresOf !== name) return;
-  if (!text) { figuresOf = null; return showMissing(text); }
-  const figures = JSON.parse(text);
-  $("#chart-positions").replaceChildren(chartPositions(figures.positions));
-  $("#chart-times").replaceChildren(chartTimes(figures.rows));
-  $("#chart-whatif").replaceChildren(chartWhatIf(figures.what_if, figures.why_not));
-  const textColumn = figures.columns.indexOf("text");
-  const order = [0, textColumn, ...figures.columns.keys()].filter((k, i, all) => all.indexOf(k) === i); // the text beside its step
+  const rows = stepTable(lanes[name]);
+  $("#chart-positions").replaceChildren(chartPositions(acceptanceByPosition(metrics)));
+  $("#chart-times").replaceChildren(chartTimes(rows));
+  $("#chart-whatif").replaceChildren(chartWhatIf(what_if, why_not));
+  const textColumn = COLUMNS.indexOf("text");
+  const order = [0, textColumn, ...COLUMNS.keys()].filter((k, i, all) => all.indexOf(k) === i); // the text beside its step
   const kind = (k) => (k === textColumn ? "text" : null);
-  const head = make("thead", {}, make("tr", {}, ...order.map((k) => make("th", { scope: "col", class: kind(k), text: figures.columns[k].replace(/_/g, " ").replace("round", "step") }))));
+  const head = make("thead", {}, make("tr", {}, ...order.map((k) => make("th", { scope: "col", class: kind(k), text: COLUMNS[k].replace(/_/g, " ").replace("round", "step") }))));
   const body = make("tbody");
-  for (const cells of figures.rows) {
+  for (const cells of rows) {
     const text = (k) => (cells[k] === null ? "–" : k === textColumn ? visibleText(cells[k]) : String(cells[k]));
     const open = make("button", { type: "button", class: "small", text: text(0), "aria-label": `Inspect step ${text(0)}` });
     const row = make("tr", {}, make("td", {}, open), ...order.slice(1).map((k) => make("td", { class: kind(k), text: text(k) })));
@@ -184,30 +191,33 @@ async function showFigures() {
   $("#rounds").replaceChildren(make("caption", { text: `${HEADINGS[name]}: ${$(".title", lanes[name].box).textContent}` }), head, body);
 }
 
-$("#figures").addEventListener("toggle", () => { if ($("#figures").open) showFigures(); });
-$("#round-lane").addEventListener("change", (e) => inspectStep(e.target.value, Math.min(selected.i, lanes[e.target.value].steps.length - 1)));
-$("#round-at").addEventListener("input", (e) => inspectStep(selected.lane, Number(e.target.value)));
-$("#round-back").addEventListener("click", () => inspectStep(selected.lane, Math.max(0, selected.i - 1)));
-$("#round-on").addEventListener("click", () => inspectStep(selected.lane, Math.min(lanes[selected.lane].steps.length - 1, selected.i + 1)));
-$("#round-close").addEventListener("click", hideInspector);
-$("#inspector").addEventListener("keydown", (e) => {
-  if (e.key !== "Escape") return;
-  const token = lanes[selected.lane].steps[selected.i]?.span.querySelector(".tok");
-  hideInspector();
-  if (token) { token.tabIndex = -1; token.focus({ preventScroll: true }); }
-});
-document.addEventListener("keydown", (e) => {
-  const target = /** @type {Element} */ (e.target);
-  if (e.key === "Escape" && !$("#inspector").contains(target) && !target.closest?.("[aria-expanded=true]")) hideInspector();
-}, { capture: true, signal: listeners.signal });
-for (const [name, { lane }] of Object.entries(lanes)) {
-  const stepAt = ({ target }) => { const span = target.closest(".round"); return span && !$("#timeline").hidden ? lanes[name].steps.findIndex((step) => step.span === span) : -1; };
-  lane.addEventListener("pointerover", (e) => linkStep(name, stepAt(e)));
-  lane.addEventListener("pointerleave", () => linkStep(null));
+export function connectInspector() {
+  stepPlayer = createPlayer($("#player"), { onphase: showPhase });
+  $("#figures").addEventListener("toggle", () => { if ($("#figures").open) showFigures(); });
+  $("#round-lane").addEventListener("change", (e) => inspectStep(e.target.value, Math.min(selected.i, lanes[e.target.value].steps.length - 1)));
+  $("#round-at").addEventListener("input", (e) => inspectStep(selected.lane, Number(e.target.value)));
+  $("#round-back").addEventListener("click", () => inspectStep(selected.lane, Math.max(0, selected.i - 1)));
+  $("#round-on").addEventListener("click", () => inspectStep(selected.lane, Math.min(lanes[selected.lane].steps.length - 1, selected.i + 1)));
+  $("#round-close").addEventListener("click", hideInspector);
+  $("#inspector").addEventListener("keydown", (e) => {
+    if (e.key !== "Escape") return;
+    const token = lanes[selected.lane].steps[selected.i]?.span.querySelector(".tok");
+    hideInspector();
+    if (token) { token.tabIndex = -1; token.focus({ preventScroll: true }); }
+  });
+  document.addEventListener("keydown", (e) => {
+    const target = /** @type {Element} */ (e.target);
+    if (e.key === "Escape" && !$("#inspector").contains(target) && !target.closest?.("[aria-expanded=true]")) hideInspector();
+  }, { capture: true, signal: listeners.signal });
+  for (const [name, { lane }] of Object.entries(lanes)) {
+    const stepAt = ({ target }) => { const span = target.closest(".round"); return span && !$("#timeline").hidden ? lanes[name].steps.findIndex((step) => step.span === span) : -1; };
+    lane.addEventListener("pointerover", (e) => linkStep(name, stepAt(e)));
+    lane.addEventListener("pointerleave", () => linkStep(null));
+  }
+  window.addEventListener("resize", () => { if (!$("#inspector").hidden) placeInspector(); }, { signal: listeners.signal });
 }
-window.addEventListener("resize", () => { if (!$("#inspector").hidden) placeInspector(); }, { signal: listeners.signal });
 
-function revealStep(span) { // the inspector, and on phones the token above the drawer
+export function revealStep(span) { // the inspector, and on phones the token above the drawer
   const behavior = reducedMotion.matches ? "auto" : "smooth";
   if (getComputedStyle($("#inspector")).position !== "fixed") return $("#inspector").scrollIntoView({ block: "nearest", behavior });
   const hiddenBy = span.getBoundingClientRect().bottom + 12 - $("#inspector").getBoundingClientRect().top;

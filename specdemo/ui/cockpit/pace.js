@@ -1,72 +1,72 @@
 // Pace of the display. Lanes appear as generated; when a comparison is done, it is replayed once in real time.
 // Readable pace (slow motion): the browser displays PACE tokens/s of the fastest lane, the others in proportion.
 
-const PACE = 15;
+import { draw, markButtons, setStatus } from "./run.js";
+import { $, complete, current, lanes, reducedMotion } from "./state.js";
+import { drawTiles } from "./tiles.js";
+
+export const PACE = 15;
 const PACED_TICK_MS = 50;
 const START_TIMEOUT_MS = 5000; // lanes of a comparison start together, at the latest this long after the first step
 const DRAW_TIMEOUT_MS = 500; // draw without an animation frame: the tab may have been hidden meanwhile
 const PACE_KEY = "specdemo-pace";
 
-let skipPacing = false; // display the rest of this run at once
 let pacedAt = 0;
 let firstStepAt = 0;
 let drawTimer = 0;
-const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
 
-function paced() {
-  const aborted = complete() && state.phase[0] !== "done";
-  const wanted = busy && !skipPacing && !aborted && $("#pace").value === "readable";
+export function resetPace() { firstStepAt = 0; }
+
+export function cancelDrawing() { clearTimeout(drawTimer); }
+
+export function paced() {
+  const aborted = complete() && current.frame.phase[0] !== "done";
+  const wanted = current.busy && !current.skipPacing && !aborted && $("#pace").value === "readable";
   return wanted && document.visibilityState !== "hidden" && !reducedMotion.matches;
 }
 
-function complete() { return Boolean(state?.over) && state.run === run; }
-
-function displaying() { return complete() && pending.length > 0 && !frozen; }
-
-function committed(cells) { return cells.filter(([kind]) => !DISCARDED.has(kind)).length; }
-
-function updateSpeeds(records) { // speed of the received steps, without the prefill
-  for (const { l, t, c } of records) {
-    if (!c) continue;
+export function updateSpeeds(records) { // speed of the received steps, without the prefill
+  for (const { l, step } of records) {
+    if (!step) continue;
     const lane = lanes[l];
     firstStepAt ||= performance.now();
-    lane.last = { t, tokens: (lane.last?.tokens ?? 0) + committed(c) };
+    lane.last = { t: step.t, tokens: (lane.last?.tokens ?? 0) + step.tokens.length };
     lane.first ??= lane.last;
   }
 }
 
 function measuredSpeed({ first, last }) { return last?.t > first?.t ? (last.tokens - first.tokens) / (last.t - first.t) : 0; }
 
-function fastestSpeed() { return Math.max(...state.plan.map((name) => measuredSpeed(lanes[name]))); }
+export function fastestSpeed() { return Math.max(...current.frame.plan.map((name) => measuredSpeed(lanes[name]))); }
 
-function removeDueRecords() { // remove the records to be displayed now from `pending`
-  if (frozen) return [];
+export function removeDueRecords() { // remove the records to be displayed now from `pending`
+  if (current.frozen) return [];
   const now = performance.now();
   const seconds = (now - pacedAt) / 1000;
   pacedAt = now;
-  if (!paced()) return pending.splice(0);
+  if (!paced()) return current.pending.splice(0);
   const fastest = fastestSpeed();
-  const delayed = state.plan.length > 1 && !state.over && fastest > PACE && now - firstStepAt < START_TIMEOUT_MS;
-  for (const name of state.plan) {
+  const delayed = current.frame.plan.length > 1 && !current.frame.over && fastest > PACE && now - firstStepAt < START_TIMEOUT_MS;
+  for (const name of current.frame.plan) {
     const lane = lanes[name];
     lane.credit += seconds * PACE * (measuredSpeed(lane) / fastest || 1);
     if (lane.idle) lane.credit = Math.min(lane.credit, 0); // time without tokens is not made up for
   }
   const [records, later, waiting] = [[], [], new Set()];
-  for (const record of pending) {
+  for (const record of current.pending) {
     const lane = lanes[record.l];
-    if (record.c && (delayed || lane.credit < 0)) waiting.add(record.l);
+    if (record.step && (delayed || lane.credit < 0)) waiting.add(record.l);
     if (waiting.has(record.l)) { later.push(record); continue; }
-    if (record.c) lane.credit -= committed(record.c);
+    if (record.step) lane.credit -= record.step.tokens.length;
     records.push(record);
   }
-  for (const name of state.plan) lanes[name].idle = delayed || !waiting.has(name);
-  pending = later;
+  for (const name of current.frame.plan) lanes[name].idle = delayed || !waiting.has(name);
+  current.pending = later;
   return records;
 }
 
-function schedule() {
-  drawing = true;
+export function schedule() {
+  current.drawing = true;
   if (document.visibilityState === "hidden") setTimeout(draw, 0); // hidden tabs receive no animation frames
   else if (paced()) setTimeout(draw, PACED_TICK_MS);
   else {
@@ -75,17 +75,19 @@ function schedule() {
   }
 }
 
-function showPaceStatus() {
-  if (!state.over) {
-    const late = pending.length > PACE && `displayed at ${PACE} tokens/s`;
-    return setStatus(state.phase[0], [state.phase[1], late].filter(Boolean).join(", "));
+export function showPaceStatus() {
+  if (!current.frame.over) {
+    const late = current.pending.length > PACE && `displayed at ${PACE} tokens/s`;
+    return setStatus(current.frame.phase[0], [current.frame.phase[1], late].filter(Boolean).join(", "));
   }
-  const rates = state.plan.map((name) => state.rates[name].replace(" tok/s", "")).filter(Boolean).join(" and ");
+  const rates = current.frame.plan.map((name) => current.frame.rates[name].replace(" tok/s", "")).filter(Boolean).join(" and ");
   const begins = $(".cockpit").dataset.phase !== "displaying";
   setStatus("displaying", `at ${PACE} tokens/s${rates && `, generated at ${rates} tokens/s`}`);
   if (begins) { markButtons(); drawTiles(); }
 }
 
-const storedPace = localStorage.getItem(PACE_KEY);
-if (["replay", "readable", "instant"].includes(storedPace)) $("#pace").value = storedPace;
-$("#pace").addEventListener("change", (e) => localStorage.setItem(PACE_KEY, e.target.value));
+export function connectPace() {
+  const storedPace = localStorage.getItem(PACE_KEY);
+  if (["replay", "readable", "instant"].includes(storedPace)) $("#pace").value = storedPace;
+  $("#pace").addEventListener("change", (e) => localStorage.setItem(PACE_KEY, e.target.value));
+}

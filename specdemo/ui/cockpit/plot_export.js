@@ -1,5 +1,8 @@
 // SVG files of plots: a copy with the styles of the page, which needs no style sheet.
 
+import { make, SVG, svg } from "./elements.js";
+import { $, element, listeners } from "./state.js";
+
 const COPIED_STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "font-size", "font-family", "text-anchor", "vector-effect", "stroke-linecap"];
 
 const TEXT_LINE = 22;
@@ -36,31 +39,33 @@ function rowText(row) { return [...(row?.children ?? [])].map((part) => part.tex
 
 function captionOf(button) { return button.closest("figure")?.querySelector("figcaption").firstChild.textContent.trim() ?? ""; }
 
-function download(text, name, type) {
+export function download(text, name, type) {
   const link = make("a", { href: URL.createObjectURL(new Blob([text], { type })), download: name });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
 
-for (const button of element.querySelectorAll("[data-plot]")) {
-  button.addEventListener("click", () => {
-    const plot = $(`#${button.dataset.plot}`), pictures = [...plot.querySelectorAll("svg")];
-    const captions = pictures.map((picture) => rowText(picture.closest(".time-row")) || captionOf(button));
-    const keys = [...plot.querySelectorAll(".key span")].map((span) => [getComputedStyle(span, "::before").backgroundColor, span.textContent]);
-    if (pictures.length) download(standaloneSvg(pictures, captions, keys), `specdemo-${button.dataset.plot}.svg`, "image/svg+xml");
-  });
-}
+export function connectPlotExport() {
+  for (const button of element.querySelectorAll("[data-plot]")) {
+    button.addEventListener("click", () => {
+      const plot = $(`#${button.dataset.plot}`), pictures = [...plot.querySelectorAll("svg")];
+      const captions = pictures.map((picture) => rowText(picture.closest(".time-row")) || captionOf(button));
+      const keys = [...plot.querySelectorAll(".key span")].map((span) => [getComputedStyle(span, "::before").backgroundColor, span.textContent]);
+      if (pictures.length) download(standaloneSvg(pictures, captions, keys), `specdemo-${button.dataset.plot}.svg`, "image/svg+xml");
+    });
+  }
 
-document.addEventListener("click", (e) => { // charts of the tabs
-  const button = /** @type {HTMLElement | null} */ (/** @type {Element} */ (e.target).closest("[data-save]"));
-  if (!button) return;
-  const chart = document.getElementById(button.dataset.chart ?? "") ?? button.closest(".block.curves");
-  const picture = chart?.querySelector("figure svg, .vega-embed svg.marks");
-  if (!picture) return;
-  const text = standaloneSvg([picture], [captionOf(button)]), name = `specdemo-${chart.id}`;
-  if (button.dataset.save === "svg") download(text, `${name}.svg`, "image/svg+xml");
-  else savePng(text, `${name}.png`);
-}, { signal: listeners.signal });
+  document.addEventListener("click", (e) => { // charts of the tabs
+    const button = /** @type {HTMLElement | null} */ (/** @type {Element} */ (e.target).closest("[data-save]"));
+    if (!button) return;
+    const chart = document.getElementById(button.dataset.chart ?? "") ?? button.closest(".block.curves");
+    const picture = chart?.querySelector("figure svg, .vega-embed svg.marks");
+    if (!picture) return;
+    const text = standaloneSvg([picture], [captionOf(button)]), name = `specdemo-${chart.id}`;
+    if (button.dataset.save === "svg") download(text, `${name}.svg`, "image/svg+xml");
+    else savePng(text, `${name}.png`);
+  }, { signal: listeners.signal });
+}
 
 async function savePng(text, name) {
   const image = new Image();

@@ -1,8 +1,18 @@
 // Replay of all lanes on one clock from the recorded times. Steps after the current time are hidden.
 
-const race = { lanes: [], end: 0, at: 0, playing: false, frame: 0, timer: 0, before: 0, rate: 1 };
+import { setText } from "./elements.js";
+import { showHeadline, showPosition } from "./headline.js";
+import { fastestSpeed, PACE } from "./pace.js";
+import { draw } from "./run.js";
+import { $, complete, current, element, lanes, reducedMotion } from "./state.js";
+import { showRates } from "./tiles.js";
+import { closeTimeline, openTimeline } from "./timeline.js";
+import { hideTooltip } from "./tooltip.js";
+import { endWalk } from "./walkthrough.js";
 
-function openReplay(names) {
+export const race = { lanes: [], end: 0, at: 0, playing: false, frame: 0, timer: 0, before: 0, rate: 1 };
+
+export function openReplay(names) {
   race.lanes = names;
   race.end = Math.max(...names.map((name) => lanes[name].steps.at(-1).t));
   race.at = race.end;
@@ -17,16 +27,16 @@ function openReplay(names) {
   openTimeline(names);
 }
 
-function closeReplay() {
+export function closeReplay() {
   pause();
   race.lanes = [];
   $("#race").hidden = true;
   closeTimeline();
 }
 
-function seconds(t) { return `${t.toFixed(2)} s`; }
+export function seconds(t) { return `${t.toFixed(2)} s`; }
 
-function seek(t) {
+export function seek(t) {
   race.at = Math.max(0, Math.min(t, race.end));
   for (const name of race.lanes) {
     const replayed = lanes[name];
@@ -51,12 +61,12 @@ function seek(t) {
 }
 
 function showReplayStatus() { // the run is done, although only a part of it may be visible
-  if (busy || !complete() || pending.length) return;
-  setText($("#status"), [state.phase.filter(Boolean).join(": "), race.playing && "replaying"].filter(Boolean).join(", "));
+  if (current.busy || !complete() || current.pending.length) return;
+  setText($("#status"), [current.frame.phase.filter(Boolean).join(": "), race.playing && "replaying"].filter(Boolean).join(", "));
 }
 
-function showPart() { // counts of the displayed tokens and the button that displays the rest, while a part is hidden
-  const drawn = run === null ? [] : Object.values(lanes).filter((lane) => lane.last);
+export function showPart() { // counts of the displayed tokens and the button that displays the rest, while a part is hidden
+  const drawn = current.run === null ? [] : Object.values(lanes).filter((lane) => lane.last);
   const shown = drawn.map((lane) => lane.steps[lane.shown - 1]?.tokens ?? 0), all = drawn.map((lane) => lane.last.tokens);
   const partial = shown.some((count, i) => count < all[i]);
   const equal = new Set(all).size === 1;
@@ -68,25 +78,25 @@ function showPart() { // counts of the displayed tokens and the button that disp
 
 function joined(words) { return words.length < 2 ? words.join() : `${words.slice(0, -1).join(", ")} and ${words.at(-1)}`; }
 
-function displayAll() {
+export function displayAll() {
   endWalk();
-  frozen = false;
-  if (complete() && !pending.length) { // hidden by the replay
+  current.frozen = false;
+  if (complete() && !current.pending.length) { // hidden by the replay
     seek(race.end);
     return pause();
   }
-  skipPacing = drawing = true;
+  current.skipPacing = current.drawing = true;
   draw();
 }
 
-function scrollLane(lane, span) { // scroll the lane without scrolling the page
+export function scrollLane(lane, span) { // scroll the lane without scrolling the page
   if (!span) { lane.scrollTop = 0; return; }
   const [box, target] = [lane.getBoundingClientRect(), span.getBoundingClientRect()];
   if (target.bottom > box.bottom) lane.scrollTop += target.bottom - box.bottom + 8;
   else if (target.top < box.top) lane.scrollTop += target.top - box.top - 8;
 }
 
-function play(rate = Number($("#race-speed").value)) {
+export function play(rate = Number($("#race-speed").value)) {
   if (race.at >= race.end) seek(0);
   race.playing = true;
   race.rate = rate;
@@ -105,27 +115,29 @@ function play(rate = Number($("#race-speed").value)) {
   next(step);
 }
 
-function pause() {
+export function pause() {
   race.playing = false;
   cancelAnimationFrame(race.frame);
   clearTimeout(race.timer);
-  if (complete() && !pending.length) showHeadline();
+  if (complete() && !current.pending.length) showHeadline();
   showReplayStatus();
   setText($("#race-play"), race.lanes.length > 1 ? "▶ Race" : "▶ Replay");
 }
 
-function slowRate() { return Math.min(1, PACE / (fastestSpeed() || PACE)); }
+export function slowRate() { return Math.min(1, PACE / (fastestSpeed() || PACE)); }
 
-function raceOnce() { // after a comparison, unless another pace was chosen
-  const wanted = $("#pace").value === "replay" && race.lanes.length > 1 && state.phase[0] === "done";
+export function raceOnce() { // after a comparison, unless another pace was chosen
+  const wanted = $("#pace").value === "replay" && race.lanes.length > 1 && current.frame.phase[0] === "done";
   if (!wanted || reducedMotion.matches || document.visibilityState === "hidden") return false;
   setText($("#headline"), "Race: both runs in real time …");
   play(1);
   return true;
 }
 
-$("#show-rest").addEventListener("click", displayAll);
-$("#race-play").addEventListener("click", () => (race.playing ? pause() : play()));
-$("#slow-motion").addEventListener("click", () => { pause(); endWalk(); if (race.at >= race.end) seek(0); play(slowRate()); });
-$("#race-speed").addEventListener("change", (e) => { race.rate = Number(e.target.value); });
-$("#race-at").addEventListener("input", (e) => { pause(); seek(Number(e.target.value)); });
+export function connectReplay() {
+  $("#show-rest").addEventListener("click", displayAll);
+  $("#race-play").addEventListener("click", () => (race.playing ? pause() : play()));
+  $("#slow-motion").addEventListener("click", () => { pause(); endWalk(); if (race.at >= race.end) seek(0); play(slowRate()); });
+  $("#race-speed").addEventListener("change", (e) => { race.rate = Number(e.target.value); });
+  $("#race-at").addEventListener("input", (e) => { pause(); seek(Number(e.target.value)); });
+}

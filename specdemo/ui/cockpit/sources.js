@@ -1,8 +1,11 @@
-// Place that a draft was copied from: an excerpt in the inspector, and highlights in prompt and text.
+// Drawing of the place that a draft was copied from: an excerpt in the inspector, and highlights in prompt and text.
+
+import { make } from "./elements.js";
+import { DISCARDED } from "./state.js";
 
 const HIGHLIGHTS = ["specdemo-copied", "specdemo-context"];
 
-function drawSource(source) {
+export function drawSource(source) {
   if (!source?.words) return [];
   const parts = source.excerpt?.map((text) => visibleBreaks(text));
   const excerpt = parts && make("p", { class: "excerpt" }, `…${parts[0]}`, make("mark", { class: "context", text: parts[1] }), make("mark", { class: "copied", text: parts[2] }), `${parts[3]}…`);
@@ -11,7 +14,7 @@ function drawSource(source) {
 
 function visibleBreaks(text) { return text.replace(/\n/g, "⏎"); }
 
-function highlightSource(lane, source) {
+export function highlightSource(lane, source) {
   for (const name of HIGHLIGHTS) CSS.highlights?.delete(name);
   if (!source || !CSS.highlights) return;
   const nodes = committedTexts(lane);

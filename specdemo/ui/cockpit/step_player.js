@@ -1,9 +1,13 @@
 // Player of one step: guesses, target pass, a test per token, correction or bonus, discarded rest. The reader may change
 // draws, p and q. Several players can be on a page; each handles keys only while it has the focus.
 
+import { drawBars, formatNumber, make, setText, visibleText } from "./elements.js";
+
+import { ASSUMED_DRAW, decideStep, editable, residualBars } from "./step_rules.js";
+
 const PHASE_MS = 1100;
 
-function createPlayer(root, { onphase = () => {} } = {}) {
+export function createPlayer(root, { onphase = () => {} } = {}) {
   const button = (name, label, text) => make("button", { type: "button", class: `small ${name}`, "aria-label": label, text });
   const parts = {
     first: button("first", "Restart the step", "|◀"), back: button("back", "Previous phase", "◀"), play: button("play", "Play the step", "▶ Play"),
@@ -33,7 +37,7 @@ function handleKey(player, act, e) {
   if (action) { pausePlayer(player); action(); } else togglePlay(player);
 }
 
-function showPlayer(player, details, restored = false) { // opens in the final state
+export function showPlayer(player, details, restored = false) { // opens in the final state
   pausePlayer(player);
   Object.assign(player, { details, edits: {} });
   player.root.hidden = !details.nodes.length;
@@ -92,7 +96,7 @@ function phasesOf(player) {
   return [{ name: "guess" }, { name: "pass" }, ...testedInOrder(player).map((node) => ({ name: "test", node })), { name: "end" }, ...rest];
 }
 
-function goTo(player, at) {
+export function goTo(player, at) {
   player.at = at;
   refresh(player);
 }
@@ -110,7 +114,7 @@ function togglePlay(player) {
   next();
 }
 
-function pausePlayer(player) {
+export function pausePlayer(player) {
   clearTimeout(player.timer);
   player.timer = 0;
   setText(player.parts.play, "▶ Play");
@@ -200,7 +204,7 @@ function drawResult(details, { path, states, changed }) {
   if (!changed) {
     if (!last) return make("p", { class: "quiet", text: "The text ended here." });
     const head = make("p", { class: "head" }, make("span", { class: "tok", "data-kind": last.kind, text: visibleText(last.text) }), ` ${last.words}`);
-    return make("div", {}, head, ...(last.bars.length ? [drawBars(last.bars.slice(0, 6), last.law === "p" ? "p" : "residual")] : []));
+    return make("div", {}, head, ...(last.bars.length ? [drawBars(last.bars.slice(0, 6), last.legend)] : []));
   }
   if (endsAtLeaf(details, path)) return make("p", { text: "All tokens of a path are kept: a bonus token follows." });
   const end = path.at(-1) ?? -1;

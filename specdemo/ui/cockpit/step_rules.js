@@ -1,8 +1,8 @@
 // Decisions of a step, recomputed after its reader changed p, q or draws. Unchanged values give the recorded outcomes.
 
-const ASSUMED_DRAW = 0.5; // of a token that the run did not test
+export const ASSUMED_DRAW = 0.5; // of a token that the run did not test
 
-function decideStep(details, edits = {}) { // `edits`: node -> { p, q, draw }
+export function decideStep(details, edits = {}) { // `edits`: node -> { p, q, draw }
   const edited = Object.keys(edits).length > 0;
   const values = details.nodes.map((node, n) => ({ p: node.p, q: node.point ? null : node.q, draw: node.draw, ...edits[n] }));
   const bounds = details.test === "block" ? blockBounds(details, values) : values.map((_, n) => boundOf(details, values, edits, n));
@@ -14,7 +14,7 @@ function decideStep(details, edits = {}) { // `edits`: node -> { p, q, draw }
   return { values, bounds, path: edited ? path : details.path, states, changed };
 }
 
-function editable({ test, nodes }, n) { // names of the values that may be changed
+export function editable({ test, nodes }, n) { // names of the values that may be changed
   const node = nodes[n];
   if (node.p === null || test === "none" || test === "sample") return [];
   if (test === "rank" || test === "bound") return node.rival === null && test === "rank" ? [] : ["p"];
@@ -75,7 +75,7 @@ function massAfter(nodes, siblings, text, p) { // p of a token in the residual o
   return left.find(([name]) => name === text)?.[1] ?? p;
 }
 
-function residualBars(nodes, rejected, weight = 1) { // max(w p - q, 0) of the recorded tokens, normalised, sibling by sibling
+export function residualBars(nodes, rejected, weight = 1) { // max(w p - q, 0) of the recorded tokens, normalised, sibling by sibling
   let left = nodes[rejected[0]].bars.map(([text, p]) => [text, p ?? 0]);
   for (const [i, n] of rejected.entries()) {
     const q = new Map(nodes[n].bars.map(([text, , mass]) => [text, mass ?? 0]));

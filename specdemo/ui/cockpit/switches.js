@@ -1,5 +1,8 @@
 // Switches of the display, stored between visits.
 
+import { setText } from "./elements.js";
+import { $ } from "./state.js";
+
 const COLOUR_WORDS = { accepted: ["green", "blue"], rejected: ["red", "orange"], correction: ["blue", "yellow"], bonus: ["pale blue", "pale yellow"] };
 
 function storedSwitch(id, key, apply) {
@@ -11,9 +14,11 @@ function storedSwitch(id, key, apply) {
   apply(box.checked);
 }
 
-storedSwitch("#show-rejected", "specdemo-show-rejected", (on) => $(".cockpit").classList.toggle("only-kept", !on));
-storedSwitch("#inline-guesses", "specdemo-inline-guesses", (on) => $(".cockpit").classList.toggle("inline", on));
-storedSwitch("#safe-colours", "specdemo-safe-colours", (on) => {
-  $(".cockpit").classList.toggle("safe", on);
-  for (const [kind, words] of Object.entries(COLOUR_WORDS)) setText($(`[data-legend=${kind}]`), words[Number(on)]);
-});
+export function connectSwitches() {
+  storedSwitch("#show-rejected", "specdemo-show-rejected", (on) => $(".cockpit").classList.toggle("only-kept", !on));
+  storedSwitch("#inline-guesses", "specdemo-inline-guesses", (on) => $(".cockpit").classList.toggle("inline", on));
+  storedSwitch("#safe-colours", "specdemo-safe-colours", (on) => {
+    $(".cockpit").classList.toggle("safe", on);
+    for (const [kind, words] of Object.entries(COLOUR_WORDS)) setText($(`[data-legend=${kind}]`), words[Number(on)]);
+  });
+}

@@ -1,10 +1,17 @@
 // Tiles, rates of the lanes and the speed curve, updated less often than the tokens.
 
-const TILES_INTERVAL_MS = 250;
+import { setText } from "./elements.js";
+import { showPosition } from "./headline.js";
+import { showClock } from "./run.js";
+import { $, current, element, lanes } from "./state.js";
+
+export const TILES_INTERVAL_MS = 250;
 
 let tilesDrawnAt = 0;
 
-function drawTiles() {
+export function tilesAge() { return performance.now() - tilesDrawnAt; } // in milliseconds
+
+export function drawTiles() {
   tilesDrawnAt = performance.now();
   showPosition();
   showRates();
@@ -12,11 +19,11 @@ function drawTiles() {
   drawSpeedCurve(); // last, because it forces a layout
 }
 
-function showRates() {
-  for (const [name, rate] of Object.entries(state.rates)) setText($(".rate", lanes[name].box), rate);
+export function showRates() {
+  for (const [name, rate] of Object.entries(current.frame.rates)) setText($(".rate", lanes[name].box), rate);
 }
 
-function drawSpeedCurve() {
+export function drawSpeedCurve() {
   const canvas = $(".spark");
   const [width, height, scale] = [canvas.clientWidth, canvas.clientHeight, window.devicePixelRatio || 1];
   if (canvas.width !== width * scale || canvas.height !== height * scale) {

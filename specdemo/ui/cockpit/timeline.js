@@ -1,31 +1,19 @@
 // Runs on one time axis, a block per step. Blocks, tokens and a sentence are linked by pointer and keyboard.
 
-const AXIS = 1000, BLOCK = 18;
+import { AXIS, BLOCK, countSteps, drawBlocks, markBlock } from "./blocks.js";
+import { canvas, make, setText, svg } from "./elements.js";
+import { inspectStep } from "./inspector.js";
+import { race, seconds } from "./replay.js";
+import { $, DISCARDED, element, HEADINGS, lanes } from "./state.js";
 
-function drawBlocks(times, end, label) { // `times`: end of each step in seconds; two shades separate the steps
-  const x = (t) => (AXIS * t) / end;
-  const path = (odd) => times.map((t, i) => (i % 2 === Number(odd) ? `M${x(times[i - 1] ?? 0).toFixed(2)} 0H${x(t).toFixed(2)}V${BLOCK}H${x(times[i - 1] ?? 0).toFixed(2)}Z` : "")).join("");
-  const picture = canvas(label, AXIS, BLOCK, svg("path", { d: path(false), class: "even" }), svg("path", { d: path(true), class: "odd" }), svg("rect", { y: 0, height: BLOCK, width: 0, class: "linked" }));
-  picture.setAttribute("preserveAspectRatio", "none");
-  return picture;
-}
-
-function countSteps({ length }) { return `first pass and ${length - 1} steps`; }
-
-function markBlock(picture, times, end, i) { // no block for -1
-  const mark = picture.querySelector(".linked"), from = times[i - 1] ?? 0;
-  mark.setAttribute("x", i < 0 ? 0 : (AXIS * from) / end);
-  mark.setAttribute("width", i < 0 ? 0 : Math.max(2, (AXIS * (times[i] - from)) / end));
-}
-
-function openTimeline(names) {
+export function openTimeline(names) {
   const end = Math.max(...names.map((name) => lanes[name].steps.at(-1).t));
   $("#timeline").hidden = false;
   $("#time-rows").replaceChildren(...names.map((name) => timeRow(name, end)));
   linkStep(null);
 }
 
-function drawPassCosts(costs) { // two bars: a pass that writes one token, and one that checks several
+export function drawPassCosts(costs) { // two bars: a pass that writes one token, and one that checks several
   $("#pass-costs").hidden = !costs;
   if (!costs) return;
   const longest = Math.max(...costs.bars.map(([, s]) => s));
@@ -35,7 +23,7 @@ function drawPassCosts(costs) { // two bars: a pass that writes one token, and o
   for (const picture of element.querySelectorAll("#pass-costs svg")) picture.setAttribute("preserveAspectRatio", "none");
 }
 
-function drawRunTable([head, ...rows]) {
+export function drawRunTable([head, ...rows]) {
   $("#run-table").hidden = !rows.length;
   if (!rows.length) return;
   const row = (cells, tag) => make("tr", {}, ...cells.map((text, k) => make(k ? tag : "th", { text, scope: k ? (tag === "th" ? "col" : null) : tag === "th" ? "col" : "row" })));
@@ -66,12 +54,12 @@ function timeRow(name, end) {
   return make("div", { class: "time-row", "data-row": name }, make("span", { class: "time-name", text: HEADINGS[name] }), bar, make("span", { class: "time-end", text: seconds(times.at(-1)) }));
 }
 
-function closeTimeline() {
+export function closeTimeline() {
   linkStep(null);
   $("#timeline").hidden = $("#run-table").hidden = true;
 }
 
-function linkStep(name, i = -1) {
+export function linkStep(name, i = -1) {
   $(".linked-step")?.classList.remove("linked-step");
   for (const { picture, times, end } of Object.values(lanes)) if (picture) markBlock(picture, times, end, -1);
   if (name === null || i < 0) return setText($("#time-words"), summaryOfTimes());

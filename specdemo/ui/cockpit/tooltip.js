@@ -1,39 +1,22 @@
-// Tooltip of the token under the pointer or the keyboard focus. Explanations are templates from the run's first record.
+// Tooltip of the token under the pointer or the keyboard focus.
 
-function explain(span) {
-  const [cell, , template] = cellOf.get(span);
-  const { p, q, draw, bound, rank, best } = decisionOf(cell);
-  const figures = { p: formatNumber(p), q: formatNumber(q), draw: formatNumber(draw), bound: formatNumber(bound), rank, best: formatNumber(best) };
-  const sentence = template.replace(/\{(\w+)\}/g, (_, name) => figures[name]);
-  const fate = lanes[span.closest("[data-lane]").dataset.lane].fates[span.parentElement.dataset.fate];
-  return fate ? `${sentence} ${fate}` : sentence;
-}
-
-function decisionOf([, , , p = null, q = null, draw = null, bound = null, rank = null, best = null]) { return { p, q, draw, bound, rank, best }; }
-
-function decisionRows({ p, q, draw, bound, rank, best }) { // the figures that decided about a draft token
-  if (rank !== null) return [["rank in target", String(rank)], ["probability", formatNumber(p)], ["first choice", formatNumber(best)]];
-  const rows = [["p, target", formatNumber(p)], ["q, drafter", q === null ? "point mass" : formatNumber(q)]];
-  if (draw !== null) rows.push(["accepted below", formatNumber(bound)], ["draw", formatNumber(draw)]);
-  else if (bound !== null) rows.push(["accepted from p", formatNumber(bound)]);
-  return rows;
-}
+import { make } from "./elements.js";
+import { inspectStep, revealStep } from "./inspector.js";
+import { $, lanes, tokenOf } from "./state.js";
+import { decisionRows, explain } from "./steps.js";
 
 function showTooltip(span) {
   hideTooltip();
-  const [cell, step] = cellOf.get(span);
-  const [kind, text, id] = cell;
-  const rows = [["token", `${JSON.stringify(text)} · id ${id}`], ["step", String(step)]];
-  const { trips } = span.parentElement.dataset;
-  if (trips) rows.push(["round trips", trips]);
-  const decision = decisionOf(cell);
+  const { token: { kind, text, id, why, decision }, record: { l, step } } = tokenOf.get(span);
+  const rows = [["token", `${JSON.stringify(text)} · id ${id}`], ["step", String(step.i)]];
+  if (step.remote?.rows) rows.push(["round trips", String(1 + step.remote.rows)]);
   if (decision.p !== null) rows.push(...decisionRows(decision));
   const tip = $("#tip");
-  const { by, fate } = span.parentElement.dataset;
+  const { by, fate } = span.parentElement.dataset, { head } = lanes[l];
   const heading = by ? ["unverified", fate !== "open" && fate].filter(Boolean).join(", ") : kind === "ignored" ? "not tested" : kind;
   const list = make("dl", {}, ...rows.flatMap(([name, value]) => [make("dt", { text: name }), make("dd", { text: value })]));
   tip.dataset.kind = kind;
-  tip.replaceChildren(make("strong", { text: heading }), list, make("p", { text: explain(span) }));
+  tip.replaceChildren(make("strong", { text: heading }), list, make("p", { text: [explain(head, why, decision), head.fates[fate]].filter(Boolean).join(" ") }));
   tip.hidden = false;
   const at = span.getClientRects()[0] ?? span.getBoundingClientRect();
   const size = tip.getBoundingClientRect();
@@ -44,11 +27,16 @@ function showTooltip(span) {
   span.setAttribute("aria-describedby", "tip");
 }
 
-function hideTooltip() {
+export function hideTooltip() {
   if ($("#tip").hidden) return; // avoids a search of the page per scroll event
   $("#tip").hidden = true;
   $(".mates")?.classList.remove("mates");
   $("[aria-describedby]")?.removeAttribute("aria-describedby");
+}
+
+export function resetTooltip() {
+  hideTooltip();
+  quietUntil = 0;
 }
 
 function moveFocus(lane, key) { // a lane is one Tab stop; arrow keys move between its tokens
@@ -67,28 +55,32 @@ const QUIET_MS = 800; // after a click: the text may move below the pointer
 
 let quietUntil = 0;
 
-for (const [name, { lane }] of Object.entries(lanes)) {
-  const inspect = async (span) => {
-    await inspectStep(name, cellOf.get(span)[1]);
-    quietUntil = performance.now() + QUIET_MS;
-    hideTooltip();
-    if (!$("#inspector").hidden) revealStep(span);
-  };
-  const leave = () => { // text that moves below a resting pointer must not hide the tip of the focused token
-    const focused = lane.querySelector(".tok:focus");
-    if (!focused) hideTooltip();
-    else if (!$("#tip").hidden) showTooltip(focused);
-  };
-  lane.addEventListener("pointerover", (e) => { const span = e.target.closest(".tok"); span && performance.now() > quietUntil ? showTooltip(span) : leave(); });
-  lane.addEventListener("pointerleave", leave);
-  lane.addEventListener("scroll", () => { if (!lane.contains(document.activeElement)) hideTooltip(); });
-  lane.addEventListener("focusin", (e) => { if (e.target.matches(".tok")) showTooltip(e.target); });
-  lane.addEventListener("focusout", hideTooltip);
-  lane.addEventListener("click", (e) => { const span = e.target.closest(".tok"); if (span && getSelection().isCollapsed) inspect(span); });
-  lane.addEventListener("keydown", (e) => {
-    if (e.ctrlKey || e.metaKey || e.altKey) return;
-    if (e.key === "Enter" && e.target.matches(".tok")) inspect(e.target).then(() => $("#player").focus({ preventScroll: true }));
-    else if (!moveFocus(lane, e.key)) return;
-    e.preventDefault();
-  });
+export function connectTooltip() {
+  for (const [name, { lane }] of Object.entries(lanes)) {
+    const inspect = (span) => {
+      inspectStep(name, tokenOf.get(span).record.step.i);
+      quietUntil = performance.now() + QUIET_MS;
+      hideTooltip();
+      if (!$("#inspector").hidden) revealStep(span);
+    };
+    const leave = () => { // text that moves below a resting pointer must not hide the tip of the focused token
+      const focused = lane.querySelector(".tok:focus");
+      if (!focused) hideTooltip();
+      else if (!$("#tip").hidden) showTooltip(focused);
+    };
+    lane.addEventListener("pointerover", (e) => { const span = e.target.closest(".tok"); span && performance.now() > quietUntil ? showTooltip(span) : leave(); });
+    lane.addEventListener("pointerleave", leave);
+    lane.addEventListener("scroll", () => { if (!lane.contains(document.activeElement)) hideTooltip(); });
+    lane.addEventListener("focusin", (e) => { if (e.target.matches(".tok")) showTooltip(e.target); });
+    lane.addEventListener("focusout", hideTooltip);
+    lane.addEventListener("click", (e) => { const span = e.target.closest(".tok"); if (span && getSelection().isCollapsed) inspect(span); });
+    lane.addEventListener("keydown", (e) => {
+      if (e.ctrlKey || e.metaKey || e.altKey) return;
+      if (e.key === "Enter" && e.target.matches(".tok")) {
+        inspect(e.target);
+        $("#player").focus({ preventScroll: true });
+      } else if (!moveFocus(lane, e.key)) return;
+      e.preventDefault();
+    });
+  }
 }

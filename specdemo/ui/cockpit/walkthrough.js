@@ -1,14 +1,18 @@
 // The recorded example explains itself: one step plays without a click, then *Next step* and *Play* continue.
 
+import { make, setText } from "./elements.js";
+import { showHeadline } from "./headline.js";
+import { play, seek, slowRate } from "./replay.js";
+import { $, current, element, lanes, reducedMotion } from "./state.js";
+
 const STAGE_MS = 1000;
 const STAGES = ["guessed", "checked", ""]; // drafts in grey, in the target's pass, with their outcomes
 
-let walking = false; // the recording waits for *Next step* or *Play*
 let walkAt = 0;
 let stageTimer = 0;
 
-function beginWalk() {
-  const { steps } = lanes[state.plan[0]];
+export function beginWalk() {
+  const { steps } = lanes[current.frame.plan[0]];
   const kinds = steps.map(({ span }) => new Set([...span.children].map((token) => token.dataset.kind)));
   const telling = kinds.findIndex((step) => step.has("accepted") && step.has("correction"));
   const drafted = kinds.findIndex((step) => step.has("accepted") || step.has("rejected"));
@@ -20,9 +24,9 @@ function beginWalk() {
   showWalkStep(Math.max(telling, 0) || Math.max(drafted, 0), !reducedMotion.matches);
 }
 
-function endWalk() {
+export function endWalk() {
   clearTimeout(stageTimer);
-  walking = false;
+  current.walking = false;
   $("#walk").hidden = true;
   delete document.body.dataset.example;
   $(".cockpit").classList.remove("example");
@@ -32,7 +36,7 @@ function endWalk() {
 }
 
 function showWalkStep(i, animated) {
-  const { steps } = lanes[state.plan[0]];
+  const { steps } = lanes[current.frame.plan[0]];
   clearTimeout(stageTimer);
   walkAt = i;
   seek(steps[i].t);
@@ -61,5 +65,7 @@ function stepWords(span) {
   return [`The drafter guessed ${guesses} token${guesses > 1 ? "s" : ""}.`, `One target pass checked ${guesses > 1 ? "them" : "it"}.`, outcome];
 }
 
-$("#next-step").addEventListener("click", () => showWalkStep(Math.min(walkAt + 1, lanes[state.plan[0]].steps.length - 1), !reducedMotion.matches));
-$("#play-steps").addEventListener("click", () => { endWalk(); play(slowRate()); });
+export function connectWalkthrough() {
+  $("#next-step").addEventListener("click", () => showWalkStep(Math.min(walkAt + 1, lanes[current.frame.plan[0]].steps.length - 1), !reducedMotion.matches));
+  $("#play-steps").addEventListener("click", () => { endWalk(); play(slowRate()); });
+}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from statistics import mean
@@ -12,14 +13,14 @@ from typing import Any
 
 import gradio as gr
 
+from specdemo.core.step import Outcome, Step
 from specdemo.core.theory import expected_tokens
 from specdemo.core.theory import speedup as cost_model
 from specdemo.models.zoo import ASSETS
-from specdemo.ui.frames import read_traces
+from specdemo.ui.frames import Run, read_traces
 from specdemo.ui.lane import PLAIN, SPEC, Lane
-from specdemo.ui.page_files import PLAYER, scripts
+from specdemo.ui.page_files import mount_module
 from specdemo.ui.run_estimate import cost_terms
-from specdemo.ui.step_views import step_pictures
 from specdemo.ui.summary import lane_speedup
 
 _FOLDER = Path(__file__).parent
@@ -33,7 +34,7 @@ def lessons_page(blocks: gr.Blocks) -> None:
     with blocks.route("Lessons", PATH, show_in_navbar=False):
         gr.HTML(
             html_template=lessons_markup(),
-            js_on_load=f"{scripts(*PLAYER, 'sources')}\n{_text('lessons.js')}",
+            js_on_load=mount_module("lessons"),
             apply_default_css=False,
             elem_id="lessons",
             lessons=lesson_data(),
@@ -45,7 +46,7 @@ def lessons_markup() -> str:
     data, lanes = lesson_data(), _lanes(GREEDY)
     spec, plain = lanes[SPEC], lanes[PLAIN]
     passes, costs = data["passes"], data["costs"]
-    survive = data["survive"]
+    survive = data["survive"][-1]["step"]
     texts = {
         "one_ms": f"{1000 * passes['single']:.1f}",
         "several_ms": f"{1000 * passes['several']:.1f}",
@@ -55,8 +56,8 @@ def lessons_markup() -> str:
         "text": html.escape("".join(event.text for event in spec.steps).strip()),
         "passes": spec.metrics.target_passes,
         "baseline_passes": plain.metrics.target_passes,
-        "guesses": len(survive["nodes"]),
-        "survivors": len(survive["path"]),
+        "guesses": len(survive["draft"]),
+        "survivors": len(survive["accepted"]),
         "cost": f"{costs['c']:.2f}",
         "alpha": f"{costs['alpha']:.2f}",
         "gamma": f"{costs['gamma']:.1f}",
@@ -71,7 +72,7 @@ def lessons_markup() -> str:
 
 @cache
 def lesson_data() -> dict[str, Any]:
-    """Return steps, times and costs of the recorded runs."""
+    """Return records of steps, times and costs of the recorded runs."""
     sampled, greedy = _lanes(SAMPLED), _lanes(GREEDY)
     full = max(len(event.step.draft) for event in sampled[SPEC].steps)
     drafted = [event.step for event in sampled[SPEC].steps if len(event.step.draft) == full]
@@ -83,8 +84,8 @@ def lesson_data() -> dict[str, Any]:
             "rows": full + 1,
         },
         "race": [(name, [event.step.t for event in greedy[key].steps]) for name, key in _RACE],
-        "survive": next(filter(_instructive, step_pictures(sampled[SPEC]))),
-        "copied": next(step for step in step_pictures(_lanes(COPIED)[SPEC]) if _copied(step)),
+        "survive": _records_until(SAMPLED, _instructive),
+        "copied": _records_until(COPIED, _copied),
         "costs": _costs(sampled),
     }
 
@@ -107,22 +108,34 @@ def _conclusion(predicted: float, measured: float) -> str:
     return "Guesses paid." if measured > 1 else "Guesses cost time."
 
 
-def _instructive(step: Mapping[str, Any]) -> bool:
+def _instructive(step: Step) -> bool:
     """Return True for a step with all outcomes, whose rejection depends on the draw."""
-    nodes = step["nodes"]
-    states = [node["state"] for node in nodes]
-    uncertain = any(node["state"] == "rejected" and (node["bound"] or 0) > 0.1 for node in nodes)
-    return {"accepted", "rejected", "ignored"} <= set(states) and uncertain
+    outcomes = [step.outcome(node) for node in range(len(step.draft))]
+    bounds = zip(outcomes, step.verdict.bound, strict=False)
+    uncertain = any(outcome is Outcome.REJECTED and (bound or 0) > 0.1 for outcome, bound in bounds)
+    return {Outcome.ACCEPTED, Outcome.REJECTED, Outcome.IGNORED} <= set(outcomes) and uncertain
 
 
-def _copied(step: Mapping[str, Any]) -> bool:
-    source = step["source"]
-    return bool(source and source["excerpt"] and source["context"] and len(step["path"]) > 1)
+def _copied(step: Step) -> bool:
+    origin = step.draft.origin
+    return bool(origin and origin[0].source == "n-gram" and len(step.verdict.accepted) > 1)
+
+
+def _records_until(path: Path, wanted: Callable[[Step], bool]) -> list[dict[str, Any]]:
+    """Return the header and the steps up to the first wanted one."""
+    run = _run(path)
+    last = next(event.step.i for event in run.lanes[SPEC].steps if wanted(event.step))
+    records = (json.loads(record.text) for record in run.records)
+    return [record for record in records if record["l"] == SPEC][: last + 2]
 
 
 @cache
-def _lanes(path: Path) -> dict[str, Lane]:
-    return read_traces(path.read_text("utf-8")).lanes
+def _run(path: Path) -> Run:
+    return read_traces(path.read_text("utf-8"))
+
+
+def _lanes(path: Path) -> Mapping[str, Lane]:
+    return _run(path).lanes
 
 
 def _text(name: str) -> str:

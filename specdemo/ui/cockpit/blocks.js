@@ -1,0 +1,21 @@
+// A run on the time axis: a block per step.
+
+import { canvas, svg } from "./elements.js";
+
+export const AXIS = 1000, BLOCK = 18;
+
+export function drawBlocks(times, end, label) { // `times`: end of each step in seconds; two shades separate the steps
+  const x = (t) => (AXIS * t) / end;
+  const path = (odd) => times.map((t, i) => (i % 2 === Number(odd) ? `M${x(times[i - 1] ?? 0).toFixed(2)} 0H${x(t).toFixed(2)}V${BLOCK}H${x(times[i - 1] ?? 0).toFixed(2)}Z` : "")).join("");
+  const picture = canvas(label, AXIS, BLOCK, svg("path", { d: path(false), class: "even" }), svg("path", { d: path(true), class: "odd" }), svg("rect", { y: 0, height: BLOCK, width: 0, class: "linked" }));
+  picture.setAttribute("preserveAspectRatio", "none");
+  return picture;
+}
+
+export function countSteps({ length }) { return `first pass and ${length - 1} steps`; }
+
+export function markBlock(picture, times, end, i) { // no block for -1
+  const mark = picture.querySelector(".linked"), from = times[i - 1] ?? 0;
+  mark.setAttribute("x", i < 0 ? 0 : (AXIS * from) / end);
+  mark.setAttribute("width", i < 0 ? 0 : Math.max(2, (AXIS * (times[i] - from)) / end));
+}

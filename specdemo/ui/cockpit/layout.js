@@ -1,0 +1,40 @@
+// Layout of the page: the sidebar of the settings, and the moment at which the mounted page becomes visible.
+
+import { observeContents } from "./attributes.js";
+import { current, listeners } from "./state.js";
+
+const REVEAL_FRAMES = 3, REVEAL_TIMEOUT_MS = 4000, CONTENT_TIMEOUT_MS = 1500;
+const narrow = matchMedia("(max-width: 768px)");
+
+export function connectLayout(content) { // `content`: promise of the first run
+  if (narrow.matches) fitSidebar();
+  narrow.addEventListener("change", fitSidebar, { signal: listeners.signal });
+  Promise.race([content, new Promise((resolve) => setTimeout(resolve, CONTENT_TIMEOUT_MS))]).finally(reveal); // a slow server does not hide the page
+}
+
+function fitSidebar() { // it would cover a narrow page, and a wide one has no button to open it; gradio opens it late
+  let settledFrames = 0;
+  const fit = () => {
+    const handle = /** @type {HTMLElement | null} */ (document.querySelector(`#settings${narrow.matches ? ".open" : ":not(.open)"} > button`));
+    handle?.click();
+    settledFrames = handle || !document.getElementById("settings") ? 0 : settledFrames + 1;
+    if (settledFrames < 20 && !listeners.signal.aborted) requestAnimationFrame(fit);
+  };
+  fit();
+}
+
+function reveal() { // when all parts are mounted and have their size
+  const began = performance.now();
+  let height = 0, stable = 0;
+  const check = () => {
+    const more = /** @type {HTMLElement | null} */ (document.querySelector("#more-settings button.open"));
+    if (more && document.getElementById("max-tokens")) more.click(); // its parts remain in the document
+    const mounted = !more && ["settings", "examples", "prompt", "run", "tabs"].every((id) => document.getElementById(id)) && "settings" in document.body.dataset && !current.drawing && !(narrow.matches && document.querySelector("#settings.open"));
+    const now = document.documentElement.scrollHeight;
+    stable = mounted && now === height ? stable + 1 : 0;
+    height = now;
+    if (stable >= REVEAL_FRAMES || performance.now() - began > REVEAL_TIMEOUT_MS) { document.body.dataset.shown = "yes"; observeContents(); }
+    else setTimeout(check, 16); // hidden tabs receive no animation frames
+  };
+  check();
+}

@@ -1,0 +1,66 @@
+// Lessons: bars, time axes, step players and the prediction of the speed-up, from recorded runs.
+
+import { countSteps, drawBlocks } from "./blocks.js";
+import { bar, canvas, make, setText, svg } from "./elements.js";
+import { drawSource } from "./sources.js";
+import { createPlayer, goTo, showPlayer } from "./step_player.js";
+import { stepDetails } from "./steps.js";
+
+function lastStep([{ head, header }, ...records]) { return stepDetails({ head, header, records }, records.length - 1); }
+
+export function mount({ element, props }) {
+  for (const icon of document.querySelectorAll("footer img")) icon.setAttribute("alt", "");
+  const inLesson = (id) => element.querySelector(`#lesson-${id}`);
+
+  function lessonBar(label, share, value) {
+    return make("div", { class: "lesson-bar" }, make("span", { text: label }), make("span", { class: "track" }, bar(share, "p")), make("strong", { text: value }));
+  }
+
+  const { passes, race: recordedRace, survive, copied, costs } = props.lessons;
+  const longest = Math.max(passes.single, passes.several);
+  inLesson("passes").replaceChildren(
+    lessonBar("1 token", passes.single / longest, `${(1000 * passes.single).toFixed(1)} ms`),
+    lessonBar(`${passes.rows} tokens`, passes.several / longest, `${(1000 * passes.several).toFixed(1)} ms`));
+
+  const raceEnd = Math.max(...recordedRace.map(([, times]) => times.at(-1)));
+  inLesson("race").replaceChildren(...recordedRace.map(([name, times], i) => make("div", { class: "time-row", "data-row": i ? "ar" : "spec" },
+    make("span", { text: name }), make("div", { class: "time-bar" }, drawBlocks(times, raceEnd, `${countSteps(times)} in ${times.at(-1).toFixed(2)} s`)), make("span", { text: `${times.at(-1).toFixed(2)} s` }))));
+
+  for (const [id, records] of [["survive", survive], ["copied", copied]]) {
+    const player = createPlayer(inLesson(id));
+    showPlayer(player, { ...lastStep(records), source: null }); // the source is the answer
+    goTo(player, 0); // the reader guesses first
+    window.addEventListener("beforeprint", () => goTo(player, Infinity));
+  }
+  inLesson("source").replaceChildren(...drawSource(lastStep(copied).source));
+
+  const SLIDERS = { alpha: ["Acceptance α", 0, 0.99, 0.01], gamma: ["Guesses per step γ", 1, 12, 1], c: ["Cost of a guess c", 0, 1, 0.01] };
+  const chosen = { ...costs, alpha: Math.round(100 * costs.alpha) / 100, gamma: Math.round(costs.gamma) };
+
+  function predictedSpeedup({ alpha, gamma, c, v, o }) { return (1 - alpha ** (gamma + 1)) / (1 - alpha) / (gamma * c + v + o); }
+
+  function drawPrediction() {
+    const points = [...Array(100).keys()].map((i) => [i / 100, predictedSpeedup({ ...chosen, alpha: i / 100 })]);
+    const top = Math.max(2, ...points.map(([, y]) => y)), x = (a) => 40 + 360 * a, y = (s) => 170 - 150 * (s / top);
+    const now = predictedSpeedup(chosen), pays = points.find(([, s]) => s > 1);
+    const words = `α ${chosen.alpha.toFixed(2)}, γ ${chosen.gamma}, c ${chosen.c.toFixed(2)}: ${now.toFixed(2)}×, ${now > 1 ? "faster" : "slower"}. ${pays ? `It pays from α ${pays[0].toFixed(2)} on.` : "It pays for no acceptance."}`;
+    const label = (left, top_, text, kind = "axis") => svg("text", { x: left, y: top_, class: kind, text });
+    inLesson("curve").replaceChildren(canvas(`Predicted speed-up by acceptance. ${words}`, 420, 200,
+      svg("rect", { x: x(0), y: y(1), width: 360, height: 170 - y(1), class: "loses" }), svg("line", { x1: x(0), x2: x(1), y1: y(1), y2: y(1), class: "grid" }),
+      svg("polyline", { points: points.map(([a, s]) => `${x(a)},${y(s)}`).join(" "), class: "line" }), svg("circle", { cx: x(chosen.alpha), cy: y(now), r: 6, class: "dot best" }),
+      label(x(0) - 6, y(1) + 4, "1×", "axis end"), label(x(0) - 6, y(top) + 8, `${top.toFixed(1)}×`, "axis end"), label(x(0) + 6, 164, "loses"), label(x(0), 188, "α 0"), label(x(1), 188, "1", "axis end")));
+    setText(inLesson("prediction"), words);
+  }
+
+  inLesson("sliders").replaceChildren(...Object.entries(SLIDERS).map(([name, [label, min, max, step]]) => {
+    const input = make("input", { type: "range", min, max, step, value: chosen[name] });
+    input.addEventListener("input", () => { chosen[name] = Number(input.value); drawPrediction(); });
+    return make("label", {}, label, input);
+  }));
+  drawPrediction();
+
+  element.querySelector("#lessons-print").addEventListener("click", () => print());
+  window.addEventListener("beforeprint", () => { for (const answer of element.querySelectorAll(".lesson > details")) answer.open = true; });
+  const asked = new URLSearchParams(location.search).get("lesson") ?? location.hash.replace("#lesson-", "");
+  if (/^[1-5]$/.test(asked)) inLesson(asked).scrollIntoView();
+}

@@ -1,0 +1,114 @@
+// The cockpit in the page: buttons, keyboard shortcuts, downloads and the settings shared by all tabs.
+
+import { mountDisplay } from "./display.js";
+import { setText } from "./elements.js";
+import { connectLayout } from "./layout.js";
+import { savedPage } from "./page_export.js";
+import { download } from "./plot_export.js";
+import { pause } from "./replay.js";
+import { endRun, markButtons, newRunId, receiveFrame, showMissing, startRun, stop } from "./run.js";
+import { connectSocket, reconnect, resume } from "./socket.js";
+import { $, current, DISCARDED, displaying, lanes, listeners, server } from "./state.js";
+import { asCsv } from "./step_table.js";
+import { textPicture } from "./text_picture.js";
+import { drawSpeedCurve } from "./tiles.js";
+import { hideTooltip } from "./tooltip.js";
+import { connectTraces, playAtFirstVisit } from "./traces.js";
+
+export function mount({ element: root, props, server: functions, watch }) {
+  const lesson = new URLSearchParams(location.search).get("lesson");
+  if (/^[1-5]$/.test(lesson ?? "")) location.replace(`lessons?lesson=${lesson}`);
+  mountDisplay({ element: root, server: functions });
+  connectSocket();
+  connectRuns();
+  connectDownloads();
+  connectTraces(props.max_trace);
+  connectLogField();
+  connectSettings();
+  connectLayout(resume().then(playAtFirstVisit));
+  window.addEventListener("resize", drawSpeedCurve, { signal: listeners.signal });
+  markButtons();
+  watch("value", () => { if (props.value) receiveFrame(JSON.parse(props.value)); });
+}
+
+function connectRuns() {
+  const capturing = { capture: true, signal: listeners.signal };
+
+  document.addEventListener("click", (e) => {
+    const target = /** @type {Element} */ (e.target);
+    if (target.closest("#stop")) return stop();
+    if (!target.closest("#run, #continue-chat, #repeat")) return;
+    if (current.busy && !displaying()) { e.stopImmediatePropagation(); e.preventDefault(); return; }
+    startRun(newRunId());
+  }, capturing);
+
+  document.addEventListener("focusin", (e) => {
+    const field = /** @type {HTMLElement | null} */ (/** @type {Element} */ (e.target).closest("#prompt"));
+    if (field) field.dataset.editing = "yes";
+  }, capturing);
+
+  document.addEventListener("keydown", (e) => {
+    if (e.key === "Enter" && (e.ctrlKey || e.metaKey)) {
+      e.preventDefault();
+      e.stopImmediatePropagation(); // a focused checkbox would handle Enter too
+      document.getElementById("run").click();
+    }
+    if (e.key === "Escape" && !(/** @type {Element} */ (e.target).closest?.("[aria-expanded=true]"))) { hideTooltip(); pause(); stop(); } // Escape closes an open dropdown first
+  }, capturing);
+
+  window.addEventListener("specdemo:failed", async () => {
+    if (!current.busy || current.run !== null) return reconnect();
+    const id = current.started, frame = await server.trace_since([id, 0]);
+    if (!current.busy || id !== current.started || current.run !== null) return;
+    if (frame) receiveFrame(JSON.parse(frame)); // only the answer was lost
+    else endRun("failed", "failed: the server rejected the run: try again");
+  }, { signal: listeners.signal });
+}
+
+function save(text, name, type) {
+  if (!text) return showMissing(text);
+  download(text, name, type);
+}
+
+function connectDownloads() {
+  for (const [name, { lane }] of Object.entries(lanes)) {
+    const text = () => [...lane.querySelectorAll(".given, .tok")].filter((span) => !DISCARDED.has(span.dataset.kind)).map((span) => span.textContent).join("");
+    $(`#copy-${name}`).addEventListener("click", async (e) => {
+      const result = await (navigator.clipboard?.writeText(text()) ?? Promise.reject()).then(() => "Copied", () => "Not permitted");
+      setText(e.target, result);
+      setTimeout(() => setText(e.target, "Copy text"), 1500);
+    });
+    $(`#trace-${name}`).addEventListener("click", async () => save(await server.trace([current.run, name]), `specdemo-${name}.jsonl`, "application/x-ndjson"));
+    $(`#csv-${name}`).addEventListener("click", () => download(asCsv(lanes[name]), `specdemo-${name}.csv`, "text/csv"));
+    $(`#svg-${name}`).addEventListener("click", () => download(textPicture(lanes[name], current.frame.figures[name].metrics), `specdemo-${name}.svg`, "image/svg+xml"));
+  }
+  $("#save-all").addEventListener("click", async () => save(await server.trace([current.run, "all"]), "specdemo.jsonl", "application/x-ndjson"));
+  $("#save-page").addEventListener("click", async () => save(await savedPage(), "specdemo.html", "text/html"));
+}
+
+function connectLogField() { // a dropped file replaces the text of the field
+  const capturing = { capture: true, signal: listeners.signal };
+  const logField = (e) => /** @type {HTMLTextAreaElement | null} */ (/** @type {Element} */ (e.target).closest("#engine-log textarea"));
+  document.addEventListener("dragover", (e) => { if (logField(e)) e.preventDefault(); }, capturing);
+  document.addEventListener("drop", async (e) => {
+    const field = logField(e), [file] = e.dataTransfer?.files ?? [];
+    if (!field || !file) return;
+    e.preventDefault();
+    field.value = await file.text();
+    field.dispatchEvent(new Event("input", { bubbles: true }));
+  }, capturing);
+}
+
+function connectSettings() {
+  $("#add-run").addEventListener("click", () => document.getElementById("keep-lane").click());
+  $("#use-settings").addEventListener("click", () => {
+    window.specdemoRecorded = current.frame.recorded;
+    document.getElementById("use-recorded").click();
+  });
+  const tabs = (window.specdemoTabs = new BroadcastChannel("specdemo-lanes")); // added settings are the same in all tabs
+  tabs.onmessage = ({ data }) => {
+    window.specdemoLanes = JSON.parse(data);
+    document.getElementById("lanes-of-tab").click();
+  };
+  listeners.signal.addEventListener("abort", () => tabs.close());
+}

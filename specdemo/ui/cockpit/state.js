@@ -1,0 +1,45 @@
+// State that the modules of the cockpit share: the mounted component, the displayed run and its lanes.
+
+export const DISCARDED = new Set(["rejected", "ignored"]);
+export const HEADINGS = { spec: "Speculative", ar: "Autoregressive (baseline)", third: "Third run", fourth: "Fourth run" };
+export const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
+
+/** @type {any} */
+export let element = null; // root of the component; its descendants have many types
+/** @type {Component["server"]} */
+export let server;
+export let listeners = new AbortController(); // ends the listeners of a component that is mounted again
+
+const INITIAL = {
+  run: null, // id of the displayed run
+  started: null, // id of the run that Run started last, in use before its first frame
+  busy: false, // from Run until the last frame
+  frame: null, // latest frame
+  records: [], // all records of the run
+  pending: [], // records not drawn yet
+  drawing: false, // a drawing is scheduled
+  frozen: false, // Stop was pressed during a paced display: the rest is shown on request
+  skipPacing: false, // display the rest of this run at once
+  walking: false, // the recording waits for *Next step* or *Play*
+};
+export const current = { ...INITIAL };
+// Name -> { box, lane, head, header, records, steps, shown }; `records` are those of its steps. `steps` are drawn, as
+// { span, t, tokens, accepted, drafted }, with counts up to that step.
+export const lanes = {};
+export const tokenOf = new WeakMap(); // token span -> { token, record }
+
+export const $ = (selector, within = element) => within.querySelector(selector);
+
+export const pageRoot = () => `${window.gradio_config?.root ?? location.origin}/`;
+
+/** @param {Pick<Component, "element" | "server">} component */
+export function attach(component) {
+  listeners.abort();
+  listeners = new AbortController();
+  ({ element, server } = component);
+  Object.assign(current, INITIAL, { records: [], pending: [] });
+}
+
+export function complete() { return Boolean(current.frame?.over) && current.frame.run === current.run; }
+
+export function displaying() { return complete() && current.pending.length > 0 && !current.frozen; }

@@ -1,0 +1,100 @@
+// SVG file of the tokens of a lane, in the light colours.
+
+import { DISCARDED } from "./state.js";
+import { shownTokens } from "./steps.js";
+
+const COLUMNS = 96, TAB = 4; // characters of a line and between tab stops
+const LINE = 22, CHAR = 8; // pixels of a line and a column
+const SIZE = 13, EDGE = 16; // pixels of the font and the margin
+const MAX_LINES = 2000;
+const LEGEND = ["accepted", "rejected", "ignored", "correction", "bonus"];
+const WIDE = /[\u1100-\u115f\u2e80-\ua4cf\ua960-\ua97f\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff01-\uff60\u{1f300}-\u{1faff}\u{20000}-\u{3fffd}]/u; // two columns
+
+export function textPicture(lane, { tokens_per_second: speed, acceptance_rate: acceptance }) {
+  const { styles, title } = lane.head;
+  const pieces = [...layout(tokensOf(lane))];
+  const lines = (pieces.at(-1)?.line ?? 0) + 1;
+  const width = 2 * EDGE + COLUMNS * CHAR, height = 2 * EDGE + (lines + 3) * LINE;
+  const rate = speed === null ? "" : `, ${speed.toFixed(1)} tokens per second`;
+  const share = acceptance === null ? "" : `, ${(100 * acceptance).toFixed(0)}% of the draft tokens accepted`;
+  const parts = [
+    `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}" role="img" viewBox="0 0 ${width} ${height}" font-family="ui-monospace, Menlo, Consolas, monospace" font-size="${SIZE}">`,
+    `<title>${escaped(title)}${rate}${share}</title>`,
+    `<rect width="${width}" height="${height}" fill="#ffffff"/>`,
+  ];
+  const draw = (x, y, columns, kind, text) => parts.push(...drawPiece(x, y, columns * CHAR, kind, styles[kind] ?? styles.plain, text));
+  for (const { line, column, columns, kind, text } of pieces) draw(EDGE + column * CHAR, EDGE + line * LINE, columns, kind, text);
+  const y = height - EDGE - 2 * LINE;
+  let x = EDGE;
+  for (const kind of LEGEND) {
+    const { label } = styles[kind];
+    draw(x, y, label.length, kind, label);
+    x += (label.length + 2) * CHAR;
+  }
+  parts.push(`<text x="${EDGE}" y="${y + LINE + 15}" fill="${colour("quiet")}">${escaped(title)}${rate}</text>`);
+  return [...parts, "</svg>\n"].join("\n");
+}
+
+function colour(name) { return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`); } // dark ones are those of the body
+
+function escaped(text) { return text.replace(/[&<>]/g, (character) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[character]); }
+
+function drawPiece(x, y, width, kind, style, text) {
+  const name = kind === "unverified" ? "unseen" : kind;
+  const ink = kind === "prompt" ? colour("quiet") : colour(`${name}-ink`) || colour("ink");
+  const parts = [];
+  if (colour(name)) parts.push(`<rect x="${x}" y="${y}" width="${width - 1}" height="${LINE - 3}" rx="3" fill="${colour(name)}"/>`);
+  if (!text.trim()) return parts;
+  const decoration = (style.decoration && ` text-decoration="${style.decoration}"`) + (style.italic ? ' font-style="italic"' : "");
+  const printable = escaped(text.replace(/\p{C}/gu, "\ufffd"));
+  parts.push(`<text x="${x}" y="${y + 14}" textLength="${width}" lengthAdjust="spacingAndGlyphs" fill="${ink}"${decoration} xml:space="preserve">${printable}</text>`);
+  return parts;
+}
+
+function* tokensOf({ header, records }) {
+  yield { kind: "prompt", text: header.prompt };
+  for (const record of records) {
+    const { undisclosed } = record.step;
+    for (const { kind, text } of shownTokens(record)) {
+      if (undisclosed && kind === "correction") yield { kind: "ignored", text: `+${undisclosed}` };
+      yield { kind, text: DISCARDED.has(kind) ? text.replaceAll("\n", "⏎") : text };
+    }
+  }
+}
+
+function* layout(tokens) { // pieces of lines
+  let line = 0, column = 0;
+  for (const { kind, text } of tokens) {
+    for (const [i, part] of expandTabs(text).split("\n").entries()) {
+      if (i) { line += 1; column = 0; }
+      let rest = [...part];
+      while (rest.length && line < MAX_LINES) {
+        const { count, columns } = fitting(rest, COLUMNS - column);
+        if (!count) { line += 1; column = 0; continue; }
+        yield { line, column, columns, kind, text: rest.slice(0, count).join("") };
+        column += columns;
+        rest = rest.slice(count);
+      }
+    }
+  }
+}
+
+function expandTabs(text) {
+  let column = 0;
+  const expand = (character) => {
+    const spaces = character === "\t" ? TAB - (column % TAB) : 0;
+    column = /[\n\r]/.test(character) ? 0 : column + (spaces || 1);
+    return spaces ? " ".repeat(spaces) : character;
+  };
+  return [...text].map(expand).join("");
+}
+
+function fitting(characters, columns) { // number of characters and their columns
+  let width = 0;
+  for (const [count, character] of characters.entries()) {
+    const step = WIDE.test(character) ? 2 : /\p{Mn}/u.test(character) ? 0 : 1;
+    if (width + step > columns) return { count, columns: width };
+    width += step;
+  }
+  return { count: characters.length, columns: width };
+}

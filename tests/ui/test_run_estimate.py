@@ -1,0 +1,59 @@
+"""Estimate of other draft lengths from a recorded run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, absorb, end, header, step
+
+from specdemo.models.zoo import ASSETS
+from specdemo.ui.frames import Run, read_traces
+from specdemo.ui.lane import PLAIN, SPEC, Lane
+from specdemo.ui.run_estimate import RunEstimate, estimate_lengths
+
+
+def lane(*lines: dict, **recipe: Any) -> Lane:
+    run = Run()
+    made = header()
+    made["recipe"] = made["recipe"] | {"rule": "rejection", "temperature": 1.0} | recipe
+    made["environment"] = made["environment"] | {"parity": {"cost": {"1": 1.0, "2": 1.0, "5": 1.1, "8": 1.4}}}
+    absorb(run, SPEC, made, *lines, end())
+    return run.lanes[SPEC]
+
+
+def test_what_if_is_calibrated_on_the_measured_lanes() -> None:
+    """Gamma 0 is the speed of the AR lane; a run outside the range of its own gamma gets no advice."""
+    made, plain = (
+        lane(PREFILL, REJECTION, ALL_KEPT),
+        lane(PREFILL, *(step(i, pieces=["a"]) for i in (1, 2)), method="ar"),
+    )
+    estimate = estimate_lengths(made, plain)
+    assert isinstance(estimate, RunEstimate)
+    assert estimate.rows[0].tokens_per_second == pytest.approx(plain.metrics.tokens_per_second, abs=1e-3)
+    other = estimate_lengths(made, lane(PREFILL, step(1, pieces=["a"]), target="other"))
+    assert isinstance(other, RunEstimate) and other.rows[0] != estimate.rows[0]
+    own = estimate.rows[3]
+    assert own.gamma == estimate.gamma and estimate.fits == (own.low <= made.metrics.tokens_per_second <= own.high)
+    rejected = [
+        REJECTION | {"i": i, "tokens": [1], "pieces": ["X"], "accepted": [], "beta": [1.0, None, None]}
+        for i in range(1, 30)
+    ]
+    unlike = estimate_lengths(lane(PREFILL, *rejected))  # beta does not describe these outcomes
+    assert isinstance(unlike, RunEstimate) and not unlike.fits and unlike.better is None
+
+
+@pytest.mark.parametrize("path", sorted(ASSETS.glob("traces/*.jsonl")), ids=lambda path: path.stem)
+def test_suggestion_advice_and_chart_use_one_estimate(path: Any) -> None:
+    run = read_traces(path.read_text("utf-8"))
+    frame = json.loads(run.frame(0))
+    shown = frame["figures"][run.plan[0]]["what_if"]
+    estimate = estimate_lengths(run.lanes[run.plan[0]], run.lanes.get(PLAIN))
+    assert (shown is None) == isinstance(estimate, str)
+    if isinstance(estimate, str):
+        return
+    assert [row[0] for row in shown["rows"]] == [row.gamma for row in estimate.rows]
+    better, suggestion = estimate.better, frame["headline"]["suggestion"] or {}
+    assert suggestion.get("set", {}).get("gamma") in (None, better and better.gamma)
+    assert "is estimated at" not in frame["verdict"] or f"γ {better and better.gamma} is estimated" in frame["verdict"]
