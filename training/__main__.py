@@ -69,7 +69,7 @@ class Training:
             return torch.from_numpy(ids).to(self._options.device)
 
         def check(_: int) -> float:
-            return objectives.held_out(loss, self._text.held_out, self._options.device, 1024, 24)
+            return objectives.held_out(loss, self._text.held_out, self._options.device, 1024, 8)
 
         value = fit(model, loss, batches, schedule, self._options.work / f"{stage}.pt", check, stage)
         print(f"{stage}: loss on test text {value:.4f}")

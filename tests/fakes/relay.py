@@ -22,14 +22,13 @@ class Dropped(Exception):
 
 
 class Relay:
-    """Relay to `url`. Messages count from `start` on; the direction is "request" or "response"."""
+    """Relay to `url`. Messages count while `counting` is set; the direction is "request" or "response"."""
 
     def __init__(self, url: str, fault: Fault) -> None:
         self._target = urlsplit(url).hostname, urlsplit(url).port
         self._fault = fault
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.counts = {"request": 0, "response": 0}
         self.is_cut = self.counting = False
         self._sockets: list[socket.socket] = []

@@ -79,8 +79,8 @@ class FirstLayer(nn.Module):
 class Eagle3(nn.Module):
     """The head.
 
-    `config` is the target's; `vocabulary` holds the target ids of the draft vocabulary, ascending. The output matrix
-    consists of rows of the target's.
+    `config` is the target's; `vocabulary` holds the target ids of the draft vocabulary, ascending, whose rows of
+    the target's output matrix are shared.
     """
 
     def __init__(self, config: PretrainedConfig, taps: int, vocabulary: Tensor) -> None:
