@@ -46,7 +46,7 @@ class FakeStream:
 
 
 class Recorded(TorchDispatchMode):
-    """Record operations; refuse those that are illegal during a capture."""
+    """Record operations; refuse illegal operations of a capture."""
 
     def __init__(self) -> None:
         super().__init__()

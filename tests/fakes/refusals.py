@@ -1,4 +1,4 @@
-"""Refusals: one printable sentence with cause and remedy."""
+"""Refusals: a printable sentence with cause and remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accelerators without one: choice of device and dtype, messages, operators of MPS, models on several devices."""
+"""Accelerators, on machines without them: device and dtype, messages, operators of MPS, models on several devices."""
 
 from __future__ import annotations
 

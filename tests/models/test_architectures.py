@@ -306,11 +306,6 @@ def test_chunked_attention_is_exact() -> None:
     assert_exact(random_model(Llama4TextConfig(**LLAMA, **experts, attention_chunk_size=6)), forests=False)
 
 
-class PositionsIgnored(GPT2LMHeadModel):
-    def forward(self, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
-        return super().forward(*args, **kwargs)
-
-
 class CacheIgnored(GPT2LMHeadModel):
     def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
@@ -339,7 +334,6 @@ class LastTokenLeaks(GPT2LMHeadModel):
     ("kind", "limit", "twin"),
     [
         (GPT2LMHeadModel, "", True),
-        (PositionsIgnored, "forests", True),
         (MaskIgnored, "forests", True),
         (CacheIgnored, "uncached", True),
         (HeadRead, "packing", True),
@@ -351,7 +345,7 @@ class LastTokenLeaks(GPT2LMHeadModel):
 def test_faults_are_found_without_the_name_of_the_class(
     kind: type[GPT2LMHeadModel], limit: str, twin: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a small model, and with the model itself where none can be built."""
+    """With a small model, and with the complete model if it cannot be reduced."""
     monkeypatch.setattr(cache_check, "_RESULTS", {})
     if not twin:
         monkeypatch.setattr(cache_check, "small_twin", lambda *args: 1 / 0)

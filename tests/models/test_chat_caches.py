@@ -187,7 +187,7 @@ def long_talker(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def turns(pool: ModelPool, recipe: Recipe, stores: dict[Any, Any], count: int, message: str = "one ") -> list[Header]:
-    """Return the headers of `count` turns of a conversation, whose answers are those of the model."""
+    """Return the headers of `count` turns of a conversation with the answers of the model."""
     talk: list[dict[str, str]] = stores.setdefault("talk", [])
     headers = []
     for _ in range(count):
@@ -213,7 +213,7 @@ def long_recipe(target: str, method: str = "ar", max_tokens: int = 4) -> Recipe:
 def test_a_conversation_keeps_its_cache(
     long_talker: str, monkeypatch: pytest.MonkeyPatch, max_tokens: int, count: int, message: str
 ) -> None:
-    """A chat that grows to the context, and one whose answers may have any length, with room for both."""
+    """A chat that grows to the context, and a chat with answers of any length; there is memory for both."""
     monkeypatch.setattr(model_pool, "free_bytes", lambda device: 16 << 20)
     recipe = replace(long_recipe(long_talker, max_tokens=max_tokens), stop_texts=("a", "e", "i", "o", " "))
     headers = turns(ModelPool(), recipe, {}, count, message)

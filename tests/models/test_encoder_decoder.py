@@ -31,7 +31,7 @@ from tokenizers import processors
 from transformers import BartConfig, PreTrainedModel, PreTrainedTokenizerFast, T5Config
 
 from specdemo.cli import main
-from specdemo.core.decode import DraftBudget, EmptyDrafter
+from specdemo.core.decode import EmptyDrafter
 from specdemo.core.errors import UserError
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import match, rejection
@@ -200,14 +200,6 @@ def test_distribution_equals_the_target(name: str, rule: Any) -> None:
     assert accepted > 0 and max(expected.values()) < 0.9
     assert sum(abs(probs.get(text, 0.0) - x) for text, x in expected.items()) / 2 < 1e-5
     assert math.isclose(sum(probs.values()), 1, abs_tol=1e-5)
-
-
-def test_ngrams_and_suffixes_draft_from_the_prompt() -> None:
-    """Text that repeats its source continues as the source does."""
-    source = [5, 6, 7, 8, 9, 10, 11]
-    for kind in (lambda **more: NGramDrafter(3, **more), SuffixDrafter):
-        assert kind(source=source).propose([0, 7, 8], DraftBudget(3, Fixed(3))).tokens == (9, 10, 11)
-        assert kind().propose([0, 7, 8], DraftBudget(3, Fixed(3))).tokens == ()
 
 
 # --- checkpoints -------------------------------------------------------------------------------------------------

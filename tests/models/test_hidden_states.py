@@ -45,7 +45,7 @@ def expected(tokens: Sequence[int]) -> Tensor:
 
 
 def check(cached: CachedModel, tokens: Sequence[int], start: int = 0) -> None:
-    """Compare states with `transformers`, and count passes: there is none."""
+    """Compare states with `transformers`, without a pass."""
     with patch.object(cached.engine, "run", side_effect=AssertionError("an extra pass")):
         states = cached.states(tokens, start)
     assert states is not None

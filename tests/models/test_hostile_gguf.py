@@ -1,4 +1,4 @@
-"""GGUF files are untrusted: values are read as written, and each file gives a model or one sentence, in bounded time
+"""GGUF files are untrusted: values are read as written, and each file gives a model or a sentence, in bounded time
 and memory.
 """
 

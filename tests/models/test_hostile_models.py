@@ -1,4 +1,4 @@
-"""Model directories are untrusted: each ends in one sentence or works, and no code in them runs."""
+"""Model directories are untrusted: each works or ends in a sentence, and no code in them runs."""
 
 from __future__ import annotations
 

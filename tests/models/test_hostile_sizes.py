@@ -1,4 +1,4 @@
-"""Every number of config.json: refused with one sentence, or a run equal to the engine for torch."""
+"""Every number of config.json: refused with a sentence, or a run equal to the engine for torch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ ROPE = "rope_parameters.partial_rotary_factor"
 
 
 def heads(count: int, head_dim: int) -> Change:
-    """Model whose matrices have two rows or columns, so that many large heads need little memory."""
+    """Model with matrices of two rows or columns, so that many large heads need little memory."""
     sizes = {"hidden_size": 2, "num_attention_heads": count, "num_key_value_heads": 1, "head_dim": head_dim}
     return "mistral-sliding", sizes
 
@@ -95,7 +95,7 @@ def changed_settings(family: str, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def save(change: Change, folder: Path, matching: bool = True) -> ModelSpec:
-    """Write a model with random weights. `matching`: of its sizes, unless there is no such model, or a large one."""
+    """Write a model with random weights. `matching`: of its sizes, if such a model exists and is small."""
     family, changes = change
     settings = changed_settings(family, changes)
     byte_level_tokenizer().save_pretrained(folder)

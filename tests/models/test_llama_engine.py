@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import psutil
 import pytest
 import torch
-from fakes.passes import Passes
 from fakes.tiny_models import CONTEXT, LLAMA, byte_level_tokenizer, save_model
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
@@ -34,8 +32,7 @@ from transformers import (
 from specdemo.core.step import Draft
 from specdemo.models.engines import llama_weights as lean
 from specdemo.models.engines.cuda_graphs import GraphRecorder
-from specdemo.models.engines.generic import TransformersEngine
-from specdemo.models.engines.llama import PROMPT_CHUNK, LlamaEngine
+from specdemo.models.engines.llama import PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import LlamaWeights, PackedLinear, can_pack, pack, unsupported_reason
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import load, reference
@@ -227,19 +224,6 @@ def test_quantised_models_give_the_logits_of_transformers(quantization: str, tmp
     )
 
 
-def test_engines_keep_the_requested_rows() -> None:
-    """Both engines behave identically when driven directly."""
-    model = random_model(VARIANTS["grouped"])
-    for engine in map(Passes, (TransformersEngine(model), LlamaEngine(LlamaWeights(model)))):
-        with torch.inference_mode():
-            engine.run([1, 2, 3, 4], 0, Draft())
-            full = engine.cache.kv_bytes
-            engine.keep(2, [3])
-            assert engine.cache.kv_bytes == full * 3 / 4
-            engine.keep(0, [])
-            assert engine.cache.kv_bytes == 0
-
-
 def allocated(step: Callable[[], object]) -> int:
     """Return the bytes requested by all operations of a step."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
@@ -310,21 +294,6 @@ def test_embeddings_are_copied_out_of_a_file_but_not_out_of_memory(tmp_path: Pat
         kept = LlamaWeights(model).embedding
         assert not is_mapped(kept) and torch.equal(kept, weight)
         assert (kept.data_ptr() == weight.data_ptr()) == (dtype != "float32")
-
-
-def test_memory_is_constant_over_two_thousand_steps() -> None:
-    cached = CachedModel(LlamaWeights(random_model(LlamaConfig(**{**LLAMA, "max_position_embeddings": 2048}))))
-    rng, process = random.Random(0), psutil.Process()
-    tokens, before = [1, 2, 3], 0
-    for i in range(2000):
-        draft = Draft.chain(tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(6))))
-        cached.score(tokens, draft)
-        tokens = [*tokens, *draft.tokens[: rng.randrange(len(draft) + 1)], rng.randrange(VOCAB)]
-        if len(tokens) > 1900:
-            tokens = tokens[: rng.randrange(1, 100)]
-        if i == 1000:
-            before = process.memory_info().rss
-    assert process.memory_info().rss - before < 8e6
 
 
 ROW_COUNTS = """

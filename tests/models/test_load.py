@@ -1,30 +1,35 @@
-"""Loading: real checkpoints, real quantization, and a clear message for each error."""
+"""Loading: real checkpoints, real quantization, a clear message for each error, the catalogue, digests of models."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fakes.refusals import refusal
 from fakes.tiny_models import byte_level_tokenizer, save_model, sentencepiece_tokenizer
 from fakes.trace_lines import trace_lines as generate
-from transformers import AutoConfig, ViTConfig
+from transformers import AutoConfig
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.models.engines.generic import auto_class, has_encoder, refuse_recurrent
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.hub import Hub
+from specdemo.models.identity import ModelIdentity, file_digest, identify
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.llama_checkpoint import read_checkpoint
-from specdemo.models.load import load, reference
+from specdemo.models.load import LoadedModel, load, reference
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.quantization import skeleton
 from specdemo.models.spec import ModelSpec
-from specdemo.models.zoo import CHAT_PAIR, MODELS, PAIRS, REVISIONS, check_pair
+from specdemo.models.zoo import MODELS, PAIRS, REVISIONS, check_pair, fingerprint
 from specdemo.recipe import Recipe
 
 pytestmark = pytest.mark.slow
@@ -64,11 +69,6 @@ def test_other_checkpoints_need_transformers(tmp_path: Path, change: dict[str, o
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | change))
     assert read_checkpoint(ModelSpec(str(folder), "float32", device="cpu"), Hub()) is None
-
-
-def test_models_that_do_not_continue_text(tmp_path: Path) -> None:
-    ViTConfig().save_pretrained(tmp_path / "vit")
-    assert "not a causal language model" in refusal(load, ModelSpec(str(tmp_path / "vit")))
 
 
 def test_damaged_weights(tmp_path: Path) -> None:
@@ -136,19 +136,92 @@ def test_shapes_are_those_of_the_models_which_can_take_back_tokens() -> None:
             assert count == known.parameters, known.name
 
 
-def test_the_targets_of_pairs_are_the_larger_and_revisions_are_pinned() -> None:
+def test_models_of_pairs_are_pinned() -> None:
     for name, pair in PAIRS.items():
-        if name == CHAT_PAIR:
-            assert pair.drafter is None and pair.chat
-            continue
-        recipe = Recipe(pair=name)
-        specs = (recipe.target_spec, recipe.drafter_spec)
-        if name == "bundled":
-            assert [spec.revision for spec in specs] == [None, None]
-            continue
-        target, drafter = MODELS[pair.target], MODELS[pair.drafter]
-        assert target.parameters > 2 * drafter.parameters and target.kind == drafter.kind
-        assert [spec.revision for spec in specs] == [REVISIONS[pair.target], REVISIONS[pair.drafter]]
-        assert pair.gated == (target.gated or drafter.gated)
-        assert 1 <= pair.gamma <= 8
-    assert PAIRS["qwen2.5-7b"].chat and not PAIRS["gpt2-xl"].chat and PAIRS["llama-3.1-8b"].gated
+        if pair.drafter is not None and name != "bundled":
+            recipe = Recipe(pair=name)
+            revisions = [spec.revision for spec in (recipe.target_spec, recipe.drafter_spec)]
+            assert revisions == [REVISIONS[pair.target], REVISIONS[pair.drafter]]
+            assert pair.gated == (MODELS[pair.target].gated or MODELS[pair.drafter].gated)
+
+
+# --- digests: equal for copies, different for every change of distribution or rounding ---
+
+
+@pytest.fixture
+def digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder of stored digests; the engine is compiled before."""
+    load(ModelSpec(str(save_model(tmp_path / "first", byte_level_tokenizer())), device="cpu"), warm=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "specdemo"
+
+
+def loaded(path: Path, **options: Any) -> LoadedModel:
+    return load(ModelSpec(str(path), device="cpu", **options), warm=False)
+
+
+def identity_of(target: LoadedModel) -> ModelIdentity:
+    return identify(target, fingerprint(target.tokenizer), Hub())
+
+
+def change_settings(folder: Path, **settings: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), **settings}), "utf-8")
+
+
+def change_weights(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def change_stop(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}), "utf-8")
+
+
+CHANGES: dict[str, tuple[Callable[[Path], None], bool]] = {
+    "a copy": (lambda folder: None, True),
+    "written by another version": (lambda folder: change_settings(folder, transformers_version="1.0"), True),
+    "a bit of the weights": (change_weights, False),
+    "a setting": (lambda folder: change_settings(folder, rms_norm_eps=1e-4), False),
+    "a stop token": (change_stop, False),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_digest_changes_with_the_files(name: str, tmp_path: Path, digests: Path) -> None:
+    change, same = CHANGES[name]
+    copy = Path(shutil.copytree(tmp_path / "first", tmp_path / "second"))
+    change(copy)
+    first, second = identity_of(loaded(tmp_path / "first")), identity_of(loaded(copy))
+    assert (first.model == second.model) == same and first.numerics == second.numerics
+
+
+def test_keys_and_values_of_another_precision_change_the_digest(tmp_path: Path, digests: Path) -> None:
+    target = loaded(tmp_path / "first")
+    first = identity_of(target)
+    target.model.kv_dtype = "another"
+    assert identity_of(target).model != first.model
+
+
+def test_digests_of_hub_files_are_their_names(tmp_path: Path) -> None:
+    blob = tmp_path / "blobs" / ("0123456789abcdef" * 4)
+    blob.parent.mkdir()
+    blob.write_bytes(b"never read")
+    link = tmp_path / "model.safetensors"
+    link.symlink_to(blob)
+    assert file_digest(link) == blob.name
+
+
+@pytest.mark.parametrize("stored", ["", "[]", '{"a": 1}', '{"a": []}'])
+def test_a_digest_is_stored_until_size_or_time_of_the_file_change(stored: str, tmp_path: Path, digests: Path) -> None:
+    digests.mkdir(exist_ok=True)
+    (digests / "digests.json").write_text(stored)
+    file = tmp_path / "weights"
+    file.write_bytes(b"first")
+    first, status = file_digest(file), file.stat()
+    file.write_bytes(b"later")
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert file_digest(file) == first  # it was not read again
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    assert file_digest(file) != first

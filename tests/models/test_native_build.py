@@ -125,7 +125,7 @@ def test_damaged_files_and_those_of_others_are_compiled_again(
 def test_a_second_process_waits_for_the_first_compilation(
     compiled: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Locks exclude descriptors, also those of a process."""
+    """Locks exclude descriptors, also within a process."""
     cache.mkdir(mode=0o700, parents=True)
     requested, lock, results = threading.Event(), fcntl.flock, []
 

@@ -59,14 +59,6 @@ def test_pieces_of_random_tokens_join_up(name: str) -> None:
             assert "".join(pieces) + stream.rest() == whole(tokenizer, context, tokens)
 
 
-def test_characters_are_emitted_with_their_last_byte() -> None:
-    tokenizer = byte_level_tokenizer()
-    tokens = tokenizer.encode("x\U0001f642y", add_special_tokens=False)
-    assert len(tokens) == 6
-    stream = TextStream(tokenizer, [])
-    assert [stream.push(token) for token in tokens] == ["x", "", "", "", "\U0001f642", "y"]
-
-
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_drafts_are_spelled_in_the_context_they_were_proposed_in(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
