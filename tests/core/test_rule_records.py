@@ -99,6 +99,7 @@ def test_records_of_a_verdict(name: str, parents: tuple[int, ...], sampled: bool
         for node, beta in enumerate(verdict.beta):
             assert beta == (pytest.approx(overlap(draft, p, node), abs=1e-6) if node in tested else None)
         assert len(verdict.beta) == len(verdict.draw) == len(draft)
+        assert RULES[name].needs_rows or verdict.residual is None
         if RULES[name].decided_by in (DecidedBy.SAMPLE, DecidedBy.SHARED_DRAW):
             assert positions == list(range(START, START + len(path) + 1))
             assert set(verdict.draw) <= {None} and verdict.bound == ()
