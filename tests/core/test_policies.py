@@ -156,6 +156,10 @@ def test_the_prefill_of_the_drafter_is_not_a_draft_cost() -> None:
     assert policy.notes["auto_c"] == 0.2
     policy.observe(step(3, 2, draft_s=0.39))
     assert policy.notes["auto_c"] == pytest.approx(0.13)
+    policy.observe(step(0, 0))
+    for seconds in (9.0, 0.6):  # the first also reads the token of the AR step; older durations are dropped
+        policy.observe(step(3, 2, draft_s=seconds))
+    assert policy.notes["auto_c"] == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("second", [0.001, 1.0, 1000.0])
@@ -315,6 +319,7 @@ def test_dynamic_thresholds_are_inclusive(gamma: int, drafted: int, accepted: in
 
 CERTAIN = torch.tensor([0.0] + [-1e4] * 15)  # entropy 0, exactly
 EVEN = torch.tensor([0.0] * 2 + [-1e4] * 14)  # entropy ln 2
+THIRDS = torch.tensor([0.0] * 3 + [-1e4] * 13)
 
 
 def test_thresholds_of_logits_are_inclusive() -> None:
@@ -323,6 +328,7 @@ def test_thresholds_of_logits_are_inclusive() -> None:
     for policy in (svip(4, 2, 0.0), confidence(4, 2, 0.51), AdaEdl(4, 2, threshold=1.0), PathProbability(4, 2, 0.51)):
         assert length(policy, EVEN) == 2 and policy.needs_logits  # the minimum
         assert not policy.may_extend(4, CERTAIN) and policy.may_extend(1, None)
+    assert length(svip(4), EVEN) == length(confidence(4), THIRDS) == 0 and length(confidence(4), EVEN) == 4
     bound = 1 - math.sqrt(0.2 * math.log(2))
     assert length(AdaEdl(4, threshold=bound - 1e-3), EVEN) == 4 and length(AdaEdl(4, threshold=bound + 1e-3), EVEN) == 0
     bound = math.sqrt(0.15 * math.log(2))

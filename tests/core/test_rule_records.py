@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from specdemo.core.rules import (
 )
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft, Verdict
+from specdemo.core.verifier import configured_rule
 
 VOCAB, START = 6, 40
 CHAIN, FOREST = (-1, 0, 1), (-1, -1, -1, 0, 0, 3)
@@ -58,9 +58,8 @@ def draft_of(seed: int, parents: tuple[int, ...], sampled: bool) -> Draft:
 
 
 def verify(name: str, draft: Draft, p: Tensor, seed: int) -> tuple[Verdict, list[int]]:
-    rule, recorder = RULES[name], Recorder(seed)
-    apply = rule.apply if rule.threshold is None else partial(rule.apply, threshold=rule.threshold)
-    return apply(draft, p, Noise(seed, "accept"), recorder, START), recorder.positions
+    recorder = Recorder(seed)
+    return configured_rule(name)(draft, p, Noise(seed, "accept"), recorder, START), recorder.positions
 
 
 def overlap(draft: Draft, p: Tensor, node: int) -> float:
@@ -100,6 +99,7 @@ def test_records_of_a_verdict(name: str, parents: tuple[int, ...], sampled: bool
         for node, beta in enumerate(verdict.beta):
             assert beta == (pytest.approx(overlap(draft, p, node), abs=1e-6) if node in tested else None)
         assert len(verdict.beta) == len(verdict.draw) == len(draft)
+        assert RULES[name].needs_rows or verdict.residual is None
         if RULES[name].decided_by in (DecidedBy.SAMPLE, DecidedBy.SHARED_DRAW):
             assert positions == list(range(START, START + len(path) + 1))
             assert set(verdict.draw) <= {None} and verdict.bound == ()
@@ -161,7 +161,7 @@ def test_equality_with_a_bound_is_enough_except_for_typical_acceptance() -> None
 
     def verdict(name: str, threshold: float, p: Tensor) -> Verdict:
         noise = Noise(0, "accept")
-        return RULES[name].apply(Draft((2,), (-1,)), p, noise, noise, START, threshold=threshold)
+        return configured_rule(name, threshold=threshold)(Draft((2,), (-1,)), p, noise, noise, START)
 
     uniform, certain = torch.full((2, 4), 0.25), torch.tensor([[0.0, 0.0, 1.0, 0.0]] * 2)
     for name in ("threshold", "ratio"):
