@@ -271,8 +271,9 @@ def test_wrong_results_are_detected(cache: Path, tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("vectors", "lanes", "block", "flag"),
     [
-        *(("baseline", 4, n, "") for n in (8, 16, 32)),
-        *(("avx2", 8, n, "") for n in (16, 32)),
+        ("baseline", 4, 8, ""),
+        ("baseline", 4, 16, ""),  # the blocks of ARM
+        ("avx2", 8, 16, ""),
         ("avx2", 8, 16, "-mno-avxvnni"),
         ("avx512", 16, 32, ""),
         ("avx512", 16, 32, "-mno-avx512vnni"),
