@@ -271,9 +271,8 @@ def test_wrong_results_are_detected(cache: Path, tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("vectors", "lanes", "block", "flag"),
     [
-        ("baseline", 4, 8, ""),
-        ("baseline", 4, 16, ""),  # the blocks of ARM
-        ("avx2", 8, 16, ""),
+        *(("baseline", 4, n, "") for n in (8, 16, 32)),
+        *(("avx2", 8, n, "") for n in (16, 32)),
         ("avx2", 8, 16, "-mno-avxvnni"),
         ("avx512", 16, 32, ""),
         ("avx512", 16, 32, "-mno-avx512vnni"),
@@ -292,7 +291,8 @@ def test_every_vector_width_and_block_size_passes_the_check(
     needed, flags = native_build._BUILDS[vectors]
     monkeypatch.setitem(native_build._BUILDS, vectors, (needed, (*flags, *filter(None, [flag]))))
     if not usual:
-        monkeypatch.setattr(native_build, "_FLAGS", unoptimised(f"-DVECTORS={block // lanes}"))
+        size = f"-DVECTORS={block // lanes}"
+        monkeypatch.setattr(native_build, "_FLAGS", (*native_build._FLAGS, size) if flag else unoptimised(size))
     library = native_library()
     assert isinstance(library, ctypes.CDLL)
     assert library.interface_digest() == interface.DIGEST

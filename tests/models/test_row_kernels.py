@@ -216,7 +216,6 @@ MUTANTS = {
 def test_a_changed_stage_changes_the_products(
     name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of 279 and 531 blocks have two and three scales of scales."""
     kernels = import_module("specdemo.models.engines.row_kernels")
     source = Path(str(kernels.__file__)).read_text("utf-8")
     before, after = MUTANTS[name] if name else ("", "")
@@ -227,7 +226,7 @@ def test_a_changed_stage_changes_the_products(
     mutant = module_from_spec(spec)
     spec.loader.exec_module(mutant)
     monkeypatch.setattr(kernels, "code_product", mutant.code_product)
-    blocks = {None: 531, "first scale of scales": 531, "scale of scales": 279}.get(name, 19)
+    blocks = 279 if name == "scale of scales" else 531  # rows have two or three scales of scales
     linear, matrix = four_bit(2, 64 * blocks, torch.float16, True, None)
     rows = random(1, 64 * blocks).half()
     wrong = error(linear(rows), rows.double() @ matrix.T) > 5 * TOLERANCE[torch.float16]
