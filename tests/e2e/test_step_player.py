@@ -355,7 +355,7 @@ def test_saved_page_replays_the_run_offline(open_run: Callable[..., Page], pool:
     inspect(page)
     page.locator("#figures summary").click()
     expect(page.locator("#rounds tbody tr")).to_have_count(total)
-    assert not grave(page)
+    assert not grave(page, "#figures", schemes=["light"])
 
 
 def test_time_axis_links_blocks_tokens_and_sentence(open_run: Callable[..., Page]) -> None:

@@ -67,6 +67,7 @@ def steps_of(events: Iterator[Event]) -> Iterator[tuple[int, ...]]:
     return (event.step.tokens for event in events if isinstance(event, StepEvent))
 
 
+@pytest.mark.slow
 def test_visitors_of_all_methods_get_the_texts_that_they_get_alone(recipes: list[Recipe], worker: Worker) -> None:
     """Greedy drafts may be shorter in shared passes; sampled texts have equal steps."""
     pool = ModelPool()

@@ -84,6 +84,7 @@ def threads(request: pytest.FixtureRequest) -> Any:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "form", "threads"), ON_THREADS, indirect=["threads"])
 def test_rows_of_chains_have_the_bits_of_single_rows(name: str, form: str, threads: int) -> None:
     model = weights(name, form)
@@ -99,6 +100,7 @@ def test_rows_of_chains_have_the_bits_of_single_rows(name: str, form: str, threa
             assert torch.equal(engine.run(chain, start, Draft.chain(tuple(chain[1:]))), expected[:rows]), (start, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form",
     [
@@ -118,6 +120,7 @@ def test_long_contexts_and_prompt_chunks_keep_the_bits(form: str) -> None:
     assert torch.equal(rows, expected[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "form", "threads"), ON_THREADS, indirect=["threads"])
 def test_nodes_of_forests_have_the_bits_of_single_rows(name: str, form: str, threads: int) -> None:
     model, rng = weights(name, form), random.Random(1)

@@ -46,6 +46,7 @@ def test_the_quantised_model_is_kept_as_a_lane(monkeypatch: pytest.MonkeyPatch) 
     assert "target only, in nf4" in words and "not smaller" in warnings[0]
 
 
+@pytest.mark.slow
 def test_the_comparison_names_the_first_difference_of_the_quantised_text() -> None:
     pool, third = ModelPool(), LANES[2]
     common = {"temperature": 0, "max_tokens": 24, "device": "cpu"}
