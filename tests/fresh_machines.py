@@ -226,7 +226,8 @@ SYSTEMS = {
 }
 PAGE = "python3 tests/fresh_machines.py --page 7999"
 SMOKE = "make test ARGS='tests/test_app.py tests/test_generate.py tests/e2e/test_first_screen.py'"
-KERNELS = "make test ARGS='tests/models/test_native_engine.py tests/models/test_vector_widths.py'"
+KERNELS = """make test ARGS=tests/models/test_native_engine.py &&
+make test-exhaustive ARGS=tests/models/test_vector_widths.py"""
 EMPTY = """python3 -m venv "$HOME/empty" && "$HOME/empty/bin/pip" install -q . && cd / &&
 "$HOME/empty/bin/specdemo" run "def f(n):" --pair bundled --max-tokens 8"""
 
@@ -333,7 +334,7 @@ library, rng = ctypes.CDLL(sys.argv[1]), random.Random(1)
 declare(library)
 assert library.self_check() == 0
 for form in [*FORMATS] * 3:
-    model = RandomModel(library, replace(random_shape(rng, form), fused=0, slots=0, rank=0))
+    model = RandomModel(library, replace(random_shape(rng, form), fused=0))
     together, alone = Cache(model, 48), Cache(model, 48)
     ids = [rng.randrange(model.shape.vocab) for _ in range(17)]
     rows = Rows(together, ids, 0)
