@@ -105,7 +105,7 @@ class Run:
                     position = sum(other.ended for other in self.lanes.values()) + 1
                     description += f", run {position} of {len(self.lanes)}"
                 self.phase = ("decoding", description)
-                self._record({"l": name, **step_view(event.step, lane.recipe)}, step=line)
+                self._record({"l": name, **step_view(event.step, lane.recipe)}, "step", line)
             case End():
                 self._end(name, lane, event)
 
@@ -137,7 +137,7 @@ class Run:
             "badge": badge,
             "why": why,
         }
-        self._record({"l": name, "head": head | lane_view(lane.recipe)}, header=line)
+        self._record({"l": name, "head": head | lane_view(lane.recipe)}, "header", line)
 
     def _end(self, name: str, lane: Lane, end: End) -> None:
         self.speeds[name].append(speed(lane.metrics, linked(self.lanes)) or 0.0)
@@ -163,11 +163,10 @@ class Run:
             len(self.history) // 2 + 1 if self.recorded is None and self.lanes[self.plan[0]].recipe.get("chat") else 0
         )
 
-    def _record(self, values: dict[str, Any], **line: str) -> None:
-        """Append a record, with the key and text of its trace `line`."""
-        record = FrameRecord(json.dumps(values, separators=(",", ":")))
-        for key, text in line.items():
-            record = FrameRecord(f'{record.start[:-1]},"{key}":', text, "}")
+    def _record(self, values: dict[str, Any], key: str = "", line: str = "") -> None:
+        """Append a record, with the trace line at `key`."""
+        text = json.dumps(values, separators=(",", ":"))
+        record = FrameRecord(f'{text[:-1]},"{key}":', line, "}") if key else FrameRecord(text)
         self.size += len(record.start) + len(record.end)
         self.records.append(record)
 
@@ -199,7 +198,7 @@ class Run:
         return phase, ", ".join(filter(None, (count, end.error or why)))
 
     def frame(self, start: int) -> str:
-        """Return state and records as a JSON string, which gradio transfers fastest."""
+        """Return the state, and the records from `start` on, as JSON text."""
         state = {
             "run": self.id,
             "plan": self.plan,

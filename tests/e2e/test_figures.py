@@ -8,7 +8,9 @@ from functools import cache
 from typing import Any
 
 import pytest
-from fakes.trace_lines import trace_lines
+from fakes.arbitrary_traces import trace_lines
+from fakes.properties import holds_for
+from fakes.trace_lines import trace_lines as lines_of
 from fakes.trace_records import PREFILL, end, header, step
 from playwright.sync_api import Page, expect
 
@@ -39,7 +41,7 @@ def recorded(name: str) -> list[Line]:
     settings = {"temperature": 1.0, "top_p": 1.0, "gamma": 3, "top": 5, "max_tokens": 24, "device": "cpu", "seed": 2}
     if RUNS[name].get("method") == "lookahead":
         del settings["gamma"]  # it has no effect
-    return [line for line in trace_lines(Recipe(**settings | RUNS[name]), CODE, POOL) if "phase" not in line]
+    return [line for line in lines_of(Recipe(**settings | RUNS[name]), CODE, POOL) if "phase" not in line]
 
 
 TIPS = """lane => [...lane.querySelectorAll(".round")].map((step) => [...step.querySelectorAll(".tok")].map((token) => {
@@ -174,6 +176,27 @@ def test_charts_contain_their_token_and_the_rest_and_share_a_scale(file_tab: Pag
                 assert shares == pytest.approx([min(1, mass) for mass in bar["mass"]], abs=2e-3)
     assert len(tracks) == 1
     assert residuals or name == "greedy chain"
+
+
+VISITED = """() => [...document.querySelectorAll(".box:not([hidden])")].map((box) => {
+    const token = box.querySelector(".tok"), slider = document.getElementById("round-at");
+    token?.click();
+    for (let i = 0; token && i <= slider.max; i++) {
+        slider.value = i;
+        slider.dispatchEvent(new Event("input"));
+    }
+    for (const file of ["csv", "svg"]) document.getElementById(`${file}-${box.dataset.lane}`).click();
+    return token && document.getElementById("round-number").textContent;
+})"""
+
+
+@holds_for(8, lines=trace_lines())
+def test_all_steps_of_arbitrary_traces_are_displayed_and_exported(file_tab: Page, lines: list[Line]) -> None:
+    """`file_tab` fails after an error of a script."""
+    show(file_tab, *lines)
+    traces = "".join("H" if "specdemo" in line else "S" if "i" in line else "" for line in lines).split("H")[1:]
+    counts = {f"{len(steps) - 1} of {len(steps) - 1}" for steps in traces}
+    assert {*filter(None, file_tab.evaluate(VISITED))} <= counts
 
 
 # --- unverified tokens, waiting, advice ---------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 // figures of each draft token (`nodes`), the reason of the target's token (`why`), and `by` if the target did not verify.
 
 import { lastBars, nodeBars, rivalOf, tokenNames } from "./distributions.js";
-import { formatNumber } from "./elements.js";
 import { describeOrigin, describeSource, isChain } from "./draft_sources.js";
+import { formatNumber } from "./elements.js";
 
 const LINK_FACTS = [
   { name: "cloud_s", label: "cloud, ms", scale: 1000, digits: 1 },

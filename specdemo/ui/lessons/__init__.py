@@ -117,12 +117,13 @@ def _instructive(step: Step) -> bool:
 
 
 def _copied(step: Step) -> bool:
+    """Return True for an n-gram of which several tokens were accepted."""
     origin = step.draft.origin
     return bool(origin and origin[0].source == "n-gram" and len(step.verdict.accepted) > 1)
 
 
 def _records_until(path: Path, wanted: Callable[[Step], bool]) -> list[dict[str, Any]]:
-    """Return the header and the steps up to the first wanted one."""
+    """Return the records of the header and of the steps up to the first wanted one."""
     run = _run(path)
     last = next(event.step.i for event in run.lanes[SPEC].steps if wanted(event.step))
     records = (json.loads(record.text) for record in run.records)
