@@ -80,7 +80,9 @@ def saved_page(texts: Mapping[str, str]) -> str:
 
     Its import map contains the modules as data URLs, in which relative addresses have no meaning.
     """
-    styles = "".join((_FOLDER / f"{name}.css").read_text(encoding="utf-8") for name in ("cockpit", "step_player"))
+    styles = "".join(
+        (_FOLDER / f"{name}.css").read_text(encoding="utf-8") for name in ("charts", "cockpit", "step_player")
+    )
     modules = {
         f"cockpit/{name}": _data_url(_IMPORT.sub(r'\1"cockpit/\2"', text))
         for name, text in _with_imports("saved_page").items()

@@ -160,8 +160,8 @@ def test_table_matches_the_bench(at: Callable[[str], Page], measured: MeasureRec
     assert json.loads(saved(page, "#bench-jsonl")) == json.loads(table.as_json(rows))
     report = saved(page, "#bench-md")
     assert table.markdown(rows) in report and "Partial" not in report
-    expect(page.locator("#bench-plot canvas, #bench-plot svg").first).to_be_visible()
-    expect(page.locator("#bench-positions .mark-line path").first).to_be_visible()
+    expect(page.locator("#bench-plot .bar").first).to_be_visible()
+    expect(page.locator("#bench-positions path.line").first).to_be_visible()
     page.get_by_role("button", name="Acceptance by position, length of the text and confidence").click()
     expect(page.locator("#bench-acceptance table").first).to_contain_text(" of ")
     assert not grave(page, "#tabs", schemes=("light",))

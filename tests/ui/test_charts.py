@@ -1,17 +1,14 @@
-"""Pictures as SVG: lanes with the same content as the page, and line charts."""
+"""Pictures of lanes as SVG, with the same content as the page."""
 
 from __future__ import annotations
 
-import re
 from xml.etree import ElementTree
 
-import pytest
 from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, absorb, end, header, step
 
 from specdemo.core.step import Outcome
 from specdemo.ui.frames import Run, cells
 from specdemo.ui.lane import SPEC, Lane
-from specdemo.ui.line_chart import HEIGHT, WIDTH, LineChart
 from specdemo.ui.text_picture import as_svg, colours_of
 
 NAME = "{http://www.w3.org/2000/svg}"
@@ -54,25 +51,3 @@ def test_draft_tokens_that_an_engine_does_not_report_are_counted() -> None:
     nodes = ElementTree.fromstring(as_svg(lane(PREFILL, counted))).iter(f"{NAME}text")
     shown = [node.text for node in nodes][2:]
     assert shown[:3] == ["a", "+3", "b"]
-
-
-CURVES = ("one", "two", "three & more")
-CHART = LineChart("A < B", "x", "y", {"one": "red", "run": "blue"}, {name: name for name in (*CURVES, "run")})
-
-
-def drawn(*points: tuple) -> ElementTree.Element:
-    return ElementTree.fromstring(CHART.svg(points))
-
-
-def positions(path: str) -> list[tuple[float, float]]:
-    return [(float(x), float(y)) for x, y in re.findall(r"([-\d.]+),([-\d.]+)", path)]
-
-
-def test_curves_are_to_scale_and_dots_have_one_point() -> None:
-    figure = drawn((0.0, 0.0, "one"), (1.0, 4.0, "one"), (2.0, 8.0, "one"), (1.0, 4.0, "run"), (None, None, "later"))
-    curve, dot, later = figure.findall(".//g/path")
-    (left, low), (middle, half), (right, high) = positions(curve.attrib["d"])
-    assert middle == pytest.approx((left + right) / 2) and half == pytest.approx((low + high) / 2)
-    assert 0 <= left < right <= WIDTH and 0 <= high < low <= HEIGHT
-    assert positions(dot.attrib["d"]) == [(middle, half)] and dot.attrib["class"] == "dot"
-    assert later.attrib["d"] == ""
