@@ -83,7 +83,7 @@ def _words(event: StepEvent, nodes: Sequence[int]) -> str:
 
 
 def call_timeline(lanes: Sequence[Lane], first_token: int, tokens: int) -> str:
-    """Draw the lanes that were decoded on this machine; the slowest shows about `tokens` tokens."""
+    """Draw the local lanes; the slowest shows about `tokens` tokens."""
     rows = [
         (lane, calls(lane, first_token)) for lane in lanes if lane.steps and lane.timed and not lane.recipe.get("cloud")
     ]
@@ -103,7 +103,7 @@ def _span(lane: Lane, row: Sequence[Call], last_token: int) -> float:
 
 
 def _block(row: int, call: Call, begin: float, span: float) -> Block:
-    """Return a call, cut at the end of the time axis; its duration is not positive beyond it."""
+    """Cut a call at the end of the time axis."""
     start = call.start - begin
     words = f"{call.words} ({1000 * call.seconds:.2f} ms)"
     return Block(row, call.kind, 1000 * start, 1000 * min(call.seconds, span - start), words)

@@ -1,4 +1,4 @@
-"""Charts of the page as figures in JSON, which `cockpit/charts.js` draws."""
+"""Charts as JSON, drawn by `cockpit/charts.js`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import gradio as gr
-
 
 @dataclass(frozen=True)
 class Series:
-    """Points of a chart. A label is written at the end of a curve, or into the key of bars."""
+    """Points of a chart. Labels of bars are in its key."""
 
     kind: str  # line, dot or bar; bars of the same x are stacked
     colour: str
@@ -33,7 +31,7 @@ class Block:
 
 
 def chart(title: str, x: str, y: str, series: Sequence[Series], names: Sequence[str] = ()) -> str:
-    """Return a chart with titles of its axes. `names` are those of the x values 0, 1, 2 ..."""
+    """Return a chart; `names` replace the x values 0, 1 ..."""
     drawn = [asdict(entry) | {"points": [list(map(_rounded, point)) for point in entry.points]} for entry in series]
     return _element({"title": title, "x": x, "y": y, "names": names, "series": drawn})
 
@@ -45,19 +43,13 @@ def timeline(
     kinds: Mapping[str, tuple[str, str]],
     marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """Return rows of blocks over time. `kinds`: words and colour by kind; `marks`: texts above a time."""
+    """Return rows of blocks. `kinds`: words and colour; `marks`: texts above a time."""
     key = [{"kind": kind, "label": words, "colour": colour} for kind, (words, colour) in kinds.items()]
     drawn = [asdict(block) | {"start": _rounded(block.start), "duration": _rounded(block.duration)} for block in blocks]
     return _element({"label": label, "rows": rows, "blocks": drawn, "key": key, "marks": marks})
 
 
-def chart_view(elem_id: str) -> gr.HTML:
-    """Create the component of a chart."""
-    return gr.HTML(elem_id=elem_id, elem_classes="curves", apply_default_css=False, min_width=300)
-
-
 def _rounded(value: float) -> float:
-    """Keep the digits that a picture shows."""
     return float(f"{value:.5g}")
 
 

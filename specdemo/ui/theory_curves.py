@@ -231,7 +231,7 @@ def _family(
 
 
 def _unbounded(settings: TheorySettings, alpha: float) -> float | None:
-    """Return the tokens of an unbounded draft, as far as the other curves reach."""
+    """Return the tokens of an unbounded draft."""
     highest = max(11, settings.gamma + 1)
     return 1 / (1 - alpha) if 1 - alpha >= 1 / highest else None
 

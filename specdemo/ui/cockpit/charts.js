@@ -1,5 +1,4 @@
-// Charts drawn from figures in JSON: lines, dots, bars and bands over two axes, and rows of blocks over time.
-// Each has a text alternative, and each curve a dash pattern and a label, so colour is never the only cue.
+// Charts with two axes, and rows of blocks over time. Dash patterns and labels identify curves without colour.
 
 import { canvas, make, svg } from "./elements.js";
 
@@ -38,7 +37,7 @@ function prepared(series) { // lines with dash patterns, and bars with the point
   });
 }
 
-function scales(series, { names = [], include = [] }) { // sizes, bounds of the axes, and functions from values to pixels
+function scales(series, { names = [], include = [] }) { // sizes, bounds, and functions from values to pixels
   const points = series.flatMap((entry) => entry.points);
   const heights = series.flatMap(({ kind, points: some }) => some.flatMap((point) => (kind === "bar" || kind === "band" ? point.slice(1, 3) : [point[1]])));
   const barred = series.some(({ kind }) => kind === "bar");
@@ -90,7 +89,7 @@ function titled(shape, words) {
   return shape;
 }
 
-function endLabels(series, scale) { // beside the ends of the curves, from top to bottom without overlaps
+function endLabels(series, scale) { // at the ends of the curves, without overlaps
   const ends = series.filter(({ kind, label, points }) => kind !== "bar" && label && points.length);
   const places = ends.map((entry) => ({ entry, end: scale.y(entry.points.at(-1)[1]) })).sort((a, b) => a.end - b.end);
   let y = -Infinity;
@@ -123,7 +122,7 @@ export function drawChart(figure) {
 
 const TIME = { width: 960, row: 46, bar: 24, foot: 24, top: 18, mark: 46 }; // pixels; mark: least distance of texts
 
-function drawMarks(marks, x, bottom) { // a line at each mark, and its text if there is room
+function drawMarks(marks, x, bottom) { // a line at each mark, and its text unless it would overlap
   let last = -Infinity;
   return marks.flatMap(([t, text]) => {
     const line = svg("line", { x1: x(t), x2: x(t), y1: 4, y2: bottom, class: "grid" });
@@ -148,10 +147,10 @@ function drawTimeline({ label, rows, blocks, key, marks }) {
 
 const SAVE = ["svg", "png"];
 
-class ChartView extends HTMLElement { // chart in a tab, with buttons that save it; `figure`: JSON
+class ChartView extends HTMLElement { // chart in a tab
   static observedAttributes = ["figure"];
 
-  attributeChangedCallback() { queueMicrotask(() => this.draw()); } // Gradio replaces the attribute, then the content
+  attributeChangedCallback() { queueMicrotask(() => this.draw()); } // Gradio sets the attribute before the content
 
   draw() {
     const figure = JSON.parse(this.getAttribute("figure"));

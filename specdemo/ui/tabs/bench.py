@@ -15,12 +15,12 @@ from specdemo.core.errors import UserError
 from specdemo.core.formats import NOTHING, number, percent
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
-from specdemo.ui.charts import Series, chart, chart_view
+from specdemo.ui.charts import Series, chart
 from specdemo.ui.method_names import visible_recipe, with_method_names
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OFF, recipe_of
 from specdemo.ui.tabs.bench_grid import grid_controls, sweep
-from specdemo.ui.tabs.components import UNPROCESSED
+from specdemo.ui.tabs.components import UNPROCESSED, chart_view
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelParts
 from specdemo.ui.tabs.pairs import pairs_section
 from specdemo.ui.tabs.sweep import Sweep, SweepResult
@@ -66,7 +66,7 @@ PLAIN = "AR decoding"
 
 
 def speedup_chart(rows: Sequence[BenchRow]) -> str:
-    """Draw speed-ups: a bar for the baseline (1), then a bar per recipe, in the colour of its class."""
+    """Draw a bar for the baseline, then a bar per recipe and class."""
     compared = [row for row in rows if row.speedup is not None]
     temperatures = {row.lane.rpartition(" ")[2] for row in rows}
 
@@ -84,8 +84,8 @@ def speedup_chart(rows: Sequence[BenchRow]) -> str:
     return chart("Speed-up over the baseline", "", "speed-up", series, [PLAIN, *map(name, compared)])
 
 
-def position_chart(rows: Sequence[BenchRow]) -> str:
-    """Draw the acceptance by position of all lanes that drafted, over all classes."""
+def acceptance_chart(rows: Sequence[BenchRow]) -> str:
+    """Draw the acceptance by position, over all classes."""
     lanes = {
         visible_recipe(name).replace("gamma=", "γ "): lane for name, lane in acceptance(rows).items() if lane.position
     }
@@ -135,7 +135,7 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
             table: sweep_cells(rows),
             plot: speedup_chart(rows),
             notes: result.notes(rows),
-            positions: position_chart(rows),
+            positions: acceptance_chart(rows),
             acceptance_tables: "\n\n".join(filter(None, (acceptance_markdown(rows), repetition_table(rows)))),
             **dict(zip(files, result.files(rows), strict=True)),
         }

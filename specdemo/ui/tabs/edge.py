@@ -15,12 +15,11 @@ from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.remote.config import MODES
 from specdemo.ui import link_charts
-from specdemo.ui.charts import chart_view
 from specdemo.ui.lane import Lane
 from specdemo.ui.service import Service
 from specdemo.ui.settings import recipe_of
 from specdemo.ui.tabs.calibration import calibration_section
-from specdemo.ui.tabs.components import SHOWN_RUN_JS, UNPROCESSED
+from specdemo.ui.tabs.components import SHOWN_RUN_JS, UNPROCESSED, chart_view
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelParts
 from specdemo.ui.tabs.sweep import Sweep, SweepResult
 

@@ -12,9 +12,9 @@ import gradio as gr
 from specdemo.core.errors import UserError
 from specdemo.external.diagnosis import conclusions, figures_line
 from specdemo.external.engine_log import ENGINE_FORMATS, EngineStatistics, read_engine_log
-from specdemo.ui.charts import Series, chart, chart_view
+from specdemo.ui.charts import Series, chart
 from specdemo.ui.labels import escape_markdown
-from specdemo.ui.tabs.components import UNPROCESSED
+from specdemo.ui.tabs.components import UNPROCESSED, chart_view
 
 MOST_LOG = 1_000_000  # characters
 _INTRO = f"""Paste log lines or a response, drop a file on the field, or open one. Read are {ENGINE_FORMATS}."""
@@ -51,7 +51,7 @@ def position_chart(reported: EngineStatistics) -> str:
 
 
 def cost_chart(reported: EngineStatistics) -> str:
-    """Draw the speed-up at costs of a step from 1 to 4 autoregressive steps: tokens per step / cost."""
+    """Draw tokens per step / cost of a step, for 1 to 4 AR steps."""
     tokens = reported.tokens_per_step
     if tokens is None:
         return ""

@@ -1,7 +1,4 @@
-"""Theory tab, which plots the closed forms at the sliders' values, with the latest run.
-
-Only published measurements are quoted; other values are computed.
-"""
+"""Theory tab, which plots the closed forms. Only published measurements are quoted; other values are computed."""
 
 from __future__ import annotations
 
@@ -15,11 +12,10 @@ from specdemo.core import theory
 from specdemo.core.errors import UserError
 from specdemo.core.published import LEVIATHAN_2
 from specdemo.ui.call_timeline import call_timeline
-from specdemo.ui.charts import chart_view
 from specdemo.ui.frames import Run
 from specdemo.ui.labels import escape_markdown, figures_table, link_papers
 from specdemo.ui.run_store import RunStore
-from specdemo.ui.tabs.components import SHOWN_RUN_JS, UNPROCESSED
+from specdemo.ui.tabs.components import SHOWN_RUN_JS, UNPROCESSED, chart_view
 from specdemo.ui.tabs.worked_example import residual_example
 from specdemo.ui.theory_curves import (
     SLIDERS,
@@ -75,7 +71,7 @@ def gamma_table(settings: TheorySettings, run: TheoryPoint | None) -> str:
 
 @dataclass(frozen=True)
 class PaperTable:
-    """Published figures in the terms of the closed forms, with a row of the run."""
+    """Published figures, with a row of the run."""
 
     text: str
     head: Sequence[str]
@@ -153,7 +149,6 @@ PAPER_TABLES = {
 
 
 def theory_tab(runs: RunStore, tab: gr.Tab) -> None:
-    """Lay out the tab. It shows the displayed run, which may be a recording."""
     gr.Markdown(link_papers(_INTRO))
     shown_id = gr.Textbox(visible=False)
     sliders = _sliders()

@@ -26,9 +26,9 @@ from specdemo.core.theory import (
     pinsker,
     weight_variance,
 )
-from specdemo.ui.charts import Series, chart, chart_view
+from specdemo.ui.charts import Series, chart
 from specdemo.ui.labels import figures_table
-from specdemo.ui.tabs.components import UNPROCESSED
+from specdemo.ui.tabs.components import UNPROCESSED, chart_view
 
 EXAMPLE_TOKENS = "abcd"
 EXAMPLE_P = (0.45, 0.32, 0.18, 0.05)  # every lossy rule visibly changes this p
@@ -44,9 +44,6 @@ q."""
 _BLOCK_INTRO = """### Token by token, or as a block
 Verify the same draft with both rules and the same random draws."""
 _COMPARED = (DEFAULT_RULE, next(name for name, rule in RULES.items() if rule.chains_only))
-
-
-Probs = Sequence[float]
 
 
 class RuleChoice(NamedTuple):
@@ -84,7 +81,7 @@ def parse_probs(name: str, values: Sequence[float | None]) -> tuple[list[float],
     return [weight / total for weight in weights], note
 
 
-def describe_example(p: Probs, q: Probs) -> str:
+def describe_example(p: Sequence[float], q: Sequence[float]) -> str:
     """Explain per token why the output follows p; compare beta with its KL bounds."""
     beta, kl = overlap(p, q), divergence(p, q)
     ratio = largest_ratio(p, q)
@@ -120,20 +117,19 @@ def _finite(x: float) -> str:
     return f"{x:.3f}" if x < math.inf else "∞"
 
 
-def example_chart(p: Probs, q: Probs) -> str:
-    """Draw stacked bars: p as accepted and correction, q as accepted and rejected."""
-    accepted, correction, rejected = [], [], []
+def example_chart(p: Sequence[float], q: Sequence[float]) -> str:
+    """Draw the parts of p and q as stacked bars."""
+    parts: dict[str, list[tuple[float, float]]] = {"accepted": [], "correction": [], "rejected": []}
     for i, (a, b) in enumerate(zip(p, q, strict=True)):
-        accepted += [(2 * i, min(a, b)), (2 * i + 1, min(a, b))]
-        correction.append((2 * i, max(a - b, 0.0)))
-        rejected.append((2 * i + 1, max(b - a, 0.0)))
-    parts = {"accepted": accepted, "correction": correction, "rejected": rejected}
+        parts["accepted"] += [(2 * i, min(a, b)), (2 * i + 1, min(a, b))]
+        parts["correction"].append((2 * i, max(a - b, 0.0)))
+        parts["rejected"].append((2 * i + 1, max(b - a, 0.0)))
     series = [Series("bar", f"var(--bar-{part})", points, part) for part, points in parts.items()]
     names = [f"{probs}({token})" for token in EXAMPLE_TOKENS for probs in "pq"]
     return chart("p and q", "token", "probability", series, names)
 
 
-def try_rule(choice: str, p: Probs, q: Probs, gamma: int, seed: int) -> Trial:
+def try_rule(choice: str, p: Sequence[float], q: Sequence[float], gamma: int, seed: int) -> Trial:
     if not isinstance(choice, str) or choice not in rule_choices():
         raise UserError(f"unknown rule: choose one of {', '.join(rule_choices())}")
     _check_length(gamma)
@@ -142,7 +138,7 @@ def try_rule(choice: str, p: Probs, q: Probs, gamma: int, seed: int) -> Trial:
     return trial(name, a, b, int(gamma), TRIAL_TOKENS, seed, adjust=adjust, scalar=scalar)
 
 
-def describe_trial(choice: str, result: Trial, p: Probs, q: Probs) -> str:
+def describe_trial(choice: str, result: Trial, p: Sequence[float], q: Sequence[float]) -> str:
     exact = rule_choices()[choice].exact
     shares, count = result.shares(len(p)), len(result.tokens)
     deviation = distance(shares, p)
@@ -174,8 +170,8 @@ def _check_length(gamma: int) -> None:
         raise UserError(f"the draft length must be from 1 to {MAX_TRIAL_GAMMA}")
 
 
-def compare_rules(p: Probs, q: Probs, gamma: int, seed: int) -> str:
-    """Verify a draft token by token and as a block; compare with the expected numbers of accepted tokens."""
+def compare_rules(p: Sequence[float], q: Sequence[float], gamma: int, seed: int) -> str:
+    """Verify a draft token by token and as a block."""
     _check_length(gamma)
     a, b = torch.tensor([p, q], dtype=torch.float32)
     draft, (token, block) = compared_verdicts(_COMPARED, a, b, int(gamma), seed)
@@ -207,7 +203,7 @@ def _decision(verdict: Verdict, node: int) -> str:
     return f"{verdict.bound[node]:.3f}: {'accepted' if node in verdict.accepted else 'rejected'}"
 
 
-def trial_chart(result: Trial, p: Probs, q: Probs) -> str:
+def trial_chart(result: Trial, p: Sequence[float], q: Sequence[float]) -> str:
     parts = {"p": (p, "curve-set"), "drawn": (result.shares(len(p)), "bar-correction"), "q": (q, "curve-2")}
     series = [
         Series("bar", f"var(--{colour})", [(3 * i + k, share) for i, share in enumerate(shares)], part)
@@ -237,10 +233,10 @@ def residual_example(tab: gr.Tab) -> None:
         verify = gr.Button("Verify a draft", scale=1, min_width=220, elem_id="theory-verify")
     comparison = gr.Markdown(elem_id="theory-block", elem_classes="figures")
 
-    def explain(p: Probs, q: Probs) -> tuple[str, str]:
+    def explain(p: Sequence[float], q: Sequence[float]) -> tuple[str, str]:
         return describe_example(p, q), example_chart(p, q)
 
-    def draw_tokens(p: Probs, q: Probs, gamma: int, choice: str) -> tuple[str, str]:
+    def draw_tokens(p: Sequence[float], q: Sequence[float], gamma: int, choice: str) -> tuple[str, str]:
         result = try_rule(choice, p, q, gamma, secrets.randbits(31))
         return describe_trial(choice, result, p, q), trial_chart(result, p, q)
 
@@ -257,7 +253,7 @@ def residual_example(tab: gr.Tab) -> None:
 
 
 def _checked(view: Callable[..., tuple[str, str]]) -> Callable[..., tuple[str, str]]:
-    """Parse p and q, the first inputs of a view. Its text is preceded by a note, or replaced by an error."""
+    """Parse p and q, the first inputs of a view; add a note or show an error."""
 
     def show(*values: Any) -> tuple[str, str]:
         half = len(EXAMPLE_TOKENS)
