@@ -24,15 +24,15 @@ function bounds(values) { // never empty
   return high > low ? [low, high] : [low, low + 1];
 }
 
-function prepared(series) { // lines with dash patterns, and bars with the points [x, bottom, top, words]
+function prepared(series, names = []) { // lines with dash patterns, and bars with the points [x, bottom, top, words]
   const tops = new Map(), lines = series.filter(({ kind }) => kind === "line");
-  const stack = ([x, y, words]) => {
+  const stack = ([x, y, words], label) => {
     const bottom = tops.get(x) ?? 0;
     tops.set(x, bottom + y);
-    return [x, bottom, bottom + y, words];
+    return [x, bottom, bottom + y, words ?? `${[names[x] ?? x, label].filter(Boolean).join(", ")}: ${y}`];
   };
   return series.map((entry) => {
-    if (entry.kind === "bar") return { ...entry, points: entry.points.map(stack) };
+    if (entry.kind === "bar") return { ...entry, points: entry.points.map((point) => stack(point, entry.label)) };
     return entry.kind === "line" ? { ...entry, dash: DASHES[lines.indexOf(entry) % DASHES.length] } : entry;
   });
 }
@@ -111,7 +111,7 @@ function drawKey(entries) { // of bars and blocks: { label, colour }
  */
 export function drawChart(figure) {
   const { label, title, series } = figure;
-  const all = prepared(series), bars = series.filter(({ kind }) => kind === "bar");
+  const all = prepared(series, figure.names), bars = series.filter(({ kind }) => kind === "bar");
   const scale = scales(all, figure);
   const marks = all.flatMap((entry) => MARKS[entry.kind](entry, scale));
   const picture = canvas(label ?? title, scale.width, scale.height, ...axes(scale, figure), svg("g", { class: "marks" }, ...marks), ...endLabels(all, scale));
