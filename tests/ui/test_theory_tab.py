@@ -13,12 +13,22 @@ from fakes.figures import figure_of, values
 from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, absorb, end, header, step
 
 from specdemo.core.errors import UserError
+from specdemo.core.published import LEVIATHAN_2
 from specdemo.core.rules import RULES
-from specdemo.core.theory import accepted_share, best_gamma, expected_tokens, operations, walltime_improvement
+from specdemo.core.theory import (
+    accepted_share,
+    alpha_of_share,
+    alpha_of_speedup,
+    best_gamma,
+    expected_tokens,
+    operations,
+    share_speedup,
+    walltime_improvement,
+)
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import PLAIN, SPEC
 from specdemo.ui.tabs import worked_example as worked
-from specdemo.ui.tabs.theory import PAPER_TABLES, gamma_table
+from specdemo.ui.tabs.theory import PAPER_TABLES, gamma_table, run_table
 from specdemo.ui.theory_curves import THEORY_PLOTS, TheorySettings, point_of, point_words
 
 pytestmark = pytest.mark.slow
@@ -109,29 +119,38 @@ def test_the_run_is_a_dot_on_every_chart() -> None:
 
 def cells(markdown: str) -> list[list[str]]:
     lines = [line for line in markdown.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if not line.startswith("| ---")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "---" not in line]
 
 
-def test_published_tables_and_rows_of_the_run() -> None:
+def test_published_tables_are_those_of_the_papers_and_closed_forms() -> None:
+    guide, first, second, chen = [cells(table)[1:] for table in re.split(r"\n(?=Leviathan|Chen)", PAPER_TABLES)]
+
+    def rounded(value: float) -> object:  # halves are rounded up, as in the papers
+        return pytest.approx(value, abs=0.00501)
+
+    for gamma, share, c, by_share, alpha, theorem in [map(float, row) for row in guide]:
+        exact = alpha_of_share(share, gamma)
+        assert alpha == rounded(exact) and theorem == rounded(walltime_improvement(exact, gamma, c))
+        assert by_share == rounded(share_speedup(share, gamma, c))
+    for alpha, gamma, factor, speed in [map(float, row) for row in first]:
+        assert factor == rounded(operations(alpha, gamma, 0)) and speed == rounded(
+            walltime_improvement(alpha, gamma, 0)
+        )
+    for (task, drafter, t, gamma, alpha, c, measured), row in zip(LEVIATHAN_2, second, strict=True):
+        theorem = walltime_improvement(alpha, gamma, c)
+        published = [f"{task}, T5-{drafter}", str(t), str(gamma), f"{alpha:.2f}", f"{c:.2f}", f"{measured:.1f}"]
+        assert row[:6] == published and float(row[6]) == rounded(theorem) and row[7] == f"{measured / theorem:.0%}"
+    for _, *row in chen:
+        gamma, c, measured, alpha = map(float, row)
+        assert alpha == rounded(alpha_of_speedup(measured, gamma, c))
+
+
+def test_tables_contain_the_run() -> None:
     point = point_of(ended())
-    guide, leviathan_1, leviathan_2, chen = (cells(table.markdown(point))[1:] for table in PAPER_TABLES.values())
-    rows = leviathan_1
-    assert [row[2:] for row in rows[:-1]] == [
-        ["1.53", "1.96"], ["1.58", "2.53"], ["1.23", "2.44"], ["1.63", "3.69"], ["1.11", "2.71"], ["1.60", "6.86"],
-    ]  # fmt: skip
-    assert rows[-1][0] == "**this run**, 0.75" and rows[-1][3] == "2.08"
-    rows = leviathan_2
-    shares = [int(row[-1].rstrip("%")) for row in rows[:-1]]
-    assert len(shares) == 12 and (min(shares), max(shares)) == (68, 129)
-    assert rows[-1][0] == "**this run**, draft" and rows[-1][5] == "2.08"
-    rows = chen
-    assert [row[1:] for row in rows[:-1]] == [
-        ["4", "0.13", "1.92", "0.72"], ["4", "0.13", "2.01", "0.75"], ["4", "0.13", "2.46", "0.85"],
-    ]  # fmt: skip
-    assert rows[-1][0] == "**this run**, draft" and rows[-1][3] == "2.08"
-    rows = guide
-    assert [row[3] for row in rows[:-1]] == ["2.17", "2.71", "2.88", "2.78"]
-    assert all(row[3] == row[5] for row in rows) and rows[-1][1] == "0.60"
+    figures = dict(cells(run_table(point)))
+    assert figures["figure"] == "**this run**, draft" and figures["accepted / drafted"] == "0.60"
+    assert figures["measured speed-up"] == "2.08" and figures["Theorem 3.8"] == f"{point.theorem:.2f}"
+    assert run_table(None) == "" and dict(cells(run_table(point_of(ended(plain=False)))))["realised"] == "–"
     head, *rows = cells(gamma_table(TheorySettings(alpha=0.8, c=0.1, gamma=5), point))
     assert [row[1] for row in rows[:-1]] == sorted((row[1] for row in rows[:-1]), reverse=True)  # decreases with gamma
     assert {"5", "**this run**, 2.50"} <= {row[0] for row in rows} and all(len(row) == len(head) for row in rows)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, astuple
 from typing import Any
 
 import gradio as gr
 
 from specdemo.core import theory
 from specdemo.core.errors import UserError
-from specdemo.core.published import LEVIATHAN_2
 from specdemo.ui.call_timeline import call_timeline
 from specdemo.ui.frames import Run
 from specdemo.ui.labels import escape_markdown, figures_table, link_papers
@@ -29,15 +28,6 @@ from specdemo.ui.theory_curves import (
     settings_from_run,
 )
 
-# 2211.17192, Table 1: alpha and gamma at c = 0.
-_LEVIATHAN_1 = ((0.6, 2), (0.7, 3), (0.8, 2), (0.8, 5), (0.9, 2), (0.9, 10))
-
-# 2302.01318, Table 1: Chinchilla 70B with a drafter of 4B on 16 TPU v4. Task, measured speed-up.
-_CHEN = (("XSum, nucleus", 1.92), ("XSum, greedy", 2.01), ("HumanEval, nucleus", 2.46))
-_CHEN_GAMMA, _CHEN_COST = 4, 0.128
-
-_GUIDE_COST = 0.1
-_GUIDE = ((2, 0.8), (4, 0.7), (6, 0.6), (8, 0.5))  # gamma and accepted / drafted, assumed by the practice guide
 _INTRO = """Speed depends on the acceptance rate α and the cost of steps. Costs are relative to a baseline step: c per
 draft token, v for verifying γ + 1 rows, o for overhead. ĉ: operations per draft token. Dots show the sliders and *this
 run*. *Leviathan et al. 2211.17192, Figures 2 to 4.*"""
@@ -60,7 +50,7 @@ def gamma_table(settings: TheorySettings, run: TheoryPoint | None) -> str:
     ]
     head = ("γ", "accepted / drafted", "tokens per pass", "Theorem 3.8", "with v and o", "operations")
     if run:
-        rows.append((_run_label(run.gamma), run.share, run.tokens, run.theorem, run.speedup, run.operations))
+        rows.append((f"**this run**, {run.gamma:.2f}", run.share, run.tokens, run.theorem, run.speedup, run.operations))
     note = " The last row is this run: measured, except Theorem 3.8." if run else ""
     return (
         f"α = {alpha:g} is the acceptance probability per *tested* token. It does not depend on γ. "
@@ -69,83 +59,80 @@ def gamma_table(settings: TheorySettings, run: TheoryPoint | None) -> str:
     )
 
 
-@dataclass(frozen=True)
-class PaperTable:
-    """Published figures, with a row of the run."""
+PAPER_TABLES = """The practice guide defines α as accepted / drafted. The table converts it to α per tested token.
+Each formula is correct for its definition of α.
 
-    text: str
-    head: Sequence[str]
-    published: Sequence[Sequence[object]]
-    measured: Callable[[TheoryPoint], Sequence[object]]
+| γ | accepted / drafted | c | (1 + γα) / (1 + γc) | α per tested token | Theorem 3.8 |
+|---|---|---|---|---|---|
+| 2 | 0.80 | 0.10 | 2.17 | 0.86 | 2.17 |
+| 4 | 0.70 | 0.10 | 2.71 | 0.86 | 2.71 |
+| 6 | 0.60 | 0.10 | 2.88 | 0.86 | 2.88 |
+| 8 | 0.50 | 0.10 | 2.78 | 0.84 | 2.78 |
 
-    def markdown(self, run: TheoryPoint | None) -> str:
-        rows = [*self.published, *([self.measured(run)] if run else [])]
-        return f"{self.text}\n\n{figures_table(self.head, rows)}"
+Leviathan et al., Table 1, computed for c = ĉ = 0.
+
+| α | γ | operations | speed-up |
+|---|---|---|---|
+| 0.60 | 2 | 1.53 | 1.96 |
+| 0.70 | 3 | 1.58 | 2.53 |
+| 0.80 | 2 | 1.23 | 2.44 |
+| 0.80 | 5 | 1.63 | 3.69 |
+| 0.90 | 2 | 1.11 | 2.71 |
+| 0.90 | 10 | 1.60 | 6.86 |
+
+Leviathan et al., Table 2: T5-XXL on a TPU v4, batch size 1. Speed-ups are measured by the authors; Theorem 3.8 is
+computed.
+
+| task, drafter | T | γ | α | c | measured | Theorem 3.8 | realised |
+|---|---|---|---|---|---|---|---|
+| EnDe, T5-small | 0 | 7 | 0.75 | 0.02 | 3.4 | 3.16 | 108% |
+| EnDe, T5-base | 0 | 7 | 0.80 | 0.04 | 2.8 | 3.25 | 86% |
+| EnDe, T5-large | 0 | 7 | 0.82 | 0.11 | 1.7 | 2.50 | 68% |
+| EnDe, T5-small | 1 | 7 | 0.62 | 0.02 | 2.6 | 2.26 | 115% |
+| EnDe, T5-base | 1 | 5 | 0.68 | 0.04 | 2.4 | 2.35 | 102% |
+| EnDe, T5-large | 1 | 3 | 0.71 | 0.11 | 1.4 | 1.93 | 72% |
+| CNN/DM, T5-small | 0 | 5 | 0.65 | 0.02 | 3.1 | 2.40 | 129% |
+| CNN/DM, T5-base | 0 | 5 | 0.73 | 0.04 | 3.0 | 2.62 | 115% |
+| CNN/DM, T5-large | 0 | 3 | 0.74 | 0.11 | 2.2 | 2.02 | 109% |
+| CNN/DM, T5-small | 1 | 5 | 0.53 | 0.02 | 2.3 | 1.89 | 122% |
+| CNN/DM, T5-base | 1 | 3 | 0.55 | 0.04 | 2.2 | 1.80 | 122% |
+| CNN/DM, T5-large | 1 | 3 | 0.56 | 0.11 | 1.7 | 1.54 | 110% |
+
+Chen et al. 2302.01318, Table 1: Chinchilla 70B with a drafter of 4B, batch size 1. Speed-ups are measured by the
+authors. The last column is computed: the α that explains the speed-up.
+
+| task | γ | c | measured | α for Theorem 3.8 |
+|---|---|---|---|---|
+| XSum, nucleus | 4 | 0.128 | 1.92 | 0.72 |
+| XSum, greedy | 4 | 0.128 | 2.01 | 0.75 |
+| HumanEval, nucleus | 4 | 0.128 | 2.46 | 0.85 |
+"""
 
 
-def _guide_row(label: object, gamma: float, share: float, c: float | None) -> Sequence[object]:
-    """Convert accepted / drafted to alpha; both formulas yield the same speed-up."""
-    alpha = theory.alpha_of_share(share, gamma)
-    by_share = None if c is None else theory.share_speedup(share, gamma, c)
-    by_alpha = None if c is None else theory.walltime_improvement(alpha, gamma, c)
-    return label, share, c, by_share, alpha, by_alpha
-
-
-def _chen_row(label: object, gamma: float, c: float | None, speedup: float | None) -> Sequence[object]:
-    alpha = None if c is None or not speedup else theory.alpha_of_speedup(speedup, gamma, c)
-    return label, gamma, c, speedup, alpha
-
-
-def _leviathan_2_row(
-    task: str, drafter: str, temperature: float, gamma: int, alpha: float, c: float, measured: float
-) -> Sequence[object]:
-    theorem = theory.walltime_improvement(alpha, gamma, c)
-    name = f"{task}, T5-{drafter}"
-    return name, str(temperature), gamma, alpha, c, f"{measured:.1f}", theorem, f"{measured / theorem:.0%}"
-
-
-def _run_row_2(run: TheoryPoint) -> Sequence[object]:
-    realised = f"{run.speedup / run.theorem:.0%}" if run.speedup and run.theorem else None
-    label, temperature = _run_label(escape_markdown(run.method)), f"{run.temperature:g}"
-    return label, temperature, run.gamma, run.alpha, run.c, run.speedup, run.theorem, realised
-
-
-def _run_label(value: object) -> str:
-    return f"**this run**, {value:.2f}" if isinstance(value, float) else f"**this run**, {value}"
-
-
-PAPER_TABLES = {
-    "guide": PaperTable(
-        "The practice guide defines α as accepted / drafted. The table converts it to α per tested token. "
-        "Each formula is correct for its definition of α.",
-        ("γ", "accepted / drafted", "c", "(1 + γα) / (1 + γc)", "α per tested token", "Theorem 3.8"),
-        [_guide_row(gamma, gamma, share, _GUIDE_COST) for gamma, share in _GUIDE],
-        lambda run: _guide_row(_run_label(run.gamma), run.gamma, run.share, run.c),
-    ),
-    "leviathan 1": PaperTable(
-        "Leviathan et al., Table 1, computed for c = ĉ = 0. The row of a run includes its drafting cost.",
-        ("α", "γ", "operations", "speed-up"),
-        [
-            (alpha, gamma, theory.operations(alpha, gamma, 0), theory.walltime_improvement(alpha, gamma, 0))
-            for alpha, gamma in _LEVIATHAN_1
-        ],
-        lambda run: (_run_label(run.alpha), run.gamma, run.operations, run.speedup),
-    ),
-    "leviathan 2": PaperTable(
-        "Leviathan et al., Table 2: T5-XXL on a TPU v4, batch size 1. Speed-ups are measured by the authors; "
-        "Theorem 3.8 is computed.",
-        ("task, drafter", "T", "γ", "α", "c", "measured", "Theorem 3.8", "realised"),
-        [_leviathan_2_row(*row) for row in LEVIATHAN_2],
-        _run_row_2,
-    ),
-    "chen": PaperTable(
-        "Chen et al. 2302.01318, Table 1: Chinchilla 70B with a drafter of 4B, batch size 1. Speed-ups are measured "
-        "by the authors. The last column is computed: the α that explains the speed-up.",
-        ("task", "γ", "c", "measured", "α for Theorem 3.8"),
-        [_chen_row(task, _CHEN_GAMMA, _CHEN_COST, measured) for task, measured in _CHEN],
-        lambda run: _chen_row(_run_label(escape_markdown(run.method)), run.gamma, run.c, run.speedup),
-    ),
-}
+def run_table(run: TheoryPoint | None) -> str:
+    """Return the figures of the published tables for a run; empty without one."""
+    if run is None:
+        return ""
+    by_share = explained = realised = None
+    if run.c is not None:
+        by_share = theory.share_speedup(run.share, run.gamma, run.c)
+    if run.c is not None and run.speedup and run.theorem:
+        explained = theory.alpha_of_speedup(run.speedup, run.gamma, run.c)
+        realised = f"{run.speedup / run.theorem:.0%}"
+    rows: list[tuple[str, object]] = [
+        ("T", f"{run.temperature:g}"),
+        ("γ", run.gamma),
+        ("c", run.c),
+        ("accepted / drafted", run.share),
+        ("(1 + γα) / (1 + γc)", by_share),
+        ("α per tested token", run.alpha),
+        ("Theorem 3.8", run.theorem),
+        ("measured speed-up", run.speedup),
+        ("realised", realised),
+        ("α for Theorem 3.8", explained),
+        ("operations, with drafting", run.operations),
+    ]
+    return figures_table(("figure", f"**this run**, {escape_markdown(run.method)}"), rows)
 
 
 def theory_tab(runs: RunStore, tab: gr.Tab) -> None:
@@ -159,7 +146,8 @@ def theory_tab(runs: RunStore, tab: gr.Tab) -> None:
     gr.Markdown("### Two definitions of α")
     table_by_gamma = gr.Markdown(elem_id="theory-by-gamma", elem_classes="figures")
     with gr.Accordion("Published tables and this run", open=False, elem_id="theory-papers"):
-        paper_tables = [gr.Markdown(elem_classes="figures") for _ in PAPER_TABLES]
+        gr.Markdown(link_papers(PAPER_TABLES), elem_classes="figures")
+        run_figures = gr.Markdown(elem_classes="figures")
     _calls_section(runs, shown_id, tab)
     residual_example(tab)
 
@@ -176,9 +164,7 @@ def theory_tab(runs: RunStore, tab: gr.Tab) -> None:
             return gr.skip()
         run, text = measured(run_id, request)
         charts = (plot.chart(settings, run) for plot in THEORY_PLOTS)
-        papers = (table.markdown(run) for table in PAPER_TABLES.values())
-        words = (text, describe_settings(settings))
-        return [*words, *charts, gamma_table(settings, run), *papers]
+        return [text, describe_settings(settings), *charts, gamma_table(settings, run), run_table(run)]
 
     def set_to_run(request: gr.Request, run_id: Any) -> Any:
         run, text = measured(run_id, request)
@@ -187,7 +173,7 @@ def theory_tab(runs: RunStore, tab: gr.Tab) -> None:
             return gr.skip()
         return list(astuple(settings_from_run(run)))
 
-    drawn = [run_text, settings_text, *plots, table_by_gamma, *paper_tables]
+    drawn = [run_text, settings_text, *plots, table_by_gamma, run_figures]
     triggers = [tab.select, *(slider.change for slider in sliders)]
     shown: dict[str, Any] = {"js": SHOWN_RUN_JS, **UNPROCESSED}
     gr.on(triggers, draw, [shown_id, *sliders], drawn, trigger_mode="always_last", **shown)
