@@ -1,4 +1,4 @@
-"""Theory tab, which plots the closed forms. Only published measurements are quoted; other values are computed."""
+"""Theory tab, which plots the closed forms. A test compares the published tables with them."""
 
 from __future__ import annotations
 
@@ -113,7 +113,9 @@ def run_table(run: TheoryPoint | None) -> str:
     """Return the figures of the published tables for a run; empty without one."""
     if run is None:
         return ""
-    by_share = explained = realised = None
+    by_share: float | None = None
+    explained: float | None = None
+    realised: str | None = None
     if run.c is not None:
         by_share = theory.share_speedup(run.share, run.gamma, run.c)
     if run.c is not None and run.speedup and run.theorem:
