@@ -132,6 +132,8 @@ function drawMarks(marks, x, bottom) { // a line at each mark, and its text unle
   });
 }
 
+function placeOf(x) { return x < TIME.mark / 2 ? "start" : x > TIME.width - TIME.mark / 2 ? "end" : "middle"; } // within the axis
+
 function drawTimeline({ label, rows, blocks, key, marks }) {
   const start = Math.min(...blocks.map((block) => block.start)), end = Math.max(...blocks.map((block) => block.start + block.duration));
   const x = (t) => ((t - start) / Math.max(end - start, 1e-6)) * TIME.width;
@@ -139,7 +141,7 @@ function drawTimeline({ label, rows, blocks, key, marks }) {
   const colours = Object.fromEntries(key.map(({ kind, colour }) => [kind, colour]));
   const names = rows.map((name, row) => svg("text", { x: 0, y: y(row) + 12, class: "label", text: name }));
   const shapes = blocks.map(({ row, kind, start: from, duration, words }) => titled(svg("rect", { x: x(from), y: y(row) + 16, width: Math.max(x(from + duration) - x(from), 0.5), height: TIME.bar, class: `block ${kind}`, fill: colours[kind] }), words));
-  const times = ticks(start, end).map((t) => axisText(x(t), height - 6, t === start ? "start" : "middle", `${t} ms`));
+  const times = ticks(start, end).map((t) => axisText(x(t), height - 6, placeOf(x(t)), `${t} ms`));
   const picture = canvas(label, TIME.width, height, ...drawMarks(marks, x, height - TIME.foot), ...names, ...shapes, ...times);
   picture.style.minWidth = "720px";
   return make("div", { class: "plot" }, make("div", { class: "chart-scroll", role: "region", "aria-label": label, tabindex: 0 }, picture), drawKey(key));
