@@ -28,7 +28,7 @@ from specdemo.core.theory import (
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import PLAIN, SPEC
 from specdemo.ui.tabs import worked_example as worked
-from specdemo.ui.tabs.theory import PAPER_TABLES, gamma_table, run_table
+from specdemo.ui.tabs.theory import PAPER_TABLES, figures_of_run, gamma_table
 from specdemo.ui.theory_curves import THEORY_PLOTS, TheorySettings, point_of, point_words
 
 pytestmark = pytest.mark.slow
@@ -147,10 +147,10 @@ def test_published_tables_are_those_of_the_papers_and_closed_forms() -> None:
 
 def test_tables_contain_the_run() -> None:
     point = point_of(ended())
-    figures = dict(cells(run_table(point)))
+    figures = dict(cells(figures_of_run(point)))
     assert figures["figure"] == "**this run**, draft" and figures["accepted / drafted"] == "0.60"
     assert figures["measured speed-up"] == "2.08" and figures["Theorem 3.8"] == f"{point.theorem:.2f}"
-    assert run_table(None) == "" and dict(cells(run_table(point_of(ended(plain=False)))))["realised"] == "–"
+    assert figures_of_run(None) == "" and dict(cells(figures_of_run(point_of(ended(plain=False)))))["realised"] == "–"
     head, *rows = cells(gamma_table(TheorySettings(alpha=0.8, c=0.1, gamma=5), point))
     assert [row[1] for row in rows[:-1]] == sorted((row[1] for row in rows[:-1]), reverse=True)  # decreases with gamma
     assert {"5", "**this run**, 2.50"} <= {row[0] for row in rows} and all(len(row) == len(head) for row in rows)

@@ -109,7 +109,7 @@ authors. The last column is computed: the α that explains the speed-up.
 """
 
 
-def run_table(run: TheoryPoint | None) -> str:
+def figures_of_run(run: TheoryPoint | None) -> str:
     """Return the figures of the published tables for a run; empty without one."""
     if run is None:
         return ""
@@ -166,7 +166,7 @@ def theory_tab(runs: RunStore, tab: gr.Tab) -> None:
             return gr.skip()
         run, text = measured(run_id, request)
         charts = (plot.chart(settings, run) for plot in THEORY_PLOTS)
-        return [text, describe_settings(settings), *charts, gamma_table(settings, run), run_table(run)]
+        return [text, describe_settings(settings), *charts, gamma_table(settings, run), figures_of_run(run)]
 
     def set_to_run(request: gr.Request, run_id: Any) -> Any:
         run, text = measured(run_id, request)
