@@ -5,7 +5,6 @@ A trace has the time of a draft, so its calls get equal shares. Encoders run in 
 
 from __future__ import annotations
 
-import html
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,22 +12,15 @@ from itertools import accumulate
 
 from specdemo.core.events import StepEvent
 from specdemo.core.origin import HEAD, MODEL
+from specdemo.ui.charts import Block, timeline
 from specdemo.ui.lane import Lane
 
-KINDS = {"prompt": "prompt", "draft": "drafter call", "search": "draft without a model", "target": "target pass"}
-WIDTH, ROW = 960, 46  # pixels
-_BAR, _FOOT = 22, 24
-_TICKS = 6
-_LEAST_WIDTH = 0.5
-CALLS_CSS = """.calls { overflow-x: auto; }
-svg { width: 100%; min-width: 720px; display: block; }
-text { fill: var(--ink); font-size: 12px; font-family: var(--font); } .tick { fill: var(--quiet); font-size: 11px; }
-rect { stroke: var(--paper); stroke-width: 0.5; fill: var(--of); } rect:hover { stroke: var(--ink); stroke-width: 1.5; }
-.prompt { --of: var(--line); } .draft { --of: var(--accepted-ink); } .search { --of: var(--link-wait); }
-.target { --of: var(--link-verify); }
-.key { display: flex; flex-wrap: wrap; gap: 4px 16px; padding: 0; margin: 6px 0 0; list-style: none; font-size: 13px; }
-.key li::before { content: ""; display: inline-block; width: 10px; height: 10px; margin-right: 6px; }
-.key li::before { background: var(--of); }"""
+KINDS = {  # words, colour
+    "prompt": ("prompt", "var(--line)"),
+    "draft": ("drafter call", "var(--accepted-ink)"),
+    "search": ("draft without a model", "var(--link-wait)"),
+    "target": ("target pass", "var(--link-verify)"),
+}
 
 
 @dataclass(frozen=True)
@@ -90,8 +82,8 @@ def _words(event: StepEvent, nodes: Sequence[int]) -> str:
     return ", ".join(f"{event.draft_texts[node]!r} {event.step.outcome(node)}" for node in nodes)
 
 
-def calls_svg(lanes: Sequence[Lane], first_token: int, tokens: int) -> str:
-    """Draw the lanes that were decoded on this machine; the slowest shows about `tokens` tokens."""
+def call_timeline(lanes: Sequence[Lane], first_token: int, tokens: int) -> str:
+    """Draw the local lanes; the slowest shows about `tokens` tokens."""
     rows = [
         (lane, calls(lane, first_token)) for lane in lanes if lane.steps and lane.timed and not lane.recipe.get("cloud")
     ]
@@ -99,24 +91,9 @@ def calls_svg(lanes: Sequence[Lane], first_token: int, tokens: int) -> str:
     if not rows:
         return ""
     span = max(_span(lane, row, first_token + tokens) for lane, row in rows)
-    height = len(rows) * ROW + _FOOT
-    shapes = []
-    for i, (lane, row) in enumerate(rows):
-        y = i * ROW + 16
-        shapes.append(f'<text x="0" y="{y - 4}">{html.escape(lane.title)}</text>')
-        begin = row[0].start
-        for call in row:
-            left, right = (min(max(t - begin, 0), span) for t in (call.start, call.start + call.seconds))
-            if right > left:
-                shapes.append(_block(call, left / span * WIDTH, (right - left) / span * WIDTH, y))
-    for i in range(_TICKS + 1):
-        anchor = "start" if i == 0 else "end" if i == _TICKS else "middle"
-        x, t = WIDTH * i / _TICKS, 1000 * span * i / _TICKS
-        shapes.append(f'<text class="tick" x="{x:.0f}" y="{height - 6}" text-anchor="{anchor}">{t:.1f} ms</text>')
-    key = "".join(f'<li class="{kind}">{words}</li>' for kind, words in KINDS.items())
-    svg = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="A row of calls per run">{"".join(shapes)}</svg>'
-    region = f'<div class="calls" role="region" aria-label="Model calls over time" tabindex="0">{svg}</div>'
-    return f'{region}<ul class="key">{key}</ul>'
+    blocks = [_block(i, call, row[0].start, span) for i, (_, row) in enumerate(rows) for call in row]
+    shown = [block for block in blocks if block.duration > 0]
+    return timeline("Model calls over time", [lane.title for lane, _ in rows], shown, KINDS)
 
 
 def _span(lane: Lane, row: Sequence[Call], last_token: int) -> float:
@@ -125,7 +102,8 @@ def _span(lane: Lane, row: Sequence[Call], last_token: int) -> float:
     return max((times[0] if times else lane.steps[-1].step.t) - row[0].start, 1e-9)
 
 
-def _block(call: Call, x: float, width: float, y: int) -> str:
-    words = html.escape(f"{call.words} ({1000 * call.seconds:.2f} ms)")
-    size = f'width="{max(width, _LEAST_WIDTH):.2f}" height="{_BAR}"'
-    return f'<rect class="{call.kind}" x="{x:.2f}" y="{y}" {size}><title>{words}</title></rect>'
+def _block(row: int, call: Call, begin: float, span: float) -> Block:
+    """Cut a call at the end of the time axis."""
+    start = call.start - begin
+    words = f"{call.words} ({1000 * call.seconds:.2f} ms)"
+    return Block(row, call.kind, 1000 * start, 1000 * min(call.seconds, span - start), words)

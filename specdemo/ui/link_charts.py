@@ -15,6 +15,7 @@ from specdemo.core.link_stats import LinkStats, Source
 from specdemo.core.rules import rule_traits
 from specdemo.core.step import Step
 from specdemo.core.theory import STAGES, CostTerms, best_gamma, most_bytes_per_token, speedup_over
+from specdemo.ui.charts import Block, Series, chart, timeline
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import Lane, mode
 from specdemo.ui.markdown import escape_markdown
@@ -25,26 +26,21 @@ LINK_TABLE_HEAD = (
     "bytes up", "bytes down", "hard_ratio", "escalated", "cumulative acceptance", "verdict",
 )  # fmt: skip
 VERDICTS = {Source.PROVISIONAL: "provisional", Source.GATE: "not queried", Source.ALONE: "drafter alone"}
-ACTIVITIES = {  # label, row of the timeline
-    "draft": ("drafting", 0),
-    "up": ("sending", 1),
-    "way": ("link delay", 1),
-    "verify": ("cloud's pass", 2),
-    "down": ("receiving", 1),
-    "gap": ("failover", 1),
-    "wait": ("waiting", 0),
-    "idle": ("idle", 0),
+ROWS = ("edge", "link", "cloud")
+ACTIVITIES = {  # label, row of the timeline, colour
+    "draft": ("drafting", 0, "var(--accepted-ink)"),
+    "up": ("sending", 1, "var(--link-up)"),
+    "way": ("link delay", 1, "var(--link-delay)"),
+    "verify": ("cloud's pass", 2, "var(--link-verify)"),
+    "down": ("receiving", 1, "var(--link-down)"),
+    "gap": ("failover", 1, "var(--bar-rejected)"),
+    "wait": ("waiting", 0, "var(--link-wait)"),
+    "idle": ("idle", 0, "var(--line)"),
 }
 _TOTALS = {"provisional": "committed provisionally", "confirmed": "confirmed", "overruled": "overruled"}
 Part = tuple[str, float, float]  # activity, start, duration; in seconds
 
-WIDTH, LEFT = 960, 56  # pixels of the timeline
-ROW, TOP = 34, 26
-TICKS = 6
-
 LONGEST = 24  # longest draft of the search, in tokens
-CURVE = "S_net"
-RUN, BEST = "this run", "best k"
 
 
 def edge_lane(run: Run | None) -> Lane:
@@ -193,43 +189,21 @@ def describe_traffic(lane: Lane) -> str:
     )
 
 
-def timeline_svg(steps: Sequence[Step], first: int, count: int) -> str:
-    """Draw `count` steps from index `first`; tooltips contain activity and duration."""
-    shown, drawn = steps[first : first + count], parts(steps)[first : first + count]
-    flat = [part for step_parts in drawn for part in step_parts]
-    if not flat:
-        return ""
-    start, end = flat[0][1], max(begin + seconds for _, begin, seconds in flat)
-    scale = (WIDTH - LEFT - 8) / max(end - start, 1e-9)
-    height = TOP + 3 * ROW + 24
-
-    def x(t: float) -> float:
-        return LEFT + (t - start) * scale
-
-    names = enumerate(("edge", "link", "cloud"))
-    shapes = [f'<text class="name" x="0" y="{TOP + row * ROW + 21}">{name}</text>' for row, name in names]
-    for i in range(TICKS + 1):
-        t = start + (end - start) * i / TICKS
-        anchor = "start" if i == 0 else "end" if i == TICKS else "middle"
-        shapes.append(f'<text class="tick" x="{x(t):.1f}" y="{height - 6}" text-anchor="{anchor}">{t:.3f} s</text>')
-    last = -1e9
-    for step, step_parts in zip(shown, drawn, strict=True):
+def step_timeline(steps: Sequence[Step], first: int, count: int) -> str:
+    """Draw `count` steps from index `first`; the marks are accepted / drafted."""
+    shown = steps[first : first + count]
+    blocks, marks = [], []
+    for step, step_parts in zip(shown, parts(steps)[first : first + count], strict=True):
         if not step_parts:
             continue
-        left = x(next((begin for activity, begin, _ in step_parts if activity != "idle"), step_parts[-1][1]))
-        shapes.append(f'<line class="edge" x1="{left:.1f}" x2="{left:.1f}" y1="{TOP - 6}" y2="{TOP + 3 * ROW}"/>')
-        if left - last > 46:
-            caption = f"{step.i}: {step.accepted}/{len(step.draft)}"
-            shapes.append(f'<text class="caption" x="{left + 2:.1f}" y="14">{caption}</text>')
-            last = left
-        shapes += [_bar(activity, seconds, x(begin), seconds * scale) for activity, begin, seconds in step_parts]
-        shapes += [_bar("wait", seconds, x(begin), seconds * scale) for begin, seconds in _edge_waits(step_parts)]
-    label = f"Steps {shown[0].i} to {shown[-1].i} over time"
-    key = "".join(f'<li class="{activity}">{words}</li>' for activity, (words, _) in ACTIVITIES.items())
-    return (
-        f'<div class="timeline" role="region" aria-label="Timeline of steps" tabindex="0"><svg viewBox="0 0 {WIDTH} '
-        f'{height}" role="img" aria-label="{label}">{"".join(shapes)}</svg></div><ul class="key">{key}</ul>'
-    )
+        start = next((begin for activity, begin, _ in step_parts if activity != "idle"), step_parts[-1][1])
+        marks.append((1000 * start, f"{step.i}: {step.accepted}/{len(step.draft)}"))
+        blocks += [_block(*part) for part in step_parts]
+        blocks += [_block("wait", begin, seconds) for begin, seconds in _edge_waits(step_parts)]
+    if not blocks:
+        return ""
+    kinds = {activity: (words, colour) for activity, (words, _, colour) in ACTIVITIES.items()}
+    return timeline(f"Steps {shown[0].i} to {shown[-1].i} over time", ROWS, blocks, kinds, marks)
 
 
 def _edge_waits(step_parts: Sequence[Part]) -> Iterator[tuple[float, float]]:
@@ -238,11 +212,9 @@ def _edge_waits(step_parts: Sequence[Part]) -> Iterator[tuple[float, float]]:
         yield remote[0][0], sum(seconds for _, seconds in remote)
 
 
-def _bar(activity: str, seconds: float, x: float, width: float) -> str:
-    words, row = ACTIVITIES[activity]
-    size = f'width="{max(width, 0.5):.2f}" height="{ROW - 8}"'
-    title = f"<title>{words}: {1000 * seconds:.2f} ms</title>"
-    return f'<rect class="{activity}" x="{x:.2f}" y="{TOP + row * ROW + 4}" {size}>{title}</rect>'
+def _block(activity: str, start: float, seconds: float) -> Block:
+    words, row, _ = ACTIVITIES[activity]
+    return Block(row, activity, 1000 * start, 1000 * seconds, f"{words}: {1000 * seconds:.2f} ms")
 
 
 @dataclass(frozen=True)
@@ -298,9 +270,15 @@ def link_of(lane: Lane) -> LinkModel:
     )
 
 
-def curve(link: LinkModel) -> list[tuple[float, float | None, str]]:
-    rows: list[tuple[float, float | None, str]] = [(k, link.speed(k), CURVE) for k in range(LONGEST + 1)]
-    return [*rows, (link.best, link.speed(link.best), BEST), (link.gamma, link.measured, RUN)]
+def speed_chart(link: LinkModel) -> str:
+    speeds = [(k, link.speed(k)) for k in range(LONGEST + 1)]
+    series = [
+        Series("line", "var(--curve-set)", speeds, "S_net"),
+        Series("dot", "var(--dot-set)", [(link.best, link.speed(link.best))], "best k"),
+    ]
+    if link.measured:
+        series.append(Series("dot", "var(--dot-run)", [(link.gamma, link.measured)], "this run"))
+    return chart("Speed by draft length", "k (tokens)", "tokens/s", series)
 
 
 def describe_best_gamma(link: LinkModel) -> str:

@@ -75,7 +75,6 @@ from specdemo.ui.settings import (
 )
 from specdemo.ui.streams import LaneEvents, Sockets, reason, trace_route
 from specdemo.ui.tabs import build_tabs
-from specdemo.ui.tabs.components import PROGRESS_CSS
 from specdemo.ui.tabs.measurement_panel import PanelParts
 from specdemo.ui.tabs.prediction import SpeedupPrediction, connect_prediction
 from specdemo.ui.theme import launch_options
@@ -301,7 +300,7 @@ def _actions(buttons: dict[str, gr.Button], compared: bool) -> tuple[gr.Checkbox
         buttons["preflight"] = gr.Button("Predict the speed-up", size="sm", elem_id="preflight", scale=0)
         buttons["use"] = gr.Button("Use", elem_id="use-recorded", visible="hidden")
         buttons["lanes-of-tab"] = gr.Button("Use", elem_id="lanes-of-tab", visible="hidden")
-    progress = gr.HTML(elem_id="estimate-progress", css_template=PROGRESS_CSS)
+    progress = gr.HTML(elem_id="estimate-progress")
     estimate = gr.Markdown(elem_id="estimate")
     with gr.Row(elem_id="outdated-estimate"):
         gr.Markdown("Settings or prompt have changed.")

@@ -86,7 +86,8 @@ def _with_imports(entry: str) -> dict[str, str]:
 
 def _saved_page() -> str:
     """Return the page to which the browser adds a run; modules are data URLs, which have no relative addresses."""
-    styles = "".join((_FOLDER / f"{name}.css").read_text(encoding="utf-8") for name in ("cockpit", "step_player"))
+    names = ("charts", "cockpit", "step_player")
+    styles = "".join((_FOLDER / f"{name}.css").read_text(encoding="utf-8") for name in names)
     modules = {
         f"cockpit/{name}": _data_url(_IMPORT.sub(r'\1"cockpit/\2"', text))
         for name, text in _with_imports("saved_page").items()

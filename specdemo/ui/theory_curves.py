@@ -1,31 +1,23 @@
-"""Measurements of a run in the terms of the closed forms, with the curves and texts of the Theory tab.
-
-A curve is a list of points (x, y, series). A point of None appears only in the legend.
-"""
+"""Measurements of a run in the terms of the closed forms, with the curves and texts of the Theory tab."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from specdemo.core import theory
 from specdemo.core.errors import UserError
 from specdemo.core.step import Step
+from specdemo.ui.charts import Series, chart
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import PLAIN, SPEC, Lane
 from specdemo.ui.markdown import escape_markdown
 from specdemo.ui.run_estimate import cost_terms
 from specdemo.ui.summary import lane_speedup
 
-SLIDER_SERIES, SLIDER_DOT = "sliders", "slider dot"
-RUN_SERIES, BASELINE_SERIES = "this run", "baseline"
-THEOREM_SERIES, SHARE_SERIES = "Theorem 3.8", "accepted / drafted"
-CURVE_GAMMAS = (1, 3, 10)
-TOKEN_GAMMAS = (1, 3, 5, 7)  # those of Figure 2
-CURVE_COSTS = (0.01, 0.05, 0.2)
-UNBOUNDED_SERIES = "∞"
 SLIDERS = {  # label, minimum, maximum, step
     "alpha": ("α: acceptance rate", 0, 1, 0.01),
     "c": ("c: draft token (steps)", 0, 2, 0.01),
@@ -36,9 +28,6 @@ SLIDERS = {  # label, minimum, maximum, step
 }
 _NO_RULE_OF_THUMB = "The rule of thumb √(1/c − 1) is undefined at c = 0."
 _MAX_GAMMA = 64
-_ALPHAS = [i / 50 for i in range(51)]
-
-CurvePoint = tuple[float | None, float | None, str]
 
 
 @dataclass(frozen=True)
@@ -190,70 +179,127 @@ def settings_from_run(run: TheoryPoint) -> TheorySettings:
     return TheorySettings(**clamped)
 
 
-def token_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[CurvePoint]:
-    """Return the expected tokens per target pass (2211.17192, Figure 2)."""
-    highest = max(11.0, settings.gamma + 1, run.tokens if run else 0)
-    limit = [(alpha, 1 / (1 - alpha), UNBOUNDED_SERIES) for alpha in _ALPHAS[:-1] if 1 / (1 - alpha) <= highest]
-    dots = _slider_curve(settings, theory.expected_tokens, run, run.tokens if run else None)
-    return [*_over_alpha(theory.expected_tokens, TOKEN_GAMMAS), *limit, *dots]
+Curve = Callable[[TheorySettings, float], float | None]
+
+_AXES: Mapping[str, tuple[str, Sequence[float]]] = {
+    "alpha": ("α", [i / 50 for i in range(51)]),
+    "gamma": ("γ", range(17)),
+}
+_SHADES = [f"var(--curve-{i})" for i in (1, 2, 3, 5, 4)]
+_LONGEST = 20  # greatest best draft length of a plot
 
 
-def speed_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[CurvePoint]:
-    """Theorem 3.8 for `CURVE_GAMMAS`, cost model for the sliders (2211.17192, Figure 4)."""
+@dataclass(frozen=True)
+class TheoryPlot:
+    """Chart over α or γ, with the sliders' curve, and the values of sliders and run as dots."""
 
-    def modelled(alpha: float, gamma: float) -> float:
-        return theory.speedup(theory.expected_tokens(alpha, gamma), gamma, settings.c, settings.v, settings.o)
+    elem_id: str
+    title: str
+    x: str  # key of `_AXES`, a slider and a measurement of the run
+    y: str
+    curves: Mapping[str, Curve]  # by label
+    sliders: Curve
+    measured: Callable[[TheoryPoint], float | None]
+    dot: Curve | None = None  # value of the sliders; by default on their curve
+    baseline: bool = False  # at 1
 
-    baseline = [(0.0, 1.0, BASELINE_SERIES), (1.0, 1.0, BASELINE_SERIES)]
-    theorem = _over_alpha(lambda alpha, gamma: theory.walltime_improvement(alpha, gamma, settings.c))
-    return [*baseline, *theorem, *_slider_curve(settings, modelled, run, run.speedup if run else None)]
-
-
-def operation_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[CurvePoint]:
-    """Return the operations per token (2211.17192, Figure 4)."""
-    factor = partial(theory.operations, c=settings.c_hat)
-    return [*_over_alpha(factor), *_slider_curve(settings, factor, run, run.operations if run else None)]
-
-
-def best_gamma_curves(settings: TheorySettings, run: TheoryPoint | None, longest: int = 20) -> list[CurvePoint]:
-    """Theorem 3.8 for `CURVE_COSTS`, cost model for the sliders (2211.17192, Figure 3)."""
-    modelled = partial(theory.best_gamma, c=settings.c, longest=longest, v=settings.verify_cost, o=settings.o)
-    rows = [(alpha, theory.best_gamma(alpha, c, longest), str(c)) for c in CURVE_COSTS for alpha in _ALPHAS]
-    rows += [(alpha, modelled(alpha), SLIDER_SERIES) for alpha in _ALPHAS]
-    rows.append((settings.alpha, min(settings.gamma, longest), SLIDER_DOT))
-    return [*rows, _run_dot(run.alpha if run else None, min(run.gamma, longest) if run else None)]
-
-
-def gamma_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[CurvePoint]:
-    gammas, alpha = range(17), settings.alpha
-    rows = [(0.0, 1.0, BASELINE_SERIES), (16.0, 1.0, BASELINE_SERIES)]
-    rows += [(gamma, theory.walltime_improvement(alpha, gamma, settings.c), THEOREM_SERIES) for gamma in gammas]
-    rows += [(gamma, settings.modelled_speedup(gamma), SLIDER_SERIES) for gamma in gammas]
-    rows.append((settings.gamma, settings.modelled_speedup(settings.gamma), SLIDER_DOT))
-    return [*rows, _run_dot(run.gamma if run else None, run.speedup if run else None)]
+    def chart(self, settings: TheorySettings, run: TheoryPoint | None) -> str:
+        axis, xs = _AXES[self.x]
+        own = getattr(settings, self.x)
+        series = [
+            Series("line", shade, _points(curve, settings, xs), label)
+            for (label, curve), shade in zip(self.curves.items(), _SHADES, strict=False)
+        ]
+        if self.baseline:
+            series.append(Series("line", "var(--curve-baseline)", _points(lambda *_: 1.0, settings, xs)))
+        series.append(Series("line", "var(--curve-set)", _points(self.sliders, settings, xs)))
+        series.append(Series("dot", "var(--dot-set)", _points(self.dot or self.sliders, settings, [own]), "sliders"))
+        measured = self.measured(run) if run else None
+        if measured is not None:
+            series.append(Series("dot", "var(--dot-run)", [(getattr(run, self.x), measured)], "this run"))
+        return chart(self.title, axis, self.y, series)
 
 
-def share_curves(settings: TheorySettings, run: TheoryPoint | None) -> list[CurvePoint]:
-    rows: list[CurvePoint] = [(gamma, settings.alpha, SLIDER_SERIES) for gamma in range(1, 17)]
-    rows += [(gamma, theory.accepted_share(settings.alpha, gamma), SHARE_SERIES) for gamma in range(1, 17)]
-    rows.append((settings.gamma, theory.accepted_share(settings.alpha, settings.gamma), SLIDER_DOT))
-    return [*rows, _run_dot(run.gamma if run else None, run.share if run else None)]
+def _points(curve: Curve, settings: TheorySettings, xs: Sequence[float]) -> list[tuple[float, float]]:
+    points = [(x, curve(settings, x)) for x in xs]
+    return [(x, y) for x, y in points if y is not None]
 
 
-def _over_alpha(value: Callable[[float, float], float], gammas: Sequence[int] = CURVE_GAMMAS) -> Iterator[CurvePoint]:
-    return ((alpha, value(alpha, gamma), str(gamma)) for gamma in gammas for alpha in _ALPHAS)
+def _family(
+    symbol: str, values: Sequence[float], formula: Callable[[float, TheorySettings, float], float]
+) -> dict[str, Curve]:
+    """Return a curve for each value of the first parameter of a formula."""
+    return {f"{symbol} {value:g}": partial(formula, value) for value in values}
 
 
-def _slider_curve(
-    settings: TheorySettings, value: Callable[[float, float], float], run: TheoryPoint | None, measured: float | None
-) -> list[CurvePoint]:
-    rows: list[CurvePoint] = [(alpha, value(alpha, settings.gamma), SLIDER_SERIES) for alpha in _ALPHAS]
-    rows.append((settings.alpha, value(settings.alpha, settings.gamma), SLIDER_DOT))
-    return [*rows, _run_dot(run.alpha if run else None, measured)]
+def _unbounded(settings: TheorySettings, alpha: float) -> float | None:
+    """Return the tokens of an unbounded draft."""
+    highest = max(11, settings.gamma + 1)
+    return 1 / (1 - alpha) if 1 - alpha >= 1 / highest else None
 
 
-def _run_dot(x: float | None, y: float | None) -> CurvePoint:
-    return (None, None, RUN_SERIES) if x is None or y is None else (x, y, RUN_SERIES)
+# Figures of 2211.17192: 2 (tokens), 3 (best gamma), 4 (speed-up and operations).
+THEORY_PLOTS = (
+    TheoryPlot(
+        "plot-tokens",
+        "Tokens per target pass",
+        x="alpha",
+        y="tokens",
+        curves=_family("γ", (1, 3, 5, 7), lambda gamma, s, alpha: theory.expected_tokens(alpha, gamma))
+        | {"γ ∞": _unbounded},
+        sliders=lambda s, alpha: theory.expected_tokens(alpha, s.gamma),
+        measured=attrgetter("tokens"),
+    ),
+    TheoryPlot(
+        "plot-speed",
+        "Speed-up",
+        x="alpha",
+        y="speed-up",
+        curves=_family("γ", (1, 3, 10), lambda gamma, s, alpha: theory.walltime_improvement(alpha, gamma, s.c)),
+        sliders=lambda s, alpha: replace(s, alpha=alpha).modelled_speedup(s.gamma),
+        measured=attrgetter("speedup"),
+        baseline=True,
+    ),
+    TheoryPlot(
+        "plot-gamma",
+        "Speed-up by draft length",
+        x="gamma",
+        y="speed-up",
+        curves={"Theorem 3.8": lambda s, gamma: theory.walltime_improvement(s.alpha, gamma, s.c)},
+        sliders=lambda s, gamma: s.modelled_speedup(round(gamma)),
+        measured=attrgetter("speedup"),
+        baseline=True,
+    ),
+    TheoryPlot(
+        "plot-best",
+        "Best draft length",
+        x="alpha",
+        y="γ",
+        curves=_family("c", (0.01, 0.05, 0.2), lambda c, s, alpha: theory.best_gamma(alpha, c, _LONGEST)),
+        sliders=lambda s, alpha: theory.best_gamma(alpha, s.c, _LONGEST, s.verify_cost, s.o),
+        measured=lambda run: min(run.gamma, _LONGEST),
+        dot=lambda s, alpha: s.gamma,
+    ),
+    TheoryPlot(
+        "plot-ops",
+        "Operations per token",
+        x="alpha",
+        y="× baseline",
+        curves=_family("γ", (1, 3, 10), lambda gamma, s, alpha: theory.operations(alpha, gamma, s.c_hat)),
+        sliders=lambda s, alpha: theory.operations(alpha, s.gamma, s.c_hat),
+        measured=attrgetter("operations"),
+    ),
+    TheoryPlot(
+        "plot-share",
+        "α and accepted / drafted",
+        x="gamma",
+        y="share",
+        curves={"accepted / drafted": lambda s, gamma: theory.accepted_share(s.alpha, gamma) if gamma else None},
+        sliders=lambda s, gamma: s.alpha,
+        measured=attrgetter("share"),
+        dot=lambda s, gamma: theory.accepted_share(s.alpha, gamma),
+    ),
+)
 
 
 def describe_settings(settings: TheorySettings) -> str:

@@ -473,7 +473,7 @@ def test_axe_finds_no_serious_violations(page: Page) -> None:
         page.get_by_role("tab", name=name).click()
         expect(page.locator(part).first).to_be_visible()
         if name == "Theory":  # gradio shows placeholders until the plots are drawn
-            expect(page.locator('.curves .mark-line path[stroke="var(--dot-set)"]')).to_have_count(6)
+            expect(page.locator('.curves .dot[fill="var(--dot-set)"]')).to_have_count(6)
         assert not grave(page, "#tabs", "footer", schemes=RULES if name == "Theory" else ["light"]), name
         resize(page, 390, 844)  # tables scroll
         assert not grave(page, "#tabs", "footer", schemes=["light"], rules=SCROLLING), name

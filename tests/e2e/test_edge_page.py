@@ -105,7 +105,7 @@ def test_remote_run_equals_the_local_run_and_its_tab_shows_the_trace(tab: Any, s
     assert passes > 3  # the full duration of a step that was sent again may be shown as a wait
     expect(page.locator("#edge-timeline rect.verify")).to_have_count(passes)
     expect(page.locator("#edge-best")).to_contain_text("The best k is")
-    expect(page.locator('#edge-plot .mark-line path[stroke="var(--dot-run)"]')).to_have_count(1)
+    expect(page.locator('#edge-plot .dot[fill="var(--dot-run)"]')).to_have_count(1)
 
     page.reload()  # the settings are as they were
     open_group(page, "Advanced settings", "Edge and cloud")
@@ -179,7 +179,7 @@ def test_another_local_service_continues_after_one_is_ended_by_the_button(tab: A
     expect(page.locator("#edge-run")).to_contain_text("1 failover")
     expect(page.locator("#edge-timeline rect.gap")).to_have_count(1)
     open_group(page, "Advanced settings", "Edge and cloud")
-    expect(page.locator('#edge-plot .mark-line path[stroke="var(--dot-run)"]')).to_have_count(1)
+    expect(page.locator('#edge-plot .dot[fill="var(--dot-run)"]')).to_have_count(1)
     expect(page.locator("#edge-table th").first).to_have_attribute("tabindex", "0")  # the keyboard reaches the table
     assert not grave(page, "#tabs", "#settings")
     resize(page, 390)

@@ -408,6 +408,6 @@ def test_plots_are_saved_as_complete_svg(open_run: Callable[..., Page]) -> None:
         root = ElementTree.fromstring(Path(download.value.path()).read_text("utf-8"))
         texts = " ".join(filter(None, (node.text for node in root.iter())))
         assert all(word in texts for word in words)
-        drawn_shapes = [node for node in root.iter() if node.get("class") == colour.lstrip(".")]
+        drawn_shapes = [node for node in root.iter() if colour.lstrip(".") in node.get("class", "").split()]
         shown = page.locator(f"#{plot} {colour}").first.evaluate("n => getComputedStyle(n).fill")
         assert drawn_shapes and f"fill: {shown}" in drawn_shapes[0].get("style", "")

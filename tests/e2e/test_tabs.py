@@ -137,7 +137,7 @@ def test_memory_tab_shows_the_trace_when_selected(at: Callable[[str], Page]) -> 
         ("keys and values, peak", peak),
     ):
         row = latest.locator("tr").filter(has_text=label)
-        expect(row.locator("td")).to_have_text(f"{size / 1e6:,.1f}")
+        expect(row.locator("td").last).to_have_text(f"{size / 1e6:,.1f}")
     page.get_by_role("tab", name="Method").click()
     expect(latest).to_be_hidden()
     page.get_by_role("tab", name="Memory").click()
@@ -160,8 +160,8 @@ def test_table_matches_the_bench(at: Callable[[str], Page], measured: MeasureRec
     assert json.loads(saved(page, "#bench-jsonl")) == json.loads(table.as_json(rows))
     report = saved(page, "#bench-md")
     assert table.markdown(rows) in report and "Partial" not in report
-    expect(page.locator("#bench-plot canvas, #bench-plot svg").first).to_be_visible()
-    expect(page.locator("#bench-positions .mark-line path").first).to_be_visible()
+    expect(page.locator("#bench-plot .bar").first).to_be_visible()
+    expect(page.locator("#bench-positions path.line").first).to_be_visible()
     page.get_by_role("button", name="Acceptance by position, length of the text and confidence").click()
     expect(page.locator("#bench-acceptance table").first).to_contain_text(" of ")
     assert not grave(page, "#tabs", schemes=("light",))

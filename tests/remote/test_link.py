@@ -34,7 +34,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.policies import Fixed
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
-from specdemo.core.theory import best_gamma, best_gamma_over, speedup_over, walltime_improvement
+from specdemo.core.theory import best_gamma, speedup_over, walltime_improvement
 from specdemo.drafters.model import ModelDrafter
 from specdemo.remote.client import Deadlines, RemoteVerifier, StreamingVerifier
 from specdemo.remote.contexts import Contexts
@@ -329,9 +329,9 @@ def test_late_responses_time_out() -> None:
 def test_closed_forms_with_a_round_trip() -> None:
     """Without a round trip equal to Theorem 3.8; a longer round trip requires longer drafts."""
     for alpha, c in product((0.5, 0.8), (0.05, 0.2)):
-        assert best_gamma_over(alpha, c, 0.0) == best_gamma(alpha, c)
+        assert best_gamma(alpha, c, plain=None) == best_gamma(alpha, c)
         assert speedup_over(alpha, 3, c, 0.0) == pytest.approx(walltime_improvement(alpha, 3, c))
-        best = {r: best_gamma_over(alpha, c, r) for r in (0.0, 1.0, 16.0)}
+        best = {r: best_gamma(alpha, c, o=r, plain=None) for r in (0.0, 1.0, 16.0)}
         assert [*best.values()] == sorted(best.values()) and best[16.0] > best[0.0]
         for r, gamma in best.items():
             assert speedup_over(alpha, gamma, c, r) >= max(speedup_over(alpha, g, c, r) for g in range(65))

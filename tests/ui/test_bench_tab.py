@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fakes.bench_records import run
+from fakes.figures import figure_of, values
 from fakes.trace_records import absorb, end, header, step
 
 from specdemo.bench import measure, table
@@ -16,7 +17,7 @@ from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
-from specdemo.ui.tabs.bench import SWEEP_TABLE_HEAD, bars, sweep_cells
+from specdemo.ui.tabs.bench import SWEEP_TABLE_HEAD, speedup_chart, sweep_cells
 from specdemo.ui.tabs.bench_grid import MOST_TOKENS, sweep
 from specdemo.ui.tabs.sweep import Sweep, SweepResult, duration
 
@@ -96,8 +97,9 @@ def test_page_table_equals_the_bench_table(outcome: SweepResult) -> None:
     assert code["same text"] == "5 of 5"
     notes = outcome.notes(rows)
     assert "code 2 (0.50x)" in notes and "prose 1 (0.80x)" in notes and "interrupted" not in notes
-    plotted = {bar[0]: bar[2] for bar in bars(rows)["data"]}
-    assert plotted == {"AR decoding": 1.0, "draft γ 2, code": 1.25, "draft γ 2, prose": 0.8}
+    plotted = speedup_chart(rows)
+    assert figure_of(plotted)["names"] == ["AR decoding", "draft γ 2, code", "draft γ 2, prose"]
+    assert [values(plotted, kind) for kind in ("AR decoding", "code", "prose")] == [{0: 1.0}, {1: 1.25}, {2: 0.8}]
     assert "n-grams gamma=2 T=0 on code 2" in outcome.notes([replace(row, lane="nasd gamma=2 T=0") for row in rows])
     text, line = outcome.files(rows)
     assert text == table.report(outcome.sweep.recipes, 6, records, rows)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fakes.figures import figure_of
 from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, absorb, end, header, step
 
-from specdemo.ui.call_timeline import calls, calls_svg
+from specdemo.ui.call_timeline import call_timeline, calls
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC, Lane
 
@@ -42,6 +43,11 @@ def test_a_level_of_a_tree_is_a_call_and_drafts_of_a_text_are_none() -> None:
     assert "encoder and first pass" in calls(lane(PREFILL, encoder=True))[0].words
 
 
-def test_texts_are_escaped() -> None:
-    line = step(1, pieces=["<b>", "X"], draft=("<b>",), accepted=(0,))
-    assert "<b>" not in calls_svg([lane(PREFILL, line)], 0, 16)
+def test_the_timeline_contains_the_calls_up_to_its_end() -> None:
+    line = step(1, pieces=['<b>"', "X"], draft=('<b>"',), accepted=(0,))
+    text = call_timeline([lane(PREFILL, line)], 0, 16)
+    blocks = figure_of(text)["blocks"]
+    assert [block["kind"] for block in blocks] == ["prompt", "draft", "target"] and "<b>" not in text
+    assert "'<b>\"' accepted" in blocks[1]["words"]
+    (only,) = figure_of(call_timeline([lane(PREFILL, line)], 0, 1))["blocks"]
+    assert only["kind"] == "prompt" and only["start"] == 0

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from fakes.figures import values
 from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, header, step, step_event
 
 from specdemo.core.explain import Reason, explain, figure, reason_of
@@ -13,7 +14,7 @@ from specdemo.core.step import Draft, Outcome, Step, Verdict
 from specdemo.external.diagnosis import conclusions
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
-from specdemo.ui.tabs.explain import cost_rows, position_rows, statistics_of
+from specdemo.ui.tabs.explain import cost_chart, position_chart, statistics_of
 
 TREE = step(1, pieces=["b", "X"], draft=("a", "b"), accepted=(1,), tested=2) | {"parents": [-1, -1]}
 UNVERIFIED = step(1, pieces=["a"], draft=("a", "b"), accepted=(0,)) | {
@@ -68,9 +69,10 @@ LOG = (Path(__file__).parents[1] / "external" / "logs" / "vllm-window.log").read
 
 def test_charts_contain_acceptance_by_position_and_the_cost_model() -> None:
     reported = statistics_of(LOG, 0)
-    assert [row[1] for row in position_rows(reported)] == list(reported.by_position)
-    assert cost_rows(reported)[0][:2] == (1.0, reported.tokens_per_step)
-    assert not cost_rows(statistics_of('{"num_draft_tokens": 3, "num_accepted_draft_tokens": 1}', None))
+    assert values(position_chart(reported), "") == pytest.approx(dict(enumerate(reported.by_position, 1)), rel=1e-4)
+    assert values(cost_chart(reported), "speed-up")[1.0] == pytest.approx(reported.tokens_per_step, rel=1e-4)
+    totals = statistics_of('{"num_draft_tokens": 3, "num_accepted_draft_tokens": 1}', None)
+    assert position_chart(totals) == cost_chart(totals) == ""
 
 
 def test_the_speed_without_drafts_enables_the_diagnosis_of_fixed_cost() -> None:

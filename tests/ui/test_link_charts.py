@@ -1,11 +1,9 @@
-"""Link metrics of traces, settings, interruptible waits, local services."""
+"""Link metrics of traces, settings, limits, local services."""
 
 from __future__ import annotations
 
 import signal
 import sys
-import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,15 +11,12 @@ import pytest
 from fakes.trace_records import PREFILL, absorb, end, header, step, step_event
 
 from specdemo.core.errors import UserError
-from specdemo.core.step import Draft, Step
+from specdemo.core.step import Step
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.recipe import Recipe
-from specdemo.remote.client import RemoteVerifier
 from specdemo.remote.config import CloudConfig
-from specdemo.remote.link import MeteredNetwork
 from specdemo.remote.local_service import LocalServices, ServiceProcess
-from specdemo.remote.protocol import ServiceIdentity, VerifyConfig
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
 from specdemo.ui.limits import PUBLIC, HostLimits
@@ -34,7 +29,6 @@ from specdemo.ui.link_charts import (
 )
 from specdemo.ui.service import Service
 from specdemo.ui.settings import cloud_of, recipe_of
-from specdemo.worker import Worker, interruptible
 
 PATIENCE = 60.0
 WIRE = {"remote": "http://cloud:8300", "mode": "speculative", "rtt_ms": 30.0}
@@ -140,9 +134,6 @@ def test_markdown_of_a_trace_is_escaped() -> None:
     assert "![](" not in said and "evil" in said
 
 
-# --- provisional tokens ------------------------------------------------------------------------------------------
-
-
 # --- settings ----------------------------------------------------------------------------------------------------
 
 
@@ -185,52 +176,6 @@ def test_public_page_contacts_listed_services_only(recipe: Recipe, words: str) -
     assert HostLimits().grant(recipe, "def") == recipe
     for fine in (over("http://good:1"), over("https://better/"), over("", mode="edge_only")):
         assert named.grant(fine, "def") == fine
-
-
-# --- interruptible waits -----------------------------------------------------------------------------------------
-
-
-class SilentClient:
-    """Client of a service that does not respond until `over` is set."""
-
-    url, identity = "silent", ServiceIdentity()
-
-    def __init__(self) -> None:
-        self.heard, self.over = threading.Event(), threading.Event()
-        self.network = MeteredNetwork()
-        self.calls: list[str] = []
-        self.closed = False
-
-    def call(self, method: str, *rest: Any) -> Any:
-        self.calls.append(method)
-        self.heard.set()
-        assert self.over.wait(PATIENCE)
-        raise UserError("too late")
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_stop_does_not_wait_for_a_pending_request() -> None:
-    cloud, worker = SilentClient(), Worker()
-    verifier = RemoteVerifier(cloud, VerifyConfig(temp=0.0))
-
-    def job() -> Iterator[Any]:
-        try:
-            yield verifier.verify([1, 2], Draft((3,), (-1,)))
-        finally:
-            verifier.close()
-
-    stream = worker.submit(job)
-    assert cloud.heard.wait(PATIENCE)
-    stream.stop()
-    assert stream.wait(PATIENCE) and not cloud.over.is_set()
-    assert stream.error is None and stream.items == [] and cloud.closed
-    assert cloud.calls == ["POST"]  # no DELETE
-    after = worker.submit(lambda: iter((interruptible(lambda: 7),)))
-    assert after.wait(PATIENCE) and after.items == [7]  # the worker is free
-    cloud.over.set()
-    worker.close()
 
 
 # --- local services ----------------------------------------------------------------------------------------------
@@ -293,6 +238,3 @@ def test_failed_start_reports_the_error() -> None:
     services = LocalServices(start=lambda spec, count: ServiceProcess.start([sys.executable, "-S", "-c", script]))
     with pytest.raises(UserError, match=r"did not start: there is no model of that name$"), services.running({ONE: 1}):
         pass
-
-
-# --- three modes -------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -24,9 +23,9 @@ BUNDLED = PAIRS["bundled"]
 
 
 def rows(table: str) -> dict[str, list[str]]:
-    """Cells by the head of their row."""
-    found = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line) for line in re.findall(r"<tr>(.*?)</tr>", table)]
-    return {first: rest for first, *rest in found}
+    """Cells by the first cell of their row."""
+    lines = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| ")]
+    return {first.strip(): [cell.strip() for cell in rest] for first, *rest in lines if not first.startswith(" -")}
 
 
 def test_missing_models_are_not_downloaded() -> None:

@@ -6,25 +6,30 @@ import math
 import random
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from fakes.figures import figure_of, values
 from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, absorb, end, header, step
 
 from specdemo.core.errors import UserError
+from specdemo.core.published import LEVIATHAN_2
 from specdemo.core.rules import RULES
-from specdemo.core.theory import best_gamma, expected_tokens, operations, walltime_improvement
-from specdemo.ui import theory_curves as curves
+from specdemo.core.theory import (
+    accepted_share,
+    alpha_of_share,
+    alpha_of_speedup,
+    best_gamma,
+    expected_tokens,
+    operations,
+    share_speedup,
+    walltime_improvement,
+)
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import PLAIN, SPEC
-from specdemo.ui.tabs import theory as tables
 from specdemo.ui.tabs import worked_example as worked
-from specdemo.ui.theory_curves import (
-    SLIDER_DOT,
-    SLIDER_SERIES,
-    TheorySettings,
-    point_of,
-    point_words,
-)
+from specdemo.ui.tabs.theory import PAPER_TABLES, figures_of_run, gamma_table
+from specdemo.ui.theory_curves import THEORY_PLOTS, TheorySettings, point_of, point_words
 
 pytestmark = pytest.mark.slow
 
@@ -71,55 +76,82 @@ def test_trees_are_reported_as_off_the_curves() -> None:
     assert not point.chains and "trees" in point_words(point)
 
 
+PLOTS = {plot.elem_id: plot for plot in THEORY_PLOTS}
+
+
 def test_curves_match_the_closed_forms() -> None:
     settings = TheorySettings(alpha=0.6, c=0.1, gamma=3, c_hat=0.2)
-    tokens = {(x, part): y for x, y, part in curves.token_curves(settings, None)}
-    assert tokens[0.8, "3"] == tokens[0.8, SLIDER_SERIES] == expected_tokens(0.8, 3)
-    assert tokens[0.6, SLIDER_DOT] == expected_tokens(0.6, 3) and tokens[0.9, "∞"] == pytest.approx(10)
-    speed = {(x, part): y for x, y, part in curves.speed_curves(settings, None)}
-    assert speed[0.6, "3"] == speed[0.6, SLIDER_SERIES] == walltime_improvement(0.6, 3, 0.1)  # v = 1, o = 0
-    expensive = {(x, part): y for x, y, part in curves.speed_curves(replace(settings, v=2, o=0.5), None)}
-    assert (
-        expensive[0.6, SLIDER_SERIES] == pytest.approx(2.176 / (2 + 0.3 + 0.5))
-        and expensive[0.6, "3"] == speed[0.6, "3"]
-    )
-    assert (0.6, operations(0.6, 3, 0.2), SLIDER_DOT) in curves.operation_curves(settings, None)
-    best = {(x, part): y for x, y, part in curves.best_gamma_curves(settings, None)}
-    assert best[0.6, "0.2"] == 2 and best[0.6, SLIDER_SERIES] == best_gamma(0.6, 0.1) == 3
-    by_gamma = {(x, part): y for x, y, part in curves.gamma_curves(replace(settings, v=1.6), None)}
-    assert by_gamma[0, SLIDER_SERIES] == 1 and by_gamma[3, SLIDER_SERIES] == by_gamma[3, SLIDER_DOT] == pytest.approx(
-        2.176 / 1.9
-    )
-    assert by_gamma[6, SLIDER_SERIES] == pytest.approx(
-        expected_tokens(0.6, 6) / (1 + 0.6 * 6 / 3 + 0.6)
-    )  # linear in rows
+
+    def drawn(name: str, label: str, at: TheorySettings = settings) -> dict[float, Any]:
+        points = values(PLOTS[name].chart(at, None), label)
+        return {x: pytest.approx(y, rel=1e-4) for x, y in points.items()}
+
+    assert drawn("plot-tokens", "γ 3")[0.8] == expected_tokens(0.8, 3)
+    assert drawn("plot-tokens", "sliders") == {0.6: expected_tokens(0.6, 3)}
+    assert drawn("plot-tokens", "γ ∞")[0.9] == 10
+    improvement = walltime_improvement(0.6, 3, 0.1)
+    assert drawn("plot-speed", "γ 3")[0.6] == improvement
+    assert drawn("plot-speed", "sliders")[0.6] == improvement  # v = 1, o = 0
+    expensive = replace(settings, v=2, o=0.5)
+    assert drawn("plot-speed", "γ 3", expensive)[0.6] == improvement
+    assert drawn("plot-speed", "sliders", expensive)[0.6] == 2.176 / (2 + 0.3 + 0.5)
+    assert drawn("plot-ops", "sliders") == {0.6: operations(0.6, 3, 0.2)}
+    assert drawn("plot-best", "c 0.2")[0.6] == 2 and drawn("plot-best", "sliders") == {0.6: 3}
+    assert drawn("plot-gamma", "Theorem 3.8")[3] == improvement
+    assert drawn("plot-gamma", "sliders", replace(settings, v=1.6)) == {3: 2.176 / 1.9}
+    assert drawn("plot-share", "accepted / drafted")[3] == drawn("plot-share", "sliders")[3] == accepted_share(0.6, 3)
+
+
+def test_the_verification_cost_is_linear_in_rows() -> None:
+    settings = TheorySettings(alpha=0.6, c=0.1, gamma=3, v=1.6)
+    assert settings.modelled_speedup(6) == pytest.approx(expected_tokens(0.6, 6) / (1 + 0.6 * 6 / 3 + 0.6))
+    assert settings.best_gamma == best_gamma(0.6, 0.1, v=settings.verify_cost)
+
+
+def test_the_run_is_a_dot_on_every_chart() -> None:
+    point = point_of(ended())
+    for plot in THEORY_PLOTS:
+        ((x, y),) = values(plot.chart(TheorySettings(), point), "this run").items()
+        assert (x, y) == pytest.approx((getattr(point, plot.x), plot.measured(point)), rel=1e-4)
+        labels = [series["label"] for series in figure_of(plot.chart(TheorySettings(), None))["series"]]
+        assert "sliders" in labels and "this run" not in labels
 
 
 def cells(markdown: str) -> list[list[str]]:
     lines = [line for line in markdown.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if not line.startswith("| ---")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "---" not in line]
 
 
-def test_published_tables_and_rows_of_the_run() -> None:
+def test_published_tables_are_those_of_the_papers_and_closed_forms() -> None:
+    guide, first, second, chen = [cells(table)[1:] for table in re.split(r"\n(?=Leviathan|Chen)", PAPER_TABLES)]
+
+    def rounded(value: float) -> object:  # halves are rounded up, as in the papers
+        return pytest.approx(value, abs=0.00501)
+
+    for gamma, share, c, by_share, alpha, theorem in [map(float, row) for row in guide]:
+        exact = alpha_of_share(share, gamma)
+        assert alpha == rounded(exact) and theorem == rounded(walltime_improvement(exact, gamma, c))
+        assert by_share == rounded(share_speedup(share, gamma, c))
+    for alpha, gamma, factor, speed in [map(float, row) for row in first]:
+        assert factor == rounded(operations(alpha, gamma, 0)) and speed == rounded(
+            walltime_improvement(alpha, gamma, 0)
+        )
+    for (task, drafter, t, gamma, alpha, c, measured), row in zip(LEVIATHAN_2, second, strict=True):
+        theorem = walltime_improvement(alpha, gamma, c)
+        published = [f"{task}, T5-{drafter}", str(t), str(gamma), f"{alpha:.2f}", f"{c:.2f}", f"{measured:.1f}"]
+        assert row[:6] == published and float(row[6]) == rounded(theorem) and row[7] == f"{measured / theorem:.0%}"
+    for _, *row in chen:
+        gamma, c, measured, alpha = map(float, row)
+        assert alpha == rounded(alpha_of_speedup(measured, gamma, c))
+
+
+def test_tables_contain_the_run() -> None:
     point = point_of(ended())
-    _, *rows = cells(tables.leviathan_table_1(point))
-    assert [row[2:] for row in rows[:-1]] == [
-        ["1.53", "1.96"], ["1.58", "2.53"], ["1.23", "2.44"], ["1.63", "3.69"], ["1.11", "2.71"], ["1.60", "6.86"],
-    ]  # fmt: skip
-    assert rows[-1][0] == "**this run**, 0.75" and rows[-1][3] == "2.08"
-    _, *rows = cells(tables.leviathan_table_2(point))
-    shares = [int(row[-1].rstrip("%")) for row in rows[:-1]]
-    assert len(shares) == 12 and (min(shares), max(shares)) == (68, 129)
-    assert rows[-1][0] == "**this run**, draft" and rows[-1][5] == "2.08"
-    _, *rows = cells(tables.chen_table(point))
-    assert [row[1:] for row in rows[:-1]] == [
-        ["4", "0.13", "1.92", "0.72"], ["4", "0.13", "2.01", "0.75"], ["4", "0.13", "2.46", "0.85"],
-    ]  # fmt: skip
-    assert rows[-1][0] == "**this run**, draft" and rows[-1][3] == "2.08"
-    _, *rows = cells(tables.guide_table(point))
-    assert [row[3] for row in rows[:-1]] == ["2.17", "2.71", "2.88", "2.78"]
-    assert all(row[3] == row[5] for row in rows) and rows[-1][1] == "0.60"
-    head, *rows = cells(tables.gamma_table(TheorySettings(alpha=0.8, c=0.1, gamma=5), point))
+    figures = dict(cells(figures_of_run(point)))
+    assert figures["figure"] == "**this run**, draft" and figures["accepted / drafted"] == "0.60"
+    assert figures["measured speed-up"] == "2.08" and figures["Theorem 3.8"] == f"{point.theorem:.2f}"
+    assert figures_of_run(None) == "" and dict(cells(figures_of_run(point_of(ended(plain=False)))))["realised"] == "–"
+    head, *rows = cells(gamma_table(TheorySettings(alpha=0.8, c=0.1, gamma=5), point))
     assert [row[1] for row in rows[:-1]] == sorted((row[1] for row in rows[:-1]), reverse=True)  # decreases with gamma
     assert {"5", "**this run**, 2.50"} <= {row[0] for row in rows} and all(len(row) == len(head) for row in rows)
 
@@ -159,12 +191,13 @@ def test_example_columns_sum_to_p() -> None:
             accepted, corrected, total = map(float, re.findall(r"[\d.]+", row[-1]))
             assert total == pytest.approx(a, abs=6e-4) and accepted == pytest.approx(min(a, b), abs=6e-4)
             assert corrected == pytest.approx(max(a - b, 0), abs=6e-4)
-        heights: dict[str, float] = {}
-        for label, height, part in worked.example_bars(p, q):
-            assert height >= 0 and part in ("accepted", "correction", "rejected")
-            heights[label] = heights.get(label, 0) + height
-        assert list(heights) == worked.EXAMPLE_ORDER
-        assert list(heights.values()) == pytest.approx([x for pair in zip(p, q, strict=True) for x in pair])
+        bars = figure_of(worked.example_chart(p, q))
+        heights = [0.0] * 8
+        for x, height in (point for series in bars["series"] for point in series["points"]):
+            assert height >= 0
+            heights[int(x)] += height
+        assert bars["names"] == ["p(a)", "q(a)", "p(b)", "q(b)", "p(c)", "q(c)", "p(d)", "q(d)"]
+        assert heights == pytest.approx([x for pair in zip(p, q, strict=True) for x in pair], abs=1e-4)
 
 
 def test_trials_classify_every_rule(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +213,7 @@ def test_trials_classify_every_rule(monkeypatch: pytest.MonkeyPatch) -> None:
         assert words.startswith(
             "**The output follows p**" if exact else "**The output differs from p.** The rule is lossy."
         )
-        drawn = {label: height for label, height, part in worked.trial_bars(done, worked.EXAMPLE_P, worked.EXAMPLE_Q)}
-        assert list(drawn) == worked.TRIAL_ORDER and sum(drawn.values()) == pytest.approx(3)
-        assert drawn["a drawn"] == done.tokens.count(0) / worked.TRIAL_TOKENS
+        drawn = values(worked.trial_chart(done, worked.EXAMPLE_P, worked.EXAMPLE_Q), "drawn")
+        assert drawn[1] == done.tokens.count(0) / worked.TRIAL_TOKENS and sum(drawn.values()) == pytest.approx(
+            1, abs=1e-3
+        )

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 from fakes.arbitrary_traces import trace_lines
+from fakes.figures import figure_of
 from fakes.properties import changed, holds_for
 from hypothesis import strategies as st
 
 from specdemo.core import trace
 from specdemo.core.errors import UserError
 from specdemo.ui import link_charts
-from specdemo.ui.call_timeline import calls_svg
+from specdemo.ui.call_timeline import call_timeline
 from specdemo.ui.lane import Lane
 from specdemo.ui.run_store import RunStore
 
@@ -40,7 +41,8 @@ def display(given: str) -> dict[str, Any]:
     assert frame["over"]
     for name in frame["plan"]:
         assert store.trace([frame["run"], name])
-        calls_svg([store.get(frame["run"]).lanes[name]], 0, 10)
+        if calls := call_timeline([store.get(frame["run"]).lanes[name]], 0, 10):
+            figure_of(calls)
     with suppress(UserError):  # no step over a link, or no verified draft
         display_link(link_charts.edge_lane(store.get(frame["run"])))
     return frame
@@ -49,11 +51,11 @@ def display(given: str) -> dict[str, Any]:
 def display_link(lane: Lane) -> None:
     steps = link_charts.steps(lane)
     link_charts.measures(steps)
-    link_charts.timeline_svg(steps, 0, 10)
+    figure_of(link_charts.step_timeline(steps, 0, 10))
     link_charts.describe_link(lane)
     link_charts.describe_traffic(lane)
     link = link_charts.link_of(lane)
-    link_charts.curve(link)
+    figure_of(link_charts.speed_chart(link))
     link_charts.describe_best_gamma(link)
 
 

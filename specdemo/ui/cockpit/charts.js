@@ -1,82 +1,165 @@
-// Small SVG charts. Each has a text alternative and uses the CSS colours of the page.
+// Charts with two axes, and rows of blocks over time. Dash patterns and labels identify curves without colour.
 
 import { canvas, make, svg } from "./elements.js";
 
-const WIDTH = 420, HEIGHT = 190, MARGIN_LEFT = 46, MARGIN_BOTTOM = 26, MARGIN_TOP = 10;
+const WIDTH = 460, HEIGHT = 240;
+const LEFT = 46, TOP = 24, BOTTOM = 38, RIGHT = 8; // least margins
+const LETTER = 7.2; // width of a letter of a label
+const SAMPLE = 18; // length of the line before a label
+const LABEL_LINE = 14; // distance of labels
+const BAR = 0.75; // share of the distance of bars
+const NAMED_BAR = 16; // least distance of bars with names
+const DASHES = ["", "7 3", "2 3", "9 3 2 3", "4 2", "1 2"];
 
-const height = (share) => share * (HEIGHT - MARGIN_BOTTOM - MARGIN_TOP);
+function ticks(low, high) { // about five multiples of 1, 2 or 5 times a power of ten
+  const rough = (high - low) / 5, power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * [1, 2, 5, 10].find((factor) => power * factor >= rough * (1 - 1e-9));
+  const first = Math.ceil(low / step - 1e-9), last = Math.floor(high / step + 1e-9);
+  return Array.from({ length: Math.max(0, last - first + 1) }, (_, i) => Number(((first + i) * step).toPrecision(10)));
+}
 
-function axes(top, unit, marks) { // `top`: largest value; `marks`: [x, text] below the chart
-  const lines = [];
-  for (const share of [0, 0.5, 1]) {
-    const y = HEIGHT - MARGIN_BOTTOM - height(share);
-    lines.push(svg("line", { x1: MARGIN_LEFT, x2: WIDTH, y1: y, y2: y, class: "grid" }));
-    lines.push(svg("text", { x: MARGIN_LEFT - 5, y: y + 4, class: "axis end", text: unit(share * top) }));
+function bounds(values) { // never empty
+  const low = Math.min(...values), high = Math.max(...values);
+  if (!values.length) return [0, 1];
+  return high > low ? [low, high] : [low, low + 1];
+}
+
+function prepared(series, names = []) { // lines with dash patterns, and bars with the points [x, bottom, top, words]
+  const tops = new Map(), lines = series.filter(({ kind }) => kind === "line");
+  const stack = ([x, y, words], label) => {
+    const bottom = tops.get(x) ?? 0;
+    tops.set(x, bottom + y);
+    return [x, bottom, bottom + y, words ?? `${[names[x] ?? x, label].filter(Boolean).join(", ")}: ${y}`];
+  };
+  return series.map((entry) => {
+    if (entry.kind === "bar") return { ...entry, points: entry.points.map((point) => stack(point, entry.label)) };
+    return entry.kind === "line" ? { ...entry, dash: DASHES[lines.indexOf(entry) % DASHES.length] } : entry;
+  });
+}
+
+function scales(series, { names = [], include = [] }) { // sizes, bounds, and functions from values to pixels
+  const points = series.flatMap((entry) => entry.points);
+  const heights = series.flatMap(({ kind, points: some }) => some.flatMap((point) => (kind === "bar" || kind === "band" ? point.slice(1, 3) : [point[1]])));
+  const barred = series.some(({ kind }) => kind === "bar");
+  const xs = points.map(([x]) => x), across = barred ? [Math.min(...xs) - 0.5, Math.max(...xs) + 0.5] : bounds(xs);
+  const up = bounds([...heights, ...include]);
+  const longest = LETTER * Math.max(0, ...names.map((name) => name.length));
+  const slanted = longest * names.length > WIDTH - LEFT;
+  const width = Math.max(WIDTH, LEFT + NAMED_BAR * names.length), left = LEFT + (slanted ? 0.45 * longest : 0);
+  const labels = series.filter(({ kind, label }) => kind !== "bar" && label).map(({ label }) => label.length);
+  const right = width - (labels.length ? SAMPLE + 12 + LETTER * Math.max(...labels) : RIGHT);
+  const bottom = HEIGHT - BOTTOM, height = HEIGHT + (slanted ? 0.5 * longest : 0);
+  const x = (value) => left + ((value - across[0]) / (across[1] - across[0])) * (right - left);
+  const y = (value) => bottom - ((value - up[0]) / (up[1] - up[0])) * (bottom - TOP);
+  return { width, height, left, right, bottom, across, up, barred, slanted, x, y };
+}
+
+function axisText(x, y, place, text) { return svg("text", { x, y, class: `axis ${place}`, text }); }
+
+function nameOfBar(name, x, { bottom, slanted }) {
+  const text = axisText(x, bottom + 16, slanted ? "end" : "middle", name);
+  if (slanted) text.setAttribute("transform", `rotate(-35 ${x} ${bottom + 12})`);
+  return text;
+}
+
+function axes(scale, { x: across = "", y: up = "", unit = "", names = [] }) {
+  const { left, right, bottom, x, y } = scale;
+  const rows = ticks(...scale.up).flatMap((value) => [
+    svg("line", { x1: left, x2: right, y1: y(value), y2: y(value), class: "grid" }), axisText(left - 5, y(value) + 4, "end", `${value}${unit}`)]);
+  const columns = names.length ? names.map((name, i) => nameOfBar(name, x(i), scale)) : ticks(...scale.across).filter((value) => !scale.barred || Number.isInteger(value)).map((value) => axisText(x(value), bottom + 16, "middle", String(value)));
+  return [...rows, ...columns, axisText((left + right) / 2, scale.height - 4, "middle", across), axisText(2, 10, "start", up)];
+}
+
+function path(points, scale) { return points.map(([x, y]) => `${scale.x(x).toFixed(2)},${scale.y(y).toFixed(2)}`).join("L"); }
+
+const MARKS = { // shapes of a series
+  line: ({ points, colour, dash }, scale) => [svg("path", { d: points.length ? `M${path(points, scale)}` : "", class: "line", stroke: colour, "stroke-dasharray": dash })],
+  band: ({ points, colour }, scale) => [svg("path", { d: `M${path(points, scale)}L${path(points.toReversed().map(([x, , high]) => [x, high]), scale)}Z`, class: "band", fill: colour })],
+  bar: ({ name, points, colour }, scale) => points.map(([x, bottom, top, words]) => {
+    const half = (BAR * (scale.x(1) - scale.x(0))) / 2;
+    const shape = { x: scale.x(x) - half, width: 2 * half, y: scale.y(top), height: scale.y(bottom) - scale.y(top) };
+    return titled(svg("rect", { ...shape, fill: colour, class: `bar ${name ?? ""}` }), words);
+  }),
+  dot: ({ points, colour, fill = colour, size = 5 }, scale) => points.map(([x, y, words]) => titled(svg("circle", { cx: scale.x(x), cy: scale.y(y), r: size, class: "dot", fill, stroke: colour }), words)),
+  cross: ({ points, colour }, scale) => points.map(([x, y, words]) => titled(svg("path", { d: `M${scale.x(x) - 6} ${scale.y(y)}h12M${scale.x(x)} ${scale.y(y) - 6}v12`, class: "was", stroke: colour }), words)),
+};
+
+function titled(shape, words) {
+  if (words) shape.append(svg("title", { text: words }));
+  return shape;
+}
+
+function endLabels(series, scale) { // at the ends of the curves, without overlaps
+  const ends = series.filter(({ kind, label, points }) => kind !== "bar" && label && points.length);
+  const places = ends.map((entry) => ({ entry, end: scale.y(entry.points.at(-1)[1]) })).sort((a, b) => a.end - b.end);
+  let y = -Infinity;
+  return places.flatMap(({ entry, end }, n) => {
+    y = Math.min(Math.max(end, y + LABEL_LINE), scale.bottom - LABEL_LINE * (places.length - 1 - n));
+    const left = scale.right + 6;
+    const sample = entry.kind === "dot" ? svg("circle", { cx: left + SAMPLE / 2, cy: y, r: 4, fill: entry.colour }) : svg("line", { x1: left, x2: left + SAMPLE, y1: y, y2: y, stroke: entry.colour, "stroke-dasharray": entry.dash ?? "", class: "line" });
+    return [sample, svg("text", { x: left + SAMPLE + 5, y: y + 4, class: "label", text: entry.label })];
+  });
+}
+
+function drawKey(entries) { // of bars and blocks: { label, colour }
+  return make("p", { class: "key" }, ...entries.map(({ label, colour }) => make("span", { style: `--of: ${colour}`, text: label })));
+}
+
+/**
+ * Figure: title or label (its text alternative); x, y: titles of the axes; unit of y; names of the x values 0, 1 ...;
+ * include: values of y on the axis; series: { kind: key of MARKS, colour, points: [x, y, words], label, name }.
+ */
+export function drawChart(figure) {
+  const { label, title, series } = figure;
+  const all = prepared(series, figure.names), bars = series.filter(({ kind }) => kind === "bar");
+  const scale = scales(all, figure);
+  const marks = all.flatMap((entry) => MARKS[entry.kind](entry, scale));
+  const picture = canvas(label ?? title, scale.width, scale.height, ...axes(scale, figure), svg("g", { class: "marks" }, ...marks), ...endLabels(all, scale));
+  if (scale.width > WIDTH) picture.style.minWidth = `${scale.width}px`;
+  const region = make("div", { class: "chart-scroll", ...(scale.width > WIDTH ? { tabindex: 0, role: "region", "aria-label": title } : {}) }, picture);
+  return make("div", { class: "plot" }, region, ...(bars.some((entry) => entry.label) ? [drawKey(bars)] : []));
+}
+
+const TIME = { width: 960, row: 46, bar: 24, foot: 24, top: 18, mark: 46 }; // pixels; mark: least distance of texts
+
+function drawMarks(marks, x, bottom) { // a line at each mark, and its text unless it would overlap
+  let last = -Infinity;
+  return marks.flatMap(([t, text]) => {
+    const line = svg("line", { x1: x(t), x2: x(t), y1: 4, y2: bottom, class: "grid" });
+    if (x(t) - last <= TIME.mark) return [line];
+    last = x(t);
+    return [line, axisText(last + 2, 12, "start", text)];
+  });
+}
+
+function placeOf(x) { return x < TIME.mark / 2 ? "start" : x > TIME.width - TIME.mark / 2 ? "end" : "middle"; } // within the axis
+
+function drawTimeline({ label, rows, blocks, key, marks }) {
+  const start = Math.min(...blocks.map((block) => block.start)), end = Math.max(...blocks.map((block) => block.start + block.duration));
+  const x = (t) => ((t - start) / Math.max(end - start, 1e-6)) * TIME.width;
+  const top = marks.length ? TIME.top : 0, height = top + rows.length * TIME.row + TIME.foot, y = (row) => top + row * TIME.row;
+  const colours = Object.fromEntries(key.map(({ kind, colour }) => [kind, colour]));
+  const names = rows.map((name, row) => svg("text", { x: 0, y: y(row) + 12, class: "label", text: name }));
+  const shapes = blocks.map(({ row, kind, start: from, duration, words }) => titled(svg("rect", { x: x(from), y: y(row) + 16, width: Math.max(x(from + duration) - x(from), 0.5), height: TIME.bar, class: `block ${kind}`, fill: colours[kind] }), words));
+  const times = ticks(start, end).map((t) => axisText(x(t), height - 6, placeOf(x(t)), `${t} ms`));
+  const picture = canvas(label, TIME.width, height, ...drawMarks(marks, x, height - TIME.foot), ...names, ...shapes, ...times);
+  picture.style.minWidth = "720px";
+  return make("div", { class: "plot" }, make("div", { class: "chart-scroll", role: "region", "aria-label": label, tabindex: 0 }, picture), drawKey(key));
+}
+
+const SAVE = ["svg", "png"];
+
+class ChartView extends HTMLElement { // chart in a tab
+  static observedAttributes = ["figure"];
+
+  attributeChangedCallback() { queueMicrotask(() => this.draw()); } // Gradio sets the attribute before the content
+
+  draw() {
+    const figure = JSON.parse(this.getAttribute("figure"));
+    if (figure.blocks) return this.replaceChildren(drawTimeline(figure));
+    const buttons = SAVE.map((kind) => make("button", { type: "button", class: "save-chart", "data-save": kind, text: kind.toUpperCase(), "aria-label": `Save as ${kind.toUpperCase()}: ${figure.title}` }));
+    this.replaceChildren(make("figure", {}, make("figcaption", { text: figure.title }, ...buttons), drawChart(figure)));
   }
-  for (const [x, text] of marks) lines.push(svg("text", { x, y: HEIGHT - 8, class: "axis middle", text }));
-  return lines;
 }
 
-export function chartPositions(positions) {
-  if (!positions.length) return make("p", { class: "quiet", text: "No draft tokens were tested." });
-  const step = (WIDTH - MARGIN_LEFT) / positions.length;
-  const bars = positions.map(([share, tested], i) => svg("rect",
-    { x: MARGIN_LEFT + i * step + 0.15 * step, y: HEIGHT - MARGIN_BOTTOM - height(share), width: 0.7 * step, height: height(share), class: "accepted" },
-    svg("title", { text: `position ${i + 1}: ${(100 * share).toFixed(0)} % of ${tested} tested` })));
-  const description = positions.map(([share], i) => `${i + 1}: ${(100 * share).toFixed(0)} %`).join(", ");
-  const marks = positions.map((_, i) => [MARGIN_LEFT + (i + 0.5) * step, String(i + 1)]);
-  return canvas(`Share of tested tokens that were accepted, by position in the draft: ${description}`, WIDTH, HEIGHT, ...axes(1, (x) => `${(100 * x).toFixed(0)} %`, marks), ...bars);
-}
-
-export const PARTS = ["draft", "verify", "host"]; // of the time of a step
-const MAX_BARS = 120;
-
-export function chartTimes(rows) { // table rows; beyond MAX_BARS, adjacent steps are averaged
-  const decoded = rows.filter((row) => row[0] > 0);
-  if (!decoded.length) return make("p", { class: "quiet", text: "There were no steps after the prefill." });
-  if (decoded.some((row) => row[9] === null)) return make("p", { class: "quiet", text: "The engine does not report the durations of its steps." });
-  const perBar = Math.ceil(decoded.length / MAX_BARS);
-  const groups = [];
-  for (let i = 0; i < decoded.length; i += perBar) groups.push(decoded.slice(i, i + perBar));
-  const means = groups.map((group) => PARTS.map((_, k) => group.reduce((sum, row) => sum + row[9 + k], 0) / group.length));
-  const top = Math.max(...means.map((m) => m[0] + m[1] + m[2]));
-  const step = (WIDTH - MARGIN_LEFT) / groups.length;
-  const bars = means.flatMap((mean, i) => {
-    let base = 0;
-    return mean.map((ms, k) => {
-      base += ms;
-      return svg("rect", { x: MARGIN_LEFT + i * step, y: HEIGHT - MARGIN_BOTTOM - height(base / top), width: Math.max(step - 0.5, 0.5), height: height(ms / top), class: PARTS[k] },
-        svg("title", { text: `step ${groups[i][0][0]}: ${PARTS[k]} ${ms.toFixed(2)} ms` }));
-    });
-  });
-  const total = PARTS.map((_, k) => decoded.reduce((sum, row) => sum + row[9 + k], 0));
-  const totals = PARTS.map((part, k) => `${part} ${total[k].toFixed(0)} ms`).join(", ");
-  const legend = make("p", { class: "key" }, ...PARTS.map((part, k) => make("span", { class: part, text: `${part} ${(total[k] / decoded.length).toFixed(2)} ms` })));
-  const marks = [[MARGIN_LEFT + step / 2, "1"], [WIDTH - 14, String(decoded.length)]];
-  return make("div", {}, canvas(`Time per step. Total: ${totals}`, WIDTH, HEIGHT, ...axes(top, (x) => x.toFixed(1), marks), ...bars), legend);
-}
-
-export function chartWhatIf(estimate, reason) { // rows: gamma, tokens per pass, tokens/s, range of 95 % of the runs
-  if (!estimate) return make("p", { class: "quiet", text: reason });
-  const { rows, gamma, measured, fits } = estimate;
-  const top = 1.1 * Math.max(measured, ...rows.map((row) => row[4]));
-  const x = (g) => MARGIN_LEFT + 14 + (g / Math.max(1, rows.at(-1)[0])) * (WIDTH - MARGIN_LEFT - 28);
-  const y = (rate) => HEIGHT - MARGIN_BOTTOM - height(rate / top);
-  const best = rows.reduce((a, b) => (b[2] > a[2] ? b : a));
-  const advised = fits && best[0] !== gamma && best[3] > measured;
-  const outline = [...rows.map((row) => [row[0], row[4]]), ...rows.toReversed().map((row) => [row[0], row[3]])];
-  const band = svg("polygon", { points: outline.map(([g, rate]) => `${x(g)},${y(rate)}`).join(" "), class: "band" });
-  const line = svg("polyline", { points: rows.map(([g, , rate]) => `${x(g)},${y(rate)}`).join(" "), class: "line" });
-  const dots = rows.map(([g, passes, rate, low, up]) => {
-    const marked = advised && g === best[0];
-    return svg("circle", { cx: x(g), cy: y(rate), r: marked ? 5 : 3, class: marked ? "dot best" : "dot" },
-      svg("title", { text: `γ ${g}: ${rate.toFixed(1)} tokens/s (${low.toFixed(1)}–${up.toFixed(1)}), ${passes.toFixed(2)} per pass` }));
-  });
-  const cross = gamma === null ? [] : [svg("path", { d: `M${x(gamma) - 6} ${y(measured)}h12M${x(gamma)} ${y(measured) - 6}v12`, class: "was" }, svg("title", { text: `measured: ${measured.toFixed(1)} tokens/s` }))];
-  const verdict = !fits ? "No advice: the estimate misses the measured speed." : advised ? `Estimated best: γ ${best[0]}${best[0] ? "" : " (no drafts)"}, ${best[3].toFixed(0)}–${best[4].toFixed(0)} tokens/s.` : "No other draft length is clearly faster.";
-  const summary = `${verdict} Measured${gamma === null ? ":" : ` (+): γ ${gamma},`} ${measured.toFixed(0)} tokens/s.`;
-  const table = make("table", { class: "other" }, make("tr", {}, ...["γ", "tokens per pass", "tokens/s", "95 % of runs"].map((text) => make("th", { text, scope: "col" }))),
-    ...rows.map(([g, passes, rate, low, up]) => make("tr", {}, ...[g, passes.toFixed(2), rate.toFixed(1), `${low.toFixed(1)}–${up.toFixed(1)}`].map((text) => make("td", { text: String(text) })))));
-  const marks = rows.map(([g]) => [x(g), String(g)]);
-  return make("div", {}, canvas(summary, WIDTH, HEIGHT, ...axes(top, (v) => v.toFixed(0), marks), band, line, ...dots, ...cross), make("p", { text: summary }), table);
-}
+if (!customElements.get("chart-view")) customElements.define("chart-view", ChartView);

@@ -1,7 +1,7 @@
 // Details of one step, and the table of all steps of a lane.
 
-import { chartPositions, chartTimes, chartWhatIf, PARTS } from "./charts.js";
 import { bar, canvas, drawBars, formatNumber, make, setText, svg, visibleText } from "./elements.js";
+import { chartPositions, chartTimes, chartWhatIf, PARTS } from "./figures.js";
 import { scrollLane } from "./replay.js";
 import { drawSource, highlightSource } from "./sources.js";
 import { $, current, displaying, element, HEADINGS, lanes, listeners, reducedMotion } from "./state.js";

@@ -1,7 +1,8 @@
 // Lessons: bars, time axes, step players and the prediction of the speed-up, from recorded runs.
 
 import { countSteps, drawBlocks } from "./blocks.js";
-import { bar, canvas, make, setText, svg } from "./elements.js";
+import { drawChart } from "./charts.js";
+import { bar, make, setText } from "./elements.js";
 import { drawSource } from "./sources.js";
 import { createPlayer, goTo, showPlayer } from "./step_player.js";
 import { stepDetails } from "./steps.js";
@@ -41,14 +42,14 @@ export function mount({ element, props }) {
 
   function drawPrediction() {
     const points = [...Array(100).keys()].map((i) => [i / 100, predictedSpeedup({ ...chosen, alpha: i / 100 })]);
-    const top = Math.max(2, ...points.map(([, y]) => y)), x = (a) => 40 + 360 * a, y = (s) => 170 - 150 * (s / top);
     const now = predictedSpeedup(chosen), pays = points.find(([, s]) => s > 1);
     const words = `α ${chosen.alpha.toFixed(2)}, γ ${chosen.gamma}, c ${chosen.c.toFixed(2)}: ${now.toFixed(2)}×, ${now > 1 ? "faster" : "slower"}. ${pays ? `It pays from α ${pays[0].toFixed(2)} on.` : "It pays for no acceptance."}`;
-    const label = (left, top_, text, kind = "axis") => svg("text", { x: left, y: top_, class: kind, text });
-    inLesson("curve").replaceChildren(canvas(`Predicted speed-up by acceptance. ${words}`, 420, 200,
-      svg("rect", { x: x(0), y: y(1), width: 360, height: 170 - y(1), class: "loses" }), svg("line", { x1: x(0), x2: x(1), y1: y(1), y2: y(1), class: "grid" }),
-      svg("polyline", { points: points.map(([a, s]) => `${x(a)},${y(s)}`).join(" "), class: "line" }), svg("circle", { cx: x(chosen.alpha), cy: y(now), r: 6, class: "dot best" }),
-      label(x(0) - 6, y(1) + 4, "1×", "axis end"), label(x(0) - 6, y(top) + 8, `${top.toFixed(1)}×`, "axis end"), label(x(0) + 6, 164, "loses"), label(x(0), 188, "α 0"), label(x(1), 188, "1", "axis end")));
+    const series = [
+      { kind: "band", colour: "var(--rejected-ink)", points: [[0, 0, 1], [1, 0, 1]], label: "loses" },
+      { kind: "line", colour: "var(--ink)", points },
+      { kind: "dot", colour: "var(--ink)", points: [[chosen.alpha, now]] },
+    ];
+    inLesson("curve").replaceChildren(drawChart({ label: `Predicted speed-up by acceptance. ${words}`, x: "α", unit: "×", include: [0, 2], series }));
     setText(inLesson("prediction"), words);
   }
 

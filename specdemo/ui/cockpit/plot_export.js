@@ -1,7 +1,7 @@
 // SVG files of plots: a copy with the styles of the page, which needs no style sheet.
 
 import { make, SVG, svg } from "./elements.js";
-import { $, element, listeners } from "./state.js";
+import { $, listeners } from "./state.js";
 
 const COPIED_STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "font-size", "font-family", "text-anchor", "vector-effect", "stroke-linecap"];
 
@@ -45,25 +45,21 @@ export function download(text, name, type) {
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
 
-export function connectPlotExport() {
-  for (const button of element.querySelectorAll("[data-plot]")) {
-    button.addEventListener("click", () => {
-      const plot = $(`#${button.dataset.plot}`), pictures = [...plot.querySelectorAll("svg")];
-      const captions = pictures.map((picture) => rowText(picture.closest(".time-row")) || captionOf(button));
-      const keys = [...plot.querySelectorAll(".key span")].map((span) => [getComputedStyle(span, "::before").backgroundColor, span.textContent]);
-      if (pictures.length) download(standaloneSvg(pictures, captions, keys), `specdemo-${button.dataset.plot}.svg`, "image/svg+xml");
-    });
-  }
+/** Save the plot named by a button of the cockpit, or the chart around a button of a tab. */
+function savePlot(button) {
+  const plot = document.getElementById(button.dataset.plot ?? button.closest(".block").id), pictures = [...plot.querySelectorAll("svg")];
+  if (!pictures.length) return;
+  const captions = pictures.map((picture) => rowText(picture.closest(".time-row")) || captionOf(button));
+  const keys = [...plot.querySelectorAll(".key span")].map((span) => [getComputedStyle(span, "::before").backgroundColor, span.textContent]);
+  const text = standaloneSvg(pictures, captions, keys), name = `specdemo-${plot.id}`;
+  if (button.dataset.save === "png") savePng(text, `${name}.png`);
+  else download(text, `${name}.svg`, "image/svg+xml");
+}
 
-  document.addEventListener("click", (e) => { // charts of the tabs
-    const button = /** @type {HTMLElement | null} */ (/** @type {Element} */ (e.target).closest("[data-save]"));
-    if (!button) return;
-    const chart = document.getElementById(button.dataset.chart ?? "") ?? button.closest(".block.curves");
-    const picture = chart?.querySelector("figure svg, .vega-embed svg.marks");
-    if (!picture) return;
-    const text = standaloneSvg([picture], [captionOf(button)]), name = `specdemo-${chart.id}`;
-    if (button.dataset.save === "svg") download(text, `${name}.svg`, "image/svg+xml");
-    else savePng(text, `${name}.png`);
+export function connectPlotExport() {
+  document.addEventListener("click", (e) => {
+    const button = /** @type {Element} */ (e.target).closest("[data-plot], [data-save]");
+    if (button) savePlot(button);
   }, { signal: listeners.signal });
 }
 

@@ -15,12 +15,12 @@ from specdemo.core.errors import UserError
 from specdemo.core.formats import NOTHING, number, percent
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
-from specdemo.ui.line_chart import LineChart
+from specdemo.ui.charts import Series, chart
 from specdemo.ui.method_names import visible_recipe, with_method_names
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OFF, recipe_of
 from specdemo.ui.tabs.bench_grid import grid_controls, sweep
-from specdemo.ui.tabs.components import UNPROCESSED, chart_view, save_svg_button
+from specdemo.ui.tabs.components import UNPROCESSED, chart_view
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelParts
 from specdemo.ui.tabs.pairs import pairs_section
 from specdemo.ui.tabs.sweep import Sweep, SweepResult
@@ -65,38 +65,35 @@ def sweep_cells(rows: Sequence[BenchRow]) -> list[list[str]]:
 PLAIN = "AR decoding"
 
 
-def bars(rows: Sequence[BenchRow]) -> dict[str, Any]:
-    """Bar plot of speed-ups: the baseline (1), then a bar per recipe and class."""
+def speedup_chart(rows: Sequence[BenchRow]) -> str:
+    """Draw a bar for the baseline, then a bar per recipe and class."""
+    compared = [row for row in rows if row.speedup is not None]
     temperatures = {row.lane.rpartition(" ")[2] for row in rows}
 
     def name(row: BenchRow) -> str:
         lane = row.lane if len(temperatures) > 1 else row.lane.rpartition(" ")[0]
         return f"{visible_recipe(lane).replace('gamma=', 'γ ')}, {row.kind}"
 
-    data = [[name(row), row.kind, round(row.speedup, 3)] for row in rows if row.speedup is not None]
-    return {
-        "columns": ["recipe", "class", "speed-up"],
-        "data": [[PLAIN, PLAIN, 1.0], *data],
-        "datatypes": {"recipe": "nominal", "class": "nominal", "speed-up": "quantitative"},
-        "mark": "bar",
-    }
+    by_class: dict[str, list[tuple[float, float]]] = {PLAIN: [(0, 1.0)]}
+    for i, row in enumerate(compared, 1):
+        by_class.setdefault(row.kind, []).append((i, row.speedup or 0.0))
+    series = [
+        Series("bar", colour, points, kind)
+        for (kind, points), colour in zip(by_class.items(), cycle(CATEGORIES), strict=False)
+    ]
+    return chart("Speed-up over the baseline", "", "speed-up", series, [PLAIN, *map(name, compared)])
 
 
-def position_curves(rows: Sequence[BenchRow]) -> str:
-    """Acceptance by position of all lanes that drafted, over all classes."""
+def acceptance_chart(rows: Sequence[BenchRow]) -> str:
+    """Draw the acceptance by position, over all classes."""
     lanes = {
         visible_recipe(name).replace("gamma=", "γ "): lane for name, lane in acceptance(rows).items() if lane.position
     }
-    points = [
-        (float(position), count.share, name)
-        for name, lane in lanes.items()
-        for position, count in lane.position.items()
+    series = [
+        Series("line", colour, [(position, count.share) for position, count in lane.position.items()], name)
+        for (name, lane), colour in zip(lanes.items(), cycle(CATEGORIES), strict=False)
     ]
-    colours = dict(zip(lanes, cycle(CATEGORIES), strict=False))
-    chart = LineChart(
-        "Acceptance", "position in the draft", "accepted / tested", colours, {name: name for name in lanes}
-    )
-    return chart.svg(points)
+    return chart("Acceptance", "position in the draft", "accepted / tested", series)
 
 
 def bench_tab(service: Service, controls: Mapping[str, gr.components.Component], defaults: Recipe, tab: gr.Tab) -> None:
@@ -109,9 +106,11 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
     parts, results = PanelParts.laid_out("bench")
     with results:
         table = gr.Dataframe(headers=list(SWEEP_TABLE_HEAD), interactive=False, elem_id="bench-table")
-        plot = _speedup_plot(kinds)
+        plot = chart_view("bench-plot")
         notes = gr.Markdown(elem_id="bench-notes")
-        acceptance_views = _acceptance_views()
+        positions = chart_view("bench-positions")
+        with gr.Accordion("Acceptance by position, length of the text and confidence", open=False):
+            acceptance_tables = gr.Markdown(elem_id="bench-acceptance", elem_classes="figures")
         files = _save_buttons()
 
     def make_sweep(session: str, values: tuple[Any, ...]) -> Sweep:
@@ -132,12 +131,12 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
             return f"**{html.escape(with_method_names(str(error)))}.**"
 
     def show_rows(result: SweepResult, rows: list[BenchRow]) -> dict[Any, Any]:
-        speedups = bars(rows)
         return {
             table: sweep_cells(rows),
-            plot: gr.BarPlot(value=speedups, sort=[bar[0] for bar in speedups["data"]]),
+            plot: speedup_chart(rows),
             notes: result.notes(rows),
-            **dict(zip(acceptance_views, (position_curves(rows), _acceptance_tables(rows)), strict=True)),
+            positions: acceptance_chart(rows),
+            acceptance_tables: "\n\n".join(filter(None, (acceptance_markdown(rows), repetition_table(rows)))),
             **dict(zip(files, result.files(rows), strict=True)),
         }
 
@@ -146,41 +145,9 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
     # The default mode depends on the first trigger and would drop quick changes.
     gr.on(triggers, describe_size, inputs, size, queue=False, trigger_mode="always_last", **UNPROCESSED)
     panel = MeasurementPanel(service, parts)
-    panel.connect(inputs, [table, plot, notes, *acceptance_views, *files], make_result, SweepResult.rows, show_rows)
+    outputs = [table, plot, notes, positions, acceptance_tables, *files]
+    panel.connect(inputs, outputs, make_result, SweepResult.rows, show_rows)
     pairs_section(service, selection, controls, defaults)
-
-
-def class_colours(kinds: Sequence[str]) -> dict[str, str]:
-    """Return the colours of the bars by class."""
-    return {PLAIN: CATEGORIES[0], **dict(zip(kinds, cycle(CATEGORIES[1:]), strict=False))}
-
-
-def _speedup_plot(kinds: list[str]) -> gr.BarPlot:
-    plot = gr.BarPlot(
-        x="recipe",
-        y="speed-up",
-        color="class",
-        color_map=class_colours(kinds),
-        x_title=" ",
-        y_title="speed-up over the baseline",
-        y_lim=[0, None],
-        x_label_angle=-35,
-        height=360,
-        buttons=["export"],
-        elem_id="bench-plot",
-    )
-    save_svg_button("bench-plot")
-    return plot
-
-
-def _acceptance_views() -> tuple[gr.HTML, gr.Markdown]:
-    plot = chart_view("bench-positions")
-    with gr.Accordion("Acceptance by position, length of the text and confidence", open=False):
-        return plot, gr.Markdown(elem_id="bench-acceptance", elem_classes="figures")
-
-
-def _acceptance_tables(rows: Sequence[BenchRow]) -> str:
-    return "\n\n".join(filter(None, (acceptance_markdown(rows), repetition_table(rows))))
 
 
 def _save_buttons() -> list[gr.Textbox]:

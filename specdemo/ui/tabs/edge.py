@@ -16,7 +16,6 @@ from specdemo.recipe import Recipe
 from specdemo.remote.config import MODES
 from specdemo.ui import link_charts
 from specdemo.ui.lane import Lane
-from specdemo.ui.line_chart import LineChart
 from specdemo.ui.service import Service
 from specdemo.ui.settings import recipe_of
 from specdemo.ui.tabs.calibration import calibration_section
@@ -34,25 +33,6 @@ _INTRO = """The edge device runs the drafter; the cloud runs the target. They ex
 *Edge and cloud*, then press *Run*."""
 _LOCAL_CLOUD = """Without a service address, a cloud process starts on this machine. The emulated link sets its delay
 and bandwidth."""
-_TIMELINE_CSS = """.timeline { overflow-x: auto; }
-svg { width: 100%; min-width: 720px; display: block; }
-text { fill: var(--ink); font-size: 12px; font-family: var(--font); }
-.tick, .caption { fill: var(--quiet); font-size: 11px; }
-line { stroke: var(--line); }
-rect { stroke: var(--paper); stroke-width: 0.5; } rect:hover { stroke: var(--ink); stroke-width: 1.5; }
-.draft { --of: var(--accepted-ink); } .idle { --of: var(--line); }
-.up { --of: var(--link-up); } .way { --of: var(--link-delay); } .verify { --of: var(--link-verify); }
-.down { --of: var(--link-down); } .gap { --of: var(--bar-rejected); } .wait { --of: var(--link-wait); }
-rect { fill: var(--of); }
-.key { display: flex; flex-wrap: wrap; gap: 4px 16px; padding: 0; margin: 6px 0 0; list-style: none; font-size: 13px; }
-.key li::before { content: ""; display: inline-block; width: 10px; height: 10px; margin-right: 6px; }
-.key li::before { background: var(--of); }"""
-_SERIES = {
-    link_charts.CURVE: "var(--curve-set)",
-    link_charts.RUN: "var(--dot-run)",
-    link_charts.BEST: "var(--dot-set)",
-}
-_CHART = LineChart("Speed by draft length", "k (tokens)", "tokens/s", _SERIES, {name: name for name in _SERIES})
 
 
 def modes_sweep(settings: Mapping[str, Any], device: str, count: Any, max_tokens: Any) -> Sweep:
@@ -132,7 +112,7 @@ class _RunSection:
             gr.Markdown("### Timeline of steps")
             label = f"First of {_TIMELINE_STEPS} steps"
             self._first = gr.Slider(0, 1, 0, step=1, label=label, elem_id="edge-first")
-            self._timeline = gr.HTML(elem_id="edge-timeline", css_template=_TIMELINE_CSS, apply_default_css=False)
+            self._timeline = gr.HTML(elem_id="edge-timeline", apply_default_css=False)
             gr.Markdown("### Measurements per step")
             head = list(link_charts.LINK_TABLE_HEAD)
             self._table = gr.Dataframe(headers=head, interactive=False, max_height=420, elem_id="edge-table")
@@ -164,10 +144,10 @@ class _RunSection:
             self._summary: f"{link_charts.describe_link(lane)}\n\n{link_charts.describe_traffic(lane)}",
             self._details: gr.Column(visible=True),
             self._first: gr.Slider(maximum=max(1, len(lines) - _TIMELINE_STEPS), value=0),
-            self._timeline: link_charts.timeline_svg(lines, 0, _TIMELINE_STEPS),
+            self._timeline: link_charts.step_timeline(lines, 0, _TIMELINE_STEPS),
             self._table: link_charts.measures(lines),
             self._best: best,
-            self._plot: _CHART.svg(link_charts.curve(link)) if link else "",
+            self._plot: link_charts.speed_chart(link) if link else "",
         }
 
     def _kill(self, shown_id: Any, request: gr.Request) -> str:
@@ -180,7 +160,7 @@ class _RunSection:
     def _move(self, shown_id: Any, first: Any, request: gr.Request) -> Any:
         try:
             lines = link_charts.steps(self._lane(shown_id, request))
-            return link_charts.timeline_svg(lines, int(first), _TIMELINE_STEPS)
+            return link_charts.step_timeline(lines, int(first), _TIMELINE_STEPS)
         except (UserError, TypeError, ValueError):  # unknown run or incomplete number
             return gr.skip()
 

@@ -12,16 +12,12 @@ import gradio as gr
 from specdemo.core.errors import UserError
 from specdemo.external.diagnosis import conclusions, figures_line
 from specdemo.external.engine_log import ENGINE_FORMATS, EngineStatistics, read_engine_log
-from specdemo.ui.line_chart import ChartPoint, LineChart
+from specdemo.ui.charts import Series, chart
 from specdemo.ui.markdown import escape_markdown
-from specdemo.ui.tabs.components import UNPROCESSED, bar_values, chart_view, probability_plot, save_svg_button
+from specdemo.ui.tabs.components import UNPROCESSED, chart_view
 
 MOST_LOG = 1_000_000  # characters
 _INTRO = f"""Paste log lines or a response, drop a file on the field, or open one. Read are {ENGINE_FORMATS}."""
-_ACCEPTED, _SPEEDUP = "accepted", "speed-up"
-_COLOURS = {_ACCEPTED: "var(--bar-accepted)", _SPEEDUP: "var(--curve-1)"}
-_POSITION_AXES: dict[str, Any] = {"x_title": "position", "y_title": "accepted / drafts", "visible": False}
-_COSTS = LineChart("Speed-up by cost of a step", "cost, AR steps", _SPEEDUP, _COLOURS, {_SPEEDUP: _SPEEDUP})
 _OPEN_JS = """() => new Promise((resolve) => {
     const input = document.createElement("input");
     input.type = "file";
@@ -45,15 +41,23 @@ def statistics_of(text: Any, ar: Any) -> EngineStatistics:
     return replace(reported, ar_tokens_per_second=float(ar))
 
 
-def position_rows(reported: EngineStatistics) -> list[tuple[str, float, str]]:
-    return [(str(position), rate, _ACCEPTED) for position, rate in enumerate(reported.by_position, 1)]
+def position_chart(reported: EngineStatistics) -> str:
+    """Draw the acceptance by position, if it is reported."""
+    if not reported.by_position:
+        return ""
+    points = [(float(position), rate) for position, rate in enumerate(reported.by_position, 1)]
+    series = [Series("bar", "var(--bar-accepted)", points)]
+    return chart("Acceptance by position", "position", "accepted / drafts", series)
 
 
-def cost_rows(reported: EngineStatistics) -> list[ChartPoint]:
-    """Return the speed-up at costs of a step from 1 to 4 autoregressive steps: tokens per step / cost."""
+def cost_chart(reported: EngineStatistics) -> str:
+    """Draw tokens per step / cost of a step, for 1 to 4 AR steps."""
     tokens = reported.tokens_per_step
+    if tokens is None:
+        return ""
     costs = [1 + quarter / 4 for quarter in range(13)]
-    return [] if tokens is None else [(cost, tokens / cost, _SPEEDUP) for cost in costs]
+    series = [Series("line", "var(--curve-1)", [(cost, tokens / cost) for cost in costs], "speed-up")]
+    return chart("Speed-up by cost of a step", "cost, AR steps", "speed-up", series)
 
 
 def explain_tab() -> None:
@@ -65,25 +69,16 @@ def explain_tab() -> None:
         run = gr.Button("Explain", variant="primary", elem_id="engine-explain", scale=0)
     words = gr.Markdown(elem_id="engine-diagnosis", elem_classes="figures")
     with gr.Row():
-        positions = probability_plot("Acceptance by position", _COLOURS, [], "engine-positions", **_POSITION_AXES)
-        costs = chart_view("engine-costs")
-    save = save_svg_button("engine-positions", visible=False)
+        positions, costs = chart_view("engine-positions"), chart_view("engine-costs")
 
-    def explain(pasted: Any, without: Any) -> dict[Any, Any]:
+    def explain(pasted: Any, without: Any) -> list[str]:
         try:
             reported = statistics_of(pasted, without)
         except UserError as error:
-            hidden = gr.update(visible=False)
-            return {words: f"**{html.escape(str(error))}.**", positions: hidden, costs: "", save: hidden}
-        rows, by_cost = position_rows(reported), cost_rows(reported)
-        return {
-            words: _words(reported),
-            positions: gr.BarPlot(value=bar_values(rows), sort=[row[0] for row in rows], visible=bool(rows)),
-            costs: _COSTS.svg(by_cost) if by_cost else "",
-            save: gr.update(visible=bool(rows)),
-        }
+            return [f"**{html.escape(str(error))}.**", "", ""]
+        return [_words(reported), position_chart(reported), cost_chart(reported)]
 
-    run.click(explain, [text, ar], [words, positions, costs, save], concurrency_limit=None, **UNPROCESSED)
+    run.click(explain, [text, ar], [words, positions, costs], concurrency_limit=None, **UNPROCESSED)
     opened.click(None, None, text, js=_OPEN_JS, api_visibility="private")
 
 

@@ -17,7 +17,7 @@ from specdemo.core.errors import UserError
 from specdemo.ui.api import address_of
 from specdemo.ui.service import REMEMBERED, Service
 from specdemo.ui.streams import drain, reason
-from specdemo.ui.tabs.components import PROGRESS_CSS, UNPROCESSED
+from specdemo.ui.tabs.components import UNPROCESSED
 from specdemo.worker import Stream, WorkerBusy
 
 Result = TypeVar("Result", bound="PanelMeasurement")
@@ -84,7 +84,7 @@ class PanelParts:
         with gr.Row():
             run = gr.Button(title, variant="primary", elem_id=f"{name}-{action}", scale=0)
             stop = gr.Button("Stop", interactive=False, elem_id=f"{name}-stop", scale=0)
-        status = gr.HTML(elem_id=f"{name}-status", css_template=PROGRESS_CSS)
+        status = gr.HTML(elem_id=f"{name}-status")
         results = gr.Column(visible=False)
         return cls((run,), status, stop, results), results
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import gradio as gr
 import torch
 
+from specdemo.bench.table import markdown_table
 from specdemo.core.errors import UserError
 from specdemo.core.events import MemoryUse
 from specdemo.core.formats import NOTHING, megabytes, percent
@@ -21,6 +21,7 @@ from specdemo.models.spec import QUANTIZATIONS, ModelSpec, find_device, is_gguf
 from specdemo.models.zoo import PAIRS, Pair, offers
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import Lane
+from specdemo.ui.markdown import escape_markdown
 from specdemo.ui.service import Service
 from specdemo.ui.tabs.components import UNPROCESSED
 
@@ -31,22 +32,17 @@ NOTES = {
     "pairs": "Planned from the configurations, without loading weights. A head is counted with the size of its file. "
     "The sum includes the working memory of a pass. For pairs that are not downloaded, only the sum is available.",
 }
-_TABLE_CSS = """div { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; }
-th, td { padding: 6px 0 6px 16px; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th:first-child { padding-left: 0; text-align: left; font-weight: 500; min-width: 10em; white-space: normal; }
-thead th { color: var(--quiet); font-weight: 500; }
-p { color: var(--quiet); font-size: 13px; max-width: 80ch; margin: 8px 0 4px; }"""
 
 
 def of_run(run: Run | None) -> str:
     lanes = [lane for lane in run.lanes.values() if lane.begun] if run else []
     if not lanes:
-        return "<p>No run available: press Run first.</p>"
+        return "No run available: press Run first."
     columns = [_lane_rows(lane) for lane in lanes]
     rows = [[label, *(column[label] for column in columns)] for label in columns[0]]
-    head = ["MB", *(lane.title for lane in lanes)]
-    return _table("latest run", head, [row for row in rows if set(row[1:]) != {NOTHING}], NOTES["run"])
+    head = ["MB", *(escape_markdown(lane.title) for lane in lanes)]
+    table = markdown_table(head, [row for row in rows if set(row[1:]) != {NOTHING}])
+    return f"{table}\n\n{NOTES['run']}"
 
 
 def _lane_rows(lane: Lane) -> dict[str, str]:
@@ -89,7 +85,7 @@ def of_machine(device: str) -> str:
             [f"{name}, available", megabytes(free)],
             [f"{name}, total", megabytes(total)],
         ]
-    return _table("machine", ["in use and available", "MB"], rows, "")
+    return markdown_table(["in use and available", "MB"], rows)
 
 
 def of_pairs(device: str, pairs: Mapping[str, Pair] = PAIRS) -> str:
@@ -112,7 +108,7 @@ def of_pairs(device: str, pairs: Mapping[str, Pair] = PAIRS) -> str:
             needs = catalogue[name]
             rows.append([pair.title, *[NOTHING] * 3, megabytes(needs), f"{_fits(needs, free)}; not downloaded"])
     head = ["MB", "target", "drafter", "KV for 1,000 tokens", "sum", "fits"]
-    return _table("pairs", head, rows, f"{NOTES['pairs']} {megabytes(free)} MB are free now.")
+    return f"{markdown_table(head, rows)}\n\n{NOTES['pairs']} {megabytes(free)} MB are free now."
 
 
 def _pair(pair: Pair, quantization: str, device: torch.device, free: int) -> list[str]:
@@ -133,28 +129,18 @@ def _fits(total: int, free: int) -> str:
     return "yes" if total <= free else f"no, by {megabytes(total - free)}"
 
 
-def _table(name: str, head: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> str:
-    def cells(texts: Sequence[str], tag: str, attributes: str = "") -> str:
-        return "".join(f"<{tag}{attributes}>{html.escape(text)}</{tag}>" for text in texts)
-
-    heads, head_of_row = cells(head, "th", ' scope="col"'), ' scope="row"'
-    body = "".join(f"<tr>{cells(row[:1], 'th', head_of_row)}{cells(row[1:], 'td')}</tr>" for row in rows)
-    table = f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<div role="region" aria-label="{name}" tabindex="0">{table}</div>' + (f"<p>{note}</p>" if note else "")
-
-
 def memory_tab(service: Service, device: str, tab: gr.Tab) -> None:
     titles = {"run": "Latest run", "machine": "This machine", "pairs": "Memory required per pair"}
     tables = []
     for name, heading in titles.items():
         gr.Markdown(f"### {heading}")
-        tables.append(gr.HTML(elem_id=f"memory-{name}", css_template=_TABLE_CSS, apply_default_css=False))
+        tables.append(gr.Markdown(elem_id=f"memory-{name}", elem_classes=["figures", "numbers"]))
     refresh = gr.Button("Refresh", size="sm", scale=0, elem_id="memory-refresh")
 
     def measure(request: gr.Request) -> tuple[str, str, str]:
         try:
             return of_run(service.runs.latest(request.session_hash or "")), of_machine(device), of_pairs(device)
         except UserError as error:
-            return html.escape(str(error)), "", ""
+            return escape_markdown(str(error)), "", ""
 
     gr.on([tab.select, refresh.click], measure, None, tables, queue=False, **UNPROCESSED)

@@ -92,7 +92,7 @@ def _recipe(settings: Mapping[str, Any], device: str, **varied: Any) -> Recipe:
 def pairs_section(
     service: Service, selection: Controls, controls: Mapping[str, gr.components.Component], defaults: Recipe
 ) -> None:
-    """Lay out the section. `selection`: recipes and prompts of the tab; `controls` of the sidebar by recipe field."""
+    """Lay out the section. `selection`: recipes and prompts of the tab."""
     gr.Markdown(_INTRO)
     pair: Any = controls["pair"]
     initial = [defaults.pair] if defaults.pair else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import gradio as gr
@@ -26,19 +26,16 @@ from specdemo.core.theory import (
     pinsker,
     weight_variance,
 )
+from specdemo.ui.charts import Series, chart
 from specdemo.ui.markdown import figures_table
-from specdemo.ui.tabs.components import UNPROCESSED, bar_values, probability_plot, save_svg_button
+from specdemo.ui.tabs.components import UNPROCESSED, chart_view
 
 EXAMPLE_TOKENS = "abcd"
 EXAMPLE_P = (0.45, 0.32, 0.18, 0.05)  # every lossy rule visibly changes this p
 EXAMPLE_Q = (0.20, 0.30, 0.15, 0.35)
 TRIAL_TOKENS, MAX_TRIAL_GAMMA = 10_000, 4
-EXAMPLE_ORDER = [f"{probs}({token})" for token in EXAMPLE_TOKENS for probs in "pq"]
-TRIAL_ORDER = [f"{token} {part}" for token in EXAMPLE_TOKENS for part in ("p", "drawn", "q")]
 _UNADJUSTED = "corrections drawn from p: lossy"
 _SCALAR = "residual from q of the drafted token only: lossy"
-_EXAMPLE_COLOURS = {part: f"var(--bar-{part})" for part in ("accepted", "correction", "rejected")}
-_TRIAL_COLOURS = {"p": "var(--curve-set)", "drawn": "var(--bar-correction)", "q": "var(--curve-2)"}
 _INTRO = """### Why the output follows the target's distribution
 Enter any p (target) and q (drafter) over four tokens."""
 _TRIAL_INTRO = """### Try a rule
@@ -47,8 +44,6 @@ q."""
 _BLOCK_INTRO = """### Token by token, or as a block
 Verify the same draft with both rules and the same random draws."""
 _COMPARED = (DEFAULT_RULE, next(name for name, rule in RULES.items() if rule.chains_only))
-
-ProbabilityBar = tuple[str, float, str]  # label, height, part
 
 
 class RuleChoice(NamedTuple):
@@ -122,13 +117,16 @@ def _finite(x: float) -> str:
     return f"{x:.3f}" if x < math.inf else "∞"
 
 
-def example_bars(p: Sequence[float], q: Sequence[float]) -> list[ProbabilityBar]:
-    """Return stacked bars: p as accepted and correction, q as accepted and rejected."""
-    rows = []
-    for token, a, b in zip(EXAMPLE_TOKENS, p, q, strict=True):
-        rows += [(f"p({token})", max(a - b, 0.0), "correction"), (f"p({token})", min(a, b), "accepted")]
-        rows += [(f"q({token})", max(b - a, 0.0), "rejected"), (f"q({token})", min(a, b), "accepted")]
-    return rows
+def example_chart(p: Sequence[float], q: Sequence[float]) -> str:
+    """Draw the parts of p and q as stacked bars."""
+    parts: dict[str, list[tuple[float, float]]] = {"accepted": [], "correction": [], "rejected": []}
+    for i, (a, b) in enumerate(zip(p, q, strict=True)):
+        parts["accepted"] += [(2 * i, min(a, b)), (2 * i + 1, min(a, b))]
+        parts["correction"].append((2 * i, max(a - b, 0.0)))
+        parts["rejected"].append((2 * i + 1, max(b - a, 0.0)))
+    series = [Series("bar", f"var(--bar-{part})", points, part) for part, points in parts.items()]
+    names = [f"{probs}({token})" for token in EXAMPLE_TOKENS for probs in "pq"]
+    return chart("p and q", "token", "probability", series, names)
 
 
 def try_rule(choice: str, p: Sequence[float], q: Sequence[float], gamma: int, seed: int) -> Trial:
@@ -173,7 +171,7 @@ def _check_length(gamma: int) -> None:
 
 
 def compare_rules(p: Sequence[float], q: Sequence[float], gamma: int, seed: int) -> str:
-    """Verify a draft token by token and as a block; compare with the expected numbers of accepted tokens."""
+    """Verify a draft token by token and as a block."""
     _check_length(gamma)
     a, b = torch.tensor([p, q], dtype=torch.float32)
     draft, (token, block) = compared_verdicts(_COMPARED, a, b, int(gamma), seed)
@@ -205,73 +203,70 @@ def _decision(verdict: Verdict, node: int) -> str:
     return f"{verdict.bound[node]:.3f}: {'accepted' if node in verdict.accepted else 'rejected'}"
 
 
-def trial_bars(result: Trial, p: Sequence[float], q: Sequence[float]) -> list[ProbabilityBar]:
-    shares = result.shares(len(p))
-    return [
-        (f"{token} {part}", height, part)
-        for token, *heights in zip(EXAMPLE_TOKENS, p, shares, q, strict=True)
-        for part, height in zip(("p", "drawn", "q"), heights, strict=True)
+def trial_chart(result: Trial, p: Sequence[float], q: Sequence[float]) -> str:
+    parts = {"p": (p, "curve-set"), "drawn": (result.shares(len(p)), "bar-correction"), "q": (q, "curve-2")}
+    series = [
+        Series("bar", f"var(--{colour})", [(3 * i + k, share) for i, share in enumerate(shares)], part)
+        for k, (part, (shares, colour)) in enumerate(parts.items())
     ]
+    return chart(
+        "p, drawn, q", "token", "probability", series, [f"{token} {part}" for token in EXAMPLE_TOKENS for part in parts]
+    )
 
 
 def residual_example(tab: gr.Tab) -> None:
     gr.Markdown(_INTRO)
-    p, q = _probability_inputs("p", EXAMPLE_P), _probability_inputs("q", EXAMPLE_Q)
+    inputs = [*_probability_inputs("p", EXAMPLE_P), *_probability_inputs("q", EXAMPLE_Q)]
+    changes = [tab.select, *(number.change for number in inputs)]
     example_text = gr.Markdown(elem_id="theory-residual", elem_classes="figures")
-    example_plot = probability_plot("p and q", _EXAMPLE_COLOURS, EXAMPLE_ORDER, "theory-parts")
-    save_svg_button("theory-parts")
+    example_plot = chart_view("theory-parts")
     gr.Markdown(_TRIAL_INTRO)
     with gr.Row():
         rule = gr.Dropdown(list(rule_choices()), label="Rule", scale=3, min_width=300, elem_id="theory-rule")
-        gamma = _length_slider(1, "theory-length")
+        length = _length_slider(1, "theory-length")
         draw = gr.Button("Draw 10,000 tokens", scale=1, min_width=220, elem_id="theory-draw")
     trial_text = gr.Markdown(elem_id="theory-trial", elem_classes="figures")
-    with gr.Column(visible=False) as trial_results:  # screen readers announce an empty plot without a name
-        trial_plot = probability_plot("p, drawn, q", _TRIAL_COLOURS, TRIAL_ORDER, "theory-shares")
-        save_svg_button("theory-shares")
-
-    def explain(*values: float | None) -> Any:
-        try:
-            target, drafter, note = _parse(values)
-        except UserError as error:
-            return [f"**{error}.**", None]
-        text = note + describe_example(target, drafter)
-        return [text, bar_values(example_bars(target, drafter))]
-
-    def draw_tokens(choice: str, length: int, *values: float | None) -> Any:
-        try:
-            target, drafter, note = _parse(values)
-            result = try_rule(choice, target, drafter, length, secrets.randbits(31))
-        except UserError as error:
-            return [f"**{error}.**", None, gr.Column(visible=False)]
-        text = note + describe_trial(choice, result, target, drafter)
-        return [text, bar_values(trial_bars(result, target, drafter)), gr.Column(visible=True)]
-
-    inputs = [*p, *q]
-    triggers = [tab.select, *(number.change for number in inputs)]
-    gr.on(triggers, explain, inputs, [example_text, example_plot], trigger_mode="always_last", **UNPROCESSED)
-    draw.click(
-        draw_tokens, [rule, gamma, *inputs], [trial_text, trial_plot, trial_results], trigger_mode="once", **UNPROCESSED
-    )
-    _block_example(triggers, inputs)
-
-
-def _block_example(triggers: Sequence[Any], inputs: Sequence[gr.Number]) -> None:
+    trial_plot = chart_view("theory-shares")
     gr.Markdown(_BLOCK_INTRO)
     with gr.Row():
-        gamma = _length_slider(MAX_TRIAL_GAMMA, "theory-block-length")
+        block_length = _length_slider(MAX_TRIAL_GAMMA, "theory-block-length")
         verify = gr.Button("Verify a draft", scale=1, min_width=220, elem_id="theory-verify")
     comparison = gr.Markdown(elem_id="theory-block", elem_classes="figures")
 
-    def compare(length: int, *values: float | None) -> str:
-        try:
-            target, drafter, note = _parse(values)
-            return note + compare_rules(target, drafter, length, secrets.randbits(31))
-        except UserError as error:
-            return f"**{error}.**"
+    def explain(p: Sequence[float], q: Sequence[float]) -> tuple[str, str]:
+        return describe_example(p, q), example_chart(p, q)
 
-    triggers = [*triggers, gamma.change, verify.click]
-    gr.on(triggers, compare, [gamma, *inputs], comparison, trigger_mode="always_last", **UNPROCESSED)
+    def draw_tokens(p: Sequence[float], q: Sequence[float], gamma: int, choice: str) -> tuple[str, str]:
+        result = try_rule(choice, p, q, gamma, secrets.randbits(31))
+        return describe_trial(choice, result, p, q), trial_chart(result, p, q)
+
+    def compare(*values: Any) -> str:
+        text, _ = _checked(lambda p, q, gamma: (compare_rules(p, q, gamma, secrets.randbits(31)), ""))(*values)
+        return text
+
+    latest: dict[str, Any] = {"trigger_mode": "always_last", **UNPROCESSED}
+    gr.on(changes, _checked(explain), inputs, [example_text, example_plot], **latest)
+    drawn = [trial_text, trial_plot]
+    draw.click(_checked(draw_tokens), [*inputs, length, rule], drawn, trigger_mode="once", **UNPROCESSED)
+    compared = [*changes, block_length.change, verify.click]
+    gr.on(compared, compare, [*inputs, block_length], comparison, **latest)
+
+
+def _checked(view: Callable[..., tuple[str, str]]) -> Callable[..., tuple[str, str]]:
+    """Parse p and q, the first inputs of a view; add a note or show an error."""
+
+    def show(*values: Any) -> tuple[str, str]:
+        half = len(EXAMPLE_TOKENS)
+        try:
+            p, p_note = parse_probs("p", values[:half])
+            q, q_note = parse_probs("q", values[half : 2 * half])
+            text, picture = view(p, q, *values[2 * half :])
+        except UserError as error:
+            return f"**{error}.**", ""
+        note = p_note + q_note
+        return f"{note}\n\n{text}" if note else text, picture
+
+    return show
 
 
 def _length_slider(default: int, elem_id: str) -> gr.Slider:
@@ -285,11 +280,3 @@ def _probability_inputs(name: str, defaults: Sequence[float]) -> list[gr.Number]
             gr.Number(value, label=f"{name}({token})", step=0.05, min_width=110, elem_id=f"theory-{name}-{token}")
             for token, value in zip(EXAMPLE_TOKENS, defaults, strict=True)
         ]
-
-
-def _parse(values: Sequence[float | None]) -> tuple[list[float], list[float], str]:
-    half = len(EXAMPLE_TOKENS)
-    p, p_note = parse_probs("p", values[:half])
-    q, q_note = parse_probs("q", values[half:])
-    note = p_note + q_note
-    return p, q, f"{note}\n\n" if note else ""
