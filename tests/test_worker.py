@@ -375,14 +375,6 @@ def test_background_task_reports_progress_and_a_result() -> None:
     assert reported.is_set() and task.result == 7
 
 
-def test_background_task_raises_its_exception() -> None:
-    def work(report: ReportProgress) -> None:
-        raise KeyError("x")
-
-    with pytest.raises(KeyError):
-        list(BackgroundTask(work).progress())
-
-
 @pytest.mark.parametrize("parked", [False, True])
 def test_closing_the_progress_cancels_the_task(parked: bool) -> None:
     cancelled = threading.Event()

@@ -100,10 +100,6 @@ def test_the_source_is_continued_and_drafts_start_after_its_border() -> None:
     assert bare.propose([5, 6, 5], up_to(1)).origin == (Origin("text", 1, 1),)
 
 
-def test_a_loop_is_drafted_periodically() -> None:
-    assert SuffixDrafter().propose([1, 2, 3, 1, 2, 3, 1], up_to(9)).tokens == (2, 3, 1, 2, 3, 1, 2, 3)
-
-
 def test_origins_point_to_the_copied_tokens() -> None:
     """A token copied from a periodic continuation originates in the text; positions of former texts are not given."""
     text = [5, 1, 2, 3, 1, 2]
