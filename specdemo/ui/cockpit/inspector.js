@@ -54,7 +54,7 @@ function showPhase(phase, { path }) { // the card of the tested token, and the a
 }
 
 export function inspectStep(name, i) {
-  if (current.busy || displaying()) return; // the run is still incomplete
+  if (current.busy || displaying() || !lanes[name].steps[i]) return; // the run, or its display, is incomplete
   const previousLane = selected.lane;
   Object.assign(selected, { lane: name, i });
   drawStepDetails();
