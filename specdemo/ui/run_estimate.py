@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from specdemo.core.metrics import Metrics
@@ -11,9 +12,11 @@ from specdemo.core.policies import CostModel
 from specdemo.core.simulate import GammaEstimate, other_gammas
 from specdemo.core.theory import CostTerms
 from specdemo.drafters import METHODS
-from specdemo.ui.lane import Lane, mode
+from specdemo.ui.lane import LANES, Lane, mode
 
 LONGEST_ESTIMATE = 8  # longest draft of the estimate, in tokens
+SIMULATED_STEPS = 30_000  # bounds the time of the estimate
+LEAST_DRAWS, MOST_DRAWS = 40, 120  # simulated runs
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,11 @@ class RunEstimate:
 
 def estimate_lengths(lane: Lane, baseline: Lane | None = None) -> RunEstimate | str:
     """Return the estimate, or the obstacle in words."""
+    return _estimated(lane, baseline, len(lane.lines))
+
+
+@lru_cache(maxsize=len(LANES))  # headline, verdict and chart use it
+def _estimated(lane: Lane, baseline: Lane | None, count: int) -> RunEstimate | str:
     method = METHODS.get(lane.recipe["method"])
     if not lane.timed:
         return "The engine does not report the durations of its steps."
@@ -67,7 +75,8 @@ def estimate_lengths(lane: Lane, baseline: Lane | None = None) -> RunEstimate | 
     lengths = sorted({*range(longest + 1), *([gamma] if gamma else [])})
     plain_steps = [event.step for event in plain.steps] if plain else []
     try:
-        rows = other_gammas(steps, lengths, cost.verify, plain_steps, counted=lane.counted)
+        draws = max(LEAST_DRAWS, min(MOST_DRAWS, SIMULATED_STEPS // count))
+        rows = other_gammas(steps, lengths, cost.verify, plain_steps, counted=lane.counted, draws=draws)
     except ValueError:
         return "The drafts are trees: other draft lengths cannot be estimated from them."
     if not rows:
