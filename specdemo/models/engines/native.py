@@ -151,10 +151,10 @@ class NativeEngine(Engine[NativeCache]):
         described.describe(texts, self._rotations(capacity), cache.threads, self.times)
         return described
 
-    def describe_again(self) -> None:
-        """Read the structure of the model again, whose number of outputs has changed."""
-        self._structs.clear()
-        self._passes.clear()
+    def update_outputs(self) -> None:
+        """Read the number of outputs of the model again."""
+        for struct, _ in self._structs.values():
+            struct.head.outputs = self._model.outputs
 
     def _rotations(self, count: int) -> tuple[Tensor, Tensor]:
         cosines, sines = self._angles
