@@ -241,8 +241,8 @@ def test_figures_of_single_rows() -> None:
 
 
 def test_relative_probabilities_of_a_maximum() -> None:
-    logits = torch.tensor([1.0, 3.0, 3.0 - math.log(4)])
-    known = PointMass(1, logits)
+    logits = torch.tensor([[5.0, 6.0, 7.0], [1.0, 3.0, 3.0 - math.log(4)]])
+    known = PointMass(1, logits, 1)
     assert [known.relative(token) for token in range(3)] == pytest.approx([math.exp(-2), 1.0, 0.25])
     assert [PointMass(1).relative(token) for token in range(3)] == [0.0, 1.0, 0.0]
     assert known == PointMass(1) and "logits" not in repr(known)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.policy_steps import sourced
 from fakes.tiny_models import TableHead, TableModel, up_to
 from torch import Tensor
 
@@ -231,6 +232,13 @@ def test_a_head_may_draft_in_a_single_call() -> None:
     fallback = DraftBudget(2, PathProbability(2, threshold=0.25))
     assert HeadDrafter(head, GREEDY, Script(), VOCAB).propose(TEXT, fallback).tokens
     assert OneCall.calls[2:] == [(TEXT, GREEDY, VOCAB, 2, 0.25)]
+
+
+@pytest.mark.parametrize(("source", "expected"), [("head", 1), ("text", 0), (None, 0)])
+def test_a_draft_is_expected_after_a_draft_of_the_head(source: str | None, expected: int) -> None:
+    head = Confident(longest=5)
+    HeadDrafter(head, GREEDY, Script(), VOCAB).observe(sourced(source, 2 if source else 0, 1))
+    assert head.expected == expected
 
 
 # --- draft vocabularies ---

@@ -259,6 +259,10 @@ class NativeHead(Head):
         cache.threads = torch.get_num_threads()
         return cache
 
+    def expect(self, cache: HeadCache) -> None:
+        assert isinstance(cache, NativeHeadCache)
+        cache.engine.expect(cache)
+
     def start(self, cache: HeadCache, following: list[int], states: Tensor, held: int) -> Tensor:
         assert isinstance(cache, NativeHeadCache)
         following, states, held = self._catch_up(cache, following, states, held)

@@ -133,7 +133,7 @@ class NativePass:
             self._logits = self._candidates = torch.empty(0)
             self._chain = ChainStruct()
             self._buffers: dict[str, Any] = {"tokens": ()}
-        if len(self._logits) < (outputs := self._model.head.outputs):
+        if self._logits.shape[0] < (outputs := self._model.head.outputs):
             self._logits = torch.empty(doubled(outputs), dtype=torch.float32)
             self._candidates = torch.empty(doubled(outputs), dtype=torch.float32)
             self._chain.scratch = self._candidates.data_ptr()
@@ -151,7 +151,7 @@ class NativePass:
     ) -> list[int]:
         """Sample at most `count` tokens; see `NativeEngine.sample_chain`."""
         chain, sampling = self._chain_of(count), sampler.sampling
-        chain.vocab = sampler.vocab_size if ids is None else len(ids)
+        chain.vocab = sampler.vocab_size if ids is None else ids.shape[0]
         chain.ids = None if ids is None else ids.data_ptr()
         chain.temperature = sampling.temperature
         chain.least_reach = threshold
