@@ -334,6 +334,7 @@ def _steps(
     metrics, stream = Metrics(), TextStream(target.tokenizer, tokens)
     names = TokenNames(target.tokenizer)
     sampler, stop = memory.MemorySampler(), pipeline.stop
+    ends = target.stop
     steps = decode(
         tokens,
         pipeline.verifier,
@@ -354,7 +355,7 @@ def _steps(
             return
         draft_texts = stream.peek(step.draft.tokens, step.draft.parents)
         ended = metrics.tokens + len(step.tokens) >= max_tokens or (bool(step.tokens) and step.tokens[-1] in stop)
-        written = _written(stream, step.tokens, target.stop, ended)
+        written = _written(stream, step.tokens, ends, ended)
         marked = [text + stops.mark(token) for text, token in zip(written, step.tokens, strict=True)]
         pieces = stops.feed(marked, ended)
         step = _with_prefill(_cut(step, len(pieces), stops.reached), drafter_s)

@@ -14,16 +14,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PointMass:
-    """One-hot distribution, stored as its token, with the logits `[vocab]` it is the maximum of, if known."""
+    """One-hot distribution, stored as its token, with the `row` of `logits` it is the maximum of, if known."""
 
     token: int
-    logits: Tensor | None = field(default=None, compare=False, repr=False)
+    logits: Tensor | None = field(default=None, compare=False, repr=False)  # `[rows, vocab]`
+    row: int = field(default=0, compare=False, repr=False)
 
     def relative(self, token: int) -> float:
         """Return the probability of `token` at temperature 1, divided by the largest."""
         if self.logits is None or token == self.token:
             return float(token == self.token)
-        return math.exp(float(self.logits[token] - self.logits[self.token]))
+        return math.exp(float(self.logits[self.row, token] - self.logits[self.row, self.token]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from specdemo.core.banned_text import BannedText
 from specdemo.core.distributions import DenseProbs, SparseProbs, SparseRow
 from specdemo.core.errors import UserError
+from specdemo.core.origin import Origin
 from specdemo.core.step import Draft, TopTokens
 from specdemo.native import sampling as native
 
@@ -253,14 +254,14 @@ class ChainSampler:
         self._token_probs = token_probs
         self._probs = [] if probs is None else [probs]
 
-    def chain(self, tokens: Sequence[int]) -> Draft:
+    def chain(self, tokens: Sequence[int], origin: tuple[Origin, ...] = ()) -> Draft:
         """Return the draft of these tokens. Raises `UserError` for broken logits."""
         self.sampling.refuse_broken(self._peaks or torch.cat(self._device_peaks).tolist())
         if not self._probs:
-            return Draft.chain(tuple(tokens))
+            return Draft.chain(tuple(tokens), origin=origin)
         probs = self._probs[0] if len(self._probs) == 1 else torch.cat(self._probs)
         if self.ids is not None:
             sparse = SparseProbs(self.ids.expand(len(probs), -1), probs, self.vocab_size)
-            return Draft.chain(tuple(tokens), tuple(self._token_probs), sparse)
+            return Draft.chain(tuple(tokens), tuple(self._token_probs), sparse, origin)
         token_probs = self._token_probs or probs[range(len(tokens)), tokens].tolist()
-        return Draft.chain(tuple(tokens), tuple(token_probs), DenseProbs(probs))
+        return Draft.chain(tuple(tokens), tuple(token_probs), DenseProbs(probs), origin)

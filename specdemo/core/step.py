@@ -299,6 +299,8 @@ class Step:
 def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
     """Length of the common prefix of two lists, tuples or texts, by bisection on slices."""
     low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:  # most texts continue the one before
+        return high
     while low < high:
         middle = (low + high + 1) // 2
         if a[low:middle] == b[low:middle]:

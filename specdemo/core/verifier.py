@@ -52,7 +52,7 @@ class ModelVerifier:
         count = min(self.candidates, logits.shape[1])
         choices = logits.topk(count).indices.tolist() if count > 1 else [[token] for token in best]
         probs = None if self.sampling.temperature == 0 else self.sampling.logits_to_probs(logits)
-        p = [PointMass(*pair) for pair in zip(best, logits, strict=True)] if probs is None else probs
+        p = [PointMass(token, logits, row) for row, token in enumerate(best)] if probs is None else probs
         if draft.probs is not None and draft.probs.device != logits.device:
             draft = replace(draft, probs=draft.probs.to(logits.device))
         verdict = self.rule(draft, p, self.accept, self.correct, len(tokens))

@@ -74,8 +74,8 @@ class ModelDrafter(Drafter):
 
         assert self.extend is not None
         sampler = ChainSampler(self.sampling, self.noise, len(tokens), self.vocab_size)
-        draft = sampler.chain(self.extend(tokens, count, sampler))
-        return replace(draft, origin=(MODEL,) * len(draft))
+        drafted = self.extend(tokens, count, sampler)
+        return sampler.chain(drafted, (MODEL,) * len(drafted))
 
 
 def readable(tokens: Sequence[int], own_size: int | None, vocab_size: int) -> bool:

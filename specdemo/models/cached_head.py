@@ -49,6 +49,10 @@ class CachedHead:
         """Return the most draft tokens after `tokens`."""
         return self.head.longest_draft(len(tokens))
 
+    def expect(self) -> None:
+        """See `Head.expect`."""
+        self.head.expect(self._cache)
+
     def start(self, tokens: Sequence[int]) -> Tensor | None:
         """Return the logits `[size]` of the first draft token; None before the first pass of the target."""
         return self._added(tokens, partial(self.head.start, self._cache))

@@ -122,7 +122,8 @@ class CachedModel:
         held, known = self._keep(tokens, draft)
         padded = self._padded(draft, held, len(tokens))
         new = [*tokens[held:], *padded.tokens[max(0, held - len(tokens)) :]]
-        if len(known) > len(draft):
+        rows = len(draft) + 1
+        if known.shape[0] >= rows:
             logits = known
         else:
             self.passes += 1
@@ -136,10 +137,10 @@ class CachedModel:
             except BaseException as error:
                 self._forget(tokens[:held] if isinstance(error, Stopped) else ())
                 raise
-            if len(known):
+            if known.shape[0]:
                 logits = torch.cat([known, logits])
         self._held, self._draft = list(tokens), draft
-        self._logits = logits[: len(draft) + 1]
+        self._logits = logits if logits.shape[0] == rows else logits[:rows]
         return self._logits
 
     def held(self, tokens: Sequence[int]) -> int:

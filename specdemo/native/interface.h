@@ -106,6 +106,7 @@ const char *check_model(const model *m);
 const char *check_pass(const pass *p);
 int64_t scratch_floats(const model *m, int32_t rows);
 int run_pass(const pass *requested);
+void expect_pass(const model *m);
 int draft_chain(const pass *first, chain *c);
 int write_rows(const matrix *m, int64_t first, int64_t count, const float *rows);
 int self_check(void);

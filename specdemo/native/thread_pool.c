@@ -21,8 +21,14 @@
 
 #define SPINS 20000 /* about 0.2 ms, longer than a decoding step without its passes */
 #define YIELD 256   /* spins between calls of sched_yield() */
+#define MOST_PARTS 16
 
 #define OWN_LINE __attribute__((aligned(64)))
+
+typedef struct {
+    const char *at;
+    int64_t bytes;
+} part;
 
 static struct {
     struct {
@@ -37,6 +43,8 @@ static struct {
     int started;
     pthread_mutex_t busy, mutex;
     pthread_cond_t changed, enlarged;
+    part expected[MOST_PARTS]; /* weights of the next pass; guarded by `mutex` */
+    _Atomic int expected_count;
     float *buffers[MAX_THREADS + 1]; /* of the threads, and a common one */
     int64_t sizes[MAX_THREADS + 1];
 } pool = {.busy = PTHREAD_MUTEX_INITIALIZER,
@@ -106,8 +114,22 @@ static void pause_briefly(void) {
 #endif
 }
 
+/* Read the expected weights into the caches until `opened` differs from `seen`. They may be freed meanwhile: addresses
+ * of prefetches need not be valid. */
+static void prefetch_expected(uint32_t seen) {
+    part parts[MOST_PARTS];
+    pthread_mutex_lock(&pool.mutex);
+    int count = atomic_exchange(&pool.expected_count, 0);
+    memcpy(parts, pool.expected, sizeof parts);
+    pthread_mutex_unlock(&pool.mutex);
+    for (int i = 0; i < count; i++)
+        for (int64_t at = 0; at < parts[i].bytes && atomic_load(&pool.opened) == seen; at += 64)
+            __builtin_prefetch(parts[i].at + at, 0, 2);
+}
+
 /* Wait until `opened` differs from `seen`: spin, then sleep. */
 static void wait_for_phase(uint32_t seen) {
+    if (atomic_load(&pool.expected_count)) prefetch_expected(seen);
     for (int i = 0; i < SPINS; i++) {
         if (atomic_load(&pool.opened) != seen) return;
         if (i % YIELD == YIELD - 1)
@@ -198,4 +220,28 @@ int run_phases(state *s, int threads, int64_t floats) {
     }
     pthread_mutex_unlock(&pool.busy);
     return ready;
+}
+
+static void expect_weights(const matrix *m) {
+    if (!m || !m->weights || pool.expected_count + 2 > MOST_PARTS) return;
+    int64_t blocks = block_count(m), inputs = has_bytes(m->form) ? activation_stride(m) : m->inputs;
+    pool.expected[pool.expected_count++] = (part){m->weights, blocks * inputs * input_bytes(m->form)};
+    int64_t groups = FORMATS[m->form].scales ? m->inputs / group_inputs(m) : 0;
+    pool.expected[pool.expected_count++] = (part){m->scales, blocks * groups * scale_bytes(m->form)};
+}
+
+/* Wake the threads before a pass of a small model, whose weights the passes of a larger one have displaced from the
+ * caches; they read the weights while the caller prepares the pass. */
+void expect_pass(const model *m) {
+    pthread_mutex_lock(&pool.mutex);
+    pool.expected_count = 0;
+    expect_weights(m->fuse);
+    for (int l = 0; l < m->layer_count; l++) {
+        const layer *now = m->layers[l];
+        const matrix *products[] = {&now->qkv, &now->value, &now->out, &now->gate_up, &now->down};
+        for (size_t i = 0; i < sizeof products / sizeof *products; i++) expect_weights(products[i]);
+    }
+    expect_weights(&m->head);
+    pthread_mutex_unlock(&pool.mutex);
+    wake_threads();
 }

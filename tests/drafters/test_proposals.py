@@ -16,7 +16,7 @@ from specdemo.core.distributions import DenseProbs, SparseRow
 from specdemo.core.origin import HEAD, MODEL, Origin
 from specdemo.core.policies import Egag, PathProbability
 from specdemo.core.sampling import SamplingParams
-from specdemo.core.step import Draft
+from specdemo.core.step import Draft, Step, Verdict
 from specdemo.drafters.heads.chain import HeadDrafter
 from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.tree import HeadNodes, ModelNodes, TreeDrafter
@@ -190,6 +190,15 @@ def test_drafts_of_heads_end_at_their_positions() -> None:
         assert len(HeadDrafter(head, GREEDY, Script(), VOCAB).propose(TEXT, up_to(4))) == drafted
         tree = TreeDrafter(HeadNodes(head), GREEDY, Script(), VOCAB, width=1)
         assert len(tree.propose(TEXT, up_to(4))) == drafted
+
+
+@pytest.mark.parametrize(("source", "expected"), [("head", 1), ("text", 0), (None, 0)])
+def test_a_draft_is_expected_after_a_draft_of_the_head(source: str | None, expected: int) -> None:
+    head = Confident(longest=5)
+    draft = Draft.chain((5, 6), origin=(Origin(source), Origin(source))) if source else Draft()
+    verdict = Verdict(tuple(range(len(draft))), 7)
+    HeadDrafter(head, GREEDY, Script(), VOCAB).observe(Step(1, (7,), draft, verdict, 2, 1.0, 1.0, 1.0, 1.0))
+    assert head.expected == expected
 
 
 # --- trees ---

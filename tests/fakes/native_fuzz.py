@@ -69,6 +69,7 @@ def run_valid(library: ctypes.CDLL, shape: Shape, seed: int) -> None:
         rng.choice((0.0, 0.1)),
         drafted,
     )
+    library.expect_pass(ctypes.byref(cache.model.struct))
     assert library.draft_chain(ctypes.byref(first.struct), ctypes.byref(chain)) == Result.DONE
     assert chain.drawn == drafted or chain.least_reach
     assert chain.drawn <= chain.passes <= chain.drawn + 1

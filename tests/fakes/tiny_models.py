@@ -77,10 +77,14 @@ class TableHead:
     def __init__(self, model: TableModel, ids: Sequence[int] | None, kind: str = "eagle") -> None:
         self.model, self.ids = model, None if ids is None else torch.tensor(ids)
         self.kind = kind
+        self.expected = 0
         self._path: list[int] = []
 
     def longest_draft(self, tokens: Sequence[int]) -> int:
         return 99
+
+    def expect(self) -> None:
+        self.expected += 1
 
     def start(self, tokens: Sequence[int]) -> Tensor | None:
         self._path = list(tokens)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from specdemo.core.decode import DraftBudget, Drafter
 from specdemo.core.errors import UserError
 from specdemo.core.origin import HEAD, Origin
-from specdemo.core.step import Draft
+from specdemo.core.step import Draft, Step
 from specdemo.drafters.draft_vocabulary import DraftVocabulary
 from specdemo.drafters.method import BuildContext
 
@@ -33,6 +33,9 @@ class DraftingHead(Protocol):
 
     def longest_draft(self, tokens: Sequence[int]) -> int:
         """Return the most draft tokens after `tokens`."""
+
+    def expect(self) -> None:
+        """Prepare for a draft while the caller does other work."""
 
     def start(self, tokens: Sequence[int]) -> Tensor | None:
         """Return the logits `[size]` after `tokens`, None without hidden states."""
@@ -72,6 +75,11 @@ class HeadDrafter(Drafter):
         draft = self._propose_chain(tokens, budget)
         return self._propose_tokens(tokens, budget) if draft is None else draft
 
+    def observe(self, step: Step) -> None:
+        """Expect a further draft after a draft."""
+        if HEAD in step.draft.origin:
+            self.head.expect()
+
     def _propose_chain(self, tokens: Sequence[int], budget: DraftBudget) -> Draft | None:
         from specdemo.core.sampling import ChainSampler
 
@@ -80,7 +88,7 @@ class HeadDrafter(Drafter):
             return None
         sampler = ChainSampler(self.sampling, self.noise, len(tokens), self.vocab_size)
         drafted = self.head.sample_chain(tokens, sampler, *limits)
-        return None if drafted is None else _named(sampler.chain(drafted))
+        return None if drafted is None else sampler.chain(drafted, (HEAD,) * len(drafted))
 
     def _propose_tokens(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         path, distributions = list(tokens), []

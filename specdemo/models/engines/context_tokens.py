@@ -17,16 +17,17 @@ class ContextTokens:
     def __init__(self, static: Collection[int]) -> None:
         self._static = static
         self.tokens: list[int] = []
+        self._own: set[int] = set()
         self._first_positions: list[int] = []
 
     def update(self, following: Sequence[int], held: int) -> int:
         """Read the tokens `following` position `held`; return the number of unchanged `tokens`."""
         unchanged = bisect_right(self._first_positions, held)
+        self._own.difference_update(self.tokens[unchanged:])
         del self.tokens[unchanged:], self._first_positions[unchanged:]
-        own = {*self.tokens}
         for position, token in enumerate(following, held + 1):
-            if token not in self._static and token not in own and len(own) < MOST_CONTEXT_TOKENS:
-                own.add(token)
+            if token not in self._static and token not in self._own and len(self.tokens) < MOST_CONTEXT_TOKENS:
+                self._own.add(token)
                 self.tokens.append(token)
                 self._first_positions.append(position)
         return unchanged

@@ -154,6 +154,9 @@ class Head(ABC):
     def prepare(self, cache: HeadCache, end: int) -> None:  # noqa: B027
         """Record passes for up to `end` rows."""
 
+    def expect(self, cache: HeadCache) -> None:  # noqa: B027
+        """Prepare for `start` while the caller does other work."""
+
     @abstractmethod
     def start(self, cache: HeadCache, following: list[int], states: Tensor, held: int) -> Tensor:
         """Add committed rows after the first `held`; return the logits `[size]` of the last row.

@@ -103,7 +103,7 @@ class NativeEngine(Engine[NativeCache]):
         threshold: float = 0.0,
     ) -> list[int] | None:
         """Sample a chain; logit i is that of token `ids[i]`, int32. `threshold`: see `Head.sample_chain`."""
-        vocab = sampler.vocab_size if ids is None else len(ids)
+        vocab = sampler.vocab_size if ids is None else ids.shape[0]
         end = held + len(new) + count - 1
         if len(new) > CHAIN_ROWS or vocab > self._model.outputs or end > self._model.position_limit:
             return None
@@ -151,14 +151,18 @@ class NativeEngine(Engine[NativeCache]):
         described.describe(texts, self._rotations(capacity), cache.threads, self.times)
         return described
 
-    def describe_again(self) -> None:
-        """Read the structure of the model again, whose number of outputs has changed."""
-        self._structs.clear()
-        self._passes.clear()
+    def expect(self, cache: NativeCache) -> None:
+        """Let idle threads read the weights for a pass over `cache`."""
+        self._library.expect_pass(ctypes.byref(self._struct(cache.kv.dtype)))
+
+    def update_outputs(self) -> None:
+        """Read the number of outputs of the model again."""
+        for struct, _ in self._structs.values():
+            struct.head.outputs = self._model.outputs
 
     def _rotations(self, count: int) -> tuple[Tensor, Tensor]:
         cosines, sines = self._angles
-        if count > len(cosines):
+        if count > cosines.shape[0]:
             cosines, sines = self._angles = self._model.rotation(doubled(count))
         return cosines, sines
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from specdemo.core.step import Draft
 from specdemo.models.engines.context_tokens import MOST_CONTEXT_TOKENS, ContextTokens
@@ -157,13 +158,16 @@ class NativeHeadCache(NativeCache, HeadCache):
 
     def __init__(self, head: NativeHead) -> None:
         super().__init__(head.model)
-        self.ids, self._static = head.ids, head.ids
+        self.ids = head.ids
         self.tokens = head.tokens
+        self._static_count = len(head.tokens)
         self._context, self.engine = ContextTokens(head.static), head.engine
         self._target: NativeWeights | None = None
         if head.extends:
             self._model, self._target = head.model.for_text(), head.target
             self.engine = NativeEngine(self._model)
+            self._extended_tokens = pad(head.tokens, (0, MOST_CONTEXT_TOKENS))
+            self._extended_ids = self._extended_tokens.to(torch.int64)
         self.end = 0  # includes draft rows
         self.given: tuple[Tensor, int] | None = None  # states of the target during `start`, and their first row
         self._own_state = torch.zeros(head.model.width, dtype=torch.float32)
@@ -175,17 +179,23 @@ class NativeHeadCache(NativeCache, HeadCache):
 
     def extend(self, following: Sequence[int], held: int) -> None:
         """Add the tokens that follow position `held` and the target's output rows."""
-        if self._target is None or self._static is None:
+        if self._target is None:
             return
         before = len(self._context.tokens)
         unchanged = self._context.update(following, held)
         if before == unchanged == len(self._context.tokens):
             return
-        tokens = torch.tensor(self._context.tokens, dtype=torch.int64)
-        self._model.extend(self._target.output_rows(tokens[unchanged:]), len(self._static) + unchanged)
-        self.ids = torch.cat([self._static, tokens])
-        self.tokens = self.ids.to(torch.int32)
-        self.engine.describe_again()
+        added = torch.tensor(self._context.tokens[unchanged:], dtype=torch.int64)
+        first = self._static_count + unchanged
+        end = first + len(added)
+        if unchanged < before:
+            self._extended_ids = self._extended_ids.clone()  # earlier drafts refer to it
+        self._extended_ids[first:end] = added
+        self._extended_tokens[first:end] = added
+        self.ids = self._extended_ids[:end]
+        self.tokens = self._extended_tokens[:end]
+        self._model.extend(self._target.output_rows(added), first)
+        self.engine.update_outputs()
 
     def describe(self, text: TextStruct) -> None:
         super().describe(text)
@@ -248,6 +258,10 @@ class NativeHead(Head):
         cache = NativeHeadCache(self)
         cache.threads = torch.get_num_threads()
         return cache
+
+    def expect(self, cache: HeadCache) -> None:
+        assert isinstance(cache, NativeHeadCache)
+        cache.engine.expect(cache)
 
     def start(self, cache: HeadCache, following: list[int], states: Tensor, held: int) -> Tensor:
         assert isinstance(cache, NativeHeadCache)

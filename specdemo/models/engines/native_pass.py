@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specdemo.core.step import Draft
+from specdemo.models.engines.engine import doubled
 from specdemo.models.engines.generic import positions
 from specdemo.models.engines.native_cache import NativeCache
 from specdemo.native.interface import ChainStruct, ModelStruct, PassStruct, Result, TextStruct, check_result
@@ -44,7 +45,7 @@ class NativePass:
     """Pass over at most `rows` rows, and its drafted chain; a call at a time."""
 
     def __init__(self, library: ctypes.CDLL, model: ModelStruct, taps: Sequence[int], rows: int) -> None:
-        self._library, self._outputs = library, model.head.outputs
+        self._library, self._model = library, model
         self._ids = _integers(rows)
         self._positions = _integers(rows)
         self._prefix = _integers(rows)
@@ -129,10 +130,13 @@ class NativePass:
     def _chain_of(self, count: int) -> ChainStruct:
         """Return the description of a chain, with buffers for `count` tokens."""
         if self._chain is None:
-            self._logits = torch.empty(1, self._outputs, dtype=torch.float32)
-            self._candidates = torch.empty(self._outputs, dtype=torch.float32)
-            self._chain = ChainStruct(scratch=self._candidates.data_ptr())
+            self._logits = self._candidates = torch.empty(0)
+            self._chain = ChainStruct()
             self._buffers: dict[str, Any] = {"tokens": ()}
+        if self._logits.shape[0] < (outputs := self._model.head.outputs):
+            self._logits = torch.empty(doubled(outputs), dtype=torch.float32)
+            self._candidates = torch.empty(doubled(outputs), dtype=torch.float32)
+            self._chain.scratch = self._candidates.data_ptr()
         if count > len(self._buffers["tokens"]):
             size = max(count, _TOKENS)
             self._buffers = {name: (ctypes.c_float * size)() for name in ("peaks", "chosen")}
@@ -147,7 +151,7 @@ class NativePass:
     ) -> list[int]:
         """Sample at most `count` tokens; see `NativeEngine.sample_chain`."""
         chain, sampling = self._chain_of(count), sampler.sampling
-        chain.vocab = sampler.vocab_size if ids is None else len(ids)
+        chain.vocab = sampler.vocab_size if ids is None else ids.shape[0]
         chain.ids = None if ids is None else ids.data_ptr()
         chain.temperature = sampling.temperature
         chain.least_reach = threshold
