@@ -180,6 +180,10 @@ class Run:
             len(self.history) // 2 + 1 if self.recorded is None and self.lanes[self.plan[0]].recipe.get("chat") else 0
         )
 
+    def note(self, text: str) -> None:
+        """Add a sentence to the first lane."""
+        self._record({"l": self.plan[0], "note": text})
+
     def _record(self, record: dict[str, Any]) -> None:
         text = json.dumps(record, separators=(",", ":"))
         self.size += len(text)

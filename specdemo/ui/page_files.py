@@ -20,7 +20,7 @@ MODULE_PATH = "/cockpit/{version}/{name}.js"
 _IMPORT = re.compile(r'((?:import|from) )"\./(\w+)\.js"')
 _LONG = "public, max-age=31536000, immutable"  # another version has another address
 _MOUNT = """const root = `${window.gradio_config?.root ?? location.origin}/`;
-import(new URL("PATH", root).href).then(({ mount }) => mount({ element, props, server, watch })).catch((error) => {
+import(new URL("PATH", root).href).then(({ mount }) => mount({ element, props, server, trigger })).catch((error) => {
   document.body.dataset.shown = "yes";
   element.prepend("The scripts of the page failed: reload the page.");
   throw error;

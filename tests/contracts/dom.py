@@ -63,6 +63,7 @@ def document(url: str) -> dict[str, Any]:
         tab.set_default_timeout(PATIENCE * 1000)
         tab.add_init_script(RETURNING)
         tab.goto(url)
+        tab.locator("body[data-shown=yes]").wait_for()
 
         def show(text: str, lane: str) -> None:
             file = {"name": "trace.jsonl", "mimeType": "text/plain", "buffer": text.encode()}

@@ -332,8 +332,8 @@ def page_names(_: Any, __: Any, page: Page) -> dict[str, Any]:
 def frames(_: Any, __: Any, page: Page) -> dict[str, Any]:
     """Keys of the frames that the page sends to the browser, and of the answers of its server functions."""
     text = dom.lanes()
-    frame = json.loads(page.call("import_trace", text))
-    same = json.loads(page.call("import_trace", dom.same_text()))["same"]
+    frame = page.open_trace(text)
+    same = page.open_trace(dom.same_text())["same"]
     run, records = frame["run"], frame["r"]
     first = {lane: next(one["head"] for one in records if one["l"] == lane and "head" in one) for lane in frame["plan"]}
     rounds = [one for one in records if "head" not in one and "note" not in one]
@@ -350,8 +350,8 @@ def frames(_: Any, __: Any, page: Page) -> dict[str, Any]:
         "by": sorted({one["by"] for one in rounds if "by" in one}),
         "cell": len(rounds[0]["c"][0]),
         "cell, kinds": sorted({cell[0] for one in rounds for cell in one["c"]}),
-        "refused": sorted(json.loads(page.call("import_trace", "nonsense"))),
-        "missed": sorted(json.loads(page.call("trace_since", [run, 1]))),
+        "refused": sorted(page.open_trace("nonsense")),
+        "missed": sorted(page.json(f"/frames/{run}?from=1")),
         "round": sorted(picture),
         "round, node": sorted(picture["nodes"][0]),
         "round, last": sorted(picture["last"]),

@@ -323,7 +323,8 @@ def test_settings_survive_a_reload_and_reset_restores_defaults(page: Page) -> No
 def test_restoration_leaves_other_settings_unchanged(page: Page) -> None:
     """A value changed while the settings are being restored would be lost if the restoration wrote it again."""
     restore = script("restore_settings", {"names": ["gamma", "seed", "compare"], "defaults": [4, 0, False]})
-    written = page.evaluate(f"({restore})('{{\"gamma\": 7, \"seed\": 3}}', 4, 5, true).map(v => v ?? 'unchanged')")
+    stored = json.dumps({"settings": {"gamma": 7, "seed": 3}})
+    written = page.evaluate(f"({restore})('{stored}', 4, 5, true).map(v => v ?? 'unchanged')")
     assert written == [7, "unchanged", "unchanged"]
 
 

@@ -20,6 +20,6 @@ const darkScheme = matchMedia("(prefers-color-scheme: dark)");
 const applyScheme = () => document.body.classList.toggle("dark", darkScheme.matches);
 darkScheme.addEventListener("change", applyScheme);
 applyScheme();
-mountDisplay({ element: document.querySelector("main"), server });
+mountDisplay({ element: document.querySelector("main"), server, trigger: () => {} });
 current.skipPacing = true;
 storedRun.then(({ frame }) => receiveFrame(frame));
