@@ -1,4 +1,4 @@
-"""Asynchronous reading of worker jobs, for the page and the services."""
+"""Asynchronous reading of worker jobs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 async def read_batches(stream: Stream[T], interval_s: float = 0.0) -> AsyncGenerator[list[T]]:
-    """Yield the new items of a job when it adds some, at most every `interval_s` seconds.
+    """Yield new items of a job, at most every `interval_s` seconds; none if its place in the queue changed.
 
-    A batch is empty if only the place of the job in the queue has changed. Closing the iterator stops the job.
+    Closing the iterator stops the job.
     """
     loop, changed = asyncio.get_running_loop(), asyncio.Event()
 

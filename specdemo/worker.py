@@ -185,10 +185,7 @@ class Stream(Generic[T]):
         return self._done.wait(timeout)
 
     def listen(self, on_change: Callable[[], object]) -> None:
-        """Call `on_change` after each item, at the end, and when a queued job may have another place.
-
-        It is called in a device thread, and must neither block nor use the worker.
-        """
+        """Call `on_change` in a device thread after each item, at the end, and when the queue changes."""
         self._on_change = on_change
 
     # --- methods called by the worker --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Measurements of the page: predictions, benches and calibrations, whose passes run alone."""
+"""Predictions, benches and calibrations of the page, whose passes run alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Measurements:
         admit: Callable[..., Stream[Any]],
         with_services: Callable[[Sequence[Recipe]], AbstractContextManager[list[Recipe]]],
     ) -> None:
-        self._models, self._worker, self._limits = models, worker, limits
+        self._models, self._worker = models, worker
+        self._limits = limits
         self._admit, self._with_services = admit, with_services
         self._benches: dict[str, Stream[BenchProgress | dict[str, Any]]] = {}
 

@@ -41,13 +41,13 @@ def markup() -> str:
 
 
 def mount_module(name: str) -> str:
-    """Return the `js_on_load` of a component that is mounted by the module `name`."""
+    """Return the `js_on_load` that calls `mount` of a module."""
     path = MODULE_PATH.format(version=_version(), name=name)
     return _MOUNT.replace("PATH", path.removeprefix("/"))  # the page may have a prefix
 
 
 def module_route() -> Route:
-    """Return the route of the modules. Their addresses contain a digest of all of them, so browsers keep them."""
+    """Return the route of the modules, whose addresses contain a digest."""
 
     def module(request: Request) -> Response:
         text = _scripts().get(request.path_params["name"])
@@ -64,7 +64,7 @@ def _version() -> str:
 
 
 def _with_imports(entry: str) -> dict[str, str]:
-    """Return the texts of a module and of all modules that it imports, by name."""
+    """Return the texts of a module and its imports by name."""
     texts: dict[str, str] = {}
     names = [entry]
     while names:

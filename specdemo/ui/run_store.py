@@ -45,10 +45,7 @@ class RunStore:
         self._lock = threading.Lock()
 
     def new(self, session: str, plan: tuple[str, ...], address: str = "", run_id: Any = None) -> Run:
-        """Create a run and stop the previous run of the session, if that is known.
-
-        Raises `UserError` if `run_id` is not usable.
-        """
+        """Create a run and stop the previous run of a known session. Raises `UserError` for a bad `run_id`."""
         run = Run(plan) if run_id is None else Run(plan, run_id)
         if not _is_id(run.id) or self.get(run.id):
             raise UserError("the id of a run must be new, with 16 to 64 letters, digits, _ or -: reload the page")

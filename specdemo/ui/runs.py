@@ -1,4 +1,4 @@
-"""Start of runs: the request of a button becomes lanes, a job of the worker and a run that the page follows."""
+"""Start of runs: a request becomes lanes, a job and a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Turn = Literal["new", "next", "repeat"]  # of a conversation; `repeat`: the last
 
 @dataclass(frozen=True)
 class RunRequest:
-    """A press of Run, Continue chat or Repeat. The schema validates the settings later."""
+    """Request of a button; settings are raw."""
 
     id: str
     visitor: str
@@ -43,8 +43,9 @@ class RunRequest:
 
     @classmethod
     def parse(cls, value: Mapping[str, Any], defaults: Settings) -> RunRequest:
-        """Return the request in a JSON object; missing settings are `defaults`. Raises `UserError`."""
-        settings, visitor, turn = value.get("settings"), value.get("visitor", ""), value.get("turn", "new")
+        """Parse JSON; missing settings are `defaults`. Raises `UserError`."""
+        settings, visitor = value.get("settings"), value.get("visitor", "")
+        turn = value.get("turn", "new")
         if value.keys() - _KEYS or turn not in ("new", "next", "repeat") or not isinstance(settings, dict):
             raise UserError("a run needs its id and the settings of the page: reload the page")
         if not isinstance(visitor, str) or not _VISITOR.fullmatch(visitor):
@@ -62,7 +63,7 @@ class RunRequest:
 
 
 class Runs:
-    """Start the runs of the page and play them to their end."""
+    """Start and play runs."""
 
     def __init__(self, service: Service, frames: RunFrames, device: str, defaults: Settings) -> None:
         self._service, self._frames = service, frames
@@ -70,7 +71,7 @@ class Runs:
         self._playing: set[asyncio.Task[None]] = set()
 
     def start(self, value: Mapping[str, Any], address: str) -> Run:
-        """Start the run of a request, or return a failed run with the reason. Raises `UserError` without a run."""
+        """Return a started or failed run. Raises `UserError` for malformed requests."""
         request = RunRequest.parse(value, self._defaults)
         prompt = request.settings["prompt"]
         if request.turn == "repeat" and prompt == "":  # cleared after it was sent
@@ -109,7 +110,7 @@ class Runs:
             self._service.conversations.remember(visitor, prompt, run)
 
     def _extra_lanes(self, request: RunRequest) -> tuple[list[Recipe], list[Recipe]]:
-        """Return the recipes to compare with, and stored ones that cannot be compared."""
+        """Return comparable recipes and others."""
         if request.turn == "repeat":
             return [], []
         try:

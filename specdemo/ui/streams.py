@@ -1,4 +1,4 @@
-"""Runs on their way to the browser: reading of their jobs, and frames over a WebSocket or on request."""
+"""Frames of runs, over a WebSocket or on request."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def trace_route(path: str, runs: RunStore) -> Route:
 
 
 class RunFrames:
-    """Advance runs and send their frames. Access requires only the unguessable id of a run."""
+    """Advance runs and send their frames; access requires the unguessable id."""
 
     def __init__(self, runs: RunStore) -> None:
         self._runs = runs
@@ -111,10 +111,9 @@ class RunFrames:
         return bool(followers)
 
     def routes(self) -> list[BaseRoute]:
-        """Return the routes `/frames/{run}`. A WebSocket sends a run's frames from record `from` (default 0) on.
+        """Return the routes `/frames/{run}`: frames from record `from` on over a WebSocket, or one with GET.
 
-        GET returns the next frame, without a WebSocket and after interruptions. POST stops the run; a closed WebSocket
-        does not, since the page may resume.
+        POST stops the run; a closed WebSocket does not, since the page may resume.
         """
         return [
             WebSocketRoute(FRAMES, self._follow),
@@ -178,6 +177,6 @@ class RunFrames:
 
 
 def _start(connection: Request | WebSocket) -> int:
-    """Return the number of the first record to send."""
+    """Return the first record to send."""
     text = connection.query_params.get("from", "")
     return int(text) if text.isdecimal() and len(text) < 10 else 0
