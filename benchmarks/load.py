@@ -71,32 +71,20 @@ class PageClient:
 
     def __init__(self, url: str, session: str) -> None:
         self._url, self._session = url, session
-        with urlopen(f"{url}config", timeout=TIMEOUT_S) as response:
-            config = json.load(response)
-        self._properties = {component["id"]: component["props"] for component in config["components"]}
-        run = next(id_ for id_, values in self._properties.items() if values.get("elem_id") == "run")
-        self._pressed = next(event for event in config["dependencies"] if [run, "click"] in event["targets"])
-        self._drawn = next(event for event in config["dependencies"] if event["inputs"] == self._pressed["outputs"])
 
     def frames(self, settings: Mapping[str, Any]) -> Iterator[str]:
-        """Press Run with `settings` by element id and yield the frames of the run."""
-        properties = [self._properties[id_] for id_ in self._pressed["inputs"]]
-        values = [settings.get(values.get("elem_id"), values.get("value")) for values in properties]
-        pressed = json.dumps([secrets.token_urlsafe(12), *values])
-        body = {"data": [pressed], "fn_index": self._drawn["id"], "session_hash": self._session}
-        joined = Request(
-            f"{self._url}gradio_api/queue/join", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        urlopen(joined, timeout=TIMEOUT_S).read()
-        with urlopen(f"{self._url}gradio_api/queue/data?session_hash={self._session}", timeout=TIMEOUT_S) as stream:
-            first = next(line for line in stream if b'"process_generating"' in line)
-            frame = json.loads(json.loads(first[len(b"data: ") :])["output"]["data"][0])
-            address = f"{self._url}frames/{frame['run']}".replace("http", "ws", 1)
-            with connect(address, open_timeout=TIMEOUT_S, max_size=None) as frames:
-                yield from frames
-            for line in stream:
-                if b'"close_stream"' in line:
-                    return
+        """Start a run with `settings`, others at their default, and yield its frames."""
+        body = {"id": secrets.token_hex(16), "visitor": self._session, "settings": settings}
+        start = Request(f"{self._url}runs", json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with urlopen(start, timeout=TIMEOUT_S) as response:
+            frame = response.read().decode()
+        yield frame
+        first = json.loads(frame)
+        if first["over"]:
+            return
+        address = f"{self._url}frames/{first['run']}?from={len(first['r'])}".replace("http", "ws", 1)
+        with connect(address, open_timeout=TIMEOUT_S, max_size=None) as frames:
+            yield from frames
 
 
 @dataclass(frozen=True)
@@ -151,8 +139,8 @@ def visitor(urls: Sequence[str], number: int, pair: str, pool: ModelPool) -> Cli
     page = PageClient(urls[0], f"visitor{number}")
 
     def run(prompt: str, most: int) -> Answer:
-        settings = {"method": "nasd", "temperature": 0, "top-p": 1, "compare": False, "chat": False}
-        return visit(page.frames({**settings, "prompt": prompt, "max-tokens": most}), seconds_since(time.monotonic()))
+        settings = {"method": "nasd", "temperature": 0, "top_p": 1, "compare": False, "chat": False}
+        return visit(page.frames({**settings, "prompt": prompt, "max_tokens": most}), seconds_since(time.monotonic()))
 
     return run
 

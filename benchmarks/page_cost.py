@@ -254,7 +254,8 @@ def speed(options: argparse.Namespace) -> None:
             status(page, "done")
 
         terminal = partial(run_in_terminal, demo, engine, pool, recipe)
-        command = [sys.executable, "-m", "benchmarks.page_cost", "speed", "--read", demo.url, json.dumps(settings)]
+        values = json.dumps({name.replace("-", "_"): value for name, value in settings.items()})
+        command = [sys.executable, "-m", "benchmarks.page_cost", "speed", "--read", demo.url, values]
         ways = {
             **({"terminal": without_browser(partial(terminal, threads))} if threads != page_threads else {}),
             BASELINE: without_browser(partial(terminal, page_threads)),

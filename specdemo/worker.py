@@ -184,6 +184,10 @@ class Stream(Generic[T]):
         """Block until the job ends. Return False after `timeout` seconds."""
         return self._done.wait(timeout)
 
+    def listen(self, on_change: Callable[[], object]) -> None:
+        """Call `on_change` in a device thread after each item, at the end, and when the queue changes."""
+        self._on_change = on_change
+
     # --- methods called by the worker --------------------------------------------------------------------------------
 
     def advance(self) -> bool:
@@ -473,6 +477,8 @@ class Worker:
         self._round = max(self._round, job.round)
         job.used_s, job.opened_s = self._least_s, self._clock()
         self._open.appendleft(job) if first else self._open.append(job)
+        for queued in self._queued:
+            queued.stream.notify()
 
     def _choose(self, here: bool = False) -> None:
         """Give a free device to a job, which `here` this thread advances."""

@@ -21,7 +21,8 @@ from specdemo.core.events import End, Event, Header
 from specdemo.recipe import Recipe
 from specdemo.remote.access import RouteInfo
 from specdemo.remote.admission import ServiceError, context_owner
-from specdemo.remote.server import TOO_LONG, parse_body, read_body, stream_queued, while_connected
+from specdemo.remote.bodies import read_body
+from specdemo.remote.server import TOO_LONG, parse_body, stream_queued, while_connected
 
 _LIMITS = "token, rate, body, queue, 10 s for the body; length of the context"
 COMPLETION_ROUTES = (
@@ -107,7 +108,7 @@ async def _complete(
 ) -> Response:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ServiceError(415, "unsupported_media_type", "the content type must be application/json: set it")
-    body = await read_body(request, app.state.limits.body_bytes)
+    body = await read_body(request.receive, app.state.limits.body_bytes)
     parsed, recipes = await parse_body(partial(_prepared, service, kind), body)
     owner = context_owner(request)
     runs = [

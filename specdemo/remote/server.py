@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,12 +17,11 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
 
 from specdemo.core.errors import PromptTooLong, UserError
 from specdemo.remote.access import RouteInfo
 from specdemo.remote.admission import ServiceError, ServiceLimits, admission, context_owner
-from specdemo.remote.connections import ConnectionLimits
+from specdemo.remote.bodies import client_gone, read_body
 from specdemo.remote.contexts import ContextInUse, Contexts
 from specdemo.remote.guide_requests import MAX_KEY, StaleRequest, UnknownContext
 from specdemo.remote.protocol import (
@@ -39,6 +38,7 @@ from specdemo.remote.protocol import (
     VerifyRequest,
     VerifyResponse,
 )
+from specdemo.stream_reader import read_batches
 from specdemo.worker import Worker, WorkerBusy
 
 _APPLICATION: dict[str, Any] = {
@@ -49,7 +49,6 @@ _APPLICATION: dict[str, Any] = {
 }
 _STATUSES = (400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 503)
 _PROBLEMS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorResponse} for status in _STATUSES}
-_BODY_TIMEOUT_S = ConnectionLimits.seconds
 _SHORT_BODY = 1 << 16  # bytes
 _PREFILL_S = 1.0  # part of a prefill after which an edge gets a response
 _VERIFY_LIMITS = "token, rate, body, queue, 10 s for the body, at most 256 drafted and 131,072 text tokens"
@@ -211,7 +210,7 @@ async def _read(request: Request, kind: type[MessageT], max_bytes: int) -> Messa
     content_type = _content_type(request) if "content-type" in request.headers else ""
     if content_type not in CODECS:
         raise ServiceError(415, "type", f"content type {content_type!r} is unsupported: use {' or '.join(CODECS)}")
-    body = await read_body(request, max_bytes)
+    body = await read_body(request.receive, max_bytes)
     try:
         return await parse_body(partial(CODECS[content_type].load, kind), body)
     except UserError as error:
@@ -219,34 +218,9 @@ async def _read(request: Request, kind: type[MessageT], max_bytes: int) -> Messa
         raise ServiceError(422, code, str(error)) from error
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Read a body with limits of size and time. Raises `ServiceError`."""
-    body = bytearray()
-
-    async def receive() -> None:
-        async for chunk in request.stream():
-            body.extend(chunk)
-            if len(body) > max_bytes:
-                raise ServiceError(413, "too_large", f"the body is longer than {max_bytes:,} bytes: split the request")
-
-    try:
-        await asyncio.wait_for(receive(), _BODY_TIMEOUT_S)
-    except TimeoutError:
-        raise ServiceError(
-            408, "slow", f"the body did not arrive within {_BODY_TIMEOUT_S:g} seconds: send it again"
-        ) from None
-    except ClientDisconnect:
-        raise _gone() from None
-    return bytes(body)
-
-
 async def parse_body(parse: Callable[[bytes], T], body: bytes) -> T:
     """Parse long bodies in a thread."""
     return parse(body) if len(body) <= _SHORT_BODY else await asyncio.to_thread(parse, body)
-
-
-def _gone() -> ServiceError:
-    return ServiceError(400, "gone", "the client disconnected")
 
 
 def _retry_key(request: Request) -> str:
@@ -318,35 +292,20 @@ def _service_error(error: BaseException) -> BaseException:
 
 async def stream_queued(worker: Worker, job: Callable[[], Iterator[Any]]) -> AsyncGenerator[Any, None]:
     """Yield the items of a job; closing the iterator stops it."""
-    loop, changed = asyncio.get_running_loop(), asyncio.Event()
-
-    def notify() -> None:
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(changed.set)
-
     try:
-        stream = worker.submit(job, notify)
+        stream = worker.submit(job)
     except WorkerBusy as error:
         raise ServiceError(429, "busy", str(error)) from error
     except RuntimeError as error:
         raise _stopping() from error
-    sent = 0
-    try:
-        while True:
-            await changed.wait()
-            changed.clear()
-            done = stream.done  # read first: items are appended before a stream is done
-            while sent < len(stream.items):
-                yield stream.items[sent]
-                sent += 1
-            if done:
-                break
+    async with aclosing(read_batches(stream)) as batches:
+        async for batch in batches:
+            for item in batch:
+                yield item
         if stream.error is not None:
             raise _service_error(stream.error)
         if stream.stopping:
             raise _stopping()
-    finally:
-        stream.stop()
 
 
 def _stopping() -> ServiceError:
@@ -372,7 +331,7 @@ async def while_connected(request: Request, awaited: Awaitable[Any]) -> Any:
     try:
         await asyncio.wait({result, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not result.done():
-            raise _gone()
+            raise client_gone()
         return result.result()
     finally:
         for task in (result, disconnect):

@@ -57,7 +57,7 @@ def endpoints(service: Service, initial: Recipe, device: str) -> dict[str, Calla
     async def preflight(request: gr.Request, *values: Any) -> dict[str, Any]:
         """Estimate the speed-up of a pair and a method before a run."""
         try:
-            return (await service.preflight(recipe_from(values), address=address_of(request))).as_dict()
+            return (await service.measurements.preflight(recipe_from(values), address=address_of(request))).as_dict()
         except (UserError, WorkerBusy) as error:
             raise gr.Error(reason(error), print_exception=False) from None
 

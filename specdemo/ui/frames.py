@@ -163,6 +163,10 @@ class Run:
             len(self.history) // 2 + 1 if self.recorded is None and self.lanes[self.plan[0]].recipe.get("chat") else 0
         )
 
+    def note(self, text: str) -> None:
+        """Add a sentence to the first lane."""
+        self._record({"l": self.plan[0], "note": text})
+
     def _record(self, values: dict[str, Any], key: str = "", line: str = "") -> None:
         """Append a record, with the trace line at `key`."""
         text = json.dumps(values, separators=(",", ":"))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections.abc import Collection, Mapping
 from traceback import format_tb
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
@@ -19,13 +17,15 @@ from starlette.websockets import WebSocketClose
 
 from specdemo.core.trace import MAX_CHARACTERS
 from specdemo.remote.access import RouteInfo, is_foreign, is_known_host
-from specdemo.remote.admission import RateLimiter
-from specdemo.remote.connections import ConnectionLimits, VisitorConnections, network_of
+from specdemo.remote.admission import RateLimiter, ServiceError
+from specdemo.remote.bodies import read_body
+from specdemo.remote.connections import VisitorConnections, network_of
 from specdemo.ui.documents import DOCUMENT_PATH
 from specdemo.ui.event_requests import KnownEvents
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.page_files import FILE_PATH
 from specdemo.ui.page_head import PICTURE_PATH, PageHead
+from specdemo.ui.runs import RUNS
 from specdemo.ui.streams import FRAMES
 from specdemo.ui.visitor_sessions import InvalidSession, VisitorSessions
 
@@ -54,14 +54,16 @@ PAGE_ROUTES = (
     RouteInfo("GET", "/pwa_icon/192", "icon of the app", "one size"),
     RouteInfo("GET", "/pwa_icon/512", "icon of the app", "one size"),
     RouteInfo("GET", "/health", "health check", "one probe at a time, at most every 10 minutes"),
+    RouteInfo("POST", RUNS, "start of a run", _RUNS),
     RouteInfo("WEBSOCKET", FRAMES, "frames of a run", "unguessable id"),
-    RouteInfo("POST", FRAMES, "end of a run, as its page is left", "rate, unguessable id"),
+    RouteInfo("GET", FRAMES, "next frame of a run", "unguessable id"),
+    RouteInfo("POST", FRAMES, "end of a run", "rate, unguessable id"),
     RouteInfo("GET", f"{_API}/info", "description of the API"),
     RouteInfo("GET", f"{_API}/openapi.json", "description of the API"),
     RouteInfo("GET", f"{_API}/startup-events", "start of the event queue"),
     RouteInfo("GET", f"{_API}/app_id", "detection of a restart"),
     RouteInfo("GET", f"{_API}/heartbeat/{{session_hash}}", "detection of closed tabs", "64 sessions"),
-    RouteInfo("POST", f"{_API}/queue/join", "events: runs, settings, tabs", _RUNS),
+    RouteInfo("POST", f"{_API}/queue/join", "events: settings, tabs", _RUNS),
     RouteInfo("GET", f"{_API}/queue/data", "results of events", "own session"),
     RouteInfo("GET", f"{_API}/queue/status", "length of the event queue"),
     RouteInfo("POST", f"{_API}/run/{{api_name}}", "events without a queue", "rate, 2 MB"),
@@ -72,14 +74,13 @@ PAGE_ROUTES = (
     RouteInfo(
         "POST",
         f"{_API}/component_server",
-        "steps, tables and exports of a run; recorded and short traces; stop",
+        "steps, tables and exports of a run; recorded traces",
         "rate, 2 MB; opened traces count as runs",
     ),
     RouteInfo("POST", TRACES, "opened traces", "rate, `SPECDEMO_MAX_TRACE`; opened traces count as runs"),
 )
 _MAX_BODY = 2_000_000  # bytes
 _COMPRESSED = 1_000  # bytes of a response
-_BODY_S = ConnectionLimits.seconds
 _KINDS = {TRACES: "application/x-ndjson"}  # content types
 _REQUESTS_PER_RUN = 25  # POST requests, for example to inspect steps
 
@@ -155,29 +156,24 @@ class Gateway:
                 receive = _replayed(await self._body(scope, receive, headers), receive)
         except InvalidSession as error:
             return await self._refuse((400, str(error)), scope, receive, send)
-        except _Refused as error:
-            return await self._refuse(error.args, scope, receive, send)
+        except ServiceError as error:
+            return await self._refuse((error.status, str(error)), scope, receive, send)
         await self._respond(scope, receive, send)
 
     async def _body(self, scope: Scope, receive: Receive, headers: Headers) -> bytes:
         is_trace = _path(scope) == TRACES
-        try:
-            body = await asyncio.wait_for(
-                _read_body(receive, self._max_trace if is_trace else _MAX_BODY, int(headers.get("content-length", 0))),
-                _BODY_S,
-            )
-        except TimeoutError:
-            raise _Refused(408, f"the request did not arrive within {_BODY_S:g} seconds: send it again") from None
+        max_bytes = self._max_trace if is_trace else _MAX_BODY
+        body = await read_body(receive, max_bytes, int(headers.get("content-length", 0)))
         if is_trace:
             return body
         try:
             value = json.loads(body)
         except (ValueError, RecursionError):
-            raise _Refused(400, "the request is not JSON") from None
+            raise ServiceError(400, "invalid", "the request is not JSON") from None
         if not isinstance(value, dict):
-            raise _Refused(400, "the request is not a JSON object")
+            raise ServiceError(400, "invalid", "the request is not a JSON object")
         if (problem := self._events.problem(scope["path"], value)) is not None:
-            raise _Refused(400, problem)
+            raise ServiceError(400, "invalid", problem)
         return json.dumps(self._sessions.hide_in_body(scope, value)).encode()
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -226,7 +222,7 @@ class Gateway:
             return 429, "too many requests: try again in a minute"
         return None
 
-    async def _refuse(self, refusal: tuple[Any, ...], scope: Scope, receive: Receive, send: Send) -> None:
+    async def _refuse(self, refusal: tuple[int, str], scope: Scope, receive: Receive, send: Send) -> None:
         status, cause = refusal
         _log.info("refused with status %d: %s", status, cause)
         if scope["type"] == "websocket":
@@ -237,24 +233,6 @@ class Gateway:
 
 def _path(scope: Scope) -> str:
     return scope["path"].rstrip("/") or "/"
-
-
-class _Refused(Exception):
-    """Status and cause of a refused request."""
-
-
-async def _read_body(receive: Receive, most: int, announced: int) -> bytes:
-    body = bytearray()
-    while announced <= most:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise _Refused(400, "the request is incomplete")
-        body += message.get("body", b"")
-        if len(body) > most:
-            break
-        if not message.get("more_body"):
-            return bytes(body)
-    raise _Refused(413, f"the request has more than {most:,} bytes")
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -5,12 +5,10 @@ The single worker of the service queues all runs; gradio's limits release a slot
 
 from __future__ import annotations
 
-import asyncio
 import html
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +27,7 @@ from specdemo.models.zoo import ASSETS, CHAT_PAIR, PAIRS, first_installed, first
 from specdemo.recipe import Recipe
 from specdemo.remote.connections import ConnectionLimits, limit_connections
 from specdemo.remote.local_service import LocalServices
-from specdemo.ui.api import address_of, endpoints
+from specdemo.ui.api import endpoints
 from specdemo.ui.cockpit import cockpit, script
 from specdemo.ui.controls import (
     PAIR_SETTINGS,
@@ -39,20 +37,13 @@ from specdemo.ui.controls import (
     examples_row,
     sidebar,
 )
-from specdemo.ui.conversation import shown_messages
 from specdemo.ui.documents import document_route, page_links
 from specdemo.ui.event_requests import KnownEvents, guarded
-from specdemo.ui.frames import Run
 from specdemo.ui.gateway import TRACES, gateway
+from specdemo.ui.health import Health
 from specdemo.ui.lane import (
     EXTRA,
-    SPEC,
-    alternating,
-    comparable_lanes,
     describe_stored_lanes,
-    lanes_of,
-    name_lanes,
-    plan_of,
 )
 from specdemo.ui.lessons import lessons_page
 from specdemo.ui.limits import HostLimits
@@ -60,7 +51,8 @@ from specdemo.ui.markdown import link_papers
 from specdemo.ui.method_names import with_method_names
 from specdemo.ui.page_files import file_route
 from specdemo.ui.page_head import picture_route
-from specdemo.ui.service import Generate, Health, Service, Turn
+from specdemo.ui.runs import REPEATS, Runs, run_route
+from specdemo.ui.service import Generate, Service
 from specdemo.ui.settings import (
     OFF,
     Examples,
@@ -73,7 +65,7 @@ from specdemo.ui.settings import (
     restored,
     stored_recipes,
 )
-from specdemo.ui.streams import LaneEvents, Sockets, reason, trace_route
+from specdemo.ui.streams import RunFrames, reason, trace_route
 from specdemo.ui.tabs import build_tabs
 from specdemo.ui.tabs.measurement_panel import PanelParts
 from specdemo.ui.tabs.prediction import SpeedupPrediction, connect_prediction
@@ -81,7 +73,6 @@ from specdemo.ui.theme import launch_options
 from specdemo.worker import Worker, WorkerBusy, WorkerGroup
 
 EXAMPLES = ASSETS / "examples.json"
-REPEATS = 5
 IDLE_POLL_S = 0.02
 _EVENTS = ConnectionLimits.total  # others wait for runs
 RECORDED_TOP = 5  # tokens recorded per distribution, for the inspector
@@ -93,10 +84,6 @@ _QUEUED: dict[str, Any] = {"show_progress": "hidden", "concurrency_limit": None,
 _IMMEDIATE: dict[str, Any] = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
 _PRIVATE: dict[str, Any] = {"api_visibility": "private"}
 _TO_OTHER_TABS = "(...values) => window.specdemoTabs.postMessage(JSON.stringify(values))"
-
-
-def toast(run: Run) -> None:
-    gr.Warning(html.escape(run.phase[1]))
 
 
 @dataclass(frozen=True)
@@ -146,13 +133,14 @@ def build(
     own = {**PAIRS[pair].settings, **_temperature(first_example(shown_examples["ready"], pair))}
     initial = limits.fit(Recipe(pair=pair, device=device, top=RECORDED_TOP, **own))
     of_api = limits.fit(Recipe(pair=scripted, device=device, **PAIRS[scripted].settings))
-    sockets = Sockets(service.runs)
+    frames = RunFrames(service.runs)
     with gr.Blocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
         parts = _layout(service, initial, device, shown_examples, not limits.public if compare is None else compare)
-        handlers = _Handlers(service, sockets, device, parts.defaults, shown_examples["ready"])
+        handlers = _Handlers(service, device, parts.defaults, shown_examples["ready"])
         _connect_runs(parts, handlers)
         _connect_lanes(parts, handlers)
         _connect_settings(demo, parts, handlers)
+        runs = Runs(service, frames, device, parts.defaults)
         for name, function in endpoints(service, of_api, device).items():
             api(function, api_name=name, concurrency_limit=None)
         demo.unload(handlers.leave)
@@ -169,7 +157,7 @@ def build(
         demo,
         service.worker,
         service.clouds,
-        routes=_routes(sockets, service, health),
+        routes=_routes(frames, runs, service, health),
         middleware=middleware,
         connections=limits.of_connections,
         hosts=hosts,
@@ -187,14 +175,15 @@ def _temperature(example: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in example.items() if name == "temperature"}
 
 
-def _routes(sockets: Sockets, service: Service, health: Health | None) -> list[Any]:
+def _routes(frames: RunFrames, runs: Runs, service: Service, health: Health | None) -> list[Any]:
     probes = health.routes() if health else []
     return [
-        *sockets.routes(),
+        run_route(runs),
+        *frames.routes(),
+        trace_route(TRACES, service.runs),
         file_route(),
         picture_route(),
         document_route(),
-        trace_route(TRACES, service.runs),
         *probes,
     ]
 
@@ -234,7 +223,7 @@ class _Parts:
 
 def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, Any], compared: bool) -> _Parts:
     def forget(request: gr.Request) -> None:
-        service.forget(request.session_hash or "")
+        service.conversations.forget(request.session_hash or "")
 
     controls = sidebar(initial, service.limits, service.unload)
     gr.HTML(_HEADER, elem_id="masthead", apply_default_css=False)
@@ -324,31 +313,16 @@ _MORE_ACTIONS = {
 
 def _connect_runs(parts: _Parts, handlers: _Handlers) -> None:
     settings = list(parts.settings.values())
-    # A single input: Gradio visits every input of an event for every frame.
-    pressed = gr.Textbox(visible=False)
-    failed = "() => { window.dispatchEvent(new Event('specdemo:failed')) }"
-    for name, more in (("run", ""), ("continue-chat", ', "next"'), ("repeat", f", {REPEATS}")):
-        run = (
-            parts.buttons[name]
-            .click(
-                None,
-                [parts.stored, *settings],
-                pressed,
-                js=f"(...values) => JSON.stringify([window.specdemoRun, ...values{more}])",
-                trigger_mode="multiple",
-                **_PRIVATE,
-            )
-            .then(
-                handlers.show,
-                pressed,
-                parts.cockpit,
-                preprocess=False,  # the schema validates raw values
-                trigger_mode="multiple",  # the cockpit passes clicks one by one
-                **_QUEUED,
-            )
+    names = list(parts.settings)
+    for name, turn in (("run", "new"), ("continue-chat", "next"), ("repeat", "repeat")):
+        parts.buttons[name].click(
+            None,
+            [parts.stored, *settings],
+            js=script("press_run", {"names": names, "turn": turn}),
+            trigger_mode="multiple",  # the cockpit passes clicks one by one
+            **_PRIVATE,
         )
-        run.failure(None, None, None, js=failed, **_PRIVATE)
-        run.success(handlers.conversation, None, parts.conversation, **_QUEUED)
+    parts.cockpit.submit(handlers.ended, None, parts.conversation, trigger_mode="multiple", **_QUEUED)
     parts.buttons["continue-chat"].click(None, None, parts.prompt, js="() => ''", **_PRIVATE)  # the run has read it
     _connect_estimate(parts, handlers)
     method = parts.controls["method"]
@@ -402,67 +376,22 @@ def _connect_settings(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> No
 
 
 class _Handlers:
-    def __init__(
-        self, service: Service, sockets: Sockets, device: str, defaults: Settings, examples: Examples = ()
-    ) -> None:
-        self.service, self._sockets = service, sockets
+    def __init__(self, service: Service, device: str, defaults: Settings, examples: Examples = ()) -> None:
+        self.service = service
         self._device, self._defaults = device, defaults
         self._examples = examples
-        self._playing: set[asyncio.Task[None]] = set()
 
-    async def show(self, request: gr.Request, pressed: Any) -> AsyncIterator[str]:
-        visitor, address = request.session_hash or "", address_of(request)
-        try:
-            run_id, stored, *values = json.loads(pressed)
-            more = values[len(self._defaults) :]
-            pairs = REPEATS if more == [REPEATS] else 1
-            turn: Turn = "next" if more == ["next"] else "same" if pairs > 1 else "new"
-            settings = dict(zip(self._defaults, values[: len(values) - bool(more)], strict=True))
-        except (TypeError, ValueError, RecursionError):  # values that the page does not send
-            message = "a run needs a JSON list of its id, the added settings and all settings of the page"
-            raise gr.Error(message, print_exception=False) from None
-        if turn == "same" and settings["prompt"] == "":  # cleared after it was sent
-            settings["prompt"] = self.service.last_message(visitor)
-        extra = self._comparable(stored, settings) if pairs == 1 else []
-        plan = plan_of(settings, settings["compare"] or pairs > 1, len(extra))
-        try:
-            run = self.service.runs.new(visitor, plan, address, run_id)
-        except UserError as error:
-            raise gr.Error(str(error), print_exception=False) from None
-        run.pairs, run.history = pairs, self.service.history(visitor, settings["prompt"], turn)
-        try:
-            if pairs > 1 and SPEC not in run.plan:
-                raise UserError(f"a comparison with method ar needs another method than ar: {', '.join(METHODS)}")
-            lanes = lanes_of(self._recipe(settings), extra, run.plan)
-            jobs = alternating(lanes, pairs)
-            warm_up = len(lanes) > 1
-            stream = self.service.start(jobs, settings["prompt"], visitor, address, run.history, warm_up)
-        except (UserError, WorkerBusy) as error:
-            run.finish(reason(error))
-            toast(run)
-            yield run.frame(0)
-            return
-        run.begin(stream.stop)
-        playing = asyncio.create_task(self._play(run, stream, visitor, settings["prompt"]))
-        self._playing.add(playing)
-        playing.add_done_callback(self._playing.discard)
-        async with aclosing(self._sockets.fallback_frames(run)) as frames:
-            async for frame in frames:
-                yield frame
-        await asyncio.wait([playing])
-        if run.phase[0] == "failed":
-            toast(run)
-        yield run.frame(len(run.records))
+    def ended(self, event: gr.EventData, request: gr.Request) -> Any:
+        """Show the conversation after a run, and why it failed."""
+        run = self.service.runs.get(event.run)
+        if run is not None and run.phase[0] == "failed":
+            gr.Warning(html.escape(run.phase[1]))
+        return self.conversation(request)
 
     def conversation(self, request: gr.Request) -> Any:
         visitor = request.session_hash or ""
-        messages = self.service.conversations.get(visitor, [])
-        footers = self.service.footers.get(visitor, [])
-        return gr.Chatbot(value=shown_messages(messages, footers), visible=bool(messages))
-
-    async def _play(self, run: Run, stream: LaneEvents, visitor: str, prompt: str) -> None:
-        await self._sockets.play(run, stream)
-        self.service.remember_turn(visitor, prompt, run)
+        messages = self.service.conversations.shown(visitor)
+        return gr.Chatbot(value=messages, visible=bool(messages))
 
     def prediction(self, _: str, values: tuple[Any, ...]) -> SpeedupPrediction:
         settings = dict(zip(self._defaults, values, strict=True))
@@ -507,10 +436,11 @@ class _Handlers:
         for address in filter(None, (remote, settings.get("external"))) if link else ():
             gr.Warning(html.escape(f"This link has prompts sent to {address}: run it only if you trust it."))
         changed = {name: value for name, value in settings.items() if value != self._defaults[name]}
-        return json.dumps(changed), describe_stored_lanes(self._lanes(stored))
+        visitor = request.session_hash or ""
+        return json.dumps({"visitor": visitor, "settings": changed}), describe_stored_lanes(self._lanes(stored))
 
     def forget(self, request: gr.Request) -> Any:
-        self.service.forget(request.session_hash or "")
+        self.service.conversations.forget(request.session_hash or "")
         gr.Info("The next prompt begins a new conversation.")
         return self.conversation(request)
 
@@ -519,17 +449,6 @@ class _Handlers:
 
     def _recipe(self, settings: Settings) -> Recipe:
         return recipe_of(recipe_settings(settings), self._device)
-
-    def _comparable(self, stored: Any, settings: Settings) -> list[Recipe]:
-        try:
-            recipe = self._recipe(settings)
-        except UserError:  # reported when the run starts
-            return []
-        lanes = self._lanes(stored)
-        comparable = comparable_lanes(lanes, recipe)
-        if others := [lane for lane in lanes if lane not in comparable]:
-            gr.Warning(html.escape(f"Not compared, since target or chat template differ: {name_lanes(others)}"))
-        return [*([recipe] if recipe.external else []), *comparable][: len(EXTRA)]
 
     def _lanes(self, stored: Any) -> list[Recipe]:
         return stored_recipes(stored, self._defaults, self._device, len(EXTRA))

@@ -23,7 +23,7 @@ _SAVED_PAGE = "saved_page.html"
 _IMPORT = re.compile(r'((?:import|from) )"\./(\w+)\.js"')
 _LONG = "public, max-age=31536000, immutable"  # another version has another address
 _MOUNT = """const root = `${window.gradio_config?.root ?? location.origin}/`;
-import(new URL("PATH", root).href).then(({ mount }) => mount({ element, props, server, watch })).catch((error) => {
+import(new URL("PATH", root).href).then(({ mount }) => mount({ element, props, server, trigger })).catch((error) => {
   document.body.dataset.shown = "yes";
   element.prepend("The scripts of the page failed: reload the page.");
   throw error;
@@ -44,13 +44,13 @@ def markup() -> str:
 
 
 def mount_module(name: str) -> str:
-    """Return the `js_on_load` of a component that is mounted by the module `name`."""
+    """Return the `js_on_load` that calls `mount` of a module."""
     path = FILE_PATH.format(version=_version(), name=f"{name}.js")
     return _MOUNT.replace("PATH", path.removeprefix("/"))  # the page may have a prefix
 
 
 def file_route() -> Route:
-    """Return the route of modules and saved page, whose addresses contain a digest, so browsers keep them."""
+    """Return the route of modules and saved page, whose addresses contain a digest."""
 
     def file(request: Request) -> Response:
         text = _files().get(request.path_params["name"])
@@ -73,7 +73,7 @@ def _version() -> str:
 
 
 def _with_imports(entry: str) -> dict[str, str]:
-    """Return the texts of a module and of all modules that it imports, by name."""
+    """Return the texts of a module and its imports by name."""
     texts: dict[str, str] = {}
     names = [entry]
     while names:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,13 +42,14 @@ class RunStore:
         self._lock = threading.Lock()
 
     def new(self, session: str, plan: tuple[str, ...], address: str = "", run_id: Any = None) -> Run:
-        """Create a run and stop the previous run of the session. Raises `UserError` if `run_id` is not usable."""
+        """Create a run and stop the previous run of a known session. Raises `UserError` for a bad `run_id`."""
         run = Run(plan) if run_id is None else Run(plan, run_id)
         if not _is_id(run.id) or self.get(run.id):
             raise UserError("the id of a run must be new, with 16 to 64 letters, digits, _ or -: reload the page")
-        self.leave(session)
-        with self._lock:
-            self._latest[session] = run.id
+        if session:
+            self.leave(session)
+            with self._lock:
+                self._latest[session] = run.id
         self.keep(run, address)
         if run.id in self._stopped:
             run.stop()
@@ -105,16 +105,7 @@ class RunStore:
 
     @property
     def queries(self) -> list[Callable[[Any], str | None]]:
-        return [self.trace, self.trace_since, self.import_trace, self.recorded, self.stop_run]
-
-    def trace_since(self, query: Any) -> str | None:
-        """Return the frame after `[run id, number of records received]`."""
-        run_id, count = query if isinstance(query, list) and len(query) == 2 else (None, 0)
-        run = self.get(run_id)
-        if run is None or not isinstance(count, int) or count < 0:
-            return None
-        run.seen = time.monotonic()
-        return run.frame(count)
+        return [self.trace, self.recorded]
 
     def trace(self, query: Any) -> str | None:
         """Return the trace of `[run id, lane or "all"]`."""

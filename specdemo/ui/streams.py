@@ -1,8 +1,4 @@
-"""Streams from the worker to the browser: polling, frames of a run, and their WebSocket.
-
-Gradio's events block the decoding thread (GIL) for about 4 ms per frame, a socket for 0.4 ms. The event starts the run
-and replaces a socket that cannot be opened.
-"""
+"""Frames of runs, over a WebSocket or on request."""
 
 from __future__ import annotations
 
@@ -16,41 +12,30 @@ from traceback import format_tb
 from typing import TypeVar
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from specdemo.core.errors import FULL_DISK, UserError, write_error
 from specdemo.core.events import Event
+from specdemo.stream_reader import read_batches
 from specdemo.ui.frames import Run
 from specdemo.ui.method_names import with_method_names
 from specdemo.ui.run_store import RunStore
 from specdemo.worker import Stream, WorkerBusy
 
-_POLL_S = 1 / 12
-GRACE_S = 20.0  # a run without a listener is stopped after this time
+_FRAME_S = 1 / 12  # shortest time between two frames
+GRACE_S = 20.0  # a run that nobody follows is stopped after this time
 LONGEST_REASON = 600  # characters; error messages can quote arbitrary input
 FRAMES = "/frames/{run}"
-_Listeners = dict[str, set[asyncio.Event]]  # keys are ids of runs
 LaneEvents = Stream[tuple[str, Event]]
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-async def drain(stream: Stream[T]) -> AsyncGenerator[list[T]]:
-    """Yield new items until the job has finished. Closing the iterator cancels the job."""
-    count = 0
-    try:
-        while True:
-            done = stream.done  # read before draining, otherwise the last items are lost
-            items = stream.items[count:]
-            count += len(items)
-            yield items
-            if done:
-                return
-            await asyncio.sleep(_POLL_S)
-    finally:
-        stream.stop()
+def drain(stream: Stream[T]) -> AsyncGenerator[list[T]]:
+    """Yield new items at the pace of the page."""
+    return read_batches(stream, _FRAME_S)
 
 
 def reason(error: BaseException) -> str:
@@ -82,87 +67,82 @@ def trace_route(path: str, runs: RunStore) -> Route:
     return Route(path, opened, methods=["POST"])
 
 
-@contextmanager
-def _listening(listeners: _Listeners, run: Run) -> Iterator[asyncio.Event]:
-    changed = asyncio.Event()
-    listeners.setdefault(run.id, set()).add(changed)
-    try:
-        yield changed
-    finally:
-        listeners[run.id].discard(changed)
-        if not listeners[run.id]:
-            del listeners[run.id]
-
-
-class Sockets:
-    """WebSockets of runs: advance a run and send its frames. Access requires only the unguessable id of the run."""
+class RunFrames:
+    """Advance runs and send their frames; access requires the unguessable id."""
 
     def __init__(self, runs: RunStore) -> None:
         self._runs = runs
-        self._listeners: _Listeners = {}
-        self._fallbacks: _Listeners = {}
+        self._followers: dict[str, set[asyncio.Event]] = {}  # keys are ids of runs
 
     async def play(self, run: Run, stream: LaneEvents) -> None:
-        """Advance `run` to its end and notify its listeners."""
+        """Advance `run` to its end and notify its followers."""
+        self._stop_if_abandoned(run)
         try:
             async with aclosing(drain(stream)) as batches:
                 async for batch in batches:
-                    phase = run.phase
-                    for lane, event in batch:
-                        run.absorb(lane, event)
-                    if not stream.started and (ahead := stream.worker.ahead(stream)):
-                        run.phase = ("queued", _queue_position(ahead, stream.worker.expected_wait_s(stream)))
-                    if batch or run.phase != phase:
-                        self.notify(run)
-                    if self._abandoned(run):
-                        break
+                    self._advance(run, stream, batch)
             await asyncio.to_thread(run.finish, reason(stream.error) if stream.error else None)
         except Exception as error:
             run.finish(reason(error))
         self.notify(run)
 
-    def _abandoned(self, run: Run) -> bool:
-        if run.id in self._listeners or run.id in self._fallbacks:
-            run.seen = time.monotonic()
-        return time.monotonic() - run.seen > GRACE_S
+    def _advance(self, run: Run, stream: LaneEvents, batch: list[tuple[str, Event]]) -> None:
+        phase = run.phase
+        for lane, event in batch:
+            run.absorb(lane, event)
+        if not stream.started and (ahead := stream.worker.ahead(stream)):
+            run.phase = ("queued", _queue_position(ahead, stream.worker.expected_wait_s(stream)))
+        if batch or run.phase != phase:
+            self.notify(run)
 
-    async def fallback_frames(self, run: Run) -> AsyncGenerator[str]:
-        """Yield frames while no socket receives them."""
-        start, shown = 0, ""
-        with _listening(self._fallbacks, run) as changed:
-            while not run.over:
-                if run.id not in self._listeners and (frame := run.frame(start)) != shown:
-                    start, shown = len(run.records), frame
-                    yield frame
-                await changed.wait()
-                changed.clear()
+    def _stop_if_abandoned(self, run: Run) -> None:
+        if run.over:
+            return
+        if run.id in self._followers:
+            run.seen = time.monotonic()
+        remaining = run.seen + GRACE_S - time.monotonic()
+        if remaining <= 0:
+            run.stop()
+        else:
+            asyncio.get_running_loop().call_later(remaining, self._stop_if_abandoned, run)
 
     def notify(self, run: Run) -> bool:
-        """Notify the listeners of `run`; return False without a socket. Call in the server's thread."""
-        listeners = self._listeners.get(run.id, set())
-        for changed in listeners | self._fallbacks.get(run.id, set()):
+        """Notify the followers of `run`; return False without one. Call in the server's thread."""
+        followers = self._followers.get(run.id, set())
+        for changed in followers:
             changed.set()
-        return bool(listeners)
+        return bool(followers)
 
     def routes(self) -> list[BaseRoute]:
-        """Return the routes `/frames/{run}`: a socket sends a run's frames from record `from` (default 0) to the last.
+        """Return the routes `/frames/{run}`: frames from record `from` on over a WebSocket, or one with GET.
 
-        POST stops the run, since its page is left. A closed socket does not: after interruptions the page resumes.
+        POST stops the run; a closed WebSocket does not, since the page may resume.
         """
-        return [WebSocketRoute(FRAMES, self._serve), Route(FRAMES, self._leave, methods=["POST"])]
+        return [
+            WebSocketRoute(FRAMES, self._follow),
+            Route(FRAMES, self._frame, methods=["GET"]),
+            Route(FRAMES, self._stop, methods=["POST"]),
+        ]
 
-    async def _leave(self, request: Request) -> Response:
+    async def _stop(self, request: Request) -> Response:
         self._runs.stop_run(request.path_params["run"])
         return Response(status_code=204)
 
-    async def _serve(self, socket: WebSocket) -> None:
+    async def _frame(self, request: Request) -> Response:
+        run = self._runs.get(request.path_params["run"])
+        if run is None:
+            return JSONResponse({"detail": "the server no longer stores this run"}, 404)
+        run.seen = time.monotonic()
+        headers = {"Cache-Control": "no-store"}
+        return Response(run.frame(_start(request)), media_type="application/json", headers=headers)
+
+    async def _follow(self, socket: WebSocket) -> None:
         run = self._runs.get(socket.path_params["run"])
         if run is None:
             return await socket.close()
         await socket.accept()
-        start = socket.query_params.get("from", "")
-        count = int(start) if start.isdecimal() and len(start) < 10 else 0
-        with _listening(self._listeners, run) as changed:
+        count = _start(socket)
+        with self._following(run) as changed:
             closed = asyncio.ensure_future(self._until_closed(socket, changed))
             try:
                 with suppress(WebSocketDisconnect):
@@ -176,6 +156,18 @@ class Sockets:
             finally:
                 closed.cancel()
 
+    @contextmanager
+    def _following(self, run: Run) -> Iterator[asyncio.Event]:
+        changed = asyncio.Event()
+        self._followers.setdefault(run.id, set()).add(changed)
+        try:
+            yield changed
+        finally:
+            run.seen = time.monotonic()
+            self._followers[run.id].discard(changed)
+            if not self._followers[run.id]:
+                del self._followers[run.id]
+
     async def _until_closed(self, socket: WebSocket, changed: asyncio.Event) -> None:
         while (await socket.receive())["type"] != "websocket.disconnect":
             pass
@@ -185,3 +177,9 @@ class Sockets:
         frame, end = run.frame(start), len(run.records)
         await socket.send_text(frame)
         return end
+
+
+def _start(connection: Request | WebSocket) -> int:
+    """Return the first record to send."""
+    text = connection.query_params.get("from", "")
+    return int(text) if text.isdecimal() and len(text) < 10 else 0

@@ -164,6 +164,13 @@ class Page(Program):
                 addresses += [f"{folder}/{name}" for name in re.findall(r'"\./(\w+\.js)"', texts[address])]
         return list(texts.values())
 
+    def open_trace(self, text: str) -> dict[str, Any]:
+        """Frame of an opened trace."""
+        status, frame = self.request("POST", "/traces", text.encode(), content_type="application/x-ndjson")
+        assert status == 200, frame
+        opened: dict[str, Any] = json.loads(frame)
+        return opened
+
     def call(self, function: str, data: Any) -> str | None:
         """Result of a server function of the cockpit, as the browser gets it."""
         config = self.json("/config")

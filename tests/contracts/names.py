@@ -332,7 +332,7 @@ def page_names(_: Any, __: Any, page: Page) -> dict[str, Any]:
 def frames(_: Any, __: Any, page: Page) -> dict[str, Any]:
     """Keys of the frames that the page sends to the browser, and of the answers of its server functions."""
     text = dom.lanes()
-    frame = json.loads(page.call("import_trace", text))
+    frame = page.open_trace(text)
     run, records = frame["run"], frame["r"]
     first = {lane: next(one["head"] for one in records if one["l"] == lane and "head" in one) for lane in frame["plan"]}
     steps = [record for record in records if "step" in record]
@@ -348,8 +348,8 @@ def frames(_: Any, __: Any, page: Page) -> dict[str, Any]:
         "by": sorted({record["by"] for record in steps if "by" in record}),
         "node": sorted({key for node in nodes for key in node}),
         "node, states": sorted({node["state"] for node in nodes}),
-        "refused": sorted(json.loads(page.call("import_trace", "nonsense"))),
-        "missed": sorted(json.loads(page.call("trace_since", [run, 1]))),
+        "refused": sorted(page.open_trace("nonsense")),
+        "missed": sorted(page.json(f"/frames/{run}?from=1")),
         "figures": sorted(figures),
         "figures, what_if": sorted(figures["what_if"]),
         "all lanes exported": len(page.call("trace", [run, "all"]).splitlines()) == len(text.splitlines()),

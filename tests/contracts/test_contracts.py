@@ -64,7 +64,7 @@ def test_a_trace_is_as_recorded(name: str, programs: Any) -> None:
 def test_a_recorded_trace_can_be_imported(name: str, programs: Any) -> None:
     _, _, page = programs
     text = golden(name) if name in traces.RUNS else (OLD_TRACES / f"{name}.jsonl").read_text("utf-8")
-    frame = json.loads(page.call("import_trace", text))
+    frame = page.open_trace(text)
     assert "refused" not in frame, frame
     assert frame["over"] and sum("step" in record for record in frame["r"]) == sum("i" in line for line in lines(text))
 

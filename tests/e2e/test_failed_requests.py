@@ -13,6 +13,7 @@ from e2e.page_fixtures import CODE, Scripts, counted, drawn, run, saved, spans, 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 QUERIES = "**/component_server/"
+FRAMES = "**/frames/*"
 FAILED = "failed: the request failed: try again"
 FAILURES: dict[str, Callable[[Route], None]] = {
     "network": lambda route: route.abort(),
@@ -23,19 +24,19 @@ FAILURES: dict[str, Callable[[Route], None]] = {
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_run_survives_failed_requests_for_frames(page: Page, scripts: Scripts, failure: str) -> None:
     scripts.held_after = 4
-    with page.expect_request(QUERIES):  # after a while without frames
-        page.route(QUERIES, FAILURES[failure], times=2)
+    with page.expect_request(FRAMES):  # after a while without frames
+        page.route(FRAMES, FAILURES[failure], times=2)
         run(page, CODE, tokens=48)
     status(page, "reconnecting")
     scripts.gate.set()
     status(page, "done: 48 tokens")
-    page.unroute(QUERIES)
+    page.unroute(FRAMES)
     assert drawn(page) == counted(saved(page))
 
 
 def test_a_run_that_the_server_dropped_fails(page: Page, scripts: Scripts) -> None:
     scripts.held_after = 4
-    page.route(QUERIES, lambda route: route.fulfill(body="null", content_type="application/json"), times=1)
+    page.route(FRAMES, lambda route: route.fulfill(status=404, json={"detail": "unknown"}), times=1)
     run(page, CODE, tokens=48)
     status(page, "failed: the server no longer stores this run")
     scripts.gate.set()
@@ -46,8 +47,8 @@ def test_stop_can_be_repeated_after_a_failed_request(page: Page, pace: str) -> N
     page.locator("#pace").select_option(pace)
     run(page, "endless")
     spans(page, 10)
-    with page.expect_request(QUERIES):
-        page.route(QUERIES, FAILURES["network"], times=1)
+    with page.expect_request(FRAMES):
+        page.route(FRAMES, FAILURES["network"], times=1)
         page.locator("#stop").click()
     expect(page.locator("[data-stopping]")).to_have_attribute("data-stopping", "no")
     spans(page, page.locator("#lane-spec .tok").count() + 1)
@@ -74,12 +75,12 @@ def test_a_rejected_run_ends_without_a_headline_and_one_that_began_is_shown(tab:
     page = tab()
     button, headline = page.locator("#run"), page.locator("#headline")
     for _ in range(2):
-        page.route("**/queue/join*", lambda route: route.fulfill(status=429, json={"detail": "too many requests"}))
+        page.route("**/runs", lambda route: route.fulfill(status=429, json={"detail": "too many requests"}))
         run(page, CODE)
         status(page, "failed: ")
         expect(button).to_have_attribute("aria-disabled", "false")
         expect(headline).to_be_empty()
-        page.unroute("**/queue/join*")
+        page.unroute("**/runs")
         run(page, CODE, tokens=8)
         status(page, "done")
         expect(headline).not_to_be_empty()
@@ -88,7 +89,7 @@ def test_a_rejected_run_ends_without_a_headline_and_one_that_began_is_shown(tab:
         route.fetch()
         route.fulfill(status=502, json={"detail": "bad gateway"})
 
-    page.route("**/queue/join*", begun)
+    page.route("**/runs", begun)
     run(page, CODE, tokens=9)
     status(page, "done: 9 tokens")
     assert drawn(page) == counted(saved(page))

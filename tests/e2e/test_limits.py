@@ -10,7 +10,6 @@ import secrets
 from collections.abc import Iterator
 from concurrent.futures import wait
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import gradio_client
@@ -70,44 +69,15 @@ def test_limits_apply_to_preflight(visitor: gradio_client.Client) -> None:
         visitor.predict(pair="../../etc/passwd", api_name="/preflight")
 
 
-@cache
-def layout(url: str) -> dict[str, Any]:
-    """Return the configuration of a page, which has half a megabyte."""
-    return httpx.get(f"{url}config", timeout=60).json()
+def press_run(url: str, visitor: str, **settings: Any) -> httpx.Response:
+    """Start a run like the page, with other settings."""
+    request = {"id": secrets.token_urlsafe(12), "visitor": visitor, "settings": settings}
+    return httpx.post(f"{url}runs", json=request, timeout=PATIENCE)
 
 
-def press_run(url: str, session: str, taken: Any = None, **values: Any) -> None:
-    """Press the page's Run button as a script with custom values, or with `taken` as the data."""
-    config = layout(url)
-    known = {part["id"]: part["props"] for part in config["components"]}
-    run = next(part for part, props in known.items() if props.get("elem_id") == "run")
-    button = next(event for event in config["dependencies"] if [run, "click"] in event["targets"])
-    inputs = [known[part] for part in button["inputs"]]
-    assert values.keys() <= {props.get("elem_id") for props in inputs}
-    data = [values.get(props.get("elem_id") or "", props.get("value")) for props in inputs]
-    handler = next(event for event in config["dependencies"] if event["inputs"] == button["outputs"])
-    request = {
-        "data": [taken or json.dumps([secrets.token_urlsafe(12), *data])],
-        "fn_index": handler["id"],
-        "session_hash": session,
-    }
-    response = httpx.post(f"{url}gradio_api/queue/join", json=request, timeout=60)
-    assert response.status_code == 200, response.text
-
-
-def last_frame(url: str, taken: Any = None, **values: Any) -> dict[str, Any]:
-    """Press Run; return the last frame of the run, empty if there is none."""
-    query, frame = {"session_hash": "session-of-a-script"}, {}
-    press_run(url, query["session_hash"], taken, **values)
-    with httpx.stream("GET", f"{url}gradio_api/queue/data", params=query, timeout=PATIENCE) as response:
-        for line in response.iter_lines():
-            message = json.loads(line.removeprefix("data: ")) if line.startswith("data: ") else {}
-            shown = (message.get("output") or {}).get("data") or [""]
-            if isinstance(shown[0], str) and shown[0].startswith("{"):
-                frame = json.loads(shown[0])
-            if message.get("msg") in ("process_completed", "close_stream"):
-                break
-    return frame
+def last_frame(url: str, **settings: Any) -> dict[str, Any]:
+    """Start a run and return its last frame."""
+    return json.loads([*PageClient(url, "session-of-a-script").frames(settings)][-1])
 
 
 def test_limits_apply_to_the_run_button(served: Any) -> None:
@@ -116,9 +86,11 @@ def test_limits_apply_to_the_run_button(served: Any) -> None:
         f"unknown pair '../../etc': known are {', '.join(PAIRS)}",
     ]
     assert last_frame(served.url, prompt="x" * 10**6)["phase"][1].startswith("the prompt has 1,000,000 characters")
-    for junk in ("{", "null", "[1]", '{"prompt": "x"}', 7):
-        assert last_frame(served.url, junk) == {}
-    done = last_frame(served.url, prompt=CODE, **{"max-tokens": 8})
+    for junk in (None, 7, [1], {"no setting": 1}, {"prompt": CODE, "pair": {}}):
+        request = {"id": secrets.token_urlsafe(12), "settings": junk}
+        response = httpx.post(f"{served.url}runs", json=request, timeout=PATIENCE)
+        assert response.status_code == 422 or response.json()["phase"][0] == "failed"
+    done = last_frame(served.url, prompt=CODE, max_tokens=8)
     assert done["over"] and done["phase"] == ["done", "8 tokens, token limit reached"]
 
 
@@ -144,8 +116,8 @@ def test_forty_five_runs_do_not_delay_the_events_of_a_visitor() -> None:
     engine = Patient()
     with limited_page(HostLimits(queue=64), engine) as page:
         for i in range(45):
-            press_run(page.url, f"session{i}", prompt="endless")
-        shown = PageClient(page.url, "another-visitor").frames({"prompt": CODE, "max-tokens": 1})
+            assert press_run(page.url, f"session{i}", prompt="endless").status_code == 200
+        shown = PageClient(page.url, "another-visitor").frames({"prompt": CODE, "max_tokens": 1})
         phases = (json.loads(frame)["phase"] for frame in shown)
         first = run_in_thread(lambda: next(phase for phase in phases if phase[1]))
         assert first.result(PATIENCE)[0] in ("queued", "loading")  # while the others run

@@ -210,38 +210,48 @@ def test_run_is_shown_without_the_events_of_gradio(page: Page) -> None:
     page.unroute("**/queue/data*")
 
 
-@pytest.mark.parametrize("script", ["", "window.WebSocket = class { close() {} };"], ids=["socket", "fallback"])
+@pytest.mark.parametrize(
+    "script",
+    ["", "window.WebSocket = class { constructor() { setTimeout(() => this.onclose(), 9); } close() {} };"],
+    ids=["socket", "requests"],
+)
 def test_a_run_resumes_after_an_interruption_and_is_cancelled_by_a_reload(
     tab: Any, scripts: Scripts, served: Any, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
-    """Gradio reloads the page when the server is reachable again; the run continues meanwhile."""
+    """The run continues meanwhile; a reload by a program resumes it, one by the visitor stops it."""
     page, frames = tab(script), []
     page.on("websocket", lambda socket: socket.on("framereceived", lambda frame: frames.append(frame)))
     run(page, "endless")
     for _ in range(4):  # each wait needs another frame
         spans(page, page.locator("#lane-spec .tok").count() + 1)
     assert (len(frames) > 3) == (not script)
-    page.route("**/component_server/", lambda route: route.abort(), times=2)
-    with page.expect_event("load"):
-        for protocol in list(served.blocks.server.server_state.connections):
-            protocol.loop.call_soon_threadsafe(protocol.transport.abort)
+    if script:
+        expect(page.locator("#status")).to_contain_text("no WebSocket could be opened")
+    page.route("**/frames/*", lambda route: route.abort(), times=2)
+    for protocol in list(served.blocks.server.server_state.connections):
+        protocol.loop.call_soon_threadsafe(protocol.transport.abort)
+    status(page, "reconnecting")
     status(page, "decoding")
-    steps = scripts.steps
-    spans(page, 3 * steps)
+    spans(page, 3 * scripts.steps)
+    with page.expect_event("load"):
+        page.evaluate("location.reload()")  # as Gradio does after an interruption of its events
+    status(page, "decoding")
+    spans(page, 3 * scripts.steps)
     page.locator("#stop").click()
     status(page, "stopped")
     assert scripts.closed.wait(PATIENCE) and drawn(page) == counted(saved(page))
     monkeypatch.setattr(streams, "GRACE_S", float("inf"))  # the server alone does not end a run
-    scripts.reset()
-    if script:  # before the first frame
-        page.route("**/queue/data*", lambda route: None)
-    run(page, "endless")
-    if not script:
-        spans(page, 10)
-    assert scripts.inside.wait(PATIENCE)
-    page.reload()
-    assert scripts.closed.wait(PATIENCE) and scripts.closed_in == "device"
-    expect(page.locator("#status")).to_have_text("ready")
+    for shown in (True, False):  # before the first frame, too
+        scripts.reset()
+        if not shown:
+            page.route("**/runs", lambda route: route.fetch())  # the response is lost
+        run(page, "endless")
+        if shown:
+            spans(page, 10)
+        assert scripts.inside.wait(PATIENCE)
+        page.reload()
+        assert scripts.closed.wait(PATIENCE) and scripts.closed_in == "device"
+        expect(page.locator("#status")).to_have_text("ready")
 
 
 def test_markup_is_escaped(page: Page) -> None:

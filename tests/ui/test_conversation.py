@@ -6,12 +6,10 @@ from typing import Any
 
 from fakes.trace_records import PREFILL, absorb, end, header, step
 
-from specdemo.models.model_pool import ModelPool
 from specdemo.pipeline import CONVERSATION
-from specdemo.ui.conversation import answer_footer, shown_messages
+from specdemo.ui.conversation import Conversations, answer_footer, shown_messages
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
-from specdemo.ui.service import Service
 
 
 def answered(history: Any = ()) -> Run:
@@ -43,18 +41,16 @@ def test_footer_names_speed_and_acceptance() -> None:
 
 
 def test_turns_and_footers_of_a_conversation_end_together() -> None:
-    service = Service(ModelPool(), lambda *_: iter(()))
-    try:
-        service.remember_turn("ann", "Hello", answered())
-        service.remember_turn("ann", "Go on", answered(history=service.history("ann", "Go on", "next")))
-        assert service.last_message("ann") == "Go on" and len(service.footers["ann"]) == 2
-        service.remember_turn("ann", "New", answered())  # a new conversation
-        assert service.last_message("ann") == "New" and len(service.footers["ann"]) == 1
-        service.forget("ann")
-        assert service.last_message("ann") == "" and "ann" not in service.footers
-        kept = {"ngrams": object(), CONVERSATION: object()}
-        service._stores["ann"] = {SPEC: kept}
-        service.forget("ann")
-        assert service._stores["ann"] == {SPEC: {"ngrams": kept["ngrams"]}} and CONVERSATION in kept  # a run uses it
-    finally:
-        service.worker.close()
+    conversations = Conversations()
+    conversations.remember("ann", "Hello", answered())
+    conversations.remember("ann", "Go on", answered(history=conversations.history("ann", "Go on", "next")))
+    assert conversations.last_message("ann") == "Go on" and len(conversations.shown("ann")) == 4
+    conversations.remember("ann", "New", answered())  # a new conversation
+    assert conversations.last_message("ann") == "New" and len(conversations.shown("ann")) == 2
+    conversations.forget("ann")
+    assert conversations.last_message("ann") == "" and conversations.shown("ann") == []
+    kept = {"ngrams": object(), CONVERSATION: object()}
+    conversations.stores_of("ann")[SPEC] = kept
+    conversations.forget("ann")
+    assert conversations.stores_of("ann") == {SPEC: {"ngrams": kept["ngrams"]}}
+    assert CONVERSATION in kept  # a run uses it

@@ -35,7 +35,7 @@ def test_the_source_sets_drafter_and_method() -> None:
 
 
 def test_the_quantised_model_is_kept_as_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    handlers = _Handlers(None, None, "cpu", USUAL)
+    handlers = _Handlers(None, "cpu", USUAL)
     for values, form in (({}, "int8"), ({"drafter": "same", "drafter_quantization": "nf4"}, "nf4")):
         kept, words = handlers.keep_copy(None, *{**USUAL, **values}.values())
         assert [(lane["method"], lane["quantization"], lane["drafter"]) for lane in kept] == [("ar", form, "")]

@@ -15,9 +15,9 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from specdemo.completions.routes import COMPLETION_ROUTES
+from specdemo.remote import bodies
 from specdemo.remote.access import RouteInfo, is_known_host
 from specdemo.remote.server import SERVICE_ROUTES
-from specdemo.ui import gateway
 from specdemo.ui.event_requests import KnownEvents
 from specdemo.ui.gateway import PAGE_ROUTES, Gateway, space_hosts
 from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
@@ -210,7 +210,8 @@ def test_opened_traces_count_as_runs_and_requests_are_limited(served: Any) -> No
     visitor, other = (TestClient(served, base_url=HERE, client=(address, 1)) for address in ("192.0.2.7", "192.0.2.8"))
     name = "hybrid, short answer"
     text = (RECORDED / f"{name}.jsonl").read_text("utf-8")
-    frames = [json.loads(call(visitor, "import_trace", text).json()) for _ in range(5)]
+    lines = {"Content-Type": "application/x-ndjson"}
+    frames = [visitor.post("/traces", content=text, headers=lines).json() for _ in range(5)]
     assert [("refused" in frame) for frame in frames] == [False] * 4 + [True]
     assert "allows 4 runs per minute" in frames[-1]["refused"]
     assert "refused" not in json.loads(call(visitor, "recorded", name).json())
@@ -225,7 +226,7 @@ def test_unknown_recordings_get_a_sentence(browser: TestClient, name: Any) -> No
 
 
 def test_requests_whose_body_does_not_arrive_are_answered_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway, "_BODY_S", 0.01)
+    monkeypatch.setattr(bodies, "TIMEOUT_S", 0.01)
     sent: list[Any] = []
 
     async def silent() -> Any:

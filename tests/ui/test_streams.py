@@ -1,4 +1,4 @@
-"""Frames of a run over a websocket: every client receives all frames, and slow clients do not delay others."""
+"""Frames of a run over a WebSocket and on request: every client receives all frames."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from specdemo.ui import streams
 from specdemo.ui.lane import SPEC
 from specdemo.ui.limits import HostLimits, Visitors
 from specdemo.ui.run_store import RunStore
-from specdemo.ui.streams import Sockets
+from specdemo.ui.streams import RunFrames
 from specdemo.worker import Worker
 
 pytestmark = pytest.mark.slow
@@ -36,8 +36,8 @@ LINES = [header(), step(0, pieces=["a"]), step(1, pieces=["b", "c"], draft=("b",
 class House:
     """Server with one run, to which lines are added in the server's thread."""
 
-    def __init__(self, client: TestClient, runs: RunStore, sockets: Sockets) -> None:
-        self.client, self.sockets = client, sockets
+    def __init__(self, client: TestClient, runs: RunStore, frames: RunFrames) -> None:
+        self.client, self.frames = client, frames
         self.run = runs.new("visitor", (SPEC,))
 
     def add(self, line: dict) -> bool:
@@ -49,7 +49,7 @@ class House:
     def _call(self, change) -> bool:
         def job() -> bool:
             change()
-            return self.sockets.notify(self.run)
+            return self.frames.notify(self.run)
 
         async def in_turn() -> bool:
             return job()
@@ -63,9 +63,9 @@ class House:
 @pytest.fixture
 def house() -> Iterator[House]:
     runs = RunStore()
-    sockets = Sockets(runs)
-    with TestClient(Starlette(routes=sockets.routes())) as client:
-        yield House(client, runs, sockets)
+    frames = RunFrames(runs)
+    with TestClient(Starlette(routes=frames.routes())) as client:
+        yield House(client, runs, frames)
 
 
 def records(frames: list[dict]) -> list[dict]:
@@ -102,9 +102,11 @@ def test_a_reconnected_listener_receives_the_missing_records_only(house: House) 
     for line in LINES[2:]:
         house.add(line)
     house.finish()
-    with house.listen(f"{house.run.id}?from={len(before['r'])}") as socket:
+    address = f"{house.run.id}?from={len(before['r'])}"
+    with house.listen(address) as socket:
         after = socket.receive_json()
     assert records([before, after]) == json.loads(house.run.frame(0))["r"] and after["at"] == 2
+    assert house.client.get(f"/frames/{address}").json() == after  # without a WebSocket
 
 
 def test_run_ends_when_its_page_is_left_but_not_when_interrupted(house: House) -> None:
@@ -119,9 +121,7 @@ def test_run_ends_when_its_page_is_left_but_not_when_interrupted(house: House) -
     assert house.client.post(f"/frames/{house.run.id}").status_code == 204 and stop.called
 
 
-def test_run_continues_without_its_gradio_event_and_ends_after_the_grace_period(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_nobody_follows_ends_after_the_grace_period(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "GRACE_S", 0.1)
     worker = Worker()
 
@@ -132,8 +132,9 @@ def test_run_continues_without_its_gradio_event_and_ends_after_the_grace_period(
             yield SPEC, from_json(LINES[1], metrics)
 
     stream = worker.submit(job)
+    house.run.begin(stream.stop)
     try:
-        house.client.portal.call(house.sockets.play, house.run, stream)
+        house.client.portal.call(house.frames.play, house.run, stream)
     finally:
         worker.close()
     assert stream.done and house.run.over and house.run.phase[0] == "stopped" and len(house.run.records) > 2
@@ -143,6 +144,7 @@ def test_run_continues_without_its_gradio_event_and_ends_after_the_grace_period(
 def test_unknown_runs_are_rejected(house: House, run_id: str) -> None:
     with pytest.raises(WebSocketDisconnect), house.listen(run_id):
         pass
+    assert house.client.get(f"/frames/{run_id}").status_code == 404
 
 
 def test_a_run_stopped_before_its_job_is_queued_does_not_start() -> None:
@@ -172,7 +174,7 @@ def test_finished_runs_retain_no_events() -> None:
     stream = worker.submit(lambda: ((SPEC, event) for event in events_of(LINES)))
     run.begin(stream.stop)
     visitors.entered("192.0.2.1", stream)
-    asyncio.run(Sockets(runs).play(run, stream))
+    asyncio.run(RunFrames(runs).play(run, stream))
     worker.close()
     retained = weakref.ref(stream)
     del stream
@@ -190,7 +192,7 @@ def test_a_disk_that_cannot_be_written_is_named_on_the_page(code: int) -> None:
         raise OSError(code, os.strerror(code))
         yield
 
-    asyncio.run(Sockets(runs).play(run, worker.submit(job)))
+    asyncio.run(RunFrames(runs).play(run, worker.submit(job)))
     remedy = "free some space" if code == errno.ENOSPC else "choose a writable directory"
     assert run.phase == ("failed", f"cannot write to the disk of this host: {os.strerror(code)}: {remedy}")
     worker.close()

@@ -14,10 +14,11 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.pipeline import CONVERSATION
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
-from specdemo.ui import service as service_module
+from specdemo.ui import conversation, measurements
+from specdemo.ui.conversation import REMEMBERED
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.run_store import RunStore
-from specdemo.ui.service import REMEMBERED, Service
+from specdemo.ui.service import Service
 from specdemo.worker import WorkerBusy
 
 PATIENCE = 60.0
@@ -34,7 +35,7 @@ def test_stores_of_visitors_are_bounded() -> None:
     for i in range(REMEMBERED + 5):
         streams.append(service.start(asked, f"text {i}", visitor=f"visitor {i}"))
         assert streams[-1].wait(PATIENCE)
-    assert len(service._stores) == REMEMBERED
+    assert len(service.conversations._stores) == REMEMBERED
     service.worker.close()
 
 
@@ -51,13 +52,14 @@ def test_bytes_of_all_stores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     size: list[int] = []
     for visitor, prompt in zip("abcda", ("text", "", "text", "text", "text"), strict=True):
         assert service.start(asked, prompt, visitor=visitor).wait(PATIENCE)
-        size = size or [service._stores["a"]["spec"]["suffix"].size_bytes]
-        monkeypatch.setattr(service_module, "MAX_STORED_BYTES", 2.5 * size[0])
-    assert [*service._stores] == ["b", "d", "a"]  # the oldest with a store was dropped, not the visitor of the run
-    assert service._stores["a"]["spec"]["suffix"].text[:1000] == [*range(1000)]
-    monkeypatch.setattr(service_module, "MAX_STORED_BYTES", 0)
+        size = size or [service.conversations._stores["a"]["spec"]["suffix"].size_bytes]
+        monkeypatch.setattr(conversation, "MAX_STORED_BYTES", 2.5 * size[0])
+    # The oldest with a store was dropped, not the visitor of the run.
+    assert [*service.conversations._stores] == ["b", "d", "a"]
+    assert service.conversations._stores["a"]["spec"]["suffix"].text[:1000] == [*range(1000)]
+    monkeypatch.setattr(conversation, "MAX_STORED_BYTES", 0)
     assert service.start(asked, "", visitor="d").wait(PATIENCE)
-    assert [*service._stores] == ["b", "d"]
+    assert [*service.conversations._stores] == ["b", "d"]
     service.worker.close()
 
 
@@ -101,14 +103,14 @@ def test_refused_benches_leave_the_running_one(limits: HostLimits, monkeypatch: 
         assert gate.wait(PATIENCE)
         yield {}
 
-    monkeypatch.setattr(service_module, "measure", measured)
+    monkeypatch.setattr(measurements, "measure", measured)
     service, bench = Service(ModelPool(), lambda *_: iter([{}]), limits), ([Recipe()], [Prompt("code", "code", "x")])
-    former = service.bench(*bench, "visitor", address)
+    former = service.measurements.bench(*bench, "visitor", address)
     assert inside.wait(PATIENCE)
     if limits.queue == 1:
         service.start([("spec", Recipe())], "x")  # fills the queue
     with pytest.raises((UserError, WorkerBusy), match="1 runs"):
-        service.bench(*bench, "visitor", address)
+        service.measurements.bench(*bench, "visitor", address)
     assert not former.stopping
     gate.set()
     assert former.wait(PATIENCE) and former.items == [{}]
@@ -128,7 +130,17 @@ def test_a_conversation_ends_while_a_run_adds_a_lane() -> None:
             return {**self}
 
     service = Service(ModelPool(), lambda *_: iter(()))
-    lanes = service._stores["visitor"] = {"spec": Stores({"ngrams": 1, CONVERSATION: 2})}
-    service.forget("visitor")
+    lanes = service.conversations._stores["visitor"] = {"spec": Stores({"ngrams": 1, CONVERSATION: 2})}
+    service.conversations.forget("visitor")
     assert lanes == {"spec": {"ngrams": 1}, "ar": {}}
     service.worker.close()
+
+
+def test_runs_of_unknown_visitors_do_not_stop_each_other() -> None:
+    runs, stopped = RunStore(), threading.Event()
+    runs.new("", ("spec",)).begin(stopped.set)
+    runs.new("", ("spec",))
+    assert not stopped.is_set()
+    runs.new("known", ("spec",)).begin(stopped.set)
+    runs.new("known", ("spec",))
+    assert stopped.is_set()

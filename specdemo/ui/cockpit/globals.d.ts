@@ -5,13 +5,15 @@ type Query = (argument: unknown) => Promise<string | null | undefined>;
 
 interface Component {
   element: any; // root of the component; its descendants have many types
-  props: { value: string | null; max_trace: number; lessons?: any };
+  props: { max_trace: number; lessons?: any };
   server: Record<
-    "trace" | "trace_since" | "import_trace" | "recorded" | "stop_run",
+    "trace" | "recorded",
     Query
   >;
-  watch: (property: string, callback: () => void) => void;
+  trigger: (event: string, data?: unknown) => void;
 }
+
+interface WindowEventMap { "specdemo:run": CustomEvent }
 
 interface NavigateEvent extends Event {
   navigationType: string;

@@ -78,7 +78,8 @@ export function schedule() {
 export function showPaceStatus() {
   if (!current.frame.over) {
     const late = current.pending.length > PACE && `displayed at ${PACE} tokens/s`;
-    return setStatus(current.frame.phase[0], [current.frame.phase[1], late].filter(Boolean).join(", "));
+    const polled = current.polling && "updated twice per second: no WebSocket could be opened";
+    return setStatus(current.frame.phase[0], [current.frame.phase[1], late, polled].filter(Boolean).join(", "));
   }
   const rates = current.frame.plan.map((name) => current.frame.rates[name].replace(" tok/s", "")).filter(Boolean).join(" and ");
   const begins = $(".cockpit").dataset.phase !== "displaying";

@@ -6,20 +6,20 @@ import { connectLayout } from "./layout.js";
 import { savedPage } from "./page_export.js";
 import { download } from "./plot_export.js";
 import { pause } from "./replay.js";
-import { endRun, markButtons, newRunId, receiveFrame, showMissing, startRun, stop } from "./run.js";
-import { connectSocket, reconnect, resume } from "./socket.js";
+import { markButtons, newRunId, showMissing, startRun, stop } from "./run.js";
 import { $, current, DISCARDED, displaying, lanes, listeners, server } from "./state.js";
 import { asCsv } from "./step_table.js";
 import { textPicture } from "./text_picture.js";
 import { drawSpeedCurve } from "./tiles.js";
 import { hideTooltip } from "./tooltip.js";
 import { connectTraces, playAtFirstVisit } from "./traces.js";
+import { connectTransport, resume, sendRun } from "./transport.js";
 
-export function mount({ element: root, props, server: functions, watch }) {
+export function mount({ element: root, props, server: functions, trigger }) {
   const lesson = new URLSearchParams(location.search).get("lesson");
   if (/^[1-5]$/.test(lesson ?? "")) location.replace(`lessons?lesson=${lesson}`);
-  mountDisplay({ element: root, server: functions });
-  connectSocket();
+  mountDisplay({ element: root, server: functions, trigger });
+  connectTransport();
   connectRuns();
   connectDownloads();
   connectTraces(props.max_trace);
@@ -28,7 +28,6 @@ export function mount({ element: root, props, server: functions, watch }) {
   connectLayout(resume().then(playAtFirstVisit));
   window.addEventListener("resize", drawSpeedCurve, { signal: listeners.signal });
   markButtons();
-  watch("value", () => { if (props.value) receiveFrame(JSON.parse(props.value)); });
 }
 
 function connectRuns() {
@@ -56,13 +55,7 @@ function connectRuns() {
     if (e.key === "Escape" && !(/** @type {Element} */ (e.target).closest?.("[aria-expanded=true]"))) { hideTooltip(); pause(); stop(); } // Escape closes an open dropdown first
   }, capturing);
 
-  window.addEventListener("specdemo:failed", async () => {
-    if (!current.busy || current.run !== null) return reconnect();
-    const id = current.started, frame = await server.trace_since([id, 0]);
-    if (!current.busy || id !== current.started || current.run !== null) return;
-    if (frame) receiveFrame(JSON.parse(frame)); // only the answer was lost
-    else endRun("failed", "failed: the server rejected the run: try again");
-  }, { signal: listeners.signal });
+  window.addEventListener("specdemo:run", (/** @type {CustomEvent} */ e) => { sendRun(e.detail); }, { signal: listeners.signal });
 }
 
 function save(text, name, type) {

@@ -6,29 +6,26 @@ import { closeInspector, openInspector } from "./inspector.js";
 import { addRecords, drawHead, drawStep } from "./lanes.js";
 import { cancelDrawing, paced, removeDueRecords, resetPace, schedule, showPaceStatus, updateSpeeds } from "./pace.js";
 import { closeReplay, openReplay, pause, raceOnce, showPart } from "./replay.js";
-import { closeSocket, forgetInterruption, isConnected, openSocket, reconnect } from "./socket.js";
-import { $, complete, current, displaying, element, lanes, listeners, server } from "./state.js";
+import { $, complete, current, displaying, element, lanes, listeners, trigger } from "./state.js";
 import { drawTiles, TILES_INTERVAL_MS, tilesAge } from "./tiles.js";
 import { drawPassCosts, drawRunTable } from "./timeline.js";
 import { resetTooltip } from "./tooltip.js";
+import { beginConnection, closeSocket, fetchFrame, follow, noteFrame, requestStop } from "./transport.js";
 import { beginWalk, endWalk } from "./walkthrough.js";
 
 const FRAME_TIMEOUT_MS = 2500; // without a frame for this long, request missed records
 
-let catchingUp = false;
 let startedAt = 0;
 let lastFrameAt = 0;
 const earlierRuns = new Set(); // ids of earlier runs, whose last frames may still arrive
 
 export function receiveFrame(frame) {
   if (!frame || earlierRuns.has(frame.run) || (current.frame?.over && current.frame.run === frame.run)) return;
-  if (frame.run !== current.run) {
-    reset(frame.run, frame.plan);
-    if (current.busy) openSocket(current.run);
-  }
+  const isNew = frame.run !== current.run;
+  if (isNew) reset(frame.run, frame.plan);
   lastFrameAt = performance.now();
-  isConnected();
-  if (frame.at > current.records.length) return catchUp();
+  noteFrame();
+  if (frame.at > current.records.length) return fetchFrame();
   const records = frame.r.slice(current.records.length - frame.at);
   current.records.push(...records);
   current.pending.push(...records);
@@ -39,21 +36,8 @@ export function receiveFrame(frame) {
   turn.hidden = current.frame.turn < 2;
   setText(turn, `Turn ${current.frame.turn}: earlier answers are part of the prompt.`);
   if (!current.drawing) schedule();
-}
-
-async function catchUp() {
-  if (catchingUp) return;
-  catchingUp = true;
-  const id = current.run ?? current.started;
-  try {
-    const missed = await server.trace_since([id, current.run === null ? 0 : current.records.length]);
-    if (id !== (current.run ?? current.started)) return;
-    if (missed) receiveFrame(JSON.parse(missed));
-    else if (missed === undefined) reconnect();
-    else if (current.busy && current.run !== null) endRun("failed", "failed: the server no longer stores this run");
-  } finally {
-    catchingUp = false;
-  }
+  if (current.busy && frame.over) trigger("submit", { run: frame.run }); // the page shows the conversation
+  else if (current.busy && isNew) follow(frame.run);
 }
 
 function reset(id, plan) {
@@ -134,7 +118,7 @@ function startClock() {
 function tick() {
   if (!current.busy || listeners.signal.aborted) return clearInterval(clock);
   if (tilesAge() > 1.5 * TILES_INTERVAL_MS) showClock();
-  if (!complete() && performance.now() - lastFrameAt > FRAME_TIMEOUT_MS) { lastFrameAt = performance.now(); catchUp(); }
+  if (!complete() && performance.now() - lastFrameAt > FRAME_TIMEOUT_MS) { lastFrameAt = performance.now(); fetchFrame(); }
 }
 
 export function newRunId() {
@@ -146,7 +130,7 @@ export function startRun(id) {
   current.busy = true;
   startClock();
   current.started = window.specdemoRun = id;
-  forgetInterruption();
+  beginConnection();
   current.skipPacing = current.frozen = false;
   endWalk();
   setText($("#headline"), "Running …");
@@ -226,12 +210,12 @@ export function stop() {
   element.dataset.stopping = "yes";
   current.skipPacing = !current.frozen;
   setStatus("stopping", "");
-  requestStop();
+  sendStop();
 }
 
-async function requestStop() {
+async function sendStop() {
   const id = current.started;
-  if ((await server.stop_run(id)) !== undefined || id !== current.started || !current.busy) return;
+  if ((await requestStop(id)) || id !== current.started || !current.busy) return;
   element.dataset.stopping = "no";
   current.frozen = false;
   setStatus(current.frame?.phase[0] ?? "queued", "the stop request failed: press Stop again");

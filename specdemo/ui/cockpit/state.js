@@ -8,6 +8,8 @@ export const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
 export let element = null; // root of the component; its descendants have many types
 /** @type {Component["server"]} */
 export let server;
+/** @type {Component["trigger"]} */
+export let trigger; // dispatches an event of the component
 export let listeners = new AbortController(); // ends the listeners of a component that is mounted again
 
 const INITIAL = {
@@ -20,6 +22,7 @@ const INITIAL = {
   drawing: false, // a drawing is scheduled
   frozen: false, // Stop was pressed during a paced display: the rest is shown on request
   skipPacing: false, // display the rest of this run at once
+  polling: false, // frames are requested, since no WebSocket could be opened
   walking: false, // the recording waits for *Next step* or *Play*
 };
 export const current = { ...INITIAL };
@@ -32,11 +35,11 @@ export const $ = (selector, within = element) => within.querySelector(selector);
 
 export const pageRoot = () => `${window.gradio_config?.root ?? location.origin}/`;
 
-/** @param {Pick<Component, "element" | "server">} component */
+/** @param {Pick<Component, "element" | "server" | "trigger">} component */
 export function attach(component) {
   listeners.abort();
   listeners = new AbortController();
-  ({ element, server } = component);
+  ({ element, server, trigger } = component);
   Object.assign(current, INITIAL, { records: [], pending: [] });
 }
 

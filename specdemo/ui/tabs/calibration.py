@@ -75,7 +75,7 @@ class CalibrationResult(PanelMeasurement):
 
     def start(self, service: Service, session: str, address: str) -> Stream[Any]:
         prompts = alternate_classes(load_prompts((), self.recipe.chat))[:PROMPTS]
-        return service.calibrate(self.recipe, prompts, session, address)
+        return service.measurements.calibrate(self.recipe, prompts, session, address)
 
     def fresh(self) -> CalibrationResult:
         return replace(self, stage=None, measured=None)

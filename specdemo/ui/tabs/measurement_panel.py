@@ -15,7 +15,8 @@ import gradio as gr
 
 from specdemo.core.errors import UserError
 from specdemo.ui.api import address_of
-from specdemo.ui.service import REMEMBERED, Service
+from specdemo.ui.conversation import REMEMBERED
+from specdemo.ui.service import Service
 from specdemo.ui.streams import drain, reason
 from specdemo.ui.tabs.components import UNPROCESSED
 from specdemo.worker import Stream, WorkerBusy

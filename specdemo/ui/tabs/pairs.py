@@ -37,7 +37,7 @@ class PairsResult(SweepResult):
     benches: list[PairBench] = field(default_factory=list)
 
     def start(self, service: Service, session: str, address: str) -> Stream[Any]:
-        return service.bench_pairs(self.benches, self.sweep.prompts, session, address)
+        return service.measurements.bench_pairs(self.benches, self.sweep.prompts, session, address)
 
     @property
     def is_empty(self) -> bool:

@@ -36,7 +36,7 @@ class SpeedupPrediction(PanelMeasurement):
         return self.predicted is None
 
     def start(self, service: Service, session: str, address: str) -> Stream[Any]:
-        return service.predict(self.recipe, self.prompt, address)
+        return service.measurements.predict(self.recipe, self.prompt, address)
 
     def fresh(self) -> SpeedupPrediction:
         return replace(self, stage=None, predicted=None)

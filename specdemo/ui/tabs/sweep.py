@@ -63,7 +63,7 @@ class SweepResult(PanelMeasurement):
     turn: BenchProgress | None = None
 
     def start(self, service: Service, session: str, address: str) -> Stream[Any]:
-        return service.bench(self.sweep.recipes, self.sweep.prompts, session, address)
+        return service.measurements.bench(self.sweep.recipes, self.sweep.prompts, session, address)
 
     @property
     def is_empty(self) -> bool:

@@ -1,0 +1,136 @@
+// Requests about runs: start, frames over a WebSocket, frames on request without one or after an interruption, and stop.
+// After an interruption of its events Gradio reloads the page, which then resumes the run.
+
+import { endRun, receiveFrame, setStatus, startRun } from "./run.js";
+import { complete, current, listeners, pageRoot } from "./state.js";
+
+const RETRY_MS = 1000, RECONNECT_TIMEOUT_MS = 20000, OPEN_TIMEOUT_MS = 2500, POLL_MS = 500;
+const RESUME_KEY = "specdemo-run";
+
+let socket = null;
+let retry = 0;
+let disconnectedAt = null; // first failure since the last frame
+let interrupted = false;
+let lost = false; // the response to the start of the run
+let fetching = null; // id of the run of the request under way
+
+const addressOf = (path) => new URL(path, pageRoot()).href;
+
+async function request(path, body) { // null if the server is not reachable
+  const options = body && { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
+  return fetch(addressOf(path), options).catch(() => null);
+}
+
+export async function sendRun({ settings, lanes, turn }) {
+  const id = current.started;
+  const response = await request("runs", { id, visitor: document.body.dataset.visitor ?? "", settings, lanes, turn });
+  if (!current.busy || current.started !== id) return;
+  if (response?.ok) return receiveFrame(await response.json());
+  if (response && response.status < 500) {
+    const { detail } = await response.json().catch(() => ({}));
+    return endRun("failed", `failed: ${detail ?? "the server rejected the run: try again"}`);
+  }
+  lost = true; // perhaps only the response
+  fetchFrame();
+}
+
+export function follow(id) {
+  closeSocket();
+  const opened = (socket = new WebSocket(addressOf(`frames/${id}?from=${current.records.length}`).replace(/^http/, "ws")));
+  let delivered = false;
+  retry = setTimeout(startPolling, OPEN_TIMEOUT_MS);
+  socket.onmessage = ({ data }) => {
+    if (!delivered) clearTimeout(retry);
+    delivered = true;
+    current.polling = false;
+    receiveFrame(JSON.parse(data));
+  };
+  socket.onclose = () => {
+    if (opened !== socket || !current.busy) return;
+    if (delivered || interrupted) reconnect(); else startPolling();
+  };
+}
+
+function startPolling() { // a proxy may refuse WebSockets
+  current.polling = true;
+  clearTimeout(retry);
+  retry = setTimeout(async () => {
+    await fetchFrame();
+    if (current.busy && current.polling && !complete()) startPolling();
+  }, POLL_MS);
+}
+
+export async function fetchFrame() {
+  const id = current.run ?? current.started;
+  if (fetching === id) return;
+  fetching = id;
+  const response = await request(`frames/${id}?from=${current.run === null ? 0 : current.records.length}`);
+  fetching = null;
+  if (!current.busy || id !== (current.run ?? current.started)) return;
+  if (response?.ok) return receiveFrame(await response.json());
+  if (response?.status !== 404) return reconnect();
+  if (current.run !== null) endRun("failed", "failed: the server no longer stores this run");
+  else if (lost) endRun("failed", "failed: the server rejected the run: try again");
+}
+
+export function closeSocket() {
+  clearTimeout(retry);
+  const closing = socket;
+  socket = null; // its `onclose` must not reconnect
+  closing?.close();
+}
+
+export function beginConnection() {
+  interrupted = lost = current.polling = false;
+  disconnectedAt = null;
+}
+
+export function noteFrame() { disconnectedAt = null; }
+
+function reconnect() {
+  if (!current.busy || complete()) return;
+  interrupted = true;
+  disconnectedAt ??= performance.now();
+  if (performance.now() - disconnectedAt > RECONNECT_TIMEOUT_MS) return endRun("failed", "failed: the server is not reachable");
+  setStatus("reconnecting", "");
+  clearTimeout(retry);
+  retry = setTimeout(async () => {
+    await fetchFrame();
+    if (current.busy && current.run !== null && disconnectedAt === null && !complete()) follow(current.run);
+  }, RETRY_MS);
+}
+
+// Stop a run, also before it begins; return false if the request failed.
+export async function requestStop(id) { return Boolean((await request(`frames/${id}`, {}))?.ok); }
+
+export async function resume() {
+  const id = sessionStorage.getItem(RESUME_KEY);
+  sessionStorage.removeItem(RESUME_KEY);
+  if (id) await resumeRun(id, performance.now() + RECONNECT_TIMEOUT_MS);
+}
+
+async function resumeRun(id, end) {
+  const response = await request(`frames/${id}`);
+  if (current.busy || current.run !== null) return;
+  if (response?.ok) {
+    startRun(id);
+    current.skipPacing = true;
+    return receiveFrame(await response.json());
+  }
+  if (response?.status === 404) return; // no longer stored
+  if (performance.now() > end) return setStatus("failed", "the server is not reachable");
+  setStatus("reconnecting", "");
+  retry = setTimeout(() => resumeRun(id, end), RETRY_MS);
+}
+
+export function connectTransport() {
+  window.addEventListener("offline", () => { closeSocket(); reconnect(); }, { signal: listeners.signal });
+  window.navigation?.addEventListener("navigate", ({ navigationType, userInitiated }) => {
+    interrupted ||= navigationType === "reload" && !userInitiated; // by Gradio
+  }, { signal: listeners.signal });
+  window.addEventListener("pagehide", () => {
+    if (complete() && current.pending.length) sessionStorage.setItem(RESUME_KEY, current.run);
+    else if (current.busy && interrupted) sessionStorage.setItem(RESUME_KEY, current.started);
+    else if (current.busy) navigator.sendBeacon(addressOf(`frames/${current.started}`), new Blob(["{}"], { type: "application/json" }));
+  }, { signal: listeners.signal });
+}
