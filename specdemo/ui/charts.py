@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 
+_LARGEST = 1e12  # traces of unknown origin may contain any times
+
+
 @dataclass(frozen=True)
 class Series:
     """Points of a chart. Labels of bars are in its key."""
@@ -50,7 +53,7 @@ def timeline(
 
 
 def _rounded(value: float) -> float:
-    return float(f"{value:.5g}")
+    return float(f"{min(max(value, -_LARGEST), _LARGEST):.5g}")
 
 
 def _element(figure: Mapping[str, Any]) -> str:
