@@ -513,8 +513,13 @@ def test_hidden_tab_receives_all_tokens(page: Page, state: str) -> None:
     page.evaluate(f"""() => {{
         Object.defineProperty(document, "visibilityState", {{get: () => "{state}", configurable: true}});
         const request = window.requestAnimationFrame;
-        window.requestAnimationFrame = () => 0;
-        window.showTab = () => {{ delete document.visibilityState; window.requestAnimationFrame = request; }};
+        const waiting = [];
+        window.requestAnimationFrame = (callback) => waiting.push(callback);
+        window.showTab = () => {{
+            delete document.visibilityState;
+            window.requestAnimationFrame = request;
+            waiting.forEach((callback) => request(callback));
+        }};
     }}""")
     run(page, "endless")
     page.wait_for_function("document.querySelectorAll('.lane .tok').length > 300", polling=100)  # no animation frames

@@ -527,7 +527,7 @@ def test_the_first_visit_transfers_half_a_megabyte_and_an_idle_page_requests_no_
     page.add_init_script(COUNT_FRAMES)
     page.goto(served.url)
     expect(page.locator("body")).to_have_attribute("data-shown", "yes")
-    assert 100_000 < sum(sizes) <= 550_000
+    assert 100_000 < sum(sizes) <= 580_000
     for path in ("", "lessons"):
         if path:
             page.goto(served.url + path)

@@ -16,7 +16,7 @@ from e2e.page_fixtures import PATIENCE, grave, resize, set_number
 from specdemo.bench import measure, table
 from specdemo.models.spec import QUANTIZATIONS
 from specdemo.models.zoo import PAIRS
-from specdemo.ui import service
+from specdemo.ui import measurements
 from specdemo.ui.tabs.bench import SWEEP_TABLE_HEAD, sweep_cells
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
@@ -46,7 +46,7 @@ class MeasureRecorder:
 def measured() -> Iterator[MeasureRecorder]:
     recorder = MeasureRecorder()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(service, "measure", recorder)
+        patch.setattr(measurements, "measure", recorder)
         yield recorder
 
 

@@ -68,9 +68,9 @@ VOCAB = 61
 
 
 def prompts(kind: str) -> Iterator[tuple[list[int], int]]:
-    """Yield 18 prompts with output lengths: single tokens, repetitive, up to the context limit, random."""
+    """Yield 24 prompts with output lengths: single tokens, repetitive, up to the context limit, random."""
     rng = random.Random(kind)
-    for i in range(18):
+    for i in range(24):
         if i < 3:
             yield [rng.randrange(VOCAB)], 12
         elif i < 7:

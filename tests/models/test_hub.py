@@ -175,7 +175,6 @@ def test_refusals_before_the_download(hub: Hub, server: StandIn, monkeypatch: py
     assert "there is no model tiny/nothing on the hub" in refusal(hub, "tiny/nothing")
     assert "has no such revision" in refusal(hub, revision="v7")
     assert "neither a local directory nor a Hugging Face id" in refusal(hub, "../etc")
-    assert "cannot take back a rejected token" in refusal(hub, "tiny/recurrent")
     assert "no safetensors weights" in refusal(hub, "tiny/pickled")
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     assert "1.0 kB are free" in refusal(hub) and not server.gets("cdn")
@@ -184,7 +183,7 @@ def test_refusals_before_the_download(hub: Hub, server: StandIn, monkeypatch: py
 def test_complete_files_are_reused_and_need_no_network(
     hub: Hub, server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.faults = Faults(truncated=10)
+    server.faults = Faults(cut_after=10, cuts=100)
     assert "was interrupted: run it again" in refusal(hub)
     server.faults = Faults()
     server.asked.clear()
