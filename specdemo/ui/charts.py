@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-
 _LARGEST = 1e12  # traces of unknown origin may contain any times
 
 

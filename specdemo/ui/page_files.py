@@ -22,8 +22,10 @@ FILE_PATH = "/cockpit/{version}/{name}"
 _SAVED_PAGE = "saved_page.html"
 _IMPORT = re.compile(r'((?:import|from) )"\./(\w+)\.js"')
 _LONG = "public, max-age=31536000, immutable"  # another version has another address
+# The query is read at once: restored settings replace the address.
 _MOUNT = """const root = `${window.gradio_config?.root ?? location.origin}/`;
-import(new URL("PATH", root).href).then(({ mount }) => mount({ element, props, server, trigger })).catch((error) => {
+const component = { element, props, server, trigger, query: new URLSearchParams(location.search) };
+import(new URL("PATH", root).href).then(({ mount }) => mount(component)).catch((error) => {
   document.body.dataset.shown = "yes";
   element.prepend("The scripts of the page failed: reload the page.");
   throw error;

@@ -51,7 +51,8 @@ def display(given: str) -> dict[str, Any]:
 def display_link(lane: Lane) -> None:
     steps = link_charts.steps(lane)
     link_charts.measures(steps)
-    figure_of(link_charts.step_timeline(steps, 0, 10))
+    if timeline := link_charts.step_timeline(steps, 0, 10):  # empty without durations
+        figure_of(timeline)
     link_charts.describe_link(lane)
     link_charts.describe_traffic(lane)
     link = link_charts.link_of(lane)

@@ -15,8 +15,8 @@ import { hideTooltip } from "./tooltip.js";
 import { connectTraces, playAtFirstVisit } from "./traces.js";
 import { connectTransport, resume, sendRun } from "./transport.js";
 
-export function mount({ element: root, props, server: functions, trigger }) {
-  const lesson = new URLSearchParams(location.search).get("lesson");
+export function mount({ element: root, props, server: functions, trigger, query }) {
+  const lesson = query.get("lesson");
   if (/^[1-5]$/.test(lesson ?? "")) location.replace(`lessons?lesson=${lesson}`);
   mountDisplay({ element: root, server: functions, trigger });
   connectTransport();
@@ -25,7 +25,7 @@ export function mount({ element: root, props, server: functions, trigger }) {
   connectTraces(props.max_trace);
   connectLogField();
   connectSettings();
-  connectLayout(resume().then(playAtFirstVisit));
+  connectLayout(resume().then(() => playAtFirstVisit(query)));
   window.addEventListener("resize", drawSpeedCurve, { signal: listeners.signal });
   markButtons();
 }

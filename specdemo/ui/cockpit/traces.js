@@ -52,10 +52,10 @@ async function sendTrace(file) {
   return detail ? JSON.stringify({ refused: detail }) : null;
 }
 
-export async function playAtFirstVisit() { // not for links with settings
+export async function playAtFirstVisit(query) { // not for links with settings
   const visited = localStorage.getItem(VISITED_KEY) === "yes";
   localStorage.setItem(VISITED_KEY, "yes");
-  const linked = [...new URLSearchParams(location.search).keys()].some((name) => !name.startsWith("_"));
+  const linked = [...query.keys()].some((name) => !name.startsWith("_"));
   if (visited || linked || current.run !== null) return;
   const text = await server.recorded(EXAMPLE).catch(() => null);
   if (text && !JSON.parse(text).refused && current.run === null && !current.busy) await openTrace(() => text, true);
