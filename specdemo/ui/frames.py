@@ -59,6 +59,7 @@ class Run:
     phase: tuple[str, str] = ("queued", "")
     over: bool = False
     size: int = 0  # characters of traces and records
+    visitor: str = ""
     pairs: int = 1  # number of repetitions; the page shows the first
     history: Sequence[dict[str, str]] = ()  # messages of earlier turns
     recorded: Mapping[str, Any] | None = None  # settings of an opened trace

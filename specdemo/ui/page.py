@@ -386,10 +386,9 @@ class _Handlers:
         run = self.service.runs.get(event.run)
         if run is not None and run.phase[0] == "failed":
             gr.Warning(html.escape(run.phase[1]))
-        return self.conversation(request)
+        return self._conversation(run.visitor if run is not None else request.session_hash or "")
 
-    def conversation(self, request: gr.Request) -> Any:
-        visitor = request.session_hash or ""
+    def _conversation(self, visitor: str) -> Any:
         messages = self.service.conversations.shown(visitor)
         return gr.Chatbot(value=messages, visible=bool(messages))
 
@@ -442,7 +441,7 @@ class _Handlers:
     def forget(self, request: gr.Request) -> Any:
         self.service.conversations.forget(request.session_hash or "")
         gr.Info("The next prompt begins a new conversation.")
-        return self.conversation(request)
+        return self._conversation(request.session_hash or "")
 
     def leave(self, request: gr.Request) -> None:
         self.service.leave(request.session_hash or "")

@@ -80,6 +80,7 @@ class Runs:
         compare = request.settings["compare"] or request.turn == "repeat"
         plan = plan_of(request.settings, compare, len(extra))
         run = self._service.runs.new(request.visitor, plan, address, request.id)
+        run.visitor = request.visitor
         run.pairs = request.pairs
         run.history = self._service.conversations.history(request.visitor, prompt, request.turn)
         if others:
