@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -61,16 +62,19 @@ def holds_for(examples: int = 25, **values: st.SearchStrategy[Any]) -> Callable[
             return pytest.mark.fuzz(fixed(property_test))
         longer = settings(fixed, max_examples=EXAMPLES, derandomize=False, phases=PHASES)(given(**values)(timed(check)))
 
-        def fuzz() -> None:
+        def fuzz(**fixtures: Any) -> None:
             for number in seeds():
                 try:
-                    seed(number)(longer)()
+                    seed(number)(longer)(**fixtures)
                 except TimeUp:
                     return
                 except BaseException as error:
                     error.add_note(f"{SEED}={number}")
                     raise
 
+        parameters = inspect.signature(check).parameters.items()
+        own = [parameter for name, parameter in parameters if name not in values]
+        fuzz.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
         fuzz.__doc__ = check.__doc__
         return pytest.mark.fuzz(fuzz)
 
