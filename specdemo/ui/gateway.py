@@ -71,18 +71,13 @@ PAGE_ROUTES = (
     RouteInfo("GET", f"{_API}/call/{{api_name}}/{{event_id}}", "results of the API", "unguessable id"),
     RouteInfo("POST", f"{_API}/cancel", "end of an event", "rate, 2 MB"),
     RouteInfo("POST", f"{_API}/reset", "end of an event", "rate, 2 MB"),
-    RouteInfo(
-        "POST",
-        f"{_API}/component_server",
-        "steps, tables and exports of a run; recorded traces",
-        "rate, 2 MB; opened traces count as runs",
-    ),
+    RouteInfo("POST", f"{_API}/component_server", "traces of runs, and recorded traces", "rate, 2 MB"),
     RouteInfo("POST", TRACES, "opened traces", "rate, `SPECDEMO_MAX_TRACE`; opened traces count as runs"),
 )
 _MAX_BODY = 2_000_000  # bytes
 _COMPRESSED = 1_000  # bytes of a response
 _KINDS = {TRACES: "application/x-ndjson"}  # content types
-_REQUESTS_PER_RUN = 25  # POST requests, for example to inspect steps
+_REQUESTS_PER_RUN = 25  # POST requests, for example of tabs and recorded traces
 
 _FIRST_PAGES = ("/", "/lessons", "/config")
 
