@@ -1,10 +1,12 @@
-"""Markup, styles and JavaScript modules of the cockpit, shared by the page, saved web pages and lessons."""
+"""Markup, styles and scripts of the cockpit, shared by the page, saved web pages and lessons.
+
+A script and the modules that it imports are sent as one module, since a request per module delays the page.
+"""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -20,7 +22,8 @@ from specdemo.ui.theme import stylesheet
 _FOLDER = Path(__file__).parent / "cockpit"
 FILE_PATH = "/cockpit/{version}/{name}"
 _SAVED_PAGE = "saved_page.html"
-_IMPORT = re.compile(r'((?:import|from) )"\./(\w+)\.js"')
+_ENTRIES = ("page", "lessons")
+_IMPORT = re.compile(r'^import .*"\./(\w+)\.js";\n', re.MULTILINE)
 _LONG = "public, max-age=31536000, immutable"  # another version has another address
 # The query is read at once: restored settings replace the address.
 _MOUNT = """const root = `${window.gradio_config?.root ?? location.origin}/`;
@@ -46,13 +49,13 @@ def markup() -> str:
 
 
 def mount_module(name: str) -> str:
-    """Return the `js_on_load` that calls `mount` of a module."""
+    """Return the `js_on_load` that calls `mount` of the script `name`."""
     path = FILE_PATH.format(version=_version(), name=f"{name}.js")
     return _MOUNT.replace("PATH", path.removeprefix("/"))  # the page may have a prefix
 
 
 def file_route() -> Route:
-    """Return the route of modules and saved page, whose addresses contain a digest."""
+    """Return the route of scripts and saved page, whose addresses contain a digest."""
 
     def file(request: Request) -> Response:
         text = _files().get(request.path_params["name"])
@@ -66,7 +69,7 @@ def file_route() -> Route:
 
 @cache
 def _files() -> Mapping[str, str]:
-    return {_SAVED_PAGE: _saved_page(), **{f"{name}.js": text for name, text in _scripts().items()}}
+    return {_SAVED_PAGE: _saved_page(), **{f"{name}.js": bundle(name) for name in _ENTRIES}}
 
 
 @cache
@@ -74,29 +77,27 @@ def _version() -> str:
     return hashlib.sha256("".join(_files().values()).encode()).hexdigest()[:16]
 
 
-def _with_imports(entry: str) -> dict[str, str]:
-    """Return the texts of a module and its imports by name."""
+def bundle(entry: str) -> str:
+    """Return a module without imports: the modules that it imports precede it in the same scope."""
     texts: dict[str, str] = {}
-    names = [entry]
-    while names:
-        name = names.pop()
+
+    def add(name: str) -> None:
         if name not in texts:
-            texts[name] = script_text(name)
-            names += [imported for _, imported in _IMPORT.findall(texts[name])]
-    return texts
+            texts[name] = ""  # imports may be cyclic
+            text = script_text(name)
+            for imported in _IMPORT.findall(text):
+                add(imported)
+            del texts[name]
+            texts[name] = _IMPORT.sub("", text)
+
+    add(entry)
+    return "".join(texts.values())
 
 
 def _saved_page() -> str:
-    """Return the page to which the browser adds a run; modules are data URLs, which have no relative addresses."""
+    """Return the page to which the browser adds a run."""
     names = ("charts", "cockpit", "step_player")
     styles = "".join((_FOLDER / f"{name}.css").read_text(encoding="utf-8") for name in names)
-    modules = {
-        f"cockpit/{name}": _data_url(_IMPORT.sub(r'\1"cockpit/\2"', text))
-        for name, text in _with_imports("saved_page").items()
-    }
+    script = base64.b64encode(bundle("saved_page").encode()).decode()  # of any content, within HTML
     template = Template((_FOLDER / "saved_page.html").read_text(encoding="utf-8"))
-    return template.substitute(styles=stylesheet() + styles, modules=json.dumps({"imports": modules}), markup=markup())
-
-
-def _data_url(module: str) -> str:
-    return f"data:text/javascript;base64,{base64.b64encode(module.encode()).decode()}"
+    return template.substitute(styles=stylesheet() + styles, script=script, markup=markup())

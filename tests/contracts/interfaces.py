@@ -151,18 +151,11 @@ class Page(Program):
         """Body of a GET request."""
         return json.loads(self.request("GET", path)[1])
 
-    def modules(self, loader: str) -> list[str]:
+    def scripts(self, loader: str) -> list[str]:
         """Texts of the JavaScript modules that a component loads."""
-        texts: dict[str, str] = {}
-        addresses = re.findall(r'"(cockpit/[\w/]+\.js)"', loader)
-        while addresses:
-            address = addresses.pop()
-            if address not in texts:
-                status, texts[address] = self.request("GET", f"/{address}")
-                assert status == 200, address
-                folder = address.rpartition("/")[0]
-                addresses += [f"{folder}/{name}" for name in re.findall(r'"\./(\w+\.js)"', texts[address])]
-        return list(texts.values())
+        responses = [self.request("GET", f"/{path}") for path in re.findall(r'"(cockpit/[\w/]+\.js)"', loader)]
+        assert all(status == 200 for status, _ in responses)
+        return [text for _, text in responses]
 
     def open_trace(self, text: str) -> dict[str, Any]:
         """Frame of an opened trace."""

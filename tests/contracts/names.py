@@ -311,7 +311,7 @@ def page_names(_: Any, __: Any, page: Page) -> dict[str, Any]:
     parts = [one["props"] for one in config["components"]]
     endpoints = page.json(f"{config['api_prefix']}/info")["named_endpoints"]
     scripts = [js for one in config["dependencies"] if isinstance(js := one.get("js"), str)]
-    scripts += [text for one in parts if one.get("js_on_load") for text in page.modules(one["js_on_load"])]
+    scripts += [text for one in parts if one.get("js_on_load") for text in page.scripts(one["js_on_load"])]
     settings = next(filter(None, (re.search(r'\["[\w", ]*"prompt", "compare"\]', js) for js in scripts)))
     return {
         "api": {

@@ -574,6 +574,13 @@ def test_run_begins_a_conversation_and_continue_chat_adds_a_turn(page: Page, sho
     status(page, "done")
 
 
+# A text that continues on the next line has two boxes.
+MIDDLE = """token => {
+    const box = token.getClientRects()[0];
+    return { x: box.x + box.width / 2, y: box.y + box.height / 2 };
+}"""
+
+
 def test_a_tap_opens_the_step_as_a_drawer_below_the_token(page: Page) -> None:
     resize(page, 390, 844)
     run(page, CODE)
@@ -582,21 +589,17 @@ def test_a_tap_opens_the_step_as_a_drawer_below_the_token(page: Page) -> None:
     devtools.send("Emulation.setTouchEmulationEnabled", {"enabled": True})
     for number in (3, 40):
         token = page.locator("#lane-spec .round .tok:visible").nth(number)
-        token.scroll_into_view_if_needed()
-        box = token.bounding_box()
-        point = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
+        token.click(trial=True)  # scrolls, and waits until the token stays in place
+        point = token.evaluate(MIDDLE)
         devtools.send("Input.dispatchTouchEvent", {"type": "touchStart", "touchPoints": [point]})
         devtools.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
         inspector = page.locator("#inspector")
         expect(inspector).to_be_in_viewport()
         expect(page.locator("#tip")).to_be_hidden()
         page.wait_for_function(
-            """token => { // nothing covers it
-                const box = token.getClientRects()[0];
-                return document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2) === token;
-            }""",
+            f"token => {{ const {{ x, y }} = ({MIDDLE})(token); return document.elementFromPoint(x, y) === token; }}",
             arg=token.element_handle(),
-        )
+        )  # nothing covers it
         assert inspector.evaluate("drawer => getComputedStyle(drawer).position") == "fixed"
         page.locator("#round-close").click()
     devtools.send("Emulation.setTouchEmulationEnabled", {"enabled": False})

@@ -74,6 +74,10 @@ def save_page(
         yield save
 
 
+# The modules of the page with its run.
+SCRIPTS = "window.scripts = () => import(document.querySelector('script[type=module]').src)"
+
+
 @pytest.fixture(scope="module")
 def open_run(
     runs: dict[str, Run], chromium: BrowserContext, save_page: Callable[[Run], Path]
@@ -100,6 +104,7 @@ def open_run(
         page.on("pageerror", lambda error: problems.append(error.stack))
         page.on("request", lambda request: request.url.startswith("http") and problems.append(request.url))
         page.set_viewport_size({"width": width, "height": 844})
+        page.add_init_script(SCRIPTS)
         page.goto(path.as_uri())
         expect(page.locator("#lane-spec .tok").first).to_be_visible()
         return page
@@ -117,9 +122,7 @@ def inspect(page: Page, selector: str = "[data-kind=rejected]", lane: str = "spe
 
 # Recomputes every step: without changes, and with all values replaced by their recorded ones.
 RECOMPUTE = """async () => {
-    const { decideStep, editable } = await import("cockpit/step_rules");
-    const { stepDetails } = await import("cockpit/steps");
-    const { lanes: { spec } } = await import("cockpit/state");
+    const { decideStep, editable, stepDetails, lanes: { spec } } = await scripts();
     const different = [];
     for (const details of spec.records.map((_, i) => stepDetails(spec, i))) {
         const edits = Object.fromEntries(details.nodes.flatMap((node, n) => {
@@ -141,9 +144,7 @@ def test_recomputed_outcomes_equal_the_recorded_ones(name: str, open_run: Callab
 
 # Acceptance as a function of a changed draw, p or q, by the definitions of the rules.
 DECIDE = """async ([i, edits]) => {
-    const { decideStep } = await import("cockpit/step_rules");
-    const { stepDetails } = await import("cockpit/steps");
-    const { lanes } = await import("cockpit/state");
+    const { decideStep, stepDetails, lanes } = await scripts();
     return decideStep(stepDetails(lanes.spec, i), edits);
 }"""
 
@@ -270,8 +271,7 @@ def test_play_runs_through_all_phases(open_run: Callable[..., Page]) -> None:
 
 
 COPIED = """async () => { // first step with a copied place
-    const { describeSource } = await import("cockpit/draft_sources");
-    const { lanes: { spec } } = await import("cockpit/state");
+    const { describeSource, lanes: { spec } } = await scripts();
     const sources = spec.records.map((_, i) => describeSource(spec, i));
     const i = sources.findIndex((source) => source?.copied.length && source.excerpt);
     return [i, sources[i]];

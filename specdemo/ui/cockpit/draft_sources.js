@@ -25,7 +25,7 @@ export function describeSource(lane, i) { // ranges are [start, end] in characte
   if (words && first.source !== "filler") return { words, copied: [], context: [], excerpt: null };
   const before = textBefore(lane, i);
   const runs = isChain(step) ? adjacentRuns(copiedPositions(before, step)) : [];
-  const copied = runs.map(({ node, start, length }) => placeOf(before, start, step.draft.slice(node, node + length)));
+  const copied = runs.map(({ node, start, length }) => spanOf(before, start, step.draft.slice(node, node + length)));
   const context = contextOf(before, first, runs[0]);
   return {
     words: sentence(before, first, runs[0], lane.header.recipe.ngram ?? 0),
@@ -86,14 +86,14 @@ function contextOf(before, { order, matched }, run) { // before the copied place
   const size = order ? order - 1 : (matched ?? 0);
   if (!run || run.node || !size || run.start < size) return [];
   const tokens = before.tokens.slice(run.start - size, run.start);
-  return [run.start - size, before.tokens.length - size].map((start) => placeOf(before, start, tokens));
+  return [run.start - size, before.tokens.length - size].map((start) => spanOf(before, start, tokens));
 }
 
-function placeOf(before, first, tokens) { // characters of `tokens`, which begin at token `first`; null if unknown
+function spanOf(before, first, tokens) { // characters of `tokens`, which begin at token `first`; null if unknown
   const { prompt, starts } = before, i = first - prompt.length;
   if (i >= 0) return [i, i + tokens.length].map((k) => starts[Math.min(k, starts.length - 1)]);
   if (i + tokens.length > 0) {
-    const [head, tail] = [placeOf(before, first, tokens.slice(0, -i)), placeOf(before, prompt.length, tokens.slice(-i))];
+    const [head, tail] = [spanOf(before, first, tokens.slice(0, -i)), spanOf(before, prompt.length, tokens.slice(-i))];
     return head && tail && [head[0], tail[1]];
   }
   return placeInPrompt(before, first, tokens);

@@ -5,7 +5,7 @@ import { make } from "./elements.js";
 
 export const PARTS = ["draft", "verify", "host"]; // of the time of a step
 const PART_COLOURS = ["var(--quiet)", "var(--correction-ink)", "var(--rejected-ink)"];
-const MAX_BARS = 120;
+const MAX_TIME_BARS = 120;
 
 function quiet(text) { return make("p", { class: "quiet", text }); }
 
@@ -17,11 +17,11 @@ export function chartPositions(positions) {
   return drawChart({ label: `Share of tested tokens that were accepted, by position in the draft: ${description}`, x: "position in the draft", unit: " %", include: [100], series });
 }
 
-export function chartTimes(rows) { // table rows; beyond MAX_BARS, adjacent steps are averaged
+export function chartTimes(rows) { // table rows; beyond MAX_TIME_BARS, adjacent steps are averaged
   const decoded = rows.filter((row) => row[0] > 0);
   if (!decoded.length) return quiet("There were no steps after the prefill.");
   if (decoded.some((row) => row[9] === null)) return quiet("The engine does not report the durations of its steps.");
-  const perBar = Math.ceil(decoded.length / MAX_BARS);
+  const perBar = Math.ceil(decoded.length / MAX_TIME_BARS);
   const groups = Array.from({ length: Math.ceil(decoded.length / perBar) }, (_, i) => decoded.slice(i * perBar, (i + 1) * perBar));
   const total = PARTS.map((_, k) => decoded.reduce((sum, row) => sum + row[9 + k], 0));
   const series = PARTS.map((part, k) => ({

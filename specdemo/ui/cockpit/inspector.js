@@ -35,7 +35,7 @@ function hideInspector() {
   $(".current")?.classList.remove("current");
 }
 
-const WIDE = 1600; // pixels of a window in which lanes and inspector are side by side
+const WIDE_WINDOW = 1600; // pixels of a window in which lanes and inspector are side by side
 
 function placeInspector() { // in a column, or above the lane that is not inspected
   const stage = $(".stage");
@@ -43,7 +43,7 @@ function placeInspector() { // in a column, or above the lane that is not inspec
   const left = Math.min(...boxes.map((box) => box.offsetLeft));
   const columns = new Set(boxes.map((box) => box.offsetLeft)).size;
   const covering = lanes[selected.lane].box.offsetLeft > left ? "left" : "right";
-  stage.dataset.inspector = window.innerWidth >= WIDE || columns === 1 ? "column" : covering;
+  stage.dataset.inspector = window.innerWidth >= WIDE_WINDOW || columns === 1 ? "column" : covering;
 }
 
 function showPhase(phase, { path }) { // the card of the tested token, and the accepted path of the tree

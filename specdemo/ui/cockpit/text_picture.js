@@ -3,7 +3,7 @@
 import { DISCARDED } from "./state.js";
 import { shownTokens } from "./steps.js";
 
-const COLUMNS = 96, TAB = 4; // characters of a line and between tab stops
+const LINE_COLUMNS = 96, TAB = 4; // characters of a line and between tab stops
 const LINE = 22, CHAR = 8; // pixels of a line and a column
 const SIZE = 13, EDGE = 16; // pixels of the font and the margin
 const MAX_LINES = 2000;
@@ -14,7 +14,7 @@ export function textPicture(lane, { tokens_per_second: speed, acceptance_rate: a
   const { styles, title } = lane.head;
   const pieces = [...layout(tokensOf(lane))];
   const lines = (pieces.at(-1)?.line ?? 0) + 1;
-  const width = 2 * EDGE + COLUMNS * CHAR, height = 2 * EDGE + (lines + 3) * LINE;
+  const width = 2 * EDGE + LINE_COLUMNS * CHAR, height = 2 * EDGE + (lines + 3) * LINE;
   const rate = speed === null ? "" : `, ${speed.toFixed(1)} tokens per second`;
   const share = acceptance === null ? "" : `, ${(100 * acceptance).toFixed(0)}% of the draft tokens accepted`;
   const parts = [
@@ -69,7 +69,7 @@ function* layout(tokens) { // pieces of lines
       if (i) { line += 1; column = 0; }
       let rest = [...part];
       while (rest.length && line < MAX_LINES) {
-        const { count, columns } = fitting(rest, COLUMNS - column);
+        const { count, columns } = fitting(rest, LINE_COLUMNS - column);
         if (!count) { line += 1; column = 0; continue; }
         yield { line, column, columns, kind, text: rest.slice(0, count).join("") };
         column += columns;
