@@ -26,7 +26,6 @@ from specdemo.core.sampling import LogitsProcessor
 from specdemo.core.step import Step, TokenLogprob
 from specdemo.core.stop_text import StopTexts
 from specdemo.core.target import Target
-from specdemo.drafters import METHODS
 from specdemo.drafters.prediction import LONGEST_COPY, PredictedText
 from specdemo.external.address import key_for
 from specdemo.external.client import EngineClient
@@ -43,7 +42,8 @@ from specdemo.models.prompt_scores import prompt_pieces, score_prompt
 from specdemo.models.spec import HeadSpec, ModelSpec
 from specdemo.models.threads import torch_threads
 from specdemo.models.tokenizer import TextStream, TokenNames, stop_texts
-from specdemo.pipeline import CONVERSATION, Pipeline, Stores, build_pipeline, longest_chain
+from specdemo.pipeline import CONVERSATION, Pipeline, Stores, build_pipeline
+from specdemo.plan import RunPlan, plan_run
 from specdemo.recipe import Recipe
 from specdemo.remote.gates import PASSES, EdgeVerifier
 from specdemo.remote.session import RemoteSession
@@ -85,13 +85,14 @@ def generate(
     resources = Resources(pool, stores, drafter, tuple(processors), names, logprobs=logprobs, score=score)
     if prediction:
         recipe, resources = _with_prediction(recipe, resources, prediction)
-    _refuse_ineffective_objects(recipe, resources)
-    run = run_external if recipe.external else run_local if recipe.running.cloud is None else run_edge_cloud
-    yield from run(recipe, prompt, resources)
+    plan = plan_run(recipe)
+    _refuse_ineffective_objects(plan, resources)
+    run = run_external if plan.server else run_local if plan.cloud is None else run_edge_cloud
+    yield from run(plan, prompt, resources)
 
 
 def _with_prediction(recipe: Recipe, resources: Resources, prediction: str) -> tuple[Recipe, Resources]:
-    method = METHODS[recipe.running.method]
+    method = plan_run(recipe).method
     if not method.drafts:
         raise UserError(f"method {method.name} does not draft: choose another method, or omit the prediction")
     gamma = method.policy(recipe).gamma if method.policy else recipe.gamma
@@ -100,20 +101,19 @@ def _with_prediction(recipe: Recipe, resources: Resources, prediction: str) -> t
     return recipe, replace(resources, predict=partial(_predicted, prediction, gamma))
 
 
-def _refuse_ineffective_objects(recipe: Recipe, resources: Resources) -> None:
-    running, given = recipe.running, resources
-    method = METHODS[running.method]
-    if running.ngram_keep and given.stores is None:
+def _refuse_ineffective_objects(plan: RunPlan, given: Resources) -> None:
+    recipe, method = plan.recipe, plan.method
+    if recipe.ngram_keep and given.stores is None:
         raise UserError("ngram_keep has no effect without stores: pass the same dictionary as stores to every run")
     if given.drafter is not None and not method.drafts:
         raise UserError(f"method {method.name} does not draft: choose another method to use a drafter with it")
-    if given.processors and running.cloud is not None:
+    if given.processors and plan.cloud is not None:
         raise UserError("custom logits processors need a local target: omit them, or choose mode off")
-    if given.names is not None and (running.cloud is None or "names" not in running.cloud.gates):
+    if given.names is not None and (plan.cloud is None or "names" not in plan.cloud.gates):
         raise UserError("names has no effect without gate names: add names to the gates of a remote target")
-    _check_logprobs(running, given.logprobs, given.score)
+    _check_logprobs(plan, given.logprobs, given.score)
     local = (given.drafter, given.processors or None, given.predict, given.logprobs, given.names)
-    if recipe.external is not None and any(value is not None for value in local):
+    if plan.server is not None and any(value is not None for value in local):
         raise UserError("drafters, processors, predictions and log-probabilities need a local target: omit external")
 
 
@@ -125,10 +125,10 @@ def _at_conversation(recipe: Recipe, stores: Stores | None) -> Recipe:
     return recipe.at(conversation.began)
 
 
-def _check_logprobs(recipe: Recipe, logprobs: int | None, score: bool) -> None:
-    if logprobs is not None and METHODS[recipe.method].verifier is not None:
-        raise UserError(f"method {recipe.method} has no log-probabilities of tokens: choose another method")
-    if score and (logprobs is None or recipe.encoder):
+def _check_logprobs(plan: RunPlan, logprobs: int | None, score: bool) -> None:
+    if logprobs is not None and plan.method.verifier is not None:
+        raise UserError(f"method {plan.method.name} has no log-probabilities of tokens: choose another method")
+    if score and (logprobs is None or plan.recipe.encoder):
         raise UserError("score needs logprobs and a decoder: set logprobs, or choose another target")
 
 
@@ -179,7 +179,7 @@ class Resources:
 
     def pipeline(
         self,
-        recipe: Recipe,
+        plan: RunPlan,
         target: Target,
         model: LoadedDrafter | None,
         prompt: str | Sequence[int],
@@ -188,39 +188,36 @@ class Resources:
         """Build the pipeline of a run; an encoder reads `prompt`, drafts continue `tokens`."""
         prediction = self.predict(target, tokens) if self.predict else None
         inputs = (self.stores, prompt, self.pool.chats, self.drafter, self.processors)
-        return build_pipeline(recipe, target, model, *inputs, prediction, self.logprobs)
+        return build_pipeline(plan, target, model, *inputs, prediction, self.logprobs)
 
 
-def run_local(recipe: Recipe, prompt: PromptOrChat, resources: Resources) -> Iterator[Event]:
-    """Run a recipe whose target is in this process."""
-    running = recipe.running
-    models = yield from resources.load(running.specs, _context(running, prompt), running.head_spec)
-    head = yield from resources.load_head(running.head_spec)
-    yield from _run(recipe, prompt, resources, models["target"], head or models.get("drafter"))
+def run_local(plan: RunPlan, prompt: PromptOrChat, resources: Resources) -> Iterator[Event]:
+    """Run a plan whose target is in this process."""
+    models = yield from resources.load(plan.models, _context(plan, prompt), plan.head)
+    head = yield from resources.load_head(plan.head)
+    yield from _run(plan, prompt, resources, models["target"], head or models.get("drafter"))
 
 
-def run_edge_cloud(recipe: Recipe, prompt: PromptOrChat, resources: Resources) -> Iterator[Event]:
-    """Run a recipe whose target is a service."""
-    running = recipe.running
-    assert running.cloud is not None
-    edge_specs = {role: spec for role, spec in running.specs.items() if role != "target"}
-    edge = (yield from resources.load(edge_specs, _context(running, prompt))).get("drafter")
-    yield Loading(f"connecting to the cloud at {running.cloud.remote}")
+def run_edge_cloud(plan: RunPlan, prompt: PromptOrChat, resources: Resources) -> Iterator[Event]:
+    """Run a plan whose target is a service."""
+    assert plan.cloud is not None
+    edge = (yield from resources.load(plan.models, _context(plan, prompt))).get("drafter")
+    yield Loading(f"connecting to the cloud at {plan.cloud.remote}")
     hub = resources.pool.hub
-    session = resources.session(running)
-    remote = connect(running.cloud, running.target_spec, running.seed, edge=edge, hub=hub, session=session)
+    session = resources.session(plan.recipe)
+    remote = connect(plan.cloud, plan.target, plan.recipe.seed, edge=edge, hub=hub, session=session)
     with closing(replace(remote, is_name=resources.names)) as target:
         if target.lost:
             yield Loading("no response from the cloud: the drafter decodes alone", warning=True)
-        yield from _run(recipe, prompt, resources, target, edge)
+        yield from _run(plan, prompt, resources, target, edge)
 
 
-def run_external(recipe: Recipe, prompt: PromptOrChat, resources: Resources) -> Iterator[Event]:
-    """Run a recipe on a server of another engine; prompt and text are token ids of the target."""
-    address = recipe.server
+def run_external(plan: RunPlan, prompt: PromptOrChat, resources: Resources) -> Iterator[Event]:
+    """Run a plan on a server of another engine; prompt and text are token ids of the target."""
+    recipe, address = plan.recipe, plan.server
     assert address is not None
     yield Loading(f"connecting to {address}")
-    tokenizer = interruptible(partial(read_tokenizer, recipe.target_spec, resources.pool.hub))
+    tokenizer = interruptible(partial(read_tokenizer, plan.target, resources.pool.hub))
     read = read_prompt(tokenizer, prompt, recipe.chat, len(tokenizer), recipe.template_options)
     sampling = (recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty, recipe.seed)
     request = GenerationRequest(read.tokens, recipe.max_tokens, *sampling)
@@ -229,35 +226,35 @@ def run_external(recipe: Recipe, prompt: PromptOrChat, resources: Resources) -> 
         yield from run.events(asdict(replace(recipe, template_options=read.options)), read.text, _versions())
 
 
-def _context(recipe: Recipe, prompt: PromptOrChat) -> int:
+def _context(plan: RunPlan, prompt: PromptOrChat) -> int:
     texts = [prompt] if isinstance(prompt, str) else [part["content"] for part in prompt if isinstance(part, dict)]
     tokens = sum(map(len, texts)) // CHARACTERS_PER_TOKEN if texts else len(prompt)
-    copies = 1 + PASSES if recipe.cloud and "variance" in recipe.cloud.gates else 1
-    return copies * (tokens + recipe.max_tokens)
+    copies = 1 + PASSES if plan.cloud and "variance" in plan.cloud.gates else 1
+    return copies * (tokens + plan.recipe.max_tokens)
 
 
 def _run(
-    recipe: Recipe, prompt: PromptOrChat, resources: Resources, target: Target, model: LoadedDrafter | None
+    plan: RunPlan, prompt: PromptOrChat, resources: Resources, target: Target, model: LoadedDrafter | None
 ) -> Iterator[Event]:
-    running = recipe.running
+    recipe = plan.recipe
     environment = _environment(target, model)  # measured before the clock starts
-    read = read_prompt(target.tokenizer, prompt, running.chat, target.vocab_size, recipe.template_options)
+    read = read_prompt(target.tokenizer, prompt, recipe.chat, target.vocab_size, recipe.template_options)
     tokens = target.opening if target.encoder else read.tokens  # an encoder's input is not part of the text
     with ExitStack() as opened:
-        pipeline = resources.pipeline(running, target, model, read.tokens if is_encoded(prompt) else read.text, tokens)
+        pipeline = resources.pipeline(plan, target, model, read.tokens if is_encoded(prompt) else read.text, tokens)
         opened.callback(pipeline.close)
-        if recipe.cloud is not None and recipe.cloud.alone:
+        if plan.edge_alone:
             pipeline = replace(pipeline, verifier=EdgeVerifier(pipeline.verifier))
         free = _free_positions(pipeline, tokens)
-        start = read.start + _prepare(resources.pool, pipeline, running, len(tokens), free)
+        start = read.start + _prepare(resources.pool, pipeline, plan, len(tokens), free)
         yield Header(
             recipe=asdict(replace(recipe, template_options=read.options)),
             prompt=read.text,
             prompt_tokens=tuple(read.tokens),
             vocab_size=target.vocab_size,
-            exact=recipe.exact,
+            exact=plan.exact,
             bit_equal=resources.drafter is None
-            and target.bit_equal(longest_chain(running), len(tokens) + running.max_tokens),
+            and target.bit_equal(plan.longest_chain, len(tokens) + recipe.max_tokens),
             encoder=target.encoder,
             cached_tokens=pipeline.target_cache.held(tokens) if pipeline.target_cache else 0,
             environment={**environment, **target.environment},
@@ -265,9 +262,9 @@ def _run(
         if resources.score and resources.logprobs is not None:
             yield from _scores(pipeline, target, read.text, read.tokens, resources.logprobs)
         metrics = Metrics()
-        stops = stop_texts(target.tokenizer, running.stop_texts)
+        stops = stop_texts(target.tokenizer, recipe.stop_texts)
         last = failure = passes = exhausted = None
-        steps = _steps(pipeline, target, tokens, min(running.max_tokens, free), start, running.first_target, stops)
+        steps = _steps(pipeline, target, tokens, min(recipe.max_tokens, free), start, recipe.first_target, stops)
         try:
             for event in steps:
                 if isinstance(event, StepEvent):
@@ -285,7 +282,7 @@ def _run(
             yield End("error", failure, metrics)
             return
         reason = "stop" if stops.reached or last in pipeline.stop else "length"
-        full = reason == "length" and metrics.tokens == free < running.max_tokens
+        full = reason == "length" and metrics.tokens == free < recipe.max_tokens
         yield End(reason, None, metrics, _peak(pipeline, passes), full)
 
 
@@ -404,10 +401,11 @@ def _prefill(pipeline: Pipeline, tokens: Sequence[int], drafter: bool = False) -
         yield Loading("drafter: prompt" if drafter else "prompt", done, len(tokens))
 
 
-def _prepare(pool: ModelPool, pipeline: Pipeline, recipe: Recipe, tokens: int, free: int) -> float:
-    pool.free_memory_for(pipeline.caches, tokens + min(recipe.max_tokens, free))
+def _prepare(pool: ModelPool, pipeline: Pipeline, plan: RunPlan, tokens: int, free: int) -> float:
+    length = tokens + min(plan.recipe.max_tokens, free)
+    pool.free_memory_for(pipeline.caches, length)
     start = time.perf_counter()
-    pipeline.prepare(recipe, tokens, tokens + min(recipe.max_tokens, free))
+    pipeline.prepare(plan.longest_chain, tokens, length)
     return time.perf_counter() - start
 
 

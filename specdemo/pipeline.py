@@ -19,7 +19,6 @@ from specdemo.core.policies import POLICIES, CostModel
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import LogitsProcessor, Noise, SamplingParams, SharedNoise
 from specdemo.core.target import Target
-from specdemo.drafters import METHODS
 from specdemo.drafters.method import VocabularyBridge
 from specdemo.drafters.prediction import PredictedText, PredictionDrafter
 from specdemo.models.cached_head import CachedHead
@@ -36,8 +35,10 @@ from specdemo.models.load import LoadedModel
 from specdemo.models.tokenizer import Bridge, check_vocabulary, encode_prompt, token_bytes
 from specdemo.models.uncached import UncachedModel
 from specdemo.models.zoo import check_pair
+from specdemo.option_rules import refuse_with_encoder
+from specdemo.plan import RunPlan
 from specdemo.prompts import load_prompts
-from specdemo.recipe import Recipe, refuse_with_encoder
+from specdemo.recipe import Recipe
 from specdemo.worker import pass_load
 
 CONVERSATION = "conversation"  # key of the `Conversation` in `Stores`
@@ -93,9 +94,9 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             if len(text) <= cache.context and max(text, default=0) < cache.vocab_size:
                 yield from cache.prefill(text)
 
-    def prepare(self, recipe: Recipe, tokens: int, length: int) -> None:
+    def prepare(self, longest_chain: int | None, tokens: int, length: int) -> None:
         """Record the passes of a run from `tokens` to `length` tokens."""
-        longest = longest_chain(recipe) or MAX_ROWS
+        longest = longest_chain or MAX_ROWS
         opening = (tokens - 1) % PROMPT_CHUNK + 1
         for cached in self.caches:
             cached.prepare({*range(1, longest + 3), opening}, tokens, length + MAX_ROWS)
@@ -111,12 +112,6 @@ def _drop_oldest(stores: Stores) -> None:
             stores.pop(key, None)
 
 
-def longest_chain(recipe: Recipe) -> int | None:
-    """Return the largest draft length of fixed-length chains that are cached."""
-    fixed = recipe.policy == "fixed" and recipe.use_cache
-    return recipe.gamma if fixed and METHODS[recipe.method].shape == "chain" else None
-
-
 class ModelContext:
     """`BuildContext` and `TargetContext` of a run; cached models are created when first needed."""
 
@@ -124,7 +119,7 @@ class ModelContext:
 
     def __init__(
         self,
-        recipe: Recipe,
+        plan: RunPlan,
         target: Target,
         drafter: LoadedDrafter | None,
         stores: Stores | None = None,
@@ -133,6 +128,8 @@ class ModelContext:
         processors: Sequence[LogitsProcessor] = (),
         logprobs: int | None = None,
     ) -> None:
+        recipe = plan.recipe
+        self.plan = plan
         self.options = self.recipe = recipe
         self.target = target
         self.drafter: LoadedModel | None = None if isinstance(drafter, LoadedHead) else drafter
@@ -151,8 +148,8 @@ class ModelContext:
         self.draft_caches: list[CachedModel] = []
         self._shared = SharedNoise(recipe.seed) if RULES[recipe.rule].shares_noise else None
         self.vocab_size = target.vocab_size
-        self.candidates = METHODS[recipe.method].candidates(recipe)
-        self.method_verifier = METHODS[recipe.method].verifier
+        self.candidates = plan.method.candidates(recipe)
+        self.method_verifier = plan.method.verifier
         self.target_cache: CachedModel | None = target.open_cache(self)
 
     @cached_property
@@ -192,7 +189,7 @@ class ModelContext:
     def _is_copy(self) -> bool:
         if self.target_cache is None or self.drafter is None or not self.recipe.use_cache:
             return False
-        if self.recipe.target_spec.name != self.drafter.spec.name:
+        if self.plan.target.name != self.drafter.spec.name:
             return False
         return engine_of(self.drafter.model).shares_cache(self.target_cache.engine)
 
@@ -215,7 +212,7 @@ class ModelContext:
     def with_store(self, make: Callable[[Any], Any], *key: Any) -> Any:
         if self._stores is None or not self.recipe.ngram_keep:
             return make(None)
-        key = (self.recipe.method, self.recipe.target_spec.name, *key)
+        key = (self.plan.method.name, self.plan.target.name, *key)
         drafter = make(self._stores.pop(key, None))
         self._stores[key] = drafter.store
         self.on_close(partial(_drop_oldest, self._stores))
@@ -227,7 +224,7 @@ class ModelContext:
         reusable = stored and self.recipe.use_cache and not loaded.encoder
         if not reusable or self._stores is None or self._chats is None:
             return self.open(loaded.model, pad, _source(loaded, self._prompt), taps=taps)
-        conversation, key = self._stores.setdefault(CONVERSATION, Conversation()), (role, self.recipe.method, taps)
+        conversation, key = self._stores.setdefault(CONVERSATION, Conversation()), (role, self.plan.method.name, taps)
         cache = self._conversation.get(key) or self._chats.take(conversation, key, loaded.model)
         self._conversation[key] = cache or CachedModel(loaded.model, pad, taps=taps)
         return self._conversation[key]
@@ -257,7 +254,7 @@ class ModelContext:
 
 
 def build_pipeline(
-    recipe: Recipe,
+    plan: RunPlan,
     target: Target,
     drafter: LoadedDrafter | None,
     stores: Stores | None = None,
@@ -277,9 +274,9 @@ def build_pipeline(
     if drafter is not None and target.encoder != drafter.encoder:
         role = "target" if target.encoder else "drafter"
         raise UserError(f"the {role} has an encoder and the other model is a decoder: choose two of the same kind")
-    if target.encoder:
-        refuse_with_encoder(recipe.method)
-    context = ModelContext(recipe, target, drafter, stores, prompt, chats, processors, logprobs)
+    if target.encoder and plan.method.name == plan.recipe.method:
+        refuse_with_encoder(plan.recipe)
+    context = ModelContext(plan, target, drafter, stores, prompt, chats, processors, logprobs)
     try:
         return _assemble(context, proposer, prediction)
     except BaseException:
@@ -289,7 +286,7 @@ def build_pipeline(
 
 def _assemble(context: ModelContext, proposer: Drafter | None, prediction: PredictedText | None) -> Pipeline:
     recipe, target = context.recipe, context.target
-    method = METHODS[recipe.method]
+    method = context.plan.method
     drafter = method.build(context) if proposer is None else proposer
     if prediction is not None:
         drafter = PredictionDrafter(prediction, drafter)
@@ -312,12 +309,11 @@ def _assemble(context: ModelContext, proposer: Drafter | None, prediction: Predi
 
 def _policy(context: ModelContext) -> DraftLengthPolicy:
     """Return the policy; shared passes limit it where the text does not depend on draft lengths."""
-    recipe, costs = context.recipe, _cost_model(context)
-    policy: DraftLengthPolicy = POLICIES[recipe.policy].make(recipe.draft_lengths, costs)
-    fixed_text = recipe.exact and (recipe.temperature == 0 or RULES[recipe.rule].shares_noise)
-    if context.target_cache is None or not fixed_text or METHODS[recipe.method].shape != "chain":
+    plan, costs = context.plan, _cost_model(context)
+    policy: DraftLengthPolicy = POLICIES[plan.recipe.policy].make(plan.lengths, costs)
+    if context.target_cache is None or not plan.fixed_text or plan.method.shape != "chain":
         return policy
-    return BatchLimit(policy, costs, pass_load, recipe.draft_lengths.most)
+    return BatchLimit(policy, costs, pass_load, plan.lengths.most)
 
 
 def _checked_ids(stop_tokens: Sequence[int], vocab_size: int) -> Sequence[int]:

@@ -29,6 +29,7 @@ from specdemo.generate import generate
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.pipeline import build_pipeline
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
 from specdemo.worker import Worker
@@ -254,7 +255,7 @@ def test_passes_after_the_first_step_read_the_weights(method: str, target: str, 
     *events, end = generate(recipe, PROMPT, pool)
     _, *drafts = (event.step.draft for event in steps_of(events))
     passes = sum(draft.depth for draft in drafts)
-    specs = recipe.target_spec, replace(recipe, method="draft").drafter_spec
+    specs = plan_run(recipe).target, plan_run(replace(recipe, method="draft")).drafter
     target_bytes, drafter_bytes = (pool.take(spec).weight_bytes for spec in specs)
     assert end.peak.read == target_bytes * len(drafts) + drafter_bytes * passes
 
@@ -266,7 +267,7 @@ def test_beams_are_committed_as_they_agree(target: str) -> None:
     whole = "".join(event.text for event in steps)
     assert steps[0].pending_text and not steps[-1].pending_text
     tokens = [token for event in steps for token in event.step.tokens]
-    tokenizer = ModelPool().take(recipe.target_spec).tokenizer
+    tokenizer = ModelPool().take(plan_run(recipe).target).tokenizer
     assert tokenizer.decode([*head.prompt_tokens, *tokens], skip_special_tokens=True) == PROMPT + whole
 
 
@@ -281,7 +282,7 @@ def test_chat_template_is_applied(talker: str, target: str) -> None:
     recipe = Recipe(target=talker, method="ar", temperature=0, max_tokens=4, device="cpu", chat=True)
     head = header_of(generate(recipe, "Hello", ModelPool()))
     assert head.prompt == "<user>Hello\n<assistant>"
-    tokenizer = ModelPool().take(recipe.target_spec).tokenizer
+    tokenizer = ModelPool().take(plan_run(recipe).target).tokenizer
     assert list(head.prompt_tokens) == tokenizer.encode(head.prompt, add_special_tokens=False)
     with pytest.raises(UserError, match="no chat template"):
         list(generate(replace(recipe, target=target), "Hello", ModelPool()))
@@ -312,7 +313,7 @@ def test_a_refused_run_releases_its_caches(target: str) -> None:
         return sum(type(item) is CachedModel for item in gc.get_objects())
 
     recipe, pool, worker = Recipe(target=target, method="nasd", max_tokens=4, device="cpu"), ModelPool(), Worker()
-    pool.take(recipe.target_spec)
+    pool.take(plan_run(recipe).target)
     before = caches()
     stream = worker.submit(lambda: generate(recipe, PROMPT * 1000, pool))
     assert stream.wait(60) and "shorten it by at least" in str(stream.error)

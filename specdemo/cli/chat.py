@@ -20,7 +20,7 @@ from specdemo.drafters import METHODS
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import PAIRS
-from specdemo.option_effects import refuse_ineffective
+from specdemo.option_rules import refuse_ineffective
 from specdemo.pipeline import CONVERSATION
 from specdemo.recipe import Recipe
 from specdemo.signals import Terminated, handle_signals, interrupt

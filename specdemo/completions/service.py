@@ -24,6 +24,7 @@ from specdemo.generate import generate
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import TokenBytes
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 
 DEFAULT_MODEL = "default"
@@ -51,7 +52,7 @@ class CompletionService:
     keep_alive_s: float = 10.0  # longest time without data in a stream
 
     def __post_init__(self) -> None:
-        self._target = self.pool.take(self.recipe.target_spec)
+        self._target = self.pool.take(plan_run(self.recipe).target)
         self._texts = TokenBytes(self._target.tokenizer)
         self._conversations = ConversationStores()
 

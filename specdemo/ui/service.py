@@ -21,6 +21,7 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.threads import thread_initializer
 from specdemo.models.tokenizer import ChatMessage
 from specdemo.pipeline import CONVERSATION, Stores
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.remote.connections import network_of
 from specdemo.remote.local_service import LocalServices, cores_but_one
@@ -92,7 +93,7 @@ class Service:
                 stores = remembered.setdefault(lane, {})
                 if not history or any(lane == earlier for earlier, _ in granted[:i]):
                     stores.pop(CONVERSATION, None)  # new conversations and repetitions compute their prefill
-                if recipe.needs_local_service:
+                if plan_run(recipe).needs_local_service:
                     yield lane, Loading("starting a cloud process on this machine")
                 with (
                     self._with_services([recipe]) as (served,),
@@ -124,17 +125,14 @@ class Service:
     @contextmanager
     def _with_services(self, recipes: Sequence[Recipe]) -> Iterator[list[Recipe]]:
         """Yield `recipes` with the addresses of local services, which run until the context is left."""
-        counts = {
-            recipe.target_spec: recipe.cloud.replicas
-            for recipe in recipes
-            if recipe.cloud is not None and recipe.needs_local_service
-        }
+        plans = [plan_run(recipe) for recipe in recipes]
+        counts = {plan.target: plan.cloud.replicas for plan in plans if plan.cloud and plan.needs_local_service}
         with self.clouds.running(counts) as urls:
             yield [
-                replace(recipe, cloud=replace(recipe.cloud, remote=urls[recipe.target_spec]))
-                if recipe.cloud is not None and recipe.needs_local_service
-                else recipe
-                for recipe in recipes
+                replace(plan.recipe, cloud=replace(plan.cloud, remote=urls[plan.target]))
+                if plan.cloud and plan.needs_local_service
+                else plan.recipe
+                for plan in plans
             ]
 
     def kill_replica(self, run: Run | None) -> str:

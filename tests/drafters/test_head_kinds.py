@@ -42,6 +42,7 @@ from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import HeadSpec, ModelSpec
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
 
@@ -248,8 +249,8 @@ def test_a_run_loads_the_head_and_names_it(saved: dict[str, str]) -> None:
     assert header.recipe["head"] == saved["eagle3"] and header.environment["drafter_bytes"] > 1000
     steps = [event.step for event in events if isinstance(event, StepEvent)]
     assert not steps[0].draft.tokens and all(step.draft.tokens for step in steps[1:-1])
-    assert pool.heads and pool.weight_bytes > pool.take(recipe.target_spec).weight_bytes
-    pool.drop(recipe.target_spec)
+    assert pool.heads and pool.weight_bytes > pool.take(plan_run(recipe).target).weight_bytes
+    pool.drop(plan_run(recipe).target)
     assert not pool.heads
 
 
@@ -274,7 +275,7 @@ def test_recipes_without_use_for_a_head_are_refused(case: str) -> None:
 
 
 def test_a_head_replaces_the_draft_model_of_the_hybrid() -> None:
-    assert Recipe(method="hybrid", target="a/b", drafter="a/c").drafter_spec is not None
+    assert plan_run(Recipe(method="hybrid", target="a/b", drafter="a/c")).drafter is not None
     recipe = Recipe(method="hybrid", target="a/b", drafter="a/c", head="a/head")
-    assert recipe.drafter_spec is None and recipe.head_spec == HeadSpec("a/head", recipe.target_spec)
-    assert "drafter" not in recipe.specs
+    assert plan_run(recipe).drafter is None and plan_run(recipe).head == HeadSpec("a/head", plan_run(recipe).target)
+    assert "drafter" not in plan_run(recipe).models

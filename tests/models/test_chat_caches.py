@@ -21,6 +21,7 @@ from specdemo.models.chat_caches import ChatCaches, Conversation
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.pipeline import ModelContext
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.ui.service import Service
 
@@ -84,8 +85,8 @@ def cached(pool: ModelPool) -> list[CachedModel]:
 def test_unloading_frees_the_model_of_a_conversation(recipe: Recipe) -> None:
     pool, stores = ModelPool(), {}
     assert ended(generate(recipe, TALK, pool, stores)) and pool.chats.reserved_bytes > 0
-    model = weakref.ref(pool.take(recipe.target_spec).model)
-    pool.drop(recipe.target_spec)
+    model = weakref.ref(pool.take(plan_run(recipe).target).model)
+    pool.drop(plan_run(recipe).target)
     assert model() is None and pool.chats.reserved_bytes == 0 and stores
     assert ended(generate(recipe, TALK, pool, stores))  # with the model loaded again
     pool.clear()
@@ -124,10 +125,10 @@ def test_each_lane_continues_from_its_own_cache(service: Service, recipe: Recipe
 def test_turns_keep_hidden_states_for_runs_with_the_same_taps(recipe: Recipe) -> None:
     """A cache without taps does not serve a run with taps; the cache of a run with other taps remains."""
     pool, stores = ModelPool(), {}
-    loaded, first = pool.take(recipe.target_spec), list(range(20))
+    loaded, first = pool.take(plan_run(recipe).target), list(range(20))
     expected: dict[tuple[int, ...], Any] = {}
     for turn, taps in enumerate([(), (1,), (0, 1), (1,)]):
-        context = ModelContext(recipe, loaded, None, stores, chats=pool.chats)
+        context = ModelContext(plan_run(recipe), loaded, None, stores, chats=pool.chats)
         cache = context.cached(loaded, "target", taps=taps)
         states = cache.states(first, 0)
         if taps in expected:  # the last turn
@@ -144,7 +145,7 @@ def test_turns_keep_hidden_states_for_runs_with_the_same_taps(recipe: Recipe) ->
 def test_caches_are_bounded_in_bytes(recipe: Recipe) -> None:
     pool = ModelPool()
     assert ended(generate(recipe, TALK, pool, {}))
-    loaded = pool.take(recipe.target_spec)
+    loaded = pool.take(plan_run(recipe).target)
     size, conversations = read(loaded.model).reserved_bytes, [Conversation() for _ in range(3)]
     caches = ChatCaches(lambda model: True, budget_bytes=2 * size)
     for conversation in conversations[:2]:
@@ -165,10 +166,10 @@ def test_caches_give_way_to_models(recipe: Recipe, tmp_path: Path, monkeypatch: 
     other = str(save_model(tmp_path / "other", byte_level_tokenizer()))
     monkeypatch.setattr(model_pool, "missing_bytes", lambda plans: {"cpu": (2, 1)} if cached(pool) else {})
     assert ended(generate(Recipe(target=other, method="ar", max_tokens=4, device="cpu"), "x = 1", pool))
-    assert not cached(pool) and recipe.target_spec in pool
+    assert not cached(pool) and plan_run(recipe).target in pool
     assert ended(generate(recipe, TALK, pool, stores)) and cached(pool)
     monkeypatch.setattr(model_pool, "free_bytes", lambda device: 0)
-    pool.take(Recipe(target=other, method="ar", device="cpu").target_spec).release()
+    pool.take(plan_run(Recipe(target=other, method="ar", device="cpu")).target).release()
     assert ended(generate(Recipe(target=other, method="ar", max_tokens=4, device="cpu"), "x = 1", pool))
     assert not cached(pool)
 
@@ -222,7 +223,7 @@ def test_a_conversation_keeps_its_cache(
 
 def test_a_conversation_keeps_its_cache_without_free_memory(long_talker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, recipe = ModelPool(), long_recipe(long_talker, max_tokens=LONG // 2)
-    pool.take(recipe.target_spec)
+    pool.take(plan_run(recipe).target)
     monkeypatch.setattr(model_pool, "free_bytes", lambda device: 0)
     assert reused(turns(pool, replace(recipe, stop_texts=("a", "e", "i", "o", " ")), {}, 4))
 

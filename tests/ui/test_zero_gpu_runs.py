@@ -25,6 +25,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import Event, Header, Loading, StepEvent
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.ui import zero_gpu as zero
 from specdemo.ui.limits import HostLimits
@@ -84,7 +85,7 @@ def test_a_run_in_its_own_process_gives_the_same_text(pool: ModelPool) -> None:
     assert tokens_of(events) == tokens_of(generate(RECIPE, CODE, pool)) != []
     assert events[1] == Loading("process", gpu.processes[0].pid) != Loading("process", os.getpid())
     assert gpu.processes[0].exitcode == 0
-    assert gpu.durations == [zero.seconds_of(RECIPE, pool.take(RECIPE.target_spec).weight_bytes)]
+    assert gpu.durations == [zero.seconds_of(RECIPE, pool.take(plan_run(RECIPE).target).weight_bytes)]
 
 
 @forks

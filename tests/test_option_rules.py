@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from specdemo.core.errors import UserError
 from specdemo.core.events import StepEvent
-from specdemo.core.policies import POLICIES
+from specdemo.core.policies import POLICIES, DraftLengths
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
-from specdemo.option_effects import has_effect, methods_with, refuse_ineffective
+from specdemo.option_rules import has_effect, methods_with, refuse_ineffective
+from specdemo.plan import plan_run
 from specdemo.recipe import METHODS, PRESETS, Recipe
 
 pytestmark = pytest.mark.slow
@@ -143,4 +144,4 @@ def test_presets_are_valid_recipes() -> None:
         assert replace(Recipe(), **preset.values) != Recipe()
     sources = replace(Recipe(), **PRESETS["sources"].values)
     assert (sources.temperature, sources.top_p, sources.repetition_penalty) == (1.0, 0.9, 1.1)
-    assert sources.draft_lengths.gamma == 6 and sources.gamma_bounds == (3, 12)
+    assert plan_run(sources).lengths == DraftLengths(6, 3, 12, 0.0)
