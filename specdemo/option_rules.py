@@ -6,6 +6,7 @@ Options without effect are refused if they are named for a run, and dropped from
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from specdemo.core.options import Option, OptionRule, problems, refuse
@@ -332,6 +333,59 @@ EFFECTS = (
         _methods(lambda method: method.sampled),
     ),
 )
+
+
+INPUTS = (  # of objects that a caller adds to a recipe; `chosen` has a plan and these objects
+    OptionRule(
+        ("stores",),
+        lambda chosen, name: chosen.plan.recipe.ngram_keep and chosen.stores is None,
+        "ngram_keep has no effect without stores",
+        "pass the same object as stores to every run",
+    ),
+    OptionRule(
+        ("drafter", "prediction"),
+        lambda chosen, name: getattr(chosen, name) is not None and not chosen.plan.method.drafts,
+        "method {chosen.plan.method.name} does not draft",
+        "choose another method, or omit the {name}",
+    ),
+    OptionRule(
+        ("processors",),
+        lambda chosen, name: chosen.processors and chosen.plan.cloud is not None,
+        "custom logits processors need a local target",
+        "omit them, or choose mode off",
+    ),
+    OptionRule(
+        ("names",),
+        lambda chosen, name: (
+            chosen.names is not None and (chosen.plan.cloud is None or "names" not in chosen.plan.cloud.gates)
+        ),
+        "names has no effect without gate names",
+        "add names to the gates of a remote target",
+    ),
+    OptionRule(
+        ("logprobs",),
+        lambda chosen, name: chosen.logprobs is not None and chosen.plan.method.verifier is not None,
+        "method {chosen.plan.method.name} has no log-probabilities of tokens",
+        "choose another method",
+    ),
+    OptionRule(
+        ("score",),
+        lambda chosen, name: chosen.score and (chosen.logprobs is None or chosen.plan.recipe.encoder),
+        "score needs logprobs and a decoder",
+        "set logprobs, or choose another target",
+    ),
+    OptionRule(
+        ("drafter", "processors", "prediction", "logprobs", "names"),
+        lambda chosen, name: chosen.plan.server is not None and getattr(chosen, name) not in (None, ()),
+        "{name} needs a local target",
+        "omit external",
+    ),
+)
+
+
+def refuse_inputs(plan: Any, inputs: Any) -> None:
+    """Raise `UserError` for objects that a run cannot use."""
+    refuse(INPUTS, SimpleNamespace(plan=plan, **vars(inputs)))
 
 
 def refuse_with_encoder(chosen: Any) -> None:

@@ -32,6 +32,7 @@ from specdemo.pipeline import build_pipeline
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
+from specdemo.stores import Stores
 from specdemo.worker import Worker
 
 PROMPT = "for i in range(10):"
@@ -67,7 +68,7 @@ def traced(events: Iterable[Event]) -> list[Any]:
 @pytest.mark.parametrize("levels", ["multi", "one"])
 def test_stored_ngrams_draft_a_previous_text(target: str, levels: str) -> None:
     """The same greedy text again: all n-grams are cached, so nearly every draft token is accepted."""
-    pool, stores = ModelPool(), {}
+    pool, stores = ModelPool(), Stores()
     recipe = Recipe(
         target=target, method="nasd", temperature=0, max_tokens=48, device="cpu", ngram_levels=levels, ngram_keep=True
     )
@@ -77,7 +78,7 @@ def test_stored_ngrams_draft_a_previous_text(target: str, levels: str) -> None:
 
 def test_stores_of_many_settings_are_bounded(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stores used least recently are dropped when a run ends; without the option nothing is stored."""
-    pool, stores, text = ModelPool(), dict[Any, Any](), list(range(3, 40)) * 2
+    pool, stores, text = ModelPool(), Stores(), list(range(3, 40)) * 2
 
     def stored(**changes: Any) -> float:
         settings = {"target": target, "method": "nasd", "max_tokens": 2, "device": "cpu", "ngram_keep": True} | changes
@@ -85,12 +86,12 @@ def test_stores_of_many_settings_are_bounded(target: str, monkeypatch: pytest.Mo
         return end.peak.store
 
     stored(ngram_keep=False)
-    assert not stores
+    assert stores == Stores()
     largest = stored(ngram=16)
-    monkeypatch.setattr("specdemo.pipeline.MAX_STORE_BYTES", int(1.2 * largest))
+    monkeypatch.setattr("specdemo.stores.MAX_STORE_BYTES", int(1.2 * largest))
     for changes in ({"ngram": 2}, {"method": "suffix"}, {"ngram": 2}, {"ngram": 16}):
         stored(**changes)
-    assert stores and sum(store.size_bytes for store in stores.values()) <= 1.2 * largest
+    assert stores.drafts and stores.size_bytes <= 1.2 * largest
 
 
 def test_a_run_may_be_closed_at_any_step_and_the_next_is_not_affected(target: str) -> None:
@@ -291,7 +292,7 @@ def test_chat_template_is_applied(talker: str, target: str) -> None:
 def test_second_turn_feeds_only_new_tokens(talker: str) -> None:
     """Same text as without the cache, from fewer input tokens."""
     recipe = Recipe(target=talker, method="nasd", temperature=0, max_tokens=12, device="cpu", chat=True)
-    pool, stores = ModelPool(), {}
+    pool, stores = ModelPool(), Stores()
 
     def turn(talk: list[dict[str, str]], stores: dict | None) -> tuple[str, Header]:
         head, *steps, _ = traced(generate(recipe, talk, pool, stores))

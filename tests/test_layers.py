@@ -21,7 +21,7 @@ ORDER = (
     {"remote"},
     {"external"},
     {"option_rules"},
-    {"recipe", "prompts"},
+    {"recipe", "prompts", "stores"},
     {"plan"},
     {"pipeline", "loaded_pair"},
     {"generate"},

@@ -19,6 +19,7 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.option_rules import has_effect, methods_with, refuse_ineffective
 from specdemo.plan import plan_run
 from specdemo.recipe import METHODS, PRESETS, Recipe
+from specdemo.stores import Stores
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +79,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> None:
 @cache
 def trace(**values: Any) -> list[Any]:
     """Return the steps of a run without timings; `ngram_keep` follows a run with the same stores."""
-    stores: dict[Any, Any] = {}
+    stores = Stores()
     head = HEADS.get(values.get("method", "draft"), {})
     recipe = replace(Recipe(), **{"max_tokens": 16, "top_p": 1.0, "device": "cpu", **MODELS, **head, **values})
     if recipe.ngram_keep:

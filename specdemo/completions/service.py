@@ -26,6 +26,7 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import TokenBytes
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
+from specdemo.stores import Stores
 
 DEFAULT_MODEL = "default"
 _CHARACTERS_PER_TOKEN = 32  # no text has more on average; longer prompts are refused before they are tokenised
@@ -106,7 +107,7 @@ class CompletionService:
         method = METHODS[recipe.method].name
         content, answer = f"{method}\n{recipe.chat}\n{request.content}", ""
         scored = request.echoed and request.alternatives is not None
-        stores = {} if scored else self._conversations.take(owner, content)
+        stores = Stores() if scored else self._conversations.take(owner, content)
         run = generate(
             recipe,
             request.prompt_input,

@@ -22,9 +22,9 @@ from specdemo.models.load import load
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import HeadSpec
 from specdemo.models.zoo import PAIRS
-from specdemo.pipeline import Stores
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
+from specdemo.stores import Stores
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.service import Generate
 from specdemo.worker import WorkerGroup
@@ -90,7 +90,7 @@ def on(gpu: GPU, pool: ModelPool, engine: Generate = generate) -> Generate:
         batch: list[Event | _Failure] = []
         try:
             sent = time.monotonic()
-            with closing(engine(recipe, prompt, pool, {})) as events:
+            with closing(engine(recipe, prompt, pool, Stores())) as events:
                 for event in events:
                     batch.append(event)
                     if time.monotonic() - sent >= BATCH_S:

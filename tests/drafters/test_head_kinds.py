@@ -45,6 +45,7 @@ from specdemo.models.spec import HeadSpec, ModelSpec
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
+from specdemo.stores import Stores
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 TARGET = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.5)
@@ -215,7 +216,7 @@ def test_methods_name_the_method_of_another_head(
 def test_turns_end_drafts_by_confidence_and_keep_the_text(method: str, saved: dict[str, str], pool: ModelPool) -> None:
     plain = Recipe(method="ar", target=saved["target"], max_tokens=12, temperature=0.0, device="cpu")
     drafting = replace(plain, method=method, head=saved["dspark"], policy="path")
-    stores: dict[Any, Any] = {}
+    stores = Stores()
     for prompt in ("class Point:\n    def", "class Point:\n    def f():"):
         steps = [event.step for event in generate(drafting, prompt, pool, stores) if isinstance(event, StepEvent)]
         alone = [event.step for event in generate(plain, prompt, pool) if isinstance(event, StepEvent)]
