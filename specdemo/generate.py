@@ -22,7 +22,7 @@ from specdemo.core.errors import PromptTooLong, UserError
 from specdemo.core.events import End, Event, Header, Loading, MemoryUse, PromptScores, StepEvent
 from specdemo.core.formats import format_bytes
 from specdemo.core.metrics import Metrics
-from specdemo.core.sampling import LogitsProcessor
+from specdemo.core.sampling import LogitsProcessor, SamplingParams
 from specdemo.core.step import Step, TokenLogprob
 from specdemo.core.stop_text import StopTexts
 from specdemo.core.target import Target
@@ -183,8 +183,7 @@ def run_external(request: PlannedRun) -> Iterator[Event]:
     yield Loading(f"connecting to {address}")
     tokenizer = interruptible(partial(read_tokenizer, request.plan.target, request.pool.hub))
     read = read_prompt(tokenizer, request.prompt, recipe.chat, len(tokenizer), recipe.template_options)
-    sampling = (recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty, recipe.seed)
-    generation = GenerationRequest(read.tokens, recipe.max_tokens, *sampling)
+    generation = GenerationRequest(read.tokens, recipe.max_tokens, SamplingParams.of(recipe), recipe.seed)
     with closing(EngineClient(address, key_for(address, os.environ))) as client:
         run = ExternalRun(client, generation, tokenizer, recipe.stop_texts, recipe.stop_tokens)
         yield from run.events(asdict(replace(recipe, template_options=read.options)), read.text, _versions())

@@ -440,7 +440,7 @@ def _cost_model(context: DrafterInputs) -> CostModel:
 
 def sampling_params(recipe: Recipe, loaded: Target) -> SamplingParams:
     banned = BannedText(recipe.bad_words, token_bytes(loaded.tokenizer)) if recipe.bad_words else None
-    return SamplingParams(recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty, banned=banned)
+    return SamplingParams.of(recipe, banned=banned)
 
 
 def draft_sampling_params(recipe: Recipe, target: SamplingParams) -> SamplingParams:

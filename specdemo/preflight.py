@@ -239,7 +239,7 @@ def texts_for(recipe: Recipe, kinds: Sequence[str] = ()) -> list[Prompt]:
         return load_prompts(kinds, recipe.chat)
     prompts = load_written(recipe.temperature, kinds)
     changed = recipe.repetition_penalty != 1 or recipe.bad_words or recipe.chat
-    truncated = recipe.temperature > 0 and (recipe.top_k or recipe.top_p < 1)
+    truncated = recipe.temperature > 0 and SamplingParams.of(recipe).truncation
     if changed or truncated or recipe.temperature not in RECORDED_TEMPERATURES:
         return [replace(prompt, written="") for prompt in prompts]
     return prompts
@@ -270,9 +270,9 @@ def usable_texts(
 
 
 def _settings(recipe: Recipe) -> str:
-    top_k = f", top-k {recipe.top_k}" if recipe.top_k else ""
-    top_p = f", top-p {recipe.top_p:g}" if recipe.top_p < 1 else ""
-    return f"temperature {recipe.temperature:g}" + (top_k + top_p if recipe.temperature else "")
+    limits = SamplingParams.of(recipe).truncation if recipe.temperature else {}
+    values = {"temperature": recipe.temperature, **limits}
+    return ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in values.items())
 
 
 def _recorded_text(target: LoadedModel, prompt: Prompt, length: int) -> TimedText:

@@ -100,8 +100,7 @@ class VerifyConfig(NetworkMessage):
 
     @property
     def sampling(self) -> SamplingParams:
-        words = tuple(map(tuple, self.bad_words))
-        return SamplingParams(self.temperature, self.top_k, self.top_p, self.repetition_penalty, words)
+        return SamplingParams.of(self, bad_words=tuple(map(tuple, self.bad_words)))
 
 
 class DraftRow(NetworkMessage):

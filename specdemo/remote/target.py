@@ -163,12 +163,9 @@ class RemoteModel:
 
 
 def _verify_config(inputs: VerifierInputs) -> VerifyConfig:
-    options, sampling = inputs.options, inputs.sampling
+    options = inputs.options
     return VerifyConfig(
-        temperature=float(sampling.temperature),
-        top_k=sampling.top_k,
-        top_p=float(sampling.top_p),
-        repetition_penalty=float(sampling.repetition_penalty),
+        **inputs.sampling.numbers,
         bad_texts=list(options.bad_words),
         seed=options.seed,
         rule=options.rule,
