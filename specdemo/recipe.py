@@ -140,6 +140,14 @@ class RunOptions(OptionSet):
         slider=(0.05, 1, 0.05),
         applies="samples",
     )
+    min_p: float = _sampling_option(
+        0.0,
+        "Min-p (0: off)",
+        "sample from tokens with at least this share of the largest probability; 0 is off",
+        bounds=(0, 1),
+        slider=(0, 1, 0.05),
+        applies="samples",
+    )
     drafter_temperature: float | None = _sampling_option(
         None,
         "Temperature of the drafter (0: the same)",

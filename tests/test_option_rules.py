@@ -30,7 +30,8 @@ HEADS: dict[str, dict[str, str]] = {}  # a random head of the target, for method
 SHARPER = 1.5
 OTHER = {
     "gamma": 2, "policy": "heuristic", "gamma_min": 2, "gamma_max": 2, "egag_ema_beta": 0.9, "first_target": False,
-    "rule": "match", "temperature": 1.5, "top_k": 1, "top_p": 0.1, "repetition_penalty": 1.5, "bad_words": ("e", "a"),
+    "rule": "match", "temperature": 1.5, "top_k": 1, "top_p": 0.1, "min_p": 0.9,
+    "repetition_penalty": 1.5, "bad_words": ("e", "a"),
     "stop_texts": tuple("abcdefghijklmnop"), "stop_tokens": (5,),
     "seed": 9, "drafter_temperature": 0.5, "drafter_top_p": 0.1, "max_tokens": 9, "top": 2, "threshold": 0.05,
     "skip_sample_adjustment": True, "ngram": 2,
@@ -49,6 +50,7 @@ AROUND = {
     "skip_sample_adjustment": {"temperature": 1.0, "max_tokens": 60},
     "top_k": {"temperature": 2.0},
     "top_p": {"temperature": 2.0},
+    "min_p": {"temperature": 2.0},
     "seed": {"temperature": 2.0},
     "drafter_temperature": {"temperature": 2.0},
     "drafter_top_p": {"temperature": 2.0},

@@ -30,7 +30,8 @@ LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters applied in the order of transformers: repetition penalty, bad words, temperature, top-k, top-p.
+    """Parameters applied in the order of transformers: repetition penalty, bad words, temperature, top-k, top-p,
+    min-p.
 
     Custom `processors` follow the bad words. The numbers have the same names in options, network, endpoint, other
     engines and C, where every representation is made from this class.
@@ -39,6 +40,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_k: int = 0  # 0 disables the limit
     top_p: float = 1.0
+    min_p: float = 0.0  # least share of the largest probability (2407.01082)
     repetition_penalty: float = 1.0
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences, as in transformers
     banned: BannedText | None = None

@@ -80,7 +80,7 @@ typedef struct {
 
 typedef struct {
     float temperature;
-    double top_p;
+    double top_p, min_p;
     int64_t top_k; /* 0: all */
 } sampling;
 

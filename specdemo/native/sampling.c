@@ -170,13 +170,14 @@ static float nucleus(float *x, int64_t count, double needed, double *sum, float 
     return limit;
 }
 
-/* probs[rows][count]: temperature, top-k, top-p and softmax; scratch[count] */
+/* probs[rows][count]: temperature, top-k, top-p, min-p and softmax; scratch[count] */
 void distributions(const float *logits, int64_t rows, int64_t stride, int64_t count, const sampling *s, float *probs,
                    float *scratch) {
     float temperature = s->temperature;
     for (int64_t r = 0; r < rows; r++) {
         const float *x = logits + r * stride;
-        float *p = probs + r * count, most = x[first_largest(x, count)] / temperature, limit = 0;
+        int32_t best = first_largest(x, count);
+        float *p = probs + r * count, most = x[best] / temperature, limit = 0;
         double sum;
         int64_t i = 0;
         if (s->top_k > 0 && s->top_k < count) {
@@ -188,6 +189,11 @@ void distributions(const float *logits, int64_t rows, int64_t stride, int64_t co
             sum = exponentiate(x, count, temperature, most, p);
         }
         if (s->top_p < 1) limit = nucleus(p, count, s->top_p * sum, &sum, scratch);
+        float least = (float)(s->min_p * p[best]);
+        if (least > limit) {
+            limit = least;
+            sum = mass_from(p, count, limit);
+        }
         float factor = (float)(1 / sum);
         for (i = 0; i + LANES <= count; i += LANES)
             store(p + i, choose(load(p + i) >= limit, load(p + i) * factor, fill(0)));

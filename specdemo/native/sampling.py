@@ -31,6 +31,9 @@ class TokenSampling(Protocol):
     def top_p(self) -> float: ...
 
     @property
+    def min_p(self) -> float: ...
+
+    @property
     def struct(self) -> SamplingStruct: ...
 
 
@@ -68,13 +71,14 @@ def largest_logits(logits: Tensor) -> tuple[list[int], list[float]]:
 
 
 def token_distributions(logits: Tensor, sampling: TokenSampling) -> Tensor:
-    """Apply temperature, top-k, top-p and softmax to `logits` `[rows, vocab]`."""
+    """Apply temperature, top-k, top-p, min-p and softmax to `logits` `[rows, vocab]`."""
     if not supports(logits):
         logits = logits / sampling.temperature
         if 0 < sampling.top_k < logits.shape[1]:
             logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[:, -1:], -torch.inf)
         probs = logits.softmax(1)
-        return probs if sampling.top_p >= 1.0 else _nucleus(probs, sampling.top_p)
+        probs = probs if sampling.top_p >= 1.0 else _nucleus(probs, sampling.top_p)
+        return _probable(probs, sampling.min_p) if sampling.min_p else probs
     rows, vocab = logits.shape
     probs = torch.empty_like(logits, memory_format=torch.contiguous_format)
     scratch = torch.empty(vocab, dtype=torch.float32)
@@ -95,6 +99,12 @@ def _nucleus(probs: Tensor, top_p: float) -> Tensor:
         width *= 4
     mass = mass * (total - mass < top_p)  # includes the token that crosses top_p
     return torch.zeros_like(probs).scatter_(1, order, mass / mass.sum(1, keepdim=True))
+
+
+def _probable(probs: Tensor, share: float) -> Tensor:
+    """Keep the tokens with this share of the largest probability, renormalised (2407.01082)."""
+    mass = probs * (probs >= share * probs.amax(1, keepdim=True))
+    return mass / mass.sum(1, keepdim=True)
 
 
 def sample_at(probs: Tensor, uniform: float) -> int:

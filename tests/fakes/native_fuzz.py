@@ -60,7 +60,12 @@ def run_valid(library: ctypes.CDLL, shape: Shape, seed: int) -> None:
     tokens = np.full(drafted, -1, np.int32)
     listed = np.array(rng.sample(range(shape.vocab), vocab), np.int32)
     chain = ChainStruct(
-        SamplingStruct(temperature=rng.choice((0.0, 0.7)), top_p=rng.choice((0.5, 1.0)), top_k=rng.choice((0, 1, 5))),
+        SamplingStruct(
+            temperature=rng.choice((0.0, 0.7)),
+            top_p=rng.choice((0.5, 1.0)),
+            min_p=rng.choice((0.0, 0.1)),
+            top_k=rng.choice((0, 1, 5)),
+        ),
         *(values.ctypes.data for values in (uniforms, probs, scratch, *numbers, tokens)),
         rng.choice((None, listed.ctypes.data)),
         vocab,
@@ -129,6 +134,7 @@ def sample(library: ctypes.CDLL, rng: random.Random) -> None:
         temperature=rng.choice((1e-3, 0.7, 5.0)),
         top_k=rng.choice((0, 1, 5, 1 << 40)),
         top_p=rng.choice((0.0, 0.3, 1.0)),
+        min_p=rng.choice((0.0, 0.3, 1.0)),
     )
     tokens, values = np.zeros(nodes + 1, np.int32), np.zeros(nodes + 1, np.float32)
     library.largest_logits(logits.ctypes.data, nodes + 1, count, count, tokens.ctypes.data, values.ctypes.data)
