@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, ClassVar, TypeVar, dataclass_transform
@@ -94,7 +94,9 @@ class OptionRule:
         return f"{self.cause.format(**texts)}: {self.remedy.format(**texts)}"
 
 
-def problems(rules: Iterable[OptionRule], chosen: Any, names: Iterable[str] | None = None) -> Iterator[tuple[str, str]]:
+def problems(
+    rules: Iterable[OptionRule], chosen: Any, names: Collection[str] | None = None
+) -> Iterator[tuple[str, str]]:
     """Yield the first problem of each option, if it is among `names`."""
     reported = set()
     for rule in rules:
@@ -105,7 +107,7 @@ def problems(rules: Iterable[OptionRule], chosen: Any, names: Iterable[str] | No
                 yield name, problem
 
 
-def refuse(rules: Iterable[OptionRule], chosen: Any, names: Iterable[str] | None = None) -> None:
+def refuse(rules: Iterable[OptionRule], chosen: Any, names: Collection[str] | None = None) -> None:
     """Raise `UserError` for the first problem."""
     for _, problem in problems(rules, chosen, names):
         raise UserError(problem)

@@ -30,8 +30,7 @@ LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters applied in the order of transformers: repetition penalty, bad words, temperature, top-k, top-p,
-    min-p.
+    """Parameters in the order of transformers: repetition penalty, bad words, temperature, top-k, top-p, min-p.
 
     Custom `processors` follow the bad words. The numbers have the same names in options, network, endpoint, other
     engines and C, where every representation is made from this class.
