@@ -77,9 +77,9 @@ def with_heads(folders: Sequence[str]) -> dict[str, Mapping[str, Any]]:
 
 def head_sizes(recipe: Recipe) -> dict[str, str]:
     """Return the millions of parameters in the head's file, and of the tokens that it has seen, if known."""
-    if recipe.head_spec is None:
+    if recipe.head_name is None:
         return {"parameters": "", "trained": ""}
-    folder = Path(recipe.head_spec.name)
+    folder = Path(recipe.head_name)
     with safe_open(folder / "model.safetensors", "pt") as file:
         names = [name for name in file.keys() if name not in ("d2t", "t2d")]
         count = sum(prod(file.get_slice(name).get_shape()) for name in names)

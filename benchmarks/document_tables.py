@@ -24,6 +24,7 @@ from specdemo.core.metrics import interval
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import find_device
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
+from specdemo.plan import plan_run
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
 
@@ -208,7 +209,7 @@ def transformers(options: argparse.Namespace) -> None:
     rows: list[dict[str, str]] = []
     for kind, names, gammas in (("code", ("draft", "nasd"), [3]), ("repetitive", ("nasd", "suffix"), [3, 7])):
         recipes = recipe_grid(options.max_tokens or 64, names, gammas, ["fixed"], [0.0])
-        drafting = any(recipe.drafter_spec for recipe in recipes)
+        drafting = any(plan_run(recipe).drafter for recipe in recipes)
         peers = [name for name, peer in BASELINES.items() if drafting or peer.assistant is None]
         records = measured(recipes, load_prompts(kinds=[kind])[: options.prompts or 12], peers)
         rows += compared_with_peers(recipes, records, peers)

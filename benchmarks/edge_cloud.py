@@ -44,6 +44,7 @@ from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.pipeline import build_pipeline
+from specdemo.plan import plan_run
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
 from specdemo.remote.config import ENCODINGS, MODES, CloudConfig
@@ -114,15 +115,16 @@ class GateStudy:
     """Decoding with the bundled pair and a gate."""
 
     def __init__(self, recipe: Recipe, pool: ModelPool, max_hard_share: float) -> None:
-        assert recipe.drafter_spec is not None
+        plan = plan_run(recipe)
+        assert plan.drafter is not None
         self._recipe, self._max_hard_share = recipe, max_hard_share
-        self._target, self._drafter = pool.take(recipe.target_spec), pool.take(recipe.drafter_spec)
+        self._target, self._drafter = pool.take(plan.target), pool.take(plan.drafter)
         variants = [with_dropout(self._drafter.model, seed) for seed in range(PASSES)]
         self._variance = mc_dropout([CachedModel(model).score for model in variants])
 
     def run(self, text: str, thresholds: Mapping[str, float]) -> tuple[list[int], list[Step], SignalRecorder]:
         """Return the prompt's tokens, the steps, and the target with the recorded signals."""
-        pipeline = build_pipeline(self._recipe, self._target, self._drafter)
+        pipeline = build_pipeline(plan_run(self._recipe), self._target, self._drafter)
         policy = RecordingPolicy(pipeline.policy)
         target = SignalRecorder(pipeline.verifier, policy, self._variance)
         variance = self._variance if "variance" in thresholds else None
@@ -312,8 +314,9 @@ def modes(options: argparse.Namespace) -> None:
 
 def step_bytes(base: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Iterator[dict[str, Any]]:
     """Yield measured and theoretical bytes per step for every kind of draft and every encoding."""
-    assert base.cloud is not None and base.drafter_spec is not None
-    vocab_size = pool.take(base.drafter_spec).vocab_size
+    drafter = plan_run(base).drafter
+    assert base.cloud is not None and drafter is not None
+    vocab_size = pool.take(drafter).vocab_size
     for name, (settings, q_rows, q_bytes) in DRAFT_KINDS.items():
         for encoding in ENCODINGS:
             cloud = replace(base.cloud, q_rows=q_rows, encoding=encoding)

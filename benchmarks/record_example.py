@@ -21,7 +21,7 @@ from specdemo.core.trace import write
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS, PAIRS
-from specdemo.option_effects import settings_of_pair
+from specdemo.option_rules import settings_of_pair
 from specdemo.recipe import Recipe
 from specdemo.ui.lane import baseline_of
 from specdemo.ui.page import RECORDED_TOP

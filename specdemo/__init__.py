@@ -25,6 +25,7 @@ _EXPORTS = {
     "LoadedPair": "specdemo.loaded_pair",
     "Recipe": "specdemo.recipe",
     "Step": "specdemo.core.step",
+    "Stores": "specdemo.stores",
     "StepEvent": "specdemo.core.events",
     "UserError": "specdemo.core.errors",
     "generate": "specdemo.generate",

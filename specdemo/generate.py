@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -22,36 +22,46 @@ from specdemo.core.errors import PromptTooLong, UserError
 from specdemo.core.events import End, Event, Header, Loading, MemoryUse, PromptScores, StepEvent
 from specdemo.core.formats import format_bytes
 from specdemo.core.metrics import Metrics
-from specdemo.core.sampling import LogitsProcessor
+from specdemo.core.sampling import LogitsProcessor, SamplingParams
 from specdemo.core.step import Step, TokenLogprob
 from specdemo.core.stop_text import StopTexts
 from specdemo.core.target import Target
-from specdemo.drafters import METHODS
-from specdemo.drafters.prediction import LONGEST_COPY, PredictedText
+from specdemo.drafters.prediction import LONGEST_COPY
 from specdemo.external.address import key_for
 from specdemo.external.client import EngineClient
 from specdemo.external.run import ExternalRun
 from specdemo.external.schema import GenerationRequest
 from specdemo.loaded_pair import LoadedPair
 from specdemo.models import memory
-from specdemo.models.chat_caches import Conversation
 from specdemo.models.chat_prompt import PromptOrChat, is_encoded, read_prompt
 from specdemo.models.heads import LoadedDrafter, LoadedHead
 from specdemo.models.load import LoadedModel, read_tokenizer
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.prompt_scores import prompt_pieces, score_prompt
-from specdemo.models.spec import HeadSpec, ModelSpec
 from specdemo.models.threads import torch_threads
 from specdemo.models.tokenizer import TextStream, TokenNames, stop_texts
-from specdemo.pipeline import CONVERSATION, Pipeline, Stores, build_pipeline, longest_chain
+from specdemo.option_rules import refuse_inputs
+from specdemo.pipeline import ExpectedText, Pipeline, RunInputs, RunPrompt, build_pipeline
+from specdemo.plan import RunPlan, plan_run
 from specdemo.recipe import Recipe
-from specdemo.remote.gates import PASSES, EdgeVerifier
+from specdemo.remote.gates import PASSES
 from specdemo.remote.session import RemoteSession
 from specdemo.remote.target import connect
 from specdemo.remote.word_rules import IsName
-from specdemo.worker import interruptible, job_clock
+from specdemo.stores import Stores
+from specdemo.worker import TaskProgress, interruptible, job_clock
 
 CHARACTERS_PER_TOKEN = 3  # rough
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """Plan, prompt and inputs of a run, and the models that it uses."""
+
+    plan: RunPlan
+    prompt: PromptOrChat
+    pool: ModelPool
+    inputs: RunInputs
 
 
 def generate(
@@ -69,8 +79,8 @@ def generate(
 ) -> Generator[Event]:
     """Run `recipe` on `prompt`: a text, token ids, or a conversation if `recipe.chat` is set.
 
-    `pool` provides models (default: a new pool), `stores` the n-grams of earlier runs, in a dictionary that runs share;
-    `drafter` replaces the recipe's; `processors` change the logits of every position, see `LogitsProcessor`; `names`
+    `pool` provides models (default: a new pool), `stores` the n-grams and the conversation of earlier runs; `drafter`
+    replaces the recipe's; `processors` change the logits of every position, see `LogitsProcessor`; `names`
     recognises names in drafted text for gate `names`; `prediction` is an expected text that is drafted; `logprobs` is
     the number of alternatives in `Verdict.logprobs`; `score` adds `PromptScores` of the prompt after the header.
     Raises `UserError` before the header; later failures end the run with `End("error")`. Closing the iterator releases
@@ -78,196 +88,144 @@ def generate(
     """
     if not prompt:
         raise UserError("the prompt is empty: type something to continue")
+    if stores is not None and not isinstance(stores, Stores):
+        raise UserError(f"stores must be a Stores object, not {type(stores).__name__}: pass specdemo.Stores()")
     if isinstance(pool, LoadedPair):
         recipe, pool = pool.bind(recipe), pool.pool
-    pool = ModelPool() if pool is None else pool
     recipe = _at_conversation(recipe, stores)
-    resources = Resources(pool, stores, drafter, tuple(processors), names, logprobs=logprobs, score=score)
+    inputs = RunInputs(stores, drafter, tuple(processors), names, logprobs=logprobs, score=score)
     if prediction:
-        recipe, resources = _with_prediction(recipe, resources, prediction)
-    _refuse_ineffective_objects(recipe, resources)
-    run = run_external if recipe.external else run_local if recipe.running.cloud is None else run_edge_cloud
-    yield from run(recipe, prompt, resources)
+        inputs = replace(inputs, prediction=_expected(plan_run(recipe), prediction))
+        recipe = _drafting_predictions(recipe)
+    request = PlannedRun(plan_run(recipe), prompt, ModelPool() if pool is None else pool, inputs)
+    refuse_inputs(request.plan, inputs)
+    yield from _runner(request.plan)(request)
 
 
-def _with_prediction(recipe: Recipe, resources: Resources, prediction: str) -> tuple[Recipe, Resources]:
-    method = METHODS[recipe.running.method]
-    if not method.drafts:
-        raise UserError(f"method {method.name} does not draft: choose another method, or omit the prediction")
-    gamma = method.policy(recipe).gamma if method.policy else recipe.gamma
+def _runner(plan: RunPlan) -> Callable[[PlannedRun], Iterator[Event]]:
+    if plan.server is not None:
+        return run_external
+    return run_local if plan.cloud is None else run_edge_cloud
+
+
+def _expected(plan: RunPlan, prediction: str) -> ExpectedText:
+    gamma = plan.method.policy(plan.recipe).gamma if plan.method.policy else plan.recipe.gamma
+    return ExpectedText(prediction, gamma)
+
+
+def _drafting_predictions(recipe: Recipe) -> Recipe:
     longest = max(recipe.gamma, LONGEST_COPY)
-    recipe = replace(recipe, policy="fixed", gamma=longest, gamma_min=None, gamma_max=None)
-    return recipe, replace(resources, predict=partial(_predicted, prediction, gamma))
-
-
-def _refuse_ineffective_objects(recipe: Recipe, resources: Resources) -> None:
-    running, given = recipe.running, resources
-    method = METHODS[running.method]
-    if running.ngram_keep and given.stores is None:
-        raise UserError("ngram_keep has no effect without stores: pass the same dictionary as stores to every run")
-    if given.drafter is not None and not method.drafts:
-        raise UserError(f"method {method.name} does not draft: choose another method to use a drafter with it")
-    if given.processors and running.cloud is not None:
-        raise UserError("custom logits processors need a local target: omit them, or choose mode off")
-    if given.names is not None and (running.cloud is None or "names" not in running.cloud.gates):
-        raise UserError("names has no effect without gate names: add names to the gates of a remote target")
-    _check_logprobs(running, given.logprobs, given.score)
-    local = (given.drafter, given.processors or None, given.predict, given.logprobs, given.names)
-    if recipe.external is not None and any(value is not None for value in local):
-        raise UserError("drafters, processors, predictions and log-probabilities need a local target: omit external")
+    return replace(recipe, policy="fixed", gamma=longest, gamma_min=None, gamma_max=None)
 
 
 def _at_conversation(recipe: Recipe, stores: Stores | None) -> Recipe:
-    if not recipe.chat or stores is None:
+    conversation = stores.conversation_of(recipe.chat) if stores is not None else None
+    if conversation is None:
         return recipe
-    conversation = stores.setdefault(CONVERSATION, Conversation())
     conversation.began = conversation.began or datetime.now()
     return recipe.at(conversation.began)
 
 
-def _check_logprobs(recipe: Recipe, logprobs: int | None, score: bool) -> None:
-    if logprobs is not None and METHODS[recipe.method].verifier is not None:
-        raise UserError(f"method {recipe.method} has no log-probabilities of tokens: choose another method")
-    if score and (logprobs is None or recipe.encoder):
-        raise UserError("score needs logprobs and a decoder: set logprobs, or choose another target")
+def _load(request: PlannedRun) -> Generator[Event, None, tuple[dict[str, LoadedModel], LoadedHead | None]]:
+    """Load the models by role, and the head, unless a caller's drafter replaces them; yield the progress."""
+    plan, pool = request.plan, request.pool
+    replaced = request.inputs.drafter is not None
+    needed = {role: spec for role, spec in plan.models.items() if role != "drafter" or not replaced}
+    head = None if replaced else plan.head
+    yield from _progress(pool.bring(list(needed.values()), _context(request), head))
+    models = {role: pool.take(spec) for role, spec in needed.items()}
+    if head is None:
+        return models, None
+    yield from _progress(pool.bring_head(head))
+    return models, pool.take_head(head)
 
 
-def _predicted(prediction: str, gamma: int, target: Target, prompt: Sequence[int]) -> PredictedText:
-    return PredictedText(prompt, target.tokenizer.encode(prediction, add_special_tokens=False), gamma)
+def _progress(loading: Generator[TaskProgress]) -> Iterator[Loading]:
+    with closing(loading):
+        for progress in loading:
+            yield Loading(progress.text, progress.done, progress.total)
 
 
-@dataclass(frozen=True)
-class Resources:
-    """Objects that a run receives from its caller."""
-
-    pool: ModelPool
-    stores: Stores | None = None  # n-grams of earlier runs
-    drafter: Drafter | None = None  # replaces that of the recipe
-    processors: tuple[LogitsProcessor, ...] = ()
-    names: IsName | None = None
-    predict: Callable[[Target, Sequence[int]], PredictedText] | None = None  # predicted answer to a prompt
-    logprobs: int | None = None  # recorded alternatives per token
-    score: bool = False  # log-probabilities of the prompt, too
-
-    def load_head(self, spec: HeadSpec | None) -> Generator[Event, None, LoadedHead | None]:
-        """Load the head unless it is replaced; yield the progress."""
-        if spec is None or self.drafter is not None:
-            return None
-        with closing(self.pool.bring_head(spec)) as loading:
-            for progress in loading:
-                yield Loading(progress.text, progress.done, progress.total)
-        return self.pool.take_head(spec)
-
-    def load(
-        self, specs: Mapping[str, ModelSpec], context: int, head: HeadSpec | None = None
-    ) -> Generator[Event, None, dict[str, LoadedModel]]:
-        """Load the models by role, except a drafter that is replaced, for `context` tokens; yield the progress."""
-        needed = {role: spec for role, spec in specs.items() if role != "drafter" or self.drafter is None}
-        tapped = head if self.drafter is None else None
-        with closing(self.pool.bring(list(needed.values()), context, tapped)) as loading:
-            for progress in loading:
-                yield Loading(progress.text, progress.done, progress.total)
-        return {role: self.pool.take(spec) for role, spec in needed.items()}
-
-    def session(self, recipe: Recipe) -> RemoteSession:
-        """Return the session of the conversation, or a new one."""
-        if self.stores is None or not (recipe.chat or CONVERSATION in self.stores):
-            return RemoteSession()
-        conversation = self.stores.setdefault(CONVERSATION, Conversation())
-        conversation.session = conversation.session or RemoteSession(lasts=True)
-        return cast(RemoteSession, conversation.session)
-
-    def pipeline(
-        self,
-        recipe: Recipe,
-        target: Target,
-        model: LoadedDrafter | None,
-        prompt: str | Sequence[int],
-        tokens: Sequence[int],
-    ) -> Pipeline:
-        """Build the pipeline of a run; an encoder reads `prompt`, drafts continue `tokens`."""
-        prediction = self.predict(target, tokens) if self.predict else None
-        inputs = (self.stores, prompt, self.pool.chats, self.drafter, self.processors)
-        return build_pipeline(recipe, target, model, *inputs, prediction, self.logprobs)
+def _session(request: PlannedRun) -> RemoteSession:
+    """Return the session of the conversation, or a new one."""
+    stores = request.inputs.stores
+    conversation = stores.conversation_of(request.plan.recipe.chat) if stores is not None else None
+    if conversation is None:
+        return RemoteSession()
+    conversation.session = conversation.session or RemoteSession(lasts=True)
+    return cast(RemoteSession, conversation.session)
 
 
-def run_local(recipe: Recipe, prompt: PromptOrChat, resources: Resources) -> Iterator[Event]:
-    """Run a recipe whose target is in this process."""
-    running = recipe.running
-    models = yield from resources.load(running.specs, _context(running, prompt), running.head_spec)
-    head = yield from resources.load_head(running.head_spec)
-    yield from _run(recipe, prompt, resources, models["target"], head or models.get("drafter"))
+def run_local(request: PlannedRun) -> Iterator[Event]:
+    """Run a plan whose target is in this process."""
+    models, head = yield from _load(request)
+    yield from _run(request, models["target"], head or models.get("drafter"))
 
 
-def run_edge_cloud(recipe: Recipe, prompt: PromptOrChat, resources: Resources) -> Iterator[Event]:
-    """Run a recipe whose target is a service."""
-    running = recipe.running
-    assert running.cloud is not None
-    edge_specs = {role: spec for role, spec in running.specs.items() if role != "target"}
-    edge = (yield from resources.load(edge_specs, _context(running, prompt))).get("drafter")
-    yield Loading(f"connecting to the cloud at {running.cloud.remote}")
-    hub = resources.pool.hub
-    session = resources.session(running)
-    remote = connect(running.cloud, running.target_spec, running.seed, edge=edge, hub=hub, session=session)
-    with closing(replace(remote, is_name=resources.names)) as target:
+def run_edge_cloud(request: PlannedRun) -> Iterator[Event]:
+    """Run a plan whose target is a service."""
+    plan, hub = request.plan, request.pool.hub
+    assert plan.cloud is not None
+    models, _ = yield from _load(request)
+    edge = models.get("drafter")
+    yield Loading(f"connecting to the cloud at {plan.cloud.remote}")
+    remote = connect(plan.cloud, plan.target, plan.recipe.seed, edge=edge, hub=hub, session=_session(request))
+    with closing(replace(remote, is_name=request.inputs.names)) as target:
         if target.lost:
             yield Loading("no response from the cloud: the drafter decodes alone", warning=True)
-        yield from _run(recipe, prompt, resources, target, edge)
+        yield from _run(request, target, edge)
 
 
-def run_external(recipe: Recipe, prompt: PromptOrChat, resources: Resources) -> Iterator[Event]:
-    """Run a recipe on a server of another engine; prompt and text are token ids of the target."""
-    address = recipe.server
+def run_external(request: PlannedRun) -> Iterator[Event]:
+    """Run a plan on a server of another engine; prompt and text are token ids of the target."""
+    recipe, address = request.plan.recipe, request.plan.server
     assert address is not None
     yield Loading(f"connecting to {address}")
-    tokenizer = interruptible(partial(read_tokenizer, recipe.target_spec, resources.pool.hub))
-    read = read_prompt(tokenizer, prompt, recipe.chat, len(tokenizer), recipe.template_options)
-    sampling = (recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty, recipe.seed)
-    request = GenerationRequest(read.tokens, recipe.max_tokens, *sampling)
+    tokenizer = interruptible(partial(read_tokenizer, request.plan.target, request.pool.hub))
+    read = read_prompt(tokenizer, request.prompt, recipe.chat, len(tokenizer), recipe.template_options)
+    generation = GenerationRequest(read.tokens, recipe.max_tokens, SamplingParams.of(recipe), recipe.seed)
     with closing(EngineClient(address, key_for(address, os.environ))) as client:
-        run = ExternalRun(client, request, tokenizer, recipe.stop_texts, recipe.stop_tokens)
+        run = ExternalRun(client, generation, tokenizer, recipe.stop_texts, recipe.stop_tokens)
         yield from run.events(asdict(replace(recipe, template_options=read.options)), read.text, _versions())
 
 
-def _context(recipe: Recipe, prompt: PromptOrChat) -> int:
+def _context(request: PlannedRun) -> int:
+    prompt, plan = request.prompt, request.plan
     texts = [prompt] if isinstance(prompt, str) else [part["content"] for part in prompt if isinstance(part, dict)]
     tokens = sum(map(len, texts)) // CHARACTERS_PER_TOKEN if texts else len(prompt)
-    copies = 1 + PASSES if recipe.cloud and "variance" in recipe.cloud.gates else 1
-    return copies * (tokens + recipe.max_tokens)
+    copies = 1 + PASSES if plan.cloud and "variance" in plan.cloud.gates else 1
+    return copies * (tokens + plan.recipe.max_tokens)
 
 
-def _run(
-    recipe: Recipe, prompt: PromptOrChat, resources: Resources, target: Target, model: LoadedDrafter | None
-) -> Iterator[Event]:
-    running = recipe.running
+def _run(request: PlannedRun, target: Target, model: LoadedDrafter | None) -> Iterator[Event]:
+    plan, recipe = request.plan, request.plan.recipe
+    pool, inputs = request.pool, request.inputs
     environment = _environment(target, model)  # measured before the clock starts
-    read = read_prompt(target.tokenizer, prompt, running.chat, target.vocab_size, recipe.template_options)
+    read = read_prompt(target.tokenizer, request.prompt, recipe.chat, target.vocab_size, recipe.template_options)
     tokens = target.opening if target.encoder else read.tokens  # an encoder's input is not part of the text
+    prompt = RunPrompt(read.tokens if is_encoded(request.prompt) else read.text, tokens)
     with ExitStack() as opened:
-        pipeline = resources.pipeline(running, target, model, read.tokens if is_encoded(prompt) else read.text, tokens)
+        pipeline = build_pipeline(plan, target, model, inputs, prompt, pool.chats)
         opened.callback(pipeline.close)
-        if recipe.cloud is not None and recipe.cloud.alone:
-            pipeline = replace(pipeline, verifier=EdgeVerifier(pipeline.verifier))
         free = _free_positions(pipeline, tokens)
-        start = read.start + _prepare(resources.pool, pipeline, running, len(tokens), free)
+        start = read.start + _prepare(pool, pipeline, plan, len(tokens), free)
         yield Header(
             recipe=asdict(replace(recipe, template_options=read.options)),
             prompt=read.text,
             prompt_tokens=tuple(read.tokens),
             vocab_size=target.vocab_size,
-            exact=recipe.exact,
-            bit_equal=resources.drafter is None
-            and target.bit_equal(longest_chain(running), len(tokens) + running.max_tokens),
+            exact=plan.exact,
+            bit_equal=inputs.drafter is None and target.bit_equal(plan.longest_chain, len(tokens) + recipe.max_tokens),
             encoder=target.encoder,
             cached_tokens=pipeline.target_cache.held(tokens) if pipeline.target_cache else 0,
             environment={**environment, **target.environment},
         )
-        if resources.score and resources.logprobs is not None:
-            yield from _scores(pipeline, target, read.text, read.tokens, resources.logprobs)
+        if inputs.score and inputs.logprobs is not None:
+            yield from _scores(pipeline, target, read.text, read.tokens, inputs.logprobs)
         metrics = Metrics()
-        stops = stop_texts(target.tokenizer, running.stop_texts)
+        stops = stop_texts(target.tokenizer, recipe.stop_texts)
         last = failure = passes = exhausted = None
-        steps = _steps(pipeline, target, tokens, min(running.max_tokens, free), start, running.first_target, stops)
+        steps = _steps(pipeline, target, tokens, min(recipe.max_tokens, free), start, recipe.first_target, stops)
         try:
             for event in steps:
                 if isinstance(event, StepEvent):
@@ -280,12 +238,12 @@ def _run(
         if exhausted:  # freeing memory inside the handler would fail: its traceback references tensors
             opened.close()
             del pipeline, steps
-            failure = _memory_ran_out(resources.pool, kv_bytes, device)
+            failure = _memory_ran_out(pool, kv_bytes, device)
         if failure is not None:
             yield End("error", failure, metrics)
             return
         reason = "stop" if stops.reached or last in pipeline.stop else "length"
-        full = reason == "length" and metrics.tokens == free < running.max_tokens
+        full = reason == "length" and metrics.tokens == free < recipe.max_tokens
         yield End(reason, None, metrics, _peak(pipeline, passes), full)
 
 
@@ -404,10 +362,11 @@ def _prefill(pipeline: Pipeline, tokens: Sequence[int], drafter: bool = False) -
         yield Loading("drafter: prompt" if drafter else "prompt", done, len(tokens))
 
 
-def _prepare(pool: ModelPool, pipeline: Pipeline, recipe: Recipe, tokens: int, free: int) -> float:
-    pool.free_memory_for(pipeline.caches, tokens + min(recipe.max_tokens, free))
+def _prepare(pool: ModelPool, pipeline: Pipeline, plan: RunPlan, tokens: int, free: int) -> float:
+    length = tokens + min(plan.recipe.max_tokens, free)
+    pool.free_memory_for(pipeline.caches, length)
     start = time.perf_counter()
-    pipeline.prepare(recipe, tokens, tokens + min(recipe.max_tokens, free))
+    pipeline.prepare(plan.longest_chain, tokens, length)
     return time.perf_counter() - start
 
 

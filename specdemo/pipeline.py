@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -18,8 +18,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.policies import POLICIES, CostModel
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import LogitsProcessor, Noise, SamplingParams, SharedNoise
-from specdemo.core.target import Target
-from specdemo.drafters import METHODS
+from specdemo.core.target import Target, VerifierInputs
 from specdemo.drafters.method import VocabularyBridge
 from specdemo.drafters.prediction import PredictedText, PredictionDrafter
 from specdemo.models.cached_head import CachedHead
@@ -36,13 +35,43 @@ from specdemo.models.load import LoadedModel
 from specdemo.models.tokenizer import Bridge, check_vocabulary, encode_prompt, token_bytes
 from specdemo.models.uncached import UncachedModel
 from specdemo.models.zoo import check_pair
+from specdemo.option_rules import refuse_with_encoder
+from specdemo.plan import RunPlan
 from specdemo.prompts import load_prompts
-from specdemo.recipe import Recipe, refuse_with_encoder
+from specdemo.recipe import Recipe
+from specdemo.remote.gates import EdgeVerifier, RecordingPolicy
+from specdemo.remote.word_rules import IsName
+from specdemo.stores import Stores
 from specdemo.worker import pass_load
 
-CONVERSATION = "conversation"  # key of the `Conversation` in `Stores`
-Stores = dict[Any, Any]  # state of earlier runs: n-grams, and the key of KV caches
-MAX_STORE_BYTES = 64 << 20  # n-grams and suffixes of a `Stores`
+
+@dataclass(frozen=True)
+class ExpectedText:
+    """Text that the answer probably repeats, and the longest draft of the method where it does not."""
+
+    text: str
+    fallback_gamma: int
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """Objects that a caller adds to a recipe, see `generate`."""
+
+    stores: Stores | None = None
+    drafter: Drafter | None = None
+    processors: tuple[LogitsProcessor, ...] = ()
+    names: IsName | None = None
+    prediction: ExpectedText | None = None
+    logprobs: int | None = None
+    score: bool = False
+
+
+@dataclass(frozen=True)
+class RunPrompt:
+    """Prompt of a run: what an encoder reads, and the tokens that drafts continue."""
+
+    source: str | Sequence[int] = ""
+    tokens: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -93,91 +122,95 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             if len(text) <= cache.context and max(text, default=0) < cache.vocab_size:
                 yield from cache.prefill(text)
 
-    def prepare(self, recipe: Recipe, tokens: int, length: int) -> None:
+    def prepare(self, longest_chain: int | None, tokens: int, length: int) -> None:
         """Record the passes of a run from `tokens` to `length` tokens."""
-        longest = longest_chain(recipe) or MAX_ROWS
+        longest = longest_chain or MAX_ROWS
         opening = (tokens - 1) % PROMPT_CHUNK + 1
         for cached in self.caches:
             cached.prepare({*range(1, longest + 3), opening}, tokens, length + MAX_ROWS)
 
 
-def stored_bytes(stores: Stores) -> int:
-    return sum(getattr(store, "size_bytes", 0) for store in list(stores.values()))
+class RunCaches:
+    """Cached models of a run, opened when first needed.
 
+    In a conversation, `close` keeps the caches that `reusable` returned for the next turn; it closes the others.
+    """
 
-def _drop_oldest(stores: Stores) -> None:
-    for key in [key for key in list(stores) if key != CONVERSATION]:
-        if stored_bytes(stores) > MAX_STORE_BYTES:
-            stores.pop(key, None)
+    def __init__(self, plan: RunPlan, conversation: Conversation | None, chats: ChatCaches | None) -> None:
+        self._plan = plan
+        self._conversation = conversation
+        self._chats = chats
+        self._reusable: dict[Hashable, CachedModel] = {}
+        self._resources = ExitStack()
+        self.drafting: list[CachedModel] = []
 
-
-def longest_chain(recipe: Recipe) -> int | None:
-    """Return the largest draft length of fixed-length chains that are cached."""
-    fixed = recipe.policy == "fixed" and recipe.use_cache
-    return recipe.gamma if fixed and METHODS[recipe.method].shape == "chain" else None
-
-
-class ModelContext:
-    """`BuildContext` and `TargetContext` of a run; cached models are created when first needed."""
-
-    policy: DraftLengthPolicy  # chosen when the drafter has been built
-
-    def __init__(
+    def open(
         self,
-        recipe: Recipe,
-        target: Target,
-        drafter: LoadedDrafter | None,
-        stores: Stores | None = None,
-        prompt: str | Sequence[int] = "",
-        chats: ChatCaches | None = None,
-        processors: Sequence[LogitsProcessor] = (),
-        logprobs: int | None = None,
-    ) -> None:
-        self.options = self.recipe = recipe
-        self.target = target
-        self.drafter: LoadedModel | None = None if isinstance(drafter, LoadedHead) else drafter
-        self._head: Head | None = drafter.head if isinstance(drafter, LoadedHead) else None
-        self.taps: tuple[int, ...] = self._head.taps if self._head else ()
-        self._stores, self._chats = stores, chats
-        self.logprobs = logprobs
-        self._prompt = prompt
-        self._conversation: dict[Any, CachedModel] = {}  # caches that stay open for the next turn
-        self._resources = ExitStack()  # caches of this run
-        self.seed = recipe.seed
-        self.sampling = replace(sampling_params(recipe, target), processors=tuple(processors))
-        self.bridge: VocabularyBridge | None = _bridge(recipe, target, self.drafter)
-        self.source: Sequence[int] = _source(target, prompt)
-        self.stop: Collection[int] = {*target.stop, *_checked_ids(recipe.stop_tokens, target.vocab_size)}
-        self.draft_caches: list[CachedModel] = []
-        self._shared = SharedNoise(recipe.seed) if RULES[recipe.rule].shares_noise else None
-        self.vocab_size = target.vocab_size
-        self.candidates = METHODS[recipe.method].candidates(recipe)
-        self.method_verifier = METHODS[recipe.method].verifier
-        self.target_cache: CachedModel | None = target.open_cache(self)
+        model: Model,
+        pad: int = 1,
+        source: Sequence[int] = (),
+        owner: CachedModel | None = None,
+        taps: tuple[int, ...] = (),
+    ) -> CachedModel:
+        make = CachedModel if self._plan.recipe.use_cache else UncachedModel
+        return self._resources.enter_context(closing(make(model, pad, source, owner, taps)))
+
+    def reusable(
+        self, loaded: Any, role: str, pad: int = 1, source: Sequence[int] = (), taps: tuple[int, ...] = ()
+    ) -> CachedModel:
+        """Return the cache of the previous turn if it has the same hidden states, or a new one."""
+        recipe = self._plan.recipe
+        if self._conversation is None or self._chats is None or not recipe.use_cache or loaded.encoder:
+            return self.open(loaded.model, pad, source, taps=taps)
+        key = (role, self._plan.method.name, taps)
+        if key not in self._reusable:
+            earlier = self._chats.take(self._conversation, key, loaded.model)
+            self._reusable[key] = earlier or CachedModel(loaded.model, pad, taps=taps)
+        return self._reusable[key]
+
+    def on_close(self, call: Callable[[], object]) -> None:
+        self._resources.callback(call)
+
+    def close(self) -> None:
+        if self._chats is not None and self._conversation is not None:
+            for key, cached in self._reusable.items():
+                self._chats.put(self._conversation, key, cached)
+        self._reusable = {}
+        self._resources.close()
+
+
+@dataclass(frozen=True)
+class DrafterInputs:
+    """`BuildContext` of a run."""
+
+    plan: RunPlan
+    target: Target
+    drafter: LoadedModel | None
+    trained_head: Head | None
+    target_cache: CachedModel | None
+    caches: RunCaches
+    stores: Stores | None
+    prompt: RunPrompt
+    stop: Collection[int]
+    sampling: SamplingParams
+    bridge: Bridge | None
+    shared_noise: SharedNoise | None
+
+    @property
+    def options(self) -> Recipe:
+        return self.plan.recipe
+
+    @property
+    def seed(self) -> int:
+        return self.plan.recipe.seed
+
+    @property
+    def vocab_size(self) -> int:
+        return self.target.vocab_size
 
     @cached_property
-    def draft_sampling(self) -> SamplingParams:
-        return draft_sampling_params(self.recipe, self.sampling)
-
-    @cached_property
-    def drafter_sampling(self) -> SamplingParams:
-        assert self.drafter is not None
-        return sampling_params(self.recipe, self.drafter)
-
-    def scorer(self, role: str, layers: Callable[[int], Sequence[int]] | None = None) -> CachedModel:
-        if role == "target" and layers is None:
-            assert self.target_cache is not None
-            return self.target_cache
-        source = self.target_cache if role == "target" else self.drafter
-        assert source is not None
-        if layers is not None:
-            cache = self.open(with_layers(source.model, list(layers(layer_count(source.model)))))
-        elif self._is_copy:
-            cache = self.open(source.model, owner=self.target_cache)
-        else:
-            cache = self.cached(source, role)
-        self.draft_caches.append(cache)
-        return cache
+    def source(self) -> Sequence[int]:
+        return _source(self.target, self.prompt.source)
 
     @property
     def corpus(self) -> list[list[int]]:
@@ -188,136 +221,182 @@ class ModelContext:
     def has_drafter(self) -> bool:
         return self.drafter is not None
 
+    @cached_property
+    def draft_sampling(self) -> SamplingParams:
+        return draft_sampling_params(self.plan.recipe, self.sampling)
+
+    @cached_property
+    def drafter_sampling(self) -> SamplingParams:
+        assert self.drafter is not None
+        return sampling_params(self.plan.recipe, self.drafter)
+
+    def scorer(self, role: str, layers: Callable[[int], Sequence[int]] | None = None) -> CachedModel:
+        if role == "target" and layers is None:
+            assert self.target_cache is not None
+            return self.target_cache
+        loaded = self.target_cache if role == "target" else self.drafter
+        assert loaded is not None
+        if layers is not None:
+            cache = self.caches.open(with_layers(loaded.model, list(layers(layer_count(loaded.model)))))
+        elif self._is_copy:
+            cache = self.caches.open(loaded.model, owner=self.target_cache)
+        else:
+            cache = self.caches.reusable(loaded, role, source=_source(self.drafter, self.prompt.source))
+        self.caches.drafting.append(cache)
+        return cache
+
     @property
     def _is_copy(self) -> bool:
-        if self.target_cache is None or self.drafter is None or not self.recipe.use_cache:
+        if self.target_cache is None or self.drafter is None or not self.plan.recipe.use_cache:
             return False
-        if self.recipe.target_spec.name != self.drafter.spec.name:
+        if self.plan.target.name != self.drafter.spec.name:
             return False
         return engine_of(self.drafter.model).shares_cache(self.target_cache.engine)
 
-    @property
-    def drafter_bytes(self) -> int:
-        head = self._head.weight_bytes if self._head else 0
-        return head + sum(cache.weight_bytes for cache in self.draft_caches)
-
     def head(self) -> CachedHead | None:
-        if self._head is None or self.target_cache is None:
+        if self.trained_head is None or self.target_cache is None:
             return None
         cached = self.target_cache.head
-        if cached is None or cached.head is not self._head:
-            cached = self.target_cache.head = CachedHead(self._head, self.target_cache)
+        if cached is None or cached.head is not self.trained_head:
+            cached = self.target_cache.head = CachedHead(self.trained_head, self.target_cache)
         return cached
 
     def noise(self, name: str, *, shared: bool = True) -> Noise | SharedNoise:
-        return self._shared if shared and self._shared is not None else Noise(self.seed, name)
+        return self.shared_noise if shared and self.shared_noise is not None else Noise(self.seed, name)
 
     def with_store(self, make: Callable[[Any], Any], *key: Any) -> Any:
-        if self._stores is None or not self.recipe.ngram_keep:
+        if self.stores is None or not self.plan.recipe.ngram_keep:
             return make(None)
-        key = (self.recipe.method, self.recipe.target_spec.name, *key)
-        drafter = make(self._stores.pop(key, None))
-        self._stores[key] = drafter.store
-        self.on_close(partial(_drop_oldest, self._stores))
+        key = (self.plan.method.name, self.plan.target.name, *key)
+        drafter = make(self.stores.drafts.pop(key, None))
+        self.stores.drafts[key] = drafter.store
+        self.caches.on_close(self.stores.drop_oldest)
         return drafter
-
-    def cached(self, loaded: Any, role: str, pad: int = 1, taps: tuple[int, ...] = ()) -> CachedModel:
-        """In a conversation the KV cache of earlier turns is reused, if it has the same hidden states."""
-        stored = self._stores is not None and (self.recipe.chat or CONVERSATION in self._stores)
-        reusable = stored and self.recipe.use_cache and not loaded.encoder
-        if not reusable or self._stores is None or self._chats is None:
-            return self.open(loaded.model, pad, _source(loaded, self._prompt), taps=taps)
-        conversation, key = self._stores.setdefault(CONVERSATION, Conversation()), (role, self.recipe.method, taps)
-        cache = self._conversation.get(key) or self._chats.take(conversation, key, loaded.model)
-        self._conversation[key] = cache or CachedModel(loaded.model, pad, taps=taps)
-        return self._conversation[key]
-
-    def open(
-        self,
-        model: Model,
-        pad: int = 1,
-        source: Sequence[int] = (),
-        owner: CachedModel | None = None,
-        taps: tuple[int, ...] = (),
-    ) -> CachedModel:
-        """Return a cached model, closed with this context."""
-        make = CachedModel if self.recipe.use_cache else UncachedModel
-        return self._resources.enter_context(closing(make(model, pad, source, owner, taps)))
-
-    def on_close(self, call: Callable[[], None]) -> None:
-        self._resources.callback(call)
-
-    def close(self) -> None:
-        """Keep the caches of a conversation for its next turn; close the others."""
-        if self._chats is not None and self._stores is not None:
-            for key, cached in self._conversation.items():
-                self._chats.put(self._stores[CONVERSATION], key, cached)
-        self._conversation = {}
-        self._resources.close()
 
 
 def build_pipeline(
-    recipe: Recipe,
+    plan: RunPlan,
     target: Target,
     drafter: LoadedDrafter | None,
-    stores: Stores | None = None,
-    prompt: str | Sequence[int] = "",
+    inputs: RunInputs = RunInputs(),  # noqa: B008
+    prompt: RunPrompt = RunPrompt(),  # noqa: B008
     chats: ChatCaches | None = None,
-    proposer: Drafter | None = None,
-    processors: Sequence[LogitsProcessor] = (),
-    prediction: PredictedText | None = None,
-    logprobs: int | None = None,
 ) -> Pipeline:
-    """Build the objects of a run; encoders process `prompt`, and `proposer` replaces the drafter of the method.
-
-    `processors` change the logits of the target and of drafters with its vocabulary.
+    """Build caches, drafter, policy and verifier of a run, in this order.
 
     Raises `UserError` for models or methods that do not fit together.
     """
     if drafter is not None and target.encoder != drafter.encoder:
         role = "target" if target.encoder else "drafter"
         raise UserError(f"the {role} has an encoder and the other model is a decoder: choose two of the same kind")
-    if target.encoder:
-        refuse_with_encoder(recipe.method)
-    context = ModelContext(recipe, target, drafter, stores, prompt, chats, processors, logprobs)
+    if target.encoder and plan.method.name == plan.recipe.method:
+        refuse_with_encoder(plan.recipe)
+    conversation = inputs.stores.conversation_of(plan.recipe.chat) if inputs.stores is not None else None
+    caches = RunCaches(plan, conversation, chats)
     try:
-        return _assemble(context, proposer, prediction)
+        context = _drafter_inputs(plan, target, drafter, inputs, prompt, caches)
+        return _assemble(context, inputs, prompt)
     except BaseException:
-        context.close()
+        caches.close()
         raise
 
 
-def _assemble(context: ModelContext, proposer: Drafter | None, prediction: PredictedText | None) -> Pipeline:
-    recipe, target = context.recipe, context.target
-    method = METHODS[recipe.method]
-    drafter = method.build(context) if proposer is None else proposer
-    if prediction is not None:
-        drafter = PredictionDrafter(prediction, drafter)
-    caches = tuple(context.draft_caches)
-    if method.shape == "forest":
-        drafting = [(type(cache.model).__name__, cache.chains_only) for cache in caches]
-        _refuse_forests(method.name, [(target.name, target.chains_only), *drafting])
-    if method.policy is not None:
-        context.policy = method.policy(recipe)
-    else:
-        context.policy = _policy(context)
-    verifier = target.verifier(context)
-    same_tokens = () if context.bridge else caches  # a drafter of another vocabulary has other counts
+def _drafter_inputs(
+    plan: RunPlan,
+    target: Target,
+    drafter: LoadedDrafter | None,
+    inputs: RunInputs,
+    prompt: RunPrompt,
+    caches: RunCaches,
+) -> DrafterInputs:
+    recipe = plan.recipe
+    head = drafter.head if isinstance(drafter, LoadedHead) else None
+    model = None if isinstance(drafter, LoadedHead) else drafter
+    bridge = _bridge(recipe, target, model)
+    stop = {*target.stop, *_checked_ids(recipe.stop_tokens, target.vocab_size)}
+    open_cache = partial(caches.reusable, source=_source(target, prompt.source))
+    return DrafterInputs(
+        plan=plan,
+        target=target,
+        drafter=model,
+        trained_head=head,
+        target_cache=target.open_cache(open_cache, head.taps if head else ()),
+        caches=caches,
+        stores=inputs.stores,
+        prompt=prompt,
+        stop=stop,
+        sampling=replace(sampling_params(recipe, target), processors=inputs.processors),
+        bridge=bridge,
+        shared_noise=SharedNoise(recipe.seed) if RULES[recipe.rule].shares_noise else None,
+    )
+
+
+def _assemble(context: DrafterInputs, inputs: RunInputs, prompt: RunPrompt) -> Pipeline:
+    plan, target = context.plan, context.target
+    drafter = plan.method.build(context) if inputs.drafter is None else inputs.drafter
+    if inputs.prediction is not None:
+        drafter = PredictionDrafter(_predicted(inputs.prediction, target, prompt.tokens), drafter)
+    draft_caches = tuple(context.caches.drafting)
+    if plan.method.shape == "forest":
+        drafting = [(type(cache.model).__name__, cache.chains_only) for cache in draft_caches]
+        _refuse_forests(plan.method.name, [(target.name, target.chains_only), *drafting])
+    policy = _policy(context)
+    if plan.cloud is not None and plan.cloud.gates:
+        policy = RecordingPolicy(policy)
+    same_tokens = () if context.bridge else draft_caches  # a drafter of another vocabulary has other counts
     shared = min(target.context, *(cache.context for cache in same_tokens), sys.maxsize)
-    alone = recipe.cloud is not None and recipe.cloud.on_loss == "edge"  # the drafter may have to continue
-    lengths = shared if alone else target.context, shared
-    roles = verifier, drafter, context.policy
-    return Pipeline(*roles, context.target_cache, caches, *lengths, context.stop, context.close, context.bridge)
+    continues_alone = plan.cloud is not None and plan.cloud.on_loss == "edge"
+    return Pipeline(
+        verifier=_verifier(context, inputs, policy),
+        drafter=drafter,
+        policy=policy,
+        target_cache=context.target_cache,
+        draft_caches=draft_caches,
+        context=shared if continues_alone else target.context,
+        shared_context=shared,
+        stop=context.stop,
+        close=context.caches.close,
+        bridge=context.bridge,
+    )
 
 
-def _policy(context: ModelContext) -> DraftLengthPolicy:
+def _predicted(expected: ExpectedText, target: Target, prompt: Sequence[int]) -> PredictedText:
+    tokens = target.tokenizer.encode(expected.text, add_special_tokens=False)
+    return PredictedText(prompt, tokens, expected.fallback_gamma)
+
+
+def _policy(context: DrafterInputs) -> DraftLengthPolicy:
     """Return the policy; shared passes limit it where the text does not depend on draft lengths."""
-    recipe, costs = context.recipe, _cost_model(context)
-    policy: DraftLengthPolicy = POLICIES[recipe.policy].make(recipe.draft_lengths, costs)
-    fixed_text = recipe.exact and (recipe.temperature == 0 or RULES[recipe.rule].shares_noise)
-    if context.target_cache is None or not fixed_text or METHODS[recipe.method].shape != "chain":
+    plan = context.plan
+    if plan.method.policy is not None:
+        return plan.method.policy(plan.recipe)
+    costs = _cost_model(context)
+    policy: DraftLengthPolicy = POLICIES[plan.recipe.policy].make(plan.lengths, costs)
+    if context.target_cache is None or not plan.fixed_text or plan.method.shape != "chain":
         return policy
-    return BatchLimit(policy, costs, pass_load, recipe.draft_lengths.most)
+    return BatchLimit(policy, costs, pass_load, plan.lengths.most)
+
+
+def _verifier(context: DrafterInputs, inputs: RunInputs, policy: DraftLengthPolicy) -> Verifier:
+    plan = context.plan
+    if plan.method.verifier is not None:
+        return plan.method.verifier(context)
+    verifier = context.target.verifier(
+        VerifierInputs(
+            options=plan.recipe,
+            sampling=context.sampling,
+            policy=policy,
+            target_cache=context.target_cache,
+            draft_caches=tuple(context.caches.drafting),
+            candidates=plan.method.candidates(plan.recipe),
+            accept=context.noise("accept", shared=False),
+            correct=context.noise("correct"),
+            logprobs=inputs.logprobs,
+            open=context.caches.open,
+            on_close=context.caches.on_close,
+        )
+    )
+    return EdgeVerifier(verifier) if plan.edge_alone else verifier
 
 
 def _checked_ids(stop_tokens: Sequence[int], vocab_size: int) -> Sequence[int]:
@@ -350,16 +429,18 @@ def _bridge(recipe: Recipe, target: Target, drafter: LoadedModel | None) -> Brid
     return None
 
 
-def _cost_model(context: ModelContext) -> CostModel:
+def _cost_model(context: DrafterInputs) -> CostModel:
     costs = context.target.pass_costs
     if costs is None:
         return CostModel()
-    return CostModel(costs, context.drafter_bytes / context.target.weight_bytes)
+    head = context.trained_head.weight_bytes if context.trained_head else 0
+    drafting = head + sum(cache.weight_bytes for cache in context.caches.drafting)
+    return CostModel(costs, drafting / context.target.weight_bytes)
 
 
 def sampling_params(recipe: Recipe, loaded: Target) -> SamplingParams:
     banned = BannedText(recipe.bad_words, token_bytes(loaded.tokenizer)) if recipe.bad_words else None
-    return SamplingParams(recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty, banned=banned)
+    return SamplingParams.of(recipe, banned=banned)
 
 
 def draft_sampling_params(recipe: Recipe, target: SamplingParams) -> SamplingParams:
@@ -369,7 +450,7 @@ def draft_sampling_params(recipe: Recipe, target: SamplingParams) -> SamplingPar
     return replace(target, temperature=temperature, top_p=top_p)
 
 
-def _source(loaded: Target, prompt: str | Sequence[int]) -> list[int]:
-    if not loaded.encoder:
+def _source(loaded: Target | LoadedModel | None, prompt: str | Sequence[int]) -> list[int]:
+    if loaded is None or not loaded.encoder:
         return []
     return loaded.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)

@@ -36,6 +36,7 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import check_ids
 from specdemo.models.zoo import PAIRS, check_pair
 from specdemo.pipeline import Pipeline, build_pipeline, draft_sampling_params, sampling_params
+from specdemo.plan import plan_run
 from specdemo.prompts import RECORDED_TEMPERATURES, Prompt, alternate_classes, load_prompts, load_written
 from specdemo.recipe import Recipe
 from specdemo.worker import give_way
@@ -168,13 +169,13 @@ def _replayed(
     yield PreflightProgress(0.1, f"reading texts ({_names(prompts)})")
     texts, origin = usable_texts(recipe, target, prompts, pipeline.shared_context)
     yield PreflightProgress(0.4, f"timing passes over 1 to {MAX_GAMMA + 1} tokens")
-    costs = measure_costs(lambda: build_pipeline(recipe, target, drafter), texts, MAX_GAMMA)
+    costs = measure_costs(lambda: build_pipeline(plan_run(recipe), target, drafter), texts, MAX_GAMMA)
     v = fit_costs(costs.v)
     replayed: list[tuple[Chances, float]] = []  # chances of a text and the cost of its prompt
     for i, (tokens, start) in enumerate(texts):
         yield PreflightProgress(0.7 + 0.3 * i / len(texts), "replaying the drafts")
         give_way()
-        with build_pipeline(recipe, target, drafter) as empty:
+        with build_pipeline(plan_run(recipe), target, drafter) as empty:
             opening = prompt_cost(empty, (tokens, start), costs)
         replayed.append((replay(recipe, target, drafter, (tokens, start)), opening))
     first = [draft[0] for chances, _ in replayed for draft in chances if draft]
@@ -210,25 +211,26 @@ def fit_costs(v: Sequence[float]) -> dict[int, float]:
 def is_replayed(recipe: Recipe) -> bool:
     method = METHODS[recipe.method]
     sampled = method.sampled and recipe.temperature > 0
-    comparable = method.preflight != "decoding" and recipe.head_spec is None
-    return comparable and (RULES[recipe.rule].overlaps or (recipe.exact and not sampled))
+    comparable = method.preflight != "decoding" and recipe.head_name is None
+    return comparable and (RULES[recipe.rule].overlaps or (plan_run(recipe).exact and not sampled))
 
 
 def load_comparable(recipe: Recipe, pool: ModelPool) -> tuple[LoadedModel, LoadedDrafter | None, Pipeline]:
     """Return target, drafter and pipeline. Raises `UserError` if their distributions are not comparable."""
-    if recipe.encoder or pool.take(recipe.target_spec).encoder:
+    plan = plan_run(recipe)
+    if recipe.encoder or pool.take(plan.target).encoder:
         raise UserError("preflight does not support encoder-decoders: run or bench the recipe")
-    target = pool.take(recipe.target_spec)
-    drafter: LoadedDrafter | None = pool.take(recipe.drafter_spec) if recipe.drafter_spec else None
-    if recipe.head_spec:
-        drafter = pool.take_head(recipe.head_spec)
+    target = pool.take(plan.target)
+    drafter: LoadedDrafter | None = pool.take(plan.drafter) if plan.drafter else None
+    if plan.head:
+        drafter = pool.take_head(plan.head)
     if drafter is not None and not isinstance(drafter, LoadedHead) and recipe.universal:
         try:
             check_pair(target.tokenizer, drafter.tokenizer)
         except UserError as error:
             cause = "preflight requires models that share a vocabulary: run or bench the recipe"
             raise UserError(cause) from error
-    return target, drafter, build_pipeline(recipe, target, drafter)
+    return target, drafter, build_pipeline(plan, target, drafter)
 
 
 def texts_for(recipe: Recipe, kinds: Sequence[str] = ()) -> list[Prompt]:
@@ -237,7 +239,7 @@ def texts_for(recipe: Recipe, kinds: Sequence[str] = ()) -> list[Prompt]:
         return load_prompts(kinds, recipe.chat)
     prompts = load_written(recipe.temperature, kinds)
     changed = recipe.repetition_penalty != 1 or recipe.bad_words or recipe.chat
-    truncated = recipe.temperature > 0 and (recipe.top_k or recipe.top_p < 1)
+    truncated = recipe.temperature > 0 and SamplingParams.of(recipe).truncation
     if changed or truncated or recipe.temperature not in RECORDED_TEMPERATURES:
         return [replace(prompt, written="") for prompt in prompts]
     return prompts
@@ -268,9 +270,9 @@ def usable_texts(
 
 
 def _settings(recipe: Recipe) -> str:
-    top_k = f", top-k {recipe.top_k}" if recipe.top_k else ""
-    top_p = f", top-p {recipe.top_p:g}" if recipe.top_p < 1 else ""
-    return f"temperature {recipe.temperature:g}" + (top_k + top_p if recipe.temperature else "")
+    limits = SamplingParams.of(recipe).truncation if recipe.temperature else {}
+    values = {"temperature": recipe.temperature, **limits}
+    return ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in values.items())
 
 
 def _recorded_text(target: LoadedModel, prompt: Prompt, length: int) -> TimedText:
@@ -309,13 +311,13 @@ def decoded_runs(
         tokens = read_prompt(target.tokenizer, *inputs).tokens
         tokens = tokens[: min(MAX_TEXT_TOKENS, context - 2 * MAX_GAMMA)]
         most_tokens = min(recipe.max_tokens, MAX_TEXT_TOKENS, context - len(tokens) - MAX_GAMMA)
-        with build_pipeline(replace(recipe, seed=seed), target, drafter) as pipeline:
+        with build_pipeline(plan_run(replace(recipe, seed=seed)), target, drafter) as pipeline:
             steps = _decoded(pipeline, tokens, most_tokens, clock)
             length = len(tokens) + sum(len(step.tokens) for step in steps)
             kv_bytes = round(1000 * pipeline.kv_bytes / length)
         plain = steps
         if recipe.method != "ar":
-            with build_pipeline(ar, target, None) as baseline:
+            with build_pipeline(plan_run(ar), target, None) as baseline:
                 plain = _decoded(baseline, tokens, 1 + WARMUP_RUNS + baseline_steps, clock)
         ar_s = [step.seconds.verify + step.seconds.host for step in plain[1 + WARMUP_RUNS :]]
         yield DecodedRun(tokens, steps, statistics.median(ar_s) if ar_s else 0.0, kv_bytes)
@@ -358,7 +360,7 @@ def replay(recipe: Recipe, target: LoadedModel, drafter: LoadedDrafter | None, t
     (tokens, start), method = text, METHODS[recipe.method]
     sampling = sampling_params(recipe, target)
     chances: Chances = []
-    with build_pipeline(recipe, target, drafter) as pipeline:
+    with build_pipeline(plan_run(recipe), target, drafter) as pipeline:
         cached, candidates = _local(pipeline.target_cache), method.candidates(recipe)
         p = distributions(cached, tokens, sampling, cached.vocab_size)
         count = min(candidates, cached.vocab_size)

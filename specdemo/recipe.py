@@ -1,4 +1,4 @@
-"""Schema of all options, rules about several options, and derived values."""
+"""Schema of all options of a run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from types import new_class
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from specdemo.core.errors import UserError
 from specdemo.core.options import OptionSet, option, options
-from specdemo.core.policies import POLICIES, DraftLengths
+from specdemo.core.policies import POLICIES
 from specdemo.core.rules import DEFAULT_RULE, RULES, Rule, check_rule, rule_names
 from specdemo.drafters import METHODS, option_classes
 from specdemo.external.address import ENGINES, EngineAddress
@@ -23,14 +22,15 @@ from specdemo.models.spec import (
     QUANTIZATIONS,
     REMOVED_QUANTIZATIONS,
     SAME,
-    HeadSpec,
     ModelSpec,
     is_gguf,
     smaller_copy,
 )
 from specdemo.models.zoo import CHAT_PAIR, MODELS, PAIRS, REVISIONS, named_models
-from specdemo.option_effects import refuse_ineffective
-from specdemo.remote.config import COLDEST, CloudConfig
+from specdemo.option_rules import CONFLICTS, EFFECTS, refuse_with_encoder
+from specdemo.remote.config import CloudConfig
+
+Role = Literal["target", "drafter"]
 
 _model_option = partial(option, group="Models and devices")
 _drafter_option = partial(_model_option, applies="uses_model")
@@ -138,6 +138,14 @@ class RunOptions(OptionSet):
         "sample from the smallest set of tokens with this probability",
         bounds=(0.001, 1),
         slider=(0.05, 1, 0.05),
+        applies="samples",
+    )
+    min_p: float = _sampling_option(
+        0.0,
+        "Min-p (0: off)",
+        "sample from tokens with at least this share of the largest probability; 0 is off",
+        bounds=(0, 1),
+        slider=(0, 1, 0.05),
         applies="samples",
     )
     drafter_temperature: float | None = _sampling_option(
@@ -290,104 +298,6 @@ TEXT_OPTIONS = {  # they decide an exact text
 }
 
 
-def _models_fit(chosen: Recipe) -> None:
-    other = None if chosen.drafter == SAME else chosen.drafter
-    if chosen.pair and (chosen.target or other):
-        raise UserError("give either a pair or a target and a drafter, not both")
-    if other and not chosen.target:
-        raise UserError("a drafter needs a target: give both")
-    method = METHODS[chosen.method]
-    if method.drafter == "head" and chosen.head_spec is None:
-        raise UserError(f"method {method.name} needs a head: set head to a directory or Hugging Face id")
-    drafting = chosen.drafter_spec or chosen.head_spec
-    if method.uses_model and drafting is None and not method.optional_model:
-        if chosen.target or chosen.pair is None:
-            remedy = ": add it (same: a quantised copy), or choose method nasd, self or ar"
-        else:
-            own = PAIRS[chosen.pair].method
-            remedy = f", and pair {chosen.pair} has none: choose its method {own}, or pair bundled"
-        raise UserError(f"method {chosen.method} needs a drafter{remedy}")
-    if chosen.encoder and chosen.head_spec is not None and not method.decoder_only:
-        raise UserError("the target has an encoder, and heads are for decoders: choose method nasd, or omit head")
-    if chosen.encoder:
-        refuse_with_encoder(chosen.method)  # raise before gigabytes are downloaded
-
-
-def _activations_fit(chosen: Recipe) -> None:
-    if chosen.activations == "8" and not any(is_gguf(name or "") for name in chosen.models):
-        raise UserError(f"activations 8 needs a GGUF file: choose pair {CHAT_PAIR}, or auto")
-
-
-def _gamma_bounds_fit(chosen: Recipe) -> None:
-    for name in ("gamma_min", "gamma_max"):
-        if getattr(chosen, name) is not None and not POLICIES[chosen.policy].bounded:
-            raise UserError(f"{name} has no effect with policy {chosen.policy}: set gamma, or choose policy dynamic")
-    if chosen.gamma_bounds[0] > chosen.gamma_bounds[1]:
-        raise UserError("gamma_min {} is above gamma_max {}: exchange them".format(*chosen.gamma_bounds))
-
-
-def _rule_fits(chosen: Recipe) -> None:
-    if chosen.threshold is not None and RULES[chosen.rule].threshold is None:
-        raise UserError(f"rule {chosen.rule} has no threshold: choose {rule_names(_has_threshold)}")
-    check_rule(chosen.rule, adjust=not chosen.skip_sample_adjustment, forest=METHODS[chosen.method].shape == "forest")
-
-
-def _sampling_fits(chosen: Recipe) -> None:
-    for name in ("temperature", "drafter_temperature"):
-        if 0 < (value := getattr(chosen, name) or 0.0) < COLDEST:
-            raise UserError(f"{name} must be 0 or at least {COLDEST}, not {value} (0 is greedy)")
-    for name in ("drafter_temperature", "drafter_top_p"):
-        if chosen.universal and getattr(chosen, name) is not None:
-            raise UserError(f"{name} has no effect with universal, whose drafts are certain: omit one of them")
-    for name in ("bad_words", "stop_texts"):
-        texts = getattr(chosen, name)
-        if not all(texts):
-            raise UserError(f"{name} contains an empty text: remove it")
-        if len(texts) > 64 or any(len(text) > 300 for text in texts):
-            raise UserError(f"{name} has more than 64 texts or 300 characters in a text: shorten the list")
-    if len(chosen.stop_tokens) > 64:
-        raise UserError("stop_tokens has more than 64 ids: shorten the list")
-
-
-def _template_options_fit(chosen: Recipe) -> None:
-    parse_options(chosen.template_options)
-
-
-def _cloud_fits_method(chosen: Recipe) -> None:
-    if chosen.cloud is None:
-        return
-    method, cloud = METHODS[chosen.method], chosen.cloud
-    if not chosen.use_cache:
-        raise UserError("use_cache can be disabled for a local target only: enable it, or choose mode off")
-    if chosen.head_spec is not None:
-        raise UserError("heads need a local target: choose method nasd or draft, or mode off")
-    if method.local_target:
-        raise UserError(f"method {method.name} needs a local target: choose another method, or mode off")
-    alone = cloud.mode == "edge_only" or cloud.on_loss == "edge"
-    if alone and chosen.models[1] is None:
-        raise UserError("the edge has no model to continue alone: give a drafter")
-    if alone and cloud.mode == "speculative" and not method.uses_model:
-        names = ", ".join(other.name for other in METHODS.values() if other.uses_model)
-        raise UserError(f"method {method.name} has no model that could continue alone: choose {names}")
-    if cloud.gates and not method.gates:
-        names = ", ".join(other.name for other in METHODS.values() if other.gates)
-        raise UserError(f"gates need the distributions of a draft model: choose method {names}, not {method.name}")
-    if cloud.gates and chosen.universal:
-        raise UserError("gates need drafts in the target's vocabulary: disable universal, or remove the gates")
-    if cloud.provisional and not method.drafts:
-        raise UserError(f"method {method.name} has no drafts to commit after the deadline: choose another method")
-
-
-def _external_fits(chosen: Recipe) -> None:
-    if chosen.external is None:
-        return
-    server = EngineAddress.parse(chosen.external)
-    if chosen.cloud is not None:
-        raise UserError(f"{server} decodes alone: omit external, or choose mode off")
-    if chosen.bad_words:
-        raise UserError(f"bad_words needs a target on this machine, not {server}: omit one of them")
-
-
 if TYPE_CHECKING:  # a test verifies that both branches have the same classes
     from specdemo.drafters.beam import BeamOptions
     from specdemo.drafters.corpus import CorpusOptions
@@ -405,15 +315,22 @@ else:
     MethodOptions = new_class("MethodOptions", tuple(reversed(option_classes())))
 
 
-@options(
-    checks=(
-        *(_models_fit, _activations_fit, _gamma_bounds_fit, _rule_fits),
-        *(_sampling_fits, _template_options_fit, _cloud_fits_method, _external_fits),
-    ),
-    check_named=refuse_ineffective,
-)
+def _check(chosen: Recipe) -> None:
+    """Raise `UserError` for values that are refused by themselves, and for methods without use for the models."""
+    if chosen.encoder:
+        refuse_with_encoder(chosen)  # before gigabytes are downloaded
+    if METHODS[chosen.method].uses_model and chosen.head_name is None:
+        chosen.spec("drafter")
+    forest = METHODS[chosen.method].shape == "forest"
+    check_rule(chosen.rule, adjust=not chosen.skip_sample_adjustment, forest=forest)
+    parse_options(chosen.template_options)
+    if chosen.external is not None:
+        EngineAddress.parse(chosen.external)
+
+
+@options(rules=CONFLICTS, effects=EFFECTS, check=_check)
 class Recipe(MethodOptions, RunOptions):
-    """All options of a run, of the bundled pair by default.
+    """All options of a run, of the bundled pair by default; `plan_run` derives what they run.
 
     Raises `UserError` for invalid values, and for named options without effect unless copied by `dataclasses.replace`.
     """
@@ -423,15 +340,8 @@ class Recipe(MethodOptions, RunOptions):
         return replace(self, template_options=at_time(self.template_options, now)) if self.chat else self
 
     @property
-    def gamma_bounds(self) -> tuple[int, int]:
-        return self.draft_lengths.least, self.draft_lengths.most
-
-    @property
-    def draft_lengths(self) -> DraftLengths:
-        return POLICIES[self.policy].lengths(self.gamma, self.gamma_min, self.gamma_max, self.egag_ema_beta)
-
-    @property
     def models(self) -> tuple[str, str | None]:
+        """Names of target and drafter."""
         return named_models(self.pair, self.target or None, self.drafter)
 
     @property
@@ -440,95 +350,24 @@ class Recipe(MethodOptions, RunOptions):
         return self.models[0] in MODELS and MODELS[self.models[0]].encoder
 
     @property
-    def target_spec(self) -> ModelSpec:
-        return self._spec(self.models[0], self.quantization, self.device)
-
-    @property
-    def drafter_spec(self) -> ModelSpec | None:
-        """Specification of the draft model, `None` if the method needs none."""
-        return self.second_spec if METHODS[self.method].uses_model and self.head_spec is None else None
-
-    @property
-    def head_spec(self) -> HeadSpec | None:
-        """Specification of the head, `None` if the method uses none."""
+    def head_name(self) -> str | None:
+        """Name of the head, `None` if the method uses none."""
         offered = PAIRS[self.pair].head if self.pair and not self.drafter and self.cloud is None else None
-        name = (self.head or offered) if METHODS[self.method].uses_head else None
-        return None if name is None else HeadSpec(name, self.target_spec)
+        return (self.head or offered) if METHODS[self.method].uses_head else None
 
-    @property
-    def specs(self) -> dict[str, ModelSpec]:
-        """Specification of each model, by role."""
-        drafter = self.drafter_spec
-        return {"target": self.target_spec, **({} if drafter is None else {"drafter": drafter})}
-
-    @property
-    def second_spec(self) -> ModelSpec | None:
-        name, device = self.models[1], self.drafter_device or self.device
+    def spec(self, role: Role) -> ModelSpec | None:
+        """Return the specification of a named model, which the method need not use."""
+        target, drafter = self.models
+        if role == "target":
+            return self._spec(target, self.quantization, self.device)
+        device = self.drafter_device or self.device
         if self.drafter == SAME:
-            return smaller_copy(self.target_spec, self.drafter_quantization, device)
-        return None if name is None else self._spec(name, self.drafter_quantization, device)
+            return smaller_copy(self._spec(target, self.quantization, self.device), self.drafter_quantization, device)
+        return None if drafter is None else self._spec(drafter, self.drafter_quantization, device)
 
     def _spec(self, name: str, quantization: str, device: str) -> ModelSpec:
         activations = self.activations if is_gguf(name) else "16"
         return ModelSpec(name, self.dtype, quantization, device, REVISIONS.get(name), activations)
-
-    @property
-    def needs_local_service(self) -> bool:
-        return self.cloud is not None and not self.cloud.alone and not self.cloud.remote
-
-    @property
-    def running(self) -> Recipe:
-        """Executed recipe: AR decoding if edge or cloud decodes alone."""
-        if self.cloud is None or self.cloud.mode == "speculative":
-            return self
-        if self.cloud.mode == "cloud_only":
-            return replace(self, method="ar")
-        edge = self.second_spec
-        assert edge is not None
-        alone = replace(
-            self, pair=None, target=edge.name, drafter=None, method="ar", cloud=None, activations=edge.activations
-        )
-        return replace(alone, quantization=edge.quantization, device=edge.device)
-
-    @property
-    def server(self) -> EngineAddress | None:
-        """Address of the other engine, if one decodes."""
-        return None if self.external is None else EngineAddress.parse(self.external)
-
-    @property
-    def is_baseline(self) -> bool:
-        """Return True for AR decoding by this program."""
-        return self.method == "ar" and self.external is None
-
-    @property
-    def exact(self) -> bool:
-        """Return True if the text follows the target's distribution; unknown of other engines, so False."""
-        from specdemo.core.sampling import SamplingParams
-
-        if self.external is not None:
-            return False
-        method, rule = METHODS[self.method], RULES[self.rule]
-        if self.cloud is not None:
-            drafting = self.temperature if self.drafter_temperature is None else self.drafter_temperature
-            sampled = method.sampled and min(self.temperature, drafting) > 0 and rule.needs_rows
-            if self.cloud.mode != "speculative" or not self.cloud.exact(sampled):
-                return self.cloud.exact(sampled)
-        if not method.drafts:
-            return method.exact
-        corrected = not self.skip_sample_adjustment or self.temperature == 0
-        return method.exact and rule.exact(SamplingParams(temperature=self.temperature)) and corrected
-
-
-def refuse_with_encoder(name: str) -> None:
-    """Raise `UserError` for a method that a target with an encoder cannot run."""
-    method = METHODS[name]
-    if method.shape == "forest":
-        raise UserError(
-            f"method {name} verifies several continuations at once, and a model with an encoder takes one: "
-            "choose method draft, nasd, suffix or ar"
-        )
-    if method.decoder_only:
-        raise UserError(f"the target has an encoder, and method {name} is for decoders: choose method nasd")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -48,13 +49,45 @@ def choose_requests(first: PassRequest, others: Iterable[PassRequest], most: int
     return chosen
 
 
-def run_together(requests: list[PassRequest]) -> None:
-    """Set the results. After a failure, each text needs its own pass, which raises its error."""
-    try:
-        results = requests[0].run([request.entry for request in requests])
-    except Exception:
+class Batcher:
+    """Runs passes for at most `most_texts` texts and records how many share them. Callers take turns."""
+
+    def __init__(self, most_texts: int, clock: Callable[[], float]) -> None:
+        self.most_texts = most_texts
+        self.texts_per_pass: Counter[int] = Counter()  # number of passes by texts
+        self._clock = clock
+        self._last_end = 0.0
+
+    def begin(self) -> None:
+        """Start the time between passes: no job shared passes before."""
+        self._last_end = self._clock()
+
+    def run_alone(self, request: PassRequest) -> None:
+        start = self._clock()
+        (request.result,) = request.run([request.entry])
+        self._finish([request], start)
+
+    def run_together(self, requests: Sequence[PassRequest]) -> PassLoad:
+        """Set the results. After a failure, each text needs its own pass, which raises its error."""
+        start = self._clock()
+        between_s = start - self._last_end
+        try:
+            results = requests[0].run([request.entry for request in requests])
+        except Exception:
+            for request in requests:
+                request.alone = True
+        else:
+            for request, result in zip(requests, results, strict=True):
+                request.result = result
+                request.done = True
+        seconds = self._finish(requests, start)
+        return PassLoad(len(requests), sum(request.rows for request in requests), seconds, between_s)
+
+    def _finish(self, requests: Sequence[PassRequest], start: float) -> float:
+        """Charge each text the duration of the pass."""
+        self._last_end = self._clock()
+        seconds = self._last_end - start
         for request in requests:
-            request.alone = True
-        return
-    for request, result in zip(requests, results, strict=True):
-        request.result, request.done = result, True
+            request.seconds += seconds
+        self.texts_per_pass[len(requests)] += 1
+        return seconds

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from specdemo.native.interface import StopFlag
-from specdemo.shared_passes import PassLoad, PassRequest, RunEntries, choose_requests, run_together
+from specdemo.shared_passes import Batcher, PassLoad, PassRequest, RunEntries, choose_requests
 
 T = TypeVar("T")
 
@@ -263,16 +263,16 @@ class Worker:
         """`prepare` starts each device thread."""
         self._prepare = prepare
         self._max_active, self._max_queued = at_once, waiting
-        self._max_texts, self._has_memory = texts, has_memory
+        self._has_memory = has_memory
         self._clock = clock
-        self.texts_per_pass: Counter[int] = Counter()  # number of passes by texts
+        self._batcher = Batcher(texts, clock)
         self._turns = 0  # turns since the last pass
         self._queued: list[_Schedule] = []  # queued jobs in starting order
         self._round = 0  # round of the last opened job
         self._rounds: dict[str, int] = {}  # round of the last job by owner
         self._open: deque[_Schedule] = deque()  # open jobs, least recently advanced first
         self._holder: _Schedule | None = None
-        self._held_since = self._least_s = self._advanced_at = self._passed_at = 0.0
+        self._held_since = self._least_s = self._advanced_at = 0.0
         self._mean_s: float | None = None  # mean duration of visitors' jobs from opening to end
         self._lock = threading.RLock()
         self._ended, self._idle = threading.Condition(self._lock), threading.Condition(self._lock)
@@ -311,6 +311,11 @@ class Worker:
         with self._lock:
             active = max(self._max_active, sum(not job.waiting for job in self._open))
             return None if self._mean_s is None else self.ahead(stream) * self._mean_s / active
+
+    @property
+    def texts_per_pass(self) -> Counter[int]:
+        """Number of passes by texts."""
+        return self._batcher.texts_per_pass
 
     @property
     def active(self) -> int:
@@ -361,12 +366,12 @@ class Worker:
         with self._lock:
             job = self._opened(stream)
             if not any(other.shares for other in self._open):
-                self._passed_at = self._clock()
-            job.shares = self._max_texts > 1
+                self._batcher.begin()
+            job.shares = self._batcher.most_texts > 1
             is_alone = not job.shares or (len(self._open) == 1 and not self._queued)
         stream.pass_load = None
         if is_alone:
-            self._run_alone(request)
+            self._batcher.run_alone(request)
             return request.result
         began = self._clock()
         try:
@@ -389,30 +394,18 @@ class Worker:
             return
         if stream.stopping:
             raise Stopped
-        self._run_alone(request)
-
-    def _run_alone(self, request: PassRequest) -> None:
-        start = self._clock()
-        (request.result,) = request.run([request.entry])
-        self._passed_at = self._clock()
-        request.seconds += self._passed_at - start
-        self.texts_per_pass[1] += 1
+        self._batcher.run_alone(request)
 
     def _run_group(self, group: Mapping[PassRequest, _Schedule]) -> None:
-        start, stream = self._clock(), _current.set(None)  # ignore the stop flag of this job
+        token = _current.set(None)  # ignore the stop flag of this job
         try:
-            run_together([*group])
+            load = self._batcher.run_together([*group])
         finally:
-            _current.reset(stream)
-        end = self._clock()
-        seconds, rows = end - start, sum(request.rows for request in group)
-        load = PassLoad(len(group), rows, seconds, start - self._passed_at)
-        self._passed_at = end
+            _current.reset(token)
         with self._lock:
-            self.texts_per_pass[len(group)] += 1
-            for request, job in group.items():
-                request.seconds, job.stream.pass_load = seconds, load
-                job.used_s += 0.0 if job is self._holder else seconds
+            for job in group.values():
+                job.stream.pass_load = load
+                job.used_s += 0.0 if job is self._holder else load.seconds
 
     def _run(self) -> None:
         self._prepare()
@@ -457,12 +450,12 @@ class Worker:
             return False
         if sum(not job.waiting for job in alone) >= self._max_active:
             return False
-        return active < self._max_active or (active < self._max_texts and self._has_memory())
+        return active < self._max_active or (active < self._batcher.most_texts and self._has_memory())
 
     def _group(self, leader: _Schedule, first: PassRequest) -> dict[PassRequest, _Schedule]:
         jobs = {job.request: job for job in self._open if job.request is not None and not job.ready}
         others = (request for request in jobs if request is not first)
-        return {request: jobs[request] for request in choose_requests(first, others, self._max_texts)}
+        return {request: jobs[request] for request in choose_requests(first, others, self._batcher.most_texts)}
 
     def _enqueue(self, stream: Stream[Any]) -> None:
         """Insert a job into the queue (start-time fair queueing)."""

@@ -32,6 +32,7 @@ from specdemo.core.step import Draft, Step
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters import METHODS, option_classes
 from specdemo.drafters.method import Method
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.ui.page import build
 
@@ -151,7 +152,7 @@ def test_a_drafter_needs_one_registry_entry(echo: str, capsys: pytest.CaptureFix
 def test_a_rule_needs_one_registry_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RULES, "again", Rule(match, "match by another name: exact", lambda sampling: True))
     assert check_theorem("draft", rule=RULES["again"].apply) > 0
-    assert Recipe(**given(parser().parse_args(["run", "x", "--rule", "again"]))).exact
+    assert plan_run(Recipe(**given(parser().parse_args(["run", "x", "--rule", "again"])))).exact
     assert "`again`" in cli_reference() and "again" in names(shown()["rule"])
 
 

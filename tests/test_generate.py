@@ -29,8 +29,10 @@ from specdemo.generate import generate
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.pipeline import build_pipeline
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
+from specdemo.stores import Stores
 from specdemo.worker import Worker
 
 PROMPT = "for i in range(10):"
@@ -66,7 +68,7 @@ def traced(events: Iterable[Event]) -> list[Any]:
 @pytest.mark.parametrize("levels", ["multi", "one"])
 def test_stored_ngrams_draft_a_previous_text(target: str, levels: str) -> None:
     """The same greedy text again: all n-grams are cached, so nearly every draft token is accepted."""
-    pool, stores = ModelPool(), {}
+    pool, stores = ModelPool(), Stores()
     recipe = Recipe(
         target=target, method="nasd", temperature=0, max_tokens=48, device="cpu", ngram_levels=levels, ngram_keep=True
     )
@@ -76,7 +78,7 @@ def test_stored_ngrams_draft_a_previous_text(target: str, levels: str) -> None:
 
 def test_stores_of_many_settings_are_bounded(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stores used least recently are dropped when a run ends; without the option nothing is stored."""
-    pool, stores, text = ModelPool(), dict[Any, Any](), list(range(3, 40)) * 2
+    pool, stores, text = ModelPool(), Stores(), list(range(3, 40)) * 2
 
     def stored(**changes: Any) -> float:
         settings = {"target": target, "method": "nasd", "max_tokens": 2, "device": "cpu", "ngram_keep": True} | changes
@@ -84,12 +86,12 @@ def test_stores_of_many_settings_are_bounded(target: str, monkeypatch: pytest.Mo
         return end.peak.store
 
     stored(ngram_keep=False)
-    assert not stores
+    assert stores == Stores()
     largest = stored(ngram=16)
-    monkeypatch.setattr("specdemo.pipeline.MAX_STORE_BYTES", int(1.2 * largest))
+    monkeypatch.setattr("specdemo.stores.MAX_STORE_BYTES", int(1.2 * largest))
     for changes in ({"ngram": 2}, {"method": "suffix"}, {"ngram": 2}, {"ngram": 16}):
         stored(**changes)
-    assert stores and sum(store.size_bytes for store in stores.values()) <= 1.2 * largest
+    assert stores.drafts and stores.size_bytes <= 1.2 * largest
 
 
 def test_a_run_may_be_closed_at_any_step_and_the_next_is_not_affected(target: str) -> None:
@@ -254,7 +256,7 @@ def test_passes_after_the_first_step_read_the_weights(method: str, target: str, 
     *events, end = generate(recipe, PROMPT, pool)
     _, *drafts = (event.step.draft for event in steps_of(events))
     passes = sum(draft.depth for draft in drafts)
-    specs = recipe.target_spec, replace(recipe, method="draft").drafter_spec
+    specs = plan_run(recipe).target, plan_run(replace(recipe, method="draft")).drafter
     target_bytes, drafter_bytes = (pool.take(spec).weight_bytes for spec in specs)
     assert end.peak.read == target_bytes * len(drafts) + drafter_bytes * passes
 
@@ -266,7 +268,7 @@ def test_beams_are_committed_as_they_agree(target: str) -> None:
     whole = "".join(event.text for event in steps)
     assert steps[0].pending_text and not steps[-1].pending_text
     tokens = [token for event in steps for token in event.step.tokens]
-    tokenizer = ModelPool().take(recipe.target_spec).tokenizer
+    tokenizer = ModelPool().take(plan_run(recipe).target).tokenizer
     assert tokenizer.decode([*head.prompt_tokens, *tokens], skip_special_tokens=True) == PROMPT + whole
 
 
@@ -281,7 +283,7 @@ def test_chat_template_is_applied(talker: str, target: str) -> None:
     recipe = Recipe(target=talker, method="ar", temperature=0, max_tokens=4, device="cpu", chat=True)
     head = header_of(generate(recipe, "Hello", ModelPool()))
     assert head.prompt == "<user>Hello\n<assistant>"
-    tokenizer = ModelPool().take(recipe.target_spec).tokenizer
+    tokenizer = ModelPool().take(plan_run(recipe).target).tokenizer
     assert list(head.prompt_tokens) == tokenizer.encode(head.prompt, add_special_tokens=False)
     with pytest.raises(UserError, match="no chat template"):
         list(generate(replace(recipe, target=target), "Hello", ModelPool()))
@@ -290,7 +292,7 @@ def test_chat_template_is_applied(talker: str, target: str) -> None:
 def test_second_turn_feeds_only_new_tokens(talker: str) -> None:
     """Same text as without the cache, from fewer input tokens."""
     recipe = Recipe(target=talker, method="nasd", temperature=0, max_tokens=12, device="cpu", chat=True)
-    pool, stores = ModelPool(), {}
+    pool, stores = ModelPool(), Stores()
 
     def turn(talk: list[dict[str, str]], stores: dict | None) -> tuple[str, Header]:
         head, *steps, _ = traced(generate(recipe, talk, pool, stores))
@@ -312,7 +314,7 @@ def test_a_refused_run_releases_its_caches(target: str) -> None:
         return sum(type(item) is CachedModel for item in gc.get_objects())
 
     recipe, pool, worker = Recipe(target=target, method="nasd", max_tokens=4, device="cpu"), ModelPool(), Worker()
-    pool.take(recipe.target_spec)
+    pool.take(plan_run(recipe).target)
     before = caches()
     stream = worker.submit(lambda: generate(recipe, PROMPT * 1000, pool))
     assert stream.wait(60) and "shorten it by at least" in str(stream.error)

@@ -19,9 +19,9 @@ from specdemo.models.engines.head import HeadCache
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.uncached import UncachedModel
-from specdemo.pipeline import CONVERSATION, Stores
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
+from specdemo.stores import Stores
 from specdemo.ui.lane import baseline_of
 
 PROMPT = "for i in range(10):"
@@ -115,7 +115,7 @@ def test_caches_are_freed_without_a_garbage_collection(
     gc.disable()
     try:
         for _ in range(3):
-            decoded(recipe, PROMPT, pool, {CONVERSATION: Conversation()})
+            decoded(recipe, PROMPT, pool, Stores(Conversation()))
             counts.append(caches())
     finally:
         gc.enable()

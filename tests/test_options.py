@@ -15,7 +15,7 @@ from specdemo.cli.arguments import given, parser
 from specdemo.cli.reference import cli_reference
 from specdemo.core.errors import UserError
 from specdemo.core.options import Option
-from specdemo.option_effects import methods_with
+from specdemo.option_rules import methods_with
 from specdemo.recipe import Recipe, RunOptions
 from specdemo.remote.config import SIGNALS, CloudConfig
 from specdemo.ui.controls import PAIR_SETTINGS

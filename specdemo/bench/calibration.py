@@ -22,6 +22,7 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import SAME
 from specdemo.models.zoo import PAIRS
 from specdemo.pipeline import build_pipeline
+from specdemo.plan import RunPlan, plan_run
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
 from specdemo.remote.gates import PASSES, RecordingPolicy, Variance, mc_dropout, signals
@@ -102,9 +103,10 @@ def calibrate(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Ite
     if not METHODS[recipe.method].gates or recipe.universal:
         names = ", ".join(name for name, method in METHODS.items() if method.gates)
         raise UserError(f"gates need the distributions of a draft model: choose method {names}, without universal")
-    assert recipe.drafter_spec is not None
-    local = replace(recipe, cloud=None)
-    target, drafter = pool.take(local.target_spec), pool.take(recipe.drafter_spec)
+    local = plan_run(replace(recipe, cloud=None))
+    assert local.drafter is not None
+    target = pool.take(local.target)
+    drafter = pool.take(local.drafter)
     values: dict[str, list[float]] = {}
     with ExitStack() as caches:
         variance, missing = _variance(drafter, caches)
@@ -124,9 +126,10 @@ def _variance(drafter: LoadedModel, caches: ExitStack) -> tuple[Variance | None,
 
 
 def _drafted_signals(
-    recipe: Recipe, target: LoadedModel, drafter: LoadedModel, prompt: Prompt, variance: Variance | None
+    plan: RunPlan, target: LoadedModel, drafter: LoadedModel, prompt: Prompt, variance: Variance | None
 ) -> dict[str, list[float]]:
-    with build_pipeline(recipe, target, drafter) as pipeline:
+    recipe = plan.recipe
+    with build_pipeline(plan, target, drafter) as pipeline:
         policy = RecordingPolicy(pipeline.policy)
         recorder = SignalRecorder(pipeline.verifier, policy, variance)
         inputs = (prompt.text, recipe.chat, target.vocab_size, recipe.template_options)

@@ -27,7 +27,8 @@ from specdemo.drafters import METHODS
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import ChatMessage
-from specdemo.option_effects import has_effect
+from specdemo.option_rules import has_effect
+from specdemo.plan import plan_run
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
 
@@ -52,8 +53,8 @@ def recipe_label(recipe: Recipe) -> str:
     length = length if METHODS[recipe.method].uses_policy else ""
     own = (name for name in VARIED if name in METHODS[recipe.method].option_names)
     changed = "".join(f" {name}={value}" for name in own if (value := getattr(recipe, name)) != getattr(Recipe, name))
-    if recipe.server is not None:
-        return f"{recipe.server} T={recipe.temperature:g}"
+    if (server := plan_run(recipe).server) is not None:
+        return f"{server} T={recipe.temperature:g}"
     rule = "" if recipe.rule == DEFAULT_RULE else f" {recipe.rule}"
     mode = f" {recipe.cloud.mode}" if recipe.cloud else ""
     return f"{recipe.method}{length}{changed}{rule}{mode} T={recipe.temperature:g}"
@@ -117,11 +118,12 @@ def measure(
     """
     now = datetime.now()
     recipes = [recipe.at(now) for recipe in recipes]
-    ar = [recipe for recipe in recipes if recipe.is_baseline]
-    drafting = next((recipe for recipe in recipes if recipe.drafter_spec and recipe.external is None), None)
+    plans = [plan_run(recipe) for recipe in recipes]
+    ar = [plan.recipe for plan in plans if plan.baseline]
+    drafting = next((plan for plan in plans if plan.drafter and plan.server is None), None)
     lanes: list[tuple[Recipe, str | None]] = [(recipe, None) for recipe in recipes]
     lanes += [(recipe, baseline) for recipe in ar for baseline in baselines]
-    pair = Baselines(ar[0].target_spec, drafting.drafter_spec if drafting else None) if baselines else None
+    pair = Baselines(plan_run(ar[0]).target, drafting.drafter if drafting else None) if baselines else None
     order = list(range(len(lanes)))
     total = len(lanes) * sum(1 + len(prompt.later) for prompt in prompts) * repeat
 
@@ -135,7 +137,7 @@ def measure(
         if baseline is None:
             return (yield from _ours(recipe, recipe.chat and prompt.messages or prompt.text, pool, turn))
         assert pair is not None
-        gamma = drafting.gamma if drafting else recipe.gamma
+        gamma = drafting.recipe.gamma if drafting else recipe.gamma
         return pair.run(BASELINES[baseline], prompt.text, recipe.temperature, gamma, recipe.max_tokens, recipe.seed)
 
     for lane in lanes:

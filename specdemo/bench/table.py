@@ -21,6 +21,7 @@ from specdemo.core.formats import percent
 from specdemo.core.metrics import cluster_interval
 from specdemo.core.rules import RULES
 from specdemo.core.theory import STAGES, CostTerms, speedup, walltime_improvement
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 
 NON_TTY_INTERVAL_S = 30.0
@@ -105,7 +106,7 @@ def table(
     Includes only the fastest setting of each family of `baselines`. `bandwidth`: copied bytes per second, 0 if unknown.
     """
     records = list(records)
-    ar = {recipe.temperature: i for i, recipe in enumerate(recipes) if recipe.is_baseline}
+    ar = {recipe.temperature: i for i, recipe in enumerate(recipes) if plan_run(recipe).baseline}
     rows = []
     for kind in dict.fromkeys(record["kind"] for record in records):
         of_kind = [record for record in records if record["kind"] == kind]
@@ -339,7 +340,7 @@ def report(recipes: Sequence[Recipe], prompts: int, records: Sequence[Record], r
     models = f"target {first.target}" if first.target else f"pair {first.pair or 'bundled'}"
     if first.target or first.drafter:
         models += f", drafter {first.drafter}"
-    drafter = next((recipe.drafter_quantization for recipe in recipes if recipe.drafter_spec), "none")
+    drafter = next((recipe.drafter_quantization for recipe in recipes if plan_run(recipe).drafter), "none")
     machine = "{processor}; {device}, {dtype}, threads: {threads}".format(**environment)
     software = "engine {engine}, Python {python}, torch {torch}, transformers {transformers}".format(**environment)
     lines = [

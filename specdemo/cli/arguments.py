@@ -12,7 +12,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.options import Option, removal
 from specdemo.models.spec import SAME
 from specdemo.models.zoo import CHAT_PAIR, PAIRS, first_installed
-from specdemo.option_effects import settings_of_pair
+from specdemo.option_rules import settings_of_pair
 from specdemo.recipe import PRESETS, Recipe
 from specdemo.remote.config import CloudConfig
 from specdemo.worker import MOST_TEXTS

@@ -20,10 +20,10 @@ from specdemo.drafters import METHODS
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import PAIRS
-from specdemo.option_effects import refuse_ineffective
-from specdemo.pipeline import CONVERSATION
+from specdemo.option_rules import refuse_ineffective
 from specdemo.recipe import Recipe
 from specdemo.signals import Terminated, handle_signals, interrupt
+from specdemo.stores import Stores
 from specdemo.worker import Stopped, stop_flag
 
 HELP = """\
@@ -68,7 +68,7 @@ class Session:
         self.recipe, self._coloured = recipe, coloured
         self.messages: list[dict[str, str]] = []
         self._pool = ModelPool()
-        self._stores: dict[Any, Any] = {}
+        self._stores = Stores()
         self._began = datetime.now()
         self._last: tuple[Recipe, Any, Metrics] | None = None  # recipe, prompt and figures of the last answer
 
@@ -97,14 +97,14 @@ class Session:
         self._change(pair=name, target=None, drafter=None, head=None, **PAIRS[name].settings)
         self.messages, self._last = [], None
         self._began = datetime.now()
-        self._stores.clear()
+        self._stores = Stores()
 
     def compare(self, value: str) -> None:
         """Decode the last answer again without drafts."""
         if self._last is None:
             raise UserError("there is no answer to compare: write a message first")
         recipe, prompt, drafted = self._last
-        _, plain = self._show(replace(recipe, method="ar", use_cache=True), prompt, {})
+        _, plain = self._show(replace(recipe, method="ar", use_cache=True), prompt, Stores())
         if drafted.tokens_per_second and plain.tokens_per_second:
             ratio = drafted.tokens_per_second / plain.tokens_per_second
             print(f"{recipe.method} decodes {ratio:.2f} times as fast as ar")
@@ -118,7 +118,7 @@ class Session:
         if self.recipe.chat:
             self.messages = [*messages, {"role": "assistant", "content": text}]
 
-    def _show(self, recipe: Recipe, prompt: Any, stores: dict[Any, Any]) -> tuple[str, Metrics]:
+    def _show(self, recipe: Recipe, prompt: Any, stores: Stores) -> tuple[str, Metrics]:
         """Print an answer and its speed."""
         loading, metrics = LoadingLine(), Metrics()
         texts: list[str] = []
@@ -144,7 +144,7 @@ class Session:
         recipe = replace(self.recipe, **values)
         refuse_ineffective(recipe, () if "pair" in values else values)
         if "method" in values:
-            self._stores.pop(CONVERSATION, None)
+            self._stores.conversation = None
         self.recipe = recipe
         print(_described(recipe))
 

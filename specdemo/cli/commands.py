@@ -31,7 +31,8 @@ from specdemo.models.convert_head import convert_head
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import find_device
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
-from specdemo.option_effects import ineffective, refuse_ineffective
+from specdemo.option_rules import ineffective, refuse_ineffective
+from specdemo.plan import plan_run
 from specdemo.preflight import preflight, texts_for
 from specdemo.prompts import Prompt, alternate_classes, load_prompts
 from specdemo.recipe import Recipe
@@ -51,7 +52,7 @@ def _bench(options: argparse.Namespace) -> int:
     prompts = _bench_prompts(options, common["chat"])
     baselines = []
     if options.peers:
-        drafting = any(recipe.drafter_spec for recipe in recipes)
+        drafting = any(plan_run(recipe).drafter for recipe in recipes)
         baselines = [name for name, baseline in BASELINES.items() if drafting or baseline.assistant is None]
     announce_pair(common)
     opened = nullcontext() if options.output is None else closing(OutputFile(options.output, "the report"))
@@ -108,7 +109,7 @@ def _refuse_unused(recipes: Sequence[Recipe], named: Iterable[str]) -> None:
     for name in named:
         problems = [dict(ineffective(recipe, [name])).get(name) for recipe in drafting]
         if all(problems):
-            raise UserError(f"{name} {problems[0]}")
+            raise UserError(problems[0])
 
 
 def _print_bench(

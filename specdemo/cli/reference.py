@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from specdemo.cli.arguments import ARGUMENTS, MODEL_OPTIONS, Parser
 from specdemo.core.options import Option
 from specdemo.drafters import METHODS
-from specdemo.option_effects import methods_with
+from specdemo.option_rules import methods_with
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
 

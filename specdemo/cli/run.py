@@ -30,7 +30,7 @@ from specdemo.core.metrics import Metrics
 from specdemo.core.rules import rule_traits
 from specdemo.core.step import Outcome
 from specdemo.generate import generate
-from specdemo.option_effects import refuse_ineffective
+from specdemo.option_rules import refuse_ineffective
 from specdemo.recipe import PRESETS, Recipe
 
 RESET = "\x1b[0m"

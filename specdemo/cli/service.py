@@ -19,7 +19,8 @@ from specdemo.completions.routes import add_completions
 from specdemo.completions.service import CompletionService
 from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
-from specdemo.option_effects import refuse_ineffective
+from specdemo.option_rules import refuse_ineffective
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.remote.access import TOKEN, is_loopback, read_token
 from specdemo.remote.admission import ServiceLimits
@@ -95,13 +96,14 @@ def served_recipe(flags: Mapping[str, Any]) -> Recipe:
 def build_service(options: argparse.Namespace, replica: str, observe: ObserveStep = ignore_step) -> FastAPI:
     """Load the models and return the application of the service `replica`; each step calls `observe`."""
     recipe, pool = served_recipe(given(options)), ModelPool()
-    target = pool.take(recipe.target_spec)
+    plan = plan_run(recipe)
+    target = pool.take(plan.target)
     if target.encoder:
         raise UserError("models with an encoder cannot be served: use run")
-    for _ in pool.bring([*recipe.specs.values()], head=recipe.head_spec):
+    for _ in pool.bring([*plan.models.values()], head=plan.head):
         pass
-    if recipe.head_spec is not None:
-        pool.take_head(recipe.head_spec)
+    if plan.head is not None:
+        pool.take_head(plan.head)
     app = serve_model(
         target,
         token=read_token(os.environ),

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from specdemo.core.step import common_prefix
 from specdemo.models.chat_caches import Conversation
-from specdemo.pipeline import CONVERSATION, Stores
+from specdemo.stores import Stores
 
 _MOST = 256  # conversations; the memory of their caches is bounded by `ChatCaches`
 
@@ -30,7 +30,7 @@ class ConversationStores:
             shared = common_prefix(prompt, earlier + answer)
             if shared > longest and shared >= min(len(earlier), (len(earlier) + len(answer)) / 2):
                 best, longest = key, shared
-        return {CONVERSATION: Conversation()} if best is None else self._entries.pop(best)[-1]
+        return Stores(Conversation()) if best is None else self._entries.pop(best)[-1]
 
     def put(self, owner: str, prompt: str, answer: str, stores: Stores) -> None:
         self._entries[self._next] = owner, prompt, answer, stores

@@ -79,7 +79,7 @@ _SHARED: tuple[tuple[str, Neutral], ...] = (  # names, separated by spaces
         ANY,
     ),
     (
-        "presence_penalty frequency_penalty min_p top_a dry_multiplier xtc_probability smoothing_factor mirostat "
+        "presence_penalty frequency_penalty top_a dry_multiplier xtc_probability smoothing_factor mirostat "
         "mirostat_mode dynatemp_range dynamic_temperature epsilon_cutoff eta_cutoff penalty_alpha skew min_tokens "
         "min_length min_new_tokens min_keep no_repeat_ngram_size n_probs n_indent max_tokens_second "
         "prompt_lookup_num_tokens priority",

@@ -6,14 +6,16 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator, model_validator
 
 from specdemo.completions.fields import InvalidParameter, effective, with_one_name
 from specdemo.core.bounded import ListOf, limited_object
 from specdemo.core.errors import PromptTooLong, UserError
+from specdemo.core.sampling import SAMPLING_NUMBERS
 from specdemo.models.tokenizer import ChatMessage
+from specdemo.recipe import Recipe
 
 _MOST_MESSAGES, _MOST_PROMPTS = 4096, 2048
 _ROLES = {"developer": "system"}
@@ -58,15 +60,21 @@ class StreamOptions(_Strict):
     continuous_usage_stats: Literal[False] = False
 
 
-class CompletionRequest(_Strict, ABC):
+if TYPE_CHECKING:
+    _SamplingFields = _Strict
+else:
+    _SamplingFields = create_model(
+        "_SamplingFields",
+        __base__=_Strict,
+        **{name: (Recipe.OPTIONS[name].type | None, None) for name in SAMPLING_NUMBERS},
+    )
+
+
+class CompletionRequest(_SamplingFields, ABC):
     """Parameters of both endpoints; omitted sampling parameters are those of the pair."""
 
     model: str
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
     seed: int | None = None
     stop: str | ListOf[str] | None = None
     stream: bool | None = None
@@ -136,12 +144,11 @@ class CompletionRequest(_Strict, ABC):
     @property
     def options(self) -> dict[str, Any]:
         """Return the options of the recipe that the request names."""
+        sampling = {name: getattr(self, name) for name in SAMPLING_NUMBERS}
         values = {
+            **sampling,
+            "top_k": 0 if sampling["top_k"] == -1 else sampling["top_k"],
             "max_tokens": None if self.unlimited else self.max_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": 0 if self.top_k == -1 else self.top_k,
-            "repetition_penalty": self.repetition_penalty,
             "seed": _signed(self.seed),
             "stop_texts": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
         }

@@ -24,7 +24,9 @@ from specdemo.generate import generate
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import TokenBytes
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
+from specdemo.stores import Stores
 
 DEFAULT_MODEL = "default"
 _CHARACTERS_PER_TOKEN = 32  # no text has more on average; longer prompts are refused before they are tokenised
@@ -51,7 +53,7 @@ class CompletionService:
     keep_alive_s: float = 10.0  # longest time without data in a stream
 
     def __post_init__(self) -> None:
-        self._target = self.pool.take(self.recipe.target_spec)
+        self._target = self.pool.take(plan_run(self.recipe).target)
         self._texts = TokenBytes(self._target.tokenizer)
         self._conversations = ConversationStores()
 
@@ -105,7 +107,7 @@ class CompletionService:
         method = METHODS[recipe.method].name
         content, answer = f"{method}\n{recipe.chat}\n{request.content}", ""
         scored = request.echoed and request.alternatives is not None
-        stores = {} if scored else self._conversations.take(owner, content)
+        stores = Stores() if scored else self._conversations.take(owner, content)
         run = generate(
             recipe,
             request.prompt_input,

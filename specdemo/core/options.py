@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, ClassVar, TypeVar, dataclass_transform
@@ -67,12 +67,58 @@ class Option:
         return {name: value if isinstance(value, str) else value.title for name, value in known}
 
 
+def no_choices(chosen: Any, name: str) -> Iterable[str]:
+    return ()
+
+
+@dataclass(frozen=True)
+class OptionRule:
+    """Values that are refused, with cause and remedy.
+
+    `broken(chosen, name)` receives all options and the name of one of `names`. Texts are formatted with `name`, its
+    `value`, all options as `chosen`, and `choices`.
+    """
+
+    names: tuple[str, ...]  # options at fault; empty for any
+    broken: Callable[[Any, str], object]
+    cause: str
+    remedy: str
+    choices: Callable[[Any, str], Iterable[str]] = no_choices
+
+    def problem(self, chosen: Any, name: str) -> str:
+        """Return a sentence with cause and remedy, or an empty text."""
+        if not self.broken(chosen, name):
+            return ""
+        choices = ", ".join(self.choices(chosen, name))
+        texts = {"chosen": chosen, "name": name, "value": getattr(chosen, name, None), "choices": choices}
+        return f"{self.cause.format(**texts)}: {self.remedy.format(**texts)}"
+
+
+def problems(
+    rules: Iterable[OptionRule], chosen: Any, names: Collection[str] | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yield the first problem of each option, if it is among `names`."""
+    reported = set()
+    for rule in rules:
+        concerned = rule.names or tuple(chosen.OPTIONS)
+        for name in concerned if names is None else [name for name in names if name in concerned]:
+            if name not in reported and (problem := rule.problem(chosen, name)):
+                reported.add(name)
+                yield name, problem
+
+
+def refuse(rules: Iterable[OptionRule], chosen: Any, names: Collection[str] | None = None) -> None:
+    """Raise `UserError` for the first problem."""
+    for _, problem in problems(rules, chosen, names):
+        raise UserError(problem)
+
+
 class OptionSet:
     """Base class of options, with a table of its fields by name; see `options`."""
 
     OPTIONS: ClassVar[dict[str, Option]] = {}
     REMOVED: ClassVar[Mapping[str, str]] = {}  # option of an earlier version -> remedy
-    CHECKS: ClassVar[tuple[Callable[[Any], None], ...]] = ()
+    RULES: ClassVar[tuple[OptionRule, ...]] = ()
 
 
 OptionSetT = TypeVar("OptionSetT", bound=OptionSet)
@@ -94,14 +140,15 @@ def option(default: Any, label: str, help: str = "", **properties: Any) -> Any:
 @dataclass_transform(frozen_default=True)
 def options(
     group: str = "",
-    checks: tuple[Callable[[Any], None], ...] = (),
-    check_named: Callable[[Any, Iterable[str]], None] | None = None,
+    rules: tuple[OptionRule, ...] = (),
+    effects: tuple[OptionRule, ...] = (),
+    check: Callable[[Any], object] | None = None,
     removed: Mapping[str, str] | None = None,
 ) -> Callable[[type[OptionSetT]], type[OptionSetT]]:
     """Turn a class of options into a frozen, validated dataclass with a table `OPTIONS` of its fields by name.
 
-    Invalid values raise `UserError`. `checks` of several fields run in order, after those of base classes.
-    `check_named` receives the names of keyword arguments, unless they are all fields, as in `dataclasses.replace`.
+    Invalid values raise `UserError`, by `rules` in order, after those of base classes, and by `check`. `effects`
+    concern the names of keyword arguments only, unless they are all fields, as in `dataclasses.replace`.
     `removed`: see `OptionSet.REMOVED`.
     """
 
@@ -109,8 +156,7 @@ def options(
         cls: Any = pydantic_dataclass(frozen=True, config=_CONFIG)(plain)
         cls.OPTIONS = _table(cls, group)
         cls.REMOVED = removed or {}
-        cls.CHECKS = tuple(dict.fromkeys(check for base in cls.__mro__ for check in vars(base).get("CHECKS", ())))
-        cls.CHECKS += checks
+        cls.RULES = tuple(dict.fromkeys(rule for base in cls.__mro__ for rule in vars(base).get("RULES", ()))) + rules
         construct = cls.__init__
 
         @wraps(construct)
@@ -122,10 +168,11 @@ def options(
             for declared in cls.OPTIONS.values():
                 _check_text(declared.name, getattr(self, declared.name))
                 _check_names(declared, getattr(self, declared.name))
-            for check in cls.CHECKS:
+            refuse(cls.RULES, self)
+            if check is not None:
                 check(self)
-            if check_named and len(values) < len(cls.__pydantic_fields__):
-                check_named(self, values)
+            if len(values) < len(cls.__pydantic_fields__):
+                refuse(effects, self, values)
 
         cls.__init__ = validate
         return typing.cast(type[OptionSetT], cls)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.origin import Origin
 from specdemo.core.step import Draft, TopTokens
 from specdemo.native import sampling as native
+from specdemo.native.interface import SamplingStruct, sampling_struct
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -27,18 +30,43 @@ LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters applied in the order of transformers: repetition penalty, bad words, temperature, top-k, top-p.
+    """Parameters in the order of transformers: repetition penalty, bad words, temperature, top-k, top-p, min-p.
 
-    Custom `processors` follow the bad words.
+    Custom `processors` follow the bad words. The numbers have the same names in options, network, endpoint, other
+    engines and C, where every representation is made from this class.
     """
 
     temperature: float = 1.0
     top_k: int = 0  # 0 disables the limit
     top_p: float = 1.0
+    min_p: float = 0.0  # least share of the largest probability (2407.01082)
     repetition_penalty: float = 1.0
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences, as in transformers
     banned: BannedText | None = None
     processors: tuple[LogitsProcessor, ...] = ()
+
+    @classmethod
+    def of(cls, values: Any, **others: Any) -> SamplingParams:
+        """Return the parameters with the numbers of `values`, and the fields `others`."""
+        return cls(**{name: getattr(values, name) for name in SAMPLING_NUMBERS}, **others)
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in SAMPLING_NUMBERS}
+
+    @property
+    def truncation(self) -> dict[str, float]:
+        """Limits of the distribution that are not off, by name."""
+        return {
+            name: value
+            for name, value in self.numbers.items()
+            if name not in ("temperature", "repetition_penalty") and value != getattr(SamplingParams, name)
+        }
+
+    @cached_property
+    def struct(self) -> SamplingStruct:
+        """Parameters of `logits_to_probs` in C."""
+        return sampling_struct(self.numbers)
 
     @property
     def needs_paths(self) -> bool:
@@ -64,10 +92,10 @@ class SamplingParams:
         return torch.stack([self._process_row(row, path) for row, path in zip(logits.float(), paths, strict=True)])
 
     def logits_to_probs(self, logits: Tensor) -> Tensor:
-        """Apply temperature, top-k, top-p and softmax to processed logits; return `[rows, vocab]`."""
+        """Apply temperature, softmax and truncation to processed logits; return `[rows, vocab]`."""
         if self.temperature == 0:
             return torch.zeros_like(logits).scatter_(1, logits.argmax(1, keepdim=True), 1.0)
-        return native.token_distributions(logits, self.temperature, self.top_k, self.top_p)
+        return native.token_distributions(logits, self)
 
     def _process_row(self, logits: Tensor, path: Sequence[int]) -> Tensor:
         """Apply repetition penalty (CTRL, 1909.05858), then bad words, to one row `[vocab]`."""
@@ -102,6 +130,9 @@ class SamplingParams:
         limit = _LARGEST * min(1.0, self.temperature or 1.0)
         if not all(abs(logit) <= limit for logit in largest):
             raise UserError("the model returned NaN or infinite logits: try dtype float32, or another checkpoint")
+
+
+SAMPLING_NUMBERS = tuple(field.name for field in fields(SamplingParams) if field.type in ("int", "float"))
 
 
 def _shape(value: object) -> object:

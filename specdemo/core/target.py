@@ -1,8 +1,9 @@
-"""Protocol of targets, which verify drafts in this process or in a service, and of the context that they receive."""
+"""Protocol of targets, which verify drafts in this process or in a service."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specdemo.core.decode import DraftLengthPolicy, Verifier
@@ -13,48 +14,21 @@ if TYPE_CHECKING:
     from specdemo.core.sampling import SamplingParams
 
 
-class TargetContext(Protocol):
-    """Inputs for the caches and the verifier of a target."""
+@dataclass(frozen=True)
+class VerifierInputs:
+    """Inputs for the verifier of a run."""
 
     options: Any  # values of all options, by name
-    policy: DraftLengthPolicy  # a verifier may wrap it to record the distributions of drafts
-
-    @property
-    def sampling(self) -> SamplingParams: ...
-
-    @property
-    def draft_caches(self) -> Sequence[Any]: ...
-
-    @property
-    def candidates(self) -> int:
-        """Number of target tokens that a verdict must contain."""
-
-    @property
-    def method_verifier(self) -> Callable[[Any], Verifier] | None:
-        """Function from this context to the verifier of the method, if it has its own."""
-
-    def scorer(self, role: Any) -> Any:
-        """Return the model with this role, which scores drafts."""
-
-    def noise(self, name: str, *, shared: bool = ...) -> Any:
-        """Return the random stream `name`; the stream shared with the drafter if `shared` and the rule has it."""
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Hidden states of the target that the run needs."""
-
-    @property
-    def logprobs(self) -> int | None:
-        """See `ModelVerifier`."""
-
-    def cached(self, loaded: Any, role: str, pad: int = ..., taps: tuple[int, ...] = ...) -> Any:
-        """Return a cached model; in a conversation, that of the previous turn."""
-
-    def open(self, model: Any) -> Any:
-        """Return a cached model that is closed with this context."""
-
-    def on_close(self, call: Callable[[], None]) -> None:
-        """Register a call for the end of the run."""
+    sampling: SamplingParams
+    policy: DraftLengthPolicy
+    target_cache: Any | None  # cached model of the target, None outside this process
+    draft_caches: Sequence[Any]
+    candidates: int  # target tokens that a verdict must contain
+    accept: Any  # noise of acceptance
+    correct: Any  # noise of corrections; shared with the drafter if the rule shares noise
+    logprobs: int | None  # see `ModelVerifier`
+    open: Callable[[Any], Any]  # returns a cached model, closed at the end of the run
+    on_close: Callable[[Callable[[], object]], object]  # registers a call for the end of the run
 
 
 class Target(Protocol):
@@ -112,11 +86,14 @@ class Target(Protocol):
         result is False.
         """
 
-    def open_cache(self, context: TargetContext) -> Any | None:
-        """Return the cached model of a run, None for a target outside this process."""
+    def open_cache(self, open: Callable[..., Any], taps: tuple[int, ...]) -> Any | None:
+        """Return the cached model of a run by `open(target, role, pad=..., taps=...)`, None outside this process.
 
-    def verifier(self, context: TargetContext) -> Verifier:
-        """Return the verifier of a run, which is closed with `context`."""
+        `taps`: hidden states that the run needs.
+        """
+
+    def verifier(self, inputs: VerifierInputs) -> Verifier:
+        """Return the verifier of a run."""
 
     def close(self) -> None:
         """Close the connection, if any."""

@@ -43,13 +43,32 @@ class VocabularyBridge(Protocol):
 class BuildContext(Protocol):
     """Inputs from which a method builds its drafter and verifier."""
 
-    options: Any  # values of all options, by name
-    sampling: SamplingParams  # parameters for target tokens
-    vocab_size: int  # size of the target vocabulary
-    source: Sequence[int]  # encoder input; empty for decoders
-    stop: Collection[int]  # stop tokens
-    seed: int
-    bridge: VocabularyBridge | None  # `None` for a shared vocabulary
+    @property
+    def options(self) -> Any:
+        """Values of all options, by name."""
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Sampling parameters for target tokens."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the target vocabulary."""
+
+    @property
+    def source(self) -> Sequence[int]:
+        """Encoder input; empty for decoders."""
+
+    @property
+    def stop(self) -> Collection[int]:
+        """Stop tokens."""
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def bridge(self) -> VocabularyBridge | None:
+        """Conversion of tokens, `None` for a shared vocabulary."""
 
     @property
     def corpus(self) -> Sequence[Sequence[int]]:

@@ -8,11 +8,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from sys import getsizeof
-from typing import Any
 
 from specdemo.core.decode import DraftBudget
-from specdemo.core.errors import UserError
-from specdemo.core.options import OptionSet, option, options
+from specdemo.core.options import OptionRule, OptionSet, option, options
 from specdemo.core.origin import Origin
 from specdemo.core.step import Draft, Step
 from specdemo.drafters.method import BuildContext, Method, StoreOptions
@@ -154,12 +152,15 @@ NGRAM_LEVELS = {"multi": "back off to shorter contexts", "one": "contexts of one
 FILLER_WEIGHTS = {"rank": "below emitted tokens, 1 / rank", "equal": "like emitted tokens"}
 
 
-def _filler_fits(chosen: Any) -> None:
-    if chosen.filler_weight == "equal" and chosen.filler_top_k == 1:
-        raise UserError("filler_weight equal has no effect with filler_top_k 1: choose 2 or more, or weight rank")
+_WEIGHT_OF_FILLERS = OptionRule(
+    ("filler_weight",),
+    lambda chosen, name: chosen.filler_weight == "equal" and chosen.filler_top_k == 1,
+    "filler_weight equal has no effect with filler_top_k 1",
+    "choose 2 or more, or weight rank",
+)
 
 
-@options("N-grams", checks=(_filler_fits,))
+@options("N-grams", rules=(_WEIGHT_OF_FILLERS,))
 class NGramOptions(OptionSet):
     """Options of NASD and NAPD."""
 

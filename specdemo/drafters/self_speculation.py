@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdemo.core.errors import UserError
-from specdemo.core.options import OptionSet, option, options
+from specdemo.core.options import OptionRule, OptionSet, option, options
 from specdemo.drafters.method import BuildContext, Method
 from specdemo.drafters.model import ModelDrafter
 
+_ONE_SELECTION = OptionRule(
+    ("exit_layer",),
+    lambda chosen, name: chosen.exit_layer is not None and chosen.skip_layers,
+    "exit_layer and skip_layers both select the layers",
+    "give either exit_layer or skip_layers",
+)
 
-def _one_selection(chosen: SelfOptions) -> None:
-    if chosen.exit_layer is not None and chosen.skip_layers:
-        raise UserError("give either exit_layer or skip_layers, not both")
 
-
-@options("Self-speculation", checks=(_one_selection,))
+@options("Self-speculation", rules=(_ONE_SELECTION,))
 class SelfOptions(OptionSet):
     """Options of self-speculation, which select the layers that draft."""
 

@@ -17,16 +17,15 @@ class LlamaCpp(Dialect):
     path, can_detokenize = "/completion", True
 
     def body(self, request: GenerationRequest, model: str) -> Mapping[str, Any]:
+        numbers = request.sampling.numbers
+        penalty = numbers.pop("repetition_penalty")
         return {
+            **numbers,
             "prompt": list(request.prompt),
             "n_predict": request.max_tokens,
-            "temperature": request.temperature,
-            "top_k": request.top_k,
-            "top_p": request.top_p,
-            "min_p": 0.0,
-            "repeat_penalty": request.repetition_penalty,
+            "repeat_penalty": penalty,
             "repeat_last_n": len(request.prompt) + request.max_tokens,
-            "samplers": ["penalties", "temperature", "top_k", "top_p"],  # the order of this program
+            "samplers": ["penalties", *numbers],  # the order of this program
             "seed": request.seed & 0xFFFFFFFF,
             "cache_prompt": False,
             "stream": True,

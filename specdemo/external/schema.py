@@ -8,20 +8,19 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from specdemo.core.sampling import SamplingParams
+
 _Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Number = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Prompt and sampling of a request; `top_k` 0 is off."""
+    """Prompt and sampling of a request."""
 
     prompt: Sequence[int]
     max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    repetition_penalty: float
+    sampling: SamplingParams
     seed: int
 
 

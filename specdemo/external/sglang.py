@@ -18,11 +18,9 @@ class Sglang(Dialect):
 
     def body(self, request: GenerationRequest, model: str) -> Mapping[str, Any]:
         sampling = {
+            **request.sampling.numbers,
+            "top_k": request.sampling.top_k or -1,
             "max_new_tokens": request.max_tokens,
-            "temperature": request.temperature,
-            "top_k": request.top_k or -1,
-            "top_p": request.top_p,
-            "repetition_penalty": request.repetition_penalty,
             "sampling_seed": request.seed,
         }
         return {

@@ -16,7 +16,7 @@ from transformers.utils import logging
 from specdemo.core.decode import Verifier
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
-from specdemo.core.target import TargetContext
+from specdemo.core.target import VerifierInputs
 from specdemo.core.verifier import ModelVerifier, configured_rule
 from specdemo.models.batch_invariance import (
     COMPARED_ROWS,
@@ -113,23 +113,22 @@ class LoadedModel:
     def chains_only(self) -> str:
         return engine_of(self.model).chains_only
 
-    def open_cache(self, context: TargetContext) -> CachedModel:
-        return context.cached(self, "target", self.invariance.pad, context.taps)
+    def open_cache(self, open: Callable[..., CachedModel], taps: tuple[int, ...]) -> CachedModel:
+        return open(self, "target", pad=self.invariance.pad, taps=taps)
 
-    def verifier(self, context: TargetContext) -> Verifier:
-        """Return the method's verifier, or a verifier with the acceptance rule of the options."""
-        if context.method_verifier is not None:
-            return context.method_verifier(context)
-        options = context.options
+    def verifier(self, inputs: VerifierInputs) -> Verifier:
+        """Return a verifier with the acceptance rule of the options."""
+        options = inputs.options
+        assert inputs.target_cache is not None
         return ModelVerifier(
-            context.scorer("target").score,
-            context.sampling,
+            inputs.target_cache.score,
+            inputs.sampling,
             configured_rule(options.rule, adjust=not options.skip_sample_adjustment, threshold=options.threshold),
-            accept=context.noise("accept", shared=False),
-            correct=context.noise("correct"),
-            candidates=context.candidates,
+            accept=inputs.accept,
+            correct=inputs.correct,
+            candidates=inputs.candidates,
             top=options.top,
-            logprobs=context.logprobs,
+            logprobs=inputs.logprobs,
         )
 
     def close(self) -> None:

@@ -79,14 +79,19 @@ typedef struct {
 } pass;
 
 typedef struct {
-    double top_p;
+    float temperature;
+    double top_p, min_p;
+    int64_t top_k; /* 0: all */
+} sampling;
+
+typedef struct {
+    sampling sampling;
     const double *uniforms; /* [count]; temperature 0: unused */
     float *probs, *scratch; /* [count][vocab], [vocab]; the same */
     float *peaks, *chosen;  /* [count] largest logits, probabilities of the tokens */
     int32_t *tokens;        /* [count] */
     const int32_t *ids;     /* [vocab] tokens of the logits; null: their indices */
-    int64_t top_k, vocab;   /* the first `vocab` logits are considered */
-    float temperature;
+    int64_t vocab;          /* the first `vocab` logits are considered */
     /* The chain ends before a token if the product of the largest probabilities at temperature 1 so far is below
      * `least_reach`, whose value 0 has no effect. No pass is spent on a token after a product whose square is below it.
      */
@@ -112,8 +117,8 @@ int write_rows(const matrix *m, int64_t first, int64_t count, const float *rows)
 int self_check(void);
 
 void largest_logits(const float *logits, int64_t rows, int64_t stride, int64_t count, int32_t *tokens, float *values);
-void distributions(const float *logits, int64_t rows, int64_t stride, int64_t count, float temperature, int64_t top_k,
-                   double top_p, float *probs, float *scratch);
+void distributions(const float *logits, int64_t rows, int64_t stride, int64_t count, const sampling *s, float *probs,
+                   float *scratch);
 int64_t invert(const float *probs, int64_t count, double uniform);
 int compare_drafts(const float *p, const float *q, int64_t count, int64_t n, const int32_t *parents,
                    const int32_t *tokens, float *token_probs, float *overlaps);

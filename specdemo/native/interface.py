@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -82,9 +82,19 @@ class PassStruct(ctypes.Structure):
     """Rows of the texts of a forward pass, their visible cache positions, and the buffers for results."""
 
 
+@_described("sampling")
+class SamplingStruct(ctypes.Structure):
+    """Parameters of the distribution of a token."""
+
+
 @_described("chain")
 class ChainStruct(ctypes.Structure):
     """Sampling parameters of a drafted chain, and the buffers for its tokens and distributions."""
+
+
+def sampling_struct(numbers: Mapping[str, float]) -> SamplingStruct:
+    """Return the structure with the values of its fields."""
+    return SamplingStruct(**{name: numbers[name] for name, *_ in SamplingStruct._fields_})
 
 
 def _result_codes() -> Any:

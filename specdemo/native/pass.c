@@ -23,7 +23,7 @@ static int is_valid(const pass *first, const chain *c) {
     if (check_pass(first) || first->text_count != 1 || !c->tokens || !c->peaks || !c->chosen) return 0;
     if (first->texts->last != 1) return 0;
     if (c->count < 1 || c->vocab < 1 || c->vocab > first->model->head.outputs) return 0;
-    return !(c->temperature > 0) || (c->uniforms && c->probs && c->scratch);
+    return !(c->sampling.temperature > 0) || (c->uniforms && c->probs && c->scratch);
 }
 
 /* Sample a token from its logits. Returns 0 if the chain ends before it. */
@@ -34,9 +34,9 @@ static int draw(const float *logits, const chain *c, int i, double *reach) {
         *reach *= largest_probability(logits, c->vocab, c->peaks[i]);
         if (*reach < c->least_reach) return 0;
     }
-    if (c->temperature > 0) {
+    if (c->sampling.temperature > 0) {
         float *probs = c->probs + i * c->vocab;
-        distributions(logits, 1, c->vocab, c->vocab, c->temperature, c->top_k, c->top_p, probs, c->scratch);
+        distributions(logits, 1, c->vocab, c->vocab, &c->sampling, probs, c->scratch);
         *token = (int32_t)invert(probs, c->vocab, c->uniforms[i]);
         c->chosen[i] = probs[*token];
     }

@@ -170,23 +170,30 @@ static float nucleus(float *x, int64_t count, double needed, double *sum, float 
     return limit;
 }
 
-/* probs[rows][count]: temperature, top-k (0: all), top-p and softmax; scratch[count] */
-void distributions(const float *logits, int64_t rows, int64_t stride, int64_t count, float temperature, int64_t top_k,
-                   double top_p, float *probs, float *scratch) {
+/* probs[rows][count]: temperature, top-k, top-p, min-p and softmax; scratch[count] */
+void distributions(const float *logits, int64_t rows, int64_t stride, int64_t count, const sampling *s, float *probs,
+                   float *scratch) {
+    float temperature = s->temperature;
     for (int64_t r = 0; r < rows; r++) {
         const float *x = logits + r * stride;
-        float *p = probs + r * count, most = x[first_largest(x, count)] / temperature, limit = 0;
+        int32_t best = first_largest(x, count);
+        float *p = probs + r * count, most = x[best] / temperature, limit = 0;
         double sum;
         int64_t i = 0;
-        if (top_k > 0 && top_k < count) {
+        if (s->top_k > 0 && s->top_k < count) {
             for (; i + LANES <= count; i += LANES) store(p + i, load(x + i) / temperature);
             for (; i < count; i++) p[i] = x[i] / temperature;
-            keep_largest(p, count, top_k);
+            keep_largest(p, count, s->top_k);
             sum = exponentiate(p, count, 1, most, p);
         } else {
             sum = exponentiate(x, count, temperature, most, p);
         }
-        if (top_p < 1) limit = nucleus(p, count, top_p * sum, &sum, scratch);
+        if (s->top_p < 1) limit = nucleus(p, count, s->top_p * sum, &sum, scratch);
+        float least = (float)(s->min_p * p[best]);
+        if (least > limit) {
+            limit = least;
+            sum = mass_from(p, count, limit);
+        }
         float factor = (float)(1 / sum);
         for (i = 0; i + LANES <= count; i += LANES)
             store(p + i, choose(load(p + i) >= limit, load(p + i) * factor, fill(0)));
@@ -366,7 +373,8 @@ int sampling_is_exact(void) {
     for (int i = 0; i < COUNT; i++)
         logits[i] = -0.05f * (float)(i * 11 % COUNT); /* largest first after a permutation */
     for (int rank = 0; rank < TOP_K; rank++) sum += exp(-0.1 * rank);
-    distributions(logits, 1, COUNT, COUNT, 0.5f, TOP_K, 0.8, probs, scratch);
+    sampling s = {.temperature = 0.5f, .top_p = 0.8, .top_k = TOP_K};
+    distributions(logits, 1, COUNT, COUNT, &s, probs, scratch);
     for (int rank = 0; rank < COUNT; rank++) {
         expected[rank] = rank < TOP_K && mass < 0.8 * sum ? exp(-0.1 * rank) : 0;
         mass += expected[rank];

@@ -5,16 +5,36 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from specdemo.native.build import native_library, required_library
-from specdemo.native.interface import declare
+from specdemo.native.interface import SamplingStruct, declare
 
 _TINY = torch.finfo(torch.float32).tiny
 _TOP_P_WIDTH = 256  # initial number of candidates for top-p
 _OUTSIDE = "a draft contains a token outside the vocabulary or a parent after its child"
+
+
+class TokenSampling(Protocol):
+    """Parameters of the distribution of a token, and the same in C."""
+
+    @property
+    def temperature(self) -> float: ...
+
+    @property
+    def top_k(self) -> int: ...
+
+    @property
+    def top_p(self) -> float: ...
+
+    @property
+    def min_p(self) -> float: ...
+
+    @property
+    def struct(self) -> SamplingStruct: ...
 
 
 @cache
@@ -50,20 +70,20 @@ def largest_logits(logits: Tensor) -> tuple[list[int], list[float]]:
     return tokens[:], values[:]
 
 
-def token_distributions(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """Apply temperature, top-k, top-p and softmax to `logits` `[rows, vocab]`."""
+def token_distributions(logits: Tensor, sampling: TokenSampling) -> Tensor:
+    """Apply temperature, top-k, top-p, min-p and softmax to `logits` `[rows, vocab]`."""
     if not supports(logits):
-        logits = logits / temperature
-        if 0 < top_k < logits.shape[1]:
-            logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+        logits = logits / sampling.temperature
+        if 0 < sampling.top_k < logits.shape[1]:
+            logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[:, -1:], -torch.inf)
         probs = logits.softmax(1)
-        return probs if top_p >= 1.0 else _nucleus(probs, top_p)
+        probs = probs if sampling.top_p >= 1.0 else _nucleus(probs, sampling.top_p)
+        return _probable(probs, sampling.min_p) if sampling.min_p else probs
     rows, vocab = logits.shape
     probs = torch.empty_like(logits, memory_format=torch.contiguous_format)
     scratch = torch.empty(vocab, dtype=torch.float32)
     _functions().distributions(
-        *(logits.data_ptr(), rows, logits.stride(0), vocab, temperature, top_k, top_p),
-        *(probs.data_ptr(), scratch.data_ptr()),
+        logits.data_ptr(), rows, logits.stride(0), vocab, sampling.struct, probs.data_ptr(), scratch.data_ptr()
     )
     return probs
 
@@ -79,6 +99,12 @@ def _nucleus(probs: Tensor, top_p: float) -> Tensor:
         width *= 4
     mass = mass * (total - mass < top_p)  # includes the token that crosses top_p
     return torch.zeros_like(probs).scatter_(1, order, mass / mass.sum(1, keepdim=True))
+
+
+def _probable(probs: Tensor, share: float) -> Tensor:
+    """Keep the tokens with this share of the largest probability, renormalised (2407.01082)."""
+    mass = probs * (probs >= share * probs.amax(1, keepdim=True))
+    return mass / mass.sum(1, keepdim=True)
 
 
 def sample_at(probs: Tensor, uniform: float) -> int:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
-from specdemo.core.errors import UserError
-from specdemo.core.options import OptionSet, option, options
+from specdemo.core.options import OptionRule, OptionSet, option, options
 from specdemo.remote.access import is_service_address
 
 MAX_REPLICAS = 16
@@ -45,32 +42,46 @@ _REMOVED = {
 }
 
 
-def _valid_address(chosen: CloudConfig) -> None:
-    for address in chosen.addresses:
-        if not is_service_address(address):
-            raise UserError(f"{address!r:.300} is no address of a service: give http://host:port")
-    if len(chosen.addresses) > MAX_REPLICAS or len(set(chosen.addresses)) < len(chosen.addresses):
-        raise UserError(f"remote must be at most {MAX_REPLICAS} different addresses, separated by spaces")
+_RULES = (
+    OptionRule(
+        ("remote",),
+        lambda chosen, name: not all(map(is_service_address, chosen.addresses)),
+        "remote {value!r:.300} is no address of a service",
+        "give http://host:port",
+    ),
+    OptionRule(
+        ("remote",),
+        lambda chosen, name: len(chosen.addresses) > MAX_REPLICAS or len(set(chosen.addresses)) < len(chosen.addresses),
+        f"remote must be at most {MAX_REPLICAS} different addresses",
+        "separate them by spaces",
+    ),
+)
+GATE_EFFECTS = (
+    *(
+        OptionRule(
+            (f"gate_{signal}",),
+            lambda chosen, name: name.removeprefix("gate_") not in chosen.gates,
+            f"{{name}} has no effect without gate {signal}",
+            f"add {signal} to gates",
+        )
+        for signal in SIGNALS
+    ),
+    OptionRule(
+        ("gate_ratio",),
+        lambda chosen, name: not chosen.thresholds,
+        "gate_ratio has no effect without gates by signals",
+        f"add one of {', '.join(SIGNALS)}",
+    ),
+    OptionRule(
+        ("word_frequencies", "gate_rare"),
+        lambda chosen, name: "rare" not in chosen.gates,
+        "{name} has no effect without gate rare",
+        "add rare to gates",
+    ),
+)
 
 
-def unused_thresholds(chosen: CloudConfig, names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the thresholds among `names` whose gates are off, each with cause and remedy."""
-    for name in names:
-        signal = name.removeprefix("gate_")
-        if signal in SIGNALS and signal != name and signal not in chosen.gates:
-            yield name, f"has no effect without gate {signal}: add {signal} to gates"
-        elif name == "gate_ratio" and not chosen.thresholds:
-            yield name, f"has no effect without gates by signals: add one of {', '.join(SIGNALS)}"
-        elif name in ("word_frequencies", "gate_rare") and "rare" not in chosen.gates:
-            yield name, "has no effect without gate rare: add rare to gates"
-
-
-def _refuse_unused(chosen: CloudConfig, named: Iterable[str]) -> None:
-    for name, problem in unused_thresholds(chosen, named):
-        raise UserError(f"{name} {problem}")
-
-
-@options("Edge and cloud", checks=(_valid_address,), check_named=_refuse_unused, removed=_REMOVED)
+@options("Edge and cloud", rules=_RULES, effects=GATE_EFFECTS, removed=_REMOVED)
 class CloudConfig(OptionSet):
     """Connection to a remote target."""
 

@@ -88,6 +88,7 @@ class VerifyConfig(NetworkMessage):
     temperature: Annotated[float, _key("temp"), AfterValidator(_check_temperature), Field(le=100)] = 1.0
     top_k: Count = 0
     top_p: Annotated[float, Field(ge=0.001, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, _key("rep_penalty"), Field(ge=0.01, le=100)] = 1.0
     bad_words: Annotated[
         ListOf[Annotated[ListOf[Token], Field(min_length=1, max_length=64)]], Field(max_length=1024)
@@ -100,8 +101,7 @@ class VerifyConfig(NetworkMessage):
 
     @property
     def sampling(self) -> SamplingParams:
-        words = tuple(map(tuple, self.bad_words))
-        return SamplingParams(self.temperature, self.top_k, self.top_p, self.repetition_penalty, words)
+        return SamplingParams.of(self, bad_words=tuple(map(tuple, self.bad_words)))
 
 
 class DraftRow(NetworkMessage):

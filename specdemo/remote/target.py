@@ -17,7 +17,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.rules import DEFAULT_RULE, RULES
 from specdemo.core.sampling import Noise, fitted
 from specdemo.core.step import Draft
-from specdemo.core.target import Target, TargetContext
+from specdemo.core.target import Target, VerifierInputs
 from specdemo.core.verifier import ModelVerifier, configured_rule
 from specdemo.models.batch_invariance import COMPARED_ROWS
 from specdemo.models.engines.llama_weights import with_dropout
@@ -106,22 +106,22 @@ class RemoteModel:
         """See `Target.bit_equal`. The description of a service has no compared length of the text."""
         return self.info.bit_equal and longest_draft is not None and longest_draft < COMPARED_ROWS
 
-    def open_cache(self, context: TargetContext) -> None:
+    def open_cache(self, open: Callable[..., Any], taps: tuple[int, ...]) -> None:
         """Return None: the cache is in the service."""
 
-    def verifier(self, context: TargetContext) -> Verifier:
-        """Return a verifier at the edge, gated if the options have gates; the gate records the drafts of the policy."""
-        if context.logprobs is not None:
+    def verifier(self, inputs: VerifierInputs) -> Verifier:
+        """Return a verifier at the edge, gated if the options have gates."""
+        if inputs.logprobs is not None:
             raise UserError("log-probabilities need a local target: omit logprobs, or choose mode off")
-        verifier = self._client(context)
-        context.on_close(verifier.close)
+        verifier = self._client(inputs)
+        inputs.on_close(verifier.close)
         if not self.cloud.gates:
             return verifier
-        recorder, variance = RecordingPolicy(context.policy), None
-        context.policy = recorder
+        recorder, variance = inputs.policy, None
+        assert isinstance(recorder, RecordingPolicy)
         if "variance" in self.cloud.gates:
-            model = context.draft_caches[0].model
-            variance = mc_dropout([context.open(with_dropout(model, seed)).score for seed in range(PASSES)])
+            model = inputs.draft_caches[0].model
+            variance = mc_dropout([inputs.open(with_dropout(model, seed)).score for seed in range(PASSES)])
         always = word_rules(self.tokenizer, self.cloud, self.is_name) if self.cloud.always else None
         thresholds, max_hard = self.cloud.thresholds, self.cloud.gate_ratio
         return GatedVerifier(verifier, recorder, thresholds, max_hard, always=always, variance=variance)
@@ -129,9 +129,9 @@ class RemoteModel:
     def close(self) -> None:
         self.http.close()
 
-    def _client(self, context: TargetContext) -> RemoteVerifier | StreamingVerifier:
-        cloud, options = self.cloud, context.options
-        config, known = _verify_config(context), partial(has_entry, self.tokenizer)
+    def _client(self, inputs: VerifierInputs) -> RemoteVerifier | StreamingVerifier:
+        cloud, options = self.cloud, inputs.options
+        config, known = _verify_config(inputs), partial(has_entry, self.tokenizer)
         deadlines = Deadlines(cloud.deadline_ms / 1000, cloud.lost_after_s, not cloud.provisional)
         if cloud.mode == "cloud_only":
             return StreamingVerifier(self.http, config, options.max_tokens, deadlines, self.vocab_size, known)
@@ -139,36 +139,33 @@ class RemoteModel:
             self.http,
             config,
             rows=cast(RowFormat, cloud.q_rows),
-            candidates=context.candidates,
+            candidates=inputs.candidates,
             top=options.top,
             deadlines=deadlines,
-            edge=self._edge_verifier(context) if cloud.on_loss == "edge" else None,
+            edge=self._edge_verifier(inputs) if cloud.on_loss == "edge" else None,
             session=self.session,
             alone=self.lost,
             vocab_size=self.vocab_size,
             has_entry=known,
         )
 
-    def _edge_verifier(self, context: TargetContext) -> ModelVerifier | None:
-        if not context.draft_caches:
+    def _edge_verifier(self, inputs: VerifierInputs) -> ModelVerifier | None:
+        if not inputs.draft_caches:
             return None
-        cache, options = context.draft_caches[0], context.options
+        cache, options = inputs.draft_caches[0], inputs.options
 
         def score(tokens: Sequence[int], draft: Draft) -> Tensor:
             return fitted(cache.score(tokens, draft), self.vocab_size)
 
         accept, correct = Noise(options.seed, "edge accept"), Noise(options.seed, "edge")
         rule = configured_rule(DEFAULT_RULE)
-        return ModelVerifier(score, context.sampling, rule, accept, correct, context.candidates, options.top)
+        return ModelVerifier(score, inputs.sampling, rule, accept, correct, inputs.candidates, options.top)
 
 
-def _verify_config(context: TargetContext) -> VerifyConfig:
-    options, sampling = context.options, context.sampling
+def _verify_config(inputs: VerifierInputs) -> VerifyConfig:
+    options = inputs.options
     return VerifyConfig(
-        temperature=float(sampling.temperature),
-        top_k=sampling.top_k,
-        top_p=float(sampling.top_p),
-        repetition_penalty=float(sampling.repetition_penalty),
+        **inputs.sampling.numbers,
         bad_texts=list(options.bad_words),
         seed=options.seed,
         rule=options.rule,

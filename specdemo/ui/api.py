@@ -13,7 +13,7 @@ from specdemo.core import trace
 from specdemo.core.errors import UserError
 from specdemo.core.events import INTERRUPTED, End, Loading, StepEvent
 from specdemo.core.metrics import Metrics
-from specdemo.option_effects import refuse_ineffective
+from specdemo.option_rules import refuse_ineffective
 from specdemo.recipe import Recipe
 from specdemo.ui.lane import SPEC
 from specdemo.ui.service import Service

@@ -18,7 +18,7 @@ from specdemo.drafters.method import Method
 from specdemo.models.quantization import unavailable
 from specdemo.models.spec import COPY_FORMS, SAME, find_device
 from specdemo.models.zoo import PAIRS, Pair, offers
-from specdemo.option_effects import settings_of_pair
+from specdemo.option_rules import settings_of_pair
 from specdemo.recipe import PRESETS, Recipe, RunOptions
 from specdemo.remote.config import CloudConfig
 from specdemo.ui.cockpit import script

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from specdemo.core.formats import percent
 from specdemo.models.tokenizer import ChatMessage
-from specdemo.pipeline import CONVERSATION, Stores, stored_bytes
+from specdemo.stores import Stores
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import Lane
 from specdemo.ui.summary import lane_speedup, ratio_text
@@ -81,7 +81,9 @@ class Conversations:
 
     def stores_of(self, visitor: str) -> dict[str, Stores]:
         stores = _kept(self._stores, visitor, dict[str, Stores]())
-        sizes = {name: sum(map(stored_bytes, list(lanes.values()))) for name, lanes in [*self._stores.items()]}
+        sizes = {
+            name: sum(stored.size_bytes for stored in list(lanes.values())) for name, lanes in [*self._stores.items()]
+        }
         excess = sum(sizes.values()) - MAX_STORED_BYTES
         for name, size in sizes.items():
             if size and excess > 0 and name != visitor:
@@ -93,9 +95,7 @@ class Conversations:
         """End the visitor's conversation. A run under way keeps its stores, and releases them."""
         lanes = self._stores.get(visitor, {})
         for lane, stores in list(lanes.items()):  # a job may add lanes
-            remaining = stores.copy()
-            remaining.pop(CONVERSATION, None)
-            lanes[lane] = remaining
+            lanes[lane] = stores.without_conversation()
         self._messages.pop(visitor, None)
         self._footers.pop(visitor, None)
 

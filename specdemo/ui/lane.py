@@ -14,7 +14,7 @@ from specdemo.core.options import Option
 from specdemo.core.rules import DEFAULT_RULE, rule_traits
 from specdemo.external.address import EngineAddress
 from specdemo.models.spec import SAME
-from specdemo.option_effects import methods_with
+from specdemo.option_rules import methods_with
 from specdemo.recipe import Recipe
 from specdemo.ui.method_names import method_name
 from specdemo.ui.settings import OFF, OPTIONS
@@ -250,7 +250,7 @@ def model_name(recipe: Mapping[str, Any]) -> str:
 
 def comparable_lanes(stored: Sequence[Recipe], recipe: Recipe) -> list[Recipe]:
     """Return the stored lanes that continue the same prompt with the same target as `recipe`, in any form."""
-    return [lane for lane in stored if lane.target_spec.name == recipe.target_spec.name and lane.chat == recipe.chat]
+    return [lane for lane in stored if lane.models[0] == recipe.models[0] and lane.chat == recipe.chat]
 
 
 def describe_stored_lanes(recipes: list[Recipe]) -> str:

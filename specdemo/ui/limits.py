@@ -24,7 +24,8 @@ from specdemo.external.address import KEY, EngineAddress
 from specdemo.models.hub import Hub
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.native.build import SWITCH, VECTORS
-from specdemo.option_effects import methods_with
+from specdemo.option_rules import methods_with
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.remote.access import TOKEN, is_service_address
 from specdemo.remote.config import CloudConfig
@@ -146,17 +147,18 @@ class HostLimits:
                 raise UserError(f"{name} may be {self.max_seconds} seconds at most here, not {seconds:g}")
 
     def _check_server(self, recipe: Recipe) -> None:
-        if recipe.server is None or self.engines is None:
+        server = plan_run(recipe).server
+        if server is None or self.engines is None:
             return
-        if recipe.server not in map(EngineAddress.parse, self.engines):
+        if server not in map(EngineAddress.parse, self.engines):
             offered = f"choose {' or '.join(self.engines)}" if self.engines else "leave external empty"
             raise UserError(f"only listed servers of other engines are allowed here: {offered}")
 
     def _within_gamma(self, recipe: Recipe) -> Recipe:
-        least, most = recipe.gamma_bounds
-        if self.max_gamma is None or most <= self.max_gamma or not METHODS[recipe.method].uses_policy:
+        lengths = plan_run(recipe).lengths
+        if self.max_gamma is None or lengths.most <= self.max_gamma or not METHODS[recipe.method].uses_policy:
             return recipe
-        return replace(recipe, gamma_min=min(least, self.max_gamma), gamma_max=self.max_gamma)
+        return replace(recipe, gamma_min=min(lengths.least, self.max_gamma), gamma_max=self.max_gamma)
 
 
 PUBLIC = HostLimits(

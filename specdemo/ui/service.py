@@ -20,11 +20,12 @@ from specdemo.models.memory import has_memory_for_text
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.threads import thread_initializer
 from specdemo.models.tokenizer import ChatMessage
-from specdemo.pipeline import CONVERSATION, Stores
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.remote.connections import network_of
 from specdemo.remote.local_service import LocalServices, cores_but_one
 from specdemo.shared_passes import PASS_ROWS
+from specdemo.stores import Stores
 from specdemo.ui.conversation import Conversations
 from specdemo.ui.frames import Run
 from specdemo.ui.limits import HostLimits, TimeBudget, Visitors
@@ -89,10 +90,10 @@ class Service:
             if warm_up and isinstance(self.worker, Worker):
                 yield from self._warm_up(granted)
             for i, (lane, recipe) in enumerate(granted):
-                stores = remembered.setdefault(lane, {})
+                stores = remembered.setdefault(lane, Stores())
                 if not history or any(lane == earlier for earlier, _ in granted[:i]):
-                    stores.pop(CONVERSATION, None)  # new conversations and repetitions compute their prefill
-                if recipe.needs_local_service:
+                    stores.conversation = None  # new conversations and repetitions compute their prefill
+                if plan_run(recipe).needs_local_service:
                     yield lane, Loading("starting a cloud process on this machine")
                 with (
                     self._with_services([recipe]) as (served,),
@@ -115,26 +116,23 @@ class Service:
             short = replace(recipe, max_tokens=min(recipe.max_tokens, WARM_UP_TOKENS), min_length=0)
             prompt: PromptOrChat = [{"role": "user", "content": PROBE}] if recipe.chat else PROBE
             yield lane, Loading("warming up")
-            with closing(self._engine(short, prompt, self._models, {})) as stream:
+            with closing(self._engine(short, prompt, self._models, Stores())) as stream:
                 yield from ((lane, event) for event in stream if isinstance(event, Loading))
 
     def probe(self, recipe: Recipe) -> Stream[Event]:
-        return self._submit(lambda: self._noting(self._engine(recipe, PROBE, self._models, {})))
+        return self._submit(lambda: self._noting(self._engine(recipe, PROBE, self._models, Stores())))
 
     @contextmanager
     def _with_services(self, recipes: Sequence[Recipe]) -> Iterator[list[Recipe]]:
         """Yield `recipes` with the addresses of local services, which run until the context is left."""
-        counts = {
-            recipe.target_spec: recipe.cloud.replicas
-            for recipe in recipes
-            if recipe.cloud is not None and recipe.needs_local_service
-        }
+        plans = [plan_run(recipe) for recipe in recipes]
+        counts = {plan.target: plan.cloud.replicas for plan in plans if plan.cloud and plan.needs_local_service}
         with self.clouds.running(counts) as urls:
             yield [
-                replace(recipe, cloud=replace(recipe.cloud, remote=urls[recipe.target_spec]))
-                if recipe.cloud is not None and recipe.needs_local_service
-                else recipe
-                for recipe in recipes
+                replace(plan.recipe, cloud=replace(plan.cloud, remote=urls[plan.target]))
+                if plan.cloud and plan.needs_local_service
+                else plan.recipe
+                for plan in plans
             ]
 
     def kill_replica(self, run: Run | None) -> str:

@@ -16,7 +16,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import Header
 from specdemo.core.options import Option, removal
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
-from specdemo.option_effects import ineffective, settings_of_pair
+from specdemo.option_rules import ineffective, settings_of_pair
 from specdemo.recipe import Recipe
 from specdemo.remote.config import MODES, CloudConfig
 
@@ -101,7 +101,7 @@ def restored(wanted: Any, defaults: Settings, device: str, *, effective: bool = 
     changed, dropped = _valid(_changed(wanted, defaults), defaults, device)
     chosen = recipe_of(recipe_settings({**defaults, **changed}), device)
     for name, problem in ineffective(chosen, [*changed] if effective else []):
-        dropped[f"{name} {problem}"] = [name]
+        dropped[problem] = [name]
         del changed[name]
     errors = [f"{' and '.join(names)} ignored: {error}" for error, names in dropped.items()]
     return {**defaults, **changed}, errors

@@ -22,8 +22,9 @@ from specdemo.models.load import load
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import HeadSpec
 from specdemo.models.zoo import PAIRS
-from specdemo.pipeline import Stores
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
+from specdemo.stores import Stores
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.service import Generate
 from specdemo.worker import WorkerGroup
@@ -60,13 +61,14 @@ def hosted(limits: HostLimits, device: str) -> dict[str, Any]:
 
 def loaded(recipes: list[Recipe]) -> ModelPool:
     """Return a pool with the models of these recipes, which are never unloaded."""
-    specs = dict.fromkeys(spec for recipe in recipes for spec in recipe.specs.values())
+    plans = [plan_run(recipe) for recipe in recipes]
+    specs = dict.fromkeys(spec for plan in plans for spec in plan.models.values())
     pool = ModelPool(idle_s=math.inf, warm=False)
     for spec in specs:  # the calling thread emulates CUDA
         pool.add(load(spec.resolved(), warm=False))
-    for recipe in recipes:
-        if recipe.pair and (head := PAIRS[recipe.pair].head):
-            pool.add_head(load_head(HeadSpec(head, recipe.target_spec).resolved(), pool.take(recipe.target_spec)))
+    for plan in plans:
+        if plan.recipe.pair and (head := PAIRS[plan.recipe.pair].head):
+            pool.add_head(load_head(HeadSpec(head, plan.target).resolved(), pool.take(plan.target)))
     return pool
 
 
@@ -82,13 +84,13 @@ def on(gpu: GPU, pool: ModelPool, engine: Generate = generate) -> Generate:
     """
 
     def seconds(recipe: Recipe, prompt: PromptOrChat) -> int:
-        return seconds_of(recipe, pool.take(recipe.target_spec).weight_bytes)
+        return seconds_of(recipe, pool.take(plan_run(recipe).target).weight_bytes)
 
     def batched(recipe: Recipe, prompt: PromptOrChat) -> Iterator[list[Event | _Failure]]:
         batch: list[Event | _Failure] = []
         try:
             sent = time.monotonic()
-            with closing(engine(recipe, prompt, pool, {})) as events:
+            with closing(engine(recipe, prompt, pool, Stores())) as events:
                 for event in events:
                     batch.append(event)
                     if time.monotonic() - sent >= BATCH_S:
@@ -105,8 +107,9 @@ def on(gpu: GPU, pool: ModelPool, engine: Generate = generate) -> Generate:
     def run(recipe: Recipe, prompt: PromptOrChat, _: ModelPool, __: Stores) -> Generator[Event]:
         if recipe.ngram_keep:
             raise UserError("n-grams are not kept on this host: switch off keeping n-grams")
-        head = recipe.head_spec and recipe.head_spec.resolved()
-        if any(spec not in pool for spec in recipe.specs.values()) or head not in (None, *pool.heads):
+        plan = plan_run(recipe)
+        head = plan.head and plan.head.resolved()
+        if any(spec not in pool for spec in (plan.target, *plan.models.values())) or head not in (None, *pool.heads):
             raise UserError("only preloaded models run on this host: choose a pair of the list, without quantization")
         yield Loading("waiting for a GPU")
         with closing(_received(batches, recipe, prompt)) as events:

@@ -25,6 +25,7 @@ from specdemo.core.events import StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.step_record import step_of
 from specdemo.native import build
+from specdemo.plan import plan_run
 
 pytestmark = pytest.mark.slow
 
@@ -229,7 +230,7 @@ def test_the_drafter_decodes_alone_if_no_cloud_responds(
 def test_the_preset_of_the_guide_commits_provisionally_over_a_link(flags: tuple[str, ...], provisional: bool) -> None:
     arguments = ["run", PROMPT, "--pair", "bundled", "--remote", "http://cloud:8300", *flags]
     chosen = recipe_of_flags(parser().parse_args([*arguments, "--preset", "sources"]))
-    assert chosen.cloud.provisional == provisional and chosen.exact != provisional
+    assert chosen.cloud.provisional == provisional and plan_run(chosen).exact != provisional
     assert chosen.cloud.deadline_ms == (900 if "900" in flags else 400)
     assert not recipe_of_flags(parser().parse_args(arguments)).cloud.provisional
 

@@ -98,7 +98,7 @@ def test_neutral_values_change_nothing(body: dict[str, Any]) -> None:
 
 
 OTHERS: dict[str, Any] = {
-    "n": 2, "best_of": True, "presence_penalty": 0.5, "frequency_penalty": -1, "min_p": 0.1, "typical_p": 0.9,
+    "n": 2, "best_of": True, "presence_penalty": 0.5, "frequency_penalty": -1, "typical_p": 0.9,
     "top_a": 0.1, "tfs": 0.9, "mirostat": 2, "mirostat_mode": 1, "dry_multiplier": 0.8, "xtc_probability": 0.5,
     "smoothing_factor": 0.2, "dynatemp_range": 0.5, "repeat_penalty": 1.1, "logit_bias": {"5": 1}, "store": True,
     "ignore_eos": True, "min_tokens": 4, "stop_token_ids": [2], "skip_special_tokens": False, "grammar": "root",
@@ -135,6 +135,7 @@ def test_other_values_are_refused_by_name() -> None:
         ({"n_predict": 7}, "max_tokens", 7),
         ({"max_completion_tokens": 7, "max_tokens": 7}, "max_tokens", 7),
         ({"rep_pen": 1.2}, "repetition_penalty", 1.2),
+        ({"min_p": 0.1}, "min_p", 0.1),
         ({"stop": ""}, "stop_texts", ()),
         ({"stopping_strings": ["a"], "stop": ["a"]}, "stop_texts", ("a",)),
     ],

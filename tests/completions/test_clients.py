@@ -26,6 +26,7 @@ from specdemo.core.errors import PromptTooLong
 from specdemo.core.events import StepEvent
 from specdemo.core.step import Draft, Step, Verdict
 from specdemo.models.model_pool import ModelPool
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.remote import serve
 
@@ -186,7 +187,7 @@ JSON = {"content-type": "application/json"}
 def client() -> TestClient:
     recipe = Recipe(pair="bundled", gamma=3, max_tokens=3)
     pool = ModelPool()
-    target = pool.take(recipe.target_spec)
+    target = pool.take(plan_run(recipe).target)
     target.tokenizer.chat_template = TEMPLATE
     app = serve.serve_model(target, local=True)
     add_completions(app, CompletionService(pool, recipe, seed=lambda: 5))

@@ -18,6 +18,7 @@ from fakes.tiny_models import byte_level_tokenizer, sentencepiece_tokenizer
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
+    MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
@@ -41,11 +42,11 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p", "penalty", "words"),
-    list(itertools.product((0.5, 1.0, 1.7), (0, 5), (0.6, 1.0), (1.0, 1.3), ((), ((3,), (1, 2))))),
+    ("temperature", "top_k", "top_p", "min_p", "penalty", "words"),
+    list(itertools.product((0.5, 1.0, 1.7), (0, 5), (0.6, 1.0), (0.0, 0.2, 1.0), (1.0, 1.3), ((), ((3,), (1, 2))))),
 )
 def test_distributions_equal_those_of_transformers(
-    temperature: float, top_k: int, top_p: float, penalty: float, words: tuple[tuple[int, ...], ...]
+    temperature: float, top_k: int, top_p: float, min_p: float, penalty: float, words: tuple[tuple[int, ...], ...]
 ) -> None:
     torch.manual_seed(0)
     logits = torch.randn(4, VOCAB) * 3
@@ -58,12 +59,29 @@ def test_distributions_equal_those_of_transformers(
         oracle.append(TopKLogitsWarper(top_k))
     if top_p < 1:
         oracle.append(TopPLogitsWarper(top_p))
+    if min_p:
+        oracle.append(MinPLogitsWarper(min_p))
     before = logits.clone()
-    distributions = SamplingParams(temperature, top_k, top_p, penalty, words)(logits, paths)
+    distributions = SamplingParams(temperature, top_k, top_p, min_p, penalty, words)(logits, paths)
     assert torch.equal(logits, before)  # logits are not modified in place
     for row, path, probs in zip(logits, paths, distributions, strict=True):
         expected = oracle(torch.tensor([path]), row[None].clone())[0].softmax(-1)
         assert torch.allclose(probs, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("min_p", [0.02, 0.3, 1.0])
+def test_min_p_in_c_and_in_torch_equals_that_of_transformers(min_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ties of the largest logit, and a vocabulary that is no multiple of a vector."""
+    torch.manual_seed(2)
+    logits = torch.randn(5, 3001) * 2
+    logits[1, 7] = logits[1, 2999] = logits[1].max() + 1
+    expected = MinPLogitsWarper(min_p)(torch.tensor([[0]] * 5), logits / 0.7).softmax(-1)
+    sampling = SamplingParams(temperature=0.7, min_p=min_p)
+    compiled = sampling(logits, [])
+    monkeypatch.setattr(native, "supports", lambda *tensors: False)
+    assert ((compiled > 0) == (expected > 0)).all() and torch.allclose(compiled, expected, atol=1e-6)
+    assert torch.allclose(sampling(logits, []), expected, atol=1e-6)
+    assert (compiled[1] > 0).sum() >= 2
 
 
 @pytest.mark.parametrize("spread", [0.01, 1.0, 4.0])

@@ -42,8 +42,10 @@ from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import HeadSpec, ModelSpec
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
+from specdemo.stores import Stores
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 TARGET = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.5)
@@ -214,7 +216,7 @@ def test_methods_name_the_method_of_another_head(
 def test_turns_end_drafts_by_confidence_and_keep_the_text(method: str, saved: dict[str, str], pool: ModelPool) -> None:
     plain = Recipe(method="ar", target=saved["target"], max_tokens=12, temperature=0.0, device="cpu")
     drafting = replace(plain, method=method, head=saved["dspark"], policy="path")
-    stores: dict[Any, Any] = {}
+    stores = Stores()
     for prompt in ("class Point:\n    def", "class Point:\n    def f():"):
         steps = [event.step for event in generate(drafting, prompt, pool, stores) if isinstance(event, StepEvent)]
         alone = [event.step for event in generate(plain, prompt, pool) if isinstance(event, StepEvent)]
@@ -248,8 +250,8 @@ def test_a_run_loads_the_head_and_names_it(saved: dict[str, str]) -> None:
     assert header.recipe["head"] == saved["eagle3"] and header.environment["drafter_bytes"] > 1000
     steps = [event.step for event in events if isinstance(event, StepEvent)]
     assert not steps[0].draft.tokens and all(step.draft.tokens for step in steps[1:-1])
-    assert pool.heads and pool.weight_bytes > pool.take(recipe.target_spec).weight_bytes
-    pool.drop(recipe.target_spec)
+    assert pool.heads and pool.weight_bytes > pool.take(plan_run(recipe).target).weight_bytes
+    pool.drop(plan_run(recipe).target)
     assert not pool.heads
 
 
@@ -274,7 +276,7 @@ def test_recipes_without_use_for_a_head_are_refused(case: str) -> None:
 
 
 def test_a_head_replaces_the_draft_model_of_the_hybrid() -> None:
-    assert Recipe(method="hybrid", target="a/b", drafter="a/c").drafter_spec is not None
+    assert plan_run(Recipe(method="hybrid", target="a/b", drafter="a/c")).drafter is not None
     recipe = Recipe(method="hybrid", target="a/b", drafter="a/c", head="a/head")
-    assert recipe.drafter_spec is None and recipe.head_spec == HeadSpec("a/head", recipe.target_spec)
-    assert "drafter" not in recipe.specs
+    assert plan_run(recipe).drafter is None and plan_run(recipe).head == HeadSpec("a/head", plan_run(recipe).target)
+    assert "drafter" not in plan_run(recipe).models

@@ -16,7 +16,10 @@ from specdemo.cli import main
 from specdemo.core import trace
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Header, Loading, StepEvent
+from specdemo.core.sampling import SamplingParams
 from specdemo.external.address import EngineAddress, key_for
+from specdemo.external.client import DIALECTS
+from specdemo.external.schema import GenerationRequest
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt
@@ -49,6 +52,17 @@ def server(text: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineS
     with engine_server() as running:
         running.events = llama_events(text, 2)
         yield running
+
+
+@pytest.mark.parametrize("engine", DIALECTS)
+def test_requests_contain_all_sampling_parameters(engine: str) -> None:
+    sampling = SamplingParams(temperature=0.7, top_k=3, top_p=0.8, min_p=0.1, repetition_penalty=1.2)
+    body = DIALECTS[engine].body(GenerationRequest((1, 2), 4, sampling, seed=5), "model")
+    sent = {**body, **body.get("sampling_params", {})}
+    penalty = "repeat_penalty" if engine == "llama.cpp" else "repetition_penalty"
+    assert [sent[name] for name in ("temperature", "top_k", "top_p", "min_p", penalty)] == [0.7, 3, 0.8, 0.1, 1.2]
+    if engine == "llama.cpp":
+        assert sent["samplers"] == ["penalties", "temperature", "top_k", "top_p", "min_p"]
 
 
 def steps(events: list[Event]) -> list[StepEvent]:

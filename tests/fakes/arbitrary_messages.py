@@ -20,6 +20,7 @@ configs = st.fixed_dictionaries(
         "temp": st.sampled_from((0.0, 0.5, 1.0, 100.0)),
         "top_k": st.integers(0, 5),
         "top_p": st.floats(0.001, 1),
+        "min_p": st.floats(0, 1),
         "rep_penalty": st.floats(0.01, 100),
         "bad_words": st.lists(st.lists(tokens, min_size=1, max_size=2), max_size=2),
         "seed": st.integers(-(1 << 63), (1 << 63) - 1),

@@ -51,6 +51,8 @@ SAMPLING = {
     "top-k": SamplingParams(temperature=1.4, top_k=2),
     "top-p": SamplingParams(top_p=0.7),
     "top-k and top-p": SamplingParams(temperature=0.9, top_k=3, top_p=0.8),
+    "min-p": SamplingParams(temperature=1.2, min_p=0.4),
+    "top-p and min-p": SamplingParams(top_p=0.9, min_p=0.3),
     "penalty": SamplingParams(repetition_penalty=1.5),
     "bad words": SamplingParams(bad_words=((1,), (2, 0))),
     "banned text": SamplingParams(banned=BannedText(["ba", "d"], [b"a", b"b", b"ab", b"cd"])),
@@ -86,6 +88,7 @@ def reference_probs(logits: list[float], sampling: SamplingParams, prefix: Seque
         if mass < sampling.top_p or not nucleus:
             nucleus.append(i)
         mass += weights[i] / total
+    nucleus = [i for i in nucleus if weights[i] >= sampling.min_p * max(weights)]
     total = sum(weights[i] for i in nucleus)
     return [weights[i] / total if i in nucleus else 0.0 for i in range(len(weights))]
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from fakes.native_structures import Cache, RandomModel, Rows, Shape, random_shape
 from specdemo.native.formats import FORMATS
-from specdemo.native.interface import ChainStruct, Result, declare
+from specdemo.native.interface import ChainStruct, Result, SamplingStruct, declare
 
 CAPACITY = 48
 SECONDS = "FUZZ_SECONDS"  # environment variable
@@ -60,12 +60,15 @@ def run_valid(library: ctypes.CDLL, shape: Shape, seed: int) -> None:
     tokens = np.full(drafted, -1, np.int32)
     listed = np.array(rng.sample(range(shape.vocab), vocab), np.int32)
     chain = ChainStruct(
-        rng.choice((0.5, 1.0)),
+        SamplingStruct(
+            temperature=rng.choice((0.0, 0.7)),
+            top_p=rng.choice((0.5, 1.0)),
+            min_p=rng.choice((0.0, 0.1)),
+            top_k=rng.choice((0, 1, 5)),
+        ),
         *(values.ctypes.data for values in (uniforms, probs, scratch, *numbers, tokens)),
         rng.choice((None, listed.ctypes.data)),
-        rng.choice((0, 1, 5)),
         vocab,
-        rng.choice((0.0, 0.7)),
         rng.choice((0.0, 0.1)),
         drafted,
     )
@@ -127,11 +130,16 @@ def sample(library: ctypes.CDLL, rng: random.Random) -> None:
     for _ in range(rng.randrange(4)):
         logits[rng.randrange(nodes + 1), rng.randrange(count)] = rng.choice((np.nan, np.inf, -np.inf, 3e38, -3e38))
     probs, scratch = np.zeros_like(logits), np.zeros(count, np.float32)
-    options = rng.choice((1e-3, 0.7, 5.0)), rng.choice((0, 1, 5, 1 << 40)), rng.choice((0.0, 0.3, 1.0))
+    sampling = SamplingStruct(
+        temperature=rng.choice((1e-3, 0.7, 5.0)),
+        top_k=rng.choice((0, 1, 5, 1 << 40)),
+        top_p=rng.choice((0.0, 0.3, 1.0)),
+        min_p=rng.choice((0.0, 0.3, 1.0)),
+    )
     tokens, values = np.zeros(nodes + 1, np.int32), np.zeros(nodes + 1, np.float32)
     library.largest_logits(logits.ctypes.data, nodes + 1, count, count, tokens.ctypes.data, values.ctypes.data)
     library.distributions(
-        *(logits.ctypes.data, nodes + 1, count, count, *options), probs.ctypes.data, scratch.ctypes.data
+        *(logits.ctypes.data, nodes + 1, count, count, sampling), probs.ctypes.data, scratch.ctypes.data
     )
     assert 0 <= library.invert(probs.ctypes.data, count, rng.random()) < count
     drafted, parents = (np.array([rng.choice((*HOSTILE, 0, 0)) for _ in range(nodes)], np.int32) for _ in range(2))

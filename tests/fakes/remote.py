@@ -116,10 +116,7 @@ def verify_config(
     sampling: SamplingParams, rule: str = "rejection", seed: int = 0, adjust: bool = True
 ) -> VerifyConfig:
     return VerifyConfig(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        repetition_penalty=sampling.repetition_penalty,
+        **sampling.numbers,
         bad_words=[list(word) for word in sampling.bad_words],
         seed=seed,
         rule=rule,

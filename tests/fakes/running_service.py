@@ -10,6 +10,7 @@ from fakes.listening import listening
 from specdemo.completions.routes import add_completions
 from specdemo.completions.service import CompletionService
 from specdemo.models.model_pool import ModelPool
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.remote import serve
 
@@ -18,7 +19,7 @@ from specdemo.remote import serve
 def running_service(recipe: Recipe, template: str = "", **options: Any) -> Iterator[tuple[str, CompletionService]]:
     """Yield the address and the completions; `template` is the chat template of the target."""
     pool = ModelPool()
-    target = pool.take(recipe.target_spec)
+    target = pool.take(plan_run(recipe).target)
     if template:
         target.tokenizer.chat_template = template
     app = serve.serve_model(target, local=True, **options)

@@ -24,6 +24,7 @@ from specdemo.models.memory_plan import plan_spec
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.native.formats import FORMATS, QUANTISED_GGUF
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 
 pytestmark = pytest.mark.slow
@@ -119,6 +120,6 @@ def test_quantised_weights_have_8_bit_activations_where_available(
     path = save_gguf(tmp_path / f"{kind}.gguf", "llama", kind)
     monkeypatch.setattr("specdemo.models.gguf_checkpoint.uses_native_engine", lambda device: native)
     recipe = Recipe(target=str(path), method="ar", device="cpu")
-    loaded = load(recipe.target_spec)
+    loaded = load(plan_run(recipe).target)
     assert (recipe.activations, loaded.spec.activations) == ("auto", bits)
     assert ("8-bit activations" in loaded.engine) == (bits == "8")

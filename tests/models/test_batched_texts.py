@@ -21,6 +21,7 @@ from specdemo.generate import generate
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.remote.contexts import Contexts
 from specdemo.remote.protocol import StreamRequest, VerifyConfig, VerifyRequest, digest
@@ -113,9 +114,9 @@ def test_only_drafts_that_cannot_change_a_text_are_shorter_in_shared_passes(
 
 def test_the_limit_allows_the_longest_draft_of_the_policy(recipes: list[Recipe]) -> None:
     base = next(recipe for recipe in recipes if recipe.method == "lookup" and recipe.temperature == 0)
-    target = ModelPool().take(base.target_spec)
+    target = ModelPool().take(plan_run(base).target)
     for name, longest in (("fixed", 2), ("dynamic", 12), ("heuristic", 20), ("auto", 8)):
-        with pipeline.build_pipeline(replace(base, policy=name, gamma=2), target, None) as built:
+        with pipeline.build_pipeline(plan_run(replace(base, policy=name, gamma=2)), target, None) as built:
             assert isinstance(built.policy, BatchLimit) and built.policy.longest == longest
 
 

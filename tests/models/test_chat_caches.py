@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -20,8 +20,10 @@ from specdemo.models import model_pool
 from specdemo.models.chat_caches import ChatCaches, Conversation
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
-from specdemo.pipeline import ModelContext
+from specdemo.pipeline import RunCaches
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
+from specdemo.stores import Stores
 from specdemo.ui.service import Service
 
 pytestmark = pytest.mark.slow
@@ -82,11 +84,11 @@ def cached(pool: ModelPool) -> list[CachedModel]:
 
 
 def test_unloading_frees_the_model_of_a_conversation(recipe: Recipe) -> None:
-    pool, stores = ModelPool(), {}
+    pool, stores = ModelPool(), Stores()
     assert ended(generate(recipe, TALK, pool, stores)) and pool.chats.reserved_bytes > 0
-    model = weakref.ref(pool.take(recipe.target_spec).model)
-    pool.drop(recipe.target_spec)
-    assert model() is None and pool.chats.reserved_bytes == 0 and stores
+    model = weakref.ref(pool.take(plan_run(recipe).target).model)
+    pool.drop(plan_run(recipe).target)
+    assert model() is None and pool.chats.reserved_bytes == 0 and stores.conversation
     assert ended(generate(recipe, TALK, pool, stores))  # with the model loaded again
     pool.clear()
     assert pool.chats.reserved_bytes == 0
@@ -123,12 +125,12 @@ def test_each_lane_continues_from_its_own_cache(service: Service, recipe: Recipe
 
 def test_turns_keep_hidden_states_for_runs_with_the_same_taps(recipe: Recipe) -> None:
     """A cache without taps does not serve a run with taps; the cache of a run with other taps remains."""
-    pool, stores = ModelPool(), {}
-    loaded, first = pool.take(recipe.target_spec), list(range(20))
+    pool, stores = ModelPool(), Stores()
+    loaded, first = pool.take(plan_run(recipe).target), list(range(20))
     expected: dict[tuple[int, ...], Any] = {}
     for turn, taps in enumerate([(), (1,), (0, 1), (1,)]):
-        context = ModelContext(recipe, loaded, None, stores, chats=pool.chats)
-        cache = context.cached(loaded, "target", taps=taps)
+        caches = RunCaches(plan_run(recipe), stores.conversation_of(chat=True), pool.chats)
+        cache = caches.reusable(loaded, "target", taps=taps)
         states = cache.states(first, 0)
         if taps in expected:  # the last turn
             assert states is not None and torch.equal(states, expected[taps])
@@ -136,15 +138,15 @@ def test_turns_keep_hidden_states_for_runs_with_the_same_taps(recipe: Recipe) ->
             assert states is None
         cache.score([*first, turn], Draft())
         expected[taps] = cache.states(first, 0)
-        context.close()
+        caches.close()
     pool.clear()
     assert cache.states(first, 0) is None
 
 
 def test_caches_are_bounded_in_bytes(recipe: Recipe) -> None:
     pool = ModelPool()
-    assert ended(generate(recipe, TALK, pool, {}))
-    loaded = pool.take(recipe.target_spec)
+    assert ended(generate(recipe, TALK, pool, Stores()))
+    loaded = pool.take(plan_run(recipe).target)
     size, conversations = read(loaded.model).reserved_bytes, [Conversation() for _ in range(3)]
     caches = ChatCaches(lambda model: True, budget_bytes=2 * size)
     for conversation in conversations[:2]:
@@ -160,15 +162,15 @@ def test_caches_are_bounded_in_bytes(recipe: Recipe) -> None:
 
 def test_caches_give_way_to_models(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches are freed before models are unloaded, and for the KV cache of another run."""
-    pool, stores = ModelPool(), {}
+    pool, stores = ModelPool(), Stores()
     assert ended(generate(recipe, TALK, pool, stores)) and cached(pool)
     other = str(save_model(tmp_path / "other", byte_level_tokenizer()))
     monkeypatch.setattr(model_pool, "missing_bytes", lambda plans: {"cpu": (2, 1)} if cached(pool) else {})
     assert ended(generate(Recipe(target=other, method="ar", max_tokens=4, device="cpu"), "x = 1", pool))
-    assert not cached(pool) and recipe.target_spec in pool
+    assert not cached(pool) and plan_run(recipe).target in pool
     assert ended(generate(recipe, TALK, pool, stores)) and cached(pool)
     monkeypatch.setattr(model_pool, "free_bytes", lambda device: 0)
-    pool.take(Recipe(target=other, method="ar", device="cpu").target_spec).release()
+    pool.take(plan_run(Recipe(target=other, method="ar", device="cpu")).target).release()
     assert ended(generate(Recipe(target=other, method="ar", max_tokens=4, device="cpu"), "x = 1", pool))
     assert not cached(pool)
 
@@ -186,9 +188,16 @@ def long_talker(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model(folder, tokenizer, max_position_embeddings=LONG, eos_token_id=None))
 
 
-def turns(pool: ModelPool, recipe: Recipe, stores: dict[Any, Any], count: int, message: str = "one ") -> list[Header]:
+@dataclass
+class TalkStores(Stores):
+    """Stores with the messages so far."""
+
+    talk: list[dict[str, str]] = field(default_factory=list)
+
+
+def turns(pool: ModelPool, recipe: Recipe, stores: TalkStores, count: int, message: str = "one ") -> list[Header]:
     """Return the headers of `count` turns of a conversation with the answers of the model."""
-    talk: list[dict[str, str]] = stores.setdefault("talk", [])
+    talk = stores.talk
     headers = []
     for _ in range(count):
         talk.append({"role": "user", "content": message})
@@ -216,26 +225,26 @@ def test_a_conversation_keeps_its_cache(
     """A chat that grows to the context, and a chat with answers of any length; there is memory for both."""
     monkeypatch.setattr(model_pool, "free_bytes", lambda device: 16 << 20)
     recipe = replace(long_recipe(long_talker, max_tokens=max_tokens), stop_texts=("a", "e", "i", "o", " "))
-    headers = turns(ModelPool(), recipe, {}, count, message)
+    headers = turns(ModelPool(), recipe, TalkStores(), count, message)
     assert reused(headers) and (count == 2 or len(headers[-1].prompt_tokens) > 0.9 * LONG)
 
 
 def test_a_conversation_keeps_its_cache_without_free_memory(long_talker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, recipe = ModelPool(), long_recipe(long_talker, max_tokens=LONG // 2)
-    pool.take(recipe.target_spec)
+    pool.take(plan_run(recipe).target)
     monkeypatch.setattr(model_pool, "free_bytes", lambda device: 0)
-    assert reused(turns(pool, replace(recipe, stop_texts=("a", "e", "i", "o", " ")), {}, 4))
+    assert reused(turns(pool, replace(recipe, stop_texts=("a", "e", "i", "o", " ")), TalkStores(), 4))
 
 
 def test_the_oldest_conversations_give_way_to_a_growing_one(long_talker: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, recipe, visitors = ModelPool(), long_recipe(long_talker), [{} for _ in range(4)]
+    pool, recipe, visitors = ModelPool(), long_recipe(long_talker), [TalkStores() for _ in range(4)]
     for stores in visitors:
         turns(pool, recipe, stores, 1)
     size = pool.chats.reserved_bytes // 4
     monkeypatch.setattr(model_pool, "free_bytes", lambda device: size)
     assert reused(turns(pool, recipe, visitors[0], 2)) and len(cached(pool)) == 4
     turns(pool, recipe, visitors[3], 1, "one " * 200)  # takes three times the size in addition
-    kept = [ref(stores["conversation"]) in pool.chats._caches for stores in visitors]
+    kept = [ref(stores.conversation) in pool.chats._caches for stores in visitors]
     assert kept == [True, False, False, True]  # the oldest ones were closed
     assert all(turns(pool, recipe, visitors[i], 1)[0].cached_tokens > 10 for i in (0, 3))
 
@@ -243,6 +252,6 @@ def test_the_oldest_conversations_give_way_to_a_growing_one(long_talker: str, mo
 def test_the_last_conversation_is_not_closed_by_the_budget(long_talker: str) -> None:
     pool, recipe = ModelPool(), long_recipe(long_talker)
     pool.chats = ChatCaches(lambda model: True, budget_bytes=1)
-    first, second = {}, {}
+    first, second = TalkStores(), TalkStores()
     assert reused(turns(pool, recipe, first, 3)) and reused(turns(pool, recipe, second, 3))
     assert turns(pool, recipe, first, 1)[0].cached_tokens == 0

@@ -32,6 +32,7 @@ from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import HeadSpec, ModelSpec
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torch_engine")]
@@ -256,7 +257,7 @@ def test_a_failed_capture_continues_eagerly(error: Exception, cuda: FakeCuda, pa
 @pytest.mark.parametrize("method", ["ar", "self"])
 def test_loading_and_a_second_run_capture_nothing(method: str, cuda: FakeCuda, pair: dict[str, Any]) -> None:
     pool, recipe = ModelPool(), Recipe(**pair, method=method)
-    pool.take(recipe.target_spec)
+    pool.take(plan_run(recipe).target)
     assert not cuda.captures
     for _ in range(2):
         captures = len(cuda.captures)
@@ -300,7 +301,7 @@ def test_equal_bits_are_claimed_for_compared_rows_and_contexts_only(
 ) -> None:
     folder = str(save_model(tmp_path / "model", byte_level_tokenizer(), max_position_embeddings=4096))
     pool, recipe = ModelPool(), Recipe(target=folder, drafter=folder, device="cpu", temperature=0.0, **changed)
-    loaded = pool.take(recipe.target_spec)
+    loaded = pool.take(plan_run(recipe).target)
     loaded.__dict__["_invariance"] = BatchInvariance(True, 1, 10, {1: 1.0})
     compare_at(monkeypatch, *((50, 600, 2000) if device == "cuda" else ()))
     header = next(event for event in run_recipe(recipe, "abcd", pool) if isinstance(event, Header))

@@ -46,6 +46,7 @@ from specdemo.models.kv_cache import CachedModel
 from specdemo.models.memory_plan import plan_spec
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
+from specdemo.plan import plan_run
 from specdemo.preflight import preflight
 from specdemo.recipe import Recipe
 
@@ -278,7 +279,7 @@ def tokens_of(steps: list[dict[str, Any]]) -> list[int]:
 def test_checkpoints_run_and_their_pieces_join_up(models: dict[str, str], name: str) -> None:
     base = Recipe(target=models[name], drafter=models[name], temperature=0, max_tokens=24, device="cpu")
     head, plain, end = lines(replace(base, method="ar"))
-    loaded = POOL.take(base.target_spec)
+    loaded = POOL.take(plan_run(base).target)
     assert head["encoder"] and head["prompt_tokens"] == loaded.tokenizer.encode(PROMPT)
     assert head["prompt_tokens"][-1] == loaded.tokenizer.eos_token_id
     assert end["metrics"]["kv_bytes"] > 0 and len(tokens_of(plain)) > 4
@@ -309,7 +310,7 @@ def test_quantized_checkpoints_run_and_match_the_memory_plan(
         max_tokens=24,
         device="cpu",
     )
-    spec = base.target_spec.resolved()
+    spec = plan_run(base).target.resolved()
     planned, loaded = plan_spec(spec, 256), POOL.take(spec)
     assert planned.weights == pytest.approx(loaded.weight_bytes, rel=0.04)  # scales of so few weights count
     kept = [module.weight for path, module in loaded.model.named_modules() if path.endswith(".wo")]

@@ -27,6 +27,7 @@ from specdemo.models.load import load
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import PAIRS
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.ui.limits import PUBLIC, HostLimits
 from specdemo.worker import TaskProgress
@@ -147,7 +148,7 @@ def test_slow_download_is_cancelled(hub: Hub, server: StandIn) -> None:
     )  # of the weights: small files arrive in a single chunk
     assert isinstance(event, Loading) and "downloading" in event.text
     run.close()  # returns although the server still delays
-    assert recipe.target_spec not in pool
+    assert plan_run(recipe).target not in pool
     server.faults.go_on.set()
     server.faults = Faults()
     assert [line for line in trace_lines(recipe, "def", pool) if "phase" not in line][-1]["end"] in ("length", "stop")

@@ -30,6 +30,7 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.quantization import skeleton
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import MODELS, PAIRS, REVISIONS, check_pair, fingerprint
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 
 pytestmark = pytest.mark.slow
@@ -116,7 +117,7 @@ def test_nan_weights_end_the_run_with_an_error(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "nan", byte_level_tokenizer())
     pool = ModelPool()
     recipe = Recipe(target=str(folder), method="ar", max_tokens=8, device="cpu")
-    pool.take(recipe.target_spec).model.embedding.fill_(float("nan"))
+    pool.take(plan_run(recipe).target).model.embedding.fill_(float("nan"))
     lines = list(generate(recipe, "def", pool))
     assert lines[-1]["end"] == "error" and "NaN" in lines[-1]["error"] and lines[-1]["metrics"]["tokens"] == 0
 
@@ -140,7 +141,7 @@ def test_models_of_pairs_are_pinned() -> None:
     for name, pair in PAIRS.items():
         if pair.drafter is not None and name != "bundled":
             recipe = Recipe(pair=name)
-            revisions = [spec.revision for spec in (recipe.target_spec, recipe.drafter_spec)]
+            revisions = [spec.revision for spec in (plan_run(recipe).target, plan_run(recipe).drafter)]
             assert revisions == [REVISIONS[pair.target], REVISIONS[pair.drafter]]
             assert pair.gated == (MODELS[pair.target].gated or MODELS[pair.drafter].gated)
 

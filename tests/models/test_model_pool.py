@@ -23,6 +23,7 @@ from specdemo.models import memory_plan, model_pool
 from specdemo.models.hub import Hub
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.worker import Worker
 
@@ -59,7 +60,7 @@ def test_equal_specs_share_a_model(folder: Path) -> None:
     assert pool.take(ModelSpec(str(folder), "float32", "none", str(first.model.device))) is first
     recipe = Recipe(target=str(folder), drafter=str(folder), device="cpu", max_tokens=4)
     list(generate(recipe, "def", pool))
-    assert pool.take(recipe.target_spec) is pool.take(recipe.drafter_spec) is first
+    assert pool.take(plan_run(recipe).target) is pool.take(plan_run(recipe).drafter) is first
     assert pool.weight_bytes == first.weight_bytes
 
 
@@ -278,5 +279,5 @@ def test_out_of_memory_ends_only_the_run(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     assert end["end"] == "error" and "memory ran out (keys and values took" in end["error"], end
     assert "shorten the prompt" in end["error"]
-    assert not pool.take(recipe.target_spec).model.engine._idle
+    assert not pool.take(plan_run(recipe).target).model.engine._idle
     assert [line["tokens"] for line in generate(recipe, "def add(a, b):", pool) if "i" in line] == before

@@ -271,7 +271,7 @@ def test_listed_positions_are_read_by_the_first_pass_of_a_chain_only() -> None:
         cache = Cache(model_of(replace(SHAPE, positions=0)), LIMIT)
         rows = Rows(cache, [1, 2], 0, [0, 1], *seen, last=1)
         pointers = {"peaks": peaks[i].ctypes.data, "chosen": chosen.ctypes.data, "tokens": tokens[i].ctypes.data}
-        chain = ChainStruct(top_p=1.0, vocab=SHAPE.vocab, count=4, **pointers)
+        chain = ChainStruct(vocab=SHAPE.vocab, count=4, **pointers)
         assert required_library().draft_chain(ctypes.byref(rows.struct), ctypes.byref(chain)) == Result.DONE
     np.testing.assert_allclose(peaks[1], peaks[0], rtol=1e-5)
     assert (tokens[1] == tokens[0]).all()
@@ -282,7 +282,7 @@ def test_a_drafted_chain_is_stopped_before_its_first_token() -> None:
     rows, vocab, count = Rows(cache, [1, 2], 0, last=1), SHAPE.vocab, 3
     tokens, numbers = np.full(count, -1, np.int32), np.zeros((2, count), np.float32)
     peaks, chosen = numbers[0].ctypes.data, numbers[1].ctypes.data
-    chain = ChainStruct(top_p=1.0, peaks=peaks, chosen=chosen, tokens=tokens.ctypes.data, vocab=vocab, count=count)
+    chain = ChainStruct(peaks=peaks, chosen=chosen, tokens=tokens.ctypes.data, vocab=vocab, count=count)
     arguments = ctypes.byref(rows.struct), ctypes.byref(chain)
     rows.struct.stop = flag.address
     flag.set()

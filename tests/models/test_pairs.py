@@ -33,6 +33,7 @@ from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS, CHAT_PAIR, PAIRS, offers
+from specdemo.plan import plan_run
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.ui.lane import baseline_of
@@ -157,7 +158,7 @@ def pool() -> ModelPool:
 
 @pytest.fixture(scope="module")
 def target(pool: ModelPool) -> LoadedModel:
-    return pool.take(Recipe(**GREEDY).target_spec)
+    return pool.take(plan_run(Recipe(**GREEDY)).target)
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +236,7 @@ def test_quantised_pairs(quantization: str, pool: ModelPool, target: LoadedModel
     the text must consist of the first choices of each pass.
     """
     recipe = Recipe(**{**GREEDY, "dtype": "auto"}, quantization=quantization, drafter_quantization=quantization)
-    small = pool.take(recipe.target_spec)
+    small = pool.take(plan_run(recipe).target)
     assert small.weight_bytes < target.weight_bytes / (1.7 if quantization == "int8" else 2)
     for prompt in load_prompts(kinds=["code"])[:1]:
         lines = list(islice((line for line in trace_lines(recipe, prompt.text, pool) if "i" in line), 12))

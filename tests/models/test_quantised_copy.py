@@ -22,6 +22,7 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import SAME
 from specdemo.models.zoo import PAIRS
 from specdemo.native.interface import TextStruct
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 
 pytestmark = pytest.mark.long
@@ -101,7 +102,7 @@ def test_the_prompt_is_processed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens(pair="bundled", drafter=SAME)  # loads and measures
     monkeypatch.setattr(NativeCache, "describe", counted)
     tokens(pair="bundled", drafter=SAME, gamma=3)
-    prompt = load(Recipe(device="cpu").target_spec).tokenizer.encode(PROMPT)
+    prompt = load(plan_run(Recipe(device="cpu")).target).tokenizer.encode(PROMPT)
     assert rows[0] == len(prompt) and max(rows[1:]) == 4 and rows[1] == 1
 
 

@@ -30,7 +30,6 @@ from fastapi.testclient import TestClient
 from specdemo.core.errors import UserError
 from specdemo.models.chat_caches import Conversation
 from specdemo.models.model_pool import ModelPool
-from specdemo.pipeline import CONVERSATION
 from specdemo.recipe import Recipe
 from specdemo.remote.admission import RateLimiter, ServiceLimits
 from specdemo.remote.config import CloudConfig
@@ -40,6 +39,7 @@ from specdemo.remote.link import HttpClient, NoResponse, RequestTimeout
 from specdemo.remote.protocol import CODECS, ServiceInfo, StreamRequest, VerifyConfig
 from specdemo.remote.server import create_app
 from specdemo.remote.target import _replicas, _service_info
+from specdemo.stores import Stores
 from specdemo.worker import Worker
 
 pytestmark = pytest.mark.slow
@@ -290,7 +290,7 @@ def test_two_processes_give_the_local_text(process: ServiceProcess, secret: None
 def test_a_conversation_sends_its_text_once(process: ServiceProcess, secret: None) -> None:
     """The second turn continues the context of the first."""
     recipe = Recipe(device="cpu", max_tokens=24, temperature=0.0, cloud=CloudConfig(process.url))
-    stores: dict[Any, Any] = {CONVERSATION: Conversation()}
+    stores = Stores(Conversation())
 
     def turn(prompt: str) -> list[Any]:
         return [line for line in generate(recipe, prompt, POOL, stores) if "i" in line]

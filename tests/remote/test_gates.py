@@ -32,6 +32,7 @@ from specdemo.drafters.suffix import SuffixDrafter
 from specdemo.generate import generate
 from specdemo.models.engines.llama_weights import LlamaWeights, with_dropout
 from specdemo.models.kv_cache import CachedModel
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.remote.client import Deadlines, RemoteVerifier
 from specdemo.remote.config import CloudConfig
@@ -273,7 +274,7 @@ URL = "http://cloud:8300"
     ],
 )
 def test_lossy_options_are_reported(cloud: dict[str, Any], recipe: dict[str, Any], exact: bool) -> None:
-    assert Recipe(cloud=CloudConfig(URL, **cloud), **recipe).exact == exact
+    assert plan_run(Recipe(cloud=CloudConfig(URL, **cloud), **recipe)).exact == exact
 
 
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [

@@ -92,7 +92,9 @@ def remote_distribution(
 
 DRAFTED_BY = ("model", "siblings", "sparse siblings", "tree", "n-grams", "lookahead", "guessed forest", "hybrid")
 CASES = [("plain", drafter) for drafter in DRAFTED_BY]
-CASES += [(sampling, drafter) for sampling in ("top-p", "penalty", "greedy") for drafter in ("model", "siblings")]
+CASES += [
+    (sampling, drafter) for sampling in ("top-p", "min-p", "penalty", "greedy") for drafter in ("model", "siblings")
+]
 
 
 @pytest.mark.parametrize(("sampling", "drafter"), CASES)

@@ -6,7 +6,8 @@ from typing import Any
 
 from fakes.trace_records import PREFILL, absorb, end, header, step
 
-from specdemo.pipeline import CONVERSATION
+from specdemo.models.chat_caches import Conversation
+from specdemo.stores import Stores
 from specdemo.ui.conversation import Conversations, answer_footer, shown_messages
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
@@ -49,8 +50,8 @@ def test_turns_and_footers_of_a_conversation_end_together() -> None:
     assert conversations.last_message("ann") == "New" and len(conversations.shown("ann")) == 2
     conversations.forget("ann")
     assert conversations.last_message("ann") == "" and conversations.shown("ann") == []
-    kept = {"ngrams": object(), CONVERSATION: object()}
+    kept = Stores(Conversation(), {"ngrams": object()})
     conversations.stores_of("ann")[SPEC] = kept
     conversations.forget("ann")
-    assert conversations.stores_of("ann") == {SPEC: {"ngrams": kept["ngrams"]}}
-    assert CONVERSATION in kept  # a run uses it
+    assert conversations.stores_of("ann") == {SPEC: Stores(drafts=kept.drafts)}
+    assert kept.conversation is not None  # a run uses it

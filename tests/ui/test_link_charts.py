@@ -14,6 +14,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.step import Step
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.local_service import LocalServices, ServiceProcess
@@ -141,10 +142,10 @@ def test_settings_equal_the_terminal_options() -> None:
     off = recipe_of({"method": "draft", "mode": "off", "rtt_ms": 30}, "cpu")
     assert off.cloud is None
     on = recipe_of({"mode": "speculative", "remote": " http://a:1 ", "rtt_ms": 30, "gates": ["nll", "names"]}, "cpu")
-    assert on.cloud == CloudConfig("http://a:1", rtt_ms=30, gates=("nll", "names")) and not on.exact
+    assert on.cloud == CloudConfig("http://a:1", rtt_ms=30, gates=("nll", "names")) and not plan_run(on).exact
     own = recipe_of({"mode": "cloud_only", "remote": ""}, "cpu")
-    assert own.needs_local_service and not on.needs_local_service
-    assert not recipe_of({"mode": "edge_only"}, "cpu").needs_local_service
+    assert plan_run(own).needs_local_service and not plan_run(on).needs_local_service
+    assert not plan_run(recipe_of({"mode": "edge_only"}, "cpu")).needs_local_service
     assert cloud_of({}) == CloudConfig("") and set(CloudConfig.OPTIONS) >= {"remote", "mode", "gates", "loss"}
 
 

@@ -14,6 +14,7 @@ from specdemo.core.events import End, Event
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import PAIRS
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.ui.lane import PLAIN, SPEC, lanes_of, plan_of
 from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
@@ -39,7 +40,7 @@ class Watched(ModelPool):
 
 
 def engine(recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[Event]:
-    pool.take(recipe.target_spec)
+    pool.take(plan_run(recipe).target)
     yield End("stop")
 
 

@@ -18,6 +18,7 @@ from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS
 from specdemo.recipe import Recipe
+from specdemo.stores import Stores
 from specdemo.ui.frames import Run, read_traces
 from specdemo.ui.lane import PLAIN, SPEC
 
@@ -160,6 +161,6 @@ def test_recordings_have_the_engine_and_the_keys_of_current_runs(path: Path) -> 
     for recorded in (lines[:second], lines[second:]):
         chosen = {name: recorded[0]["recipe"][name] for name in ("method", "temperature")}
         recipe = Recipe(pair="bundled", max_tokens=12, top=5, **chosen)
-        events = generate(recipe, "def f(", pool, {})
+        events = generate(recipe, "def f(", pool, Stores())
         current = [json.loads(write(event)) for event in events if not isinstance(event, Loading)]
         assert trace_keys(recorded) == trace_keys(current)

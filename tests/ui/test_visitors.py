@@ -10,10 +10,11 @@ import pytest
 
 from specdemo.core.errors import UserError
 from specdemo.drafters.suffix import SuffixDrafter
+from specdemo.models.chat_caches import Conversation
 from specdemo.models.model_pool import ModelPool
-from specdemo.pipeline import CONVERSATION
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
+from specdemo.stores import Stores
 from specdemo.ui import conversation, measurements
 from specdemo.ui.conversation import REMEMBERED
 from specdemo.ui.limits import HostLimits
@@ -26,8 +27,8 @@ PATIENCE = 60.0
 
 def test_stores_of_visitors_are_bounded() -> None:
     def engine(recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[dict[str, Any]]:
-        stores["learnt"] = prompt
-        yield {"seen": dict(stores)}
+        stores.drafts["learnt"] = prompt
+        yield {"seen": dict(stores.drafts)}
 
     service = Service(ModelPool(), engine)
     asked = [("spec", Recipe(method="nasd", ngram_keep=True))]
@@ -42,9 +43,9 @@ def test_stores_of_visitors_are_bounded() -> None:
 def test_bytes_of_all_stores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     def engine(recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[dict[str, Any]]:
         if prompt:
-            stores["suffix"] = SuffixDrafter(store=stores.get("suffix")).store
+            stores.drafts["suffix"] = SuffixDrafter(store=stores.drafts.get("suffix")).store
             for i in range(1000):
-                stores["suffix"].add(i)
+                stores.drafts["suffix"].add(i)
         yield {}
 
     service = Service(ModelPool(), engine)
@@ -52,11 +53,11 @@ def test_bytes_of_all_stores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     size: list[int] = []
     for visitor, prompt in zip("abcda", ("text", "", "text", "text", "text"), strict=True):
         assert service.start(asked, prompt, visitor=visitor).wait(PATIENCE)
-        size = size or [service.conversations._stores["a"]["spec"]["suffix"].size_bytes]
+        size = size or [service.conversations._stores["a"]["spec"].drafts["suffix"].size_bytes]
         monkeypatch.setattr(conversation, "MAX_STORED_BYTES", 2.5 * size[0])
     # The oldest with a store was dropped, not the visitor of the run.
     assert [*service.conversations._stores] == ["b", "d", "a"]
-    assert service.conversations._stores["a"]["spec"]["suffix"].text[:1000] == [*range(1000)]
+    assert service.conversations._stores["a"]["spec"].drafts["suffix"].text[:1000] == [*range(1000)]
     monkeypatch.setattr(conversation, "MAX_STORED_BYTES", 0)
     assert service.start(asked, "", visitor="d").wait(PATIENCE)
     assert [*service.conversations._stores] == ["b", "d"]
@@ -118,21 +119,15 @@ def test_refused_benches_leave_the_running_one(limits: HostLimits, monkeypatch: 
 
 
 def test_a_conversation_ends_while_a_run_adds_a_lane() -> None:
-    class Stores(dict[str, Any]):
-        def items(self) -> Any:
-            return self.with_lane().items()
-
-        def copy(self) -> Any:
-            return self.with_lane()
-
-        def with_lane(self) -> dict[str, Any]:
-            lanes["ar"] = {}
-            return {**self}
+    class GrowingStores(Stores):
+        def without_conversation(self) -> Stores:
+            lanes["ar"] = Stores()
+            return super().without_conversation()
 
     service = Service(ModelPool(), lambda *_: iter(()))
-    lanes = service.conversations._stores["visitor"] = {"spec": Stores({"ngrams": 1, CONVERSATION: 2})}
+    lanes = service.conversations._stores["visitor"] = {"spec": GrowingStores(Conversation(), {"ngrams": 1})}
     service.conversations.forget("visitor")
-    assert lanes == {"spec": {"ngrams": 1}, "ar": {}}
+    assert lanes == {"spec": Stores(drafts={"ngrams": 1}), "ar": Stores()}
     service.worker.close()
 
 

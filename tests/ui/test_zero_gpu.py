@@ -15,6 +15,7 @@ from fakes.tiny_models import byte_level_tokenizer, save_model
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import load
 from specdemo.models.spec import ModelSpec
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.ui import zero_gpu
 
@@ -36,7 +37,7 @@ patching.patch()
 recipes = [Recipe(target=sys.argv[1], drafter=sys.argv[1], quantization=form) for form in ("none", "fp16")]
 pool = zero_gpu.loaded(recipes)
 for recipe in recipes:
-    loaded = pool.take(recipe.target_spec)
+    loaded = pool.take(plan_run(recipe).target)
     model = loaded.model
     equal = loaded.invariance.equal
     print(loaded.engine, model.device, model.dtype, model.embedding.device, equal, loaded.weight_bytes)
@@ -58,7 +59,7 @@ def test_models_load_in_the_calling_thread_without_a_pass(folder: str, monkeypat
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     for dtype in ("float32", "bfloat16"):
         recipe = Recipe(target=folder, drafter=folder, device="cpu", dtype=dtype)
-        loaded = zero_gpu.loaded([recipe]).take(recipe.target_spec)
+        loaded = zero_gpu.loaded([recipe]).take(plan_run(recipe).target)
         assert not loaded.invariance.equal and loaded.invariance.pad == 1
     assert not scores and not started
 

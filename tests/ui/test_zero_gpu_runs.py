@@ -25,7 +25,9 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import Event, Header, Loading, StepEvent
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
+from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
+from specdemo.stores import Stores
 from specdemo.ui import zero_gpu as zero
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.page import build
@@ -60,7 +62,7 @@ def tokens_of(events: Iterable[Event]) -> list[int]:
 @pytest.mark.parametrize("package", [False, True][: 1 + (find_spec("spaces") is not None)])
 def test_decorator_has_no_effect_without_zerogpu(package: bool, pool: ModelPool) -> None:
     """Neither with the fake nor, if the package is installed, with the real decorator."""
-    events = list(zero.on(zero.decorator() if package else untouched, pool)(RECIPE, CODE, ModelPool(), {}))
+    events = list(zero.on(zero.decorator() if package else untouched, pool)(RECIPE, CODE, ModelPool(), Stores()))
     assert events[0] == Loading("waiting for a GPU") and isinstance(events[1], Header)
     assert tokens_of(events) == tokens_of(generate(RECIPE, CODE, pool)) and events[-1].reason == "length"
 
@@ -80,34 +82,34 @@ def test_a_run_in_its_own_process_gives_the_same_text(pool: ModelPool) -> None:
         yield from generate(*asked)
 
     gpu = Forking()
-    events = list(zero.on(gpu, pool, telling)(RECIPE, CODE, ModelPool(), {}))
+    events = list(zero.on(gpu, pool, telling)(RECIPE, CODE, ModelPool(), Stores()))
     assert tokens_of(events) == tokens_of(generate(RECIPE, CODE, pool)) != []
     assert events[1] == Loading("process", gpu.processes[0].pid) != Loading("process", os.getpid())
     assert gpu.processes[0].exitcode == 0
-    assert gpu.durations == [zero.seconds_of(RECIPE, pool.take(RECIPE.target_spec).weight_bytes)]
+    assert gpu.durations == [zero.seconds_of(RECIPE, pool.take(plan_run(RECIPE).target).weight_bytes)]
 
 
 @forks
 def test_runs_share_no_state_with_the_page(pool: ModelPool) -> None:
     """The fake pickles all values and forks: unpicklable values stop the run, and changes in the child stay there."""
 
-    def forgetful(recipe: Recipe, prompt: str, pool: ModelPool, stores: dict) -> Iterator[Event]:
-        seen = dict(stores)
-        stores["learnt"] = changed["there"] = prompt
+    def forgetful(recipe: Recipe, prompt: str, pool: ModelPool, stores: Stores) -> Iterator[Event]:
+        seen = dict(stores.drafts)
+        stores.drafts["learnt"] = changed["there"] = prompt
         yield Header(seen, "", ())
 
     changed: dict[str, str] = {}
     run = zero.on(Forking(), pool, forgetful)
     for _ in range(2):
-        stores: dict[str, str] = {"mine": "secret"}
+        stores = Stores(drafts={"mine": "secret"})
         assert list(run(RECIPE, CODE, ModelPool(), stores))[1:] == [Header({}, "", ())]
-        assert stores == {"mine": "secret"} and not changed
+        assert stores.drafts == {"mine": "secret"} and not changed
     with pytest.raises(UserError, match="pickle"):  # a driver that handed a stop flag over would fail like this
-        list(run(RECIPE, threading.Event(), ModelPool(), {}))
+        list(run(RECIPE, threading.Event(), ModelPool(), Stores()))
     with pytest.raises(UserError, match="n-grams are not kept on this host"):
-        list(run(Recipe(pair="bundled", method="nasd", ngram_keep=True), CODE, ModelPool(), {}))
+        list(run(Recipe(pair="bundled", method="nasd", ngram_keep=True), CODE, ModelPool(), Stores()))
     with pytest.raises(UserError, match="only preloaded models run on this host"):
-        list(run(Recipe(pair="bundled", quantization="nf4"), CODE, ModelPool(), {}))
+        list(run(Recipe(pair="bundled", quantization="nf4"), CODE, ModelPool(), Stores()))
 
 
 @forks
@@ -164,7 +166,7 @@ def test_errors_in_the_process_are_reported(pool: ModelPool, fault: Exception | 
             os._exit(1)  # as the lender does when the time is up
         raise fault
 
-    events = zero.on(Forking(), pool, broken)(RECIPE, CODE, ModelPool(), {})
+    events = zero.on(Forking(), pool, broken)(RECIPE, CODE, ModelPool(), Stores())
     with pytest.raises((UserError, RuntimeError)) as raised:
         list(events)
     assert said in reason(raised.value)

@@ -153,10 +153,8 @@ class NativePass:
         chain, sampling = self._chain_of(count), sampler.sampling
         chain.vocab = sampler.vocab_size if ids is None else ids.shape[0]
         chain.ids = None if ids is None else ids.data_ptr()
-        chain.temperature = sampling.temperature
+        chain.sampling = sampling.struct
         chain.least_reach = threshold
-        chain.top_k = sampling.top_k
-        chain.top_p = sampling.top_p
         chain.count = count
         probs = None
         if uniforms:

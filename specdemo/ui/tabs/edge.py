@@ -11,6 +11,7 @@ import gradio as gr
 from specdemo.core.errors import UserError
 from specdemo.core.formats import NOTHING, kilobytes, megabytes, number, percent
 from specdemo.core.metrics import percentile
+from specdemo.plan import plan_run
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.remote.config import MODES
@@ -69,7 +70,7 @@ def _mode_row(recipe: Recipe, runs: Sequence[Mapping[str, Any]], totals: Sequenc
         kilobytes(up),
         kilobytes(down),
         percent(calls / steps),
-        "yes" if recipe.exact else "lossy",
+        "yes" if plan_run(recipe).exact else "lossy",
     ]
 
 

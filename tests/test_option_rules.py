@@ -13,11 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from specdemo.core.errors import UserError
 from specdemo.core.events import StepEvent
-from specdemo.core.policies import POLICIES
+from specdemo.core.policies import POLICIES, DraftLengths
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
-from specdemo.option_effects import has_effect, methods_with, refuse_ineffective
+from specdemo.option_rules import has_effect, methods_with, refuse_ineffective
+from specdemo.plan import plan_run
 from specdemo.recipe import METHODS, PRESETS, Recipe
+from specdemo.stores import Stores
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +30,8 @@ HEADS: dict[str, dict[str, str]] = {}  # a random head of the target, for method
 SHARPER = 1.5
 OTHER = {
     "gamma": 2, "policy": "heuristic", "gamma_min": 2, "gamma_max": 2, "egag_ema_beta": 0.9, "first_target": False,
-    "rule": "match", "temperature": 1.5, "top_k": 1, "top_p": 0.1, "repetition_penalty": 1.5, "bad_words": ("e", "a"),
+    "rule": "match", "temperature": 1.5, "top_k": 1, "top_p": 0.1, "min_p": 0.9,
+    "repetition_penalty": 1.5, "bad_words": ("e", "a"),
     "stop_texts": tuple("abcdefghijklmnop"), "stop_tokens": (5,),
     "seed": 9, "drafter_temperature": 0.5, "drafter_top_p": 0.1, "max_tokens": 9, "top": 2, "threshold": 0.05,
     "skip_sample_adjustment": True, "ngram": 2,
@@ -47,6 +50,7 @@ AROUND = {
     "skip_sample_adjustment": {"temperature": 1.0, "max_tokens": 60},
     "top_k": {"temperature": 2.0},
     "top_p": {"temperature": 2.0},
+    "min_p": {"temperature": 2.0},
     "seed": {"temperature": 2.0},
     "drafter_temperature": {"temperature": 2.0},
     "drafter_top_p": {"temperature": 2.0},
@@ -77,7 +81,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> None:
 @cache
 def trace(**values: Any) -> list[Any]:
     """Return the steps of a run without timings; `ngram_keep` follows a run with the same stores."""
-    stores: dict[Any, Any] = {}
+    stores = Stores()
     head = HEADS.get(values.get("method", "draft"), {})
     recipe = replace(Recipe(), **{"max_tokens": 16, "top_p": 1.0, "device": "cpu", **MODELS, **head, **values})
     if recipe.ngram_keep:
@@ -143,4 +147,4 @@ def test_presets_are_valid_recipes() -> None:
         assert replace(Recipe(), **preset.values) != Recipe()
     sources = replace(Recipe(), **PRESETS["sources"].values)
     assert (sources.temperature, sources.top_p, sources.repetition_penalty) == (1.0, 0.9, 1.1)
-    assert sources.draft_lengths.gamma == 6 and sources.gamma_bounds == (3, 12)
+    assert plan_run(sources).lengths == DraftLengths(6, 3, 12, 0.0)

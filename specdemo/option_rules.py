@@ -1,0 +1,417 @@
+"""Rules between options: combinations that are refused, and options without effect.
+
+Options without effect are refused if they are named for a run, and dropped from links and stored settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from specdemo.core.options import Option, OptionRule, problems, refuse
+from specdemo.core.policies import POLICIES, DraftLengths
+from specdemo.core.rules import RULES, Rule
+from specdemo.drafters import METHODS
+from specdemo.drafters.method import Method
+from specdemo.models.spec import SAME, is_gguf
+from specdemo.models.zoo import CHAT_PAIR, PAIRS, Pair
+from specdemo.remote.config import COLDEST, GATE_EFFECTS
+
+_MOST_TEXTS, _MOST_CHARACTERS = 64, 300  # of a list of texts, and of each text
+_TEXT_LISTS = ("bad_words", "stop_texts")
+_MODELS = ("pair", "target", "drafter")  # select models for all methods
+_OF_SERVER = ("external", "pair", "target", "chat", "template_options", "max_tokens", "temperature")
+
+
+def draft_lengths(chosen: Any) -> DraftLengths:
+    """Return the limits of the draft length that a recipe selects."""
+    return POLICIES[chosen.policy].lengths(chosen.gamma, chosen.gamma_min, chosen.gamma_max, chosen.egag_ema_beta)
+
+
+def has_effect(policy: str, method: str) -> bool:
+    """Return False if a policy decides as `fixed` with a method."""
+    return METHODS[method].uses_policy and (METHODS[method].sampled or not POLICIES[policy].by_logits)
+
+
+def methods_with(declared: Option) -> list[str]:
+    """Return the methods for which an option has an effect, with some of its values."""
+    owners = [name for name, method in METHODS.items() if declared.name in method.option_names]
+    if owners or declared.applies:
+        return owners or [name for name, method in METHODS.items() if _applies(declared, name)]
+    return list(METHODS)
+
+
+def _applies(declared: Option, method: str) -> bool:
+    return getattr(METHODS[method], declared.applies) or (declared.name == "rule" and method == "ar")
+
+
+def _method(chosen: Any) -> Method:
+    return METHODS[chosen.method]
+
+
+def _methods(suits: Callable[[Method], object]) -> Callable[[Any, str], list[str]]:
+    return lambda chosen, name: [other for other, method in METHODS.items() if suits(method)]
+
+
+def _rules(suits: Callable[[Rule], object]) -> Callable[[Any, str], list[str]]:
+    return lambda chosen, name: [other for other, rule in RULES.items() if suits(rule)]
+
+
+def _names_drafter(chosen: Any) -> bool:
+    return chosen.drafter is not None and chosen.drafter != SAME
+
+
+def _lacks_drafter(chosen: Any) -> bool:
+    method = _method(chosen)
+    nothing_drafts = chosen.models[1] is None and chosen.head_name is None
+    return method.uses_model and not method.optional_model and nothing_drafts
+
+
+def _continues_alone(chosen: Any) -> bool:
+    return chosen.cloud is not None and (chosen.cloud.alone or chosen.cloud.on_loss == "edge")
+
+
+def _gates(chosen: Any) -> bool:
+    return chosen.cloud is not None and bool(chosen.cloud.gates)
+
+
+_ENCODERS = (  # of targets with an encoder
+    OptionRule(
+        ("method",),
+        lambda chosen, name: _method(chosen).shape == "forest",
+        "method {value} verifies several continuations at once, and a model with an encoder takes one",
+        "choose method draft, nasd, suffix or ar",
+    ),
+    OptionRule(
+        ("method",),
+        lambda chosen, name: _method(chosen).decoder_only,
+        "the target has an encoder, and method {value} is for decoders",
+        "choose method nasd",
+    ),
+    OptionRule(
+        ("head",),
+        lambda chosen, name: chosen.head_name is not None,
+        "the target has an encoder, and heads are for decoders",
+        "choose method nasd, or omit head",
+    ),
+)
+_MODEL_RULES = (
+    OptionRule(
+        ("pair",),
+        lambda chosen, name: chosen.pair and (chosen.target or _names_drafter(chosen)),
+        "pair names target and drafter already",
+        "give either a pair or a target and a drafter",
+    ),
+    OptionRule(
+        ("drafter",),
+        lambda chosen, name: _names_drafter(chosen) and not chosen.target,
+        "a drafter needs a target",
+        "give both",
+    ),
+    OptionRule(
+        ("head",),
+        lambda chosen, name: _method(chosen).drafter == "head" and chosen.head_name is None,
+        "method {chosen.method} needs a head",
+        "set head to a directory or Hugging Face id",
+    ),
+    OptionRule(
+        ("drafter",),
+        lambda chosen, name: _lacks_drafter(chosen) and (chosen.target or chosen.pair is None),
+        "method {chosen.method} needs a drafter",
+        "add it (same: a quantised copy), or choose method nasd, self or ar",
+    ),
+    OptionRule(
+        ("method",),
+        lambda chosen, name: _lacks_drafter(chosen),
+        "method {value} needs a drafter, and pair {chosen.pair} has none",
+        "choose its method {choices}, or pair bundled",
+        lambda chosen, name: [PAIRS[chosen.pair].method],
+    ),
+    OptionRule(
+        ("activations",),
+        lambda chosen, name: chosen.activations == "8" and not any(is_gguf(model or "") for model in chosen.models),
+        "activations 8 needs a GGUF file",
+        f"choose pair {CHAT_PAIR}, or auto",
+    ),
+)
+_DRAFT_RULES = (
+    OptionRule(
+        ("gamma_min", "gamma_max"),
+        lambda chosen, name: getattr(chosen, name) is not None and not POLICIES[chosen.policy].bounded,
+        "{name} has no effect with policy {chosen.policy}",
+        "set gamma, or choose policy dynamic",
+    ),
+    OptionRule(
+        ("gamma_min",),
+        lambda chosen, name: draft_lengths(chosen).least > draft_lengths(chosen).most,
+        "gamma_min {value} is above gamma_max {chosen.gamma_max}",
+        "exchange them",
+    ),
+    OptionRule(
+        ("threshold",),
+        lambda chosen, name: chosen.threshold is not None and RULES[chosen.rule].threshold is None,
+        "rule {chosen.rule} has no threshold",
+        "choose {choices}",
+        _rules(lambda rule: rule.threshold is not None),
+    ),
+    OptionRule(
+        ("temperature", "drafter_temperature"),
+        lambda chosen, name: 0 < (getattr(chosen, name) or 0) < COLDEST,
+        f"{{name}} must be 0 or at least {COLDEST}, not {{value}}",
+        "0 is greedy",
+    ),
+    OptionRule(
+        ("drafter_temperature", "drafter_top_p"),
+        lambda chosen, name: chosen.universal and getattr(chosen, name) is not None,
+        "{name} has no effect with universal, whose drafts are certain",
+        "omit one of them",
+    ),
+)
+_LIST_RULES = (
+    OptionRule(
+        _TEXT_LISTS,
+        lambda chosen, name: not all(getattr(chosen, name)),
+        "{name} contains an empty text",
+        "remove it",
+    ),
+    OptionRule(
+        _TEXT_LISTS,
+        lambda chosen, name: (
+            len(getattr(chosen, name)) > _MOST_TEXTS
+            or any(len(text) > _MOST_CHARACTERS for text in getattr(chosen, name))
+        ),
+        f"{{name}} has more than {_MOST_TEXTS} texts or {_MOST_CHARACTERS} characters in a text",
+        "shorten the list",
+    ),
+    OptionRule(
+        ("stop_tokens",),
+        lambda chosen, name: len(chosen.stop_tokens) > _MOST_TEXTS,
+        f"stop_tokens has more than {_MOST_TEXTS} ids",
+        "shorten the list",
+    ),
+)
+_CLOUD_RULES = (
+    OptionRule(
+        ("use_cache",),
+        lambda chosen, name: chosen.cloud is not None and not chosen.use_cache,
+        "use_cache can be disabled for a local target only",
+        "enable it, or choose mode off",
+    ),
+    OptionRule(
+        ("method",),
+        lambda chosen, name: chosen.cloud is not None and chosen.head_name is not None,
+        "heads need a local target",
+        "choose method nasd or draft, or mode off",
+    ),
+    OptionRule(
+        ("method",),
+        lambda chosen, name: chosen.cloud is not None and _method(chosen).local_target,
+        "method {value} needs a local target",
+        "choose another method, or mode off",
+    ),
+    OptionRule(
+        ("drafter",),
+        lambda chosen, name: _continues_alone(chosen) and chosen.models[1] is None,
+        "the edge has no model to continue alone",
+        "give a drafter",
+    ),
+    OptionRule(
+        ("method",),
+        lambda chosen, name: (
+            _continues_alone(chosen) and chosen.cloud.mode == "speculative" and not _method(chosen).uses_model
+        ),
+        "method {value} has no model that could continue alone",
+        "choose {choices}",
+        _methods(lambda method: method.uses_model),
+    ),
+    OptionRule(
+        ("gates",),
+        lambda chosen, name: _gates(chosen) and not _method(chosen).gates,
+        "gates need the distributions of a draft model, which method {chosen.method} has not",
+        "choose method {choices}",
+        _methods(lambda method: method.gates),
+    ),
+    OptionRule(
+        ("gates",),
+        lambda chosen, name: _gates(chosen) and chosen.universal,
+        "gates need drafts in the target's vocabulary",
+        "disable universal, or remove the gates",
+    ),
+    OptionRule(
+        ("provisional",),
+        lambda chosen, name: chosen.cloud is not None and chosen.cloud.provisional and not _method(chosen).drafts,
+        "method {chosen.method} has no drafts to commit after the deadline",
+        "choose another method",
+    ),
+)
+_EXTERNAL_RULES = (
+    OptionRule(
+        ("external",),
+        lambda chosen, name: chosen.external is not None and chosen.cloud is not None,
+        "the server of another engine decodes alone",
+        "omit external, or choose mode off",
+    ),
+    OptionRule(
+        ("bad_words",),
+        lambda chosen, name: chosen.external is not None and chosen.bad_words,
+        "bad_words needs a target on this machine, not a server of another engine",
+        "omit one of them",
+    ),
+)
+CONFLICTS = _MODEL_RULES + _DRAFT_RULES + _LIST_RULES + _CLOUD_RULES + _EXTERNAL_RULES
+
+
+def _of_server(declared: Option) -> bool:
+    """Return True if a server of another engine obeys an option."""
+    return declared.name in _OF_SERVER or (declared.group == "Sampling" and declared.applies != "sampled")
+
+
+def _ignored_by_method(chosen: Any, name: str) -> bool:
+    declared = chosen.OPTIONS[name]
+    if chosen.external is not None or chosen.method in methods_with(declared):
+        return False
+    if name in _MODELS and chosen.drafter != SAME:
+        return False
+    edge_decodes = chosen.cloud is not None and chosen.cloud.alone
+    return not (edge_decodes and declared.applies in ("uses_model", "may_reencode"))
+
+
+def _ignored_by_policy(chosen: Any, name: str) -> bool:
+    policies = chosen.OPTIONS[name].policies
+    return chosen.external is None and bool(policies) and chosen.policy not in policies
+
+
+EFFECTS = (
+    OptionRule(
+        ("template_options",),
+        lambda chosen, name: not chosen.chat,
+        "template_options has no effect without a chat template",
+        "enable chat",
+    ),
+    OptionRule(
+        (),
+        lambda chosen, name: chosen.external is not None and not _of_server(chosen.OPTIONS[name]),
+        "{name} has no effect with external",
+        "the server decides, so set it there",
+    ),
+    OptionRule(
+        (),
+        _ignored_by_method,
+        "{name} has no effect with method {chosen.method}",
+        "choose {choices}",
+        lambda chosen, name: methods_with(chosen.OPTIONS[name]),
+    ),
+    OptionRule(
+        (),
+        _ignored_by_policy,
+        "{name} has no effect with policy {chosen.policy}",
+        "choose {choices}",
+        lambda chosen, name: chosen.OPTIONS[name].policies,
+    ),
+    OptionRule(
+        ("policy",),
+        lambda chosen, name: chosen.external is None and not has_effect(chosen.policy, chosen.method),
+        "policy {value} has no effect with method {chosen.method}, whose drafts are certain",
+        "choose {choices}",
+        lambda chosen, name: [policy for policy in POLICIES if has_effect(policy, chosen.method)],
+    ),
+    OptionRule(
+        ("rule",),
+        lambda chosen, name: (
+            chosen.external is None and not _method(chosen).drafts and not RULES[chosen.rule].shares_noise
+        ),
+        "rule {value} has no effect with method {chosen.method}",
+        "choose {choices}",
+        lambda chosen, name: [other for other in methods_with(chosen.OPTIONS[name]) if other != chosen.method],
+    ),
+    OptionRule(
+        ("q_rows",),
+        lambda chosen, name: chosen.cloud is not None and not _method(chosen).sampled,
+        "q_rows has no effect with method {chosen.method}",
+        "choose {choices}",
+        _methods(lambda method: method.sampled),
+    ),
+)
+
+
+INPUTS = (  # of objects that a caller adds to a recipe; `chosen` has a plan and these objects
+    OptionRule(
+        ("stores",),
+        lambda chosen, name: chosen.plan.recipe.ngram_keep and chosen.stores is None,
+        "ngram_keep has no effect without stores",
+        "pass the same object as stores to every run",
+    ),
+    OptionRule(
+        ("drafter", "prediction"),
+        lambda chosen, name: getattr(chosen, name) is not None and not chosen.plan.method.drafts,
+        "method {chosen.plan.method.name} does not draft",
+        "choose another method, or omit the {name}",
+    ),
+    OptionRule(
+        ("processors",),
+        lambda chosen, name: chosen.processors and chosen.plan.cloud is not None,
+        "custom logits processors need a local target",
+        "omit them, or choose mode off",
+    ),
+    OptionRule(
+        ("names",),
+        lambda chosen, name: (
+            chosen.names is not None and (chosen.plan.cloud is None or "names" not in chosen.plan.cloud.gates)
+        ),
+        "names has no effect without gate names",
+        "add names to the gates of a remote target",
+    ),
+    OptionRule(
+        ("logprobs",),
+        lambda chosen, name: chosen.logprobs is not None and chosen.plan.method.verifier is not None,
+        "method {chosen.plan.method.name} has no log-probabilities of tokens",
+        "choose another method",
+    ),
+    OptionRule(
+        ("score",),
+        lambda chosen, name: chosen.score and (chosen.logprobs is None or chosen.plan.recipe.encoder),
+        "score needs logprobs and a decoder",
+        "set logprobs, or choose another target",
+    ),
+    OptionRule(
+        ("drafter", "processors", "prediction", "logprobs", "names"),
+        lambda chosen, name: chosen.plan.server is not None and getattr(chosen, name) not in (None, ()),
+        "{name} needs a local target",
+        "omit external",
+    ),
+)
+
+
+def refuse_inputs(plan: Any, inputs: Any) -> None:
+    """Raise `UserError` for objects that a run cannot use."""
+    refuse(INPUTS, SimpleNamespace(plan=plan, **vars(inputs)))
+
+
+def refuse_with_encoder(chosen: Any) -> None:
+    """Raise `UserError` for a method that a target with an encoder cannot run."""
+    refuse(_ENCODERS, chosen)
+
+
+def ineffective(chosen: Any, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the options among `names` without effect in the recipe `chosen`, each with cause and remedy."""
+    names = list(names)
+    yield from problems(EFFECTS, chosen, names)
+    if chosen.cloud is not None:
+        yield from problems(GATE_EFFECTS, chosen.cloud, names)
+
+
+def refuse_ineffective(chosen: Any, names: Iterable[str]) -> None:
+    """Raise `UserError` for an option among `names` without effect."""
+    names = list(names)
+    refuse(EFFECTS, chosen, names)
+    if chosen.cloud is not None:
+        refuse(GATE_EFFECTS, chosen.cloud, names)
+
+
+def settings_of_pair(pair: Pair, named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a pair, replaced by the named ones; its policy only if it has an effect on the method."""
+    settings = {**pair.settings, **named}
+    if "policy" not in named and settings["method"] in METHODS and not has_effect(pair.policy, settings["method"]):
+        settings["policy"] = "fixed"
+    return settings
