@@ -6,8 +6,7 @@ Siblings are sampled without replacement and their number is fixed in advance, s
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,12 +15,12 @@ from specdemo.core.decode import DraftBudget, Drafter
 from specdemo.core.distributions import without
 from specdemo.core.errors import UserError
 from specdemo.core.options import OptionSet, option, options
-from specdemo.core.origin import HEAD, MODEL, Origin
+from specdemo.core.origin import HEAD, Origin
 from specdemo.core.step import Draft
+from specdemo.drafters.chain import ChainScorer
 from specdemo.drafters.draft_vocabulary import DraftVocabulary
-from specdemo.drafters.heads.chain import DraftingHead
 from specdemo.drafters.method import BuildContext, Method
-from specdemo.drafters.model import free_drafts, readable
+from specdemo.drafters.model import ModelScorer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,48 +29,43 @@ if TYPE_CHECKING:
 
 
 class NodeScorer(Protocol):
-    """Interface of tree drafters."""
-
-    origin: Origin
+    """Interface of models and heads that draft trees, see `ChainScorer`."""
 
     @property
-    def ids(self) -> Tensor | None:
-        """Target ids of the logits of this draft; None: all."""
+    def origin(self) -> Origin: ...
 
-    def limited(self, tokens: Sequence[int], budget: DraftBudget) -> DraftBudget:
-        """Return the budget for a draft after `tokens`."""
+    @property
+    def ids(self) -> Tensor | None: ...
+
+    def longest_draft(self, tokens: Sequence[int]) -> int: ...
 
     def score(self, tokens: Sequence[int], draft: Draft, nodes: Sequence[int]) -> Sequence[Tensor] | None:
         """Return raw logits `[size]` after each of `nodes` of `draft`, whose parents were scored, or None."""
 
 
-@dataclass
-class ModelNodes(NodeScorer):
-    """Nodes of a model, which scores a draft in a single pass; it returns raw logits `[len(draft) + 1, own_size]`."""
-
-    model: Callable[[Sequence[int], Draft], Tensor]
-    vocab_size: int
-    own_size: int | None = None  # None: all ids
-    context: int = sys.maxsize
-    origin = MODEL
-    ids = None
-
-    def limited(self, tokens: Sequence[int], budget: DraftBudget) -> DraftBudget:
-        readable_drafts = free_drafts(tokens, self.context) if readable(tokens, self.own_size, self.vocab_size) else 0
-        return budget.at_most(readable_drafts)
+class ModelNodes(ModelScorer):
+    """Nodes of a model, which scores a draft in a single pass."""
 
     def score(self, tokens: Sequence[int], draft: Draft, nodes: Sequence[int]) -> list[Tensor]:
-        from specdemo.core.sampling import fitted
-
-        logits = fitted(self.model(tokens, draft), self.vocab_size)
+        logits = self.logits(tokens, draft)
         return [logits[node + 1] for node in nodes]
+
+
+class Branches(ChainScorer, Protocol):
+    """Interface of a head that drafts the branches of a tree in turn."""
+
+    def draft_rows(self) -> Any:
+        """Return the rows of the draft so far, for `restore`."""
+
+    def restore(self, rows: Any) -> None:
+        """Continue after these draft rows."""
 
 
 @dataclass
 class HeadNodes(NodeScorer):
     """Nodes of a head, which scores them in turn."""
 
-    head: DraftingHead
+    head: Branches
     _rows: dict[int, Any] = field(default_factory=dict)  # draft rows up to each scored node
     origin = HEAD
 
@@ -79,8 +73,8 @@ class HeadNodes(NodeScorer):
     def ids(self) -> Tensor | None:
         return self.head.ids
 
-    def limited(self, tokens: Sequence[int], budget: DraftBudget) -> DraftBudget:
-        return budget.at_most(self.head.longest_draft(tokens))
+    def longest_draft(self, tokens: Sequence[int]) -> int:
+        return self.head.longest_draft(tokens)
 
     def score(self, tokens: Sequence[int], draft: Draft, nodes: Sequence[int]) -> list[Tensor] | None:
         scored = []
@@ -115,7 +109,7 @@ class TreeDrafter(Drafter):
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         if budget.paused:
             return Draft()
-        budget = self.scorer.limited(tokens, budget)
+        budget = budget.at_most(self.scorer.longest_draft(tokens))
         tree = _GrowingTree(self.scorer, self.vocab_size, self.sampling, self.noise)
         level, depth = [-1], 0
         while level and len(tree.tokens) < self.nodes and budget.may_extend(depth, None):

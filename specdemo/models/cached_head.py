@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
 
+from specdemo.core.origin import HEAD
 from specdemo.core.step import common_prefix
 from specdemo.models.engines.head import Head
 
@@ -29,6 +30,8 @@ class StateSource(Protocol):
 
 class CachedHead:
     """Function from tokens to draft logits. `target` must have the head's taps."""
+
+    origin = HEAD
 
     def __init__(self, head: Head, target: StateSource) -> None:
         self.head, self.target = head, target

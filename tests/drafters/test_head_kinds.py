@@ -31,7 +31,7 @@ from specdemo.core.rules import RULES
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
-from specdemo.drafters.heads.chain import HeadDrafter
+from specdemo.drafters.chain import ChainDrafter
 from specdemo.drafters.tree import HeadNodes, TreeDrafter
 from specdemo.generate import generate
 from specdemo.models.cached_head import CachedHead
@@ -54,7 +54,7 @@ SAMPLING = {
     "greedy": SamplingParams(temperature=0),
 }
 MAKERS = {
-    "chain": HeadDrafter,
+    "chain": ChainDrafter,
     "tree": lambda head, *parts: TreeDrafter(HeadNodes(head), *parts, nodes=4, width=2),
 }
 
@@ -146,7 +146,7 @@ def test_drafts_that_end_by_confidence_are_exact(
 ) -> None:
     target, head = loaded("dspark", tmp_path_factory.getbasetemp() / "kinds")
     explorer = Explorer()
-    drafter = HeadDrafter(head, WITH_TOP_P[name], explorer, VOCAB)
+    drafter = ChainDrafter(head, WITH_TOP_P[name], explorer, VOCAB)
     deviation, counts = error(target, WITH_TOP_P[name], drafter, explorer, rule, by_confidence)
     assert deviation < 10 * ROUNDING and counts[0] > 0 and counts[2] > 0
 
@@ -231,7 +231,7 @@ def test_drafts_end_with_the_context_of_the_head(tmp_path_factory: pytest.TempPa
         for length in range(4, 12):
             text = [0, 1] * (length // 2) + [3] * (length % 2)
             target.score(text, Draft())
-            draft = HeadDrafter(head, SAMPLING["plain"], Noise(0, "draft"), VOCAB).propose(text, up_to(4))
+            draft = ChainDrafter(head, SAMPLING["plain"], Noise(0, "draft"), VOCAB).propose(text, up_to(4))
             last = length - 2 + len(draft) - 1  # position of the row of the last draft token
             assert len(draft) == 4 or (last == 7 or not draft.tokens)
             assert bool(draft.tokens) == (length <= 9)

@@ -35,7 +35,7 @@ from specdemo.core.rules import rejection
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft, Step
 from specdemo.core.verifier import ModelVerifier
-from specdemo.drafters.heads.chain import HeadDrafter
+from specdemo.drafters.chain import ChainDrafter
 from specdemo.drafters.tree import HeadNodes, TreeDrafter
 from specdemo.models.cached_head import CachedHead
 from specdemo.models.engines.context_tokens import ContextTokens
@@ -88,8 +88,8 @@ class Recorder:
         return
 
 
-def chain(head: CachedHead, noise: Noise) -> HeadDrafter:
-    return HeadDrafter(head, SAMPLING, noise, TARGET.vocab_size)
+def chain(head: CachedHead, noise: Noise) -> ChainDrafter:
+    return ChainDrafter(head, SAMPLING, noise, TARGET.vocab_size)
 
 
 def tree(head: CachedHead, noise: Noise) -> TreeDrafter:

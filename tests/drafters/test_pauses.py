@@ -14,7 +14,7 @@ from specdemo.core.origin import MODEL
 from specdemo.core.policies import PathProbability
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft, Step, Verdict
-from specdemo.drafters.heads.chain import HeadDrafter
+from specdemo.drafters.chain import ChainDrafter
 from specdemo.drafters.hybrid import HybridDrafter
 from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.suffix import SuffixDrafter
@@ -49,7 +49,7 @@ DRAFTERS: dict[str, Callable[[TableModel, float], Drafter]] = {
     "model of another vocabulary": lambda model, temperature: UniversalDrafter(
         model_drafter(model, 0.0), list, lambda tokens, new: list(new), 100
     ),
-    "head": lambda model, temperature: HeadDrafter(
+    "head": lambda model, temperature: ChainDrafter(
         TableHead(model, None), SamplingParams(temperature=temperature), Noise(0, "draft"), VOCAB
     ),
     "tree": lambda model, temperature: tree(ModelNodes(model.score, VOCAB), temperature),

@@ -17,7 +17,7 @@ from specdemo.core.origin import HEAD, MODEL, Origin
 from specdemo.core.policies import Egag, PathProbability
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft, Step, Verdict
-from specdemo.drafters.heads.chain import HeadDrafter
+from specdemo.drafters.chain import ChainDrafter
 from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.tree import HeadNodes, ModelNodes, TreeDrafter
 
@@ -92,7 +92,7 @@ class Queries(Egag):
 def test_the_policy_receives_the_logits_before_each_token(kind: str) -> None:
     policy, noise = Queries(0, 9), Script(4, 5)
     model = ModelDrafter(MODEL_OF_TABLE.score, SAMPLED, noise, VOCAB)
-    head = HeadDrafter(TableHead(MODEL_OF_TABLE, None), SAMPLED, noise, VOCAB)
+    head = ChainDrafter(TableHead(MODEL_OF_TABLE, None), SAMPLED, noise, VOCAB)
     draft = (model if kind == "model" else head).propose(TEXT, DraftBudget(9, policy))
     assert draft.tokens == (4, 5)
     rows = [MODEL_OF_TABLE.logits([*TEXT, 4, 5][: 2 + n]).tolist() for n in range(3)]
@@ -179,7 +179,7 @@ def test_confidences_end_a_draft_before_its_token(
 ) -> None:
     head = Confident(confidences)
     budget = DraftBudget(3, PathProbability(3, threshold=threshold))
-    draft = HeadDrafter(head, GREEDY, Script(), VOCAB).propose(TEXT, budget)
+    draft = ChainDrafter(head, GREEDY, Script(), VOCAB).propose(TEXT, budget)
     assert len(draft) == drafted
     assert draft.origin == tuple(Origin("head", confidence=round(value, 3)) for value in confidences[:drafted])
 
@@ -187,7 +187,7 @@ def test_confidences_end_a_draft_before_its_token(
 def test_drafts_of_heads_end_at_their_positions() -> None:
     for longest, drafted in ((0, 0), (2, 2), (9, 4)):
         head = Confident(longest=longest)
-        assert len(HeadDrafter(head, GREEDY, Script(), VOCAB).propose(TEXT, up_to(4))) == drafted
+        assert len(ChainDrafter(head, GREEDY, Script(), VOCAB).propose(TEXT, up_to(4))) == drafted
         tree = TreeDrafter(HeadNodes(head), GREEDY, Script(), VOCAB, width=1)
         assert len(tree.propose(TEXT, up_to(4))) == drafted
 
@@ -197,7 +197,7 @@ def test_a_draft_is_expected_after_a_draft_of_the_head(source: str | None, expec
     head = Confident(longest=5)
     draft = Draft.chain((5, 6), origin=(Origin(source), Origin(source))) if source else Draft()
     verdict = Verdict(tuple(range(len(draft))), 7)
-    HeadDrafter(head, GREEDY, Script(), VOCAB).observe(Step(1, (7,), draft, verdict, 2, 1.0, 1.0, 1.0, 1.0))
+    ChainDrafter(head, GREEDY, Script(), VOCAB).observe(Step(1, (7,), draft, verdict, 2, 1.0, 1.0, 1.0, 1.0))
     assert head.expected == expected
 
 
@@ -274,7 +274,7 @@ def test_drafts_end_where_the_head_has_no_states_or_no_tokens() -> None:
     banned = replace(GREEDY, bad_words=tuple((token,) for token in IDS))
     for head, sampling in ((NoStates(MODEL_OF_TABLE, None), GREEDY), (TableHead(MODEL_OF_TABLE, IDS), banned)):
         assert TreeDrafter(HeadNodes(head), sampling, Script(), VOCAB).propose(TEXT, up_to(3)) == Draft()
-        assert HeadDrafter(head, sampling, Script(), VOCAB).propose(TEXT, up_to(3)) == Draft()
+        assert ChainDrafter(head, sampling, Script(), VOCAB).propose(TEXT, up_to(3)) == Draft()
     narrow = SamplingParams(temperature=0.5, top_k=1)
     best = int(MODEL_OF_TABLE.logits(TEXT).argmax())
     noise = Script(best)

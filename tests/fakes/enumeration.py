@@ -28,7 +28,7 @@ from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.verifier import ModelVerifier
-from specdemo.drafters.heads.chain import HeadDrafter
+from specdemo.drafters.chain import ChainDrafter
 from specdemo.drafters.hybrid import HybridDrafter
 from specdemo.drafters.lookahead import LookaheadDrafter
 from specdemo.drafters.lookup import LookupDrafter
@@ -138,9 +138,9 @@ def universal(sampling: SamplingParams, source: Any) -> UniversalDrafter:
     )
 
 
-def head(sampling: SamplingParams, source: Any) -> HeadDrafter:
+def head(sampling: SamplingParams, source: Any) -> ChainDrafter:
     """Drafter with a head of a part of the vocabulary."""
-    return HeadDrafter(TableHead(SMALL, (0, 2, 3)), sampling, source, VOCAB)
+    return ChainDrafter(TableHead(SMALL, (0, 2, 3)), sampling, source, VOCAB)
 
 
 Make = Callable[[SamplingParams, Explorer], Any]
