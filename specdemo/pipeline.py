@@ -22,11 +22,10 @@ from specdemo.core.target import Target
 from specdemo.drafters import METHODS
 from specdemo.drafters.method import VocabularyBridge
 from specdemo.drafters.prediction import PredictedText, PredictionDrafter
-from specdemo.models.cached_head import CachedHead
+from specdemo.models.cached_head import CachedHead, Head
 from specdemo.models.chat_caches import ChatCaches, Conversation
 from specdemo.models.engines.cuda_graphs import MAX_ROWS
 from specdemo.models.engines.generic import has_encoder
-from specdemo.models.engines.head import Head
 from specdemo.models.engines.llama import PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import layer_count, with_layers
 from specdemo.models.engines.select import engine_of
@@ -206,7 +205,7 @@ class ModelContext:
             return None
         cached = self.target_cache.head
         if cached is None or cached.head is not self._head:
-            cached = self.target_cache.head = CachedHead(self._head, self.target_cache)
+            cached = self.target_cache.head = self._head.open(self.target_cache)
         return cached
 
     def noise(self, name: str, *, shared: bool = True) -> Noise | SharedNoise:

@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.heads import BLOCK, RANK, dflash_config, dflash_tensors, save_head
+from fakes.heads import BLOCK, RANK, dflash_config, dflash_tensors, opened, save_head
 from fakes.native_models import CONFIGS, random_model
 from torch import Tensor
 
 from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
-from specdemo.models.cached_head import CachedHead
-from specdemo.models.engines.head import Head, HeadCache
+from specdemo.models.cached_head import Head
 from specdemo.models.engines.native_weights import NativeWeights
-from specdemo.models.engines.torch_dflash import TorchDFlash
-from specdemo.models.heads import read_head
+from specdemo.models.engines.torch_head import TorchCachedHead
+from specdemo.models.heads import load_head
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.spec import HeadSpec, ModelSpec
@@ -34,13 +33,13 @@ def weights() -> NativeWeights:
     return NativeWeights(random_model(CONFIG))
 
 
-def read(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], weights: NativeWeights) -> TorchDFlash:
+def read(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], weights: NativeWeights) -> Head:
     spec = ModelSpec("small/target")
     name = save_head(folder, tensors, config)
-    return TorchDFlash(read_head(HeadSpec(name, spec), LoadedModel(spec, weights, None, 0, "")), weights)
+    return load_head(HeadSpec(name, spec), LoadedModel(spec, weights, None, 0, "")).head
 
 
-def head_of_kind(folder: Path, markov: bool, weights: NativeWeights) -> TorchDFlash:
+def head_of_kind(folder: Path, markov: bool, weights: NativeWeights) -> Head:
     config = dflash_config(CONFIG, len(IDS), markov)
     config["transformer_layer_config"] |= WINDOW
     return read(folder, dflash_tensors(CONFIG, IDS, markov), config, weights)
@@ -49,7 +48,7 @@ def head_of_kind(folder: Path, markov: bool, weights: NativeWeights) -> TorchDFl
 def drafts(head: Head, weights: NativeWeights) -> list[list[Tensor]]:
     """Return the logits of drafts for a text that grows, loses tokens and changes, with rows kept in between."""
     target = CachedModel(weights, taps=head.taps)
-    cached, results = CachedHead(head, target), []
+    cached, results = head.open(target), []
     for text in (range(9), range(12), [*range(10), 99, 98], [*range(4), *range(50, 62)]):
         tokens = list(text)
         target.score(tokens[:-1], Draft())
@@ -60,58 +59,60 @@ def drafts(head: Head, weights: NativeWeights) -> list[list[Tensor]]:
     return results
 
 
-class Forgetful(TorchDFlash):
-    """Computes all rows again."""
-
-    def start(self, cache: HeadCache, following: list[int], states: Tensor, held: int) -> Tensor:
-        texts: dict[HeadCache, tuple[list[int], Tensor]] = self.__dict__.setdefault("texts", {})
-        before, rows = texts.get(cache, ([], states[:0]))
-        texts[cache] = [*before[:held], *following], torch.cat([rows[:held], states])
-        return super().start(cache, *texts[cache], 0)
+START_ROWS = TorchCachedHead.start_rows
 
 
-class KeepsRows(TorchDFlash):
+def forgetful(self: Any, following: list[int], states: Tensor, held: int) -> Tensor:
+    """Compute all rows again."""
+    before, rows = self.__dict__.get("text", ([], states[:0]))
+    self.text = [*before[:held], *following], torch.cat([rows[:held], states])
+    return START_ROWS(self, *self.text, 0)
+
+
+def keeps_rows(self: Any, following: list[int], states: Tensor, held: int) -> Tensor:
     """Rows of a changed text remain."""
-
-    def start(self, cache: HeadCache, following: list[int], states: Tensor, held: int) -> Tensor:
-        return super().start(cache, following, states, cache.length)
-
-
-def deviation(kind: type[TorchDFlash], folder: Path, markov: bool, weights: NativeWeights) -> float:
-    head, recomputed = head_of_kind(folder, markov, weights), head_of_kind(folder, markov, weights)
-    head.__class__, recomputed.__class__ = kind, Forgetful
-    pairs = zip(drafts(head, weights), drafts(recomputed, weights), strict=True)
-    return max(float((a - b).abs().max()) for pair in pairs for a, b in zip(*pair, strict=True))
+    return START_ROWS(self, following, states, self.cache.length)
 
 
 @pytest.mark.parametrize("markov", KINDS)
-def test_kept_rows_give_the_drafts_of_a_recomputation(markov: bool, tmp_path: Path, weights: Any) -> None:
-    assert deviation(TorchDFlash, tmp_path, markov, weights) < 1e-4
-    assert deviation(KeepsRows, tmp_path, markov, weights) > 1e-2
+def test_kept_rows_give_the_drafts_of_a_recomputation(
+    markov: bool, tmp_path: Path, weights: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = head_of_kind(tmp_path, markov, weights)
+    kept = drafts(head, weights)
+    monkeypatch.setattr(TorchCachedHead, "start_rows", forgetful)
+    recomputed = drafts(head, weights)
+    monkeypatch.setattr(TorchCachedHead, "start_rows", keeps_rows)
+    wrong = drafts(head, weights)
+
+    def deviation(actual: list[list[Tensor]]) -> float:
+        pairs = zip(actual, recomputed, strict=True)
+        return max(float((a - b).abs().max()) for pair in pairs for a, b in zip(*pair, strict=True))
+
+    assert deviation(kept) < 1e-4
+    assert deviation(wrong) > 1e-2
 
 
 @pytest.mark.parametrize("markov", KINDS)
 def test_branches_of_a_draft_are_independent(markov: bool, tmp_path: Path, weights: Any) -> None:
-    head = head_of_kind(tmp_path, markov, weights)
-    cache, states = head.open(), torch.randn(6, 3, CONFIG.hidden_size)
-    head.start(cache, [*range(6)], states, 0)
-    first = [head.step(cache, token) for token in (3, 6)]
-    head.start(cache, [*range(6)], states, 0)
-    head.step(cache, 3)
-    rows = cache.draft_rows()
-    other = head.step(cache, 9)
-    cache.restore(rows)
-    assert torch.equal(head.step(cache, 6), first[1])
+    text, states = opened(head_of_kind(tmp_path, markov, weights)), torch.randn(6, 3, CONFIG.hidden_size)
+    text.start_rows([*range(6)], states, 0)
+    first = [text.step(token) for token in (3, 6)]
+    text.start_rows([*range(6)], states, 0)
+    text.step(3)
+    rows = text.draft_rows()
+    other = text.step(9)
+    text.restore(rows)
+    assert torch.equal(text.step(6), first[1])
     assert torch.equal(other, first[1]) == (not markov)  # without it, tokens of a draft are independent
 
 
 @pytest.mark.parametrize("wrong", [-1, CONFIG.vocab_size])
 def test_tokens_outside_the_vocabulary_are_refused(wrong: int, tmp_path: Path, weights: Any) -> None:
-    head = head_of_kind(tmp_path, True, weights)
-    cache = head.open()
-    head.start(cache, [*range(6)], torch.randn(6, 3, CONFIG.hidden_size), 0)
+    text = opened(head_of_kind(tmp_path, True, weights))
+    text.start_rows([*range(6)], torch.randn(6, 3, CONFIG.hidden_size), 0)
     with pytest.raises(ValueError, match="is outside the vocabulary of 301 tokens"):
-        head.step(cache, wrong)
+        text.step(wrong)
 
 
 def test_confidence_may_ignore_the_token_before(tmp_path: Path, weights: Any) -> None:
@@ -123,10 +124,9 @@ def test_confidence_may_ignore_the_token_before(tmp_path: Path, weights: Any) ->
         padding = torch.zeros(1, RANK if with_markov else 0)
         tensors["confidence_head.proj.weight"] = torch.cat([state_weights, padding], -1)
         settings = config | {"confidence_head_with_markov": with_markov}
-        head = read(tmp_path / str(with_markov), tensors, settings, weights)
-        cache = head.open()
-        head.start(cache, [*range(6)], states, 0)
-        confidences.append(head.confidence(cache))
+        text = opened(read(tmp_path / str(with_markov), tensors, settings, weights))
+        text.start_rows([*range(6)], states, 0)
+        confidences.append(text.confidence)
     assert confidences[0] == pytest.approx(confidences[1]) and 0 < confidences[0] < 1
 
 
@@ -139,9 +139,8 @@ def test_drafts_end_with_block_and_context(tmp_path: Path, weights: Any) -> None
             count = head.longest_draft(length)
             assert count == max(0, min(BLOCK, 13 - length) - first)
             if count:
-                logits = head.start(
-                    head.open(), [*range(length - 1)], torch.randn(length - 1, 3, CONFIG.hidden_size), 0
-                )
+                states = torch.randn(length - 1, 3, CONFIG.hidden_size)
+                logits = opened(head).start_rows([*range(length - 1)], states, 0)
                 assert len(logits) == len(IDS)
 
 

@@ -36,8 +36,7 @@ from specdemo.drafters.tree import HeadNodes, TreeDrafter
 from specdemo.generate import generate
 from specdemo.models.cached_head import CachedHead
 from specdemo.models.engines.llama_weights import LlamaWeights
-from specdemo.models.engines.select import head_of
-from specdemo.models.heads import read_head
+from specdemo.models.heads import load_head
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
@@ -79,9 +78,9 @@ def loaded(kind: str, where: Path) -> tuple[CachedModel, CachedHead]:
     torch.manual_seed(4)
     weights, spec = LlamaWeights(LlamaForCausalLM(TARGET).eval()), ModelSpec("small/target")
     name = save(kind, where / kind, TARGET, [0, 1, 3])
-    head = head_of(read_head(HeadSpec(name, spec), LoadedModel(spec, weights, None, 0, "native")), weights)
+    head = load_head(HeadSpec(name, spec), LoadedModel(spec, weights, None, 0, "native")).head
     target = CachedModel(weights, taps=head.taps)
-    return target, CachedHead(head, target)
+    return target, head.open(target)
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
+
+from specdemo.models.cached_head import Head
 
 HEADS, KV_HEADS, HEAD_DIM, INNER = 4, 2, 8, 48
 BLOCK = 4  # rows of a DFlash block
@@ -173,6 +176,16 @@ def dflash_config(target: PretrainedConfig, drafted: int, markov: bool = False, 
         **dspark,
         **changes,
     }
+
+
+def opened(head: Head) -> Any:
+    """Return the head for a text whose rows are given to `start_rows`."""
+
+    class NoStates:
+        def states(self, tokens: Sequence[int], start: int) -> None:
+            return None
+
+    return head.open(NoStates())
 
 
 def head_for(folder: str, where: Path, method: str = "eagle") -> str:
