@@ -59,15 +59,15 @@ class TorchHead(Head):
 
     @abstractmethod
     def forward(self, text: TorchCachedHead, rows: Tensor, following: list[int]) -> Tensor:
-        """Add `rows`, which the tokens `following` follow, to the cache; return the state of the last row."""
+        """Add `rows`, which the tokens `following` follow, after `text.end` rows; return the state of the last row."""
 
     @abstractmethod
     def logits(self, text: TorchCachedHead, token: int) -> Tensor:
         """Return the logits `[size]` after the last row of `text` and its `token`."""
 
     def draft(self, text: TorchCachedHead, token: int) -> Tensor:
-        """Add a draft row to the cache; return its state."""
-        return text.state
+        """Add a draft row, which receives the state of the row before; return its state."""
+        return self.forward(text, text.state, [token])
 
     def record(self, text: TorchCachedHead) -> Recording | None:
         """Return the recorded pass of a draft row, if passes can be recorded."""

@@ -121,6 +121,9 @@ class TorchDFlash(TorchHead):
             text.cache.kv[i, :, text.end : end] = self._keys_and_values(text, i, rows, text.end)
         return text.state
 
+    def draft(self, text: TorchCachedHead, token: int) -> Tensor:
+        return text.state
+
     def logits(self, text: TorchCachedHead, token: int) -> Tensor:
         if not text.drafted:
             text.state = self._block_states(text, token)
