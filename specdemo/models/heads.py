@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -85,7 +85,7 @@ def load_head(
         raise UserError(f"heads need hidden states, and {target.name} runs without them: choose method nasd or suffix")
     folder, _ = head_files(spec.name, hub or Hub(), report)
     config = merged_config(spec.name, read_settings(spec.name, folder / "config.json"))
-    if warning := _verifier_warning(spec, config.values):
+    if warning := _verifier_warning(spec, config):
         warnings.warn(warning, stacklevel=2)
     report(TaskProgress(f"reading {spec.title}"))
     kind, width = _kind(config), target.model.config.get_text_config().hidden_size
@@ -95,7 +95,7 @@ def load_head(
 
 
 def _kind(config: HeadConfig) -> HeadKind:
-    kind = next((kind for kind in HEAD_KINDS if kind.fits(config.values)), None)
+    kind = next((kind for kind in HEAD_KINDS if kind.fits(config)), None)
     if kind is None:
         given = config.values.get("speculators_model_type") or "unknown"
         known = ", ".join(kind.name for kind in HEAD_KINDS)
@@ -103,8 +103,8 @@ def _kind(config: HeadConfig) -> HeadKind:
     return kind
 
 
-def _verifier_warning(spec: HeadSpec, config: Mapping[str, Any]) -> str:
-    speculators = config.get("speculators_config")
+def _verifier_warning(spec: HeadSpec, config: HeadConfig) -> str:
+    speculators = config.values.get("speculators_config")
     verifier = speculators.get("verifier") if isinstance(speculators, dict) else None
     trained = verifier.get("name_or_path") if isinstance(verifier, dict) else None
     if not isinstance(trained, str) or not trained:

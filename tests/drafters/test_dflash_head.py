@@ -1,8 +1,7 @@
-"""DFlash and DSpark heads: rows by content, branches of drafts, published layouts, and refusals."""
+"""DFlash and DSpark heads: rows by content, branches of drafts, and published layouts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from fakes.heads import BLOCK, RANK, dflash_config, dflash_tensors, opened, save
 from fakes.native_models import CONFIGS, random_model
 from torch import Tensor
 
-from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.models.cached_head import Head
 from specdemo.models.engines.native_weights import NativeWeights
@@ -160,38 +158,3 @@ def test_published_layouts_are_those_of_speculators(layout: str, tmp_path: Path,
     actual = drafts(read(tmp_path / layout, tensors, flat, weights), weights)
     for a, b in zip(actual, expected, strict=True):
         assert torch.equal(torch.stack(a), torch.stack(b))
-
-
-def _configured(**values: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
-    return lambda tensors, config: config.update(values)
-
-
-def _layer(**values: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
-    return lambda tensors, config: config["transformer_layer_config"].update(values)
-
-
-def _without(name: str) -> Callable[[dict[str, Any], dict[str, Any]], None]:
-    return lambda tensors, config: tensors.pop(name) and None
-
-
-INVALID = {
-    "mask token": (_configured(mask_token_id=5000), "has no mask token of the target"),
-    "block": (_configured(block_size=999), "block_size in config.json of .* is not within 1 to 64"),
-    "width": (_layer(hidden_size=32), "states of width 32 instead of 64"),
-    "states": (_configured(aux_hidden_state_layer_ids=[1, 2, 99]), "layers that the target does not have"),
-    "markov": (_configured(markov_head_type="rnn"), r"another kind \(rnn\): choose one of kind vanilla"),
-    "confidence": (_without("confidence_head.proj.bias"), "no tensor confidence_head.proj.bias"),
-    "windows": (_layer(layer_types=["full_attention"]), "layer_types in config.json of .* do not fit"),
-    "newer kind": (_configured(speculators_model_type="dflash2"), r"of another kind \(dflash2\)"),
-}
-
-
-@pytest.mark.parametrize("case", INVALID)
-def test_invalid_checkpoints_are_refused_in_a_sentence(case: str, tmp_path: Path, weights: Any) -> None:
-    change, message = INVALID[case]
-    tensors, config = dflash_tensors(CONFIG, IDS, True), dflash_config(CONFIG, len(IDS), True)
-    read(tmp_path / "valid", tensors, config, weights)
-    change(tensors, config)
-    with pytest.raises(UserError, match=message) as refused:
-        read(tmp_path / "invalid", tensors, config, weights)
-    assert "\n" not in str(refused.value)

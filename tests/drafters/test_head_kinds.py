@@ -78,7 +78,7 @@ class MixingHead(TorchHead):
 
 MIXING = HeadKind(
     name="mixing",
-    fits=lambda config: config.get("architectures") == ["MixingHead"],
+    fits=lambda config: config.values.get("architectures") == ["MixingHead"],
     taps=lambda config, layers: [layers],
     shapes=lambda checkpoint, stored: {"mix.weight": (checkpoint.target_width, 2 * checkpoint.target_width)},
     make=MixingHead,

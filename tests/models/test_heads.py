@@ -163,6 +163,7 @@ CHECKPOINTS: dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]] = {
     "eagle3": lambda: (head_tensors(TARGET, IDS), head_config(TARGET, len(IDS))),
     "eagle": lambda: (eagle_tensors(TARGET), eagle_config(TARGET)),
     "medusa": lambda: (medusa_tensors(TARGET, own=True), medusa_config()),
+    "dspark": lambda: (dflash_tensors(TARGET, IDS, True), dflash_config(TARGET, len(IDS), True)),
 }
 
 
@@ -182,6 +183,11 @@ def _configured(**changes: Any) -> Change:
     return lambda tensors, config: config.update(changes)
 
 
+def _layer(**changes: Any) -> Change:
+    return lambda tensors, config: config["transformer_layer_config"].update(changes)
+
+
+Z_LAB = {"speculators_model_type": None, "architectures": ["DFlashDraftModel"]}
 WIDE, NORM = torch.zeros(96, 288), "midlayer.hidden_norm.weight"
 INVALID: list[tuple[str, Change, str]] = [  # kind, change and refusal
     (
@@ -201,6 +207,15 @@ INVALID: list[tuple[str, Change, str]] = [  # kind, change and refusal
     ("medusa", _without("2.0.linear.bias"), "has no tensor 2.0.linear.bias: choose a head of kind"),
     ("medusa", _added("model.norm.weight"), r"a tensor unknown to Medusa \(model.norm.weight\)"),
     ("eagle", _added("layers.0.input_layernorm.weight"), "unknown to EAGLE-1 or EAGLE-2"),
+    ("dspark", _configured(mask_token_id=5000), "has no mask token of the target"),
+    ("dspark", _configured(block_size=999), "block_size in config.json of .* is not within 1 to 64"),
+    ("dspark", _layer(hidden_size=32), "states of width 32 instead of 64"),
+    ("dspark", _configured(aux_hidden_state_layer_ids=[1, 2, 99]), "layers that the target does not have"),
+    ("dspark", _configured(**Z_LAB, num_hidden_layers=999), "num_hidden_layers .* is not within 1 to 64"),
+    ("dspark", _configured(markov_head_type="rnn"), r"another kind \(rnn\): choose one of kind vanilla"),
+    ("dspark", _without("confidence_head.proj.bias"), "no tensor confidence_head.proj.bias"),
+    ("dspark", _layer(layer_types=["full_attention"]), "layer_types in config.json of .* do not fit"),
+    ("dspark", _configured(speculators_model_type="dflash2"), r"of another kind \(dflash2\)"),
 ]
 
 

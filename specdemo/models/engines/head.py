@@ -61,8 +61,3 @@ class HeadWeights:
     taps: tuple[int, ...]  # states of the target that a row receives, see `engine.Cache`
     ids: Tensor | None  # int64 `[size]`, ascending: draft vocabulary; None: all ids
     layer: LayerSizes | None  # None: no decoder layer
-
-    @property
-    def decoder_layer(self) -> LayerSizes:
-        assert self.layer is not None
-        return self.layer

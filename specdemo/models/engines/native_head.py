@@ -49,9 +49,10 @@ class NativeHead(Head):
 
     def __init__(self, weights: HeadWeights, target: NativeWeights, form: str = "nf4") -> None:
         """`form`: a key of `FORMS`. Raises `ValueError` for sizes that contradict each other or those of `target`."""
-        self.target = target
+        assert weights.layer is not None
+        self.target, self._sizes = target, weights.layer
         self.taps, self.ids = weights.taps, weights.ids
-        self._sizes, self._replaced = weights.decoder_layer, weights.config.enabled("norm_before_residual")
+        self._replaced = weights.config.enabled("norm_before_residual")
         self.position_limit, self.width = self._sizes.context, self._sizes.width
         self.kv_heads, self.head_dim = self._sizes.kv_heads, self._sizes.head_dim
         self.kv_dtype = torch.float32 if form == "float32" else torch.float16

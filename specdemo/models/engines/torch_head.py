@@ -11,7 +11,6 @@ from torch import Tensor
 
 from specdemo.models.cached_head import CachedHead, Head, StateSource
 from specdemo.models.engines.cuda_graphs import Recording
-from specdemo.models.engines.engine import doubled
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.head import HeadWeights
 from specdemo.models.engines.llama import LlamaCache
@@ -181,7 +180,7 @@ class TorchCachedHead(CachedHead):
     @torch.inference_mode()
     def prepare(self, end: int) -> None:
         if self.cache.records:
-            self.cache.reserve(doubled(end))
+            self.cache.reserve(end)
             self.head.record(self)
 
     @torch.inference_mode()
@@ -268,7 +267,7 @@ class SingleLayerHead(TorchHead):
         grouped = query.view(1, self.kv_heads, -1, self.head_dim)  # query heads become rows
         stored_keys, stored_values = kv[None].chunk(2, 1)
         mixed = F.scaled_dot_product_attention(grouped, stored_keys, stored_values, attn_mask=mask)
-        return self.next_state(residuals[-1:], mixed.view(1, self.heads, self.head_dim))
+        return self.next_state(residuals[-1:], mixed.reshape(1, self.heads, self.head_dim))
 
     def record(self, text: TorchCachedHead) -> Recording | None:
         cache = text.cache

@@ -34,8 +34,8 @@ class HeadKind:
     """Registry entry of a kind of heads."""
 
     name: str
-    fits: Callable[[Mapping[str, Any]], bool]  # True for the values of a config.json of this kind
-    taps: Callable[[Mapping[str, Any], int], Any]  # hidden states that a row receives of a target with these layers
+    fits: Callable[[HeadConfig], bool]  # True for the configuration of this kind
+    taps: Callable[[HeadConfig, int], Any]  # hidden states that a row receives of a target with these layers
     shapes: Callable[[HeadCheckpoint, Collection[str]], Shapes]  # of all tensors, by the names that are stored
     make: Callable[[HeadWeights, Any], Head]  # the head for a target; raises `UserError`
     rename: Callable[[str], str] = str  # name of a tensor in `shapes` for its stored name
@@ -161,7 +161,7 @@ def merged_config(name: str, stored: Mapping[str, Any]) -> HeadConfig:
 
 def listed_taps(config: HeadConfig, kind: HeadKind, layers: int) -> list[int]:
     """Return the hidden states that a head of `kind` receives. Raises `UserError` unless they are a list of numbers."""
-    taps = kind.taps(config.values, layers)
+    taps = kind.taps(config, layers)
     if not (isinstance(taps, list) and taps and all(type(tap) is int for tap in taps)):
         raise UserError(f"config.json of {config.name} does not list layers of the target: choose another head")
     return taps

@@ -5,7 +5,7 @@ Layers read keys and values of the target's states, and of a block: the last tok
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -21,10 +21,10 @@ _MOST = 64  # layers and rows of a block
 _MARKOV, _CONFIDENCE = "markov_head.markov_w", "confidence_head.proj"
 
 
-def _fits(config: Mapping[str, Any]) -> bool:
-    if kind := config.get("speculators_model_type"):
+def _fits(config: HeadConfig) -> bool:
+    if kind := config.values.get("speculators_model_type"):
         return kind in ("dflash", "dspark")
-    return config.get("architectures") in (["DFlashDraftModel"], ["Qwen3DSparkModel"])
+    return config.values.get("architectures") in (["DFlashDraftModel"], ["Qwen3DSparkModel"])
 
 
 def _is_dspark(config: HeadConfig) -> bool:
@@ -32,11 +32,11 @@ def _is_dspark(config: HeadConfig) -> bool:
     return values.get("speculators_model_type") == "dspark" or values.get("architectures") == ["Qwen3DSparkModel"]
 
 
-def _taps(config: Mapping[str, Any], layers: int) -> Any:
+def _taps(config: HeadConfig, layers: int) -> Any:
     """Return the hidden states of the target. z-lab and DeepSpec list outputs of layers."""
-    if "speculators_model_type" in config:
-        return config.get("aux_hidden_state_layer_ids") or [2, layers // 2, layers - 3]
-    outputs, count = config.get("target_layer_ids"), config["num_hidden_layers"]
+    if "speculators_model_type" in config.values:
+        return config.values.get("aux_hidden_state_layer_ids") or [2, layers // 2, layers - 3]
+    outputs, count = config.values.get("target_layer_ids"), config.integer("num_hidden_layers", most=_MOST)
     if outputs is None:
         outputs = [round(1 + i * (layers - 4) / (count - 1)) for i in range(count)] if count > 1 else [layers // 2]
     return [tap + 1 for tap in outputs]
@@ -47,7 +47,7 @@ def _shapes(checkpoint: HeadCheckpoint, stored: Collection[str]) -> Shapes:
     layer = checkpoint.layer
     if layer.width != width:
         raise UserError(f"{config.name} has states of width {layer.width:,} instead of {width:,}: {OTHER_HEAD}")
-    count = len(_taps(config.values, checkpoint.target_layers))
+    count = len(_taps(config, checkpoint.target_layers))
     shapes: Shapes = {"hidden_norm.weight": (width,), "norm.weight": (width,), "fc.weight": (width, count * width)}
     for i in range(config.integer("num_hidden_layers", most=_MOST)):
         shapes[f"layers.{i}.input_layernorm.weight"] = (width,)

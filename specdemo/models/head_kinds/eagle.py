@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
+from specdemo.models.engines.head import HeadConfig
 from specdemo.models.engines.torch_head import SingleLayerHead
 from specdemo.models.head_kinds.checkpoint import HeadCheckpoint, HeadKind, Shapes
 
 
-def _fits(config: Mapping[str, Any]) -> bool:
-    return "num_attention_heads" in config and "speculators_model_type" not in config
+def _fits(config: HeadConfig) -> bool:
+    return "num_attention_heads" in config.values and "speculators_model_type" not in config.values
 
 
 def _shapes(checkpoint: HeadCheckpoint, stored: Collection[str]) -> Shapes:

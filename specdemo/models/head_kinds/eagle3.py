@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdemo.models.cached_head import Head
-from specdemo.models.engines.head import HeadWeights
+from specdemo.models.engines.head import HeadConfig, HeadWeights
 from specdemo.models.engines.native_head import NativeHead
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.engines.torch_head import SingleLayerHead, TargetModel
 from specdemo.models.head_kinds.checkpoint import HeadCheckpoint, HeadKind, Shapes
 
 
-def _fits(config: Mapping[str, Any]) -> bool:
-    if kind := config.get("speculators_model_type"):
+def _fits(config: HeadConfig) -> bool:
+    if kind := config.values.get("speculators_model_type"):
         return kind == "eagle3"
-    listed = config.get("architectures")
-    return "draft_vocab_size" in config or (isinstance(listed, list) and "LlamaForCausalLMEagle3" in listed)
+    listed = config.values.get("architectures")
+    return "draft_vocab_size" in config.values or (isinstance(listed, list) and "LlamaForCausalLMEagle3" in listed)
 
 
-def _taps(config: Mapping[str, Any], layers: int) -> Any:
-    taps = config.get("eagle_aux_hidden_state_layer_ids") or [2, layers // 2, layers - 3]
+def _taps(config: HeadConfig, layers: int) -> Any:
+    taps = config.values.get("eagle_aux_hidden_state_layer_ids") or [2, layers // 2, layers - 3]
     if isinstance(taps, list) and taps[0] == 1:  # outputs of layers
         return [tap + 1 if type(tap) is int else tap for tap in taps]
     return taps
@@ -33,7 +33,7 @@ def _taps(config: Mapping[str, Any], layers: int) -> Any:
 def _shapes(checkpoint: HeadCheckpoint, stored: Collection[str]) -> Shapes:
     """A head with all matrices of its own may have another width than the target."""
     target_width, config = checkpoint.target_width, checkpoint.config
-    count = len(_taps(config.values, checkpoint.target_layers))
+    count = len(_taps(config, checkpoint.target_layers))
     own = {"lm_head.weight", "embed_tokens.weight"} <= {*stored}
     width = checkpoint.layer.width if own else target_width
     shapes: Shapes = {

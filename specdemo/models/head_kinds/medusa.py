@@ -6,21 +6,20 @@ Without output matrices, all heads share that of the target, or its rows of a dr
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdemo.models.engines.head import HeadWeights
+from specdemo.models.engines.head import HeadConfig, HeadWeights
 from specdemo.models.engines.torch_head import TargetModel, TorchCachedHead, TorchHead
 from specdemo.models.head_kinds.checkpoint import HeadCheckpoint, HeadKind, Shapes
 
 _BLOCK = re.compile(r"(\d{1,3})\.(\d{1,3})\.linear\.weight")
 
 
-def _fits(config: Mapping[str, Any]) -> bool:
-    return "medusa_num_heads" in config
+def _fits(config: HeadConfig) -> bool:
+    return "medusa_num_heads" in config.values
 
 
 def _counts(stored: Collection[str]) -> tuple[int, int]:
