@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from specdemo.core.sampling import ChainSampler, SamplingParams
 
 
-class ChainScorer(Protocol):
+class DraftScorer(Protocol):
     """Interface of a model or head that drafts after the text of a run."""
 
     @property
@@ -42,6 +42,12 @@ class ChainScorer(Protocol):
     def step(self, token: int) -> Tensor:
         """Return raw logits `[size]` after a draft token."""
 
+    def score_nodes(self, tokens: Sequence[int], draft: Draft, nodes: Sequence[int]) -> Sequence[Tensor] | None:
+        """Return raw logits `[size]` after each of `nodes` of a tree, whose parents were scored, or None like `start`.
+
+        Node -1 is the text.
+        """
+
     def sample_chain(
         self, tokens: Sequence[int], sampler: ChainSampler, count: int, threshold: float
     ) -> list[int] | None:
@@ -59,7 +65,7 @@ class ChainScorer(Protocol):
 class ChainDrafter(Drafter):
     """Sample a chain with the target's sampling parameters over the scorer's tokens (2211.17192, Algorithm 1)."""
 
-    scorer: ChainScorer
+    scorer: DraftScorer
     sampling: SamplingParams
     noise: Any
     vocab_size: int

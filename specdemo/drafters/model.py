@@ -60,6 +60,10 @@ class ModelScorer:
         self._path.append(token)
         return self.logits(self._path, Draft())[0]
 
+    def score_nodes(self, tokens: Sequence[int], draft: Draft, nodes: Sequence[int]) -> list[Tensor]:
+        logits = self.logits(tokens, draft)
+        return [logits[node + 1] for node in nodes]
+
     def sample_chain(
         self, tokens: Sequence[int], sampler: ChainSampler, count: int, threshold: float
     ) -> list[int] | None:

@@ -7,17 +7,17 @@ Siblings are sampled without replacement and their number is fixed in advance, s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from specdemo.core.decode import DraftBudget, Drafter
 from specdemo.core.distributions import without
 from specdemo.core.errors import UserError
 from specdemo.core.options import OptionSet, option, options
-from specdemo.core.origin import HEAD, Origin
+from specdemo.core.origin import Origin
 from specdemo.core.step import Draft
-from specdemo.drafters.chain import ChainScorer
+from specdemo.drafters.chain import DraftScorer
 from specdemo.drafters.draft_vocabulary import DraftVocabulary
 from specdemo.drafters.method import BuildContext, Method
 from specdemo.drafters.model import ModelScorer
@@ -28,69 +28,6 @@ if TYPE_CHECKING:
     from specdemo.core.sampling import SamplingParams
 
 
-class NodeScorer(Protocol):
-    """Interface of models and heads that draft trees, see `ChainScorer`."""
-
-    @property
-    def origin(self) -> Origin: ...
-
-    @property
-    def ids(self) -> Tensor | None: ...
-
-    def longest_draft(self, tokens: Sequence[int]) -> int: ...
-
-    def score(self, tokens: Sequence[int], draft: Draft, nodes: Sequence[int]) -> Sequence[Tensor] | None:
-        """Return raw logits `[size]` after each of `nodes` of `draft`, whose parents were scored, or None."""
-
-
-class ModelNodes(ModelScorer):
-    """Nodes of a model, which scores a draft in a single pass."""
-
-    def score(self, tokens: Sequence[int], draft: Draft, nodes: Sequence[int]) -> list[Tensor]:
-        logits = self.logits(tokens, draft)
-        return [logits[node + 1] for node in nodes]
-
-
-class Branches(ChainScorer, Protocol):
-    """Interface of a head that drafts the branches of a tree in turn."""
-
-    def draft_rows(self) -> Any:
-        """Return the rows of the draft so far, for `restore`."""
-
-    def restore(self, rows: Any) -> None:
-        """Continue after these draft rows."""
-
-
-@dataclass
-class HeadNodes(NodeScorer):
-    """Nodes of a head, which scores them in turn."""
-
-    head: Branches
-    _rows: dict[int, Any] = field(default_factory=dict)  # draft rows up to each scored node
-    origin = HEAD
-
-    @property
-    def ids(self) -> Tensor | None:
-        return self.head.ids
-
-    def longest_draft(self, tokens: Sequence[int]) -> int:
-        return self.head.longest_draft(tokens)
-
-    def score(self, tokens: Sequence[int], draft: Draft, nodes: Sequence[int]) -> list[Tensor] | None:
-        scored = []
-        for node in nodes:
-            if node < 0:
-                logits = self.head.start(tokens)
-                if logits is None:
-                    return None
-            else:
-                self.head.restore(self._rows[draft.parents[node]])
-                logits = self.head.step(draft.tokens[node])
-            self._rows[node] = self.head.draft_rows()
-            scored.append(logits)
-        return scored
-
-
 @dataclass(eq=False)
 class TreeDrafter(Drafter):
     """Grow a tree by levels: the `beam` most probable nodes of the last level get up to `width` children each.
@@ -98,7 +35,7 @@ class TreeDrafter(Drafter):
     The budget limits the depth, `nodes` the size. At temperature 0 the most probable tokens are point masses.
     """
 
-    scorer: NodeScorer
+    scorer: DraftScorer
     sampling: SamplingParams
     noise: Any
     vocab_size: int
@@ -115,7 +52,7 @@ class TreeDrafter(Drafter):
         while level and len(tree.tokens) < self.nodes and budget.may_extend(depth, None):
             level = sorted(level, key=lambda node: -tree.path_probs[node])[: self.beam]
             draft = Draft(tuple(tree.tokens), tuple(tree.parents))
-            scored = self.scorer.score(tokens, draft, level)
+            scored = self.scorer.score_nodes(tokens, draft, level)
             if scored is None or not budget.may_extend(depth, scored[0]):
                 break
             first = len(draft)
@@ -129,7 +66,7 @@ class TreeDrafter(Drafter):
 class _GrowingTree:
     """Nodes so far and the distributions they were sampled from."""
 
-    def __init__(self, scorer: NodeScorer, vocab_size: int, sampling: SamplingParams, noise: Any) -> None:
+    def __init__(self, scorer: DraftScorer, vocab_size: int, sampling: SamplingParams, noise: Any) -> None:
         self._scorer, self._vocab_size = scorer, vocab_size
         self._sampling, self._noise = sampling, noise
         self.tokens: list[int] = []
@@ -196,12 +133,10 @@ def _build(context: BuildContext) -> TreeDrafter:
         raise UserError("method tree needs one vocabulary for both models: choose method draft or hybrid")
     sampling, noise = context.draft_sampling, context.noise("draft")
     chosen = context.options
-    scorer: NodeScorer
-    if (head := context.head()) is not None:
-        scorer = HeadNodes(head)
-    else:
+    scorer: DraftScorer | None = context.head()
+    if scorer is None:
         model = context.scorer("drafter")
-        scorer = ModelNodes(model.score, context.vocab_size, model.vocab_size, model.context)
+        scorer = ModelScorer(model.score, context.vocab_size, model.vocab_size, model.context)
     return TreeDrafter(scorer, sampling, noise, context.vocab_size, chosen.tree_nodes, chosen.tree_width)
 
 

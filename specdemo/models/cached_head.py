@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specdemo.core.origin import HEAD
-from specdemo.core.step import common_prefix
+from specdemo.core.step import Draft, common_prefix
 from specdemo.models.engines.context_tokens import MOST_CONTEXT_TOKENS, ContextTokens
 from specdemo.models.engines.engine import Cache
 
@@ -66,13 +66,14 @@ class CachedHead(ABC):
     """
 
     origin = HEAD
-    confidence: float | None = None  # see `ChainScorer`
+    confidence: float | None = None  # see `DraftScorer`
 
     def __init__(self, head: Head, target: StateSource, cache: Cache) -> None:
         self.head, self.cache = head, cache
         self.target = target
         self.ids = head.ids  # target ids of the logits since `start`, those of the head first; None: all
         self._held: list[int] = []  # text of the committed rows
+        self._branches: dict[int, Any] = {}  # draft rows up to each scored node of a tree
         self._context: ContextTokens | None = None
         if head.extends and head.ids is not None:
             self._context = ContextTokens(head.static)
@@ -106,10 +107,26 @@ class CachedHead(ABC):
     def step(self, token: int) -> Tensor:
         """Continue the draft with `token`; return the logits `[size]` of the next."""
 
+    def score_nodes(self, tokens: Sequence[int], draft: Draft, nodes: Sequence[int]) -> list[Tensor] | None:
+        """Return the logits after nodes of a tree, in turn, see `DraftScorer`."""
+        scored = []
+        for node in nodes:
+            if node < 0:
+                self._branches = {}
+                logits = self.start(tokens)
+            else:
+                self.restore(self._branches[draft.parents[node]])
+                logits = self.step(draft.tokens[node])
+            if logits is None:
+                return None
+            self._branches[node] = self.draft_rows()
+            scored.append(logits)
+        return scored
+
     def sample_chain(
         self, tokens: Sequence[int], sampler: ChainSampler, count: int, threshold: float
     ) -> list[int] | None:
-        """Draft in a single call, see `ChainScorer`; return None if unsupported."""
+        """Draft in a single call, see `DraftScorer`; return None if unsupported."""
         return None
 
     @abstractmethod
@@ -135,6 +152,7 @@ class CachedHead(ABC):
         """Overwrite the memory of the text."""
         self.cache.clear()
         self._held = []
+        self._branches = {}
         self._extend([], -1)
 
     @abstractmethod

@@ -32,7 +32,7 @@ from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.chain import ChainDrafter
-from specdemo.drafters.tree import HeadNodes, TreeDrafter
+from specdemo.drafters.tree import TreeDrafter
 from specdemo.generate import generate
 from specdemo.models import heads
 from specdemo.models.cached_head import CachedHead
@@ -94,7 +94,7 @@ def _mixing_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 MAKERS = {
     "chain": ChainDrafter,
-    "tree": lambda head, *parts: TreeDrafter(HeadNodes(head), *parts, nodes=4, width=2),
+    "tree": lambda head, *parts: TreeDrafter(head, *parts, nodes=4, width=2),
 }
 
 

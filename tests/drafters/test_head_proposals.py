@@ -35,7 +35,7 @@ from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft, Step
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.chain import ChainDrafter
-from specdemo.drafters.tree import HeadNodes, TreeDrafter
+from specdemo.drafters.tree import TreeDrafter
 from specdemo.models.cached_head import CachedHead
 from specdemo.models.engines.context_tokens import ContextTokens
 from specdemo.models.engines.llama_weights import LlamaWeights
@@ -91,7 +91,7 @@ def chain(head: CachedHead, noise: Noise) -> ChainDrafter:
 
 
 def tree(head: CachedHead, noise: Noise) -> TreeDrafter:
-    return TreeDrafter(HeadNodes(head), SAMPLING, noise, TARGET.vocab_size, nodes=9, width=3, beam=2)
+    return TreeDrafter(head, SAMPLING, noise, TARGET.vocab_size, nodes=9, width=3, beam=2)
 
 
 class Conversation:

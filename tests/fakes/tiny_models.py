@@ -96,11 +96,11 @@ class TableHead:
         self._path.append(token)
         return self._logits()
 
-    def draft_rows(self) -> list[int]:
-        return list(self._path)
-
-    def restore(self, rows: list[int]) -> None:
-        self._path = list(rows)
+    def score_nodes(self, tokens: Sequence[int], draft: Draft, nodes: Sequence[int]) -> list[Tensor] | None:
+        if self.start(tokens) is None:
+            return None
+        paths = [[*tokens, *(draft.tokens[i] for i in draft.path(node))] for node in nodes]
+        return [self.start(path) for path in paths]
 
     def sample_chain(self, *arguments: Any) -> None:
         return None
