@@ -114,11 +114,12 @@ class ChainDrafter(Drafter):
             distributions.append(probs)
             q.append(probs[vocabulary.index(path[-1])])
         new = tuple(path[len(tokens) :])
-        draft = Draft.chain(new)
-        if distributions:
-            draft = Draft.chain(new, tuple(torch.stack(q).tolist()), vocabulary.rows(distributions))
-        origins = tuple(replace(self.scorer.origin, confidence=round(value, 3)) for value in confidences[: len(new)])
-        return replace(draft, origin=origins or (self.scorer.origin,) * len(new))
+        origin = (self.scorer.origin,) * len(new)
+        if confidences:
+            origin = tuple(replace(self.scorer.origin, confidence=round(value, 3)) for value in confidences[: len(new)])
+        if not distributions:
+            return Draft.chain(new, origin=origin)
+        return Draft.chain(new, tuple(torch.stack(q).tolist()), vocabulary.rows(distributions), origin)
 
     def _continues(self, n: int, logits: Tensor, budget: DraftBudget, confidences: list[float]) -> bool:
         """Return True if token n may be drafted; append its confidence, which precedes the choice of the token."""
