@@ -21,11 +21,10 @@ from specdemo.core.sampling import LogitsProcessor, Noise, SamplingParams, Share
 from specdemo.core.target import Target, VerifierInputs
 from specdemo.drafters.method import VocabularyBridge
 from specdemo.drafters.prediction import PredictedText, PredictionDrafter
-from specdemo.models.cached_head import CachedHead
+from specdemo.models.cached_head import CachedHead, Head
 from specdemo.models.chat_caches import ChatCaches, Conversation
 from specdemo.models.engines.cuda_graphs import MAX_ROWS
 from specdemo.models.engines.generic import has_encoder
-from specdemo.models.engines.head import Head
 from specdemo.models.engines.llama import PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import layer_count, with_layers
 from specdemo.models.engines.select import engine_of
@@ -258,7 +257,7 @@ class DrafterInputs:
             return None
         cached = self.target_cache.head
         if cached is None or cached.head is not self.trained_head:
-            cached = self.target_cache.head = CachedHead(self.trained_head, self.target_cache)
+            cached = self.target_cache.head = self.trained_head.open(self.target_cache)
         return cached
 
     def noise(self, name: str, *, shared: bool = True) -> Noise | SharedNoise:

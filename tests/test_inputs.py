@@ -13,9 +13,9 @@ from fakes.tiny_models import byte_level_tokenizer, save_model
 from specdemo.core.errors import UserError
 from specdemo.core.events import Header, StepEvent
 from specdemo.generate import generate
+from specdemo.models.cached_head import CachedHead
 from specdemo.models.chat_caches import Conversation
 from specdemo.models.engines.engine import Cache
-from specdemo.models.engines.head import HeadCache
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.uncached import UncachedModel
@@ -108,7 +108,7 @@ def test_caches_are_freed_without_a_garbage_collection(
     recipe = Recipe(target=target, method=method, max_tokens=12, device="cpu", **drafter)
 
     def caches() -> int:
-        return sum(issubclass(type(one), (Cache, HeadCache)) for one in gc.get_objects())
+        return sum(issubclass(type(one), (Cache, CachedHead)) for one in gc.get_objects())
 
     monkeypatch.setattr(gc, "collect", lambda: 0)
     counts = []

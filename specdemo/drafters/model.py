@@ -7,85 +7,86 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from specdemo.core.decode import DraftBudget, Drafter
-from specdemo.core.distributions import DenseProbs
 from specdemo.core.origin import MODEL
 from specdemo.core.step import Draft
+from specdemo.drafters.chain import ChainDrafter
 from specdemo.drafters.method import BuildContext, Method
 from specdemo.drafters.universal import UniversalDrafter
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specdemo.core.sampling import SamplingParams
+    from specdemo.core.sampling import ChainSampler, SamplingParams
+
+ScoreDraft = Callable[[Sequence[int], Draft], "Tensor"]
+ExtendText = Callable[[Sequence[int], int, Callable[["Tensor", int], "Tensor | int"]], list[int]]
 
 
 @dataclass(eq=False)
-class ModelDrafter(Drafter):
-    """Sample a chain with the target's sampling parameters (2211.17192, Algorithm 1).
+class ModelScorer:
+    """Logits of a model for the target's `vocab_size` tokens.
 
-    `score(tokens, draft)` returns raw logits `[1, own_size]`. Draft distributions have the target's `vocab_size`: ids
-    unknown to the target are masked before the softmax, ids unknown to the drafter get no mass and, in the text, cause
-    an empty draft. Texts beyond `context` have none. `extend`: see `CachedModel`.
+    `model(tokens, draft)` returns raw logits `[len(draft) + 1, own_size]`. Ids unknown to the target are masked before
+    the softmax; ids unknown to the drafter get no mass and, in the text, prevent drafts, like texts beyond `context`.
+    `extend`: see `CachedModel`.
     """
 
-    score: Callable[[Sequence[int], Draft], Tensor]
-    sampling: SamplingParams
-    noise: Any
+    model: ScoreDraft
     vocab_size: int
     own_size: int | None = None  # None: all ids
-    extend: Callable[[Sequence[int], int, Callable[[Tensor, int], Tensor | int]], list[int]] | None = None
     context: int = sys.maxsize
+    extend: ExtendText | None = None
+    origin = MODEL
+    ids = None
+    confidence = None
 
-    def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
-        import torch
+    def longest_draft(self, tokens: Sequence[int]) -> int:
+        """Return the most draft tokens after `tokens`, of which the last is not fed."""
+        if self.own_size is not None and self.own_size < self.vocab_size and max(tokens) >= self.own_size:
+            return 0
+        return max(0, self.context - len(tokens) + 1)
 
+    def logits(self, tokens: Sequence[int], draft: Draft) -> Tensor:
+        """Return raw logits `[len(draft) + 1, vocab_size]`."""
         from specdemo.core.sampling import fitted
 
-        budget = budget.at_most(free_drafts(tokens, self.context))
-        if budget.paused or not readable(tokens, self.own_size, self.vocab_size):
-            return Draft()
-        if self.extend and budget.unconditional and not self.sampling.needs_paths:
-            return self._propose_fixed(tokens, budget.unconditional)
-        greedy = self.sampling.temperature == 0  # point masses have no distributions to record
-        path, distributions = list(tokens), []
-        q = []
-        while budget.may_extend(len(path) - len(tokens), None):
-            logits = fitted(self.score(path, Draft()), self.vocab_size)
-            if not budget.may_extend(len(path) - len(tokens), logits[0]):
-                break
-            logits = self.sampling.process_logits(logits, [path])
-            if greedy:
-                path.append(int(logits[0].argmax()))
-                continue
-            probs = self.sampling.logits_to_probs(logits)[0]
-            token = self.noise.sample(probs, len(path))
-            path.append(token)
-            distributions.append(probs)
-            q.append(probs[token])
-        new = tuple(path[len(tokens) :])
-        origin = (MODEL,) * len(new)
-        if not distributions:
-            return Draft.chain(new, origin=origin)
-        return Draft.chain(new, tuple(torch.stack(q).tolist()), DenseProbs(torch.stack(distributions)), origin)
+        return fitted(self.model(tokens, draft), self.vocab_size)
 
-    def _propose_fixed(self, tokens: Sequence[int], count: int) -> Draft:
-        from specdemo.core.sampling import ChainSampler
+    def start(self, tokens: Sequence[int]) -> Tensor:
+        self._path = list(tokens)
+        return self.logits(self._path, Draft())[0]
 
-        assert self.extend is not None
-        sampler = ChainSampler(self.sampling, self.noise, len(tokens), self.vocab_size)
-        drafted = self.extend(tokens, count, sampler)
-        return sampler.chain(drafted, (MODEL,) * len(drafted))
+    def step(self, token: int) -> Tensor:
+        self._path.append(token)
+        return self.logits(self._path, Draft())[0]
+
+    def score_nodes(self, tokens: Sequence[int], draft: Draft, nodes: Sequence[int]) -> list[Tensor]:
+        logits = self.logits(tokens, draft)
+        return [logits[node + 1] for node in nodes]
+
+    def sample_chain(
+        self, tokens: Sequence[int], sampler: ChainSampler, count: int, threshold: float
+    ) -> list[int] | None:
+        return None if self.extend is None or threshold else self.extend(tokens, count, sampler)
+
+    def expect(self) -> None:
+        """Prepare nothing."""
 
 
-def readable(tokens: Sequence[int], own_size: int | None, vocab_size: int) -> bool:
-    """Return True if the drafter's `own_size` ids include all `tokens`, which are below `vocab_size`."""
-    return own_size is None or own_size >= vocab_size or max(tokens) < own_size
+class ModelDrafter(ChainDrafter):
+    """Sample a chain from a model, see `ModelScorer`."""
 
-
-def free_drafts(tokens: Sequence[int], context: int) -> int:
-    """Return the longest draft after `tokens`; its last token is not fed."""
-    return max(0, context - len(tokens) + 1)
+    def __init__(
+        self,
+        score: ScoreDraft,
+        sampling: SamplingParams,
+        noise: Any,
+        vocab_size: int,
+        own_size: int | None = None,
+        extend: ExtendText | None = None,
+        context: int = sys.maxsize,
+    ) -> None:
+        super().__init__(ModelScorer(score, vocab_size, own_size, context, extend), sampling, noise, vocab_size)
 
 
 def build_model_drafter(context: BuildContext) -> ModelDrafter | UniversalDrafter:

@@ -6,95 +6,26 @@ Siblings are sampled without replacement and their number is fixed in advance, s
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from specdemo.core.decode import DraftBudget, Drafter
 from specdemo.core.distributions import without
 from specdemo.core.errors import UserError
 from specdemo.core.options import OptionSet, option, options
-from specdemo.core.origin import HEAD, MODEL, Origin
+from specdemo.core.origin import Origin
 from specdemo.core.step import Draft
+from specdemo.drafters.chain import DraftScorer
 from specdemo.drafters.draft_vocabulary import DraftVocabulary
-from specdemo.drafters.heads.chain import DraftingHead
 from specdemo.drafters.method import BuildContext, Method
-from specdemo.drafters.model import free_drafts, readable
+from specdemo.drafters.model import ModelScorer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from specdemo.core.sampling import SamplingParams
-
-
-class NodeScorer(Protocol):
-    """Interface of tree drafters."""
-
-    origin: Origin
-
-    @property
-    def ids(self) -> Tensor | None:
-        """Target ids of the logits of this draft; None: all."""
-
-    def limited(self, tokens: Sequence[int], budget: DraftBudget) -> DraftBudget:
-        """Return the budget for a draft after `tokens`."""
-
-    def score(self, tokens: Sequence[int], draft: Draft, nodes: Sequence[int]) -> Sequence[Tensor] | None:
-        """Return raw logits `[size]` after each of `nodes` of `draft`, whose parents were scored, or None."""
-
-
-@dataclass
-class ModelNodes(NodeScorer):
-    """Nodes of a model, which scores a draft in a single pass; it returns raw logits `[len(draft) + 1, own_size]`."""
-
-    model: Callable[[Sequence[int], Draft], Tensor]
-    vocab_size: int
-    own_size: int | None = None  # None: all ids
-    context: int = sys.maxsize
-    origin = MODEL
-    ids = None
-
-    def limited(self, tokens: Sequence[int], budget: DraftBudget) -> DraftBudget:
-        readable_drafts = free_drafts(tokens, self.context) if readable(tokens, self.own_size, self.vocab_size) else 0
-        return budget.at_most(readable_drafts)
-
-    def score(self, tokens: Sequence[int], draft: Draft, nodes: Sequence[int]) -> list[Tensor]:
-        from specdemo.core.sampling import fitted
-
-        logits = fitted(self.model(tokens, draft), self.vocab_size)
-        return [logits[node + 1] for node in nodes]
-
-
-@dataclass
-class HeadNodes(NodeScorer):
-    """Nodes of a head, which scores them in turn."""
-
-    head: DraftingHead
-    _rows: dict[int, Any] = field(default_factory=dict)  # draft rows up to each scored node
-    origin = HEAD
-
-    @property
-    def ids(self) -> Tensor | None:
-        return self.head.ids
-
-    def limited(self, tokens: Sequence[int], budget: DraftBudget) -> DraftBudget:
-        return budget.at_most(self.head.longest_draft(tokens))
-
-    def score(self, tokens: Sequence[int], draft: Draft, nodes: Sequence[int]) -> list[Tensor] | None:
-        scored = []
-        for node in nodes:
-            if node < 0:
-                logits = self.head.start(tokens)
-                if logits is None:
-                    return None
-            else:
-                self.head.restore(self._rows[draft.parents[node]])
-                logits = self.head.step(draft.tokens[node])
-            self._rows[node] = self.head.draft_rows()
-            scored.append(logits)
-        return scored
 
 
 @dataclass(eq=False)
@@ -104,7 +35,7 @@ class TreeDrafter(Drafter):
     The budget limits the depth, `nodes` the size. At temperature 0 the most probable tokens are point masses.
     """
 
-    scorer: NodeScorer
+    scorer: DraftScorer
     sampling: SamplingParams
     noise: Any
     vocab_size: int
@@ -115,13 +46,13 @@ class TreeDrafter(Drafter):
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         if budget.paused:
             return Draft()
-        budget = self.scorer.limited(tokens, budget)
+        budget = budget.at_most(self.scorer.longest_draft(tokens))
         tree = _GrowingTree(self.scorer, self.vocab_size, self.sampling, self.noise)
         level, depth = [-1], 0
         while level and len(tree.tokens) < self.nodes and budget.may_extend(depth, None):
             level = sorted(level, key=lambda node: -tree.path_probs[node])[: self.beam]
             draft = Draft(tuple(tree.tokens), tuple(tree.parents))
-            scored = self.scorer.score(tokens, draft, level)
+            scored = self.scorer.score_nodes(tokens, draft, level)
             if scored is None or not budget.may_extend(depth, scored[0]):
                 break
             first = len(draft)
@@ -135,7 +66,7 @@ class TreeDrafter(Drafter):
 class _GrowingTree:
     """Nodes so far and the distributions they were sampled from."""
 
-    def __init__(self, scorer: NodeScorer, vocab_size: int, sampling: SamplingParams, noise: Any) -> None:
+    def __init__(self, scorer: DraftScorer, vocab_size: int, sampling: SamplingParams, noise: Any) -> None:
         self._scorer, self._vocab_size = scorer, vocab_size
         self._sampling, self._noise = sampling, noise
         self.tokens: list[int] = []
@@ -202,12 +133,10 @@ def _build(context: BuildContext) -> TreeDrafter:
         raise UserError("method tree needs one vocabulary for both models: choose method draft or hybrid")
     sampling, noise = context.draft_sampling, context.noise("draft")
     chosen = context.options
-    scorer: NodeScorer
-    if (head := context.head()) is not None:
-        scorer = HeadNodes(head)
-    else:
+    scorer: DraftScorer | None = context.head()
+    if scorer is None:
         model = context.scorer("drafter")
-        scorer = ModelNodes(model.score, context.vocab_size, model.vocab_size, model.context)
+        scorer = ModelScorer(model.score, context.vocab_size, model.vocab_size, model.context)
     return TreeDrafter(scorer, sampling, noise, context.vocab_size, chosen.tree_nodes, chosen.tree_width)
 
 

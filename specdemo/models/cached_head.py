@@ -1,18 +1,26 @@
-"""A drafting head with the rows of a text.
+"""Drafting heads, which draft from hidden states of the target.
 
-Callers always pass all tokens; rows are addressed by content, and states come from the target's cache.
+Row t of a text x combines the target's states at position t with the embedding of x[t + 1] and predicts x[t + 2]
+(EAGLE, 2401.15077). Its rotary position is t, and it attends to rows 0 to t. A text of L tokens has the committed rows
+0 to L - 2. Draft row i has position L - 1 + i and receives the head's own state of the row before in place of the
+target's. Medusa heads (2401.10774) have the last row only: head i predicts draft token i from its state.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from specdemo.core.step import common_prefix
-from specdemo.models.engines.head import Head
+from specdemo.core.origin import HEAD
+from specdemo.core.step import Draft, common_prefix
+from specdemo.models.engines.context_tokens import MOST_CONTEXT_TOKENS, ContextTokens
+from specdemo.models.engines.engine import Cache
 
 if TYPE_CHECKING:
     from specdemo.core.sampling import ChainSampler
@@ -27,84 +35,147 @@ class StateSource(Protocol):
         """Return hidden states `[len(tokens) - start, taps, width]`; None if a position was never passed."""
 
 
-class CachedHead:
-    """Function from tokens to draft logits. `target` must have the head's taps."""
+class Head(ABC):
+    """Base class of heads: weights, which texts share."""
 
-    def __init__(self, head: Head, target: StateSource) -> None:
-        self.head, self.target = head, target
-        self._cache = head.open()
+    kind: str  # drafting method
+    taps: tuple[int, ...]  # states of the target that a row receives, see `engine.Cache`
+    ids: Tensor | None  # int64 `[size]`, ascending: static draft vocabulary; None: all ids
+    extends: bool  # True if tokens of a text extend the draft vocabulary
+    weight_bytes: int
+    device = torch.device("cpu")
+
+    @abstractmethod
+    def longest_draft(self, length: int) -> int:
+        """Return the most draft tokens after `length` tokens."""
+
+    @abstractmethod
+    def open(self, target: StateSource) -> CachedHead:
+        """Return the head for a text of `target`, which has its taps."""
+
+    @cached_property
+    def static(self) -> frozenset[int]:
+        """Tokens of the static draft vocabulary."""
+        return frozenset(() if self.ids is None else self.ids.tolist())
+
+
+class CachedHead(ABC):
+    """Function from the tokens of a text to draft logits, with the cache of a model of the head's layers.
+
+    Callers always pass all tokens; rows are addressed by content, and states come from the target's cache.
+    """
+
+    origin = HEAD
+    confidence: float | None = None  # see `DraftScorer`
+
+    def __init__(self, head: Head, target: StateSource, cache: Cache) -> None:
+        self.head, self.cache = head, cache
+        self.target = target
+        self.ids = head.ids  # target ids of the logits since `start`, those of the head first; None: all
         self._held: list[int] = []  # text of the committed rows
+        self._branches: dict[int, Any] = {}  # draft rows up to each scored node of a tree
+        self._context: ContextTokens | None = None
+        if head.extends and head.ids is not None:
+            self._context = ContextTokens(head.static)
+            self._extended_ids = pad(head.ids, (0, MOST_CONTEXT_TOKENS))
 
     @property
     def kind(self) -> str:
-        """See `Head.kind`."""
         return self.head.kind
 
-    @property
-    def ids(self) -> Tensor | None:
-        """Target ids of the logits since `start`; None: all."""
-        return self._cache.ids
-
     def longest_draft(self, tokens: Sequence[int]) -> int:
-        """Return the most draft tokens after `tokens`."""
         return self.head.longest_draft(len(tokens))
 
-    def expect(self) -> None:
-        """See `Head.expect`."""
-        self.head.expect(self._cache)
+    def expect(self) -> None:  # noqa: B027
+        """Prepare for `start` while the caller does other work."""
+
+    def prepare(self, end: int) -> None:  # noqa: B027
+        """Record passes for up to `end` rows."""
 
     def start(self, tokens: Sequence[int]) -> Tensor | None:
         """Return the logits `[size]` of the first draft token; None before the first pass of the target."""
-        return self._added(tokens, partial(self.head.start, self._cache))
+        return self._added(tokens, self.start_rows)
 
+    @abstractmethod
+    def start_rows(self, following: list[int], states: Tensor, held: int) -> Tensor:
+        """Add committed rows after the first `held`; return the logits `[size]` of the last row.
+
+        Row held + i receives `states[i]`, `[taps, width]`, and the token `following[i]`. Draft rows are dropped.
+        """
+
+    @abstractmethod
     def step(self, token: int) -> Tensor:
-        """Return the logits `[size]` after the draft token `token`."""
-        return self.head.step(self._cache, token)
+        """Continue the draft with `token`; return the logits `[size]` of the next."""
 
-    @property
-    def confidence(self) -> float | None:
-        """See `Head.confidence`."""
-        return self.head.confidence(self._cache)
-
-    def draft_rows(self) -> Any:
-        """Return the draft rows, for `restore`."""
-        return self._cache.draft_rows()
-
-    def restore(self, rows: Any) -> None:
-        """Continue after these draft rows."""
-        self._cache.restore(rows)
+    def score_nodes(self, tokens: Sequence[int], draft: Draft, nodes: Sequence[int]) -> list[Tensor] | None:
+        """Return the logits after nodes of a tree, in turn, see `DraftScorer`."""
+        scored = []
+        for node in nodes:
+            if node < 0:
+                self._branches = {}
+                logits = self.start(tokens)
+            else:
+                self.restore(self._branches[draft.parents[node]])
+                logits = self.step(draft.tokens[node])
+            if logits is None:
+                return None
+            self._branches[node] = self.draft_rows()
+            scored.append(logits)
+        return scored
 
     def sample_chain(
         self, tokens: Sequence[int], sampler: ChainSampler, count: int, threshold: float
     ) -> list[int] | None:
-        """Draft in a single call, see `Head.sample_chain`; return None if impossible."""
-        head = self.head.sample_chain
+        """Draft in a single call, see `DraftScorer`; return None if unsupported."""
+        return None
 
-        def run(following: list[int], states: Tensor, held: int) -> list[int] | None:
-            return head(self._cache, following, states, held, sampler, count, threshold)
+    @abstractmethod
+    def draft_rows(self) -> Any:
+        """Return a copy of the draft rows, for `restore`."""
 
-        return self._added(tokens, run)
+    @abstractmethod
+    def restore(self, rows: Any) -> None:
+        """Continue after these draft rows, before the next `start`."""
 
     @property
     def kv_bytes(self) -> int:
-        return self._cache.kv_bytes
+        return self.cache.kv_bytes
 
     @property
     def reserved_bytes(self) -> int:
-        return self._cache.reserved_bytes
-
-    def prepare(self, end: int) -> None:
-        """See `Head.prepare`."""
-        self.head.prepare(self._cache, end)
+        return self.cache.reserved_bytes
 
     def drop_recordings(self) -> None:
-        self._cache.drop_recordings()
+        self.cache.drop_recordings()
 
     def close(self) -> None:
-        self._cache.clear()
+        """Overwrite the memory of the text."""
+        self.cache.clear()
         self._held = []
+        self._branches = {}
+        self._extend([], -1)
 
-    def _added(self, tokens: Sequence[int], run: Callable[..., Result | None]) -> Result | None:
+    @abstractmethod
+    def _write_outputs(self, first: int, tokens: Tensor) -> None:
+        """Store the target's output rows of `tokens`, which follow the first `first` outputs and replace all others."""
+
+    def _extend(self, following: Sequence[int], held: int) -> None:
+        """Add tokens that follow position `held` to the draft vocabulary; remove those of a former text."""
+        if self._context is None:
+            return
+        before = len(self._context.tokens)
+        unchanged = self._context.update(following, held)
+        if before == unchanged == len(self._context.tokens):
+            return
+        added = torch.tensor(self._context.tokens[unchanged:], dtype=torch.int64, device=self._extended_ids.device)
+        first = len(self._extended_ids) - MOST_CONTEXT_TOKENS + unchanged
+        if unchanged < before:
+            self._extended_ids = self._extended_ids.clone()  # earlier drafts refer to it
+        self._extended_ids[first : first + len(added)] = added
+        self.ids = self._extended_ids[: first + len(added)]
+        self._write_outputs(first, added)
+
+    def _added(self, tokens: Sequence[int], run: Callable[[list[int], Tensor, int], Result | None]) -> Result | None:
         rows = self._missing(tokens)
         if rows is None:
             return None
@@ -112,7 +183,7 @@ class CachedHead:
         try:
             result = run(*rows)
         except BaseException:
-            self._cache.keep(0)
+            self.cache.keep(0)
             self._held = []
             raise
         if result is not None:

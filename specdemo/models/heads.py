@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from specdemo.core.errors import UserError
-from specdemo.models.engines.head import Head, HeadWeights
-from specdemo.models.engines.select import engine_of, head_of
-from specdemo.models.head_kinds.checkpoint import HeadCheckpoint, HeadKind
-from specdemo.models.head_kinds.dflash import DFLASH, DSPARK
+from specdemo.models.cached_head import Head
+from specdemo.models.engines.head import HeadConfig, HeadWeights
+from specdemo.models.engines.llama_weights import layer_count
+from specdemo.models.engines.select import engine_of
+from specdemo.models.head_kinds.checkpoint import HeadCheckpoint, HeadKind, listed_taps, merged_config
+from specdemo.models.head_kinds.dflash import DFLASH
 from specdemo.models.head_kinds.eagle import EAGLE
 from specdemo.models.head_kinds.eagle3 import EAGLE3
 from specdemo.models.head_kinds.medusa import MEDUSA
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 LoadedDrafter: TypeAlias = "LoadedModel | LoadedHead"
 
-HEAD_KINDS = (MEDUSA, DFLASH, DSPARK, EAGLE3, EAGLE)  # the first that fits is used
+HEAD_KINDS = (MEDUSA, DFLASH, EAGLE3, EAGLE)  # the first that fits is used
 _CONVERT = "run specdemo convert-head FILE DIRECTORY and give the directory"
 _FILE_OF_TARGET = re.compile(r"([.-](I?Q\d\w*|B?F16|F32))?\.gguf$", re.IGNORECASE)
 
@@ -56,9 +58,9 @@ def tap_count(name: str, hub: Hub, report: ReportProgress = ignore_progress) -> 
     """Return the number of hidden states that a head receives, before it is downloaded. Raises `UserError`."""
     if Path(name).expanduser().is_file():
         raise UserError(f"{name} is a file, and files other than safetensors may contain code: {_CONVERT}")
-    config = read_settings(name, hub.settings(name, report=report) / "config.json")
+    config = merged_config(name, read_settings(name, hub.settings(name, report=report) / "config.json"))
     with model_errors(name, kind="head"):
-        return _kind(name, config).tap_count(config)
+        return len(listed_taps(config, _kind(config), 0))
 
 
 def head_files(name: str, hub: Hub, report: ReportProgress = ignore_progress) -> tuple[Path, int]:
@@ -69,40 +71,40 @@ def head_files(name: str, hub: Hub, report: ReportProgress = ignore_progress) ->
 
 
 def load_head(
-    spec: HeadSpec, target: LoadedModel, hub: Hub | None = None, report: ReportProgress = ignore_progress
+    spec: HeadSpec,
+    target: LoadedModel,
+    hub: Hub | None = None,
+    report: ReportProgress = ignore_progress,
+    make: Callable[[HeadWeights, Any], Head] | None = None,
 ) -> LoadedHead:
-    """Load a head for a loaded target. Raises `UserError` for files that do not fit it."""
-    weights = read_head(spec, target, hub, report)
-    with model_errors(spec.name, kind="head"):
-        return LoadedHead(spec, head_of(weights, target.model))
+    """Load a head for a loaded target; `make`: constructor in place of that of its kind.
 
-
-def read_head(
-    spec: HeadSpec, target: LoadedModel, hub: Hub | None = None, report: ReportProgress = ignore_progress
-) -> HeadWeights:
+    Raises `UserError` for files that do not fit the target.
+    """
     if not engine_of(target.model).hidden_states:
         raise UserError(f"heads need hidden states, and {target.name} runs without them: choose method nasd or suffix")
-    hub = hub or Hub()
-    folder, _ = head_files(spec.name, hub, report)
-    config = read_settings(spec.name, folder / "config.json")
+    folder, _ = head_files(spec.name, hub or Hub(), report)
+    config = merged_config(spec.name, read_settings(spec.name, folder / "config.json"))
     if warning := _verifier_warning(spec, config):
         warnings.warn(warning, stacklevel=2)
     report(TaskProgress(f"reading {spec.title}"))
+    kind, width = _kind(config), target.model.config.get_text_config().hidden_size
     with model_errors(spec.name, kind="head"):
-        return _kind(spec.name, config).read(HeadCheckpoint(spec.name, config, folder), target)
+        checkpoint = HeadCheckpoint(config, folder, layer_count(target.model), width, target.vocab_size)
+        return LoadedHead(spec, (make or kind.make)(checkpoint.read(kind), target.model))
 
 
-def _kind(name: str, config: Mapping[str, Any]) -> HeadKind:
+def _kind(config: HeadConfig) -> HeadKind:
     kind = next((kind for kind in HEAD_KINDS if kind.fits(config)), None)
     if kind is None:
-        given = config.get("speculators_model_type") or "unknown"
+        given = config.values.get("speculators_model_type") or "unknown"
         known = ", ".join(kind.name for kind in HEAD_KINDS)
-        raise UserError(f"{name} is a head of another kind ({given}): choose one of kind {known}")
+        raise UserError(f"{config.name} is a head of another kind ({given}): choose one of kind {known}")
     return kind
 
 
-def _verifier_warning(spec: HeadSpec, config: Mapping[str, Any]) -> str:
-    speculators = config.get("speculators_config")
+def _verifier_warning(spec: HeadSpec, config: HeadConfig) -> str:
+    speculators = config.values.get("speculators_config")
     verifier = speculators.get("verifier") if isinstance(speculators, dict) else None
     trained = verifier.get("name_or_path") if isinstance(verifier, dict) else None
     if not isinstance(trained, str) or not trained:

@@ -31,13 +31,15 @@ from specdemo.core.rules import RULES
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
-from specdemo.drafters.heads.chain import HeadDrafter
-from specdemo.drafters.tree import HeadNodes, TreeDrafter
+from specdemo.drafters.chain import ChainDrafter
+from specdemo.drafters.tree import TreeDrafter
 from specdemo.generate import generate
+from specdemo.models import heads
 from specdemo.models.cached_head import CachedHead
 from specdemo.models.engines.llama_weights import LlamaWeights
-from specdemo.models.engines.select import head_of
-from specdemo.models.heads import read_head
+from specdemo.models.engines.torch_head import TorchCachedHead, TorchHead
+from specdemo.models.head_kinds.checkpoint import HeadKind
+from specdemo.models.heads import load_head
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
@@ -49,15 +51,52 @@ from specdemo.stores import Stores
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 TARGET = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.5)
-KINDS = ("medusa", "eagle", "eagle3", "dflash", "dspark")
+KINDS = ("medusa", "eagle", "eagle3", "dflash", "dspark", "mixing")
 SAMPLING = {
     "plain": SamplingParams(),
     "processed": SamplingParams(top_k=3, repetition_penalty=1.5),
     "greedy": SamplingParams(temperature=0),
 }
+
+
+class MixingHead(TorchHead):
+    """A row is a product of the row before, or the target's final state, with the embedding of the token."""
+
+    kind = "eagle"
+
+    def longest_draft(self, length: int) -> int:
+        return 6
+
+    def fused(self, states: torch.Tensor) -> torch.Tensor:
+        return states[:, 0]
+
+    def forward(self, text: TorchCachedHead, rows: torch.Tensor, following: list[int]) -> torch.Tensor:
+        embedded = self.embedded(torch.tensor(following[-1:]))
+        return self.linear("mix", torch.cat([rows[-1:], embedded], -1)).tanh()
+
+    def logits(self, text: TorchCachedHead, token: int) -> torch.Tensor:
+        return torch.nn.functional.linear(text.state, self.output_rows(self.ids))[0]
+
+
+MIXING = HeadKind(
+    name="mixing",
+    fits=lambda config: config.values.get("architectures") == ["MixingHead"],
+    taps=lambda config, layers: [layers],
+    shapes=lambda checkpoint, stored: {"mix.weight": (checkpoint.target_width, 2 * checkpoint.target_width)},
+    make=MixingHead,
+    has_layers=False,
+)
+
+
+@pytest.fixture(autouse=True)
+def _mixing_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind of heads needs these two definitions and an entry."""
+    monkeypatch.setattr(heads, "HEAD_KINDS", (*heads.HEAD_KINDS, MIXING))
+
+
 MAKERS = {
-    "chain": HeadDrafter,
-    "tree": lambda head, *parts: TreeDrafter(HeadNodes(head), *parts, nodes=4, width=2),
+    "chain": ChainDrafter,
+    "tree": lambda head, *parts: TreeDrafter(head, *parts, nodes=4, width=2),
 }
 
 
@@ -68,6 +107,10 @@ def save(kind: str, folder: Path, target: Any, ids: list[int] | None = None) -> 
     if kind in ("dflash", "dspark"):
         ids, markov = ids or [*range(target.vocab_size)], kind == "dspark"
         return save_head(folder, dflash_tensors(target, ids, markov), dflash_config(target, len(ids), markov))
+    if kind == "mixing":
+        torch.manual_seed(0)
+        tensors = {"mix.weight": torch.randn(target.hidden_size, 2 * target.hidden_size)}
+        return save_head(folder, tensors, {"architectures": ["MixingHead"]})
     if kind == "eagle":
         return save_head(folder, eagle_tensors(target), eagle_config(target))
     return save_head(
@@ -81,9 +124,9 @@ def loaded(kind: str, where: Path) -> tuple[CachedModel, CachedHead]:
     torch.manual_seed(4)
     weights, spec = LlamaWeights(LlamaForCausalLM(TARGET).eval()), ModelSpec("small/target")
     name = save(kind, where / kind, TARGET, [0, 1, 3])
-    head = head_of(read_head(HeadSpec(name, spec), LoadedModel(spec, weights, None, 0, "native")), weights)
+    head = load_head(HeadSpec(name, spec), LoadedModel(spec, weights, None, 0, "native")).head
     target = CachedModel(weights, taps=head.taps)
-    return target, CachedHead(head, target)
+    return target, head.open(target)
 
 
 @cache
@@ -148,7 +191,7 @@ def test_drafts_that_end_by_confidence_are_exact(
 ) -> None:
     target, head = loaded("dspark", tmp_path_factory.getbasetemp() / "kinds")
     explorer = Explorer()
-    drafter = HeadDrafter(head, WITH_TOP_P[name], explorer, VOCAB)
+    drafter = ChainDrafter(head, WITH_TOP_P[name], explorer, VOCAB)
     deviation, counts = error(target, WITH_TOP_P[name], drafter, explorer, rule, by_confidence)
     assert deviation < 10 * ROUNDING and counts[0] > 0 and counts[2] > 0
 
@@ -188,6 +231,7 @@ def text(recipe: Recipe, pool: ModelPool) -> tuple[list[int], list[Draft]]:
         ("medusa", "tree"),
         ("eagle", "tree"),
         ("eagle3", "tree"),
+        ("mixing", "eagle"),
         ("dflash", "block"),
         ("dspark", "tree"),
     ],
@@ -233,7 +277,7 @@ def test_drafts_end_with_the_context_of_the_head(tmp_path_factory: pytest.TempPa
         for length in range(4, 12):
             text = [0, 1] * (length // 2) + [3] * (length % 2)
             target.score(text, Draft())
-            draft = HeadDrafter(head, SAMPLING["plain"], Noise(0, "draft"), VOCAB).propose(text, up_to(4))
+            draft = ChainDrafter(head, SAMPLING["plain"], Noise(0, "draft"), VOCAB).propose(text, up_to(4))
             last = length - 2 + len(draft) - 1  # position of the row of the last draft token
             assert len(draft) == 4 or (last == 7 or not draft.tokens)
             assert bool(draft.tokens) == (length <= 9)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fakes.heads import (
     eagle_config,
     eagle_tensors,
@@ -35,17 +34,16 @@ from specdemo.core.rules import rejection
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft, Step
 from specdemo.core.verifier import ModelVerifier
-from specdemo.drafters.heads.chain import HeadDrafter
-from specdemo.drafters.tree import HeadNodes, TreeDrafter
+from specdemo.drafters.chain import ChainDrafter
+from specdemo.drafters.tree import TreeDrafter
 from specdemo.models.cached_head import CachedHead
 from specdemo.models.engines.context_tokens import ContextTokens
-from specdemo.models.engines.head import HeadCache
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.native_head import NativeHead
 from specdemo.models.engines.native_weights import NativeWeights
-from specdemo.models.engines.select import head_of
-from specdemo.models.engines.torch_head import TorchEagle3
-from specdemo.models.heads import read_head
+from specdemo.models.engines.torch_head import TorchCachedHead
+from specdemo.models.head_kinds.eagle3 import TorchEagle3
+from specdemo.models.heads import load_head
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.spec import HeadSpec, ModelSpec
@@ -88,12 +86,12 @@ class Recorder:
         return
 
 
-def chain(head: CachedHead, noise: Noise) -> HeadDrafter:
-    return HeadDrafter(head, SAMPLING, noise, TARGET.vocab_size)
+def chain(head: CachedHead, noise: Noise) -> ChainDrafter:
+    return ChainDrafter(head, SAMPLING, noise, TARGET.vocab_size)
 
 
 def tree(head: CachedHead, noise: Noise) -> TreeDrafter:
-    return TreeDrafter(HeadNodes(head), SAMPLING, noise, TARGET.vocab_size, nodes=9, width=3, beam=2)
+    return TreeDrafter(head, SAMPLING, noise, TARGET.vocab_size, nodes=9, width=3, beam=2)
 
 
 class Conversation:
@@ -104,17 +102,16 @@ class Conversation:
         folder: Path,
         engine: str,
         kind: str = "eagle3",
-        cached: type[CachedHead] = CachedHead,
-        head: Callable[..., Any] = head_of,
+        head: Callable[..., Any] | None = None,
         make: Callable[[CachedHead, Noise], Any] = chain,
     ) -> None:
         self.tensors, self.config = KINDS[kind]()
         model, spec = ENGINES[engine](), ModelSpec("small/target")
         name = save_head(folder, self.tensors, self.config)
-        loaded = head(read_head(HeadSpec(name, spec), LoadedModel(spec, model, None, 0, engine)), model)
+        loaded = load_head(HeadSpec(name, spec), LoadedModel(spec, model, None, 0, engine), make=head).head
         self.target = CachedModel(model, taps=loaded.taps)
         noise = [Noise(3, name) for name in ("draft", "accept", "correct")]
-        self.head = cached(loaded, self.target)
+        self.head = loaded.open(self.target)
         self.drafter = Recorder(make(self.head, noise[0]))
         self.verifier = ModelVerifier(self.target.score, SAMPLING, rejection, *noise[1:])
         self.accepted = 0
@@ -174,7 +171,7 @@ def converse(folder: Path, engine: str = "native", **parts: Any) -> Conversation
 def test_drafts_equal_a_recomputation_for_the_full_text(
     engine: str, kind: str, make: Callable[..., Any], tmp_path: Path
 ) -> None:
-    head = TorchEagle3 if kind == "eagle3" else head_of
+    head = TorchEagle3 if kind == "eagle3" else None
     conversation = converse(tmp_path, engine, kind=kind, head=head, make=make)
     drafts = conversation.drafter.drafts
     drafted = sum(len(draft) for _, draft in drafts)
@@ -237,68 +234,60 @@ def test_native_chains_end_by_the_probabilities_of_raw_logits(temperature: float
 # --- mutants ---------------------------------------------------------------------------------------------------------
 
 
-class ShiftedStates(CachedHead):
+def shifted_states(self: CachedHead, tokens: Sequence[int]) -> Any:
     """Rows get the states of the position before."""
-
-    def _missing(self, tokens: Sequence[int]) -> Any:
-        following, states, held = super()._missing(tokens) or ([], None, 0)
-        before = self.target.states(tokens[:-1], max(0, held - 1))
-        return None if states is None or before is None else (following, before[: len(states)], held)
+    following, states, held = MISSING(self, tokens) or ([], None, 0)
+    before = self.target.states(tokens[:-1], max(0, held - 1))
+    return None if states is None or before is None else (following, before[: len(states)], held)
 
 
-class DraftRowsStay(CachedHead):
+def draft_rows_stay(self: TorchCachedHead, tokens: Sequence[int]) -> Any:
     """Draft rows count as committed."""
+    if not self._held:
+        return MISSING(self, tokens)
+    held = min(self.end, len(tokens) - 2)
+    states = self.target.states(tokens[:-1], held)
+    return None if states is None else (list(tokens[held + 1 :]), states, held)
 
-    def _missing(self, tokens: Sequence[int]) -> Any:
-        end = self._cache.end  # type: ignore[attr-defined]
-        if not self._held:
-            return super()._missing(tokens)
-        held = min(end, len(tokens) - 2)
-        states = self.target.states(tokens[:-1], held)
-        return None if states is None else (list(tokens[held + 1 :]), states, held)
+
+MISSING = CachedHead._missing
+MUTANTS: dict[str, tuple[str, Any]] = {
+    "shifted states": ("_missing", shifted_states),
+    "draft rows stay": ("_missing", draft_rows_stay),
+    "all nodes follow the last": ("restore", lambda self, rows: None),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "mutant", "make"),
+    [
+        ("eagle3", "shifted states", chain),
+        ("eagle3", "draft rows stay", chain),
+        ("eagle", "shifted states", chain),
+        ("eagle", "all nodes follow the last", tree),
+        ("medusa", "shifted states", chain),
+        ("medusa", "all nodes follow the last", tree),
+    ],
+)
+def test_wrong_rows_are_detected(
+    kind: str, mutant: str, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TorchCachedHead, *MUTANTS[mutant])
+    head = TorchEagle3 if kind == "eagle3" else None
+    assert converse(tmp_path, "torch", kind=kind, make=make, head=head).deviation > 1e-2
 
 
 class DraftPositionsShifted(TorchEagle3):
     """Draft rows have the positions after theirs."""
 
-    shift = 0
-
-    def step(self, cache: HeadCache, token: int) -> Tensor:
-        self.shift = 1
-        logits = super().step(cache, token)
-        self.shift = 0
-        return logits
-
-    def _rotated(self, heads: Tensor, first: int) -> Tensor:
-        return super()._rotated(heads, first + self.shift)
+    def draft(self, text: TorchCachedHead, token: int) -> Tensor:
+        text.cache.angles = text.cache.angles.roll(-1, 1)
+        state = super().draft(text, token)
+        text.cache.angles = text.cache.angles.roll(1, 1)
+        return state
 
 
-@pytest.mark.parametrize("cached", [ShiftedStates, DraftRowsStay])
-def test_wrong_rows_are_detected(cached: type[CachedHead], tmp_path: Path) -> None:
-    assert converse(tmp_path, cached=cached).deviation > 1e-2
-
-
-class SameBranch(CachedHead):
-    """All nodes of a tree follow the last node."""
-
-    def restore(self, rows: Any) -> None:
-        return
-
-
-@pytest.mark.parametrize(
-    ("kind", "cached", "make"),
-    [
-        ("eagle", ShiftedStates, chain),
-        ("eagle", SameBranch, tree),
-        ("medusa", ShiftedStates, chain),
-        ("medusa", SameBranch, tree),
-    ],
-)
-def test_wrong_rows_of_other_kinds_are_detected(kind: str, cached: Any, make: Any, tmp_path: Path) -> None:
-    assert converse(tmp_path, "torch", kind=kind, cached=cached, make=make, head=head_of).deviation > 1e-2
-
-
-def test_wrong_passes_are_detected(tmp_path: Path) -> None:
+def test_wrong_positions_are_detected(tmp_path: Path) -> None:
     assert converse(tmp_path, head=DraftPositionsShifted).deviation > 1e-2
 
 
@@ -308,5 +297,4 @@ def test_texts_are_not_cached_longer_than_the_target(tmp_path: Path) -> None:
     conversation.target.head = cached
     assert cached.kv_bytes > 0 and conversation.target.kv_bytes > cached.kv_bytes
     conversation.target.close()
-    assert cached.kv_bytes == 0 and not cached._cache.kv.any() and not cached._cache.state.any()
-    assert torch.is_tensor(cached._cache.kv)
+    assert cached.kv_bytes == 0 and not cached.cache.kv.any() and not cached.state.any()

@@ -14,11 +14,11 @@ from specdemo.core.origin import MODEL
 from specdemo.core.policies import PathProbability
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft, Step, Verdict
-from specdemo.drafters.heads.chain import HeadDrafter
+from specdemo.drafters.chain import ChainDrafter
 from specdemo.drafters.hybrid import HybridDrafter
-from specdemo.drafters.model import ModelDrafter
+from specdemo.drafters.model import ModelDrafter, ModelScorer
 from specdemo.drafters.suffix import SuffixDrafter
-from specdemo.drafters.tree import HeadNodes, ModelNodes, TreeDrafter
+from specdemo.drafters.tree import TreeDrafter
 from specdemo.drafters.universal import UniversalDrafter
 
 VOCAB, TEXT = 8, [1, 2, 3]
@@ -40,7 +40,7 @@ def model_drafter(model: TableModel, temperature: float) -> ModelDrafter:
     return ModelDrafter(model.score, sampling, Noise(0, "draft"), VOCAB, extend=model.extend)
 
 
-def tree(scorer: ModelNodes | HeadNodes, temperature: float) -> TreeDrafter:
+def tree(scorer: ModelScorer | TableHead, temperature: float) -> TreeDrafter:
     return TreeDrafter(scorer, SamplingParams(temperature=temperature), Noise(0, "draft"), VOCAB)
 
 
@@ -49,11 +49,11 @@ DRAFTERS: dict[str, Callable[[TableModel, float], Drafter]] = {
     "model of another vocabulary": lambda model, temperature: UniversalDrafter(
         model_drafter(model, 0.0), list, lambda tokens, new: list(new), 100
     ),
-    "head": lambda model, temperature: HeadDrafter(
+    "head": lambda model, temperature: ChainDrafter(
         TableHead(model, None), SamplingParams(temperature=temperature), Noise(0, "draft"), VOCAB
     ),
-    "tree": lambda model, temperature: tree(ModelNodes(model.score, VOCAB), temperature),
-    "tree of a head": lambda model, temperature: tree(HeadNodes(TableHead(model, None)), temperature),
+    "tree": lambda model, temperature: tree(ModelScorer(model.score, VOCAB), temperature),
+    "tree of a head": lambda model, temperature: tree(TableHead(model, None), temperature),
 }
 
 

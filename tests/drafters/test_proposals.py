@@ -17,9 +17,9 @@ from specdemo.core.origin import HEAD, MODEL, Origin
 from specdemo.core.policies import Egag, PathProbability
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft, Step, Verdict
-from specdemo.drafters.heads.chain import HeadDrafter
-from specdemo.drafters.model import ModelDrafter
-from specdemo.drafters.tree import HeadNodes, ModelNodes, TreeDrafter
+from specdemo.drafters.chain import ChainDrafter
+from specdemo.drafters.model import ModelDrafter, ModelScorer
+from specdemo.drafters.tree import TreeDrafter
 
 VOCAB = 6
 TEXT = [1, 2]
@@ -92,7 +92,7 @@ class Queries(Egag):
 def test_the_policy_receives_the_logits_before_each_token(kind: str) -> None:
     policy, noise = Queries(0, 9), Script(4, 5)
     model = ModelDrafter(MODEL_OF_TABLE.score, SAMPLED, noise, VOCAB)
-    head = HeadDrafter(TableHead(MODEL_OF_TABLE, None), SAMPLED, noise, VOCAB)
+    head = ChainDrafter(TableHead(MODEL_OF_TABLE, None), SAMPLED, noise, VOCAB)
     draft = (model if kind == "model" else head).propose(TEXT, DraftBudget(9, policy))
     assert draft.tokens == (4, 5)
     rows = [MODEL_OF_TABLE.logits([*TEXT, 4, 5][: 2 + n]).tolist() for n in range(3)]
@@ -111,7 +111,7 @@ def test_models_of_other_sizes() -> None:
     draft = ModelDrafter(small.score, SAMPLED, noise, VOCAB, 4).propose(TEXT, up_to(1))
     assert noise.asked[0][1] == pytest.approx([*softmax(small.logits(TEXT).tolist()), 0, 0], abs=1e-5)
     assert ModelDrafter(small.score, SAMPLED, Script(), VOCAB, 4).propose([1, 4], up_to(1)) == Draft()
-    tree = TreeDrafter(ModelNodes(small.score, VOCAB, 4), GREEDY, Script(), VOCAB)
+    tree = TreeDrafter(ModelScorer(small.score, VOCAB, 4), GREEDY, Script(), VOCAB)
     assert len(tree.propose(TEXT, up_to(1))) == 3 and tree.propose([1, 4], up_to(1)) == Draft()
 
 
@@ -179,7 +179,7 @@ def test_confidences_end_a_draft_before_its_token(
 ) -> None:
     head = Confident(confidences)
     budget = DraftBudget(3, PathProbability(3, threshold=threshold))
-    draft = HeadDrafter(head, GREEDY, Script(), VOCAB).propose(TEXT, budget)
+    draft = ChainDrafter(head, GREEDY, Script(), VOCAB).propose(TEXT, budget)
     assert len(draft) == drafted
     assert draft.origin == tuple(Origin("head", confidence=round(value, 3)) for value in confidences[:drafted])
 
@@ -187,8 +187,8 @@ def test_confidences_end_a_draft_before_its_token(
 def test_drafts_of_heads_end_at_their_positions() -> None:
     for longest, drafted in ((0, 0), (2, 2), (9, 4)):
         head = Confident(longest=longest)
-        assert len(HeadDrafter(head, GREEDY, Script(), VOCAB).propose(TEXT, up_to(4))) == drafted
-        tree = TreeDrafter(HeadNodes(head), GREEDY, Script(), VOCAB, width=1)
+        assert len(ChainDrafter(head, GREEDY, Script(), VOCAB).propose(TEXT, up_to(4))) == drafted
+        tree = TreeDrafter(head, GREEDY, Script(), VOCAB, width=1)
         assert len(tree.propose(TEXT, up_to(4))) == drafted
 
 
@@ -197,7 +197,7 @@ def test_a_draft_is_expected_after_a_draft_of_the_head(source: str | None, expec
     head = Confident(longest=5)
     draft = Draft.chain((5, 6), origin=(Origin(source), Origin(source))) if source else Draft()
     verdict = Verdict(tuple(range(len(draft))), 7)
-    HeadDrafter(head, GREEDY, Script(), VOCAB).observe(Step(1, (7,), draft, verdict, 2, 1.0, 1.0, 1.0, 1.0))
+    ChainDrafter(head, GREEDY, Script(), VOCAB).observe(Step(1, (7,), draft, verdict, 2, 1.0, 1.0, 1.0, 1.0))
     assert head.expected == expected
 
 
@@ -208,7 +208,7 @@ def test_a_draft_is_expected_after_a_draft_of_the_head(source: str | None, expec
 def test_siblings_are_sampled_without_replacement(ids: tuple[int, ...] | None) -> None:
     """Two children of the text, then two of each: q of a second child excludes the first, and positions are depths."""
     noise = Script(5, 0, 3, 2, 0, 5)
-    scorer = HeadNodes(TableHead(MODEL_OF_TABLE, ids))
+    scorer = TableHead(MODEL_OF_TABLE, ids)
     tree = TreeDrafter(scorer, SAMPLED, noise, VOCAB, nodes=6, width=2, beam=2)
     draft = tree.propose(TEXT, up_to(2))
     first = table_probs(TEXT, SAMPLED, ids or range(VOCAB))
@@ -259,7 +259,7 @@ def test_greedy_trees_grow_from_the_most_probable_paths(
 ) -> None:
     ids = IDS if kind == "draft vocabulary" else tuple(range(VOCAB))
     head = TableHead(MODEL_OF_TABLE, IDS if kind == "draft vocabulary" else None)
-    scorer = ModelNodes(MODEL_OF_TABLE.score, VOCAB) if kind == "model" else HeadNodes(head)
+    scorer = ModelScorer(MODEL_OF_TABLE.score, VOCAB) if kind == "model" else head
     draft = TreeDrafter(scorer, GREEDY, Script(), VOCAB, nodes, width, beam).propose(TEXT, up_to(depth))
     expected = grown(width, beam, nodes, depth, ids)
     assert (draft.tokens, draft.parents) == (expected.tokens, expected.parents)
@@ -273,10 +273,10 @@ def test_drafts_end_where_the_head_has_no_states_or_no_tokens() -> None:
 
     banned = replace(GREEDY, bad_words=tuple((token,) for token in IDS))
     for head, sampling in ((NoStates(MODEL_OF_TABLE, None), GREEDY), (TableHead(MODEL_OF_TABLE, IDS), banned)):
-        assert TreeDrafter(HeadNodes(head), sampling, Script(), VOCAB).propose(TEXT, up_to(3)) == Draft()
-        assert HeadDrafter(head, sampling, Script(), VOCAB).propose(TEXT, up_to(3)) == Draft()
+        assert TreeDrafter(head, sampling, Script(), VOCAB).propose(TEXT, up_to(3)) == Draft()
+        assert ChainDrafter(head, sampling, Script(), VOCAB).propose(TEXT, up_to(3)) == Draft()
     narrow = SamplingParams(temperature=0.5, top_k=1)
     best = int(MODEL_OF_TABLE.logits(TEXT).argmax())
     noise = Script(best)
-    tree = TreeDrafter(ModelNodes(MODEL_OF_TABLE.score, VOCAB), narrow, noise, VOCAB)
+    tree = TreeDrafter(ModelScorer(MODEL_OF_TABLE.score, VOCAB), narrow, noise, VOCAB)
     assert tree.propose(TEXT, up_to(1)).tokens == (best,)  # no second child has a probability

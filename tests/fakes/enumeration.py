@@ -28,14 +28,14 @@ from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.verifier import ModelVerifier
-from specdemo.drafters.heads.chain import HeadDrafter
+from specdemo.drafters.chain import ChainDrafter
 from specdemo.drafters.hybrid import HybridDrafter
 from specdemo.drafters.lookahead import LookaheadDrafter
 from specdemo.drafters.lookup import LookupDrafter
-from specdemo.drafters.model import ModelDrafter
+from specdemo.drafters.model import ModelDrafter, ModelScorer
 from specdemo.drafters.ngram import NGramDrafter
 from specdemo.drafters.suffix import SuffixDrafter
-from specdemo.drafters.tree import HeadNodes, ModelNodes, TreeDrafter
+from specdemo.drafters.tree import TreeDrafter
 from specdemo.drafters.universal import UniversalDrafter
 from specdemo.models.tokenizer import Bridge
 
@@ -141,9 +141,9 @@ def universal(sampling: SamplingParams, source: Any) -> UniversalDrafter:
     )
 
 
-def head(sampling: SamplingParams, source: Any) -> HeadDrafter:
+def head(sampling: SamplingParams, source: Any) -> ChainDrafter:
     """Drafter with a head of a part of the vocabulary."""
-    return HeadDrafter(TableHead(SMALL, (0, 2, 3)), sampling, source, VOCAB)
+    return ChainDrafter(TableHead(SMALL, (0, 2, 3)), sampling, source, VOCAB)
 
 
 Make = Callable[[SamplingParams, Explorer], Any]
@@ -159,7 +159,7 @@ DRAFTERS: dict[str, Make] = {
     "n-grams": lambda sampling, source: NGramDrafter(3, "multi", 2),
     "n-grams, random": lambda sampling, source: NGramDrafter(3, "one", random_below=VOCAB),
     "tree": lambda sampling, source: TreeDrafter(
-        ModelNodes(SMALL.score, VOCAB), sampling, source, VOCAB, nodes=4, width=2
+        ModelScorer(SMALL.score, VOCAB), sampling, source, VOCAB, nodes=4, width=2
     ),
     "lookahead": lambda sampling, source: LookaheadDrafter(window=1, n=2, guesses=2),
     "suffix": lambda sampling, source: SuffixDrafter(),
@@ -170,7 +170,7 @@ DRAFTERS: dict[str, Make] = {
     "head": head,
     "hybrid with a head": lambda sampling, source: HybridDrafter(SuffixDrafter(), head(sampling, source), trusted=2),
     "tree of a head": lambda sampling, source: TreeDrafter(
-        HeadNodes(TableHead(SMALL, (0, 2, 3))), sampling, source, VOCAB, nodes=4, width=2
+        TableHead(SMALL, (0, 2, 3)), sampling, source, VOCAB, nodes=4, width=2
     ),
     "universal": universal,
     "guesses": lambda sampling, source: GuessDrafter(VOCAB),

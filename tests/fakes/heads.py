@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,38 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
+from specdemo.models.cached_head import Head
+
 HEADS, KV_HEADS, HEAD_DIM, INNER = 4, 2, 8, 48
 BLOCK = 4  # rows of a DFlash block
 RANK = 6  # of a Markov head
+
+
+def _layer_shapes(prefix: str, inputs: int, width: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the matrices of a decoder layer whose attention has `inputs` columns."""
+    shapes = {
+        "self_attn.q_proj": (HEADS * HEAD_DIM, inputs),
+        "self_attn.k_proj": (KV_HEADS * HEAD_DIM, inputs),
+        "self_attn.v_proj": (KV_HEADS * HEAD_DIM, inputs),
+        "self_attn.o_proj": (width, HEADS * HEAD_DIM),
+        "mlp.gate_proj": (INNER, width),
+        "mlp.up_proj": (INNER, width),
+        "mlp.down_proj": (width, INNER),
+    }
+    return {f"{prefix}.{name}": shape for name, shape in shapes.items()}
+
+
+def _random(shapes: dict[str, tuple[int, ...]], scale: float) -> dict[str, Tensor]:
+    return {f"{name}.weight": scale * torch.randn(shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}
+
+
+def _vocabulary(ids: list[int] | None, vocab: int) -> dict[str, Tensor]:
+    """Return the tensors of a draft vocabulary."""
+    if ids is None:
+        return {}
+    used = torch.zeros(vocab, dtype=torch.bool)
+    used[ids] = True
+    return {"d2t": torch.tensor(ids) - torch.arange(len(ids)), "t2d": used}
 
 
 def head_tensors(
@@ -22,26 +52,12 @@ def head_tensors(
     """Return tensors under the names of SafeAILab; `own`: stored instead of shared with the target."""
     torch.manual_seed(seed)
     width, vocab = target.hidden_size, target.vocab_size
-    shapes = {
-        "fc": (width, taps * width),
-        "midlayer.self_attn.q_proj": (HEADS * HEAD_DIM, 2 * width),
-        "midlayer.self_attn.k_proj": (KV_HEADS * HEAD_DIM, 2 * width),
-        "midlayer.self_attn.v_proj": (KV_HEADS * HEAD_DIM, 2 * width),
-        "midlayer.self_attn.o_proj": (width, HEADS * HEAD_DIM),
-        "midlayer.mlp.gate_proj": (INNER, width),
-        "midlayer.mlp.up_proj": (INNER, width),
-        "midlayer.mlp.down_proj": (width, INNER),
-    }
-    tensors = {f"{name}.weight": 1.5 * torch.randn(shape) / shape[1] ** 0.5 for name, shape in shapes.items()}
+    tensors = _random({"fc": (width, taps * width), **_layer_shapes("midlayer", 2 * width, width)}, 1.5)
     for norm in ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm"):
         tensors[f"{norm}.weight"] = 1 + 0.3 * torch.randn(width)
     rows = {"lm_head": len(ids or range(vocab)), "embed_tokens": vocab}
     tensors |= {f"{name}.weight": torch.randn(rows[name], width) for name in own}
-    if ids is not None:
-        used = torch.zeros(vocab, dtype=torch.bool)
-        used[ids] = True
-        tensors |= {"d2t": torch.tensor(ids) - torch.arange(len(ids)), "t2d": used}
-    return tensors
+    return tensors | _vocabulary(ids, vocab)
 
 
 def head_config(target: PretrainedConfig, drafted: int, **changes: Any) -> dict[str, Any]:
@@ -69,17 +85,7 @@ def eagle_tensors(target: PretrainedConfig, own: tuple[str, ...] = (), seed: int
     """Return tensors of an EAGLE-1/2 head under the names of SafeAILab."""
     torch.manual_seed(seed)
     width = target.hidden_size
-    shapes = {
-        "fc": (width, 2 * width),
-        "layers.0.self_attn.q_proj": (HEADS * HEAD_DIM, width),
-        "layers.0.self_attn.k_proj": (KV_HEADS * HEAD_DIM, width),
-        "layers.0.self_attn.v_proj": (KV_HEADS * HEAD_DIM, width),
-        "layers.0.self_attn.o_proj": (width, HEADS * HEAD_DIM),
-        "layers.0.mlp.gate_proj": (INNER, width),
-        "layers.0.mlp.up_proj": (INNER, width),
-        "layers.0.mlp.down_proj": (width, INNER),
-    }
-    tensors = {f"{name}.weight": 1.5 * torch.randn(shape) / shape[1] ** 0.5 for name, shape in shapes.items()}
+    tensors = _random({"fc": (width, 2 * width), **_layer_shapes("layers.0", width, width)}, 1.5)
     tensors["fc.bias"] = 0.3 * torch.randn(width)
     tensors["layers.0.post_attention_layernorm.weight"] = 1 + 0.3 * torch.randn(width)
     return tensors | {f"{name}.weight": torch.randn(target.vocab_size, width) for name in own}
@@ -139,22 +145,15 @@ def dflash_tensors(
     for layer in ("layers.0", "layers.1"):
         norms |= {f"{layer}.{name}_layernorm": width for name in ("input", "post_attention")}
         norms |= {f"{layer}.self_attn.{name}_norm": HEAD_DIM for name in "qk"}
-        rows = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS}
-        shapes |= {f"{layer}.self_attn.{name}_proj": (count * HEAD_DIM, width) for name, count in rows.items()}
-        shapes |= {f"{layer}.self_attn.o_proj": (width, HEADS * HEAD_DIM), f"{layer}.mlp.down_proj": (width, INNER)}
-        shapes |= {f"{layer}.mlp.{name}_proj": (INNER, width) for name in ("gate", "up")}
+        shapes |= _layer_shapes(layer, width, width)
     if markov:
         shapes |= {"markov_head.markov_w1": (target.vocab_size, RANK), "markov_head.markov_w2": (drafted, RANK)}
         shapes["confidence_head.proj"] = (1, width + RANK)
-    tensors = {f"{name}.weight": 2 * torch.randn(shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}
+    tensors = _random(shapes, 2)
     tensors |= {f"{name}.weight": 1 + 0.3 * torch.randn(size) for name, size in norms.items()}
     if markov:
         tensors["confidence_head.proj.bias"] = torch.randn(1)
-    if ids is not None:
-        used = torch.zeros(target.vocab_size, dtype=torch.bool)
-        used[ids] = True
-        tensors |= {"d2t": torch.tensor(ids) - torch.arange(len(ids)), "t2d": used}
-    return tensors
+    return tensors | _vocabulary(ids, target.vocab_size)
 
 
 def dflash_config(target: PretrainedConfig, drafted: int, markov: bool = False, **changes: Any) -> dict[str, Any]:
@@ -173,6 +172,16 @@ def dflash_config(target: PretrainedConfig, drafted: int, markov: bool = False, 
         **dspark,
         **changes,
     }
+
+
+def opened(head: Head) -> Any:
+    """Return the head for a text whose rows are given to `start_rows`."""
+
+    class NoStates:
+        def states(self, tokens: Sequence[int], start: int) -> None:
+            return None
+
+    return head.open(NoStates())
 
 
 def head_for(folder: str, where: Path, method: str = "eagle") -> str:

@@ -36,6 +36,7 @@ from transformers import (
 
 from specdemo.core.decode import DraftBudget, Drafter, DraftLengthPolicy, Verifier, decode
 from specdemo.core.distributions import DenseProbs, SparseProbs, SparseRow, without
+from specdemo.core.origin import HEAD
 from specdemo.core.policies import Fixed
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft, Step
@@ -73,6 +74,7 @@ class TableHead:
     """Head with the logits of a table model for the tokens `ids`; None: all."""
 
     confidence: float | None = None
+    origin = HEAD
 
     def __init__(self, model: TableModel, ids: Sequence[int] | None, kind: str = "eagle") -> None:
         self.model, self.ids = model, None if ids is None else torch.tensor(ids)
@@ -94,11 +96,11 @@ class TableHead:
         self._path.append(token)
         return self._logits()
 
-    def draft_rows(self) -> list[int]:
-        return list(self._path)
-
-    def restore(self, rows: list[int]) -> None:
-        self._path = list(rows)
+    def score_nodes(self, tokens: Sequence[int], draft: Draft, nodes: Sequence[int]) -> list[Tensor] | None:
+        if self.start(tokens) is None:
+            return None
+        paths = [[*tokens, *(draft.tokens[i] for i in draft.path(node))] for node in nodes]
+        return [self.start(path) for path in paths]
 
     def sample_chain(self, *arguments: Any) -> None:
         return None

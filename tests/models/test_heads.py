@@ -20,6 +20,7 @@ from fakes.heads import (
     head_tensors,
     medusa_config,
     medusa_tensors,
+    opened,
     random_head,
     save_head,
 )
@@ -28,15 +29,13 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdemo.core.errors import UserError
+from specdemo.models.cached_head import CachedHead, Head
 from specdemo.models.convert_head import convert_head
-from specdemo.models.engines.head import Head, HeadCache
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.native_head import NativeHead
 from specdemo.models.engines.native_weights import NativeWeights
-from specdemo.models.engines.select import head_of
-from specdemo.models.engines.target_rows import embedding_rows, output_rows
-from specdemo.models.engines.torch_head import TorchEagle3
-from specdemo.models.heads import load_head, read_head
+from specdemo.models.head_kinds.eagle3 import TorchEagle3
+from specdemo.models.heads import load_head
 from specdemo.models.load import LoadedModel
 from specdemo.models.spec import HeadSpec, ModelSpec
 
@@ -53,16 +52,16 @@ def target() -> LoadedModel:
     return target_of(LlamaWeights(random_model(TARGET)))
 
 
-def load(folder: str, target: LoadedModel) -> Head:
-    return load_head(HeadSpec(folder, target.spec), target).head
+def load(folder: str, target: LoadedModel, make: Any = None) -> Head:
+    return load_head(HeadSpec(folder, target.spec), target, make=make).head
 
 
 def logits(head: Head, draft: int = 2) -> torch.Tensor:
     """Return the logits after seven committed rows and `draft` draft rows."""
     states = torch.randn(7, len(head.taps), TARGET.hidden_size, generator=torch.Generator().manual_seed(5))
-    cache = head.open()
-    rows = [head.start(cache, [5, 9, 2, 77, 3, 300, 8], states, 0)]
-    rows += [head.step(cache, 7 + i) for i in range(draft)]
+    text = opened(head)
+    rows = [text.start_rows([5, 9, 2, 77, 3, 300, 8], states, 0)]
+    rows += [text.step(7 + i) for i in range(draft)]
     return torch.stack(rows)
 
 
@@ -86,8 +85,8 @@ def test_missing_matrices_are_the_rows_of_the_target(
     tensors, config = head_tensors(TARGET, ids), head_config(TARGET, len(ids or range(TARGET.vocab_size)))
     shared = load(save_head(tmp_path / "shared", tensors, config), target)
     every = torch.arange(TARGET.vocab_size)
-    tensors["lm_head.weight"] = output_rows(target.model, every if ids is None else torch.tensor(ids))
-    tensors["embed_tokens.weight"] = embedding_rows(target.model, every)
+    tensors["lm_head.weight"] = target.model.output_rows(every if ids is None else torch.tensor(ids))
+    tensors["embed_tokens.weight"] = target.model.embedding_rows(every)
     own = load(save_head(tmp_path / "own", tensors, config), target)
     size = len(ids or every)
     torch.testing.assert_close(logits(shared)[:, :size], logits(own), rtol=1e-5, atol=1e-5)
@@ -113,33 +112,32 @@ def test_a_cache_that_grows_overwrites_its_former_memory(kind: str, tmp_path: Pa
         "dspark": lambda: (dflash_tensors(TARGET, IDS, True), dflash_config(TARGET, len(IDS), True)),
     }[kind]()
     head = load(save_head(tmp_path, tensors, config), target)
-    cache: Any = head.open()
+    text = opened(head)
     states = torch.randn(400, len(head.taps), TARGET.hidden_size)
-    head.start(cache, [5] * 20, states[:20], 0)
-    former = cache.kv
-    head.start(cache, [5] * 380, states[20:], 20)
-    assert cache.kv is not former and not former.any()
+    text.start_rows([5] * 20, states[:20], 0)
+    former = text.cache.kv
+    text.start_rows([5] * 380, states[20:], 20)
+    assert text.cache.kv is not former and not former.any()
 
 
 def test_texts_that_draft_in_turn_are_independent(tmp_path: Path) -> None:
     """A head in C, compared with torch, whose texts draft one after the other."""
     target = target_of(NativeWeights(random_model(TARGET)))
     name = save_head(tmp_path, head_tensors(TARGET, IDS), head_config(TARGET, len(IDS)))
-    kinds = (partial(NativeHead, form="float32"), TorchEagle3)
-    native, torch_head = (make(read_head(HeadSpec(name, target.spec), target), target.model) for make in kinds)
+    native, torch_head = (load(name, target, make) for make in (NATIVE, TorchEagle3))
     states = torch.randn(2, 4, len(native.taps), TARGET.hidden_size, generator=torch.Generator().manual_seed(6))
 
-    def begun(head: Head, text: int) -> tuple[HeadCache, list[torch.Tensor]]:
-        cache = head.open()
-        return cache, [head.start(cache, [5, 9, text, 77], states[text], 0)[: len(IDS)].clone()]
+    def begun(head: Head, i: int) -> tuple[CachedHead, list[torch.Tensor]]:
+        text = opened(head)
+        return text, [text.start_rows([5, 9, i, 77], states[i], 0)[: len(IDS)].clone()]
 
     tokens, in_turn = (7, 8, 9), [begun(native, text) for text in range(2)]
     for token in tokens:
-        for cache, rows in in_turn:
-            rows.append(native.step(cache, token)[: len(IDS)].clone())
-    for text, (_, rows) in enumerate(in_turn):
-        cache, expected = begun(torch_head, text)
-        expected += [torch_head.step(cache, token)[: len(IDS)] for token in tokens]
+        for text, rows in in_turn:
+            rows.append(text.step(token)[: len(IDS)].clone())
+    for i, (_, rows) in enumerate(in_turn):
+        text, expected = begun(torch_head, i)
+        expected += [text.step(token)[: len(IDS)] for token in tokens]
         torch.testing.assert_close(torch.stack(rows), torch.stack(expected), rtol=1e-3, atol=1e-4)
 
 
@@ -165,6 +163,7 @@ CHECKPOINTS: dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]] = {
     "eagle3": lambda: (head_tensors(TARGET, IDS), head_config(TARGET, len(IDS))),
     "eagle": lambda: (eagle_tensors(TARGET), eagle_config(TARGET)),
     "medusa": lambda: (medusa_tensors(TARGET, own=True), medusa_config()),
+    "dspark": lambda: (dflash_tensors(TARGET, IDS, True), dflash_config(TARGET, len(IDS), True)),
 }
 
 
@@ -184,6 +183,11 @@ def _configured(**changes: Any) -> Change:
     return lambda tensors, config: config.update(changes)
 
 
+def _layer(**changes: Any) -> Change:
+    return lambda tensors, config: config["transformer_layer_config"].update(changes)
+
+
+Z_LAB = {"speculators_model_type": None, "architectures": ["DFlashDraftModel"]}
 WIDE, NORM = torch.zeros(96, 288), "midlayer.hidden_norm.weight"
 INVALID: list[tuple[str, Change, str]] = [  # kind, change and refusal
     (
@@ -192,7 +196,7 @@ INVALID: list[tuple[str, Change, str]] = [  # kind, change and refusal
         r"fc.weight of .* has shape 96 x 288 instead of 64 x 192",
     ),
     ("eagle3", _configured(draft_vocab_size=30), r"d2t of .* has shape 39 instead of 30"),
-    ("eagle3", _without(NORM), "has no tensor midlayer.hidden_norm.weight: choose"),
+    ("eagle3", _without(NORM), "has no tensor hidden_norm.weight: choose"),
     ("eagle3", _replaced("d2t", lambda x: x + 1), "d2t of .* leaves the 301 tokens of the target"),
     ("eagle3", _replaced("t2d", lambda x: x.roll(1)), "t2d of .* contradicts d2t"),
     ("eagle3", _replaced("norm.weight", torch.Tensor.int), "norm.weight of .* has type I32 instead of F32"),
@@ -203,6 +207,15 @@ INVALID: list[tuple[str, Change, str]] = [  # kind, change and refusal
     ("medusa", _without("2.0.linear.bias"), "has no tensor 2.0.linear.bias: choose a head of kind"),
     ("medusa", _added("model.norm.weight"), r"a tensor unknown to Medusa \(model.norm.weight\)"),
     ("eagle", _added("layers.0.input_layernorm.weight"), "unknown to EAGLE-1 or EAGLE-2"),
+    ("dspark", _configured(mask_token_id=5000), "has no mask token of the target"),
+    ("dspark", _configured(block_size=999), "block_size in config.json of .* is not within 1 to 64"),
+    ("dspark", _layer(hidden_size=32), "states of width 32 instead of 64"),
+    ("dspark", _configured(aux_hidden_state_layer_ids=[1, 2, 99]), "layers that the target does not have"),
+    ("dspark", _configured(**Z_LAB, num_hidden_layers=999), "num_hidden_layers .* is not within 1 to 64"),
+    ("dspark", _configured(markov_head_type="rnn"), r"another kind \(rnn\): choose one of kind vanilla"),
+    ("dspark", _without("confidence_head.proj.bias"), "no tensor confidence_head.proj.bias"),
+    ("dspark", _layer(layer_types=["full_attention"]), "layer_types in config.json of .* do not fit"),
+    ("dspark", _configured(speculators_model_type="dflash2"), r"of another kind \(dflash2\)"),
 ]
 
 
@@ -296,7 +309,7 @@ NATIVE: Callable[..., Head] = partial(NativeHead, form="float32")
 SMALL = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
-def recorded_head(folder: Path, make: Callable[..., Head]) -> tuple[dict[str, torch.Tensor], Head]:
+def recorded_head(folder: Path, make: Callable[..., Head] | None = None) -> tuple[dict[str, torch.Tensor], Head]:
     """Return the outputs recorded in `folder` and its head for a small target."""
     recorded = load_file(folder / "outputs.safetensors")
     model = LlamaForCausalLM(LlamaConfig(**SMALL, head_dim=4, num_hidden_layers=8, vocab_size=20)).eval()
@@ -305,20 +318,18 @@ def recorded_head(folder: Path, make: Callable[..., Head]) -> tuple[dict[str, to
     if "embeddings" in recorded:
         model.model.embed_tokens.weight.data = recorded["embeddings"]
     weights, spec = NativeWeights(model), ModelSpec("small/target")
-    return recorded, make(
-        read_head(HeadSpec(str(folder), spec), LoadedModel(spec, weights, None, 0, "native")), weights
-    )
+    return recorded, load(str(folder), LoadedModel(spec, weights, None, 0, "native"), make)
 
 
-def check(folder: Path, make: Callable[..., Head], key: str, taps: tuple[int, ...]) -> None:
+def check(folder: Path, make: Callable[..., Head] | None, key: str, taps: tuple[int, ...]) -> None:
     """Draft from every row: committed rows, then tokens of the text."""
     recorded, head = recorded_head(folder, make)
-    tokens, states, cache = recorded["tokens"].tolist(), recorded["states"], head.open()
+    tokens, states, text = recorded["tokens"].tolist(), recorded["states"], opened(head)
     expected, steps = recorded[key], len(recorded[key])
     rounding = 1e-4 + 1e-5 * float(expected.abs().max())  # random weights of EAGLE give logits of several hundred
     for rows in range(1, len(tokens) - steps + 2):
-        logits = [head.start(cache, tokens[:rows], states[:rows], 0)]
-        logits += [head.step(cache, token) for token in tokens[rows : rows + steps - 1]]
+        logits = [text.start_rows(tokens[:rows], states[:rows], 0)]
+        logits += [text.step(token) for token in tokens[rows : rows + steps - 1]]
         torch.testing.assert_close(torch.stack(logits), expected[:, rows - 1], rtol=1e-3, atol=rounding)
     assert head.taps == taps
 
@@ -336,16 +347,16 @@ def test_speculators(make: Callable[..., Head], before: bool, tmp_path: Path) ->
 def test_block_heads_of_speculators(name: str) -> None:
     """Recorded after each token from the second on; rows of a DFlash block after the first draft."""
     folder = FIXTURES / f"speculators_{name}"
-    recorded, head = recorded_head(folder, head_of)
-    tokens, states, cache = recorded["tokens"].tolist(), recorded["states"], head.open()
+    recorded, head = recorded_head(folder)
+    tokens, states, text = recorded["tokens"].tolist(), recorded["states"], opened(head)
     first = 1 if name == "dflash" else 0
     for row, expected in enumerate(recorded["logits"]):
-        text = tokens[1 : row + 2]
-        logits, confidences = [head.start(cache, text, states[: row + 1], 0)], [head.confidence(cache)]
+        following = tokens[1 : row + 2]
+        logits, confidences = [text.start_rows(following, states[: row + 1], 0)], [text.confidence]
         for token in tokens[row + 2 : row + len(expected) - first + 1]:
-            logits.append(head.step(cache, token))
-            confidences.append(head.confidence(cache))
-        assert len(logits) == head.longest_draft(len(text) + 1) == len(expected) - first
+            logits.append(text.step(token))
+            confidences.append(text.confidence)
+        assert len(logits) == head.longest_draft(len(following) + 1) == len(expected) - first
         torch.testing.assert_close(torch.stack(logits), expected[first:], rtol=1e-3, atol=1e-4)
         if "confidences" in recorded:
             torch.testing.assert_close(torch.tensor(confidences), recorded["confidences"][row], rtol=1e-3, atol=1e-4)
@@ -357,13 +368,13 @@ def test_block_heads_of_speculators(name: str) -> None:
     [
         ("eagle3", NATIVE, (2, 4, 5)),
         ("eagle3", TorchEagle3, (2, 4, 5)),
-        ("speculators_eagle3_input_norm", head_of, (2, 3, 5)),
-        ("speculators_eagle3_output_norm", head_of, (2, 3, 5)),
-        ("eagle", head_of, (8,)),  # the final state
-        ("medusa", head_of, (8,)),
+        ("speculators_eagle3_input_norm", None, (2, 3, 5)),
+        ("speculators_eagle3_output_norm", None, (2, 3, 5)),
+        ("eagle", None, (8,)),  # the final state
+        ("medusa", None, (8,)),
     ],
 )
-def test_published_heads(name: str, make: Callable[..., Head], taps: tuple[int, ...]) -> None:
+def test_published_heads(name: str, make: Callable[..., Head] | None, taps: tuple[int, ...]) -> None:
     folder = FIXTURES / name
     (key,) = (key for key in load_file(folder / "outputs.safetensors") if key.startswith("logits"))
     check(folder, make, key, taps)

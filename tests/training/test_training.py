@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fakes.heads import opened
 from fakes.tiny_models import LLAMA, TEMPLATE, byte_level_tokenizer, save_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -155,9 +156,9 @@ def test_a_saved_head_drafts_in_the_program_as_in_training(
     spec = ModelSpec("target")
     loaded = load_head(HeadSpec(str(tmp_path), spec), LoadedModel(spec, model, None, 0, "transformers")).head
     for last in (0, 5, len(tokens) - 1 - STEPS):
-        cache, states = loaded.open(), taps[0, : last + 1].unflatten(-1, (len(TAPS), -1))
-        rows = [loaded.start(cache, tokens[1 : last + 2].tolist(), states, 0)]
-        rows += [loaded.step(cache, int(token)) for token in tokens[last + 2 : last + 1 + STEPS]]
+        text, states = opened(loaded), taps[0, : last + 1].unflatten(-1, (len(TAPS), -1))
+        rows = [text.start_rows(tokens[1 : last + 2].tolist(), states, 0)]
+        rows += [text.step(int(token)) for token in tokens[last + 2 : last + 1 + STEPS]]
         for i, row in enumerate(rows):
             logits = unrolled[i][0, last] @ target.rows[head.vocabulary].T
             assert torch.allclose(row[: len(logits)], logits, atol=1e-3), (last, i)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
+from specdemo.drafters.heads.build import head_method
 
-from specdemo.drafters.heads.chain import build_head_drafter
-from specdemo.drafters.method import Method
-
-METHOD = Method(
+METHOD = head_method(
     name="block",
     title="a head on hidden states of the target drafts several tokens in one pass",
     notes="""\
@@ -16,10 +13,4 @@ one token of EAGLE-3. The Markov head of DSpark adds the token before to the log
 chain: tokens are sampled from q and verified by the rule, so the text is exact for any head. It predicts the chance
 that a token is accepted before it is chosen; policy *path* ends the draft by these confidences.
 *DFlash 2602.06036, DSpark 2607.05147.*""",
-    build=partial(build_head_drafter, kind="block"),
-    sampled=True,
-    drafter="head",
-    local_target=True,
-    decoder_only=True,
-    preflight="decoding",
 )

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
+from specdemo.drafters.heads.build import head_method
 
-from specdemo.drafters.heads.chain import build_head_drafter
-from specdemo.drafters.method import Method
-
-METHOD = Method(
+METHOD = head_method(
     name="eagle",
     title="a head on hidden states of the target drafts (EAGLE)",
     notes="""\
@@ -17,10 +14,4 @@ from q over a draft vocabulary and verified by the rule, so the text is exact fo
 percent of a target pass on a CPU, half a pass of a small target on a GPU. With method tree the head drafts the tree of
 EAGLE-2.
 *EAGLE 2401.15077; EAGLE-2 2406.16858; EAGLE-3 2503.01840.*""",
-    build=partial(build_head_drafter, kind="eagle"),
-    sampled=True,
-    drafter="head",
-    local_target=True,
-    decoder_only=True,
-    preflight="decoding",
 )

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
+from specdemo.drafters.heads.build import head_method
 
-from specdemo.drafters.heads.chain import build_head_drafter
-from specdemo.drafters.method import Method
-
-METHOD = Method(
+METHOD = head_method(
     name="medusa",
     title="several heads on one hidden state of the target draft a token each",
     notes="""\
@@ -15,10 +12,4 @@ METHOD = Method(
 it, so a draft needs no drafting steps, and acceptance falls quickly with i. A chain sampled from the heads has a known
 q, so the ordinary rule keeps the text exact; rule typical is the lossy rule of the paper. With method tree the heads
 draft a tree. *Medusa 2401.10774.*""",
-    build=partial(build_head_drafter, kind="medusa"),
-    sampled=True,
-    drafter="head",
-    local_target=True,
-    decoder_only=True,
-    preflight="decoding",
 )

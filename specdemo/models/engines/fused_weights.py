@@ -42,11 +42,11 @@ class FusedWeights(ABC):
 
     @abstractmethod
     def embedding_rows(self, ids: Tensor) -> Tensor:
-        """Return rows of the embedding matrix, see `target_rows.py`."""
+        """Return the rows `[n, width]` of the embedding matrix for the tokens `ids` `[n]`."""
 
     @abstractmethod
     def output_rows(self, ids: Tensor | None) -> Tensor:
-        """Return rows of the output matrix, see `target_rows.py`."""
+        """Return the rows `[n, width]` of the output matrix for the tokens `ids` `[n]`, or all."""
 
     def with_layers(self: Weights, selected: Sequence[int]) -> Weights:
         thin = copy.copy(self)

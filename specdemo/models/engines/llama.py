@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,27 @@ PROMPT_CHUNK = 512  # prompt rows per pass: masks grow with rows times keys
 _MASK_MULTIPLE = 16  # multiple of keys, since CUDA's attention requires aligned mask rows
 
 
+class TorchModel(Protocol):
+    """Interface of a model, or of a drafting head as a model of its layers, with a `LlamaCache`."""
+
+    config: Any
+    device: torch.device
+    dtype: torch.dtype
+    layers: list[Any]
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    graphs: bool  # False after a failed capture
+
+    @property
+    def recordable(self) -> bool:
+        """True if passes can be CUDA graphs."""
+
+    def rotation(self, token_positions: Tensor) -> Tensor:
+        """Return cosines and signed sines, `[2, n, 1, head_dim]`."""
+
+
 @dataclass(frozen=True)
 class PassShape:
     """Buffers of passes over the same number of rows."""
@@ -32,7 +54,7 @@ class PassShape:
 class LlamaCache(Cache):
     """KV cache of a text, with the buffers and recorded passes that refer to its memory."""
 
-    def __init__(self, model: LlamaWeights) -> None:
+    def __init__(self, model: TorchModel) -> None:
         super().__init__()
         self._model, self._recordable = model, model.recordable
         self.recorder = GraphRecorder(model.device)

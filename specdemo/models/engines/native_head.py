@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from specdemo.core.step import Draft
-from specdemo.models.engines.context_tokens import MOST_CONTEXT_TOKENS, ContextTokens
+from specdemo.models.cached_head import CachedHead, Head, StateSource
+from specdemo.models.engines.context_tokens import MOST_CONTEXT_TOKENS
 from specdemo.models.engines.engine import Entry
-from specdemo.models.engines.head import Eagle3Weights, Head, HeadCache
+from specdemo.models.engines.head import HeadWeights
 from specdemo.models.engines.native import NativeEngine
 from specdemo.models.engines.native_cache import BLOCK, NativeCache
 from specdemo.models.engines.native_matrix import FLOAT_FORMATS, Joined, NativeMatrix, WritableMatrix
@@ -35,48 +36,62 @@ FORMS = {
     "int8": ("INT8", "INT8", "Q8_0"),
     "nf4": ("CODE4", "INT8", "Q8_0"),
 }
-
-
 _NO_DRAFT = Draft()
 
 
-class NativeHeadWeights:
-    """Weights of a head as a native model; embeddings and missing output rows are those of `target`."""
+class NativeHead(Head):
+    """EAGLE-3 head as a native model, with the bits of single rows for any number of rows and threads.
 
-    def __init__(self, weights: Eagle3Weights, target: NativeWeights, form: str) -> None:
-        tensors = {name.removesuffix(".weight"): tensor for name, tensor in weights.tensors.items()}
+    Embeddings and missing output rows are those of `target`.
+    """
+
+    kind = "eagle"
+
+    def __init__(self, weights: HeadWeights, target: NativeWeights, form: str = "nf4") -> None:
+        """`form`: a key of `FORMS`. Raises `ValueError` for sizes that contradict each other or those of `target`."""
+        assert weights.layer is not None
+        self.target, self._sizes = target, weights.layer
+        self.taps, self.ids = weights.taps, weights.ids
+        self._replaced = weights.config.enabled("norm_before_residual")
+        self.position_limit, self.width = self._sizes.context, self._sizes.width
+        self.kv_heads, self.head_dim = self._sizes.kv_heads, self._sizes.head_dim
+        self.kv_dtype = torch.float32 if form == "float32" else torch.float16
         (self._layer_format, of_output, of_states), self._buffer = FORMS[form], LargePageBuffer()
         self._kept: list[NativeMatrix | Tensor] = []
-        self._sizes, self._replaced = weights.layer, weights.norm_before_residual
-        self.layers, self.position_limit = [0], weights.layer.context
-        self.kv_heads, self.head_dim = weights.layer.kv_heads, weights.layer.head_dim
-        self.kv_dtype = torch.float32 if form == "float32" else torch.float16
-        self.width = weights.layer.width
-        self._layer = self._decoder_layer({name.removeprefix("midlayer."): x for name, x in tensors.items()})
-        self._stream_norm, self._leave = self._gain(tensors["midlayer.hidden_norm"]), self._gain(tensors["norm"])
+        self.layers: list[Any] = [0]
+        tensors = {name.removesuffix(".weight"): tensor for name, tensor in weights.tensors.items()}
+        self._layer = self._decoder_layer(tensors)
+        self._stream_norm, self._leave = self._gain(tensors["hidden_norm"]), self._gain(tensors["norm"])
         self._fuse = self._matrix(tensors["fc"], of_states)
-        if (rows := tensors.get("lm_head")) is None:
-            rows = target.output_rows(weights.ids)
+        self.extends = "lm_head" not in tensors and weights.ids is not None
+        rows = tensors["lm_head"] if "lm_head" in tensors else target.output_rows(weights.ids)
         self._head = self._matrix(rows, of_output)
-        self.shares_rows = "lm_head" not in tensors
+        if weights.ids is not None and len(weights.ids) != self.outputs:
+            raise ValueError(f"the head has {self.outputs:,} output rows for {len(weights.ids):,} tokens")
         self.embedding_matrix = target.embedding_matrix
-        if "embed_tokens" in tensors:
-            table = tensors["embed_tokens"]
-            self.embedding_matrix = NativeMatrix(
-                Joined([nn.Embedding(len(table), self.width, _weight=table)]), self._buffer
-            )
+        if (table := tensors.get("embed_tokens")) is not None:
+            embedding = nn.Embedding(len(table), self.width, _weight=table)
+            self.embedding_matrix = NativeMatrix(Joined([embedding]), self._buffer)
             self._kept.append(self.embedding_matrix)
+        struct, _references = self.struct(self.kv_dtype)
+        check_model(required_library(), struct)
 
-    def for_text(self) -> NativeHeadWeights:
+    def longest_draft(self, length: int) -> int:
+        return max(0, self.position_limit - length + 2)
+
+    def open(self, target: StateSource) -> NativeCachedHead:
+        return NativeCachedHead(self, target)
+
+    def for_text(self) -> NativeHead:
         """Return a copy with its own output matrix."""
         copied = copy.copy(self)
         copied._head = self._head.extended(MOST_CONTEXT_TOKENS)
         return copied
 
-    def extend(self, rows: Tensor, first: int) -> None:
-        """Store the output rows from `first` on, the last of the matrix."""
-        self._head.outputs = first + len(rows)
-        self._head.write(rows, first)
+    def write_outputs(self, first: int, tokens: Tensor) -> None:
+        """Store the target's output rows of `tokens` from output `first` on, which become the last."""
+        self._head.outputs = first + len(tokens)
+        self._head.write(self.target.output_rows(tokens), first)
 
     @property
     def outputs(self) -> int:
@@ -87,7 +102,7 @@ class NativeHeadWeights:
         return self._head.nbytes
 
     @property
-    def weight_bytes(self) -> int:
+    def weight_bytes(self) -> int:  # type: ignore[override]
         return sum(part.nbytes for part in self._kept)
 
     def rotation(self, count: int) -> tuple[Tensor, Tensor]:
@@ -153,179 +168,105 @@ def _whole_blocks(rows: Tensor, block: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros(-len(rows) % block, rows.shape[1])]).unflatten(0, (-1, block))
 
 
-class NativeHeadCache(NativeCache, HeadCache):
-    """Keys and values of a head, the state of the last row, and output rows of the text."""
+class NativeHeadCache(NativeCache):
+    """Keys and values of a head, and the states that its rows receive."""
 
     def __init__(self, head: NativeHead) -> None:
-        super().__init__(head.model)
-        self.ids = head.ids
-        self.tokens = head.tokens
-        self._static_count = len(head.tokens)
-        self._context, self.engine = ContextTokens(head.static), head.engine
-        self._target: NativeWeights | None = None
-        if head.extends:
-            self._model, self._target = head.model.for_text(), head.target
-            self.engine = NativeEngine(self._model)
-            self._extended_tokens = pad(head.tokens, (0, MOST_CONTEXT_TOKENS))
-            self._extended_ids = self._extended_tokens.to(torch.int64)
-        self.end = 0  # includes draft rows
-        self.given: tuple[Tensor, int] | None = None  # states of the target during `start`, and their first row
-        self._own_state = torch.zeros(head.model.width, dtype=torch.float32)
-        self._own_address = self._own_state.data_ptr()
-
-    @property
-    def reserved_bytes(self) -> int:
-        return super().reserved_bytes + (self._model.output_bytes if self._target else 0)
-
-    def extend(self, following: Sequence[int], held: int) -> None:
-        """Add the tokens that follow position `held` and the target's output rows."""
-        if self._target is None:
-            return
-        before = len(self._context.tokens)
-        unchanged = self._context.update(following, held)
-        if before == unchanged == len(self._context.tokens):
-            return
-        added = torch.tensor(self._context.tokens[unchanged:], dtype=torch.int64)
-        first = self._static_count + unchanged
-        end = first + len(added)
-        if unchanged < before:
-            self._extended_ids = self._extended_ids.clone()  # earlier drafts refer to it
-        self._extended_ids[first:end] = added
-        self._extended_tokens[first:end] = added
-        self.ids = self._extended_ids[:end]
-        self.tokens = self._extended_tokens[:end]
-        self._model.extend(self._target.output_rows(added), first)
-        self.engine.update_outputs()
+        super().__init__(head)
+        self.target_states: tuple[Tensor, int] | None = None  # with their first row; None: the next row is a draft row
+        self.own_state = torch.zeros(head.width, dtype=torch.float32)
+        self._own_address = self.own_state.data_ptr()
 
     def describe(self, text: TextStruct) -> None:
         super().describe(text)
         text.own_state = self._own_address
-        if self.given:
-            states, first = self.given
+        text.target_states = None
+        if self.target_states:
+            states, first = self.target_states
             text.target_states = states.data_ptr() + (text.held - first) * states.stride(0) * states.element_size()
-        else:
-            text.target_states = None
-
-    def draft_rows(self) -> tuple[Tensor, Tensor, int]:
-        return self._draft_blocks(self.end).clone(), self._own_state.clone(), self.end
-
-    def restore(self, rows: tuple[Tensor, Tensor, int]) -> None:
-        blocks, state, self.end = rows
-        self._draft_blocks(self.end).copy_(blocks)
-        self._own_state.copy_(state)
-
-    def _draft_blocks(self, end: int) -> Tensor:
-        """Return the blocks of keys and values of the draft rows up to `end`."""
-        return self.kv[..., self.length - self.length % BLOCK : end + -end % BLOCK, :]
-
-    def keep(self, length: int, slots: Sequence[int] = ()) -> None:
-        super().keep(length, slots)
-        self.end = length
 
     def clear(self) -> None:
         super().clear()
-        self._own_state.zero_()
-        self.extend([], -1)
-        self.end = 0
+        self.target_states = None
+        self.own_state.zero_()
 
 
-class NativeHead(Head):
-    """EAGLE-3 head in C, with the bits of single rows for any number of rows and threads."""
+class NativeCachedHead(CachedHead):
+    """Native head of a text, with the output rows of its tokens."""
 
-    kind = "eagle"
+    cache: NativeHeadCache
 
-    def __init__(self, weights: Eagle3Weights, target: NativeWeights, form: str = "nf4") -> None:
-        """`form`: a key of `FORMS`. Raises `ValueError` for sizes that contradict each other or those of `target`."""
-        self.taps, self.ids = weights.taps, weights.ids
-        self._context = weights.layer.context
-        self.model, self.target = NativeHeadWeights(weights, target, form), target
-        self.weight_bytes = self.model.weight_bytes
-        self._states_shape = len(weights.taps), self.model.width
-        self.engine = NativeEngine(self.model)
-        self.extends = self.model.shares_rows and weights.ids is not None
-        self.static = frozenset(() if weights.ids is None else weights.ids.tolist())
-        count = self.model.outputs
-        self.tokens = (torch.arange(count) if weights.ids is None else weights.ids).to(torch.int32)
-        if len(self.tokens) != count:
-            raise ValueError(f"the head has {count:,} output rows for {len(self.tokens):,} tokens")
-        struct, _references = self.model.struct(self.model.kv_dtype)
-        check_model(required_library(), struct)
+    def __init__(self, head: NativeHead, target: StateSource) -> None:
+        super().__init__(head, target, NativeHeadCache(head))
+        self._model = head.for_text() if head.extends else head
+        self._engine, self._states_shape = NativeEngine(self._model), (len(head.taps), head.width)
+        self._end = 0  # rows, including draft rows
+        ids = torch.arange(head.outputs) if head.ids is None else head.ids
+        self._extended_tokens = pad(ids.to(torch.int32), (0, MOST_CONTEXT_TOKENS))
+        self._tokens = self._extended_tokens[: head.outputs]
 
-    def longest_draft(self, length: int) -> int:
-        return max(0, self._context - length + 2)
+    def expect(self) -> None:
+        self._engine.expect(self.cache)
 
-    def open(self) -> NativeHeadCache:
-        cache = NativeHeadCache(self)
-        cache.threads = torch.get_num_threads()
-        return cache
-
-    def expect(self, cache: HeadCache) -> None:
-        assert isinstance(cache, NativeHeadCache)
-        cache.engine.expect(cache)
-
-    def start(self, cache: HeadCache, following: list[int], states: Tensor, held: int) -> Tensor:
-        assert isinstance(cache, NativeHeadCache)
-        following, states, held = self._catch_up(cache, following, states, held)
-        self._give(cache, states, following, held)
-        try:
-            (logits,) = cache.engine.run([Entry(cache, following, held, _NO_DRAFT)])
-        finally:
-            cache.given = None
-        cache.keep(held + len(following))
+    def start_rows(self, following: list[int], states: Tensor, held: int) -> Tensor:
+        self._receive(following, states, held)
+        (logits,) = self._engine.run([Entry(self.cache, following, held, _NO_DRAFT)])
+        self._end = self.cache.length
         return logits[-1]
 
-    def step(self, cache: HeadCache, token: int) -> Tensor:
-        assert isinstance(cache, NativeHeadCache)
-        committed, end = cache.length, cache.end
-        (logits,) = cache.engine.run([Entry(cache, [token], end, _NO_DRAFT)])
-        cache.length, cache.end = committed, end + 1
+    def step(self, token: int) -> Tensor:
+        committed, self.cache.target_states = self.cache.length, None
+        (logits,) = self._engine.run([Entry(self.cache, [token], self._end, _NO_DRAFT)])
+        self.cache.length, self._end = committed, self._end + 1
         return logits[0]
 
     def sample_chain(
-        self,
-        cache: HeadCache,
-        following: list[int],
-        states: Tensor,
-        held: int,
-        sampler: ChainSampler,
-        count: int,
-        threshold: float,
+        self, tokens: Sequence[int], sampler: ChainSampler, count: int, threshold: float
     ) -> list[int] | None:
-        assert isinstance(cache, NativeHeadCache)
-        following, states, held = self._catch_up(cache, following, states, held)
-        self._give(cache, states, following, held)
-        try:
-            tokens = cache.engine.sample_chain(cache, following, held, count, sampler, cache.tokens, threshold)
-        finally:
-            cache.given = None
-        if tokens is not None:
-            sampler.ids = cache.ids
-            end = cache.length
-            cache.keep(held + len(following))
-            cache.end = end
-        return tokens
+        def run(following: list[int], states: Tensor, held: int) -> list[int] | None:
+            self._receive(following, states, held)
+            if (many := len(following) - 1) >= CHAIN_ROWS:
+                self._engine.fill(self.cache, following[:many], held)
+                following, held = following[many:], held + many
+            drafted = self._engine.sample_chain(self.cache, following, held, count, sampler, self._tokens, threshold)
+            if drafted is not None:
+                sampler.ids = self.ids
+                self._end = self.cache.length
+                self.cache.length = held + len(following)
+            return drafted
 
-    def _catch_up(
-        self, cache: NativeHeadCache, following: list[int], states: Tensor, held: int
-    ) -> tuple[list[int], Tensor, int]:
-        """Add all but the last of many rows; return the rest."""
-        if (many := len(following) - 1) < CHAIN_ROWS:
-            return following, states, held
-        self._give(cache, states[:many], following[:many], held)
-        try:
-            cache.engine.fill(cache, following[:many], held)
-        finally:
-            cache.given = None
-        cache.keep(held + many)
-        return following[many:], states[many:], held + many
+        return self._added(tokens, run)
 
-    def _give(self, cache: NativeHeadCache, states: Tensor, following: Sequence[int], held: int) -> None:
-        rows = len(following)
-        if not rows or states.shape != (rows, *self._states_shape):
-            raise ValueError(f"states {tuple(states.shape)} are not those of {rows} rows")
-        if not 0 <= held <= cache.length:
-            raise ValueError(f"row {held} does not follow the {cache.length} rows of the cache")
+    def draft_rows(self) -> tuple[int, Tensor, Tensor]:
+        return self._end, self.cache.own_state.clone(), self._draft_blocks(self._end).clone()
+
+    def restore(self, rows: tuple[int, Tensor, Tensor]) -> None:
+        self._end, state, blocks = rows
+        self.cache.own_state.copy_(state)
+        self._draft_blocks(self._end).copy_(blocks)
+
+    @property
+    def reserved_bytes(self) -> int:
+        return super().reserved_bytes + (self._model.output_bytes if self.head.extends else 0)
+
+    def _draft_blocks(self, end: int) -> Tensor:
+        """Return the blocks of keys and values of the draft rows up to `end`."""
+        first = self.cache.length
+        return self.cache.kv[..., first - first % BLOCK : end + -end % BLOCK, :]
+
+    def _write_outputs(self, first: int, tokens: Tensor) -> None:
+        self._extended_tokens[first : first + len(tokens)] = tokens
+        self._tokens = self._extended_tokens[: first + len(tokens)]
+        self._model.write_outputs(first, tokens)
+        self._engine.update_outputs()
+
+    def _receive(self, following: list[int], states: Tensor, held: int) -> None:
+        """Set the target's states for the rows of `following`."""
+        if not following or states.shape != (len(following), *self._states_shape):
+            raise ValueError(f"states {tuple(states.shape)} are not those of {len(following)} rows")
+        if not 0 <= held <= self.cache.length:
+            raise ValueError(f"row {held} does not follow the {self.cache.length} rows of the cache")
         if states.dtype is not torch.float32 or not states.is_contiguous():
             states = states.float().contiguous()
-        cache.given = states, held
-        cache.extend(following, held)
+        self.cache.target_states = states, held
+        self._extend(following, held)

@@ -1,334 +1,297 @@
-"""Drafting heads of a single layer in torch, on any device.
-
-Only the last row of a pass has logits or a successor that receives its state, so all others need no queries.
-"""
+"""Drafting heads in torch, on any device."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdemo.models.engines.context_tokens import ContextTokens
-from specdemo.models.engines.cuda_graphs import GraphRecorder, Recording, graph_bytes
-from specdemo.models.engines.engine import FIRST_CAPACITY
-from specdemo.models.engines.head import DFlashWeights, Eagle3Weights, EagleWeights, Head, HeadCache
+from specdemo.models.cached_head import CachedHead, Head, StateSource
+from specdemo.models.engines.cuda_graphs import Recording
+from specdemo.models.engines.fused_weights import FusedWeights
+from specdemo.models.engines.head import HeadWeights
+from specdemo.models.engines.llama import LlamaCache
 from specdemo.models.engines.llama_weights import LlamaWeights
-from specdemo.models.engines.target_rows import embedding_rows, output_rows
 from specdemo.models.threads import torch_threads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from specdemo.models.engines.fused_weights import FusedWeights
-
-LayerWeights: TypeAlias = EagleWeights | Eagle3Weights | DFlashWeights
+TargetModel: TypeAlias = "PreTrainedModel | FusedWeights"
 
 HEAD_CHUNK = 512  # committed rows per pass
 
 
-def grown(kv: Tensor, count: int) -> Tensor:
-    """Return a copy with `count` further positions; overwrite `kv`."""
-    copied = F.pad(kv, (0, 0, 0, count))
-    kv.zero_()
-    return copied
+class TorchHead(Head):
+    """Tensors of a head of `target`, and their operations; a model of the head's layers for its cache."""
 
+    width = heads = kv_heads = head_dim = 0
+    recordable = graphs = False
 
-class TorchHeadCache(HeadCache):
-    """Keys and values `[2, kv_heads, capacity, head_dim]`, and the state of the last row."""
-
-    def __init__(self, head: SingleLayerHead) -> None:
-        layer = head.layer
-        self.kv = torch.empty(2, layer.kv_heads, 0, layer.head_dim, dtype=head.dtype, device=head.device)
-        self.state = torch.empty(0)
-        self.ids, self.context = head.ids, ContextTokens(head.static)
-        self.context_rows = torch.empty(0, layer.width, dtype=head.dtype, device=head.device)
-        self.length = self.end = 0  # `end`: with draft rows
-        self.threads = torch.get_num_threads()
-        self.recorder = GraphRecorder(head.device)
-
-    def draft_rows(self) -> tuple[Tensor, Tensor]:
-        return self.kv[:, :, self.length : self.end].clone(), self.state
-
-    @torch.inference_mode()
-    def restore(self, rows: tuple[Tensor, Tensor]) -> None:
-        keys_and_values, self.state = rows
-        self.end = self.length + keys_and_values.shape[2]
-        self.kv[:, :, self.length : self.end] = keys_and_values
-
-    def keep(self, length: int) -> None:
-        self.length = self.end = length
-
-    @torch.inference_mode()
-    def clear(self) -> None:
-        self.kv.zero_()
-        self.state.zero_()
-        self.context.update([], -1)
-        self.context_rows = self.context_rows.zero_()[:0]
-        self.drop_recordings()
-        self.keep(0)
+    def __init__(self, weights: HeadWeights, target: TargetModel) -> None:
+        self.target, self.config = target, target.config.get_text_config()
+        self.device = target.device
+        self.dtype = torch.float32 if self.device.type == "cpu" else target.dtype
+        self.taps, self.extends = weights.taps, False
+        self.ids = None if weights.ids is None else weights.ids.to(self.device)
+        self.tensors = {name: tensor.to(self.device, self.dtype) for name, tensor in weights.tensors.items()}
+        self.layers: list[Any] = []
+        if weights.layer is not None:
+            self.layer = weights.layer
+            self.width, self.head_dim = self.layer.width, self.layer.head_dim
+            self.heads, self.kv_heads = self.layer.heads, self.layer.kv_heads
 
     @property
-    def kv_bytes(self) -> int:
-        return self.kv[:, :, : self.length].numel() * self.kv.element_size()
+    def weight_bytes(self) -> int:  # type: ignore[override]
+        sizes = {tensor.data_ptr(): tensor.nbytes for tensor in self.tensors.values()}
+        return sum(sizes.values())
+
+    def open(self, target: StateSource) -> TorchCachedHead:
+        return TorchCachedHead(self, target)
+
+    @abstractmethod
+    def fused(self, states: Tensor) -> Tensor:
+        """Return committed rows `[n, width]` for the target's states `[n, taps, width]`."""
+
+    @abstractmethod
+    def forward(self, text: TorchCachedHead, rows: Tensor, following: list[int]) -> Tensor:
+        """Add `rows`, which the tokens `following` follow, after `text.end` rows; return the state of the last row."""
+
+    @abstractmethod
+    def logits(self, text: TorchCachedHead, token: int) -> Tensor:
+        """Return the logits `[size]` after the last row of `text` and its `token`."""
+
+    def draft(self, text: TorchCachedHead, token: int) -> Tensor:
+        """Add a draft row, which receives the state of the row before; return its state."""
+        return self.forward(text, text.state, [token])
+
+    def record(self, text: TorchCachedHead) -> Recording | None:
+        """Return the recorded pass of a draft row, if passes can be recorded."""
+        return None
+
+    def rotation(self, token_positions: Tensor) -> Tensor:
+        """Return cosines and signed sines `[2, n, 1, head_dim]`."""
+        cosines, sines = (table.to(self.device) for table in self.layer.rotation(len(token_positions)))
+        return torch.stack((torch.cat((cosines, cosines), -1), torch.cat((-sines, sines), -1)))[:, :, None]
+
+    def output_rows(self, ids: Tensor | None) -> Tensor:
+        """Return the target's output rows `[n, width]` of the tokens `ids` `[n]`; None: all."""
+        if isinstance(self.target, FusedWeights):
+            return self.target.output_rows(ids).to(self.dtype)
+        head = self.target.get_output_embeddings()
+        rows = head.weight
+        if rows is None:  # a packed layer
+            rows = head(torch.eye(self.config.hidden_size, dtype=self.target.dtype)).T
+        return (rows if ids is None else F.embedding(ids, rows)).to(self.dtype)
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """Return the embeddings `[n, width]` of the tokens `ids` `[n]`, the target's without own ones."""
+        if "embed_tokens.weight" in self.tensors:
+            return F.embedding(ids, self.tensors["embed_tokens.weight"])
+        if isinstance(self.target, FusedWeights):
+            return self.target.embedding_rows(ids).to(self.dtype)
+        embeddings: Any = self.target.get_input_embeddings()
+        return F.embedding(ids, embeddings.weight).to(self.dtype)
+
+    def linear(self, name: str, rows: Tensor) -> Tensor:
+        return F.linear(rows, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
+
+    def norm(self, name: str, rows: Tensor) -> Tensor:
+        return F.rms_norm(rows, rows.shape[-1:], self.tensors[f"{name}.weight"], self.layer.epsilon)
+
+    def projected(self, name: str, rows: Tensor) -> Tensor:
+        """Return the queries, keys or values `[n, heads, head_dim]` of rows."""
+        return self.linear(f"{name}_proj", rows).unflatten(-1, (-1, self.head_dim))
+
+    def rotated(self, heads: Tensor, angles: Tensor) -> Tensor:
+        """Rotate `[n, heads, head_dim]` by `angles` `[2, n, 1, head_dim]` (RoPE, 2104.09864)."""
+        return (heads * angles[0] + heads.roll(self.head_dim // 2, -1) * angles[1]).to(heads.dtype)
+
+    def layer_output(self, prefix: str, residuals: Tensor, mixed: Tensor) -> Tensor:
+        """Return the rows `[n, width]` that leave a layer after attention `[n, heads, head_dim]`."""
+        rows = residuals + self.linear(f"{prefix}self_attn.o_proj", mixed.flatten(1))
+        inner = self.norm(f"{prefix}post_attention_layernorm", rows)
+        gated = F.silu(self.linear(f"{prefix}mlp.gate_proj", inner)) * self.linear(f"{prefix}mlp.up_proj", inner)
+        return rows + self.linear(f"{prefix}mlp.down_proj", gated)
+
+
+class TorchCachedHead(CachedHead):
+    """Keys and values of a text, the state of its last row, and output rows of its tokens."""
+
+    cache: LlamaCache
+    head: TorchHead
+
+    def __init__(self, head: TorchHead, target: StateSource) -> None:
+        super().__init__(head, target, LlamaCache(head))
+        self.state = torch.empty(0)
+        self.outputs = torch.empty(0, head.width, dtype=head.dtype, device=head.device)
+        self.end = 0  # rows, including draft rows
+
+    @property
+    def drafted(self) -> int:
+        """Number of draft rows."""
+        return self.end - self.cache.length
+
+    @torch.inference_mode()
+    def start_rows(self, following: list[int], states: Tensor, held: int) -> Tensor:
+        head = self.head
+        with torch_threads(self.cache.threads):
+            self.keep(held)
+            for first in range(0, len(following), HEAD_CHUNK):
+                last = first + HEAD_CHUNK
+                rows = head.fused(states[first:last].to(head.device, head.dtype))
+                self.state = head.forward(self, rows, following[first:last])
+                self.keep(self.end + len(rows))
+            self._extend(following, held)
+            return head.logits(self, following[-1])
+
+    @torch.inference_mode()
+    def step(self, token: int) -> Tensor:
+        with torch_threads(self.cache.threads):
+            self.state = self.head.draft(self, token)
+            self.end += 1
+            return self.head.logits(self, token)
+
+    def keep(self, length: int) -> None:
+        """Keep the first `length` committed rows."""
+        self.cache.keep(length)
+        self.end = length
+
+    def reserve(self, end: int) -> None:
+        """Allocate rows up to `end`, which are written from now on."""
+        self.cache.reserve(end)
+        self.cache.written = max(self.cache.written, end)
+
+    def draft_rows(self) -> tuple[int, Tensor, Tensor]:
+        return self.end, self.state, self.cache.kv[:, :, self.cache.length : self.end].clone()
+
+    @torch.inference_mode()
+    def restore(self, rows: tuple[int, Tensor, Tensor]) -> None:
+        self.end, self.state, keys_and_values = rows
+        self.cache.kv[:, :, self.cache.length : self.end] = keys_and_values
 
     @property
     def reserved_bytes(self) -> int:
-        graphs = graph_bytes(len(self.recorder.recordings), self.kv.shape[1] * self.kv.shape[3], self.kv.itemsize)
-        return self.kv.nbytes + self.context_rows.untyped_storage().nbytes() + graphs
+        return super().reserved_bytes + self.outputs.untyped_storage().nbytes()
 
-    def drop_recordings(self) -> None:
-        self.recorder.recordings.clear()
+    @torch.inference_mode()
+    def prepare(self, end: int) -> None:
+        if self.cache.records:
+            self.cache.reserve(end)
+            self.head.record(self)
 
-    def reserve(self, end: int) -> None:
-        if end > (capacity := self.kv.shape[2]):
-            self.kv = grown(self.kv, max(FIRST_CAPACITY, capacity, end - capacity))
-            self.drop_recordings()
+    @torch.inference_mode()
+    def close(self) -> None:
+        self.state.zero_()
+        self.outputs.zero_()
+        self.drop_recordings()
+        super().close()
+        self.end = 0
 
-    def append(self, keys_and_values: Tensor) -> Tensor:
-        end = self.end + keys_and_values.shape[2]
-        self.reserve(end)
-        self.kv[:, :, self.end : end] = keys_and_values
-        self.end = end
-        return self.kv[:, :, :end]
-
-
-class TorchHead(Head):
-    """Tensors of a head of `model` without the prefix `layer_name`, and their operations."""
-
-    layer_name: str
-
-    def __init__(self, weights: LayerWeights, model: PreTrainedModel | FusedWeights) -> None:
-        self.layer, self._model = weights.layer, model
-        self.device = model.device
-        self.dtype = torch.float32 if self.device.type == "cpu" else model.dtype
-        self.taps = weights.taps
-        self.ids = None if weights.ids is None else weights.ids.to(self.device)
-        tensors = {
-            name.removeprefix(self.layer_name): tensor.to(self.device, self.dtype)
-            for name, tensor in weights.tensors.items()
-        }
-        for name in [name for name in tensors if "self_attn.k_proj." in name]:
-            keys_and_values = [tensors.pop(name), tensors.pop(name.replace("k_proj", "v_proj"))]
-            tensors[name.replace("k_proj", "kv_proj")] = torch.cat(keys_and_values)
-        self._shares_rows = "lm_head.weight" not in tensors
-        if self._shares_rows:
-            tensors["lm_head.weight"] = output_rows(model, self.ids).to(self.dtype)
-        self._tensors: Mapping[str, Tensor] = tensors
-        self.weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        self._angles = self.layer.rotation(0)
-
-    def _heads(self, name: str, rows: Tensor) -> Tensor:
-        return self._linear(name, rows).unflatten(-1, (-1, self.layer.head_dim)).transpose(0, 1)
-
-    def _embedded(self, ids: Tensor) -> Tensor:
-        own = self._tensors.get("embed_tokens.weight")
-        return embedding_rows(self._model, ids).to(self.dtype) if own is None else F.embedding(ids, own)
-
-    def _linear(self, name: str, rows: Tensor) -> Tensor:
-        return F.linear(rows, self._tensors[f"{name}.weight"], self._tensors.get(f"{name}.bias"))
-
-    def _norm(self, name: str, rows: Tensor) -> Tensor:
-        scaled = F.rms_norm(rows.float(), rows.shape[-1:], None, self.layer.epsilon)
-        return scaled.to(self.dtype) * self._tensors[f"{name}.weight"]
-
-    def _layer_output(self, prefix: str, residuals: Tensor, mixed: Tensor) -> Tensor:
-        """Return the rows `[n, width]` after attention `[1, heads, n, head_dim]`."""
-        rows = residuals + self._linear(f"{prefix}self_attn.o_proj", mixed[0].transpose(0, 1).flatten(1))
-        inner = self._norm(f"{prefix}post_attention_layernorm", rows)
-        gated = F.silu(self._linear(f"{prefix}mlp.gate_proj", inner)) * self._linear(f"{prefix}mlp.up_proj", inner)
-        return rows + self._linear(f"{prefix}mlp.down_proj", gated)
-
-    def _rotated(self, heads: Tensor, first: int) -> Tensor:
-        end = first + heads.shape[1]
-        if end > len(self._angles[0]):
-            cosines, sines = self.layer.rotation(min(self.layer.context, max(FIRST_CAPACITY, 2 * end)))
-            self._angles = cosines.to(self.device), sines.to(self.device)
-        return self._turned(heads, *(angles[first:end] for angles in self._angles))
-
-    def _turned(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        left, right = heads.float().chunk(2, -1)
-        return torch.cat([left * cos - right * sin, right * cos + left * sin], -1).to(heads.dtype)
+    def _write_outputs(self, first: int, tokens: Tensor) -> None:
+        assert self.ids is not None and self.head.ids is not None
+        before = self.outputs[: first - len(self.head.ids)]
+        self.outputs = torch.cat([before, self.head.output_rows(tokens)])
 
 
 class SingleLayerHead(TorchHead):
-    """Base class of heads with a decoder layer."""
+    """Base class of heads with a decoder layer, whose draft rows receive the state of the row before.
+
+    Only the last row of a pass has logits or a successor that receives its state, so all others need no queries.
+    """
 
     kind = "eagle"
 
-    def __init__(self, weights: EagleWeights | Eagle3Weights, model: PreTrainedModel | FusedWeights) -> None:
-        super().__init__(weights, model)
-        self._extends = self._shares_rows and self.ids is not None
-        self._recordable = isinstance(model, LlamaWeights) and model.recordable
-        self.static = frozenset(() if self.ids is None else self.ids.tolist())
+    def __init__(self, weights: HeadWeights, target: TargetModel) -> None:
+        super().__init__(weights, target)
+        self.layers = [0]
+        if "lm_head.weight" not in self.tensors:
+            self.extends = self.ids is not None
+            self.tensors["lm_head.weight"] = self.output_rows(self.ids)
+        self.recordable = isinstance(target, LlamaWeights) and target.recordable
+        self._capture_failed = False
+
+    @property
+    def graphs(self) -> bool:  # type: ignore[override]
+        return not self._capture_failed and isinstance(self.target, LlamaWeights) and self.target.graphs
 
     def longest_draft(self, length: int) -> int:
         return max(0, self.layer.context - length + 2)
 
-    def open(self) -> TorchHeadCache:
-        return TorchHeadCache(self)
+    @abstractmethod
+    def combined(self, rows: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the residuals `[n, width]` and the input of attention for rows and next tokens."""
 
-    @torch.inference_mode()
-    def start(self, cache: HeadCache, following: list[int], states: Tensor, held: int) -> Tensor:
-        assert isinstance(cache, TorchHeadCache)
-        with torch_threads(cache.threads):
-            cache.keep(held)
-            for first in range(0, len(following), HEAD_CHUNK):
-                last = first + HEAD_CHUNK
-                rows = self._entered(states[first:last].to(self.device, self.dtype))
-                cache.state = self._pass(cache, rows, following[first:last])
-            cache.length = cache.end
-            self._extend(cache, following, held)
-            return self._logits(cache)
+    def next_state(self, residuals: Tensor, mixed: Tensor) -> Tensor:
+        """Return the state after attention that the next row receives."""
+        return self.layer_output("", residuals, mixed)
 
-    @torch.inference_mode()
-    def step(self, cache: HeadCache, token: int) -> Tensor:
-        assert isinstance(cache, TorchHeadCache)
-        with torch_threads(cache.threads):
-            recording = self._recording(cache)
-            if recording is None:
-                cache.state = self._pass(cache, cache.state, [token])
-            else:
-                ids, row, position = recording.inputs[:3]
-                ids.fill_(token), row.copy_(cache.state), position.fill_(cache.end)
-                cache.state, cache.end = recording.replay().clone(), cache.end + 1
-            return self._logits(cache)
+    def output_input(self, state: Tensor) -> Tensor:
+        """Return the input `[1, width]` of the output matrix."""
+        return state
 
-    @torch.inference_mode()
-    def prepare(self, cache: HeadCache, end: int) -> None:
-        if self._recordable and isinstance(cache, TorchHeadCache):
-            cache.reserve(min(end, self.layer.context))
-            self._recording(cache)
+    def forward(self, text: TorchCachedHead, rows: Tensor, following: list[int]) -> Tensor:
+        end = text.end + len(following)
+        text.reserve(end)
+        positions = torch.arange(text.end, end, device=self.device)
+        ids = torch.tensor(following, device=self.device)
+        return self._pass(text.cache.kv[0, :, :end], rows, ids, positions, text.cache.angles)
 
-    def _recording(self, cache: TorchHeadCache) -> Recording | None:
-        """Return the recorded pass of a draft row, if possible."""
-        model = self._model
-        if not self._recordable or not isinstance(model, LlamaWeights) or not model.graphs:
+    def draft(self, text: TorchCachedHead, token: int) -> Tensor:
+        recording = self.record(text)
+        if recording is None:
+            return self.forward(text, text.state, [token])
+        ids, row, position = recording.inputs
+        ids.fill_(token)
+        row.copy_(text.state)
+        position.fill_(text.end)
+        return recording.replay().clone()
+
+    def logits(self, text: TorchCachedHead, token: int) -> Tensor:
+        inputs = self.output_input(text.state)
+        return torch.cat([self.linear("lm_head", inputs), F.linear(inputs, text.outputs)], -1)[0]
+
+    def _pass(
+        self, kv: Tensor, rows: Tensor, ids: Tensor, positions: Tensor, angles: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        """Write keys and values `[2 * kv_heads, n, head_dim]` at `positions`; return the state of the last row."""
+        residuals, inputs = self.combined(rows, self.embedded(ids))
+        angles = angles.index_select(1, positions)
+        keys = self.rotated(self.projected("self_attn.k", inputs), angles)
+        added = torch.cat((keys, self.projected("self_attn.v", inputs)), 1)
+        kv.index_copy_(1, positions, added.transpose(0, 1))
+        query = self.rotated(self.projected("self_attn.q", inputs[-1:]), angles[:, -1:])
+        grouped = query.view(1, self.kv_heads, -1, self.head_dim)  # query heads become rows
+        stored_keys, stored_values = kv[None].chunk(2, 1)
+        mixed = F.scaled_dot_product_attention(grouped, stored_keys, stored_values, attn_mask=mask)
+        return self.next_state(residuals[-1:], mixed.reshape(1, self.heads, self.head_dim))
+
+    def record(self, text: TorchCachedHead) -> Recording | None:
+        cache = text.cache
+        if not cache.records:
             return None
-        if cache.end >= self.layer.context:
-            return None
-        cache.reserve(cache.end + 1)
-        if recording := cache.recorder.recording(1, cache.kv.shape[2]):
+        text.reserve(text.end + 1)
+        key = 1, cache.capacity
+        if recording := cache.recorder.recording(*key):
             return recording
-        inputs = self._step_inputs(cache)
+        columns = torch.arange(cache.capacity, device=self.device)
+        position = columns[text.end : text.end + 1].clone()
+        ids = torch.zeros_like(position)
+        row = torch.zeros(1, self.width, dtype=self.dtype, device=self.device)
+
+        def draft_row() -> Tensor:
+            return self._pass(cache.kv[0], row, ids, position, cache.angles, (columns <= position)[None])
+
         try:
-            replay = cache.recorder.record(partial(self._step, cache.kv, *inputs))
+            replay = cache.recorder.record(draft_row)
         except RuntimeError:  # memory is insufficient, or a kernel cannot be captured
             cache.drop_recordings()
-            self._recordable = False
+            self._capture_failed = True
             return None
         if replay is None:
             return None
-        cache.recorder.recordings[1, cache.kv.shape[2]] = recording = Recording(inputs, replay)
+        cache.recorder.recordings[key] = recording = Recording((ids, row, position), replay)
         return recording
-
-    def _step_inputs(self, cache: TorchHeadCache) -> tuple[Tensor, ...]:
-        """Return buffers of a token id, the row before and its position behind the text, and constants."""
-        columns = torch.arange(cache.kv.shape[2], device=self.device)
-        position = columns[cache.end : cache.end + 1].clone()
-        angles = (x.to(self.device) for x in self.layer.rotation(min(self.layer.context, cache.kv.shape[2])))
-        row = torch.zeros(1, self.layer.width, dtype=self.dtype, device=self.device)
-        return torch.zeros_like(position), row, position, columns, *angles
-
-    def _step(
-        self, kv: Tensor, ids: Tensor, row: Tensor, position: Tensor, columns: Tensor, cosines: Tensor, sines: Tensor
-    ) -> Tensor:
-        """Pass a draft row at `position`."""
-        angles = cosines.index_select(0, position), sines.index_select(0, position)
-        residuals, inputs = self._combined(row, self._embedded(ids))
-        keys, values = self._heads("self_attn.kv_proj", inputs).chunk(2)
-        kv.index_copy_(2, position, torch.stack((self._turned(keys, *angles), values)))
-        query = self._turned(self._heads("self_attn.q_proj", inputs), *angles)
-        grouped = query.view(1, len(keys), -1, query.shape[-1])  # query heads become rows
-        mixed = F.scaled_dot_product_attention(grouped, kv[:1], kv[1:], attn_mask=(columns <= position)[None])
-        return self._next_state(residuals, mixed.view(1, *query.shape))
-
-    def _extend(self, cache: TorchHeadCache, following: list[int], held: int) -> None:
-        """Add the tokens of the text and the target's output rows."""
-        if not self._extends or self.ids is None:
-            return
-        unchanged = cache.context.update(following, held)
-        tokens = torch.tensor(cache.context.tokens, dtype=torch.int64, device=self.device)
-        rows = output_rows(self._model, tokens[unchanged:]).to(self.dtype)
-        cache.context_rows = torch.cat([cache.context_rows[:unchanged], rows])
-        cache.ids = torch.cat([self.ids, tokens])
-
-    def _logits(self, cache: TorchHeadCache) -> Tensor:
-        state = self._left(cache.state)
-        return torch.cat([self._linear("lm_head", state), F.linear(state, cache.context_rows)], -1)[0]
-
-    @abstractmethod
-    def _entered(self, states: Tensor) -> Tensor:
-        """Return the rows `[n, width]` of the target's states `[n, taps, width]`."""
-
-    @abstractmethod
-    def _combined(self, rows: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the residuals `[n, width]` and the input of attention for rows and next tokens."""
-
-    def _left(self, row: Tensor) -> Tensor:
-        """Return the input of the output matrix for a row `[1, width]`."""
-        return row
-
-    def _pass(self, cache: TorchHeadCache, rows: Tensor, following: list[int]) -> Tensor:
-        first, end = cache.end, cache.end + len(following)
-        if end > self.layer.context:
-            raise ValueError(f"the head has {self.layer.context:,} positions")
-        residuals, columns = self._combined(rows, self._embedded(torch.tensor(following, device=self.device)))
-        keys, values = self._heads("self_attn.kv_proj", columns).chunk(2)
-        keys, values = cache.append(torch.stack((self._rotated(keys, first), values)))
-        query = self._rotated(self._heads("self_attn.q_proj", columns[-1:]), end - 1)
-        mixed = F.scaled_dot_product_attention(query[None], keys[None], values[None], enable_gqa=True)
-        return self._next_state(residuals[-1:], mixed)
-
-    def _next_state(self, residuals: Tensor, mixed: Tensor) -> Tensor:
-        """Return the state after attention that the next row receives."""
-        return self._layer_output("", residuals, mixed)
-
-
-class TorchEagle(SingleLayerHead):
-    """EAGLE-1/2: the layer predicts the target's next final state (2401.15077)."""
-
-    layer_name = "layers.0."
-
-    def _entered(self, states: Tensor) -> Tensor:
-        return states[:, 0]
-
-    def _combined(self, rows: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        joined = self._linear("fc", torch.cat([embedded, rows], -1))
-        return joined, joined
-
-
-class TorchEagle3(SingleLayerHead):
-    """EAGLE-3: the layer reads fused states of several layers of the target (2503.01840)."""
-
-    layer_name = "midlayer."
-
-    def __init__(self, weights: Eagle3Weights, model: PreTrainedModel | FusedWeights) -> None:
-        super().__init__(weights, model)
-        self._norm_before_residual, self._norm_output = weights.norm_before_residual, weights.norm_output
-
-    def _entered(self, states: Tensor) -> Tensor:
-        rows = states.flatten(1)
-        if "input_norm.weight" in self._tensors:
-            rows = self._norm("input_norm", rows)
-        if "fc_norm.0.weight" in self._tensors:
-            parts = rows.chunk(len(self.taps), -1)
-            rows = torch.cat([self._norm(f"fc_norm.{i}", part) for i, part in enumerate(parts)], -1)
-        return self._linear("fc", rows)
-
-    def _next_state(self, residuals: Tensor, mixed: Tensor) -> Tensor:
-        row = super()._next_state(residuals, mixed)
-        return self._norm("norm", row) if self._norm_output else row
-
-    def _combined(self, rows: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        normalised = self._norm("hidden_norm", rows)
-        joined = torch.cat([self._norm("input_layernorm", embedded), normalised], -1)
-        return normalised if self._norm_before_residual else rows, joined
-
-    def _left(self, row: Tensor) -> Tensor:
-        return row if self._norm_output else self._norm("norm", row)

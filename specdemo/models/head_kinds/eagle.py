@@ -1,45 +1,42 @@
-"""EAGLE-1 and EAGLE-2 heads in the layout of SafeAILab; they differ in the tree alone."""
+"""EAGLE-1 and EAGLE-2 heads (2401.15077) in the layout of SafeAILab; they differ in the tree alone."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
 
-from specdemo.models.engines.head import EagleWeights, LayerSizes
-from specdemo.models.engines.llama_weights import layer_count
-from specdemo.models.head_kinds.checkpoint import HeadCheckpoint, HeadKind, layer_shapes, layer_sizes, target_width
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from specdemo.models.load import LoadedModel
-
-_LAYER = "layers.0."
+from specdemo.models.engines.head import HeadConfig
+from specdemo.models.engines.torch_head import SingleLayerHead
+from specdemo.models.head_kinds.checkpoint import HeadCheckpoint, HeadKind, Shapes
 
 
-def _fits(config: Mapping[str, Any]) -> bool:
-    return "num_attention_heads" in config and "speculators_model_type" not in config
+def _fits(config: HeadConfig) -> bool:
+    return "num_attention_heads" in config.values and "speculators_model_type" not in config.values
 
 
-def _read(checkpoint: HeadCheckpoint, target: LoadedModel) -> EagleWeights:
-    layer = layer_sizes(checkpoint, checkpoint.config)
-    needed = partial(_shapes, layer, target.vocab_size, target_width(target))
-    tensors = checkpoint.tensors("EAGLE-1 or EAGLE-2", needed)
-    return EagleWeights(tensors, (layer_count(target.model),), None, layer)
+def _shapes(checkpoint: HeadCheckpoint, stored: Collection[str]) -> Shapes:
+    width = checkpoint.target_width
+    shapes: Shapes = {"fc.weight": (width, 2 * width), **checkpoint.layer_shapes("", width)}
+    if "fc.bias" in stored:
+        shapes["fc.bias"] = (width,)
+    return shapes | checkpoint.own_rows(stored, width)
 
 
-def _shapes(
-    layer: LayerSizes, vocab_size: int, target_width: int, stored: Collection[str]
-) -> dict[str, tuple[int, ...]]:
-    shapes = {
-        "fc.weight": (target_width, 2 * target_width),
-        **layer_shapes(layer, _LAYER, target_width),
-    }
-    optional = {
-        "fc.bias": (target_width,),
-        "embed_tokens.weight": (vocab_size, target_width),
-        "lm_head.weight": (vocab_size, target_width),
-    }
-    return shapes | {key: shape for key, shape in optional.items() if key in stored}
+class TorchEagle(SingleLayerHead):
+    """The layer predicts the target's next final state."""
+
+    def fused(self, states: Tensor) -> Tensor:
+        return states[:, 0]
+
+    def combined(self, rows: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        joined = self.linear("fc", torch.cat([embedded, rows], -1))
+        return joined, joined
 
 
-EAGLE = HeadKind("eagle", _fits, lambda config: 1, _read)
+def _without_layer(name: str) -> str:
+    return name.removeprefix("layers.0.")
+
+
+EAGLE = HeadKind("EAGLE-1 or EAGLE-2", _fits, lambda config, layers: [layers], _shapes, TorchEagle, _without_layer)

@@ -1,106 +1,98 @@
-"""EAGLE-3 heads in the layouts of SafeAILab and `speculators`."""
+"""EAGLE-3 heads (2503.01840) in the layouts of SafeAILab and `speculators`."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import Any
 
-from specdemo.models.engines.head import Eagle3Weights, LayerSizes
-from specdemo.models.engines.llama_weights import layer_count
-from specdemo.models.head_kinds.checkpoint import (
-    HeadCheckpoint,
-    HeadKind,
-    layer_shapes,
-    layer_sizes,
-    target_width,
-    valid_taps,
-)
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from specdemo.models.load import LoadedModel
-
-_SHARED = ("lm_head.weight", "embed_tokens.weight")
+from specdemo.models.cached_head import Head
+from specdemo.models.engines.head import HeadConfig, HeadWeights
+from specdemo.models.engines.native_head import NativeHead
+from specdemo.models.engines.native_weights import NativeWeights
+from specdemo.models.engines.torch_head import SingleLayerHead, TargetModel
+from specdemo.models.head_kinds.checkpoint import HeadCheckpoint, HeadKind, Shapes
 
 
-def _fits(config: Mapping[str, Any]) -> bool:
-    if kind := config.get("speculators_model_type"):
+def _fits(config: HeadConfig) -> bool:
+    if kind := config.values.get("speculators_model_type"):
         return kind == "eagle3"
-    listed = config.get("architectures")
-    return "draft_vocab_size" in config or (isinstance(listed, list) and "LlamaForCausalLMEagle3" in listed)
+    listed = config.values.get("architectures")
+    return "draft_vocab_size" in config.values or (isinstance(listed, list) and "LlamaForCausalLMEagle3" in listed)
 
 
-def count_taps(config: Mapping[str, Any]) -> int:
-    """Return the number of hidden states of the target."""
-    listed = _listed_taps(config)
-    return len(listed) if isinstance(listed, list) and listed else 3
-
-
-def _read(checkpoint: HeadCheckpoint, target: LoadedModel) -> Eagle3Weights:
-    name, config = checkpoint.name, checkpoint.config
-    layer = layer_sizes(checkpoint, config.get("transformer_layer_config", config))
-    drafted = checkpoint.integer(config, "draft_vocab_size", target.vocab_size)
-    taps, width = read_taps(name, config, layer_count(target.model)), target_width(target)
-    norms: dict[str, tuple[int, ...]] = {}
-    if config.get("norm_before_fc"):
-        norms["input_norm.weight"] = (len(taps) * width,)
-    if config.get("fc_norm"):
-        norms |= {f"fc_norm.{i}.weight": (width,) for i in range(len(taps))}
-    of_layer = partial(shapes, layer, len(taps), drafted, target.vocab_size, width)
-    tensors = checkpoint.tensors("EAGLE-3", lambda stored: of_layer(stored) | norms, common_name)
-    return Eagle3Weights(
-        taps=taps,
-        ids=checkpoint.draft_ids(tensors, target.vocab_size),
-        tensors=tensors,
-        layer=layer,
-        norm_before_residual=config.get("norm_before_residual") is True,
-        norm_output=config.get("norm_output") is True,
-    )
-
-
-def shapes(
-    layer: LayerSizes, taps: int, drafted: int, vocab_size: int, target_width: int, stored: Collection[str]
-) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors, by the names that are stored."""
-    shares_rows = not {*_SHARED} <= {*stored}
-    width = target_width if shares_rows else layer.width
-    needed = {
-        "fc.weight": (width, taps * target_width),
-        "norm.weight": (width,),
-        "midlayer.hidden_norm.weight": (width,),
-        "midlayer.input_layernorm.weight": (width,),
-        **layer_shapes(layer, "midlayer.", 2 * width),
-    }
-    optional = {
-        "lm_head.weight": (drafted, width),
-        "embed_tokens.weight": (vocab_size, width),
-        "d2t": (drafted,),
-        "t2d": (vocab_size,),
-    }
-    needed |= {key: shape for key, shape in optional.items() if key in stored}
-    return needed if drafted == vocab_size else needed | {"d2t": (drafted,)}
-
-
-def common_name(name: str) -> str:
-    """Return the name of SafeAILab for a name of `speculators`."""
-    return re.sub(r"^layers\.0\.", "midlayer.", name)
-
-
-def _listed_taps(config: Mapping[str, Any]) -> Any:
-    of_eagle = config.get("eagle_config")
-    listed = config.get("eagle_aux_hidden_state_layer_ids")
-    if not listed and isinstance(of_eagle, dict):
-        listed = of_eagle.get("eagle_aux_hidden_state_layer_ids")
-    return listed
-
-
-def read_taps(name: str, config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """Return the hidden states of a target of `layers` layers. Raises `UserError` for others."""
-    taps = _listed_taps(config) or [2, layers // 2, layers - 3]
+def _taps(config: HeadConfig, layers: int) -> Any:
+    taps = config.values.get("eagle_aux_hidden_state_layer_ids") or [2, layers // 2, layers - 3]
     if isinstance(taps, list) and taps[0] == 1:  # outputs of layers
-        taps = [tap + 1 if type(tap) is int else tap for tap in taps]
-    return valid_taps(name, taps, layers)
+        return [tap + 1 if type(tap) is int else tap for tap in taps]
+    return taps
 
 
-EAGLE3 = HeadKind("eagle3", _fits, count_taps, _read)
+def _shapes(checkpoint: HeadCheckpoint, stored: Collection[str]) -> Shapes:
+    """A head with all matrices of its own may have another width than the target."""
+    target_width, config = checkpoint.target_width, checkpoint.config
+    count = len(_taps(config, checkpoint.target_layers))
+    own = {"lm_head.weight", "embed_tokens.weight"} <= {*stored}
+    width = checkpoint.layer.width if own else target_width
+    shapes: Shapes = {
+        "fc.weight": (width, count * target_width),
+        "norm.weight": (width,),
+        "hidden_norm.weight": (width,),
+        "input_layernorm.weight": (width,),
+        **checkpoint.layer_shapes("", 2 * width),
+        **checkpoint.own_rows(stored, width),
+    }
+    if config.values.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (count * target_width,)
+    if config.values.get("fc_norm"):
+        shapes |= {f"fc_norm.{i}.weight": (target_width,) for i in range(count)}
+    return shapes
+
+
+class TorchEagle3(SingleLayerHead):
+    """The layer reads fused states of several layers of the target."""
+
+    def __init__(self, weights: HeadWeights, target: TargetModel) -> None:
+        super().__init__(weights, target)
+        self._norm_before_residual = weights.config.enabled("norm_before_residual")
+        self._norm_output = weights.config.enabled("norm_output")
+
+    def fused(self, states: Tensor) -> Tensor:
+        rows = states.flatten(1)
+        if "input_norm.weight" in self.tensors:
+            rows = self.norm("input_norm", rows)
+        if "fc_norm.0.weight" in self.tensors:
+            parts = rows.chunk(len(self.taps), -1)
+            rows = torch.cat([self.norm(f"fc_norm.{i}", part) for i, part in enumerate(parts)], -1)
+        return self.linear("fc", rows)
+
+    def combined(self, rows: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        normalised = self.norm("hidden_norm", rows)
+        joined = torch.cat([self.norm("input_layernorm", embedded), normalised], -1)
+        return normalised if self._norm_before_residual else rows, joined
+
+    def next_state(self, residuals: Tensor, mixed: Tensor) -> Tensor:
+        row = super().next_state(residuals, mixed)
+        return self.norm("norm", row) if self._norm_output else row
+
+    def output_input(self, state: Tensor) -> Tensor:
+        return state if self._norm_output else self.norm("norm", state)
+
+
+def _make(weights: HeadWeights, target: TargetModel) -> Head:
+    """Return a native head for a native target, unless it has norms that the native engine does not support."""
+    config = weights.config
+    further_norms = config.values.get("norm_before_fc") or config.values.get("fc_norm") or config.enabled("norm_output")
+    if isinstance(target, NativeWeights) and not further_norms:
+        return NativeHead(weights, target)
+    return TorchEagle3(weights, target)
+
+
+def _common_name(name: str) -> str:
+    """Return a name of SafeAILab or `speculators` without that of the layer."""
+    return name.removeprefix("midlayer.").removeprefix("layers.0.")
+
+
+EAGLE3 = HeadKind("EAGLE-3", _fits, _taps, _shapes, _make, _common_name)

@@ -1,35 +1,25 @@
-"""Medusa heads in the layout of FasterDecoding: residual blocks and output matrices.
+"""Medusa heads (2401.10774) in the layout of FasterDecoding: residual blocks and output matrices.
 
-Without output matrices, all heads share that of the target, or its rows of a draft vocabulary `d2t`.
+Without output matrices, all heads share that of the target, or its rows of a draft vocabulary.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
 
-from specdemo.models.engines.head import MedusaWeights
-from specdemo.models.engines.llama_weights import layer_count
-from specdemo.models.head_kinds.checkpoint import HeadCheckpoint, HeadKind, target_width
+import torch.nn.functional as F
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from specdemo.models.load import LoadedModel
+from specdemo.models.engines.head import HeadConfig, HeadWeights
+from specdemo.models.engines.torch_head import TargetModel, TorchCachedHead, TorchHead
+from specdemo.models.head_kinds.checkpoint import HeadCheckpoint, HeadKind, Shapes
 
 _BLOCK = re.compile(r"(\d{1,3})\.(\d{1,3})\.linear\.weight")
 
 
-def _fits(config: Mapping[str, Any]) -> bool:
-    return "medusa_num_heads" in config
-
-
-def _read(checkpoint: HeadCheckpoint, target: LoadedModel) -> MedusaWeights:
-    drafted = checkpoint.integer(checkpoint.config, "draft_vocab_size", target.vocab_size)
-    needed = partial(_shapes, target_width(target), drafted, target.vocab_size)
-    tensors = checkpoint.tensors("Medusa", needed)
-    ids = checkpoint.draft_ids(tensors, target.vocab_size)
-    return MedusaWeights(tensors, (layer_count(target.model),), ids, *_counts(tensors))
+def _fits(config: HeadConfig) -> bool:
+    return "medusa_num_heads" in config.values
 
 
 def _counts(stored: Collection[str]) -> tuple[int, int]:
@@ -39,18 +29,45 @@ def _counts(stored: Collection[str]) -> tuple[int, int]:
     return max(heads) + 1, max(blocks) + 1
 
 
-def _shapes(width: int, drafted: int, vocab_size: int, stored: Collection[str]) -> dict[str, tuple[int, ...]]:
+def _shapes(checkpoint: HeadCheckpoint, stored: Collection[str]) -> Shapes:
+    width = checkpoint.target_width
     heads, blocks = _counts(stored)
-    shares_rows = f"0.{blocks}.weight" not in stored
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: Shapes = {}
     for head in range(heads):
         for block in range(blocks):
             shapes[f"{head}.{block}.linear.weight"] = (width, width)
             shapes[f"{head}.{block}.linear.bias"] = (width,)
-        if not shares_rows:
-            shapes[f"{head}.{blocks}.weight"] = (drafted, width)
-    shapes |= {"t2d": (vocab_size,)} if "t2d" in stored else {}
-    return shapes | ({"d2t": (drafted,)} if drafted != vocab_size or "d2t" in stored else {})
+        if f"0.{blocks}.weight" in stored:
+            shapes[f"{head}.{blocks}.weight"] = (checkpoint.drafted, width)
+    return shapes
 
 
-MEDUSA = HeadKind("medusa", _fits, lambda config: 1, _read)
+class MedusaHead(TorchHead):
+    """Independent heads: head i drafts token i from the target's final state, whatever the tokens before it."""
+
+    kind = "medusa"
+
+    def __init__(self, weights: HeadWeights, target: TargetModel) -> None:
+        super().__init__(weights, target)
+        self._count, self._blocks = _counts(self.tensors)
+        if f"0.{self._blocks}.weight" not in self.tensors:
+            rows = self.output_rows(self.ids)
+            self.tensors |= {f"{head}.{self._blocks}.weight": rows for head in range(self._count)}
+
+    def longest_draft(self, length: int) -> int:
+        return self._count
+
+    def fused(self, states: Tensor) -> Tensor:
+        return states[:, 0]
+
+    def forward(self, text: TorchCachedHead, rows: Tensor, following: list[int]) -> Tensor:
+        return rows[-1:].clone()
+
+    def logits(self, text: TorchCachedHead, token: int) -> Tensor:
+        row = text.state
+        for block in range(self._blocks):
+            row = row + F.silu(self.linear(f"{text.drafted}.{block}.linear", row))
+        return self.linear(f"{text.drafted}.{self._blocks}", row)[0]
+
+
+MEDUSA = HeadKind("Medusa", _fits, lambda config, layers: [layers], _shapes, MedusaHead, has_layers=False)
