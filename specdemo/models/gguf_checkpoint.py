@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -25,7 +25,7 @@ from specdemo.models.llama_checkpoint import LlamaConfig, LlamaForCausalLM, gene
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
 from specdemo.models.tokenizer_check import open_tokenizer
 from specdemo.models.untrusted import check_tensors, read_settings
-from specdemo.native.formats import FORMATS, QUANTISED_GGUF, Format
+from specdemo.native.formats import FORMATS, QUANTISED_GGUF
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
 _NAMES = {
@@ -128,16 +128,16 @@ def _joined_kinds(name: str, tensors: dict[str, GgufTensor]) -> set[str]:
     return {tensors[_stored_name(f"{parent}.{other}.weight".lstrip("."))].kind for other in names}
 
 
-def stored_formats(spec: ModelSpec, hub: Hub) -> Callable[[str], Format]:
-    """Return the number format of a module of a GGUF file in the native engine, by name."""
-    tensors = stored_tensors(spec.name, hub.weights(spec.name, spec.revision))
-
-    def form(name: str) -> Format:
-        kinds = _joined_kinds(name, tensors)
-        dtype = common_dtype(kinds, getattr(torch, spec.dtype))
-        return FORMATS[next(iter(kinds))] if dtype is None else FLOAT_FORMATS[dtype]
-
-    return form
+def stored_bytes(spec: ModelSpec, hub: Hub) -> int:
+    """Return the bytes of the weights of a GGUF file in memory."""
+    native, dtype = uses_native_engine(find_device(spec.device)), getattr(torch, spec.dtype)
+    total = 0
+    for tensor in stored_tensors(spec.name, hub.weights(spec.name, spec.revision)).values():
+        rows, columns = prod(tensor.shape[:-1]), tensor.shape[-1]
+        stored = common_dtype({tensor.kind}, dtype) if native else dtype
+        form = FORMATS[tensor.kind] if stored is None else FLOAT_FORMATS[stored]
+        total += form.matrix_bytes(rows, columns, block=1)
+    return total
 
 
 class _Weights:
