@@ -128,7 +128,7 @@ def _joined_kinds(name: str, tensors: dict[str, GgufTensor]) -> set[str]:
     return {tensors[_stored_name(f"{parent}.{other}.weight".lstrip("."))].kind for other in names}
 
 
-def stored_bytes(spec: ModelSpec, hub: Hub) -> int:
+def gguf_bytes(spec: ModelSpec, hub: Hub) -> int:
     """Return the bytes of the weights of a GGUF file in memory."""
     native, dtype = uses_native_engine(find_device(spec.device)), getattr(torch, spec.dtype)
     total = 0

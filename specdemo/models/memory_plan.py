@@ -15,12 +15,11 @@ import torch
 
 from specdemo.core.errors import UserError
 from specdemo.core.formats import format_bytes
-from specdemo.models.cache_check import refuse_architecture
 from specdemo.models.engines.engine import doubled
 from specdemo.models.engines.generic import has_encoder
 from specdemo.models.engines.native import uses_native_engine
 from specdemo.models.engines.native_families import transformers_reason
-from specdemo.models.gguf_checkpoint import stored_bytes
+from specdemo.models.gguf_checkpoint import gguf_bytes
 from specdemo.models.hub import Hub
 from specdemo.models.llama_checkpoint import read_config
 from specdemo.models.load import configuration, head_apart
@@ -66,7 +65,7 @@ def plan_spec(
     config = read_config(spec, hub, report) or configuration(spec, hub, report)
     weights = None
     if is_gguf(spec.name):
-        weights = stored_bytes(spec, hub)
+        weights = gguf_bytes(spec, hub)
     elif stored_quantised(config):
         width = _DTYPE_BYTES[spec.dtype]
         shapes = hub.shapes(spec.name, spec.revision).values()
@@ -84,10 +83,11 @@ def plan_config(
 ) -> MemoryPlan:
     """Estimate memory. `weights`: bytes of weights, if they do not follow from the configuration."""
     model = skeleton(config, apart)
-    fused = spec.device != SPREAD and transformers_reason(model, torch.device(spec.device)) is None
-    native = fused and uses_native_engine(torch.device(spec.device))
-    if not fused:
-        refuse_architecture(type(model), config)
+    native = (
+        spec.device != SPREAD
+        and uses_native_engine(torch.device(spec.device))
+        and transformers_reason(model, torch.device(spec.device)) is None
+    )
     if weights is None:
         weights = _weight_bytes(spec, model, _stored_width(spec, config, native))
     text = config.get_text_config()

@@ -107,12 +107,12 @@ def test_greedy_text_is_that_of_transformers(kind: str) -> None:
 
 def test_encoder_runs_once_and_the_decoder_is_fed_new_tokens() -> None:
     model = tiny_model("t5")
+    cached = CachedModel(model, source=[9, 8, 7, 6, 5])  # checks the model
     rows: dict[str, list[int]] = {"encoder": [], "decoder": []}
     for name in rows:
         getattr(model, name).register_forward_pre_hook(
             lambda module, args, kwargs, name=name: rows[name].append(kwargs["input_ids"].shape[1]), with_kwargs=True
         )
-    cached = CachedModel(model, source=[9, 8, 7, 6, 5])
     cached.score([0, 2, 3], Draft())
     held = cached.kv_bytes
     cached.score([0, 2, 3, 4], Draft.chain((5, 6)))
