@@ -129,7 +129,6 @@ HOSTILE: dict[str, tuple[Change, str]] = {  # with a part of the refusal by `loa
     "table of positions": (POSITIONS.save_pretrained, "table of 16,777,216 positions"),
     "special configuration": (special, "not a regular file"),
     "panic of the tokenizer": (panicking, "tokenizer"),
-    "exponential pattern": (split_by(r"(a+)+$"), "backtracks too much"),
     "growing text": (growing(30), "multiply"),
     "huge tokenizer": (lengthened("tokenizer.json", 1 << 33), "tokenizer.json of"),
     "missing layer": (without_layer, r"missing: (model\.layers\.1\.\S+, ){2}model\.layers\.1\.\S+ and 6 more"),
@@ -248,8 +247,13 @@ def test_runs_with_wrong_token_ids_end_in_one_sentence(prompt: str, tmp_path: Pa
 def test_unusual_tokenizers_run_or_end_in_one_sentence(folder: Path) -> None:
     recipe = Recipe(target=str(folder), method="ar", max_tokens=4, device="cpu")
 
-    def run() -> str:
-        return refusal(lambda: list(trace_lines(recipe, "def add", ModelPool())))
+    def run(prompt: str = "def add") -> str:
+        return refusal(lambda: list(trace_lines(recipe, prompt, ModelPool())))
+
+    valid = (folder / "tokenizer.json").read_text()
+    split_by(r"(a+)+$")(folder)
+    assert run() == "" and "retry-limit" in run("a" * 40 + "b")
+    (folder / "tokenizer.json").write_text(valid)
 
     edited("tokenizer_config.json", vocab_file="/etc/passwd")(folder)
     assert "no tokens" not in run()
