@@ -13,7 +13,7 @@ from specdemo.core.errors import UserError, plain_text
 from specdemo.models.gguf_file import GgufFile
 
 VOCABULARY_KEY = "tokenizer.ggml.tokens"
-CHATS_BEGIN, GUESSES = "chats_begin_with_bos", "guesses"  # keys in tokenizer_config.json
+CHATS_BEGIN, GUESSES = "chats_begin_with_bos", "guesses"  # options of tokenizers
 _PRE = "tokenizer.ggml.pre"
 _NORMAL, _UNKNOWN = 1, 2
 _CONTROL, _USER_DEFINED = 3, 4
@@ -122,26 +122,31 @@ class _Vocabulary:
         return guesses
 
 
-def tokenizer_settings(file: GgufFile) -> dict[str, dict[str, Any]]:
+@dataclass(frozen=True)
+class GgufTokenizer:
+    """Content of tokenizer.json, options of the tokenizer, and the tokens that begin and end a text."""
+
+    rules: Mapping[str, Any]
+    options: Mapping[str, Any]
+    generation: Mapping[str, Any]
+
+
+def read_gguf_tokenizer(file: GgufFile) -> GgufTokenizer:
     vocabulary = _read_vocabulary(file)
     convert = _sentence_piece if vocabulary.rule is _SENTENCE_PIECE else _byte_level
     special = ((name, vocabulary.named[key]) for name, key in _NAMES.items())
     template = file.value("tokenizer.chat_template", str, "")
-    return {
-        "tokenizer.json": {"version": "1.0", "truncation": None, "padding": None} | convert(vocabulary),
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
+    return GgufTokenizer(
+        {"version": "1.0", "truncation": None, "padding": None} | convert(vocabulary),
+        {
             "clean_up_tokenization_spaces": False,
             CHATS_BEGIN: vocabulary.begins,
             GUESSES: vocabulary.guesses,
             **{name: vocabulary.tokens[token] for name, token in special if token is not None},
             **({"chat_template": template} if template else {}),
         },
-        "generation_config.json": {
-            "bos_token_id": vocabulary.ids["bos"],
-            "eos_token_id": sorted(vocabulary.ends) or None,
-        },
-    }
+        {"bos_token_id": vocabulary.ids["bos"], "eos_token_id": sorted(vocabulary.ends) or None},
+    )
 
 
 def _read_vocabulary(file: GgufFile) -> _Vocabulary:

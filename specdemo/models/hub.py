@@ -23,7 +23,6 @@ from safetensors import SafetensorError, safe_open
 
 from specdemo.core.errors import UserError, plain_text
 from specdemo.core.formats import format_bytes
-from specdemo.models.gguf_settings import settings_folder
 from specdemo.models.memory import memory_limit
 from specdemo.models.spec import is_gguf
 from specdemo.models.untrusted import check_files, check_folder, check_sizes, check_weights, weight_files
@@ -65,9 +64,8 @@ class Hub:
         return False, Path(self.cache or constants.HF_HUB_CACHE) / "visitors"
 
     def settings(self, name: str, revision: str | None = None, report: ReportProgress = ignore_progress) -> Path:
-        """Return a directory with configuration and tokenizer."""
-        gguf = is_gguf(name)
-        folder = settings_folder(name, self.weights(name, revision, report)) if gguf else local_folder(name)
+        """Return a directory with configuration and tokenizer; GGUF files have none."""
+        folder = local_folder(name)
         if folder is None:
             with load_errors(name):
                 folder = self._fetch(name, revision, CONFIG_FILES, report)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from logging import ERROR, getLogger
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +33,7 @@ from specdemo.models.engines.native_families import transformers_reason
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.engines.row_linear import kernels_missing, replace_linears
 from specdemo.models.engines.select import engine_of
-from specdemo.models.gguf_checkpoint import gguf_config, read_gguf
+from specdemo.models.gguf_checkpoint import gguf_config, gguf_tokenizer, read_gguf
 from specdemo.models.hub import Hub, local_shapes, weight_errors
 from specdemo.models.kv_cache import CachedModel, context_length
 from specdemo.models.llama_checkpoint import read_checkpoint
@@ -223,6 +222,8 @@ def fuse(model: PreTrainedModel, consume: bool = True) -> tuple[FusedWeights, st
 def reference(
     spec: ModelSpec, hub: Hub | None = None, report: ReportProgress = ignore_progress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from transformers import AutoTokenizer
+
     hub, spec = hub or Hub(), spec.resolved()
     if is_gguf(spec.name):
         raise UserError(f"{spec.name} does not run in transformers: choose its safetensors checkpoint")
@@ -231,7 +232,7 @@ def reference(
     check_weight_count(spec.name, folder, sum(weight.numel() for weight in skeleton(config).parameters()))
     logging.disable_progress_bar()
     getLogger("bitsandbytes.autograd._functions").setLevel(ERROR)
-    tokenizer = _tokenizer(spec, folder)
+    tokenizer = open_tokenizer(spec.name, folder, AutoTokenizer)
     with model_errors(spec.name, folder=folder), weight_errors(spec.name), _reported_weights(spec.title, report):
         model, loaded = auto_class(config).from_pretrained(
             folder,
@@ -250,15 +251,13 @@ def reference(
 
 @converts_errors
 def read_tokenizer(spec: ModelSpec, hub: Hub | None = None) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
     hub = hub or Hub()
     configuration(spec.resolved(), hub)
-    return _tokenizer(spec, hub.settings(spec.name, spec.revision))
-
-
-def _tokenizer(spec: ModelSpec, folder: Path) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    return open_tokenizer(spec.name, folder, PreTrainedTokenizerFast if is_gguf(spec.name) else AutoTokenizer)
+    if is_gguf(spec.name):
+        return gguf_tokenizer(spec, hub)
+    return open_tokenizer(spec.name, hub.settings(spec.name, spec.revision), AutoTokenizer)
 
 
 def configuration(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progress) -> PretrainedConfig:
@@ -285,6 +284,8 @@ def head_apart(spec: ModelSpec, hub: Hub) -> bool:
 
     The loaded configuration may not: the class of T5 declares a tied head, T5 1.1 checkpoints have two tensors.
     """
+    if is_gguf(spec.name):
+        return False
     written, _ = PretrainedConfig.get_config_dict(hub.settings(spec.name, spec.revision))
     return written.get("tie_word_embeddings") is False
 
