@@ -17,6 +17,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.core.target import TargetContext
 from specdemo.core.verifier import ModelVerifier, configured_rule
+from specdemo.models.architecture_trial import try_architecture
 from specdemo.models.batch_invariance import (
     COMPARED_ROWS,
     NO_COSTS,
@@ -38,11 +39,12 @@ from specdemo.models.hub import Hub, local_shapes, weight_errors
 from specdemo.models.kv_cache import CachedModel, context_length
 from specdemo.models.llama_checkpoint import read_checkpoint
 from specdemo.models.memory import drop_mapped_files, free_bytes, given_back_at_once, weight_bytes
+from specdemo.models.model_sizes import FAMILIES
 from specdemo.models.quantization import check_quantization, load_options, skeleton
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device, is_gguf
 from specdemo.models.tokenizer import check_ids
 from specdemo.models.tokenizer_check import open_tokenizer
-from specdemo.models.untrusted import check_tensors, check_weight_count, converts_errors, model_errors
+from specdemo.models.untrusted import check_tensors, check_weight_count, converts_errors, model_errors, read_settings
 from specdemo.native.build import NativeUnavailable, native_library
 from specdemo.native.sampling import largest_logits
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
@@ -267,6 +269,8 @@ def configuration(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_pro
     from transformers import AutoConfig
 
     folder = hub.settings(spec.name, spec.revision, report)
+    if read_settings(spec.name, folder / "config.json").get("model_type") not in FAMILIES:
+        try_architecture(spec.name, folder)
     with model_errors(spec.name, "has a configuration unknown to this transformers version", folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kinds = auto_class(config)._model_mapping

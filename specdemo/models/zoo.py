@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from specdemo.core.errors import UserError
 from specdemo.core.formats import format_bytes
 from specdemo.core.theory import best_gamma, walltime_improvement
-from specdemo.models.model_sizes import sizes_of_config
+from specdemo.models.model_sizes import ModelConfig, sizes_of_config
 from specdemo.models.spec import SAME, find_device
 
 if TYPE_CHECKING:
@@ -327,7 +327,7 @@ def _launch_bound_gain(pair: Pair) -> float | None:
 
 
 def _layers(known: HubModel) -> int:
-    return next(known.shape[name] for name in ("num_hidden_layers", "n_layer", "num_layers") if name in known.shape)
+    return ModelConfig.model_validate(known.shape).layers or 0
 
 
 def _required_bytes(name: str, on_host: bool, context: int = 2048) -> int:

@@ -124,9 +124,8 @@ HOSTILE: dict[str, tuple[Change, str]] = {  # with a part of the refusal by `loa
     "size as NaN": (config(hidden_size=float("nan")), "NaN is not a number"),
     "attention from the hub": (config(attn_implementation="evil/kernel"), "evil/kernel"),
     "deeply nested configuration": (written("config.json", "[" * 200_000 + "]" * 200_000), "nested too deeply"),
-    "many values": (config(extra=[0] * 300_000), "more than 200,000 values"),
-    "many experts": (EXPERTS.save_pretrained, "4,000 experts"),
-    "table of positions": (POSITIONS.save_pretrained, "table of 16,777,216 positions"),
+    "many experts": (EXPERTS.save_pretrained, "too much time or memory"),
+    "table of positions": (POSITIONS.save_pretrained, "its configuration describes 34,"),
     "special configuration": (special, "not a regular file"),
     "panic of the tokenizer": (panicking, "tokenizer"),
     "growing text": (growing(30), "multiply"),
@@ -286,5 +285,5 @@ def test_listed_models_are_accepted() -> None:
 def test_models_are_read_only_after_the_checks() -> None:
     program = Path(__file__).parents[2] / "specdemo"
     reading = {path.name for path in program.rglob("*.py") if ".from_pretrained(" in path.read_text("utf-8")}
-    assert reading == {"load.py", "llama_checkpoint.py", "tokenizer_check.py"}
+    assert reading == {"load.py", "llama_checkpoint.py", "tokenizer_check.py", "architecture_trial.py"}
     assert "apply_chat_template(" not in "".join(path.read_text("utf-8") for path in program.rglob("*.py"))
