@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -26,7 +28,7 @@ from specdemo.models.hub import Hub
 from specdemo.models.llama_checkpoint import LlamaConfig, LlamaForCausalLM, rotary_angles
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
 from specdemo.models.untrusted import check_tensors, model_errors
-from specdemo.native.formats import FORMATS, QUANTISED_GGUF
+from specdemo.native.formats import FORMATS, QUANTISED_GGUF, Format
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
 _NAMES = {
@@ -58,7 +60,7 @@ def gguf_config(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progr
     if spec.device == SPREAD:
         raise UserError(f"{spec.name} is a GGUF file, which runs on a single device: choose cpu or cuda")
     settings = gguf_settings(spec.name, hub.weights(spec.name, spec.revision, report))
-    config = LlamaConfig.from_dict(dict(settings.config))
+    config = LlamaConfig.from_dict(deepcopy(dict(settings.config)))
     _check_shapes(spec.name, config, settings.tensors)
     activation_bits(spec, settings.tensors)
     return config
@@ -134,15 +136,15 @@ def _joined_kinds(name: str, tensors: Mapping[str, GgufTensor]) -> set[str]:
     return {tensors[_stored_name(f"{parent}.{other}.weight".lstrip("."))].kind for other in names}
 
 
-def gguf_bytes(spec: ModelSpec, hub: Hub) -> int:
-    """Return the bytes of the weights of a GGUF file in memory."""
+def gguf_bytes(spec: ModelSpec, hub: Hub) -> Counter[Format]:
+    """Return the bytes of the weights of a GGUF file in memory by number format."""
     native, dtype = uses_native_engine(find_device(spec.device)), getattr(torch, spec.dtype)
-    total = 0
+    total: Counter[Format] = Counter()
     for tensor in gguf_settings(spec.name, hub.weights(spec.name, spec.revision)).tensors.values():
         rows, columns = prod(tensor.shape[:-1]), tensor.shape[-1]
         stored = common_dtype({tensor.kind}, dtype) if native else dtype
         form = FORMATS[tensor.kind] if stored is None else FLOAT_FORMATS[stored]
-        total += form.matrix_bytes(rows, columns, block=1)
+        total[form] += form.matrix_bytes(rows, columns, block=1)
     return total
 
 

@@ -178,12 +178,12 @@ def load(
             checkpoint = (read_gguf if is_gguf(spec.name) else read_checkpoint)(spec.resolved(), hub, report)
         model, tokenizer = checkpoint or reference(spec, hub, report)
     reason = transformers_reason(model, model.device)
+    note = use_row_kernels(model) or getattr(model, "note", "")
     limits = ""
     if reason and warm:
         limits = cache_support(model).note
         pack_if_exact(model)
     drop_mapped_files(model)
-    note = use_row_kernels(model) or getattr(model, "note", "")
     engine = f"transformers: {reason}{limits}" if reason else "lean"
     if reason and note:
         engine += f"; {note}"

@@ -1,7 +1,7 @@
 """Estimate of the memory that a model requires, in bytes, made before loading.
 
-The estimate of weights, keys and values is within 15 % of their measured bytes; a run that needs more than is free
-ends with an out-of-memory error, which frees its memory.
+The memory after a run is within 15 % of the estimate (table `memory` in docs/models.md). A run for which memory is not
+sufficient ends with an out-of-memory error.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_RETAINED_BYTES, _CODE_BYTES = 2_000_000, 1_000_000  # buffers of any model, tables of quantised ones
 _WORKING_SHARE = 0.15  # activations, compiled kernels, CUDA graphs
 _LOGIT_BYTES = 8 * 5 * 4  # per token of the vocabulary: rows of a draft, copies of sampling, float32
 ALL_DEVICES = "all devices"
@@ -49,11 +50,16 @@ class MemoryPlan:
     taps: int  # hidden states per position
     weights: int
     kv: int  # keys, values and hidden states
+    retained: int  # buffers that remain after a run
     working: int  # temporary memory of loading and of passes
 
     @property
+    def resting(self) -> int:
+        return self.weights + self.kv + self.retained
+
+    @property
     def total(self) -> int:
-        return self.weights + self.kv + self.working
+        return self.resting + self.working
 
 
 @converts_errors
@@ -63,14 +69,15 @@ def plan_spec(
     """Estimate the memory of a resolved spec with a cache of `context` tokens. Raises `UserError`."""
     hub = hub or Hub()
     config = read_config(spec, hub, report) or configuration(spec, hub, report)
-    weights = None
+    weights, coded = None, QUANTIZATIONS[spec.quantization].bits is not None
     if is_gguf(spec.name):
-        weights = gguf_bytes(spec, hub)
+        stored = gguf_bytes(spec, hub)
+        weights, coded = stored.total(), any(form.is_coded for form in stored)
     elif stored_quantised(config):
         width = _DTYPE_BYTES[spec.dtype]
         shapes = hub.shapes(spec.name, spec.revision).values()
         weights = sum(prod(shape) * (width if "F" in dtype else 1) for dtype, shape in shapes)
-    return plan_config(spec, config, context, taps, weights, head_apart(spec, hub))
+    return plan_config(spec, config, context, taps, weights, coded, head_apart(spec, hub))
 
 
 def plan_config(
@@ -79,9 +86,10 @@ def plan_config(
     context: int,
     taps: int = 0,
     weights: int | None = None,
+    coded: bool = False,
     apart: bool = False,
 ) -> MemoryPlan:
-    """Estimate memory. `weights`: bytes of weights, if they do not follow from the configuration."""
+    """Estimate memory. `weights`: bytes, if they do not follow from the configuration; `coded`: some are integers."""
     model = skeleton(config, apart)
     native = (
         spec.device != SPREAD
@@ -91,12 +99,12 @@ def plan_config(
     if weights is None:
         weights = _weight_bytes(spec, model, _stored_width(spec, config, native))
     text = config.get_text_config()
-    coded = QUANTIZATIONS[spec.quantization].bits is not None or is_gguf(spec.name)
     kv_width = 2 if native and coded else _DTYPE_BYTES[spec.dtype]
     values = sum(map(_kv_values, config.get_text_config(decoder=True).per_layer_config))
     position = values * kv_width * (2 if has_encoder(config) else 1) + 4 * taps * text.hidden_size
     kv = doubled(context) * position
-    return MemoryPlan(spec, context, taps, weights, kv, _working_bytes(spec, weights + kv, model))
+    retained = _RETAINED_BYTES + _CODE_BYTES * coded
+    return MemoryPlan(spec, context, taps, weights, kv, retained, _working_bytes(spec, weights + kv, model))
 
 
 def _stored_width(spec: ModelSpec, config: PretrainedConfig, native: bool) -> int:
@@ -163,7 +171,7 @@ def check_memory(plans: Sequence[MemoryPlan], suggest: Sequence[MemoryPlan] = ()
         names = " and ".join(plan.spec.title for plan in plans)
         weights = sum(plan.weights for plan in plans)
         kv = sum(plan.kv for plan in plans)
-        working = sum(plan.working for plan in plans)
+        working = sum(plan.retained + plan.working for plan in plans)
         raise UserError(
             f"{names} need{'s' if len(plans) == 1 else ''} {format_bytes(needed)} on {device} (weights "
             f"{format_bytes(weights)}, keys and values {format_bytes(kv)}, working space {format_bytes(working)}) and "

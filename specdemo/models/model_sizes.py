@@ -18,7 +18,7 @@ MAX_HEAD_DIM, MAX_HEADS_WIDTH = 4_096, 1 << 18
 MAX_WIDTH, MAX_INNER = 65_536, 1 << 20
 MAX_VOCABULARY, MAX_POSITIONS = 4_000_000, 1 << 24
 MAX_INT32 = (1 << 31) - 1
-MAX_TOKEN_IDS = 1_000
+_MAX_TOKEN_IDS = 1_000
 _LARGEST_FLOAT = 3.4e38
 
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -101,10 +101,10 @@ _Share = Annotated[float, Field(gt=0, le=1)]
 
 def _token_ids(value: Any) -> Any:
     ids = value if isinstance(value, list) else [value]
-    if value is not None and not all(type(i) is int and -100 <= i <= MAX_INT32 for i in ids[: MAX_TOKEN_IDS + 1]):
-        raise ValueError("not a token id")
-    if len(ids) > MAX_TOKEN_IDS:
+    if len(ids) > _MAX_TOKEN_IDS:
         raise ValueError("too many token ids")
+    if value is not None and not all(type(token) is int and -100 <= token <= MAX_INT32 for token in ids):
+        raise ValueError("not a token id")
     return value
 
 
