@@ -90,7 +90,13 @@ _RULES = (
 )
 _CL100K = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s+"
 _BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
-_OTHERS = (_CL100K, _BLOOM, " {2,}", r"\n| {2,}")  # also of T5 and of the bundled pair
+_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_OTHERS = (_CL100K, _BLOOM, *_DEEPSEEK, " {2,}", r"\n| {2,}")  # also of T5 and of the bundled pair
 KNOWN_PATTERNS = frozenset((*_OTHERS, *(expression for rule in _RULES for expression in rule.expressions)))
 _NFC = ("qwen2", "deepseek-r1-qwen")
 _SENTENCE_PIECE = _Rule("", (), begins=True)

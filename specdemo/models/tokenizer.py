@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase, TokenizersBackend
 from specdemo.core.errors import UserError
 from specdemo.core.stop_text import StopTexts
 from specdemo.models.gguf_tokenizer import CHATS_BEGIN
-from specdemo.models.tokenizer_check import has_known_patterns, try_text
+from specdemo.models.tokenizer_check import try_text
 from specdemo.models.untrusted import model_errors
 
 UNFINISHED = "\ufffd"  # decoded form of an incomplete character
@@ -102,7 +102,8 @@ def encode_prompt(
     encode: Callable[..., list[int]] | None = None,
 ) -> list[int]:
     """Return the tokens of a text; `encode` replaces that of the tokenizer."""
-    try_text(tokenizer, text)
+    if encode is not None:
+        try_text(tokenizer, text)
     with model_errors("the tokenizer", "cannot encode the prompt"):
         tokens = (encode or tokenizer.encode)(text, add_special_tokens=not chat)
         tokens = _with_one_bos(tokenizer, tokens, chat)
@@ -231,16 +232,8 @@ class Bridge:
     def __init__(
         self, target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase, opening: Sequence[int]
     ) -> None:
-        """`opening`: drafter tokens before any text.
-
-        Raises `UserError` for tokenizers without character offsets, and for those that are tried on each text.
-        """
+        """`opening`: drafter tokens before any text. Raises `UserError` for tokenizers without character offsets."""
         for tokenizer in (target, drafter):
-            if not has_known_patterns(tokenizer):
-                raise UserError(
-                    "the tokenizer splits texts by an unknown pattern, so its text cannot be re-encoded: choose two "
-                    "models with one tokenizer"
-                )
             if not tokenizer.is_fast:
                 raise UserError(
                     f"{type(tokenizer).__name__} provides no character offsets, so its text cannot be re-encoded: "

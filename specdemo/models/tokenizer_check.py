@@ -9,7 +9,6 @@ import base64
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from specdemo.core.errors import UserError, plain_text
 from specdemo.models.gguf_tokenizer import KNOWN_PATTERNS
@@ -26,8 +25,6 @@ _MAX_ADDED_TOKENS = 100_000
 _TEXT_RULES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _SECONDS = 30.0
 
-_tried: WeakKeyDictionary[PreTrainedTokenizerBase, Path] = WeakKeyDictionary()  # files with unknown patterns
-
 
 def open_tokenizer(
     name: str, folder: Path, kind: type[PreTrainedTokenizerBase] | type[AutoTokenizer]
@@ -40,18 +37,29 @@ def open_tokenizer(
         tokenizer = kind.from_pretrained(folder, trust_remote_code=False)
         tokenizer.decode(tokenizer.encode(SAMPLE_TEXT))
     if not is_known:
-        _tried[tokenizer] = path
+        kind = type(tokenizer)
+        tokenizer.__class__ = type(kind.__name__, (TriedTokenizer, kind), {"trial": path})
     return tokenizer
 
 
-def has_known_patterns(tokenizer: PreTrainedTokenizerBase) -> bool:
-    return tokenizer not in _tried
+class TriedTokenizer:
+    """Mixin of a tokenizer with unknown patterns, which tries each text before."""
+
+    trial: Path  # tokenizer.json
+
+    def encode(self, text: str, *args: Any, **options: Any) -> Any:
+        try_text(self, text)
+        return super().encode(text, *args, **options)  # type: ignore[misc]
+
+    def __call__(self, text: str, *args: Any, **options: Any) -> Any:
+        try_text(self, text)
+        return super().__call__(text, *args, **options)  # type: ignore[misc]
 
 
-def try_text(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+def try_text(tokenizer: object, text: str) -> None:
     """Raise `UserError` if a tokenizer with unknown patterns takes too long for a text."""
-    if (path := _tried.get(tokenizer)) is not None:
-        _try_file("the tokenizer", path, text)
+    if isinstance(tokenizer, TriedTokenizer):
+        _try_file("the tokenizer", tokenizer.trial, text)
 
 
 def _try_file(subject: str, path: Path, text: str) -> None:

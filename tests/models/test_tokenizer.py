@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from specdemo.core.errors import UserError
 from specdemo.models.gguf_tokenizer import KNOWN_PATTERNS
 from specdemo.models.tokenizer import Bridge, TextStream, check_vocabulary, encode_prompt, token_bytes
-from specdemo.models.tokenizer_check import check_tokenizer, has_known_patterns, open_tokenizer
+from specdemo.models.tokenizer_check import TriedTokenizer, check_tokenizer, open_tokenizer
 
 TOKENIZERS = {"byte-level": byte_level_tokenizer, "sentencepiece": sentencepiece_tokenizer}
 
@@ -119,8 +119,7 @@ def test_known_patterns_split_long_texts() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_patterns_of_families_are_known(name: str, tmp_path: Path) -> None:
     tokenizer = split_by(FAMILIES[name], tmp_path)
-    assert has_known_patterns(tokenizer)
-    Bridge(tokenizer, tokenizer, [])
+    assert not isinstance(tokenizer, TriedTokenizer)
 
 
 @pytest.mark.slow
@@ -128,10 +127,11 @@ def test_tokenizers_with_other_patterns_are_tried_on_each_text(tmp_path: Path) -
     tokenizer = split_by(r"\d{1,3}(?=(?:\d{3})*\b)|a*a*a*b", tmp_path)
     expected = byte_level_tokenizer().encode("def f(x): return x", add_special_tokens=False)
     assert encode_prompt(tokenizer, "def f(x): return x", False, 300)[-len(expected) :] == expected
-    with pytest.raises(UserError, match="the tokenizer .*: choose another model"):
-        encode_prompt(tokenizer, "a" * 20_000 + "cb", False, 300)
-    with pytest.raises(UserError, match="unknown pattern"):
-        Bridge(tokenizer, tokenizer, [])
+    assert Bridge(tokenizer, tokenizer, []).read(expected) == expected
+    hostile = "a" * 20_000 + "cb"
+    for encode in (tokenizer, tokenizer.encode, lambda text: encode_prompt(tokenizer, text, True, 300, list)):
+        with pytest.raises(UserError, match="the tokenizer .*: choose another model"):
+            encode(hostile)
 
 
 @pytest.mark.slow
