@@ -137,7 +137,12 @@ HOSTILE: dict[str, tuple[Change, str]] = {  # with a part of the refusal by `loa
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+SLOW = ("many experts",)  # until the limit of the trial
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive) if name in SLOW else name for name in HOSTILE]
+)
 def test_hostile_directories_end_in_one_sentence(name: str, folder: Path) -> None:
     change, part = HOSTILE[name]
     change(folder)
