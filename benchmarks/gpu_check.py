@@ -214,7 +214,7 @@ def form_records(form: str) -> Iterator[Record]:
     say(f"{form}: AR {metrics.tokens_per_second:.0f} tokens/s")
     plan = plan_config(target.spec, config_of(shape), 264)
     used = torch.cuda.memory_allocated() - before
-    yield {"figure": "memory", "planned": plan.weights + plan.kv + plan.settled, "measured": used}
+    yield {"figure": "memory", "planned": plan.resting, "measured": used}
     try:
         total, lines = kernel_seconds(model, 1)
         say(f"{form}: kernels of a pass of one row (and of the token before) {1000 * total:.2f} ms\n{lines}")

@@ -99,15 +99,6 @@ def compiled_engine() -> None:
         compile_once()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def deleted_folders() -> Iterator[None]:
-    """Workers exit without the functions of `atexit`."""
-    yield
-    from specdemo.models import gguf_settings
-
-    gguf_settings._converted.cache_clear()
-
-
 @pytest.fixture
 def torch_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Disable the native engine."""

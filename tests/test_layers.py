@@ -65,6 +65,7 @@ PACKAGES = {
         "specdemo/external/",
         "specdemo/core/trace.py",
         "specdemo/core/step_record.py",
+        "specdemo/models/model_sizes.py",
     ),
     "gradio": (
         "specdemo/ui/page.py",

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from specdemo.core.errors import UserError
 from specdemo.models.engines.gguf_linear import FLOATS, GgufLinear, common_dtype, dequantised, keeps_values
 from specdemo.models.engines.native import uses_native_engine
 from specdemo.models.engines.native_matrix import FLOAT_FORMATS
 from specdemo.models.gguf_file import GgufTensor
-from specdemo.models.gguf_settings import ROTARY_FACTORS, stored_tensors
+from specdemo.models.gguf_settings import ROTARY_FACTORS, gguf_settings
 from specdemo.models.gguf_tokenizer import GUESSES
 from specdemo.models.hub import Hub
-from specdemo.models.llama_checkpoint import LlamaConfig, LlamaForCausalLM, generation_config, rotary_angles
+from specdemo.models.llama_checkpoint import LlamaConfig, LlamaForCausalLM, rotary_angles
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
-from specdemo.models.tokenizer_check import open_tokenizer
-from specdemo.models.untrusted import check_tensors, read_settings
+from specdemo.models.untrusted import check_tensors, model_errors
 from specdemo.native.formats import FORMATS, QUANTISED_GGUF, Format
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
@@ -56,12 +59,18 @@ def gguf_config(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progr
         )
     if spec.device == SPREAD:
         raise UserError(f"{spec.name} is a GGUF file, which runs on a single device: choose cpu or cuda")
-    folder = hub.settings(spec.name, spec.revision, report)
-    config = LlamaConfig.from_dict(read_settings(spec.name, folder / "config.json"))
-    tensors = stored_tensors(spec.name, hub.weights(spec.name, spec.revision))
-    _check_shapes(spec.name, config, tensors)
-    activation_bits(spec, tensors)
+    settings = gguf_settings(spec.name, hub.weights(spec.name, spec.revision, report))
+    config = LlamaConfig.from_dict(deepcopy(dict(settings.config)))
+    _check_shapes(spec.name, config, settings.tensors)
+    activation_bits(spec, settings.tensors)
     return config
+
+
+def gguf_tokenizer(spec: ModelSpec, hub: Hub) -> PreTrainedTokenizerBase:
+    settings = gguf_settings(spec.name, hub.weights(spec.name, spec.revision)).tokenizer
+    with model_errors(f"the tokenizer of {spec.name}"):
+        rules = Tokenizer.from_str(json.dumps(settings.rules))
+        return PreTrainedTokenizerFast(tokenizer_object=rules, **settings.options)
 
 
 def activation_bits(spec: ModelSpec, tensors: Mapping[str, GgufTensor]) -> str:
@@ -79,7 +88,7 @@ def activation_bits(spec: ModelSpec, tensors: Mapping[str, GgufTensor]) -> str:
     return "16" if reason else "8"
 
 
-def _check_shapes(name: str, config: LlamaConfig, tensors: dict[str, GgufTensor]) -> None:
+def _check_shapes(name: str, config: LlamaConfig, tensors: Mapping[str, GgufTensor]) -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     wanted = {_stored_name(key): tuple(weight.shape) for key, weight in model.named_parameters()}
@@ -101,16 +110,15 @@ def read_gguf(
     spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progress
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     """Load a resolved spec: stored matrices for the native engine, otherwise weights."""
-    config, folder = gguf_config(spec, hub, report), hub.settings(spec.name, spec.revision)
-    path = hub.weights(spec.name, spec.revision)
+    config, path = gguf_config(spec, hub, report), hub.weights(spec.name, spec.revision)
+    settings = gguf_settings(spec.name, path)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    model.generation_config = generation_config(folder, config)
-    tensors = stored_tensors(spec.name, path)
-    spec = replace(spec, activations=activation_bits(spec, tensors))
-    weights = _Weights(spec, config, path, tensors, report)
+    model.generation_config = GenerationConfig(**settings.tokenizer.generation)
+    spec = replace(spec, activations=activation_bits(spec, settings.tensors))
+    weights = _Weights(spec, config, path, settings.tensors, report)
     weights.fill(model)
-    tokenizer = open_tokenizer(spec.name, folder, PreTrainedTokenizerFast)
+    tokenizer = gguf_tokenizer(spec, hub)
     model.note = ", ".join(filter(None, [weights.note, *tokenizer.init_kwargs[GUESSES]]))
     model.activations = spec.activations
     return model.train(False).requires_grad_(False), tokenizer
@@ -122,27 +130,32 @@ def _stored_name(name: str) -> str:
     return f"blk.{layer[1]}.{_NAMES[layer[2]]}.{kind}" if layer else f"{_NAMES[module]}.{kind}"
 
 
-def _joined_kinds(name: str, tensors: dict[str, GgufTensor]) -> set[str]:
+def _joined_kinds(name: str, tensors: Mapping[str, GgufTensor]) -> set[str]:
     parent, _, child = name.rpartition(".")
     names = next((group for group in _JOINED if child in group), (child,))
     return {tensors[_stored_name(f"{parent}.{other}.weight".lstrip("."))].kind for other in names}
 
 
-def stored_formats(spec: ModelSpec, hub: Hub) -> Callable[[str], Format]:
-    """Return the number format of a module of a GGUF file in the native engine, by name."""
-    tensors = stored_tensors(spec.name, hub.weights(spec.name, spec.revision))
-
-    def form(name: str) -> Format:
-        kinds = _joined_kinds(name, tensors)
-        dtype = common_dtype(kinds, getattr(torch, spec.dtype))
-        return FORMATS[next(iter(kinds))] if dtype is None else FLOAT_FORMATS[dtype]
-
-    return form
+def gguf_bytes(spec: ModelSpec, hub: Hub) -> Counter[Format]:
+    """Return the bytes of the weights of a GGUF file in memory by number format."""
+    native, dtype = uses_native_engine(find_device(spec.device)), getattr(torch, spec.dtype)
+    total: Counter[Format] = Counter()
+    for tensor in gguf_settings(spec.name, hub.weights(spec.name, spec.revision)).tensors.values():
+        rows, columns = prod(tensor.shape[:-1]), tensor.shape[-1]
+        stored = common_dtype({tensor.kind}, dtype) if native else dtype
+        form = FORMATS[tensor.kind] if stored is None else FLOAT_FORMATS[stored]
+        total[form] += form.matrix_bytes(rows, columns, block=1)
+    return total
 
 
 class _Weights:
     def __init__(
-        self, spec: ModelSpec, config: LlamaConfig, path: Path, tensors: dict[str, GgufTensor], report: ReportProgress
+        self,
+        spec: ModelSpec,
+        config: LlamaConfig,
+        path: Path,
+        tensors: Mapping[str, GgufTensor],
+        report: ReportProgress,
     ) -> None:
         self._spec, self._config = spec, config
         self._report = report

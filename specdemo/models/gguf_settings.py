@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from math import isclose
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from threading import Lock
 from typing import Any, NoReturn
 
-from specdemo.core.errors import UserError, check_temporary_folder, plain_text
+from specdemo.core.errors import UserError, plain_text
 from specdemo.models.gguf_file import GgufFile, GgufTensor, read_gguf_header
-from specdemo.models.gguf_tokenizer import VOCABULARY_KEY, tokenizer_settings
+from specdemo.models.gguf_tokenizer import VOCABULARY_KEY, GgufTokenizer, read_gguf_tokenizer
 from specdemo.models.model_sizes import ModelSizes
+from specdemo.models.untrusted import check_config
 
 _ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 _INTERLEAVED = ("llama", "mistral")  # order of the rotated values of a head
@@ -29,33 +29,28 @@ _NEUTRAL: dict[str, tuple[float, ...]] = {  # keys that change what a model comp
     "attention.output_scale": (0,),
 }
 
-_converting = Lock()
+
+@dataclass(frozen=True)
+class GgufSettings:
+    """Configuration and tokenizer of a file in the form of `transformers`, and its tensors."""
+
+    config: Mapping[str, Any]
+    tokenizer: GgufTokenizer
+    tensors: Mapping[str, GgufTensor]
 
 
-def settings_folder(name: str, path: Path) -> Path:
-    """Return a directory, deleted at exit."""
-    return Path(_converted_once(name, path)[0].name)
-
-
-def stored_tensors(name: str, path: Path) -> dict[str, GgufTensor]:
-    return _converted_once(name, path)[1]
-
-
-def _converted_once(name: str, path: Path) -> tuple[TemporaryDirectory[str], dict[str, GgufTensor]]:
+def gguf_settings(name: str, path: Path) -> GgufSettings:
+    """Read the header of a file, again only after a change. Raises `UserError`."""
     state = path.stat()
-    with _converting:  # a second directory would be deleted while it is read
-        return _converted(name, path, state.st_size, state.st_mtime_ns)
+    return _converted(name, path, state.st_size, state.st_mtime_ns)
 
 
 @lru_cache(maxsize=64)
-def _converted(name: str, path: Path, size: int, changed: int) -> tuple[TemporaryDirectory[str], dict[str, GgufTensor]]:
+def _converted(name: str, path: Path, size: int, changed: int) -> GgufSettings:
     file = read_gguf_header(name, path)
-    settings = {"config.json": _configuration(file), **tokenizer_settings(file)}
-    check_temporary_folder()
-    folder = TemporaryDirectory(prefix="specdemo-gguf-", ignore_cleanup_errors=True)
-    for title, content in settings.items():
-        (Path(folder.name) / title).write_text(json.dumps(content, ensure_ascii=False), "utf-8")
-    return folder, file.tensors
+    config = _configuration(file)
+    check_config(name, config)
+    return GgufSettings(config, read_gguf_tokenizer(file), file.tensors)
 
 
 def _configuration(file: GgufFile) -> dict[str, Any]:

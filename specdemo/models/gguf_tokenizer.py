@@ -13,7 +13,7 @@ from specdemo.core.errors import UserError, plain_text
 from specdemo.models.gguf_file import GgufFile
 
 VOCABULARY_KEY = "tokenizer.ggml.tokens"
-CHATS_BEGIN, GUESSES = "chats_begin_with_bos", "guesses"  # keys in tokenizer_config.json
+CHATS_BEGIN, GUESSES = "chats_begin_with_bos", "guesses"  # options of tokenizers
 _PRE = "tokenizer.ggml.pre"
 _NORMAL, _UNKNOWN = 1, 2
 _CONTROL, _USER_DEFINED = 3, 4
@@ -88,6 +88,16 @@ _RULES = (
         (_GPT2,),
     ),
 )
+_CL100K = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s+"
+_BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
+_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_OTHERS = (_CL100K, _BLOOM, *_DEEPSEEK, " {2,}", r"\n| {2,}")  # also of T5 and of the bundled pair
+KNOWN_PATTERNS = frozenset((*_OTHERS, *(expression for rule in _RULES for expression in rule.expressions)))
 _NFC = ("qwen2", "deepseek-r1-qwen")
 _SENTENCE_PIECE = _Rule("", (), begins=True)
 
@@ -118,26 +128,31 @@ class _Vocabulary:
         return guesses
 
 
-def tokenizer_settings(file: GgufFile) -> dict[str, dict[str, Any]]:
+@dataclass(frozen=True)
+class GgufTokenizer:
+    """Content of tokenizer.json, options of the tokenizer, and the tokens that begin and end a text."""
+
+    rules: Mapping[str, Any]
+    options: Mapping[str, Any]
+    generation: Mapping[str, Any]
+
+
+def read_gguf_tokenizer(file: GgufFile) -> GgufTokenizer:
     vocabulary = _read_vocabulary(file)
     convert = _sentence_piece if vocabulary.rule is _SENTENCE_PIECE else _byte_level
     special = ((name, vocabulary.named[key]) for name, key in _NAMES.items())
     template = file.value("tokenizer.chat_template", str, "")
-    return {
-        "tokenizer.json": {"version": "1.0", "truncation": None, "padding": None} | convert(vocabulary),
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
+    return GgufTokenizer(
+        {"version": "1.0", "truncation": None, "padding": None} | convert(vocabulary),
+        {
             "clean_up_tokenization_spaces": False,
             CHATS_BEGIN: vocabulary.begins,
             GUESSES: vocabulary.guesses,
             **{name: vocabulary.tokens[token] for name, token in special if token is not None},
             **({"chat_template": template} if template else {}),
         },
-        "generation_config.json": {
-            "bos_token_id": vocabulary.ids["bos"],
-            "eos_token_id": sorted(vocabulary.ends) or None,
-        },
-    }
+        {"bos_token_id": vocabulary.ids["bos"], "eos_token_id": sorted(vocabulary.ends) or None},
+    )
 
 
 def _read_vocabulary(file: GgufFile) -> _Vocabulary:

@@ -23,7 +23,6 @@ from safetensors import SafetensorError, safe_open
 
 from specdemo.core.errors import UserError, plain_text
 from specdemo.core.formats import format_bytes
-from specdemo.models.gguf_settings import settings_folder
 from specdemo.models.memory import memory_limit
 from specdemo.models.spec import is_gguf
 from specdemo.models.untrusted import check_files, check_folder, check_sizes, check_weights, weight_files
@@ -65,9 +64,8 @@ class Hub:
         return False, Path(self.cache or constants.HF_HUB_CACHE) / "visitors"
 
     def settings(self, name: str, revision: str | None = None, report: ReportProgress = ignore_progress) -> Path:
-        """Return a directory with configuration and tokenizer."""
-        gguf = is_gguf(name)
-        folder = settings_folder(name, self.weights(name, revision, report)) if gguf else local_folder(name)
+        """Return a directory with configuration and tokenizer; GGUF files have none."""
+        folder = local_folder(name)
         if folder is None:
             with load_errors(name):
                 folder = self._fetch(name, revision, CONFIG_FILES, report)
@@ -263,51 +261,26 @@ def load_errors(name: str) -> Iterator[None]:
         raise UserError(_explain(name, error)) from None
 
 
-_MESSAGES = (
-    (errors.HFValidationError, "{} is neither a local directory nor a Hugging Face id: check the spelling"),
-    (
-        errors.GatedRepoError,
-        "{0} is gated: accept its licence on huggingface.co/{0}, then sign in with `hf auth login`",
-    ),
-    (errors.RevisionNotFoundError, "{} has no such revision on the hub: choose another, or omit it"),
-    (errors.DisabledRepoError, "{} has been disabled on the hub: choose another model"),
-    (
-        errors.RepositoryNotFoundError,
-        "there is no model {} on the hub, or it is private: check the spelling, or sign in with `hf auth login`",
-    ),
-    (
-        errors.NotASafetensorsRepoError,
-        "{} has no safetensors weights, and other formats may contain code: choose another model",
-    ),
-    (errors.SafetensorsParsingError, "the weights of {} on the hub are damaged: choose another model or revision"),
-)
-_STATUS_MESSAGES = {
-    401: "the hub rejected this machine's token for {}: sign in again with `hf auth login`",
-    403: "this machine's token has no access to {}: extend its permissions, or accept the licence on the hub",
-    429: "the hub received too many requests from this machine for {}: try again in a few minutes",
-}
+_MISSING = (errors.EntryNotFoundError, errors.NotASafetensorsRepoError, errors.SafetensorsParsingError)
 
 
-def _explain(name: str, error: BaseException) -> str:
-    for kind, message in _MESSAGES:
-        if isinstance(error, kind):
-            return message.format(name)
-    offline = isinstance(error, errors.LocalEntryNotFoundError)
-    cause = error.__cause__ if offline else error
-    if isinstance(cause, errors.HfHubHTTPError) and (offline or not isinstance(cause, errors.EntryNotFoundError)):
-        status = cause.response.status_code
-        return _STATUS_MESSAGES.get(status, f"the hub failed for {{}} (error {status}): try again later").format(name)
-    if offline and isinstance(cause, errors.OfflineModeIsEnabled):
-        return f"{name} is not on this machine, and offline mode forbids the download: unset HF_HUB_OFFLINE"
-    if offline:
+def _explain(name: str, error: Exception) -> str:
+    is_unreachable = isinstance(error, errors.LocalEntryNotFoundError)
+    cause = error.__cause__ if is_unreachable else error
+    status = cause.response.status_code if isinstance(cause, errors.HfHubHTTPError) else 0
+    if isinstance(error, errors.HFValidationError):
+        return f"{name} is neither a local directory nor a Hugging Face id: check the spelling"
+    if isinstance(cause, errors.RevisionNotFoundError) or (isinstance(error, _MISSING) and not is_unreachable):
+        return f"{name} has no such revision or no safetensors weights on the hub: choose another revision or model"
+    if isinstance(cause, errors.RepositoryNotFoundError) or status in (401, 403):
         return (
-            f"{name} is not a local directory and the hub is unreachable: check the spelling and the network, "
-            "or give a local directory"
+            f"there is no model {name} on the hub, or this machine has no access: check the spelling, accept its "
+            f"licence on huggingface.co/{name}, and sign in with `hf auth login`"
         )
-    if isinstance(error, errors.EntryNotFoundError):
-        return f"{name} on the hub lacks a required file: choose another model or revision"
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"the disk filled up during the download of {name}: free some space, or set HF_HOME to a larger disk"
-    if isinstance(error, PermissionError):
-        return f"the model cache is not writable for {name}: set HF_HOME to a writable directory"
-    return f"the download of {name} was interrupted: run it again to resume it"
+    if is_unreachable and not status:
+        return (
+            f"{name} is not on this machine and the hub cannot be reached: check the spelling, the network and "
+            "HF_HUB_OFFLINE, or give a local directory"
+        )
+    reason = f"error {status}" if status else os.strerror(getattr(error, "errno", None) or errno.ECONNABORTED)
+    return f"the download of {name} failed ({reason}): run it again to resume it; HF_HOME selects another disk"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,7 @@ from specdemo.models.hub import Hub
 from specdemo.models.load import LoadedModel
 from specdemo.models.spec import is_gguf
 from specdemo.models.untrusted import read_settings, weight_files
-from specdemo.native.build import cache_folder
 
-_MOST_DIGESTS = 256
 _UNUSED_SETTINGS = ("transformers_version", "_name_or_path", "torch_dtype", "dtype")
 
 
@@ -65,34 +61,15 @@ def _file_digests(name: str, revision: str | None, hub: Hub) -> Iterator[str]:
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256: the name in the cache of the hub, or stored by path, size and time."""
+    """Return the SHA-256, which is the name of a file in the cache of the hub."""
     path = path.resolve()
     if path.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", path.name):
         return path.name
-    status, store = path.stat(), cache_folder() / "digests.json"
-    key = [status.st_size, status.st_mtime_ns]
-    stored = _read(store)
-    if (entry := stored.get(str(path))) and entry[:-1] == key:
-        return str(entry[-1])
+    status = path.stat()
+    return _computed_digest(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _computed_digest(path: Path, size: int, changed: int) -> str:
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    _write(store, {**stored, str(path): [*key, digest]})
-    return digest
-
-
-def _read(store: Path) -> dict[str, list[Any]]:
-    try:
-        stored = json.loads(store.read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    valid = isinstance(stored, dict) and all(isinstance(entry, list) and entry for entry in stored.values())
-    return stored if valid else {}
-
-
-def _write(store: Path, digests: dict[str, list[Any]]) -> None:
-    with suppress(OSError):
-        store.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=store.parent) as folder:
-            with tempfile.NamedTemporaryFile("w", dir=folder, encoding="utf-8", delete=False) as file:
-                json.dump(dict([*digests.items()][-_MOST_DIGESTS:]), file)
-            os.replace(file.name, store)
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from specdemo.models.engines.native import uses_native_engine
 from specdemo.models.engines.native_matrix import FLOAT_FORMATS
 from specdemo.models.hub import Hub, local_shapes
-from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
+from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device, is_gguf
 from specdemo.models.tokenizer_check import open_tokenizer
 from specdemo.models.untrusted import weight_files
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
@@ -40,7 +40,7 @@ class LlamaConfig(PretrainedConfig):
 
 def read_config(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progress) -> LlamaConfig | None:
     """Return the configuration of a resolved spec, or `None` if the model needs `transformers`."""
-    if QUANTIZATIONS[spec.quantization].bits or spec.device == SPREAD:
+    if QUANTIZATIONS[spec.quantization].bits or spec.device == SPREAD or is_gguf(spec.name):
         return None
     folder = hub.settings(spec.name, spec.revision, report)
     stored, tokenizer = (_read_json(folder / name) for name in ("config.json", "tokenizer_config.json"))
@@ -70,7 +70,7 @@ def read_checkpoint(
     folder = hub.weights(spec.name, spec.revision, report)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    model.generation_config = generation_config(folder, config)
+    model.generation_config = _generation_config(folder, config)
     wanted, device = dict(model.named_parameters()), find_device(spec.device)
     stored = {name: shape for name, (dtype, shape) in local_shapes(spec.name, folder).items() if dtype in _FLOATS}
     if stored != {name: tuple(weight.shape) for name, weight in wanted.items()}:
@@ -93,7 +93,7 @@ def _matrix_dtype(tensors: Mapping[str, Tensor], spec: ModelSpec, device: torch.
     return stored.pop() if native and len(stored) == 1 and stored <= FLOAT_FORMATS.keys() else dtype
 
 
-def generation_config(folder: Path, config: LlamaConfig) -> GenerationConfig:
+def _generation_config(folder: Path, config: LlamaConfig) -> GenerationConfig:
     if (folder / "generation_config.json").exists():
         return GenerationConfig.from_pretrained(folder)
     return GenerationConfig.from_model_config(config)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from logging import ERROR, getLogger
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.core.target import VerifierInputs
 from specdemo.core.verifier import ModelVerifier, configured_rule
+from specdemo.models.architecture_trial import try_architecture
 from specdemo.models.batch_invariance import (
     COMPARED_ROWS,
     NO_COSTS,
@@ -25,25 +25,26 @@ from specdemo.models.batch_invariance import (
     check_invariance,
     compared_context,
 )
-from specdemo.models.cache_check import cache_support, quiet
+from specdemo.models.cache_check import cache_support, pack_if_exact
 from specdemo.models.chat_prompt import turn_end
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.generic import auto_class, has_encoder, opening, refuse_recurrent
-from specdemo.models.engines.llama_weights import LlamaWeights, is_spread, pack
+from specdemo.models.engines.llama_weights import LlamaWeights, is_spread
 from specdemo.models.engines.native_families import transformers_reason
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.engines.row_linear import kernels_missing, replace_linears
 from specdemo.models.engines.select import engine_of
-from specdemo.models.gguf_checkpoint import gguf_config, read_gguf
+from specdemo.models.gguf_checkpoint import gguf_config, gguf_tokenizer, read_gguf
 from specdemo.models.hub import Hub, local_shapes, weight_errors
 from specdemo.models.kv_cache import CachedModel, context_length
 from specdemo.models.llama_checkpoint import read_checkpoint
-from specdemo.models.memory import drop_mapped_files, free_bytes, given_back_at_once
+from specdemo.models.memory import drop_mapped_files, free_bytes, given_back_at_once, weight_bytes
+from specdemo.models.model_sizes import FAMILIES
 from specdemo.models.quantization import check_quantization, load_options, skeleton
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device, is_gguf
 from specdemo.models.tokenizer import check_ids
 from specdemo.models.tokenizer_check import open_tokenizer
-from specdemo.models.untrusted import check_tensors, check_weight_count, converts_errors, model_errors
+from specdemo.models.untrusted import check_tensors, check_weight_count, converts_errors, model_errors, read_settings
 from specdemo.native.build import NativeUnavailable, native_library
 from specdemo.native.sampling import largest_logits
 from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
@@ -136,7 +137,8 @@ class LoadedModel:
 
     def release(self) -> None:
         """Free memory that is retained for later texts."""
-        engine_of(self.model).release()
+        if (engine := getattr(self.model, "engine", None)) is not None:
+            engine.release()
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -165,7 +167,8 @@ def load(
 ) -> LoadedModel:
     """Load a model into the fastest supported engine. Raises `UserError`.
 
-    `warm`: run one pass, so that later timings exclude first-call costs. Otherwise no measurement is made either.
+    `warm`: check the passes of other architectures and run one, so that later timings exclude first-call costs.
+    Otherwise the first text checks them, and no measurement is made.
     """
     hub = hub or Hub()
     model: PreTrainedModel | FusedWeights
@@ -173,25 +176,27 @@ def load(
         with weight_errors(spec.name):
             checkpoint = (read_gguf if is_gguf(spec.name) else read_checkpoint)(spec.resolved(), hub, report)
         model, tokenizer = checkpoint or reference(spec, hub, report)
-    if reason := transformers_reason(model, model.device):
-        support = cache_support(model)
-        if support.packs:
-            pack(model)
-    drop_mapped_files(model)
+    reason = transformers_reason(model, model.device)
     note = use_row_kernels(model) or getattr(model, "note", "")
-    engine = f"transformers: {reason}{support.note}" if reason else "lean"
+    limits = ""
+    if reason and warm:
+        limits = cache_support(model).note
+        pack_if_exact(model)
+    drop_mapped_files(model)
+    engine = f"transformers: {reason}{limits}" if reason else "lean"
     if reason and note:
         engine += f"; {note}"
     if not reason:
         spec = replace(spec, activations=getattr(model, "activations", spec.activations))
         model, engine = fuse(model)
         engine += f": {note}" if note else ""
-    with closing(CachedModel(model)) as cached:
-        if warm:
-            with cached.engine.recording_disabled():  # CUDA graphs are recorded only in the device thread
-                largest_logits(cached.score([0], Draft.chain((0,))))
-        turn_end(tokenizer)  # now, since it starts a process
-        return LoadedModel(spec, model, tokenizer, cached.weight_bytes, engine, warm)
+    if warm:
+        with closing(CachedModel(model)) as cached, cached.engine.recording_disabled():
+            # CUDA graphs are recorded only in the device thread
+            largest_logits(cached.score([0], Draft.chain((0,))))
+    turn_end(tokenizer)  # now, since it starts a process
+    size = engine_of(model).weight_bytes if isinstance(model, FusedWeights) else weight_bytes(model)
+    return LoadedModel(spec, model, tokenizer, size, engine, warm)
 
 
 def use_row_kernels(model: PreTrainedModel) -> str:
@@ -218,6 +223,8 @@ def fuse(model: PreTrainedModel, consume: bool = True) -> tuple[FusedWeights, st
 def reference(
     spec: ModelSpec, hub: Hub | None = None, report: ReportProgress = ignore_progress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from transformers import AutoTokenizer
+
     hub, spec = hub or Hub(), spec.resolved()
     if is_gguf(spec.name):
         raise UserError(f"{spec.name} does not run in transformers: choose its safetensors checkpoint")
@@ -226,8 +233,8 @@ def reference(
     check_weight_count(spec.name, folder, sum(weight.numel() for weight in skeleton(config).parameters()))
     logging.disable_progress_bar()
     getLogger("bitsandbytes.autograd._functions").setLevel(ERROR)
-    tokenizer = _tokenizer(spec, folder)
-    with model_errors(spec.name, folder=folder), weight_errors(spec.name), _report_weights(spec.title, report), quiet():
+    tokenizer = open_tokenizer(spec.name, folder, AutoTokenizer)
+    with model_errors(spec.name, folder=folder), weight_errors(spec.name), _reported_weights(spec.title, report):
         model, loaded = auto_class(config).from_pretrained(
             folder,
             dtype=getattr(torch, spec.dtype),
@@ -245,15 +252,13 @@ def reference(
 
 @converts_errors
 def read_tokenizer(spec: ModelSpec, hub: Hub | None = None) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
     hub = hub or Hub()
     configuration(spec.resolved(), hub)
-    return _tokenizer(spec, hub.settings(spec.name, spec.revision))
-
-
-def _tokenizer(spec: ModelSpec, folder: Path) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    return open_tokenizer(spec.name, folder, PreTrainedTokenizerFast if is_gguf(spec.name) else AutoTokenizer)
+    if is_gguf(spec.name):
+        return gguf_tokenizer(spec, hub)
+    return open_tokenizer(spec.name, hub.settings(spec.name, spec.revision), AutoTokenizer)
 
 
 def configuration(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progress) -> PretrainedConfig:
@@ -263,6 +268,8 @@ def configuration(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_pro
     from transformers import AutoConfig
 
     folder = hub.settings(spec.name, spec.revision, report)
+    if read_settings(spec.name, folder / "config.json").get("model_type") not in FAMILIES:
+        try_architecture(spec.name, folder)
     with model_errors(spec.name, "has a configuration unknown to this transformers version", folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kinds = auto_class(config)._model_mapping
@@ -280,6 +287,8 @@ def head_apart(spec: ModelSpec, hub: Hub) -> bool:
 
     The loaded configuration may not: the class of T5 declares a tied head, T5 1.1 checkpoints have two tensors.
     """
+    if is_gguf(spec.name):
+        return False
     written, _ = PretrainedConfig.get_config_dict(hub.settings(spec.name, spec.revision))
     return written.get("tie_word_embeddings") is False
 
@@ -316,7 +325,8 @@ def spread(spec: ModelSpec, config: PretrainedConfig, capacity: dict[str | int, 
 
 
 @contextmanager
-def _report_weights(name: str, report: ReportProgress) -> Iterator[None]:
+def _reported_weights(name: str, report: ReportProgress) -> Iterator[None]:
+    """Report progress, without warnings of `transformers`."""
 
     def bar(make: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         tensors = args[0] if args else options.get("iterable")
@@ -327,8 +337,10 @@ def _report_weights(name: str, report: ReportProgress) -> Iterator[None]:
             yield tensor
             report(TaskProgress(f"reading {name}, weight {i:,} of {len(tensors):,}", i, len(tensors)))
 
-    before = logging.set_tqdm_hook(bar)
+    before, verbosity = logging.set_tqdm_hook(bar), logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
         logging.set_tqdm_hook(before)
+        logging.set_verbosity(verbosity)

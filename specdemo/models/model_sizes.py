@@ -1,4 +1,4 @@
-"""Sizes of a model, compared with each other before anything is built from them.
+"""Schema of the configurations of supported families, and sizes, compared before anything is built from them.
 
 The limits exceed those of all published models. With them, sizes and their sums in C are below 2^31.
 """
@@ -7,17 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from specdemo.core.errors import UserError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from specdemo.core.errors import UserError, plain_text
 
 MAX_LAYERS, MAX_HEADS = 1_000, 4_096
 MAX_HEAD_DIM, MAX_HEADS_WIDTH = 4_096, 1 << 18
 MAX_WIDTH, MAX_INNER = 65_536, 1 << 20
 MAX_VOCABULARY, MAX_POSITIONS = 4_000_000, 1 << 24
 MAX_INT32 = (1 << 31) - 1
+_MAX_TOKEN_IDS = 1_000
+_LARGEST_FLOAT = 3.4e38
+
+Schema = TypeVar("Schema", bound=BaseModel)
 
 ROTATES_WHOLE_HEADS = ("llama", "mistral", "qwen2", "qwen3", "gemma2")  # names of model types
+FAMILIES = (*ROTATES_WHOLE_HEADS, "gpt2", "gpt_neox", "t5")
 _LIMITS = {
     "layers": ("layers", MAX_LAYERS),
     "width": ("values per row", MAX_WIDTH),
@@ -80,36 +87,145 @@ class ModelSizes:
             yield f"rotates {rotated:,} of the {dim:,} values of a head, and its architecture rotates all"
 
 
+_Layers = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
+_Heads = Annotated[int, Field(ge=1, le=MAX_HEADS)]
+_HeadDim = Annotated[int, Field(ge=1, le=MAX_HEAD_DIM)]
+_Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
+_Inner = Annotated[int, Field(ge=1, le=MAX_INNER)]
+_Tokens = Annotated[int, Field(ge=1, le=MAX_VOCABULARY)]
+_Positions = Annotated[int, Field(ge=1, le=MAX_POSITIONS)]
+_Window = Annotated[int, Field(ge=0, le=MAX_INT32)]
+_Positive = Annotated[float, Field(gt=0, le=_LARGEST_FLOAT)]
+_Share = Annotated[float, Field(gt=0, le=1)]
+
+
+def _token_ids(value: Any) -> Any:
+    ids = value if isinstance(value, list) else [value]
+    if len(ids) > _MAX_TOKEN_IDS:
+        raise ValueError("too many token ids")
+    if value is not None and not all(type(token) is int and -100 <= token <= MAX_INT32 for token in ids):
+        raise ValueError("not a token id")
+    return value
+
+
+_TokenIds = Annotated[Any, AfterValidator(_token_ids)]
+
+
+class SpecialTokens(BaseModel):
+    """Tokens that config.json and generation_config.json name, of any architecture."""
+
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+
+    bos_token_id: _TokenIds = None
+    eos_token_id: _TokenIds = None
+    pad_token_id: _TokenIds = None
+    sep_token_id: _TokenIds = None
+    decoder_start_token_id: _TokenIds = None
+    forced_bos_token_id: _TokenIds = None
+    forced_eos_token_id: _TokenIds = None
+
+
+class Rotation(BaseModel):
+    """Rotary embedding of config.json."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: _Positive | None = None
+    factor: _Positive | None = None
+    attention_factor: _Positive | None = None
+    low_freq_factor: _Positive | None = None
+    high_freq_factor: _Positive | None = None
+    beta_fast: _Positive | None = None
+    beta_slow: _Positive | None = None
+    original_max_position_embeddings: _Positive | None = None
+    partial_rotary_factor: _Share | None = None
+
+
+class ModelConfig(SpecialTokens):
+    """config.json of a supported family, with all names that `transformers` accepts for a value."""
+
+    model_type: str = ""
+    num_hidden_layers: _Layers | None = None
+    n_layer: _Layers | None = None
+    num_layers: _Layers | None = None
+    num_decoder_layers: _Layers | None = None
+    num_attention_heads: _Heads | None = None
+    n_head: _Heads | None = None
+    num_heads: _Heads | None = None
+    num_key_value_heads: _Heads | None = None
+    hidden_size: _Width | None = None
+    n_embd: _Width | None = None
+    d_model: _Width | None = None
+    head_dim: _HeadDim | None = None
+    d_kv: _HeadDim | None = None
+    intermediate_size: _Inner | None = None
+    n_inner: _Inner | None = None
+    d_ff: _Inner | None = None
+    vocab_size: _Tokens | None = None
+    max_position_embeddings: _Positions | None = None
+    n_positions: _Positions | None = None
+    n_ctx: _Positions | None = None
+    sliding_window: _Window | None = None
+    num_labels: _Positions | None = None
+    rms_norm_eps: _Positive | None = None
+    layer_norm_eps: _Positive | None = None
+    layer_norm_epsilon: _Positive | None = None
+    rope_theta: _Positive | None = None
+    rotary_emb_base: _Positive | None = None
+    query_pre_attn_scalar: _Positive | None = None
+    attn_logit_softcapping: _Positive | None = None
+    final_logit_softcapping: _Positive | None = None
+    partial_rotary_factor: _Share | None = None
+    rotary_pct: _Share | None = None
+    rope_parameters: Rotation | None = None
+    rope_scaling: Rotation | None = None
+
+    @property
+    def layers(self) -> int | None:
+        return self.num_hidden_layers or self.n_layer or self.num_layers
+
+    @property
+    def sizes(self) -> ModelSizes:
+        width = self.hidden_size or self.n_embd or self.d_model
+        heads = self.num_attention_heads or self.n_head or self.num_heads
+        head_dim = self.head_dim or self.d_kv
+        if head_dim is None and width and heads and width % heads == 0:
+            head_dim = width // heads
+        whole = self.model_type in ROTATES_WHOLE_HEADS
+        rotated = self._rotated(head_dim) if head_dim else None
+        return ModelSizes(width, heads, self.num_key_value_heads, head_dim, rotated, whole)
+
+    def _rotated(self, head_dim: int) -> int | None:
+        """Return the rotated values of a head as computed by `transformers`."""
+        rope = self.rope_scaling or self.rope_parameters or Rotation()
+        if self.model_type == "gpt_neox":
+            return int(head_dim * (rope.partial_rotary_factor or self.rotary_pct or 0.25))
+        if self.model_type not in ROTATES_WHOLE_HEADS:
+            return None
+        if (rope.rope_type or rope.type or "default") == "default":
+            return head_dim
+        return int(head_dim * (rope.partial_rotary_factor or self.partial_rotary_factor or 1))
+
+
 def sizes_of_config(config: Mapping[str, Any]) -> ModelSizes:
-    """Return the sizes in a config.json, or a part of it, whose values have been checked individually."""
-
-    def first(*names: str) -> int | None:
-        return next((config[name] for name in names if type(config.get(name)) is int), None)
-
-    width, heads = first("hidden_size", "n_embd", "d_model"), first("num_attention_heads", "n_head", "num_heads")
-    kind, rotated = config.get("model_type"), first("rotary_dim")
-    head_dim = first("head_dim", "d_kv")
-    whole, partial = kind in ROTATES_WHOLE_HEADS, kind == "gpt_neox"
-    if not (head_dim or whole or partial) and any(map(_sets_head_size, config.items())):
-        width = head_dim = None  # 0 or names such as qk_nope_head_dim allow heads of any size
-    elif head_dim is None and width and heads and width % heads == 0:
-        head_dim = width // heads
-    if head_dim and (whole or partial):
-        rotated = _rotated(config, head_dim, partial)
-    return ModelSizes(width, heads, first("num_key_value_heads"), head_dim, rotated, whole)
+    """Return the sizes in a config.json. Raises `ValidationError`."""
+    return ModelConfig.model_validate(config).sizes
 
 
-def _sets_head_size(item: tuple[str, Any]) -> bool:
-    key, value = item
-    return value is not None and ("head_dim" in key or key in ("d_kv", "kv_channels", "attention_head_size"))
+def check_schema(label: str, schema: type[Schema], settings: Mapping[str, Any]) -> Schema:
+    try:
+        return schema.model_validate(settings)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"]))
+        reason = f"{key} is {shown(problem['input'])}: {problem['msg']}"
+        raise UserError(f"{label} is invalid ({plain_text(reason, 150)}): choose another model") from None
 
 
-def _rotated(config: Mapping[str, Any], head_dim: int, partial: bool) -> int:
-    """Return the rotated values of a head as computed by `transformers`. `partial`: GPT-NeoX."""
-    stored = config.get("rope_scaling") or config.get("rope_parameters")
-    rope = stored if isinstance(stored, Mapping) else {}
-    if not partial and rope.get("rope_type", rope.get("type", "default")) == "default":
-        return head_dim
-    names = [(rope, "partial_rotary_factor"), (config, "rotary_pct" if partial else "partial_rotary_factor")]
-    shares = (source[name] for source, name in names if source.get(name) is not None)
-    return int(head_dim * next(shares, 0.25 if partial else 1))
+def shown(value: Any) -> str:
+    if isinstance(value, (list, dict)):
+        return "a list" if isinstance(value, list) else "an object"
+    text = repr(value)
+    return plain_text(text) if len(text) < 40 else "too long"

@@ -19,21 +19,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 BLOCK_SIZE = 64  # weights per scale in 4-bit formats
-
-
-_CODE_BYTES, _SCALE_CODE_BYTES = 64, 1024  # bytes of the tables
-_SCALE_BLOCK = 256
 _MAX_BUFFER_BYTES = 4_000_000_000
-
-
-def scale_bytes(blocks: int, device: str) -> int:
-    """Return the bytes of the quantised scales of 4-bit weights."""
-    if device == "cpu":
-        from bitsandbytes.functional import has_avx512bf16
-
-        if has_avx512bf16():  # the CPU converts scales to bfloat16
-            return 2 * blocks + _CODE_BYTES
-    return blocks + 4 * -(-blocks // _SCALE_BLOCK) + 4 + _CODE_BYTES + _SCALE_CODE_BYTES
 
 
 def unavailable(quantization: str, device: torch.device) -> str | None:

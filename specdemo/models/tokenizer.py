@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase, TokenizersBackend
 from specdemo.core.errors import UserError
 from specdemo.core.stop_text import StopTexts
 from specdemo.models.gguf_tokenizer import CHATS_BEGIN
+from specdemo.models.tokenizer_check import try_text
 from specdemo.models.untrusted import model_errors
 
 UNFINISHED = "\ufffd"  # decoded form of an incomplete character
@@ -101,6 +102,8 @@ def encode_prompt(
     encode: Callable[..., list[int]] | None = None,
 ) -> list[int]:
     """Return the tokens of a text; `encode` replaces that of the tokenizer."""
+    if encode is not None:
+        try_text(tokenizer, text)
     with model_errors("the tokenizer", "cannot encode the prompt"):
         tokens = (encode or tokenizer.encode)(text, add_special_tokens=not chat)
         tokens = _with_one_bos(tokenizer, tokens, chat)

@@ -18,14 +18,14 @@ from typing import Any, TypeVar
 from specdemo.background import TaskCancelled
 from specdemo.core.errors import UserError, plain_text
 from specdemo.core.formats import format_bytes
-from specdemo.models import model_sizes
 from specdemo.models.memory import is_out_of_memory
+from specdemo.models.model_sizes import FAMILIES, ModelConfig, SpecialTokens, check_schema, shown
 from specdemo.worker import Stopped
 
 MAX_TOKENIZER_BYTES, _MAX_SETTINGS_BYTES = 64_000_000, 8_000_000
 _MAX_HEADER_BYTES = 25_000_000
 _MAX_COMMAS, _MAX_BRACKETS = 4_000_000, 2_000_000
-_MAX_DEPTH, _MAX_VALUES = 50, 200_000
+_MAX_DEPTH = 50
 _READ = ("*.json", "*.txt", "*.model", "*.spm", "*.bpe", "*.jinja", "*.safetensors")
 _SETTINGS = (
     "config.json",
@@ -37,37 +37,8 @@ _SETTINGS = (
 )
 _TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.spm", "*.bpe", "model.safetensors.index.json")
 _TEMPLATES = "additional_chat_templates"
-_MAX_EXPERTS_OF_ALL_LAYERS, _MAX_POSITION_TABLE = 50_000, 1 << 26
-_MAX_TOKEN_IDS = 1_000
-
-# Pattern of keys, smallest value and largest value.
-_SIZES = (
-    (r"num_(hidden_|encoder_|decoder_)?layers|(en|de)coder_layers|n_layers?", 1, model_sizes.MAX_LAYERS),
-    (r".*(layers?|blocks|depths?|loops|repeats)", None, model_sizes.MAX_LAYERS),
-    (r"(num_|n_)?((en|de)coder_)?((attention|key_value|kv)_)?heads|n_head", 1, model_sizes.MAX_HEADS),
-    (r".*heads?", None, 65_536),
-    (r"hidden_size|d_model|n_embd|embedding_size", 1, model_sizes.MAX_WIDTH),
-    (r"head_dim|d_kv", 0, model_sizes.MAX_HEAD_DIM),
-    (r"intermediate_size|d_ff|ffn_dim|(en|de)coder_ffn_dim|n_inner", 1, model_sizes.MAX_INNER),
-    (r"vocab_size", 1, model_sizes.MAX_VOCABULARY),
-    (r"max_position_embeddings|n_positions|n_ctx", 1, model_sizes.MAX_POSITIONS),
-    (r".*(positions?|position_embeddings|seq_len|seq(uence)?_length)", None, model_sizes.MAX_POSITIONS),
-    (r"sliding_window", 0, model_sizes.MAX_INT32),
-    (r".*experts(_per_tok)?", None, 16_384),
-    (r".*(_size|_dim|_rank|channels|width|dims|sizes|buckets)", None, 1 << 24),
-)
-_POSITIVE = "|".join(
-    (
-        *("rope_theta", "rotary_emb_base", "factor", "attention_factor", "(low|high)_freq_factor", "beta_(fast|slow)"),
-        *("rms_norm_eps", "layer_norm_eps(ilon)?", "query_pre_attn_scalar", "(attn|final)_logit_softcapping"),
-        "original_max_position_embeddings",
-    )
-)
-_SHARE = r"partial_rotary_factors?|rotary_pct"
-_TOKEN_ID = r"(bos|eos|pad|sep|decoder_start|forced_bos|forced_eos)_token_id"
-_LARGEST_FLOAT, _LARGEST_INT = 3.5e38, 1 << 63
 _MAX_WEIGHTS_PER_BYTE, _SMALL_MODEL = 8, 1_000_000
-_ATTENTION = r"_?(attn|experts)_implementation(_internal)?"
+_ATTENTION = re.compile(r"_?(attn|experts)_implementation(_internal)?")
 
 Result = TypeVar("Result")
 
@@ -112,7 +83,8 @@ def check_folder(name: str, folder: Path) -> None:
     check_files(name, folder)
     check_config(name, read_settings(name, folder / "config.json"))
     if (folder / "generation_config.json").exists():
-        _check_values(f"generation_config.json of {name}", read_settings(name, folder / "generation_config.json"))
+        settings = read_settings(name, folder / "generation_config.json")
+        check_schema(f"generation_config.json of {name}", SpecialTokens, settings)
 
 
 def check_files(name: str, folder: Path) -> None:
@@ -205,91 +177,24 @@ def walk(value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
 
 
 def check_config(name: str, config: Mapping[str, Any]) -> None:
+    """Check the values of a supported family; those of other architectures are tried by `try_architecture`."""
     label = f"config.json of {name}"
-    _check_values(label, config)
     if not isinstance(config.get("model_type", ""), str):
         raise UserError(f"{label} has a model_type that is not a text: choose another model")
     if config.get("transformers_weights") is not None:
         raise UserError(f"{label} names other weights than model.safetensors: rename the file and delete the entry")
-    for part in _parts(config):
-        model_sizes.sizes_of_config(part).check(label)
-        experts = max((n for key, n in part.items() if key.endswith("experts") and isinstance(n, int)), default=0)
-        layers = _first(part, "num_layers", "encoder_layers")
-        if layers and layers * experts > _MAX_EXPERTS_OF_ALL_LAYERS:
-            raise UserError(f"{label} has {layers:,} layers of {experts:,} experts: choose a smaller model")
-        positions, width = _first(part, "max_position_embeddings"), _first(part, "d_model", "emb_dim")
-        if positions and width and positions * width > _MAX_POSITION_TABLE:
-            raise UserError(f"{label} has a table of {positions:,} positions: choose another model")
-
-
-def _parts(config: Any) -> Iterator[Mapping[str, Any]]:
-    yield config
-    for key in ("text_config", "encoder", "decoder"):
-        if isinstance(config.get(key), dict):
-            yield from _parts(config[key])
-
-
-def _check_values(label: str, settings: Mapping[str, Any]) -> None:
-    count = 0
     try:
-        for key, value in walk(settings):
-            count += 1
-            if count > _MAX_VALUES:
-                raise ValueError(f"it has more than {_MAX_VALUES:,} values")
-            if _is_number(value) and not abs(value) <= (_LARGEST_INT if type(value) is int else _LARGEST_FLOAT):
-                raise ValueError(f"{key or 'a list'} has a number beyond the range of floats")
-            if problem := _problem(key, value):
-                raise ValueError(f"{key} is {_shown(value)}, not {problem}")
+        implementations = [value for key, value in walk(config) if _ATTENTION.fullmatch(key) and value is not None]
     except ValueError as error:
-        raise UserError(f"{label} is invalid ({plain_text(str(error))}): choose another model") from None
-
-
-def _problem(key: str, value: Any) -> str:
-    if value is None or not key:  # items of lists have no key
-        return ""
-    if re.fullmatch(_TOKEN_ID, key):
-        return "" if _are_token_ids(value) else "a token id"
-    if re.fullmatch(_ATTENTION, key):
-        return "" if isinstance(value, str) and not {*value} & {*"/:@"} else "the name of an attention implementation"
-    if re.fullmatch(_POSITIVE, key):
-        return "" if all(_is_number(item) and item > 0 for item in _items(value)) else "a positive number"
-    if re.fullmatch(_SHARE, key):
-        shares = all(_is_number(item) and 0 < item <= 1 for item in _items(value))
-        return "" if shares else "a number above 0 and up to 1"
-    for pattern, low, high in _SIZES:
-        if re.fullmatch(pattern, key):
-            return _size_problem(value, low, high)
-    return ""
-
-
-def _size_problem(value: Any, low: int | None, high: int) -> str:
-    numbers = [item for item in _items(value) if low is not None or (_is_number(item) and item > high)]
-    valid = all(type(item) is int and (low is None or item >= low) and item <= high for item in numbers)
-    return "" if valid else f"a whole number from {low or 0:,} to {high:,}"
-
-
-def _items(value: Any) -> Iterable[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _are_token_ids(value: Any) -> bool:
-    ids = list(_items(value))
-    return len(ids) <= _MAX_TOKEN_IDS and all(type(i) is int and -100 <= i < 1 << 31 for i in ids)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, (list, dict)):
-        return "a list" if isinstance(value, list) else "an object"
-    text = repr(value)
-    return plain_text(text) if len(text) < 40 else "too long"
-
-
-def _first(config: Mapping[str, Any], *names: str) -> int | None:
-    return next((config[name] for name in names if isinstance(config.get(name), int)), None)
+        raise UserError(f"{label} is invalid ({error}): choose another model") from None
+    for value in implementations:
+        if not isinstance(value, str) or {*value} & {*"/:@"}:  # it may be code of the hub
+            raise UserError(f"{label} has the attention {shown(value)}, which is no name: choose another model")
+    if config.get("model_type") in FAMILIES:
+        checked = check_schema(label, ModelConfig, config)
+        checked.sizes.check(label)
+    else:
+        check_schema(label, SpecialTokens, config)
 
 
 def weight_files(folder: Path) -> list[Path]:

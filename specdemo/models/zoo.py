@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdemo.core.errors import UserError
 from specdemo.core.formats import format_bytes
-from specdemo.core.theory import best_gamma, walltime_improvement
-from specdemo.models.model_sizes import sizes_of_config
+from specdemo.models.model_sizes import ModelConfig
 from specdemo.models.spec import SAME, find_device
 
 if TYPE_CHECKING:
@@ -262,7 +261,6 @@ class PairOffer:
     pair: Pair
     needs: int  # bytes of weights and the KV cache of a typical text
     free: int
-    launch_bound_gain: float | None = None  # speed-up if passes cost their kernel launches
     downloaded: bool = True
 
     @property
@@ -276,8 +274,6 @@ class PairOffer:
             remarks = [f"not installed: {self.pair.missing}"]
         elif not self.fits:
             remarks = [f"needs {format_bytes(self.needs)}, {format_bytes(self.free)} free"]
-        elif self.launch_bound_gain is not None:
-            remarks.append(f"no CUDA graphs: up to {self.launch_bound_gain:.1f}× at α {_ALPHA}")
         if not (self.pair.missing or self.downloaded):
             remarks.append("to download")
         return f"{self.pair.title} ({'; '.join(remarks)})" if remarks else self.pair.title
@@ -288,14 +284,13 @@ def offers(device: str = "auto") -> list[PairOffer]:
     from specdemo.models.memory import free_bytes
 
     resolved = find_device(device)
-    free, on_host = free_bytes(resolved), resolved.type == "cpu"
+    free, width = free_bytes(resolved), 4 if resolved.type == "cpu" else 2
     pair_offers = [
         PairOffer(
             name,
             pair,
-            sum(_required_bytes(model, on_host) for model in (pair.target, pair.drafter) if model),
+            sum(_required_bytes(model, width) for model in (pair.target, pair.drafter) if model),
             free,
-            _launch_bound_gain(pair) if resolved.type == "cuda" else None,
             all(is_downloaded(model) for model in (pair.target, pair.drafter) if model),
         )
         for name, pair in PAIRS.items()
@@ -311,35 +306,14 @@ def is_downloaded(name: str) -> bool:
     return Path(name).exists() or isinstance(file, str)
 
 
-_FUSED_KINDS = ("llama", "mistral", "qwen2", "qwen3")
-_NATIVE_KINDS = (*_FUSED_KINDS, "gpt2", "gpt_neox", "gemma2")
-_ALPHA = 0.8
-
-
-def _launch_bound_gain(pair: Pair) -> float | None:
-    known = [MODELS.get(name or "") for name in (pair.target, pair.drafter)]
-    layers = [_layers(model) for model in known if model is not None and model.kind not in _FUSED_KINDS]
-    if len(layers) < len(known):
-        return None
-    target_layers, draft_layers = layers
-    c = draft_layers / target_layers
-    return walltime_improvement(_ALPHA, best_gamma(_ALPHA, c), c)
-
-
-def _layers(known: HubModel) -> int:
-    return next(known.shape[name] for name in ("num_hidden_layers", "n_layer", "num_layers") if name in known.shape)
-
-
-def _required_bytes(name: str, on_host: bool, context: int = 2048) -> int:
-    """Estimate bytes: float32 on the host, where torch copies tied embeddings, otherwise bfloat16."""
+def _required_bytes(name: str, width: int, context: int = 2048) -> int:
+    """Estimate the bytes of weights and cache in numbers of `width` bytes."""
     if name not in MODELS:
         return 0
-    known, width = MODELS[name], 4 if on_host else 2
-    sizes = sizes_of_config(known.shape)
-    copied = on_host and known.kind not in _NATIVE_KINDS and known.shape.get("tie_word_embeddings", True)
-    head_copy = (sizes.width or 0) * known.shape.get("vocab_size", 50257) if copied else 0
-    position = sizes.kv_values * _layers(known) * (2 if known.encoder else 1)
-    return width * (known.parameters + head_copy + position * context)
+    known = MODELS[name]
+    config = ModelConfig.model_validate(known.shape)
+    position = config.sizes.kv_values * (config.layers or 0) * (2 if known.encoder else 1)
+    return width * (known.parameters + position * context)
 
 
 SAMPLE_TEXT = "def f(x):\n    return  'naïve 東京 🙂'  # 12345\n"

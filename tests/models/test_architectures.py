@@ -51,12 +51,10 @@ from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
 from specdemo.drafters.ngram import NGramDrafter
-from specdemo.models import cache_check
-from specdemo.models.cache_check import cache_support
-from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.models.cache_check import cache_support, pack_if_exact
+from specdemo.models.engines.llama_weights import LlamaWeights, PackedLinear
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import load, reference
-from specdemo.models.memory_plan import plan_spec
 from specdemo.models.spec import ModelSpec
 from specdemo.native import sampling as native_sampling
 
@@ -142,7 +140,8 @@ def test_recurrent_models_raise() -> None:
 @pytest.mark.parametrize("kind", ["llama", "mistral-sliding", "gpt2"])
 def test_cache_feeds_only_new_tokens(kind: str) -> None:
     model = tiny_model(kind)
-    count, cached = Counting(model), CachedModel(model)
+    cached = CachedModel(model)  # after the check of the model
+    count = Counting(model)
     cached.score([1, 2, 3], Draft())
     cached.score([1, 2, 3, 4], Draft.chain((5, 6)))  # drafts 5, 6
     cached.score([1, 2, 3, 4, 5, 6, 7], Draft())  # all accepted, 7 is the bonus
@@ -157,7 +156,8 @@ def test_cache_feeds_only_new_tokens(kind: str) -> None:
 def test_a_forest_that_grows_or_is_thinned_is_fed_node_by_node(kind: str) -> None:
     """Nodes scored before are not scored again, at any index in the new forest."""
     model = tiny_model(kind)
-    count, cached = Counting(model), CachedModel(model)
+    cached = CachedModel(model)  # after the check of the model
+    count = Counting(model)
     forests = [
         ([1, 2, 3], Draft((4, 5), (-1, -1)), 5),
         ([1, 2, 3], Draft((4, 5, 6, 7, 6), (-1, -1, 0, 0, 1)), 3),  # three leaves more
@@ -331,24 +331,10 @@ class LastTokenLeaks(GPT2LMHeadModel):
 
 
 @pytest.mark.parametrize(
-    ("kind", "limit", "twin"),
-    [
-        (GPT2LMHeadModel, "", True),
-        (MaskIgnored, "forests", True),
-        (CacheIgnored, "uncached", True),
-        (HeadRead, "packing", True),
-        (LastTokenLeaks, "refusal", True),
-        (MaskIgnored, "forests", False),
-        (LastTokenLeaks, "refusal", False),
-    ],
+    ("kind", "limit"),
+    [(GPT2LMHeadModel, ""), (MaskIgnored, "forests"), (CacheIgnored, "uncached"), (LastTokenLeaks, "refusal")],
 )
-def test_faults_are_found_without_the_name_of_the_class(
-    kind: type[GPT2LMHeadModel], limit: str, twin: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a small model, and with the complete model if it cannot be reduced."""
-    monkeypatch.setattr(cache_check, "_RESULTS", {})
-    if not twin:
-        monkeypatch.setattr(cache_check, "small_twin", lambda *args: 1 / 0)
+def test_faults_are_found_without_the_name_of_the_class(kind: type[GPT2LMHeadModel], limit: str) -> None:
     model = kind(tiny_model("gpt2").config).eval()
     if limit == "refusal":
         with pytest.raises(UserError, match="not a causal"):
@@ -357,7 +343,15 @@ def test_faults_are_found_without_the_name_of_the_class(
         support = cache_support(model)
         assert bool(support.uncached) == (limit == "uncached")
         assert bool(support.forests) == (limit in ("forests", "uncached"))
-        assert support.packs == (twin and limit != "packing")
+
+
+@pytest.mark.parametrize(("kind", "packed"), [(GPT2LMHeadModel, True), (HeadRead, False)])
+def test_layers_whose_weights_are_read_are_unpacked(kind: type[GPT2LMHeadModel], packed: bool) -> None:
+    model = kind(tiny_model("gpt2").config).eval().requires_grad_(False)
+    weight = model.lm_head.weight.clone()
+    pack_if_exact(model)
+    assert isinstance(model.lm_head, PackedLinear) == packed
+    assert packed or torch.equal(model.lm_head.weight, weight)
 
 
 def checkpoint(folder: Path, config: PretrainedConfig) -> ModelSpec:
@@ -374,10 +368,8 @@ def test_linear_layers_whose_weights_are_read_are_not_packed(tmp_path: Path) -> 
     assert torch.allclose(CachedModel(load(spec).model).score([1, 2], draft), expected, atol=1e-5)
 
 
-def test_checkpoints_name_the_engine_or_are_refused_before_their_weights_are_read(tmp_path: Path) -> None:
+def test_checkpoints_name_the_engine_or_are_refused(tmp_path: Path) -> None:
     loaded = load(checkpoint(tmp_path / "gpt", OpenAIGPTConfig(**GPT, n_positions=CONTEXT)))
     assert loaded.engine.startswith("transformers: ") and "no KV cache, because its logits differ" in loaded.engine
-    spec = checkpoint(tmp_path / "bert", BertConfig(**BERT))
-    (tmp_path / "bert" / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(UserError, match="not a causal"):
-        plan_spec(spec, 16)
+        load(checkpoint(tmp_path / "bert", BertConfig(**BERT)))

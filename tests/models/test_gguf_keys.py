@@ -5,7 +5,7 @@ The tables contain facts of llama.cpp (src/llama-model.cpp, src/llama-vocab.cpp,
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from specdemo.core.events import End, Header, StepEvent
 from specdemo.generate import generate
 from specdemo.loaded_pair import load_pair
 from specdemo.models.chat_prompt import read_prompt
-from specdemo.models.gguf_settings import settings_folder
+from specdemo.models.gguf_settings import gguf_settings
 from specdemo.models.load import load, read_tokenizer
 from specdemo.models.spec import ModelSpec
 from specdemo.recipe import Recipe
@@ -66,9 +66,13 @@ FORMS: list[tuple[dict[str, Any], str | float]] = [  # a number is the factor of
 ]
 
 
-def settings(path: Path, name: str = "config.json") -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((settings_folder(str(path), path) / name).read_text())
-    return content
+def settings(path: Path) -> Mapping[str, Any]:
+    return gguf_settings(str(path), path).config
+
+
+def ends_of(path: Path) -> list[int]:
+    ends: list[int] = gguf_settings(str(path), path).tokenizer.generation["eos_token_id"]
+    return ends
 
 
 def spec_of(path: Path) -> ModelSpec:
@@ -168,7 +172,7 @@ def test_marks_end_a_text_whatever_their_type(kind: int, tmp_path: Path) -> None
     last = len(byte_level_tokenizer()) - 1
     for i, text in enumerate((*ENDS, *FILLS, *NO_ENDS)):
         path, ends = changed(tmp_path / f"{i}.gguf", replaced([text], kind)), text not in NO_ENDS
-        assert (last in settings(path, "generation_config.json")["eos_token_id"]) == ends, text
+        assert (last in ends_of(path)) == ends, text
         if ends:
             assert read_tokenizer(spec_of(path)).decode([last], skip_special_tokens=True) == ""
 
@@ -183,7 +187,7 @@ def test_marks_end_a_text_whatever_their_type(kind: int, tmp_path: Path) -> None
     ],
 )
 def test_marks_within_an_answer(texts: list[str], removed: str, tmp_path: Path) -> None:
-    ends = settings(changed(tmp_path / "model.gguf", replaced(texts, 3)), "generation_config.json")["eos_token_id"]
+    ends = ends_of(changed(tmp_path / "model.gguf", replaced(texts, 3)))
     first = len(byte_level_tokenizer()) - len(texts)
     assert [text for i, text in enumerate(texts, first) if i not in ends] == ([removed] if removed else [])
 
@@ -199,7 +203,7 @@ IDS: list[tuple[dict[str, Any], set[int]]] = [
 @pytest.mark.parametrize(("ids", "ends"), IDS)
 def test_ids_of_ends(ids: dict[str, Any], ends: set[int], tmp_path: Path) -> None:
     path = changed(tmp_path / "model.gguf", {f"tokenizer.ggml.{name}": token for name, token in ids.items()})
-    assert set(settings(path, "generation_config.json")["eos_token_id"]) == {0} | ends  # 0: `</s>`, whatever its id
+    assert set(ends_of(path)) == {0} | ends  # 0: `</s>`, whatever its id
     assert ("token 11 ends" in load(spec_of(path)).engine) == (ends == {11})
 
 

@@ -202,7 +202,7 @@ INVALID: list[tuple[str, Change, str]] = [  # kind, change and refusal
     ("eagle3", _replaced("norm.weight", torch.Tensor.int), "norm.weight of .* has type I32 instead of F32"),
     ("eagle3", _configured(eagle_aux_hidden_state_layer_ids=[2, 15, 27]), "states of layers that the target does not"),
     ("eagle3", _configured(rope_scaling={"rope_type": "longrope"}), "rotary embedding of .* is not of kind"),
-    ("eagle3", _configured(rms_norm_eps=[1e-5]), "choose another head"),
+    ("eagle3", _configured(rms_norm_eps=[1e-5]), "rms_norm_eps is a list.* choose another"),
     ("eagle3", _configured(speculators_model_type="mtp"), r"head of another kind \(mtp\)"),
     ("medusa", _without("2.0.linear.bias"), "has no tensor 2.0.linear.bias: choose a head of kind"),
     ("medusa", _added("model.norm.weight"), r"a tensor unknown to Medusa \(model.norm.weight\)"),

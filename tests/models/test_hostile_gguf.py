@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from specdemo.cli import main
 from specdemo.models.gguf_file import read_gguf_header
-from specdemo.models.hub import Hub
+from specdemo.models.gguf_settings import gguf_settings
 from specdemo.models.load import load, read_tokenizer
 from specdemo.models.memory import peak_process_bytes
 from specdemo.models.memory_plan import plan_spec
@@ -239,8 +239,8 @@ def test_special_files_are_not_opened(tmp_path: Path) -> None:
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
-    path, hub = save_gguf(tmp_path / "model.gguf"), Hub()
-    first = hub.settings(str(path))
-    assert hub.settings(str(path)) == first
+    path = save_gguf(tmp_path / "model.gguf")
+    first = gguf_settings(str(path), path)
+    assert gguf_settings(str(path), path) is first
     save_gguf(path, "qwen2", "F16")
-    assert hub.settings(str(path)) != first
+    assert gguf_settings(str(path), path) is not first

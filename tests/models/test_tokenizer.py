@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from fakes.tiny_models import TEXTS, byte_level_tokenizer, sentencepiece_tokenizer
 from tokenizers import Regex, Tokenizer, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from specdemo.core.errors import UserError
-from specdemo.models.tokenizer import TextStream, check_vocabulary, token_bytes
-from specdemo.models.tokenizer_check import check_pattern, check_tokenizer
+from specdemo.models.gguf_tokenizer import KNOWN_PATTERNS
+from specdemo.models.tokenizer import Bridge, TextStream, check_vocabulary, encode_prompt, token_bytes
+from specdemo.models.tokenizer_check import TriedTokenizer, check_tokenizer, open_tokenizer
 
 TOKENIZERS = {"byte-level": byte_level_tokenizer, "sentencepiece": sentencepiece_tokenizer}
 
@@ -92,36 +93,59 @@ def test_vocabularies_beyond_the_model_are_refused() -> None:
 
 # --- rules of untrusted tokenizers ---
 
-CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-USED = {
+FAMILIES = {
     "GPT-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    "Llama 3": CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "o200k": rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{CONTRACTION}?|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
-    rf"{CONTRACTION}?|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "cl100k": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s+",
-    "DeepSeek": r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
-    "BLOOM": r" ?[^(\s|[.,!?…。，、।۔،])]+",
-    "groups of digits": r"\d{1,3}(?=(?:\d{3})*\b)",
-    "options": r"(?i)'s|\p{L}+| {2,}",
+    "Llama 3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+",
 }
-REFUSED = (
-    *(r"(a+)+$", r"(?:a|a)+b", r"(?:(?:a|a){22}b)", r"a*a*b", r"\s*\s*\s*x", "a?" * 22 + "a" * 22, r"(?=.*a)(?=.*b)c"),
-    *(r"(?:a{1000}){1000}", r"(.)\1", r"(?<x>a)\k<x>", r"x(?i)a|b", r"[]a*]", "[a", "a)", "(" * 3000, "a" * 20_000),
-)
+LONG = ("Hello  world, 1234 naïve\n\n", "a" * 3000, " " * 3000, "\n" * 3000, "aA" * 1500, "1" * 3000, ".\n" * 1500)
 
 
-@pytest.mark.parametrize("name", USED)
-def test_patterns_in_use_are_accepted_and_split_long_texts(name: str) -> None:
-    check_pattern(USED[name])
-    for text in ("Hello  world, 1234 naïve\n\n", "a" * 3000, " " * 3000, "\n" * 3000, "aA" * 1500, "1" * 3000):
-        pre_tokenizers.Split(Regex(USED[name]), "isolated").pre_tokenize_str(text + "\u0301x")
+def split_by(pattern: str, folder: Path) -> PreTrainedTokenizerBase:
+    byte_level_tokenizer().save_pretrained(folder)
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    stored["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, stored["pre_tokenizer"]]}
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    return open_tokenizer("model", folder, PreTrainedTokenizerFast)
 
 
-@pytest.mark.parametrize("pattern", REFUSED, ids=lambda pattern: pattern[:20])
-def test_backtracking_patterns_are_refused(pattern: str) -> None:
-    with pytest.raises(ValueError, match="backtracks too much|unknown syntax|too long"):
-        check_pattern(pattern)
+def test_known_patterns_split_long_texts() -> None:
+    for pattern in KNOWN_PATTERNS:
+        for text in LONG:
+            pre_tokenizers.Split(Regex(pattern), "isolated").pre_tokenize_str(text + "\u0301x")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_patterns_of_families_are_known(name: str, tmp_path: Path) -> None:
+    tokenizer = split_by(FAMILIES[name], tmp_path)
+    assert not isinstance(tokenizer, TriedTokenizer)
+
+
+@pytest.mark.slow
+def test_tokenizers_with_other_patterns_are_tried_on_each_text(tmp_path: Path) -> None:
+    tokenizer = split_by(r"\d{1,3}(?=(?:\d{3})*\b)|a*a*a*b", tmp_path)
+    expected = byte_level_tokenizer().encode("def f(x): return x", add_special_tokens=False)
+    assert encode_prompt(tokenizer, "def f(x): return x", False, 300)[-len(expected) :] == expected
+    assert Bridge(tokenizer, tokenizer, []).read(expected) == expected
+    hostile = "a" * 20_000 + "cb"
+    for encode in (tokenizer, tokenizer.encode, lambda text: encode_prompt(tokenizer, text, True, 300, list)):
+        with pytest.raises(UserError, match="the tokenizer .*: choose another model"):
+            encode(hostile)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["[a", "(" * 3000], ids=["open", "nested"])
+def test_patterns_that_fail_on_a_sample_are_refused(pattern: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the tokenizer of model .*: choose another model"):
+        split_by(pattern, tmp_path)
+
+
+def test_patterns_of_decoders_are_refused(tmp_path: Path) -> None:
+    rule = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"decoder": rule}))
+    with pytest.raises(UserError, match="decodes texts by an unknown pattern"):
+        check_tokenizer("model", tmp_path)
 
 
 @pytest.mark.parametrize(("length", "accepted"), [(33, True), (100_000, False)])

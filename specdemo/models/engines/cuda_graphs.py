@@ -17,7 +17,6 @@ _STREAMS = 32  # streams that torch returns in turn
 _PASSES_BEFORE_REUSE = 256  # least passes between losses of streams
 _POOL_BYTES = 22 << 20  # estimated bytes of a memory pool
 _WORKSPACE_BYTES = 32 << 20  # cuBLAS workspace of each stream
-PLANNED_ROWS = GRAPH_LIMIT * sum(GRAPH_ROWS) // len(GRAPH_ROWS)
 
 
 def graph_rows(count: int) -> int:

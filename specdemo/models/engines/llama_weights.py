@@ -67,6 +67,19 @@ def pack(model: nn.Module) -> None:
                 child.weight = None  # type: ignore[assignment]
 
 
+def unpack(model: nn.Module) -> None:
+    """Reverse `pack`."""
+    for module in list(model.modules()):
+        children: list[tuple[str, Any]] = list(module.named_children())
+        for name, child in children:
+            if isinstance(child, PackedLinear):
+                weight = child.packed.to_dense()
+                linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+                linear.weight = nn.Parameter(weight, requires_grad=False)
+                linear.bias = child.bias  # type: ignore[assignment]
+                setattr(module, name, linear)
+
+
 LLAMA_FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # angles depend only on the position
 

@@ -187,14 +187,10 @@ _FAMILIES: dict[str, Callable[[Any], ModelParts]] = {
 
 def model_parts(model: PreTrainedModel) -> ModelParts:
     """Return the checked parts. Raises `UserError` if sizes or shapes contradict each other."""
-    parts = unchecked_parts(model)
-    _check(type(model).__name__, model, parts)
+    name = type(model).__name__
+    parts = _FAMILIES[name](model)
+    _check(name, model, parts)
     return parts
-
-
-def unchecked_parts(model: PreTrainedModel) -> ModelParts:
-    """Return the parts, also of a model without data."""
-    return _FAMILIES[type(model).__name__](model)
 
 
 def _check(name: str, model: Any, parts: ModelParts) -> None:

@@ -33,15 +33,6 @@ class Joined(NamedTuple):
     interleaved: bool = False
     order: Tensor | None = None
 
-    def nbytes(self, form: Format, block: int) -> int:
-        """Return the bytes of the matrix, computed from the shapes of its layers."""
-        shapes = [weight_shape(linear) for linear in self.linears]
-        outputs = sum(shape[0] for shape in shapes)
-        if self.interleaved:
-            outputs = len(shapes) * (shapes[0][0] + -shapes[0][0] % block)
-        biased = any(getattr(linear, "bias", None) is not None for linear in self.linears)
-        return form.matrix_bytes(outputs, shapes[0][1], block) + 4 * (outputs + -outputs % block) * biased
-
 
 class NativeMatrix:
     """Weights `[outputs, inputs]` in the layout of `matrix` in the C source."""

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdemo.models.engines.fused_weights import FusedWeights
-from specdemo.models.engines.native_families import ACTIVATIONS, LayerParts, ModelParts, model_parts
+from specdemo.models.engines.native_families import ACTIVATIONS, LayerParts, model_parts
 from specdemo.models.engines.native_matrix import FLOAT_FORMATS, Joined, NativeMatrix, format_of
 from specdemo.models.memory import LargePageBuffer
-from specdemo.native.build import required_library
-from specdemo.native.formats import FORMATS, Format
+from specdemo.native.formats import FORMATS
 from specdemo.native.interface import LayerStruct, ModelStruct
 
 if TYPE_CHECKING:
@@ -144,7 +142,7 @@ class NativeWeights(FusedWeights):
     def _layer(self, layer: LayerParts) -> LayerStruct:
         first = len(self._kept)
         struct = LayerStruct(
-            **{name: self._matrix(joined).struct() for name, joined in _joined(layer, format_of).items()},
+            **{name: self._matrix(joined).struct() for name, joined in _joined(layer).items()},
             **{name: self._gain(norm).data_ptr() for name, norm in layer.norms.items()},
             attention_scale=layer.scale,
             window=layer.window or 0,
@@ -153,27 +151,13 @@ class NativeWeights(FusedWeights):
         return struct
 
 
-def _joined(layer: LayerParts, form: Callable[[nn.Module], Format]) -> dict[str, Joined]:
+def _joined(layer: LayerParts) -> dict[str, Joined]:
     """Return the matrices of a layer; values of another format than queries and keys have their own."""
     matrices = {"qkv": Joined(layer.qkv, order=layer.order)}
-    if len({form(linear) for linear in layer.qkv}) > 1:
+    if len({format_of(linear) for linear in layer.qkv}) > 1:
         matrices = {"qkv": Joined(layer.qkv[:-1], order=layer.order), "value": Joined(layer.qkv[-1:])}
     return matrices | {
         "out": Joined([layer.out]),
         "gate_up": Joined(layer.gate_up, interleaved=len(layer.gate_up) > 1),
         "down": Joined([layer.down]),
     }
-
-
-def planned_bytes(parts: ModelParts, head: nn.Module, form: Callable[[nn.Module], Format]) -> Counter[str]:
-    """Return the bytes of `NativeWeights` by number format, computed from the shapes of its layers."""
-    block, total = required_library().block_outputs(), Counter[str]()
-    tables = [parts.embedding, parts.positions, None if head.weight is parts.embedding.weight else head]
-    matrices = [joined for layer in parts.layers for joined in _joined(layer, form).values()]
-    matrices += [Joined([module]) for module in tables if module is not None]
-    for joined in matrices:
-        number_format = form(joined.linears[0])
-        total[number_format.name] += joined.nbytes(number_format, block)
-    norms = [parts.leave, *(norm for layer in parts.layers for norm in layer.norms.values())]
-    total["F32"] += sum(4 * weight.numel() for norm in norms for weight in norm.parameters())
-    return total
