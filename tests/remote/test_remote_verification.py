@@ -32,6 +32,7 @@ from fakes.remote import (
     contexts,
     decode_coupled,
     decode_locally,
+    remote_verifier,
     verify_config,
 )
 from fakes.tiny_models import Explorer, committed, run, up_to
@@ -43,9 +44,8 @@ from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
 from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
-from specdemo.remote.client import RemoteVerifier
 from specdemo.remote.contexts import Contexts, StaleRequest, UnknownContext, position_noise
-from specdemo.remote.link import ContextGone, NoResponse, RequestSuperseded
+from specdemo.remote.link import NewContext, ResendText, Retry
 from specdemo.remote.protocol import (
     CODECS,
     NetworkMessage,
@@ -53,6 +53,7 @@ from specdemo.remote.protocol import (
     VerifyRequest,
     digest,
 )
+from specdemo.remote.session import ContextState, RemoteSession
 from specdemo.worker import Worker, device_released
 
 pytestmark = pytest.mark.slow
@@ -80,7 +81,7 @@ def remote_distribution(
             return noise, noise
 
         http = DirectClient(contexts(sources=sources), kind)
-        verifier = RemoteVerifier(http, verify_config(sampling, rule, **more), rows=rows, candidates=2)
+        verifier = remote_verifier(http, verify_config(sampling, rule, **more), rows=rows, candidates=2)
         steps = run(PROMPT, verifier, DRAFTERS[drafter](sampling, explorer), Fixed(2), 3, STOP)
         drafted += sum(len(step.draft) for step in steps)
         accepted += sum(len(step.verdict.accepted) for step in steps)
@@ -121,7 +122,7 @@ def test_remote_block_verification_keeps_the_distribution(sampling: str, drafter
 def test_all_rows_of_a_block_are_requested_at_once() -> None:
     """At most a second request per step, with the row of every node; the verdict equals the local one."""
     http = DirectClient(contexts())
-    verifier = RemoteVerifier(http, verify_config(SamplingParams(), "block", seed=3), candidates=2)
+    verifier = remote_verifier(http, verify_config(SamplingParams(), "block", seed=3), candidates=2)
     drafter = ModelDrafter(SMALL.score, SamplingParams(), Noise(3, "draft"), VOCAB)
     tokens, trips = list(PROMPT), []
     for _ in range(20):
@@ -214,7 +215,7 @@ def test_remote_verdicts_equal_local_verdicts() -> None:
         )
 
     remote = steps(
-        RemoteVerifier(DirectClient(contexts()), verify_config(SamplingParams(), seed=3), candidates=2, top=2)
+        remote_verifier(DirectClient(contexts()), verify_config(SamplingParams(), seed=3), candidates=2, top=2)
     )
     local = steps(Local())
     for a, b in zip(remote, local, strict=True):
@@ -244,16 +245,16 @@ class Faulty(DirectClient):
         if self._happens("restarted", self.amnesia):
             self.cloud = self.make()
         if self.old and self._happens("late duplicate", 0.3):
-            with suppress(ContextGone, RequestSuperseded):  # the client has left
+            with suppress(ResendText, NewContext):  # the client has left
                 super().exchange(self.rng.choice(self.old), kind)
         self.old.append(message)
         if self._happens("request lost", self.loss):
-            raise NoResponse("lost")
+            raise Retry("lost")
         response = super().exchange(message, kind)
         if self._happens("duplicate", 0.2):
             assert super().exchange(message, kind) == response
         if self._happens("answer lost", self.loss):
-            raise NoResponse("lost")
+            raise Retry("lost")
         return response
 
     def _happens(self, fault: str, chance: float) -> bool:
@@ -271,7 +272,7 @@ def test_faults_do_not_change_the_text(seed: int) -> None:
 
 def sampled_text(http: DirectClient) -> list[int]:
     """Decode with rejection at temperature 1 and noise keyed by position."""
-    verifier = RemoteVerifier(http, verify_config(SamplingParams(), seed=1), sleep=lambda seconds: None)
+    verifier = remote_verifier(http, verify_config(SamplingParams(), seed=1), sleep=lambda seconds: None)
     drafter = ModelDrafter(SMALL.score, SamplingParams(), Noise(1, "draft"), VOCAB)
     return committed(run(PROMPT, verifier, drafter, Fixed(3), LONG))
 
@@ -296,16 +297,11 @@ def test_faults_do_not_change_sampled_text() -> None:
 
 
 def test_edges_with_the_same_context_id_do_not_mix() -> None:
-    cloud = contexts()
-    verifiers = [
-        RemoteVerifier(
-            DirectClient(cloud),
-            verify_config(SamplingParams(), "coupled", seed),
-            context_id="same",
-            sleep=lambda seconds: None,
-        )
-        for seed in (1, 2)
-    ]
+    cloud, verifiers = contexts(), []
+    for seed in (1, 2):
+        config, session = verify_config(SamplingParams(), "coupled", seed), RemoteSession()
+        session.keep(config, ContextState("same"), lambda: None)
+        verifiers.append(remote_verifier(DirectClient(cloud), config, session=session, sleep=lambda seconds: None))
     written: list[list[int]] = [list(PROMPT), list(PROMPT)]
     for _ in range(12):  # alternating
         for seed, (verifier, text) in enumerate(zip(verifiers, written, strict=True), 1):
@@ -335,7 +331,7 @@ def test_the_depth_of_a_forest_must_fit_the_context() -> None:
 
 
 def test_a_draft_of_more_tokens_than_a_service_verifies_is_refused() -> None:
-    verifier = RemoteVerifier(DirectClient(contexts()), COUPLED)
+    verifier = remote_verifier(DirectClient(contexts()), COUPLED)
     assert verifier.verify(PROMPT, Draft((1,) * 256, (-1,) * 256)).target_tokens
     with pytest.raises(UserError, match="verifies 256 draft tokens, not 257"):
         verifier.verify(PROMPT, Draft((1,) * 257, (-1,) * 257))
@@ -488,7 +484,7 @@ def test_waiting_is_not_negative_if_a_repeated_request_was_verified_before() -> 
             response.metrics.cloud_s = 5.0
             now[0] += 5.0 if len(self.sent) == 1 else 0.25
             if len(self.sent) == 1:
-                raise NoResponse("no response")
+                raise Retry("no response")
             return response
 
     first, *_ = decode_coupled(Slow(contexts()), max_tokens=2, clock=lambda: now[0])

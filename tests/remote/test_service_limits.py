@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from fakes.enumeration import PROMPT, SMALL, VOCAB
-from fakes.remote import DRAFTED, INFO, OPEN, DirectClient, contexts, verify_config
+from fakes.remote import DRAFTED, INFO, OPEN, DirectClient, contexts, remote_verifier, verify_config
 from fakes.tiny_models import run
 from fastapi.testclient import TestClient
 
@@ -23,7 +23,6 @@ from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.drafters.model import ModelDrafter
 from specdemo.remote import serve
 from specdemo.remote.admission import ServiceLimits
-from specdemo.remote.client import RemoteVerifier
 from specdemo.remote.health import STALLED_S, ServiceHealth, Unhealthy
 from specdemo.remote.listener import bind
 from specdemo.remote.protocol import CODECS, VerifyRequest, digest
@@ -298,7 +297,7 @@ def test_each_step_is_reported_once() -> None:
     seen: list[VerifyRequest] = []
     client = DirectClient(contexts(observe=lambda request, response: seen.append(request)))
     drafter = ModelDrafter(SMALL.score, SamplingParams(), Noise(3, "draft"), VOCAB)
-    verifier = RemoteVerifier(client, verify_config(SamplingParams(), seed=3))  # type: ignore[arg-type]
+    verifier = remote_verifier(client, verify_config(SamplingParams(), seed=3))  # type: ignore[arg-type]
     steps = run(PROMPT, verifier, drafter, Fixed(3), 12)
     client.cloud.verify(client.sent[-1])
     assert len(client.sent) > len(steps)
