@@ -26,6 +26,7 @@ from fakes.remote import (
     decode_coupled,
     decode_locally,
     remote_verifier,
+    response_of,
     streaming_verifier,
     verify_config,
 )
@@ -431,11 +432,12 @@ def test_a_prefill_counts_as_use(options: dict[str, Any]) -> None:
 
     for second, name in enumerate(("a", "b")):
         now[0] = float(second)
-        table.verify(request(name))
+        response_of(table, request(name))
     now[0] = 3.0
-    assert list(table.prefill(request("a", epoch=1, tokens=LONG_TEXT)))
+    with closing(table.verify(request("a", epoch=1, tokens=LONG_TEXT))) as part:
+        assert next(part) == PrefillPosition(CHUNK)
     now[0] = 5.0
-    table.verify(request("c"))
+    response_of(table, request("c"))
     assert table.delete("a") and not table.delete("b") and table.delete("c")
 
 

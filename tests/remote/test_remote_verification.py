@@ -33,6 +33,7 @@ from fakes.remote import (
     decode_coupled,
     decode_locally,
     remote_verifier,
+    response_of,
     verify_config,
 )
 from fakes.tiny_models import Explorer, committed, run, up_to
@@ -325,9 +326,9 @@ def request(**changes: Any) -> VerifyRequest:
 
 def test_the_depth_of_a_forest_must_fit_the_context() -> None:
     cloud, forest = Contexts(TableCache, vocab_size=VOCAB, context=4), {"k": 3, "draft_tokens": [0, 1, 2]}
-    assert len(cloud.verify(request(parents=[-1, -1, 0], **forest)).p) == 3
+    assert len(response_of(cloud, request(parents=[-1, -1, 0], **forest)).p) == 3
     with pytest.raises(UserError, match="5 tokens do not fit the model's 4"):
-        cloud.verify(request(context_id="b", parents=[-1, 0, 1], **forest))
+        response_of(cloud, request(context_id="b", parents=[-1, 0, 1], **forest))
 
 
 def test_a_draft_of_more_tokens_than_a_service_verifies_is_refused() -> None:
@@ -345,32 +346,32 @@ def test_repeated_request_gets_the_same_response_without_a_forward_pass() -> Non
             self.score = lambda tokens, draft: passes.append(len(tokens)) or TARGET.score(tokens, draft)
 
     cloud = Contexts(Counting, vocab_size=VOCAB, context=64)
-    first = cloud.verify(request())
-    assert cloud.verify(request()) is first and passes == [2]
+    first = response_of(cloud, request())
+    assert response_of(cloud, request()) is first and passes == [2]
 
 
 def test_stale_epochs_and_steps_are_rejected() -> None:
     cloud = contexts()
-    first = cloud.verify(request(epoch=1))
+    first = response_of(cloud, request(epoch=1))
     text = [2, 0, first.bonus]
-    second = cloud.verify(request(epoch=1, step=1, base=3, digest=digest(text), tokens=[], config=None))
+    second = response_of(cloud, request(epoch=1, step=1, base=3, digest=digest(text), tokens=[], config=None))
     for late in (
         request(epoch=0, step=9),
         request(epoch=1, step=0),
         request(epoch=1, step=1, base=3, digest=digest(text), tokens=[1], config=None),
     ):
         with pytest.raises(StaleRequest):
-            cloud.verify(late)
+            response_of(cloud, late)
     text.append(second.bonus)
-    assert cloud.verify(request(epoch=1, step=2, base=4, digest=digest(text), tokens=[], config=None)).step == 2
+    assert response_of(cloud, request(epoch=1, step=2, base=4, digest=digest(text), tokens=[], config=None)).step == 2
 
 
 def test_mismatched_prefix_requires_the_complete_text() -> None:
     cloud = contexts()
-    cloud.verify(request())
+    response_of(cloud, request())
     for changes in ({"context_id": "b"}, {"base": 2, "digest": digest([2, 1])}, {"base": 9}, {"epoch": 2}):
         with pytest.raises(UnknownContext):
-            cloud.verify(request(**{"step": 1, "base": 2, "digest": digest([2, 0]), "tokens": [], **changes}))
+            response_of(cloud, request(**{"step": 1, "base": 2, "digest": digest([2, 0]), "tokens": [], **changes}))
 
 
 @pytest.mark.parametrize(
@@ -380,11 +381,11 @@ def test_least_recently_used_contexts_are_dropped_first(limit: dict[str, float],
     """A budget is given in contexts."""
     if "budget_bytes" in limit:
         cloud = contexts()
-        cloud.verify(request())
+        response_of(cloud, request())
         limit = {"budget_bytes": round(limit["budget_bytes"] * cloud.reserved_bytes)}
     cloud = contexts(**limit)
     for name in "abcd":
-        cloud.verify(request(context_id=name))
+        response_of(cloud, request(context_id=name))
     assert len(cloud) == count and cloud.reserved_bytes <= limit.get("budget_bytes", math.inf)
     assert [name for name in "abcd" if cloud.delete(name)] == list("abcd")[4 - count :]
     assert committed(decode_coupled(DirectClient(contexts(**limit)))) == decode_locally()
@@ -393,11 +394,11 @@ def test_least_recently_used_contexts_are_dropped_first(limit: dict[str, float],
 def test_contexts_expire() -> None:
     now = [0.0]
     cloud = contexts(expiry_s=10, clock=lambda: now[0])
-    cloud.verify(request())
+    response_of(cloud, request())
     now[0] = 8
-    cloud.verify(request(context_id="b"))
+    response_of(cloud, request(context_id="b"))
     now[0] = 12
-    cloud.verify(request(context_id="c"))
+    response_of(cloud, request(context_id="c"))
     assert not cloud.delete("a") and cloud.delete("b") and cloud.delete("c")
 
 
@@ -423,7 +424,7 @@ def test_verification_runs_to_completion(waits: bool) -> None:
 
     def verify(name: str) -> Any:
         log.append(f"{name} begins")
-        response = cloud.verify(request(context_id=name))
+        response = response_of(cloud, request(context_id=name))
         log.append(f"{name} ends in {threading.current_thread().name}")
         return response
 
@@ -445,20 +446,20 @@ def test_verification_runs_to_completion(waits: bool) -> None:
 def test_a_context_in_use_is_neither_evicted_nor_deleted() -> None:
     now = [0.0]
     cloud = Contexts(HookedCache, vocab_size=VOCAB, context=64, max_contexts=1, expiry_s=10, clock=lambda: now[0])
-    text = [2, 0, cloud.verify(request()).bonus]
+    text = [2, 0, response_of(cloud, request()).bonus]
 
     def others_arrive() -> None:
         with pytest.raises(RuntimeError, match="context a is in use"):
-            cloud.verify(request(step=2))
+            response_of(cloud, request(step=2))
         now[0] = 20  # "a" expires
-        cloud.verify(request(context_id="b"))
+        response_of(cloud, request(context_id="b"))
         assert not cloud.delete("a") and not cloud.delete("b")
 
     HookedCache.hook = others_arrive
-    response = cloud.verify(request(step=1, base=3, digest=digest(text), tokens=[], config=None))
+    response = response_of(cloud, request(step=1, base=3, digest=digest(text), tokens=[], config=None))
     assert HookedCache.hook is None and len(cloud) == 1
     text.append(response.bonus)
-    assert cloud.verify(request(step=2, base=4, digest=digest(text), tokens=[], config=None)).step == 2
+    assert response_of(cloud, request(step=2, base=4, digest=digest(text), tokens=[], config=None)).step == 2
     assert cloud.delete("a")
 
 
@@ -468,8 +469,8 @@ def test_a_failed_request_leaves_its_context_usable() -> None:
 
     cloud, HookedCache.hook = Contexts(HookedCache, vocab_size=VOCAB, context=64), fail
     with pytest.raises(RuntimeError, match="broken"):
-        cloud.verify(request())
-    assert cloud.verify(request()).step == 0
+        response_of(cloud, request())
+    assert response_of(cloud, request()).step == 0
 
 
 def test_waiting_is_not_negative_if_a_repeated_request_was_verified_before() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from fakes.enumeration import PROMPT, SMALL, VOCAB
-from fakes.remote import DRAFTED, INFO, OPEN, DirectClient, contexts, remote_verifier, verify_config
+from fakes.remote import DRAFTED, INFO, OPEN, DirectClient, contexts, remote_verifier, response_of, verify_config
 from fakes.tiny_models import run
 from fastapi.testclient import TestClient
 
@@ -56,17 +56,17 @@ def test_bad_words_count_as_memory() -> None:
         body = {**OPEN, "ctx_id": name, "sampling_cfg": {"temp": 1.0, "bad_words": bad_words}}
         return codec.load(VerifyRequest, json.dumps(body).encode())
 
-    store.verify(opened("warm", []))
+    response_of(store, opened("warm", []))
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0], store.reserved_bytes
     for name in "abc":
-        store.verify(opened(name, words))
+        response_of(store, opened(name, words))
     used, reserved = tracemalloc.get_traced_memory()[0] - before[0], store.reserved_bytes - before[1]
     tracemalloc.stop()
     assert reserved >= used > 1_000_000
     small = contexts(budget_bytes=reserved // 3 + 1)
     for name in "abc":
-        small.verify(opened(name, words))
+        response_of(small, opened(name, words))
     assert len(small) == 1
 
 
@@ -299,7 +299,7 @@ def test_each_step_is_reported_once() -> None:
     drafter = ModelDrafter(SMALL.score, SamplingParams(), Noise(3, "draft"), VOCAB)
     verifier = remote_verifier(client, verify_config(SamplingParams(), seed=3))  # type: ignore[arg-type]
     steps = run(PROMPT, verifier, drafter, Fixed(3), 12)
-    client.cloud.verify(client.sent[-1])
+    response_of(client.cloud, client.sent[-1])
     assert len(client.sent) > len(steps)
     assert [request.step for request in seen] == list(range(len(steps)))
     assert [bool(request.base) for request in seen] == [False, *[True] * (len(steps) - 1)]

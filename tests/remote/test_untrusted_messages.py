@@ -29,6 +29,7 @@ from fakes.remote import (
     contexts,
     decode_coupled,
     remote_verifier,
+    response_of,
     streaming_verifier,
     verify_config,
 )
@@ -319,7 +320,7 @@ def answered(values: list[Any]) -> list[VerifyResponse | None]:
     for value in values:
         try:
             request = CODECS[JSON].load(VerifyRequest, json.dumps(value, default=str).encode())
-            results.append(service.verify(request))
+            results.append(response_of(service, request))
         except UserError as error:
             assert str(error).strip()
             results.append(None)
