@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class Connection:
-    """Services of equal model, which share a network; one of them is in use.
+    """Services of equal model that share a network; `client` is in use.
 
     The session determines their order (rendezvous hashing). A service that fails, or neither responds in time nor to
     `/v1/ready`, is skipped for `SKIP_S`; after a restart with another model, for the rest of the run.
@@ -76,7 +76,7 @@ class Connection:
         self._noted = ServiceIdentity(numerics=self.client.identity.numerics)
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Queue a call for the thread of the connection, which starts with the first one."""
+        """Queue a call for the thread of the connection."""
         if self._calls is None:
             self._calls = SimpleQueue()
             weakref.finalize(self, self._calls.put, None).atexit = False
@@ -123,7 +123,7 @@ class Connection:
         return self._switch(other, f"{self.url} does not respond ({failure})")
 
     def note_service(self, gap_s: float, length: int) -> bool:
-        """Add a change of the service to the exchange; return True if another one continues a text of this length."""
+        """Measure a change of the service of a text of this length; return True if another service continues."""
         identity = self.client.identity
         exchange = self.network.exchange
         switched = self.url != self._noted_url or self._noted.replica not in ("", identity.replica)
@@ -140,7 +140,7 @@ class Connection:
         return switched
 
     def close(self) -> None:
-        """End the thread after its call, whose reads end soon."""
+        """End the thread; its reads end soon."""
         self.closed = True
         for client in self.clients:
             client.close()
@@ -189,7 +189,7 @@ class Connection:
         wait(pending, _GRACE_S + 2 * self.network.link.rtt_s)
 
     def _refuse(self, refusal: OtherModel) -> ResendText:
-        """Continue with a service that has not failed lately, and never use this one again."""
+        """Continue with a service that has not failed lately, and never use the current service again."""
         now = self.clock()
         self._skipped_until[self.url] = math.inf
         for other in self.clients:

@@ -136,7 +136,7 @@ def _no_score(tokens: Sequence[int], draft: Draft) -> Tensor:
 
 @dataclass(frozen=True)
 class TextVerifier:
-    """Verifier of a text, whose noise depends on the position."""
+    """Verifier of a text; its noise depends on the position."""
 
     config: VerifyConfig
     verifier: ModelVerifier
@@ -378,7 +378,7 @@ class Contexts:
 
 
 def next_step(request: VerifyRequest, context: EdgeContext | None, retry_key: str) -> VerifyRequest | None:
-    """Return the request with its number; None if it repeats the last one. Raises: UnknownContext, StaleRequest."""
+    """Return the request with its number; None if it repeats the last request. Raises: UnknownContext, StaleRequest."""
     if context is None:
         return numbered(request, None, None, ())
     if context.steps.is_repeat(retry_key, request, context.request):

@@ -50,7 +50,7 @@ class RemoteSession:
         weakref.finalize(self, _delete, self._contexts).atexit = False  # they expire
 
     def take(self, config: VerifyConfig) -> ContextState:
-        """Return the context of the last turn with this configuration, or a new one."""
+        """Return the context of the last turn with this configuration, or a new context."""
         earlier = self._contexts.pop(config.model_dump_json(), None)
         return ContextState() if earlier is None else earlier[0]
 

@@ -23,7 +23,7 @@ from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.drafters.model import ModelDrafter
 from specdemo.remote import serve
 from specdemo.remote.admission import ServiceLimits
-from specdemo.remote.health import STALLED_S, ServiceHealth, Unhealthy
+from specdemo.remote.health import STALLED_S, Unhealthy, service_health
 from specdemo.remote.listener import bind
 from specdemo.remote.protocol import CODECS, VerifyRequest, digest
 from specdemo.remote.server import SERVICE_ROUTES, create_app
@@ -241,7 +241,7 @@ def worker(clock: Clock) -> Iterator[Worker]:
 
 def test_an_idle_service_decodes_a_token(worker: Worker) -> None:
     cloud = contexts()
-    ServiceHealth(worker, cloud).check()
+    service_health(worker, cloud).check()
     assert sum(worker.texts_per_pass.values()) == 0 and len(cloud) == 0 and worker.active == 0
 
     def broken() -> Any:
@@ -249,12 +249,12 @@ def test_an_idle_service_decodes_a_token(worker: Worker) -> None:
 
     cloud.make_cache = broken
     with pytest.raises(Unhealthy, match="an idle service cannot decode a token: out of memory"):
-        ServiceHealth(worker, cloud).check()
+        service_health(worker, cloud).check()
 
 
 def test_a_busy_service_is_healthy_while_jobs_advance(worker: Worker, clock: Clock) -> None:
     """Checks do not wait for the job."""
-    health, turns, advanced = ServiceHealth(worker, contexts()), threading.Semaphore(0), threading.Semaphore(0)
+    health, turns, advanced = service_health(worker, contexts()), threading.Semaphore(0), threading.Semaphore(0)
 
     def job() -> Iterator[None]:
         for _ in range(3):
@@ -287,8 +287,10 @@ def test_a_probe_that_hangs_is_unhealthy() -> None:
 
     cloud.make_cache = hang
     with closing(Worker(clock=itertools.count(0.0, STALLED_S).__next__)) as worker:
+        health = service_health(worker, cloud)
+        health.patience_s = 0.1
         with pytest.raises(Unhealthy, match="no step was completed"):
-            ServiceHealth(worker, cloud, patience_s=0.1).check()
+            health.check()
         release.set()
 
 
