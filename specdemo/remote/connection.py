@@ -239,15 +239,18 @@ class Requests:
 
         Raises: ResendText, NewContext, ConnectionLost, UserError.
         """
+        connection = self._connection
         while True:
-            self._started = self._connection.clock()
+            if connection.closed:
+                raise ConnectionLost(f"the connection to {connection.url} was closed")
+            self._started = connection.clock()
             try:
-                result = attempt(self._connection.client, self._timeout)
+                result = attempt(connection.client, self._timeout)
             except (Retry, ResendText, NewContext, OtherModel) as failure:
                 self._recover(failure)
                 continue
             gap_s = 0.0 if self._failed is None else self._started - self._failed
-            if self._connection.note_service(gap_s, self.length):
+            if connection.note_service(gap_s, self.length):
                 self._requested = self._started
             self._failed = None
             return result
@@ -263,13 +266,12 @@ class Requests:
         connection = self._connection
         is_quick = connection.clock() - self._started < self._timeout / 2
         is_first = self._failed is None
-        self._failed = self._started if self._failed is None else self._failed
+        if is_first:
+            self._failed = self._started
         failure = connection.fail_over(failure)
         resend = not isinstance(failure, Retry)
         if resend:
             self.deadline.reread(self.length)
-        if connection.closed:
-            raise ConnectionLost(f"the connection to {connection.url} was closed") from failure
         progress = isinstance(failure, Retry) and self.deadline.report(failure.position, self.length)
         self.deadline.check(connection.url, failure, self._advice)
         if not progress:
