@@ -179,6 +179,26 @@ def test_first_draft_token_is_provisional_after_the_deadline() -> None:
     assert verifier.verify(text, Draft()).token == expected[5]
 
 
+def test_every_request_is_measured_in_a_step() -> None:
+    """That of a provisional step may be measured in a later one."""
+    http = DelayedClient()
+    verifier, expected = late_verifier(http), target_text(12)
+    text, links = list(PROMPT), []
+    for step in range(4):
+        if step == 1:
+            http.free.clear()
+        drafted = expected[len(text) - len(PROMPT) :][:2] if step in (1, 2) else ()  # without a draft, it waits
+        draft = Draft.chain(tuple(drafted))
+        verdict = verifier.verify(text, draft)
+        http.free.set()
+        links.append(verdict.link)
+        text += [*(draft.tokens[node] for node in verdict.accepted), *verdict.target_tokens]
+    assert text[len(PROMPT) :] == expected[: len(text) - len(PROMPT)]
+    assert sum(link.sent or 0 for link in links) == len(http.sent)
+    assert sum(link.bytes_up for link in links) == sum(len(http.codec.dump(message)) for message in http.sent)
+    assert sum(link.bytes_down for link in links) == sum(len(http.codec.dump(message)) for message in http.responses)
+
+
 def test_only_the_first_difference_is_overruled() -> None:
     """Provisional tokens after a wrong token were not verified in their own context."""
     http = DelayedClient()
