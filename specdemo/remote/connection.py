@@ -144,9 +144,10 @@ class Connection:
         self.closed = True
         for client in self.clients:
             client.close()
-        if self._calls is not None:
-            self._calls.put(None)
-            self._calls = None
+        calls = self._calls
+        self._calls = None
+        if calls is not None:
+            calls.put(None)
 
     def _describe(self, timeout: float) -> ServiceInfo:
         infos = self._descriptions(timeout)
