@@ -14,7 +14,7 @@ import httpcore
 import pytest
 from fakes.enumeration import PROMPT, SMALL, TARGET, VOCAB
 from fakes.forked_process import ForkedProcess, terminal
-from fakes.hostile_service import hostile_service
+from fakes.hostile_service import hostile_service, rejection
 from fakes.remote import (
     COUPLED,
     INFO,
@@ -238,12 +238,6 @@ def test_a_closed_client_ends_the_read_of_another_thread() -> None:
 # --- processes -----------------------------------------------------------------------------------------------------
 
 
-def verdict(request: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    n = len(request.get("draft_tokens", ()))
-    fields = {"epoch": request.get("epoch", 0), "round": request["round"], "accepted_len": 0, "p": [0.5] * n}
-    return {**fields, "correction" if n else "bonus": 5, "choices": [[5]] * (n + 1), **changes}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "options"),
@@ -254,7 +248,7 @@ def test_signals_end_a_run_that_waits_for_a_service(number: signal.Signals, opti
 
     def respond(request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if "round" in request and not request.get("draft_tokens"):
-            return 200, verdict(request)
+            return 200, rejection(request, 5)
         waiting.set()
         released.wait(PATIENCE)
         return 404, {"error": "gone", "code": "unknown_context"}

@@ -15,7 +15,7 @@ import msgpack
 import pytest
 from fakes.arbitrary_messages import requests
 from fakes.enumeration import DRAFTERS, PROMPT, STOP, VOCAB
-from fakes.hostile_service import bundled_info, hostile_service
+from fakes.hostile_service import bundled_info, hostile_service, rejection
 from fakes.http_server import Handler, http_server
 from fakes.properties import changed, holds_for
 from fakes.remote import (
@@ -265,18 +265,12 @@ def test_responses_of_the_service_are_consistent(rule: str) -> None:
     assert sum(len(step.verdict.accepted) for step in steps) > 0
 
 
-def verdict(request: dict[str, Any], token: int) -> dict[str, Any]:
-    n = len(request.get("draft_tokens", ()))
-    fields = {"epoch": request.get("epoch", 0), "round": request["round"], "accepted_len": 0, "p": [0.5] * n}
-    return {**fields, "correction" if n else "bonus": token, "choices": [[token]] * (n + 1)}
-
-
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_committed_id_without_an_entry_ends_the_run(padded: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """The vocabulary of a service may be padded, but no text contains the padding."""
     size = bundled_info()["vocab_size"]
     token = 2 * size - 1 if padded else 5
-    with hostile_service(lambda request: (200, verdict(request, token)), vocab_size=2 * size) as url:
+    with hostile_service(lambda request: (200, rejection(request, token)), vocab_size=2 * size) as url:
         command = ["run", "def f():", "--pair", "bundled", "--remote", url, "--max-tokens", "3", "--method", "nasd"]
         code = main(command)
     out, err = capsys.readouterr()
