@@ -73,7 +73,7 @@ class ServiceReplica:
         set_environment_defaults()  # torch reads the variables when it is imported
         from specdemo.cli.service import build_service
         from specdemo.remote.access import TOKEN
-        from specdemo.remote.health import ServiceHealth
+        from specdemo.remote.health import service_health
 
         if requires_token and TOKEN not in os.environ:
             raise UserError(f"a replica has no {TOKEN}: set the variable on every node")
@@ -82,7 +82,7 @@ class ServiceReplica:
         self._app = build_service(options, name, self._metrics.count)
         state = self._app.state
         self._worker, self._contexts = state.worker, state.contexts
-        self._health = ServiceHealth(state.worker, state.contexts)
+        self._health = service_health(state.worker, state.contexts)
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._app

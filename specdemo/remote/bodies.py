@@ -15,18 +15,15 @@ TIMEOUT_S = ConnectionLimits.seconds
 async def read_body(receive: Receive, max_bytes: int, announced: int = 0) -> bytes:
     """Read a body of `announced` bytes (0: unknown). Raises `ServiceError`."""
     body = bytearray()
-
-    async def collect() -> None:
-        more = True
-        while more and max(len(body), announced) <= max_bytes:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise client_gone()
-            body.extend(message.get("body", b""))
-            more = message.get("more_body", False)
-
+    more = True
     try:
-        await asyncio.wait_for(collect(), TIMEOUT_S)
+        async with asyncio.timeout(TIMEOUT_S):
+            while more and max(len(body), announced) <= max_bytes:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise client_gone()
+                body.extend(message.get("body", b""))
+                more = message.get("more_body", False)
     except TimeoutError:
         sentence = f"the body did not arrive within {TIMEOUT_S:g} seconds: send it again"
         raise ServiceError(408, "slow", sentence) from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
@@ -22,7 +22,7 @@ from specdemo.core.distributions import Comparison, ProbRows, SparseRow, node_pr
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.rules import RULES, check_rule
 from specdemo.core.sampling import Noise, SharedNoise
-from specdemo.core.step import Draft
+from specdemo.core.step import Draft, Verdict
 from specdemo.core.verifier import ModelVerifier, configured_rule
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.threads import torch_threads
@@ -130,48 +130,55 @@ def draft_from_request(request: VerifyRequest, vocab_size: int, device: torch.de
     return replace(draft, probs=SentRows(q, device, rows))
 
 
-def build_verifier(
-    config: VerifyConfig,
-    score: Score,
-    position: int,
-    sources: NoiseSources = position_noise,
-    ban: Ban | None = None,
-    candidates: int = 1,
-    top: int = 0,
-) -> ModelVerifier:
-    check_name("rule", config.rule, RULES)
-    check_rule(config.rule, adjust=config.adjust, forest=False)
-    rule = configured_rule(config.rule, adjust=config.adjust, threshold=config.threshold)
-    sampling = config.sampling
-    if config.bad_texts:
-        if ban is None:
-            raise UserError("this service has no tokenizer for bad_texts: send bad_words")
-        sampling = replace(sampling, banned=ban(tuple(config.bad_texts)))
-    return ModelVerifier(score, sampling, rule, *sources(config, position), candidates, top)
+def _no_score(tokens: Sequence[int], draft: Draft) -> Tensor:
+    raise AssertionError("the verifier has no cache")
 
 
-def verify_request(
-    request: VerifyRequest,
-    tokens: Sequence[int],
-    draft: Draft,
-    config: VerifyConfig,
-    score: Score,
-    sources: NoiseSources = position_noise,
-    ban: Ban | None = None,
-) -> VerifyResponse:
-    block = RULES[config.rule].chains_only
-    check_rule(config.rule, adjust=config.adjust, forest=not draft.is_chain)
-    verifier = build_verifier(config, score, len(tokens), sources, ban, request.candidates, request.top)
-    try:
-        verdict = verifier.verify(tokens, draft)
-    except RowNeeded as missing:
-        response = VerifyResponse(epoch=request.epoch, step=request.step or 0, accepted_len=0)
-        if block:
-            response.wanted_rows = list(range(len(draft)))
-        else:
-            response.wanted_row = missing.node
-        return response
-    return VerifyResponse.of(request, draft, verdict, block=block, lossy=_is_lossy(config, draft))
+@dataclass(frozen=True)
+class TextVerifier:
+    """Verifier of a text; its noise depends on the position."""
+
+    config: VerifyConfig
+    verifier: ModelVerifier
+    sources: NoiseSources
+
+    @classmethod
+    def of(
+        cls, config: VerifyConfig, vocab_size: int, sources: NoiseSources = position_noise, ban: Ban | None = None
+    ) -> TextVerifier:
+        """Check the configuration. Raises `UserError`."""
+        check_name("rule", config.rule, RULES)
+        check_rule(config.rule, adjust=config.adjust, forest=False)
+        check_token_ids([token for word in config.bad_words for token in word], vocab_size)
+        rule = configured_rule(config.rule, adjust=config.adjust, threshold=config.threshold)
+        sampling = config.sampling
+        if config.bad_texts:
+            if ban is None:
+                raise UserError("this service has no tokenizer for bad_texts: send bad_words")
+            sampling = replace(sampling, banned=ban(tuple(config.bad_texts)))
+        return cls(config, ModelVerifier(_no_score, sampling, rule, *sources(config, 0)), sources)
+
+    def verify(self, score: Score, tokens: Sequence[int], draft: Draft, candidates: int = 1, top: int = 0) -> Verdict:
+        """Raises `RowNeeded`."""
+        accept, correct = self.sources(self.config, len(tokens))
+        verifier = replace(self.verifier, score=score, accept=accept, correct=correct, candidates=candidates, top=top)
+        with torch_threads(1):
+            return verifier.verify(tokens, draft)
+
+    def respond(self, request: VerifyRequest, score: Score, tokens: Sequence[int], draft: Draft) -> VerifyResponse:
+        """Return the verdict about a draft, or a request for rows."""
+        block = RULES[self.config.rule].chains_only
+        check_rule(self.config.rule, adjust=self.config.adjust, forest=not draft.is_chain)
+        try:
+            verdict = self.verify(score, tokens, draft, request.candidates, request.top)
+        except RowNeeded as missing:
+            response = VerifyResponse(epoch=request.epoch, step=request.step or 0, accepted_len=0)
+            if block:
+                response.wanted_rows = list(range(len(draft)))
+            else:
+                response.wanted_row = missing.node
+            return response
+        return VerifyResponse.of(request, draft, verdict, block=block, lossy=_is_lossy(self.config, draft))
 
 
 def _is_lossy(config: VerifyConfig, draft: Draft) -> bool:
@@ -191,11 +198,10 @@ class EdgeContext:
     """Text of an edge, and its last request with response."""
 
     epoch: int
-    config: VerifyConfig
+    verifier: TextVerifier
     cache: CachedModel
-    tokens: list[int]
     last_used: float
-    config_bytes: int
+    tokens: list[int] = field(default_factory=list)
     request: VerifyRequest | None = None
     response: VerifyResponse | None = None
     steps: StepKeys = field(default_factory=StepKeys)
@@ -204,9 +210,16 @@ class EdgeContext:
     def reserved_bytes(self) -> int:
         rows = self.request.rows or () if self.request else ()
         ids = len(self.tokens) + (len(self.request.tokens) if self.request else 0)
+        ids += sum(len(word) + 2 for word in self.verifier.config.bad_words)
         row_bytes = sum(len(row.values) + len(row.ids or b"") for row in rows)
-        text_bytes = _ID_BYTES * ids + self.steps.reserved_bytes
-        return self.cache.reserved_bytes + self.config_bytes + text_bytes + row_bytes
+        return self.cache.reserved_bytes + _ID_BYTES * ids + self.steps.reserved_bytes + row_bytes
+
+    def record(self, request: VerifyRequest, response: VerifyResponse, tokens: list[int]) -> None:
+        """Append the verdict to the text `tokens`."""
+        self.request = request
+        self.response = response
+        accepted = [request.draft_tokens[node] for node in response.accepted_nodes]
+        self.tokens = [*tokens, *accepted, *([] if response.token is None else [response.token])]
 
 
 @dataclass(eq=False)
@@ -250,37 +263,41 @@ class Contexts:
         self._contexts.pop(key).cache.close()
         return True
 
-    def prefill(self, request: VerifyRequest, owner: str = "", retry_key: str = "") -> Iterator[PrefillPosition]:
-        """Read the text of `request` in chunks. The context retains them, so that a repeated request continues."""
-        self._evict(self.clock() - self.expiry_s)
-        key = (owner, request.context_id)
-        with self._using(key):
-            context = self._contexts.get(key)
-            if context is not None and context.steps.is_repeat(retry_key, request, context.request):
-                return
-            request = _numbered(request, context)
-            if context is not None and self._is_repeat(context, request):
-                return
-            context = self._open(context, request) if request.base == 0 else self._continue(context, request)
-            tokens = [*context.tokens[: request.base], *request.tokens]
-            check_token_ids(tokens, self.vocab_size)
-            self._check_length(len(tokens))
-            for count in context.cache.prefill(tokens):
-                self._store(key, context)
-                yield PrefillPosition(count)
+    def verify(
+        self, request: VerifyRequest, owner: str = "", retry_key: str = ""
+    ) -> Generator[PrefillPosition | VerifyResponse]:
+        """Yield positions while the text is read, then the response to the client `owner`.
 
-    def verify(self, request: VerifyRequest, owner: str = "", retry_key: str = "") -> VerifyResponse:
-        """Verify a draft for the client `owner`; a repeated request gets the same response.
-
+        A repeated request gets the same response; after an interruption it continues the prefill.
 
         Raises: UnknownContext, StaleRequest, ContextInUse, UserError.
         """
         self._evict(self.clock() - self.expiry_s)
         key = (owner, request.context_id)
         with self._using(key):
-            response = self._verify(key, request, retry_key)
+            draft = draft_from_request(request, self.vocab_size, self.device)
+            stored = self._contexts.get(key)
+            numbered = next_step(request, stored, retry_key)
+            if numbered is None:
+                assert stored is not None and stored.response is not None
+                response = stored.response
+            else:
+                context = self._open(stored, numbered) if numbered.base == 0 else self._continue(stored, numbered)
+                tokens = [*context.tokens[: numbered.base], *numbered.tokens]
+                self._check_length(len(tokens) + draft.depth)
+                for count in context.cache.prefill(tokens):
+                    self._store(key, context)
+                    yield PrefillPosition(count)
+                response = self._scored(key, context, numbered, tokens, draft)
+                if request.step is None:
+                    response = without_bonus(response)
+                    context.steps.keys.append(retry_key)
+                context.record(numbered, response, tokens)
+                self._store(key, context)
+                if not response.wanted:
+                    self.observe(numbered, response)
         self._evict()
-        return response
+        yield response
 
     @contextmanager
     def _using(self, key: tuple[str, str]) -> Iterator[None]:
@@ -292,36 +309,17 @@ class Contexts:
         finally:
             self._in_use.remove(key)
 
-    def _verify(self, key: tuple[str, str], sent: VerifyRequest, retry_key: str) -> VerifyResponse:
-        draft = draft_from_request(sent, self.vocab_size, self.device)
-        context = self._contexts.get(key)
-        repeated = context is not None and context.steps.is_repeat(retry_key, sent, context.request)
-        request = sent if repeated else _numbered(sent, context)
-        if context is not None and (repeated or self._is_repeat(context, request)):
-            assert context.response is not None
-            return context.response
-        context = self._open(context, request) if request.base == 0 else self._continue(context, request)
-        tokens = [*context.tokens[: request.base], *request.tokens]
-        self._check_length(len(tokens) + draft.depth)
+    def _scored(
+        self, key: tuple[str, str], context: EdgeContext, request: VerifyRequest, tokens: list[int], draft: Draft
+    ) -> VerifyResponse:
         start = self.clock()
-        with torch_threads(1):
-            score, config = context.cache.score, context.config
-            try:
-                response = verify_request(request, tokens, draft, config, score, self.sources, self.ban)
-            except BaseException:
-                if key not in self._contexts:
-                    context.cache.close()
-                raise
+        try:
+            response = context.verifier.respond(request, context.cache.score, tokens, draft)
+        except BaseException:
+            if key not in self._contexts:
+                context.cache.close()
+            raise
         response.metrics.cloud_s = self.clock() - start
-        if sent.step is None:
-            response = without_bonus(response)
-            context.steps.keys.append(retry_key)
-        context.request, context.response = request, response
-        accepted = [draft.tokens[node] for node in response.accepted_nodes]
-        context.tokens = [*tokens, *accepted, *([] if response.token is None else [response.token])]
-        self._store(key, context)
-        if not response.wanted:
-            self.observe(request, response)
         return response
 
     def _store(self, key: tuple[str, str], context: EdgeContext) -> None:
@@ -331,59 +329,36 @@ class Contexts:
 
     def stream(self, request: StreamRequest) -> Iterator[int | PrefillPosition]:
         """Decode autoregressively up to a stop token or the context length, after the prefill."""
-        self._check_config(request.config)
+        verifier = TextVerifier.of(request.config, self.vocab_size, self.sources, self.ban)
         tokens = list(request.tokens)
         check_token_ids(tokens, self.vocab_size)
         self._check_length(len(tokens))
         with closing(self.make_cache()) as cache:
             yield from map(PrefillPosition, cache.prefill(tokens))
             for _ in range(min(request.max_tokens, self.context - len(tokens) + 1)):
-                verifier = build_verifier(request.config, cache.score, len(tokens), self.sources, self.ban)
-                with torch_threads(1):
-                    token = verifier.verify(tokens, Draft()).token
+                token = verifier.verify(cache.score, tokens, Draft()).token
                 assert token is not None
                 tokens.append(token)
                 yield token
                 if token in self.stop:
                     return
 
-    def _is_repeat(self, context: EdgeContext, request: VerifyRequest) -> bool:
-        if request.epoch < context.epoch:
-            raise StaleRequest(
-                f"epoch {request.epoch} of this context has ended (current: {context.epoch}): open another context"
-            )
-        if request.epoch > context.epoch or context.request is None:
-            return False
-        if context.request == request:
-            return True
-        step, last = request.step or 0, context.request.step or 0
-        needs_rows = context.response is not None and context.response.wanted
-        if step < last or (step == last and not (needs_rows and request.rows)):
-            raise StaleRequest(f"step {step} was superseded by step {last}: open another context")
-        return False
-
     def _open(self, old: EdgeContext | None, request: VerifyRequest) -> EdgeContext:
         if request.config is None:
             raise UserError("a new context requires sampling_cfg: send it with the complete text")
         if not request.tokens:
             raise UserError("the text is empty: send its tokens")
-        self._check_config(request.config)
-        cache = old.cache if old else self.make_cache()
-        config_bytes = _ID_BYTES * sum(len(word) + 2 for word in request.config.bad_words)
-        return EdgeContext(request.epoch, request.config, cache, [], self.clock(), config_bytes)
+        verifier = TextVerifier.of(request.config, self.vocab_size, self.sources, self.ban)
+        return EdgeContext(request.epoch, verifier, old.cache if old else self.make_cache(), self.clock())
 
     def _continue(self, context: EdgeContext | None, request: VerifyRequest) -> EdgeContext:
         if context is None or request.epoch > context.epoch:
             raise UnknownContext("this context does not exist: send the complete text")
         if (request.base or 0) > len(context.tokens) or digest(context.tokens[: request.base]) != request.digest:
             raise UnknownContext("the texts of edge and cloud differ: send the complete text")
-        if request.config is not None and request.config != context.config:
+        if request.config is not None and request.config != context.verifier.config:
             raise UserError("sampling_cfg is fixed when a context is opened: open another context to change it")
         return context
-
-    def _check_config(self, config: VerifyConfig) -> None:
-        build_verifier(config, _no_score, 0, self.sources, self.ban)
-        check_token_ids([token for word in config.bad_words for token in word], self.vocab_size)
 
     def _check_length(self, count: int) -> None:
         if count > self.context:
@@ -402,11 +377,24 @@ class Contexts:
             self._contexts.pop(key).cache.close()
 
 
-def _numbered(request: VerifyRequest, context: EdgeContext | None) -> VerifyRequest:
+def next_step(request: VerifyRequest, context: EdgeContext | None, retry_key: str) -> VerifyRequest | None:
+    """Return the request with its number; None if it repeats the last request. Raises: UnknownContext, StaleRequest."""
     if context is None:
         return numbered(request, None, None, ())
-    return numbered(request, context.epoch, context.request, context.tokens)
-
-
-def _no_score(tokens: Sequence[int], draft: Draft) -> Tensor:
-    raise AssertionError("opening a context must not run the model")
+    if context.steps.is_repeat(retry_key, request, context.request):
+        return None
+    request = numbered(request, context.epoch, context.request, context.tokens)
+    if request.epoch < context.epoch:
+        raise StaleRequest(
+            f"epoch {request.epoch} of this context has ended (current: {context.epoch}): open another context"
+        )
+    if request.epoch > context.epoch or context.request is None:
+        return request
+    if context.request == request:
+        return None
+    step = request.step or 0
+    last = context.request.step or 0
+    needs_rows = context.response is not None and context.response.wanted
+    if step < last or (step == last and not (needs_rows and request.rows)):
+        raise StaleRequest(f"step {step} was superseded by step {last}: open another context")
+    return request

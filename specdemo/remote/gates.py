@@ -131,27 +131,32 @@ class EdgeVerifier:
 
     inner: Verifier
 
-    def verify(self, tokens: Sequence[int], draft: Draft, link: LinkStats = LinkStats()) -> Verdict:  # noqa: B008
+    def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
         if draft.tokens:
-            return unverified_verdict(draft, first_path(draft), Source.ALONE, link)
-        return replace(self.inner.verify(tokens, draft), source=Source.ALONE, request_sent=False, link=link)
+            return unverified_verdict(draft, first_path(draft), Source.ALONE, LinkStats())
+        return replace(self.inner.verify(tokens, draft), source=Source.ALONE, request_sent=False, link=LinkStats())
 
 
 def unverified_verdict(
-    draft: Draft, accepted: tuple[int, ...], source: Source, link: LinkStats, request_sent: bool = False
+    draft: Draft,
+    accepted: tuple[int, ...],
+    source: Source,
+    link: LinkStats | None = None,
+    request_sent: bool = False,
 ) -> Verdict:
     """Commit draft tokens without the target."""
     unknown = (None,) * len(draft)
     return Verdict(accepted, None, unknown, unknown, unknown, source=source, request_sent=request_sent, link=link)
 
 
-def provisional_verdict(draft: Draft, link: LinkStats, request_sent: bool) -> Verdict:
+def provisional_verdict(draft: Draft, request_sent: bool) -> Verdict:
     """Commit the first draft token (practice guide, section 8)."""
-    return unverified_verdict(draft, (0,), Source.PROVISIONAL, link, request_sent)
+    return unverified_verdict(draft, (0,), Source.PROVISIONAL, request_sent=request_sent)
 
 
 def first_path(draft: Draft) -> tuple[int, ...]:
-    children, path = draft.children(), list[int]()
+    children = draft.children()
+    path: list[int] = []
     node = -1
     while node in children:
         node = children[node][0]
@@ -159,7 +164,7 @@ def first_path(draft: Draft) -> tuple[int, ...]:
     return tuple(path)
 
 
-def verdict_from_tokens(draft: Draft, tokens: Sequence[int], link: LinkStats) -> Verdict:
+def verdict_from_tokens(draft: Draft, tokens: Sequence[int]) -> Verdict:
     """Accept the path of `draft` that matches the target's `tokens`, plus a token."""
     path = draft.follow(tokens[:-1])
-    return replace(unverified_verdict(draft, path, Source.LATE, link), token=tokens[len(path)])
+    return replace(unverified_verdict(draft, path, Source.LATE), token=tokens[len(path)])

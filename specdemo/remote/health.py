@@ -1,44 +1,71 @@
-"""Health of a service."""
+"""Health check of page, service and Ray replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from specdemo.remote.contexts import Contexts
 from specdemo.remote.protocol import StreamRequest, VerifyConfig
-from specdemo.worker import Worker, WorkerBusy
+from specdemo.worker import Stream, Worker, WorkerBusy
 
 STALLED_S = 25.0
 _PROBE = StreamRequest(tokens=[0], config=VerifyConfig(temperature=0.0), max_tokens=1)
 
 
 class Unhealthy(RuntimeError):
-    """The service must be replaced."""
+    """The service must be replaced; the cause is the error of a probe, if any."""
 
 
-class ServiceHealth:
-    """Health of the jobs of a service. A check of a busy service waits for no job."""
+class JobHealth:
+    """Health of the jobs of a worker.
 
-    def __init__(self, worker: Worker, contexts: Contexts, patience_s: float = STALLED_S) -> None:
-        self._worker, self._contexts = worker, contexts
-        self._patience_s = patience_s
+    An idle worker without a token in the last `recent_s` runs a probe. A busy worker is healthy while its jobs advance.
+    """
 
-    def check(self) -> None:
-        """Decode a token if the service is idle. Raise `Unhealthy` if that fails or jobs do not advance."""
-        if not self._worker.active:
-            self._probe()
-        if (stalled_s := self._worker.stalled_s) >= self._patience_s:
+    def __init__(
+        self,
+        worker: Worker,
+        start_probe: Callable[[], Stream[Any]],
+        patience_s: float = STALLED_S,
+        token_age_s: Callable[[], float] = lambda: math.inf,
+        recent_s: float = 0.0,
+    ) -> None:
+        self.probe: Stream[Any] | None = None  # the latest one
+        self.patience_s = patience_s
+        self._worker = worker
+        self._start_probe = start_probe
+        self._token_age_s = token_age_s
+        self._recent_s = recent_s
+        self._lock = threading.Lock()
+
+    def check(self) -> str:
+        """Return the sign of health. Raises `Unhealthy`."""
+        age_s = self._token_age_s()
+        if age_s <= self._recent_s:
+            return f"a token was produced {age_s:.0f} s ago"
+        probe = self._new_probe()
+        if probe is not None and probe.wait(self.patience_s):
+            if probe.error is None:
+                return "the service was idle, and a probe produced a token"
+            raise Unhealthy(f"an idle service cannot decode a token: {probe.error}") from probe.error
+        stalled_s = self._worker.stalled_s
+        if stalled_s >= self.patience_s:
             raise Unhealthy(f"no step was completed for {stalled_s:.0f} s: the device does not respond")
+        return "jobs advance"
 
-    def _probe(self) -> None:
-        with suppress(WorkerBusy):  # jobs were submitted meanwhile
-            probe = self._worker.submit(self._decode)
-            probe.wait(self._patience_s)
-            probe.stop()
-            if probe.error is not None:
-                raise Unhealthy(f"an idle service cannot decode a token: {probe.error}") from probe.error
+    def _new_probe(self) -> Stream[Any] | None:
+        """Start a probe if the worker is idle."""
+        with self._lock, suppress(WorkerBusy):  # jobs were submitted meanwhile
+            if not self._worker.active:
+                self.probe = self._start_probe()
+                return self.probe
+        return None
 
-    def _decode(self) -> Iterator[Any]:
-        return self._contexts.stream(_PROBE)
+
+def service_health(worker: Worker, contexts: Contexts) -> JobHealth:
+    """Return the health check of a service; its probe decodes a token."""
+    return JobHealth(worker, lambda: worker.submit(lambda: contexts.stream(_PROBE)))

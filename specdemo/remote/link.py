@@ -1,4 +1,4 @@
-"""HTTP client of the cloud service, byte counts and link emulation."""
+"""HTTP client of a cloud service, the errors of its requests, and measurements and emulation of the link."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import math
 import random
 import ssl
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 import httpcore
 
 from specdemo.core.errors import UserError, plain_text
+from specdemo.core.link_stats import LinkStats
 from specdemo.remote.protocol import (
     CODECS,
     SESSION_HEADER,
@@ -25,65 +28,54 @@ from specdemo.remote.protocol import (
     VerifyRequest,
 )
 
-_MAX_RESPONSE_BYTES, _MAX_LINE_BYTES = 16 << 20, 4096
-_SLICE_S, _SLICE_BYTES = 0.5, 8192
+_MAX_RESPONSE_BYTES = 16 << 20
+_MAX_LINE_BYTES = 4096
+_SLICE_S = 0.5
+_SLICE_BYTES = 8192
 _DAMAGED = 4  # most damaged responses in succession
 _NETWORK_ERRORS = (httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError, OSError)
 
 
-class NoResponse(Exception):
-    """No response in time; the request may be repeated."""
+class Cause(Enum):
+    """Reason to repeat a request."""
+
+    LATE = auto()  # the service may be busy, frozen or disconnected
+    UNREACHABLE = auto()  # the host does not answer
+    DOWN = auto()  # connection refused or ended, or service stopped
+    BUSY = auto()  # job queue full, rate limit reached, or context in use
+    READING = auto()  # a part of the text is read
 
 
-class RequestTimeout(NoResponse):
-    """The service may be busy, frozen or disconnected."""
+class Retry(Exception):
+    """The request may be repeated; `position`: tokens of the text that are read."""
 
-
-class ConnectionTimeout(RequestTimeout):
-    """The host does not answer."""
-
-
-class ServiceDown(NoResponse):
-    """Connection refused or ended, or service stopped."""
-
-
-class PromptReading(NoResponse):
-    """`position` tokens of the text are read; the request must be repeated."""
-
-    def __init__(self, sentence: str, position: int) -> None:
+    def __init__(self, sentence: str, cause: Cause = Cause.BUSY, position: int = 0) -> None:
         super().__init__(sentence)
+        self.cause = cause
         self.position = position
 
+    @property
+    def may_be_dead(self) -> bool:
+        return self.cause in (Cause.LATE, Cause.UNREACHABLE, Cause.DOWN)
 
-class ServiceBusy(NoResponse):
-    """Job queue full or rate limit reached."""
 
-
-class ContextGone(Exception):
+class ResendText(Exception):
     """The service needs the complete text."""
+
+
+class NewContext(Exception):
+    """Another client uses the context."""
 
 
 class OtherModel(UserError):
     """The service has another model than the services of the run."""
 
 
-class Unauthorised(UserError):
-    """The bearer token is missing or wrong for the service at `url`."""
-
-    def __init__(self, sentence: str, url: str) -> None:
-        super().__init__(sentence)
-        self.url = url
-
-
-class RequestSuperseded(Exception):
-    """Another client uses the context."""
-
-
-def _failure(error: Exception) -> NoResponse:
-    kind: type[NoResponse] = ServiceDown
+def _retry(error: Exception) -> Retry:
+    cause = Cause.DOWN
     if isinstance(error, httpcore.TimeoutException):
-        kind = ConnectionTimeout if isinstance(error, httpcore.ConnectTimeout) else RequestTimeout
-    return kind(plain_text(str(error)) or type(error).__name__)
+        cause = Cause.UNREACHABLE if isinstance(error, httpcore.ConnectTimeout) else Cause.LATE
+    return Retry(plain_text(str(error)) or type(error).__name__, cause)
 
 
 def other_model(url: str, identity: ServiceIdentity, expected: ServiceIdentity) -> OtherModel:
@@ -95,7 +87,7 @@ def other_model(url: str, identity: ServiceIdentity, expected: ServiceIdentity) 
 
 
 class HttpClient:
-    """Persistent connections to `url`."""
+    """Persistent connections to `url`; `refusal` is added to the sentence about a wrong token."""
 
     def __init__(
         self,
@@ -105,11 +97,14 @@ class HttpClient:
         token: str | None = None,
         session: str = "",
         network: MeteredNetwork | None = None,
+        refusal: str = "",
     ) -> None:
-        self.url, self.network = url.rstrip("/"), network or MeteredNetwork()
+        self.url = url.rstrip("/")
+        self.network = network or MeteredNetwork()
         self.identity = ServiceIdentity()  # stated by the service
+        self._refusal = refusal
         self._codec = CODECS[content_type]
-        self._headers = {"Content-Type": content_type}
+        self._headers: dict[bytes | str, bytes | str] = {"Content-Type": content_type}
         self._headers |= {"Authorization": f"Bearer {token}"} if token else {}
         self._headers |= {SESSION_HEADER: session} if session else {}
         tls = ssl.create_default_context() if url.startswith("https:") else None  # respects SSL_CERT_FILE
@@ -119,21 +114,13 @@ class HttpClient:
     def call(
         self, method: str, path: str, message: NetworkMessage | None, response_type: type[MessageT], timeout: float
     ) -> MessageT:
-        """Send `message` and parse the response.
-
-        Raises: NoResponse, ServiceBusy, ContextGone, RequestSuperseded, UserError.
-        """
-        try:
-            with self._pool.stream(method, self.url + path, **self._options(message, timeout)) as response:
-                content = self._content(response)
-                if response.status == 200 and isinstance(message, VerifyRequest) and not message.base:
-                    self._check_identity(response.headers)
-        except _NETWORK_ERRORS as error:
-            raise _failure(error) from error
-        except httpcore.UnsupportedProtocol as error:
-            raise UserError(f"{self.url} is no service address: use http://host:port") from error
-        if response.status != 200:
-            raise self._error(response.status, content)
+        """Send `message` and parse the response. Raises: Retry, ResendText, NewContext, UserError."""
+        with self._response(method, path, message, timeout) as response:
+            content = self._content(response)
+            if response.status != 200:
+                raise self._error(response.status, content)
+            if isinstance(message, VerifyRequest) and not message.base:
+                self._check_identity(response.headers)
         try:
             loaded = self._codec.load(response_type, content)
         except UserError as error:
@@ -145,42 +132,65 @@ class HttpClient:
     def tokens(
         self, path: str, message: NetworkMessage, timeout: float
     ) -> Generator[int | PrefillPosition | None, None, None]:
-        """Yield progress, token ids, then None; raise `NoResponse` if cut off."""
-        try:
-            with self._pool.stream("POST", self.url + path, **self._options(message, timeout)) as response:
-                if response.status != 200:
-                    raise self._error(response.status, self._content(response))
-                self._check_identity(response.headers)
-                rest = b""
-                for chunk in response.iter_stream():
-                    *lines, rest = (rest + chunk).split(b"\n")
-                    if len(rest) > _MAX_LINE_BYTES:
-                        raise ValueError("the line is too long")
-                    for line in lines:
-                        item = self._parsed(line)
-                        yield item
-                        if item is None:
-                            return
-        except _NETWORK_ERRORS as error:
-            raise _failure(error) from error
-        except UserError:
-            raise
-        except ValueError as error:
-            raise UserError(f"{self.url} is not a specdemo service: it sent no token ids") from error
-        raise ServiceDown("the stream was cut off")
-
-    def _parsed(self, line: bytes) -> int | PrefillPosition | None:
-        """Return an item of `tokens`."""
-        if line.startswith(b"error "):
-            raise UserError(f"the cloud at {self.url} failed: {plain_text(line[6:].decode('utf-8', 'replace'))}")
-        if line.startswith(b"read "):
-            return PrefillPosition(int(line[5:]))
-        return None if line == b"end" else int(line)
+        """Yield progress, token ids, then None; raise `Retry` if cut off."""
+        with self._response("POST", path, message, timeout) as response:
+            if response.status != 200:
+                raise self._error(response.status, self._content(response))
+            self._check_identity(response.headers)
+            rest = b""
+            for chunk in response.iter_stream():
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    item = self._parsed(line)
+                    yield item
+                    if item is None:
+                        return
+                if len(rest) > _MAX_LINE_BYTES:
+                    raise self._no_tokens()
+        raise Retry("the stream was cut off", Cause.DOWN)
 
     def close(self) -> None:
         """End the reads of other threads within `_SLICE_S`."""
         self.network.limit = lambda: 0.0
         self._pool.close()
+
+    @contextmanager
+    def _response(
+        self, method: str, path: str, message: NetworkMessage | None, timeout: float
+    ) -> Iterator[httpcore.Response]:
+        network = self.network
+        body = b"" if message is None else self._codec.dump(message)
+        network.exchange.sent += message is not None
+        extensions = {"timeout": dict.fromkeys(("connect", "read", "write", "pool"), timeout)}
+        start = network.clock()
+        try:
+            network.delay(timeout + network.link.rtt_s / 2)
+            network.exchange.up_s += network.clock() - start
+            with self._pool.stream(
+                method, self.url + path, headers=self._headers, content=body, extensions=extensions
+            ) as response:
+                arrived = network.clock()
+                network.delay(timeout - (arrived - network.written))
+                yield response
+                network.exchange.down_s += network.clock() - arrived
+        except _NETWORK_ERRORS as error:
+            raise _retry(error) from error
+        except httpcore.UnsupportedProtocol as error:
+            raise UserError(f"{self.url} is no service address: use http://host:port") from error
+
+    def _parsed(self, line: bytes) -> int | PrefillPosition | None:
+        """Return an item of `tokens`."""
+        if line.startswith(b"error "):
+            raise UserError(f"the cloud at {self.url} failed: {plain_text(line[6:].decode('utf-8', 'replace'))}")
+        if line == b"end":
+            return None
+        try:
+            return PrefillPosition(int(line[5:])) if line.startswith(b"read ") else int(line)
+        except ValueError as error:
+            raise self._no_tokens() from error
+
+    def _no_tokens(self) -> UserError:
+        return UserError(f"{self.url} is not a specdemo service: it sent no token ids")
 
     def _check_identity(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
         try:
@@ -199,74 +209,94 @@ class HttpClient:
                 raise UserError(f"{self.url} is not a specdemo service: its response is too large")
         return bytes(content)
 
-    def _options(self, message: NetworkMessage | None, timeout: float) -> dict[str, Any]:
-        timeouts = dict.fromkeys(("connect", "read", "write", "pool"), timeout)
-        body = b"" if message is None else self._codec.dump(message)
-        return {"headers": self._headers, "content": body, "extensions": {"timeout": timeouts}}
-
     def _damaged(self, sentence: str) -> Exception:
         """Close connections, and repeat the request if the service has responded before."""
         self._pool.close()
         self._repeats -= 1
-        return ServiceDown(sentence) if self._repeats >= 0 else UserError(sentence)
+        return Retry(sentence, Cause.DOWN) if self._repeats >= 0 else UserError(sentence)
 
     def _error(self, status: int, body: bytes) -> Exception:
         try:
             problem = self._codec.load(ErrorResponse, body)
         except UserError:
             problem = ErrorResponse(error=f"status {status}", code="")
-        if status == 401:
-            return Unauthorised(f"the cloud at {self.url} rejected the request: {problem.error}", self.url)
-        if status == 429:
-            return ServiceBusy(problem.error)
         if problem.code == "unknown_context":
-            return ContextGone(problem.error)
+            return ResendText(problem.error)
         if problem.code == "stale":
-            return RequestSuperseded(problem.error)
+            return NewContext(problem.error)
         if problem.code == "prefill":
-            return PromptReading(problem.error, problem.position)
-        if status == 408 or (status == 503 and problem.code == "busy"):
-            return NoResponse(problem.error)
+            return Retry(problem.error, Cause.READING, problem.position)
+        if status in (408, 429) or (status == 503 and problem.code == "busy"):
+            return Retry(problem.error, Cause.BUSY)
         if status in (500, 502, 503, 504):
-            return ServiceDown(problem.error)
-        rejection = f"the cloud at {self.url} rejected the request: {problem.error}"
-        if problem.code in ("", "unreadable"):
-            return self._damaged(rejection)
-        return UserError(rejection)
+            return Retry(problem.error, Cause.DOWN)
+        refusal = self._refusal if status == 401 else ""
+        rejection = f"the cloud at {self.url} rejected the request: {problem.error}{refusal}"
+        return self._damaged(rejection) if problem.code in ("", "unreadable") else UserError(rejection)
+
+
+@dataclass
+class Exchange:
+    """Measurements of the requests of a step, with the names of `LinkStats`; bytes exclude TCP and TLS."""
+
+    bytes_up: int = 0
+    bytes_down: int = 0
+    up_s: float = 0.0  # includes the emulated delay
+    down_s: float = 0.0  # first to last byte of responses, and the emulated delay
+    sent: int = 0  # requests with a message, and their repetitions
+    rows: int | None = None
+    cloud_s: float | None = None
+    rtt_s: float | None = None
+    switched: int | None = None
+    gap_s: float | None = None
+    reread: int | None = None
+    numerics: int | None = None
+    replica: str = ""  # name of the service, if it changed
+
+    def add_response(self, cloud_s: float, rtt_s: float) -> None:
+        self.cloud_s = (self.cloud_s or 0.0) + cloud_s
+        self.rtt_s = (self.rtt_s or 0.0) + rtt_s
+
+    def link(self, **more: int | None) -> LinkStats:
+        return LinkStats.of(vars(self) | {"sent": self.sent or None} | more)
 
 
 @dataclass(frozen=True)
 class LinkEmulation:
-    """Delay and loss added to the real link; lost messages time out."""
+    """Delay and loss of requests and responses, added to the real link; lost messages time out."""
 
     rtt_s: float = 0.0
     loss: float = 0.0  # share of messages, each way
     seed: int = 0
 
 
-@dataclass
-class ByteCounts:
-    """Traffic of HTTP messages with headers, without TCP and TLS."""
-
-    up: int = 0
-    down: int = 0
-    up_s: float = 0.0  # includes emulated delay
-    down_s: float = 0.0  # first to last byte of responses
-
-
 @dataclass(eq=False)
 class MeteredNetwork(httpcore.NetworkBackend):
-    """Network that counts bytes and emulates a link; calls end after `limit()` seconds."""
+    """Network that measures an `Exchange`; calls end after `limit()` seconds."""
 
     link: LinkEmulation = LinkEmulation()
     wait: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.perf_counter
     inner: httpcore.NetworkBackend = field(default_factory=httpcore.SyncBackend)
-    counts: ByteCounts = field(default_factory=ByteCounts)
+    exchange: Exchange = field(default_factory=Exchange)
     limit: Callable[[], float] = lambda: math.inf
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.link.seed)
+        self.written = 0.0  # time of the last write
+
+    def take(self) -> Exchange:
+        """Return the measurements since the last call."""
+        taken, self.exchange = self.exchange, Exchange()
+        return taken
+
+    def delay(self, left: float) -> None:
+        """Delay a message; raise `ReadTimeout` after `left` seconds if it is lost or arrives later."""
+        seconds = self.link.rtt_s / 2
+        late = self._rng.random() < self.link.loss or seconds > max(0.0, left)
+        self._pause(left if late else seconds)
+        if late:
+            raise httpcore.ReadTimeout("timed out")
 
     def connect_tcp(
         self,
@@ -278,13 +308,8 @@ class MeteredNetwork(httpcore.NetworkBackend):
     ) -> httpcore.NetworkStream:
         timeout = self.bounded(timeout, httpcore.ConnectTimeout)
         stream = self.inner.connect_tcp(host, port, timeout, local_address, socket_options)
-        self.pause(self.link.rtt_s)
+        self._pause(self.link.rtt_s)
         return MeteredStream(self, stream)
-
-    def pause(self, seconds: float) -> None:
-        """Wait at most `limit()` seconds."""
-        if seconds:
-            self.wait(max(0.0, min(seconds, self.limit())))
 
     def bounded(self, timeout: float | None, error: type[httpcore.TimeoutException]) -> float:
         left = min(math.inf if timeout is None else timeout, self.limit())
@@ -292,55 +317,38 @@ class MeteredNetwork(httpcore.NetworkBackend):
             raise error("timed out")
         return left
 
-    def is_lost(self) -> bool:
-        return self._rng.random() < self.link.loss
+    def _pause(self, seconds: float) -> None:
+        if seconds:
+            self.wait(max(0.0, min(seconds, self.limit())))
 
 
 class MeteredStream(httpcore.NetworkStream):
-    """Connection; consecutive writes or consecutive reads form a message."""
+    """Connection whose bytes are counted before encryption."""
 
     def __init__(self, network: MeteredNetwork, inner: httpcore.NetworkStream) -> None:
-        self._network, self._inner = network, inner
-        self._sending = self._dead = False
+        self._network = network
+        self._inner = inner
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         network = self._network
         start = network.clock()
-        network.counts.up += len(buffer)
-        if not self._sending:
-            self._sending, self._dead = True, network.is_lost()
-            network.pause(network.link.rtt_s / 2)
-        for i in range(0, 0 if self._dead else len(buffer), _SLICE_BYTES):
+        network.exchange.bytes_up += len(buffer)
+        for i in range(0, len(buffer), _SLICE_BYTES):
             self._inner.write(buffer[i : i + _SLICE_BYTES], network.bounded(timeout, httpcore.WriteTimeout))
-        network.counts.up_s += network.clock() - start
+        network.written = network.clock()
+        network.exchange.up_s += network.written - start
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        """Receive; raise `ReadTimeout` for lost and late messages."""
         network = self._network
-        start = network.clock()
-        first, self._sending = self._sending, False
-        data = b"" if self._dead else self._read(max_bytes, math.inf if timeout is None else start + timeout)
-        arrived = network.clock() if first else start
-        delay = 0.0
-        if first and not self._dead:
-            self._dead = network.is_lost()
-            delay = network.link.rtt_s / 2
-        left = None if timeout is None else max(0.0, timeout - (network.clock() - start))
-        if left is not None and (self._dead or delay > left):
-            network.pause(left)
-            raise httpcore.ReadTimeout("timed out")
-        network.pause(delay)
-        network.counts.down += len(data)
-        network.counts.down_s += network.clock() - arrived
-        return data
-
-    def _read(self, max_bytes: int, end: float) -> bytes:
+        end = math.inf if timeout is None else network.clock() + timeout
         while True:
-            left = self._network.bounded(end - self._network.clock(), httpcore.ReadTimeout)
+            left = network.bounded(end - network.clock(), httpcore.ReadTimeout)
             try:
-                return self._inner.read(max_bytes, min(left, _SLICE_S))
+                data = self._inner.read(max_bytes, min(left, _SLICE_S))
             except httpcore.ReadTimeout:
                 continue
+            network.exchange.bytes_down += len(data)
+            return data
 
     def close(self) -> None:
         self._inner.close()
@@ -348,7 +356,6 @@ class MeteredStream(httpcore.NetworkStream):
     def start_tls(
         self, ssl_context: Any, server_hostname: str | None = None, timeout: float | None = None
     ) -> MeteredStream:
-        """Count bytes before encryption."""
         timeout = self._network.bounded(timeout, httpcore.ReadTimeout)
         try:
             return MeteredStream(self._network, self._inner.start_tls(ssl_context, server_hostname, timeout))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -234,12 +234,15 @@ def _verified(
     contexts: Contexts, message: VerifyRequest, client: tuple[str, str], clock: Callable[[], float]
 ) -> Iterator[VerifyResponse | None]:
     end = clock() + _PREFILL_S
-    for position in contexts.prefill(message, *client):
-        if clock() >= end:
-            sentence = f"{position.count:,} tokens of the text are read: send the request again"
-            raise ServiceError(503, "prefill", sentence, position.count)
-        yield None
-    yield contexts.verify(message, *client)
+    with closing(contexts.verify(message, *client)) as items:
+        for item in items:
+            if isinstance(item, VerifyResponse):
+                yield item
+            elif clock() < end:
+                yield None
+            else:
+                sentence = f"{item.count:,} tokens of the text are read: send the request again"
+                raise ServiceError(503, "prefill", sentence, item.count)
 
 
 async def _first(request: Request, lines: AsyncGenerator[bytes, None]) -> bytes:

@@ -1,27 +1,38 @@
-"""Sessions of an edge with services."""
+"""Sessions of an edge with services, and the contexts that they keep."""
 
 from __future__ import annotations
 
 import secrets
+import uuid
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from specdemo.remote.protocol import VerifyConfig
-from specdemo.worker import run_in_thread
 
 _RANDOM_BYTES = 24
 
 
-@dataclass(frozen=True)
-class ContextState:
-    """Context of a service at the end of a turn."""
+def random_context_id() -> str:
+    return uuid.uuid4().hex
 
-    context_id: str
-    epoch: int
-    step: int
-    tokens: list[int]
-    delete: Callable[[], object] = field(compare=False)
+
+@dataclass
+class ContextState:
+    """Context of a service as the edge assumes it."""
+
+    context_id: str = field(default_factory=random_context_id)
+    epoch: int = 0
+    step: int = -1
+    tokens: list[int] = field(default_factory=list)
+
+    def restart(self, in_new_context: bool) -> None:
+        """Send the complete text next."""
+        self.tokens = []
+        self.epoch += 1
+        if in_new_context:
+            self.context_id = random_context_id()
+            self.epoch = 0
 
 
 @dataclass
@@ -33,18 +44,21 @@ class RemoteSession:
 
     lasts: bool = False
     id: str = field(default_factory=lambda: secrets.token_urlsafe(_RANDOM_BYTES), repr=False)
-    _contexts: dict[str, ContextState] = field(default_factory=dict, repr=False)
+    _contexts: dict[str, tuple[ContextState, Callable[[], object]]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         weakref.finalize(self, _delete, self._contexts).atexit = False  # they expire
 
-    def take(self, config: VerifyConfig) -> ContextState | None:
-        return self._contexts.pop(config.model_dump_json(), None)
+    def take(self, config: VerifyConfig) -> ContextState:
+        """Return the context of the last turn with this configuration, or a new context."""
+        earlier = self._contexts.pop(config.model_dump_json(), None)
+        return ContextState() if earlier is None else earlier[0]
 
-    def keep(self, config: VerifyConfig, context: ContextState) -> None:
-        self._contexts[config.model_dump_json()] = context
+    def keep(self, config: VerifyConfig, context: ContextState, delete: Callable[[], object]) -> None:
+        """Keep a context; `delete` starts its deletion."""
+        self._contexts[config.model_dump_json()] = (context, delete)
 
 
-def _delete(contexts: dict[str, ContextState]) -> None:
-    for context in contexts.values():
-        run_in_thread(context.delete)
+def _delete(contexts: dict[str, tuple[ContextState, Callable[[], object]]]) -> None:
+    for _, delete in contexts.values():
+        delete()

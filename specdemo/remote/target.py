@@ -27,26 +27,18 @@ from specdemo.models.spec import ModelSpec
 from specdemo.models.tokenizer import has_entry
 from specdemo.models.zoo import fingerprint
 from specdemo.remote.access import SERVICES, TOKEN, token_for
-from specdemo.remote.client import Deadlines, RemoteVerifier, RowFormat, StreamingVerifier
+from specdemo.remote.client import RemoteVerifier, RowFormat, StreamingVerifier
 from specdemo.remote.config import ENCODINGS, CloudConfig
-from specdemo.remote.deadline import ConnectionLost, StepDeadline
+from specdemo.remote.connection import Connection
+from specdemo.remote.deadline import ConnectionLost, Deadlines
 from specdemo.remote.gates import PASSES, GatedVerifier, RecordingPolicy, mc_dropout
-from specdemo.remote.link import (
-    ConnectionTimeout,
-    HttpClient,
-    LinkEmulation,
-    MeteredNetwork,
-    NoResponse,
-    RequestTimeout,
-    Unauthorised,
-)
+from specdemo.remote.link import HttpClient, LinkEmulation, MeteredNetwork, Retry
 from specdemo.remote.protocol import MAX_TEXT, ServiceInfo, VerifyConfig
-from specdemo.remote.replicas import Replicas
 from specdemo.remote.session import RemoteSession
 from specdemo.remote.word_rules import IsName, word_rules
 from specdemo.worker import interruptible
 
-_CONNECTIONS = 2  # attempts to connect to hosts that do not answer
+_WITHHELD = f" ({TOKEN} is sent only to this machine and to https addresses in {SERVICES}: add the address there)"
 MAX_PADDING = 2  # vocabulary of a model per token of its tokenizer; padding is below 2%
 
 
@@ -54,7 +46,7 @@ MAX_PADDING = 2  # vocabulary of a model per token of its tokenizer; padding is 
 class RemoteModel:
     """`Target` behind a service: tokenizer, description and connection. Its verifiers run at the edge."""
 
-    http: Replicas
+    connection: Connection
     info: ServiceInfo
     tokenizer: Any
     cloud: CloudConfig
@@ -127,16 +119,16 @@ class RemoteModel:
         return GatedVerifier(verifier, recorder, thresholds, max_hard, always=always, variance=variance)
 
     def close(self) -> None:
-        self.http.close()
+        self.connection.close()
 
     def _client(self, inputs: VerifierInputs) -> RemoteVerifier | StreamingVerifier:
         cloud, options = self.cloud, inputs.options
         config, known = _verify_config(inputs), partial(has_entry, self.tokenizer)
         deadlines = Deadlines(cloud.deadline_ms / 1000, cloud.lost_after_s, not cloud.provisional)
         if cloud.mode == "cloud_only":
-            return StreamingVerifier(self.http, config, options.max_tokens, deadlines, self.vocab_size, known)
+            return StreamingVerifier(self.connection, config, options.max_tokens, deadlines, self.vocab_size, known)
         return RemoteVerifier(
-            self.http,
+            self.connection,
             config,
             rows=cast(RowFormat, cloud.q_rows),
             candidates=inputs.candidates,
@@ -189,51 +181,41 @@ def connect(
         raise UserError("the service address is missing: set it to http://host:port")
     tokenizer = interruptible(partial(read_tokenizer, target, hub))
     session = session or RemoteSession()
-    http = _replicas(cloud, seed, clock, session.id)
+    connection = _connection(cloud, seed, clock, session.id)
     try:
-        info = _service_info(http, cloud, edge is not None, clock)
+        info = _service_info(connection, cloud, edge is not None)
         if info is not None:
             _check_info(info, target, tokenizer)
-            return RemoteModel(http, info, tokenizer, cloud, session)
+            return RemoteModel(connection, info, tokenizer, cloud, session)
         assert edge is not None
-        return RemoteModel(http, _info_without_service(target, tokenizer, edge), tokenizer, cloud, session, lost=True)
+        info = _info_without_service(target, tokenizer, edge)
+        return RemoteModel(connection, info, tokenizer, cloud, session, lost=True)
     except BaseException:
-        http.close()
+        connection.close()
         raise
 
 
-def _replicas(cloud: CloudConfig, seed: int, clock: Callable[[], float], session: str) -> Replicas:
-    """Return the clients of all addresses; each gets the token by its own rule."""
-    link = LinkEmulation(cloud.rtt_ms / 1000, cloud.loss, seed)
-    make = partial(HttpClient, content_type=ENCODINGS[cloud.encoding], session=session, network=MeteredNetwork(link))
-    clients = [make(address, token=token_for(address, os.environ)) for address in cloud.addresses]
-    return Replicas(clients, session, clock)
+def _connection(cloud: CloudConfig, seed: int, clock: Callable[[], float], session: str) -> Connection:
+    """Return the connection to all addresses; each gets the token by its own rule."""
+    network = MeteredNetwork(LinkEmulation(cloud.rtt_ms / 1000, cloud.loss, seed))
+    make = partial(HttpClient, content_type=ENCODINGS[cloud.encoding], session=session, network=network)
+    clients: list[HttpClient] = []
+    for address in cloud.addresses:
+        token = token_for(address, os.environ)
+        is_withheld = token is None and bool(os.environ.get(TOKEN))
+        clients.append(make(address, token=token, refusal=_WITHHELD if is_withheld else ""))
+    return Connection(clients, session, clock)
 
 
-def _service_info(http: Replicas, cloud: CloudConfig, has_edge: bool, clock: Callable[[], float]) -> ServiceInfo | None:
-    """Return the description, or None if the edge decodes alone. A busy service is asked again."""
-    timeout, attempts = max(1.0, cloud.deadline_ms / 1000), 0
-    http.network.limit = StepDeadline(cloud.lost_after_s, clock=clock).remaining
-    while True:
-        try:
-            return interruptible(partial(http.describe, timeout))
-        except NoResponse as failure:
-            timeout, attempts = 2 * timeout, attempts + 1
-            silent = isinstance(failure, ConnectionTimeout) and attempts >= _CONNECTIONS
-            if isinstance(failure, RequestTimeout) and not silent and http.network.limit() > 0:
-                continue
-            if has_edge and cloud.on_loss == "edge":
-                return None
-            raise ConnectionLost(
-                f"there is no service at {cloud.remote} ({failure}): start one with serve"
-            ) from failure
-        except Unauthorised as error:
-            if token_for(error.url, os.environ) is None and os.environ.get(TOKEN):
-                raise UserError(
-                    f"{error.url} requires a token, and {TOKEN} is sent only to this machine and to https addresses "
-                    f"in {SERVICES}: add the address there"
-                ) from error
-            raise
+def _service_info(connection: Connection, cloud: CloudConfig, has_edge: bool) -> ServiceInfo | None:
+    """Return the description, or None if the edge decodes alone."""
+    timeout = max(1.0, cloud.deadline_ms / 1000)
+    try:
+        return connection.run(partial(connection.describe, timeout, cloud.lost_after_s))
+    except Retry as failure:
+        if has_edge and cloud.on_loss == "edge":
+            return None
+        raise ConnectionLost(f"there is no service at {cloud.remote} ({failure}): start one with serve") from failure
 
 
 def _check_info(info: ServiceInfo, target: ModelSpec, tokenizer: Any) -> None:

@@ -1,58 +1,39 @@
-"""Health check of the page: a recent token, or a probe that produces one."""
+"""Health check of the page: a recent token, or a probe."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from specdemo.core.events import Event
 from specdemo.recipe import Recipe
+from specdemo.remote.health import JobHealth, Unhealthy
 from specdemo.ui.service import Service
 from specdemo.ui.streams import reason
-from specdemo.worker import Stream, WorkerBusy
+from specdemo.worker import Worker
 
 LATELY_S = 600  # an idle machine decodes two tokens per ten minutes
 PATIENCE_S = 20
 
 
 class Health:
-    """Health check of the service. If the last token is old, a probe run is started and shared by all requests."""
+    """Health check of the service; its probe decodes `recipe`."""
 
-    def __init__(
-        self, service: Service, recipe: Recipe, lately_s: float = LATELY_S, patience_s: float = PATIENCE_S
-    ) -> None:
-        self._service, self._recipe = service, recipe
-        self._lately, self._patience = lately_s, patience_s
-        self._probe: Stream[Event] | None = None
-
-    @property
-    def age_s(self) -> float | None:
-        """Seconds since the last token; None before the first."""
-        last = self._service.last_token
-        return None if last is None else time.monotonic() - last
-
-    @property
-    def fresh(self) -> bool:
-        return self.age_s is not None and self.age_s <= self._lately
+    def __init__(self, service: Service, recipe: Recipe) -> None:
+        assert isinstance(service.worker, Worker)
+        self._service = service
+        self.jobs = JobHealth(service.worker, partial(service.probe, recipe), PATIENCE_S, self._token_age_s, LATELY_S)
 
     async def check(self) -> tuple[bool, str]:
-        if self.fresh:
-            return True, f"a token was produced {self.age_s:.0f} s ago"
         try:
-            if self._probe is None or self._probe.done:
-                self._probe = self._service.probe(self._recipe)
-        except WorkerBusy as error:
-            return False, f"no recent token, and {error}"
-        await asyncio.to_thread(self._probe.wait, self._patience)
-        if self.fresh:
-            return True, "the page was idle, and a probe produced a token"
-        if self._probe.error:
-            return False, reason(self._probe.error)
-        return False, f"no token within {self._patience:g} s: the device is loading models or does not respond"
+            return True, await asyncio.to_thread(self.jobs.check)
+        except Unhealthy as error:
+            return False, str(error) if error.__cause__ is None else reason(error.__cause__)
 
     def routes(self) -> list[Route]:
         """Return the route `GET /health`: 200 or 503, with the reason and the passes by texts."""
@@ -63,3 +44,7 @@ class Health:
             return JSONResponse({"alive": alive, "why": why, "texts_per_pass": passes}, 200 if alive else 503)
 
         return [Route("/health", answer)]
+
+    def _token_age_s(self) -> float:
+        last = self._service.last_token
+        return math.inf if last is None else time.monotonic() - last

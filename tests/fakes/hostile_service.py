@@ -23,6 +23,13 @@ def bundled_info(**changes: Any) -> dict[str, Any]:
     return {**info, "vocab_size": len(tokenizer), **changes}
 
 
+def rejection(request: dict[str, Any], token: int) -> dict[str, Any]:
+    """Return a response that commits `token` and no draft token."""
+    n = len(request.get("draft_tokens", ()))
+    fields = {"epoch": request.get("epoch", 0), "round": request["round"], "accepted_len": 0, "p": [0.5] * n}
+    return {**fields, "correction" if n else "bonus": token, "choices": [[token]] * (n + 1)}
+
+
 @contextmanager
 def hostile_service(respond: Respond, **changes: Any) -> Iterator[str]:
     """Yield the address of a service that answers POST requests by `respond`."""

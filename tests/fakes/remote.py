@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,11 +16,21 @@ from specdemo.core.rules import match
 from specdemo.core.sampling import SamplingParams, SharedNoise
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
-from specdemo.remote.client import RemoteVerifier
+from specdemo.remote.client import RemoteVerifier, StreamingVerifier
+from specdemo.remote.connection import Connection
 from specdemo.remote.contexts import Contexts, StaleRequest, UnknownContext
-from specdemo.remote.link import ContextGone, MeteredNetwork, RequestSuperseded
-from specdemo.remote.protocol import CODECS, NetworkMessage, ServiceIdentity, ServiceInfo, VerifyConfig, VerifyRequest
+from specdemo.remote.link import MeteredNetwork, NewContext, ResendText
+from specdemo.remote.protocol import (
+    CODECS,
+    NetworkMessage,
+    ServiceIdentity,
+    ServiceInfo,
+    VerifyConfig,
+    VerifyRequest,
+    VerifyResponse,
+)
 
+T = TypeVar("T")
 INFO = ServiceInfo(
     name="table",
     vocab_size=VOCAB,
@@ -59,6 +70,13 @@ def contexts(**options: Any) -> Contexts:
     return Contexts(TableCache, vocab_size=VOCAB, context=64, **options)
 
 
+def response_of(cloud: Contexts, request: VerifyRequest) -> VerifyResponse:
+    """Verify a draft without progress of the prefill."""
+    *_, response = cloud.verify(request)
+    assert isinstance(response, VerifyResponse)
+    return response
+
+
 class DirectClient:
     """`HttpClient` without a network: encode and decode messages, then call the contexts."""
 
@@ -77,15 +95,17 @@ class DirectClient:
     def exchange(self, message: Any, kind: type[NetworkMessage]) -> Any:
         """Send a request; subclasses inject faults here."""
         body = self.codec.dump(message)
-        self.network.counts.up += len(body)
+        exchange = self.network.exchange
+        exchange.bytes_up += len(body)
+        exchange.sent += 1
         self.sent.append(self.codec.load(VerifyRequest, body))
         try:
-            body = self.codec.dump(self.cloud.verify(self.sent[-1]))
+            body = self.codec.dump(response_of(self.cloud, self.sent[-1]))
         except UnknownContext as error:
-            raise ContextGone(str(error)) from error
+            raise ResendText(str(error)) from error
         except StaleRequest as error:
-            raise RequestSuperseded(str(error)) from error
-        self.network.counts.down += len(body)
+            raise NewContext(str(error)) from error
+        exchange.bytes_down += len(body)
         self.responses.append(self.codec.load(kind, body))
         return self.responses[-1]
 
@@ -124,15 +144,44 @@ def verify_config(
     )
 
 
+class InlineConnection(Connection):
+    """Connection whose calls run in the thread of the caller."""
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        try:
+            future.set_result(call())
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def connection(http: Any, **options: Any) -> Connection:
+    """Return a connection to the client `http`; `options`: clock and sleep."""
+    return http if isinstance(http, Connection) else Connection([http], **options)
+
+
+def remote_verifier(http: Any, config: VerifyConfig, **options: Any) -> RemoteVerifier:
+    """Verify with the client or connection `http`; `options` also of the connection."""
+    times = {name: options.pop(name) for name in ("clock", "sleep") if name in options}
+    return RemoteVerifier(connection(http, **times), config, **options)
+
+
+def streaming_verifier(http: Any, *arguments: Any, **options: Any) -> StreamingVerifier:
+    """Stream with the client or connection `http`; `options` also of the connection."""
+    times = {name: options.pop(name) for name in ("clock", "sleep") if name in options}
+    return StreamingVerifier(connection(http, **times), *arguments, **options)
+
+
 COUPLED = verify_config(SamplingParams(), "coupled", seed=7)
 LONG = 40
 
 
-def decode_coupled(http: DirectClient, seed: int = 7, max_tokens: int = LONG, **options: Any) -> Any:
+def decode_coupled(http: Any, seed: int = 7, max_tokens: int = LONG, **options: Any) -> Any:
     """Decode with rule coupled at temperature 1."""
     drafter = ModelDrafter(SMALL.score, SamplingParams(), SharedNoise(seed), VOCAB)
     config = verify_config(SamplingParams(), "coupled", seed)
-    verifier = RemoteVerifier(http, config, sleep=lambda seconds: None, **options)
+    verifier = remote_verifier(http, config, **{"sleep": lambda seconds: None, **options})
     return run(PROMPT, verifier, drafter, Fixed(3), max_tokens)
 
 

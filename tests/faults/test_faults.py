@@ -112,7 +112,7 @@ def test_corrupted_data_do_not_change_the_text_over_tls(
     subprocess.run([*command, *files], check=True, capture_output=True)
     monkeypatch.setenv("SSL_CERT_FILE", public)
     assert ssl.create_default_context(cafile=public)
-    faults = Faults("corrupt", seed)
+    faults = Faults("corrupt", seed, spared=16)  # handshake and description
     with (
         closing(ServiceProcess("--certificate", public, "--key", key)) as service,
         relay(service.url, faults) as relayed,

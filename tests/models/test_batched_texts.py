@@ -142,7 +142,7 @@ class Edge:
                 k=len(draft),
                 config=None if base else self._config,
             )
-            response = self._contexts.verify(request)
+            *_, response = self._contexts.verify(request)
             tokens += [*draft[: response.accepted_len], response.token]
             yield [*tokens]
 

@@ -35,10 +35,10 @@ from specdemo.remote.admission import RateLimiter, ServiceLimits
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.contexts import Contexts
 from specdemo.remote.deadline import ConnectionLost
-from specdemo.remote.link import HttpClient, NoResponse, RequestTimeout
+from specdemo.remote.link import Cause, HttpClient, Retry
 from specdemo.remote.protocol import CODECS, ServiceInfo, StreamRequest, VerifyConfig
 from specdemo.remote.server import create_app
-from specdemo.remote.target import _replicas, _service_info
+from specdemo.remote.target import _connection, _service_info
 from specdemo.stores import Stores
 from specdemo.worker import Worker
 
@@ -242,8 +242,8 @@ class Late(Handler):
 def described(url: str, clock: Callable[[], float]) -> ServiceInfo:
     """Return the description by the service at `url`; another service of the list is dead."""
     cloud = CloudConfig(f"http://127.0.0.1:1 {url}")
-    with closing(_replicas(cloud, 0, clock, "s" * 32)) as http:
-        return _service_info(http, cloud, False, clock)
+    with closing(_connection(cloud, 0, clock, "s" * 32)) as connection:
+        return _service_info(connection, cloud, False)
 
 
 def test_a_busy_service_is_not_taken_for_none_while_another_is_dead() -> None:
@@ -269,9 +269,9 @@ def test_a_busy_service_that_does_not_begin_encryption_counts_as_busy() -> None:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         with closing(HttpClient(f"https://127.0.0.1:{listening.getsockname()[1]}")) as http:
-            with pytest.raises(RequestTimeout) as failure:
+            with pytest.raises(Retry) as failure:
                 http.call("GET", "/v1/target", None, ServiceInfo, 0.2)
-    assert failure.type is RequestTimeout  # not ConnectionTimeout
+    assert failure.value.cause is Cause.LATE
 
 
 @pytest.mark.parametrize("encoding", ["json", "msgpack"])
@@ -368,13 +368,13 @@ def opened_stream(url: str, count: int, token: str | None = None) -> tuple[HttpC
 
 
 def assert_cut_off(stream: Iterator[Any]) -> None:
-    with pytest.raises(NoResponse, match="cut off"):
+    with pytest.raises(Retry, match="cut off"):
         for _ in stream:
             pass
 
 
 def assert_gone(client: HttpClient) -> None:
-    with pytest.raises(NoResponse):
+    with pytest.raises(Retry):
         client.call("GET", "/v1/target", None, ServiceInfo, 60)
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from fakes.enumeration import TARGET, VOCAB
 from fakes.listening import listening
-from fakes.remote import INFO, DirectClient, TableCache, contexts
-from fakes.tiny_models import byte_level_tokenizer, save_model
+from fakes.remote import INFO, DirectClient, TableCache, contexts, decode_coupled, decode_locally, remote_verifier
+from fakes.tiny_models import byte_level_tokenizer, committed, save_model
 from fakes.trace_lines import trace_lines
 from fastapi import FastAPI, Request, WebSocket
 from fastapi.responses import StreamingResponse
@@ -36,10 +36,10 @@ from specdemo.recipe import Recipe
 from specdemo.remote import client as client_module
 from specdemo.remote import connections
 from specdemo.remote import target as target_module
-from specdemo.remote.client import Deadlines, RemoteVerifier
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.connections import ConnectionLimits, VisitorConnections
 from specdemo.remote.contexts import Contexts
+from specdemo.remote.deadline import Deadlines
 from specdemo.remote.link import HttpClient
 from specdemo.remote.protocol import ServiceInfo, VerifyConfig
 from specdemo.remote.serve import serve_model
@@ -400,7 +400,7 @@ class SilentService(DirectClient):
 
 
 def verify_and_close(http: SilentService, strict: bool = True) -> Iterator[Any]:
-    verifier = RemoteVerifier(http, VerifyConfig(temp=0.0), deadlines=Deadlines(600.0, 600.0, strict))
+    verifier = remote_verifier(http, VerifyConfig(temp=0.0), deadlines=Deadlines(600.0, 600.0, strict))
     try:
         yield verifier.verify([2, 0], Draft((1,), (-1,)))
     finally:
@@ -417,6 +417,32 @@ def test_other_runs_continue_while_a_service_does_not_respond(method: str, stric
     http.over.set()
     assert waiting.wait(PATIENCE) and len(waiting.items) == 1
     worker.close()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_stopped_run_does_not_wait_for_its_service(strict: bool) -> None:
+    http, worker = SilentService("POST"), Worker()
+    stream: Stream[Any] = worker.submit(lambda: verify_and_close(http, strict))
+    assert http.asked.wait(PATIENCE)
+    stream.stop()
+    assert stream.wait(PATIENCE) and not stream.items and not http.over.is_set()
+    http.over.set()
+    worker.close()
+
+
+def test_the_requests_of_a_run_share_a_thread() -> None:
+    threads = []
+
+    class Noting(DirectClient):
+        def call(self, *rest: Any) -> Any:
+            threads.append(threading.current_thread())
+            return super().call(*rest)
+
+    worker = Worker()
+    stream: Stream[Any] = worker.submit(lambda: iter((decode_coupled(Noting(contexts())),)))
+    assert stream.wait(PATIENCE)
+    worker.close()
+    assert committed(stream.items[0]) == decode_locally() and len(threads) > 10 and len({*threads}) == 1
 
 
 def test_a_run_ends_although_its_context_cannot_be_deleted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.enumeration import PROMPT, SMALL, TARGET, VOCAB
-from fakes.remote import DirectClient, contexts, verify_config
+from fakes.remote import DirectClient, contexts, remote_verifier, verify_config
 from fakes.tiny_models import committed, run, tiny_model
 
 from specdemo.core import trace
@@ -34,9 +34,9 @@ from specdemo.models.engines.llama_weights import LlamaWeights, with_dropout
 from specdemo.models.kv_cache import CachedModel
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
-from specdemo.remote.client import Deadlines, RemoteVerifier
+from specdemo.remote.client import RemoteVerifier
 from specdemo.remote.config import CloudConfig
-from specdemo.remote.deadline import ConnectionLost
+from specdemo.remote.deadline import ConnectionLost, Deadlines
 from specdemo.remote.gates import (
     GatedVerifier,
     RecordingPolicy,
@@ -44,7 +44,7 @@ from specdemo.remote.gates import (
     mc_dropout,
     signals,
 )
-from specdemo.remote.link import NoResponse
+from specdemo.remote.link import Retry
 from specdemo.remote.word_rules import AlwaysVerify, document_frequency, word_counts, word_rules
 
 pytestmark = pytest.mark.slow
@@ -81,7 +81,7 @@ def gated(
 ) -> tuple[list[Any], DirectClient]:
     http = DirectClient(contexts())
     recorder = RecordingPolicy(Fixed(2))
-    verifier = GatedVerifier(RemoteVerifier(http, verify_config(GREEDY)), recorder, thresholds, max_hard, **options)
+    verifier = GatedVerifier(remote_verifier(http, verify_config(GREEDY)), recorder, thresholds, max_hard, **options)
     drafter = drafter or ModelDrafter(SMALL.score, GREEDY, Noise(0, "draft"), VOCAB, extend=SMALL.extend)
     return run(PROMPT, verifier, drafter, recorder, 13), http
 
@@ -154,7 +154,7 @@ class DelayedClient(DirectClient):
 
 
 def late_verifier(http: DirectClient) -> RemoteVerifier:
-    return RemoteVerifier(http, verify_config(GREEDY), deadlines=Deadlines(deadline_s=0.3, strict=False))
+    return remote_verifier(http, verify_config(GREEDY), deadlines=Deadlines(deadline_s=0.3, strict=False))
 
 
 def test_first_draft_token_is_provisional_after_the_deadline() -> None:
@@ -180,6 +180,26 @@ def test_first_draft_token_is_provisional_after_the_deadline() -> None:
     assert verifier.verify(text, Draft()).token == expected[5]
 
 
+def test_every_request_is_measured_in_a_step() -> None:
+    """That of a provisional step may be measured in a later one."""
+    http = DelayedClient()
+    verifier, expected = late_verifier(http), target_text(12)
+    text, links = list(PROMPT), []
+    for step in range(4):
+        if step == 1:
+            http.free.clear()
+        drafted = expected[len(text) - len(PROMPT) :][:2] if step in (1, 2) else ()  # without a draft, it waits
+        draft = Draft.chain(tuple(drafted))
+        verdict = verifier.verify(text, draft)
+        http.free.set()
+        links.append(verdict.link)
+        text += [*(draft.tokens[node] for node in verdict.accepted), *verdict.target_tokens]
+    assert text[len(PROMPT) :] == expected[: len(text) - len(PROMPT)]
+    assert sum(link.sent or 0 for link in links) == len(http.sent)
+    assert sum(link.bytes_up for link in links) == sum(len(http.codec.dump(message)) for message in http.sent)
+    assert sum(link.bytes_down for link in links) == sum(len(http.codec.dump(message)) for message in http.responses)
+
+
 def test_only_the_first_difference_is_overruled() -> None:
     """Provisional tokens after a wrong token were not verified in their own context."""
     http = DelayedClient()
@@ -200,7 +220,7 @@ def test_an_edge_without_a_connection_decodes_alone_from_the_start() -> None:
     drafter = ModelDrafter(SMALL.score, GREEDY, Noise(0, "draft"), VOCAB)
     edge = ModelVerifier(SMALL.score, GREEDY, rejection, Noise(0, "accept"), Noise(0, "edge"))
     http = FailingClient(0)
-    steps = run(PROMPT, RemoteVerifier(http, verify_config(GREEDY), edge=edge, alone=True), drafter, Fixed(2), 8)
+    steps = run(PROMPT, remote_verifier(http, verify_config(GREEDY), edge=edge, alone=True), drafter, Fixed(2), 8)
     assert committed(steps) == greedy_text(SMALL, 8) and not http.sent
     assert [step.lost for step in steps] == [True] + [False] * (len(steps) - 1)
     assert {step.verdict.source for step in steps} == {Source.ALONE} and not Metrics.of(steps).target_passes
@@ -208,7 +228,7 @@ def test_an_edge_without_a_connection_decodes_alone_from_the_start() -> None:
 
 def test_strict_mode_waits_for_late_responses() -> None:
     http = DelayedClient()
-    verifier = RemoteVerifier(http, verify_config(GREEDY), deadlines=Deadlines(deadline_s=0.3))
+    verifier = remote_verifier(http, verify_config(GREEDY), deadlines=Deadlines(deadline_s=0.3))
     http.free.clear()
     threading.Timer(0.0, http.free.set).start()
     drafter = ModelDrafter(SMALL.score, GREEDY, Noise(0, "draft"), VOCAB)
@@ -227,17 +247,17 @@ class FailingClient(DirectClient):
 
     def call(self, *args: Any) -> Any:
         if len(self.sent) >= self.requests:
-            raise NoResponse("unreachable")
+            raise Retry("unreachable")
         return super().call(*args)
 
 
 def test_lost_connection_ends_the_run_or_continues_at_the_edge() -> None:
-    clock = count(1.0).__next__
+    clock = count(1.0, 0.1).__next__
 
     def decode(requests: int, **more: Any) -> list[Step]:
         options = {"clock": clock, "sleep": lambda seconds: None, "deadlines": Deadlines(lost_s=20), **more}
         drafter = ModelDrafter(SMALL.score, GREEDY, Noise(0, "draft"), VOCAB)
-        verifier = RemoteVerifier(FailingClient(requests), verify_config(GREEDY), **options)
+        verifier = remote_verifier(FailingClient(requests), verify_config(GREEDY), **options)
         return run(PROMPT, verifier, drafter, Fixed(2), 12)
 
     with pytest.raises(ConnectionLost, match=r"has made no progress for \d+ s \(unreachable\)"):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from fakes.enumeration import PROMPT, ROUNDING, TARGET, VOCAB, distance, true_distribution
-from fakes.remote import INFO, RepeatableNoise, contexts
+from fakes.remote import INFO, RepeatableNoise, contexts, response_of
 from fakes.tiny_models import Explorer
 from starlette.testclient import TestClient
 
@@ -78,7 +78,7 @@ def test_the_guide_s_loop_samples_from_the_target() -> None:
             draft, first = [len(text) + 1], {} if text else {"tokens": TEXT}
             config = VerifyConfig(temperature=1.0)
             request = VerifyRequest(context_id="a", draft_tokens=draft, token_probs=[1.0], k=1, config=config, **first)
-            response = cloud.verify(request)
+            response = response_of(cloud, request)
             assert response.accepted_len or response.correction is not None
             text += draft if response.accepted_len else [response.correction]
         return tuple(text)

@@ -14,7 +14,7 @@ import httpcore
 import pytest
 from fakes.enumeration import PROMPT, SMALL, TARGET, VOCAB
 from fakes.forked_process import ForkedProcess, terminal
-from fakes.hostile_service import hostile_service
+from fakes.hostile_service import hostile_service, rejection
 from fakes.remote import (
     COUPLED,
     INFO,
@@ -25,6 +25,9 @@ from fakes.remote import (
     contexts,
     decode_coupled,
     decode_locally,
+    remote_verifier,
+    response_of,
+    streaming_verifier,
     verify_config,
 )
 from fakes.tiny_models import committed, run
@@ -36,20 +39,9 @@ from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft
 from specdemo.core.theory import best_gamma, speedup_over, walltime_improvement
 from specdemo.drafters.model import ModelDrafter
-from specdemo.remote.client import Deadlines, RemoteVerifier, StreamingVerifier
 from specdemo.remote.contexts import Contexts
-from specdemo.remote.deadline import READ_S, ConnectionLost, StepDeadline
-from specdemo.remote.link import (
-    ContextGone,
-    HttpClient,
-    LinkEmulation,
-    MeteredNetwork,
-    NoResponse,
-    PromptReading,
-    RequestSuperseded,
-    RequestTimeout,
-    ServiceDown,
-)
+from specdemo.remote.deadline import READ_S, ConnectionLost, Deadlines, StepDeadline
+from specdemo.remote.link import Cause, HttpClient, LinkEmulation, MeteredNetwork, NewContext, ResendText, Retry
 from specdemo.remote.protocol import PrefillPosition, ReadyResponse, ServiceIdentity, ServiceInfo, VerifyRequest
 from specdemo.remote.server import create_app
 from specdemo.worker import Worker
@@ -104,7 +96,7 @@ def test_the_time_in_which_the_edge_was_stopped_does_not_count(stopped_s: float)
             response = super().exchange(*arguments)
             if len(self.sent) == 3:
                 clock.now += self.network.limit() + stopped_s
-                raise RequestTimeout("timed out")
+                raise Retry("timed out", Cause.LATE)
             return response
 
     def text() -> list[int]:
@@ -139,13 +131,13 @@ class Stuck(DirectClient):
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize(
     ("failure", "prefill"),
-    [(ContextGone("gone"), True), (RequestSuperseded("old"), False), (NoResponse("late"), True), (None, False)],
+    [(ResendText("gone"), True), (NewContext("old"), False), (Retry("late"), True), (None, False)],
 )
 def test_repeated_responses_end_a_step(failure: Exception | None, prefill: bool, strict: bool) -> None:
     clock = Clock()
     http = Stuck(clock, failure, prefill)
     deadlines = Deadlines(0.4 if strict else 60.0, 3.0, strict)
-    verifier = RemoteVerifier(http, COUPLED, clock=clock, sleep=clock.sleep, deadlines=deadlines)
+    verifier = remote_verifier(http, COUPLED, clock=clock, sleep=clock.sleep, deadlines=deadlines)
     text = list(PROMPT)
     if not prefill:
         text.append(verifier.verify(text, Draft()).token)
@@ -164,7 +156,7 @@ def test_each_row_is_requested_at_most_once() -> None:
             assert len(self.sent) < 100, "the row was requested again"
             return response
 
-    verifier = RemoteVerifier(Insatiable(contexts()), verify_config(SamplingParams(), seed=1))
+    verifier = remote_verifier(Insatiable(contexts()), verify_config(SamplingParams(), seed=1))
     drafter = ModelDrafter(SMALL.score, SamplingParams(), Noise(1, "draft"), VOCAB)
     with pytest.raises(UserError, match="requests the same row again"):
         run(PROMPT, verifier, drafter, Fixed(3), LONG)
@@ -213,10 +205,10 @@ def test_dripping_responses_are_cut_off_at_the_limit(dripping: str) -> None:
     http = HttpClient("http://cloud:1")
     http.network.clock, http.network.inner = clock, Backend(read)
     http.network.limit = StepDeadline(3.0, clock=clock).remaining
-    with pytest.raises(NoResponse):
+    with pytest.raises(Retry):
         http.call("GET", "/v1/target", None, ServiceInfo, 0.4)
     assert 3.0 <= clock.now < 3.5
-    verifier = StreamingVerifier(http, COUPLED, 4, Deadlines(lost_s=3.0), clock=clock, sleep=clock.sleep)
+    verifier = streaming_verifier(http, COUPLED, 4, Deadlines(lost_s=3.0), clock=clock, sleep=clock.sleep)
     began = clock.now
     with pytest.raises(ConnectionLost):
         verifier.verify([1, 2], Draft())
@@ -240,16 +232,10 @@ def test_a_closed_client_ends_the_read_of_another_thread() -> None:
         assert reading.wait(PATIENCE)
         http.close()
         released.set()
-        assert isinstance(request.exception(PATIENCE), NoResponse)
+        assert isinstance(request.exception(PATIENCE), Retry)
 
 
 # --- processes -----------------------------------------------------------------------------------------------------
-
-
-def verdict(request: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    n = len(request.get("draft_tokens", ()))
-    fields = {"epoch": request.get("epoch", 0), "round": request["round"], "accepted_len": 0, "p": [0.5] * n}
-    return {**fields, "correction" if n else "bonus": 5, "choices": [[5]] * (n + 1), **changes}
 
 
 @pytest.mark.slow
@@ -262,7 +248,7 @@ def test_signals_end_a_run_that_waits_for_a_service(number: signal.Signals, opti
 
     def respond(request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if "round" in request and not request.get("draft_tokens"):
-            return 200, verdict(request)
+            return 200, rejection(request, 5)
         waiting.set()
         released.wait(PATIENCE)
         return 404, {"error": "gone", "code": "unknown_context"}
@@ -282,48 +268,54 @@ def test_signals_end_a_run_that_waits_for_a_service(number: signal.Signals, opti
 # --- links ------------------------------------------------------------------------------------------------------------
 
 
-def emulated(**link: Any) -> tuple[MeteredNetwork, httpcore.NetworkStream, list[bytes], list[float]]:
-    """Network, connection, received messages and time; a read returns ten bytes."""
-    now, received = [0.0], []
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
 
-    inner = Backend(lambda timeout: b"x" * 10, received.append)
-    network = MeteredNetwork(LinkEmulation(**link), sleep, lambda: now[0], inner)
-    return network, network.connect_tcp("cloud", 1), received, now
+def emulated(**link: Any) -> tuple[HttpClient, list[bytes], Clock]:
+    """Client of a service that responds at once, received messages, and the clock."""
+    clock, received = Clock(), []
+    inner = Backend(lambda timeout: OK, received.append)
+    return (
+        HttpClient("http://cloud:1", network=MeteredNetwork(LinkEmulation(**link), clock.sleep, clock, inner)),
+        received,
+        clock,
+    )
+
+
+def ask(http: HttpClient) -> ReadyResponse:
+    return http.call("GET", "/v1/ready", None, ReadyResponse, 0.4)
 
 
 def test_bytes_and_round_trips_are_counted() -> None:
-    network, stream, _, now = emulated(rtt_s=0.1)
-    assert now[0] == pytest.approx(0.1)  # the handshake
-    stream.write(b"a" * 30)
-    stream.write(b"b" * 5)
-    assert stream.read(100) + stream.read(100) == b"x" * 20
-    assert (network.counts.up, network.counts.down) == (35, 20) and now[0] == pytest.approx(0.2)
+    http, received, clock = emulated(rtt_s=0.1)
+    for round_trips in (2, 3):  # the first is the handshake
+        ask(http)
+        assert clock.now == pytest.approx(0.1 * round_trips)
+    exchange = http.network.take()
+    assert (exchange.bytes_up, exchange.bytes_down) == (len(b"".join(received)), 2 * len(OK))
+    assert (exchange.up_s, exchange.down_s) == (pytest.approx(0.1), pytest.approx(0.1))
+    assert http.network.take().bytes_up == 0
 
 
 def test_lost_messages_time_out() -> None:
     """With 30 % loss each way, 51 % of the exchanges time out."""
     failed = reached = 0
     for seed in range(400):
-        _, stream, received, now = emulated(loss=0.3, seed=seed)
-        stream.write(b"a" * 7)
+        http, received, clock = emulated(loss=0.3, seed=seed)
         try:
-            stream.read(10, timeout=0.4)
-        except httpcore.ReadTimeout:
+            ask(http)
+        except Retry as failure:
             failed += 1
-            assert now[0] == pytest.approx(0.4)
+            assert clock.now == pytest.approx(0.4) and failure.cause is Cause.LATE
         reached += bool(received)
     assert 0.41 < failed / 400 < 0.61 and 0.6 < reached / 400 < 0.8  # four standard deviations
 
 
 def test_late_responses_time_out() -> None:
-    _, stream, received, now = emulated(rtt_s=1.0)
-    stream.write(b"a")
-    with pytest.raises(httpcore.ReadTimeout):
-        stream.read(10, timeout=0.4)
-    assert now[0] == pytest.approx(1.0 + 0.5 + 0.4) and received == [b"a"]
+    http, received, clock = emulated(rtt_s=1.0)
+    with pytest.raises(Retry):
+        ask(http)
+    assert clock.now == pytest.approx(0.5 + 1.0 + 0.4) and received
 
 
 def test_closed_forms_with_a_round_trip() -> None:
@@ -359,13 +351,13 @@ def test_damaged_messages_are_repeated_on_a_new_connection() -> None:
         call()
     call()
     for _ in DAMAGED:
-        with pytest.raises(ServiceDown):
+        with pytest.raises(Retry):
             call()
     call()
     call()
     assert service.connections == 5
     for _ in range(4):
-        with pytest.raises(ServiceDown):
+        with pytest.raises(Retry):
             call()
     with pytest.raises(UserError, match="rejected the request: status 400"):
         call()
@@ -434,11 +426,12 @@ def test_a_prefill_counts_as_use(options: dict[str, Any]) -> None:
 
     for second, name in enumerate(("a", "b")):
         now[0] = float(second)
-        table.verify(request(name))
+        response_of(table, request(name))
     now[0] = 3.0
-    assert list(table.prefill(request("a", epoch=1, tokens=LONG_TEXT)))
+    with closing(table.verify(request("a", epoch=1, tokens=LONG_TEXT))) as part:
+        assert next(part) == PrefillPosition(CHUNK)
     now[0] = 5.0
-    table.verify(request("c"))
+    response_of(table, request("c"))
     assert table.delete("a") and not table.delete("b") and table.delete("c")
 
 
@@ -455,7 +448,7 @@ class Reading(DirectClient):
             self.now += 1.0
             self.read = min(self.read + self.rate, self.stuck)
             if self.read < len(message.tokens):
-                raise PromptReading("reading", int(self.read))
+                raise Retry("reading", Cause.READING, int(self.read))
         return super().exchange(message, *rest)
 
 
@@ -465,15 +458,15 @@ def test_a_long_prompt_is_not_a_lost_connection() -> None:
     http.cloud.context = 200
     text, slept = [1 + i % 2 for i in range(50)], []
     options = {"deadlines": Deadlines(lost_s=3.0), "clock": lambda: http.now, "sleep": slept.append}
-    limited = RemoteVerifier(http, COUPLED, **options)
+    limited = remote_verifier(http, COUPLED, **options)
     with pytest.raises(ConnectionLost):  # 0.1 s per token
         limited.verify(text, Draft())
     assert http.now == pytest.approx(3 + READ_S * len(text), abs=1.0)
     http.rate, http.read = 8.0, 0.0
-    assert RemoteVerifier(http, COUPLED, **options).verify(text, Draft()).token is not None and not slept
+    assert remote_verifier(http, COUPLED, **options).verify(text, Draft()).token is not None and not slept
     http.read, http.stuck, start = 0.0, 20, http.now
     with pytest.raises(ConnectionLost):
-        RemoteVerifier(http, COUPLED, **options).verify(text, Draft())
+        remote_verifier(http, COUPLED, **options).verify(text, Draft())
     assert 5.0 <= http.now - start <= 7.0
 
 
@@ -495,7 +488,7 @@ class ReportingStream:
         for position in self.positions:
             self.now += 2.0
             if self.network.limit() <= 0:
-                raise NoResponse("late")
+                raise Retry("late")
             yield PrefillPosition(position)
         yield 1
 
@@ -508,7 +501,7 @@ class ReportingStream:
 def test_progress_of_a_stream_extends_its_deadline(positions: list[int], lost: bool) -> None:
     http = ReportingStream(positions)
     options = {"clock": lambda: http.now, "sleep": lambda seconds: None, "vocab_size": VOCAB}
-    verifier = StreamingVerifier(http, COUPLED, 4, Deadlines(lost_s=3.0), **options)
+    verifier = streaming_verifier(http, COUPLED, 4, Deadlines(lost_s=3.0), **options)
     if lost:
         with pytest.raises(ConnectionLost):
             verifier.verify(list(PROMPT) * 20, Draft())

@@ -32,6 +32,8 @@ from fakes.remote import (
     contexts,
     decode_coupled,
     decode_locally,
+    remote_verifier,
+    response_of,
     verify_config,
 )
 from fakes.tiny_models import Explorer, committed, run, up_to
@@ -43,9 +45,8 @@ from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
 from specdemo.core.step import Draft
 from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.model import ModelDrafter
-from specdemo.remote.client import RemoteVerifier
 from specdemo.remote.contexts import Contexts, StaleRequest, UnknownContext, position_noise
-from specdemo.remote.link import ContextGone, NoResponse, RequestSuperseded
+from specdemo.remote.link import NewContext, ResendText, Retry
 from specdemo.remote.protocol import (
     CODECS,
     NetworkMessage,
@@ -53,6 +54,7 @@ from specdemo.remote.protocol import (
     VerifyRequest,
     digest,
 )
+from specdemo.remote.session import ContextState, RemoteSession
 from specdemo.worker import Worker, device_released
 
 pytestmark = pytest.mark.slow
@@ -80,7 +82,7 @@ def remote_distribution(
             return noise, noise
 
         http = DirectClient(contexts(sources=sources), kind)
-        verifier = RemoteVerifier(http, verify_config(sampling, rule, **more), rows=rows, candidates=2)
+        verifier = remote_verifier(http, verify_config(sampling, rule, **more), rows=rows, candidates=2)
         steps = run(PROMPT, verifier, DRAFTERS[drafter](sampling, explorer), Fixed(2), 3, STOP)
         drafted += sum(len(step.draft) for step in steps)
         accepted += sum(len(step.verdict.accepted) for step in steps)
@@ -123,7 +125,7 @@ def test_remote_block_verification_keeps_the_distribution(sampling: str, drafter
 def test_all_rows_of_a_block_are_requested_at_once() -> None:
     """At most a second request per step, with the row of every node; the verdict equals the local one."""
     http = DirectClient(contexts())
-    verifier = RemoteVerifier(http, verify_config(SamplingParams(), "block", seed=3), candidates=2)
+    verifier = remote_verifier(http, verify_config(SamplingParams(), "block", seed=3), candidates=2)
     drafter = ModelDrafter(SMALL.score, SamplingParams(), Noise(3, "draft"), VOCAB)
     tokens, trips = list(PROMPT), []
     for _ in range(20):
@@ -216,7 +218,7 @@ def test_remote_verdicts_equal_local_verdicts() -> None:
         )
 
     remote = steps(
-        RemoteVerifier(DirectClient(contexts()), verify_config(SamplingParams(), seed=3), candidates=2, top=2)
+        remote_verifier(DirectClient(contexts()), verify_config(SamplingParams(), seed=3), candidates=2, top=2)
     )
     local = steps(Local())
     for a, b in zip(remote, local, strict=True):
@@ -246,16 +248,16 @@ class Faulty(DirectClient):
         if self._happens("restarted", self.amnesia):
             self.cloud = self.make()
         if self.old and self._happens("late duplicate", 0.3):
-            with suppress(ContextGone, RequestSuperseded):  # the client has left
+            with suppress(ResendText, NewContext):  # the client has left
                 super().exchange(self.rng.choice(self.old), kind)
         self.old.append(message)
         if self._happens("request lost", self.loss):
-            raise NoResponse("lost")
+            raise Retry("lost")
         response = super().exchange(message, kind)
         if self._happens("duplicate", 0.2):
             assert super().exchange(message, kind) == response
         if self._happens("answer lost", self.loss):
-            raise NoResponse("lost")
+            raise Retry("lost")
         return response
 
     def _happens(self, fault: str, chance: float) -> bool:
@@ -273,7 +275,7 @@ def test_faults_do_not_change_the_text(seed: int) -> None:
 
 def sampled_text(http: DirectClient) -> list[int]:
     """Decode with rejection at temperature 1 and noise keyed by position."""
-    verifier = RemoteVerifier(http, verify_config(SamplingParams(), seed=1), sleep=lambda seconds: None)
+    verifier = remote_verifier(http, verify_config(SamplingParams(), seed=1), sleep=lambda seconds: None)
     drafter = ModelDrafter(SMALL.score, SamplingParams(), Noise(1, "draft"), VOCAB)
     return committed(run(PROMPT, verifier, drafter, Fixed(3), LONG))
 
@@ -298,16 +300,11 @@ def test_faults_do_not_change_sampled_text() -> None:
 
 
 def test_edges_with_the_same_context_id_do_not_mix() -> None:
-    cloud = contexts()
-    verifiers = [
-        RemoteVerifier(
-            DirectClient(cloud),
-            verify_config(SamplingParams(), "coupled", seed),
-            context_id="same",
-            sleep=lambda seconds: None,
-        )
-        for seed in (1, 2)
-    ]
+    cloud, verifiers = contexts(), []
+    for seed in (1, 2):
+        config, session = verify_config(SamplingParams(), "coupled", seed), RemoteSession()
+        session.keep(config, ContextState("same"), lambda: None)
+        verifiers.append(remote_verifier(DirectClient(cloud), config, session=session, sleep=lambda seconds: None))
     written: list[list[int]] = [list(PROMPT), list(PROMPT)]
     for _ in range(12):  # alternating
         for seed, (verifier, text) in enumerate(zip(verifiers, written, strict=True), 1):
@@ -331,13 +328,13 @@ def request(**changes: Any) -> VerifyRequest:
 
 def test_the_depth_of_a_forest_must_fit_the_context() -> None:
     cloud, forest = Contexts(TableCache, vocab_size=VOCAB, context=4), {"k": 3, "draft_tokens": [0, 1, 2]}
-    assert len(cloud.verify(request(parents=[-1, -1, 0], **forest)).p) == 3
+    assert len(response_of(cloud, request(parents=[-1, -1, 0], **forest)).p) == 3
     with pytest.raises(UserError, match="5 tokens do not fit the model's 4"):
-        cloud.verify(request(context_id="b", parents=[-1, 0, 1], **forest))
+        response_of(cloud, request(context_id="b", parents=[-1, 0, 1], **forest))
 
 
 def test_a_draft_of_more_tokens_than_a_service_verifies_is_refused() -> None:
-    verifier = RemoteVerifier(DirectClient(contexts()), COUPLED)
+    verifier = remote_verifier(DirectClient(contexts()), COUPLED)
     assert verifier.verify(PROMPT, Draft((1,) * 256, (-1,) * 256)).target_tokens
     with pytest.raises(UserError, match="verifies 256 draft tokens, not 257"):
         verifier.verify(PROMPT, Draft((1,) * 257, (-1,) * 257))
@@ -351,32 +348,32 @@ def test_repeated_request_gets_the_same_response_without_a_forward_pass() -> Non
             self.score = lambda tokens, draft: passes.append(len(tokens)) or TARGET.score(tokens, draft)
 
     cloud = Contexts(Counting, vocab_size=VOCAB, context=64)
-    first = cloud.verify(request())
-    assert cloud.verify(request()) is first and passes == [2]
+    first = response_of(cloud, request())
+    assert response_of(cloud, request()) is first and passes == [2]
 
 
 def test_stale_epochs_and_steps_are_rejected() -> None:
     cloud = contexts()
-    first = cloud.verify(request(epoch=1))
+    first = response_of(cloud, request(epoch=1))
     text = [2, 0, first.bonus]
-    second = cloud.verify(request(epoch=1, step=1, base=3, digest=digest(text), tokens=[], config=None))
+    second = response_of(cloud, request(epoch=1, step=1, base=3, digest=digest(text), tokens=[], config=None))
     for late in (
         request(epoch=0, step=9),
         request(epoch=1, step=0),
         request(epoch=1, step=1, base=3, digest=digest(text), tokens=[1], config=None),
     ):
         with pytest.raises(StaleRequest):
-            cloud.verify(late)
+            response_of(cloud, late)
     text.append(second.bonus)
-    assert cloud.verify(request(epoch=1, step=2, base=4, digest=digest(text), tokens=[], config=None)).step == 2
+    assert response_of(cloud, request(epoch=1, step=2, base=4, digest=digest(text), tokens=[], config=None)).step == 2
 
 
 def test_mismatched_prefix_requires_the_complete_text() -> None:
     cloud = contexts()
-    cloud.verify(request())
+    response_of(cloud, request())
     for changes in ({"context_id": "b"}, {"base": 2, "digest": digest([2, 1])}, {"base": 9}, {"epoch": 2}):
         with pytest.raises(UnknownContext):
-            cloud.verify(request(**{"step": 1, "base": 2, "digest": digest([2, 0]), "tokens": [], **changes}))
+            response_of(cloud, request(**{"step": 1, "base": 2, "digest": digest([2, 0]), "tokens": [], **changes}))
 
 
 @pytest.mark.parametrize(
@@ -386,11 +383,11 @@ def test_least_recently_used_contexts_are_dropped_first(limit: dict[str, float],
     """A budget is given in contexts."""
     if "budget_bytes" in limit:
         cloud = contexts()
-        cloud.verify(request())
+        response_of(cloud, request())
         limit = {"budget_bytes": round(limit["budget_bytes"] * cloud.reserved_bytes)}
     cloud = contexts(**limit)
     for name in "abcd":
-        cloud.verify(request(context_id=name))
+        response_of(cloud, request(context_id=name))
     assert len(cloud) == count and cloud.reserved_bytes <= limit.get("budget_bytes", math.inf)
     assert [name for name in "abcd" if cloud.delete(name)] == list("abcd")[4 - count :]
     assert committed(decode_coupled(DirectClient(contexts(**limit)))) == decode_locally()
@@ -399,11 +396,11 @@ def test_least_recently_used_contexts_are_dropped_first(limit: dict[str, float],
 def test_contexts_expire() -> None:
     now = [0.0]
     cloud = contexts(expiry_s=10, clock=lambda: now[0])
-    cloud.verify(request())
+    response_of(cloud, request())
     now[0] = 8
-    cloud.verify(request(context_id="b"))
+    response_of(cloud, request(context_id="b"))
     now[0] = 12
-    cloud.verify(request(context_id="c"))
+    response_of(cloud, request(context_id="c"))
     assert not cloud.delete("a") and cloud.delete("b") and cloud.delete("c")
 
 
@@ -429,7 +426,7 @@ def test_verification_runs_to_completion(waits: bool) -> None:
 
     def verify(name: str) -> Any:
         log.append(f"{name} begins")
-        response = cloud.verify(request(context_id=name))
+        response = response_of(cloud, request(context_id=name))
         log.append(f"{name} ends in {threading.current_thread().name}")
         return response
 
@@ -451,20 +448,20 @@ def test_verification_runs_to_completion(waits: bool) -> None:
 def test_a_context_in_use_is_neither_evicted_nor_deleted() -> None:
     now = [0.0]
     cloud = Contexts(HookedCache, vocab_size=VOCAB, context=64, max_contexts=1, expiry_s=10, clock=lambda: now[0])
-    text = [2, 0, cloud.verify(request()).bonus]
+    text = [2, 0, response_of(cloud, request()).bonus]
 
     def others_arrive() -> None:
         with pytest.raises(RuntimeError, match="context a is in use"):
-            cloud.verify(request(step=2))
+            response_of(cloud, request(step=2))
         now[0] = 20  # "a" expires
-        cloud.verify(request(context_id="b"))
+        response_of(cloud, request(context_id="b"))
         assert not cloud.delete("a") and not cloud.delete("b")
 
     HookedCache.hook = others_arrive
-    response = cloud.verify(request(step=1, base=3, digest=digest(text), tokens=[], config=None))
+    response = response_of(cloud, request(step=1, base=3, digest=digest(text), tokens=[], config=None))
     assert HookedCache.hook is None and len(cloud) == 1
     text.append(response.bonus)
-    assert cloud.verify(request(step=2, base=4, digest=digest(text), tokens=[], config=None)).step == 2
+    assert response_of(cloud, request(step=2, base=4, digest=digest(text), tokens=[], config=None)).step == 2
     assert cloud.delete("a")
 
 
@@ -474,8 +471,8 @@ def test_a_failed_request_leaves_its_context_usable() -> None:
 
     cloud, HookedCache.hook = Contexts(HookedCache, vocab_size=VOCAB, context=64), fail
     with pytest.raises(RuntimeError, match="broken"):
-        cloud.verify(request())
-    assert cloud.verify(request()).step == 0
+        response_of(cloud, request())
+    assert response_of(cloud, request()).step == 0
 
 
 def test_waiting_is_not_negative_if_a_repeated_request_was_verified_before() -> None:
@@ -490,7 +487,7 @@ def test_waiting_is_not_negative_if_a_repeated_request_was_verified_before() -> 
             response.metrics.cloud_s = 5.0
             now[0] += 5.0 if len(self.sent) == 1 else 0.25
             if len(self.sent) == 1:
-                raise NoResponse("no response")
+                raise Retry("no response")
             return response
 
     first, *_ = decode_coupled(Slow(contexts()), max_tokens=2, clock=lambda: now[0])

@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 from fakes.enumeration import PROMPT, SMALL, VOCAB
 from fakes.relay import Relay, cut_at, relay
-from fakes.remote import COUPLED, DRAFTED, contexts, decode_coupled, decode_locally, verify_config
+from fakes.remote import (
+    COUPLED,
+    DRAFTED,
+    contexts,
+    decode_coupled,
+    decode_locally,
+    remote_verifier,
+    streaming_verifier,
+    verify_config,
+)
 from fakes.table_service import MODEL, NUMERICS, table_service
 from fakes.tiny_models import committed, run
 
@@ -24,12 +33,11 @@ from specdemo.core.policies import Fixed
 from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
 from specdemo.core.step import Draft, Step
 from specdemo.drafters.model import ModelDrafter
-from specdemo.remote.client import Deadlines, RemoteVerifier, StreamingVerifier
 from specdemo.remote.config import CloudConfig
-from specdemo.remote.deadline import ConnectionLost
-from specdemo.remote.link import HttpClient, MeteredNetwork, RequestTimeout, ServiceDown
+from specdemo.remote.connection import SKIP_S, Connection, Requests
+from specdemo.remote.deadline import ConnectionLost, Deadlines
+from specdemo.remote.link import Cause, HttpClient, MeteredNetwork, ResendText, Retry
 from specdemo.remote.protocol import ReadyResponse, ServiceIdentity, ServiceInfo, VerifyRequest, VerifyResponse
-from specdemo.remote.replicas import SKIP_S, Replicas, ReplicaSwitched
 from specdemo.remote.session import RemoteSession
 from specdemo.ui.limits import HostLimits
 
@@ -40,22 +48,22 @@ PATIENT = Deadlines(deadline_s=20.0, lost_s=60.0)
 TOKENS = 12
 
 
-def connected(*urls: str, session: str = SESSION, describe: bool = True) -> Replicas:
+def connected(*urls: str, session: str = SESSION, describe: bool = True) -> Connection:
     network = MeteredNetwork()
-    replicas = Replicas([HttpClient(url, session=session, network=network) for url in urls], session)
+    replicas = Connection([HttpClient(url, session=session, network=network) for url in urls], session)
     if describe:
-        replicas.describe(20.0)
+        replicas.describe(20.0, 60.0)
     return replicas
 
 
-def starting_with(url: str, *others: str, describe: bool = True) -> Replicas:
+def starting_with(url: str, *others: str, describe: bool = True) -> Connection:
     """Connect in a session whose first choice is `url`."""
     sessions = (f"{i}" * 32 for i in range(1000))
     first = next(session for session in sessions if connected(url, *others, session=session, describe=False).url == url)
     return connected(url, *others, session=first, describe=describe)
 
 
-def through(cut: Relay, *others: str) -> Replicas:
+def through(cut: Relay, *others: str) -> Connection:
     """Connect with the relay as first choice, and count messages from then on."""
     http = starting_with(cut.url, *others)
     cut.counting = True
@@ -66,7 +74,7 @@ def decode_sampled(http: Any, temperature: float = 1.0) -> list[Step]:
     """Decode with rule rejection; temperature 1 needs rows of q."""
     sampling = SamplingParams(temperature)
     drafter = ModelDrafter(SMALL.score, sampling, Noise(3, "draft"), VOCAB)
-    verifier = RemoteVerifier(http, verify_config(sampling, seed=3), deadlines=PATIENT)
+    verifier = remote_verifier(http, verify_config(sampling, seed=3), deadlines=PATIENT)
     return run(PROMPT, verifier, drafter, Fixed(3), TOKENS)
 
 
@@ -109,7 +117,7 @@ def test_streams_continue_with_another_service(services: tuple[str, str]) -> Non
     switches = 0.0
     for last in range(1, 12):
         with relay(first, cut_at("response", last)) as cut:
-            verifier = StreamingVerifier(through(cut, second), COUPLED, TOKENS, PATIENT)
+            verifier = streaming_verifier(through(cut, second), COUPLED, TOKENS, PATIENT)
             tokens = list(PROMPT)
             verdicts = []
             while len(verdicts) < TOKENS and tokens[-1] != 3:
@@ -148,7 +156,7 @@ def test_a_run_without_services_ends_at_one_deadline_for_all(services: tuple[str
         options = {"deadlines": Deadlines(0.4, 3.0), "clock": lambda: now[0]}
         drafter = ModelDrafter(SMALL.score, SamplingParams(), Noise(3, "draft"), VOCAB)
         with pytest.raises(ConnectionLost, match="no progress for [34] s"):
-            run(PROMPT, RemoteVerifier(http, COUPLED, sleep=sleep, **options), drafter, Fixed(3), 40)
+            run(PROMPT, remote_verifier(http, COUPLED, sleep=sleep, **options), drafter, Fixed(3), 40)
 
 
 # --- models and numerics ---------------------------------------------------------------------------------------------
@@ -210,49 +218,49 @@ class Scripted:
         return ReadyResponse()
 
 
-def scripted(*failures: Exception | None) -> tuple[Replicas, Scripted, Scripted, list[float]]:
+def scripted(*failures: Exception | None) -> tuple[Connection, Scripted, Scripted, list[float]]:
     now = [0.0]
     first, second = Scripted("a", *failures), Scripted("b")
-    replicas = Replicas([first, second], "", lambda: now[0])  # type: ignore[list-item]
-    replicas.clients, replicas._client = [first, second], first  # type: ignore[list-item, assignment]
+    replicas = Connection([first, second], "", lambda: now[0], lambda seconds: None)  # type: ignore[list-item]
+    replicas.clients, replicas.client = [first, second], first  # type: ignore[list-item, assignment]
     return replicas, first, second, now
 
 
-def verify(replicas: Replicas) -> Any:
-    return replicas.call("POST", "/v1/rounds", None, VerifyResponse, 0.4)
+def verify(replicas: Connection) -> Any:
+    requests = Requests(replicas, Deadlines(), length=4, unread=0, advice="restart it")
+    return requests.send(lambda client, timeout: client.call("POST", "/v1/rounds", None, VerifyResponse, timeout))
 
 
 def test_a_busy_service_keeps_the_request() -> None:
     """It responds to the readiness route, or is older and refuses it; a service that is down is left at once."""
     for answer in (None, UserError("status 404")):
-        replicas, first, *_ = scripted(RequestTimeout("late"), answer)
-        with pytest.raises(RequestTimeout):
-            verify(replicas)
-        assert first.paths == ["/v1/rounds", "/v1/ready"] and replicas.url == "a"
-    replicas, first, *_ = scripted(ServiceDown("refused"))
-    with pytest.raises(ReplicaSwitched):
+        replicas, first, *_ = scripted(Retry("late", Cause.LATE), answer)
+        verify(replicas)
+        assert first.paths == ["/v1/rounds", "/v1/ready", "/v1/rounds"] and replicas.url == "a"
+    replicas, first, *_ = scripted(Retry("refused", Cause.DOWN))
+    with pytest.raises(ResendText):
         verify(replicas)
     assert first.paths == ["/v1/rounds"] and replicas.url == "b"
 
 
 def test_a_frozen_service_is_skipped_for_some_seconds() -> None:
-    late = RequestTimeout("late")
+    late = Retry("late", Cause.LATE)
     replicas, first, second, now = scripted(late, late)
-    with pytest.raises(ReplicaSwitched):
-        verify(replicas)
-    second.failures = [ServiceDown("refused")]
-    with pytest.raises(ReplicaSwitched):  # the first failed earlier
-        verify(replicas)
-    assert replicas.url == "a"
+
+    def expect(url: str) -> None:
+        with pytest.raises(ResendText):
+            verify(replicas)
+        assert replicas.url == url
+
+    expect("b")
+    second.failures = [Retry("refused", Cause.DOWN)]
+    expect("a")  # it failed earlier
     now[0] = SKIP_S * 0.9
-    first.failures = [ServiceDown("refused")]
-    with pytest.raises(ReplicaSwitched):
-        verify(replicas)
+    first.failures = [Retry("refused", Cause.DOWN)]
+    expect("b")
     now[0] = SKIP_S * 1.1  # the skip of the second has ended
-    second.failures = [ServiceDown("refused")]
-    with pytest.raises(ReplicaSwitched):
-        verify(replicas)
-    assert replicas.url == "a"
+    second.failures = [Retry("refused", Cause.DOWN)]
+    expect("a")
     verify(replicas)
     assert first.paths.count("/v1/rounds") == 3 and second.paths.count("/v1/rounds") == 2
 
@@ -263,14 +271,14 @@ def test_a_frozen_service_is_skipped_for_some_seconds() -> None:
 def turn(url: str, session: RemoteSession, prompt: list[int], seed: int = 7) -> tuple[list[int], list[Any]]:
     """Return prompt and text of a turn, and the base of each request."""
     http, bases = connected(url, session=session.id), []
-    call = http.call
+    call = http.client.call
 
     def recorded(method: str, path: str, message: Any, *rest: Any) -> Any:
         bases.append((method, getattr(message, "base", None)))
         return call(method, path, message, *rest)
 
-    http.call = recorded  # type: ignore[method-assign]
-    verifier = RemoteVerifier(http, verify_config(SamplingParams(), "coupled", seed), session=session)  # type: ignore[arg-type]
+    http.client.call = recorded  # type: ignore[method-assign]
+    verifier = remote_verifier(http, verify_config(SamplingParams(), "coupled", seed), session=session)  # type: ignore[arg-type]
     drafter = ModelDrafter(SMALL.score, SamplingParams(), SharedNoise(seed), VOCAB)
     text = committed(run(prompt, verifier, drafter, Fixed(3), 6))
     verifier.close()
@@ -288,8 +296,8 @@ def test_a_conversation_continues_its_context(services: tuple[str, str]) -> None
         _, bases = turn(url, RemoteSession(), PROMPT)
         assert bases[-1] == ("DELETE", None)
         assert turn(url, session, longer)[1][0][1] > 0
-        interrupted = RemoteVerifier(connected(url, session=session.id), COUPLED, session=session)  # type: ignore[arg-type]
-        interrupted.alone = True
+        interrupted = remote_verifier(connected(url, session=session.id), COUPLED, session=session)  # type: ignore[arg-type]
+        interrupted.alone = True  # after a lost connection
         interrupted.close()
         assert turn(url, session, longer)[1][0] == ("POST", 0)
 
@@ -325,12 +333,12 @@ def test_every_address_must_be_allowed() -> None:
 
 
 def test_each_address_gets_the_token_by_its_own_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    from specdemo.remote.target import _replicas
+    from specdemo.remote.target import _connection
 
     monkeypatch.setenv("SPECDEMO_TOKEN", "secret")
     monkeypatch.setenv("SPECDEMO_REMOTE", "https://listed")
     addresses = ("https://listed", "https://other", "http://127.0.0.1:1", "http://listed")
-    replicas = _replicas(CloudConfig(" ".join(addresses)), 0, lambda: 0.0, SESSION)
+    replicas = _connection(CloudConfig(" ".join(addresses)), 0, lambda: 0.0, SESSION)
     sent = {client.url: client._headers.get("Authorization") for client in replicas.clients}
     assert sent == dict(zip(addresses, ["Bearer secret", None, "Bearer secret", None], strict=True))
 
@@ -344,7 +352,7 @@ def test_a_frozen_service_does_not_delay_a_run(services: tuple[str, str]) -> Non
     """A description of the frozen service would take ten minutes."""
     with closing(socket.create_server(("127.0.0.1", 0))) as frozen:
         http = starting_with("http://{}:{}".format(*frozen.getsockname()), services[1], describe=False)
-        http.describe(600.0)
+        http.describe(600.0, 600.0)
         assert http.url == services[1]
         assert committed(decode_sampled(http)) == committed(decode_sampled(connected(services[0])))
 
@@ -403,13 +411,13 @@ def test_another_model_ends_the_run(stated: str) -> None:
         with pytest.raises(UserError, match=f"replica second at {url} serves .* replica first: start"):
             decode_coupled(identified(url))
         with pytest.raises(UserError, match="replica second"):
-            StreamingVerifier(identified(url), COUPLED, 4).verify([2, 0], Draft())
+            streaming_verifier(identified(url), COUPLED, 4).verify([2, 0], Draft())
 
 
 def test_a_change_of_rounding_is_noted_in_its_step() -> None:
     with table_service(numerics="d" * 32) as url:
         steps = decode_coupled(identified(url))
-        first, second = (StreamingVerifier(identified(url), COUPLED, 4).verify([2, 0], Draft()) for _ in range(2))
+        first, second = (streaming_verifier(identified(url), COUPLED, 4).verify([2, 0], Draft()) for _ in range(2))
     assert committed(steps) == decode_locally()
     noted = [step.verdict.remote.get("numerics") for step in steps]
     assert noted == [1.0] + [None] * (len(steps) - 1)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from fakes.enumeration import PROMPT, SMALL, VOCAB
-from fakes.remote import DRAFTED, INFO, OPEN, DirectClient, contexts, verify_config
+from fakes.remote import DRAFTED, INFO, OPEN, DirectClient, contexts, remote_verifier, response_of, verify_config
 from fakes.tiny_models import run
 from fastapi.testclient import TestClient
 
@@ -23,8 +23,7 @@ from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.drafters.model import ModelDrafter
 from specdemo.remote import serve
 from specdemo.remote.admission import ServiceLimits
-from specdemo.remote.client import RemoteVerifier
-from specdemo.remote.health import STALLED_S, ServiceHealth, Unhealthy
+from specdemo.remote.health import STALLED_S, Unhealthy, service_health
 from specdemo.remote.listener import bind
 from specdemo.remote.protocol import CODECS, VerifyRequest, digest
 from specdemo.remote.server import SERVICE_ROUTES, create_app
@@ -57,17 +56,17 @@ def test_bad_words_count_as_memory() -> None:
         body = {**OPEN, "ctx_id": name, "sampling_cfg": {"temp": 1.0, "bad_words": bad_words}}
         return codec.load(VerifyRequest, json.dumps(body).encode())
 
-    store.verify(opened("warm", []))
+    response_of(store, opened("warm", []))
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0], store.reserved_bytes
     for name in "abc":
-        store.verify(opened(name, words))
+        response_of(store, opened(name, words))
     used, reserved = tracemalloc.get_traced_memory()[0] - before[0], store.reserved_bytes - before[1]
     tracemalloc.stop()
     assert reserved >= used > 1_000_000
     small = contexts(budget_bytes=reserved // 3 + 1)
     for name in "abc":
-        small.verify(opened(name, words))
+        response_of(small, opened(name, words))
     assert len(small) == 1
 
 
@@ -242,7 +241,7 @@ def worker(clock: Clock) -> Iterator[Worker]:
 
 def test_an_idle_service_decodes_a_token(worker: Worker) -> None:
     cloud = contexts()
-    ServiceHealth(worker, cloud).check()
+    service_health(worker, cloud).check()
     assert sum(worker.texts_per_pass.values()) == 0 and len(cloud) == 0 and worker.active == 0
 
     def broken() -> Any:
@@ -250,12 +249,12 @@ def test_an_idle_service_decodes_a_token(worker: Worker) -> None:
 
     cloud.make_cache = broken
     with pytest.raises(Unhealthy, match="an idle service cannot decode a token: out of memory"):
-        ServiceHealth(worker, cloud).check()
+        service_health(worker, cloud).check()
 
 
 def test_a_busy_service_is_healthy_while_jobs_advance(worker: Worker, clock: Clock) -> None:
     """Checks do not wait for the job."""
-    health, turns, advanced = ServiceHealth(worker, contexts()), threading.Semaphore(0), threading.Semaphore(0)
+    health, turns, advanced = service_health(worker, contexts()), threading.Semaphore(0), threading.Semaphore(0)
 
     def job() -> Iterator[None]:
         for _ in range(3):
@@ -288,8 +287,10 @@ def test_a_probe_that_hangs_is_unhealthy() -> None:
 
     cloud.make_cache = hang
     with closing(Worker(clock=itertools.count(0.0, STALLED_S).__next__)) as worker:
+        health = service_health(worker, cloud)
+        health.patience_s = 0.1
         with pytest.raises(Unhealthy, match="no step was completed"):
-            ServiceHealth(worker, cloud, patience_s=0.1).check()
+            health.check()
         release.set()
 
 
@@ -298,9 +299,9 @@ def test_each_step_is_reported_once() -> None:
     seen: list[VerifyRequest] = []
     client = DirectClient(contexts(observe=lambda request, response: seen.append(request)))
     drafter = ModelDrafter(SMALL.score, SamplingParams(), Noise(3, "draft"), VOCAB)
-    verifier = RemoteVerifier(client, verify_config(SamplingParams(), seed=3))  # type: ignore[arg-type]
+    verifier = remote_verifier(client, verify_config(SamplingParams(), seed=3))  # type: ignore[arg-type]
     steps = run(PROMPT, verifier, drafter, Fixed(3), 12)
-    client.cloud.verify(client.sent[-1])
+    response_of(client.cloud, client.sent[-1])
     assert len(client.sent) > len(steps)
     assert [request.step for request in seen] == list(range(len(steps)))
     assert [bool(request.base) for request in seen] == [False, *[True] * (len(steps) - 1)]

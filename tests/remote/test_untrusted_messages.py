@@ -15,10 +15,24 @@ import msgpack
 import pytest
 from fakes.arbitrary_messages import requests
 from fakes.enumeration import DRAFTERS, PROMPT, STOP, VOCAB
-from fakes.hostile_service import bundled_info, hostile_service
+from fakes.hostile_service import bundled_info, hostile_service, rejection
 from fakes.http_server import Handler, http_server
 from fakes.properties import changed, holds_for
-from fakes.remote import COUPLED, DRAFTED, INFO, LONG, OPEN, DirectClient, contexts, decode_coupled, verify_config
+from fakes.remote import (
+    COUPLED,
+    DRAFTED,
+    INFO,
+    LONG,
+    OPEN,
+    DirectClient,
+    InlineConnection,
+    contexts,
+    decode_coupled,
+    remote_verifier,
+    response_of,
+    streaming_verifier,
+    verify_config,
+)
 from fakes.tiny_models import Explorer, run
 from fastapi.testclient import TestClient
 from hypothesis import strategies as st
@@ -37,9 +51,9 @@ from specdemo.models.load import read_tokenizer
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import PAIRS, fingerprint
 from specdemo.remote.access import token_for
-from specdemo.remote.client import Deadlines, RemoteVerifier, StreamingVerifier
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.contexts import draft_from_request
+from specdemo.remote.deadline import Deadlines
 from specdemo.remote.link import HttpClient
 from specdemo.remote.protocol import CODECS, ServiceIdentity, ServiceInfo, StreamRequest, VerifyRequest, VerifyResponse
 from specdemo.remote.server import create_app, parse_body
@@ -167,7 +181,7 @@ def test_malicious_descriptions_get_a_sentence(status: int, changes: Any, senten
 def test_malicious_streams_get_a_sentence(body: bytes, sentence: str) -> None:
     Prepared.status, Prepared.content = 200, body
     with http_server(Prepared) as url, pytest.raises(UserError, match=sentence) as error:
-        StreamingVerifier(HttpClient(url), COUPLED, 4, vocab_size=4).verify([1], Draft())
+        streaming_verifier(HttpClient(url), COUPLED, 4, vocab_size=4).verify([1], Draft())
     assert str(error.value).isprintable()
 
 
@@ -244,17 +258,11 @@ def test_contradictions_get_a_sentence() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_responses_of_the_service_are_consistent(rule: str) -> None:
-    verifier = RemoteVerifier(DirectClient(contexts()), verify_config(SamplingParams(), rule, 3), top=2)
+    verifier = remote_verifier(DirectClient(contexts()), verify_config(SamplingParams(), rule, 3), top=2)
     explorer, rng = Explorer(), random.Random(5)
     explorer.choose = lambda chances: rng.choices(range(len(chances)), chances)[0]
     steps = run(PROMPT, verifier, DRAFTERS["model"](SamplingParams(), explorer), Fixed(3), LONG)
     assert sum(len(step.verdict.accepted) for step in steps) > 0
-
-
-def verdict(request: dict[str, Any], token: int) -> dict[str, Any]:
-    n = len(request.get("draft_tokens", ()))
-    fields = {"epoch": request.get("epoch", 0), "round": request["round"], "accepted_len": 0, "p": [0.5] * n}
-    return {**fields, "correction" if n else "bonus": token, "choices": [[token]] * (n + 1)}
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -262,7 +270,7 @@ def test_a_committed_id_without_an_entry_ends_the_run(padded: bool, capsys: pyte
     """The vocabulary of a service may be padded, but no text contains the padding."""
     size = bundled_info()["vocab_size"]
     token = 2 * size - 1 if padded else 5
-    with hostile_service(lambda request: (200, verdict(request, token)), vocab_size=2 * size) as url:
+    with hostile_service(lambda request: (200, rejection(request, token)), vocab_size=2 * size) as url:
         command = ["run", "def f():", "--pair", "bundled", "--remote", url, "--max-tokens", "3", "--method", "nasd"]
         code = main(command)
     out, err = capsys.readouterr()
@@ -281,7 +289,7 @@ def test_streams_and_accepted_drafts_are_checked() -> None:
 
         def close(self) -> None: ...
 
-    verifier = StreamingVerifier(Stream(), COUPLED, 4, Deadlines(), VOCAB, lambda token: token != 3)
+    verifier = streaming_verifier(Stream(), COUPLED, 4, Deadlines(), VOCAB, lambda token: token != 3)
     assert verifier.verify([1], Draft()).token == 1
     with pytest.raises(UserError, match="committed token 3"):
         verifier.verify([1, 1], Draft())
@@ -289,7 +297,7 @@ def test_streams_and_accepted_drafts_are_checked() -> None:
     def accepting(response: VerifyResponse) -> dict[str, Any]:
         return {"accepted_len": 1, "correction": None, "bonus": 1, "draws": None}
 
-    known = RemoteVerifier(Changed(accepting), COUPLED, has_entry=lambda token: token != 2)
+    known = remote_verifier(Changed(accepting), COUPLED, has_entry=lambda token: token != 2)
     first = known.verify([1], Draft()).token
     with pytest.raises(UserError, match="committed token 2"):
         known.verify([1, first], Draft.chain((2,)))
@@ -306,7 +314,7 @@ def answered(values: list[Any]) -> list[VerifyResponse | None]:
     for value in values:
         try:
             request = CODECS[JSON].load(VerifyRequest, json.dumps(value, default=str).encode())
-            results.append(service.verify(request))
+            results.append(response_of(service, request))
         except UserError as error:
             assert str(error).strip()
             results.append(None)
@@ -344,7 +352,8 @@ def test_changed_responses_give_steps_of_valid_traces_or_a_sentence(kind: str, d
             value = json.loads(CODECS[JSON].dump(super().exchange(message, kind)))
             return CODECS[JSON].load(kind, json.dumps(data.draw(changed(value)), default=str).encode())
 
-    verifier = RemoteVerifier(Changed(contexts()), verify_config(SamplingParams(), seed=1), top=2, vocab_size=VOCAB)
+    connection = InlineConnection([Changed(contexts())])  # the thread of a test chooses its values
+    verifier = remote_verifier(connection, verify_config(SamplingParams(), seed=1), top=2, vocab_size=VOCAB)
     explorer = Explorer()
     explorer.choose = lambda chances: max(range(len(chances)), key=chances.__getitem__)
     with suppress(UserError):

@@ -1,0 +1,302 @@
+"""Connection of a run to its services: a thread, the choice of a service, failover, and repeated requests."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
+from queue import SimpleQueue
+from typing import TypeVar
+
+from specdemo.core.errors import UserError
+from specdemo.remote.deadline import MAX_TIMEOUT_S, ConnectionLost, Deadlines, StepDeadline
+from specdemo.remote.link import (
+    Cause,
+    Exchange,
+    HttpClient,
+    MeteredNetwork,
+    NewContext,
+    OtherModel,
+    ResendText,
+    Retry,
+    other_model,
+)
+from specdemo.remote.protocol import ReadyResponse, ServiceIdentity, ServiceInfo
+from specdemo.worker import run_in_thread, wait_for
+
+SKIP_S = 10.0
+_READY_S = 1.0
+_GRACE_S = 0.25
+_PAUSE_S = 0.25  # longest pause before a request is repeated
+_CONNECTIONS = 2  # attempts to connect to hosts that do not answer
+
+T = TypeVar("T")
+
+
+class Connection:
+    """Services of equal model that share a network; `client` is in use.
+
+    The session determines their order (rendezvous hashing). A service that fails, or neither responds in time nor to
+    `/v1/ready`, is skipped for `SKIP_S`; after a restart with another model, for the rest of the run.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[HttpClient],
+        session: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.clients = sorted(clients, key=lambda client: _weight(session, client.url))
+        self.client = self.clients[0]
+        self.clock = clock
+        self.sleep = sleep
+        self.closed = False
+        self._skipped_until: dict[str, float] = {}
+        self._calls: SimpleQueue[Callable[[], None] | None] | None = None
+        self.start_run()
+
+    @property
+    def url(self) -> str:
+        return self.client.url
+
+    @property
+    def network(self) -> MeteredNetwork:
+        return self.client.network
+
+    def start_run(self) -> None:
+        """Forget the measurements; the next response names its service."""
+        self.network.take()
+        self._noted_url = self.url
+        self._noted = ServiceIdentity(numerics=self.client.identity.numerics)
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Queue a call for the thread of the connection."""
+        if self._calls is None:
+            self._calls = SimpleQueue()
+            weakref.finalize(self, self._calls.put, None).atexit = False
+            threading.Thread(target=_run_calls, args=(self._calls,), name="connection", daemon=True).start()
+        future: Future[T] = Future()
+        self._calls.put(partial(_complete, future, call))
+        return future
+
+    def run(self, call: Callable[[], T]) -> T:
+        """Return the result of a queued call. Raise `Stopped` if the job is stopped meanwhile."""
+        future = self.submit(call)
+        wait_for(future)
+        return future.result()
+
+    def describe(self, timeout: float, lost_s: float) -> ServiceInfo:
+        """Return the first description; a busy service is asked again. Raises `Retry`, `UserError`."""
+        deadline = StepDeadline(lost_s, clock=self.clock)
+        self.network.limit = deadline.remaining
+        attempts = 0
+        while True:
+            attempts += 1
+            try:
+                return self._describe(timeout)
+            except Retry as failure:
+                may_respond = failure.cause is Cause.LATE
+                may_respond |= failure.cause is Cause.UNREACHABLE and attempts < _CONNECTIONS
+                if not may_respond or deadline.remaining() <= 0:
+                    raise
+                timeout *= 2
+
+    def fail_over(self, failure: Exception) -> Exception:
+        """Return `ResendText` if another service continues, else `failure`. Raises `OtherModel`."""
+        if isinstance(failure, OtherModel):
+            return self._refuse(failure)
+        if len(self.clients) == 1 or not (isinstance(failure, Retry) and failure.may_be_dead):
+            return failure
+        if failure.cause is not Cause.DOWN and self._is_ready():
+            return failure
+        self._skip(self.client)
+        now = self.clock()
+        other = min(self.clients, key=lambda other: max(now, self._skipped_until.get(other.url, now)))
+        if other is self.client:
+            return failure
+        return self._switch(other, f"{self.url} does not respond ({failure})")
+
+    def note_service(self, gap_s: float, length: int) -> bool:
+        """Measure a change of the service of a text of this length; return True if another service continues."""
+        identity = self.client.identity
+        exchange = self.network.exchange
+        switched = self.url != self._noted_url or self._noted.replica not in ("", identity.replica)
+        if switched:
+            exchange.switched = 1
+            exchange.gap_s = gap_s
+            exchange.reread = length
+        if switched or identity.replica != self._noted.replica:
+            exchange.replica = identity.replica
+        if identity.numerics != self._noted.numerics:
+            exchange.numerics = 1
+        self._noted_url = self.url
+        self._noted = identity
+        return switched
+
+    def close(self) -> None:
+        """End the thread; its reads end soon."""
+        self.closed = True
+        for client in self.clients:
+            client.close()
+        calls = self._calls
+        self._calls = None
+        if calls is not None:
+            calls.put(None)
+
+    def _describe(self, timeout: float) -> ServiceInfo:
+        infos = self._descriptions(timeout)
+        for client in self.clients:
+            if client not in infos:
+                self._skip(client)
+        self.client = next(iter(infos))
+        first = infos[self.client]
+        for client, info in infos.items() if len(self.clients) > 1 else ():
+            if not info.model:
+                raise UserError(f"{client.url} states no digest of its model: update this service, or give one address")
+            if info.model != first.model:
+                raise other_model(client.url, info.identity, first.identity)
+        self.client.identity = first.identity
+        return first
+
+    def _descriptions(self, timeout: float) -> dict[HttpClient, ServiceInfo]:
+        """Return at least one description, in the order of the clients. Raises the failure that may end first."""
+        calls: dict[HttpClient, Future[ServiceInfo]] = {}
+        for client in self.clients:
+            calls[client] = run_in_thread(partial(client.call, "GET", "/v1/target", None, ServiceInfo, timeout))
+        self._await_descriptions([*calls.values()])
+        infos: dict[HttpClient, ServiceInfo] = {}
+        failures: list[Retry] = []
+        for client, call in calls.items():
+            try:
+                if call.done():
+                    infos[client] = call.result()
+            except Retry as failure:
+                failures.append(failure)
+        if not infos:
+            raise max(failures, key=lambda failure: (failure.cause is Cause.LATE, failure.cause is Cause.UNREACHABLE))
+        return infos
+
+    def _await_descriptions(self, calls: Sequence[Future[ServiceInfo]]) -> None:
+        """Wait for the first description, and for others a little longer."""
+        pending = set(calls)
+        while pending and not any(call.done() and call.exception() is None for call in calls):
+            _, pending = wait(pending, return_when=FIRST_COMPLETED)
+        wait(pending, _GRACE_S + 2 * self.network.link.rtt_s)
+
+    def _refuse(self, refusal: OtherModel) -> ResendText:
+        """Continue with a service that has not failed lately, and never use the current service again."""
+        now = self.clock()
+        self._skipped_until[self.url] = math.inf
+        for other in self.clients:
+            if self._skipped_until.get(other.url, now) <= now:
+                return self._switch(other, str(refusal))
+        raise refusal
+
+    def _switch(self, other: HttpClient, sentence: str) -> ResendText:
+        other.identity = self.client.identity
+        self.client = other
+        return ResendText(sentence)
+
+    def _skip(self, client: HttpClient) -> None:
+        self._skipped_until[client.url] = self.clock() + SKIP_S
+
+    def _is_ready(self) -> bool:
+        try:
+            self.client.call("GET", "/v1/ready", None, ReadyResponse, _READY_S + 2 * self.network.link.rtt_s)
+        except Retry as failure:
+            return not failure.may_be_dead
+        except UserError:  # an older service
+            return True
+        return True
+
+
+class Requests:
+    """Requests of a step for a text of `length` tokens: each is repeated, until the deadline of the step."""
+
+    def __init__(self, connection: Connection, deadlines: Deadlines, length: int, unread: int, advice: str) -> None:
+        """`unread`: tokens that the service must read."""
+        self.deadline = StepDeadline(deadlines.lost_s, unread, connection.clock)
+        self.length = length
+        self._connection = connection
+        self._deadlines = deadlines
+        self._advice = advice
+        self._timeout = deadlines.first_timeout(unread)
+        self._started = self._requested = connection.clock()
+        self._failed: float | None = None  # start of the first failed request
+        connection.network.limit = self.deadline.remaining
+
+    @property
+    def exchange(self) -> Exchange:
+        return self._connection.network.exchange
+
+    def send(self, attempt: Callable[[HttpClient, float], T]) -> T:
+        """Return the result of `attempt(client, timeout)`.
+
+        Raises: ResendText, NewContext, ConnectionLost, UserError.
+        """
+        connection = self._connection
+        while True:
+            if connection.closed:
+                raise ConnectionLost(f"the connection to {connection.url} was closed")
+            self._started = connection.clock()
+            try:
+                result = attempt(connection.client, self._timeout)
+            except (Retry, ResendText, NewContext, OtherModel) as failure:
+                self._recover(failure)
+                continue
+            gap_s = 0.0 if self._failed is None else self._started - self._failed
+            if connection.note_service(gap_s, self.length):
+                self._requested = self._started
+            self._failed = None
+            return result
+
+    def add_response(self, cloud_s: float) -> None:
+        """Measure a response that took the service `cloud_s`."""
+        now = self._connection.clock()
+        self.exchange.add_response(cloud_s, now - self._requested - cloud_s)
+        self._requested = now
+
+    def _recover(self, failure: Exception) -> None:
+        """Prepare the next request. Raises errors that change it, and `ConnectionLost`."""
+        connection = self._connection
+        is_quick = connection.clock() - self._started < self._timeout / 2
+        is_first = self._failed is None
+        if is_first:
+            self._failed = self._started
+        failure = connection.fail_over(failure)
+        resend = not isinstance(failure, Retry)
+        if resend:
+            self.deadline.reread(self.length)
+        progress = isinstance(failure, Retry) and self.deadline.report(failure.position, self.length)
+        self.deadline.check(connection.url, failure, self._advice)
+        if not progress:
+            is_quick |= isinstance(failure, Retry) and failure.cause is Cause.BUSY
+            if is_quick and not (resend and is_first):
+                connection.sleep(min(self._timeout / 4, _PAUSE_S))
+            self._timeout = min(2 * self._timeout, MAX_TIMEOUT_S)
+        if resend:
+            self._timeout = max(self._timeout, self._deadlines.first_timeout(self.length))
+            raise failure
+
+
+def _run_calls(calls: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (call := calls.get()) is not None:
+        call()
+        del call  # it may own the connection
+
+
+def _complete(future: Future[T], call: Callable[[], T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:  # `Future.result` raises it again
+        future.set_exception(error)
+
+
+def _weight(session: str, url: str) -> bytes:
+    return hashlib.sha256(f"{session} {url}".encode()).digest()
