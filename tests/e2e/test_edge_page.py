@@ -221,7 +221,7 @@ def test_modes_are_measured_on_the_device(tab: Any, served: Any) -> None:
     set_number(page, "modes-tokens", 8)
     set_number(page, "temperature", 0)
     page.locator("#modes-run").click()
-    expect(page.locator("#modes-status p")).to_have_text("done: 3 runs on 1 prompts")
+    expect(page.locator("#modes-status p")).to_have_text("done: 1 of 1 prompts are measured")
     rows = {row[0]: dict(zip(modes.MODE_TABLE_HEAD, row, strict=True)) for row in table(page, "modes-table")}
     assert list(rows) == list(MODES)
     assert rows["edge_only"]["cloud steps"] == "0 %" and rows["edge_only"]["up kB"] == "0.0"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from typing import Any
 
 import gradio as gr
@@ -16,9 +15,3 @@ SHOWN_RUN_JS = """(...values) => [document.querySelector("[data-run]")?.dataset.
 def chart_view(elem_id: str) -> gr.HTML:
     """Create the component of a chart."""
     return gr.HTML(elem_id=elem_id, elem_classes="curves", apply_default_css=False, min_width=300)
-
-
-def progress_bar(over: float, total: int, words: str, attributes: str = "") -> str:
-    """Return a progress bar with a line below."""
-    progress = f'<progress class="measured" value="{over}" max="{total}" aria-label="how much is measured"></progress>'
-    return f"{progress}<p{attributes}>{html.escape(words)}</p>"

@@ -15,13 +15,14 @@ from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.remote.config import MODES
 from specdemo.ui import link_charts
+from specdemo.ui.controls import Controls
 from specdemo.ui.lane import Lane
 from specdemo.ui.service import Service
 from specdemo.ui.settings import recipe_of
 from specdemo.ui.tabs.calibration import calibration_section
 from specdemo.ui.tabs.components import SHOWN_RUN_JS, UNPROCESSED, chart_view
-from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelParts
-from specdemo.ui.tabs.sweep import Sweep, SweepResult
+from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelMeasurement, PanelParts
+from specdemo.ui.tabs.sweep import Sweep
 
 MODE_TABLE_HEAD = (
     "mode", "TTFT p50 / p95 ms", "total p50 / p95 s", "tokens/s", "speed-up", "CPU peak MB",
@@ -46,10 +47,10 @@ def modes_sweep(settings: Mapping[str, Any], device: str, count: Any, max_tokens
     return Sweep(tuple(recipes), tuple(prompts[: int(count)]))
 
 
-def mode_rows(result: SweepResult) -> list[list[str]]:
+def mode_rows(sweep: Sweep, records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return a row per mode. The speed-up compares median total times with cloud only."""
-    recipes = {recipe.cloud.mode: recipe for recipe in result.sweep.recipes if recipe.cloud is not None}
-    runs = {mode: [record["runs"][i] for record in result.records] for i, mode in enumerate(recipes)}
+    recipes = {recipe.cloud.mode: recipe for recipe in sweep.recipes if recipe.cloud is not None}
+    runs = {mode: [record["runs"][i] for record in records] for i, mode in enumerate(recipes)}
     totals = {mode: [run["ttft_s"] + run["wall_s"] for run in runs[mode]] for mode in recipes}
     base = percentile(totals["cloud_only"], 0.5)
     return [[mode, *_mode_row(recipe, runs[mode], totals[mode], base)] for mode, recipe in recipes.items()]
@@ -86,7 +87,7 @@ def _memory_cells(runs: Sequence[Mapping[str, Any]]) -> tuple[str, str, str, str
 
 def edge_tab(
     service: Service,
-    controls: Mapping[str, gr.components.Component],
+    controls: Controls,
     thresholds: gr.BrowserState,
     device: str,
     tab: gr.Tab,
@@ -165,7 +166,7 @@ class _RunSection:
             return gr.skip()
 
 
-def _modes_section(service: Service, controls: Mapping[str, gr.components.Component], device: str) -> None:
+def _modes_section(service: Service, controls: Controls, device: str) -> None:
     gr.Markdown(
         "### Compare edge only, cloud only and both\n"
         "All modes continue the same prompts. Models, sampling and link are taken from the settings. "
@@ -178,10 +179,9 @@ def _modes_section(service: Service, controls: Mapping[str, gr.components.Compon
     with results:
         table = gr.Dataframe(headers=list(MODE_TABLE_HEAD), interactive=False, elem_id="modes-table")
 
-    def make_result(session: str, values: tuple[Any, ...]) -> SweepResult:
+    def prepare(session: str, values: tuple[Any, ...]) -> PanelMeasurement:
         prompts, tokens, *settings = values
-        return SweepResult(modes_sweep(dict(zip(controls, settings, strict=True)), device, prompts, tokens))
+        sweep = modes_sweep(dict(zip(controls, settings, strict=True)), device, prompts, tokens)
+        return sweep.measurement(service, lambda records: {table: mode_rows(sweep, records)})
 
-    inputs = [count, length, *controls.values()]
-    panel = MeasurementPanel(service, parts)
-    panel.connect(inputs, [table], make_result, mode_rows, lambda result, rows: {table: rows})
+    MeasurementPanel(parts, [count, length, *controls.values()], [table], prepare)
