@@ -13,6 +13,7 @@ from itertools import accumulate
 from specdemo.core.events import StepEvent
 from specdemo.core.origin import HEAD, MODEL
 from specdemo.ui.charts import Block, timeline
+from specdemo.ui.frames import Run
 from specdemo.ui.lane import Lane
 
 KINDS = {  # words, colour
@@ -107,3 +108,15 @@ def _block(row: int, call: Call, begin: float, span: float) -> Block:
     start = call.start - begin
     words = f"{call.words} ({1000 * call.seconds:.2f} ms)"
     return Block(row, call.kind, 1000 * start, 1000 * min(call.seconds, span - start), words)
+
+
+def calls_view(run: Run | None, first_token: int, tokens: int) -> str:
+    """Draw the calls of a run, or explain why there are none."""
+    if run is None or not run.over:
+        return "<p>No run available: press Run, tick Compare, and add other draft lengths.</p>"
+    lanes = list(run.lanes.values())
+    if picture := call_timeline(lanes, first_token, tokens):
+        return picture
+    if call_timeline(lanes, 0, tokens):
+        return "<p>The run ends before this token: choose an earlier first token.</p>"
+    return "<p>No lane has times of local steps: choose mode off and no external engine, then press Run.</p>"
