@@ -106,7 +106,7 @@ def acceptance_chart(rows: Sequence[BenchRow]) -> str:
 
 
 def notes(rows: Sequence[BenchRow], records: Sequence[dict[str, Any]]) -> str:
-    """List the prompts on which a recipe was slower."""
+    """List the prompts with a slower recipe."""
     lines = slower([replace(row, lane=visible_recipe(row.lane)) for row in rows])
     lines = lines or ["no recipe was slower than AR decoding on any prompt"]
     if count := disturbed(records):
@@ -115,7 +115,7 @@ def notes(rows: Sequence[BenchRow], records: Sequence[dict[str, Any]]) -> str:
 
 
 def file_links(files: Mapping[str, str]) -> str:
-    """Return links that save files, whose texts they contain."""
+    """Return links to save files, with their contents."""
     links = []
     for name, text in files.items():
         address = f"data:application/octet-stream;base64,{base64.b64encode(text.encode()).decode()}"

@@ -22,7 +22,7 @@ def chart_view(elem_id: str, value: str = "") -> gr.HTML:
 
 
 class RunViews:
-    """Views of the displayed run. The page presses the button of the selected tab when another run is displayed."""
+    """Views of the displayed run. At the end of a run, the page presses the button of the selected tab."""
 
     def __init__(self, runs: RunStore, tab: gr.Tab, elem_id: str, visible: bool = False) -> None:
         self._runs = runs

@@ -1,4 +1,4 @@
-"""Theory tab, which plots the closed forms and compares them with runs and published figures."""
+"""Theory tab: plots of the closed forms, next to runs and published figures."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _MAX_GAMMA = 64
 
 
 def describe_settings(at: Coefficients) -> str:
-    """Return the best draft lengths, and what the formulas are."""
+    """Return the best draft lengths and the bound of Corollary 3.9."""
     alpha, c = at.alpha, at.c
     best, theorem_best = at.best_gamma(_MAX_GAMMA), theory.best_gamma(alpha, c, _MAX_GAMMA)
     thumb = f" The rule of thumb √(1/c − 1) = {theory.thumb_gamma(c):.1f} ignores α." if c else ""

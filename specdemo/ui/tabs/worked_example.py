@@ -44,7 +44,7 @@ Draw 10,000 tokens from this p and q with any acceptance rule. With an exact rul
 q."""
 _BLOCK_INTRO = """### Token by token, or as a block
 Verify the same draft with both rules and the same random draws."""
-Probs = Sequence[float]
+_Probs = Sequence[float]
 
 
 def parse_probs(name: str, values: Sequence[Any]) -> tuple[list[float], str]:
@@ -61,7 +61,7 @@ def parse_probs(name: str, values: Sequence[Any]) -> tuple[list[float], str]:
     return [value / total for value in values], note
 
 
-def describe_example(p: Probs, q: Probs) -> str:
+def describe_example(p: _Probs, q: _Probs) -> str:
     """Explain per token why the output follows p; compare beta with its KL bounds."""
     beta, kl = theory.overlap(p, q), theory.divergence(p, q)
     ratio, false_bound = theory.largest_ratio(p, q), 1 / (1 + kl)
@@ -94,7 +94,7 @@ def _digits(x: float | None) -> str:
     return NOTHING if x is None else f"{x:.3f}" if x < math.inf else "∞"
 
 
-def example_chart(p: Probs, q: Probs) -> str:
+def example_chart(p: _Probs, q: _Probs) -> str:
     """Draw p and q in turn, as stacked bars."""
     pairs = list(zip(p, q, strict=True))
     parts = {
@@ -107,7 +107,7 @@ def example_chart(p: Probs, q: Probs) -> str:
     return chart("p and q", "token", "probability", series, names)
 
 
-def try_rule(choice: Any, p: Probs, q: Probs, gamma: Any, seed: int) -> Trial:
+def try_rule(choice: Any, p: _Probs, q: _Probs, gamma: Any, seed: int) -> Trial:
     if not isinstance(choice, str) or choice not in RULE_CHOICES:
         raise UserError(f"unknown rule: choose one of {', '.join(RULE_CHOICES)}")
     name, options = RULE_CHOICES[choice]
@@ -121,7 +121,7 @@ def _length(gamma: Any) -> int:
     return int(gamma)
 
 
-def describe_trial(choice: str, result: Trial, p: Probs, q: Probs) -> str:
+def describe_trial(choice: str, result: Trial, p: _Probs, q: _Probs) -> str:
     name, options = RULE_CHOICES[choice]
     exact = RULES[name].exact(SamplingParams()) and not options
     shares, count = result.shares(len(p)), len(result.tokens)
@@ -144,7 +144,7 @@ def describe_trial(choice: str, result: Trial, p: Probs, q: Probs) -> str:
     )
 
 
-def trial_chart(result: Trial, p: Probs, q: Probs) -> str:
+def trial_chart(result: Trial, p: _Probs, q: _Probs) -> str:
     parts = {"p": ("curve-set", p), "drawn": ("bar-correction", result.shares(len(p))), "q": ("curve-2", q)}
     names = [f"{token} {part}" for token in EXAMPLE_TOKENS for part in parts]
     series = [
@@ -154,7 +154,7 @@ def trial_chart(result: Trial, p: Probs, q: Probs) -> str:
     return chart("p, drawn, q", "token", "probability", series, names)
 
 
-def compare_rules(p: Probs, q: Probs, gamma: Any, seed: int) -> str:
+def compare_rules(p: _Probs, q: _Probs, gamma: Any, seed: int) -> str:
     """Verify a draft token by token and as a block."""
     a, b = torch.tensor([p, q])
     draft, (token, block) = compared_verdicts(_COMPARED, a, b, _length(gamma), seed)
@@ -200,14 +200,14 @@ def worked_example(tab: gr.Tab) -> None:
         verify = gr.Button("Verify a draft", scale=1, min_width=220, elem_id="theory-verify")
     compared = [gr.Markdown(elem_id="theory-block", elem_classes="figures")]
 
-    def explain(p: Probs, q: Probs) -> list[str]:
+    def explain(p: _Probs, q: _Probs) -> list[str]:
         return [describe_example(p, q), example_chart(p, q)]
 
-    def draw_tokens(p: Probs, q: Probs, gamma: Any, choice: Any) -> list[str]:
+    def draw_tokens(p: _Probs, q: _Probs, gamma: Any, choice: Any) -> list[str]:
         result = try_rule(choice, p, q, gamma, secrets.randbits(31))
         return [describe_trial(choice, result, p, q), trial_chart(result, p, q)]
 
-    def compare(p: Probs, q: Probs, gamma: Any) -> list[str]:
+    def compare(p: _Probs, q: _Probs, gamma: Any) -> list[str]:
         return [compare_rules(p, q, gamma, secrets.randbits(31))]
 
     changes = [tab.select, *(number.change for number in inputs)]
@@ -240,7 +240,7 @@ def _length_slider(default: int, elem_id: str) -> gr.Slider:
     return gr.Slider(1, MAX_TRIAL_GAMMA, default, step=1, label=label, scale=2, min_width=220, elem_id=elem_id)
 
 
-def _probability_inputs(name: str, defaults: Probs) -> list[gr.Number]:
+def _probability_inputs(name: str, defaults: _Probs) -> list[gr.Number]:
     with gr.Row():
         return [
             gr.Number(value, label=f"{name}({token})", step=0.05, min_width=110, elem_id=f"theory-{name}-{token}")
