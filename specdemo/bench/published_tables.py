@@ -59,7 +59,7 @@ def leviathan_tables() -> str:
 
 
 def published_figures() -> str:
-    """Return figures of the papers on the closed forms, next to those computed by them."""
+    """Return published figures about the closed forms, next to computed figures."""
     guide = []
     for gamma, share in ((2, 0.8), (4, 0.7), (6, 0.6), (8, 0.5)):
         alpha = alpha_of_share(share, gamma)

@@ -111,7 +111,7 @@ def _block(row: int, call: Call, begin: float, span: float) -> Block:
 
 
 def calls_view(run: Run | None, first_token: int, tokens: int) -> str:
-    """Draw the calls of a run, or explain why there are none."""
+    """Draw the calls of a run, or explain their absence."""
     if run is None or not run.over:
         return "<p>No run available: press Run, tick Compare, and add other draft lengths.</p>"
     lanes = list(run.lanes.values())

@@ -29,7 +29,7 @@ _ANNOUNCED = ' role="status"'  # screen readers announce it
 
 @dataclass(frozen=True)
 class PanelMeasurement:
-    """PanelMeasurement of a panel. The items of its stream are progress and results."""
+    """Measurement of a panel. The items of its stream are progress and results."""
 
     start: Callable[[str, str], Stream[Any]]  # of session and address
     show: Callable[[list[Any]], Outputs]  # of results so far; empty if nothing is measured

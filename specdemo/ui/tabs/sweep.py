@@ -29,7 +29,7 @@ _LISTS = {  # names of the lists of a selection
 
 @dataclass(frozen=True)
 class Sweep:
-    """PanelMeasurement of every recipe on every prompt. The first recipe is AR decoding, the baseline."""
+    """Measurement of every recipe on every prompt. The first recipe is AR decoding, the baseline."""
 
     recipes: tuple[Recipe, ...]
     prompts: tuple[Prompt, ...]

@@ -65,7 +65,7 @@ def _gamma_text(gamma: int) -> str:
 
 
 def figures_by_gamma(at: Coefficients, run: TheoryPoint | None) -> str:
-    """Return the closed forms by draft length, and those of a run below its measurements."""
+    """Return the closed forms by draft length, and of a run, below its measurements."""
     rows = [_closed_forms(f"{gamma:g}", at, gamma) for gamma in sorted({1, 2, 3, 4, 6, 8, 12, 16, at.gamma})]
     if run:
         own = run.coefficients
@@ -123,7 +123,7 @@ def parse_settings(values: Sequence[Any]) -> Coefficients | None:
 
 
 def slider_values(measured: Coefficients) -> list[float]:
-    """Clamp measurements to the sliders; use defaults for unknown ones."""
+    """Clamp measurements to the sliders; use defaults for unknown values."""
     values = []
     for name, (_, minimum, maximum, step) in SLIDERS.items():
         value = getattr(measured, name)
