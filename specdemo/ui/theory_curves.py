@@ -12,7 +12,7 @@ from specdemo.ui.charts import Series, chart
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import PLAIN, SPEC, Lane
 from specdemo.ui.run_estimate import cost_terms
-from specdemo.ui.summary import lane_speedup
+from specdemo.ui.run_figures import lane_speedup
 
 UNKNOWN = math.nan
 
