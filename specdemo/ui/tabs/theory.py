@@ -102,8 +102,8 @@ def describe_run(run: TheoryPoint) -> str:
             f"In AR steps, a draft token took c = {at.c:.3f}, a verification pass v = {at.v:.2f}, and the host "
             f"o = {at.o:.2f} per step."
         )
-    if run.speedup > 0:
-        theorem = theory.walltime_improvement(at.alpha, at.gamma, at.c)
+    theorem = theory.walltime_improvement(at.alpha, at.gamma, at.c)
+    if run.speedup > 0 and theorem > 0:
         sentences.append(
             f"The run was **{run.speedup:.2f}×** as fast as AR decoding, {run.speedup / theorem:.0%} of Theorem 3.8. "
             f"The theorem gives this speed-up for α = {theory.alpha_of_speedup(run.speedup, at.gamma, at.c):.2f}. The "
