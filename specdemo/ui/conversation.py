@@ -12,7 +12,7 @@ from specdemo.models.tokenizer import ChatMessage
 from specdemo.pipeline import CONVERSATION, Stores, stored_bytes
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import Lane
-from specdemo.ui.summary import lane_speedup, ratio_text
+from specdemo.ui.run_figures import lane_speedup, ratio_text
 
 REMEMBERED = 256  # visitors with stored n-grams and conversations
 MAX_STORED_BYTES = 512 << 20  # n-grams and suffixes of all visitors

@@ -20,9 +20,10 @@ from specdemo.core.trace import MAX_CHARACTERS, ReadLimits, read
 from specdemo.drafters import METHODS
 from specdemo.ui.lane import LANES, PLAIN, SPEC, Lane, linked, mode, model_name, speed
 from specdemo.ui.run_estimate import estimate_lengths
+from specdemo.ui.run_figures import tiles
 from specdemo.ui.settings import recorded_settings
 from specdemo.ui.step_views import lane_view, step_view
-from specdemo.ui.summary import summarise, tiles
+from specdemo.ui.summary import summarise
 from specdemo.ui.text_comparison import guarantee
 
 ENDS = {"stop": ("done", "the text ended"), "length": ("done", "token limit reached"), "cancelled": ("stopped", "")}

@@ -13,7 +13,8 @@ from specdemo.core.events import Header
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import PLAIN, SPEC, lanes_of, name_lanes
-from specdemo.ui.summary import pass_costs, tiles, verdict
+from specdemo.ui.run_figures import pass_costs, tiles
+from specdemo.ui.summary import verdict
 
 AR_S = 0.01
 PLAIN_STEPS = [step(i, pieces=["x"], draft_s=0.0, verify_s=AR_S) for i in range(1, 9)]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import gradio as gr
 
 from specdemo.drafters import METHODS
 from specdemo.recipe import Recipe
+from specdemo.ui.controls import Controls
 from specdemo.ui.documents import document_link
 from specdemo.ui.markdown import link_papers
 from specdemo.ui.service import Service
@@ -18,9 +17,7 @@ from specdemo.ui.tabs.memory import memory_tab
 from specdemo.ui.tabs.theory import theory_tab
 
 
-def build_tabs(
-    service: Service, controls: Mapping[str, gr.components.Component], defaults: Recipe, device: str
-) -> gr.Markdown:
+def build_tabs(service: Service, controls: Controls, defaults: Recipe, device: str) -> gr.Markdown:
     """Lay out all tabs; return the description of the method."""
     thresholds = gr.BrowserState(storage_key="specdemo-gates", secret="specdemo")  # read when it is mounted
     with gr.Tabs(elem_id="tabs"):
