@@ -38,7 +38,7 @@ from specdemo.ui.controls import (
     sidebar,
 )
 from specdemo.ui.documents import document_route, page_links
-from specdemo.ui.event_requests import KnownEvents, guarded
+from specdemo.ui.event_requests import PageBlocks
 from specdemo.ui.gateway import TRACES, gateway
 from specdemo.ui.health import Health
 from specdemo.ui.lane import (
@@ -70,7 +70,7 @@ from specdemo.ui.tabs import build_tabs
 from specdemo.ui.tabs.measurement_panel import PanelParts
 from specdemo.ui.tabs.prediction import SpeedupPrediction, connect_prediction
 from specdemo.ui.theme import launch_options
-from specdemo.worker import Worker, WorkerBusy, WorkerGroup
+from specdemo.worker import Worker, WorkerGroup
 
 EXAMPLES = ASSETS / "examples.json"
 IDLE_POLL_S = 0.02
@@ -134,7 +134,7 @@ def build(
     initial = limits.fit(Recipe(pair=pair, device=device, top=RECORDED_TOP, **own))
     of_api = limits.fit(Recipe(pair=scripted, device=device, **PAIRS[scripted].settings))
     frames = RunFrames(service.runs)
-    with gr.Blocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
+    with PageBlocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
         parts = _layout(service, initial, device, shown_examples, not limits.public if compare is None else compare)
         handlers = _Handlers(service, device, parts.defaults, shown_examples["ready"])
         _connect_runs(parts, handlers)
@@ -145,14 +145,12 @@ def build(
             api(function, api_name=name, concurrency_limit=None)
         demo.unload(handlers.leave)
     lessons_page(demo)
-    for event in demo.fns.values():
-        event.fn = None if event.fn is None else guarded(event.fn, _sentence)
     demo.queue(max_size=64)
     demo._queue.sleep_when_free = IDLE_POLL_S  # Gradio polls its queue 1,000 times per second
     permanent = isinstance(service.worker, Worker)
     health = Health(service, replace(initial, method="ar", max_tokens=2)) if permanent else None
     installed = permanent and Path(PAIRS[pair].target).exists()
-    middleware, hosts = gateway(limits, os.environ, KnownEvents.of(demo))
+    middleware, hosts = gateway(limits, os.environ)
     return Page(
         demo,
         service.worker,
@@ -186,15 +184,6 @@ def _routes(frames: RunFrames, runs: Runs, service: Service, health: Health | No
         document_route(),
         *probes,
     ]
-
-
-def _sentence(error: Exception) -> Exception:
-    if isinstance(error, gr.Error):
-        return gr.Error(error.message, title=error.title, print_exception=False)
-    text = reason(error)
-    if not isinstance(error, (UserError, WorkerBusy, OSError)):
-        text = "the page cannot use these values: reload it"
-    return gr.Error(text, print_exception=False)
 
 
 @dataclass(frozen=True)
@@ -435,8 +424,7 @@ class _Handlers:
         for address in filter(None, (remote, settings.get("external"))) if link else ():
             gr.Warning(html.escape(f"This link has prompts sent to {address}: run it only if you trust it."))
         changed = {name: value for name, value in settings.items() if value != self._defaults[name]}
-        visitor = request.session_hash or ""
-        return json.dumps({"visitor": visitor, "settings": changed}), describe_stored_lanes(self._lanes(stored))
+        return json.dumps(changed), describe_stored_lanes(self._lanes(stored))
 
     def forget(self, request: gr.Request) -> Any:
         self.service.conversations.forget(request.session_hash or "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,12 +21,12 @@ from specdemo.ui.lane import EXTRA, SPEC, alternating, comparable_lanes, lanes_o
 from specdemo.ui.service import Service
 from specdemo.ui.settings import Settings, recipe_of, recipe_settings, stored_recipes
 from specdemo.ui.streams import LaneEvents, RunFrames, reason
+from specdemo.ui.visitor_sessions import FIELD
 from specdemo.worker import WorkerBusy
 
 REPEATS = 5
 RUNS = "/runs"
-_KEYS = {"id", "visitor", "settings", "lanes", "turn"}
-_VISITOR = re.compile(r"[\w-]{0,64}", re.ASCII)
+_KEYS = {"id", FIELD, "settings", "lanes", "turn"}
 Turn = Literal["new", "next", "repeat"]  # of a conversation; `repeat`: the last turn again, several times
 
 
@@ -44,18 +43,15 @@ class RunRequest:
     @classmethod
     def parse(cls, value: Mapping[str, Any], defaults: Settings) -> RunRequest:
         """Parse JSON; missing settings are `defaults`. Raises `UserError`."""
-        settings, visitor = value.get("settings"), value.get("visitor", "")
-        turn = value.get("turn", "new")
+        settings, turn = value.get("settings"), value.get("turn", "new")
         if value.keys() - _KEYS or turn not in ("new", "next", "repeat") or not isinstance(settings, dict):
             raise UserError("a run needs its id and the settings of the page: reload the page")
-        if not isinstance(visitor, str) or not _VISITOR.fullmatch(visitor):
-            raise UserError("the name of the visitor is invalid: reload the page")
         if unknown := settings.keys() - defaults.keys():
             raise UserError(f"unknown setting {min(unknown)[:40]!r}: reload the page")
         run_id = value.get("id")
         if not isinstance(run_id, str):
             raise UserError("a run needs an id: reload the page")
-        return cls(run_id, visitor, {**defaults, **settings}, value.get("lanes"), turn)
+        return cls(run_id, value.get(FIELD) or "", {**defaults, **settings}, value.get("lanes"), turn)
 
     @property
     def pairs(self) -> int:

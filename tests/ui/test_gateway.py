@@ -18,7 +18,6 @@ from specdemo.completions.routes import COMPLETION_ROUTES
 from specdemo.remote import bodies
 from specdemo.remote.access import RouteInfo, is_known_host
 from specdemo.remote.server import SERVICE_ROUTES
-from specdemo.ui.event_requests import KnownEvents
 from specdemo.ui.gateway import PAGE_ROUTES, Gateway, space_hosts
 from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
 from specdemo.ui.page import build
@@ -183,7 +182,7 @@ def test_security_headers(browser: TestClient) -> None:
         headers = browser.get(path).headers
         assert "frame-ancestors 'self'" in headers["content-security-policy"]
         assert headers["x-content-type-options"] == "nosniff"
-    framed = Gateway(lambda *_: None, PUBLIC, (), KnownEvents({}, {}, {}), framed=True)
+    framed = Gateway(lambda *_: None, PUBLIC, (), framed=True)
     assert "https://huggingface.co" in framed._headers["Content-Security-Policy"]
 
 
@@ -235,7 +234,7 @@ def test_requests_whose_body_does_not_arrive_are_answered_and_closed(monkeypatch
     async def send(message: Any) -> None:
         sent.append(message)
 
-    page = Gateway(lambda *_: None, PUBLIC, None, KnownEvents({}, {}, {}))
+    page = Gateway(lambda *_: None, PUBLIC, None)
     headers = [(b"content-type", b"application/json"), (b"content-length", b"9")]
     scope = {"type": "http", "method": "POST", "path": f"{API}/reset", "query_string": b"", "headers": headers}
     asyncio.run(page(scope, silent, send))
