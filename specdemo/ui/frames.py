@@ -6,6 +6,7 @@ steps contain their trace line, from which the browser draws and exports everyth
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import threading
@@ -60,10 +61,12 @@ class Run:
     over: bool = False
     size: int = 0  # characters of traces and records
     visitor: str = ""
+    network: str = ""  # of the visitor
     pairs: int = 1  # number of repetitions; the page shows the first
     history: Sequence[dict[str, str]] = ()  # messages of earlier turns
     recorded: Mapping[str, Any] | None = None  # settings of an opened trace
     seen: float = field(default_factory=time.monotonic)
+    followers: set[asyncio.Event] = field(default_factory=set)  # set by changes
 
     def __post_init__(self) -> None:
         first = Lane()
@@ -84,6 +87,10 @@ class Run:
             self._stopping, stop_job = True, self._stop_job
         if stop_job is not None:
             stop_job()
+
+    def notify(self) -> None:
+        for changed in self.followers:
+            changed.set()
 
     def absorb(self, name: str, event: Event) -> None:
         lane = self.lanes[name]

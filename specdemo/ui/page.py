@@ -65,11 +65,12 @@ from specdemo.ui.settings import (
     restored,
     stored_recipes,
 )
-from specdemo.ui.streams import RunFrames, reason, trace_route
+from specdemo.ui.streams import frame_routes, reason, trace_route
 from specdemo.ui.tabs import build_tabs
 from specdemo.ui.tabs.measurement_panel import PanelParts
 from specdemo.ui.tabs.prediction import SpeedupPrediction, connect_prediction
 from specdemo.ui.theme import launch_options
+from specdemo.ui.visitors import shown_messages
 from specdemo.worker import Worker, WorkerGroup
 
 EXAMPLES = ASSETS / "examples.json"
@@ -133,14 +134,13 @@ def build(
     own = {**PAIRS[pair].settings, **_temperature(first_example(shown_examples["ready"], pair))}
     initial = limits.fit(Recipe(pair=pair, device=device, top=RECORDED_TOP, **own))
     of_api = limits.fit(Recipe(pair=scripted, device=device, **PAIRS[scripted].settings))
-    frames = RunFrames(service.runs)
     with PageBlocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
         parts = _layout(service, initial, device, shown_examples, not limits.public if compare is None else compare)
         handlers = _Handlers(service, device, parts.defaults, shown_examples["ready"])
         _connect_runs(parts, handlers)
         _connect_lanes(parts, handlers)
         _connect_settings(demo, parts, handlers)
-        runs = Runs(service, frames, device, parts.defaults)
+        runs = Runs(service, device, parts.defaults)
         for name, function in endpoints(service, of_api, device).items():
             api(function, api_name=name, concurrency_limit=None)
         demo.unload(handlers.leave)
@@ -155,7 +155,7 @@ def build(
         demo,
         service.worker,
         service.clouds,
-        routes=_routes(frames, runs, service, health),
+        routes=_routes(runs, service, health),
         middleware=middleware,
         connections=limits.of_connections,
         hosts=hosts,
@@ -173,11 +173,11 @@ def _temperature(example: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in example.items() if name == "temperature"}
 
 
-def _routes(frames: RunFrames, runs: Runs, service: Service, health: Health | None) -> list[Any]:
+def _routes(runs: Runs, service: Service, health: Health | None) -> list[Any]:
     probes = health.routes() if health else []
     return [
         run_route(runs),
-        *frames.routes(),
+        *frame_routes(service.runs),
         trace_route(TRACES, service.runs),
         file_route(),
         picture_route(),
@@ -212,7 +212,7 @@ class _Parts:
 
 def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, Any], compared: bool) -> _Parts:
     def forget(request: gr.Request) -> None:
-        service.conversations.forget(request.session_hash or "")
+        service.visitors.find(request.session_hash or "").end_conversation()
 
     controls = sidebar(initial, service.limits, service.unload)
     gr.HTML(_HEADER, elem_id="masthead", apply_default_css=False)
@@ -378,7 +378,8 @@ class _Handlers:
         return self._conversation(run.visitor if run is not None else request.session_hash or "")
 
     def _conversation(self, visitor: str) -> Any:
-        messages = self.service.conversations.shown(visitor)
+        known = self.service.visitors.find(visitor)
+        messages = shown_messages(known.messages, known.footers)
         return gr.Chatbot(value=messages, visible=bool(messages))
 
     def prediction(self, _: str, values: tuple[Any, ...]) -> SpeedupPrediction:
@@ -427,12 +428,12 @@ class _Handlers:
         return json.dumps(changed), describe_stored_lanes(self._lanes(stored))
 
     def forget(self, request: gr.Request) -> Any:
-        self.service.conversations.forget(request.session_hash or "")
+        self.service.visitors.find(request.session_hash or "").end_conversation()
         gr.Info("The next prompt begins a new conversation.")
         return self._conversation(request.session_hash or "")
 
     def leave(self, request: gr.Request) -> None:
-        self.service.leave(request.session_hash or "")
+        self.service.visitors.leave(request.session_hash or "")
 
     def _recipe(self, settings: Settings) -> Recipe:
         return recipe_of(recipe_settings(settings), self._device)

@@ -31,7 +31,7 @@ from specdemo.ui.limits import HostLimits
 from specdemo.ui.page import build
 from specdemo.ui.runs import Runs, run_route
 from specdemo.ui.service import Service
-from specdemo.ui.streams import RunFrames, drain, reason
+from specdemo.ui.streams import drain, frame_routes, reason
 from specdemo.worker import WorkerGroup
 
 pytestmark = pytest.mark.slow
@@ -186,10 +186,9 @@ def test_the_quota_is_looked_up_by_the_request_that_started_the_run(pool: ModelP
         return decorate
 
     service = Service(pool, zero.on(lender, pool), worker=WorkerGroup(1))
-    frames = RunFrames(service.runs)
     defaults = {"prompt": CODE, "compare": False, "pair": "bundled", "method": "draft", "max_tokens": 8}
-    runs = Runs(service, frames, "cpu", defaults)
-    with TestClient(Starlette(routes=[run_route(runs), *frames.routes()])) as client:
+    runs = Runs(service, "cpu", defaults)
+    with TestClient(Starlette(routes=[run_route(runs), *frame_routes(service.runs)])) as client:
         for number in (7, 8):
             request = {"id": f"run-of-visitor-{number}", "settings": {}}
             response = client.post("/runs", json=request, headers={"x-ip-token": f"visitor {number}"})

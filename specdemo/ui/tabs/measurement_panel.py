@@ -15,10 +15,10 @@ import gradio as gr
 
 from specdemo.core.errors import UserError
 from specdemo.ui.api import address_of
-from specdemo.ui.conversation import REMEMBERED
 from specdemo.ui.service import Service
 from specdemo.ui.streams import drain, reason
 from specdemo.ui.tabs.components import UNPROCESSED
+from specdemo.ui.visitors import REMEMBERED
 from specdemo.worker import Stream, WorkerBusy
 
 Result = TypeVar("Result", bound="PanelMeasurement")
