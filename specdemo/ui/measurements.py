@@ -62,7 +62,7 @@ class Measurements:
         self, recipes: Sequence[Recipe], prompts: Sequence[Prompt], visitor: str, address: str = ""
     ) -> Stream[BenchProgress | dict[str, Any]]:
         """Measure every recipe on every prompt; stop the visitor's previous bench."""
-        granted = self._grant_bench(recipes, prompts)
+        granted = self._grant_long(recipes, prompts)
 
         def steps() -> Iterator[BenchProgress | dict[str, Any]]:
             with self._with_services(granted) as recipes:
@@ -75,12 +75,14 @@ class Measurements:
     ) -> Stream[BenchProgress | dict[str, Any]]:
         """Measure one pair after another and add the records to `benches`; stop the visitor's previous bench."""
         for bench in benches:
-            bench.recipes = self._grant_bench(bench.recipes, prompts)
+            bench.recipes = self._grant_long(bench.recipes, prompts)
         return self._start_bench(lambda: measure_pairs(benches, prompts, self._models), visitor, address)
 
-    def _grant_bench(self, recipes: Sequence[Recipe], prompts: Sequence[Prompt]) -> list[Recipe]:
+    def _grant_long(self, recipes: Sequence[Recipe], prompts: Sequence[Prompt]) -> list[Recipe]:
         if self._limits.max_seconds is not None or isinstance(self._worker, WorkerGroup):
-            raise UserError("a bench takes minutes, which this host does not allow: run the program on your machine")
+            raise UserError(
+                "measurements take minutes, which this host does not allow: run the program on your machine"
+            )
         longest = max((prompt.text for prompt in prompts), key=len)
         return [self._limits.grant(replace(recipe, ngram_keep=False), longest) for recipe in recipes]
 
@@ -97,10 +99,7 @@ class Measurements:
         self, recipe: Recipe, prompts: Sequence[Prompt], visitor: str, address: str = ""
     ) -> Stream[BenchProgress | Calibration]:
         """Measure thresholds of gates."""
-        if self._limits.max_seconds is not None or isinstance(self._worker, WorkerGroup):
-            raise UserError("calibration takes long, which this host does not allow: run specdemo calibrate")
-        longest = max((prompt.text for prompt in prompts), key=len)
-        granted = self._limits.grant(replace(recipe, ngram_keep=False), longest)
+        (granted,) = self._grant_long([recipe], prompts)
         return self._admit(lambda: _measured(calibrate(granted, prompts, self._models)), address, visitor)
 
 

@@ -174,7 +174,6 @@ def _temperature(example: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _routes(runs: Runs, service: Service, health: Health | None) -> list[Any]:
-    probes = health.routes() if health else []
     return [
         run_route(runs),
         *frame_routes(service.runs),
@@ -182,7 +181,7 @@ def _routes(runs: Runs, service: Service, health: Health | None) -> list[Any]:
         file_route(),
         picture_route(),
         document_route(),
-        *probes,
+        *([health.route()] if health else []),
     ]
 
 
