@@ -20,7 +20,7 @@ from specdemo.ui.frames import Run
 from specdemo.ui.lane import EXTRA, SPEC, alternating, comparable_lanes, lanes_of, name_lanes
 from specdemo.ui.service import Service
 from specdemo.ui.settings import Settings, recipe_of, stored_recipes
-from specdemo.ui.streams import LaneEvents, play, reason
+from specdemo.ui.streams import play, reason
 from specdemo.ui.visitor_sessions import FIELD
 from specdemo.worker import WorkerBusy
 
@@ -103,12 +103,12 @@ class Runs:
         warm_up = len(lanes) > 1
         stream = self._service.start(jobs, prompt, request.visitor, address, run.history, warm_up)
         run.begin(stream.stop)
-        playing = asyncio.create_task(self._play(run, stream, prompt))
+        playing = asyncio.create_task(play(run, stream))
         self._playing.add(playing)
-        playing.add_done_callback(self._playing.discard)
+        playing.add_done_callback(lambda _: self._end(run, prompt, playing))
 
-    async def _play(self, run: Run, stream: LaneEvents, prompt: str) -> None:
-        await play(run, stream)
+    def _end(self, run: Run, prompt: str, playing: asyncio.Task[None]) -> None:
+        self._playing.discard(playing)
         self._service.visitors.enter(run.visitor).remember(prompt, run)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -123,7 +124,7 @@ class Service:
                 yield from ((lane, event) for event in stream if isinstance(event, Loading))
 
     def probe(self, recipe: Recipe) -> Stream[Event]:
-        return self._submit(lambda: self._decode(recipe, PROBE, {}))
+        return self.worker.submit(partial(self._tidied, lambda: self._decode(recipe, PROBE, {})))
 
     def _decode(self, recipe: Recipe, prompt: PromptOrChat, stores: Stores) -> Generator[Event]:
         with closing(self._engine(recipe, prompt, self._models, stores)) as events:
@@ -172,14 +173,12 @@ class Service:
         except Exception as error:
             return reason(error)
 
-    def _submit(self, job: Callable[[], Iterator[T]], owner: str = "") -> Stream[T]:
-        def steps() -> Iterator[T]:
-            try:
-                yield from job()
-            finally:
-                self._tidy_later()
-
-        return self.worker.submit(steps, owner=owner)
+    def _tidied(self, job: Callable[[], Iterator[T]]) -> Iterator[T]:
+        """Run a job; unload models some time after it."""
+        try:
+            yield from job()
+        finally:
+            self._tidy_later()
 
     def _tidy_later(self) -> None:
         def tidy() -> Iterator[int]:
@@ -187,7 +186,7 @@ class Service:
 
         def submit() -> None:
             with suppress(RuntimeError):  # the queue is full (the next job tidies) or closed
-                self._submit(tidy)
+                self.worker.submit(partial(self._tidied, tidy))
 
         if self._idle:
             self._idle.cancel()
@@ -200,7 +199,8 @@ class Service:
     def _admit(
         self, job: Callable[[], Iterator[T]], address: str, visitor: str = "", replaced: Stream[Any] | None = None
     ) -> Stream[T]:
-        return self._rates.start(address, lambda: self._submit(job, visitor or network_of(address)), replaced)
+        owner = visitor or network_of(address)
+        return self._rates.start(address, lambda: self.worker.submit(partial(self._tidied, job), owner=owner), replaced)
 
 
 def _shared_device(limits: HostLimits) -> Worker:

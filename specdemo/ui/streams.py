@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
+from functools import partial
 from traceback import format_tb
 from typing import Any, TypeVar
 
@@ -61,7 +62,11 @@ def reason(error: BaseException) -> str:
     return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} …"
 
 
-def _queue_position(ahead: int, seconds: float | None) -> str:
+def _queue_position(stream: LaneEvents) -> str:
+    """Return the place of a waiting job in the queue, or an empty text."""
+    if stream.started or not (ahead := stream.worker.ahead(stream)):
+        return ""
+    seconds = stream.worker.expected_wait_s(stream)
     return f"{ahead} ahead" + ("" if seconds is None else f", about {max(1, round(seconds))} s")
 
 
@@ -83,21 +88,17 @@ async def play(run: Run, stream: LaneEvents) -> None:
     try:
         async with aclosing(drain(stream)) as batches:
             async for batch in batches:
-                _advance(run, stream, batch)
+                phase = run.phase
+                for lane, event in batch:
+                    run.absorb(lane, event)
+                if position := _queue_position(stream):
+                    run.phase = ("queued", position)
+                if batch or run.phase != phase:
+                    run.notify()
         await asyncio.to_thread(run.finish, reason(stream.error) if stream.error else None)
     except Exception as error:
         run.finish(reason(error))
     run.notify()
-
-
-def _advance(run: Run, stream: LaneEvents, batch: list[tuple[str, Event]]) -> None:
-    phase = run.phase
-    for lane, event in batch:
-        run.absorb(lane, event)
-    if not stream.started and (ahead := stream.worker.ahead(stream)):
-        run.phase = ("queued", _queue_position(ahead, stream.worker.expected_wait_s(stream)))
-    if batch or run.phase != phase:
-        run.notify()
 
 
 def _stop_if_abandoned(run: Run) -> None:
@@ -117,34 +118,32 @@ def frame_routes(runs: RunStore) -> list[BaseRoute]:
 
     POST stops the run; a closed WebSocket does not, since the page may resume. Access requires the unguessable id.
     """
-
-    async def follow(socket: WebSocket) -> None:
-        run = runs.get(socket.path_params["run"])
-        if run is None:
-            return await socket.close()
-        await socket.accept()
-        await _send_frames(socket, run)
-
-    async def frame(request: Request) -> Response:
-        run = runs.get(request.path_params["run"])
-        if run is None:
-            return JSONResponse({"detail": "the server no longer stores this run"}, 404)
-        run.seen = time.monotonic()
-        headers = {"Cache-Control": "no-store"}
-        return Response(run.frame(_start(request)), media_type="application/json", headers=headers)
-
-    async def stop(request: Request) -> Response:
-        runs.stop_run(request.path_params["run"])
-        return Response(status_code=204)
-
     return [
-        WebSocketRoute(FRAMES, follow),
-        Route(FRAMES, frame, methods=["GET"]),
-        Route(FRAMES, stop, methods=["POST"]),
+        WebSocketRoute(FRAMES, partial(_follow, runs)),
+        Route(FRAMES, partial(_frame, runs), methods=["GET"]),
+        Route(FRAMES, partial(_stop, runs), methods=["POST"]),
     ]
 
 
-async def _send_frames(socket: WebSocket, run: Run) -> None:
+async def _stop(runs: RunStore, request: Request) -> Response:
+    runs.stop_run(request.path_params["run"])
+    return Response(status_code=204)
+
+
+async def _frame(runs: RunStore, request: Request) -> Response:
+    run = runs.get(request.path_params["run"])
+    if run is None:
+        return JSONResponse({"detail": "the server no longer stores this run"}, 404)
+    run.seen = time.monotonic()
+    headers = {"Cache-Control": "no-store"}
+    return Response(run.frame(_start(request)), media_type="application/json", headers=headers)
+
+
+async def _follow(runs: RunStore, socket: WebSocket) -> None:
+    run = runs.get(socket.path_params["run"])
+    if run is None:
+        return await socket.close()
+    await socket.accept()
     start, changed = _start(socket), asyncio.Event()
     run.followers.add(changed)
     closed = asyncio.ensure_future(_until_closed(socket, changed))
