@@ -110,15 +110,12 @@ class RunStore:
         """Return a frame that shows the traces of a file, or `{"refused": cause}`."""
         try:
             self._admit(address)
+            return self._open(text, address, self._max_trace)
         except UserError as error:
             return _json({"refused": str(error)})
-        return self._opened(text, address, self._max_trace)
 
-    def _opened(self, text: Any, address: str, max_characters: int) -> str:
-        try:
-            run = read_traces(text, max_characters)
-        except UserError as error:
-            return _json({"refused": str(error)})
+    def _open(self, text: Any, address: str, max_characters: int = MAX_CHARACTERS) -> str:
+        run = read_traces(text, max_characters)
         self.keep(run, address)
         return run.frame(0)
 
@@ -129,7 +126,7 @@ class RunStore:
             return _json([[stem, stem.replace("-", " ")] for stem in paths])
         if not isinstance(name, str) or name not in paths:
             return _json({"refused": "there is no recorded trace of this name: choose one of the list"})
-        return self._opened(paths[name].read_text("utf-8"), address, MAX_CHARACTERS)
+        return self._open(paths[name].read_text("utf-8"), address)
 
     def stop_run(self, run_id: Any) -> None:
         """Stop a run, also before it begins. Its frames continue until the end, so no tokens are lost."""

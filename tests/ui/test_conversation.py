@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 from fakes.trace_records import PREFILL, absorb, end, header, step
 
 from specdemo.pipeline import CONVERSATION
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
-from specdemo.ui.visitors import Visitor, answer_footer, shown_messages
+from specdemo.ui.visitors import Visitor, Visitors, answer_footer, shown_messages
 
 
 def answered(history: Any = ()) -> Run:
@@ -53,3 +54,15 @@ def test_turns_and_footers_of_a_conversation_end_together() -> None:
     assert ann.last_message == "" and not ann.messages and not ann.footers
     assert ann.stores == {SPEC: {"ngrams": kept["ngrams"]}}
     assert CONVERSATION in kept  # a run uses it
+
+
+def test_a_visitor_who_leaves_is_forgotten_and_the_bench_ends() -> None:
+    visitors, bench = Visitors(), Mock()
+    ann = visitors.enter("ann")
+    ann.bench = bench
+    assert visitors.find("ann") is visitors.enter("ann") is ann
+    visitors.leave("ann")
+    visitors.leave("nobody")
+    assert visitors.find("ann") is not ann and bench.stop.call_count == 1
+    assert visitors.find("ann") is not visitors.find("ann")  # a look keeps nothing
+    assert visitors.enter("") is not visitors.enter("")

@@ -9,15 +9,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import gradio as gr
 import pytest
+from fakes.served_page import page_application, visitor_of
 from starlette.testclient import TestClient
 
 from specdemo.ui import measurements
 from specdemo.ui.event_requests import MOST_DEPTH, MOST_VALUES
 from specdemo.ui.limits import PUBLIC
-from specdemo.ui.page import build
-from specdemo.ui.theme import launch_options
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -53,11 +51,8 @@ def browser() -> Iterator[Browser]:
 
 
 def _opened() -> Iterator[Browser]:
-    page = build(limits=LIMITS)
-    options = launch_options(page.routes, page.middleware)
-    page.blocks.favicon_path, page.blocks.pwa = options["favicon_path"], True
-    app = gr.routes.App.create_app(page.blocks, app_kwargs=options["app_kwargs"])
-    with TestClient(app, base_url="http://127.0.0.1:7860", raise_server_exceptions=False) as client:
+    page, app = page_application(LIMITS)
+    with visitor_of(app, raise_server_exceptions=False) as client:
         client.get(f"{API}/startup-events")
         yield Browser(client, page)
     page.worker.close()

@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gradio as gr
 import pytest
+from fakes.served_page import ADDRESS as HERE
+from fakes.served_page import page_application, visitor_of
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
@@ -19,34 +20,24 @@ from specdemo.remote import bodies
 from specdemo.remote.access import RouteInfo, is_known_host
 from specdemo.remote.server import SERVICE_ROUTES
 from specdemo.ui.gateway import PAGE_ROUTES, Gateway, space_hosts
-from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
-from specdemo.ui.page import build
+from specdemo.ui.limits import PUBLIC, read_limits
 from specdemo.ui.run_store import RECORDED
-from specdemo.ui.theme import launch_options
 
 pytestmark = pytest.mark.slow
 
-HERE = "http://127.0.0.1:7860"
 API = "/gradio_api"
-
-
-def application(limits: HostLimits) -> tuple[Any, Any]:
-    page = build(limits=limits)
-    options = launch_options(page.routes, page.middleware)
-    page.blocks.favicon_path, page.blocks.pwa = options["favicon_path"], True
-    return page, gr.routes.App.create_app(page.blocks, app_kwargs=options["app_kwargs"])
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Any]:
-    page, app = application(replace(PUBLIC, max_trace=100_000, per_minute=4))
+    page, app = page_application(replace(PUBLIC, max_trace=100_000, per_minute=4))
     yield app
     page.worker.close()
 
 
 @pytest.fixture(scope="module")
 def browser(served: Any) -> TestClient:
-    return TestClient(served, base_url=HERE, raise_server_exceptions=False)
+    return visitor_of(served, raise_server_exceptions=False)
 
 
 def routes(app: Any) -> list[tuple[str, str]]:
@@ -206,7 +197,7 @@ def test_large_requests_are_refused(browser: TestClient) -> None:
 
 
 def test_opened_traces_count_as_runs_and_requests_are_limited(served: Any) -> None:
-    visitor, other = (TestClient(served, base_url=HERE, client=(address, 1)) for address in ("192.0.2.7", "192.0.2.8"))
+    visitor, other = (visitor_of(served, client=(address, 1)) for address in ("192.0.2.7", "192.0.2.8"))
     name = "hybrid, short answer"
     text = (RECORDED / f"{name}.jsonl").read_text("utf-8")
     lines = {"Content-Type": "application/x-ndjson"}

@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import gradio as gr
 import pytest
+from fakes.served_page import page_application, visitor_of
 from starlette.testclient import TestClient
 
 from specdemo.ui.limits import PUBLIC
-from specdemo.ui.page import build
-from specdemo.ui.theme import launch_options
 from specdemo.ui.visitor_sessions import COOKIE, hide_in_address, hide_in_body, new_cookie
 
 pytestmark = pytest.mark.slow
@@ -24,11 +22,8 @@ ADDRESS = ("192.0.2.1", 1)
 
 @pytest.fixture(scope="module")
 def app() -> Iterator[Any]:
-    page = build(limits=replace(PUBLIC, per_minute=None))
-    options = launch_options(page.routes, page.middleware)
-    page.blocks.favicon_path, page.blocks.pwa = options["favicon_path"], True
-    app = gr.routes.App.create_app(page.blocks, app_kwargs=options["app_kwargs"])
-    with TestClient(app, base_url="http://127.0.0.1:7860") as client:
+    page, app = page_application(replace(PUBLIC, per_minute=None))
+    with visitor_of(app) as client:
         client.get(f"{API}/startup-events")
         client.runs = page.health._service.runs
         client.forgetful = next(n for n, event in page.blocks.fns.items() if event.name == "forget" and event.queue)
@@ -38,7 +33,7 @@ def app() -> Iterator[Any]:
 
 def visitor(app: Any, address: str = "192.0.2.1", browser: bool = True) -> TestClient:
     """Client on the page; a browser has the page's cookie."""
-    client = TestClient(app.app, base_url="http://127.0.0.1:7860", client=(address, 1))
+    client = visitor_of(app.app, client=(address, 1))
     client.portal = app.portal  # the event loop of the queue
     client.get("/config")
     if not browser:
@@ -75,11 +70,11 @@ def test_a_run_belongs_to_the_session_of_the_events_also_without_the_cookie(app:
 
 
 def test_the_page_sets_a_secret_cookie_once(app: Any) -> None:
-    client = TestClient(app.app, base_url="http://127.0.0.1:7860", client=ADDRESS)
+    client = visitor_of(app.app, client=ADDRESS)
     cookies = [client.get(path).headers.get("set-cookie") for path in ("/config", "/config", "/robots.txt")]
     assert cookies[0].startswith(f"{COOKIE}=") and "HttpOnly" in cookies[0] and "SameSite=Lax" in cookies[0]
     assert cookies[1:] == [None, None] and len(client.cookies[COOKIE]) == 32
-    assert TestClient(app.app, base_url="http://127.0.0.1:7860").get("/robots.txt").headers.get("set-cookie") is None
+    assert visitor_of(app.app).get("/robots.txt").headers.get("set-cookie") is None
 
 
 @pytest.mark.parametrize("name", ["short", "", "x" * 65, "a b c d e f", 12345678, ["session-of-a-visitor"], None])
