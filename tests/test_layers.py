@@ -68,6 +68,7 @@ PACKAGES = {
     "gradio": (
         "specdemo/ui/page.py",
         "specdemo/ui/controls.py",
+        "specdemo/ui/event_requests.py",
         "specdemo/ui/theme.py",
         "specdemo/ui/api.py",
         "specdemo/ui/runs.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 
 from starlette.requests import Request
@@ -22,39 +23,31 @@ PATIENCE_S = 20
 class Health:
     """Health check of the service. If the last token is old, a probe run is started and shared by all requests."""
 
-    def __init__(
-        self, service: Service, recipe: Recipe, lately_s: float = LATELY_S, patience_s: float = PATIENCE_S
-    ) -> None:
+    def __init__(self, service: Service, recipe: Recipe) -> None:
         self._service, self._recipe = service, recipe
-        self._lately, self._patience = lately_s, patience_s
+        self._patience: float = PATIENCE_S
         self._probe: Stream[Event] | None = None
 
-    @property
-    def age_s(self) -> float | None:
-        """Seconds since the last token; None before the first."""
-        last = self._service.last_token
-        return None if last is None else time.monotonic() - last
-
-    @property
-    def fresh(self) -> bool:
-        return self.age_s is not None and self.age_s <= self._lately
-
     async def check(self) -> tuple[bool, str]:
-        if self.fresh:
-            return True, f"a token was produced {self.age_s:.0f} s ago"
+        if (age_s := self._token_age_s()) <= LATELY_S:
+            return True, f"a token was produced {age_s:.0f} s ago"
         try:
             if self._probe is None or self._probe.done:
                 self._probe = self._service.probe(self._recipe)
         except WorkerBusy as error:
             return False, f"no recent token, and {error}"
         await asyncio.to_thread(self._probe.wait, self._patience)
-        if self.fresh:
+        if self._token_age_s() <= LATELY_S:
             return True, "the page was idle, and a probe produced a token"
         if self._probe.error:
             return False, reason(self._probe.error)
         return False, f"no token within {self._patience:g} s: the device is loading models or does not respond"
 
-    def routes(self) -> list[Route]:
+    def _token_age_s(self) -> float:
+        last = self._service.last_token
+        return math.inf if last is None else time.monotonic() - last
+
+    def route(self) -> Route:
         """Return the route `GET /health`: 200 or 503, with the reason and the passes by texts."""
 
         async def answer(_: Request) -> JSONResponse:
@@ -62,4 +55,4 @@ class Health:
             passes = {str(texts): count for texts, count in sorted(self._service.worker.texts_per_pass.items())}
             return JSONResponse({"alive": alive, "why": why, "texts_per_pass": passes}, 200 if alive else 503)
 
-        return [Route("/health", answer)]
+        return Route("/health", answer)

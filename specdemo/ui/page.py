@@ -38,7 +38,7 @@ from specdemo.ui.controls import (
     sidebar,
 )
 from specdemo.ui.documents import document_route, page_links
-from specdemo.ui.event_requests import KnownEvents, guarded
+from specdemo.ui.event_requests import PageBlocks
 from specdemo.ui.gateway import TRACES, gateway
 from specdemo.ui.health import Health
 from specdemo.ui.lane import (
@@ -65,12 +65,13 @@ from specdemo.ui.settings import (
     restored,
     stored_recipes,
 )
-from specdemo.ui.streams import RunFrames, reason, trace_route
+from specdemo.ui.streams import frame_routes, reason, trace_route
 from specdemo.ui.tabs import build_tabs
 from specdemo.ui.tabs.measurement_panel import PanelParts
 from specdemo.ui.tabs.prediction import SpeedupPrediction, connect_prediction
 from specdemo.ui.theme import launch_options
-from specdemo.worker import Worker, WorkerBusy, WorkerGroup
+from specdemo.ui.visitors import shown_messages
+from specdemo.worker import Worker, WorkerGroup
 
 EXAMPLES = ASSETS / "examples.json"
 IDLE_POLL_S = 0.02
@@ -133,31 +134,28 @@ def build(
     own = {**PAIRS[pair].settings, **_temperature(first_example(shown_examples["ready"], pair))}
     initial = limits.fit(Recipe(pair=pair, device=device, top=RECORDED_TOP, **own))
     of_api = limits.fit(Recipe(pair=scripted, device=device, **PAIRS[scripted].settings))
-    frames = RunFrames(service.runs)
-    with gr.Blocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
+    with PageBlocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
         parts = _layout(service, initial, device, shown_examples, not limits.public if compare is None else compare)
         handlers = _Handlers(service, device, parts.defaults, shown_examples["ready"])
         _connect_runs(parts, handlers)
         _connect_lanes(parts, handlers)
         _connect_settings(demo, parts, handlers)
-        runs = Runs(service, frames, device, parts.defaults)
+        runs = Runs(service, device, parts.defaults)
         for name, function in endpoints(service, of_api, device).items():
             api(function, api_name=name, concurrency_limit=None)
         demo.unload(handlers.leave)
     lessons_page(demo)
-    for event in demo.fns.values():
-        event.fn = None if event.fn is None else guarded(event.fn, _sentence)
     demo.queue(max_size=64)
     demo._queue.sleep_when_free = IDLE_POLL_S  # Gradio polls its queue 1,000 times per second
     permanent = isinstance(service.worker, Worker)
     health = Health(service, replace(initial, method="ar", max_tokens=2)) if permanent else None
     installed = permanent and Path(PAIRS[pair].target).exists()
-    middleware, hosts = gateway(limits, os.environ, KnownEvents.of(demo))
+    middleware, hosts = gateway(limits, os.environ)
     return Page(
         demo,
         service.worker,
         service.clouds,
-        routes=_routes(frames, runs, service, health),
+        routes=_routes(runs, service, health),
         middleware=middleware,
         connections=limits.of_connections,
         hosts=hosts,
@@ -175,26 +173,16 @@ def _temperature(example: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in example.items() if name == "temperature"}
 
 
-def _routes(frames: RunFrames, runs: Runs, service: Service, health: Health | None) -> list[Any]:
-    probes = health.routes() if health else []
+def _routes(runs: Runs, service: Service, health: Health | None) -> list[Any]:
     return [
         run_route(runs),
-        *frames.routes(),
+        *frame_routes(service.runs),
         trace_route(TRACES, service.runs),
         file_route(),
         picture_route(),
         document_route(),
-        *probes,
+        *([health.route()] if health else []),
     ]
-
-
-def _sentence(error: Exception) -> Exception:
-    if isinstance(error, gr.Error):
-        return gr.Error(error.message, title=error.title, print_exception=False)
-    text = reason(error)
-    if not isinstance(error, (UserError, WorkerBusy, OSError)):
-        text = "the page cannot use these values: reload it"
-    return gr.Error(text, print_exception=False)
 
 
 @dataclass(frozen=True)
@@ -223,7 +211,7 @@ class _Parts:
 
 def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, Any], compared: bool) -> _Parts:
     def forget(request: gr.Request) -> None:
-        service.conversations.forget(request.session_hash or "")
+        service.visitors.find(request.session_hash or "").end_conversation()
 
     controls = sidebar(initial, service.limits, service.unload)
     gr.HTML(_HEADER, elem_id="masthead", apply_default_css=False)
@@ -389,7 +377,8 @@ class _Handlers:
         return self._conversation(run.visitor if run is not None else request.session_hash or "")
 
     def _conversation(self, visitor: str) -> Any:
-        messages = self.service.conversations.shown(visitor)
+        known = self.service.visitors.find(visitor)
+        messages = shown_messages(known.messages, known.footers)
         return gr.Chatbot(value=messages, visible=bool(messages))
 
     def prediction(self, _: str, values: tuple[Any, ...]) -> SpeedupPrediction:
@@ -435,16 +424,15 @@ class _Handlers:
         for address in filter(None, (remote, settings.get("external"))) if link else ():
             gr.Warning(html.escape(f"This link has prompts sent to {address}: run it only if you trust it."))
         changed = {name: value for name, value in settings.items() if value != self._defaults[name]}
-        visitor = request.session_hash or ""
-        return json.dumps({"visitor": visitor, "settings": changed}), describe_stored_lanes(self._lanes(stored))
+        return json.dumps(changed), describe_stored_lanes(self._lanes(stored))
 
     def forget(self, request: gr.Request) -> Any:
-        self.service.conversations.forget(request.session_hash or "")
+        self.service.visitors.find(request.session_hash or "").end_conversation()
         gr.Info("The next prompt begins a new conversation.")
         return self._conversation(request.session_hash or "")
 
     def leave(self, request: gr.Request) -> None:
-        self.service.leave(request.session_hash or "")
+        self.service.visitors.leave(request.session_hash or "")
 
     def _recipe(self, settings: Settings) -> Recipe:
         return recipe_of(recipe_settings(settings), self._device)

@@ -76,7 +76,7 @@ def test_a_stopped_comparison_shows_the_measured_prompts() -> None:
     ("limits", "words"),
     [
         (HostLimits(pairs=("gpt2-xl",)), "unknown pair 'bundled'"),
-        (HostLimits(max_seconds=60), "a bench takes minutes"),
+        (HostLimits(max_seconds=60), "measurements take minutes"),
         (HostLimits(max_gamma=1), "gamma may be 1 at most here, not 2"),
     ],
 )

@@ -27,4 +27,5 @@ interface Window {
   specdemoRun?: string;
   specdemoRecorded?: Record<string, unknown>;
   gradio_config?: { root?: string };
+  __gradio_session_hash__?: string;
 }

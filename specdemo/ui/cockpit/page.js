@@ -13,7 +13,7 @@ import { textPicture } from "./text_picture.js";
 import { drawSpeedCurve } from "./tiles.js";
 import { hideTooltip } from "./tooltip.js";
 import { connectTraces, playAtFirstVisit } from "./traces.js";
-import { connectTransport, resume, sendRun } from "./transport.js";
+import { connectTransport, resume } from "./transport.js";
 
 export function mount({ element: root, props, server: functions, trigger, query }) {
   const lesson = query.get("lesson");
@@ -54,8 +54,6 @@ function connectRuns() {
     }
     if (e.key === "Escape" && !(/** @type {Element} */ (e.target).closest?.("[aria-expanded=true]"))) { hideTooltip(); pause(); stop(); } // Escape closes an open dropdown first
   }, capturing);
-
-  window.addEventListener("specdemo:run", (/** @type {CustomEvent} */ e) => { sendRun(e.detail); }, { signal: listeners.signal });
 }
 
 function save(text, name, type) {

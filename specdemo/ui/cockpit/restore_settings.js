@@ -1,6 +1,5 @@
 ({ names, defaults }, saved, ...values) => {
-  const { visitor = "", settings: restored = {} } = JSON.parse(saved || "{}");
-  document.body.dataset.visitor = visitor;
+  const restored = JSON.parse(saved || "{}");
   const untouched = (i) => JSON.stringify(values[i]) === JSON.stringify(defaults[i]); // keep values changed before the page was restored
   document.body.dataset.settings = "restored";
   for (const name of ["chat", "pair"]) document.body.dataset[name] = restored[name] ?? values[names.indexOf(name)];

@@ -16,9 +16,9 @@ from specdemo.bench.measure import BenchProgress
 from specdemo.core.errors import UserError
 from specdemo.preflight import PreflightProgress
 from specdemo.ui.api import address_of
-from specdemo.ui.conversation import REMEMBERED
 from specdemo.ui.streams import reason
 from specdemo.ui.tabs.components import UNPROCESSED
+from specdemo.ui.visitors import REMEMBERED
 from specdemo.worker import Stream, WorkerBusy
 
 Outputs = dict[Any, Any]
