@@ -17,6 +17,7 @@ from e2e.page_fixtures import (
     CODE,
     PATIENCE,
     Scripts,
+    choose_setting,
     drawn,
     grave,
     open_group,
@@ -29,7 +30,6 @@ from e2e.page_fixtures import (
     spans,
     status,
     text_of,
-    written,
 )
 from specdemo.core.trace import read
 from specdemo.models.zoo import PAIRS
@@ -58,8 +58,7 @@ def linked(tab: Any, **settings: Any) -> Page:
 
 def at_the_cloud(page: Page) -> None:
     open_group(page, "Advanced settings", "Edge and cloud")
-    page.locator("#mode input").click()
-    page.get_by_role("option", name=re.compile("^speculative")).click()
+    choose_setting(page, "mode", "speculative")
 
 
 def table(page: Page, name: str) -> list[list[str]]:
@@ -109,12 +108,12 @@ def test_remote_run_equals_the_local_run_and_its_tab_shows_the_trace(tab: Any, s
 
     page.reload()  # the settings are as they were
     open_group(page, "Advanced settings", "Edge and cloud")
-    expect(page.locator("#mode input")).to_have_value(re.compile("^speculative"))
+    expect(page.locator("#mode option:checked")).to_have_text(re.compile("^speculative"))
     expect(page.locator("#rtt-ms input")).to_have_value("10")
     expect(page.locator("#gate-ratio input")).to_have_value("0.4")
     open_group(page, "More actions")
     page.locator("#reset").click()
-    expect(page.locator("#mode input")).to_have_value(re.compile("^off"))
+    expect(page.locator("#mode option:checked")).to_have_text(re.compile("^off"))
     expect(page.locator("#rtt-ms input")).to_have_value("0")
 
     opened(page, "".join(f"{json.dumps(line)}\n" for line in trace))  # the opened trace shows the same
@@ -131,7 +130,7 @@ def test_unreachable_service_is_reported_and_the_next_run_works(tab: Any, served
     open_group(page, "Advanced settings", "Edge and cloud")
     expect(page.locator("#remote textarea, #remote input")).to_have_value("http://127.0.0.1:1")
     page.evaluate("new Promise((at_rest) => requestAnimationFrame(() => requestAnimationFrame(at_rest)))")
-    written(page, "remote", "")
+    page.locator("#remote input, #remote textarea").fill("")
     page.locator("#run").click()
     status(page, "done: 8 tokens")
 
@@ -268,6 +267,5 @@ def test_a_calibration_sets_the_controls_and_is_remembered_for_its_pair(tab: Any
     open_group(page, "Advanced settings", "Edge and cloud")
     nll.fill("0.5")
     for pair in ("smollm2-135m", "bundled"):
-        page.locator("#pair input").click()
-        page.get_by_role("option", name=re.compile(f"^{re.escape(PAIRS[pair].title)}")).click()
+        choose_setting(page, "pair", PAIRS[pair].title)
     expect(nll).to_have_value(measured)

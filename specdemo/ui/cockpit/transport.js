@@ -21,7 +21,7 @@ async function request(path, body) { // null if the server is not reachable
   return fetch(addressOf(path), options).catch(() => null);
 }
 
-async function sendRun({ settings, lanes, turn }) {
+export async function sendRun({ settings, lanes, turn }) {
   const id = current.started;
   const session_hash = window.__gradio_session_hash__; // as in the events of Gradio
   const response = await request("runs", { id, session_hash, settings, lanes, turn });
@@ -125,7 +125,6 @@ async function resumeRun(id, end) {
 }
 
 export function connectTransport() {
-  window.addEventListener("specdemo:run", (/** @type {CustomEvent} */ e) => { sendRun(e.detail); }, { signal: listeners.signal });
   window.addEventListener("offline", () => { closeSocket(); reconnect(); }, { signal: listeners.signal });
   window.navigation?.addEventListener("navigate", ({ navigationType, userInitiated }) => {
     interrupted ||= navigationType === "reload" && !userInitiated; // by Gradio

@@ -30,11 +30,11 @@ from specdemo.drafters import METHODS
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.ui.charts import Series, chart
-from specdemo.ui.controls import Controls
 from specdemo.ui.method_names import method_name, visible_recipe, with_method_names
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OFF, recipe_of
-from specdemo.ui.tabs.components import UNPROCESSED, chart_view
+from specdemo.ui.settings_form import SEND_JS, SettingsForm
+from specdemo.ui.tabs.components import UNPROCESSED, Selection, chart_view
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel, Outputs, PanelMeasurement, PanelParts
 from specdemo.ui.tabs.pairs import pairs_section
 from specdemo.ui.tabs.sweep import Sweep, selected
@@ -123,8 +123,8 @@ def file_links(files: Mapping[str, str]) -> str:
     return f"<p>{' '.join(links)}</p>"
 
 
-def bench_tab(service: Service, controls: Controls, defaults: Recipe, tab: gr.Tab) -> None:
-    """Lay out the tab. `controls` of the sidebar are keyed by recipe field."""
+def bench_tab(service: Service, form: SettingsForm, defaults: Recipe, tab: gr.Tab) -> None:
+    """Lay out the tab."""
     gr.Markdown(_INTRO)
     selection = _selection(defaults, service.limits.max_gamma)
     size = gr.Markdown(elem_id="bench-size")
@@ -141,7 +141,7 @@ def bench_tab(service: Service, controls: Controls, defaults: Recipe, tab: gr.Ta
     def make_sweep(session: str, values: tuple[Any, ...]) -> Sweep:
         chosen = dict(zip(selection, values, strict=False))
         overrides = {"max_tokens": chosen["max_tokens"], "mode": OFF}
-        settings = dict(zip(controls, values[len(selection) :], strict=True)) | overrides
+        settings = form.complete(values[-1]) | overrides
         varied, prompts = selected(chosen, settings.pop("external", None))
         recipes = tuple(recipe_of({**settings, **own}, defaults.device) for own in varied)
         return Sweep(recipes, prompts).within_limits(service.runs.latest(session))
@@ -169,15 +169,15 @@ def bench_tab(service: Service, controls: Controls, defaults: Recipe, tab: gr.Ta
             saved: file_links(dict(zip(_FILES, texts, strict=True))),
         }
 
-    inputs = [*selection.values(), *controls.values()]
+    inputs = [*selection.values(), form.values]
     triggers = [tab.select, *(control.change for control in selection.values())]
     # The default mode depends on the first trigger and would drop quick changes.
-    gr.on(triggers, describe_size, inputs, size, queue=False, trigger_mode="always_last", **UNPROCESSED)
-    MeasurementPanel(parts, inputs, [grid, plot, slower_on, positions, acceptance_tables, saved], prepare)
-    pairs_section(service, selection, controls, defaults)
+    gr.on(triggers, describe_size, inputs, size, js=SEND_JS, queue=False, trigger_mode="always_last", **UNPROCESSED)
+    MeasurementPanel(parts, inputs, [grid, plot, slower_on, positions, acceptance_tables, saved], prepare, js=SEND_JS)
+    pairs_section(service, selection, form, defaults)
 
 
-def _selection(defaults: Recipe, max_gamma: int | None) -> Controls:
+def _selection(defaults: Recipe, max_gamma: int | None) -> Selection:
     """Lay out the selection of recipes, with draft lengths up to `max_gamma`, and of prompts."""
 
     def group(name: str, label: str, choices: list[Any], value: list[Any]) -> gr.CheckboxGroup:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -10,23 +9,21 @@ from typing import Any
 
 import gradio as gr
 
-from specdemo.bench.calibration import PERCENTILES, Calibration, check_draft_model
+from specdemo.bench.calibration import Calibration, check_draft_model
 from specdemo.prompts import alternate_classes, load_prompts
 from specdemo.recipe import Recipe
-from specdemo.ui.controls import Controls
 from specdemo.ui.markdown import escape_markdown, figures_table
 from specdemo.ui.service import Service
 from specdemo.ui.settings import recipe_of
+from specdemo.ui.settings_form import SEND_JS, SettingsForm
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel, Outputs, PanelMeasurement, PanelParts
 
 PROMPTS, TOKENS = 12, 48
-_PAIR = ("pair", "target", "drafter")
 _INTRO = """### Calibrate gates
 Measure thresholds for the chosen pair. The 80th percentile of NLL, entropy and variance is hard, and the 20th of the
 margin. The controls under *Edge and cloud* are set, and remembered for this pair."""
 _HEAD = ("signal", "percentile", "this pair", "guide")
-_REMEMBERED_JS = """(stored, pair, target, drafter, ...current) =>
-  stored?.[JSON.stringify([pair ?? "", target ?? "", drafter ?? ""])] ?? current"""
+_SET_JS = "(calibrated) => calibrated && window.specdemo.setGates(calibrated)"
 
 
 def calibration_recipe(settings: Mapping[str, Any], device: str) -> Recipe:
@@ -44,39 +41,26 @@ def describe_calibration(result: Calibration) -> str:
     )
 
 
-def remembered(stored: Any, settings: Mapping[str, Any], thresholds: Mapping[str, float]) -> dict[str, list[Any]]:
-    """Add the thresholds of a calibration to those stored by pair."""
-    key = json.dumps([settings.get(name) or "" for name in _PAIR], separators=(",", ":"), ensure_ascii=False)
-    known = stored if isinstance(stored, dict) else {}
-    return {**known, key: [thresholds.get(name, settings[f"gate_{name}"]) for name in PERCENTILES]}
-
-
-def calibration_section(service: Service, controls: Controls, stored: gr.BrowserState, device: str) -> None:
-    """Lay out the section; `stored`: thresholds by pair."""
-    gates = {name: controls[f"gate_{name}"] for name in PERCENTILES}
+def calibration_section(service: Service, form: SettingsForm, device: str) -> None:
+    """Lay out the section. The browser sets the thresholds and remembers them by pair."""
     gr.Markdown(_INTRO)
     parts, results = PanelParts.laid_out("gates", "Calibrate", "calibrate")
     with results:
         table = gr.Markdown(elem_id="gates-thresholds", elem_classes="figures")
+    calibrated = gr.JSON(visible=False)
 
     def prepare(session: str, values: tuple[Any, ...]) -> PanelMeasurement:
-        known, *rest = values
-        settings = dict(zip(controls, rest, strict=True))
+        settings = form.complete(values[0])
         recipe = calibration_recipe(settings, device)
         prompts = alternate_classes(load_prompts((), recipe.chat))[:PROMPTS]
 
         def show(results: list[Calibration]) -> Outputs:
             if not results:
                 return {}
-            thresholds = results[0].thresholds
-            shown = {table: describe_calibration(results[0]), stored: remembered(known, settings, thresholds)}
-            return shown | {gate: thresholds.get(name, gr.skip()) for name, gate in gates.items()}
+            gates = {f"gate_{name}": threshold for name, threshold in results[0].thresholds.items()}
+            return {table: describe_calibration(results[0]), calibrated: {"models": settings, "gates": gates}}
 
         return PanelMeasurement(partial(service.measurements.calibrate, recipe, prompts), show)
 
-    MeasurementPanel(parts, [stored, *controls.values()], [table, stored, *gates.values()], prepare)
-    models: list[Any] = [controls[name] for name in _PAIR if name in controls]
-    if len(models) == len(_PAIR):
-        changes = [model.input for model in models]
-        current = [*gates.values()]
-        gr.on(changes, None, [stored, *models, *current], current, js=_REMEMBERED_JS, api_visibility="private")
+    panel = MeasurementPanel(parts, [form.values], [table, calibrated], prepare, js=SEND_JS)
+    panel.shown.then(None, calibrated, None, js=_SET_JS, api_visibility="private")

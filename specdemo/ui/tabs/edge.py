@@ -15,10 +15,10 @@ from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.remote.config import MODES
 from specdemo.ui import link_charts
-from specdemo.ui.controls import Controls
 from specdemo.ui.frames import Run
 from specdemo.ui.service import Service
 from specdemo.ui.settings import recipe_of
+from specdemo.ui.settings_form import SEND_JS, SettingsForm
 from specdemo.ui.tabs.calibration import calibration_section
 from specdemo.ui.tabs.components import RunViews, chart_view
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel, Outputs, PanelMeasurement, PanelParts
@@ -85,13 +85,13 @@ def _memory_cells(runs: Sequence[Mapping[str, Any]]) -> tuple[str, str, str, str
     return megabytes(cpu or None, 0), gpu, megabytes(kv, 2), NOTHING if share is None else f"{share:.2%}"
 
 
-def edge_tab(service: Service, controls: Controls, thresholds: gr.BrowserState, device: str, tab: gr.Tab) -> None:
-    """Lay out the tab; `thresholds`: calibrated gates by pair."""
+def edge_tab(service: Service, form: SettingsForm, device: str, tab: gr.Tab) -> None:
+    """Lay out the tab."""
     gr.Markdown(_INTRO if service.limits.remote is not None else f"{_INTRO} {_LOCAL_CLOUD}")
     _run_section(service, tab)
-    _modes_section(service, controls, device)
-    if "gate_nll" in controls:
-        calibration_section(service, controls, thresholds, device)
+    _modes_section(service, form, device)
+    if "gate_nll" in form.defaults:
+        calibration_section(service, form, device)
 
 
 def _run_section(service: Service, tab: gr.Tab) -> None:
@@ -148,7 +148,7 @@ def _run_section(service: Service, tab: gr.Tab) -> None:
     views.connect([kill.click], end_replica, [], [killed])
 
 
-def _modes_section(service: Service, controls: Controls, device: str) -> None:
+def _modes_section(service: Service, form: SettingsForm, device: str) -> None:
     gr.Markdown(
         "### Compare edge only, cloud only and both\n"
         "All modes continue the same prompts. Models, sampling and link are taken from the settings. "
@@ -162,8 +162,8 @@ def _modes_section(service: Service, controls: Controls, device: str) -> None:
         table = gr.Dataframe(headers=list(MODE_TABLE_HEAD), interactive=False, elem_id="modes-table")
 
     def prepare(session: str, values: tuple[Any, ...]) -> PanelMeasurement:
-        prompts, tokens, *settings = values
-        sweep = modes_sweep(dict(zip(controls, settings, strict=True)), device, prompts, tokens)
+        prompts, tokens, sent = values
+        sweep = modes_sweep(form.complete(sent), device, prompts, tokens)
         return sweep.measurement(service, lambda records: {table: mode_rows(sweep, records)})
 
-    MeasurementPanel(parts, [count, length, *controls.values()], [table], prepare)
+    MeasurementPanel(parts, [count, length, form.values], [table], prepare, js=SEND_JS)

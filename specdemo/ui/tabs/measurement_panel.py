@@ -106,6 +106,7 @@ class MeasurementPanel:
     """Connect the parts of a panel.
 
     `prepare(session, values)` validates the raw values of `inputs`; the measurement returns values of `outputs`.
+    `shown` is the event that updates the outputs.
     `failures` shows refusals and failures instead of the status line, which is empty at the end.
     """
 
@@ -127,7 +128,7 @@ class MeasurementPanel:
         unqueued: dict[str, Any] = {"queue": False, **UNPROCESSED}
         for button in parts.buttons:
             button.click(self._measure, list(inputs), shown, js=js, trigger_mode="once", **unqueued)
-        self._timer.tick(self._show, None, list(dict.fromkeys([*shown, *outputs])), **unqueued)
+        self.shown = self._timer.tick(self._show, None, list(dict.fromkeys([*shown, *outputs])), **unqueued)
         if parts.stop is not None:
             parts.stop.click(self._stop, None, None, **unqueued)
         assert Context.root_block is not None

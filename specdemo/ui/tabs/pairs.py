@@ -14,11 +14,12 @@ from specdemo.core.errors import UserError, check_name
 from specdemo.models.zoo import CHAT_PAIR
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
-from specdemo.ui.controls import Controls
 from specdemo.ui.markdown import escape_markdown
 from specdemo.ui.method_names import with_method_names
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OFF, recipe_of
+from specdemo.ui.settings_form import SEND_JS, SettingsForm
+from specdemo.ui.tabs.components import Selection
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelMeasurement, PanelParts
 from specdemo.ui.tabs.sweep import Sweep, selected
 
@@ -68,20 +69,19 @@ def describe_pairs(benches: Sequence[PairBench]) -> str:
     return f"{measured}\n\n{leviathan_tables()}"
 
 
-def pairs_section(service: Service, selection: Controls, controls: Controls, defaults: Recipe) -> None:
+def pairs_section(service: Service, selection: Selection, form: SettingsForm, defaults: Recipe) -> None:
     """Lay out the section. `selection`: recipes and prompts of the tab."""
     gr.Markdown(_INTRO)
-    pair: Any = controls["pair"]
+    offered = [(title, name) for name, title in form.pairs.items()]
     initial = [defaults.pair] if defaults.pair else []
-    names = gr.Dropdown(pair.choices, value=initial, multiselect=True, label="Pairs", elem_id="bench-pairs")
+    names = gr.Dropdown(offered, value=initial, multiselect=True, label="Pairs", elem_id="bench-pairs")
     parts, results = PanelParts.laid_out("bench-pairs")
     with results:
         table = gr.Markdown(elem_id="bench-pairs-table", elem_classes="figures")
 
     def prepare(session: str, values: tuple[Any, ...]) -> PanelMeasurement:
         chosen = dict(zip(selection, values[1:], strict=False))
-        settings = dict(zip(controls, values[1 + len(selection) :], strict=True))
-        settings["max_tokens"] = chosen["max_tokens"]
+        settings = {**form.complete(values[-1]), "max_tokens": chosen["max_tokens"]}
         benches, prompts = selected_pairs(settings, defaults.device, values[0], service.limits.pairs, chosen)
 
         def show(_: list[Any]) -> dict[Any, Any]:
@@ -94,4 +94,4 @@ def pairs_section(service: Service, selection: Controls, controls: Controls, def
             count=lambda _: count_measured(benches, prompts),
         )
 
-    MeasurementPanel(parts, [names, *selection.values(), *controls.values()], [table], prepare)
+    MeasurementPanel(parts, [names, *selection.values(), form.values], [table], prepare, js=SEND_JS)

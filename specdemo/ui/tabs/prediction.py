@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from specdemo.ui.markdown import figures_table
 from specdemo.ui.service import Service
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelMeasurement, PanelParts
 
-_CURRENT_JS = "(...values) => { document.body.dataset.estimate = 'current'; return values; }"
+_SEND_JS = "() => { document.body.dataset.estimate = 'current'; return [window.specdemo.settings()]; }"
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,19 @@ def connect_prediction(
     service: Service,
     parts: PanelParts,
     estimate: gr.Markdown,
-    settings: Sequence[gr.components.Component],
-    make: Callable[[str, tuple[Any, ...]], SpeedupPrediction],
+    settings: gr.JSON,
+    make: Callable[[Any], SpeedupPrediction],
 ) -> None:
-    """Wire the buttons of a prediction, shown in `estimate`."""
+    """Wire the buttons of a prediction of the sent settings, shown in `estimate`."""
 
     def prepare(session: str, values: tuple[Any, ...]) -> PanelMeasurement:
-        chosen = make(session, values)
+        chosen = make(values[0])
         return PanelMeasurement(
             start=lambda session, address: service.measurements.predict(chosen.recipe, chosen.prompt, address),
             show=lambda results: {estimate: describe_preflight(results[0])} if results else {},
         )
 
-    MeasurementPanel(parts, settings, [estimate], prepare, failures=estimate, js=_CURRENT_JS)
+    MeasurementPanel(parts, [settings], [estimate], prepare, failures=estimate, js=_SEND_JS)
 
 
 def describe_preflight(estimate: Preflight) -> str:
