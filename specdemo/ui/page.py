@@ -209,6 +209,7 @@ def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, 
             lines=2,
             max_lines=8,
             elem_id="prompt",
+            interactive=True,
             placeholder="A message, or the beginning of a text or program…",
         )
         with gr.Column(elem_id="actions", scale=0, min_width=130):
@@ -245,7 +246,13 @@ def _actions(compared: bool) -> tuple[dict[str, gr.Button], gr.HTML, gr.Markdown
         buttons[name] = gr.Button(title, size="sm", elem_id=name, scale=0)
 
     with gr.Row(elem_id="more-measurements"):
-        gr.Checkbox(compared, label="Compare with autoregressive decoding", elem_id="compare", container=False)
+        gr.Checkbox(
+            compared,
+            label="Compare with autoregressive decoding",
+            elem_id="compare",
+            container=False,
+            interactive=True,
+        )
         button("repeat", f"Repeat ×{REPEATS}")
         button("preflight", "Predict the speed-up")
     progress = gr.HTML(elem_id="estimate-progress")
