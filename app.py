@@ -153,7 +153,7 @@ def _build(args: argparse.Namespace) -> Page:
     from specdemo.ui.limits import read_limits
     from specdemo.ui.page import build
     from specdemo.ui.service import leave_a_core
-    from specdemo.ui.zero_gpu import hosted
+    from specdemo.ui.zero_gpu import zero_gpu_page
 
     if "SPACE_ID" in os.environ:
         os.environ.setdefault("FORWARDED_ALLOW_IPS", PROXIES)
@@ -161,7 +161,7 @@ def _build(args: argparse.Namespace) -> Page:
         leave_a_core()
     limits = read_limits(os.environ)
     warn_without_limits(args, limits.public)
-    overrides = hosted(limits, args.device) if args.zero_gpu else {}
+    overrides = zero_gpu_page(limits, args.device) if args.zero_gpu else {}
     return build(pair=args.pair, device=args.device, limits=limits, **overrides)
 
 

@@ -74,7 +74,7 @@ class PageClient:
 
     def frames(self, settings: Mapping[str, Any]) -> Iterator[str]:
         """Start a run with `settings`, others at their default, and yield its frames."""
-        body = {"id": secrets.token_hex(16), "visitor": self._session, "settings": settings}
+        body = {"id": secrets.token_hex(16), "session_hash": self._session, "settings": settings}
         start = Request(f"{self._url}runs", json.dumps(body).encode(), {"Content-Type": "application/json"})
         with urlopen(start, timeout=TIMEOUT_S) as response:
             frame = response.read().decode()

@@ -127,6 +127,9 @@ class PreflightProgress:
     share: float
     stage: str
 
+    def __str__(self) -> str:
+        return self.stage
+
 
 def preflight(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Preflight:
     """Estimate `recipe`, chains for gamma 1 to `MAX_GAMMA`. Raises `UserError` if unsupported."""

@@ -69,7 +69,9 @@ PACKAGES = {
     ),
     "gradio": (
         "specdemo/ui/page.py",
-        "specdemo/ui/controls.py",
+        "specdemo/ui/settings_form.py",
+        "specdemo/ui/examples.py",
+        "specdemo/ui/event_requests.py",
         "specdemo/ui/theme.py",
         "specdemo/ui/api.py",
         "specdemo/ui/runs.py",

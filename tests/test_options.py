@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
-import gradio as gr
 import pytest
 from pydantic import ValidationError
 
@@ -15,10 +16,10 @@ from specdemo.cli.arguments import given, parser
 from specdemo.cli.reference import cli_reference
 from specdemo.core.errors import UserError
 from specdemo.core.options import Option
+from specdemo.models.zoo import PAIRS
 from specdemo.option_rules import methods_with
 from specdemo.recipe import Recipe, RunOptions
 from specdemo.remote.config import SIGNALS, CloudConfig
-from specdemo.ui.controls import PAIR_SETTINGS
 from specdemo.ui.limits import PUBLIC
 from specdemo.ui.page import build
 from specdemo.ui.settings import OPTIONS, from_link, recipe_of, restored, setting_of
@@ -108,13 +109,14 @@ def test_every_option_is_in_terminal_page_link_and_api(name: str, page: Any) -> 
         with pytest.raises(SystemExit):
             parser().parse_args(["run", "x", *flags])
     # page
-    (control,) = (c for c in page.blocks.values() if getattr(c, "elem_id", None) == option.element)
-    assert isinstance(control, gr.components.Component)
-    assert option.label in control.label and ("lossy" in control.label) == option.lossy
-    # link: as copy_link.js writes it
+    (form,) = (part.value for part in page.blocks.values() if getattr(part, "elem_id", None) == "settings-fields")
+    label = html.escape(option.label + (" (lossy)" if option.lossy else ""))
+    assert re.search(rf'id="{option.element}">[^~]*?(<span>|<legend>){re.escape(label)}</', form)
+    assert form.count(f'data-setting="{name}"') == 1
+    # link: as settings.js writes it
     defaults = {name: setting_of(option, option.default) for name, option in OPTIONS.items()}
     changed = settings_for(option)
-    linked = ({name: defaults[name] for name in PAIR_SETTINGS} if "pair" in changed else {}) | changed
+    linked = ({name: defaults[name] for name in PAIRS["bundled"].settings} if "pair" in changed else {}) | changed
     query = {key: value if isinstance(value, str) else json.dumps(value) for key, value in linked.items()}
     settings, errors = restored(from_link(query, defaults), defaults, "auto")
     assert not errors and recipe_of(settings, "auto") == recipe

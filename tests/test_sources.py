@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+import gradio as gr
 import pytest
 
 from benchmarks.runs import cloud_service
@@ -78,9 +79,11 @@ def elements() -> set[str]:
     """Return the element ids of the page."""
     page = build(pair="bundled", device="cpu")
     page.worker.close()
-    ids = {getattr(block, "elem_id", None) for block in page.blocks.blocks.values()}
-    template = (ROOT / "specdemo/ui/cockpit/cockpit.html").read_text("utf-8")
-    return {*filter(None, ids), *re.findall(r'id="([^"]+)"', template)}
+    blocks = page.blocks.blocks.values()
+    ids = {getattr(block, "elem_id", None) for block in blocks}
+    markup = (ROOT / "specdemo/ui/cockpit/cockpit.html").read_text("utf-8")
+    markup += "".join(block.value or "" for block in blocks if isinstance(block, gr.HTML))
+    return {*filter(None, ids), *re.findall(r'id="([^"]+)"', markup)}
 
 
 @cache

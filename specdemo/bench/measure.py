@@ -44,6 +44,11 @@ class BenchProgress:
     total: int
     doing: str
 
+    @property
+    def share(self) -> float:
+        """Completed share of the runs."""
+        return max(self.number - 1, 0) / self.total
+
     def __str__(self) -> str:
         return f"{self.number} of {self.total}: {self.doing}" if self.number else f"warming up: {self.doing}"
 

@@ -7,7 +7,13 @@ from collections.abc import Iterable, Sequence
 from specdemo.bench.table import BenchRow, markdown_table
 from specdemo.core.formats import number
 from specdemo.core.published import LEVIATHAN_2, LEVIATHAN_3, NASD_ACCEPTANCE
-from specdemo.core.theory import walltime_improvement
+from specdemo.core.theory import (
+    alpha_of_share,
+    alpha_of_speedup,
+    operations,
+    share_speedup,
+    walltime_improvement,
+)
 
 _REPETITION = {  # classes of prompts of each row
     "long repetition": ("repetitive", "rewriting"),
@@ -36,15 +42,51 @@ def _of_classes(rows: Iterable[BenchRow], kinds: Sequence[str]) -> list[BenchRow
 
 def leviathan_tables() -> str:
     """Return Tables 2 and 3 of Leviathan et al. (2211.17192), with the speed-up of Theorem 3.8."""
-    measured = [
-        (task, f"T5-{drafter}", f"{t:g}", gamma, f"{c:.2f}", f"{alpha:.2f}", f"{speedup:.1f}",
-         f"{walltime_improvement(alpha, gamma, c):.2f}")
-        for task, drafter, t, gamma, alpha, c, speedup in LEVIATHAN_2
-    ]  # fmt: skip
+    measured = []
+    for task, drafter, t, gamma, alpha, c, speedup in LEVIATHAN_2:
+        theorem = walltime_improvement(alpha, gamma, c)
+        inputs = (task, f"T5-{drafter}", f"{t:g}", gamma, f"{c:.2f}", f"{alpha:.2f}")
+        measured.append((*inputs, f"{speedup:.1f}", f"{theorem:.2f}", f"{speedup / theorem:.0%}"))
     alphas = [(target, drafter, f"{greedy:.2f}", f"{sampled:.2f}") for target, drafter, greedy, sampled in LEVIATHAN_3]
-    speeds = markdown_table(("task", "drafter", "T", "gamma", "c", "alpha", "speed-up", "Thm 3.8"), measured)
+    speeds = markdown_table(
+        ("task", "drafter", "T", "gamma", "c", "alpha", "speed-up", "Thm 3.8", "realised"), measured
+    )
     rates = markdown_table(("target", "drafter", "alpha, T = 0", "alpha, T = 1"), alphas)
     return (
         f"Published (Leviathan et al., Table 2: T5-XXL on a TPU v4, batch size 1):\n\n{speeds}\n\n"
         f"Published (Leviathan et al., Table 3):\n\n{rates}"
     )
+
+
+def published_figures() -> str:
+    """Return published figures about the closed forms, next to computed figures."""
+    guide = []
+    for gamma, share in ((2, 0.8), (4, 0.7), (6, 0.6), (8, 0.5)):
+        alpha = alpha_of_share(share, gamma)
+        figures = share_speedup(share, gamma, 0.1), alpha, walltime_improvement(alpha, gamma, 0.1)
+        guide.append((gamma, f"{share:.2f}", "0.10", *map(_rounded, figures)))
+    costless = [
+        (f"{alpha:.2f}", gamma, *map(_rounded, (operations(alpha, gamma, 0), walltime_improvement(alpha, gamma, 0))))
+        for alpha, gamma in ((0.6, 2), (0.7, 3), (0.8, 2), (0.8, 5), (0.9, 2), (0.9, 10))
+    ]
+    chinchilla = [
+        (task, 4, "0.128", f"{speedup:.2f}", _rounded(alpha_of_speedup(speedup, 4, 0.128)))
+        for task, speedup in (("XSum, nucleus", 1.92), ("XSum, greedy", 2.01), ("HumanEval, nucleus", 2.46))
+    ]
+    head = ("γ", "accepted / drafted", "c", "(1 + γα) / (1 + γc)", "α per tested token", "Theorem 3.8")
+    parts = (
+        "The practice guide defines α as accepted / drafted. The table converts it to α per tested token. Each formula "
+        "is correct for its definition of α.",
+        markdown_table(head, guide),
+        "Leviathan et al., Table 1, computed for c = ĉ = 0.",
+        markdown_table(("α", "γ", "operations", "speed-up"), costless),
+        leviathan_tables(),
+        "Chen et al. 2302.01318, Table 1: Chinchilla 70B with a drafter of 4B, batch size 1. Speed-ups are measured by "
+        "the authors. The last column is computed: the α that explains the speed-up.",
+        markdown_table(("task", "γ", "c", "measured", "α for Theorem 3.8"), chinchilla),
+    )
+    return "\n\n".join(parts)
+
+
+def _rounded(value: float) -> str:
+    return number(value + 1e-9, 2)  # halves are rounded up, as in the papers

@@ -19,7 +19,6 @@ from specdemo.ui.lane import SPEC
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OPTIONS, recipe_of, setting_of
 from specdemo.ui.streams import LaneEvents, drain, reason
-from specdemo.worker import WorkerBusy
 
 _UNRECORDED = {"top": 0}  # the page records distributions for its inspector, the API does not
 
@@ -46,20 +45,15 @@ def endpoints(service: Service, initial: Recipe, device: str) -> dict[str, Calla
 
         `mode` other than off: the target is the service at `remote`, or a local service if that is empty.
         """
-        try:
-            stream = service.start([(SPEC, recipe_from(values))], prompt, address=address_of(request))
-        except (UserError, WorkerBusy) as error:
-            raise gr.Error(reason(error), print_exception=False) from None
+        stream = service.start([(SPEC, recipe_from(values))], prompt, address=address_of(request))
         async with aclosing(_trace_lines(stream)) as lines:
             async for line in lines:
                 yield line
 
     async def preflight(request: gr.Request, *values: Any) -> dict[str, Any]:
         """Estimate the speed-up of a pair and a method before a run."""
-        try:
-            return (await service.measurements.preflight(recipe_from(values), address=address_of(request))).as_dict()
-        except (UserError, WorkerBusy) as error:
-            raise gr.Error(reason(error), print_exception=False) from None
+        prediction = await service.measurements.preflight(recipe_from(values), address=address_of(request))
+        return prediction.as_dict()
 
     return {"generate": _with_parameters(generate, defaults), "preflight": _with_parameters(preflight, defaults)}
 

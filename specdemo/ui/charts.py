@@ -32,10 +32,10 @@ class Block:
     words: str
 
 
-def chart(title: str, x: str, y: str, series: Sequence[Series], names: Sequence[str] = ()) -> str:
+def chart(title: str, x: str, y: str, series: Sequence[Series], names: Sequence[str] = (), elem_id: str = "") -> str:
     """Return a chart; `names` replace the x values 0, 1 ..."""
     drawn = [asdict(entry) | {"points": [list(map(_rounded, point)) for point in entry.points]} for entry in series]
-    return _element({"title": title, "x": x, "y": y, "names": names, "series": drawn})
+    return _element({"title": title, "x": x, "y": y, "names": names, "series": drawn}, elem_id)
 
 
 def timeline(
@@ -55,5 +55,6 @@ def _rounded(value: float) -> float:
     return float(f"{min(max(value, -_LARGEST), _LARGEST):.5g}")
 
 
-def _element(figure: Mapping[str, Any]) -> str:
-    return f'<chart-view figure="{html.escape(json.dumps(figure))}"></chart-view>'
+def _element(figure: Mapping[str, Any], elem_id: str = "") -> str:
+    name = f'id="{elem_id}" ' if elem_id else ""
+    return f'<chart-view {name}figure="{html.escape(json.dumps(figure))}"></chart-view>'

@@ -1,60 +1,39 @@
-"""Validation of requests for events, before Gradio processes them: its errors quote the values of visitors."""
+"""Requests for events of the page. Errors of Gradio, which quote the values of visitors, become sentences."""
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
 from typing import Any
+
+import gradio as gr
+
+from specdemo.core.errors import UserError
+from specdemo.ui.streams import reason
+from specdemo.worker import WorkerBusy
 
 MOST_VALUES, MOST_DEPTH = 20_000, 32
 
 
-@dataclass(frozen=True)
-class KnownEvents:
-    """Events of the page with a Python function, and functions of components that browsers call."""
+class PageBlocks(gr.Blocks):
+    """Gradio blocks whose events end in a sentence, whatever a visitor sends; logs quote no visitor."""
 
-    inputs: Mapping[int, int]  # number of inputs by event
-    names: Mapping[str, int]  # event by API name
-    functions: Mapping[int, frozenset[str]]  # names of functions by component
-
-    @classmethod
-    def of(cls, blocks: Any) -> KnownEvents:
-        """Return the events of Gradio blocks."""
-        events = {number: event for number, event in blocks.fns.items() if event.fn is not None}
-        functions = {
-            number: frozenset(name for name in dir(block) if _is_server_function(block, name))
-            for number, block in blocks.blocks.items()
-        }
-        return cls(
-            {number: len(event.inputs) for number, event in events.items()},
-            {str(event.api_name): number for number, event in events.items()},
-            {number: names for number, names in functions.items() if names},
-        )
-
-    def problem(self, path: str, value: Mapping[str, Any]) -> str | None:
-        """Return the reason to refuse a request with this JSON object to a route of events, or None."""
-        route, _, name = path.removeprefix("/gradio_api/").rstrip("/").partition("/")
-        if route == "component_server":
-            number, names = value.get("component_id"), self.functions
-            known = type(number) is int and value.get("fn_name") in names.get(number, ())
-            return None if known else "there is no such function"
-        if route not in ("queue", "run", "call"):
-            return None
-        event = value.get("fn_index")
-        event = self.names.get(name) if event is None and route != "queue" else event
-        if type(event) is not int or event not in self.inputs:
-            return "there is no such event: reload the page"
-        data, count = value.get("data"), self.inputs[event]
-        if not isinstance(data, list) or len(data) != count:
-            return f"this event has {count} values: send a list of them, or reload the page"
-        return None if _is_plain(data) else "the values are too many, too deep, or files"
+    async def process_api(self, block_fn: Any, inputs: list[Any], *args: Any, **options: Any) -> dict[str, Any]:
+        """Run an event, or the next step of a generator, `iterator`."""
+        try:
+            if options.get("iterator") is None:
+                _check(block_fn, inputs)
+            return await super().process_api(block_fn, inputs, *args, **options)
+        except Exception as error:
+            raise _sentence(error) from None
 
 
-def _is_server_function(block: Any, name: str) -> bool:
-    return getattr(getattr(block, name, None), "_is_server_fn", False)
+def _check(event: Any, inputs: list[Any]) -> None:
+    if event.fn is None:
+        raise UserError("there is no such event: reload the page")
+    count = len(event.inputs)
+    if len(inputs) != count:
+        raise UserError(f"this event has {count} values: send a list of them, or reload the page")
+    if not _is_plain(inputs):
+        raise UserError("the values are too many, too deep, or files: reload the page")
 
 
 def _is_plain(data: list[Any]) -> bool:
@@ -70,39 +49,10 @@ def _is_plain(data: list[Any]) -> bool:
     return False
 
 
-def guarded(call: Callable[..., Any], convert: Callable[[Exception], Exception]) -> Callable[..., Any]:
-    """Return the function or generator `call` with its exceptions converted."""
-
-    @contextmanager
-    def converted() -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            raise convert(error) from None
-
-    async def async_steps(*args: Any) -> AsyncIterator[Any]:
-        with converted():
-            async with aclosing(call(*args)) as items:
-                async for item in items:
-                    yield item
-
-    async def async_call(*args: Any) -> Any:
-        with converted():
-            return await call(*args)
-
-    def steps(*args: Any) -> Iterator[Any]:
-        with converted():
-            yield from call(*args)
-
-    def plain(*args: Any) -> Any:
-        with converted():
-            return call(*args)
-
-    for matches, wrapper in (
-        (inspect.isasyncgenfunction, async_steps),
-        (inspect.iscoroutinefunction, async_call),
-        (inspect.isgeneratorfunction, steps),
-    ):
-        if matches(call):
-            return functools.wraps(call)(wrapper)
-    return functools.wraps(call)(plain)
+def _sentence(error: Exception) -> gr.Error:
+    if isinstance(error, gr.Error):
+        return gr.Error(error.message, title=error.title, print_exception=False)
+    text = reason(error)
+    if not isinstance(error, (UserError, WorkerBusy, OSError)):
+        text = "the page cannot use these values: reload it"
+    return gr.Error(text, print_exception=False)

@@ -6,6 +6,7 @@ steps contain their trace line, from which the browser draws and exports everyth
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import threading
@@ -17,13 +18,12 @@ from typing import Any, NamedTuple
 from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, StepEvent
 from specdemo.core.explain import failover_note
 from specdemo.core.trace import MAX_CHARACTERS, ReadLimits, read
-from specdemo.drafters import METHODS
-from specdemo.ui.lane import LANES, PLAIN, SPEC, Lane, linked, mode, model_name, speed
+from specdemo.ui.lane import LANES, PLAIN, SPEC, Lane, linked, mode, speed
 from specdemo.ui.run_estimate import estimate_lengths
+from specdemo.ui.run_figures import tiles
 from specdemo.ui.settings import recorded_settings
 from specdemo.ui.step_views import lane_view, step_view
-from specdemo.ui.summary import summarise, tiles
-from specdemo.ui.text_comparison import guarantee
+from specdemo.ui.summary import summarise
 
 ENDS = {"stop": ("done", "the text ended"), "length": ("done", "token limit reached"), "cancelled": ("stopped", "")}
 CONTEXT_FULL = "context full"
@@ -60,10 +60,12 @@ class Run:
     over: bool = False
     size: int = 0  # characters of traces and records
     visitor: str = ""
+    network: str = ""  # of the visitor
     pairs: int = 1  # number of repetitions; the page shows the first
     history: Sequence[dict[str, str]] = ()  # messages of earlier turns
     recorded: Mapping[str, Any] | None = None  # settings of an opened trace
     seen: float = field(default_factory=time.monotonic)
+    followers: set[asyncio.Event] = field(default_factory=set)  # set by changes
 
     def __post_init__(self) -> None:
         first = Lane()
@@ -85,19 +87,30 @@ class Run:
         if stop_job is not None:
             stop_job()
 
+    def notify(self) -> None:
+        for changed in self.followers:
+            changed.set()
+
     def absorb(self, name: str, event: Event) -> None:
+        """Add an event of a lane. Repetitions after its end change only speeds and phase."""
         lane = self.lanes[name]
-        if lane.ended:
-            return self._repeat(name, event)
-        line = lane.add(event)
+        repeated = lane.ended
+        line = "" if repeated else lane.add(event)
         self.size += len(line)
         match event:
+            case End():
+                self._end(name, event, repeated)
+            case StepEvent() if repeated:
+                self.phase = ("decoding", f"pair {len(self.speeds[name]) + 1} of {self.pairs}")
+            case _ if repeated:
+                pass
             case Loading() if lane.begun:
                 self.phase = ("prefill", f"{event.text} {event.done:,} of {event.total:,}")
             case Loading():
                 self.phase = ("loading", event.text)
             case Header():
-                self._begin(name, lane, event, line)
+                self.phase = ("prefill", f"{len(event.prompt_tokens)} prompt tokens")
+                self._record({"l": name, "head": lane_view(name, lane)}, "header", line)
             case StepEvent():
                 if note := LOST if event.step.lost else failover_note(event.step):
                     self._record({"l": name, "note": note})
@@ -107,51 +120,21 @@ class Run:
                     description += f", run {position} of {len(self.lanes)}"
                 self.phase = ("decoding", description)
                 self._record({"l": name, **step_view(event.step, lane.recipe)}, "step", line)
-            case End():
-                self._end(name, lane, event)
 
-    def _repeat(self, name: str, event: Event) -> None:
-        match event:
-            case StepEvent():
-                self.phase = ("decoding", f"pair {len(self.speeds[name]) + 1} of {self.pairs}")
-            case End(reason="error"):
-                self.phase = ("failed", event.error or "the model gave no reason")
-            case End():
-                self.speeds[name].append(speed(event.metrics, linked(self.lanes)) or 0.0)
-                if self._complete:
-                    self.phase = ("done", f"{self.pairs} pairs")
-
-    def _begin(self, name: str, lane: Lane, header: Header, line: str) -> None:
-        self.phase = ("prefill", f"{len(header.prompt_tokens)} prompt tokens")
-        badge, why = guarantee(lane)
-        if name == PLAIN and badge == "exact":
-            badge = ""  # true of every baseline
-        chat = bool(lane.recipe.get("chat"))
-        exact = lane.exact or lane.external  # the badge is not a warning
-        method = METHODS.get(lane.recipe["method"])
-        head = {
-            "title": lane.title,
-            "about": method.title if method else "",
-            "model": model_name(lane.recipe),
-            "chat": chat,
-            "exact": exact,
-            "badge": badge,
-            "why": why,
-        }
-        self._record({"l": name, "head": head | lane_view(lane.recipe)}, "header", line)
-
-    def _end(self, name: str, lane: Lane, end: End) -> None:
-        self.speeds[name].append(speed(lane.metrics, linked(self.lanes)) or 0.0)
-        if mode(lane.recipe) and end.reason == "error":
-            self._record({"l": name, "note": end.error})
-        if end.reason not in ENDS:
+    def _end(self, name: str, end: End, repeated: bool) -> None:
+        failed = end.reason not in ENDS
+        if not (repeated and failed):
+            self.speeds[name].append(speed(end.metrics, linked(self.lanes)) or 0.0)
+        if failed:
             self.phase = ("failed", end.error or "the model gave no reason")
+            if mode(self.lanes[name].recipe):
+                self._record({"l": name, "note": end.error})
         elif self._complete or end.error:
-            first = self.lanes[self.plan[0]].end
-            if first is None or end.error:
-                first = end
-            if first.reason in ENDS:
-                self.phase = self._ending(first)
+            shown = self.lanes[self.plan[0]].end
+            if shown is None or end.error:
+                shown = end
+            if shown.reason in ENDS:
+                self.phase = self._ending(shown)
 
     @property
     def _complete(self) -> bool:
@@ -160,9 +143,8 @@ class Run:
     @property
     def _turn(self) -> int:
         """Number of the turn in a conversation on the page, 0 outside one."""
-        return (
-            len(self.history) // 2 + 1 if self.recorded is None and self.lanes[self.plan[0]].recipe.get("chat") else 0
-        )
+        in_chat = self.recorded is None and self.lanes[self.plan[0]].recipe.get("chat")
+        return len(self.history) // 2 + 1 if in_chat else 0
 
     def note(self, text: str) -> None:
         """Add a sentence to the first lane."""
@@ -194,6 +176,8 @@ class Run:
             self.over = True
 
     def _ending(self, end: End) -> tuple[str, str]:
+        if self.pairs > 1 and self._complete:
+            return "done", f"{self.pairs} pairs"
         phase, why = ENDS[end.reason]
         why = CONTEXT_FULL if end.context_full else why
         name = next((name for name in self.plan if self.lanes[name].begun), self.plan[0])

@@ -21,13 +21,12 @@ from specdemo.remote.admission import RateLimiter, ServiceError
 from specdemo.remote.bodies import read_body
 from specdemo.remote.connections import VisitorConnections, network_of
 from specdemo.ui.documents import DOCUMENT_PATH
-from specdemo.ui.event_requests import KnownEvents
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.page_files import FILE_PATH
 from specdemo.ui.page_head import PICTURE_PATH, PageHead
 from specdemo.ui.runs import RUNS
 from specdemo.ui.streams import FRAMES
-from specdemo.ui.visitor_sessions import InvalidSession, VisitorSessions
+from specdemo.ui.visitor_sessions import hide_in_address, hide_in_body, new_cookie
 
 _log = logging.getLogger(__name__)
 
@@ -99,15 +98,12 @@ def space_hosts(environment: Mapping[str, str]) -> list[str]:
     return environment.get("SPACE_HOST", "").replace(",", " ").lower().split()
 
 
-def gateway(
-    limits: HostLimits, environment: Mapping[str, str], events: KnownEvents
-) -> tuple[list[Middleware], set[str] | None]:
+def gateway(limits: HostLimits, environment: Mapping[str, str]) -> tuple[list[Middleware], set[str] | None]:
     """Return the middleware and its permitted host names, a mutable set."""
     hosts = None if limits.hosts is None else {*limits.hosts, *space_hosts(environment)}
-    framed = "SPACE_ID" in environment
     middleware = [
         Middleware(VisitorConnections, limits=limits.of_connections),
-        Middleware(Gateway, limits=limits, hosts=hosts, events=events, framed=framed),
+        Middleware(Gateway, limits=limits, hosts=hosts, framed="SPACE_ID" in environment),
         Middleware(GZipMiddleware, minimum_size=_COMPRESSED, compresslevel=6),
         Middleware(PageHead),
     ]
@@ -117,21 +113,17 @@ def gateway(
 class Gateway:
     """ASGI middleware that restricts the page to `PAGE_ROUTES`. If `framed`, Hugging Face may embed the page."""
 
-    def __init__(
-        self, app: ASGIApp, limits: HostLimits, hosts: Collection[str] | None, events: KnownEvents, framed: bool = False
-    ) -> None:
+    def __init__(self, app: ASGIApp, limits: HostLimits, hosts: Collection[str] | None, framed: bool = False) -> None:
         self._app, self._hosts = app, hosts
-        self._events = events
+        self._framed = framed
         self._patterns = [(route.methods.split(", "), compile_path(route.path)[0]) for route in PAGE_ROUTES]
         rate = _REQUESTS_PER_RUN * (limits.per_minute or 0)
         self._rates = RateLimiter(rate / 60, rate)
         self._max_trace = 2 * (limits.max_trace or MAX_CHARACTERS)  # bytes
-        self._sessions = VisitorSessions(framed)
-        frames = "'self' https://huggingface.co https://*.hf.space" if framed else "'self'"
+        ancestors = "'self' https://huggingface.co https://*.hf.space" if framed else "'self'"
+        policy = _POLICY | {"frame-ancestors": ancestors}
         self._headers = {
-            "Content-Security-Policy": "; ".join(
-                f"{k} {v}" for k, v in (_POLICY | {"frame-ancestors": frames}).items()
-            ),
+            "Content-Security-Policy": "; ".join(f"{name} {sources}" for name, sources in policy.items()),
             "X-Content-Type-Options": "nosniff",
             "Referrer-Policy": "same-origin",  # links contain prompts
         }
@@ -139,21 +131,37 @@ class Gateway:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
-        headers = Headers(scope=scope)
-        refusal = self._refusal(scope, headers)
-        if refusal is not None:
-            return await self._refuse(refusal, scope, receive, send)
+        try:
+            headers = Headers(scope=scope)
+            self._check(scope, headers)
+            hide_in_address(scope)
+            if scope.get("method") == "POST":
+                receive = _replayed(await self._body(scope, receive, headers), receive)
+        except ServiceError as error:
+            return await self._refuse(error, scope, receive, send)
         if scope["type"] == "websocket":
             return await self._app(scope, receive, send)
-        try:
-            self._sessions.hide_in_address(scope)
-            if scope["method"] == "POST":
-                receive = _replayed(await self._body(scope, receive, headers), receive)
-        except InvalidSession as error:
-            return await self._refuse((400, str(error)), scope, receive, send)
-        except ServiceError as error:
-            return await self._refuse((error.status, str(error)), scope, receive, send)
         await self._respond(scope, receive, send)
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        """Raise `ServiceError` for hosts, routes, origins, types and rates that the page does not serve."""
+        method, path = scope.get("method", "WEBSOCKET"), _path(scope)
+        if self._hosts is not None and not is_known_host(headers.get("host", ""), self._hosts):
+            raise ServiceError(403, "host", "unknown host name: set SPECDEMO_HOSTS to the names of this page")
+        if not any(method in methods and pattern.match(path) for methods, pattern in self._patterns):
+            raise ServiceError(404, "http", "there is no such route")
+        if method in ("GET", "HEAD"):
+            return
+        if is_foreign(headers, self._hosts or ()):
+            raise ServiceError(403, "origin", "pages of other sites cannot use this page")
+        if not headers.get("content-length", "0").isdecimal():
+            raise ServiceError(400, "invalid", "invalid length")
+        kind = _KINDS.get(path, "application/json")
+        if method == "POST" and headers.get("content-type", "").partition(";")[0].strip() != kind:
+            raise ServiceError(415, "invalid", f"send {kind}")
+        address = scope["client"][0] if scope.get("client") else ""
+        if not self._rates.allow(network_of(address)):
+            raise ServiceError(429, "busy", "too many requests: try again in a minute")
 
     async def _body(self, scope: Scope, receive: Receive, headers: Headers) -> bytes:
         is_trace = _path(scope) == TRACES
@@ -167,13 +175,11 @@ class Gateway:
             raise ServiceError(400, "invalid", "the request is not JSON") from None
         if not isinstance(value, dict):
             raise ServiceError(400, "invalid", "the request is not a JSON object")
-        if (problem := self._events.problem(scope["path"], value)) is not None:
-            raise ServiceError(400, "invalid", problem)
-        return json.dumps(self._sessions.hide_in_body(scope, value)).encode()
+        return json.dumps(hide_in_body(scope, value)).encode()
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
-        cookie = self._sessions.new_cookie(scope) if _path(scope) in _FIRST_PAGES else None
+        cookie = new_cookie(scope, self._framed) if _path(scope) in _FIRST_PAGES else None
 
         async def send_with_headers(message: Message) -> None:
             nonlocal started
@@ -194,36 +200,15 @@ class Gateway:
                 cause = cause.__cause__
             _log.error("a request failed: %s\n%s", type(cause).__name__, "".join(format_tb(cause.__traceback__)))
             if not started:
-                await self._refuse((500, "the page failed: try again"), scope, receive, send)
+                failure = ServiceError(500, "failed", "the page failed: reload it and try again")
+                await self._refuse(failure, scope, receive, send)
 
-    def _refusal(self, scope: Scope, headers: Headers) -> tuple[int, str] | None:
-        method = scope.get("method", "WEBSOCKET")
-        if self._hosts is not None and not is_known_host(headers.get("host", ""), self._hosts):
-            return 403, "unknown host name: set SPECDEMO_HOSTS to the names of this page"
-        path = _path(scope)
-        if not any(method in methods and pattern.match(path) for methods, pattern in self._patterns):
-            return 404, "there is no such route"
-        if method in ("GET", "HEAD"):
-            return None
-        if is_foreign(headers, self._hosts or ()):
-            return 403, "pages of other sites cannot use this page"
-        if not headers.get("content-length", "0").isdecimal():
-            return 400, "invalid length"
-        kind = _KINDS.get(path, "application/json")
-        if method == "POST" and headers.get("content-type", "").partition(";")[0].strip() != kind:
-            return 415, f"send {kind}"
-        address = scope["client"][0] if scope.get("client") else ""
-        if not self._rates.allow(network_of(address)):
-            return 429, "too many requests: try again in a minute"
-        return None
-
-    async def _refuse(self, refusal: tuple[int, str], scope: Scope, receive: Receive, send: Send) -> None:
-        status, cause = refusal
-        _log.info("refused with status %d: %s", status, cause)
+    async def _refuse(self, error: ServiceError, scope: Scope, receive: Receive, send: Send) -> None:
+        _log.info("refused with status %d: %s", error.status, error)
         if scope["type"] == "websocket":
             return await WebSocketClose(1008)(scope, receive, send)
-        closing = {"Connection": "close"} if status in (408, 413) else {}
-        await JSONResponse({"detail": cause}, status, self._headers | closing)(scope, receive, send)
+        closing = {"Connection": "close"} if error.status in (408, 413) else {}
+        await JSONResponse({"detail": str(error)}, error.status, self._headers | closing)(scope, receive, send)
 
 
 def _path(scope: Scope) -> str:

@@ -35,7 +35,11 @@ class Health:
         except Unhealthy as error:
             return False, str(error) if error.__cause__ is None else reason(error.__cause__)
 
-    def routes(self) -> list[Route]:
+    def _token_age_s(self) -> float:
+        last = self._service.last_token
+        return math.inf if last is None else time.monotonic() - last
+
+    def route(self) -> Route:
         """Return the route `GET /health`: 200 or 503, with the reason and the passes by texts."""
 
         async def answer(_: Request) -> JSONResponse:
@@ -43,8 +47,4 @@ class Health:
             passes = {str(texts): count for texts, count in sorted(self._service.worker.texts_per_pass.items())}
             return JSONResponse({"alive": alive, "why": why, "texts_per_pass": passes}, 200 if alive else 503)
 
-        return [Route("/health", answer)]
-
-    def _token_age_s(self) -> float:
-        last = self._service.last_token
-        return math.inf if last is None else time.monotonic() - last
+        return Route("/health", answer)

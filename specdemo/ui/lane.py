@@ -17,7 +17,7 @@ from specdemo.models.spec import SAME
 from specdemo.option_rules import methods_with
 from specdemo.recipe import Recipe
 from specdemo.ui.method_names import method_name
-from specdemo.ui.settings import OFF, OPTIONS
+from specdemo.ui.settings import OPTIONS
 
 SPEC, PLAIN = "spec", "ar"
 LANES = (SPEC, PLAIN, "third", "fourth")
@@ -216,17 +216,15 @@ def _value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)[-_VALUE_CHARACTERS:]
 
 
-def plan_of(settings: Mapping[str, Any], compare: Any, extra: int) -> tuple[str, ...]:
-    """Return the names of the lanes of a run. A remote AR recipe without speculation occupies the first lane."""
-    if settings["method"] == "ar" and settings.get("mode", OFF) == OFF:
-        return PLAIN, *EXTRA[:extra]
-    return (SPEC, *((PLAIN,) if compare or extra else ()), *EXTRA[:extra])
-
-
-def lanes_of(recipe: Recipe, extra: Sequence[Recipe], plan: Sequence[str]) -> list[tuple[str, Recipe]]:
+def lanes_of(recipe: Recipe, compare: bool, extra: Sequence[Recipe] = ()) -> dict[str, Recipe]:
+    """Return the recipes of a run by lane. An AR recipe without a link occupies the lane of the baseline."""
     own = replace(recipe, external=None)
-    lanes = {SPEC: own, PLAIN: baseline_of(own), **dict(zip(EXTRA, extra, strict=False))}
-    return [(name, lane) for name, lane in lanes.items() if name in plan]
+    others = dict(zip(EXTRA, extra, strict=False))
+    if own.method == "ar" and own.cloud is None:
+        return {PLAIN: baseline_of(own)} | others
+    if compare or extra:
+        return {SPEC: own, PLAIN: baseline_of(own)} | others
+    return {SPEC: own}
 
 
 def baseline_of(recipe: Recipe) -> Recipe:
@@ -237,9 +235,10 @@ def baseline_of(recipe: Recipe) -> Recipe:
     return replace(recipe, method="ar", cloud=cloud, use_cache=True)
 
 
-def alternating(lanes: Sequence[tuple[str, Recipe]], pairs: int) -> list[tuple[str, Recipe]]:
+def alternating(lanes: Mapping[str, Recipe], pairs: int) -> list[tuple[str, Recipe]]:
     """Repeat `lanes`, every second time in reverse order."""
-    return [lane for i in range(pairs) for lane in (reversed(lanes) if i % 2 else lanes)]
+    forward = list(lanes.items())
+    return [lane for i in range(pairs) for lane in (reversed(forward) if i % 2 else forward)]
 
 
 def model_name(recipe: Mapping[str, Any]) -> str:

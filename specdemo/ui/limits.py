@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.events import End, Event, Loading, StepEvent
@@ -31,6 +31,8 @@ from specdemo.remote.access import TOKEN, is_service_address
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.connections import ConnectionLimits, network_of
 from specdemo.worker import MOST_TEXTS, Stopped, Stream, stop_flag
+
+T = TypeVar("T")
 
 PREFIX = "SPECDEMO_"
 MODEL_RULES = ("any", "hub", "listed")  # local files too; Hugging Face ids too; offered pairs
@@ -255,43 +257,58 @@ class TimeBudget:
         return End("cancelled", f"the time limit of {self._seconds} seconds per run is reached", metrics)
 
 
-def _is_active(run: Callable[[], Stream[Any] | None]) -> bool:
-    stream = run()
-    return stream is not None and not stream.done
-
-
-class Visitors:
-    """Runs of the last minute by visitor. A visitor is an IPv4 address or an IPv6 /64 network."""
+class RunRates:
+    """Runs of the last minute by network. A visitor is an IPv4 address or an IPv6 /64 network."""
 
     def __init__(self, limits: HostLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = limits, clock
-        self._runs: dict[str, list[tuple[float, Callable[[], Stream[Any] | None]]]] = {}
+        self._runs: dict[str, list[_StartedRun]] = {}
+        self._lock = threading.Lock()
 
-    def admit(self, address: str, replaced: Stream[Any] | None = None) -> None:
-        """Raise `UserError` above a limit, without counting `replaced`."""
+    def start(self, address: str, submit: Callable[[], Stream[T]], replaced: Stream[Any] | None = None) -> Stream[T]:
+        """Submit a run. Raise `UserError` above a limit, without counting `replaced`."""
+        with self._lock:
+            runs = self._admit(address, replaced)
+            stream = submit()
+            runs.append(_StartedRun(self._clock(), weakref.ref(stream)))
+        return stream
+
+    def count(self, address: str) -> None:
+        """Count a request like a run. Raise `UserError` above a limit."""
+        with self._lock:
+            self._admit(address).append(_StartedRun(self._clock()))
+
+    def _admit(self, address: str, replaced: Stream[Any] | None = None) -> list[_StartedRun]:
+        """Return the visitor's runs, to which a run may be added."""
         now, limits = self._clock(), self._limits
         self._forget(now)
-        runs = self._runs.get(network_of(address), ())
-        active = sum(_is_active(run) and run() is not replaced for _, run in runs)
+        runs = self._runs.setdefault(network_of(address), [])
+        active = sum(run.active and run.stream() is not replaced for run in runs)
         if limits.at_once is not None and active >= limits.at_once:
             count = "1 run" if active == 1 else f"{active} runs"
             raise UserError(f"you already have {count} in progress: stop one, or wait until it ends")
-        recent = [start for start, _ in runs if start > now - 60]
+        recent = [run.start for run in runs if run.start > now - 60]
         if limits.per_minute is not None and len(recent) >= limits.per_minute:
             wait = recent[-limits.per_minute] + 60 - now
             raise UserError(f"this host allows {limits.per_minute} runs per minute: try again in {wait:.0f} s")
-
-    def entered(self, address: str, run: Stream[Any] | None = None) -> None:
-        """Count a request, which is in progress until `run` ends."""
-        reference = (lambda: None) if run is None else weakref.ref(run)
-        self._runs.setdefault(network_of(address), []).append((self._clock(), reference))
+        return runs
 
     def _forget(self, now: float) -> None:
-        recent = {
-            visitor: [(start, run) for start, run in runs if start > now - 60 or _is_active(run)]
-            for visitor, runs in self._runs.items()
-        }
-        self._runs = {visitor: runs for visitor, runs in recent.items() if runs}
+        for network, runs in list(self._runs.items()):
+            runs[:] = [run for run in runs if run.start > now - 60 or run.active]
+            if not runs:
+                del self._runs[network]
 
     def __len__(self) -> int:
         return len(self._runs)
+
+
+@dataclass(frozen=True)
+class _StartedRun:
+    start: float
+    stream: Callable[[], Stream[Any] | None] = lambda: None  # a weak reference: streams retain all events
+
+    @property
+    def active(self) -> bool:
+        stream = self.stream()
+        return stream is not None and not stream.done

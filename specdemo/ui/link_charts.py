@@ -96,44 +96,45 @@ def measures(steps: Sequence[Step]) -> list[list[str]]:
     """Return the table of the practice guide, section 9: a total, then a row per step."""
     drafted = list(accumulate(0 if step.unverified else len(step.draft) for step in steps))
     accepted = list(accumulate(step.accepted for step in steps))
-    rows = [
-        _row(str(step.i), [step], passed / tried if tried else None)
-        for step, passed, tried in zip(steps, accepted, drafted, strict=True)
-    ]
-    share = accepted[-1] / drafted[-1] if steps and drafted[-1] else None
-    return [_row("all", steps, share), *rows]
+    shares = [passed / tried if tried else None for passed, tried in zip(accepted, drafted, strict=True)]
+    rows = [_row(str(step.i), [step], share, _note(step)) for step, share in zip(steps, shares, strict=True)]
+    return [_row("all", steps, shares[-1] if shares else None, ""), *rows]
 
 
-def _row(name: str, steps: Sequence[Step], cumulative: float | None) -> list[str]:
+def _row(name: str, steps: Sequence[Step], cumulative: float | None, note: str) -> list[str]:
     """Return a row for `steps`: sums of counts, times and bytes; ratios of sums; means of beta and hard ratios."""
-    k, accepted = sum(len(step.draft) for step in steps), sum(step.accepted for step in steps)
+    accepted = sum(step.accepted for step in steps)
     verified = sum(len(step.draft) for step in steps if not step.unverified)
     betas = [beta for step in steps for beta in step.betas]
+    hard = _noted(steps, "hard_ratio")
 
-    def noted(name: str) -> list[float]:
-        return [remote[name] for step in steps if name in (remote := step.verdict.remote)]
+    def total(measure: str, digits: int, scale: float = 1.0) -> str:
+        values = _noted(steps, measure)
+        return number(scale * sum(values) if values else None, digits)
 
-    def total(name: str) -> float | None:
-        return sum(noted(name)) if noted(name) else None
-
-    times = (sum(step.seconds.draft for step in steps), total("cloud_s"), total("rtt_s"))
-    hard = noted("hard_ratio")
     return [
         name,
-        str(k),
+        str(sum(len(step.draft) for step in steps)),
         str(accepted),
         number(accepted / verified if verified else None, 2),
         number(sum(betas) / len(betas) if betas else None, 3),
-        *(number(None if seconds is None else 1000 * seconds, 2) for seconds in times),
-        *(number(total(name), 0) for name in ("bytes_up", "bytes_down")),
+        number(1000 * sum(step.seconds.draft for step in steps), 2),
+        total("cloud_s", 2, 1000.0),
+        total("rtt_s", 2, 1000.0),
+        total("bytes_up", 0),
+        total("bytes_down", 0),
         number(sum(hard) / len(hard) if hard else None, 2),
-        number(total("escalated"), 0),
+        total("escalated", 0),
         percent(cumulative),
-        _verdict_note(steps[0]) if len(steps) == 1 else "",
+        note,
     ]
 
 
-def _verdict_note(step: Step) -> str:
+def _noted(steps: Sequence[Step], measure: str) -> list[float]:
+    return [step.verdict.remote[measure] for step in steps if measure in step.verdict.remote]
+
+
+def _note(step: Step) -> str:
     link = step.verdict.link
     if link is not None and link.switched:
         return f"continued by {step.verdict.replica or 'another service'}"
@@ -196,20 +197,15 @@ def step_timeline(steps: Sequence[Step], first: int, count: int) -> str:
     for step, step_parts in zip(shown, parts(steps)[first : first + count], strict=True):
         if not step_parts:
             continue
-        start = next((begin for activity, begin, _ in step_parts if activity != "idle"), step_parts[-1][1])
+        start = next((begin for activity, begin, _ in step_parts if activity != "idle"), step_parts[0][1])
         marks.append((1000 * start, f"{step.i}: {step.accepted}/{len(step.draft)}"))
-        blocks += [_block(*part) for part in step_parts]
-        blocks += [_block("wait", begin, seconds) for begin, seconds in _edge_waits(step_parts)]
+        remote = [(begin, seconds) for activity, begin, seconds in step_parts if ACTIVITIES[activity][1] > 0]
+        waits = [("wait", remote[0][0], sum(seconds for _, seconds in remote))] if remote else []
+        blocks += [_block(*part) for part in (*step_parts, *waits)]
     if not blocks:
         return ""
     kinds = {activity: (words, colour) for activity, (words, _, colour) in ACTIVITIES.items()}
     return timeline(f"Steps {shown[0].i} to {shown[-1].i} over time", ROWS, blocks, kinds, marks)
-
-
-def _edge_waits(step_parts: Sequence[Part]) -> Iterator[tuple[float, float]]:
-    remote = [(begin, seconds) for activity, begin, seconds in step_parts if ACTIVITIES[activity][1] > 0]
-    if remote:
-        yield remote[0][0], sum(seconds for _, seconds in remote)
 
 
 def _block(activity: str, start: float, seconds: float) -> Block:
@@ -219,34 +215,26 @@ def _block(activity: str, start: float, seconds: float) -> Block:
 
 @dataclass(frozen=True)
 class LinkModel:
-    """Mean coefficients of a step over the link. Times are in seconds."""
+    """Mean costs of the steps of a lane over the link, in seconds."""
 
+    lane: Lane
     alpha: float  # acceptance rate of tested tokens
-    source: str  # name of its estimate
-    gamma: float  # draft tokens per step
-    token_s: float  # time of a draft token
-    verify_s: float  # time of the cloud's pass, for any draft length
-    way_s: float  # time from request to response, without the cloud's pass
-    host_s: float
-    measured: float | None  # tokens per second
+    terms: CostTerms  # of a step; `v` includes the cloud's pass
+    cloud_s: float  # time of the cloud's pass, for any draft length
 
     @property
-    def c(self) -> float:
-        """Cost of a draft token, in cloud passes."""
-        return self.token_s / self.verify_s
-
-    @property
-    def r(self) -> float:
-        """Link and host time per step, in cloud passes."""
-        return (self.way_s + self.host_s) / self.verify_s
+    def link_s(self) -> float:
+        """Link and host time per step."""
+        return self.terms.v - self.cloud_s + self.terms.o
 
     def speed(self, gamma: float) -> float:
-        """S_net in tokens per second: E[tokens] / (1 + gamma c + r) / verify_s."""
-        return speedup_over(self.alpha, gamma, self.c, self.r) / self.verify_s
+        """S_net in tokens per second: E[tokens] / (1 + gamma c + r) / cloud_s, in cloud passes."""
+        c, r = self.terms.c / self.cloud_s, self.link_s / self.cloud_s
+        return speedup_over(self.alpha, gamma, c, r) / self.cloud_s
 
     @property
     def best(self) -> int:
-        return best_gamma(self.alpha, self.c, LONGEST, o=self.r, plain=None)
+        return best_gamma(self.alpha, self.terms.c / self.cloud_s, LONGEST, o=self.link_s / self.cloud_s, plain=None)
 
 
 def link_of(lane: Lane) -> LinkModel:
@@ -256,18 +244,9 @@ def link_of(lane: Lane) -> LinkModel:
     cloud = sum(step.verdict.remote["cloud_s"] for step in verified)
     if lane.acceptance is None or not drafted or not cloud:
         raise UserError("The cloud verified no draft of this run in time, so there is no best length to compute")
-    n, seconds = len(verified), (sum(getattr(step, name) for step in verified) for name in STAGES)
-    terms = CostTerms.of(*seconds, drafted=drafted, steps=n, pass_s=1.0)
-    return LinkModel(
-        alpha=lane.acceptance,
-        source=lane.acceptance_name,
-        gamma=terms.drafted,
-        token_s=terms.c,
-        verify_s=cloud / n,
-        way_s=terms.v - cloud / n,
-        host_s=terms.o,
-        measured=lane.metrics.tokens_per_second,
-    )
+    seconds = (sum(getattr(step, name) for step in verified) for name in STAGES)
+    terms = CostTerms.of(*seconds, drafted=drafted, steps=len(verified), pass_s=1.0)
+    return LinkModel(lane, lane.acceptance, terms, cloud / len(verified))
 
 
 def speed_chart(link: LinkModel) -> str:
@@ -276,18 +255,19 @@ def speed_chart(link: LinkModel) -> str:
         Series("line", "var(--curve-set)", speeds, "S_net"),
         Series("dot", "var(--dot-set)", [(link.best, link.speed(link.best))], "best k"),
     ]
-    if link.measured:
-        series.append(Series("dot", "var(--dot-run)", [(link.gamma, link.measured)], "this run"))
+    if measured := link.lane.metrics.tokens_per_second:
+        series.append(Series("dot", "var(--dot-run)", [(link.terms.drafted, measured)], "this run"))
     return chart("Speed by draft length", "k (tokens)", "tokens/s", series)
 
 
 def describe_best_gamma(link: LinkModel) -> str:
+    terms, rate = link.terms, link.lane.metrics.tokens_per_second
     best = f"{link.best} or more" if link.best == LONGEST else str(link.best)
-    measured = "" if not link.measured else f" (measured: {link.measured:.1f})"
+    measured = "" if not rate else f" (measured: {rate:.1f})"
     return (
         "S_net(k) = E[tokens] / (v + k c + RTT), E[tokens] = (1 − α^(k+1)) / (1 − α). Measured in this run: "
-        f"{link.source} {link.alpha:.2f} for α; c, a draft token, {1000 * link.token_s:.2f} ms; v, a cloud pass, "
-        f"{1000 * link.verify_s:.2f} ms for any k; link and host {1000 * (link.way_s + link.host_s):.2f} ms per step. "
-        f"The run's k of {link.gamma:.1f} predicts {link.speed(link.gamma):.1f} tokens per second{measured}. "
+        f"{link.lane.acceptance_name} {link.alpha:.2f} for α; c, a draft token, {1000 * terms.c:.2f} ms; v, a cloud "
+        f"pass, {1000 * link.cloud_s:.2f} ms for any k; link and host {1000 * link.link_s:.2f} ms per step. "
+        f"The run's k of {terms.drafted:.1f} predicts {link.speed(terms.drafted):.1f} tokens per second{measured}. "
         f"**The best k is {best}**, with {link.speed(link.best):.1f}."
     )

@@ -20,9 +20,11 @@ def link_papers(text: str) -> str:
 
 
 def figures_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Format rows in Markdown: two digits, halves rounded up as in the papers, dash for None."""
+    """Format rows in Markdown: two digits, halves rounded up as in the papers, dash for None and NaN."""
 
     def cell(value: object) -> object:
-        return number(value + 1e-9, 2) if isinstance(value, float) else NOTHING if value is None else value
+        if value is None or value != value:
+            return NOTHING
+        return number(value + 1e-9, 2) if isinstance(value, float) else value
 
     return markdown_table(head, [[cell(value) for value in row] for row in rows])

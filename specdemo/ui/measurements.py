@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, aclosing
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -16,7 +16,8 @@ from specdemo.preflight import OWN, SHORT_TEXT_TOKENS, Preflight, PreflightProgr
 from specdemo.prompts import Prompt, alternate_classes
 from specdemo.recipe import Recipe
 from specdemo.ui.limits import HostLimits
-from specdemo.ui.streams import drain
+from specdemo.ui.streams import read_result
+from specdemo.ui.visitors import Visitors
 from specdemo.worker import Stream, Worker, WorkerGroup, unshared_passes
 
 PROMPTS_PER_KIND = 3  # prompts per kind of text in a preflight
@@ -31,13 +32,13 @@ class Measurements:
         models: ModelPool,
         worker: Worker | WorkerGroup,
         limits: HostLimits,
+        visitors: Visitors,
         admit: Callable[..., Stream[Any]],
         with_services: Callable[[Sequence[Recipe]], AbstractContextManager[list[Recipe]]],
     ) -> None:
         self._models, self._worker = models, worker
-        self._limits = limits
+        self._limits, self._visitors = limits, visitors
         self._admit, self._with_services = admit, with_services
-        self._benches: dict[str, Stream[BenchProgress | dict[str, Any]]] = {}
 
     def predict(self, recipe: Recipe, prompt: str = "", address: str = "") -> Stream[PreflightProgress | Preflight]:
         """Predict the speed-up from a short text after `prompt`, without one from texts of all classes."""
@@ -55,18 +56,13 @@ class Measurements:
         return self._admit(lambda: _measured(predict(recipe, texts, self._models)), address)
 
     async def preflight(self, recipe: Recipe, address: str = "") -> Preflight:
-        async with aclosing(drain(stream := self.predict(recipe, address=address))) as batches:
-            async for batch in batches:
-                for item in batch:
-                    if isinstance(item, Preflight):
-                        return item
-        raise stream.error or RuntimeError("the worker returned no result")
+        return await read_result(self.predict(recipe, address=address), Preflight)
 
     def bench(
         self, recipes: Sequence[Recipe], prompts: Sequence[Prompt], visitor: str, address: str = ""
     ) -> Stream[BenchProgress | dict[str, Any]]:
         """Measure every recipe on every prompt; stop the visitor's previous bench."""
-        granted = self._grant_bench(recipes, prompts)
+        granted = self._grant_long(recipes, prompts)
 
         def steps() -> Iterator[BenchProgress | dict[str, Any]]:
             with self._with_services(granted) as recipes:
@@ -79,36 +75,32 @@ class Measurements:
     ) -> Stream[BenchProgress | dict[str, Any]]:
         """Measure one pair after another and add the records to `benches`; stop the visitor's previous bench."""
         for bench in benches:
-            bench.recipes = self._grant_bench(bench.recipes, prompts)
+            bench.recipes = self._grant_long(bench.recipes, prompts)
         return self._start_bench(lambda: measure_pairs(benches, prompts, self._models), visitor, address)
 
-    def _grant_bench(self, recipes: Sequence[Recipe], prompts: Sequence[Prompt]) -> list[Recipe]:
+    def _grant_long(self, recipes: Sequence[Recipe], prompts: Sequence[Prompt]) -> list[Recipe]:
         if self._limits.max_seconds is not None or isinstance(self._worker, WorkerGroup):
-            raise UserError("a bench takes minutes, which this host does not allow: run the program on your machine")
+            raise UserError(
+                "measurements take minutes, which this host does not allow: run the program on your machine"
+            )
         longest = max((prompt.text for prompt in prompts), key=len)
         return [self._limits.grant(replace(recipe, ngram_keep=False), longest) for recipe in recipes]
 
     def _start_bench(
         self, job: Callable[[], Iterator[BenchProgress | dict[str, Any]]], visitor: str, address: str
     ) -> Stream[BenchProgress | dict[str, Any]]:
-        stream = self._admit(lambda: _measured(job()), address, visitor, replaced=self._benches.get(visitor))
-        self.stop_bench(visitor)
-        self._benches[visitor] = stream
+        known = self._visitors.enter(visitor)
+        stream = self._admit(lambda: _measured(job()), address, visitor, replaced=known.bench)
+        known.stop_bench()
+        known.bench = stream
         return stream
 
     def calibrate(
         self, recipe: Recipe, prompts: Sequence[Prompt], visitor: str, address: str = ""
     ) -> Stream[BenchProgress | Calibration]:
         """Measure thresholds of gates."""
-        if self._limits.max_seconds is not None or isinstance(self._worker, WorkerGroup):
-            raise UserError("calibration takes long, which this host does not allow: run specdemo calibrate")
-        longest = max((prompt.text for prompt in prompts), key=len)
-        granted = self._limits.grant(replace(recipe, ngram_keep=False), longest)
+        (granted,) = self._grant_long([recipe], prompts)
         return self._admit(lambda: _measured(calibrate(granted, prompts, self._models)), address, visitor)
-
-    def stop_bench(self, visitor: str) -> None:
-        if stream := self._benches.pop(visitor, None):
-            stream.stop()
 
 
 def _measured(results: Iterator[T]) -> Iterator[T]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,17 +28,10 @@ from specdemo.recipe import Recipe
 from specdemo.remote.connections import ConnectionLimits, limit_connections
 from specdemo.remote.local_service import LocalServices
 from specdemo.ui.api import endpoints
-from specdemo.ui.cockpit import cockpit, script
-from specdemo.ui.controls import (
-    PAIR_SETTINGS,
-    Controls,
-    available_examples,
-    connect_pair,
-    examples_row,
-    sidebar,
-)
+from specdemo.ui.cockpit import cockpit
 from specdemo.ui.documents import document_route, page_links
-from specdemo.ui.event_requests import KnownEvents, guarded
+from specdemo.ui.event_requests import PageBlocks
+from specdemo.ui.examples import available_examples, examples_row
 from specdemo.ui.gateway import TRACES, gateway
 from specdemo.ui.health import Health
 from specdemo.ui.lane import (
@@ -61,16 +54,17 @@ from specdemo.ui.settings import (
     from_link,
     link_problems,
     recipe_of,
-    recipe_settings,
     restored,
     stored_recipes,
 )
-from specdemo.ui.streams import RunFrames, reason, trace_route
+from specdemo.ui.settings_form import SettingsForm, settings_form
+from specdemo.ui.streams import frame_routes, reason, trace_route
 from specdemo.ui.tabs import build_tabs
 from specdemo.ui.tabs.measurement_panel import PanelParts
 from specdemo.ui.tabs.prediction import SpeedupPrediction, connect_prediction
 from specdemo.ui.theme import launch_options
-from specdemo.worker import Worker, WorkerBusy, WorkerGroup
+from specdemo.ui.visitors import shown_messages
+from specdemo.worker import Worker, WorkerGroup
 
 EXAMPLES = ASSETS / "examples.json"
 IDLE_POLL_S = 0.02
@@ -79,11 +73,20 @@ RECORDED_TOP = 5  # tokens recorded per distribution, for the inspector
 
 _HEADER = """<header><h1>specdemo</h1><p>A drafter guesses tokens, the large model (target) checks them in one pass.
 The text stays the same.</p></header>"""
+_LANES = '<p id="kept-lanes" aria-live="polite"></p>'
 _EFFECT = '<p id="example-effect" aria-live="polite"></p>'
 _QUEUED: dict[str, Any] = {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}
 _IMMEDIATE: dict[str, Any] = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
 _PRIVATE: dict[str, Any] = {"api_visibility": "private"}
-_TO_OTHER_TABS = "(...values) => window.specdemoTabs.postMessage(JSON.stringify(values))"
+_STORED_JS = """() => {
+  const stored = (key) => { try { return JSON.parse(localStorage.getItem(key)); } catch { return null; } };
+  return [{ settings: stored("specdemo-settings"), lanes: stored("specdemo-lanes")?.lanes }];
+}"""
+_RESTORE_JS = """(restored) => {
+  window.specdemoRestored = restored;
+  window.dispatchEvent(new Event("specdemo:restored")); // or read when the page is mounted
+}"""
+_COMPARISON_JS = "() => [{ settings: window.specdemo.settings(), lanes: window.specdemo.lanes() }]"
 
 
 @dataclass(frozen=True)
@@ -133,31 +136,26 @@ def build(
     own = {**PAIRS[pair].settings, **_temperature(first_example(shown_examples["ready"], pair))}
     initial = limits.fit(Recipe(pair=pair, device=device, top=RECORDED_TOP, **own))
     of_api = limits.fit(Recipe(pair=scripted, device=device, **PAIRS[scripted].settings))
-    frames = RunFrames(service.runs)
-    with gr.Blocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
+    with PageBlocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
         parts = _layout(service, initial, device, shown_examples, not limits.public if compare is None else compare)
-        handlers = _Handlers(service, device, parts.defaults, shown_examples["ready"])
-        _connect_runs(parts, handlers)
-        _connect_lanes(parts, handlers)
-        _connect_settings(demo, parts, handlers)
-        runs = Runs(service, frames, device, parts.defaults)
+        handlers = _Handlers(service, parts.form, device, parts.defaults, shown_examples["ready"])
+        _connect(demo, parts, handlers)
+        runs = Runs(service, device, parts.defaults)
         for name, function in endpoints(service, of_api, device).items():
             api(function, api_name=name, concurrency_limit=None)
         demo.unload(handlers.leave)
     lessons_page(demo)
-    for event in demo.fns.values():
-        event.fn = None if event.fn is None else guarded(event.fn, _sentence)
     demo.queue(max_size=64)
     demo._queue.sleep_when_free = IDLE_POLL_S  # Gradio polls its queue 1,000 times per second
     permanent = isinstance(service.worker, Worker)
     health = Health(service, replace(initial, method="ar", max_tokens=2)) if permanent else None
     installed = permanent and Path(PAIRS[pair].target).exists()
-    middleware, hosts = gateway(limits, os.environ, KnownEvents.of(demo))
+    middleware, hosts = gateway(limits, os.environ)
     return Page(
         demo,
         service.worker,
         service.clouds,
-        routes=_routes(frames, runs, service, health),
+        routes=_routes(runs, service, health),
         middleware=middleware,
         connections=limits.of_connections,
         hosts=hosts,
@@ -175,98 +173,59 @@ def _temperature(example: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in example.items() if name == "temperature"}
 
 
-def _routes(frames: RunFrames, runs: Runs, service: Service, health: Health | None) -> list[Any]:
-    probes = health.routes() if health else []
+def _routes(runs: Runs, service: Service, health: Health | None) -> list[Any]:
     return [
         run_route(runs),
-        *frames.routes(),
+        *frame_routes(service.runs),
         trace_route(TRACES, service.runs),
         file_route(),
         picture_route(),
         document_route(),
-        *probes,
+        *([health.route()] if health else []),
     ]
-
-
-def _sentence(error: Exception) -> Exception:
-    if isinstance(error, gr.Error):
-        return gr.Error(error.message, title=error.title, print_exception=False)
-    text = reason(error)
-    if not isinstance(error, (UserError, WorkerBusy, OSError)):
-        text = "the page cannot use these values: reload it"
-    return gr.Error(text, print_exception=False)
 
 
 @dataclass(frozen=True)
 class _Parts:
-    controls: Controls
-    prompt: gr.Textbox
-    compare: gr.Checkbox
+    form: SettingsForm
+    defaults: Settings  # with prompt and comparison
     buttons: dict[str, gr.Button]  # keys are element ids
-    stored_lanes: gr.Markdown
     progress: gr.HTML  # progress bar of the estimate
     estimate: gr.Markdown
     cockpit: gr.HTML
     conversation: gr.Chatbot  # mounted after the first answer
     about: gr.Markdown
-    saved: gr.BrowserState  # settings of the last visit
-    stored: gr.BrowserState  # settings of the stored lanes
-
-    @property
-    def settings(self) -> Controls:
-        return {**self.controls, "prompt": self.prompt, "compare": self.compare}
-
-    @property
-    def defaults(self) -> Settings:
-        return {name: component.value for name, component in self.settings.items()}
 
 
 def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, Any], compared: bool) -> _Parts:
-    def forget(request: gr.Request) -> None:
-        service.conversations.forget(request.session_hash or "")
-
-    controls = sidebar(initial, service.limits, service.unload)
+    form = settings_form(initial, service.limits)
+    text = first_example(examples["ready"], initial.pair).get("prompt", "")
     gr.HTML(_HEADER, elem_id="masthead", apply_default_css=False)
-    prompt = gr.Textbox(
-        first_example(examples["ready"], initial.pair).get("prompt", ""),
-        label="Prompt",
-        lines=2,
-        max_lines=8,
-        elem_id="prompt",
-        placeholder="A message, or the beginning of a text or program…",
-        render=False,
-    )
-    with gr.Column(elem_id="all-examples"):
-        examples_row(examples, prompt, controls, forget)
-    connect_pair(controls, prompt, examples["ready"])
+    examples_row(examples)
     with gr.Row(elem_id="ask"):
-        prompt.render()  # type: ignore[no-untyped-call]
+        gr.Textbox(
+            text,
+            label="Prompt",
+            lines=2,
+            max_lines=8,
+            elem_id="prompt",
+            interactive=True,
+            placeholder="A message, or the beginning of a text or program…",
+        )
         with gr.Column(elem_id="actions", scale=0, min_width=130):
-            buttons = {"run": gr.Button("Run", variant="primary", elem_id="run", scale=0)}
-            buttons["continue-chat"] = gr.Button("Continue chat", elem_id="continue-chat", scale=0, visible="hidden")
-            buttons["stop"] = gr.Button("Stop", elem_id="stop", scale=0)
+            gr.Button("Run", variant="primary", elem_id="run", scale=0)
+            gr.Button("Continue chat", elem_id="continue-chat", scale=0, visible="hidden")
+            gr.Button("Stop", elem_id="stop", scale=0)
     gr.HTML(_EFFECT, elem_id="effect", apply_default_css=False)
     drawn = cockpit(service.runs.queries, service.limits.max_trace or MAX_CHARACTERS)
     conversation = _conversation_view()
-    compare, progress, estimate, stored_lanes = _actions(buttons, compared)
+    buttons, progress, estimate = _actions(compared)
     if CHAT_PAIR in service.limits.pairs and (command := PAIRS[CHAT_PAIR].missing):
         gr.Markdown(f"The chat model SmolLM2 is not installed (93 MB): `{command}`, then restart.", elem_id="notice")
-    about = build_tabs(service, controls, initial, device)
+    about = build_tabs(service, form, initial, device)
     page_links(os.environ)
-    return _Parts(
-        controls,
-        prompt,
-        compare,
-        buttons,
-        stored_lanes,
-        progress,
-        estimate,
-        cockpit=drawn,
-        conversation=conversation,
-        about=about,
-        saved=gr.BrowserState(storage_key="specdemo-settings", secret="specdemo"),
-        stored=gr.BrowserState(storage_key="specdemo-lanes", secret="specdemo"),
-    )
+    defaults = {**form.defaults, "prompt": text, "compare": compared}
+    return _Parts(form, defaults, buttons, progress, estimate, drawn, conversation, about)
 
 
 def _conversation_view() -> gr.Chatbot:
@@ -280,25 +239,32 @@ def _conversation_view() -> gr.Chatbot:
     )
 
 
-def _actions(buttons: dict[str, gr.Button], compared: bool) -> tuple[gr.Checkbox, gr.HTML, gr.Markdown, gr.Markdown]:
+def _actions(compared: bool) -> tuple[dict[str, gr.Button], gr.HTML, gr.Markdown]:
+    buttons: dict[str, gr.Button] = {}
+
+    def button(name: str, title: str) -> None:
+        buttons[name] = gr.Button(title, size="sm", elem_id=name, scale=0)
+
     with gr.Row(elem_id="more-measurements"):
-        compare = gr.Checkbox(
-            compared, label="Compare with autoregressive decoding", elem_id="compare", container=False
+        gr.Checkbox(
+            compared,
+            label="Compare with autoregressive decoding",
+            elem_id="compare",
+            container=False,
+            interactive=True,
         )
-        buttons["repeat"] = gr.Button(f"Repeat ×{REPEATS}", size="sm", elem_id="repeat", scale=0)
-        buttons["preflight"] = gr.Button("Predict the speed-up", size="sm", elem_id="preflight", scale=0)
-        buttons["use"] = gr.Button("Use", elem_id="use-recorded", visible="hidden")
-        buttons["lanes-of-tab"] = gr.Button("Use", elem_id="lanes-of-tab", visible="hidden")
+        button("repeat", f"Repeat ×{REPEATS}")
+        button("preflight", "Predict the speed-up")
     progress = gr.HTML(elem_id="estimate-progress")
     estimate = gr.Markdown(elem_id="estimate")
     with gr.Row(elem_id="outdated-estimate"):
         gr.Markdown("Settings or prompt have changed.")
-        buttons["update-estimate"] = gr.Button("Update", size="sm", elem_id="update-estimate", scale=0)
-    stored_lanes = gr.Markdown(elem_id="kept-lanes")
+        button("update-estimate", "Update")
+    gr.HTML(_LANES, elem_id="added-lanes", apply_default_css=False)
     with gr.Accordion("More actions", open=False, elem_id="more-actions"), gr.Row():
         for name, title in _MORE_ACTIONS.items():
-            buttons[name] = gr.Button(title, size="sm", elem_id=name, scale=0)
-    return compare, progress, estimate, stored_lanes
+            button(name, title)
+    return buttons, progress, estimate
 
 
 _MORE_ACTIONS = {
@@ -311,74 +277,36 @@ _MORE_ACTIONS = {
 }
 
 
-def _connect_runs(parts: _Parts, handlers: _Handlers) -> None:
-    settings = list(parts.settings.values())
-    names = list(parts.settings)
-    for name, turn in (("run", "new"), ("continue-chat", "next"), ("repeat", "repeat")):
-        parts.buttons[name].click(
-            None,
-            [parts.stored, *settings],
-            js=script("press_run", {"names": names, "turn": turn}),
-            trigger_mode="multiple",  # the cockpit passes clicks one by one
-            **_PRIVATE,
-        )
+def _connect(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> None:
+    """Wire the events that need the server or parts of Gradio; `settings.js` handles all others."""
+    buttons, values = parts.buttons, parts.form.values
     parts.cockpit.submit(handlers.ended, None, parts.conversation, trigger_mode="multiple", **_QUEUED)
-    parts.buttons["continue-chat"].click(None, None, parts.prompt, js="() => ''", **_PRIVATE)  # the run has read it
-    _connect_estimate(parts, handlers)
-    method = parts.controls["method"]
-    notes = {name: link_papers(method.notes) for name, method in METHODS.items()}
-    method.change(lambda name: notes.get(str(name), ""), method, parts.about, preprocess=False, **_IMMEDIATE)
-
-
-def _connect_estimate(parts: _Parts, handlers: _Handlers) -> None:
-    buttons = tuple(parts.buttons[name] for name in ("preflight", "update-estimate"))
-    settings = list(parts.settings.values())
-    connect_prediction(
-        handlers.service, PanelParts(buttons, parts.progress), parts.estimate, settings, handlers.prediction
-    )
-
-
-def _connect_lanes(parts: _Parts, handlers: _Handlers) -> None:
-    buttons = parts.buttons
-    stored, stored_lanes = parts.stored, parts.stored_lanes
-    inputs = [stored, *parts.controls.values()]
-    shown = [stored, stored_lanes]
-    changes = (
-        buttons["keep-lane"].click(handlers.keep, inputs, shown, preprocess=False, **_QUEUED),
-        buttons["keep-copy"].click(handlers.keep_copy, inputs, shown, preprocess=False, **_QUEUED),
-        buttons["drop-lanes"].click(None, None, shown, js="() => [[], '']", **_PRIVATE),  # null would not be stored
-    )
-    for change in changes:
-        change.success(None, shown, None, js=_TO_OTHER_TABS, **_PRIVATE)
-    buttons["lanes-of-tab"].click(None, None, shown, js="() => window.specdemoLanes", **_PRIVATE)
+    parts.cockpit.clear(handlers.forget, None, parts.conversation, **_QUEUED)
+    parts.cockpit.delete(handlers.unload, None, None, **_QUEUED)
+    parts.cockpit.select(describe_method, None, parts.about, trigger_mode="always_last", **_IMMEDIATE)
     buttons["new-talk"].click(handlers.forget, None, parts.conversation, **_QUEUED)
+    buttons["reset"].click(None, None, [parts.estimate, parts.progress], js="() => ['', '']", **_PRIVATE)
+    for name, keep in (("keep-lane", handlers.keep), ("keep-copy", handlers.keep_copy)):
+        kept = buttons[name].click(keep, values, values, js=_COMPARISON_JS, **_QUEUED)
+        kept.then(None, values, None, js="(lanes) => window.specdemo.storeLanes(lanes)", **_PRIVATE)
+    found = demo.load(handlers.find, values, values, js=_STORED_JS, **_QUEUED)
+    found.then(None, values, None, js=_RESTORE_JS, **_PRIVATE)
+    predict = PanelParts((buttons["preflight"], buttons["update-estimate"]), parts.progress)
+    connect_prediction(handlers.service, predict, parts.estimate, values, handlers.prediction)
 
 
-def _connect_settings(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> None:
-    settings, defaults = list(parts.settings.values()), parts.defaults
-    data = {"names": list(parts.settings), "defaults": list(defaults.values())}
-    changes = [component.change for component in settings]
-    gr.on(changes, None, settings, parts.saved, js=script("save_settings", data), **_IMMEDIATE)
-    parts.buttons["link"].click(
-        None, settings, None, js=script("copy_link", {**data, "pairSettings": PAIR_SETTINGS}), **_PRIVATE
-    )
-    recorded = "(name) => window.specdemoRecorded?.[name] ?? undefined"  # undefined: unchanged
-    use = f"() => {json.dumps(data['names'])}.map({recorded})"
-    parts.buttons["use"].click(None, None, settings, js=use, **_PRIVATE)
-    initial = json.dumps([*defaults.values(), "", ""])
-    parts.buttons["reset"].click(
-        None, None, [*settings, parts.estimate, parts.progress], js=f"() => {initial}", **_PRIVATE
-    )
-    restorable = gr.Textbox(visible=False)
-    demo.load(
-        handlers.find, [parts.saved, parts.stored], [restorable, parts.stored_lanes], preprocess=False, **_QUEUED
-    ).then(None, [restorable, *settings], settings, js=script("restore_settings", data), **_PRIVATE)
+def describe_method(event: gr.EventData) -> str:
+    """Return the notes of the chosen method."""
+    method = METHODS.get(str(event.method))
+    return link_papers(method.notes) if method else ""
 
 
 class _Handlers:
-    def __init__(self, service: Service, device: str, defaults: Settings, examples: Examples = ()) -> None:
+    def __init__(
+        self, service: Service, form: SettingsForm, device: str, defaults: Settings, examples: Examples
+    ) -> None:
         self.service = service
-        self._device, self._defaults = device, defaults
+        self._form, self._device, self._defaults = form, device, defaults
         self._examples = examples
 
     def ended(self, event: gr.EventData, request: gr.Request) -> Any:
@@ -389,19 +317,22 @@ class _Handlers:
         return self._conversation(run.visitor if run is not None else request.session_hash or "")
 
     def _conversation(self, visitor: str) -> Any:
-        messages = self.service.conversations.shown(visitor)
+        known = self.service.visitors.find(visitor)
+        messages = shown_messages(known.messages, known.footers)
         return gr.Chatbot(value=messages, visible=bool(messages))
 
-    def prediction(self, _: str, values: tuple[Any, ...]) -> SpeedupPrediction:
-        settings = dict(zip(self._defaults, values, strict=True))
-        prompt = settings["prompt"] if isinstance(settings["prompt"], str) else ""
-        return SpeedupPrediction(replace(self._recipe(settings), external=None), prompt)
+    def prediction(self, sent: Any) -> SpeedupPrediction:
+        recipe = recipe_of(self._form.complete(sent), self._device)
+        prompt = sent.get("prompt")
+        return SpeedupPrediction(replace(recipe, external=None), prompt if isinstance(prompt, str) else "")
 
-    def keep(self, stored: Any, *values: Any) -> tuple[Any, str]:
-        return self._keep(stored, values, lambda settings: settings)
+    def keep(self, sent: Any) -> dict[str, Any]:
+        """Add the settings to the stored lanes; return all lanes and their description."""
+        return self._keep(sent, lambda settings: settings)
 
-    def keep_copy(self, stored: Any, *values: Any) -> tuple[Any, str]:
-        return self._keep(stored, values, self._copy_settings)
+    def keep_copy(self, sent: Any) -> dict[str, Any]:
+        """Add the quantised copy of the target to the stored lanes."""
+        return self._keep(sent, self._copy_settings)
 
     def _copy_settings(self, settings: Settings) -> Settings:
         if settings["drafter"] != SAME:
@@ -409,45 +340,50 @@ class _Handlers:
         form = recipe_of({**settings, "method": "draft"}, self._device).drafter_quantization
         return {**settings, "method": "ar", "quantization": form, "drafter": ""}
 
-    def _keep(self, stored: Any, values: Sequence[Any], select: Callable[[Settings], Settings]) -> tuple[Any, str]:
-        lanes = self._lanes(stored)
+    def _keep(self, sent: Any, select: Callable[[Settings], Settings]) -> dict[str, Any]:
+        lanes = self._valid_lanes(sent.get("lanes") if isinstance(sent, dict) else None)
         try:
-            if not isinstance(stored, (list, type(None))):
-                raise UserError("the added settings must be a list: remove them first")
-            wanted = select(recipe_settings(dict(zip(self._defaults, values, strict=False))))
-            recipe = recipe_of(wanted, self._device)
+            wanted = select(self._form.complete(sent.get("settings") if isinstance(sent, dict) else None))
+            recipe_of(wanted, self._device)
             if len(lanes) == len(EXTRA):
                 raise UserError(f"{len(EXTRA)} settings are added already: remove them first")
+            lanes = [*lanes, wanted]
         except UserError as error:
             gr.Warning(html.escape(reason(error)))
-            return gr.skip(), describe_stored_lanes(lanes)
-        valid = [lane for lane in (stored or [])[: len(EXTRA)] if self._lanes([lane])]
-        return [*valid, wanted], describe_stored_lanes([*lanes, recipe])
+        return self._described(lanes)
 
-    def find(self, saved: Any, stored: Any, request: gr.Request) -> tuple[str, str]:
-        link = from_link(dict(request.query_params), self._defaults, self._examples)
-        settings, errors = restored(link or saved, self._defaults, self._device, effective=bool(link))
-        for error in errors:
-            gr.Warning(html.escape(with_method_names(error)))
-        for problem in link_problems(dict(request.query_params), self._defaults):
-            gr.Warning(html.escape(problem))
+    def find(self, sent: Any, request: gr.Request) -> dict[str, Any]:
+        """Return the settings of the link or of the last visit, as far as they are valid, and the stored lanes."""
+        known = sent if isinstance(sent, dict) else {}
+        query = dict(request.query_params)
+        link = from_link(query, self._defaults, self._examples)
+        wanted = link or known.get("settings")
+        settings, errors = restored(wanted, self._defaults, self._device, effective=bool(link))
+        for text in [*map(with_method_names, errors), *link_problems(query, self._defaults)]:
+            gr.Warning(html.escape(text))
         remote = settings["remote"] if settings.get("mode", OFF) != OFF else ""
         for address in filter(None, (remote, settings.get("external"))) if link else ():
             gr.Warning(html.escape(f"This link has prompts sent to {address}: run it only if you trust it."))
         changed = {name: value for name, value in settings.items() if value != self._defaults[name]}
-        visitor = request.session_hash or ""
-        return json.dumps({"visitor": visitor, "settings": changed}), describe_stored_lanes(self._lanes(stored))
+        return {"settings": changed, "lanes": self._described(self._valid_lanes(known.get("lanes")))}
 
     def forget(self, request: gr.Request) -> Any:
-        self.service.conversations.forget(request.session_hash or "")
-        gr.Info("The next prompt begins a new conversation.")
+        """End the conversation."""
+        self.service.visitors.find(request.session_hash or "").end_conversation()
         return self._conversation(request.session_hash or "")
 
+    async def unload(self) -> None:
+        """Free the memory of the models."""
+        gr.Info(html.escape(await self.service.unload()))
+
     def leave(self, request: gr.Request) -> None:
-        self.service.leave(request.session_hash or "")
+        """End the session of a visitor."""
+        self.service.visitors.leave(request.session_hash or "")
 
-    def _recipe(self, settings: Settings) -> Recipe:
-        return recipe_of(recipe_settings(settings), self._device)
+    def _valid_lanes(self, stored: Any) -> list[Settings]:
+        lanes = stored[: len(EXTRA)] if isinstance(stored, list) else []
+        return [lane for lane in lanes if stored_recipes([lane], self._defaults, self._device, 1)]
 
-    def _lanes(self, stored: Any) -> list[Recipe]:
-        return stored_recipes(stored, self._defaults, self._device, len(EXTRA))
+    def _described(self, lanes: list[Settings]) -> dict[str, Any]:
+        recipes = stored_recipes(lanes, self._defaults, self._device, len(EXTRA))
+        return {"lanes": lanes, "text": describe_stored_lanes(recipes)}

@@ -1,4 +1,4 @@
-"""Store of active and recent runs, bounded per visitor and in total, with the cockpit's queries about them."""
+"""Store of active and recent runs, bounded per network and in total, with the cockpit's queries about them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from specdemo.core.errors import UserError
@@ -15,6 +14,7 @@ from specdemo.core.trace import MAX_CHARACTERS
 from specdemo.models.zoo import ASSETS
 from specdemo.remote.connections import network_of
 from specdemo.ui.frames import Run, read_traces
+from specdemo.ui.visitors import Visitors
 
 RECORDED = ASSETS / "traces"
 _RUN_CHARACTERS = 4_000  # memory of a run without its text, in characters
@@ -22,65 +22,63 @@ _ID = re.compile(r"[\w-]{16,64}", re.ASCII)
 _MOST_STOPPED = 1024
 
 
-@dataclass(eq=False)
 class RunStore:
-    """Store of all active runs and a bounded number of finished runs. A visitor is an address.
+    """Store of all active runs and a bounded number of finished runs, limited by the networks of visitors.
 
     Arguments of queries are lists, as the browser sends them.
     """
 
-    per_visitor: int = 64
-    max_characters: int = 256_000_000
-    max_trace: int | None = None
-    admit: Callable[[str], None] = lambda address: None
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        visitors: Visitors | None = None,
+        per_network: int = 64,
+        max_characters: int = 256_000_000,
+        max_trace: int | None = None,
+        admit: Callable[[str], None] = lambda address: None,
+    ) -> None:
+        self._visitors = visitors if visitors is not None else Visitors()
+        self._per_network, self._max_characters = per_network, max_characters
+        self._max_trace, self._admit = min(max_trace or MAX_CHARACTERS, MAX_CHARACTERS), admit
         self._runs: OrderedDict[str, Run] = OrderedDict()  # least recently used first
-        self._owners: dict[str, str] = {}  # run id -> visitor
-        self._latest: dict[str, str] = {}  # session -> run id
         self._stopped: OrderedDict[str, None] = OrderedDict()  # ids of runs that were stopped before they began
         self._lock = threading.Lock()
 
-    def new(self, session: str, plan: tuple[str, ...], address: str = "", run_id: Any = None) -> Run:
-        """Create a run and stop the previous run of a known session. Raises `UserError` for a bad `run_id`."""
-        run = Run(plan) if run_id is None else Run(plan, run_id)
+    def new(self, visitor: str, plan: tuple[str, ...], address: str = "", run_id: Any = None) -> Run:
+        """Create a run and stop the visitor's previous run. Raises `UserError` for a bad `run_id`."""
+        run = Run(plan, visitor=visitor) if run_id is None else Run(plan, run_id, visitor=visitor)
         if not _is_id(run.id) or self.get(run.id):
             raise UserError("the id of a run must be new, with 16 to 64 letters, digits, _ or -: reload the page")
-        if session:
-            self.leave(session)
-            with self._lock:
-                self._latest[session] = run.id
+        if (previous := self.latest(visitor)) is not None:
+            previous.stop()
+        self._visitors.enter(visitor).run = run.id
         self.keep(run, address)
         if run.id in self._stopped:
             run.stop()
         return run
 
     def keep(self, run: Run, address: str = "") -> None:
+        run.network = network_of(address)
         with self._lock:
-            self._runs[run.id], self._owners[run.id] = run, network_of(address)
+            self._runs[run.id] = run
             while (dropped := self._surplus(run)) is not None:
-                del self._runs[dropped], self._owners[dropped]
-                self._latest = {session: run_id for session, run_id in self._latest.items() if run_id != dropped}
+                del self._runs[dropped.id]
 
-    def _surplus(self, newest: Run) -> str | None:
-        """Return a run to drop: of this visitor if above a limit, else of the visitor with most characters."""
+    def _surplus(self, newest: Run) -> Run | None:
+        """Return a run to drop: of this network if above a limit, else of the network with most characters."""
+        counts = Counter(run.network for run in self._runs.values())
         sizes: Counter[str] = Counter()
-        counts = Counter(self._owners.values())
-        for run_id, run in self._runs.items():
-            sizes[self._owners[run_id]] += run.size + _RUN_CHARACTERS
-        owner = self._owners[newest.id]
-        if counts[owner] > self.per_visitor or sizes[owner] > self.max_characters // 2:
-            owners = [owner]
-        elif sizes.total() > self.max_characters:
-            owners = [name for name, _ in sizes.most_common()]
+        for run in self._runs.values():
+            sizes[run.network] += run.size + _RUN_CHARACTERS
+        if counts[newest.network] > self._per_network or sizes[newest.network] > self._max_characters // 2:
+            networks = [newest.network]
+        elif sizes.total() > self._max_characters:
+            networks = [network for network, _ in sizes.most_common()]
         else:
             return None
-        for name in owners:
-            finished = [run for run_id, run in self._runs.items() if self._owners[run_id] == name and run.over]
-            # Refused requests go first, since they have no text.
-            for run in sorted(finished, key=lambda run: bool(run.records)):
-                if run is not newest:
-                    return run.id
+        for network in networks:
+            runs = (run for run in self._runs.values() if run.network == network and run.over and run is not newest)
+            if finished := list(runs):
+                return min(finished, key=lambda run: bool(run.records))  # first refused requests, which have no text
         return None
 
     def get(self, run_id: object) -> Run | None:
@@ -90,15 +88,8 @@ class RunStore:
             self._runs.move_to_end(run_id)
             return self._runs[run_id]
 
-    def latest(self, session: str) -> Run | None:
-        with self._lock:
-            return self._runs.get(self._latest.get(session, ""))
-
-    def leave(self, session: str) -> None:
-        with self._lock:
-            run = self._runs.get(self._latest.pop(session, ""))
-        if run is not None:
-            run.stop()
+    def latest(self, visitor: str) -> Run | None:
+        return self.get(self._visitors.find(visitor).run)
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -118,16 +109,13 @@ class RunStore:
     def import_trace(self, text: Any, address: str = "") -> str:
         """Return a frame that shows the traces of a file, or `{"refused": cause}`."""
         try:
-            self.admit(address)
+            self._admit(address)
+            return self._open(text, address, self._max_trace)
         except UserError as error:
             return _json({"refused": str(error)})
-        return self._opened(text, address, min(self.max_trace or MAX_CHARACTERS, MAX_CHARACTERS))
 
-    def _opened(self, text: Any, address: str, max_characters: int) -> str:
-        try:
-            run = read_traces(text, max_characters)
-        except UserError as error:
-            return _json({"refused": str(error)})
+    def _open(self, text: Any, address: str, max_characters: int = MAX_CHARACTERS) -> str:
+        run = read_traces(text, max_characters)
         self.keep(run, address)
         return run.frame(0)
 
@@ -138,7 +126,7 @@ class RunStore:
             return _json([[stem, stem.replace("-", " ")] for stem in paths])
         if not isinstance(name, str) or name not in paths:
             return _json({"refused": "there is no recorded trace of this name: choose one of the list"})
-        return self._opened(paths[name].read_text("utf-8"), address, MAX_CHARACTERS)
+        return self._open(paths[name].read_text("utf-8"), address)
 
     def stop_run(self, run_id: Any) -> None:
         """Stop a run, also before it begins. Its frames continue until the end, so no tokens are lost."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,16 +17,16 @@ from specdemo.core.errors import UserError
 from specdemo.drafters import METHODS
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
-from specdemo.ui.lane import EXTRA, SPEC, alternating, comparable_lanes, lanes_of, name_lanes, plan_of
+from specdemo.ui.lane import EXTRA, SPEC, alternating, comparable_lanes, lanes_of, name_lanes
 from specdemo.ui.service import Service
-from specdemo.ui.settings import Settings, recipe_of, recipe_settings, stored_recipes
-from specdemo.ui.streams import LaneEvents, RunFrames, reason
+from specdemo.ui.settings import Settings, recipe_of, stored_recipes
+from specdemo.ui.streams import play, reason
+from specdemo.ui.visitor_sessions import FIELD
 from specdemo.worker import WorkerBusy
 
 REPEATS = 5
 RUNS = "/runs"
-_KEYS = {"id", "visitor", "settings", "lanes", "turn"}
-_VISITOR = re.compile(r"[\w-]{0,64}", re.ASCII)
+_KEYS = {"id", FIELD, "settings", "lanes", "turn"}
 Turn = Literal["new", "next", "repeat"]  # of a conversation; `repeat`: the last turn again, several times
 
 
@@ -36,7 +35,7 @@ class RunRequest:
     """Request of a button; settings are raw."""
 
     id: str
-    visitor: str
+    visitor: str  # private name of the session
     settings: Settings
     lanes: Any  # settings of further lanes, as the browser stores them
     turn: Turn
@@ -44,84 +43,73 @@ class RunRequest:
     @classmethod
     def parse(cls, value: Mapping[str, Any], defaults: Settings) -> RunRequest:
         """Parse JSON; missing settings are `defaults`. Raises `UserError`."""
-        settings, visitor = value.get("settings"), value.get("visitor", "")
+        run_id, settings = value.get("id"), value.get("settings")
         turn = value.get("turn", "new")
         if value.keys() - _KEYS or turn not in ("new", "next", "repeat") or not isinstance(settings, dict):
             raise UserError("a run needs its id and the settings of the page: reload the page")
-        if not isinstance(visitor, str) or not _VISITOR.fullmatch(visitor):
-            raise UserError("the name of the visitor is invalid: reload the page")
         if unknown := settings.keys() - defaults.keys():
             raise UserError(f"unknown setting {min(unknown)[:40]!r}: reload the page")
-        run_id = value.get("id")
         if not isinstance(run_id, str):
             raise UserError("a run needs an id: reload the page")
-        return cls(run_id, visitor, {**defaults, **settings}, value.get("lanes"), turn)
-
-    @property
-    def pairs(self) -> int:
-        return REPEATS if self.turn == "repeat" else 1
+        return cls(run_id, value.get(FIELD) or "", {**defaults, **settings}, value.get("lanes"), turn)
 
 
 class Runs:
-    """Start and play runs."""
+    """Start runs of the page."""
 
-    def __init__(self, service: Service, frames: RunFrames, device: str, defaults: Settings) -> None:
-        self._service, self._frames = service, frames
+    def __init__(self, service: Service, device: str, defaults: Settings) -> None:
+        self._service = service
         self._device, self._defaults = device, defaults
         self._playing: set[asyncio.Task[None]] = set()
 
     def start(self, value: Mapping[str, Any], address: str) -> Run:
         """Return a started or failed run. Raises `UserError` for malformed requests."""
         request = RunRequest.parse(value, self._defaults)
-        prompt = request.settings["prompt"]
-        if request.turn == "repeat" and prompt == "":  # cleared after it was sent
-            prompt = self._service.conversations.last_message(request.visitor)
-        extra, others = self._extra_lanes(request)
-        compare = request.settings["compare"] or request.turn == "repeat"
-        plan = plan_of(request.settings, compare, len(extra))
-        run = self._service.runs.new(request.visitor, plan, address, request.id)
-        run.visitor = request.visitor
-        run.pairs = request.pairs
-        run.history = self._service.conversations.history(request.visitor, prompt, request.turn)
+        try:
+            lanes, others = self._lanes(request)
+        except UserError as error:
+            run = self._service.runs.new(request.visitor, (SPEC,), address, request.id)
+            run.finish(reason(error))
+            return run
+        run = self._service.runs.new(request.visitor, tuple(lanes), address, request.id)
         if others:
             run.note(f"Not compared, since target or chat template differ: {name_lanes(others)}.")
         try:
-            stream = self._submit(run, request, prompt, extra, address)
+            self._begin(run, request, lanes, address)
         except (UserError, WorkerBusy) as error:
             run.finish(reason(error))
-            return run
-        run.begin(stream.stop)
-        playing = asyncio.create_task(self._play(run, stream, request.visitor, prompt))
-        self._playing.add(playing)
-        playing.add_done_callback(self._playing.discard)
         return run
 
-    def _submit(self, run: Run, request: RunRequest, prompt: Any, extra: list[Recipe], address: str) -> LaneEvents:
-        if run.pairs > 1 and SPEC not in run.plan:
-            raise UserError(f"a comparison with method ar needs another method than ar: {', '.join(METHODS)}")
-        recipe = recipe_of(recipe_settings(request.settings), self._device)
-        lanes = lanes_of(recipe, extra, run.plan)
-        jobs = alternating(lanes, run.pairs)
-        warm_up = len(lanes) > 1
-        return self._service.start(jobs, prompt, request.visitor, address, run.history, warm_up)
-
-    async def _play(self, run: Run, stream: LaneEvents, visitor: str, prompt: str) -> None:
-        await self._frames.play(run, stream)
-        if visitor:
-            self._service.conversations.remember(visitor, prompt, run)
-
-    def _extra_lanes(self, request: RunRequest) -> tuple[list[Recipe], list[Recipe]]:
-        """Return comparable recipes and others."""
+    def _lanes(self, request: RunRequest) -> tuple[dict[str, Recipe], list[Recipe]]:
+        """Return the lanes of a request and the stored recipes that cannot be compared. Raises `UserError`."""
+        recipe = recipe_of(request.settings, self._device)
         if request.turn == "repeat":
-            return [], []
-        try:
-            recipe = recipe_of(recipe_settings(request.settings), self._device)
-        except UserError:  # reported when the run is submitted
-            return [], []
+            if SPEC not in (lanes := lanes_of(recipe, compare=True)):
+                raise UserError(f"a comparison with method ar needs another method than ar: {', '.join(METHODS)}")
+            return lanes, []
         stored = stored_recipes(request.lanes, self._defaults, self._device, len(EXTRA))
         comparable = comparable_lanes(stored, recipe)
-        extra = [*([recipe] if recipe.external else []), *comparable][: len(EXTRA)]
-        return extra, [lane for lane in stored if lane not in comparable]
+        extra = [*([recipe] if recipe.external else []), *comparable]
+        lanes = lanes_of(recipe, request.settings["compare"], extra[: len(EXTRA)])
+        return lanes, [lane for lane in stored if lane not in comparable]
+
+    def _begin(self, run: Run, request: RunRequest, lanes: Mapping[str, Recipe], address: str) -> None:
+        visitor, prompt = self._service.visitors.enter(request.visitor), request.settings["prompt"]
+        if request.turn == "repeat" and prompt == "":  # cleared after it was sent
+            prompt = visitor.last_message
+        run.pairs = REPEATS if request.turn == "repeat" else 1
+        run.history = visitor.begin_turn(prompt, request.turn)
+        jobs = alternating(lanes, run.pairs)
+        warm_up = len(lanes) > 1
+        stream = self._service.start(jobs, prompt, request.visitor, address, run.history, warm_up)
+        run.begin(stream.stop)
+        playing = asyncio.create_task(play(run, stream))
+        self._playing.add(playing)
+        playing.add_done_callback(lambda _: self._end(run, prompt, playing))
+
+    def _end(self, run: Run, prompt: str, playing: asyncio.Task[None]) -> None:
+        self._playing.discard(playing)
+        self._service.visitors.enter(run.visitor).remember(prompt, run)
 
 
 def run_route(runs: Runs) -> Route:

@@ -6,8 +6,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import aclosing, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from datetime import datetime
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -26,12 +28,12 @@ from specdemo.remote.connections import network_of
 from specdemo.remote.local_service import LocalServices, cores_but_one
 from specdemo.shared_passes import PASS_ROWS
 from specdemo.stores import Stores
-from specdemo.ui.conversation import Conversations
 from specdemo.ui.frames import Run
-from specdemo.ui.limits import HostLimits, TimeBudget, Visitors
+from specdemo.ui.limits import HostLimits, RunRates, TimeBudget
 from specdemo.ui.measurements import Measurements
 from specdemo.ui.run_store import RunStore
-from specdemo.ui.streams import LaneEvents, drain, reason
+from specdemo.ui.streams import LaneEvents, read_result, reason
+from specdemo.ui.visitors import Visitors
 from specdemo.worker import Stream, Worker, WorkerGroup
 
 WARM_UP_TOKENS = 8
@@ -56,10 +58,12 @@ class Service:
         self.last_token: float | None = None  # time of `time.monotonic`
         self.clouds = LocalServices(models.idle_s if math.isfinite(models.idle_s) else 600.0)
         self._models, self._engine = models, engine
-        self.conversations = Conversations()
-        self._visitors, self._admission = Visitors(self.limits), threading.Lock()
-        self.runs = RunStore(max_trace=self.limits.max_trace, admit=self._admit_request)
-        self.measurements = Measurements(models, self.worker, self.limits, self._admit, self._with_services)
+        self._rates = RunRates(self.limits)
+        self.visitors = Visitors()
+        self.runs = RunStore(self.visitors, max_trace=self.limits.max_trace, admit=self._rates.count)
+        self.measurements = Measurements(
+            models, self.worker, self.limits, self.visitors, self._admit, self._with_services
+        )
         self._idle: threading.Timer | None = None
 
     def start(
@@ -80,10 +84,13 @@ class Service:
         conversation = [*history, {"role": "user", "content": prompt}]
         chat = any(recipe.chat for _, recipe in jobs)
         text = "".join(message["content"] for message in conversation) if chat else prompt
-        now = self.conversations.began(visitor)
+        known = self.visitors.enter(visitor)
+        now = known.began or datetime.now()
         granted = [(lane, self.limits.grant(recipe, text).at(now)) for lane, recipe in jobs]
-        keep = any(recipe.ngram_keep or recipe.chat for _, recipe in granted)
-        remembered = self.conversations.stores_of(visitor) if keep and visitor else {}
+        remembered: dict[str, Stores] = {}
+        if any(recipe.ngram_keep or recipe.chat for _, recipe in granted):
+            remembered = known.stores
+            self.visitors.limit_stores(known)
         budget = TimeBudget(self.limits.max_seconds)
 
         def events() -> Iterator[tuple[str, Event]]:
@@ -97,12 +104,10 @@ class Service:
                     yield lane, Loading("starting a cloud process on this machine")
                 with (
                     self._with_services([recipe]) as (served,),
-                    closing(
-                        self._engine(served, conversation if recipe.chat else prompt, self._models, stores)
-                    ) as stream,
+                    closing(self._decode(served, conversation if recipe.chat else prompt, stores)) as stream,
                 ):
                     event: Event | None = None
-                    for event in self._noting(budget.spend(stream)):
+                    for event in budget.spend(stream):
                         yield lane, event
                 if isinstance(event, End) and event.reason in ("error", "cancelled"):
                     return
@@ -116,11 +121,18 @@ class Service:
             short = replace(recipe, max_tokens=min(recipe.max_tokens, WARM_UP_TOKENS), min_length=0)
             prompt: PromptOrChat = [{"role": "user", "content": PROBE}] if recipe.chat else PROBE
             yield lane, Loading("warming up")
-            with closing(self._engine(short, prompt, self._models, Stores())) as stream:
+            with closing(self._decode(short, prompt, Stores())) as stream:
                 yield from ((lane, event) for event in stream if isinstance(event, Loading))
 
     def probe(self, recipe: Recipe) -> Stream[Event]:
-        return self._submit(lambda: self._noting(self._engine(recipe, PROBE, self._models, Stores())))
+        return self.worker.submit(partial(self._tidied, lambda: self._decode(recipe, PROBE, Stores())))
+
+    def _decode(self, recipe: Recipe, prompt: PromptOrChat, stores: Stores) -> Generator[Event]:
+        with closing(self._engine(recipe, prompt, self._models, stores)) as events:
+            for event in events:
+                if isinstance(event, StepEvent) and event.step.tokens:
+                    self.last_token = time.monotonic()
+                yield event
 
     @contextmanager
     def _with_services(self, recipes: Sequence[Recipe]) -> Iterator[list[Recipe]]:
@@ -155,18 +167,16 @@ class Service:
             yield f"{format_bytes(size)} of weights unloaded." if size else "No model was loaded."
 
         try:
-            return await _only_item(self.worker.submit(job))
+            return await read_result(self.worker.submit(job), str)
         except Exception as error:
             return reason(error)
 
-    def _submit(self, job: Callable[[], Iterator[T]], owner: str = "") -> Stream[T]:
-        def steps() -> Iterator[T]:
-            try:
-                yield from job()
-            finally:
-                self._tidy_later()
-
-        return self.worker.submit(steps, owner=owner)
+    def _tidied(self, job: Callable[[], Iterator[T]]) -> Iterator[T]:
+        """Run a job; unload models some time after it."""
+        try:
+            yield from job()
+        finally:
+            self._tidy_later()
 
     def _tidy_later(self) -> None:
         def tidy() -> Iterator[int]:
@@ -174,7 +184,7 @@ class Service:
 
         def submit() -> None:
             with suppress(RuntimeError):  # the queue is full (the next job tidies) or closed
-                self._submit(tidy)
+                self.worker.submit(partial(self._tidied, tidy))
 
         if self._idle:
             self._idle.cancel()
@@ -184,43 +194,16 @@ class Service:
         self._idle.daemon = True
         self._idle.start()
 
-    def leave(self, visitor: str) -> None:
-        """Release the data of a session; its run ends separately."""
-        self.measurements.stop_bench(visitor)
-        self.conversations.leave(visitor)
-
     def _admit(
         self, job: Callable[[], Iterator[T]], address: str, visitor: str = "", replaced: Stream[Any] | None = None
     ) -> Stream[T]:
-        with self._admission:
-            self._visitors.admit(address, replaced)
-            stream = self._submit(job, visitor or network_of(address))
-            self._visitors.entered(address, stream)
-        return stream
-
-    def _admit_request(self, address: str) -> None:
-        with self._admission:
-            self._visitors.admit(address)
-            self._visitors.entered(address)
-
-    def _noting(self, events: Iterator[Event]) -> Iterator[Event]:
-        for event in events:
-            if isinstance(event, StepEvent) and event.step.tokens:
-                self.last_token = time.monotonic()
-            yield event
+        owner = visitor or network_of(address)
+        return self._rates.start(address, lambda: self.worker.submit(partial(self._tidied, job), owner=owner), replaced)
 
 
 def _shared_device(limits: HostLimits) -> Worker:
     texts = PASS_ROWS if limits.batch is None else limits.batch
     return Worker(waiting=limits.queue, prepare=thread_initializer(), texts=texts, has_memory=has_memory_for_text)
-
-
-async def _only_item(stream: Stream[T]) -> T:
-    async with aclosing(drain(stream)) as batches:
-        async for batch in batches:
-            for item in batch:
-                return item
-    raise stream.error or RuntimeError("the worker returned no result")
 
 
 def leave_a_core() -> None:

@@ -1,4 +1,4 @@
-"""Data of steps that their trace lines lack."""
+"""Data of lanes and steps that their trace lines lack."""
 
 from __future__ import annotations
 
@@ -19,19 +19,32 @@ from specdemo.core.explain import (
 from specdemo.core.rules import DecidedBy, rule_traits
 from specdemo.core.step import Step
 from specdemo.drafters import METHODS
+from specdemo.ui.lane import PLAIN, Lane, model_name
+from specdemo.ui.text_comparison import guarantee
 
 _RESIDUALS = (Reason.RESIDUAL, Reason.SIBLINGS_RESIDUAL, Reason.BLOCK_RESIDUAL)
 _FIGURES = tuple(field.name for field in fields(Decision))
 
 
-def lane_view(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return texts and facts for drawing the steps of a recipe.
+def lane_view(name: str, lane: Lane) -> dict[str, Any]:
+    """Return texts and facts for drawing a lane and its steps.
 
     `adjusts`: corrections are sampled from a residual; `scales`: the bound is a multiple of q; `residuals`: reasons of
     tokens from a residual.
     """
+    recipe = lane.recipe
     rule, method = rule_traits(recipe), METHODS.get(recipe["method"])
+    badge, why = guarantee(lane)
+    if name == PLAIN and badge == "exact":
+        badge = ""  # true of every baseline
     return {
+        "title": lane.title,
+        "about": method.title if method else "",
+        "model": model_name(recipe),
+        "chat": bool(recipe.get("chat")),
+        "exact": lane.exact or lane.external,  # the badge is not a warning
+        "badge": badge,
+        "why": why,
         "test": decided_by(recipe),
         "adjusts": rule.adjusts and not recipe.get("skip_sample_adjustment"),
         "scales": rule.threshold is not None and rule.needs_q,

@@ -6,10 +6,11 @@ import asyncio
 import errno
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from functools import partial
 from traceback import format_tb
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -38,6 +39,16 @@ def drain(stream: Stream[T]) -> AsyncGenerator[list[T]]:
     return read_batches(stream, _FRAME_S)
 
 
+async def read_result(stream: Stream[Any], kind: type[T]) -> T:
+    """Return the first item of this type. Raises the error of the job."""
+    async with aclosing(drain(stream)) as batches:
+        async for batch in batches:
+            for item in batch:
+                if isinstance(item, kind):
+                    return item
+    raise stream.error or RuntimeError("the worker returned no result")
+
+
 def reason(error: BaseException) -> str:
     """Convert an exception to a sentence for the visitor; log unexpected exceptions."""
     if isinstance(error, (UserError, WorkerBusy)):
@@ -51,7 +62,11 @@ def reason(error: BaseException) -> str:
     return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} …"
 
 
-def _queue_position(ahead: int, seconds: float | None) -> str:
+def _queue_position(stream: LaneEvents) -> str:
+    """Return the place of a waiting job in the queue, or an empty text."""
+    if stream.started or not (ahead := stream.worker.ahead(stream)):
+        return ""
+    seconds = stream.worker.expected_wait_s(stream)
     return f"{ahead} ahead" + ("" if seconds is None else f", about {max(1, round(seconds))} s")
 
 
@@ -67,116 +82,91 @@ def trace_route(path: str, runs: RunStore) -> Route:
     return Route(path, opened, methods=["POST"])
 
 
-class RunFrames:
-    """Advance runs and send their frames; access requires the unguessable id."""
+async def play(run: Run, stream: LaneEvents) -> None:
+    """Advance `run` to its end and notify its followers. Call in the server's thread."""
+    _stop_if_abandoned(run)
+    try:
+        async with aclosing(drain(stream)) as batches:
+            async for batch in batches:
+                phase = run.phase
+                for lane, event in batch:
+                    run.absorb(lane, event)
+                if position := _queue_position(stream):
+                    run.phase = ("queued", position)
+                if batch or run.phase != phase:
+                    run.notify()
+        await asyncio.to_thread(run.finish, reason(stream.error) if stream.error else None)
+    except Exception as error:
+        run.finish(reason(error))
+    run.notify()
 
-    def __init__(self, runs: RunStore) -> None:
-        self._runs = runs
-        self._followers: dict[str, set[asyncio.Event]] = {}  # keys are ids of runs
 
-    async def play(self, run: Run, stream: LaneEvents) -> None:
-        """Advance `run` to its end and notify its followers."""
-        self._stop_if_abandoned(run)
-        try:
-            async with aclosing(drain(stream)) as batches:
-                async for batch in batches:
-                    self._advance(run, stream, batch)
-            await asyncio.to_thread(run.finish, reason(stream.error) if stream.error else None)
-        except Exception as error:
-            run.finish(reason(error))
-        self.notify(run)
-
-    def _advance(self, run: Run, stream: LaneEvents, batch: list[tuple[str, Event]]) -> None:
-        phase = run.phase
-        for lane, event in batch:
-            run.absorb(lane, event)
-        if not stream.started and (ahead := stream.worker.ahead(stream)):
-            run.phase = ("queued", _queue_position(ahead, stream.worker.expected_wait_s(stream)))
-        if batch or run.phase != phase:
-            self.notify(run)
-
-    def _stop_if_abandoned(self, run: Run) -> None:
-        if run.over:
-            return
-        if run.id in self._followers:
-            run.seen = time.monotonic()
-        remaining = run.seen + GRACE_S - time.monotonic()
-        if remaining <= 0:
-            run.stop()
-        else:
-            asyncio.get_running_loop().call_later(remaining, self._stop_if_abandoned, run)
-
-    def notify(self, run: Run) -> bool:
-        """Notify the followers of `run`; return False without one. Call in the server's thread."""
-        followers = self._followers.get(run.id, set())
-        for changed in followers:
-            changed.set()
-        return bool(followers)
-
-    def routes(self) -> list[BaseRoute]:
-        """Return the routes `/frames/{run}`: frames from record `from` on over a WebSocket, or one with GET.
-
-        POST stops the run; a closed WebSocket does not, since the page may resume.
-        """
-        return [
-            WebSocketRoute(FRAMES, self._follow),
-            Route(FRAMES, self._frame, methods=["GET"]),
-            Route(FRAMES, self._stop, methods=["POST"]),
-        ]
-
-    async def _stop(self, request: Request) -> Response:
-        self._runs.stop_run(request.path_params["run"])
-        return Response(status_code=204)
-
-    async def _frame(self, request: Request) -> Response:
-        run = self._runs.get(request.path_params["run"])
-        if run is None:
-            return JSONResponse({"detail": "the server no longer stores this run"}, 404)
+def _stop_if_abandoned(run: Run) -> None:
+    if run.over:
+        return
+    if run.followers:
         run.seen = time.monotonic()
-        headers = {"Cache-Control": "no-store"}
-        return Response(run.frame(_start(request)), media_type="application/json", headers=headers)
+    remaining = run.seen + GRACE_S - time.monotonic()
+    if remaining <= 0:
+        run.stop()
+    else:
+        asyncio.get_running_loop().call_later(remaining, _stop_if_abandoned, run)
 
-    async def _follow(self, socket: WebSocket) -> None:
-        run = self._runs.get(socket.path_params["run"])
-        if run is None:
-            return await socket.close()
-        await socket.accept()
-        count = _start(socket)
-        with self._following(run) as changed:
-            closed = asyncio.ensure_future(self._until_closed(socket, changed))
-            try:
-                with suppress(WebSocketDisconnect):
-                    while not (run.over or closed.done()):
-                        count = await self._send(socket, run, count)
-                        await changed.wait()
-                        changed.clear()
-                    if not closed.done():
-                        await self._send(socket, run, count)
-                        await socket.close()
-            finally:
-                closed.cancel()
 
-    @contextmanager
-    def _following(self, run: Run) -> Iterator[asyncio.Event]:
-        changed = asyncio.Event()
-        self._followers.setdefault(run.id, set()).add(changed)
-        try:
-            yield changed
-        finally:
-            run.seen = time.monotonic()
-            self._followers[run.id].discard(changed)
-            if not self._followers[run.id]:
-                del self._followers[run.id]
+def frame_routes(runs: RunStore) -> list[BaseRoute]:
+    """Return the routes `/frames/{run}`: frames from record `from` on over a WebSocket, or one with GET.
 
-    async def _until_closed(self, socket: WebSocket, changed: asyncio.Event) -> None:
-        while (await socket.receive())["type"] != "websocket.disconnect":
-            pass
-        changed.set()
+    POST stops the run; a closed WebSocket does not, since the page may resume. Access requires the unguessable id.
+    """
+    return [
+        WebSocketRoute(FRAMES, partial(_follow, runs)),
+        Route(FRAMES, partial(_frame, runs), methods=["GET"]),
+        Route(FRAMES, partial(_stop, runs), methods=["POST"]),
+    ]
 
-    async def _send(self, socket: WebSocket, run: Run, start: int) -> int:
-        frame, end = run.frame(start), len(run.records)
-        await socket.send_text(frame)
-        return end
+
+async def _stop(runs: RunStore, request: Request) -> Response:
+    runs.stop_run(request.path_params["run"])
+    return Response(status_code=204)
+
+
+async def _frame(runs: RunStore, request: Request) -> Response:
+    run = runs.get(request.path_params["run"])
+    if run is None:
+        return JSONResponse({"detail": "the server no longer stores this run"}, 404)
+    run.seen = time.monotonic()
+    headers = {"Cache-Control": "no-store"}
+    return Response(run.frame(_start(request)), media_type="application/json", headers=headers)
+
+
+async def _follow(runs: RunStore, socket: WebSocket) -> None:
+    run = runs.get(socket.path_params["run"])
+    if run is None:
+        return await socket.close()
+    await socket.accept()
+    start, changed = _start(socket), asyncio.Event()
+    run.followers.add(changed)
+    closed = asyncio.ensure_future(_until_closed(socket, changed))
+    try:
+        with suppress(WebSocketDisconnect):
+            while not closed.done():
+                is_last, end = run.over, len(run.records)  # read first: a later change is sent next
+                await socket.send_text(run.frame(start))
+                if is_last:
+                    return await socket.close()
+                start = end
+                await changed.wait()
+                changed.clear()
+    finally:
+        closed.cancel()
+        run.followers.discard(changed)
+        run.seen = time.monotonic()
+
+
+async def _until_closed(socket: WebSocket, changed: asyncio.Event) -> None:
+    while (await socket.receive())["type"] != "websocket.disconnect":
+        pass
+    changed.set()
 
 
 def _start(connection: Request | WebSocket) -> int:

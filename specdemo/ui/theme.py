@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ CATEGORIES = (
 
 def palette() -> str:
     """Return the colours as variables, for pages that follow the colour scheme of the system."""
-    light, dark = ("".join(f"--{name}: {colour};" for name, colour in colours.items()) for colours in (LIGHT, DARK))
+    light, dark = _variables(LIGHT), _variables(DARK)
     return (
         f":root {{ color-scheme: light dark; {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
     )
@@ -69,10 +70,11 @@ def palette() -> str:
 
 def stylesheet() -> str:
     blocks = ((":root", LIGHT), (".dark", DARK), (".cockpit.safe", SAFE_LIGHT), (".dark .cockpit.safe", SAFE_DARK))
-    return "".join(
-        f"{selector} {{ {' '.join(f'--{name}: {colour};' for name, colour in colours.items())} }}\n"
-        for selector, colours in blocks
-    )
+    return "".join(f"{selector} {{ {_variables(colours)} }}\n" for selector, colours in blocks)
+
+
+def _variables(colours: Mapping[str, str]) -> str:
+    return " ".join(f"--{name}: {colour};" for name, colour in colours.items())
 
 
 _FOLDER = Path(__file__).parent

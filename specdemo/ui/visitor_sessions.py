@@ -12,55 +12,52 @@ from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
 from starlette.types import Scope
 
+from specdemo.remote.admission import ServiceError
 from specdemo.remote.connections import network_of
 
 COOKIE = "specdemo-visitor"
+FIELD = "session_hash"
 _NAME = re.compile(r"[A-Za-z0-9_-]{8,64}")
 _SECRET = re.compile(r"[A-Za-z0-9_-]{22,64}")
-_FIELD = "session_hash"
 _HEARTBEAT = "/gradio_api/heartbeat/"
 
 
-class InvalidSession(Exception):
-    """Invalid name of a session."""
+def hide_in_address(scope: Scope) -> None:
+    """Replace the name in path and query. Raises `ServiceError`."""
+    query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+    if any(name == FIELD for name, _ in query):
+        hidden = [(name, _private(scope, value) if name == FIELD else value) for name, value in query]
+        scope["query_string"] = urlencode(hidden).encode()
+    if scope["path"].startswith(_HEARTBEAT):
+        name = _private(scope, scope["path"].removeprefix(_HEARTBEAT).rstrip("/"))
+        scope["path"] = _HEARTBEAT + name
+        scope["raw_path"] = quote(scope["path"]).encode()
 
 
-class VisitorSessions:
-    """Replace names of sessions. `framed`: the page is a frame of another site."""
+def hide_in_body(scope: Scope, body: dict[str, Any]) -> dict[str, Any]:
+    """Replace the name in a JSON object. Raises `ServiceError`."""
+    name = body.get(FIELD)
+    return body if name is None else {**body, FIELD: _private(scope, name)}
 
-    def __init__(self, framed: bool) -> None:
-        self._framed = framed
 
-    def hide_in_address(self, scope: Scope) -> None:
-        """Replace the name in path and query."""
-        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        if any(name == _FIELD for name, _ in query):
-            hidden = [(name, self._private(scope, value) if name == _FIELD else value) for name, value in query]
-            scope["query_string"] = urlencode(hidden).encode()
-        if scope["path"].startswith(_HEARTBEAT):
-            name = self._private(scope, scope["path"].removeprefix(_HEARTBEAT).rstrip("/"))
-            scope["path"] = _HEARTBEAT + name
-            scope["raw_path"] = quote(scope["path"]).encode()
+def new_cookie(scope: Scope, framed: bool) -> str | None:
+    """Return the cookie of a new browser. `framed`: the page is a frame of another site."""
+    if _secret(scope) is not None:
+        return None
+    attributes = "Path=/; HttpOnly; SameSite=Lax"
+    if scope["scheme"] == "https":
+        attributes = f"Path=/; HttpOnly; Secure; {'SameSite=None; Partitioned' if framed else 'SameSite=Lax'}"
+    return f"{COOKIE}={secrets.token_urlsafe(24)}; {attributes}"
 
-    def hide_in_body(self, scope: Scope, body: dict[str, Any]) -> dict[str, Any]:
-        name = body.get(_FIELD)
-        return body if name is None else {**body, _FIELD: self._private(scope, name)}
 
-    def new_cookie(self, scope: Scope) -> str | None:
-        if _secret(scope) is not None:
-            return None
-        attributes = "Path=/; HttpOnly; SameSite=Lax"
-        if scope["scheme"] == "https":
-            attributes = f"Path=/; HttpOnly; Secure; {'SameSite=None; Partitioned' if self._framed else 'SameSite=Lax'}"
-        return f"{COOKIE}={secrets.token_urlsafe(24)}; {attributes}"
-
-    def _private(self, scope: Scope, name: object) -> str:
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise InvalidSession("the session_hash must have 8 to 64 letters, digits, - or _: reload the page")
-        secret = _secret(scope)
-        address = scope["client"][0] if scope.get("client") else ""
-        owner = f"address {network_of(address)}" if secret is None else f"cookie {secret}"
-        return hashlib.sha256(f"{owner} {name}".encode()).hexdigest()
+def _private(scope: Scope, name: object) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        sentence = f"the {FIELD} must have 8 to 64 letters, digits, - or _: reload the page"
+        raise ServiceError(400, "invalid", sentence)
+    secret = _secret(scope)
+    address = scope["client"][0] if scope.get("client") else ""
+    owner = f"address {network_of(address)}" if secret is None else f"cookie {secret}"
+    return hashlib.sha256(f"{owner} {name}".encode()).hexdigest()
 
 
 def _secret(scope: Scope) -> str | None:

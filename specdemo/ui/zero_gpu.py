@@ -53,13 +53,14 @@ def decorator() -> GPU:
     return spaces.GPU
 
 
-def hosted(limits: HostLimits, device: str) -> dict[str, Any]:
+def zero_gpu_page(limits: HostLimits, device: str) -> dict[str, Any]:
+    """Return the arguments of `page.build` for a Space with ZeroGPU."""
     gpu = decorator()
-    pool = loaded([Recipe(pair=pair, device=device) for pair in limits.pairs])
-    return {"pool": pool, "engine": on(gpu, pool), "worker": WorkerGroup(waiting=limits.queue)}
+    pool = preload([Recipe(pair=pair, device=device) for pair in limits.pairs])
+    return {"pool": pool, "engine": run_on_gpu(gpu, pool), "worker": WorkerGroup(waiting=limits.queue)}
 
 
-def loaded(recipes: list[Recipe]) -> ModelPool:
+def preload(recipes: list[Recipe]) -> ModelPool:
     """Return a pool with the models of these recipes, which are never unloaded."""
     plans = [plan_run(recipe) for recipe in recipes]
     specs = dict.fromkeys(spec for plan in plans for spec in plan.models.values())
@@ -77,7 +78,7 @@ def seconds_of(recipe: Recipe, target_bytes: int) -> int:
     return min(LONGEST_S, round(START_S + recipe.max_tokens * (PASS_S + target_bytes / BYTES_PER_S)))
 
 
-def on(gpu: GPU, pool: ModelPool, engine: Generate = generate) -> Generate:
+def run_on_gpu(gpu: GPU, pool: ModelPool, engine: Generate = generate) -> Generate:
     """Run `engine` in a forked ZeroGPU process that inherits `pool`.
 
     Raises `UserError` for options that require the page's process.
@@ -112,8 +113,7 @@ def on(gpu: GPU, pool: ModelPool, engine: Generate = generate) -> Generate:
         if any(spec not in pool for spec in (plan.target, *plan.models.values())) or head not in (None, *pool.heads):
             raise UserError("only preloaded models run on this host: choose a pair of the list, without quantization")
         yield Loading("waiting for a GPU")
-        with closing(_received(batches, recipe, prompt)) as events:
-            yield from events
+        yield from _received(batches, recipe, prompt)
 
     return run
 
@@ -126,7 +126,7 @@ def _received(batches: Callable[..., Any], recipe: Recipe, prompt: PromptOrChat)
                     if isinstance(event, _Failure):
                         raise (UserError if event.expected else RuntimeError)(event.message)
                     yield event
-    except (UserError, RuntimeError, GeneratorExit):
+    except (UserError, RuntimeError):
         raise
     except Exception as error:  # spaces raises its own: no GPU, no quota, a crashed process
         raise UserError(str(getattr(error, "message", error)) or type(error).__name__) from error

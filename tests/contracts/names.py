@@ -312,6 +312,7 @@ def page_names(_: Any, __: Any, page: Page) -> dict[str, Any]:
     endpoints = page.json(f"{config['api_prefix']}/info")["named_endpoints"]
     scripts = [js for one in config["dependencies"] if isinstance(js := one.get("js"), str)]
     scripts += [text for one in parts if one.get("js_on_load") for text in page.scripts(one["js_on_load"])]
+    values = "".join(str(one.get("value")) for one in parts)
     settings = next(filter(None, (re.search(r'\["[\w", ]*"prompt", "compare"\]', js) for js in scripts)))
     return {
         "api": {
@@ -322,7 +323,9 @@ def page_names(_: Any, __: Any, page: Page) -> dict[str, Any]:
         "links and stored settings": json.loads(settings.group()),
         "browser state": {one["storage_key"]: one["secret"] for one in parts if "storage_key" in one},
         "storage keys and events": sorted(set(re.findall(r"\"(specdemo[-:][\w-]+)\"", "".join(scripts)))),
-        "elements": sorted({one["elem_id"] for one in parts if one.get("elem_id")}),
+        "elements": sorted(
+            {*re.findall(r'\bid="([\w-]+)"', values), *(one["elem_id"] for one in parts if one.get("elem_id"))}
+        ),
         "classes": sorted({name for one in parts for name in one.get("elem_classes") or ()}),
         "server functions": next(one["server_fns"] for one in parts if one.get("server_fns")),
         "routes": [path for path in ("/health",) if page.request("GET", path)[0] in (200, 503)],

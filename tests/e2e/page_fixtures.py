@@ -300,13 +300,22 @@ def run_again(page: Page, prompt: str) -> None:
 
 
 def open_group(page: Page, *titles: str) -> None:
-    """Open groups of controls, from the outermost inwards, unless they are open."""
+    """Open groups of settings or actions, from the outermost inwards, unless they are open."""
     for title in titles:
-        group = page.get_by_role("button", name=title)
-        if title != MORE and not group.is_visible():
+        group = page.locator("#settings-form summary").get_by_text(title, exact=True)
+        if not group.count():
+            group = page.get_by_role("button", name=title)
+        elif title != MORE and not group.is_visible():
             open_group(page, MORE)
-        if "open" not in (group.get_attribute("class") or "").split():
+        if not group.evaluate("group => group.parentElement.open ?? group.classList.contains('open')"):
             group.click()
+
+
+def choose_setting(page: Page, name: str, title: str) -> None:
+    """Choose the first entry whose text begins with `title`."""
+    field = page.locator(f"#{name} select")
+    titles = field.locator("option").all_text_contents()
+    field.select_option(label=next(entry for entry in titles if entry.startswith(title)))
 
 
 def set_number(page: Page, name: str, value: float) -> None:
@@ -314,22 +323,6 @@ def set_number(page: Page, name: str, value: float) -> None:
         open_group(page, MORE)
     page.locator(f"#{name} input[type=number]").fill(f"{value:g}")
     page.locator(f"#{name} input[type=number]").blur()
-
-
-def written(page: Page, name: str, text: str) -> None:
-    """Type or clear a field key by key, because `fill` is lost while its accordion is opening."""
-    field = page.locator(f"#{name} input, #{name} textarea")
-    for last in (False, False, True):
-        field.clear()
-        field.press_sequentially(text or NOISE, delay=10)
-        for _ in NOISE if not text else "":
-            field.press("Backspace", delay=10)
-        field.blur()
-        try:
-            return expect(field).to_have_value(text, timeout=None if last else 2000)
-        except AssertionError:  # gradio replaces the field when an answer to an earlier change arrives
-            if last:
-                raise
 
 
 def status(page: Page, phase: str) -> None:

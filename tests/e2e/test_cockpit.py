@@ -22,6 +22,7 @@ from e2e.page_fixtures import (
     RULES,
     SCROLLING,
     Scripts,
+    choose_setting,
     counted,
     drawn,
     grave,
@@ -36,10 +37,8 @@ from e2e.page_fixtures import (
     spans,
     status,
     text_of,
-    written,
 )
 from specdemo.models.zoo import ASSETS
-from specdemo.ui.cockpit import script
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -179,8 +178,7 @@ def test_turns_of_a_conversation_are_separate_lines(page: Page) -> None:
 def test_identical_texts_have_a_badge(page: Page) -> None:
     open_group(page, "Advanced settings", "Rule")
     for rule, temperature, tokens in (("rejection", 0.0, 32), ("coupled", 1.0, 31)):
-        page.locator("#rule input").click()
-        page.get_by_role("option", name=re.compile(f"^{rule}:")).click()
+        choose_setting(page, "rule", f"{rule}:")
         compared(page, tokens=tokens, temperature=temperature)
         expect(page.locator("#sameness")).to_have_text("same text")
         traces = [saved(page, lane) for lane in ("spec", "ar")]
@@ -263,7 +261,7 @@ def test_recorded_traces_open_without_a_model(page: Page, served: Any) -> None:
     page.locator("#use-settings").click()
     expect(page.locator("#prompt textarea")).to_have_value(trace[0]["prompt"])
     expect(page.locator("#max-tokens input[type=number]")).to_have_value("96")
-    expect(page.locator("#method input")).to_have_value(re.compile(f"^{trace[0]['recipe']['method']}"))
+    expect(page.locator("#method option:checked")).to_have_text(re.compile(f"^{trace[0]['recipe']['method']}"))
     page.locator("#lane-spec [data-kind=rejected]").first.click()
     expect(page.locator("#round-tree svg")).to_be_visible()  # the second trace is a tree
     expect(page.locator("#round-tree .leaf")).to_have_count(page.locator(".node[data-state]").count() - 1)
@@ -318,24 +316,13 @@ def test_oversized_file_is_rejected(page: Page, tmp_path: Path) -> None:
     status(page, "failed: large.jsonl has 33 MB: the limit is 32 MB")
 
 
-def test_restoration_leaves_other_settings_unchanged(page: Page) -> None:
-    """A value changed while the settings are being restored would be lost if the restoration wrote it again."""
-    restore = script("restore_settings", {"names": ["gamma", "seed", "compare"], "defaults": [4, 0, False]})
-    visitor = page.evaluate("document.body.dataset.visitor")
-    stored = json.dumps({"visitor": visitor, "settings": {"gamma": 7, "seed": 3}})
-    written = page.evaluate(f"({restore})('{stored}', 4, 5, true).map(v => v ?? 'unchanged')")
-    assert written == [7, "unchanged", "unchanged"]
-
-
 def test_added_lanes_run_with_the_others(page: Page, short_path: Path) -> None:
     open_group(page, "More actions")
     for name in ("n-grams", "tree"):
-        page.locator("#method input").click()
-        page.get_by_role("option", name=f"{name}:").click()
+        choose_setting(page, "method", f"{name}:")
         page.locator("#keep-lane").click()
         expect(page.locator("#kept-lanes")).to_contain_text(name)
-    page.locator("#method input").click()
-    page.get_by_role("option", name="draft:").click()
+    choose_setting(page, "method", "draft:")
     run(page, CODE, tokens=16)
     status(page, "done: 16 tokens")
     for lane, method in (("spec", "draft"), ("ar", "ar"), ("third", "nasd"), ("fourth", "tree")):
@@ -347,10 +334,9 @@ def test_added_lanes_run_with_the_others(page: Page, short_path: Path) -> None:
     page.locator("#add-run").click()
     expect(page.get_by_text("2 settings are added already: remove them first")).to_be_visible()
     open_group(page, "Advanced settings", "Models and devices")
-    written(page, "target", str(save_model(short_path, byte_level_tokenizer())))
+    page.locator("#target input, #target textarea").fill(str(save_model(short_path, byte_level_tokenizer())))
     expect(page.locator("#pair")).to_contain_text("Not used: a target is set")
-    page.locator("#method input").click()
-    page.get_by_role("option", name="n-grams:").click()
+    choose_setting(page, "method", "n-grams:")
     page.locator("#compare input").check()
     run(page, CODE, tokens=6)
     refused = "Not compared, since target or chat template differ: n-grams, γ 3 (bundled);"
@@ -371,8 +357,7 @@ def test_added_settings_are_the_same_in_all_tabs_and_after_a_reload(page: Page, 
         open_group(tab, "More actions")
 
     def add(tab: Page, name: str) -> None:
-        tab.locator("#method input").click()
-        tab.get_by_role("option", name=f"{name}:").click()
+        choose_setting(tab, "method", f"{name}:")
         tab.locator("#keep-lane").click()
 
     def expect_added(*names: str) -> None:
@@ -452,12 +437,11 @@ def test_link_transfers_settings_and_plays_no_recording(page: Page, tab: Any, se
 def test_methods_have_best_and_worst_examples(page: Page) -> None:
     made = json.loads((ASSETS / "examples.json").read_text("utf-8"))["methods"]
     for method in ("suffix", "beam"):
-        page.locator("#method input").click()
-        page.get_by_role("option", name=f"{method}:").click()
+        choose_setting(page, "method", f"{method}:")
         for which in ("best", "worst"):
             page.locator(f"#at-{which}").click()
             expect(page.locator("#prompt textarea")).to_have_value(made[method][which]["prompt"])
-            expect(page.locator("#method input")).to_have_value(re.compile(f"^{method}"))
+            expect(page.locator("#method option:checked")).to_have_text(re.compile(f"^{method}"))
 
 
 def test_axe_finds_no_serious_violations(page: Page) -> None:
@@ -536,10 +520,9 @@ def test_run_begins_a_conversation_and_continue_chat_adds_a_turn(page: Page, sho
     folder = save_model(short_path, tokenizer)
     following = page.locator("#continue-chat")
     open_group(page, "Advanced settings", "Models and devices")
-    written(page, "target", str(folder))
+    page.locator("#target input, #target textarea").fill(str(folder))
     expect(page.locator("#pair")).to_contain_text("Not used: a target is set")
-    page.locator("#method input").click()
-    page.get_by_role("option", name="n-grams:").click()
+    choose_setting(page, "method", "n-grams:")
     open_group(page, "Chat")
     page.locator("#chat input").check()
     expect(following).to_be_hidden()

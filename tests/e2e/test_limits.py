@@ -69,9 +69,9 @@ def test_limits_apply_to_preflight(visitor: gradio_client.Client) -> None:
         visitor.predict(pair="../../etc/passwd", api_name="/preflight")
 
 
-def press_run(url: str, visitor: str, **settings: Any) -> httpx.Response:
+def press_run(url: str, session: str, **settings: Any) -> httpx.Response:
     """Start a run like the page, with other settings."""
-    request = {"id": secrets.token_urlsafe(12), "visitor": visitor, "settings": settings}
+    request = {"id": secrets.token_urlsafe(12), "session_hash": session, "settings": settings}
     return httpx.post(f"{url}runs", json=request, timeout=PATIENCE)
 
 
@@ -116,7 +116,7 @@ def test_forty_five_runs_do_not_delay_the_events_of_a_visitor() -> None:
     engine = Patient()
     with limited_page(HostLimits(queue=64), engine) as page:
         for i in range(45):
-            assert press_run(page.url, f"session{i}", prompt="endless").status_code == 200
+            assert press_run(page.url, f"session-{i}", prompt="endless").status_code == 200
         shown = PageClient(page.url, "another-visitor").frames({"prompt": CODE, "max_tokens": 1})
         phases = (json.loads(frame)["phase"] for frame in shown)
         first = run_in_thread(lambda: next(phase for phase in phases if phase[1]))

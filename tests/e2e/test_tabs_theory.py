@@ -22,7 +22,7 @@ def page(file_tab: Page) -> Page:
     """Tab of the browser, at the tab of the page."""
     file_tab.bring_to_front()
     file_tab.get_by_role("tab", name="Theory").click()
-    expect(file_tab.locator("#theory-words li")).to_have_count(5)
+    expect(file_tab.locator("#theory-words li")).to_have_count(2)
     return file_tab
 
 
@@ -36,16 +36,21 @@ def dot(page: Page, plot: str, colour: str) -> Locator:
     return page.locator(f'#plot-{plot} .dot[fill="{colour}"]')
 
 
+def forms(page: Page, gamma: str) -> Locator:
+    """Row of a draft length: its label, shares, tokens, speed-ups by Theorem 3.8 and with v and o."""
+    return page.locator("#theory-by-gamma tbody tr").filter(has=page.get_by_role("cell", name=gamma, exact=True).first)
+
+
 def test_sliders_update_texts_and_curves(page: Page) -> None:
     words = page.locator("#theory-words")
     for name, value in (("alpha", "0.8"), ("c", "0.1"), ("gamma", "4")):
         enter(page, name, value)
-    expect(words).to_contain_text("2.40× by Theorem 3.8")
+    expect(forms(page, "4").locator("td").nth(3)).to_have_text("2.40")
     expect(words).to_contain_text("Best γ: 6 with v and o (2.47×)")
     chosen = dot(page, "speed", DOT)
     before = chosen.get_attribute("cy") or ""
     enter(page, "v", "2")
-    expect(words).to_contain_text("With v and o: 1.40×")
+    expect(forms(page, "4").locator("td").nth(4)).to_have_text("1.40")
     expect(chosen).not_to_have_attribute("cy", before)
     enter(page, "alpha", "0.05")
     expect(words).to_contain_text("Use autoregressive decoding")
@@ -87,8 +92,10 @@ def test_run_appears_on_every_curve(page: Page) -> None:
     expect(page.locator("#theory-gamma input[type=number]")).to_have_value(str(round(gamma)))
     for plot in PLOTS:
         expect(dot(page, plot, RUN)).to_be_visible()
-    page.get_by_role("button", name="Published tables and this run").click()
-    expect(page.locator(".figures strong", has_text="this run")).to_have_count(2)
+    measured = page.locator("#theory-by-gamma tr").filter(has_text="measured")
+    expect(measured.locator("td").nth(2)).to_have_text(f"{m['tokens_per_step']:.2f}")
+    page.get_by_role("button", name="Published tables").click()
+    expect(page.locator("#theory-papers table")).to_have_count(5)
 
 
 def test_timeline_shows_the_displayed_run(page: Page) -> None:
@@ -179,7 +186,7 @@ def test_narrow_page_does_not_overflow_in_both_themes(page: Page) -> None:
     expect(page.locator("#plot-share path.line")).to_have_count(2)
     expect(page.locator("#theory-residual table")).to_be_visible()
     page.wait_for_function("document.documentElement.scrollWidth <= 390")
-    widths = page.eval_on_selector_all(".block.curves", "plots => plots.map(plot => plot.clientWidth)")
+    widths = page.eval_on_selector_all("chart-view", "plots => plots.map(plot => plot.clientWidth)")
     assert min(filter(None, widths)) >= 300
     strokes = "shapes => shapes.map(shape => getComputedStyle(shape).stroke)"
     themes = []

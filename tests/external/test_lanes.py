@@ -191,10 +191,10 @@ def test_a_server_is_a_lane_of_bench(server: EngineServer, pool: ModelPool) -> N
 
 def test_a_server_is_a_lane_next_to_the_recipe_and_its_baseline(server: EngineServer, pool: ModelPool) -> None:
     recipe = external(server, method="nasd")
-    jobs = lanes_of(recipe, [recipe], LANES[:3])
-    assert [lane.external for _, lane in jobs] == [None, None, server.external]
+    jobs = lanes_of(recipe, False, [recipe])
+    assert [lane.external for lane in jobs.values()] == [None, None, server.external]
     lanes = {name: Lane() for name in LANES[:3]}
-    for name, job in jobs:
+    for name, job in jobs.items():
         for event in generate(job, PROMPT, pool):
             lanes[name].add(event)
     reported = compare_texts(lanes["third"], lanes[PLAIN])

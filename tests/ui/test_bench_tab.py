@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import base64
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +14,12 @@ from fakes.trace_records import absorb, end, header, step
 
 from specdemo.bench import measure, table
 from specdemo.core.errors import UserError
-from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
-from specdemo.ui.tabs.bench import SWEEP_TABLE_HEAD, speedup_chart, sweep_cells
-from specdemo.ui.tabs.bench_grid import MOST_TOKENS, sweep
-from specdemo.ui.tabs.sweep import Sweep, SweepResult, duration
+from specdemo.ui.tabs.bench import SWEEP_TABLE_HEAD, file_links, notes, speedup_chart, sweep_cells
+from specdemo.ui.tabs.measurement_panel import duration
+from specdemo.ui.tabs.sweep import MOST_TOKENS, Sweep, selected
 
 ASKED: dict[str, Any] = {
     "methods": ["draft", "nasd"],
@@ -32,7 +32,8 @@ ASKED: dict[str, Any] = {
 
 
 def meant(tokens: int = 16, latest: Run | None = None, **changes: Any) -> Sweep:
-    return sweep(lambda varied: Recipe(max_tokens=tokens, **varied), latest, **{**ASKED, **changes})
+    varied, prompts = selected({**ASKED, **changes})
+    return Sweep(tuple(Recipe(max_tokens=tokens, **own) for own in varied), prompts).within_limits(latest)
 
 
 def test_recipes_equal_the_terminal_and_prompt_classes_alternate() -> None:
@@ -63,14 +64,6 @@ def test_estimate_uses_the_latest_run() -> None:
     assert [duration(s) for s in (0.01, 99, 130)] == ["1 s", "99 s", "2 minutes"]
 
 
-@pytest.fixture
-def outcome() -> SweepResult:
-    """AR decoding and a recipe on two classes: the recipe is faster on one and slower on the other."""
-    recipes = (Recipe(method="ar", temperature=0), Recipe(temperature=0, gamma=2))
-    prompts = [prompt for prompt in load_prompts() if prompt.name in ("code 1", "code 2", "prose 1")]
-    return SweepResult(Sweep(recipes, tuple(prompts)))
-
-
 WHERE = {"processor": "CPU", "device": "cpu", "dtype": "float32", "threads": 1, "engine": "lean"}
 WHERE |= {"python": "3", "torch": "2", "transformers": "5"}
 
@@ -80,13 +73,12 @@ def record(name: str, seconds: float) -> dict[str, Any]:
     return {"kind": name[:-2], "name": name, "runs": [run(1.0, environment=WHERE), run(seconds, drafted=20)]}
 
 
-def test_page_table_equals_the_bench_table(outcome: SweepResult) -> None:
+def test_page_table_equals_the_bench_table() -> None:
+    """A recipe is faster than AR decoding on one class and slower on the other."""
+    recipes = (Recipe(method="ar", temperature=0), Recipe(temperature=0, gamma=2))
     records = [record("code 1", 1.0), record("code 2", 4.0), record("prose 1", 2.5)]
     records += [record(f"code {i}", 1.6) for i in (3, 4, 5)]
-    for one in records:
-        outcome.absorb(one)
-    rows = outcome.rows()
-    assert rows == table.table(outcome.sweep.recipes, records)
+    rows = table.table(recipes, records)
     shown = [dict(zip(SWEEP_TABLE_HEAD, row, strict=True)) for row in sweep_cells(rows)]
     plain, code, _, prose = shown
     assert plain["speed-up"] == "baseline" and plain["95 %"] == plain["slower on"] == plain["α"] == "–"
@@ -95,12 +87,16 @@ def test_page_table_equals_the_bench_table(outcome: SweepResult) -> None:
     assert code["accepted"] == "50 %" and code["α"] == "0.55" and code["tokens/pass"] == "2.00"
     assert code["mean overlap β"] == "0.60"
     assert code["same text"] == "5 of 5"
-    notes = outcome.notes(rows)
-    assert "code 2 (0.50x)" in notes and "prose 1 (0.80x)" in notes and "interrupted" not in notes
+    listed = notes(rows, records)
+    assert "code 2 (0.50x)" in listed and "prose 1 (0.80x)" in listed and "interrupted" not in listed
     plotted = speedup_chart(rows)
     assert figure_of(plotted)["names"] == ["AR decoding", "draft γ 2, code", "draft γ 2, prose"]
     assert [values(plotted, kind) for kind in ("AR decoding", "code", "prose")] == [{0: 1.0}, {1: 1.25}, {2: 0.8}]
-    assert "n-grams gamma=2 T=0 on code 2" in outcome.notes([replace(row, lane="nasd gamma=2 T=0") for row in rows])
-    text, line = outcome.files(rows)
-    assert text == table.report(outcome.sweep.recipes, 6, records, rows)
-    assert json.loads(line) == json.loads(table.as_json(rows)) and line.count("\n") == 1
+    assert "n-grams gamma=2 T=0 on code 2" in notes([replace(row, lane="nasd gamma=2 T=0") for row in rows], records)
+
+
+def test_links_contain_the_files() -> None:
+    (link,) = re.findall(
+        r'download="a.md" href="data:application/octet-stream;base64,(.*?)"', file_links({"a.md": "ä<"})
+    )
+    assert base64.b64decode(link).decode() == "ä<"

@@ -25,12 +25,12 @@ def test_a_step_is_gamma_drafter_calls_and_a_target_pass() -> None:
     found = calls(lane(PREFILL, REJECTION, ALL_KEPT))
     assert [call.kind for call in found] == ["prompt", *["draft"] * 3, "target", *["draft"] * 2, "target"]
     for earlier, later in zip(found, found[1:], strict=False):
-        assert earlier.start + earlier.seconds <= later.start + 1e-9
+        assert earlier.start + earlier.duration <= later.start + 1e-6
     for line, drafted in ((REJECTION, found[1:4]), (ALL_KEPT, found[5:7])):
-        assert sum(call.seconds for call in drafted) == pytest.approx(line["draft_s"])
-        assert len({round(call.seconds, 9) for call in drafted}) == 1
-    assert found[4].seconds == pytest.approx(REJECTION["verify_s"])
-    assert found[4].start + found[4].seconds == pytest.approx(REJECTION["t"])
+        assert sum(call.duration for call in drafted) == pytest.approx(1000 * line["draft_s"])
+        assert len({round(call.duration, 6) for call in drafted}) == 1
+    assert found[4].duration == pytest.approx(1000 * REJECTION["verify_s"])
+    assert found[4].start + found[4].duration == pytest.approx(1000 * REJECTION["t"])
 
 
 def test_a_level_of_a_tree_is_a_call_and_drafts_of_a_text_are_none() -> None:

@@ -1,6 +1,5 @@
 """Modules of the cockpit: addresses, declarations for the type checker, and data passed to scripts of the page."""
 
-import json
 import re
 from pathlib import Path
 
@@ -19,14 +18,6 @@ def test_all_server_functions_are_declared() -> None:
     declared = re.search(r"server: Record<(.*?),", DECLARATIONS.read_text("utf-8"), re.DOTALL)
     assert declared is not None
     assert set(re.findall(r'"(\w+)"', declared[1])) == {query.__name__ for query in RunStore().queries}
-
-
-def test_data_is_passed_as_json() -> None:
-    data = {"names": ["prompt"], "defaults": ['names, "defaults" \\ \n{}']}
-    text = cockpit.script("copy_link", data)
-    assert text.endswith(f")({json.dumps(data)}, ...values)") and text.count(json.dumps(data)) == 1
-    source = Path(cockpit.__file__).with_name("copy_link.js").read_text("utf-8")
-    assert source in text
 
 
 def test_automated_browsers_are_shown_the_same_page() -> None:

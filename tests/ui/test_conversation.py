@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 from fakes.trace_records import PREFILL, absorb, end, header, step
 
 from specdemo.models.chat_caches import Conversation
 from specdemo.stores import Stores
-from specdemo.ui.conversation import Conversations, answer_footer, shown_messages
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
+from specdemo.ui.visitors import Visitor, Visitors, answer_footer, shown_messages
 
 
 def answered(history: Any = ()) -> Run:
@@ -42,16 +43,27 @@ def test_footer_names_speed_and_acceptance() -> None:
 
 
 def test_turns_and_footers_of_a_conversation_end_together() -> None:
-    conversations = Conversations()
-    conversations.remember("ann", "Hello", answered())
-    conversations.remember("ann", "Go on", answered(history=conversations.history("ann", "Go on", "next")))
-    assert conversations.last_message("ann") == "Go on" and len(conversations.shown("ann")) == 4
-    conversations.remember("ann", "New", answered())  # a new conversation
-    assert conversations.last_message("ann") == "New" and len(conversations.shown("ann")) == 2
-    conversations.forget("ann")
-    assert conversations.last_message("ann") == "" and conversations.shown("ann") == []
-    kept = Stores(Conversation(), {"ngrams": object()})
-    conversations.stores_of("ann")[SPEC] = kept
-    conversations.forget("ann")
-    assert conversations.stores_of("ann") == {SPEC: Stores(drafts=kept.drafts)}
+    ann = Visitor()
+    ann.remember("Hello", answered())
+    ann.remember("Go on", answered(history=ann.begin_turn("Go on", "next")))
+    assert ann.last_message == "Go on" and (len(ann.messages), len(ann.footers)) == (4, 2)
+    assert ann.begin_turn("Go on", "repeat") == ann.messages[:2] and ann.begin_turn("Other", "repeat") == []
+    ann.remember("New", answered(history=ann.begin_turn("New", "new")))
+    assert ann.last_message == "New" and (len(ann.messages), len(ann.footers)) == (2, 1)
+    kept = ann.stores[SPEC] = Stores(Conversation(), {"ngrams": object()})
+    ann.end_conversation()
+    assert ann.last_message == "" and not ann.messages and not ann.footers
+    assert ann.stores == {SPEC: Stores(drafts=kept.drafts)}
     assert kept.conversation is not None  # a run uses it
+
+
+def test_a_visitor_who_leaves_is_forgotten_and_the_bench_ends() -> None:
+    visitors, bench = Visitors(), Mock()
+    ann = visitors.enter("ann")
+    ann.bench = bench
+    assert visitors.find("ann") is visitors.enter("ann") is ann
+    visitors.leave("ann")
+    visitors.leave("nobody")
+    assert visitors.find("ann") is not ann and bench.stop.call_count == 1
+    assert visitors.find("ann") is not visitors.find("ann")  # a look keeps nothing
+    assert visitors.enter("") is not visitors.enter("")

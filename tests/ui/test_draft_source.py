@@ -9,41 +9,35 @@ import pytest
 from specdemo.core.trace import to_json
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.recipe import Recipe
-from specdemo.ui.controls import _settings_of_source
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import LANES, PLAIN, SPEC
 from specdemo.ui.page import _Handlers
+from specdemo.ui.settings_form import SettingsForm
 from specdemo.ui.summary import verdict
 
 USUAL = {"pair": "bundled", "target": "", "drafter": "", "drafter_quantization": "none", "quantization": "none"}
 USUAL |= {"method": "draft", "temperature": 0, "prompt": "", "compare": False}
 
 
-def chosen(source: str, **values: Any) -> list[Any]:
-    settings = {**USUAL, **values}
-    names = ("drafter", "drafter_quantization", "method", "pair", "target", "quantization")
-    return _settings_of_source(source, *(settings[name] for name in names))
-
-
-def test_the_source_sets_drafter_and_method() -> None:
-    assert chosen("int8", method="nasd") == ["same", "int8", "draft", "int8"]
-    assert chosen("nf4", method="tree") == ["same", "nf4", "tree", "nf4"]
-    assert chosen("pair", drafter="same", drafter_quantization="nf4") == ["", "none", "draft", "pair"]
-    assert chosen("pair", pair=CHAT_PAIR, drafter="same") == ["", "none", PAIRS[CHAT_PAIR].method, "pair"]
-
-
 def test_the_quantised_model_is_kept_as_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    handlers = _Handlers(None, "cpu", USUAL)
+    handlers = _Handlers(None, SettingsForm(USUAL, {}, None), "cpu", USUAL, ())
     for values, form in (({}, "int8"), ({"drafter": "same", "drafter_quantization": "nf4"}, "nf4")):
-        kept, words = handlers.keep_copy(None, *{**USUAL, **values}.values())
-        assert [(lane["method"], lane["quantization"], lane["drafter"]) for lane in kept] == [("ar", form, "")]
-        assert f"target only, in {form}" in words
+        kept = handlers.keep_copy({"settings": {**USUAL, **values}, "lanes": None})
+        assert [(lane["method"], lane["quantization"], lane["drafter"]) for lane in kept["lanes"]] == [("ar", form, "")]
+        assert f"target only, in {form}" in kept["text"]
     warnings: list[str] = []
     monkeypatch.setattr("gradio.Warning", warnings.append)
-    _, words = handlers.keep_copy(kept, *{**USUAL, "quantization": "nf4"}.values())
-    assert "target only, in nf4" in words and "not smaller" in warnings[0]
+    again = handlers.keep_copy({"settings": {**USUAL, "quantization": "nf4"}, "lanes": kept["lanes"]})
+    assert again == kept and "not smaller" in warnings[0]
+
+
+@pytest.mark.parametrize("sent", [None, [], {"settings": {"unknown": 1}}, {"settings": "x", "lanes": 7}])
+def test_values_that_the_page_does_not_send_are_refused(sent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr("gradio.Warning", warnings.append)
+    handlers = _Handlers(None, SettingsForm(USUAL, {}, None), "cpu", USUAL, ())
+    assert handlers.keep(sent) == {"lanes": [], "text": ""} and "reload" in warnings[0]
 
 
 @pytest.mark.slow

@@ -180,7 +180,7 @@ def test_a_stopped_text_that_begins_the_other_does_not_differ(reason: str) -> No
 
 
 def test_run_store_evicts_the_least_recently_used_finished_run() -> None:
-    runs = RunStore(per_visitor=3)
+    runs = RunStore(per_network=3)
     first, second, third = (runs.new(f"session {i}", (SPEC,)) for i in range(3))
     for run in (second, third):
         run.finish()
@@ -220,12 +220,9 @@ def test_other_visitors_evict_neither_active_runs_nor_finished_ones_of_modest_vi
     assert stopped
 
 
-def test_each_visitor_has_one_run_which_ends_on_leaving() -> None:
+def test_each_visitor_has_one_run() -> None:
     runs, stopped = RunStore(), []
     for name in ("a", "b"):
         runs.new("one", (SPEC,)).stop = lambda name=name: stopped.append(name)
+    runs.new("another", (SPEC,))
     assert stopped == ["a"]
-    runs.leave("one")
-    runs.leave("one")
-    runs.leave("nobody")
-    assert stopped == ["a", "b"]

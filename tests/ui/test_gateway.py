@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gradio as gr
 import pytest
+from fakes.served_page import ADDRESS as HERE
+from fakes.served_page import page_application, visitor_of
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
@@ -18,36 +19,25 @@ from specdemo.completions.routes import COMPLETION_ROUTES
 from specdemo.remote import bodies
 from specdemo.remote.access import RouteInfo, is_known_host
 from specdemo.remote.server import SERVICE_ROUTES
-from specdemo.ui.event_requests import KnownEvents
 from specdemo.ui.gateway import PAGE_ROUTES, Gateway, space_hosts
-from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
-from specdemo.ui.page import build
+from specdemo.ui.limits import PUBLIC, read_limits
 from specdemo.ui.run_store import RECORDED
-from specdemo.ui.theme import launch_options
 
 pytestmark = pytest.mark.slow
 
-HERE = "http://127.0.0.1:7860"
 API = "/gradio_api"
-
-
-def application(limits: HostLimits) -> tuple[Any, Any]:
-    page = build(limits=limits)
-    options = launch_options(page.routes, page.middleware)
-    page.blocks.favicon_path, page.blocks.pwa = options["favicon_path"], True
-    return page, gr.routes.App.create_app(page.blocks, app_kwargs=options["app_kwargs"])
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Any]:
-    page, app = application(replace(PUBLIC, max_trace=100_000, per_minute=4))
+    page, app = page_application(replace(PUBLIC, max_trace=100_000, per_minute=4))
     yield app
     page.worker.close()
 
 
 @pytest.fixture(scope="module")
 def browser(served: Any) -> TestClient:
-    return TestClient(served, base_url=HERE, raise_server_exceptions=False)
+    return visitor_of(served, raise_server_exceptions=False)
 
 
 def routes(app: Any) -> list[tuple[str, str]]:
@@ -183,7 +173,7 @@ def test_security_headers(browser: TestClient) -> None:
         headers = browser.get(path).headers
         assert "frame-ancestors 'self'" in headers["content-security-policy"]
         assert headers["x-content-type-options"] == "nosniff"
-    framed = Gateway(lambda *_: None, PUBLIC, (), KnownEvents({}, {}, {}), framed=True)
+    framed = Gateway(lambda *_: None, PUBLIC, (), framed=True)
     assert "https://huggingface.co" in framed._headers["Content-Security-Policy"]
 
 
@@ -207,7 +197,7 @@ def test_large_requests_are_refused(browser: TestClient) -> None:
 
 
 def test_opened_traces_count_as_runs_and_requests_are_limited(served: Any) -> None:
-    visitor, other = (TestClient(served, base_url=HERE, client=(address, 1)) for address in ("192.0.2.7", "192.0.2.8"))
+    visitor, other = (visitor_of(served, client=(address, 1)) for address in ("192.0.2.7", "192.0.2.8"))
     name = "hybrid, short answer"
     text = (RECORDED / f"{name}.jsonl").read_text("utf-8")
     lines = {"Content-Type": "application/x-ndjson"}
@@ -235,7 +225,7 @@ def test_requests_whose_body_does_not_arrive_are_answered_and_closed(monkeypatch
     async def send(message: Any) -> None:
         sent.append(message)
 
-    page = Gateway(lambda *_: None, PUBLIC, None, KnownEvents({}, {}, {}))
+    page = Gateway(lambda *_: None, PUBLIC, None)
     headers = [(b"content-type", b"application/json"), (b"content-length", b"9")]
     scope = {"type": "http", "method": "POST", "path": f"{API}/reset", "query_string": b"", "headers": headers}
     asyncio.run(page(scope, silent, send))

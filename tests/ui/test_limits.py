@@ -13,7 +13,7 @@ from specdemo.core.events import Event, Loading, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.trace import from_json
 from specdemo.recipe import Recipe
-from specdemo.ui.limits import PUBLIC, HostLimits, TimeBudget, Visitors, read_limits
+from specdemo.ui.limits import PUBLIC, HostLimits, RunRates, TimeBudget, read_limits
 from specdemo.ui.page import build
 
 
@@ -136,13 +136,10 @@ def test_time_limit_starts_at_the_first_header_and_covers_all_lanes() -> None:
 
 def test_visitors_are_counted_and_removed() -> None:
     clock = Clock()
-    visitors = Visitors(HostLimits(at_once=2, per_minute=3), clock)
+    rates = RunRates(HostLimits(at_once=2, per_minute=3), clock)
 
     def start(address: str) -> ActiveRun:
-        visitors.admit(address)
-        run = ActiveRun()
-        visitors.entered(address, run)
-        return run
+        return rates.start(address, ActiveRun)
 
     first, second = start("192.0.2.1"), start("192.0.2.1")
     with pytest.raises(UserError, match="you already have 2 runs in progress"):
@@ -155,11 +152,11 @@ def test_visitors_are_counted_and_removed() -> None:
     start("192.0.2.2").done = True  # another visitor
     clock.now += 40
     long = start("192.0.2.1")
-    assert len(visitors) == 2
+    assert len(rates) == 2
     clock.now += 10_000
     start("192.0.2.3").done = True
-    assert len(visitors) == 2  # a visitor with an active run, and a visitor of this minute
+    assert len(rates) == 2  # a visitor with an active run, and a visitor of this minute
     long.done = True
     clock.now += 61
     start("192.0.2.4")
-    assert len(visitors) == 1
+    assert len(rates) == 1

@@ -1,13 +1,11 @@
-"""Measurements of the page whose last messages are lost: timers show the results."""
+"""Measurements of the page: timers show the results, also after a lost response."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import gradio as gr
 import pytest
 
 from specdemo.ui.page import Page, build
@@ -38,35 +36,40 @@ class Visit:
         (timer,) = [fn for fn in functions if self.shown in fn.outputs and fn.targets[0][1] == "tick"]
         self.tick: Any = timer.fn
 
-    async def press(self, messages: int, **changed: Any) -> list[dict[Any, Any]]:
-        """Press the button with default or changed settings, and receive only the first messages of the event."""
+    def press(self, **changed: Any) -> dict[Any, Any]:
+        """Press the button with default or changed settings."""
         values = [changed.get(part.elem_id or "", getattr(part, "value", None)) for part in self.pressed.inputs]
-        return [message async for message in self.pressed.fn(VISITOR, *values)][:messages]
+        return self.pressed.fn(VISITOR, *values)
+
+    def results(self) -> dict[Any, Any]:
+        """Request results until the timer is told to stop."""
+        shown: dict[Any, Any] = {}
+        while self.button not in shown:
+            shown = self.tick(VISITOR)
+        return shown
 
 
 @pytest.mark.parametrize(
     ("button", "shown", "words"),
     [("preflight", "estimate", "Will it pay off?"), ("gates-calibrate", "gates-thresholds", "draft tokens of 2 texts")],
 )
-def test_results_do_not_depend_on_the_last_messages(
+def test_results_are_repeated_until_they_arrive(
     page: Page, monkeypatch: pytest.MonkeyPatch, button: str, shown: str, words: str
 ) -> None:
     monkeypatch.setattr(calibration, "PROMPTS", 2)
     monkeypatch.setattr(calibration, "TOKENS", 24)
     visit = Visit(page, button, shown)
-    (first,) = asyncio.run(visit.press(1, **{"max-tokens": 8}))
-    assert first[visit.button].interactive is False
-    results, repeated, after = (visit.tick(VISITOR) for _ in range(3))
-    assert words in results[visit.shown]
-    assert repeated[visit.button].interactive is True
-    assert not any(isinstance(part, gr.HTML) for part in after)
+    assert visit.press(**{"max-tokens": 8})[visit.button].interactive is False
+    results, repeated = visit.results(), visit.tick(VISITOR)
+    assert words in results[visit.shown] and results[visit.button].interactive is True
+    assert repeated[visit.shown] == results[visit.shown]
 
 
 def test_failures_replace_the_prediction(page: Page) -> None:
     visit = Visit(page, "preflight", "estimate")
-    (refused,) = asyncio.run(visit.press(1, temperature=-1))
+    refused = visit.press(temperature=-1)
     assert "**No prediction:** temperature" in refused[visit.shown] and visit.button not in refused
-    asyncio.run(visit.press(1, method="beam"))
-    failed = visit.tick(VISITOR)
+    visit.press(method="beam")
+    failed = visit.results()
     assert "**No prediction:** preflight supports the methods" in failed[visit.shown]
-    assert visit.tick(VISITOR)[visit.button].interactive is True
+    assert failed[visit.button].interactive is True

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,68 +18,51 @@ from specdemo.bench.calibration import PERCENTILES, Calibration
 from specdemo.bench.measure import BenchProgress
 from specdemo.core.errors import UserError
 from specdemo.models.zoo import PAIRS, Pair
-from specdemo.prompts import Prompt
-from specdemo.recipe import Recipe
 from specdemo.ui.settings import OPTIONS, setting_of
 from specdemo.ui.tabs import calibration
-from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelParts
-from specdemo.ui.tabs.sweep import Sweep, SweepResult
+from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelMeasurement, PanelParts
 from specdemo.worker import Stream, Worker
 
 PATIENCE = 60.0
 VISITOR = SimpleNamespace(session_hash="visitor", client=None)
-SWEEP = Sweep((Recipe(method="ar"),), (Prompt("code", "code 1", "a"), Prompt("code", "code 2", "b")))
-
-
-@dataclass
-class Result(SweepResult):
-    """Two prompts, the second one of which waits for the gate of the service."""
-
-    def start(self, service: Any, session: str, address: str) -> Stream[Any]:
-        stream: Stream[Any] = service.worker.submit(service.items)
-        service.started = stream
-        return stream
-
-
-def handlers(blocks: gr.Blocks, button: gr.Button) -> tuple[Any, Any]:
-    """Functions of a button and of the timer."""
-    events = [(fn.targets[0], fn.fn) for fn in blocks.fns.values()]
-    (pressed,) = [function for target, function in events if target == (button._id, "click")]
-    (tick,) = [function for (_, name), function in events if name == "tick"]
-    return pressed, tick
 
 
 class Bench:
-    """A service with one worker, and a panel."""
+    """A panel that measures two prompts, the second one of which waits for a gate."""
 
     def __init__(self) -> None:
-        self.worker, self.gate = Worker(), threading.Event()
+        self.worker = Worker()
+        self.recorded, self.gate = threading.Event(), threading.Event()
         with gr.Blocks() as blocks:
             self.parts, results = PanelParts.laid_out("bench")
             with results:
                 self.report = gr.Markdown()
-            self.panel = MeasurementPanel(self, self.parts)  # type: ignore[arg-type]
-            self.panel.connect(
-                [], [self.report], lambda *_: Result(SWEEP), lambda result: len(result.records), self.shown
-            )
-        self.measure, self.show = handlers(blocks, self.parts.buttons[0])
+            self.panel = MeasurementPanel(self.parts, [], [self.report], self.prepare)
+        functions = {fn.targets[0]: fn.fn for fn in blocks.fns.values()}
+        self.press, self.stop = (functions[button._id, "click"] for button in (*self.parts.buttons, self.parts.stop))
+        self.tick = functions[self.panel._timer._id, "tick"]
+        self.leave = functions[None, "unload"]
 
-    def shown(self, _: SweepResult, records: int) -> dict[Any, Any]:
-        return {self.report: f"{records} records"}
+    def prepare(self, session: str, values: tuple[Any, ...]) -> PanelMeasurement:
+        def show(records: list[Any]) -> dict[Any, Any]:
+            return {self.report: f"{len(records)} records"} if records else {}
+
+        return PanelMeasurement(self.start, show, lambda records: (len(records), 2), "prompts")
+
+    def start(self, session: str, address: str) -> Stream[Any]:
+        self.stream: Stream[Any] = self.worker.submit(self.items)
+        return self.stream
 
     def items(self) -> Iterator[Any]:
         yield BenchProgress(1, 2, "code 1")
         yield {"name": "code 1"}
+        self.recorded.set()
         while not self.gate.is_set():
             yield BenchProgress(2, 2, "code 2")
         yield {"name": "code 2"}
 
-    async def press(self, messages: int) -> None:
-        """Press *Measure* and lose the connection after some messages."""
-        steps = self.measure(VISITOR)
-        for _ in range(messages):
-            await anext(steps)
-        await steps.aclose()
+    def words(self, values: dict[Any, Any]) -> str:
+        return str(values.get(self.parts.status, ""))
 
 
 @pytest.fixture
@@ -92,35 +73,31 @@ def bench() -> Iterator[Bench]:
     started.worker.close()
 
 
-def words(values: dict[Any, Any], bench: Bench) -> str:
-    return str(values.get(bench.parts.status, ""))
-
-
-def test_an_event_without_a_listener_ends_the_measurement_and_shows_its_part(bench: Bench) -> None:
-    asyncio.run(bench.press(3))
-    stream: Stream[Any] = bench.started  # type: ignore[attr-defined]
-    assert stream.wait(PATIENCE) and stream.stopping
-    shown = bench.show(VISITOR)
-    assert "stopped: partial, 1 of 2 prompts are measured" in words(shown, bench)
+@pytest.mark.parametrize("end", ["stop", "leave"])
+def test_a_measurement_that_is_stopped_or_left_ends_and_shows_its_part(bench: Bench, end: str) -> None:
+    bench.press(VISITOR)
+    assert bench.recorded.wait(PATIENCE)
+    started = bench.panel._started["visitor"]
+    getattr(bench, end)(VISITOR)
+    assert bench.stream.wait(PATIENCE) and bench.stream.stopping
+    if end == "leave":
+        assert not bench.panel._started  # nothing is stored for a visitor who has left
+        bench.panel._started["visitor"] = started
+    shown = bench.tick(VISITOR)
+    assert "stopped: 1 of 2 prompts are measured" in bench.words(shown)
     assert shown[bench.report] == "1 records" and shown[bench.parts.results].visible is True
 
 
-def test_lost_messages_do_not_lose_the_results(bench: Bench) -> None:
-    async def measured() -> list[dict[Any, Any]]:
-        steps = bench.measure(VISITOR)
-        first = await anext(steps)
-        assert first[bench.panel._timer].active is True and first[bench.parts.buttons[0]].interactive is False
-        assert list(bench.show(VISITOR)) == [bench.panel._timer]  # still running
-        bench.gate.set()
-        return [values async for values in steps]
-
-    messages = asyncio.run(measured())
-    assert not any("done" in words(values, bench) for values in messages)
-    shown, repeated, after = (bench.show(VISITOR) for _ in range(3))
-    assert "done: 2 runs on 2 prompts" in words(shown, bench) and shown[bench.report] == "2 records"
-    assert words(repeated, bench) == words(shown, bench)  # replaces a late message
-    assert repeated[bench.panel._timer].active is False and repeated[bench.parts.buttons[0]].interactive is True
-    assert not words(after, bench) and after[bench.panel._timer].active is False
+def test_a_lost_response_is_repeated_by_the_next_one(bench: Bench) -> None:
+    pressed = bench.press(VISITOR)
+    assert pressed[bench.panel._timer].active is True and pressed[bench.parts.buttons[0]].interactive is False
+    assert list(bench.tick(VISITOR)) == [bench.parts.status]  # still running
+    bench.gate.set()
+    assert bench.stream.wait(PATIENCE)
+    lost, shown = bench.tick(VISITOR), bench.tick(VISITOR)
+    assert bench.words(lost) == bench.words(shown) and "done: 2 of 2 prompts are measured" in bench.words(shown)
+    assert shown[bench.report] == "2 records"
+    assert shown[bench.panel._timer].active is False and shown[bench.parts.buttons[0]].interactive is True
 
 
 SETTINGS = {name: setting_of(option, option.default) for name, option in OPTIONS.items()}

@@ -16,7 +16,7 @@ from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import PAIRS
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
-from specdemo.ui.lane import PLAIN, SPEC, lanes_of, plan_of
+from specdemo.ui.lane import PLAIN, SPEC, lanes_of
 from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
 from specdemo.ui.page import build
 from specdemo.ui.service import PROBE, WARM_UP_TOKENS, Service
@@ -53,8 +53,8 @@ def test_a_comparison_begins_with_a_warm_up_and_the_speculative_lane() -> None:
 
     service = Service(ModelPool(), recorded)
     try:
-        lanes = lanes_of(Recipe(max_tokens=50), (), plan_of({"method": "draft"}, compare=True, extra=0))
-        stream = service.start(lanes, "text", warm_up=True)
+        lanes = lanes_of(Recipe(max_tokens=50), compare=True)
+        stream = service.start([*lanes.items()], "text", warm_up=True)
         assert stream.wait(60)
         ends = [lane for lane, event in stream.items if isinstance(event, End)]
     finally:

@@ -23,9 +23,9 @@ from specdemo.core.metrics import Metrics
 from specdemo.core.trace import from_json
 from specdemo.ui import streams
 from specdemo.ui.lane import SPEC
-from specdemo.ui.limits import HostLimits, Visitors
+from specdemo.ui.limits import HostLimits, RunRates
 from specdemo.ui.run_store import RunStore
-from specdemo.ui.streams import RunFrames
+from specdemo.ui.streams import frame_routes, play
 from specdemo.worker import Worker
 
 pytestmark = pytest.mark.slow
@@ -36,8 +36,8 @@ LINES = [header(), step(0, pieces=["a"]), step(1, pieces=["b", "c"], draft=("b",
 class House:
     """Server with one run, to which lines are added in the server's thread."""
 
-    def __init__(self, client: TestClient, runs: RunStore, frames: RunFrames) -> None:
-        self.client, self.frames = client, frames
+    def __init__(self, client: TestClient, runs: RunStore) -> None:
+        self.client = client
         self.run = runs.new("visitor", (SPEC,))
 
     def add(self, line: dict) -> bool:
@@ -49,7 +49,8 @@ class House:
     def _call(self, change) -> bool:
         def job() -> bool:
             change()
-            return self.frames.notify(self.run)
+            self.run.notify()
+            return bool(self.run.followers)
 
         async def in_turn() -> bool:
             return job()
@@ -63,9 +64,8 @@ class House:
 @pytest.fixture
 def house() -> Iterator[House]:
     runs = RunStore()
-    frames = RunFrames(runs)
-    with TestClient(Starlette(routes=frames.routes())) as client:
-        yield House(client, runs, frames)
+    with TestClient(Starlette(routes=frame_routes(runs))) as client:
+        yield House(client, runs)
 
 
 def records(frames: list[dict]) -> list[dict]:
@@ -134,7 +134,7 @@ def test_a_run_that_nobody_follows_ends_after_the_grace_period(house: House, mon
     stream = worker.submit(job)
     house.run.begin(stream.stop)
     try:
-        house.client.portal.call(house.frames.play, house.run, stream)
+        house.client.portal.call(play, house.run, stream)
     finally:
         worker.close()
     assert stream.done and house.run.over and house.run.phase[0] == "stopped" and len(house.run.records) > 2
@@ -169,18 +169,18 @@ def test_a_run_whose_page_is_left_before_the_server_knows_it_does_not_start() ->
 
 def test_finished_runs_retain_no_events() -> None:
     """Their traces are text; neither the runs nor the limits of the visitor retain the stream."""
-    worker, runs, visitors = Worker(), RunStore(), Visitors(HostLimits(at_once=1))
+    worker, runs, rates = Worker(), RunStore(), RunRates(HostLimits(at_once=1))
     run = runs.new("one", (SPEC,))
-    stream = worker.submit(lambda: ((SPEC, event) for event in events_of(LINES)))
+    job = lambda: ((SPEC, event) for event in events_of(LINES))  # noqa: E731
+    stream = rates.start("192.0.2.1", lambda: worker.submit(job))
     run.begin(stream.stop)
-    visitors.entered("192.0.2.1", stream)
-    asyncio.run(RunFrames(runs).play(run, stream))
+    asyncio.run(play(run, stream))
     worker.close()
     retained = weakref.ref(stream)
     del stream
     gc.collect()
     assert retained() is None and runs.get(run.id) is run and run.over
-    visitors.admit("192.0.2.1")
+    rates.count("192.0.2.1")
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
@@ -192,7 +192,7 @@ def test_a_disk_that_cannot_be_written_is_named_on_the_page(code: int) -> None:
         raise OSError(code, os.strerror(code))
         yield
 
-    asyncio.run(RunFrames(runs).play(run, worker.submit(job)))
+    asyncio.run(play(run, worker.submit(job)))
     remedy = "free some space" if code == errno.ENOSPC else "choose a writable directory"
     assert run.phase == ("failed", f"cannot write to the disk of this host: {os.strerror(code)}: {remedy}")
     worker.close()

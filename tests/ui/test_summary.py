@@ -13,7 +13,8 @@ from specdemo.core.events import Header
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import PLAIN, SPEC, lanes_of, name_lanes
-from specdemo.ui.summary import pass_costs, tiles, verdict
+from specdemo.ui.run_figures import pass_costs, tiles
+from specdemo.ui.summary import verdict
 
 AR_S = 0.01
 PLAIN_STEPS = [step(i, pieces=["x"], draft_s=0.0, verify_s=AR_S) for i in range(1, 9)]
@@ -187,7 +188,7 @@ def test_passes_are_compared_by_their_measured_times() -> None:
 def test_titles_of_added_lanes_name_the_options_that_differ(changes: dict[str, Any], words: str) -> None:
     first, run = Recipe(), Run((SPEC, PLAIN, "third"))
     added = replace(first, **changes)
-    for name, recipe in lanes_of(first, [added], run.plan):
+    for name, recipe in lanes_of(first, True, [added]).items():
         run.absorb(name, Header(asdict(recipe), "def", (5, 6)))
     assert [lane.title for lane in run.lanes.values()] == ["draft, γ 4", "target only", words]
     assert name_lanes([first, added]) == f"draft, γ 4 (); {words} ()"

@@ -12,24 +12,21 @@ import pytest
 from fakes.figures import figure_of, values
 from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, absorb, end, header, step
 
+from specdemo.bench.published_tables import published_figures
 from specdemo.core.errors import UserError
-from specdemo.core.published import LEVIATHAN_2
 from specdemo.core.rules import RULES
 from specdemo.core.theory import (
     accepted_share,
-    alpha_of_share,
-    alpha_of_speedup,
     best_gamma,
     expected_tokens,
     operations,
-    share_speedup,
     walltime_improvement,
 )
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import PLAIN, SPEC
 from specdemo.ui.tabs import worked_example as worked
-from specdemo.ui.tabs.theory import PAPER_TABLES, figures_of_run, gamma_table
-from specdemo.ui.theory_curves import THEORY_PLOTS, TheorySettings, point_of, point_words
+from specdemo.ui.tabs.theory import describe_run, figures_by_gamma, slider_values
+from specdemo.ui.theory_curves import THEORY_PLOTS, Coefficients, point_of
 
 pytestmark = pytest.mark.slow
 
@@ -50,40 +47,41 @@ def ended(spec: list[dict] | None = None, plain: bool = True, head: dict | None 
 
 def test_point_matches_the_trace() -> None:
     point = point_of(ended())
-    assert (point.alpha, point.share, point.gamma, point.tokens) == pytest.approx((0.75, 3 / 5, 2.5, 2.5))
-    assert (point.c, point.v, point.o) == pytest.approx((0.004 / 0.025, 0.02 / 0.025, 0))
+    at = point.coefficients
+    assert (at.alpha, point.share, at.gamma, point.tokens) == pytest.approx((0.75, 3 / 5, 2.5, 2.5))
+    assert (at.c, at.v, at.o) == pytest.approx((0.004 / 0.025, 0.02 / 0.025, 0))
     assert point.speedup == pytest.approx((5 / 0.06) / (1 / 0.025))
-    assert point.speedup == pytest.approx(point.tokens / (point.v + point.gamma * point.c + point.o))
-    assert point.c_hat == pytest.approx(5 / 28)
+    assert point.speedup == pytest.approx(point.tokens / (at.v + at.gamma * at.c + at.o))
+    assert at.c_hat == pytest.approx(5 / 28)
     assert point.operations == pytest.approx((2 + 5 + 5 * 5 / 28) / 5)  # rows and drafts of two steps, for 5 tokens
-    assert point.theorem == pytest.approx(walltime_improvement(0.75, 2.5, 0.16))
-    assert point.model == pytest.approx(expected_tokens(0.75, 2.5) / (0.8 + 2.5 * 0.16))
-    words = point_words(point)
-    assert all(word in words for word in ("α = 0.750", "= 0.600", "γ = 2.50", "**2.50**", "c = 0.160", "**2.08×**"))
-    assert "trees" not in words
+    assert at.speedup(at.gamma) == pytest.approx(expected_tokens(0.75, 2.5) / (0.8 + 2.5 * 0.16))
+    words = describe_run(point)
+    theorem = walltime_improvement(0.75, 2.5, 0.16)
+    assert all(word in words for word in ("α = 0.750", "= 0.600", "γ = 2.50", "c = 0.160", "**2.08×**"))
+    assert f"{point.speedup / theorem:.0%} of Theorem 3.8" in words and "trees" not in words
 
 
 def test_costs_and_speedup_require_a_baseline_lane() -> None:
     point = point_of(ended(plain=False))
-    assert (point.c, point.v, point.o, point.speedup, point.theorem, point.model) == (None,) * 6
-    assert point.tokens == 2.5 and point.operations is not None
-    assert "Without an AR baseline" in point_words(point) and "×" not in point_words(point)
+    at = point.coefficients
+    assert all(map(math.isnan, (at.c, at.v, at.o, point.speedup, at.speedup(at.gamma))))
+    assert point.tokens == 2.5 and not math.isnan(point.operations)
+    assert "Without an AR baseline" in describe_run(point) and "×" not in describe_run(point)
+    defaults = Coefficients()
+    assert slider_values(at) == [0.75, defaults.c, 2, defaults.v, defaults.o, round(5 / 28, 2)]
 
 
 def test_trees_are_reported_as_off_the_curves() -> None:
     tree = REJECTION | {"parents": [-1, -1, 0]}
     point = point_of(ended([PREFILL, tree]))
-    assert not point.chains and "trees" in point_words(point)
-
-
-PLOTS = {plot.elem_id: plot for plot in THEORY_PLOTS}
+    assert not point.chains and "trees" in describe_run(point)
 
 
 def test_curves_match_the_closed_forms() -> None:
-    settings = TheorySettings(alpha=0.6, c=0.1, gamma=3, c_hat=0.2)
+    settings = Coefficients(alpha=0.6, c=0.1, gamma=3, c_hat=0.2)
 
-    def drawn(name: str, label: str, at: TheorySettings = settings) -> dict[float, Any]:
-        points = values(PLOTS[name].chart(at, None), label)
+    def drawn(name: str, label: str, at: Coefficients = settings) -> dict[float, Any]:
+        points = values(THEORY_PLOTS[name].chart(name, at, None), label)
         return {x: pytest.approx(y, rel=1e-4) for x, y in points.items()}
 
     assert drawn("plot-tokens", "γ 3")[0.8] == expected_tokens(0.8, 3)
@@ -99,21 +97,21 @@ def test_curves_match_the_closed_forms() -> None:
     assert drawn("plot-best", "c 0.2")[0.6] == 2 and drawn("plot-best", "sliders") == {0.6: 3}
     assert drawn("plot-gamma", "Theorem 3.8")[3] == improvement
     assert drawn("plot-gamma", "sliders", replace(settings, v=1.6)) == {3: 2.176 / 1.9}
-    assert drawn("plot-share", "accepted / drafted")[3] == drawn("plot-share", "sliders")[3] == accepted_share(0.6, 3)
+    assert drawn("plot-share", "sliders") == {3: accepted_share(0.6, 3)}
 
 
 def test_the_verification_cost_is_linear_in_rows() -> None:
-    settings = TheorySettings(alpha=0.6, c=0.1, gamma=3, v=1.6)
-    assert settings.modelled_speedup(6) == pytest.approx(expected_tokens(0.6, 6) / (1 + 0.6 * 6 / 3 + 0.6))
-    assert settings.best_gamma == best_gamma(0.6, 0.1, v=settings.verify_cost)
+    settings = Coefficients(alpha=0.6, c=0.1, gamma=3, v=1.6)
+    assert settings.speedup(6) == pytest.approx(expected_tokens(0.6, 6) / (1 + 0.6 * 6 / 3 + 0.6))
+    assert settings.best_gamma(64) == best_gamma(0.6, 0.1, v=settings.verify_cost)
 
 
 def test_the_run_is_a_dot_on_every_chart() -> None:
     point = point_of(ended())
-    for plot in THEORY_PLOTS:
-        ((x, y),) = values(plot.chart(TheorySettings(), point), "this run").items()
-        assert (x, y) == pytest.approx((getattr(point, plot.x), plot.measured(point)), rel=1e-4)
-        labels = [series["label"] for series in figure_of(plot.chart(TheorySettings(), None))["series"]]
+    for name, plot in THEORY_PLOTS.items():
+        ((x, y),) = values(plot.chart(name, Coefficients(), point), "this run").items()
+        assert (x, y) == pytest.approx((getattr(point.coefficients, plot.x), plot.measured(point)), rel=1e-4)
+        labels = [series["label"] for series in figure_of(plot.chart(name, Coefficients(), None))["series"]]
         assert "sliders" in labels and "this run" not in labels
 
 
@@ -122,38 +120,27 @@ def cells(markdown: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "---" not in line]
 
 
-def test_published_tables_are_those_of_the_papers_and_closed_forms() -> None:
-    guide, first, second, chen = [cells(table)[1:] for table in re.split(r"\n(?=Leviathan|Chen)", PAPER_TABLES)]
-
-    def rounded(value: float) -> object:  # halves are rounded up, as in the papers
-        return pytest.approx(value, abs=0.00501)
-
-    for gamma, share, c, by_share, alpha, theorem in [map(float, row) for row in guide]:
-        exact = alpha_of_share(share, gamma)
-        assert alpha == rounded(exact) and theorem == rounded(walltime_improvement(exact, gamma, c))
-        assert by_share == rounded(share_speedup(share, gamma, c))
-    for alpha, gamma, factor, speed in [map(float, row) for row in first]:
-        assert factor == rounded(operations(alpha, gamma, 0)) and speed == rounded(
-            walltime_improvement(alpha, gamma, 0)
-        )
-    for (task, drafter, t, gamma, alpha, c, measured), row in zip(LEVIATHAN_2, second, strict=True):
-        theorem = walltime_improvement(alpha, gamma, c)
-        published = [f"{task}, T5-{drafter}", str(t), str(gamma), f"{alpha:.2f}", f"{c:.2f}", f"{measured:.1f}"]
-        assert row[:6] == published and float(row[6]) == rounded(theorem) and row[7] == f"{measured / theorem:.0%}"
-    for _, *row in chen:
-        gamma, c, measured, alpha = map(float, row)
-        assert alpha == rounded(alpha_of_speedup(measured, gamma, c))
+def test_published_figures_are_those_of_the_papers() -> None:
+    """Figures that the papers print; `tests/core/test_theory.py` compares all of them with the closed forms."""
+    guide, first, second, _, chen = [
+        cells(table) for table in re.split(r"\n\n(?=Leviathan|Published|Chen)", published_figures())
+    ]
+    assert guide[2] == ["4", "0.70", "0.10", "2.71", "0.86", "2.71"]
+    assert first[4] == ["0.80", "5", "1.63", "3.69"]
+    assert second[1] == ["EnDe", "T5-small", "0", "7", "0.02", "0.75", "3.4", "3.16", "108%"]
+    assert chen[3] == ["HumanEval, nucleus", "4", "0.128", "2.46", "0.85"]
 
 
-def test_tables_contain_the_run() -> None:
+def test_the_table_contains_the_run() -> None:
     point = point_of(ended())
-    figures = dict(cells(figures_of_run(point)))
-    assert figures["figure"] == "**this run**, draft" and figures["accepted / drafted"] == "0.60"
-    assert figures["measured speed-up"] == "2.08" and figures["Theorem 3.8"] == f"{point.theorem:.2f}"
-    assert figures_of_run(None) == "" and dict(cells(figures_of_run(point_of(ended(plain=False)))))["realised"] == "–"
-    head, *rows = cells(gamma_table(TheorySettings(alpha=0.8, c=0.1, gamma=5), point))
-    assert [row[1] for row in rows[:-1]] == sorted((row[1] for row in rows[:-1]), reverse=True)  # decreases with gamma
-    assert {"5", "**this run**, 2.50"} <= {row[0] for row in rows} and all(len(row) == len(head) for row in rows)
+    head, *rows = cells(figures_by_gamma(Coefficients(alpha=0.8, c=0.1, gamma=5), point))
+    assert all(len(row) == len(head) for row in rows)
+    *forms, measured, own = rows
+    assert [row[1] for row in forms] == sorted((row[1] for row in forms), reverse=True)  # decreases with gamma
+    assert measured == ["**this run**, 2.50: measured", "0.60", "2.50", "–", "2.08", f"{point.operations:.2f}", "–"]
+    assert own[2] == f"{expected_tokens(0.75, 2.5):.2f}" and own[3] == f"{walltime_improvement(0.75, 2.5, 0.16):.2f}"
+    alone = cells(figures_by_gamma(Coefficients(), point_of(ended(plain=False))))
+    assert alone[-1][3] == alone[-2][4] == "–"  # unknown without a baseline
 
 
 @pytest.mark.parametrize(
@@ -203,13 +190,13 @@ def test_example_columns_sum_to_p() -> None:
 def test_trials_classify_every_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seeds are fixed; with random seeds, an exact rule would fail once in 1,000 trials."""
     monkeypatch.setattr(worked, "TRIAL_TOKENS", 2_000)
-    choices = worked.rule_choices()
+    choices = worked.RULE_CHOICES
     assert len(choices) == len(RULES) + 3 and choices["rejection, residual from q of the drafted token only: lossy"]
-    for choice, (name, adjust, scalar) in choices.items():
+    for choice, (name, options) in choices.items():
         done = worked.try_rule(choice, worked.EXAMPLE_P, worked.EXAMPLE_Q, 3, seed=5)
         words = worked.describe_trial(choice, done, worked.EXAMPLE_P, worked.EXAMPLE_Q)
         exact = "exact" in choice and "lossy" not in choice
-        assert exact == (adjust and not scalar and name in ("rejection", "block", "match", "coupled"))
+        assert exact == (not options and name in ("rejection", "block", "match", "coupled"))
         assert words.startswith(
             "**The output follows p**" if exact else "**The output differs from p.** The rule is lossy."
         )

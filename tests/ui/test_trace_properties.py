@@ -18,6 +18,8 @@ from specdemo.ui import link_charts
 from specdemo.ui.call_timeline import call_timeline
 from specdemo.ui.lane import Lane
 from specdemo.ui.run_store import RunStore
+from specdemo.ui.tabs.theory import describe_run, figures_by_gamma, slider_values
+from specdemo.ui.theory_curves import THEORY_PLOTS, Coefficients, TheoryPoint, point_of
 
 pytestmark = pytest.mark.slow
 
@@ -43,9 +45,20 @@ def display(given: str) -> dict[str, Any]:
         assert store.trace([frame["run"], name])
         if calls := call_timeline([store.get(frame["run"]).lanes[name]], 0, 10):
             figure_of(calls)
+    run = store.get(frame["run"])
     with suppress(UserError):  # no step over a link, or no verified draft
-        display_link(link_charts.edge_lane(store.get(frame["run"])))
+        display_link(link_charts.edge_lane(run))
+    with suppress(UserError):  # no draft token was tested
+        display_theory(point_of(run))
     return frame
+
+
+def display_theory(point: TheoryPoint) -> None:
+    describe_run(point)
+    figures_by_gamma(Coefficients(), point)
+    slider_values(point.coefficients)
+    for name, plot in THEORY_PLOTS.items():
+        figure_of(plot.chart(name, Coefficients(), point))
 
 
 def display_link(lane: Lane) -> None:

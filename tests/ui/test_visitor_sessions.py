@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import gradio as gr
 import pytest
+from fakes.served_page import page_application, visitor_of
 from starlette.testclient import TestClient
 
 from specdemo.ui.limits import PUBLIC
-from specdemo.ui.page import build
-from specdemo.ui.theme import launch_options
-from specdemo.ui.visitor_sessions import COOKIE, VisitorSessions
+from specdemo.ui.visitor_sessions import COOKIE, hide_in_address, hide_in_body, new_cookie
 
 pytestmark = pytest.mark.slow
 
@@ -24,12 +22,10 @@ ADDRESS = ("192.0.2.1", 1)
 
 @pytest.fixture(scope="module")
 def app() -> Iterator[Any]:
-    page = build(limits=replace(PUBLIC, per_minute=None))
-    options = launch_options(page.routes, page.middleware)
-    page.blocks.favicon_path, page.blocks.pwa = options["favicon_path"], True
-    app = gr.routes.App.create_app(page.blocks, app_kwargs=options["app_kwargs"])
-    with TestClient(app, base_url="http://127.0.0.1:7860") as client:
+    page, app = page_application(replace(PUBLIC, per_minute=None))
+    with visitor_of(app) as client:
         client.get(f"{API}/startup-events")
+        client.runs = page.health._service.runs
         client.forgetful = next(n for n, event in page.blocks.fns.items() if event.name == "forget" and event.queue)
         yield client
     page.worker.close()
@@ -37,7 +33,7 @@ def app() -> Iterator[Any]:
 
 def visitor(app: Any, address: str = "192.0.2.1", browser: bool = True) -> TestClient:
     """Client on the page; a browser has the page's cookie."""
-    client = TestClient(app.app, base_url="http://127.0.0.1:7860", client=(address, 1))
+    client = visitor_of(app.app, client=(address, 1))
     client.portal = app.portal  # the event loop of the queue
     client.get("/config")
     if not browser:
@@ -64,12 +60,21 @@ def test_a_known_name_does_not_give_access_to_events(app: Any, browser: bool, li
     assert "process_completed" in events(owner)
 
 
+@pytest.mark.parametrize("browser", [True, False])
+def test_a_run_belongs_to_the_session_of_the_events_also_without_the_cookie(app: Any, browser: bool) -> None:
+    client, run_id = visitor(app, browser=browser), f"run-of-a-session-{browser}"
+    body = {"id": run_id, "session_hash": NAME, "settings": {"pair": "unknown"}}
+    assert client.post("/runs", json=body).json()["phase"][0] == "failed"
+    session = hide_in_body(request(cookie=client.cookies.get(COOKIE, "")), body)["session_hash"]
+    assert app.runs.latest(session).id == run_id
+
+
 def test_the_page_sets_a_secret_cookie_once(app: Any) -> None:
-    client = TestClient(app.app, base_url="http://127.0.0.1:7860", client=ADDRESS)
+    client = visitor_of(app.app, client=ADDRESS)
     cookies = [client.get(path).headers.get("set-cookie") for path in ("/config", "/config", "/robots.txt")]
     assert cookies[0].startswith(f"{COOKIE}=") and "HttpOnly" in cookies[0] and "SameSite=Lax" in cookies[0]
     assert cookies[1:] == [None, None] and len(client.cookies[COOKIE]) == 32
-    assert TestClient(app.app, base_url="http://127.0.0.1:7860").get("/robots.txt").headers.get("set-cookie") is None
+    assert visitor_of(app.app).get("/robots.txt").headers.get("set-cookie") is None
 
 
 @pytest.mark.parametrize("name", ["short", "", "x" * 65, "a b c d e f", 12345678, ["session-of-a-visitor"], None])
@@ -89,23 +94,23 @@ def request(path: str = "/", query: bytes = b"", cookie: str = "", scheme: str =
 
 
 def test_names_are_replaced_alike_in_every_part_of_a_request() -> None:
-    sessions, cookie = VisitorSessions(framed=False), "c" * 32
-    body = sessions.hide_in_body(request(cookie=cookie), {"session_hash": NAME, "data": [NAME]})
+    cookie = "c" * 32
+    body = hide_in_body(request(cookie=cookie), {"session_hash": NAME, "data": [NAME]})
     hidden = body["session_hash"]
     assert NAME not in hidden and body["data"] == [NAME] and len(hidden) == 64
     query = request(query=f"x={NAME}&session_hash={NAME}".encode(), cookie=cookie)
     path = request(f"{API}/heartbeat/{NAME}", cookie=cookie)
-    sessions.hide_in_address(query)
-    sessions.hide_in_address(path)
+    hide_in_address(query)
+    hide_in_address(path)
     assert query["query_string"] == f"x={NAME}&session_hash={hidden}".encode()
     assert path["path"] == f"{API}/heartbeat/{hidden}" and path["raw_path"] == path["path"].encode()
     for other in ("d" * 32, "", "short"):
-        assert sessions.hide_in_body(request(cookie=other), {"session_hash": NAME})["session_hash"] != hidden
+        assert hide_in_body(request(cookie=other), {"session_hash": NAME})["session_hash"] != hidden
 
 
 def test_cookies_of_frames_of_other_sites_need_encryption() -> None:
-    framed, own = VisitorSessions(framed=True), VisitorSessions(framed=False)
-    assert "SameSite=None; Partitioned" in framed.new_cookie(request(scheme="https"))
-    assert "SameSite=Lax" in own.new_cookie(request(scheme="https"))
-    assert "Secure" not in framed.new_cookie(request())
-    assert own.new_cookie(request(cookie="c" * 32)) is None and own.new_cookie(request(cookie="short"))
+    assert "SameSite=None; Partitioned" in new_cookie(request(scheme="https"), framed=True)
+    assert "SameSite=Lax" in new_cookie(request(scheme="https"), framed=False)
+    assert "Secure" not in new_cookie(request(), framed=True)
+    assert new_cookie(request(cookie="c" * 32), framed=False) is None
+    assert new_cookie(request(cookie="short"), framed=False)

@@ -15,11 +15,11 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
 from specdemo.stores import Stores
-from specdemo.ui import conversation, measurements
-from specdemo.ui.conversation import REMEMBERED
+from specdemo.ui import measurements, visitors
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.service import Service
+from specdemo.ui.visitors import REMEMBERED
 from specdemo.worker import WorkerBusy
 
 PATIENCE = 60.0
@@ -36,8 +36,12 @@ def test_stores_of_visitors_are_bounded() -> None:
     for i in range(REMEMBERED + 5):
         streams.append(service.start(asked, f"text {i}", visitor=f"visitor {i}"))
         assert streams[-1].wait(PATIENCE)
-    assert len(service.conversations._stores) == REMEMBERED
+    assert len(service.visitors._visitors) == REMEMBERED
     service.worker.close()
+
+
+def with_stores(service: Service) -> list[str]:
+    return [name for name, visitor in service.visitors._visitors.items() if visitor.stores]
 
 
 def test_bytes_of_all_stores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,19 +57,19 @@ def test_bytes_of_all_stores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     size: list[int] = []
     for visitor, prompt in zip("abcda", ("text", "", "text", "text", "text"), strict=True):
         assert service.start(asked, prompt, visitor=visitor).wait(PATIENCE)
-        size = size or [service.conversations._stores["a"]["spec"].drafts["suffix"].size_bytes]
-        monkeypatch.setattr(conversation, "MAX_STORED_BYTES", 2.5 * size[0])
+        size = size or [service.visitors.find("a").stores["spec"].drafts["suffix"].size_bytes]
+        monkeypatch.setattr(visitors, "MAX_STORED_BYTES", 2.5 * size[0])
     # The oldest with a store was dropped, not the visitor of the run.
-    assert [*service.conversations._stores] == ["b", "d", "a"]
-    assert service.conversations._stores["a"]["spec"].drafts["suffix"].text[:1000] == [*range(1000)]
-    monkeypatch.setattr(conversation, "MAX_STORED_BYTES", 0)
+    assert [*with_stores(service)] == ["b", "d", "a"]
+    assert service.visitors.find("a").stores["spec"].drafts["suffix"].text[:1000] == [*range(1000)]
+    monkeypatch.setattr(visitors, "MAX_STORED_BYTES", 0)
     assert service.start(asked, "", visitor="d").wait(PATIENCE)
-    assert [*service.conversations._stores] == ["b", "d"]
+    assert [*with_stores(service)] == ["b", "d"]
     service.worker.close()
 
 
 def test_rejected_runs_do_not_evict_others() -> None:
-    runs = RunStore(per_visitor=4)
+    runs = RunStore(per_network=4)
     kept = runs.new("honest", ("spec",))
     kept.records.append({"l": "spec"})
     kept.finish()
@@ -125,8 +129,9 @@ def test_a_conversation_ends_while_a_run_adds_a_lane() -> None:
             return super().without_conversation()
 
     service = Service(ModelPool(), lambda *_: iter(()))
-    lanes = service.conversations._stores["visitor"] = {"spec": GrowingStores(Conversation(), {"ngrams": 1})}
-    service.conversations.forget("visitor")
+    visitor = service.visitors.enter("visitor")
+    lanes = visitor.stores = {"spec": GrowingStores(Conversation(), {"ngrams": 1})}
+    visitor.end_conversation()
     assert lanes == {"spec": Stores(drafts={"ngrams": 1}), "ar": Stores()}
     service.worker.close()
 

@@ -33,7 +33,7 @@ from specdemo.ui.limits import HostLimits
 from specdemo.ui.page import build
 from specdemo.ui.runs import Runs, run_route
 from specdemo.ui.service import Service
-from specdemo.ui.streams import RunFrames, drain, reason
+from specdemo.ui.streams import drain, frame_routes, reason
 from specdemo.worker import WorkerGroup
 
 pytestmark = pytest.mark.slow
@@ -52,7 +52,7 @@ CODE = "def fibonacci(n):"
 
 @pytest.fixture(scope="module")
 def pool() -> ModelPool:
-    return zero.loaded([RECIPE])
+    return zero.preload([RECIPE])
 
 
 def tokens_of(events: Iterable[Event]) -> list[int]:
@@ -62,7 +62,9 @@ def tokens_of(events: Iterable[Event]) -> list[int]:
 @pytest.mark.parametrize("package", [False, True][: 1 + (find_spec("spaces") is not None)])
 def test_decorator_has_no_effect_without_zerogpu(package: bool, pool: ModelPool) -> None:
     """Neither with the fake nor, if the package is installed, with the real decorator."""
-    events = list(zero.on(zero.decorator() if package else untouched, pool)(RECIPE, CODE, ModelPool(), Stores()))
+    events = list(
+        zero.run_on_gpu(zero.decorator() if package else untouched, pool)(RECIPE, CODE, ModelPool(), Stores())
+    )
     assert events[0] == Loading("waiting for a GPU") and isinstance(events[1], Header)
     assert tokens_of(events) == tokens_of(generate(RECIPE, CODE, pool)) and events[-1].reason == "length"
 
@@ -70,7 +72,7 @@ def test_decorator_has_no_effect_without_zerogpu(package: bool, pool: ModelPool)
 def test_the_page_of_a_zerogpu_space_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zero, "decorator", lambda: untouched)
     limits = HostLimits(pairs=("bundled",))
-    page = build(limits=limits, **zero.hosted(limits, "cpu"))
+    page = build(limits=limits, **zero.zero_gpu_page(limits, "cpu"))
     assert isinstance(page.worker, WorkerGroup)
     page.worker.close()
 
@@ -82,7 +84,7 @@ def test_a_run_in_its_own_process_gives_the_same_text(pool: ModelPool) -> None:
         yield from generate(*asked)
 
     gpu = Forking()
-    events = list(zero.on(gpu, pool, telling)(RECIPE, CODE, ModelPool(), Stores()))
+    events = list(zero.run_on_gpu(gpu, pool, telling)(RECIPE, CODE, ModelPool(), Stores()))
     assert tokens_of(events) == tokens_of(generate(RECIPE, CODE, pool)) != []
     assert events[1] == Loading("process", gpu.processes[0].pid) != Loading("process", os.getpid())
     assert gpu.processes[0].exitcode == 0
@@ -99,7 +101,7 @@ def test_runs_share_no_state_with_the_page(pool: ModelPool) -> None:
         yield Header(seen, "", ())
 
     changed: dict[str, str] = {}
-    run = zero.on(Forking(), pool, forgetful)
+    run = zero.run_on_gpu(Forking(), pool, forgetful)
     for _ in range(2):
         stores = Stores(drafts={"mine": "secret"})
         assert list(run(RECIPE, CODE, ModelPool(), stores))[1:] == [Header({}, "", ())]
@@ -124,7 +126,7 @@ def test_stop_ends_the_process(pool: ModelPool, tmp_path: Path) -> None:
             (tmp_path / "closed").write_text(str(os.getpid()))
 
     gpu = Forking()
-    service = Service(pool, zero.on(gpu, pool, endless), worker=WorkerGroup(2))
+    service = Service(pool, zero.run_on_gpu(gpu, pool, endless), worker=WorkerGroup(2))
     stream = service.start([("spec", RECIPE)], CODE)
     items = follow(stream, until=lambda events: len(tokens_of(events)) > 20)
     stream.stop()
@@ -166,7 +168,7 @@ def test_errors_in_the_process_are_reported(pool: ModelPool, fault: Exception | 
             os._exit(1)  # as the lender does when the time is up
         raise fault
 
-    events = zero.on(Forking(), pool, broken)(RECIPE, CODE, ModelPool(), Stores())
+    events = zero.run_on_gpu(Forking(), pool, broken)(RECIPE, CODE, ModelPool(), Stores())
     with pytest.raises((UserError, RuntimeError)) as raised:
         list(events)
     assert said in reason(raised.value)
@@ -187,11 +189,10 @@ def test_the_quota_is_looked_up_by_the_request_that_started_the_run(pool: ModelP
 
         return decorate
 
-    service = Service(pool, zero.on(lender, pool), worker=WorkerGroup(1))
-    frames = RunFrames(service.runs)
+    service = Service(pool, zero.run_on_gpu(lender, pool), worker=WorkerGroup(1))
     defaults = {"prompt": CODE, "compare": False, "pair": "bundled", "method": "draft", "max_tokens": 8}
-    runs = Runs(service, frames, "cpu", defaults)
-    with TestClient(Starlette(routes=[run_route(runs), *frames.routes()])) as client:
+    runs = Runs(service, "cpu", defaults)
+    with TestClient(Starlette(routes=[run_route(runs), *frame_routes(service.runs)])) as client:
         for number in (7, 8):
             request = {"id": f"run-of-visitor-{number}", "settings": {}}
             response = client.post("/runs", json=request, headers={"x-ip-token": f"visitor {number}"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -38,8 +37,3 @@ def cockpit(server_functions: list[Callable[..., Any]], max_trace: int) -> gr.HT
         elem_id="cockpit",
         max_trace=max_trace,
     )
-
-
-def script(name: str, data: dict[str, Any]) -> str:
-    """Return a JavaScript function that calls the function in `name`.js with `data`, then with its own arguments."""
-    return f"(...values) => ({page_files.script_text(name)})({json.dumps(data)}, ...values)"

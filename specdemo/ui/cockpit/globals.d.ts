@@ -13,8 +13,6 @@ interface Component {
   trigger: (event: string, data?: unknown) => void;
 }
 
-interface WindowEventMap { "specdemo:run": CustomEvent }
-
 interface NavigateEvent extends Event {
   navigationType: string;
   userInitiated: boolean;
@@ -22,9 +20,9 @@ interface NavigateEvent extends Event {
 
 interface Window {
   navigation?: { addEventListener(type: "navigate", listener: (event: NavigateEvent) => void, options?: AddEventListenerOptions): void };
-  specdemoTabs?: BroadcastChannel;
-  specdemoLanes?: unknown[];
+  specdemo?: Record<string, Function>;
+  specdemoRestored?: { settings: Record<string, unknown>; lanes: { lanes: unknown[]; text: string } };
   specdemoRun?: string;
-  specdemoRecorded?: Record<string, unknown>;
   gradio_config?: { root?: string };
+  __gradio_session_hash__?: string;
 }

@@ -1,6 +1,7 @@
 // The result in one line, one reason and one suggestion, and the figures of the displayed position.
 
 import { setText } from "./elements.js";
+import { setSettings } from "./settings.js";
 import { $, current, lanes } from "./state.js";
 
 export function clearHeadline() {
@@ -25,8 +26,7 @@ export function connectHeadline() {
   $("#suggestion").addEventListener("click", () => {
     const { press, set } = current.frame.headline.suggestion;
     if (press) return document.getElementById(press).click();
-    window.specdemoRecorded = set;
-    document.getElementById("use-recorded").click();
+    setSettings(set);
   });
 }
 

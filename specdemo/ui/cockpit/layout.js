@@ -27,9 +27,7 @@ function reveal() { // when all parts are mounted and have their size
   const began = performance.now();
   let height = 0, stable = 0;
   const check = () => {
-    const more = /** @type {HTMLElement | null} */ (document.querySelector("#more-settings button.open"));
-    if (more && document.getElementById("max-tokens")) more.click(); // its parts remain in the document
-    const mounted = !more && ["settings", "examples", "prompt", "run", "tabs"].every((id) => document.getElementById(id)) && "settings" in document.body.dataset && !current.drawing && !(narrow.matches && document.querySelector("#settings.open"));
+    const mounted = ["settings", "examples", "prompt", "run", "tabs"].every((id) => document.getElementById(id)) && "settings" in document.body.dataset && !current.drawing && !(narrow.matches && document.querySelector("#settings.open"));
     const now = document.documentElement.scrollHeight;
     stable = mounted && now === height ? stable + 1 : 0;
     height = now;

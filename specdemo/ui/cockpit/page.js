@@ -1,4 +1,4 @@
-// The cockpit in the page: buttons, keyboard shortcuts, downloads and the settings shared by all tabs.
+// The cockpit in the page: buttons, keyboard shortcuts, downloads.
 
 import { mountDisplay } from "./display.js";
 import { setText } from "./elements.js";
@@ -8,6 +8,7 @@ import { download } from "./plot_export.js";
 import { pause } from "./replay.js";
 import { markButtons, newRunId, showMissing, startRun, stop } from "./run.js";
 import { $, current, DISCARDED, displaying, lanes, listeners, server } from "./state.js";
+import { connectForm, setSettings, settings, storedLanes } from "./settings.js";
 import { asCsv } from "./step_table.js";
 import { textPicture } from "./text_picture.js";
 import { drawSpeedCurve } from "./tiles.js";
@@ -24,11 +25,14 @@ export function mount({ element: root, props, server: functions, trigger, query 
   connectDownloads();
   connectTraces(props.max_trace);
   connectLogField();
+  connectForm();
   connectSettings();
   connectLayout(resume().then(() => playAtFirstVisit(query)));
   window.addEventListener("resize", drawSpeedCurve, { signal: listeners.signal });
   markButtons();
 }
+
+const TURNS = { run: "new", "continue-chat": "next", repeat: "repeat" }; // of the conversation
 
 function connectRuns() {
   const capturing = { capture: true, signal: listeners.signal };
@@ -36,9 +40,12 @@ function connectRuns() {
   document.addEventListener("click", (e) => {
     const target = /** @type {Element} */ (e.target);
     if (target.closest("#stop")) return stop();
-    if (!target.closest("#run, #continue-chat, #repeat")) return;
-    if (current.busy && !displaying()) { e.stopImmediatePropagation(); e.preventDefault(); return; }
+    const button = target.closest("#run, #continue-chat, #repeat");
+    if (!button) return;
+    if (current.busy && !displaying()) return;
     startRun(newRunId());
+    sendRun({ settings: settings(), lanes: storedLanes(), turn: TURNS[button.id] });
+    if (button.id === "continue-chat") setSettings({ prompt: "" });
   }, capturing);
 
   document.addEventListener("focusin", (e) => {
@@ -54,8 +61,6 @@ function connectRuns() {
     }
     if (e.key === "Escape" && !(/** @type {Element} */ (e.target).closest?.("[aria-expanded=true]"))) { hideTooltip(); pause(); stop(); } // Escape closes an open dropdown first
   }, capturing);
-
-  window.addEventListener("specdemo:run", (/** @type {CustomEvent} */ e) => { sendRun(e.detail); }, { signal: listeners.signal });
 }
 
 function save(text, name, type) {
@@ -94,14 +99,5 @@ function connectLogField() { // a dropped file replaces the text of the field
 
 function connectSettings() {
   $("#add-run").addEventListener("click", () => document.getElementById("keep-lane").click());
-  $("#use-settings").addEventListener("click", () => {
-    window.specdemoRecorded = current.frame.recorded;
-    document.getElementById("use-recorded").click();
-  });
-  const tabs = (window.specdemoTabs = new BroadcastChannel("specdemo-lanes")); // added settings are the same in all tabs
-  tabs.onmessage = ({ data }) => {
-    window.specdemoLanes = JSON.parse(data);
-    document.getElementById("lanes-of-tab").click();
-  };
-  listeners.signal.addEventListener("abort", () => tabs.close());
+  $("#use-settings").addEventListener("click", () => setSettings(current.frame.recorded));
 }

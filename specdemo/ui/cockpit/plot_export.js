@@ -47,7 +47,7 @@ export function download(text, name, type) {
 
 /** Save the plot named by a button of the cockpit, or the chart around a button of a tab. */
 function savePlot(button) {
-  const plot = document.getElementById(button.dataset.plot ?? button.closest(".block").id), pictures = [...plot.querySelectorAll("svg")];
+  const plot = document.getElementById(button.dataset.plot ?? button.closest("chart-view[id], .block").id), pictures = [...plot.querySelectorAll("svg")];
   if (!pictures.length) return;
   const captions = pictures.map((picture) => rowText(picture.closest(".time-row")) || captionOf(button));
   const keys = [...plot.querySelectorAll(".key span")].map((span) => [getComputedStyle(span, "::before").backgroundColor, span.textContent]);

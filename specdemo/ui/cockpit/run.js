@@ -170,12 +170,18 @@ function showResult() {
   const drawn = current.frame.plan.filter((name) => lanes[name].steps.length);
   $("#save-all").disabled = $("#save-page").disabled = !drawn.length;
   if (drawn.length) { openReplay(drawn); openInspector(drawn); }
+  redrawTab();
   if (!current.pending.length) {
     const ran = current.busy && !current.skipPacing;
     endRun(current.frame.phase[0], current.frame.phase.filter(Boolean).join(": "));
     if (current.walking) beginWalk();
     else if (!(ran && raceOnce())) showHeadline();
   } else endRun("stopped", `stopped: ${lanes[drawn[0] ?? current.frame.plan[0]].steps.at(-1)?.tokens ?? 0} tokens displayed`);
+}
+
+function redrawTab() { // the views of the selected tab show the displayed run
+  const buttons = /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll("#tabs .redraw"));
+  [...buttons].find((button) => button.closest("[role=tabpanel]").checkVisibility())?.click();
 }
 
 function showRecorded({ prompt, ...settings }) {

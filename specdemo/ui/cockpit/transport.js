@@ -23,7 +23,8 @@ async function request(path, body) { // null if the server is not reachable
 
 export async function sendRun({ settings, lanes, turn }) {
   const id = current.started;
-  const response = await request("runs", { id, visitor: document.body.dataset.visitor ?? "", settings, lanes, turn });
+  const session_hash = window.__gradio_session_hash__; // as in the events of Gradio
+  const response = await request("runs", { id, session_hash, settings, lanes, turn });
   if (!current.busy || current.started !== id) return;
   if (response?.ok) return receiveFrame(await response.json());
   if (response && response.status < 500) {

@@ -21,7 +21,7 @@ from specdemo.ui.frames import Run, read_traces
 from specdemo.ui.lane import PLAIN, SPEC, Lane
 from specdemo.ui.page_files import mount_module
 from specdemo.ui.run_estimate import cost_terms
-from specdemo.ui.summary import lane_speedup
+from specdemo.ui.run_figures import lane_speedup
 
 _FOLDER = Path(__file__).parent
 PATH = "/lessons"

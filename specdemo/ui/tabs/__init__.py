@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import gradio as gr
 
 from specdemo.drafters import METHODS
@@ -11,6 +9,7 @@ from specdemo.recipe import Recipe
 from specdemo.ui.documents import document_link
 from specdemo.ui.markdown import link_papers
 from specdemo.ui.service import Service
+from specdemo.ui.settings_form import SettingsForm
 from specdemo.ui.tabs.bench import bench_tab
 from specdemo.ui.tabs.edge import edge_tab
 from specdemo.ui.tabs.explain import explain_tab
@@ -18,11 +17,8 @@ from specdemo.ui.tabs.memory import memory_tab
 from specdemo.ui.tabs.theory import theory_tab
 
 
-def build_tabs(
-    service: Service, controls: Mapping[str, gr.components.Component], defaults: Recipe, device: str
-) -> gr.Markdown:
+def build_tabs(service: Service, form: SettingsForm, defaults: Recipe, device: str) -> gr.Markdown:
     """Lay out all tabs; return the description of the method."""
-    thresholds = gr.BrowserState(storage_key="specdemo-gates", secret="specdemo")  # read when it is mounted
     with gr.Tabs(elem_id="tabs"):
         with gr.Tab("Method", id="method"):
             about = gr.Markdown(link_papers(METHODS[defaults.method].notes), elem_id="about")
@@ -31,10 +27,10 @@ def build_tabs(
             theory_tab(service.runs, tab)
             document_link("preflight")
         with gr.Tab("Edge-cloud", id="edge", render_children=True) as tab:
-            edge_tab(service, controls, thresholds, device, tab)
+            edge_tab(service, form, device, tab)
             document_link("edge-cloud")
         with gr.Tab("Bench", id="bench", render_children=True) as tab:
-            bench_tab(service, controls, defaults, tab)
+            bench_tab(service, form, defaults, tab)
             document_link("performance")
         with gr.Tab("Explain logs", id="explain", render_children=True):
             explain_tab()

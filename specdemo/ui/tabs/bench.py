@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+import base64
 import html
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from typing import Any
 
 import gradio as gr
 
 from specdemo.bench.published_tables import repetition_table
-from specdemo.bench.table import BenchRow, acceptance, acceptance_markdown
+from specdemo.bench.table import (
+    BenchRow,
+    acceptance,
+    acceptance_markdown,
+    as_json,
+    disturbed,
+    report,
+    slower,
+    table,
+)
 from specdemo.core.errors import UserError
 from specdemo.core.formats import NOTHING, number, percent
+from specdemo.core.policies import POLICIES
+from specdemo.drafters import METHODS
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.ui.charts import Series, chart
-from specdemo.ui.method_names import visible_recipe, with_method_names
+from specdemo.ui.method_names import method_name, visible_recipe, with_method_names
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OFF, recipe_of
-from specdemo.ui.tabs.bench_grid import grid_controls, sweep
-from specdemo.ui.tabs.components import UNPROCESSED, chart_view
-from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelParts
+from specdemo.ui.settings_form import SEND_JS, SettingsForm
+from specdemo.ui.tabs.components import UNPROCESSED, Selection, chart_view
+from specdemo.ui.tabs.measurement_panel import MeasurementPanel, Outputs, PanelMeasurement, PanelParts
 from specdemo.ui.tabs.pairs import pairs_section
-from specdemo.ui.tabs.sweep import Sweep, SweepResult
+from specdemo.ui.tabs.sweep import Sweep, selected
 from specdemo.ui.theme import CATEGORIES
 
 SWEEP_TABLE_HEAD = (
@@ -33,14 +47,9 @@ SWEEP_TABLE_HEAD = (
 _INTRO = """Each recipe and the autoregressive baseline continue every prompt in shuffled order. One warm-up run per
 recipe is not timed. Speed-ups are medians per class of prompts, with 95 % intervals from five prompts. The remaining
 options are taken from the settings. Top-p, top-k and the edge-cloud link are disabled."""
-_FILES = {"bench.md": "text/markdown", "bench.jsonl": "application/jsonl"}
-_SAVE_JS = """(text) => {
-    const link = document.createElement("a");
-    link.href = URL.createObjectURL(new Blob([text], {type: "%s"}));
-    link.download = "%s";
-    link.click();
-    URL.revokeObjectURL(link.href);
-}"""
+_FILES = ("bench.md", "bench.jsonl")
+_DRAFTING = [(method_name(name), name) for name, method in METHODS.items() if method.drafts]
+_TEMPERATURES = [(f"{temperature:g}", temperature) for temperature in (0.0, 0.3, 0.5, 0.7, 1.0)]
 
 
 def sweep_cells(rows: Sequence[BenchRow]) -> list[list[str]]:
@@ -96,32 +105,50 @@ def acceptance_chart(rows: Sequence[BenchRow]) -> str:
     return chart("Acceptance", "position in the draft", "accepted / tested", series)
 
 
-def bench_tab(service: Service, controls: Mapping[str, gr.components.Component], defaults: Recipe, tab: gr.Tab) -> None:
-    """Lay out the tab. `controls` of the sidebar are keyed by recipe field."""
-    prompts = [*load_prompts(chat=defaults.chat), *load_prompts(chat=not defaults.chat)]
-    kinds = list(dict.fromkeys(prompt.kind for prompt in prompts))
+def notes(rows: Sequence[BenchRow], records: Sequence[dict[str, Any]]) -> str:
+    """List the prompts with a slower recipe."""
+    lines = slower([replace(row, lane=visible_recipe(row.lane)) for row in rows])
+    lines = lines or ["no recipe was slower than AR decoding on any prompt"]
+    if count := disturbed(records):
+        lines.append(f"other runs interrupted {count} of these, so their figures may be inaccurate")
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def file_links(files: Mapping[str, str]) -> str:
+    """Return links to save files, with their contents."""
+    links = []
+    for name, text in files.items():
+        address = f"data:application/octet-stream;base64,{base64.b64encode(text.encode()).decode()}"
+        links.append(f'<a id="{name.replace(".", "-")}" download="{name}" href="{address}">Save {name}</a>')
+    return f"<p>{' '.join(links)}</p>"
+
+
+def bench_tab(service: Service, form: SettingsForm, defaults: Recipe, tab: gr.Tab) -> None:
+    """Lay out the tab."""
     gr.Markdown(_INTRO)
-    selection = grid_controls(kinds, defaults, service.limits.max_gamma)
+    selection = _selection(defaults, service.limits.max_gamma)
     size = gr.Markdown(elem_id="bench-size")
     parts, results = PanelParts.laid_out("bench")
     with results:
-        table = gr.Dataframe(headers=list(SWEEP_TABLE_HEAD), interactive=False, elem_id="bench-table")
+        grid = gr.Dataframe(headers=list(SWEEP_TABLE_HEAD), interactive=False, elem_id="bench-table")
         plot = chart_view("bench-plot")
-        notes = gr.Markdown(elem_id="bench-notes")
+        slower_on = gr.Markdown(elem_id="bench-notes")
         positions = chart_view("bench-positions")
         with gr.Accordion("Acceptance by position, length of the text and confidence", open=False):
             acceptance_tables = gr.Markdown(elem_id="bench-acceptance", elem_classes="figures")
-        files = _save_buttons()
+        saved = gr.HTML(file_links(dict.fromkeys(_FILES, "")), elem_id="bench-files", apply_default_css=False)
 
     def make_sweep(session: str, values: tuple[Any, ...]) -> Sweep:
         chosen = dict(zip(selection, values, strict=False))
-        overrides = {"max_tokens": chosen.pop("max_tokens"), "mode": OFF}
-        settings = dict(zip(controls, values[len(selection) :], strict=True)) | overrides
-        chosen |= {"external": settings.pop("external", None), "latest": service.runs.latest(session)}
-        return sweep(lambda varied: recipe_of({**settings, **varied}, defaults.device), **chosen)
+        overrides = {"max_tokens": chosen["max_tokens"], "mode": OFF}
+        settings = form.complete(values[-1]) | overrides
+        varied, prompts = selected(chosen, settings.pop("external", None))
+        recipes = tuple(recipe_of({**settings, **own}, defaults.device) for own in varied)
+        return Sweep(recipes, prompts).within_limits(service.runs.latest(session))
 
-    def make_result(session: str, values: tuple[Any, ...]) -> SweepResult:
-        return SweepResult(make_sweep(session, values))
+    def prepare(session: str, values: tuple[Any, ...]) -> PanelMeasurement:
+        sweep = make_sweep(session, values)
+        return sweep.measurement(service, partial(show, sweep))
 
     def describe_size(request: gr.Request, *values: Any) -> str:
         session = request.session_hash or ""
@@ -130,30 +157,49 @@ def bench_tab(service: Service, controls: Mapping[str, gr.components.Component],
         except UserError as error:
             return f"**{html.escape(with_method_names(str(error)))}.**"
 
-    def show_rows(result: SweepResult, rows: list[BenchRow]) -> dict[Any, Any]:
+    def show(sweep: Sweep, records: list[dict[str, Any]]) -> Outputs:
+        rows = table(sweep.recipes, records)
+        texts = report(sweep.recipes, len(sweep.prompts), records, rows), f"{as_json(rows)}\n"
         return {
-            table: sweep_cells(rows),
+            grid: sweep_cells(rows),
             plot: speedup_chart(rows),
-            notes: result.notes(rows),
+            slower_on: notes(rows, records),
             positions: acceptance_chart(rows),
             acceptance_tables: "\n\n".join(filter(None, (acceptance_markdown(rows), repetition_table(rows)))),
-            **dict(zip(files, result.files(rows), strict=True)),
+            saved: file_links(dict(zip(_FILES, texts, strict=True))),
         }
 
-    inputs = [*selection.values(), *controls.values()]
+    inputs = [*selection.values(), form.values]
     triggers = [tab.select, *(control.change for control in selection.values())]
     # The default mode depends on the first trigger and would drop quick changes.
-    gr.on(triggers, describe_size, inputs, size, queue=False, trigger_mode="always_last", **UNPROCESSED)
-    panel = MeasurementPanel(service, parts)
-    outputs = [table, plot, notes, positions, acceptance_tables, *files]
-    panel.connect(inputs, outputs, make_result, SweepResult.rows, show_rows)
-    pairs_section(service, selection, controls, defaults)
+    gr.on(triggers, describe_size, inputs, size, js=SEND_JS, queue=False, trigger_mode="always_last", **UNPROCESSED)
+    MeasurementPanel(parts, inputs, [grid, plot, slower_on, positions, acceptance_tables, saved], prepare, js=SEND_JS)
+    pairs_section(service, selection, form, defaults)
 
 
-def _save_buttons() -> list[gr.Textbox]:
-    texts = [gr.Textbox(visible=False) for _ in _FILES]
+def _selection(defaults: Recipe, max_gamma: int | None) -> Selection:
+    """Lay out the selection of recipes, with draft lengths up to `max_gamma`, and of prompts."""
+
+    def group(name: str, label: str, choices: list[Any], value: list[Any]) -> gr.CheckboxGroup:
+        return gr.CheckboxGroup(choices, value=value, label=label, min_width=280, elem_id=f"bench-{name}")
+
+    def slider(name: str, label: str, value: int, low: int, high: int, step: int) -> gr.Slider:
+        return gr.Slider(low, high, value, step=step, label=label, min_width=200, elem_id=f"bench-{name}")
+
+    fitting, others = _kinds(defaults.chat), _kinds(not defaults.chat)
+    methods = ["nasd", "suffix"] if defaults.chat else ["draft", "nasd"]
+    lengths = list(range(1, min(8, max_gamma or 8) + 1))
     with gr.Row():
-        for text, (name, kind) in zip(texts, _FILES.items(), strict=True):
-            save = gr.Button(f"Save {name}", size="sm", scale=0, elem_id=name.replace(".", "-"))
-            save.click(None, text, None, js=_SAVE_JS % (kind, name), api_visibility="private")
-    return texts
+        return {
+            "methods": group("methods", "Methods (compared with the baseline)", _DRAFTING, methods),
+            "kinds": group("kinds", "Classes of prompts", [*fitting, *others], fitting),
+            "policies": group("policies", "Draft-length policies", list(POLICIES), ["fixed"]),
+            "gammas": group("gammas", "Draft lengths γ (tokens)", lengths, [defaults.gamma]),
+            "temperatures": group("temperatures", "Temperatures", _TEMPERATURES, [0.0]),
+            "each": slider("each", "Prompts per class", 3, 1, 24, 1),
+            "max_tokens": slider("max-tokens", "Tokens per run", 64, 8, 256, 8),
+        }
+
+
+def _kinds(chat: bool) -> list[str]:
+    return list(dict.fromkeys(prompt.kind for prompt in load_prompts(chat=chat)))

@@ -1,24 +1,49 @@
-"""Components shared by tabs."""
+"""Components shared by tabs, and views of the displayed run."""
 
 from __future__ import annotations
 
-import html
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gradio as gr
 
+from specdemo.ui.frames import Run
+from specdemo.ui.run_store import RunStore
+
+Selection = dict[str, gr.CheckboxGroup | gr.Slider]  # recipes and prompts of the Bench tab
 # Handlers receive raw values: gradio would raise an error for an incomplete number.
 UNPROCESSED: dict[str, Any] = {"preprocess": False, "show_progress": "hidden", "api_visibility": "private"}
 # Replace the first input by the id of the displayed run.
-SHOWN_RUN_JS = """(...values) => [document.querySelector("[data-run]")?.dataset.run ?? "", ...values.slice(1)]"""
+_SHOWN_RUN_JS = """(...values) => [document.querySelector("[data-run]")?.dataset.run ?? "", ...values.slice(1)]"""
 
 
-def chart_view(elem_id: str) -> gr.HTML:
-    """Create the component of a chart."""
-    return gr.HTML(elem_id=elem_id, elem_classes="curves", apply_default_css=False, min_width=300)
+def chart_view(elem_id: str, value: str = "") -> gr.HTML:
+    """Create the component of charts."""
+    return gr.HTML(value, elem_id=elem_id, elem_classes="curves", apply_default_css=False, min_width=300)
 
 
-def progress_bar(over: float, total: int, words: str, attributes: str = "") -> str:
-    """Return a progress bar with a line below."""
-    progress = f'<progress class="measured" value="{over}" max="{total}" aria-label="how much is measured"></progress>'
-    return f"{progress}<p{attributes}>{html.escape(words)}</p>"
+class RunViews:
+    """Views of the displayed run. At the end of a run, the page presses the button of the selected tab."""
+
+    def __init__(self, runs: RunStore, tab: gr.Tab, elem_id: str, visible: bool = False) -> None:
+        self._runs = runs
+        self._shown = gr.Textbox(visible=False)
+        shown: Any = True if visible else "hidden"
+        button = gr.Button("Refresh", size="sm", scale=0, elem_id=elem_id, elem_classes="redraw", visible=shown)
+        self.changes = [tab.select, button.click]
+
+    def connect(
+        self,
+        triggers: Sequence[Any],
+        view: Callable[..., Any],
+        inputs: Sequence[gr.components.Component],
+        outputs: Sequence[gr.components.Component],
+    ) -> Any:
+        """Show the values of `view(run, *values)`, its first argument is None without a run."""
+
+        def draw(request: gr.Request, run_id: Any, *values: Any) -> Any:
+            run: Run | None = self._runs.get(run_id) or self._runs.latest(request.session_hash or "")
+            return view(run, *values)
+
+        latest: dict[str, Any] = {"js": _SHOWN_RUN_JS, "trigger_mode": "always_last", "queue": False, **UNPROCESSED}
+        return gr.on(list(triggers), draw, [self._shown, *inputs], list(outputs), **latest)

@@ -16,13 +16,14 @@ from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.remote.config import MODES
 from specdemo.ui import link_charts
-from specdemo.ui.lane import Lane
+from specdemo.ui.frames import Run
 from specdemo.ui.service import Service
 from specdemo.ui.settings import recipe_of
+from specdemo.ui.settings_form import SEND_JS, SettingsForm
 from specdemo.ui.tabs.calibration import calibration_section
-from specdemo.ui.tabs.components import SHOWN_RUN_JS, UNPROCESSED, chart_view
-from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelParts
-from specdemo.ui.tabs.sweep import Sweep, SweepResult
+from specdemo.ui.tabs.components import RunViews, chart_view
+from specdemo.ui.tabs.measurement_panel import MeasurementPanel, Outputs, PanelMeasurement, PanelParts
+from specdemo.ui.tabs.sweep import Sweep
 
 MODE_TABLE_HEAD = (
     "mode", "TTFT p50 / p95 ms", "total p50 / p95 s", "tokens/s", "speed-up", "CPU peak MB",
@@ -47,10 +48,10 @@ def modes_sweep(settings: Mapping[str, Any], device: str, count: Any, max_tokens
     return Sweep(tuple(recipes), tuple(prompts[: int(count)]))
 
 
-def mode_rows(result: SweepResult) -> list[list[str]]:
+def mode_rows(sweep: Sweep, records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return a row per mode. The speed-up compares median total times with cloud only."""
-    recipes = {recipe.cloud.mode: recipe for recipe in result.sweep.recipes if recipe.cloud is not None}
-    runs = {mode: [record["runs"][i] for record in result.records] for i, mode in enumerate(recipes)}
+    recipes = {recipe.cloud.mode: recipe for recipe in sweep.recipes if recipe.cloud is not None}
+    runs = {mode: [record["runs"][i] for record in records] for i, mode in enumerate(recipes)}
     totals = {mode: [run["ttft_s"] + run["wall_s"] for run in runs[mode]] for mode in recipes}
     base = percentile(totals["cloud_only"], 0.5)
     return [[mode, *_mode_row(recipe, runs[mode], totals[mode], base)] for mode, recipe in recipes.items()]
@@ -85,88 +86,70 @@ def _memory_cells(runs: Sequence[Mapping[str, Any]]) -> tuple[str, str, str, str
     return megabytes(cpu or None, 0), gpu, megabytes(kv, 2), NOTHING if share is None else f"{share:.2%}"
 
 
-def edge_tab(
-    service: Service,
-    controls: Mapping[str, gr.components.Component],
-    thresholds: gr.BrowserState,
-    device: str,
-    tab: gr.Tab,
-) -> None:
+def edge_tab(service: Service, form: SettingsForm, device: str, tab: gr.Tab) -> None:
+    """Lay out the tab."""
     gr.Markdown(_INTRO if service.limits.remote is not None else f"{_INTRO} {_LOCAL_CLOUD}")
-    _RunSection(service, tab)
-    _modes_section(service, controls, device)
-    if "gate_nll" in controls:
-        calibration_section(service, controls, thresholds, device)
+    _run_section(service, tab)
+    _modes_section(service, form, device)
+    if "gate_nll" in form.defaults:
+        calibration_section(service, form, device)
 
 
-class _RunSection:
-    def __init__(self, service: Service, tab: gr.Tab) -> None:
-        self._service, self._runs = service, service.runs
-        run_id = gr.Textbox(visible=False)
-        self._summary = gr.Markdown(elem_id="edge-run")
-        with gr.Row():
-            refresh = gr.Button("Refresh", size="sm", scale=0, elem_id="edge-refresh")
-            allowed = service.limits.remote is None
-            kill = gr.Button("End this replica", size="sm", scale=0, elem_id="edge-kill", visible=allowed)
-        self._killed = gr.Markdown(elem_id="edge-killed")
-        with gr.Column(visible=False) as self._details:
-            gr.Markdown("### Timeline of steps")
-            label = f"First of {_TIMELINE_STEPS} steps"
-            self._first = gr.Slider(0, 1, 0, step=1, label=label, elem_id="edge-first")
-            self._timeline = gr.HTML(elem_id="edge-timeline", apply_default_css=False)
-            gr.Markdown("### Measurements per step")
-            head = list(link_charts.LINK_TABLE_HEAD)
-            self._table = gr.Dataframe(headers=head, interactive=False, max_height=420, elem_id="edge-table")
-            gr.Markdown("### Best draft length over this link")
-            self._best = gr.Markdown(elem_id="edge-best")
-            self._plot = chart_view("edge-plot")
-        components = (self._first, self._timeline, self._table, self._best, self._plot)
-        unqueued = {"js": SHOWN_RUN_JS, "queue": False, **UNPROCESSED}
-        drawn = [self._summary, self._details, *components]
-        gr.on([tab.select, refresh.click], self._draw, run_id, drawn, **unqueued)
-        kill.click(self._kill, run_id, self._killed, **unqueued)
-        self._first.change(self._move, [run_id, self._first], self._timeline, trigger_mode="always_last", **unqueued)
+def _run_section(service: Service, tab: gr.Tab) -> None:
+    views = RunViews(service.runs, tab, "edge-refresh")
+    summary = gr.Markdown(elem_id="edge-run")
+    allowed = service.limits.remote is None
+    kill = gr.Button("End this replica", size="sm", scale=0, elem_id="edge-kill", visible=allowed)
+    killed = gr.Markdown(elem_id="edge-killed")
+    with gr.Column(visible=False) as details:
+        gr.Markdown("### Timeline of steps")
+        label = f"First of {_TIMELINE_STEPS} steps"
+        first = gr.Slider(0, 1, 0, step=1, label=label, elem_id="edge-first")
+        timeline = gr.HTML(elem_id="edge-timeline", apply_default_css=False)
+        gr.Markdown("### Measurements per step")
+        head = list(link_charts.LINK_TABLE_HEAD)
+        table = gr.Dataframe(headers=head, interactive=False, max_height=420, elem_id="edge-table")
+        gr.Markdown("### Best draft length over this link")
+        best = gr.Markdown(elem_id="edge-best")
+        plot = chart_view("edge-plot")
 
-    def _lane(self, shown_id: Any, request: gr.Request) -> Lane:
-        return link_charts.edge_lane(self._runs.get(shown_id) or self._runs.latest(request.session_hash or ""))
-
-    def _draw(self, shown_id: Any, request: gr.Request) -> dict[Any, Any]:
+    def draw(run: Run | None) -> Outputs:
         try:
-            lane = self._lane(shown_id, request)
+            lane = link_charts.edge_lane(run)
         except UserError as error:
-            return {self._summary: f"*{html.escape(str(error))}.*", self._details: gr.Column(visible=False)}
+            return {summary: f"*{html.escape(str(error))}.*", details: gr.Column(visible=False)}
+        steps = link_charts.steps(lane)
+        shown: Outputs = {
+            summary: f"{link_charts.describe_link(lane)}\n\n{link_charts.describe_traffic(lane)}",
+            details: gr.Column(visible=True),
+            first: gr.Slider(maximum=max(1, len(steps) - _TIMELINE_STEPS), value=0),
+            timeline: link_charts.step_timeline(steps, 0, _TIMELINE_STEPS),
+            table: link_charts.measures(steps),
+        }
         try:
             link = link_charts.link_of(lane)
-            best = link_charts.describe_best_gamma(link)
         except UserError as error:
-            link, best = None, f"*{error}.*"
-        lines = link_charts.steps(lane)
-        return {
-            self._summary: f"{link_charts.describe_link(lane)}\n\n{link_charts.describe_traffic(lane)}",
-            self._details: gr.Column(visible=True),
-            self._first: gr.Slider(maximum=max(1, len(lines) - _TIMELINE_STEPS), value=0),
-            self._timeline: link_charts.step_timeline(lines, 0, _TIMELINE_STEPS),
-            self._table: link_charts.measures(lines),
-            self._best: best,
-            self._plot: link_charts.speed_chart(link) if link else "",
-        }
+            return shown | {best: f"*{error}.*", plot: ""}
+        return shown | {best: link_charts.describe_best_gamma(link), plot: link_charts.speed_chart(link)}
 
-    def _kill(self, shown_id: Any, request: gr.Request) -> str:
-        run = self._runs.get(shown_id) or self._runs.latest(request.session_hash or "")
+    def move(run: Run | None, start: Any) -> Any:
         try:
-            return self._service.kill_replica(run)
-        except UserError as error:
-            return f"*{html.escape(str(error))}.*"
-
-    def _move(self, shown_id: Any, first: Any, request: gr.Request) -> Any:
-        try:
-            lines = link_charts.steps(self._lane(shown_id, request))
-            return link_charts.step_timeline(lines, int(first), _TIMELINE_STEPS)
+            return link_charts.step_timeline(link_charts.steps(link_charts.edge_lane(run)), int(start), _TIMELINE_STEPS)
         except (UserError, TypeError, ValueError):  # unknown run or incomplete number
             return gr.skip()
 
+    def end_replica(run: Run | None) -> str:
+        try:
+            return service.kill_replica(run)
+        except UserError as error:
+            return f"*{html.escape(str(error))}.*"
 
-def _modes_section(service: Service, controls: Mapping[str, gr.components.Component], device: str) -> None:
+    views.connect(views.changes, draw, [], [summary, details, first, timeline, table, best, plot])
+    views.connect([first.change], move, [first], [timeline])
+    views.connect([kill.click], end_replica, [], [killed])
+
+
+def _modes_section(service: Service, form: SettingsForm, device: str) -> None:
     gr.Markdown(
         "### Compare edge only, cloud only and both\n"
         "All modes continue the same prompts. Models, sampling and link are taken from the settings. "
@@ -179,10 +162,9 @@ def _modes_section(service: Service, controls: Mapping[str, gr.components.Compon
     with results:
         table = gr.Dataframe(headers=list(MODE_TABLE_HEAD), interactive=False, elem_id="modes-table")
 
-    def make_result(session: str, values: tuple[Any, ...]) -> SweepResult:
-        prompts, tokens, *settings = values
-        return SweepResult(modes_sweep(dict(zip(controls, settings, strict=True)), device, prompts, tokens))
+    def prepare(session: str, values: tuple[Any, ...]) -> PanelMeasurement:
+        prompts, tokens, sent = values
+        sweep = modes_sweep(form.complete(sent), device, prompts, tokens)
+        return sweep.measurement(service, lambda records: {table: mode_rows(sweep, records)})
 
-    inputs = [count, length, *controls.values()]
-    panel = MeasurementPanel(service, parts)
-    panel.connect(inputs, [table], make_result, mode_rows, lambda result, rows: {table: rows})
+    MeasurementPanel(parts, [count, length, form.values], [table], prepare, js=SEND_JS)

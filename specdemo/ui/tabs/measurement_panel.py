@@ -1,73 +1,85 @@
-"""Panel of a measurement: its buttons, progress and results."""
+"""Panel of a measurement: its buttons, progress and results. A timer requests them, so no message can be lost."""
 
 from __future__ import annotations
 
 import html
 import time
-from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any
 
 import gradio as gr
+from gradio.context import Context
 
+from specdemo.bench.measure import BenchProgress
 from specdemo.core.errors import UserError
+from specdemo.preflight import PreflightProgress
 from specdemo.ui.api import address_of
-from specdemo.ui.conversation import REMEMBERED
-from specdemo.ui.service import Service
-from specdemo.ui.streams import drain, reason
+from specdemo.ui.streams import reason
 from specdemo.ui.tabs.components import UNPROCESSED
+from specdemo.ui.visitors import REMEMBERED
 from specdemo.worker import Stream, WorkerBusy
 
-Result = TypeVar("Result", bound="PanelMeasurement")
-Rows = TypeVar("Rows")
 Outputs = dict[Any, Any]
-RESULTS_S = 1.0  # interval of requests for results
-ANNOUNCED = ' role="status"'  # screen readers announce it
+Components = Sequence[gr.components.Component]
+INTERVAL_S = 1.0  # between requests
+_ANNOUNCED = ' role="status"'  # screen readers announce it
 
 
-class PanelMeasurement(ABC):
-    """Settings of a measurement with its items so far."""
+@dataclass(frozen=True)
+class PanelMeasurement:
+    """Measurement of a panel. The items of its stream are progress and results."""
 
-    @property
-    def timing(self) -> bool:
-        """True once timed runs have begun."""
-        return False
-
-    @property
-    @abstractmethod
-    def is_empty(self) -> bool: ...
-
-    @abstractmethod
-    def start(self, service: Service, session: str, address: str) -> Stream[Any]: ...
-
-    @abstractmethod
-    def fresh(self) -> Self:
-        """Return a copy without items."""
-
-    @abstractmethod
-    def absorb(self, item: Any) -> None: ...
-
-    @abstractmethod
-    def progress(self, seconds: float, ahead: int = 0) -> str:
-        """Return the status, `seconds` after the first timed run and with `ahead` jobs in the queue."""
-
-    @abstractmethod
-    def ending(self, error: str = "") -> str:
-        """Return the last status."""
-
-
-def waiting(ahead: int) -> str:
-    return f"queued: {ahead} ahead" if ahead else "waiting for the device"
+    start: Callable[[str, str], Stream[Any]]  # of session and address
+    show: Callable[[list[Any]], Outputs]  # of results so far; empty if nothing is measured
+    count: Callable[[list[Any]], tuple[int, int]] = lambda results: (len(results), 1)  # measured of all
+    unit: str = "pairs"
 
 
 @dataclass
 class _Started:
-    result: PanelMeasurement
+    measurement: PanelMeasurement
     stream: Stream[Any]
-    shown: str | None = None  # last status, repeated once: a late message of the event can replace it
+    began: tuple[float, float] | None = None  # time and share of the first progress
+
+    @property
+    def results(self) -> list[Any]:
+        return [item for item in self.stream.items if not _is_progress(item)]
+
+    def progress(self) -> str:
+        stage = next((item for item in reversed(self.stream.items) if _is_progress(item)), None)
+        if stage is None:
+            ahead = self.stream.worker.ahead(self.stream)
+            return _progress_bar(0, f"queued: {ahead} ahead" if ahead else "waiting for the device")
+        words, now = str(stage), time.monotonic()
+        if stage.share > 0:
+            self.began = self.began or (now, stage.share)
+            began, share = self.began
+            if stage.share > share:
+                words += f" · about {duration((now - began) / (stage.share - share) * (1 - stage.share))} to go"
+        return _progress_bar(stage.share, words)
+
+    def ending(self) -> str:
+        done, total = self.measurement.count(self.results)
+        outcome = "stopped: " if self.stream.stopping else "done: "
+        if self.stream.error:
+            outcome = f"failed: {reason(self.stream.error)}; "
+        words = f"{outcome}{done} of {total} {self.measurement.unit} are measured"
+        return _progress_bar(done / total, words, _ANNOUNCED)
+
+
+def _is_progress(item: Any) -> bool:
+    return isinstance(item, (BenchProgress, PreflightProgress))
+
+
+def _progress_bar(share: float, words: str, attributes: str = "") -> str:
+    progress = f'<progress class="measured" value="{share}" aria-label="how much is measured"></progress>'
+    return f"{progress}<p{attributes}>{html.escape(words)}</p>"
+
+
+def duration(seconds: float) -> str:
+    return f"{max(seconds, 1):.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
 
 
 @dataclass(frozen=True)
@@ -91,128 +103,82 @@ class PanelParts:
 
 
 class MeasurementPanel:
-    """Stream the progress by an event; a timer requests the results, which a lost message cannot delay."""
+    """Connect the parts of a panel.
+
+    `prepare(session, values)` validates the raw values of `inputs`; the measurement returns values of `outputs`.
+    `shown` is the event that updates the outputs.
+    `failures` shows refusals and failures instead of the status line, which is empty at the end.
+    """
 
     def __init__(
-        self, service: Service, parts: PanelParts, show_failure: Callable[[str], Outputs] | None = None
-    ) -> None:
-        """`show_failure` shows failures without results, by default in the status."""
-        self._service, self._parts = service, parts
-        self._show_failure = show_failure
-        self._started: OrderedDict[str, _Started] = OrderedDict()  # keys are sessions
-        self._timer = gr.Timer(RESULTS_S, active=False)
-
-    def connect(
         self,
-        inputs: Sequence[gr.components.Component],
-        outputs: Sequence[gr.components.Component],
-        make_result: Callable[[str, tuple[Any, ...]], Result],
-        compute_rows: Callable[[Result], Rows],
-        show_rows: Callable[[Result, Rows], Outputs],
+        parts: PanelParts,
+        inputs: Components,
+        outputs: Components,
+        prepare: Callable[[str, tuple[Any, ...]], PanelMeasurement],
+        failures: gr.Markdown | None = None,
         js: str | None = None,
     ) -> None:
-        """Wire the buttons. `make_result(session, values)` validates raw inputs.
-
-        `compute_rows` runs in a thread after the last measurement, not to disturb timings; `show_rows` returns the
-        values of `outputs`.
-        """
-        parts = self._parts
-
-        async def measure(request: gr.Request, *values: Any) -> AsyncIterator[Outputs]:
-            session = request.session_hash or ""
-            try:
-                result = make_result(session, values)
-                stream = result.start(self._service, session, address_of(request))
-            except (UserError, WorkerBusy) as error:
-                yield self._refusal(reason(error)) | self._hidden()
-                return
-            self._remember(session, _Started(result, stream))
-            yield self._controls(running=True) | self._hidden()
-            async with aclosing(_statuses(result.fresh(), stream)) as statuses:
-                async for status in statuses:
-                    yield {parts.status: status}
-
-        def show_results(request: gr.Request) -> Outputs:
-            return self._results(request.session_hash or "", compute_rows, show_rows)
-
-        controls = [*parts.buttons, parts.stop, self._timer, parts.results]
-        updated = [parts.status, *(part for part in controls if part is not None)]
+        self._parts, self._failures = parts, failures
+        self._prepare = prepare
+        self._started: OrderedDict[str, _Started] = OrderedDict()  # keys are sessions
+        self._timer = gr.Timer(INTERVAL_S, active=False)
+        changed = [*parts.buttons, parts.stop, parts.status, parts.results, failures, self._timer]
+        shown = [part for part in changed if part is not None]
+        unqueued: dict[str, Any] = {"queue": False, **UNPROCESSED}
         for button in parts.buttons:
-            button.click(
-                measure,
-                list(inputs),
-                [*updated, *(outputs if self._show_failure else [])],
-                js=js,
-                concurrency_limit=None,
-                trigger_mode="once",
-                **UNPROCESSED,
-            )
-        self._timer.tick(show_results, None, [*updated, *outputs], queue=False, **UNPROCESSED)
+            button.click(self._measure, list(inputs), shown, js=js, trigger_mode="once", **unqueued)
+        self.shown = self._timer.tick(self._show, None, list(dict.fromkeys([*shown, *outputs])), **unqueued)
         if parts.stop is not None:
-            parts.stop.click(self._stop, None, None, queue=False, **UNPROCESSED)
+            parts.stop.click(self._stop, None, None, **unqueued)
+        assert Context.root_block is not None
+        Context.root_block.unload(self._leave)
 
-    def _remember(self, session: str, started: _Started) -> None:
+    def _measure(self, request: gr.Request, *values: Any) -> Outputs:
+        session = request.session_hash or ""
+        try:
+            measurement = self._prepare(session, values)
+            started = _Started(measurement, measurement.start(session, address_of(request)))
+        except (UserError, WorkerBusy) as error:
+            return self._results(visible=False) | self._failure(reason(error))
         self._started[session] = started
         self._started.move_to_end(session)
         while len(self._started) > REMEMBERED:
             self._started.popitem(last=False)
+        return self._controls(running=True) | self._results(visible=False) | {self._parts.status: started.progress()}
+
+    def _show(self, request: gr.Request) -> Outputs:
+        """Return progress or results; they are computed after the last measurement, not to disturb timings."""
+        started = self._started.get(request.session_hash or "")
+        if started is None:
+            return self._controls(running=False)
+        if not started.stream.done:
+            return {self._parts.status: started.progress()}
+        shown = self._controls(running=False) | {self._parts.status: "" if self._failures else started.ending()}
+        if results := started.measurement.show(started.results):
+            return shown | results | self._results(visible=True)
+        error = started.stream.error
+        return shown | (self._failure(reason(error)) if error and self._failures else {})
 
     def _stop(self, request: gr.Request) -> None:
         if started := self._started.get(request.session_hash or ""):
             started.stream.stop()
 
-    def _results(
-        self, session: str, compute_rows: Callable[[Any], Rows], show_rows: Callable[[Any, Rows], Outputs]
-    ) -> Outputs:
-        """Return the outputs of the timer."""
-        started = self._started.get(session)
-        if started is None:
-            return self._controls(running=False)
-        if not started.stream.done:
-            return {self._timer: gr.skip()}
-        if started.shown is not None:
-            self._started.pop(session, None)
-            return self._controls(running=False) | {self._parts.status: started.shown}
-        result = started.result.fresh()
-        for item in started.stream.items:
-            result.absorb(item)
-        error = reason(started.stream.error) if started.stream.error else ""
-        started.shown = result.ending(error)
-        shown: Outputs = {self._parts.status: started.shown}
-        if not result.is_empty:
-            shown |= show_rows(result, compute_rows(result)) | self._hidden(False)
-        elif error and self._show_failure:
-            shown |= self._show_failure(error)
-        return shown
+    def _leave(self, request: gr.Request) -> None:
+        if started := self._started.pop(request.session_hash or "", None):
+            started.stream.stop()
 
-    def _refusal(self, text: str) -> Outputs:
-        if self._show_failure:
-            return {self._parts.status: ""} | self._show_failure(text)
-        return {self._parts.status: f"<p{ANNOUNCED}>{html.escape(text)}</p>"}
+    def _failure(self, text: str) -> Outputs:
+        if self._failures:
+            return {self._parts.status: "", self._failures: f"**No prediction:** {html.escape(text)}"}
+        return {self._parts.status: f"<p{_ANNOUNCED}>{html.escape(text)}</p>"}
 
-    def _hidden(self, hidden: bool = True) -> Outputs:
-        if self._parts.results is None:
-            return {}
-        return {self._parts.results: gr.Column(visible="hidden" if hidden else True)}  # a plot may be drawing
+    def _results(self, visible: bool) -> Outputs:
+        # A plot may be drawing, so the results stay mounted.
+        return {self._parts.results: gr.Column(visible=visible or "hidden")} if self._parts.results else {}
 
     def _controls(self, running: bool) -> Outputs:
-        stop = [] if self._parts.stop is None else [self._parts.stop]
-        return {
-            **{button: gr.Button(interactive=not running) for button in self._parts.buttons},
-            **{button: gr.Button(interactive=running) for button in stop},
-            self._timer: gr.Timer(active=running),
-        }
-
-
-async def _statuses(result: PanelMeasurement, stream: Stream[Any]) -> AsyncGenerator[str]:
-    """Yield changes of the progress. Closing the iterator cancels the job."""
-    began, status = 0.0, ""
-    async with aclosing(drain(stream)) as batches:
-        async for batch in batches:
-            for item in batch:
-                result.absorb(item)
-            began = began or (time.monotonic() if result.timing else 0.0)
-            progress = result.progress(time.monotonic() - began, stream.worker.ahead(stream))
-            if progress != status and not stream.done:
-                yield progress
-                status = progress
+        buttons: Outputs = {button: gr.Button(interactive=not running) for button in self._parts.buttons}
+        if self._parts.stop is not None:
+            buttons[self._parts.stop] = gr.Button(interactive=running)
+        return buttons | {self._timer: gr.Timer(active=running)}

@@ -23,7 +23,7 @@ from specdemo.ui.frames import Run
 from specdemo.ui.lane import Lane
 from specdemo.ui.markdown import escape_markdown
 from specdemo.ui.service import Service
-from specdemo.ui.tabs.components import UNPROCESSED
+from specdemo.ui.tabs.components import RunViews
 
 CONTEXT = 1000  # context length of the plan, in tokens
 NOTES = {
@@ -130,17 +130,18 @@ def _fits(total: int, free: int) -> str:
 
 
 def memory_tab(service: Service, device: str, tab: gr.Tab) -> None:
+    """Lay out the tab."""
+    views = RunViews(service.runs, tab, "memory-refresh", visible=True)
     titles = {"run": "Latest run", "machine": "This machine", "pairs": "Memory required per pair"}
     tables = []
     for name, heading in titles.items():
         gr.Markdown(f"### {heading}")
         tables.append(gr.Markdown(elem_id=f"memory-{name}", elem_classes=["figures", "numbers"]))
-    refresh = gr.Button("Refresh", size="sm", scale=0, elem_id="memory-refresh")
 
-    def measure(request: gr.Request) -> tuple[str, str, str]:
+    def measure(run: Run | None) -> tuple[str, str, str]:
         try:
-            return of_run(service.runs.latest(request.session_hash or "")), of_machine(device), of_pairs(device)
+            return of_run(run), of_machine(device), of_pairs(device)
         except UserError as error:
             return escape_markdown(str(error)), "", ""
 
-    gr.on([tab.select, refresh.click], measure, None, tables, queue=False, **UNPROCESSED)
+    views.connect(views.changes, measure, [], tables)

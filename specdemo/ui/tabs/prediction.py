@@ -1,77 +1,48 @@
-"""Prediction of the speed-up on the page: its progress bar and its text."""
+"""Prediction of the speed-up on the page."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from operator import attrgetter
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import gradio as gr
 
 from specdemo.core.formats import format_bytes
-from specdemo.preflight import Preflight, PreflightProgress
+from specdemo.preflight import Preflight
 from specdemo.recipe import Recipe
 from specdemo.ui.markdown import figures_table
 from specdemo.ui.service import Service
-from specdemo.ui.tabs.components import progress_bar
-from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelMeasurement, PanelParts, waiting
-from specdemo.worker import Stream
+from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelMeasurement, PanelParts
 
-_CURRENT_JS = "(...values) => { document.body.dataset.estimate = 'current'; return values; }"
+_SEND_JS = "() => { document.body.dataset.estimate = 'current'; return [window.specdemo.settings()]; }"
 
 
-@dataclass
-class SpeedupPrediction(PanelMeasurement):
-    """Prediction for a prompt."""
+@dataclass(frozen=True)
+class SpeedupPrediction:
+    """Recipe and prompt of a prediction."""
 
     recipe: Recipe
     prompt: str
-    stage: PreflightProgress | None = None
-    predicted: Preflight | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        return self.predicted is None
-
-    def start(self, service: Service, session: str, address: str) -> Stream[Any]:
-        return service.measurements.predict(self.recipe, self.prompt, address)
-
-    def fresh(self) -> SpeedupPrediction:
-        return replace(self, stage=None, predicted=None)
-
-    def absorb(self, item: PreflightProgress | Preflight) -> None:
-        if isinstance(item, Preflight):
-            self.predicted = item
-        else:
-            self.stage = item
-
-    def progress(self, seconds: float, ahead: int = 0) -> str:
-        share, words = (self.stage.share, self.stage.stage) if self.stage else (0, waiting(ahead))
-        return progress_bar(share, 1, f"predicting: {words}")
-
-    def ending(self, error: str = "") -> str:
-        return "" if error or self.predicted else progress_bar(0, 1, "stopped: no prediction")
 
 
 def connect_prediction(
     service: Service,
     parts: PanelParts,
     estimate: gr.Markdown,
-    settings: Sequence[gr.components.Component],
-    make_result: Callable[[str, tuple[Any, ...]], SpeedupPrediction],
+    settings: gr.JSON,
+    make: Callable[[Any], SpeedupPrediction],
 ) -> None:
-    """Wire the buttons of a prediction, shown in `estimate`."""
+    """Wire the buttons of a prediction of the sent settings, shown in `estimate`."""
 
-    def show(_: SpeedupPrediction, predicted: Preflight) -> dict[Any, Any]:
-        return {estimate: describe_preflight(predicted)}
+    def prepare(session: str, values: tuple[Any, ...]) -> PanelMeasurement:
+        chosen = make(values[0])
+        return PanelMeasurement(
+            start=lambda session, address: service.measurements.predict(chosen.recipe, chosen.prompt, address),
+            show=lambda results: {estimate: describe_preflight(results[0])} if results else {},
+        )
 
-    def show_failure(error: str) -> dict[Any, Any]:
-        return {estimate: f"**No prediction:** {html.escape(error)}"}
-
-    panel = MeasurementPanel(service, parts, show_failure)
-    panel.connect(settings, [estimate], make_result, attrgetter("predicted"), show, _CURRENT_JS)
+    MeasurementPanel(parts, [settings], [estimate], prepare, failures=estimate, js=_SEND_JS)
 
 
 def describe_preflight(estimate: Preflight) -> str:

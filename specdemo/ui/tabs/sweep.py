@@ -1,23 +1,30 @@
-"""Sweeps of recipes over prompts, with their records, progress and tables."""
+"""Sweeps of recipes over prompts, bounded in size: their selection, and their measurement in a panel."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
 
-from specdemo.bench.measure import BenchProgress
-from specdemo.bench.table import BenchRow, as_json, disturbed, report, slower, table
-from specdemo.prompts import Prompt
+from specdemo.bench.measure import grid
+from specdemo.core.errors import UserError
+from specdemo.prompts import Prompt, alternate_classes, load_prompts
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
-from specdemo.ui.method_names import visible_recipe
 from specdemo.ui.service import Service
-from specdemo.ui.tabs.components import progress_bar
-from specdemo.ui.tabs.measurement_panel import ANNOUNCED, PanelMeasurement, waiting
-from specdemo.worker import Stream
+from specdemo.ui.tabs.measurement_panel import Outputs, PanelMeasurement, duration
 
 ASSUMED = 100.0  # tokens per second, assumed before the first run
+MOST_RUNS, MOST_TOKENS = 240, 24_000
+_LISTS = {  # names of the lists of a selection
+    "methods": "method",
+    "gammas": "draft length",
+    "policies": "draft-length policy",
+    "temperatures": "temperature",
+    "kinds": "class of prompts",
+}
 
 
 @dataclass(frozen=True)
@@ -39,76 +46,49 @@ class Sweep:
         """Describe size and estimated time, from the slowest lane of the latest run."""
         speeds = [lane.metrics.tokens_per_second for lane in latest.lanes.values()] if latest else []
         measured = min(filter(None, speeds), default=None)
-        basis = (
-            f"the {measured:.0f} tokens per second of your latest run"
-            if measured
-            else f"an assumed {ASSUMED:.0f} tokens per second"
-        )
+        basis = f"an assumed {ASSUMED:.0f} tokens per second"
+        if measured:
+            basis = f"the {measured:.0f} tokens per second of your latest run"
         return (
             f"{len(self.recipes)} recipes × {len(self.prompts)} prompts = {self.runs} runs of at most "
             f"{self.recipes[0].max_tokens} tokens, about {duration(self.tokens / (measured or ASSUMED))} at {basis}"
         )
 
+    def within_limits(self, latest: Run | None) -> Sweep:
+        """Return the sweep. Raises `UserError` if it exceeds the limits of the page."""
+        if self.runs > MOST_RUNS or self.tokens > MOST_TOKENS:
+            raise UserError(
+                f"{self.describe(latest)}: the page measures at most {MOST_RUNS} runs and {MOST_TOKENS:,} "
+                "tokens. Reduce the selection, or use the terminal's bench"
+            )
+        return self
 
-def duration(seconds: float) -> str:
-    return f"{max(seconds, 1):.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+    def measurement(self, service: Service, show: Callable[[list[dict[str, Any]]], Outputs]) -> PanelMeasurement:
+        """`show` returns the outputs of a panel for records of prompts."""
+        return PanelMeasurement(
+            start=partial(service.measurements.bench, self.recipes, self.prompts),
+            show=lambda records: show(records) if records else {},
+            count=lambda records: (len(records), len(self.prompts)),
+            unit="prompts",
+        )
 
 
-@dataclass
-class SweepResult(PanelMeasurement):
-    """Records of a sweep so far, with its current progress."""
+def selected(chosen: Mapping[str, Any], external: Any = None) -> tuple[list[dict[str, Any]], tuple[Prompt, ...]]:
+    """Convert values from the browser to settings of `bench.grid` and prompts. Raises `UserError` if invalid.
 
-    sweep: Sweep
-    records: list[dict[str, Any]] = field(default_factory=list)
-    turn: BenchProgress | None = None
-
-    def start(self, service: Service, session: str, address: str) -> Stream[Any]:
-        return service.measurements.bench(self.sweep.recipes, self.sweep.prompts, session, address)
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.records
-
-    def fresh(self) -> Self:
-        return replace(self, records=[], turn=None)
-
-    def absorb(self, item: BenchProgress | dict[str, Any]) -> None:
-        if isinstance(item, BenchProgress):
-            self.turn = item
-        else:
-            self.records.append(item)
-
-    @property
-    def timing(self) -> bool:
-        return self.turn is not None and self.turn.number > 0
-
-    def progress(self, seconds: float, ahead: int = 0) -> str:
-        """Return the progress bar, `seconds` after the first timed run and with `ahead` jobs in the queue."""
-        if self.turn is None:
-            return progress_bar(0, self.sweep.runs, waiting(ahead))
-        over, words = max(self.turn.number - 1, 0), str(self.turn)
-        if over:
-            words += f" · about {duration(seconds / over * (self.sweep.runs - over))} to go"
-        return progress_bar(over, self.sweep.runs, words)
-
-    def ending(self, error: str = "") -> str:
-        done, total = len(self.records), len(self.sweep.prompts)
-        if done == total and not error:
-            words = f"done: {self.sweep.runs} runs on {done} prompts"
-        else:
-            part = f"partial, {done} of {total} prompts are measured" if done else "nothing is measured"
-            words = f"failed: {error}; {part}" if error else f"stopped: {part}"
-        return progress_bar(done, total, words, ANNOUNCED)
-
-    def rows(self) -> list[BenchRow]:
-        return table(self.sweep.recipes, self.records)
-
-    def notes(self, rows: Sequence[BenchRow]) -> str:
-        lines = slower([replace(row, lane=visible_recipe(row.lane)) for row in rows])
-        lines = lines or ["no recipe was slower than AR decoding on any prompt"]
-        if count := disturbed(self.records):
-            lines.append(f"other runs interrupted {count} of these, so their figures may be inaccurate")
-        return "\n".join(f"- {line}" for line in lines)
-
-    def files(self, rows: Sequence[BenchRow]) -> tuple[str, str]:
-        return report(self.sweep.recipes, len(self.sweep.prompts), self.records, rows), as_json(rows) + "\n"
+    `chosen`: lists, and `each`, the prompts per class, which alternate; `external`: servers of other engines,
+    separated by spaces.
+    """
+    for key, name in _LISTS.items():
+        if not isinstance(chosen[key], list) or not chosen[key]:
+            raise UserError(f"choose at least one {name}")
+    each = chosen["each"]
+    if isinstance(each, bool) or not isinstance(each, int) or each < 1:
+        raise UserError(f"prompts per class must be an integer from 1, not {each!r}")
+    methods, gammas, policies, temperatures, kinds = (chosen[key] for key in _LISTS)
+    servers = str(external or "").split()
+    varied = list(islice(grid(methods, gammas, policies, temperatures, servers), MOST_RUNS + 1))
+    if len(varied) > MOST_RUNS:
+        raise UserError(f"that is more than {MOST_RUNS} recipes: choose fewer draft lengths, policies or temperatures")
+    prompts = (prompt for kind in kinds for prompt in load_prompts([str(kind)]))
+    return varied, tuple(alternate_classes(prompts, each))

@@ -1,8 +1,0 @@
-({ names, defaults }, saved, ...values) => {
-  const { visitor = "", settings: restored = {} } = JSON.parse(saved || "{}");
-  document.body.dataset.visitor = visitor;
-  const untouched = (i) => JSON.stringify(values[i]) === JSON.stringify(defaults[i]); // keep values changed before the page was restored
-  document.body.dataset.settings = "restored";
-  for (const name of ["chat", "pair"]) document.body.dataset[name] = restored[name] ?? values[names.indexOf(name)];
-  return names.map((name, i) => (name in restored && untouched(i) ? restored[name] : undefined)); // undefined: unchanged
-}

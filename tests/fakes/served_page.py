@@ -1,0 +1,26 @@
+"""The page as an application, without a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gradio as gr
+from starlette.testclient import TestClient
+
+from specdemo.ui.limits import HostLimits
+from specdemo.ui.page import Page, build
+from specdemo.ui.theme import launch_options
+
+ADDRESS = "http://127.0.0.1:7860"
+
+
+def page_application(limits: HostLimits) -> tuple[Page, Any]:
+    """Return the page, whose worker the caller closes, and its application."""
+    page = build(limits=limits)
+    options = launch_options(page.routes, page.middleware)
+    page.blocks.favicon_path, page.blocks.pwa = options["favicon_path"], True
+    return page, gr.routes.App.create_app(page.blocks, app_kwargs=options["app_kwargs"])
+
+
+def visitor_of(app: Any, **options: Any) -> TestClient:
+    return TestClient(app, base_url=ADDRESS, **options)

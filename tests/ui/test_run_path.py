@@ -1,0 +1,93 @@
+"""Path of a run from the click to the engine and back, as docs/architecture.md describes it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.trace_lines import events_of
+from fakes.trace_records import end, header, step
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocket
+
+import specdemo
+from specdemo.core.events import Event
+from specdemo.models.model_pool import ModelPool
+from specdemo.ui.gateway import Gateway
+from specdemo.ui.limits import HostLimits
+from specdemo.ui.runs import Runs, run_route
+from specdemo.ui.service import Service
+from specdemo.ui.streams import frame_routes
+from specdemo.worker import Worker
+
+pytestmark = pytest.mark.slow
+
+PACKAGE = Path(specdemo.__file__).parent
+UI = PACKAGE / "ui"
+DOCUMENT = PACKAGE.parent / "docs" / "architecture.md"
+LINES = [header(), step(0, pieces=["a"]), step(1, pieces=["b"]), end()]
+
+
+def documented() -> dict[str, set[str]]:
+    """Functions by module, relative to `specdemo/ui` or `specdemo`."""
+    section = DOCUMENT.read_text("utf-8").partition("## From a click to a token")[2].partition("\n## ")[0]
+    path: dict[str, set[str]] = {}
+    for module, names in re.findall(r"`([\w/]+\.(?:py|js))`(?: \(([^)]*)\))?", section):
+        path.setdefault(module, set()).update(re.findall(r"`(\w+)`", names))
+    return path
+
+
+def test_the_path_is_short_and_its_functions_exist() -> None:
+    path = documented()
+    scripts = [module for module, names in path.items() if not names]  # each is a function
+    assert len(path) <= 13 and sum(map(len, path.values())) + len(scripts) <= 30
+    for module, names in path.items():
+        (text,) = (file.read_text("utf-8") for folder in (UI, PACKAGE) if (file := folder / module).is_file())
+        assert all(re.search(rf"\b(?:def|function) {name}\(", text) for name in names), module
+
+
+def test_a_run_takes_the_documented_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: set[tuple[str, str]] = set()
+
+    def note_callers() -> None:
+        frame = inspect.currentframe()
+        while frame is not None:
+            file = Path(frame.f_code.co_filename)
+            if file.is_relative_to(PACKAGE) and not frame.f_code.co_name.startswith("<"):
+                module = file.relative_to(UI if file.is_relative_to(UI) else PACKAGE)
+                taken.add((module.as_posix(), frame.f_code.co_name))
+            frame = frame.f_back
+
+    def noted(function: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            note_callers()
+            return function(*args, **options)
+
+        return call
+
+    def engine(*_: Any) -> Iterator[Event]:
+        note_callers()
+        yield from events_of(LINES)
+
+    monkeypatch.setattr(Worker, "submit", noted(Worker.submit))
+    monkeypatch.setattr(WebSocket, "send_text", noted(WebSocket.send_text))
+    service = Service(ModelPool(), engine)
+    defaults = {"prompt": "x", "compare": False, "pair": "bundled", "method": "draft"}
+    routes = [run_route(Runs(service, "cpu", defaults)), *frame_routes(service.runs)]
+    middleware = [Middleware(Gateway, limits=HostLimits(), hosts=None)]
+    with TestClient(Starlette(routes=routes, middleware=middleware)) as client:
+        request = {"id": "run-of-this-test", "settings": {}}
+        assert client.post("/runs", json=request).status_code == 200
+        with client.websocket_connect(f"/frames/{request['id']}") as socket:
+            while not socket.receive_json()["over"]:
+                pass
+    service.worker.close()
+    path = documented()
+    assert ("service.py", "_decode") in taken and ("streams.py", "_follow") in taken
+    assert {(module, name) for module, name in taken if name not in path.get(module, ())} == set()
