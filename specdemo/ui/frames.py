@@ -27,6 +27,7 @@ from specdemo.ui.summary import summarise
 
 ENDS = {"stop": ("done", "the text ended"), "length": ("done", "token limit reached"), "cancelled": ("stopped", "")}
 CONTEXT_FULL = "context full"
+SUMMARISING = ("decoding", "summary")  # after the last event: the page accepts no run yet
 _NO_SUMMARY: Mapping[str, Any] = {
     **dict.fromkeys(("verdict", "lengths"), ""),
     **dict.fromkeys(("headline", "passes")),
@@ -188,11 +189,12 @@ class Run:
 
     def frame(self, start: int) -> str:
         """Return the state, and the records from `start` on, as JSON text."""
+        ended = self.phase[0] in ("done", "stopped", "failed")
         state = {
             "run": self.id,
             "plan": self.plan,
             "at": start,
-            "phase": self.phase,
+            "phase": self.phase if self.over or not ended else SUMMARISING,
             "tiles": tiles(self.lanes, self.speeds),
             "rates": {name: lane.rate for name, lane in self.lanes.items()},
             **self._summary,

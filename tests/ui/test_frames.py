@@ -72,6 +72,14 @@ def test_stopped_run_ends_its_trace_as_cancelled() -> None:
     assert run.trace(SPEC) == before and run.phase[0] == "stopped"
 
 
+def test_a_run_is_done_when_its_summary_is() -> None:
+    run = Run()
+    absorb(run, SPEC, header(), PREFILL, end())
+    assert run.phase[0] == "done" and json.loads(run.frame(0))["phase"][0] == "decoding"
+    run.finish()
+    assert json.loads(run.frame(0))["phase"] == [*run.phase] and run.phase[0] == "done"
+
+
 @pytest.mark.parametrize("events", [(), (header(), PREFILL)])
 def test_failure_is_shown_and_closes_the_trace(events: tuple) -> None:
     run = Run()
