@@ -12,7 +12,7 @@ from specdemo.ui.run_store import RunStore
 
 # Handlers receive raw values: gradio would raise an error for an incomplete number.
 UNPROCESSED: dict[str, Any] = {"preprocess": False, "show_progress": "hidden", "api_visibility": "private"}
-# Replace the first input by the id of the displayed run.
+# Replace the first input, a button, by the id of the displayed run.
 _SHOWN_RUN_JS = """(...values) => [document.querySelector("[data-run]")?.dataset.run ?? "", ...values.slice(1)]"""
 
 
@@ -26,10 +26,9 @@ class RunViews:
 
     def __init__(self, runs: RunStore, tab: gr.Tab, elem_id: str, visible: bool = False) -> None:
         self._runs = runs
-        self._shown = gr.Textbox(visible=False)
-        shown: Any = True if visible else "hidden"
-        button = gr.Button("Refresh", size="sm", scale=0, elem_id=elem_id, elem_classes="redraw", visible=shown)
-        self.changes = [tab.select, button.click]
+        shown: Any = visible or "hidden"
+        self._button = gr.Button("Refresh", size="sm", scale=0, elem_id=elem_id, elem_classes="redraw", visible=shown)
+        self.changes = [tab.select, self._button.click]
 
     def connect(
         self,
@@ -45,4 +44,4 @@ class RunViews:
             return view(run, *values)
 
         latest: dict[str, Any] = {"js": _SHOWN_RUN_JS, "trigger_mode": "always_last", "queue": False, **UNPROCESSED}
-        return gr.on(list(triggers), draw, [self._shown, *inputs], list(outputs), **latest)
+        return gr.on(list(triggers), draw, [self._button, *inputs], list(outputs), **latest)
