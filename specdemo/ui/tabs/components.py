@@ -37,7 +37,7 @@ class RunViews:
         inputs: Sequence[gr.components.Component],
         outputs: Sequence[gr.components.Component],
     ) -> Any:
-        """Show the values of `view(run, *values)`, its first argument is None without a run."""
+        """Show the values of `view(run, *values)`; `run` is None before the first run."""
 
         def draw(request: gr.Request, run_id: Any, *values: Any) -> Any:
             run: Run | None = self._runs.get(run_id) or self._runs.latest(request.session_hash or "")
