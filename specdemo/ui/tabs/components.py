@@ -16,8 +16,9 @@ UNPROCESSED: dict[str, Any] = {"preprocess": False, "show_progress": "hidden", "
 _SHOWN_RUN_JS = """(...values) => [document.querySelector("[data-run]")?.dataset.run ?? "", ...values.slice(1)]"""
 
 
-def chart_view(elem_id: str, value: str = "") -> gr.HTML:
-    """Create the component of charts."""
+def chart_view(elem_id: str, *names: str) -> gr.HTML:
+    """Create the component of a chart, or of several with their element ids."""
+    value = "".join(f'<div id="{name}"></div>' for name in names)
     return gr.HTML(value, elem_id=elem_id, elem_classes="curves", apply_default_css=False, min_width=300)
 
 

@@ -142,7 +142,7 @@ def theory_tab(runs: RunStore, tab: gr.Tab) -> None:
         sliders = [_slider(name, *SLIDERS[name]) for name in SLIDERS]
     set_sliders = gr.Button("Set sliders to this run", size="sm", scale=0, min_width=260, elem_id="theory-set")
     run_text, settings_text = gr.Markdown(elem_id="theory-run"), gr.Markdown(elem_id="theory-words")
-    plots = chart_view("theory-plots", "".join(f'<div id="{name}"></div>' for name in THEORY_PLOTS))
+    plots = chart_view("theory-plots", *THEORY_PLOTS)
     by_gamma = gr.Markdown(elem_id="theory-by-gamma", elem_classes="figures")
     with gr.Accordion("Published tables", open=False, elem_id="theory-papers"):
         gr.Markdown(link_papers(published_figures()), elem_classes="figures")
