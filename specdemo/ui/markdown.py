@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 
@@ -23,8 +24,8 @@ def figures_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Format rows in Markdown: two digits, halves rounded up as in the papers, dash for None and NaN."""
 
     def cell(value: object) -> object:
-        if value is None or value != value:
-            return NOTHING
-        return number(value + 1e-9, 2) if isinstance(value, float) else value
+        if isinstance(value, float) and not math.isnan(value):
+            return number(value + 1e-9, 2)
+        return NOTHING if value is None or isinstance(value, float) else value
 
     return markdown_table(head, [[cell(value) for value in row] for row in rows])

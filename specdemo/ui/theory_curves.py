@@ -95,7 +95,8 @@ def _draft_operations(lane: Lane) -> float:
     return small / large * sampled / sum(map(len, drafts))
 
 
-Form = Callable[[Coefficients, float], float]  # of the draft length, apart from the one at which v was measured
+# The second argument is the draft length; `Coefficients.gamma` is the one at which v was measured.
+Form = Callable[[Coefficients, float], float]
 
 _AXES: Mapping[str, tuple[str, Sequence[float]]] = {
     "alpha": ("α", [i / 50 for i in range(51)]),

@@ -31,7 +31,7 @@ class Bench:
     """A panel that measures two prompts, the second one of which waits for a gate."""
 
     def __init__(self) -> None:
-        self.worker = Worker()
+        self.worker, self.readable = Worker(), True
         self.recorded, self.gate = threading.Event(), threading.Event()
         with gr.Blocks() as blocks:
             self.parts, results = PanelParts.laid_out("bench")
@@ -44,10 +44,12 @@ class Bench:
         self.leave = functions[None, "unload"]
 
     def prepare(self, session: str, values: tuple[Any, ...]) -> PanelMeasurement:
-        def show(records: list[Any]) -> dict[Any, Any]:
-            return {self.report: f"{len(records)} records"} if records else {}
+        return PanelMeasurement(self.start, self.show, lambda records: (len(records), 2), "prompts")
 
-        return PanelMeasurement(self.start, show, lambda records: (len(records), 2), "prompts")
+    def show(self, records: list[Any]) -> dict[Any, Any]:
+        if not self.readable:
+            raise ValueError("the records cannot be shown")
+        return {self.report: f"{len(records)} records"} if records else {}
 
     def start(self, session: str, address: str) -> Stream[Any]:
         self.stream: Stream[Any] = self.worker.submit(self.items)
@@ -98,6 +100,23 @@ def test_a_lost_response_is_repeated_by_the_next_one(bench: Bench) -> None:
     assert bench.words(lost) == bench.words(shown) and "done: 2 of 2 prompts are measured" in bench.words(shown)
     assert shown[bench.report] == "2 records"
     assert shown[bench.panel._timer].active is False and shown[bench.parts.buttons[0]].interactive is True
+
+
+def test_an_error_in_the_results_is_not_repeated(bench: Bench) -> None:
+    bench.gate.set()
+    bench.press(VISITOR)
+    assert bench.stream.wait(PATIENCE)
+    bench.readable = False
+    with pytest.raises(ValueError, match="cannot be shown"):
+        bench.tick(VISITOR)
+    assert bench.tick(VISITOR)[bench.panel._timer].active is False
+
+
+def test_a_second_press_stops_the_first_measurement(bench: Bench) -> None:
+    bench.press(VISITOR)
+    first = bench.stream
+    bench.press(VISITOR)
+    assert first.wait(PATIENCE) and first.stopping and not bench.stream.stopping
 
 
 SETTINGS = {name: setting_of(option, option.default) for name, option in OPTIONS.items()}

@@ -58,13 +58,7 @@ def lessons_markup() -> str:
         "baseline_passes": plain.metrics.target_passes,
         "guesses": len(survive["draft"]),
         "survivors": len(survive["accepted"]),
-        "cost": f"{costs['c']:.2f}",
-        "alpha": f"{costs['alpha']:.2f}",
-        "gamma": f"{costs['gamma']:.1f}",
-        "verify": f"{costs['v']:.2f}",
-        "host": f"{costs['o']:.2f}",
-        "predicted": f"{costs['predicted']:.2f}",
-        "measured": f"{costs['measured']:.2f}",
+        **{name: f"{value:.2f}" for name, value in costs.items()},
         "conclusion": _conclusion(costs["predicted"], costs["measured"]),
     }
     return Template(_text("lessons.html")).substitute(texts)

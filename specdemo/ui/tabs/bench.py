@@ -90,7 +90,8 @@ def speedup_chart(rows: Sequence[BenchRow]) -> str:
         Series("bar", colour, points, kind)
         for (kind, points), colour in zip(by_class.items(), cycle(CATEGORIES), strict=False)
     ]
-    return chart("Speed-up over the baseline", "", "speed-up", series, [PLAIN, *map(name, compared)])
+    names = [PLAIN, *map(name, compared)]
+    return chart("Speed-up over the baseline", "", "speed-up", series, names, "bench-plot")
 
 
 def acceptance_chart(rows: Sequence[BenchRow]) -> str:
@@ -102,7 +103,7 @@ def acceptance_chart(rows: Sequence[BenchRow]) -> str:
         Series("line", colour, [(position, count.share) for position, count in lane.position.items()], name)
         for (name, lane), colour in zip(lanes.items(), cycle(CATEGORIES), strict=False)
     ]
-    return chart("Acceptance", "position in the draft", "accepted / tested", series)
+    return chart("Acceptance", "position in the draft", "accepted / tested", series, elem_id="bench-positions")
 
 
 def notes(rows: Sequence[BenchRow], records: Sequence[dict[str, Any]]) -> str:
@@ -131,9 +132,8 @@ def bench_tab(service: Service, form: SettingsForm, defaults: Recipe, tab: gr.Ta
     parts, results = PanelParts.laid_out("bench")
     with results:
         grid = gr.Dataframe(headers=list(SWEEP_TABLE_HEAD), interactive=False, elem_id="bench-table")
-        plot = chart_view("bench-plot")
+        charts = chart_view("bench-charts", "bench-plot", "bench-positions")
         slower_on = gr.Markdown(elem_id="bench-notes")
-        positions = chart_view("bench-positions")
         with gr.Accordion("Acceptance by position, length of the text and confidence", open=False):
             acceptance_tables = gr.Markdown(elem_id="bench-acceptance", elem_classes="figures")
         saved = gr.HTML(file_links(dict.fromkeys(_FILES, "")), elem_id="bench-files", apply_default_css=False)
@@ -162,9 +162,8 @@ def bench_tab(service: Service, form: SettingsForm, defaults: Recipe, tab: gr.Ta
         texts = report(sweep.recipes, len(sweep.prompts), records, rows), f"{as_json(rows)}\n"
         return {
             grid: sweep_cells(rows),
-            plot: speedup_chart(rows),
+            charts: speedup_chart(rows) + acceptance_chart(rows),
             slower_on: notes(rows, records),
-            positions: acceptance_chart(rows),
             acceptance_tables: "\n\n".join(filter(None, (acceptance_markdown(rows), repetition_table(rows)))),
             saved: file_links(dict(zip(_FILES, texts, strict=True))),
         }
@@ -173,7 +172,7 @@ def bench_tab(service: Service, form: SettingsForm, defaults: Recipe, tab: gr.Ta
     triggers = [tab.select, *(control.change for control in selection.values())]
     # The default mode depends on the first trigger and would drop quick changes.
     gr.on(triggers, describe_size, inputs, size, js=SEND_JS, queue=False, trigger_mode="always_last", **UNPROCESSED)
-    MeasurementPanel(parts, inputs, [grid, plot, slower_on, positions, acceptance_tables, saved], prepare, js=SEND_JS)
+    MeasurementPanel(parts, inputs, [grid, charts, slower_on, acceptance_tables, saved], prepare, js=SEND_JS)
     pairs_section(service, selection, form, defaults)
 
 

@@ -13,12 +13,13 @@ from specdemo.ui.run_store import RunStore
 Selection = dict[str, gr.CheckboxGroup | gr.Slider]  # recipes and prompts of the Bench tab
 # Handlers receive raw values: gradio would raise an error for an incomplete number.
 UNPROCESSED: dict[str, Any] = {"preprocess": False, "show_progress": "hidden", "api_visibility": "private"}
-# Replace the first input by the id of the displayed run.
+# Replace the first input, a button, by the id of the displayed run.
 _SHOWN_RUN_JS = """(...values) => [document.querySelector("[data-run]")?.dataset.run ?? "", ...values.slice(1)]"""
 
 
-def chart_view(elem_id: str, value: str = "") -> gr.HTML:
-    """Create the component of charts."""
+def chart_view(elem_id: str, *names: str) -> gr.HTML:
+    """Create the component of a chart, or of several with their element ids."""
+    value = "".join(f'<div id="{name}"></div>' for name in names)
     return gr.HTML(value, elem_id=elem_id, elem_classes="curves", apply_default_css=False, min_width=300)
 
 
@@ -27,10 +28,9 @@ class RunViews:
 
     def __init__(self, runs: RunStore, tab: gr.Tab, elem_id: str, visible: bool = False) -> None:
         self._runs = runs
-        self._shown = gr.Textbox(visible=False)
-        shown: Any = True if visible else "hidden"
-        button = gr.Button("Refresh", size="sm", scale=0, elem_id=elem_id, elem_classes="redraw", visible=shown)
-        self.changes = [tab.select, button.click]
+        shown: Any = visible or "hidden"
+        self._button = gr.Button("Refresh", size="sm", scale=0, elem_id=elem_id, elem_classes="redraw", visible=shown)
+        self.changes = [tab.select, self._button.click]
 
     def connect(
         self,
@@ -39,11 +39,11 @@ class RunViews:
         inputs: Sequence[gr.components.Component],
         outputs: Sequence[gr.components.Component],
     ) -> Any:
-        """Show the values of `view(run, *values)`, its first argument is None without a run."""
+        """Show the values of `view(run, *values)`; `run` is None before the first run."""
 
         def draw(request: gr.Request, run_id: Any, *values: Any) -> Any:
             run: Run | None = self._runs.get(run_id) or self._runs.latest(request.session_hash or "")
             return view(run, *values)
 
         latest: dict[str, Any] = {"js": _SHOWN_RUN_JS, "trigger_mode": "always_last", "queue": False, **UNPROCESSED}
-        return gr.on(list(triggers), draw, [self._shown, *inputs], list(outputs), **latest)
+        return gr.on(list(triggers), draw, [self._button, *inputs], list(outputs), **latest)

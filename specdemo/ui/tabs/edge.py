@@ -33,6 +33,7 @@ MOST_PROMPTS = 12
 _TIMELINE_STEPS = 12
 _INTRO = """The edge device runs the drafter; the cloud runs the target. They exchange token ids. Choose a mode under
 *Edge and cloud*, then press *Run*."""
+_BEST = "### Best draft length over this link\n"
 _LOCAL_CLOUD = """Without a service address, a cloud process starts on this machine. The emulated link sets its delay
 and bandwidth."""
 
@@ -102,14 +103,11 @@ def _run_section(service: Service, tab: gr.Tab) -> None:
     kill = gr.Button("End this replica", size="sm", scale=0, elem_id="edge-kill", visible=allowed)
     killed = gr.Markdown(elem_id="edge-killed")
     with gr.Column(visible=False) as details:
-        gr.Markdown("### Timeline of steps")
-        label = f"First of {_TIMELINE_STEPS} steps"
+        label = f"Timeline: first of {_TIMELINE_STEPS} steps"
         first = gr.Slider(0, 1, 0, step=1, label=label, elem_id="edge-first")
         timeline = gr.HTML(elem_id="edge-timeline", apply_default_css=False)
-        gr.Markdown("### Measurements per step")
-        head = list(link_charts.LINK_TABLE_HEAD)
-        table = gr.Dataframe(headers=head, interactive=False, max_height=420, elem_id="edge-table")
-        gr.Markdown("### Best draft length over this link")
+        head, title = list(link_charts.LINK_TABLE_HEAD), "Measurements per step"
+        table = gr.Dataframe(headers=head, label=title, interactive=False, max_height=420, elem_id="edge-table")
         best = gr.Markdown(elem_id="edge-best")
         plot = chart_view("edge-plot")
 
@@ -129,8 +127,8 @@ def _run_section(service: Service, tab: gr.Tab) -> None:
         try:
             link = link_charts.link_of(lane)
         except UserError as error:
-            return shown | {best: f"*{error}.*", plot: ""}
-        return shown | {best: link_charts.describe_best_gamma(link), plot: link_charts.speed_chart(link)}
+            return shown | {best: f"{_BEST}*{error}.*", plot: ""}
+        return shown | {best: _BEST + link_charts.describe_best_gamma(link), plot: link_charts.speed_chart(link)}
 
     def move(run: Run | None, start: Any) -> Any:
         try:

@@ -47,7 +47,7 @@ def position_chart(reported: EngineStatistics) -> str:
         return ""
     points = [(float(position), rate) for position, rate in enumerate(reported.by_position, 1)]
     series = [Series("bar", "var(--bar-accepted)", points)]
-    return chart("Acceptance by position", "position", "accepted / drafts", series)
+    return chart("Acceptance by position", "position", "accepted / drafts", series, elem_id="engine-positions")
 
 
 def cost_chart(reported: EngineStatistics) -> str:
@@ -57,7 +57,7 @@ def cost_chart(reported: EngineStatistics) -> str:
         return ""
     costs = [1 + quarter / 4 for quarter in range(13)]
     series = [Series("line", "var(--curve-1)", [(cost, tokens / cost) for cost in costs], "speed-up")]
-    return chart("Speed-up by cost of a step", "cost, AR steps", "speed-up", series)
+    return chart("Speed-up by cost of a step", "cost, AR steps", "speed-up", series, elem_id="engine-costs")
 
 
 def explain_tab() -> None:
@@ -68,17 +68,16 @@ def explain_tab() -> None:
         opened = gr.Button("Open file", elem_id="engine-open", scale=0)
         run = gr.Button("Explain", variant="primary", elem_id="engine-explain", scale=0)
     words = gr.Markdown(elem_id="engine-diagnosis", elem_classes="figures")
-    with gr.Row():
-        positions, costs = chart_view("engine-positions"), chart_view("engine-costs")
+    charts = chart_view("engine-charts", "engine-positions", "engine-costs")
 
     def explain(pasted: Any, without: Any) -> list[str]:
         try:
             reported = statistics_of(pasted, without)
         except UserError as error:
-            return [f"**{html.escape(str(error))}.**", "", ""]
-        return [_words(reported), position_chart(reported), cost_chart(reported)]
+            return [f"**{html.escape(str(error))}.**", ""]
+        return [_words(reported), position_chart(reported) + cost_chart(reported)]
 
-    run.click(explain, [text, ar], [words, positions, costs], concurrency_limit=None, **UNPROCESSED)
+    run.click(explain, [text, ar], [words, charts], concurrency_limit=None, **UNPROCESSED)
     opened.click(None, None, text, js=_OPEN_JS, api_visibility="private")
 
 

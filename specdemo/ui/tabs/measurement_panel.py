@@ -141,24 +141,29 @@ class MeasurementPanel:
             started = _Started(measurement, measurement.start(session, address_of(request)))
         except (UserError, WorkerBusy) as error:
             return self._results(visible=False) | self._failure(reason(error))
+        if earlier := self._started.pop(session, None):
+            earlier.stream.stop()
         self._started[session] = started
-        self._started.move_to_end(session)
         while len(self._started) > REMEMBERED:
             self._started.popitem(last=False)
         return self._controls(running=True) | self._results(visible=False) | {self._parts.status: started.progress()}
 
     def _show(self, request: gr.Request) -> Outputs:
         """Return progress or results; they are computed after the last measurement, not to disturb timings."""
-        started = self._started.get(request.session_hash or "")
+        session = request.session_hash or ""
+        started = self._started.get(session)
         if started is None:
             return self._controls(running=False)
         if not started.stream.done:
             return {self._parts.status: started.progress()}
+        del self._started[session]  # an error ends the requests
         shown = self._controls(running=False) | {self._parts.status: "" if self._failures else started.ending()}
         if results := started.measurement.show(started.results):
-            return shown | results | self._results(visible=True)
-        error = started.stream.error
-        return shown | (self._failure(reason(error)) if error and self._failures else {})
+            shown |= results | self._results(visible=True)
+        elif started.stream.error and self._failures:
+            shown |= self._failure(reason(started.stream.error))
+        self._started[session] = started  # a lost response is repeated
+        return shown
 
     def _stop(self, request: gr.Request) -> None:
         if started := self._started.get(request.session_hash or ""):

@@ -132,16 +132,18 @@ def _fits(total: int, free: int) -> str:
 def memory_tab(service: Service, device: str, tab: gr.Tab) -> None:
     """Lay out the tab."""
     views = RunViews(service.runs, tab, "memory-refresh", visible=True)
-    titles = {"run": "Latest run", "machine": "This machine", "pairs": "Memory required per pair"}
-    tables = []
-    for name, heading in titles.items():
-        gr.Markdown(f"### {heading}")
-        tables.append(gr.Markdown(elem_id=f"memory-{name}", elem_classes=["figures", "numbers"]))
+    numbers = ["figures", "numbers"]
+    tables = [gr.Markdown(elem_id=f"memory-{name}", elem_classes=numbers) for name in ("run", "machine", "pairs")]
 
     def measure(run: Run | None) -> tuple[str, str, str]:
         try:
-            return of_run(run), of_machine(device), of_pairs(device)
+            machine, pairs = of_machine(device), of_pairs(device)
         except UserError as error:
-            return escape_markdown(str(error)), "", ""
+            machine, pairs = escape_markdown(str(error)), ""
+        return (
+            f"### Latest run\n{of_run(run)}",
+            f"### This machine\n{machine}",
+            f"### Memory required per pair\n{pairs}",
+        )
 
     views.connect(views.changes, measure, [], tables)

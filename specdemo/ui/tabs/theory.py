@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple
 from typing import Any
 
 import gradio as gr
@@ -34,6 +33,9 @@ run*. *Leviathan et al. 2211.17192, Figures 2 to 4.*"""
 _TWO_ALPHAS = """### Two definitions of α
 α is the acceptance probability per *tested* token. It does not depend on γ. Other reports define α as accepted /
 drafted. That ratio falls as γ grows: tokens after a rejection are not tested. Here, α = """
+_FORMULAS = """Tokens per pass: (1 − α^(γ+1)) / (1 − α). Speed-up: tokens / (γc + 1) by Theorem 3.8, or
+tokens / (v + γc + o). Operations per token: Theorem 3.11. Memory accesses per token, for the target's weights and KV
+cache: section 3.4."""
 _CALLS_INTRO = """### Model calls over time
 A row per compared run, to scale: γ drafter calls, then a target pass. Hover a block to see its tokens."""
 _HEAD = (
@@ -72,7 +74,7 @@ def figures_by_gamma(at: Coefficients, run: TheoryPoint | None) -> str:
         measured = (run.share, run.tokens, None, run.speedup, run.operations, None)
         rows.append((f"**this run**, {own.gamma:.2f}: measured", *measured))
         rows.append(_closed_forms(f"**this run**, {own.gamma:.2f}: closed forms", own, own.gamma))
-    return f"{_TWO_ALPHAS}{at.alpha:g}.\n\n{figures_table(_HEAD, rows)}"
+    return f"{_TWO_ALPHAS}{at.alpha:g}.\n\n{figures_table(_HEAD, rows)}\n\n{_FORMULAS}"
 
 
 def _closed_forms(label: str, at: Coefficients, gamma: float) -> tuple[object, ...]:
@@ -137,13 +139,10 @@ def theory_tab(runs: RunStore, tab: gr.Tab) -> None:
     gr.Markdown(link_papers(_INTRO))
     views = RunViews(runs, tab, "theory-refresh")
     with gr.Row(elem_classes="grid"):
-        sliders = [
-            gr.Slider(low, high, value, step=step, label=label, elem_id=f"theory-{name.replace('_', '-')}")
-            for (name, (label, low, high, step)), value in zip(SLIDERS.items(), astuple(Coefficients()), strict=True)
-        ]
+        sliders = [_slider(name, *SLIDERS[name]) for name in SLIDERS]
     set_sliders = gr.Button("Set sliders to this run", size="sm", scale=0, min_width=260, elem_id="theory-set")
     run_text, settings_text = gr.Markdown(elem_id="theory-run"), gr.Markdown(elem_id="theory-words")
-    plots = chart_view("theory-plots", "".join(f'<div id="{name}"></div>' for name in THEORY_PLOTS))
+    plots = chart_view("theory-plots", *THEORY_PLOTS)
     by_gamma = gr.Markdown(elem_id="theory-by-gamma", elem_classes="figures")
     with gr.Accordion("Published tables", open=False, elem_id="theory-papers"):
         gr.Markdown(link_papers(published_figures()), elem_classes="figures")
@@ -173,6 +172,11 @@ def theory_tab(runs: RunStore, tab: gr.Tab) -> None:
     triggers = [*views.changes, *(slider.change for slider in sliders)]
     views.connect(triggers, draw, sliders, [run_text, settings_text, plots, by_gamma])
     views.connect([set_sliders.click], set_to_run, [], sliders)
+
+
+def _slider(name: str, label: str, low: float, high: float, step: float) -> gr.Slider:
+    elem_id = f"theory-{name.replace('_', '-')}"
+    return gr.Slider(low, high, getattr(Coefficients, name), step=step, label=label, elem_id=elem_id)
 
 
 def _calls_section(views: RunViews) -> None:

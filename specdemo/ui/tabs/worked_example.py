@@ -186,7 +186,12 @@ def _decision(verdict: Verdict, node: int) -> str:
 def worked_example(tab: gr.Tab) -> None:
     """Lay out the section."""
     gr.Markdown(_INTRO)
-    inputs: list[Any] = [*_probability_inputs("p", EXAMPLE_P), *_probability_inputs("q", EXAMPLE_Q)]
+    with gr.Row(elem_classes="probabilities"):
+        inputs: list[Any] = [
+            gr.Number(value, label=f"{name}({token})", step=0.05, min_width=110, elem_id=f"theory-{name}-{token}")
+            for name, probs in (("p", EXAMPLE_P), ("q", EXAMPLE_Q))
+            for token, value in zip(EXAMPLE_TOKENS, probs, strict=True)
+        ]
     explained = [gr.Markdown(elem_id="theory-residual", elem_classes="figures"), chart_view("theory-parts")]
     gr.Markdown(_TRIAL_INTRO)
     with gr.Row():
@@ -238,11 +243,3 @@ def _checked(view: Callable[..., list[str]], count: int, *values: Any) -> Any:
 def _length_slider(default: int, elem_id: str) -> gr.Slider:
     label = "Draft length γ (tokens)"
     return gr.Slider(1, MAX_TRIAL_GAMMA, default, step=1, label=label, scale=2, min_width=220, elem_id=elem_id)
-
-
-def _probability_inputs(name: str, defaults: _Probs) -> list[gr.Number]:
-    with gr.Row():
-        return [
-            gr.Number(value, label=f"{name}({token})", step=0.05, min_width=110, elem_id=f"theory-{name}-{token}")
-            for token, value in zip(EXAMPLE_TOKENS, defaults, strict=True)
-        ]
