@@ -18,6 +18,7 @@ from fakes.enumeration import (
     true_distribution,
 )
 from fakes.forked_process import ForkedProcess, run_with_new_modules
+from fakes.form_fields import form_fields
 from fakes.tiny_models import Explorer, TableHead, committed, run
 
 from specdemo.cli import main
@@ -66,19 +67,11 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> str:
     return "echo"
 
 
-def shown(**of_page: Any) -> dict[str, dict[str, Any]]:
-    """Properties of the page's components by element id."""
-    page = build(**of_page)
+def choices(setting: str) -> dict[str, str]:
+    """Titles of the choices of a setting on the page."""
+    page = build()
     page.worker.close()
-    return {
-        part["props"]["elem_id"]: part["props"]
-        for part in page.blocks.config["components"]
-        if part["props"].get("elem_id")
-    }
-
-
-def names(props: dict[str, Any]) -> list[str]:
-    return [value for _, value in props["choices"]]
+    return form_fields(page.blocks)[setting].choices
 
 
 SMALL_SIZES = {"tree_nodes": 4, "tree_width": 2, "lookahead_window": 1, "lookahead_n": 2, "ngram": 3}
@@ -145,22 +138,21 @@ def test_a_drafter_needs_one_registry_entry(echo: str, capsys: pytest.CaptureFix
 
         preflight(Recipe(method=echo), [], None)
     assert f"`{echo}` | {ECHO.title}" in cli_reference()
-    page = shown()
-    assert echo in names(page["method"]) and f"echo: {ECHO.title}" in dict(page["method"]["choices"])
+    assert choices("method")[echo] == f"echo: {ECHO.title}"
 
 
 def test_a_rule_needs_one_registry_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RULES, "again", Rule(match, "match by another name: exact", lambda sampling: True))
     assert check_theorem("draft", rule=RULES["again"].apply) > 0
     assert plan_run(Recipe(**given(parser().parse_args(["run", "x", "--rule", "again"])))).exact
-    assert "`again`" in cli_reference() and "again" in names(shown()["rule"])
+    assert "`again`" in cli_reference() and "again" in choices("rule")
 
 
 def test_a_policy_needs_one_registry_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POLICIES, "pairs", Policy("always two tokens", lambda lengths, costs: Fixed(2)))
     assert check_theorem("draft", policy="pairs") > 0
     assert Recipe(**given(parser().parse_args(["run", "x", "--policy", "pairs"]))).policy == "pairs"
-    assert "`pairs`" in cli_reference() and "pairs" in names(shown()["policy"])
+    assert "`pairs`" in cli_reference() and "pairs" in choices("policy")
 
 
 OPTION = """
@@ -173,6 +165,7 @@ class EchoOptions:
 
 METHODS["echo"] = method.Method("echo", "repeats", "", suffix.build_suffix_drafter, options=(EchoOptions,))
 
+from fakes.form_fields import form_fields, form_markup
 from specdemo.cli.arguments import given, parser
 from specdemo.cli.reference import cli_reference
 from specdemo.core.distributions import DenseProbs
@@ -191,11 +184,9 @@ for refused in (lambda: Recipe(echo_length=10), lambda: HostLimits(max_nodes=4).
     except UserError as error:
         print(error)
 page = build(limits=HostLimits(max_nodes=4))
-shown = [part["props"] | {"type": part["type"]} for part in page.blocks.config["components"]]
-(control,) = (props for props in shown if props.get("elem_id") == "echo-length")
-assert (control["minimum"], control["maximum"], control["value"]) == (1, 4, 2)
-groups = {props["label"]: props["visible"] for props in shown if props["type"] == "accordion"}
-assert groups["Echo"] == "hidden" and groups["Advanced settings"] is True
+field = form_fields(page.blocks)["echo_length"].attributes
+assert (field["min"], field["max"], field["value"]) == ("1", "4", "2")
+assert ' data-methods="echo" hidden><summary>Echo</summary>' in form_markup(page.blocks)
 defaults = api_defaults(recipe)
 assert defaults["echo_length"] == 5
 assert restored(from_link({"echo_length": "7"}, defaults), defaults, "cpu")[0]["echo_length"] == 7

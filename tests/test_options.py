@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.form_fields import form_markup
 from pydantic import ValidationError
 
 from specdemo.cli.arguments import given, parser
@@ -109,7 +110,7 @@ def test_every_option_is_in_terminal_page_link_and_api(name: str, page: Any) -> 
         with pytest.raises(SystemExit):
             parser().parse_args(["run", "x", *flags])
     # page
-    (form,) = (part.value for part in page.blocks.values() if getattr(part, "elem_id", None) == "settings-fields")
+    form = form_markup(page)
     label = html.escape(option.label + (" (lossy)" if option.lossy else ""))
     assert re.search(rf'id="{option.element}">[^~]*?(<span>|<legend>){re.escape(label)}</', form)
     assert form.count(f'data-setting="{name}"') == 1

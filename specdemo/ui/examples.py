@@ -14,7 +14,7 @@ from specdemo.option_rules import settings_of_pair
 
 
 def available_examples(examples: Mapping[str, Any], pairs: Container[str]) -> dict[str, Any]:
-    """Return the examples of `pairs`, with all settings that they change; methods have some for the bundled pair."""
+    """Return the examples of `pairs` with all of their settings; methods have some for the bundled pair."""
     code = {"pair": "bundled", "chat": False, "title": "", "effect": ""}
     methods = examples["methods"] if code["pair"] in pairs else {}
     return {

@@ -287,10 +287,10 @@ def _connect(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> None:
     buttons["new-talk"].click(handlers.forget, None, parts.conversation, **_QUEUED)
     buttons["reset"].click(None, None, [parts.estimate, parts.progress], js="() => ['', '']", **_PRIVATE)
     for name, keep in (("keep-lane", handlers.keep), ("keep-copy", handlers.keep_copy)):
-        kept = buttons[name].click(keep, values, values, js=_COMPARISON_JS, **_QUEUED)
-        kept.then(None, values, None, js="(lanes) => window.specdemo.storeLanes(lanes)", **_PRIVATE)
-    found = demo.load(handlers.find, values, values, js=_STORED_JS, **_QUEUED)
-    found.then(None, values, None, js=_RESTORE_JS, **_PRIVATE)
+        added = buttons[name].click(keep, values, values, js=_COMPARISON_JS, **_QUEUED)
+        added.then(None, values, None, js="(lanes) => window.specdemo.storeLanes(lanes)", **_PRIVATE)
+    loaded = demo.load(handlers.find, values, values, js=_STORED_JS, **_QUEUED)
+    loaded.then(None, values, None, js=_RESTORE_JS, **_PRIVATE)
     predict = PanelParts((buttons["preflight"], buttons["update-estimate"]), parts.progress)
     connect_prediction(handlers.service, predict, parts.estimate, values, handlers.prediction)
 
@@ -306,8 +306,9 @@ class _Handlers:
         self, service: Service, form: SettingsForm, device: str, defaults: Settings, examples: Examples
     ) -> None:
         self.service = service
-        self._form, self._device, self._defaults = form, device, defaults
-        self._examples = examples
+        self._form = form
+        self._device = device
+        self._defaults, self._examples = defaults, examples
 
     def ended(self, event: gr.EventData, request: gr.Request) -> Any:
         """Show the conversation after a run, and why it failed."""

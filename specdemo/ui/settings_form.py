@@ -1,4 +1,4 @@
-"""Form of the settings, generated from the schema of options, with the tables by which one setting changes others."""
+"""Form of the settings, generated from the schema of options."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ SEND_JS = "(...values) => [...values.slice(0, -1), window.specdemo.settings()]"
 
 @dataclass(frozen=True)
 class SettingsForm:
-    """Form of the sidebar. Events get its settings, prompt and comparison as the value of `values`, with `SEND_JS`."""
+    """Form of the sidebar. `SEND_JS` sends its settings, prompt and comparison as `values`."""
 
     defaults: Settings  # of the fields
     pairs: Mapping[str, str]  # names and titles of the offered pairs
     values: gr.JSON
 
     def complete(self, sent: Any) -> Settings:
-        """Return all settings of an event. Raises `UserError` for values that the page does not send."""
+        """Return all settings of an event. Raises `UserError`."""
         if not isinstance(sent, dict) or sent.keys() - self.defaults.keys() - {"prompt", "compare"}:
             raise UserError("the page cannot use these values: reload it")
         return {**self.defaults, **recipe_settings(sent)}
 
 
 def settings_form(initial: Recipe, limits: HostLimits) -> SettingsForm:
-    """Lay out the sidebar. Options that the host fixes or forbids have no field; four are visible at first."""
+    """Lay out the sidebar, without options that the host fixes or forbids."""
     fields = _Fields(initial, limits)
     values = gr.JSON(visible=False)
     with gr.Sidebar(width=310, elem_id="settings"):
@@ -71,7 +71,7 @@ def _form(fields: _Fields, limits: HostLimits) -> str:
 
 
 def _advanced(fields: _Fields, shown: list[Option], limits: HostLimits) -> str:
-    parts = [_button(f'data-preset="{name}"', f"Apply preset {name}") for name in PRESETS]
+    parts = [_button(f'id="preset-{name}" data-preset="{name}"', f"Apply preset {name}") for name in PRESETS]
     for group in dict.fromkeys(option.group for option in shown if not option.basic):
         if group == RunOptions.OPTIONS["external"].group and limits.engines == ():
             continue
@@ -115,7 +115,7 @@ def _button(own: str, title: str) -> str:
 
 
 def _tables(defaults: Settings) -> dict[str, Any]:
-    """Return what the script needs to set settings that depend on others."""
+    """Return the values of settings that depend on others, for the script."""
     return {
         "defaults": defaults,
         "same": SAME,
@@ -139,7 +139,7 @@ def _can_draft(pair: Pair, method: Method) -> bool:
 
 
 class _Fields:
-    """Fields by option; `defaults` are the values of those that have been written."""
+    """Fields by option, with their first values."""
 
     def __init__(self, initial: Recipe, limits: HostLimits) -> None:
         self.defaults: Settings = {}

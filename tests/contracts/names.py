@@ -313,14 +313,14 @@ def page_names(_: Any, __: Any, page: Page) -> dict[str, Any]:
     scripts = [js for one in config["dependencies"] if isinstance(js := one.get("js"), str)]
     scripts += [text for one in parts if one.get("js_on_load") for text in page.scripts(one["js_on_load"])]
     values = "".join(str(one.get("value")) for one in parts)
-    settings = next(filter(None, (re.search(r'\["[\w", ]*"prompt", "compare"\]', js) for js in scripts)))
+    settings = re.findall(r'data-setting="(\w+)"', values)
     return {
         "api": {
             name: {one["parameter_name"]: one["parameter_has_default"] for one in endpoint["parameters"]}
             for name, endpoint in endpoints.items()
         },
         "api prefix": config["api_prefix"],
-        "links and stored settings": json.loads(settings.group()),
+        "links and stored settings": [*settings, "prompt", "compare"],
         "browser state": {one["storage_key"]: one["secret"] for one in parts if "storage_key" in one},
         "storage keys and events": sorted(set(re.findall(r"\"(specdemo[-:][\w-]+)\"", "".join(scripts)))),
         "elements": sorted(

@@ -10,6 +10,7 @@ from typing import Any
 
 import gradio_client
 import pytest
+from fakes.form_fields import form_fields
 from playwright.sync_api import Page, expect
 
 from e2e.limited_page import limited_page
@@ -235,8 +236,8 @@ def test_modes_are_measured_on_the_device(tab: Any, served: Any) -> None:
 
 def test_public_page_starts_and_contacts_no_service(served: Any) -> None:
     with limited_page(PUBLIC) as public:
-        shown = {one["props"].get("elem_id") for one in public.blocks.config["components"]}
-        assert "method" in shown and not shown & {"edge-cloud", "mode", "remote", "rtt-ms"}
+        shown = form_fields(public.blocks).keys()
+        assert "method" in shown and not shown & {"mode", "remote", "rtt_ms"}
         client = gradio_client.Client(public.url, verbose=False, analytics_enabled=False)
         for remote, said in ((served.url, "only listed services"), ("", "no local cloud service is started here")):
             with pytest.raises(Exception, match=said):

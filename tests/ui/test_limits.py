@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
+from fakes.form_fields import form_fields
 from fakes.trace_records import end, header, step
 
 from specdemo.core.errors import UserError
@@ -16,19 +17,16 @@ from specdemo.recipe import Recipe
 from specdemo.ui.limits import PUBLIC, HostLimits, RunRates, TimeBudget, read_limits
 from specdemo.ui.page import build
 
+_LIMITED = ("max_tokens", "gamma", "tree_nodes")
+
 
 def test_controls_respect_the_limits() -> None:
     limits = HostLimits(max_tokens=100, max_gamma=2, max_nodes=4)
     demo = build(pair="bundled", limits=limits)
     demo.worker.close()
-    shown = {
-        part["props"]["elem_id"]: part["props"]
-        for part in demo.blocks.config["components"]
-        if part["props"].get("elem_id")
-    }
-    assert (shown["max-tokens"]["maximum"], shown["max-tokens"]["value"]) == (100, 100)
-    assert (shown["gamma"]["maximum"], shown["gamma"]["value"]) == (2, 2)
-    assert (shown["tree-nodes"]["maximum"], shown["tree-nodes"]["value"]) == (4, 4)
+    fields = form_fields(demo.blocks)
+    shown = {name: (fields[name].attributes["max"], fields[name].attributes["value"]) for name in _LIMITED}
+    assert shown == {"max_tokens": ("100", "100"), "gamma": ("2", "2"), "tree_nodes": ("4", "4")}
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ class Visit:
 
     def press(self, **changed: Any) -> dict[Any, Any]:
         """Press the button with default or changed settings."""
-        values = [changed.get(part.elem_id or "", getattr(part, "value", None)) for part in self.pressed.inputs]
-        return self.pressed.fn(VISITOR, *values)
+        assert len(self.pressed.inputs) == 1
+        return self.pressed.fn(VISITOR, changed)
 
     def results(self) -> dict[Any, Any]:
         """Request results until the timer is told to stop."""
@@ -59,7 +59,7 @@ def test_results_are_repeated_until_they_arrive(
     monkeypatch.setattr(calibration, "PROMPTS", 2)
     monkeypatch.setattr(calibration, "TOKENS", 24)
     visit = Visit(page, button, shown)
-    assert visit.press(**{"max-tokens": 8})[visit.button].interactive is False
+    assert visit.press(max_tokens=8)[visit.button].interactive is False
     results, repeated = visit.results(), visit.tick(VISITOR)
     assert words in results[visit.shown] and results[visit.button].interactive is True
     assert repeated[visit.shown] == results[visit.shown]

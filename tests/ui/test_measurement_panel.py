@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
-import subprocess
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,7 +11,7 @@ from typing import Any
 import gradio as gr
 import pytest
 
-from specdemo.bench.calibration import PERCENTILES, Calibration
+from specdemo.bench.calibration import Calibration
 from specdemo.bench.measure import BenchProgress
 from specdemo.core.errors import UserError
 from specdemo.models.zoo import PAIRS, Pair
@@ -140,24 +137,3 @@ def test_thresholds_are_shown_beside_the_guide() -> None:
     assert "90 draft tokens of 3 texts. There is no variance: dropout needs a \\*Llama\\*." in words
     assert "| entropy, bits | 80 | 3 | 2.5 |" in re.sub(" +", " ", words)
     assert "`--gate nll entropy margin --gate-nll 1.5" in words
-
-
-def restored(stored: object, pair: str, current: list[float]) -> list[float]:
-    call = f"console.log(JSON.stringify(({calibration._REMEMBERED_JS})(...JSON.parse(process.argv[1]))))"
-    values = json.dumps([stored, pair, None, "", *current])
-    return json.loads(subprocess.run(["node", "-e", call, values], check=True, capture_output=True, text=True).stdout)
-
-
-@pytest.mark.skipif(not shutil.which("node"), reason="runs the script in Node.js")
-def test_thresholds_return_with_their_pair() -> None:
-    """The browser's script finds the entry of the server by its key."""
-    current = [SETTINGS[f"gate_{name}"] for name in PERCENTILES]
-    bundled = {**SETTINGS, "pair": "bundled"}
-    stored = calibration.remembered(None, bundled, RESULT.thresholds)
-    stored = calibration.remembered(stored, {**SETTINGS, "pair": "öther"}, {"nll": 9.0})
-    assert restored(stored, "bundled", current) == [1.5, 3.0, 0.1, SETTINGS["gate_variance"]]
-    assert restored(stored, "öther", current)[0] == 9 and restored(None, "bundled", current) == current
-    assert restored(stored, "gpt2-xl", current) == current
-    assert calibration.remembered("broken", bundled, RESULT.thresholds) == {
-        '["bundled","",""]': [1.5, 3.0, 0.1, SETTINGS["gate_variance"]]
-    }
