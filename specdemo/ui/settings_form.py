@@ -164,6 +164,8 @@ class _Fields:
             text = _switch(option, value, label)
         else:
             text = self._labelled(option, choices, value, label)
+        if option.name == "pair":
+            text += "<p></p>"  # set by the script
         return f'<div class="field" id="{option.element}">{text}</div>'
 
     def _labelled(self, option: Option, choices: Mapping[str, str], value: Any, label: str) -> str:

@@ -76,7 +76,7 @@ function showDependent(values) {
   for (const group of form.querySelectorAll("[data-methods]")) group.hidden = !group.dataset.methods.split(" ").includes(values.method);
   const copy = values.drafter === tables.same ? values.drafter_quantization : values.drafter ? "other" : "";
   $("select", $("#draft-model", form)).value = copy === "none" ? "int8" : copy;
-  $("#pair", form).dataset.note = values.target ? "Not used: a target is set under Models and devices." : "";
+  setText($("#pair p", form), values.target ? "Not used: a target is set under Models and devices." : "");
   if (document.body.dataset.method !== values.method) trigger("select", { method: values.method });
   for (const name of ["chat", "pair", "method"]) document.body.dataset[name] = values[name];
 }
@@ -163,8 +163,8 @@ async function copyLink(button) {
 function restore({ settings: restored, lanes }) { // values changed before are kept
   const values = settings();
   const untouched = Object.entries(restored).filter(([name]) => same(values[name], initial[name]));
-  for (const [name, value] of untouched) write(name, value);
-  showDependent(settings());
+  if (untouched.length) setSettings(Object.fromEntries(untouched));
+  else showDependent(values);
   storeLanes(lanes);
   document.body.dataset.settings = "restored";
 }
