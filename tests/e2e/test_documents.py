@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from e2e.page_fixtures import grave
+from e2e.page_fixtures import RULES, grave
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -15,9 +15,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.browser]
 def test_documents_are_opened_from_the_page_and_accessible(page: Page, served: Any) -> None:
     page.locator("#page-links a", has_text="Documentation").click()
     expect(page.locator("h1")).to_have_text("specdemo")
-    for scheme in ("light", "dark"):
+    for scheme, rules in RULES.items():
         page.emulate_media(color_scheme=scheme)
-        assert not grave(page, schemes=["light"]), scheme
+        assert not grave(page, schemes=["light"], rules=rules), scheme
     page.locator("nav a[href='edge-cloud']").click()
     assert page.url == f"{served.url}documentation/edge-cloud"
     page.set_viewport_size({"width": 390, "height": 844})

@@ -195,6 +195,7 @@ export function connectForm() {
     if (target.type === "range") target.parentElement.querySelector("[type=number]").value = target.value;
     setSettings(dependent(target));
   }, { signal });
+  form.addEventListener("submit", (e) => e.preventDefault(), { signal });
   document.addEventListener("input", (e) => { if (/** @type {Element} */ (e.target).matches("#prompt textarea, #compare input")) changed(); }, { signal });
   document.addEventListener("click", (e) => {
     const button = /** @type {any} */ (/** @type {Element} */ (e.target).closest("button"));
