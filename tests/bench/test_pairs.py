@@ -49,13 +49,6 @@ def measured(name: str, *methods: str) -> PairBench:
     return bench
 
 
-def test_a_pair_without_drafter_drafts_with_its_quantised_target(pairs: dict[str, Pair]) -> None:
-    own, copy = (pair_bench(name, MAKE, varied("draft")) for name in ("both", "alone"))
-    assert [recipe.drafter for recipe in own.recipes] == [None, None]
-    assert [(recipe.method, recipe.drafter) for recipe in copy.recipes] == [("ar", None), ("draft", "same")]
-    assert not own.skipped and not copy.skipped
-
-
 def test_every_pair_has_rows_or_a_reason(pairs: dict[str, Pair]) -> None:
     benches = [measured(name, "draft", "nasd", "eagle") for name in pairs]
     rows = cells(pairs_table(benches))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +15,7 @@ from specdemo.core.errors import UserError
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
-from specdemo.ui.tabs.bench import SWEEP_TABLE_HEAD, file_links, notes, speedup_chart, sweep_cells
+from specdemo.ui.tabs.bench import SWEEP_TABLE_HEAD, notes, speedup_chart, sweep_cells
 from specdemo.ui.tabs.measurement_panel import duration
 from specdemo.ui.tabs.sweep import MOST_TOKENS, Sweep, selected
 
@@ -93,10 +91,3 @@ def test_page_table_equals_the_bench_table() -> None:
     assert figure_of(plotted)["names"] == ["AR decoding", "draft γ 2, code", "draft γ 2, prose"]
     assert [values(plotted, kind) for kind in ("AR decoding", "code", "prose")] == [{0: 1.0}, {1: 1.25}, {2: 0.8}]
     assert "n-grams gamma=2 T=0 on code 2" in notes([replace(row, lane="nasd gamma=2 T=0") for row in rows], records)
-
-
-def test_links_contain_the_files() -> None:
-    (link,) = re.findall(
-        r'download="a.md" href="data:application/octet-stream;base64,(.*?)"', file_links({"a.md": "ä<"})
-    )
-    assert base64.b64decode(link).decode() == "ä<"

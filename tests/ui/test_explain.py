@@ -40,17 +40,6 @@ def test_the_page_gives_the_explanation_of_the_terminal(line: dict, rule: str) -
     assert filled(head["head"], record["why"], {}) == explain(step, None, recipe)
 
 
-def test_explanations_name_the_outcome() -> None:
-    for line in (REJECTION, ALL_KEPT, CUT, UNVERIFIED, TREE):
-        event, recipe = step_event(line), {"rule": "rejection", "temperature": 1.0}
-        for node in range(len(event.step.draft)):
-            words, outcome = explain(event.step, node, recipe), event.step.outcome(node)
-            names = {Outcome.IGNORED: ("Not tested", "Discarded")}.get(outcome, (outcome.capitalize(),))
-            assert words.startswith(names), (words, outcome)
-    assert reason_of(step_event(REJECTION).step, None, {"rule": "rejection"}) is Reason.RESIDUAL
-    assert reason_of(step_event(REJECTION).step, None, {"rule": "match"}) is Reason.CORRECTION
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_last_draw_below_its_bound_decides_about_a_block(temperature: float) -> None:
     recipe = {"method": "draft", "gamma": 4, "temperature": temperature, "rule": "block"}

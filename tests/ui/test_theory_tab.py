@@ -17,7 +17,6 @@ from specdemo.core.errors import UserError
 from specdemo.core.rules import RULES
 from specdemo.core.theory import (
     accepted_share,
-    best_gamma,
     expected_tokens,
     operations,
     walltime_improvement,
@@ -98,21 +97,6 @@ def test_curves_match_the_closed_forms() -> None:
     assert drawn("plot-gamma", "Theorem 3.8")[3] == improvement
     assert drawn("plot-gamma", "sliders", replace(settings, v=1.6)) == {3: 2.176 / 1.9}
     assert drawn("plot-share", "sliders") == {3: accepted_share(0.6, 3)}
-
-
-def test_the_verification_cost_is_linear_in_rows() -> None:
-    settings = Coefficients(alpha=0.6, c=0.1, gamma=3, v=1.6)
-    assert settings.speedup(6) == pytest.approx(expected_tokens(0.6, 6) / (1 + 0.6 * 6 / 3 + 0.6))
-    assert settings.best_gamma(64) == best_gamma(0.6, 0.1, v=settings.verify_cost)
-
-
-def test_the_run_is_a_dot_on_every_chart() -> None:
-    point = point_of(ended())
-    for name, plot in THEORY_PLOTS.items():
-        ((x, y),) = values(plot.chart(name, Coefficients(), point), "this run").items()
-        assert (x, y) == pytest.approx((getattr(point.coefficients, plot.x), plot.measured(point)), rel=1e-4)
-        labels = [series["label"] for series in figure_of(plot.chart(name, Coefficients(), None))["series"]]
-        assert "sliders" in labels and "this run" not in labels
 
 
 def cells(markdown: str) -> list[list[str]]:
