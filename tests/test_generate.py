@@ -289,24 +289,6 @@ def test_chat_template_is_applied(talker: str, target: str) -> None:
         list(generate(replace(recipe, target=target), "Hello", ModelPool()))
 
 
-def test_second_turn_feeds_only_new_tokens(talker: str) -> None:
-    """Same text as without the cache, from fewer input tokens."""
-    recipe = Recipe(target=talker, method="nasd", temperature=0, max_tokens=12, device="cpu", chat=True)
-    pool, stores = ModelPool(), Stores()
-
-    def turn(talk: list[dict[str, str]], stores: dict | None) -> tuple[str, Header]:
-        head, *steps, _ = traced(generate(recipe, talk, pool, stores))
-        return "".join(event.text for event in steps), head
-
-    talk = [{"role": "user", "content": "one"}]
-    answer, first = turn(talk, stores)
-    talk += [{"role": "assistant", "content": answer}, {"role": "user", "content": "two"}]
-    again, second = turn(talk, stores)
-    fresh, none = turn(talk, None)
-    assert again == fresh and first.cached_tokens == none.cached_tokens == 0
-    assert len(first.prompt_tokens) <= second.cached_tokens < len(second.prompt_tokens)
-
-
 def test_a_refused_run_releases_its_caches(target: str) -> None:
     """Although the refusal, whose traceback references them, is still displayed."""
 
@@ -320,6 +302,3 @@ def test_a_refused_run_releases_its_caches(target: str) -> None:
     assert stream.wait(60) and "shorten it by at least" in str(stream.error)
     assert caches() == before
     worker.close()
-
-
-# --- predictions ---

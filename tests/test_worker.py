@@ -210,27 +210,6 @@ def test_other_jobs_run_while_a_job_waits(at_once: int) -> None:
     worker.close()
 
 
-def test_a_waiting_job_is_stopped_while_others_run(worker: Worker) -> None:
-    response, inside = threading.Event(), threading.Event()
-
-    def job() -> Iterator[bool]:
-        inside.set()
-        yield interruptible(lambda: response.wait(PATIENCE))
-
-    waiting = worker.submit(job)
-
-    def others() -> Iterator[None]:
-        while not waiting.done:
-            yield
-
-    assert inside.wait(PATIENCE)
-    busy = worker.submit(others)
-    waiting.stop()
-    assert finished(waiting).items == [] and waiting.error is None and not response.is_set()
-    finished(busy)
-    response.set()
-
-
 def test_one_job_at_a_time_uses_the_device(worker: Worker) -> None:
     using: list[int] = []
 

@@ -24,10 +24,7 @@ from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
-from specdemo.ui.lane import LANES, PLAIN, SPEC, Lane, lanes_of
 from specdemo.ui.limits import PUBLIC, HostLimits, read_limits
-from specdemo.ui.summary import verdict
-from specdemo.ui.text_comparison import compare_texts
 
 pytestmark = pytest.mark.slow
 
@@ -187,18 +184,3 @@ def test_a_server_is_a_lane_of_bench(server: EngineServer, pool: ModelPool) -> N
     assert lane.speedup and lane.acceptance_rate == pytest.approx(8 / 12) and lane.alpha == pytest.approx(8 / 11)
     assert lane.c is lane.v is lane.theory is lane.held_bytes is lane.mean_beta is None and baseline.v is None
     assert lane.acceptance.position[3].share == 0.0
-
-
-def test_a_server_is_a_lane_next_to_the_recipe_and_its_baseline(server: EngineServer, pool: ModelPool) -> None:
-    recipe = external(server, method="nasd")
-    jobs = lanes_of(recipe, False, [recipe])
-    assert [lane.external for lane in jobs.values()] == [None, None, server.external]
-    lanes = {name: Lane() for name in LANES[:3]}
-    for name, job in jobs.items():
-        for event in generate(job, PROMPT, pool):
-            lanes[name].add(event)
-    reported = compare_texts(lanes["third"], lanes[PLAIN])
-    assert reported.badge == "reported by engine, same text" and not reported.tone
-    assert reported.why == f"All {TOKENS} tokens equal the baseline's."
-    assert compare_texts(lanes[SPEC], lanes[PLAIN]).tone == "good"
-    assert f"{EngineAddress.parse(server.external)} ran at" in verdict(lanes, {})

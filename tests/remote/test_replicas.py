@@ -371,15 +371,6 @@ def test_a_switch_behind_one_address_is_measured(services: tuple[str, str]) -> N
     assert in_total(steps, "switched") == 1 and in_total(steps, "gap_s") > 0
 
 
-def test_unreachable_services_do_not_prevent_a_run(services: tuple[str, str]) -> None:
-    with relay(services[0]) as gone:
-        gone.cut()
-        http = connected(gone.url, services[1])
-    assert http.url == services[1] and committed(decode_sampled(http)) == committed(
-        decode_sampled(connected(services[0]))
-    )
-
-
 # --- identity: a text is never continued by another model -------------------------------------------------------------
 
 EXPECTED = ServiceIdentity(model=MODEL, numerics=NUMERICS, replica="first")
