@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.heads import head_for
-from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
+from fakes.tiny_models import byte_level_tokenizer, save_model
 
 from specdemo.core import trace
 from specdemo.core.decode import DraftBudget
@@ -270,23 +270,6 @@ def test_beams_are_committed_as_they_agree(target: str) -> None:
     tokens = [token for event in steps for token in event.step.tokens]
     tokenizer = ModelPool().take(plan_run(recipe).target).tokenizer
     assert tokenizer.decode([*head.prompt_tokens, *tokens], skip_special_tokens=True) == PROMPT + whole
-
-
-@pytest.fixture(scope="module")
-def talker(tmp_path_factory: pytest.TempPathFactory) -> str:
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return str(save_model(tmp_path_factory.mktemp("talker") / "target", tokenizer))
-
-
-def test_chat_template_is_applied(talker: str, target: str) -> None:
-    recipe = Recipe(target=talker, method="ar", temperature=0, max_tokens=4, device="cpu", chat=True)
-    head = header_of(generate(recipe, "Hello", ModelPool()))
-    assert head.prompt == "<user>Hello\n<assistant>"
-    tokenizer = ModelPool().take(plan_run(recipe).target).tokenizer
-    assert list(head.prompt_tokens) == tokenizer.encode(head.prompt, add_special_tokens=False)
-    with pytest.raises(UserError, match="no chat template"):
-        list(generate(replace(recipe, target=target), "Hello", ModelPool()))
 
 
 def test_a_refused_run_releases_its_caches(target: str) -> None:

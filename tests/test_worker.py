@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
+from fakes.worker_jobs import PATIENCE, finished, log_steps, submitting
 
 from specdemo.background import BackgroundTask, TaskCancelled
 from specdemo.worker import (
@@ -21,8 +22,6 @@ from specdemo.worker import (
     give_way,
     interruptible,
 )
-
-PATIENCE = 60.0  # seconds
 
 
 @pytest.fixture
@@ -58,11 +57,6 @@ class Gate:
         self.turns.release(times)
 
 
-def finished(stream: Stream) -> Stream:
-    assert stream.wait(PATIENCE)
-    return stream
-
-
 def test_items_are_complete_and_in_order(worker: Worker) -> None:
     streams = [worker.submit(lambda n=n: iter(range(n))) for n in (0, 1, 500)]
     assert [finished(s).items for s in streams] == [[], [0], list(range(500))]
@@ -73,19 +67,9 @@ def test_items_are_complete_and_in_order(worker: Worker) -> None:
 def test_open_jobs_alternate() -> None:
     worker = Worker(clock=lambda: 0.0)  # steps of equal cost
     log: list[str] = []
-    blocker = Gate()
-    first = worker.submit(blocker)
-    assert blocker.inside.wait(PATIENCE)
-
-    def job(name: str) -> Iterator[None]:
-        for _ in range(50):
-            log.append(name)
-            yield
-
-    a, b = worker.submit(lambda: job("a")), worker.submit(lambda: job("b"))
-    first.stop()
-    blocker.open()
-    finished(a), finished(b)
+    with submitting(worker):
+        streams = [worker.submit(lambda name=name: log_steps(log, name)) for name in "ab"]
+    assert all(map(finished, streams))
     assert log == ["a", "b"] * 50
     worker.close()
 
@@ -163,33 +147,10 @@ def test_close_lets_submitted_jobs_end_within_the_drain_time(finishes: bool) -> 
     gate.set()
     closing.join(PATIENCE)
     assert stream.done and stream.stopping is not finishes and (stream.items[-1] == 3) is finishes
-
-
-def test_close_ends_every_job_and_the_thread() -> None:
-    worker = Worker(at_once=2)
-    gates = [Gate() for _ in range(3)]
-    streams = [worker.submit(gate) for gate in gates]
-    assert gates[0].inside.wait(PATIENCE)
-    closing = threading.Thread(target=worker.close)
-    closing.start()
-    for gate in gates:
-        gate.open(5)
-    closing.join(PATIENCE)
-    assert not closing.is_alive()
-    assert all(s.done for s in streams)
-    assert gates[0].ended_in == "device"
     assert not worker._threads
-    with pytest.raises(RuntimeError, match="closed"):
-        worker.submit(lambda: iter(()))
 
 
 # --- shares of the device ------------------------------------------------------------------------------------------
-
-
-def log_steps(log: list[str], name: str, count: int = 50) -> Iterator[None]:
-    for _ in range(count):
-        log.append(name)
-        yield
 
 
 @pytest.mark.parametrize("at_once", [1, 4])
@@ -228,9 +189,6 @@ def test_one_job_at_a_time_uses_the_device(worker: Worker) -> None:
 def test_a_long_step_is_divided() -> None:
     worker = Worker(clock=lambda: 0.0)
     log: list[str] = []
-    blocker = Gate()
-    first = worker.submit(blocker)
-    assert blocker.inside.wait(PATIENCE)
 
     def long() -> Iterator[int]:
         for _ in range(50):
@@ -238,9 +196,8 @@ def test_a_long_step_is_divided() -> None:
             give_way()
         yield 50
 
-    parts, steps = worker.submit(long), worker.submit(lambda: log_steps(log, "step"))
-    first.stop()
-    blocker.open()
+    with submitting(worker):
+        parts, steps = worker.submit(long), worker.submit(lambda: log_steps(log, "step"))
     assert finished(parts).items == [50] and finished(steps)
     assert log == ["part", "step"] * 50
     worker.close()
@@ -266,18 +223,15 @@ def test_a_long_step_is_stopped_between_its_parts(worker: Worker) -> None:
 def test_jobs_share_device_time() -> None:
     """A job with long steps does not reduce others to a step for each of its own."""
     now, log = [0.0], []
-    worker, blocker = Worker(clock=lambda: now[0]), Gate()
-    first = worker.submit(blocker)
-    assert blocker.inside.wait(PATIENCE)
+    worker = Worker(clock=lambda: now[0])
 
     def job(name: str, seconds: float, count: int) -> Iterator[None]:
         for _ in log_steps(log, name, count):
             now[0] += seconds
             yield
 
-    streams = [worker.submit(lambda: job("long", 1.0, 3)), worker.submit(lambda: job("short", 0.01, 300))]
-    first.stop()
-    blocker.open()
+    with submitting(worker):
+        streams = [worker.submit(lambda: job("long", 1.0, 3)), worker.submit(lambda: job("short", 0.01, 300))]
     assert all(map(finished, streams))
     assert 80 <= log[: log.index("long", log.index("long") + 1)].count("short") <= 120
     worker.close()

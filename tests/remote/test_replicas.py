@@ -48,9 +48,10 @@ PATIENT = Deadlines(deadline_s=20.0, lost_s=60.0)
 TOKENS = 12
 
 
-def connected(*urls: str, session: str = SESSION, describe: bool = True) -> Connection:
+def connected(*urls: str, session: str = SESSION, describe: bool = True, **times: Any) -> Connection:
+    """Connect to the services; `times`: clock and sleep."""
     network = MeteredNetwork()
-    replicas = Connection([HttpClient(url, session=session, network=network) for url in urls], session)
+    replicas = Connection([HttpClient(url, session=session, network=network) for url in urls], session, **times)
     if describe:
         replicas.describe(20.0, 60.0)
     return replicas
@@ -150,13 +151,12 @@ def test_a_run_without_services_ends_at_one_deadline_for_all(services: tuple[str
 
     with ExitStack() as opened:
         dying = [opened.enter_context(relay(url, cut_at("request", 2))) for url in services]
-        http = connected(*(cut.url for cut in dying))
+        http = connected(*(cut.url for cut in dying), clock=lambda: now[0], sleep=sleep)
         for cut in dying:
             cut.counting = True
-        options = {"deadlines": Deadlines(0.4, 3.0), "clock": lambda: now[0]}
         drafter = ModelDrafter(SMALL.score, SamplingParams(), Noise(3, "draft"), VOCAB)
         with pytest.raises(ConnectionLost, match="no progress for [34] s"):
-            run(PROMPT, remote_verifier(http, COUPLED, sleep=sleep, **options), drafter, Fixed(3), 40)
+            run(PROMPT, remote_verifier(http, COUPLED, deadlines=Deadlines(0.4, 3.0)), drafter, Fixed(3), 40)
 
 
 # --- models and numerics ---------------------------------------------------------------------------------------------

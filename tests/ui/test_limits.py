@@ -14,6 +14,21 @@ from specdemo.core.metrics import Metrics
 from specdemo.core.trace import from_json
 from specdemo.recipe import Recipe
 from specdemo.ui.limits import PUBLIC, HostLimits, RunRates, TimeBudget, read_limits
+from specdemo.ui.page import build
+
+
+def test_controls_respect_the_limits() -> None:
+    limits = HostLimits(max_tokens=100, max_gamma=2, max_nodes=4)
+    demo = build(pair="bundled", limits=limits)
+    demo.worker.close()
+    shown = {
+        part["props"]["elem_id"]: part["props"]
+        for part in demo.blocks.config["components"]
+        if part["props"].get("elem_id")
+    }
+    assert (shown["max-tokens"]["maximum"], shown["max-tokens"]["value"]) == (100, 100)
+    assert (shown["gamma"]["maximum"], shown["gamma"]["value"]) == (2, 2)
+    assert (shown["tree-nodes"]["maximum"], shown["tree-nodes"]["value"]) == (4, 4)
 
 
 @pytest.mark.parametrize(
