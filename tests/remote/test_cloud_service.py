@@ -332,16 +332,6 @@ def test_another_service_continues_after_a_signal(
     assert sum(link.get("gap_s", 0) for link in links) > 0
 
 
-def test_unreachable_or_unauthorised_service_gets_a_sentence(
-    process: ServiceProcess, secret: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(UserError, match="there is no service at"):
-        tokens(cloud=CloudConfig("http://127.0.0.1:1", lost_after_s=1))
-    monkeypatch.setenv("SPECDEMO_TOKEN", "wrong")
-    with pytest.raises(UserError, match="bearer token"):
-        tokens(cloud=CloudConfig(process.url))
-
-
 # --- shutdown ------------------------------------------------------------------------------------------------------
 
 

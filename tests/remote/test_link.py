@@ -309,13 +309,6 @@ def test_lost_messages_time_out() -> None:
     assert 0.41 < failed / 400 < 0.61 and 0.6 < reached / 400 < 0.8  # four standard deviations
 
 
-def test_late_responses_time_out() -> None:
-    http, received, clock = emulated(rtt_s=1.0)
-    with pytest.raises(Retry):
-        ask(http)
-    assert clock.now == pytest.approx(0.5 + 1.0 + 0.4) and received
-
-
 DAMAGED = ((200, b"{"), (400, b"Invalid HTTP request received."), (422, b'{"error": "no JSON", "code": "unreadable"}'))
 
 

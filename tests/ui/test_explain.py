@@ -11,7 +11,6 @@ from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, heade
 
 from specdemo.core.explain import Reason, explain, figure, reason_of
 from specdemo.core.step import Draft, Outcome, Step, Verdict
-from specdemo.external.diagnosis import conclusions
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
 from specdemo.ui.tabs.explain import cost_chart, position_chart, statistics_of
@@ -62,9 +61,3 @@ def test_charts_contain_acceptance_by_position_and_the_cost_model() -> None:
     assert values(cost_chart(reported), "speed-up")[1.0] == pytest.approx(reported.tokens_per_step, rel=1e-4)
     totals = statistics_of('{"num_draft_tokens": 3, "num_accepted_draft_tokens": 1}', None)
     assert position_chart(totals) == cost_chart(totals) == ""
-
-
-def test_the_speed_without_drafts_enables_the_diagnosis_of_fixed_cost() -> None:
-    assert any("not diagnosed" in line for line in conclusions(statistics_of(LOG, None)))
-    assert statistics_of(LOG, 150).ar_tokens_per_second == 150.0
-    assert not any("not diagnosed" in line for line in conclusions(statistics_of(LOG, 150)))
