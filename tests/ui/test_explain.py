@@ -9,8 +9,7 @@ import pytest
 from fakes.figures import values
 from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, header, step, step_event
 
-from specdemo.core.explain import Reason, explain, figure, reason_of
-from specdemo.core.step import Draft, Outcome, Step, Verdict
+from specdemo.core.explain import explain, figure
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
 from specdemo.ui.tabs.explain import cost_chart, position_chart, statistics_of
@@ -37,19 +36,6 @@ def test_the_page_gives_the_explanation_of_the_terminal(line: dict, rule: str) -
     words = [filled(head["head"], node["why"], node) for node in record["nodes"]]
     assert words == [explain(step, node, recipe) for node in range(len(step.draft))]
     assert filled(head["head"], record["why"], {}) == explain(step, None, recipe)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_last_draw_below_its_bound_decides_about_a_block(temperature: float) -> None:
-    recipe = {"method": "draft", "gamma": 4, "temperature": temperature, "rule": "block"}
-    verdict = Verdict((0, 1), 3, p=(0.5,) * 4, draw=(0.9, 0.1, 0.8, 0.7), beta=(0.5,) * 4, bound=(0.4, 0.25, 0.3, 0.7))
-    done = Step(1, (1, 2, 3), Draft.chain((1, 2, 1, 2), (0.5,) * 4), verdict, 4, 0.0, 0.0, 0.0, 0.0)
-    reasons = [reason_of(done, node, recipe) for node in (*range(4), None)]
-    block = (Reason.BLOCK_RESCUED, Reason.BLOCK_ACCEPTED, Reason.BLOCK_REJECTED, Reason.BLOCK_REJECTED)
-    assert reasons == [*block, Reason.BLOCK_RESIDUAL if temperature else Reason.CORRECTION]
-    assert explain(done, 0, recipe).startswith("Accepted, although the draw 0.900 is not below 0.400.")
-    assert "The last draw below its bound decides." in explain(done, 1, recipe)
-    assert [done.outcome(node) for node in range(4)] == [Outcome.ACCEPTED] * 2 + [Outcome.REJECTED] * 2
 
 
 LOG = (Path(__file__).parents[1] / "external" / "logs" / "vllm-window.log").read_text("utf-8")

@@ -107,14 +107,11 @@ def test_passes_are_compared_by_their_measured_times() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"repetition_penalty": 1.3}, "draft, γ 4, repetition penalty 1.3"),
         ({"top_p": 0.9, "seed": 7}, "draft, γ 4, top p 0.9, seed 7"),
         ({"bad_words": ("if", "x" * 99)}, "draft, γ 4, bad words if/xxxxxxxxxxxxxxxxx"),
         ({"method": "nasd", "drafter_top_p": 0.5}, "n-grams, γ 4"),
         ({"gamma": 5, "policy": "dynamic"}, "draft, γ by dynamic, gamma 5"),
         ({"drafter": "same"}, "draft by int8 copy, γ 4"),
-        ({"use_cache": False}, "draft, γ 4, use cache off"),
-        ({}, "draft, γ 4"),
     ],
 )
 def test_titles_of_added_lanes_name_the_options_that_differ(changes: dict[str, Any], words: str) -> None:
