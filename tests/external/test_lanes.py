@@ -83,14 +83,10 @@ def test_a_run_decodes_the_tokens_of_the_server(server: EngineServer, text: list
     assert (body["temperature"], body["top_k"], body["seed"]) == (0.0, 7, 0xFFFFFFFF)
 
 
-def test_stop_texts_and_stop_tokens_end_the_text_here(server: EngineServer, text: list[int], pool: ModelPool) -> None:
-    stopped = list(generate(external(server, stop_tokens=(text[4],)), PROMPT, pool))
-    assert [token for event in steps(stopped) for token in event.step.tokens] == text[:5]
-    assert isinstance(stopped[-1], End) and stopped[-1].reason == "stop"
-    piece = steps(list(generate(external(server), PROMPT, pool)))[1].pieces[-1]
-    ended = "".join(event.text for event in steps(list(generate(external(server, stop_texts=(piece,)), PROMPT, pool))))
-    assert piece not in ended
-    longest = list(generate(external(server, max_tokens=7), PROMPT, pool))  # the server does not end
+def test_the_token_limit_ends_the_text_of_a_server_that_does_not(
+    server: EngineServer, text: list[int], pool: ModelPool
+) -> None:
+    longest = list(generate(external(server, max_tokens=7), PROMPT, pool))
     assert [token for event in steps(longest) for token in event.step.tokens] == text[:7]
     assert isinstance(longest[-1], End) and longest[-1].reason == "length"
 
