@@ -203,23 +203,6 @@ def test_a_long_step_is_divided() -> None:
     worker.close()
 
 
-def test_a_long_step_is_stopped_between_its_parts(worker: Worker) -> None:
-    inside, gate = threading.Event(), threading.Event()
-
-    def long() -> Iterator[int]:
-        while True:
-            inside.set()
-            assert gate.wait(PATIENCE)
-            give_way()
-        yield 1
-
-    stream = worker.submit(long)
-    assert inside.wait(PATIENCE)
-    stream.stop()
-    gate.set()
-    assert finished(stream).items == [] and stream.error is None
-
-
 def test_jobs_share_device_time() -> None:
     """A job with long steps does not reduce others to a step for each of its own."""
     now, log = [0.0], []

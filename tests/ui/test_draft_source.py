@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from specdemo.core.trace import to_json
@@ -30,14 +28,6 @@ def test_the_quantised_model_is_kept_as_a_lane(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("gradio.Warning", warnings.append)
     again = handlers.keep_copy({"settings": {**USUAL, "quantization": "nf4"}, "lanes": kept["lanes"]})
     assert again == kept and "not smaller" in warnings[0]
-
-
-@pytest.mark.parametrize("sent", [None, [], {"settings": {"unknown": 1}}, {"settings": "x", "lanes": 7}])
-def test_values_that_the_page_does_not_send_are_refused(sent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    warnings: list[str] = []
-    monkeypatch.setattr("gradio.Warning", warnings.append)
-    handlers = _Handlers(None, SettingsForm(USUAL, {}, None), "cpu", USUAL, ())
-    assert handlers.keep(sent) == {"lanes": [], "text": ""} and "reload" in warnings[0]
 
 
 @pytest.mark.slow

@@ -127,9 +127,7 @@ def test_the_table_contains_the_run() -> None:
 @pytest.mark.parametrize(
     ("values", "why"),
     [
-        ([0.5, None, 0.3, 0.2], r"p\(b\) must be a number, not empty"),
         ([0.5, math.nan, 0.3, 0.2], r"p\(b\) must be a number"),
-        ([0.5, 0.3, 0.3, -0.1], r"p\(d\) is -0.1, but probabilities must be at least 0"),
         ([0, 0, 0, 0], "p sums to 0"),
         ([1e308, 1e308, 1e308, 0], "p sums to inf"),
     ],
