@@ -34,11 +34,10 @@ def worker() -> Iterator[Worker]:
 class Gate:
     """Job that yields 0, 1, 2, ..., advanced by `open`."""
 
-    def __init__(self, log: list | None = None, name: str = "") -> None:
+    def __init__(self) -> None:
         self.turns = threading.Semaphore(0)
         self.inside = threading.Event()
         self.ended_in: str | None = None
-        self.log, self.name = log, name
 
     def __call__(self) -> Iterator[int]:
         try:
@@ -46,8 +45,6 @@ class Gate:
             while True:
                 self.inside.set()
                 assert self.turns.acquire(timeout=PATIENCE)
-                if self.log is not None:
-                    self.log.append(self.name)
                 yield n
                 n += 1
         finally:
