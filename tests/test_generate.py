@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.heads import head_for
-from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
+from fakes.tiny_models import byte_level_tokenizer, save_model
 
 from specdemo.core import trace
 from specdemo.core.decode import DraftBudget
@@ -272,41 +272,6 @@ def test_beams_are_committed_as_they_agree(target: str) -> None:
     assert tokenizer.decode([*head.prompt_tokens, *tokens], skip_special_tokens=True) == PROMPT + whole
 
 
-@pytest.fixture(scope="module")
-def talker(tmp_path_factory: pytest.TempPathFactory) -> str:
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return str(save_model(tmp_path_factory.mktemp("talker") / "target", tokenizer))
-
-
-def test_chat_template_is_applied(talker: str, target: str) -> None:
-    recipe = Recipe(target=talker, method="ar", temperature=0, max_tokens=4, device="cpu", chat=True)
-    head = header_of(generate(recipe, "Hello", ModelPool()))
-    assert head.prompt == "<user>Hello\n<assistant>"
-    tokenizer = ModelPool().take(plan_run(recipe).target).tokenizer
-    assert list(head.prompt_tokens) == tokenizer.encode(head.prompt, add_special_tokens=False)
-    with pytest.raises(UserError, match="no chat template"):
-        list(generate(replace(recipe, target=target), "Hello", ModelPool()))
-
-
-def test_second_turn_feeds_only_new_tokens(talker: str) -> None:
-    """Same text as without the cache, from fewer input tokens."""
-    recipe = Recipe(target=talker, method="nasd", temperature=0, max_tokens=12, device="cpu", chat=True)
-    pool, stores = ModelPool(), Stores()
-
-    def turn(talk: list[dict[str, str]], stores: dict | None) -> tuple[str, Header]:
-        head, *steps, _ = traced(generate(recipe, talk, pool, stores))
-        return "".join(event.text for event in steps), head
-
-    talk = [{"role": "user", "content": "one"}]
-    answer, first = turn(talk, stores)
-    talk += [{"role": "assistant", "content": answer}, {"role": "user", "content": "two"}]
-    again, second = turn(talk, stores)
-    fresh, none = turn(talk, None)
-    assert again == fresh and first.cached_tokens == none.cached_tokens == 0
-    assert len(first.prompt_tokens) <= second.cached_tokens < len(second.prompt_tokens)
-
-
 def test_a_refused_run_releases_its_caches(target: str) -> None:
     """Although the refusal, whose traceback references them, is still displayed."""
 
@@ -320,6 +285,3 @@ def test_a_refused_run_releases_its_caches(target: str) -> None:
     assert stream.wait(60) and "shorten it by at least" in str(stream.error)
     assert caches() == before
     worker.close()
-
-
-# --- predictions ---

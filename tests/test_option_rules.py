@@ -58,12 +58,14 @@ AROUND = {
 }
 # see other tests
 NEEDS_MORE = {"chat", "external", "length_penalty", "min_length", "stop_tokens", "template_options", "use_cache"}
-CASES = [
-    (method, name)
+NAMES = [
+    name
     for name, option in Recipe.OPTIONS.items()
     if option.group != "Models and devices" and name not in {"pair", "method", *NEEDS_MORE}
-    for method in methods_with(option)
 ]
+FIRST = [(methods_with(Recipe.OPTIONS[name])[0], name) for name in NAMES]
+OTHERS = [(method, name) for name in NAMES for method in methods_with(Recipe.OPTIONS[name])[1:]]
+CASES = [*FIRST, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in OTHERS)]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from fakes.worker_jobs import finished, submitting
 
 from specdemo.shared_passes import PASS_ROWS, PassLoad, PassRequest, choose_requests
 from specdemo.worker import Stream, Worker, pass_load, shared_pass, stop_flag, unshared_passes
 
-PATIENCE = 60.0  # seconds
 LONG = PASS_ROWS  # rows of a text that shares no pass
 
 
@@ -34,31 +32,11 @@ def texts(engine: Engine, entry: Any, count: int, rows: int = 1) -> Iterator[Any
         yield shared_pass(engine.run, entry, rows)
 
 
-@contextmanager
-def submitting(worker: Worker) -> Iterator[None]:
-    """Start the jobs of the block together."""
-    inside, begin = threading.Event(), threading.Event()
-
-    def blocker() -> Iterator[bool]:
-        inside.set()
-        yield begin.wait(PATIENCE)
-
-    worker.submit(blocker)
-    assert inside.wait(PATIENCE)
-    yield
-    begin.set()
-
-
 @pytest.fixture
 def worker() -> Iterator[Worker]:
     worker = Worker(waiting=None, texts=8)
     yield worker
     worker.close()
-
-
-def finished(stream: Stream[Any]) -> Stream[Any]:
-    assert stream.wait(PATIENCE)
-    return stream
 
 
 def test_a_pass_has_texts_of_one_engine_and_a_limited_number_of_rows() -> None:
@@ -98,14 +76,6 @@ def test_jobs_get_the_load_of_their_last_pass(worker: Worker) -> None:
     assert counts == [[(3, 11)] * 2, [(3, 11)] * 2 + [(2, 9)] * 2, [(3, 11)] * 2 + [(2, 9)] * 2 + [None]]
     assert all(load.seconds >= 0 and load.between_s >= 0 for load in streams[0].items)
     assert pass_load() is None  # outside jobs
-
-
-def test_texts_of_different_lengths_join_and_leave(worker: Worker) -> None:
-    engine = Engine()
-    with submitting(worker):
-        streams = [worker.submit(lambda n=n: texts(engine, n, 3 + n)) for n in range(4)]
-    assert [len(finished(stream).items) for stream in streams] == [3, 4, 5, 6]
-    assert [len(entries) for entries in engine.passes] == [4, 4, 4, 3, 2, 1]
 
 
 @pytest.mark.parametrize("options", [{"texts": 1}, {"texts": 8, "measured": True}])

@@ -85,18 +85,6 @@ def test_the_text_ends_before_a_stop_text_and_its_tokens_stay(
         assert end.metrics == Metrics.of(event.step for event in steps)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_text_ends_with_a_stop_token(method: str, recipe_of: Callable[..., Recipe], pool: ModelPool) -> None:
-    whole, _ = decoded(recipe_of(method), pool)
-    tokens = tokens_of(whole)
-    stop = tokens[len(tokens) // 2]
-    steps, end = decoded(recipe_of(method, stop_tokens=(stop,)), pool)
-    if method == "beam":  # another hypothesis may end first
-        assert tokens_of(steps)[-1] == stop and end.reason == "stop"
-    else:
-        assert tokens_of(steps) == tokens[: tokens.index(stop) + 1] and end.reason == "stop"
-
-
 @pytest.mark.parametrize("last", [False, True])
 def test_a_stopped_beam_search_has_no_pending_text(
     last: bool, recipe_of: Callable[..., Recipe], pool: ModelPool

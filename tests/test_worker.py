@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
+from fakes.worker_jobs import PATIENCE, finished, log_steps, submitting
 
 from specdemo.background import BackgroundTask, TaskCancelled
 from specdemo.worker import (
@@ -22,8 +23,6 @@ from specdemo.worker import (
     interruptible,
 )
 
-PATIENCE = 60.0  # seconds
-
 
 @pytest.fixture
 def worker() -> Iterator[Worker]:
@@ -35,11 +34,10 @@ def worker() -> Iterator[Worker]:
 class Gate:
     """Job that yields 0, 1, 2, ..., advanced by `open`."""
 
-    def __init__(self, log: list | None = None, name: str = "") -> None:
+    def __init__(self) -> None:
         self.turns = threading.Semaphore(0)
         self.inside = threading.Event()
         self.ended_in: str | None = None
-        self.log, self.name = log, name
 
     def __call__(self) -> Iterator[int]:
         try:
@@ -47,8 +45,6 @@ class Gate:
             while True:
                 self.inside.set()
                 assert self.turns.acquire(timeout=PATIENCE)
-                if self.log is not None:
-                    self.log.append(self.name)
                 yield n
                 n += 1
         finally:
@@ -56,11 +52,6 @@ class Gate:
 
     def open(self, times: int = 1) -> None:
         self.turns.release(times)
-
-
-def finished(stream: Stream) -> Stream:
-    assert stream.wait(PATIENCE)
-    return stream
 
 
 def test_items_are_complete_and_in_order(worker: Worker) -> None:
@@ -73,19 +64,9 @@ def test_items_are_complete_and_in_order(worker: Worker) -> None:
 def test_open_jobs_alternate() -> None:
     worker = Worker(clock=lambda: 0.0)  # steps of equal cost
     log: list[str] = []
-    blocker = Gate()
-    first = worker.submit(blocker)
-    assert blocker.inside.wait(PATIENCE)
-
-    def job(name: str) -> Iterator[None]:
-        for _ in range(50):
-            log.append(name)
-            yield
-
-    a, b = worker.submit(lambda: job("a")), worker.submit(lambda: job("b"))
-    first.stop()
-    blocker.open()
-    finished(a), finished(b)
+    with submitting(worker):
+        streams = [worker.submit(lambda name=name: log_steps(log, name)) for name in "ab"]
+    assert all(map(finished, streams))
     assert log == ["a", "b"] * 50
     worker.close()
 
@@ -163,33 +144,10 @@ def test_close_lets_submitted_jobs_end_within_the_drain_time(finishes: bool) -> 
     gate.set()
     closing.join(PATIENCE)
     assert stream.done and stream.stopping is not finishes and (stream.items[-1] == 3) is finishes
-
-
-def test_close_ends_every_job_and_the_thread() -> None:
-    worker = Worker(at_once=2)
-    gates = [Gate() for _ in range(3)]
-    streams = [worker.submit(gate) for gate in gates]
-    assert gates[0].inside.wait(PATIENCE)
-    closing = threading.Thread(target=worker.close)
-    closing.start()
-    for gate in gates:
-        gate.open(5)
-    closing.join(PATIENCE)
-    assert not closing.is_alive()
-    assert all(s.done for s in streams)
-    assert gates[0].ended_in == "device"
     assert not worker._threads
-    with pytest.raises(RuntimeError, match="closed"):
-        worker.submit(lambda: iter(()))
 
 
 # --- shares of the device ------------------------------------------------------------------------------------------
-
-
-def log_steps(log: list[str], name: str, count: int = 50) -> Iterator[None]:
-    for _ in range(count):
-        log.append(name)
-        yield
 
 
 @pytest.mark.parametrize("at_once", [1, 4])
@@ -210,27 +168,6 @@ def test_other_jobs_run_while_a_job_waits(at_once: int) -> None:
     worker.close()
 
 
-def test_a_waiting_job_is_stopped_while_others_run(worker: Worker) -> None:
-    response, inside = threading.Event(), threading.Event()
-
-    def job() -> Iterator[bool]:
-        inside.set()
-        yield interruptible(lambda: response.wait(PATIENCE))
-
-    waiting = worker.submit(job)
-
-    def others() -> Iterator[None]:
-        while not waiting.done:
-            yield
-
-    assert inside.wait(PATIENCE)
-    busy = worker.submit(others)
-    waiting.stop()
-    assert finished(waiting).items == [] and waiting.error is None and not response.is_set()
-    finished(busy)
-    response.set()
-
-
 def test_one_job_at_a_time_uses_the_device(worker: Worker) -> None:
     using: list[int] = []
 
@@ -249,9 +186,6 @@ def test_one_job_at_a_time_uses_the_device(worker: Worker) -> None:
 def test_a_long_step_is_divided() -> None:
     worker = Worker(clock=lambda: 0.0)
     log: list[str] = []
-    blocker = Gate()
-    first = worker.submit(blocker)
-    assert blocker.inside.wait(PATIENCE)
 
     def long() -> Iterator[int]:
         for _ in range(50):
@@ -259,46 +193,25 @@ def test_a_long_step_is_divided() -> None:
             give_way()
         yield 50
 
-    parts, steps = worker.submit(long), worker.submit(lambda: log_steps(log, "step"))
-    first.stop()
-    blocker.open()
+    with submitting(worker):
+        parts, steps = worker.submit(long), worker.submit(lambda: log_steps(log, "step"))
     assert finished(parts).items == [50] and finished(steps)
     assert log == ["part", "step"] * 50
     worker.close()
 
 
-def test_a_long_step_is_stopped_between_its_parts(worker: Worker) -> None:
-    inside, gate = threading.Event(), threading.Event()
-
-    def long() -> Iterator[int]:
-        while True:
-            inside.set()
-            assert gate.wait(PATIENCE)
-            give_way()
-        yield 1
-
-    stream = worker.submit(long)
-    assert inside.wait(PATIENCE)
-    stream.stop()
-    gate.set()
-    assert finished(stream).items == [] and stream.error is None
-
-
 def test_jobs_share_device_time() -> None:
     """A job with long steps does not reduce others to a step for each of its own."""
     now, log = [0.0], []
-    worker, blocker = Worker(clock=lambda: now[0]), Gate()
-    first = worker.submit(blocker)
-    assert blocker.inside.wait(PATIENCE)
+    worker = Worker(clock=lambda: now[0])
 
     def job(name: str, seconds: float, count: int) -> Iterator[None]:
         for _ in log_steps(log, name, count):
             now[0] += seconds
             yield
 
-    streams = [worker.submit(lambda: job("long", 1.0, 3)), worker.submit(lambda: job("short", 0.01, 300))]
-    first.stop()
-    blocker.open()
+    with submitting(worker):
+        streams = [worker.submit(lambda: job("long", 1.0, 3)), worker.submit(lambda: job("short", 0.01, 300))]
     assert all(map(finished, streams))
     assert 80 <= log[: log.index("long", log.index("long") + 1)].count("short") <= 120
     worker.close()

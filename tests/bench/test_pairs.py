@@ -8,30 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.tiny_models import byte_level_tokenizer, save_model
+from fakes.added_pairs import add_pairs
 
 from specdemo.bench.measure import grid
 from specdemo.bench.pairs import PairBench, measure_pair, pair_bench, pairs_table, skipped_lines
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.zoo import PAIRS, Pair
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 
 MAKE = partial(replace, Recipe(), device="cpu", max_tokens=8)
-
-
-@pytest.fixture
-def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Pair]:
-    target = str(save_model(tmp_path / "target", byte_level_tokenizer()))
-    added = {
-        "both": Pair("both", target, target, 2),
-        "alone": Pair("target without drafter", target, None, 2, method="nasd"),
-        "absent": Pair("absent", str(tmp_path / "absent"), None, 2, method="nasd"),
-        "uninstalled": Pair("not installed", "", None, 2, wheel="some-wheel"),
-    }
-    for name, pair in added.items():
-        monkeypatch.setitem(PAIRS, name, pair)
-    return added
 
 
 def varied(*methods: str) -> list[dict[str, Any]]:
@@ -49,14 +34,8 @@ def measured(name: str, *methods: str) -> PairBench:
     return bench
 
 
-def test_a_pair_without_drafter_drafts_with_its_quantised_target(pairs: dict[str, Pair]) -> None:
-    own, copy = (pair_bench(name, MAKE, varied("draft")) for name in ("both", "alone"))
-    assert [recipe.drafter for recipe in own.recipes] == [None, None]
-    assert [(recipe.method, recipe.drafter) for recipe in copy.recipes] == [("ar", None), ("draft", "same")]
-    assert not own.skipped and not copy.skipped
-
-
-def test_every_pair_has_rows_or_a_reason(pairs: dict[str, Pair]) -> None:
+def test_every_pair_has_rows_or_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = add_pairs(tmp_path, monkeypatch)
     benches = [measured(name, "draft", "nasd", "eagle") for name in pairs]
     rows = cells(pairs_table(benches))
     assert [(row["pair"], row["lane"]) for row in rows] == [

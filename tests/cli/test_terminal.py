@@ -20,10 +20,7 @@ from specdemo.cli import run as run_module
 from specdemo.cli.arguments import parser
 from specdemo.cli.output import OutputFile
 from specdemo.cli.run import recipe_of_flags
-from specdemo.core.errors import UserError, check_temporary_folder
 from specdemo.core.events import StepEvent
-from specdemo.core.metrics import Metrics
-from specdemo.core.step_record import step_of
 from specdemo.native import build
 from specdemo.plan import plan_run
 
@@ -60,25 +57,6 @@ def test_a_refused_run_ends_the_compilation_of_the_engine(monkeypatch: pytest.Mo
     assert main(["run", PROMPT, "--gamma", "99"]) == 2 and ended == [True]
 
 
-@pytest.mark.parametrize("method", ["draft", "nasd", "ar"])
-def test_json_is_the_trace(models: dict[str, str], method: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", PROMPT, *pair(models), "--method", method, "--json"]) == 0
-    head, *steps, end = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert head["specdemo"] == 1 and head["recipe"]["method"] == method and head["vocab_size"] == 300
-    assert head["prompt_tokens"] == byte_level_tokenizer().encode(PROMPT) and "torch" in head["environment"]
-    named = {"i", "tokens", "text", "draft", "draft_text", "parents", "accepted", "token", "kind", "p", "q", "top"}
-    metrics = Metrics.of(map(step_of, steps))
-    for i, step in enumerate(steps):
-        assert step.keys() >= named | {"gamma", "draft_s", "verify_s", "t"} and step["i"] == i
-        assert step["text"] == "".join(step["pieces"]) and len(step["pieces"]) == len(step["tokens"])
-        assert len(step["draft_text"]) == len(step["draft"])
-    assert end["end"] in ("stop", "length") and end["error"] is None
-    assert end["metrics"].items() >= metrics.as_dict().items()
-    assert end["metrics"]["tokens"] == sum(len(step["tokens"]) for step in steps)
-    assert {"peak_rss_bytes", "peak_device_bytes", "kv_bytes"} <= end["metrics"].keys()
-    assert (end["metrics"]["drafted"] > 0) == (method == "draft") or method == "nasd"
-
-
 def test_coloured_text_loses_no_character(
     models: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -109,13 +87,6 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_steps_end_with_guarantee_and_engine(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    for flags, guarantee in (([], "exact"), (["--rule", "top1"], "LOSSY")):
-        assert main(["run", PROMPT, *pair(models), "--steps", "--temperature", "1", *flags]) == 0
-        *_, figures, engine = capsys.readouterr().out.splitlines()
-        assert f"  {guarantee}  end: length" in figures and "engine" in engine
-
-
 def test_loading_is_one_line_on_a_terminal_and_nothing_elsewhere(
     models: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,14 +113,6 @@ def test_a_chat_is_shown_without_its_template_unless_raw(
         texts.append(capsys.readouterr().out)
     answer = "".join(json.loads(line).get("text", "") for line in texts[0].splitlines())
     assert texts[1].startswith(("[a b]" if flags else "") + answer + "\n\n9 tokens")
-
-
-def test_a_seed_repeats_the_run(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    def tokens(seed: str) -> list[int]:
-        assert main(["run", PROMPT, *pair(models), "--seed", seed, "--json"]) == 0
-        return [token for line in capsys.readouterr().out.splitlines() for token in json.loads(line).get("tokens", [])]
-
-    assert tokens("5") == tokens("5") != tokens("6")
 
 
 def test_the_prompt_may_come_from_standard_input(
@@ -342,12 +305,6 @@ def test_a_directory_without_write_access(ar: list[str], capsys: pytest.CaptureF
         assert last.endswith(": choose a writable directory")
 
 
-@needs_full_device
-def test_direct_writes_report_their_failure() -> None:
-    with pytest.raises(UserError, match="free some space"), closing(OutputFile(FULL, "the trace")) as file:
-        file.write("x" * 100_000)
-
-
 def test_characters_that_the_terminal_cannot_encode_are_escaped(ar: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for encoding, shown in (("latin-1", "\\u732b é"), ("ascii", "\\u732b \\xe9"), ("utf-8", "猫 é")):
         output = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
@@ -355,12 +312,3 @@ def test_characters_that_the_terminal_cannot_encode_are_escaped(ar: list[str], m
         assert main(["run", "# 猫 é", *ar]) == 0
         output.flush()
         assert shown in output.buffer.getvalue().decode(encoding)
-
-
-def test_a_missing_temporary_folder_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> str:
-        raise FileNotFoundError("No usable temporary directory found in ['/tmp']")
-
-    monkeypatch.setattr("tempfile.gettempdir", missing)
-    with pytest.raises(UserError, match="set TMPDIR to a writable directory"):
-        check_temporary_folder()

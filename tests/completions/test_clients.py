@@ -33,25 +33,6 @@ from specdemo.remote import serve
 AT_ONCE = 0.001
 
 
-def test_comments_are_sent_until_the_next_chunk() -> None:
-    async def collect() -> list[bytes]:
-        seen, ready = [], asyncio.Event()
-
-        async def chunks() -> AsyncGenerator[bytes, None]:
-            yield b"first"
-            await ready.wait()
-            yield b"second"
-
-        async for chunk in kept_open(chunks(), AT_ONCE):
-            seen.append(chunk)
-            if seen.count(COMMENT) == 2:
-                ready.set()
-        return seen
-
-    seen = asyncio.run(collect())
-    assert seen[0] == b"first" and seen[-1] == b"second" and {*seen[1:-1]} == {COMMENT} and len(seen) >= 4
-
-
 def test_a_closed_stream_closes_its_chunks() -> None:
     closed = []
 

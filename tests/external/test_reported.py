@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 
-from specdemo.core import trace
-from specdemo.core.events import End, Header, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.step import Outcome, Step
 from specdemo.external.client import DIALECTS
-from specdemo.external.reported import reported_step
 
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.jsonl"))
 BIRD = [10813, 234, 116]  # ids of a character in `llama-smollm2`, whose stream names the last one only
@@ -195,22 +192,3 @@ def test_a_stream_without_an_end_is_cut_off() -> None:
     ):
         with pytest.raises(ValueError, match="ended before the text"):
             steps(engine, events)
-
-
-# --- traces ------------------------------------------------------------------------------------------------------
-
-
-def test_traces_store_undisclosed_tokens_and_unknown_durations() -> None:
-    found = [*steps("llama.cpp", LLAMA)[0], reported_step(5, 9.0, (10,), None)]
-    header = Header({"method": "draft", "gamma": 4, "temperature": 0.0, "external": "llama.cpp=http://h:1"}, "", (1,))
-    metrics, lines = Metrics(), [trace.write(header)]
-    for step in found:
-        metrics = metrics.plus(step)
-        pieces = tuple("x" for _ in step.tokens)
-        lines.append(trace.write(StepEvent(step, pieces, pieces[: len(step.draft)], metrics=metrics)))
-    lines.append(trace.write(End("length", None, metrics)))
-    (read,) = trace.read("".join(lines))
-    assert [event.step for event in read.steps] == found
-    record = json.loads(lines[2])
-    assert record["undisclosed"] == 1 and record["draft_s"] is None and record["draft"] == [2, 3]
-    assert json.loads(lines[-2])["kind"] == "unknown"

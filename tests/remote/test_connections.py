@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from fakes.enumeration import TARGET, VOCAB
 from fakes.listening import listening
-from fakes.remote import INFO, DirectClient, TableCache, contexts, decode_coupled, decode_locally, remote_verifier
-from fakes.tiny_models import byte_level_tokenizer, committed, save_model
+from fakes.remote import INFO, DirectClient, TableCache, contexts, remote_verifier
+from fakes.tiny_models import byte_level_tokenizer, save_model
 from fakes.trace_lines import trace_lines
 from fastapi import FastAPI, Request, WebSocket
 from fastapi.responses import StreamingResponse
@@ -430,21 +430,6 @@ def test_a_stopped_run_does_not_wait_for_its_service(strict: bool) -> None:
     worker.close()
 
 
-def test_the_requests_of_a_run_share_a_thread() -> None:
-    threads = []
-
-    class Noting(DirectClient):
-        def call(self, *rest: Any) -> Any:
-            threads.append(threading.current_thread())
-            return super().call(*rest)
-
-    worker = Worker()
-    stream: Stream[Any] = worker.submit(lambda: iter((decode_coupled(Noting(contexts())),)))
-    assert stream.wait(PATIENCE)
-    worker.close()
-    assert committed(stream.items[0]) == decode_locally() and len(threads) > 10 and len({*threads}) == 1
-
-
 def test_a_run_ends_although_its_context_cannot_be_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline may be ten minutes."""
     monkeypatch.setattr(client_module, "CLOSE_S", 0.01)
@@ -473,13 +458,6 @@ class RecordingClient(HttpClient):
         self.open.remove(self)
 
 
-def test_a_client_of_a_service_with_another_tokenizer_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target_module, "HttpClient", RecordingClient)
-    with pytest.raises(UserError, match="different tokenizers"):
-        target_module.connect(CloudConfig("http://127.0.0.1:1"), SPEC, 0)
-    assert RecordingClient.open == []
-
-
 def test_forests_are_refused_before_the_first_request_if_the_service_cannot_verify_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -498,7 +476,7 @@ def test_forests_are_refused_before_the_first_request_if_the_service_cannot_veri
     assert RecordingClient.open == []
 
 
-def test_the_tokenizer_of_a_remote_target_is_read_without_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_tokenizer_is_read_without_the_device_and_closes_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
 
     def read(*given: Any) -> Any:
@@ -510,6 +488,6 @@ def test_the_tokenizer_of_a_remote_target_is_read_without_the_device(monkeypatch
     worker = Worker()
     cloud = CloudConfig("http://127.0.0.1:1")
     stream: Stream[Any] = worker.submit(lambda: iter((target_module.connect(cloud, SPEC, 0),)))
-    assert stream.wait(PATIENCE) and isinstance(stream.error, UserError)
-    assert threads == ["background"]
+    assert stream.wait(PATIENCE) and "different tokenizers" in str(stream.error)
+    assert threads == ["background"] and RecordingClient.open == []
     worker.close()

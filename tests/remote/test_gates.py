@@ -216,25 +216,6 @@ def test_only_the_first_difference_is_overruled() -> None:
     assert (verdict.link.confirmed, verdict.link.overruled) == (1, 1)
 
 
-def test_an_edge_without_a_connection_decodes_alone_from_the_start() -> None:
-    drafter = ModelDrafter(SMALL.score, GREEDY, Noise(0, "draft"), VOCAB)
-    edge = ModelVerifier(SMALL.score, GREEDY, rejection, Noise(0, "accept"), Noise(0, "edge"))
-    http = FailingClient(0)
-    steps = run(PROMPT, remote_verifier(http, verify_config(GREEDY), edge=edge, alone=True), drafter, Fixed(2), 8)
-    assert committed(steps) == greedy_text(SMALL, 8) and not http.sent
-    assert [step.lost for step in steps] == [True] + [False] * (len(steps) - 1)
-    assert {step.verdict.source for step in steps} == {Source.ALONE} and not Metrics.of(steps).target_passes
-
-
-def test_strict_mode_waits_for_late_responses() -> None:
-    http = DelayedClient()
-    verifier = remote_verifier(http, verify_config(GREEDY), deadlines=Deadlines(deadline_s=0.3))
-    http.free.clear()
-    threading.Timer(0.0, http.free.set).start()
-    drafter = ModelDrafter(SMALL.score, GREEDY, Noise(0, "draft"), VOCAB)
-    assert committed(run(PROMPT, verifier, drafter, Fixed(2), 12)) == target_text(12)
-
-
 # --- lost connections --------------------------------------------------------------------------------------------
 
 

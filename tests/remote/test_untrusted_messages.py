@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import random
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,7 +20,6 @@ from fakes.remote import (
     COUPLED,
     DRAFTED,
     INFO,
-    LONG,
     OPEN,
     DirectClient,
     InlineConnection,
@@ -44,7 +41,6 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.policies import Fixed
-from specdemo.core.rules import RULES
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft
 from specdemo.models.load import read_tokenizer
@@ -118,21 +114,6 @@ def test_addresses_of_services_are_parsed_strictly(address: str, valid: bool) ->
         with pytest.raises(UserError, match="http://host:port") as error:
             refused()
         assert str(error.value).isprintable()
-
-
-def test_connection_to_another_address_sends_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = []
-
-    def client(url: str, *, token: str | None = None, **options: Any) -> Any:
-        tokens.append(token)
-        raise UserError("not connected")
-
-    monkeypatch.setattr("specdemo.remote.target.HttpClient", client)
-    monkeypatch.setitem(os.environ, "SPECDEMO_TOKEN", "secret")
-    for url in ("http://attacker.example", "http://127.0.0.1:1"):
-        with pytest.raises(UserError, match="not connected"):
-            connect(CloudConfig(url), SPEC, 0)
-    assert tokens == [None, "secret"]
 
 
 class Prepared(Handler):
@@ -254,15 +235,6 @@ def test_contradictions_get_a_sentence() -> None:
     ):
         with pytest.raises(UserError, match="does not fit the draft"):
             decode_coupled(Changed(change))
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_responses_of_the_service_are_consistent(rule: str) -> None:
-    verifier = remote_verifier(DirectClient(contexts()), verify_config(SamplingParams(), rule, 3), top=2)
-    explorer, rng = Explorer(), random.Random(5)
-    explorer.choose = lambda chances: rng.choices(range(len(chances)), chances)[0]
-    steps = run(PROMPT, verifier, DRAFTERS["model"](SamplingParams(), explorer), Fixed(3), LONG)
-    assert sum(len(step.verdict.accepted) for step in steps) > 0
 
 
 @pytest.mark.parametrize("padded", [False, True])

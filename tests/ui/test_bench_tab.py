@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import base64
-import re
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from fakes.bench_records import run
 from fakes.figures import figure_of, values
 from fakes.trace_records import absorb, end, header, step
 
 from specdemo.bench import measure, table
-from specdemo.core.errors import UserError
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
-from specdemo.ui.tabs.bench import SWEEP_TABLE_HEAD, file_links, notes, speedup_chart, sweep_cells
+from specdemo.ui.tabs.bench import SWEEP_TABLE_HEAD, notes, speedup_chart, sweep_cells
 from specdemo.ui.tabs.measurement_panel import duration
-from specdemo.ui.tabs.sweep import MOST_TOKENS, Sweep, selected
+from specdemo.ui.tabs.sweep import Sweep, selected
 
 ASKED: dict[str, Any] = {
     "methods": ["draft", "nasd"],
@@ -43,15 +39,6 @@ def test_recipes_equal_the_terminal_and_prompt_classes_alternate() -> None:
     assert [prompt.name for prompt in found.prompts] == ["code 1", "prose 1", "code 2", "prose 2"]
     assert found.runs == 20 and found.tokens == 320
     assert len(meant(kinds=["adversarial"], each=24).prompts) == 20  # the class has only 20 prompts
-
-
-def test_oversized_grids_raise_with_size_and_estimated_time() -> None:
-    most = MOST_TOKENS // 20  # 20 runs
-    assert meant(most).tokens == MOST_TOKENS
-    with pytest.raises(UserError, match=rf"20 runs of at most {most + 1} tokens, about 4 minutes at an assumed 100"):
-        meant(most + 1)
-    with pytest.raises(UserError, match="5 recipes × 84 prompts = 420 runs"):
-        meant(1, kinds=["code", "repetitive", "prose", "adversarial"], each=24)
 
 
 def test_estimate_uses_the_latest_run() -> None:
@@ -93,10 +80,3 @@ def test_page_table_equals_the_bench_table() -> None:
     assert figure_of(plotted)["names"] == ["AR decoding", "draft γ 2, code", "draft γ 2, prose"]
     assert [values(plotted, kind) for kind in ("AR decoding", "code", "prose")] == [{0: 1.0}, {1: 1.25}, {2: 0.8}]
     assert "n-grams gamma=2 T=0 on code 2" in notes([replace(row, lane="nasd gamma=2 T=0") for row in rows], records)
-
-
-def test_links_contain_the_files() -> None:
-    (link,) = re.findall(
-        r'download="a.md" href="data:application/octet-stream;base64,(.*?)"', file_links({"a.md": "ä<"})
-    )
-    assert base64.b64decode(link).decode() == "ä<"

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from fakes.trace_records import absorb, end, header, step
 
-from specdemo.core.trace import to_json
-from specdemo.generate import generate
-from specdemo.models.model_pool import ModelPool
-from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import LANES, PLAIN, SPEC
 from specdemo.ui.page import _Handlers
@@ -32,29 +27,13 @@ def test_the_quantised_model_is_kept_as_a_lane(monkeypatch: pytest.MonkeyPatch) 
     assert again == kept and "not smaller" in warnings[0]
 
 
-@pytest.mark.parametrize("sent", [None, [], {"settings": {"unknown": 1}}, {"settings": "x", "lanes": 7}])
-def test_values_that_the_page_does_not_send_are_refused(sent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    warnings: list[str] = []
-    monkeypatch.setattr("gradio.Warning", warnings.append)
-    handlers = _Handlers(None, SettingsForm(USUAL, {}, None), "cpu", USUAL, ())
-    assert handlers.keep(sent) == {"lanes": [], "text": ""} and "reload" in warnings[0]
-
-
-@pytest.mark.slow
 def test_the_comparison_names_the_first_difference_of_the_quantised_text() -> None:
-    pool, third = ModelPool(), LANES[2]
-    common = {"temperature": 0, "max_tokens": 24, "device": "cpu"}
-    recipes = {
-        SPEC: Recipe(drafter="same", drafter_quantization="nf4", **common),
-        PLAIN: Recipe(method="ar", **common),
-        third: Recipe(method="ar", quantization="nf4", **common),
-    }
-    run, texts = Run(tuple(recipes)), {}
-    for lane, recipe in recipes.items():
-        texts[lane] = []
-        for event in generate(recipe, "import os\n\ndef walk(path):\n", pool):
-            run.absorb(lane, event)
-            texts[lane] += to_json(event).get("tokens", ())
-    assert texts[SPEC] == texts[PLAIN] != texts[third]
-    first = next(i for i, (a, b) in enumerate(zip(texts[PLAIN], texts[third], strict=False), 1) if a != b)
-    assert f"; its text differs from token {first} on." in verdict(run.lanes, {})
+    """Token 2 of the third lane differs."""
+    forms = {SPEC: "none", PLAIN: "none", LANES[2]: "nf4"}
+    run = Run(tuple(forms))
+    for lane, form in forms.items():
+        made = header("ar")
+        made["recipe"] = made["recipe"] | {"quantization": form}
+        lines = [step(i, pieces=["x"], tokens=[7 if i == 1 and form == "nf4" else i]) for i in range(3)]
+        absorb(run, lane, made, *lines, end())
+    assert "; its text differs from token 2 on." in verdict(run.lanes, {})

@@ -9,9 +9,7 @@ import pytest
 from fakes.figures import values
 from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, header, step, step_event
 
-from specdemo.core.explain import Reason, explain, figure, reason_of
-from specdemo.core.step import Draft, Outcome, Step, Verdict
-from specdemo.external.diagnosis import conclusions
+from specdemo.core.explain import explain, figure
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
 from specdemo.ui.tabs.explain import cost_chart, position_chart, statistics_of
@@ -40,30 +38,6 @@ def test_the_page_gives_the_explanation_of_the_terminal(line: dict, rule: str) -
     assert filled(head["head"], record["why"], {}) == explain(step, None, recipe)
 
 
-def test_explanations_name_the_outcome() -> None:
-    for line in (REJECTION, ALL_KEPT, CUT, UNVERIFIED, TREE):
-        event, recipe = step_event(line), {"rule": "rejection", "temperature": 1.0}
-        for node in range(len(event.step.draft)):
-            words, outcome = explain(event.step, node, recipe), event.step.outcome(node)
-            names = {Outcome.IGNORED: ("Not tested", "Discarded")}.get(outcome, (outcome.capitalize(),))
-            assert words.startswith(names), (words, outcome)
-    assert reason_of(step_event(REJECTION).step, None, {"rule": "rejection"}) is Reason.RESIDUAL
-    assert reason_of(step_event(REJECTION).step, None, {"rule": "match"}) is Reason.CORRECTION
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_last_draw_below_its_bound_decides_about_a_block(temperature: float) -> None:
-    recipe = {"method": "draft", "gamma": 4, "temperature": temperature, "rule": "block"}
-    verdict = Verdict((0, 1), 3, p=(0.5,) * 4, draw=(0.9, 0.1, 0.8, 0.7), beta=(0.5,) * 4, bound=(0.4, 0.25, 0.3, 0.7))
-    done = Step(1, (1, 2, 3), Draft.chain((1, 2, 1, 2), (0.5,) * 4), verdict, 4, 0.0, 0.0, 0.0, 0.0)
-    reasons = [reason_of(done, node, recipe) for node in (*range(4), None)]
-    block = (Reason.BLOCK_RESCUED, Reason.BLOCK_ACCEPTED, Reason.BLOCK_REJECTED, Reason.BLOCK_REJECTED)
-    assert reasons == [*block, Reason.BLOCK_RESIDUAL if temperature else Reason.CORRECTION]
-    assert explain(done, 0, recipe).startswith("Accepted, although the draw 0.900 is not below 0.400.")
-    assert "The last draw below its bound decides." in explain(done, 1, recipe)
-    assert [done.outcome(node) for node in range(4)] == [Outcome.ACCEPTED] * 2 + [Outcome.REJECTED] * 2
-
-
 LOG = (Path(__file__).parents[1] / "external" / "logs" / "vllm-window.log").read_text("utf-8")
 
 
@@ -73,9 +47,3 @@ def test_charts_contain_acceptance_by_position_and_the_cost_model() -> None:
     assert values(cost_chart(reported), "speed-up")[1.0] == pytest.approx(reported.tokens_per_step, rel=1e-4)
     totals = statistics_of('{"num_draft_tokens": 3, "num_accepted_draft_tokens": 1}', None)
     assert position_chart(totals) == cost_chart(totals) == ""
-
-
-def test_the_speed_without_drafts_enables_the_diagnosis_of_fixed_cost() -> None:
-    assert any("not diagnosed" in line for line in conclusions(statistics_of(LOG, None)))
-    assert statistics_of(LOG, 150).ar_tokens_per_second == 150.0
-    assert not any("not diagnosed" in line for line in conclusions(statistics_of(LOG, 150)))

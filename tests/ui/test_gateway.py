@@ -209,10 +209,8 @@ def test_opened_traces_count_as_runs_and_requests_are_limited(served: Any) -> No
     assert 429 in statuses and other.post(f"{API}/reset", json={}).status_code != 429
 
 
-@pytest.mark.parametrize("name", [["a"], {"a": 1}, 7, True, "x" * 10**6, "../pair"])
-def test_unknown_recordings_get_a_sentence(browser: TestClient, name: Any) -> None:
-    response = call(browser, "recorded", name)
-    assert response.status_code == 200 and "no recorded trace" in json.loads(response.json())["refused"]
+def test_recordings_are_found_by_name_only(browser: TestClient) -> None:
+    assert "no recorded trace" in json.loads(call(browser, "recorded", "../pair").json())["refused"]
 
 
 def test_requests_whose_body_does_not_arrive_are_answered_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from fakes.heads import head_for
 from fakes.trace_lines import trace_lines
-from fakes.trace_records import absorb, end, header, step
 
 from specdemo.models import memory
 from specdemo.models.memory_plan import plan_spec
@@ -15,8 +14,6 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import PAIRS, Pair
 from specdemo.recipe import Recipe
-from specdemo.ui.frames import Run
-from specdemo.ui.lane import PLAIN, SPEC
 from specdemo.ui.tabs import memory as ledger
 
 BUNDLED = PAIRS["bundled"]
@@ -60,25 +57,3 @@ def test_the_head_of_a_pair_and_its_hidden_states_are_counted(tmp_path: Path) ->
     tokens = sum(len(line["tokens"]) for line in steps) + len(first["prompt_tokens"])
     assert drafter == f"{sum(file.stat().st_size for file in Path(head).glob('*.safetensors')) / 1e6:,.1f}"
     assert float(kv) == pytest.approx(steps[-1]["memory"]["kv_bytes"] / tokens / 1000, rel=0.05)
-
-
-def test_memory_of_a_run_equals_its_trace() -> None:
-    run = Run((SPEC, PLAIN))
-    held = [{"rss_bytes": n * 1e8, "device_bytes": None, "kv_bytes": kv} for n, kv in ((5, 1e6), (7, 4e6), (6, 3e6))]
-    absorb(run, SPEC, header())
-    for i, one in enumerate(held):
-        absorb(run, SPEC, step(i, pieces=["a"], memory=one))
-    absorb(run, SPEC, end() | {"metrics": {"peak_rss_bytes": 9e8, "peak_device_bytes": None, "store_bytes": 123456}})
-    absorb(run, PLAIN, header("ar", environment={"target_bytes": 28e6, "drafter_bytes": None}))
-    absorb(run, PLAIN, step(0, pieces=["a"], memory=held[0]))
-    assert rows(ledger.of_run(run)) == {
-        "MB": ["draft, γ 3", "target only"],
-        "weights of the target": ["28.0", "28.0"],
-        "weights of the drafter": ["5.0", "–"],
-        "keys and values, last step": ["3.0", "1.0"],
-        "keys and values, peak": ["4.0", "1.0"],
-        "share of keys and values": ["11 %", "3 %"],  # 4 of 37, 1 of 29
-        "store of n-grams or suffixes": ["0.12", "–"],
-        "process, last step": ["600.0", "500.0"],
-        "process, peak since start": ["900.0", "500.0"],
-    }

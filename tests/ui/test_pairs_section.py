@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.tiny_models import byte_level_tokenizer, save_model
+from fakes.added_pairs import add_pairs
 
 from specdemo.bench.pairs import PairBench, measure_pairs, pairs_table
 from specdemo.bench.published_tables import leviathan_tables
 from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.zoo import PAIRS, Pair
+from specdemo.models.zoo import PAIRS
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.method_names import with_method_names
 from specdemo.ui.service import Service
@@ -32,11 +32,7 @@ SETTINGS = {"pair": "bundled", "max_tokens": 8, "chat": True, "mode": "off"}
 
 @pytest.fixture(autouse=True)
 def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = str(save_model(tmp_path / "target", byte_level_tokenizer()))
-    monkeypatch.setitem(PAIRS, "both", Pair("both", target, target, 2))
-    monkeypatch.setitem(PAIRS, "alone", Pair("target without drafter", target, None, 2, method="nasd"))
-    monkeypatch.setitem(PAIRS, "absent", Pair("absent", str(tmp_path / "absent"), None, 2, method="nasd"))
-    monkeypatch.setitem(PAIRS, "uninstalled", Pair("not installed", "", None, 2, wheel="some-wheel"))
+    add_pairs(tmp_path, monkeypatch)
 
 
 def meant(*names: str, offered: tuple[str, ...] | None = None, **changes: Any) -> tuple[list[PairBench], Any]:

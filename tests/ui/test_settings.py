@@ -33,15 +33,6 @@ USUAL = {
 }  # fmt: skip
 
 
-def test_links_round_trip() -> None:
-    query = {"method": "self", "gamma": "5", "temperature": "0", "compare": "true", "skip_layers": "5", "prompt": "12"}
-    settings, refused = restored(from_link(query, USUAL), USUAL, "cpu")
-    assert not refused
-    assert settings == USUAL | {
-        "method": "self", "gamma": 5, "temperature": 0, "compare": True, "skip_layers": "5", "prompt": "12",
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_pair_of_a_link_sets_its_own_settings(name: str) -> None:
     usual = USUAL | {"pair": CHAT_PAIR, "top_p": 1.0} | PAIRS[CHAT_PAIR].settings

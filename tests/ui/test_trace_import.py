@@ -52,11 +52,6 @@ def test_imported_trace_equals_the_run() -> None:
     assert json.loads(again.trace(SPEC).splitlines()[-1])["metrics"]["tokens"] == 24
 
 
-def test_export_of_an_import_is_unchanged() -> None:
-    once = read_traces(text(*LINES)).trace(SPEC)
-    assert read_traces(once).trace(SPEC) == once
-
-
 def test_origins_are_exported_and_imported() -> None:
     """A hybrid draft names its source; unknown and absent facts have no key, and older traces have no origins."""
     run = Run((SPEC,))
@@ -78,12 +73,6 @@ def test_trace_without_end_is_cancelled() -> None:
     run = read_traces(text(*LINES[:3]))
     assert run.over and run.phase == ("done", "recorded trace, 3 tokens, truncated")
     assert json.loads(run.trace(SPEC).splitlines()[-1])["end"] == "cancelled"
-
-
-def test_markup_is_escaped() -> None:
-    evil = "<img src=x onerror=alert(1)>"
-    run = read_traces(text(header(prompt=evil), PREFILL | {"pieces": [evil], "text": evil}, end()))
-    assert "<" not in run.frame(0) and json.loads(run.frame(0))["r"][1]["step"]["pieces"] == [evil]
 
 
 def changed(line: dict, **more: Any) -> str:

@@ -80,25 +80,6 @@ def test_rejected_runs_do_not_evict_others() -> None:
     assert runs.get(kept.id) is None and all(runs.get(run.id) is run for run in going)  # active runs are kept
 
 
-def test_queue_length_follows_the_limit() -> None:
-    gate, service = threading.Event(), Service(ModelPool(), lambda *_: closed(), HostLimits(queue=1))
-
-    def closed() -> Iterator[dict[str, Any]]:
-        inside.release()
-        assert gate.wait(PATIENCE)
-        yield {}
-
-    inside = threading.Semaphore(0)
-    streams = [service.start([("spec", Recipe())], "x")]
-    assert inside.acquire(timeout=PATIENCE)  # the device is busy in the middle of a step: later runs queue
-    streams.append(service.start([("spec", Recipe())], "x"))
-    with pytest.raises(WorkerBusy, match="1 runs are waiting already"):
-        service.start([("spec", Recipe())], "x")
-    gate.set()
-    assert all(stream.wait(PATIENCE) for stream in streams)
-    service.worker.close()
-
-
 @pytest.mark.parametrize("limits", [HostLimits(per_minute=1), HostLimits(queue=1)])
 def test_refused_benches_leave_the_running_one(limits: HostLimits, monkeypatch: pytest.MonkeyPatch) -> None:
     inside, gate, address = threading.Event(), threading.Event(), "192.0.2.1"
