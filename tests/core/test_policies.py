@@ -287,32 +287,6 @@ def test_fixed_drafts_have_no_bounds() -> None:
 # --- values computed by hand ---
 
 
-def test_costs_of_rows_and_passes() -> None:
-    assert CostModel().row == 0.0 and CostModel({1: 1.0, 2: 1.5}).row == 0.5
-    assert CostModel({1: 1.0, 2: 1.1, 5: 1.8}).row == pytest.approx(0.2)
-    cheap = CostModel({1: 0.5, 3: 2.0})  # a pass costs at least that of one row
-    assert [cheap.verify(rows) for rows in (1, 2, 3, 5)] == [1.0, 1.5, 2.0, 3.0]
-    unordered = CostModel({8: 4.0, 1: 1.0, 4: 2.0})
-    assert [unordered.verify(rows) for rows in (1, 2.5, 4, 6, 8)] == [1.0, 1.5, 2.0, 3.0, 4.0]
-
-
-def best_of(max_gamma: int, min_gamma: int, row: float, token: float, gain: float) -> int:
-    """Return the length with most tokens per cost at an acceptance of 0.7; drafts must gain the factor `gain`."""
-    rates = {k: sum(0.7**i for i in range(k + 1)) / (1 + k * (row + token)) for k in range(min_gamma, max_gamma + 1)}
-    best = max((k for k in rates if k), key=rates.__getitem__)
-    return best if rates[best] > gain else min_gamma
-
-
-@pytest.mark.parametrize("min_gamma", [0, 2])
-@pytest.mark.parametrize("row", [0.0, 0.05, 0.2, 0.6])
-@pytest.mark.parametrize("token", [0.0, 0.03, 0.1, 0.4])
-def test_auto_starts_with_the_best_length_of_the_prior(min_gamma: int, row: float, token: float) -> None:
-    costs = CostModel({1: 1.0, 9: 1 + 8 * row}, token)
-    assert Auto(8, costs, min_gamma=min_gamma).gamma == best_of(8, min_gamma, row, token, 1.06)
-    assert Auto(8, costs, 5, min_gamma).gamma == 5
-    assert Auto(8, costs, min_gain=9.0, min_gamma=min_gamma).gamma == min_gamma
-
-
 @pytest.mark.parametrize(
     ("gamma", "drafted", "accepted", "expected"),
     [(5, 5, 4, 6), (5, 5, 3, 5), (5, 5, 2, 4), (5, 4, 3, 5), (6, 5, 4, 6), (3, 5, 2, 3), (5, 0, 0, 5)],

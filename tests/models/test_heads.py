@@ -105,13 +105,8 @@ def test_rows_of_stored_matrices_are_those_of_their_floats(form: str) -> None:
         weights.output_rows(torch.tensor([301]))
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
-def test_a_cache_that_grows_overwrites_its_former_memory(kind: str, tmp_path: Path, target: LoadedModel) -> None:
-    tensors, config = {
-        "eagle3": lambda: (head_tensors(TARGET, IDS), head_config(TARGET, len(IDS))),
-        "dspark": lambda: (dflash_tensors(TARGET, IDS, True), dflash_config(TARGET, len(IDS), True)),
-    }[kind]()
-    head = load(save_head(tmp_path, tensors, config), target)
+def test_a_cache_that_grows_overwrites_its_former_memory(tmp_path: Path, target: LoadedModel) -> None:
+    head = load(random_head(tmp_path, TARGET, IDS), target)
     text = opened(head)
     states = torch.randn(400, len(head.taps), TARGET.hidden_size)
     text.start_rows([5] * 20, states[:20], 0)
@@ -230,11 +225,6 @@ def test_invalid_checkpoints_are_refused_in_a_sentence(
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("kind", CHECKPOINTS)
-def test_valid_checkpoints_are_loaded(kind: str, tmp_path: Path, target: LoadedModel) -> None:
-    assert load(save_head(tmp_path, *CHECKPOINTS[kind]()), target).longest_draft(7) > 0
-
-
 @pytest.mark.slow
 def test_pickled_medusa_heads_are_converted(tmp_path: Path, target: LoadedModel) -> None:
     """Blocks of published heads are the same module."""
@@ -282,14 +272,10 @@ class _Hostile:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("content", ["code", "number", "text"])
+@pytest.mark.parametrize("content", ["code", "number"])
 def test_hostile_pickles_are_not_converted(content: str, tmp_path: Path) -> None:
     touched, source = tmp_path / "touched", tmp_path / "head.pt"
-    values = {"code": {"a": _Hostile(touched)}, "number": {"a": 1}}
-    if content == "text":
-        source.write_text("no pickle")
-    else:
-        torch.save(values[content], source)
+    torch.save({"a": _Hostile(touched) if content == "code" else 1}, source)
     with pytest.raises(UserError, match=r"the conversion of .*head.pt failed \(.*\): choose another file"):
         convert_head(source, tmp_path / "out")
     assert not touched.exists() and not (tmp_path / "out" / "model.safetensors").exists()

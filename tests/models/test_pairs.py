@@ -23,13 +23,11 @@ from specdemo.cli.arguments import announce_pair, parser
 from specdemo.cli.run import recipe_of_flags
 from specdemo.core.errors import UserError
 from specdemo.core.events import Loading
-from specdemo.core.step import Draft
 from specdemo.core.trace import to_json
 from specdemo.generate import generate
 from specdemo.loaded_pair import load_pair
 from specdemo.models.chat_prompt import read_prompt
 from specdemo.models.in_memory import share_weights
-from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS, CHAT_PAIR, PAIRS, offers
@@ -168,10 +166,9 @@ def oracle() -> PreTrainedModel:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "top_p"), [(7, 0.95), (8, 1.0)])
-def test_coupled_text_is_that_of_its_baseline(pool: ModelPool, seed: int, top_p: float) -> None:
+def test_coupled_text_is_that_of_its_baseline(pool: ModelPool) -> None:
     """Only AR decoding by the same rule, as in a comparison on the page."""
-    text, common = "class Stack:\n    def __init__(self):\n", {"seed": seed, "top_p": top_p, "device": "cpu"}
+    text, common = "class Stack:\n    def __init__(self):\n", {"seed": 7, "top_p": 0.95, "device": "cpu"}
     for method in ("draft", "nasd", "tree"):
         coupled = Recipe(method=method, rule="coupled", temperature=1.0, max_tokens=40, **common)
         tokens, metrics = run(coupled, text, pool)
@@ -194,17 +191,6 @@ def texts(target: LoadedModel) -> Iterator[tuple[str, int]]:
     yield "x", 20
     long = target.tokenizer.encode("".join(prompts) * 20)
     yield target.tokenizer.decode(long[:2039]), 20
-
-
-@pytest.mark.slow
-def test_logits_of_the_native_engine_equal_transformers(target: LoadedModel, oracle: PreTrainedModel) -> None:
-    tokens = target.tokenizer.encode("class Stack:\n    def push(self, item):")
-    expected = oracle(torch.tensor([tokens])).logits[0]
-    assert target.engine == "native"
-    found = CachedModel(target.model).score(tokens[:1], Draft.chain(tuple(tokens[1:])))
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
-    plain = sum(p.numel() * p.element_size() for p in oracle.parameters())
-    assert target.weight_bytes == pytest.approx(plain / 2, rel=0.01)  # stored in float16, as in the checkpoint
 
 
 @pytest.mark.slow
