@@ -226,8 +226,6 @@ def text(recipe: Recipe, pool: ModelPool) -> tuple[list[int], list[Draft]]:
 @pytest.mark.parametrize(
     ("kind", "method"),
     [
-        ("medusa", "medusa"),
-        ("eagle", "eagle"),
         ("medusa", "tree"),
         ("eagle", "tree"),
         ("eagle3", "tree"),
@@ -237,6 +235,7 @@ def text(recipe: Recipe, pool: ModelPool) -> tuple[list[int], list[Draft]]:
     ],
 )
 def test_greedy_texts_are_those_of_ar_decoding(kind: str, method: str, saved: dict[str, str], pool: ModelPool) -> None:
+    """`test_self_speculation.py` runs all methods, and the enumeration above chains and trees of all kinds."""
     plain = Recipe(method="ar", target=saved["target"], max_tokens=24, temperature=0.0, device="cpu")
     expected, _ = text(plain, pool)
     actual, drafts = text(replace(plain, method=method, head=saved[kind]), pool)

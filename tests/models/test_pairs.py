@@ -125,7 +125,7 @@ def test_the_examples_of_the_page_belong_to_the_prompts_of_chats() -> None:
 @pytest.mark.parametrize("method", ["eagle", pytest.param("hybrid", marks=pytest.mark.exhaustive)])
 def test_the_shipped_head_drafts_and_the_text_equals_ar_decoding(method: str) -> None:
     pool, head = ModelPool(), str(ASSETS / "heads" / "smollm2-135m-instruct")
-    settings: dict[str, Any] = {"pair": CHAT_PAIR, "temperature": 0, "max_tokens": 48, "device": "cpu", "chat": True}
+    settings: dict[str, Any] = {"pair": CHAT_PAIR, "temperature": 0, "max_tokens": 32, "device": "cpu", "chat": True}
     drafted = Recipe(method=method, head=head, gamma=4, **settings)
     runs = [
         list(trace_lines(one, "List three primary colours.", pool))
