@@ -11,14 +11,7 @@ import pytest
 import torch
 from fakes.enumeration import PROMPT, ROUNDING, VOCAB, distance, reference_probs
 from fakes.heads import (
-    dflash_config,
-    dflash_tensors,
-    eagle_config,
-    eagle_tensors,
-    head_config,
-    head_tensors,
-    medusa_config,
-    medusa_tensors,
+    checkpoint,
     save_head,
 )
 from fakes.tiny_models import Explorer, byte_level_tokenizer, committed, run, save_model, up_to
@@ -101,21 +94,11 @@ MAKERS = {
 
 
 def save(kind: str, folder: Path, target: Any, ids: list[int] | None = None) -> str:
-    if kind == "medusa":
-        config = medusa_config(**({"draft_vocab_size": len(ids)} if ids else {}))
-        return save_head(folder, medusa_tensors(target, ids), config)
-    if kind in ("dflash", "dspark"):
-        ids, markov = ids or [*range(target.vocab_size)], kind == "dspark"
-        return save_head(folder, dflash_tensors(target, ids, markov), dflash_config(target, len(ids), markov))
     if kind == "mixing":
         torch.manual_seed(0)
         tensors = {"mix.weight": torch.randn(target.hidden_size, 2 * target.hidden_size)}
         return save_head(folder, tensors, {"architectures": ["MixingHead"]})
-    if kind == "eagle":
-        return save_head(folder, eagle_tensors(target), eagle_config(target))
-    return save_head(
-        folder, head_tensors(target, ids, seed=2), head_config(target, len(ids or range(target.vocab_size)))
-    )
+    return save_head(folder, *checkpoint(kind, target, ids))
 
 
 @cache

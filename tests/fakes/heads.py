@@ -174,6 +174,21 @@ def dflash_config(target: PretrainedConfig, drafted: int, markov: bool = False, 
     }
 
 
+def checkpoint(
+    kind: str, target: PretrainedConfig, ids: list[int] | None = None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return tensors and config.json of a random head; `ids`: draft vocabulary, which EAGLE-1/2 lacks."""
+    drafted = len(ids or range(target.vocab_size))
+    if kind == "eagle":
+        return eagle_tensors(target), eagle_config(target)
+    if kind == "eagle3":
+        return head_tensors(target, ids), head_config(target, drafted)
+    if kind == "medusa":
+        return medusa_tensors(target, ids), medusa_config(draft_vocab_size=drafted)
+    markov = kind == "dspark"
+    return dflash_tensors(target, ids, markov), dflash_config(target, drafted, markov)
+
+
 def opened(head: Head) -> Any:
     """Return the head for a text whose rows are given to `start_rows`."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.cuda import STREAMS, FakeCuda
-from fakes.heads import head_config, head_tensors, save_head
+from fakes.heads import random_head
 from fakes.tiny_models import LLAMA, byte_level_tokenizer, save_model
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
@@ -151,11 +151,9 @@ def test_recordings_count_as_memory_and_are_dropped_before_a_conversation(cuda: 
 
 
 def head_of(folder: Path, model: LlamaWeights) -> Head:
-    ids = [*range(0, VOCAB, 2)]
-    tensors = head_tensors(model.config, ids)
-    settings = head_config(model.config, len(ids), max_position_embeddings=900)
+    name = random_head(folder, model.config, [*range(0, VOCAB, 2)], max_position_embeddings=900)
     target = LoadedModel(ModelSpec("small/target"), model, None, 0, "")
-    return load_head(HeadSpec(save_head(folder, tensors, settings), target.spec), target).head
+    return load_head(HeadSpec(name, target.spec), target).head
 
 
 def drafts(head: Head, model: LlamaWeights) -> list[torch.Tensor]:
