@@ -16,7 +16,7 @@ import gguf
 import pytest
 import torch
 from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, most_probable, save_model
-from fakes.trace_lines import trace_lines
+from fakes.trace_lines import run_of, trace_lines
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from specdemo.cli.arguments import announce_pair, parser
@@ -127,12 +127,9 @@ def test_the_shipped_head_drafts_and_the_text_equals_ar_decoding(method: str) ->
     pool, head = ModelPool(), str(ASSETS / "heads" / "smollm2-135m-instruct")
     settings: dict[str, Any] = {"pair": CHAT_PAIR, "temperature": 0, "max_tokens": 32, "device": "cpu", "chat": True}
     drafted = Recipe(method=method, head=head, gamma=4, **settings)
-    runs = [
-        list(trace_lines(one, "List three primary colours.", pool))
-        for one in (drafted, Recipe(method="ar", **settings))
-    ]
-    texts = [[token for line in lines if "i" in line for token in line["tokens"]] for lines in runs]
-    assert texts[0] == texts[1] and runs[0][-1]["metrics"]["accepted"] > 3
+    tokens, metrics = run_of(drafted, "List three primary colours.", pool)
+    plain, _ = run_of(Recipe(method="ar", **settings), "List three primary colours.", pool)
+    assert tokens == plain and metrics["accepted"] > 3
 
 
 @pytest.mark.parametrize("message", ["", " \n"])
@@ -171,16 +168,10 @@ def test_coupled_text_is_that_of_its_baseline(pool: ModelPool) -> None:
     text, common = "class Stack:\n    def __init__(self):\n", {"seed": 7, "top_p": 0.95, "device": "cpu"}
     for method in ("draft", "nasd", "tree"):
         coupled = Recipe(method=method, rule="coupled", temperature=1.0, max_tokens=40, **common)
-        tokens, metrics = run(coupled, text, pool)
+        tokens, metrics = run_of(coupled, text, pool)
         baseline = baseline_of(coupled)
         assert (baseline.method, baseline.rule) == ("ar", "coupled") and metrics["drafted"] > 0
-        assert run(baseline, text, pool)[0] == tokens != run(replace(baseline, rule="rejection"), text, pool)[0]
-
-
-def run(recipe: Recipe, text: str, pool: ModelPool) -> tuple[list[int], dict[str, Any]]:
-    """Tokens and metrics."""
-    lines = [line for line in trace_lines(recipe, text, pool) if "phase" not in line]
-    return [token for line in lines if "i" in line for token in line["tokens"]], lines[-1]["metrics"]
+        assert run_of(baseline, text, pool)[0] == tokens != run_of(replace(baseline, rule="rejection"), text, pool)[0]
 
 
 def texts(target: LoadedModel) -> Iterator[tuple[str, int]]:
@@ -203,11 +194,11 @@ def test_greedy_text_of_the_bundled_pair_equals_transformers(
         prompt = target.tokenizer.encode(text)
         length = min(length, 2048 - len(prompt))
         gamma = (1, 2, 4, 8)[i % 4]
-        tokens, metrics = run(Recipe(gamma=gamma, max_tokens=length, **GREEDY), text, pool)
+        tokens, metrics = run_of(Recipe(gamma=gamma, max_tokens=length, **GREEDY), text, pool)
         assert tokens == most_probable(oracle, prompt, tokens), (text, gamma)
         assert len(tokens) == length or tokens[-1] in target.stop
         if i % 2:
-            assert run(Recipe(method="nasd", gamma=4, max_tokens=length, **GREEDY), text, pool)[0] == tokens
+            assert run_of(Recipe(method="nasd", gamma=4, max_tokens=length, **GREEDY), text, pool)[0] == tokens
         drafted += metrics["drafted"]
         accepted += metrics["accepted"]
     assert drafted > accepted > 0.3 * drafted
