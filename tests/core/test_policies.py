@@ -287,6 +287,21 @@ def test_fixed_drafts_have_no_bounds() -> None:
 # --- values computed by hand ---
 
 
+def test_costs_of_rows_and_passes() -> None:
+    assert CostModel().row == 0.0 and CostModel({1: 1.0, 2: 1.5}).row == 0.5
+    assert CostModel({1: 1.0, 2: 1.1, 5: 1.8}).row == pytest.approx(0.2)
+    cheap = CostModel({1: 0.5, 3: 2.0})  # a pass costs at least that of one row
+    assert [cheap.verify(rows) for rows in (1, 2, 3, 5)] == [1.0, 1.5, 2.0, 3.0]
+    unordered = CostModel({8: 4.0, 1: 1.0, 4: 2.0})
+    assert [unordered.verify(rows) for rows in (1, 2.5, 4, 6, 8)] == [1.0, 1.5, 2.0, 3.0, 4.0]
+
+
+def test_auto_requires_a_gain_and_keeps_the_minimum() -> None:
+    """At the prior acceptance of 0.7 a token of cost c gains 1.7 / (1 + c), which must exceed 1.06."""
+    assert [Auto(1, CostModel(token=token)).gamma for token in (0.6, 0.61)] == [1, 0]
+    assert Auto(8, CostModel({1: 1.0, 2: 1.0, 3: 3.0}), min_gamma=2).gamma == 2
+
+
 @pytest.mark.parametrize(
     ("gamma", "drafted", "accepted", "expected"),
     [(5, 5, 4, 6), (5, 5, 3, 5), (5, 5, 2, 4), (5, 4, 3, 5), (6, 5, 4, 6), (3, 5, 2, 3), (5, 0, 0, 5)],
