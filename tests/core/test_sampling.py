@@ -38,20 +38,12 @@ from specdemo.native import sampling as native
 
 VOCAB = 50
 CHAIN_VOCAB, START = 11, 5
+BAD_WORDS = ((3,), (1, 2), (9, 30, 7), (5, 30, 8))
 
 
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p", "penalty", "words"),
-    list(
-        itertools.product(
-            (0.5, 1.0, 1.7),
-            (0, 5),
-            (0.6, 1.0),
-            (0.0, 0.2, 1.0),
-            (1.0, 1.3),
-            ((), ((3,), (1, 2), (9, 30, 7), (5, 30, 8))),
-        )
-    ),
+    list(itertools.product((0.5, 1.0, 1.7), (0, 5), (0.6, 1.0), (0.0, 0.2, 1.0), (1.0, 1.3), ((), BAD_WORDS))),
 )
 def test_distributions_equal_those_of_transformers(
     temperature: float, top_k: int, top_p: float, min_p: float, penalty: float, words: tuple[tuple[int, ...], ...]

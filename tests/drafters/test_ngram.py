@@ -110,3 +110,9 @@ def test_the_source_is_counted_from_its_first_token() -> None:
     drafter = NGramDrafter(2, source=(7, 8))
     assert drafter.propose([7, 9, 7], up_to(1)).tokens == (9,)  # the text is counted, too
     assert drafter.store.predict([7]) == (9, Origin("n-gram", order=2, count=1))
+
+
+def test_backoff_uses_shorter_contexts() -> None:
+    tokens = [1, 2, 3, 9, 9, 2]  # "x x 2" does not occur before, "2" does
+    assert propose(tokens, gamma=1) == (3,)
+    assert propose(tokens, levels="one", gamma=1) == ()

@@ -88,13 +88,10 @@ def test_headers_are_read_as_written_by_llama_cpp(tmp_path: Path) -> None:
         data = np.linspace(-1, 1, math.prod(shape), dtype=np.float32).reshape(shape)
         qtype = GGMLQuantizationType[kind]
         writer.add_tensor(name, quantize(data, qtype), raw_dtype=qtype)
-    for write in (
-        writer.write_header_to_file,
-        writer.write_kv_data_to_file,
-        writer.write_tensors_to_file,
-        writer.close,
-    ):
-        write()
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     file, written = read_gguf_header("model", path), {one.name: one for one in GGUFReader(path).tensors}
     assert file.metadata == expected | others
     for name, (shape, _) in tensors.items():
