@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.enumeration import reference_probs
 from fakes.tiny_models import TableModel
 from torch import Tensor
 
@@ -19,7 +18,6 @@ from specdemo.core.step import Draft, Verdict
 from specdemo.core.verifier import (
     ModelVerifier,
     committed_logprobs,
-    configured_rule,
     position_tokens,
     with_top_tokens,
 )
@@ -61,17 +59,6 @@ def test_choices_are_the_most_probable_tokens_of_each_row(candidates: int, tempe
         assert list(choices) == sorted_tokens(TARGET.logits(path_before(FOREST, row)).tolist(), candidates)
     assert len(verdict.choices) == len(FOREST) + 1 and verdict.residual is None
     assert verdict.rank == () and verdict.target_top == () and verdict.logprobs == ()
-
-
-def test_penalties_of_a_node_depend_on_its_path() -> None:
-    """p of each node against a reference for the text before it."""
-    sampling = SamplingParams(temperature=0.8, repetition_penalty=1.7, bad_words=((5, 2),))
-    verdict = verifier_of(sampling).verify(TEXT, FOREST)
-    for node, parent in enumerate(FOREST.parents):
-        path = path_before(FOREST, parent + 1)
-        expected = reference_probs(TARGET.logits(path).tolist(), sampling, path)
-        assert verdict.p[node] == pytest.approx(expected[FOREST.tokens[node]], abs=1e-6)
-    assert verdict.p[2] == 0  # the bad word 5, 2
 
 
 @pytest.mark.parametrize("count", [0, 2, 100])
@@ -155,16 +142,3 @@ def test_broken_logits_of_any_row_are_refused() -> None:
         verifier = ModelVerifier(score, SamplingParams(temperature), rejection, noise, noise)
         with pytest.raises(UserError, match="NaN or infinite logits"):
             verifier.verify(TEXT, FOREST)
-
-
-def test_point_masses_keep_the_logits_for_lenient_rules() -> None:
-    """At temperature 0 a token needs a share of the largest probability of the softmax."""
-    draft, noise = Draft.chain((5, 6, 2)), Noise(0, "accept")
-    logits = TARGET.score(TEXT, draft)
-    for threshold in (0.01, 0.3, 0.9):
-        rule = configured_rule("lenient", threshold=threshold)
-        verdict = ModelVerifier(TARGET.score, SamplingParams(0.0), rule, noise, noise).verify(TEXT, draft)
-        passed = [
-            float((logits[i, token] - logits[i].max()).exp()) >= threshold for i, token in enumerate(draft.tokens)
-        ]
-        assert len(verdict.accepted) == [*passed, False].index(False)

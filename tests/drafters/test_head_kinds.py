@@ -11,14 +11,7 @@ import pytest
 import torch
 from fakes.enumeration import PROMPT, ROUNDING, VOCAB, distance, reference_probs
 from fakes.heads import (
-    dflash_config,
-    dflash_tensors,
-    eagle_config,
-    eagle_tensors,
-    head_config,
-    head_tensors,
-    medusa_config,
-    medusa_tensors,
+    checkpoint,
     save_head,
 )
 from fakes.tiny_models import Explorer, byte_level_tokenizer, committed, run, save_model, up_to
@@ -101,21 +94,11 @@ MAKERS = {
 
 
 def save(kind: str, folder: Path, target: Any, ids: list[int] | None = None) -> str:
-    if kind == "medusa":
-        config = medusa_config(**({"draft_vocab_size": len(ids)} if ids else {}))
-        return save_head(folder, medusa_tensors(target, ids), config)
-    if kind in ("dflash", "dspark"):
-        ids, markov = ids or [*range(target.vocab_size)], kind == "dspark"
-        return save_head(folder, dflash_tensors(target, ids, markov), dflash_config(target, len(ids), markov))
     if kind == "mixing":
         torch.manual_seed(0)
         tensors = {"mix.weight": torch.randn(target.hidden_size, 2 * target.hidden_size)}
         return save_head(folder, tensors, {"architectures": ["MixingHead"]})
-    if kind == "eagle":
-        return save_head(folder, eagle_tensors(target), eagle_config(target))
-    return save_head(
-        folder, head_tensors(target, ids, seed=2), head_config(target, len(ids or range(target.vocab_size)))
-    )
+    return save_head(folder, *checkpoint(kind, target, ids))
 
 
 @cache
@@ -226,8 +209,6 @@ def text(recipe: Recipe, pool: ModelPool) -> tuple[list[int], list[Draft]]:
 @pytest.mark.parametrize(
     ("kind", "method"),
     [
-        ("medusa", "medusa"),
-        ("eagle", "eagle"),
         ("medusa", "tree"),
         ("eagle", "tree"),
         ("eagle3", "tree"),
@@ -237,6 +218,7 @@ def text(recipe: Recipe, pool: ModelPool) -> tuple[list[int], list[Draft]]:
     ],
 )
 def test_greedy_texts_are_those_of_ar_decoding(kind: str, method: str, saved: dict[str, str], pool: ModelPool) -> None:
+    """`test_self_speculation.py` runs all methods, and the enumeration above chains and trees of all kinds."""
     plain = Recipe(method="ar", target=saved["target"], max_tokens=24, temperature=0.0, device="cpu")
     expected, _ = text(plain, pool)
     actual, drafts = text(replace(plain, method=method, head=saved[kind]), pool)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.tiny_models import TEXTS, byte_level_tokenizer, sentencepiece_tokenizer
-from fakes.trace_lines import trace_lines as generate
+from fakes.trace_lines import run_of
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -213,13 +212,8 @@ def disguised(folder: Path, merges: int | None) -> str:
     return str(folder)
 
 
-def lines(recipe: Recipe, pool: ModelPool, prompt: str = "def fibonacci(n):\n") -> Iterator[dict[str, Any]]:
-    return (line for line in generate(recipe, prompt, pool) if "phase" not in line)
-
-
 def text_of(recipe: Recipe, pool: ModelPool) -> tuple[list[int], dict[str, Any]]:
-    _, *steps, end = lines(recipe, pool)
-    return [token for step in steps for token in step["tokens"]], end["metrics"]
+    return run_of(recipe, "def fibonacci(n):\n", pool)
 
 
 def test_the_bundled_target_with_drafters_of_other_vocabularies(strangers: dict[str, str]) -> None:
@@ -249,6 +243,6 @@ def test_different_vocabularies_require_the_option(strangers: dict[str, str]) ->
     pool = ModelPool()
     recipe = Recipe(target=BUNDLED.target, drafter=strangers["exchanged"], device="cpu")
     with pytest.raises(UserError, match=r"the tokenizers differ in .*re-encoded \(universal\)"):
-        list(lines(recipe, pool))
+        text_of(recipe, pool)
     with pytest.raises(UserError, match="method tree needs one vocabulary"):
-        list(lines(replace(recipe, universal=True, method="tree"), pool))
+        text_of(replace(recipe, universal=True, method="tree"), pool)

@@ -46,13 +46,11 @@ def _vocabulary(ids: list[int] | None, vocab: int) -> dict[str, Tensor]:
     return {"d2t": torch.tensor(ids) - torch.arange(len(ids)), "t2d": used}
 
 
-def head_tensors(
-    target: PretrainedConfig, ids: list[int] | None, taps: int = 3, own: tuple[str, ...] = (), seed: int = 0
-) -> dict[str, Tensor]:
+def head_tensors(target: PretrainedConfig, ids: list[int] | None, own: tuple[str, ...] = ()) -> dict[str, Tensor]:
     """Return tensors under the names of SafeAILab; `own`: stored instead of shared with the target."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     width, vocab = target.hidden_size, target.vocab_size
-    tensors = _random({"fc": (width, taps * width), **_layer_shapes("midlayer", 2 * width, width)}, 1.5)
+    tensors = _random({"fc": (width, 3 * width), **_layer_shapes("midlayer", 2 * width, width)}, 1.5)
     for norm in ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm"):
         tensors[f"{norm}.weight"] = 1 + 0.3 * torch.randn(width)
     rows = {"lm_head": len(ids or range(vocab)), "embed_tokens": vocab}
@@ -81,21 +79,21 @@ def head_config(target: PretrainedConfig, drafted: int, **changes: Any) -> dict[
     }
 
 
-def eagle_tensors(target: PretrainedConfig, own: tuple[str, ...] = (), seed: int = 0) -> dict[str, Tensor]:
+def eagle_tensors(target: PretrainedConfig) -> dict[str, Tensor]:
     """Return tensors of an EAGLE-1/2 head under the names of SafeAILab."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     width = target.hidden_size
     tensors = _random({"fc": (width, 2 * width), **_layer_shapes("layers.0", width, width)}, 1.5)
     tensors["fc.bias"] = 0.3 * torch.randn(width)
     tensors["layers.0.post_attention_layernorm.weight"] = 1 + 0.3 * torch.randn(width)
-    return tensors | {f"{name}.weight": torch.randn(target.vocab_size, width) for name in own}
+    return tensors
 
 
-def eagle_config(target: PretrainedConfig, **changes: Any) -> dict[str, Any]:
+def eagle_config(target: PretrainedConfig) -> dict[str, Any]:
     """Return config.json of an EAGLE-1/2 head, a configuration of the target with one layer."""
     config = head_config(target, 0, architectures=["LlamaForCausalLM"], bias=True)
     del config["draft_vocab_size"], config["eagle_aux_hidden_state_layer_ids"]
-    return config | changes
+    return config
 
 
 def medusa_tensors(
@@ -126,19 +124,14 @@ def save_head(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) 
     return str(folder)
 
 
-def random_head(
-    folder: Path, target: PretrainedConfig, ids: list[int] | None, own: tuple[str, ...] = (), **changes: Any
-) -> str:
-    """Write a random head; return its directory."""
-    drafted = target.vocab_size if ids is None else len(ids)
-    return save_head(folder, head_tensors(target, ids, own=own), head_config(target, drafted, **changes))
+def random_head(folder: Path, target: PretrainedConfig, ids: list[int], **changes: Any) -> str:
+    """Write a random EAGLE-3 head; return its directory."""
+    return save_head(folder, head_tensors(target, ids), head_config(target, len(ids), **changes))
 
 
-def dflash_tensors(
-    target: PretrainedConfig, ids: list[int] | None, markov: bool = False, seed: int = 0
-) -> dict[str, Tensor]:
+def dflash_tensors(target: PretrainedConfig, ids: list[int] | None, markov: bool = False) -> dict[str, Tensor]:
     """Return the tensors of a DFlash head of two layers, or of a DSpark head with a Markov head."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     width, drafted = target.hidden_size, len(ids or range(target.vocab_size))
     shapes: dict[str, tuple[int, ...]] = {"fc": (width, 3 * width)}
     norms: dict[str, int] = {"hidden_norm": width, "norm": width}
@@ -172,6 +165,21 @@ def dflash_config(target: PretrainedConfig, drafted: int, markov: bool = False, 
         **dspark,
         **changes,
     }
+
+
+def checkpoint(
+    kind: str, target: PretrainedConfig, ids: list[int] | None = None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return tensors and config.json of a random head; `ids`: draft vocabulary, which EAGLE-1/2 lacks."""
+    drafted = len(ids or range(target.vocab_size))
+    if kind == "eagle":
+        return eagle_tensors(target), eagle_config(target)
+    if kind == "eagle3":
+        return head_tensors(target, ids), head_config(target, drafted)
+    if kind == "medusa":
+        return medusa_tensors(target, ids), medusa_config(draft_vocab_size=drafted)
+    markov = kind == "dspark"
+    return dflash_tensors(target, ids, markov), dflash_config(target, drafted, markov)
 
 
 def opened(head: Head) -> Any:

@@ -102,13 +102,11 @@ def quantized(form: str, model: Any) -> Any:
             if isinstance(linear, Conv1D):
                 values["weight"] = values["weight"].T.contiguous()
             outputs, inputs = values["weight"].shape
-            sizes, options = (inputs, outputs, linear.bias is not None), {}
+            sizes = (inputs, outputs, linear.bias is not None)
             if form == "int8":
                 layer = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=0.0)
             else:
-                kind, _, single = form.partition("-")
-                options = {"compress_statistics": not single, "quant_type": kind, "compute_dtype": torch.float32}
-                layer = bnb.nn.Linear4bit(*sizes, **options)
+                layer = bnb.nn.Linear4bit(*sizes, compute_dtype=torch.float32, quant_type=form)
             layer.load_state_dict(values)
             setattr(parent, name, layer.to("cpu"))
     return model

@@ -371,14 +371,14 @@ def most_probable(model: PreTrainedModel, prompt: list[int], tokens: list[int]) 
     return logits.argmax(-1).tolist()
 
 
-def blurred(model: PreTrainedModel, kind: str, noise: float = 0.03, seed: int = 1) -> PreTrainedModel:
+def blurred(model: PreTrainedModel, kind: str) -> PreTrainedModel:
     """Drafter that agrees with `model` often but not always."""
     copy = from_config({**CONFIGS, **ENCODERS}[kind])
     copy.load_state_dict(model.state_dict())
-    torch.manual_seed(seed)
+    torch.manual_seed(1)
     with torch.no_grad():
         for parameter in copy.parameters():
-            parameter.add_(noise * parameter.std(correction=0) * torch.randn_like(parameter))
+            parameter.add_(0.03 * parameter.std(correction=0) * torch.randn_like(parameter))
     return copy.eval().requires_grad_(False)
 
 

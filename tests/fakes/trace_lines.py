@@ -9,11 +9,19 @@ from specdemo.core import trace
 from specdemo.core.events import Event
 from specdemo.core.metrics import Metrics
 from specdemo.generate import generate
+from specdemo.recipe import Recipe
 
 
 def trace_lines(*arguments: Any) -> Iterator[dict[str, Any]]:
     """`generate`, with its events as JSON values."""
     return map(trace.to_json, generate(*arguments))
+
+
+def run_of(recipe: Recipe, prompt: str, models: Any) -> tuple[list[int], dict[str, Any]]:
+    """Return the tokens and the metrics of a run without an error."""
+    *lines, end = trace_lines(recipe, prompt, models)
+    assert end["error"] is None
+    return [token for line in lines for token in line.get("tokens", ())], end["metrics"]
 
 
 def events_of(lines: Iterable[dict[str, Any]]) -> Iterator[Event]:

@@ -101,12 +101,10 @@ def test_leaving_frees_the_caches_of_a_visitor(service: Service, recipe: Recipe)
     assert not cached(service._models)
 
 
-@pytest.mark.parametrize("lanes", [("spec", "third"), ("spec", "spec")])
-def test_every_lane_computes_its_prefill(
-    service: Service, recipe: Recipe, prefilled: list[int], lanes: tuple[str, str]
+def test_every_repetition_of_a_lane_computes_its_prefill(
+    service: Service, recipe: Recipe, prefilled: list[int]
 ) -> None:
-    """Lanes with the same method, and repetitions of a lane."""
-    stream = service.start([(lane, recipe) for lane in lanes], "a longer prompt than a draft", visitor="a")
+    stream = service.start([("spec", recipe)] * 2, "a longer prompt than a draft", visitor="a")
     assert stream.wait(PATIENCE) and stream.error is None
     assert len(prefilled) == 2 and prefilled[0] == prefilled[1] > 10
 
@@ -218,22 +216,19 @@ def long_recipe(target: str, method: str = "ar", max_tokens: int = 4) -> Recipe:
     return Recipe(target=target, method=method, temperature=0, max_tokens=max_tokens, device="cpu", chat=True)
 
 
-@pytest.mark.parametrize(("max_tokens", "count", "message"), [(4, 11, "one " * 80), (1 << 20, 2, "one")])
+@pytest.mark.parametrize(
+    ("max_tokens", "count", "message", "free"),
+    [(4, 11, "one " * 80, 16 << 20), (1 << 20, 2, "one", 16 << 20), (LONG // 2, 4, "one ", 0)],
+    ids=["grows to the context", "answers of any length", "no free memory"],
+)
 def test_a_conversation_keeps_its_cache(
-    long_talker: str, monkeypatch: pytest.MonkeyPatch, max_tokens: int, count: int, message: str
+    long_talker: str, monkeypatch: pytest.MonkeyPatch, max_tokens: int, count: int, message: str, free: int
 ) -> None:
-    """A chat that grows to the context, and a chat with answers of any length; there is memory for both."""
-    monkeypatch.setattr(model_pool, "free_bytes", lambda device: 16 << 20)
-    recipe = replace(long_recipe(long_talker, max_tokens=max_tokens), stop_texts=("a", "e", "i", "o", " "))
-    headers = turns(ModelPool(), recipe, TalkStores(), count, message)
-    assert reused(headers) and (count == 2 or len(headers[-1].prompt_tokens) > 0.9 * LONG)
-
-
-def test_a_conversation_keeps_its_cache_without_free_memory(long_talker: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, recipe = ModelPool(), long_recipe(long_talker, max_tokens=LONG // 2)
+    pool, recipe = ModelPool(), long_recipe(long_talker, max_tokens=max_tokens)
     pool.take(plan_run(recipe).target)
-    monkeypatch.setattr(model_pool, "free_bytes", lambda device: 0)
-    assert reused(turns(pool, replace(recipe, stop_texts=("a", "e", "i", "o", " ")), TalkStores(), 4))
+    monkeypatch.setattr(model_pool, "free_bytes", lambda device: free)
+    headers = turns(pool, replace(recipe, stop_texts=("a", "e", "i", "o", " ")), TalkStores(), count, message)
+    assert reused(headers) and (count < 11 or len(headers[-1].prompt_tokens) > 0.9 * LONG)
 
 
 def test_the_oldest_conversations_give_way_to_a_growing_one(long_talker: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.cuda import STREAMS, FakeCuda
-from fakes.heads import head_config, head_tensors, save_head
+from fakes.heads import random_head
 from fakes.tiny_models import LLAMA, byte_level_tokenizer, save_model
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
@@ -151,11 +151,9 @@ def test_recordings_count_as_memory_and_are_dropped_before_a_conversation(cuda: 
 
 
 def head_of(folder: Path, model: LlamaWeights) -> Head:
-    ids = [*range(0, VOCAB, 2)]
-    tensors = head_tensors(model.config, ids)
-    settings = head_config(model.config, len(ids), max_position_embeddings=900)
+    name = random_head(folder, model.config, [*range(0, VOCAB, 2)], max_position_embeddings=900)
     target = LoadedModel(ModelSpec("small/target"), model, None, 0, "")
-    return load_head(HeadSpec(save_head(folder, tensors, settings), target.spec), target).head
+    return load_head(HeadSpec(name, target.spec), target).head
 
 
 def drafts(head: Head, model: LlamaWeights) -> list[torch.Tensor]:
@@ -250,19 +248,6 @@ def test_a_failed_capture_continues_eagerly(error: Exception, cuda: FakeCuda, pa
     header = next(event for event in events if isinstance(event, Header))
     assert header.environment["engine"].endswith(f"; no CUDA graphs: {error}")
     assert cuda.current is cuda.default
-
-
-@pytest.mark.parametrize("method", ["ar", "self"])
-def test_loading_and_a_second_run_capture_nothing(method: str, cuda: FakeCuda, pair: dict[str, Any]) -> None:
-    pool, recipe = ModelPool(), Recipe(**pair, method=method)
-    pool.take(plan_run(recipe).target)
-    assert not cuda.captures
-    for _ in range(2):
-        captures = len(cuda.captures)
-        list(run_recipe(recipe, "abcd", pool))
-    assert len(cuda.captures) == captures > 0
-    pool.recover()
-    assert not cuda.graphs
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from fakes.gguf_models import described, save_gguf, tiny_for_gguf, vocabulary
+from fakes.gguf_models import described, quantize, save_gguf, tiny_for_gguf, vocabulary
 from fakes.properties import holds_for
 from fakes.refusals import refusal
 from fakes.tiny_models import byte_level_tokenizer
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from hypothesis import strategies as st
 
 from specdemo.cli import main
@@ -34,9 +36,7 @@ from specdemo.models.spec import ModelSpec
 pytestmark = pytest.mark.slow
 
 SECONDS, GROWTH = 20, 300_000_000
-WHOLE = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 10: "Q", 11: "q"}  # number of a type: its code
-FLOAT, BOOL, TEXT, LIST, DOUBLE = 6, 7, 8, 9, 12
-PER_BLOCK = {0: (1, 4), 1: (1, 2), 2: (32, 18), 8: (32, 34), 12: (256, 144)}  # type of tensors: values, bytes
+TEXT, LIST = 8, 9  # numbers of types
 
 
 def text(value: str | bytes) -> bytes:
@@ -72,69 +72,31 @@ def spec_of(path: Path) -> ModelSpec:
     return ModelSpec(str(path), "float32", device="cpu").resolved()
 
 
-@st.composite
-def values(draw: st.DrawFn, within_list: bool = False) -> tuple[int, bytes, Any]:
-    """Return the type, the encoding and the value of an entry."""
-    kind = draw(st.sampled_from([*WHOLE, FLOAT, BOOL, DOUBLE, TEXT, *([] if within_list else [LIST] * 3)]))
-    if kind == LIST:
-        inner = draw(st.lists(values(True), max_size=3))
-        inner = [item for item in inner if item[0] == inner[0][0]]
-        number = inner[0][0] if inner else TEXT
-        encoded = struct.pack("<IQ", number, len(inner)) + b"".join(data for _, data, _ in inner)
-        return LIST, encoded, [value for *_, value in inner]
-    if kind == TEXT:
-        value = draw(st.text(max_size=6))
-        return TEXT, text(value), value
-    if kind in WHOLE:
-        code = WHOLE[kind]
-        bits = 8 * struct.calcsize(code)
-        least = -(1 << bits - 1) if code.islower() else 0
-        value = draw(st.integers(least, least + (1 << bits) - 1))
-    elif kind == BOOL:
-        code, value = "?", draw(st.booleans())
-    else:
-        code = "f" if kind == FLOAT else "d"
-        value = draw(st.floats(width=32 if kind == FLOAT else 64, allow_nan=False))
-    return kind, struct.pack(f"<{code}", value), value
-
-
-@st.composite
-def tensors(draw: st.DrawFn) -> list[tuple[str, int, tuple[int, ...], int]]:
-    """Return names, types, shapes and offsets of tensors that do not overlap."""
-    result, offset = [], 0
-    for name in draw(st.lists(st.text(min_size=1, max_size=4), unique=True, max_size=4)):
-        kind = draw(st.sampled_from([*PER_BLOCK]))
-        block, nbytes = PER_BLOCK[kind]
-        shape = (*draw(st.lists(st.integers(1, 3), max_size=3)), block * draw(st.integers(1, 3)))
-        result.append((name, kind, shape, offset))
-        size = math.prod(shape) // block * nbytes
-        offset += size + -size % 32
-    return result
-
-
-@holds_for(40, entries=st.dictionaries(st.text(max_size=6), values(), max_size=5), listed=tensors())
-def test_headers_are_read_as_written(entries: dict[str, Any], listed: list[Any]) -> None:
-    entries.pop("general.alignment", None)
-    encoded = [entry(key, kind, data) for key, (kind, data, _) in entries.items()]
-    written = header(encoded, [tensor(name, shape[::-1], kind, offset) for name, kind, shape, offset in listed])
-    with file_of(written + bytes(100_000)) as path:
-        file = read_gguf_header("model", path)
-    assert file.metadata == {key: value for key, (*_, value) in entries.items()}
-    start = len(written) + -len(written) % 32
-    for name, kind, shape, offset in listed:
-        found, (block, nbytes) = file.tensors[name], PER_BLOCK[kind]
-        assert (found.shape, found.start, found.nbytes) == (shape, start + offset, math.prod(shape) // block * nbytes)
-
-
-@holds_for(
-    60,
-    content=st.binary(max_size=200) | st.lists(st.sampled_from(range(6)), max_size=60).map(bytes),
-    version=st.sampled_from((2, 3)),
-    counts=st.tuples(st.integers(0, 4), st.integers(0, 4)),
-)
-def test_arbitrary_headers_give_a_file_or_a_sentence(content: bytes, version: int, counts: tuple[int, int]) -> None:
-    with file_of(header([content], counts=counts, version=version) + bytes(4096)) as path:
-        refusal(read_gguf_header, "model", path)
+def test_headers_are_read_as_written_by_llama_cpp(tmp_path: Path) -> None:
+    """Largest or smallest value of each type, and tensors in blocks."""
+    writer, path = GGUFWriter(tmp_path / "model.gguf", "llama"), tmp_path / "model.gguf"
+    expected: dict[str, Any] = {"general.architecture": "llama"}
+    for bits in (8, 16, 32, 64):
+        for kind, value in (("uint", (1 << bits) - 1), ("int", -1 << bits - 1)):
+            getattr(writer, f"add_{kind}{bits}")(f"{kind}{bits}", value)
+            expected[f"{kind}{bits}"] = value
+    others = {"float32": 0.5, "float64": 0.1, "bool": True, "string": "naïve", "array": [1, -2]}
+    for kind, value in others.items():
+        getattr(writer, f"add_{kind}")(kind, value)
+    tensors = {"a": ((2, 3), "F32"), "b": ((3, 64), "Q8_0"), "c": ((1, 256), "Q4_K"), "d": ((5,), "F16")}
+    for name, (shape, kind) in tensors.items():
+        data = np.linspace(-1, 1, math.prod(shape), dtype=np.float32).reshape(shape)
+        qtype = GGMLQuantizationType[kind]
+        writer.add_tensor(name, quantize(data, qtype), raw_dtype=qtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file, written = read_gguf_header("model", path), {one.name: one for one in GGUFReader(path).tensors}
+    assert file.metadata == expected | others
+    for name, (shape, _) in tensors.items():
+        found = file.tensors[name]
+        assert (found.shape, found.start, found.nbytes) == (shape, written[name].data_offset, written[name].n_bytes)
 
 
 TOKENIZER = byte_level_tokenizer()

@@ -53,8 +53,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(files: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    """Local hub with chunks of 16 kB instead of 10 MB, so that small files need several."""
+    """Local hub with chunks of 16 kB instead of 10 MB, so that small files need several, and retries without delay."""
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 14)
+    monkeypatch.setattr("huggingface_hub.file_download.time", SimpleNamespace(sleep=lambda seconds: None))
     with serving(files) as stand_in:
         yield stand_in
 
@@ -209,9 +210,9 @@ def test_a_disk_that_fills_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_environment_names_the_hub(server: StandIn, tmp_path: Path) -> None:
     """In a new process, with a token that must stay in the headers."""
     where = {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path), "HF_TOKEN": SECRET, "HF_HUB_DISABLE_XET": "1"}
-    command = [sys.executable, "-m", "specdemo", "run", "def f():", "--target", NAME, "--drafter", "tiny/drafter"]
+    options = ["--target", NAME, "--method", "ar", "--max-tokens", "4", "--device", "cpu"]
     done = subprocess.run(
-        [*command, "--max-tokens", "4", "--device", "cpu"],
+        [sys.executable, "-m", "specdemo", "run", "def f():", *options],
         cwd=ROOT,
         env={**os.environ, **where},
         capture_output=True,

@@ -41,13 +41,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("models") / "target", byte_level_tokenizer())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_dtypes(checkpoint: Path, dtype: str) -> None:
-    loaded = load(ModelSpec(str(checkpoint), dtype, device="cpu"))
-    assert loaded.model.dtype == getattr(torch, dtype)
-    assert loaded.stop == {loaded.tokenizer.eos_token_id}
-
-
 @pytest.mark.parametrize(("dtype", "tied"), [("float32", True), ("float16", False)])
 def test_llama_checkpoints_give_the_bits_of_transformers(tmp_path: Path, dtype: str, tied: bool) -> None:
     folder = save_model(tmp_path, byte_level_tokenizer(), tie_word_embeddings=tied)

@@ -141,26 +141,6 @@ def test_target_and_drafter_read_a_prompt_in_chunks(short_chunks: None) -> None:
     assert not prefills(short)
 
 
-@pytest.mark.slow
-def test_other_visitors_get_their_turn_during_a_prefill(short_chunks: None) -> None:
-    """With equal device times jobs alternate: the short run ends before the long prompt is read."""
-    list(events(max_tokens=1))  # loads the models
-    worker, order = Worker(clock=lambda: 0.0), []
-
-    def tagged(name: str, run: Iterator[Event]) -> Iterator[Event]:
-        for event in run:
-            order.append((name, type(event)))
-            yield event
-
-    streams = [
-        worker.submit(lambda: tagged("long", events(method="ar"))),
-        worker.submit(lambda: tagged("short", events("def f", method="ar"))),
-    ]
-    assert all(stream.wait(PATIENCE) for stream in streams)
-    worker.close()
-    assert order.index(("short", End)) < order.index(("long", StepEvent))
-
-
 # --- passes that are ended ---
 
 
