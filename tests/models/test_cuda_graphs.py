@@ -250,6 +250,19 @@ def test_a_failed_capture_continues_eagerly(error: Exception, cuda: FakeCuda, pa
     assert cuda.current is cuda.default
 
 
+@pytest.mark.parametrize("method", ["ar", "self"])
+def test_loading_and_a_second_run_capture_nothing(method: str, cuda: FakeCuda, pair: dict[str, Any]) -> None:
+    pool, recipe = ModelPool(), Recipe(**pair, method=method)
+    pool.take(plan_run(recipe).target)
+    assert not cuda.captures
+    for _ in range(2):
+        captures = len(cuda.captures)
+        list(run_recipe(recipe, "abcd", pool))
+    assert len(cuda.captures) == captures > 0
+    pool.recover()
+    assert not cuda.graphs
+
+
 @pytest.mark.parametrize(
     ("changed", "pad"), [({}, 8), ({"policy": "auto"}, 1), ({"method": "tree"}, 8), ({"method": "nasd"}, 1)]
 )
