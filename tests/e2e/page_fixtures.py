@@ -219,7 +219,7 @@ def tabs(served: Any, chromium: BrowserContext) -> Iterator[Callable[..., Page]]
     for page in pages:
         page.close()
     clear_storage(chromium, served)
-    assert not errors
+    assert not errors, errors
     external = [url for url in requested if not url.startswith((served.url, "data:", "blob:"))]
     assert requested and not external
 

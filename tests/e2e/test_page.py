@@ -485,6 +485,21 @@ def test_a_quantised_copy_is_chosen_with_the_keyboard(page: Page) -> None:
     expect(source).to_have_text("the pair's own")
 
 
+LATE_PROMPT = """{
+    const find = document.querySelector;
+    let rest = 5;
+    document.querySelector = function (selector) {
+        return selector === "#prompt textarea" && rest-- > 0 ? null : find.call(this, selector);
+    };
+}"""
+
+
+def test_the_page_waits_for_parts_that_are_mounted_late(tab: Any) -> None:
+    page = tab(LATE_PROMPT)
+    run(page, CODE, tokens=8)
+    status(page, "done: 8 tokens")
+
+
 COUNT_FRAMES = """const request = window.requestAnimationFrame;
 window.requested = 0;
 window.requestAnimationFrame = (callback) => { window.requested += 1; return request(callback); };

@@ -8,7 +8,7 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from specdemo.ui import cockpit
-from specdemo.ui.page_files import file_route, mount_module
+from specdemo.ui.page_files import bundle, file_route, mount_module
 from specdemo.ui.run_store import RunStore
 
 DECLARATIONS = Path(cockpit.__file__).with_name("globals.d.ts")
@@ -36,3 +36,9 @@ def test_a_script_is_served_with_its_imports_for_a_long_time(entry: str) -> None
     folder = address.rpartition("/")[0]
     other = address.replace(folder, "cockpit/0123456789abcdef")
     assert client.get(f"/{other}").status_code == client.get(f"/{folder}/none.js").status_code == 404
+
+
+@pytest.mark.parametrize("entry", ["page", "lessons", "saved_page"])
+def test_names_of_modules_are_unique_within_a_script(entry: str) -> None:
+    names = re.findall(r"^(?:export )?(?:async )?(?:function|class|const|let) (\w+)", bundle(entry), re.MULTILINE)
+    assert len(names) > 50 and sorted(names) == sorted({*names})

@@ -184,8 +184,12 @@ const ACTIONS = {
   unload: () => trigger("clear"),
 };
 
-export function connectForm() {
+const FORM_PARTS = ["#settings-form", "#examples", "#prompt textarea", "#compare input", "#kept-lanes"];
+
+export async function connectForm() { // Gradio mounts its parts one after another
   const { signal } = listeners;
+  while (!FORM_PARTS.every(page)) await new Promise((resolve) => setTimeout(resolve, 16));
+  if (signal.aborted) return;
   form = document.getElementById("settings-form");
   tables = JSON.parse(form.dataset.tables);
   examples = JSON.parse(document.getElementById("examples").dataset.examples);
