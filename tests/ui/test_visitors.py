@@ -90,7 +90,8 @@ def test_refused_benches_leave_the_running_one(limits: HostLimits, monkeypatch: 
         yield {}
 
     monkeypatch.setattr(measurements, "measure", measured)
-    service, bench = Service(ModelPool(), lambda *_: (event for event in [{}]), limits), ([Recipe()], [Prompt("code", "code", "x")])
+    service = Service(ModelPool(), lambda *_: (event for event in [{}]), limits)
+    bench = ([Recipe()], [Prompt("code", "code", "x")])
     former = service.measurements.bench(*bench, "visitor", address)
     assert inside.wait(PATIENCE)
     if limits.queue == 1:
