@@ -485,6 +485,14 @@ def test_a_quantised_copy_is_chosen_with_the_keyboard(page: Page) -> None:
     expect(source).to_have_text("the pair's own")
 
 
+def test_models_are_unloaded_on_request(page: Page) -> None:
+    run(page, CODE, tokens=8)
+    status(page, "done: 8 tokens")
+    open_group(page, "Advanced settings", "Models and devices")
+    page.locator("#unload").click()
+    expect(page.get_by_text(re.compile("of weights unloaded"))).to_be_visible()
+
+
 LATE_PROMPT = """{
     const find = document.querySelector;
     let rest = 5;

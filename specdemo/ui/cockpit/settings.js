@@ -181,7 +181,7 @@ const ACTIONS = {
   "drop-lanes": () => storeLanes({ lanes: [], text: "" }),
   "at-best": () => applyExample(examples.best[settings().method] ?? {}),
   "at-worst": () => applyExample(examples.worst[settings().method] ?? {}),
-  unload: () => trigger("clear"),
+  unload: () => trigger("delete"),
 };
 
 const FORM_PARTS = ["#settings-form", "#examples", "#prompt textarea", "#compare input", "#kept-lanes"];
