@@ -7,6 +7,7 @@ Any thread may use a job's `Stream`.
 from __future__ import annotations
 
 import contextvars
+import math
 import threading
 import time
 import traceback
@@ -28,6 +29,7 @@ _LEAD_S = 0.05  # device time that a job may be ahead of others
 _OPEN_PER_ACTIVE = 4  # open jobs per active job, including jobs that wait
 _TURNS_PER_PASS = 4  # most turns per job before a pass
 
+_SIGNAL_CHECK_S = 0.5
 _process_flag = StopFlag()
 _current: contextvars.ContextVar[Stream[Any] | None] = contextvars.ContextVar("current job", default=None)
 
@@ -70,11 +72,20 @@ def device_released() -> Iterator[None]:
 def wait_for(future: Future[Any], timeout: float | None = None) -> bool:
     """Wait without the device; return False after `timeout`. Raise `Stopped` if the job is stopped."""
     stream = _current.get()
-    stop_request = set() if stream is None else {stream.stop_request}
+    if stream is None:
+        return _wait_for_signals(future, timeout)
     with device_released():
-        wait({future, *stop_request}, timeout, return_when=FIRST_COMPLETED)
-    if not future.done() and stream is not None and stream.stopping:
+        wait({future, stream.stop_request}, timeout, return_when=FIRST_COMPLETED)
+    if not future.done() and stream.stopping:
         raise Stopped
+    return future.done()
+
+
+def _wait_for_signals(future: Future[Any], timeout: float | None) -> bool:
+    """Wait in parts: a signal that arrives just before a wait does not end it."""
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    while not future.done() and (rest := deadline - time.monotonic()) > 0:
+        wait({future}, min(rest, _SIGNAL_CHECK_S))
     return future.done()
 
 
