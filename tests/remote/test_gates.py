@@ -181,7 +181,7 @@ def test_first_draft_token_is_provisional_after_the_deadline() -> None:
 
 
 def test_every_request_is_measured_in_a_step() -> None:
-    """That of a provisional step may be measured in a later one."""
+    """Compare all requests with the sums over steps; a provisional step may be measured in a later one."""
     http = DelayedClient()
     verifier, expected = late_verifier(http), target_text(12)
     text, links = list(PROMPT), []
