@@ -170,7 +170,7 @@ class _Fields:
 
     def _labelled(self, option: Option, choices: Mapping[str, str], value: Any, label: str) -> str:
         named = f'data-setting="{option.name}"'
-        shown = html.escape(str(value))
+        shown = html.escape(f"{value:g}" if isinstance(value, float) else str(value))
         slider = ""
         if choices:
             control = f"<select {named}>{_options(choices, value)}</select>"
