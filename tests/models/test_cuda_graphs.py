@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -272,7 +273,7 @@ def test_no_capture_is_timed(
     """A clock advances during captures only, by 100 s each: every time of the run is 0."""
     found = BatchInvariance(True, pad, 1, {1: 1.0})
     monkeypatch.setattr("specdemo.models.load.check_invariance", lambda model: found)
-    clock = SimpleNamespace(perf_counter=lambda: 100.0 * len(cuda.captures))
+    clock = SimpleNamespace(perf_counter=lambda: 100.0 * len(cuda.captures), monotonic=time.monotonic)
     for module in ("specdemo.generate", "specdemo.models.chat_prompt", "specdemo.worker"):
         monkeypatch.setattr(sys.modules[module], "time", clock)
     for prompt in ("abcd", "a" * 250):
