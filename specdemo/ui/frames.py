@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, StepEvent
 from specdemo.core.explain import failover_note
 from specdemo.core.trace import MAX_CHARACTERS, ReadLimits, read
-from specdemo.ui.lane import LANES, PLAIN, SPEC, Lane, linked, mode, speed
+from specdemo.ui.lane import LANES, PLAIN, SPEC, Lane, clock, linked, mode, speed
 from specdemo.ui.run_estimate import estimate_lengths
 from specdemo.ui.run_figures import tiles
 from specdemo.ui.settings import recorded_settings
@@ -120,7 +120,8 @@ class Run:
                     position = sum(other.ended for other in self.lanes.values()) + 1
                     description += f", run {position} of {len(self.lanes)}"
                 self.phase = ("decoding", description)
-                self._record({"l": name, **step_view(event.step, lane.recipe)}, "step", line)
+                at = round(clock(event.metrics, linked(self.lanes)), 6)
+                self._record({"l": name, "at": at, **step_view(event.step, lane.recipe)}, "step", line)
 
     def _end(self, name: str, end: End, repeated: bool) -> None:
         failed = end.reason not in ENDS
@@ -229,7 +230,7 @@ def read_traces(text: Any, max_characters: int = MAX_CHARACTERS) -> Run:
     others = iter(name for name in LANES if name != PLAIN)
     names = [PLAIN if i == baseline else next(others, LANES[-1]) for i in range(len(traces))]
     run = Run(tuple(name for name in LANES if name in names))
-    for name, trace in zip(names, traces, strict=True):
+    for name, trace in sorted(zip(names, traces, strict=True), key=lambda named: run.plan.index(named[0])):
         for event in (trace.header, *trace.steps, trace.end):
             if event is not None:
                 run.absorb(name, event)

@@ -145,12 +145,21 @@ def linked(lanes: Mapping[str, Lane]) -> bool:
     return any(mode(lane.recipe) for lane in lanes.values())
 
 
+def same_target(lane: Lane, other: Lane) -> bool:
+    """Return True if both lanes ran the same form of the target on the same device."""
+    names = ("external", "pair", "target", "dtype", "quantization", "activations", "device")
+    return all(lane.recipe.get(name) == other.recipe.get(name) for name in names)
+
+
+def clock(metrics: Metrics, total: bool) -> float:
+    """Seconds that speeds refer to: since the first token, or in total."""
+    return metrics.decode_s + ((metrics.ttft_s or 0.0) if total else 0.0)
+
+
 def speed(metrics: Metrics, total: bool) -> float | None:
     """Tokens per second without the prefill, or of the total time."""
-    if not total:
-        return metrics.tokens_per_second
-    seconds = (metrics.ttft_s or 0.0) + metrics.decode_s
-    return metrics.tokens / seconds if seconds else None
+    tokens, seconds = metrics.tokens if total else metrics.decode_tokens, clock(metrics, total)
+    return tokens / seconds if seconds else None
 
 
 def title(recipe: Mapping[str, Any]) -> str:

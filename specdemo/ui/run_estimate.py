@@ -12,7 +12,7 @@ from specdemo.core.policies import CostModel
 from specdemo.core.simulate import GammaEstimate, other_gammas
 from specdemo.core.theory import CostTerms
 from specdemo.drafters import METHODS
-from specdemo.ui.lane import LANES, Lane, mode
+from specdemo.ui.lane import LANES, Lane, mode, same_target
 
 LONGEST_ESTIMATE = 8  # longest draft of the estimate, in tokens
 SIMULATED_STEPS = 30_000  # bounds the time of the estimate
@@ -104,6 +104,4 @@ def cost_terms(spec: Metrics, baseline: Metrics) -> CostTerms | None:
 
 
 def _comparable(lane: Lane, baseline: Lane) -> bool:
-    target = ("pair", "target", "dtype", "quantization", "activations", "device")
-    same = all(lane.recipe.get(name) == baseline.recipe.get(name) for name in target)
-    return same and baseline.metrics.decode_steps > 0 and not mode(lane.recipe)
+    return same_target(lane, baseline) and baseline.metrics.decode_steps > 0 and not mode(lane.recipe)

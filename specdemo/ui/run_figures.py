@@ -2,25 +2,60 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from specdemo.core.formats import NOTHING, format_bytes, latency, number, percent
 from specdemo.core.rules import rule_traits
-from specdemo.ui.lane import PLAIN, SPEC, Lane, linked, mode, model_name, speed
+from specdemo.ui.lane import PLAIN, SPEC, Lane, linked, mode, model_name, same_target, speed
 from specdemo.ui.text_comparison import differing_inputs, guarantee
 
 Lanes = Mapping[str, Lane]
 Speeds = Mapping[str, Sequence[float]]  # tokens per second of each repetition, by lane
 
-DISTURBED = 0.9  # ratio of the times of passes below which noise is the cause
+MOST_PER_PASS = 1.05  # speed-up divided by tokens per pass
+LEAST_PASS = 0.95  # duration of a pass over several rows, in passes over one row
+NOT_MEASURABLE = "not measurable now"
 _TABLE_HEAD = ("settings", "model", "speed-up", "tokens per pass", "acceptance", "α", "first token", "guarantee")
 
 
 def lane_speedup(lanes: Lanes, name: str = SPEC) -> float | None:
-    """Speed of a lane relative to the AR lane, once both have ended; over a link including the first token."""
+    """Return the only result of `measured_speedups` without repetitions."""
+    return next(iter(measured_speedups(lanes, {}, name)), None)
+
+
+def measured_speedups(lanes: Lanes, speeds: Speeds, name: str = SPEC) -> list[float]:
+    """Return the speed of a lane relative to the AR lane, once both have ended, of each pair or of the only run.
+
+    Over a link they include the first token. Impossible values are left out: another program used the processor.
+    """
+    ratio = _measured_ratio(lanes, name)
+    if ratio is None:
+        return []
+    pairs, passes = _pairs(speeds, name), _typical_passes(lanes)
+    if name == SPEC and not pairs and passes and passes.ratio < LEAST_PASS:
+        return []
+    return [value for value in pairs or [ratio] if value <= _largest_speedup(lanes, name)]
+
+
+def disturbed(lanes: Lanes, speeds: Speeds, name: str = SPEC) -> bool:
+    """Return True if all measured speed-ups are impossible."""
+    return _measured_ratio(lanes, name) is not None and not measured_speedups(lanes, speeds, name)
+
+
+def _largest_speedup(lanes: Lanes, name: str) -> float:
+    """Return the largest possible speed-up: a step contains a pass of the target, which takes as long as an AR step."""
+    gain = lanes[name].metrics.tokens_per_target_pass
+    if not gain or linked(lanes) or not same_target(lanes[name], lanes[PLAIN]):
+        return math.inf
+    return MOST_PER_PASS * gain
+
+
+def _measured_ratio(lanes: Lanes, name: str) -> float | None:
     if name == PLAIN or not all(lane in lanes and lanes[lane].ended for lane in (name, PLAIN)):
         return None
     if "prompt" in differing_inputs(lanes[name], lanes[PLAIN]):
@@ -33,7 +68,7 @@ def ratio_text(value: float) -> str:
     return f"{value:.1f}" if value >= 0.1 else f"{value:.2f}"
 
 
-def pairs_of(speeds: Speeds, name: str = SPEC) -> list[float]:
+def _pairs(speeds: Speeds, name: str) -> list[float]:
     """Return the speed-up of each pair; empty without repetitions."""
     pairs = zip(speeds.get(name, ()), speeds.get(PLAIN, ()), strict=False)
     ratios = [value / baseline for value, baseline in pairs if value and baseline]
@@ -97,16 +132,40 @@ def _row(name: str, lane: Lane, lanes: Lanes, speeds: Speeds) -> list[str]:
 
 def _speedup(lanes: Lanes, speeds: Speeds, name: str = SPEC) -> tuple[str, str]:
     """Return the speed-up of a lane, and of how many runs it is."""
-    ratio = lane_speedup(lanes, name)
-    if ratio is None:
-        return NOTHING, "no baseline measured"
-    if pairs := pairs_of(speeds, name):
-        return f"{statistics.median(pairs):.2f}×", f"median of {len(pairs)} pairs, {min(pairs):.2f} to {max(pairs):.2f}"
-    return f"{ratio_text(ratio)}×", "one run, total time" if linked(lanes) else "one run"
+    ratios = measured_speedups(lanes, speeds, name)
+    if not ratios:
+        return NOTHING, NOT_MEASURABLE if disturbed(lanes, speeds, name) else "no baseline measured"
+    if len(ratios) > 1:
+        spread = f"median of {len(ratios)} pairs, {min(ratios):.2f} to {max(ratios):.2f}"
+        return f"{statistics.median(ratios):.2f}×", spread
+    return f"{ratio_text(ratios[0])}×", "one run, total time" if linked(lanes) else "one run"
 
 
 def pass_costs(lanes: Lanes) -> dict[str, Any] | None:
-    """Compare passes over the most frequent draft with those over one row."""
+    """Compare passes over the most frequent draft with those over one row; None also if they were disturbed."""
+    passes = _typical_passes(lanes)
+    if passes is None or passes.ratio < LEAST_PASS:
+        return None
+    return {
+        "words": f"Why: checking {passes.rows} tokens takes {passes.ratio:.2f} times as long as writing 1.",
+        "bars": [["writing 1", passes.single_s], [f"checking {passes.rows}", passes.several_s]],
+    }
+
+
+@dataclass(frozen=True)
+class _TypicalPasses:
+    """Median durations of passes over one row and over the most frequent draft."""
+
+    rows: int
+    single_s: float
+    several_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.several_s / self.single_s
+
+
+def _typical_passes(lanes: Lanes) -> _TypicalPasses | None:
     spec, plain = lanes.get(SPEC), lanes.get(PLAIN)
     if spec is None or plain is None or not (spec.ended and plain.ended) or mode(spec.recipe):
         return None
@@ -117,10 +176,4 @@ def pass_costs(lanes: Lanes) -> dict[str, Any] | None:
         return None
     rows = 1 + drafts.most_common(1)[0][0]
     several_s = statistics.median(verify_s for length, verify_s in checked if verify_s and length + 1 == rows)
-    ratio = several_s / statistics.median(single)
-    words = f"Why: checking {rows} tokens takes {ratio:.1f} times as long as writing 1."
-    if ratio < DISTURBED:
-        cause = f"checking {rows} tokens cannot be faster than writing 1"
-        words = f"Other programs disturbed the times of the passes: {cause}. Press Repeat."
-    bars = [["writing 1", statistics.median(single)], [f"checking {rows}", several_s]]
-    return {"words": words, "bars": bars}
+    return _TypicalPasses(rows, statistics.median(single), several_s)

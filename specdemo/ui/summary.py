@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdemo.core.explain import explain_engine
@@ -15,10 +15,12 @@ from specdemo.drafters import METHODS, draft_shape
 from specdemo.ui.lane import ALONE, PLAIN, SPEC, Lane, linked, mode
 from specdemo.ui.run_estimate import RunEstimate, cost_terms, estimate_lengths
 from specdemo.ui.run_figures import (
+    NOT_MEASURABLE,
     Lanes,
     Speeds,
+    disturbed,
     lane_speedup,
-    pairs_of,
+    measured_speedups,
     pass_costs,
     ratio_text,
     run_table,
@@ -28,6 +30,8 @@ from specdemo.ui.text_comparison import Relation, compare_texts, differing_input
 FASTER, SLOWER = 1.05, 0.95  # ratios of a single run that are a result
 ENOUGH_PAIRS = 5  # equal speeds give 5 ratios on one side of 1 in 6 % of the repetitions
 MOSTLY_WAITING = 0.5  # share of the time
+_DISTURBED = f"Speed {NOT_MEASURABLE}"
+_DISTURBANCE = "Another program used the processor: the times contradict the number of passes."
 REPEAT, DISABLE = "confirm with Repeat", "disable speculation (method ar)"
 PRESS_REPEAT = {"label": "Repeat ×5", "press": "repeat"}
 CHOOSE_BASELINE = {"label": "Turn speculation off", "set": {"method": "ar"}}
@@ -53,19 +57,19 @@ def summarise(lanes: Lanes, speeds: Speeds) -> dict[str, Any]:
 class _Comparison:
     """First lane compared with the AR lane: its speed-up, and its costs if the durations of steps are known."""
 
-    def __init__(self, lanes: Lanes, speeds: Speeds, ratio: float) -> None:
+    def __init__(self, lanes: Lanes, ratios: Sequence[float]) -> None:
         self.spec, self.plain = lanes[SPEC], lanes[PLAIN]
-        self.linked, self.ratio = linked(lanes), ratio
-        self.pairs = pairs_of(speeds)
-        self.median = statistics.median(self.pairs) if self.pairs else ratio
+        self.linked = linked(lanes)
+        self.pairs = ratios if len(ratios) > 1 else ()
+        self.median = statistics.median(ratios)
         self.decided = len(self.pairs) >= ENOUGH_PAIRS
         self.terms = cost_terms(self.spec.metrics, self.plain.metrics)
         self.for_speed = self.spec.recipe["method"] != "beam" and mode(self.spec.recipe) not in ALONE
 
     @classmethod
     def of(cls, lanes: Lanes, speeds: Speeds) -> _Comparison | None:
-        ratio = lane_speedup(lanes)
-        return None if ratio is None or SPEC not in lanes else cls(lanes, speeds, ratio)
+        ratios = measured_speedups(lanes, speeds)
+        return cls(lanes, ratios) if ratios else None
 
     @property
     def tone(self) -> str:
@@ -78,7 +82,9 @@ class _Comparison:
 
     @property
     def outcome(self) -> str:
-        value, measure = f"{ratio_text(self.median)}×", " in total time" if self.linked else ""
+        value = f"{ratio_text(self.median)}×"
+        equal = self.spec.metrics.tokens == self.plain.metrics.tokens
+        measure = f" in total time{'' if equal else ' per token'}" if self.linked else ""
         times = "in this run" if not self.pairs else f"in {len(self.pairs)} pairs, too few for a result"
         if self.decided:
             times = f"in all {len(self.pairs)} pairs"
@@ -105,15 +111,19 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
     if lane is None:
         return None
     line = {"text": _single(lane), "tone": "none", "reason": "", "suggestion": None}
+    if disturbed(lanes, speeds):
+        spec, plain = lanes[SPEC], lanes[PLAIN]
+        text = f"{_DISTURBED}: {_same_words(spec, plain)}. {_passes(spec, plain)}"
+        return line | {"text": text, "reason": _DISTURBANCE, "suggestion": PRESS_REPEAT}
     result = _Comparison.of(lanes, speeds)
     if result is None:
         return line
     if not result.for_speed:
         return line | {"text": f"{result.outcome}, another text."}
     return {
-        "text": f"{result.outcome}, {_same_words(result)}. {_passes(result.spec, result.plain)}",
+        "text": f"{result.outcome}, {_same_words(result.spec, result.plain)}. {_passes(result.spec, result.plain)}",
         "tone": result.tone,
-        "reason": _reason(result),
+        "reason": "" if disturbed(lanes, {}) else _reason(result),
         "suggestion": _suggestion(result),
     }
 
@@ -126,8 +136,8 @@ def _single(lane: Lane) -> str:
     return f"{m.tokens} tokens in {m.target_passes} target passes after the first, {speed}."
 
 
-def _same_words(result: _Comparison) -> str:
-    compared = compare_texts(result.spec, result.plain)
+def _same_words(spec: Lane, plain: Lane) -> str:
+    compared = compare_texts(spec, plain)
     if compared.relation is Relation.SAME:
         return compared.badge
     if compared.tone:
@@ -147,7 +157,7 @@ def _reason(result: _Comparison) -> str:
         return ""
     subject = "In the displayed pair, a step" if result.pairs else "A step"
     m = result.spec.metrics
-    figures = f"gave {m.tokens_per_step:.1f} tokens and took {result.terms.step:.1f} times as long as a step"
+    figures = f"gave {m.tokens_per_step:.2f} tokens and took {result.terms.step:.2f} times as long as a step"
     shared = any(event.step.policy.get("texts", 1) > 1 for event in result.spec.steps)
     others = " Other runs shared its passes, which takes longer." if shared else ""
     return f"{subject} {figures} of the baseline.{others}"
@@ -169,11 +179,15 @@ def verdict(lanes: Lanes, speeds: Speeds) -> str:
 
     Times are in AR steps, so speed-up = tokens per step / AR steps per step.
     """
+    if disturbed(lanes, speeds):
+        return _DISTURBANCE
     result = _Comparison.of(lanes, speeds)
     if result is None:
         return ""
     if pairs := result.pairs:
-        return f"{result.outcome}: {min(pairs):.2f}× to {max(pairs):.2f}×, over {len(pairs)} alternating pairs."
+        return (
+            f"{result.outcome}: {min(pairs):.2f}× to {max(pairs):.2f}×, over {_counted(len(pairs), len(speeds[SPEC]))}."
+        )
     causes: list[str] = []
     if result.for_speed:
         causes = _link_causes(result) if result.linked else _causes(result)
@@ -185,11 +199,20 @@ def verdict(lanes: Lanes, speeds: Speeds) -> str:
     return " ".join(filter(None, (f"{result.outcome}: {_speeds(result)}", *causes, *others)))
 
 
+def _counted(pairs: int, measured: int) -> str:
+    if pairs == measured:
+        return f"{pairs} alternating pairs"
+    return f"{pairs} of {measured} alternating pairs; the times of the others contradict the number of passes"
+
+
 def _speeds(result: _Comparison) -> str:
     m, baseline = result.spec.metrics, result.plain.metrics
     if not result.linked:
         return f"{m.tokens_per_second:.1f} against {baseline.tokens_per_second:.1f} tokens per second."
     own, other = ((figures.ttft_s or 0.0) + figures.decode_s for figures in (m, baseline))
+    if m.tokens != baseline.tokens:
+        own, other = (1000 * own / m.tokens, 1000 * other / baseline.tokens)
+        return f"{own:.1f} against {other:.1f} ms per token, with the first token."
     return f"{own:.2f} against {other:.2f} s in total, with the first token."
 
 
@@ -197,7 +220,7 @@ def _link_causes(result: _Comparison) -> list[str]:
     m = result.spec.metrics
     waited = m.remote.get("rtt_s", 0.0) / (m.decode_s or 1.0)
     words = ["The cloud alone streams its tokens after one round trip."]
-    if result.ratio < SLOWER and waited > MOSTLY_WAITING:
+    if result.median < SLOWER and waited > MOSTLY_WAITING:
         words.append("The link takes most of each step: let the cloud decode alone.")
     return words
 
@@ -210,7 +233,7 @@ def _causes(result: _Comparison) -> list[str]:
     return [
         f"A step gave {result.spec.metrics.tokens_per_step:.2f} tokens and took {terms.step:.2f} AR steps ({figures}).",
         _theorem(result.spec, terms),
-        _advice(result, terms) if result.ratio < SLOWER else "",
+        _advice(result, terms) if result.median < SLOWER else "",
     ]
 
 
@@ -297,4 +320,4 @@ def _unequal_lengths(lanes: Lanes) -> str:
         return ""
     names = {name: "AR" if name == PLAIN else lane.title for name, lane in begun.items()}
     counts = (f"{names[name]} {lane.metrics.tokens} tokens" for name, lane in begun.items())
-    return f"{'; '.join(counts)}: speeds are compared, not times."
+    return f"The texts differ in length ({'; '.join(counts)}): times per token are compared."

@@ -358,12 +358,16 @@ def test_saved_page_replays_the_run_offline(open_run: Callable[..., Page], pool:
     assert not grave(page, "#figures", schemes=["light"])
 
 
+def seconds(value: float) -> str:
+    return f"{value:.{3 if value < 1 else 2}f} s"
+
+
 def test_time_axis_links_blocks_tokens_and_sentence(open_run: Callable[..., Page]) -> None:
     path = ASSETS / "traces" / "draft, temperature 0.7.jsonl"
     run = read_traces(path.read_text("utf-8"))
     page = open_run(run)
-    ends = {name: lane.steps[-1].step.t for name, lane in run.lanes.items()}
-    assert page.locator(".time-end").all_inner_texts() == [f"{ends[name]:.2f} s" for name in (SPEC, PLAIN)]
+    ends = {name: lane.metrics.decode_s for name, lane in run.lanes.items()}
+    assert page.locator(".time-end").all_inner_texts() == [seconds(ends[name]) for name in (SPEC, PLAIN)]
     widths = "[...document.querySelectorAll('.time-bar')].map(b => b.getBoundingClientRect().width)"
     shares = {}
     for name in (SPEC, PLAIN):
@@ -374,8 +378,8 @@ def test_time_axis_links_blocks_tokens_and_sentence(open_run: Callable[..., Page
         )
     assert shares[SPEC] / shares[PLAIN] == pytest.approx(ends[SPEC] / ends[PLAIN], rel=0.05)
     event = run.lanes[SPEC].steps[4]
-    start = run.lanes[SPEC].steps[3].step.t
-    words = f"Step 4 of {len(run.lanes[SPEC].steps) - 1}, {start:.2f} s to {event.step.t:.2f} s: "
+    start = run.lanes[SPEC].steps[3].metrics.decode_s
+    words = f"Step 4 of {len(run.lanes[SPEC].steps) - 1}, {seconds(start)} to {seconds(event.metrics.decode_s)}: "
     words += f"{len(event.pieces)} tokens {json.dumps(event.text)}."
     page.locator("#lane-spec .round").nth(4).locator(".tok").first.hover()
     expect(page.locator("#time-words")).to_have_text(words)
@@ -400,7 +404,7 @@ def test_plots_are_saved_as_complete_svg(open_run: Callable[..., Page]) -> None:
         ("chart-positions", ".accepted", "Acceptance by position"),
         ("chart-times", ".verify", "Time per step (ms)", "draft ", "verify ", "host "),
         ("chart-whatif", ".line", "by draft length γ"),
-        ("time-rows", ".even", "Speculative 0.12 s", "Autoregressive (baseline) 0.12 s"),
+        ("time-rows", ".even", "Speculative 0.086 s", "Autoregressive (baseline) 0.093 s"),
     ):
         with page.expect_download() as download:
             page.locator(f"[data-plot={plot}]").click()

@@ -1,4 +1,4 @@
-// A run on the time axis: a block per step.
+// A run on the time axis: a block per step. Times begin with the first token; over a link with the prompt.
 
 import { canvas, svg } from "./elements.js";
 
@@ -12,7 +12,9 @@ export function drawBlocks(times, end, label) { // `times`: end of each step in 
   return picture;
 }
 
-export function countSteps({ length }) { return `first pass and ${length - 1} steps`; }
+export function countSteps({ length }) { return `${length - 1} steps`; }
+
+export function seconds(t) { return `${t.toFixed(t < 1 ? 3 : 2)} s`; }
 
 export function markBlock(picture, times, end, i) { // no block for -1
   const mark = picture.querySelector(".linked"), from = times[i - 1] ?? 0;

@@ -1,5 +1,6 @@
 // Details of one step, and the table of all steps of a lane.
 
+import { seconds } from "./blocks.js";
 import { bar, canvas, drawBars, formatNumber, make, setText, svg, visibleText } from "./elements.js";
 import { chartPositions, chartTimes, chartWhatIf, PARTS } from "./figures.js";
 import { scrollLane } from "./replay.js";
@@ -72,7 +73,7 @@ function drawStepDetails() {
   slider.setAttribute("aria-valuetext", `step ${i} of ${last}`);
   setText($("#round-number"), `${i} of ${last}`);
   const facts = details.facts.map(([name, value]) => `${name} ${value}`).join(" · ");
-  setText($("#round-words"), `${details.words} At ${details.t.toFixed(3)} s.${facts && ` ${facts}.`}`);
+  setText($("#round-words"), `${details.words} At ${seconds(details.t)}.${facts && ` ${facts}.`}`);
   $("#round-tree").replaceChildren(...(details.chain ? [] : [drawTree(details)]));
   const cards = details.nodes.map((node, n) => drawNode(node, n));
   if (details.last) cards.push(drawTargetToken(details.last));

@@ -100,7 +100,7 @@ export function drawStep(name, record, fragment) {
   const before = lane.steps.at(-1) ?? { tokens: 0, accepted: 0, drafted: 0 };
   lane.steps.push({
     span: round,
-    t: step.t,
+    t: record.at,
     tokens: before.tokens + step.tokens.length,
     accepted: before.accepted + acceptedCount(record),
     drafted: before.drafted + (by ? 0 : draftSize(step)),

@@ -1,6 +1,6 @@
 // Lessons: bars, time axes, step players and the prediction of the speed-up, from recorded runs.
 
-import { countSteps, drawBlocks } from "./blocks.js";
+import { countSteps, drawBlocks, seconds } from "./blocks.js";
 import { drawChart } from "./charts.js";
 import { bar, make, setText } from "./elements.js";
 import { drawSource } from "./sources.js";
@@ -25,7 +25,7 @@ export function mount({ element, props }) {
 
   const raceEnd = Math.max(...recordedRace.map(([, times]) => times.at(-1)));
   inLesson("race").replaceChildren(...recordedRace.map(([name, times], i) => make("div", { class: "time-row", "data-row": i ? "ar" : "spec" },
-    make("span", { text: name }), make("div", { class: "time-bar" }, drawBlocks(times, raceEnd, `${countSteps(times)} in ${times.at(-1).toFixed(2)} s`)), make("span", { text: `${times.at(-1).toFixed(2)} s` }))));
+    make("span", { text: name }), make("div", { class: "time-bar" }, drawBlocks(times, raceEnd, `${countSteps(times)} in ${seconds(times.at(-1))}`)), make("span", { text: seconds(times.at(-1)) }))));
 
   for (const [id, records] of [["survive", survive], ["copied", copied]]) {
     const player = createPlayer(inLesson(id));

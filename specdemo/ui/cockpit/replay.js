@@ -1,5 +1,6 @@
 // Replay of all lanes on one clock from the recorded times. Steps after the current time are hidden.
 
+import { seconds } from "./blocks.js";
 import { setText } from "./elements.js";
 import { showHeadline, showPosition } from "./headline.js";
 import { fastestSpeed, PACE } from "./pace.js";
@@ -34,8 +35,6 @@ export function closeReplay() {
   closeTimeline();
 }
 
-export function seconds(t) { return `${t.toFixed(2)} s`; }
-
 export function seek(t) {
   race.at = Math.max(0, Math.min(t, race.end));
   for (const name of race.lanes) {
@@ -49,7 +48,7 @@ export function seek(t) {
     }
     const last = replayed.steps[upTo - 1];
     const finished = upTo === replayed.steps.length;
-    setText($(".rate", replayed.box), !last ? "0 tokens" : `${last.tokens} tokens${finished ? ` in ${seconds(last.t)}` : ""}`);
+    setText($(".rate", replayed.box), finished ? current.frame.rates[name] : `${last?.tokens ?? 0} tokens`);
   }
   if (race.at === race.end) { showRates(); if (complete()) showHeadline(); }
   showPosition();

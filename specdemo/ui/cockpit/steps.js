@@ -47,7 +47,7 @@ export function stepDetails(lane, i) { // `lane`: head, header (trace line) and 
   const names = tokenNames(records);
   const untested = by || step.beta.every((beta) => beta === null);
   return {
-    t: step.t,
+    t: record.at,
     last: step.token === null ? null : targetToken(head, record, names),
     test: untested ? "none" : head.test,
     adjusts: head.adjusts,

@@ -1,9 +1,9 @@
 // Runs on one time axis, a block per step. Blocks, tokens and a sentence are linked by pointer and keyboard.
 
-import { AXIS, BLOCK, countSteps, drawBlocks, markBlock } from "./blocks.js";
+import { AXIS, BLOCK, countSteps, drawBlocks, markBlock, seconds } from "./blocks.js";
 import { canvas, make, setText, svg } from "./elements.js";
 import { inspectStep } from "./inspector.js";
-import { race, seconds } from "./replay.js";
+import { race } from "./replay.js";
 import { $, DISCARDED, element, HEADINGS, lanes } from "./state.js";
 
 export function openTimeline(names) {
@@ -68,7 +68,7 @@ export function linkStep(name, i = -1) {
   step.span.classList.add("linked-step");
   const tokens = step.tokens - (steps[i - 1]?.tokens ?? 0);
   const text = [...step.span.querySelectorAll(".tok")].filter((span) => !DISCARDED.has(span.dataset.kind)).map((span) => span.textContent).join("");
-  const words = `${i ? `Step ${i} of ${steps.length - 1}` : "Prefill"}, ${seconds(times[i - 1] ?? 0)} to ${seconds(times[i])}: ${tokens} token${tokens === 1 ? "" : "s"} ${JSON.stringify(text)}.`;
+  const words = `${i ? `Step ${i} of ${steps.length - 1}, ${seconds(times[i - 1])} to ${seconds(times[i])}` : "First pass"}: ${tokens} token${tokens === 1 ? "" : "s"} ${JSON.stringify(text)}.`;
   bar.setAttribute("aria-valuenow", i);
   bar.setAttribute("aria-valuetext", words);
   setText($("#time-words"), words);
@@ -76,5 +76,10 @@ export function linkStep(name, i = -1) {
 
 function summaryOfTimes() {
   const drawn = race.lanes.filter((name) => lanes[name].steps.length);
-  return drawn.map((name) => `${HEADINGS[name]}: ${countSteps(lanes[name].steps)}, ${seconds(lanes[name].steps.at(-1).t)}`).join(". ");
+  const words = drawn.map((name) => {
+    const { steps, records } = lanes[name], prompt = records.find(({ step }) => step).step.t;
+    const total = steps[0].t > 0 ? ", with the first token" : ""; // over a link
+    return `${HEADINGS[name]}: ${countSteps(steps)} in ${seconds(steps.at(-1).t)}${total}; first token after ${seconds(prompt)}.`;
+  });
+  return words.join(" ");
 }

@@ -77,7 +77,7 @@ def lesson_data() -> dict[str, Any]:
             "several": mean(step.seconds.verify for step in drafted),
             "rows": full + 1,
         },
-        "race": [(name, [event.step.t for event in greedy[key].steps]) for name, key in _RACE],
+        "race": [(name, [event.metrics.decode_s for event in greedy[key].steps]) for name, key in _RACE],
         "survive": _records_until(SAMPLED, _instructive),
         "copied": _records_until(COPIED, _copied),
         "costs": _costs(sampled),
