@@ -162,15 +162,13 @@ class HttpClient:
         body = b"" if message is None else self._codec.dump(message)
         network.exchange.sent += message is not None
         extensions = {"timeout": dict.fromkeys(("connect", "read", "write", "pool"), timeout)}
-        start = network.clock()
         try:
             network.delay(timeout + network.link.rtt_s / 2)
-            network.exchange.up_s += network.clock() - start
             with self._pool.stream(
                 method, self.url + path, headers=self._headers, content=body, extensions=extensions
             ) as response:
+                network.delay(timeout - (network.clock() - network.written))
                 arrived = network.clock()
-                network.delay(timeout - (arrived - network.written))
                 yield response
                 network.exchange.down_s += network.clock() - arrived
         except _NETWORK_ERRORS as error:
@@ -241,8 +239,8 @@ class Exchange:
 
     bytes_up: int = 0
     bytes_down: int = 0
-    up_s: float = 0.0  # includes the emulated delay
-    down_s: float = 0.0  # first to last byte of responses, and the emulated delay
+    up_s: float = 0.0
+    down_s: float = 0.0  # first to last byte of responses
     sent: int = 0  # requests with a message, and their repetitions
     rows: int | None = None
     cloud_s: float | None = None

@@ -1,26 +1,23 @@
-"""Charts and tables of a run over a link.
-
-The delay per direction cannot be measured: it is split evenly around the cloud's pass.
-"""
+"""Charts and tables of a run over a link."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from specdemo.core.errors import UserError
 from specdemo.core.formats import kilobytes, number, percent
-from specdemo.core.link_stats import LinkStats, Source
+from specdemo.core.link_stats import Source
 from specdemo.core.rules import rule_traits
 from specdemo.core.step import Step
 from specdemo.core.theory import STAGES, CostTerms, best_gamma, most_bytes_per_token, speedup_over
 from specdemo.ui.charts import Block, Series, chart, timeline
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import Lane, mode
+from specdemo.ui.link_time import link_share, parts, time_shares, verification
 from specdemo.ui.markdown import escape_markdown
 
-SLACK = 1.02  # tolerated deviation of the two clocks
 LINK_TABLE_HEAD = (
     "round", "k", "accepted_len", "la/k", "alpha_mean", "edge_time ms", "cloud_prefill ms", "rtt ms",
     "bytes up", "bytes down", "hard_ratio", "escalated", "cumulative acceptance", "verdict",
@@ -38,7 +35,6 @@ ACTIVITIES = {  # label, row of the timeline, colour
     "idle": ("idle", 0, "var(--line)"),
 }
 _TOTALS = {"provisional": "committed provisionally", "confirmed": "confirmed", "overruled": "overruled"}
-Part = tuple[str, float, float]  # activity, start, duration; in seconds
 
 LONGEST = 24  # longest draft of the search, in tokens
 
@@ -57,39 +53,6 @@ def edge_lane(run: Run | None) -> Lane:
 
 def steps(lane: Lane) -> list[Step]:
     return [event.step for event in lane.steps]
-
-
-def parts(steps: Sequence[Step]) -> list[list[Part]]:
-    """Split each step into idle, draft, gap, up, way, verify, way, down; or into draft, gap and wait.
-
-    Verification is a wait if the cloud's share is unknown.
-    """
-    result, end = [], 0.0
-    for step in steps:
-        draft_s = step.seconds.draft
-        start = max(end, step.t - draft_s - step.seconds.verify)
-        activities: list[Part] = [("idle", end, start - end), ("draft", start, draft_s)]
-        begin = start + draft_s
-        for activity, seconds in _verification(step):
-            activities.append((activity, begin, seconds))
-            begin += seconds
-        result.append([part for part in activities if part[2] > 0])
-        end = step.t
-    return result
-
-
-def _verification(step: Step) -> Iterator[tuple[str, float]]:
-    link = step.verdict.link or LinkStats()
-    gap = min(link.gap_s or 0.0, step.seconds.verify)
-    cloud, verify_s = link.cloud_s, step.seconds.verify - gap
-    if gap:
-        yield "gap", gap
-    up, down = link.up_s or 0.0, link.down_s or 0.0
-    if cloud is None or cloud + up + down > verify_s * SLACK:
-        yield "wait", verify_s
-        return
-    way = max(0.0, verify_s - cloud - up - down) / 2
-    yield from (("up", up), ("way", way), ("verify", cloud), ("way", way), ("down", down))
 
 
 def measures(steps: Sequence[Step]) -> list[list[str]]:
@@ -144,19 +107,15 @@ def _note(step: Step) -> str:
 def describe_link(lane: Lane) -> str:
     run_steps, m = steps(lane), lane.metrics
     remote: Mapping[str, float] = m.remote
-    spent = dict.fromkeys(ACTIVITIES, 0.0)
-    for activity, _, seconds in (part for step_parts in parts(run_steps) for part in step_parts):
-        spent[activity] += seconds
-    total = sum(spent.values()) or 1.0
-    shares = [f"{ACTIVITIES[activity][0]} {percent(spent[activity] / total)}" for activity in spent if spent[activity]]
-    waiting = sum(seconds for activity, seconds in spent.items() if activity not in ("draft", "idle"))
+    shares = time_shares(run_steps)
+    times = ", ".join(f"{words} {percent(shares[name])}" for name, (words, *_) in ACTIVITIES.items() if name in shares)
     sentences = [
         f"**{escape_markdown(lane.title)}**: {m.tokens} tokens in {m.steps} steps, "
         f"{number(m.tokens_per_second, 1)} tokens per second. {percent(remote.get('escalated', 0.0) / m.steps)} of the "
         "steps queried the cloud. The link carried "
         f"{kilobytes(remote.get('bytes_up', 0.0))} kB up and {kilobytes(remote.get('bytes_down', 0.0))} kB down, "
         "including HTTP headers.",
-        f"Time: {', '.join(shares)}. The edge waited {percent(waiting / total)} of it.",
+        f"Time: {times}. The link took {percent(link_share(run_steps))} of it.",
     ]
     retries = remote.get("sent", 0.0) - sum("sent" in step.verdict.remote for step in run_steps)
     if retries > (rows := remote.get("rows", 0.0)):
@@ -239,7 +198,7 @@ class LinkModel:
 
 def link_of(lane: Lane) -> LinkModel:
     """Average the steps verified in time. Raises `UserError` without such steps."""
-    verified = [step for step in steps(lane)[1:] if step.draft.tokens and len(list(_verification(step))) > 1]
+    verified = [step for step in steps(lane)[1:] if step.draft.tokens and len(list(verification(step))) > 1]
     drafted = sum(len(step.draft) for step in verified)
     cloud = sum(step.verdict.remote["cloud_s"] for step in verified)
     if lane.acceptance is None or not drafted or not cloud:

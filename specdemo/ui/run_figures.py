@@ -42,7 +42,7 @@ def measured_speedups(lanes: Lanes, speeds: Speeds, name: str = SPEC) -> list[fl
     return [value for value in pairs or [ratio] if value <= _largest_speedup(lanes, name)]
 
 
-def disturbed(lanes: Lanes, speeds: Speeds, name: str = SPEC) -> bool:
+def withheld(lanes: Lanes, speeds: Speeds, name: str = SPEC) -> bool:
     """Return True if all measured speed-ups are impossible."""
     return _measured_ratio(lanes, name) is not None and not measured_speedups(lanes, speeds, name)
 
@@ -134,7 +134,7 @@ def _speedup(lanes: Lanes, speeds: Speeds, name: str = SPEC) -> tuple[str, str]:
     """Return the speed-up of a lane, and of how many runs it is."""
     ratios = measured_speedups(lanes, speeds, name)
     if not ratios:
-        return NOTHING, NOT_MEASURABLE if disturbed(lanes, speeds, name) else "no baseline measured"
+        return NOTHING, NOT_MEASURABLE if withheld(lanes, speeds, name) else "no baseline measured"
     if len(ratios) > 1:
         spread = f"median of {len(ratios)} pairs, {min(ratios):.2f} to {max(ratios):.2f}"
         return f"{statistics.median(ratios):.2f}×", spread
@@ -142,7 +142,7 @@ def _speedup(lanes: Lanes, speeds: Speeds, name: str = SPEC) -> tuple[str, str]:
 
 
 def pass_costs(lanes: Lanes) -> dict[str, Any] | None:
-    """Compare passes over the most frequent draft with those over one row; None also if they were disturbed."""
+    """Compare passes over the most frequent draft with those over one row; None also if they were withheld."""
     passes = _typical_passes(lanes)
     if passes is None or passes.ratio < LEAST_PASS:
         return None

@@ -13,17 +13,18 @@ from specdemo.core.theory import CostTerms, can_improve, expected_tokens, wallti
 from specdemo.core.theory import speedup as cost_model
 from specdemo.drafters import METHODS, draft_shape
 from specdemo.ui.lane import ALONE, PLAIN, SPEC, Lane, linked, mode
+from specdemo.ui.link_time import link_share
 from specdemo.ui.run_estimate import RunEstimate, cost_terms, estimate_lengths
 from specdemo.ui.run_figures import (
     NOT_MEASURABLE,
     Lanes,
     Speeds,
-    disturbed,
     lane_speedup,
     measured_speedups,
     pass_costs,
     ratio_text,
     run_table,
+    withheld,
 )
 from specdemo.ui.text_comparison import Relation, compare_texts, differing_inputs
 
@@ -111,7 +112,7 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
     if lane is None:
         return None
     line = {"text": _single(lane), "tone": "none", "reason": "", "suggestion": None}
-    if disturbed(lanes, speeds):
+    if withheld(lanes, speeds):
         spec, plain = lanes[SPEC], lanes[PLAIN]
         text = f"{_DISTURBED}: {_same_words(spec, plain)}. {_passes(spec, plain)}"
         return line | {"text": text, "reason": _DISTURBANCE, "suggestion": PRESS_REPEAT}
@@ -123,7 +124,7 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
     return {
         "text": f"{result.outcome}, {_same_words(result.spec, result.plain)}. {_passes(result.spec, result.plain)}",
         "tone": result.tone,
-        "reason": "" if disturbed(lanes, {}) else _reason(result),
+        "reason": "" if withheld(lanes, {}) else _reason(result),
         "suggestion": _suggestion(result),
     }
 
@@ -179,7 +180,7 @@ def verdict(lanes: Lanes, speeds: Speeds) -> str:
 
     Times are in AR steps, so speed-up = tokens per step / AR steps per step.
     """
-    if disturbed(lanes, speeds):
+    if withheld(lanes, speeds):
         return _DISTURBANCE
     result = _Comparison.of(lanes, speeds)
     if result is None:
@@ -217,10 +218,8 @@ def _speeds(result: _Comparison) -> str:
 
 
 def _link_causes(result: _Comparison) -> list[str]:
-    m = result.spec.metrics
-    waited = m.remote.get("rtt_s", 0.0) / (m.decode_s or 1.0)
     words = ["The cloud alone streams its tokens after one round trip."]
-    if result.median < SLOWER and waited > MOSTLY_WAITING:
+    if result.median < SLOWER and _link_share(result.spec) > MOSTLY_WAITING:
         words.append("The link takes most of each step: let the cloud decode alone.")
     return words
 
@@ -291,14 +290,13 @@ def _texts(lanes: Lanes) -> dict[str, tuple[str, str, str]]:
 
 
 def _waiting(lanes: Lanes) -> str:
-    shares = [
-        f"{lane.title} {percent(min(1.0, waited / lane.metrics.decode_s))}"
-        for lane in lanes.values()
-        if mode(lane.recipe)
-        and lane.metrics.decode_s
-        and (waited := sum(event.step.verdict.remote.get("rtt_s", 0.0) for event in lane.steps[1:]))
-    ]
-    return f"Waiting for the link took part of the time: {', '.join(shares)}." if shares else ""
+    shares = {lane.title: _link_share(lane) for lane in lanes.values() if mode(lane.recipe)}
+    taken = ", ".join(f"{title} {percent(share)}" for title, share in shares.items() if share)
+    return f"The link took part of the time: {taken}." if taken else ""
+
+
+def _link_share(lane: Lane) -> float:
+    return link_share([event.step for event in lane.steps]) if lane.timed else 0.0
 
 
 def _engines(lanes: Lanes) -> str:

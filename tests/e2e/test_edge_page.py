@@ -38,6 +38,7 @@ from specdemo.remote.config import MODES
 from specdemo.remote.local_service import ServiceProcess
 from specdemo.ui import link_charts as edge
 from specdemo.ui.limits import PUBLIC
+from specdemo.ui.link_time import parts
 from specdemo.ui.tabs import edge as modes
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
@@ -101,7 +102,7 @@ def test_remote_run_equals_the_local_run_and_its_tab_shows_the_trace(tab: Any, s
     steps = [event.step for event in read("".join(f"{json.dumps(line)}\n" for line in trace))[0].steps]
     assert shown == edge.measures(steps)[: len(shown)] and len(shown) > 5
     assert shown[0][8] == f"{sum(line['remote']['bytes_up'] for line in rounds):.0f}"
-    passes = sum(what == "verify" for some in edge.parts(steps)[:12] for what, *_ in some)
+    passes = sum(what == "verify" for some in parts(steps)[:12] for what, *_ in some)
     assert passes > 3  # the full duration of a step that was sent again may be shown as a wait
     expect(page.locator("#edge-timeline rect.verify")).to_have_count(passes)
     expect(page.locator("#edge-best")).to_contain_text("The best k is")

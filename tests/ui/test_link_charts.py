@@ -25,8 +25,8 @@ from specdemo.ui.link_charts import (
     describe_link,
     edge_lane,
     measures,
-    parts,
 )
+from specdemo.ui.link_time import parts
 from specdemo.ui.service import Service
 
 PATIENCE = 60.0
