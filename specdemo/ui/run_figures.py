@@ -109,8 +109,17 @@ def _tokens_per_pass(lane: Lane) -> tuple[str, str]:
 
 
 def run_table(lanes: Lanes, speeds: Speeds) -> list[Sequence[str]]:
-    """Return the head and a row per lane."""
+    """Return the head and a row per lane; the fastest of several is marked."""
     return [_TABLE_HEAD, *(_row(name, lane, lanes, speeds) for name, lane in lanes.items() if lane.begun)]
+
+
+def _fastest(lanes: Lanes, speeds: Speeds) -> str | None:
+    """Return the fastest lane, if several were measured and one is faster than the AR lane."""
+    medians = {name: statistics.median(ratios) for name in lanes if (ratios := measured_speedups(lanes, speeds, name))}
+    if len(medians) < 2:
+        return None
+    name, value = max(medians.items(), key=lambda measured: measured[1])
+    return name if value > 1 else None
 
 
 def _row(name: str, lane: Lane, lanes: Lanes, speeds: Speeds) -> list[str]:
@@ -118,6 +127,8 @@ def _row(name: str, lane: Lane, lanes: Lanes, speeds: Speeds) -> list[str]:
     speedup, runs = _speedup(lanes, speeds, name)
     if name == PLAIN:
         speedup, runs = "1", "baseline"
+    elif name == _fastest(lanes, speeds):
+        runs += ", fastest"
     return [
         lane.title,
         model_name(lane.recipe),

@@ -12,21 +12,20 @@ from specdemo.core.simulate import GammaEstimate
 from specdemo.core.theory import CostTerms, can_improve, expected_tokens, walltime_improvement
 from specdemo.core.theory import speedup as cost_model
 from specdemo.drafters import METHODS, draft_shape
-from specdemo.ui.lane import ALONE, PLAIN, SPEC, Lane, linked, mode
+from specdemo.ui.lane import ALONE, EXTRA, PLAIN, SPEC, Lane, linked, mode
 from specdemo.ui.link_time import link_share
 from specdemo.ui.run_estimate import RunEstimate, cost_terms, estimate_lengths
 from specdemo.ui.run_figures import (
     NOT_MEASURABLE,
     Lanes,
     Speeds,
-    lane_speedup,
     measured_speedups,
     pass_costs,
     ratio_text,
     run_table,
     withheld,
 )
-from specdemo.ui.text_comparison import Relation, compare_texts, differing_inputs
+from specdemo.ui.text_comparison import Relation, compare_all_texts, compare_forms, compare_lengths, compare_texts
 
 FASTER, SLOWER = 1.05, 0.95  # ratios of a single run that are a result
 ENOUGH_PAIRS = 5  # equal speeds give 5 ratios on one side of 1 in 6 % of the repetitions
@@ -36,7 +35,6 @@ _DISTURBANCE = "Another program used the processor: the times contradict the num
 REPEAT, DISABLE = "confirm with Repeat", "disable speculation (method ar)"
 PRESS_REPEAT = {"label": "Repeat ×5", "press": "repeat"}
 CHOOSE_BASELINE = {"label": "Turn speculation off", "set": {"method": "ar"}}
-_FORM = {"quantization", "activations"}
 _SMALLER_DRAFT = {
     "tree": "Each node of the tree costs drafting and verification: lower “Nodes per draft”",
     "lookahead": "Each guess adds a row to the pass: lower “Window, positions” or “Order n”",
@@ -47,11 +45,11 @@ def summarise(lanes: Lanes, speeds: Speeds) -> dict[str, Any]:
     """Return the summary of a finished run."""
     return {
         "verdict": " ".join(filter(None, (verdict(lanes, speeds), _waiting(lanes), _engines(lanes)))),
-        "lengths": _unequal_lengths(lanes),
+        "lengths": compare_lengths(lanes),
         "headline": headline(lanes, speeds),
         "passes": pass_costs(lanes),
         "table": run_table(lanes, speeds),
-        "texts": _texts(lanes),
+        "texts": compare_all_texts(lanes),
     }
 
 
@@ -121,12 +119,22 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
         return line
     if not result.for_speed:
         return line | {"text": f"{result.outcome}, another text."}
+    text = f"{result.outcome}, {_same_words(result.spec, result.plain)}. {_passes(result.spec, result.plain)}"
     return {
-        "text": f"{result.outcome}, {_same_words(result.spec, result.plain)}. {_passes(result.spec, result.plain)}",
+        "text": text + _other_lanes(lanes, speeds),
         "tone": result.tone,
         "reason": "" if withheld(lanes, {}) else _reason(result),
         "suggestion": _suggestion(result),
     }
+
+
+def _other_lanes(lanes: Lanes, speeds: Speeds) -> str:
+    medians = {name: statistics.median(ratios) for name in EXTRA if (ratios := measured_speedups(lanes, speeds, name))}
+    others = (
+        f"{lanes[name].title} {ratio_text(value)}×{compare_forms(lanes[name], lanes[PLAIN])}"
+        for name, value in medians.items()
+    )
+    return f" Also compared: {'; '.join(others)}." if medians else ""
 
 
 def _single(lane: Lane) -> str:
@@ -192,12 +200,7 @@ def verdict(lanes: Lanes, speeds: Speeds) -> str:
     causes: list[str] = []
     if result.for_speed:
         causes = _link_causes(result) if result.linked else _causes(result)
-    others = (
-        f"{other.title} ran at {ratio_text(value)}× the speed of AR decoding{_other_text(other, result.plain)}."
-        for name, other in lanes.items()
-        if name != SPEC and (value := lane_speedup(lanes, name)) is not None
-    )
-    return " ".join(filter(None, (f"{result.outcome}: {_speeds(result)}", *causes, *others)))
+    return " ".join(filter(None, (f"{result.outcome}: {_speeds(result)}", *causes)))
 
 
 def _counted(pairs: int, measured: int) -> str:
@@ -271,24 +274,6 @@ def _advice(result: _Comparison, terms: CostTerms) -> str:
     return f"No other draft length is clearly faster: {REPEAT}, since timings vary."
 
 
-def _other_text(lane: Lane, plain: Lane) -> str:
-    compared = compare_texts(lane, plain)
-    if not compared.differing or not _FORM.issuperset(compared.differing) or lane.recipe.get("temperature"):
-        return ""
-    same = compared.relation is Relation.SAME
-    return "; its text is the same" if same else f"; its text differs from token {compared.equal + 1} on"
-
-
-def _texts(lanes: Lanes) -> dict[str, tuple[str, str, str]]:
-    """Return badge, sentence and tone of each compared lane."""
-    plain = lanes.get(PLAIN)
-    if plain is None or not (plain.begun and plain.ended):
-        return {}
-    ended = {name: lane for name, lane in lanes.items() if name != PLAIN and lane.begun and lane.ended}
-    compared = {name: compare_texts(lane, plain) for name, lane in ended.items() if lane.metrics.steps}
-    return {name: (text.badge, text.why, text.tone) for name, text in compared.items()}
-
-
 def _waiting(lanes: Lanes) -> str:
     shares = {lane.title: _link_share(lane) for lane in lanes.values() if mode(lane.recipe)}
     taken = ", ".join(f"{title} {percent(share)}" for title, share in shares.items() if share)
@@ -306,16 +291,3 @@ def _engines(lanes: Lanes) -> str:
         if lane.environment and (name := explain_engine(lane.environment))
     }
     return f"Computed by the {' and the '.join(names)}." if names else ""
-
-
-def _unequal_lengths(lanes: Lanes) -> str:
-    begun = {name: lane for name, lane in lanes.items() if lane.begun}
-    if PLAIN not in begun:
-        return ""
-    if any("prompt" in differing_inputs(lane, begun[PLAIN]) for lane in begun.values()):
-        return "The prompts differ: speeds and texts are not compared."
-    if len({lane.metrics.tokens for lane in begun.values()}) < 2:
-        return ""
-    names = {name: "AR" if name == PLAIN else lane.title for name, lane in begun.items()}
-    counts = (f"{names[name]} {lane.metrics.tokens} tokens" for name, lane in begun.items())
-    return f"The texts differ in length ({'; '.join(counts)}): times per token are compared."

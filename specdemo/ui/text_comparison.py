@@ -14,9 +14,10 @@ from specdemo.core.options import Option
 from specdemo.core.rules import rule_traits
 from specdemo.core.step import common_prefix
 from specdemo.recipe import TEXT_OPTIONS
-from specdemo.ui.lane import Lane, mode
+from specdemo.ui.lane import PLAIN, Lane, mode
 
 NEAR_TIE = 0.05  # nats between the two most probable tokens: bfloat16 rounding
+_FORM = {"quantization", "activations"}
 _EARLY = ("cancelled", "error")  # ends within a text
 
 
@@ -80,6 +81,39 @@ def compare_texts(lane: Lane, baseline: Lane) -> TextComparison:
     reported = "reported by engine, " if lane.external and relation is not Relation.LOSSY else ""
     exact = lane.exact and lane.recipe["method"] != "beam" and not differing
     return TextComparison(relation, reported + badge, why, equal, differing, exact and _must_agree(lane, baseline))
+
+
+def compare_forms(lane: Lane, plain: Lane) -> str:
+    """Return how the greedy text of another form of the target compares; empty for other lanes."""
+    compared = compare_texts(lane, plain)
+    if not compared.differing or not _FORM.issuperset(compared.differing) or lane.recipe.get("temperature"):
+        return ""
+    same = compared.relation is Relation.SAME
+    return ", same text" if same else f", text differs from token {compared.equal + 1} on"
+
+
+def compare_all_texts(lanes: Mapping[str, Lane]) -> dict[str, tuple[str, str, str]]:
+    """Return badge, sentence and tone of each compared lane."""
+    plain = lanes.get(PLAIN)
+    if plain is None or not (plain.begun and plain.ended):
+        return {}
+    ended = {name: lane for name, lane in lanes.items() if name != PLAIN and lane.begun and lane.ended}
+    compared = {name: compare_texts(lane, plain) for name, lane in ended.items() if lane.metrics.steps}
+    return {name: (text.badge, text.why, text.tone) for name, text in compared.items()}
+
+
+def compare_lengths(lanes: Mapping[str, Lane]) -> str:
+    """Return a sentence if the texts cannot be compared by their times."""
+    begun = {name: lane for name, lane in lanes.items() if lane.begun}
+    if PLAIN not in begun:
+        return ""
+    if any("prompt" in differing_inputs(lane, begun[PLAIN]) for lane in begun.values()):
+        return "The prompts differ: speeds and texts are not compared."
+    if len({lane.metrics.tokens for lane in begun.values()}) < 2:
+        return ""
+    names = {name: "AR" if name == PLAIN else lane.title for name, lane in begun.items()}
+    counts = (f"{names[name]} {lane.metrics.tokens} tokens" for name, lane in begun.items())
+    return f"The texts differ in length ({'; '.join(counts)}): times per token are compared."
 
 
 def _relation(lane: Lane, baseline: Lane, differing: tuple[str, ...]) -> Relation | None:

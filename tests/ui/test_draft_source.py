@@ -9,7 +9,7 @@ from specdemo.ui.frames import Run
 from specdemo.ui.lane import LANES, PLAIN, SPEC
 from specdemo.ui.page import _Handlers
 from specdemo.ui.settings_form import SettingsForm
-from specdemo.ui.summary import verdict
+from specdemo.ui.text_comparison import compare_forms
 
 USUAL = {"pair": "bundled", "target": "", "drafter": "", "drafter_quantization": "none", "quantization": "none"}
 USUAL |= {"method": "draft", "temperature": 0, "prompt": "", "compare": False}
@@ -36,4 +36,4 @@ def test_the_comparison_names_the_first_difference_of_the_quantised_text() -> No
         made["recipe"] = made["recipe"] | {"quantization": form}
         lines = [step(i, pieces=["x"], tokens=[7 if i == 1 and form == "nf4" else i]) for i in range(3)]
         absorb(run, lane, made, *lines, end())
-    assert "; its text differs from token 2 on." in verdict(run.lanes, {})
+    assert compare_forms(run.lanes[LANES[2]], run.lanes[PLAIN]) == ", text differs from token 2 on"

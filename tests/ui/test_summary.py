@@ -135,3 +135,18 @@ def test_titles_of_added_lanes_name_the_options_that_differ(changes: dict[str, A
         run.absorb(name, Header(asdict(recipe), "def", (5, 6)))
     assert [lane.title for lane in run.lanes.values()] == ["draft, γ 4", "target only", words]
     assert name_lanes([first, added]) == f"draft, γ 4 (); {words} ()"
+
+
+def test_all_methods_of_a_comparison_are_named() -> None:
+    lanes = {SPEC: ("draft", 0.012), PLAIN: ("ar", 0.01), "third": ("nasd", 0.011)}
+    run = Run(tuple(lanes))
+    for name, (method, step_s) in lanes.items():
+        guesses = {} if name == PLAIN else {"draft": ("x",), "accepted": (0,), "tested": 1}
+        pieces = ["x"] if name == PLAIN else ["x", "y"]
+        times = {"draft_s": 0.0, "verify_s": step_s, "host_s": 0.0}
+        lines = [step(i, pieces=pieces, **guesses) | times for i in range(1, 9)]
+        absorb(run, name, header(method), PREFILL, *lines, end())
+    run.finish()
+    assert "Also compared: n-grams, γ 3 1.8×." in line_of(run)["text"]
+    speedups = [row[2] for row in json.loads(run.frame(0))["table"][1:]]
+    assert speedups == ["1.7× (one run)", "1 (baseline)", "1.8× (one run, fastest)"]

@@ -195,7 +195,7 @@ function showRecorded({ prompt, ...settings }) {
 
 export function endRun(phase, sentence) {
   closeSocket();
-  showClock();
+  setText($(".clock"), ""); // it counted the waiting, too
   current.busy = false;
   element.dataset.stopping = "no";
   $(".cockpit").dataset.phase = phase;

@@ -43,6 +43,11 @@ export function attach(component) {
   Object.assign(current, INITIAL, { records: [], pending: [] });
 }
 
+export function laneName(name) { // its method, if several methods are compared
+  const methods = current.frame.plan.filter((other) => other !== "ar").length;
+  return (name !== "ar" && methods > 1 && lanes[name].head?.title) || HEADINGS[name];
+}
+
 export function complete() { return Boolean(current.frame?.over) && current.frame.run === current.run; }
 
 export function displaying() { return complete() && current.pending.length > 0 && !current.frozen; }

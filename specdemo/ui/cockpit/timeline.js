@@ -4,7 +4,7 @@ import { AXIS, BLOCK, countSteps, drawBlocks, markBlock, seconds } from "./block
 import { canvas, make, setText, svg } from "./elements.js";
 import { inspectStep } from "./inspector.js";
 import { race } from "./replay.js";
-import { $, DISCARDED, element, HEADINGS, lanes } from "./state.js";
+import { $, DISCARDED, element, laneName, lanes } from "./state.js";
 
 export function openTimeline(names) {
   const end = Math.max(...names.map((name) => lanes[name].steps.at(-1).t));
@@ -33,7 +33,7 @@ export function drawRunTable([head, ...rows]) {
 function timeRow(name, end) {
   const { steps } = lanes[name], times = steps.map(({ t }) => t);
   const picture = drawBlocks(times, end, `${countSteps(steps)} in ${seconds(times.at(-1))}`);
-  const bar = make("div", { class: "time-bar", role: "slider", tabindex: 0, "aria-label": `${HEADINGS[name]}: steps on the time axis`, "aria-valuemin": 0, "aria-valuemax": steps.length - 1, "aria-valuenow": 0 }, picture);
+  const bar = make("div", { class: "time-bar", role: "slider", tabindex: 0, "aria-label": `${laneName(name)}: steps on the time axis`, "aria-valuemin": 0, "aria-valuemax": steps.length - 1, "aria-valuenow": 0 }, picture);
   const step = (e) => { // step under the pointer
     const box = bar.getBoundingClientRect(), t = ((e.clientX - box.left) / box.width) * end;
     return t <= times.at(-1) ? times.findIndex((after) => after >= t) : -1;
@@ -51,7 +51,7 @@ function timeRow(name, end) {
     else linkStep(name, Math.max(0, Math.min(next, steps.length - 1)));
   });
   Object.assign(lanes[name], { times, picture, bar, end });
-  return make("div", { class: "time-row", "data-row": name }, make("span", { class: "time-name", text: HEADINGS[name] }), bar, make("span", { class: "time-end", text: seconds(times.at(-1)) }));
+  return make("div", { class: "time-row", "data-row": name }, make("span", { class: "time-name", text: laneName(name) }), bar, make("span", { class: "time-end", text: seconds(times.at(-1)) }));
 }
 
 export function closeTimeline() {
@@ -79,7 +79,7 @@ function summaryOfTimes() {
   const words = drawn.map((name) => {
     const { steps, records } = lanes[name], prompt = records.find(({ step }) => step).step.t;
     const total = steps[0].t > 0 ? ", with the first token" : ""; // over a link
-    return `${HEADINGS[name]}: ${countSteps(steps)} in ${seconds(steps.at(-1).t)}${total}; first token after ${seconds(prompt)}.`;
+    return `${laneName(name)}: ${countSteps(steps)} in ${seconds(steps.at(-1).t)}${total}; first token after ${seconds(prompt)}.`;
   });
   return words.join(" ");
 }
