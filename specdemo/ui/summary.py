@@ -112,7 +112,7 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
     line = {"text": _single(lane), "tone": "none", "reason": "", "suggestion": None}
     if withheld(lanes, speeds):
         spec, plain = lanes[SPEC], lanes[PLAIN]
-        text = f"{_DISTURBED}: {_same_words(spec, plain)}. {_passes(spec, plain)}"
+        text = f"{_DISTURBED}, {_same_words(spec, plain)}. {_passes(spec, plain)}"
         return line | {"text": text, "reason": _DISTURBANCE, "suggestion": PRESS_REPEAT}
     result = _Comparison.of(lanes, speeds)
     if result is None:

@@ -22,7 +22,7 @@ from axe_playwright_python.sync_playwright import Axe
 from fakes.ports import free_port
 from fakes.trace_lines import events_of, trace_lines
 from fakes.trace_records import end, header, step
-from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import BrowserContext, Locator, Page, expect, sync_playwright
 
 from e2e import browser
 from specdemo.core.errors import UserError
@@ -339,9 +339,17 @@ def spans(page: Page, least: int, prompt: str = "endless") -> None:
     page.wait_for_function(f"{STARTED} && document.querySelectorAll('.lane .tok').length >= {least}")
 
 
+def lane_action(page: Page, action: str, lane: str = "spec") -> Locator:
+    """Return a button of a lane, after its menu was opened."""
+    button = page.locator(f"#{action}-{lane}")
+    if not button.is_visible():
+        page.locator(f"[data-lane={lane}] .menu summary").click()
+    return button
+
+
 def saved(page: Page, lane: str = "spec") -> list[dict[str, Any]]:
     with page.expect_download() as download:
-        page.locator(f"#trace-{lane}").click()
+        lane_action(page, "trace", lane).click()
     return [json.loads(line) for line in Path(download.value.path()).read_text("utf-8").splitlines()]
 
 

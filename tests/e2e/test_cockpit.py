@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
 from fakes.trace_records import PREFILL, end, header, step
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Locator, Page, expect
 
 from e2e.page_fixtures import (
     CODE,
@@ -27,6 +27,7 @@ from e2e.page_fixtures import (
     drawn,
     grave,
     jsonl,
+    lane_action,
     open_group,
     opened,
     resize,
@@ -38,12 +39,14 @@ from e2e.page_fixtures import (
     status,
     text_of,
 )
+from specdemo.core.trace import read
 from specdemo.models.zoo import ASSETS
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 GOLDEN = Path(__file__).parents[1] / "contracts" / "traces"
 OPAQUE = "parts => [...document.querySelectorAll(parts)].every(part => getComputedStyle(part).opacity === '1')"
+REPEATED = re.compile(r"median of [2-5] pairs|not measurable|one run")  # a busy machine disturbs pairs
 VISIBLE = "rounds => rounds.filter(r => !r.hidden).length"
 
 
@@ -114,6 +117,11 @@ def test_table_and_charts_show_all_steps(page: Page) -> None:
     expect(page.locator("#chart-whatif")).to_contain_text("This run did not draft")
 
 
+def withheld(page: Page) -> bool:
+    """Return True if other programs disturbed the speed-up of the displayed run."""
+    return "not measurable" in page.locator("[data-kpi=speedup]").text_content()
+
+
 RECORD_LABELS = """() => {
     const button = document.querySelector("#race-play");
     window.labels = [];
@@ -126,11 +134,13 @@ def test_result_has_a_table_of_the_runs_and_the_costs_of_passes(page: Page) -> N
     compared(page)
     rows = page.locator("#run-table tbody tr")
     expect(rows).to_have_count(2)
-    expect(rows.first).to_contain_text("× (one run)")
     expect(rows.last).to_contain_text("1 (baseline)")
-    costs = re.compile(r"checking \d tokens (takes [\d.]+ times as long|cannot be faster)")  # of a busy machine
-    expect(page.locator("#pass-costs")).to_contain_text(costs)
-    expect(page.locator("#pass-costs rect")).to_have_count(2)
+    if not withheld(page):
+        expect(rows.first).to_contain_text("× (one run)")
+        expect(page.locator("#pass-costs")).to_contain_text(
+            re.compile(r"checking \d tokens takes [\d.]+ times as long")
+        )
+        expect(page.locator("#pass-costs rect")).to_have_count(2)
 
 
 def test_replay_ends_in_the_final_state(page: Page) -> None:
@@ -144,12 +154,12 @@ def test_replay_ends_in_the_final_state(page: Page) -> None:
     race = page.locator("#race-at")
     race.focus()
     page.keyboard.press("Home")
-    assert all(page.eval_on_selector_all(f"#lane-{lane} .round", VISIBLE) == 0 for lane in before)
-    times = {lane: [line["t"] for line in saved(page, lane) if "i" in line] for lane in before}
+    assert all(page.eval_on_selector_all(f"#lane-{lane} .round", VISIBLE) == 1 for lane in before)
+    times = {lane: [event.metrics.decode_s for event in read(jsonl(*saved(page, lane)))[0].steps] for lane in before}
     middle = max(t[-1] for t in times.values()) / 3
     race.evaluate("(slider, t) => { slider.value = t; slider.dispatchEvent(new Event('input')); }", middle)
     for lane, t in times.items():
-        shown = sum(round(time, 4) <= middle for time in t)  # precision of the frames
+        shown = sum(round(time, 6) <= middle for time in t)  # precision of the frames
         assert page.eval_on_selector_all(f"#lane-{lane} .round", VISIBLE) == shown
     page.locator("#race-speed").select_option("4")
     page.evaluate(RECORD_LABELS)  # the replay may be shorter than the interval at which Playwright looks
@@ -185,18 +195,17 @@ def test_identical_texts_have_a_badge(page: Page) -> None:
         assert traces[0][0]["recipe"]["rule"] == rule
         texts = ["".join(line["text"] for line in trace if "i" in line) for trace in traces]
         assert texts[0] == texts[1]
-        expect(page.locator("#verdict")).to_contain_text("Theorem 3.8 predicts")
+        expect(page.locator("#verdict")).to_contain_text(re.compile("Theorem 3.8 predicts|Another program used"))
     set_number(page, "max-tokens", 8)
     page.locator("#repeat").click()
     status(page, "done: 5 pairs")
-    expect(page.locator("#verdict")).to_contain_text("over 5 alternating pairs")
-    expect(page.locator("[data-kpi=speedup]")).to_contain_text("median of 5 pairs")
+    expect(page.locator("[data-kpi=speedup]")).to_contain_text(REPEATED)
     assert text_of(saved(page)) == text_of(saved(page, "ar"))  # a single run of each lane is shown
 
 
-def exported(page: Page, button: str) -> str:
+def exported(page: Page, action: str) -> str:
     with page.expect_download() as download:
-        page.locator(f"#{button}").click()
+        lane_action(page, action).click()
     return Path(download.value.path()).read_text("utf-8")
 
 
@@ -209,7 +218,7 @@ def drawn_text(svg: str) -> str:
 def test_exports_match_the_run(page: Page) -> None:
     compared(page, tokens=24)
     trace = saved(page)
-    table = list(csv.DictReader(io.StringIO(exported(page, "csv-spec"))))
+    table = list(csv.DictReader(io.StringIO(exported(page, "csv"))))
     steps = [line for line in trace if "i" in line]
     assert ",".join(table[0]) == "round,t_s,gamma,drafted,tested,accepted,committed,ends_with,mean_beta," + (
         "draft_ms,verify_ms,host_ms,text"
@@ -222,12 +231,12 @@ def test_exports_match_the_run(page: Page) -> None:
         ]  # fmt: skip
         assert row["mean_beta"] == (str(round(sum(betas) / len(betas), 3)) if betas else "")
         assert row["verify_ms"] == str(round(1000 * line["verify_s"], 3)) and row["t_s"] == str(round(line["t"], 4))
-    picture = exported(page, "svg-spec")
+    picture = exported(page, "svg")
     shown = page.locator("#lane-spec .given, #lane-spec .tok").all_text_contents()
     assert re.sub(r"\s", "", drawn_text(picture)) == re.sub(r"\s", "", "".join(shown))
     assert picture.count("line-through") == drawn(page)["rejected"] + 1  # and in the legend
     assert exported(page, "save-page").startswith("<!doctype html>")
-    page.locator("#copy-spec").click()
+    lane_action(page, "copy").click()
     expect(page.locator("#copy-spec")).to_have_text("Copied")
     text = page.evaluate("navigator.clipboard.readText()")
     assert text == trace[0]["prompt"] + "".join(line["text"] for line in trace if "i" in line)
@@ -286,7 +295,7 @@ def test_markup_in_a_trace_is_shown_as_text(page: Page) -> None:
     expect(page.locator("#inspector .law").first).to_contain_text("<img␣src=x")
     page.locator("#figures summary").click()
     expect(page.locator("#rounds")).to_contain_text("<img␣src=x")
-    assert MARKUP in drawn_text(exported(page, "svg-spec"))
+    assert MARKUP in drawn_text(exported(page, "svg"))
     saved_page = exported(page, "save-page")
     assert "<img src=x" not in saved_page and "&lt;img src=x" in saved_page  # in the heading
     assert page.locator("img[src=x]").count() == 0 and page.evaluate("window.harmed") is None
@@ -329,7 +338,8 @@ def test_added_lanes_run_with_the_others(page: Page, short_path: Path) -> None:
         trace = saved(page, lane)
         assert trace[0]["recipe"]["method"] == method and drawn(page, lane) == counted(trace)
         expect(page.locator(f"[data-lane={lane}] .model")).to_have_text(re.compile("^bundled, temperature 0"))
-    expect(page.locator("#verdict")).to_contain_text("tree, γ 3, max tokens 256 ran at")
+    if not withheld(page):
+        expect(page.locator("#headline")).to_contain_text("tree, γ 3, max tokens 256 ")
     expect(page.locator("#run-table tbody tr")).to_have_count(4)
     page.locator("#add-run").click()
     expect(page.get_by_text("2 settings are added already: remove them first")).to_be_visible()
@@ -549,7 +559,7 @@ def test_run_begins_a_conversation_and_continue_chat_adds_a_turn(page: Page, sho
     assert saved(page)[0]["prompt"] == f"<user>Hello\n<assistant>{answer}\n<user>Go on\n<assistant>"
     expect(page.locator("#turn")).to_have_text("Turn 2: earlier answers are part of the prompt.")
     page.locator("#repeat").click()
-    expect(page.locator("#verdict")).to_contain_text("over 5 alternating pairs")
+    expect(page.locator("[data-kpi=speedup]")).to_contain_text(REPEATED)
     assert saved(page)[0]["prompt"] == f"<user>Hello\n<assistant>{answer}\n<user>Go on\n<assistant>"
     expect(page.locator("#turn")).to_be_visible()
     run(page, "New", tokens=6)

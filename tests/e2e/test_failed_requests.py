@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, Route, expect
 
-from e2e.page_fixtures import CODE, Scripts, counted, drawn, run, saved, spans, status
+from e2e.page_fixtures import CODE, Scripts, counted, drawn, lane_action, run, saved, spans, status
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -59,10 +59,13 @@ def test_stop_can_be_repeated_after_a_failed_request(page: Page, pace: str) -> N
 def test_failed_exports_can_be_repeated(page: Page) -> None:
     run(page, CODE, tokens=8)
     status(page, "done")
-    for action, request in (("#trace-spec", QUERIES), ("#save-page", "**/saved_page.html")):
+    for button, request in (
+        (lane_action(page, "trace"), QUERIES),
+        (page.locator("#save-page"), "**/saved_page.html"),
+    ):
         with page.expect_request(request):
             page.route(request, FAILURES["network"], times=1)
-            page.locator(action).click()
+            button.click()
         status(page, FAILED)
         page.evaluate("document.getElementById('status').textContent = ''")
     assert counted(saved(page)) == drawn(page)
@@ -100,6 +103,6 @@ def test_copying_without_a_clipboard_is_reported(page: Page) -> None:
     page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined, configurable: true })")
     run(page, CODE, tokens=8)
     status(page, "done")
-    page.locator("#copy-spec").click()
+    lane_action(page, "copy").click()
     expect(page.locator("#copy-spec")).to_have_text("Not permitted")
     page.evaluate("delete navigator.clipboard")

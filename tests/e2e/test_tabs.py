@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, Route, expect
+from playwright.sync_api import Locator, Page, Route, expect
 
-from e2e.page_fixtures import PATIENCE, grave, resize, set_number
+from e2e.page_fixtures import PATIENCE, grave, lane_action, resize, set_number
 from specdemo.bench import measure, table
 from specdemo.models.spec import QUANTIZATIONS
 from specdemo.models.zoo import PAIRS
@@ -84,9 +84,9 @@ def grid_texts(page: Page) -> list[list[str]]:
     return [[text.strip() for text in row] for row in (heads, *rows) if row]
 
 
-def saved(page: Page, button: str) -> str:
+def saved(page: Page, button: Locator) -> str:
     with page.expect_download() as download:
-        page.locator(button).click()
+        button.click()
     return Path(download.value.path()).read_text("utf-8")
 
 
@@ -129,7 +129,7 @@ def test_memory_tab_shows_the_trace_when_selected(at: Callable[[str], Page]) -> 
     expect(page.locator("#status")).to_have_text(re.compile("^done"), timeout=PATIENCE * 1000)
     page.locator("#memory-refresh").click()
     expect(latest).to_contain_text("weights of the target")
-    trace = [json.loads(line) for line in saved(page, "#trace-spec").splitlines()]
+    trace = [json.loads(line) for line in saved(page, lane_action(page, "trace")).splitlines()]
     sizes, peak = trace[0]["environment"], max(line["memory"]["kv_bytes"] for line in trace if "memory" in line)
     for label, size in (
         ("weights of the target", sizes["target_bytes"]),
@@ -157,8 +157,8 @@ def test_table_matches_the_bench(at: Callable[[str], Page], measured: MeasureRec
     for row in rows:
         if row.slower:
             expect(page.locator("#bench-notes")).to_contain_text(row.slower[0])
-    assert json.loads(saved(page, "#bench-jsonl")) == json.loads(table.as_json(rows))
-    report = saved(page, "#bench-md")
+    assert json.loads(saved(page, page.locator("#bench-jsonl"))) == json.loads(table.as_json(rows))
+    report = saved(page, page.locator("#bench-md"))
     assert table.markdown(rows) in report and "Partial" not in report
     expect(page.locator("#bench-plot .bar").first).to_be_visible()
     expect(page.locator("#bench-positions path.line").first).to_be_visible()
@@ -189,8 +189,8 @@ def test_stop_shows_partial_results_and_frees_the_worker(
     assert served.worker.active == 0 and 1 <= len(measured.records) < 12
     rows = table.table(measured.recipes, measured.records)
     assert grid_texts(page) == [list(SWEEP_TABLE_HEAD), *sweep_cells(rows)]
-    assert json.loads(saved(page, "#bench-jsonl")) == json.loads(table.as_json(rows))
-    assert f"**Partial**: stopped after {len(measured.records)} of 12 prompts" in saved(page, "#bench-md")
+    assert json.loads(saved(page, page.locator("#bench-jsonl"))) == json.loads(table.as_json(rows))
+    assert f"**Partial**: stopped after {len(measured.records)} of 12 prompts" in saved(page, page.locator("#bench-md"))
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     expect(page.locator("#bench-run")).to_be_enabled()
     expect(page.locator("#bench-stop")).to_be_disabled()

@@ -98,7 +98,7 @@ def test_impossible_speeds_are_not_displayed(plain_s: float, verify_s: float) ->
     run = compared(plain_s, verify_s)
     state = json.loads(run.frame(0))
     assert state["headline"] == {
-        "text": "Speed not measurable now: same text. 8 target passes instead of 16.",
+        "text": "Speed not measurable now, same text. 8 target passes instead of 16.",
         "tone": "none",
         "reason": "Another program used the processor: the times contradict the number of passes.",
         "suggestion": PRESS_REPEAT,

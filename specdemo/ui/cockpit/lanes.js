@@ -11,7 +11,8 @@ export function createLanes() {
     const header = make("header", {},
       make("h2", { text: heading }), make("span", { class: "title" }), make("span", { class: "model quiet" }), make("span", { class: "badge", hidden: true }),
       make("span", { class: "rate" }));
-    const footer = make("footer", {}, button("copy", "Copy text"), button("trace", "Save trace"), button("csv", "Save steps (CSV)"), button("svg", "Save picture (SVG)"));
+    const footer = make("details", { class: "menu" }, make("summary", { text: "Copy or save" }),
+      button("copy", "Copy text"), button("trace", "Save trace"), button("csv", "Save steps (CSV)"), button("svg", "Save picture (SVG)"));
     const lane = make("div", { class: "lane", id: `lane-${name}`, role: "log", "aria-live": "off", tabindex: 0,
       "aria-label": `${heading}: arrow keys move between tokens, Enter shows the step` });
     const box = make("article", { class: "box", "data-lane": name, hidden: name !== "spec" }, header, lane, footer);

@@ -50,6 +50,7 @@ function reset(id, plan) {
   for (const [name, lane] of Object.entries(lanes)) {
     lane.box.hidden = !plan.includes(name);
     lane.lane.replaceChildren();
+    lane.lane.style.minHeight = "";
     $(".title", lane.box).textContent = $(".model", lane.box).textContent = $(".rate", lane.box).textContent = "";
     $(".badge", lane.box).hidden = true;
     for (const button of lane.box.querySelectorAll("button")) button.disabled = true;

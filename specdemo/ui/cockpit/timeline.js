@@ -62,7 +62,7 @@ export function closeTimeline() {
 export function linkStep(name, i = -1) {
   $(".linked-step")?.classList.remove("linked-step");
   for (const { picture, times, end } of Object.values(lanes)) if (picture) markBlock(picture, times, end, -1);
-  if (name === null || i < 0) return setText($("#time-words"), summaryOfTimes());
+  if (name === null || i < 0) return setText($("#time-words"), "");
   const { steps, times, picture, bar, end } = lanes[name], step = steps[i];
   markBlock(picture, times, end, i);
   step.span.classList.add("linked-step");
@@ -74,12 +74,3 @@ export function linkStep(name, i = -1) {
   setText($("#time-words"), words);
 }
 
-function summaryOfTimes() {
-  const drawn = race.lanes.filter((name) => lanes[name].steps.length);
-  const words = drawn.map((name) => {
-    const { steps, records } = lanes[name], prompt = records.find(({ step }) => step).step.t;
-    const total = steps[0].t > 0 ? ", with the first token" : ""; // over a link
-    return `${laneName(name)}: ${countSteps(steps)} in ${seconds(steps.at(-1).t)}${total}; first token after ${seconds(prompt)}.`;
-  });
-  return words.join(" ");
-}
