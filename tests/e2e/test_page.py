@@ -71,6 +71,31 @@ def test_streamed_run_equals_the_trace(page: Page) -> None:
     expect(page.locator("[data-lane=spec] .badge")).to_have_text("other random text")
 
 
+ADD_STEP = """lane => {
+    lane.append(lane.querySelector(".round:last-of-type").cloneNode(true));
+    return getComputedStyle(lane.lastElementChild).color;
+}"""
+
+
+def test_a_new_step_does_not_restyle_the_others(page: Page) -> None:
+    """Rules like `:has(…) span` restyled all tokens in each frame, so that long runs became slow."""
+    run(page, CODE, tokens=128)
+    status(page, "done")
+    devtools = page.context.new_cdp_session(page)
+    events: list[dict[str, Any]] = []
+    ends: list[dict[str, Any]] = []
+    devtools.on("Tracing.dataCollected", lambda data: events.extend(data["value"]))
+    devtools.on("Tracing.tracingComplete", lambda end: ends.append(end))
+    devtools.send("Tracing.start", {"traceConfig": {"includedCategories": ["devtools.timeline"]}})
+    page.locator("#lane-spec").evaluate(ADD_STEP)
+    devtools.send("Tracing.end")
+    while not ends:
+        page.evaluate("new Promise(requestAnimationFrame)")  # receives events
+    devtools.detach()
+    counts = [event["args"]["elementCount"] for event in events if "elementCount" in event.get("args", {})]
+    assert 0 < max(counts) < 100 < drawn(page).total()
+
+
 def test_other_methods_run(page: Page) -> None:
     for method, tokens in (("nasd", 20), ("ar", 22), ("beam", 24)):  # different lengths: the status shows each end
         choose_setting(page, "method", f"{method_name(method)}:")
