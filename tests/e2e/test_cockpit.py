@@ -20,7 +20,6 @@ from e2e.page_fixtures import (
     MARKUP,
     PATIENCE,
     RULES,
-    SCROLLING,
     Scripts,
     choose_setting,
     counted,
@@ -410,21 +409,21 @@ def test_link_transfers_settings_and_plays_no_recording(page: Page, tab: Any, se
     link = page.evaluate("navigator.clipboard.readText()")
     assert link == page.url and "gamma=30" in link
     page.evaluate("localStorage.clear(); localStorage.setItem('specdemo-opened', 'play')")  # shared by the tabs
-    other = tab(query=link.removeprefix(served.url))
+    query = link.removeprefix(served.url)
+    other = tab(query=f"{query}&top_p=9999&seed=3&target=org/large&drafter=org/small&gama=1")
     expect(other.locator("#gamma input[type=number]")).to_have_value("30")
     expect(other.locator("#temperature input[type=number]")).to_have_value("0")
     expect(other.locator("#prompt textarea")).to_have_value("a & b = <c>")
     expect(other.locator("#recorded button").first).to_be_visible()
     status(other, "ready")
     assert not drawn(other)
-    other.goto(f"{served.url}?gamma=9999&seed=3&target=org/large&drafter=org/small&gama=1")
-    expect(other.get_by_text("gamma ignored: gamma must be from").first).to_be_visible()
+    expect(other.get_by_text("top_p ignored: top_p must be from").first).to_be_visible()
     expect(other.get_by_text("Unknown settings in the link ignored: gama").first).to_be_visible()
     other.wait_for_function(OPAQUE, arg=".toast-wrap, .toast-body, .toast-message-item")  # they fade in
     assert not grave(other, ".toast-wrap", schemes=["light"])
     open_group(other, "Advanced settings", "Sampling")
     expect(other.locator("#seed input")).to_have_value("3")
-    expect(other.locator("#gamma input[type=number]")).not_to_have_value("9999")
+    expect(other.locator("#top-p input[type=number]")).not_to_have_value("9999")
     open_group(other, "Models and devices")
     for name, model in (("target", "org/large"), ("drafter", "org/small")):
         expect(other.locator(f"#{name} input, #{name} textarea")).to_have_value(model)
@@ -444,6 +443,9 @@ def test_methods_have_best_and_worst_examples(page: Page) -> None:
             expect(page.locator("#method option:checked")).to_have_text(re.compile(f"^{method}"))
 
 
+TAB_BUTTONS = "#tabs [role=tab], #tabs .overflow-menu button"  # narrow windows have a menu of the last ones
+
+
 def test_axe_finds_no_serious_violations(page: Page) -> None:
     opened(page, (GOLDEN / "draft-top.jsonl").read_text("utf-8") + (GOLDEN / "ar.jsonl").read_text("utf-8"))
     status(page, "done")
@@ -454,16 +456,14 @@ def test_axe_finds_no_serious_violations(page: Page) -> None:
     assert not grave(page)
     page.locator("#safe-colours").check()
     assert not grave(page, ".stage", ".legend", schemes=["dark"])
+    resize(page, 390, 844)  # tables scroll
     parts = {"Theory": "#theory-words li", "Bench": "#bench-run", "Explain logs": "#engine-explain"}
     for name, part in {**parts, "Memory": "#memory-pairs tbody tr"}.items():
-        page.get_by_role("tab", name=name).click()
+        page.locator(TAB_BUTTONS).filter(has_text=name).evaluate("button => button.click()")
         expect(page.locator(part).first).to_be_visible()
         if name == "Theory":  # gradio shows placeholders until the plots are drawn
             expect(page.locator('.curves .dot[fill="var(--dot-set)"]')).to_have_count(6)
         assert not grave(page, "#tabs", "footer", schemes=RULES if name == "Theory" else ["light"]), name
-        resize(page, 390, 844)  # tables scroll
-        assert not grave(page, "#tabs", "footer", schemes=["light"], rules=SCROLLING), name
-        resize(page, 1280)
 
 
 def test_inspector_is_closed_during_a_run_and_with_escape(page: Page) -> None:
@@ -507,7 +507,7 @@ def test_hidden_tab_receives_all_tokens(page: Page, state: str) -> None:
         }};
     }}""")
     run(page, "endless")
-    page.wait_for_function("document.querySelectorAll('.lane .tok').length > 300", polling=100)  # no animation frames
+    page.wait_for_function("document.querySelectorAll('.lane .tok').length > 40", polling=100)  # no animation frames
     page.locator("#stop").evaluate("button => button.click()")
     page.wait_for_function("document.querySelector('#status').textContent.startsWith('stopped')", polling=100)
     page.evaluate("window.showTab()")
@@ -566,7 +566,7 @@ MIDDLE = """token => {
 
 def test_a_tap_opens_the_step_as_a_drawer_below_the_token(page: Page) -> None:
     resize(page, 390, 844)
-    run(page, CODE)
+    run(page, CODE, tokens=64)
     status(page, "done")
     devtools = page.context.new_cdp_session(page)
     devtools.send("Emulation.setTouchEmulationEnabled", {"enabled": True})
