@@ -190,7 +190,8 @@ class _Fields:
         else:
             hint = html.escape(_PLACEHOLDERS.get(option.name, option.help))
             control = f'<input type="text" {named} value="{shown}" placeholder="{hint}" spellcheck="false">'
-        return f"<label><span>{label}</span>{control}</label>{slider}"
+        kind = ' class="slider"' if slider else ""
+        return f"<label{kind}><span>{label}</span>{control}</label>{slider}"
 
     def _choices(self, option: Option) -> Mapping[str, str]:
         """Return titles by choice; empty if any value is valid."""

@@ -35,6 +35,7 @@ from specdemo.ui.limits import HostLimits
 from specdemo.ui.page import build
 
 PATIENCE = 60.0
+WINDOW = {"width": 1280, "height": 900}
 MOST_CHARACTERS = 10_000  # of a prompt: a browser takes seconds to lay out 100,000
 ARGS = [
     "--no-sandbox",
@@ -50,13 +51,18 @@ RETURNING = """try {
     for (const [name, value] of [["specdemo-pace", "instant"], ["specdemo-opened", "yes"]])
         localStorage.getItem(name) ?? localStorage.setItem(name, value);
 } catch {}"""  # a visitor who chose the pace; pages without an origin have no storage
-# Time is 20 times as fast. The clock of Playwright would stay in all later tabs, and can reverse timers without delay.
-QUICK = """{
-    const now = performance.now.bind(performance), schedule = window.setTimeout;
-    performance.now = () => 20 * now();
-    window.setTimeout = (call, delay, ...values) => schedule(call, (delay || 0) / 20, ...values);
-}"""
-NOISE = "text to delete"
+
+
+def quick(factor: int) -> str:
+    """Script that makes time faster. The clock of Playwright would stay in later tabs, and can reverse timers."""
+    return f"""{{
+        const now = performance.now.bind(performance), schedule = window.setTimeout;
+        performance.now = () => {factor} * now();
+        window.setTimeout = (call, delay, ...values) => schedule(call, (delay || 0) / {factor}, ...values);
+    }}"""
+
+
+QUICK = quick(20)
 FIRST_VISIT = "localStorage.getItem('specdemo-opened') ?? localStorage.setItem('specdemo-opened', 'play');"
 STEP_WORDS = re.compile(r"^The drafter guessed \d+ tokens?\. One target pass checked (it|them)\. .*\d.*\.\s*$")
 MORE = "More settings"
@@ -76,6 +82,7 @@ class Scripts:
     def reset(self) -> None:
         self.inside, self.gate, self.closed = threading.Event(), threading.Event(), threading.Event()
         self.steps = 0
+        self.step_s = 0.01  # time between the steps of `endless`
         self.held_after: int | None = None  # steps after which the real engine waits for `gate`
         self.closed_in = ""
 
@@ -96,11 +103,11 @@ class Scripts:
             yield event
 
     def endless(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
-        """Yield a step every 10 ms, without end."""
+        """Yield steps without end."""
         yield header(prompt="endless")
         self.inside.set()
         while True:
-            time.sleep(0.01)
+            time.sleep(self.step_s)
             yield step(self.steps, pieces=["b", "X"], draft=("b", "c", "d"), accepted=(0,), tested=2)
             self.steps += 1
 
@@ -252,24 +259,35 @@ def file_tab(served: Any, chromium: BrowserContext) -> Iterator[Page]:
         yield open_tab()
 
 
+# In one call, as each call costs some milliseconds.
+DEFAULTS = """() => {
+    const element = (id) => document.getElementById(id);
+    [...document.querySelectorAll("[role=tab]")].find((tab) => tab.textContent.trim() === "Method").click();
+    element("pace").value = "instant";
+    element("pace").dispatchEvent(new Event("change"));
+    element("details").open = element("figures").open = false;
+    document.body.classList.remove("dark");
+    for (const [id, checked] of [["show-rejected", true], ["safe-colours", false]])
+        if (element(id).checked !== checked) element(id).click();
+    element("reset").click();
+    element("drop-lanes").click();
+    document.activeElement.blur();
+    return matchMedia("(prefers-reduced-motion: reduce)").matches;
+}"""
+
+
 @pytest.fixture
 def page(shared: Page, scripts: Scripts) -> Page:
     """The shared tab with default settings."""
     scripts.reset()
-    resize(shared, 1280)
-    shared.emulate_media(reduced_motion="no-preference")
-    shared.get_by_role("tab", name="Method").click()
-    shared.locator("#pace").select_option("instant")
-    shared.evaluate("for (const name of ['details', 'figures']) document.getElementById(name).open = false")
-    shared.evaluate("document.body.classList.remove('dark')")
-    for name, checked in (("show-rejected", True), ("safe-colours", False)):
-        shared.locator(f"#{name}").set_checked(checked)
-    shared.locator("#prompt textarea").fill(NOISE)
-    open_group(shared, "More actions")
-    shared.locator("#reset").click()
-    expect(shared.locator("#prompt textarea")).not_to_have_value(NOISE)
-    if shared.locator("#drop-lanes").is_visible():
-        shared.locator("#drop-lanes").click()
+    if shared.viewport_size != WINDOW:
+        resize(shared, **WINDOW)
+    if not shared.locator("#reset").count():
+        open_group(shared, "More actions")
+    reduced_motion = shared.evaluate(DEFAULTS)
+    if reduced_motion:
+        shared.emulate_media(reduced_motion="no-preference")
+    shared.mouse.move(0, 0)
     return shared
 
 
@@ -379,7 +397,6 @@ RULES = {
     "light": {},
     "dark": {"runOnly": ["color-contrast", "link-in-text-block"]},
 }  # other rules do not depend on colours
-SCROLLING = {"runOnly": ["scrollable-region-focusable"]}  # the rule that depends on the width of the window
 VIOLATIONS = """([context, options]) => axe.run(context, options).then(({ violations }) => violations
     .filter(({ impact }) => ["serious", "critical"].includes(impact))
     .map(({ id, nodes }) => [id, nodes.slice(0, 4).map((node) => node.target)]))"""

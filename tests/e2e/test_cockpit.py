@@ -20,7 +20,6 @@ from e2e.page_fixtures import (
     MARKUP,
     PATIENCE,
     RULES,
-    SCROLLING,
     Scripts,
     choose_setting,
     counted,
@@ -203,9 +202,9 @@ def test_identical_texts_have_a_badge(page: Page) -> None:
     assert text_of(saved(page)) == text_of(saved(page, "ar"))  # a single run of each lane is shown
 
 
-def exported(page: Page, action: str) -> str:
+def exported(page: Page, button: Locator) -> str:
     with page.expect_download() as download:
-        lane_action(page, action).click()
+        button.click()
     return Path(download.value.path()).read_text("utf-8")
 
 
@@ -218,7 +217,7 @@ def drawn_text(svg: str) -> str:
 def test_exports_match_the_run(page: Page) -> None:
     compared(page, tokens=24)
     trace = saved(page)
-    table = list(csv.DictReader(io.StringIO(exported(page, "csv"))))
+    table = list(csv.DictReader(io.StringIO(exported(page, lane_action(page, "csv")))))
     steps = [line for line in trace if "i" in line]
     assert ",".join(table[0]) == "round,t_s,gamma,drafted,tested,accepted,committed,ends_with,mean_beta," + (
         "draft_ms,verify_ms,host_ms,text"
@@ -231,11 +230,11 @@ def test_exports_match_the_run(page: Page) -> None:
         ]  # fmt: skip
         assert row["mean_beta"] == (str(round(sum(betas) / len(betas), 3)) if betas else "")
         assert row["verify_ms"] == str(round(1000 * line["verify_s"], 3)) and row["t_s"] == str(round(line["t"], 4))
-    picture = exported(page, "svg")
+    picture = exported(page, lane_action(page, "svg"))
     shown = page.locator("#lane-spec .given, #lane-spec .tok").all_text_contents()
     assert re.sub(r"\s", "", drawn_text(picture)) == re.sub(r"\s", "", "".join(shown))
     assert picture.count("line-through") == drawn(page)["rejected"] + 1  # and in the legend
-    assert exported(page, "save-page").startswith("<!doctype html>")
+    assert exported(page, page.locator("#save-page")).startswith("<!doctype html>")
     lane_action(page, "copy").click()
     expect(page.locator("#copy-spec")).to_have_text("Copied")
     text = page.evaluate("navigator.clipboard.readText()")
@@ -295,8 +294,8 @@ def test_markup_in_a_trace_is_shown_as_text(page: Page) -> None:
     expect(page.locator("#inspector .law").first).to_contain_text("<img␣src=x")
     page.locator("#figures summary").click()
     expect(page.locator("#rounds")).to_contain_text("<img␣src=x")
-    assert MARKUP in drawn_text(exported(page, "svg"))
-    saved_page = exported(page, "save-page")
+    assert MARKUP in drawn_text(exported(page, lane_action(page, "svg")))
+    saved_page = exported(page, page.locator("#save-page"))
     assert "<img src=x" not in saved_page and "&lt;img src=x" in saved_page  # in the heading
     assert page.locator("img[src=x]").count() == 0 and page.evaluate("window.harmed") is None
 
@@ -420,21 +419,21 @@ def test_link_transfers_settings_and_plays_no_recording(page: Page, tab: Any, se
     link = page.evaluate("navigator.clipboard.readText()")
     assert link == page.url and "gamma=30" in link
     page.evaluate("localStorage.clear(); localStorage.setItem('specdemo-opened', 'play')")  # shared by the tabs
-    other = tab(query=link.removeprefix(served.url))
+    query = link.removeprefix(served.url)
+    other = tab(query=f"{query}&top_p=9999&seed=3&target=org/large&drafter=org/small&gama=1")
     expect(other.locator("#gamma input[type=number]")).to_have_value("30")
     expect(other.locator("#temperature input[type=number]")).to_have_value("0")
     expect(other.locator("#prompt textarea")).to_have_value("a & b = <c>")
     expect(other.locator("#recorded button").first).to_be_visible()
     status(other, "ready")
     assert not drawn(other)
-    other.goto(f"{served.url}?gamma=9999&seed=3&target=org/large&drafter=org/small&gama=1")
-    expect(other.get_by_text("gamma ignored: gamma must be from").first).to_be_visible()
+    expect(other.get_by_text("top_p ignored: top_p must be from").first).to_be_visible()
     expect(other.get_by_text("Unknown settings in the link ignored: gama").first).to_be_visible()
     other.wait_for_function(OPAQUE, arg=".toast-wrap, .toast-body, .toast-message-item")  # they fade in
     assert not grave(other, ".toast-wrap", schemes=["light"])
     open_group(other, "Advanced settings", "Sampling")
     expect(other.locator("#seed input")).to_have_value("3")
-    expect(other.locator("#gamma input[type=number]")).not_to_have_value("9999")
+    expect(other.locator("#top-p input[type=number]")).not_to_have_value("9999")
     open_group(other, "Models and devices")
     for name, model in (("target", "org/large"), ("drafter", "org/small")):
         expect(other.locator(f"#{name} input, #{name} textarea")).to_have_value(model)
@@ -454,6 +453,9 @@ def test_methods_have_best_and_worst_examples(page: Page) -> None:
             expect(page.locator("#method option:checked")).to_have_text(re.compile(f"^{method}"))
 
 
+TAB_BUTTONS = "#tabs [role=tab], #tabs .overflow-menu button"  # narrow windows have a menu of the last ones
+
+
 def test_axe_finds_no_serious_violations(page: Page) -> None:
     opened(page, (GOLDEN / "draft-top.jsonl").read_text("utf-8") + (GOLDEN / "ar.jsonl").read_text("utf-8"))
     status(page, "done")
@@ -464,16 +466,14 @@ def test_axe_finds_no_serious_violations(page: Page) -> None:
     assert not grave(page)
     page.locator("#safe-colours").check()
     assert not grave(page, ".stage", ".legend", schemes=["dark"])
+    resize(page, 390, 844)  # tables scroll
     parts = {"Theory": "#theory-words li", "Bench": "#bench-run", "Explain logs": "#engine-explain"}
     for name, part in {**parts, "Memory": "#memory-pairs tbody tr"}.items():
-        page.get_by_role("tab", name=name).click()
+        page.locator(TAB_BUTTONS).filter(has_text=name).evaluate("button => button.click()")
         expect(page.locator(part).first).to_be_visible()
         if name == "Theory":  # gradio shows placeholders until the plots are drawn
             expect(page.locator('.curves .dot[fill="var(--dot-set)"]')).to_have_count(6)
         assert not grave(page, "#tabs", "footer", schemes=RULES if name == "Theory" else ["light"]), name
-        resize(page, 390, 844)  # tables scroll
-        assert not grave(page, "#tabs", "footer", schemes=["light"], rules=SCROLLING), name
-        resize(page, 1280)
 
 
 def test_inspector_is_closed_during_a_run_and_with_escape(page: Page) -> None:
@@ -517,7 +517,7 @@ def test_hidden_tab_receives_all_tokens(page: Page, state: str) -> None:
         }};
     }}""")
     run(page, "endless")
-    page.wait_for_function("document.querySelectorAll('.lane .tok').length > 300", polling=100)  # no animation frames
+    page.wait_for_function("document.querySelectorAll('.lane .tok').length > 40", polling=100)  # no animation frames
     page.locator("#stop").evaluate("button => button.click()")
     page.wait_for_function("document.querySelector('#status').textContent.startsWith('stopped')", polling=100)
     page.evaluate("window.showTab()")
@@ -576,7 +576,7 @@ MIDDLE = """token => {
 
 def test_a_tap_opens_the_step_as_a_drawer_below_the_token(page: Page) -> None:
     resize(page, 390, 844)
-    run(page, CODE)
+    run(page, CODE, tokens=64)
     status(page, "done")
     devtools = page.context.new_cdp_session(page)
     devtools.send("Emulation.setTouchEmulationEnabled", {"enabled": True})

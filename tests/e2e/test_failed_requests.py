@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, Route, expect
+from playwright.sync_api import BrowserContext, Page, Route, expect
 
-from e2e.page_fixtures import CODE, Scripts, counted, drawn, lane_action, run, saved, spans, status
+from e2e.page_fixtures import CODE, Scripts, counted, drawn, lane_action, quick, run, saved, spans, status, tabs
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -21,8 +21,48 @@ FAILURES: dict[str, Callable[[Route], None]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def quick_tab(served: Any, chromium: BrowserContext) -> Iterator[Page]:
+    with tabs(served, chromium) as open_tab:
+        yield open_tab(quick(4))
+
+
+@pytest.fixture
+def quick_page(quick_tab: Page, scripts: Scripts) -> Page:
+    """Tab of this file that sends and repeats requests after a quarter of the time."""
+    scripts.reset()
+    return quick_tab
+
+
+def test_a_rejected_run_ends_without_a_headline_and_one_that_began_is_shown(quick_page: Page) -> None:
+    """Also after an earlier run; the server has begun the last run before its answer is lost."""
+    page = quick_page
+    button, headline = page.locator("#run"), page.locator("#headline")
+    for _ in range(2):
+        page.route("**/runs", lambda route: route.fulfill(status=429, json={"detail": "too many requests"}))
+        run(page, CODE)
+        status(page, "failed: ")
+        expect(button).to_have_attribute("aria-disabled", "false")
+        expect(headline).to_be_empty()
+        page.unroute("**/runs")
+        run(page, CODE, tokens=8)
+        status(page, "done")
+        expect(headline).not_to_be_empty()
+
+    def begun(route: Route) -> None:
+        route.fetch()
+        route.fulfill(status=502, json={"detail": "bad gateway"})
+
+    page.route("**/runs", begun)
+    run(page, CODE, tokens=9)
+    status(page, "done: 9 tokens")
+    page.unroute("**/runs")
+    assert drawn(page) == counted(saved(page))
+
+
 @pytest.mark.parametrize("failure", FAILURES)
-def test_a_run_survives_failed_requests_for_frames(page: Page, scripts: Scripts, failure: str) -> None:
+def test_a_run_survives_failed_requests_for_frames(quick_page: Page, scripts: Scripts, failure: str) -> None:
+    page = quick_page
     scripts.held_after = 4
     with page.expect_request(FRAMES):  # after a while without frames
         page.route(FRAMES, FAILURES[failure], times=2)
@@ -34,10 +74,12 @@ def test_a_run_survives_failed_requests_for_frames(page: Page, scripts: Scripts,
     assert drawn(page) == counted(saved(page))
 
 
-def test_a_run_that_the_server_dropped_fails(page: Page, scripts: Scripts) -> None:
+def test_a_run_that_the_server_dropped_fails(quick_page: Page, scripts: Scripts) -> None:
+    page = quick_page
     scripts.held_after = 4
-    page.route(FRAMES, lambda route: route.fulfill(status=404, json={"detail": "unknown"}), times=1)
     run(page, CODE, tokens=48)
+    spans(page, 1, CODE)
+    page.route(FRAMES, lambda route: route.fulfill(status=404, json={"detail": "unknown"}), times=1)
     status(page, "failed: the server no longer stores this run")
     scripts.gate.set()
 
@@ -71,31 +113,6 @@ def test_failed_exports_can_be_repeated(page: Page) -> None:
     assert counted(saved(page)) == drawn(page)
     with page.expect_download():
         page.locator("#save-page").click()
-
-
-def test_a_rejected_run_ends_without_a_headline_and_one_that_began_is_shown(tab: Any) -> None:
-    """In a new tab, and after an earlier run; the server has begun the last run before its answer is lost."""
-    page = tab()
-    button, headline = page.locator("#run"), page.locator("#headline")
-    for _ in range(2):
-        page.route("**/runs", lambda route: route.fulfill(status=429, json={"detail": "too many requests"}))
-        run(page, CODE)
-        status(page, "failed: ")
-        expect(button).to_have_attribute("aria-disabled", "false")
-        expect(headline).to_be_empty()
-        page.unroute("**/runs")
-        run(page, CODE, tokens=8)
-        status(page, "done")
-        expect(headline).not_to_be_empty()
-
-    def begun(route: Route) -> None:
-        route.fetch()
-        route.fulfill(status=502, json={"detail": "bad gateway"})
-
-    page.route("**/runs", begun)
-    run(page, CODE, tokens=9)
-    status(page, "done: 9 tokens")
-    assert drawn(page) == counted(saved(page))
 
 
 def test_copying_without_a_clipboard_is_reported(page: Page) -> None:

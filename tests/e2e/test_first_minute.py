@@ -52,12 +52,12 @@ def test_readable_pace_displays_a_finished_run_gradually_and_a_reload_keeps_it(p
     first = page.locator("#prompt textarea").input_value()
     assert first
     page.locator("#pace").select_option("readable")
-    run(page, CODE, tokens=240)
+    run(page, CODE, tokens=120)
     expect(page.locator("#status")).to_have_text(
         re.compile(r"^displaying: at 15 tokens/s, generated at [\d.]+ tokens/s")
     )
-    assert kept(page) < 240
-    expect(page.locator("#shown")).to_have_text(re.compile(r"^\d+ of 240 shown$"))
+    assert kept(page) < 120
+    expect(page.locator("#shown")).to_have_text(re.compile(r"^\d+ of 120 shown$"))
     expect(page.locator("#show-rest")).to_be_visible()
     speed = page.locator("[data-kpi=tokens_per_second]")
     expect(speed).to_contain_text(re.compile(r"\d+ tokens displayed"))  # figures of the displayed part
@@ -68,10 +68,10 @@ def test_readable_pace_displays_a_finished_run_gradually_and_a_reload_keeps_it(p
     page.locator("#stop").evaluate("button => button.click()")
     shown = kept(page)
     status(page, f"stopped: {shown} tokens displayed")
-    expect(page.locator("#shown")).to_have_text(f"{shown} of 240 shown")
+    expect(page.locator("#shown")).to_have_text(f"{shown} of 120 shown")
     expect(page.locator("#headline")).to_be_empty()
     expect(page.locator("#race")).to_be_visible()
-    assert 0 < kept(page) == shown < 240
+    assert 0 < kept(page) == shown < 120
     usual = page.locator("#gamma input[type=number]").input_value()
     set_number(page, "gamma", 40)  # larger than useful, but allowed
     choose_setting(page, "method", "n-grams:")
@@ -82,8 +82,8 @@ def test_readable_pace_displays_a_finished_run_gradually_and_a_reload_keeps_it(p
     page.wait_for_function(f"before => {STORED} !== before", arg=stored)
     page.reload()  # run, pace and settings are stored
     expect(page.locator("#pace")).to_have_value("readable")
-    status(page, "done: 240 tokens")
-    assert kept(page) == 240
+    status(page, "done: 120 tokens")
+    assert kept(page) == 120
     expect(page.locator("#show-rest")).to_be_hidden()
     expect(page.locator("#gamma input[type=number]")).to_have_value("40")
     expect(page.locator("#method option:checked")).to_have_text(re.compile("^n-grams:"))
@@ -286,7 +286,7 @@ window.fetch = async (address, options) => {{
 
 def test_no_recording_plays_after_run_was_pressed(tab: Any) -> None:
     """The request of the recording is held back in the page: a route of Playwright would disable the cache."""
-    page = tab(FIRST_VISIT + HOLD)
+    page = tab(FIRST_VISIT + HOLD + QUICK)
     page.wait_for_function("window.released !== undefined")
     run(page, "full")
     status(page, "done: 1 tokens, context full")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from e2e.page_fixtures import FIRST_VISIT, STEP_WORDS, drawn, resize, run, status
+from e2e.page_fixtures import FIRST_VISIT, QUICK, STEP_WORDS, drawn, resize, run, status
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -63,6 +63,7 @@ def test_first_screen_shows_the_idea_without_scrolling(
     tab: Any, width: int, height: int, rows: int, lines: int, parts: tuple[str, ...]
 ) -> None:
     page = tab(FIRST_VISIT + SHIFTS, width=width, height=height)
+    page.evaluate(QUICK)
     expect(page.locator("#step-words")).to_have_text(STEP_WORDS)
     expect(page.locator(".round[data-stage]")).to_have_count(0)
     for part in ("h1", "#prompt textarea", "#run", "#headline", "#lane-spec", *parts):
