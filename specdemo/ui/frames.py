@@ -224,7 +224,7 @@ class Run:
 def read_traces(text: Any, max_characters: int = MAX_CHARACTERS) -> Run:
     """Return a finished run with the traces of a file. Raises `UserError`."""
     traces = read(text, ReadLimits(max_characters, traces=len(LANES)))
-    run = replay(traces)
+    run = run_of_traces(traces)
     run.finish()
     header = run.lanes[run.plan[0]].header
     assert header is not None
@@ -235,7 +235,7 @@ def read_traces(text: Any, max_characters: int = MAX_CHARACTERS) -> Run:
     return run
 
 
-def replay(traces: Sequence[Trace]) -> Run:
+def run_of_traces(traces: Sequence[Trace]) -> Run:
     """Return a run with these traces, the first AR trace in the AR lane, without the summary of `Run.finish`."""
     methods = [trace.header.recipe["method"] for trace in traces]
     baseline = methods.index("ar") if "ar" in methods else None
