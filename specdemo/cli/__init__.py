@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import io
 import os
 import signal
@@ -44,9 +43,7 @@ def _execute(options: argparse.Namespace) -> int:
 
     with _compiling_engine() if options.command == "run" else nullcontext():
         with handle_signals(exit_at_once, signal.SIGINT, signal.SIGTERM):  # libraries cannot be imported by halves
-            gc.disable()  # a tenth of the time of the imports; their objects stay
             command = _command(options.command)
-            gc.enable()
         try:
             with handle_signals(end, signal.SIGINT, signal.SIGTERM), signals_end_passes():
                 return command(options)

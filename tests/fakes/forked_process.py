@@ -99,7 +99,7 @@ def run_with_new_modules(source: str) -> None:
     exec(source, {"__name__": "__main__"})
 
 
-def without_sigint(program: Callable[..., None], *arguments: str) -> None:
+def without_sigint(program: Callable[..., None], *arguments: Any) -> None:
     """Ignore SIGINT, like background jobs, and run a program."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     program(*arguments)
