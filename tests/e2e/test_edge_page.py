@@ -76,7 +76,7 @@ def table(page: Page, name: str) -> list[list[str]]:
 
 
 def process(served: Any) -> ServiceProcess:
-    (only,) = served.clouds._running.values()
+    (only,) = (service for service in served.clouds._running.values() if service.alive)
     return only
 
 
@@ -166,34 +166,6 @@ def test_provisional_tokens_are_italic_until_confirmed(page: Page) -> None:
     )
 
 
-def test_another_local_service_continues_after_one_is_ended_by_the_button(page: Page, scripts: Scripts) -> None:
-    configure(page, mode="speculative", replicas=2, temperature=0, max_tokens=32)
-    page.locator("#compare input").uncheck()
-    run_again(page, CODE)
-    status(page, "done: 32 tokens")
-    undisturbed = text_of(saved(page))
-    scripts.held_after = 5
-    run_again(page, CODE)
-    spans(page, 5, CODE)
-    page.get_by_role("tab", name="Edge-cloud").click()
-    page.locator("#edge-kill").click()
-    expect(page.locator("#edge-killed")).to_contain_text("was killed")
-    scripts.gate.set()
-    status(page, "done: 32 tokens")
-    expect(page.locator("#lane-spec .note")).to_have_text(re.compile("^Failover: .* continues after"))
-    trace = saved(page)
-    assert text_of(trace) == undisturbed and sum(line.get("remote", {}).get("switched", 0) for line in trace) == 1
-    expect(page.locator("#edge-run")).to_contain_text("1 failover")  # the selected tab is redrawn
-    expect(page.locator("#edge-timeline rect.gap")).to_have_count(1)
-    open_group(page, "Advanced settings", "Edge and cloud")
-    expect(page.locator('#edge-plot .dot[fill="var(--dot-run)"]')).to_have_count(1)
-    expect(page.locator("#edge-table th").first).to_have_attribute("tabindex", "0")  # the keyboard reaches the table
-    assert not grave(page, "#tabs", "#settings", schemes=["light"])
-    assert not grave(page, "#edge-run", "#edge-timeline", "#edge-plot", schemes=["dark"])
-    resize(page, 390)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
-
-
 def test_lost_connection_is_noted_and_stop_needs_no_response(page: Page, served: Any, scripts: Scripts) -> None:
     configure(page, mode="speculative", on_loss="edge", lost_after_s=1, rtt_ms=20, max_tokens=48)
     scripts.held_after = 5
@@ -252,13 +224,6 @@ def test_public_page_starts_and_contacts_no_service(served: Any) -> None:
     assert not public.clouds._running
 
 
-def test_cloud_process_ends_when_its_pipe_closes(served: Any) -> None:
-    """The end of the page closes the standard input of the cloud process."""
-    child = process(served)
-    child.process.stdin.close()
-    assert child.process.wait(PATIENCE) == 0
-
-
 def test_a_calibration_sets_the_controls_and_is_remembered_for_its_pair(tab: Any) -> None:
     page = linked(tab, mode="speculative", gates=["nll"], max_tokens=8)
     open_group(page, "Advanced settings", "Edge and cloud")
@@ -277,3 +242,38 @@ def test_a_calibration_sets_the_controls_and_is_remembered_for_its_pair(tab: Any
     for pair in ("smollm2-135m", "bundled"):
         choose_setting(page, "pair", PAIRS[pair].title)
     expect(nll).to_have_value(measured)
+
+
+def test_another_local_service_continues_after_one_is_ended_by_the_button(page: Page, scripts: Scripts) -> None:
+    configure(page, mode="speculative", replicas=2, temperature=0, max_tokens=32)
+    page.locator("#compare input").uncheck()
+    run_again(page, CODE)
+    status(page, "done: 32 tokens")
+    undisturbed = text_of(saved(page))
+    scripts.held_after = 5
+    run_again(page, CODE)
+    spans(page, 5, CODE)
+    page.get_by_role("tab", name="Edge-cloud").click()
+    page.locator("#edge-kill").click()
+    expect(page.locator("#edge-killed")).to_contain_text("was killed")
+    scripts.gate.set()
+    status(page, "done: 32 tokens")
+    expect(page.locator("#lane-spec .note")).to_have_text(re.compile("^Failover: .* continues after"))
+    trace = saved(page)
+    assert text_of(trace) == undisturbed and sum(line.get("remote", {}).get("switched", 0) for line in trace) == 1
+    expect(page.locator("#edge-run")).to_contain_text("1 failover")  # the selected tab is redrawn
+    expect(page.locator("#edge-timeline rect.gap")).to_have_count(1)
+    open_group(page, "Advanced settings", "Edge and cloud")
+    expect(page.locator('#edge-plot .dot[fill="var(--dot-run)"]')).to_have_count(1)
+    expect(page.locator("#edge-table th").first).to_have_attribute("tabindex", "0")  # the keyboard reaches the table
+    assert not grave(page, "#tabs", "#settings", schemes=["light"])
+    assert not grave(page, "#edge-run", "#edge-timeline", "#edge-plot", schemes=["dark"])
+    resize(page, 390)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_cloud_process_ends_when_its_pipe_closes(served: Any) -> None:
+    """The end of the page closes the standard input of the cloud process."""
+    child = process(served)
+    child.process.stdin.close()
+    assert child.process.wait(PATIENCE) == 0
