@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, StepEvent
 from specdemo.core.explain import failover_note
-from specdemo.core.trace import MAX_CHARACTERS, ReadLimits, read
+from specdemo.core.trace import MAX_CHARACTERS, ReadLimits, Trace, read
 from specdemo.ui.lane import LANES, PLAIN, SPEC, Lane, clock, linked, mode, speed
 from specdemo.ui.run_estimate import estimate_lengths
 from specdemo.ui.run_figures import tiles
@@ -223,8 +223,21 @@ class Run:
 
 
 def read_traces(text: Any, max_characters: int = MAX_CHARACTERS) -> Run:
-    """Return a finished run with the traces of a file, the first AR trace in the AR lane. Raises `UserError`."""
+    """Return a finished run with the traces of a file. Raises `UserError`."""
     traces = read(text, ReadLimits(max_characters, traces=len(LANES)))
+    run = run_of_traces(traces)
+    run.finish()
+    header = run.lanes[run.plan[0]].header
+    assert header is not None
+    run.recorded = recorded_settings(header, compare=len(run.plan) > 1)
+    truncated = ", truncated" if any(trace.end is None for trace in traces) else ""
+    tokens = " and ".join(str(lane.metrics.tokens) for lane in run.lanes.values())
+    run.phase = ("done", f"recorded trace, {tokens} tokens{truncated}")
+    return run
+
+
+def run_of_traces(traces: Sequence[Trace]) -> Run:
+    """Return a run with these traces, the first AR trace in the AR lane, without the summary of `Run.finish`."""
     methods = [trace.header.recipe["method"] for trace in traces]
     baseline = methods.index("ar") if "ar" in methods else None
     others = iter(name for name in LANES if name != PLAIN)
@@ -234,9 +247,4 @@ def read_traces(text: Any, max_characters: int = MAX_CHARACTERS) -> Run:
         for event in (trace.header, *trace.steps, trace.end):
             if event is not None:
                 run.absorb(name, event)
-    run.finish()
-    run.recorded = recorded_settings(traces[names.index(run.plan[0])].header, compare=len(run.plan) > 1)
-    truncated = ", truncated" if any(trace.end is None for trace in traces) else ""
-    tokens = " and ".join(str(lane.metrics.tokens) for lane in run.lanes.values())
-    run.phase = ("done", f"recorded trace, {tokens} tokens{truncated}")
     return run

@@ -67,6 +67,7 @@ from specdemo.ui.visitors import shown_messages
 from specdemo.worker import Worker, WorkerGroup
 
 EXAMPLES = ASSETS / "examples.json"
+QUEUED_EVENTS = 64
 IDLE_POLL_S = 0.02
 _EVENTS = ConnectionLimits.total  # others wait for runs
 RECORDED_TOP = 5  # tokens recorded per distribution, for the inspector
@@ -145,7 +146,7 @@ def build(
             api(function, api_name=name, concurrency_limit=None)
         demo.unload(handlers.leave)
     lessons_page(demo)
-    demo.queue(max_size=64)
+    demo._queue.max_size = QUEUED_EVENTS  # `demo.queue` would create the routes again
     demo._queue.sleep_when_free = IDLE_POLL_S  # Gradio polls its queue 1,000 times per second
     permanent = isinstance(service.worker, Worker)
     health = Health(service, replace(initial, method="ar", max_tokens=2)) if permanent else None

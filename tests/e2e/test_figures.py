@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -26,19 +28,20 @@ POOL = ModelPool()
 Line = dict[str, Any]
 RUNS: dict[str, dict[str, Any]] = {
     "chain": {},
-    "n-grams": {"method": "nasd", "ngram": 2},
+    "n-grams": {"method": "nasd", "ngram": 2, "max_tokens": 24},
     "tree": {"method": "tree", "tree_nodes": 8},
     "guesses": {"method": "lookahead"},
     "greedy chain": {"temperature": 0.0},
     "greedy tree": {"method": "tree", "tree_nodes": 8, "temperature": 0.0},
     "tree, top1": {"method": "tree", "tree_nodes": 8, "rule": "top1"},
-    **{rule: {"rule": rule} for rule in RULES if rule != "rejection"},
+    **{rule: {"rule": rule} for rule in RULES if rule not in ("rejection", "threshold")},
+    "threshold": {"rule": "threshold", "max_tokens": 24},  # it accepts few tokens
 }
 
 
 @cache
 def recorded(name: str) -> list[Line]:
-    settings = {"temperature": 1.0, "top_p": 1.0, "gamma": 3, "top": 5, "max_tokens": 24, "device": "cpu", "seed": 2}
+    settings = {"temperature": 1.0, "top_p": 1.0, "gamma": 3, "top": 5, "max_tokens": 14, "device": "cpu", "seed": 2}
     if RUNS[name].get("method") == "lookahead":
         del settings["gamma"]  # it has no effect
     return [line for line in lines_of(Recipe(**settings | RUNS[name]), CODE, POOL) if "phase" not in line]
@@ -80,11 +83,33 @@ def steps_of(trace: list[Line]) -> list[Line]:
     return [line for line in trace if line.get("draft")]
 
 
-def cards(page: Page, trace: list[Line]) -> list[list[dict[str, Any]]]:
-    """Open the inspector and read the cards of all steps with a draft."""
-    page.locator("#lane-spec .tok").last.click()
-    expect(page.locator("#inspector")).to_be_visible()
-    return page.evaluate(CARDS, [line["i"] for line in steps_of(trace)])
+@dataclass(frozen=True)
+class Displayed:
+    """A trace and what the page shows of it: tooltips and cards by step with a draft, and the tree of the last step."""
+
+    trace: list[Line]
+    tips: list[list[dict[str, Any]]]
+    cards: list[list[dict[str, Any]]]
+    leaves: list[str]
+
+
+@pytest.fixture(scope="module")
+def displayed(file_tab: Page) -> Callable[[str], Displayed]:
+    """Show a recorded run and open the inspector, once."""
+
+    def read_page(name: str) -> Displayed:
+        trace = recorded(name)
+        show(file_tab, *trace)
+        expect(file_tab.locator("#lane-spec .round")).to_have_count(sum("i" in line for line in trace))
+        tips = file_tab.eval_on_selector("#lane-spec", TIPS)
+        file_tab.locator("#lane-spec .tok").last.click()
+        expect(file_tab.locator("#inspector")).to_be_visible()
+        steps = [line["i"] for line in steps_of(trace)]
+        cards = file_tab.evaluate(CARDS, steps)
+        leaves = file_tab.locator("#round-tree .leaf title").all_text_contents()
+        return Displayed(trace, [tips[i] for i in steps], cards, leaves)
+
+    return cache(read_page)
 
 
 def check_decision(line: Line, node: int, card: dict[str, Any], rule: str, greedy: bool) -> None:
@@ -121,14 +146,13 @@ def check_untested(line: Line, node: int, card: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_tooltip_and_card_of_every_token_give_the_figures_that_decided(file_tab: Page, name: str) -> None:
-    trace = recorded(name)
-    show(file_tab, *trace)
-    expect(file_tab.locator("#lane-spec .round")).to_have_count(sum("i" in line for line in trace))
-    recipe, tips = trace[0]["recipe"], file_tab.eval_on_selector("#lane-spec", TIPS)
-    tips = {line["i"]: tips[line["i"]] for line in steps_of(trace)}
+def test_tooltip_and_card_of_every_token_give_the_figures_that_decided(
+    displayed: Callable[[str], Displayed], name: str
+) -> None:
+    page = displayed(name)
+    recipe = page.trace[0]["recipe"]
     outcomes: Counter[str] = Counter()
-    for line, shown in zip(steps_of(trace), cards(file_tab, trace), strict=True):
+    for line, tips, shown in zip(steps_of(page.trace), page.tips, page.cards, strict=True):
         drafted = shown[: len(line["draft"])]
         for node, card in enumerate(drafted):
             outcomes[card["kind"]] += 1
@@ -136,24 +160,25 @@ def test_tooltip_and_card_of_every_token_give_the_figures_that_decided(file_tab:
                 check_untested(line, node, card)
             else:
                 check_decision(line, node, card, recipe["rule"], recipe["temperature"] == 0)
-        seen = Counter((tip["kind"], tip["why"]) for tip in tips[line["i"]])
-        assert seen == Counter((card["kind"], card["why"]) for card in shown)
-        for tip in tips[line["i"]]:
+        assert Counter((tip["kind"], tip["why"]) for tip in tips) == Counter(
+            (card["kind"], card["why"]) for card in shown
+        )
+        for tip in tips:
             figures = [f"{label.partition(',')[0]} {value}" for label, value in tip["rows"].items()]
             facts = " · ".join(figures[2:])  # without token and step
             assert any(card["facts"].startswith(facts) for card in drafted if card["why"] == tip["why"]) or not facts
     assert outcomes["rejected"] and (outcomes["accepted"] or name in ("guesses", "n-grams"))
     if recipe["method"] == "tree":
-        leaves = file_tab.locator("#round-tree .leaf title").all_text_contents()
-        assert [leaf.partition(": ")[2] for leaf in leaves] == [card["why"] for card in drafted]
+        assert [leaf.partition(": ")[2] for leaf in page.leaves] == [card["why"] for card in drafted]
 
 
 @pytest.mark.parametrize("name", ["chain", "tree", "n-grams", "greedy chain"])
-def test_charts_contain_their_token_and_the_rest_and_share_a_scale(file_tab: Page, name: str) -> None:
-    trace = recorded(name)
-    show(file_tab, *trace)
+def test_charts_contain_their_token_and_the_rest_and_share_a_scale(
+    displayed: Callable[[str], Displayed], name: str
+) -> None:
+    page = displayed(name)
     residuals, tracks = 0, set()
-    for line, shown in zip(steps_of(trace), cards(file_tab, trace), strict=True):
+    for line, shown in zip(steps_of(page.trace), page.cards, strict=True):
         for card in shown:
             bars, drafted = card["bars"], card is not shown[-1] or len(shown) == len(line["draft"])
             masses = [bar["mass"] for bar in bars]
@@ -190,7 +215,7 @@ VISITED = """() => [...document.querySelectorAll(".box:not([hidden])")].map((box
 })"""
 
 
-@holds_for(8, lines=trace_lines())
+@holds_for(4, lines=trace_lines())
 def test_all_steps_of_arbitrary_traces_are_displayed_and_exported(file_tab: Page, lines: list[Line]) -> None:
     """`file_tab` fails after an error of a script."""
     show(file_tab, *lines)

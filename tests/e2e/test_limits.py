@@ -60,7 +60,12 @@ def visitor(served: Any) -> gradio_client.Client:
 
 def client(served: Any, address: str, at_once: int = 8) -> gradio_client.Client:
     return gradio_client.Client(
-        served.url, verbose=False, max_workers=at_once, headers={"X-Forwarded-For": address}, analytics_enabled=False
+        served.url,
+        verbose=False,
+        max_workers=at_once,
+        headers={"X-Forwarded-For": address},
+        ssl_verify=False,  # reading certificates takes 20 ms per request
+        analytics_enabled=False,
     )
 
 
@@ -72,7 +77,7 @@ def test_limits_apply_to_preflight(visitor: gradio_client.Client) -> None:
 def press_run(url: str, session: str, **settings: Any) -> httpx.Response:
     """Start a run like the page, with other settings."""
     request = {"id": secrets.token_urlsafe(12), "session_hash": session, "settings": settings}
-    return httpx.post(f"{url}runs", json=request, timeout=PATIENCE)
+    return httpx.post(f"{url}runs", json=request, timeout=PATIENCE, verify=False)
 
 
 def last_frame(url: str, **settings: Any) -> dict[str, Any]:

@@ -180,7 +180,7 @@ def test_stop_shows_partial_results_and_frees_the_worker(
 ) -> None:
     page = at("Bench")
     resize(page, 390)  # a narrow page puts the tabs in a menu
-    choose(page, each=12, tokens=128, kinds=("code",))
+    choose(page, each=12, tokens=64, kinds=("code",))
     page.locator("#bench-run").click()
     expect_status(page, r"^([4-9]|[12]\d) of 36: code \d+, ")
     expect(page.locator("#bench-run")).to_be_disabled()
@@ -198,7 +198,7 @@ def test_stop_shows_partial_results_and_frees_the_worker(
 
 def test_leaving_the_page_cancels_the_bench(at: Callable[[str], Page], measured: MeasureRecorder) -> None:
     page = at("Bench")
-    choose(page, each=12, tokens=256, kinds=("code",))
+    choose(page, each=12, tokens=128, kinds=("code",))
     page.locator("#bench-run").click()
     expect_status(page, r"^\d+ of 36")
     assert not measured.finished.is_set()

@@ -24,7 +24,7 @@ from specdemo import Recipe, generate, load_pair
 pair = load_pair("bundled", device="cpu")
 *_, end = generate(Recipe(max_tokens=8), "def add(a, b):", pair)
 print(specdemo.__file__)
-sys.argv = ["specdemo", "run", "for i in range(", "--method", "nasd", "--max-tokens", "8", "--json"]
+sys.argv = ["specdemo", "run", "def f(x):", "--pair", "bundled", "--method", "nasd", "--max-tokens", "8", "--json"]
 runpy.run_module("specdemo", run_name="__main__")
 """
 

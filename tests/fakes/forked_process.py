@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import resource
@@ -98,9 +99,17 @@ def run_with_new_modules(source: str) -> None:
     exec(source, {"__name__": "__main__"})
 
 
-def without_sigint(program: Callable[..., None], *arguments: str) -> None:
+def without_sigint(program: Callable[..., None], *arguments: Any) -> None:
     """Ignore SIGINT, like background jobs, and run a program."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    program(*arguments)
+
+
+def with_hub(program: Callable[..., None], *arguments: str) -> None:
+    """Read the environment variables of the hub, which were read when its modules were imported, and run a program."""
+    from huggingface_hub import constants
+
+    importlib.reload(constants)
     program(*arguments)
 
 

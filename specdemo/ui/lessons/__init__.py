@@ -16,8 +16,9 @@ import gradio as gr
 from specdemo.core.step import Outcome, Step
 from specdemo.core.theory import expected_tokens
 from specdemo.core.theory import speedup as cost_model
+from specdemo.core.trace import read
 from specdemo.models.zoo import ASSETS
-from specdemo.ui.frames import Run, read_traces
+from specdemo.ui.frames import Run, run_of_traces
 from specdemo.ui.lane import PLAIN, SPEC, Lane
 from specdemo.ui.page_files import mount_module
 from specdemo.ui.run_estimate import cost_terms
@@ -126,7 +127,7 @@ def _records_until(path: Path, wanted: Callable[[Step], bool]) -> list[dict[str,
 
 @cache
 def _run(path: Path) -> Run:
-    return read_traces(path.read_text("utf-8"))
+    return run_of_traces(read(path.read_text("utf-8")))
 
 
 def _lanes(path: Path) -> Mapping[str, Lane]:
