@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import sitecustomize
 from fakes import properties
 from fakes.compiled_engine import compile_once
 
@@ -31,7 +32,10 @@ SLOW_FILE = re.compile(r"^pytestmark = (\[[^]]*|.*)\bmark\.slow\b", re.MULTILINE
 FIRST = ("browser", "long", "slow")
 FAST = "not slow and not exhaustive and not faults"
 ONLY = {"exhaustive": "mark.exhaustive", "fuzz": "properties", "faults": "mark.faults"}  # texts of their files
+STARTUP = Path(sitecustomize.__file__).parent
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(STARTUP), os.environ.get("PYTHONPATH"))))
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: its kernels run on CPU tensors
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # otherwise bitsandbytes imports a compiler for 1 s
 gc.set_threshold(50_000)  # collections took 5 % of the CPU time
 
 

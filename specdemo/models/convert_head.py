@@ -54,4 +54,6 @@ def _convert(request: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    import torch  # noqa: F401  # before the forks
+
     serve(_convert, _CPU_SECONDS, _MAX_BYTES)

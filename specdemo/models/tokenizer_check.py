@@ -6,6 +6,7 @@ Regular expressions of supported families are known. Others are tried on each te
 from __future__ import annotations
 
 import base64
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ _MAX_GROWTH, _MAX_PREFIX = 32, 64
 _MAX_ADDED_TOKENS = 100_000
 _TEXT_RULES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _SECONDS = 30.0
+_MOST_TEXTS = 10_000
+_problems: dict[bytes, str] = {}  # by digest of tokenizer and text
 
 
 def open_tokenizer(
@@ -63,7 +66,25 @@ def try_text(tokenizer: object, text: str) -> None:
 
 
 def _try_file(subject: str, path: Path, text: str) -> None:
-    interruptible(lambda: TOKENIZER_TRIAL.request([str(path), text], _SECONDS, subject, "choose another model"))
+    """Raise `UserError` if a text cannot be encoded. Each text is tried once: prompts are encoded several times."""
+    described = f"{subject}\n{path}\n{path.stat().st_mtime_ns}\n{text}"
+    key = hashlib.sha256(described.encode("utf-8", "surrogatepass")).digest()
+    problem = _problems.get(key)
+    if problem is None:
+        _problems[key] = problem = _problem(subject, path, text)
+        if len(_problems) > _MOST_TEXTS:
+            _problems.pop(next(iter(_problems)), None)
+    if problem:
+        raise UserError(problem)
+
+
+def _problem(subject: str, path: Path, text: str) -> str:
+    """Return the reason, empty if the text can be encoded."""
+    try:
+        interruptible(lambda: TOKENIZER_TRIAL.request([str(path), text], _SECONDS, subject, "choose another model"))
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def check_tokenizer(name: str, folder: Path) -> bool:

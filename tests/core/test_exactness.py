@@ -193,7 +193,7 @@ def test_greedy_lenience_compares_raw_probabilities(lenience: float) -> None:
 def test_coupled_text_equals_ar_text(temperature: float, drafter: str) -> None:
     """Token by token, at any temperature, for every drafter and gamma, from the same seed."""
     sampling, accepted, texts = SamplingParams(temperature=temperature), 0, set()
-    for seed in range(24):
+    for seed in range(12):
 
         def text(make: Make, gamma: int, seed: int = seed) -> tuple[int, ...]:
             nonlocal accepted
@@ -206,7 +206,7 @@ def test_coupled_text_equals_ar_text(temperature: float, drafter: str) -> None:
         texts.add(plain)
         for gamma in (1, 2, 5):
             assert text(DRAFTERS[drafter], gamma) == plain
-    assert accepted > 0 and (len(texts) > 20 or temperature == 0)
+    assert accepted > 0 and (len(texts) > 10 or temperature == 0)
 
 
 _FAST = ("fixed", "egag")  # a policy without and one with logits

@@ -47,7 +47,7 @@ def searched(model: Any, prompt: list[int], length: int, settings: dict[str, Any
 def prompts(kind: str, settings: str) -> list[tuple[list[int], int, list[int]]]:
     """Prompts, lengths and texts of transformers, computed once for both engines."""
     model, rng = tiny_model(kind), random.Random(settings)
-    drawn = [([rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12))], rng.randrange(8, 24)) for _ in range(12)]
+    drawn = [([rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12))], rng.randrange(8, 24)) for _ in range(8)]
     return [(prompt, length, found(model, prompt, length, SETTINGS[settings])) for prompt, length in drawn]
 
 

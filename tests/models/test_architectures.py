@@ -66,15 +66,15 @@ VOCAB = 61
 
 
 def prompts(kind: str) -> Iterator[tuple[list[int], int]]:
-    """Yield 24 prompts with output lengths: single tokens, repetitive, up to the context limit, random."""
+    """Yield 16 prompts with output lengths: single tokens, repetitive, up to the context limit, random."""
     rng = random.Random(kind)
-    for i in range(24):
-        if i < 3:
+    for i in range(16):
+        if i < 2:
             yield [rng.randrange(VOCAB)], 12
-        elif i < 7:
+        elif i < 5:
             length = rng.choice((CONTEXT - 1, CONTEXT - 2, CONTEXT - 9))
             yield [rng.randrange(VOCAB) for _ in range(length)], CONTEXT - length
-        elif i < 12:
+        elif i < 8:
             yield [rng.randrange(VOCAB) for _ in range(3)] * rng.randrange(2, 6), 16
         else:
             yield [rng.randrange(VOCAB) for _ in range(rng.randrange(2, 24))], rng.randrange(1, 20)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from specdemo.models.engines.native_head import NativeHead
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.head_kinds.eagle3 import TorchEagle3
 from specdemo.models.heads import load_head
+from specdemo.models.limited_process import LimitedProcess
 from specdemo.models.load import LoadedModel
 from specdemo.models.spec import HeadSpec, ModelSpec
 
@@ -210,7 +211,23 @@ def test_invalid_checkpoints_are_refused_in_a_sentence(
     assert "\n" not in str(refused.value)
 
 
+class KeptProcess(LimitedProcess):
+    """Process that serves several conversions; it imports torch once."""
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def converter() -> Iterator[None]:
+    process = KeptProcess("specdemo.models.convert_head")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specdemo.models.convert_head.LimitedProcess", lambda module: process)
+        yield
+    LimitedProcess.close(process)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("converter")
 def test_pickled_medusa_heads_are_converted(tmp_path: Path, target: LoadedModel) -> None:
     """Blocks of published heads are the same module."""
     block = torch.nn.Module()
@@ -236,6 +253,7 @@ def test_damaged_files_are_refused(tmp_path: Path, target: LoadedModel) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("converter")
 def test_pickles_are_refused_and_converted_without_running_them(tmp_path: Path, target: LoadedModel) -> None:
     folder, source = tmp_path / "pickled", tmp_path / "pickled" / "pytorch_model.bin"
     expected = logits(load(random_head(folder, TARGET, IDS), target))
@@ -257,6 +275,7 @@ class _Hostile:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("converter")
 @pytest.mark.parametrize("content", ["code", "number"])
 def test_hostile_pickles_are_not_converted(content: str, tmp_path: Path) -> None:
     touched, source = tmp_path / "touched", tmp_path / "head.pt"

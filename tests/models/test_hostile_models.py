@@ -177,7 +177,7 @@ def valid_files() -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@holds_for(60, name=st.sampled_from((*SETTINGS, WEIGHTS)), data=st.data())
+@holds_for(30, name=st.sampled_from((*SETTINGS, WEIGHTS)), data=st.data())
 def test_changed_files_give_a_model_or_a_sentence(name: str, data: st.DataObject) -> None:
     """Values of a JSON file, or of the header of the weights, are replaced, removed, repeated or moved."""
     content = valid_files()[name]

@@ -210,9 +210,9 @@ def test_a_disk_that_fills_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_environment_names_the_hub(server: StandIn, tmp_path: Path) -> None:
     """In a new process, with a token that must stay in the headers."""
     where = {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path), "HF_TOKEN": SECRET, "HF_HUB_DISABLE_XET": "1"}
-    options = ["--target", NAME, "--method", "ar", "--max-tokens", "4", "--device", "cpu"]
+    download = f"from specdemo.models.hub import Hub; print(Hub().settings({NAME!r}), Hub().weights({NAME!r}))"
     done = subprocess.run(
-        [sys.executable, "-m", "specdemo", "run", "def f():", *options],
+        [sys.executable, "-c", download],
         cwd=ROOT,
         env={**os.environ, **where},
         capture_output=True,
@@ -220,5 +220,6 @@ def test_the_environment_names_the_hub(server: StandIn, tmp_path: Path) -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert "4 tokens" in done.stdout and not done.stderr
+    folders = {Path(folder) for folder in done.stdout.split()}
+    assert len(folders) == 1 and (folders.pop() / "model.safetensors").is_relative_to(tmp_path) and not done.stderr
     assert SECRET not in done.stdout + done.stderr and server.trusted == {f"Bearer {SECRET}"} and not server.leaked

@@ -16,6 +16,7 @@ from specdemo.core.errors import UserError
 from specdemo.models.gguf_tokenizer import KNOWN_PATTERNS
 from specdemo.models.tokenizer import Bridge, TextStream, check_vocabulary, encode_prompt, token_bytes
 from specdemo.models.tokenizer_check import TriedTokenizer, check_tokenizer, open_tokenizer
+from specdemo.models.tokenizer_trial import TOKENIZER_TRIAL
 
 TOKENIZERS = {"byte-level": byte_level_tokenizer, "sentencepiece": sentencepiece_tokenizer}
 
@@ -132,6 +133,9 @@ def test_tokenizers_with_other_patterns_are_tried_on_each_text(tmp_path: Path) -
     for encode in (tokenizer, tokenizer.encode, lambda text: encode_prompt(tokenizer, text, True, 300, list)):
         with pytest.raises(UserError, match="the tokenizer .*: choose another model"):
             encode(hostile)
+    with pytest.MonkeyPatch.context() as patch:  # each text is tried once
+        patch.setattr(TOKENIZER_TRIAL, "request", lambda *request: pytest.fail(str(request)))
+        tokenizer.encode("def f(x): return x", add_special_tokens=False)
 
 
 @pytest.mark.slow

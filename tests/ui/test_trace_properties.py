@@ -73,7 +73,7 @@ def display_link(lane: Lane) -> None:
     link_charts.describe_best_gamma(link)
 
 
-@holds_for(60, lines=trace_lines())
+@holds_for(lines=trace_lines())
 def test_valid_traces_are_read_and_written_unchanged(lines: list[Any]) -> None:
     first = trace.read(text(lines))
     written = "".join(trace.write(event) for read in first for event in events(read))
@@ -82,17 +82,17 @@ def test_valid_traces_are_read_and_written_unchanged(lines: list[Any]) -> None:
     assert written == "".join(trace.write(event) for read in again for event in events(read))
 
 
-@holds_for(40, lines=trace_lines())
+@holds_for(20, lines=trace_lines())
 def test_valid_traces_are_displayed(lines: list[Any]) -> None:
     assert "refused" not in display(text(lines))
 
 
-@holds_for(60, lines=trace_lines().flatmap(changed))
+@holds_for(lines=trace_lines().flatmap(changed))
 def test_changed_traces_are_refused_or_displayed(lines: Any) -> None:
     display(text(json_only(lines) if isinstance(lines, list) else [json_only(lines)]))
 
 
-@holds_for(40, lines=trace_lines(), cut=st.integers(0, 10_000), new=st.text(max_size=3), removed=st.integers(0, 3))
+@holds_for(20, lines=trace_lines(), cut=st.integers(0, 10_000), new=st.text(max_size=3), removed=st.integers(0, 3))
 def test_damaged_texts_are_refused_or_displayed(lines: list[Any], cut: int, new: str, removed: int) -> None:
     valid = text(lines)
     cut %= len(valid)
