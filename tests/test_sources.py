@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -23,6 +23,7 @@ from specdemo.core.rules import RULES
 from specdemo.drafters import METHODS
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import PAIRS
+from specdemo.prompts import Prompt, alternate_classes, load_prompts
 from specdemo.ui.page import build
 
 pytestmark = pytest.mark.slow
@@ -38,6 +39,7 @@ SECTIONS = {  # numbered sections, figures, tables and algorithms of each docume
     "4.3 4.4 5.1 5.2 5.3 5.4 5.5 6.1 6.2 7.1 8",
     "Practice guide": "0 1 2 3.1 3.2 4.1 4.2 5.1 5.2 6.1 6.2 7 8 9 10 11 12 13",
 }
+PROMPTS_PER_KIND = 2  # read by the commands
 OVER_A_SECOND = re.compile(r"specdemo (bench|calibrate|preflight|prove) |--remote ")
 
 
@@ -169,6 +171,10 @@ def test_commands_run(
     assert capsys.readouterr().out
 
 
+def first_prompts(kinds: Sequence[str] = (), chat: bool = False) -> list[Prompt]:
+    return alternate_classes(load_prompts(kinds, chat), PROMPTS_PER_KIND)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("command", [text for text in COMMANDS if OVER_A_SECOND.search(text)])
 def test_commands_of_many_runs_or_of_a_service(
@@ -176,5 +182,6 @@ def test_commands_of_many_runs_or_of_a_service(
 ) -> None:
     for module in ("generate", "cli.commands"):
         monkeypatch.setattr(import_module(f"specdemo.{module}"), "ModelPool", lambda: pool)
+    monkeypatch.setattr(import_module("specdemo.cli.commands"), "load_prompts", first_prompts)
     assert main(shlex.split(command.replace(SERVICE, service))[1:]) == 0
     assert capsys.readouterr().out

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 # Environment variables: duration of the run, first seed, and most seeds
 SECONDS, SEED, SEEDS = "FUZZ_SECONDS", "FUZZ_SEED", "FUZZ_SEEDS"
-EXAMPLES = 200  # per seed
+PER_SEED = 2  # times the examples of `make test`
 PHASES = [Phase.generate]  # shrinking may take minutes
 run_end = property_end = 0.0  # monotonic times
 
@@ -60,7 +60,8 @@ def holds_for(examples: int = 25, **values: st.SearchStrategy[Any]) -> Callable[
         )
         if SECONDS not in os.environ:
             return pytest.mark.fuzz(fixed(property_test))
-        longer = settings(fixed, max_examples=EXAMPLES, derandomize=False, phases=PHASES)(given(**values)(timed(check)))
+        more = settings(fixed, max_examples=PER_SEED * examples, derandomize=False, phases=PHASES)
+        longer = more(given(**values)(timed(check)))
 
         def fuzz(**fixtures: Any) -> None:
             for number in seeds():

@@ -16,7 +16,7 @@ from specdemo.native import build as native_build
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.exhaustive, pytest.mark.fuzz]
 
 ROUNDS = 40
-FLAGS = ("-std=gnu11", "-O1", "-g1", "-fPIC", "-pthread", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+FLAGS = ("-std=gnu11", "-Og", "-g1", "-fPIC", "-pthread", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 ROOT = Path(__file__).parents[1]
 
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 PROMPT = "def read_lines(path):\n"
 POOL = ModelPool()
-DEPLOYED = "--pair bundled --device cpu --host 127.0.0.1 --min-replicas 2 --max-replicas 2"
+DEPLOYED = "--pair bundled --device cpu --host 127.0.0.1 --min-replicas 1 --max-replicas 1"
 FLAGS = "--pair bundled --device cpu --port 0 --min-replicas 2 --max-replicas 2 --until-stdin-ends"
 PATIENCE_S = 60.0
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -160,14 +160,12 @@ def test_a_session_uses_one_replica_and_its_text_is_that_of_a_local_target(clust
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("settings", "number"), [("greedy", signal.SIGKILL), ("sampled", signal.SIGKILL), ("sampled", signal.SIGTERM)]
-)
-def test_another_replica_continues_after_a_signal(cluster: Cluster, settings: str, number: signal.Signals) -> None:
-    """All replicas of the first step get the signal."""
-    expected = text_of(list(lines(None, **SETTINGS[settings])))
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_another_replica_continues_after_a_signal(cluster: Cluster, number: signal.Signals) -> None:
+    """All replicas of the first step get the signal. The text is sampled: it depends on the position of the noise."""
+    expected = text_of(list(lines(None, **SETTINGS["sampled"])))
     run = []
-    for line in lines(cluster, **SETTINGS[settings]):
+    for line in lines(cluster, **SETTINGS["sampled"]):
         run.append(line)
         if line.get("i") == 1:
             for replica in cluster.replicas:
@@ -243,29 +241,29 @@ def deployed() -> Iterator[DeployedCluster]:
 
 @pytest.mark.exhaustive
 def test_a_redeployment_changes_and_loses_no_text(deployed: DeployedCluster) -> None:
-    """Two texts are under way when all replicas are replaced; others begin and are streamed meanwhile."""
+    """Two texts are under way when their replica is replaced; others begin and are streamed meanwhile."""
     kinds = {**SETTINGS, "streamed": {"temperature": 0.0, "mode": "cloud_only"}}
     expected = {name: text_of(list(lines(None, **settings))) for name, settings in SETTINGS.items()}
     expected["streamed"] = expected["greedy"]
 
-    def replicas(count: int, before: Collection[str]) -> set[str]:
-        """Decode until `count` other replicas have responded."""
+    def other_replica(before: str) -> str:
+        """Decode until another replica has responded; return its name."""
         seen: set[str] = set()
-        while len(seen) < count:
+        while not seen:
             for name, settings in kinds.items():
                 run = list(lines(deployed, **settings))
                 assert run[-1].get("error") is None and text_of(run) == expected[name]
-                seen |= {*replicas_of(run)} - {*before}
-        return seen
+                seen |= {*replicas_of(run)} - {before}
+        (name,) = seen
+        return name
 
     deployed.deploy(f"{DEPLOYED} --contexts 98")
-    first = replicas(2, ())
+    first = other_replica("")
     under_way = {name: lines(deployed, **settings) for name, settings in SETTINGS.items()}
     begun = {name: [next(run) for _ in range(4)] for name, run in under_way.items()}
     deployed.deploy(f"{DEPLOYED} --contexts 99")
-    second = replicas(2, first)
+    second = other_replica(first)
     for name, run in under_way.items():
         whole = [*begun[name], *run]
         assert text_of(whole) == expected[name]
-        old, new = replicas_of(whole)
-        assert old in first and new in second
+        assert replicas_of(whole) == [first, second]

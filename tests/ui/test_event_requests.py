@@ -31,7 +31,7 @@ EVERY = pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest
 
 
 class Browser:
-    """Client of the page that reads the results of queued events."""
+    """Client of the page that reads the results of queued events; in one session."""
 
     def __init__(self, client: TestClient, page: Any) -> None:
         self.client, self.page = client, page
