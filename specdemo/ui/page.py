@@ -73,7 +73,7 @@ _EVENTS = ConnectionLimits.total  # others wait for runs
 RECORDED_TOP = 5  # tokens recorded per distribution, for the inspector
 
 _HEADER = """<header><h1>specdemo</h1><p>A drafter guesses tokens, the large model (target) checks them in one pass.
-The text stays the same.</p></header>"""
+Same text, less waiting.</p></header>"""
 _LANES = '<p id="kept-lanes" aria-live="polite"></p>'
 _EFFECT = '<p id="example-effect" aria-live="polite"></p>'
 _QUEUED: dict[str, Any] = {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}
@@ -262,7 +262,7 @@ def _actions(compared: bool) -> tuple[dict[str, gr.Button], gr.HTML, gr.Markdown
         gr.Markdown("Settings or prompt have changed.")
         button("update-estimate", "Update")
     gr.HTML(_LANES, elem_id="added-lanes", apply_default_css=False)
-    with gr.Accordion("More actions", open=False, elem_id="more-actions"), gr.Row():
+    with gr.Row(elem_id="more-actions"):
         for name, title in _MORE_ACTIONS.items():
             button(name, title)
     return buttons, progress, estimate

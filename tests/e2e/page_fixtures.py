@@ -282,8 +282,6 @@ def page(shared: Page, scripts: Scripts) -> Page:
     scripts.reset()
     if shared.viewport_size != WINDOW:
         resize(shared, **WINDOW)
-    if not shared.locator("#reset").count():
-        open_group(shared, "More actions")
     reduced_motion = shared.evaluate(DEFAULTS)
     if reduced_motion:
         shared.emulate_media(reduced_motion="no-preference")
@@ -318,14 +316,12 @@ def run_again(page: Page, prompt: str) -> None:
 
 
 def open_group(page: Page, *titles: str) -> None:
-    """Open groups of settings or actions, from the outermost inwards, unless they are open."""
+    """Open groups of settings, from the outermost inwards, unless they are open."""
     for title in titles:
         group = page.locator("#settings-form summary").get_by_text(title, exact=True)
-        if title == "More actions":
-            group = page.get_by_role("button", name=title)
-        elif title != MORE and not group.is_visible():
+        if title != MORE and not group.is_visible():
             open_group(page, MORE)
-        if not group.evaluate("group => group.parentElement.open ?? group.classList.contains('open')"):
+        if not group.evaluate("group => group.parentElement.open"):
             group.click()
 
 

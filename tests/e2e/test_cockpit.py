@@ -325,7 +325,6 @@ def test_oversized_file_is_rejected(page: Page, tmp_path: Path) -> None:
 
 
 def test_added_lanes_run_with_the_others(page: Page, short_path: Path) -> None:
-    open_group(page, "More actions")
     for name in ("n-grams", "tree"):
         choose_setting(page, "method", f"{name}:")
         page.locator("#keep-lane").click()
@@ -362,8 +361,6 @@ def test_added_lanes_run_with_the_others(page: Page, short_path: Path) -> None:
 
 def test_added_settings_are_the_same_in_all_tabs_and_after_a_reload(page: Page, file_tab: Page) -> None:
     first, second = file_tab, page
-    for tab in (first, second):
-        open_group(tab, "More actions")
 
     def add(tab: Page, name: str) -> None:
         choose_setting(tab, "method", f"{name}:")
@@ -413,7 +410,6 @@ def test_link_transfers_settings_and_plays_no_recording(page: Page, tab: Any, se
     set_number(page, "gamma", 30)  # the slider and typed values reach the limit of the option
     set_number(page, "temperature", 0)
     page.locator("#prompt textarea").fill("a & b = <c>")
-    open_group(page, "More actions")
     page.locator("#link").click()
     expect(page.locator("#link")).to_have_text("Copied")
     link = page.evaluate("navigator.clipboard.readText()")

@@ -90,7 +90,6 @@ def test_readable_pace_displays_a_finished_run_gradually_and_a_reload_keeps_it(p
     expect(page.locator("#compare input")).to_be_checked()
     expect(page.locator("#prompt textarea")).to_have_value("stored prompt")
     expect(page.locator("#safe-colours")).to_be_checked()
-    open_group(page, "More actions")
     page.locator("#reset").click()
     expect(page.locator("#gamma input[type=number]")).to_have_value(usual)
     expect(page.locator("#prompt textarea")).to_have_value(first)

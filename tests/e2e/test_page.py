@@ -132,7 +132,6 @@ def test_preflight_shows_estimates(page: Page) -> None:
     page.locator("#preflight").click()
     expect(estimate).to_contain_text("preflight supports the methods draft, eagle, medusa, block, n-grams (nasd)")
     expect(page.locator("#status")).to_have_text(before)
-    open_group(page, "More actions")
     page.locator("#reset").click()
     expect(estimate).to_be_empty()
 

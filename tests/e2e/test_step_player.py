@@ -354,7 +354,7 @@ def test_saved_page_replays_the_run_offline(open_run: Callable[..., Page], pool:
     page.locator("#race-at").focus()
     page.keyboard.press("Home")
     visible = "rounds => rounds.filter(r => !r.hidden).length"
-    assert page.locator("#lane-spec .round").evaluate_all(visible) == 0
+    assert page.locator("#lane-spec .round").evaluate_all(visible) == 1
     page.keyboard.press("End")
     assert page.locator("#lane-spec .round").evaluate_all(visible) == total
     inspect(page)
@@ -407,7 +407,7 @@ def test_plots_are_saved_as_complete_svg(open_run: Callable[..., Page]) -> None:
         ("chart-positions", ".accepted", "Acceptance by position"),
         ("chart-times", ".verify", "Time per step (ms)", "draft ", "verify ", "host "),
         ("chart-whatif", ".line", "by draft length γ"),
-        ("time-rows", ".even", "Speculative 0.086 s", "Autoregressive (baseline) 0.093 s"),
+        ("time-rows", ".even", "Speculative 0.086 s", "Baseline 0.093 s"),
     ):
         with page.expect_download() as download:
             page.locator(f"[data-plot={plot}]").click()

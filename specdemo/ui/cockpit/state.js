@@ -43,9 +43,10 @@ export function attach(component) {
   Object.assign(current, INITIAL, { records: [], pending: [] });
 }
 
-export function laneName(name) { // its method, if several methods are compared
+export function laneName(name) { // short; the method, if several methods are compared
+  if (name === "ar") return "Baseline";
   const methods = current.frame.plan.filter((other) => other !== "ar").length;
-  return (name !== "ar" && methods > 1 && lanes[name].head?.title) || HEADINGS[name];
+  return (methods > 1 && lanes[name].head?.title) || HEADINGS[name];
 }
 
 export function complete() { return Boolean(current.frame?.over) && current.frame.run === current.run; }
