@@ -158,7 +158,7 @@ def pass_costs(lanes: Lanes) -> dict[str, Any] | None:
     if passes is None or passes.ratio < LEAST_PASS:
         return None
     return {
-        "words": f"Why: checking {passes.rows} tokens takes {passes.ratio:.2f} times as long as writing 1.",
+        "words": f"Why: checking {passes.rows} tokens costs {passes.ratio:.2f} times writing 1.",
         "bars": [["writing 1", passes.single_s], [f"checking {passes.rows}", passes.several_s]],
     }
 

@@ -84,12 +84,12 @@ class _Comparison:
         value = f"{ratio_text(self.median)}×"
         equal = self.spec.metrics.tokens == self.plain.metrics.tokens
         measure = f" in total time{'' if equal else ' per token'}" if self.linked else ""
-        times = "in this run" if not self.pairs else f"in {len(self.pairs)} pairs, too few for a result"
+        times = f" in {len(self.pairs)} pairs, too few for a result" if self.pairs else ""
         if self.decided:
-            times = f"in all {len(self.pairs)} pairs"
+            times = f" in all {len(self.pairs)} pairs"
         return {
-            "good": f"{value} faster with drafts{measure} {times}",
-            "bad": f"{value}, slower with drafts{measure} {times}",
+            "good": f"{value} faster with drafts{measure}{times}",
+            "bad": f"{value}, slower with drafts{measure}{times}",
             "even": f"No clear difference: {value}{measure}",
             "none": f"{value} the speed of the baseline",
         }[self.tone]

@@ -304,7 +304,7 @@ def test_waiting_and_second_round_trips_are_labelled(file_tab: Page) -> None:
     for name in ("Method", "Edge-cloud"):  # a tab is updated when it is selected
         file_tab.get_by_role("tab", name=name).click()
     expect(file_tab.locator("#edge-run")).to_contain_text("1 rejections needed a second round trip")
-    expect(file_tab.locator("#edge-run")).to_contain_text(re.compile(r"The edge waited \d+ % of it"))
+    expect(file_tab.locator("#edge-run")).to_contain_text(re.compile(r"The link took \d+ % of it"))
     expect(file_tab.locator("#edge-timeline .key span", has_text="waiting")).to_have_count(1)
     expect(file_tab.locator("#edge-table").get_by_role("gridcell", name="two round trips")).to_have_count(1)
 
@@ -333,7 +333,7 @@ def test_alpha_has_one_meaning_per_run(file_tab: Page) -> None:
 def test_advice_after_a_slow_run_can_help(file_tab: Page, changes: dict[str, str], advice: str) -> None:
     slow = [verified(i, draft_s=0.03, verify_s=0.04) | {"beta": [0.3, 0.3, None]} for i in range(1, 6)]
     show(file_tab, recipe_line(**changes), PREFILL, *slow, end(), *plain_lane(6, 0.02))
-    expect(file_tab.locator("#verdict")).to_contain_text("slower with drafts in this run")
+    expect(file_tab.locator("#verdict")).to_contain_text("slower with drafts")
     expect(file_tab.locator("#verdict")).to_contain_text(advice)
     expect(file_tab.locator("#verdict")).not_to_contain_text("shorter")
 

@@ -66,7 +66,7 @@ def test_passes_shared_with_other_runs_are_named() -> None:
 
 def test_a_loss_is_named_with_one_suggestion() -> None:
     shown = line_of(compared(plain_s=0.004))
-    assert shown["text"].startswith("0.8×, slower with drafts in this run, same text.") and shown["tone"] == "bad"
+    assert shown["text"].startswith("0.8×, slower with drafts, same text.") and shown["tone"] == "bad"
     assert shown["suggestion"] == {"label": "Try γ 1", "set": {"gamma": 1}}
 
 
@@ -77,7 +77,7 @@ def test_lanes_over_a_link_are_compared_by_total_time() -> None:
     spec, plain = (0.5 + 8 * 0.01, 0.5 + 16 * 0.0005)
     assert state["tiles"]["speedup"] == [f"{plain / spec:.1f}×", "one run, total time"]
     assert f"{spec:.2f} against {plain:.2f} s in total" in state["verdict"] and "streams its tokens" in state["verdict"]
-    assert state["headline"]["text"].startswith("0.9×, slower with drafts in total time in this run")
+    assert state["headline"]["text"].startswith("0.9×, slower with drafts in total time")
 
 
 def test_a_lane_says_how_its_text_relates_to_the_baseline() -> None:
@@ -111,7 +111,7 @@ def test_impossible_speeds_are_not_displayed(plain_s: float, verify_s: float) ->
 def test_passes_are_compared_by_their_measured_times() -> None:
     costs = pass_costs(compared(plain_s=0.01, verify_s=0.013).lanes)
     assert costs == {
-        "words": "Why: checking 3 tokens takes 1.30 times as long as writing 1.",
+        "words": "Why: checking 3 tokens costs 1.30 times writing 1.",
         "bars": [["writing 1", 0.01], ["checking 3", 0.013]],
     }
     assert pass_costs(compared(plain_s=0.01, **LINK).lanes) is None  # a pass includes the link

@@ -3,7 +3,6 @@
 import { AXIS, BLOCK, countSteps, drawBlocks, markBlock, seconds } from "./blocks.js";
 import { canvas, make, setText, svg } from "./elements.js";
 import { inspectStep } from "./inspector.js";
-import { race } from "./replay.js";
 import { $, DISCARDED, element, laneName, lanes } from "./state.js";
 
 export function openTimeline(names) {
