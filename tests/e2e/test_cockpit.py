@@ -137,7 +137,7 @@ def test_result_has_a_table_of_the_runs_and_the_costs_of_passes(page: Page) -> N
     if not withheld(page):
         expect(rows.first).to_contain_text("× (one run)")
         expect(page.locator("#pass-costs")).to_contain_text(
-            re.compile(r"checking \d tokens costs [\d.]+ times as long")
+            re.compile(r"checking \d tokens costs [\d.]+ times writing 1")
         )
         expect(page.locator("#pass-costs rect")).to_have_count(2)
 
