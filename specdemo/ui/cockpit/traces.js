@@ -29,6 +29,7 @@ export function connectTraces(maxBytes) { // same limit as on the server
 async function openTrace(load, example = false) {
   if (displaying()) displayAll();
   if (current.busy) return setStatus("failed", "a run is in progress: stop it, then open the trace");
+  const { started } = current;
   let text;
   try {
     text = await load();
@@ -37,7 +38,7 @@ async function openTrace(load, example = false) {
   }
   if (typeof text !== "string") return endRun("failed", "failed: the server is not reachable");
   const frame = JSON.parse(text);
-  if (current.busy) return; // Run was pressed meanwhile
+  if (current.busy || current.started !== started) return; // Run was pressed meanwhile
   if (frame.refused) return endRun("failed", `failed: ${frame.refused}`);
   pause();
   receiveFrame(frame);
