@@ -12,6 +12,7 @@ from e2e.page_fixtures import RULES, grave
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 
+@pytest.mark.exhaustive
 def test_documents_are_opened_from_the_page_and_accessible(page: Page, served: Any) -> None:
     page.locator("#page-links a", has_text="Documentation").click()
     expect(page.locator("h1")).to_have_text("specdemo")

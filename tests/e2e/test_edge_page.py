@@ -244,6 +244,7 @@ def test_a_calibration_sets_the_controls_and_is_remembered_for_its_pair(tab: Any
     expect(nll).to_have_value(measured)
 
 
+@pytest.mark.exhaustive
 def test_another_local_service_continues_after_one_is_ended_by_the_button(page: Page, scripts: Scripts) -> None:
     configure(page, mode="speculative", replicas=2, temperature=0, max_tokens=32)
     page.locator("#compare input").uncheck()

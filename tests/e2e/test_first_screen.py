@@ -15,7 +15,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.browser]
 # Window, prompt lines, lines of text that are visible without scrolling, and other visible parts.
 SIZES = (
     (1366, 768, 2, 5, ("#masthead p", "#examples .chip >> nth=2", "#lane-ar", ".legend")),
-    (1920, 1080, 2, 5, ("#masthead p", "#examples .chip >> nth=2", "#lane-ar", ".legend")),
+    pytest.param(
+        *(1920, 1080, 2, 5, ("#masthead p", "#examples .chip >> nth=2", "#lane-ar", ".legend")),
+        marks=pytest.mark.exhaustive,
+    ),
     (390, 844, 2, 5, ("#masthead p", "#examples .chip >> nth=2", ".legend")),
     (683, 384, 1, 2, (".legend",)),
 )

@@ -549,6 +549,7 @@ window.restsIn = async (frames) => {
 };"""
 
 
+@pytest.mark.exhaustive
 def test_the_first_visit_transfers_half_a_megabyte_and_an_idle_page_requests_no_frames(
     served: Any, chromium: Any
 ) -> None:

@@ -71,6 +71,7 @@ def test_the_page_ends_runs_with_a_trace_line_and_exits_0() -> None:
         end_run(program, re.search(r"http://\S+", ready).group(), signal.SIGINT)
 
 
+@pytest.mark.exhaustive
 def test_the_program_of_the_image_is_healthy_and_ends_on_the_signal_of_docker_stop(tmp_path: Path) -> None:
     """Files, start command and health check are those of the Dockerfile; only the port differs."""
     rules = (ROOT / ".dockerignore").read_text("utf-8").split("\n")

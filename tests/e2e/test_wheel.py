@@ -80,6 +80,7 @@ def test_the_wheel_contains_every_module_and_asset(installed: Path) -> None:
     assert not (installed / "assets").exists() and not (installed / "tests").exists()
 
 
+@pytest.mark.exhaustive
 def test_the_installed_library_and_program_run_in_any_directory(installed: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", EXAMPLE]
