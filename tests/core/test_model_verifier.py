@@ -102,6 +102,7 @@ def test_tops_are_recorded_for_target_draft_and_residual(temperature: float) -> 
             if row < len(draft):
                 wanted |= set(sorted_tokens(draft.probs.row(row).tolist(), 2))
             assert dict(top.top).keys() == wanted
+            assert list(top.top) == sorted(top.top, key=lambda pair: -pair[1])
             assert top.entropy == pytest.approx(float(-(p * p.log()).sum()), abs=1e-5)
         for node, top in enumerate(verdict.draft_top):
             assert dict(top.top).keys() == dict(verdict.target_top[node].top).keys()

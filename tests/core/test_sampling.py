@@ -30,6 +30,7 @@ from specdemo.core import sampling as sampling_module
 from specdemo.core.banned_text import BannedText
 from specdemo.core.distributions import DenseProbs, PointMass, SparseProbs, residual
 from specdemo.core.errors import UserError
+from specdemo.core.origin import Origin
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import ChainSampler, Noise, SamplingParams, SharedNoise, top_tokens
 from specdemo.core.step import Draft
@@ -95,6 +96,27 @@ def test_a_banned_text_is_excluded_in_every_tokenisation(text: str) -> None:
     every = itertools.product(range(len(pieces)), repeat=5)
     assert possible == [path for path in every if text.encode() not in b"".join(pieces[t] for t in path)]
     assert len(possible) < len(pieces) ** 5
+
+
+def test_banned_texts_and_bad_words_are_excluded_together() -> None:
+    pieces = [b"a", b"b", b"c", b"d", b"a"]  # the row has no logit of the last token
+    sampling = SamplingParams(bad_words=((1,),), banned=BannedText(["a"], pieces))
+    assert sampling.process_logits(torch.zeros(1, 4), [[2]]).tolist() == [[-math.inf, -math.inf, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(("temperature", "share"), [(0.0, 1.0), (0.5, 0.5), (1.0, 1.0), (2.0, 1.0)])
+def test_logits_are_bounded_before_and_after_the_division(temperature: float, share: float) -> None:
+    limit = share * torch.finfo(torch.float32).max
+    sampling = SamplingParams(temperature)
+    sampling.refuse_broken([limit, -limit])
+    with pytest.raises(UserError, match="infinite"):
+        sampling.refuse_broken([1.5 * limit])
+
+
+def test_an_impossible_token_is_rejected_by_the_smallest_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = Noise(0, "accept")
+    monkeypatch.setattr(noise._uniform, "random", lambda: 0.0)
+    assert noise.test(0.0) == (False, 0.0)
 
 
 def test_the_bytes_of_tokens_concatenate_to_the_text() -> None:
@@ -291,6 +313,15 @@ def test_a_chain_records_the_distributions_that_its_tokens_were_sampled_from(eng
             assert draft.probs.row(node).tolist() == pytest.approx(expected, abs=1e-6)
             assert draft.token_probs[node] == pytest.approx(expected[tokens[node]], abs=1e-6)
             assert tokens[node] == noise.sample(draft.probs.row(node))
+
+
+def test_a_chain_of_an_own_vocabulary_records_the_origin_of_its_tokens() -> None:
+    sampler = ChainSampler(SamplingParams(), Noise(0, "draft"), START, CHAIN_VOCAB)
+    sampler.ids = torch.arange(CHAIN_VOCAB)
+    tokens = [int(sampler(row[None], i)) for i, row in enumerate(rows_of(0, 2))]
+    origin = (Origin("head"), Origin("head"))
+    sampler.record([0.0, 0.0], [0.5, 0.5], rows_of(0, 2).softmax(-1))
+    assert sampler.chain(tokens, origin).origin == origin
 
 
 def test_shared_noise_of_a_chain_is_keyed_by_position(engine: str) -> None:

@@ -164,6 +164,8 @@ def test_provisional_tokens_are_italic_until_confirmed(page: Page) -> None:
     assert all(len(grounds) == 1 for grounds in by_fate.values()) and len(set(map(str, by_fate.values()))) == len(
         by_fate
     )
+    page.locator("#recorded button").first.click()
+    expect(page.locator("[data-legend=unseen]")).to_be_hidden()
 
 
 def test_lost_connection_is_noted_and_stop_needs_no_response(page: Page, served: Any, scripts: Scripts) -> None:

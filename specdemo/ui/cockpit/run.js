@@ -57,7 +57,7 @@ function reset(id, plan) {
     Object.assign(lane, { head: null, header: null, records: [], steps: [], shown: 0, credit: 0, idle: true, first: null, last: null, fences: 0 });
   }
   $(".lanes").dataset.count = plan.length;
-  $(".outcome").hidden = $("#recorded-settings").hidden = true;
+  $(".outcome").hidden = $("#recorded-settings").hidden = $("[data-legend=unseen]").parentElement.hidden = true;
   $("#save-all").disabled = $("#save-page").disabled = true;
   clearHeadline();
   endWalk();
