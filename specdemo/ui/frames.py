@@ -190,17 +190,18 @@ class Run:
 
     def frame(self, start: int) -> str:
         """Return the state, and the records from `start` on, as JSON text."""
+        over = self.over  # read once, and first: `finish` runs in another thread
         ended = self.phase[0] in ("done", "stopped", "failed")
         state = {
             "run": self.id,
             "plan": self.plan,
             "at": start,
-            "phase": self.phase if self.over or not ended else SUMMARISING,
+            "phase": self.phase if over or not ended else SUMMARISING,
             "tiles": tiles(self.lanes, self.speeds),
             "rates": {name: lane.rate for name, lane in self.lanes.items()},
             **self._summary,
             "turn": self._turn,
-            "over": self.over,
+            "over": over,
             "recorded": self.recorded,
         }
         records = ",".join(record.text for record in self.records[start:])

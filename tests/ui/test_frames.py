@@ -10,6 +10,7 @@ from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, absorb, end, heade
 from specdemo.core.events import StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.trace import from_json
+from specdemo.ui import frames
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import PLAIN, SPEC
 from specdemo.ui.run_store import RunStore
@@ -35,6 +36,15 @@ def test_a_run_is_done_when_its_summary_is() -> None:
     assert run.phase[0] == "done" and json.loads(run.frame(0))["phase"][0] == "decoding"
     run.finish()
     assert json.loads(run.frame(0))["phase"] == [*run.phase] and run.phase[0] == "done"
+
+
+def test_a_frame_during_the_end_of_a_run_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The summary is computed by another thread, which may end the run while a frame is written."""
+    run = whole(Run((SPEC,)))
+    monkeypatch.setattr(frames, "tiles", lambda lanes, speeds: run.finish() or {})
+    for over, phase in ((False, "decoding"), (True, "done")):
+        frame = json.loads(run.frame(0))
+        assert frame["over"] == over and frame["phase"][0] == phase
 
 
 @pytest.mark.parametrize("events", [(), (header(), PREFILL)])
