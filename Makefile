@@ -116,4 +116,5 @@ $(VENV)/.python:
 		$(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip install --quiet --disable-pip-version-check \
 		--target "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" pip; } >/dev/null 2>&1 || { \
 		echo "$(PYTHON) cannot create an environment with pip: run 'apt install python3-venv' and try again." >&2; exit 1; }
+	@$(PIP_INSTALL) --quiet --retries 1 --upgrade pip 2>/dev/null || true # newer versions resolve faster
 	@touch $@

@@ -236,7 +236,12 @@ CHECKS: dict[str, tuple[Callable[[Iterable[Path]], list[str]], tuple[Path, ...]]
 }
 
 
-@pytest.mark.parametrize("name", CHECKS)
+SLOW = {"rates of the program", "rates of the tests"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CHECKS]
+)
 def test_language_follows_the_rules(name: str) -> None:
     check, paths = CHECKS[name]
     problems = check(paths)

@@ -146,6 +146,7 @@ def error(
 @pytest.mark.parametrize(
     ("name", "shape"), [*((name, "chain") for name in SAMPLING), ("processed", "tree"), ("greedy", "tree")]
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_of_random_heads_has_the_distribution_of_the_target(
     name: str, kind: str, shape: str, tmp_path_factory: pytest.TempPathFactory
@@ -168,6 +169,7 @@ def by_confidence() -> PathProbability:
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "match"])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_TOP_P)
 def test_drafts_that_end_by_confidence_are_exact(
     name: str, rule: str, tmp_path_factory: pytest.TempPathFactory

@@ -452,6 +452,7 @@ def test_methods_have_best_and_worst_examples(page: Page) -> None:
 TAB_BUTTONS = "#tabs [role=tab], #tabs .overflow-menu button"  # narrow windows have a menu of the last ones
 
 
+@pytest.mark.exhaustive
 def test_axe_finds_no_serious_violations(page: Page) -> None:
     opened(page, (GOLDEN / "draft-top.jsonl").read_text("utf-8") + (GOLDEN / "ar.jsonl").read_text("utf-8"))
     status(page, "done")

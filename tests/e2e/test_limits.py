@@ -116,6 +116,7 @@ def test_fifty_parallel_requests_do_not_block_another_visitor(served: Any, engin
     engine.over.clear()
 
 
+@pytest.mark.exhaustive
 def test_forty_five_runs_do_not_delay_the_events_of_a_visitor() -> None:
     """Gradio serves 40 events at once unless told otherwise."""
     engine = Patient()

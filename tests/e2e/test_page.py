@@ -228,8 +228,14 @@ def test_run_is_shown_without_the_events_of_gradio(page: Page) -> None:
 
 @pytest.mark.parametrize(
     "script",
-    ["", "window.WebSocket = class { constructor() { setTimeout(() => this.onclose(), 9); } close() {} };"],
-    ids=["socket", "requests"],
+    [
+        pytest.param("", id="socket"),
+        pytest.param(
+            "window.WebSocket = class { constructor() { setTimeout(() => this.onclose(), 9); } close() {} };",
+            id="requests",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
 )
 def test_a_run_resumes_after_an_interruption_and_is_cancelled_by_a_reload(
     tab: Any, scripts: Scripts, served: Any, monkeypatch: pytest.MonkeyPatch, script: str

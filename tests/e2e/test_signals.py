@@ -209,6 +209,7 @@ def test_a_signal_ends_a_download(models: Path, tmp_path: Path) -> None:
             end_silently(program, signal.SIGINT, 130)
 
 
+@pytest.mark.exhaustive
 def test_a_signal_ends_a_page_that_downloads_and_waits_for_a_service(models: Path, tmp_path: Path) -> None:
     requested, released = threading.Event(), threading.Event()
 

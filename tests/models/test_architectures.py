@@ -326,6 +326,7 @@ def checkpoint(folder: Path, config: PretrainedConfig) -> ModelSpec:
     return ModelSpec(str(folder), "float32", device="cpu").resolved()
 
 
+@pytest.mark.exhaustive
 def test_linear_layers_whose_weights_are_read_are_not_packed(tmp_path: Path) -> None:
     spec, draft = checkpoint(tmp_path, EXACT["longcat"]), Draft.chain((4, 5))
     expected = CachedModel(reference(spec)[0]).score([1, 2], draft)

@@ -26,6 +26,7 @@ from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.engines.select import engine_of
 from specdemo.models.kv_cache import CachedModel
 
+pytestmark = pytest.mark.slow
 ENGINES: dict[str, Callable[[Any], Any]] = {
     "native": NativeWeights,
     "torch": LlamaWeights,

@@ -24,6 +24,7 @@ from training.head.eagle3 import Eagle3
 from training.head.target import Target
 from training.head.texts import Request, Slots
 
+pytestmark = pytest.mark.slow
 TAPS = (0, 1)
 STEPS = 4
 SYSTEM = [7, 7, 3]  # first tokens of every conversation

@@ -50,7 +50,7 @@ class InPlaceCacheLayer(DynamicLayer):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.length = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -174,7 +174,7 @@ class TransformersCache(Cache):
 
     @property
     def _layers(self) -> list[InPlaceCacheLayer]:
-        return [*self.decoder.layers, self._tapped]  # type: ignore[list-item]
+        return [*self.decoder.layers, self._tapped]
 
 
 class _ModelEngine(OneTextEngine[CacheT]):
