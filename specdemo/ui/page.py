@@ -43,7 +43,7 @@ from specdemo.ui.limits import HostLimits
 from specdemo.ui.markdown import link_papers
 from specdemo.ui.method_names import with_method_names
 from specdemo.ui.page_files import file_route
-from specdemo.ui.page_head import picture_route
+from specdemo.ui.page_head import CLAIM, picture_route
 from specdemo.ui.runs import REPEATS, Runs, run_route
 from specdemo.ui.service import Generate, Service
 from specdemo.ui.settings import (
@@ -72,8 +72,7 @@ IDLE_POLL_S = 0.02
 _EVENTS = ConnectionLimits.total  # others wait for runs
 RECORDED_TOP = 5  # tokens recorded per distribution, for the inspector
 
-_HEADER = """<header><h1>specdemo</h1><p>A drafter guesses tokens, the large model (target) checks them in one pass.
-Same text, less waiting.</p></header>"""
+_HEADER = f"<header><h1>specdemo</h1><p>{CLAIM}</p></header>"
 _LANES = '<p id="kept-lanes" aria-live="polite"></p>'
 _EFFECT = '<p id="example-effect" aria-live="polite"></p>'
 _QUEUED: dict[str, Any] = {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}
@@ -246,6 +245,7 @@ def _actions(compared: bool) -> tuple[dict[str, gr.Button], gr.HTML, gr.Markdown
     def button(name: str, title: str) -> None:
         buttons[name] = gr.Button(title, size="sm", elem_id=name, scale=0)
 
+    gr.HTML("<h2>Laboratory</h2>", elem_id="laboratory", apply_default_css=False)
     with gr.Row(elem_id="more-measurements"):
         gr.Checkbox(
             compared,

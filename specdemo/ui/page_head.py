@@ -1,9 +1,11 @@
-"""Head of the page: its own link preview instead of Gradio's, and `end_loading.js`."""
+"""Head and first paint of the page: its own link preview instead of Gradio's, fonts, and `end_loading.js`."""
 
 from __future__ import annotations
 
 import html
 import re
+from functools import cache
+from string import Template
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import FileResponse
@@ -11,9 +13,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdemo.models.zoo import ASSETS
-from specdemo.ui.page_files import script_text
+from specdemo.ui.frames import read_traces
+from specdemo.ui.page_files import font_tags, script_text
+from specdemo.ui.run_store import RECORDED
+from specdemo.ui.summary import headline
+from specdemo.ui.theme import DARK, LIGHT
 
 PICTURE_PATH = "/preview.png"
+CLAIM = "A drafter guesses tokens, the large model (target) checks them in one pass. Same text, less waiting."
 TITLE = "specdemo: speculative decoding, visible and measured"
 DESCRIPTION = (
     "A small model guesses several tokens, the large model checks them in one pass. The text is that of "
@@ -23,6 +30,18 @@ _PICTURE = ASSETS / "preview.png"
 _OF_GRADIO = re.compile(rb'<meta\s+(?:property|name)="(?:og|twitter):[^>]*>\s*')
 _ROOT = re.compile(rb'"root":"([^"]*)"')
 _START = b'<meta charset="utf-8" />'
+_BODY = b"<gradio-app"
+_EXAMPLE = RECORDED / "hybrid, short answer.jsonl"
+# Covers the page until its parts are mounted.
+_FIRST_PAINT = Template("""<style>
+#first-paint { position: fixed; inset: 0; z-index: 100; padding: 20px 32px; font: 17px/1.5 Inter, sans-serif; }
+#first-paint { background: $ground; color: $ink; }
+#first-paint b { font-size: 22px; }
+body[data-shown] #first-paint { display: none; }
+@media (prefers-color-scheme: dark) { #first-paint { background: $dark_ground; color: $dark_ink; } }
+</style>
+<div id="first-paint"><b>specdemo</b><p>$claim</p><p><b>$result</b></p><p>Loading …</p></div>
+""")
 
 
 def picture_route() -> Route:
@@ -42,13 +61,24 @@ def with_head(page: bytes) -> bytes:
     }
     lines = [f'<meta property="{name}" content="{html.escape(value)}" />' for name, value in tags.items()]
     lines += [f"<title>{TITLE}</title>", f'<meta name="description" content="{html.escape(DESCRIPTION)}" />']
+    lines += font_tags()
     lines.append(f"<script>{script_text('end_loading')}</script>")
     page = page.replace(b'href="/manifest.json"', b'href="manifest.json"')  # the page may have a prefix
     return _OF_GRADIO.sub(b"", page).replace(_START, _START + "".join(lines).encode(), 1)
 
 
+@cache
+def first_paint() -> bytes:
+    """Return the title, the claim and the result of the recorded example: visible before any script has run."""
+    run = read_traces(_EXAMPLE.read_text("utf-8"))
+    result = headline(run.lanes, {})
+    colours = {"ground": LIGHT["ground"], "ink": LIGHT["ink"], "dark_ground": DARK["ground"], "dark_ink": DARK["ink"]}
+    words = f"Example: {result['text']}" if result else ""
+    return _FIRST_PAINT.substitute(colours, claim=html.escape(CLAIM), result=html.escape(words)).encode()
+
+
 class PageHead:
-    """ASGI middleware that changes the head of HTML pages."""
+    """ASGI middleware that changes the head of HTML pages, and adds the first paint to the main page."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -56,6 +86,7 @@ class PageHead:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start: Message | None = None
         page = bytearray()
+        is_main = scope["path"] == "/"
 
         async def replace(message: Message) -> None:
             nonlocal start
@@ -67,6 +98,8 @@ class PageHead:
                 page.extend(message.get("body", b""))
                 if not message.get("more_body"):
                     body = with_head(bytes(page))
+                    if is_main:
+                        body = body.replace(_BODY, first_paint() + _BODY, 1)
                     MutableHeaders(scope=start)["content-length"] = str(len(body))
                     await send(start)
                     await send({"type": "http.response.body", "body": body})

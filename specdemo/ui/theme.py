@@ -120,7 +120,7 @@ _TEXT_SIZES = gr.themes.Size("12px", "12px", "14px", "14px", "17px", "22px", "22
 
 
 def theme() -> gr.themes.Base:
-    """Return a neutral theme. Only token outcomes are coloured, and system fonts avoid downloads."""
+    """Return a neutral theme. Only token outcomes are coloured, and the fonts are those of the page."""
     colours: dict[str, Any] = {}
     for name, colour in _VARIABLES.items():
         pair = (LIGHT[colour], DARK[colour]) if isinstance(colour, str) else colour
@@ -131,8 +131,8 @@ def theme() -> gr.themes.Base:
         neutral_hue="slate",
         radius_size="md",
         text_size=_TEXT_SIZES,
-        font=["ui-sans-serif", "system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"],
-        font_mono=["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"],
+        font=["Inter", "ui-sans-serif", "system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"],
+        font_mono=["JetBrains Mono", "ui-monospace", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace"],
     ).set(
         **colours,
         block_title_text_weight="600",

@@ -78,7 +78,7 @@ def test_first_screen_shows_the_idea_without_scrolling(
     expect(page.locator("#max-tokens")).to_be_hidden()
     expect(page.locator("#max-tokens")).to_be_attached()
     counts = page.evaluate(FIRST_SCREEN)
-    limits = {"boxes": 10, "sizes": 4, "controls": 12, "words": 120, "filled": 1}
+    limits = {"boxes": 10, "sizes": 5, "controls": 12, "words": 120, "filled": 1}
     if width == 1366:
         assert {name: counts[name] for name in limits if counts[name] > limits[name]} == {}
     textarea = page.locator("#prompt textarea").bounding_box()

@@ -375,7 +375,7 @@ def test_time_axis_links_blocks_tokens_and_sentence(open_run: Callable[..., Page
     widths = "[...document.querySelectorAll('.time-bar')].map(b => b.getBoundingClientRect().width)"
     shares = {}
     for name in (SPEC, PLAIN):
-        box = page.locator(f"[data-row={name}] .even").bounding_box()
+        box = page.locator(f"[data-row={name}] .run").bounding_box()
         assert box is not None
         shares[name] = (box["x"] + box["width"] - page.locator(f"[data-row={name}] .time-bar").bounding_box()["x"]) / (
             page.evaluate(widths)[0]
@@ -407,7 +407,7 @@ def test_plots_are_saved_as_complete_svg(open_run: Callable[..., Page]) -> None:
         ("chart-positions", ".accepted", "Acceptance by position"),
         ("chart-times", ".verify", "Time per step (ms)", "draft ", "verify ", "host "),
         ("chart-whatif", ".line", "by draft length γ"),
-        ("time-rows", ".even", "Speculative 0.086 s", "Baseline 0.093 s"),
+        ("time-rows", ".run", "Speculative 0.086 s", "Baseline 0.093 s"),
     ):
         with page.expect_download() as download:
             page.locator(f"[data-plot={plot}]").click()

@@ -1,5 +1,6 @@
 """Modules of the cockpit: addresses, declarations for the type checker, and data passed to scripts of the page."""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,8 +9,10 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from specdemo.ui import cockpit
-from specdemo.ui.page_files import bundle, file_route, mount_module
-from specdemo.ui.run_store import RunStore
+from specdemo.ui.frames import read_traces
+from specdemo.ui.page_files import bundle, file_route, font_tags, mount_module
+from specdemo.ui.page_head import CLAIM, first_paint
+from specdemo.ui.run_store import RECORDED, RunStore
 
 DECLARATIONS = Path(cockpit.__file__).with_name("globals.d.ts")
 
@@ -36,6 +39,22 @@ def test_a_script_is_served_with_its_imports_for_a_long_time(entry: str) -> None
     folder = address.rpartition("/")[0]
     other = address.replace(folder, "cockpit/0123456789abcdef")
     assert client.get(f"/{other}").status_code == client.get(f"/{folder}/none.js").status_code == 404
+
+
+def test_fonts_are_served_with_the_page() -> None:
+    client = TestClient(Starlette(routes=[file_route()]))
+    preload, faces = font_tags()
+    addresses = re.findall(r"url\(([^)]+)\)", faces)
+    assert len(addresses) == 2 and addresses[0] in preload
+    for address in addresses:
+        response = client.get(f"/{address}")
+        assert response.headers["content-type"] == "font/woff2" and response.content.startswith(b"wOF2")
+
+
+def test_the_result_of_the_recorded_example_is_visible_before_any_script() -> None:
+    page = first_paint().decode()
+    run = read_traces((RECORDED / "hybrid, short answer.jsonl").read_text("utf-8"))
+    assert CLAIM in page and json.loads(run.frame(0))["headline"]["text"] in page
 
 
 @pytest.mark.parametrize("entry", ["page", "lessons", "saved_page"])

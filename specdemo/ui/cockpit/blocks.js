@@ -4,10 +4,12 @@ import { canvas, svg } from "./elements.js";
 
 export const AXIS = 1000, BLOCK = 18;
 
-export function drawBlocks(times, end, label) { // `times`: end of each step in seconds; two shades separate the steps
-  const x = (t) => (AXIS * t) / end;
-  const path = (odd) => times.map((t, i) => (i % 2 === Number(odd) ? `M${x(times[i - 1] ?? 0).toFixed(2)} 0H${x(t).toFixed(2)}V${BLOCK}H${x(times[i - 1] ?? 0).toFixed(2)}Z` : "")).join("");
-  const picture = canvas(label, AXIS, BLOCK, svg("path", { d: path(false), class: "even" }), svg("path", { d: path(true), class: "odd" }), svg("rect", { y: 0, height: BLOCK, width: 0, class: "linked" }));
+const MOST_LINES = 30; // more would look like a bar code
+
+export function drawBlocks(times, end, label) { // `times`: end of each step in seconds; lines separate the steps
+  const x = (t) => ((AXIS * t) / end).toFixed(2);
+  const lines = times.length > MOST_LINES ? "" : times.slice(0, -1).map((t) => `M${x(t)} 0V${BLOCK}`).join("");
+  const picture = canvas(label, AXIS, BLOCK, svg("rect", { width: x(times.at(-1)), height: BLOCK, class: "run" }), svg("path", { d: lines, class: "ends" }), svg("rect", { y: 0, height: BLOCK, width: 0, class: "linked" }));
   picture.setAttribute("preserveAspectRatio", "none");
   return picture;
 }

@@ -1,6 +1,6 @@
 // The result in one line, one reason and one suggestion, and the figures of the displayed position.
 
-import { setText } from "./elements.js";
+import { make, setText } from "./elements.js";
 import { setSettings } from "./settings.js";
 import { $, current, lanes } from "./state.js";
 
@@ -14,7 +14,10 @@ export function clearHeadline() {
 export function showHeadline() {
   const { headline } = current.frame;
   if (!headline) return;
-  setText($("#headline"), `${current.frame.recorded ? (document.body.dataset.example ? "Example: " : "Recorded: ") : ""}${headline.text}`);
+  const origin = current.frame.recorded ? (document.body.dataset.example ? "Example: " : "Recorded: ") : "";
+  const [factor] = headline.text.match(/^[\d.]+×/) ?? [""];
+  const parts = { origin, factor, words: headline.text.slice(factor.length) };
+  $("#headline").replaceChildren(...Object.entries(parts).map(([name, text]) => make("span", { class: name, text })));
   $("#headline").dataset.tone = headline.tone;
   setText($("#reason"), headline.reason);
   const button = $("#suggestion");

@@ -55,7 +55,7 @@ function timeRow(name, end) {
 
 export function closeTimeline() {
   linkStep(null);
-  $("#timeline").hidden = $("#run-table").hidden = true;
+  for (const part of ["#timeline", "#pass-costs", "#run-table"]) $(part).hidden = true;
 }
 
 export function linkStep(name, i = -1) {
