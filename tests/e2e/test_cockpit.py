@@ -208,10 +208,20 @@ def exported(page: Page, button: Locator) -> str:
     return Path(download.value.path()).read_text("utf-8")
 
 
+SVG_TEXT = "{http://www.w3.org/2000/svg}text"
+
+
 def drawn_text(svg: str) -> str:
-    """Return the text of a picture without its legend and title."""
-    texts = [node.text or "" for node in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    """Return the text of a picture without its result, legend and title."""
+    texts = [node.text or "" for node in ElementTree.fromstring(svg).findall(SVG_TEXT)]
     return "".join(texts[:-6])
+
+
+def drawn_result(svg: str) -> list[str]:
+    """Return the headline of a picture, then names and times of its bars."""
+    texts = [node.text or "" for node in ElementTree.fromstring(svg).findall(f"./*/{SVG_TEXT}")]
+    bars = 4  # texts of two lanes
+    return [re.sub(r"\s", "", "".join(texts[:-bars])), *texts[-bars:]]
 
 
 def test_exports_match_the_run(page: Page) -> None:
@@ -231,6 +241,11 @@ def test_exports_match_the_run(page: Page) -> None:
         assert row["mean_beta"] == (str(round(sum(betas) / len(betas), 3)) if betas else "")
         assert row["verify_ms"] == str(round(1000 * line["verify_s"], 3)) and row["t_s"] == str(round(line["t"], 4))
     picture = exported(page, lane_action(page, "svg"))
+    words = re.sub(r"\s", "", page.locator("#headline").text_content() or "")
+    assert drawn_result(picture) == [words, *page.locator("#time-rows > * > span").all_inner_texts()]
+    with page.expect_download() as download:
+        lane_action(page, "png").click()
+    assert Path(download.value.path()).read_bytes().startswith(b"\x89PNG")
     shown = page.locator("#lane-spec .given, #lane-spec .tok").all_text_contents()
     assert re.sub(r"\s", "", drawn_text(picture)) == re.sub(r"\s", "", "".join(shown))
     assert picture.count("line-through") == drawn(page)["rejected"] + 1  # and in the legend

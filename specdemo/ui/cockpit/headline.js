@@ -2,7 +2,7 @@
 
 import { make, setText } from "./elements.js";
 import { setSettings } from "./settings.js";
-import { $, current, lanes } from "./state.js";
+import { $, current, laneName, lanes } from "./state.js";
 
 export function clearHeadline() {
   setText($("#headline"), current.busy ? "Running …" : "");
@@ -15,14 +15,25 @@ export function showHeadline() {
   const { headline } = current.frame;
   if (!headline) return;
   const origin = current.frame.recorded ? (document.body.dataset.example ? "Example: " : "Recorded: ") : "";
-  const [factor] = headline.text.match(/^[\d.]+×/) ?? [""];
-  const parts = { origin, factor, words: headline.text.slice(factor.length) };
+  const parts = { origin, ...dividedHeadline() };
   $("#headline").replaceChildren(...Object.entries(parts).map(([name, text]) => make("span", { class: name, text })));
   $("#headline").dataset.tone = headline.tone;
   setText($("#reason"), headline.reason);
   const button = $("#suggestion");
   button.hidden = !headline.suggestion || Boolean(current.frame.recorded);
   if (headline.suggestion) setText(button, headline.suggestion.label);
+}
+
+function dividedHeadline() { // a speed-up at the beginning is displayed large
+  const text = current.frame.headline?.text ?? "";
+  const [factor] = text.match(/^[\d.]+×/) ?? [""];
+  return { factor, words: text.slice(factor.length) };
+}
+
+/** Result of the run for a picture: the headline, and the time of each lane. */
+export function shownResult() {
+  const timed = current.frame.plan.filter((name) => lanes[name].times);
+  return { ...dividedHeadline(), rows: timed.map((name) => ({ name, label: laneName(name), time: lanes[name].times.at(-1) })) };
 }
 
 export function connectHeadline() {

@@ -12,7 +12,7 @@ export function createLanes() {
       make("h2", { text: heading }), make("span", { class: "title" }), make("span", { class: "model quiet" }), make("span", { class: "badge", hidden: true }),
       make("span", { class: "rate" }));
     const footer = make("details", { class: "menu" }, make("summary", { text: "Copy or save" }),
-      button("copy", "Copy text"), button("trace", "Save trace"), button("csv", "Save steps (CSV)"), button("svg", "Save picture (SVG)"));
+      button("copy", "Copy text"), button("trace", "Save trace"), button("csv", "Save steps (CSV)"), button("svg", "Save picture (SVG)"), button("png", "Save picture (PNG)"));
     const lane = make("div", { class: "lane", id: `lane-${name}`, role: "log", "aria-live": "off", tabindex: 0,
       "aria-label": `${heading}: arrow keys move between tokens, Enter shows the step` });
     const box = make("article", { class: "box", "data-lane": name, hidden: name !== "spec" }, header, lane, footer);

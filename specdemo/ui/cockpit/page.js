@@ -2,9 +2,10 @@
 
 import { mountDisplay } from "./display.js";
 import { setText } from "./elements.js";
+import { shownResult } from "./headline.js";
 import { connectLayout } from "./layout.js";
 import { savedPage } from "./page_export.js";
-import { download } from "./plot_export.js";
+import { download, savePng } from "./plot_export.js";
 import { pause } from "./replay.js";
 import { markButtons, newRunId, showMissing, startRun, stop } from "./run.js";
 import { $, current, DISCARDED, displaying, lanes, listeners, server } from "./state.js";
@@ -78,7 +79,9 @@ function connectDownloads() {
     });
     $(`#trace-${name}`).addEventListener("click", async () => save(await server.trace([current.run, name]), `specdemo-${name}.jsonl`, "application/x-ndjson"));
     $(`#csv-${name}`).addEventListener("click", () => download(asCsv(lanes[name]), `specdemo-${name}.csv`, "text/csv"));
-    $(`#svg-${name}`).addEventListener("click", () => download(textPicture(lanes[name], current.frame.figures[name].metrics), `specdemo-${name}.svg`, "image/svg+xml"));
+    const picture = () => textPicture(lanes[name], current.frame.figures[name].metrics, shownResult());
+    $(`#svg-${name}`).addEventListener("click", () => download(picture(), `specdemo-${name}.svg`, "image/svg+xml"));
+    $(`#png-${name}`).addEventListener("click", () => savePng(picture(), `specdemo-${name}.png`));
   }
   $("#save-all").addEventListener("click", async () => save(await server.trace([current.run, "all"]), "specdemo.jsonl", "application/x-ndjson"));
   $("#save-page").addEventListener("click", async () => save(await savedPage(), "specdemo.html", "text/html"));

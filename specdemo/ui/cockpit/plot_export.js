@@ -63,7 +63,7 @@ export function connectPlotExport() {
   }, { signal: listeners.signal });
 }
 
-async function savePng(text, name) {
+export async function savePng(text, name) {
   const image = new Image();
   image.src = `data:image/svg+xml,${encodeURIComponent(text)}`;
   await image.decode();

@@ -1,5 +1,6 @@
-// SVG file of the tokens of a lane, in the light colours.
+// SVG file of the result and the tokens of a lane, in the light colours.
 
+import { seconds } from "./blocks.js";
 import { DISCARDED } from "./state.js";
 import { shownTokens } from "./steps.js";
 
@@ -10,20 +11,25 @@ const MAX_LINES = 2000;
 const LEGEND = ["accepted", "rejected", "ignored", "correction", "bonus"];
 const WIDE = /[\u1100-\u115f\u2e80-\ua4cf\ua960-\ua97f\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff01-\uff60\u{1f300}-\u{1faff}\u{20000}-\u{3fffd}]/u; // two columns
 
-export function textPicture(lane, { tokens_per_second: speed, acceptance_rate: acceptance }) {
+const RESULT = 58, ROW = 22; // pixels of the headline and of a time bar
+const BAR_X = 150, BAR_WIDTH = 540, BAR_HEIGHT = 14;
+
+export function textPicture(lane, { tokens_per_second: speed, acceptance_rate: acceptance }, result) {
   const { styles, title } = lane.head;
   const pieces = [...layout(tokensOf(lane))];
   const lines = (pieces.at(-1)?.line ?? 0) + 1;
-  const width = 2 * EDGE + LINE_COLUMNS * CHAR, height = 2 * EDGE + (lines + 3) * LINE;
+  const top = EDGE + RESULT + result.rows.length * ROW + EDGE;
+  const width = 2 * EDGE + LINE_COLUMNS * CHAR, height = top + EDGE + (lines + 3) * LINE;
   const rate = speed === null ? "" : `, ${speed.toFixed(1)} tokens per second`;
   const share = acceptance === null ? "" : `, ${(100 * acceptance).toFixed(0)}% of the draft tokens accepted`;
   const parts = [
     `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}" role="img" viewBox="0 0 ${width} ${height}" font-family="ui-monospace, Menlo, Consolas, monospace" font-size="${SIZE}">`,
     `<title>${escaped(title)}${rate}${share}</title>`,
     `<rect width="${width}" height="${height}" fill="#ffffff"/>`,
+    `<g font-family="Inter, system-ui, sans-serif" fill="${colour("ink")}">`, ...resultShapes(result), "</g>",
   ];
   const draw = (x, y, columns, kind, text) => parts.push(...drawPiece(x, y, columns * CHAR, kind, styles[kind] ?? styles.plain, text));
-  for (const { line, column, columns, kind, text } of pieces) draw(EDGE + column * CHAR, EDGE + line * LINE, columns, kind, text);
+  for (const { line, column, columns, kind, text } of pieces) draw(EDGE + column * CHAR, top + line * LINE, columns, kind, text);
   const y = height - EDGE - 2 * LINE;
   let x = EDGE;
   for (const kind of LEGEND) {
@@ -33,6 +39,23 @@ export function textPicture(lane, { tokens_per_second: speed, acceptance_rate: a
   }
   parts.push(`<text x="${EDGE}" y="${y + LINE + 15}" fill="${colour("quiet")}">${escaped(title)}${rate}</text>`);
   return [...parts, "</svg>\n"].join("\n");
+}
+
+function resultShapes({ factor, words, rows }) {
+  const [first, ...others] = words.trim().split(/(?<=\.) /);
+  const x = EDGE + (factor ? 30 * factor.length : 0);
+  const parts = factor ? [`<text x="${EDGE}" y="${EDGE + 40}" font-size="44" font-weight="700">${factor}</text>`] : [];
+  for (const [i, text] of [first, others.join(" ")].entries()) {
+    parts.push(`<text x="${x}" y="${EDGE + 18 + 20 * i}" font-size="16" font-weight="600">${escaped(text)}</text>`);
+  }
+  const longest = Math.max(...rows.map((row) => row.time));
+  for (const [i, { name, label, time }] of rows.entries()) {
+    const y = EDGE + RESULT + i * ROW, length = (BAR_WIDTH * time) / longest;
+    const write = (at, text) => `<text x="${at}" y="${y + 12}" font-size="13">${escaped(text)}</text>`;
+    parts.push(write(EDGE, label), `<rect x="${BAR_X}" y="${y}" width="${length.toFixed(1)}" height="${BAR_HEIGHT}" fill="${colour(name === "spec" ? "accepted-ink" : "quiet")}"/>`,
+      write(BAR_X + length + 8, seconds(time)));
+  }
+  return parts;
 }
 
 function colour(name) { return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`); } // dark ones are those of the body
