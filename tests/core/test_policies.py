@@ -86,6 +86,23 @@ def test_the_share_of_a_tree_is_that_of_its_longest_path() -> None:
     assert (dynamic.gamma, heuristic.gamma, adaedl.accepted) == (4, 5, 0.625)
 
 
+@pytest.mark.parametrize(
+    ("five", "cost"), [(1.0, 0.1), (1.55, 0.1), (1.57, 0.15), (1.87, 0.15), (1.89, 0.3), (3.0, 0.3)]
+)
+def test_a_row_has_one_of_three_costs(five: float, cost: float) -> None:
+    policy = by_path(five)  # a further row costs (five - 1) / 4 passes
+    assert (policy.row_cost, policy.threshold) == (cost, cost)
+
+
+@pytest.mark.parametrize(("overlap", "mass"), [(0.75, 0.75), (None, 0.0)])
+def test_sampled_acceptance_is_estimated_by_the_overlap(overlap: float | None, mass: float) -> None:
+    policy = Auto(4)
+    verdict = Verdict((0,), 1, draw=(0.1, 0.9, None), beta=(overlap, 0.25, None))
+    policy.observe(replace(step(3, 1), verdict=verdict))
+    mean = (mass + 0.25 + 12 * 0.7) / (2 + 12)  # two tests, and a prior of 0.7 with the weight of 12
+    assert policy.notes["auto_a1"] == pytest.approx((mass + 12 * mean) / (1 + 12))
+
+
 def test_drafts_that_lose_pause_and_are_tried_again() -> None:
     policy, pauses = by_path(2.0), []
     for _ in range(3):
