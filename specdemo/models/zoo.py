@@ -312,7 +312,7 @@ def _required_bytes(name: str, width: int, context: int = 2048) -> int:
         return 0
     known = MODELS[name]
     config = ModelConfig.model_validate(known.shape)
-    position = config.sizes.kv_values * (config.layers or 0) * (2 if known.encoder else 1)
+    position = config.kv_values * (config.layers or 0) * (2 if known.encoder else 1)
     return width * (known.parameters + position * context)
 
 
