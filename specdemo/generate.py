@@ -33,8 +33,9 @@ from specdemo.external.run import ExternalRun
 from specdemo.external.schema import GenerationRequest
 from specdemo.loaded_pair import LoadedPair
 from specdemo.models import memory
+from specdemo.models.cached_head import Head
 from specdemo.models.chat_prompt import PromptOrChat, is_encoded, read_prompt
-from specdemo.models.heads import LoadedDrafter, LoadedHead
+from specdemo.models.heads import LoadedDrafter
 from specdemo.models.load import LoadedModel, read_tokenizer
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.prompt_scores import prompt_pieces, score_prompt
@@ -126,7 +127,7 @@ def _at_conversation(recipe: Recipe, stores: Stores | None) -> Recipe:
     return recipe.at(conversation.began)
 
 
-def _load(request: PlannedRun) -> Generator[Event, None, tuple[dict[str, LoadedModel], LoadedHead | None]]:
+def _load(request: PlannedRun) -> Generator[Event, None, tuple[dict[str, LoadedModel], Head | None]]:
     """Load the models by role, and the head, unless a caller's drafter replaces them; yield the progress."""
     plan, pool = request.plan, request.pool
     replaced = request.inputs.drafter is not None

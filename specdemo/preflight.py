@@ -28,8 +28,9 @@ from specdemo.core.step import Draft, Step, Verdict
 from specdemo.core.theory import STAGES, CostTerms
 from specdemo.drafters import METHODS
 from specdemo.drafters.method import Method
+from specdemo.models.cached_head import Head
 from specdemo.models.chat_prompt import read_prompt
-from specdemo.models.heads import LoadedDrafter, LoadedHead
+from specdemo.models.heads import LoadedDrafter
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
@@ -227,7 +228,7 @@ def load_comparable(recipe: Recipe, pool: ModelPool) -> tuple[LoadedModel, Loade
     drafter: LoadedDrafter | None = pool.take(plan.drafter) if plan.drafter else None
     if plan.head:
         drafter = pool.take_head(plan.head)
-    if drafter is not None and not isinstance(drafter, LoadedHead) and recipe.universal:
+    if drafter is not None and not isinstance(drafter, Head) and recipe.universal:
         try:
             check_pair(target.tokenizer, drafter.tokenizer)
         except UserError as error:

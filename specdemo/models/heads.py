@@ -5,11 +5,8 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
-
-import torch
 
 from specdemo.core.errors import UserError
 from specdemo.models.cached_head import Head
@@ -29,29 +26,11 @@ from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 if TYPE_CHECKING:
     from specdemo.models.load import LoadedModel
 
-LoadedDrafter: TypeAlias = "LoadedModel | LoadedHead"
+LoadedDrafter: TypeAlias = "LoadedModel | Head"
 
 HEAD_KINDS = (MEDUSA, DFLASH, EAGLE3, EAGLE)  # the first that fits is used
 _CONVERT = "run specdemo convert-head FILE DIRECTORY and give the directory"
 _FILE_OF_TARGET = re.compile(r"([.-](I?Q\d\w*|B?F16|F32))?\.gguf$", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class LoadedHead:
-    """Head in this process with its specification."""
-
-    spec: HeadSpec
-    head: Head
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.head.weight_bytes
-
-    encoder = False
-
-    @property
-    def device(self) -> torch.device:
-        return self.head.device
 
 
 def tap_count(name: str, hub: Hub, report: ReportProgress = ignore_progress) -> int:
@@ -76,7 +55,7 @@ def load_head(
     hub: Hub | None = None,
     report: ReportProgress = ignore_progress,
     make: Callable[[HeadWeights, Any], Head] | None = None,
-) -> LoadedHead:
+) -> Head:
     """Load a head for a loaded target; `make`: constructor in place of that of its kind.
 
     Raises `UserError` for files that do not fit the target.
@@ -91,7 +70,7 @@ def load_head(
     kind, width = _kind(config), target.model.config.get_text_config().hidden_size
     with model_errors(spec.name, kind="head"):
         checkpoint = HeadCheckpoint(config, folder, layer_count(target.model), width, target.vocab_size)
-        return LoadedHead(spec, (make or kind.make)(checkpoint.read(kind), target.model))
+        return (make or kind.make)(checkpoint.read(kind), target.model)
 
 
 def _kind(config: HeadConfig) -> HeadKind:

@@ -15,8 +15,9 @@ import torch
 from specdemo.background import BackgroundTask
 from specdemo.core.errors import UserError
 from specdemo.core.formats import format_bytes
+from specdemo.models.cached_head import Head
 from specdemo.models.chat_caches import ChatCaches
-from specdemo.models.heads import LoadedHead, head_files, load_head, tap_count
+from specdemo.models.heads import head_files, load_head, tap_count
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel, load
@@ -53,7 +54,7 @@ class ModelPool:
         self._used: dict[ModelSpec, float] = {}
         self._arriving: dict[ModelSpec, Future[None]] = {}  # models being loaded
         self._loading: Future[None] | None = None
-        self._heads: dict[HeadSpec, LoadedHead] = {}
+        self._heads: dict[HeadSpec, Head] = {}
         self.chats = ChatCaches(
             lambda model: any(loaded.model is model for loaded in self._models.values()),
             spare_bytes=lambda device: free_bytes(device) // 2,
@@ -68,7 +69,7 @@ class ModelPool:
 
     @property
     def weight_bytes(self) -> int:
-        heads = sum(loaded.weight_bytes for loaded in self._heads.values())
+        heads = sum(head.weight_bytes for head in self._heads.values())
         return heads + sum(loaded.weight_bytes for loaded in self._models.values())
 
     def take(self, spec: ModelSpec) -> LoadedModel:
@@ -118,12 +119,13 @@ class ModelPool:
         work = partial(load_head, spec, target, replace(self.hub, offline=True))
         loading = BackgroundTask(work, parked=True, text=f"loading {spec.title}")
         yield from loading.progress()
-        self.add_head(loading.result)
+        self.add_head(spec, loading.result)
 
-    def add_head(self, loaded: LoadedHead) -> None:
-        self._heads[loaded.spec.resolved()] = loaded
+    def add_head(self, spec: HeadSpec, head: Head) -> None:
+        """Add the head of a resolved spec."""
+        self._heads[spec] = head
 
-    def take_head(self, spec: HeadSpec) -> LoadedHead:
+    def take_head(self, spec: HeadSpec) -> Head:
         for _ in self.bring_head(spec):
             pass
         return self._heads[spec.resolved()]
