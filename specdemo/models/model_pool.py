@@ -35,11 +35,10 @@ def _wait(future: Future[None], text: str) -> Iterator[TaskProgress]:
 
 
 class ModelPool:
-    """Loaded models in LRU order. `budget`: maximum bytes of all weights."""
+    """Loaded models in LRU order."""
 
     def __init__(
         self,
-        budget: int | None = None,
         idle_s: float = IDLE_S,
         hub: Hub | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -48,7 +47,7 @@ class ModelPool:
         """`warm`: run each model once after loading, which needs the device."""
         share_one_heap()
         self.idle_s, self._warm = idle_s, warm
-        self._budget, self.hub = budget, hub or Hub()
+        self.hub = hub or Hub()
         self._clock = clock
         self._models: OrderedDict[ModelSpec, LoadedModel] = OrderedDict()
         self._used: dict[ModelSpec, float] = {}
@@ -233,10 +232,7 @@ class ModelPool:
 
     def _free_memory(self, plans: Sequence[MemoryPlan], wanted: Sequence[ModelSpec]) -> None:
         plans = [plan for plan in plans if plan.spec not in self._models]
-        weights = sum(plan.weights for plan in plans)
-        while (missing := missing_bytes(plans)) or (
-            self._budget is not None and self.weight_bytes + weights > self._budget
-        ):
+        while missing := missing_bytes(plans):
             kinds = {name: name.removeprefix(ALL_DEVICES).partition(":")[0] for name in missing}
             if any(self._free_chats(count - free, kinds[name]) for name, (count, free) in missing.items()):
                 continue
@@ -252,9 +248,3 @@ class ModelPool:
                 ]
             )
             check_memory(plans, others)
-        if self._budget is not None and self.weight_bytes + weights > self._budget:
-            names = " and ".join(plan.spec.title for plan in plans)
-            raise UserError(
-                f"{names} need {format_bytes(weights)} for weights and models may take {format_bytes(self._budget)}: "
-                "choose a smaller pair"
-            )
