@@ -68,6 +68,7 @@ REFUSED: list[Change] = [
     ("old names", {"partial_rotary_factor": 1000.0}),
     *[("gpt-neox", {ROPE: share}) for share in (0.1, 2.0)],
     ("llama", {"head_dim": 15}),
+    ("mistral-sliding", {"sliding_window": 0}),
     heads(4096, 1024),
     *[("llama", change) for change in ({"hidden_size": 1 << 31}, {"rms_norm_eps": float("nan")})],
 ]

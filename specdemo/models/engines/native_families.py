@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from specdemo.core.errors import UserError
 from specdemo.models.engines.llama_weights import LLAMA_FAMILY, ROPE_TYPES, is_spread, unsupported_reason
 from specdemo.native.build import NativeUnavailable, native_library
 from specdemo.native.interface import CONSTANTS
@@ -182,8 +183,12 @@ _FAMILIES: dict[str, Callable[[Any], ModelParts]] = {
 
 
 def model_parts(model: PreTrainedModel) -> ModelParts:
-    """Return the parts of a model with tensors of checked shapes (`untrusted.check_tensors`)."""
-    return _FAMILIES[type(model).__name__](model)
+    """Return the parts of a model with tensors of checked shapes (`untrusted.check_tensors`). Raises `UserError`."""
+    name = type(model).__name__
+    parts = _FAMILIES[name](model)
+    if any(layer.window == 0 for layer in parts.layers):
+        raise UserError(f"{name} has a window of 0 positions: choose another model")
+    return parts
 
 
 def transformers_reason(model: PreTrainedModel, device: torch.device) -> str | None:
