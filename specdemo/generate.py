@@ -50,7 +50,7 @@ from specdemo.remote.session import RemoteSession
 from specdemo.remote.target import connect
 from specdemo.remote.word_rules import IsName
 from specdemo.stores import Stores
-from specdemo.worker import TaskProgress, interruptible, job_clock
+from specdemo.worker import interruptible, job_clock
 
 CHARACTERS_PER_TOKEN = 3  # rough
 
@@ -133,18 +133,12 @@ def _load(request: PlannedRun) -> Generator[Event, None, tuple[dict[str, LoadedM
     replaced = request.inputs.drafter is not None
     needed = {role: spec for role, spec in plan.models.items() if role != "drafter" or not replaced}
     head = None if replaced else plan.head
-    yield from _progress(pool.bring(list(needed.values()), _context(request), head))
+    yield from pool.bring(list(needed.values()), _context(request), head)
     models = {role: pool.take(spec) for role, spec in needed.items()}
     if head is None:
         return models, None
-    yield from _progress(pool.bring_head(head))
+    yield from pool.bring_head(head)
     return models, pool.take_head(head)
-
-
-def _progress(loading: Generator[TaskProgress]) -> Iterator[Loading]:
-    with closing(loading):
-        for progress in loading:
-            yield Loading(progress.text, progress.done, progress.total)
 
 
 def _session(request: PlannedRun) -> RemoteSession:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from specdemo.core.errors import UserError
+from specdemo.core.events import Loading, ReportProgress, ignore_progress
 from specdemo.models.cached_head import Head
 from specdemo.models.engines.head import HeadConfig, HeadWeights
 from specdemo.models.engines.llama_weights import layer_count
@@ -21,7 +22,6 @@ from specdemo.models.head_kinds.medusa import MEDUSA
 from specdemo.models.hub import Hub
 from specdemo.models.spec import HeadSpec
 from specdemo.models.untrusted import model_errors, read_settings, weight_files
-from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
 if TYPE_CHECKING:
     from specdemo.models.load import LoadedModel
@@ -66,7 +66,7 @@ def load_head(
     config = merged_config(spec.name, read_settings(spec.name, folder / "config.json"))
     if warning := _verifier_warning(spec, config):
         warnings.warn(warning, stacklevel=2)
-    report(TaskProgress(f"reading {spec.title}"))
+    report(Loading(f"reading {spec.title}"))
     kind, width = _kind(config), target.model.config.get_text_config().hidden_size
     with model_errors(spec.name, kind="head"):
         checkpoint = HeadCheckpoint(config, folder, layer_count(target.model), width, target.vocab_size)

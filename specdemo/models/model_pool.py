@@ -14,6 +14,7 @@ import torch
 
 from specdemo.background import BackgroundTask
 from specdemo.core.errors import UserError
+from specdemo.core.events import Loading, ReportProgress
 from specdemo.core.formats import format_bytes
 from specdemo.models.cached_head import Head
 from specdemo.models.chat_caches import ChatCaches
@@ -24,13 +25,13 @@ from specdemo.models.load import LoadedModel, load
 from specdemo.models.memory import free_bytes, is_out_of_memory, release_memory, share_one_heap
 from specdemo.models.memory_plan import ALL_DEVICES, MemoryPlan, check_memory, missing_bytes, plan_spec, smaller
 from specdemo.models.spec import HeadSpec, ModelSpec
-from specdemo.worker import ReportProgress, TaskProgress, interruptible, wait_for
+from specdemo.worker import interruptible, wait_for
 
 IDLE_S = 30 * 60.0
 
 
-def _wait(future: Future[None], text: str) -> Iterator[TaskProgress]:
-    yield TaskProgress(text)
+def _wait(future: Future[None], text: str) -> Iterator[Loading]:
+    yield Loading(text)
     wait_for(future)
 
 
@@ -78,7 +79,7 @@ class ModelPool:
 
     def bring(
         self, specs: Sequence[ModelSpec], context: int = 0, head: HeadSpec | None = None
-    ) -> Generator[TaskProgress, None, None]:
+    ) -> Generator[Loading, None, None]:
         """Load missing models, yielding progress; unload least recently used models if memory is short.
 
         `context`: tokens of the KV cache, with the hidden states that `head` receives. Closing the iterator cancels
@@ -100,7 +101,7 @@ class ModelPool:
         taps = tap_count(head.name, self.hub, report) if head and tapped else 0
         return plan_spec(spec, context, self.hub, report, taps)
 
-    def bring_head(self, spec: HeadSpec) -> Generator[TaskProgress, None, None]:
+    def bring_head(self, spec: HeadSpec) -> Generator[Loading, None, None]:
         """Load the head of a loaded target, yielding progress. Raises `UserError` like `bring`."""
         spec = spec.resolved()
         if spec in self._heads:
@@ -129,7 +130,7 @@ class ModelPool:
             pass
         return self._heads[spec.resolved()]
 
-    def _bring_one(self, spec: ModelSpec, free_memory: Callable[[], None]) -> Iterator[TaskProgress]:
+    def _bring_one(self, spec: ModelSpec, free_memory: Callable[[], None]) -> Iterator[Loading]:
         while (other := self._arriving.get(spec)) is not None:
             yield from _wait(other, f"waiting for {spec.title}, which another run loads")
         if spec in self._models:
@@ -188,7 +189,7 @@ class ModelPool:
             self.drop(spec)
         return len(idle)
 
-    def _load(self, spec: ModelSpec) -> Generator[TaskProgress, None, LoadedModel]:
+    def _load(self, spec: ModelSpec) -> Generator[Loading, None, LoadedModel]:
         downloaded = replace(self.hub, offline=True)  # a parked task cannot be stopped
         work = partial(load, spec, downloaded, warm=self._warm)
         loading = BackgroundTask(work, parked=True, text=f"loading {spec.title}")
