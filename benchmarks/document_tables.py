@@ -19,6 +19,7 @@ from specdemo.bench import measure, table
 from specdemo.bench.baselines import BASELINES
 from specdemo.bench.equality import EqualityResult, prompt_prefixes, prove
 from specdemo.cli.arguments import at_least_one
+from specdemo.cli.output import PROGRESS_S, StatusLine
 from specdemo.core.errors import check_name
 from specdemo.core.metrics import interval
 from specdemo.models.model_pool import ModelPool
@@ -125,13 +126,13 @@ def last_of_each_class(count: int) -> list[Prompt]:
 
 def measured(recipes: Sequence[Recipe], prompts: Sequence[Prompt], peers: Sequence[str] = ()) -> list[Record]:
     """Run `measure.measure` to its end and return its records."""
-    records, progress = [], table.Progress()
+    records, progress = [], StatusLine(PROGRESS_S)
     for item in measure.measure(recipes, prompts, ModelPool(), peers):
         if isinstance(item, dict):
             records.append(item)
         else:
             progress.show(str(item))
-    progress.over()
+    progress.clear()
     return records
 
 

@@ -32,7 +32,7 @@ from app import choose_port
 from benchmarks.load import PageClient
 from benchmarks.pages import CODE, HOST, RETURNING, TracePlayer, chromium, open_group, run, served, set_number, status
 from benchmarks.tables import ROOT, Study, publish, study_command
-from specdemo.bench.table import Progress
+from specdemo.cli.output import PROGRESS_S, StatusLine
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event, Header, StepEvent
 from specdemo.core.metrics import interval, percentile
@@ -391,7 +391,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def frames(options: argparse.Namespace) -> None:
     """Measure frame times, latency and browser heap of several runs in a tab."""
-    player, records, progress = TracePlayer(options.tokens, options.rate), [], Progress()
+    player, records, progress = TracePlayer(options.tokens, options.rate), [], StatusLine(PROGRESS_S)
     with served(ModelPool(), engine=player) as demo, chromium() as opened:
         page = opened.new_page(viewport={"width": 1280, "height": 900})
         devtools = page.context.new_cdp_session(page)
@@ -404,7 +404,7 @@ def frames(options: argparse.Namespace) -> None:
         for i in range(1, options.runs + 1):
             records.append(frame_times(page, devtools, player))
             progress.show(f"{i} of {options.runs} runs")
-    progress.over()
+    progress.clear()
     publish(options, "page_frames", FRAME_COLUMNS, summary(records))
 
 

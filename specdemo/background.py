@@ -9,7 +9,8 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Generic, TypeVar
 
-from specdemo.worker import ReportProgress, TaskProgress, device_released, run_in_thread, wait_for
+from specdemo.core.events import Loading, ReportProgress
+from specdemo.worker import device_released, run_in_thread, wait_for
 
 T = TypeVar("T")
 
@@ -26,13 +27,13 @@ class BackgroundTask(Generic[T]):
     def __init__(self, work: Callable[[ReportProgress], T], parked: bool = False, text: str = "") -> None:
         self._work, self._can_park = work, parked
         self._changed = threading.Condition()
-        self._latest = TaskProgress(text) if text else None
+        self._latest = Loading(text) if text else None
         self._parked = self._cancelled = False
         self._has_slice = True
         self._next_report = 0.0
         self._future: Future[T] | None = None
 
-    def progress(self) -> Iterator[TaskProgress]:
+    def progress(self) -> Iterator[Loading]:
         """Start the task and yield new progress, initially `text`. Closing the iterator cancels the task."""
         future = self._future = run_in_thread(partial(self._work, self._report))
         future.add_done_callback(self._wake)
@@ -70,7 +71,7 @@ class BackgroundTask(Generic[T]):
         with self._changed:
             self._changed.notify_all()
 
-    def _report(self, progress: TaskProgress) -> None:
+    def _report(self, progress: Loading) -> None:
         with self._changed:
             if not self._cancelled:
                 self._latest = progress

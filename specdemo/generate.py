@@ -33,8 +33,9 @@ from specdemo.external.run import ExternalRun
 from specdemo.external.schema import GenerationRequest
 from specdemo.loaded_pair import LoadedPair
 from specdemo.models import memory
+from specdemo.models.cached_head import Head
 from specdemo.models.chat_prompt import PromptOrChat, is_encoded, read_prompt
-from specdemo.models.heads import LoadedDrafter, LoadedHead
+from specdemo.models.heads import LoadedDrafter
 from specdemo.models.load import LoadedModel, read_tokenizer
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.prompt_scores import prompt_pieces, score_prompt
@@ -49,7 +50,7 @@ from specdemo.remote.session import RemoteSession
 from specdemo.remote.target import connect
 from specdemo.remote.word_rules import IsName
 from specdemo.stores import Stores
-from specdemo.worker import TaskProgress, interruptible, job_clock
+from specdemo.worker import interruptible, job_clock
 
 CHARACTERS_PER_TOKEN = 3  # rough
 
@@ -126,24 +127,18 @@ def _at_conversation(recipe: Recipe, stores: Stores | None) -> Recipe:
     return recipe.at(conversation.began)
 
 
-def _load(request: PlannedRun) -> Generator[Event, None, tuple[dict[str, LoadedModel], LoadedHead | None]]:
+def _load(request: PlannedRun) -> Generator[Event, None, tuple[dict[str, LoadedModel], Head | None]]:
     """Load the models by role, and the head, unless a caller's drafter replaces them; yield the progress."""
     plan, pool = request.plan, request.pool
     replaced = request.inputs.drafter is not None
     needed = {role: spec for role, spec in plan.models.items() if role != "drafter" or not replaced}
     head = None if replaced else plan.head
-    yield from _progress(pool.bring(list(needed.values()), _context(request), head))
+    yield from pool.bring(list(needed.values()), _context(request), head)
     models = {role: pool.take(spec) for role, spec in needed.items()}
     if head is None:
         return models, None
-    yield from _progress(pool.bring_head(head))
+    yield from pool.bring_head(head)
     return models, pool.take_head(head)
-
-
-def _progress(loading: Generator[TaskProgress]) -> Iterator[Loading]:
-    with closing(loading):
-        for progress in loading:
-            yield Loading(progress.text, progress.done, progress.total)
 
 
 def _session(request: PlannedRun) -> RemoteSession:

@@ -28,7 +28,7 @@ from specdemo.models.engines.generic import has_encoder
 from specdemo.models.engines.llama import PROMPT_CHUNK
 from specdemo.models.engines.llama_weights import layer_count, with_layers
 from specdemo.models.engines.select import engine_of
-from specdemo.models.heads import LoadedDrafter, LoadedHead
+from specdemo.models.heads import LoadedDrafter
 from specdemo.models.kv_cache import CachedModel, Model
 from specdemo.models.load import LoadedModel
 from specdemo.models.tokenizer import Bridge, check_vocabulary, encode_prompt, token_bytes
@@ -309,8 +309,8 @@ def _drafter_inputs(
     caches: RunCaches,
 ) -> DrafterInputs:
     recipe = plan.recipe
-    head = drafter.head if isinstance(drafter, LoadedHead) else None
-    model = None if isinstance(drafter, LoadedHead) else drafter
+    head = drafter if isinstance(drafter, Head) else None
+    model = None if isinstance(drafter, Head) else drafter
     bridge = _bridge(recipe, target, model)
     stop = {*target.stop, *_checked_ids(recipe.stop_tokens, target.vocab_size)}
     open_cache = partial(caches.reusable, source=_source(target, prompt.source))

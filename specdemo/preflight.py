@@ -28,8 +28,9 @@ from specdemo.core.step import Draft, Step, Verdict
 from specdemo.core.theory import STAGES, CostTerms
 from specdemo.drafters import METHODS
 from specdemo.drafters.method import Method
+from specdemo.models.cached_head import Head
 from specdemo.models.chat_prompt import read_prompt
-from specdemo.models.heads import LoadedDrafter, LoadedHead
+from specdemo.models.heads import LoadedDrafter
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
@@ -227,7 +228,7 @@ def load_comparable(recipe: Recipe, pool: ModelPool) -> tuple[LoadedModel, Loade
     drafter: LoadedDrafter | None = pool.take(plan.drafter) if plan.drafter else None
     if plan.head:
         drafter = pool.take_head(plan.head)
-    if drafter is not None and not isinstance(drafter, LoadedHead) and recipe.universal:
+    if drafter is not None and not isinstance(drafter, Head) and recipe.universal:
         try:
             check_pair(target.tokenizer, drafter.tokenizer)
         except UserError as error:
@@ -302,34 +303,33 @@ def decoded_runs(
     context: int,
     most: int = SAMPLED_TEXTS,
     seconds: float = GENERATION_S,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[DecodedRun]:
     """Decode up to `most` prompts of alternating classes, fewer after `seconds`."""
-    ar, began = replace(recipe, method="ar", cloud=None), clock()
+    ar, began = replace(recipe, method="ar", cloud=None), time.perf_counter()
     baseline_steps = max(BASELINE_RUNS, BASELINE_STEPS // max(1, len(prompts)))
     for seed, prompt in enumerate(alternate_classes(prompts)[:most]):
-        if seed >= MIN_SAMPLED_TEXTS and clock() - began > seconds:
+        if seed >= MIN_SAMPLED_TEXTS and time.perf_counter() - began > seconds:
             return
         inputs = (prompt.text, recipe.chat, target.vocab_size, recipe.template_options)
         tokens = read_prompt(target.tokenizer, *inputs).tokens
         tokens = tokens[: min(MAX_TEXT_TOKENS, context - 2 * MAX_GAMMA)]
         most_tokens = min(recipe.max_tokens, MAX_TEXT_TOKENS, context - len(tokens) - MAX_GAMMA)
         with build_pipeline(plan_run(replace(recipe, seed=seed)), target, drafter) as pipeline:
-            steps = _decoded(pipeline, tokens, most_tokens, clock)
+            steps = _decoded(pipeline, tokens, most_tokens)
             length = len(tokens) + sum(len(step.tokens) for step in steps)
             kv_bytes = round(1000 * pipeline.kv_bytes / length)
         plain = steps
         if recipe.method != "ar":
             with build_pipeline(plan_run(ar), target, None) as baseline:
-                plain = _decoded(baseline, tokens, 1 + WARMUP_RUNS + baseline_steps, clock)
+                plain = _decoded(baseline, tokens, 1 + WARMUP_RUNS + baseline_steps)
         ar_s = [step.seconds.verify + step.seconds.host for step in plain[1 + WARMUP_RUNS :]]
         yield DecodedRun(tokens, steps, statistics.median(ar_s) if ar_s else 0.0, kv_bytes)
 
 
-def _decoded(pipeline: Pipeline, tokens: Sequence[int], count: int, clock: Callable[[], float]) -> list[Step]:
+def _decoded(pipeline: Pipeline, tokens: Sequence[int], count: int) -> list[Step]:
     roles = pipeline.verifier, pipeline.drafter, pipeline.policy
     steps = []
-    for step in decode(tokens, *roles, max_tokens=count, stop=pipeline.stop, clock=clock):
+    for step in decode(tokens, *roles, max_tokens=count, stop=pipeline.stop, clock=time.perf_counter):
         steps.append(step)
         give_way()
     return steps
@@ -451,15 +451,13 @@ def measure_costs(
     raise ValueError("there are no texts")
 
 
-def prompt_cost(
-    pipeline: Pipeline, text: TimedText, costs: StepCosts, clock: Callable[[], float] = time.perf_counter
-) -> float:
+def prompt_cost(pipeline: Pipeline, text: TimedText, costs: StepCosts) -> float:
     """Return the drafter's cost of reading a prompt, in AR steps."""
     tokens, start = text
     pipeline.verifier.verify(tokens[:start], Draft())
-    began = clock()
+    began = time.perf_counter()
     draft = pipeline.drafter.propose(tokens[:start], DraftBudget(1, Fixed(1)))
-    return max(0.0, (clock() - began) / costs.ar_s - costs.c * len(draft))
+    return max(0.0, (time.perf_counter() - began) / costs.ar_s - costs.c * len(draft))
 
 
 def _timed_steps(

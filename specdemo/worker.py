@@ -564,19 +564,3 @@ class WorkerGroup:
     def close(self, timeout: float | None = 10.0) -> None:
         for worker in self._workers:
             worker.close(timeout)
-
-
-@dataclass(frozen=True)
-class TaskProgress:
-    """Progress of a task; `total` is 0 if unknown."""
-
-    text: str
-    done: int = 0
-    total: int = 0
-
-
-ReportProgress = Callable[[TaskProgress], None]
-
-
-def ignore_progress(progress: TaskProgress) -> None:
-    pass

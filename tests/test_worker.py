@@ -12,16 +12,8 @@ import pytest
 from fakes.worker_jobs import PATIENCE, finished, log_steps, submitting
 
 from specdemo.background import BackgroundTask, TaskCancelled
-from specdemo.worker import (
-    ReportProgress,
-    Stream,
-    TaskProgress,
-    Worker,
-    WorkerBusy,
-    WorkerGroup,
-    give_way,
-    interruptible,
-)
+from specdemo.core.events import Loading, ReportProgress
+from specdemo.worker import Stream, Worker, WorkerBusy, WorkerGroup, give_way, interruptible
 
 
 @pytest.fixture
@@ -277,13 +269,13 @@ def test_background_task_reports_progress_and_a_result() -> None:
     reported = threading.Event()
 
     def work(report: ReportProgress) -> int:
-        report(TaskProgress("half", 1, 2))
+        report(Loading("half", 1, 2))
         assert reported.wait(PATIENCE)
         return 7
 
     task = BackgroundTask(work)
     for progress in task.progress():
-        assert progress == TaskProgress("half", 1, 2)
+        assert progress == Loading("half", 1, 2)
         reported.set()
     assert reported.is_set() and task.result == 7
 
@@ -295,7 +287,7 @@ def test_closing_the_progress_cancels_the_task(parked: bool) -> None:
     def work(report: ReportProgress) -> None:
         try:
             while True:
-                report(TaskProgress("working"))
+                report(Loading("working"))
         except TaskCancelled:
             cancelled.set()
             raise
@@ -313,7 +305,7 @@ def test_other_jobs_run_next_to_a_task_without_progress(worker: Worker, parked: 
     stream = worker.submit(task.progress)
     assert finished(worker.submit(lambda: iter(range(100)))).items == [*range(100)] and not stream.done
     gate.set()
-    assert finished(stream).items == [TaskProgress("working")] and task.result
+    assert finished(stream).items == [Loading("working")] and task.result
 
 
 asker: contextvars.ContextVar[str] = contextvars.ContextVar("asker", default="nobody")

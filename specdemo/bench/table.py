@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,7 +22,6 @@ from specdemo.core.theory import STAGES, CostTerms, speedup, walltime_improvemen
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 
-NON_TTY_INTERVAL_S = 30.0
 LEAST_PROMPTS = 5
 
 
@@ -34,32 +31,6 @@ def markdown_table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> 
     lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
     lines.insert(1, " | ".join("-" * width for width in widths))
     return "\n".join(f"| {line} |" for line in lines)
-
-
-class Progress:
-    """Progress on standard error: a line updated in place on a terminal, few lines otherwise."""
-
-    def __init__(self) -> None:
-        self._shown, self._due = "", 0.0
-
-    def show(self, text: str) -> None:
-        if sys.stderr.isatty():
-            if text != self._shown:
-                _write(f"\r\x1b[K{text}")
-            self._shown = text
-        elif time.monotonic() >= self._due:
-            _write(f"{text}\n")
-            self._due = time.monotonic() + NON_TTY_INTERVAL_S
-
-    def over(self) -> None:
-        if self._shown:
-            _write("\r\x1b[K")
-        self._shown = ""
-
-
-def _write(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
 
 
 Record = dict[str, Any]  # yielded by `bench.measure`

@@ -11,7 +11,8 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from specdemo.cli.run import LoadingLine, coloured_text, has_colour, recipe_of_flags
+from specdemo.cli.output import StatusLine
+from specdemo.cli.run import coloured_text, has_colour, recipe_of_flags, show_loading
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.events import End, Header, Loading, StepEvent
 from specdemo.core.formats import number, percent
@@ -120,16 +121,16 @@ class Session:
 
     def _show(self, recipe: Recipe, prompt: Any, stores: Stores) -> tuple[str, Metrics]:
         """Print an answer and its speed."""
-        loading, metrics = LoadingLine(), Metrics()
+        loading, metrics = StatusLine(), Metrics()
         texts: list[str] = []
         with closing(generate(recipe, prompt, self._pool, stores)) as events:
             for event in events:
                 match event:
                     case Loading():
                         if not texts:
-                            loading.show(event)
+                            show_loading(loading, event)
                     case Header():
-                        loading.show()
+                        loading.clear()
                     case StepEvent():
                         texts.append(event.text)
                         metrics = event.metrics

@@ -19,7 +19,7 @@ from specdemo.bench.published_tables import leviathan_tables, repetition_table
 from specdemo.bench.questions import category_table, read_questions
 from specdemo.cli.arguments import announce_pair, at_least_one, given
 from specdemo.cli.chat import chat
-from specdemo.cli.output import OutputFile
+from specdemo.cli.output import PROGRESS_S, OutputFile, StatusLine
 from specdemo.cli.serve import serve_pair
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.formats import megabytes
@@ -87,7 +87,7 @@ def _bench_pairs(options: argparse.Namespace, names: Sequence[str]) -> int:
     for flag, value in (("--peers", options.peers), ("--output", options.output), ("--target", options.target)):
         if value:
             raise UserError(f"{flag} needs a single pair: give one, or omit it")
-    benches, progress = [], table.Progress()
+    benches, progress = [], StatusLine(PROGRESS_S)
     for name in names:
         options.pair = name
         common, varied, _ = _bench_settings(options)
@@ -95,7 +95,7 @@ def _bench_pairs(options: argparse.Namespace, names: Sequence[str]) -> int:
         benches.append(bench)
         for item in measure_pair(bench, _bench_prompts(options, common["chat"]), ModelPool(), options.repeat):
             progress.show(f"{name}: {item}")
-    progress.over()
+    progress.clear()
     print(pairs_table(benches))
     for line in skipped_lines(benches):
         print(line)
@@ -119,13 +119,13 @@ def _print_bench(
     baselines: Sequence[str],
     file: OutputFile | None,
 ) -> int:
-    records, progress = [], table.Progress()
+    records, progress = [], StatusLine(PROGRESS_S)
     for item in measure.measure(recipes, prompts, ModelPool(), baselines, repeat=options.repeat):
         if isinstance(item, dict):
             records.append(item)
         else:
             progress.show(str(item))
-    progress.over()
+    progress.clear()
     bandwidth = measure.copy_bandwidth(find_device(recipes[0].device))
     rows = table.table(recipes, records, baselines, bandwidth)
     print(table.markdown(rows))
@@ -161,10 +161,10 @@ def _prove(options: argparse.Namespace) -> int:
     announce_pair(common)
     prompts = prove.prompt_prefixes(load_prompts(), options.prompts)
     findings = [prove.EqualityResult(recipe) for recipe in recipes]
-    progress = table.Progress()
+    progress = StatusLine(PROGRESS_S)
     for i, _ in enumerate(prove.prove(findings, prompts, ModelPool()), 1):
         progress.show(f"{i} of {len(prompts)} prompts")
-    progress.over()
+    progress.clear()
     print(prove.equality_table(findings))
     differences = [(finding, *where) for finding in findings for where in finding.differences]
     for finding, name, token in differences:
@@ -204,12 +204,12 @@ def _calibrate(options: argparse.Namespace) -> int:
     refuse_ineffective(recipe, values)
     announce_pair(values)
     prompts = alternate_classes(load_prompts(options.kind, recipe.chat))[: options.prompts]
-    progress = table.Progress()
+    progress = StatusLine(PROGRESS_S)
     for item in calibrate(recipe, prompts, ModelPool()):
         if isinstance(item, Calibration):
             break
         progress.show(str(item))
-    progress.over()
+    progress.clear()
     assert isinstance(item, Calibration)
     print(f"{item.tokens} draft tokens of {item.texts} texts")
     print(table.markdown_table(("signal", "percentile", "this pair", "guide"), item.rows()))

@@ -1,14 +1,19 @@
-"""Output files of commands; errors become `UserError`."""
+"""Output of commands: files, whose errors become `UserError`, and progress."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from specdemo.core.errors import write_error
+
+PROGRESS_S = 30.0  # seconds between lines of progress in files and pipes
 
 
 class OutputFile:
@@ -43,3 +48,31 @@ class OutputFile:
             return call()
         except OSError as error:
             raise write_error(self._target, error) from error
+
+
+class StatusLine:
+    """Progress on standard error: a line that is overwritten on a terminal; elsewhere one per `interval_s`, or none."""
+
+    def __init__(self, interval_s: float | None = None) -> None:
+        self._interval_s = interval_s
+        self._shown = ""
+        self._due = 0.0
+
+    def show(self, text: str) -> None:
+        if sys.stderr.isatty():
+            shown = text[: shutil.get_terminal_size().columns - 1]  # a wrapped line could not be overwritten
+            if shown != self._shown:
+                print(f"\r\x1b[K{shown}", end="", file=sys.stderr, flush=True)
+            self._shown = shown
+        elif self._interval_s is not None and time.monotonic() >= self._due:
+            print(text, file=sys.stderr, flush=True)
+            self._due = time.monotonic() + self._interval_s
+
+    def warn(self, text: str) -> None:
+        """Show a text that remains."""
+        self.clear()
+        print(text, file=sys.stderr)
+
+    def clear(self) -> None:
+        if self._shown:
+            self.show("")

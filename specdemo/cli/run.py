@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
 
 from specdemo.cli.arguments import announce_pair, given, with_pair_settings
-from specdemo.cli.output import OutputFile
+from specdemo.cli.output import OutputFile, StatusLine
 from specdemo.core import trace
 from specdemo.core.errors import check_name
 from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, StepEvent
@@ -83,15 +82,15 @@ class _Output:
 
     def __init__(self, view: Json | Steps | TextView, file: OutputFile | None) -> None:
         self._view, self._file = view, file
-        self._loading = LoadingLine()
+        self._loading = StatusLine()
         self.metrics: Metrics | None = None  # set by the header
 
     def add(self, event: Event) -> None:
         if isinstance(event, Loading):
             if self.metrics is None:  # later, the line of the prompt would be overwritten
-                self._loading.show(event)
+                show_loading(self._loading, event)
             return
-        self._loading.show()
+        self._loading.clear()
         if isinstance(event, (Header, StepEvent)):
             self.metrics = event.metrics if isinstance(event, StepEvent) else Metrics()
         self.put(event)
@@ -170,21 +169,8 @@ class Steps:
             yield f"  {event.pieces[-1]!r:>16}  {step.kind}: {explain(step, None, self._recipe)}"
 
 
-class LoadingLine:
-    """Loading progress as a line that is overwritten in a terminal; elsewhere only warnings."""
-
-    def __init__(self) -> None:
-        self._shown = ""
-
-    def show(self, event: Loading | None = None) -> None:
-        text = event.text if event else ""
-        if sys.stderr.isatty() and (text or self._shown):
-            columns = shutil.get_terminal_size().columns
-            self._shown = text[: columns - 1]  # a wrapped line could not be overwritten
-            print(f"\r\x1b[K{self._shown}", end="", file=sys.stderr, flush=True)
-        if event and event.warning:
-            print(f"\r{text}" if self._shown else text, file=sys.stderr)
-            self._shown = ""
+def show_loading(line: StatusLine, event: Loading) -> None:
+    (line.warn if event.warning else line.show)(event.text)
 
 
 def coloured_text(event: StepEvent, coloured: bool) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from specdemo.recipe import Recipe
 from specdemo.remote.access import RouteInfo
 from specdemo.remote.admission import ServiceError, context_owner
 from specdemo.remote.bodies import read_body
-from specdemo.remote.server import TOO_LONG, parse_body, stream_queued, while_connected
+from specdemo.remote.server import TOO_LONG, parse_body, started_stream, stream_queued, while_connected
 
 _LIMITS = "token, rate, body, queue, 10 s for the body; length of the context"
 COMPLETION_ROUTES = (
@@ -118,13 +118,8 @@ async def _complete(
     if not parsed.stream:
         return JSONResponse(await _whole(request, service, parsed, runs))
     chunks = kept_open(_chunks(service, parsed, runs[0]), service.keep_alive_s)
-    try:
-        first = await while_connected(request, anext(chunks))  # earlier errors get a status code
-    except BaseException:
-        await chunks.aclose()
-        raise
-    headers = {"cache-control": "no-cache"}
-    return StreamingResponse(_with_errors(first, chunks), media_type="text/event-stream", headers=headers)
+    started = await started_stream(request, chunks, lambda error: event_line(error_of(error)[1]))
+    return StreamingResponse(started, media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
 
 def _prepared(
@@ -194,13 +189,3 @@ async def kept_open(chunks: AsyncGenerator[bytes, None], seconds: float) -> Asyn
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
         await chunks.aclose()
-
-
-async def _with_errors(first: bytes, chunks: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
-    async with aclosing(chunks):
-        yield first
-        try:
-            async for chunk in chunks:
-                yield chunk
-        except Exception as error:  # too late for a status code
-            yield event_line(error_of(error)[1])

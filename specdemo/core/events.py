@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from specdemo.core.metrics import Metrics
 from specdemo.core.step import Outcome, Step, TokenLogprob
@@ -14,7 +14,7 @@ INTERRUPTED = "interrupted"
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Progress before the header, or of the prefill in tokens; not part of the trace. `total` is 0 if unknown.
+    """Progress of loading, or of the prefill in tokens; not part of the trace. `total` is 0 if unknown.
 
     `warning`: the text also matters to readers who do not follow the progress.
     """
@@ -23,6 +23,13 @@ class Loading:
     done: int = 0
     total: int = 0
     warning: bool = False
+
+
+ReportProgress: TypeAlias = Callable[[Loading], None]
+
+
+def ignore_progress(progress: Loading) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)

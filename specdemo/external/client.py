@@ -6,7 +6,7 @@ import json
 import ssl
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -34,9 +34,8 @@ ResponseT = TypeVar("ResponseT", bound=BaseModel)
 class EngineClient:
     """Connection to a server; `close` ends the reads of other threads."""
 
-    def __init__(self, address: EngineAddress, key: str | None, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, address: EngineAddress, key: str | None) -> None:
         self.address, self.dialect = address, DIALECTS[address.engine]
-        self._clock = clock
         self._network = MeteredNetwork(LinkEmulation())
         tls = ssl.create_default_context() if address.url.startswith("https:") else None
         self._pool = httpcore.ConnectionPool(tls, network_backend=self._network)
@@ -78,7 +77,7 @@ class EngineClient:
         self._pool.close()
 
     def _read(self, body: Any, queue: SimpleQueue[RecordedEvent | Exception | None], closed: threading.Event) -> None:
-        start = self._clock()
+        start = time.perf_counter()
         try:
             with self._stream("POST", self.dialect.path, body, _STREAM_SECONDS) as response:
                 if response.status != 200:
@@ -91,7 +90,7 @@ class EngineClient:
                     for line in lines:
                         event = line.removeprefix(b"data:").strip()
                         if line.startswith(b"data:") and event != b"[DONE]":
-                            queue.put((self._clock() - start, event.decode("utf-8", "replace")))
+                            queue.put((time.perf_counter() - start, event.decode("utf-8", "replace")))
             queue.put(None)
         except _NETWORK_ERRORS as error:
             queue.put(self._unreachable(error))

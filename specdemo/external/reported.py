@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from specdemo.core.link_stats import Source
 from specdemo.core.step import Draft, Step, Verdict
-
-_MOST_STATES = 4_000_000  # states of an alignment
 
 
 @dataclass(frozen=True)
@@ -95,90 +92,34 @@ def steps_of_drafts(chunks: Sequence[Chunk], drafts: Sequence[StepCounts] | None
     """
     tokens = [token for chunk in chunks for token in chunk.tokens]
     times = [chunk.t for chunk in chunks for _ in chunk.tokens]
-    sizes = [len(chunk.tokens) for chunk in chunks if chunk.tokens]
     if not tokens:
         return
     yield reported_step(0, times[0], tokens[:1], NO_DRAFT)
-    rest = [sizes[0] - 1, *sizes[1:]]
-    spans = [(1, None)] * (len(tokens) - 1) if drafts is None else align(rest, drafts)
+    first, *others = [len(chunk.tokens) for chunk in chunks if chunk.tokens]
+    sizes = [size for size in (first - 1, *others) if size]
     start = 1
-    for i, (length, counts) in enumerate(spans, 1):
+    for i, (length, counts) in enumerate(_divided(sizes, drafts), 1):
         yield reported_step(i, times[start + length - 1], tokens[start : start + length], counts)
         start += length
 
 
-Span = tuple[int, StepCounts | None]  # number of tokens, counts of the step or None
+def _divided(sizes: Sequence[int], drafts: Sequence[StepCounts] | None) -> Sequence[tuple[int, StepCounts | None]]:
+    """Return number of tokens and counts of each step, for chunks of these sizes.
 
-
-def align(sizes: Sequence[int], drafts: Sequence[StepCounts]) -> list[Span]:
-    """Divide the tokens of chunks into steps.
-
-    A step is one of `drafts`, in order, or has no draft and one token; the last step may end early. A chunk is a step,
-    or consists of several if no such division exists. Tokens with several possible steps are single, their counts None.
+    If some steps have no draft, each chunk must be a step, and a single token may follow a rejected draft or none.
+    Tokens of chunks that contradict the counts are unknown.
     """
-    total = sum(sizes)
-    if sum(draft.accepted + 1 for draft in drafts) == total:
+    unknown: list[tuple[int, StepCounts | None]] = [(1, None)] * sum(sizes)
+    if drafts is None:
+        return unknown
+    if sum(draft.accepted + 1 for draft in drafts) == len(unknown):
         return [(draft.accepted + 1, draft) for draft in drafts]
-    if total * (len(drafts) + 1) > _MOST_STATES:
-        return [(1, None)] * total
-    ends = set(accumulate(sizes))
-    divisions = _possible_steps(ends, total, drafts, merged=False) or _possible_steps(ends, total, drafts, merged=True)
-    covering: list[set[tuple[int, StepCounts]]] = [
-        set() for _ in range(total)
-    ]  # start and counts of steps at each token
-    for start, end, counts in divisions:
-        for token in range(start, end):
-            covering[token].add((start, counts))
-    certain: dict[int, Span] = {
-        start: (end - start, counts)
-        for start, end, counts in divisions
-        if all(covering[token] == {(start, counts)} for token in range(start, end))
-    }
-    spans: list[Span] = []
-    start = 0
-    while start < total:
-        spans.append(certain.get(start, (1, None)))
-        start += spans[-1][0]
-    return spans
-
-
-def _steps_from(
-    position: int, limit: int, total: int, used: int, drafts: Sequence[StepCounts], merged: bool
-) -> Iterator[tuple[int, int, StepCounts]]:
-    """Yield end, used drafts and counts of possible steps; the chunk ends at `limit`."""
-    if merged or position + 1 == limit:
-        yield position + 1, used, NO_DRAFT
-    if used < len(drafts):
-        end, last = position + drafts[used].accepted + 1, used + 1 == len(drafts)
-        if last and limit == total:
-            end = min(end, total)
-        if end == limit or (merged and end < limit):
-            yield end, used + 1, drafts[used]
-
-
-def _possible_steps(
-    ends: set[int], total: int, drafts: Sequence[StepCounts], merged: bool
-) -> set[tuple[int, int, StepCounts]]:
-    """Return start, end and counts of all steps of possible divisions; chunks may be `merged` from several steps."""
-    next_end, following = [0] * total, total
-    for position in reversed(range(total)):
-        following = position + 1 if position + 1 in ends else following
-        next_end[position] = following
-
-    def steps(position: int, used: int) -> Iterator[tuple[int, int, StepCounts]]:
-        return _steps_from(position, next_end[position], total, used, drafts, merged)
-
-    reached: list[set[int]] = [{0}, *(set() for _ in range(total))]  # drafts used before each token
-    for position in range(total):
-        for used in reached[position]:
-            for end, then, _ in steps(position, used):
-                reached[end].add(then)
-    finishing: list[set[int]] = [*(set() for _ in range(total)), reached[total] & {len(drafts)}]
-    possible = set()
-    for position in reversed(range(total)):
-        for used in reached[position]:
-            for end, then, counts in steps(position, used):
-                if then in finishing[end]:
-                    finishing[position].add(used)
-                    possible.add((position, end, counts))
-    return possible
+    accepting = [draft for draft in drafts if draft.accepted]
+    expected = [draft.accepted + 1 for draft in accepting]
+    if expected and sizes and sizes[-1] > 1:  # the text may end within a step
+        expected[-1] = min(expected[-1], sizes[-1])
+    if expected != [size for size in sizes if size > 1]:
+        return unknown
+    single = NO_DRAFT if len(accepting) == len(drafts) else None
+    following = iter(accepting)
+    return [(size, next(following) if size > 1 else single) for size in sizes]

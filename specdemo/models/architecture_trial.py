@@ -7,7 +7,6 @@ from pathlib import Path
 
 from specdemo.core.errors import UserError
 from specdemo.models.limited_process import LimitedProcess, serve
-from specdemo.worker import interruptible
 
 _SECONDS = 120.0
 _CPU_SECONDS, _MAX_BYTES = 6, 16 << 30
@@ -23,12 +22,7 @@ def try_architecture(name: str, folder: Path) -> None:
 
 @lru_cache(maxsize=64)
 def _problem(name: str, folder: Path, changed: int) -> str:
-    subject = f"the configuration of {name}"
-    try:
-        interruptible(lambda: _PROCESS.request(str(folder), _SECONDS, subject, "choose another model"))
-    except UserError as error:
-        return str(error)
-    return ""
+    return _PROCESS.problem(str(folder), _SECONDS, f"the configuration of {name}", "choose another model")
 
 
 def _build(folder: str) -> None:

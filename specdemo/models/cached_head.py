@@ -44,6 +44,7 @@ class Head(ABC):
     extends: bool  # True if tokens of a text extend the draft vocabulary
     weight_bytes: int
     device = torch.device("cpu")
+    encoder = False
 
     @abstractmethod
     def longest_draft(self, length: int) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from specdemo.core.errors import UserError
+from specdemo.core.events import Loading, ReportProgress, ignore_progress
 from specdemo.models.engines.gguf_linear import FLOATS, GgufLinear, common_dtype, dequantised, keeps_values
 from specdemo.models.engines.native import uses_native_engine
 from specdemo.models.engines.native_matrix import FLOAT_FORMATS
@@ -29,7 +30,6 @@ from specdemo.models.llama_checkpoint import LlamaConfig, LlamaForCausalLM, rota
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
 from specdemo.models.untrusted import check_tensors, model_errors
 from specdemo.native.formats import FORMATS, QUANTISED_GGUF, Format
-from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -240,4 +240,4 @@ class _Weights:
     def _notify(self) -> None:
         self._done += 1
         text = f"reading {self._spec.title}, weight {self._done:,} of {self._total:,}"
-        self._report(TaskProgress(f"{text} ({self.note})" if self.note else text, self._done, self._total))
+        self._report(Loading(f"{text} ({self.note})" if self.note else text, self._done, self._total))

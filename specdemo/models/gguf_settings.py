@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 from specdemo.core.errors import UserError, plain_text
 from specdemo.models.gguf_file import GgufFile, GgufTensor, read_gguf_header
 from specdemo.models.gguf_tokenizer import VOCABULARY_KEY, GgufTokenizer, read_gguf_tokenizer
-from specdemo.models.model_sizes import ModelSizes
-from specdemo.models.untrusted import check_config
+from specdemo.models.model_sizes import check_model_config
 
 _ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 _INTERLEAVED = ("llama", "mistral")  # order of the rotated values of a head
@@ -49,7 +48,6 @@ def gguf_settings(name: str, path: Path) -> GgufSettings:
 def _converted(name: str, path: Path, size: int, changed: int) -> GgufSettings:
     file = read_gguf_header(name, path)
     config = _configuration(file)
-    check_config(name, config)
     return GgufSettings(config, read_gguf_tokenizer(file), file.tensors)
 
 
@@ -67,20 +65,12 @@ def _configuration(file: GgufFile) -> dict[str, Any]:
     rows, tokens = _rows(file), len(file.value(VOCABULARY_KEY, list))
     if rows != tokens:
         raise file.refusal(f"its vocabulary has {tokens:,} tokens, and the model has {rows:,}")
-    sizes = _sizes(file, kind, rows)
-    _check_computation(file, kind, sizes)
     wide = any(tensor.kind == "F32" and len(tensor.shape) > 1 for tensor in file.tensors.values())
-    return {
+    config = {
         "model_type": "llama",
         "hidden_act": "silu",
         "vocab_size": rows,
-        "hidden_size": sizes.width,
-        "intermediate_size": sizes.inner,
-        "num_hidden_layers": sizes.layers,
-        "num_attention_heads": sizes.heads,
-        "num_key_value_heads": sizes.kv_heads,
-        "head_dim": sizes.head_dim,
-        "max_position_embeddings": sizes.positions,
+        **_sizes(file, kind),
         "rms_norm_eps": file.value(f"{kind}.attention.layer_norm_rms_epsilon", float),
         "tie_word_embeddings": _HEAD not in file.tensors,
         "rope_parameters": _rope(file, kind),
@@ -89,9 +79,12 @@ def _configuration(file: GgufFile) -> dict[str, Any]:
         "normed_heads": kind == "qwen3",
         "dtype": "float32" if wide else "bfloat16",
     }
+    check_model_config(file.name, config)
+    _check_computation(file, kind, config)
+    return config
 
 
-def _sizes(file: GgufFile, kind: str, rows: int) -> ModelSizes:
+def _sizes(file: GgufFile, kind: str) -> dict[str, int]:
     layers = file.value(f"{kind}.block_count", int)
 
     def number(name: str, default: int | None = None) -> int:
@@ -104,32 +97,29 @@ def _sizes(file: GgufFile, kind: str, rows: int) -> ModelSizes:
     head_dim, values = (number(f"attention.{name}_length", width // max(heads, 1)) for name in ("key", "value"))
     if values != head_dim:
         raise file.refusal(f"its heads have {head_dim:,} values in keys and {values:,} in values")
-    sizes = ModelSizes(
-        width=width,
-        heads=heads,
-        kv_heads=of_layers("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        rotated=number("rope.dimension_count", head_dim),
-        rotates_whole_heads=True,
-        inner=of_layers("feed_forward_length"),
-        layers=layers,
-        vocab_size=rows,
-        positions=number("context_length"),
-    )
-    sizes.check(file.name)
-    return sizes
+    if (rotated := number("rope.dimension_count", head_dim)) != head_dim:
+        raise file.refusal(f"it rotates {rotated:,} of the {head_dim:,} values of a head")
+    return {
+        "hidden_size": width,
+        "intermediate_size": of_layers("feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": of_layers("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": number("context_length"),
+    }
 
 
-def _check_computation(file: GgufFile, kind: str, sizes: ModelSizes) -> None:
-    assert sizes.head_dim is not None and sizes.positions is not None
-    neutral = {**_NEUTRAL, "attention.scale": (0, sizes.head_dim**-0.5)}
+def _check_computation(file: GgufFile, kind: str, config: Mapping[str, Any]) -> None:
+    """Raise `UserError` for keys that change the computation of a model."""
+    neutral = {**_NEUTRAL, "attention.scale": (0, config["head_dim"] ** -0.5)}
     for name, values in neutral.items():
         stored = file.metadata.get(f"{kind}.{name}", values[0])
         for value in stored if isinstance(stored, list) else [stored]:
             if not (isinstance(value, (int, float)) and any(isclose(value, x, rel_tol=1e-6) for x in values)):
                 _refuse_key(file, name, stored)
-    window = file.value(f"{kind}.attention.sliding_window", int, 0, sizes.layers)
-    if 0 < window < sizes.positions:
+    window = file.value(f"{kind}.attention.sliding_window", int, 0, config["num_hidden_layers"])
+    if 0 < window < config["max_position_embeddings"]:
         _refuse_key(file, "attention.sliding_window", window)
     if kind not in _INTERLEAVED and ROTARY_FACTORS in file.tensors:
         _refuse_key(file, ROTARY_FACTORS, "in a model without such factors")

@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
-
 from specdemo.core.errors import UserError
+from specdemo.core.events import Loading, ReportProgress, ignore_progress
 from specdemo.models.cached_head import Head
 from specdemo.models.engines.head import HeadConfig, HeadWeights
 from specdemo.models.engines.llama_weights import layer_count
@@ -24,34 +22,15 @@ from specdemo.models.head_kinds.medusa import MEDUSA
 from specdemo.models.hub import Hub
 from specdemo.models.spec import HeadSpec
 from specdemo.models.untrusted import model_errors, read_settings, weight_files
-from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
 if TYPE_CHECKING:
     from specdemo.models.load import LoadedModel
 
-LoadedDrafter: TypeAlias = "LoadedModel | LoadedHead"
+LoadedDrafter: TypeAlias = "LoadedModel | Head"
 
 HEAD_KINDS = (MEDUSA, DFLASH, EAGLE3, EAGLE)  # the first that fits is used
 _CONVERT = "run specdemo convert-head FILE DIRECTORY and give the directory"
 _FILE_OF_TARGET = re.compile(r"([.-](I?Q\d\w*|B?F16|F32))?\.gguf$", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class LoadedHead:
-    """Head in this process with its specification."""
-
-    spec: HeadSpec
-    head: Head
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.head.weight_bytes
-
-    encoder = False
-
-    @property
-    def device(self) -> torch.device:
-        return self.head.device
 
 
 def tap_count(name: str, hub: Hub, report: ReportProgress = ignore_progress) -> int:
@@ -76,7 +55,7 @@ def load_head(
     hub: Hub | None = None,
     report: ReportProgress = ignore_progress,
     make: Callable[[HeadWeights, Any], Head] | None = None,
-) -> LoadedHead:
+) -> Head:
     """Load a head for a loaded target; `make`: constructor in place of that of its kind.
 
     Raises `UserError` for files that do not fit the target.
@@ -87,11 +66,11 @@ def load_head(
     config = merged_config(spec.name, read_settings(spec.name, folder / "config.json"))
     if warning := _verifier_warning(spec, config):
         warnings.warn(warning, stacklevel=2)
-    report(TaskProgress(f"reading {spec.title}"))
+    report(Loading(f"reading {spec.title}"))
     kind, width = _kind(config), target.model.config.get_text_config().hidden_size
     with model_errors(spec.name, kind="head"):
         checkpoint = HeadCheckpoint(config, folder, layer_count(target.model), width, target.vocab_size)
-        return LoadedHead(spec, (make or kind.make)(checkpoint.read(kind), target.model))
+        return (make or kind.make)(checkpoint.read(kind), target.model)
 
 
 def _kind(config: HeadConfig) -> HeadKind:

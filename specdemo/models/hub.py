@@ -22,11 +22,11 @@ from huggingface_hub.utils.tqdm import tqdm
 from safetensors import SafetensorError, safe_open
 
 from specdemo.core.errors import UserError, plain_text
+from specdemo.core.events import Loading, ReportProgress, ignore_progress
 from specdemo.core.formats import format_bytes
 from specdemo.models.memory import memory_limit
 from specdemo.models.spec import is_gguf
 from specdemo.models.untrusted import check_files, check_folder, check_sizes, check_weights, weight_files
-from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
 CONFIG_FILES = (  # validated before any weights are downloaded
     "config.json",
@@ -144,7 +144,7 @@ class Hub:
             _check_total_memory(name, missing)
         if missing:
             _check_disk_space(name, missing, Path(cache or constants.HF_HUB_CACHE))
-            report(TaskProgress(f"downloading {name}, {format_bytes(missing)}", 0, missing))
+            report(Loading(f"downloading {name}, {format_bytes(missing)}", 0, missing))
         bars = _progress_bars(report, name, missing)
         folder = Path(snapshot_download(name, **options, tqdm_class=bars, max_workers=4))
         if missing:
@@ -152,7 +152,7 @@ class Hub:
         return folder
 
     def _verify(self, name: str, folder: Path, report: ReportProgress) -> None:
-        report(TaskProgress(f"checking {name}"))
+        report(Loading(f"checking {name}"))
         token, cache = self._access(name)
         result = HfApi(endpoint=self.endpoint, token=token).verify_repo_checksums(
             name, revision=folder.name, cache_dir=cache
@@ -240,7 +240,7 @@ def _progress_bars(report: ReportProgress, name: str, total: int) -> type[tqdm]:
                 text = f"downloading {name}, {format_bytes(done)} of {format_bytes(total)}"
                 if files["total"] > 1:
                     text += f", file {min(files['done'] + 1, files['total'])} of {files['total']}"
-                report(TaskProgress(text, done, total))
+                report(Loading(text, done, total))
 
     return Bar
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specdemo.core.errors import UserError, plain_text
+from specdemo.worker import interruptible
 
 _ROOT = Path(__file__).parents[2]
 
@@ -50,6 +51,14 @@ class LimitedProcess:
         if "error" in answer:
             raise UserError(f"{subject} failed ({plain_text(answer['error'], 200)}): {remedy}")
         return answer["value"]
+
+    def problem(self, request: Any, seconds: float, subject: str, remedy: str) -> str:
+        """Return the error of a request, or an empty text; other jobs use the device meanwhile."""
+        try:
+            interruptible(lambda: self.request(request, seconds, subject, remedy))
+        except UserError as error:
+            return str(error)
+        return ""
 
     def close(self) -> None:
         with self._lock:

@@ -12,13 +12,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from specdemo.core.events import Loading, ReportProgress, ignore_progress
 from specdemo.models.engines.native import uses_native_engine
 from specdemo.models.engines.native_matrix import FLOAT_FORMATS
 from specdemo.models.hub import Hub, local_shapes
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device, is_gguf
 from specdemo.models.tokenizer_check import open_tokenizer
 from specdemo.models.untrusted import weight_files
-from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as _Model
@@ -115,7 +115,7 @@ def _tensors(
             stored = [name for name in file.keys() if name in names]
             for i, name in enumerate(stored, 1):
                 yield name, file.get_tensor(name)
-                report(TaskProgress(f"reading {spec.title}, weight {i:,} of {len(stored):,}", i, len(stored)))
+                report(Loading(f"reading {spec.title}, weight {i:,} of {len(stored):,}", i, len(stored)))
 
 
 class _Norm(nn.Module):

@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from specdemo.core.decode import Verifier
 from specdemo.core.errors import UserError
+from specdemo.core.events import Loading, ReportProgress, ignore_progress
 from specdemo.core.step import Draft
 from specdemo.core.target import VerifierInputs
 from specdemo.core.verifier import ModelVerifier, configured_rule
@@ -47,7 +48,6 @@ from specdemo.models.tokenizer_check import open_tokenizer
 from specdemo.models.untrusted import check_tensors, check_weight_count, converts_errors, model_errors, read_settings
 from specdemo.native.build import NativeUnavailable, native_library
 from specdemo.native.sampling import largest_logits
-from specdemo.worker import ReportProgress, TaskProgress, ignore_progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -335,7 +335,7 @@ def _reported_weights(name: str, report: ReportProgress) -> Iterator[None]:
     def counted(tensors: list[Any]) -> Iterator[Any]:
         for i, tensor in enumerate(tensors, 1):
             yield tensor
-            report(TaskProgress(f"reading {name}, weight {i:,} of {len(tensors):,}", i, len(tensors)))
+            report(Loading(f"reading {name}, weight {i:,} of {len(tensors):,}", i, len(tensors)))
 
     before, verbosity = logging.set_tqdm_hook(bar), logging.get_verbosity()
     logging.set_verbosity_error()

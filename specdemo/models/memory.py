@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 _TEXT_BYTES = 1 << 30
+_SAMPLE_S = 0.2
 _OUT_OF_MEMORY = (
     "can't allocate memory",  # message on a CPU
     "CUDA error: out of memory",  # message of AcceleratorError
@@ -31,14 +32,14 @@ def process_bytes() -> int:
 class MemorySampler:
     """Rate-limited `process_bytes`: a query costs as much as drafting a token."""
 
-    def __init__(self, every_s: float = 0.2) -> None:
-        self._every, self._due = every_s, 0.0
+    def __init__(self) -> None:
+        self._due = 0.0
         self._last = 0
 
     def process_bytes(self) -> int:
         now = time.monotonic()
         if now >= self._due:
-            self._due, self._last = now + self._every, process_bytes()
+            self._due, self._last = now + _SAMPLE_S, process_bytes()
         return self._last
 
 

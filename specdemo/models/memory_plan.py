@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specdemo.core.errors import UserError
+from specdemo.core.events import ReportProgress, ignore_progress
 from specdemo.core.formats import format_bytes
 from specdemo.models.engines.engine import doubled
 from specdemo.models.engines.generic import has_encoder
@@ -28,7 +29,6 @@ from specdemo.models.quantization import kept_wide, quantised_layers, skeleton, 
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, is_gguf, main_device
 from specdemo.models.untrusted import converts_errors
 from specdemo.native.formats import FORMATS
-from specdemo.worker import ReportProgress, ignore_progress
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -14,31 +14,32 @@ import torch
 
 from specdemo.background import BackgroundTask
 from specdemo.core.errors import UserError
+from specdemo.core.events import Loading, ReportProgress
 from specdemo.core.formats import format_bytes
+from specdemo.models.cached_head import Head
 from specdemo.models.chat_caches import ChatCaches
-from specdemo.models.heads import LoadedHead, head_files, load_head, tap_count
+from specdemo.models.heads import head_files, load_head, tap_count
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import LoadedModel, load
 from specdemo.models.memory import free_bytes, is_out_of_memory, release_memory, share_one_heap
 from specdemo.models.memory_plan import ALL_DEVICES, MemoryPlan, check_memory, missing_bytes, plan_spec, smaller
 from specdemo.models.spec import HeadSpec, ModelSpec
-from specdemo.worker import ReportProgress, TaskProgress, interruptible, wait_for
+from specdemo.worker import interruptible, wait_for
 
 IDLE_S = 30 * 60.0
 
 
-def _wait(future: Future[None], text: str) -> Iterator[TaskProgress]:
-    yield TaskProgress(text)
+def _wait(future: Future[None], text: str) -> Iterator[Loading]:
+    yield Loading(text)
     wait_for(future)
 
 
 class ModelPool:
-    """Loaded models in LRU order. `budget`: maximum bytes of all weights."""
+    """Loaded models in LRU order."""
 
     def __init__(
         self,
-        budget: int | None = None,
         idle_s: float = IDLE_S,
         hub: Hub | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -47,13 +48,13 @@ class ModelPool:
         """`warm`: run each model once after loading, which needs the device."""
         share_one_heap()
         self.idle_s, self._warm = idle_s, warm
-        self._budget, self.hub = budget, hub or Hub()
+        self.hub = hub or Hub()
         self._clock = clock
         self._models: OrderedDict[ModelSpec, LoadedModel] = OrderedDict()
         self._used: dict[ModelSpec, float] = {}
         self._arriving: dict[ModelSpec, Future[None]] = {}  # models being loaded
         self._loading: Future[None] | None = None
-        self._heads: dict[HeadSpec, LoadedHead] = {}
+        self._heads: dict[HeadSpec, Head] = {}
         self.chats = ChatCaches(
             lambda model: any(loaded.model is model for loaded in self._models.values()),
             spare_bytes=lambda device: free_bytes(device) // 2,
@@ -68,7 +69,7 @@ class ModelPool:
 
     @property
     def weight_bytes(self) -> int:
-        heads = sum(loaded.weight_bytes for loaded in self._heads.values())
+        heads = sum(head.weight_bytes for head in self._heads.values())
         return heads + sum(loaded.weight_bytes for loaded in self._models.values())
 
     def take(self, spec: ModelSpec) -> LoadedModel:
@@ -78,7 +79,7 @@ class ModelPool:
 
     def bring(
         self, specs: Sequence[ModelSpec], context: int = 0, head: HeadSpec | None = None
-    ) -> Generator[TaskProgress, None, None]:
+    ) -> Generator[Loading, None, None]:
         """Load missing models, yielding progress; unload least recently used models if memory is short.
 
         `context`: tokens of the KV cache, with the hidden states that `head` receives. Closing the iterator cancels
@@ -100,7 +101,7 @@ class ModelPool:
         taps = tap_count(head.name, self.hub, report) if head and tapped else 0
         return plan_spec(spec, context, self.hub, report, taps)
 
-    def bring_head(self, spec: HeadSpec) -> Generator[TaskProgress, None, None]:
+    def bring_head(self, spec: HeadSpec) -> Generator[Loading, None, None]:
         """Load the head of a loaded target, yielding progress. Raises `UserError` like `bring`."""
         spec = spec.resolved()
         if spec in self._heads:
@@ -118,17 +119,18 @@ class ModelPool:
         work = partial(load_head, spec, target, replace(self.hub, offline=True))
         loading = BackgroundTask(work, parked=True, text=f"loading {spec.title}")
         yield from loading.progress()
-        self.add_head(loading.result)
+        self.add_head(spec, loading.result)
 
-    def add_head(self, loaded: LoadedHead) -> None:
-        self._heads[loaded.spec.resolved()] = loaded
+    def add_head(self, spec: HeadSpec, head: Head) -> None:
+        """Add the head of a resolved spec."""
+        self._heads[spec] = head
 
-    def take_head(self, spec: HeadSpec) -> LoadedHead:
+    def take_head(self, spec: HeadSpec) -> Head:
         for _ in self.bring_head(spec):
             pass
         return self._heads[spec.resolved()]
 
-    def _bring_one(self, spec: ModelSpec, free_memory: Callable[[], None]) -> Iterator[TaskProgress]:
+    def _bring_one(self, spec: ModelSpec, free_memory: Callable[[], None]) -> Iterator[Loading]:
         while (other := self._arriving.get(spec)) is not None:
             yield from _wait(other, f"waiting for {spec.title}, which another run loads")
         if spec in self._models:
@@ -187,7 +189,7 @@ class ModelPool:
             self.drop(spec)
         return len(idle)
 
-    def _load(self, spec: ModelSpec) -> Generator[TaskProgress, None, LoadedModel]:
+    def _load(self, spec: ModelSpec) -> Generator[Loading, None, LoadedModel]:
         downloaded = replace(self.hub, offline=True)  # a parked task cannot be stopped
         work = partial(load, spec, downloaded, warm=self._warm)
         loading = BackgroundTask(work, parked=True, text=f"loading {spec.title}")
@@ -231,10 +233,7 @@ class ModelPool:
 
     def _free_memory(self, plans: Sequence[MemoryPlan], wanted: Sequence[ModelSpec]) -> None:
         plans = [plan for plan in plans if plan.spec not in self._models]
-        weights = sum(plan.weights for plan in plans)
-        while (missing := missing_bytes(plans)) or (
-            self._budget is not None and self.weight_bytes + weights > self._budget
-        ):
+        while missing := missing_bytes(plans):
             kinds = {name: name.removeprefix(ALL_DEVICES).partition(":")[0] for name in missing}
             if any(self._free_chats(count - free, kinds[name]) for name, (count, free) in missing.items()):
                 continue
@@ -250,9 +249,3 @@ class ModelPool:
                 ]
             )
             check_memory(plans, others)
-        if self._budget is not None and self.weight_bytes + weights > self._budget:
-            names = " and ".join(plan.spec.title for plan in plans)
-            raise UserError(
-                f"{names} need {format_bytes(weights)} for weights and models may take {format_bytes(self._budget)}: "
-                "choose a smaller pair"
-            )

@@ -6,94 +6,30 @@ The limits exceed those of all published models. With them, sizes and their sums
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from specdemo.core.errors import UserError, plain_text
 
-MAX_LAYERS, MAX_HEADS = 1_000, 4_096
-MAX_HEAD_DIM, MAX_HEADS_WIDTH = 4_096, 1 << 18
-MAX_WIDTH, MAX_INNER = 65_536, 1 << 20
-MAX_VOCABULARY, MAX_POSITIONS = 4_000_000, 1 << 24
+MAX_HEADS, MAX_HEAD_DIM = 4_096, 4_096
+MAX_HEADS_WIDTH = 1 << 18
 MAX_INT32 = (1 << 31) - 1
 _MAX_TOKEN_IDS = 1_000
 _LARGEST_FLOAT = 3.4e38
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
-ROTATES_WHOLE_HEADS = ("llama", "mistral", "qwen2", "qwen3", "gemma2")  # names of model types
-FAMILIES = (*ROTATES_WHOLE_HEADS, "gpt2", "gpt_neox", "t5")
-_LIMITS = {
-    "layers": ("layers", MAX_LAYERS),
-    "width": ("values per row", MAX_WIDTH),
-    "inner": ("values inside the MLP", MAX_INNER),
-    "heads": ("heads", MAX_HEADS),
-    "kv_heads": ("heads of keys and values", MAX_HEADS),
-    "head_dim": ("values per head", MAX_HEAD_DIM),
-    "vocab_size": ("tokens", MAX_VOCABULARY),
-    "positions": ("positions", MAX_POSITIONS),
-    "window": ("positions in its window", MAX_INT32),
-}
+_ROTATES_WHOLE_HEADS = ("llama", "mistral", "qwen2", "qwen3", "gemma2")  # names of model types
+FAMILIES = (*_ROTATES_WHOLE_HEADS, "gpt2", "gpt_neox", "t5")
 
-
-@dataclass(frozen=True)
-class ModelSizes:
-    """Sizes of a decoder; None: absent or unknown."""
-
-    width: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    rotated: int | None = None  # number of rotated values of a head
-    rotates_whole_heads: bool = False
-    inner: int | None = None
-    layers: int | None = None
-    vocab_size: int | None = None
-    positions: int | None = None
-    window: int | None = None
-
-    @property
-    def kv_values(self) -> int:
-        """Values of keys and values per layer and position; 0 if unknown."""
-        return 2 * (self.kv_heads or self.heads or 0) * (self.head_dim or 0)
-
-    def check(self, label: str) -> None:
-        """Raise `UserError` with the first contradiction. `label`: name of the file or model."""
-        if problem := next(self._problems(), ""):
-            raise UserError(f"{label} {problem}: choose another model")
-
-    def _problems(self) -> Iterator[str]:
-        for field, (title, limit) in _LIMITS.items():
-            value = getattr(self, field)
-            if value is not None and not 1 <= value <= limit:
-                yield f"has {value:,} {title}, not 1 to {limit:,}"
-        width, heads = self.width, self.heads
-        dim, rotated = self.head_dim, self.rotated
-        if width and heads and dim is None and width % heads:
-            yield f"divides {width:,} values among {heads:,} heads"
-        if heads and self.kv_heads and heads % self.kv_heads:
-            yield f"divides {heads:,} heads among {self.kv_heads:,} keys and values"
-        if heads and dim and heads * dim > MAX_HEADS_WIDTH:
-            yield f"has {heads:,} heads of {dim:,} values, together more than {MAX_HEADS_WIDTH:,}"
-        if rotated is None:
-            return
-        if rotated < 2 or rotated % 2:
-            yield f"rotates {rotated:,} values of a head, not an even number from 2"
-        if dim and rotated > dim:
-            yield f"rotates {rotated:,} values of heads that have {dim:,}"
-        if dim and self.rotates_whole_heads and rotated != dim:
-            yield f"rotates {rotated:,} of the {dim:,} values of a head, and its architecture rotates all"
-
-
-_Layers = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
+_Layers = Annotated[int, Field(ge=1, le=1_000)]
 _Heads = Annotated[int, Field(ge=1, le=MAX_HEADS)]
 _HeadDim = Annotated[int, Field(ge=1, le=MAX_HEAD_DIM)]
-_Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
-_Inner = Annotated[int, Field(ge=1, le=MAX_INNER)]
-_Tokens = Annotated[int, Field(ge=1, le=MAX_VOCABULARY)]
-_Positions = Annotated[int, Field(ge=1, le=MAX_POSITIONS)]
+_Width = Annotated[int, Field(ge=1, le=65_536)]
+_Inner = Annotated[int, Field(ge=1, le=1 << 20)]
+_Tokens = Annotated[int, Field(ge=1, le=4_000_000)]
+_Positions = Annotated[int, Field(ge=1, le=1 << 24)]
 _Window = Annotated[int, Field(ge=0, le=MAX_INT32)]
 _Positive = Annotated[float, Field(gt=0, le=_LARGEST_FLOAT)]
 _Share = Annotated[float, Field(gt=0, le=1)]
@@ -187,31 +123,58 @@ class ModelConfig(SpecialTokens):
         return self.num_hidden_layers or self.n_layer or self.num_layers
 
     @property
-    def sizes(self) -> ModelSizes:
-        width = self.hidden_size or self.n_embd or self.d_model
-        heads = self.num_attention_heads or self.n_head or self.num_heads
-        head_dim = self.head_dim or self.d_kv
-        if head_dim is None and width and heads and width % heads == 0:
-            head_dim = width // heads
-        whole = self.model_type in ROTATES_WHOLE_HEADS
-        rotated = self._rotated(head_dim) if head_dim else None
-        return ModelSizes(width, heads, self.num_key_value_heads, head_dim, rotated, whole)
+    def heads(self) -> int | None:
+        return self.num_attention_heads or self.n_head or self.num_heads
+
+    @property
+    def values_per_head(self) -> int | None:
+        stored = self.head_dim or self.d_kv
+        width, heads = self._width, self.heads
+        return width // heads if stored is None and width and heads and width % heads == 0 else stored
+
+    @property
+    def kv_values(self) -> int:
+        """Values of keys and values per layer and position; 0 if unknown."""
+        return 2 * (self.num_key_value_heads or self.heads or 0) * (self.values_per_head or 0)
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield contradictions between sizes."""
+        width, heads = self._width, self.heads
+        dim, kv_heads = self.values_per_head, self.num_key_value_heads
+        if width and heads and dim is None:
+            yield f"divides {width:,} values among {heads:,} heads"
+        if heads and kv_heads and heads % kv_heads:
+            yield f"divides {heads:,} heads among {kv_heads:,} keys and values"
+        if heads and dim and heads * dim > MAX_HEADS_WIDTH:
+            yield f"has {heads:,} heads of {dim:,} values, together more than {MAX_HEADS_WIDTH:,}"
+        rotated = self._rotated(dim) if dim else None
+        if dim is None or rotated is None:
+            return
+        if rotated < 2 or rotated % 2:
+            yield f"rotates {rotated:,} values of a head, not an even number from 2"
+        if self.model_type in _ROTATES_WHOLE_HEADS and rotated != dim:
+            yield f"rotates {rotated:,} of the {dim:,} values of a head, and its architecture rotates all"
+
+    @property
+    def _width(self) -> int | None:
+        return self.hidden_size or self.n_embd or self.d_model
 
     def _rotated(self, head_dim: int) -> int | None:
         """Return the rotated values of a head as computed by `transformers`."""
         rope = self.rope_scaling or self.rope_parameters or Rotation()
         if self.model_type == "gpt_neox":
             return int(head_dim * (rope.partial_rotary_factor or self.rotary_pct or 0.25))
-        if self.model_type not in ROTATES_WHOLE_HEADS:
+        if self.model_type not in _ROTATES_WHOLE_HEADS:
             return None
         if (rope.rope_type or rope.type or "default") == "default":
             return head_dim
         return int(head_dim * (rope.partial_rotary_factor or self.partial_rotary_factor or 1))
 
 
-def sizes_of_config(config: Mapping[str, Any]) -> ModelSizes:
-    """Return the sizes in a config.json. Raises `ValidationError`."""
-    return ModelConfig.model_validate(config).sizes
+def check_model_config(label: str, settings: Mapping[str, Any]) -> None:
+    """Raise `UserError` for the first value of a configuration that is invalid or contradicts others."""
+    if problem := next(check_schema(label, ModelConfig, settings).contradictions(), ""):
+        raise UserError(f"{label} {problem}: choose another model")
 
 
 def check_schema(label: str, schema: type[Schema], settings: Mapping[str, Any]) -> Schema:

@@ -6,8 +6,8 @@ Regular expressions of supported families are known. Others are tried on each te
 from __future__ import annotations
 
 import base64
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ from specdemo.models.gguf_tokenizer import KNOWN_PATTERNS
 from specdemo.models.tokenizer_trial import TOKENIZER_TRIAL
 from specdemo.models.untrusted import model_errors, read_settings, walk
 from specdemo.models.zoo import SAMPLE_TEXT
-from specdemo.worker import interruptible
 
 if TYPE_CHECKING:
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -25,8 +24,6 @@ _MAX_GROWTH, _MAX_PREFIX = 32, 64
 _MAX_ADDED_TOKENS = 100_000
 _TEXT_RULES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _SECONDS = 30.0
-_MOST_TEXTS = 10_000
-_problems: dict[bytes, str] = {}  # by digest of tokenizer and text
 
 
 def open_tokenizer(
@@ -66,25 +63,14 @@ def try_text(tokenizer: object, text: str) -> None:
 
 
 def _try_file(subject: str, path: Path, text: str) -> None:
-    """Raise `UserError` if a text cannot be encoded. Each text is tried once: prompts are encoded several times."""
-    described = f"{subject}\n{path}\n{path.stat().st_mtime_ns}\n{text}"
-    key = hashlib.sha256(described.encode("utf-8", "surrogatepass")).digest()
-    problem = _problems.get(key)
-    if problem is None:
-        _problems[key] = problem = _problem(subject, path, text)
-        if len(_problems) > _MOST_TEXTS:
-            _problems.pop(next(iter(_problems)), None)
-    if problem:
+    """Raise `UserError` if a text cannot be encoded."""
+    if problem := _problem(subject, path, path.stat().st_mtime_ns, text):
         raise UserError(problem)
 
 
-def _problem(subject: str, path: Path, text: str) -> str:
-    """Return the reason, empty if the text can be encoded."""
-    try:
-        interruptible(lambda: TOKENIZER_TRIAL.request([str(path), text], _SECONDS, subject, "choose another model"))
-    except UserError as error:
-        return str(error)
-    return ""
+@lru_cache(maxsize=16)  # prompts are encoded several times
+def _problem(subject: str, path: Path, changed: int, text: str) -> str:
+    return TOKENIZER_TRIAL.problem([str(path), text], _SECONDS, subject, "choose another model")
 
 
 def check_tokenizer(name: str, folder: Path) -> bool:

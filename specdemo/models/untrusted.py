@@ -19,7 +19,7 @@ from specdemo.background import TaskCancelled
 from specdemo.core.errors import UserError, plain_text
 from specdemo.core.formats import format_bytes
 from specdemo.models.memory import is_out_of_memory
-from specdemo.models.model_sizes import FAMILIES, ModelConfig, SpecialTokens, check_schema, shown
+from specdemo.models.model_sizes import FAMILIES, SpecialTokens, check_model_config, check_schema, shown
 from specdemo.worker import Stopped
 
 MAX_TOKENIZER_BYTES, _MAX_SETTINGS_BYTES = 64_000_000, 8_000_000
@@ -191,8 +191,7 @@ def check_config(name: str, config: Mapping[str, Any]) -> None:
         if not isinstance(value, str) or {*value} & {*"/:@"}:  # it may be code of the hub
             raise UserError(f"{label} has the attention {shown(value)}, which is no name: choose another model")
     if config.get("model_type") in FAMILIES:
-        checked = check_schema(label, ModelConfig, config)
-        checked.sizes.check(label)
+        check_model_config(label, config)
     else:
         check_schema(label, SpecialTokens, config)
 

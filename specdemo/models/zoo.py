@@ -306,14 +306,14 @@ def is_downloaded(name: str) -> bool:
     return Path(name).exists() or isinstance(file, str)
 
 
-def _required_bytes(name: str, width: int, context: int = 2048) -> int:
-    """Estimate the bytes of weights and cache in numbers of `width` bytes."""
+def _required_bytes(name: str, width: int) -> int:
+    """Estimate the bytes of weights and of a cache of 2,048 tokens in numbers of `width` bytes."""
     if name not in MODELS:
         return 0
     known = MODELS[name]
     config = ModelConfig.model_validate(known.shape)
-    position = config.sizes.kv_values * (config.layers or 0) * (2 if known.encoder else 1)
-    return width * (known.parameters + position * context)
+    position = config.kv_values * (config.layers or 0) * (2 if known.encoder else 1)
+    return width * (known.parameters + position * 2048)
 
 
 SAMPLE_TEXT = "def f(x):\n    return  'naïve 東京 🙂'  # 12345\n"

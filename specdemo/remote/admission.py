@@ -41,7 +41,7 @@ class RateLimiter:
         self._buckets: dict[str, tuple[float, float]] = {}  # remaining requests, time
         self._next_purge = -math.inf
 
-    def allow(self, address: str, cost: int = 1) -> bool:
+    def allow(self, address: str) -> bool:
         if not self._rate:
             return True
         now = self._clock()
@@ -49,7 +49,7 @@ class RateLimiter:
             self._next_purge = now + _PURGE_S
             self._buckets = {address: b for address, b in self._buckets.items() if self._refilled(b, now) < self._burst}
         left = self._refilled(self._buckets.get(address, (float(self._burst), now)), now)
-        self._buckets[address] = (left - cost * (left >= 1), now)
+        self._buckets[address] = (left - (left >= 1), now)
         return left >= 1
 
     def _refilled(self, bucket: tuple[float, float], now: float) -> float:

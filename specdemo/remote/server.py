@@ -104,8 +104,8 @@ def create_app(
         """Decode autoregressively: lines `read COUNT` with `progress`, token ids, `end` or `error` with the cause."""
         message = await _read(request, StreamRequest, limits.body_bytes)
         lines = _lines(stream_queued(worker, lambda: contexts.stream(message)), progress)
-        first = await _first(request, lines)  # earlier errors get a status code
-        return StreamingResponse(_continued(first, lines), media_type="text/plain", headers=info.headers)
+        started = await started_stream(request, lines, _error_line)
+        return StreamingResponse(started, media_type="text/plain", headers=info.headers)
 
     _add_deletion(app, contexts, worker, common)
     _add_readiness(app)
@@ -245,15 +245,6 @@ def _verified(
                 raise ServiceError(503, "prefill", sentence, item.count)
 
 
-async def _first(request: Request, lines: AsyncGenerator[bytes, None]) -> bytes:
-    try:
-        line: bytes = await while_connected(request, anext(lines))
-        return line
-    except BaseException:
-        await lines.aclose()
-        raise
-
-
 async def _lines(items: AsyncGenerator[int | PrefillPosition, None], progress: bool) -> AsyncGenerator[bytes, None]:
     async with aclosing(items):
         async for item in items:
@@ -261,19 +252,38 @@ async def _lines(items: AsyncGenerator[int | PrefillPosition, None], progress: b
                 yield f"{item}\n".encode()
             elif progress:
                 yield f"read {item.count}\n".encode()
+    yield b"end\n"
 
 
-async def _continued(first: bytes, lines: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
-    async with aclosing(lines):
+def _error_line(error: Exception) -> bytes:
+    """Return the last line of a stream, empty if it is cut off and the client will resume it."""
+    if not isinstance(error, ServiceError):
+        raise error
+    return b"" if error.status == 503 else f"error {error}\n".encode()
+
+
+async def started_stream(
+    request: Request, parts: AsyncGenerator[bytes, None], describe: Callable[[Exception], bytes]
+) -> AsyncIterator[bytes]:
+    """Return the parts of a response after the first has arrived: earlier errors get a status code."""
+    try:
+        first = await while_connected(request, anext(parts))
+    except BaseException:
+        await parts.aclose()
+        raise
+    return _continued(first, parts, describe)
+
+
+async def _continued(
+    first: bytes, parts: AsyncGenerator[bytes, None], describe: Callable[[Exception], bytes]
+) -> AsyncIterator[bytes]:
+    async with aclosing(parts):
         yield first
         try:
-            async for line in lines:
-                yield line
-        except ServiceError as error:  # too late for a status code
-            if error.status != 503:  # cut off: the client will resume
-                yield f"error {error}\n".encode()
-            return
-        yield b"end\n"
+            async for part in parts:
+                yield part
+        except Exception as error:  # too late for a status code
+            yield describe(error)
 
 
 TOO_LONG = "context_length_exceeded"

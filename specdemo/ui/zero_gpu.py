@@ -69,7 +69,8 @@ def preload(recipes: list[Recipe]) -> ModelPool:
         pool.add(load(spec.resolved(), warm=False))
     for plan in plans:
         if plan.recipe.pair and (head := PAIRS[plan.recipe.pair].head):
-            pool.add_head(load_head(HeadSpec(head, plan.target).resolved(), pool.take(plan.target)))
+            head_spec = HeadSpec(head, plan.target).resolved()
+            pool.add_head(head_spec, load_head(head_spec, pool.take(plan.target)))
     return pool
 
 

@@ -34,7 +34,7 @@ def weights() -> NativeWeights:
 def read(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], weights: NativeWeights) -> Head:
     spec = ModelSpec("small/target")
     name = save_head(folder, tensors, config)
-    return load_head(HeadSpec(name, spec), LoadedModel(spec, weights, None, 0, "")).head
+    return load_head(HeadSpec(name, spec), LoadedModel(spec, weights, None, 0, ""))
 
 
 def head_of_kind(folder: Path, markov: bool, weights: NativeWeights) -> Head:

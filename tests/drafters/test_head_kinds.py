@@ -107,7 +107,7 @@ def loaded(kind: str, where: Path) -> tuple[CachedModel, CachedHead]:
     torch.manual_seed(4)
     weights, spec = LlamaWeights(LlamaForCausalLM(TARGET).eval()), ModelSpec("small/target")
     name = save(kind, where / kind, TARGET, [0, 1, 3])
-    head = load_head(HeadSpec(name, spec), LoadedModel(spec, weights, None, 0, "native")).head
+    head = load_head(HeadSpec(name, spec), LoadedModel(spec, weights, None, 0, "native"))
     target = CachedModel(weights, taps=head.taps)
     return target, head.open(target)
 

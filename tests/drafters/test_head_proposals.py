@@ -105,7 +105,7 @@ class Conversation:
         self.tensors, self.config = KINDS[kind]()
         model, spec = ENGINES[engine](), ModelSpec("small/target")
         name = save_head(folder, self.tensors, self.config)
-        loaded = load_head(HeadSpec(name, spec), LoadedModel(spec, model, None, 0, engine), make=head).head
+        loaded = load_head(HeadSpec(name, spec), LoadedModel(spec, model, None, 0, engine), make=head)
         self.target = CachedModel(model, taps=loaded.taps)
         noise = [Noise(3, name) for name in ("draft", "accept", "correct")]
         self.head = loaded.open(self.target)

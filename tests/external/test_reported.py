@@ -156,6 +156,16 @@ def test_counts_of_all_steps_divide_the_text() -> None:
     assert [step.t for step in found] == [0.0, 1.0, 2.0, 3.0]
 
 
+def test_chunks_are_steps_if_some_have_no_draft() -> None:
+    def kinds(sizes: Sequence[int], drafts: Sequence[tuple[int, int]]) -> list[str]:
+        return [step.kind.value for step in steps("vllm", vllm(sizes, drafts))[0]]
+
+    assert kinds([1, 1, 3, 1, 2], [(2, 3), (1, 1)]) == ["plain", "plain", "correction", "plain", "bonus"]
+    ambiguous = ["plain", "unknown", "correction", "unknown", "correction"]
+    assert kinds([1, 1, 3, 1, 2], [(2, 3), (0, 2), (4, 4)]) == ambiguous  # the last step is cut
+    assert kinds([1, 1, 5], [(2, 3), (1, 1)]) == ["plain", *["unknown"] * 6]  # merged chunks
+
+
 def test_without_counts_every_token_is_unknown() -> None:
     found, _ = steps("vllm", vllm([1, 2], None))
     assert [step.kind for step in found] == [Outcome.PLAIN, Outcome.UNKNOWN, Outcome.UNKNOWN]

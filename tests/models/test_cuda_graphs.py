@@ -154,7 +154,7 @@ def test_recordings_count_as_memory_and_are_dropped_before_a_conversation(cuda: 
 def head_of(folder: Path, model: LlamaWeights) -> Head:
     name = random_head(folder, model.config, [*range(0, VOCAB, 2)], max_position_embeddings=900)
     target = LoadedModel(ModelSpec("small/target"), model, None, 0, "")
-    return load_head(HeadSpec(name, target.spec), target).head
+    return load_head(HeadSpec(name, target.spec), target)
 
 
 def drafts(head: Head, model: LlamaWeights) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from specdemo.cli import main
 from specdemo.core.errors import UserError
+from specdemo.core.events import Loading
 from specdemo.core.explain import explain_engine
 from specdemo.models.chat_prompt import read_prompt
 from specdemo.models.engines.gguf_linear import FLOATS, GgufLinear, dequantised
@@ -34,7 +35,6 @@ from specdemo.models.zoo import check_pair, fingerprint
 from specdemo.native.formats import QUANTISED_GGUF
 from specdemo.recipe import Recipe
 from specdemo.ui.limits import HostLimits
-from specdemo.worker import TaskProgress
 
 pytestmark = pytest.mark.slow
 
@@ -246,7 +246,7 @@ def test_memory_is_planned_from_the_header(
 
 
 def test_loading_reports_the_conversion(tmp_path: Path) -> None:
-    reports: list[TaskProgress] = []
+    reports: list[Loading] = []
     spec = spec_of(save_gguf(tmp_path / "model.gguf", "llama", "Q5_0"))
     loaded = load(spec, report=reports.append)
     assert reports[-1].text == "reading model.gguf, weight 16 of 16 (Q5_0 expanded to bfloat16)"

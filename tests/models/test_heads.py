@@ -50,7 +50,7 @@ def target() -> LoadedModel:
 
 
 def load(folder: str, target: LoadedModel, make: Any = None) -> Head:
-    return load_head(HeadSpec(folder, target.spec), target, make=make).head
+    return load_head(HeadSpec(folder, target.spec), target, make=make)
 
 
 def logits(head: Head, draft: int = 2) -> torch.Tensor:

@@ -30,7 +30,6 @@ from specdemo.models.zoo import PAIRS
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.ui.limits import PUBLIC, HostLimits
-from specdemo.worker import TaskProgress
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +73,7 @@ def refusal(hub: Hub, name: str = NAME, revision: str | None = None) -> str:
 
 
 def test_models_are_downloaded_once_with_progress(hub: Hub, server: StandIn, files: Path) -> None:
-    told: list[TaskProgress] = []
+    told: list[Loading] = []
     loaded = load(ModelSpec(NAME, device="cpu"), hub, told.append)
     assert loaded.stop
     size = (files / NAME / "model.safetensors").stat().st_size

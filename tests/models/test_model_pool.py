@@ -165,28 +165,44 @@ def test_hub_requests_do_not_use_the_device(hub: CountingHub, folder: Path, monk
     worker.close()
 
 
-def test_least_recently_used_model_is_evicted(specs: tuple[ModelSpec, ModelSpec, ModelSpec], size: int) -> None:
+def limit_memory(monkeypatch: pytest.MonkeyPatch, pool: ModelPool, count: int) -> None:
+    monkeypatch.setattr(memory_plan, "_free", lambda device: count - pool.weight_bytes)
+
+
+def planned_bytes(spec: ModelSpec) -> int:
+    return memory_plan.plan_spec(spec.resolved(), 0).total
+
+
+def test_least_recently_used_model_is_evicted(
+    specs: tuple[ModelSpec, ModelSpec, ModelSpec], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, b, c = specs
-    pool = ModelPool(budget=int(2.2 * size))
+    pool, tight = ModelPool(), ModelPool()
+    for spec in (a, b, a):
+        tight.take(spec)
     first = pool.take(a)
     pool.take(b)
+    limit_memory(monkeypatch, pool, pool.weight_bytes + planned_bytes(c))
     assert pool.take(a) is first
     pool.take(c)
-    assert a in pool and c in pool and b in pool  # a full model and two halves
-    tight = ModelPool(budget=int(1.7 * size))
-    for spec in (a, b, a, c):
-        tight.take(spec)
+    assert a in pool and c in pool and b in pool
+    limit_memory(monkeypatch, tight, size + planned_bytes(c))
+    tight.take(c)
     assert a in tight and c in tight and b not in tight
 
 
-def test_models_of_a_request_do_not_evict_each_other(specs: tuple[ModelSpec, ModelSpec, ModelSpec], size: int) -> None:
+def test_models_of_a_request_do_not_evict_each_other(
+    specs: tuple[ModelSpec, ModelSpec, ModelSpec], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, b, _ = specs
-    pool = ModelPool(budget=int(1.2 * size))
-    with pytest.raises(UserError, match=r"need .* for weights and models may take .*: choose a smaller pair"):
+    pool = ModelPool()
+    limit_memory(monkeypatch, pool, planned_bytes(a))
+    with pytest.raises(UserError, match=r"need .* are free: choose a smaller pair"):
         list(pool.bring([a, b]))
     assert a not in pool and b not in pool
     pool.take(a)
-    with pytest.raises(UserError, match="may take"):
+    limit_memory(monkeypatch, pool, size + planned_bytes(b) - 1)
+    with pytest.raises(UserError, match="are free"):
         list(pool.bring([a, b]))
     assert a in pool
 

@@ -35,7 +35,6 @@ from specdemo.plan import plan_run
 from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from specdemo.ui.lane import baseline_of
-from specdemo.worker import TaskProgress
 
 
 @pytest.fixture(params=["installed", "missing"])
@@ -291,7 +290,7 @@ def test_models_in_memory_share_their_tensors() -> None:
 def test_named_pairs_are_loaded_once(tmp_path: Any) -> None:
     target = str(save_model(tmp_path / "target", TOKENIZER))
     drafter = str(save_model(tmp_path / "drafter", TOKENIZER, seed=1, num_hidden_layers=1))
-    progress: list[TaskProgress] = []
+    progress: list[Loading] = []
     pair = load_pair(target, drafter, device="cpu", report=progress.append)
     assert any("reading target" in update.text for update in progress)
     recipe = Recipe(temperature=0, max_tokens=8)

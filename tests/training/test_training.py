@@ -155,7 +155,7 @@ def test_a_saved_head_drafts_in_the_program_as_in_training(
     taps = torch.randn(1, len(tokens), len(TAPS) * target.config.hidden_size)
     unrolled = checkpoint.load(tmp_path, target)(taps, tokens[None], target.embeddings, STEPS)
     spec = ModelSpec("target")
-    loaded = load_head(HeadSpec(str(tmp_path), spec), LoadedModel(spec, model, None, 0, "transformers")).head
+    loaded = load_head(HeadSpec(str(tmp_path), spec), LoadedModel(spec, model, None, 0, "transformers"))
     for last in (0, 5, len(tokens) - 1 - STEPS):
         text, states = opened(loaded), taps[0, : last + 1].unflatten(-1, (len(TAPS), -1))
         rows = [text.start_rows(tokens[1 : last + 2].tolist(), states, 0)]

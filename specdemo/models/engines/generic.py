@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -222,18 +221,8 @@ def has_encoder(config: PretrainedConfig) -> bool:
     return bool(getattr(config, "is_encoder_decoder", False))
 
 
-class AutoModel(Protocol):
-    """Interface of the classes of `transformers` that select the class of a model by its configuration."""
-
-    @property
-    def _model_mapping(self) -> Mapping[type[PretrainedConfig], Any]: ...
-
-    def from_config(self, config: PretrainedConfig, **options: Any) -> PreTrainedModel: ...
-
-    def from_pretrained(self, pretrained_model_name_or_path: Path, **options: Any) -> Any: ...
-
-
-def auto_class(config: PretrainedConfig) -> AutoModel:
+def auto_class(config: PretrainedConfig) -> Any:
+    """Return the class of `transformers` that selects the class of a model by its configuration."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     return AutoModelForSeq2SeqLM if has_encoder(config) else AutoModelForCausalLM

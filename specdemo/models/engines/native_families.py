@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +11,6 @@ from torch import Tensor, nn
 
 from specdemo.core.errors import UserError
 from specdemo.models.engines.llama_weights import LLAMA_FAMILY, ROPE_TYPES, is_spread, unsupported_reason
-from specdemo.models.engines.native_matrix import weight_shape
-from specdemo.models.model_sizes import ROTATES_WHOLE_HEADS, ModelSizes
 from specdemo.native.build import NativeUnavailable, native_library
 from specdemo.native.interface import CONSTANTS
 
@@ -186,55 +183,12 @@ _FAMILIES: dict[str, Callable[[Any], ModelParts]] = {
 
 
 def model_parts(model: PreTrainedModel) -> ModelParts:
-    """Return the checked parts. Raises `UserError` if sizes or shapes contradict each other."""
+    """Return the parts of a model with tensors of checked shapes (`untrusted.check_tensors`). Raises `UserError`."""
     name = type(model).__name__
     parts = _FAMILIES[name](model)
-    _check(name, model, parts)
+    if any(layer.window == 0 for layer in parts.layers):
+        raise UserError(f"{name} has a window of 0 positions: choose another model")
     return parts
-
-
-def _check(name: str, model: Any, parts: ModelParts) -> None:
-    config, joined = model.config, len(parts.layers[0].qkv) == 1
-    heads = config.num_attention_heads
-    kv_heads = heads if joined else getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    windows = [layer.window for layer in parts.layers if layer.window is not None]
-    sizes = ModelSizes(
-        width=config.hidden_size,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        rotated=parts.angles and parts.angles(torch.empty(0), torch.zeros(1, 1, dtype=torch.int64))[0].shape[-1],
-        rotates_whole_heads=config.model_type in ROTATES_WHOLE_HEADS,
-        inner=parts.inner,
-        layers=len(parts.layers),
-        vocab_size=config.vocab_size,
-        positions=weight_shape(parts.positions)[0] if parts.positions else None,
-        window=min(windows, default=None),
-    )
-    sizes.check(name)
-    factors = [parts.epsilon, parts.embedding_scale, parts.attention_cap or 0, parts.logit_cap or 0]
-    if not all(map(isfinite, [*factors, *(layer.scale for layer in parts.layers)])):
-        raise UserError(f"{name} has a factor that is NaN or infinite: choose another model")
-    if any(weight_shape(module) != shape for module, shape in _shapes(parts, sizes, model.lm_head)):
-        raise UserError(f"{name} has a matrix of another shape than its configuration: choose another model")
-
-
-def _shapes(parts: ModelParts, sizes: ModelSizes, head: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, ...]]]:
-    assert sizes.width and sizes.heads and sizes.kv_heads and sizes.head_dim and sizes.inner and sizes.vocab_size
-    width, mixed = sizes.width, sizes.heads * sizes.head_dim
-    keys = sizes.kv_heads * sizes.head_dim
-    norms = {"query_norm": sizes.head_dim, "key_norm": sizes.head_dim}
-    yield from ((module, (sizes.vocab_size, width)) for module in (parts.embedding, head))
-    yield parts.leave, (width,)
-    if parts.positions and sizes.positions:
-        yield parts.positions, (sizes.positions, width)
-    for layer in parts.layers:
-        outputs = (mixed, keys, keys) if len(layer.qkv) > 1 else (mixed + 2 * keys,)
-        yield from ((module, (count, width)) for module, count in zip(layer.qkv, outputs, strict=True))
-        yield from ((module, (sizes.inner, width)) for module in layer.gate_up)
-        yield from ((layer.out, (width, mixed)), (layer.down, (width, sizes.inner)))
-        yield from ((module, (norms.get(name, width),)) for name, module in layer.norms.items())
 
 
 def transformers_reason(model: PreTrainedModel, device: torch.device) -> str | None:

@@ -177,13 +177,6 @@ def format_of(linear: nn.Module) -> Format:
     return FORMATS["INT8"] if weight.dtype == torch.int8 else FLOAT_FORMATS[weight.dtype]
 
 
-def weight_shape(module: Any) -> tuple[int, ...]:
-    """Return outputs and inputs of a linear layer, or the shape of another weight."""
-    if hasattr(module, "in_features"):  # the weights of quantised layers have other shapes
-        return module.out_features, module.in_features
-    return tuple(module.weight.T.shape if isinstance(module, Conv1D) else module.weight.shape)
-
-
 def _stored(linear: nn.Module, form: Format, order: Tensor | None) -> dict[str, Tensor]:
     weight: Any = linear.expanded() if isinstance(linear, GgufLinear) else linear.weight
     part: dict[str, Tensor]

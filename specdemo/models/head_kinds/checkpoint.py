@@ -18,7 +18,7 @@ from specdemo.models.engines.head import HeadConfig, HeadWeights, LayerSizes
 from specdemo.models.engines.llama_weights import ROPE_TYPES
 from specdemo.models.hub import local_shapes, weight_errors
 from specdemo.models.llama_checkpoint import LlamaConfig
-from specdemo.models.model_sizes import sizes_of_config
+from specdemo.models.model_sizes import check_model_config
 from specdemo.models.untrusted import weight_files
 
 OTHER_HEAD = "choose a head for this target"
@@ -67,7 +67,7 @@ class HeadCheckpoint:
         """Sizes of a decoder layer. Raises `UserError` for missing or invalid values."""
         config = self.config
         width, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-        sizes_of_config(config.values).check(f"config.json of {config.name}")
+        check_model_config(f"config.json of {config.name}", config.values)
         head_dim = config.integer("head_dim", width // heads)
         frequencies, rotary_factor = _frequencies(config, head_dim)
         return LayerSizes(
