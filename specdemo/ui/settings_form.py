@@ -181,7 +181,7 @@ class _Fields:
                 f'min="{low:g}" max="{high if limit is None else min(high, limit):g}" step="{step:g}" value="{shown}"'
             )
             control = f'<input type="number" {named} {bounds}>'
-            slider = f'<input type="range" aria-label="{label}" {bounds}>'
+            slider = f'<input type="range" tabindex="-1" aria-label="{label}" {bounds}>'
         elif option.type in (int, float):
             precision = "any" if option.type is float else "1"
             control = f'<input type="number" {named} step="{precision}" value="{shown}">'
