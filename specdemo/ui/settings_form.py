@@ -143,7 +143,9 @@ class _Fields:
 
     def __init__(self, initial: Recipe, limits: HostLimits) -> None:
         self.defaults: Settings = {}
-        self.pairs = {pair.name: pair.label for pair in offers(initial.device) if pair.name in limits.pairs}
+        offered = [offer for offer in offers(initial.device) if offer.name in limits.pairs]
+        self.pairs = {offer.name: offer.label for offer in offered}
+        self._pair_groups = {offer.name: offer.group for offer in offered}
         self._initial, self._limits = initial, limits
         self._device = find_device(initial.device)
 
@@ -173,7 +175,8 @@ class _Fields:
         shown = html.escape(f"{value:g}" if isinstance(value, float) else str(value))
         slider = ""
         if choices:
-            control = f"<select {named}>{_options(choices, value)}</select>"
+            groups = self._pair_groups if option.name == "pair" else {}
+            control = f"<select {named}>{_options(choices, value, groups)}</select>"
         elif option.slider:
             low, high, step = option.slider
             limit = self._limits.bounds().get(option.name)
@@ -208,10 +211,18 @@ class _Fields:
         return {name: name if option.many else f"{visible(name)}: {title}" for name, title in titles.items()}
 
 
-def _options(choices: Mapping[str, str], value: Any) -> str:
-    return "".join(
-        f'<option value="{html.escape(name)}"{" selected" if name == value else ""}>{html.escape(title)}</option>'
+def _options(choices: Mapping[str, str], value: Any, groups: Mapping[str, str]) -> str:
+    """Return the options; `groups` contains the heading of each, in order."""
+    markup = {
+        name: f'<option value="{html.escape(name)}"{" selected" if name == value else ""}>{html.escape(title)}</option>'
         for name, title in choices.items()
+    }
+    if not groups:
+        return "".join(markup.values())
+    return "".join(
+        f'<optgroup label="{heading}">{"".join(text for name, text in markup.items() if groups[name] == heading)}'
+        "</optgroup>"
+        for heading in dict.fromkeys(groups.values())
     )
 
 

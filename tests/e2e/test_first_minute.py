@@ -29,7 +29,7 @@ from e2e.page_fixtures import (
     spans,
     status,
 )
-from specdemo.models.zoo import ASSETS, PAIRS
+from specdemo.models.zoo import ASSETS, PAIR_GROUPS, PAIRS
 from specdemo.ui.method_names import method_name
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
@@ -262,6 +262,10 @@ def test_a_new_pair_brings_its_first_example_unless_a_prompt_was_typed(page: Pag
     ready = json.loads((ASSETS / "examples.json").read_text("utf-8"))["ready"]
     first = next(example for example in ready if example["pair"] == "bundled")
     prompt = page.locator("#prompt textarea")
+    groups = page.locator("#pair optgroup")
+    headings = groups.evaluate_all("groups => groups.map((group) => group.label)")
+    assert headings == [heading for heading in PAIR_GROUPS if heading in headings]  # each once, in order
+    expect(groups.first.locator("option[value=bundled]")).to_have_count(1)
 
     prompt.fill("my own prompt")
     choose_setting(page, "pair", "SmolLM2 360M")
