@@ -169,7 +169,11 @@ function restore({ settings: restored, lanes }) { // values changed before are k
   document.body.dataset.settings = "restored";
 }
 
-function applyExample(example) {
+export function exampleNamed(title) { // undefined if it is the prompt already, or not offered
+  return examples.ready.find((example) => example.title === title && example.prompt !== prompt().value);
+}
+
+export function applyExample(example) {
   setText(document.getElementById("example-effect"), example.effect);
   setSettings(example);
   trigger("clear"); // another conversation
