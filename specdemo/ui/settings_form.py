@@ -14,11 +14,10 @@ from specdemo.core.errors import UserError
 from specdemo.core.options import Option
 from specdemo.core.policies import POLICIES
 from specdemo.drafters import METHODS, option_classes
-from specdemo.drafters.method import Method
 from specdemo.models.quantization import unavailable
 from specdemo.models.spec import COPY_FORMS, SAME, find_device
-from specdemo.models.zoo import PAIRS, Pair, offers
-from specdemo.option_rules import has_effect
+from specdemo.models.zoo import PAIRS, offers
+from specdemo.option_rules import can_draft, has_effect
 from specdemo.recipe import PRESETS, Recipe, RunOptions
 from specdemo.remote.config import CloudConfig
 from specdemo.ui.limits import HostLimits
@@ -122,7 +121,7 @@ def _tables(defaults: Settings) -> dict[str, Any]:
         "pairs": {name: {"settings": pair.settings, "policy": pair.policy} for name, pair in PAIRS.items()},
         "methods": {
             name: {
-                "pairs": [pair for pair in PAIRS if _can_draft(PAIRS[pair], method)],
+                "pairs": [pair for pair in PAIRS if can_draft(PAIRS[pair], method)],
                 "uses_model": method.uses_model,
                 "policies": [policy for policy in POLICIES if has_effect(policy, name)],
             }
@@ -130,12 +129,6 @@ def _tables(defaults: Settings) -> dict[str, Any]:
         },
         "presets": {name: {"values": preset.values, "link": preset.link} for name, preset in PRESETS.items()},
     }
-
-
-def _can_draft(pair: Pair, method: Method) -> bool:
-    if method.uses_head and pair.head is not None:
-        return True
-    return method.drafter is None or (method.uses_model and pair.drafter is not None)
 
 
 class _Fields:
