@@ -41,7 +41,7 @@ def _acceptance_ends(reported: EngineStatistics) -> str:
     if not last or rates[last - 1] < _BEFORE or len(rates) - last < 2:
         return ""
     return (
-        f"Acceptance falls to 0 after position {last}: draft at most {last} tokens, and check the sliding window and "
+        f"Acceptance falls to 0 after position {last}: draft at most {last} per step, and check the sliding window and "
         "the trained length of the drafter."
     )
 
