@@ -409,6 +409,12 @@ def refuse_ineffective(chosen: Any, names: Iterable[str]) -> None:
         refuse(GATE_EFFECTS, chosen.cloud, names)
 
 
+def can_draft(pair: Pair, method: Method) -> bool:
+    if method.uses_head and pair.head is not None:
+        return True
+    return method.drafter is None or (method.uses_model and pair.drafter is not None)
+
+
 def settings_of_pair(pair: Pair, named: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a pair, replaced by the named ones; its policy only if it has an effect on the method."""
     settings = {**pair.settings, **named}

@@ -26,8 +26,12 @@ class Diagnosis:
 def _low_acceptance(reported: EngineStatistics) -> str:
     if reported.acceptance is None or (reported.drafted or 0) < _LEAST_DRAFTED or reported.acceptance >= _LOW:
         return ""
-    remedy = "raise --spec-draft-p-min, which is 0 by default," if reported.engine == "llama.cpp" else "shorten drafts"
-    return f"{percent(1 - reported.acceptance)} of the drafted tokens are rejected: {remedy} or choose another drafter"
+    remedy = "raise --spec-draft-p-min (0 by default)" if reported.engine == "llama.cpp" else "shorten drafts"
+    return f"{percent(1 - reported.acceptance)} of the drafted tokens are rejected: {remedy} or choose another drafter."
+
+
+def _perfect(reported: EngineStatistics) -> str:
+    return "Every drafted token was accepted: draft more tokens per step." if reported.acceptance == 1 else ""
 
 
 def _acceptance_ends(reported: EngineStatistics) -> str:
@@ -37,8 +41,8 @@ def _acceptance_ends(reported: EngineStatistics) -> str:
     if not last or rates[last - 1] < _BEFORE or len(rates) - last < 2:
         return ""
     return (
-        f"acceptance falls to 0 after position {last}: check the sliding window and the trained length of the drafter, "
-        f"and draft at most {last} tokens"
+        f"Acceptance falls to 0 after position {last}: draft at most {last} per step, and check the sliding window and "
+        "the trained length of the drafter."
     )
 
 
@@ -50,8 +54,8 @@ def _fixed_cost(reported: EngineStatistics) -> str:
         return ""
     cost = "" if tokens is None else f" A step costs {number(tokens * alone / speed, 1)} autoregressive steps."
     return (
-        f"drafts are accepted, but {number(speed, 0)} tokens/s are slower than {number(alone, 0)} without drafts: "
-        f"each step has a fixed cost; draft longer, or decode without drafts.{cost}"
+        f"Drafts are accepted, but {number(speed, 0)} tokens per second are slower than {number(alone, 0)} without "
+        f"drafts. Each step has a fixed cost: draft longer, or decode without drafts.{cost}"
     )
 
 
@@ -62,6 +66,7 @@ DIAGNOSES = (
         f"accepted / drafted below {_LOW}, {_LEAST_DRAFTED} drafted",
         _low_acceptance,
     ),
+    Diagnosis("full acceptance", "drafted, accepted", "accepted = drafted", _perfect),
     Diagnosis(
         "acceptance ends",
         "acceptance per position",
@@ -85,19 +90,32 @@ def describe(reported: EngineStatistics) -> list[str]:
 
 
 def figures_line(reported: EngineStatistics) -> str:
-    return (
-        f"{reported.engine}: drafted {number(reported.drafted, 0)}, accepted {number(reported.accepted, 0)} "
-        f"({percent(reported.acceptance)}), {number(reported.tokens_per_step)} tokens per step, "
-        f"{number(reported.tokens_per_second, 1)} tokens/s"
+    """Return the reported figures."""
+    accepted, drafted = reported.accepted, reported.drafted
+    rate = (
+        ""
+        if accepted is None
+        else f"{accepted:.0f} of {drafted:.0f} drafted tokens accepted ({percent(reported.acceptance)})"
     )
+    figures = {
+        "tokens per step": reported.tokens_per_step,
+        "tokens per second": reported.tokens_per_second,
+        "tokens per second without drafts": reported.ar_tokens_per_second,
+    }
+    known = [rate, *(f"{number(value)} {name}" for name, value in figures.items() if value is not None)]
+    return f"{reported.engine}: {', '.join(filter(None, known))}."
 
 
 def conclusions(reported: EngineStatistics) -> Iterator[str]:
     """Yield the break-even cost, the diagnoses, and a missing figure."""
-    if (tokens := reported.tokens_per_step) is not None:
-        yield f"speculation gains if drafting and verification cost less than {tokens:.2f} autoregressive steps"
+    tokens = reported.tokens_per_step
+    if tokens is None and reported.drafted is None:
+        yield "The log reports no drafts: turn speculative decoding on, and save it again."
+        return
+    if tokens is not None:
+        yield f"Speculation gains if drafting and verification cost less than {tokens:.2f} autoregressive steps."
     for diagnosis in DIAGNOSES:
         if text := diagnosis.explain(reported):
-            yield f"{diagnosis.name}: {text} (from {diagnosis.fields}; {diagnosis.thresholds})"
+            yield f"{text} ({diagnosis.name}: {diagnosis.thresholds}; from {diagnosis.fields})"
     if reported.ar_tokens_per_second is None:
-        yield "the cost of a step is not diagnosed without the tokens/s of decoding without drafts: measure and give it"
+        yield "Measure and enter the tokens per second without drafts: they give the cost of a step."

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, constants, errors, snapshot_download
+from huggingface_hub import HfApi, constants, errors, snapshot_download, try_to_load_from_cache
+from huggingface_hub.utils import get_session, httpx  # type: ignore[attr-defined]  # exported to callers
 from huggingface_hub.utils.tqdm import tqdm
 from safetensors import SafetensorError, safe_open
 
@@ -128,7 +129,8 @@ class Hub:
             "cache_dir": cache,
             "token": token,
         }
-        if self.offline:
+        cached = try_to_load_from_cache(name, "config.json", cache, revision)
+        if self.offline or (not isinstance(cached, str) and not self._reachable()):
             return Path(snapshot_download(name, **options, local_files_only=True))
         missing = 0
         try:
@@ -139,7 +141,7 @@ class Hub:
             if patterns is CONFIG_FILES:
                 check_sizes(name, {file.filename: file.file_size or 0 for file in files})
         except errors.DryRunError:
-            pass  # the hub is unreachable: the next call uses the cache or raises
+            pass  # the hub did not answer: the next call uses the cache or raises
         if missing and is_gguf(patterns[0]):  # other downloads are planned before
             _check_total_memory(name, missing)
         if missing:
@@ -150,6 +152,14 @@ class Hub:
         if missing:
             self._verify(name, folder, report)
         return folder
+
+    def _reachable(self) -> bool:
+        """Try a connection once; `huggingface_hub` would repeat it for 47 s."""
+        try:
+            get_session().head(self.endpoint or constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        except (httpx.ConnectError, httpx.TimeoutException, errors.OfflineModeIsEnabled):
+            return False
+        return True
 
     def _verify(self, name: str, folder: Path, report: ReportProgress) -> None:
         report(Loading(f"checking {name}"))

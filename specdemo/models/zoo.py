@@ -253,6 +253,9 @@ def first_installed(names: Sequence[str]) -> str:
 REVISIONS = {name: model.revision for name, model in MODELS.items()}  # default revision of each model
 
 
+PAIR_GROUPS = ("Ready", "To download", "Too large")
+
+
 @dataclass(frozen=True)
 class PairOffer:
     """A pair with required and free memory in bytes."""
@@ -268,6 +271,13 @@ class PairOffer:
         return self.needs <= self.free
 
     @property
+    def group(self) -> str:
+        """Return one of `PAIR_GROUPS`."""
+        if not self.fits:
+            return "Too large"
+        return "Ready" if self.downloaded and not self.pair.missing else "To download"
+
+    @property
     def label(self) -> str:
         remarks = ["accept the licence on the hub first"] if self.pair.gated else []
         if self.pair.missing:
@@ -280,7 +290,7 @@ class PairOffer:
 
 
 def offers(device: str = "auto") -> list[PairOffer]:
-    """List all ready pairs, fitting pairs first, without network access."""
+    """List all ready pairs by group, without network access."""
     from specdemo.models.memory import free_bytes
 
     resolved = find_device(device)
@@ -295,7 +305,7 @@ def offers(device: str = "auto") -> list[PairOffer]:
         )
         for name, pair in PAIRS.items()
     ]
-    return sorted(pair_offers, key=lambda offer: (bool(offer.pair.missing), not offer.fits))
+    return sorted(pair_offers, key=lambda offer: (PAIR_GROUPS.index(offer.group), bool(offer.pair.missing)))
 
 
 def is_downloaded(name: str) -> bool:

@@ -37,5 +37,5 @@ def examples_row(shown: Mapping[str, Any]) -> gr.HTML:
     titles += [(f"Method at its {which}", f'id="at-{which}"') for which in ("best", "worst") if shown[which]]
     chips = "".join(f'<button type="button" class="chip" {own}>{html.escape(title)}</button>' for title, own in titles)
     examples = html.escape(json.dumps(shown))
-    markup = f'<div id="examples" data-examples="{examples}">{chips}</div>'
+    markup = f'<div id="examples" role="toolbar" aria-label="Examples" data-examples="{examples}">{chips}</div>'
     return gr.HTML(markup, elem_id="all-examples", apply_default_css=False)

@@ -72,7 +72,7 @@ IDLE_POLL_S = 0.02
 _EVENTS = ConnectionLimits.total  # others wait for runs
 RECORDED_TOP = 5  # tokens recorded per distribution, for the inspector
 
-_HEADER = f"<header><h1>specdemo</h1><p>{CLAIM}</p></header>"
+_HEADER = f'<a id="skip" href="#prompt">Skip to the prompt</a><header><h1>specdemo</h1><p>{CLAIM}</p></header>'
 _LANES = '<p id="kept-lanes" aria-live="polite"></p>'
 _EFFECT = '<p id="example-effect" aria-live="polite"></p>'
 _QUEUED: dict[str, Any] = {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}
@@ -198,9 +198,9 @@ class _Parts:
 
 
 def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, Any], compared: bool) -> _Parts:
+    gr.HTML(_HEADER, elem_id="masthead", apply_default_css=False)  # before the sidebar, for the keyboard
     form = settings_form(initial, service.limits)
     text = first_example(examples["ready"], initial.pair).get("prompt", "")
-    gr.HTML(_HEADER, elem_id="masthead", apply_default_css=False)
     examples_row(examples)
     with gr.Row(elem_id="ask"):
         gr.Textbox(

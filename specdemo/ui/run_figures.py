@@ -154,13 +154,19 @@ def _speedup(lanes: Lanes, speeds: Speeds, name: str = SPEC) -> tuple[str, str]:
 
 def pass_costs(lanes: Lanes) -> dict[str, Any] | None:
     """Compare passes over the most frequent draft with those over one row; None also if they were withheld."""
-    passes = _typical_passes(lanes)
-    if passes is None or passes.ratio < LEAST_PASS:
+    passes = _possible_passes(lanes)
+    if passes is None:
         return None
     return {
-        "words": f"Why: checking {passes.rows} tokens costs {passes.ratio:.2f} times writing 1.",
+        "words": f"Why: {passes.words}.",
         "bars": [["writing 1", passes.single_s], [f"checking {passes.rows}", passes.several_s]],
     }
+
+
+def checking_cost(lanes: Lanes) -> str:
+    """Return the cost of passes over the most frequent draft in words; empty if it is unknown or impossible."""
+    passes = _possible_passes(lanes)
+    return passes.words if passes else ""
 
 
 @dataclass(frozen=True)
@@ -174,6 +180,15 @@ class _TypicalPasses:
     @property
     def ratio(self) -> float:
         return self.several_s / self.single_s
+
+    @property
+    def words(self) -> str:
+        return f"checking {self.rows} tokens costs {self.ratio:.2f} times writing 1"
+
+
+def _possible_passes(lanes: Lanes) -> _TypicalPasses | None:
+    passes = _typical_passes(lanes)
+    return passes if passes and passes.ratio >= LEAST_PASS else None
 
 
 def _typical_passes(lanes: Lanes) -> _TypicalPasses | None:

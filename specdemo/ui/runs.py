@@ -95,8 +95,6 @@ class Runs:
 
     def _begin(self, run: Run, request: RunRequest, lanes: Mapping[str, Recipe], address: str) -> None:
         visitor, prompt = self._service.visitors.enter(request.visitor), request.settings["prompt"]
-        if request.turn == "repeat" and prompt == "":  # cleared after it was sent
-            prompt = visitor.last_message
         run.pairs = REPEATS if request.turn == "repeat" else 1
         run.history = visitor.begin_turn(prompt, request.turn)
         jobs = alternating(lanes, run.pairs)

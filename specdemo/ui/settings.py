@@ -15,8 +15,9 @@ from typing import Any
 from specdemo.core.errors import UserError
 from specdemo.core.events import Header
 from specdemo.core.options import Option, removal
-from specdemo.models.zoo import CHAT_PAIR, PAIRS
-from specdemo.option_rules import ineffective, settings_of_pair
+from specdemo.drafters import METHODS
+from specdemo.models.zoo import PAIRS
+from specdemo.option_rules import can_draft, ineffective, settings_of_pair
 from specdemo.recipe import Recipe
 from specdemo.remote.config import MODES, CloudConfig
 
@@ -48,9 +49,9 @@ def first_example(ready: Examples, pair: Any) -> Mapping[str, Any]:
 
 
 def from_link(query: Mapping[str, str], defaults: Settings, ready: Examples = ()) -> Settings:
-    """Return the settings of a link's query and of its pair, with the types of `defaults`.
+    """Return the settings of a link's query, with the types of `defaults`, and those its pair and method require.
 
-    A link without `compare` compares nothing.
+    A pair that is not the default brings its first example, like a pair chosen on the page.
     """
     settings: Settings = {}
     for name, text in query.items():
@@ -58,15 +59,19 @@ def from_link(query: Mapping[str, str], defaults: Settings, ready: Examples = ()
             settings[name] = text
             with suppress(ValueError, RecursionError):  # rejected by `restored`
                 settings[name] = text if isinstance(defaults[name], str) else json.loads(text)
-    if settings and "compare" in defaults:
-        settings.setdefault("compare", False)
-    pair = settings.get("pair", defaults.get("pair"))
-    if "method" in settings and defaults["pair"] == CHAT_PAIR and not settings.keys() & {"pair", "target"}:
-        pair = "bundled"
-    if settings and pair in PAIRS and "target" not in settings:
-        prompt = {name: text for name, text in first_example(ready, pair).items() if name == "prompt"}
-        return {"pair": pair, **settings_of_pair(PAIRS[pair], {**prompt, **settings})}
-    return settings
+    pair = _linked_pair(settings, defaults["pair"])
+    if not settings or pair not in PAIRS or "target" in settings:
+        return settings
+    own = defaults if pair == defaults["pair"] else first_example(ready, pair)
+    names = {*PAIRS[pair].settings, "prompt"} & defaults.keys() - {"policy"}
+    given = {name: own[name] for name in names if name in own}
+    return {"pair": pair, **settings_of_pair(PAIRS[pair], given | settings)}
+
+
+def _linked_pair(settings: Settings, default: str) -> Any:
+    method = METHODS.get(str(settings.get("method")))
+    suits = method is None or default not in PAIRS or can_draft(PAIRS[default], method)
+    return settings.get("pair", default if suits else "bundled")
 
 
 def link_problems(query: Mapping[str, str], defaults: Settings) -> list[str]:

@@ -14,11 +14,10 @@ from specdemo.core.errors import UserError
 from specdemo.core.options import Option
 from specdemo.core.policies import POLICIES
 from specdemo.drafters import METHODS, option_classes
-from specdemo.drafters.method import Method
 from specdemo.models.quantization import unavailable
 from specdemo.models.spec import COPY_FORMS, SAME, find_device
-from specdemo.models.zoo import PAIRS, Pair, offers
-from specdemo.option_rules import has_effect
+from specdemo.models.zoo import PAIRS, offers
+from specdemo.option_rules import can_draft, has_effect
 from specdemo.recipe import PRESETS, Recipe, RunOptions
 from specdemo.remote.config import CloudConfig
 from specdemo.ui.limits import HostLimits
@@ -122,7 +121,7 @@ def _tables(defaults: Settings) -> dict[str, Any]:
         "pairs": {name: {"settings": pair.settings, "policy": pair.policy} for name, pair in PAIRS.items()},
         "methods": {
             name: {
-                "pairs": [pair for pair in PAIRS if _can_draft(PAIRS[pair], method)],
+                "pairs": [pair for pair in PAIRS if can_draft(PAIRS[pair], method)],
                 "uses_model": method.uses_model,
                 "policies": [policy for policy in POLICIES if has_effect(policy, name)],
             }
@@ -132,18 +131,14 @@ def _tables(defaults: Settings) -> dict[str, Any]:
     }
 
 
-def _can_draft(pair: Pair, method: Method) -> bool:
-    if method.uses_head and pair.head is not None:
-        return True
-    return method.drafter is None or (method.uses_model and pair.drafter is not None)
-
-
 class _Fields:
     """Fields by option, with their first values."""
 
     def __init__(self, initial: Recipe, limits: HostLimits) -> None:
         self.defaults: Settings = {}
-        self.pairs = {pair.name: pair.label for pair in offers(initial.device) if pair.name in limits.pairs}
+        offered = [offer for offer in offers(initial.device) if offer.name in limits.pairs]
+        self.pairs = {offer.name: offer.label for offer in offered}
+        self._pair_groups = {offer.name: offer.group for offer in offered}
         self._initial, self._limits = initial, limits
         self._device = find_device(initial.device)
 
@@ -173,7 +168,8 @@ class _Fields:
         shown = html.escape(f"{value:g}" if isinstance(value, float) else str(value))
         slider = ""
         if choices:
-            control = f"<select {named}>{_options(choices, value)}</select>"
+            groups = self._pair_groups if option.name == "pair" else {}
+            control = f"<select {named}>{_options(choices, value, groups)}</select>"
         elif option.slider:
             low, high, step = option.slider
             limit = self._limits.bounds().get(option.name)
@@ -181,7 +177,7 @@ class _Fields:
                 f'min="{low:g}" max="{high if limit is None else min(high, limit):g}" step="{step:g}" value="{shown}"'
             )
             control = f'<input type="number" {named} {bounds}>'
-            slider = f'<input type="range" aria-label="{label}" {bounds}>'
+            slider = f'<input type="range" tabindex="-1" aria-label="{label}" {bounds}>'
         elif option.type in (int, float):
             precision = "any" if option.type is float else "1"
             control = f'<input type="number" {named} step="{precision}" value="{shown}">'
@@ -208,10 +204,18 @@ class _Fields:
         return {name: name if option.many else f"{visible(name)}: {title}" for name, title in titles.items()}
 
 
-def _options(choices: Mapping[str, str], value: Any) -> str:
-    return "".join(
-        f'<option value="{html.escape(name)}"{" selected" if name == value else ""}>{html.escape(title)}</option>'
+def _options(choices: Mapping[str, str], value: Any, groups: Mapping[str, str]) -> str:
+    """Return the options; `groups` contains the heading of each, in order."""
+    markup = {
+        name: f'<option value="{html.escape(name)}"{" selected" if name == value else ""}>{html.escape(title)}</option>'
         for name, title in choices.items()
+    }
+    if not groups:
+        return "".join(markup.values())
+    return "".join(
+        f'<optgroup label="{heading}">{"".join(text for name, text in markup.items() if groups[name] == heading)}'
+        "</optgroup>"
+        for heading in dict.fromkeys(groups.values())
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from specdemo.core.explain import explain_engine
@@ -11,7 +11,7 @@ from specdemo.core.formats import number, percent
 from specdemo.core.simulate import GammaEstimate
 from specdemo.core.theory import CostTerms, can_improve, expected_tokens, walltime_improvement
 from specdemo.core.theory import speedup as cost_model
-from specdemo.drafters import METHODS, draft_shape
+from specdemo.drafters import draft_shape
 from specdemo.ui.lane import ALONE, EXTRA, PLAIN, SPEC, Lane, linked, mode
 from specdemo.ui.link_time import link_share
 from specdemo.ui.run_estimate import RunEstimate, cost_terms, estimate_lengths
@@ -19,12 +19,14 @@ from specdemo.ui.run_figures import (
     NOT_MEASURABLE,
     Lanes,
     Speeds,
+    checking_cost,
     measured_speedups,
     pass_costs,
     ratio_text,
     run_table,
     withheld,
 )
+from specdemo.ui.suggestions import PRESS_REPEAT, no_gain, nothing_drafted, rarely_drafts, suggestions
 from specdemo.ui.text_comparison import Relation, compare_all_texts, compare_forms, compare_lengths, compare_texts
 
 FASTER, SLOWER = 1.05, 0.95  # ratios of a single run that are a result
@@ -33,8 +35,6 @@ MOSTLY_WAITING = 0.5  # share of the time
 _DISTURBED = f"Speed {NOT_MEASURABLE}"
 _DISTURBANCE = "Another program used the processor: the times contradict the number of passes."
 REPEAT, DISABLE = "confirm with Repeat", "disable speculation (method ar)"
-PRESS_REPEAT = {"label": "Repeat ×5", "press": "repeat"}
-CHOOSE_BASELINE = {"label": "Turn speculation off", "set": {"method": "ar"}}
 _SMALLER_DRAFT = {
     "tree": "Each node of the tree costs drafting and verification: lower “Nodes per draft”",
     "lookahead": "Each guess adds a row to the pass: lower “Window, positions” or “Order n”",
@@ -105,15 +105,15 @@ class _Comparison:
 
 
 def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
-    """Return the result line with its tone, one reason and one suggestion; None before the first token."""
+    """Return the result line with its tone, one reason and suggestions; None before the first token."""
     lane = next((lane for lane in lanes.values() if lane.begun and lane.metrics.steps), None)
     if lane is None:
         return None
-    line = {"text": _single(lane), "tone": "none", "reason": "", "suggestion": None}
+    line = {"text": _single(lane), "tone": "none", "reason": "", "suggestions": []}
     if withheld(lanes, speeds):
         spec, plain = lanes[SPEC], lanes[PLAIN]
         text = f"{_DISTURBED}, {_same_words(spec, plain)}. {_passes(spec, plain)}"
-        return line | {"text": text, "reason": _DISTURBANCE, "suggestion": PRESS_REPEAT}
+        return line | {"text": text, "reason": _DISTURBANCE, "suggestions": [PRESS_REPEAT]}
     result = _Comparison.of(lanes, speeds)
     if result is None:
         return line
@@ -123,8 +123,10 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
     return {
         "text": text + _other_lanes(lanes, speeds),
         "tone": result.tone,
-        "reason": "" if withheld(lanes, {}) else _reason(result),
-        "suggestion": _suggestion(result),
+        "reason": "" if withheld(lanes, {}) else _reason(result, checking_cost(lanes)),
+        "suggestions": suggestions(
+            result.spec, result.tone, result.better, linked=result.linked, decided=result.decided
+        ),
     }
 
 
@@ -161,23 +163,21 @@ def _passes(spec: Lane, plain: Lane) -> str:
     return f"{number(m.tokens_per_target_pass, 1)} tokens per target pass instead of 1."
 
 
-def _reason(result: _Comparison) -> str:
+def _reason(result: _Comparison, checking: str) -> str:
+    if result.tone != "good" and (reason := nothing_drafted(result.spec)):
+        return reason
+    if result.linked and rarely_drafts(result.spec):
+        return "Most steps had no guess to check."
     if result.linked or result.terms is None:
         return ""
+    if result.tone != "good" and checking and not result.pairs:
+        return no_gain(result.spec, checking, result.terms.draft)
     subject = "In the displayed pair, a step" if result.pairs else "A step"
     m = result.spec.metrics
     figures = f"gave {m.tokens_per_step:.2f} tokens and took {result.terms.step:.2f} times as long as a step"
     shared = any(event.step.policy.get("texts", 1) > 1 for event in result.spec.steps)
     others = " Other runs shared its passes, which takes longer." if shared else ""
     return f"{subject} {figures} of the baseline.{others}"
-
-
-def _suggestion(result: _Comparison) -> Mapping[str, Any] | None:
-    if result.tone != "good" and result.better and result.better.gamma:
-        return {"label": f"Try γ {result.better.gamma}", "set": {"gamma": result.better.gamma}}
-    if not result.decided:
-        return PRESS_REPEAT
-    return CHOOSE_BASELINE if result.tone == "bad" else None
 
 
 # --- verdict: the causes of the speed ----------------------------------------------------------------------------
@@ -256,11 +256,8 @@ def _theorem(lane: Lane, terms: CostTerms) -> str:
 def _advice(result: _Comparison, terms: CostTerms) -> str:
     """Return a change that the estimate of this run favours."""
     lane, name = result.spec, result.spec.recipe["method"]
-    method = METHODS.get(name)
     if not terms.drafted:
-        copies = method is not None and method.preflight == "replay"
-        cause = "the drafter found no matching context" if copies else "policy or token limit allowed no draft"
-        return f"Nothing was drafted: {cause}."
+        return nothing_drafted(lane)
     if name in _SMALLER_DRAFT:
         return f"{_SMALLER_DRAFT[name]}, or {REPEAT} and {DISABLE}."
     if lane.acceptance is None:

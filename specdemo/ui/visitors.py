@@ -48,7 +48,7 @@ class Visitor:
     def remember(self, prompt: str, run: Run) -> None:
         """Store the run's history and the first lane's turn as the conversation."""
         lane = run.lanes[run.plan[0]]
-        if lane.recipe.get("chat") and run.phase[0] == "done":
+        if lane.recipe.get("chat") and lane.steps and run.phase[0] != "failed":
             answer = "".join(event.text for event in lane.steps)
             turn: list[ChatMessage] = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
             self.messages = [*run.history, *turn]

@@ -130,6 +130,17 @@ class Scripts:
         recipe = Recipe(target="org/model", method="ar", device="cpu")
         yield from trace_lines(recipe, "x", ModelPool(hub=Silent()))
 
+    def gainless(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
+        """Give two tokens per step, which takes as long as two steps of the baseline."""
+        recipe_line = {"method": recipe.method, "pair": "bundled", "gamma": 2, "temperature": 0.0}
+        yield header(recipe.method, prompt="gainless", recipe=recipe_line)
+        yield step(0, pieces=["a"])
+        drafted = {"pieces": ["x", "y"], "draft": ("x", "z"), "accepted": (0,), "tested": 2, "draft_s": 0.0}
+        plain = {"pieces": ["x"], "draft_s": 0.0, "verify_s": 0.01}
+        for i in range(1, 9 if recipe.method != "ar" else 17):
+            yield step(i, **(plain if recipe.method == "ar" else drafted))
+        yield end()
+
     def full(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
         yield from (header(prompt="full"), step(0, pieces=["a"]), end() | {"context_full": True})
 

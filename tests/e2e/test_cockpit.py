@@ -73,7 +73,7 @@ def test_click_on_a_token_shows_its_step(page: Page) -> None:
     steps = [line for line in trace if "i" in line]
     i = next(line["i"] for line in steps if len(line["accepted"]) < sum(b is not None for b in line["beta"]))
     expect(page.locator("#round-number")).to_have_text(f"{i} of {len(steps) - 1}")
-    assert page.locator(".node h3 .tok").all_inner_texts()[:-1] == [*map(visible, steps[i]["draft_text"])]
+    assert page.locator("#round-nodes h3 .tok").all_inner_texts() == [*map(visible, steps[i]["draft_text"])]
     slider = page.locator("#round-at")
     slider.focus()
     page.keyboard.press("ArrowRight")
@@ -174,13 +174,13 @@ def test_replay_ends_in_the_final_state(page: Page) -> None:
     assert page.locator("#timeline").evaluate("axis => axis.style.getPropertyValue('--at')") == "1"
 
 
-def test_turns_of_a_conversation_are_separate_lines(page: Page) -> None:
+def test_the_strip_shows_the_last_question_of_a_conversation(page: Page) -> None:
     turns = [("user", "And of Spain?"), ("assistant", "Madrid."), ("user", "Thanks")]
     prompt = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns) + "<|im_start|>assistant\n"
     chat = header(prompt=prompt)
     show(page, chat | {"recipe": chat["recipe"] | {"chat": True}}, PREFILL, end())
     given = page.locator("#lane-spec .given")
-    expect(given).to_have_text("And of Spain?\nMadrid.\nThanks", use_inner_text=True)
+    expect(given).to_have_text("Thanks", use_inner_text=True)
     assert given.text_content() == prompt
 
 
@@ -536,7 +536,9 @@ def test_hidden_tab_receives_all_tokens(page: Page, state: str) -> None:
     assert drawn(page) == counted(saved(page))
 
 
-def test_run_begins_a_conversation_and_continue_chat_adds_a_turn(page: Page, short_path: Path) -> None:
+def test_run_begins_a_conversation_and_continue_chat_adds_a_turn(
+    page: Page, short_path: Path, scripts: Scripts
+) -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.chat_template = TEMPLATE
     folder = save_model(short_path, tokenizer)
@@ -562,7 +564,8 @@ def test_run_begins_a_conversation_and_continue_chat_adds_a_turn(page: Page, sho
     following.click()
     expect(given).to_contain_text("Go on")
     status(page, "done")
-    expect(page.locator("#prompt textarea")).to_have_value("")
+    expect(page.locator("#prompt textarea")).to_have_value("Go on")  # as after Run
+    expect(given).to_have_text(re.compile(r"^\s*Go on\s*$"), use_inner_text=True)
     expect(conversation).to_contain_text("Hello")
     expect(conversation).to_contain_text("Go on")
     expect(conversation).to_contain_text("tok/s")
@@ -574,9 +577,15 @@ def test_run_begins_a_conversation_and_continue_chat_adds_a_turn(page: Page, sho
     expect(page.locator("[data-kpi=speedup]")).to_contain_text(REPEATED)
     assert saved(page)[0]["prompt"] == f"<user>Hello\n<assistant>{answer}\n<user>Go on\n<assistant>"
     expect(page.locator("#turn")).to_be_visible()
-    run(page, "New", tokens=6)
+    scripts.held_after = 3
+    run(page, "New", tokens=60)
     expect(given).to_have_text("<user>New\n<assistant>")
-    status(page, "done")
+    spans(page, 3, "New")
+    page.locator("#stop").click()
+    scripts.gate.set()
+    status(page, "stopped")
+    expect(conversation).to_contain_text("New")
+    expect(following).to_be_visible()
 
 
 # A text that continues on the next line has two boxes.

@@ -29,7 +29,7 @@ from e2e.page_fixtures import (
     spans,
     status,
 )
-from specdemo.models.zoo import ASSETS, PAIRS
+from specdemo.models.zoo import ASSETS, PAIR_GROUPS, PAIRS
 from specdemo.ui.method_names import method_name
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
@@ -194,7 +194,7 @@ def races_a_comparison_once(page: Page) -> None:
     page.wait_for_function("window.lines.some(line => line.startsWith('Race'))")
     expect(page.locator("#headline")).to_have_text(re.compile("40|target pass"))
     assert page.locator(".round[hidden]").count() == 0
-    expect(page.locator("#suggestion")).to_be_visible()
+    expect(page.locator("#suggestion button").last).to_be_visible()
     expect(page.locator("#lane-ar")).to_be_visible()
 
 
@@ -262,6 +262,10 @@ def test_a_new_pair_brings_its_first_example_unless_a_prompt_was_typed(page: Pag
     ready = json.loads((ASSETS / "examples.json").read_text("utf-8"))["ready"]
     first = next(example for example in ready if example["pair"] == "bundled")
     prompt = page.locator("#prompt textarea")
+    groups = page.locator("#pair optgroup")
+    headings = groups.evaluate_all("groups => groups.map((group) => group.label)")
+    assert headings == [heading for heading in PAIR_GROUPS if heading in headings]  # each once, in order
+    expect(groups.first.locator("option[value=bundled]")).to_have_count(1)
 
     prompt.fill("my own prompt")
     choose_setting(page, "pair", "SmolLM2 360M")
@@ -317,6 +321,15 @@ def test_an_example_sets_all_of_its_settings_and_names_its_effect(page: Page) ->
         expect(page.locator("#chat input")).to_be_checked(checked=example["chat"])
     page.locator("#at-best").click()
     expect(page.locator("#example-effect")).to_be_empty()
+
+    page.locator("#compare input").check()
+    run_again(page, "gainless")
+    expect(page.locator("#headline")).to_contain_text("No clear difference")
+    expect(page.locator("#reason")).to_have_text(re.compile(r"^8 of 16 guesses were kept, and checking 3 tokens costs"))
+    expect(page.locator("#suggestion button")).to_have_text([re.compile("Unit tests"), re.compile("Repeat")])
+    page.locator("#suggestion button").first.click()
+    repetitive = next(example for example in shown if example["title"] == "Unit tests")
+    expect(page.locator("#prompt textarea")).to_have_value(repetitive["prompt"])
 
 
 def test_an_example_ends_the_conversation(page: Page, short_path: Path) -> None:

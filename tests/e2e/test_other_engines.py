@@ -44,8 +44,8 @@ def test_logs_are_explained_as_in_the_terminal(page: Page) -> None:
     window = (LOGS / "vllm-window.log").read_text("utf-8")
     page.evaluate(DROP, [field.element_handle(), window])
     expect(field).to_have_value(window)
-    explained(page, "acceptance falls to 0 after position 5")
-    expect(page.locator("#engine-diagnosis")).to_contain_text("vLLM: drafted 975, accepted 89 (9 %)")
+    explained(page, "Acceptance falls to 0 after position 5")
+    expect(page.locator("#engine-diagnosis")).to_contain_text("vLLM: 89 of 975 drafted tokens accepted (9 %)")
     expect(page.locator("#engine-positions .bar").first).to_be_visible()
     expect(page.locator("#engine-costs path.line").first).to_be_visible()
     with page.expect_file_chooser() as chooser:

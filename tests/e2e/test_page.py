@@ -409,7 +409,23 @@ def check_contrast(page: Page, scheme: str) -> None:
     assert len(set(kinds.values())) == 4 and len({colour for *_, colour in styles}) == 6
 
 
+FOCUSED = "document.activeElement.closest('[id]')?.id ?? document.activeElement.tagName"
+
+
 def test_keyboard_operation(page: Page, scripts: Scripts) -> None:
+    assert page.evaluate("document.querySelector('#skip, #settings, #examples').id") == "skip"
+    page.locator("#skip").focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate(FOCUSED) == "prompt"
+    page.locator("#skip").focus()
+    stops = ["skip"]
+    while stops[-1] != "prompt" and len(stops) < 8:
+        page.keyboard.press("Tab")
+        stops.append(page.evaluate(FOCUSED))
+    assert stops == ["skip", "pair", "method", "gamma", "temperature", "more-settings", "examples", "prompt"]
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#examples .chip >> nth=1")).to_be_focused()
     page.locator("#prompt textarea").focus()
     page.keyboard.press("Control+A")
     page.keyboard.insert_text("endless")

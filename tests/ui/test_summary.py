@@ -10,11 +10,12 @@ import pytest
 from fakes.trace_records import PREFILL, absorb, end, header, step
 
 from specdemo.core.events import Header
+from specdemo.models.zoo import ASSETS
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import PLAIN, SPEC, lanes_of, name_lanes
 from specdemo.ui.run_figures import pass_costs, tiles
-from specdemo.ui.summary import PRESS_REPEAT
+from specdemo.ui.suggestions import DRAFT_AT_THE_EDGE, PRESS_REPEAT, REPETITIVE
 from specdemo.ui.visitors import answer_footer
 
 LINK = {"cloud": {"mode": "speculative"}}
@@ -58,16 +59,41 @@ def test_alpha_is_not_named_for_block_verification() -> None:
 
 
 def test_passes_shared_with_other_runs_are_named() -> None:
-    run = decoded(plain_s=0.005, texts=2.0)
+    run = decoded(plain_s=0.009, texts=2.0)
     run.finish()
-    reason = "A step gave 2.00 tokens and took 2.00 times as long as a step of the baseline."
+    reason = "A step gave 2.00 tokens and took 1.11 times as long as a step of the baseline."
     assert line_of(run)["reason"] == f"{reason} Other runs shared its passes, which takes longer."
 
 
-def test_a_loss_is_named_with_one_suggestion() -> None:
+def test_a_loss_is_named_with_its_reason_and_a_suggestion() -> None:
     shown = line_of(compared(plain_s=0.004))
     assert shown["text"].startswith("0.8×, slower with drafts, same text.") and shown["tone"] == "bad"
-    assert shown["suggestion"] == {"label": "Try γ 1", "set": {"gamma": 1}}
+    assert shown["suggestions"] == [{"label": "Try γ 1", "set": {"gamma": 1}}, PRESS_REPEAT]
+    assert shown["reason"] == "8 of 16 guesses were kept, and checking 3 tokens costs 2.50 times writing 1."
+
+
+def test_a_text_that_gains_is_offered_after_one_that_does_not() -> None:
+    shown = line_of(compared(plain_s=0.005, pair="smollm2-135m"))
+    assert shown["text"].startswith("No clear difference: 1.0×")
+    assert shown["suggestions"] == [
+        {"label": "Try “Rewrite a text”, which gains", "example": "Rewrite a text"},
+        PRESS_REPEAT,
+    ]
+    titles = {example["title"] for example in json.loads((ASSETS / "examples.json").read_text("utf-8"))["ready"]}
+    assert titles >= {*REPETITIVE.values(), DRAFT_AT_THE_EDGE["example"]}
+
+
+def test_an_edge_without_guesses_is_offered_the_draft_method() -> None:
+    run = Run((SPEC, PLAIN))
+    for name, method in ((SPEC, "hybrid"), (PLAIN, "ar")):
+        made = header(method)
+        made["recipe"] = made["recipe"] | {"temperature": 0.0} | LINK
+        lines = [step(i, pieces=["x"], draft_s=0.0, verify_s=0.01) | {"t": 0.5 + 0.01 * i} for i in range(1, 9)]
+        absorb(run, name, made, PREFILL | {"t": 0.5}, *lines, end())
+    run.finish()
+    shown = line_of(run)
+    assert shown["reason"] == "Nothing was drafted: the drafter found no matching context."
+    assert shown["suggestions"] == [DRAFT_AT_THE_EDGE, PRESS_REPEAT]
 
 
 def test_lanes_over_a_link_are_compared_by_total_time() -> None:
@@ -101,7 +127,7 @@ def test_impossible_speeds_are_not_displayed(plain_s: float, verify_s: float) ->
         "text": "Speed not measurable now, same text. 8 target passes instead of 16.",
         "tone": "none",
         "reason": "Another program used the processor: the times contradict the number of passes.",
-        "suggestion": PRESS_REPEAT,
+        "suggestions": [PRESS_REPEAT],
     }
     assert state["tiles"]["speedup"] == ["–", "not measurable now"] and state["passes"] is None
     assert state["verdict"].startswith("Another program used the processor")

@@ -1,6 +1,5 @@
 // The display of runs, shared by the page and saved web pages.
 
-import { connectHeadline } from "./headline.js";
 import { connectInspector } from "./inspector.js";
 import { createLanes } from "./lanes.js";
 import { connectPace } from "./pace.js";
@@ -14,7 +13,6 @@ import { connectWalkthrough } from "./walkthrough.js";
 export function mountDisplay(component) { // Gradio may mount the component again
   attach(component);
   createLanes();
-  connectHeadline();
   connectPace();
   connectTooltip();
   connectReplay();

@@ -1,14 +1,14 @@
-// The result in one line, one reason and one suggestion, and the figures of the displayed position.
+// The result in one line, one reason and suggestions, and the figures of the displayed position.
 
 import { make, setText } from "./elements.js";
-import { setSettings } from "./settings.js";
+import { applyExample, exampleNamed, setSettings } from "./settings.js";
 import { $, current, laneName, lanes } from "./state.js";
 
 export function clearHeadline() {
   setText($("#headline"), current.busy ? "Running …" : "");
   $("#headline").dataset.tone = "none";
   setText($("#reason"), "");
-  $("#suggestion").hidden = true;
+  $("#suggestion").replaceChildren();
 }
 
 export function showHeadline() {
@@ -19,9 +19,12 @@ export function showHeadline() {
   $("#headline").replaceChildren(...Object.entries(parts).map(([name, text]) => make("span", { class: name, text })));
   $("#headline").dataset.tone = headline.tone;
   setText($("#reason"), headline.reason);
-  const button = $("#suggestion");
-  button.hidden = !headline.suggestion || Boolean(current.frame.recorded);
-  if (headline.suggestion) setText(button, headline.suggestion.label);
+  const possible = current.frame.recorded ? [] : headline.suggestions.filter(({ example }) => !example || exampleNamed(example));
+  $("#suggestion").replaceChildren(...possible.map((suggestion) => {
+    const button = make("button", { type: "button", class: "small", text: suggestion.label });
+    button.addEventListener("click", () => followSuggestion(suggestion));
+    return button;
+  }));
 }
 
 function dividedHeadline() { // a speed-up at the beginning is displayed large
@@ -36,12 +39,10 @@ export function shownResult() {
   return { ...dividedHeadline(), rows: timed.map((name) => ({ name, label: laneName(name), time: lanes[name].times.at(-1) })) };
 }
 
-export function connectHeadline() {
-  $("#suggestion").addEventListener("click", () => {
-    const { press, set } = current.frame.headline.suggestion;
-    if (press) return document.getElementById(press).click();
-    setSettings(set);
-  });
+function followSuggestion({ press, example, set }) {
+  if (press) document.getElementById(press).click();
+  if (example) applyExample(exampleNamed(example));
+  if (set) setSettings(set);
 }
 
 export function showPosition() { // while a part of the text is displayed, the figures are those of this part

@@ -56,17 +56,15 @@ function promptSpan(prompt) {
   return given;
 }
 
-function conversationSpan(prompt) {
-  const parts = [];
-  let end = 0;
-  for (const match of prompt.matchAll(TEMPLATE)) {
-    const message = prompt.slice(end, match.index);
-    parts.push(message, ...(/\S *$/.test(message) ? [make("br")] : []), make("span", { class: "template", text: match[0] }));
-    end = match.index + match[0].length;
-  }
+function conversationSpan(prompt) { // earlier messages are part of the conversation below: only the last one is visible
+  const marks = [...prompt.matchAll(TEMPLATE)];
+  const starts = [0, ...marks.map((mark) => mark.index + mark[0].length)], ends = [...marks.map((mark) => mark.index), prompt.length];
+  const last = Math.max(0, starts.findLastIndex((start, i) => prompt.slice(start, ends[i]).trim()));
+  const hidden = (...range) => make("span", { class: "template", text: prompt.slice(...range) });
+  const question = prompt.slice(starts[last], ends[last]);
   const given = make("span", { class: "given" });
-  const lines = prompt.split("\n").reduce((sum, line) => sum + 1 + Math.floor(line.length / LINE_CHARACTERS), 0);
-  given.append(make("span", { class: "earlier", tabindex: lines > PROMPT_LINES ? 0 : null }, make("span", {}, ...parts, prompt.slice(end))));
+  const lines = question.split("\n").reduce((sum, line) => sum + 1 + Math.floor(line.length / LINE_CHARACTERS), 0);
+  given.append(make("span", { class: "earlier", tabindex: lines > PROMPT_LINES ? 0 : null }, make("span", {}, hidden(0, starts[last]), question, hidden(ends[last]))));
   return given;
 }
 

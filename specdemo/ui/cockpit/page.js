@@ -46,7 +46,6 @@ function connectRuns() {
     if (current.busy && !displaying()) return;
     startRun(newRunId());
     sendRun({ settings: settings(), lanes: storedLanes(), turn: TURNS[button.id] });
-    if (button.id === "continue-chat") setSettings({ prompt: "" });
   }, capturing);
 
   document.addEventListener("focusin", (e) => {

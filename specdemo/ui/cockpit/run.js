@@ -161,7 +161,7 @@ function showResult() {
     setText($("#verdict"), [current.frame.verdict, why].filter(Boolean).join(" "));
   }
   $(".outcome").hidden = !$("#verdict").textContent;
-  if (current.frame.phase[0] === "done" && current.frame.turn) document.body.dataset.turn = current.frame.turn;
+  if (current.frame.turn && current.frame.phase[0] !== "failed") document.body.dataset.turn = current.frame.turn;
   else delete document.body.dataset.turn;
   for (const [name, [badge, why]] of Object.entries(current.frame.texts)) Object.assign($(".badge", lanes[name].box), { textContent: badge, title: why });
   setText($("#race-lengths"), current.frame.lengths);

@@ -169,7 +169,11 @@ function restore({ settings: restored, lanes }) { // values changed before are k
   document.body.dataset.settings = "restored";
 }
 
-function applyExample(example) {
+export function exampleNamed(title) { // undefined if it is the prompt already, or not offered
+  return examples.ready.find((example) => example.title === title && example.prompt !== prompt().value);
+}
+
+export function applyExample(example) {
   setText(document.getElementById("example-effect"), example.effect);
   setSettings(example);
   trigger("clear"); // another conversation
@@ -186,6 +190,20 @@ const ACTIONS = {
 
 const FORM_PARTS = ["#settings-form", "#examples", "#prompt textarea", "#compare input", "#kept-lanes"];
 
+function connectExamples(row, signal) { // one Tab stop; arrow keys move between its buttons
+  const chips = [...row.children];
+  const select = (chip) => { for (const other of chips) other.tabIndex = other === chip ? 0 : -1; };
+  select(chips[0]);
+  row.addEventListener("focusin", (e) => select(e.target), { signal });
+  row.addEventListener("keydown", (e) => {
+    const at = chips.indexOf(e.target);
+    const next = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: chips.length - 1 }[e.key];
+    if (next === undefined) return;
+    e.preventDefault();
+    chips[next]?.focus();
+  }, { signal });
+}
+
 export async function connectForm() { // Gradio mounts its parts one after another
   const { signal } = listeners;
   while (!FORM_PARTS.every(page)) await new Promise((resolve) => setTimeout(resolve, 16));
@@ -193,6 +211,7 @@ export async function connectForm() { // Gradio mounts its parts one after anoth
   form = document.getElementById("settings-form");
   tables = JSON.parse(form.dataset.tables);
   examples = JSON.parse(document.getElementById("examples").dataset.examples);
+  connectExamples(document.getElementById("examples"), signal);
   initial = settings();
   form.addEventListener("input", (e) => {
     const target = /** @type {any} */ (e.target);
@@ -203,6 +222,7 @@ export async function connectForm() { // Gradio mounts its parts one after anoth
   document.addEventListener("input", (e) => { if (/** @type {Element} */ (e.target).matches("#prompt textarea, #compare input")) changed(); }, { signal });
   document.addEventListener("click", (e) => {
     const button = /** @type {any} */ (/** @type {Element} */ (e.target).closest("button"));
+    if (/** @type {Element} */ (e.target).id === "skip") { e.preventDefault(); prompt().focus(); }
     if (button?.dataset.example) applyExample(examples.ready[button.dataset.example]);
     if (button?.dataset.preset) setSettings(preset(tables.presets[button.dataset.preset]));
     if (button && button.id in ACTIONS) ACTIONS[button.id]();

@@ -36,6 +36,7 @@ _FILES = {
 _FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 _COMMENTS = re.compile(r"^<!--.*?-->\n", re.DOTALL | re.MULTILINE)
 _SCROLLED = '<div class="scrolled" tabindex="0" role="group" aria-label="{}">'
+_NEW_TAB = 'target="_blank"'  # the page keeps its run
 _EMPTY_HEAD = re.compile(r"<th( style=\"[^\"]*\")?></th>")
 
 
@@ -65,17 +66,15 @@ def page_links(environment: Mapping[str, str]) -> None:
         links |= {"Papers": "documentation/sources"}
     if address := repository(environment):
         links |= {"Repository": address}
-    items = " ".join(f'<a href="{html.escape(address)}">{name}</a>' for name, address in links.items())
+    items = " ".join(f'<a href="{html.escape(address)}" {_NEW_TAB}>{name}</a>' for name, address in links.items())
     gr.HTML(f'<nav aria-label="Documents">{items}</nav>', elem_id="page-links", apply_default_css=False)
 
 
 def document_link(name: str) -> None:
     """Add a link to a document, if it is installed."""
     if name in _FILES:
-        link = (
-            f'<p class="more-about">Documentation: <a href="documentation/{name}">{html.escape(_title(name))}</a></p>'
-        )
-        gr.HTML(link, apply_default_css=False)
+        link = f'<a href="documentation/{name}" {_NEW_TAB}>{html.escape(_title(name))}</a>'
+        gr.HTML(f'<p class="more-about">Documentation: {link}</p>', apply_default_css=False)
 
 
 def repository(environment: Mapping[str, str]) -> str | None:

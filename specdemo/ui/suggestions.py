@@ -1,0 +1,58 @@
+"""Advice after a run whose drafts gain nothing: the reason from its own figures, and changes as buttons."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specdemo.core.simulate import GammaEstimate
+from specdemo.drafters import METHODS
+from specdemo.ui.lane import Lane
+
+Suggestion = dict[str, Any]  # label, and what the button does: `press` an element, `example`, `set` settings
+PRESS_REPEAT: Suggestion = {"label": "Repeat ×5", "press": "repeat"}
+CHOOSE_BASELINE: Suggestion = {"label": "Turn speculation off", "set": {"method": "ar"}}
+DRAFT_AT_THE_EDGE: Suggestion = {
+    "label": "Use draft on the bundled pair",
+    "example": "Function",
+    "set": {"method": "draft"},
+}
+REPETITIVE = {"smollm2-135m": "Rewrite a text", "bundled": "Unit tests"}  # by pair: an example that gains
+_SLOW_DRAFT = 0.2  # share of a baseline step
+
+
+def nothing_drafted(lane: Lane) -> str:
+    """Return why a lane drafted nothing; empty if it drafted."""
+    if lane.metrics.drafted:
+        return ""
+    method = METHODS.get(lane.recipe["method"])
+    copies = method is not None and method.preflight == "replay"
+    cause = "the drafter found no matching context" if copies else "policy or token limit allowed no draft"
+    return f"Nothing was drafted: {cause}."
+
+
+def rarely_drafts(lane: Lane) -> bool:
+    return lane.metrics.drafted < lane.metrics.decode_steps
+
+
+def no_gain(lane: Lane, checking: str, drafting: float) -> str:
+    """Return why drafts gain little; `checking` names the cost of a pass, `drafting` is in baseline steps."""
+    m = lane.metrics
+    guesses = f"{m.accepted} of {m.drafted} guesses were kept, and {checking}."
+    return f"{guesses} Drafting takes another {drafting:.2f}." if drafting >= _SLOW_DRAFT else guesses
+
+
+def suggestions(
+    lane: Lane, tone: str, better: GammaEstimate | None, *, linked: bool, decided: bool
+) -> list[Suggestion]:
+    """Return at most two changes, the most useful first."""
+    repeat = [] if decided else [PRESS_REPEAT]
+    if tone == "good":
+        return repeat
+    if linked and rarely_drafts(lane):
+        return [DRAFT_AT_THE_EDGE, *repeat]
+    if better and better.gamma:
+        return [{"label": f"Try γ {better.gamma}", "set": {"gamma": better.gamma}}, *repeat]
+    if decided and tone == "bad":
+        return [CHOOSE_BASELINE]
+    title = REPETITIVE.get(lane.recipe.get("pair") or "")
+    return [{"label": f"Try “{title}”, which gains", "example": title}, *repeat] if title and not linked else repeat
