@@ -24,7 +24,7 @@ from specdemo.remote.admission import ServiceError, context_owner
 from specdemo.remote.bodies import read_body
 from specdemo.remote.server import TOO_LONG, parse_body, started_stream, stream_queued, while_connected
 
-_LIMITS = "token, rate, body, queue, 10 s for the body; length of the context"
+_LIMITS = "token, rate, body, queue; length of the context"
 COMPLETION_ROUTES = (
     RouteInfo("GET", "/v1/models", "names of the served pair", "token, rate"),
     RouteInfo("GET", "/v1/models/{model}", "description of a name", "token, rate"),

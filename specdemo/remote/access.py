@@ -55,6 +55,12 @@ def is_service_address(url: str) -> bool:
     return valid and re.fullmatch(r"[A-Za-z0-9._~/-]*", path) is not None
 
 
+def is_origin(url: str) -> bool:
+    """Return True for `https://host`, also with http or a port."""
+    scheme, _, host = url.partition("://")
+    return scheme in _PORTS and bool(_name_and_port(host)[0])
+
+
 def is_foreign(headers: Mapping[str, str], names: Collection[str] = ()) -> bool:
     """Return True if a browser sent the request for another site."""
     site = headers.get("sec-fetch-site", "none")  # absent on plain http

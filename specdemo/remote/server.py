@@ -51,7 +51,7 @@ _STATUSES = (400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 503)
 _PROBLEMS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorResponse} for status in _STATUSES}
 _SHORT_BODY = 1 << 16  # bytes
 _PREFILL_S = 1.0  # part of a prefill after which an edge gets a response
-_VERIFY_LIMITS = "token, rate, body, queue, 10 s for the body, at most 256 drafted and 131,072 text tokens"
+_VERIFY_LIMITS = "token, rate, body, queue, at most 256 drafted and 131,072 text tokens"
 SERVICE_ROUTES = (
     RouteInfo("GET", "/v1/target", "description of the target", "token, rate"),
     RouteInfo("GET", "/v1/ready", "sign of life while steps wait", "response of a few bytes"),

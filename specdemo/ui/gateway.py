@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Collection, Mapping
 from traceback import format_tb
+from urllib.parse import quote, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
@@ -30,10 +31,13 @@ from specdemo.ui.visitor_sessions import hide_in_address, hide_in_body, new_cook
 
 _log = logging.getLogger(__name__)
 
+_NO_ROUTE = "there is no such route: if a proxy serves this page under another path, set GRADIO_ROOT_PATH to it"
+_OTHER_SITE = "pages of other sites cannot use this page: a proxy must pass on the header Host"
+
 TRACES = "/traces"
 _API = "/gradio_api"
-_FILES = "files of the installed packages"
-_RUNS = "rate, 2 MB; runs: `SPECDEMO_PER_MINUTE`, `SPECDEMO_AT_ONCE`, `SPECDEMO_QUEUE`"
+_FILES = "installed files"
+_RUNS = "rate, 2 MB; limits of runs"
 PAGE_ROUTES = (
     RouteInfo("GET, HEAD", "/", "page"),
     RouteInfo("GET", "/lessons", "lessons on recorded runs"),
@@ -79,6 +83,7 @@ _KINDS = {TRACES: "application/x-ndjson"}  # content types
 _REQUESTS_PER_RUN = 25  # POST requests, for example of tabs and recorded traces
 
 _FIRST_PAGES = ("/", "/lessons", "/config")
+_FRAMES_OF_SPACES = ("https://huggingface.co", "https://*.hf.space")
 
 # Gradio uses inline scripts and compiles functions.
 _POLICY = {
@@ -101,9 +106,10 @@ def space_hosts(environment: Mapping[str, str]) -> list[str]:
 def gateway(limits: HostLimits, environment: Mapping[str, str]) -> tuple[list[Middleware], set[str] | None]:
     """Return the middleware and its permitted host names, a mutable set."""
     hosts = None if limits.hosts is None else {*limits.hosts, *space_hosts(environment)}
+    frames = (*limits.frames, *(_FRAMES_OF_SPACES if "SPACE_ID" in environment else ()))
     middleware = [
         Middleware(VisitorConnections, limits=limits.of_connections),
-        Middleware(Gateway, limits=limits, hosts=hosts, framed="SPACE_ID" in environment),
+        Middleware(Gateway, limits=limits, hosts=hosts, frames=frames),
         Middleware(GZipMiddleware, minimum_size=_COMPRESSED, compresslevel=6),
         Middleware(PageHead),
     ]
@@ -111,17 +117,18 @@ def gateway(limits: HostLimits, environment: Mapping[str, str]) -> tuple[list[Mi
 
 
 class Gateway:
-    """ASGI middleware that restricts the page to `PAGE_ROUTES`. If `framed`, Hugging Face may embed the page."""
+    """ASGI middleware that restricts the page to `PAGE_ROUTES`. Pages of the origins `frames` may frame it."""
 
-    def __init__(self, app: ASGIApp, limits: HostLimits, hosts: Collection[str] | None, framed: bool = False) -> None:
+    def __init__(
+        self, app: ASGIApp, limits: HostLimits, hosts: Collection[str] | None, frames: Collection[str] = ()
+    ) -> None:
         self._app, self._hosts = app, hosts
-        self._framed = framed
+        self._framed = bool(frames)
         self._patterns = [(route.methods.split(", "), compile_path(route.path)[0]) for route in PAGE_ROUTES]
         rate = _REQUESTS_PER_RUN * (limits.per_minute or 0)
         self._rates = RateLimiter(rate / 60, rate)
         self._max_trace = 2 * (limits.max_trace or MAX_CHARACTERS)  # bytes
-        ancestors = "'self' https://huggingface.co https://*.hf.space" if framed else "'self'"
-        policy = _POLICY | {"frame-ancestors": ancestors}
+        policy = _POLICY | {"frame-ancestors": " ".join(("'self'", *frames))}
         self._headers = {
             "Content-Security-Policy": "; ".join(f"{name} {sources}" for name, sources in policy.items()),
             "X-Content-Type-Options": "nosniff",
@@ -131,6 +138,7 @@ class Gateway:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
+        scope = _below_root(scope)
         try:
             headers = Headers(scope=scope)
             self._check(scope, headers)
@@ -149,11 +157,11 @@ class Gateway:
         if self._hosts is not None and not is_known_host(headers.get("host", ""), self._hosts):
             raise ServiceError(403, "host", "unknown host name: set SPECDEMO_HOSTS to the names of this page")
         if not any(method in methods and pattern.match(path) for methods, pattern in self._patterns):
-            raise ServiceError(404, "http", "there is no such route")
+            raise ServiceError(404, "http", _NO_ROUTE)
         if method in ("GET", "HEAD"):
             return
         if is_foreign(headers, self._hosts or ()):
-            raise ServiceError(403, "origin", "pages of other sites cannot use this page")
+            raise ServiceError(403, "origin", _OTHER_SITE)
         if not headers.get("content-length", "0").isdecimal():
             raise ServiceError(400, "invalid", "invalid length")
         kind = _KINDS.get(path, "application/json")
@@ -179,7 +187,7 @@ class Gateway:
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
-        cookie = new_cookie(scope, self._framed) if _path(scope) in _FIRST_PAGES else None
+        cookie = new_cookie(scope, self._framed) if scope["path"] in _FIRST_PAGES else None
 
         async def send_with_headers(message: Message) -> None:
             nonlocal started
@@ -209,6 +217,15 @@ class Gateway:
             return await WebSocketClose(1008)(scope, receive, send)
         closing = {"Connection": "close"} if error.status in (408, 413) else {}
         await JSONResponse({"detail": str(error)}, error.status, self._headers | closing)(scope, receive, send)
+
+
+def _below_root(scope: Scope) -> Scope:
+    """Remove the path of GRADIO_ROOT_PATH, which some proxies remove."""
+    root = urlsplit(scope.get("root_path", "")).path.strip("/")
+    if not root or not f"{scope['path']}/".startswith(f"/{root}/"):
+        return scope
+    path = scope["path"].removeprefix(f"/{root}") or "/"
+    return {**scope, "path": path, "raw_path": quote(path).encode()}
 
 
 def _path(scope: Scope) -> str:

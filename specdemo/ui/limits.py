@@ -27,7 +27,7 @@ from specdemo.native.build import SWITCH, VECTORS
 from specdemo.option_rules import methods_with
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
-from specdemo.remote.access import TOKEN, is_service_address
+from specdemo.remote.access import TOKEN, is_origin, is_service_address
 from specdemo.remote.config import CloudConfig
 from specdemo.remote.connections import ConnectionLimits, network_of
 from specdemo.worker import MOST_TEXTS, Stopped, Stream, stop_flag
@@ -35,6 +35,7 @@ from specdemo.worker import MOST_TEXTS, Stopped, Stream, stop_flag
 T = TypeVar("T")
 
 PREFIX = "SPECDEMO_"
+_LISTS = {"remote": "any", "engines": "any", "hosts": "any", "pairs": None, "frames": None}  # values without a limit
 MODEL_RULES = ("any", "hub", "listed")  # local files too; Hugging Face ids too; offered pairs
 _PART = r"[A-Za-z0-9][\w.-]{0,95}"
 HUB_ID = re.compile(rf"{_PART}(/{_PART}(/({_PART}/)*{_PART}\.(?i:gguf))?)?")
@@ -60,6 +61,7 @@ class HostLimits:
     remote: tuple[str, ...] | None = None  # allowed services; `None`: any, and a local service started by the page
     engines: tuple[str, ...] | None = None  # allowed servers of other engines, as ENGINE=URL; `None`: any
     hosts: tuple[str, ...] | None = ()  # hosts of the page besides localhost, addresses and Spaces; `None`: any
+    frames: tuple[str, ...] = ()  # origins of pages that may frame the page
     connections: int | None = ConnectionLimits.total
     visitor_connections: int | None = ConnectionLimits.per_visitor
 
@@ -72,6 +74,9 @@ class HostLimits:
         for address in self.remote or ():
             if not is_service_address(address):
                 raise UserError(f"{PREFIX}REMOTE must be addresses like http://host:port, or any, not {address!r}")
+        for origin in self.frames:
+            if not is_origin(origin):
+                raise UserError(f"{PREFIX}FRAMES must be origins like https://school.example, not {origin!r}")
 
     def grant(self, recipe: Recipe, prompt: str) -> Recipe:
         """Return the recipe to run. Raises `UserError` for values above the limits.
@@ -202,9 +207,9 @@ def read_limits(environment: Mapping[str, str]) -> HostLimits:
     for name, text in texts.items():
         if name == "models":
             values[name] = text
-        elif text == {"remote": "any", "engines": "any", "hosts": "any", "pairs": None}.get(name, "none"):
+        elif text == _LISTS.get(name, "none"):
             values[name] = None
-        elif name in ("pairs", "remote", "engines", "hosts"):
+        elif name in _LISTS:
             values[name] = tuple(dict.fromkeys(text.replace(",", " ").split()))
         elif text.isdecimal() and 0 < int(text) < 1 << 31:
             values[name] = int(text)

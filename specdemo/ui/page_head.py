@@ -1,4 +1,4 @@
-"""Head and first paint of the page: its own link preview instead of Gradio's, fonts, and `end_loading.js`."""
+"""Head and first paint of the page: link preview, addresses below any path, fonts, and `end_loading.js`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DESCRIPTION = (
 )
 _PICTURE = ASSETS / "preview.png"
 _OF_GRADIO = re.compile(rb'<meta\s+(?:property|name)="(?:og|twitter):[^>]*>\s*')
-_ROOT = re.compile(rb'"root":"([^"]*)"')
+_ROOT = re.compile(rb'("root":|const root = )"([^"]*)"')  # in the configuration and in a script
 _START = b'<meta charset="utf-8" />'
 _BODY = b"<gradio-app"
 _EXAMPLE = RECORDED / "hybrid, short answer.jsonl"
@@ -42,6 +42,13 @@ body[data-shown] #first-paint { display: none; }
 </style>
 <div id="first-paint"><b>specdemo</b><p>$claim</p><p><b>$result</b></p><p>Loading …</p></div>
 """)
+_FIRST_PAGE = b'"current_page":""'
+_ADD_SLASH = """if (!location.pathname.endsWith("/")) {
+  const base = document.createElement("base");
+  base.href = `${location.origin}${location.pathname}/`;
+  document.head.append(base);
+}"""
+_BASE = rb"\1document.baseURI.slice(0, -1)"
 
 
 def picture_route() -> Route:
@@ -49,9 +56,12 @@ def picture_route() -> Route:
 
 
 def with_head(page: bytes) -> bytes:
-    """Replace the tags of link previews; add the script."""
+    """Replace the tags of link previews; add the script; derive all addresses from the location of the page.
+
+    Gradio's root depends on headers, which proxies change.
+    """
     root = _ROOT.search(page)
-    address = root.group(1).decode() if root else ""
+    address = root.group(2).decode() if root else ""
     tags = {
         "og:type": "website",
         "og:title": TITLE,
@@ -61,9 +71,15 @@ def with_head(page: bytes) -> bytes:
     }
     lines = [f'<meta property="{name}" content="{html.escape(value)}" />' for name, value in tags.items()]
     lines += [f"<title>{TITLE}</title>", f'<meta name="description" content="{html.escape(DESCRIPTION)}" />']
+    lines.append('<link rel="icon" href="favicon.ico" />')
+    if _FIRST_PAGE in page:
+        lines.append(f"<script>{_ADD_SLASH}</script>")
+        page = page.replace(_BODY, first_paint() + _BODY, 1)
     lines += font_tags()
     lines.append(f"<script>{script_text('end_loading')}</script>")
-    page = page.replace(b'href="/manifest.json"', b'href="manifest.json"')  # the page may have a prefix
+    for path in (b"manifest.json", b"pwa_icon/"):
+        page = page.replace(b'"/' + path, b'"' + path)
+    page = _ROOT.sub(_BASE, page)
     return _OF_GRADIO.sub(b"", page).replace(_START, _START + "".join(lines).encode(), 1)
 
 
@@ -78,7 +94,7 @@ def first_paint() -> bytes:
 
 
 class PageHead:
-    """ASGI middleware that changes the head of HTML pages, and adds the first paint to the main page."""
+    """ASGI middleware that changes the head of HTML pages and the icons of the app, and adds the first paint."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -86,7 +102,6 @@ class PageHead:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start: Message | None = None
         page = bytearray()
-        is_main = scope["path"] == "/"
 
         async def replace(message: Message) -> None:
             nonlocal start
@@ -98,8 +113,6 @@ class PageHead:
                 page.extend(message.get("body", b""))
                 if not message.get("more_body"):
                     body = with_head(bytes(page))
-                    if is_main:
-                        body = body.replace(_BODY, first_paint() + _BODY, 1)
                     MutableHeaders(scope=start)["content-length"] = str(len(body))
                     await send(start)
                     await send({"type": "http.response.body", "body": body})
@@ -109,4 +122,5 @@ class PageHead:
 
 def _is_page(message: Message) -> bool:
     headers = Headers(raw=message["headers"])
-    return headers.get("content-type", "").startswith("text/html") and "content-encoding" not in headers
+    kinds = ("text/html", "application/manifest")
+    return headers.get("content-type", "").startswith(kinds) and "content-encoding" not in headers

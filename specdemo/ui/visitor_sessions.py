@@ -41,12 +41,17 @@ def hide_in_body(scope: Scope, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def new_cookie(scope: Scope, framed: bool) -> str | None:
-    """Return the cookie of a new browser. `framed`: the page is a frame of another site."""
+    """Return the cookie of a new browser. `framed`: other sites may frame the page, over https or from localhost.
+
+    Without a path it belongs to the folder of the page, also where a proxy serves other pages above it.
+    """
     if _secret(scope) is not None:
         return None
-    attributes = "Path=/; HttpOnly; SameSite=Lax"
-    if scope["scheme"] == "https":
-        attributes = f"Path=/; HttpOnly; Secure; {'SameSite=None; Partitioned' if framed else 'SameSite=Lax'}"
+    attributes = "HttpOnly; SameSite=Lax"
+    if framed:
+        attributes = "HttpOnly; Secure; SameSite=None; Partitioned"
+    elif scope["scheme"] == "https":
+        attributes += "; Secure"
     return f"{COOKIE}={secrets.token_urlsafe(24)}; {attributes}"
 
 

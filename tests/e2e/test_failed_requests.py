@@ -38,10 +38,14 @@ def test_a_rejected_run_ends_without_a_headline_and_one_that_began_is_shown(quic
     """Also after an earlier run; the server has begun the last run before its answer is lost."""
     page = quick_page
     button, headline = page.locator("#run"), page.locator("#headline")
-    for _ in range(2):
-        page.route("**/runs", lambda route: route.fulfill(status=429, json={"detail": "too many requests"}))
+    answers = {
+        "failed: too many requests": lambda route: route.fulfill(status=429, json={"detail": "too many requests"}),
+        "failed: the proxy": lambda route: route.fulfill(status=405, body="<h1>Not allowed</h1>"),
+    }
+    for cause, answer in answers.items():
+        page.route("**/runs", answer)
         run(page, CODE)
-        status(page, "failed: ")
+        status(page, cause)
         expect(button).to_have_attribute("aria-disabled", "false")
         expect(headline).to_be_empty()
         page.unroute("**/runs")

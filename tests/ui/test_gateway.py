@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 from fakes.served_page import ADDRESS as HERE
 from fakes.served_page import page_application, visitor_of
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
@@ -19,7 +22,7 @@ from specdemo.completions.routes import COMPLETION_ROUTES
 from specdemo.remote import bodies
 from specdemo.remote.access import RouteInfo, is_known_host
 from specdemo.remote.server import SERVICE_ROUTES
-from specdemo.ui.gateway import PAGE_ROUTES, Gateway, space_hosts
+from specdemo.ui.gateway import PAGE_ROUTES, Gateway, gateway, space_hosts
 from specdemo.ui.limits import PUBLIC, read_limits
 from specdemo.ui.run_store import RECORDED
 
@@ -173,8 +176,35 @@ def test_security_headers(browser: TestClient) -> None:
         headers = browser.get(path).headers
         assert "frame-ancestors 'self'" in headers["content-security-policy"]
         assert headers["x-content-type-options"] == "nosniff"
-    framed = Gateway(lambda *_: None, PUBLIC, (), framed=True)
-    assert "https://huggingface.co" in framed._headers["Content-Security-Policy"]
+
+
+def guarded(environment: dict[str, str], **options: Any) -> TestClient:
+    """Visitor of a small application behind the middleware of the page."""
+    middleware, _ = gateway(read_limits(environment), environment)
+    routes = [Route("/lessons", lambda _: PlainTextResponse("five"))]
+    return TestClient(Starlette(routes=routes, middleware=middleware), base_url=HERE, **options)
+
+
+@pytest.mark.parametrize(
+    ("environment", "ancestors"),
+    [
+        ({}, "'self'"),
+        ({"SPECDEMO_FRAMES": "https://a.example, http://b:8000"}, "'self' https://a.example http://b:8000"),
+        ({"SPACE_ID": "someone/page"}, "'self' https://huggingface.co https://*.hf.space"),
+    ],
+)
+def test_only_listed_sites_may_frame_the_page(environment: dict[str, str], ancestors: str) -> None:
+    headers = guarded(environment).get("/lessons").headers
+    assert headers["content-security-policy"].endswith(f"; frame-ancestors {ancestors}")
+    assert ("SameSite=None" in headers["set-cookie"]) == (ancestors != "'self'")
+
+
+@pytest.mark.parametrize("root", ["/demo", "/demo/", "demo", "https://school.example/demo"])
+def test_proxies_keep_or_remove_the_path_of_the_page(root: str) -> None:
+    page = guarded({}, root_path=root)
+    assert [page.get(path).status_code for path in ("/demo/lessons", "/lessons")] == [200, 200]
+    refused = page.get("/demonstration/lessons")
+    assert refused.status_code == 404 and "GRADIO_ROOT_PATH" in refused.json()["detail"]
 
 
 def call(browser: TestClient, function: str, data: Any) -> Any:

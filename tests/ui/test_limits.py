@@ -17,6 +17,18 @@ from specdemo.recipe import Recipe
 from specdemo.ui.limits import PUBLIC, HostLimits, RunRates, TimeBudget, read_limits
 from specdemo.ui.page import build
 
+NO_ORIGINS = (
+    "any",
+    "*",
+    "school.example",
+    "https://school.example/",
+    "https://school.example/course",
+    "https://*.example",
+    "https://user@school.example",
+    "https://school.example;script-src",
+    "data:",
+    "ftp://school.example:21",
+)
 _LIMITED = ("max_tokens", "gamma", "tree_nodes")
 
 
@@ -57,6 +69,7 @@ def test_limits_are_read_from_the_environment(environment: dict[str, str], limit
         ("PAIRS", "bundled, nonesuch", "unknown pair 'nonesuch': known are smollm2-135m, bundled"),
         ("MODELS", "all", "unknown rule for models 'all': known are any, hub, listed"),
         ("PUBLIC", "yes", "SPECDEMO_PUBLIC must be 0 or 1"),
+        *(("FRAMES", origin, "SPECDEMO_FRAMES must be origins like https") for origin in NO_ORIGINS),
         ("MAX_TOKEN", "5", "unknown variable 'SPECDEMO_MAX_TOKEN': known are SPECDEMO_PUBLIC, SPECDEMO_PAIRS"),
     ],
 )

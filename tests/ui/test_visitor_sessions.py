@@ -71,8 +71,10 @@ def test_a_run_belongs_to_the_session_of_the_events_also_without_the_cookie(app:
 
 def test_the_page_sets_a_secret_cookie_once(app: Any) -> None:
     client = visitor_of(app.app, client=ADDRESS)
+    assert "set-cookie" not in client.get("/lessons/", follow_redirects=False).headers  # of another folder
     cookies = [client.get(path).headers.get("set-cookie") for path in ("/config", "/config", "/robots.txt")]
     assert cookies[0].startswith(f"{COOKIE}=") and "HttpOnly" in cookies[0] and "SameSite=Lax" in cookies[0]
+    assert "path" not in cookies[0].lower()  # it belongs to the folder of the page
     assert cookies[1:] == [None, None] and len(client.cookies[COOKIE]) == 32
     assert visitor_of(app.app).get("/robots.txt").headers.get("set-cookie") is None
 
@@ -109,8 +111,8 @@ def test_names_are_replaced_alike_in_every_part_of_a_request() -> None:
 
 
 def test_cookies_of_frames_of_other_sites_need_encryption() -> None:
-    assert "SameSite=None; Partitioned" in new_cookie(request(scheme="https"), framed=True)
-    assert "SameSite=Lax" in new_cookie(request(scheme="https"), framed=False)
-    assert "Secure" not in new_cookie(request(), framed=True)
+    assert new_cookie(request(), framed=True).endswith("; Secure; SameSite=None; Partitioned")
+    assert new_cookie(request(scheme="https"), framed=False).endswith("; SameSite=Lax; Secure")
+    assert "Secure" not in new_cookie(request(), framed=False)
     assert new_cookie(request(cookie="c" * 32), framed=False) is None
     assert new_cookie(request(cookie="short"), framed=False)

@@ -1,0 +1,139 @@
+"""The page below a path of a proxy, and in frames of other sites."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fakes.http_server import Handler, http_server
+from fakes.ports import free_port
+from fakes.proxy import Proxy, proxied
+from playwright.sync_api import BrowserContext, expect
+
+from e2e.page_fixtures import CODE, PATIENCE, RETURNING, Scripts, run, spans, status, tabs
+from specdemo.ui.limits import HostLimits
+from specdemo.ui.page import build
+from specdemo.ui.visitor_sessions import COOKIE
+
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
+
+SERVED, ROOTED = "served", "rooted"  # fixtures: pages without and with GRADIO_ROOT_PATH
+SET_UPS = {
+    "path removed, nothing set": (SERVED, Proxy(passes_host=False)),
+    "path removed, headers": (SERVED, Proxy(passes_host=False, forwards=True)),
+    "path removed, root set": (ROOTED, Proxy()),
+    "path removed, root set, no host": (ROOTED, Proxy(passes_host=False)),
+    "path kept, root set": (ROOTED, Proxy(strips=False)),
+    "path kept, root set, no host": (ROOTED, Proxy(strips=False, passes_host=False)),
+}
+REPRESENTATIVES = ("path removed, headers", "path kept, root set")
+
+
+class Course(Handler):
+    """Pages of other sites."""
+
+    def do_GET(self) -> None:
+        self.answer(200, b"{}")
+
+
+@pytest.fixture(scope="module")
+def course() -> Iterator[str]:
+    """Port of pages, which are another site than 127.0.0.1 under the name localhost."""
+    with http_server(Course) as url:
+        yield url.rpartition(":")[2]
+
+
+@pytest.fixture(scope="module")
+def rooted(scripts: Scripts, course: str) -> Iterator[Any]:
+    """Page that knows its path and may be framed."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("GRADIO_ROOT_PATH", "/demo")
+        demo = build(
+            pair="bundled", engine=scripts, limits=HostLimits(frames=(f"http://localhost:{course}",)), compare=False
+        )
+        demo.launch(server_name="127.0.0.1", server_port=free_port())
+    yield demo
+    demo.worker.close()
+    demo.clouds.close()
+    demo.blocks.close()
+
+
+@pytest.mark.parametrize(
+    ("fixture", "proxy"),
+    [
+        pytest.param(*values, id=name, marks=[] if name in REPRESENTATIVES else [pytest.mark.exhaustive])
+        for name, values in SET_UPS.items()
+    ],
+)
+def test_page_lessons_and_documents_stay_below_the_path_of_a_proxy(
+    request: pytest.FixtureRequest, scripts: Scripts, chromium: BrowserContext, fixture: str, proxy: Proxy
+) -> None:
+    """At the end `tabs` checks that no request left the path."""
+    scripts.reset()
+    served = request.getfixturevalue(fixture)
+    with proxied(served.url, proxy) as root, tabs(SimpleNamespace(url=root), chromium) as open_tab:
+        page = open_tab()
+        frames: list[str] = []  # addresses of the sockets that delivered them
+        page.on("websocket", lambda socket: socket.on("framereceived", lambda _: frames.append(socket.url)))
+        run(page, "endless")
+        spans(page, 3)
+        page.locator("#stop").click()
+        status(page, "stopped")
+        run(page, CODE, tokens=8)
+        status(page, "done: 8 tokens")
+        assert bool(frames) == proxy.passes_host  # otherwise requested, as after an interruption
+        assert all(address.startswith(f"ws{root.removeprefix('http')}frames/") for address in frames)
+        with page.expect_download():
+            page.locator("#save-page").click()
+        document = page.locator("#page-links a", has_text="Documentation").evaluate("link => link.href")
+        page.locator("#page-links a", has_text="Lessons").click()
+        expect(page).to_have_url(f"{root}lessons")
+        expect(page.locator("#lesson-curve svg")).to_be_attached()
+        page.goto(document)
+        expect(page.locator("h1").first).to_be_visible()
+        assert page.locator("nav > a").evaluate("link => link.href") == root
+
+
+def test_a_final_slash_may_be_missing(served: Any, chromium: BrowserContext) -> None:
+    with proxied(served.url, Proxy()) as root:
+        page = chromium.new_page()
+        page.goto(root.rstrip("/"))
+        expect(page.locator("body")).to_have_attribute("data-settings", "restored")
+        page.close()
+
+
+def test_a_path_that_no_one_removes_is_explained(served: Any) -> None:
+    with proxied(served.url, Proxy(strips=False)) as root:
+        response = httpx.get(root, timeout=PATIENCE)
+    assert response.status_code == 404 and "set GRADIO_ROOT_PATH" in response.json()["detail"]
+
+
+FRAMED = """url => {
+    const frame = document.createElement("iframe");
+    document.body.append(Object.assign(frame, { src: url, width: 1200, height: 800 }));
+}"""
+
+
+def test_only_listed_sites_frame_the_page_and_it_works_there(
+    rooted: Any, course: str, scripts: Scripts, chromium: BrowserContext
+) -> None:
+    scripts.reset()
+    page = chromium.new_page()
+    page.set_default_timeout(PATIENCE * 1000)
+    page.add_init_script(RETURNING)
+    page.goto(f"http://other.localhost:{course}")
+    with page.expect_console_message(lambda message: "frame-ancestors" in message.text):
+        page.evaluate(FRAMED, rooted.url)
+    page.goto(f"http://localhost:{course}")
+    page.evaluate(FRAMED, rooted.url)
+    page.frame_locator("iframe").locator("#lane-spec").wait_for()
+    frame = next(frame for frame in page.frames if frame.url.startswith(rooted.url))
+    expect(frame.locator("body")).to_have_attribute("data-settings", "restored")
+    with page.expect_request("**/runs") as request:
+        run(frame, CODE, tokens=8)
+    status(frame, "done: 8 tokens")
+    assert f"{COOKIE}=" in request.value.all_headers()["cookie"]
+    page.close()
