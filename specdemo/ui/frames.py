@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, StepEvent
 from specdemo.core.explain import failover_note
 from specdemo.core.trace import MAX_CHARACTERS, ReadLimits, Trace, read
-from specdemo.ui.lane import LANES, PLAIN, SPEC, Lane, clock, linked, mode, speed
+from specdemo.ui.lane import LANES, PLAIN, SPEC, Lane, clock, linked, mode, rates, speed
 from specdemo.ui.run_estimate import estimate_lengths
 from specdemo.ui.run_figures import tiles
 from specdemo.ui.settings import recorded_settings
@@ -198,7 +198,7 @@ class Run:
             "at": start,
             "phase": self.phase if over or not ended else SUMMARISING,
             "tiles": tiles(self.lanes, self.speeds),
-            "rates": {name: lane.rate for name, lane in self.lanes.items()},
+            "rates": rates(self.lanes),
             **self._summary,
             "turn": self._turn,
             "over": over,

@@ -125,11 +125,6 @@ class Lane:
     def tokens(self) -> list[int]:
         return [token for event in self.steps for token in event.step.tokens]
 
-    @property
-    def rate(self) -> str:
-        speed = self.metrics.tokens_per_second
-        return "" if speed is None else f"{speed:.1f} tok/s"
-
 
 @lru_cache(maxsize=len(LANES))
 def _parsed_steps(lane: Lane, count: int) -> tuple[StepEvent, ...]:
@@ -160,6 +155,12 @@ def speed(metrics: Metrics, total: bool) -> float | None:
     """Tokens per second without the prefill, or of the total time."""
     tokens, seconds = metrics.tokens if total else metrics.decode_tokens, clock(metrics, total)
     return tokens / seconds if seconds else None
+
+
+def rates(lanes: Mapping[str, Lane]) -> dict[str, str]:
+    """Return the speed of each lane in words."""
+    speeds = {name: speed(lane.metrics, linked(lanes)) for name, lane in lanes.items()}
+    return {name: "" if value is None else f"{value:.1f} tok/s" for name, value in speeds.items()}
 
 
 def title(recipe: Mapping[str, Any]) -> str:

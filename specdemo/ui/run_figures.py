@@ -36,7 +36,7 @@ def measured_speedups(lanes: Lanes, speeds: Speeds, name: str = SPEC) -> list[fl
     ratio = _measured_ratio(lanes, name)
     if ratio is None:
         return []
-    pairs, passes = _pairs(speeds, name), _typical_passes(lanes)
+    pairs, passes = _pairs(speeds, name), typical_passes(lanes)
     if name == SPEC and not pairs and passes and passes.ratio < LEAST_PASS:
         return []
     return [value for value in pairs or [ratio] if value <= _largest_speedup(lanes, name)]
@@ -79,12 +79,14 @@ def tiles(lanes: Lanes, speeds: Speeds) -> dict[str, tuple[str, str]]:
     """Return value and note of each tile, also during a run."""
     lane = next(iter(lanes.values()))
     m = lane.metrics
+    total = linked(lanes)
+    clock = "total time" if total else "without prefill"
     device = "" if lane.memory.device is None else f" · device {format_bytes(lane.memory.device)}"
     memory = f"weights {format_bytes(lane.weights)} · KV {format_bytes(lane.memory.kv)}{device}"
     return {
         "acceptance": (percent(m.acceptance_rate), _acceptance_note(lane)),
         "tokens_per_pass": _tokens_per_pass(lane),
-        "tokens_per_second": (number(m.tokens_per_second, 1), f"{m.tokens} tokens, without prefill"),
+        "tokens_per_second": (number(speed(m, total), 1), f"{m.tokens} tokens, {clock}"),
         "ttft": (latency(m.ttft_s), "from the worker's start"),
         "memory": (format_bytes(lane.memory.process), memory),
         "speedup": _speedup(lanes, speeds),
@@ -154,7 +156,7 @@ def _speedup(lanes: Lanes, speeds: Speeds, name: str = SPEC) -> tuple[str, str]:
 
 def pass_costs(lanes: Lanes) -> dict[str, Any] | None:
     """Compare passes over the most frequent draft with those over one row; None also if they were withheld."""
-    passes = _typical_passes(lanes)
+    passes = typical_passes(lanes)
     if passes is None or passes.ratio < LEAST_PASS:
         return None
     return {
@@ -164,7 +166,7 @@ def pass_costs(lanes: Lanes) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True)
-class _TypicalPasses:
+class TypicalPasses:
     """Median durations of passes over one row and over the most frequent draft."""
 
     rows: int
@@ -176,7 +178,8 @@ class _TypicalPasses:
         return self.several_s / self.single_s
 
 
-def _typical_passes(lanes: Lanes) -> _TypicalPasses | None:
+def typical_passes(lanes: Lanes) -> TypicalPasses | None:
+    """Return median durations of the passes of a comparison."""
     spec, plain = lanes.get(SPEC), lanes.get(PLAIN)
     if spec is None or plain is None or not (spec.ended and plain.ended) or mode(spec.recipe):
         return None
@@ -187,4 +190,4 @@ def _typical_passes(lanes: Lanes) -> _TypicalPasses | None:
         return None
     rows = 1 + drafts.most_common(1)[0][0]
     several_s = statistics.median(verify_s for length, verify_s in checked if verify_s and length + 1 == rows)
-    return _TypicalPasses(rows, statistics.median(single), several_s)
+    return TypicalPasses(rows, statistics.median(single), several_s)

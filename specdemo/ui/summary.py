@@ -12,7 +12,7 @@ from specdemo.core.simulate import GammaEstimate
 from specdemo.core.theory import CostTerms, can_improve, expected_tokens, walltime_improvement
 from specdemo.core.theory import speedup as cost_model
 from specdemo.drafters import METHODS, draft_shape
-from specdemo.ui.lane import ALONE, EXTRA, PLAIN, SPEC, Lane, linked, mode
+from specdemo.ui.lane import ALONE, EXTRA, PLAIN, SPEC, Lane, linked, mode, speed
 from specdemo.ui.link_time import link_share
 from specdemo.ui.run_estimate import RunEstimate, cost_terms, estimate_lengths
 from specdemo.ui.run_figures import (
@@ -109,7 +109,7 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
     lane = next((lane for lane in lanes.values() if lane.begun and lane.metrics.steps), None)
     if lane is None:
         return None
-    line = {"text": _single(lane), "tone": "none", "reason": "", "suggestion": None}
+    line = {"text": _single(lane, linked(lanes)), "tone": "none", "reason": "", "suggestion": None}
     if withheld(lanes, speeds):
         spec, plain = lanes[SPEC], lanes[PLAIN]
         text = f"{_DISTURBED}, {_same_words(spec, plain)}. {_passes(spec, plain)}"
@@ -137,12 +137,12 @@ def _other_lanes(lanes: Lanes, speeds: Speeds) -> str:
     return f" Also compared: {'; '.join(others)}." if medians else ""
 
 
-def _single(lane: Lane) -> str:
+def _single(lane: Lane, total: bool) -> str:
     m = lane.metrics
     if not m.decode_steps:
         return "The first target pass gave all tokens: no speed is measured."
-    speed = f"{number(m.tokens_per_second, 0)} tokens per second"
-    return f"{m.tokens} tokens in {m.target_passes} target passes after the first, {speed}."
+    rate = f"{number(speed(m, total), 0)} tokens per second"
+    return f"{m.tokens} tokens in {m.target_passes} target passes after the first, {rate}."
 
 
 def _same_words(spec: Lane, plain: Lane) -> str:

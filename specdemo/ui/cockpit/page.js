@@ -78,7 +78,7 @@ function connectDownloads() {
     });
     $(`#trace-${name}`).addEventListener("click", async () => save(await server.trace([current.run, name]), `specdemo-${name}.jsonl`, "application/x-ndjson"));
     $(`#csv-${name}`).addEventListener("click", () => download(asCsv(lanes[name]), `specdemo-${name}.csv`, "text/csv"));
-    $(`#svg-${name}`).addEventListener("click", () => download(textPicture(lanes[name], current.frame.figures[name].metrics), `specdemo-${name}.svg`, "image/svg+xml"));
+    $(`#svg-${name}`).addEventListener("click", () => download(textPicture(lanes[name], current.frame.figures[name].metrics, current.frame.rates[name]), `specdemo-${name}.svg`, "image/svg+xml"));
   }
   $("#save-all").addEventListener("click", async () => save(await server.trace([current.run, "all"]), "specdemo.jsonl", "application/x-ndjson"));
   $("#save-page").addEventListener("click", async () => save(await savedPage(), "specdemo.html", "text/html"));

@@ -10,12 +10,12 @@ const MAX_LINES = 2000;
 const LEGEND = ["accepted", "rejected", "ignored", "correction", "bonus"];
 const WIDE = /[\u1100-\u115f\u2e80-\ua4cf\ua960-\ua97f\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff01-\uff60\u{1f300}-\u{1faff}\u{20000}-\u{3fffd}]/u; // two columns
 
-export function textPicture(lane, { tokens_per_second: speed, acceptance_rate: acceptance }) {
+export function textPicture(lane, { acceptance_rate: acceptance }, speed) { // `speed` in words
   const { styles, title } = lane.head;
   const pieces = [...layout(tokensOf(lane))];
   const lines = (pieces.at(-1)?.line ?? 0) + 1;
   const width = 2 * EDGE + LINE_COLUMNS * CHAR, height = 2 * EDGE + (lines + 3) * LINE;
-  const rate = speed === null ? "" : `, ${speed.toFixed(1)} tokens per second`;
+  const rate = speed && `, ${speed}`;
   const share = acceptance === null ? "" : `, ${(100 * acceptance).toFixed(0)}% of the draft tokens accepted`;
   const parts = [
     `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}" role="img" viewBox="0 0 ${width} ${height}" font-family="ui-monospace, Menlo, Consolas, monospace" font-size="${SIZE}">`,

@@ -17,7 +17,7 @@ export function drawPassCosts(costs) { // two bars: a pass that writes one token
   if (!costs) return;
   const longest = Math.max(...costs.bars.map(([, s]) => s));
   const row = ([name, s]) => make("div", { class: "time-row" }, make("span", { class: "time-name", text: name }),
-    canvas(`${name}: ${(1000 * s).toFixed(1)} ms`, AXIS, BLOCK, svg("rect", { width: (AXIS * s) / longest, height: BLOCK, class: "pass" })), make("span", { text: `${(1000 * s).toFixed(1)} ms` }));
+    canvas(`${name}: ${(1000 * s).toFixed(2)} ms`, AXIS, BLOCK, svg("rect", { width: (AXIS * s) / longest, height: BLOCK, class: "pass" })), make("span", { text: `${(1000 * s).toFixed(2)} ms` }));
   $("#pass-costs").replaceChildren(make("p", { text: costs.words }), ...costs.bars.map(row));
   for (const picture of element.querySelectorAll("#pass-costs svg")) picture.setAttribute("preserveAspectRatio", "none");
 }
@@ -31,7 +31,7 @@ export function drawRunTable([head, ...rows]) {
 
 function timeRow(name, end) {
   const { steps } = lanes[name], times = steps.map(({ t }) => t);
-  const picture = drawBlocks(times, end, `${countSteps(steps)} in ${seconds(times.at(-1))}`);
+  const picture = drawBlocks(times, end, `${countSteps(times)} in ${seconds(times.at(-1))}`);
   const bar = make("div", { class: "time-bar", role: "slider", tabindex: 0, "aria-label": `${laneName(name)}: steps on the time axis`, "aria-valuemin": 0, "aria-valuemax": steps.length - 1, "aria-valuenow": 0 }, picture);
   const step = (e) => { // step under the pointer
     const box = bar.getBoundingClientRect(), t = ((e.clientX - box.left) / box.width) * end;
