@@ -125,11 +125,6 @@ class Lane:
     def tokens(self) -> list[int]:
         return [token for event in self.steps for token in event.step.tokens]
 
-    @property
-    def rate(self) -> str:
-        speed = self.metrics.tokens_per_second
-        return "" if speed is None else f"{speed:.1f} tok/s"
-
 
 @lru_cache(maxsize=len(LANES))
 def _parsed_steps(lane: Lane, count: int) -> tuple[StepEvent, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdemo.core.formats import NOTHING, format_bytes, latency, number, percent
+from specdemo.core.formats import NOTHING, format_bytes, latency, number, percent, rate
 from specdemo.core.rules import rule_traits
 from specdemo.ui.lane import PLAIN, SPEC, Lane, linked, mode, model_name, same_target, speed
 from specdemo.ui.text_comparison import differing_inputs, guarantee
@@ -20,6 +20,7 @@ Speeds = Mapping[str, Sequence[float]]  # tokens per second of each repetition, 
 MOST_PER_PASS = 1.05  # speed-up divided by tokens per pass
 LEAST_PASS = 0.95  # duration of a pass over several rows, in passes over one row
 NOT_MEASURABLE = "not measurable now"
+DISTURBED = "times disturbed"
 _TABLE_HEAD = ("settings", "model", "speed-up", "tokens per pass", "acceptance", "α", "first token", "guarantee")
 
 
@@ -36,7 +37,7 @@ def measured_speedups(lanes: Lanes, speeds: Speeds, name: str = SPEC) -> list[fl
     ratio = _measured_ratio(lanes, name)
     if ratio is None:
         return []
-    pairs, passes = _pairs(speeds, name), _typical_passes(lanes)
+    pairs, passes = _pairs(speeds, name), typical_passes(lanes)
     if name == SPEC and not pairs and passes and passes.ratio < LEAST_PASS:
         return []
     return [value for value in pairs or [ratio] if value <= _largest_speedup(lanes, name)]
@@ -45,6 +46,21 @@ def measured_speedups(lanes: Lanes, speeds: Speeds, name: str = SPEC) -> list[fl
 def withheld(lanes: Lanes, speeds: Speeds, name: str = SPEC) -> bool:
     """Return True if all measured speed-ups are impossible."""
     return _measured_ratio(lanes, name) is not None and not measured_speedups(lanes, speeds, name)
+
+
+def disturbed_lanes(lanes: Lanes) -> list[str]:
+    """Return the lanes whose displayed times are no result, with the baseline."""
+    disturbed = [name for name in lanes if withheld(lanes, {}, name)]
+    return [*disturbed, PLAIN] if disturbed else []
+
+
+def rates(lanes: Lanes) -> dict[str, str]:
+    """Return the speed of each lane in words."""
+    marks = dict.fromkeys(disturbed_lanes(lanes), f", {DISTURBED}")
+    speeds = {name: speed(lane.metrics, linked(lanes)) for name, lane in lanes.items()}
+    return {
+        name: "" if value is None else f"{rate(value)} tok/s{marks.get(name, '')}" for name, value in speeds.items()
+    }
 
 
 def _largest_speedup(lanes: Lanes, name: str) -> float:
@@ -79,12 +95,14 @@ def tiles(lanes: Lanes, speeds: Speeds) -> dict[str, tuple[str, str]]:
     """Return value and note of each tile, also during a run."""
     lane = next(iter(lanes.values()))
     m = lane.metrics
+    total = linked(lanes)
+    clock = DISTURBED if disturbed_lanes(lanes) else "total time" if total else "without prefill"
     device = "" if lane.memory.device is None else f" · device {format_bytes(lane.memory.device)}"
     memory = f"weights {format_bytes(lane.weights)} · KV {format_bytes(lane.memory.kv)}{device}"
     return {
         "acceptance": (percent(m.acceptance_rate), _acceptance_note(lane)),
         "tokens_per_pass": _tokens_per_pass(lane),
-        "tokens_per_second": (number(m.tokens_per_second, 1), f"{m.tokens} tokens, without prefill"),
+        "tokens_per_second": (rate(speed(m, total)), f"{m.tokens} tokens, {clock}"),
         "ttft": (latency(m.ttft_s), "from the worker's start"),
         "memory": (format_bytes(lane.memory.process), memory),
         "speedup": _speedup(lanes, speeds),
@@ -170,7 +188,7 @@ def checking_cost(lanes: Lanes) -> str:
 
 
 @dataclass(frozen=True)
-class _TypicalPasses:
+class TypicalPasses:
     """Median durations of passes over one row and over the most frequent draft."""
 
     rows: int
@@ -186,12 +204,12 @@ class _TypicalPasses:
         return f"checking {self.rows} tokens costs {self.ratio:.2f} times writing 1"
 
 
-def _possible_passes(lanes: Lanes) -> _TypicalPasses | None:
-    passes = _typical_passes(lanes)
-    return passes if passes and passes.ratio >= LEAST_PASS else None
+def _possible_passes(lanes: Lanes) -> TypicalPasses | None:
+    return None if withheld(lanes, {}) else typical_passes(lanes)
 
 
-def _typical_passes(lanes: Lanes) -> _TypicalPasses | None:
+def typical_passes(lanes: Lanes) -> TypicalPasses | None:
+    """Return median durations of the passes of a comparison."""
     spec, plain = lanes.get(SPEC), lanes.get(PLAIN)
     if spec is None or plain is None or not (spec.ended and plain.ended) or mode(spec.recipe):
         return None
@@ -202,4 +220,4 @@ def _typical_passes(lanes: Lanes) -> _TypicalPasses | None:
         return None
     rows = 1 + drafts.most_common(1)[0][0]
     several_s = statistics.median(verify_s for length, verify_s in checked if verify_s and length + 1 == rows)
-    return _TypicalPasses(rows, statistics.median(single), several_s)
+    return TypicalPasses(rows, statistics.median(single), several_s)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdemo.core.explain import explain_engine
-from specdemo.core.formats import number, percent
+from specdemo.core.formats import number, percent, rate
 from specdemo.core.simulate import GammaEstimate
 from specdemo.core.theory import CostTerms, can_improve, expected_tokens, walltime_improvement
 from specdemo.core.theory import speedup as cost_model
 from specdemo.drafters import draft_shape
-from specdemo.ui.lane import ALONE, EXTRA, PLAIN, SPEC, Lane, linked, mode
+from specdemo.ui.lane import ALONE, EXTRA, PLAIN, SPEC, Lane, linked, mode, speed
 from specdemo.ui.link_time import link_share
 from specdemo.ui.run_estimate import RunEstimate, cost_terms, estimate_lengths
 from specdemo.ui.run_figures import (
@@ -20,6 +20,7 @@ from specdemo.ui.run_figures import (
     Lanes,
     Speeds,
     checking_cost,
+    disturbed_lanes,
     measured_speedups,
     pass_costs,
     ratio_text,
@@ -45,6 +46,7 @@ def summarise(lanes: Lanes, speeds: Speeds) -> dict[str, Any]:
     """Return the summary of a finished run."""
     return {
         "verdict": " ".join(filter(None, (verdict(lanes, speeds), _waiting(lanes), _engines(lanes)))),
+        "disturbed": disturbed_lanes(lanes),
         "lengths": compare_lengths(lanes),
         "headline": headline(lanes, speeds),
         "passes": pass_costs(lanes),
@@ -109,7 +111,7 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
     lane = next((lane for lane in lanes.values() if lane.begun and lane.metrics.steps), None)
     if lane is None:
         return None
-    line = {"text": _single(lane), "tone": "none", "reason": "", "suggestions": []}
+    line = {"text": _single(lane, linked(lanes)), "tone": "none", "reason": "", "suggestions": []}
     if withheld(lanes, speeds):
         spec, plain = lanes[SPEC], lanes[PLAIN]
         text = f"{_DISTURBED}, {_same_words(spec, plain)}. {_passes(spec, plain)}"
@@ -139,12 +141,12 @@ def _other_lanes(lanes: Lanes, speeds: Speeds) -> str:
     return f" Also compared: {'; '.join(others)}." if medians else ""
 
 
-def _single(lane: Lane) -> str:
+def _single(lane: Lane, total: bool) -> str:
     m = lane.metrics
     if not m.decode_steps:
         return "The first target pass gave all tokens: no speed is measured."
-    speed = f"{number(m.tokens_per_second, 0)} tokens per second"
-    return f"{m.tokens} tokens in {m.target_passes} target passes after the first, {speed}."
+    passes = f"{m.target_passes} target passes after the first"
+    return f"{m.tokens} tokens in {passes}, {rate(speed(m, total))} tokens per second."
 
 
 def _same_words(spec: Lane, plain: Lane) -> str:
@@ -212,7 +214,7 @@ def _counted(pairs: int, measured: int) -> str:
 def _speeds(result: _Comparison) -> str:
     m, baseline = result.spec.metrics, result.plain.metrics
     if not result.linked:
-        return f"{m.tokens_per_second:.1f} against {baseline.tokens_per_second:.1f} tokens per second."
+        return f"{rate(m.tokens_per_second)} against {rate(baseline.tokens_per_second)} tokens per second."
     own, other = ((figures.ttft_s or 0.0) + figures.decode_s for figures in (m, baseline))
     if m.tokens != baseline.tokens:
         own, other = (1000 * own / m.tokens, 1000 * other / baseline.tokens)

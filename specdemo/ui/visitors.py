@@ -14,7 +14,7 @@ from specdemo.models.tokenizer import ChatMessage
 from specdemo.stores import Stores
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import Lane
-from specdemo.ui.run_figures import lane_speedup, ratio_text
+from specdemo.ui.run_figures import lane_speedup, rates, ratio_text
 from specdemo.worker import Stream
 
 REMEMBERED = 256  # visitors
@@ -123,4 +123,4 @@ def answer_footer(lanes: Mapping[str, Lane]) -> str:
     ratio = lane_speedup(lanes, name)
     accepted = f"{percent(lane.metrics.acceptance_rate)} accepted" if lane.metrics.drafted else ""
     speedup = "" if ratio is None else f"{ratio_text(ratio)}× the baseline"
-    return " · ".join(filter(None, (lane.rate, accepted, speedup)))
+    return " · ".join(filter(None, (rates(lanes)[name], accepted, speedup)))

@@ -11,9 +11,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from fakes.shown_figures import RunFigures, agrees
 from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
 from fakes.trace_records import PREFILL, end, header, step
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Page, expect
 
 from e2e.page_fixtures import (
     CODE,
@@ -24,6 +25,7 @@ from e2e.page_fixtures import (
     choose_setting,
     counted,
     drawn,
+    exported,
     grave,
     jsonl,
     lane_action,
@@ -202,12 +204,6 @@ def test_identical_texts_have_a_badge(page: Page) -> None:
     assert text_of(saved(page)) == text_of(saved(page, "ar"))  # a single run of each lane is shown
 
 
-def exported(page: Page, button: Locator) -> str:
-    with page.expect_download() as download:
-        button.click()
-    return Path(download.value.path()).read_text("utf-8")
-
-
 SVG_TEXT = "{http://www.w3.org/2000/svg}text"
 
 
@@ -232,14 +228,14 @@ def test_exports_match_the_run(page: Page) -> None:
     assert ",".join(table[0]) == "round,t_s,gamma,drafted,tested,accepted,committed,ends_with,mean_beta," + (
         "draft_ms,verify_ms,host_ms,text"
     )
-    for row, line in zip(table, steps, strict=True):
+    for row, line, at in zip(table, steps, RunFigures.of(trace).first.at, strict=True):
         betas = [beta for beta in line["beta"] if beta is not None]
         assert json.loads(row["text"]) == line["text"] and row["ends_with"] == line["kind"]
         assert [int(row[name]) for name in ("round", "gamma", "drafted", "tested", "accepted", "committed")] == [
             line["i"], line["gamma"], len(line["draft"]), len(betas), len(line["accepted"]), len(line["tokens"]),
         ]  # fmt: skip
         assert row["mean_beta"] == (str(round(sum(betas) / len(betas), 3)) if betas else "")
-        assert row["verify_ms"] == str(round(1000 * line["verify_s"], 3)) and row["t_s"] == str(round(line["t"], 4))
+        assert row["verify_ms"] == str(round(1000 * line["verify_s"], 3)) and agrees(f"{float(row['t_s']):.4f}", at)
     picture = exported(page, lane_action(page, "svg"))
     words = re.sub(r"\s", "", page.locator("#headline").text_content() or "")
     assert drawn_result(picture) == [words, *page.locator("#time-rows > * > span").all_inner_texts()]

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes.arbitrary_traces import trace_lines
 from fakes.properties import holds_for
+from fakes.shown_claims import BARS, READ, ROWS, chat_line, claims, displayed_part, step_rows, without_names
+from fakes.shown_figures import Claim, RunFigures, agrees, unexplained
 from fakes.trace_lines import trace_lines as lines_of
 from fakes.trace_records import PREFILL, end, header, step
 from playwright.sync_api import Page, expect
 
-from e2e.page_fixtures import CODE, show
+from e2e.page_fixtures import CODE, exported, jsonl, lane_action, show
 from specdemo.core.explain import figure
 from specdemo.core.rules import RULES
 from specdemo.models.model_pool import ModelPool
+from specdemo.models.zoo import ASSETS
 from specdemo.recipe import Recipe
+from specdemo.ui.frames import read_traces
+from specdemo.ui.lane import baseline_of
+from specdemo.ui.visitors import answer_footer
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -230,6 +238,151 @@ def test_all_steps_of_arbitrary_traces_are_displayed_and_exported(file_tab: Page
     assert {*filter(None, file_tab.evaluate(VISITED))} <= counts
 
 
+# --- every figure of a run ---------------------------------------------------------------------------------------
+
+GOLDEN = Path(__file__).parents[1] / "contracts" / "traces"
+EDGE = {
+    "mode": "speculative",
+    "remote": "http://127.0.0.1:1",
+    "rtt_ms": 10.0,
+    "gates": ["nll"],
+}
+
+
+def lines_of_files(*paths: Path) -> list[Line]:
+    return [json.loads(line) for path in paths for line in path.read_text("utf-8").splitlines()]
+
+
+def golden(*names: str) -> list[Line]:
+    return lines_of_files(*(GOLDEN / f"{name}.jsonl" for name in names))
+
+
+def default_run() -> list[Line]:
+    recipe = Recipe(max_tokens=24, top=5, device="cpu")
+    return [
+        line for each in (recipe, baseline_of(recipe)) for line in lines_of(each, CODE, POOL) if "phase" not in line
+    ]
+
+
+def disturbed(lines: list[Line]) -> list[Line]:
+    """Times of a baseline beside another program."""
+    baseline = next(i for i, line in enumerate(lines) if line.get("recipe", {}).get("method") == "ar")
+    return [line | {"verify_s": 0.02} if "i" in line and k > baseline else line for k, line in enumerate(lines)]
+
+
+def over_a_link() -> list[Line]:
+    """Drafts over a link with a delay and a gate, and the cloud alone."""
+    sampling = {"seed": 0, "top_p": 1.0, "max_tokens": 9}
+    gated = recipe_line(cloud=EDGE, **sampling) | {"vocab_size": 300}
+    alone = recipe_line("ar", cloud=EDGE | {"mode": "cloud_only", "gates": []}, **sampling) | {"exact": True}
+    link = LINK | {"up_s": 0.001, "down_s": 0.002}
+    steps = [PREFILL, *(verified(i, link | {"hard_ratio": 0.25}) for i in (1, 2)), unverified(3, escalated=0.0)]
+    plain = [PREFILL, *(step(i, pieces=["x"]) for i in (1, 2))]
+    steps[0] = steps[0] | {"remote": link}
+    return [gated, *steps, end(), alone, *(line | {"remote": link} for line in plain), end()]
+
+
+TRACES: dict[str, Callable[[], list[Line]]] = {
+    **{path.stem: partial(golden, path.stem, "ar") for path in sorted(GOLDEN.glob("*.jsonl")) if path.stem != "ar"},
+    "ar": partial(golden, "ar"),
+    "four lanes": partial(golden, "hybrid", "ar", "nasd", "suffix"),
+    "disturbed": lambda: disturbed(golden("draft", "ar")),
+    "default": default_run,
+    "over a link": over_a_link,
+    **{path.stem: partial(lines_of_files, path) for path in sorted(ASSETS.glob("*/*.jsonl"))},
+}
+SHOW_STEP = """(i) => {
+    for (const id of ["details", "figures"]) document.getElementById(id).open = true;
+    const slider = document.getElementById("round-at");
+    slider.max = i;
+    slider.value = i;
+    slider.dispatchEvent(new Event("input"));
+    const step = document.querySelectorAll(".box:not([hidden]) .lane")[0].querySelectorAll(".round")[i];
+    step.dispatchEvent(new PointerEvent("pointerover", { bubbles: true }));
+}"""
+
+SEEK = """(t) => {
+    const slider = document.getElementById("race-at");
+    slider.value = t;
+    slider.dispatchEvent(new Event("input"));
+}"""
+
+FILL = "path => getComputedStyle(path).fill"
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_every_figure_of_a_run_is_that_of_its_traces(file_tab: Page, name: str) -> None:
+    lines = TRACES[name]()
+    run = RunFigures.of(lines)
+    file_tab.mouse.move(0, 0)  # a resting pointer would mark the step below it
+    show(file_tab, *lines)
+    lane = run.first
+    drafted = [line["i"] for line in lane.steps if line["i"] and line["draft"]]
+    i = drafted[len(drafted) // 2] if drafted else 1
+    file_tab.evaluate(SHOW_STEP, i)
+    parts = explained(file_tab, ".cockpit", lambda part: claims(run, part, i), run)
+    assert {"headline", "race-clock", "run-table", "tile tokens_per_second", "inspector", "round-words"} <= parts
+    assert run.withheld() == ("not measurable" in file_tab.locator("#headline").inner_text())
+    for lane_name, end_of_bar in file_tab.evaluate(BARS):
+        assert end_of_bar == pytest.approx(run.lanes[lane_name].at[-1] / run.end, abs=1e-3)
+    for cells, row in zip(file_tab.evaluate(ROWS), step_rows(lane), strict=True):
+        for shown, value in zip(cells, row, strict=True):
+            assert shown == (value or "–") if isinstance(value, str | None) else agrees(shown, value), (cells, row)
+    footer = answer_footer(read_traces(jsonl(*lines)).lanes)  # of the conversation
+    assert not re.search(r"\d", unexplained(footer, chat_line(run)))
+    file_tab.evaluate(SEEK, run.end / 2)
+    shown = sum(at <= run.end / 2 for at in lane.at)
+    if shown < len(lane.steps):
+        explained(file_tab, ".tiles", lambda _: displayed_part(lane, shown), run)
+
+
+MARKED = "#time-rows [data-disturbed]"
+
+
+def test_disturbed_times_are_marked_on_the_page_and_in_exports(file_tab: Page, tmp_path: Path) -> None:
+    show(file_tab, *golden("draft", "ar"))
+    expect(file_tab.locator(MARKED)).to_have_count(0)
+    coloured = file_tab.locator("#time-rows [data-row=spec] .even").evaluate(FILL)
+    show(file_tab, *disturbed(golden("draft", "ar")))
+    expect(file_tab.locator(MARKED)).to_have_text([re.compile("times disturbed")] * 2)
+    fills = file_tab.locator(f"{MARKED} .even").evaluate_all(f"paths => paths.map({FILL})")
+    assert len({*fills}) == 1 and coloured not in fills
+    for lane in ("spec", "ar"):
+        expect(file_tab.locator(f"[data-lane={lane}] .rate")).to_contain_text("times disturbed")
+        assert "times disturbed" in exported(file_tab, lane_action(file_tab, "svg", lane))
+    expect(file_tab.locator("#pass-costs")).to_be_hidden()
+    expect(file_tab.locator("#chart-whatif")).to_have_text("No estimate: times disturbed.")
+    path = tmp_path / "saved.html"
+    path.write_text(exported(file_tab, file_tab.locator("#save-page")), "utf-8")
+    page = file_tab.context.new_page()
+    page.goto(path.as_uri())
+    expect(page.locator(MARKED)).to_have_count(2)
+    expect(page.locator("#headline")).to_contain_text("Speed not measurable now")
+    page.close()
+
+
+def test_tabs_show_the_figures_of_the_run(file_tab: Page) -> None:
+    lines = over_a_link()
+    run = RunFigures.of(lines)
+    show(file_tab, *lines)
+    for tab, parts in {"Memory": {"memory-run"}, "Edge-cloud": {"edge-run", "edge-timeline", "edge-best"}}.items():
+        file_tab.get_by_role("tab", name=tab).click()
+        expect(file_tab.locator(f"#{min(parts)}")).to_contain_text("edge and cloud" if tab == "Memory" else "best k")
+        assert (
+            explained(file_tab, ", ".join(f"#{part}" for part in parts), lambda part: claims(run, part, 1), run)
+            == parts
+        )
+
+
+def explained(page: Page, selector: str, known: Callable[[str], Iterable[Claim]], run: RunFigures) -> set[str]:
+    """Fail for a displayed figure that the traces do not explain; return the parts of the page with figures."""
+    texts = page.evaluate(READ, [selector])
+    for part, text in texts:
+        rest = unexplained(without_names(text, run), known(part))
+        assert not re.search(r"\d", rest), f"unknown figure in {part}: {text!r}, left {rest!r}"
+    return {part for part, _ in texts}
+
+
 # --- unverified tokens, waiting, advice ---------------------------------------------------------------------------
 
 REMOTE = {"mode": "speculative", "remote": "http://127.0.0.1:1", "rtt_ms": 10.0}
@@ -313,16 +466,6 @@ def test_waiting_and_second_round_trips_are_labelled(file_tab: Page) -> None:
     expect(file_tab.locator("#edge-run")).to_contain_text(re.compile(r"The link took \d+ % of it"))
     expect(file_tab.locator("#edge-timeline .key span", has_text="waiting")).to_have_count(1)
     expect(file_tab.locator("#edge-table").get_by_role("gridcell", name="two round trips")).to_have_count(1)
-
-
-def test_alpha_has_one_meaning_per_run(file_tab: Page) -> None:
-    overlap = "mean overlap β 0.75"
-    for rule, note, label in (("rejection", f"α 0.50 · {overlap}", overlap), ("match", "α 0.50", "α 0.50")):
-        lanes = [recipe_line(rule=rule), PREFILL, verified(1), verified(2), end(), *plain_lane(5, 0.02)]
-        show(file_tab, *lanes)
-        expect(file_tab.locator("[data-kpi=acceptance] .note")).to_have_text(f"2 of 6 drafted · {note}")
-        expect(file_tab.locator("#verdict")).to_contain_text(f"With {label}, 3.0 draft tokens")
-        expect(file_tab.locator("[data-kpi=speedup] .value")).to_have_text(re.compile(r"^\d+\.\d×$"))  # one pair
 
 
 @pytest.mark.parametrize(

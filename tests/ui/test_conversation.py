@@ -11,6 +11,7 @@ from specdemo.models.chat_caches import Conversation
 from specdemo.stores import Stores
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
+from specdemo.ui.run_figures import rates
 from specdemo.ui.visitors import Visitor, Visitors, answer_footer, shown_messages
 
 
@@ -39,7 +40,7 @@ def test_each_answer_has_its_footer() -> None:
 
 def test_footer_names_speed_and_acceptance() -> None:
     run = answered()
-    assert answer_footer(run.lanes) == f"{run.lanes[SPEC].rate} · 50 % accepted"
+    assert answer_footer(run.lanes) == f"{rates(run.lanes)[SPEC]} · 50 % accepted"
 
 
 def test_turns_and_footers_of_a_conversation_end_together() -> None:

@@ -11,7 +11,7 @@ def test_a_pass_over_several_tokens_takes_less_than_as_many_passes() -> None:
     passes = lesson_data()["passes"]
     ratio = passes["several"] / passes["single"]
     assert 1 < ratio < passes["rows"]
-    assert f"{ratio:.1f} times as long, for {passes['rows']} times as many tokens" in lessons_markup()
+    assert f"{ratio:.2f} times as long, for {passes['rows']} times as many tokens" in lessons_markup()
     assert ratio < 2 or "most of the time" not in lessons_markup(), "reading is less than half of the longer pass"
 
 

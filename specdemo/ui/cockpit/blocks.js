@@ -14,7 +14,7 @@ export function drawBlocks(times, end, label) { // `times`: end of each step in 
   return picture;
 }
 
-export function countSteps({ length }) { return `${length - 1} steps`; }
+export function countSteps(times) { return `${times.filter((t) => t > 0).length} steps`; } // without a first pass that is not on the axis
 
 export function seconds(t) { return `${t.toFixed(t < 1 ? 3 : 2)} s`; }
 

@@ -2,7 +2,8 @@
 
 import { make, setText } from "./elements.js";
 import { applyExample, exampleNamed, setSettings } from "./settings.js";
-import { $, current, laneName, lanes } from "./state.js";
+import { $, current, lanes } from "./state.js";
+import { barTitle } from "./timeline.js";
 
 export function clearHeadline() {
   setText($("#headline"), current.busy ? "Running …" : "");
@@ -36,7 +37,7 @@ function dividedHeadline() { // a speed-up at the beginning is displayed large
 /** Result of the run for a picture: the headline, and the time of each lane. */
 export function shownResult() {
   const timed = current.frame.plan.filter((name) => lanes[name].times);
-  return { ...dividedHeadline(), rows: timed.map((name) => ({ name, label: laneName(name), time: lanes[name].times.at(-1) })) };
+  return { ...dividedHeadline(), rows: timed.map((name) => ({ label: barTitle(name), time: lanes[name].times.at(-1), fast: name === "spec" && !current.frame.disturbed.includes(name) })) };
 }
 
 function followSuggestion({ press, example, set }) {
@@ -51,11 +52,11 @@ export function showPosition() { // while a part of the text is displayed, the f
   const step = lane.steps[lane.shown - 1];
   const partial = lane.shown < lane.steps.length || current.pending.some((record) => record.step && record.l === name);
   if (!step || !partial) return showTiles(current.frame.tiles);
-  const first = lane.steps[0];
+  const first = lane.steps[0].t ? { t: 0, tokens: 0 } : lane.steps[0]; // over a link the clock begins with the prompt
   const [seconds, passes] = [step.t - first.t, lane.shown - 1];
   const figures = {
     acceptance: [step.drafted ? `${((100 * step.accepted) / step.drafted).toFixed(0)} %` : "–", `${step.accepted} of ${step.drafted} drafted`],
-    tokens_per_pass: [passes ? ((step.tokens - first.tokens) / passes).toFixed(2) : "–", `${passes} steps`],
+    tokens_per_pass: [passes ? ((step.tokens - lane.steps[0].tokens) / passes).toFixed(2) : "–", `${passes} steps`],
     tokens_per_second: [seconds ? ((step.tokens - first.tokens) / seconds).toFixed(1) : "–", `${step.tokens} tokens displayed`],
     speedup: ["–", "at the end"],
   };

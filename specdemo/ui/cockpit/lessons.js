@@ -20,8 +20,8 @@ export function mount({ element, props }) {
   const { passes, race: recordedRace, survive, copied, costs } = props.lessons;
   const longest = Math.max(passes.single, passes.several);
   inLesson("passes").replaceChildren(
-    lessonBar("1 token", passes.single / longest, `${(1000 * passes.single).toFixed(1)} ms`),
-    lessonBar(`${passes.rows} tokens`, passes.several / longest, `${(1000 * passes.several).toFixed(1)} ms`));
+    lessonBar("1 token", passes.single / longest, `${(1000 * passes.single).toFixed(2)} ms`),
+    lessonBar(`${passes.rows} tokens`, passes.several / longest, `${(1000 * passes.several).toFixed(2)} ms`));
 
   const raceEnd = Math.max(...recordedRace.map(([, times]) => times.at(-1)));
   inLesson("race").replaceChildren(...recordedRace.map(([name, times], i) => make("div", { class: "time-row", "data-row": i ? "ar" : "spec" },

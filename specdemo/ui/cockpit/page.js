@@ -78,7 +78,7 @@ function connectDownloads() {
     });
     $(`#trace-${name}`).addEventListener("click", async () => save(await server.trace([current.run, name]), `specdemo-${name}.jsonl`, "application/x-ndjson"));
     $(`#csv-${name}`).addEventListener("click", () => download(asCsv(lanes[name]), `specdemo-${name}.csv`, "text/csv"));
-    const picture = () => textPicture(lanes[name], current.frame.figures[name].metrics, shownResult());
+    const picture = () => textPicture(lanes[name], current.frame.figures[name].metrics, current.frame.rates[name], shownResult());
     $(`#svg-${name}`).addEventListener("click", () => download(picture(), `specdemo-${name}.svg`, "image/svg+xml"));
     $(`#png-${name}`).addEventListener("click", () => savePng(picture(), `specdemo-${name}.png`));
   }

@@ -152,10 +152,9 @@ function showResult() {
     for (const button of box.querySelectorAll("button")) button.disabled = !lane.childElementCount;
   }
   setText($("#verdict"), current.frame.verdict);
-  const same = $("#sameness"), compared = Object.values(current.frame.texts).find(([, , tone]) => tone); // texts that must agree
-  same.hidden = !compared;
-  if (compared) {
-    const [badge, why, tone] = compared;
+  const same = $("#sameness"), [badge, why, tone] = current.frame.texts[current.frame.plan.find((name) => name !== "ar")] ?? [];
+  same.hidden = !tone; // only texts that must agree
+  if (tone) {
     same.textContent = badge;
     same.dataset.tone = tone;
     setText($("#verdict"), [current.frame.verdict, why].filter(Boolean).join(" "));

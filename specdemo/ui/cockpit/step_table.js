@@ -10,7 +10,7 @@ export function stepTable({ head, records }) { // a row of values per step, null
     const { step } = record;
     const times = [step.draft_s, step.verify_s, step.host_s].map((seconds) => (seconds === null ? null : rounded(1000 * seconds, 3)));
     const counts = [draftSize(step), testedCount(record), acceptedCount(record), step.tokens.length];
-    return [step.i, rounded(step.t, 4), head.drafts ? step.gamma : null, ...counts, step.kind, meanBeta(step), ...times, step.text];
+    return [step.i, rounded(record.at, 4), head.drafts ? step.gamma : null, ...counts, step.kind, meanBeta(step), ...times, step.text];
   });
 }
 

@@ -14,13 +14,13 @@ const WIDE = /[\u1100-\u115f\u2e80-\ua4cf\ua960-\ua97f\uac00-\ud7a3\uf900-\ufaff
 const RESULT = 58, ROW = 22; // pixels of the headline and of a time bar
 const BAR_X = 150, BAR_WIDTH = 540, BAR_HEIGHT = 14;
 
-export function textPicture(lane, { tokens_per_second: speed, acceptance_rate: acceptance }, result) {
+export function textPicture(lane, { acceptance_rate: acceptance }, speed, result) { // `speed` in words
   const { styles, title } = lane.head;
   const pieces = [...layout(tokensOf(lane))];
   const lines = (pieces.at(-1)?.line ?? 0) + 1;
   const top = EDGE + RESULT + result.rows.length * ROW + EDGE;
   const width = 2 * EDGE + LINE_COLUMNS * CHAR, height = top + EDGE + (lines + 3) * LINE;
-  const rate = speed === null ? "" : `, ${speed.toFixed(1)} tokens per second`;
+  const rate = speed && `, ${speed}`;
   const share = acceptance === null ? "" : `, ${(100 * acceptance).toFixed(0)}% of the draft tokens accepted`;
   const parts = [
     `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}" role="img" viewBox="0 0 ${width} ${height}" font-family="ui-monospace, Menlo, Consolas, monospace" font-size="${SIZE}">`,
@@ -49,10 +49,10 @@ function resultShapes({ factor, words, rows }) {
     parts.push(`<text x="${x}" y="${EDGE + 18 + 20 * i}" font-size="16" font-weight="600">${escaped(text)}</text>`);
   }
   const longest = Math.max(...rows.map((row) => row.time));
-  for (const [i, { name, label, time }] of rows.entries()) {
+  for (const [i, { label, time, fast }] of rows.entries()) {
     const y = EDGE + RESULT + i * ROW, length = (BAR_WIDTH * time) / longest;
     const write = (at, text) => `<text x="${at}" y="${y + 12}" font-size="13">${escaped(text)}</text>`;
-    parts.push(write(EDGE, label), `<rect x="${BAR_X}" y="${y}" width="${length.toFixed(1)}" height="${BAR_HEIGHT}" fill="${colour(name === "spec" ? "accepted-ink" : "quiet")}"/>`,
+    parts.push(write(EDGE, label), `<rect x="${BAR_X}" y="${y}" width="${length.toFixed(1)}" height="${BAR_HEIGHT}" fill="${colour(fast ? "accepted-ink" : "quiet")}"/>`,
       write(BAR_X + length + 8, seconds(time)));
   }
   return parts;

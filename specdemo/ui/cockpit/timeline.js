@@ -3,7 +3,7 @@
 import { AXIS, BLOCK, countSteps, drawBlocks, markBlock, seconds } from "./blocks.js";
 import { canvas, make, setText, svg } from "./elements.js";
 import { inspectStep } from "./inspector.js";
-import { $, DISCARDED, element, laneName, lanes } from "./state.js";
+import { $, current, DISCARDED, element, laneName, lanes } from "./state.js";
 
 export function openTimeline(names) {
   const end = Math.max(...names.map((name) => lanes[name].steps.at(-1).t));
@@ -17,7 +17,7 @@ export function drawPassCosts(costs) { // two bars: a pass that writes one token
   if (!costs) return;
   const longest = Math.max(...costs.bars.map(([, s]) => s));
   const row = ([name, s]) => make("div", { class: "time-row" }, make("span", { class: "time-name", text: name }),
-    canvas(`${name}: ${(1000 * s).toFixed(1)} ms`, AXIS, BLOCK, svg("rect", { width: (AXIS * s) / longest, height: BLOCK, class: "pass" })), make("span", { text: `${(1000 * s).toFixed(1)} ms` }));
+    canvas(`${name}: ${(1000 * s).toFixed(2)} ms`, AXIS, BLOCK, svg("rect", { width: (AXIS * s) / longest, height: BLOCK, class: "pass" })), make("span", { text: `${(1000 * s).toFixed(2)} ms` }));
   $("#pass-costs").replaceChildren(make("p", { text: costs.words }), ...costs.bars.map(row));
   for (const picture of element.querySelectorAll("#pass-costs svg")) picture.setAttribute("preserveAspectRatio", "none");
 }
@@ -29,10 +29,13 @@ export function drawRunTable([head, ...rows]) {
   $("#run-table table").replaceChildren(make("thead", {}, row(head, "th")), make("tbody", {}, ...rows.map((cells) => row(cells, "td"))));
 }
 
+export function barTitle(name) { return `${laneName(name)}${current.frame.disturbed.includes(name) ? ", times disturbed" : ""}`; }
+
 function timeRow(name, end) {
   const { steps } = lanes[name], times = steps.map(({ t }) => t);
-  const picture = drawBlocks(times, end, `${countSteps(steps)} in ${seconds(times.at(-1))}`);
-  const bar = make("div", { class: "time-bar", role: "slider", tabindex: 0, "aria-label": `${laneName(name)}: steps on the time axis`, "aria-valuemin": 0, "aria-valuemax": steps.length - 1, "aria-valuenow": 0 }, picture);
+  const disturbed = current.frame.disturbed.includes(name), title = barTitle(name);
+  const picture = drawBlocks(times, end, `${countSteps(times)} in ${seconds(times.at(-1))}`);
+  const bar = make("div", { class: "time-bar", role: "slider", tabindex: 0, "aria-label": `${title}: steps on the time axis`, "aria-valuemin": 0, "aria-valuemax": steps.length - 1, "aria-valuenow": 0 }, picture);
   const step = (e) => { // step under the pointer
     const box = bar.getBoundingClientRect(), t = ((e.clientX - box.left) / box.width) * end;
     return t <= times.at(-1) ? times.findIndex((after) => after >= t) : -1;
@@ -50,7 +53,7 @@ function timeRow(name, end) {
     else linkStep(name, Math.max(0, Math.min(next, steps.length - 1)));
   });
   Object.assign(lanes[name], { times, picture, bar, end });
-  return make("div", { class: "time-row", "data-row": name }, make("span", { class: "time-name", text: laneName(name) }), bar, make("span", { class: "time-end", text: seconds(times.at(-1)) }));
+  return make("div", { class: "time-row", "data-row": name, "data-disturbed": disturbed }, make("span", { class: "time-name", text: title }), bar, make("span", { class: "time-end", text: seconds(times.at(-1)) }));
 }
 
 export function closeTimeline() {

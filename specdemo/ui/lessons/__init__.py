@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from statistics import mean
 from string import Template
 from typing import Any
 
@@ -22,7 +21,7 @@ from specdemo.ui.frames import Run, run_of_traces
 from specdemo.ui.lane import PLAIN, SPEC, Lane
 from specdemo.ui.page_files import mount_module
 from specdemo.ui.run_estimate import cost_terms
-from specdemo.ui.run_figures import lane_speedup
+from specdemo.ui.run_figures import lane_speedup, typical_passes
 
 _FOLDER = Path(__file__).parent
 PATH = "/lessons"
@@ -49,10 +48,10 @@ def lessons_markup() -> str:
     passes, costs = data["passes"], data["costs"]
     survive = data["survive"][-1]["step"]
     texts = {
-        "one_ms": f"{1000 * passes['single']:.1f}",
-        "several_ms": f"{1000 * passes['several']:.1f}",
+        "one_ms": f"{1000 * passes['single']:.2f}",
+        "several_ms": f"{1000 * passes['several']:.2f}",
         "rows": passes["rows"],
-        "ratio": f"{passes['several'] / passes['single']:.1f}",
+        "ratio": f"{passes['several'] / passes['single']:.2f}",
         "tokens": spec.metrics.tokens,
         "text": html.escape("".join(event.text for event in spec.steps).strip()),
         "passes": spec.metrics.target_passes,
@@ -69,15 +68,10 @@ def lessons_markup() -> str:
 def lesson_data() -> dict[str, Any]:
     """Return records of steps, times and costs of the recorded runs."""
     sampled, greedy = _lanes(SAMPLED), _lanes(GREEDY)
-    full = max(len(event.step.draft) for event in sampled[SPEC].steps)
-    drafted = [event.step for event in sampled[SPEC].steps if len(event.step.draft) == full]
-    plain = [event.step for event in sampled[PLAIN].steps[1:]]
+    passes = typical_passes(sampled)
+    assert passes is not None
     return {
-        "passes": {
-            "single": mean(step.seconds.verify for step in plain),
-            "several": mean(step.seconds.verify for step in drafted),
-            "rows": full + 1,
-        },
+        "passes": {"single": passes.single_s, "several": passes.several_s, "rows": passes.rows},
         "race": [(name, [event.metrics.decode_s for event in greedy[key].steps]) for name, key in _RACE],
         "survive": _records_until(SAMPLED, _instructive),
         "copied": _records_until(COPIED, _copied),

@@ -1,0 +1,558 @@
+"""Figures that each part of the page may show of a run, and the script that reads the displayed texts."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Iterator
+
+from fakes.shown_figures import PARTS, Claim, LaneFigures, Line, RunFigures, by_target, claim
+
+# Texts with figures by part of the page. Left out: text of the model, prompts, controls, axes of charts, and estimates.
+READ = """(roots) => {
+    const LEFT_OUT = ".lane, .tok, code, mark, .excerpt, .legend, .switches, .files, select, button, summary, caption,"
+        + "input, .charts svg *, #lesson-curve svg *, #chart-whatif table, #rounds, #edge-timeline .axis";
+    const BLOCKS = "#status, .lesson-bar, p, tr, td, .time-row, .tile, header, .law, .key, .row > .head, figure";
+    const NAMED = "[data-kpi], [data-lane], [data-row], [id]:not([id^=html-], [id^=component-])";
+    const blocks = new Map();
+    const nameOf = (node) => {
+        const at = node.closest(NAMED);
+        if (at.dataset.kpi) return `tile ${at.dataset.kpi}`;
+        if (at.dataset.lane) return `lane ${at.dataset.lane}`;
+        return at.dataset.row ? `axis ${at.dataset.row}` : at.id;
+    };
+    const add = (node, text) => {
+        const block = node.closest(BLOCKS) ?? node;
+        blocks.set(block, [...(blocks.get(block) ?? []), text.trim()]);
+    };
+    for (const root of roots.flatMap((selector) => [...document.querySelectorAll(selector)])) {
+        const walker = document.createTreeWalker(root, NodeFilter.SHOW_TEXT);
+        while (walker.nextNode()) {
+            const { parentElement: parent, textContent: text } = walker.currentNode;
+            if (text.trim() && parent.checkVisibility() && !parent.closest(LEFT_OUT)) add(parent, text);
+        }
+        for (const name of ["aria-label", "aria-valuetext", "title"])
+            for (const node of root.querySelectorAll(`[${name}]`))
+                if (node.checkVisibility() && !node.closest(LEFT_OUT)) add(node, node.getAttribute(name));
+    }
+    return [...blocks].map(([block, texts]) => [nameOf(block), texts.join(" ")]).filter(([, text]) => /\\d/.test(text));
+}"""
+# Ends of the bars and rows of the table of steps, which the browser draws from the records
+BARS = """() => [...document.querySelectorAll("#time-rows .time-row")].map((row) => [row.dataset.row, Math.max(
+    ...[...row.querySelectorAll("path")].flatMap((path) => [...path.getAttribute("d").matchAll(/H([\\d.]+)/g)])
+    .map(([, x]) => x / 1000))])"""
+ROWS = """() => [...document.querySelectorAll("#rounds tbody tr")].map((row) =>
+    [...row.querySelectorAll("td:not(.text)")].map((cell) => cell.textContent))"""
+
+
+# Simulated, and compared with the run by the test of what-if
+ESTIMATES = r"Estimated best: .*? tokens/s\.|γ \d+ is estimated at \d+ to \d+ tokens per second"
+
+
+def without_names(text: str, run: RunFigures) -> str:
+    """Remove quoted texts, estimates, and names of models, services and engines."""
+    text = re.sub(r'"(?:[^"\\]|\\.)*"', " ", text)
+    text = re.sub(ESTIMATES, " ", text)
+    recipes = [lane.recipe for lane in run.lanes.values()]
+    names = [recipe.get(name) for recipe in recipes for name in ("pair", "target", "drafter")]
+    names += [(recipe.get("cloud") or {}).get("remote") for recipe in recipes]
+    for lane in run.lanes.values():
+        names += [lane.header["environment"].get("vectors")]
+        names += lane.header["environment"].get("engine", "").split(": ")
+    for name in (name for name in names if name and re.search(r"\d", name)):
+        text = text.replace(name, " ")
+    return text
+
+
+def titles(run: RunFigures) -> Iterator[Claim]:
+    options = {
+        "γ {}": "gamma",
+        "temperature {}": "temperature",
+        "top p {}": "top_p",
+        "seed {}": "seed",
+        "max tokens {}": "max_tokens",
+        "gamma {}": "gamma",
+        "{} beams": "num_beams",
+    }
+    for words, name in options.items():
+        yield Claim(words, [(lane.recipe[name],) for lane in run.lanes.values() if name in lane.recipe])
+
+
+def first_token(*lanes: LaneFigures) -> Iterator[Claim]:
+    yield Claim("{} ms", [(1000 * lane.ttft_s,) for lane in lanes if lane.ttft_s < 1])
+    yield Claim("{} s", [(lane.ttft_s,) for lane in lanes if lane.ttft_s >= 1])
+
+
+def size(words: str, value: float | None) -> Claim:
+    units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+    unit, factor = next(((unit, by) for unit, by in units if (value or 0) >= by), ("bytes", 1))
+    return claim(f"{words} {{}} {unit}", None if value is None else value / factor)
+
+
+def speedups(run: RunFigures, *words: str) -> list[Claim]:
+    """Claims of a speed-up, which are wrong for every value if the times contradict the passes."""
+    shown = run.speedup()
+    return [Claim(text, [] if shown is None else [(shown,)]) for text in words]
+
+
+def headline(run: RunFigures) -> Iterator[Claim]:
+    lane, plain = run.first, run.plain
+    yield from speedups(
+        run,
+        "{}× faster with drafts",
+        "{}×, slower with drafts",
+        "No clear difference: {}×",
+        "{}× the speed of the baseline",
+    )
+    yield claim("{} tokens in {} target passes after the first, {} tokens per second",
+                len(lane.tokens), lane.passes, lane.speed)  # fmt: skip
+    yield claim("{} target passes instead of {}.", lane.passes, plain.passes if plain else None)
+    yield claim("{} tokens per target pass instead of {}.", lane.tokens_per_pass, 1)
+    yield claim("differs at token {}", run.equal(next(iter(run.lanes))) + 1)
+    yield from titles(run)
+    yield Claim("{}×", [(run.speedup(name),) for name in ("third", "fourth") if run.speedup(name)])
+
+
+def advice(run: RunFigures) -> Iterator[Claim]:
+    yield claim("gave {} tokens and took {} times as long as a step", run.first.tokens_per_step, run.step_cost())
+
+
+def lane_header(run: RunFigures, name: str) -> Iterator[Claim]:
+    lane, equal = run.lanes[name], run.equal(name)
+    yield claim("At temperature {} rounding", 0)
+    yield from titles(run)
+    yield claim("{} tok/s", lane.speed)
+    yield claim("All {} tokens equal", equal)
+    yield claim("differs at token {}", equal + 1)
+    yield claim("differ from token {} on", equal + 1)
+    yield claim("with filler top-k {}", 1)  # title of a method
+
+
+def axis(run: RunFigures, name: str, i: int) -> Iterator[Claim]:
+    lane = run.lanes[name]
+    last, at = len(lane.steps) - 1, lane.at
+    yield claim("Step {} of {}, {} s to {} s: {} token", i, last, at[i - 1], at[i], len(lane.steps[i]["tokens"]))
+    yield claim("{} steps in {} s", last + (at[0] > 0), at[-1])
+    yield from titles(run)
+    yield claim("{} s", at[-1])
+
+
+def pass_costs(run: RunFigures) -> Iterator[Claim]:
+    if not run.pass_times:
+        return
+    rows, single, several = run.pass_times
+    yield claim("checking {} tokens costs {} times writing 1.", rows, several / single)
+    yield claim("writing 1 {} ms writing 1: {} ms", *[1000 * single] * 2)
+    yield claim("checking {} {} ms", rows, 1000 * several)
+    yield claim("checking {}: {} ms", rows, 1000 * several)
+
+
+def run_table(run: RunFigures) -> Iterator[Claim]:
+    """Cells of the table of runs, by its columns."""
+    lanes = run.lanes
+    yield from titles(run)
+    yield claim("{} (baseline)", 1)
+    yield Claim("{}× (one run", [(run.speedup(name),) for name in lanes if name != "ar"])
+    yield Claim("{} %", [(100 * lane.acceptance,) for lane in lanes.values() if lane.acceptance is not None])
+    yield from first_token(*lanes.values())
+    yield Claim("{}", [(figure,) for lane in lanes.values() for figure in (lane.tokens_per_pass, lane.alpha)])
+
+
+def tile(run: RunFigures, name: str) -> Iterator[Claim]:
+    lane = run.first
+    share = lane.acceptance
+    match name:
+        case "acceptance":
+            yield claim("acceptance rate {} %", None if share is None else 100 * share)
+            yield claim("{} of {} drafted", lane.accepted, lane.drafted)
+            yield claim("α {}", lane.alpha)
+            yield claim("{} unverified", lane.unverified)
+            if estimates_overlap(lane):
+                yield claim("mean overlap β {}", lane.overlap)
+        case "tokens_per_pass":
+            yield claim("tokens / pass {} {} target passes", lane.tokens_per_pass, lane.passes)
+        case "tokens_per_second":
+            yield claim("tokens / s {} {} tokens", lane.speed, len(lane.tokens))
+        case "ttft":
+            yield from first_token(lane)
+        case "memory":
+            uses = {
+                "weights": lane.weights,
+                "KV": lane.memory("kv_bytes"),
+                "device": lane.memory("device_bytes"),
+                "memory": lane.memory("rss_bytes"),
+            }
+            yield from (size(words, use) for words, use in uses.items())
+        case "speedup":
+            yield from speedups(run, "speed-up {}×")
+
+
+def estimates_overlap(lane: LaneFigures) -> bool:
+    """Return True for rules that accept with probability min(p, q) on average."""
+    return lane.recipe.get("rule", "rejection") in ("rejection", "block")
+
+
+def verdict(run: RunFigures) -> Iterator[Claim]:
+    yield from causes(run)
+    yield from headline(run)
+    yield from lane_header(run, next(iter(run.lanes)))
+    yield claim("{} thread", run.first.header["environment"].get("threads"))
+
+
+def causes(run: RunFigures) -> Iterator[Claim]:
+    lane, plain = run.first, run.plain
+    if plain is None:
+        return
+    yield claim("{} against {} tokens per second", lane.speed, plain.speed)
+    yield claim("{} against {} s in total", lane.at[-1], plain.at[-1])
+    per_token = [1000 * each.at[-1] / len(each.tokens) for each in (lane, plain)]
+    yield claim("{} against {} ms per token", *per_token)
+    yield claim("gave {} tokens and took {} AR steps (drafting {}, verifying {}, host {})",
+                lane.tokens_per_step, run.step_cost(), *map(run.step_cost, PARTS))  # fmt: skip
+    yield from theorem(run)
+    if lane.linked:
+        yield Claim("{} %", [(100 * link_share(each),) for each in run.lanes.values()])
+
+
+def theorem(run: RunFigures) -> Iterator[Claim]:
+    lane, draft_cost = run.first, run.step_cost("draft_s")
+    steps = len(lane.steps) - 1
+    if not draft_cost or not lane.all_drafted or lane.alpha is None:
+        return
+    drafted = lane.all_drafted / steps
+    alpha, name = (lane.overlap, "mean overlap β") if estimates_overlap(lane) else (lane.alpha, "α")
+    assert alpha is not None
+    tokens = drafted + 1 if alpha == 1 else (1 - alpha ** (drafted + 1)) / (1 - alpha)
+    words = f"With {name} {{}}, {{}} draft tokens per step and c {{}}, Theorem {{}} predicts {{}}×"
+    yield claim(words, alpha, drafted, draft_cost / drafted, 3.8, tokens / (1 + draft_cost))
+    yield claim("With the measured costs of verification and host it is {}×", tokens / (run.step_cost() or math.nan))
+
+
+def link_share(lane: LaneFigures) -> float:
+    """Share of the run's time that no model used and that was not idle."""
+    linked = 0.0
+    for line in lane.steps:
+        link = line.get("remote") or {}
+        if "cloud_s" in link:
+            linked += line["verify_s"] - link["cloud_s"]
+        else:
+            linked += line["verify_s"]
+    return linked / lane.steps[-1]["t"]
+
+
+def step_words(lane: LaneFigures, i: int) -> Iterator[Claim]:
+    line = lane.steps[i]
+    counts = len(line["draft"]), len(line["accepted"]), len(line["tokens"])
+    yield claim("Drafted {}, accepted {}, committed {}.", *counts)
+    yield claim("Drafted {}, committed {} without", counts[0], counts[2])
+    yield claim("all beams agree on {} tokens", counts[2])
+    yield claim("At {} s", lane.at[i])
+    yield claim("γ allowed {}", line["gamma"])
+    yield claim("γ: start {}, this step {}", lane.recipe["gamma"], line["gamma"])
+    for name, value in line.get("policy", {}).items():
+        yield claim(f"{name.replace('_', ' ')} {{}}", float(f"{value:.3g}"))
+    link = line.get("remote") or {}
+    for words, name, scale in (("cloud, ms", "cloud_s", 1000), ("waiting for the link, ms", "rtt_s", 1000),
+                               ("requests", "sent", 1), ("bytes up", "bytes_up", 1), ("bytes down", "bytes_down", 1),
+                               ("hard", "hard_ratio", 1)):  # fmt: skip
+        yield claim(f"{words} {{}}", link.get(name, 0) * scale)
+
+
+def step_player(lane: LaneFigures, i: int) -> Iterator[Claim]:
+    line = lane.steps[i]
+    untested = [beta for node, beta in enumerate(line["beta"]) if beta is None and node not in line["accepted"]]
+    yield claim("{} kept", len(line["accepted"]))
+    yield claim("guessed {} token", len(line["draft"]))
+    yield claim("The step gives {} token", len(line["accepted"]) + (line["token"] is not None))
+    yield claim("{} guess", len(untested))
+    yield from decisions(line)
+    yield from masses(line)
+
+
+def decisions(line: Line) -> Iterator[Claim]:
+    """Figures that decided about the draft tokens of a step."""
+    nodes = range(len(line["draft"]))
+    unknown = [None] * len(nodes)
+    p, q, draw = line["p"], line["q"] or unknown, line["draw"]
+    quotients = [min(1.0, a / b) if a is not None and b else None for a, b in zip(p, q, strict=True)]
+    bound = line.get("bound") or quotients
+    tops = [dict(law["top"]) for law in line.get("laws") or []]
+    top = [tops[line["parents"][n] + 1] if tops else {} for n in nodes]
+    raw = [top[n].get(line["draft"][n]) for n in nodes]  # without the temperature
+    best = [max(top[n].values(), default=None) for n in nodes]
+    rival = [max((mass for token, mass in top[n].items() if token != line["draft"][n]), default=None) for n in nodes]
+    rank = line.get("rank") or [None] * len(nodes)
+    entropies = [[law["entropy"] for law in line.get(name) or []] for name in ("laws", "drafted")]
+    yield Claim("p/q {};", [(value,) for value in (*bound, *quotients)])  # the quotient, if it was not tested
+    yield Claim("p/q ≥ {};", [(1.0,) for n in nodes if p[n] and p[n] >= (q[n] or 1.0)])
+    yield Claim("p/q = {}.", [(bound[n],) for n in nodes])
+    yield Claim("p/q is at least {}.", [(1.0,) for n in nodes if p[n] and p[n] >= (q[n] or 1.0)])
+    yield Claim("accepted below {} · draw {}", [(bound[n], draw[n]) for n in nodes])
+    yield Claim("its share {} of", [(bound[n],) for n in nodes])
+    yield Claim("the draw {} is", [(draw[n],) for n in nodes])
+    yield Claim("draw {} against the bound {}", [(draw[n], bound[n]) for n in nodes])
+    yield Claim("draw {}", [(draw[n],) for n in nodes])
+    yield Claim("bound {}", [(bound[n],) for n in nodes])
+    yield Claim("choice {}, p {}; second choice {}", [(rank[n], raw[n], rival[n]) for n in nodes])
+    yield Claim("choice {}, p {}; first choice {}", [(rank[n], raw[n], best[n]) for n in nodes])
+    yield Claim("rank in target {} · probability {} · first choice {}", [(rank[n], raw[n], best[n]) for n in nodes])
+    yield Claim("choice number {}, with {} against {}.", [(rank[n], raw[n], best[n]) for n in nodes])
+    yield Claim("p {} · q {}", [(p[n], q[n]) for n in nodes])
+    yield Claim("p {}, q {}", [(p[n], q[n]) for n in nodes])
+    yield Claim("p {}", [(p[n],) for n in nodes])
+    yield Claim("β {}", [(line["beta"][n],) for n in nodes])
+    for name, values in zip("pq", entropies, strict=True):
+        yield Claim(f"H({name}) {{}}", [(value,) for value in values])
+    origins = line.get("origin") or [{}]
+    for words, name in (("match of {} tokens", "matched"), ("order {}", "order"), ("seen {}×", "count")):
+        yield Claim(words, [(origin.get(name),) for origin in origins])
+    yield Claim("the last {} token", [(origin.get("matched") or (origin.get("order") or 0) - 1,) for origin in origins])
+    yield Claim("It occurred {} time", [(origin.get("count"),) for origin in origins])
+
+
+def tree_words(line: Line) -> Iterator[Claim]:
+    yield claim("of {} tokens, {} of", len(line["draft"]), len(line["accepted"]))
+    yield from decisions(line)
+
+
+def masses(line: Line) -> Iterator[Claim]:
+    """Bars of the recorded distributions, and of the mass that was not recorded."""
+    tops = [law["top"] for name in ("laws", "drafted") for law in line.get(name) or []]
+    tops += [line["token_top"]["top"]] if line.get("token_top") else []
+    recorded = [mass for top in tops for _, mass in top]
+    nothing = [0.0, *([1.0] if line["q"] is None else [])]  # point masses
+    known = {*recorded, *nothing, *(max(0.0, 1 - sum(mass for _, mass in top)) for top in tops), *others(line)}
+    yield Claim("{} {}", [(a, b) for a in known for b in known])
+    yield Claim("{}", [(mass,) for mass in known])
+
+
+def others(line: Line) -> Iterator[float]:
+    """Mass of the tokens without a bar of their own, for each number of bars."""
+    tops = [law["top"] for name in ("laws", "drafted") for law in line.get(name) or []]
+    tops += [line["token_top"]["top"]] if line.get("token_top") else []
+    for top in tops:
+        ordered = sorted((mass for _, mass in top), reverse=True)
+        yield from (1 - sum(ordered[:count]) for count in range(len(ordered)))
+
+
+def step_times(line: Line) -> Iterator[Claim]:
+    for part in PARTS:
+        yield claim(f"{part.removesuffix('_s')} {{}} ms", 1000 * line[part])
+
+
+def charts(lane: LaneFigures) -> Iterator[Claim]:
+    yield Claim("{}: {} %", [(k, 100 * passed / tried) for k, (passed, tried) in enumerate(lane.positions, 1)])
+    for part in PARTS:
+        name, total = part.removesuffix("_s"), 1000 * lane.total(part)
+        yield Claim(f"{name} {{}} ms", [(total,), (total / (len(lane.steps) - 1),)])
+    yield claim("Measured (+): γ {}, {} tokens/s", lane.recipe["gamma"], lane.speed)
+    yield claim("Measured: {} tokens/s", lane.speed)
+
+
+def step_rows(lane: LaneFigures) -> list[list[float | str | None]]:
+    """Cells of the table of steps, without the text."""
+    rows: list[list[float | str | None]] = []
+    for line, at in zip(lane.steps, lane.at, strict=True):
+        betas = [beta for beta in line["beta"] if beta is not None]
+        counts = len(line["draft"]), len(betas), len(line["accepted"]) if by_target(line) else 0, len(line["tokens"])
+        times = (1000 * line[part] for part in PARTS)
+        overlap = statistics.fmean(betas) if betas else None
+        kind = line["kind"] if by_target(line) else "unverified"
+        gamma = None if lane.recipe["method"] in ("ar", "beam") else line["gamma"]
+        rows.append([line["i"], at, gamma, *counts, kind, overlap, *times])
+    return rows
+
+
+def edge_words(lane: LaneFigures) -> Iterator[Claim]:
+    links = [line["remote"] for line in lane.steps]
+    total = lane.steps[-1]["t"]
+    sums = {name: sum(link.get(name, 0.0) for link in links) for name in ("escalated", "bytes_up", "bytes_down")}
+    yield claim("{} tokens in {} steps, {} tokens per second", len(lane.tokens), len(lane.steps), lane.speed)
+    yield claim("{} % of the steps queried the cloud", 100 * sums["escalated"] / len(links))
+    yield claim("{} kB up and {} kB down", sums["bytes_up"] / 1000, sums["bytes_down"] / 1000)
+    yield claim("{} measured", (sums["bytes_up"] + sums["bytes_down"]) / len(lane.tokens))
+    yield from titles(RunFigures({"spec": lane}))
+    known = [line for line in lane.steps if "cloud_s" in line["remote"]]
+    unknown = [line for line in lane.steps if "cloud_s" not in line["remote"]]
+    spent = {
+        "drafting": lane.total("draft_s") + lane.steps[0]["draft_s"],
+        "sending": sum(line["remote"]["up_s"] for line in known),
+        "receiving": sum(line["remote"]["down_s"] for line in known),
+        "cloud's pass": sum(line["remote"]["cloud_s"] for line in known),
+        "waiting": sum(line["verify_s"] for line in unknown),
+    }
+    spent["link delay"] = sum(line["verify_s"] for line in known) - spent["sending"] - spent["receiving"]
+    spent["link delay"] -= spent["cloud's pass"]
+    link = sum(spent[name] for name in ("sending", "receiving", "waiting", "link delay"))
+    spent["idle"] = total - sum(spent.values())
+    yield claim("The link took {} % of it", 100 * link / total)
+    for name, value in spent.items():
+        yield claim(f"{name} {{}} %", 100 * value / total)
+    k = max(len(line["draft"]) for line in lane.steps)
+    yield claim("{} ids, {} probabilities, 1 of q × {}, and 8 down", k, k, lane.header["vocab_size"])
+    yield claim("at most {} per token", 4 * k + 4 * k + 4 * lane.header["vocab_size"] + 8)
+
+
+def edge_marks(lane: LaneFigures) -> Iterator[Claim]:
+    yield Claim("Steps {} to {} over time", [(0, len(lane.steps) - 1)])
+    yield Claim(
+        "{}: {}/{}", [(line["i"], len(line["accepted"]) * by_target(line), len(line["draft"])) for line in lane.steps]
+    )
+    starts = [0.0]
+    for line in lane.steps:
+        starts.append(line["t"])
+    names = ("draft_s", "verify_s")
+    known = [line[name] for line in lane.steps for name in names]
+    for line in lane.steps:
+        link = line["remote"]
+        if "cloud_s" in link:
+            way = (line["verify_s"] - link["cloud_s"] - link["up_s"] - link["down_s"]) / 2
+            known += [link["cloud_s"], link["up_s"], link["down_s"], way]
+    known += [after - before - line["draft_s"] - line["verify_s"]
+              for before, after, line in zip(starts, starts[1:], lane.steps, strict=False)]  # fmt: skip
+    yield Claim(": {} ms", [(1000 * value,) for value in known])
+
+
+def edge_model(lane: LaneFigures) -> Iterator[Claim]:
+    """The model of a step over the link, from the steps that the cloud verified in time."""
+    verified = [line for line in lane.steps[1:] if line["draft"] and "cloud_s" in line["remote"]]
+    count, drafted = len(verified), sum(len(line["draft"]) for line in verified)
+    c = sum(line["draft_s"] for line in verified) / drafted
+    v = sum(line["remote"]["cloud_s"] for line in verified) / count
+    link = sum(line["verify_s"] + line["host_s"] for line in verified) / count - v
+    alpha = lane.overlap or 0.0
+    speeds = {k: (1 - alpha ** (k + 1)) / (1 - alpha) / (v + k * c + link) for k in [*range(25), drafted / count]}
+    best = max(range(25), key=speeds.__getitem__)
+    yield claim("E[tokens] = ({} − α^(k+{})) / ({} − α)", 1, 1, 1)
+    yield claim("mean overlap β {} for α", alpha)
+    yield claim("a draft token, {} ms", 1000 * c)
+    yield claim("a cloud pass, {} ms", 1000 * v)
+    yield claim("link and host {} ms", 1000 * link)
+    yield claim("The run's k of {} predicts {}", drafted / count, speeds[drafted / count])
+    yield claim("after the first token: {}", lane.decode_tokens / lane.decode_s)
+    yield claim("The best k is {} , with {}", best, speeds[best])
+
+
+def memory_rows(run: RunFigures) -> Iterator[Claim]:
+    sizes = [
+        lane.header["environment"].get(name)
+        for lane in run.lanes.values()
+        for name in ("target_bytes", "drafter_bytes")
+    ]
+    uses = [line["memory"] for lane in run.lanes.values() for line in lane.steps if "memory" in line]
+    sizes += [use[name] for use in uses for name in ("rss_bytes", "kv_bytes", "device_bytes")]
+    yield from titles(run)
+    yield Claim(
+        "{} %", [(100 * (kv := lane.memory("kv_bytes") or 0) / (lane.weights + kv),) for lane in run.lanes.values()]
+    )
+    yield Claim("{}", [(size / 1e6,) for size in sizes if size is not None])
+
+
+def chat_line(run: RunFigures) -> Iterator[Claim]:
+    yield claim("{} tok/s", run.first.speed)
+    yield claim("{} % accepted", None if run.first.acceptance is None else 100 * run.first.acceptance)
+    yield from speedups(run, "{}× the baseline")
+
+
+def displayed_part(lane: LaneFigures, shown: int) -> Iterator[Claim]:
+    """Tiles while the first `shown` steps are displayed."""
+    part = LaneFigures(lane.header, lane.steps[:shown], lane.linked)
+    yield from tile(RunFigures({"spec": lane}), "memory")
+    yield claim("acceptance rate {} %", 100 * (part.acceptance or 0))
+    yield claim("{} of {} drafted", part.accepted, part.drafted)
+    yield claim("tokens / pass – {} steps", 0)
+    yield claim("tokens / pass {} {} steps", part.tokens_per_step, shown - 1)
+    yield claim("tokens / s {} {} tokens displayed", part.speed, len(part.tokens))
+    yield from first_token(lane)
+
+
+def lessons(lines: dict[str, list[Line]]) -> dict[str, list[Claim]]:
+    """Return the claims of each lesson, from the lines of its recorded run."""
+    sampled, greedy = RunFigures.of(lines["sampled"]), RunFigures.of(lines["greedy"])
+    assert sampled.pass_times and greedy.plain and sampled.first.overlap
+    rows, single, several = sampled.pass_times
+    steps = len(sampled.first.steps) - 1
+    drafted = sampled.first.all_drafted / steps
+    c, v, o = (sampled.step_cost(part) or 0.0 for part in PARTS)
+    alpha = sampled.first.overlap
+    predicted = (1 - alpha ** (drafted + 1)) / (1 - alpha) / (c + v + o)
+    ends = [(len(lane.steps) - 1, lane.at[-1]) for lane in greedy.lanes.values()]
+    times = claim("One pass for one token takes {} ms", 1000 * single), claim("a pass over {} tokens", rows)
+    return {
+        "lesson-1": [
+            claim("{}. Why", 1),
+            *times,
+            claim("{} ms: {} times as long, for {} times as many", 1000 * several, several / single, rows),
+            claim("or for {}", rows),
+            claim("{} token {} ms", 1, 1000 * single),
+            claim("{} tokens {} ms", rows, 1000 * several),
+        ],
+        "lesson-2": [
+            claim("{}. Same", 2),
+            claim("the same {} tokens", len(greedy.first.tokens)),
+            Claim("{} steps in {} s", ends),
+            Claim("{} s", [(end,) for _, end in ends]),
+            claim("needed {} target passes instead of {}", greedy.first.passes, greedy.plain.passes),
+        ],
+        "lesson-5": [
+            claim("{}. When", 5),
+            claim("A guess costs {} of", c / drafted),
+            claim("A step gives ({} − α γ+{} ) / ({} − α)", 1, 1, 1),
+            claim("with α {}, γ {}, c {}, v {} and o {}", alpha, drafted, c / drafted, v, o),
+            claim("predicts {}×; measured were {}×", predicted, sampled.speedup()),
+            claim("γ {}, c {}: {}×", round(drafted), c / drafted, lesson_speedup(alpha, c / drafted, v, o, drafted)),
+            claim("α {}, ", alpha),
+            claim("It pays from α {} on", lesson_start(c / drafted, v, o, drafted)),
+        ],
+    }
+
+
+def lesson_speedup(alpha: float, c: float, v: float, o: float, drafted: float) -> float:
+    """Speed-up at the initial sliders, which have rounded values."""
+    gamma = round(drafted)
+    alpha = round(alpha, 2)
+    return (1 - alpha ** (gamma + 1)) / (1 - alpha) / (gamma * c + v + o)
+
+
+def lesson_start(c: float, v: float, o: float, drafted: float) -> float:
+    return next(a / 100 for a in range(100) if lesson_speedup(a / 100, c, v, o, drafted) > 1)
+
+
+def claims(run: RunFigures, part: str, i: int) -> list[Claim]:
+    """Return the claims of a part of the page, while it shows step `i` of the first lane."""
+    name, lane = next(iter(run.lanes.items()))
+    kind, _, of = part.partition(" ")
+    counts = [float(len(each.tokens)) for each in run.lanes.values()]
+    known = {
+        "status": lambda: [claim(f"trace, {' and '.join(['{}'] * len(counts))} tokens", *counts)],
+        "headline": lambda: headline(run),
+        "advice": lambda: advice(run),
+        "lane": lambda: lane_header(run, of),
+        "axis": lambda: axis(run, of, i),
+        "timeline": lambda: axis(run, name, i),
+        "pass-costs": lambda: pass_costs(run),
+        "race-clock": lambda: [claim("{} s", run.end)],
+        "race-lengths": lambda: [*titles(run), Claim("{} tokens", [(count,) for count in counts])],
+        "run-table": lambda: run_table(run),
+        "recorded-settings": lambda: titles(run),
+        "tile": lambda: tile(run, of),
+        "verdict": lambda: verdict(run),
+        "figures": lambda: charts(lane),
+        "chart-times": lambda: charts(lane),
+        "chart-whatif": lambda: charts(lane),
+        "inspector": lambda: [Claim("tep {} of {}", [(i, len(lane.steps) - 1)])],
+        "round-words": lambda: step_words(lane, i),
+        "player": lambda: step_player(lane, i),
+        "round-source": lambda: decisions(lane.steps[i]),
+        "round-tree": lambda: tree_words(lane.steps[i]),
+        "round-times": lambda: step_times(lane.steps[i]),
+        "edge-run": lambda: edge_words(lane),
+        "edge-timeline": lambda: edge_marks(lane),
+        "edge-best": lambda: edge_model(lane),
+        "memory-run": lambda: memory_rows(run),
+    }
+    if kind.startswith(("node-", "round-nodes")):
+        return [*decisions(lane.steps[i]), *masses(lane.steps[i])]
+    assert kind in known, f"no claims about {part}"
+    return [*known[kind]()]
