@@ -101,7 +101,7 @@ def headline(run: RunFigures) -> Iterator[Claim]:
     yield from speedups(
         run,
         "{}× faster with drafts",
-        "{}×, slower with drafts",
+        "{}× the speed: slower with drafts",
         "No clear difference: {}×",
         "{}× the speed of the baseline",
     )
