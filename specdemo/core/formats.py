@@ -9,6 +9,11 @@ def number(x: float | None, digits: int = 2, missing: str = NOTHING) -> str:
     return missing if x is None else f"{x:.{digits}f}"
 
 
+def rate(x: float | None) -> str:
+    """Return tokens per second, from which ratios agree with displayed speed-ups."""
+    return number(x, 1 if x is None or x >= 10 else 2)
+
+
 def percent(x: float | None, missing: str = NOTHING, space: str = " ") -> str:
     return missing if x is None else f"{100 * x:.0f}{space}%"
 

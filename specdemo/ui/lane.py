@@ -9,6 +9,7 @@ from typing import Any
 
 from specdemo.core import trace
 from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
+from specdemo.core.formats import rate
 from specdemo.core.metrics import Metrics
 from specdemo.core.options import Option
 from specdemo.core.rules import DEFAULT_RULE, rule_traits
@@ -160,7 +161,7 @@ def speed(metrics: Metrics, total: bool) -> float | None:
 def rates(lanes: Mapping[str, Lane]) -> dict[str, str]:
     """Return the speed of each lane in words."""
     speeds = {name: speed(lane.metrics, linked(lanes)) for name, lane in lanes.items()}
-    return {name: "" if value is None else f"{value:.1f} tok/s" for name, value in speeds.items()}
+    return {name: "" if value is None else f"{rate(value)} tok/s" for name, value in speeds.items()}
 
 
 def title(recipe: Mapping[str, Any]) -> str:

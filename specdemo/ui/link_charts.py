@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from specdemo.core.errors import UserError
-from specdemo.core.formats import kilobytes, number, percent
+from specdemo.core.formats import kilobytes, number, percent, rate
 from specdemo.core.link_stats import Source
 from specdemo.core.rules import rule_traits
 from specdemo.core.step import Step
@@ -107,12 +107,11 @@ def _note(step: Step) -> str:
 def describe_link(lane: Lane) -> str:
     run_steps, m = steps(lane), lane.metrics
     remote: Mapping[str, float] = m.remote
-    rate = number(speed(m, total=True), 1)
     shares = time_shares(run_steps)
     times = ", ".join(f"{words} {percent(shares[name])}" for name, (words, *_) in ACTIVITIES.items() if name in shares)
     sentences = [
         f"**{escape_markdown(lane.title)}**: {m.tokens} tokens in {m.steps} steps, "
-        f"{rate} tokens per second. {percent(remote.get('escalated', 0.0) / m.steps)} of the "
+        f"{rate(speed(m, total=True))} tokens per second. {percent(remote.get('escalated', 0.0) / m.steps)} of the "
         "steps queried the cloud. The link carried "
         f"{kilobytes(remote.get('bytes_up', 0.0))} kB up and {kilobytes(remote.get('bytes_down', 0.0))} kB down, "
         "including HTTP headers.",
@@ -221,9 +220,9 @@ def speed_chart(link: LinkModel) -> str:
 
 
 def describe_best_gamma(link: LinkModel) -> str:
-    terms, rate = link.terms, link.lane.metrics.tokens_per_second
+    terms, after_first = link.terms, link.lane.metrics.tokens_per_second
     best = f"{link.best} or more" if link.best == LONGEST else str(link.best)
-    measured = "" if not rate else f" (measured after the first token: {rate:.1f})"
+    measured = "" if not after_first else f" (measured after the first token: {after_first:.1f})"
     return (
         "S_net(k) = E[tokens] / (v + k c + RTT), E[tokens] = (1 − α^(k+1)) / (1 − α). Measured in this run: "
         f"{link.lane.acceptance_name} {link.alpha:.2f} for α; c, a draft token, {1000 * terms.c:.2f} ms; v, a cloud "

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdemo.core.formats import NOTHING, format_bytes, latency, number, percent
+from specdemo.core.formats import NOTHING, format_bytes, latency, number, percent, rate
 from specdemo.core.rules import rule_traits
 from specdemo.ui.lane import PLAIN, SPEC, Lane, linked, mode, model_name, same_target, speed
 from specdemo.ui.text_comparison import differing_inputs, guarantee
@@ -86,7 +86,7 @@ def tiles(lanes: Lanes, speeds: Speeds) -> dict[str, tuple[str, str]]:
     return {
         "acceptance": (percent(m.acceptance_rate), _acceptance_note(lane)),
         "tokens_per_pass": _tokens_per_pass(lane),
-        "tokens_per_second": (number(speed(m, total), 1), f"{m.tokens} tokens, {clock}"),
+        "tokens_per_second": (rate(speed(m, total)), f"{m.tokens} tokens, {clock}"),
         "ttft": (latency(m.ttft_s), "from the worker's start"),
         "memory": (format_bytes(lane.memory.process), memory),
         "speedup": _speedup(lanes, speeds),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdemo.core.explain import explain_engine
-from specdemo.core.formats import number, percent
+from specdemo.core.formats import number, percent, rate
 from specdemo.core.simulate import GammaEstimate
 from specdemo.core.theory import CostTerms, can_improve, expected_tokens, walltime_improvement
 from specdemo.core.theory import speedup as cost_model
@@ -141,8 +141,8 @@ def _single(lane: Lane, total: bool) -> str:
     m = lane.metrics
     if not m.decode_steps:
         return "The first target pass gave all tokens: no speed is measured."
-    rate = f"{number(speed(m, total), 0)} tokens per second"
-    return f"{m.tokens} tokens in {m.target_passes} target passes after the first, {rate}."
+    passes = f"{m.target_passes} target passes after the first"
+    return f"{m.tokens} tokens in {passes}, {rate(speed(m, total))} tokens per second."
 
 
 def _same_words(spec: Lane, plain: Lane) -> str:
@@ -212,7 +212,7 @@ def _counted(pairs: int, measured: int) -> str:
 def _speeds(result: _Comparison) -> str:
     m, baseline = result.spec.metrics, result.plain.metrics
     if not result.linked:
-        return f"{m.tokens_per_second:.1f} against {baseline.tokens_per_second:.1f} tokens per second."
+        return f"{rate(m.tokens_per_second)} against {rate(baseline.tokens_per_second)} tokens per second."
     own, other = ((figures.ttft_s or 0.0) + figures.decode_s for figures in (m, baseline))
     if m.tokens != baseline.tokens:
         own, other = (1000 * own / m.tokens, 1000 * other / baseline.tokens)

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from fakes.arbitrary_traces import trace_lines
 from fakes.properties import holds_for
+from fakes.shown_claims import BARS, READ, ROWS, chat_line, claims, displayed_part, step_rows, without_names
 from fakes.shown_figures import Claim, RunFigures, agrees, unexplained
 from fakes.trace_lines import trace_lines as lines_of
 from fakes.trace_records import PREFILL, end, header, step
 from playwright.sync_api import Page, expect
 
 from e2e.page_fixtures import CODE, jsonl, show
-from e2e.shown_claims import BARS, READ, ROWS, chat_line, claims, displayed_part, step_rows, without_names
 from specdemo.core.explain import figure
 from specdemo.core.rules import RULES
 from specdemo.models.model_pool import ModelPool

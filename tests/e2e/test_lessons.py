@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from fakes.shown_claims import READ
+from fakes.shown_claims import lessons as lesson_claims
 from fakes.shown_figures import RunFigures, unexplained
 from playwright.sync_api import BrowserContext, Page, expect
 
 from e2e.page_fixtures import PATIENCE, grave
-from e2e.shown_claims import READ
-from e2e.shown_claims import lessons as lesson_claims
 from specdemo.core.theory import expected_tokens
 from specdemo.core.theory import speedup as predicted_speedup
 from specdemo.ui.lessons import GREEDY, SAMPLED, lesson_data

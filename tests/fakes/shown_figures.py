@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 Line = dict[str, Any]
@@ -212,6 +213,11 @@ class RunFigures:
     @property
     def compared(self) -> bool:
         return len(self.lanes) > 1 and "ar" in self.lanes
+
+    def equal(self, name: str) -> int:
+        """Number of equal tokens at the start of a lane and the baseline."""
+        pairs = zip(self.lanes[name].tokens, self.plain.tokens if self.plain else [], strict=False)
+        return len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
 
     @property
     def end(self) -> float:

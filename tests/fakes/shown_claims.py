@@ -108,7 +108,8 @@ def headline(run: RunFigures) -> Iterator[Claim]:
     yield claim("{} tokens in {} target passes after the first, {} tokens per second",
                 len(lane.tokens), lane.passes, lane.speed)  # fmt: skip
     yield claim("{} target passes instead of {}.", lane.passes, plain.passes if plain else None)
-    yield claim("{} tokens per target pass instead of 1.", lane.tokens_per_pass)
+    yield claim("{} tokens per target pass instead of {}.", lane.tokens_per_pass, 1)
+    yield claim("differs at token {}", run.equal(next(iter(run.lanes))) + 1)
     yield from titles(run)
     yield Claim("{}×", [(run.speedup(name),) for name in ("third", "fourth") if run.speedup(name)])
 
@@ -118,10 +119,7 @@ def advice(run: RunFigures) -> Iterator[Claim]:
 
 
 def lane_header(run: RunFigures, name: str) -> Iterator[Claim]:
-    lane, plain = run.lanes[name], run.plain
-    equal = 0
-    while plain and equal < min(len(lane.tokens), len(plain.tokens)) and lane.tokens[equal] == plain.tokens[equal]:
-        equal += 1
+    lane, equal = run.lanes[name], run.equal(name)
     yield claim("At temperature {} rounding", 0)
     yield from titles(run)
     yield claim("{} tok/s", lane.speed)
