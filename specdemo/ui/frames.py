@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, StepEvent
 from specdemo.core.explain import failover_note
 from specdemo.core.trace import MAX_CHARACTERS, ReadLimits, Trace, read
-from specdemo.ui.lane import LANES, PLAIN, SPEC, Lane, clock, linked, mode, rates, speed
+from specdemo.ui.lane import LANES, PLAIN, SPEC, Lane, clock, linked, mode, speed
 from specdemo.ui.run_estimate import estimate_lengths
-from specdemo.ui.run_figures import tiles
+from specdemo.ui.run_figures import DISTURBED, disturbed_lanes, rates, tiles
 from specdemo.ui.settings import recorded_settings
 from specdemo.ui.step_views import lane_view, step_view
 from specdemo.ui.summary import summarise
@@ -32,6 +32,7 @@ _NO_SUMMARY: Mapping[str, Any] = {
     **dict.fromkeys(("verdict", "lengths"), ""),
     **dict.fromkeys(("headline", "passes")),
     "table": [],
+    "disturbed": [],
     "texts": {},
     "figures": {},
 }
@@ -209,12 +210,15 @@ class Run:
         return text.replace("<", "\\u003c")  # model text must never be parsed as markup
 
     def _figures(self) -> dict[str, Any]:
-        figures = {}
+        figures: dict[str, Any] = {}
+        disturbed = disturbed_lanes(self.lanes)
         for name, lane in self.lanes.items():
             if lane.begun:
                 estimate = estimate_lengths(lane, self.lanes.get(PLAIN))
                 words = estimate if isinstance(estimate, str) else ""
-                rows = None if isinstance(estimate, str) else estimate.as_dict()
+                if name in disturbed:
+                    words = f"No estimate: {DISTURBED}."
+                rows = None if words or isinstance(estimate, str) else estimate.as_dict()
                 figures[name] = {"metrics": lane.metrics.as_dict(), "what_if": rows, "why_not": words}
         return figures
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from specdemo.core import trace
 from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
-from specdemo.core.formats import rate
 from specdemo.core.metrics import Metrics
 from specdemo.core.options import Option
 from specdemo.core.rules import DEFAULT_RULE, rule_traits
@@ -156,12 +155,6 @@ def speed(metrics: Metrics, total: bool) -> float | None:
     """Tokens per second without the prefill, or of the total time."""
     tokens, seconds = metrics.tokens if total else metrics.decode_tokens, clock(metrics, total)
     return tokens / seconds if seconds else None
-
-
-def rates(lanes: Mapping[str, Lane]) -> dict[str, str]:
-    """Return the speed of each lane in words."""
-    speeds = {name: speed(lane.metrics, linked(lanes)) for name, lane in lanes.items()}
-    return {name: "" if value is None else f"{rate(value)} tok/s" for name, value in speeds.items()}
 
 
 def title(recipe: Mapping[str, Any]) -> str:

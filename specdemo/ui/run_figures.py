@@ -20,6 +20,7 @@ Speeds = Mapping[str, Sequence[float]]  # tokens per second of each repetition, 
 MOST_PER_PASS = 1.05  # speed-up divided by tokens per pass
 LEAST_PASS = 0.95  # duration of a pass over several rows, in passes over one row
 NOT_MEASURABLE = "not measurable now"
+DISTURBED = "times disturbed"
 _TABLE_HEAD = ("settings", "model", "speed-up", "tokens per pass", "acceptance", "α", "first token", "guarantee")
 
 
@@ -45,6 +46,21 @@ def measured_speedups(lanes: Lanes, speeds: Speeds, name: str = SPEC) -> list[fl
 def withheld(lanes: Lanes, speeds: Speeds, name: str = SPEC) -> bool:
     """Return True if all measured speed-ups are impossible."""
     return _measured_ratio(lanes, name) is not None and not measured_speedups(lanes, speeds, name)
+
+
+def disturbed_lanes(lanes: Lanes) -> list[str]:
+    """Return the lanes whose displayed times are no result, with the baseline."""
+    disturbed = [name for name in lanes if withheld(lanes, {}, name)]
+    return [*disturbed, PLAIN] if disturbed else []
+
+
+def rates(lanes: Lanes) -> dict[str, str]:
+    """Return the speed of each lane in words."""
+    marks = dict.fromkeys(disturbed_lanes(lanes), f", {DISTURBED}")
+    speeds = {name: speed(lane.metrics, linked(lanes)) for name, lane in lanes.items()}
+    return {
+        name: "" if value is None else f"{rate(value)} tok/s{marks.get(name, '')}" for name, value in speeds.items()
+    }
 
 
 def _largest_speedup(lanes: Lanes, name: str) -> float:
@@ -80,7 +96,7 @@ def tiles(lanes: Lanes, speeds: Speeds) -> dict[str, tuple[str, str]]:
     lane = next(iter(lanes.values()))
     m = lane.metrics
     total = linked(lanes)
-    clock = "total time" if total else "without prefill"
+    clock = DISTURBED if disturbed_lanes(lanes) else "total time" if total else "without prefill"
     device = "" if lane.memory.device is None else f" · device {format_bytes(lane.memory.device)}"
     memory = f"weights {format_bytes(lane.weights)} · KV {format_bytes(lane.memory.kv)}{device}"
     return {
@@ -157,7 +173,7 @@ def _speedup(lanes: Lanes, speeds: Speeds, name: str = SPEC) -> tuple[str, str]:
 def pass_costs(lanes: Lanes) -> dict[str, Any] | None:
     """Compare passes over the most frequent draft with those over one row; None also if they were withheld."""
     passes = typical_passes(lanes)
-    if passes is None or passes.ratio < LEAST_PASS:
+    if passes is None or withheld(lanes, {}):
         return None
     return {
         "words": f"Why: checking {passes.rows} tokens costs {passes.ratio:.2f} times writing 1.",

@@ -19,6 +19,7 @@ from specdemo.ui.run_figures import (
     NOT_MEASURABLE,
     Lanes,
     Speeds,
+    disturbed_lanes,
     measured_speedups,
     pass_costs,
     ratio_text,
@@ -45,6 +46,7 @@ def summarise(lanes: Lanes, speeds: Speeds) -> dict[str, Any]:
     """Return the summary of a finished run."""
     return {
         "verdict": " ".join(filter(None, (verdict(lanes, speeds), _waiting(lanes), _engines(lanes)))),
+        "disturbed": disturbed_lanes(lanes),
         "lengths": compare_lengths(lanes),
         "headline": headline(lanes, speeds),
         "passes": pass_costs(lanes),

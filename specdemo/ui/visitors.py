@@ -13,8 +13,8 @@ from specdemo.core.formats import percent
 from specdemo.models.tokenizer import ChatMessage
 from specdemo.stores import Stores
 from specdemo.ui.frames import Run
-from specdemo.ui.lane import Lane, rates
-from specdemo.ui.run_figures import lane_speedup, ratio_text
+from specdemo.ui.lane import Lane
+from specdemo.ui.run_figures import lane_speedup, rates, ratio_text
 from specdemo.worker import Stream
 
 REMEMBERED = 256  # visitors

@@ -361,10 +361,14 @@ def lane_action(page: Page, action: str, lane: str = "spec") -> Locator:
     return button
 
 
-def saved(page: Page, lane: str = "spec") -> list[dict[str, Any]]:
+def exported(page: Page, button: Locator) -> str:
     with page.expect_download() as download:
-        lane_action(page, "trace", lane).click()
-    return [json.loads(line) for line in Path(download.value.path()).read_text("utf-8").splitlines()]
+        button.click()
+    return Path(download.value.path()).read_text("utf-8")
+
+
+def saved(page: Page, lane: str = "spec") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in exported(page, lane_action(page, "trace", lane)).splitlines()]
 
 
 def counted(trace: list[dict[str, Any]]) -> Counter:

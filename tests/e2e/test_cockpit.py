@@ -14,7 +14,7 @@ import pytest
 from fakes.shown_figures import RunFigures, agrees
 from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
 from fakes.trace_records import PREFILL, end, header, step
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Page, expect
 
 from e2e.page_fixtures import (
     CODE,
@@ -25,6 +25,7 @@ from e2e.page_fixtures import (
     choose_setting,
     counted,
     drawn,
+    exported,
     grave,
     jsonl,
     lane_action,
@@ -201,12 +202,6 @@ def test_identical_texts_have_a_badge(page: Page) -> None:
     status(page, "done: 5 pairs")
     expect(page.locator("[data-kpi=speedup]")).to_contain_text(REPEATED)
     assert text_of(saved(page)) == text_of(saved(page, "ar"))  # a single run of each lane is shown
-
-
-def exported(page: Page, button: Locator) -> str:
-    with page.expect_download() as download:
-        button.click()
-    return Path(download.value.path()).read_text("utf-8")
 
 
 def drawn_text(svg: str) -> str:

@@ -20,7 +20,7 @@ from fakes.trace_lines import trace_lines as lines_of
 from fakes.trace_records import PREFILL, end, header, step
 from playwright.sync_api import Page, expect
 
-from e2e.page_fixtures import CODE, jsonl, show
+from e2e.page_fixtures import CODE, exported, jsonl, lane_action, show
 from specdemo.core.explain import figure
 from specdemo.core.rules import RULES
 from specdemo.models.model_pool import ModelPool
@@ -301,6 +301,8 @@ SEEK = """(t) => {
     slider.dispatchEvent(new Event("input"));
 }"""
 
+FILL = "path => getComputedStyle(path).fill"
+
 
 @pytest.mark.parametrize("name", TRACES)
 def test_every_figure_of_a_run_is_that_of_its_traces(file_tab: Page, name: str) -> None:
@@ -326,6 +328,31 @@ def test_every_figure_of_a_run_is_that_of_its_traces(file_tab: Page, name: str) 
     shown = sum(at <= run.end / 2 for at in lane.at)
     if shown < len(lane.steps):
         explained(file_tab, ".tiles", lambda _: displayed_part(lane, shown), run)
+
+
+MARKED = "#time-rows [data-disturbed]"
+
+
+def test_disturbed_times_are_marked_on_the_page_and_in_exports(file_tab: Page, tmp_path: Path) -> None:
+    show(file_tab, *golden("draft", "ar"))
+    expect(file_tab.locator(MARKED)).to_have_count(0)
+    coloured = file_tab.locator("#time-rows [data-row=spec] .even").evaluate(FILL)
+    show(file_tab, *disturbed(golden("draft", "ar")))
+    expect(file_tab.locator(MARKED)).to_have_text([re.compile("times disturbed")] * 2)
+    fills = file_tab.locator(f"{MARKED} .even").evaluate_all(f"paths => paths.map({FILL})")
+    assert len({*fills}) == 1 and coloured not in fills
+    for lane in ("spec", "ar"):
+        expect(file_tab.locator(f"[data-lane={lane}] .rate")).to_contain_text("times disturbed")
+        assert "times disturbed" in exported(file_tab, lane_action(file_tab, "svg", lane))
+    expect(file_tab.locator("#pass-costs")).to_be_hidden()
+    expect(file_tab.locator("#chart-whatif")).to_have_text("No estimate: times disturbed.")
+    path = tmp_path / "saved.html"
+    path.write_text(exported(file_tab, file_tab.locator("#save-page")), "utf-8")
+    page = file_tab.context.new_page()
+    page.goto(path.as_uri())
+    expect(page.locator(MARKED)).to_have_count(2)
+    expect(page.locator("#headline")).to_contain_text("Speed not measurable now")
+    page.close()
 
 
 def test_tabs_show_the_figures_of_the_run(file_tab: Page) -> None:

@@ -10,7 +10,8 @@ from fakes.trace_records import PREFILL, absorb, end, header, step
 from specdemo.models.chat_caches import Conversation
 from specdemo.stores import Stores
 from specdemo.ui.frames import Run
-from specdemo.ui.lane import SPEC, rates
+from specdemo.ui.lane import SPEC
+from specdemo.ui.run_figures import rates
 from specdemo.ui.visitors import Visitor, Visitors, answer_footer, shown_messages
 
 

@@ -104,6 +104,8 @@ def test_impossible_speeds_are_not_displayed(plain_s: float, verify_s: float) ->
         "suggestion": PRESS_REPEAT,
     }
     assert state["tiles"]["speedup"] == ["–", "not measurable now"] and state["passes"] is None
+    assert state["disturbed"] == [SPEC, PLAIN] and all("disturbed" in rate for rate in state["rates"].values())
+    assert state["figures"][SPEC]["what_if"] is None
     assert state["verdict"].startswith("Another program used the processor")
     assert "×" not in json.dumps([state["table"], answer_footer(run.lanes)], ensure_ascii=False)
 

@@ -81,7 +81,7 @@ export function showPaceStatus() {
     const polled = current.polling && "updated twice per second: no WebSocket could be opened";
     return setStatus(current.frame.phase[0], [current.frame.phase[1], late, polled].filter(Boolean).join(", "));
   }
-  const rates = current.frame.plan.map((name) => current.frame.rates[name].replace(" tok/s", "")).filter(Boolean).join(" and ");
+  const rates = current.frame.plan.map((name) => current.frame.rates[name].replace(/ tok.*/, "")).filter(Boolean).join(" and ");
   const begins = $(".cockpit").dataset.phase !== "displaying";
   setStatus("displaying", `at ${PACE} tokens/s${rates && `, generated at ${rates} tokens/s`}`);
   if (begins) { markButtons(); drawTiles(); }

@@ -127,7 +127,7 @@ export function pause() {
 export function slowRate() { return Math.min(1, PACE / (fastestSpeed() || PACE)); }
 
 export function raceOnce() { // after a comparison, unless another pace was chosen
-  const wanted = $("#pace").value === "replay" && race.lanes.length > 1 && current.frame.phase[0] === "done";
+  const wanted = $("#pace").value === "replay" && race.lanes.length > 1 && current.frame.phase[0] === "done" && !current.frame.disturbed.length;
   if (!wanted || reducedMotion.matches || document.visibilityState === "hidden") return false;
   setText($("#headline"), "Race: both runs in real time …");
   play(1);

@@ -3,7 +3,7 @@
 import { AXIS, BLOCK, countSteps, drawBlocks, markBlock, seconds } from "./blocks.js";
 import { canvas, make, setText, svg } from "./elements.js";
 import { inspectStep } from "./inspector.js";
-import { $, DISCARDED, element, laneName, lanes } from "./state.js";
+import { $, current, DISCARDED, element, laneName, lanes } from "./state.js";
 
 export function openTimeline(names) {
   const end = Math.max(...names.map((name) => lanes[name].steps.at(-1).t));
@@ -31,8 +31,9 @@ export function drawRunTable([head, ...rows]) {
 
 function timeRow(name, end) {
   const { steps } = lanes[name], times = steps.map(({ t }) => t);
+  const disturbed = current.frame.disturbed.includes(name), title = `${laneName(name)}${disturbed ? ", times disturbed" : ""}`;
   const picture = drawBlocks(times, end, `${countSteps(times)} in ${seconds(times.at(-1))}`);
-  const bar = make("div", { class: "time-bar", role: "slider", tabindex: 0, "aria-label": `${laneName(name)}: steps on the time axis`, "aria-valuemin": 0, "aria-valuemax": steps.length - 1, "aria-valuenow": 0 }, picture);
+  const bar = make("div", { class: "time-bar", role: "slider", tabindex: 0, "aria-label": `${title}: steps on the time axis`, "aria-valuemin": 0, "aria-valuemax": steps.length - 1, "aria-valuenow": 0 }, picture);
   const step = (e) => { // step under the pointer
     const box = bar.getBoundingClientRect(), t = ((e.clientX - box.left) / box.width) * end;
     return t <= times.at(-1) ? times.findIndex((after) => after >= t) : -1;
@@ -50,7 +51,7 @@ function timeRow(name, end) {
     else linkStep(name, Math.max(0, Math.min(next, steps.length - 1)));
   });
   Object.assign(lanes[name], { times, picture, bar, end });
-  return make("div", { class: "time-row", "data-row": name }, make("span", { class: "time-name", text: laneName(name) }), bar, make("span", { class: "time-end", text: seconds(times.at(-1)) }));
+  return make("div", { class: "time-row", "data-row": name, "data-disturbed": disturbed }, make("span", { class: "time-name", text: title }), bar, make("span", { class: "time-end", text: seconds(times.at(-1)) }));
 }
 
 export function closeTimeline() {
