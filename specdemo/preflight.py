@@ -194,7 +194,7 @@ def _replayed(
     estimates = tuple(Estimate.of(gamma, totals(gamma)) for gamma in range(1, MAX_GAMMA + 1))
     tokens, _ = texts[0]
     pipeline.verifier.verify(tokens, Draft())  # fill the KV cache
-    kv_bytes = round(1000 * pipeline.kv_bytes / len(tokens))
+    kv_bytes = round(1000 * pipeline.position_bytes)
     alpha = statistics.mean(first) if first else 0.0
     yield Preflight(recipe, alpha, costs.c, v, estimates, weights, kv_bytes, f"{origin} ({_names(prompts)})")
 
@@ -316,8 +316,7 @@ def decoded_runs(
         most_tokens = min(recipe.max_tokens, MAX_TEXT_TOKENS, context - len(tokens) - MAX_GAMMA)
         with build_pipeline(plan_run(replace(recipe, seed=seed)), target, drafter) as pipeline:
             steps = _decoded(pipeline, tokens, most_tokens, clock)
-            length = len(tokens) + sum(len(step.tokens) for step in steps)
-            kv_bytes = round(1000 * pipeline.kv_bytes / length)
+            kv_bytes = round(1000 * pipeline.position_bytes)
         plain = steps
         if recipe.method != "ar":
             with build_pipeline(plan_run(ar), target, None) as baseline:
