@@ -104,6 +104,10 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         return sum(cache.kv_bytes for cache in self.caches)
 
     @property
+    def position_bytes(self) -> float:
+        return sum(cache.position_bytes for cache in self.caches)
+
+    @property
     def passes(self) -> tuple[int, ...]:
         return tuple(cache.passes for cache in self.caches)
 

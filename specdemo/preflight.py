@@ -100,6 +100,7 @@ class Preflight:
     weight_bytes: int  # sum over models
     kv_bytes: int  # bytes of 1,000 tokens
     texts: str = ""  # origin of the texts
+    tokens: int = 0  # most tokens of a text after its prompt
 
     @property
     def best(self) -> Estimate:
@@ -195,9 +196,10 @@ def _replayed(
     estimates = tuple(Estimate.of(gamma, totals(gamma)) for gamma in range(1, MAX_GAMMA + 1))
     tokens, _ = texts[0]
     pipeline.verifier.verify(tokens, Draft())  # fill the KV cache
-    kv_bytes = round(1000 * pipeline.kv_bytes / len(tokens))
+    kv_bytes = round(1000 * pipeline.position_bytes)
     alpha = statistics.mean(first) if first else 0.0
-    yield Preflight(recipe, alpha, costs.c, v, estimates, weights, kv_bytes, f"{origin} ({_names(prompts)})")
+    read = max(len(tokens) - start for tokens, start in texts)
+    yield Preflight(recipe, alpha, costs.c, v, estimates, weights, kv_bytes, f"{origin} ({_names(prompts)})", read)
 
 
 def _names(prompts: Sequence[Prompt]) -> str:
@@ -316,8 +318,7 @@ def decoded_runs(
         most_tokens = min(recipe.max_tokens, MAX_TEXT_TOKENS, context - len(tokens) - MAX_GAMMA)
         with build_pipeline(plan_run(replace(recipe, seed=seed)), target, drafter) as pipeline:
             steps = _decoded(pipeline, tokens, most_tokens)
-            length = len(tokens) + sum(len(step.tokens) for step in steps)
-            kv_bytes = round(1000 * pipeline.kv_bytes / length)
+            kv_bytes = round(1000 * pipeline.position_bytes)
         plain = steps
         if recipe.method != "ar":
             with build_pipeline(plan_run(ar), target, None) as baseline:
@@ -349,7 +350,8 @@ def _of_runs(recipe: Recipe, runs: Sequence[DecodedRun], weight_bytes: int, orig
     terms = CostTerms.of(*seconds, drafted=drafted, steps=steps, pass_s=ar_s)
     alpha = sum(sum(m.accepted_by_position) for m in metrics) / max(1, tested)
     v, estimate = {1: 1.0, round(1 + terms.drafted): terms.v}, Estimate.of(recipe.gamma, totals)
-    return Preflight(recipe, alpha, terms.c, v, (estimate,), weight_bytes, runs[-1].kv_bytes, origin)
+    read = max(m.tokens for m in metrics)
+    return Preflight(recipe, alpha, terms.c, v, (estimate,), weight_bytes, runs[-1].kv_bytes, origin, read)
 
 
 def distributions(cached: CachedModel, tokens: Sequence[int], sampling: SamplingParams, vocab_size: int) -> Tensor:

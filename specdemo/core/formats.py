@@ -10,7 +10,7 @@ def number(x: float | None, digits: int = 2, missing: str = NOTHING) -> str:
 
 
 def rate(x: float | None) -> str:
-    """Return tokens per second, from which ratios agree with displayed speed-ups."""
+    """Return tokens per second, with at least three digits."""
     return number(x, 1 if x is None or x >= 10 else 2)
 
 

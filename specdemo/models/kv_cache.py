@@ -239,10 +239,16 @@ class CachedModel:
         logits = 0 if self._logits is None else self._logits.untyped_storage().nbytes()
         return self._cache.reserved_bytes + logits + (self.head.reserved_bytes if self.head else 0)
 
+    @property
+    def position_bytes(self) -> float:
+        """Bytes of a token, 0 without tokens."""
+        count = len(self._held) + len(self._draft)
+        return self.kv_bytes / count if count else 0.0
+
     def measure(self) -> None:
         """Record the bytes per token for caches that are still empty."""
-        if not self._closed and (count := len(self._held) + len(self._draft)):
-            self.engine.position_bytes = max(self.engine.position_bytes, self.kv_bytes / count)
+        if not self._closed:
+            self.engine.position_bytes = max(self.engine.position_bytes, self.position_bytes)
 
     def growth_bytes(self, length: int) -> int:
         """Return the bytes that a text of `length` tokens takes in addition."""

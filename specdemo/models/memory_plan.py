@@ -52,6 +52,12 @@ class MemoryPlan:
     kv: int  # keys, values and hidden states
     retained: int  # buffers that remain after a run
     working: int  # temporary memory of loading and of passes
+    native: bool  # computed by the native engine
+
+    @property
+    def position(self) -> int:
+        """Bytes of a token in the cache."""
+        return self.kv // doubled(self.context)
 
     @property
     def resting(self) -> int:
@@ -104,7 +110,8 @@ def plan_config(
     position = values * kv_width * (2 if has_encoder(config) else 1) + 4 * taps * text.hidden_size
     kv = doubled(context) * position
     retained = _RETAINED_BYTES + _CODE_BYTES * coded
-    return MemoryPlan(spec, context, taps, weights, kv, retained, _working_bytes(spec, weights + kv, model))
+    working = _working_bytes(spec, weights + kv, model)
+    return MemoryPlan(spec, context, taps, weights, kv, retained, working, native)
 
 
 def _stored_width(spec: ModelSpec, config: PretrainedConfig, native: bool) -> int:

@@ -49,7 +49,7 @@ def withheld(lanes: Lanes, speeds: Speeds, name: str = SPEC) -> bool:
 
 
 def disturbed_lanes(lanes: Lanes) -> list[str]:
-    """Return the lanes whose displayed times are no result, with the baseline."""
+    """Return lanes with impossible speed-ups, and the baseline."""
     disturbed = [name for name in lanes if withheld(lanes, {}, name)]
     return [*disturbed, PLAIN] if disturbed else []
 

@@ -115,7 +115,13 @@ def headline(run: RunFigures) -> Iterator[Claim]:
 
 
 def advice(run: RunFigures) -> Iterator[Claim]:
-    yield claim("gave {} tokens and took {} times as long as a step", run.first.tokens_per_step, run.step_cost())
+    lane, cost = run.first, run.step_cost()
+    yield claim("gave {} tokens and took {} times as long as a step", lane.tokens_per_step, cost)
+    yield claim("{} of {} guesses were kept", lane.accepted, lane.drafted)
+    if run.pass_times:
+        rows, single, several = run.pass_times
+        yield claim("checking {} tokens costs {} times writing 1.", rows, several / single)
+    yield claim("Drafting takes another {}.", run.step_cost("draft_s"))
 
 
 def lane_header(run: RunFigures, name: str) -> Iterator[Claim]:

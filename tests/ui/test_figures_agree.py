@@ -131,10 +131,8 @@ def check_rules(figures: RunFigures, state: dict[str, Any]) -> None:
     if not figures.first.linked:
         gain = number(r"([\d.]+)", state["tiles"]["tokens_per_pass"][0])
         assert value <= MOST_PER_PASS * gain + 0.06
-    if state["headline"]["reason"]:
-        gave, took = map(
-            float, re.search(r"gave ([\d.]+) tokens and took ([\d.]+)", state["headline"]["reason"]).groups()
-        )
+    if costs := re.search(r"gave ([\d.]+) tokens and took ([\d.]+)", state["headline"]["reason"]):
+        gave, took = map(float, costs.groups())
         assert gave / took == pytest.approx(value, abs=0.051 + 0.01 * value / took)
         parts = re.search(
             r"took ([\d.]+) AR steps \(drafting ([\d.]+), verifying ([\d.]+), host ([\d.]+)\)", state["verdict"]

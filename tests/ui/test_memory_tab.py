@@ -5,14 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fakes.heads import head_for
+from fakes.heads import head_config, head_tensors, save_head
 from fakes.trace_lines import trace_lines
+from transformers import AutoConfig
 
 from specdemo.models import memory
 from specdemo.models.memory_plan import plan_spec
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import PAIRS, Pair
+from specdemo.preflight import Preflight, predict
+from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
 from specdemo.ui.tabs import memory as ledger
 
@@ -46,14 +49,19 @@ def test_pairs_are_planned_and_fit_or_not(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-def test_the_head_of_a_pair_and_its_hidden_states_are_counted(tmp_path: Path) -> None:
-    head = head_for(BUNDLED.target, tmp_path / "head")
+@pytest.mark.parametrize("own", [(), ("lm_head",), ("lm_head", "embed_tokens")])
+def test_run_prediction_and_list_of_pairs_agree_about_a_head(tmp_path: Path, own: tuple[str, ...]) -> None:
+    config = AutoConfig.from_pretrained(BUNDLED.target)
+    ids = [*range(0, config.vocab_size, 2)]
+    head = save_head(tmp_path / "head", head_tensors(config, ids, own), head_config(config, len(ids)))
     row = rows(ledger.of_pairs("cpu", {"pair": Pair("pair", BUNDLED.target, "", 4, head=head)}))
-    _, drafter, kv, *_ = row["pair; target in float32"]
-    recipe = Recipe(target=BUNDLED.target, head=head, method="eagle", max_tokens=60, device="cpu")
-    lines = list(trace_lines(recipe, "def quicksort(items):", ModelPool()))
-    (first,) = (line for line in lines if "prompt_tokens" in line)
-    steps = [line for line in lines if "i" in line]
-    tokens = sum(len(line["tokens"]) for line in steps) + len(first["prompt_tokens"])
-    assert drafter == f"{sum(file.stat().st_size for file in Path(head).glob('*.safetensors')) / 1e6:,.1f}"
-    assert float(kv) == pytest.approx(steps[-1]["memory"]["kv_bytes"] / tokens / 1000, rel=0.05)
+    target, drafter, kv, *_ = row["pair; target in float32"]
+    pool, recipe = ModelPool(), Recipe(target=BUNDLED.target, head=head, method="eagle", max_tokens=60, device="cpu")
+    (first,) = (line for line in trace_lines(recipe, "def quicksort(items):", pool) if "prompt_tokens" in line)
+    sizes = [first["environment"][name] for name in ("target_bytes", "drafter_bytes")]
+    assert [target, drafter] == [f"{size / 1e6:,.1f}" for size in sizes]
+    if own:
+        return
+    *_, estimate = predict(recipe, [Prompt("code", "sort", "def quicksort(items):")], pool)
+    assert isinstance(estimate, Preflight) and estimate.weight_bytes == sum(sizes)
+    assert float(kv) == pytest.approx(estimate.kv_bytes / 1e6, abs=0.05 + 0.01 * float(kv))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from specdemo.models.engines.native_pass import CHAIN_ROWS
 from specdemo.models.engines.native_weights import NativeWeights
 from specdemo.models.memory import LargePageBuffer
 from specdemo.native.build import required_library
-from specdemo.native.formats import FORMATS
+from specdemo.native.formats import FORMATS, Format
 from specdemo.native.interface import LayerStruct, ModelStruct, TextStruct, check_model
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ FORMS = {
     "nf4": ("CODE4", "INT8", "Q8_0"),
 }
 _NO_DRAFT = Draft()
+_GAINS = 4  # norms
 
 
 class NativeHead(Head):
@@ -147,10 +149,7 @@ class NativeHead(Head):
         )
 
     def _matrix(self, rows: Tensor, form: str) -> WritableMatrix:
-        stored = FORMATS[form]
-        if stored.group and rows.shape[1] % stored.group:
-            stored = FORMATS["F32"]
-        matrix = WritableMatrix(rows.shape[0], rows.shape[1], stored, self._buffer)
+        matrix = WritableMatrix(rows.shape[0], rows.shape[1], _stored_as(form, rows.shape[1]), self._buffer)
         matrix.write(rows)
         self._kept.append(matrix)
         return matrix
@@ -161,6 +160,35 @@ class NativeHead(Head):
         copied = gain.detach().to(torch.float32, copy=True)
         self._kept.append(copied)
         return copied.data_ptr()
+
+
+def loaded_bytes(shapes: Mapping[str, Sequence[int]], outputs: int, form: str = "nf4") -> int:
+    """Return the weight bytes of a loaded head; `outputs`: size of its draft vocabulary."""
+    of_layer, of_output, of_states = FORMS[form]
+    block = required_library().block_outputs()
+    width, states = shapes["fc"]
+    inner = shapes["mlp.gate_proj"][0]
+    projections = [shapes[f"self_attn.{name}_proj"] for name in "qkv"]
+
+    def stored(shape: Sequence[int], name: str) -> int:
+        rows, inputs = shape
+        return _stored_as(name, inputs).matrix_bytes(rows, inputs, block)
+
+    matrices = {
+        "qkv": stored((sum(rows for rows, _ in projections), projections[0][1]), of_layer),
+        "out": stored(shapes["self_attn.o_proj"], of_layer),
+        "gate_up": stored((2 * (inner + -inner % block), width), of_layer),
+        "down": stored(shapes["mlp.down_proj"], of_layer),
+        "fuse": stored((width, states), of_states),
+        "head": stored(shapes.get("lm_head", (outputs, width)), of_output),
+    }
+    own_embedding = 4 * prod(shapes["embed_tokens"]) if "embed_tokens" in shapes else 0
+    return sum(matrices.values()) + _GAINS * 4 * width + own_embedding
+
+
+def _stored_as(name: str, inputs: int) -> Format:
+    stored = FORMATS[name]
+    return FORMATS["F32"] if stored.group and inputs % stored.group else stored
 
 
 def _whole_blocks(rows: Tensor, block: int) -> Tensor:

@@ -2,28 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import Any
 
 import gradio as gr
 
 from specdemo.core.formats import format_bytes
-from specdemo.preflight import Preflight
+from specdemo.preflight import Estimate, Preflight
 from specdemo.recipe import Recipe
+from specdemo.ui.frames import Run
+from specdemo.ui.lane import SPEC
 from specdemo.ui.markdown import figures_table
+from specdemo.ui.run_figures import measured_speedups
 from specdemo.ui.service import Service
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelMeasurement, PanelParts
 
 _SEND_JS = "() => { document.body.dataset.estimate = 'current'; return [window.specdemo.settings()]; }"
 
 
+_COMPARED = (
+    *("pair", "target", "drafter", "head", "method", "gamma", "policy", "rule", "temperature", "top_k", "top_p"),
+    *("quantization", "drafter_quantization", "activations"),
+)
+
+
 @dataclass(frozen=True)
 class SpeedupPrediction:
-    """Recipe and prompt of a prediction."""
+    """Recipe and prompt of a prediction, later with its result."""
 
     recipe: Recipe
     prompt: str
+    estimate: Preflight | None = None
+
+    def describe(self, run: Run | None) -> str:
+        """Return the prediction in words, and a sentence if `run` contradicts it."""
+        assert self.estimate is not None
+        return "\n\n".join(filter(None, (describe_preflight(self.estimate), self.contradiction(run))))
+
+    def contradiction(self, run: Run | None) -> str:
+        """Return a sentence for a run of the same settings and prompt outside the interval, otherwise nothing."""
+        lane = run.lanes.get(SPEC) if run is not None else None
+        row = self._row()
+        if run is None or lane is None or lane.header is None or row is None or not self.prompt.strip():
+            return ""
+        predicted = asdict(self.recipe)
+        same = all(lane.recipe.get(name) == predicted[name] for name in _COMPARED)
+        ratios = measured_speedups(run.lanes, run.speeds)
+        if not (same and ratios and self.prompt.strip() in lane.header.prompt):
+            return ""
+        value = median(ratios)
+        return "" if row.low <= value <= row.high else f"**The last run measured {value:.2f}×, outside this interval.**"
+
+    def _row(self) -> Estimate | None:
+        rows = self.estimate.estimates if self.estimate else ()
+        if len(rows) == 1:
+            return rows[0]
+        return next((row for row in rows if row.gamma == self.recipe.gamma and self.recipe.policy == "fixed"), None)
 
 
 def connect_prediction(
@@ -37,12 +73,25 @@ def connect_prediction(
 
     def prepare(session: str, values: tuple[Any, ...]) -> PanelMeasurement:
         chosen = make(values[0])
+
+        def show(results: Sequence[Any]) -> dict[Any, str]:
+            if not results:
+                return {}
+            predicted = service.visitors.enter(session).prediction = replace(chosen, estimate=results[0])
+            return {estimate: predicted.describe(service.runs.latest(session))}
+
         return PanelMeasurement(
             start=lambda session, address: service.measurements.predict(chosen.recipe, chosen.prompt, address),
-            show=lambda results: {estimate: describe_preflight(results[0])} if results else {},
+            show=show,
         )
 
     MeasurementPanel(parts, [settings], [estimate], prepare, failures=estimate, js=_SEND_JS)
+
+
+def contradicted_prediction(service: Service, run: Run | None) -> Any:
+    """Return the latest prediction of a visitor whose run contradicts it."""
+    predicted = service.visitors.find(run.visitor).prediction if run is not None else None
+    return predicted.describe(run) if predicted and predicted.contradiction(run) else gr.skip()
 
 
 def describe_preflight(estimate: Preflight) -> str:
@@ -53,7 +102,8 @@ def describe_preflight(estimate: Preflight) -> str:
     last = max(estimate.v)
     return (
         f"**Will it pay off?** {estimate.advice[0].upper()}{estimate.advice[1:]}. "
-        f"Texts of the target: {estimate.texts}; α is {estimate.alpha:.2f}. Costs are measured on this machine: "
+        f"Texts of the target: {estimate.texts}, first {estimate.tokens} tokens; α is {estimate.alpha:.2f}. "
+        "Costs are measured on this machine: "
         f"a draft token costs {estimate.c:.2f} AR steps, a pass over {last} tokens {estimate.v[last]:.2f}. "
         f"Weights take {format_bytes(estimate.weight_bytes)}, "
         f"keys and values {format_bytes(estimate.kv_bytes)} per 1,000 tokens.\n\n"
