@@ -246,7 +246,7 @@ def _reason_of_target_token(step: Step, recipe: Mapping[str, Any]) -> Reason:
 def figure(x: float | None) -> str:
     if x is None:
         return "–"
-    return f"{x:.1e}".replace("e-0", "e-") if 0 < abs(x) < 0.01 else f"{x:.3f}"
+    return "< 0.001" if 0 < x < 0.001 else f"{x:.3f}"
 
 
 def explain_engine(environment: Mapping[str, Any]) -> str:

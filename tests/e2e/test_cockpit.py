@@ -73,7 +73,7 @@ def test_click_on_a_token_shows_its_step(page: Page) -> None:
     steps = [line for line in trace if "i" in line]
     i = next(line["i"] for line in steps if len(line["accepted"]) < sum(b is not None for b in line["beta"]))
     expect(page.locator("#round-number")).to_have_text(f"{i} of {len(steps) - 1}")
-    assert page.locator(".node h3 .tok").all_inner_texts()[:-1] == [*map(visible, steps[i]["draft_text"])]
+    assert page.locator("#round-nodes h3 .tok").all_inner_texts() == [*map(visible, steps[i]["draft_text"])]
     slider = page.locator("#round-at")
     slider.focus()
     page.keyboard.press("ArrowRight")

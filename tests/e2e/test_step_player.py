@@ -239,7 +239,7 @@ def test_nodes_of_a_tree_are_reached_with_the_keyboard(open_run: Callable[..., P
         page.keyboard.press("ArrowDown")
     expect(leaves.last).to_be_focused()
     page.keyboard.press("Enter")
-    page.wait_for_function("document.getElementById('round-nodes').scrollLeft > 0")
+    expect(page.locator("#round-nodes .node").last).to_be_in_viewport()
     assert not grave(page, "#inspector")
 
 

@@ -1,12 +1,12 @@
 // Details of one step, and the table of all steps of a lane.
 
 import { seconds } from "./blocks.js";
-import { bar, canvas, drawBars, formatNumber, make, setText, svg, visibleText } from "./elements.js";
+import { bar, canvas, drawBars, make, setText, svg, visibleText } from "./elements.js";
 import { chartPositions, chartTimes, chartWhatIf, PARTS } from "./figures.js";
 import { scrollLane } from "./replay.js";
 import { drawSource, highlightSource } from "./sources.js";
 import { $, current, displaying, element, HEADINGS, lanes, listeners, reducedMotion } from "./state.js";
-import { createPlayer, pausePlayer, showPlayer } from "./step_player.js";
+import { createPlayer, drawCard, drawTargetToken, pausePlayer, showPlayer } from "./step_player.js";
 import { COLUMNS, stepTable } from "./step_table.js";
 import { decisionRows, stepDetails } from "./steps.js";
 import { linkStep } from "./timeline.js";
@@ -47,10 +47,7 @@ function placeInspector() { // in a column, or above the lane that is not inspec
   stage.dataset.inspector = window.innerWidth >= WIDE_WINDOW || columns === 1 ? "column" : covering;
 }
 
-function showPhase(phase, { path }) { // the card of the tested token, and the accepted path of the tree
-  const card = $(`#node-${phase.node}`) ?? (phase.name === "end" ? $("#round-nodes").lastElementChild : null);
-  const nodes = $("#round-nodes");
-  if (card && stepPlayer.timer) nodes.scrollLeft = card.offsetLeft - nodes.offsetLeft;
+function showPhase(phase, { path }) { // the tested token, and the accepted path of the tree
   for (const [n, leaf] of [...element.querySelectorAll("#round-tree .leaf")].entries()) leaf.classList.toggle("now", phase.node === n || (phase.name === "end" && path.includes(n)));
 }
 
@@ -76,7 +73,7 @@ function drawStepDetails() {
   setText($("#round-words"), `${details.words} At ${seconds(details.t)}.${facts && ` ${facts}.`}`);
   $("#round-tree").replaceChildren(...(details.chain ? [] : [drawTree(details)]));
   const cards = details.nodes.map((node, n) => drawNode(node, n));
-  if (details.last) cards.push(drawTargetToken(details.last));
+  if (details.last && !cards.length) cards.push(drawTargetToken(details.last)); // otherwise the player shows it
   $("#round-nodes").replaceChildren(...cards);
   showPlayer(stepPlayer, details);
   $("#round-source").replaceChildren(...drawSource(details.source));
@@ -88,38 +85,14 @@ function drawStepDetails() {
   highlightSource(lanes[lane].lane, details.source);
 }
 
-function drawCard(kind, text, id = null) {
-  const token = make("span", { class: "tok", "data-kind": kind, text: visibleText(text) });
-  const title = make("h3", {}, token, make("small", { text: kind === "ignored" ? "not tested" : kind }));
-  return make("article", { class: "node", "data-state": kind, id }, title);
-}
-
 function drawNode(node, n) {
   const card = drawCard(node.state, node.text, `node-${n}`);
-  if (node.bound !== null) card.append(drawTest(node));
   if (node.bars.length) card.append(node.point ? drawBars(node.bars, "p") : drawBars(node.bars, "p", "q"));
   const entropy = node.entropy_p === null ? [] : [`H(p) ${node.entropy_p.toFixed(2)}`, ...(node.entropy_q === null ? [] : [`H(q) ${node.entropy_q.toFixed(2)}`])];
   const beta = node.beta === null ? [] : [`β ${node.beta.toFixed(3)}`];
   const decision = (node.p === null ? [] : decisionRows(node)).map(([name, value]) => `${name.split(",")[0]} ${value}`);
   const facts = [...decision, ...beta, ...entropy, ...(node.origin ? [node.origin] : [])].join(" · ");
   card.append(make("p", { class: "quiet", text: facts }), make("p", { class: "why", text: node.words }));
-  return card;
-}
-
-function drawTest(node) { // the draw, or without one p, and the bound it is compared with
-  const x = (share) => 4 + 192 * share;
-  const [from, width] = node.draw === null ? [node.bound, 1 - node.bound] : [0, node.bound]; // accepted values
-  const parts = [svg("rect", { x: x(0), y: 8, width: 192, height: 8, class: "lost" }), svg("rect", { x: x(from), y: 8, width: 192 * width, height: 8, class: "kept" })];
-  const value = node.draw ?? node.p;
-  parts.push(svg("path", { d: `M${x(Math.min(1, value))} 3v18`, class: "draw" }));
-  const words = node.draw === null ? `p ${formatNumber(value)} against the rule's bound ${formatNumber(node.bound)}` : `The draw ${formatNumber(value)} against the bound ${formatNumber(node.bound)}`;
-  return canvas(words, 200, 24, ...parts, svg("title", { text: words }));
-}
-
-function drawTargetToken(last) {
-  const card = drawCard(last.kind, last.text);
-  if (last.bars.length) card.append(drawBars(last.bars, last.legend));
-  card.append(make("p", { class: "why", text: last.words }));
   return card;
 }
 
@@ -149,7 +122,7 @@ function drawTree({ nodes, path }) { // depth to the right, leaves from top to b
     const group = svg("g", { class: `leaf ${node.state}` }, svg("rect", { x: x(n), y: y(n) - 10, width: 70, height: 20, rx: 4 }),
       svg("text", { x: x(n) + 35, y: y(n) + 4, class: "middle", text: visibleText(node.text).slice(0, 9) }), svg("title", { text: `${node.text}: ${node.words}` }));
     for (const [name, value] of Object.entries({ role: "button", tabindex: n ? -1 : 0, "aria-label": `${node.text}: ${node.words}` })) group.setAttribute(name, value);
-    group.addEventListener("click", () => { const card = $(`#node-${n}`); if (card) $("#round-nodes").scrollLeft = card.offsetLeft - $("#round-nodes").offsetLeft; });
+    group.addEventListener("click", () => $(`#node-${n}`)?.scrollIntoView({ block: "nearest" }));
     return group;
   });
   const picture = canvas(`The draft as a tree of ${nodes.length} tokens, ${path.length} of them accepted`, wide, high, ...edges, svg("circle", { cx: x(-1), cy: y(-1), r: 4, class: "root" }), ...labels);

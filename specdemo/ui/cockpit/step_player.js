@@ -199,12 +199,24 @@ function narrate({ details }, { states, values, bounds, path, changed }, { name,
 
 function endsAtLeaf({ nodes }, path) { return !nodes.some((node) => node.parent === (path.at(-1) ?? -1)); }
 
+export function drawCard(kind, text, id = null) {
+  const token = make("span", { class: "tok", "data-kind": kind, text: visibleText(text) });
+  const title = make("h3", {}, token, make("small", { text: kind === "ignored" ? "not tested" : kind }));
+  return make("article", { class: "node", "data-state": kind, id }, title);
+}
+
+export function drawTargetToken(last) {
+  const card = drawCard(last.kind, last.text);
+  if (last.bars.length) card.append(drawBars(last.bars, last.legend));
+  card.append(make("p", { class: "why", text: last.words }));
+  return card;
+}
+
 function drawResult(details, { path, states, changed }) {
   const { nodes, last, test } = details;
   if (!changed) {
     if (!last) return make("p", { class: "quiet", text: "The text ended here." });
-    const head = make("p", { class: "head" }, make("span", { class: "tok", "data-kind": last.kind, text: visibleText(last.text) }), ` ${last.words}`);
-    return make("div", {}, head, ...(last.bars.length ? [drawBars(last.bars.slice(0, 6), last.legend)] : []));
+    return drawTargetToken(last);
   }
   if (endsAtLeaf(details, path)) return make("p", { text: "All tokens of a path are kept: a bonus token follows." });
   const end = path.at(-1) ?? -1;
