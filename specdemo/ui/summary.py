@@ -89,7 +89,7 @@ class _Comparison:
             times = f" in all {len(self.pairs)} pairs"
         return {
             "good": f"{value} faster with drafts{measure}{times}",
-            "bad": f"{value}, slower with drafts{measure}{times}",
+            "bad": f"{value} the speed, slower with drafts{measure}{times}",
             "even": f"No clear difference: {value}{measure}",
             "none": f"{value} the speed of the baseline",
         }[self.tone]

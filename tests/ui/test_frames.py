@@ -106,7 +106,7 @@ def repeated(*ar_seconds: float) -> Run:
     [
         ((0.024, 0.018, 0.03), "2.0× faster with drafts in 3 pairs, too few for a result: 1.50× to 2.50×, over 3"),
         ((0.024, 0.018, 0.013, 0.024, 0.03), "2.0× faster with drafts in all 5 pairs: 1.08×"),
-        ((0.010, 0.007, 0.008, 0.011, 0.0115), "0.8×, slower with drafts in all 5 pairs: 0.58×"),
+        ((0.010, 0.007, 0.008, 0.011, 0.0115), "0.8× the speed, slower with drafts in all 5 pairs: 0.58×"),
         ((0.013, 0.011, 0.0125, 0.02, 0.03), "No clear difference: 1.1×: 0.92×"),
     ],
 )
