@@ -254,7 +254,7 @@ def explain_engine(environment: Mapping[str, Any]) -> str:
     engine, threads = str(environment.get("engine", "")), environment.get("threads", 1)
     name, _, note = engine.partition(": ")
     if name == "native":
-        parts = f"native CPU engine, {threads} thread{'' if threads == 1 else 's'}", environment.get("vectors"), note
+        parts = f"native CPU engine, {threads} thread{'' if threads == 1 else 's'}", note
         return ", ".join(filter(None, parts))
     name, _, reason = engine.partition(": no native engine, ")
     return f"torch engine, several times slower than the native CPU engine: {reason}" if reason else name

@@ -119,13 +119,13 @@ def describe_link(lane: Lane) -> str:
     ]
     retries = remote.get("sent", 0.0) - sum("sent" in step.verdict.remote for step in run_steps)
     if retries > (rows := remote.get("rows", 0.0)):
-        sentences.append(f"{retries - rows:.0f} messages were sent again.")
+        sentences.append(f"Messages sent again: {retries - rows:.0f}.")
     if rows:
-        sentences.append(f"{rows:.0f} rejections needed a second round trip, which sent a row of q.")
+        sentences.append(f"Second round trips after rejections, each with a row of q: {rows:.0f}.")
     if switched := remote.get("switched"):
         count, cost = f"{switched:.0f} failover{'s' * (switched > 1)}", remote.get("gap_s", 0.0)
         sentences.append(f"**{count}**: {cost:.2f} s of delay, {remote.get('reread', 0.0):.0f} tokens read again.")
-    sentences += [f"{remote[name]:.0f} tokens were {words}." for name, words in _TOTALS.items() if remote.get(name)]
+    sentences += [f"Tokens {words}: {remote[name]:.0f}." for name, words in _TOTALS.items() if remote.get(name)]
     return " ".join(sentences)
 
 

@@ -94,7 +94,7 @@ class _Comparison:
             times = f", {min(self.pairs):.2f} to {max(self.pairs):.2f} in {every}{len(self.pairs)} pairs"
         return {
             "good": f"{value} faster with drafts{measure}{times}",
-            "bad": f"{value} the speed: slower with drafts{measure}{times}",
+            "bad": f"{value} the speed, slower with drafts{measure}{times}",
             "even": f"No clear difference: {value}{measure}{times}",
             "none": f"{value} the speed of the baseline",
         }[self.tone]

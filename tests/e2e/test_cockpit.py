@@ -67,10 +67,13 @@ def test_click_on_a_token_shows_its_step(page: Page) -> None:
     run(page, CODE, tokens=48)
     status(page, "done")
     trace = saved(page)
+    page.set_viewport_size({"width": 1280, "height": 640})
+    page.evaluate("scrollTo(0, 0)")
     page.locator("#lane-spec [data-kind=rejected]").first.click()
     inspector = page.locator("#inspector")
     expect(inspector).to_be_visible()
     expect(inspector).to_be_in_viewport()
+    assert page.evaluate("scrollY") == 0  # the title remains
     expect(page.locator("#tip")).to_be_hidden()
     steps = [line for line in trace if "i" in line]
     i = next(line["i"] for line in steps if len(line["accepted"]) < sum(b is not None for b in line["beta"]))
@@ -103,6 +106,7 @@ def test_table_and_charts_show_all_steps(page: Page) -> None:
     assert text.evaluate("cell => cell.scrollWidth <= cell.clientWidth")
     tested = [count for count in trace[-1]["metrics"]["tested_by_position"] if count]
     expect(page.locator("#chart-positions rect.accepted")).to_have_count(len(tested))
+    expect(page.locator("#chart-positions")).to_contain_text(f"1 ({tested[0]})")
     others = page.locator("#chart-whatif td").all_inner_texts()
     fits = "box => box.scrollWidth <= box.clientWidth"
     assert page.locator("#chart-whatif").evaluate(fits) and page.locator("#figures").evaluate(fits)

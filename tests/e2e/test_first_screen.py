@@ -81,6 +81,8 @@ def test_first_screen_shows_the_idea_without_scrolling(
     limits = {"boxes": 10, "sizes": 5, "controls": 12, "words": 120, "filled": 1}
     if width == 1366:
         assert {name: counts[name] for name in limits if counts[name] > limits[name]} == {}
+        heights = "boxes => boxes.map((box) => box.clientHeight)"  # a long choice has several lines
+        assert min(page.locator("#pair select, #method select").evaluate_all(heights)) >= 40
     textarea = page.locator("#prompt textarea").bounding_box()
     assert textarea and textarea["height"] >= 24 * rows
     assert page.evaluate("scrollY") == 0 and page.evaluate("window.shift") < 0.1

@@ -294,6 +294,8 @@ def test_markup_is_escaped(page: Page) -> None:
     assert page.locator("#lane-spec :not(span)").count() == 0
     rejected = page.locator("#lane-spec [data-kind=rejected]")
     expect(rejected).to_have_text("⏎")  # a rejected newline must not break the line
+    expect(rejected).to_have_css("text-decoration-line", "none")  # a line would hide it
+    expect(rejected).to_have_css("border-top-style", "dashed")
     page.locator("#lane-spec [data-kind=accepted]").hover()
     expect(page.locator("#tip")).to_contain_text(MARKUP)
     run(page, "refused")
@@ -420,6 +422,7 @@ def test_keyboard_operation(page: Page, scripts: Scripts) -> None:
     page.locator("#skip").focus()
     page.keyboard.press("Enter")
     assert page.evaluate(FOCUSED) == "prompt"
+    page.evaluate("document.getElementById('more-settings').open = false")
     page.locator("#skip").focus()
     stops = ["skip"]
     while stops[-1] != "prompt" and len(stops) < 8:

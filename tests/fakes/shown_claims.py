@@ -101,7 +101,7 @@ def headline(run: RunFigures) -> Iterator[Claim]:
     yield from speedups(
         run,
         "{}× faster with drafts",
-        "{}× the speed: slower with drafts",
+        "{}× the speed, slower with drafts",
         "No clear difference: {}×",
         "{}× the speed of the baseline",
     )
@@ -536,7 +536,7 @@ def claims(run: RunFigures, part: str, i: int) -> list[Claim]:
         "advice": lambda: advice(run),
         "lane": lambda: lane_header(run, of),
         "axis": lambda: axis(run, of, i),
-        "timeline": lambda: axis(run, name, i),
+        "time-words": lambda: axis(run, name, i),
         "pass-costs": lambda: pass_costs(run),
         "race-clock": lambda: [claim("{} s", run.end)],
         "race-lengths": lambda: [*titles(run), Claim("{} tokens", [(count,) for count in counts])],

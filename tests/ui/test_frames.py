@@ -106,7 +106,7 @@ def repeated(*ar_seconds: float) -> Run:
     [
         ((0.024, 0.018, 0.03), "2.0× faster with drafts, 1.50 to 2.50 in 3 pairs: 3 alternating pairs."),
         ((0.024, 0.018, 0.013, 0.024, 0.03), "2.0× faster with drafts, 1.08 to 2.50 in all 5 pairs"),
-        ((0.010, 0.007, 0.008, 0.011, 0.0115), "0.8× the speed: slower with drafts, 0.58 to 0.96 in all 5 pairs"),
+        ((0.010, 0.007, 0.008, 0.011, 0.0115), "0.8× the speed, slower with drafts, 0.58 to 0.96 in all 5 pairs"),
         ((0.013, 0.011, 0.0125, 0.02, 0.03), "No clear difference: 1.1×, 0.92 to 2.50 in all 5 pairs"),
         ((0.013, 0.011, 0.02), "No clear difference: 1.1×, 0.92 to 1.67 in 3 pairs"),
     ],

@@ -116,6 +116,11 @@ def test_markdown_of_a_trace_is_escaped() -> None:
     assert "![](" not in said and "evil" in said
 
 
+def test_counts_of_a_run_need_no_plural() -> None:
+    said = describe_link(edge_lane(played(*LINES, over_the_link(5, sent=2.0))))
+    assert "Messages sent again: 1." in said and "Tokens committed provisionally: 1." in said
+
+
 # --- settings ----------------------------------------------------------------------------------------------------
 
 

@@ -67,7 +67,7 @@ def test_passes_shared_with_other_runs_are_named() -> None:
 
 def test_a_loss_is_named_with_its_reason_and_a_suggestion() -> None:
     shown = line_of(compared(plain_s=0.004))
-    assert shown["text"].startswith("0.8× the speed: slower with drafts, same text.") and shown["tone"] == "bad"
+    assert shown["text"].startswith("0.8× the speed, slower with drafts, same text.") and shown["tone"] == "bad"
     assert shown["suggestions"] == [{"label": "Try γ 1", "set": {"gamma": 1}}, PRESS_REPEAT]
     assert shown["reason"] == "8 of 16 guesses were kept, and checking 3 tokens costs 2.50 times writing 1."
 
@@ -103,7 +103,7 @@ def test_lanes_over_a_link_are_compared_by_total_time() -> None:
     spec, plain = (0.5 + 8 * 0.01, 0.5 + 16 * 0.0005)
     assert state["tiles"]["speedup"] == [f"{plain / spec:.1f}×", "one run, total time"]
     assert f"{spec:.2f} against {plain:.2f} s in total" in state["verdict"] and "streams its tokens" in state["verdict"]
-    assert state["headline"]["text"].startswith("0.9× the speed: slower with drafts in total time")
+    assert state["headline"]["text"].startswith("0.9× the speed, slower with drafts in total time")
 
 
 def test_a_lane_says_how_its_text_relates_to_the_baseline() -> None:

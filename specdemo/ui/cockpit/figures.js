@@ -11,10 +11,11 @@ function quiet(text) { return make("p", { class: "quiet", text }); }
 
 export function chartPositions(positions) {
   if (!positions.length) return quiet("No draft tokens were tested.");
-  const points = positions.map(([share, tested], i) => [i + 1, 100 * share, `position ${i + 1}: ${(100 * share).toFixed(0)} % of ${tested} tested`]);
+  const points = positions.map(([share, tested], i) => [i, 100 * share, `position ${i + 1}: ${(100 * share).toFixed(0)} % of ${tested} tested`]);
   const description = positions.map(([share], i) => `${i + 1}: ${(100 * share).toFixed(0)} %`).join(", ");
   const series = [{ kind: "bar", name: "accepted", colour: "var(--accepted-ink)", points }];
-  return drawChart({ label: `Share of tested tokens that were accepted, by position in the draft: ${description}`, x: "position in the draft", unit: " %", include: [100], series });
+  const label = `Share of tested tokens that were accepted, by position in the draft: ${description}`;
+  return drawChart({ label, x: "position in the draft (number of tested tokens)", unit: " %", include: [100], series, names: positions.map(([, tested], i) => `${i + 1} (${tested})`) });
 }
 
 export function chartTimes(rows) { // table rows; beyond MAX_TIME_BARS, adjacent steps are averaged

@@ -193,7 +193,11 @@ export function connectInspector() {
 
 export function revealStep(span) { // the inspector, and on phones the token above the drawer
   const behavior = reducedMotion.matches ? "auto" : "smooth";
-  if (getComputedStyle($("#inspector")).position !== "fixed") return $("#inspector").scrollIntoView({ block: "nearest", behavior });
-  const hiddenBy = span.getBoundingClientRect().bottom + 12 - $("#inspector").getBoundingClientRect().top;
+  const { top } = $("#inspector").getBoundingClientRect();
+  if (getComputedStyle($("#inspector")).position !== "fixed") {
+    if (top < 0 || top > 0.7 * innerHeight) $("#inspector").scrollIntoView({ block: "nearest", behavior });
+    return;
+  }
+  const hiddenBy = span.getBoundingClientRect().bottom + 12 - top;
   if (hiddenBy > 0) scrollBy({ top: hiddenBy, behavior });
 }

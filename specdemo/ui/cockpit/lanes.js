@@ -79,6 +79,7 @@ export function drawStep(name, record, fragment) {
     span.dataset.kind = kind;
     if (DISCARDED.has(kind)) {
       span.textContent = text.replace(/\r?\n/g, "⏎").replace(/\t/g, "⇥");
+      if (!/[\p{L}\p{N}]/u.test(text)) span.classList.add("mark"); // a line would hide a comma or blank
     } else {
       span.textContent = text;
       if (text.startsWith("\n")) span.dataset.newline = "";

@@ -34,7 +34,7 @@ export function receiveFrame(frame) {
   current.frame = frame;
   const turn = $("#turn");
   turn.hidden = current.frame.turn < 2;
-  setText(turn, `Turn ${current.frame.turn}: earlier answers are part of the prompt.`);
+  setText(turn, turn.hidden ? "" : `Turn ${current.frame.turn}: earlier answers are part of the prompt.`);
   if (!current.drawing) schedule();
   if (current.busy && frame.over) trigger("submit", { run: frame.run }); // the page shows the conversation
   else if (current.busy && isNew) follow(frame.run);
