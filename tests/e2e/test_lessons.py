@@ -115,6 +115,10 @@ def test_links_lead_to_a_lesson(lessons: Page, served: Any) -> None:
         lessons.goto(f"{served.url}{path}")
         expect(lessons).to_have_url(re.compile(r"/lessons\?lesson=4$"))
         expect(lessons.locator("#lesson-4 .question")).to_be_in_viewport()
+    answer_all(lessons)
+    lessons.get_by_role("navigation", name="Lessons").get_by_role("link").nth(1).click()
+    expect(lessons.locator("#lesson-2")).to_be_focused()
+    expect(lessons.locator("#lesson-2 .answer")).to_be_in_viewport()
 
 
 def test_printed_lessons_contain_all_answers(lessons: Page) -> None:

@@ -91,6 +91,16 @@ export function mount({ element, props }) {
 
   element.querySelector("#lessons-print").addEventListener("click", () => print());
   askQuestions(element, questions);
+  const show = (lesson) => {
+    lesson.scrollIntoView();
+    lesson.focus({ preventScroll: true });
+  };
+  element.querySelector("nav").addEventListener("click", (e) => {
+    const link = e.target.closest("a");
+    if (!link) return;
+    e.preventDefault(); // the address of the page would end the lessons where it has a query
+    show(element.querySelector(link.hash));
+  });
   const asked = new URLSearchParams(location.search).get("lesson") ?? location.hash.replace("#lesson-", "");
-  if (/^[1-5]$/.test(asked)) inLesson(asked).scrollIntoView();
+  if (/^[1-5]$/.test(asked)) show(inLesson(asked));
 }
