@@ -126,6 +126,7 @@ def test_printed_lessons_contain_all_answers(lessons: Page) -> None:
     lessons.emulate_media(media="print")
     for answer in lessons.locator(".answer").all():
         expect(answer).to_be_visible()
+    expect(lessons.locator(".answer > details p").last).to_be_visible()
     expect(lessons.locator(".choice[data-state=right]")).to_have_count(5)
     expect(lessons.locator("#lesson-survive .controls")).to_be_hidden()
     assert lessons.locator("#lesson-survive .row").first.get_attribute("data-state") != "guess"

@@ -90,6 +90,7 @@ export function mount({ element, props }) {
   drawPrediction();
 
   element.querySelector("#lessons-print").addEventListener("click", () => print());
+  window.addEventListener("beforeprint", () => { for (const formula of element.querySelectorAll(".answer > details")) formula.open = true; });
   askQuestions(element, questions);
   const show = (lesson) => {
     lesson.scrollIntoView();

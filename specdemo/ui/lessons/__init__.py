@@ -119,7 +119,7 @@ def _rejected(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _least_acceptance(costs: Mapping[str, float]) -> float:
-    """Return the acceptance above which guesses pay, in steps of 0.01."""
+    """Return the least acceptance with which guesses pay, in steps of 0.01."""
     gamma = round(costs["gamma"])
     shares = (percent / 100 for percent in range(100))
 
