@@ -106,12 +106,13 @@ def space_hosts(environment: Mapping[str, str]) -> list[str]:
 def gateway(limits: HostLimits, environment: Mapping[str, str]) -> tuple[list[Middleware], set[str] | None]:
     """Return the middleware and its permitted host names, a mutable set."""
     hosts = None if limits.hosts is None else {*limits.hosts, *space_hosts(environment)}
-    frames = (*limits.frames, *(_FRAMES_OF_SPACES if "SPACE_ID" in environment else ()))
+    on_space = "SPACE_ID" in environment
+    frames = (*limits.frames, *(_FRAMES_OF_SPACES if on_space else ()))
     middleware = [
         Middleware(VisitorConnections, limits=limits.of_connections),
         Middleware(Gateway, limits=limits, hosts=hosts, frames=frames),
         Middleware(GZipMiddleware, minimum_size=_COMPRESSED, compresslevel=6),
-        Middleware(PageHead),
+        Middleware(PageHead, keeps_root=on_space),
     ]
     return middleware, hosts
 

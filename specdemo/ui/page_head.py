@@ -55,10 +55,10 @@ def picture_route() -> Route:
     return Route(PICTURE_PATH, lambda _: FileResponse(_PICTURE, media_type="image/png"))
 
 
-def with_head(page: bytes) -> bytes:
-    """Replace the tags of link previews; add the script; derive all addresses from the location of the page.
+def with_head(page: bytes, keeps_root: bool) -> bytes:
+    """Replace the tags of link previews; add the script; derive addresses from the location of the page.
 
-    Gradio's root depends on headers, which proxies change.
+    Gradio's root depends on headers, which proxies change. On a Space `keeps_root`: it may be the path of a replica.
     """
     root = _ROOT.search(page)
     address = root.group(2).decode() if root else ""
@@ -79,7 +79,8 @@ def with_head(page: bytes) -> bytes:
     lines.append(f"<script>{script_text('end_loading')}</script>")
     for path in (b"manifest.json", b"pwa_icon/"):
         page = page.replace(b'"/' + path, b'"' + path)
-    page = _ROOT.sub(_BASE, page)
+    if not keeps_root:
+        page = _ROOT.sub(_BASE, page)
     return _OF_GRADIO.sub(b"", page).replace(_START, _START + "".join(lines).encode(), 1)
 
 
@@ -96,8 +97,9 @@ def first_paint() -> bytes:
 class PageHead:
     """ASGI middleware that changes the head of HTML pages and the icons of the app, and adds the first paint."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, keeps_root: bool) -> None:
         self._app = app
+        self._keeps_root = keeps_root
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start: Message | None = None
@@ -112,7 +114,7 @@ class PageHead:
             else:
                 page.extend(message.get("body", b""))
                 if not message.get("more_body"):
-                    body = with_head(bytes(page))
+                    body = with_head(bytes(page), self._keeps_root)
                     MutableHeaders(scope=start)["content-length"] = str(len(body))
                     await send(start)
                     await send({"type": "http.response.body", "body": body})

@@ -40,7 +40,7 @@ def test_a_rejected_run_ends_without_a_headline_and_one_that_began_is_shown(quic
     button, headline = page.locator("#run"), page.locator("#headline")
     answers = {
         "failed: too many requests": lambda route: route.fulfill(status=429, json={"detail": "too many requests"}),
-        "failed: the proxy": lambda route: route.fulfill(status=405, body="<h1>Not allowed</h1>"),
+        "failed: a proxy": lambda route: route.fulfill(status=405, body="<h1>Not allowed</h1>"),
     }
     for cause, answer in answers.items():
         page.route("**/runs", answer)

@@ -38,13 +38,37 @@ def lessons(served: Any, chromium: BrowserContext) -> Iterator[Page]:
     assert not errors
 
 
-def test_every_lesson_begins_with_a_question_and_hides_its_answer(lessons: Page) -> None:
-    sections = lessons.locator("section.lesson")
-    expect(sections).to_have_count(5)
-    for section in sections.all():
-        assert section.locator(".question").inner_text().endswith("?")
-        expect(section.locator("> details p").first).to_be_hidden()
+def test_lessons_ask_before_they_show_and_count_right_answers(lessons: Page) -> None:
+    """With the keyboard. The second choice is wrong or right, whatever the lesson; the first choice counts."""
+    questions, right = lesson_data()["questions"], 0
+    sections, score = lessons.locator("section.lesson"), lessons.locator("#lesson-score")
+    expect(sections).to_have_count(len(questions))
     assert not grave(lessons)
+    for number, (section, question) in enumerate(zip(sections.all(), questions, strict=True), 1):
+        assert section.locator(".question").inner_text().endswith("?")
+        expect(section.locator(".answer")).to_be_hidden()
+        choices = section.get_by_role("group", name=section.locator(".question").inner_text()).get_by_role("button")
+        assert choices.all_inner_texts() == question["choices"] and len(question["choices"]) == 3
+        choices.first.focus()
+        lessons.keyboard.press("Tab")
+        lessons.keyboard.press("Enter")
+        choices.last.dispatch_event("click")
+        assert choices.evaluate_all("all => all.map(one => one.ariaPressed)") == ["false", "true", "false"]
+        expect(section.locator(".answer")).to_be_visible()
+        is_right = question["right"] == 1
+        right += is_right
+        words = "Right." if is_right else f"Not so. The answer is: {question['choices'][question['right']]}."
+        expect(section.locator(".reply")).to_have_text(words)
+        expect(choices.nth(question["right"])).to_have_attribute("data-state", "right")
+        left = len(questions) - number
+        total = f"{right} of {number} right"
+        expect(score).to_have_text(f"{total}, {left} to go." if left else f"Your score: {total}.")
+    assert 0 < right < len(questions)
+    assert not grave(lessons)
+
+
+def answer_all(page: Page) -> None:
+    page.locator(".choice:first-child").evaluate_all("all => all.forEach((choice) => choice.click())")
 
 
 def test_figures_are_those_of_the_recorded_runs(lessons: Page) -> None:
@@ -52,29 +76,30 @@ def test_figures_are_those_of_the_recorded_runs(lessons: Page) -> None:
     lines = {name: [*map(json.loads, path.read_text("utf-8").splitlines())] for name, path in recorded.items()}
     greedy, sampled = RunFigures.of(lines["greedy"]), RunFigures.of(lines["sampled"])
     assert greedy.plain and greedy.first.tokens == greedy.plain.tokens  # as lesson 2 states
-    answers = "open => document.querySelectorAll('.lesson > details').forEach(answer => { answer.open = open; })"
-    lessons.evaluate(answers, True)
+    answer_all(lessons)
+    formulas = "open => document.querySelectorAll('.lesson details').forEach(formula => { formula.open = open; })"
+    lessons.evaluate(formulas, True)
     for lesson, claims in lesson_claims(lines).items():
         texts = lessons.evaluate(READ, [f"#{lesson}"])
         assert texts
         for part, text in texts:
             assert not re.search(r"\d", unexplained(text, claims)), f"unknown figure in {part}: {text}"
-    lessons.evaluate(answers, False)
+    lessons.evaluate(formulas, False)
     bars = [box.evaluate("b => b.getBoundingClientRect().width") for box in lessons.locator("#lesson-passes .p").all()]
     assert sampled.pass_times
-    assert bars[1] / bars[0] == pytest.approx(sampled.pass_times[2] / sampled.pass_times[1], rel=0.02)
+    rows, single, several = sampled.pass_times
+    assert [width / bars[0] for width in bars] == pytest.approx([1, several / single, rows], rel=0.02)
 
 
-def test_players_start_with_the_guesses_and_end_with_the_recorded_outcome(lessons: Page) -> None:
+def test_players_show_the_recorded_outcome_and_can_be_restarted(lessons: Page) -> None:
+    answer_all(lessons)
     for name in ("survive", "copied"):
         player, record = lessons.locator(f"#lesson-{name}"), lesson_data()[name][-1]
         states = "rows => rows.map(row => row.dataset.state)"
-        assert set(player.locator(".row").evaluate_all(states)) == {"guess"}
-        player.focus()
-        lessons.keyboard.press("End")
         assert player.locator(".row").evaluate_all(states) == [node["state"] for node in record["nodes"]]
+        player.focus()
         lessons.keyboard.press("Home")
-    lessons.locator("#lesson-4 > details > summary").click()
+        assert set(player.locator(".row").evaluate_all(states)) == {"guess"}
     copied = lessons.locator("#lesson-source mark.copied").inner_text()
     assert copied and "".join(record["step"]["draft_text"]).replace("\n", "⏎").startswith(copied)
     expect(lessons.locator("#lesson-source mark.context")).not_to_be_empty()
@@ -82,11 +107,14 @@ def test_players_start_with_the_guesses_and_end_with_the_recorded_outcome(lesson
 
 def test_the_prediction_follows_the_sliders(lessons: Page) -> None:
     costs = lesson_data()["costs"]
+    answer_all(lessons)
     values = {"alpha": 0.3, "gamma": 6, "c": 0.4}
     for slider, value in zip(lessons.locator("#lesson-sliders input").all(), values.values(), strict=True):
         slider.fill(str(value))
     speedup = predicted_speedup(expected_tokens(0.3, 6), 6, 0.4, costs["v"], costs["o"])
-    expect(lessons.locator("#lesson-prediction")).to_contain_text(f"α 0.30, γ 6, c 0.40: {speedup:.2f}×, slower.")
+    expect(lessons.locator("#lesson-prediction")).to_contain_text(
+        f"At 30 %, with 6 guesses of 0.40 passes each: {speedup:.2f}×, slower."
+    )
 
 
 def test_links_lead_to_a_lesson(lessons: Page, served: Any) -> None:
@@ -94,12 +122,19 @@ def test_links_lead_to_a_lesson(lessons: Page, served: Any) -> None:
         lessons.goto(f"{served.url}{path}")
         expect(lessons).to_have_url(re.compile(r"/lessons\?lesson=4$"))
         expect(lessons.locator("#lesson-4 .question")).to_be_in_viewport()
+    answer_all(lessons)
+    lessons.get_by_role("navigation", name="Lessons").get_by_role("link").nth(1).click()
+    expect(lessons.locator("#lesson-2")).to_be_focused()
+    expect(lessons.locator("#lesson-2 .answer")).to_be_in_viewport()
 
 
 def test_printed_lessons_contain_all_answers(lessons: Page) -> None:
     lessons.evaluate("window.dispatchEvent(new Event('beforeprint'))")
     lessons.emulate_media(media="print")
-    expect(lessons.locator(".lesson > details p").last).to_be_visible()
+    for answer in lessons.locator(".answer").all():
+        expect(answer).to_be_visible()
+    expect(lessons.locator(".answer > details p").last).to_be_visible()
+    expect(lessons.locator(".choice[data-state=right]")).to_have_count(5)
     expect(lessons.locator("#lesson-survive .controls")).to_be_hidden()
     assert lessons.locator("#lesson-survive .row").first.get_attribute("data-state") != "guess"
     lessons.emulate_media(media="screen")

@@ -595,7 +595,7 @@ def test_the_first_visit_transfers_half_a_megabyte_and_an_idle_page_requests_no_
     for path in ("", "lessons"):
         if path:
             page.goto(served.url + path)
-        expect(page.locator("#lessons .player, #lane-spec").first).to_be_visible()
+        expect(page.locator("#lessons .choice, #lane-spec").first).to_be_visible()
         assert page.evaluate("restsIn(600)")
         assert page.evaluate("document.getAnimations().every(animation => animation.playState === 'finished')")
     page.close()

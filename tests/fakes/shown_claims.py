@@ -484,32 +484,35 @@ def lessons(lines: dict[str, list[Line]]) -> dict[str, list[Claim]]:
     alpha = sampled.first.overlap
     predicted = (1 - alpha ** (drafted + 1)) / (1 - alpha) / (c + v + o)
     ends = [(len(lane.steps) - 1, lane.at[-1]) for lane in greedy.lanes.values()]
-    times = claim("One pass for one token takes {} ms", 1000 * single), claim("a pass over {} tokens", rows)
+    gamma, start = round(drafted), lesson_start(c / drafted, v, o, drafted)
+    alone, guessed = greedy.plain.passes, greedy.first.passes
     return {
         "lesson-1": [
-            claim("{}. Why", 1),
-            *times,
-            claim("{} ms: {} times as long, for {} times as many", 1000 * several, several / single, rows),
+            claim("{}. Checking", 1),
+            claim("over {} tokens take", rows),
+            Claim("{} ms", [(1000 * time,) for time in (single, several, rows * single)]),
+            Claim("{} pass over {}", [(1, 1), (1, rows)]),
+            claim("{} passes over {}", rows, 1),
             claim("or for {}", rows),
-            claim("{} token {} ms", 1, 1000 * single),
-            claim("{} tokens {} ms", rows, 1000 * several),
+            claim("over {} tokens is {} times as fast as {} passes", rows, rows * single / several, rows),
         ],
         "lesson-2": [
             claim("{}. Same", 2),
             claim("the same {} tokens", len(greedy.first.tokens)),
             Claim("{} steps in {} s", ends),
             Claim("{} s", [(end,) for _, end in ends]),
-            claim("needed {} target passes instead of {}", greedy.first.passes, greedy.plain.passes),
+            Claim("{} passes", [(count,) for count in (alone, guessed, (alone + guessed) // 2)]),
         ],
         "lesson-5": [
             claim("{}. When", 5),
-            claim("A guess costs {} of", c / drafted),
+            claim("costs {} of a pass over one token, and checking {} guesses costs {} passes", c / drafted, gamma, v),
+            Claim("at least {} % are kept", [(100 * start,), (50 * start,)]),
+            claim("{} % were kept. This predicts {}×; measured were {}×", 100 * alpha, predicted, sampled.speedup()),
             claim("A step gives ({} − α γ+{} ) / ({} − α)", 1, 1, 1),
-            claim("with α {}, γ {}, c {}, v {} and o {}", alpha, drafted, c / drafted, v, o),
-            claim("predicts {}×; measured were {}×", predicted, sampled.speedup()),
-            claim("γ {}, c {}: {}×", round(drafted), c / drafted, lesson_speedup(alpha, c / drafted, v, o, drafted)),
+            claim("γ is {}, c {}, v {} and o {}", drafted, c / drafted, v, o),
+            claim("γ {}, c {}: {}×", gamma, c / drafted, lesson_speedup(alpha, c / drafted, v, o, drafted)),
             claim("α {}, ", alpha),
-            claim("It pays from α {} on", lesson_start(c / drafted, v, o, drafted)),
+            claim("It pays from α {} on", start),
         ],
     }
 

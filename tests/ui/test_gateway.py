@@ -13,7 +13,7 @@ import pytest
 from fakes.served_page import ADDRESS as HERE
 from fakes.served_page import page_application, visitor_of
 from starlette.applications import Starlette
-from starlette.responses import PlainTextResponse
+from starlette.responses import HTMLResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
@@ -178,10 +178,14 @@ def test_security_headers(browser: TestClient) -> None:
         assert headers["x-content-type-options"] == "nosniff"
 
 
+SPACE = {"SPACE_ID": "someone/page"}
+ROOT = '"root":"https://someone-page.hf.space/--replicas/a1"'
+
+
 def guarded(environment: dict[str, str], **options: Any) -> TestClient:
     """Visitor of a small application behind the middleware of the page."""
     middleware, _ = gateway(read_limits(environment), environment)
-    routes = [Route("/lessons", lambda _: PlainTextResponse("five"))]
+    routes = [Route("/lessons", lambda _: HTMLResponse(f"<script>gradio_config = {{{ROOT}}}</script>"))]
     return TestClient(Starlette(routes=routes, middleware=middleware), base_url=HERE, **options)
 
 
@@ -190,13 +194,20 @@ def guarded(environment: dict[str, str], **options: Any) -> TestClient:
     [
         ({}, "'self'"),
         ({"SPECDEMO_FRAMES": "https://a.example, http://b:8000"}, "'self' https://a.example http://b:8000"),
-        ({"SPACE_ID": "someone/page"}, "'self' https://huggingface.co https://*.hf.space"),
+        (SPACE, "'self' https://huggingface.co https://*.hf.space"),
     ],
 )
 def test_only_listed_sites_may_frame_the_page(environment: dict[str, str], ancestors: str) -> None:
     headers = guarded(environment).get("/lessons").headers
     assert headers["content-security-policy"].endswith(f"; frame-ancestors {ancestors}")
     assert ("SameSite=None" in headers["set-cookie"]) == (ancestors != "'self'")
+
+
+def test_addresses_derive_from_the_location_except_on_a_space() -> None:
+    """A Space may have replicas, each with a path of its own."""
+    assert ROOT in guarded(SPACE).get("/lessons").text
+    page = guarded({}).get("/lessons").text
+    assert ROOT not in page and '"root":document.baseURI' in page
 
 
 @pytest.mark.parametrize("root", ["/demo", "/demo/", "demo", "https://school.example/demo"])

@@ -23,5 +23,6 @@ interface Window {
   specdemo?: Record<string, Function>;
   specdemoRestored?: { settings: Record<string, unknown>; lanes: { lanes: unknown[]; text: string } };
   specdemoRun?: string;
+  gradio_config?: { root?: string };
   __gradio_session_hash__?: string;
 }

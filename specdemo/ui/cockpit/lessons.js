@@ -4,10 +4,43 @@ import { countSteps, drawBlocks, seconds } from "./blocks.js";
 import { drawChart } from "./charts.js";
 import { bar, make, setText } from "./elements.js";
 import { drawSource } from "./sources.js";
-import { createPlayer, goTo, showPlayer } from "./step_player.js";
+import { createPlayer, showPlayer } from "./step_player.js";
 import { stepDetails } from "./steps.js";
 
 function lastStep([{ head, header }, ...records]) { return stepDetails({ head, header, records }, records.length - 1); }
+
+function askQuestions(element, questions) { // the first choice counts
+  const results = [];
+  for (const [i, { choices, right }] of questions.entries()) {
+    const lesson = element.querySelector(`#lesson-${i + 1}`);
+    const buttons = choices.map((text) => make("button", { type: "button", class: "choice", "aria-pressed": "false", text }));
+    lesson.querySelector(".choices").replaceChildren(...buttons);
+    const reveal = () => {
+      buttons[right].dataset.state = "right";
+      lesson.querySelector(".answer").hidden = false;
+    };
+    const choose = (chosen) => {
+      if (results[i] !== undefined) return;
+      results[i] = chosen === right;
+      for (const [n, button] of buttons.entries()) {
+        button.setAttribute("aria-pressed", String(n === chosen));
+        button.setAttribute("aria-disabled", "true");
+      }
+      if (!results[i]) buttons[chosen].dataset.state = "wrong";
+      reveal();
+      setText(lesson.querySelector(".reply"), results[i] ? "Right." : `Not so. The answer is: ${choices[right]}.`);
+      drawScore(element, results.filter((result) => result !== undefined), questions.length);
+    };
+    for (const [n, button] of buttons.entries()) button.addEventListener("click", () => choose(n));
+    window.addEventListener("beforeprint", reveal);
+  }
+}
+
+function drawScore(element, answered, count) {
+  const score = `${answered.filter(Boolean).length} of ${answered.length} right`;
+  const left = count - answered.length;
+  setText(element.querySelector("#lesson-score"), left ? `${score}, ${left} to go.` : `Your score: ${score}.`);
+}
 
 export function mount({ element, props }) {
   for (const icon of document.querySelectorAll("footer img")) icon.setAttribute("alt", "");
@@ -17,25 +50,19 @@ export function mount({ element, props }) {
     return make("div", { class: "lesson-bar" }, make("span", { text: label }), make("span", { class: "track" }, bar(share, "p")), make("strong", { text: value }));
   }
 
-  const { passes, race: recordedRace, survive, copied, costs } = props.lessons;
-  const longest = Math.max(passes.single, passes.several);
-  inLesson("passes").replaceChildren(
-    lessonBar("1 token", passes.single / longest, `${(1000 * passes.single).toFixed(2)} ms`),
-    lessonBar(`${passes.rows} tokens`, passes.several / longest, `${(1000 * passes.several).toFixed(2)} ms`));
+  const { questions, passes, race: recordedRace, survive, copied, costs } = props.lessons;
+  const separate = passes.rows * passes.single;
+  const rows = [["1 pass over 1", passes.single], [`1 pass over ${passes.rows}`, passes.several], [`${passes.rows} passes over 1`, separate]];
+  inLesson("passes").replaceChildren(...rows.map(([label, time]) => lessonBar(label, time / Math.max(passes.several, separate), `${(1000 * time).toFixed(2)} ms`)));
 
   const raceEnd = Math.max(...recordedRace.map(([, times]) => times.at(-1)));
   inLesson("race").replaceChildren(...recordedRace.map(([name, times], i) => make("div", { class: "time-row", "data-row": i ? "ar" : "spec" },
     make("span", { text: name }), make("div", { class: "time-bar" }, drawBlocks(times, raceEnd, `${countSteps(times)} in ${seconds(times.at(-1))}`)), make("span", { text: seconds(times.at(-1)) }))));
 
-  for (const [id, records] of [["survive", survive], ["copied", copied]]) {
-    const player = createPlayer(inLesson(id));
-    showPlayer(player, { ...lastStep(records), source: null }); // the source is the answer
-    goTo(player, 0); // the reader guesses first
-    window.addEventListener("beforeprint", () => goTo(player, Infinity));
-  }
+  for (const [id, records] of [["survive", survive], ["copied", copied]]) showPlayer(createPlayer(inLesson(id)), { ...lastStep(records), source: null });
   inLesson("source").replaceChildren(...drawSource(lastStep(copied).source));
 
-  const SLIDERS = { alpha: ["Acceptance α", 0, 0.99, 0.01], gamma: ["Guesses per step γ", 1, 12, 1], c: ["Cost of a guess c", 0, 1, 0.01] };
+  const SLIDERS = { alpha: ["Share of guesses kept", 0, 0.99, 0.01], gamma: ["Guesses per step", 1, 12, 1], c: ["Cost of a guess", 0, 1, 0.01] };
   const chosen = { ...costs, alpha: Math.round(100 * costs.alpha) / 100, gamma: Math.round(costs.gamma) };
 
   function predictedSpeedup({ alpha, gamma, c, v, o }) { return (1 - alpha ** (gamma + 1)) / (1 - alpha) / (gamma * c + v + o); }
@@ -43,13 +70,15 @@ export function mount({ element, props }) {
   function drawPrediction() {
     const points = [...Array(100).keys()].map((i) => [i / 100, predictedSpeedup({ ...chosen, alpha: i / 100 })]);
     const now = predictedSpeedup(chosen), pays = points.find(([, s]) => s > 1);
-    const words = `α ${chosen.alpha.toFixed(2)}, γ ${chosen.gamma}, c ${chosen.c.toFixed(2)}: ${now.toFixed(2)}×, ${now > 1 ? "faster" : "slower"}. ${pays ? `It pays from α ${pays[0].toFixed(2)} on.` : "It pays for no acceptance."}`;
+    const percent = (share) => `${Math.round(100 * share)} %`;
+    const least = pays ? `It pays from ${percent(pays[0])} on.` : "It never pays.";
+    const words = `At ${percent(chosen.alpha)}, with ${chosen.gamma} guesses of ${chosen.c.toFixed(2)} passes each: ${now.toFixed(2)}×, ${now > 1 ? "faster" : "slower"}. ${least}`;
     const series = [
       { kind: "band", colour: "var(--rejected-ink)", points: [[0, 0, 1], [1, 0, 1]], label: "loses" },
       { kind: "line", colour: "var(--ink)", points },
       { kind: "dot", colour: "var(--ink)", points: [[chosen.alpha, now]] },
     ];
-    inLesson("curve").replaceChildren(drawChart({ label: `Predicted speed-up by acceptance. ${words}`, x: "α", unit: "×", include: [0, 2], series }));
+    inLesson("curve").replaceChildren(drawChart({ label: `Predicted speed-up. ${words}`, x: "share of guesses kept", unit: "×", include: [0, 2], series }));
     setText(inLesson("prediction"), words);
   }
 
@@ -61,7 +90,18 @@ export function mount({ element, props }) {
   drawPrediction();
 
   element.querySelector("#lessons-print").addEventListener("click", () => print());
-  window.addEventListener("beforeprint", () => { for (const answer of element.querySelectorAll(".lesson > details")) answer.open = true; });
+  window.addEventListener("beforeprint", () => { for (const formula of element.querySelectorAll(".answer > details")) formula.open = true; });
+  askQuestions(element, questions);
+  const show = (lesson) => {
+    lesson.scrollIntoView();
+    lesson.focus({ preventScroll: true });
+  };
+  element.querySelector("nav").addEventListener("click", (e) => {
+    const link = e.target.closest("a");
+    if (!link) return;
+    e.preventDefault(); // the address of the page would end the lessons where it has a query
+    show(element.querySelector(link.hash));
+  });
   const asked = new URLSearchParams(location.search).get("lesson") ?? location.hash.replace("#lesson-", "");
-  if (/^[1-5]$/.test(asked)) inLesson(asked).scrollIntoView();
+  if (/^[1-5]$/.test(asked)) show(inLesson(asked));
 }

@@ -33,6 +33,8 @@ export const tokenOf = new WeakMap(); // token span -> { token, record }
 
 export const $ = (selector, within = element) => within.querySelector(selector);
 
+export const pageRoot = () => `${window.gradio_config?.root ?? location.origin}/`;
+
 /** @param {Pick<Component, "element" | "server" | "trigger">} component */
 export function attach(component) {
   listeners.abort();

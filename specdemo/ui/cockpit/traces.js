@@ -3,7 +3,7 @@
 import { make } from "./elements.js";
 import { displayAll, pause } from "./replay.js";
 import { endRun, receiveFrame, setStatus } from "./run.js";
-import { $, current, displaying, server } from "./state.js";
+import { $, current, displaying, pageRoot, server } from "./state.js";
 
 const EXAMPLE = "hybrid, short answer", VISITED_KEY = "specdemo-opened";
 
@@ -47,7 +47,7 @@ async function openTrace(load, example = false) {
 
 async function sendTrace(file) {
   const headers = { "Content-Type": "application/x-ndjson" };
-  const response = await fetch("traces", { method: "POST", headers, body: file }).catch(() => null);
+  const response = await fetch(new URL("traces", pageRoot()), { method: "POST", headers, body: file }).catch(() => null);
   if (response === null || response.ok) return response && response.text();
   const { detail } = await response.json().catch(() => ({}));
   return detail ? JSON.stringify({ refused: detail }) : null;

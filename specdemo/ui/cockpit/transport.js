@@ -2,7 +2,7 @@
 // After an interruption of its events Gradio reloads the page, which then resumes the run.
 
 import { endRun, receiveFrame, setStatus, startRun } from "./run.js";
-import { complete, current, listeners } from "./state.js";
+import { complete, current, listeners, pageRoot } from "./state.js";
 
 const RETRY_MS = 1000, RECONNECT_TIMEOUT_MS = 20000, OPEN_TIMEOUT_MS = 2500, POLL_MS = 500;
 const RESUME_KEY = "specdemo-run";
@@ -14,7 +14,7 @@ let interrupted = false;
 let lost = false; // the response to the start of the run
 let fetching = null; // id of the run of the request under way
 
-const addressOf = (path) => new URL(path, document.baseURI).href; // a proxy may serve the page below a path
+const addressOf = (path) => new URL(path, pageRoot()).href;
 
 async function request(path, body) { // null if the server is not reachable
   const options = body && { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
@@ -29,7 +29,7 @@ export async function sendRun({ settings, lanes, turn }) {
   if (response?.ok) return receiveFrame(await response.json());
   if (response && response.status < 500) {
     const { detail } = await response.json().catch(() => ({}));
-    const ofProxy = `the proxy of this page rejected the run (status ${response.status}): let it pass on every path below the page`;
+    const ofProxy = `a proxy rejected the run (status ${response.status}): it must pass on all paths below this page`;
     return endRun("failed", `failed: ${detail ?? ofProxy}`);
   }
   lost = true; // perhaps only the response

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from string import Template
@@ -46,22 +46,26 @@ def lessons_markup() -> str:
     data, lanes = lesson_data(), _lanes(GREEDY)
     spec, plain = lanes[SPEC], lanes[PLAIN]
     passes, costs = data["passes"], data["costs"]
-    survive = data["survive"][-1]["step"]
+    rejected = _rejected(data["survive"])
+    copied = data["copied"][-1]["step"]
     texts = {
-        "one_ms": f"{1000 * passes['single']:.2f}",
-        "several_ms": f"{1000 * passes['several']:.2f}",
+        "single_ms": _milliseconds(passes["single"]),
         "rows": passes["rows"],
-        "ratio": f"{passes['several'] / passes['single']:.2f}",
+        "gain": f"{passes['rows'] * passes['single'] / passes['several']:.1f}",
         "tokens": spec.metrics.tokens,
-        "text": html.escape("".join(event.text for event in spec.steps).strip()),
-        "passes": spec.metrics.target_passes,
+        "text": "".join(event.text for event in spec.steps).strip(),
         "baseline_passes": plain.metrics.target_passes,
-        "guesses": len(survive["draft"]),
-        "survivors": len(survive["accepted"]),
+        "guess": rejected["text"].strip(),
+        "p_percent": f"{100 * rejected['p']:.1f}",
+        "q_percent": f"{100 * rejected['q']:.1f}",
+        "draw": f"{100 * rejected['draw']:.0f} %",
+        "copied": "".join(copied["draft_text"][node] for node in copied["accepted"]).strip(),
+        "kept": f"{100 * costs['alpha']:.0f}",
+        "guesses": round(costs["gamma"]),
         **{name: f"{value:.2f}" for name, value in costs.items()},
         "conclusion": _conclusion(costs["predicted"], costs["measured"]),
     }
-    return Template(_text("lessons.html")).substitute(texts)
+    return Template(_text("lessons.html")).substitute({name: html.escape(str(text)) for name, text in texts.items()})
 
 
 @cache
@@ -70,16 +74,56 @@ def lesson_data() -> dict[str, Any]:
     sampled, greedy = _lanes(SAMPLED), _lanes(GREEDY)
     passes = typical_passes(sampled)
     assert passes is not None
-    return {
+    data = {
         "passes": {"single": passes.single_s, "several": passes.several_s, "rows": passes.rows},
         "race": [(name, [event.metrics.decode_s for event in greedy[key].steps]) for name, key in _RACE],
         "survive": _records_until(SAMPLED, _instructive),
         "copied": _records_until(COPIED, _copied),
         "costs": _costs(sampled),
     }
+    return {**data, "questions": _questions(data, greedy)}
 
 
-_RACE = (("speculative", SPEC), ("one by one", PLAIN))
+def _questions(data: Mapping[str, Any], greedy: Mapping[str, Lane]) -> list[dict[str, Any]]:
+    """Return the choices of each lesson, and the position of the right one."""
+    passes, costs = data["passes"], data["costs"]
+    times = (passes["single"], passes["several"], passes["rows"] * passes["single"])
+    alone, guessed = (greedy[name].metrics.target_passes for name in (PLAIN, SPEC))
+    counts = (alone, (alone + guessed) // 2, guessed)
+    bound = _rejected(data["survive"])["bound"]
+    least = _least_acceptance(costs)
+    shares = [f"If at least {100 * share:.0f} % are kept" for share in (least / 2, least)]
+    return [
+        {"choices": [f"{_milliseconds(time)} ms" for time in times], "right": 1},
+        {"choices": [f"{count} passes" for count in counts], "right": 2},
+        {"choices": ["Always", f"In {100 * bound:.0f} % of the draws", "Never"], "right": 1},
+        {"choices": ["From the text before", "From a list of frequent words", "From chance"], "right": 0},
+        {"choices": ["Always", *shares], "right": 2},
+    ]
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.2f}"
+
+
+def _rejected(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the first rejected guess of the last record."""
+    nodes, texts = records[-1]["nodes"], records[-1]["step"]["draft_text"]
+    return next({**node, "text": text} for node, text in zip(nodes, texts, strict=True) if node["state"] == "rejected")
+
+
+def _least_acceptance(costs: Mapping[str, float]) -> float:
+    """Return the least acceptance with which guesses pay, in steps of 0.01."""
+    gamma = round(costs["gamma"])
+    shares = (percent / 100 for percent in range(100))
+
+    def predicted(alpha: float) -> float:
+        return cost_model(expected_tokens(alpha, gamma), gamma, costs["c"], costs["v"], costs["o"])
+
+    return next(alpha for alpha in shares if predicted(alpha) > 1)
+
+
+_RACE = (("with guesses", SPEC), ("alone", PLAIN))
 
 
 def _costs(lanes: Mapping[str, Lane]) -> dict[str, float]:
