@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _MAX_ADDED = 64  # characters, tokens or bytes that a known rule adds
 _MAX_ADDED_TOKENS = 100_000
+_GROWING = ("ByteLevel", "Precompiled")  # types of rules that multiply the length of a text
 _TEXT_RULES = ("normalizer", "pre_tokenizer", "post_processor")
 _SECONDS = 30.0
 
@@ -96,22 +97,24 @@ def check_tokenizer(name: str, folder: Path) -> bool:
 
 
 def _are_known(stored: Any) -> bool:
-    """Return True if a tokenizer's rules are those of supported families, or keep the length of texts."""
-    return all(_is_known(value) for _, value in walk({"": stored}) if isinstance(value, dict))
+    """Return True if a tokenizer's rules are those of supported families, or nearly keep the length of texts."""
+    rules = [value for _, value in walk({"": stored}) if isinstance(value, dict)]
+    growing = sum(rule.get("type") in _GROWING for rule in rules)
+    return growing <= 1 and all(map(_is_known, rules))
 
 
 def _is_known(rule: Mapping[str, Any]) -> bool:
+    encoded, pattern = rule.get("precompiled_charsmap"), rule.get("pattern") or {}
     if "Regex" in rule and str(rule["Regex"]) not in KNOWN_PATTERNS:
         return False
-    if isinstance(encoded := rule.get("precompiled_charsmap"), str):
-        return _longest_replacement(encoded) <= _MAX_ADDED
+    if len(str(rule.get("prepend") or "")) > _MAX_ADDED:
+        return False
+    if isinstance(encoded, str) and _longest_replacement(encoded) > _MAX_ADDED:
+        return False
     if rule.get("type") == "TemplateProcessing":
         single = rule.get("single") or ()
         return len(single) <= _MAX_ADDED and sum("Sequence" in piece for piece in single) <= 1
-    if rule.get("type") == "Replace":
-        pattern = rule.get("pattern") or {}
-        return len(rule.get("content") or "") <= max(1, len(pattern.get("String", "")))
-    return len(str(rule.get("prepend") or "")) <= _MAX_ADDED
+    return rule.get("type") != "Replace" or len(rule.get("content") or "") <= max(1, len(pattern.get("String", "")))
 
 
 def _longest_replacement(encoded: str) -> int:

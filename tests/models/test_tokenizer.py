@@ -158,3 +158,11 @@ def test_normalization_tables_with_long_replacements_are_unknown(length: int, kn
     rule = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"normalizer": rule}))
     assert check_tokenizer("model", tmp_path) is known
+
+
+def test_repeated_rules_that_lengthen_texts_are_unknown(tmp_path: Path) -> None:
+    rule = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    for count in (1, 8):
+        rules = {"type": "Sequence", "pretokenizers": [rule] * count}
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"pre_tokenizer": rules}))
+        assert check_tokenizer("model", tmp_path) is (count == 1)
