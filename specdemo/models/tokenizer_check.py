@@ -75,7 +75,7 @@ def _problem(subject: str, path: Path, changed: int, text: str) -> str:
 
 
 def check_tokenizer(name: str, folder: Path) -> bool:
-    """Return True if all rules are known. Raises `UserError` for random ones, and for unknown ones of the decoder."""
+    """Return True if all rules are known. Raises `UserError` for random rules and unknown rules of the decoder."""
     for path in (folder / "tokenizer_config.json", folder / "special_tokens_map.json", folder / "added_tokens.json"):
         if path.exists():
             read_settings(name, path)
@@ -97,7 +97,7 @@ def check_tokenizer(name: str, folder: Path) -> bool:
 
 
 def _are_known(stored: Any) -> bool:
-    """Return True if a tokenizer's rules are those of supported families, or nearly keep the length of texts."""
+    """Return True for rules of supported families, and for others without growth of texts."""
     rules = [value for _, value in walk({"": stored}) if isinstance(value, dict)]
     growing = sum(rule.get("type") in _GROWING for rule in rules)
     return growing <= 1 and all(map(_is_known, rules))
