@@ -51,7 +51,7 @@ class OutputFile:
 
 
 class StatusLine:
-    """Progress on standard error: a line that is overwritten on a terminal; elsewhere one per `interval_s`, or none."""
+    """Progress on standard error: a line overwritten on a terminal, otherwise lines at an interval, if given."""
 
     def __init__(self, interval_s: float | None = None) -> None:
         self._interval_s = interval_s

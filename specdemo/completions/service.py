@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from specdemo.core.events import End, Event, Header, PromptScores, StepEvent
 from specdemo.core.rules import DEFAULT_RULE, RULES
 from specdemo.drafters import METHODS
 from specdemo.generate import generate
+from specdemo.models.chat_template import format_options
 from specdemo.models.load import LoadedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.tokenizer import TokenBytes
@@ -98,8 +98,7 @@ class CompletionService:
         if request.scores_only:
             options["max_tokens"] = 1
         if given := request.template_options:
-            variables = (f"{name}={json.dumps(value)}" for name, value in given.items())
-            options["template_options"] = (*self.recipe.template_options, *variables)
+            options["template_options"] = (*self.recipe.template_options, *format_options(given))
         return options
 
     def events(self, request: CompletionRequest, recipe: Recipe, owner: str) -> Iterator[Event]:

@@ -20,13 +20,11 @@ from specdemo.external.llama_cpp import LlamaCpp
 from specdemo.external.schema import Detokenized, GenerationRequest, ServedModels
 from specdemo.external.sglang import Sglang
 from specdemo.external.vllm import Vllm
-from specdemo.remote.link import LinkEmulation, MeteredNetwork
+from specdemo.remote.link import MAX_RESPONSE_BYTES, NETWORK_ERRORS, LinkEmulation, MeteredNetwork, read_content
 from specdemo.worker import interruptible
 
 DIALECTS: dict[str, Dialect] = {"llama.cpp": LlamaCpp(), "vllm": Vllm(), "sglang": Sglang()}
 _SECONDS, _STREAM_SECONDS = 10.0, 300.0  # timeouts of short answers and of the next event
-_MAX_BYTES = 16 << 20  # longest short answer or line
-_NETWORK_ERRORS = (httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError, OSError)
 TOKENIZER_PROBE = "def naïve(x):\n    return '東京', x  # 🙂"
 ResponseT = TypeVar("ResponseT", bound=BaseModel)
 
@@ -85,14 +83,14 @@ class EngineClient:
                 rest = b""
                 for part in response.iter_stream():
                     *lines, rest = (rest + part).split(b"\n")
-                    if closed.is_set() or len(rest) > _MAX_BYTES:
+                    if closed.is_set() or len(rest) > MAX_RESPONSE_BYTES:
                         break
                     for line in lines:
                         event = line.removeprefix(b"data:").strip()
                         if line.startswith(b"data:") and event != b"[DONE]":
                             queue.put((time.perf_counter() - start, event.decode("utf-8", "replace")))
             queue.put(None)
-        except _NETWORK_ERRORS as error:
+        except NETWORK_ERRORS as error:
             queue.put(self._unreachable(error))
         except Exception as error:  # raised again by the reader of the queue
             queue.put(error)
@@ -102,11 +100,11 @@ class EngineClient:
             with self._stream(method, path, body, _SECONDS) as response:
                 if response.status != 200:
                     raise self._refusal(response)
-                return _content(response)
+                return read_content(response)
 
         try:
             return kind.model_validate_json(interruptible(call))
-        except _NETWORK_ERRORS as error:
+        except NETWORK_ERRORS as error:
             raise self._unreachable(error) from error
         except ValidationError as error:
             raise UserError(f"{self.address} gives no valid answer to {path}: check engine and address") from error
@@ -120,18 +118,9 @@ class EngineClient:
     def _refusal(self, response: httpcore.Response) -> UserError:
         if response.status in (401, 403):
             return UserError(f"{self.address} requires a key: set {KEY}")
-        text = plain_text(_content(response).decode("utf-8", "replace"), 200)
+        text = plain_text(read_content(response).decode("utf-8", "replace"), 200)
         return UserError(f"{self.address} refused the request (status {response.status}): {text}")
 
     def _unreachable(self, error: Exception) -> UserError:
         cause = plain_text(str(error)) or type(error).__name__
         return UserError(f"{self.address} does not answer ({cause}): start it, or correct the address")
-
-
-def _content(response: httpcore.Response) -> bytes:
-    content = bytearray()
-    for part in response.iter_stream():
-        content += part
-        if len(content) > _MAX_BYTES:
-            break
-    return bytes(content)

@@ -106,8 +106,8 @@ def steps_of_drafts(chunks: Sequence[Chunk], drafts: Sequence[StepCounts] | None
 def _divided(sizes: Sequence[int], drafts: Sequence[StepCounts] | None) -> Sequence[tuple[int, StepCounts | None]]:
     """Return number of tokens and counts of each step, for chunks of these sizes.
 
-    If some steps have no draft, each chunk must be a step, and a single token may follow a rejected draft or none.
-    Tokens of chunks that contradict the counts are unknown.
+    If some steps have no draft, each chunk must be a step, and a single token may follow a rejected draft or no draft.
+    Tokens are unknown if chunks contradict the counts.
     """
     unknown: list[tuple[int, StepCounts | None]] = [(1, None)] * sum(sizes)
     if drafts is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from specdemo.models.engines.native_matrix import FLOAT_FORMATS
 from specdemo.models.hub import Hub, local_shapes
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device, is_gguf
 from specdemo.models.tokenizer_check import open_tokenizer
-from specdemo.models.untrusted import weight_files
+from specdemo.models.untrusted import read_settings, weight_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as _Model
@@ -43,7 +42,9 @@ def read_config(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progr
     if QUANTIZATIONS[spec.quantization].bits or spec.device == SPREAD or is_gguf(spec.name):
         return None
     folder = hub.settings(spec.name, spec.revision, report)
-    stored, tokenizer = (_read_json(folder / name) for name in ("config.json", "tokenizer_config.json"))
+    stored = read_settings(spec.name, folder / "config.json")
+    path = folder / "tokenizer_config.json"
+    tokenizer = read_settings(spec.name, path) if path.exists() else {}
     rope = stored.get("rope_parameters")
     if (
         any(stored.get(name) != value for name, value in _VALUES.items())
@@ -97,14 +98,6 @@ def _generation_config(folder: Path, config: LlamaConfig) -> GenerationConfig:
     if (folder / "generation_config.json").exists():
         return GenerationConfig.from_pretrained(folder)
     return GenerationConfig.from_model_config(config)
-
-
-def _read_json(path: Path) -> dict[str, object]:
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _tensors(

@@ -1,12 +1,12 @@
 """Checks that bound the time and memory which untrusted tokenizer files can use.
 
-Regular expressions of supported families are known. Others are tried on each text in a process with limits first.
+Rules of supported families are known. Others are tried on each text in a process with limits first.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,10 @@ from specdemo.models.zoo import SAMPLE_TEXT
 if TYPE_CHECKING:
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-_MAX_GROWTH, _MAX_PREFIX = 32, 64
+_MAX_ADDED = 64  # characters, tokens or bytes that a known rule adds
 _MAX_ADDED_TOKENS = 100_000
-_TEXT_RULES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+_GROWING = ("ByteLevel", "Precompiled")  # types of rules that multiply the length of a text
+_TEXT_RULES = ("normalizer", "pre_tokenizer", "post_processor")
 _SECONDS = 30.0
 
 
@@ -43,7 +44,7 @@ def open_tokenizer(
 
 
 class TriedTokenizer:
-    """Mixin of a tokenizer with unknown patterns, which tries each text before."""
+    """Mixin of a tokenizer with unknown rules, which tries each text before."""
 
     trial: Path  # tokenizer.json
 
@@ -57,7 +58,7 @@ class TriedTokenizer:
 
 
 def try_text(tokenizer: object, text: str) -> None:
-    """Raise `UserError` if a tokenizer with unknown patterns takes too long for a text."""
+    """Raise `UserError` if a tokenizer with unknown rules takes too long for a text."""
     if isinstance(tokenizer, TriedTokenizer):
         _try_file("the tokenizer", tokenizer.trial, text)
 
@@ -74,7 +75,7 @@ def _problem(subject: str, path: Path, changed: int, text: str) -> str:
 
 
 def check_tokenizer(name: str, folder: Path) -> bool:
-    """Return True if all patterns are known. Raises `UserError` for rules that lengthen texts or are random."""
+    """Return True if all rules are known. Raises `UserError` for random rules and unknown rules of the decoder."""
     for path in (folder / "tokenizer_config.json", folder / "special_tokens_map.json", folder / "added_tokens.json"):
         if path.exists():
             read_settings(name, path)
@@ -87,48 +88,37 @@ def check_tokenizer(name: str, folder: Path) -> bool:
             raise ValueError("it splits the same text differently each time")
         if len(stored.get("added_tokens") or ()) > _MAX_ADDED_TOKENS:
             raise ValueError(f"it adds more than {_MAX_ADDED_TOKENS:,} tokens")
-        groups = {kind: list(_rules(stored.get(kind))) for kind in _TEXT_RULES}
-        for rules in groups.values():
-            _check_growth(rules)
-        if not _are_known(groups["decoder"]):
-            raise ValueError("it decodes texts by an unknown pattern")
+        if not _are_known(stored.get("decoder")):
+            raise ValueError("it decodes texts by unknown rules")
+        return all(_are_known(stored.get(kind)) for kind in _TEXT_RULES)
     except (ValueError, TypeError, AttributeError) as error:
         reason = plain_text(str(error), 150)
         raise UserError(f"the tokenizer of {name} is refused ({reason}): choose another model") from None
-    return all(map(_are_known, groups.values()))
 
 
-def _are_known(rules: Iterable[Mapping[str, Any]]) -> bool:
-    return all(str(rule["Regex"]) in KNOWN_PATTERNS for rule in rules if "Regex" in rule)
+def _are_known(stored: Any) -> bool:
+    """Return True for rules of supported families, and for others without growth of texts."""
+    rules = [value for _, value in walk({"": stored}) if isinstance(value, dict)]
+    growing = sum(rule.get("type") in _GROWING for rule in rules)
+    return growing <= 1 and all(map(_is_known, rules))
 
 
-def _rules(stored: Any) -> Iterator[Mapping[str, Any]]:
-    return (value for _, value in walk({"": stored}) if isinstance(value, dict))
-
-
-def _check_growth(rules: list[Mapping[str, Any]]) -> None:
-    growth = 1.0
-    for rule in rules:
-        if len(str(rule.get("prepend") or "")) > _MAX_PREFIX:
-            raise ValueError("it adds a long text")
-        if isinstance(encoded := rule.get("precompiled_charsmap"), str):
-            growth *= _longest_replacement(encoded)
-        growth *= _replacement_growth(rule)
-    if growth > _MAX_GROWTH:
-        raise ValueError("its rules multiply the length of the text")
-
-
-def _replacement_growth(rule: Mapping[str, Any]) -> float:
+def _is_known(rule: Mapping[str, Any]) -> bool:
+    encoded, pattern = rule.get("precompiled_charsmap"), rule.get("pattern") or {}
+    if "Regex" in rule and str(rule["Regex"]) not in KNOWN_PATTERNS:
+        return False
+    if len(str(rule.get("prepend") or "")) > _MAX_ADDED:
+        return False
+    if isinstance(encoded, str) and _longest_replacement(encoded) > _MAX_ADDED:
+        return False
     if rule.get("type") == "TemplateProcessing":
         single = rule.get("single") or ()
-        return max(1, sum("Sequence" in piece for piece in single), len(single) / _MAX_PREFIX)
-    if rule.get("type") != "Replace":
-        return 1
-    pattern, added = rule.get("pattern") or {}, len(rule.get("content") or "")
-    return max(1, added / max(1, len(pattern.get("String", " ")))) + ("Regex" in pattern and added > 1)
+        return len(single) <= _MAX_ADDED and sum("Sequence" in piece for piece in single) <= 1
+    return rule.get("type") != "Replace" or len(rule.get("content") or "") <= max(1, len(pattern.get("String", "")))
 
 
-def _longest_replacement(encoded: str) -> float:
+def _longest_replacement(encoded: str) -> int:
+    """Return the bytes of the longest text in a table of normalization."""
     table = base64.b64decode(encoded)
     texts = table[4 + int.from_bytes(table[:4], "little") :]
-    return max(1, max(map(len, texts.split(b"\0"))) / 64)
+    return max(map(len, texts.split(b"\0")))

@@ -28,16 +28,9 @@ class HubModel:
     parameters: int
     kind: str  # model_type of the configuration
     shape: dict[str, Any]
-    licence: str = "Apache-2.0"
-    stored: int = 2  # bytes per weight in the files
     chat: bool = False
     gated: bool = False  # the licence must be accepted on the hub
-    untied: int = 0  # size of a stored copy of tied embeddings
     encoder: bool = False
-
-    @property
-    def download(self) -> int:
-        return self.stored * (self.parameters + self.untied)
 
 
 def _shape(
@@ -60,20 +53,17 @@ def _smol(size: str, revision: str, parameters: int, *shape: int) -> HubModel:
     return HubModel(f"HuggingFaceTB/SmolLM2-{size}", revision, parameters, "llama", tied)
 
 
-def _qwen(
-    name: str, revision: str, parameters: int, shape: dict[str, Any], kind: str = "qwen2", untied: int = 0
-) -> HubModel:
-    return HubModel(f"Qwen/{name}", revision, parameters, kind, shape, chat=True, untied=untied)
+def _qwen(name: str, revision: str, parameters: int, shape: dict[str, Any], kind: str = "qwen2") -> HubModel:
+    return HubModel(f"Qwen/{name}", revision, parameters, kind, shape, chat=True)
 
 
 def _llama(name: str, revision: str, parameters: int, shape: dict[str, Any]) -> HubModel:
-    licence = f"Llama {name.partition('-')[0]} Community"
-    return HubModel(f"meta-llama/Llama-{name}", revision, parameters, "llama", shape, licence, gated=True)
+    return HubModel(f"meta-llama/Llama-{name}", revision, parameters, "llama", shape, gated=True)
 
 
 def _gemma(size: str, revision: str, parameters: int, *shape: int) -> HubModel:
     windowed = _shape(*shape, vocab=256000, context=8192, head_dim=256, sliding_window=4096, tie_word_embeddings=True)
-    return HubModel(f"google/gemma-2-{size}", revision, parameters, "gemma2", windowed, "Gemma", 4, gated=True)
+    return HubModel(f"google/gemma-2-{size}", revision, parameters, "gemma2", windowed, gated=True)
 
 
 def _pythia(size: str, revision: str, parameters: int, *shape: int) -> HubModel:
@@ -84,13 +74,13 @@ def _pythia(size: str, revision: str, parameters: int, *shape: int) -> HubModel:
 
 def _gpt2(name: str, revision: str, parameters: int, layers: int, hidden: int, heads: int) -> HubModel:
     shape = {"n_layer": layers, "n_embd": hidden, "n_head": heads}
-    return HubModel(f"openai-community/{name}", revision, parameters, "gpt2", shape, "MIT", 4)
+    return HubModel(f"openai-community/{name}", revision, parameters, "gpt2", shape)
 
 
 def _flan(size: str, revision: str, parameters: int, layers: int, hidden: int, heads: int, inner: int) -> HubModel:
     shape = {"num_layers": layers, "num_decoder_layers": layers, "d_model": hidden, "num_heads": heads, "d_ff": inner}
     more = {"d_kv": 64, "vocab_size": 32128, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-    return HubModel(f"google/flan-t5-{size}", revision, parameters, "t5", shape | more, stored=4, encoder=True)
+    return HubModel(f"google/flan-t5-{size}", revision, parameters, "t5", shape | more, encoder=True)
 
 
 _QWEN_05 = _shape(24, 896, 14, 2, 4864, vocab=151936, context=32768, tie_word_embeddings=True)
@@ -113,7 +103,7 @@ MODELS = {
         _qwen("Qwen2.5-Coder-0.5B-Instruct", "ea3f2471cf1b1f0db85067f1ef93848e38e88c25", 494_032_768, _QWEN_05),
         _qwen("Qwen2.5-Coder-1.5B-Instruct", "2e1fd397ee46e1388853d2af2c993145b0f1098a", 1_543_714_304, _QWEN_15),
         _qwen("Qwen2.5-Coder-7B-Instruct", "c03e6d358207e414f1eca0bb1891e29f1db0e242", 7_615_616_512, _QWEN_7),
-        _qwen("Qwen3-0.6B", "c1899de289a04d12100db370d81485cdf75e47ca", 596_049_920, _QWEN3_06, "qwen3", 151936 * 1024),
+        _qwen("Qwen3-0.6B", "c1899de289a04d12100db370d81485cdf75e47ca", 596_049_920, _QWEN3_06, "qwen3"),
         _qwen("Qwen3-8B", "b968826d9c46dd6066d109eabc6255188de91218", 8_190_735_360, _QWEN3_8, "qwen3"),
         _llama("3.2-1B", "4e20de362430cd3b72f300e6b0f18e50e7166e08", 1_235_814_400, _LLAMA_1),
         _llama("3.1-8B", "d04e592bb4f6aa9cfee91e2e20afa771667e1d4b", 8_030_261_248, _LLAMA_8),

@@ -28,12 +28,12 @@ from specdemo.remote.protocol import (
     VerifyRequest,
 )
 
-_MAX_RESPONSE_BYTES = 16 << 20
+MAX_RESPONSE_BYTES = 16 << 20
 _MAX_LINE_BYTES = 4096
 _SLICE_S = 0.5
 _SLICE_BYTES = 8192
 _DAMAGED = 4  # most damaged responses in succession
-_NETWORK_ERRORS = (httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError, OSError)
+NETWORK_ERRORS = (httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError, OSError)
 
 
 class Cause(Enum):
@@ -84,6 +84,16 @@ def other_model(url: str, identity: ServiceIdentity, expected: ServiceIdentity) 
         f"replica {identity.replica or 'without name'} at {url} serves {model} replica {expected.replica}: start every "
         "replica with the same target, dtype and quantization"
     )
+
+
+def read_content(response: httpcore.Response) -> bytes:
+    """Return a body, or its beginning with more than `MAX_RESPONSE_BYTES`."""
+    content = bytearray()
+    for chunk in response.iter_stream():
+        content += chunk
+        if len(content) > MAX_RESPONSE_BYTES:
+            break
+    return bytes(content)
 
 
 class HttpClient:
@@ -171,7 +181,7 @@ class HttpClient:
                 arrived = network.clock()
                 yield response
                 network.exchange.down_s += network.clock() - arrived
-        except _NETWORK_ERRORS as error:
+        except NETWORK_ERRORS as error:
             raise _retry(error) from error
         except httpcore.UnsupportedProtocol as error:
             raise UserError(f"{self.url} is no service address: use http://host:port") from error
@@ -200,12 +210,10 @@ class HttpClient:
         self.identity = identity
 
     def _content(self, response: httpcore.Response) -> bytes:
-        content = bytearray()
-        for chunk in response.iter_stream():
-            content += chunk
-            if len(content) > _MAX_RESPONSE_BYTES:
-                raise UserError(f"{self.url} is not a specdemo service: its response is too large")
-        return bytes(content)
+        content = read_content(response)
+        if len(content) > MAX_RESPONSE_BYTES:
+            raise UserError(f"{self.url} is not a specdemo service: its response is too large")
+        return content
 
     def _damaged(self, sentence: str) -> Exception:
         """Close connections, and repeat the request if the service has responded before."""

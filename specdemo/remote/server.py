@@ -256,7 +256,7 @@ async def _lines(items: AsyncGenerator[int | PrefillPosition, None], progress: b
 
 
 def _error_line(error: Exception) -> bytes:
-    """Return the last line of a stream, empty if it is cut off and the client will resume it."""
+    """Return the last line of a stream; without it, the client resumes the stream."""
     if not isinstance(error, ServiceError):
         raise error
     return b"" if error.status == 503 else f"error {error}\n".encode()

@@ -510,9 +510,14 @@ def lessons(lines: dict[str, list[Line]]) -> dict[str, list[Claim]]:
             claim("{} % were kept. This predicts {}×; measured were {}×", 100 * alpha, predicted, sampled.speedup()),
             claim("A step gives ({} − α γ+{} ) / ({} − α)", 1, 1, 1),
             claim("γ is {}, c {}, v {} and o {}", drafted, c / drafted, v, o),
-            claim("γ {}, c {}: {}×", gamma, c / drafted, lesson_speedup(alpha, c / drafted, v, o, drafted)),
-            claim("α {}, ", alpha),
-            claim("It pays from α {} on", start),
+            claim(
+                "At {} %, with {} guesses of {} passes each: {}×",
+                100 * alpha,
+                gamma,
+                c / drafted,
+                lesson_speedup(alpha, c / drafted, v, o, drafted),
+            ),  # fmt: skip
+            claim("It pays from {} % on", 100 * start),
         ],
     }
 

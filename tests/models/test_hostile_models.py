@@ -128,7 +128,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {  # with a part of the refusal by `loa
     "table of positions": (POSITIONS.save_pretrained, "its configuration describes 34,"),
     "special configuration": (special, "not a regular file"),
     "panic of the tokenizer": (panicking, "tokenizer"),
-    "growing text": (growing(30), "multiply"),
+    "growing text": (growing(30), "too much time or memory"),
     "huge tokenizer": (lengthened("tokenizer.json", 1 << 33), "tokenizer.json of"),
     "missing layer": (without_layer, r"missing: (model\.layers\.1\.\S+, ){2}model\.layers\.1\.\S+ and 6 more"),
     "absurd header length": (absurd_header, "absurd header"),

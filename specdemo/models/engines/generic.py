@@ -222,7 +222,7 @@ def has_encoder(config: PretrainedConfig) -> bool:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """Return the class of `transformers` that selects the class of a model by its configuration."""
+    """Return the class of `transformers` for all models of this kind."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     return AutoModelForSeq2SeqLM if has_encoder(config) else AutoModelForCausalLM
