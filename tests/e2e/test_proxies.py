@@ -89,9 +89,11 @@ def test_page_lessons_and_documents_stay_below_the_path_of_a_proxy(
         with page.expect_download():
             page.locator("#save-page").click()
         document = page.locator("#page-links a", has_text="Documentation").evaluate("link => link.href")
-        page.locator("#page-links a", has_text="Lessons").click()
-        expect(page).to_have_url(f"{root}lessons")
-        expect(page.locator("#lesson-curve svg")).to_be_attached()
+        with page.expect_popup() as opened:
+            page.locator("#page-links a", has_text="Lessons").click()
+        assert opened.value.url == f"{root}lessons"
+        expect(opened.value.locator("#lesson-curve svg")).to_be_attached()
+        opened.value.close()
         page.goto(document)
         expect(page.locator("h1").first).to_be_visible()
         assert page.locator("nav > a").evaluate("link => link.href") == root

@@ -39,9 +39,8 @@ READ = """(roots) => {
     return [...blocks].map(([block, texts]) => [nameOf(block), texts.join(" ")]).filter(([, text]) => /\\d/.test(text));
 }"""
 # Ends of the bars and rows of the table of steps, which the browser draws from the records
-BARS = """() => [...document.querySelectorAll("#time-rows .time-row")].map((row) => [row.dataset.row, Math.max(
-    ...[...row.querySelectorAll("path")].flatMap((path) => [...path.getAttribute("d").matchAll(/H([\\d.]+)/g)])
-    .map(([, x]) => x / 1000))])"""
+BARS = """() => [...document.querySelectorAll("#time-rows .time-row")].map((row) =>
+    [row.dataset.row, row.querySelector(".run").getAttribute("width") / 1000])"""
 ROWS = """() => [...document.querySelectorAll("#rounds tbody tr")].map((row) =>
     [...row.querySelectorAll("td:not(.text)")].map((cell) => cell.textContent))"""
 
