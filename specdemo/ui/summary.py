@@ -105,7 +105,7 @@ class _Comparison:
 
 
 def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
-    """Return the result line with its tone, one reason and suggestions; None before the first token."""
+    """Return the result line with its tone, a reason and suggestions; None before the first token."""
     lane = next((lane for lane in lanes.values() if lane.begun and lane.metrics.steps), None)
     if lane is None:
         return None
