@@ -55,4 +55,6 @@ def suggestions(
     if decided and tone == "bad":
         return [CHOOSE_BASELINE]
     title = REPETITIVE.get(lane.recipe.get("pair") or "")
-    return [{"label": f"Try a text that repeats: {title}", "example": title}, *repeat] if title and not linked else repeat
+    if title is None or linked:
+        return repeat
+    return [{"label": f"Try a text that repeats: {title}", "example": title}, *repeat]
