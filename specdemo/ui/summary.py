@@ -172,8 +172,9 @@ def _reason(result: _Comparison, checking: str) -> str:
         return ""
     shared = any(event.step.policy.get("texts", 1) > 1 for event in result.spec.steps)
     others = " Other runs shared its passes, which takes longer." if shared else ""
-    if result.tone != "good" and checking and not result.pairs:
-        return no_gain(result.spec, checking, result.terms.draft) + others
+    if result.tone != "good" and checking:
+        displayed = "In the displayed pair, " if result.pairs else ""
+        return displayed + no_gain(result.spec, checking, result.terms.draft) + others
     subject = "In the displayed pair, a step" if result.pairs else "A step"
     m = result.spec.metrics
     figures = f"gave {m.tokens_per_step:.2f} tokens and took {result.terms.step:.2f} times as long as a step"
