@@ -91,25 +91,22 @@ def describe(reported: EngineStatistics) -> list[str]:
 
 def figures_line(reported: EngineStatistics) -> str:
     """Return the reported figures."""
-    accepted, drafted = reported.accepted, reported.drafted
-    rate = (
-        ""
-        if accepted is None
-        else f"{accepted:.0f} of {drafted:.0f} drafted tokens accepted ({percent(reported.acceptance)})"
-    )
     figures = {
         "tokens per step": reported.tokens_per_step,
         "tokens per second": reported.tokens_per_second,
         "tokens per second without drafts": reported.ar_tokens_per_second,
     }
-    known = [rate, *(f"{number(value)} {name}" for name, value in figures.items() if value is not None)]
-    return f"{reported.engine}: {', '.join(filter(None, known))}."
+    known = [f"{number(value)} {name}" for name, value in figures.items() if value is not None]
+    if reported.acceptance is not None:
+        counts = f"{number(reported.accepted, 0)} of {number(reported.drafted, 0)} drafted tokens accepted"
+        known.insert(0, f"{counts} ({percent(reported.acceptance)})")
+    return f"{reported.engine}: {', '.join(known) or 'no figures'}."
 
 
 def conclusions(reported: EngineStatistics) -> Iterator[str]:
     """Yield the break-even cost, the diagnoses, and a missing figure."""
     tokens = reported.tokens_per_step
-    if tokens is None and reported.drafted is None:
+    if tokens is None and not reported.drafted:
         yield "The log reports no drafts: turn speculative decoding on, and save it again."
         return
     if tokens is not None:

@@ -262,7 +262,7 @@ class PairOffer:
 
     @property
     def group(self) -> str:
-        """Return one of `PAIR_GROUPS`."""
+        """Return the group of the pair in `PAIR_GROUPS`."""
         if not self.fits:
             return "Too large"
         return "Ready" if self.downloaded and not self.pair.missing else "To download"

@@ -49,7 +49,7 @@ def first_example(ready: Examples, pair: Any) -> Mapping[str, Any]:
 
 
 def from_link(query: Mapping[str, str], defaults: Settings, ready: Examples = ()) -> Settings:
-    """Return the settings of a link's query, with the types of `defaults`, and those its pair and method require.
+    """Return the settings of a link's query, with the types of `defaults`, completed for its pair and method.
 
     A pair that is not the default brings its first example, like a pair chosen on the page.
     """

@@ -1,4 +1,4 @@
-"""Advice after a run whose drafts gain nothing: the reason from its own figures, and changes as buttons."""
+"""Advice after a run without gain: the reason from its figures, and changes as buttons."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SLOW_DRAFT = 0.2  # share of a baseline step
 
 
 def nothing_drafted(lane: Lane) -> str:
-    """Return why a lane drafted nothing; empty if it drafted."""
+    """Return the reason for a lane without drafts; empty if it drafted."""
     if lane.metrics.drafted:
         return ""
     method = METHODS.get(lane.recipe["method"])
@@ -35,7 +35,7 @@ def rarely_drafts(lane: Lane) -> bool:
 
 
 def no_gain(lane: Lane, checking: str, drafting: float) -> str:
-    """Return why drafts gain little; `checking` names the cost of a pass, `drafting` is in baseline steps."""
+    """Return the reason for a small gain; `checking` names the cost of a pass, `drafting` is in baseline steps."""
     m = lane.metrics
     guesses = f"{m.accepted} of {m.drafted} guesses were kept, and {checking}."
     return f"{guesses} Drafting takes another {drafting:.2f}." if drafting >= _SLOW_DRAFT else guesses
@@ -55,4 +55,6 @@ def suggestions(
     if decided and tone == "bad":
         return [CHOOSE_BASELINE]
     title = REPETITIVE.get(lane.recipe.get("pair") or "")
-    return [{"label": f"Try “{title}”, which gains", "example": title}, *repeat] if title and not linked else repeat
+    if title is None or linked:
+        return repeat
+    return [{"label": f"Try a text that repeats: {title}", "example": title}, *repeat]

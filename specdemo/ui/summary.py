@@ -110,7 +110,7 @@ class _Comparison:
 
 
 def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
-    """Return the result line with its tone, one reason and suggestions; None before the first token."""
+    """Return the result line with its tone, a reason and suggestions; None before the first token."""
     lane = next((lane for lane in lanes.values() if lane.begun and lane.metrics.steps), None)
     if lane is None:
         return None
@@ -175,13 +175,14 @@ def _reason(result: _Comparison, checking: str) -> str:
         return "Most steps had no guess to check."
     if result.linked or result.terms is None:
         return ""
-    if result.tone != "good" and checking and not result.pairs:
-        return no_gain(result.spec, checking, result.terms.draft)
+    shared = any(event.step.policy.get("texts", 1) > 1 for event in result.spec.steps)
+    others = " Other runs shared its passes, which takes longer." if shared else ""
+    if result.tone != "good" and checking:
+        displayed = "In the displayed pair, " if result.pairs else ""
+        return displayed + no_gain(result.spec, checking, result.terms.draft) + others
     subject = "In the displayed pair, a step" if result.pairs else "A step"
     m = result.spec.metrics
     figures = f"gave {m.tokens_per_step:.2f} tokens and took {result.terms.step:.2f} times as long as a step"
-    shared = any(event.step.policy.get("texts", 1) > 1 for event in result.spec.steps)
-    others = " Other runs shared its passes, which takes longer." if shared else ""
     return f"{subject} {figures} of the baseline.{others}"
 
 

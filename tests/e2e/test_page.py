@@ -319,6 +319,11 @@ def test_invalid_input_shows_an_error_and_keeps_the_prompt(page: Page) -> None:
     messages, button = (page.locator(part).bounding_box() for part in (".toast-wrap", "#run"))
     assert messages and button and button["y"] + button["height"] < messages["y"]
     page.locator("#seed input").fill("7")
+    set_number(page, "gamma", 999_999)  # not clamped in silence
+    run(page, CODE)
+    status(page, "failed: gamma must be from 1 to 64, not 999999")
+    expect(page.locator("#gamma input[type=number]")).to_have_value("999999")
+    set_number(page, "gamma", 3)
     run(page, CODE, tokens=8)
     status(page, "done")
     assert saved(page)[0]["recipe"]["seed"] == 7

@@ -231,6 +231,8 @@ def test_player_shows_the_phases_of_a_step(open_run: Callable[..., Page], runs: 
 def test_nodes_of_a_tree_are_reached_with_the_keyboard(open_run: Callable[..., Page]) -> None:
     page = open_run("tree")
     inspect(page)
+    chips = page.locator("#player .row .tok")  # each beside its figures, also blanks and commas
+    assert set(chips.evaluate_all("chips => chips.map((chip) => getComputedStyle(chip).position)")) == {"static"}
     leaves = page.locator("#round-tree .leaf")
     last = leaves.count() - 1
     assert leaves.evaluate_all("leaves => leaves.filter(leaf => leaf.tabIndex === 0).length") == 1

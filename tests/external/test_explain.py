@@ -95,6 +95,7 @@ def test_the_command_prints_figures_and_diagnoses(capsys: pytest.CaptureFixture[
     assert "slower than 150 without drafts" in capsys.readouterr().out
     assert main(["explain", str(tmp_path / "missing.log")]) == 2
     assert "missing.log" in capsys.readouterr().err
+    assert describe(EngineStatistics("vLLM", drafted=0, accepted=0))[0] == "vLLM: no figures."
     assert describe(statistics("sglang-plain.log")) == [
         "SGLang: 97.58 tokens per second without drafts.",
         "The log reports no drafts: turn speculative decoding on, and save it again.",

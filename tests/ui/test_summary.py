@@ -76,7 +76,7 @@ def test_a_text_that_gains_is_offered_after_one_that_does_not() -> None:
     shown = line_of(compared(plain_s=0.005, pair="smollm2-135m"))
     assert shown["text"].startswith("No clear difference: 1.0×")
     assert shown["suggestions"] == [
-        {"label": "Try “Rewrite a text”, which gains", "example": "Rewrite a text"},
+        {"label": "Try a text that repeats: Rewrite a text", "example": "Rewrite a text"},
         PRESS_REPEAT,
     ]
     titles = {example["title"] for example in json.loads((ASSETS / "examples.json").read_text("utf-8"))["ready"]}
@@ -116,6 +116,12 @@ def test_a_lane_says_how_its_text_relates_to_the_baseline() -> None:
     badge, why, tone = state["texts"][SPEC]
     assert badge == "other random text" and "own random numbers" in why and not tone
     assert "another random draw of the text" in state["headline"]["text"]
+
+
+def test_shared_passes_explain_a_loss_too() -> None:
+    run = decoded(plain_s=0.005, texts=2.0)
+    run.finish()
+    assert line_of(run)["reason"].endswith("times writing 1. Other runs shared its passes, which takes longer.")
 
 
 @pytest.mark.parametrize(("plain_s", "verify_s"), [(0.03, 0.01), (0.01, 0.009)])

@@ -31,6 +31,8 @@ export function canvas(label, width, height, ...children) {
 
 export function visibleText(text) { return text === "" ? "◌" : text.replace(/\r?\n/g, "⏎").replace(/\t/g, "⇥").replace(/ /g, "␣"); }
 
+export function tokenClass(text) { return /[\p{L}\p{N}]/u.test(text) ? "tok" : "tok symbol"; } // a line would hide a rejected comma or blank
+
 export function formatNumber(x) { return x === null ? "–" : x > 0 && x < 0.001 ? "< 0.001" : x.toFixed(3); }
 
 export function bar(share, kind) { return make("span", { class: kind, style: `width: ${100 * Math.min(1, Math.max(0, share ?? 0))}%` }); }

@@ -1,7 +1,7 @@
 // Lanes of the cockpit: their boxes, headings and tokens. Texts of models and visitors are inserted with textContent.
 
 import { promptOf } from "./draft_sources.js";
-import { make } from "./elements.js";
+import { make, tokenClass } from "./elements.js";
 import { $, DISCARDED, HEADINGS, lanes, tokenOf } from "./state.js";
 import { acceptedCount, draftSize, shownTokens } from "./steps.js";
 
@@ -75,11 +75,10 @@ export function drawStep(name, record, fragment) {
   for (const token of shownTokens(record)) {
     const { kind, text } = token;
     const span = document.createElement("span");
-    span.className = "tok";
+    span.className = tokenClass(text);
     span.dataset.kind = kind;
     if (DISCARDED.has(kind)) {
       span.textContent = text.replace(/\r?\n/g, "⏎").replace(/\t/g, "⇥");
-      if (!/[\p{L}\p{N}]/u.test(text)) span.classList.add("mark"); // a line would hide a comma or blank
     } else {
       span.textContent = text;
       if (text.startsWith("\n")) span.dataset.newline = "";

@@ -1,7 +1,7 @@
 // Player of one step: guesses, target pass, a test per token, correction or bonus, discarded rest. The reader may change
 // draws, p and q. Several players can be on a page; each handles keys only while it has the focus.
 
-import { drawBars, formatNumber, make, setText, visibleText } from "./elements.js";
+import { drawBars, formatNumber, make, setText, tokenClass, visibleText } from "./elements.js";
 
 import { ASSUMED_DRAW, decideStep, editable, residualBars } from "./step_rules.js";
 
@@ -65,7 +65,7 @@ function createRow(player, n) {
     return input;
   };
   const sliders = Object.fromEntries(able.map((name) => [name, slider(name)]));
-  const chip = make("span", { class: "tok", text: visibleText(node.text) });
+  const chip = make("span", { class: tokenClass(node.text), text: visibleText(node.text) });
   const [figures, state] = [make("span", { class: "figures quiet" }), make("strong", { class: "state" })];
   const more = able.filter((name) => name !== main);
   const change = more.length ? make("details", { class: "change" }, make("summary", { text: `Change ${more.join(" and ")}` }),
@@ -200,7 +200,7 @@ function narrate({ details }, { states, values, bounds, path, changed }, { name,
 function endsAtLeaf({ nodes }, path) { return !nodes.some((node) => node.parent === (path.at(-1) ?? -1)); }
 
 export function drawCard(kind, text, id = null) {
-  const token = make("span", { class: "tok", "data-kind": kind, text: visibleText(text) });
+  const token = make("span", { class: tokenClass(text), "data-kind": kind, text: visibleText(text) });
   const title = make("h3", {}, token, make("small", { text: kind === "ignored" ? "not tested" : kind }));
   return make("article", { class: "node", "data-state": kind, id }, title);
 }
