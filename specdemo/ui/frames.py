@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, StepEvent
 from specdemo.core.explain import failover_note
 from specdemo.core.trace import MAX_CHARACTERS, ReadLimits, Trace, read
-from specdemo.ui.lane import LANES, PLAIN, SPEC, Lane, clock, linked, mode, speed
+from specdemo.ui.lane import LANES, PLAIN, SHORT_PAIRS, SPEC, Lane, clock, is_short, linked, mode, speed
 from specdemo.ui.run_estimate import estimate_lengths
 from specdemo.ui.run_figures import DISTURBED, disturbed_lanes, rates, tiles
 from specdemo.ui.settings import recorded_settings
@@ -64,6 +64,7 @@ class Run:
     visitor: str = ""
     network: str = ""  # of the visitor
     pairs: int = 1  # number of repetitions; the page shows the first
+    repeats_short: bool = False  # a short first pair is repeated
     history: Sequence[dict[str, str]] = ()  # messages of earlier turns
     recorded: Mapping[str, Any] | None = None  # settings of an opened trace
     seen: float = field(default_factory=time.monotonic)
@@ -128,6 +129,9 @@ class Run:
         failed = end.reason not in ENDS
         if not (repeated and failed):
             self.speeds[name].append(speed(end.metrics, linked(self.lanes)) or 0.0)
+        ends = [lane.end for lane in self.lanes.values() if lane.end]
+        if self.repeats_short and not repeated and len(ends) == len(self.lanes):
+            self.pairs = SHORT_PAIRS if is_short([ended.metrics for ended in ends]) else 1
         if failed:
             self.phase = ("failed", end.error or "the model gave no reason")
             if mode(self.lanes[name].recipe):
@@ -179,15 +183,14 @@ class Run:
             self.over = True
 
     def _ending(self, end: End) -> tuple[str, str]:
-        if self.pairs > 1 and self._complete:
-            return "done", f"{self.pairs} pairs"
         phase, why = ENDS[end.reason]
         why = CONTEXT_FULL if end.context_full else why
         name = next((name for name in self.plan if self.lanes[name].begun), self.plan[0])
         count = f"{self.lanes[name].metrics.tokens} tokens"
         if name != self.plan[0]:
             count += f" of {'the AR baseline' if name == PLAIN else self.lanes[name].title}"
-        return phase, ", ".join(filter(None, (count, end.error or why)))
+        pairs = f"{self.pairs} pairs" if self.pairs > 1 and self._complete else ""
+        return phase, ", ".join(filter(None, (count, end.error or why, pairs)))
 
     def frame(self, start: int) -> str:
         """Return the state, and the records from `start` on, as JSON text."""

@@ -22,6 +22,8 @@ from specdemo.ui.settings import OPTIONS
 SPEC, PLAIN = "spec", "ar"
 LANES = (SPEC, PLAIN, "third", "fourth")
 EXTRA = tuple(name for name in LANES if name not in (SPEC, PLAIN))  # lanes for further recipes
+SHORT_TOKENS, SHORT_S = 60, 0.5  # shorter comparisons are repeated
+SHORT_PAIRS, LONGEST_REPEATED_S = 3, 2.0
 ALONE = {"edge_only": "edge only: the drafter alone", "cloud_only": "cloud only: the target alone"}
 
 
@@ -237,6 +239,12 @@ def baseline_of(recipe: Recipe) -> Recipe:
     if recipe.cloud is not None and recipe.cloud.mode == "speculative":
         cloud = replace(recipe.cloud, mode="cloud_only", provisional=False, gates=(), on_loss="end")
     return replace(recipe, method="ar", cloud=cloud, use_cache=True)
+
+
+def is_short(runs: Sequence[Metrics]) -> bool:
+    """Return True for the comparison of a short text."""
+    short = any(run.tokens < SHORT_TOKENS or run.decode_s < SHORT_S for run in runs)
+    return short and sum(clock(run, total=True) for run in runs) < LONGEST_REPEATED_S
 
 
 def alternating(lanes: Mapping[str, Recipe], pairs: int) -> list[tuple[str, Recipe]]:

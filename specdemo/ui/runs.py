@@ -17,12 +17,12 @@ from specdemo.core.errors import UserError
 from specdemo.drafters import METHODS
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
-from specdemo.ui.lane import EXTRA, SPEC, alternating, comparable_lanes, lanes_of, name_lanes
+from specdemo.ui.lane import EXTRA, PLAIN, SHORT_PAIRS, SPEC, alternating, comparable_lanes, lanes_of, name_lanes
 from specdemo.ui.service import Service
 from specdemo.ui.settings import Settings, recipe_of, stored_recipes
 from specdemo.ui.streams import play, reason
 from specdemo.ui.visitor_sessions import FIELD
-from specdemo.worker import WorkerBusy
+from specdemo.worker import Worker, WorkerBusy
 
 REPEATS = 5
 RUNS = "/runs"
@@ -98,14 +98,22 @@ class Runs:
         if request.turn == "repeat" and prompt == "":  # cleared after it was sent
             prompt = visitor.last_message
         run.pairs = REPEATS if request.turn == "repeat" else 1
+        run.repeats_short = request.turn != "repeat" and self._may_repeat(lanes)
         run.history = visitor.begin_turn(prompt, request.turn)
-        jobs = alternating(lanes, run.pairs)
+        jobs = alternating(lanes, SHORT_PAIRS if run.repeats_short else run.pairs)
+        repeated_from = len(lanes) if run.repeats_short else None
         warm_up = len(lanes) > 1
-        stream = self._service.start(jobs, prompt, request.visitor, address, run.history, warm_up)
+        stream = self._service.start(jobs, prompt, request.visitor, address, run.history, warm_up, repeated_from)
         run.begin(stream.stop)
         playing = asyncio.create_task(play(run, stream))
         self._playing.add(playing)
         playing.add_done_callback(lambda _: self._end(run, prompt, playing))
+
+    def _may_repeat(self, lanes: Mapping[str, Recipe]) -> bool:
+        """Return True for local comparisons without memory of earlier texts."""
+        own = isinstance(self._service.worker, Worker) and not self._service.limits.public
+        learning = any(recipe.ngram_keep or recipe.external for recipe in lanes.values())
+        return own and PLAIN in lanes and len(lanes) > 1 and not learning
 
     def _end(self, run: Run, prompt: str, playing: asyncio.Task[None]) -> None:
         self._playing.discard(playing)

@@ -17,6 +17,7 @@ import torch
 from specdemo.core.errors import UserError
 from specdemo.core.events import End, Event, Loading, StepEvent
 from specdemo.core.formats import format_bytes
+from specdemo.core.metrics import Metrics
 from specdemo.models.chat_prompt import PromptOrChat
 from specdemo.models.memory import has_memory_for_text
 from specdemo.models.model_pool import ModelPool
@@ -29,6 +30,7 @@ from specdemo.remote.local_service import LocalServices, cores_but_one
 from specdemo.shared_passes import PASS_ROWS
 from specdemo.stores import Stores
 from specdemo.ui.frames import Run
+from specdemo.ui.lane import is_short
 from specdemo.ui.limits import HostLimits, RunRates, TimeBudget
 from specdemo.ui.measurements import Measurements
 from specdemo.ui.run_store import RunStore
@@ -74,10 +76,12 @@ class Service:
         address: str = "",
         history: Sequence[ChatMessage] = (),
         warm_up: bool = False,
+        repeated_from: int | None = None,
     ) -> LaneEvents:
         """Decode `prompt` after `history` with each recipe in turn. Items are pairs of lane and event.
 
         `visitor` selects the stored n-grams, `address` the rate limit; `warm_up`: first decode a few tokens per recipe.
+        `repeated_from`: index of the first repetition, for short texts only.
         """
         if not isinstance(prompt, str):
             raise UserError(f"the prompt must be a text, not {type(prompt).__name__}")
@@ -93,7 +97,7 @@ class Service:
             self.visitors.limit_stores(known)
         budget = TimeBudget(self.limits.max_seconds)
 
-        def events() -> Iterator[tuple[str, Event]]:
+        def events() -> Generator[tuple[str, Event]]:
             if warm_up and isinstance(self.worker, Worker):
                 yield from self._warm_up(granted)
             for i, (lane, recipe) in enumerate(granted):
@@ -112,7 +116,8 @@ class Service:
                 if isinstance(event, End) and event.reason in ("error", "cancelled"):
                     return
 
-        return self._admit(events, address, visitor)
+        job = events if repeated_from is None else partial(_repeat_if_short, events, repeated_from)
+        return self._admit(job, address, visitor)
 
     def _warm_up(self, jobs: Sequence[tuple[str, Recipe]]) -> Iterator[tuple[str, Event]]:
         for lane, recipe in jobs:
@@ -209,3 +214,15 @@ def _shared_device(limits: HostLimits) -> Worker:
 def leave_a_core() -> None:
     """Reserve a core for a browser on the same machine. With remote visitors use all cores: docs/page.md."""
     torch.set_num_threads(min(torch.get_num_threads(), cores_but_one()))
+
+
+def _repeat_if_short(events: Callable[[], Generator[tuple[str, Event]]], first: int) -> Iterator[tuple[str, Event]]:
+    """Yield the events of the `first` jobs, and of all others after short texts."""
+    ends: list[Metrics] = []
+    with closing(events()) as stream:
+        for lane, event in stream:
+            yield lane, event
+            if isinstance(event, End):
+                ends.append(event.metrics)
+                if len(ends) == first and not is_short(ends):
+                    return

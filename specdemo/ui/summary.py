@@ -77,8 +77,10 @@ class _Comparison:
         """Good, bad, even, or none if speed is not the aim."""
         if not self.for_speed:
             return "none"
+        if self.pairs and min(self.pairs) <= 1 < max(self.pairs):
+            return "even"
         if self.decided:
-            return "good" if min(self.pairs) > 1 else "bad" if max(self.pairs) <= 1 else "even"
+            return "good" if self.median > 1 else "bad"
         return "good" if self.median >= FASTER else "bad" if self.median < SLOWER else "even"
 
     @property
@@ -86,13 +88,14 @@ class _Comparison:
         value = f"{ratio_text(self.median)}×"
         equal = self.spec.metrics.tokens == self.plain.metrics.tokens
         measure = f" in total time{'' if equal else ' per token'}" if self.linked else ""
-        times = f" in {len(self.pairs)} pairs, too few for a result" if self.pairs else ""
-        if self.decided:
-            times = f" in all {len(self.pairs)} pairs"
+        times = ""
+        if self.pairs:
+            every = "all " if self.decided else ""
+            times = f", {min(self.pairs):.2f} to {max(self.pairs):.2f} in {every}{len(self.pairs)} pairs"
         return {
             "good": f"{value} faster with drafts{measure}{times}",
             "bad": f"{value}, slower with drafts{measure}{times}",
-            "even": f"No clear difference: {value}{measure}",
+            "even": f"No clear difference: {value}{measure}{times}",
             "none": f"{value} the speed of the baseline",
         }[self.tone]
 
@@ -195,14 +198,14 @@ def verdict(lanes: Lanes, speeds: Speeds) -> str:
     result = _Comparison.of(lanes, speeds)
     if result is None:
         return ""
-    if pairs := result.pairs:
-        return (
-            f"{result.outcome}: {min(pairs):.2f}× to {max(pairs):.2f}×, over {_counted(len(pairs), len(speeds[SPEC]))}."
-        )
     causes: list[str] = []
     if result.for_speed:
         causes = _link_causes(result) if result.linked else _causes(result)
-    return " ".join(filter(None, (f"{result.outcome}: {_speeds(result)}", *causes)))
+    displayed = [_speeds(result), *causes]
+    if pairs := result.pairs:
+        counted = f"{_counted(len(pairs), len(speeds[SPEC]))}."
+        displayed = [counted] if withheld(lanes, {}) else [counted, "The displayed pair:", *displayed]
+    return f"{result.outcome}: {' '.join(filter(None, displayed))}"
 
 
 def _counted(pairs: int, measured: int) -> str:

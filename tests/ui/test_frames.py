@@ -104,15 +104,16 @@ def repeated(*ar_seconds: float) -> Run:
 @pytest.mark.parametrize(
     ("seconds", "outcome"),
     [
-        ((0.024, 0.018, 0.03), "2.0× faster with drafts in 3 pairs, too few for a result: 1.50× to 2.50×, over 3"),
-        ((0.024, 0.018, 0.013, 0.024, 0.03), "2.0× faster with drafts in all 5 pairs: 1.08×"),
-        ((0.010, 0.007, 0.008, 0.011, 0.0115), "0.8×, slower with drafts in all 5 pairs: 0.58×"),
-        ((0.013, 0.011, 0.0125, 0.02, 0.03), "No clear difference: 1.1×: 0.92×"),
+        ((0.024, 0.018, 0.03), "2.0× faster with drafts, 1.50 to 2.50 in 3 pairs: 3 alternating pairs."),
+        ((0.024, 0.018, 0.013, 0.024, 0.03), "2.0× faster with drafts, 1.08 to 2.50 in all 5 pairs"),
+        ((0.010, 0.007, 0.008, 0.011, 0.0115), "0.8×, slower with drafts, 0.58 to 0.96 in all 5 pairs"),
+        ((0.013, 0.011, 0.0125, 0.02, 0.03), "No clear difference: 1.1×, 0.92 to 2.50 in all 5 pairs"),
+        ((0.013, 0.011, 0.02), "No clear difference: 1.1×, 0.92 to 1.67 in 3 pairs"),
     ],
 )
 def test_the_result_of_repetitions_follows_from_the_paired_ratios(seconds: tuple[float, ...], outcome: str) -> None:
     run = repeated(*seconds)
-    assert run.phase == ("done", f"{len(seconds)} pairs")
+    assert run.phase == ("done", f"6 tokens, token limit reached, {len(seconds)} pairs")
     run.finish()
     frame = json.loads(run.frame(0))
     assert len(frame["r"]) == 4 + 7, "only the first pair is shown"
@@ -127,7 +128,7 @@ def test_impossible_pairs_are_left_out() -> None:
     run = repeated(0.024, 0.018, 0.055, 0.013, 0.024, 0.024)
     run.finish()
     assert json.loads(run.frame(0))["verdict"] == (
-        "2.0× faster with drafts in all 5 pairs: 1.08× to 2.00×, over 5 of 6 alternating pairs; the times of the "
+        "2.0× faster with drafts, 1.08 to 2.00 in all 5 pairs: 5 of 6 alternating pairs; the times of the "
         "others contradict the number of passes."
     )
 

@@ -19,6 +19,7 @@ from starlette.websockets import WebSocket
 import specdemo
 from specdemo.core.events import Event
 from specdemo.models.model_pool import ModelPool
+from specdemo.recipe import Recipe
 from specdemo.ui.gateway import Gateway
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.runs import Runs, run_route
@@ -91,3 +92,42 @@ def test_a_run_takes_the_documented_path(monkeypatch: pytest.MonkeyPatch) -> Non
     path = documented()
     assert ("service.py", "_decode") in taken and ("streams.py", "_follow") in taken
     assert {(module, name) for module, name in taken if name not in path.get(module, ())} == set()
+
+
+def compared_phase(step_s: float, **settings: Any) -> tuple[str, dict[str, Any]]:
+    """Run a comparison of 40 tokens with steps of this duration; return the last phase and the lengths of `speeds`."""
+
+    def engine(recipe: Recipe, *_: Any) -> Iterator[Event]:
+        times = {"draft_s": 0.0, "verify_s": step_s, "host_s": 0.0}
+        steps = [step(i, pieces=["b"]) | times | {"t": step_s * (i + 1)} for i in range(40)]
+        yield from events_of([header(recipe.method), *steps, end()])
+
+    service = Service(ModelPool(), engine)
+    runs = Runs(
+        service, "cpu", {"prompt": "x", "compare": True, "pair": "bundled", "method": "nasd", "ngram_keep": False}
+    )
+    with TestClient(Starlette(routes=[run_route(runs), *frame_routes(service.runs)])) as client:
+        request = {"id": "run-of-this-test", "settings": settings}
+        assert client.post("/runs", json=request).status_code == 200
+        with client.websocket_connect(f"/frames/{request['id']}") as socket:
+            while not (state := socket.receive_json())["over"]:
+                pass
+    run = service.runs.get(request["id"])
+    assert run is not None
+    service.worker.close()
+    return state["phase"][1], {name: len(speeds) for name, speeds in run.speeds.items()}
+
+
+@pytest.mark.parametrize(
+    ("step_s", "settings", "pairs"),
+    [
+        (0.001, {}, 3),  # 40 tokens
+        (0.1, {}, 1),  # 8 s for both lanes: repetitions would keep the visitor waiting
+        (0.001, {"ngram_keep": True}, 1),  # the second run would know the text
+        (0.001, {"compare": False}, 0),
+    ],
+)
+def test_comparisons_of_short_texts_are_repeated(step_s: float, settings: dict[str, Any], pairs: int) -> None:
+    words, counts = compared_phase(step_s, **settings)
+    assert words.startswith("40 tokens, token limit reached") and ("3 pairs" in words) == (pairs == 3)
+    assert counts == ({"spec": pairs, "ar": pairs} if pairs else {"spec": 1})
