@@ -22,7 +22,7 @@ from specdemo.ui.settings import OPTIONS
 SPEC, PLAIN = "spec", "ar"
 LANES = (SPEC, PLAIN, "third", "fourth")
 EXTRA = tuple(name for name in LANES if name not in (SPEC, PLAIN))  # lanes for further recipes
-SHORT_TOKENS, SHORT_S = 60, 0.5  # a comparison below one of them is repeated
+SHORT_TOKENS, SHORT_S = 60, 0.5  # shorter comparisons are repeated
 SHORT_PAIRS, LONGEST_REPEATED_S = 3, 2.0
 ALONE = {"edge_only": "edge only: the drafter alone", "cloud_only": "cloud only: the target alone"}
 
@@ -242,7 +242,7 @@ def baseline_of(recipe: Recipe) -> Recipe:
 
 
 def is_short(runs: Sequence[Metrics]) -> bool:
-    """Return True for a comparison of a short text, which is repeated: chance decides about single times."""
+    """Return True for the comparison of a short text."""
     short = any(run.tokens < SHORT_TOKENS or run.decode_s < SHORT_S for run in runs)
     return short and sum(clock(run, total=True) for run in runs) < LONGEST_REPEATED_S
 

@@ -108,7 +108,7 @@ class Runs:
         playing.add_done_callback(lambda _: self._end(run, prompt, playing))
 
     def _may_repeat(self, lanes: Mapping[str, Recipe]) -> bool:
-        """Return True for comparisons on this machine whose lanes learn nothing from earlier texts."""
+        """Return True for local comparisons without memory of earlier texts."""
         own = isinstance(self._service.worker, Worker) and not self._service.limits.public
         learning = any(recipe.ngram_keep or recipe.external for recipe in lanes.values())
         return own and PLAIN in lanes and len(lanes) > 1 and not learning

@@ -81,7 +81,7 @@ class Service:
         """Decode `prompt` after `history` with each recipe in turn. Items are pairs of lane and event.
 
         `visitor` selects the stored n-grams, `address` the rate limit; `warm_up`: first decode a few tokens per recipe.
-        `repeated_from`: jobs from this index on are repetitions, which only short texts need.
+        `repeated_from`: index of the first repetition, for short texts only.
         """
         if not isinstance(prompt, str):
             raise UserError(f"the prompt must be a text, not {type(prompt).__name__}")
@@ -217,7 +217,7 @@ def leave_a_core() -> None:
 
 
 def _repeat_if_short(events: Callable[[], Generator[tuple[str, Event]]], first: int) -> Iterator[tuple[str, Event]]:
-    """Yield the events of the `first` jobs, and those of all others after short texts."""
+    """Yield the events of the `first` jobs, and of all others after short texts."""
     ends: list[Metrics] = []
     with closing(events()) as stream:
         for lane, event in stream:

@@ -204,7 +204,11 @@ def verdict(lanes: Lanes, speeds: Speeds) -> str:
     causes: list[str] = []
     if result.for_speed:
         causes = _link_causes(result) if result.linked else _causes(result)
-    return " ".join(filter(None, (f"{result.outcome}: {_speeds(result)}", *causes)))
+    displayed = [_speeds(result), *causes]
+    if pairs := result.pairs:
+        counted = f"{_counted(len(pairs), len(speeds[SPEC]))}."
+        displayed = [counted] if withheld(lanes, {}) else [counted, "The displayed pair:", *displayed]
+    return f"{result.outcome}: {' '.join(filter(None, displayed))}"
 
 
 def _counted(pairs: int, measured: int) -> str:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from specdemo.core.formats import percent
+from specdemo.core.formats import NOTHING, percent
 from specdemo.models.tokenizer import ChatMessage
 from specdemo.stores import Stores
 from specdemo.ui.frames import Run
-from specdemo.ui.lane import Lane
-from specdemo.ui.run_figures import lane_speedup, rates, ratio_text
+from specdemo.ui.run_figures import Lanes, Speeds, rates, tiles
 from specdemo.worker import Stream
 
 REMEMBERED = 256  # visitors
@@ -53,7 +52,7 @@ class Visitor:
             answer = "".join(event.text for event in lane.steps)
             turn: list[ChatMessage] = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
             self.messages = [*run.history, *turn]
-            self.footers = [*self.footers[: len(run.history) // 2], answer_footer(run.lanes)]
+            self.footers = [*self.footers[: len(run.history) // 2], answer_footer(run.lanes, run.speeds)]
 
     def end_conversation(self) -> None:
         """Forget the conversation. A run under way keeps its stores, and releases them."""
@@ -118,10 +117,10 @@ def shown_messages(messages: Sequence[ChatMessage], footers: Sequence[str]) -> l
     return shown
 
 
-def answer_footer(lanes: Mapping[str, Lane]) -> str:
+def answer_footer(lanes: Lanes, speeds: Speeds) -> str:
     """Return the speed, the acceptance rate and the speed-up of the first lane."""
     name, lane = next(iter(lanes.items()))
-    ratio = lane_speedup(lanes, name)
     accepted = f"{percent(lane.metrics.acceptance_rate)} accepted" if lane.metrics.drafted else ""
-    speedup = "" if ratio is None else f"{ratio_text(ratio)}× the baseline"
+    value = tiles(lanes, speeds)["speedup"][0]
+    speedup = "" if value == NOTHING else f"{value} the baseline"
     return " · ".join(filter(None, (rates(lanes)[name], accepted, speedup)))

@@ -328,7 +328,7 @@ def test_every_figure_of_a_run_is_that_of_its_traces(file_tab: Page, name: str) 
     for cells, row in zip(file_tab.evaluate(ROWS), step_rows(lane), strict=True):
         for shown, value in zip(cells, row, strict=True):
             assert shown == (value or "–") if isinstance(value, str | None) else agrees(shown, value), (cells, row)
-    footer = answer_footer(read_traces(jsonl(*lines)).lanes)  # of the conversation
+    footer = answer_footer(read_traces(jsonl(*lines)).lanes, {})  # of the conversation
     assert not re.search(r"\d", unexplained(footer, chat_line(run)))
     file_tab.evaluate(SEEK, run.end / 2)
     shown = sum(at <= run.end / 2 for at in lane.at)

@@ -40,7 +40,7 @@ def test_each_answer_has_its_footer() -> None:
 
 def test_footer_names_speed_and_acceptance() -> None:
     run = answered()
-    assert answer_footer(run.lanes) == f"{rates(run.lanes)[SPEC]} · 50 % accepted"
+    assert answer_footer(run.lanes, run.speeds) == f"{rates(run.lanes)[SPEC]} · 50 % accepted"
 
 
 def test_turns_and_footers_of_a_conversation_end_together() -> None:

@@ -102,7 +102,7 @@ def check(lines: list[Line]) -> RunFigures:
         assert not re.search(r"\d", rest), (part, text)
     for row in state["table"][1:]:
         assert not re.search(r"\d", unexplained(without_names(" ".join(row), figures), claims(figures, "run-table", 1)))
-    assert not re.search(r"\d", unexplained(answer_footer(run.lanes), chat_line(figures)))
+    assert not re.search(r"\d", unexplained(answer_footer(run.lanes, run.speeds), chat_line(figures)))
     check_rules(figures, state)
     return figures
 

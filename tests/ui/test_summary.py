@@ -139,7 +139,7 @@ def test_impossible_speeds_are_not_displayed(plain_s: float, verify_s: float) ->
     assert state["disturbed"] == [SPEC, PLAIN] and all("disturbed" in rate for rate in state["rates"].values())
     assert state["figures"][SPEC]["what_if"] is None
     assert state["verdict"].startswith("Another program used the processor")
-    assert "×" not in json.dumps([state["table"], answer_footer(run.lanes)], ensure_ascii=False)
+    assert "×" not in json.dumps([state["table"], answer_footer(run.lanes, run.speeds)], ensure_ascii=False)
 
 
 def test_passes_are_compared_by_their_measured_times() -> None:
@@ -184,3 +184,14 @@ def test_all_methods_of_a_comparison_are_named() -> None:
     assert "Also compared: n-grams, γ 3 1.8×." in line_of(run)["text"]
     speedups = [row[2] for row in json.loads(run.frame(0))["table"][1:]]
     assert speedups == ["1.7× (one run)", "1 (baseline)", "1.8× (one run, fastest)"]
+
+
+def test_the_displayed_one_of_several_pairs_is_explained() -> None:
+    run = decoded(plain_s=0.01, verify_s=0.0125)
+    run.speeds = {SPEC: [160.0, 150.0, 170.0], PLAIN: [100.0, 100.0, 100.0]}
+    run.finish()
+    words = json.loads(run.frame(0))["verdict"]
+    assert words.startswith(
+        "1.6× faster with drafts, 1.50 to 1.70 in 3 pairs: 3 alternating pairs. The displayed pair: "
+    )
+    assert "A step gave 2.00 tokens and took 1.25 AR steps" in words and "Theorem 3.8 predicts" in words

@@ -37,7 +37,7 @@ class SpeedupPrediction:
     estimate: Preflight | None = None
 
     def describe(self, run: Run | None) -> str:
-        """Return the prediction in words, and a sentence if `run` contradicts it."""
+        """Return the prediction in words, with a contradiction by `run`."""
         assert self.estimate is not None
         return "\n\n".join(filter(None, (describe_preflight(self.estimate), self.contradiction(run))))
 
@@ -89,7 +89,7 @@ def connect_prediction(
 
 
 def contradicted_prediction(service: Service, run: Run | None) -> Any:
-    """Return the latest prediction of a visitor whose run contradicts it."""
+    """Return the latest prediction of a contradicting run."""
     predicted = service.visitors.find(run.visitor).prediction if run is not None else None
     return predicted.describe(run) if predicted and predicted.contradiction(run) else gr.skip()
 
