@@ -199,8 +199,6 @@ def verdict(lanes: Lanes, speeds: Speeds) -> str:
     result = _Comparison.of(lanes, speeds)
     if result is None:
         return ""
-    if pairs := result.pairs:
-        return f"{result.outcome}: {_counted(len(pairs), len(speeds[SPEC]))}."
     causes: list[str] = []
     if result.for_speed:
         causes = _link_causes(result) if result.linked else _causes(result)
