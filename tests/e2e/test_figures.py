@@ -301,6 +301,7 @@ SEEK = """(t) => {
     slider.dispatchEvent(new Event("input"));
 }"""
 
+BAR = ":is(.even, .run)"
 FILL = "path => getComputedStyle(path).fill"
 
 
@@ -336,10 +337,10 @@ MARKED = "#time-rows [data-disturbed]"
 def test_disturbed_times_are_marked_on_the_page_and_in_exports(file_tab: Page, tmp_path: Path) -> None:
     show(file_tab, *golden("draft", "ar"))
     expect(file_tab.locator(MARKED)).to_have_count(0)
-    coloured = file_tab.locator("#time-rows [data-row=spec] .even").evaluate(FILL)
+    coloured = file_tab.locator("#time-rows [data-row=spec]").locator(BAR).first.evaluate(FILL)
     show(file_tab, *disturbed(golden("draft", "ar")))
     expect(file_tab.locator(MARKED)).to_have_text([re.compile("times disturbed")] * 2)
-    fills = file_tab.locator(f"{MARKED} .even").evaluate_all(f"paths => paths.map({FILL})")
+    fills = file_tab.locator(MARKED).locator(BAR).evaluate_all(f"paths => paths.map({FILL})")
     assert len({*fills}) == 1 and coloured not in fills
     for lane in ("spec", "ar"):
         expect(file_tab.locator(f"[data-lane={lane}] .rate")).to_contain_text("times disturbed")

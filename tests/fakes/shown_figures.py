@@ -18,13 +18,15 @@ Line = dict[str, Any]
 PARTS = ("draft_s", "verify_s", "host_s")
 MOST_PER_PASS, LEAST_PASS = 1.05, 0.95
 TARGET_OPTIONS = ("external", "pair", "target", "dtype", "quantization", "activations", "device")
-NUMBER = r"(\d[\d,]*(?:\.\d+)?(?:e-\d+)?)"
+NUMBER = r"((?:< )?\d[\d,]*(?:\.\d+)?(?:e-\d+)?)"
 
 
 def agrees(shown: str, value: float | None) -> bool:
-    """Return True if `value` is rounded to the displayed digits."""
+    """Return True if `value` is rounded to the displayed digits, or below a displayed limit."""
     if value is None:
         return False
+    if shown.startswith("< "):
+        return 0 < value < float(shown[2:])
     mantissa, _, exponent = shown.replace(",", "").partition("e")
     unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
     return abs(float(shown.replace(",", "")) - value) <= 0.5 * unit * (1 + 1e-6)
