@@ -317,6 +317,8 @@ def test_every_figure_of_a_run_is_that_of_its_traces(file_tab: Page, name: str) 
     file_tab.mouse.move(0, 0)  # a resting pointer would mark the step below it
     show(file_tab, *lines)
     lane = run.first
+    expect(file_tab.locator(f"#lane-{next(iter(run.lanes))} .round")).to_have_count(len(lane.steps))
+    expect(file_tab.locator("#race-clock")).not_to_be_empty()
     drafted = [line["i"] for line in lane.steps if line["i"] and line["draft"]]
     i = drafted[len(drafted) // 2] if drafted else 1
     file_tab.evaluate(SHOW_STEP, i)

@@ -468,7 +468,9 @@ def displayed_part(lane: LaneFigures, shown: int) -> Iterator[Claim]:
     yield claim("{} of {} drafted", part.accepted, part.drafted)
     yield claim("tokens / pass – {} steps", 0)
     yield claim("tokens / pass {} {} steps", part.tokens_per_step, shown - 1)
-    yield claim("tokens / s {} {} tokens displayed", part.speed, len(part.tokens))
+    seconds = round(part.at[-1], 6)  # as sent to the browser
+    rate = (len(part.tokens) if part.linked else part.decode_tokens) / seconds if seconds else None
+    yield claim("tokens / s {} {} tokens displayed", rate, len(part.tokens))
     yield from first_token(lane)
 
 
