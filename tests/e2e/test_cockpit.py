@@ -67,13 +67,16 @@ def test_click_on_a_token_shows_its_step(page: Page) -> None:
     run(page, CODE, tokens=48)
     status(page, "done")
     trace = saved(page)
-    page.set_viewport_size({"width": 1280, "height": 640})
+    page.set_viewport_size({"width": 1280, "height": 720})
     page.evaluate("scrollTo(0, 0)")
-    page.locator("#lane-spec [data-kind=rejected]").first.click()
+    token = page.locator("#lane-spec [data-kind=rejected]").first
+    token.scroll_into_view_if_needed()
+    before = page.evaluate("scrollY")
+    token.click()
     inspector = page.locator("#inspector")
     expect(inspector).to_be_visible()
     expect(inspector).to_be_in_viewport()
-    assert page.evaluate("scrollY") == 0  # the title remains
+    assert page.evaluate("scrollY") == before  # the text stays in place
     expect(page.locator("#tip")).to_be_hidden()
     steps = [line for line in trace if "i" in line]
     i = next(line["i"] for line in steps if len(line["accepted"]) < sum(b is not None for b in line["beta"]))
