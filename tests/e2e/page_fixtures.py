@@ -378,6 +378,11 @@ def exported(page: Page, button: Locator) -> str:
     return Path(download.value.path()).read_text("utf-8")
 
 
+def withheld(page: Page) -> bool:
+    """Return True if other programs disturbed the speed-up of the displayed run."""
+    return "not measurable" in page.locator("[data-kpi=speedup]").text_content()
+
+
 def saved(page: Page, lane: str = "spec") -> list[dict[str, Any]]:
     return [json.loads(line) for line in exported(page, lane_action(page, "trace", lane)).splitlines()]
 

@@ -39,6 +39,7 @@ from e2e.page_fixtures import (
     spans,
     status,
     text_of,
+    withheld,
 )
 from specdemo.core.trace import read
 from specdemo.models.zoo import ASSETS
@@ -123,11 +124,6 @@ def test_table_and_charts_show_all_steps(page: Page) -> None:
     page.locator("#round-lane").select_option("ar")
     expect(page.locator("#round-words")).to_contain_text("The draft was empty")
     expect(page.locator("#chart-whatif")).to_contain_text("This run did not draft")
-
-
-def withheld(page: Page) -> bool:
-    """Return True if other programs disturbed the speed-up of the displayed run."""
-    return "not measurable" in page.locator("[data-kpi=speedup]").text_content()
 
 
 RECORD_LABELS = """() => {

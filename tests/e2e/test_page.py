@@ -428,6 +428,7 @@ def test_keyboard_operation(page: Page, scripts: Scripts) -> None:
     page.keyboard.press("Enter")
     assert page.evaluate(FOCUSED) == "prompt"
     page.evaluate("document.getElementById('more-settings').open = false")
+    page.locator("#examples .chip").first.focus()  # a stop of the toolbar is its last one
     page.locator("#skip").focus()
     stops = ["skip"]
     while stops[-1] != "prompt" and len(stops) < 8:
