@@ -35,7 +35,8 @@ _EXAMPLE = RECORDED / "hybrid, short answer.jsonl"
 # Covers the page until its parts are mounted.
 _FIRST_PAINT = Template("""<style>
 #first-paint { position: fixed; inset: 0; z-index: 100; padding: 20px 32px; font: 17px/1.5 Inter, sans-serif; }
-#first-paint { background: $ground; color: $ink; }
+#first-paint { background: $ground; color: $ink; animation: specdemo-uncover 0s 12s forwards; }
+@keyframes specdemo-uncover { to { visibility: hidden; } }
 #first-paint b { font-size: 22px; }
 body[data-shown] #first-paint { display: none; }
 @media (prefers-color-scheme: dark) { #first-paint { background: $dark_ground; color: $dark_ink; } }
