@@ -180,10 +180,10 @@ def _reason(result: _Comparison, checking: str) -> str:
     if result.tone != "good" and checking:
         displayed = "In the displayed pair, " if result.pairs else ""
         return displayed + no_gain(result.spec, checking, result.terms.draft) + others
-    subject = "In the displayed pair, a step" if result.pairs else "A step"
+    subject = "In the displayed pair, each check" if result.pairs else "Each check"
     m = result.spec.metrics
-    figures = f"gave {m.tokens_per_step:.2f} tokens and took {result.terms.step:.2f} times as long as a step"
-    return f"{subject} {figures} of the baseline.{others}"
+    figures = f"gave {m.tokens_per_step:.2f} tokens in the time of {result.terms.step:.2f}"
+    return f"{subject} {figures}.{others}"
 
 
 # --- verdict: the causes of the speed ----------------------------------------------------------------------------

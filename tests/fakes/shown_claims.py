@@ -115,7 +115,7 @@ def headline(run: RunFigures) -> Iterator[Claim]:
 
 def advice(run: RunFigures) -> Iterator[Claim]:
     lane, cost = run.first, run.step_cost()
-    yield claim("gave {} tokens and took {} times as long as a step", lane.tokens_per_step, cost)
+    yield claim("gave {} tokens in the time of {}.", lane.tokens_per_step, cost)
     yield claim("{} of {} guesses were kept", lane.accepted, lane.drafted)
     if run.pass_times:
         rows, single, several = run.pass_times

@@ -61,7 +61,7 @@ def test_alpha_is_not_named_for_block_verification() -> None:
 def test_passes_shared_with_other_runs_are_named() -> None:
     run = decoded(plain_s=0.009, texts=2.0)
     run.finish()
-    reason = "A step gave 2.00 tokens and took 1.11 times as long as a step of the baseline."
+    reason = "Each check gave 2.00 tokens in the time of 1.11."
     assert line_of(run)["reason"] == f"{reason} Other runs shared its passes, which takes longer."
 
 
