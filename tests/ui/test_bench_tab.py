@@ -43,8 +43,8 @@ def test_recipes_equal_the_terminal_and_prompt_classes_alternate() -> None:
 
 def test_estimate_uses_the_latest_run() -> None:
     latest = Run()
-    for line in (header(), step(0, pieces=["a"]), step(1, pieces=["b", "X"], draft=("b", "c"), accepted=(0,)), end()):
-        absorb(latest, SPEC, line)
+    drafted = step(1, pieces=["b", "X"], draft=("b", "c"), accepted=(0,))
+    absorb(latest, SPEC, header(), step(0, pieces=["a"]), drafted, end())
     told = meant(latest=latest).describe(latest)  # two tokens in 0.03 s
     assert told.endswith("about 5 s at the 67 tokens per second of your latest run")
     assert meant().describe(Run()).endswith("about 3 s at an assumed 100 tokens per second")

@@ -13,11 +13,10 @@ from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC, Lane
 
 
-def lane(*lines: dict[str, Any], name: str = SPEC, **head: Any) -> Lane:
-    run = Run((name,))
-    for line in (header(**head), *lines, end()):
-        absorb(run, name, line)
-    return run.lanes[name]
+def lane(*lines: dict[str, Any], **head: Any) -> Lane:
+    run = Run((SPEC,))
+    absorb(run, SPEC, header(**head), *lines, end())
+    return run.lanes[SPEC]
 
 
 def test_a_step_is_gamma_drafter_calls_and_a_target_pass() -> None:

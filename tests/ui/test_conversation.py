@@ -11,8 +11,7 @@ from specdemo.models.chat_caches import Conversation
 from specdemo.stores import Stores
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
-from specdemo.ui.run_figures import rates
-from specdemo.ui.visitors import Visitor, Visitors, answer_footer, shown_messages
+from specdemo.ui.visitors import Visitor, Visitors, shown_messages
 
 
 def answered(history: Any = (), how: str = "length") -> Run:
@@ -36,11 +35,6 @@ def test_each_answer_has_its_footer() -> None:
     assert [message["content"] for message in shown] == ["Hello", "Hi\n\n*10 tok/s*", "Go on", "Yes"]
     assert [message["role"] for message in shown] == ["user", "assistant"] * 2
     assert shown_messages([], []) == []
-
-
-def test_footer_names_speed_and_acceptance() -> None:
-    run = answered()
-    assert answer_footer(run.lanes, run.speeds) == f"{rates(run.lanes)[SPEC]} · 50 % accepted"
 
 
 def test_turns_and_footers_of_a_conversation_end_together() -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from fakes.trace_lines import events_of
 from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, absorb, end, header, step, whole
 
-from specdemo.core.events import StepEvent
-from specdemo.core.metrics import Metrics
-from specdemo.core.trace import from_json
 from specdemo.ui import frames
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import PLAIN, SPEC
@@ -19,8 +17,7 @@ from specdemo.ui.text_comparison import compare_texts
 
 def test_stopped_run_ends_its_trace_as_cancelled() -> None:
     run = Run((SPEC, PLAIN))
-    for event in (header(), PREFILL, REJECTION):
-        absorb(run, SPEC, event)
+    absorb(run, SPEC, header(), PREFILL, REJECTION)
     run.finish()
     last = json.loads(run.trace(SPEC).splitlines()[-1])
     assert last["end"] == "cancelled" and last["metrics"]["tokens"] == 3
@@ -50,8 +47,7 @@ def test_a_frame_during_the_end_of_a_run_is_not_the_last(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("events", [(), (header(), PREFILL)])
 def test_failure_is_shown_and_closes_the_trace(events: tuple) -> None:
     run = Run()
-    for event in events:
-        absorb(run, SPEC, event)
+    absorb(run, SPEC, *events)
     run.finish("out of memory")
     assert run.phase == ("failed", "out of memory") and json.loads(run.frame(0))["over"]
     if events:
@@ -82,8 +78,7 @@ def test_near_tie_at_the_first_difference_is_reported(p: float, q: float, tone: 
     run = Run((SPEC, PLAIN))
     distributions = {"laws": [probs((100, p), (999, q))] + [probs((1, 1.0))] * 3, "texts": {100: "b", 999: "z"}}
     for lane, line in ((SPEC, REJECTION | distributions), (PLAIN, step(1, pieces=["z"], tokens=[999]))):
-        for event in (header(bit_equal=False), PREFILL, line, end()):
-            absorb(run, lane, event)
+        absorb(run, lane, header(bit_equal=False), PREFILL, line, end())
     compared = compare_texts(run.lanes[SPEC], run.lanes[PLAIN])
     assert compared.tone == tone and words in compared.why
 
@@ -93,10 +88,7 @@ def repeated(*ar_seconds: float) -> Run:
     run = Run((SPEC, PLAIN), pairs=len(ar_seconds))
     for seconds in ar_seconds:
         for lane, lines in ((SPEC, (PREFILL, REJECTION, ALL_KEPT)), (PLAIN, plain_steps(seconds))):
-            metrics = Metrics()
-            for line in (header("ar" if lane == PLAIN else "draft"), *lines, end()):
-                event = from_json(line, metrics)
-                metrics = event.metrics if isinstance(event, StepEvent) else metrics
+            for event in events_of((header("ar" if lane == PLAIN else "draft"), *lines, end())):
                 run.absorb(lane, event)
     return run
 
@@ -127,10 +119,8 @@ def test_impossible_pairs_are_left_out() -> None:
     """A pass gives 2.5 tokens, so a pair that is 4.6 times as fast was disturbed."""
     run = repeated(0.024, 0.018, 0.055, 0.013, 0.024, 0.024)
     run.finish()
-    assert json.loads(run.frame(0))["verdict"] == (
-        "2.0× faster with drafts, 1.08 to 2.00 in all 5 pairs: 5 of 6 alternating pairs; the times of the "
-        "others contradict the number of passes."
-    )
+    verdict = json.loads(run.frame(0))["verdict"]
+    assert "5 of 6 alternating pairs" in verdict and "contradict the number of passes" in verdict
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "error"])

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 from fakes.form_fields import form_fields
+from fakes.trace_lines import events_of
 from fakes.trace_records import end, header, step
 
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event, Loading, StepEvent
-from specdemo.core.metrics import Metrics
-from specdemo.core.trace import from_json
 from specdemo.recipe import Recipe
 from specdemo.ui.limits import PUBLIC, HostLimits, RunRates, TimeBudget, read_limits
 from specdemo.ui.page import build
@@ -126,11 +125,8 @@ def test_time_limit_starts_at_the_first_header_and_covers_all_lanes() -> None:
     def lane(name: str) -> Iterator[Event]:
         try:
             yield Loading(name)
-            metrics = Metrics()
-            for line in (header(), *(step(i, pieces=["a", "b"]) for i in range(9)), end()):
-                clock.now += 2 if line.get("pieces") else 0
-                event = from_json(line, metrics)
-                metrics = getattr(event, "metrics", metrics)
+            for event in events_of([header(), *(step(i, pieces=["a", "b"]) for i in range(9)), end()]):
+                clock.now += 2 * isinstance(event, StepEvent)
                 yield event
         finally:
             closed.append(name)

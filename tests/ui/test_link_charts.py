@@ -20,12 +20,7 @@ from specdemo.remote.local_service import LocalServices, ServiceProcess
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
 from specdemo.ui.limits import PUBLIC, HostLimits
-from specdemo.ui.link_charts import (
-    LINK_TABLE_HEAD,
-    describe_link,
-    edge_lane,
-    measures,
-)
+from specdemo.ui.link_charts import LINK_TABLE_HEAD, describe_link, edge_lane, measures
 from specdemo.ui.link_time import parts
 from specdemo.ui.service import Service
 
@@ -56,8 +51,7 @@ def provisional(i: int, **notes: float) -> dict[str, Any]:
 
 def played(*lines: dict[str, Any], **more: Any) -> Run:
     run = Run()
-    for line in (header(recipe=RECIPE | more), *lines, end()):
-        absorb(run, SPEC, line)
+    absorb(run, SPEC, header(recipe=RECIPE | more), *lines, end())
     run.finish()
     return run
 
@@ -119,9 +113,6 @@ def test_markdown_of_a_trace_is_escaped() -> None:
 def test_counts_of_a_run_need_no_plural() -> None:
     said = describe_link(edge_lane(played(*LINES, over_the_link(5, sent=2.0))))
     assert "Messages sent again: 1." in said and "Tokens committed provisionally: 1." in said
-
-
-# --- settings ----------------------------------------------------------------------------------------------------
 
 
 # --- limits of a host --------------------------------------------------------------------------------------------

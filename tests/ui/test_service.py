@@ -30,13 +30,11 @@ class Watched(ModelPool):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.tidied, self.emptied, self.gone = threading.Event(), threading.Event(), 0
+        self.tidied, self.gone = threading.Event(), 0
 
     def tidy(self) -> int:
         self.gone = super().tidy()
         self.tidied.set()
-        if not self.weight_bytes:
-            self.emptied.set()
         return self.gone
 
 

@@ -19,8 +19,6 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from specdemo.core.events import Event
-from specdemo.core.metrics import Metrics
-from specdemo.core.trace import from_json
 from specdemo.ui import streams
 from specdemo.ui.lane import SPEC
 from specdemo.ui.limits import HostLimits, RunRates
@@ -126,10 +124,10 @@ def test_a_run_that_nobody_follows_ends_after_the_grace_period(house: House, mon
     worker = Worker()
 
     def job() -> Iterator[tuple[str, Event]]:
-        metrics = Metrics()
-        yield SPEC, from_json(LINES[0], metrics)
+        first, following, *_ = events_of(LINES)
+        yield SPEC, first
         while True:
-            yield SPEC, from_json(LINES[1], metrics)
+            yield SPEC, following
 
     stream = worker.submit(job)
     house.run.begin(stream.stop)

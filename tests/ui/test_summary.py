@@ -16,7 +16,6 @@ from specdemo.ui.frames import Run
 from specdemo.ui.lane import PLAIN, SPEC, lanes_of, name_lanes
 from specdemo.ui.run_figures import pass_costs, tiles
 from specdemo.ui.suggestions import DRAFT_AT_THE_EDGE, PRESS_REPEAT, REPETITIVE
-from specdemo.ui.visitors import answer_footer
 
 LINK = {"cloud": {"mode": "speculative"}}
 
@@ -58,13 +57,6 @@ def test_alpha_is_not_named_for_block_verification() -> None:
     assert note == "8 of 16 drafted · mean overlap β 0.75"
 
 
-def test_passes_shared_with_other_runs_are_named() -> None:
-    run = decoded(plain_s=0.009, texts=2.0)
-    run.finish()
-    reason = "Each check gave 2.00 tokens in the time of 1.11."
-    assert line_of(run)["reason"] == f"{reason} Other runs shared its passes, which takes longer."
-
-
 def test_a_loss_is_named_with_its_reason_and_a_suggestion() -> None:
     shown = line_of(compared(plain_s=0.004))
     assert shown["text"].startswith("0.8× the speed, slower with drafts, same text.") and shown["tone"] == "bad"
@@ -96,58 +88,24 @@ def test_an_edge_without_guesses_is_offered_the_draft_method() -> None:
     assert shown["suggestions"] == [DRAFT_AT_THE_EDGE, PRESS_REPEAT]
 
 
-def test_lanes_over_a_link_are_compared_by_total_time() -> None:
-    """The remote baseline streams its tokens: without the first token it would be 20 times as fast."""
-    run = compared(plain_s=0.0005, **LINK)
-    state = json.loads(run.frame(0))
-    spec, plain = (0.5 + 8 * 0.01, 0.5 + 16 * 0.0005)
-    assert state["tiles"]["speedup"] == [f"{plain / spec:.1f}×", "one run, total time"]
-    assert f"{spec:.2f} against {plain:.2f} s in total" in state["verdict"] and "streams its tokens" in state["verdict"]
-    assert state["headline"]["text"].startswith("0.9× the speed, slower with drafts in total time")
-
-
-def test_a_lane_says_how_its_text_relates_to_the_baseline() -> None:
-    texts = json.loads(compared(plain_s=0.01).frame(0))["texts"]
-    assert texts == {SPEC: ["same text", "All 17 tokens equal the baseline's.", "good"]}
-    run = decoded(plain_s=0.01, temperature=0.8)
-    run.lanes[PLAIN].lines[2] = run.lanes[PLAIN].lines[2].replace('"tokens": [100]', '"tokens": [99]')
+@pytest.mark.parametrize(
+    ("plain_s", "words"), [(0.009, "took 1.11 times as long as a step of the baseline."), (0.005, "times writing 1.")]
+)
+def test_passes_shared_with_other_runs_are_named(plain_s: float, words: str) -> None:
+    run = decoded(plain_s, texts=2.0)
     run.finish()
-    state = json.loads(run.frame(0))
-    badge, why, tone = state["texts"][SPEC]
-    assert badge == "other random text" and "own random numbers" in why and not tone
-    assert "another random draw of the text" in state["headline"]["text"]
-
-
-def test_shared_passes_explain_a_loss_too() -> None:
-    run = decoded(plain_s=0.005, texts=2.0)
-    run.finish()
-    assert line_of(run)["reason"].endswith("times writing 1. Other runs shared its passes, which takes longer.")
+    assert line_of(run)["reason"].endswith(f"{words} Other runs shared its passes, which takes longer.")
 
 
 @pytest.mark.parametrize(("plain_s", "verify_s"), [(0.03, 0.01), (0.01, 0.009)])
-def test_impossible_speeds_are_not_displayed(plain_s: float, verify_s: float) -> None:
+def test_impossible_speeds_are_withheld_with_a_suggestion(plain_s: float, verify_s: float) -> None:
     """2 tokens per pass and a speed-up of 3; a pass over 3 tokens that is faster than one over 1."""
-    run = compared(plain_s, verify_s)
-    state = json.loads(run.frame(0))
-    assert state["headline"] == {
-        "text": "Speed not measurable now, same text. 8 target passes instead of 16.",
-        "tone": "none",
-        "reason": "Another program used the processor: the times contradict the number of passes.",
-        "suggestions": [PRESS_REPEAT],
-    }
-    assert state["tiles"]["speedup"] == ["–", "not measurable now"] and state["passes"] is None
-    assert state["disturbed"] == [SPEC, PLAIN] and all("disturbed" in rate for rate in state["rates"].values())
-    assert state["figures"][SPEC]["what_if"] is None
-    assert state["verdict"].startswith("Another program used the processor")
-    assert "×" not in json.dumps([state["table"], answer_footer(run.lanes, run.speeds)], ensure_ascii=False)
+    shown = line_of(compared(plain_s, verify_s))
+    assert "not measurable" in shown["text"] and shown["reason"].startswith("Another program used the processor")
+    assert shown["suggestions"] == [PRESS_REPEAT]
 
 
-def test_passes_are_compared_by_their_measured_times() -> None:
-    costs = pass_costs(compared(plain_s=0.01, verify_s=0.013).lanes)
-    assert costs == {
-        "words": "Why: checking 3 tokens costs 1.30 times writing 1.",
-        "bars": [["writing 1", 0.01], ["checking 3", 0.013]],
-    }
+def test_passes_are_compared_only_without_a_link_and_with_a_baseline() -> None:
     assert pass_costs(compared(plain_s=0.01, **LINK).lanes) is None  # a pass includes the link
     assert pass_costs({SPEC: compared(plain_s=0.01).lanes[SPEC]}) is None
 
@@ -171,27 +129,9 @@ def test_titles_of_added_lanes_name_the_options_that_differ(changes: dict[str, A
     assert name_lanes([first, added]) == f"draft, γ 4 (); {words} ()"
 
 
-def test_all_methods_of_a_comparison_are_named() -> None:
-    lanes = {SPEC: ("draft", 0.012), PLAIN: ("ar", 0.01), "third": ("nasd", 0.011)}
-    run = Run(tuple(lanes))
-    for name, (method, step_s) in lanes.items():
-        guesses = {} if name == PLAIN else {"draft": ("x",), "accepted": (0,), "tested": 1}
-        pieces = ["x"] if name == PLAIN else ["x", "y"]
-        times = {"draft_s": 0.0, "verify_s": step_s, "host_s": 0.0}
-        lines = [step(i, pieces=pieces, **guesses) | times for i in range(1, 9)]
-        absorb(run, name, header(method), PREFILL, *lines, end())
-    run.finish()
-    assert "Also compared: n-grams, γ 3 1.8×." in line_of(run)["text"]
-    speedups = [row[2] for row in json.loads(run.frame(0))["table"][1:]]
-    assert speedups == ["1.7× (one run)", "1 (baseline)", "1.8× (one run, fastest)"]
-
-
 def test_the_displayed_one_of_several_pairs_is_explained() -> None:
     run = decoded(plain_s=0.01, verify_s=0.0125)
     run.speeds = {SPEC: [160.0, 150.0, 170.0], PLAIN: [100.0, 100.0, 100.0]}
     run.finish()
-    words = json.loads(run.frame(0))["verdict"]
-    assert words.startswith(
-        "1.6× faster with drafts, 1.50 to 1.70 in 3 pairs: 3 alternating pairs. The displayed pair: "
-    )
+    words = json.loads(run.frame(0))["verdict"].partition("3 alternating pairs. The displayed pair: ")[2]
     assert "A step gave 2.00 tokens and took 1.25 AR steps" in words and "Theorem 3.8 predicts" in words

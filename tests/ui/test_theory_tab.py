@@ -32,14 +32,12 @@ pytestmark = pytest.mark.slow
 STEP = {"draft_s": 0.0, "verify_s": 0.02, "host_s": 0.005}  # baseline step: 25 ms
 
 
-def ended(spec: list[dict] | None = None, plain: bool = True, head: dict | None = None) -> Run:
+def ended(spec: list[dict] | None = None, plain: bool = True) -> Run:
     """Two steps (5 tokens drafted, 4 tested, 3 accepted, 5 committed), and two baseline steps."""
     run = Run((SPEC, PLAIN) if plain else (SPEC,))
-    for event in (head or header(), *(spec or [PREFILL, REJECTION, ALL_KEPT]), end()):
-        absorb(run, SPEC, event)
+    absorb(run, SPEC, header(), *(spec or [PREFILL, REJECTION, ALL_KEPT]), end())
     if plain:
-        for event in (header("ar"), PREFILL, *(step(i, pieces=["x"], **STEP) for i in (1, 2)), end()):
-            absorb(run, PLAIN, event)
+        absorb(run, PLAIN, header("ar"), PREFILL, *(step(i, pieces=["x"], **STEP) for i in (1, 2)), end())
     run.finish()
     return run
 
