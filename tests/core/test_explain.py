@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from specdemo.core.explain import (
-    Decision,
     Reason,
-    decision_of,
     explain,
     reason_of,
 )
@@ -123,17 +121,3 @@ def test_reasons_of_draft_tokens(done: Step, recipe: dict[str, Any], reasons: tu
 def test_reasons_of_the_token_of_the_target(done: Step, recipe: dict[str, Any], reason: Reason) -> None:
     assert reason_of(done, None, recipe) is reason
     assert explain(done, None, recipe) == reason.value
-
-
-def test_figures_of_a_decision() -> None:
-    assert decision_of(step(), 0, SAMPLED) == Decision(0.25, 0.5, 0.125, 0.5)
-    assert decision_of(step(Draft.chain((1, 2, 3)), bound=()), 1, SAMPLED) == Decision(0.0625, None, 0.75)
-    assert decision_of(step(), 1, GREEDY) == decision_of(step(target_top=TOPS), 1, GREEDY) == Decision(q=0.25)
-    assert decision_of(step(**RANKED), 0, GREEDY) == Decision(0.5, 0.5, rank=1, best=0.5)
-    assert decision_of(step(**RANKED), 1, GREEDY) == Decision(0.125, 0.25, rank=4, best=0.5)  # 2 after 1
-    empty = (TopTokens(1.0, ()),) * 4
-    assert decision_of(step(rank=(1, 2, 3), target_top=empty), 0, GREEDY) == Decision(q=0.5)
-    assert explain(step(), 1, SAMPLED) == "Rejected: the draw 0.750 is not below p/q = 0.250."
-    assert explain(step(draw=(None,) * 3), 0, SAMPLED).endswith("p = 0.250 reaches the rule's bound 0.500.")
-    second = step(accepted=(), rank=(2, 1, 1), target_top=(TopTokens(1.0, ((4, 0.5), (1, 0.25))), *TOPS[1:]))
-    assert explain(second, 0, GREEDY) == "Rejected: it is the target's choice number 2, with 0.250 against 0.500."

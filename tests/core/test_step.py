@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os.path
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +11,7 @@ import pytest
 
 from specdemo.core.explain import reason_of
 from specdemo.core.link_stats import Source
-from specdemo.core.step import Draft, Outcome, Step, TokenLogprob, TopTokens, Verdict, common_prefix
+from specdemo.core.step import Draft, Outcome, Step, TokenLogprob, TopTokens, Verdict
 
 FOREST = Draft((5, 6, 5, 7, 8, 7, 9), (-1, -1, -1, 0, 2, 2, 5))
 
@@ -39,14 +38,6 @@ def test_follow_returns_the_longest_path_that_begins_the_text() -> None:
         assert followed in matching and len(followed) == max(map(len, matching))
         partial += 0 < len(followed) < len(text)
     assert partial > 20
-
-
-@pytest.mark.parametrize("kind", [tuple, list, str])
-def test_common_prefix_is_that_of_a_scan(kind: type) -> None:
-    rng = random.Random(1)
-    for _ in range(300):
-        pair = ["".join(rng.choice("ab") for _ in range(rng.randrange(7))) for _ in range(2)]
-        assert common_prefix(*map(kind, pair)) == len(os.path.commonprefix(pair))
 
 
 def step_of(draft: Draft, verdict: Verdict, tokens: tuple[int, ...]) -> Step:

@@ -25,7 +25,6 @@ from specdemo.core.theory import (
     overlap,
     pinsker,
     share_speedup,
-    speedup,
     walltime_improvement,
     weight_variance,
 )
@@ -114,19 +113,6 @@ def test_some_gamma_improves_iff_alpha_exceeds_c(alpha: float, c: float) -> None
     if can_improve(alpha, c):
         assert best >= least_improvement(alpha, c) - 1e-12 and least_improvement(alpha, c) > 1
     assert least_improvement(alpha, c) == pytest.approx(walltime_improvement(alpha, 1, c))
-
-
-def test_expensive_rows_and_a_slow_host_shorten_the_best_draft() -> None:
-    def dear(rows: int) -> float:
-        return 1 + 0.2 * (rows - 1)
-
-    found = best_gamma(0.8, 0.05, v=dear, o=0.1)
-    gains = {gamma: speedup(expected_tokens(0.8, gamma), gamma, 0.05, dear(gamma + 1), 0.1) for gamma in range(1, 65)}
-    assert 0 < found < best_gamma(0.8, 0.05)
-    assert gains[found] == max(gains.values()) > 1
-    assert best_gamma(0.8, 0.05, v=lambda rows: 5.0) == 0  # no step can be faster than five AR passes
-    assert best_gamma(1.0, 0.0, v=lambda rows: 1.0 if rows <= 4 else 99.0) == 3  # and a row of the target
-    assert best_gamma(0.5, 0.0, o=1.0) == 0  # two tokens at the very most, for two passes
 
 
 def a_law(chance: random.Random, size: int) -> list[float]:

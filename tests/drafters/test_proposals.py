@@ -184,14 +184,6 @@ def test_confidences_end_a_draft_before_its_token(
     assert draft.origin == tuple(Origin("head", confidence=round(value, 3)) for value in confidences[:drafted])
 
 
-def test_drafts_of_heads_end_at_their_positions() -> None:
-    for longest, drafted in ((0, 0), (2, 2), (9, 4)):
-        head = Confident(longest=longest)
-        assert len(ChainDrafter(head, GREEDY, Script(), VOCAB).propose(TEXT, up_to(4))) == drafted
-        tree = TreeDrafter(head, GREEDY, Script(), VOCAB, width=1)
-        assert len(tree.propose(TEXT, up_to(4))) == drafted
-
-
 @pytest.mark.parametrize(("source", "expected"), [("head", 1), ("text", 0), (None, 0)])
 def test_a_draft_is_expected_after_a_draft_of_the_head(source: str | None, expected: int) -> None:
     head = Confident(longest=5)

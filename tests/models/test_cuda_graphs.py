@@ -22,8 +22,7 @@ from specdemo.core.step import Draft
 from specdemo.models import batch_invariance
 from specdemo.models.batch_invariance import BatchInvariance, Measurement, check_invariance
 from specdemo.models.cached_head import Head
-from specdemo.models.chat_caches import ChatCaches, Conversation
-from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, GRAPH_ROWS, GraphRecorder, Recording
+from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, GRAPH_ROWS
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.select import engine_of
 from specdemo.models.heads import load_head
@@ -130,27 +129,6 @@ def test_a_cache_beyond_the_streams_takes_that_of_the_least_recently_used(cuda: 
         cached.score([1, 2, 3, 5], Draft())
 
 
-def fill(recorder: GraphRecorder, values: torch.Tensor) -> None:
-    replay = recorder.record(lambda: values * 2)
-    assert replay is not None
-    recorder.recordings[1, 256] = Recording((), replay)
-
-
-def test_recordings_count_as_memory_and_are_dropped_before_a_conversation(cuda: FakeCuda) -> None:
-    model = weights(num_hidden_layers=1)
-    chats, keys = ChatCaches(lambda model: True, budget_bytes=150 << 20), [Conversation() for _ in range(3)]
-    for key in keys:
-        cached = CachedModel(model)
-        cached.score([1, 2, 3], Draft())
-        size = cached._cache.kv.nbytes
-        assert cached.reserved_bytes > size + (50 << 20) and cached.kv_bytes == size // cached._cache.capacity * 3
-        chats.put(key, "target", cached)
-    assert chats.reserved_bytes < 150 << 20
-    remaining = [chats.take(key, "target", model) for key in keys]
-    assert [cached is not None and recorded(cached) for cached in remaining] == [False, True, True]
-    assert None not in remaining
-
-
 def head_of(folder: Path, model: LlamaWeights) -> Head:
     name = random_head(folder, model.config, [*range(0, VOCAB, 2)], max_position_embeddings=900)
     target = LoadedModel(ModelSpec("small/target"), model, None, 0, "")
@@ -197,27 +175,6 @@ def test_draft_rows_of_heads_are_recorded(tmp_path: Path, monkeypatch: pytest.Mo
     assert cuda.replays > 28  # four steps for each of seven texts
 
 
-@pytest.mark.parametrize("fails", [True, False])
-def test_a_head_without_recordings_leaves_the_target_recorded(fails: bool, cuda: FakeCuda, tmp_path: Path) -> None:
-    """Its capture fails, or no stream is left for it."""
-    model = weights()
-    head = head_of(tmp_path, model)
-    expected = drafts(head, model)
-    record = GraphRecorder.record
-
-    def missing(recorder: GraphRecorder, forward: Any) -> Any:
-        if forward.__name__ != "draft_row":  # that of the target
-            return record(recorder, forward)
-        if fails:
-            raise RuntimeError("operation not permitted")
-        return None
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GraphRecorder, "record", missing)
-        assert equal(drafts(head, model), expected)
-    assert not model.graph_failure
-
-
 def test_no_workspace_is_used_after_its_release(cuda: FakeCuda, pair: dict[str, Any]) -> None:
     """Load, measure, run, draft with own layers, grow the cache, fill the limit of graphs, drop."""
     pool = ModelPool()
@@ -249,19 +206,6 @@ def test_a_failed_capture_continues_eagerly(error: Exception, cuda: FakeCuda, pa
     header = next(event for event in events if isinstance(event, Header))
     assert header.environment["engine"].endswith(f"; no CUDA graphs: {error}")
     assert cuda.current is cuda.default
-
-
-@pytest.mark.parametrize("method", ["ar", "self"])
-def test_loading_and_a_second_run_capture_nothing(method: str, cuda: FakeCuda, pair: dict[str, Any]) -> None:
-    pool, recipe = ModelPool(), Recipe(**pair, method=method)
-    pool.take(plan_run(recipe).target)
-    assert not cuda.captures
-    for _ in range(2):
-        captures = len(cuda.captures)
-        list(run_recipe(recipe, "abcd", pool))
-    assert len(cuda.captures) == captures > 0
-    pool.recover()
-    assert not cuda.graphs
 
 
 @pytest.mark.parametrize(
@@ -303,18 +247,3 @@ def test_equal_bits_are_claimed_for_compared_rows_and_contexts_only(
     compare_at(monkeypatch, *((50, 600, 2000) if device == "cuda" else ()))
     header = next(event for event in run_recipe(recipe, "abcd", pool) if isinstance(event, Header))
     assert header.bit_equal == claimed
-
-
-def test_cuda_compares_long_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths: list[int] = []
-    score = CachedModel.score
-
-    def recorded(cached: CachedModel, tokens: list[int], draft: Draft) -> torch.Tensor:
-        lengths.append(len(tokens))
-        return score(cached, tokens, draft)
-
-    compare_at(monkeypatch, 50, 600, 2000)
-    monkeypatch.setattr(CachedModel, "score", recorded)
-    model = weights(num_hidden_layers=1)
-    result = check_invariance(model)
-    assert max(lengths) > 2000 or not result.equal

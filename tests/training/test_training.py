@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,7 @@ from training.head import checkpoint, conversations, generate, objective
 from training.head.conversations import Batch, Batches, Conversation
 from training.head.eagle3 import Eagle3
 from training.head.target import Target
-from training.head.texts import Request, Slots
+from training.head.texts import Slots
 
 pytestmark = pytest.mark.slow
 TAPS = (0, 1)
@@ -62,27 +61,6 @@ def random_head(target: Target) -> Eagle3:
     return head
 
 
-def test_answers_end_at_the_third_repetition_of_a_block() -> None:
-    rows = (
-        [],
-        [1, 1],
-        [1, 1, 1],
-        [5, 1, 2, 1, 2, 1, 2, 9],
-        [1, 2, 3, 1, 2, 3, 1, 2],
-        [*range(64)] * 3,
-        [*range(65)] * 3,
-    )
-    padded, counts = torch.zeros(len(rows), 200, dtype=torch.int64), torch.tensor([len(row) for row in rows])
-    for row, tokens in zip(padded, rows, strict=True):
-        row[: len(tokens)] = torch.tensor(tokens)
-    assert conversations.loop_starts(padded, counts).tolist() == [0, 2, 2, 5, 8, 128, 195]
-    tokens, answers = np.array([5, 5, 5, 5, 8, 9, 9, 9, 9, 4, 4, 4, 4, 6]), np.zeros(14, bool)
-    answers[4:9] = answers[13] = True
-    shorter = conversations.without_loops(Conversation(tokens.astype(np.uint16), answers, "one"))
-    assert shorter.tokens.tolist() == [5, 5, 5, 5, 8, 9, 9, 4, 4, 4, 4, 6]
-    assert shorter.tokens[shorter.answers].tolist() == [8, 9, 9, 6]
-
-
 def saved(folder: Path, items: list[Conversation]) -> None:
     spans = []
     for number, item in enumerate(items):
@@ -107,38 +85,6 @@ def test_conversations_that_share_13_tokens_with_a_prompt_are_removed(tmp_path: 
     remaining = [item.tokens.tolist() for item in (*split.train, *split.held_out)]
     assert sorted(remaining) == sorted(text for i, text in enumerate(texts) if i not in (1, 4))
     assert {item.answers.tolist() == items[0].answers.tolist() for item in split.train} == {True}
-
-
-def test_an_epoch_shows_every_answer_once_and_a_tenth_in_long_windows() -> None:
-    """The first tokens of first answers count twice."""
-    items = [conversation(int(length)) for length in np.random.default_rng(2).integers(80, 300, 200)]
-    batches = Batches(items, 4096, seed=3)
-    count = len(batches._epoch(0))
-    shown = [batches(step) for step in range(count)]
-    answers = np.concatenate([batch.tokens[batch.weights > 0] for batch in shown])
-    assert sorted(answers) == sorted(np.concatenate([item.tokens[item.answers] for item in items]))
-    assert all(batch.tokens.size <= 4096 for batch in shown)
-    lengths = [len(np.flatnonzero(row)) for batch in shown for row in batch.tokens]
-    long = sum(length for length in lengths if 700 <= length <= conversations.WINDOW)
-    assert 0.03 < long / sum(lengths) < 0.2
-    assert all(row[:3].tolist() == SYSTEM for batch in shown for row in batch.tokens)
-    assert Batches(items, 4096, seed=3)(count + 1).tokens.tolist() == batches(count + 1).tokens.tolist()
-    batch, long_answer = conversations.padded([items[0], conversation(800)]), np.zeros(803)
-    long_answer[3 + 200 : 3 + 200 + 128], long_answer[3 + 328 : 3 + 400], long_answer[3 + 600 :] = 2, 1, 1
-    assert batch.weights[1].tolist() == long_answer.tolist()
-
-
-def test_taps_are_hidden_states_of_transformers(model: LlamaForCausalLM, target: Target) -> None:
-    """Products in bfloat16 differ by less than 2 %; neighbouring layers and positions differ by more."""
-    tokens = torch.from_numpy(np.stack([conversation(60).tokens, conversation(60).tokens]).astype(np.int64))
-    expected = model(tokens, output_hidden_states=True).hidden_states
-    states = target.states(tokens)
-    width = target.config.hidden_size
-    actual = [*states.taps.split(width, -1), states.final]
-    for i, state in zip((*TAPS, len(expected) - 1), actual, strict=True):
-        assert ((state - expected[i]).norm() / expected[i].norm()) < 0.02
-        assert ((state - expected[(i + 1) % len(expected)]).norm() / expected[i].norm()) > 0.1
-        assert ((state[:, 1:] - expected[i][:, :-1]).norm() / expected[i].norm()) > 0.1
 
 
 def test_a_saved_head_drafts_in_the_program_as_in_training(
@@ -229,29 +175,6 @@ def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(target: Target,
     resumed = train(tmp_path / "b")
     for (name, first), second in zip(complete.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(first, second), name
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_greedy_continuations_are_those_of_passes_over_whole_texts(target: Target, count: int) -> None:
-    """With any number of slots. A text ends at its end token, its limit, or before its third equal block."""
-    rng = np.random.default_rng(3)
-    requests = [
-        Request(rng.integers(0, 61, n).tolist(), (0.0, 1.0), limit, None) for n, limit in product((2, 9, 20), (1, 12))
-    ]
-    waiting, found = list(requests), []
-    slots = Slots(target, end=7, count=count, length=40, longest=12, steps=5)
-    slots.serve(lambda most: [waiting.pop() for _ in range(min(most, len(waiting)))], lambda *pair: found.append(pair))
-    assert {id(request) for request, _ in found} == {id(request) for request in requests}
-    for request, tokens in found:
-        final = target.states(torch.tensor([[*request.context, *tokens]])).final[0, len(request.context) - 1 :]
-        logits = final @ target.rows.T
-        chosen = logits[:-1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        assert (logits[:-1].max(-1).values - chosen < 0.1).all()
-        assert 7 not in tokens[:-1] and len(tokens) <= request.limit
-        following = [*tokens, int(logits[-1].argmax())]
-        looped = conversations.loop_start(np.array(following * 2)) < len(following) * 2
-        assert len(tokens) == request.limit or tokens[-1] == 7 or looped
-    assert slots.written == sum(len(tokens) for _, tokens in found)
 
 
 def test_generated_conversations_have_the_form_of_the_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
