@@ -89,7 +89,7 @@ def test_an_edge_without_guesses_is_offered_the_draft_method() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plain_s", "words"), [(0.009, "took 1.11 times as long as a step of the baseline."), (0.005, "times writing 1.")]
+    ("plain_s", "words"), [(0.009, "in the time of 1.11."), (0.005, "times writing 1.")]
 )
 def test_passes_shared_with_other_runs_are_named(plain_s: float, words: str) -> None:
     run = decoded(plain_s, texts=2.0)
