@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sitecustomize
@@ -95,6 +96,22 @@ def frozen_modules() -> None:
     """Exclude older objects from the garbage collections after unloading models, which would take 0.3 s each."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Any:
+    """Models that the tests of a file share."""
+    from specdemo.models.model_pool import ModelPool
+
+    return ModelPool()
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a random model."""
+    from fakes.tiny_models import byte_level_tokenizer, save_model
+
+    return str(save_model(tmp_path_factory.mktemp("models") / "target", byte_level_tokenizer()))
 
 
 @pytest.fixture(scope="session", autouse=True)

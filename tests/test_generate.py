@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import FrozenInstanceError, replace
 from importlib import import_module
 from itertools import islice
@@ -15,6 +15,7 @@ import pytest
 import torch
 from fakes.heads import head_for
 from fakes.tiny_models import byte_level_tokenizer, save_model
+from fakes.trace_lines import step_events, tokens_of
 
 from specdemo.core import trace
 from specdemo.core.decode import DraftBudget
@@ -38,22 +39,9 @@ from specdemo.worker import Worker
 PROMPT = "for i in range(10):"
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_model(tmp_path_factory.mktemp("models") / "target", byte_level_tokenizer()))
-
-
 def run(recipe: Recipe, pool: ModelPool, stores: dict[Any, Any] | None = None) -> Metrics:
     *_, end = generate(recipe, PROMPT, pool, stores)
     return end.metrics
-
-
-def steps_of(events: Iterable[Event]) -> Iterator[StepEvent]:
-    return (event for event in events if isinstance(event, StepEvent))
-
-
-def tokens_of(events: Iterable[Event]) -> list[tuple[int, ...]]:
-    return [event.step.tokens for event in steps_of(events)]
 
 
 def header_of(events: Iterable[Event]) -> Header:
@@ -100,7 +88,7 @@ def test_a_run_may_be_closed_at_any_step_and_the_next_is_not_affected(target: st
     whole = tokens_of(generate(recipe, PROMPT, pool))
     for steps in (1, 3):
         cut = generate(recipe, PROMPT, pool)
-        seen = list(islice(steps_of(cut), steps))
+        seen = list(islice((event for event in cut if isinstance(event, StepEvent)), steps))
         cut.close()
         assert len(seen) == steps
     assert tokens_of(generate(recipe, PROMPT, pool)) == whole
@@ -118,7 +106,7 @@ def test_events_are_frozen_and_picklable(target: str, method: str) -> None:
         with pytest.raises(FrozenInstanceError):
             setattr(event, next(iter(event.__slots__)), None)
     *_, last, end = events
-    assert last.metrics == end.metrics == Metrics.of(event.step for event in steps_of(events))
+    assert last.metrics == end.metrics == Metrics.of(event.step for event in step_events(events))
 
 
 @pytest.mark.parametrize("kind", [Loading, Header, StepEvent, End])
@@ -160,10 +148,10 @@ class Oracle:
 def test_a_drafter_object_replaces_the_drafter_of_the_recipe(target: str) -> None:
     recipe = Recipe(target=target, drafter="missing", gamma=4, temperature=0, max_tokens=20, device="cpu")
     baseline = list(generate(replace(recipe, method="ar", drafter=None), PROMPT))
-    text = [token for tokens in tokens_of(baseline) for token in tokens]
+    text = tokens_of(baseline)
     oracle = Oracle(len(header_of(baseline).prompt_tokens), text)
     head, *steps, end = traced(generate(recipe, PROMPT, drafter=oracle))
-    assert [token for event in steps for token in event.step.tokens] == text
+    assert tokens_of(steps) == text
     assert end.metrics.accepted == end.metrics.drafted > 0 and oracle.observed == end.metrics.steps
     assert head.recipe["method"] == "draft" and head.recipe["drafter"] == "missing" and not head.bit_equal
     for method in ("ar", "beam"):
@@ -189,9 +177,9 @@ def test_a_shorter_context_of_the_drafter_does_not_end_the_text(
     drafter = str(save_model(tmp_path / "drafter", byte_level_tokenizer(), seed=1, max_position_embeddings=context))
     recipe = Recipe(target=target, drafter=drafter, method=method, temperature=0, max_tokens=5000, device="cpu")
     plain, drafted = ([*generate(replace(recipe, method=name), PROMPT, ModelPool())] for name in ("ar", method))
-    assert sum(tokens_of(drafted), ()) == sum(tokens_of(plain), ()) and drafted[-1].reason == plain[-1].reason
+    assert tokens_of(drafted) == tokens_of(plain) and drafted[-1].reason == plain[-1].reason
     lengths = [len(header_of(drafted).prompt_tokens)]
-    for event in steps_of(drafted):
+    for event in step_events(drafted):
         assert event.step.draft.depth <= max(0, context - lengths[-1] + 1) or method == "hybrid"
         lengths.append(lengths[-1] + len(event.step.tokens))
     assert lengths[-1] > 40 and (drafted[-1].metrics.drafted > 0) == (context == 40 or method == "hybrid")
@@ -201,7 +189,7 @@ def test_a_stop_token_at_the_last_position_ends_the_text(target: str) -> None:
     pool, recipe = ModelPool(), Recipe(target=target, method="ar", temperature=1.0, max_tokens=5000, device="cpu")
     for seed in range(20):
         events = [*generate(replace(recipe, seed=seed), PROMPT, pool)]
-        tokens = [token for step in tokens_of(events) for token in step]
+        tokens = tokens_of(events)
         if events[-1].context_full and tokens[-1] not in tokens[:-1]:
             break
     *_, end = generate(replace(recipe, seed=seed, stop_tokens=(tokens[-1],)), PROMPT, pool)
@@ -225,7 +213,7 @@ def test_the_default_type_of_torch_changes_no_step(target: str, method: str, rul
     recipe = Recipe(target=target, method=method, rule=rule, max_tokens=12, top_k=40, device="cpu", **drafter, **head)
 
     def verdicts() -> list[Verdict]:
-        return [event.step.verdict for event in steps_of(generate(recipe, PROMPT, ModelPool()))]
+        return [event.step.verdict for event in step_events(generate(recipe, PROMPT, ModelPool()))]
 
     expected = verdicts()
     torch.set_default_dtype(torch.float64)
@@ -254,7 +242,7 @@ def test_passes_after_the_first_step_read_the_weights(method: str, target: str, 
     recipe = Recipe(method=method, target=target, drafter=drafter, temperature=0, max_tokens=24, device="cpu")
     pool = ModelPool()
     *events, end = generate(recipe, PROMPT, pool)
-    _, *drafts = (event.step.draft for event in steps_of(events))
+    _, *drafts = (event.step.draft for event in step_events(events))
     passes = sum(draft.depth for draft in drafts)
     specs = plan_run(recipe).target, plan_run(replace(recipe, method="draft")).drafter
     target_bytes, drafter_bytes = (pool.take(spec).weight_bytes for spec in specs)
@@ -267,7 +255,7 @@ def test_beams_are_committed_as_they_agree(target: str) -> None:
     assert not head.exact and end.reason in ("length", "stop") and end.metrics.tokens <= 16
     whole = "".join(event.text for event in steps)
     assert steps[0].pending_text and not steps[-1].pending_text
-    tokens = [token for event in steps for token in event.step.tokens]
+    tokens = tokens_of(steps)
     tokenizer = ModelPool().take(plan_run(recipe).target).tokenizer
     assert tokenizer.decode([*head.prompt_tokens, *tokens], skip_special_tokens=True) == PROMPT + whole
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from fakes.heads import head_for
-from fakes.tiny_models import byte_level_tokenizer, save_model
+from fakes.tiny_models import byte_level_tokenizer
+from fakes.trace_lines import tokens_of
 
 from specdemo.core.errors import UserError
-from specdemo.core.events import Header, StepEvent
+from specdemo.core.events import Header
 from specdemo.generate import generate
 from specdemo.models.cached_head import CachedHead
 from specdemo.models.chat_caches import Conversation
@@ -28,20 +29,9 @@ PROMPT = "for i in range(10):"
 LOCAL_METHODS = "ar draft nasd tree self eagle medusa block hybrid lookahead beam".split()
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_model(tmp_path_factory.mktemp("models") / "target", byte_level_tokenizer()))
-
-
-@pytest.fixture(scope="module")
-def pool() -> ModelPool:
-    return ModelPool()
-
-
 def decoded(recipe: Recipe, prompt: Any, pool: ModelPool, stores: Stores | None = None) -> tuple[Header, list[int]]:
     events = list(generate(recipe, prompt, pool, stores))
-    header = next(event for event in events if isinstance(event, Header))
-    return header, [token for event in events if isinstance(event, StepEvent) for token in event.step.tokens]
+    return next(event for event in events if isinstance(event, Header)), tokens_of(events)
 
 
 def drafter_of(method: str, target: str, folder: Path) -> dict[str, str]:

@@ -83,6 +83,8 @@ def nodes(path: Path) -> list[ast.AST]:
 def texts(path: Path) -> Texts:
     """Return docstrings, comments, other strings with at least five words, and Markdown without code blocks."""
     source = path.read_text("utf-8")
+    if path.suffix in SOURCES:
+        return [("comments", line, text) for kind, line, text in source_tokens(path) if kind == "comment"]
     if path.suffix == ".md":
         return [("markdown", 1, re.sub(r"```.*?```", " ", source, flags=re.DOTALL))]
     docstrings, strings = {}, []
@@ -153,6 +155,9 @@ def crowded_assignments(paths: Iterable[Path]) -> list[str]:
 
 
 def identifiers(path: Path) -> Iterator[tuple[int, str]]:
+    if path.suffix in SOURCES:
+        yield from ((line, text) for kind, line, text in source_tokens(path) if kind == "identifier")
+        return
     for node in nodes(path):
         line = getattr(node, "lineno", 1)
         for field in ("id", "name", "attr", "arg", "asname"):
@@ -174,29 +179,17 @@ def source_tokens(path: Path) -> Iterator[tuple[str, int, str]]:
             yield match.lastgroup, source.count("\n", 0, match.start()) + 1, match[0]
 
 
-def forbidden_in_sources(paths: Iterable[Path]) -> list[str]:
-    """Return forbidden words in comments and identifiers of C, JavaScript and CSS."""
-    problems = []
-    for path in files(paths, SOURCES):
-        for kind, line, text in source_tokens(path):
-            if text in FROZEN:
-                continue
-            used = (set(words(text)) if kind == "comment" else parts(text)) & FORBIDDEN
-            used |= {text} & FORBIDDEN_NAMES if path.suffix != ".css" else set()
-            problems += [f"{name_of(path)}:{line}: {word!r} in the {kind} {text}" for word in sorted(used)]
-    return problems
-
-
 def forbidden_words(paths: Iterable[Path]) -> list[str]:
     """Return uses of forbidden words in identifiers, prose and messages; names in backticks and URLs are code."""
     problems = []
-    for path in files(paths):
+    for path in files(paths, (".py", ".md", *SOURCES)):
         for kind, line, text in texts(path):
             used = set(words(text)) & FORBIDDEN
             problems += [f"{name_of(path)}:{line}: {word!r} in {kind}" for word in sorted(used)]
-        if path.suffix == ".py":
+        if path.suffix != ".md":
+            names = FORBIDDEN_NAMES if path.suffix != ".css" else frozenset()
             for line, name in identifiers(path):
-                if name not in FROZEN and (used := parts(name) & FORBIDDEN | {name} & FORBIDDEN_NAMES):
+                if name not in FROZEN and (used := parts(name) & FORBIDDEN | {name} & names):
                     problems.append(f"{name_of(path)}:{line}: {sorted(used)[0]!r} in the identifier {name}")
     return sorted(set(problems))
 
@@ -230,7 +223,6 @@ CHECKS: dict[str, tuple[Callable[[Iterable[Path]], list[str]], tuple[Path, ...]]
     "rates of the documents": (exceeded, DOCUMENTS),
     "docstrings": (relative_docstrings, PROGRAM),
     "words": (forbidden_words, (*PROGRAM, *DOCUMENTS)),
-    "words of other languages": (forbidden_in_sources, PROGRAM),
     "assignments": (crowded_assignments, PROGRAM),
     "public names": (repeated_names, (ROOT / "specdemo",)),
 }
@@ -282,6 +274,6 @@ def test_violations_are_detected(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", SOURCES)
 def test_violations_in_other_languages_are_detected(tmp_path: Path, suffix: str) -> None:
     (tmp_path / f"bad{suffix}").write_text('/* priced */\n.judge-row { "told";\nlaw: tokenShelf; }', "utf-8")
-    problems = "\n".join(forbidden_in_sources([tmp_path]))
-    found = [("priced", "comment"), ("judge", "identifier"), ("shelf", "identifier")]
-    assert re.findall(r"'(.*?)' in the (\w+)", problems) == found
+    problems = "\n".join(forbidden_words([tmp_path]))
+    found = [("priced", "comments"), ("judge", "identifier"), ("shelf", "identifier")]
+    assert re.findall(r"'(.*?)' in (?:the )?(\w+)", problems) == found

@@ -152,11 +152,6 @@ def test_wrong_references_are_found(wrong: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def pool() -> ModelPool:
-    return ModelPool()
-
-
-@pytest.fixture(scope="module")
 def service() -> Iterator[str]:
     with cloud_service("--device", "cpu") as running:
         yield running.url

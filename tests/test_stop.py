@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from fakes.heads import head_for
 from fakes.tiny_models import byte_level_tokenizer, save_model
+from fakes.trace_lines import step_events, text_of, tokens_of
 
 from specdemo.core.events import End, StepEvent
 from specdemo.core.metrics import Metrics
@@ -18,11 +19,6 @@ from specdemo.recipe import Recipe
 
 PROMPT = "for i in range(10):"
 MAX_TOKENS = 24
-
-
-@pytest.fixture(scope="module")
-def pool() -> ModelPool:
-    return ModelPool()
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +43,8 @@ def recipe_of(models: dict[str, str]) -> Callable[..., Recipe]:
 
 
 def decoded(recipe: Recipe, pool: ModelPool) -> tuple[list[StepEvent], End]:
-    events = list(generate(recipe, PROMPT, pool))
-    return [event for event in events if isinstance(event, StepEvent)], events[-1]
-
-
-def tokens_of(steps: list[StepEvent]) -> list[int]:
-    return [token for event in steps for token in event.step.tokens]
-
-
-def text_of(steps: list[StepEvent]) -> str:
-    return "".join(event.text for event in steps)
+    *events, end = generate(recipe, PROMPT, pool)
+    return step_events(events), end
 
 
 def piece_ends(steps: list[StepEvent]) -> Iterator[int]:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
+from fakes.trace_lines import text_of
 
 from specdemo.cli import main
-from specdemo.core.events import StepEvent
 from specdemo.generate import generate
 from specdemo.models.zoo import PAIRS, Pair
 from specdemo.recipe import Recipe
@@ -50,16 +50,13 @@ def typed(
     return enter
 
 
-def answer(recipe: Recipe, prompt: object) -> str:
-    return "".join(event.text for event in generate(recipe, prompt) if isinstance(event, StepEvent))
-
-
 def test_answers_continue_the_conversation(target: str, typed: Callable[..., tuple[int, str, str]]) -> None:
     code, out, _ = typed(MESSAGE, "", "Why?", "/quit", "not read")
     recipe = Recipe(target=target, method="nasd", temperature=0, max_tokens=8, device="cpu", chat=True)
     messages = [{"role": "user", "content": MESSAGE}]
-    first = answer(recipe, messages)
-    second = answer(recipe, [*messages, {"role": "assistant", "content": first}, {"role": "user", "content": "Why?"}])
+    first = text_of(generate(recipe, messages))
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "Why?"}]
+    second = text_of(generate(recipe, messages))
     assert code == 0 and f"{first}\n[nasd: " in out and f"{second}\n[nasd: " in out
     assert len(re.findall(SPEED.format("nasd"), out)) == 2
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from fakes.running_service import running_service
 from fakes.tiny_models import TEMPLATE
+from fakes.trace_lines import text_of
 from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
@@ -48,7 +49,7 @@ def client(served: tuple[str, CompletionService]) -> OpenAI:
 
 def run(service: CompletionService, prompt: Any, **options: Any) -> str:
     recipe = Recipe(**{"pair": "bundled", "gamma": 3, "max_tokens": 48, **options})
-    return "".join(event.text for event in generate(recipe, prompt, service.pool) if isinstance(event, StepEvent))
+    return text_of(generate(recipe, prompt, service.pool))
 
 
 def complete(client: OpenAI, prompt: str = PROMPT, **options: Any) -> Any:
@@ -158,8 +159,7 @@ def test_a_sampled_text_of_shared_noise_is_the_same_without_speculation(served: 
     for speculation in (True, False):
         values = {**TEXT, "temperature": 1, "seed": 3, "speculation": speculation}
         request = parse_request(TextRequest, json.dumps(values).encode())
-        events = service.events(request, service.recipe_of(request), "")
-        texts.add("".join(event.text for event in events if isinstance(event, StepEvent)))
+        texts.add(text_of(service.events(request, service.recipe_of(request), "")))
     assert len(texts) == 1
 
 

@@ -1,4 +1,4 @@
-"""Page with limits, served without a browser, and an engine that runs until the test ends it."""
+"""Pages on free ports, and an engine that runs until the test ends it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from specdemo.core.events import Event
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
-from specdemo.ui.limits import HostLimits
 from specdemo.ui.page import build
 
 
@@ -48,9 +47,11 @@ class Patient:
 
 
 @contextmanager
-def limited_page(limits: HostLimits, engine: Patient | None = None) -> Iterator[Any]:
-    demo = build(pair="bundled", engine=engine or Patient(), limits=limits)
+def launched(**options: Any) -> Iterator[Any]:
+    """Serve a page of the bundled pair with `options` of `build`."""
+    demo = build(pair="bundled", **options)
     demo.launch(server_name="127.0.0.1", server_port=free_port())
     yield demo
     demo.worker.close()
+    demo.clouds.close()
     demo.blocks.close()

@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from fakes.ports import free_port
 from fakes.trace_lines import events_of, trace_lines
 from fakes.trace_records import end, header, step
 from playwright.sync_api import BrowserContext, Locator, Page, expect, sync_playwright
 
 from e2e import browser
+from e2e.limited_page import launched
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event, StepEvent
 from specdemo.generate import generate
@@ -32,7 +32,6 @@ from specdemo.models.hub import Hub
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.ui.limits import HostLimits
-from specdemo.ui.page import build
 
 PATIENCE = 60.0
 WINDOW = {"width": 1280, "height": 900}
@@ -168,12 +167,8 @@ def scripts() -> Scripts:
 
 @pytest.fixture(scope="package")
 def served(scripts: Scripts) -> Iterator[Any]:
-    demo = build(pair="bundled", engine=scripts, limits=HostLimits(max_prompt=MOST_CHARACTERS), compare=False)
-    demo.launch(server_name="127.0.0.1", server_port=free_port())
-    yield demo
-    demo.worker.close()
-    demo.clouds.close()
-    demo.blocks.close()
+    with launched(engine=scripts, limits=HostLimits(max_prompt=MOST_CHARACTERS), compare=False) as page:
+        yield page
 
 
 @pytest.fixture(scope="package")
@@ -431,6 +426,14 @@ def grave(page: Page, *parts: str, schemes: Iterable[str] = RULES, rules: dict[s
         violations += [(scheme, *violation) for violation in page.evaluate(VIOLATIONS, [context, options])]
     page.evaluate("document.body.classList.remove('dark')")
     return violations
+
+
+def grid(page: Page, name: str) -> list[list[str]]:
+    """Rendered rows; gradio draws only the visible part of a long table."""
+    table = page.locator(f"#{name}")
+    expect(table.get_by_role("gridcell").first).to_be_visible()
+    rows = [row.get_by_role("gridcell").all_inner_texts() for row in table.get_by_role("row").all()]
+    return [[text.strip() for text in row] for row in rows if row]
 
 
 def opened(page: Page, text: str | bytes, name: str = "trace.jsonl") -> None:

@@ -13,7 +13,7 @@ import pytest
 from fakes.form_fields import form_fields
 from playwright.sync_api import Page, expect
 
-from e2e.limited_page import limited_page
+from e2e.limited_page import launched
 from e2e.page_fixtures import (
     CODE,
     PATIENCE,
@@ -21,6 +21,7 @@ from e2e.page_fixtures import (
     choose_setting,
     drawn,
     grave,
+    grid,
     open_group,
     opened,
     resize,
@@ -68,14 +69,6 @@ def at_the_cloud(page: Page) -> None:
     choose_setting(page, "mode", "speculative")
 
 
-def table(page: Page, name: str) -> list[list[str]]:
-    """Rendered rows; gradio draws only the visible part of a long table."""
-    rows = page.locator(f"#{name}").get_by_role("row")
-    expect(page.locator(f"#{name}").get_by_role("gridcell").first).to_be_visible()
-    found = [[text.strip() for text in row.get_by_role("gridcell").all_inner_texts()] for row in rows.all()]
-    return [row for row in found if row]
-
-
 def process(served: Any) -> ServiceProcess:
     (only,) = (service for service in served.clouds._running.values() if service.alive)
     return only
@@ -105,7 +98,7 @@ def test_remote_run_equals_the_local_run_and_its_tab_shows_the_trace(tab: Any, s
     texts = [[token for line in one if "i" in line for token in line["tokens"]] for one in (trace, plain)]
     assert texts[0] == texts[1] and {line["remote"]["escalated"] for line in trace if "i" in line} == {1}
     expect(page.locator("#edge-run")).not_to_contain_text("No run available")  # the open tab shows the run at its end
-    shown = table(page, "edge-table")
+    shown = grid(page, "edge-table")
     rounds = [line for line in trace if "i" in line]
     steps = [event.step for event in read("".join(f"{json.dumps(line)}\n" for line in trace))[0].steps]
     assert shown == edge.measures(steps)[: len(shown)] and len(shown) > 5
@@ -128,7 +121,7 @@ def test_remote_run_equals_the_local_run_and_its_tab_shows_the_trace(tab: Any, s
     opened(page, "".join(f"{json.dumps(line)}\n" for line in trace))  # the opened trace shows the same
     status(page, "done: recorded trace")
     page.get_by_role("tab", name="Edge-cloud").click()
-    assert table(page, "edge-table") == shown
+    assert grid(page, "edge-table") == shown
 
 
 def test_unreachable_service_is_reported_and_the_next_run_works(tab: Any, served: Any) -> None:
@@ -202,7 +195,7 @@ def test_modes_are_measured_on_the_device(page: Page, served: Any) -> None:
     set_number(page, "temperature", 0)
     page.locator("#modes-run").click()
     expect(page.locator("#modes-status p")).to_have_text("done: 1 of 1 prompts are measured")
-    rows = {row[0]: dict(zip(modes.MODE_TABLE_HEAD, row, strict=True)) for row in table(page, "modes-table")}
+    rows = {row[0]: dict(zip(modes.MODE_TABLE_HEAD, row, strict=True)) for row in grid(page, "modes-table")}
     assert list(rows) == list(MODES)
     assert rows["edge_only"]["cloud steps"] == "0 %" and rows["edge_only"]["up kB"] == "0.0"
     assert rows["cloud_only"]["speed-up"] == "1.00×" and rows["speculative"]["cloud steps"] == "100 %"
@@ -216,7 +209,7 @@ def test_modes_are_measured_on_the_device(page: Page, served: Any) -> None:
 
 
 def test_public_page_starts_and_contacts_no_service(served: Any) -> None:
-    with limited_page(PUBLIC) as public:
+    with launched(limits=PUBLIC) as public:
         shown = form_fields(public.blocks).keys()
         assert "method" in shown and not shown & {"mode", "remote", "rtt_ms"}
         client = gradio_client.Client(public.url, verbose=False, ssl_verify=False, analytics_enabled=False)

@@ -419,10 +419,8 @@ def test_unverified_tokens_are_counted_apart(file_tab: Page) -> None:
     gated = [unverified(i, escalated=0.0) for i in (3, 4)]
     steps = [PREFILL | {"remote": LINK}, *(verified(i, LINK) for i in (1, 2)), *gated]
     show(file_tab, recipe_line(cloud=REMOTE | {"gates": ["nll"]}, gamma=3), *steps, end())
-    tile = file_tab.locator("[data-kpi=acceptance]")
-    expect(tile).to_contain_text("33 %")
-    expect(tile).to_contain_text("2 of 6 drafted · α 0.50 · mean overlap β 0.75 · 6 unverified")
-    expect(file_tab.locator("[data-kpi=tokens_per_pass]")).to_contain_text("2 target passes")
+    expect(file_tab.locator("[data-kpi=acceptance]")).to_contain_text("2 of 6 drafted")
+    expect(file_tab.locator("[data-kpi=acceptance]")).to_contain_text("6 unverified")
     expect(file_tab.locator("#lane-spec [data-by=gate] .tok")).to_have_count(6)
     file_tab.locator("#lane-spec [data-by=gate] .tok").first.hover()
     expect(file_tab.locator("#tip strong")).to_have_text("unverified")
@@ -450,9 +448,6 @@ def test_waiting_and_second_round_trips_are_labelled(file_tab: Page) -> None:
     cloud_only = recipe_line("ar", cloud=REMOTE | {"mode": "cloud_only"}) | {"exact": True}
     plain = [cloud_only, PREFILL | {"remote": LINK}, *(step(i, pieces=["x"]) | {"remote": LINK} for i in (1, 2)), end()]
     show(file_tab, *trace, *plain)
-    expect(file_tab.locator("[data-lane=spec] .title")).to_have_text("draft, γ 3, edge and cloud")
-    expect(file_tab.locator("[data-lane=ar] .title")).to_have_text("cloud only: the target alone")
-    expect(file_tab.locator("#verdict")).to_contain_text("The link took part of the time: draft, γ 3, edge and")
     expect(file_tab.locator("#race-lengths")).to_have_text(
         re.compile("5 tokens; AR 3 tokens.: times per token are compared")
     )

@@ -13,18 +13,17 @@ from typing import Any
 
 import httpx
 import pytest
-from fakes.ports import free_port
 from fakes.trace_lines import events_of
 from fakes.trace_records import step
 from PIL import Image
 
+from e2e.limited_page import launched
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event
 from specdemo.generate import generate
 from specdemo.models.zoo import ASSETS
 from specdemo.recipe import Recipe
 from specdemo.ui import desktop_window as window
-from specdemo.ui.page import build
 from specdemo.ui.theme import SESSION_CAPACITY
 
 pytestmark = pytest.mark.slow
@@ -50,11 +49,8 @@ def engine() -> Replaceable:
 
 @pytest.fixture(scope="module")
 def served(engine: Replaceable) -> Iterator[Any]:
-    demo = build(pair="bundled", engine=engine)
-    demo.launch(server_name="127.0.0.1", server_port=free_port())
-    yield demo
-    demo.worker.close()
-    demo.blocks.close()
+    with launched(engine=engine) as page:
+        yield page
 
 
 @pytest.fixture

@@ -15,13 +15,11 @@ from typing import Any
 import gradio_client
 import httpx
 import pytest
-from fakes.ports import free_port
 
 from benchmarks.load import PageClient
-from e2e.limited_page import Patient, limited_page
+from e2e.limited_page import Patient, launched
 from specdemo.models.zoo import PAIRS
 from specdemo.ui.limits import PUBLIC, HostLimits
-from specdemo.ui.page import build
 from specdemo.worker import run_in_thread
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -38,17 +36,14 @@ def engine() -> Patient:
 @pytest.fixture(scope="module")
 def served(engine: Patient) -> Iterator[Any]:
     limits = replace(PUBLIC, max_tokens=64, max_gamma=6, max_nodes=16, max_prompt=1000, per_minute=None)
-    demo = build(pair="bundled", engine=engine, limits=limits)
-    demo.launch(server_name="127.0.0.1", server_port=free_port())
-    yield demo
-    demo.worker.close()
-    demo.blocks.close()
+    with launched(engine=engine, limits=limits) as page:
+        yield page
 
 
 @pytest.fixture(scope="module")
 def strict() -> Iterator[Any]:
     """Page with limits of time and rate."""
-    with limited_page(HostLimits(max_seconds=1, per_minute=2)) as page:
+    with launched(engine=Patient(), limits=HostLimits(max_seconds=1, per_minute=2)) as page:
         yield page
 
 
@@ -120,7 +115,7 @@ def test_fifty_parallel_requests_do_not_block_another_visitor(served: Any, engin
 def test_forty_five_runs_do_not_delay_the_events_of_a_visitor() -> None:
     """Gradio serves 40 events at once unless told otherwise."""
     engine = Patient()
-    with limited_page(HostLimits(queue=64), engine) as page:
+    with launched(engine=engine, limits=HostLimits(queue=64)) as page:
         for i in range(45):
             assert press_run(page.url, f"session-{i}", prompt="endless").status_code == 200
         shown = PageClient(page.url, "another-visitor").frames({"prompt": CODE, "max_tokens": 1})

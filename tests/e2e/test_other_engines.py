@@ -9,10 +9,10 @@ from urllib.parse import urlencode
 
 import pytest
 from fakes.engine_server import engine_server, llama_events
+from fakes.trace_lines import tokens_of
 from playwright.sync_api import Page, expect
 
 from e2e.page_fixtures import CODE, grave, saved
-from specdemo.core.events import StepEvent
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
@@ -62,8 +62,7 @@ def test_logs_are_explained_as_in_the_terminal(page: Page) -> None:
 
 def test_a_server_is_a_lane_that_shows_what_it_does_not_report(tab: Any) -> None:
     recipe = Recipe(pair="bundled", method="ar", temperature=0.0, top_p=1.0, max_tokens=12)
-    events = generate(recipe, CODE, ModelPool())
-    tokens = [token for event in events if isinstance(event, StepEvent) for token in event.step.tokens]
+    tokens = tokens_of(generate(recipe, CODE, ModelPool()))
     with engine_server() as server:
         server.events = llama_events(tokens, 2)
         settings = {"pair": "bundled", "temperature": 0, "top_p": 1, "max_tokens": 12, "compare": "true"}

@@ -6,13 +6,12 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Locator, Page, Route, expect
+from playwright.sync_api import Page, Route, expect
 
-from e2e.page_fixtures import PATIENCE, grave, lane_action, resize, set_number
+from e2e.page_fixtures import PATIENCE, exported, grave, grid, resize, set_number
 from specdemo.bench import measure, table
 from specdemo.models.spec import QUANTIZATIONS
 from specdemo.models.zoo import PAIRS
@@ -75,21 +74,6 @@ def expect_status(page: Page, pattern: str) -> None:
     expect(page.locator("#bench-status p")).to_contain_text(re.compile(pattern), timeout=PATIENCE * 1000)
 
 
-def grid_texts(page: Page) -> list[list[str]]:
-    """Headers and rows of gradio's grid."""
-    grid = page.locator("#bench-table").get_by_role("row")
-    expect(page.locator("#bench-table").get_by_role("gridcell").first).to_be_visible(timeout=PATIENCE * 1000)
-    heads = page.locator("#bench-table").get_by_role("columnheader").all_inner_texts()
-    rows = [row.get_by_role("gridcell").all_inner_texts() for row in grid.all()]
-    return [[text.strip() for text in row] for row in (heads, *rows) if row]
-
-
-def saved(page: Page, button: Locator) -> str:
-    with page.expect_download() as download:
-        button.click()
-    return Path(download.value.path()).read_text("utf-8")
-
-
 def test_size_follows_the_last_change_despite_late_responses(at: Callable[[str], Page]) -> None:
     page = at("Bench")
     expect(page.locator("#bench-size")).to_contain_text("3 recipes × 12 prompts = 36 runs of at most 64 tokens")
@@ -129,15 +113,6 @@ def test_memory_tab_shows_the_trace_when_selected(at: Callable[[str], Page]) -> 
     expect(page.locator("#status")).to_have_text(re.compile("^done"), timeout=PATIENCE * 1000)
     page.locator("#memory-refresh").click()
     expect(latest).to_contain_text("weights of the target")
-    trace = [json.loads(line) for line in saved(page, lane_action(page, "trace")).splitlines()]
-    sizes, peak = trace[0]["environment"], max(line["memory"]["kv_bytes"] for line in trace if "memory" in line)
-    for label, size in (
-        ("weights of the target", sizes["target_bytes"]),
-        ("weights of the drafter", sizes["drafter_bytes"]),
-        ("keys and values, peak", peak),
-    ):
-        row = latest.locator("tr").filter(has_text=label)
-        expect(row.locator("td").last).to_have_text(f"{size / 1e6:,.1f}")
     page.get_by_role("tab", name="Method").click()
     expect(latest).to_be_hidden()
     page.get_by_role("tab", name="Memory").click()
@@ -151,14 +126,15 @@ def test_table_matches_the_bench(at: Callable[[str], Page], measured: MeasureRec
     page.locator("#bench-run").click()
     expect_status(page, r"^done: 4 of 4 prompts are measured$")
     rows = table.table(measured.recipes, measured.records)
-    assert grid_texts(page) == [list(SWEEP_TABLE_HEAD), *sweep_cells(rows)] and len(rows) == 6
+    assert grid(page, "bench-table") == sweep_cells(rows) and len(rows) == 6
+    expect(page.locator("#bench-table").get_by_role("columnheader")).to_contain_text(list(SWEEP_TABLE_HEAD))
     assert {row.lane for row in rows} == {"ar T=0", "draft gamma=3 T=0", "nasd gamma=3 T=0"}
     assert all(row.same_text == 2 for row in rows if row.speedup)  # real greedy texts
     for row in rows:
         if row.slower:
             expect(page.locator("#bench-notes")).to_contain_text(row.slower[0])
-    assert json.loads(saved(page, page.locator("#bench-jsonl"))) == json.loads(table.as_json(rows))
-    report = saved(page, page.locator("#bench-md"))
+    assert json.loads(exported(page, page.locator("#bench-jsonl"))) == json.loads(table.as_json(rows))
+    report = exported(page, page.locator("#bench-md"))
     assert table.markdown(rows) in report and "Partial" not in report
     expect(page.locator("#bench-plot .bar").first).to_be_visible()
     expect(page.locator("#bench-positions path.line").first).to_be_visible()
@@ -188,9 +164,10 @@ def test_stop_shows_partial_results_and_frees_the_worker(
     expect_status(page, r"^stopped: \d+ of 12 prompts are measured$")
     assert served.worker.active == 0 and 1 <= len(measured.records) < 12
     rows = table.table(measured.recipes, measured.records)
-    assert grid_texts(page) == [list(SWEEP_TABLE_HEAD), *sweep_cells(rows)]
-    assert json.loads(saved(page, page.locator("#bench-jsonl"))) == json.loads(table.as_json(rows))
-    assert f"**Partial**: stopped after {len(measured.records)} of 12 prompts" in saved(page, page.locator("#bench-md"))
+    assert grid(page, "bench-table") == sweep_cells(rows)
+    assert json.loads(exported(page, page.locator("#bench-jsonl"))) == json.loads(table.as_json(rows))
+    report = exported(page, page.locator("#bench-md"))
+    assert f"**Partial**: stopped after {len(measured.records)} of 12 prompts" in report
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     expect(page.locator("#bench-run")).to_be_enabled()
     expect(page.locator("#bench-stop")).to_be_disabled()

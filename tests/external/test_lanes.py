@@ -9,13 +9,14 @@ from dataclasses import replace
 
 import pytest
 from fakes.engine_server import EngineServer, engine_server, llama_events
+from fakes.trace_lines import step_events, text_of, tokens_of
 
 from specdemo.bench.measure import grid, measure
 from specdemo.bench.table import table
 from specdemo.cli import main
 from specdemo.core import trace
 from specdemo.core.errors import UserError
-from specdemo.core.events import End, Event, Header, Loading, StepEvent
+from specdemo.core.events import End, Header, Loading, StepEvent
 from specdemo.core.sampling import SamplingParams
 from specdemo.external.address import EngineAddress, key_for
 from specdemo.external.client import DIALECTS
@@ -33,14 +34,9 @@ GREEDY = Recipe(pair="bundled", method="ar", temperature=0.0, top_p=1.0, max_tok
 
 
 @pytest.fixture(scope="module")
-def pool() -> ModelPool:
-    return ModelPool()
-
-
-@pytest.fixture(scope="module")
 def text(pool: ModelPool) -> list[int]:
     """Greedy tokens of the bundled target."""
-    return [token for event in steps(list(generate(GREEDY, PROMPT, pool))) for token in event.step.tokens]
+    return tokens_of(generate(GREEDY, PROMPT, pool))
 
 
 @pytest.fixture
@@ -62,10 +58,6 @@ def test_requests_contain_all_sampling_parameters(engine: str) -> None:
         assert sent["samplers"] == ["penalties", "temperature", "top_k", "top_p", "min_p"]
 
 
-def steps(events: list[Event]) -> list[StepEvent]:
-    return [event for event in events if isinstance(event, StepEvent)]
-
-
 def external(server: EngineServer, **options: object) -> Recipe:
     return replace(GREEDY, external=server.external, **options)
 
@@ -73,9 +65,7 @@ def external(server: EngineServer, **options: object) -> Recipe:
 def test_a_run_decodes_the_tokens_of_the_server(server: EngineServer, text: list[int], pool: ModelPool) -> None:
     events = list(generate(external(server, seed=-1, top_k=7), PROMPT, pool))
     header, end = next(event for event in events if isinstance(event, Header)), events[-1]
-    local = "".join(event.text for event in steps(list(generate(GREEDY, PROMPT, pool))))
-    assert "".join(event.text for event in steps(events)) == local
-    assert [token for event in steps(events) for token in event.step.tokens] == text
+    assert text_of(events) == text_of(generate(GREEDY, PROMPT, pool)) and tokens_of(events) == text
     assert not header.exact and header.environment["engine"] == "llama.cpp server: served"
     assert isinstance(end, End) and (end.reason, end.metrics.drafted, end.metrics.accepted) == ("length", 12, 8)
     (body,) = server.bodies
@@ -87,7 +77,7 @@ def test_the_token_limit_ends_the_text_of_a_server_that_does_not(
     server: EngineServer, text: list[int], pool: ModelPool
 ) -> None:
     longest = list(generate(external(server, max_tokens=7), PROMPT, pool))
-    assert [token for event in steps(longest) for token in event.step.tokens] == text[:7]
+    assert tokens_of(longest) == text[:7]
     assert isinstance(longest[-1], End) and longest[-1].reason == "length"
 
 
@@ -98,7 +88,7 @@ def test_a_trace_that_ends_within_accepted_tokens_is_read(
 ) -> None:
     """Tokens 4 and 5 are the accepted ones of a step."""
     if stop == "text":
-        pieces = [piece for event in steps(list(generate(external(server), PROMPT, pool))) for piece in event.pieces]
+        pieces = [piece for event in step_events(generate(external(server), PROMPT, pool)) for piece in event.pieces]
         recipe = external(server, stop_texts=("".join(pieces[: position + 1]),))
     else:
         recipe = external(server, stop_tokens=(text[position],))
@@ -107,7 +97,7 @@ def test_a_trace_that_ends_within_accepted_tokens_is_read(
     last = read.steps[-1].step
     assert last.tokens == tuple(text[4 : position + 1]) and read.end and read.end.reason == "stop"
     assert (last.accepted, last.draft.size, last.tested) == (position - 3, 3, position - 3)
-    assert list(read.steps) == steps(events)
+    assert list(read.steps) == step_events(events)
 
 
 def test_closing_a_run_closes_the_stream(server: EngineServer, pool: ModelPool) -> None:

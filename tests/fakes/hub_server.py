@@ -13,9 +13,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from fakes.http_server import Handler, http_server
 
 BRANCH = "main"
 
@@ -68,28 +69,19 @@ def serving(root: Path) -> Iterator[StandIn]:
     """Serve a hub on a free local port."""
     hub = StandIn(root)
 
-    class Handler(_Handler):
+    class Served(_Handler):
         stand_in = hub
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
-        yield hub
-    finally:
-        hub.faults.go_on.set()
-        server.shutdown()
-        server.server_close()
+    with http_server(Served) as hub.endpoint:
+        try:
+            yield hub
+        finally:
+            hub.faults.go_on.set()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     stand_in: StandIn
     protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: object) -> None:
-        """Quiet."""
 
     def do_HEAD(self) -> None:
         self._answer()

@@ -24,3 +24,13 @@ def page_application(limits: HostLimits) -> tuple[Page, Any]:
 
 def visitor_of(app: Any, **options: Any) -> TestClient:
     return TestClient(app, base_url=ADDRESS, **options)
+
+
+def last_frame(client: TestClient, request: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Start a run; return the frame of its end."""
+    response = client.post("/runs", json=request, **options)
+    assert response.status_code == 200, response.text
+    with client.websocket_connect(f"/frames/{request['id']}") as socket:
+        while not (frame := socket.receive_json())["over"]:
+            pass
+    return frame

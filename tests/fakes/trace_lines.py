@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from specdemo.core import trace
-from specdemo.core.events import Event
+from specdemo.core.events import Event, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.generate import generate
 from specdemo.recipe import Recipe
@@ -30,3 +30,15 @@ def events_of(lines: Iterable[dict[str, Any]]) -> Iterator[Event]:
         event = trace.from_json(line, metrics)
         metrics = getattr(event, "metrics", metrics)
         yield event
+
+
+def step_events(events: Iterable[Event]) -> list[StepEvent]:
+    return [event for event in events if isinstance(event, StepEvent)]
+
+
+def tokens_of(events: Iterable[Event]) -> list[int]:
+    return [token for event in step_events(events) for token in event.step.tokens]
+
+
+def text_of(events: Iterable[Event]) -> str:
+    return "".join(event.text for event in step_events(events))

@@ -109,30 +109,20 @@ class ActiveRun:
     done: bool = False
 
 
-class Clock:
-    """Clock that advances only on demand."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_time_limit_starts_at_the_first_header_and_covers_all_lanes() -> None:
-    clock, closed = Clock(), []
+    now, closed = [1000.0], []
 
     def lane(name: str) -> Iterator[Event]:
         try:
             yield Loading(name)
             for event in events_of([header(), *(step(i, pieces=["a", "b"]) for i in range(9)), end()]):
-                clock.now += 2 * isinstance(event, StepEvent)
+                now[0] += 2 * isinstance(event, StepEvent)
                 yield event
         finally:
             closed.append(name)
 
-    clock.now += 1000  # loading and waiting are not counted
-    budget = TimeBudget(25, clock)
+    now[0] += 1000  # loading and waiting are not counted
+    budget = TimeBudget(25, lambda: now[0])
     first, second = list(budget.spend(lane("spec"))), list(budget.spend(lane("ar")))
     assert first[-1].reason == "length" and closed == ["spec", "ar"]
     assert [event.step.i for event in second if isinstance(event, StepEvent)] == [0, 1, 2, 3]  # 18 s + 4 x 2 s
@@ -142,8 +132,8 @@ def test_time_limit_starts_at_the_first_header_and_covers_all_lanes() -> None:
 
 
 def test_visitors_are_counted_and_removed() -> None:
-    clock = Clock()
-    rates = RunRates(HostLimits(at_once=2, per_minute=3), clock)
+    now = [1000.0]
+    rates = RunRates(HostLimits(at_once=2, per_minute=3), lambda: now[0])
 
     def start(address: str) -> ActiveRun:
         return rates.start(address, ActiveRun)
@@ -152,18 +142,18 @@ def test_visitors_are_counted_and_removed() -> None:
     with pytest.raises(UserError, match="you already have 2 runs in progress"):
         start("192.0.2.1")
     first.done = second.done = True
-    clock.now += 20
+    now[0] += 20
     start("192.0.2.1").done = True
     with pytest.raises(UserError, match="allows 3 runs per minute: try again in 40 s"):
         start("192.0.2.1")
     start("192.0.2.2").done = True  # another visitor
-    clock.now += 40
+    now[0] += 40
     long = start("192.0.2.1")
     assert len(rates) == 2
-    clock.now += 10_000
+    now[0] += 10_000
     start("192.0.2.3").done = True
     assert len(rates) == 2  # a visitor with an active run, and a visitor of this minute
     long.done = True
-    clock.now += 61
+    now[0] += 61
     start("192.0.2.4")
     assert len(rates) == 1

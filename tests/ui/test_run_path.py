@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.served_page import last_frame
 from fakes.trace_lines import events_of
 from fakes.trace_records import end, header, step
 from starlette.applications import Starlette
@@ -83,11 +84,7 @@ def test_a_run_takes_the_documented_path(monkeypatch: pytest.MonkeyPatch) -> Non
     routes = [run_route(Runs(service, "cpu", defaults)), *frame_routes(service.runs)]
     middleware = [Middleware(Gateway, limits=HostLimits(), hosts=None)]
     with TestClient(Starlette(routes=routes, middleware=middleware)) as client:
-        request = {"id": "run-of-this-test", "settings": {}}
-        assert client.post("/runs", json=request).status_code == 200
-        with client.websocket_connect(f"/frames/{request['id']}") as socket:
-            while not socket.receive_json()["over"]:
-                pass
+        last_frame(client, {"id": "run-of-this-test", "settings": {}})
     service.worker.close()
     path = documented()
     assert ("service.py", "_decode") in taken and ("streams.py", "_follow") in taken
@@ -107,12 +104,8 @@ def compared_phase(step_s: float, **settings: Any) -> tuple[str, dict[str, Any]]
         service, "cpu", {"prompt": "x", "compare": True, "pair": "bundled", "method": "nasd", "ngram_keep": False}
     )
     with TestClient(Starlette(routes=[run_route(runs), *frame_routes(service.runs)])) as client:
-        request = {"id": "run-of-this-test", "settings": settings}
-        assert client.post("/runs", json=request).status_code == 200
-        with client.websocket_connect(f"/frames/{request['id']}") as socket:
-            while not (state := socket.receive_json())["over"]:
-                pass
-    run = service.runs.get(request["id"])
+        state = last_frame(client, {"id": "run-of-this-test", "settings": settings})
+    run = service.runs.get("run-of-this-test")
     assert run is not None
     service.worker.close()
     return state["phase"][1], {name: len(speeds) for name, speeds in run.speeds.items()}

@@ -129,6 +129,18 @@ def test_titles_of_added_lanes_name_the_options_that_differ(changes: dict[str, A
     assert name_lanes([first, added]) == f"draft, γ 4 (); {words} ()"
 
 
+def test_the_fastest_of_several_methods_is_named_in_the_table() -> None:
+    run = Run((SPEC, PLAIN, "third"))
+    for name, method, seconds in ((SPEC, "draft", 0.012), (PLAIN, "ar", 0.01), ("third", "nasd", 0.011)):
+        guesses = {} if name == PLAIN else {"draft": ("x",), "accepted": (0,), "tested": 1}
+        times = {"draft_s": 0.0, "verify_s": seconds}
+        lines = [step(i, pieces=["x"] * (1 + bool(guesses)), **guesses, **times) for i in range(1, 9)]
+        absorb(run, name, header(method), PREFILL, *lines, end())
+    run.finish()
+    speedups = [row[2] for row in json.loads(run.frame(0))["table"][1:]]
+    assert speedups == ["1.7× (one run)", "1 (baseline)", "1.8× (one run, fastest)"]
+
+
 def test_the_displayed_one_of_several_pairs_is_explained() -> None:
     run = decoded(plain_s=0.01, verify_s=0.0125)
     run.speeds = {SPEC: [160.0, 150.0, 170.0], PLAIN: [100.0, 100.0, 100.0]}

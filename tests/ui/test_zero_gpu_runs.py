@@ -7,14 +7,15 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.trace_lines import events_of
+from fakes.served_page import last_frame
+from fakes.trace_lines import events_of, tokens_of
 from fakes.trace_records import step
 from fakes.zero_gpu import Forking, untouched
 from gradio.context import LocalContext
@@ -22,7 +23,7 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from specdemo.core.errors import UserError
-from specdemo.core.events import Event, Header, Loading, StepEvent
+from specdemo.core.events import Event, Header, Loading
 from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.plan import plan_run
@@ -40,23 +41,15 @@ pytestmark = pytest.mark.slow
 
 PATIENCE = 60.0
 
-
 forks = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork on this system")
 
-
 RECIPE = Recipe(pair="bundled", temperature=0.0, max_tokens=24)
-
-
 CODE = "def fibonacci(n):"
 
 
 @pytest.fixture(scope="module")
 def pool() -> ModelPool:
     return zero.preload([RECIPE])
-
-
-def tokens_of(events: Iterable[Event]) -> list[int]:
-    return [token for event in events if isinstance(event, StepEvent) for token in event.step.tokens]
 
 
 @pytest.mark.parametrize("package", [False, True][: 1 + (find_spec("spaces") is not None)])
@@ -195,11 +188,7 @@ def test_the_quota_is_looked_up_by_the_request_that_started_the_run(pool: ModelP
     with TestClient(Starlette(routes=[run_route(runs), *frame_routes(service.runs)])) as client:
         for number in (7, 8):
             request = {"id": f"run-of-visitor-{number}", "settings": {}}
-            response = client.post("/runs", json=request, headers={"x-ip-token": f"visitor {number}"})
-            assert response.status_code == 200, response.text
-            with client.websocket_connect(f"/frames/{request['id']}") as socket:
-                while not (frame := socket.receive_json())["over"]:
-                    pass
+            frame = last_frame(client, request, headers={"x-ip-token": f"visitor {number}"})
             assert frame["phase"][0] == "done"
     assert tokens == ["visitor 7", "visitor 8"]
     service.worker.close()
