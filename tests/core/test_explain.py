@@ -1,4 +1,4 @@
-"""Reasons of outcomes from hand-written verdicts, their figures, and labels of runs."""
+"""Reasons of outcomes from hand-written verdicts."""
 
 from __future__ import annotations
 

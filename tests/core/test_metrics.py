@@ -1,4 +1,4 @@
-"""Figures of runs: durations, measures of links, and intervals of resampled runs."""
+"""Figures of runs: durations of engines without times, and intervals of resampled runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from specdemo.core.link_stats import LinkStats, Source
 from specdemo.core.metrics import Metrics, interval, ratio_interval
 from specdemo.core.step import Draft, Step, Verdict
 
@@ -31,27 +30,6 @@ def test_an_engine_without_durations_is_timed_between_its_tokens(unknown: str) -
     assert getattr(done, unknown) is None and (done.ttft_s, done.last_s) == (0.5, 3.0)
     assert done.decode_s == 2.5 and done.tokens_per_second == 7 / 2.5
     assert Metrics(draft_s=None, last_s=2.0).decode_s == 2.0
-
-
-def linked(source: Source, **measures: float) -> Step:
-    verdict = Verdict((), 7, source=source, link=LinkStats(**measures))  # type: ignore[arg-type]
-    return step(1, 1, Draft(), verdict)
-
-
-def test_measures_of_a_link_are_totals_and_shares_of_steps() -> None:
-    steps = [
-        linked(Source.TARGET, cloud_s=0.5, hard_ratio=0.5),
-        linked(Source.PROVISIONAL, cloud_s=0.25, sent=2),
-        PLAIN,
-        linked(Source.GATE, hard_ratio=0.25),
-    ]
-    metrics = Metrics.of(steps)
-    assert metrics.remote == {"escalated": 2.0, "provisional": 1.0, "cloud_s": 0.75, "sent": 2.0, "hard_ratio": 0.75}
-    assert metrics.as_dict()["remote"] == {
-        "escalated": 2.0, "provisional": 1.0, "cloud_s": 0.75, "sent": 2.0,
-        "cloud_call_share": 2 / 4, "provisional_share": 1 / 4, "mean_hard_ratio": 0.75 / 4,
-    }  # fmt: skip
-    assert Metrics.of([linked(Source.TARGET)]).as_dict()["remote"] == {"escalated": 1.0, "cloud_call_share": 1.0}
 
 
 def test_the_bootstrap_interval_of_a_median_follows_from_the_binomial_distribution() -> None:

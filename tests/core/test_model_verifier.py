@@ -11,7 +11,6 @@ from fakes.tiny_models import TableModel
 from torch import Tensor
 
 from specdemo.core.distributions import DenseProbs
-from specdemo.core.errors import UserError
 from specdemo.core.rules import rejection
 from specdemo.core.sampling import Noise, SamplingParams
 from specdemo.core.step import Draft, Verdict
@@ -130,16 +129,3 @@ def test_ranks_of_any_distributions_count_larger_probabilities(change: Callable[
         rows = [p[parent + 1].tolist() for parent in draft.parents]
         larger = [sum(value > row[token] for value in row) for token, row in zip(draft.tokens, rows, strict=True)]
         assert with_top_tokens(Verdict((), 0), draft, change(p), 1).rank == tuple(1 + count for count in larger)
-
-
-def test_broken_logits_of_any_row_are_refused() -> None:
-    def score(tokens: Sequence[int], draft: Draft) -> Tensor:
-        logits = torch.zeros(len(draft) + 1, VOCAB)
-        logits[-1, 2] = torch.nan
-        return logits
-
-    noise = Noise(0, "accept")
-    for temperature in (0.0, 1.0):
-        verifier = ModelVerifier(score, SamplingParams(temperature), rejection, noise, noise)
-        with pytest.raises(UserError, match="NaN or infinite logits"):
-            verifier.verify(TEXT, FOREST)

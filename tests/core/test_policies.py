@@ -151,46 +151,11 @@ def test_one_slow_step_does_not_change_auto() -> None:
     assert disturbed.gamma == quiet.gamma and disturbed.notes == pytest.approx(quiet.notes)
 
 
-def test_the_prefill_of_the_drafter_is_not_a_draft_cost() -> None:
-    policy = Auto(8, CostModel(token=0.2))
-    policy.observe(step(3, 2, draft_s=40.0))
-    assert policy.notes["auto_c"] == 0.2
-    policy.observe(step(3, 2, draft_s=0.39))
-    assert policy.notes["auto_c"] == pytest.approx(0.13)
-    policy.observe(step(0, 0))
-    for seconds in (9.0, 0.6):  # the first also reads the token of the AR step; older durations are dropped
-        policy.observe(step(3, 2, draft_s=seconds))
-    assert policy.notes["auto_c"] == pytest.approx(0.2)
-
-
-@pytest.mark.parametrize("second", [0.001, 1.0, 1000.0])
-@pytest.mark.parametrize(("accepted", "expected"), [(0, 0), (1, 1)])
-def test_auto_does_not_depend_on_the_unit_of_time(second: float, accepted: int, expected: int) -> None:
-    """A draft token costs half a pass."""
-    policy, lengths = Auto(1, start=1), []
-    for _ in range(50):
-        drafted = policy.gamma
-        policy.observe(step(drafted, accepted * drafted, draft_s=0.5 * drafted * second, verify_s=second))
-        lengths.append(policy.gamma)
-    assert set(lengths[-10:]) == {expected}
-
-
 def test_auto_uses_the_cost_model() -> None:
     """If cost grows in proportion to the rows, no draft is faster; drafts end before a jump in cost."""
     assert settled(Auto(8, CostModel({1: 1.0, 8: 8.0}))) == 0
     flat, step_up = Auto(8), Auto(8, CostModel({1: 1.0, 2: 1.0, 3: 3.0}))
     assert settled(flat) == 2 and settled(step_up) == 1
-
-
-def test_auto_retries_at_increasing_intervals() -> None:
-    """A retry drafts a token in two steps, since the first also reads the text of the AR steps."""
-    policy, lengths = Auto(8, CostModel(token=5.0)), []
-    for _ in range(1500):
-        lengths.append(policy.gamma)
-        policy.observe(step(lengths[-1], 0, draft_s=5.0 * lengths[-1]))
-    retry = [1, 1]
-    expected = [*[0] * 64, *retry, *[0] * 128, *retry, *([*[0] * 256, *retry] * 6)]
-    assert lengths == expected[:1500]
 
 
 def test_auto_uses_beta_for_chains_and_counts_for_trees() -> None:

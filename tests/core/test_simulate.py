@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from specdemo.core.rules import RULES
-from specdemo.core.sampling import SamplingParams, SharedNoise
+from specdemo.core.sampling import SamplingParams
 from specdemo.core.simulate import (
     chance_distance,
     compared_verdicts,
@@ -47,15 +47,6 @@ def test_only_exact_rules_reproduce_p(rule: str) -> None:
 def test_wrong_corrections_are_detected(mutant: dict[str, bool]) -> None:
     """Corrections from p, and residuals of a scalar q."""
     assert error("rejection", **mutant) > rare_distance(P, COUNT)
-
-
-@pytest.mark.parametrize("gamma", [1, 4])
-def test_coupled_tokens_equal_direct_samples(gamma: int) -> None:
-    result = trial("coupled", torch.tensor(P), torch.tensor(Q), gamma, 300, seed=3)
-    noise = SharedNoise(3)
-    assert list(result.tokens) == [noise.sample(torch.tensor(P), place) for place in range(300)] and result.accepted > 0
-    same = trial("coupled", torch.tensor(P), torch.tensor(P), gamma, 300, seed=3)  # drafts use the noise of their place
-    assert same.tokens == result.tokens and same.accepted == same.tested
 
 
 def outcomes(p: list[float], count: int) -> Counter:

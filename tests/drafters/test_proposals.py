@@ -14,7 +14,7 @@ from torch import Tensor
 from specdemo.core.decode import DraftBudget
 from specdemo.core.distributions import DenseProbs, SparseRow
 from specdemo.core.origin import HEAD, MODEL, Origin
-from specdemo.core.policies import Egag, PathProbability
+from specdemo.core.policies import Egag
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Draft, Step, Verdict
 from specdemo.drafters.chain import ChainDrafter
@@ -145,48 +145,9 @@ def test_drafts_of_constant_length_are_extended_in_one_call() -> None:
 # --- heads ---
 
 
-class Confident(TableHead):
-    """Predicts these confidences of its tokens, and has no more than `longest` positions."""
-
-    def __init__(self, confidences: Sequence[float] = (), longest: int = 99) -> None:
-        super().__init__(MODEL_OF_TABLE, None)
-        self.confidences, self.longest, self.steps = confidences, longest, -1
-
-    def longest_draft(self, tokens: Sequence[int]) -> int:
-        assert tokens == TEXT
-        return self.longest
-
-    def _logits(self) -> Tensor:
-        self.steps = len(self._path) - len(TEXT)
-        return super()._logits()
-
-    @property
-    def confidence(self) -> float | None:  # type: ignore[override]
-        return self.confidences[self.steps] if self.confidences else None
-
-
-@pytest.mark.parametrize(
-    ("confidences", "threshold", "drafted"),
-    [
-        ((0.75, 0.5, 0.9, 0.9), 0.375, 2),  # 0.75, 0.375, 0.3375
-        ((0.75, 0.5, 0.9, 0.9), 0.38, 1),
-        ((0.3, 0.9, 0.9, 0.9), 0.375, 0),
-        ((1.0, 1.0, 1.0, 1.0), 0.375, 3),
-    ],
-)
-def test_confidences_end_a_draft_before_its_token(
-    confidences: tuple[float, ...], threshold: float, drafted: int
-) -> None:
-    head = Confident(confidences)
-    budget = DraftBudget(3, PathProbability(3, threshold=threshold))
-    draft = ChainDrafter(head, GREEDY, Script(), VOCAB).propose(TEXT, budget)
-    assert len(draft) == drafted
-    assert draft.origin == tuple(Origin("head", confidence=round(value, 3)) for value in confidences[:drafted])
-
-
 @pytest.mark.parametrize(("source", "expected"), [("head", 1), ("text", 0), (None, 0)])
 def test_a_draft_is_expected_after_a_draft_of_the_head(source: str | None, expected: int) -> None:
-    head = Confident(longest=5)
+    head = TableHead(MODEL_OF_TABLE, None)
     draft = Draft.chain((5, 6), origin=(Origin(source), Origin(source))) if source else Draft()
     verdict = Verdict(tuple(range(len(draft))), 7)
     ChainDrafter(head, GREEDY, Script(), VOCAB).observe(Step(1, (7,), draft, verdict, 2, 1.0, 1.0, 1.0, 1.0))

@@ -21,38 +21,8 @@ from specdemo.drafters.suffix import SuffixDrafter, SuffixStore
 STEP = Step(1, (0,), Draft(), Verdict((), 0), 1, 0.0, 0.0, 0.0, 0.0)
 
 
-def longest_match(text: list[int]) -> int:
-    """Longest suffix with an earlier occurrence, by brute force."""
-    return max(
-        (
-            size
-            for size in range(len(text))
-            if any(text[end - size : end] == text[len(text) - size :] for end in range(size, len(text)))
-        ),
-        default=0,
-    )
-
-
 @pytest.mark.parametrize("vocabulary", [1, 2, 3, 10])
-def test_the_longest_repeated_suffix_is_found(vocabulary: int) -> None:
-    """Compare with brute force after every token; each draft must have followed an occurrence of that suffix."""
-    rng = random.Random(vocabulary)
-    text = [rng.randrange(vocabulary) for _ in range(120)]
-    store = SuffixStore()
-    for end in range(1, len(text) + 1):
-        store.add(text[end - 1])
-        seen = text[:end]
-        assert store.matched == longest_match(seen)
-        drafted = store.continuation(5)
-        assert bool(drafted) == bool(store.matched)
-        if drafted:
-            ending = seen[end - store.matched :]
-            places = [place for place in range(store.matched, end) if seen[place - store.matched : place] == ending]
-            assert any((seen + drafted)[place : place + 5] == drafted for place in places)
-    assert len(store) <= 2 * len(text)
-
-
-def test_the_latest_of_several_texts_is_continued_up_to_its_border() -> None:
+def test_the_longest_suffix_in_any_text_is_continued_up_to_a_border(vocabulary: int) -> None:
     """Brute force over the texts that were added; tokens after a border are never drafted."""
     rng, store = random.Random(11), SuffixStore()
     texts: list[list[int]] = [[]]
@@ -61,7 +31,7 @@ def test_the_latest_of_several_texts_is_continued_up_to_its_border() -> None:
         if rng.random() < 0.1:
             store.begin()
             texts.append([])
-        texts[-1].append(rng.randrange(3))
+        texts[-1].append(rng.randrange(vocabulary))
         store.add(texts[-1][-1])
         earlier, text = texts[:-1], texts[-1]
         sizes = range(len(text), 0, -1)
@@ -73,12 +43,16 @@ def test_the_latest_of_several_texts_is_continued_up_to_its_border() -> None:
         assert store.matched == max(own_size, other_size)
         drafted = store.continuation(4)
         assert all(token >= 0 for token in drafted)
-        if other_size > own_size:
+        if own_size > other_size:
+            places = [end for end in occurrences(text[-own_size:], text) if end < len(text)]
+            assert drafted and any((text + drafted)[end : end + 4] == drafted for end in places)
+        elif other_size > own_size:
             crossed += 1
             longest = text[-other_size:]
             followers = [other[end:] for other in earlier for end in occurrences(longest, other)]
             assert any(drafted == follower[:4] for follower in followers)
     assert crossed > 20
+    assert len(store) <= 2 * sum(map(len, texts)) + 2 * len(texts)
 
 
 def occurrences(part: list[int], text: list[int]) -> list[int]:

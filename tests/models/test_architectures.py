@@ -54,7 +54,7 @@ from specdemo.drafters.ngram import NGramDrafter
 from specdemo.models.cache_check import cache_support, pack_if_exact
 from specdemo.models.engines.llama_weights import LlamaWeights, PackedLinear
 from specdemo.models.kv_cache import CachedModel
-from specdemo.models.load import load, reference
+from specdemo.models.load import load
 from specdemo.models.spec import ModelSpec
 from specdemo.native import sampling as native_sampling
 
@@ -324,13 +324,6 @@ def checkpoint(folder: Path, config: PretrainedConfig) -> ModelSpec:
     random_model(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return ModelSpec(str(folder), "float32", device="cpu").resolved()
-
-
-@pytest.mark.exhaustive
-def test_linear_layers_whose_weights_are_read_are_not_packed(tmp_path: Path) -> None:
-    spec, draft = checkpoint(tmp_path, EXACT["longcat"]), Draft.chain((4, 5))
-    expected = CachedModel(reference(spec)[0]).score([1, 2], draft)
-    assert torch.allclose(CachedModel(load(spec).model).score([1, 2], draft), expected, atol=1e-5)
 
 
 def test_checkpoints_name_the_engine_or_are_refused(tmp_path: Path) -> None:

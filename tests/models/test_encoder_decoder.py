@@ -136,21 +136,6 @@ def test_a_closed_cache_contains_nothing_of_the_source(kind: str) -> None:
     assert not any(x.any() for x in states)
 
 
-@pytest.mark.parametrize("kind", ["t5", "bart"])
-def test_rows_equal_those_without_a_cache(kind: str) -> None:
-    model, rng = tiny_model(kind), random.Random(0)
-    source = [rng.randrange(VOCAB) for _ in range(9)]
-    cached, tokens = CachedModel(model, source=source), opening(model)
-    for _ in range(8):
-        draft = Draft.chain(tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(4))))
-        rows = cached.score(tokens, draft)
-        whole = torch.tensor([[*tokens, *draft.tokens]])
-        alone = model(input_ids=torch.tensor([source]), decoder_input_ids=whole).logits[0, len(tokens) - 1 :]
-        assert torch.allclose(rows, alone, rtol=1e-3, atol=1e-4)
-        kept = rng.randrange(len(draft) + 1)
-        tokens = [*tokens, *draft.tokens[:kept], rng.randrange(VOCAB)]
-
-
 @pytest.mark.parametrize("rule", [rejection, match])
 @pytest.mark.parametrize("name", ["model", "n-grams", "suffix"])
 def test_distribution_equals_the_target(name: str, rule: Any) -> None:

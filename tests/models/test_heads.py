@@ -62,19 +62,6 @@ def logits(head: Head, draft: int = 2) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def test_layouts_of_both_publishers_are_the_same_head(tmp_path: Path, target: LoadedModel) -> None:
-    tensors, config = head_tensors(TARGET, IDS, own=("lm_head",)), head_config(TARGET, len(IDS))
-    published = load(save_head(tmp_path / "a", tensors, config), target)
-    renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    nested = {name: config[name] for name in ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")}
-    nested |= {"speculators_model_type": "eagle3", "transformer_layer_config": config, "norm_before_residual": False}
-    speculators = load(save_head(tmp_path / "b", renamed, nested), target)
-    assert torch.equal(logits(published), logits(speculators))
-    assert published.ids is not None and published.ids.tolist() == IDS
-    other = load(save_head(tmp_path / "c", renamed, {**nested, "norm_before_residual": True}), target)
-    assert not torch.allclose(logits(published), logits(other), atol=0.1)
-
-
 @pytest.mark.parametrize("ids", [IDS, None], ids=["draft vocabulary", "all tokens"])
 def test_missing_matrices_are_the_rows_of_the_target(
     tmp_path: Path, target: LoadedModel, ids: list[int] | None

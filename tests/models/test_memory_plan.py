@@ -51,17 +51,6 @@ def test_too_little_memory_raises_with_numbers_and_a_remedy(monkeypatch: pytest.
     assert not missing_bytes([]) and check_memory([]) is None
 
 
-def test_models_together_must_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, drafter = (
-        ModelSpec(getattr(PAIRS["bundled"], role), device="cpu").resolved() for role in ("target", "drafter")
-    )
-    one, other = plan_spec(target, 64), plan_spec(drafter, 64)
-    monkeypatch.setattr("specdemo.models.memory_plan.free_bytes", lambda device: max(one.total, other.total) + 1000)
-    assert not missing_bytes([one]) and not missing_bytes([other]) and "cpu" in missing_bytes([one, other])
-    with pytest.raises(UserError, match="target and drafter need"):
-        list(ModelPool().bring([target, drafter], 64))
-
-
 @pytest.mark.parametrize("listed", [None, [1, 2]])
 def test_hidden_states_for_a_head_count_before_the_target_is_loaded(
     listed: list[int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -173,16 +173,6 @@ def test_rounding_errors_are_below_those_of_transformers(name: str, dtype: str) 
     assert (found - exact).abs().mean() < (theirs - exact).abs().mean()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_greedy_text_equals_transformers(name: str) -> None:
-    oracle, prompt = random_model(CONFIGS[name]), text(7, seed=3)
-    expected = oracle.generate(
-        torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0
-    )
-    cached = CachedModel(NativeWeights(oracle))
-    assert cached.extend(prompt, 24, lambda logits, i: logits[-1:].argmax(-1)) == expected[0, len(prompt) :].tolist()
-
-
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SamplingParams(0.8, top_k=20, top_p=0.9)])
 @pytest.mark.parametrize("vocab", [VOCAB, VOCAB - 3])
 def test_chains_of_one_call_equal_those_of_separate_passes(sampling: SamplingParams, vocab: int) -> None:

@@ -18,7 +18,7 @@ from specdemo.core.step import Draft
 from specdemo.models.engines import row_linear
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.native_matrix import NF4_CODES
-from specdemo.models.engines.row_linear import CODE4, FEW_ROWS, RowLinear, Tiles, can_join, decoding, joined_outputs
+from specdemo.models.engines.row_linear import CODE4, FEW_ROWS, RowLinear, Tiles, can_join, decoding
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.load import use_row_kernels
 
@@ -141,20 +141,6 @@ def test_inputs_may_be_strided_and_have_further_dimensions(form: str) -> None:
     for rows in views:
         assert torch.equal(linear(rows), linear(rows.contiguous()))
     assert torch.equal(linear(wide.view(3, 2, 192)), linear(wide.view(6, 192)).view(3, 2, 40))
-
-
-@pytest.mark.parametrize("form", ["nf4", "nf4-plain", "int8", "float"])
-def test_joined_layers_have_the_outputs_of_their_parts(form: str) -> None:
-    parts = [
-        four_bit(outputs, 192, torch.bfloat16, form == "nf4", bias, seed)[0]
-        if form.startswith("nf4")
-        else layer(form, outputs, 192, torch.bfloat16, bias)[0]
-        for seed, (outputs, bias) in enumerate([(37, None), (20, torch.ones(20, dtype=torch.bfloat16)), (64, None)])
-    ]
-    rows = random(4, 192).to(torch.bfloat16)
-    expected = torch.cat([part(rows) for part in parts], -1)
-    assert error(joined_outputs(parts)(rows), expected.double()) < 1e-6
-    assert torch.equal(joined_outputs(parts[:1])(rows), parts[0](rows))
 
 
 def prmt(a: int, b: int, selector: int) -> int:

@@ -37,7 +37,7 @@ from specdemo.remote.config import CloudConfig
 from specdemo.remote.connection import SKIP_S, Connection, Requests
 from specdemo.remote.deadline import ConnectionLost, Deadlines
 from specdemo.remote.link import Cause, HttpClient, MeteredNetwork, ResendText, Retry
-from specdemo.remote.protocol import ReadyResponse, ServiceIdentity, ServiceInfo, VerifyRequest, VerifyResponse
+from specdemo.remote.protocol import ReadyResponse, ServiceIdentity, VerifyRequest, VerifyResponse
 from specdemo.remote.session import RemoteSession
 
 pytestmark = pytest.mark.slow
@@ -376,15 +376,6 @@ def identified(url: str, identity: ServiceIdentity = EXPECTED) -> HttpClient:
     http = HttpClient(url)
     http.identity = identity
     return http
-
-
-def test_a_service_states_its_identity_where_a_context_opens() -> None:
-    with table_service() as url:
-        http = HttpClient(url)
-        assert http.call("GET", "/v1/target", None, ServiceInfo, 60).identity == EXPECTED
-        assert http.identity == ServiceIdentity()
-        http.call("POST", "/v1/rounds", opening(), VerifyResponse, 60)
-        assert http.identity == EXPECTED
 
 
 @pytest.mark.parametrize("stated", ["c" * 32, ""])

@@ -1,4 +1,4 @@
-"""Training: conversations of the target, shifts, training-time test, gradients, exact resumption."""
+"""Training: shifts, training-time test, gradients, exact resumption, conversations of the target."""
 
 from __future__ import annotations
 
