@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.trace_lines import jsonl
 from fakes.trace_records import PREFILL, REJECTION, header
 
 from specdemo.core.errors import UserError
@@ -26,10 +27,6 @@ pytestmark = pytest.mark.slow
 
 CODE = "a = [1, 2, 3]\nb = [1, 2, 3]\nc = [1, 2, 3]\nd = [1, 2"
 LINES = (header(), PREFILL, REJECTION)
-
-
-def text(*lines: Any) -> str:
-    return "".join(f"{json.dumps(line)}\n" for line in lines)
 
 
 def test_imported_trace_equals_the_run() -> None:
@@ -66,11 +63,11 @@ def test_origins_are_exported_and_imported() -> None:
     assert not any("origin" in line for line in lines if not line.get("draft"))
     for bad in ([{}] * 9, [{"source": 1}], [{"position": -1}], [{"confidence": 2.0}]):
         with pytest.raises(UserError, match="line 3"):
-            read_traces(text(*LINES[:2], REJECTION | {"origin": bad}))
+            read_traces(jsonl(*LINES[:2], REJECTION | {"origin": bad}))
 
 
 def test_trace_without_end_is_cancelled() -> None:
-    run = read_traces(text(*LINES))
+    run = read_traces(jsonl(*LINES))
     assert run.over and run.phase == ("done", "recorded trace, 3 tokens, truncated")
     assert json.loads(run.trace(SPEC).splitlines()[-1])["end"] == "cancelled"
 
@@ -84,7 +81,7 @@ def test_other_values_than_texts_are_refused() -> None:
 def test_many_small_values_are_refused_before_parsing(item: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty lists take 28 times the memory of their text."""
     monkeypatch.setattr("json.loads", None)
-    large = text(header())[:-2] + f', "x": [{item * 700_000}0]}}'
+    large = jsonl(header())[:-2] + f', "x": [{item * 700_000}0]}}'
     with pytest.raises(UserError, match="line 1 has (more than 500,000 values|.* characters)"):
         read_traces(large)
     with pytest.raises(UserError, match="line 1 has .* characters: at most 4,000,000"):
