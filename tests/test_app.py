@@ -38,16 +38,14 @@ def test_a_busy_port_gives_an_error_and_exit_code_2(busy: int, capsys: pytest.Ca
 
 
 def test_address_of_a_space_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default only this machine is served."""
+    args = app.options().parse_args([])
+    assert (args.host, args.share) == ("127.0.0.1", False)
     monkeypatch.setenv("GRADIO_SERVER_NAME", "0.0.0.0")
     monkeypatch.setenv("GRADIO_SERVER_PORT", "7860")
     monkeypatch.setenv("SPACES_ZERO_GPU", "true")
     args = app.options().parse_args([])
     assert (args.host, args.port, args.zero_gpu) == ("0.0.0.0", 7860, True)
-
-
-def test_by_default_only_this_machine_is_served() -> None:
-    args = app.options().parse_args([])
-    assert (args.host, args.share) == ("127.0.0.1", False)
 
 
 @pytest.mark.parametrize(

@@ -53,16 +53,6 @@ def test_items_are_complete_and_in_order(worker: Worker) -> None:
     assert worker.active == 0
 
 
-def test_open_jobs_alternate() -> None:
-    worker = Worker(clock=lambda: 0.0)  # steps of equal cost
-    log: list[str] = []
-    with submitting(worker):
-        streams = [worker.submit(lambda name=name: log_steps(log, name)) for name in "ab"]
-    assert all(map(finished, streams))
-    assert log == ["a", "b"] * 50
-    worker.close()
-
-
 def test_stop_ends_the_job_within_one_step_and_in_the_worker_thread(worker: Worker) -> None:
     gate = Gate()
     stream = worker.submit(gate)

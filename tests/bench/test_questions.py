@@ -58,9 +58,7 @@ def test_figures_per_category_are_ratios_of_sums() -> None:
 def test_later_turns_follow_the_answer_of_the_baseline(
     chat: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    target = str(save_model(tmp_path / "target", tokenizer))
+    target = str(save_model(tmp_path / "target", byte_level_tokenizer(TEMPLATE)))
     common = {"target": target, "temperature": 0, "max_tokens": 6, "device": "cpu", "chat": chat}
     recipes = [Recipe(method=method, **common) for method in ("ar", "nasd")]
     prompts = [Prompt("writing", "writing 1", "Write a poem.", later=("Shorten it.",))]

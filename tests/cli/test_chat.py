@@ -24,9 +24,7 @@ SPEED = r"\[{}: \d+ tokens, [\d.-]+ tokens/s, [\d.-]+ tokens/pass(?:, accepted .
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return str(save_model(tmp_path_factory.mktemp("models") / "target", tokenizer))
+    return str(save_model(tmp_path_factory.mktemp("models") / "target", byte_level_tokenizer(TEMPLATE)))
 
 
 @pytest.fixture

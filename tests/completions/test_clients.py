@@ -13,22 +13,18 @@ import httpx
 import pytest
 from fakes.arbitrary_messages import completions
 from fakes.properties import changed, holds_for
-from fakes.running_service import running_service
+from fakes.running_service import completion_app, running_service
 from fakes.tiny_models import TEMPLATE
 from fastapi.testclient import TestClient
 from hypothesis import strategies as st
 
 from specdemo.completions.answer import Answer
 from specdemo.completions.responses import COMMENT
-from specdemo.completions.routes import add_completions, kept_open
-from specdemo.completions.service import CompletionService
+from specdemo.completions.routes import kept_open
 from specdemo.core.errors import PromptTooLong
 from specdemo.core.events import StepEvent
 from specdemo.core.step import Draft, Step, Verdict
-from specdemo.models.model_pool import ModelPool
-from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
-from specdemo.remote import serve
 
 AT_ONCE = 0.001
 
@@ -166,12 +162,7 @@ JSON = {"content-type": "application/json"}
 
 @cache
 def client() -> TestClient:
-    recipe = Recipe(pair="bundled", gamma=3, max_tokens=3)
-    pool = ModelPool()
-    target = pool.take(plan_run(recipe).target)
-    target.tokenizer.chat_template = TEMPLATE
-    app = serve.serve_model(target, local=True)
-    add_completions(app, CompletionService(pool, recipe, seed=lambda: 5))
+    app, _ = completion_app(Recipe(pair="bundled", gamma=3, max_tokens=3), TEMPLATE)
     return TestClient(app, base_url="http://127.0.0.1")
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from fakes.trace_lines import events_of, trace_lines
+from fakes.trace_lines import events_of, jsonl, trace_lines
 from fakes.trace_records import end, header, step
 from playwright.sync_api import BrowserContext, Locator, Page, expect, sync_playwright
 
@@ -439,10 +439,6 @@ def grid(page: Page, name: str) -> list[list[str]]:
 def opened(page: Page, text: str | bytes, name: str = "trace.jsonl") -> None:
     content = text if isinstance(text, bytes) else text.encode()
     page.locator("#trace-file").set_input_files([{"name": name, "mimeType": "text/plain", "buffer": content}])
-
-
-def jsonl(*lines: Any) -> str:
-    return "".join(f"{json.dumps(line)}\n" for line in lines)
 
 
 def show(page: Page, *lines: Any) -> None:

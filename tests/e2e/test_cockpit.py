@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 from fakes.shown_figures import RunFigures, agrees
 from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
+from fakes.trace_lines import jsonl
 from fakes.trace_records import PREFILL, end, header, step
 from playwright.sync_api import Page, expect
 
@@ -27,7 +28,6 @@ from e2e.page_fixtures import (
     drawn,
     exported,
     grave,
-    jsonl,
     lane_action,
     open_group,
     opened,
@@ -521,9 +521,7 @@ def test_hidden_tab_receives_all_tokens(page: Page, state: str) -> None:
 def test_run_begins_a_conversation_and_continue_chat_adds_a_turn(
     page: Page, short_path: Path, scripts: Scripts
 ) -> None:
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    folder = save_model(short_path, tokenizer)
+    folder = save_model(short_path, byte_level_tokenizer(TEMPLATE))
     following = page.locator("#continue-chat")
     open_group(page, "Advanced settings", "Models and devices")
     page.locator("#target input, #target textarea").fill(str(folder))

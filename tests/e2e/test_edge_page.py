@@ -11,6 +11,7 @@ from typing import Any
 import gradio_client
 import pytest
 from fakes.form_fields import form_fields
+from fakes.trace_lines import jsonl
 from playwright.sync_api import Page, expect
 
 from e2e.limited_page import launched
@@ -100,7 +101,7 @@ def test_remote_run_equals_the_local_run_and_its_tab_shows_the_trace(tab: Any, s
     expect(page.locator("#edge-run")).not_to_contain_text("No run available")  # the open tab shows the run at its end
     shown = grid(page, "edge-table")
     rounds = [line for line in trace if "i" in line]
-    steps = [event.step for event in read("".join(f"{json.dumps(line)}\n" for line in trace))[0].steps]
+    steps = [event.step for event in read(jsonl(*trace))[0].steps]
     assert shown == edge.measures(steps)[: len(shown)] and len(shown) > 5
     assert shown[0][8] == f"{sum(line['remote']['bytes_up'] for line in rounds):.0f}"
     passes = sum(what == "verify" for some in parts(steps)[:12] for what, *_ in some)
@@ -118,7 +119,7 @@ def test_remote_run_equals_the_local_run_and_its_tab_shows_the_trace(tab: Any, s
     expect(page.locator("#mode option:checked")).to_have_text(re.compile("^off"))
     expect(page.locator("#rtt-ms input")).to_have_value("0")
 
-    opened(page, "".join(f"{json.dumps(line)}\n" for line in trace))  # the opened trace shows the same
+    opened(page, jsonl(*trace))  # the opened trace shows the same
     status(page, "done: recorded trace")
     page.get_by_role("tab", name="Edge-cloud").click()
     assert grid(page, "edge-table") == shown

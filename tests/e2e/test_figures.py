@@ -16,11 +16,12 @@ from fakes.arbitrary_traces import trace_lines
 from fakes.properties import holds_for
 from fakes.shown_claims import BARS, READ, ROWS, chat_line, claims, displayed_part, step_rows, without_names
 from fakes.shown_figures import Claim, RunFigures, agrees, unexplained
+from fakes.trace_lines import jsonl
 from fakes.trace_lines import trace_lines as lines_of
 from fakes.trace_records import PREFILL, end, header, step
 from playwright.sync_api import Page, expect
 
-from e2e.page_fixtures import CODE, exported, jsonl, lane_action, show
+from e2e.page_fixtures import CODE, exported, lane_action, show
 from specdemo.core.explain import figure
 from specdemo.core.rules import RULES
 from specdemo.models.model_pool import ModelPool
@@ -241,12 +242,8 @@ def test_all_steps_of_arbitrary_traces_are_displayed_and_exported(file_tab: Page
 # --- every figure of a run ---------------------------------------------------------------------------------------
 
 GOLDEN = Path(__file__).parents[1] / "contracts" / "traces"
-EDGE = {
-    "mode": "speculative",
-    "remote": "http://127.0.0.1:1",
-    "rtt_ms": 10.0,
-    "gates": ["nll"],
-}
+REMOTE = {"mode": "speculative", "remote": "http://127.0.0.1:1", "rtt_ms": 10.0}
+EDGE = REMOTE | {"gates": ["nll"]}
 
 
 def lines_of_files(*paths: Path) -> list[Line]:
@@ -387,7 +384,6 @@ def explained(page: Page, selector: str, known: Callable[[str], Iterable[Claim]]
 
 # --- unverified tokens, waiting, advice ---------------------------------------------------------------------------
 
-REMOTE = {"mode": "speculative", "remote": "http://127.0.0.1:1", "rtt_ms": 10.0}
 LINK = {"escalated": 1.0, "cloud_s": 0.004, "rtt_s": 0.01, "sent": 1.0, "bytes_up": 300.0, "bytes_down": 200.0}
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from fastapi import FastAPI
+
 from fakes.listening import listening
 from specdemo.completions.routes import add_completions
 from specdemo.completions.service import CompletionService
@@ -15,9 +17,8 @@ from specdemo.recipe import Recipe
 from specdemo.remote import serve
 
 
-@contextmanager
-def running_service(recipe: Recipe, template: str = "", **options: Any) -> Iterator[tuple[str, CompletionService]]:
-    """Yield the address and the completions; `template` is the chat template of the target."""
+def completion_app(recipe: Recipe, template: str = "", **options: Any) -> tuple[FastAPI, CompletionService]:
+    """Return the application and the completions; `template` is the chat template of the target."""
     pool = ModelPool()
     target = pool.take(plan_run(recipe).target)
     if template:
@@ -25,5 +26,12 @@ def running_service(recipe: Recipe, template: str = "", **options: Any) -> Itera
     app = serve.serve_model(target, local=True, **options)
     completions = CompletionService(pool, recipe, seed=lambda: 5)
     add_completions(app, completions)
+    return app, completions
+
+
+@contextmanager
+def running_service(recipe: Recipe, template: str = "", **options: Any) -> Iterator[tuple[str, CompletionService]]:
+    """Yield the address and the completions."""
+    app, completions = completion_app(recipe, template, **options)
     with listening(app) as address:
         yield "http://{}:{}".format(*address), completions

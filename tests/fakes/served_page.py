@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import gradio as gr
@@ -14,12 +16,14 @@ from specdemo.ui.theme import launch_options
 ADDRESS = "http://127.0.0.1:7860"
 
 
-def page_application(limits: HostLimits) -> tuple[Page, Any]:
-    """Return the page, whose worker the caller closes, and its application."""
+@contextmanager
+def page_application(limits: HostLimits) -> Iterator[tuple[Page, Any]]:
+    """Yield the page and its application."""
     page = build(limits=limits)
     options = launch_options(page.routes, page.middleware)
     page.blocks.favicon_path, page.blocks.pwa = options["favicon_path"], True
-    return page, gr.routes.App.create_app(page.blocks, app_kwargs=options["app_kwargs"])
+    yield page, gr.routes.App.create_app(page.blocks, app_kwargs=options["app_kwargs"])
+    page.worker.close()
 
 
 def visitor_of(app: Any, **options: Any) -> TestClient:

@@ -6,6 +6,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterator
+from typing import Any
 
 from fakes.shown_figures import PARTS, Claim, LaneFigures, Line, RunFigures, by_target, claim
 
@@ -231,6 +232,7 @@ def theorem(run: RunFigures) -> Iterator[Claim]:
     tokens = drafted + 1 if alpha == 1 else (1 - alpha ** (drafted + 1)) / (1 - alpha)
     words = f"With {name} {{}}, {{}} draft tokens per step and c {{}}, Theorem {{}} predicts {{}}×"
     yield claim(words, alpha, drafted, draft_cost / drafted, 3.8, tokens / (1 + draft_cost))
+    yield claim(f"Acceptance ({name} {{}}) does not exceed c {{}}:", alpha, draft_cost / drafted)
     yield claim("With the measured costs of verification and host it is {}×", tokens / (run.step_cost() or math.nan))
 
 
@@ -323,8 +325,7 @@ def tree_words(line: Line) -> Iterator[Claim]:
 
 def masses(line: Line) -> Iterator[Claim]:
     """Bars of the recorded distributions, and of the mass that was not recorded."""
-    tops = [law["top"] for name in ("laws", "drafted") for law in line.get(name) or []]
-    tops += [line["token_top"]["top"]] if line.get("token_top") else []
+    tops = recorded_tops(line)
     recorded = [mass for top in tops for _, mass in top]
     nothing = [0.0, *([1.0] if line["q"] is None else [])]  # point masses
     known = {*recorded, *nothing, *(max(0.0, 1 - sum(mass for _, mass in top)) for top in tops), *others(line)}
@@ -332,11 +333,14 @@ def masses(line: Line) -> Iterator[Claim]:
     yield Claim("{}", [(mass,) for mass in known])
 
 
+def recorded_tops(line: Line) -> list[Any]:
+    tops = [law["top"] for name in ("laws", "drafted") for law in line.get(name) or []]
+    return [*tops, line["token_top"]["top"]] if line.get("token_top") else tops
+
+
 def others(line: Line) -> Iterator[float]:
     """Mass of the tokens without a bar of their own, for each number of bars."""
-    tops = [law["top"] for name in ("laws", "drafted") for law in line.get(name) or []]
-    tops += [line["token_top"]["top"]] if line.get("token_top") else []
-    for top in tops:
+    for top in recorded_tops(line):
         ordered = sorted((mass for _, mass in top), reverse=True)
         yield from (1 - sum(ordered[:count]) for count in range(len(ordered)))
 

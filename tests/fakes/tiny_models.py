@@ -389,7 +389,7 @@ TEXTS = [
 ]
 
 
-def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+def byte_level_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
     """Tokenizer like those of GPT-2 and Llama 3: characters may be split over tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -401,7 +401,7 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXTS[:1], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=template)
 
 
 def letters_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:

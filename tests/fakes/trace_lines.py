@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -42,3 +43,7 @@ def tokens_of(events: Iterable[Event]) -> list[int]:
 
 def text_of(events: Iterable[Event]) -> str:
     return "".join(event.text for event in step_events(events))
+
+
+def jsonl(*lines: Any) -> str:
+    return "".join(f"{json.dumps(line)}\n" for line in lines)

@@ -51,15 +51,9 @@ class Browser:
 def browser() -> Iterator[Browser]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measurements, "PROMPTS_PER_KIND", 1)  # some variants are valid and start a preflight
-        yield from _opened()
-
-
-def _opened() -> Iterator[Browser]:
-    page, app = page_application(LIMITS)
-    with visitor_of(app, raise_server_exceptions=False) as client:
-        client.get(f"{API}/startup-events")
-        yield Browser(client, page)
-    page.worker.close()
+        with page_application(LIMITS) as (page, app), visitor_of(app, raise_server_exceptions=False) as client:
+            client.get(f"{API}/startup-events")
+            yield Browser(client, page)
 
 
 @pytest.fixture

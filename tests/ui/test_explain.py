@@ -12,6 +12,7 @@ from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, heade
 from specdemo.core.explain import explain, figure
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
+from specdemo.ui.step_views import decided_by
 from specdemo.ui.tabs.explain import cost_chart, position_chart, statistics_of
 
 TREE = step(1, pieces=["b", "X"], draft=("a", "b"), accepted=(1,), tested=2) | {"parents": [-1, -1]}
@@ -47,3 +48,10 @@ def test_charts_contain_acceptance_by_position_and_the_cost_model() -> None:
     assert values(cost_chart(reported), "speed-up")[1.0] == pytest.approx(reported.tokens_per_step, rel=1e-4)
     totals = statistics_of('{"num_draft_tokens": 3, "num_accepted_draft_tokens": 1}', None)
     assert position_chart(totals) == cost_chart(totals) == ""
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_step_player_does_not_change_decisions_of_lenient_rules(temperature: float) -> None:
+    """Its bounds have no threshold."""
+    assert decided_by({"rule": "lenient", "temperature": temperature}) == "none"
+    assert decided_by({"rule": "rejection", "temperature": 0.7}) == "draw"

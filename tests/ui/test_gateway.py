@@ -33,9 +33,8 @@ API = "/gradio_api"
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Any]:
-    page, app = page_application(replace(PUBLIC, max_trace=100_000, per_minute=4))
-    yield app
-    page.worker.close()
+    with page_application(replace(PUBLIC, max_trace=100_000, per_minute=4)) as (_, app):
+        yield app
 
 
 @pytest.fixture(scope="module")

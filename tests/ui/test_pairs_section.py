@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.added_pairs import add_pairs
 
 from specdemo.bench.pairs import PairBench, measure_pairs, pairs_table
 from specdemo.bench.published_tables import leviathan_tables
 from specdemo.core.errors import UserError
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.zoo import PAIRS
+from specdemo.models.zoo import PAIRS, Pair
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.method_names import with_method_names
 from specdemo.ui.service import Service
@@ -31,18 +29,21 @@ SETTINGS = {"pair": "bundled", "max_tokens": 8, "chat": True, "mode": "off"}
 
 
 @pytest.fixture(autouse=True)
-def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add_pairs(tmp_path, monkeypatch)
+def pairs(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs with a random target: complete, without drafter, absent, and not installed."""
+    monkeypatch.setitem(PAIRS, "both", Pair("both", target, target, 2))
+    monkeypatch.setitem(PAIRS, "alone", Pair("target without drafter", target, None, 2, method="nasd"))
+    monkeypatch.setitem(PAIRS, "absent", Pair("absent", f"{target}/absent", None, 2, method="nasd"))
+    monkeypatch.setitem(PAIRS, "uninstalled", Pair("not installed", "", None, 2, wheel="some-wheel"))
 
 
-def meant(*names: str, offered: tuple[str, ...] | None = None, **changes: Any) -> tuple[list[PairBench], Any]:
-    chosen = {**ASKED, **changes}
-    settings = {**SETTINGS, **{name: chosen.pop(name) for name in ("target", "external") if name in chosen}}
-    return selected_pairs(settings, "cpu", list(names), offered or tuple(PAIRS), chosen)
+def meant(*names: str, **changes: Any) -> tuple[list[PairBench], Any]:
+    return selected_pairs(SETTINGS, "cpu", list(names), tuple(PAIRS), {**ASKED, **changes})
 
 
 def test_pairs_are_measured_in_turn_and_others_are_skipped() -> None:
-    benches, prompts = meant("both", "absent", "uninstalled", "alone", "both")
+    methods = ["draft", "nasd", "eagle"]
+    benches, prompts = meant("both", "absent", "uninstalled", "alone", "both", methods=methods)
     assert [bench.name for bench in benches] == ["both", "absent", "uninstalled", "alone"]
     recipes = [recipe for bench in benches for recipe in bench.recipes]
     assert len(recipes) == 3 * 3 and len(prompts) == 2 and all(not recipe.chat for recipe in recipes)
@@ -56,6 +57,21 @@ def test_pairs_are_measured_in_turn_and_others_are_skipped() -> None:
     assert report.count("| both ") == report.count("| alone ") == 2
     (skipped,) = (line for line in report.splitlines() if "uninstalled" in line)
     assert skipped.startswith("- ") and "is not installed" in skipped and "pair absent" in report
+    assert report.count("method eagle needs a head") == 3
+    check_rows(pairs_table(benches))
+
+
+def check_rows(table: str) -> None:
+    head, _, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    rows = [dict(zip(head, line, strict=True)) for line in lines]
+    lanes = [(row["pair"], row["lane"]) for row in rows]
+    copy = "draft gamma=2 (quantised copy)"
+    assert lanes == [("both", "draft gamma=2"), ("both", "nasd gamma=2"), ("alone", copy), ("alone", "nasd gamma=2")]
+    for row in rows:
+        assert (row["drafter MB"] == "–") == row["lane"].startswith("nasd")
+        assert row["class"] == "code" and row["T"] == "0" and float(row["c"]) > 0
+        assert row["speed-up"] != "-" and float(row["tokens/pass"]) >= 1
+    assert float(rows[0]["alpha"]) == 1.0  # the drafter is the target
 
 
 def test_a_stopped_comparison_shows_the_measured_prompts() -> None:

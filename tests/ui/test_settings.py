@@ -158,9 +158,6 @@ def test_unknown_and_removed_names_in_a_link_are_reported() -> None:
     assert link_problems(query, USUAL) == [f"Unknown settings in the link ignored: gama, {'x' * 40}"]
     (problem,) = link_problems({"gamma": "5", "jitter_ms": "3"}, EVERY)
     assert problem.startswith("jitter_ms ignored: ") and "removed" in problem and "tc netem" in problem
-
-
-def test_a_removed_quantisation_in_a_link_is_reported() -> None:
     settings, (message,) = restored(EVERY | {"quantization": "fp4", "gamma": 5}, EVERY, "cpu")
     assert settings == EVERY | {"gamma": 5} and message.startswith("quantization ignored: ") and "nf4" in message
 

@@ -10,6 +10,7 @@ import pytest
 from fakes.arbitrary_traces import trace_lines
 from fakes.figures import figure_of
 from fakes.properties import changed, holds_for
+from fakes.trace_lines import jsonl
 from hypothesis import strategies as st
 
 from specdemo.core import trace
@@ -22,10 +23,6 @@ from specdemo.ui.tabs.theory import describe_run, figures_by_gamma, slider_value
 from specdemo.ui.theory_curves import THEORY_PLOTS, Coefficients, TheoryPoint, point_of
 
 pytestmark = pytest.mark.slow
-
-
-def text(lines: list[Any]) -> str:
-    return "".join(f"{json.dumps(line)}\n" for line in lines)
 
 
 def events(read: trace.Trace) -> list[Any]:
@@ -75,7 +72,7 @@ def display_link(lane: Lane) -> None:
 
 @holds_for(lines=trace_lines())
 def test_valid_traces_are_read_and_written_unchanged(lines: list[Any]) -> None:
-    first = trace.read(text(lines))
+    first = trace.read(jsonl(*lines))
     written = "".join(trace.write(event) for read in first for event in events(read))
     again = trace.read(written)
     assert [events(read) for read in again] == [events(read) for read in first]
@@ -84,17 +81,17 @@ def test_valid_traces_are_read_and_written_unchanged(lines: list[Any]) -> None:
 
 @holds_for(20, lines=trace_lines())
 def test_valid_traces_are_displayed(lines: list[Any]) -> None:
-    assert "refused" not in display(text(lines))
+    assert "refused" not in display(jsonl(*lines))
 
 
 @holds_for(lines=trace_lines().flatmap(changed))
 def test_changed_traces_are_refused_or_displayed(lines: Any) -> None:
-    display(text(json_only(lines) if isinstance(lines, list) else [json_only(lines)]))
+    display(jsonl(*(json_only(lines) if isinstance(lines, list) else [json_only(lines)])))
 
 
 @holds_for(20, lines=trace_lines(), cut=st.integers(0, 10_000), new=st.text(max_size=3), removed=st.integers(0, 3))
 def test_damaged_texts_are_refused_or_displayed(lines: list[Any], cut: int, new: str, removed: int) -> None:
-    valid = text(lines)
+    valid = jsonl(*lines)
     cut %= len(valid)
     display(valid[:cut] + new + valid[cut + removed :])
 

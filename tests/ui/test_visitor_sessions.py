@@ -22,13 +22,11 @@ ADDRESS = ("192.0.2.1", 1)
 
 @pytest.fixture(scope="module")
 def app() -> Iterator[Any]:
-    page, app = page_application(replace(PUBLIC, per_minute=None))
-    with visitor_of(app) as client:
+    with page_application(replace(PUBLIC, per_minute=None)) as (page, app), visitor_of(app) as client:
         client.get(f"{API}/startup-events")
         client.runs = page.health._service.runs
         client.forgetful = next(n for n, event in page.blocks.fns.items() if event.name == "forget" and event.queue)
         yield client
-    page.worker.close()
 
 
 def visitor(app: Any, address: str = "192.0.2.1", browser: bool = True) -> TestClient:
