@@ -45,34 +45,14 @@ def step_of(draft: Draft, verdict: Verdict, tokens: tuple[int, ...]) -> Step:
 
 
 def test_a_cut_verdict_keeps_accepted_tokens_and_the_tests_up_to_their_depth() -> None:
-    top = TopTokens(0.5, ((1, 0.5),))
     logprobs = tuple(TokenLogprob(-float(i)) for i in range(4))
-    verdict = Verdict(
-        (2, 5, 6),
-        4,
-        p=(0.1, 0.2, 0.3, None, 0.5, 0.6, 0.7),
-        draw=(0.9, 0.8, 0.1, None, 0.7, 0.2, 0.3),
-        beta=(0.4, 0.4, 0.4, None, 0.5, 0.5, 0.6),
-        choices=((1,),) * 8,
-        bound=(0.2, 0.3, 0.4, None, 0.5, 0.6, 0.7),
-        token_top=top,
-        logprobs=logprobs,
-    )
-    cut = verdict.cut(FOREST, 2)
-    assert cut == replace(
-        verdict,
-        accepted=(2, 5),
-        token=None,
-        draw=(0.9, 0.8, 0.1, None, 0.7, 0.2, None),
-        beta=(0.4, 0.4, 0.4, None, 0.5, 0.5, None),
-        bound=(0.2, 0.3, 0.4, None, 0.5, 0.6, None),
-        token_top=None,
-        logprobs=logprobs[:2],
-    )
+    tested = (0.9, 0.8, 0.1, None, 0.7, 0.2, 0.3)
+    tests = {"draw": tested, "beta": tested, "bound": tested}
+    verdict = Verdict((2, 5, 6), 4, token_top=TopTokens(0.5, ((1, 0.5),)), logprobs=logprobs, **tests)
+    kept = dict.fromkeys(tests, (*tested[:-1], None))
+    assert verdict.cut(FOREST, 2) == Verdict((2, 5), None, logprobs=logprobs[:2], **kept)
     step = step_of(FOREST, verdict, (5, 7, 9, 4))
-    assert step.cut(2) == step_of(FOREST, cut, (5, 7))
-    assert step.cut(4) is step and step.cut(5) is step
-    assert step.cut(3).verdict.token is None and step.cut(3).tokens == (5, 7, 9)
+    assert step.cut(4) is step and step.cut(3).verdict.token is None and step.cut(3).tokens == (5, 7, 9)
 
 
 def test_a_cut_step_of_a_beam_search_has_no_pending_tokens() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -39,10 +39,8 @@ class IllegalCapture(RuntimeError):
 class FakeStream:
     device: torch.device
     cuda_stream: int
-    waited: list[int] = field(default_factory=list)
 
-    def wait_stream(self, other: FakeStream) -> None:
-        self.waited.append(other.cuda_stream)
+    def wait_stream(self, other: FakeStream) -> None: ...
 
 
 class Recorded(TorchDispatchMode):
@@ -91,7 +89,6 @@ class FakeCuda:
         self.numbers, self.pools = count(), count(1)
         self.workspaces: dict[int, object] = {}
         self.captures: list[FakeStream] = []
-        self.graphs: weakref.WeakSet[FakeGraph] = weakref.WeakSet()
         self.replays = 0
         self.fail: Callable[[], None] = lambda: None
 
@@ -117,7 +114,6 @@ class FakeCuda:
         self.stack.append(stream)
         self.captures.append(stream)
         graph.begin(stream, pool)
-        self.graphs.add(graph)
         with graph.recorded:
             yield
         self.fail()  # like `capture_end`, which then leaves the stream set

@@ -45,7 +45,6 @@ from specdemo.models.engines.generic import opening
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.memory_plan import plan_spec
 from specdemo.models.model_pool import ModelPool
-from specdemo.models.spec import ModelSpec
 from specdemo.plan import plan_run
 from specdemo.preflight import preflight
 from specdemo.recipe import Recipe
@@ -308,20 +307,6 @@ def test_quantized_checkpoints_run_and_match_the_memory_plan(
     assert tokens_of(plain) == generated(loaded.model, head["prompt_tokens"], TOKENS)
     _, steps, end = lines(base)
     assert tokens_of(steps) == tokens_of(plain) and end["metrics"]["drafted"] > 0
-
-
-def test_quantized_t5_is_close_to_the_original(tmp_path: Path) -> None:
-    """Uses default initial weights: the models above are too sensitive to rounding."""
-    torch.manual_seed(2)
-    sizes = {"vocab_size": 300, "d_model": 64, "d_kv": 16, "d_ff": 64, "num_heads": 4, "num_layers": 2}
-    from_config(T5Config(**sizes, decoder_start_token_id=1, feed_forward_proj="gated-gelu")).save_pretrained(tmp_path)
-    reading_tokenizer().save_pretrained(tmp_path)
-    rows = {}
-    for quantization in ("none", "int8", "nf4"):
-        model = POOL.take(ModelSpec(str(tmp_path), quantization=quantization, device="cpu")).model
-        rows[quantization] = CachedModel(model, source=list(range(3, 40))).read(list(range(1, 20))).float()
-    off = {name: float((row - rows["none"]).norm() / rows["none"].norm()) for name, row in rows.items()}
-    assert 0 < off["int8"] < 0.05 < off["nf4"] < 0.5, off
 
 
 def test_another_model_drafts(models: dict[str, str]) -> None:

@@ -89,16 +89,6 @@ def test_rows_of_stored_matrices_are_those_of_their_floats(form: str) -> None:
         weights.output_rows(torch.tensor([301]))
 
 
-def test_a_cache_that_grows_overwrites_its_former_memory(tmp_path: Path, target: LoadedModel) -> None:
-    head = load(random_head(tmp_path, TARGET, IDS), target)
-    text = opened(head)
-    states = torch.randn(400, len(head.taps), TARGET.hidden_size)
-    text.start_rows([5] * 20, states[:20], 0)
-    former = text.cache.kv
-    text.start_rows([5] * 380, states[20:], 20)
-    assert text.cache.kv is not former and not former.any()
-
-
 def test_texts_that_draft_in_turn_are_independent(tmp_path: Path) -> None:
     """A head in C, compared with torch, whose texts draft one after the other."""
     target = target_of(NativeWeights(random_model(TARGET)))

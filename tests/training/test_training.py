@@ -1,4 +1,4 @@
-"""Training: shifts, training-time test, gradients, exact resumption, conversations of the target."""
+"""Training: shifts, training-time test, gradients, exact resumption, removal of evaluation prompts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fakes.heads import opened
-from fakes.tiny_models import LLAMA, TEMPLATE, byte_level_tokenizer, save_model
+from fakes.tiny_models import LLAMA
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdemo.models.heads import load_head
@@ -17,11 +17,10 @@ from specdemo.models.load import LoadedModel
 from specdemo.models.spec import HeadSpec, ModelSpec
 from training import objectives
 from training.fit import Schedule, fit
-from training.head import checkpoint, conversations, generate, objective
+from training.head import checkpoint, conversations, objective
 from training.head.conversations import Batch, Batches, Conversation
 from training.head.eagle3 import Eagle3
 from training.head.target import Target
-from training.head.texts import Slots
 
 pytestmark = pytest.mark.slow
 TAPS = (0, 1)
@@ -175,31 +174,6 @@ def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(target: Target,
     resumed = train(tmp_path / "b")
     for (name, first), second in zip(complete.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(first, second), name
-
-
-def test_generated_conversations_have_the_form_of_the_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "MOST_QUESTION", 6)
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    target = Target(str(save_model(tmp_path / "model", tokenizer, max_position_embeddings=512)))
-    torch.manual_seed(0)
-    parts = generate.Format.of(tokenizer)
-    asked = [tokenizer.encode(f"name {i} of them") for i in range(12)]
-    slots = Slots(target, parts.end, 4, 200, 12)
-    done = generate.converse(slots, generate.dialogues(asked, [tokenizer.encode("why")], parts, "0"), 12)
-    generate.save(tmp_path / "part.npz", done)
-    stored = conversations.read(tmp_path / "part.npz")
-    assert len({item.setting for item in stored}) > 1 and len({len(dialogue.spans) for dialogue in done}) == 2
-    own = 0
-    for item, dialogue in zip(stored, done, strict=True):
-        begin, end = dialogue.spans[0]
-        ids = item.tokens.tolist()
-        own += dialogue.prompt not in asked
-        assert ids == dialogue.tokens[: len(ids)]
-        assert ids[:begin] == parts.system + (dialogue.prompt or []) + parts.answer
-        assert item.answers.sum() == sum(end - begin for begin, end in dialogue.spans) > 0
-        assert conversations.loop_start(item.tokens[begin:end]) == end - begin <= 12
-    assert 0 < own < len(done)
 
 
 def test_losses_of_the_bundled_pair_are_least_for_equal_distributions_and_have_gradients() -> None:
