@@ -1,7 +1,8 @@
-"""Decoding loop: stop tokens, lengths, times, budgets, and measures of links in traces."""
+"""Decoding loop: stop tokens, lengths, counts, outcomes, and steps through JSON."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -21,11 +22,13 @@ from specdemo.core.origin import Origin
 from specdemo.core.policies import Fixed
 from specdemo.core.rules import rejection
 from specdemo.core.sampling import Noise, SamplingParams
-from specdemo.core.step import Draft, Step, Verdict
+from specdemo.core.step import Draft, Outcome, Step, Verdict
 from specdemo.core.step_record import step_of
 from specdemo.core.verifier import ModelVerifier
+from specdemo.drafters.model import ModelDrafter
 
 MODEL = TableModel(6, seed=3)
+SMALL = TableModel(6, seed=4)
 
 
 def target(sampling: SamplingParams = SamplingParams(), seed: int = 0) -> ModelVerifier:
@@ -88,6 +91,12 @@ def test_length_is_exact(length: int, gamma: int) -> None:
         steps = run([1, 2], target(seed=seed), GuessDrafter(6), Fixed(gamma), length)
         assert len(committed(steps)) == length
         assert all(len(step.draft) <= step.gamma <= gamma for step in steps)
+
+
+def test_step_zero_is_the_prefill() -> None:
+    steps = run([1, 2], target(), GuessDrafter(6), Fixed(3), 8)
+    assert len(steps[0].draft) == 0 and steps[0].kind == "plain" and len(steps[0].tokens) == 1
+    assert [step.i for step in steps] == list(range(len(steps)))
 
 
 def test_the_first_step_may_draft() -> None:
@@ -181,6 +190,29 @@ def test_limits_of_a_budget() -> None:
     assert not DraftBudget(3, policy).may_extend(2, "logits") and shown == [(2, "logits")]
 
 
+def test_kinds() -> None:
+    kinds = set()
+    for seed in range(10):
+        drafter = ModelDrafter(SMALL.score, SamplingParams(), Noise(seed, "draft"), 6)
+        for step in run([1, 2], target(seed=seed), drafter, Fixed(2), 12)[1:]:
+            kinds.add(step.kind)
+            if step.draft:
+                full = len(step.verdict.accepted) == len(step.draft)
+                assert step.kind == ("bonus" if full else "correction")
+    assert kinds == {"bonus", "correction", "plain"}
+
+
+@pytest.mark.parametrize("forest", [False, True])
+def test_steps_survive_json(forest: bool) -> None:
+    drafter = GuessDrafter(6, width=2) if forest else ModelDrafter(SMALL.score, SamplingParams(), Noise(0, "draft"), 6)
+    for step in run([1, 2], target(), drafter, Fixed(3), 20):
+        event = StepEvent(step, tuple(map(str, step.tokens)), tuple(map(str, step.draft.tokens)))
+        line = json.loads(trace.write(event))
+        assert step_of(line) == step
+        assert trace.from_json(line, Metrics()) == replace(event, metrics=Metrics.of([step]))
+        assert len(line["top"]) == len(line["p"]) == len(line["parents"]) == len(line["draft"])
+
+
 def test_metrics_of_a_run_without_drafts_avoid_division_by_zero() -> None:
     figures = Metrics().as_dict()
     assert figures["acceptance_rate"] is None and figures["tokens_per_second"] is None
@@ -218,6 +250,46 @@ def test_metrics_by_hand() -> None:
     assert figures["tokens_per_second"] == pytest.approx(5.0)
 
 
+def test_beta_is_the_overlap_of_the_distributions() -> None:
+    """Against sum min(p, q) computed apart; its mean estimates alpha."""
+    drafter = ModelDrafter(SMALL.score, SamplingParams(), Noise(0, "draft"), 6)
+    text = [1, 2]
+    seen = 0
+    for step in run(text, target(), drafter, Fixed(3), 30):
+        for node, beta in enumerate(step.verdict.beta):
+            path = [*text, *step.draft.tokens[:node]]
+            p, q = MODEL.logits(path).softmax(-1), SMALL.logits(path).softmax(-1)
+            if beta is not None:
+                assert beta == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-6)
+                seen += 1
+            assert step.verdict.p[node] == pytest.approx(float(p[step.draft.tokens[node]]), abs=1e-6)
+            assert step.verdict.choices[node][0] == int(p.argmax())
+        text += step.tokens
+    assert seen > 10
+
+
+@pytest.mark.parametrize(
+    ("source", "first"),
+    [
+        (Source.TARGET, "accepted"),
+        (Source.LATE, "accepted"),
+        (Source.GATE, "unverified"),
+        (Source.PROVISIONAL, "unverified"),
+        (Source.ALONE, "unverified"),
+    ],
+)
+def test_every_draft_token_has_an_outcome(source: Source, first: str) -> None:
+    draft = Draft.chain((1, 2, 3))
+    verdict = Verdict((0,), 7, (0.9, 0.1, 0.5), (0.1, 0.9, None), (0.9, 0.1, None), source=source)
+    step = Step(1, (1, 7), draft, verdict, 3, 0.1, 0.2, 0.1, t=1.0)
+    assert [step.outcome(node) for node in range(3)] == [first, "rejected", "ignored"]
+    assert step.outcome(None) is step.kind
+    assert step.kind is (Outcome.CORRECTION if first == "accepted" else Outcome.UNVERIFIED)
+    metrics = Metrics.of([step])
+    assert (metrics.accepted, metrics.unverified) == ((1, 0) if first == "accepted" else (0, len(step.tokens)))
+    assert metrics.drafted == 3 and metrics.tested == 2
+
+
 # Keys of `remote` in traces, presence of choices, source, `request_sent`: each kind of step that a run can write.
 MEASURED = {"cloud_s": 0.5, "rtt_s": 0.25, "sent": 2.0, "rows": 1.0}
 TRAFFIC = {"bytes_up": 300.0, "bytes_down": 200.0, "up_s": 0.125, "down_s": 0.0}
@@ -251,3 +323,8 @@ def test_link_measures_have_the_same_keys_in_traces(
     metrics = Metrics.of([Step(0, (9,), Draft(), Verdict((), 9), 0, 0.0, 0.5, 0.0, t=0.6), step])
     assert metrics.remote == remote and metrics.target_passes == request_sent
     assert (metrics.accepted, metrics.unverified) == ((1, 0) if source in (Source.TARGET, Source.LATE) else (0, 1))
+
+
+def test_a_local_step_has_no_link_measures() -> None:
+    step = Step(0, (9,), Draft(), Verdict((), 9), 0, 0.0, 0.5, 0.0, t=0.6)
+    assert "remote" not in trace.to_json(StepEvent(step, ("a",))) and not Metrics.of([step]).remote

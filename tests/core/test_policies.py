@@ -86,6 +86,23 @@ def test_the_share_of_a_tree_is_that_of_its_longest_path() -> None:
     assert (dynamic.gamma, heuristic.gamma, adaedl.accepted) == (4, 5, 0.625)
 
 
+@pytest.mark.parametrize(
+    ("five", "cost"), [(1.0, 0.1), (1.55, 0.1), (1.57, 0.15), (1.87, 0.15), (1.89, 0.3), (3.0, 0.3)]
+)
+def test_a_row_has_one_of_three_costs(five: float, cost: float) -> None:
+    policy = by_path(five)  # a further row costs (five - 1) / 4 passes
+    assert (policy.row_cost, policy.threshold) == (cost, cost)
+
+
+@pytest.mark.parametrize(("overlap", "mass"), [(0.75, 0.75), (None, 0.0)])
+def test_sampled_acceptance_is_estimated_by_the_overlap(overlap: float | None, mass: float) -> None:
+    policy = Auto(4)
+    verdict = Verdict((0,), 1, draw=(0.1, 0.9, None), beta=(overlap, 0.25, None))
+    policy.observe(replace(step(3, 1), verdict=verdict))
+    mean = (mass + 0.25 + 12 * 0.7) / (2 + 12)  # two tests, and a prior of 0.7 with the weight of 12
+    assert policy.notes["auto_a1"] == pytest.approx((mass + 12 * mean) / (1 + 12))
+
+
 def test_drafts_that_lose_pause_and_are_tried_again() -> None:
     policy, pauses = by_path(2.0), []
     for _ in range(3):
@@ -151,11 +168,63 @@ def test_one_slow_step_does_not_change_auto() -> None:
     assert disturbed.gamma == quiet.gamma and disturbed.notes == pytest.approx(quiet.notes)
 
 
+def test_the_prefill_of_the_drafter_is_not_a_draft_cost() -> None:
+    policy = Auto(8, CostModel(token=0.2))
+    policy.observe(step(3, 2, draft_s=40.0))
+    assert policy.notes["auto_c"] == 0.2
+    policy.observe(step(3, 2, draft_s=0.39))
+    assert policy.notes["auto_c"] == pytest.approx(0.13)
+    policy.observe(step(0, 0))
+    for seconds in (9.0, 0.6):  # the first also reads the token of the AR step; older durations are dropped
+        policy.observe(step(3, 2, draft_s=seconds))
+    assert policy.notes["auto_c"] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("second", [0.001, 1.0, 1000.0])
+@pytest.mark.parametrize(("accepted", "expected"), [(0, 0), (1, 1)])
+def test_auto_does_not_depend_on_the_unit_of_time(second: float, accepted: int, expected: int) -> None:
+    """A draft token costs half a pass."""
+    policy, lengths = Auto(1, start=1), []
+    for _ in range(50):
+        drafted = policy.gamma
+        policy.observe(step(drafted, accepted * drafted, draft_s=0.5 * drafted * second, verify_s=second))
+        lengths.append(policy.gamma)
+    assert set(lengths[-10:]) == {expected}
+
+
+@pytest.mark.parametrize(
+    ("costs", "passes", "first_row_s"),
+    [
+        ({1: 1.0, 3: 2.0}, [(1, 3.0), (1, 3.0)], 2.0),  # 1.5 in the model
+        ({1: 1.0, 5: 3.0}, [(1, 2.5), (3, 3.5), (1, 2.5), (3, 3.5)], 2.0),  # a line through both
+        ({1: 1.0, 3: 2.0}, [(1, 3.0), (2, 1.0), (1, 3.0), (2, 1.0)], 2.0),  # more rows are never cheaper: the mean
+    ],
+)
+def test_measured_passes_scale_the_cost_model(
+    costs: dict[int, float], passes: list[tuple[int, float]], first_row_s: float
+) -> None:
+    policy = Auto(4, CostModel(costs))
+    for drafted, seconds in passes:
+        policy.observe(step(drafted, drafted, draft_s=0.25 * drafted, verify_s=seconds))
+    assert policy.notes["auto_c"] == pytest.approx(0.25 / first_row_s)
+
+
 def test_auto_uses_the_cost_model() -> None:
     """If cost grows in proportion to the rows, no draft is faster; drafts end before a jump in cost."""
     assert settled(Auto(8, CostModel({1: 1.0, 8: 8.0}))) == 0
     flat, step_up = Auto(8), Auto(8, CostModel({1: 1.0, 2: 1.0, 3: 3.0}))
     assert settled(flat) == 2 and settled(step_up) == 1
+
+
+def test_auto_retries_at_increasing_intervals() -> None:
+    """A retry drafts a token in two steps, since the first also reads the text of the AR steps."""
+    policy, lengths = Auto(8, CostModel(token=5.0)), []
+    for _ in range(1500):
+        lengths.append(policy.gamma)
+        policy.observe(step(lengths[-1], 0, draft_s=5.0 * lengths[-1]))
+    retry = [1, 1]
+    expected = [*[0] * 64, *retry, *[0] * 128, *retry, *([*[0] * 256, *retry] * 6)]
+    assert lengths == expected[:1500]
 
 
 def test_auto_uses_beta_for_chains_and_counts_for_trees() -> None:
@@ -233,6 +302,21 @@ def test_fixed_drafts_have_no_bounds() -> None:
 
 
 # --- values computed by hand ---
+
+
+def test_costs_of_rows_and_passes() -> None:
+    assert CostModel().row == 0.0 and CostModel({1: 1.0, 2: 1.5}).row == 0.5
+    assert CostModel({1: 1.0, 2: 1.1, 5: 1.8}).row == pytest.approx(0.2)
+    cheap = CostModel({1: 0.5, 3: 2.0})  # a pass costs at least that of one row
+    assert [cheap.verify(rows) for rows in (1, 2, 3, 5)] == [1.0, 1.5, 2.0, 3.0]
+    unordered = CostModel({8: 4.0, 1: 1.0, 4: 2.0})
+    assert [unordered.verify(rows) for rows in (1, 2.5, 4, 6, 8)] == [1.0, 1.5, 2.0, 3.0, 4.0]
+
+
+def test_auto_requires_a_gain_and_keeps_the_minimum() -> None:
+    """At the prior acceptance of 0.7 a token of cost c gains 1.7 / (1 + c), which must exceed 1.06."""
+    assert [Auto(1, CostModel(token=token)).gamma for token in (0.6, 0.61)] == [1, 0]
+    assert Auto(8, CostModel({1: 1.0, 2: 1.0, 3: 3.0}), min_gamma=2).gamma == 2
 
 
 @pytest.mark.parametrize(

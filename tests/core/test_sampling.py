@@ -30,6 +30,7 @@ from specdemo.core import sampling as sampling_module
 from specdemo.core.banned_text import BannedText
 from specdemo.core.distributions import DenseProbs, PointMass, SparseProbs, residual
 from specdemo.core.errors import UserError
+from specdemo.core.origin import Origin
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import ChainSampler, Noise, SamplingParams, SharedNoise, top_tokens
 from specdemo.core.step import Draft
@@ -314,6 +315,22 @@ def test_a_chain_records_the_distributions_that_its_tokens_were_sampled_from(eng
             assert tokens[node] == noise.sample(draft.probs.row(node))
 
 
+def test_a_chain_of_an_own_vocabulary_records_the_origin_of_its_tokens() -> None:
+    sampler = ChainSampler(SamplingParams(), Noise(0, "draft"), START, CHAIN_VOCAB)
+    sampler.ids = torch.arange(CHAIN_VOCAB)
+    tokens = [int(sampler(row[None], i)) for i, row in enumerate(rows_of(0, 2))]
+    origin = (Origin("head"), Origin("head"))
+    sampler.record([0.0, 0.0], [0.5, 0.5], rows_of(0, 2).softmax(-1))
+    assert sampler.chain(tokens, origin).origin == origin
+
+
+def test_shared_noise_of_a_chain_is_keyed_by_position(engine: str) -> None:
+    logits, noise = rows_of(0, 4), SharedNoise(3)
+    sampler = ChainSampler(SamplingParams(), SharedNoise(3), START, CHAIN_VOCAB)
+    tokens = [int(sampler(row[None], i)) for i, row in enumerate(logits)]
+    assert tokens == [noise.sample(row.softmax(-1), START + i) for i, row in enumerate(logits)]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_broken_logits_of_a_chain_are_refused_at_its_end(engine: str, broken: float, temperature: float) -> None:
@@ -334,6 +351,24 @@ def test_top_tokens_of_many(engine: str, vocab: int) -> None:
         best = sorted(range(vocab), key=lambda token: -row[token])[:4]
         assert top.top == tuple((token, row[token]) for token in best if row[token] > 0)
         assert top.entropy == pytest.approx(-sum(p * math.log(p) for p in row if p), abs=1e-5)
+
+
+PARAMETERS = [
+    SamplingParams(0.7),
+    SamplingParams(1.5, top_k=3),
+    SamplingParams(1.0, top_k=CHAIN_VOCAB),
+    SamplingParams(1.0, top_k=1),
+    SamplingParams(1.0, top_p=0.6),
+    SamplingParams(0.8, top_k=5, top_p=0.9),
+    SamplingParams(0.0),
+]
+
+
+@pytest.mark.parametrize("sampling", PARAMETERS)
+def test_distributions_of_both_engines_equal_the_reference(engine: str, sampling: SamplingParams) -> None:
+    logits = rows_of(4, 6)
+    for row, probs in zip(logits.tolist(), sampling(logits, [()] * 6).tolist(), strict=True):
+        assert probs == pytest.approx(reference_probs(row, sampling, ()), abs=1e-6)
 
 
 def test_a_nucleus_whose_mass_equals_top_p_is_complete(engine: str) -> None:

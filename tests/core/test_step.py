@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 
 from specdemo.core.explain import reason_of
 from specdemo.core.link_stats import Source
-from specdemo.core.step import Draft, Outcome, Step, TokenLogprob, TopTokens, Verdict
+from specdemo.core.step import Draft, Outcome, Step, TokenLogprob, TopTokens, Verdict, common_prefix
 
 FOREST = Draft((5, 6, 5, 7, 8, 7, 9), (-1, -1, -1, 0, 2, 2, 5))
 
@@ -40,19 +41,47 @@ def test_follow_returns_the_longest_path_that_begins_the_text() -> None:
     assert partial > 20
 
 
+@pytest.mark.parametrize("kind", [tuple, list, str])
+def test_common_prefix_is_that_of_a_scan(kind: type) -> None:
+    rng = random.Random(1)
+    for _ in range(300):
+        pair = ["".join(rng.choice("ab") for _ in range(rng.randrange(7))) for _ in range(2)]
+        assert common_prefix(*map(kind, pair)) == len(os.path.commonprefix(pair))
+
+
 def step_of(draft: Draft, verdict: Verdict, tokens: tuple[int, ...]) -> Step:
     return Step(1, tokens, draft, verdict, 4, 0.5, 0.25, 0.125, t=1.0)
 
 
 def test_a_cut_verdict_keeps_accepted_tokens_and_the_tests_up_to_their_depth() -> None:
+    top = TopTokens(0.5, ((1, 0.5),))
     logprobs = tuple(TokenLogprob(-float(i)) for i in range(4))
-    tested = (0.9, 0.8, 0.1, None, 0.7, 0.2, 0.3)
-    tests = {"draw": tested, "beta": tested, "bound": tested}
-    verdict = Verdict((2, 5, 6), 4, token_top=TopTokens(0.5, ((1, 0.5),)), logprobs=logprobs, **tests)
-    kept = dict.fromkeys(tests, (*tested[:-1], None))
-    assert verdict.cut(FOREST, 2) == Verdict((2, 5), None, logprobs=logprobs[:2], **kept)
+    verdict = Verdict(
+        (2, 5, 6),
+        4,
+        p=(0.1, 0.2, 0.3, None, 0.5, 0.6, 0.7),
+        draw=(0.9, 0.8, 0.1, None, 0.7, 0.2, 0.3),
+        beta=(0.4, 0.4, 0.4, None, 0.5, 0.5, 0.6),
+        choices=((1,),) * 8,
+        bound=(0.2, 0.3, 0.4, None, 0.5, 0.6, 0.7),
+        token_top=top,
+        logprobs=logprobs,
+    )
+    cut = verdict.cut(FOREST, 2)
+    assert cut == replace(
+        verdict,
+        accepted=(2, 5),
+        token=None,
+        draw=(0.9, 0.8, 0.1, None, 0.7, 0.2, None),
+        beta=(0.4, 0.4, 0.4, None, 0.5, 0.5, None),
+        bound=(0.2, 0.3, 0.4, None, 0.5, 0.6, None),
+        token_top=None,
+        logprobs=logprobs[:2],
+    )
     step = step_of(FOREST, verdict, (5, 7, 9, 4))
-    assert step.cut(4) is step and step.cut(3).verdict.token is None and step.cut(3).tokens == (5, 7, 9)
+    assert step.cut(2) == step_of(FOREST, cut, (5, 7))
+    assert step.cut(4) is step and step.cut(5) is step
+    assert step.cut(3).verdict.token is None and step.cut(3).tokens == (5, 7, 9)
 
 
 def test_a_cut_step_of_a_beam_search_has_no_pending_tokens() -> None:

@@ -13,9 +13,12 @@ from transformers import LogitsProcessorList, PreTrainedModel, TopKLogitsWarper
 
 from specdemo.core.decode import EmptyDrafter
 from specdemo.core.errors import UserError
+from specdemo.core.events import StepEvent
 from specdemo.core.policies import Fixed
 from specdemo.core.sampling import SamplingParams
 from specdemo.core.step import Step
+from specdemo.core.step_record import step_of
+from specdemo.core.trace import to_json
 from specdemo.core.verifier import BeamSearch
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.kv_cache import CachedModel
@@ -85,6 +88,24 @@ def test_results_equal_those_of_transformers(kind: str, settings: str) -> None:
     assert waited
     if kind == "llama" and settings != "long":  # the others seldom end a text
         assert stopped and early
+
+
+def test_committed_tokens_are_final() -> None:
+    """The best beam may change, but the committed text only grows."""
+    model = tiny_model("llama")
+    changed = 0
+    for seed in range(10):
+        whole: list[int] = []
+        before: tuple[int, ...] = ()
+        steps = searched(model, [seed, 5], 16, {"num_beams": 4})
+        for step in steps:
+            shown = (*whole, *step.tokens, *step.verdict.pending)
+            changed += shown[: len(before)] != before
+            whole += step.tokens
+            before = shown
+            assert step.searched and step.kind == "plain" and not len(step.draft)
+            assert step_of(to_json(StepEvent(step, tuple(map(str, step.tokens))))) == step
+    assert changed
 
 
 def test_beams_are_rejected_for_sliding_windows() -> None:
