@@ -9,8 +9,6 @@ Files and tests choose their marks; a file marks all of its tests with `pytestma
 Also, measurements of models and costs are shortened, and the processes share one compiled engine.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import re

@@ -5,8 +5,6 @@ engine for 64-bit ARM is cross-compiled and run in an emulator. With `--page POR
 `make run` until the page answers, then interrupts it.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

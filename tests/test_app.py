@@ -1,7 +1,5 @@
 """Options of app.py: port selection and defaults. No page is launched."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Documents: links and anchors resolve, a study writes every measured table, the documents stay short."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Extensions in one place each: a drafter, a rule, a policy and an option appear in every interface."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any

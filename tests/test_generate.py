@@ -1,7 +1,5 @@
 """Generation: events, resources reused between runs, and resources released."""
 
-from __future__ import annotations
-
 import gc
 import pickle
 from collections.abc import Iterable, Sequence

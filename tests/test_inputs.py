@@ -1,7 +1,5 @@
 """Prompts as token ids, and runs without KV cache."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rules on language and structure: prose rates, docstrings, vocabulary, public names, assignments."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re

@@ -1,7 +1,5 @@
 """Import layers, checked in the source without importing it."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator, Mapping

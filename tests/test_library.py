@@ -1,7 +1,5 @@
 """Python API: exported names, light imports, and the examples in docstrings and docs/library.md."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import re

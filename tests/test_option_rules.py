@@ -1,7 +1,5 @@
 """Every option changes the trace of every method and policy that lists it; others are refused in the terminal."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

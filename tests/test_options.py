@@ -1,7 +1,5 @@
 """Options schema: every option is in terminal, page, link and API; invalid values give one error sentence."""
 
-from __future__ import annotations
-
 import html
 import json
 import math

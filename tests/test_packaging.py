@@ -1,7 +1,5 @@
 """Packaging: requirements match imports, version numbers agree, the Dockerfile is consistent."""
 
-from __future__ import annotations
-
 import ast
 import io
 import json

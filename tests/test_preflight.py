@@ -1,7 +1,5 @@
 """Preflight: estimates against known results, and advice against drafting where it does not pay."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Iterator

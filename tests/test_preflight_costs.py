@@ -1,7 +1,5 @@
 """Cost measurement on a fake machine with known costs."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace

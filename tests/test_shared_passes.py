@@ -1,7 +1,5 @@
 """Passes that several jobs share: groups, errors, stops, shares of the device, number of active jobs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The list of the sources: complete, every reference resolves, and every command runs."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Ends of a text: stop texts and stop tokens, the same for every method and at every position of a draft."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Worker and background tasks: order, fairness, cancellation, errors, completeness."""
 
-from __future__ import annotations
-
 import contextvars
 import threading
 import weakref

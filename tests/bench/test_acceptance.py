@@ -1,7 +1,5 @@
 """Acceptance by draft position, text length and confidence, counted from steps."""
 
-from __future__ import annotations
-
 from specdemo.bench.acceptance import Acceptance, AcceptanceCount
 from specdemo.core.link_stats import Source
 from specdemo.core.metrics import Metrics

@@ -1,7 +1,5 @@
 """Benchmark: paired runs, medians checked by hand, losing cases included."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Calibration of gates: a fifth of the measured tokens is hard, and the flags and controls carry the thresholds."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from typing import Any

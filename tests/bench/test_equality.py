@@ -1,7 +1,5 @@
 """Comparison of texts with AR decoding: detects both equality and differences."""
 
-from __future__ import annotations
-
 import pytest
 from fakes.tiny_models import byte_level_tokenizer, save_model
 

@@ -1,7 +1,5 @@
 """Questions in the format of Spec-Bench: reading, conversations, and figures per category."""
 
-from __future__ import annotations
-
 import json
 from importlib import import_module
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every study starts, tables are replaced in documents, and figures of the load and GPU tests."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import runpy

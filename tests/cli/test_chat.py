@@ -1,7 +1,5 @@
 """The interactive terminal: answers, commands, errors and the ends of a session."""
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Callable, Iterator

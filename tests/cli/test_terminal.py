@@ -1,7 +1,5 @@
 """Terminal commands: output, exit codes, files, and one clear sentence for each kind of invalid input."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Fields of clients: neutral values change no option, others are refused by name, answers are accepted as they came."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from pathlib import Path

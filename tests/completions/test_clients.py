@@ -1,7 +1,5 @@
 """Clients of the endpoint: streams that wait, other client libraries, prefixes of answers, arbitrary bodies."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

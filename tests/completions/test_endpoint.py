@@ -1,7 +1,5 @@
 """The endpoint with the client of OpenAI: chats, streams, seeds, stop texts, log-probabilities, predictions, errors."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

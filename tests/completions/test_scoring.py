@@ -1,7 +1,5 @@
 """Log-probabilities of prompts, as evaluation harnesses request them, and of answers that stop texts cut."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from itertools import accumulate

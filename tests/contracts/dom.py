@@ -1,7 +1,5 @@
 """Page in a browser: ids, classes and data attributes after recorded traces were shown and a step was opened."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -4,8 +4,6 @@ The only file of these tests that imports specdemo; change it here when a module
 golden files again: `python tests/contracts/interfaces.py --write`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Write a tiny target and drafter to disk: random weights from numpy (stable across versions)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Collect every external name of the program as nested dictionaries and lists of names."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

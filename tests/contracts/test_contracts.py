@@ -5,8 +5,6 @@ value by value, and recorded traces can still be imported. One file, because its
 After an intended addition: `python tests/contracts/interfaces.py --write`.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Recorded runs, and the fields that are made constant in their traces before writing or comparing."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

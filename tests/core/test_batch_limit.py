@@ -1,7 +1,5 @@
 """Drafts of texts that share passes: lengths from the cost of the batch, computed by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from specdemo.core.batch_limit import BatchLimit

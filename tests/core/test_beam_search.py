@@ -1,7 +1,5 @@
 """Beam search of table models: a beam for every text finds the best of all texts; narrow beams equal a plain search."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Block verification (2403.10444): distribution and expected acceptance by enumeration, in double precision."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

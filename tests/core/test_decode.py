@@ -1,7 +1,5 @@
 """Decoding loop: stop tokens, lengths, counts, outcomes, and steps through JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Dense, sparse and one-hot distributions against sums over the vocabulary, with the compiled engine and without it."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

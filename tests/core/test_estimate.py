@@ -1,7 +1,5 @@
 """The estimate of draft lengths: against enumeration, closed forms and simulated runs."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

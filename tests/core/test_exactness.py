@@ -4,8 +4,6 @@ Errors of exact rules are rounding errors; lossy rules are detected. Joint distr
 vocabularies of three or four.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Reasons of outcomes from hand-written verdicts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Figures of runs with steps of every kind, counted by hand, and intervals of resampled runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Records of a verification: most probable tokens, log-probabilities and ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Draft-length policies: rules computed by hand, bounds, and the optimum of `Auto`."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Custom logits processors: exact if they depend on position and text only, the same for target and drafter."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Figures that every acceptance rule records, the position of its sample, and the choice of rules by name."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

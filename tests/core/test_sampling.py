@@ -1,7 +1,5 @@
 """Logits processing against transformers' processors, samples against their distribution, and drafted chains."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """Simulated texts under each rule, and estimates of other draft lengths."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

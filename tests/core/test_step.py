@@ -1,7 +1,5 @@
 """Paths in forests, and steps that end early."""
 
-from __future__ import annotations
-
 import os.path
 import random
 from collections.abc import Iterator

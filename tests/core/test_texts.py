@@ -1,7 +1,5 @@
 """Texts of figures, texts without control characters, and stop texts."""
 
-from __future__ import annotations
-
 import random
 
 from specdemo.core.errors import plain_text

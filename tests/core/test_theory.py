@@ -1,7 +1,5 @@
 """Closed forms against the tables of the papers and against enumeration of the outcomes."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """Trace lines: every field of an event in both directions, defaults of older lines, limits and error messages."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

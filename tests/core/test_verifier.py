@@ -1,7 +1,5 @@
 """Beam search: the same text as transformers, computed from forests of a single text instead of a batch."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 from typing import Any

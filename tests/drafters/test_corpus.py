@@ -1,7 +1,5 @@
 """Drafts from the counts of a corpus."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """DFlash and DSpark heads: rows by content, branches of drafts, and published layouts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

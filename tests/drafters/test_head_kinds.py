@@ -1,7 +1,5 @@
 """Heads of all kinds on small models: exact by enumeration as chain and tree, runs, refusals."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path

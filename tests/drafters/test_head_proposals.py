@@ -4,8 +4,6 @@ Wrong states, positions or cached rows are invisible to exactness and to greedy 
 exact for any q.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

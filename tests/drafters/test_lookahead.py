@@ -1,7 +1,5 @@
 """Lookahead decoding: shape of the comb, collected n-grams, and unchanged text."""
 
-from __future__ import annotations
-
 import pytest
 from fakes.tiny_models import up_to
 

@@ -1,7 +1,5 @@
 """NASD's store and drafter."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

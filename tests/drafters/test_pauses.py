@@ -1,7 +1,5 @@
 """Pauses of policy `path` after losses: models and heads compute nothing, copied text is drafted."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Drafts of models and heads with scripted random tokens: distributions, positions, budgets and sparse vocabularies."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

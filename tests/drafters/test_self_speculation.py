@@ -1,7 +1,5 @@
 """Self-speculation: the same weights through fewer layers, and the same text in the end."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path

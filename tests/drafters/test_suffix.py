@@ -1,7 +1,5 @@
 """Suffixes, lookups and the two together."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Drafters of another vocabulary: re-encoding in both directions, and exact output."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

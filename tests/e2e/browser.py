@@ -3,8 +3,6 @@
 As a script it downloads playwright's browser if there is none. The script never fails; tests that need a browser do.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Pages on free ports, and an engine that runs until the test ends it."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A prompt equal to the name of a script below is decoded by that script, other pr
 conditions, at most `PATIENCE` seconds.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile

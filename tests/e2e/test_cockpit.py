@@ -1,7 +1,5 @@
 """Inspect, replay, export and import runs; stored settings."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

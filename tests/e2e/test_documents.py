@@ -1,7 +1,5 @@
 """Documents of the program, opened from the page."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

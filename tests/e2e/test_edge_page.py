@@ -1,7 +1,5 @@
 """Edge and cloud page in a real browser: a cloud service, an emulated link, faults, refusals."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Requests of the page that fail: the run continues, and the cause is shown."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Figures, bars and statements about steps on the page, compared with the lines of the traces they describe."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Pace of the display, the recorded example at the first visit, and the example prompts."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

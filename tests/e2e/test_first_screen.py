@@ -1,7 +1,5 @@
 """First screen: visible without scrolling or layout shifts, with few boxes, sizes, controls and words."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

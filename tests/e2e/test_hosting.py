@@ -1,7 +1,5 @@
 """Hosting: sessions and health of the page, the page as an app, the desktop window."""
 
-from __future__ import annotations
-
 import ast
 import io
 import os

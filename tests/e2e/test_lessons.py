@@ -1,7 +1,5 @@
 """The page of the lessons: questions, players and figures of recorded runs."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

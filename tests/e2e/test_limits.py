@@ -3,8 +3,6 @@
 The client sets its address in the header of a proxy; the server trusts that header from localhost.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections.abc import Iterator

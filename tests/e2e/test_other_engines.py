@@ -1,7 +1,5 @@
 """Other engines in a real browser: logs that are pasted, opened or dropped, and a server as a lane."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

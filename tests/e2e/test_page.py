@@ -1,7 +1,5 @@
 """Runs on the page: the display equals the trace, Stop stops, tabs share, text is escaped, errors are shown."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

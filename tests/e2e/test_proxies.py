@@ -1,7 +1,5 @@
 """The page below a path of a proxy, and in frames of other sites."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Termination by signals: exit code, trace, connections. The parent process ignores SIGINT, like background jobs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

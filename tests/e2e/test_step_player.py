@@ -1,7 +1,5 @@
 """Saved web page, step player and time axis, opened from a file without a server."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

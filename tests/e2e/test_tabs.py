@@ -1,7 +1,5 @@
 """Bench and Memory tabs in a real browser, with the bundled pair on a few prompts."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

@@ -1,7 +1,5 @@
 """Theory tab in a real browser, compared with the trace and the closed forms."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from xml.etree import ElementTree
 

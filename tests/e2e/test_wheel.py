@@ -1,7 +1,5 @@
 """Wheel: built offline from the checkout, complete, and usable from any directory."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

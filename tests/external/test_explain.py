@@ -1,7 +1,5 @@
 """`explain` on lines of public threads, whose addresses are the first lines of the files."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

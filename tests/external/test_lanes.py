@@ -1,7 +1,5 @@
 """Servers of other engines as lanes: run, bench, page, limits and keys."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

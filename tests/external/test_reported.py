@@ -1,7 +1,5 @@
 """Steps of other engines: pure functions of recorded events. `recorded/` are responses of real servers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hypothesis strategies for messages between edge and cloud, as values of JSON; many requests are valid."""
 
-from __future__ import annotations
-
 import base64
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hypothesis strategies for lines of valid traces: chains, forests, links, searches and other engines."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Benchmark records written by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -3,8 +3,6 @@
 As a script it compiles the engine; the process that distributes the tests starts it before the workers import modules.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

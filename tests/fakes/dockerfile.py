@@ -1,7 +1,5 @@
 """Instructions of the Dockerfile."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """HTTP server that answers like llama.cpp's, with recorded or made events."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator, Sequence

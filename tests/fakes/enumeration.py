@@ -1,7 +1,5 @@
 """Exact output distributions by exploring every random draw, and the oracle they are compared with."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Figures of charts, as the browser reads them."""
 
-from __future__ import annotations
-
 import json
 from html.parser import HTMLParser
 from typing import Any

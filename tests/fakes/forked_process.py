@@ -1,7 +1,5 @@
 """Processes forked from a process with loaded modules: importing torch and the page takes five seconds."""
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing
 import os

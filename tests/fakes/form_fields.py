@@ -1,7 +1,5 @@
 """Fields of the page's form of settings."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from typing import Any

@@ -1,7 +1,5 @@
 """GGUF files of tiny models, written like the converter of llama.cpp."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

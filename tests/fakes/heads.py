@@ -1,7 +1,5 @@
 """Random heads for small targets, written as published checkpoints are."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

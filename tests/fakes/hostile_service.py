@@ -1,7 +1,5 @@
 """HTTP service that describes the bundled target and answers requests with arbitrary messages."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

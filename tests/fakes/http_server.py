@@ -1,7 +1,5 @@
 """HTTP server in a thread, for services that tests invent."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

@@ -5,8 +5,6 @@ a redirect to another path, like the real hub with its CDN), ranges, ETags, X- h
 under the root: `root/tiny/target` is `tiny/target`, and its commit is a hash of its files.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

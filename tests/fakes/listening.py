@@ -1,7 +1,5 @@
 """HTTP services in threads."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ It ends after `ROUNDS`, with `FUZZ_SECONDS` after that time.
 Arrays have exactly the size that the C sources require, so that sanitizers report every access outside of them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Small random models of the native engine: all families, number formats, quantised and stored forms."""
 
-from __future__ import annotations
-
 import random
 from copy import deepcopy
 from functools import cache

@@ -1,7 +1,5 @@
 """Random models and passes of the native engine, built from numpy arrays without torch."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Passes of an engine over a cache of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

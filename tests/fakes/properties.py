@@ -1,7 +1,5 @@
 """Property-based tests: a few fixed examples in `make test`, or, with `FUZZ_SECONDS`, those of successive seeds."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Reverse proxy that serves a page below a path."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

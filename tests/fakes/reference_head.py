@@ -3,8 +3,6 @@
 Written from the published descriptions, row by row, without the head engines.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Refusals: a printable sentence with cause and remedy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from specdemo.core.errors import UserError

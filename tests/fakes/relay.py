@@ -1,7 +1,5 @@
 """TCP relay between a client and a service, with faults: cut, dropped, delayed, repeated, damaged and withheld data."""
 
-from __future__ import annotations
-
 import random
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Edge and cloud in the same process, with the real codecs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """The service in a thread, with the completions of a pair."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The page as an application, without a server."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The service of the bundled pair in a process of its own, which faults stop, continue, kill and replace."""
 
-from __future__ import annotations
-
 import signal
 from urllib.parse import urlsplit
 

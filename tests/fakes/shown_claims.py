@@ -1,7 +1,5 @@
 """Figures that each part of the page may show of a run, and the script that reads the displayed texts."""
 
-from __future__ import annotations
-
 import math
 import re
 import statistics

@@ -1,7 +1,5 @@
 """Model with long passes."""
 
-from __future__ import annotations
-
 import signal
 from typing import Any
 

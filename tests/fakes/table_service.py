@@ -1,7 +1,5 @@
 """Service of the table model over HTTP, in a thread."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Fake models: table models, exhaustive sampling, drafters with unusual shapes, tiny real models."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

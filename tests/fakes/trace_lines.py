@@ -1,7 +1,5 @@
 """Events as lines of a trace and back, for tests that compare values of JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Hand-written trace lines: a chain run with a rejection, an accepted draft and a cut step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from specdemo.core import trace

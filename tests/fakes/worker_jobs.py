@@ -1,7 +1,5 @@
 """Jobs of a worker that start together, and waiting for their ends."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ The forking fake pickles arguments and items, reports errors of the child by cla
 after each item, and raises if the process died (source of `spaces` 0.51).
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import pickle
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Faults of network, service, process and disk: the text of an undisturbed run, or a sentence."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """Accelerators, on machines without them: device and dtype, messages, operators of MPS, models on several devices."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path

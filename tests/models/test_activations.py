@@ -1,7 +1,5 @@
 """Activations of 8 bits for GGUF files: integers equal to a reference, the option, and its place in the identity."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

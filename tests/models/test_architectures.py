@@ -1,7 +1,5 @@
 """Architectures: greedy text and logits equal those of transformers without a cache, or are refused with the reason."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from functools import cache

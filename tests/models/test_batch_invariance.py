@@ -1,7 +1,5 @@
 """Batch invariance check: detects dependent rows, finds sufficient padding, and its positive results are correct."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Continuous batching on the native engine: texts are equal, whichever texts share their passes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any

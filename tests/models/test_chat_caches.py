@@ -1,7 +1,5 @@
 """KV caches of conversations: exclusive to a lane, bounded in bytes, freed with visitor and model."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace

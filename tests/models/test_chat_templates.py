@@ -1,7 +1,5 @@
 """Chat templates are programs of strangers: rendered as by transformers, but within limits of time and memory."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """CUDA graphs on a fake of `torch.cuda`: streams, lifetimes, legality, failures and the time of captures."""
 
-from __future__ import annotations
-
 import random
 import sys
 import time

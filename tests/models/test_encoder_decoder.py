@@ -1,7 +1,5 @@
 """Encoder-decoders: greedy text equals that of transformers; speculative decoding is exact."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """GGUF files: weights, tokenizer and text equal those of the model they were written from."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

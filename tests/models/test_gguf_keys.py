@@ -3,8 +3,6 @@
 The tables contain facts of llama.cpp (src/llama-model.cpp, src/llama-vocab.cpp, src/llama-context.cpp).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Heads: published layouts give the logits of published programs, and files that do not fit are refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Hidden states in caches of all engines equal those of `transformers`; attention masks are aligned for CUDA."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from typing import Any

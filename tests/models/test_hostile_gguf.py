@@ -2,8 +2,6 @@
 and memory.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

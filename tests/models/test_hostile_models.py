@@ -1,7 +1,5 @@
 """Model directories are untrusted: each works or ends in a sentence, and no code in them runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Every number of config.json: refused with a sentence, or a run equal to the engine for torch."""
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import tempfile

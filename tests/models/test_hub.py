@@ -1,7 +1,5 @@
 """Models from a hub, through the real client: progress, resuming, giving up, and a sentence for each failure."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """Llama engine: the same logits as transformers for every supported variant; other models are rejected."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

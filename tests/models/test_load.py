@@ -1,7 +1,5 @@
 """Loading: real checkpoints, real quantization, a clear message for each error, the catalogue, digests of models."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

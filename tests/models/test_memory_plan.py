@@ -1,7 +1,5 @@
 """Estimated against actual memory, and error messages with figures."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

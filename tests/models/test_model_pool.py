@@ -1,7 +1,5 @@
 """Model pool: loading, eviction, release of memory, out-of-memory errors."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Build of the native engine: compiled once per source, compiler and CPU; faults leave the torch engine."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

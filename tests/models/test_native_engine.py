@@ -1,7 +1,5 @@
 """Native engine: identical bits for any number of rows and threads; logits of transformers; values of bitsandbytes."""
 
-from __future__ import annotations
-
 import os
 import random
 from concurrent.futures import ThreadPoolExecutor

@@ -2,8 +2,6 @@
 passes write nothing.
 """
 
-from __future__ import annotations
-
 import ctypes
 import random
 import threading

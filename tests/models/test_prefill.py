@@ -2,8 +2,6 @@
 limits, progress.
 """
 
-from __future__ import annotations
-
 import random
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Drafter `same`: the target in int8 or 4 bits, on the target's keys and values."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

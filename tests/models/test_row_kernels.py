@@ -1,7 +1,5 @@
 """Products of few rows in Triton's interpreter, on CPU tensors."""
 
-from __future__ import annotations
-
 import copy
 from importlib import import_module
 from importlib.util import find_spec

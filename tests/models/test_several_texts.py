@@ -1,7 +1,5 @@
 """Several texts in a single pass of the native engine: rows have the same bits as alone."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

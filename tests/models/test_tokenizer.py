@@ -1,7 +1,5 @@
 """Tokenizers: incremental decoding equals that of the complete list; rules that need too much time are refused."""
 
-from __future__ import annotations
-
 import base64
 import json
 import random

@@ -1,7 +1,5 @@
 """The tests of the native engine pass with every vector width that the CPU supports."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

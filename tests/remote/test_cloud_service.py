@@ -1,7 +1,5 @@
 """Cloud service: authentication, invalid requests, streaming, shutdown; two processes over loopback."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Open connections: their number, incomplete requests, silent readers and services, and their ends."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

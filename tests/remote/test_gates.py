@@ -1,7 +1,5 @@
 """Gates, late responses and lost connections: tokens committed without the target."""
 
-from __future__ import annotations
-
 import math
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Requests with the practice guide's fields only (section 5.1), as its loop (section 6.1) sends them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Links and time limits: emulated delays and losses, damaged messages, steps that never end, slow prompts."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence

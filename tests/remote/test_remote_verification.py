@@ -1,7 +1,5 @@
 """Edge and cloud in one process with the real codecs: distributions, faults, contexts."""
 
-from __future__ import annotations
-
 import math
 import random
 import threading

@@ -1,7 +1,5 @@
 """Several services: a run that loses one continues with another, and its text is that of an undisturbed run."""
 
-from __future__ import annotations
-
 import gc
 import socket
 import threading

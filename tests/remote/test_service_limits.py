@@ -1,7 +1,5 @@
 """Service against clients: contexts per client, memory, wrong tokens, other sites, and its health."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import socket

@@ -1,7 +1,5 @@
 """Messages of both ends: where the token is sent, and arbitrary or contradictory messages, each with a sentence."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

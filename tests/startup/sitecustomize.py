@@ -4,8 +4,6 @@ At its import, Gradio compares the interface file (.pyi) of each component with 
 time. Tests do not read these files.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder

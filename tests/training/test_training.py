@@ -1,7 +1,5 @@
 """Training: shifts, training-time test, gradients, exact resumption, removal of evaluation prompts."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Benchmarks started from the page: settings, size limits, and presentation of the results."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Timeline of model calls: order, scale, and tokens of each call."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

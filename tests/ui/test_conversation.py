@@ -1,7 +1,5 @@
 """Conversation of a visitor in clean text."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import Mock
 

@@ -1,7 +1,5 @@
 """Documents served with the page: links, anchors, tables, and the address of the repository."""
 
-from __future__ import annotations
-
 import re
 from importlib import metadata
 from pathlib import Path

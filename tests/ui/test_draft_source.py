@@ -1,7 +1,5 @@
 """Choice of a quantised copy as drafter on the page, and its lane."""
 
-from __future__ import annotations
-
 import pytest
 from fakes.trace_records import absorb, end, header, step
 

@@ -1,7 +1,5 @@
 """Every event of the page with missing, surplus, wrong and huge values: a sentence, and no text of visitors in logs."""
 
-from __future__ import annotations
-
 import json
 import logging
 import warnings

@@ -1,7 +1,5 @@
 """Example prompts: each is a valid recipe, and only those of available pairs are shown."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Explanations and palette of steps, and the tab that explains logs: terminal, inspector and tooltip agree."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

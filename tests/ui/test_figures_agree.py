@@ -1,7 +1,5 @@
 """No pair of displayed figures contradicts the other, in quiet times and beside another program."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

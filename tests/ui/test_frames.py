@@ -1,7 +1,5 @@
 """Frames sent to the page equal the trace. No browser, gradio or model."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

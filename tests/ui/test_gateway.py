@@ -1,7 +1,5 @@
 """Access to the page over HTTP: routes, host names, origins, sizes, rates and security headers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Claims of the lessons agree with the recorded runs."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

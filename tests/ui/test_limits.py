@@ -1,7 +1,5 @@
 """Host limits: variables, granted recipes, time budgets and visitors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

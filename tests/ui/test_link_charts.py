@@ -1,7 +1,5 @@
 """Link metrics of traces, settings, limits, local services."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from dataclasses import replace

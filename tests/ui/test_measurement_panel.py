@@ -1,7 +1,5 @@
 """Measurements and calibrations from the page: a timer shows the results, also after a lost response."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace

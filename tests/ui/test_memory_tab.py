@@ -1,7 +1,5 @@
 """Displayed memory use and requirements, against real models and the trace."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

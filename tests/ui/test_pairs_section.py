@@ -1,7 +1,5 @@
 """Comparison of several pairs started from the page: settings, progress, skipped pairs and the table."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A prediction says what it read, and when a run contradicts it."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Estimate of other draft lengths from a recorded run."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

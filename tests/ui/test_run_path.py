@@ -1,7 +1,5 @@
 """Path of a run from the click to the engine and back, as docs/architecture.md describes it."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterator

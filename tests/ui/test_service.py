@@ -1,7 +1,5 @@
 """Models in the page's service: unloading on request and after idle time."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """External settings are applied as far as they form a valid recipe."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

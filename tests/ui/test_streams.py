@@ -1,7 +1,5 @@
 """Frames of a run over a WebSocket and on request: every client receives all frames."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import gc

@@ -1,7 +1,5 @@
 """Sentences about a run: advice, meaning of alpha, result line, badges of lanes, comparison over a link."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from typing import Any
@@ -88,9 +86,7 @@ def test_an_edge_without_guesses_is_offered_the_draft_method() -> None:
     assert shown["suggestions"] == [DRAFT_AT_THE_EDGE, PRESS_REPEAT]
 
 
-@pytest.mark.parametrize(
-    ("plain_s", "words"), [(0.009, "in the time of 1.11."), (0.005, "times writing 1.")]
-)
+@pytest.mark.parametrize(("plain_s", "words"), [(0.009, "in the time of 1.11."), (0.005, "times writing 1.")])
 def test_passes_shared_with_other_runs_are_named(plain_s: float, words: str) -> None:
     run = decoded(plain_s, texts=2.0)
     run.finish()

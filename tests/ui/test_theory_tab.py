@@ -1,7 +1,5 @@
 """Theory tab without a browser: point of a run, curves, texts, tables, worked example."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

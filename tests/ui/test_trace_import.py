@@ -1,7 +1,5 @@
 """External traces: valid traces are shown unchanged, invalid traces give an error message."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Properties of traces: valid traces are exported unchanged; every trace is refused in a sentence or displayed."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from typing import Any

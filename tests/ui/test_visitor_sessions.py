@@ -1,7 +1,5 @@
 """Sessions of visitors: the name of a session gives no access to its events or conversation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Visitors share a worker: bounded stores, runs, queue and error messages; health."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Loading for ZeroGPU: `spaces` emulates CUDA in the main thread of a process without a GPU."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

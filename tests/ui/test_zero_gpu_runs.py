@@ -1,7 +1,5 @@
 """ZeroGPU: each run in a forked process, with the text, errors and context of a run in the page."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os
