@@ -44,13 +44,15 @@ def _vocabulary(ids: list[int] | None, vocab: int) -> dict[str, Tensor]:
     return {"d2t": torch.tensor(ids) - torch.arange(len(ids)), "t2d": used}
 
 
-def head_tensors(target: PretrainedConfig, ids: list[int] | None) -> dict[str, Tensor]:
-    """Return tensors under the names of SafeAILab; embeddings and outputs are shared with the target."""
+def head_tensors(target: PretrainedConfig, ids: list[int] | None, own: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """Return tensors under the names of SafeAILab; `own`: stored instead of shared with the target."""
     torch.manual_seed(0)
     width, vocab = target.hidden_size, target.vocab_size
     tensors = _random({"fc": (width, 3 * width), **_layer_shapes("midlayer", 2 * width, width)}, 1.5)
     for norm in ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm"):
         tensors[f"{norm}.weight"] = 1 + 0.3 * torch.randn(width)
+    rows = {"lm_head": len(ids or range(vocab)), "embed_tokens": vocab}
+    tensors |= {f"{name}.weight": torch.randn(rows[name], width) for name in own}
     return tensors | _vocabulary(ids, vocab)
 
 
