@@ -85,7 +85,7 @@ def record(page: Page, film: Film) -> None:
     film.take(2500)
     for _ in range(3):
         before = page.locator("#round-number").inner_text()
-        page.locator("#round-back").click()
+        page.locator("#round-on").click()
         expect(page.locator("#round-number")).not_to_have_text(before)
         film.take(1600)
 
