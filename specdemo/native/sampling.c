@@ -43,26 +43,24 @@ static double number_from(const float *x, int64_t count, float limit) {
 
 /* First index of the largest number, or of NaN */
 static int32_t first_largest(const float *x, int64_t count) {
-    vf peak = fill(-INFINITY);
-    vi at = {0}, index, broken = {0};
+    vf peaks[2] = {fill(-INFINITY), fill(-INFINITY)};
+    vi broken = {0};
     int64_t i = 0;
-    for (int j = 0; j < LANES; j++) index[j] = j;
-    for (; i + LANES <= count; i += LANES, index += LANES) {
-        vf v = load(x + i);
-        vi above = v > peak;
-        peak = choose(above, v, peak), at = (vi)choose(above, (vf)index, (vf)at), broken |= v != v;
+    for (; i + 2 * LANES <= count; i += 2 * LANES)
+        for (int n = 0; n < 2; n++) {
+            vf v = load(x + i + n * LANES);
+            peaks[n] = larger(v, peaks[n]), broken |= v != v;
+        }
+    float peak = largest(larger(peaks[0], peaks[1]));
+    int invalid = largest_integer(-broken);
+    for (; i < count; i++) {
+        invalid |= x[i] != x[i];
+        peak = x[i] > peak ? x[i] : peak;
     }
-    int invalid = 0;
-    for (int j = 0; j < LANES; j++) invalid |= broken[j];
-    for (int64_t j = invalid ? 0 : i; j < count; j++)
-        if (x[j] != x[j]) return (int32_t)j;
-    float most = -INFINITY;
-    int32_t best = 0;
-    for (int j = 0; j < LANES; j++)
-        if (peak[j] > most || (peak[j] == most && at[j] < best)) most = peak[j], best = at[j];
-    for (; i < count; i++)
-        if (x[i] > most) most = x[i], best = (int32_t)i;
-    return best;
+    for (i = 0; !invalid && i + LANES <= count; i += LANES)
+        if (largest_integer(-(load(x + i) == peak))) break;
+    while (invalid ? x[i] == x[i] : x[i] != peak) i++;
+    return (int32_t)i;
 }
 
 /* Most probable token of each row, and its logit */
