@@ -62,11 +62,13 @@ typedef struct {
 typedef struct {
     const model *model;
     const text *texts;
-    const float *cosines, *sines;   /* [rotations][rotated / 2] */
-    const int32_t *ids, *positions; /* [rows] */
-    const int32_t *prefix;          /* [rows] leading cache positions of the text that the row sees */
+    const float *cosines, *sines; /* [rotations][rotated / 2] */
+    const int32_t *ids;           /* [rows] */
+    int32_t *positions;           /* [rows] */
+    int32_t *prefix;              /* [rows] leading cache positions of the text that the row sees */
     /* Further visible positions of row r: extra[extra_start[r]..extra_start[r + 1]] */
-    const int32_t *extra, *extra_start;
+    const int32_t *extra;
+    int32_t *extra_start;
     const int32_t *taps; /* [tap_count] hidden states: i enters layer i, layer_count leaves the final norm */
     float *logits;       /* [last rows of all texts][vocabulary] */
     float *scratch;      /* scratch_floats() */

@@ -20,10 +20,21 @@ int run_pass(const pass *requested) {
 }
 
 static int is_valid(const pass *first, const chain *c) {
-    if (check_pass(first) || first->text_count != 1 || !c->tokens || !c->peaks || !c->chosen) return 0;
-    if (first->texts->last != 1) return 0;
+    const text *t = first->texts;
+    if (check_model(first->model) || !t || first->text_count != 1 || t->last != 1) return 0;
+    if (!first->positions || !first->prefix || !first->extra_start || first->rows != t->rows) return 0;
+    if (t->held < 0 || (int64_t)t->held + t->rows > t->capacity) return 0;
+    if (!c->tokens || !c->peaks || !c->chosen) return 0;
     if (c->count < 1 || c->vocab < 1 || c->vocab > first->model->head.outputs) return 0;
     return !(c->sampling.temperature > 0) || (c->uniforms && c->probs && c->scratch);
+}
+
+/* Describe rows that continue the cache of a text, and see all positions up to their own. */
+static void describe_rows(const pass *p) {
+    for (int32_t r = 0, held = p->texts->held; r < p->rows; r++) {
+        p->positions[r] = held + r, p->prefix[r] = held + r + 1;
+        p->extra_start[r] = p->extra_start[r + 1] = 0;
+    }
 }
 
 /* Sample a token from its logits. Returns 0 if the chain ends before it. */
@@ -44,15 +55,16 @@ static int draw(const float *logits, const chain *c, int i, double *reach) {
     return 1;
 }
 
-/* Sample a chain; `first` has one row of logits. Returns a `result`. */
+/* Sample a chain after the rows of `first`, whose visible positions are set here; the last row has logits. Returns a
+ * `result`. */
 int draft_chain(const pass *first, chain *c) {
     if (!is_valid(first, c)) return INVALID;
     pass p = *first;
     text t = *first->texts;
-    int32_t position, prefix, starts[2] = {0, 0};
     double reach = 1; /* product of the largest probabilities */
     p.texts = &t;
     for (c->drawn = c->passes = 0; c->drawn < c->count; c->drawn++) {
+        describe_rows(&p);
         int result = run_pass(&p);
         if (result != DONE) return result;
         c->passes++;
@@ -61,10 +73,9 @@ int draft_chain(const pass *first, chain *c) {
             c->drawn++;
             break;
         }
-        position = t.held += t.rows, prefix = position + 1;
+        t.held += t.rows;
         t.target_states = 0;
-        p.rows = t.rows = 1, p.ids = c->tokens + c->drawn, p.positions = &position, p.prefix = &prefix;
-        p.extra_start = starts;
+        p.rows = t.rows = 1, p.ids = c->tokens + c->drawn;
     }
     return DONE;
 }

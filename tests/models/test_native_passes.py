@@ -263,9 +263,9 @@ def test_a_pass_is_stopped_and_the_next_has_the_same_bits() -> None:
     assert rows.run() == Result.DONE and rows.logits.tobytes() == expected.tobytes()
 
 
-def test_listed_positions_are_read_by_the_first_pass_of_a_chain_only() -> None:
+def test_a_chain_sees_all_positions_before_it_whatever_its_pass_lists() -> None:
     peaks, chosen, tokens = np.zeros((2, 4), np.float32), np.zeros(4, np.float32), np.zeros((2, 4), np.int32)
-    for i, seen in enumerate(([[1, 2]], [[0, 1], [(0,), (1,)]])):  # the same positions
+    for i, seen in enumerate(([[1, 2]], [[1, 1], [(), (0,)]])):
         cache = Cache(model_of(replace(SHAPE, positions=0)), LIMIT)
         rows = Rows(cache, [1, 2], 0, [0, 1], *seen, last=1)
         pointers = {"peaks": peaks[i].ctypes.data, "chosen": chosen.ctypes.data, "tokens": tokens[i].ctypes.data}

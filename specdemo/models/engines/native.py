@@ -110,7 +110,8 @@ class NativeEngine(Engine[NativeCache]):
         if (uniforms := sampler.uniforms(count)) is None:
             return None
         cache.reserve(end)
-        described = self._described([TextRows(cache, new, held, _NO_DRAFT, 1)], len(new), cache.capacity)
+        described = self._idle_pass(cache, len(new))
+        described.describe_chain(cache, new, held, self._rotations(cache.capacity), self.times)
         tokens = described.sample(sampler, uniforms, count, ids, threshold)
         cache.length = held + len(new) + described.passes - 1
         self._passes[cache.form].append(described)
@@ -129,27 +130,26 @@ class NativeEngine(Engine[NativeCache]):
             capacity = max(capacity, rows.cache.capacity)
         counts = [rows.last for rows in texts]
         logits = torch.empty(sum(counts), self._model.outputs, dtype=torch.float32)
-        described = self._described(texts, count, capacity)
+        cache = texts[0].cache
+        described = self._idle_pass(cache, count)
+        described.describe(texts, self._rotations(capacity), cache.threads, self.times)
         described.struct.logits = logits.data_ptr()
         described.check(self._library.run_pass(ctypes.byref(described.struct)))
         if described.reusable:
-            self._passes[texts[0].cache.form].append(described)
+            self._passes[cache.form].append(described)
         for rows in texts:
             rows.cache.length = rows.held + len(rows.new)
         if len(texts) == 1:
             return [logits]
         return [rows.clone() for rows in logits.split(counts)]  # views would retain all
 
-    def _described(self, texts: Sequence[TextRows], count: int, capacity: int) -> NativePass:
-        """Return an idle or new description of a pass."""
-        cache = texts[0].cache
+    def _idle_pass(self, cache: NativeCache, count: int) -> NativePass:
+        """Return an idle or new description of a pass over `count` rows."""
         idle = self._passes[cache.form] if count <= CHAIN_ROWS else []
         try:
-            described = idle.pop()  # pop and append are atomic: threads need no lock
+            return idle.pop()  # pop and append are atomic: threads need no lock
         except IndexError:
-            described = NativePass(self._library, self._struct(cache.kv.dtype), cache.taps, max(count, CHAIN_ROWS))
-        described.describe(texts, self._rotations(capacity), cache.threads, self.times)
-        return described
+            return NativePass(self._library, self._struct(cache.kv.dtype), cache.taps, max(count, CHAIN_ROWS))
 
     def expect(self, cache: NativeCache) -> None:
         """Let idle threads read the weights for a pass over `cache`."""

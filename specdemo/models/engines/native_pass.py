@@ -76,21 +76,38 @@ class NativePass:
         self, texts: Sequence[TextRows], angles: tuple[Tensor, Tensor], threads: int, times: array[int] | None
     ) -> None:
         """Describe `texts`; `angles`: cosines and sines; `times`: see `pass` in `native/interface.h`."""
-        described, count = self.struct, 0
+        count = 0
         extra: list[int] = []
         for text, rows in zip(self._texts, texts, strict=False):
             self._set_rows(count, rows, extra)
             count += len(rows.new)
-            text.rows = len(rows.new)
-            text.held = rows.held
-            text.last = rows.last
-            rows.cache.describe(text)
+            self._set_text(text, rows.cache, len(rows.new), rows.held, rows.last)
         if len(extra) > len(self._extra):
             self._extra = _integers(len(extra))
-            described.extra = ctypes.addressof(self._extra)
+            self.struct.extra = ctypes.addressof(self._extra)
         self._extra[: len(extra)] = extra
-        described.text_count = len(texts)
-        described.rows = count
+        self.struct.text_count = len(texts)
+        self._set_call(count, angles, threads, times)
+
+    def describe_chain(
+        self, cache: NativeCache, new: list[int], held: int, angles: tuple[Tensor, Tensor], times: array[int] | None
+    ) -> None:
+        """Describe the rows before a chain: `new` after `held` positions of `cache`; C sets what they see."""
+        count = len(new)
+        self._ids[:count] = new
+        self._set_text(self._texts[0], cache, count, held, 1)
+        self.struct.text_count = 1
+        self._set_call(count, angles, cache.threads, times)
+
+    def _set_text(self, text: TextStruct, cache: NativeCache, rows: int, held: int, last: int) -> None:
+        text.rows = rows
+        text.held = held
+        text.last = last
+        cache.describe(text)
+
+    def _set_call(self, rows: int, angles: tuple[Tensor, Tensor], threads: int, times: array[int] | None) -> None:
+        described = self.struct
+        described.rows = rows
         described.threads = threads
         if angles is not self._angles:
             self._angles = angles
