@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import specdemo
 from benchmarks.document_tables import README_ROWS
 from benchmarks.registry import FROZEN, RUNS, WIDTHS, TableRun
 
@@ -97,6 +98,11 @@ def test_every_study_in_a_command_exists() -> None:
         modules = set(re.findall(r"\b(benchmarks|training)\.([a-z]\w*)", path.read_text("utf-8")))
         sources = {(folder, name): ROOT / folder / name for folder, name in modules}
         assert not [key for key, at in sources.items() if not (at.with_suffix(".py").is_file() or at.is_dir())]
+
+
+def test_the_changelog_describes_the_version() -> None:
+    released = re.findall(r"^## (\d+\.\d+\.\d+) \(\d{4}-\d\d-\d\d\)$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)
+    assert released[0] == specdemo.__version__
 
 
 def test_the_readme_fits_one_screen() -> None:
