@@ -206,7 +206,7 @@ def test_a_cycle_of_c_files_is_found():
     calls = calls_between_c_files(
         {
             "check.c": "int check_pass(const pass *p) {\n    return lay_out(p).rows;\n}",
-            "state.c": "state lay_out(const pass *p) {\n    check_pass(p);\n}\nstatic int held(void) {\n    return 0;\n}",
+            "state.c": "state lay_out(const pass *p) {\n    check_pass(p);\n}\nstatic int held(void) {\n}",
             "rows.c": "/* check_pass(p) */ void enter(state *s) {\n    held();\n}",
         }
     )
