@@ -224,12 +224,12 @@ def is_replayed(recipe: Recipe) -> bool:
 def load_comparable(recipe: Recipe, pool: ModelPool) -> tuple[LoadedModel, LoadedDrafter | None, Pipeline]:
     """Return target, drafter and pipeline. Raises `UserError` if their distributions are not comparable."""
     plan = plan_run(recipe)
-    if recipe.encoder or pool.take(plan.target).encoder:
+    if recipe.encoder or pool.get(plan.target).encoder:
         raise UserError("preflight does not support encoder-decoders: run or bench the recipe")
-    target = pool.take(plan.target)
-    drafter: LoadedDrafter | None = pool.take(plan.drafter) if plan.drafter else None
+    target = pool.get(plan.target)
+    drafter: LoadedDrafter | None = pool.get(plan.drafter) if plan.drafter else None
     if plan.head:
-        drafter = pool.take_head(plan.head)
+        drafter = pool.get_head(plan.head)
     if drafter is not None and not isinstance(drafter, Head) and recipe.universal:
         try:
             check_pair(target.tokenizer, drafter.tokenizer)

@@ -105,8 +105,8 @@ def calibrate(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Ite
         raise UserError(f"gates need the distributions of a draft model: choose method {names}, without universal")
     local = plan_run(replace(recipe, cloud=None))
     assert local.drafter is not None
-    target = pool.take(local.target)
-    drafter = pool.take(local.drafter)
+    target = pool.get(local.target)
+    drafter = pool.get(local.drafter)
     values: dict[str, list[float]] = {}
     with ExitStack() as caches:
         variance, missing = _variance(drafter, caches)

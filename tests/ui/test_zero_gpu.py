@@ -35,7 +35,7 @@ patching.patch()
 recipes = [Recipe(target=sys.argv[1], drafter=sys.argv[1], quantization=form) for form in ("none", "fp16")]
 pool = zero_gpu.preload(recipes)
 for recipe in recipes:
-    loaded = pool.take(plan_run(recipe).target)
+    loaded = pool.get(plan_run(recipe).target)
     model = loaded.model
     equal = loaded.invariance.equal
     print(loaded.engine, model.device, model.dtype, model.embedding.device, equal, loaded.weight_bytes)
@@ -57,7 +57,7 @@ def test_models_load_in_the_calling_thread_without_a_pass(folder: str, monkeypat
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     for dtype in ("float32", "bfloat16"):
         recipe = Recipe(target=folder, drafter=folder, device="cpu", dtype=dtype)
-        loaded = zero_gpu.preload([recipe]).take(plan_run(recipe).target)
+        loaded = zero_gpu.preload([recipe]).get(plan_run(recipe).target)
         assert not loaded.invariance.equal and loaded.invariance.pad == 1
     assert not scores and not started
 
