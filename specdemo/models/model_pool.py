@@ -117,7 +117,7 @@ class ModelPool:
                 f"{spec.title} needs {format_bytes(size)} and {format_bytes(free)} are free: choose a smaller head"
             )
         work = partial(load_head, spec, target, replace(self.hub, offline=True))
-        loading = BackgroundTask(work, parked=True, text=f"loading {spec.title}")
+        loading = BackgroundTask(work, cooperative=True, text=f"loading {spec.title}")
         yield from loading.progress()
         self.add_head(spec, loading.result)
 
@@ -190,9 +190,9 @@ class ModelPool:
         return len(idle)
 
     def _load(self, spec: ModelSpec) -> Generator[Loading, None, LoadedModel]:
-        downloaded = replace(self.hub, offline=True)  # a parked task cannot be stopped
+        downloaded = replace(self.hub, offline=True)  # a cooperative task cannot be stopped
         work = partial(load, spec, downloaded, warm=self._warm)
-        loading = BackgroundTask(work, parked=True, text=f"loading {spec.title}")
+        loading = BackgroundTask(work, cooperative=True, text=f"loading {spec.title}")
         out = False
         try:
             yield from loading.progress()
