@@ -167,6 +167,7 @@ def test_the_context_ends_the_text(target: str) -> None:
     assert not limited.context_full
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["draft", "tree", "hybrid"])
 @pytest.mark.parametrize("context", [12, 40])  # shorter than the prompt, and longer
 def test_a_shorter_context_of_the_drafter_does_not_end_the_text(
@@ -201,6 +202,7 @@ def test_equal_bits_hold_for_all_methods_of_the_native_engine(target: str, metho
     assert head.environment["parity"]["by_construction"] and head.bit_equal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])
 @pytest.mark.parametrize("method", ["draft", "self", "corpus", "tree", "lookahead", "eagle", "block"])
 def test_the_default_type_of_torch_changes_no_step(target: str, method: str, rule: str, tmp_path: Path) -> None:

@@ -117,7 +117,11 @@ def test_long_contexts_and_prompt_chunks_keep_the_bits(form: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "form", "threads"), ON_THREADS, indirect=["threads"])
+@pytest.mark.parametrize(
+    ("name", "form", "threads"),
+    [pytest.param(*case, marks=() if case[1] in LONG_FORMS else pytest.mark.exhaustive) for case in ON_THREADS],
+    indirect=["threads"],
+)
 def test_nodes_of_forests_have_the_bits_of_single_rows(name: str, form: str, threads: int) -> None:
     model, rng = weights(name, form), random.Random(1)
     for start in (1, 40):
@@ -161,6 +165,7 @@ def test_logits_equal_transformers(name: str) -> None:
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rounding_errors_are_below_those_of_transformers(name: str, dtype: str) -> None:
