@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from specdemo.completions.routes import COMPLETION_ROUTES
-from specdemo.remote import bodies
+from specdemo.remote import admission
 from specdemo.remote.access import RouteInfo, is_known_host
 from specdemo.remote.server import SERVICE_ROUTES
 from specdemo.ui.gateway import PAGE_ROUTES, Gateway, gateway, space_hosts
@@ -252,7 +252,7 @@ def test_recordings_are_found_by_name_only(browser: TestClient) -> None:
 
 
 def test_requests_whose_body_does_not_arrive_are_answered_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "TIMEOUT_S", 0.01)
+    monkeypatch.setattr(admission, "BODY_S", 0.01)
     sent: list[Any] = []
 
     async def silent() -> Any:
