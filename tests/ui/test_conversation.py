@@ -9,7 +9,7 @@ from specdemo.models.chat_caches import Conversation
 from specdemo.stores import Stores
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
-from specdemo.ui.visitors import Visitor, Visitors, shown_messages
+from specdemo.ui.visitors import Visitor, Visitors
 
 
 def answered(history: Any = (), how: str = "length") -> Run:
@@ -20,19 +20,6 @@ def answered(history: Any = (), how: str = "length") -> Run:
     absorb(run, SPEC, made, PREFILL, drafted, end(how))
     run.finish()
     return run
-
-
-def test_each_answer_has_its_footer() -> None:
-    messages = [
-        {"role": "user", "content": "Hello"},
-        {"role": "assistant", "content": " Hi "},
-        {"role": "user", "content": "Go on"},
-        {"role": "assistant", "content": "Yes"},
-    ]
-    shown = shown_messages(messages, ["10 tok/s"])
-    assert [message["content"] for message in shown] == ["Hello", "Hi\n\n*10 tok/s*", "Go on", "Yes"]
-    assert [message["role"] for message in shown] == ["user", "assistant"] * 2
-    assert shown_messages([], []) == []
 
 
 def test_turns_and_footers_of_a_conversation_end_together() -> None:

@@ -10,7 +10,6 @@ import pytest
 from fakes.figures import figure_of, values
 from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, absorb, end, header, step
 
-from specdemo.bench.published_tables import published_figures
 from specdemo.core.errors import UserError
 from specdemo.core.rules import RULES
 from specdemo.core.theory import (
@@ -22,7 +21,7 @@ from specdemo.core.theory import (
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import PLAIN, SPEC
 from specdemo.ui.tabs import worked_example as worked
-from specdemo.ui.tabs.theory import describe_run, figures_by_gamma, slider_values
+from specdemo.ui.tabs.theory import describe_run, slider_values
 from specdemo.ui.theory_curves import THEORY_PLOTS, Coefficients, point_of
 
 pytestmark = pytest.mark.slow
@@ -95,29 +94,6 @@ def test_curves_match_the_closed_forms() -> None:
 def cells(markdown: str) -> list[list[str]]:
     lines = [line for line in markdown.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "---" not in line]
-
-
-def test_published_figures_are_those_of_the_papers() -> None:
-    """Figures that the papers print; `tests/core/test_theory.py` compares all of them with the closed forms."""
-    guide, first, second, _, chen = [
-        cells(table) for table in re.split(r"\n\n(?=Leviathan|Published|Chen)", published_figures())
-    ]
-    assert guide[2] == ["4", "0.70", "0.10", "2.71", "0.86", "2.71"]
-    assert first[4] == ["0.80", "5", "1.63", "3.69"]
-    assert second[1] == ["EnDe", "T5-small", "0", "7", "0.02", "0.75", "3.4", "3.16", "108%"]
-    assert chen[3] == ["HumanEval, nucleus", "4", "0.128", "2.46", "0.85"]
-
-
-def test_the_table_contains_the_run() -> None:
-    point = point_of(ended())
-    head, *rows = cells(figures_by_gamma(Coefficients(alpha=0.8, c=0.1, gamma=5), point))
-    assert all(len(row) == len(head) for row in rows)
-    *forms, measured, own = rows
-    assert [row[1] for row in forms] == sorted((row[1] for row in forms), reverse=True)  # decreases with gamma
-    assert measured == ["**this run**, 2.50: measured", "0.60", "2.50", "–", "2.08", f"{point.operations:.2f}", "–"]
-    assert own[2] == f"{expected_tokens(0.75, 2.5):.2f}" and own[3] == f"{walltime_improvement(0.75, 2.5, 0.16):.2f}"
-    alone = cells(figures_by_gamma(Coefficients(), point_of(ended(plain=False))))
-    assert alone[-1][3] == alone[-2][4] == "–"  # unknown without a baseline
 
 
 @pytest.mark.parametrize(
