@@ -174,7 +174,8 @@ def test_a_shorter_context_of_the_drafter_does_not_end_the_text(
 ) -> None:
     drafter = str(save_model(tmp_path / "drafter", byte_level_tokenizer(), seed=1, max_position_embeddings=context))
     recipe = Recipe(target=target, drafter=drafter, method=method, temperature=0, max_tokens=5000, device="cpu")
-    plain, drafted = ([*generate(replace(recipe, method=name), PROMPT, ModelPool())] for name in ("ar", method))
+    pool = ModelPool()
+    plain, drafted = ([*generate(replace(recipe, method=name), PROMPT, pool)] for name in ("ar", method))
     assert tokens_of(drafted) == tokens_of(plain) and drafted[-1].reason == plain[-1].reason
     lengths = [len(header_of(drafted).prompt_tokens)]
     for event in step_events(drafted):
@@ -201,8 +202,14 @@ def test_equal_bits_hold_for_all_methods_of_the_native_engine(target: str, metho
     assert head.environment["parity"]["by_construction"] and head.bit_equal
 
 
-@pytest.mark.parametrize("rule", ["rejection", "coupled"])
-@pytest.mark.parametrize("method", ["draft", "self", "corpus", "tree", "lookahead", "eagle", "block"])
+@pytest.mark.parametrize(
+    ("method", "rule"),
+    [
+        *((method, "rejection") for method in ("draft", "self", "corpus", "tree", "lookahead", "eagle", "block")),
+        ("draft", "coupled"),
+        ("tree", "coupled"),
+    ],
+)
 def test_the_default_type_of_torch_changes_no_step(target: str, method: str, rule: str, tmp_path: Path) -> None:
     """Loading a model in 16 bits changes it for all threads, and buffers of that type would be too small."""
     head = {"head": head_for(target, tmp_path, method)} if method in ("eagle", "block") else {}
@@ -210,8 +217,10 @@ def test_the_default_type_of_torch_changes_no_step(target: str, method: str, rul
     drafter = {"drafter": other} if METHODS[method].uses_model else {}
     recipe = Recipe(target=target, method=method, rule=rule, max_tokens=12, top_k=40, device="cpu", **drafter, **head)
 
+    pool = ModelPool()
+
     def verdicts() -> list[Verdict]:
-        return [event.step.verdict for event in step_events(generate(recipe, PROMPT, ModelPool()))]
+        return [event.step.verdict for event in step_events(generate(recipe, PROMPT, pool))]
 
     expected = verdicts()
     torch.set_default_dtype(torch.float64)
