@@ -143,7 +143,10 @@ def test_notes_of_the_method_are_shown(page: Page) -> None:
         expect(page.locator("#about")).to_contain_text(words)
 
 
-def test_stop_ends_the_run_and_keeps_its_steps(page: Page, scripts: Scripts, served: Any) -> None:
+def test_stop_ends_a_run_without_the_events_of_gradio_and_keeps_its_steps(
+    page: Page, scripts: Scripts, served: Any
+) -> None:
+    page.route("**/queue/data*", lambda route: None)
     run(page, "endless")
     spans(page, 20)
     page.locator("#stop").click()
@@ -151,6 +154,7 @@ def test_stop_ends_the_run_and_keeps_its_steps(page: Page, scripts: Scripts, ser
     assert scripts.closed_in == "device"
     steps = scripts.steps
     status(page, "stopped")
+    page.unroute("**/queue/data*")
     assert served.worker.active == 0 and scripts.steps == steps
     trace = saved(page)
     assert trace[-1]["end"] == "cancelled"
@@ -172,24 +176,6 @@ def test_stop_ends_a_real_run(page: Page, scripts: Scripts, served: Any) -> None
     assert trace[-1]["end"] == "cancelled" and drawn(page) == counted(trace)
     run(page, CODE, tokens=8)  # the page remains usable
     status(page, "done: 8 tokens")
-
-
-def test_stop_does_not_wait_for_the_hub(page: Page, scripts: Scripts, served: Any) -> None:
-    run(page, "silent")
-    status(page, "loading: reading the configuration of org/model")
-    page.locator("#stop").click()
-    status(page, "stopped")
-    assert served.worker.active == 0
-    scripts.gate.set()
-
-
-def test_run_is_shown_without_the_events_of_gradio(page: Page) -> None:
-    page.route("**/queue/data*", lambda route: None)
-    run(page, "endless")
-    spans(page, 10)
-    page.locator("#stop").click()
-    status(page, "stopped")
-    page.unroute("**/queue/data*")
 
 
 @pytest.mark.parametrize(
@@ -267,7 +253,7 @@ def test_markup_is_escaped(page: Page) -> None:
     assert page.locator("img[src=x]").count() == 0 and page.evaluate("window.harmed") is None
 
 
-def test_invalid_input_shows_an_error_and_keeps_the_prompt(page: Page) -> None:
+def test_invalid_input_and_engine_errors_are_shown_and_the_page_works_on(page: Page) -> None:
     open_group(page, "Advanced settings", "Sampling")
     page.locator("#seed input").fill("7")
     run(page, "")
@@ -287,17 +273,12 @@ def test_invalid_input_shows_an_error_and_keeps_the_prompt(page: Page) -> None:
     status(page, "failed: gamma must be from 1 to 64, not 999999")
     expect(page.locator("#gamma input[type=number]")).to_have_value("999999")
     set_number(page, "gamma", 3)
-    run(page, CODE, tokens=8)
-    status(page, "done")
-    assert saved(page)[0]["recipe"]["seed"] == 7
-
-
-def test_page_works_after_an_engine_error(page: Page) -> None:
     run(page, "broken")
     status(page, "failed: RuntimeError: the device ran out of memory")
     assert saved(page)[-1]["end"] == "error"
     run(page, CODE, tokens=8)
     status(page, "done")
+    assert saved(page)[0]["recipe"]["seed"] == 7
 
 
 DROP_FRAMES = """() => {
