@@ -28,19 +28,19 @@ class Coefficients:
     o: float = 0.0
     c_hat: float = 0.05
 
-    def verify_cost(self, rows: float) -> float:
-        """Interpolate v to any number of rows: linear above 1, constant below 1."""
-        if rows == 1:
-            return 1.0
-        return 1 + (self.v - 1) * (rows - 1) / self.gamma if self.v > 1 else self.v
+    def at_gamma(self, gamma: float) -> Coefficients:
+        """Return the coefficients at another draft length. Above 1, v is linear in the number of rows."""
+        v = 1 + (self.v - 1) * gamma / self.gamma if self.v > 1 else self.v
+        return replace(self, gamma=gamma, v=v if gamma else 1.0)
 
-    def speedup(self, gamma: float) -> float:
+    @property
+    def speedup(self) -> float:
         """Speed-up with v and o."""
-        tokens = theory.expected_tokens(self.alpha, gamma)
-        return theory.speedup(tokens, gamma, self.c, self.verify_cost(gamma + 1), self.o) if gamma else 1.0
+        tokens = theory.expected_tokens(self.alpha, self.gamma)
+        return theory.speedup(tokens, self.gamma, self.c, self.v, self.o) if self.gamma else 1.0
 
     def best_gamma(self, longest: int) -> int:
-        return theory.best_gamma(self.alpha, self.c, longest, self.verify_cost, self.o)
+        return theory.best_gamma(self.alpha, self.c, longest, lambda rows: self.at_gamma(rows - 1).v, self.o)
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,7 @@ def _draft_operations(lane: Lane) -> float:
     return small / large * sampled / sum(map(len, drafts))
 
 
-# The second argument is the draft length; `Coefficients.gamma` is the one at which v was measured.
-Form = Callable[[Coefficients, float], float]
+Form = Callable[[Coefficients], float]
 
 _AXES: Mapping[str, tuple[str, Sequence[float]]] = {
     "alpha": ("α", [i / 50 for i in range(51)]),
@@ -108,21 +107,9 @@ _MOST_TOKENS = 11  # tokens per pass of an unbounded draft in a plot
 _THEOREM = {"v": 1.0, "o": 0.0}
 
 
-def _tokens(at: Coefficients, gamma: float) -> float:
-    tokens = theory.expected_tokens(at.alpha, gamma)
-    return tokens if gamma < math.inf or tokens <= _MOST_TOKENS else UNKNOWN
-
-
-def _share(at: Coefficients, gamma: float) -> float:
-    return theory.accepted_share(at.alpha, gamma) if gamma else UNKNOWN
-
-
-def _best(at: Coefficients, gamma: float) -> float:
-    return at.best_gamma(_LONGEST)
-
-
-def _operations(at: Coefficients, gamma: float) -> float:
-    return theory.operations(at.alpha, gamma, at.c_hat)
+def _tokens(at: Coefficients) -> float:
+    tokens = theory.expected_tokens(at.alpha, at.gamma)
+    return tokens if at.gamma < math.inf or tokens <= _MOST_TOKENS else UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -135,7 +122,7 @@ class TheoryPlot:
     form: Form
     measured: Callable[[TheoryPoint], float]
     curves: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # changed coefficients by label
-    levels: Mapping[str, Form] = field(default_factory=dict)  # to compare with, by label
+    level: tuple[str, Form] | None = None  # to compare with, and its label
     dot: Form | None = None  # of the sliders; by default on their curve
 
     def chart(self, elem_id: str, at: Coefficients, run: TheoryPoint | None) -> str:
@@ -144,7 +131,8 @@ class TheoryPlot:
             Series("line", shade, self._points(self.form, xs, at, **changes), label)
             for (label, changes), shade in zip(self.curves.items(), _SHADES, strict=False)
         ]
-        for label, level in self.levels.items():
+        if self.level:
+            label, level = self.level
             series.append(Series("line", "var(--curve-baseline)", self._points(level, xs, at), label))
         series.append(Series("line", "var(--curve-set)", self._points(self.form, xs, at)))
         chosen = self._points(self.dot or self.form, [getattr(at, self.x)], at)
@@ -155,9 +143,11 @@ class TheoryPlot:
         return chart(self.title, axis, self.y, series, elem_id=elem_id)
 
     def _points(self, form: Form, xs: Sequence[float], at: Coefficients, **changes: float) -> list[tuple[float, float]]:
-        gamma = changes.pop("gamma", at.gamma)
-        changed = replace(at, **changes)
-        points = [(x, form(changed, x) if self.x == "gamma" else form(replace(changed, alpha=x), gamma)) for x in xs]
+        points = []
+        for x in xs:
+            changed = {"gamma": at.gamma, **changes, self.x: x}
+            gamma = changed.pop("gamma")
+            points.append((x, form(replace(at, **changed).at_gamma(gamma))))
         return [(x, y) for x, y in points if not math.isnan(y)]
 
 
@@ -165,6 +155,7 @@ def _family(symbol: str, name: str, *values: float, **changes: float) -> dict[st
     return {f"{symbol} {value:g}".replace("inf", "∞"): {name: value, **changes} for value in values}
 
 
+_BASELINE = ("", lambda at: 1.0)
 # Figures of 2211.17192: 2 (tokens), 3 (best gamma), 4 (speed-up and operations). Keys are element ids.
 THEORY_PLOTS: Mapping[str, TheoryPlot] = {
     "plot-tokens": TheoryPlot(
@@ -172,23 +163,25 @@ THEORY_PLOTS: Mapping[str, TheoryPlot] = {
         curves=_family("γ", "gamma", 1, 3, 5, 7, math.inf),
     ),
     "plot-speed": TheoryPlot(
-        "Speed-up", "alpha", "speed-up", Coefficients.speedup, lambda run: run.speedup,
-        curves=_family("γ", "gamma", 1, 3, 10, **_THEOREM), levels={"": lambda at, gamma: 1.0},
+        "Speed-up", "alpha", "speed-up", lambda at: at.speedup, lambda run: run.speedup,
+        curves=_family("γ", "gamma", 1, 3, 10, **_THEOREM), level=_BASELINE,
     ),
     "plot-gamma": TheoryPlot(
-        "Speed-up by draft length", "gamma", "speed-up", Coefficients.speedup, lambda run: run.speedup,
-        curves={"Theorem 3.8": _THEOREM}, levels={"": lambda at, gamma: 1.0},
+        "Speed-up by draft length", "gamma", "speed-up", lambda at: at.speedup, lambda run: run.speedup,
+        curves={"Theorem 3.8": _THEOREM}, level=_BASELINE,
     ),
     "plot-best": TheoryPlot(
-        "Best draft length", "alpha", "γ", _best, lambda run: min(run.coefficients.gamma, _LONGEST),
-        curves=_family("c", "c", 0.01, 0.05, 0.2, **_THEOREM), dot=lambda at, gamma: gamma,
+        "Best draft length", "alpha", "γ", lambda at: at.best_gamma(_LONGEST),
+        lambda run: min(run.coefficients.gamma, _LONGEST),
+        curves=_family("c", "c", 0.01, 0.05, 0.2, **_THEOREM), dot=lambda at: at.gamma,
     ),
     "plot-ops": TheoryPlot(
-        "Operations per token", "alpha", "× baseline", _operations, lambda run: run.operations,
-        curves=_family("γ", "gamma", 1, 3, 10),
+        "Operations per token", "alpha", "× baseline", lambda at: theory.operations(at.alpha, at.gamma, at.c_hat),
+        lambda run: run.operations, curves=_family("γ", "gamma", 1, 3, 10),
     ),
     "plot-share": TheoryPlot(
-        "α and accepted / drafted", "gamma", "share", _share, lambda run: run.share,
-        levels={"α": lambda at, gamma: at.alpha},
+        "α and accepted / drafted", "gamma", "share",
+        lambda at: theory.accepted_share(at.alpha, at.gamma) if at.gamma else UNKNOWN,
+        lambda run: run.share, level=("α", lambda at: at.alpha),
     ),
 }  # fmt: skip

@@ -49,14 +49,14 @@ def test_point_matches_the_trace() -> None:
     assert point.speedup == pytest.approx(point.tokens / (at.v + at.gamma * at.c + at.o))
     assert at.c_hat == pytest.approx(5 / 28)
     assert point.operations == pytest.approx((2 + 5 + 5 * 5 / 28) / 5)  # rows and drafts of two steps, for 5 tokens
-    assert at.speedup(at.gamma) == pytest.approx(expected_tokens(0.75, 2.5) / (0.8 + 2.5 * 0.16))
+    assert at.speedup == pytest.approx(expected_tokens(0.75, 2.5) / (0.8 + 2.5 * 0.16))
     assert "trees" not in describe_run(point)
 
 
 def test_costs_and_speedup_require_a_baseline_lane() -> None:
     point = point_of(ended(plain=False))
     at = point.coefficients
-    assert all(map(math.isnan, (at.c, at.v, at.o, point.speedup, at.speedup(at.gamma))))
+    assert all(map(math.isnan, (at.c, at.v, at.o, point.speedup, at.speedup)))
     assert point.tokens == 2.5 and not math.isnan(point.operations)
     assert "Without an AR baseline" in describe_run(point) and "×" not in describe_run(point)
     defaults = Coefficients()

@@ -57,7 +57,7 @@ def describe_settings(at: Coefficients) -> str:
             "This bound requires v = 1 and o = 0 (Corollary 3.9)."
         )
     return (
-        f"- Best γ: **{_gamma_text(best)}** with v and o ({at.speedup(best):.2f}×), {_gamma_text(theorem_best)} by "
+        f"- Best γ: **{_gamma_text(best)}** with v and o ({at.at_gamma(best).speedup:.2f}×), {_gamma_text(theorem_best)} by "
         f"Theorem 3.8 ({theory.walltime_improvement(alpha, theorem_best, c):.2f}×).{thumb}\n- {bound}"
     )
 
@@ -68,24 +68,24 @@ def _gamma_text(gamma: int) -> str:
 
 def figures_by_gamma(at: Coefficients, run: TheoryPoint | None) -> str:
     """Return the closed forms by draft length, and of a run, below its measurements."""
-    rows = [_closed_forms(f"{gamma:g}", at, gamma) for gamma in sorted({1, 2, 3, 4, 6, 8, 12, 16, at.gamma})]
+    rows = [_closed_forms(f"{gamma:g}", at.at_gamma(gamma)) for gamma in sorted({1, 2, 3, 4, 6, 8, 12, 16, at.gamma})]
     if run:
         own = run.coefficients
         measured = (run.share, run.tokens, None, run.speedup, run.operations, None)
         rows.append((f"**this run**, {own.gamma:.2f}: measured", *measured))
-        rows.append(_closed_forms(f"**this run**, {own.gamma:.2f}: closed forms", own, own.gamma))
+        rows.append(_closed_forms(f"**this run**, {own.gamma:.2f}: closed forms", own))
     return f"{_TWO_ALPHAS}{at.alpha:g}.\n\n{figures_table(_HEAD, rows)}\n\n{_FORMULAS}"
 
 
-def _closed_forms(label: str, at: Coefficients, gamma: float) -> tuple[object, ...]:
+def _closed_forms(label: str, at: Coefficients) -> tuple[object, ...]:
     return (
         label,
-        theory.accepted_share(at.alpha, gamma),
-        theory.expected_tokens(at.alpha, gamma),
-        theory.walltime_improvement(at.alpha, gamma, at.c),
-        at.speedup(gamma),
-        theory.operations(at.alpha, gamma, at.c_hat),
-        theory.memory_accesses(at.alpha, gamma),
+        theory.accepted_share(at.alpha, at.gamma),
+        theory.expected_tokens(at.alpha, at.gamma),
+        theory.walltime_improvement(at.alpha, at.gamma, at.c),
+        at.speedup,
+        theory.operations(at.alpha, at.gamma, at.c_hat),
+        theory.memory_accesses(at.alpha, at.gamma),
     )
 
 
