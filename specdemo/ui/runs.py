@@ -19,7 +19,7 @@ from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import EXTRA, PLAIN, SHORT_PAIRS, SPEC, alternating, comparable_lanes, lanes_of, name_lanes
 from specdemo.ui.service import Service
-from specdemo.ui.settings import Settings, recipe_of, stored_recipes
+from specdemo.ui.settings import Settings, recipe_of, stored_lanes
 from specdemo.ui.streams import play, reason
 from specdemo.ui.visitor_sessions import FIELD
 from specdemo.worker import Worker, WorkerBusy
@@ -87,7 +87,7 @@ class Runs:
             if SPEC not in (lanes := lanes_of(recipe, compare=True)):
                 raise UserError(f"a comparison with method ar needs another method than ar: {', '.join(METHODS)}")
             return lanes, []
-        stored = stored_recipes(request.lanes, self._defaults, self._device, len(EXTRA))
+        stored = [lane for _, lane in stored_lanes(request.lanes, self._defaults, self._device, len(EXTRA))]
         comparable = comparable_lanes(stored, recipe)
         extra = [*([recipe] if recipe.external else []), *comparable]
         lanes = lanes_of(recipe, request.settings["compare"], extra[: len(EXTRA)])

@@ -49,6 +49,7 @@ def describe_settings(at: Coefficients) -> str:
     """Return the best draft lengths and the bound of Corollary 3.9."""
     alpha, c = at.alpha, at.c
     best, theorem_best = at.best_gamma(_MAX_GAMMA), theory.best_gamma(alpha, c, _MAX_GAMMA)
+    theorem = theory.walltime_improvement(alpha, theorem_best, c)
     thumb = f" The rule of thumb √(1/c − 1) = {theory.thumb_gamma(c):.1f} ignores α." if c else ""
     bound = "α ≤ c: no γ improves the speed (Corollary 3.9). Use autoregressive decoding."
     if theory.can_improve(alpha, c):
@@ -57,8 +58,8 @@ def describe_settings(at: Coefficients) -> str:
             "This bound requires v = 1 and o = 0 (Corollary 3.9)."
         )
     return (
-        f"- Best γ: **{_gamma_text(best)}** with v and o ({at.at_gamma(best).speedup:.2f}×), {_gamma_text(theorem_best)} by "
-        f"Theorem 3.8 ({theory.walltime_improvement(alpha, theorem_best, c):.2f}×).{thumb}\n- {bound}"
+        f"- Best γ: **{_gamma_text(best)}** with v and o ({at.at_gamma(best).speedup:.2f}×), "
+        f"{_gamma_text(theorem_best)} by Theorem 3.8 ({theorem:.2f}×).{thumb}\n- {bound}"
     )
 
 
