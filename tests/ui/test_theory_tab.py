@@ -22,8 +22,7 @@ from specdemo.core.theory import (
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import PLAIN, SPEC
 from specdemo.ui.tabs import worked_example as worked
-from specdemo.ui.tabs.theory import describe_run, figures_by_gamma, slider_values
-from specdemo.ui.theory_curves import THEORY_PLOTS, Coefficients, point_of
+from specdemo.ui.tabs.theory import THEORY_PLOTS, Coefficients, describe_run, figures_by_gamma, point_of, slider_values
 
 pytestmark = pytest.mark.slow
 
