@@ -57,7 +57,7 @@ from specdemo.ui.settings import (
 from specdemo.ui.settings_form import SettingsForm, settings_form
 from specdemo.ui.streams import frame_routes, reason, trace_route
 from specdemo.ui.tabs import build_tabs
-from specdemo.ui.tabs.measurement_panel import PanelParts
+from specdemo.ui.tabs.measurement_panel import MeasurementPanel
 from specdemo.ui.tabs.prediction import SpeedupPrediction, connect_prediction, contradicted_prediction
 from specdemo.ui.theme import launch_options
 from specdemo.ui.visitors import shown_messages
@@ -286,8 +286,9 @@ def _connect(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> None:
         added.then(None, values, None, js="(lanes) => window.specdemo.storeLanes(lanes)", **_PRIVATE)
     loaded = demo.load(handlers.find, values, values, js=_STORED_JS, **_QUEUED)
     loaded.then(None, values, None, js=_RESTORE_JS, **_PRIVATE)
-    predict = PanelParts((buttons["preflight"], buttons["update-estimate"]), parts.progress)
-    connect_prediction(handlers.service, predict, parts.estimate, values, handlers.prediction)
+    predict = [buttons["preflight"], buttons["update-estimate"]]
+    panel = MeasurementPanel(predict, parts.progress, failures=parts.estimate)
+    connect_prediction(handlers.service, panel, parts.estimate, values, handlers.prediction)
 
 
 def describe_method(event: gr.EventData) -> str:

@@ -11,9 +11,8 @@ from specdemo.bench import measure, table
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
-from specdemo.ui.tabs.bench import SWEEP_TABLE_HEAD, notes, speedup_chart, sweep_cells
+from specdemo.ui.tabs.bench import SWEEP_TABLE_HEAD, Sweep, notes, selected, speedup_chart, sweep_cells
 from specdemo.ui.tabs.measurement_panel import duration
-from specdemo.ui.tabs.sweep import Sweep, selected
 
 ASKED: dict[str, Any] = {
     "methods": ["draft", "nasd"],

@@ -13,7 +13,7 @@ from specdemo.models.zoo import PAIRS, Pair
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.method_names import with_method_names
 from specdemo.ui.service import Service
-from specdemo.ui.tabs.pairs import count_measured, describe_pairs, selected_pairs
+from specdemo.ui.tabs.bench import count_measured, describe_pairs, selected_pairs
 
 ASKED: dict[str, Any] = {
     "methods": ["draft", "nasd"],

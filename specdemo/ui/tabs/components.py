@@ -10,7 +10,6 @@ import gradio as gr
 from specdemo.ui.frames import Run
 from specdemo.ui.run_store import RunStore
 
-Selection = dict[str, gr.CheckboxGroup | gr.Slider]  # recipes and prompts of the Bench tab
 # Handlers receive raw values: gradio would raise an error for an incomplete number.
 UNPROCESSED: dict[str, Any] = {"preprocess": False, "show_progress": "hidden", "api_visibility": "private"}
 # Replace the first input, a button, by the id of the displayed run.
