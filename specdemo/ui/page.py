@@ -130,7 +130,9 @@ def build(
     check_name("pair", pair, limits.pairs)
     service = Service(pool if pool is not None else ModelPool(hub=limits.hub), engine, limits, worker)
     shown_examples = _read_examples(examples, limits)
-    own = {**PAIRS[pair].settings, **_temperature(first_example(shown_examples["ready"], pair))}
+    own = dict(PAIRS[pair].settings)
+    if "temperature" in (example := first_example(shown_examples["ready"], pair)):
+        own["temperature"] = example["temperature"]
     initial = limits.fit(Recipe(pair=pair, device=device, top=RECORDED_TOP, **own))
     of_api = limits.fit(Recipe(pair=scripted, device=device, **PAIRS[scripted].settings))
     with PageBlocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
@@ -148,11 +150,13 @@ def build(
     health = Health(service, replace(initial, method="ar", max_tokens=2)) if permanent else None
     installed = permanent and Path(PAIRS[pair].target).exists()
     middleware, hosts = gateway(limits, os.environ)
+    routes = [run_route(runs), *frame_routes(service.runs), trace_route(TRACES, service.runs)]
+    routes += [file_route(), picture_route(), document_route(), *([health.route()] if health else [])]
     return Page(
         demo,
         service.worker,
         service.clouds,
-        routes=_routes(runs, service, health),
+        routes=routes,
         middleware=middleware,
         connections=limits.of_connections,
         hosts=hosts,
@@ -164,22 +168,6 @@ def build(
 def _read_examples(path: Path | None, limits: HostLimits) -> dict[str, Any]:
     texts = json.loads(path.read_text(encoding="utf-8")) if path else {"ready": [], "methods": {}}
     return available_examples(texts, [name for name in limits.pairs if not PAIRS[name].missing])
-
-
-def _temperature(example: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in example.items() if name == "temperature"}
-
-
-def _routes(runs: Runs, service: Service, health: Health | None) -> list[Any]:
-    return [
-        run_route(runs),
-        *frame_routes(service.runs),
-        trace_route(TRACES, service.runs),
-        file_route(),
-        picture_route(),
-        document_route(),
-        *([health.route()] if health else []),
-    ]
 
 
 @dataclass(frozen=True)

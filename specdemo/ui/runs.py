@@ -21,7 +21,7 @@ from specdemo.ui.lane import EXTRA, PLAIN, SHORT_PAIRS, SPEC, alternating, compa
 from specdemo.ui.service import Service
 from specdemo.ui.settings import Settings, recipe_of, stored_lanes
 from specdemo.ui.streams import play, reason
-from specdemo.ui.visitor_sessions import FIELD
+from specdemo.ui.visitor_sessions import FIELD, address_of
 from specdemo.worker import Worker, WorkerBusy
 
 REPEATS = 5
@@ -124,7 +124,7 @@ def run_route(runs: Runs) -> Route:
     async def started(request: Request) -> Response:
         LocalContext.request.set(gr.Request(request))  # `spaces.GPU` looks up the quota of the visitor by it
         try:
-            run = runs.start(await request.json(), request.client.host if request.client else "")
+            run = runs.start(await request.json(), address_of(request))
         except UserError as error:
             return JSONResponse({"detail": str(error)}, 422)
         return Response(run.frame(0), media_type="application/json")

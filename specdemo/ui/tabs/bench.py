@@ -295,17 +295,13 @@ def selected_pairs(
     benches = []
     for name in dict.fromkeys(map(str, names)):
         check_name("pair", name, offered)
-        make = partial(_recipe, {**settings, "chat": name == CHAT_PAIR, "mode": OFF}, device)
-        benches.append(pair_bench(name, make, varied))
+        own = {**settings, "chat": name == CHAT_PAIR, "mode": OFF}
+        benches.append(pair_bench(name, lambda own=own, **varied: recipe_of({**own, **varied}, device), varied))
     recipes = tuple(recipe for bench in benches for recipe in bench.recipes)
     if not recipes:
         raise UserError(f"no pair can run: {'; '.join(skipped_lines(benches))}")
     Sweep(recipes, prompts).within_limits(None)
     return benches, prompts
-
-
-def _recipe(settings: Mapping[str, Any], device: str, **varied: Any) -> Recipe:
-    return recipe_of({**settings, **varied}, device)
 
 
 def count_measured(benches: Sequence[PairBench], prompts: Sequence[Prompt]) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from specdemo.ui.service import Service
 from specdemo.ui.settings import recipe_of
 from specdemo.ui.settings_form import SettingsForm
 from specdemo.ui.tabs.bench import Sweep
-from specdemo.ui.tabs.components import RunViews, chart_view
+from specdemo.ui.tabs.components import RunViews, chart_view, is_number
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel, Outputs, PanelMeasurement
 
 MODE_TABLE_HEAD = (
@@ -50,7 +50,7 @@ _SET_JS = "(calibrated) => calibrated && window.specdemo.setGates(calibrated)"
 
 def modes_sweep(settings: Mapping[str, Any], device: str, count: Any, max_tokens: Any) -> Sweep:
     """Return a recipe per mode, with the first code prompts. Raises `UserError` for invalid settings."""
-    if isinstance(count, bool) or not isinstance(count, (int, float)) or not 1 <= count <= MOST_PROMPTS:
+    if not is_number(count, 1, MOST_PROMPTS):
         raise UserError(f"prompts must be from 1 to {MOST_PROMPTS}, not {count!r}")
     common = {**settings, "max_tokens": max_tokens, "chat": False}
     alone = {"provisional": False, "gates": []}  # these options require drafts over the link

@@ -15,10 +15,10 @@ from gradio.context import Context
 from specdemo.bench.measure import BenchProgress
 from specdemo.core.errors import UserError
 from specdemo.preflight import PreflightProgress
-from specdemo.ui.api import address_of
 from specdemo.ui.settings_form import SEND_JS
 from specdemo.ui.streams import reason
 from specdemo.ui.tabs.components import UNPROCESSED
+from specdemo.ui.visitor_sessions import address_of
 from specdemo.ui.visitors import REMEMBERED
 from specdemo.worker import Stream, WorkerBusy
 

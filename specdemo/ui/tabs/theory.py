@@ -20,7 +20,7 @@ from specdemo.ui.markdown import escape_markdown, figures_table, link_papers
 from specdemo.ui.run_estimate import cost_terms
 from specdemo.ui.run_figures import lane_speedup
 from specdemo.ui.run_store import RunStore
-from specdemo.ui.tabs.components import RunViews, chart_view
+from specdemo.ui.tabs.components import RunViews, chart_view, is_number
 from specdemo.ui.tabs.worked_example import worked_example
 
 UNKNOWN = math.nan
@@ -296,7 +296,7 @@ def describe_run(run: TheoryPoint) -> str:
 def parse_settings(values: Sequence[Any]) -> Coefficients | None:
     """Validate raw slider values; return None for incomplete numbers."""
     for value, (_, minimum, maximum, _) in zip(values, SLIDERS.values(), strict=True):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value <= maximum:
+        if not is_number(value, minimum, maximum):
             return None
     return Coefficients(**dict(zip(SLIDERS, values, strict=True)))
 
@@ -364,7 +364,7 @@ def _calls_section(views: RunViews) -> None:
     picture = gr.HTML(elem_id="theory-calls", apply_default_css=False)
 
     def draw(run: Run | None, start: Any, tokens: Any) -> Any:
-        if not all(isinstance(value, (int, float)) and 0 <= value <= 1000 for value in (start, tokens)):
+        if not (is_number(start, 0, 1000) and is_number(tokens, 0, 1000)):
             return gr.skip()
         return calls_view(run, int(start), max(1, int(tokens)))
 
