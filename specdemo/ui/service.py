@@ -57,7 +57,7 @@ class Service:
     ) -> None:
         self.limits = limits if limits is not None else HostLimits()
         self.worker = worker if worker is not None else _shared_device(self.limits)
-        self.last_token: float | None = None  # time of `time.monotonic`
+        self.last_token = -math.inf  # time of `time.monotonic`
         self.clouds = LocalServices(models.idle_s if math.isfinite(models.idle_s) else 600.0)
         self._models, self._engine = models, engine
         self._rates = RunRates(self.limits)
@@ -128,6 +128,9 @@ class Service:
             yield lane, Loading("warming up")
             with closing(self._decode(short, prompt, Stores())) as stream:
                 yield from ((lane, event) for event in stream if isinstance(event, Loading))
+
+    def token_age_s(self) -> float:
+        return time.monotonic() - self.last_token
 
     def probe(self, recipe: Recipe) -> Stream[Event]:
         return self.worker.submit(partial(self._tidied, lambda: self._decode(recipe, PROBE, Stores())))
