@@ -38,7 +38,7 @@ PACKAGES = {
     "gguf": ("specdemo/models/",),
     "tokenizers": ("specdemo/models/", "specdemo/bench/baselines.py"),
     "msgpack": ("specdemo/remote/protocol.py",),
-    "fastapi": ("specdemo/remote/", "specdemo/completions/routes.py", "specdemo/cli/service.py"),
+    "fastapi": ("specdemo/remote/", "specdemo/completions/routes.py", "specdemo/cli/serve.py"),
     "ray": ("specdemo/cli/ray_serve.py",),
     "starlette": (
         "specdemo/remote/",

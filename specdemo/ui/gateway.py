@@ -19,8 +19,7 @@ from starlette.websockets import WebSocketClose
 
 from specdemo.core.trace import MAX_CHARACTERS
 from specdemo.remote.access import RouteInfo, is_foreign, is_known_host
-from specdemo.remote.admission import RateLimiter, ServiceError
-from specdemo.remote.bodies import read_body
+from specdemo.remote.admission import RateLimiter, ServiceError, read_body
 from specdemo.remote.connections import VisitorConnections, network_of
 from specdemo.ui.documents import DOCUMENT_PATH
 from specdemo.ui.limits import HostLimits
