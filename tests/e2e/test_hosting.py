@@ -2,6 +2,7 @@
 
 import ast
 import io
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -57,7 +58,7 @@ def page(served: Any, engine: Replaceable) -> Any:
     engine.run = generate
     jobs = served.health.jobs
     assert jobs.probe is None or jobs.probe.wait(PATIENCE)
-    jobs.patience_s, served.health._service.last_token = PATIENCE, None
+    jobs.patience_s, served.health._service.last_token = PATIENCE, -math.inf
     return served
 
 
