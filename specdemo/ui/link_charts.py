@@ -144,8 +144,8 @@ def describe_traffic(lane: Lane) -> str:
     most = most_bytes_per_token(k, vocab, scalars=sampled, rows=rows, entry_bytes=entry)
     parts = [f"{k} ids", *([f"{k} probabilities"] if sampled else []), *([f"{rows} of q × {vocab:,}"] if rows else [])]
     return (
-        f"**Bytes per token:** {sent / m.tokens:,.0f} measured, with HTTP headers and encoding. A step commits at "
-        f"least one token, so the payload is at most **{most:,}** per token: {', '.join(parts)}, and 8 down."
+        f"**Bytes per token:** {sent / m.tokens:,.0f} measured. At most **{most:,}** per token are needed "
+        f"({', '.join(parts)}, and 8 down); the rest is HTTP."
     )
 
 

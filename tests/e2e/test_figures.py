@@ -72,7 +72,7 @@ CARDS = """async (steps) => {
             kind: card.dataset.state,
             token: card.querySelector("h3 .tok").textContent,
             why: card.querySelector(".why").textContent,
-            facts: card.querySelector(":scope > .quiet")?.textContent,
+            facts: card.querySelector("details .quiet")?.textContent,
             legend: card.querySelector(".laws > p")?.textContent,
             bars: [...card.querySelectorAll(".law")].map((row) => ({
                 token: row.querySelector("code").textContent,
@@ -130,13 +130,13 @@ def check_decision(line: Line, node: int, card: dict[str, Any], rule: str, greed
     assert card["kind"] == ("accepted" if accepted else "rejected")
     assert card["why"].startswith("Accepted" if accepted else "Rejected"), card
     if greedy or rule == "top1":
-        assert f"rank in target {line['rank'][node]} · probability" in card["facts"] and accepted == (
+        assert f"large model choice {line['rank'][node]} · its p" in card["facts"] and accepted == (
             line["rank"][node] == 1
         )
         assert not re.search("β|draw|accepted", card["facts"])  # neither decides
         assert accepted or f"choice number {line['rank'][node]}, with " in card["why"]
     elif rule in ("match", "coupled"):
-        assert "the target sampled" in card["why"]
+        assert "the large model sampled" in card["why"]
     elif draw is None:
         assert f"bound {figure(bound)}." in card["why"] and "accepted from p" in card["facts"]
         assert accepted == (line["p"][node] >= bound)
@@ -147,12 +147,12 @@ def check_decision(line: Line, node: int, card: dict[str, Any], rule: str, greed
         passed = any(line["draw"][i] < line["bound"][i] for i in deciding)
         assert (share, shown_draw) == pytest.approx((bound, draw), abs=1e-3) and accepted == passed
         elders = [other for other in range(node) if line["parents"][other] == line["parents"][node]]
-        assert ("siblings' residual" in card["why"]) == bool(elders)
+        assert ("the rest that earlier guesses left" in card["why"]) == bool(elders)
 
 
 def check_untested(line: Line, node: int, card: dict[str, Any]) -> None:
     siblings = {other for other, parent in enumerate(line["parents"]) if parent == line["parents"][node]}
-    assert card["kind"] == "ignored" and card["why"].startswith("Not tested: ")
+    assert card["kind"] == "ignored" and card["why"].startswith("Thrown away: ")
     if siblings & {*line["accepted"]}:
         assert "another continuation was accepted at this position" in card["why"]
 

@@ -165,7 +165,9 @@ def test_the_first_visit_explains_a_recorded_step_and_the_second_races(tab: Any)
     visible = "document.querySelectorAll('#lane-spec .round:not([hidden])').length"
     step = page.evaluate(visible)
     assert 0 < step < page.locator("#lane-spec .round").count() and shown
-    expect(page.locator("#headline")).to_have_text(re.compile(r"^Example: .*target passes instead of \d+\.$"))
+    expect(page.locator("#headline")).to_have_text(
+        re.compile(r"^Example: .*The large model ran \d+ times instead of \d+\.$")
+    )
     expect(page.locator("#run")).to_have_text("Run live")
     page.locator("#next-step").click()
     page.wait_for_function(f"{visible} === {step + 1}")
@@ -200,7 +202,7 @@ def races_a_comparison_once(page: Page) -> None:
     status(page, "done: 40 tokens")
     if not withheld(page):
         page.wait_for_function("window.lines.some(line => line.startsWith('Race'))")
-    expect(page.locator("#headline")).to_have_text(re.compile("40|target pass"))
+    expect(page.locator("#headline")).to_have_text(re.compile("40|large model"))
     assert page.locator(".round[hidden]").count() == 0
     expect(page.locator("#suggestion button").last).to_be_visible()
     expect(page.locator("#lane-ar")).to_be_visible()
@@ -248,7 +250,7 @@ def test_a_replay_counts_what_it_shows_and_is_completed_with_the_keyboard(page: 
     expect(shown).to_be_empty()
     assert page.evaluate(HIDDEN) == 0
     expect(page.locator("#status")).not_to_contain_text("replaying")
-    expect(page.locator("#headline")).to_contain_text("target pass")
+    expect(page.locator("#headline")).to_contain_text("large model")
 
 
 def test_text_is_readable_and_guesses_can_be_shown_inside(page: Page) -> None:

@@ -84,7 +84,7 @@ def test_first_screen_shows_the_idea_without_scrolling(
     textarea = page.locator("#prompt textarea").bounding_box()
     assert textarea and textarea["height"] >= 24 * rows
     assert page.evaluate("scrollY") == 0 and page.evaluate("window.shift") < 0.1
-    expect(page.locator("#masthead")).to_contain_text("(target)")
+    expect(page.locator("#masthead")).to_contain_text("large model")
     for part in ("#examples .chip >> nth=0", "#show-rejected"):  # elsewhere in small windows
         page.locator(part).scroll_into_view_if_needed()
         expect(page.locator(part)).to_be_in_viewport()

@@ -18,7 +18,7 @@ def test_the_quantised_model_is_kept_as_a_lane(monkeypatch: pytest.MonkeyPatch) 
     for values, form in (({}, "int8"), ({"drafter": "same", "drafter_quantization": "nf4"}, "nf4")):
         kept = handlers.keep_copy({"settings": {**USUAL, **values}, "lanes": None})
         assert [(lane["method"], lane["quantization"], lane["drafter"]) for lane in kept["lanes"]] == [("ar", form, "")]
-        assert f"target only, in {form}" in kept["text"]
+        assert f"large model alone, in {form}" in kept["text"]
     warnings: list[str] = []
     monkeypatch.setattr("gradio.Warning", warnings.append)
     again = handlers.keep_copy({"settings": {**USUAL, "quantization": "nf4"}, "lanes": kept["lanes"]})

@@ -1,6 +1,7 @@
 """Explanations and palette of steps, and the tab that explains logs: terminal, inspector and tooltip agree."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, heade
 from specdemo.core.explain import explain, figure
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
-from specdemo.ui.step_views import decided_by
+from specdemo.ui.step_views import decided_by, in_plain_words
 from specdemo.ui.tabs.explain import cost_chart, position_chart, statistics_of
 
 TREE = step(1, pieces=["b", "X"], draft=("a", "b"), accepted=(1,), tested=2) | {"parents": [-1, -1]}
@@ -27,14 +28,15 @@ def filled(head: dict, why: int, figures: dict) -> str:
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "match", "coupled", "top1", "typical", "lenient"])
 @pytest.mark.parametrize("line", [PREFILL, REJECTION, ALL_KEPT, CUT, TREE, UNVERIFIED])
-def test_the_page_gives_the_explanation_of_the_terminal(line: dict, rule: str) -> None:
+def test_the_page_gives_the_explanation_of_the_terminal_in_plain_words(line: dict, rule: str) -> None:
     run, recipe = Run(), {"method": "draft", "gamma": 3, "temperature": 0.7, "rule": rule}
     absorb(run, SPEC, header(recipe=recipe), line)
     head, record = (json.loads(record.text) for record in run.records)
     step = step_event(line).step
     words = [filled(head["head"], node["why"], node) for node in record["nodes"]]
-    assert words == [explain(step, node, recipe) for node in range(len(step.draft))]
-    assert filled(head["head"], record["why"], {}) == explain(step, None, recipe)
+    assert words == [in_plain_words(explain(step, node, recipe)) for node in range(len(step.draft))]
+    assert filled(head["head"], record["why"], {}) == in_plain_words(explain(step, None, recipe))
+    assert not re.search("target|draft|residual|committed|point mass", " ".join(head["head"]["reasons"]))
 
 
 LOG = (Path(__file__).parents[1] / "external" / "logs" / "vllm-window.log").read_text("utf-8")

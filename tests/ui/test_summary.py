@@ -58,8 +58,8 @@ def test_alpha_is_not_named_for_block_verification() -> None:
 def test_a_loss_is_named_with_its_reason_and_a_suggestion() -> None:
     shown = line_of(compared(plain_s=0.004))
     assert shown["text"].startswith("0.8× the speed, slower with drafts, same text.") and shown["tone"] == "bad"
-    assert shown["suggestions"] == [{"label": "Try γ 1", "set": {"gamma": 1}}, PRESS_REPEAT]
-    assert shown["reason"] == "8 of 16 guesses were kept, and checking 3 tokens costs 2.50 times writing 1."
+    assert shown["suggestions"] == [{"label": "Try 1 guess at a time", "set": {"gamma": 1}}, PRESS_REPEAT]
+    assert shown["reason"] == "8 of 16 guesses were kept, and checking 3 tokens costs 2.50 times the time of writing 1."
 
 
 def test_a_text_that_gains_is_offered_after_one_that_does_not() -> None:
@@ -82,11 +82,13 @@ def test_an_edge_without_guesses_is_offered_the_draft_method() -> None:
         absorb(run, name, made, PREFILL | {"t": 0.5}, *lines, end())
     run.finish()
     shown = line_of(run)
-    assert shown["reason"] == "Nothing was drafted: the drafter found no matching context."
+    assert shown["reason"] == "Nothing was guessed: no phrase of the text fits."
     assert shown["suggestions"] == [DRAFT_AT_THE_EDGE, PRESS_REPEAT]
 
 
-@pytest.mark.parametrize(("plain_s", "words"), [(0.009, "in the time of 1.11."), (0.005, "times writing 1.")])
+@pytest.mark.parametrize(
+    ("plain_s", "words"), [(0.009, "for the time of 1.11: that is 1.8× faster."), (0.005, "the time of writing 1.")]
+)
 def test_passes_shared_with_other_runs_are_named(plain_s: float, words: str) -> None:
     run = decoded(plain_s, texts=2.0)
     run.finish()
@@ -109,11 +111,11 @@ def test_passes_are_compared_only_without_a_link_and_with_a_baseline() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"top_p": 0.9, "seed": 7}, "draft, γ 4, top p 0.9, seed 7"),
-        ({"bad_words": ("if", "x" * 99)}, "draft, γ 4, bad words if/xxxxxxxxxxxxxxxxx"),
-        ({"method": "nasd", "drafter_top_p": 0.5}, "n-grams, γ 4"),
-        ({"gamma": 5, "policy": "dynamic"}, "draft, γ by dynamic, gamma 5"),
-        ({"drafter": "same"}, "draft by int8 copy, γ 4"),
+        ({"top_p": 0.9, "seed": 7}, "draft, up to 4 guesses at a time, top p 0.9, seed 7"),
+        ({"bad_words": ("if", "x" * 99)}, "draft, up to 4 guesses at a time, bad words if/xxxxxxxxxxxxxxxxx"),
+        ({"method": "nasd", "drafter_top_p": 0.5}, "n-grams, up to 4 guesses at a time"),
+        ({"gamma": 5, "policy": "dynamic"}, "draft, up to 12 guesses at a time, gamma 5, policy dynamic"),
+        ({"drafter": "same"}, "draft by int8 copy, up to 4 guesses at a time"),
     ],
 )
 def test_titles_of_added_lanes_name_the_options_that_differ(changes: dict[str, Any], words: str) -> None:
@@ -121,8 +123,12 @@ def test_titles_of_added_lanes_name_the_options_that_differ(changes: dict[str, A
     added = replace(first, **changes)
     for name, recipe in lanes_of(first, True, [added]).items():
         run.absorb(name, Header(asdict(recipe), "def", (5, 6)))
-    assert [lane.title for lane in run.lanes.values()] == ["draft, γ 4", "target only", words]
-    assert name_lanes([first, added]) == f"draft, γ 4 (); {words} ()"
+    assert [lane.title for lane in run.lanes.values()] == [
+        "draft, up to 4 guesses at a time",
+        "large model alone",
+        words,
+    ]
+    assert name_lanes([first, added]) == f"draft, up to 4 guesses at a time (); {words} ()"
 
 
 def test_the_fastest_of_several_methods_is_named_in_the_table() -> None:
@@ -142,4 +148,4 @@ def test_the_displayed_one_of_several_pairs_is_explained() -> None:
     run.speeds = {SPEC: [160.0, 150.0, 170.0], PLAIN: [100.0, 100.0, 100.0]}
     run.finish()
     words = json.loads(run.frame(0))["verdict"].partition("3 alternating pairs. The displayed pair: ")[2]
-    assert "A step gave 2.00 tokens and took 1.25 AR steps" in words and "Theorem 3.8 predicts" in words
+    assert "Each check gave 2.00 tokens for the time of 1.25" in words and "The theory expects" in words

@@ -4,6 +4,7 @@ import { make, setText } from "./elements.js";
 import { applyExample, exampleNamed, setSettings } from "./settings.js";
 import { $, current, lanes } from "./state.js";
 import { barTitle } from "./timeline.js";
+import { run } from "./transport.js";
 
 export function clearHeadline() {
   setText($("#headline"), current.busy ? "Running …" : "");
@@ -41,7 +42,7 @@ export function shownResult() {
 }
 
 function followSuggestion({ press, example, set }) {
-  if (press) document.getElementById(press).click();
+  if (press) run(press);
   if (example) applyExample(exampleNamed(example));
   if (set) setSettings(set);
 }

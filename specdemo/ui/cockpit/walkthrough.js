@@ -58,11 +58,11 @@ function stepWords(span) {
   const count = (...kinds) => [...span.children].filter((token) => kinds.includes(token.dataset.kind)).length;
   const [accepted, rejected, untested] = [count("accepted"), count("rejected"), count("ignored")];
   const guesses = accepted + rejected + untested;
-  if (!guesses) return ["The drafter guessed nothing.", "One target pass wrote one token.", ""];
-  const fate = rejected ? " kept, 1 replaced" : count("bonus") ? " kept, and the pass added another" : " kept";
+  if (!guesses) return ["The helper guessed nothing.", "The large model wrote one token.", ""];
+  const fate = rejected ? " kept, 1 replaced" : count("bonus") ? " kept, and one more for free" : " kept";
   const end = `${rejected ? "" : "All "}${accepted}${fate}`;
-  const outcome = untested ? `${end}, ${untested} not tested.` : `${end}.`;
-  return [`The drafter guessed ${guesses} token${guesses > 1 ? "s" : ""}.`, `One target pass checked ${guesses > 1 ? "them" : "it"}.`, outcome];
+  const outcome = untested ? `${end}, ${untested} thrown away.` : `${end}.`;
+  return [`The helper guessed ${guesses} token${guesses > 1 ? "s" : ""}.`, `The large model checked ${guesses > 1 ? "them at once" : "it"}.`, outcome];
 }
 
 export function connectWalkthrough() {
