@@ -65,7 +65,7 @@ def test_first_screen_shows_the_idea_without_scrolling(
 ) -> None:
     page = tab(FIRST_VISIT + SHIFTS, width=width, height=height)
     page.evaluate(QUICK)
-    expect(page.locator("#step-words")).to_have_text(STEP_WORDS)
+    expect(page.locator("#play-steps")).to_have_text(re.compile("Play again"))
     expect(page.locator(".round[data-stage]")).to_have_count(0)
     for part in ("h1", "#prompt textarea", "#run", "#headline", "#lane-spec", *parts):
         box = page.locator(part).bounding_box()

@@ -54,7 +54,7 @@ function reset(id, plan) {
     $(".title", lane.box).textContent = $(".model", lane.box).textContent = $(".rate", lane.box).textContent = "";
     $(".badge", lane.box).hidden = true;
     for (const button of lane.box.querySelectorAll("button")) button.disabled = true;
-    Object.assign(lane, { head: null, header: null, records: [], steps: [], shown: 0, credit: 0, idle: true, first: null, last: null, fences: 0 });
+    Object.assign(lane, { head: null, header: null, records: [], steps: [], shown: 0, credit: 0, idle: true, first: null, last: null, fences: 0, overhang: 0 });
   }
   $(".lanes").dataset.count = plan.length;
   $(".outcome").hidden = $("#recorded-settings").hidden = $("[data-legend=unseen]").parentElement.hidden = true;
