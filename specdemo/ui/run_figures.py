@@ -11,7 +11,7 @@ from typing import Any
 
 from specdemo.core.formats import NOTHING, format_bytes, latency, number, percent, rate
 from specdemo.core.rules import rule_traits
-from specdemo.ui.lane import PLAIN, SPEC, Lane, linked, mode, model_name, same_target, speed
+from specdemo.ui.lane import PLAIN, SPEC, Lane, linked, mode, model_name, same_target, short_names, speed
 from specdemo.ui.text_comparison import differing_inputs, guarantee
 
 Lanes = Mapping[str, Lane]
@@ -147,6 +147,12 @@ def _fastest(lanes: Lanes, speeds: Speeds) -> str | None:
         return None
     name, value = max(medians.items(), key=lambda measured: measured[1])
     return name if value > 1 else None
+
+
+def marked_names(lanes: Lanes, speeds: Speeds) -> dict[str, str]:
+    """Return the names of several lanes with drafts; the fastest is marked."""
+    fastest = _fastest(lanes, speeds)
+    return {name: f"{text}, fastest" if name == fastest else text for name, text in short_names(lanes).items()}
 
 
 def _row(name: str, lane: Lane, lanes: Lanes, speeds: Speeds) -> list[str]:

@@ -21,6 +21,7 @@ from specdemo.ui.run_figures import (
     Speeds,
     checking_cost,
     disturbed_lanes,
+    marked_names,
     measured_speedups,
     pass_costs,
     ratio_text,
@@ -52,7 +53,7 @@ def summarise(lanes: Lanes, speeds: Speeds) -> dict[str, Any]:
         "passes": pass_costs(lanes),
         "table": run_table(lanes, speeds),
         "texts": compare_all_texts(lanes),
-        "names": short_names(lanes),
+        "names": marked_names(lanes, speeds),
     }
 
 
@@ -231,10 +232,9 @@ def _speeds(result: _Comparison) -> str:
 
 
 def _link_causes(result: _Comparison) -> list[str]:
-    words = ["The cloud alone streams its tokens after one round trip."]
-    if result.median < SLOWER and _link_share(result.spec) > MOSTLY_WAITING:
-        words.append("The link takes most of each step: let the cloud decode alone.")
-    return words
+    advised = result.median < SLOWER and _link_share(result.spec) > MOSTLY_WAITING
+    advice = "The link takes most of each step: let the cloud decode alone." if advised else ""
+    return ["The cloud alone streams its tokens after one round trip.", advice]
 
 
 def _causes(result: _Comparison) -> list[str]:

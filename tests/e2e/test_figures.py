@@ -204,7 +204,7 @@ def test_charts_contain_their_token_and_the_rest_and_share_a_scale(
             largest = [max(mass) for mass in masses[:others]]
             hidden = [bar["token"] for bar in bars if not any(bar["mass"])]
             if drafted:
-                assert card["legend"] in ("p target q drafter both", "p")  # point masses have no bar q
+                assert card["legend"] in ("p large model q helper both", "p")  # point masses have no bar q
             else:
                 assert largest == sorted(largest, reverse=True) and {*hidden} <= {card["token"]}
                 residuals += card["legend"] == "residual"
@@ -417,7 +417,7 @@ def test_unverified_tokens_are_counted_apart(file_tab: Page) -> None:
     expect(file_tab.locator("[data-kpi=acceptance]")).to_contain_text("6 unverified")
     expect(file_tab.locator("#lane-spec [data-by=gate] .tok")).to_have_count(6)
     file_tab.locator("#lane-spec [data-by=gate] .tok").first.hover()
-    expect(file_tab.locator("#tip strong")).to_have_text("unverified")
+    expect(file_tab.locator("#tip strong")).to_have_text("not checked")
     expect(file_tab.locator("#tip")).to_contain_text("the gates accepted the draft, so the cloud was not queried")
     for name in ("Method", "Edge-cloud"):  # a tab is updated when it is selected
         file_tab.get_by_role("tab", name=name).click()
@@ -442,9 +442,7 @@ def test_waiting_and_second_round_trips_are_labelled(file_tab: Page) -> None:
     cloud_only = recipe_line("ar", cloud=REMOTE | {"mode": "cloud_only"}) | {"exact": True}
     plain = [cloud_only, PREFILL | {"remote": LINK}, *(step(i, pieces=["x"]) | {"remote": LINK} for i in (1, 2)), end()]
     show(file_tab, *trace, *plain)
-    expect(file_tab.locator("#race-lengths")).to_have_text(
-        re.compile("5 tokens; AR 3 tokens.: times per token are compared")
-    )
+    expect(file_tab.locator("#race-lengths")).to_have_text(re.compile("5 and 3 tokens.*tokens per second are compared"))
     tip = file_tab.locator("#tip")
     for i, trips in ((1, 0), (2, 1)):
         file_tab.locator("#lane-spec .round").nth(i).locator(".tok").first.hover()
@@ -462,7 +460,10 @@ def test_waiting_and_second_round_trips_are_labelled(file_tab: Page) -> None:
 @pytest.mark.parametrize(
     ("changes", "advice"),
     [
-        ({}, "Acceptance (mean overlap β 0.30) does not exceed c 0.50: confirm with Repeat, then disable"),
+        (
+            {},
+            "(mean overlap β 0.30 does not exceed c 0.50): confirm with Repeat, then disable",
+        ),
         ({"method": "tree"}, "lower “Nodes per draft”, or confirm with Repeat and disable"),
         (
             {"method": "lookahead"},

@@ -141,6 +141,7 @@ def test_the_fastest_of_several_methods_is_named_in_the_table() -> None:
     run.finish()
     speedups = [row[2] for row in json.loads(run.frame(0))["table"][1:]]
     assert speedups == ["1.7× (one run)", "1 (baseline)", "1.8× (one run, fastest)"]
+    assert json.loads(run.frame(0))["names"] == {SPEC: "draft", "third": "n-grams, fastest"}
 
 
 def test_the_displayed_one_of_several_pairs_is_explained() -> None:

@@ -38,7 +38,7 @@ function dividedHeadline() { // a speed-up at the beginning is displayed large
 /** Result of the run for a picture: the headline, and the time of each lane. */
 export function shownResult() {
   const timed = current.frame.plan.filter((name) => lanes[name].times);
-  return { ...dividedHeadline(), rows: timed.map((name) => ({ label: barTitle(name), time: lanes[name].times.at(-1), fast: name === "spec" && !current.frame.disturbed.includes(name) })) };
+  return { ...dividedHeadline(), rows: timed.map((name) => ({ label: barTitle(name), time: lanes[name].times.at(-1), fast: name !== "ar" && !current.frame.disturbed.includes(name) })) };
 }
 
 function followSuggestion({ press, example, set }) {

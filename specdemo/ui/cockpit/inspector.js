@@ -16,7 +16,7 @@ let figuresOf = null; // lane shown in charts and table
 let stepPlayer;
 
 export function openInspector(names) {
-  $("#round-lane").replaceChildren(...names.map((name) => make("option", { value: name, text: `${laneName(name)}: ${$(".title", lanes[name].box).textContent}` })));
+  $("#round-lane").replaceChildren(...names.map((name) => make("option", { value: name, text: laneName(name) })));
   selected.lane = names[0];
   figuresOf = null;
   $("#figures").hidden = false;
