@@ -172,8 +172,8 @@ def title(recipe: Mapping[str, Any]) -> str:
     if recipe["method"] == "beam":
         return f"{recipe['num_beams']} beams"
     rule = recipe.get("rule", DEFAULT_RULE)
-    unit = "deep" if draft_shape(recipe["method"]) == "forest" else "at a time"
-    length = f"up to {_longest_draft(recipe)} guesses {unit}"
+    depth = " deep" if draft_shape(recipe["method"]) == "forest" else ""
+    length = f"up to {_longest_draft(recipe)} guesses{depth}"
     link = ", edge and cloud" if mode(recipe) else ""
     copy = f" by {recipe.get('drafter_quantization')} copy" if recipe.get("drafter") == SAME else ""
     test = "" if rule == DEFAULT_RULE else f", {rule}"

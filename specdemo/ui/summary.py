@@ -12,7 +12,7 @@ from specdemo.core.simulate import GammaEstimate
 from specdemo.core.theory import CostTerms, can_improve, expected_tokens, walltime_improvement
 from specdemo.core.theory import speedup as cost_model
 from specdemo.drafters import draft_shape
-from specdemo.ui.lane import ALONE, EXTRA, PLAIN, SPEC, Lane, linked, mode, short_names, speed
+from specdemo.ui.lane import ALONE, PLAIN, SPEC, Lane, linked, mode, short_names, speed
 from specdemo.ui.link_time import link_share
 from specdemo.ui.run_estimate import RunEstimate, cost_terms, estimate_lengths
 from specdemo.ui.run_figures import (
@@ -128,7 +128,7 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
         return line | {"text": f"{result.outcome}, another text."}
     text = f"{result.outcome}, {_same_words(result.spec, result.plain)}. {_passes(result.spec, result.plain)}"
     return {
-        "text": text + _other_lanes(lanes, speeds),
+        "text": text + _all_lanes(lanes, speeds),
         "tone": result.tone,
         "reason": "" if withheld(lanes, {}) else _reason(result, checking_cost(lanes)),
         "suggestions": suggestions(
@@ -137,14 +137,14 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
     }
 
 
-def _other_lanes(lanes: Lanes, speeds: Speeds) -> str:
-    medians = {name: statistics.median(ratios) for name in EXTRA if (ratios := measured_speedups(lanes, speeds, name))}
-    names = short_names(lanes)
-    others = (
-        f"{names[name]} {ratio_text(value)}×{compare_forms(lanes[name], lanes[PLAIN])}"
-        for name, value in medians.items()
-    )
-    return f" The first is {names[SPEC]}; {', '.join(others)}." if medians else ""
+def _all_lanes(lanes: Lanes, speeds: Speeds) -> str:
+    """Return the speed-up of each lane, if several have drafts."""
+    medians = {
+        text: f"{ratio_text(statistics.median(ratios))}×{compare_forms(lanes[name], lanes[PLAIN])}"
+        for name, text in short_names(lanes).items()
+        if (ratios := measured_speedups(lanes, speeds, name))
+    }
+    return f" Compared: {', '.join(f'{text} {value}' for text, value in medians.items())}." if medians else ""
 
 
 def _single(lane: Lane, total: bool) -> str:

@@ -333,7 +333,7 @@ def test_added_lanes_run_with_the_others(page: Page, short_path: Path) -> None:
         expect(page.locator(f"[data-lane={lane}] .model")).to_have_text(re.compile("^bundled, temperature 0"))
     if not withheld(page):
         expect(page.locator("#headline")).to_contain_text(
-            re.compile(r"The first is draft; n-grams [\d.]+×, tree [\d.]+×")
+            re.compile(r"Compared: draft [\d.]+×, n-grams [\d.]+×, tree [\d.]+×")
         )
     for headings in (page.locator(".box:not([hidden]) h2"), page.locator("#time-rows .time-name")):
         expect(headings).to_have_text([re.compile(f"^{name}") for name in ("draft", "Baseline", "n-grams", "tree")])
@@ -346,7 +346,7 @@ def test_added_lanes_run_with_the_others(page: Page, short_path: Path) -> None:
     choose_setting(page, "method", "n-grams:")
     page.locator("#compare input").check()
     run(page, CODE, tokens=6)
-    refused = "Not compared, since target or chat template differ: n-grams, up to 3 guesses at a time (bundled);"
+    refused = "Not compared, since target or chat template differ: n-grams, up to 3 guesses (bundled);"
     expect(page.get_by_text(refused)).to_be_visible()
     status(page, "done: 6 tokens")
     expect(page.locator("[data-lane=spec] .model")).to_contain_text(f"{short_path.name}, temperature")
@@ -368,8 +368,8 @@ def test_added_settings_are_the_same_in_all_tabs_and_after_a_reload(page: Page, 
         tab.locator("#keep-lane").click()
 
     def expect_added(*names: str) -> None:
-        units = {"tree": "deep"}
-        lanes = "; ".join(f"{name}, up to 3 guesses {units.get(name, 'at a time')} (bundled)" for name in names)
+        units = {"tree": " deep"}
+        lanes = "; ".join(f"{name}, up to 3 guesses{units.get(name, '')} (bundled)" for name in names)
         for tab in (first, second):
             words = f"Also compared, with the same target: {lanes}." if names else ""
             expect(tab.locator("#kept-lanes")).to_have_text(words)

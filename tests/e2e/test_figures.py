@@ -418,7 +418,7 @@ def test_unverified_tokens_are_counted_apart(file_tab: Page) -> None:
     expect(file_tab.locator("#lane-spec [data-by=gate] .tok")).to_have_count(6)
     file_tab.locator("#lane-spec [data-by=gate] .tok").first.hover()
     expect(file_tab.locator("#tip strong")).to_have_text("not checked")
-    expect(file_tab.locator("#tip")).to_contain_text("the gates accepted the draft, so the cloud was not queried")
+    expect(file_tab.locator("#tip")).to_contain_text("the gates accepted the guesses, so the cloud was not queried")
     for name in ("Method", "Edge-cloud"):  # a tab is updated when it is selected
         file_tab.get_by_role("tab", name=name).click()
     expect(file_tab.locator("#edge-best")).to_contain_text("mean overlap β 0.75 for α")

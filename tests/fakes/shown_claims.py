@@ -119,7 +119,7 @@ def headline(run: RunFigures) -> Iterator[Claim]:
     yield claim("The large model gave {} tokens per run instead of {}.", lane.tokens_per_pass, 1)
     yield claim("differs at token {}", run.equal(next(iter(run.lanes))) + 1)
     yield from titles(run)
-    yield Claim("{}×", [(run.speedup(name),) for name in ("third", "fourth") if run.speedup(name)])
+    yield Claim("{}×", [(run.speedup(name),) for name in ("spec", "third", "fourth") if run.speedup(name)])
 
 
 def advice(run: RunFigures) -> Iterator[Claim]:
@@ -271,8 +271,8 @@ def step_words(lane: LaneFigures, i: int) -> Iterator[Claim]:
     yield claim(f"{{}} {guesses}, {{}} added without", counts[0], counts[2])
     yield claim("all beams agree on {} tokens", counts[2])
     yield claim("{} s after the start", lane.at[i])
-    yield claim("guesses allowed {} at the start, {} now", lane.recipe["gamma"], line["gamma"])
-    yield claim("guesses allowed {}", line["gamma"])
+    yield claim("Guesses allowed: {} at the start, {} now", lane.recipe["gamma"], line["gamma"])
+    yield claim("Guesses allowed: {}", line["gamma"])
     for name, value in line.get("policy", {}).items():
         yield claim(f"{name.replace('_', ' ')} {{}}", float(f"{value:.3g}"))
     link = line.get("remote") or {}

@@ -111,11 +111,11 @@ def test_passes_are_compared_only_without_a_link_and_with_a_baseline() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"top_p": 0.9, "seed": 7}, "draft, up to 4 guesses at a time, top p 0.9, seed 7"),
-        ({"bad_words": ("if", "x" * 99)}, "draft, up to 4 guesses at a time, bad words if/xxxxxxxxxxxxxxxxx"),
-        ({"method": "nasd", "drafter_top_p": 0.5}, "n-grams, up to 4 guesses at a time"),
-        ({"gamma": 5, "policy": "dynamic"}, "draft, up to 12 guesses at a time, gamma 5, policy dynamic"),
-        ({"drafter": "same"}, "draft by int8 copy, up to 4 guesses at a time"),
+        ({"top_p": 0.9, "seed": 7}, "draft, up to 4 guesses, top p 0.9, seed 7"),
+        ({"bad_words": ("if", "x" * 99)}, "draft, up to 4 guesses, bad words if/xxxxxxxxxxxxxxxxx"),
+        ({"method": "nasd", "drafter_top_p": 0.5}, "n-grams, up to 4 guesses"),
+        ({"gamma": 5, "policy": "dynamic"}, "draft, up to 12 guesses, gamma 5, policy dynamic"),
+        ({"drafter": "same"}, "draft by int8 copy, up to 4 guesses"),
     ],
 )
 def test_titles_of_added_lanes_name_the_options_that_differ(changes: dict[str, Any], words: str) -> None:
@@ -124,11 +124,11 @@ def test_titles_of_added_lanes_name_the_options_that_differ(changes: dict[str, A
     for name, recipe in lanes_of(first, True, [added]).items():
         run.absorb(name, Header(asdict(recipe), "def", (5, 6)))
     assert [lane.title for lane in run.lanes.values()] == [
-        "draft, up to 4 guesses at a time",
+        "draft, up to 4 guesses",
         "large model alone",
         words,
     ]
-    assert name_lanes([first, added]) == f"draft, up to 4 guesses at a time (); {words} ()"
+    assert name_lanes([first, added]) == f"draft, up to 4 guesses (); {words} ()"
 
 
 def test_the_fastest_of_several_methods_is_named_in_the_table() -> None:

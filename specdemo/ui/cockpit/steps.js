@@ -92,7 +92,7 @@ function targetToken(head, { step, why }, names) {
 function lengthFacts({ head, header: { recipe } }, { gamma }) {
   if (!head.drafts) return [];
   const fixed = (recipe.policy ?? "fixed") === "fixed";
-  return [["guesses allowed", fixed ? String(gamma) : `${recipe.gamma} at the start, ${gamma} now`]];
+  return [["Guesses allowed:", fixed ? String(gamma) : `${recipe.gamma} at the start, ${gamma} now`]];
 }
 
 function policyFacts({ policy }) {
