@@ -216,7 +216,8 @@ def speed_chart(link: LinkModel) -> str:
     ]
     if measured := link.lane.metrics.tokens_per_second:
         series.append(Series("dot", "var(--dot-run)", [(link.terms.drafted, measured)], "this run"))
-    return chart("Speed by draft length", "k (tokens)", "tokens/s", series)
+    steps = link.lane.metrics.decode_steps
+    return chart("Speed by number of guesses", f"guesses at a time, k (n {steps} steps)", "tokens/s", series)
 
 
 def describe_best_gamma(link: LinkModel) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import gradio as gr
 
+from specdemo.bench.acceptance import Acceptance
 from specdemo.bench.published_tables import repetition_table
 from specdemo.bench.table import (
     BenchRow,
@@ -91,7 +92,7 @@ def speedup_chart(rows: Sequence[BenchRow]) -> str:
         for (kind, points), colour in zip(by_class.items(), cycle(CATEGORIES), strict=False)
     ]
     names = [PLAIN, *map(name, compared)]
-    return chart("Speed-up over the baseline", "", "speed-up", series, names, "bench-plot")
+    return chart("Speed-up over the baseline", "recipe and class", "speed-up", series, names, "bench-plot")
 
 
 def acceptance_chart(rows: Sequence[BenchRow]) -> str:
@@ -100,10 +101,25 @@ def acceptance_chart(rows: Sequence[BenchRow]) -> str:
         visible_recipe(name).replace("gamma=", "γ "): lane for name, lane in acceptance(rows).items() if lane.position
     }
     series = [
-        Series("line", colour, [(position, count.share) for position, count in lane.position.items()], name)
+        Series(
+            "line",
+            colour,
+            [(position, count.share) for position, count in lane.position.items()],
+            f"{name}, n {_tested(lane)}",
+        )
         for (name, lane), colour in zip(lanes.items(), cycle(CATEGORIES), strict=False)
     ]
-    return chart("Acceptance", "position in the draft", "accepted / tested", series, elem_id="bench-positions")
+    return chart(
+        "Guesses kept, by position",
+        "position of the guess (n: number checked)",
+        "kept / checked",
+        series,
+        elem_id="bench-positions",
+    )
+
+
+def _tested(lane: Acceptance) -> int:
+    return sum(count.tested for count in lane.position.values())
 
 
 def notes(rows: Sequence[BenchRow], records: Sequence[dict[str, Any]]) -> str:
