@@ -186,7 +186,7 @@ def _longest_draft(recipe: Mapping[str, Any]) -> int:
 
 
 def short_names(lanes: Mapping[str, Lane]) -> dict[str, str]:
-    """Return the method of each lane with drafts, or its title where methods are equal; empty for one such lane."""
+    """Return the method of each lane with drafts, or its title if methods are equal; empty for a single method."""
     titles = {name: lane.title for name, lane in lanes.items() if name != PLAIN and lane.begun}
     methods = Counter(text.partition(",")[0] for text in titles.values())
     short = {name: text.partition(",")[0] for name, text in titles.items()}
@@ -280,10 +280,6 @@ def model_name(recipe: Mapping[str, Any]) -> str:
 def comparable_lanes(stored: Sequence[Recipe], recipe: Recipe) -> list[Recipe]:
     """Return the stored lanes that continue the same prompt with the same target as `recipe`, in any form."""
     return [lane for lane in stored if lane.models[0] == recipe.models[0] and lane.chat == recipe.chat]
-
-
-def describe_stored_lanes(recipes: list[Recipe]) -> str:
-    return f"Also compared, with the same target: {name_lanes(recipes)}." if recipes else ""
 
 
 def name_lanes(recipes: Sequence[Recipe]) -> str:

@@ -220,7 +220,7 @@ class TypicalPasses:
 
     @property
     def conclusion(self) -> str:
-        return f", not {self.rows} times: that is why guessing can pay" if self.ratio < self.rows else ""
+        return f", not {self.rows} times" if self.ratio < self.rows else ""
 
 
 def _possible_passes(lanes: Lanes) -> TypicalPasses | None:

@@ -48,7 +48,7 @@ def lane_view(name: str, lane: Lane) -> dict[str, Any]:
     """Return texts and facts for drawing a lane and its steps.
 
     `adjusts`: corrections are sampled from a residual; `scales`: the bound is a multiple of q; `residuals`: reasons of
-    tokens from a residual; `formulas`: of those reasons.
+    tokens from a residual; `formulas`: of such reasons.
     """
     recipe = lane.recipe
     rule, method = rule_traits(recipe), METHODS.get(recipe["method"])

@@ -112,7 +112,7 @@ export function drawStep(name, record, fragment) {
   lane.shown = lane.steps.length;
 }
 
-const CHARACTER = 8.5, SMALL_CHARACTER = 6.2, SPACE = 6, COUNT = 16; // widths in pixels, of text and of guesses above it
+const CHARACTER = 8.5, SMALL_CHARACTER = 6.7, SPACE = 6, COUNT = 16; // widths in pixels, of text and of guesses above it
 
 function placeAbove(lane, span, left) { // return the width; a guess begins where the one before it ends
   const width = SMALL_CHARACTER * span.textContent.length + SPACE;
