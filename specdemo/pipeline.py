@@ -23,6 +23,7 @@ from specdemo.drafters.method import VocabularyBridge
 from specdemo.drafters.prediction import PredictedText, PredictionDrafter
 from specdemo.models.cached_head import CachedHead, Head
 from specdemo.models.chat_caches import ChatCaches, Conversation
+from specdemo.models.engines.chain_graph import ChainShape
 from specdemo.models.engines.cuda_graphs import MAX_ROWS
 from specdemo.models.engines.generic import has_encoder
 from specdemo.models.engines.llama import PROMPT_CHUNK
@@ -87,6 +88,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
     stop: Collection[int]  # tokens that end the text
     close: Callable[[], None] = lambda: None
     bridge: VocabularyBridge | None = None
+    chain: ChainShape | None = None  # chains that a model or head drafts, if their length is fixed
 
     def __exit__(self, *failure: object) -> None:
         self.close()
@@ -130,7 +132,9 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         longest = longest_chain or MAX_ROWS
         opening = (tokens - 1) % PROMPT_CHUNK + 1
         for cached in self.caches:
-            cached.prepare({*range(1, longest + 3), opening}, tokens, length + MAX_ROWS)
+            drafts = cached in self.draft_caches or cached.head is not None
+            chain = self.chain if drafts else None
+            cached.prepare({*range(1, longest + 3), opening}, tokens, length + MAX_ROWS, chain)
 
 
 class RunCaches:
@@ -360,7 +364,15 @@ def _assemble(context: DrafterInputs, inputs: RunInputs, prompt: RunPrompt) -> P
         stop=context.stop,
         close=context.caches.close,
         bridge=context.bridge,
+        chain=_chain(context),
     )
+
+
+def _chain(context: DrafterInputs) -> ChainShape | None:
+    length, sampling = context.plan.longest_chain, context.draft_sampling
+    if not length or context.bridge is not None or sampling.needs_paths:
+        return None
+    return ChainShape(length, sampling, context.vocab_size)
 
 
 def _predicted(expected: ExpectedText, target: Target, prompt: Sequence[int]) -> PredictedText:

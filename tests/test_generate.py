@@ -167,6 +167,7 @@ def test_the_context_ends_the_text(target: str) -> None:
     assert not limited.context_full
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["draft", "tree", "hybrid"])
 @pytest.mark.parametrize("context", [12, 40])  # shorter than the prompt, and longer
 def test_a_shorter_context_of_the_drafter_does_not_end_the_text(
@@ -202,6 +203,7 @@ def test_equal_bits_hold_for_all_methods_of_the_native_engine(target: str, metho
     assert head.environment["parity"]["by_construction"] and head.bit_equal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "rule"),
     [
@@ -252,7 +254,7 @@ def test_passes_after_the_first_step_read_the_weights(method: str, target: str, 
     _, *drafts = (event.step.draft for event in step_events(events))
     passes = sum(draft.depth for draft in drafts)
     specs = plan_run(recipe).target, plan_run(replace(recipe, method="draft")).drafter
-    target_bytes, drafter_bytes = (pool.take(spec).weight_bytes for spec in specs)
+    target_bytes, drafter_bytes = (pool.get(spec).weight_bytes for spec in specs)
     assert end.peak.read == target_bytes * len(drafts) + drafter_bytes * passes
 
 
@@ -263,7 +265,7 @@ def test_beams_are_committed_as_they_agree(target: str) -> None:
     whole = "".join(event.text for event in steps)
     assert steps[0].pending_text and not steps[-1].pending_text
     tokens = tokens_of(steps)
-    tokenizer = ModelPool().take(plan_run(recipe).target).tokenizer
+    tokenizer = ModelPool().get(plan_run(recipe).target).tokenizer
     assert tokenizer.decode([*head.prompt_tokens, *tokens], skip_special_tokens=True) == PROMPT + whole
 
 
@@ -274,7 +276,7 @@ def test_a_refused_run_releases_its_caches(target: str) -> None:
         return sum(type(item) is CachedModel for item in gc.get_objects())
 
     recipe, pool, worker = Recipe(target=target, method="nasd", max_tokens=4, device="cpu"), ModelPool(), Worker()
-    pool.take(plan_run(recipe).target)
+    pool.get(plan_run(recipe).target)
     before = caches()
     stream = worker.submit(lambda: generate(recipe, PROMPT * 1000, pool))
     assert stream.wait(60) and "shorten it by at least" in str(stream.error)

@@ -53,7 +53,7 @@ class CompletionService:
     keep_alive_s: float = 10.0  # longest time without data in a stream
 
     def __post_init__(self) -> None:
-        self._target = self.pool.take(plan_run(self.recipe).target)
+        self._target = self.pool.get(plan_run(self.recipe).target)
         self._texts = TokenBytes(self._target.tokenizer)
         self._conversations = ConversationStores()
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from specdemo.models.cached_head import CachedHead
+    from specdemo.models.engines.chain_graph import ChainShape
     from specdemo.models.engines.fused_weights import FusedWeights
 
 Model: TypeAlias = "PreTrainedModel | FusedWeights"
@@ -188,11 +189,12 @@ class CachedModel:
         self._held, self._logits = [*tokens, *chain[:-1]], logits
         return chain
 
-    def prepare(self, rows: Iterable[int], start: int, end: int) -> None:
-        """Record passes of these row counts over `start` to `end` positions on CUDA."""
-        self.engine.prepare(self._cache, {max(n, self._pad) for n in rows}, start, end)
+    def prepare(self, rows: Iterable[int], start: int, end: int, chain: ChainShape | None = None) -> None:
+        """Record passes of these row counts over `start` to `end` positions on CUDA, and chains that are drafted."""
+        of_head = self.head is not None
+        self.engine.prepare(self._cache, {max(n, self._pad) for n in rows}, start, end, None if of_head else chain)
         if self.head is not None:
-            self.head.prepare(end)
+            self.head.prepare(start, end, chain)
 
     def _sample_chain(self, tokens: Sequence[int], count: int, sampler: ChainSampler) -> list[int] | None:
         if self._owner is not None:

@@ -60,12 +60,9 @@ ON_THREADS = [
     *((name, form, 2) for name, form in FORMS),
     *(("llama", form, 1) for form in LONG_FORMS),  # test_native_passes.py draws numbers of threads for all forms
 ]
-
-
-def half_of_forms(remainder: int) -> list[Any]:
-    """Return every second form; the others are exhaustive. test_native_passes.py draws from all formats."""
-    cases = enumerate(ON_THREADS)
-    return [pytest.param(*case, marks=() if i % 2 == remainder else pytest.mark.exhaustive) for i, case in cases]
+HALF = [  # test_native_passes.py draws from all forms
+    pytest.param(*case, marks=() if i % 2 == 0 else pytest.mark.exhaustive) for i, case in enumerate(ON_THREADS)
+]
 
 
 def single_rows(model: NativeWeights, tokens: list[int], start: int) -> Tensor:
@@ -86,7 +83,7 @@ def threads(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "form", "threads"), half_of_forms(0), indirect=["threads"])
+@pytest.mark.parametrize(("name", "form", "threads"), HALF, indirect=["threads"])
 def test_rows_of_chains_have_the_bits_of_single_rows(name: str, form: str, threads: int) -> None:
     model = weights(name, form)
     for start in (0, 3, 250):  # the cache grows at 256
@@ -122,7 +119,11 @@ def test_long_contexts_and_prompt_chunks_keep_the_bits(form: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "form", "threads"), half_of_forms(1), indirect=["threads"])
+@pytest.mark.parametrize(
+    ("name", "form", "threads"),
+    [pytest.param(*case, marks=() if case[1] in LONG_FORMS else pytest.mark.exhaustive) for case in ON_THREADS],
+    indirect=["threads"],
+)
 def test_nodes_of_forests_have_the_bits_of_single_rows(name: str, form: str, threads: int) -> None:
     model, rng = weights(name, form), random.Random(1)
     for start in (1, 40):
@@ -166,6 +167,7 @@ def test_logits_equal_transformers(name: str) -> None:
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rounding_errors_are_below_those_of_transformers(name: str, dtype: str) -> None:

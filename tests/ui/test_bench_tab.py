@@ -21,10 +21,18 @@ from specdemo.ui.lane import SPEC
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.method_names import with_method_names
 from specdemo.ui.service import Service
-from specdemo.ui.tabs.bench import SWEEP_TABLE_HEAD, notes, speedup_chart, sweep_cells
+from specdemo.ui.tabs.bench import (
+    SWEEP_TABLE_HEAD,
+    Sweep,
+    count_measured,
+    describe_pairs,
+    notes,
+    selected,
+    selected_pairs,
+    speedup_chart,
+    sweep_cells,
+)
 from specdemo.ui.tabs.measurement_panel import duration
-from specdemo.ui.tabs.pairs import count_measured, describe_pairs, selected_pairs
-from specdemo.ui.tabs.sweep import Sweep, selected
 
 ASKED: dict[str, Any] = {
     "methods": ["draft", "nasd"],

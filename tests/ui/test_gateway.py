@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from specdemo.completions.routes import COMPLETION_ROUTES
-from specdemo.remote import bodies
+from specdemo.remote import admission
 from specdemo.remote.access import RouteInfo, is_known_host
 from specdemo.remote.server import SERVICE_ROUTES
 from specdemo.ui.gateway import PAGE_ROUTES, Gateway, gateway, space_hosts
@@ -253,7 +253,7 @@ def test_recordings_are_found_by_name_only(browser: TestClient) -> None:
 
 
 def test_requests_whose_body_does_not_arrive_are_answered_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "TIMEOUT_S", 0.01)
+    monkeypatch.setattr(admission, "BODY_S", 0.01)
     sent: list[Any] = []
 
     async def silent() -> Any:
@@ -355,7 +355,14 @@ def test_short_names_and_other_values_are_refused(app: Any, name: Any) -> None:
 
 def request(path: str = "/", query: bytes = b"", cookie: str = "", scheme: str = "http") -> dict[str, Any]:
     headers = [(b"cookie", f"{COOKIE}={cookie}".encode())] if cookie else []
-    return {"path": path, "query_string": query, "headers": headers, "client": ADDRESS, "scheme": scheme}
+    return {
+        "type": "http",
+        "path": path,
+        "query_string": query,
+        "headers": headers,
+        "client": ADDRESS,
+        "scheme": scheme,
+    }
 
 
 def test_names_are_replaced_alike_in_every_part_of_a_request() -> None:

@@ -30,14 +30,14 @@ class Watched(ModelPool):
         super().__init__(**options)
         self.tidied, self.gone = threading.Event(), 0
 
-    def tidy(self) -> int:
-        self.gone = super().tidy()
+    def unload_idle(self) -> int:
+        self.gone = super().unload_idle()
         self.tidied.set()
         return self.gone
 
 
 def engine(recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[Event]:
-    pool.take(plan_run(recipe).target)
+    pool.get(plan_run(recipe).target)
     yield End("stop")
 
 
@@ -76,7 +76,7 @@ def test_visitors_can_neither_unload_shared_models_nor_choose_services() -> None
     pool = ModelPool()
     service = Service(pool, engine, PUBLIC)
     try:
-        pool.take(ModelSpec(PAIRS["bundled"].drafter, device="cpu"))
+        pool.get(ModelSpec(PAIRS["bundled"].drafter, device="cpu"))
         with pytest.raises(UserError, match="all visitors share the models"):
             asyncio.run(service.unload())
         assert pool.weight_bytes

@@ -206,12 +206,12 @@ USUAL |= {"method": "draft", "temperature": 0, "prompt": "", "compare": False}
 def test_the_quantised_model_is_kept_as_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     handlers = _Handlers(None, SettingsForm(USUAL, {}, None), "cpu", USUAL, ())
     for changes, form in (({}, "int8"), ({"drafter": "same", "drafter_quantization": "nf4"}, "nf4")):
-        kept = handlers.keep_copy({"settings": {**USUAL, **changes}, "lanes": None})
+        kept = handlers.keep(True, {"settings": {**USUAL, **changes}, "lanes": None})
         assert [(lane["method"], lane["quantization"], lane["drafter"]) for lane in kept["lanes"]] == [("ar", form, "")]
         assert f"target only, in {form}" in kept["text"]
     warnings: list[str] = []
     monkeypatch.setattr("gradio.Warning", warnings.append)
-    again = handlers.keep_copy({"settings": {**USUAL, "quantization": "nf4"}, "lanes": kept["lanes"]})
+    again = handlers.keep(True, {"settings": {**USUAL, "quantization": "nf4"}, "lanes": kept["lanes"]})
     assert again == kept and "not smaller" in warnings[0]
 
 

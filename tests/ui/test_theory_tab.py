@@ -22,8 +22,7 @@ from specdemo.ui.call_timeline import call_timeline, calls
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import PLAIN, SPEC, Lane
 from specdemo.ui.tabs import worked_example as worked
-from specdemo.ui.tabs.theory import describe_run, slider_values
-from specdemo.ui.theory_curves import THEORY_PLOTS, Coefficients, point_of
+from specdemo.ui.tabs.theory import THEORY_PLOTS, Coefficients, describe_run, point_of, slider_values
 
 pytestmark = pytest.mark.slow
 
@@ -49,14 +48,14 @@ def test_point_matches_the_trace() -> None:
     assert point.speedup == pytest.approx(point.tokens / (at.v + at.gamma * at.c + at.o))
     assert at.c_hat == pytest.approx(5 / 28)
     assert point.operations == pytest.approx((2 + 5 + 5 * 5 / 28) / 5)  # rows and drafts of two steps, for 5 tokens
-    assert at.speedup(at.gamma) == pytest.approx(expected_tokens(0.75, 2.5) / (0.8 + 2.5 * 0.16))
+    assert at.speedup == pytest.approx(expected_tokens(0.75, 2.5) / (0.8 + 2.5 * 0.16))
     assert "trees" not in describe_run(point)
 
 
 def test_costs_and_speedup_require_a_baseline_lane() -> None:
     point = point_of(ended(plain=False))
     at = point.coefficients
-    assert all(map(math.isnan, (at.c, at.v, at.o, point.speedup, at.speedup(at.gamma))))
+    assert all(map(math.isnan, (at.c, at.v, at.o, point.speedup, at.speedup)))
     assert point.tokens == 2.5 and not math.isnan(point.operations)
     assert "Without an AR baseline" in describe_run(point) and "×" not in describe_run(point)
     defaults = Coefficients()

@@ -29,8 +29,15 @@ from specdemo.ui.call_timeline import call_timeline
 from specdemo.ui.frames import read_traces
 from specdemo.ui.lane import SPEC, Lane
 from specdemo.ui.run_store import RunStore
-from specdemo.ui.tabs.theory import describe_run, figures_by_gamma, slider_values
-from specdemo.ui.theory_curves import THEORY_PLOTS, Coefficients, TheoryPoint, point_of
+from specdemo.ui.tabs.theory import (
+    THEORY_PLOTS,
+    Coefficients,
+    TheoryPoint,
+    describe_run,
+    figures_by_gamma,
+    point_of,
+    slider_values,
+)
 
 pytestmark = pytest.mark.slow
 

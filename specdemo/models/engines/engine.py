@@ -19,6 +19,7 @@ from specdemo.models.threads import torch_threads
 
 if TYPE_CHECKING:
     from specdemo.core.sampling import ChainSampler
+    from specdemo.models.engines.chain_graph import ChainShape
 
 
 FIRST_CAPACITY = 256
@@ -138,8 +139,10 @@ class Engine(ABC, Generic[CacheT]):
         """Return True if both engines can use one cache: copies of a model in different forms."""
         return False
 
-    def prepare(self, cache: CacheT, rows: Iterable[int], start: int, end: int) -> None:
-        """Record passes of these row counts over `start` to `end` positions, if the engine records passes."""
+    def prepare(
+        self, cache: CacheT, rows: Iterable[int], start: int, end: int, chain: ChainShape | None = None
+    ) -> None:
+        """Record passes of these row counts over `start` to `end` positions, and chains, if the engine records them."""
 
     @contextmanager
     def recording_disabled(self) -> Iterator[None]:
