@@ -89,7 +89,7 @@ def test_unloading_frees_the_model_of_a_conversation(recipe: Recipe) -> None:
 def test_leaving_frees_the_caches_of_a_visitor(service: Service, recipe: Recipe) -> None:
     stream = service.start([("spec", recipe)], "one", visitor="a")
     assert stream.wait(PATIENCE) and stream.error is None and cached(service._models)
-    service.visitors.leave("a")
+    service.visitors.end_session("a")
     assert not cached(service._models)
 
 
