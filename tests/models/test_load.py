@@ -235,10 +235,10 @@ def test_too_little_memory_raises_with_numbers_and_a_remedy(monkeypatch: pytest.
     with pytest.raises(
         UserError, match=r"target needs [\d.]+ MB on cpu \(weights .*are free: load it in .*which needs"
     ):
-        ModelPool().take(spec)
+        ModelPool().get(spec)
     monkeypatch.setattr("specdemo.models.memory_plan.free_bytes", lambda device: 1_000_000)
     with pytest.raises(UserError, match=r"and 1\.0 MB are free: choose a smaller pair"):
-        ModelPool().take(spec)
+        ModelPool().get(spec)
     assert not missing_bytes([]) and check_memory([]) is None
 
 
@@ -255,7 +255,7 @@ def test_hidden_states_for_a_head_count_before_the_target_is_loaded(
     monkeypatch.setattr("specdemo.models.memory_plan.free_bytes", lambda device: tapped.total - 1)
     assert not missing_bytes([plain])
     with pytest.raises(UserError, match="target needs"):
-        list(ModelPool().bring([target], 64, HeadSpec(str(tmp_path), target)))
+        list(ModelPool().ensure_loaded([target], 64, HeadSpec(str(tmp_path), target)))
 
 
 @pytest.mark.parametrize("left", [[], [7], [1 << 60, 5]])
