@@ -1,5 +1,6 @@
 """First screen: visible without scrolling or layout shifts, with few boxes, sizes, controls and words."""
 
+import re
 from typing import Any
 
 import pytest
