@@ -42,7 +42,12 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 def run(recipe: Recipe, recorded: bool, patch: pytest.MonkeyPatch, fail: bool = False) -> list[Counted]:
     """Return the steps of a run whose passes are recorded or not; `fail`: captures of chains fail."""
-    cuda = FakeCuda()
+    return runs([recipe], recorded, patch, fail)
+
+
+def runs(recipes: list[Recipe], recorded: bool, patch: pytest.MonkeyPatch, fail: bool = False) -> list[Counted]:
+    """Return the steps of runs with the same models."""
+    cuda, pool = FakeCuda(), ModelPool()
     with patch.context() as inner:
         cuda.install(inner)
         inner.setattr(LlamaWeights, "recordable", property(lambda weights: recorded))
@@ -52,7 +57,7 @@ def run(recipe: Recipe, recorded: bool, patch: pytest.MonkeyPatch, fail: bool = 
         calls, found = HostCalls(cuda), []
         before = calls.counts
         with calls.counted(inner):
-            for event in run_recipe(recipe, "abcabcab", ModelPool()):
+            for event in (event for recipe in recipes for event in run_recipe(recipe, "abcabcab", pool)):
                 if isinstance(event, StepEvent):
                     changes = (after - first for after, first in zip(calls.counts, before, strict=True))
                     found.append(Counted(event.step, *changes))
@@ -116,3 +121,12 @@ def test_passes_stay_recorded_if_chains_cannot_be(
         (one.step.draft.tokens, one.step.tokens) for one in expected
     ]
     assert all(one.replays >= GAMMA for one in found if len(one.step.draft) == GAMMA)
+
+
+def test_steps_stay_recorded_after_runs_with_other_parameters(
+    recipes: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdemo.models.engines.llama.GRAPH_LIMIT", 10)
+    changed = [Recipe(**{**recipes["draft"], "max_tokens": 12}, temperature=0.1 * i) for i in range(1, 6)]
+    for counted in runs(changed, True, monkeypatch):
+        assert not counted.step.draft.tokens or counted.reads == 2
