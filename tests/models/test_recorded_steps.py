@@ -83,6 +83,7 @@ def probabilities(verdict: Verdict) -> torch.Tensor:
         ("copy", {"temperature": 0.0}),
         ("draft", {"temperature": 1.0}),
         ("copy", {"temperature": 1.0, "drafter_temperature": 2.0, "top": 3, "top_k": 20, "top_p": 0.8}),
+        ("copy", {"temperature": 1.0, "gamma": 7}),  # a shorter draft at the end is padded
         ("copy", {"temperature": 0.1, "drafter_temperature": 0.0}),
         ("eagle", {"temperature": 0.0}),
         ("eagle", {"temperature": 1.0, "min_p": 0.01}),
@@ -93,7 +94,7 @@ def test_a_step_is_two_graphs_with_the_tokens_of_separate_passes(
     name: str, changed: dict[str, Any], recipes: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One graph drafts, the other verifies; the host reads the result of each, and nothing else."""
-    recipe = Recipe(**recipes[name], **changed)
+    recipe = Recipe(**{**recipes[name], **changed})
     expected, found = run(recipe, False, monkeypatch), run(recipe, True, monkeypatch)
     assert [(one.step.draft.tokens, one.step.tokens) for one in found] == [
         (one.step.draft.tokens, one.step.tokens) for one in expected
