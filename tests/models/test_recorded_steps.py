@@ -9,8 +9,11 @@ from fakes.heads import head_for
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
 from specdemo import generate as run_recipe
+from specdemo.core.comparison import ChainComparison
+from specdemo.core.distributions import DenseProbs
 from specdemo.core.events import Header, StepEvent
-from specdemo.core.step import Step, Verdict
+from specdemo.core.sampling import Noise, SamplingParams
+from specdemo.core.step import Draft, Step, Verdict
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
@@ -131,3 +134,12 @@ def test_steps_stay_recorded_after_runs_with_other_parameters(
     changed = [Recipe(**{**recipes["draft"], "max_tokens": 12}, temperature=0.1 * i) for i in range(1, 6)]
     for counted in runs(changed, True, monkeypatch):
         assert not counted.step.draft.tokens or counted.reads == 2
+
+
+def test_buffers_of_a_longer_draft_are_overwritten() -> None:
+    """Rows after the draft have no draft distribution: their token is sampled from p."""
+    q, expected = torch.full((4, 3), 0.5), torch.tensor([[0.25, 0.75, 0.0], [0.0, 1.0, 0.0]])
+    for probs in (DenseProbs(expected), None):
+        draft = Draft.chain((1, 1), probs=probs)
+        ChainComparison(SamplingParams(), draft, Noise(0, "correct")).write(q, torch.ones(3))
+        assert torch.equal(q[:2], expected if probs else expected[[1, 1]]) and not q[2:].any()
