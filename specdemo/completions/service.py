@@ -54,7 +54,7 @@ class CompletionService:
     target: LoadedModel = field(init=False)
 
     def __post_init__(self) -> None:
-        self.target = self.pool.take(plan_run(self.recipe).target)
+        self.target = self.pool.get(plan_run(self.recipe).target)
         self._texts = TokenBytes(self.target.tokenizer)
         self._conversations = ConversationStores()
 

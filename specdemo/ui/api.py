@@ -19,13 +19,9 @@ from specdemo.ui.lane import SPEC
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OPTIONS, recipe_of, setting_of
 from specdemo.ui.streams import LaneEvents, drain, reason
+from specdemo.ui.visitor_sessions import address_of
 
 _UNRECORDED = {"top": 0}  # the page records distributions for its inspector, the API does not
-
-
-def address_of(request: gr.Request) -> str:
-    """Return the client address; with a proxy, `FORWARDED_ALLOW_IPS` selects it."""
-    return request.client.host if request.client else ""
 
 
 def endpoints(service: Service, initial: Recipe, device: str) -> dict[str, Callable[..., Any]]:

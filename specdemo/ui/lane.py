@@ -264,10 +264,6 @@ def comparable_lanes(stored: Sequence[Recipe], recipe: Recipe) -> list[Recipe]:
     return [lane for lane in stored if lane.models[0] == recipe.models[0] and lane.chat == recipe.chat]
 
 
-def describe_stored_lanes(recipes: list[Recipe]) -> str:
-    return f"Also compared, with the same target: {name_lanes(recipes)}." if recipes else ""
-
-
 def name_lanes(recipes: Sequence[Recipe]) -> str:
     lanes = [asdict(recipe) for recipe in recipes]
     return "; ".join(

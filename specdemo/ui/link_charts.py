@@ -187,13 +187,12 @@ class LinkModel:
         return self.terms.v - self.cloud_s + self.terms.o
 
     def speed(self, gamma: float) -> float:
-        """S_net in tokens per second: E[tokens] / (1 + gamma c + r) / cloud_s, in cloud passes."""
-        c, r = self.terms.c / self.cloud_s, self.link_s / self.cloud_s
-        return speedup_over(self.alpha, gamma, c, r) / self.cloud_s
+        """S_net in tokens per second."""
+        return speedup_over(self.alpha, gamma, self.terms.c, self.link_s, self.cloud_s)
 
     @property
     def best(self) -> int:
-        return best_gamma(self.alpha, self.terms.c / self.cloud_s, LONGEST, o=self.link_s / self.cloud_s, plain=None)
+        return best_gamma(self.alpha, self.terms.c, LONGEST, lambda rows: self.cloud_s, self.link_s, plain=None)
 
 
 def link_of(lane: Lane) -> LinkModel:

@@ -19,9 +19,9 @@ from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import EXTRA, PLAIN, SHORT_PAIRS, SPEC, alternating, comparable_lanes, lanes_of, name_lanes
 from specdemo.ui.service import Service
-from specdemo.ui.settings import Settings, recipe_of, stored_recipes
+from specdemo.ui.settings import Settings, recipe_of, stored_lanes
 from specdemo.ui.streams import play, reason
-from specdemo.ui.visitor_sessions import FIELD
+from specdemo.ui.visitor_sessions import FIELD, address_of
 from specdemo.worker import Worker, WorkerBusy
 
 REPEATS = 5
@@ -87,7 +87,7 @@ class Runs:
             if SPEC not in (lanes := lanes_of(recipe, compare=True)):
                 raise UserError(f"a comparison with method ar needs another method than ar: {', '.join(METHODS)}")
             return lanes, []
-        stored = stored_recipes(request.lanes, self._defaults, self._device, len(EXTRA))
+        stored = [lane for _, lane in stored_lanes(request.lanes, self._defaults, self._device, len(EXTRA))]
         comparable = comparable_lanes(stored, recipe)
         extra = [*([recipe] if recipe.external else []), *comparable]
         lanes = lanes_of(recipe, request.settings["compare"], extra[: len(EXTRA)])
@@ -124,7 +124,7 @@ def run_route(runs: Runs) -> Route:
     async def started(request: Request) -> Response:
         LocalContext.request.set(gr.Request(request))  # `spaces.GPU` looks up the quota of the visitor by it
         try:
-            run = runs.start(await request.json(), request.client.host if request.client else "")
+            run = runs.start(await request.json(), address_of(request))
         except UserError as error:
             return JSONResponse({"detail": str(error)}, 422)
         return Response(run.frame(0), media_type="application/json")

@@ -184,16 +184,16 @@ class Service:
             self._tidy_later()
 
     def _tidy_later(self) -> None:
-        def tidy() -> Iterator[int]:
-            yield self._models.tidy()
+        def unload() -> Iterator[int]:
+            yield self._models.unload_idle()
 
         def submit() -> None:
             with suppress(RuntimeError):  # the queue is full (the next job tidies) or closed
-                self.worker.submit(partial(self._tidied, tidy))
+                self.worker.submit(partial(self._tidied, unload))
 
         if self._idle:
             self._idle.cancel()
-        if (due := self._models.due_s) is None:
+        if (due := self._models.seconds_to_unload) is None:
             return
         self._idle = threading.Timer(due, submit)
         self._idle.daemon = True

@@ -104,7 +104,7 @@ def restored(wanted: Any, defaults: Settings, device: str, *, effective: bool = 
     With `effective` False, values without effect remain: a visitor's own settings return as they were.
     """
     changed, dropped = _valid(_changed(wanted, defaults), defaults, device)
-    chosen = recipe_of(recipe_settings({**defaults, **changed}), device)
+    chosen = recipe_of({**defaults, **changed}, device)
     for name, problem in ineffective(chosen, [*changed] if effective else []):
         dropped[problem] = [name]
         del changed[name]
@@ -141,7 +141,7 @@ def _problem(settings: Settings, device: str) -> str:
     try:
         if settings.keys() & CloudConfig.OPTIONS.keys():
             cloud_of(settings)
-        recipe_of(recipe_settings(settings), device)
+        recipe_of(settings, device)
     except UserError as error:
         return str(error)
     return ""
@@ -161,18 +161,14 @@ def _culprit(error: str, changed: Settings, defaults: Settings, device: str) -> 
     return repaired or next((name for name in names if remaining(name) != error), names[-1])
 
 
-def recipe_settings(settings: Settings) -> Settings:
-    return {name: value for name, value in settings.items() if name not in ("prompt", "compare")}
-
-
-def stored_recipes(stored: Any, defaults: Settings, device: str, most: int) -> list[Recipe]:
-    """Return the valid recipes among the first `most` stored lanes."""
-    recipes = []
+def stored_lanes(stored: Any, defaults: Settings, device: str, most: int) -> list[tuple[Settings, Recipe]]:
+    """Return the valid lanes among the first `most` that a browser stores, with their recipes."""
+    lanes = []
     for wanted in stored[:most] if isinstance(stored, list) else ():
         settings = {**defaults, **_changed(wanted, defaults)}
         if isinstance(wanted, Mapping) and not _problem(settings, device):
-            recipes.append(recipe_of(recipe_settings(settings), device))
-    return recipes
+            lanes.append((dict(wanted), recipe_of(settings, device)))
+    return lanes
 
 
 def recipe_of(settings: Mapping[str, Any], device: str) -> Recipe:

@@ -434,16 +434,6 @@ def test_link_transfers_settings_and_plays_no_recording(page: Page, tab: Any, se
         expect(other.locator(f"#{name} input, #{name} textarea")).to_have_value(model)
 
 
-def test_methods_have_best_and_worst_examples(page: Page) -> None:
-    made = json.loads((ASSETS / "examples.json").read_text("utf-8"))["methods"]
-    for method in ("suffix", "beam"):
-        choose_setting(page, "method", f"{method}:")
-        for which in ("best", "worst"):
-            page.locator(f"#at-{which}").click()
-            expect(page.locator("#prompt textarea")).to_have_value(made[method][which]["prompt"])
-            expect(page.locator("#method option:checked")).to_have_text(re.compile(f"^{method}"))
-
-
 TAB_BUTTONS = "#tabs [role=tab], #tabs .overflow-menu button"  # narrow windows have a menu of the last ones
 
 
@@ -468,30 +458,23 @@ def test_axe_finds_no_serious_violations(page: Page) -> None:
         assert not grave(page, "#tabs", "footer", schemes=RULES if name == "Theory" else ["light"]), name
 
 
-def test_inspector_is_closed_during_a_run_and_with_escape(page: Page) -> None:
+def test_lanes_wait_and_the_inspector_is_closed_during_a_run_and_with_escape(page: Page) -> None:
+    words = "getComputedStyle(document.getElementById('lane-ar'), '::before').content"
+    page.locator("#compare input").check()
     run(page, "endless")
     spans(page, 12)
+    assert page.evaluate(words) == '"Queued: the runs take turns."'
     page.locator("#lane-spec .tok").first.click()
     expect(page.locator("#inspector")).to_be_hidden()
     page.locator("#stop").click()
     status(page, "stopped")
+    assert page.evaluate(words) == '"Stopped before this run began."'
     for focused in ("#lane-spec", "#round-at"):
         page.locator("#lane-spec .tok").first.click()
         expect(page.locator("#inspector")).to_be_visible()
         page.locator(focused).press("Escape")
         expect(page.locator("#inspector")).to_be_hidden()
     expect(page.locator("#lane-spec .tok").first).to_be_focused()
-
-
-def test_a_run_that_was_stopped_before_it_began_says_so(page: Page) -> None:
-    words = "getComputedStyle(document.getElementById('lane-ar'), '::before').content"
-    page.locator("#compare input").check()
-    run(page, "endless")
-    spans(page, 5)
-    assert page.evaluate(words) == '"Queued: the runs take turns."'
-    page.locator("#stop").click()
-    status(page, "stopped")
-    assert page.evaluate(words) == '"Stopped before this run began."'
 
 
 @pytest.mark.parametrize("state", ["hidden", "visible"])

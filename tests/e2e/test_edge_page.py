@@ -218,8 +218,8 @@ def test_public_page_starts_and_contacts_no_service(served: Any) -> None:
     assert not public.clouds._running
 
 
-def test_a_calibration_sets_the_controls_and_is_remembered_for_its_pair(tab: Any) -> None:
-    page = linked(tab, mode="speculative", gates=["nll"], max_tokens=8)
+def test_a_calibration_sets_the_controls_and_is_remembered_for_its_pair(page: Page) -> None:
+    configure(page, mode="speculative", gates=["nll"], max_tokens=8)
     open_group(page, "Advanced settings", "Edge and cloud")
     nll = page.locator("#gate-nll input[type=number]")
     default = nll.input_value()

@@ -110,17 +110,7 @@ def test_the_rest_of_a_stopped_run_is_shown_on_request(page: Page) -> None:
     expect(page.locator("#show-rest")).to_be_hidden()
 
 
-def test_full_speed_can_be_chosen_during_a_run(page: Page) -> None:
-    page.locator("#pace").select_option("readable")
-    run(page, CODE, tokens=120)
-    status(page, "displaying")
-    page.locator("#pace").select_option("instant")
-    status(page, "done: 120 tokens")
-    assert kept(page) == 120
-    assert page.evaluate("localStorage.getItem('specdemo-pace')") == "instant"
-
-
-def test_a_new_run_replaces_the_display_of_the_last(page: Page) -> None:
+def test_a_new_run_replaces_the_display_of_the_last_and_full_speed_ends_it(page: Page) -> None:
     page.locator("#pace").select_option("readable")
     run(page, CODE, tokens=120)
     status(page, "displaying")
@@ -128,6 +118,12 @@ def test_a_new_run_replaces_the_display_of_the_last(page: Page) -> None:
     run(page, "full")
     status(page, "done: 1 tokens, context full")
     assert drawn(page) == {"plain": 1}
+    run(page, CODE)
+    status(page, "displaying")
+    page.locator("#pace").select_option("instant")
+    status(page, "done: 120 tokens")
+    assert kept(page) == 120
+    assert page.evaluate("localStorage.getItem('specdemo-pace')") == "instant"
 
 
 STAGES = """new MutationObserver((changes) => {
@@ -223,7 +219,9 @@ def test_the_explained_step_stands_still_with_reduced_motion(page: Page) -> None
 HIDDEN = "document.querySelectorAll('.round[hidden]').length"
 
 
-@pytest.mark.parametrize(("width", "height"), [(1366, 768), (390, 844), (683, 384)])
+@pytest.mark.parametrize(
+    ("width", "height"), [(1366, 768), (390, 844), pytest.param(683, 384, marks=pytest.mark.exhaustive)]
+)
 def test_a_replay_counts_what_it_shows_and_is_completed_with_the_keyboard(page: Page, width: int, height: int) -> None:
     resize(page, width, height)
     before = page.evaluate(SHOWN_RUN)
@@ -327,8 +325,14 @@ def test_an_example_sets_all_of_its_settings_and_names_its_effect(page: Page) ->
         expect(page.locator("#temperature input[type=number]")).to_have_value(f"{example['temperature']:g}")
         expect(page.locator("#example-effect")).to_have_text(example["effect"])
         expect(page.locator("#chat input")).to_be_checked(checked=example["chat"])
-    page.locator("#at-best").click()
-    expect(page.locator("#example-effect")).to_be_empty()
+    methods = json.loads((ASSETS / "examples.json").read_text("utf-8"))["methods"]
+    for method, which in (("suffix", "worst"), ("beam", "best")):
+        choose_setting(page, "method", f"{method}:")
+        page.locator(f"#at-{which}").click()
+        expect(page.locator("#example-effect")).to_be_empty()
+        expect(page.locator("#prompt textarea")).to_have_value(methods[method][which]["prompt"])
+        expect(page.locator("#method option:checked")).to_have_text(re.compile(f"^{method}"))
+    page.get_by_role("button", name=shown[-1]["title"], exact=True).click()
 
     page.locator("#compare input").check()
     run_again(page, "gainless")

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import MarianConfig, SwitchTransformersConfig
 
-from specdemo.cli import main
 from specdemo.core.errors import UserError
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
@@ -192,13 +191,6 @@ def test_changed_files_give_a_model_or_a_sentence(name: str, data: st.DataObject
         spec = ModelSpec(str(folder), "float32", device="cpu").resolved()
         for function in (load, read_tokenizer):
             refusal(function, spec)
-
-
-def test_terminal_exits_with_2(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    panicking(folder)
-    assert main(["run", "def", "--target", str(folder), "--method", "ar", "--device", "cpu"]) == 2
-    errors = capsys.readouterr().err.strip().splitlines()
-    assert errors[-1].startswith("specdemo: ") and "Traceback" not in "".join(errors)
 
 
 def test_transformers_path_names_wrong_tensors(folder: Path) -> None:

@@ -17,7 +17,7 @@ from specdemo.ui.lane import SPEC
 from specdemo.ui.markdown import figures_table
 from specdemo.ui.run_figures import measured_speedups
 from specdemo.ui.service import Service
-from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelMeasurement, PanelParts
+from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelMeasurement
 
 _SEND_JS = "() => { document.body.dataset.estimate = 'current'; return [window.specdemo.settings()]; }"
 
@@ -64,7 +64,7 @@ class SpeedupPrediction:
 
 def connect_prediction(
     service: Service,
-    parts: PanelParts,
+    panel: MeasurementPanel,
     estimate: gr.Markdown,
     settings: gr.JSON,
     make: Callable[[Any], SpeedupPrediction],
@@ -85,7 +85,7 @@ def connect_prediction(
             show=show,
         )
 
-    MeasurementPanel(parts, [settings], [estimate], prepare, failures=estimate, js=_SEND_JS)
+    panel.connect([settings], [estimate], prepare, js=_SEND_JS)
 
 
 def contradicted_prediction(service: Service, run: Run | None) -> Any:
