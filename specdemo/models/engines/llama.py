@@ -12,19 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdemo.core.comparison import ChainComparison, compared_rows, comparison_buffers
 from specdemo.core.step import Draft
 from specdemo.models.engines.chain_graph import ChainOutput, ChainShape, chain_output, replay_chain
 from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, MAX_ROWS, GraphRecorder, Recording, graph_bytes, graph_rows
-from specdemo.models.engines.engine import Cache, OneTextEngine, doubled
+from specdemo.models.engines.engine import Cache, Entry, OneTextEngine, doubled
 from specdemo.models.engines.generic import positions, visible
 from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.models.threads import torch_threads
 
 if TYPE_CHECKING:
-    from specdemo.core.sampling import ChainSampler
+    from specdemo.core.sampling import ChainSampler, SamplingParams
 
 OutputT = TypeVar("OutputT")
 
-CHAIN_ROWS = 2  # most rows of a chain that are not drafted: the last draft token and the bonus token
+UNDRAFTED_ROWS = 2  # most rows of a chain that are not drafted: the last draft token and the bonus token
 PROMPT_CHUNK = 512  # prompt rows per pass: masks grow with rows times keys
 _MASK_MULTIPLE = 16  # multiple of keys, since CUDA's attention requires aligned mask rows
 
@@ -187,7 +189,7 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
     """Passes of `LlamaWeights`, recorded as CUDA graphs on a GPU."""
 
     reusable = True
-    samples_chains = True
+    samples_chains = compares = True
     hidden_states = True
 
     def __init__(self, model: LlamaWeights) -> None:
@@ -214,13 +216,26 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
         finally:
             self._model.graphs = before
 
-    def _pass(self, cache: LlamaCache, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
+    @torch.inference_mode()
+    def run_compared(self, entry: Entry[LlamaCache], comparison: ChainComparison) -> Tensor:
+        with torch_threads(entry.cache.threads):
+            logits = self._pass(entry.cache, entry.new, entry.held, entry.draft, comparison)
+        return logits[-len(entry.draft) - 1 :]
+
+    def _pass(
+        self,
+        cache: LlamaCache,
+        new: list[int] | Tensor,
+        held: int,
+        draft: Draft,
+        comparison: ChainComparison | None = None,
+    ) -> Tensor:
         while len(new) > PROMPT_CHUNK + len(draft):
             self._pass(cache, new[:PROMPT_CHUNK], held, Draft())
             new, held = new[PROMPT_CHUNK:], held + PROMPT_CHUNK
         n, last = len(new), len(draft) + 1
         if cache.records and n <= MAX_ROWS:
-            logits = self._replay(cache, new, held, draft)[:n][-last:]
+            logits = self._replay(cache, new, held, draft, comparison)[:n][-last:]
         else:
             inputs, shape = self._inputs(cache, new, held, draft, held + n + -(held + n) % _MASK_MULTIPLE)
             columns = cache.columns(slice(held, held + n))
@@ -231,7 +246,13 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
 
     @torch.inference_mode()
     def prepare(
-        self, cache: LlamaCache, rows: Iterable[int], start: int, end: int, chain: ChainShape | None = None
+        self,
+        cache: LlamaCache,
+        rows: Iterable[int],
+        start: int,
+        end: int,
+        chain: ChainShape | None = None,
+        compared: SamplingParams | None = None,
     ) -> None:
         if not cache.records or max(start, cache.length) + MAX_ROWS > end:
             return
@@ -240,15 +261,15 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
         except RuntimeError:  # the run reports a lack of memory
             return
         counts = sorted({graph_rows(n) for n in rows if n <= MAX_ROWS})
-        cache.chain = chain if chain is not None and chain.length + CHAIN_ROWS <= MAX_ROWS else None
+        cache.chain = chain if chain is not None and chain.length + UNDRAFTED_ROWS <= MAX_ROWS else None
         width = doubled(start + 1)
         while width <= doubled(end) and cache.records:
-            for n in range(1, CHAIN_ROWS + 1):  # first, since a failed capture drops all recordings
+            for n in range(1, UNDRAFTED_ROWS + 1):  # first, since a failed capture drops all recordings
                 if cache.chain and self._model.chains and (n, width, cache.chain) not in cache.recorder.recordings:
                     self._record_chain(cache, cache.chain, n, end - MAX_ROWS, width)
             for n in counts:
-                if (n, width) not in cache.recorder.recordings:  # recording writes behind the text
-                    self._record_pass(cache, *self._inputs(cache, [0] * n, end - n, Draft(), width), width)
+                if (n, width, compared) not in cache.recorder.recordings:  # recording writes behind the text
+                    self._record_pass(cache, *self._inputs(cache, [0] * n, end - n, Draft(), width), width, compared)
             width *= 2
 
     @torch.inference_mode()
@@ -258,7 +279,7 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
         """Replay a prepared chain; earlier rows have a pass of their own."""
         if (chain := cache.chain_for(sampler, count)) is None:
             return None
-        if (many := len(new) - 1) >= CHAIN_ROWS:
+        if (many := len(new) - 1) >= UNDRAFTED_ROWS:
             self._pass(cache, new[:many], held, Draft())
             new, held = new[many:], held + many
         end = held + len(new)
@@ -326,31 +347,51 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
         write(tapped[end], rows := model.leave(rows))
         return model.head(rows[-last:])
 
-    def _replay(self, cache: LlamaCache, new: list[int] | Tensor, held: int, draft: Draft) -> Tensor:
+    def _replay(
+        self,
+        cache: LlamaCache,
+        new: list[int] | Tensor,
+        held: int,
+        draft: Draft,
+        comparison: ChainComparison | None = None,
+    ) -> Tensor:
         if padding := graph_rows(len(new)) - len(new):  # the next pass overwrites padding
             first = len(draft) - 1 if draft.is_chain else -1
             parents = (*draft.parents, first, *range(len(draft), len(draft) + padding - 1))
             draft = Draft((*draft.tokens, *[0] * padding), parents)
             new = [*(new.tolist() if isinstance(new, Tensor) else new), *[0] * padding]
-        width = doubled(held + len(new))
+        n, width = len(new), doubled(held + len(new))
         inputs, shape = self._inputs(cache, new, held, draft, width)
-        recording = cache.recorder.recording(len(new), width) or self._record_pass(cache, inputs, shape, width)
+        if comparison and (recording := cache.recorder.recording(n, width, comparison.sampling)):
+            return _compared(recording, inputs, comparison)
+        recording = cache.recorder.recording(n, width, None) or self._record_pass(cache, inputs, shape, width)
         if recording is None:  # equal shapes give equal bits
-            columns = cache.columns(slice(held, held + len(new)))
-            return self._forward(*inputs[:2], shape, cache.views(width), columns, Tensor.copy_, len(new))
-        return recording.replay(inputs).clone()
+            columns = cache.columns(slice(held, held + n))
+            return self._forward(*inputs[:2], shape, cache.views(width), columns, Tensor.copy_, n)
+        logits, *_ = recording.replay(inputs)
+        return logits.clone()
 
     def _record_pass(
-        self, cache: LlamaCache, inputs: tuple[Tensor, Tensor, Tensor], shape: PassShape, width: int
-    ) -> Recording[Tensor] | None:
-        buffers = inputs[0].clone(), inputs[1].clone(), inputs[2].clone()
-        ids, mask, slots = buffers
+        self,
+        cache: LlamaCache,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        shape: PassShape,
+        width: int,
+        compared: SamplingParams | None = None,
+    ) -> Recording[tuple[Tensor, ...]] | None:
+        ids, mask, slots = (value.clone() for value in inputs)
+        n, model = len(ids), self._model
+        buffers: tuple[Tensor, ...] = (ids, mask, slots)
         views, columns = cache.views(width), cache.columns(slice(None))
+        if compared is not None:
+            rows = n if compared.temperature else 0
+            buffers += comparison_buffers(rows, model.config.vocab_size, model.device)
 
-        def forward() -> Tensor:
-            return self._forward(ids, mask, shape, views, columns, partial(_write_rows, slots), len(ids))
+        def forward() -> tuple[Tensor, ...]:
+            logits = self._forward(ids, mask, shape, views, columns, partial(_write_rows, slots), n)
+            return (logits,) if compared is None else (logits, *compared_rows(compared, logits, ids, *buffers[3:]))
 
-        return cache.record((len(ids), width), buffers, len(ids), forward)
+        return cache.record((n, width, compared), buffers, n, forward)
 
     def _record_chain(self, cache: LlamaCache, chain: ChainShape, n: int, held: int, width: int) -> None:
         model = self._model
@@ -395,6 +436,17 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
         model = self._model
         mask = torch.zeros(seen.shape, dtype=model.dtype).masked_fill_(~seen, torch.finfo(model.dtype).min)
         return mask.repeat_interleave(model.heads // model.kv_heads, 0).to(model.device)
+
+
+def _compared(
+    recording: Recording[tuple[Tensor, ...]], inputs: tuple[Tensor, ...], comparison: ChainComparison
+) -> Tensor:
+    buffers = recording.inputs[len(inputs) :]
+    comparison.write(*buffers)
+    logits, *compared = recording.replay((*inputs, *buffers))
+    values, probs = (rows[: len(comparison.draft) + 1] for rows in compared)
+    comparison.result = values, probs
+    return logits.clone()
 
 
 def _write_rows(slots: Tensor, column: Tensor, rows: Tensor) -> None:

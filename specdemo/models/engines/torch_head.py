@@ -191,7 +191,8 @@ class TorchCachedHead(CachedHead):
         rows = chain.length + 1
         if (many := len(following) - rows) > 0:
             self.start_rows(following[:many], states[:many], held)
-            following, states, held = following[many:], states[many:], held + many
+            following, states = following[many:], states[many:]
+            held += many
         n = len(following)
         self._extend(following, held)
         self.keep(held + n)
@@ -341,7 +342,8 @@ class SingleLayerHead(TorchHead):
         added = torch.cat((keys, self.projected("self_attn.v", inputs)), 1)
         kv.index_copy_(1, positions, added.transpose(0, 1))
         if last is None:
-            residuals, inputs, angles = residuals[-1:], inputs[-1:], angles[:, -1:]
+            residuals, inputs = residuals[-1:], inputs[-1:]
+            angles = angles[:, -1:]
         else:
             residuals, inputs = residuals.index_select(0, last), inputs.index_select(0, last)
             angles = angles.index_select(1, last)
