@@ -346,7 +346,7 @@ def _with_prefill(step: Step, seconds: float) -> Step:
 
 
 def _prefill(pipeline: Pipeline, tokens: Sequence[int], drafter: bool = False) -> Generator[Loading, None, float]:
-    """Yield the progress; return the seconds, without those of the caller."""
+    """Yield the progress of a prefill; return its duration, without the time spent in the caller."""
     seconds, chunks = 0.0, pipeline.prefill(tokens, drafter)
     while True:
         start = job_clock()

@@ -27,7 +27,7 @@ from specdemo.ui.visitor_sessions import address_of
 from specdemo.worker import Stream, WorkerBusy
 
 _FRAME_S = 1 / 12  # shortest time between two frames
-GRACE_S = 20.0  # a run that nobody follows is stopped after this time
+GRACE_S = 20.0  # a run without followers is stopped after this time
 LONGEST_REASON = 600  # characters; error messages can quote arbitrary input
 FRAMES = "/frames/{run}"
 LaneEvents = Stream[tuple[str, Event]]

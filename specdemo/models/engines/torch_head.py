@@ -120,7 +120,7 @@ class TorchHead(Head):
         """Return the queries, keys or values `[n, heads, head_dim]` of rows."""
         return self.linear(f"{name}_proj", rows).unflatten(-1, (-1, self.head_dim))
 
-    def rotated(self, heads: Tensor, angles: Tensor) -> Tensor:
+    def apply_rope(self, heads: Tensor, angles: Tensor) -> Tensor:
         """Rotate `[n, heads, head_dim]` by `angles` `[2, n, 1, head_dim]` (RoPE, 2104.09864)."""
         return (heads * angles[0] + heads.roll(self.head_dim // 2, -1) * angles[1]).to(heads.dtype)
 
@@ -335,7 +335,7 @@ class SingleLayerHead(TorchHead):
         """
         residuals, inputs = self.combined(rows, self.embedded(ids))
         angles = angles.index_select(1, positions)
-        keys = self.rotated(self.projected("self_attn.k", inputs), angles)
+        keys = self.apply_rope(self.projected("self_attn.k", inputs), angles)
         added = torch.cat((keys, self.projected("self_attn.v", inputs)), 1)
         kv.index_copy_(1, positions, added.transpose(0, 1))
         if last is None:
@@ -344,7 +344,7 @@ class SingleLayerHead(TorchHead):
         else:
             residuals, inputs = residuals.index_select(0, last), inputs.index_select(0, last)
             angles = angles.index_select(1, last)
-        query = self.rotated(self.projected("self_attn.q", inputs), angles)
+        query = self.apply_rope(self.projected("self_attn.q", inputs), angles)
         grouped = query.view(1, self.kv_heads, -1, self.head_dim)  # query heads become rows
         stored_keys, stored_values = kv[None].chunk(2, 1)
         mixed = F.scaled_dot_product_attention(grouped, stored_keys, stored_values, attn_mask=mask)
