@@ -254,7 +254,7 @@ def test_passes_after_the_first_step_read_the_weights(method: str, target: str, 
     _, *drafts = (event.step.draft for event in step_events(events))
     passes = sum(draft.depth for draft in drafts)
     specs = plan_run(recipe).target, plan_run(replace(recipe, method="draft")).drafter
-    target_bytes, drafter_bytes = (pool.take(spec).weight_bytes for spec in specs)
+    target_bytes, drafter_bytes = (pool.get(spec).weight_bytes for spec in specs)
     assert end.peak.read == target_bytes * len(drafts) + drafter_bytes * passes
 
 
@@ -265,7 +265,7 @@ def test_beams_are_committed_as_they_agree(target: str) -> None:
     whole = "".join(event.text for event in steps)
     assert steps[0].pending_text and not steps[-1].pending_text
     tokens = tokens_of(steps)
-    tokenizer = ModelPool().take(plan_run(recipe).target).tokenizer
+    tokenizer = ModelPool().get(plan_run(recipe).target).tokenizer
     assert tokenizer.decode([*head.prompt_tokens, *tokens], skip_special_tokens=True) == PROMPT + whole
 
 
@@ -276,7 +276,7 @@ def test_a_refused_run_releases_its_caches(target: str) -> None:
         return sum(type(item) is CachedModel for item in gc.get_objects())
 
     recipe, pool, worker = Recipe(target=target, method="nasd", max_tokens=4, device="cpu"), ModelPool(), Worker()
-    pool.take(plan_run(recipe).target)
+    pool.get(plan_run(recipe).target)
     before = caches()
     stream = worker.submit(lambda: generate(recipe, PROMPT * 1000, pool))
     assert stream.wait(60) and "shorten it by at least" in str(stream.error)

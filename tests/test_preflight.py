@@ -48,8 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def measured_steps(recipe: Recipe, text: tuple, pool: ModelPool) -> int:
     """Steps after the prefill of a greedy run that writes this text."""
     (tokens, start), plan = text, plan_run(recipe)
-    target = pool.take(plan.target)
-    pipeline = build_pipeline(plan, target, pool.take(plan.drafter) if plan.drafter else None)
+    target = pool.get(plan.target)
+    pipeline = build_pipeline(plan, target, pool.get(plan.drafter) if plan.drafter else None)
     roles, count = (pipeline.verifier, pipeline.drafter, pipeline.policy), len(tokens) - start
     steps = list(decode(tokens[:start], *roles, max_tokens=count, stop=target.stop, clock=lambda: 0.0))
     assert [token for step in steps for token in step.tokens] == tokens[start:]
@@ -65,8 +65,8 @@ def bundled() -> ModelPool:
 def test_replayed_greedy_drafts_take_the_steps_of_a_run(method: str, bundled: ModelPool) -> None:
     pool, recipe = bundled, Recipe(method=method, gamma=3, temperature=0.0, device="cpu", max_tokens=48)
     plan = plan_run(recipe)
-    target = pool.take(plan.target)
-    drafter = pool.take(plan.drafter) if plan.drafter else None
+    target = pool.get(plan.target)
+    drafter = pool.get(plan.drafter) if plan.drafter else None
     prompts = [Prompt("code", str(i), text) for i, text in enumerate(["x = [1, 2, 3, 1, 2, 3,", "def f(a, b):\n    "])]
     for text in usable_texts(recipe, target, prompts, 2048)[0]:
         expected = acceptance_along_text(replay(recipe, target, drafter, text))(3)
@@ -81,7 +81,7 @@ def test_texts_have_the_requested_sampling_parameters(folder: str) -> None:
         assert not any(prompt.written for prompt in texts_for(Recipe(**{"temperature": 1.0, "top_p": 1.0} | sampled)))
     for recorded in ({"temperature": 0.0}, {"temperature": 1.0, "top_p": 1.0}, {"temperature": 0.0, "top_p": 0.9}):
         assert all(prompt.written for prompt in texts_for(Recipe(**recorded)))
-    target = ModelPool().take(plan_run(Recipe(target=folder, method="nasd", device="cpu")).target)
+    target = ModelPool().get(plan_run(Recipe(target=folder, method="nasd", device="cpu")).target)
     texts = {}
     for temperature in (0.0, 1.0):
         recipe = Recipe(target=folder, method="nasd", device="cpu", max_tokens=30, temperature=temperature, top_k=3)
@@ -103,7 +103,7 @@ def test_a_target_that_is_its_own_drafter_has_alpha_1_and_high_cost(folder: str)
     result = preflight(recipe, PROMPTS, pool)
     assert result.alpha == pytest.approx(1.0, abs=1e-4) and result.c > 0.3
     assert result.texts == "3 sampled, temperature 1 (code)"
-    target = pool.take(plan_run(recipe).target)
+    target = pool.get(plan_run(recipe).target)
     texts, _ = usable_texts(recipe, target, PROMPTS, CachedModel(target.model).context)
     lengths = [len(text) - start - 1 for text, start in texts]  # tokens after the prefill
 
@@ -145,7 +145,7 @@ def test_advice_is_against_drafts_that_cost_as_much_as_they_save() -> None:
 def test_other_jobs_run_during_a_preflight(folder: str, method: str) -> None:
     """It is stopped between its passes."""
     recipe, pool = Recipe(target=folder, method=method, device="cpu", max_tokens=30), ModelPool()
-    pool.take(plan_run(recipe).target)
+    pool.get(plan_run(recipe).target)
     worker, started = Worker(), threading.Event()
 
     def job() -> Iterator[Preflight]:

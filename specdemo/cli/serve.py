@@ -121,13 +121,13 @@ def build_service(options: argparse.Namespace, replica: str, observe: ObserveSte
     """Load the models and return the application of the service `replica`; each step calls `observe`."""
     recipe, pool = served_recipe(given(options)), ModelPool()
     plan = plan_run(recipe)
-    target = pool.take(plan.target)
+    target = pool.get(plan.target)
     if target.encoder:
         raise UserError("models with an encoder cannot be served: use run")
-    for _ in pool.bring([*plan.models.values()], head=plan.head):
+    for _ in pool.ensure_loaded([*plan.models.values()], head=plan.head):
         pass
     if plan.head is not None:
-        pool.take_head(plan.head)
+        pool.get_head(plan.head)
     app = serve_model(
         target,
         token=read_token(os.environ),

@@ -130,6 +130,7 @@ class LoadedModel:
             candidates=inputs.candidates,
             top=options.top,
             logprobs=inputs.logprobs,
+            compares=inputs.target_cache.engine.compares,
         )
 
     def close(self) -> None:

@@ -142,7 +142,7 @@ def build(
         runs = Runs(service, device, parts.defaults)
         for name, function in endpoints(service, of_api, device).items():
             api(function, api_name=name, concurrency_limit=None)
-        demo.unload(handlers.leave)
+        demo.unload(handlers.end_session)
     lessons_page(demo)
     demo._queue.max_size = QUEUED_EVENTS  # `demo.queue` would create the routes again
     demo._queue.sleep_when_free = IDLE_POLL_S  # Gradio polls its queue 1,000 times per second
@@ -351,9 +351,9 @@ class _Handlers:
         """Free the memory of the models."""
         gr.Info(html.escape(await self.service.unload()))
 
-    def leave(self, request: gr.Request) -> None:
+    def end_session(self, request: gr.Request) -> None:
         """End the session of a visitor."""
-        self.service.visitors.leave(request.session_hash or "")
+        self.service.visitors.end_session(request.session_hash or "")
 
     def _stored(self, sent: Mapping[str, Any]) -> list[tuple[Settings, Recipe]]:
         return stored_lanes(sent.get("lanes"), self.defaults, self.device, len(EXTRA))

@@ -183,16 +183,16 @@ class Service:
             self._tidy_later()
 
     def _tidy_later(self) -> None:
-        def tidy() -> Iterator[int]:
-            yield self.models.tidy()
+        def unload() -> Iterator[int]:
+            yield self.models.unload_idle()
 
         def submit() -> None:
             with suppress(RuntimeError):  # the queue is full (the next job tidies) or closed
-                self.worker.submit(partial(self._tidied, tidy))
+                self.worker.submit(partial(self._tidied, unload))
 
         if self._idle:
             self._idle.cancel()
-        if (due := self.models.due_s) is None:
+        if (due := self.models.seconds_to_unload) is None:
             return
         self._idle = threading.Timer(due, submit)
         self._idle.daemon = True
@@ -201,7 +201,7 @@ class Service:
     def admit(
         self, job: Callable[[], Iterator[T]], address: str, visitor: str = "", replaced: Stream[Any] | None = None
     ) -> Stream[T]:
-        """Submit a job within the limits of the visitor, without counting the run that it replaces."""
+        """Submit a job within the limits of the visitor, without counting the replaced one."""
         owner = visitor or network_of(address)
         return self._rates.start(address, lambda: self.worker.submit(partial(self._tidied, job), owner=owner), replaced)
 

@@ -90,7 +90,7 @@ async def play(run: Run, stream: LaneEvents) -> None:
             async for batch in batches:
                 phase = run.phase
                 for lane, event in batch:
-                    run.absorb(lane, event)
+                    run.add_event(lane, event)
                 if position := _queue_position(stream):
                     run.phase = ("queued", position)
                 if batch or run.phase != phase:

@@ -248,8 +248,8 @@ def test_a_run_loads_the_head_and_names_it(saved: dict[str, str]) -> None:
     assert header.recipe["head"] == saved["eagle3"] and header.environment["drafter_bytes"] > 1000
     steps = [event.step for event in events if isinstance(event, StepEvent)]
     assert not steps[0].draft.tokens and all(step.draft.tokens for step in steps[1:-1])
-    assert pool.heads and pool.weight_bytes > pool.take(plan_run(recipe).target).weight_bytes
-    pool.drop(plan_run(recipe).target)
+    assert pool.heads and pool.weight_bytes > pool.get(plan_run(recipe).target).weight_bytes
+    pool.unload(plan_run(recipe).target)
     assert not pool.heads
 
 

@@ -44,7 +44,7 @@ def runs(pool: ModelPool) -> dict[str, Run]:
         runs[name] = Run()
         recipe = Recipe(pair="bundled", gamma=4, max_tokens=40, top=5, **values)
         for event in generate(recipe, PROMPT, pool):
-            runs[name].absorb(SPEC, event)
+            runs[name].add_event(SPEC, event)
         runs[name].finish()
     trace = ASSETS / "traces" / "draft, temperature 0.7.jsonl"
     return {**runs, RECORDED: read_traces(trace.read_text("utf-8"))}
@@ -336,7 +336,7 @@ def test_saved_page_replays_the_run_offline(open_run: Callable[..., Page], pool:
     recipe = Recipe(pair="bundled", gamma=4, max_tokens=128, top=5, method="draft", **SAMPLED)
     for name, lane in ((SPEC, recipe), (PLAIN, baseline_of(recipe))):
         for event in generate(lane, PROMPT, pool):
-            run.absorb(name, event)
+            run.add_event(name, event)
     run.finish()
     page = open_run(run)
     path = Path(page.evaluate("decodeURIComponent(location.pathname)"))

@@ -262,7 +262,7 @@ def tokens_of(steps: list[dict[str, Any]]) -> list[int]:
 def test_checkpoints_run_and_their_pieces_join_up(models: dict[str, str], name: str) -> None:
     base = Recipe(target=models[name], drafter=models[name], temperature=0, max_tokens=TOKENS, device="cpu")
     head, plain, end = lines(replace(base, method="ar"))
-    loaded = POOL.take(plan_run(base).target)
+    loaded = POOL.get(plan_run(base).target)
     assert head["encoder"] and head["prompt_tokens"] == loaded.tokenizer.encode(PROMPT)
     assert head["prompt_tokens"][-1] == loaded.tokenizer.eos_token_id
     assert end["metrics"]["kv_bytes"] > 0 and len(tokens_of(plain)) > 4
@@ -294,7 +294,7 @@ def test_quantized_checkpoints_run_and_match_the_memory_plan(
         device="cpu",
     )
     spec = plan_run(base).target.resolved()
-    planned, loaded = plan_spec(spec, 256), POOL.take(spec)
+    planned, loaded = plan_spec(spec, 256), POOL.get(spec)
     assert planned.weights == pytest.approx(loaded.weight_bytes, rel=0.15)
     kept = [module.weight for path, module in loaded.model.named_modules() if path.endswith(".wo")]
     assert kept and all(weight is None or weight.dtype in (torch.float32, torch.bfloat16) for weight in kept)

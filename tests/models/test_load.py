@@ -108,7 +108,7 @@ def test_nan_weights_end_the_run_with_an_error(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "nan", byte_level_tokenizer())
     pool = ModelPool()
     recipe = Recipe(target=str(folder), method="ar", max_tokens=8, device="cpu")
-    pool.take(plan_run(recipe).target).model.embedding.fill_(float("nan"))
+    pool.get(plan_run(recipe).target).model.embedding.fill_(float("nan"))
     lines = list(generate(recipe, "def", pool))
     assert lines[-1]["end"] == "error" and "NaN" in lines[-1]["error"] and lines[-1]["metrics"]["tokens"] == 0
 

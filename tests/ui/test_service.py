@@ -30,14 +30,14 @@ class Watched(ModelPool):
         super().__init__(**options)
         self.tidied, self.gone = threading.Event(), 0
 
-    def tidy(self) -> int:
-        self.gone = super().tidy()
+    def unload_idle(self) -> int:
+        self.gone = super().unload_idle()
         self.tidied.set()
         return self.gone
 
 
 def engine(recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[Event]:
-    pool.take(plan_run(recipe).target)
+    pool.get(plan_run(recipe).target)
     yield End("stop")
 
 
@@ -66,7 +66,7 @@ def test_unload_reports_the_released_memory() -> None:
     service = Service(pool, engine)
     try:
         assert asyncio.run(service.unload()) == "No model was loaded."
-        pool.take(ModelSpec(PAIRS["bundled"].drafter, device="cpu"))
+        pool.get(ModelSpec(PAIRS["bundled"].drafter, device="cpu"))
         said = asyncio.run(service.unload())
         assert said.endswith("MB of weights unloaded.") and not pool.weight_bytes
     finally:
@@ -87,7 +87,7 @@ def test_visitors_cannot_unload_shared_models() -> None:
     pool = ModelPool()
     service = Service(pool, engine, PUBLIC)
     try:
-        pool.take(ModelSpec(PAIRS["bundled"].drafter, device="cpu"))
+        pool.get(ModelSpec(PAIRS["bundled"].drafter, device="cpu"))
         with pytest.raises(UserError, match="all visitors share the models"):
             asyncio.run(service.unload())
         assert pool.weight_bytes

@@ -268,7 +268,7 @@ def repeated(*ar_seconds: float) -> Run:
     for seconds in ar_seconds:
         for lane, lines in ((SPEC, (PREFILL, REJECTION, ALL_KEPT)), (PLAIN, plain_steps(seconds))):
             for event in events_of((header("ar" if lane == PLAIN else "draft"), *lines, end())):
-                run.absorb(lane, event)
+                run.add_event(lane, event)
     return run
 
 

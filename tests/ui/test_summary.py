@@ -128,7 +128,7 @@ def test_titles_of_added_lanes_name_the_options_that_differ(changes: dict[str, A
     first, run = Recipe(), Run((SPEC, PLAIN, "third"))
     added = replace(first, **changes)
     for name, recipe in lanes_of(first, True, [added]).items():
-        run.absorb(name, Header(asdict(recipe), "def", (5, 6)))
+        run.add_event(name, Header(asdict(recipe), "def", (5, 6)))
     assert [lane.title for lane in run.lanes.values()] == ["draft, γ 4", "target only", words]
     assert name_lanes([first, added]) == f"draft, γ 4 (); {words} ()"
 

@@ -50,7 +50,7 @@ def test_imported_trace_equals_the_run() -> None:
     recipe = Recipe(pair="bundled", max_tokens=24, top=3, temperature=1.0)
     for lane, method in ((PLAIN, "ar"), (SPEC, "tree")):
         for event in generate(Recipe(**{**vars(recipe), "method": method}), "def f(x):\n    ", ModelPool()):
-            run.absorb(lane, event)
+            run.add_event(lane, event)
     run.finish()
     again = read_traces(run.trace(SPEC) + run.trace(PLAIN))
     before, after = json.loads(run.frame(0)), json.loads(again.frame(0))
@@ -69,7 +69,7 @@ def test_origins_are_exported_and_imported() -> None:
     """A hybrid draft names its source; unknown and absent facts have no key, and older traces have no origins."""
     run = Run((SPEC,))
     for event in generate(Recipe(pair="bundled", method="hybrid", max_tokens=48, temperature=0), CODE, ModelPool()):
-        run.absorb(SPEC, event)
+        run.add_event(SPEC, event)
     lines = [json.loads(line) for line in run.trace(SPEC).splitlines()]
     origins = [one for line in lines if line.get("draft") for one in line["origin"]]
     assert {one["source"] for one in origins} == {"model", "text"}

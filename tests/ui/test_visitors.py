@@ -167,8 +167,8 @@ def test_a_visitor_who_leaves_is_forgotten_and_the_bench_ends() -> None:
     ann = visitors.enter("ann")
     ann.bench = bench
     assert visitors.find("ann") is visitors.enter("ann") is ann
-    visitors.leave("ann")
-    visitors.leave("nobody")
+    visitors.end_session("ann")
+    visitors.end_session("nobody")
     assert visitors.find("ann") is not ann and bench.stop.call_count == 1
     assert visitors.find("ann") is not visitors.find("ann")  # a look keeps nothing
     assert visitors.enter("") is not visitors.enter("")

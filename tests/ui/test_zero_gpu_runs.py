@@ -85,7 +85,7 @@ def test_a_run_in_its_own_process_gives_the_same_text(pool: ModelPool) -> None:
     assert tokens_of(events) == tokens_of(generate(RECIPE, CODE, pool)) != []
     assert events[1] == Loading("process", gpu.processes[0].pid) != Loading("process", os.getpid())
     assert gpu.processes[0].exitcode == 0
-    assert gpu.durations == [zero.seconds_of(RECIPE, pool.take(plan_run(RECIPE).target).weight_bytes)]
+    assert gpu.durations == [zero.seconds_of(RECIPE, pool.get(plan_run(RECIPE).target).weight_bytes)]
 
 
 @forks
@@ -218,7 +218,7 @@ patching.patch()
 recipes = [Recipe(target=sys.argv[1], drafter=sys.argv[1], quantization=form) for form in ("none", "fp16")]
 pool = zero.preload(recipes)
 for recipe in recipes:
-    loaded = pool.take(plan_run(recipe).target)
+    loaded = pool.get(plan_run(recipe).target)
     model = loaded.model
     equal = loaded.invariance.equal
     print(loaded.engine, model.device, model.dtype, model.embedding.device, equal, loaded.weight_bytes)
@@ -240,7 +240,7 @@ def test_models_load_in_the_calling_thread_without_a_pass(folder: str, monkeypat
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     for dtype in ("float32", "bfloat16"):
         recipe = Recipe(target=folder, drafter=folder, device="cpu", dtype=dtype)
-        loaded = zero.preload([recipe]).take(plan_run(recipe).target)
+        loaded = zero.preload([recipe]).get(plan_run(recipe).target)
         assert not loaded.invariance.equal and loaded.invariance.pad == 1
     assert not scores and not started
 
