@@ -168,18 +168,22 @@ def speedup_chart(rows: Sequence[BenchRow]) -> str:
     for i, row in enumerate(compared, 1):
         by_class.setdefault(row.kind, []).append((i, row.speedup or 0.0))
     names = [PLAIN, *map(name, compared)]
-    return chart("Speed-up over the baseline", "", "speed-up", by_category("bar", by_class), names, "bench-plot")
+    return chart(
+        "Speed-up over the baseline", "recipe and class", "speed-up", by_category("bar", by_class), names, "bench-plot"
+    )
 
 
 def acceptance_chart(rows: Sequence[BenchRow]) -> str:
     """Draw the acceptance by position, over all classes."""
-    lanes = {
-        visible_recipe(name).replace("gamma=", "γ "): [(i, count.share) for i, count in lane.position.items()]
-        for name, lane in acceptance(rows).items()
-        if lane.position
-    }
+    lanes = {}
+    for name, lane in acceptance(rows).items():
+        if lane.position:
+            tested = sum(count.tested for count in lane.position.values())
+            label = f"{visible_recipe(name).replace('gamma=', 'γ ')}, n {tested}"
+            lanes[label] = [(position, count.share) for position, count in lane.position.items()]
     series = by_category("line", lanes)
-    return chart("Acceptance", "position in the draft", "accepted / tested", series, elem_id="bench-positions")
+    axis = "position of the guess (n: number checked)"
+    return chart("Guesses kept, by position", axis, "kept / checked", series, elem_id="bench-positions")
 
 
 def notes(rows: Sequence[BenchRow], records: Sequence[dict[str, Any]]) -> str:

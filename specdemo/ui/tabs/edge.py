@@ -43,8 +43,8 @@ and bandwidth."""
 
 CALIBRATION_PROMPTS, CALIBRATION_TOKENS = 12, 48
 _CALIBRATION = """### Calibrate gates
-Measure thresholds for the chosen pair. The 80th percentile of NLL, entropy and variance is hard, and the 20th of the
-margin. The controls under *Edge and cloud* are set, and remembered for this pair."""
+Measure thresholds for the chosen pair: the hardest fifth of the tokens goes to the cloud.
+The controls under *Edge and cloud* are set, and remembered for this pair."""
 _HEAD = ("signal", "percentile", "this pair", "guide")
 _SET_JS = "(calibrated) => calibrated && window.specdemo.setGates(calibrated)"
 
