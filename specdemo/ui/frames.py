@@ -166,7 +166,7 @@ class Run:
         self.records.append(record)
 
     def finish(self, error: str | None = None) -> None:
-        """End the run; computes its summary, which takes up to some tenths of a second."""
+        """End the run; computes its summary, in up to some tenths of a second."""
         if self.over:
             return
         self._stop_job = None

@@ -220,7 +220,7 @@ class Gateway:
 
 
 def _below_root(scope: Scope) -> Scope:
-    """Remove the path of GRADIO_ROOT_PATH, which some proxies remove."""
+    """Remove the path of GRADIO_ROOT_PATH, as some proxies do."""
     root = urlsplit(scope.get("root_path", "")).path.strip("/")
     if not root or not f"{scope['path']}/".startswith(f"/{root}/"):
         return scope

@@ -1,4 +1,4 @@
-"""Predictions, benches and calibrations of the page, whose passes run alone."""
+"""Predictions, benches and calibrations of the page, in passes of their own."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ from specdemo.ui.settings_form import SettingsForm, settings_form
 from specdemo.ui.streams import frame_routes, reason, trace_route
 from specdemo.ui.tabs import build_tabs
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel
-from specdemo.ui.tabs.prediction import SpeedupPrediction, connect_prediction, contradicted_prediction
+from specdemo.ui.tabs.prediction import connect_prediction, contradicted_prediction
 from specdemo.ui.theme import launch_options
 from specdemo.ui.visitors import shown_messages
 from specdemo.worker import Worker, WorkerGroup
@@ -276,7 +276,7 @@ def _connect(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> None:
     loaded.then(None, values, None, js=_RESTORE_JS, **_PRIVATE)
     predict = [buttons["preflight"], buttons["update-estimate"]]
     panel = MeasurementPanel(predict, parts.progress, failures=parts.estimate)
-    connect_prediction(handlers.service, panel, parts.estimate, values, handlers.prediction)
+    connect_prediction(handlers.service, parts.form, handlers.device, panel, parts.estimate)
 
 
 def describe_method(event: gr.EventData) -> str:
@@ -305,11 +305,6 @@ class _Handlers:
         known = self.service.visitors.find(visitor)
         messages = shown_messages(known.messages, known.footers)
         return gr.Chatbot(value=messages, visible=bool(messages))
-
-    def prediction(self, sent: Any) -> SpeedupPrediction:
-        recipe = recipe_of(self.form.complete(sent), self.device)
-        prompt = sent.get("prompt")
-        return SpeedupPrediction(replace(recipe, external=None), prompt if isinstance(prompt, str) else "")
 
     def keep(self, copied: bool, sent: Any) -> dict[str, Any]:
         """Add the settings, or those of the target's quantised copy, to the stored lanes; return and describe all."""

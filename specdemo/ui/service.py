@@ -201,7 +201,7 @@ class Service:
     def admit(
         self, job: Callable[[], Iterator[T]], address: str, visitor: str = "", replaced: Stream[Any] | None = None
     ) -> Stream[T]:
-        """Submit a job within the limits of the visitor, without counting the run that it replaces."""
+        """Submit a job within the limits of the visitor, without counting the replaced one."""
         owner = visitor or network_of(address)
         return self._rates.start(address, lambda: self.worker.submit(partial(self._tidied, job), owner=owner), replaced)
 

@@ -149,7 +149,7 @@ def _problem(settings: Settings, device: str) -> str:
 
 
 def _culprit(error: str, changed: Settings, defaults: Settings, device: str) -> str:
-    """Return a value whose removal changes the error: those that it names first, models last."""
+    """Return a value to remove, since this changes the error: named values first, models last."""
     words = [*re.findall(r"\w+", error), *changed]
     names = sorted(changed, key=lambda name: (name in _MODEL_NAMES, words.index(name)))
     for name in names:
@@ -160,7 +160,7 @@ def _culprit(error: str, changed: Settings, defaults: Settings, device: str) -> 
 
 
 def stored_lanes(stored: Any, defaults: Settings, device: str, most: int) -> list[tuple[Settings, Recipe]]:
-    """Return the valid lanes among the first `most` that a browser stores, with their recipes."""
+    """Return the valid lanes among the first `most` stored ones, with their recipes."""
     lanes = []
     for wanted in stored[:most] if isinstance(stored, list) else ():
         settings = {**defaults, **_changed(wanted, defaults)}

@@ -74,7 +74,7 @@ class Visitors:
         self._lock = threading.Lock()
 
     def find(self, name: str) -> Visitor:
-        """Return a known visitor, or a new one that is not kept."""
+        """Return a known visitor, or a new one without keeping it."""
         return self._visitors.get(name) or Visitor()
 
     def enter(self, name: str) -> Visitor:

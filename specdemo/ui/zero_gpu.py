@@ -61,7 +61,7 @@ def zero_gpu_page(limits: HostLimits, device: str) -> dict[str, Any]:
 
 
 def preload(recipes: list[Recipe]) -> ModelPool:
-    """Return a pool with the models of these recipes, which are never unloaded."""
+    """Return a pool with the models of these recipes, never unloaded."""
     plans = [plan_run(recipe) for recipe in recipes]
     specs = dict.fromkeys(spec for plan in plans for spec in plan.models.values())
     pool = ModelPool(idle_s=math.inf, warm=False)

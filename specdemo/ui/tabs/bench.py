@@ -1,4 +1,4 @@
-"""Bench tab, which measures a small selection of recipes on the bundled prompts, with one or more pairs of models."""
+"""Bench tab: a small selection of recipes on the bundled prompts, with one or more pairs of models."""
 
 from __future__ import annotations
 

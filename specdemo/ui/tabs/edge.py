@@ -1,4 +1,4 @@
-"""Edge-cloud tab, which shows charts of a run over a link and compares the modes."""
+"""Edge-cloud tab: charts of a run over a link, comparison of the modes, calibration of gates."""
 
 from __future__ import annotations
 

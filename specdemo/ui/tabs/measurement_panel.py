@@ -84,7 +84,7 @@ def duration(seconds: float) -> str:
 
 
 class MeasurementPanel:
-    """Buttons that start and stop a measurement, its status line, and its results, which are hidden meanwhile.
+    """Buttons for start and stop of a measurement, its status line, and its results, hidden meanwhile.
 
     `failures` shows refusals and failures instead of the status line, which is empty at the end.
     """
@@ -120,7 +120,7 @@ class MeasurementPanel:
         prepare: Callable[[str, tuple[Any, ...]], PanelMeasurement],
         js: str = SEND_JS,
     ) -> Any:
-        """Return the event that updates the outputs.
+        """Return the event of new outputs.
 
         `prepare(session, values)` validates the raw values of `inputs`; the measurement returns values of `outputs`.
         """

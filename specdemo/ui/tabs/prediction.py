@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
@@ -18,6 +18,8 @@ from specdemo.ui.markdown import figures_table
 from specdemo.ui.measurements import start_prediction
 from specdemo.ui.run_figures import measured_speedups
 from specdemo.ui.service import Service
+from specdemo.ui.settings import recipe_of
+from specdemo.ui.settings_form import SettingsForm
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelMeasurement
 
 _SEND_JS = "() => { document.body.dataset.estimate = 'current'; return [window.specdemo.settings()]; }"
@@ -31,15 +33,14 @@ _COMPARED = (
 
 @dataclass(frozen=True)
 class SpeedupPrediction:
-    """Recipe and prompt of a prediction, later with its result."""
+    """Prediction for a recipe and a prompt."""
 
     recipe: Recipe
     prompt: str
-    estimate: Preflight | None = None
+    estimate: Preflight
 
     def describe(self, run: Run | None) -> str:
         """Return the prediction in words, with a contradiction by `run`."""
-        assert self.estimate is not None
         return "\n\n".join(filter(None, (describe_preflight(self.estimate), self.contradiction(run))))
 
     def contradiction(self, run: Run | None) -> str:
@@ -57,36 +58,35 @@ class SpeedupPrediction:
         return "" if row.low <= value <= row.high else f"**The last run measured {value:.2f}×, outside this interval.**"
 
     def _row(self) -> Estimate | None:
-        rows = self.estimate.estimates if self.estimate else ()
+        rows = self.estimate.estimates
         if len(rows) == 1:
             return rows[0]
         return next((row for row in rows if row.gamma == self.recipe.gamma and self.recipe.policy == "fixed"), None)
 
 
 def connect_prediction(
-    service: Service,
-    panel: MeasurementPanel,
-    estimate: gr.Markdown,
-    settings: gr.JSON,
-    make: Callable[[Any], SpeedupPrediction],
+    service: Service, form: SettingsForm, device: str, panel: MeasurementPanel, estimate: gr.Markdown
 ) -> None:
-    """Wire the buttons of a prediction of the sent settings, shown in `estimate`."""
+    """Wire the buttons of a prediction for the settings and the prompt, shown in `estimate`."""
 
     def prepare(session: str, values: tuple[Any, ...]) -> PanelMeasurement:
-        chosen = make(values[0])
+        (sent,) = values
+        recipe = replace(recipe_of(form.complete(sent), device), external=None)
+        prompt = sent["prompt"] if isinstance(sent.get("prompt"), str) else ""
 
         def show(results: Sequence[Any]) -> dict[Any, str]:
             if not results:
                 return {}
-            predicted = service.visitors.enter(session).prediction = replace(chosen, estimate=results[0])
+            predicted = SpeedupPrediction(recipe, prompt, results[0])
+            service.visitors.enter(session).prediction = predicted
             return {estimate: predicted.describe(service.runs.latest(session))}
 
         return PanelMeasurement(
-            start=lambda session, address: start_prediction(service, chosen.recipe, chosen.prompt, address),
+            start=lambda session, address: start_prediction(service, recipe, prompt, address),
             show=show,
         )
 
-    panel.connect([settings], [estimate], prepare, js=_SEND_JS)
+    panel.connect([form.values], [estimate], prepare, js=_SEND_JS)
 
 
 def contradicted_prediction(service: Service, run: Run | None) -> Any:
