@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from e2e.page_fixtures import FIRST_VISIT, QUICK, STEP_WORDS, drawn, resize, run, status
+from e2e.page_fixtures import FIRST_VISIT, QUICK, STEP_WORDS, drawn, run, status
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -107,13 +107,3 @@ def replaces_the_example(page: Page) -> None:
     assert drawn(page) == {"plain": 1}
     expect(page.locator("#lane-ar")).to_be_hidden()
     expect(page.locator("#walk")).to_be_hidden()
-
-
-def test_settings_make_room_in_a_window_that_becomes_narrow(page: Page) -> None:
-    opened = re.compile(r"\bopen\b")
-    settings = page.locator("#settings")
-    expect(settings).to_have_class(opened)
-    resize(page, 390, 844)
-    expect(settings).not_to_have_class(opened)
-    resize(page, 1280)
-    expect(settings).to_have_class(opened)

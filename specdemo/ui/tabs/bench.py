@@ -35,6 +35,7 @@ from specdemo.recipe import Recipe
 from specdemo.ui.charts import by_category, chart
 from specdemo.ui.frames import Run
 from specdemo.ui.markdown import escape_markdown
+from specdemo.ui.measurements import start_bench, start_pairs_bench
 from specdemo.ui.method_names import method_name, visible_recipe, with_method_names
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OFF, recipe_of
@@ -107,7 +108,7 @@ class Sweep:
     def measurement(self, service: Service, show: Callable[[list[dict[str, Any]]], Outputs]) -> PanelMeasurement:
         """`show` returns the outputs of a panel for records of prompts."""
         return PanelMeasurement(
-            start=partial(service.measurements.bench, self.recipes, self.prompts),
+            start=partial(start_bench, service, self.recipes, self.prompts),
             show=lambda records: show(records) if records else {},
             count=lambda records: (len(records), len(self.prompts)),
             unit="prompts",
@@ -340,7 +341,7 @@ def pairs_section(service: Service, selection: Selection, form: SettingsForm, de
             return {table: describe_pairs(benches)} if begun else {}
 
         return PanelMeasurement(
-            start=partial(service.measurements.bench_pairs, benches, prompts),
+            start=partial(start_pairs_bench, service, benches, prompts),
             show=show,
             count=lambda _: count_measured(benches, prompts),
         )

@@ -21,6 +21,7 @@ from specdemo.remote.config import MODES
 from specdemo.ui import link_charts
 from specdemo.ui.frames import Run
 from specdemo.ui.markdown import escape_markdown, figures_table
+from specdemo.ui.measurements import start_calibration
 from specdemo.ui.service import Service
 from specdemo.ui.settings import recipe_of
 from specdemo.ui.settings_form import SettingsForm
@@ -212,7 +213,7 @@ def calibration_section(service: Service, form: SettingsForm, device: str) -> No
             gates = {f"gate_{name}": threshold for name, threshold in results[0].thresholds.items()}
             return {table: describe_calibration(results[0]), calibrated: {"models": settings, "gates": gates}}
 
-        return PanelMeasurement(partial(service.measurements.calibrate, recipe, prompts), show)
+        return PanelMeasurement(partial(start_calibration, service, recipe, prompts), show)
 
     shown = panel.connect([form.values], [table, calibrated], prepare)
     shown.then(None, calibrated, None, js=_SET_JS, api_visibility="private")
