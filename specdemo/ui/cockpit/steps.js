@@ -115,6 +115,6 @@ function summarise(record) {
   if (step.kind === "unknown") return "The counts of the engine do not show how this token was chosen.";
   if (!size) return "There was no guess: the large model wrote one token.";
   const counts = `${counted(size, "guess")}, ${acceptedCount(record) || "none"} ${KIND_WORDS.accepted}; ${counted(step.tokens.length, "token")} added.`;
-  const hidden = step.undisclosed ? ` ${step.undisclosed} guesses are not reported by the engine.` : "";
+  const hidden = step.undisclosed ? ` ${counted(step.undisclosed, "guess")} not reported by the engine.` : "";
   return `${counts}${hidden}${step.remote?.rows ? ` ${SECOND_TRIP}` : ""}`;
 }
