@@ -138,6 +138,8 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             drafts = cached in self.draft_caches or cached.head is not None
             chain = self.chain if drafts else None
             rows = {*range(1, longest + 3), opening}
+            if cached in self.draft_caches and chain is not None:
+                rows = {1, 2, max(1, opening - 1), opening}  # the prompt
             if cached is self.target_cache and self.compared is not None:
                 cached.prepare(range(1, longest + 2), tokens, end, chain, self.compared)
                 rows = {longest + 2, opening}

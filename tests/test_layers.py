@@ -66,6 +66,7 @@ PACKAGES = {
         "specdemo/core/trace.py",
         "specdemo/core/step_record.py",
         "specdemo/models/model_sizes.py",
+        "specdemo/ui/runs.py",
     ),
     "gradio": (
         "specdemo/ui/page.py",

@@ -165,18 +165,17 @@ async def _chunks(
 
 async def kept_open(chunks: AsyncGenerator[bytes, None], seconds: float) -> AsyncGenerator[bytes, None]:
     """Yield the chunks, and a comment after `seconds` without one, so that proxies keep the connection open."""
-    waiting: asyncio.Future[bytes] | None = None
+    waiting: asyncio.Future[bytes | None] | None = None
     try:
         while True:
-            waiting = waiting or asyncio.ensure_future(anext(chunks))
+            waiting = waiting or asyncio.ensure_future(anext(chunks, None))
             await asyncio.wait([waiting], timeout=seconds)
             if not waiting.done():
                 yield COMMENT
                 continue
-            finished, waiting = waiting, None
-            try:
-                chunk = finished.result()
-            except StopAsyncIteration:
+            chunk = waiting.result()
+            waiting = None
+            if chunk is None:
                 return
             yield chunk
     finally:

@@ -102,7 +102,7 @@ def admission(
         if request.method not in ("GET", "HEAD") and not allowed and is_foreign(request.headers):
             raise ServiceError(403, "origin", "pages of other sites cannot use this service: send no Origin")
         client, token = network_of(_address(request)), sent.credentials if sent and tokens else ""
-        if tokens and not _is_among(tokens, token):
+        if tokens and not any(secrets.compare_digest(token.encode(), known.encode()) for known in tokens):
             if not failures.allow(client):
                 raise ServiceError(429, "busy", "too many wrong tokens from this address: try again in a few seconds")
             raise ServiceError(
@@ -113,10 +113,6 @@ def admission(
             raise ServiceError(429, "busy", "too many requests from this client: reduce the request rate")
 
     return admit
-
-
-def _is_among(tokens: Sequence[str], sent: str) -> bool:
-    return any(secrets.compare_digest(sent.encode(), token.encode()) for token in tokens)
 
 
 async def read_body(receive: Receive, max_bytes: int, announced: int = 0) -> bytes:

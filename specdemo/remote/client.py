@@ -169,7 +169,7 @@ class RemoteVerifier:
             if not response.wanted:
                 break
             rows = self._rows(draft, response.wanted, rows)
-        requests.exchange.rows = len(rows)
+        self.connection.network.exchange.rows = len(rows)
         verdict = response.to(draft, self.vocab_size)
         committed = [*(draft.tokens[node] for node in verdict.accepted), *verdict.target_tokens]
         _check_entries(committed, self.has_entry, self.connection.url)

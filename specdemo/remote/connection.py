@@ -14,7 +14,6 @@ from specdemo.core.errors import UserError
 from specdemo.remote.deadline import MAX_TIMEOUT_S, ConnectionLost, Deadlines, StepDeadline
 from specdemo.remote.link import (
     Cause,
-    Exchange,
     HttpClient,
     MeteredNetwork,
     NewContext,
@@ -215,10 +214,6 @@ class Requests:
         self._failed: float | None = None  # start of the first failed request
         connection.network.limit = self.deadline.remaining
 
-    @property
-    def exchange(self) -> Exchange:
-        return self._connection.network.exchange
-
     def send(self, attempt: Callable[[HttpClient, float], T]) -> T:
         """Return the result of `attempt(client, timeout)`.
 
@@ -243,7 +238,7 @@ class Requests:
     def add_response(self, cloud_s: float) -> None:
         """Measure a response that took the service `cloud_s`."""
         now = self._connection.clock()
-        exchange = self.exchange
+        exchange = self._connection.network.exchange
         exchange.cloud_s = (exchange.cloud_s or 0.0) + cloud_s
         exchange.rtt_s = (exchange.rtt_s or 0.0) + now - self._requested - cloud_s
         self._requested = now

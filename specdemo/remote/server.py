@@ -155,14 +155,12 @@ def _add_routes(app: FastAPI, info: ServiceInfo, clock: Callable[[], float]) -> 
         return get_swagger_ui_html(openapi_url="openapi.json", title=app.title)
 
 
-def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+def _http_error(request: Request, error: HTTPException) -> Response:
     problem = ErrorResponse(error=f"{error.detail}: see /docs for the endpoints", code="http")
     return _problem(request, error.status_code, problem, dict(error.headers or {}))
 
 
-def _invalid_request(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
+def _invalid_request(request: Request, error: RequestValidationError) -> Response:
     return _problem(request, 422, ErrorResponse(error=str(error.errors()[0]["msg"]), code="invalid"))
 
 
@@ -270,19 +268,17 @@ async def started_stream(
     except BaseException:
         await parts.aclose()
         raise
-    return _continued(first, parts, describe)
 
+    async def started() -> AsyncIterator[bytes]:
+        async with aclosing(parts):
+            yield first
+            try:
+                async for part in parts:
+                    yield part
+            except Exception as error:  # too late for a status code
+                yield describe(error)
 
-async def _continued(
-    first: bytes, parts: AsyncGenerator[bytes, None], describe: Callable[[Exception], bytes]
-) -> AsyncIterator[bytes]:
-    async with aclosing(parts):
-        yield first
-        try:
-            async for part in parts:
-                yield part
-        except Exception as error:  # too late for a status code
-            yield describe(error)
+    return started()
 
 
 TOO_LONG = "context_length_exceeded"

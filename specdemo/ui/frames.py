@@ -34,6 +34,7 @@ _NO_SUMMARY: Mapping[str, Any] = {
     "table": [],
     "disturbed": [],
     "texts": {},
+    "names": {},
     "figures": {},
 }
 LOST = "Connection to the cloud lost: the drafter continues alone."

@@ -144,8 +144,8 @@ def describe_traffic(lane: Lane) -> str:
     most = most_bytes_per_token(k, vocab, scalars=sampled, rows=rows, entry_bytes=entry)
     parts = [f"{k} ids", *([f"{k} probabilities"] if sampled else []), *([f"{rows} of q × {vocab:,}"] if rows else [])]
     return (
-        f"**Bytes per token:** {sent / m.tokens:,.0f} measured, with HTTP headers and encoding. A step commits at "
-        f"least one token, so the payload is at most **{most:,}** per token: {', '.join(parts)}, and 8 down."
+        f"**Bytes per token:** {sent / m.tokens:,.0f} measured. At most **{most:,}** per token are needed "
+        f"({', '.join(parts)}, and 8 down); the rest is HTTP."
     )
 
 
@@ -215,7 +215,8 @@ def speed_chart(link: LinkModel) -> str:
     ]
     if measured := link.lane.metrics.tokens_per_second:
         series.append(Series("dot", "var(--dot-run)", [(link.terms.drafted, measured)], "this run"))
-    return chart("Speed by draft length", "k (tokens)", "tokens/s", series)
+    steps = link.lane.metrics.decode_steps
+    return chart("Speed by number of guesses", f"guesses at a time, k (n {steps} steps)", "tokens/s", series)
 
 
 def describe_best_gamma(link: LinkModel) -> str:

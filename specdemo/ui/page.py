@@ -285,14 +285,13 @@ def describe_method(event: gr.EventData) -> str:
     return link_papers(method.notes) if method else ""
 
 
+@dataclass(frozen=True)
 class _Handlers:
-    def __init__(
-        self, service: Service, form: SettingsForm, device: str, defaults: Settings, examples: Examples
-    ) -> None:
-        self.service = service
-        self._form = form
-        self._device = device
-        self._defaults, self._examples = defaults, examples
+    service: Service
+    form: SettingsForm
+    device: str
+    defaults: Settings
+    examples: Examples
 
     def ended(self, event: gr.EventData, request: gr.Request) -> Any:
         """Show the conversation and a contradicted prediction after a run, and why it failed."""
@@ -308,7 +307,7 @@ class _Handlers:
         return gr.Chatbot(value=messages, visible=bool(messages))
 
     def prediction(self, sent: Any) -> SpeedupPrediction:
-        recipe = recipe_of(self._form.complete(sent), self._device)
+        recipe = recipe_of(self.form.complete(sent), self.device)
         prompt = sent.get("prompt")
         return SpeedupPrediction(replace(recipe, external=None), prompt if isinstance(prompt, str) else "")
 
@@ -317,9 +316,9 @@ class _Handlers:
         known = sent if isinstance(sent, dict) else {}
         lanes = self._stored(known)
         try:
-            wanted = self._form.complete(known.get("settings"))
+            wanted = self.form.complete(known.get("settings"))
             wanted = self._copy_settings(wanted) if copied else wanted
-            recipe = recipe_of(wanted, self._device)
+            recipe = recipe_of(wanted, self.device)
             if len(lanes) == len(EXTRA):
                 raise UserError(f"{len(EXTRA)} settings are added already: remove them first")
             lanes.append((wanted, recipe))
@@ -330,22 +329,22 @@ class _Handlers:
     def _copy_settings(self, settings: Settings) -> Settings:
         if settings["drafter"] != SAME:
             settings |= {"drafter": SAME, "drafter_quantization": "none"}
-        form = recipe_of({**settings, "method": "draft"}, self._device).drafter_quantization
+        form = recipe_of({**settings, "method": "draft"}, self.device).drafter_quantization
         return {**settings, "method": "ar", "quantization": form, "drafter": ""}
 
     def find(self, sent: Any, request: gr.Request) -> dict[str, Any]:
         """Return the settings of the link or of the last visit, as far as they are valid, and the stored lanes."""
         known = sent if isinstance(sent, dict) else {}
         query = dict(request.query_params)
-        link = from_link(query, self._defaults, self._examples)
+        link = from_link(query, self.defaults, self.examples)
         wanted = link or known.get("settings")
-        settings, errors = restored(wanted, self._defaults, self._device, effective=bool(link))
-        for text in [*map(with_method_names, errors), *link_problems(query, self._defaults)]:
+        settings, errors = restored(wanted, self.defaults, self.device, effective=bool(link))
+        for text in [*map(with_method_names, errors), *link_problems(query, self.defaults)]:
             gr.Warning(html.escape(text))
         remote = settings["remote"] if settings.get("mode", OFF) != OFF else ""
         for address in filter(None, (remote, settings.get("external"))) if link else ():
             gr.Warning(html.escape(f"This link has prompts sent to {address}: run it only if you trust it."))
-        changed = {name: value for name, value in settings.items() if value != self._defaults[name]}
+        changed = {name: value for name, value in settings.items() if value != self.defaults[name]}
         return {"settings": changed, "lanes": _described(self._stored(known))}
 
     def forget(self, request: gr.Request) -> Any:
@@ -362,7 +361,7 @@ class _Handlers:
         self.service.visitors.end_session(request.session_hash or "")
 
     def _stored(self, sent: Mapping[str, Any]) -> list[tuple[Settings, Recipe]]:
-        return stored_lanes(sent.get("lanes"), self._defaults, self._device, len(EXTRA))
+        return stored_lanes(sent.get("lanes"), self.defaults, self.device, len(EXTRA))
 
 
 def _described(lanes: Sequence[tuple[Settings, Recipe]]) -> dict[str, Any]:

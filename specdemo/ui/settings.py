@@ -7,6 +7,7 @@ as text.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -121,14 +122,14 @@ def _valid(changed: Settings, defaults: Settings, device: str) -> tuple[Settings
     """Return values that are valid together, and the names of the others by error message."""
     changed = dict(changed)
     dropped: dict[str, list[str]] = {}  # error message -> names
-    for _ in range(_MOST_REPAIRS):
-        if not changed or not (error := _problem({**defaults, **changed}, device)):
-            return changed, dropped
+    repairs = 0
+    while changed and (error := _problem({**defaults, **changed}, device)):
+        if repairs == _MOST_REPAIRS:
+            return {}, {**dropped, "too many values are invalid": [*changed]}
         name = _culprit(error, changed, defaults, device)
         dropped.setdefault(error, []).append(name)
         del changed[name]
-    if changed and _problem({**defaults, **changed}, device):
-        return {}, {**dropped, "too many values are invalid": [*changed]}
+        repairs += 1
     return changed, dropped
 
 
@@ -148,17 +149,14 @@ def _problem(settings: Settings, device: str) -> str:
 
 
 def _culprit(error: str, changed: Settings, defaults: Settings, device: str) -> str:
-    """Return a value whose removal changes the error, models last."""
-    names = sorted(changed, key=_MODEL_NAMES.__contains__)
-
-    def remaining(name: str) -> str:
-        return _problem({**defaults, **{other: changed[other] for other in changed if other != name}}, device)
-
-    first = error.partition(" ")[0]
-    if first in changed and first not in _MODEL_NAMES and remaining(first) != error:
-        return first
-    repaired = next((name for name in names if not remaining(name)), None)
-    return repaired or next((name for name in names if remaining(name) != error), names[-1])
+    """Return a value whose removal changes the error: those that it names first, models last."""
+    words = [*re.findall(r"\w+", error), *changed]
+    names = sorted(changed, key=lambda name: (name in _MODEL_NAMES, words.index(name)))
+    for name in names:
+        remaining = {other: value for other, value in changed.items() if other != name}
+        if _problem({**defaults, **remaining}, device) != error:
+            return name
+    return names[-1]
 
 
 def stored_lanes(stored: Any, defaults: Settings, device: str, most: int) -> list[tuple[Settings, Recipe]]:

@@ -70,7 +70,10 @@ def _form(fields: _Fields, limits: HostLimits) -> str:
 
 
 def _advanced(fields: _Fields, shown: list[Option], limits: HostLimits) -> str:
-    parts = [_button(f'id="preset-{name}" data-preset="{name}"', f"Apply preset {name}") for name in PRESETS]
+    parts = [
+        _button(f'id="preset-{name}" data-preset="{name}"', f"Use {preset.title.partition(':')[0]}")
+        for name, preset in PRESETS.items()
+    ]
     for group in dict.fromkeys(option.group for option in shown if not option.basic):
         if group == RunOptions.OPTIONS["external"].group and limits.engines == ():
             continue

@@ -142,7 +142,12 @@ def error(
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [*((name, "chain") for name in SAMPLING), ("processed", "tree"), ("greedy", "tree")]
+    ("name", "shape"),
+    [
+        *((name, "chain") for name in SAMPLING),
+        ("processed", "tree"),
+        pytest.param("greedy", "tree", marks=pytest.mark.exhaustive),
+    ],
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)

@@ -60,7 +60,7 @@ def quick(factor: int) -> str:
 
 QUICK = quick(20)
 FIRST_VISIT = "localStorage.getItem('specdemo-opened') ?? localStorage.setItem('specdemo-opened', 'play');"
-STEP_WORDS = re.compile(r"^The drafter guessed \d+ tokens?\. One target pass checked (it|them)\. .*\d.*\.\s*$")
+STEP_WORDS = re.compile(r"^Step \d+ of \d+: +\d+ guess(es)?\. Checked at once\. .*\d.*\.\s*$")
 MORE = "More settings"
 SHOWN_RUN = "(document.querySelector('[data-run]')?.dataset.run ?? '')"
 STARTED = f"{SHOWN_RUN} === window.specdemoRun"  # the page shows the run that Run began last

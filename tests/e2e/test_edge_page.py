@@ -6,13 +6,10 @@ import re
 import signal
 from typing import Any
 
-import gradio_client
 import pytest
-from fakes.form_fields import form_fields
 from fakes.trace_lines import jsonl
 from playwright.sync_api import Page, expect
 
-from e2e.limited_page import launched
 from e2e.page_fixtures import (
     CODE,
     PATIENCE,
@@ -37,7 +34,6 @@ from specdemo.models.zoo import PAIRS
 from specdemo.remote.config import MODES
 from specdemo.remote.local_service import ServiceProcess
 from specdemo.ui import link_charts as edge
-from specdemo.ui.limits import PUBLIC
 from specdemo.ui.link_time import parts
 from specdemo.ui.tabs import edge as modes
 
@@ -205,17 +201,6 @@ def test_modes_are_measured_on_the_device(page: Page, served: Any) -> None:
     page.locator("#modes-stop").click()
     expect(page.locator("#modes-status p")).to_have_text(re.compile("^stopped"))
     assert served.worker.active == 0
-
-
-def test_public_page_starts_and_contacts_no_service(served: Any) -> None:
-    with launched(limits=PUBLIC) as public:
-        shown = form_fields(public.blocks).keys()
-        assert "method" in shown and not shown & {"mode", "remote", "rtt_ms"}
-        client = gradio_client.Client(public.url, verbose=False, ssl_verify=False, analytics_enabled=False)
-        for remote, said in ((served.url, "only listed services"), ("", "no local cloud service is started here")):
-            with pytest.raises(Exception, match=said):
-                client.predict(CODE, mode="speculative", remote=remote, api_name="/generate")
-    assert not public.clouds._running
 
 
 def test_a_calibration_sets_the_controls_and_is_remembered_for_its_pair(page: Page) -> None:

@@ -108,10 +108,8 @@ def test_preflight_shows_estimates(page: Page) -> None:
     page.locator("#preflight").click()
     advice = re.compile(r"Will it pay off\? (Gamma [1-8]: about|Don't).*speed of AR decoding")
     expect(estimate).to_contain_text(advice)
-    expect(estimate).to_contain_text(
-        "Texts of the target: 1 sampled, temperature 0.5, top-p 0.95 (this prompt), first "
-    )
-    expect(estimate).to_contain_text(re.compile(r"first [1-8] tokens; α is"))
+    expect(estimate).to_contain_text("Trial texts: 1 sampled, temperature 0.5, top-p 0.95 (this prompt), first ")
+    expect(estimate).to_contain_text(re.compile(r"first [1-8] tokens\. \d+ % of the checked guesses"))
     expect(estimate.locator("tbody tr")).to_have_count(8)
     expect(page.locator("#estimate-progress progress")).to_have_count(0)
     assert estimate.locator("td").first.evaluate("cell => getComputedStyle(cell).borderLeftWidth") == "0px"  # no grid
@@ -384,14 +382,14 @@ def test_keyboard_operation(page: Page, scripts: Scripts) -> None:
     assert scripts.closed.wait(PATIENCE)
     page.locator("#lane-spec").focus()
     tip = page.locator("#tip")
-    for key, kind in (("ArrowRight", "accepted"), ("ArrowRight", "rejected"), ("ArrowRight", "ignored")):
-        page.keyboard.press(key)
+    for kind, words in (("accepted", "kept"), ("rejected", "rejected"), ("ignored", "thrown away")):
+        page.keyboard.press("ArrowRight")
         expect(page.locator(".tok:focus")).to_have_attribute("data-kind", kind)
         expect(page.locator(".tok:focus")).to_have_attribute("aria-describedby", "tip")
-        expect(tip.locator("strong")).to_have_text("not tested" if kind == "ignored" else kind)
-    expect(tip).to_contain_text("Not tested: an earlier draft token was rejected.")
+        expect(tip.locator("strong")).to_have_text(words)
+    expect(tip).to_contain_text("Thrown away: an earlier guess was rejected.")
     page.keyboard.press("Home")
-    expect(tip).to_contain_text("Accepted: it is the target's most probable token")
+    expect(tip).to_contain_text("Accepted: it is the large model's most probable token")
     page.locator("#lane-spec").hover(position={"x": 4, "y": 4})  # no token is below the pointer
     expect(page.locator(".tok:focus")).to_have_attribute("aria-describedby", "tip")
     page.keyboard.press("Escape")
@@ -466,7 +464,7 @@ def test_a_quantised_copy_is_chosen_with_the_keyboard(page: Page) -> None:
     recipe = saved(page)[0]["recipe"]
     assert (recipe["drafter"], recipe["drafter_quantization"], recipe["method"]) == ("same", "int8", "draft")
     page.locator("#keep-copy").click()
-    expect(page.locator("#kept-lanes")).to_contain_text("target only, in int8")
+    expect(page.locator("#kept-lanes")).to_contain_text("large model alone, in int8")
     page.locator("#drop-lanes").click()
     page.locator("#reset").click()
     expect(source).to_have_text("the pair's own")

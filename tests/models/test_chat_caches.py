@@ -88,9 +88,9 @@ def test_unloading_frees_the_model_of_a_conversation(recipe: Recipe) -> None:
 
 def test_leaving_frees_the_caches_of_a_visitor(service: Service, recipe: Recipe) -> None:
     stream = service.start([("spec", recipe)], "one", visitor="a")
-    assert stream.wait(PATIENCE) and stream.error is None and cached(service._models)
+    assert stream.wait(PATIENCE) and stream.error is None and cached(service.models)
     service.visitors.end_session("a")
-    assert not cached(service._models)
+    assert not cached(service.models)
 
 
 def test_every_repetition_of_a_lane_computes_its_prefill(

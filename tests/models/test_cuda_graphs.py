@@ -207,7 +207,13 @@ def test_a_failed_capture_continues_eagerly(error: Exception, cuda: FakeCuda, pa
 
 
 @pytest.mark.parametrize(
-    ("changed", "pad"), [({}, 8), ({"policy": "auto"}, 1), ({"method": "tree"}, 8), ({"method": "nasd"}, 1)]
+    ("changed", "pad"),
+    [
+        ({}, 8),
+        ({"policy": "auto"}, 1),
+        pytest.param({"method": "tree"}, 8, marks=pytest.mark.exhaustive),
+        pytest.param({"method": "nasd"}, 1, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_no_capture_is_timed(
     changed: dict[str, Any], pad: int, cuda: FakeCuda, pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -258,7 +258,7 @@ def tokens_of(steps: list[dict[str, Any]]) -> list[int]:
     return [token for step in steps for token in step["tokens"]]
 
 
-@pytest.mark.parametrize("name", ["t5", "gated", "bart"])
+@pytest.mark.parametrize("name", ["t5", pytest.param("gated", marks=pytest.mark.exhaustive), "bart"])
 def test_checkpoints_run_and_their_pieces_join_up(models: dict[str, str], name: str) -> None:
     base = Recipe(target=models[name], drafter=models[name], temperature=0, max_tokens=TOKENS, device="cpu")
     head, plain, end = lines(replace(base, method="ar"))
@@ -278,7 +278,13 @@ def test_checkpoints_run_and_their_pieces_join_up(models: dict[str, str], name: 
 
 
 @pytest.mark.parametrize(
-    ("name", "quantization"), [("t5", "int8"), ("t5", "fp16"), ("apart", "nf4"), ("apart", "bf16")]
+    ("name", "quantization"),
+    [
+        ("t5", "int8"),
+        pytest.param("t5", "fp16", marks=pytest.mark.exhaustive),
+        ("apart", "nf4"),
+        pytest.param("apart", "bf16", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_quantized_checkpoints_run_and_match_the_memory_plan(
     models: dict[str, str], name: str, quantization: str

@@ -134,7 +134,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {  # with a part of the refusal by `loa
 }
 
 
-SLOW = ("many experts",)  # until the limit of the trial
+SLOW = ("many experts", "growing text")  # until the limit of the trial
 
 
 @pytest.mark.parametrize(
@@ -258,12 +258,15 @@ def test_unusual_tokenizers_run_or_end_in_one_sentence(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lengthened("tokenizer.json", 64_000_001), r"tokenizer.json of evil/model has .* MB, more than 64.0 MB"),
+        (lengthened("tokenizer.json", 1_000_001), r"tokenizer.json of evil/model has .* MB, more than 1.0 MB"),
         (config(head_dim=15), "rotates 15 values of a head"),
     ],
     ids=["size of a file", "sizes in the configuration"],
 )
-def test_refused_models_are_not_downloaded(change: Change, sentence: str, valid: Path, tmp_path: Path) -> None:
+def test_refused_models_are_not_downloaded(
+    change: Change, sentence: str, valid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdemo.models.untrusted.MAX_TOKENIZER_BYTES", 1_000_000)
     served = shutil.copytree(valid, tmp_path / "served/evil/model")
     change(served)
     with serving(tmp_path / "served") as server:

@@ -9,8 +9,11 @@ from fakes.heads import head_for
 from fakes.tiny_models import byte_level_tokenizer, save_model
 
 from specdemo import generate as run_recipe
+from specdemo.core.comparison import ChainComparison
+from specdemo.core.distributions import DenseProbs
 from specdemo.core.events import Header, StepEvent
-from specdemo.core.step import Step, Verdict
+from specdemo.core.sampling import Noise, SamplingParams
+from specdemo.core.step import Draft, Step, Verdict
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
@@ -42,7 +45,12 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 def run(recipe: Recipe, recorded: bool, patch: pytest.MonkeyPatch, fail: bool = False) -> list[Counted]:
     """Return the steps of a run whose passes are recorded or not; `fail`: captures of chains fail."""
-    cuda = FakeCuda()
+    return runs([recipe], recorded, patch, fail)
+
+
+def runs(recipes: list[Recipe], recorded: bool, patch: pytest.MonkeyPatch, fail: bool = False) -> list[Counted]:
+    """Return the steps of runs with the same models."""
+    cuda, pool = FakeCuda(), ModelPool()
     with patch.context() as inner:
         cuda.install(inner)
         inner.setattr(LlamaWeights, "recordable", property(lambda weights: recorded))
@@ -52,7 +60,7 @@ def run(recipe: Recipe, recorded: bool, patch: pytest.MonkeyPatch, fail: bool = 
         calls, found = HostCalls(cuda), []
         before = calls.counts
         with calls.counted(inner):
-            for event in run_recipe(recipe, "abcabcab", ModelPool()):
+            for event in (event for recipe in recipes for event in run_recipe(recipe, "abcabcab", pool)):
                 if isinstance(event, StepEvent):
                     changes = (after - first for after, first in zip(calls.counts, before, strict=True))
                     found.append(Counted(event.step, *changes))
@@ -78,6 +86,7 @@ def probabilities(verdict: Verdict) -> torch.Tensor:
         ("copy", {"temperature": 0.0}),
         ("draft", {"temperature": 1.0}),
         ("copy", {"temperature": 1.0, "drafter_temperature": 2.0, "top": 3, "top_k": 20, "top_p": 0.8}),
+        ("copy", {"temperature": 1.0, "gamma": 7}),  # a shorter draft at the end is padded
         ("copy", {"temperature": 0.1, "drafter_temperature": 0.0}),
         ("eagle", {"temperature": 0.0}),
         ("eagle", {"temperature": 1.0, "min_p": 0.01}),
@@ -88,7 +97,7 @@ def test_a_step_is_two_graphs_with_the_tokens_of_separate_passes(
     name: str, changed: dict[str, Any], recipes: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One graph drafts, the other verifies; the host reads the result of each, and nothing else."""
-    recipe = Recipe(**recipes[name], **changed)
+    recipe = Recipe(**{**recipes[name], **changed})
     expected, found = run(recipe, False, monkeypatch), run(recipe, True, monkeypatch)
     assert [(one.step.draft.tokens, one.step.tokens) for one in found] == [
         (one.step.draft.tokens, one.step.tokens) for one in expected
@@ -116,3 +125,21 @@ def test_passes_stay_recorded_if_chains_cannot_be(
         (one.step.draft.tokens, one.step.tokens) for one in expected
     ]
     assert all(one.replays >= GAMMA for one in found if len(one.step.draft) == GAMMA)
+
+
+def test_steps_stay_recorded_after_runs_with_other_parameters(
+    recipes: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdemo.models.engines.llama.GRAPH_LIMIT", 10)
+    changed = [Recipe(**{**recipes["draft"], "max_tokens": 12}, temperature=0.1 * i) for i in range(1, 6)]
+    for counted in runs(changed, True, monkeypatch):
+        assert not counted.step.draft.tokens or counted.reads == 2
+
+
+def test_buffers_of_a_longer_draft_are_overwritten() -> None:
+    """Rows after the draft have no draft distribution: their token is sampled from p."""
+    q, expected = torch.full((4, 3), 0.5), torch.tensor([[0.25, 0.75, 0.0], [0.0, 1.0, 0.0]])
+    for probs in (DenseProbs(expected), None):
+        draft = Draft.chain((1, 1), probs=probs)
+        ChainComparison(SamplingParams(), draft, Noise(0, "correct")).write(q, torch.ones(3))
+        assert torch.equal(q[:2], expected if probs else expected[[1, 1]]) and not q[2:].any()

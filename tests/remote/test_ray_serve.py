@@ -82,11 +82,17 @@ def test_a_certificate_may_contain_its_key(key: Path | None, expected: str, monk
 
 
 class Cluster:
-    """`serve --ray` in a process of its own; `folder` has the addresses of its metrics, and no other cluster's."""
+    """`serve --ray` in a process of its own; `folder` and ports of metrics are those of no other cluster."""
 
     def __init__(self, folder: Path) -> None:
         command = [sys.executable, "-m", "specdemo", "serve", "--ray", *FLAGS.split()]
-        environment = {**os.environ, "RAY_metrics_report_interval_ms": "500", "RAY_TMPDIR": str(folder)}
+        environment = {
+            **os.environ,
+            "RAY_metrics_report_interval_ms": "500",
+            "RAY_TMPDIR": str(folder),
+            "AUTOSCALER_METRIC_PORT": str(free_port()),
+            "DASHBOARD_METRIC_PORT": str(free_port()),
+        }
         self._metric_addresses = folder / "ray/prom_metrics_service_discovery.json"
         self.process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment

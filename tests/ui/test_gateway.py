@@ -355,14 +355,8 @@ def test_short_names_and_other_values_are_refused(app: Any, name: Any) -> None:
 
 def request(path: str = "/", query: bytes = b"", cookie: str = "", scheme: str = "http") -> dict[str, Any]:
     headers = [(b"cookie", f"{COOKIE}={cookie}".encode())] if cookie else []
-    return {
-        "type": "http",
-        "path": path,
-        "query_string": query,
-        "headers": headers,
-        "client": ADDRESS,
-        "scheme": scheme,
-    }
+    scope = {"type": "http", "path": path, "query_string": query, "headers": headers}
+    return scope | {"client": ADDRESS, "scheme": scheme}
 
 
 def test_names_are_replaced_alike_in_every_part_of_a_request() -> None:

@@ -1,14 +1,12 @@
 """External settings are applied as far as they form a valid recipe."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specdemo.core import trace
-from specdemo.core.events import Header
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
@@ -168,11 +166,3 @@ def test_a_trace_with_removed_options_opens_and_its_settings_are_applicable() ->
     settings = recorded_settings(opened.header, compare=True)
     assert (settings["quantization"], settings["drafter_quantization"], settings["rtt_ms"]) == ("none", "none", 30.0)
     assert recipe_of(settings, "cpu").cloud == CloudConfig("http://a:1", rtt_ms=30.0)
-
-
-def test_settings_of_a_trace_are_applicable() -> None:
-    recipe = Recipe(target="org/large", drafter="org/small", gamma=7, device="cpu", method="tree", tree_nodes=5)
-    header = Header(asdict(recipe) | {"removed option": 1}, "the prompt", (1,))
-    settings = recorded_settings(header, compare=True)
-    assert settings.items() >= {"gamma": 7, "prompt": "the prompt", "compare": True, "mode": "off"}.items()
-    assert recipe_of(settings, "cpu") == recipe

@@ -1,6 +1,7 @@
 """Sentences about runs: advice, result line, lanes, explanations of steps and logs, quantised copies."""
 
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from specdemo.ui.lane import LANES, PLAIN, SPEC, lanes_of, name_lanes
 from specdemo.ui.page import _Handlers
 from specdemo.ui.run_figures import pass_costs, tiles
 from specdemo.ui.settings_form import SettingsForm
-from specdemo.ui.step_views import decided_by
+from specdemo.ui.step_views import decided_by, in_plain_words
 from specdemo.ui.suggestions import DRAFT_AT_THE_EDGE, PRESS_REPEAT, REPETITIVE
 from specdemo.ui.tabs.explain import cost_chart, position_chart, statistics_of
 from specdemo.ui.text_comparison import compare_forms
@@ -66,8 +67,8 @@ def test_alpha_is_not_named_for_block_verification() -> None:
 def test_a_loss_is_named_with_its_reason_and_a_suggestion() -> None:
     shown = line_of(compared(plain_s=0.004))
     assert shown["text"].startswith("0.8× the speed, slower with drafts, same text.") and shown["tone"] == "bad"
-    assert shown["suggestions"] == [{"label": "Try γ 1", "set": {"gamma": 1}}, PRESS_REPEAT]
-    assert shown["reason"] == "8 of 16 guesses were kept, and checking 3 tokens costs 2.50 times writing 1."
+    assert shown["suggestions"] == [{"label": "Try 1 guess at a time", "set": {"gamma": 1}}, PRESS_REPEAT]
+    assert shown["reason"] == "8 of 16 guesses were kept, and checking 3 tokens costs 2.50 times the time of writing 1."
 
 
 def test_a_text_that_gains_is_offered_after_one_that_does_not() -> None:
@@ -90,11 +91,13 @@ def test_an_edge_without_guesses_is_offered_the_draft_method() -> None:
         absorb(run, name, made, PREFILL | {"t": 0.5}, *lines, end())
     run.finish()
     shown = line_of(run)
-    assert shown["reason"] == "Nothing was drafted: the drafter found no matching context."
+    assert shown["reason"] == "Nothing was guessed: no phrase of the text fits."
     assert shown["suggestions"] == [DRAFT_AT_THE_EDGE, PRESS_REPEAT]
 
 
-@pytest.mark.parametrize(("plain_s", "words"), [(0.009, "in the time of 1.11."), (0.005, "times writing 1.")])
+@pytest.mark.parametrize(
+    ("plain_s", "words"), [(0.009, "for the time of 1.11: that is 1.8× faster."), (0.005, "the time of writing 1.")]
+)
 def test_passes_shared_with_other_runs_are_named(plain_s: float, words: str) -> None:
     run = decoded(plain_s, texts=2.0)
     run.finish()
@@ -117,11 +120,11 @@ def test_passes_are_compared_only_without_a_link_and_with_a_baseline() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"top_p": 0.9, "seed": 7}, "draft, γ 4, top p 0.9, seed 7"),
-        ({"bad_words": ("if", "x" * 99)}, "draft, γ 4, bad words if/xxxxxxxxxxxxxxxxx"),
-        ({"method": "nasd", "drafter_top_p": 0.5}, "n-grams, γ 4"),
-        ({"gamma": 5, "policy": "dynamic"}, "draft, γ by dynamic, gamma 5"),
-        ({"drafter": "same"}, "draft by int8 copy, γ 4"),
+        ({"top_p": 0.9, "seed": 7}, "draft, up to 4 guesses, top p 0.9, seed 7"),
+        ({"bad_words": ("if", "x" * 99)}, "draft, up to 4 guesses, bad words if/xxxxxxxxxxxxxxxxx"),
+        ({"method": "nasd", "drafter_top_p": 0.5}, "n-grams, up to 4 guesses"),
+        ({"gamma": 5, "policy": "dynamic"}, "draft, up to 12 guesses, gamma 5, policy dynamic"),
+        ({"drafter": "same"}, "draft by int8 copy, up to 4 guesses"),
     ],
 )
 def test_titles_of_added_lanes_name_the_options_that_differ(changes: dict[str, Any], words: str) -> None:
@@ -129,8 +132,12 @@ def test_titles_of_added_lanes_name_the_options_that_differ(changes: dict[str, A
     added = replace(first, **changes)
     for name, recipe in lanes_of(first, True, [added]).items():
         run.add_event(name, Header(asdict(recipe), "def", (5, 6)))
-    assert [lane.title for lane in run.lanes.values()] == ["draft, γ 4", "target only", words]
-    assert name_lanes([first, added]) == f"draft, γ 4 (); {words} ()"
+    assert [lane.title for lane in run.lanes.values()] == [
+        "draft, up to 4 guesses",
+        "large model alone",
+        words,
+    ]
+    assert name_lanes([first, added]) == f"draft, up to 4 guesses (); {words} ()"
 
 
 def test_the_fastest_of_several_methods_is_named_in_the_table() -> None:
@@ -143,6 +150,7 @@ def test_the_fastest_of_several_methods_is_named_in_the_table() -> None:
     run.finish()
     speedups = [row[2] for row in json.loads(run.frame(0))["table"][1:]]
     assert speedups == ["1.7× (one run)", "1 (baseline)", "1.8× (one run, fastest)"]
+    assert json.loads(run.frame(0))["names"] == {SPEC: "draft", "third": "n-grams, fastest"}
 
 
 def test_the_displayed_one_of_several_pairs_is_explained() -> None:
@@ -150,7 +158,7 @@ def test_the_displayed_one_of_several_pairs_is_explained() -> None:
     run.speeds = {SPEC: [160.0, 150.0, 170.0], PLAIN: [100.0, 100.0, 100.0]}
     run.finish()
     words = json.loads(run.frame(0))["verdict"].partition("3 alternating pairs. The displayed pair: ")[2]
-    assert "A step gave 2.00 tokens and took 1.25 AR steps" in words and "Theorem 3.8 predicts" in words
+    assert "Each check gave 2.00 tokens for the time of 1.25" in words and "The theory expects" in words
 
 
 # --- explanations of steps and logs -----------------------------------------------------------------------------------
@@ -169,14 +177,15 @@ def filled(head: dict, why: int, figures: dict) -> str:
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "match", "coupled", "top1", "typical", "lenient"])
 @pytest.mark.parametrize("line", [PREFILL, REJECTION, ALL_KEPT, CUT, TREE, UNVERIFIED])
-def test_the_page_gives_the_explanation_of_the_terminal(line: dict, rule: str) -> None:
+def test_the_page_gives_the_explanation_of_the_terminal_in_plain_words(line: dict, rule: str) -> None:
     run, recipe = Run(), {"method": "draft", "gamma": 3, "temperature": 0.7, "rule": rule}
     absorb(run, SPEC, header(recipe=recipe), line)
     head, record = (json.loads(record.text) for record in run.records)
     step = step_event(line).step
     words = [filled(head["head"], node["why"], node) for node in record["nodes"]]
-    assert words == [explain(step, node, recipe) for node in range(len(step.draft))]
-    assert filled(head["head"], record["why"], {}) == explain(step, None, recipe)
+    assert words == [in_plain_words(explain(step, node, recipe)) for node in range(len(step.draft))]
+    assert filled(head["head"], record["why"], {}) == in_plain_words(explain(step, None, recipe))
+    assert not re.search("target|draft|residual|committed|point mass", " ".join(head["head"]["reasons"]))
 
 
 LOG = (Path(__file__).parents[1] / "external" / "logs" / "vllm-window.log").read_text("utf-8")
@@ -208,7 +217,7 @@ def test_the_quantised_model_is_kept_as_a_lane(monkeypatch: pytest.MonkeyPatch) 
     for changes, form in (({}, "int8"), ({"drafter": "same", "drafter_quantization": "nf4"}, "nf4")):
         kept = handlers.keep(True, {"settings": {**USUAL, **changes}, "lanes": None})
         assert [(lane["method"], lane["quantization"], lane["drafter"]) for lane in kept["lanes"]] == [("ar", form, "")]
-        assert f"target only, in {form}" in kept["text"]
+        assert f"large model alone, in {form}" in kept["text"]
     warnings: list[str] = []
     monkeypatch.setattr("gradio.Warning", warnings.append)
     again = handlers.keep(True, {"settings": {**USUAL, "quantization": "nf4"}, "lanes": kept["lanes"]})

@@ -26,8 +26,8 @@ from specdemo.recipe import Recipe
 from specdemo.stores import Stores
 from specdemo.ui import link_charts
 from specdemo.ui.call_timeline import call_timeline
-from specdemo.ui.frames import Run, read_traces
-from specdemo.ui.lane import PLAIN, SPEC, Lane
+from specdemo.ui.frames import read_traces
+from specdemo.ui.lane import SPEC, Lane
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.tabs.theory import (
     THEORY_PLOTS,
@@ -41,45 +41,7 @@ from specdemo.ui.tabs.theory import (
 
 pytestmark = pytest.mark.slow
 
-CODE = "a = [1, 2, 3]\nb = [1, 2, 3]\nc = [1, 2, 3]\nd = [1, 2"
 LINES = (header(), PREFILL, REJECTION)
-
-
-def test_imported_trace_equals_the_run() -> None:
-    run = Run((SPEC, PLAIN))
-    recipe = Recipe(pair="bundled", max_tokens=24, top=3, temperature=1.0)
-    for lane, method in ((PLAIN, "ar"), (SPEC, "tree")):
-        for event in generate(Recipe(**{**vars(recipe), "method": method}), "def f(x):\n    ", ModelPool()):
-            run.add_event(lane, event)
-    run.finish()
-    again = read_traces(run.trace(SPEC) + run.trace(PLAIN))
-    before, after = json.loads(run.frame(0)), json.loads(again.frame(0))
-    assert after["over"] and after["phase"] == ["done", "recorded trace, 24 and 24 tokens"]
-    for name in ("plan", "tiles", "rates", "verdict", "texts"):
-        assert after[name] == before[name], name
-    for record in (*before["r"], *after["r"]):
-        record.pop("header", None)  # an import keeps the known parts of the environment only
-    for lane in (SPEC, PLAIN):
-        records, same = ([record for record in frame["r"] if record["l"] == lane] for frame in (before, after))
-        assert records == same
-    assert json.loads(again.trace(SPEC).splitlines()[-1])["metrics"]["tokens"] == 24
-
-
-def test_origins_are_exported_and_imported() -> None:
-    """A hybrid draft names its source; unknown and absent facts have no key, and older traces have no origins."""
-    run = Run((SPEC,))
-    for event in generate(Recipe(pair="bundled", method="hybrid", max_tokens=48, temperature=0), CODE, ModelPool()):
-        run.add_event(SPEC, event)
-    lines = [json.loads(line) for line in run.trace(SPEC).splitlines()]
-    origins = [one for line in lines if line.get("draft") for one in line["origin"]]
-    assert {one["source"] for one in origins} == {"model", "text"}
-    assert all(one.keys() == ({"source", "position", "matched"} if len(one) > 1 else {"source"}) for one in origins)
-    again = [json.loads(line) for line in read_traces(run.trace(SPEC)).trace(SPEC).splitlines()]
-    assert [line.get("origin") for line in again] == [line.get("origin") for line in lines]
-    assert not any("origin" in line for line in lines if not line.get("draft"))
-    for bad in ([{}] * 9, [{"source": 1}], [{"position": -1}], [{"confidence": 2.0}]):
-        with pytest.raises(UserError, match="line 3"):
-            read_traces(jsonl(*LINES[:2], REJECTION | {"origin": bad}))
 
 
 def test_trace_without_end_is_cancelled() -> None:

@@ -94,12 +94,12 @@ def test_refused_benches_leave_the_running_one(limits: HostLimits, monkeypatch: 
     monkeypatch.setattr(measurements, "measure", measured)
     service = Service(ModelPool(), lambda *_: (event for event in [{}]), limits)
     bench = ([Recipe()], [Prompt("code", "code", "x")])
-    former = service.measurements.bench(*bench, "visitor", address)
+    former = measurements.start_bench(service, *bench, "visitor", address)
     assert inside.wait(PATIENCE)
     if limits.queue == 1:
         service.start([("spec", Recipe())], "x")  # fills the queue
     with pytest.raises((UserError, WorkerBusy), match="1 runs"):
-        service.measurements.bench(*bench, "visitor", address)
+        measurements.start_bench(service, *bench, "visitor", address)
     assert not former.stopping
     gate.set()
     assert former.wait(PATIENCE) and former.items == [{}]

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 from fakes.served_page import last_frame
-from fakes.tiny_models import byte_level_tokenizer, save_model
 from fakes.trace_lines import events_of, tokens_of
 from fakes.trace_records import step
 from fakes.zero_gpu import Forking, untouched
@@ -225,12 +224,7 @@ for recipe in recipes:
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_model(tmp_path_factory.mktemp("models") / "model", byte_level_tokenizer()))
-
-
-def test_models_load_in_the_calling_thread_without_a_pass(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_load_in_the_calling_thread_without_a_pass(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither when they are loaded nor by a run, which would spend leased time on measurements."""
     scores: list[Any] = []
     monkeypatch.setattr(CachedModel, "score", lambda *arguments: scores.append(arguments))
@@ -239,17 +233,17 @@ def test_models_load_in_the_calling_thread_without_a_pass(folder: str, monkeypat
     monkeypatch.setattr(threading.Thread, "start", lambda thread: (started.append(thread), start(thread)))
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     for dtype in ("float32", "bfloat16"):
-        recipe = Recipe(target=folder, drafter=folder, device="cpu", dtype=dtype)
+        recipe = Recipe(target=target, drafter=target, device="cpu", dtype=dtype)
         loaded = zero.preload([recipe]).get(plan_run(recipe).target)
         assert not loaded.invariance.equal and loaded.invariance.pad == 1
     assert not scores and not started
 
 
 @pytest.mark.skipif(find_spec("spaces") is None, reason="requires the package spaces")
-def test_models_load_under_the_emulation_of_spaces(folder: str) -> None:
-    command = [sys.executable, "-c", EMULATED, folder]
+def test_models_load_under_the_emulation_of_spaces(target: str) -> None:
+    command = [sys.executable, "-c", EMULATED, target]
     result = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=120)
     assert result.returncode == 0, result.stderr[-2000:]
-    loaded = load(ModelSpec(folder, dtype="bfloat16", device="cpu"))
+    loaded = load(ModelSpec(target, dtype="bfloat16", device="cpu"))
     for line, dtype in zip(result.stdout.splitlines(), ("bfloat16", "float16"), strict=True):
         assert line == f"lean cuda:0 torch.{dtype} cuda:0 False {loaded.weight_bytes}"

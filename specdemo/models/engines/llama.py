@@ -71,7 +71,8 @@ class LlamaCache(Cache):
         super().__init__()
         self._model, self._recordable = model, model.recordable
         self.recorder = GraphRecorder(model.device)
-        self.chain: ChainShape | None = None  # of recorded chains
+        self.chain: ChainShape | None = None  # recorded chains
+        self.compared: SamplingParams | None = None  # parameters of recorded comparisons
         self.length = self.written = self.capacity = 0
         self.kv = torch.empty(0, 0, 0, 0)
         self.angles = torch.empty(0)
@@ -108,6 +109,13 @@ class LlamaCache(Cache):
     @property
     def records(self) -> bool:
         return self._recordable and self._model.graphs
+
+    def select(self, chain: ChainShape | None, compared: SamplingParams | None = None) -> None:
+        """Drop the recordings of runs with other parameters: a cache holds `GRAPH_LIMIT` recordings."""
+        if (chain or self.chain) != self.chain or (compared or self.compared) != self.compared:
+            self.drop_recordings()
+        self.chain = chain or self.chain
+        self.compared = compared or self.compared
 
     def chain_for(self, sampler: ChainSampler, count: int) -> ChainShape | None:
         """Return the prepared chain that drafts `count` tokens with `sampler`, if there is one."""
@@ -261,12 +269,14 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
         except RuntimeError:  # the run reports a lack of memory
             return
         counts = sorted({graph_rows(n) for n in rows if n <= MAX_ROWS})
-        cache.chain = chain if chain is not None and chain.length + UNDRAFTED_ROWS <= MAX_ROWS else None
+        if chain is not None and chain.length + UNDRAFTED_ROWS > MAX_ROWS:
+            chain = None
+        cache.select(chain, compared)
         width = doubled(start + 1)
         while width <= doubled(end) and cache.records:
             for n in range(1, UNDRAFTED_ROWS + 1):  # first, since a failed capture drops all recordings
-                if cache.chain and self._model.chains and (n, width, cache.chain) not in cache.recorder.recordings:
-                    self._record_chain(cache, cache.chain, n, end - MAX_ROWS, width)
+                if chain and self._model.chains and (n, width, chain) not in cache.recorder.recordings:
+                    self._record_chain(cache, chain, n, end - MAX_ROWS, width)
             for n in counts:
                 if (n, width, compared) not in cache.recorder.recordings:  # recording writes behind the text
                     self._record_pass(cache, *self._inputs(cache, [0] * n, end - n, Draft(), width), width, compared)

@@ -241,13 +241,10 @@ class TorchCachedHead(CachedHead):
     def prepare(self, start: int, end: int, chain: ChainShape | None = None) -> None:
         if not self.cache.records:
             return
-        self.cache.reserve(end if chain is None else end + 2 * chain.length)
-        self.cache.chain = chain
-        if (
-            chain is not None
-            and self.head.chains
-            and (self.cache.capacity, chain) not in self.cache.recorder.recordings
-        ):
+        cache = self.cache
+        cache.reserve(end if chain is None else end + 2 * chain.length)
+        cache.select(chain)
+        if chain is not None and self.head.chains and (cache.capacity, chain) not in cache.recorder.recordings:
             self.head.record_chain(self, chain)
         self.head.record(self)
 

@@ -35,6 +35,7 @@ from specdemo.recipe import Recipe
 from specdemo.ui.charts import by_category, chart
 from specdemo.ui.frames import Run
 from specdemo.ui.markdown import escape_markdown
+from specdemo.ui.measurements import start_bench, start_pairs_bench
 from specdemo.ui.method_names import method_name, visible_recipe, with_method_names
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OFF, recipe_of
@@ -107,7 +108,7 @@ class Sweep:
     def measurement(self, service: Service, show: Callable[[list[dict[str, Any]]], Outputs]) -> PanelMeasurement:
         """`show` returns the outputs of a panel for records of prompts."""
         return PanelMeasurement(
-            start=partial(service.measurements.bench, self.recipes, self.prompts),
+            start=partial(start_bench, service, self.recipes, self.prompts),
             show=lambda records: show(records) if records else {},
             count=lambda records: (len(records), len(self.prompts)),
             unit="prompts",
@@ -167,18 +168,22 @@ def speedup_chart(rows: Sequence[BenchRow]) -> str:
     for i, row in enumerate(compared, 1):
         by_class.setdefault(row.kind, []).append((i, row.speedup or 0.0))
     names = [PLAIN, *map(name, compared)]
-    return chart("Speed-up over the baseline", "", "speed-up", by_category("bar", by_class), names, "bench-plot")
+    return chart(
+        "Speed-up over the baseline", "recipe and class", "speed-up", by_category("bar", by_class), names, "bench-plot"
+    )
 
 
 def acceptance_chart(rows: Sequence[BenchRow]) -> str:
     """Draw the acceptance by position, over all classes."""
-    lanes = {
-        visible_recipe(name).replace("gamma=", "γ "): [(i, count.share) for i, count in lane.position.items()]
-        for name, lane in acceptance(rows).items()
-        if lane.position
-    }
+    lanes = {}
+    for name, lane in acceptance(rows).items():
+        if lane.position:
+            tested = sum(count.tested for count in lane.position.values())
+            label = f"{visible_recipe(name).replace('gamma=', 'γ ')}, n {tested}"
+            lanes[label] = [(position, count.share) for position, count in lane.position.items()]
     series = by_category("line", lanes)
-    return chart("Acceptance", "position in the draft", "accepted / tested", series, elem_id="bench-positions")
+    axis = "position of the guess (n: number checked)"
+    return chart("Guesses kept, by position", axis, "kept / checked", series, elem_id="bench-positions")
 
 
 def notes(rows: Sequence[BenchRow], records: Sequence[dict[str, Any]]) -> str:
@@ -336,7 +341,7 @@ def pairs_section(service: Service, selection: Selection, form: SettingsForm, de
             return {table: describe_pairs(benches)} if begun else {}
 
         return PanelMeasurement(
-            start=partial(service.measurements.bench_pairs, benches, prompts),
+            start=partial(start_pairs_bench, service, benches, prompts),
             show=show,
             count=lambda _: count_measured(benches, prompts),
         )

@@ -21,6 +21,7 @@ from specdemo.remote.config import MODES
 from specdemo.ui import link_charts
 from specdemo.ui.frames import Run
 from specdemo.ui.markdown import escape_markdown, figures_table
+from specdemo.ui.measurements import start_calibration
 from specdemo.ui.service import Service
 from specdemo.ui.settings import recipe_of
 from specdemo.ui.settings_form import SettingsForm
@@ -42,8 +43,8 @@ and bandwidth."""
 
 CALIBRATION_PROMPTS, CALIBRATION_TOKENS = 12, 48
 _CALIBRATION = """### Calibrate gates
-Measure thresholds for the chosen pair. The 80th percentile of NLL, entropy and variance is hard, and the 20th of the
-margin. The controls under *Edge and cloud* are set, and remembered for this pair."""
+Measure thresholds for the chosen pair: the hardest fifth of the tokens goes to the cloud.
+The controls under *Edge and cloud* are set, and remembered for this pair."""
 _HEAD = ("signal", "percentile", "this pair", "guide")
 _SET_JS = "(calibrated) => calibrated && window.specdemo.setGates(calibrated)"
 
@@ -212,7 +213,7 @@ def calibration_section(service: Service, form: SettingsForm, device: str) -> No
             gates = {f"gate_{name}": threshold for name, threshold in results[0].thresholds.items()}
             return {table: describe_calibration(results[0]), calibrated: {"models": settings, "gates": gates}}
 
-        return PanelMeasurement(partial(service.measurements.calibrate, recipe, prompts), show)
+        return PanelMeasurement(partial(start_calibration, service, recipe, prompts), show)
 
     shown = panel.connect([form.values], [table, calibrated], prepare)
     shown.then(None, calibrated, None, js=_SET_JS, api_visibility="private")

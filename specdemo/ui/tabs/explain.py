@@ -46,7 +46,9 @@ def position_chart(reported: EngineStatistics) -> str:
         return ""
     points = [(float(position), rate) for position, rate in enumerate(reported.by_position, 1)]
     series = [Series("bar", "var(--bar-accepted)", points)]
-    return chart("Acceptance by position", "position", "accepted / drafts", series, elem_id="engine-positions")
+    return chart(
+        "Acceptance by position", "position of the guess", "accepted / drafts", series, elem_id="engine-positions"
+    )
 
 
 def cost_chart(reported: EngineStatistics) -> str:

@@ -98,7 +98,8 @@ class MeasurementPanel:
         failures: gr.Markdown | None = None,
     ) -> None:
         self.buttons, self.status = buttons, status
-        self._stop_button, self._results, self._failures = stop, results, failures
+        self._stop_button = stop
+        self._results, self._failures = results, failures
         self._started: OrderedDict[str, _Started] = OrderedDict()  # keys are sessions
         self._timer = gr.Timer(INTERVAL_S, active=False)
 

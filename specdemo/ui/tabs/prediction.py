@@ -9,12 +9,13 @@ from typing import Any
 
 import gradio as gr
 
-from specdemo.core.formats import format_bytes
+from specdemo.core.formats import format_bytes, percent
 from specdemo.preflight import Estimate, Preflight
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
 from specdemo.ui.markdown import figures_table
+from specdemo.ui.measurements import start_prediction
 from specdemo.ui.run_figures import measured_speedups
 from specdemo.ui.service import Service
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelMeasurement
@@ -81,7 +82,7 @@ def connect_prediction(
             return {estimate: predicted.describe(service.runs.latest(session))}
 
         return PanelMeasurement(
-            start=lambda session, address: service.measurements.predict(chosen.recipe, chosen.prompt, address),
+            start=lambda session, address: start_prediction(service, chosen.recipe, chosen.prompt, address),
             show=show,
         )
 
@@ -102,9 +103,9 @@ def describe_preflight(estimate: Preflight) -> str:
     last = max(estimate.v)
     return (
         f"**Will it pay off?** {estimate.advice[0].upper()}{estimate.advice[1:]}. "
-        f"Texts of the target: {estimate.texts}, first {estimate.tokens} tokens; α is {estimate.alpha:.2f}. "
-        "Costs are measured on this machine: "
-        f"a draft token costs {estimate.c:.2f} AR steps, a pass over {last} tokens {estimate.v[last]:.2f}. "
+        f"Trial texts: {estimate.texts}, first {estimate.tokens} tokens. {percent(estimate.alpha)} of the checked "
+        f"guesses were right. Checking {last} tokens costs {estimate.v[last]:.2f} times the time of writing 1, and a "
+        f"guess {estimate.c:.2f} times. "
         f"Weights take {format_bytes(estimate.weight_bytes)}, "
         f"keys and values {format_bytes(estimate.kv_bytes)} per 1,000 tokens.\n\n"
         f"{figures_table(('settings', 'tokens per pass', 'expected speed-up', '95 %'), rows)}"

@@ -151,7 +151,7 @@ def trial_chart(result: Trial, p: _Probs, q: _Probs) -> str:
         Series("bar", f"var(--{colour})", [(3 * i + k, share) for i, share in enumerate(shares)], part)
         for k, (part, (colour, shares)) in enumerate(parts.items())
     ]
-    return chart("p, drawn, q", "token", "probability", series, names)
+    return chart("p, drawn, q", f"token (n {len(result.tokens)} drawn)", "probability", series, names)
 
 
 def compare_rules(p: _Probs, q: _Probs, gamma: Any, seed: int) -> str:
