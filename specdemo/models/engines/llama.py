@@ -339,7 +339,7 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
         for i, layer in enumerate(model.layers):
             if i in tapped:
                 write(tapped[i], rows)
-            qkv = layer.qkv(layer.enter(rows)).view(n, heads + shared, dim)
+            qkv = layer.qkv(layer.input_norm(rows)).view(n, heads + shared, dim)
             if layer.norm_heads is not None:
                 qkv = layer.norm_heads(qkv)
             qkv = model.turn(qkv, *shape.angles)
@@ -350,11 +350,11 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
             mixed = F.scaled_dot_product_attention(queries, keys[i], values[i], attn_mask=mask)
             mixed = mixed.view(kv_heads, n, group, dim).transpose(0, 1)
             rows = rows.add_(layer.out(mixed.reshape(n, heads * dim)))
-            gate, up = layer.gate_up(layer.between(rows)).chunk(2, -1)
+            gate, up = layer.gate_up(layer.mlp_norm(rows)).chunk(2, -1)
             rows = rows.add_(layer.down(F.silu(gate).mul_(up)))
         if (end := len(model.layers)) not in tapped:
-            return model.head(model.leave(rows[-last:]))
-        write(tapped[end], rows := model.leave(rows))
+            return model.head(model.final_norm(rows[-last:]))
+        write(tapped[end], rows := model.final_norm(rows))
         return model.head(rows[-last:])
 
     def _replay(

@@ -110,11 +110,11 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
 class LlamaLayer:
     """Functions of one layer on rows `[n, width]`."""
 
-    enter: RowFunction
+    input_norm: RowFunction
     qkv: RowFunction
     norm_heads: RowFunction | None  # norm of queries and keys `[n, heads, dim]`
     out: RowFunction
-    between: RowFunction
+    mlp_norm: RowFunction
     gate_up: RowFunction
     down: RowFunction
 
@@ -136,7 +136,7 @@ class LlamaWeights(FusedWeights):
         self.embedding: Tensor = self._count(unmapped(body.embed_tokens.weight))
         for layer in body.layers:
             self.layers.append(self._layer(layer))
-        self.leave = self._norm(body.norm)
+        self.final_norm = self._norm(body.norm)
         tied = model.lm_head.weight is body.embed_tokens.weight
         plain = type(model.lm_head) is nn.Linear
         self._output = self.embedding if tied else self._count(unmapped(model.lm_head.weight)) if plain else None
