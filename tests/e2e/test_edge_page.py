@@ -86,7 +86,7 @@ def test_remote_run_equals_the_local_run_and_its_tab_shows_the_trace(tab: Any, s
     expect(page.locator("[data-lane=spec] .title")).to_have_text(re.compile("edge and cloud$"))
     trace, plain = saved(page), saved(page, "ar")
     assert trace[0]["recipe"]["cloud"]["remote"] == process(served).url
-    expect(page.locator("[data-lane=ar] .title")).to_have_text("cloud only: the large model alone")
+    expect(page.locator("[data-lane=ar] .title")).to_have_text(re.compile("^cloud only"))
     expect(page.locator("#verdict")).to_contain_text("The link took part of the time: draft")
     over_link = {"mode": "cloud_only", "remote": process(served).url, "rtt_ms": 10}
     assert plain[0]["recipe"]["cloud"].items() >= over_link.items()
