@@ -11,6 +11,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks.registry import RUNS, per_width
@@ -18,9 +19,10 @@ from benchmarks.tables import Study, publish, publish_width, study_command
 from specdemo.bench import measure, table
 from specdemo.bench.baselines import BASELINES
 from specdemo.bench.equality import EqualityResult, prompt_prefixes, prove
+from specdemo.bench.questions import read_questions
 from specdemo.cli.arguments import at_least_one
 from specdemo.cli.output import PROGRESS_S, StatusLine
-from specdemo.core.errors import check_name
+from specdemo.core.errors import UserError, check_name
 from specdemo.core.metrics import interval
 from specdemo.models.model_pool import ModelPool
 from specdemo.models.spec import find_device
@@ -33,7 +35,7 @@ PERFORMANCE, POLICIES = "docs/performance.md", "docs/policies.md"
 TABLES = {
     "bench": PERFORMANCE,
     "bench-classes": PERFORMANCE,
-    **dict.fromkeys(per_width("bench-chat"), PERFORMANCE),
+    **dict.fromkeys(per_width("bench-chat", "bench-questions"), PERFORMANCE),
     "bench-costs": PERFORMANCE,
     "bench-readme": "README.md",
     "chat-readme": "README.md",
@@ -41,6 +43,7 @@ TABLES = {
     "bench-transformers": PERFORMANCE,
     "prove": PERFORMANCE,
 }
+QUESTION_TABLES = set(per_width("bench-questions"))
 METHODS = ("draft", "nasd", "suffix", "hybrid", "tree", "self", "lookahead")
 POLICY_NAMES = ("fixed", "auto", "dynamic", "heuristic", "egag", "adaedl", "svip", "confidence", "path")
 FAMILIES = {"ar": "generate", "draft": "assisted", "nasd": "prompt lookup", "suffix": "prompt lookup"}
@@ -71,6 +74,16 @@ POLICY_COLUMNS = {
 README_COLUMNS = {"prompts": "{kind}, temperature {temperature}", "recipe": "`{method}`", **SPEEDUP}
 PEER_COLUMNS = {"ratio to AR": "{ratio}", "ratio to transformers": "{to_peer}"}
 TRANSFORMERS_COLUMNS = {"class": "{kind}", "lane": "{lane}", **SPEED, **PEER_COLUMNS, **SAME_TEXT, **FIRST_TOKEN}
+QUESTION_COLUMNS = {
+    "category": "{kind}",
+    "prompts": "{prompts}",
+    "recipe": "{lane}",
+    **SPEED,
+    **SPEEDUP,
+    "slowest prompt": "{slowest}",
+    **SAME_TEXT,
+    "tokens/pass": ACCEPTANCE["tokens/pass"],
+}
 CHAT_COLUMNS = {"class": "{kind}", "recipe": "{lane}", **SPEED, **SPEEDUP, **SAME_TEXT, **ACCEPTANCE}
 PROVE_COLUMNS = {
     **{name: f"{{{name}}}" for name in ("dtype", "method", "gamma", "temperature", "rule", "texts")},
@@ -105,6 +118,8 @@ def cells(row: table.BenchRow) -> dict[str, str]:
         "interval": "-" if row.interval is None else f"{row.interval[0]:.2f}-{row.interval[1]:.2f}",
         "over_fixed": "-" if row.over_fixed is None else ratio(row.over_fixed[0], row.over_fixed[1:]),
         "same_text": "-" if row.same_text is None else f"{row.same_text} of {row.prompts}",
+        "prompts": str(row.prompts),
+        "slowest": row.slower[0] if row.slower else "none below 1",
         "slower": "-" if row.speedup is None else f"{len(row.slower)} of {row.prompts}",
         "ttft": number(1000 * row.ttft_s, 0),
         "megabytes": number(row.held_bytes and row.held_bytes / 1e6, 0),
@@ -124,10 +139,12 @@ def last_of_each_class(count: int) -> list[Prompt]:
     return [prompt for kind in kinds for prompt in load_prompts(kinds=[kind])[-count:]]
 
 
-def measured(recipes: Sequence[Recipe], prompts: Sequence[Prompt], peers: Sequence[str] = ()) -> list[Record]:
+def measured(
+    recipes: Sequence[Recipe], prompts: Sequence[Prompt], peers: Sequence[str] = (), repeat: int = 1
+) -> list[Record]:
     """Run `measure.measure` to its end and return its records."""
     records, progress = [], StatusLine(PROGRESS_S)
-    for item in measure.measure(recipes, prompts, ModelPool(), peers):
+    for item in measure.measure(recipes, prompts, ModelPool(), peers, repeat=repeat):
         if isinstance(item, dict):
             records.append(item)
         else:
@@ -178,24 +195,29 @@ def policies(options: argparse.Namespace) -> None:
     publish(options, "bench-policies", POLICY_COLUMNS, drafting)
 
 
+def chat_recipes(max_tokens: int) -> list[Recipe]:
+    """Return AR decoding and the chat pair's own settings at temperature 0, its own, and 1."""
+    pair = {"pair": CHAT_PAIR, "chat": True, "max_tokens": max_tokens}
+    settings = PAIRS[CHAT_PAIR].settings
+    recipes = []
+    for temperature in (0.0, settings["temperature"], 1.0):
+        sampling = {"temperature": temperature, "top_p": settings["top_p"] if temperature < 1 else 1.0}
+        for method, policy in (("ar", "fixed"), (settings["method"], settings["policy"])):
+            recipes.append(replace(Recipe(), **pair, **sampling, gamma=settings["gamma"], method=method, policy=policy))
+    return recipes
+
+
 def chat_classes(options: argparse.Namespace) -> None:
     """Publish the speed of the chat pair by class and pooled, at its own settings and with suffixes alone.
 
     The settings were chosen with the first prompts of each class; these are the last.
     """
-    pair = {"pair": CHAT_PAIR, "chat": True, "max_tokens": options.max_tokens or 128}
-    settings = PAIRS[CHAT_PAIR].settings
-    recipes = []
-    for temperature in (0.0, settings["temperature"], 1.0):
-        sampling = {"temperature": temperature, "top_p": settings["top_p"] if temperature < 1 else 1.0}
-        methods = [("ar", "fixed"), (settings["method"], settings["policy"])]
-        if not temperature:
-            methods.append(("suffix", "fixed"))
-        own = {**pair, **sampling, "gamma": settings["gamma"]}
-        recipes += [replace(Recipe(), **own, method=method, policy=policy) for method, policy in methods]
+    recipes = chat_recipes(options.max_tokens or 128)
+    recipes.insert(2, replace(recipes[1], method="suffix", policy="fixed"))
     records = measured(recipes, last_of_each_class(options.prompts or 10))
     rows = table.table(recipes, [*records, *pooled(records)])
     publish_width(options, "bench-chat", CHAT_COLUMNS, [cells(row) for row in rows])
+    settings = PAIRS[CHAT_PAIR].settings
     lanes = {measure.recipe_label(recipe): recipe for recipe in recipes if recipe.method == settings["method"]}
     readme = [
         {**cells(row), "method": settings["method"], "temperature": f"{lanes[row.lane].temperature:g}"}
@@ -203,6 +225,16 @@ def chat_classes(options: argparse.Namespace) -> None:
         if row.lane in lanes and (row.kind == "all" or lanes[row.lane].temperature == 0)
     ]
     publish(options, "chat-readme", README_COLUMNS, readme)
+
+
+def chat_questions(options: argparse.Namespace) -> None:
+    """Publish the speed of the chat pair on the first turns of questions, by category and pooled."""
+    recipes = chat_recipes(options.max_tokens or 128)
+    questions = [replace(prompt, later=()) for path in options.questions for prompt in read_questions(path)]
+    records = measured(recipes, questions, repeat=options.repeat)
+    rows = table.table(recipes, [*pooled(records), *records])
+    drafting = [row for row in rows if row.speedup is not None]
+    publish_width(options, "bench-questions", QUESTION_COLUMNS, [cells(row) for row in drafting])
 
 
 def transformers(options: argparse.Namespace) -> None:
@@ -272,6 +304,7 @@ class TableGroup:
 GROUPS = (
     TableGroup(("bench", "bench-classes", "bench-costs", "bench-readme"), methods),
     TableGroup((*per_width("bench-chat"), "chat-readme"), chat_classes),
+    TableGroup(per_width("bench-questions"), chat_questions),
     TableGroup(("bench-policies",), policies),
     TableGroup(("bench-transformers",), transformers),
     TableGroup(("prove",), equality),
@@ -286,10 +319,15 @@ def study(options: argparse.Namespace) -> None:
         return
     for name in options.table:
         check_name("table", name, TABLES)
-    for name in ("prompts", "max_tokens"):
+    for name in ("prompts", "max_tokens", "repeat"):
         if getattr(options, name) is not None:
             at_least_one(name, getattr(options, name))
-    selected, command = set(options.table or TABLES), options.command
+    selected = set(options.table or TABLES)
+    if not options.questions:
+        if selected & QUESTION_TABLES and options.table:
+            raise UserError("bench-questions needs --questions: give JSON Lines with question_id, category and turns")
+        selected -= QUESTION_TABLES
+    command = options.command
     for group in GROUPS:
         if selected & set(group.tables):
             options.command = command if options.table else f"{command} --table {group.tables[0]}"
@@ -300,6 +338,14 @@ OPTIONS = {
     "list": {"action": "store_true", "help": "list the command that writes each table, and stop"},
     "prompts": {"type": int, "metavar": "N", "help": "prompts (of each class) instead of the default"},
     "max_tokens": {"type": int, "metavar": "N", "help": "tokens of each run instead of the default"},
+    "questions": {
+        "nargs": "+",
+        "type": Path,
+        "default": [],
+        "metavar": "FILE",
+        "help": "files for bench-questions",
+    },
+    "repeat": {"type": int, "default": 1, "metavar": "N", "help": "runs of each question with each recipe"},
     "table": {"nargs": "+", "default": [], "metavar": "NAME", "help": f"tables: {', '.join(TABLES)}"},
 }
 main = study_command(__file__, __doc__, TABLES, Study(study, OPTIONS))

@@ -118,7 +118,7 @@ class GateStudy:
         plan = plan_run(recipe)
         assert plan.drafter is not None
         self._recipe, self._max_hard_share = recipe, max_hard_share
-        self._target, self._drafter = pool.take(plan.target), pool.take(plan.drafter)
+        self._target, self._drafter = pool.get(plan.target), pool.get(plan.drafter)
         variants = [with_dropout(self._drafter.model, seed) for seed in range(PASSES)]
         self._variance = mc_dropout([CachedModel(model).score for model in variants])
 
@@ -316,7 +316,7 @@ def step_bytes(base: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Iter
     """Yield measured and theoretical bytes per step for every kind of draft and every encoding."""
     drafter = plan_run(base).drafter
     assert base.cloud is not None and drafter is not None
-    vocab_size = pool.take(drafter).vocab_size
+    vocab_size = pool.get(drafter).vocab_size
     for name, (settings, q_rows, q_bytes) in DRAFT_KINDS.items():
         for encoding in ENCODINGS:
             cloud = replace(base.cloud, q_rows=q_rows, encoding=encoding)

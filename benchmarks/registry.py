@@ -40,6 +40,12 @@ RUNS = (
         (*per_width("bench-chat"), "chat-readme"),
         5,
     ),
+    TableRun(
+        "python -m benchmarks.document_tables --table bench-questions-avx512 --questions mt-bench.jsonl "
+        "spec-bench.jsonl --repeat 3 --write",
+        per_width("bench-questions"),
+        20,
+    ),
     TableRun("python -m benchmarks.chat_model --write", ("drafters",), 3),
     TableRun("python -m benchmarks.native_passes passes --write", per_width("native_passes"), 2),
     TableRun("python -m benchmarks.native_passes stages --write", per_width("native_stages"), 0.5),

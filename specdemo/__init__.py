@@ -17,7 +17,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 _EXPORTS = {
     "End": "specdemo.core.events",
     "Header": "specdemo.core.events",

@@ -22,14 +22,14 @@ class TaskCancelled(Exception):
 
 
 class BackgroundTask(Generic[T]):
-    """Run `work(report)` in a background thread. `parked`: use the device in slices, which end with a report."""
+    """Run `work(report)` in a background thread. `cooperative`: use the device in slices, which end with a report."""
 
-    def __init__(self, work: Callable[[ReportProgress], T], parked: bool = False, text: str = "") -> None:
-        self._work, self._can_park = work, parked
+    def __init__(self, work: Callable[[ReportProgress], T], cooperative: bool = False, text: str = "") -> None:
+        self._work, self._cooperative = work, cooperative
         self._changed = threading.Condition()
         self._latest = Loading(text) if text else None
-        self._parked = self._cancelled = False
-        self._has_slice = True
+        self._paused = self._cancelled = False
+        self._may_run = True
         self._next_report = 0.0
         self._future: Future[T] | None = None
 
@@ -43,12 +43,12 @@ class BackgroundTask(Generic[T]):
                 if (latest := self._latest) is not None and latest is not shown:
                     shown = latest
                     yield shown
-                if not (self._can_park and self._run_slice(future)):
+                if not (self._cooperative and self._run_slice(future)):
                     wait_for(future, REPORT_INTERVAL_S)
         finally:
             self._cancelled = True
             self._wake()
-            if self._can_park:
+            if self._cooperative:
                 with device_released():
                     wait({future})  # wait until the memory of the task is free
         future.result()
@@ -61,11 +61,11 @@ class BackgroundTask(Generic[T]):
 
     def _run_slice(self, future: Future[T]) -> bool:
         with self._changed:
-            self._has_slice, self._parked = self._has_slice or self._parked, False
+            self._may_run, self._paused = self._may_run or self._paused, False
             self._changed.notify_all()
-            timeout = REPORT_INTERVAL_S if self._has_slice else 0.0
-            self._has_slice = self._changed.wait_for(lambda: self._parked or future.done(), timeout)
-            return self._has_slice
+            timeout = REPORT_INTERVAL_S if self._may_run else 0.0
+            self._may_run = self._changed.wait_for(lambda: self._paused or future.done(), timeout)
+            return self._may_run
 
     def _wake(self, _: object = None) -> None:
         with self._changed:
@@ -75,10 +75,10 @@ class BackgroundTask(Generic[T]):
         with self._changed:
             if not self._cancelled:
                 self._latest = progress
-                if self._can_park and time.monotonic() >= self._next_report:
-                    self._parked = True
+                if self._cooperative and time.monotonic() >= self._next_report:
+                    self._paused = True
                     self._changed.notify_all()
-                    self._changed.wait_for(lambda: not self._parked or self._cancelled)
+                    self._changed.wait_for(lambda: not self._paused or self._cancelled)
                     self._next_report = time.monotonic() + REPORT_INTERVAL_S
             if self._cancelled:
                 raise TaskCancelled

@@ -133,12 +133,12 @@ def _load(request: PlannedRun) -> Generator[Event, None, tuple[dict[str, LoadedM
     replaced = request.inputs.drafter is not None
     needed = {role: spec for role, spec in plan.models.items() if role != "drafter" or not replaced}
     head = None if replaced else plan.head
-    yield from pool.bring(list(needed.values()), _context(request), head)
-    models = {role: pool.take(spec) for role, spec in needed.items()}
+    yield from pool.ensure_loaded(list(needed.values()), _context(request), head)
+    models = {role: pool.get(spec) for role, spec in needed.items()}
     if head is None:
         return models, None
-    yield from pool.bring_head(head)
-    return models, pool.take_head(head)
+    yield from pool.ensure_head_loaded(head)
+    return models, pool.get_head(head)
 
 
 def _session(request: PlannedRun) -> RemoteSession:
@@ -346,7 +346,7 @@ def _with_prefill(step: Step, seconds: float) -> Step:
 
 
 def _prefill(pipeline: Pipeline, tokens: Sequence[int], drafter: bool = False) -> Generator[Loading, None, float]:
-    """Yield the progress; return the seconds, without those of the caller."""
+    """Yield the progress of a prefill; return its duration, without the time spent in the caller."""
     seconds, chunks = 0.0, pipeline.prefill(tokens, drafter)
     while True:
         start = job_clock()

@@ -74,6 +74,8 @@ def load_pair(
         raise UserError("names and models in memory cannot be combined: give two names or two models")
     options["pair" if target in PAIRS and drafter in (None, SAME) else "target"] = target
     chosen = replace(Recipe(), method="ar", drafter=drafter, **options)
-    for progress in pool.bring([spec for spec in (chosen.spec("target"), chosen.spec("drafter")) if spec is not None]):
+    for progress in pool.ensure_loaded(
+        [spec for spec in (chosen.spec("target"), chosen.spec("drafter")) if spec is not None]
+    ):
         report(progress)
     return LoadedPair(pool, chosen)

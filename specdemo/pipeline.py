@@ -19,10 +19,12 @@ from specdemo.core.policies import POLICIES, CostModel
 from specdemo.core.rules import RULES
 from specdemo.core.sampling import LogitsProcessor, Noise, SamplingParams, SharedNoise
 from specdemo.core.target import Target, VerifierInputs
+from specdemo.core.verifier import ModelVerifier
 from specdemo.drafters.method import VocabularyBridge
 from specdemo.drafters.prediction import PredictedText, PredictionDrafter
 from specdemo.models.cached_head import CachedHead, Head
 from specdemo.models.chat_caches import ChatCaches, Conversation
+from specdemo.models.engines.chain_graph import ChainShape
 from specdemo.models.engines.cuda_graphs import MAX_ROWS
 from specdemo.models.engines.generic import has_encoder
 from specdemo.models.engines.llama import PROMPT_CHUNK
@@ -87,6 +89,8 @@ class Pipeline(AbstractContextManager["Pipeline"]):
     stop: Collection[int]  # tokens that end the text
     close: Callable[[], None] = lambda: None
     bridge: VocabularyBridge | None = None
+    chain: ChainShape | None = None  # chains that a model or head drafts, if their length is fixed
+    compared: SamplingParams | None = None  # parameters of passes with a `ChainComparison`
 
     def __exit__(self, *failure: object) -> None:
         self.close()
@@ -129,8 +133,17 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         """Record the passes of a run from `tokens` to `length` tokens."""
         longest = longest_chain or MAX_ROWS
         opening = (tokens - 1) % PROMPT_CHUNK + 1
+        end = length + MAX_ROWS
         for cached in self.caches:
-            cached.prepare({*range(1, longest + 3), opening}, tokens, length + MAX_ROWS)
+            drafts = cached in self.draft_caches or cached.head is not None
+            chain = self.chain if drafts else None
+            rows = {*range(1, longest + 3), opening}
+            if cached in self.draft_caches and chain is not None:
+                rows = {1, 2, max(1, opening - 1), opening}  # the prompt
+            if cached is self.target_cache and self.compared is not None:
+                cached.prepare(range(1, longest + 2), tokens, end, chain, self.compared)
+                rows = {longest + 2, opening}
+            cached.prepare(rows, tokens, end, chain)
 
 
 class RunCaches:
@@ -349,8 +362,10 @@ def _assemble(context: DrafterInputs, inputs: RunInputs, prompt: RunPrompt) -> P
     same_tokens = () if context.bridge else draft_caches  # a drafter of another vocabulary has other counts
     shared = min(target.context, *(cache.context for cache in same_tokens), sys.maxsize)
     continues_alone = plan.cloud is not None and plan.cloud.on_loss == "edge"
+    verifier = _verifier(context, inputs, policy)
+    compares = isinstance(verifier, ModelVerifier) and verifier.compares_chains and plan.method.shape == "chain"
     return Pipeline(
-        verifier=_verifier(context, inputs, policy),
+        verifier=verifier,
         drafter=drafter,
         policy=policy,
         target_cache=context.target_cache,
@@ -360,7 +375,16 @@ def _assemble(context: DrafterInputs, inputs: RunInputs, prompt: RunPrompt) -> P
         stop=context.stop,
         close=context.caches.close,
         bridge=context.bridge,
+        chain=_chain(context),
+        compared=context.sampling if compares else None,
     )
+
+
+def _chain(context: DrafterInputs) -> ChainShape | None:
+    length, sampling = context.plan.longest_chain, context.draft_sampling
+    if not length or context.bridge is not None or sampling.needs_paths:
+        return None
+    return ChainShape(length, sampling, context.vocab_size)
 
 
 def _predicted(expected: ExpectedText, target: Target, prompt: Sequence[int]) -> PredictedText:

@@ -40,7 +40,7 @@ from specdemo.pipeline import Pipeline, build_pipeline, draft_sampling_params, s
 from specdemo.plan import plan_run
 from specdemo.prompts import RECORDED_TEMPERATURES, Prompt, alternate_classes, load_prompts, load_written
 from specdemo.recipe import Recipe
-from specdemo.worker import give_way
+from specdemo.worker import yield_device
 
 MAX_GAMMA = 8
 MAX_TEXT_TOKENS = 512
@@ -179,7 +179,7 @@ def _replayed(
     replayed: list[tuple[Chances, float]] = []  # chances of a text and the cost of its prompt
     for i, (tokens, start) in enumerate(texts):
         yield PreflightProgress(0.7 + 0.3 * i / len(texts), "replaying the drafts")
-        give_way()
+        yield_device()
         with build_pipeline(plan_run(recipe), target, drafter) as empty:
             opening = prompt_cost(empty, (tokens, start), costs)
         replayed.append((replay(recipe, target, drafter, (tokens, start)), opening))
@@ -224,12 +224,12 @@ def is_replayed(recipe: Recipe) -> bool:
 def load_comparable(recipe: Recipe, pool: ModelPool) -> tuple[LoadedModel, LoadedDrafter | None, Pipeline]:
     """Return target, drafter and pipeline. Raises `UserError` if their distributions are not comparable."""
     plan = plan_run(recipe)
-    if recipe.encoder or pool.take(plan.target).encoder:
+    if recipe.encoder or pool.get(plan.target).encoder:
         raise UserError("preflight does not support encoder-decoders: run or bench the recipe")
-    target = pool.take(plan.target)
-    drafter: LoadedDrafter | None = pool.take(plan.drafter) if plan.drafter else None
+    target = pool.get(plan.target)
+    drafter: LoadedDrafter | None = pool.get(plan.drafter) if plan.drafter else None
     if plan.head:
-        drafter = pool.take_head(plan.head)
+        drafter = pool.get_head(plan.head)
     if drafter is not None and not isinstance(drafter, Head) and recipe.universal:
         try:
             check_pair(target.tokenizer, drafter.tokenizer)
@@ -332,7 +332,7 @@ def _decoded(pipeline: Pipeline, tokens: Sequence[int], count: int) -> list[Step
     steps = []
     for step in decode(tokens, *roles, max_tokens=count, stop=pipeline.stop, clock=time.perf_counter):
         steps.append(step)
-        give_way()
+        yield_device()
     return steps
 
 
@@ -468,7 +468,7 @@ def _timed_steps(
     pipeline.verifier.verify(text[:start], Draft())  # prefill
     position = start + 1
     while position < len(text):
-        give_way()
+        yield_device()
         gamma = next(lengths)
         began = clock()
         draft = pipeline.drafter.propose(text[:position], DraftBudget(gamma, Fixed(gamma))) if gamma else Draft()

@@ -79,7 +79,7 @@ class RunOptions(OptionSet):
     method: str = option("draft", "Method", "decoding method", choices=METHODS, basic=True)
     gamma: int = option(
         4,
-        "Draft length γ",
+        "Guesses at a time",
         "longest draft of the first step, and of the others unless the policy changes it",
         bounds=(1, 64),
         slider=(1, 64, 1),

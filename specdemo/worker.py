@@ -98,7 +98,7 @@ def interruptible(call: Callable[[], T]) -> T:
     return result.result()
 
 
-def give_way() -> None:
+def yield_device() -> None:
     """Let other jobs advance. Raise `Stopped` if stopped."""
     stream = _current.get()
     if stream is None:

@@ -6,7 +6,9 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from fakes.documented_paths import documented_paths, module_file
 
+import specdemo
 from benchmarks.document_tables import README_ROWS
 from benchmarks.registry import FROZEN, RUNS, WIDTHS, TableRun
 
@@ -97,6 +99,23 @@ def test_every_study_in_a_command_exists() -> None:
         modules = set(re.findall(r"\b(benchmarks|training)\.([a-z]\w*)", path.read_text("utf-8")))
         sources = {(folder, name): ROOT / folder / name for folder, name in modules}
         assert not [key for key, at in sources.items() if not (at.with_suffix(".py").is_file() or at.is_dir())]
+
+
+@pytest.mark.parametrize("heading", documented_paths())
+def test_the_functions_of_a_documented_path_exist(heading: str) -> None:
+    path = documented_paths()[heading]
+    for module, names in path.items():
+        text = module_file(module).read_text("utf-8")
+        assert all(re.search(rf"\b(?:def|class|function|int|void) {name}\b", text) for name in names), module
+    counts = re.search(r"(\d+) modules, (\d+) functions", heading)
+    functions = sum(map(len, path.values()))
+    assert counts is None or (len(path), functions) == (int(counts[1]), int(counts[2]))
+    assert len(path) <= 25 and functions <= 60
+
+
+def test_the_changelog_describes_the_version() -> None:
+    released = re.findall(r"^## (\d+\.\d+\.\d+) \(\d{4}-\d\d-\d\d\)$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)
+    assert released[0] == specdemo.__version__
 
 
 def test_the_readme_fits_one_screen() -> None:

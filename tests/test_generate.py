@@ -1,8 +1,8 @@
-"""Generation: events, resources reused between runs, and resources released."""
+"""Generation: events, resources reused between runs and released, and ends of a text."""
 
 import gc
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import FrozenInstanceError, replace
 from importlib import import_module
 from itertools import islice
@@ -13,7 +13,7 @@ import pytest
 import torch
 from fakes.heads import head_for
 from fakes.tiny_models import byte_level_tokenizer, save_model
-from fakes.trace_lines import step_events, tokens_of
+from fakes.trace_lines import step_events, text_of, tokens_of
 
 from specdemo.core import trace
 from specdemo.core.decode import DraftBudget
@@ -167,6 +167,7 @@ def test_the_context_ends_the_text(target: str) -> None:
     assert not limited.context_full
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["draft", "tree", "hybrid"])
 @pytest.mark.parametrize("context", [12, 40])  # shorter than the prompt, and longer
 def test_a_shorter_context_of_the_drafter_does_not_end_the_text(
@@ -174,7 +175,8 @@ def test_a_shorter_context_of_the_drafter_does_not_end_the_text(
 ) -> None:
     drafter = str(save_model(tmp_path / "drafter", byte_level_tokenizer(), seed=1, max_position_embeddings=context))
     recipe = Recipe(target=target, drafter=drafter, method=method, temperature=0, max_tokens=5000, device="cpu")
-    plain, drafted = ([*generate(replace(recipe, method=name), PROMPT, ModelPool())] for name in ("ar", method))
+    pool = ModelPool()
+    plain, drafted = ([*generate(replace(recipe, method=name), PROMPT, pool)] for name in ("ar", method))
     assert tokens_of(drafted) == tokens_of(plain) and drafted[-1].reason == plain[-1].reason
     lengths = [len(header_of(drafted).prompt_tokens)]
     for event in step_events(drafted):
@@ -201,8 +203,15 @@ def test_equal_bits_hold_for_all_methods_of_the_native_engine(target: str, metho
     assert head.environment["parity"]["by_construction"] and head.bit_equal
 
 
-@pytest.mark.parametrize("rule", ["rejection", "coupled"])
-@pytest.mark.parametrize("method", ["draft", "self", "corpus", "tree", "lookahead", "eagle", "block"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "rule"),
+    [
+        *((method, "rejection") for method in ("draft", "self", "corpus", "tree", "lookahead", "eagle", "block")),
+        ("draft", "coupled"),
+        ("tree", "coupled"),
+    ],
+)
 def test_the_default_type_of_torch_changes_no_step(target: str, method: str, rule: str, tmp_path: Path) -> None:
     """Loading a model in 16 bits changes it for all threads, and buffers of that type would be too small."""
     head = {"head": head_for(target, tmp_path, method)} if method in ("eagle", "block") else {}
@@ -210,8 +219,10 @@ def test_the_default_type_of_torch_changes_no_step(target: str, method: str, rul
     drafter = {"drafter": other} if METHODS[method].uses_model else {}
     recipe = Recipe(target=target, method=method, rule=rule, max_tokens=12, top_k=40, device="cpu", **drafter, **head)
 
+    pool = ModelPool()
+
     def verdicts() -> list[Verdict]:
-        return [event.step.verdict for event in step_events(generate(recipe, PROMPT, ModelPool()))]
+        return [event.step.verdict for event in step_events(generate(recipe, PROMPT, pool))]
 
     expected = verdicts()
     torch.set_default_dtype(torch.float64)
@@ -243,7 +254,7 @@ def test_passes_after_the_first_step_read_the_weights(method: str, target: str, 
     _, *drafts = (event.step.draft for event in step_events(events))
     passes = sum(draft.depth for draft in drafts)
     specs = plan_run(recipe).target, plan_run(replace(recipe, method="draft")).drafter
-    target_bytes, drafter_bytes = (pool.take(spec).weight_bytes for spec in specs)
+    target_bytes, drafter_bytes = (pool.get(spec).weight_bytes for spec in specs)
     assert end.peak.read == target_bytes * len(drafts) + drafter_bytes * passes
 
 
@@ -254,7 +265,7 @@ def test_beams_are_committed_as_they_agree(target: str) -> None:
     whole = "".join(event.text for event in steps)
     assert steps[0].pending_text and not steps[-1].pending_text
     tokens = tokens_of(steps)
-    tokenizer = ModelPool().take(plan_run(recipe).target).tokenizer
+    tokenizer = ModelPool().get(plan_run(recipe).target).tokenizer
     assert tokenizer.decode([*head.prompt_tokens, *tokens], skip_special_tokens=True) == PROMPT + whole
 
 
@@ -265,9 +276,88 @@ def test_a_refused_run_releases_its_caches(target: str) -> None:
         return sum(type(item) is CachedModel for item in gc.get_objects())
 
     recipe, pool, worker = Recipe(target=target, method="nasd", max_tokens=4, device="cpu"), ModelPool(), Worker()
-    pool.take(plan_run(recipe).target)
+    pool.get(plan_run(recipe).target)
     before = caches()
     stream = worker.submit(lambda: generate(recipe, PROMPT * 1000, pool))
     assert stream.wait(60) and "shorten it by at least" in str(stream.error)
     assert caches() == before
     worker.close()
+
+
+# --- ends of a text: the same for every method and at every position of a draft ---------------------------------------
+
+LOOP = "for i in range(10):"
+MAX_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    target = str(save_model(folder / "target", byte_level_tokenizer()))
+    heads = {name: head_for(target, folder / name, name) for name in METHODS if METHODS[name].drafter == "head"}
+    return {"target": target, "drafter": target, **heads}
+
+
+@pytest.fixture(scope="module")
+def recipe_of(models: dict[str, str]) -> Callable[..., Recipe]:
+    def make(method: str, **values: Any) -> Recipe:
+        used = METHODS[method]
+        names = ["target", *(["drafter"] if used.uses_model else [])]
+        head = {"head": models[method]} if used.drafter == "head" else {}
+        sampling = {} if method == "beam" else {"temperature": 0}
+        chosen = {name: models[name] for name in names} | head | sampling | {"device": "cpu", "max_tokens": MAX_TOKENS}
+        return Recipe(method=method, **chosen, **values)
+
+    return make
+
+
+def decoded(recipe: Recipe, pool: ModelPool) -> tuple[list[StepEvent], End]:
+    *events, end = generate(recipe, LOOP, pool)
+    return step_events(events), end
+
+
+def piece_ends(steps: list[StepEvent]) -> Iterator[int]:
+    length = 0
+    for event in steps:
+        for piece in event.pieces:
+            length += len(piece)
+            yield length
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_text_ends_before_a_stop_text_and_its_tokens_stay(
+    method: str, recipe_of: Callable[..., Recipe], pool: ModelPool
+) -> None:
+    whole, _ = decoded(recipe_of(method), pool)
+    text, tokens = text_of(whole), tokens_of(whole)
+    assert len(text) > 12
+    for start in (0, 5, len(text) - 4):
+        stop = text[start : start + 3]
+        first = text.find(stop)
+        steps, end = decoded(recipe_of(method, stop_texts=("never", stop)), pool)
+        kept = next(n for n, length in enumerate(piece_ends(whole), 1) if length >= first + len(stop))
+        assert text_of(steps) == text[:first]
+        assert tokens_of(steps) == tokens[:kept]
+        assert end.reason == "stop" and end.metrics.tokens == kept
+        assert end.metrics == Metrics.of(event.step for event in steps)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_stopped_beam_search_has_no_pending_text(
+    last: bool, recipe_of: Callable[..., Recipe], pool: ModelPool
+) -> None:
+    """Stop texts that end with the first, or last, token of a step before others are certain."""
+    whole, _ = decoded(recipe_of("beam"), pool)
+    step = next(event for event in whole if event.pieces)
+    assert step.pending_text and len(step.pieces) > 1
+    count = len(step.pieces) if last else 1
+    steps, _ = decoded(recipe_of("beam", stop_texts=("".join(step.pieces[:count]),)), pool)
+    stopped = steps[-1].step
+    assert stopped.tokens == stopped.verdict.target_tokens == step.step.tokens[:count]
+    assert (stopped.verdict.pending, steps[-1].pending_text) == ((), "")
+
+
+def test_a_withheld_text_is_shown_at_the_end(recipe_of: Callable[..., Recipe], pool: ModelPool) -> None:
+    whole, _ = decoded(recipe_of("nasd"), pool)
+    steps, end = decoded(recipe_of("nasd", stop_texts=(text_of(whole)[-2:] + "never",)), pool)
+    assert text_of(steps) == text_of(whole) and end.reason == "length"

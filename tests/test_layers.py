@@ -8,6 +8,8 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import accumulate
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 # A folder or root module may import itself and all lines above, but not others on the same line.
@@ -38,7 +40,7 @@ PACKAGES = {
     "gguf": ("specdemo/models/",),
     "tokenizers": ("specdemo/models/", "specdemo/bench/baselines.py"),
     "msgpack": ("specdemo/remote/protocol.py",),
-    "fastapi": ("specdemo/remote/", "specdemo/completions/routes.py", "specdemo/cli/service.py"),
+    "fastapi": ("specdemo/remote/", "specdemo/completions/routes.py", "specdemo/cli/serve.py"),
     "ray": ("specdemo/cli/ray_serve.py",),
     "starlette": (
         "specdemo/remote/",
@@ -64,6 +66,7 @@ PACKAGES = {
         "specdemo/core/trace.py",
         "specdemo/core/step_record.py",
         "specdemo/models/model_sizes.py",
+        "specdemo/ui/runs.py",
     ),
     "gradio": (
         "specdemo/ui/page.py",
@@ -177,6 +180,40 @@ def test_violations_are_found():
         "specdemo/drafters/ngram.py: imports specdemo.models.load",
         "specdemo/helpers.py: the layer 'helpers' is not in the table",
     ]
+
+
+C_COMMENT = re.compile(r'/\*.*?\*/|//[^\n]*|"[^"\n]*"', re.DOTALL)
+C_FUNCTION = re.compile(r"^(?!static\b)[a-z][\w *]*\b(\w+)\([^;{}]*\) *\{", re.MULTILINE)
+
+
+def calls_between_c_files(sources: Sources) -> dict[str, set[str]]:
+    """Return the files that define the functions each file calls; static functions are not followed."""
+    texts = {name: C_COMMENT.sub("", source) for name, source in sources.items()}
+    owners = {function: name for name, text in texts.items() for function in C_FUNCTION.findall(text)}
+    return {
+        name: {owners[word] for word in re.findall(r"\b(\w+)\(", text) if owners.get(word, name) != name}
+        for name, text in texts.items()
+    }
+
+
+def test_calls_between_c_files_have_no_cycles():
+    paths = (ROOT / "specdemo" / "native").glob("*.c")
+    calls = calls_between_c_files({path.name: path.read_text("utf-8") for path in paths})
+    assert "state.c" in calls["pass.c"]
+    TopologicalSorter(calls).prepare()
+
+
+def test_a_cycle_of_c_files_is_found():
+    calls = calls_between_c_files(
+        {
+            "check.c": "int check_pass(const pass *p) {\n    return lay_out(p).rows;\n}",
+            "state.c": "state lay_out(const pass *p) {\n    check_pass(p);\n}\nstatic int held(void) {\n}",
+            "rows.c": "/* check_pass(p) */ void enter(state *s) {\n    held();\n}",
+        }
+    )
+    assert calls == {"check.c": {"state.c"}, "state.c": {"check.c"}, "rows.c": set()}
+    with pytest.raises(CycleError):
+        TopologicalSorter(calls).prepare()
 
 
 def test_no_test_imports_another_test_file():

@@ -164,7 +164,7 @@ def test_the_hosting_guide_lists_every_limit_with_its_values():
     assert list(rows) == [field.name.upper() for field in fields(HostLimits)]
     for limits, column in ((HostLimits(), 0), (PUBLIC, 1)):
         expected = {name.lower(): str(getattr(limits, name.lower())).lower() for name in rows}
-        words = {None: "any", (): "nobody"}
+        words = {None: "any", (): "none"}
         pairs = "all" if limits.pairs == tuple(PAIRS) else ", ".join(limits.pairs)
         expected |= {"pairs": pairs, "hosts": "local"}
         expected |= {name: words[getattr(limits, name)] for name in ("remote", "engines", "frames")}

@@ -3,6 +3,10 @@
 import math
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fakes.tiny_models import byte_level_tokenizer, save_model
@@ -10,6 +14,7 @@ from fakes.tiny_models import byte_level_tokenizer, save_model
 from specdemo.core.decode import decode
 from specdemo.core.estimate import StepCost, acceptance_along_text
 from specdemo.core.sampling import SamplingParams
+from specdemo.core.step import Draft
 from specdemo.models.kv_cache import CachedModel
 from specdemo.models.model_pool import ModelPool
 from specdemo.pipeline import build_pipeline
@@ -18,6 +23,7 @@ from specdemo.preflight import (
     MAX_GAMMA,
     Estimate,
     Preflight,
+    measure_costs,
     preflight,
     replay,
     texts_for,
@@ -42,8 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def measured_steps(recipe: Recipe, text: tuple, pool: ModelPool) -> int:
     """Steps after the prefill of a greedy run that writes this text."""
     (tokens, start), plan = text, plan_run(recipe)
-    target = pool.take(plan.target)
-    pipeline = build_pipeline(plan, target, pool.take(plan.drafter) if plan.drafter else None)
+    target = pool.get(plan.target)
+    pipeline = build_pipeline(plan, target, pool.get(plan.drafter) if plan.drafter else None)
     roles, count = (pipeline.verifier, pipeline.drafter, pipeline.policy), len(tokens) - start
     steps = list(decode(tokens[:start], *roles, max_tokens=count, stop=target.stop, clock=lambda: 0.0))
     assert [token for step in steps for token in step.tokens] == tokens[start:]
@@ -59,8 +65,8 @@ def bundled() -> ModelPool:
 def test_replayed_greedy_drafts_take_the_steps_of_a_run(method: str, bundled: ModelPool) -> None:
     pool, recipe = bundled, Recipe(method=method, gamma=3, temperature=0.0, device="cpu", max_tokens=48)
     plan = plan_run(recipe)
-    target = pool.take(plan.target)
-    drafter = pool.take(plan.drafter) if plan.drafter else None
+    target = pool.get(plan.target)
+    drafter = pool.get(plan.drafter) if plan.drafter else None
     prompts = [Prompt("code", str(i), text) for i, text in enumerate(["x = [1, 2, 3, 1, 2, 3,", "def f(a, b):\n    "])]
     for text in usable_texts(recipe, target, prompts, 2048)[0]:
         expected = acceptance_along_text(replay(recipe, target, drafter, text))(3)
@@ -75,7 +81,7 @@ def test_texts_have_the_requested_sampling_parameters(folder: str) -> None:
         assert not any(prompt.written for prompt in texts_for(Recipe(**{"temperature": 1.0, "top_p": 1.0} | sampled)))
     for recorded in ({"temperature": 0.0}, {"temperature": 1.0, "top_p": 1.0}, {"temperature": 0.0, "top_p": 0.9}):
         assert all(prompt.written for prompt in texts_for(Recipe(**recorded)))
-    target = ModelPool().take(plan_run(Recipe(target=folder, method="nasd", device="cpu")).target)
+    target = ModelPool().get(plan_run(Recipe(target=folder, method="nasd", device="cpu")).target)
     texts = {}
     for temperature in (0.0, 1.0):
         recipe = Recipe(target=folder, method="nasd", device="cpu", max_tokens=30, temperature=temperature, top_k=3)
@@ -97,7 +103,7 @@ def test_a_target_that_is_its_own_drafter_has_alpha_1_and_high_cost(folder: str)
     result = preflight(recipe, PROMPTS, pool)
     assert result.alpha == pytest.approx(1.0, abs=1e-4) and result.c > 0.3
     assert result.texts == "3 sampled, temperature 1 (code)"
-    target = pool.take(plan_run(recipe).target)
+    target = pool.get(plan_run(recipe).target)
     texts, _ = usable_texts(recipe, target, PROMPTS, CachedModel(target.model).context)
     lengths = [len(text) - start - 1 for text, start in texts]  # tokens after the prefill
 
@@ -139,7 +145,7 @@ def test_advice_is_against_drafts_that_cost_as_much_as_they_save() -> None:
 def test_other_jobs_run_during_a_preflight(folder: str, method: str) -> None:
     """It is stopped between its passes."""
     recipe, pool = Recipe(target=folder, method=method, device="cpu", max_tokens=30), ModelPool()
-    pool.take(plan_run(recipe).target)
+    pool.get(plan_run(recipe).target)
     worker, started = Worker(), threading.Event()
 
     def job() -> Iterator[Preflight]:
@@ -158,3 +164,64 @@ def test_other_jobs_run_during_a_preflight(folder: str, method: str) -> None:
     assert stream.wait(60) and estimate.wait(60)
     assert stream.items == [False] * 20 and estimate.items == [] and estimate.error is None
     worker.close()
+
+
+# --- measured costs ---------------------------------------------------------------------------------------------------
+
+IDS = tuple(range(100, 200))
+
+
+@dataclass
+class Machine:
+    """AR pass 1, each further row 0.25, draft token 0.5, prefill 50.
+
+    The two passes after a draft cost 0.1 more, since the drafter has evicted the target's weights from the CPU cache.
+    """
+
+    correct: int  # draft tokens that agree with the text
+    available: int = 99  # maximum number of draft tokens
+    now: float = 0.0
+    cold: int = 0  # remaining passes with cold caches
+    cached: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)  # of each pass
+
+    def propose(self, tokens: Any, budget: Any) -> Draft:
+        count = 0
+        while count < self.available and budget.may_extend(count, None):
+            count += 1
+        self.now += 0.5 * count
+        self.cold = 2 if count else self.cold
+        after = IDS[len(tokens) : len(tokens) + self.correct]
+        return Draft.chain((*after, *(0,) * count)[:count])
+
+    def verify(self, tokens: Any, draft: Draft) -> None:
+        scored = [*tokens, *draft.tokens]
+        shared = 0
+        while shared < min(len(self.cached), len(tokens)) and self.cached[shared] == tokens[shared]:
+            shared += 1
+        self.rows.append(len(scored) - shared)
+        self.now += 50.0 if not self.cached else 0.75 + 0.25 * (len(scored) - shared) + 0.1 * (self.cold > 0)
+        self.cold -= 1
+        self.cached = scored
+
+
+def pipeline_of(machine: Machine) -> Any:
+    return nullcontext(
+        SimpleNamespace(drafter=machine, verifier=machine, target_cache=SimpleNamespace(vocab_size=1000))
+    )
+
+
+@pytest.mark.parametrize("correct", [0, 2, 9])
+@pytest.mark.parametrize("available", [0, 2, 99])
+def test_known_costs_are_measured(correct: int, available: int) -> None:
+    machine = Machine(correct, available)
+
+    def pipeline() -> Any:
+        machine.cached = []
+        return pipeline_of(machine)
+
+    costs = measure_costs(pipeline, [(IDS, 5), (IDS[:8], 5)], 4, repeats=7, clock=lambda: machine.now)
+    assert costs.ar_s == 1.0 and costs.c == pytest.approx(0.5 if available else 0.0)
+    cold = 0.1 if available else 0.0  # AR steps are measured with warm caches
+    assert costs.v == pytest.approx([1.0, 1.25 + cold, 1.5 + cold, 1.75 + cold, 2.0 + cold])
+    assert len(machine.rows) > 5 * 7

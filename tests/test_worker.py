@@ -11,7 +11,7 @@ from fakes.worker_jobs import PATIENCE, finished, log_steps, submitting
 
 from specdemo.background import BackgroundTask, TaskCancelled
 from specdemo.core.events import Loading, ReportProgress
-from specdemo.worker import Stream, Worker, WorkerBusy, WorkerGroup, give_way, interruptible
+from specdemo.worker import Stream, Worker, WorkerBusy, WorkerGroup, interruptible, yield_device
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_a_long_step_is_divided() -> None:
     def long() -> Iterator[int]:
         for _ in range(50):
             log.append("part")
-            give_way()
+            yield_device()
         yield 50
 
     with submitting(worker):
@@ -268,8 +268,8 @@ def test_background_task_reports_progress_and_a_result() -> None:
     assert reported.is_set() and task.result == 7
 
 
-@pytest.mark.parametrize("parked", [False, True])
-def test_closing_the_progress_cancels_the_task(parked: bool) -> None:
+@pytest.mark.parametrize("cooperative", [False, True])
+def test_closing_the_progress_cancels_the_task(cooperative: bool) -> None:
     cancelled = threading.Event()
 
     def work(report: ReportProgress) -> None:
@@ -280,16 +280,16 @@ def test_closing_the_progress_cancels_the_task(parked: bool) -> None:
             cancelled.set()
             raise
 
-    progress = BackgroundTask(work, parked=parked).progress()
+    progress = BackgroundTask(work, cooperative=cooperative).progress()
     next(progress)
     progress.close()
-    assert cancelled.is_set() if parked else cancelled.wait(PATIENCE)
+    assert cancelled.is_set() if cooperative else cancelled.wait(PATIENCE)
 
 
-@pytest.mark.parametrize("parked", [False, True])
-def test_other_jobs_run_next_to_a_task_without_progress(worker: Worker, parked: bool) -> None:
+@pytest.mark.parametrize("cooperative", [False, True])
+def test_other_jobs_run_next_to_a_task_without_progress(worker: Worker, cooperative: bool) -> None:
     gate = threading.Event()
-    task = BackgroundTask(lambda report: gate.wait(PATIENCE), parked=parked, text="working")
+    task = BackgroundTask(lambda report: gate.wait(PATIENCE), cooperative=cooperative, text="working")
     stream = worker.submit(task.progress)
     assert finished(worker.submit(lambda: iter(range(100)))).items == [*range(100)] and not stream.done
     gate.set()

@@ -26,7 +26,7 @@ from specdemo.plan import RunPlan, plan_run
 from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
 from specdemo.remote.gates import PASSES, RecordingPolicy, Variance, mc_dropout, signals
-from specdemo.worker import give_way
+from specdemo.worker import yield_device
 
 PERCENTILES = {"nll": 0.8, "entropy": 0.8, "margin": 0.2, "variance": 0.8}
 GUIDE = {"nll": "80th percentile", "entropy": "2.5", "margin": "0.2"}
@@ -105,8 +105,8 @@ def calibrate(recipe: Recipe, prompts: Sequence[Prompt], pool: ModelPool) -> Ite
         raise UserError(f"gates need the distributions of a draft model: choose method {names}, without universal")
     local = plan_run(replace(recipe, cloud=None))
     assert local.drafter is not None
-    target = pool.take(local.target)
-    drafter = pool.take(local.drafter)
+    target = pool.get(local.target)
+    drafter = pool.get(local.drafter)
     values: dict[str, list[float]] = {}
     with ExitStack() as caches:
         variance, missing = _variance(drafter, caches)
@@ -137,5 +137,5 @@ def _drafted_signals(
         limit = max(1, min(recipe.max_tokens, pipeline.shared_context - len(tokens)))
         roles = recorder, pipeline.drafter, policy
         for _ in decode(tokens, *roles, max_tokens=limit, stop=pipeline.stop, clock=time.perf_counter):
-            give_way()
+            yield_device()
     return recorder.signals

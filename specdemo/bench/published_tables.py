@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from specdemo.bench.table import BenchRow, markdown_table
 from specdemo.core.formats import number
@@ -29,15 +29,13 @@ def repetition_table(rows: Sequence[BenchRow]) -> str:
         return ""
     cells = []
     for repetition, model, ngrams in NASD_ACCEPTANCE:
-        for row in _of_classes(drafting, _REPETITION[repetition]):
+        for row in drafting:
+            if row.kind not in _REPETITION[repetition]:
+                continue
             expected = ngrams if row.lane.startswith(("nasd", "suffix", "lookup")) else model
             cells.append((repetition, row.kind, row.lane, expected, number(row.alpha, 2)))
     head = ("text", "class", "lane", "expected by the document", "measured alpha")
     return f"Acceptance by repetition of the text:\n\n{markdown_table(head, cells)}" if cells else ""
-
-
-def _of_classes(rows: Iterable[BenchRow], kinds: Sequence[str]) -> list[BenchRow]:
-    return [row for row in rows if row.kind in kinds]
 
 
 def leviathan_tables() -> str:

@@ -82,10 +82,11 @@ def table(
     for kind in dict.fromkeys(record["kind"] for record in records):
         of_kind = [record for record in records if record["kind"] == kind]
         for i, recipe in enumerate(recipes):
-            row = _row(of_kind, i, ar.get(recipe.temperature), recipe_label(recipe), recipe.temperature, bandwidth)
-            row = _with_costs(row, of_kind, i, ar.get(recipe.temperature), recipe)
+            base = ar.get(recipe.temperature)
+            row = _row(of_kind, i, base, recipe_label(recipe), recipe.temperature, bandwidth)
+            costs = _median_costs(of_kind, i, base, recipe)
             alpha = None if RULES[recipe.rule].chains_only else row.alpha
-            rows.append(replace(row, alpha=alpha, over_fixed=_over_fixed(recipes, i, of_kind)))
+            rows.append(replace(row, alpha=alpha, over_fixed=_over_fixed(recipes, i, of_kind), **costs))
         first = len(recipes)
         for temperature, base in ar.items():
             fastest: dict[str, BenchRow] = {}
@@ -199,18 +200,14 @@ def _over_fixed(
     return (statistics.median(chain.from_iterable(ratios.values())), *(_interval(ratios) or (None, None)))
 
 
-def _with_costs(row: BenchRow, records: Sequence[Record], index: int, base: int | None, recipe: Recipe) -> BenchRow:
+def _median_costs(records: Sequence[Record], index: int, base: int | None, recipe: Recipe) -> dict[str, Any]:
     costs = [
         _costs(run, ar, recipe)
         for run, ar, _ in _timed_pairs(records, index, base)
         if run["steps"] > 1 and ar["steps"] > 1 and run["verify_s"] is not None
     ]
-
-    def median(name: str) -> float | None:
-        return _median(terms[name] for terms in costs)
-
-    row = replace(row, c=median("c"), o=median("o"), theory=median("theory"), realised=median("realised"))
-    return row if base == index else replace(row, v=median("v"), explained=median("explained"))
+    names = ("c", "o", "theory", "realised") if base == index else ("c", "v", "o", "theory", "realised", "explained")
+    return {name: _median(terms[name] for terms in costs) for name in names}
 
 
 def _costs(run: RunFigures, ar: RunFigures, recipe: Recipe) -> dict[str, float | None]:

@@ -21,15 +21,11 @@ MODEL_OPTIONS = ["pair", *(name for name, option in Recipe.OPTIONS.items() if op
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser with single-line errors, exit code 2, and a list of its `arguments`."""
+    """Parser with single-line errors and exit code 2."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self.arguments: list[argparse.Action] = []
-        super().__init__(*args, **options)
-
-    def add_argument(self, *args: Any, **options: Any) -> argparse.Action:
-        self.arguments.append(super().add_argument(*args, **options))
-        return self.arguments[-1]
+    @property
+    def arguments(self) -> list[argparse.Action]:
+        return self._actions
 
     def error(self, message: str) -> None:  # type: ignore[override]
         self.exit(2, f"specdemo: {message}\n")
@@ -105,13 +101,9 @@ def _run(command: Parser) -> None:
     _add_options(command, Recipe.OPTIONS.values())
     _add_cloud_options(command)
     output = command.add_mutually_exclusive_group()
-    command.arguments += [
-        output.add_argument(
-            "--json", action="store_true", help="write the trace to standard output, without other text"
-        ),
-        output.add_argument("--steps", action="store_true", help="explain each step instead of showing the text"),
-        output.add_argument("--raw", action="store_true", help="also show the chat template around the message"),
-    ]
+    output.add_argument("--json", action="store_true", help="write the trace to standard output, without other text")
+    output.add_argument("--steps", action="store_true", help="explain each step instead of showing the text")
+    output.add_argument("--raw", action="store_true", help="also show the chat template around the message")
     _add_display_options(command)
     command.add_argument("--trace", type=Path, metavar="FILE", help="also write the trace to a file")
 

@@ -20,7 +20,7 @@ from specdemo.bench.questions import category_table, read_questions
 from specdemo.cli.arguments import announce_pair, at_least_one, given
 from specdemo.cli.chat import chat
 from specdemo.cli.output import PROGRESS_S, OutputFile, StatusLine
-from specdemo.cli.serve import serve_pair
+from specdemo.cli.serve import check_options, serve_here
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.formats import megabytes
 from specdemo.core.rules import reproducing_rule
@@ -219,6 +219,21 @@ def _calibrate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _serve(options: argparse.Namespace) -> int:
+    check_options(options)
+    if not options.ray:
+        serve_here(options)
+        return 0
+    try:
+        from specdemo.cli.ray_serve import serve_until_signal
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "ray":
+            raise
+        raise UserError("package ray is not installed: install ray[serve], or omit --ray") from error
+    serve_until_signal(options)
+    return 0
+
+
 def _explain(options: argparse.Namespace) -> int:
     try:
         with options.file.open(encoding="utf-8", errors="replace") as file:
@@ -244,7 +259,7 @@ def _convert_head(options: argparse.Namespace) -> int:
 
 COMMANDS = {
     "chat": chat,
-    "serve": serve_pair,
+    "serve": _serve,
     "preflight": _preflight,
     "calibrate": _calibrate,
     "bench": _bench,

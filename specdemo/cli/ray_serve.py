@@ -71,7 +71,7 @@ class ServiceReplica:
 
     def __init__(self, options: argparse.Namespace, requires_token: bool) -> None:
         set_environment_defaults()  # torch reads the variables when it is imported
-        from specdemo.cli.service import build_service
+        from specdemo.cli.serve import build_service
         from specdemo.remote.access import TOKEN
         from specdemo.remote.health import service_health
 
@@ -107,7 +107,7 @@ class ServiceReplica:
 def application(args: dict[str, str]) -> serve.Application:
     """Return the application of a Serve configuration; `args["flags"]`: flags of `serve`."""
     from specdemo.cli.arguments import parser
-    from specdemo.cli.service import check_options
+    from specdemo.cli.serve import check_options
 
     flags = args.get("flags", "")
     try:
@@ -142,13 +142,13 @@ def bind_replicas(options: argparse.Namespace) -> serve.Application:
     return deployment.bind(options, TOKEN in os.environ)
 
 
-def serve_until_signal(options: argparse.Namespace) -> int:
-    """Serve on this machine, or on the cluster of RAY_ADDRESS; return the exit code."""
-    from specdemo.cli.service import warn_without_token
+def serve_until_signal(options: argparse.Namespace) -> None:
+    """Serve on this machine, or on the cluster of RAY_ADDRESS."""
+    from specdemo.cli.serve import announce_address
     from specdemo.remote.listener import bind
+    from specdemo.remote.serve import call_at_end
     from specdemo.signals import handle_signals
 
-    warn_without_token(options)
     with closing(bind(options.host, options.port)) as listener:  # Ray opens it again
         port = listener.getsockname()[1]
     stopped = threading.Event()
@@ -157,18 +157,16 @@ def serve_until_signal(options: argparse.Namespace) -> int:
     try:
         with handle_signals(lambda number, frame: stopped.set(), signal.SIGINT, signal.SIGTERM):
             _start(options, port)
-            scheme = "https" if options.certificate else "http"
             if cluster.dashboard_url:
                 print(f"dashboard: http://{cluster.dashboard_url}")
-            print(f"listening on {scheme}://{options.host}:{port}", flush=True)
+            announce_address(options, port)
             if options.until_stdin_ends:
-                threading.Thread(target=_watch, args=(stopped,), daemon=True).start()
+                call_at_end(sys.stdin.buffer, stopped.set)
             while not stopped.wait(_POLL_S):  # a thread of Ray may have received the signal
                 pass
             serve.shutdown()
     finally:
         ray.shutdown()
-    return 0
 
 
 def _start(options: argparse.Namespace, port: int) -> None:
@@ -182,9 +180,3 @@ def _start(options: argparse.Namespace, port: int) -> None:
         serve.run(bind_replicas(options), name=NAME)
     except RuntimeError as error:
         raise UserError(f"no replica started: {error}") from error
-
-
-def _watch(stopped: threading.Event) -> None:
-    while sys.stdin.buffer.read(4096):
-        pass
-    stopped.set()

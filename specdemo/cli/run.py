@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
 
@@ -58,8 +58,8 @@ def recipe_of_flags(options: argparse.Namespace) -> Recipe:
 
 
 def _show(events: Iterator[Event], options: argparse.Namespace, file: OutputFile | None) -> int:
-    view = Json() if options.json else Steps() if options.steps else TextView(has_colour(options.color), options.raw)
-    output = _Output(view, file)
+    view = Steps() if options.steps else TextView(has_colour(options.color), options.raw)
+    output = _Output(_print_line if options.json else view.show, file)
     try:
         for event in events:
             output.add(event)
@@ -80,8 +80,8 @@ def _show(events: Iterator[Event], options: argparse.Namespace, file: OutputFile
 class _Output:
     """Terminal and trace file of a run."""
 
-    def __init__(self, view: Json | Steps | TextView, file: OutputFile | None) -> None:
-        self._view, self._file = view, file
+    def __init__(self, show: Callable[[Event], None], file: OutputFile | None) -> None:
+        self._show, self._file = show, file
         self._loading = StatusLine()
         self.metrics: Metrics | None = None  # set by the header
 
@@ -97,18 +97,16 @@ class _Output:
 
     def put(self, event: Event) -> None:
         self.record(event)
-        self._view.show(event)
+        self._show(event)
 
     def record(self, event: Event) -> None:
         if self._file:
             self._file.write(trace.write(event))
 
 
-class Json:
-    """View that prints the trace."""
-
-    def show(self, event: Event) -> None:
-        print(trace.write(event), end="", flush=True)
+def _print_line(event: Event) -> None:
+    """Print the line of an event in the trace."""
+    print(trace.write(event), end="", flush=True)
 
 
 class TextView:

@@ -1,53 +1,147 @@
-"""Command `serve`: the service in this process, or with Ray Serve."""
+"""Service of a pair with the options of `serve`: checks, models, application, and start in this process."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import socket
+import ssl
 import sys
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from specdemo.cli.service import build_service, check_options, warn_without_token
+from fastapi import FastAPI
+
+from specdemo.cli.arguments import announce_pair, at_least_one, given, with_pair_settings
+from specdemo.completions.routes import add_completions
+from specdemo.completions.service import CompletionService
 from specdemo.core.errors import UserError
+from specdemo.models.model_pool import ModelPool
+from specdemo.option_rules import refuse_ineffective
+from specdemo.plan import plan_run
+from specdemo.recipe import Recipe
+from specdemo.remote.access import TOKEN, is_loopback, read_token
+from specdemo.remote.admission import ServiceLimits
 from specdemo.remote.connections import ConnectionLimits
+from specdemo.remote.contexts import ObserveStep, ignore_step
 from specdemo.remote.listener import bind
-from specdemo.remote.serve import listen
+from specdemo.remote.protocol import MAX_REPLICA
+from specdemo.remote.serve import listen, serve_model
+
+MAX_DRAIN_S, RAY_DRAIN_S = 3600, 60
+_COUNTS = ("budget_mb", "contexts", "batch", "queue", "connections", "client_connections")
 
 
-def serve_pair(options: argparse.Namespace) -> int:
-    """Serve until a signal arrives, and return the exit code."""
-    check_options(options)
-    run = _serve_with_ray if options.ray else _serve_here
-    return run(options)
-
-
-def _serve_here(options: argparse.Namespace) -> int:
+def serve_here(options: argparse.Namespace) -> None:
+    """Serve in this process until a signal arrives, with checked options."""
     with closing(bind(options.host, options.port)) as listener:
         port = listener.getsockname()[1]
-        app = build_service(options, f"{socket.gethostname()}:{port}")
-        warn_without_token(options)
-        scheme = "https" if options.certificate else "http"
-        line = f"listening on {scheme}://{options.host}:{port}"
         listen(
-            app,
+            build_service(options, f"{socket.gethostname()}:{port}"),
             listener,
             options.certificate,
             options.key,
             sys.stdin.buffer if options.until_stdin_ends else None,
-            announce=lambda: print(line, flush=True),
+            announce=lambda: announce_address(options, port),
             connections=ConnectionLimits(options.connections, options.client_connections),
             drain_s=options.drain_s,
         )
-    return 0
 
 
-def _serve_with_ray(options: argparse.Namespace) -> int:
+def announce_address(options: argparse.Namespace, port: int) -> None:
+    scheme = "https" if options.certificate else "http"
+    print(f"listening on {scheme}://{options.host}:{port}", flush=True)
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raise `UserError` for values out of range, missing files and options without effect; warn without a token."""
+    for name in _COUNTS:
+        at_least_one(name.replace("_", "-"), getattr(options, name))
+    if options.drain_s is None:
+        options.drain_s = RAY_DRAIN_S if options.ray else 0
+    if not (options.body_mb > 0 and options.rate >= 0 and 0 <= options.drain_s <= MAX_DRAIN_S):
+        raise UserError(f"body-mb must be above 0, rate at least 0, and drain-s from 0 to {MAX_DRAIN_S}")
+    for path in (options.certificate, options.key):
+        if path is not None and not path.is_file():
+            raise UserError(f"file {path} does not exist: give certificate and key as PEM files")
+    _check_certificate(options.certificate, options.key)
+    least, most = (1 if count is None else count for count in (options.min_replicas, options.max_replicas))
+    if not options.ray and (options.min_replicas, options.max_replicas) != (None, None):
+        raise UserError("min-replicas and max-replicas have no effect without --ray: add it")
+    limits = ConnectionLimits()
+    if options.ray and (options.connections, options.client_connections) != (limits.total, limits.per_visitor):
+        raise UserError("connections and client-connections have no effect with --ray: omit them")
+    if not 1 <= least <= most:
+        raise UserError(f"min-replicas must be from 1 to max-replicas, not {least} of {most}")
+    options.min_replicas, options.max_replicas = least, most
+    if read_token(os.environ) is None and not is_loopback(options.host):
+        print(f"clients of {options.host} need no authentication: set {TOKEN} to require a token", file=sys.stderr)
+
+
+class _Encrypted(Exception):
+    pass
+
+
+def _require_passphrase() -> str:
+    raise _Encrypted
+
+
+def _check_certificate(certificate: Path | None, key: Path | None) -> None:
+    if certificate is None:
+        if key is not None:
+            raise UserError("key has no effect without --certificate: add it")
+        return
     try:
-        from specdemo.cli import ray_serve
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "ray":
-            raise
-        raise UserError("package ray is not installed: install ray[serve], or omit --ray") from error
-    serve_until_signal: Callable[[argparse.Namespace], int] = ray_serve.serve_until_signal
-    return serve_until_signal(options)
+        with suppress(_Encrypted):  # OpenSSL requests the passphrase later
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, _require_passphrase)
+    except OSError as error:
+        raise UserError(
+            f"certificate {certificate} with key {key or certificate} is unusable ({error.strerror}): give a "
+            "certificate and its private key as PEM files"
+        ) from error
+
+
+def served_recipe(flags: Mapping[str, Any]) -> Recipe:
+    """Return the defaults of completions: those of `run`, or n-grams for a target without draft model and head."""
+    if "target" not in flags:
+        values = with_pair_settings(flags)
+    else:
+        single = not flags.keys() & {"drafter", "head"}
+        values = {"method": "nasd" if single else "hybrid" if "head" in flags else "draft", **flags}
+    recipe = replace(Recipe(), **values)
+    refuse_ineffective(recipe, flags.keys() - {"max_tokens"})
+    announce_pair(flags, values.get("pair", "bundled"))
+    return recipe
+
+
+def build_service(options: argparse.Namespace, replica: str, observe: ObserveStep = ignore_step) -> FastAPI:
+    """Load the models and return the application of the service `replica`; each step calls `observe`."""
+    recipe, pool = served_recipe(given(options)), ModelPool()
+    plan = plan_run(recipe)
+    target = pool.get(plan.target)
+    if target.encoder:
+        raise UserError("models with an encoder cannot be served: use run")
+    for _ in pool.ensure_loaded([*plan.models.values()], head=plan.head):
+        pass
+    if plan.head is not None:
+        pool.get_head(plan.head)
+    app = serve_model(
+        target,
+        token=read_token(os.environ),
+        budget_bytes=options.budget_mb << 20,
+        max_contexts=options.contexts,
+        expiry_s=options.expiry_s,
+        limits=ServiceLimits(int(options.body_mb * (1 << 20)), options.rate),
+        waiting=options.queue,
+        texts=options.batch,
+        local=is_loopback(options.host),
+        origins=options.allow_origin,
+        hub=pool.hub,
+        replica=replica[:MAX_REPLICA],
+    )
+    app.state.contexts.observe = observe
+    add_completions(app, CompletionService(pool, recipe))
+    return app

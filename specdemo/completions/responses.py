@@ -35,6 +35,7 @@ class ResponseFormat(ABC):
     texts: TokenBytes
     token_ids: bool
     _offset: int = 0  # characters of listed tokens
+    _sent: int = 0  # ids in chunks
 
     def complete(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the response of a request, with an answer per prompt."""
@@ -42,13 +43,12 @@ class ResponseFormat(ABC):
         ids = {"prompt_token_ids": list(answers[0].prompt_tokens)} if self.token_ids and len(answers) == 1 else {}
         return {**self._envelope(self.whole, choices), **ids, **self.figures(answers)}
 
-    def chunk(self, part: AnswerPart, ids: Sequence[int]) -> dict[str, Any]:
-        choice = {"index": 0, **self._delta(part), "finish_reason": None}
-        return self._envelope(self.part, [choice | self._ids(ids)])
-
-    def last(self, part: AnswerPart, answer: Answer, ids: Sequence[int]) -> dict[str, Any]:
+    def chunk(self, part: AnswerPart, answer: Answer) -> dict[str, Any]:
+        """Return the chunk of `part`, with the ids of `answer` that no chunk contained."""
         choice = {"index": 0, **self._delta(part), "finish_reason": answer.finish_reason}
-        return self._envelope(self.part, [choice | self._ids(ids)])
+        ids = self._ids(answer.token_ids[self._sent :])
+        self._sent = len(answer.token_ids)
+        return self._envelope(self.part, [choice | ids])
 
     def usage(self, answer: Answer) -> dict[str, Any]:
         return {**self._envelope(self.part, []), **self.figures([answer])}

@@ -20,9 +20,8 @@ from specdemo.core.errors import PromptTooLong, UserError
 from specdemo.core.events import End, Event, Header
 from specdemo.recipe import Recipe
 from specdemo.remote.access import RouteInfo
-from specdemo.remote.admission import ServiceError, context_owner
-from specdemo.remote.bodies import read_body
-from specdemo.remote.server import TOO_LONG, parse_body, started_stream, stream_queued, while_connected
+from specdemo.remote.admission import ServiceError, context_owner, read_body
+from specdemo.remote.server import ERROR_HEADERS, TOO_LONG, parse_body, started_stream, stream_queued, while_connected
 
 _LIMITS = "token, rate, body, queue; length of the context"
 COMPLETION_ROUTES = (
@@ -52,8 +51,7 @@ class _OpenAIRoute(APIRoute):
 
 def _problem(error: Exception) -> JSONResponse:
     status, body = error_of(error)
-    headers = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}}.get(status)
-    return JSONResponse(body, status, headers)
+    return JSONResponse(body, status, ERROR_HEADERS.get(status))
 
 
 def error_of(error: Exception) -> tuple[int, dict[str, Any]]:
@@ -150,7 +148,7 @@ def _raise_failure(event: Event) -> None:
 async def _chunks(
     service: CompletionService, parsed: CompletionRequest, events: AsyncGenerator[Event, None]
 ) -> AsyncGenerator[bytes, None]:
-    form, sent = service.format(parsed), 0
+    form = service.format(parsed)
     (answer,) = service.answers(parsed)
     async with aclosing(events):
         async for event in events:
@@ -158,11 +156,8 @@ async def _chunks(
             part = answer.add(event)
             if isinstance(event, Header):
                 yield b"".join(event_line(chunk) for chunk in form.first())
-            if isinstance(event, End):
-                yield event_line(form.last(part, answer, answer.token_ids[sent:]))
-            elif part.text or part.tokens:
-                yield event_line(form.chunk(part, answer.token_ids[sent:]))
-                sent = len(answer.token_ids)
+            if part.text or part.tokens or isinstance(event, End):
+                yield event_line(form.chunk(part, answer))
     if parsed.stream_options is not None and parsed.stream_options.include_usage:
         yield event_line(form.usage(answer))
     yield DONE
@@ -170,18 +165,17 @@ async def _chunks(
 
 async def kept_open(chunks: AsyncGenerator[bytes, None], seconds: float) -> AsyncGenerator[bytes, None]:
     """Yield the chunks, and a comment after `seconds` without one, so that proxies keep the connection open."""
-    waiting: asyncio.Future[bytes] | None = None
+    waiting: asyncio.Future[bytes | None] | None = None
     try:
         while True:
-            waiting = waiting or asyncio.ensure_future(anext(chunks))
+            waiting = waiting or asyncio.ensure_future(anext(chunks, None))
             await asyncio.wait([waiting], timeout=seconds)
             if not waiting.done():
                 yield COMMENT
                 continue
-            finished, waiting = waiting, None
-            try:
-                chunk = finished.result()
-            except StopAsyncIteration:
+            chunk = waiting.result()
+            waiting = None
+            if chunk is None:
                 return
             yield chunk
     finally:

@@ -51,15 +51,12 @@ class CompletionService:
     created: int = field(default_factory=lambda: int(time.time()))
     seed: Callable[[], int] = random_seed  # source of seeds that requests omit
     keep_alive_s: float = 10.0  # longest time without data in a stream
+    target: LoadedModel = field(init=False)
 
     def __post_init__(self) -> None:
-        self._target = self.pool.take(plan_run(self.recipe).target)
-        self._texts = TokenBytes(self._target.tokenizer)
+        self.target = self.pool.get(plan_run(self.recipe).target)
+        self._texts = TokenBytes(self.target.tokenizer)
         self._conversations = ConversationStores()
-
-    @property
-    def target(self) -> LoadedModel:
-        return self._target
 
     @property
     def models(self) -> Sequence[str]:
@@ -72,7 +69,7 @@ class CompletionService:
     def recipe_of(self, request: CompletionRequest) -> Recipe:
         self.check_model(request.model)
         chat = isinstance(request, ChatRequest)
-        if chat and not self._target.tokenizer.chat_template:
+        if chat and not self.target.tokenizer.chat_template:
             raise InvalidParameter("this model has no chat template: use /v1/completions", "model")
         self._check_lengths(request)
         recipe = replace(self.recipe, **{"seed": self.seed(), "chat": chat, **self._options(request)})
@@ -83,7 +80,7 @@ class CompletionService:
 
     def _check_lengths(self, request: CompletionRequest) -> None:
         """Refuse long prompts before they are tokenised. Raises `UserError`."""
-        context, prompt = self._target.context, request.prompt_input
+        context, prompt = self.target.context, request.prompt_input
         encoded = len(prompt) if prompt and isinstance(prompt[0], int) else 0
         tokens = encoded or len(request.content) // _CHARACTERS_PER_TOKEN
         if tokens > context:
@@ -94,7 +91,7 @@ class CompletionService:
     def _options(self, request: CompletionRequest) -> dict[str, Any]:
         options = request.options
         if request.unlimited:
-            options["max_tokens"] = min(self._target.context, _MOST_TOKENS)
+            options["max_tokens"] = min(self.target.context, _MOST_TOKENS)
         if request.scores_only:
             options["max_tokens"] = 1
         if given := request.template_options:
@@ -137,7 +134,7 @@ class CompletionService:
             id=uuid4().hex,
             created=int(time.time()),
             model=request.model,
-            engine=self._target.engine.partition(":")[0],
+            engine=self.target.engine.partition(":")[0],
             predicted=request.prediction is not None,
             texts=self._texts,
             token_ids=request.return_token_ids,

@@ -76,6 +76,20 @@ class SamplingParams:
     def __call__(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         return self.logits_to_probs(self.process_logits(logits, paths))
 
+    def draw(self, logits: Tensor, arrivals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sample from processed logits `[rows, vocab]` without host synchronisation.
+
+        Returns tokens `[rows]`, their distributions `[rows, vocab]`, and the largest logits with the probabilities of
+        the tokens `[rows, 2]`. `arrivals` `[vocab]`: see `Noise.write_arrivals`; ignored at temperature 0.
+        """
+        best = logits.argmax(1, keepdim=True)
+        largest = logits.gather(1, best)
+        if self.temperature == 0:
+            return best[:, 0], logits, torch.cat((largest, largest), 1)
+        probs = self.logits_to_probs(logits)
+        tokens = (probs / arrivals).argmax(1, keepdim=True)
+        return tokens[:, 0], probs, torch.cat((largest, probs.gather(1, tokens)), 1)
+
     def process_logits(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Apply penalties, bad words and custom processors; raise `UserError` for NaN or infinite logits."""
         logits = self.constrain(logits, paths)
@@ -197,11 +211,16 @@ class Noise:
 
     def sample_on_device(self, probs: Tensor, position: int = 0) -> Tensor:
         """Return argmax p / Exp(1) `[1]` on the device, without host synchronisation."""
-        device = probs.device
+        arrivals = torch.empty_like(probs)
+        self.write_arrivals(arrivals)
+        return (probs / arrivals).argmax().unsqueeze(0)
+
+    def write_arrivals(self, out: Tensor, position: int = 0) -> None:
+        """Write the exponential random numbers `[vocab]` that determine the next token on this device."""
+        device = out.device
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
-        arrival = torch.empty_like(probs).exponential_(generator=self._generators[device])
-        return (probs / arrival).argmax().unsqueeze(0)
+        out.exponential_(generator=self._generators[device])
 
 
 class SharedNoise:
@@ -225,6 +244,9 @@ class SharedNoise:
     def sample_on_device(self, probs: Tensor, position: int) -> Tensor:
         arrival = self._arrivals(position, len(probs))
         return (probs / arrival.to(probs.device, non_blocking=True)).argmax().unsqueeze(0)
+
+    def write_arrivals(self, out: Tensor, position: int) -> None:
+        out.copy_(self._arrivals(position, len(out)), non_blocking=True)
 
     def _arrivals(self, position: int, vocab_size: int) -> Tensor:
         if position not in self._arrival:
@@ -272,6 +294,15 @@ class ChainSampler:
         probs = self.sampling.logits_to_probs(logits)
         self._probs.append(probs)
         return (self._noise.sample if on_host else self._noise.sample_on_device)(probs[0], self._start + i)
+
+    def write_arrivals(self, out: Tensor) -> bool:
+        """Write the random numbers `[count, size]` that determine tokens on a device; return False if impossible."""
+        if self.sampling.temperature and self.ids is not None and not isinstance(self._noise, Noise):
+            return False
+        if self.sampling.temperature:
+            for i, row in enumerate(out):
+                self._noise.write_arrivals(row, self._start + i)
+        return True
 
     def uniforms(self, count: int) -> list[float] | None:
         """Return random numbers that determine `count` tokens."""

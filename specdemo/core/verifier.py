@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdemo.core.distributions import PointMass, ProbRows, TokenSampler
-from specdemo.core.rules import RULES, AcceptanceTest
-from specdemo.core.sampling import SamplingParams, top_tokens, with_tokens
+from specdemo.core.comparison import ChainComparison, RuleInputs, point_masses
+from specdemo.core.distributions import ProbRows, TokenSampler
+from specdemo.core.rules import RULES, AcceptanceTest, rejection
+from specdemo.core.sampling import Noise, SamplingParams, top_tokens, with_tokens
 from specdemo.core.step import Draft, TokenLogprob, Verdict
 from specdemo.native import sampling as native
 
@@ -32,10 +33,10 @@ class ModelVerifier:
 
     `score(tokens, draft)` returns raw target logits `[n + 1, vocab]`. The verdict records the `candidates` most
     probable tokens per row, and `top` tokens of each distribution. `logprobs`: recorded alternatives
-    per committed token; None records no log-probabilities.
+    per committed token; None records no log-probabilities. If it `compares`, `score` also takes a `ChainComparison`.
     """
 
-    score: Callable[[Sequence[int], Draft], Tensor]
+    score: Callable[..., Tensor]
     sampling: SamplingParams
     rule: Callable[[Draft, ProbRows, Any, Any, int], Verdict]
     accept: AcceptanceTest
@@ -43,26 +44,43 @@ class ModelVerifier:
     candidates: int = 1
     top: int = 0
     logprobs: int | None = None
+    compares: bool = False
+
+    @property
+    def compares_chains(self) -> bool:
+        """True if a `ChainComparison` computes what the rule reads of a chain."""
+        if not self.compares or self.sampling.needs_paths or not isinstance(self.correct, Noise):
+            return False
+        return self.sampling.temperature == 0 or self.rule is rejection
 
     def verify(self, tokens: Sequence[int], draft: Draft) -> Verdict:
-        raw = self.score(tokens, draft)
+        comparison = (
+            ChainComparison(self.sampling, draft, self.correct) if self.compares_chains and draft.is_chain else None
+        )
+        raw = self.score(tokens, draft) if comparison is None else self.score(tokens, draft, comparison)
         logits = self._constrained(raw, tokens, draft) if self.sampling.needs_paths else raw.float()
-        best, values = native.largest_logits(logits)
-        self.sampling.refuse_broken(values)
+        compared = None if comparison is None else comparison.read(logits)
+        inputs = compared or self._rule_inputs(logits, draft)
         count = min(self.candidates, logits.shape[1])
-        choices = logits.topk(count).indices.tolist() if count > 1 else [[token] for token in best]
-        probs = None if self.sampling.temperature == 0 else self.sampling.logits_to_probs(logits)
-        p = [PointMass(token, logits, row) for row, token in enumerate(best)] if probs is None else probs
-        if draft.probs is not None and draft.probs.device != logits.device:
-            draft = replace(draft, probs=draft.probs.to(logits.device))
-        verdict = self.rule(draft, p, self.accept, self.correct, len(tokens))
+        choices = logits.topk(count).indices.tolist() if count > 1 else [[token] for token in inputs.best]
+        verdict = self.rule(inputs.draft, inputs.p, self.accept, self.correct, len(tokens))
         if self.top:
             # Point masses are recorded as their softmax.
-            shown = logits.softmax(1) if probs is None else probs
-            verdict = with_top_tokens(verdict, draft, shown, self.top)
+            shown = logits.softmax(1) if inputs.probs is None else inputs.probs
+            verdict = with_top_tokens(inputs.with_residual(verdict, draft), draft, shown, self.top)
         if self.logprobs is not None:
             verdict = replace(verdict, logprobs=committed_logprobs(raw, draft, verdict, self.logprobs))
         return replace(verdict, choices=tuple(map(tuple, choices)), residual=None)
+
+    def _rule_inputs(self, logits: Tensor, draft: Draft) -> RuleInputs:
+        best, largest = native.largest_logits(logits)
+        self.sampling.refuse_broken(largest)
+        if draft.probs is not None and draft.probs.device != logits.device:
+            draft = replace(draft, probs=draft.probs.to(logits.device))
+        if self.sampling.temperature == 0:
+            return RuleInputs(best, draft, point_masses(best, logits), None)
+        probs = self.sampling.logits_to_probs(logits)
+        return RuleInputs(best, draft, probs, probs)
 
     def _constrained(self, raw: Tensor, tokens: Sequence[int], draft: Draft) -> Tensor:
         """Constrain rows, except those after excluded tokens: no text contains them."""

@@ -52,9 +52,9 @@ METHOD = Method(
     name="hybrid",
     title="suffix decoding on repeated text, a smaller model or a head otherwise",
     notes="""\
-**The hybrid** drafts from suffixes after a long repetition and with the draft model or a head otherwise. The choice
-precedes sampling, so both proofs of exactness apply. It is fast on mixed text on a CPU; with heads, the speed was
-not measured on GPUs. Without a model and a head, suffixes draft all text.""",
+**The hybrid** drafts from suffixes after a long repetition and with the draft model or a head otherwise. The method
+is chosen before any token is drawn, so the text stays exact. It is fast on mixed text on a CPU; with heads, the
+speed was not measured on GPUs. Without a model and a head, suffixes draft all text.""",
     build=_build,
     options=(StoreOptions,),
     sampled=True,

@@ -205,9 +205,9 @@ METHOD = Method(
     label="n-grams",
     title="phrases of prompt and output draft (NASD; NAPD with filler top-k 1)",
     notes="""\
-**N-grams** of the prompt and the output draft, longest context first (NASD). The target's runners-up serve as
-fillers; without fillers it is NAPD. Drafts are point masses: token y is accepted with probability p(y), otherwise the
-correction is sampled from p without y, which is exact. Drafting is almost free. It is fast on repetitive text and loses
+**N-grams** of the prompt and the output draft, longest context first (NASD). If no phrase fits, the large model's
+second-best words are tried. Token y is accepted with the probability p(y) of the large model, otherwise another token
+is drawn from p without y, which is exact. Drafting is almost free. It is fast on repetitive text and loses
 little on other text. *ANPD 2404.08698.*""",
     build=_build,
     options=(NGramOptions, StoreOptions),

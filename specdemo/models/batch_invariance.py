@@ -16,7 +16,7 @@ import torch
 
 from specdemo.core.step import Draft
 from specdemo.models.kv_cache import CachedModel, Model
-from specdemo.worker import give_way, unshared_passes
+from specdemo.worker import unshared_passes, yield_device
 
 MEASURED_ROWS = (1, 2, 5, 8)
 _DRAFT_LENGTHS = (1, 2, 4, 7)
@@ -90,7 +90,7 @@ def _cost(cached: CachedModel, budget_s: float) -> dict[int, float]:
     seconds: dict[int, list[float]] = {n: [] for n in MEASURED_ROWS}
     while len(seconds[1]) < 2 or (len(seconds[1]) < 15 and clock() - began < budget_s):
         for n in MEASURED_ROWS:
-            give_way()
+            yield_device()
             cached.score(text[:-1], Draft())  # the last token is not fed yet
             start = clock()
             # the transfer waits for the pass
@@ -130,7 +130,7 @@ def _compare_from(start: int, sequential: CachedModel, drafted: CachedModel, bud
     sequential.score(tokens[:start], Draft())
     began, rows = time.perf_counter(), []
     for end in range(start + 1, len(tokens) + 1):
-        give_way()
+        yield_device()
         rows.append(sequential.score(tokens[:end], Draft())[0])
         if len(rows) >= 4 and time.perf_counter() - began > budget_s / 2:
             break
@@ -149,7 +149,7 @@ def _draft_rows(cached: CachedModel, tokens: Sequence[int], start: int, length: 
     indexed = []
     end = start + 1
     while end <= len(tokens):
-        give_way()
+        yield_device()
         draft = tuple(tokens[end : end + length])
         rows = cached.score(tokens[:end], Draft.chain(draft))
         indexed += [(end - 1 - start + i, row) for i, row in enumerate(rows)]

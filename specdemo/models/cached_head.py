@@ -24,6 +24,7 @@ from specdemo.models.engines.engine import Cache
 
 if TYPE_CHECKING:
     from specdemo.core.sampling import ChainSampler
+    from specdemo.models.engines.chain_graph import ChainShape
 
 Result = TypeVar("Result")
 
@@ -90,8 +91,8 @@ class CachedHead(ABC):
     def expect(self) -> None:  # noqa: B027
         """Prepare for `start` while the caller does other work."""
 
-    def prepare(self, end: int) -> None:  # noqa: B027
-        """Record passes for up to `end` rows."""
+    def prepare(self, start: int, end: int, chain: ChainShape | None = None) -> None:  # noqa: B027
+        """Record passes for `start` to `end` rows, and chains."""
 
     def start(self, tokens: Sequence[int]) -> Tensor | None:
         """Return the logits `[size]` of the first draft token; None before the first pass of the target."""

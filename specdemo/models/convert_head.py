@@ -17,7 +17,7 @@ _MAX_BYTES = 32 << 30
 def convert_head(source: Path, folder: Path) -> int:
     """Write the tensors of `source` to `folder`, with the config.json next to it; return their number.
 
-    Raises `UserError` for files that contain anything but tensors.
+    Raises `UserError` for files with other content than tensors.
     """
     if not source.is_file():
         raise UserError(f"there is no file {source}: give a file like pytorch_model.bin or medusa_lm_head.pt")

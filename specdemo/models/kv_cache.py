@@ -23,7 +23,10 @@ from specdemo.worker import Stopped, job_clock, shared_pass
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from specdemo.core.comparison import ChainComparison
+    from specdemo.core.sampling import SamplingParams
     from specdemo.models.cached_head import CachedHead
+    from specdemo.models.engines.chain_graph import ChainShape
     from specdemo.models.engines.fused_weights import FusedWeights
 
 Model: TypeAlias = "PreTrainedModel | FusedWeights"
@@ -105,8 +108,8 @@ class CachedModel:
             size.observe(clock() - start)
             yield end
 
-    def score(self, tokens: Sequence[int], draft: Draft) -> Tensor:
-        """Compute raw logits `[len(draft) + 1, vocab]`, in a single pass after `prefill`.
+    def score(self, tokens: Sequence[int], draft: Draft, comparison: ChainComparison | None = None) -> Tensor:
+        """Compute raw logits `[len(draft) + 1, vocab]`, in a single pass after `prefill`, possibly with a comparison.
 
         Row 0 follows `tokens`, row i + 1 follows node i. Raises `UserError` for an unsupported draft shape.
         """
@@ -130,7 +133,9 @@ class CachedModel:
             try:
                 self._check_ids(new)
                 entry = Entry(self._cache, new, held, padded)
-                if self.engine.batch_invariant:
+                if comparison is not None and held == len(tokens) - 1:
+                    logits = self.engine.run_compared(entry, comparison)
+                elif self.engine.batch_invariant:
                     logits = shared_pass(self.engine.run, entry, len(new))
                 else:
                     (logits,) = self.engine.run([entry])
@@ -188,11 +193,19 @@ class CachedModel:
         self._held, self._logits = [*tokens, *chain[:-1]], logits
         return chain
 
-    def prepare(self, rows: Iterable[int], start: int, end: int) -> None:
-        """Record passes of these row counts over `start` to `end` positions on CUDA."""
-        self.engine.prepare(self._cache, {max(n, self._pad) for n in rows}, start, end)
+    def prepare(
+        self,
+        rows: Iterable[int],
+        start: int,
+        end: int,
+        chain: ChainShape | None = None,
+        compared: SamplingParams | None = None,
+    ) -> None:
+        """Record passes on CUDA, see `Engine.prepare`. Chains are those of the head, if there is one."""
+        of_model = chain if self.head is None else None
+        self.engine.prepare(self._cache, {max(n, self._pad) for n in rows}, start, end, of_model, compared)
         if self.head is not None:
-            self.head.prepare(end)
+            self.head.prepare(start, end, chain)
 
     def _sample_chain(self, tokens: Sequence[int], count: int, sampler: ChainSampler) -> list[int] | None:
         if self._owner is not None:

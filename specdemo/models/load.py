@@ -130,6 +130,7 @@ class LoadedModel:
             candidates=inputs.candidates,
             top=options.top,
             logprobs=inputs.logprobs,
+            compares=inputs.target_cache.engine.compares,
         )
 
     def close(self) -> None:
@@ -282,7 +283,7 @@ def configuration(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_pro
     return config
 
 
-def head_apart(spec: ModelSpec, hub: Hub) -> bool:
+def has_untied_head(spec: ModelSpec, hub: Hub) -> bool:
     """True if config.json declares an untied head.
 
     The loaded configuration may not: the class of T5 declares a tied head, T5 1.1 checkpoints have two tensors.

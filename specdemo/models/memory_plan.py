@@ -23,7 +23,7 @@ from specdemo.models.engines.native_families import transformers_reason
 from specdemo.models.gguf_checkpoint import gguf_bytes
 from specdemo.models.hub import Hub
 from specdemo.models.llama_checkpoint import read_config
-from specdemo.models.load import configuration, head_apart
+from specdemo.models.load import configuration, has_untied_head
 from specdemo.models.memory import free_bytes
 from specdemo.models.quantization import kept_wide, quantised_layers, skeleton, stored_quantised, unavailable
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, is_gguf, main_device
@@ -83,7 +83,7 @@ def plan_spec(
         width = _DTYPE_BYTES[spec.dtype]
         shapes = hub.shapes(spec.name, spec.revision).values()
         weights = sum(prod(shape) * (width if "F" in dtype else 1) for dtype, shape in shapes)
-    return plan_config(spec, config, context, taps, weights, coded, head_apart(spec, hub))
+    return plan_config(spec, config, context, taps, weights, coded, has_untied_head(spec, hub))
 
 
 def plan_config(
@@ -93,10 +93,10 @@ def plan_config(
     taps: int = 0,
     weights: int | None = None,
     coded: bool = False,
-    apart: bool = False,
+    untied_head: bool = False,
 ) -> MemoryPlan:
     """Estimate memory. `weights`: bytes, if they do not follow from the configuration; `coded`: some are integers."""
-    model = skeleton(config, apart)
+    model = skeleton(config, untied_head)
     native = (
         spec.device != SPREAD
         and uses_native_engine(torch.device(spec.device))

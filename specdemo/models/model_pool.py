@@ -72,12 +72,12 @@ class ModelPool:
         heads = sum(head.weight_bytes for head in self._heads.values())
         return heads + sum(loaded.weight_bytes for loaded in self._models.values())
 
-    def take(self, spec: ModelSpec) -> LoadedModel:
-        for _ in self.bring([spec]):
+    def get(self, spec: ModelSpec) -> LoadedModel:
+        for _ in self.ensure_loaded([spec]):
             pass
         return self._touch(spec.resolved())
 
-    def bring(
+    def ensure_loaded(
         self, specs: Sequence[ModelSpec], context: int = 0, head: HeadSpec | None = None
     ) -> Generator[Loading, None, None]:
         """Load missing models, yielding progress; unload least recently used models if memory is short.
@@ -94,15 +94,15 @@ class ModelPool:
                 yield from planning.progress()
                 plans.append(planning.result)
         for i, plan in enumerate(plans):
-            yield from self._bring_one(plan.spec, partial(self._free_memory, plans[i:], specs))
+            yield from self._ensure_one_loaded(plan.spec, partial(self._free_memory, plans[i:], specs))
 
     def _plan(self, spec: ModelSpec, context: int, head: HeadSpec | None, report: ReportProgress) -> MemoryPlan:
         tapped = head is not None and head.resolved().target == spec
         taps = tap_count(head.name, self.hub, report) if head and tapped else 0
         return plan_spec(spec, context, self.hub, report, taps)
 
-    def bring_head(self, spec: HeadSpec) -> Generator[Loading, None, None]:
-        """Load the head of a loaded target, yielding progress. Raises `UserError` like `bring`."""
+    def ensure_head_loaded(self, spec: HeadSpec) -> Generator[Loading, None, None]:
+        """Load the head of a loaded target, yielding progress. Raises `UserError` like `ensure_loaded`."""
         spec = spec.resolved()
         if spec in self._heads:
             return
@@ -117,7 +117,7 @@ class ModelPool:
                 f"{spec.title} needs {format_bytes(size)} and {format_bytes(free)} are free: choose a smaller head"
             )
         work = partial(load_head, spec, target, replace(self.hub, offline=True))
-        loading = BackgroundTask(work, parked=True, text=f"loading {spec.title}")
+        loading = BackgroundTask(work, cooperative=True, text=f"loading {spec.title}")
         yield from loading.progress()
         self.add_head(spec, loading.result)
 
@@ -125,12 +125,12 @@ class ModelPool:
         """Add the head of a resolved spec."""
         self._heads[spec] = head
 
-    def take_head(self, spec: HeadSpec) -> Head:
-        for _ in self.bring_head(spec):
+    def get_head(self, spec: HeadSpec) -> Head:
+        for _ in self.ensure_head_loaded(spec):
             pass
         return self._heads[spec.resolved()]
 
-    def _bring_one(self, spec: ModelSpec, free_memory: Callable[[], None]) -> Iterator[Loading]:
+    def _ensure_one_loaded(self, spec: ModelSpec, free_memory: Callable[[], None]) -> Iterator[Loading]:
         while (other := self._arriving.get(spec)) is not None:
             yield from _wait(other, f"waiting for {spec.title}, which another run loads")
         if spec in self._models:
@@ -157,7 +157,7 @@ class ModelPool:
         self._models[spec] = loaded
         self._touch(spec)
 
-    def drop(self, spec: ModelSpec) -> None:
+    def unload(self, spec: ModelSpec) -> None:
         if self._models.pop(spec.resolved(), None):
             self._used.pop(spec.resolved())
             self._heads = {head: loaded for head, loaded in self._heads.items() if head.target != spec.resolved()}
@@ -178,21 +178,21 @@ class ModelPool:
         release_memory()
 
     @property
-    def due_s(self) -> float | None:
+    def seconds_to_unload(self) -> float | None:
         if not self._used or not math.isfinite(self.idle_s):
             return None
         return max(0.0, min(self._used.values()) + self.idle_s - self._clock())
 
-    def tidy(self) -> int:
+    def unload_idle(self) -> int:
         idle = [spec for spec, last in self._used.items() if self._clock() - last >= self.idle_s]
         for spec in idle:
-            self.drop(spec)
+            self.unload(spec)
         return len(idle)
 
     def _load(self, spec: ModelSpec) -> Generator[Loading, None, LoadedModel]:
-        downloaded = replace(self.hub, offline=True)  # a parked task cannot be stopped
+        downloaded = replace(self.hub, offline=True)  # a cooperative task cannot be stopped
         work = partial(load, spec, downloaded, warm=self._warm)
-        loading = BackgroundTask(work, parked=True, text=f"loading {spec.title}")
+        loading = BackgroundTask(work, cooperative=True, text=f"loading {spec.title}")
         out = False
         try:
             yield from loading.progress()
@@ -240,7 +240,7 @@ class ModelPool:
             unused = next((spec for spec in self._models if spec not in wanted), None)
             if unused is None:
                 break
-            self.drop(unused)
+            self.unload(unused)
         if missing_bytes(plans):
             largest = max(plans, key=lambda plan: plan.total)
             others = interruptible(

@@ -39,8 +39,14 @@ QUANTIZATIONS = {
     "none": Quantization("unquantized weights in the chosen dtype"),
     "bf16": Quantization("bfloat16 weights: 2 bytes per weight", dtype="bfloat16"),
     "fp16": Quantization("float16 weights: 2 bytes per weight", dtype="float16"),
-    "int8": Quantization("8-bit integers: 1 byte per weight; on GPUs with Triton activations keep 16 bits", 8),
-    "nf4": Quantization("4-bit NormalFloat with quantized scales: 0.52 bytes per weight", 4),
+    "int8": Quantization(
+        "8-bit integers: 1 byte per weight; on GPUs with Triton activations keep 16 bits "
+        "(NVIDIA H200: 1.27 times bf16's tokens/s)",
+        8,
+    ),
+    "nf4": Quantization(
+        "4-bit NormalFloat with quantized scales: 0.52 bytes per weight (NVIDIA H200: 1.08 times bf16's tokens/s)", 4
+    ),
 }
 REMOVED_QUANTIZATIONS = dict.fromkeys(("fp4", "nf4-single", "fp4-single"), "choose nf4")
 ACTIVATION_BITS = {

@@ -28,14 +28,15 @@ static const char *check_layer(const model *m, const layer *now, int64_t inputs)
     if (!fault) fault = check_matrix(&now->out, m->width, queries);
     if (!fault) fault = check_matrix(&now->gate_up, m->gated ? pairs : m->inner, m->width);
     if (!fault) fault = check_matrix(&now->down, m->width, m->inner);
-    if (!fault && (!now->enter || !now->between)) fault = "a layer has no gains";
+    if (!fault && (!now->input_norm || !now->mlp_norm)) fault = "a layer has no gains";
     if (!fault && now->window < 0) fault = "the window of a layer is negative";
     return fault;
 }
 
 /* A sentence about the first contradiction in a model, or null */
 const char *check_model(const model *m) {
-    if (!m || !m->layers || !m->leave || !in_range(m->layer_count, 1, MOST_LAYERS)) return "the model has no layers";
+    if (!m || !m->layers || !m->final_norm || !in_range(m->layer_count, 1, MOST_LAYERS))
+        return "the model has no layers";
     if (!in_range(m->width, 1, MOST_NUMBERS) || !in_range(m->inner, 1, MOST_NUMBERS / 2))
         return "the width of the model is not positive or too large";
     if (!in_range(m->head_dim, 1, MOST_NUMBERS) || m->heads < 1 || m->kv_heads < 1 || m->heads % m->kv_heads)

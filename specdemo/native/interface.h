@@ -22,9 +22,9 @@ typedef struct {
 enum activation { SILU, GELU_TANH, GELU_ERF };
 
 typedef struct {
-    matrix qkv, value;            /* value: of another form than query and key, or without weights */
-    matrix out, gate_up, down;    /* gate_up: blocks of gate and up alternate; without gate: up */
-    const float *enter, *between; /* gains of norms, and biases of LayerNorm */
+    matrix qkv, value;                  /* value: of another form than query and key, or without weights */
+    matrix out, gate_up, down;          /* gate_up: blocks of gate and up alternate; without gate: up */
+    const float *input_norm, *mlp_norm; /* gains of norms, and biases of LayerNorm */
     const float *query_norm, *key_norm, *after_out, *after_down; /* the same, or null */
     float attention_scale;
     int32_t window; /* last positions that a row sees, or 0 */
@@ -38,7 +38,7 @@ typedef struct {
     /* A drafting head (EAGLE-3, 2503.01840): `fuse` maps the target's states to the residual stream, and the first
      * layer receives [normalised embedding; stream normalised with `stream_norm`]; or null */
     const matrix *fuse;
-    const float *stream_norm, *leave;
+    const float *stream_norm, *final_norm;
     matrix head;
     int32_t layer_count, width, inner, heads, kv_heads, head_dim, cache_form;
     int32_t rotated; /* values of a head */

@@ -223,7 +223,7 @@ int finish_phase(state *s, int phase) {
         break;
     case OUT:
         if (now->after_out) add_outputs(s, now->after_out);
-        normalise(s, now->between, &now->gate_up);
+        normalise(s, now->mlp_norm, &now->gate_up);
         if (m->parallel) add_outputs(s, 0);
         break;
     case GATE:
@@ -233,7 +233,7 @@ int finish_phase(state *s, int phase) {
         if (now->after_down) add_outputs(s, now->after_down);
         copy_states(s, l + 1);
         if (l + 1 < m->layer_count) {
-            normalise(s, m->layers[l + 1]->enter, &m->layers[l + 1]->qkv);
+            normalise(s, m->layers[l + 1]->input_norm, &m->layers[l + 1]->qkv);
             break;
         }
         if (!s->last) return -1;

@@ -13,7 +13,7 @@ int run_pass(const pass *requested) {
     pass limited = *requested, *p = &limited;
     p->threads = p->threads < MAX_THREADS ? p->threads : MAX_THREADS;
     state s = lay_out(p);
-    enter(&s);
+    prepare_inputs(&s);
     int64_t floats = larger_of(attention_floats(p->model), (int64_t)p->rows * UNIT);
     if (!run_phases(&s, p->threads, floats)) return NO_MEMORY;
     return s.stopped ? STOPPED : DONE;

@@ -71,7 +71,7 @@ void normalise(state *s, const float *gain, const matrix *next) {
 void normalise_last(state *s) {
     const model *m = s->p->model;
     for (int i = 0; i < s->last; i++)
-        norm(m, s->rows + (int64_t)s->head_rows[i] * m->width, m->leave, s->input + i * input_width(m));
+        norm(m, s->rows + (int64_t)s->head_rows[i] * m->width, m->final_norm, s->input + i * input_width(m));
     quantise_rows(s, &m->head, s->input, input_width(m), s->last);
 }
 
@@ -95,7 +95,7 @@ void combine(state *s) {
     for (int r = 0; r < s->p->rows; r++) {
         float *o = s->input + r * input_width(m), *second = o + m->width, *stream = s->rows + (int64_t)r * m->width;
         embed(s, r, second);
-        norm(m, second, first->enter, o);
+        norm(m, second, first->input_norm, o);
         norm(m, stream, m->stream_norm, second);
         if (m->replaced) memcpy(stream, second, m->width * sizeof *o);
     }
@@ -119,7 +119,7 @@ static void enter_head(state *s) {
 }
 
 /* Prepare the first phase. */
-void enter(state *s) {
+void prepare_inputs(state *s) {
     const model *m = s->p->model;
     if (m->fuse) {
         enter_head(s);
@@ -127,7 +127,7 @@ void enter(state *s) {
     }
     for (int r = 0; r < s->p->rows; r++) embed(s, r, s->rows + (int64_t)r * m->width);
     copy_states(s, 0);
-    normalise(s, m->layers[0]->enter, &m->layers[0]->qkv);
+    normalise(s, m->layers[0]->input_norm, &m->layers[0]->qkv);
 }
 
 /* Add the outputs in `qkv`, normalised if there is a gain, to the residual stream. */
@@ -157,6 +157,6 @@ void copy_states(state *s, int l) {
                 if (l < m->layer_count)
                     memcpy(state_of_row, row, m->width * sizeof *row);
                 else
-                    norm(m, row, m->leave, state_of_row);
+                    norm(m, row, m->final_norm, state_of_row);
             }
 }

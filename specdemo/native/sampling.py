@@ -90,7 +90,8 @@ def token_distributions(logits: Tensor, sampling: TokenSampling) -> Tensor:
 
 def _nucleus(probs: Tensor, top_p: float) -> Tensor:
     """Keep the smallest set of most probable tokens with mass `top_p`, renormalised (1904.09751)."""
-    width, vocab = _TOP_P_WIDTH, probs.shape[1]
+    vocab = probs.shape[1]
+    width = _TOP_P_WIDTH if probs.device.type == "cpu" else vocab  # a device sorts rather than wait for the host
     while True:  # a full sort is expensive and rarely needed
         mass, order = probs.topk(min(width, vocab))
         total = mass.cumsum(1)

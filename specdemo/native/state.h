@@ -55,7 +55,7 @@ void quantise_part(state *s, const matrix *next, int64_t first, int64_t end, con
                    row_range r);
 void normalise(state *s, const float *gain, const matrix *next);
 void normalise_last(state *s);
-void enter(state *s);
+void prepare_inputs(state *s);
 void combine(state *s);
 void add_outputs(state *s, const float *gain);
 void copy_states(state *s, int l);

@@ -1,7 +1,8 @@
-"""Admission of requests to the service: token, rate limits, and the owner of contexts."""
+"""Admission of requests: token, rate, size and time of the body, for service and page; owner of contexts."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 import re
@@ -12,15 +13,17 @@ from dataclasses import dataclass
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.types import Receive
 
 from specdemo.remote.access import is_foreign, is_known_host
-from specdemo.remote.connections import network_of
+from specdemo.remote.connections import ConnectionLimits, network_of
 from specdemo.remote.protocol import SESSION_HEADER, ErrorResponse
 
 _SESSION = re.compile(r"[A-Za-z0-9_-]{32,128}")
 _WRONG_TOKENS = (1.0, 20)  # attempts per second and address, and attempts in a burst
 _MOST_BUCKETS = 4096  # full buckets are retained below this number
 _PURGE_S = 1.0
+BODY_S = ConnectionLimits.seconds
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ def admission(
         if request.method not in ("GET", "HEAD") and not allowed and is_foreign(request.headers):
             raise ServiceError(403, "origin", "pages of other sites cannot use this service: send no Origin")
         client, token = network_of(_address(request)), sent.credentials if sent and tokens else ""
-        if tokens and not _is_among(tokens, token):
+        if tokens and not any(secrets.compare_digest(token.encode(), known.encode()) for known in tokens):
             if not failures.allow(client):
                 raise ServiceError(429, "busy", "too many wrong tokens from this address: try again in a few seconds")
             raise ServiceError(
@@ -112,5 +115,25 @@ def admission(
     return admit
 
 
-def _is_among(tokens: Sequence[str], sent: str) -> bool:
-    return any(secrets.compare_digest(sent.encode(), token.encode()) for token in tokens)
+async def read_body(receive: Receive, max_bytes: int, announced: int = 0) -> bytes:
+    """Read a body of `announced` bytes (0: unknown). Raises `ServiceError`."""
+    body = bytearray()
+    more = True
+    try:
+        async with asyncio.timeout(BODY_S):
+            while more and max(len(body), announced) <= max_bytes:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise client_gone()
+                body.extend(message.get("body", b""))
+                more = message.get("more_body", False)
+    except TimeoutError:
+        sentence = f"the body did not arrive within {BODY_S:g} seconds: send it again"
+        raise ServiceError(408, "slow", sentence) from None
+    if max(len(body), announced) > max_bytes:
+        raise ServiceError(413, "too_large", f"the body has more than {max_bytes:,} bytes: split the request")
+    return bytes(body)
+
+
+def client_gone() -> ServiceError:
+    return ServiceError(400, "gone", "the client disconnected")

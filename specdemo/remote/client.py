@@ -74,12 +74,10 @@ class RemoteVerifier:
         self._edge = None if self.edge is None else EdgeVerifier(self.edge)
         self._context = self.session.take(self.config)
         self._pending: PendingVerdict | None = None
-        self._announce_loss = self.alone
-        self._counts: dict[str, int] = {}  # counts of the current step, in addition to the exchange
+        self._counts = {"lost": 1} if self.alone else {}  # counts of the next verdict, in addition to the exchange
         self.connection.start_run()
 
     def verify(self, tokens: Sequence[int], draft: Draft, hard_mask: Sequence[int] | None = None) -> Verdict:
-        self._counts = {}
         if not self.alone:
             try:
                 verdict = self._resolve_pending(tokens, draft) or self._verify_remotely(tokens, draft, hard_mask)
@@ -87,14 +85,11 @@ class RemoteVerifier:
             except ConnectionLost:
                 if self._edge is None:
                     raise
-                self.alone = self._announce_loss = True
+                self.alone = True
+                self._counts["lost"] = 1
         assert self._edge is not None
         verdict = self._edge.verify(tokens, draft)
-        if not self._announce_loss:
-            return verdict
-        self._announce_loss = False
-        self._counts["lost"] = 1
-        return self._measured(verdict)
+        return self._measured(verdict) if self._counts else verdict
 
     def close(self) -> None:
         delete = partial(_delete_context, self.connection, self._context.context_id, self.deadlines)
@@ -111,7 +106,9 @@ class RemoteVerifier:
     def _measured(self, verdict: Verdict) -> Verdict:
         """Add the measurements of the link since the last step."""
         exchange = self.connection.network.take()
-        return replace(verdict, link=exchange.link(**self._counts), replica=exchange.replica)
+        link = exchange.link(**self._counts)
+        self._counts = {}
+        return replace(verdict, link=link, replica=exchange.replica)
 
     def _resolve_pending(self, tokens: Sequence[int], draft: Draft) -> Verdict | None:
         """Return a provisional verdict, or that of a late response; None if a request is required."""
@@ -172,7 +169,7 @@ class RemoteVerifier:
             if not response.wanted:
                 break
             rows = self._rows(draft, response.wanted, rows)
-        requests.exchange.rows = len(rows)
+        self.connection.network.exchange.rows = len(rows)
         verdict = response.to(draft, self.vocab_size)
         committed = [*(draft.tokens[node] for node in verdict.accepted), *verdict.target_tokens]
         _check_entries(committed, self.has_entry, self.connection.url)

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import math
-import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
-from queue import SimpleQueue
 from typing import TypeVar
 
 from specdemo.core.errors import UserError
 from specdemo.remote.deadline import MAX_TIMEOUT_S, ConnectionLost, Deadlines, StepDeadline
 from specdemo.remote.link import (
     Cause,
-    Exchange,
     HttpClient,
     MeteredNetwork,
     NewContext,
     OtherModel,
     ResendText,
     Retry,
-    other_model,
 )
 from specdemo.remote.protocol import ReadyResponse, ServiceIdentity, ServiceInfo
 from specdemo.worker import run_in_thread, wait_for
@@ -58,7 +53,7 @@ class Connection:
         self.sleep = sleep
         self.closed = False
         self._skipped_until: dict[str, float] = {}
-        self._calls: SimpleQueue[Callable[[], None] | None] | None = None
+        self._thread: ThreadPoolExecutor | None = None
         self.start_run()
 
     @property
@@ -77,13 +72,9 @@ class Connection:
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Queue a call for the thread of the connection."""
-        if self._calls is None:
-            self._calls = SimpleQueue()
-            weakref.finalize(self, self._calls.put, None).atexit = False
-            threading.Thread(target=_run_calls, args=(self._calls,), name="connection", daemon=True).start()
-        future: Future[T] = Future()
-        self._calls.put(partial(_complete, future, call))
-        return future
+        thread = self._thread or ThreadPoolExecutor(1, "connection")
+        self._thread = thread
+        return thread.submit(call)
 
     def run(self, call: Callable[[], T]) -> T:
         """Return the result of a queued call. Raise `Stopped` if the job is stopped meanwhile."""
@@ -109,18 +100,21 @@ class Connection:
 
     def fail_over(self, failure: Exception) -> Exception:
         """Return `ResendText` if another service continues, else `failure`. Raises `OtherModel`."""
-        if isinstance(failure, OtherModel):
-            return self._refuse(failure)
-        if len(self.clients) == 1 or not (isinstance(failure, Retry) and failure.may_be_dead):
+        is_refused = isinstance(failure, OtherModel)
+        if not is_refused and not self._is_dead(failure):
             return failure
-        if failure.cause is not Cause.DOWN and self._is_ready():
-            return failure
-        self._skip(self.client)
         now = self.clock()
-        other = min(self.clients, key=lambda other: max(now, self._skipped_until.get(other.url, now)))
+        self._skipped_until[self.url] = math.inf if is_refused else now + SKIP_S
+        waits = {client: max(0.0, self._skipped_until.get(client.url, now) - now) for client in self.clients}
+        other = min(self.clients, key=waits.__getitem__)
+        if is_refused and waits[other]:
+            raise failure
         if other is self.client:
             return failure
-        return self._switch(other, f"{self.url} does not respond ({failure})")
+        change = ResendText(str(failure) if is_refused else f"{self.url} does not respond ({failure})")
+        other.identity = self.client.identity
+        self.client = other
+        return change
 
     def note_service(self, gap_s: float, length: int) -> bool:
         """Measure a change of the service of a text of this length; return True if another service continues."""
@@ -144,23 +138,23 @@ class Connection:
         self.closed = True
         for client in self.clients:
             client.close()
-        calls = self._calls
-        self._calls = None
-        if calls is not None:
-            calls.put(None)
+        thread = self._thread
+        self._thread = None
+        if thread is not None:
+            thread.shutdown(wait=False)
 
     def _describe(self, timeout: float) -> ServiceInfo:
         infos = self._descriptions(timeout)
         for client in self.clients:
             if client not in infos:
-                self._skip(client)
+                self._skipped_until[client.url] = self.clock() + SKIP_S
         self.client = next(iter(infos))
         first = infos[self.client]
         for client, info in infos.items() if len(self.clients) > 1 else ():
             if not info.model:
                 raise UserError(f"{client.url} states no digest of its model: update this service, or give one address")
             if info.model != first.model:
-                raise other_model(client.url, info.identity, first.identity)
+                raise OtherModel(client.url, info.identity, first.identity)
         self.client.identity = first.identity
         return first
 
@@ -189,22 +183,11 @@ class Connection:
             _, pending = wait(pending, return_when=FIRST_COMPLETED)
         wait(pending, _GRACE_S + 2 * self.network.link.rtt_s)
 
-    def _refuse(self, refusal: OtherModel) -> ResendText:
-        """Continue with a service that has not failed lately, and never use the current service again."""
-        now = self.clock()
-        self._skipped_until[self.url] = math.inf
-        for other in self.clients:
-            if self._skipped_until.get(other.url, now) <= now:
-                return self._switch(other, str(refusal))
-        raise refusal
-
-    def _switch(self, other: HttpClient, sentence: str) -> ResendText:
-        other.identity = self.client.identity
-        self.client = other
-        return ResendText(sentence)
-
-    def _skip(self, client: HttpClient) -> None:
-        self._skipped_until[client.url] = self.clock() + SKIP_S
+    def _is_dead(self, failure: Exception) -> bool:
+        """Return True if another service must continue; a lonely service is never given up."""
+        if len(self.clients) == 1 or not (isinstance(failure, Retry) and failure.may_be_dead):
+            return False
+        return failure.cause is Cause.DOWN or not self._is_ready()
 
     def _is_ready(self) -> bool:
         try:
@@ -231,10 +214,6 @@ class Requests:
         self._failed: float | None = None  # start of the first failed request
         connection.network.limit = self.deadline.remaining
 
-    @property
-    def exchange(self) -> Exchange:
-        return self._connection.network.exchange
-
     def send(self, attempt: Callable[[HttpClient, float], T]) -> T:
         """Return the result of `attempt(client, timeout)`.
 
@@ -259,7 +238,9 @@ class Requests:
     def add_response(self, cloud_s: float) -> None:
         """Measure a response that took the service `cloud_s`."""
         now = self._connection.clock()
-        self.exchange.add_response(cloud_s, now - self._requested - cloud_s)
+        exchange = self._connection.network.exchange
+        exchange.cloud_s = (exchange.cloud_s or 0.0) + cloud_s
+        exchange.rtt_s = (exchange.rtt_s or 0.0) + now - self._requested - cloud_s
         self._requested = now
 
     def _recover(self, failure: Exception) -> None:
@@ -283,19 +264,6 @@ class Requests:
         if resend:
             self._timeout = max(self._timeout, self._deadlines.first_timeout(self.length))
             raise failure
-
-
-def _run_calls(calls: SimpleQueue[Callable[[], None] | None]) -> None:
-    while (call := calls.get()) is not None:
-        call()
-        del call  # it may own the connection
-
-
-def _complete(future: Future[T], call: Callable[[], T]) -> None:
-    try:
-        future.set_result(call())
-    except BaseException as error:  # `Future.result` raises it again
-        future.set_exception(error)
 
 
 def _weight(session: str, url: str) -> bytes:

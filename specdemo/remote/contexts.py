@@ -21,7 +21,7 @@ from specdemo.core.banned_text import BannedText
 from specdemo.core.distributions import Comparison, ProbRows, SparseRow, node_probs
 from specdemo.core.errors import UserError, check_name
 from specdemo.core.rules import RULES, check_rule
-from specdemo.core.sampling import Noise, SharedNoise
+from specdemo.core.sampling import Noise, SamplingParams, SharedNoise
 from specdemo.core.step import Draft, Verdict
 from specdemo.core.verifier import ModelVerifier, configured_rule
 from specdemo.models.kv_cache import CachedModel
@@ -130,16 +130,13 @@ def draft_from_request(request: VerifyRequest, vocab_size: int, device: torch.de
     return replace(draft, probs=SentRows(q, device, rows))
 
 
-def _no_score(tokens: Sequence[int], draft: Draft) -> Tensor:
-    raise AssertionError("the verifier has no cache")
-
-
 @dataclass(frozen=True)
 class TextVerifier:
     """Verifier of a text; its noise depends on the position."""
 
     config: VerifyConfig
-    verifier: ModelVerifier
+    sampling: SamplingParams
+    rule: Callable[..., Verdict]
     sources: NoiseSources
 
     @classmethod
@@ -156,12 +153,12 @@ class TextVerifier:
             if ban is None:
                 raise UserError("this service has no tokenizer for bad_texts: send bad_words")
             sampling = replace(sampling, banned=ban(tuple(config.bad_texts)))
-        return cls(config, ModelVerifier(_no_score, sampling, rule, *sources(config, 0)), sources)
+        return cls(config, sampling, rule, sources)
 
     def verify(self, score: Score, tokens: Sequence[int], draft: Draft, candidates: int = 1, top: int = 0) -> Verdict:
         """Raises `RowNeeded`."""
         accept, correct = self.sources(self.config, len(tokens))
-        verifier = replace(self.verifier, score=score, accept=accept, correct=correct, candidates=candidates, top=top)
+        verifier = ModelVerifier(score, self.sampling, self.rule, accept, correct, candidates, top)
         with torch_threads(1):
             return verifier.verify(tokens, draft)
 
@@ -285,10 +282,11 @@ class Contexts:
                 context = self._open(stored, numbered) if numbered.base == 0 else self._continue(stored, numbered)
                 tokens = [*context.tokens[: numbered.base], *numbered.tokens]
                 self._check_length(len(tokens) + draft.depth)
-                for count in context.cache.prefill(tokens):
-                    self._store(key, context)
-                    yield PrefillPosition(count)
-                response = self._scored(key, context, numbered, tokens, draft)
+                self._store(key, context)
+                yield from map(PrefillPosition, context.cache.prefill(tokens))
+                start = self.clock()
+                response = context.verifier.respond(numbered, context.cache.score, tokens, draft)
+                response.metrics.cloud_s = self.clock() - start
                 if request.step is None:
                     response = without_bonus(response)
                     context.steps.keys.append(retry_key)
@@ -308,19 +306,6 @@ class Contexts:
             yield
         finally:
             self._in_use.remove(key)
-
-    def _scored(
-        self, key: tuple[str, str], context: EdgeContext, request: VerifyRequest, tokens: list[int], draft: Draft
-    ) -> VerifyResponse:
-        start = self.clock()
-        try:
-            response = context.verifier.respond(request, context.cache.score, tokens, draft)
-        except BaseException:
-            if key not in self._contexts:
-                context.cache.close()
-            raise
-        response.metrics.cloud_s = self.clock() - start
-        return response
 
     def _store(self, key: tuple[str, str], context: EdgeContext) -> None:
         context.last_used = self.clock()

@@ -35,8 +35,8 @@ class Deadlines:
 class StepDeadline:
     """Limit: `lost_s` without progress; in total `lost_s` plus `READ_S` per unread token.
 
-    Progress is a larger prefill position. A call of more than `remaining()` seconds does not count: this process was
-    suspended.
+    Progress is a larger prefill position. The time of a call that took longer than `remaining()` is ignored: the
+    process was suspended.
     """
 
     lost_s: float

@@ -70,20 +70,22 @@ class NewContext(Exception):
 class OtherModel(UserError):
     """The service has another model than the services of the run."""
 
+    def __init__(self, url: str, identity: ServiceIdentity, expected: ServiceIdentity) -> None:
+        model = "another model than" if identity.model else "a model without digest, unlike"
+        super().__init__(
+            f"replica {identity.replica or 'without name'} at {url} serves {model} replica {expected.replica}: start "
+            "every replica with the same target, dtype and quantization"
+        )
+
+
+_CHANGES = {"unknown_context": ResendText, "stale": NewContext}  # by code of the response
+
 
 def _retry(error: Exception) -> Retry:
     cause = Cause.DOWN
     if isinstance(error, httpcore.TimeoutException):
         cause = Cause.UNREACHABLE if isinstance(error, httpcore.ConnectTimeout) else Cause.LATE
     return Retry(plain_text(str(error)) or type(error).__name__, cause)
-
-
-def other_model(url: str, identity: ServiceIdentity, expected: ServiceIdentity) -> OtherModel:
-    model = "another model than" if identity.model else "a model without digest, unlike"
-    return OtherModel(
-        f"replica {identity.replica or 'without name'} at {url} serves {model} replica {expected.replica}: start every "
-        "replica with the same target, dtype and quantization"
-    )
 
 
 def read_content(response: httpcore.Response) -> bytes:
@@ -206,7 +208,7 @@ class HttpClient:
         except ValueError as error:
             raise UserError(f"{self.url} is not a specdemo service: it sent no digest of its model") from error
         if self.identity.model and identity.model != self.identity.model:
-            raise other_model(self.url, identity, self.identity)
+            raise OtherModel(self.url, identity, self.identity)
         self.identity = identity
 
     def _content(self, response: httpcore.Response) -> bytes:
@@ -226,10 +228,8 @@ class HttpClient:
             problem = self._codec.load(ErrorResponse, body)
         except UserError:
             problem = ErrorResponse(error=f"status {status}", code="")
-        if problem.code == "unknown_context":
-            return ResendText(problem.error)
-        if problem.code == "stale":
-            return NewContext(problem.error)
+        if problem.code in _CHANGES:
+            return _CHANGES[problem.code](problem.error)
         if problem.code == "prefill":
             return Retry(problem.error, Cause.READING, problem.position)
         if status in (408, 429) or (status == 503 and problem.code == "busy"):
@@ -258,10 +258,6 @@ class Exchange:
     reread: int | None = None
     numerics: int | None = None
     replica: str = ""  # name of the service, if it changed
-
-    def add_response(self, cloud_s: float, rtt_s: float) -> None:
-        self.cloud_s = (self.cloud_s or 0.0) + cloud_s
-        self.rtt_s = (self.rtt_s or 0.0) + rtt_s
 
     def link(self, **more: int | None) -> LinkStats:
         return LinkStats.of(vars(self) | {"sent": self.sent or None} | more)

@@ -151,12 +151,17 @@ def listen(
     if certificate is not None:
         listener = LimitedListener(listener, connections, trusted_proxies(config))
     server = _Server(config, app.state.worker, announce, drain_s)
-
-    def watch(file: int) -> None:
-        while os.read(file, 4096):  # a buffered reader blocks the interpreter's exit
-            pass
-        server.should_exit = True
-
     if stdin is not None:
-        threading.Thread(target=watch, args=(stdin.fileno(),), daemon=True).start()
+        call_at_end(stdin, lambda: server.handle_exit(signal.SIGTERM, None))
     server.run(sockets=[listener])
+
+
+def call_at_end(file: IO[bytes], call: Callable[[], object]) -> None:
+    """Make the call in a thread when `file` ends."""
+
+    def watch(descriptor: int) -> None:
+        while os.read(descriptor, 4096):  # a buffered reader blocks the interpreter's exit
+            pass
+        call()
+
+    threading.Thread(target=watch, args=(file.fileno(),), daemon=True).start()

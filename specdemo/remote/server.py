@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from functools import partial
 from typing import Any, TypeVar
@@ -20,8 +20,14 @@ from starlette.middleware.cors import CORSMiddleware
 
 from specdemo.core.errors import PromptTooLong, UserError
 from specdemo.remote.access import RouteInfo
-from specdemo.remote.admission import ServiceError, ServiceLimits, admission, context_owner
-from specdemo.remote.bodies import client_gone, read_body
+from specdemo.remote.admission import (
+    ServiceError,
+    ServiceLimits,
+    admission,
+    client_gone,
+    context_owner,
+    read_body,
+)
 from specdemo.remote.contexts import ContextInUse, Contexts
 from specdemo.remote.guide_requests import MAX_KEY, StaleRequest, UnknownContext
 from specdemo.remote.protocol import (
@@ -46,6 +52,13 @@ _APPLICATION: dict[str, Any] = {
     "version": "1",
     "description": "Verifies drafts of token ids with the target model (docs/edge-cloud.md).",
     **dict.fromkeys(("docs_url", "redoc_url", "openapi_url")),  # the documentation requires the token
+}
+_CLOSING = {"connection": "close"}  # the rest of the body is not read
+ERROR_HEADERS: Mapping[int, Mapping[str, str]] = {
+    401: {"www-authenticate": "Bearer"},
+    408: _CLOSING,
+    413: _CLOSING,
+    429: {"retry-after": "1"},
 }
 _STATUSES = (400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 503)
 _PROBLEMS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorResponse} for status in _STATUSES}
@@ -79,12 +92,31 @@ def create_app(
     """Create the application. `local`: without a token, refuse names of other hosts. `origins`: sites with access."""
     limits = limits or ServiceLimits()
     app = FastAPI(**_APPLICATION)
-    app.state.worker, app.state.contexts = worker, contexts
+    app.exception_handler(ServiceError)(lambda request, error: _problem(request, error.status, error.problem))
+    app.exception_handler(HTTPException)(_http_error)
+    app.exception_handler(RequestValidationError)(_invalid_request)
+    app.state.worker = worker
+    app.state.contexts = contexts
     app.state.limits = limits
     app.state.admission = admission((token or "").split(), limits, local, clock, origins)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",))
+
+    @app.get("/v1/ready", response_model=ReadyResponse)
+    async def ready(request: Request) -> Response:
+        """Respond without a token."""
+        return _message(request, ReadyResponse())
+
+    _add_routes(app, info, clock)
+    return app
+
+
+def _add_routes(app: FastAPI, info: ServiceInfo, clock: Callable[[], float]) -> None:
+    """Add the routes for admitted clients."""
     common: dict[str, Any] = {"dependencies": [Depends(app.state.admission)], "responses": _PROBLEMS}
+    worker: Worker = app.state.worker
+    contexts: Contexts = app.state.contexts
+    max_bytes = app.state.limits.body_bytes
 
     @app.get("/v1/target", response_model=ServiceInfo, **common)
     async def target(request: Request) -> Response:
@@ -94,7 +126,7 @@ def create_app(
     @app.post("/v1/rounds", response_model=VerifyResponse, openapi_extra=_body(VerifyRequest), **common)
     async def rounds(request: Request) -> Response:
         """Verify a draft, or respond with status 503, code `prefill`: a part of a long text is read."""
-        message = await _read(request, VerifyRequest, limits.body_bytes)
+        message = await _read(request, VerifyRequest, max_bytes)
         job = partial(_verified, contexts, message, (context_owner(request), _retry_key(request)), clock)
         response = await run_queued(worker, request, job)
         return _message(request, response, headers=None if message.base else info.headers)
@@ -102,19 +134,11 @@ def create_app(
     @app.post("/v1/texts", response_class=StreamingResponse, openapi_extra=_body(StreamRequest), **common)
     async def texts(request: Request, progress: bool = False) -> Response:
         """Decode autoregressively: lines `read COUNT` with `progress`, token ids, `end` or `error` with the cause."""
-        message = await _read(request, StreamRequest, limits.body_bytes)
+        message = await _read(request, StreamRequest, max_bytes)
         lines = _lines(stream_queued(worker, lambda: contexts.stream(message)), progress)
         started = await started_stream(request, lines, _error_line)
         return StreamingResponse(started, media_type="text/plain", headers=info.headers)
 
-    _add_deletion(app, contexts, worker, common)
-    _add_readiness(app)
-    _add_error_handlers(app)
-    _add_documentation(app, common["dependencies"])
-    return app
-
-
-def _add_deletion(app: FastAPI, contexts: Contexts, worker: Worker, common: dict[str, Any]) -> None:
     @app.delete("/v1/contexts/{ctx_id}", response_model=DeleteResponse, **common)
     async def forget(request: Request, ctx_id: str) -> Response:
         """Delete a context."""
@@ -122,42 +146,21 @@ def _add_deletion(app: FastAPI, contexts: Contexts, worker: Worker, common: dict
         deleted = await run_queued(worker, request, lambda: iter((contexts.delete(ctx_id, owner),)))
         return _message(request, DeleteResponse(deleted=deleted))
 
-
-def _add_readiness(app: FastAPI) -> None:
-    @app.get("/v1/ready", response_model=ReadyResponse)
-    async def ready(request: Request) -> Response:
-        """Respond without a token."""
-        return _message(request, ReadyResponse())
-
-
-def _add_error_handlers(app: FastAPI) -> None:
-    app.exception_handler(ServiceError)(lambda request, error: _problem(request, error.status, error.problem))
-    app.exception_handler(HTTPException)(_http_error)
-    app.exception_handler(RequestValidationError)(_invalid_request)
-
-
-def _add_documentation(app: FastAPI, dependencies: list[Any]) -> None:
-    hidden: dict[str, Any] = {"dependencies": dependencies, "include_in_schema": False}
-
-    @app.get("/openapi.json", **hidden)
+    @app.get("/openapi.json", include_in_schema=False, **common)
     async def schema() -> Response:
-        return JSONResponse(app.openapi())
+        return JSONResponse(_openapi(app))
 
-    @app.get("/docs", **hidden)
+    @app.get("/docs", include_in_schema=False, **common)
     async def docs() -> Response:
         return get_swagger_ui_html(openapi_url="openapi.json", title=app.title)
 
-    app.openapi = partial(_openapi, app)  # type: ignore[method-assign]  # documented by FastAPI
 
-
-def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+def _http_error(request: Request, error: HTTPException) -> Response:
     problem = ErrorResponse(error=f"{error.detail}: see /docs for the endpoints", code="http")
     return _problem(request, error.status_code, problem, dict(error.headers or {}))
 
 
-def _invalid_request(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
+def _invalid_request(request: Request, error: RequestValidationError) -> Response:
     return _problem(request, 422, ErrorResponse(error=str(error.errors()[0]["msg"]), code="invalid"))
 
 
@@ -196,13 +199,7 @@ def _message(
 
 def _problem(request: Request, status: int, problem: ErrorResponse, headers: dict[str, str] | None = None) -> Response:
     response = _message(request, problem, status)
-    response.headers.update(headers or {})
-    if status in (408, 413):
-        response.headers["connection"] = "close"  # the rest of the body is not read
-    if status == 429:
-        response.headers["retry-after"] = "1"
-    if status == 401:
-        response.headers["www-authenticate"] = "Bearer"
+    response.headers.update({**(headers or {}), **ERROR_HEADERS.get(status, {})})
     return response
 
 
@@ -271,19 +268,17 @@ async def started_stream(
     except BaseException:
         await parts.aclose()
         raise
-    return _continued(first, parts, describe)
 
+    async def started() -> AsyncIterator[bytes]:
+        async with aclosing(parts):
+            yield first
+            try:
+                async for part in parts:
+                    yield part
+            except Exception as error:  # too late for a status code
+                yield describe(error)
 
-async def _continued(
-    first: bytes, parts: AsyncGenerator[bytes, None], describe: Callable[[Exception], bytes]
-) -> AsyncIterator[bytes]:
-    async with aclosing(parts):
-        yield first
-        try:
-            async for part in parts:
-                yield part
-        except Exception as error:  # too late for a status code
-            yield describe(error)
+    return started()
 
 
 TOO_LONG = "context_length_exceeded"

@@ -14,18 +14,16 @@ from specdemo.core.errors import UserError
 from specdemo.core.events import INTERRUPTED, End, Loading, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.option_rules import refuse_ineffective
+from specdemo.preflight import Preflight
 from specdemo.recipe import Recipe
 from specdemo.ui.lane import SPEC
+from specdemo.ui.measurements import start_prediction
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OPTIONS, recipe_of, setting_of
-from specdemo.ui.streams import LaneEvents, drain, reason
+from specdemo.ui.streams import LaneEvents, drain, read_result, reason
+from specdemo.ui.visitor_sessions import address_of
 
 _UNRECORDED = {"top": 0}  # the page records distributions for its inspector, the API does not
-
-
-def address_of(request: gr.Request) -> str:
-    """Return the client address; with a proxy, `FORWARDED_ALLOW_IPS` selects it."""
-    return request.client.host if request.client else ""
 
 
 def endpoints(service: Service, initial: Recipe, device: str) -> dict[str, Callable[..., Any]]:
@@ -52,8 +50,8 @@ def endpoints(service: Service, initial: Recipe, device: str) -> dict[str, Calla
 
     async def preflight(request: gr.Request, *values: Any) -> dict[str, Any]:
         """Estimate the speed-up of a pair and a method before a run."""
-        prediction = await service.measurements.preflight(recipe_from(values), address=address_of(request))
-        return prediction.as_dict()
+        stream = start_prediction(service, recipe_from(values), address=address_of(request))
+        return (await read_result(stream, Preflight)).as_dict()
 
     return {"generate": _with_parameters(generate, defaults), "preflight": _with_parameters(preflight, defaults)}
 

@@ -6,7 +6,10 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from typing import Any
+
+from specdemo.ui.theme import CATEGORIES
 
 _LARGEST = 1e12  # traces of unknown origin may contain any times
 
@@ -30,6 +33,12 @@ class Block:
     start: float
     duration: float
     words: str
+
+
+def by_category(kind: str, groups: Mapping[str, Sequence[tuple[float, float]]]) -> list[Series]:
+    """Return a series per label, in distinct colours."""
+    colours = cycle(CATEGORIES)
+    return [Series(kind, next(colours), points, label) for label, points in groups.items()]
 
 
 def chart(title: str, x: str, y: str, series: Sequence[Series], names: Sequence[str] = (), elem_id: str = "") -> str:

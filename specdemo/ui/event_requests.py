@@ -14,7 +14,7 @@ MOST_VALUES, MOST_DEPTH = 20_000, 32
 
 
 class PageBlocks(gr.Blocks):
-    """Gradio blocks whose events end in a sentence, whatever a visitor sends; logs quote no visitor."""
+    """Gradio blocks that answer every malformed event with a sentence; logs quote no visitor."""
 
     async def process_api(self, block_fn: Any, inputs: list[Any], *args: Any, **options: Any) -> dict[str, Any]:
         """Run an event, or the next step of a generator, `iterator`."""

@@ -34,6 +34,7 @@ _NO_SUMMARY: Mapping[str, Any] = {
     "table": [],
     "disturbed": [],
     "texts": {},
+    "names": {},
     "figures": {},
 }
 LOST = "Connection to the cloud lost: the drafter continues alone."
@@ -94,7 +95,7 @@ class Run:
         for changed in self.followers:
             changed.set()
 
-    def absorb(self, name: str, event: Event) -> None:
+    def add_event(self, name: str, event: Event) -> None:
         """Add an event of a lane. Repetitions after its end change only speeds and phase."""
         lane = self.lanes[name]
         repeated = lane.ended
@@ -165,7 +166,7 @@ class Run:
         self.records.append(record)
 
     def finish(self, error: str | None = None) -> None:
-        """End the run; computes its summary, which takes up to some tenths of a second."""
+        """End the run; computes its summary, in up to some tenths of a second."""
         if self.over:
             return
         self._stop_job = None
@@ -254,5 +255,5 @@ def run_of_traces(traces: Sequence[Trace]) -> Run:
     for name, trace in sorted(zip(names, traces, strict=True), key=lambda named: run.plan.index(named[0])):
         for event in (trace.header, *trace.steps, trace.end):
             if event is not None:
-                run.absorb(name, event)
+                run.add_event(name, event)
     return run

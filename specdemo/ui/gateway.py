@@ -11,6 +11,7 @@ from urllib.parse import quote, urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,8 +19,7 @@ from starlette.websockets import WebSocketClose
 
 from specdemo.core.trace import MAX_CHARACTERS
 from specdemo.remote.access import RouteInfo, is_foreign, is_known_host
-from specdemo.remote.admission import RateLimiter, ServiceError
-from specdemo.remote.bodies import read_body
+from specdemo.remote.admission import RateLimiter, ServiceError, read_body
 from specdemo.remote.connections import VisitorConnections, network_of
 from specdemo.ui.documents import DOCUMENT_PATH
 from specdemo.ui.limits import HostLimits
@@ -27,7 +27,7 @@ from specdemo.ui.page_files import FILE_PATH
 from specdemo.ui.page_head import PICTURE_PATH, PageHead
 from specdemo.ui.runs import RUNS
 from specdemo.ui.streams import FRAMES
-from specdemo.ui.visitor_sessions import hide_in_address, hide_in_body, new_cookie
+from specdemo.ui.visitor_sessions import address_of, hide_in_address, hide_in_body, new_cookie
 
 _log = logging.getLogger(__name__)
 
@@ -168,8 +168,7 @@ class Gateway:
         kind = _KINDS.get(path, "application/json")
         if method == "POST" and headers.get("content-type", "").partition(";")[0].strip() != kind:
             raise ServiceError(415, "invalid", f"send {kind}")
-        address = scope["client"][0] if scope.get("client") else ""
-        if not self._rates.allow(network_of(address)):
+        if not self._rates.allow(network_of(address_of(HTTPConnection(scope)))):
             raise ServiceError(429, "busy", "too many requests: try again in a minute")
 
     async def _body(self, scope: Scope, receive: Receive, headers: Headers) -> bytes:
@@ -221,7 +220,7 @@ class Gateway:
 
 
 def _below_root(scope: Scope) -> Scope:
-    """Remove the path of GRADIO_ROOT_PATH, which some proxies remove."""
+    """Remove the path of GRADIO_ROOT_PATH, as some proxies do."""
     root = urlsplit(scope.get("root_path", "")).path.strip("/")
     if not root or not f"{scope['path']}/".startswith(f"/{root}/"):
         return scope

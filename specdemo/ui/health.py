@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import time
 from functools import partial
 
 from starlette.requests import Request
@@ -27,17 +25,13 @@ class Health:
     def __init__(self, service: Service, recipe: Recipe) -> None:
         assert isinstance(service.worker, Worker)
         self._service = service
-        self.jobs = JobHealth(service.worker, partial(service.probe, recipe), PATIENCE_S, self._token_age_s, LATELY_S)
+        self.jobs = JobHealth(service.worker, partial(service.probe, recipe), PATIENCE_S, service.token_age_s, LATELY_S)
 
     async def check(self) -> tuple[bool, str]:
         try:
             return True, await asyncio.to_thread(self.jobs.check)
         except Unhealthy as error:
             return False, str(error) if error.__cause__ is None else reason(error.__cause__)
-
-    def _token_age_s(self) -> float:
-        last = self._service.last_token
-        return math.inf if last is None else time.monotonic() - last
 
     def route(self) -> Route:
         """Return the route `GET /health`: 200 or 503, with the reason and the passes by texts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
@@ -11,7 +12,9 @@ from specdemo.core import trace
 from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
 from specdemo.core.metrics import Metrics
 from specdemo.core.options import Option
+from specdemo.core.policies import POLICIES
 from specdemo.core.rules import DEFAULT_RULE, rule_traits
+from specdemo.drafters import draft_shape
 from specdemo.external.address import EngineAddress
 from specdemo.models.spec import SAME
 from specdemo.option_rules import methods_with
@@ -24,7 +27,7 @@ LANES = (SPEC, PLAIN, "third", "fourth")
 EXTRA = tuple(name for name in LANES if name not in (SPEC, PLAIN))  # lanes for further recipes
 SHORT_TOKENS, SHORT_S = 60, 0.5  # shorter comparisons are repeated
 SHORT_PAIRS, LONGEST_REPEATED_S = 3, 2.0
-ALONE = {"edge_only": "edge only: the drafter alone", "cloud_only": "cloud only: the target alone"}
+ALONE = {"edge_only": "edge only: the helper alone", "cloud_only": "cloud only: the large model alone"}
 
 
 @dataclass(eq=False)
@@ -165,15 +168,30 @@ def title(recipe: Mapping[str, Any]) -> str:
     if mode(recipe) in ALONE:
         return ALONE[mode(recipe)]
     if recipe["method"] == "ar":
-        return "target only" + (", over the link" if mode(recipe) else "") + _form(recipe)
+        return "large model alone" + (", over the link" if mode(recipe) else "") + _form(recipe)
     if recipe["method"] == "beam":
         return f"{recipe['num_beams']} beams"
-    policy, rule = recipe.get("policy", "fixed"), recipe.get("rule", DEFAULT_RULE)
-    length = f"γ {recipe['gamma']}" if policy == "fixed" else f"γ by {policy}"
+    rule = recipe.get("rule", DEFAULT_RULE)
+    depth = " deep" if draft_shape(recipe["method"]) == "forest" else ""
+    length = f"up to {_longest_draft(recipe)} guesses{depth}"
     link = ", edge and cloud" if mode(recipe) else ""
     copy = f" by {recipe.get('drafter_quantization')} copy" if recipe.get("drafter") == SAME else ""
     test = "" if rule == DEFAULT_RULE else f", {rule}"
     return f"{method_name(recipe['method'])}{copy}, {length}{test}{link}{_form(recipe)}"
+
+
+def _longest_draft(recipe: Mapping[str, Any]) -> int:
+    policy = POLICIES.get(recipe.get("policy", "fixed"), POLICIES["fixed"])
+    return policy.lengths(recipe["gamma"], recipe.get("gamma_min"), recipe.get("gamma_max")).most
+
+
+def short_names(lanes: Mapping[str, Lane]) -> dict[str, str]:
+    """Return the method of each lane with drafts, or its title if methods are equal; empty for a single method."""
+    titles = {name: lane.title for name, lane in lanes.items() if name != PLAIN and lane.begun}
+    methods = Counter(text.partition(",")[0] for text in titles.values())
+    short = {name: text.partition(",")[0] for name, text in titles.items()}
+    names = {name: method if methods[method] == 1 else titles[name] for name, method in short.items()}
+    return names if len(names) > 1 else {}
 
 
 def _form(recipe: Mapping[str, Any]) -> str:
@@ -183,7 +201,7 @@ def _form(recipe: Mapping[str, Any]) -> str:
 
 
 _IN_TITLE = (  # and the model next to it, or without effect on texts and speeds
-    *("pair", "target", "method", "gamma", "policy", "rule", "num_beams", "external"),
+    *("pair", "target", "method", "gamma", "rule", "num_beams", "external"),
     *("quantization", "drafter_quantization", "activations", "mode", "remote", "top"),
 )
 _MOST_DIFFERENCES, _VALUE_CHARACTERS = 4, 20
@@ -262,10 +280,6 @@ def model_name(recipe: Mapping[str, Any]) -> str:
 def comparable_lanes(stored: Sequence[Recipe], recipe: Recipe) -> list[Recipe]:
     """Return the stored lanes that continue the same prompt with the same target as `recipe`, in any form."""
     return [lane for lane in stored if lane.models[0] == recipe.models[0] and lane.chat == recipe.chat]
-
-
-def describe_stored_lanes(recipes: list[Recipe]) -> str:
-    return f"Also compared, with the same target: {name_lanes(recipes)}." if recipes else ""
 
 
 def name_lanes(recipes: Sequence[Recipe]) -> str:

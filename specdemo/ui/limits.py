@@ -284,7 +284,7 @@ class RunRates:
             self._admit(address).append(_StartedRun(self._clock()))
 
     def _admit(self, address: str, replaced: Stream[Any] | None = None) -> list[_StartedRun]:
-        """Return the visitor's runs, to which a run may be added."""
+        """Return the visitor's runs, to be extended by a run."""
         now, limits = self._clock(), self._limits
         self._forget(now)
         runs = self._runs.setdefault(network_of(address), [])

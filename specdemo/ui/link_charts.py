@@ -144,8 +144,8 @@ def describe_traffic(lane: Lane) -> str:
     most = most_bytes_per_token(k, vocab, scalars=sampled, rows=rows, entry_bytes=entry)
     parts = [f"{k} ids", *([f"{k} probabilities"] if sampled else []), *([f"{rows} of q × {vocab:,}"] if rows else [])]
     return (
-        f"**Bytes per token:** {sent / m.tokens:,.0f} measured, with HTTP headers and encoding. A step commits at "
-        f"least one token, so the payload is at most **{most:,}** per token: {', '.join(parts)}, and 8 down."
+        f"**Bytes per token:** {sent / m.tokens:,.0f} measured. At most **{most:,}** per token are needed "
+        f"({', '.join(parts)}, and 8 down); the rest is HTTP."
     )
 
 
@@ -187,13 +187,12 @@ class LinkModel:
         return self.terms.v - self.cloud_s + self.terms.o
 
     def speed(self, gamma: float) -> float:
-        """S_net in tokens per second: E[tokens] / (1 + gamma c + r) / cloud_s, in cloud passes."""
-        c, r = self.terms.c / self.cloud_s, self.link_s / self.cloud_s
-        return speedup_over(self.alpha, gamma, c, r) / self.cloud_s
+        """S_net in tokens per second."""
+        return speedup_over(self.alpha, gamma, self.terms.c, self.link_s, self.cloud_s)
 
     @property
     def best(self) -> int:
-        return best_gamma(self.alpha, self.terms.c / self.cloud_s, LONGEST, o=self.link_s / self.cloud_s, plain=None)
+        return best_gamma(self.alpha, self.terms.c, LONGEST, lambda rows: self.cloud_s, self.link_s, plain=None)
 
 
 def link_of(lane: Lane) -> LinkModel:
@@ -216,7 +215,8 @@ def speed_chart(link: LinkModel) -> str:
     ]
     if measured := link.lane.metrics.tokens_per_second:
         series.append(Series("dot", "var(--dot-run)", [(link.terms.drafted, measured)], "this run"))
-    return chart("Speed by draft length", "k (tokens)", "tokens/s", series)
+    steps = link.lane.metrics.decode_steps
+    return chart("Speed by number of guesses", f"guesses at a time, k (n {steps} steps)", "tokens/s", series)
 
 
 def describe_best_gamma(link: LinkModel) -> str:

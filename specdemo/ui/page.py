@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,10 +34,7 @@ from specdemo.ui.event_requests import PageBlocks
 from specdemo.ui.examples import available_examples, examples_row
 from specdemo.ui.gateway import TRACES, gateway
 from specdemo.ui.health import Health
-from specdemo.ui.lane import (
-    EXTRA,
-    describe_stored_lanes,
-)
+from specdemo.ui.lane import EXTRA, name_lanes
 from specdemo.ui.lessons import lessons_page
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.markdown import link_papers
@@ -55,13 +52,13 @@ from specdemo.ui.settings import (
     link_problems,
     recipe_of,
     restored,
-    stored_recipes,
+    stored_lanes,
 )
 from specdemo.ui.settings_form import SettingsForm, settings_form
 from specdemo.ui.streams import frame_routes, reason, trace_route
 from specdemo.ui.tabs import build_tabs
-from specdemo.ui.tabs.measurement_panel import PanelParts
-from specdemo.ui.tabs.prediction import SpeedupPrediction, connect_prediction, contradicted_prediction
+from specdemo.ui.tabs.measurement_panel import MeasurementPanel
+from specdemo.ui.tabs.prediction import connect_prediction, contradicted_prediction
 from specdemo.ui.theme import launch_options
 from specdemo.ui.visitors import shown_messages
 from specdemo.worker import Worker, WorkerGroup
@@ -133,7 +130,9 @@ def build(
     check_name("pair", pair, limits.pairs)
     service = Service(pool if pool is not None else ModelPool(hub=limits.hub), engine, limits, worker)
     shown_examples = _read_examples(examples, limits)
-    own = {**PAIRS[pair].settings, **_temperature(first_example(shown_examples["ready"], pair))}
+    own = dict(PAIRS[pair].settings)
+    if "temperature" in (example := first_example(shown_examples["ready"], pair)):
+        own["temperature"] = example["temperature"]
     initial = limits.fit(Recipe(pair=pair, device=device, top=RECORDED_TOP, **own))
     of_api = limits.fit(Recipe(pair=scripted, device=device, **PAIRS[scripted].settings))
     with PageBlocks(title="specdemo", analytics_enabled=False, fill_width=True) as demo:
@@ -143,7 +142,7 @@ def build(
         runs = Runs(service, device, parts.defaults)
         for name, function in endpoints(service, of_api, device).items():
             api(function, api_name=name, concurrency_limit=None)
-        demo.unload(handlers.leave)
+        demo.unload(handlers.end_session)
     lessons_page(demo)
     demo._queue.max_size = QUEUED_EVENTS  # `demo.queue` would create the routes again
     demo._queue.sleep_when_free = IDLE_POLL_S  # Gradio polls its queue 1,000 times per second
@@ -151,11 +150,13 @@ def build(
     health = Health(service, replace(initial, method="ar", max_tokens=2)) if permanent else None
     installed = permanent and Path(PAIRS[pair].target).exists()
     middleware, hosts = gateway(limits, os.environ)
+    routes = [run_route(runs), *frame_routes(service.runs), trace_route(TRACES, service.runs)]
+    routes += [file_route(), picture_route(), document_route(), *([health.route()] if health else [])]
     return Page(
         demo,
         service.worker,
         service.clouds,
-        routes=_routes(runs, service, health),
+        routes=routes,
         middleware=middleware,
         connections=limits.of_connections,
         hosts=hosts,
@@ -167,22 +168,6 @@ def build(
 def _read_examples(path: Path | None, limits: HostLimits) -> dict[str, Any]:
     texts = json.loads(path.read_text(encoding="utf-8")) if path else {"ready": [], "methods": {}}
     return available_examples(texts, [name for name in limits.pairs if not PAIRS[name].missing])
-
-
-def _temperature(example: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in example.items() if name == "temperature"}
-
-
-def _routes(runs: Runs, service: Service, health: Health | None) -> list[Any]:
-    return [
-        run_route(runs),
-        *frame_routes(service.runs),
-        trace_route(TRACES, service.runs),
-        file_route(),
-        picture_route(),
-        document_route(),
-        *([health.route()] if health else []),
-    ]
 
 
 @dataclass(frozen=True)
@@ -218,18 +203,7 @@ def _layout(service: Service, initial: Recipe, device: str, examples: dict[str, 
             gr.Button("Stop", elem_id="stop", scale=0)
     gr.HTML(_EFFECT, elem_id="effect", apply_default_css=False)
     drawn = cockpit(service.runs.queries, service.limits.max_trace or MAX_CHARACTERS)
-    conversation = _conversation_view()
-    buttons, progress, estimate = _actions(compared)
-    if CHAT_PAIR in service.limits.pairs and (command := PAIRS[CHAT_PAIR].missing):
-        gr.Markdown(f"The chat model SmolLM2 is not installed (93 MB): `{command}`, then restart.", elem_id="notice")
-    about = build_tabs(service, form, initial, device)
-    page_links(os.environ)
-    defaults = {**form.defaults, "prompt": text, "compare": compared}
-    return _Parts(form, defaults, buttons, progress, estimate, drawn, conversation, about)
-
-
-def _conversation_view() -> gr.Chatbot:
-    return gr.Chatbot(
+    conversation = gr.Chatbot(
         visible=False,
         label="Conversation",
         show_label=False,
@@ -237,6 +211,13 @@ def _conversation_view() -> gr.Chatbot:
         height=420,
         buttons=["copy"],
     )
+    buttons, progress, estimate = _actions(compared)
+    if CHAT_PAIR in service.limits.pairs and (command := PAIRS[CHAT_PAIR].missing):
+        gr.Markdown(f"The chat model SmolLM2 is not installed (93 MB): `{command}`, then restart.", elem_id="notice")
+    about = build_tabs(service, form, initial, device)
+    page_links(os.environ)
+    defaults = {**form.defaults, "prompt": text, "compare": compared}
+    return _Parts(form, defaults, buttons, progress, estimate, drawn, conversation, about)
 
 
 def _actions(compared: bool) -> tuple[dict[str, gr.Button], gr.HTML, gr.Markdown]:
@@ -288,13 +269,14 @@ def _connect(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> None:
     parts.cockpit.select(describe_method, None, parts.about, trigger_mode="always_last", **_IMMEDIATE)
     buttons["new-talk"].click(handlers.forget, None, parts.conversation, **_QUEUED)
     buttons["reset"].click(None, None, [parts.estimate, parts.progress], js="() => ['', '']", **_PRIVATE)
-    for name, keep in (("keep-lane", handlers.keep), ("keep-copy", handlers.keep_copy)):
-        added = buttons[name].click(keep, values, values, js=_COMPARISON_JS, **_QUEUED)
+    for name, copied in (("keep-lane", False), ("keep-copy", True)):
+        added = buttons[name].click(partial(handlers.keep, copied), values, values, js=_COMPARISON_JS, **_QUEUED)
         added.then(None, values, None, js="(lanes) => window.specdemo.storeLanes(lanes)", **_PRIVATE)
     loaded = demo.load(handlers.find, values, values, js=_STORED_JS, **_QUEUED)
     loaded.then(None, values, None, js=_RESTORE_JS, **_PRIVATE)
-    predict = PanelParts((buttons["preflight"], buttons["update-estimate"]), parts.progress)
-    connect_prediction(handlers.service, predict, parts.estimate, values, handlers.prediction)
+    predict = [buttons["preflight"], buttons["update-estimate"]]
+    panel = MeasurementPanel(predict, parts.progress, failures=parts.estimate)
+    connect_prediction(handlers.service, parts.form, handlers.device, panel, parts.estimate)
 
 
 def describe_method(event: gr.EventData) -> str:
@@ -303,14 +285,13 @@ def describe_method(event: gr.EventData) -> str:
     return link_papers(method.notes) if method else ""
 
 
+@dataclass(frozen=True)
 class _Handlers:
-    def __init__(
-        self, service: Service, form: SettingsForm, device: str, defaults: Settings, examples: Examples
-    ) -> None:
-        self.service = service
-        self._form = form
-        self._device = device
-        self._defaults, self._examples = defaults, examples
+    service: Service
+    form: SettingsForm
+    device: str
+    defaults: Settings
+    examples: Examples
 
     def ended(self, event: gr.EventData, request: gr.Request) -> Any:
         """Show the conversation and a contradicted prediction after a run, and why it failed."""
@@ -325,51 +306,41 @@ class _Handlers:
         messages = shown_messages(known.messages, known.footers)
         return gr.Chatbot(value=messages, visible=bool(messages))
 
-    def prediction(self, sent: Any) -> SpeedupPrediction:
-        recipe = recipe_of(self._form.complete(sent), self._device)
-        prompt = sent.get("prompt")
-        return SpeedupPrediction(replace(recipe, external=None), prompt if isinstance(prompt, str) else "")
-
-    def keep(self, sent: Any) -> dict[str, Any]:
-        """Add the settings to the stored lanes; return all lanes and their description."""
-        return self._keep(sent, lambda settings: settings)
-
-    def keep_copy(self, sent: Any) -> dict[str, Any]:
-        """Add the quantised copy of the target to the stored lanes."""
-        return self._keep(sent, self._copy_settings)
+    def keep(self, copied: bool, sent: Any) -> dict[str, Any]:
+        """Add the settings, or those of the target's quantised copy, to the stored lanes; return and describe all."""
+        known = sent if isinstance(sent, dict) else {}
+        lanes = self._stored(known)
+        try:
+            wanted = self.form.complete(known.get("settings"))
+            wanted = self._copy_settings(wanted) if copied else wanted
+            recipe = recipe_of(wanted, self.device)
+            if len(lanes) == len(EXTRA):
+                raise UserError(f"{len(EXTRA)} settings are added already: remove them first")
+            lanes.append((wanted, recipe))
+        except UserError as error:
+            gr.Warning(html.escape(reason(error)))
+        return _described(lanes)
 
     def _copy_settings(self, settings: Settings) -> Settings:
         if settings["drafter"] != SAME:
             settings |= {"drafter": SAME, "drafter_quantization": "none"}
-        form = recipe_of({**settings, "method": "draft"}, self._device).drafter_quantization
+        form = recipe_of({**settings, "method": "draft"}, self.device).drafter_quantization
         return {**settings, "method": "ar", "quantization": form, "drafter": ""}
-
-    def _keep(self, sent: Any, select: Callable[[Settings], Settings]) -> dict[str, Any]:
-        lanes = self._valid_lanes(sent.get("lanes") if isinstance(sent, dict) else None)
-        try:
-            wanted = select(self._form.complete(sent.get("settings") if isinstance(sent, dict) else None))
-            recipe_of(wanted, self._device)
-            if len(lanes) == len(EXTRA):
-                raise UserError(f"{len(EXTRA)} settings are added already: remove them first")
-            lanes = [*lanes, wanted]
-        except UserError as error:
-            gr.Warning(html.escape(reason(error)))
-        return self._described(lanes)
 
     def find(self, sent: Any, request: gr.Request) -> dict[str, Any]:
         """Return the settings of the link or of the last visit, as far as they are valid, and the stored lanes."""
         known = sent if isinstance(sent, dict) else {}
         query = dict(request.query_params)
-        link = from_link(query, self._defaults, self._examples)
+        link = from_link(query, self.defaults, self.examples)
         wanted = link or known.get("settings")
-        settings, errors = restored(wanted, self._defaults, self._device, effective=bool(link))
-        for text in [*map(with_method_names, errors), *link_problems(query, self._defaults)]:
+        settings, errors = restored(wanted, self.defaults, self.device, effective=bool(link))
+        for text in [*map(with_method_names, errors), *link_problems(query, self.defaults)]:
             gr.Warning(html.escape(text))
         remote = settings["remote"] if settings.get("mode", OFF) != OFF else ""
         for address in filter(None, (remote, settings.get("external"))) if link else ():
             gr.Warning(html.escape(f"This link has prompts sent to {address}: run it only if you trust it."))
-        changed = {name: value for name, value in settings.items() if value != self._defaults[name]}
-        return {"settings": changed, "lanes": self._described(self._valid_lanes(known.get("lanes")))}
+        changed = {name: value for name, value in settings.items() if value != self.defaults[name]}
+        return {"settings": changed, "lanes": _described(self._stored(known))}
 
     def forget(self, request: gr.Request) -> Any:
         """End the conversation."""
@@ -380,14 +351,15 @@ class _Handlers:
         """Free the memory of the models."""
         gr.Info(html.escape(await self.service.unload()))
 
-    def leave(self, request: gr.Request) -> None:
+    def end_session(self, request: gr.Request) -> None:
         """End the session of a visitor."""
-        self.service.visitors.leave(request.session_hash or "")
+        self.service.visitors.end_session(request.session_hash or "")
 
-    def _valid_lanes(self, stored: Any) -> list[Settings]:
-        lanes = stored[: len(EXTRA)] if isinstance(stored, list) else []
-        return [lane for lane in lanes if stored_recipes([lane], self._defaults, self._device, 1)]
+    def _stored(self, sent: Mapping[str, Any]) -> list[tuple[Settings, Recipe]]:
+        return stored_lanes(sent.get("lanes"), self.defaults, self.device, len(EXTRA))
 
-    def _described(self, lanes: list[Settings]) -> dict[str, Any]:
-        recipes = stored_recipes(lanes, self._defaults, self._device, len(EXTRA))
-        return {"lanes": lanes, "text": describe_stored_lanes(recipes)}
+
+def _described(lanes: Sequence[tuple[Settings, Recipe]]) -> dict[str, Any]:
+    recipes = [recipe for _, recipe in lanes]
+    text = f"Also compared, with the same target: {name_lanes(recipes)}." if recipes else ""
+    return {"lanes": [settings for settings, _ in lanes], "text": text}

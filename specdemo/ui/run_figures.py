@@ -11,7 +11,7 @@ from typing import Any
 
 from specdemo.core.formats import NOTHING, format_bytes, latency, number, percent, rate
 from specdemo.core.rules import rule_traits
-from specdemo.ui.lane import PLAIN, SPEC, Lane, linked, mode, model_name, same_target, speed
+from specdemo.ui.lane import PLAIN, SPEC, Lane, linked, mode, model_name, same_target, short_names, speed
 from specdemo.ui.text_comparison import differing_inputs, guarantee
 
 Lanes = Mapping[str, Lane]
@@ -21,7 +21,16 @@ MOST_PER_PASS = 1.05  # speed-up divided by tokens per pass
 LEAST_PASS = 0.95  # duration of a pass over several rows, in passes over one row
 NOT_MEASURABLE = "not measurable now"
 DISTURBED = "times disturbed"
-_TABLE_HEAD = ("settings", "model", "speed-up", "tokens per pass", "acceptance", "α", "first token", "guarantee")
+_TABLE_HEAD = (
+    "settings",
+    "model",
+    "speed-up",
+    "tokens per pass",
+    "guesses kept",
+    "of the checked",
+    "first token",
+    "guarantee",
+)
 
 
 def lane_speedup(lanes: Lanes, name: str = SPEC) -> float | None:
@@ -103,7 +112,7 @@ def tiles(lanes: Lanes, speeds: Speeds) -> dict[str, tuple[str, str]]:
         "acceptance": (percent(m.acceptance_rate), _acceptance_note(lane)),
         "tokens_per_pass": _tokens_per_pass(lane),
         "tokens_per_second": (rate(speed(m, total)), f"{m.tokens} tokens, {clock}"),
-        "ttft": (latency(m.ttft_s), "from the worker's start"),
+        "ttft": (latency(m.ttft_s), "after the start"),
         "memory": (format_bytes(lane.memory.process), memory),
         "speedup": _speedup(lanes, speeds),
     }
@@ -122,8 +131,8 @@ def _acceptance_note(lane: Lane) -> str:
 def _tokens_per_pass(lane: Lane) -> tuple[str, str]:
     m = lane.metrics
     if mode(lane.recipe) == "edge_only":
-        return NOTHING, f"{m.decode_steps} passes of the drafter, none of the target"
-    return number(m.tokens_per_target_pass, 2), f"{m.target_passes} target passes"
+        return NOTHING, f"{m.decode_steps} passes of the helper, none of the large model"
+    return number(m.tokens_per_target_pass, 2), f"{m.target_passes} passes"
 
 
 def run_table(lanes: Lanes, speeds: Speeds) -> list[Sequence[str]]:
@@ -140,6 +149,12 @@ def _fastest(lanes: Lanes, speeds: Speeds) -> str | None:
     return name if value > 1 else None
 
 
+def marked_names(lanes: Lanes, speeds: Speeds) -> dict[str, str]:
+    """Return the names of several lanes with drafts; the fastest is marked."""
+    fastest = _fastest(lanes, speeds)
+    return {name: f"{text}, fastest" if name == fastest else text for name, text in short_names(lanes).items()}
+
+
 def _row(name: str, lane: Lane, lanes: Lanes, speeds: Speeds) -> list[str]:
     m = lane.metrics
     speedup, runs = _speedup(lanes, speeds, name)
@@ -153,7 +168,7 @@ def _row(name: str, lane: Lane, lanes: Lanes, speeds: Speeds) -> list[str]:
         speedup if speedup == NOTHING else f"{speedup} ({runs})",
         _tokens_per_pass(lane)[0],
         percent(m.acceptance_rate),
-        number(m.alpha, 2) if m.drafted and not rule_traits(lane.recipe).chains_only else NOTHING,
+        percent(m.alpha) if m.drafted and not rule_traits(lane.recipe).chains_only else NOTHING,
         latency(m.ttft_s),
         guarantee(lane)[0],
     ]
@@ -176,7 +191,7 @@ def pass_costs(lanes: Lanes) -> dict[str, Any] | None:
     if passes is None:
         return None
     return {
-        "words": f"Why: {passes.words}.",
+        "words": f"{passes.words[0].upper()}{passes.words[1:]}{passes.conclusion}.",
         "bars": [["writing 1", passes.single_s], [f"checking {passes.rows}", passes.several_s]],
     }
 
@@ -201,7 +216,11 @@ class TypicalPasses:
 
     @property
     def words(self) -> str:
-        return f"checking {self.rows} tokens costs {self.ratio:.2f} times writing 1"
+        return f"checking {self.rows} tokens costs {self.ratio:.2f} times the time of writing 1"
+
+    @property
+    def conclusion(self) -> str:
+        return f", not {self.rows} times" if self.ratio < self.rows else ""
 
 
 def _possible_passes(lanes: Lanes) -> TypicalPasses | None:

@@ -65,21 +65,18 @@ class RunStore:
 
     def _surplus(self, newest: Run) -> Run | None:
         """Return a run to drop: of this network if above a limit, else of the network with most characters."""
-        counts = Counter(run.network for run in self._runs.values())
+        counts: Counter[str] = Counter()
         sizes: Counter[str] = Counter()
         for run in self._runs.values():
+            counts[run.network] += 1
             sizes[run.network] += run.size + _RUN_CHARACTERS
+        finished = [run for run in self._runs.values() if run.over and run is not newest]
         if counts[newest.network] > self._per_network or sizes[newest.network] > self._max_characters // 2:
-            networks = [newest.network]
-        elif sizes.total() > self._max_characters:
-            networks = [network for network, _ in sizes.most_common()]
-        else:
+            finished = [run for run in finished if run.network == newest.network]
+        elif sizes.total() <= self._max_characters:
             return None
-        for network in networks:
-            runs = (run for run in self._runs.values() if run.network == network and run.over and run is not newest)
-            if finished := list(runs):
-                return min(finished, key=lambda run: bool(run.records))  # first refused requests, which have no text
-        return None
+        # First refused requests, which have no text.
+        return min(finished, key=lambda run: (-sizes[run.network], bool(run.records)), default=None)
 
     def get(self, run_id: object) -> Run | None:
         with self._lock:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import gradio as gr
 from gradio.context import LocalContext
+from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -19,39 +19,23 @@ from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import EXTRA, PLAIN, SHORT_PAIRS, SPEC, alternating, comparable_lanes, lanes_of, name_lanes
 from specdemo.ui.service import Service
-from specdemo.ui.settings import Settings, recipe_of, stored_recipes
+from specdemo.ui.settings import Settings, recipe_of, stored_lanes
 from specdemo.ui.streams import play, reason
-from specdemo.ui.visitor_sessions import FIELD
+from specdemo.ui.visitor_sessions import address_of
 from specdemo.worker import Worker, WorkerBusy
 
 REPEATS = 5
 RUNS = "/runs"
-_KEYS = {"id", FIELD, "settings", "lanes", "turn"}
-Turn = Literal["new", "next", "repeat"]  # of a conversation; `repeat`: the last turn again, several times
 
 
-@dataclass(frozen=True)
-class RunRequest:
-    """Request of a button; settings are raw."""
+class RunRequest(BaseModel, extra="forbid"):
+    """Request of a button."""
 
     id: str
-    visitor: str  # private name of the session
-    settings: Settings
-    lanes: Any  # settings of further lanes, as the browser stores them
-    turn: Turn
-
-    @classmethod
-    def parse(cls, value: Mapping[str, Any], defaults: Settings) -> RunRequest:
-        """Parse JSON; missing settings are `defaults`. Raises `UserError`."""
-        run_id, settings = value.get("id"), value.get("settings")
-        turn = value.get("turn", "new")
-        if value.keys() - _KEYS or turn not in ("new", "next", "repeat") or not isinstance(settings, dict):
-            raise UserError("a run needs its id and the settings of the page: reload the page")
-        if unknown := settings.keys() - defaults.keys():
-            raise UserError(f"unknown setting {min(unknown)[:40]!r}: reload the page")
-        if not isinstance(run_id, str):
-            raise UserError("a run needs an id: reload the page")
-        return cls(run_id, value.get(FIELD) or "", {**defaults, **settings}, value.get("lanes"), turn)
+    session_hash: str | None = None  # private name of the session
+    settings: Settings  # raw
+    lanes: Any = None  # settings of further lanes, as the browser stores them
+    turn: Literal["new", "next", "repeat"] = "new"  # of a conversation; `repeat`: the last turn again, several times
 
 
 class Runs:
@@ -64,14 +48,15 @@ class Runs:
 
     def start(self, value: Mapping[str, Any], address: str) -> Run:
         """Return a started or failed run. Raises `UserError` for malformed requests."""
-        request = RunRequest.parse(value, self._defaults)
+        request = self._parsed(value)
+        visitor = request.session_hash or ""
         try:
             lanes, others = self._lanes(request)
         except UserError as error:
-            run = self._service.runs.new(request.visitor, (SPEC,), address, request.id)
+            run = self._service.runs.new(visitor, (SPEC,), address, request.id)
             run.finish(reason(error))
             return run
-        run = self._service.runs.new(request.visitor, tuple(lanes), address, request.id)
+        run = self._service.runs.new(visitor, tuple(lanes), address, request.id)
         if others:
             run.note(f"Not compared, since target or chat template differ: {name_lanes(others)}.")
         try:
@@ -80,6 +65,15 @@ class Runs:
             run.finish(reason(error))
         return run
 
+    def _parsed(self, value: Any) -> RunRequest:
+        try:
+            request = RunRequest.model_validate(value, strict=True)
+        except ValidationError:
+            raise UserError("a run needs its id and the settings of the page: reload the page") from None
+        if unknown := request.settings.keys() - self._defaults.keys():
+            raise UserError(f"unknown setting {min(unknown)[:40]!r}: reload the page")
+        return request.model_copy(update={"settings": {**self._defaults, **request.settings}})
+
     def _lanes(self, request: RunRequest) -> tuple[dict[str, Recipe], list[Recipe]]:
         """Return the lanes of a request and the stored recipes that cannot be compared. Raises `UserError`."""
         recipe = recipe_of(request.settings, self._device)
@@ -87,21 +81,21 @@ class Runs:
             if SPEC not in (lanes := lanes_of(recipe, compare=True)):
                 raise UserError(f"a comparison with method ar needs another method than ar: {', '.join(METHODS)}")
             return lanes, []
-        stored = stored_recipes(request.lanes, self._defaults, self._device, len(EXTRA))
+        stored = [lane for _, lane in stored_lanes(request.lanes, self._defaults, self._device, len(EXTRA))]
         comparable = comparable_lanes(stored, recipe)
         extra = [*([recipe] if recipe.external else []), *comparable]
         lanes = lanes_of(recipe, request.settings["compare"], extra[: len(EXTRA)])
         return lanes, [lane for lane in stored if lane not in comparable]
 
     def _begin(self, run: Run, request: RunRequest, lanes: Mapping[str, Recipe], address: str) -> None:
-        visitor, prompt = self._service.visitors.enter(request.visitor), request.settings["prompt"]
+        visitor, prompt = self._service.visitors.enter(run.visitor), request.settings["prompt"]
         run.pairs = REPEATS if request.turn == "repeat" else 1
         run.repeats_short = request.turn != "repeat" and self._may_repeat(lanes)
         run.history = visitor.begin_turn(prompt, request.turn)
         jobs = alternating(lanes, SHORT_PAIRS if run.repeats_short else run.pairs)
         repeated_from = len(lanes) if run.repeats_short else None
         warm_up = len(lanes) > 1
-        stream = self._service.start(jobs, prompt, request.visitor, address, run.history, warm_up, repeated_from)
+        stream = self._service.start(jobs, prompt, run.visitor, address, run.history, warm_up, repeated_from)
         run.begin(stream.stop)
         playing = asyncio.create_task(play(run, stream))
         self._playing.add(playing)
@@ -124,7 +118,7 @@ def run_route(runs: Runs) -> Route:
     async def started(request: Request) -> Response:
         LocalContext.request.set(gr.Request(request))  # `spaces.GPU` looks up the quota of the visitor by it
         try:
-            run = runs.start(await request.json(), request.client.host if request.client else "")
+            run = runs.start(await request.json(), address_of(request))
         except UserError as error:
             return JSONResponse({"detail": str(error)}, 422)
         return Response(run.frame(0), media_type="application/json")

@@ -32,7 +32,6 @@ from specdemo.stores import Stores
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import is_short
 from specdemo.ui.limits import HostLimits, RunRates, TimeBudget
-from specdemo.ui.measurements import Measurements
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.streams import LaneEvents, read_result, reason
 from specdemo.ui.visitors import Visitors
@@ -57,15 +56,12 @@ class Service:
     ) -> None:
         self.limits = limits if limits is not None else HostLimits()
         self.worker = worker if worker is not None else _shared_device(self.limits)
-        self.last_token: float | None = None  # time of `time.monotonic`
+        self.last_token = -math.inf  # time of `time.monotonic`
         self.clouds = LocalServices(models.idle_s if math.isfinite(models.idle_s) else 600.0)
-        self._models, self._engine = models, engine
+        self.models, self._engine = models, engine
         self._rates = RunRates(self.limits)
         self.visitors = Visitors()
         self.runs = RunStore(self.visitors, max_trace=self.limits.max_trace, admit=self._rates.count)
-        self.measurements = Measurements(
-            models, self.worker, self.limits, self.visitors, self._admit, self._with_services
-        )
         self._idle: threading.Timer | None = None
 
     def start(
@@ -107,7 +103,7 @@ class Service:
                 if plan_run(recipe).needs_local_service:
                     yield lane, Loading("starting a cloud process on this machine")
                 with (
-                    self._with_services([recipe]) as (served,),
+                    self.with_services([recipe]) as (served,),
                     closing(self._decode(served, conversation if recipe.chat else prompt, stores)) as stream,
                 ):
                     event: Event | None = None
@@ -117,7 +113,7 @@ class Service:
                     return
 
         job = events if repeated_from is None else partial(_repeat_if_short, events, repeated_from)
-        return self._admit(job, address, visitor)
+        return self.admit(job, address, visitor)
 
     def _warm_up(self, jobs: Sequence[tuple[str, Recipe]]) -> Iterator[tuple[str, Event]]:
         for lane, recipe in jobs:
@@ -129,18 +125,21 @@ class Service:
             with closing(self._decode(short, prompt, Stores())) as stream:
                 yield from ((lane, event) for event in stream if isinstance(event, Loading))
 
+    def token_age_s(self) -> float:
+        return time.monotonic() - self.last_token
+
     def probe(self, recipe: Recipe) -> Stream[Event]:
         return self.worker.submit(partial(self._tidied, lambda: self._decode(recipe, PROBE, Stores())))
 
     def _decode(self, recipe: Recipe, prompt: PromptOrChat, stores: Stores) -> Generator[Event]:
-        with closing(self._engine(recipe, prompt, self._models, stores)) as events:
+        with closing(self._engine(recipe, prompt, self.models, stores)) as events:
             for event in events:
                 if isinstance(event, StepEvent) and event.step.tokens:
                     self.last_token = time.monotonic()
                 yield event
 
     @contextmanager
-    def _with_services(self, recipes: Sequence[Recipe]) -> Iterator[list[Recipe]]:
+    def with_services(self, recipes: Sequence[Recipe]) -> Iterator[list[Recipe]]:
         """Yield `recipes` with the addresses of local services, which run until the context is left."""
         plans = [plan_run(recipe) for recipe in recipes]
         counts = {plan.target: plan.cloud.replicas for plan in plans if plan.cloud and plan.needs_local_service}
@@ -167,8 +166,8 @@ class Service:
             raise UserError("all visitors share the models of this host: idle models are unloaded automatically")
 
         def job() -> Iterator[str]:
-            size = self._models.weight_bytes
-            self._models.clear()
+            size = self.models.weight_bytes
+            self.models.clear()
             yield f"{format_bytes(size)} of weights unloaded." if size else "No model was loaded."
 
         try:
@@ -184,24 +183,25 @@ class Service:
             self._tidy_later()
 
     def _tidy_later(self) -> None:
-        def tidy() -> Iterator[int]:
-            yield self._models.tidy()
+        def unload() -> Iterator[int]:
+            yield self.models.unload_idle()
 
         def submit() -> None:
             with suppress(RuntimeError):  # the queue is full (the next job tidies) or closed
-                self.worker.submit(partial(self._tidied, tidy))
+                self.worker.submit(partial(self._tidied, unload))
 
         if self._idle:
             self._idle.cancel()
-        if (due := self._models.due_s) is None:
+        if (due := self.models.seconds_to_unload) is None:
             return
         self._idle = threading.Timer(due, submit)
         self._idle.daemon = True
         self._idle.start()
 
-    def _admit(
+    def admit(
         self, job: Callable[[], Iterator[T]], address: str, visitor: str = "", replaced: Stream[Any] | None = None
     ) -> Stream[T]:
+        """Submit a job within the limits of the visitor, without counting the replaced one."""
         owner = visitor or network_of(address)
         return self._rates.start(address, lambda: self.worker.submit(partial(self._tidied, job), owner=owner), replaced)
 

@@ -7,6 +7,7 @@ as text.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -104,7 +105,7 @@ def restored(wanted: Any, defaults: Settings, device: str, *, effective: bool = 
     With `effective` False, values without effect remain: a visitor's own settings return as they were.
     """
     changed, dropped = _valid(_changed(wanted, defaults), defaults, device)
-    chosen = recipe_of(recipe_settings({**defaults, **changed}), device)
+    chosen = recipe_of({**defaults, **changed}, device)
     for name, problem in ineffective(chosen, [*changed] if effective else []):
         dropped[problem] = [name]
         del changed[name]
@@ -121,14 +122,14 @@ def _valid(changed: Settings, defaults: Settings, device: str) -> tuple[Settings
     """Return values that are valid together, and the names of the others by error message."""
     changed = dict(changed)
     dropped: dict[str, list[str]] = {}  # error message -> names
-    for _ in range(_MOST_REPAIRS):
-        if not changed or not (error := _problem({**defaults, **changed}, device)):
-            return changed, dropped
+    repairs = 0
+    while changed and (error := _problem({**defaults, **changed}, device)):
+        if repairs == _MOST_REPAIRS:
+            return {}, {**dropped, "too many values are invalid": [*changed]}
         name = _culprit(error, changed, defaults, device)
         dropped.setdefault(error, []).append(name)
         del changed[name]
-    if changed and _problem({**defaults, **changed}, device):
-        return {}, {**dropped, "too many values are invalid": [*changed]}
+        repairs += 1
     return changed, dropped
 
 
@@ -141,38 +142,31 @@ def _problem(settings: Settings, device: str) -> str:
     try:
         if settings.keys() & CloudConfig.OPTIONS.keys():
             cloud_of(settings)
-        recipe_of(recipe_settings(settings), device)
+        recipe_of(settings, device)
     except UserError as error:
         return str(error)
     return ""
 
 
 def _culprit(error: str, changed: Settings, defaults: Settings, device: str) -> str:
-    """Return a value whose removal changes the error, models last."""
-    names = sorted(changed, key=_MODEL_NAMES.__contains__)
-
-    def remaining(name: str) -> str:
-        return _problem({**defaults, **{other: changed[other] for other in changed if other != name}}, device)
-
-    first = error.partition(" ")[0]
-    if first in changed and first not in _MODEL_NAMES and remaining(first) != error:
-        return first
-    repaired = next((name for name in names if not remaining(name)), None)
-    return repaired or next((name for name in names if remaining(name) != error), names[-1])
+    """Return a value to remove, since this changes the error: named values first, models last."""
+    words = [*re.findall(r"\w+", error), *changed]
+    names = sorted(changed, key=lambda name: (name in _MODEL_NAMES, words.index(name)))
+    for name in names:
+        remaining = {other: value for other, value in changed.items() if other != name}
+        if _problem({**defaults, **remaining}, device) != error:
+            return name
+    return names[-1]
 
 
-def recipe_settings(settings: Settings) -> Settings:
-    return {name: value for name, value in settings.items() if name not in ("prompt", "compare")}
-
-
-def stored_recipes(stored: Any, defaults: Settings, device: str, most: int) -> list[Recipe]:
-    """Return the valid recipes among the first `most` stored lanes."""
-    recipes = []
+def stored_lanes(stored: Any, defaults: Settings, device: str, most: int) -> list[tuple[Settings, Recipe]]:
+    """Return the valid lanes among the first `most` stored ones, with their recipes."""
+    lanes = []
     for wanted in stored[:most] if isinstance(stored, list) else ():
         settings = {**defaults, **_changed(wanted, defaults)}
         if isinstance(wanted, Mapping) and not _problem(settings, device):
-            recipes.append(recipe_of(recipe_settings(settings), device))
-    return recipes
+            lanes.append((dict(wanted), recipe_of(settings, device)))
+    return lanes
 
 
 def recipe_of(settings: Mapping[str, Any], device: str) -> Recipe:

@@ -22,7 +22,7 @@ from specdemo.recipe import PRESETS, Recipe, RunOptions
 from specdemo.remote.config import CloudConfig
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.method_names import method_name
-from specdemo.ui.settings import MODES_WITH_OFF, Settings, recipe_settings, setting_of
+from specdemo.ui.settings import MODES_WITH_OFF, Settings, setting_of
 
 FIRST = ("pair", "method", "gamma", "temperature")  # always visible
 _LINK = "Edge and cloud"
@@ -45,7 +45,7 @@ class SettingsForm:
         """Return all settings of an event. Raises `UserError`."""
         if not isinstance(sent, dict) or sent.keys() - self.defaults.keys() - {"prompt", "compare"}:
             raise UserError("the page cannot use these values: reload it")
-        return {**self.defaults, **recipe_settings(sent)}
+        return {name: sent.get(name, value) for name, value in self.defaults.items()}
 
 
 def settings_form(initial: Recipe, limits: HostLimits) -> SettingsForm:
@@ -70,7 +70,10 @@ def _form(fields: _Fields, limits: HostLimits) -> str:
 
 
 def _advanced(fields: _Fields, shown: list[Option], limits: HostLimits) -> str:
-    parts = [_button(f'id="preset-{name}" data-preset="{name}"', f"Apply preset {name}") for name in PRESETS]
+    parts = [
+        _button(f'id="preset-{name}" data-preset="{name}"', f"Use {preset.title.partition(':')[0]}")
+        for name, preset in PRESETS.items()
+    ]
     for group in dict.fromkeys(option.group for option in shown if not option.basic):
         if group == RunOptions.OPTIONS["external"].group and limits.engines == ():
             continue

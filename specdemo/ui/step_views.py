@@ -23,6 +23,24 @@ from specdemo.ui.lane import PLAIN, Lane, model_name
 from specdemo.ui.text_comparison import guarantee
 
 _RESIDUALS = (Reason.RESIDUAL, Reason.SIBLINGS_RESIDUAL, Reason.BLOCK_RESIDUAL)
+_RESIDUAL = "Drawn from what the large model wants more often than the helper."
+_PLAIN_SENTENCES = {
+    Reason.PLAIN.value: "Written by the large model: there was no guess.",
+    Reason.SIBLINGS_RESIDUAL.value: "Drawn from what the large model wants more often than the rejected guesses.",
+    **dict.fromkeys((Reason.RESIDUAL.value, Reason.LENIENT_RESIDUAL.value, Reason.BLOCK_RESIDUAL.value), _RESIDUAL),
+}
+_PLAIN_WORDS = {
+    "target pass": "pass",
+    "target": "large model",
+    "draft token": "guess",
+    "guesss": "guesses",
+    "drafter": "helper",
+    "the draft": "the guesses",
+    "Drafted": "Guessed",
+    "committed": "used",
+    "Not tested": "Thrown away",
+    "the siblings' residual": "the rest that earlier guesses left",
+}
 _FIGURES = tuple(field.name for field in fields(Decision))
 
 
@@ -30,7 +48,7 @@ def lane_view(name: str, lane: Lane) -> dict[str, Any]:
     """Return texts and facts for drawing a lane and its steps.
 
     `adjusts`: corrections are sampled from a residual; `scales`: the bound is a multiple of q; `residuals`: reasons of
-    tokens from a residual.
+    tokens from a residual; `formulas`: of such reasons.
     """
     recipe = lane.recipe
     rule, method = rule_traits(recipe), METHODS.get(recipe["method"])
@@ -49,11 +67,20 @@ def lane_view(name: str, lane: Lane) -> dict[str, Any]:
         "adjusts": rule.adjusts and not recipe.get("skip_sample_adjustment"),
         "scales": rule.threshold is not None and rule.needs_q,
         "drafts": method is None or method.drafts,
-        "reasons": [reason.value for reason in Reason],
+        "reasons": [in_plain_words(reason.value) for reason in Reason],
+        "formulas": {REASON_INDEX[reason]: reason.value for reason in (*_RESIDUALS, Reason.LENIENT_RESIDUAL)},
         "fates": FATES,
         "residuals": [REASON_INDEX[reason] for reason in _RESIDUALS],
         "styles": {outcome: asdict(style) for outcome, style in STYLES.items()},
     }
+
+
+def in_plain_words(text: str) -> str:
+    """Return an explanation of the terminal in words of the page."""
+    text = _PLAIN_SENTENCES.get(text, text)
+    for term, word in _PLAIN_WORDS.items():
+        text = text.replace(term, word)
+    return text
 
 
 def decided_by(recipe: Mapping[str, Any]) -> str:

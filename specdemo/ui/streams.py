@@ -23,10 +23,11 @@ from specdemo.stream_reader import read_batches
 from specdemo.ui.frames import Run
 from specdemo.ui.method_names import with_method_names
 from specdemo.ui.run_store import RunStore
+from specdemo.ui.visitor_sessions import address_of
 from specdemo.worker import Stream, WorkerBusy
 
 _FRAME_S = 1 / 12  # shortest time between two frames
-GRACE_S = 20.0  # a run that nobody follows is stopped after this time
+GRACE_S = 20.0  # a run without followers is stopped after this time
 LONGEST_REASON = 600  # characters; error messages can quote arbitrary input
 FRAMES = "/frames/{run}"
 LaneEvents = Stream[tuple[str, Event]]
@@ -75,8 +76,7 @@ def trace_route(path: str, runs: RunStore) -> Route:
 
     async def opened(request: Request) -> Response:
         text = (await request.body()).decode("utf-8-sig", "replace")
-        address = request.client.host if request.client else ""
-        frame = await asyncio.to_thread(runs.import_trace, text, address)
+        frame = await asyncio.to_thread(runs.import_trace, text, address_of(request))
         return Response(frame, media_type="application/json")
 
     return Route(path, opened, methods=["POST"])
@@ -90,7 +90,7 @@ async def play(run: Run, stream: LaneEvents) -> None:
             async for batch in batches:
                 phase = run.phase
                 for lane, event in batch:
-                    run.absorb(lane, event)
+                    run.add_event(lane, event)
                 if position := _queue_position(stream):
                     run.phase = ("queued", position)
                 if batch or run.phase != phase:

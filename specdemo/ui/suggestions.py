@@ -8,7 +8,7 @@ from specdemo.core.simulate import GammaEstimate
 from specdemo.drafters import METHODS
 from specdemo.ui.lane import Lane
 
-Suggestion = dict[str, Any]  # label, and what the button does: `press` an element, `example`, `set` settings
+Suggestion = dict[str, Any]  # label, and what the button does: `press`: a turn that is run, `example`, `set` settings
 PRESS_REPEAT: Suggestion = {"label": "Repeat ×5", "press": "repeat"}
 CHOOSE_BASELINE: Suggestion = {"label": "Turn speculation off", "set": {"method": "ar"}}
 DRAFT_AT_THE_EDGE: Suggestion = {
@@ -26,8 +26,8 @@ def nothing_drafted(lane: Lane) -> str:
         return ""
     method = METHODS.get(lane.recipe["method"])
     copies = method is not None and method.preflight == "replay"
-    cause = "the drafter found no matching context" if copies else "policy or token limit allowed no draft"
-    return f"Nothing was drafted: {cause}."
+    cause = "no phrase of the text fits" if copies else "policy or token limit allowed no guess"
+    return f"Nothing was guessed: {cause}."
 
 
 def rarely_drafts(lane: Lane) -> bool:
@@ -35,10 +35,10 @@ def rarely_drafts(lane: Lane) -> bool:
 
 
 def no_gain(lane: Lane, checking: str, drafting: float) -> str:
-    """Return the reason for a small gain; `checking` names the cost of a pass, `drafting` is in baseline steps."""
+    """Return the reason for a small gain; `checking`: cost of a pass in words, `drafting`: in passes of the target."""
     m = lane.metrics
     guesses = f"{m.accepted} of {m.drafted} guesses were kept, and {checking}."
-    return f"{guesses} Drafting takes another {drafting:.2f}." if drafting >= _SLOW_DRAFT else guesses
+    return f"{guesses} Guessing takes another {drafting:.2f}." if drafting >= _SLOW_DRAFT else guesses
 
 
 def suggestions(
@@ -51,7 +51,8 @@ def suggestions(
     if linked and rarely_drafts(lane):
         return [DRAFT_AT_THE_EDGE, *repeat]
     if better and better.gamma:
-        return [{"label": f"Try γ {better.gamma}", "set": {"gamma": better.gamma}}, *repeat]
+        guesses = "1 guess" if better.gamma == 1 else f"{better.gamma} guesses"
+        return [{"label": f"Try {guesses} at a time", "set": {"gamma": better.gamma}}, *repeat]
     if decided and tone == "bad":
         return [CHOOSE_BASELINE]
     title = REPETITIVE.get(lane.recipe.get("pair") or "")

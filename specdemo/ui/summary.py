@@ -12,7 +12,7 @@ from specdemo.core.simulate import GammaEstimate
 from specdemo.core.theory import CostTerms, can_improve, expected_tokens, walltime_improvement
 from specdemo.core.theory import speedup as cost_model
 from specdemo.drafters import draft_shape
-from specdemo.ui.lane import ALONE, EXTRA, PLAIN, SPEC, Lane, linked, mode, speed
+from specdemo.ui.lane import ALONE, PLAIN, SPEC, Lane, linked, mode, short_names, speed
 from specdemo.ui.link_time import link_share
 from specdemo.ui.run_estimate import RunEstimate, cost_terms, estimate_lengths
 from specdemo.ui.run_figures import (
@@ -21,6 +21,7 @@ from specdemo.ui.run_figures import (
     Speeds,
     checking_cost,
     disturbed_lanes,
+    marked_names,
     measured_speedups,
     pass_costs,
     ratio_text,
@@ -37,7 +38,7 @@ _DISTURBED = f"Speed {NOT_MEASURABLE}"
 _DISTURBANCE = "Another program used the processor: the times contradict the number of passes."
 REPEAT, DISABLE = "confirm with Repeat", "disable speculation (method ar)"
 _SMALLER_DRAFT = {
-    "tree": "Each node of the tree costs drafting and verification: lower “Nodes per draft”",
+    "tree": "Each guess of the tree costs time: lower “Nodes per draft”",
     "lookahead": "Each guess adds a row to the pass: lower “Window, positions” or “Order n”",
 }
 
@@ -52,6 +53,7 @@ def summarise(lanes: Lanes, speeds: Speeds) -> dict[str, Any]:
         "passes": pass_costs(lanes),
         "table": run_table(lanes, speeds),
         "texts": compare_all_texts(lanes),
+        "names": marked_names(lanes, speeds),
     }
 
 
@@ -96,7 +98,7 @@ class _Comparison:
             "good": f"{value} faster with drafts{measure}{times}",
             "bad": f"{value} the speed, slower with drafts{measure}{times}",
             "even": f"No clear difference: {value}{measure}{times}",
-            "none": f"{value} the speed of the baseline",
+            "none": f"{value} the speed of the large model alone",
         }[self.tone]
 
     @property
@@ -126,7 +128,7 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
         return line | {"text": f"{result.outcome}, another text."}
     text = f"{result.outcome}, {_same_words(result.spec, result.plain)}. {_passes(result.spec, result.plain)}"
     return {
-        "text": text + _other_lanes(lanes, speeds),
+        "text": text + _all_lanes(lanes, speeds),
         "tone": result.tone,
         "reason": "" if withheld(lanes, {}) else _reason(result, checking_cost(lanes)),
         "suggestions": suggestions(
@@ -135,20 +137,21 @@ def headline(lanes: Lanes, speeds: Speeds) -> dict[str, Any] | None:
     }
 
 
-def _other_lanes(lanes: Lanes, speeds: Speeds) -> str:
-    medians = {name: statistics.median(ratios) for name in EXTRA if (ratios := measured_speedups(lanes, speeds, name))}
-    others = (
-        f"{lanes[name].title} {ratio_text(value)}×{compare_forms(lanes[name], lanes[PLAIN])}"
-        for name, value in medians.items()
-    )
-    return f" Also compared: {'; '.join(others)}." if medians else ""
+def _all_lanes(lanes: Lanes, speeds: Speeds) -> str:
+    """Return the speed-up of each lane, if several have drafts."""
+    medians = {
+        text: f"{ratio_text(statistics.median(ratios))}×{compare_forms(lanes[name], lanes[PLAIN])}"
+        for name, text in short_names(lanes).items()
+        if (ratios := measured_speedups(lanes, speeds, name))
+    }
+    return f" Compared: {', '.join(f'{text} {value}' for text, value in medians.items())}." if medians else ""
 
 
 def _single(lane: Lane, total: bool) -> str:
     m = lane.metrics
     if not m.decode_steps:
-        return "The first target pass gave all tokens: no speed is measured."
-    passes = f"{m.target_passes} target passes after the first"
+        return "The first run of the large model gave all tokens: no speed is measured."
+    passes = f"{m.target_passes} runs of the large model after the first"
     return f"{m.tokens} tokens in {passes}, {rate(speed(m, total))} tokens per second."
 
 
@@ -158,14 +161,14 @@ def _same_words(spec: Lane, plain: Lane) -> str:
         return compared.badge
     if compared.tone:
         return f"text {compared.badge}"
-    return "another random draw of the text" if compared.relation is Relation.OTHER_DRAW else "another text"
+    return "different words: both runs roll dice" if compared.relation is Relation.OTHER_DRAW else "another text"
 
 
 def _passes(spec: Lane, plain: Lane) -> str:
     m, baseline = spec.metrics, plain.metrics
     if m.tokens == baseline.tokens:
-        return f"{m.target_passes} target passes instead of {baseline.target_passes}."
-    return f"{number(m.tokens_per_target_pass, 1)} tokens per target pass instead of 1."
+        return f"The large model ran {m.target_passes} times instead of {baseline.target_passes}."
+    return f"The large model gave {number(m.tokens_per_target_pass, 1)} tokens per run instead of 1."
 
 
 def _reason(result: _Comparison, checking: str) -> str:
@@ -182,8 +185,10 @@ def _reason(result: _Comparison, checking: str) -> str:
         return displayed + no_gain(result.spec, checking, result.terms.draft) + others
     subject = "In the displayed pair, each check" if result.pairs else "Each check"
     m = result.spec.metrics
-    figures = f"gave {m.tokens_per_step:.2f} tokens in the time of {result.terms.step:.2f}"
-    return f"{subject} {figures}.{others}"
+    figures = f"gave {m.tokens_per_step:.2f} tokens for the time of {result.terms.step:.2f}"
+    gain = (m.tokens_per_step or 0.0) / result.terms.step
+    conclusion = f": that is {ratio_text(gain)}× faster" if gain > 1 else ""
+    return f"{subject} {figures}{conclusion}.{others}"
 
 
 # --- verdict: the causes of the speed ----------------------------------------------------------------------------
@@ -227,19 +232,19 @@ def _speeds(result: _Comparison) -> str:
 
 
 def _link_causes(result: _Comparison) -> list[str]:
-    words = ["The cloud alone streams its tokens after one round trip."]
-    if result.median < SLOWER and _link_share(result.spec) > MOSTLY_WAITING:
-        words.append("The link takes most of each step: let the cloud decode alone.")
-    return words
+    advised = result.median < SLOWER and _link_share(result.spec) > MOSTLY_WAITING
+    advice = "The link takes most of each step: let the cloud decode alone." if advised else ""
+    return ["The cloud alone streams its tokens after one round trip.", advice]
 
 
 def _causes(result: _Comparison) -> list[str]:
     terms = result.terms
     if terms is None:
         return ["The engine does not report the durations of its steps."]
-    figures = f"drafting {terms.draft:.2f}, verifying {terms.v:.2f}, host {terms.o:.2f}"
+    figures = f"guessing {terms.draft:.2f}, checking {terms.v:.2f}, the rest {terms.o:.2f}"
+    gain = f"{result.spec.metrics.tokens_per_step:.2f} tokens for the time of {terms.step:.2f}"
     return [
-        f"A step gave {result.spec.metrics.tokens_per_step:.2f} tokens and took {terms.step:.2f} AR steps ({figures}).",
+        f"Each check gave {gain} ({figures}).",
         _theorem(result.spec, terms),
         _advice(result, terms) if result.median < SLOWER else "",
     ]
@@ -252,11 +257,8 @@ def _theorem(lane: Lane, terms: CostTerms) -> str:
         return ""
     theorem = walltime_improvement(alpha, terms.drafted, terms.c)
     model = cost_model(expected_tokens(alpha, terms.drafted), terms.drafted, terms.c, terms.v, terms.o)
-    return (
-        f"With {lane.acceptance_name} {number(alpha, 2)}, {terms.drafted:.1f} draft tokens per step and "
-        f"c {terms.c:.2f}, Theorem 3.8 predicts {theorem:.2f}×. With the measured costs of verification and host it "
-        f"is {model:.2f}×."
-    )
+    inputs = f"{lane.acceptance_name} {number(alpha, 2)}, {terms.drafted:.1f} guesses per check, c {terms.c:.2f}"
+    return f"The theory expects {theorem:.2f}×, with the times measured here {model:.2f}× (Theorem 3.8, {inputs})."
 
 
 def _advice(result: _Comparison, terms: CostTerms) -> str:
@@ -267,14 +269,16 @@ def _advice(result: _Comparison, terms: CostTerms) -> str:
     if name in _SMALLER_DRAFT:
         return f"{_SMALLER_DRAFT[name]}, or {REPEAT} and {DISABLE}."
     if lane.acceptance is None:
-        return "The target tested no draft token: the speed does not depend on acceptance."
+        return "The large model checked no guess: the speed does not depend on them."
     if not can_improve(lane.acceptance, terms.c):
-        cause = f"Acceptance ({lane.acceptance_name} {lane.acceptance:.2f}) does not exceed c {terms.c:.2f}"
-        return f"{cause}: {REPEAT}, then {DISABLE} or choose a cheaper drafter."
+        figures = f"{lane.acceptance_name} {lane.acceptance:.2f} does not exceed c {terms.c:.2f}"
+        cause = f"A guess costs more than it gives ({figures})"
+        return f"{cause}: {REPEAT}, then {DISABLE} or choose a cheaper helper."
     if better := result.better:
         action = "try it" if better.gamma else f"{REPEAT}, then {DISABLE}"
-        return f"γ {better.gamma} is estimated at {better.low:.0f} to {better.high:.0f} tokens per second: {action}."
-    return f"No other draft length is clearly faster: {REPEAT}, since timings vary."
+        speeds = f"{better.low:.0f} to {better.high:.0f} tokens per second"
+        return f"With {better.gamma} guesses at a time, the estimate is {speeds}: {action}."
+    return f"No other number of guesses is clearly faster: {REPEAT}, since timings vary."
 
 
 def _waiting(lanes: Lanes) -> str:

@@ -21,18 +21,18 @@ _FORM = {"quantization", "activations"}
 _EARLY = ("cancelled", "error")  # ends within a text
 
 
-EXACT = "The text follows the target's distribution."
-CHANGED = "This rule changes the target's distribution with these settings."
+EXACT = "Each text is as probable as from the large model alone."
+CHANGED = "With these settings, the rule changes the text of the large model."
 
 
 class Relation(Enum):
     """Relation of a text to that of the baseline: a badge and a sentence."""
 
-    SAME = "same text", "All {equal} tokens equal the baseline's."
+    SAME = "same text", "All {equal} tokens equal those of the baseline."
     SAME_SO_FAR = "same so far", "A run ended early: its {equal} tokens are equal."
     OTHER_SETTINGS = "other settings", "The texts may differ, since these differ: {differing}."
     OTHER_ENGINE = "differs at token {first}", "Engines round differently, which decides near-ties."
-    OTHER_DRAW = "other random text", "Both runs draw their own random numbers, so the texts may differ."
+    OTHER_DRAW = "other random text", "Both runs roll their own dice, so the words differ."
     LOSSY = "{guarantee}", "{meaning}"
     NEAR_TIE = "differs at token {first}", "The texts differ {where}: rounding decided a near-tie."
     ERROR = "differs at token {first}", "The texts differ {where}: this is an error, not a near-tie."
@@ -72,7 +72,7 @@ def compare_texts(lane: Lane, baseline: Lane) -> TextComparison:
     facts = {
         "equal": equal,
         "first": equal + 1,
-        "where": f"from token {equal + 1} on" + (f", where the target gave {gave}" if gave else ""),
+        "where": f"from token {equal + 1} on" + (f", where the large model gave {gave}" if gave else ""),
         "differing": ", ".join(differing).replace("_", " "),
         "guarantee": badge,
         "meaning": meaning,
@@ -111,9 +111,8 @@ def compare_lengths(lanes: Mapping[str, Lane]) -> str:
         return "The prompts differ: speeds and texts are not compared."
     if len({lane.metrics.tokens for lane in begun.values()}) < 2:
         return ""
-    names = {name: "AR" if name == PLAIN else lane.title for name, lane in begun.items()}
-    counts = (f"{names[name]} {lane.metrics.tokens} tokens" for name, lane in begun.items())
-    return f"The texts differ in length ({'; '.join(counts)}): times per token are compared."
+    counts = " and ".join(str(lane.metrics.tokens) for lane in begun.values())
+    return f"The texts differ in length ({counts} tokens), so tokens per second are compared."
 
 
 def _relation(lane: Lane, baseline: Lane, differing: tuple[str, ...]) -> Relation | None:
@@ -182,7 +181,7 @@ def guarantee(lane: Lane) -> tuple[str, str]:
     if lane.external:
         return "reported by engine", "Text and counts are those of the other engine; this program verified nothing."
     if lane.recipe["method"] == "beam":
-        return "search", "Beam search returns a probable text; it does not sample from the target."
+        return "search", "Beam search returns a probable text; it does not draw words at random."
     if not lane.exact:
         return "lossy", _lossy(lane.recipe)
     label = exact_label(lane.recipe, lane.metrics.remote)
@@ -198,12 +197,12 @@ def guarantee(lane: Lane) -> tuple[str, str]:
 def _lossy(recipe: Mapping[str, Any]) -> str:
     cloud = recipe.get("cloud") or {}
     if cloud.get("mode") == "edge_only":
-        return "The drafter decodes alone: this is not the target's text."
+        return "The helper writes alone: this is not the text of the large model."
     reasons = {
-        "late responses are replaced by draft tokens": cloud.get("provisional"),
-        "confident drafts are not verified": cloud.get("gates"),
-        "the drafter continues alone if the cloud is lost": cloud.get("on_loss") == "edge",
-        "draft distributions are sent incompletely": cloud.get("q_rows", "float32") != "float32",
+        "late responses are replaced by guesses": cloud.get("provisional"),
+        "confident guesses are not checked": cloud.get("gates"),
+        "the helper continues alone if the cloud is lost": cloud.get("on_loss") == "edge",
+        "probabilities of guesses are sent incompletely": cloud.get("q_rows", "float32") != "float32",
     }
     causes = [reason for reason, applies in reasons.items() if applies]
-    return f"Not the target's distribution: {', and '.join(causes)}." if causes else CHANGED
+    return f"Not the text of the large model: {', and '.join(causes)}." if causes else CHANGED

@@ -8,8 +8,7 @@ import secrets
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
 
-from starlette.datastructures import Headers
-from starlette.requests import cookie_parser
+from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
 from specdemo.remote.admission import ServiceError
@@ -20,6 +19,11 @@ FIELD = "session_hash"
 _NAME = re.compile(r"[A-Za-z0-9_-]{8,64}")
 _SECRET = re.compile(r"[A-Za-z0-9_-]{22,64}")
 _HEARTBEAT = "/gradio_api/heartbeat/"
+
+
+def address_of(connection: Any) -> str:
+    """Return the client address of a request of Starlette or Gradio; with a proxy, `FORWARDED_ALLOW_IPS` selects it."""
+    return connection.client.host if connection.client else ""
 
 
 def hide_in_address(scope: Scope) -> None:
@@ -60,11 +64,10 @@ def _private(scope: Scope, name: object) -> str:
         sentence = f"the {FIELD} must have 8 to 64 letters, digits, - or _: reload the page"
         raise ServiceError(400, "invalid", sentence)
     secret = _secret(scope)
-    address = scope["client"][0] if scope.get("client") else ""
-    owner = f"address {network_of(address)}" if secret is None else f"cookie {secret}"
+    owner = f"address {network_of(address_of(HTTPConnection(scope)))}" if secret is None else f"cookie {secret}"
     return hashlib.sha256(f"{owner} {name}".encode()).hexdigest()
 
 
 def _secret(scope: Scope) -> str | None:
-    value = cookie_parser(Headers(scope=scope).get("cookie", "")).get(COOKIE, "")
+    value = HTTPConnection(scope).cookies.get(COOKIE, "")
     return value if _SECRET.fullmatch(value) else None

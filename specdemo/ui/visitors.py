@@ -74,7 +74,7 @@ class Visitors:
         self._lock = threading.Lock()
 
     def find(self, name: str) -> Visitor:
-        """Return a known visitor, or a new one that is not kept."""
+        """Return a known visitor, or a new one without keeping it."""
         return self._visitors.get(name) or Visitor()
 
     def enter(self, name: str) -> Visitor:
@@ -88,7 +88,7 @@ class Visitors:
                 self._visitors.popitem(last=False)
         return visitor
 
-    def leave(self, name: str) -> None:
+    def end_session(self, name: str) -> None:
         """Release the data of a visitor and stop the bench; a run ends separately."""
         with self._lock:
             visitor = self._visitors.pop(name, None)

@@ -61,7 +61,7 @@ def zero_gpu_page(limits: HostLimits, device: str) -> dict[str, Any]:
 
 
 def preload(recipes: list[Recipe]) -> ModelPool:
-    """Return a pool with the models of these recipes, which are never unloaded."""
+    """Return a pool with the models of these recipes, never unloaded."""
     plans = [plan_run(recipe) for recipe in recipes]
     specs = dict.fromkeys(spec for plan in plans for spec in plan.models.values())
     pool = ModelPool(idle_s=math.inf, warm=False)
@@ -70,7 +70,7 @@ def preload(recipes: list[Recipe]) -> ModelPool:
     for plan in plans:
         if plan.recipe.pair and (head := PAIRS[plan.recipe.pair].head):
             head_spec = HeadSpec(head, plan.target).resolved()
-            pool.add_head(head_spec, load_head(head_spec, pool.take(plan.target)))
+            pool.add_head(head_spec, load_head(head_spec, pool.get(plan.target)))
     return pool
 
 
@@ -86,7 +86,7 @@ def run_on_gpu(gpu: GPU, pool: ModelPool, engine: Generate = generate) -> Genera
     """
 
     def seconds(recipe: Recipe, prompt: PromptOrChat) -> int:
-        return seconds_of(recipe, pool.take(plan_run(recipe).target).weight_bytes)
+        return seconds_of(recipe, pool.get(plan_run(recipe).target).weight_bytes)
 
     def batched(recipe: Recipe, prompt: PromptOrChat) -> Iterator[list[Event | _Failure]]:
         batch: list[Event | _Failure] = []

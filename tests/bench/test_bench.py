@@ -1,22 +1,38 @@
-"""Benchmark: paired runs, medians checked by hand, losing cases included."""
+"""Benchmarks: paired runs, losing cases included; equality of texts, questions of several turns, acceptance."""
 
 import json
+import re
+import shlex
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+from contracts.models import save_pair
 from fakes.bench_records import run
-from fakes.tiny_models import byte_level_tokenizer, save_model
+from fakes.tiny_models import TEMPLATE, byte_level_tokenizer, save_model
 
-from specdemo.bench import measure, table
+from specdemo.bench import calibration, measure, table
+from specdemo.bench.acceptance import Acceptance, AcceptanceCount
 from specdemo.bench.baselines import BASELINES
+from specdemo.bench.calibration import PERCENTILES, Calibration, calibrate
+from specdemo.bench.equality import EqualityResult, equality_table, prove
+from specdemo.bench.measure import BenchProgress
+from specdemo.bench.questions import category_table, read_questions
+from specdemo.cli import main
+from specdemo.cli.arguments import parser
+from specdemo.cli.run import recipe_of_flags
 from specdemo.core.events import End, Event, Header, Loading, MemoryUse, StepEvent
+from specdemo.core.link_stats import Source
 from specdemo.core.metrics import Metrics
+from specdemo.core.origin import Origin
 from specdemo.core.step import Draft, Step, Verdict
+from specdemo.generate import generate
 from specdemo.models.model_pool import ModelPool
 from specdemo.prompts import Prompt, load_prompts
 from specdemo.recipe import Recipe
+from specdemo.remote.gates import hard_tokens
 
 pytestmark = pytest.mark.slow
 
@@ -163,3 +179,185 @@ def test_a_grid_contains_ar_decoding_and_all_combinations() -> None:
         )
     ]
     assert [one.get("gamma") for one in measure.grid(["draft"], [2, 5], ["egag"], [0.0])] == [None, 5]
+
+
+# --- equality of texts ------------------------------------------------------------------------------------------------
+
+PROVED = [Prompt("code", f"code {i}", text) for i, text in enumerate(("def a", "x = [1, 1, 1,", "class B:"))]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = save_model(tmp_path_factory.mktemp("models") / "target", byte_level_tokenizer(), num_hidden_layers=4)
+    return {"target": str(folder), "drafter": str(folder)}  # always agrees
+
+
+@pytest.mark.parametrize(("temperature", "rule"), [(0.0, "rejection"), (0.7, "coupled"), (1.3, "coupled")])
+def test_exact_recipes_reproduce_ar_decoding(pair: dict[str, str], temperature: float, rule: str) -> None:
+    common = {**pair, "device": "cpu", "temperature": temperature, "rule": rule, "top_p": 1.0, "max_tokens": 24}
+    results = [EqualityResult(Recipe(method=method, gamma=3, **common)) for method in ("draft", "nasd", "self")]
+    assert len(list(prove(results, PROVED, ModelPool()))) == len(PROVED)
+    for result in results:
+        assert result.texts == 3 and not result.differences and result.tokens > 20
+    assert results[0].accepted > 20
+
+
+def test_different_texts_are_reported(pair: dict[str, str]) -> None:
+    """Rejection above temperature 0 preserves the distribution but not the text."""
+    recipe = Recipe(**pair, method="draft", temperature=1.0, top_p=1.0, max_tokens=24, device="cpu")
+    result = EqualityResult(recipe)
+    list(prove([result], PROVED, ModelPool()))
+    assert result.differences and all(0 <= token < 24 for _, token in result.differences)
+    assert f"{3 - len(result.differences)} of 3" in equality_table([result])
+
+
+def test_the_command_prints_a_table(pair: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    models = ["--target", pair["target"], "--drafter", pair["drafter"], "--device", "cpu"]
+    assert main(["prove", *models, "--gamma", "2", "--prompts", "2", "--max-tokens", "8"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("2 of 2") == 6 and "coupled" in out  # two methods at three temperatures
+    greedy = ["--rule", "block", "--temperature", "0", "--method", "draft"]
+    assert main(["prove", *models, "--gamma", "3", "--prompts", "2", "--max-tokens", "8", *greedy]) == 0
+    assert "| block | 2     |" in capsys.readouterr().out
+
+
+# --- questions of several turns ---------------------------------------------------------------------------------------
+
+LINES = [
+    {"question_id": 81, "category": "writing", "turns": ["Write a poem.", "Shorten it."], "reference": ["x"]},
+    {"question_id": "q2", "category": "qa", "turns": ["Who was Ada?"]},
+]
+
+
+def written(path: Path, *lines: Any) -> Path:
+    text = "\n\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    path.write_text(text, "utf-8")
+    return path
+
+
+def test_a_question_is_a_prompt_of_its_category(tmp_path: Path) -> None:
+    path = written(tmp_path / "q.jsonl", *LINES)
+    assert read_questions(path) == [
+        Prompt("writing", "writing 81", "Write a poem.", later=("Shorten it.",)),
+        Prompt("qa", "qa q2", "Who was Ada?"),
+    ]
+    assert [prompt.kind for prompt in read_questions(path, ["qa"])] == ["qa"]
+
+
+def test_figures_per_category_are_ratios_of_sums() -> None:
+    """AR: 10 tokens in 1 s. The lane: 20 tokens in 10 steps and 1 s, then 20 tokens in 10 steps and 4 s."""
+    recipes = [Recipe(method="ar", temperature=0), Recipe(temperature=0, gamma=2)]
+    records = [
+        {"kind": kind, "name": f"{kind} 1", "runs": [run(1.0), run(wall, drafted=20)]}
+        for kind, wall in (("writing", 1.0), ("qa", 4.0))
+    ]
+    head, _, row = category_table(recipes, records).splitlines()[2:]
+    assert [cell.strip() for cell in head.strip("|").split("|")] == ["lane", "writing", "qa", "all"]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells == ["draft gamma=2 T=0", "2.00, 2.00x", "2.00, 0.50x", "2.00, 0.80x"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chat", [True, False])
+def test_later_turns_follow_the_answer_of_the_baseline(
+    chat: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = str(save_model(tmp_path / "target", byte_level_tokenizer(TEMPLATE)))
+    common = {"target": target, "temperature": 0, "max_tokens": 6, "device": "cpu", "chat": chat}
+    recipes = [Recipe(method=method, **common) for method in ("ar", "nasd")]
+    prompts = [Prompt("writing", "writing 1", "Write a poem.", later=("Shorten it.",))]
+    seen: list[Any] = []
+
+    def recorded(recipe: Recipe, prompt: Any, pool: ModelPool) -> Any:
+        for event in generate(recipe, prompt, pool):
+            if isinstance(event, Header):
+                seen.append((recipe.method, prompt))
+            yield event
+
+    monkeypatch.setattr(import_module("specdemo.bench.measure"), "generate", recorded)
+    results = list(measure.measure(recipes, prompts, ModelPool()))
+    items = [item for item in results if isinstance(item, dict)]
+    assert [item["name"] for item in items] == ["writing 1"] * 2  # one cluster of the interval
+    shown = [str(item) for item in results if isinstance(item, measure.BenchProgress)]
+    assert any("3 of 4: writing 1, turn 2" in line for line in shown)
+    answer = items[0]["runs"][0]["answer"]
+    contents = ["Write a poem.", answer, "Shorten it."]
+    roles = ("user", "assistant", "user")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
+    for method, prompt in seen[-2:]:
+        assert list(prompt) == messages if chat else prompt == "\n".join(contents)
+        assert answer and method in ("ar", "nasd")
+
+
+# --- acceptance by draft position, text length and confidence ---------------------------------------------------------
+
+
+def step(i: int, draft: Draft, accepted: int, tested: int, **verdict: object) -> Step:
+    n = len(draft)
+    betas = tuple(0.5 if node < tested else None for node in range(n))
+    judged = Verdict(tuple(range(accepted)), 7, (0.5,) * n, betas, betas, **verdict)
+    return Step(i, (*draft.tokens[:accepted], 7), draft, judged, n, 0.0, 0.0, 0.0, 0.0)
+
+
+STEPS = [
+    step(0, Draft(), 0, 0),
+    step(1, Draft.chain((1, 2, 3), (0.9, 0.5, 0.1)), accepted=1, tested=2),
+    step(2, Draft.chain((1, 2), (0.9, 0.7)), accepted=2, tested=2),
+    step(3, Draft.chain((1,), (0.9,), origin=(Origin("head", confidence=0.3),)), accepted=0, tested=1),
+    step(4, Draft.chain((1, 2)), accepted=0, tested=1),
+    step(5, Draft.chain((1, 2), (0.5, 0.5)), accepted=1, tested=2, source=Source.GATE, choices=()),
+]
+
+
+def test_counts_of_steps() -> None:
+    """Estimates of the drafter precede q; point masses have no confidence; unverified steps do not count."""
+    counts = Acceptance.of(STEPS, prompt_length=61)
+    assert counts.position == {1: AcceptanceCount(4, 2, 2.1), 2: AcceptanceCount(2, 1, 1.2)}
+    # Texts before the drafts: 62 (second token: 63), 64 (65), 67 and 68 tokens.
+    assert {key: count.tested for key, count in counts.text_length.items()} == {0: 2, 1: 4}
+    shares = {key: (count.tested, count.accepted, count.confidence) for key, count in counts.confidence.items()}
+    assert shares == {1: (1, 0, 0.3), 2: (1, 0, 0.5), 3: (1, 1, 0.7), 4: (2, 2, 1.8)}
+    assert Acceptance.total([counts, counts]).position[1] == AcceptanceCount(8, 4, 4.2)
+    metrics = Metrics.of(STEPS[:5])
+    assert [count.tested for count in counts.position.values()] == list(metrics.tested_by_position)
+    assert [count.accepted for count in counts.position.values()] == list(metrics.accepted_by_position)
+
+
+# --- calibration of gates ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return dict(zip(("target", "drafter"), save_pair(tmp_path_factory.mktemp("models")), strict=True))
+
+
+def test_a_fifth_of_the_draft_tokens_is_hard(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checked against all recorded values, by the gate itself."""
+    recorded: dict[str, list[float]] = {}
+    measured = Calibration.of
+
+    def record(values: dict[str, list[float]], *more: Any) -> Calibration:
+        recorded.update(values)
+        return measured(values, *more)
+
+    monkeypatch.setattr(calibration.Calibration, "of", record)
+    recipe, prompts = Recipe(**models, temperature=1.0, max_tokens=40, device="cpu"), load_prompts(["code"])[:2]
+    *progress, result = calibrate(recipe, prompts, ModelPool())
+    assert [(item.number, item.total) for item in progress if isinstance(item, BenchProgress)] == [(1, 2), (2, 2)]
+    assert isinstance(result, Calibration) and result.thresholds.keys() == PERCENTILES.keys() and result.texts == 2
+    count = result.tokens
+    assert count > 50 and {len(values) for values in recorded.values()} == {count}
+    for name, threshold in result.thresholds.items():
+        share = sum(hard_tokens({name: recorded[name]}, {name: threshold})) / count
+        assert share == pytest.approx(0.2, abs=2 / count + 1e-3), name
+
+
+def test_the_terminal_prints_flags_of_run(models: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["--target", models["target"], "--drafter", models["drafter"], "--device", "cpu"]
+    assert main(["calibrate", *names, "--prompts", "1", "--max-tokens", "12", "--kind", "code"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"\| nll, nats +\| 80 +\| [\d.]+ +\| 80th percentile \|", shown)
+    assert re.search(r"\| margin +\| 20 +\| [\d.]+ +\| 0.2 +\|", shown)
+    (flags,) = re.findall(r"flags: (.*)", shown)
+    chosen = recipe_of_flags(parser().parse_args(["run", "x", *names, "--remote", "http://a:1", *shlex.split(flags)]))
+    assert chosen.cloud.gates == tuple(PERCENTILES) and f"--gate-nll {chosen.cloud.gate_nll:g}" in flags

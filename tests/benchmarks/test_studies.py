@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import runpy
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import torch
 from benchmarks import document_tables, edge_cloud, gpu_check, load, native_passes, page_cost, tables
 from benchmarks.load import Answer, Text
 from specdemo.core.errors import UserError
+from specdemo.models.spec import QUANTIZATIONS
 
 pytestmark = pytest.mark.slow
 
@@ -171,3 +173,13 @@ def test_the_table_of_stored_records(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert gpu_check.main() == 0
     text = document.read_text()
     assert "`the command` (a GPU):" in text and "| 5.7b-nf4 | AR | 12 tokens/s |" in text
+
+
+@pytest.mark.parametrize("form", ["int8", "nf4"])
+def test_labels_state_the_gain_of_the_table(form: str) -> None:
+    document = (ROOT / "docs" / "models.md").read_text("utf-8")
+    rows = re.findall(r"\| 5\.7b-(\w+) \| AR \| (\d+) tokens/s \|", document)
+    speeds = {name: int(speed) for name, speed in rows}
+    gain = f"{speeds[form] / speeds['bf16']:.2f} times"
+    card = re.findall(r"benchmarks\.gpu_check.*?` \(([\w ]+),", document)
+    assert f"{card[0]}: {gain} bf16's tokens/s" in QUANTIZATIONS[form].title and gain in document

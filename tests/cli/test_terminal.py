@@ -196,16 +196,6 @@ def test_the_preset_of_the_guide_commits_provisionally_over_a_link(flags: tuple[
     assert not recipe_of_flags(parser().parse_args(arguments)).cloud.provisional
 
 
-def test_a_banned_text_does_not_appear(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["run", "class TestStack(TestCase):\n    def test(self):\n", "--temperature", "0", "--max-tokens", "60"]
-    arguments += ["--pair", "bundled"]
-    texts = []
-    for banned in ([], ["--bad-word", "self"]):
-        assert main([*arguments, *banned, "--json"]) == 0
-        texts.append("".join(json.loads(line).get("text", "") for line in capsys.readouterr().out.splitlines()))
-    assert "self" in texts[0] and "self" not in texts[1]
-
-
 # --- output files -----------------------------------------------------------------------------------------------------
 
 FULL = Path("/dev/full")

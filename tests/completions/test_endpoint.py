@@ -307,6 +307,7 @@ def test_malformed_requests_have_openais_shape(served: tuple[str, CompletionServ
         response = httpx.post(f"{served[0]}/v1/completions", content=content, headers=headers, timeout=60)
         assert response.status_code == status
         assert response.json()["error"].keys() == {"message", "type", "param", "code"}
+        assert (response.headers.get("connection") == "close") == (status == 413)  # the rest of the body is not read
 
 
 # --- clients -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import os
 import re
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -143,7 +142,9 @@ class Page(Program):
     """`python app.py`."""
 
     def __init__(self) -> None:
-        super().__init__("page", "--pair", "bundled", "--port", _free_port(), "--no-browser")
+        from fakes.ports import free_port
+
+        super().__init__("page", "--pair", "bundled", "--port", str(free_port()), "--no-browser")
 
     def json(self, path: str) -> Any:
         """Body of a GET request."""
@@ -170,11 +171,6 @@ class Page(Program):
         status, text = self.request("POST", f"{config['api_prefix']}/component_server", body)
         assert status == 200, text
         return json.loads(text)
-
-
-def _free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        return str(door.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -184,6 +184,7 @@ def test_greedy_lenience_compares_raw_probabilities(lenience: float) -> None:
         assert verdict.accepted or verdict.token == int(raw.argmax())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "drafter", ["model", "straight", "draft vocabulary", "head", "n-grams", "universal", "guesses", "guessed forest"]
 )
@@ -219,8 +220,8 @@ _CONFIDENT = (*PROMPT, 0)  # followed by a distribution of low entropy: every po
 
 
 def _marks(policy: str, drafter: str, rule: str) -> tuple[pytest.MarkDecorator, ...]:
-    """Rule match, which takes longest, is combined with all policies for one drafter, and with two for the others."""
-    if rule == "match" and policy not in _FAST and drafter != "model":
+    """Rules match and block are combined with all policies for one drafter, and with two for the others."""
+    if rule != "rejection" and policy not in _FAST and drafter != "model":
         return (pytest.mark.slow, pytest.mark.exhaustive)
     return () if policy in _FAST and rule != "match" else (pytest.mark.slow,)
 

@@ -142,7 +142,12 @@ def error(
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [*((name, "chain") for name in SAMPLING), ("processed", "tree"), ("greedy", "tree")]
+    ("name", "shape"),
+    [
+        *((name, "chain") for name in SAMPLING),
+        ("processed", "tree"),
+        pytest.param("greedy", "tree", marks=pytest.mark.exhaustive),
+    ],
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
@@ -248,8 +253,8 @@ def test_a_run_loads_the_head_and_names_it(saved: dict[str, str]) -> None:
     assert header.recipe["head"] == saved["eagle3"] and header.environment["drafter_bytes"] > 1000
     steps = [event.step for event in events if isinstance(event, StepEvent)]
     assert not steps[0].draft.tokens and all(step.draft.tokens for step in steps[1:-1])
-    assert pool.heads and pool.weight_bytes > pool.take(plan_run(recipe).target).weight_bytes
-    pool.drop(plan_run(recipe).target)
+    assert pool.heads and pool.weight_bytes > pool.get(plan_run(recipe).target).weight_bytes
+    pool.unload(plan_run(recipe).target)
     assert not pool.heads
 
 

@@ -1,13 +1,15 @@
-"""NASD's store and drafter."""
+"""NASD's store and drafter, and drafts from the counts of a corpus."""
 
 import random
 from collections import Counter
 
 import pytest
+import torch
 from fakes.tiny_models import up_to
 
 from specdemo.core.origin import Origin
 from specdemo.core.step import Draft, Step, Verdict
+from specdemo.drafters.corpus import CorpusCounts
 from specdemo.drafters.ngram import NGramDrafter
 
 
@@ -114,3 +116,28 @@ def test_backoff_uses_shorter_contexts() -> None:
     tokens = [1, 2, 3, 9, 9, 2]  # "x x 2" does not occur before, "2" does
     assert propose(tokens, gamma=1) == (3,)
     assert propose(tokens, levels="one", gamma=1) == ()
+
+
+# --- counts of a corpus -----------------------------------------------------------------------------------------------
+
+TEXTS = [[0, 1, 0, 1, 0, 2], [3, 0, 1]]
+VOCAB = 5
+
+
+def probs(order: int, *tokens: int) -> torch.Tensor:
+    return CorpusCounts(TEXTS, VOCAB, order).score(tokens, Draft()).softmax(-1)[0]
+
+
+def test_order_0_is_uniform() -> None:
+    assert probs(0, 1).tolist() == pytest.approx([1 / VOCAB] * VOCAB)
+
+
+def test_order_1_counts_tokens_and_one_more_for_all() -> None:
+    assert probs(1, 2).tolist() == pytest.approx([(count + 0.2) / 10 for count in (4, 3, 1, 1, 0)])
+
+
+def test_order_2_counts_followers_within_a_text_and_one_more_like_unigrams() -> None:
+    unigrams = probs(1)
+    assert torch.allclose(probs(2, 1, 0), (torch.tensor([0, 3, 1, 0, 0]) + unigrams) / 5)
+    assert torch.allclose(probs(2, 2), unigrams)  # ends a text
+    assert torch.allclose(probs(2), unigrams)

@@ -92,7 +92,8 @@ def test_methods_give_ar_text_under_every_policy(method: str, tmp_path: Path) ->
 
     common = {"target": folder, "drafter": folder, "temperature": 0, "max_tokens": 32, "device": "cpu"}
     plain = text(Recipe(method="ar", **common))
-    for policy, rule in [*((policy, "rejection") for policy in POLICIES), ("fixed", "match"), ("fixed", "coupled")]:
+    policies = POLICIES if method in ("draft", "eagle") else ("fixed", "path", "auto")
+    for policy, rule in [*((policy, "rejection") for policy in policies), ("fixed", "match"), ("fixed", "coupled")]:
         recipe = replace(Recipe(), method=method, policy=policy, rule=rule, head=head, **common)
         assert text(recipe) == plain, (policy, rule)
     assert drafted > 0

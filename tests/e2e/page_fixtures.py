@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from fakes.trace_lines import events_of, jsonl, trace_lines
+from fakes.trace_lines import events_of, jsonl
 from fakes.trace_records import end, header, step
 from playwright.sync_api import BrowserContext, Locator, Page, expect, sync_playwright
 
@@ -26,7 +26,6 @@ from e2e.limited_page import launched
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event, StepEvent
 from specdemo.generate import generate
-from specdemo.models.hub import Hub
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.ui.limits import HostLimits
@@ -61,7 +60,7 @@ def quick(factor: int) -> str:
 
 QUICK = quick(20)
 FIRST_VISIT = "localStorage.getItem('specdemo-opened') ?? localStorage.setItem('specdemo-opened', 'play');"
-STEP_WORDS = re.compile(r"^The drafter guessed \d+ tokens?\. One target pass checked (it|them)\. .*\d.*\.\s*$")
+STEP_WORDS = re.compile(r"^Step \d+ of \d+: +\d+ guess(es)?\. Checked at once\. .*\d.*\.\s*$")
 MORE = "More settings"
 SHOWN_RUN = "(document.querySelector('[data-run]')?.dataset.run ?? '')"
 STARTED = f"{SHOWN_RUN} === window.specdemoRun"  # the page shows the run that Run began last
@@ -114,18 +113,6 @@ class Scripts:
         self.inside.set()
         assert self.gate.wait(PATIENCE)
         yield from (header(prompt="loading"), step(0, pieces=["a"]), end())
-
-    def silent(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
-        """Load a model from a hub that responds when `gate` is set."""
-        gate = self.gate
-
-        class Silent(Hub):
-            def settings(self, *_: object) -> Path:
-                gate.wait()
-                raise UserError("the hub is unreachable")
-
-        recipe = Recipe(target="org/model", method="ar", device="cpu")
-        yield from trace_lines(recipe, "x", ModelPool(hub=Silent()))
 
     def gainless(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
         """Give two tokens per step, which takes as long as two steps of the baseline."""

@@ -6,13 +6,10 @@ import re
 import signal
 from typing import Any
 
-import gradio_client
 import pytest
-from fakes.form_fields import form_fields
 from fakes.trace_lines import jsonl
 from playwright.sync_api import Page, expect
 
-from e2e.limited_page import launched
 from e2e.page_fixtures import (
     CODE,
     PATIENCE,
@@ -37,7 +34,6 @@ from specdemo.models.zoo import PAIRS
 from specdemo.remote.config import MODES
 from specdemo.remote.local_service import ServiceProcess
 from specdemo.ui import link_charts as edge
-from specdemo.ui.limits import PUBLIC
 from specdemo.ui.link_time import parts
 from specdemo.ui.tabs import edge as modes
 
@@ -90,7 +86,7 @@ def test_remote_run_equals_the_local_run_and_its_tab_shows_the_trace(tab: Any, s
     expect(page.locator("[data-lane=spec] .title")).to_have_text(re.compile("edge and cloud$"))
     trace, plain = saved(page), saved(page, "ar")
     assert trace[0]["recipe"]["cloud"]["remote"] == process(served).url
-    expect(page.locator("[data-lane=ar] .title")).to_have_text("cloud only: the target alone")
+    expect(page.locator("[data-lane=ar] .title")).to_have_text(re.compile("^cloud only"))
     expect(page.locator("#verdict")).to_contain_text("The link took part of the time: draft")
     over_link = {"mode": "cloud_only", "remote": process(served).url, "rtt_ms": 10}
     assert plain[0]["recipe"]["cloud"].items() >= over_link.items()
@@ -207,19 +203,8 @@ def test_modes_are_measured_on_the_device(page: Page, served: Any) -> None:
     assert served.worker.active == 0
 
 
-def test_public_page_starts_and_contacts_no_service(served: Any) -> None:
-    with launched(limits=PUBLIC) as public:
-        shown = form_fields(public.blocks).keys()
-        assert "method" in shown and not shown & {"mode", "remote", "rtt_ms"}
-        client = gradio_client.Client(public.url, verbose=False, ssl_verify=False, analytics_enabled=False)
-        for remote, said in ((served.url, "only listed services"), ("", "no local cloud service is started here")):
-            with pytest.raises(Exception, match=said):
-                client.predict(CODE, mode="speculative", remote=remote, api_name="/generate")
-    assert not public.clouds._running
-
-
-def test_a_calibration_sets_the_controls_and_is_remembered_for_its_pair(tab: Any) -> None:
-    page = linked(tab, mode="speculative", gates=["nll"], max_tokens=8)
+def test_a_calibration_sets_the_controls_and_is_remembered_for_its_pair(page: Page) -> None:
+    configure(page, mode="speculative", gates=["nll"], max_tokens=8)
     open_group(page, "Advanced settings", "Edge and cloud")
     nll = page.locator("#gate-nll input[type=number]")
     default = nll.input_value()

@@ -1,6 +1,6 @@
 """Requests of the page that fail: the run continues, and the cause is shown."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,10 +13,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.browser]
 QUERIES = "**/component_server/"
 FRAMES = "**/frames/*"
 FAILED = "failed: the request failed: try again"
-FAILURES: dict[str, Callable[[Route], None]] = {
-    "network": lambda route: route.abort(),
-    "rate": lambda route: route.fulfill(status=429, json={"detail": "too many requests"}),
-}
+
+
+def refused(route: Route) -> None:
+    route.fulfill(status=429, json={"detail": "too many requests"})
+
+
+def aborted(route: Route) -> None:
+    route.abort()
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +41,7 @@ def test_a_rejected_run_ends_without_a_headline_and_one_that_began_is_shown(quic
     page = quick_page
     button, headline = page.locator("#run"), page.locator("#headline")
     answers = {
-        "failed: too many requests": lambda route: route.fulfill(status=429, json={"detail": "too many requests"}),
+        "failed: too many requests": refused,
         "failed: a proxy": lambda route: route.fulfill(status=405, body="<h1>Not allowed</h1>"),
     }
     for cause, answer in answers.items():
@@ -62,12 +66,12 @@ def test_a_rejected_run_ends_without_a_headline_and_one_that_began_is_shown(quic
     assert drawn(page) == counted(saved(page))
 
 
-@pytest.mark.parametrize("failure", FAILURES)
-def test_a_run_survives_failed_requests_for_frames(quick_page: Page, scripts: Scripts, failure: str) -> None:
+def test_a_run_survives_failed_requests_for_frames(quick_page: Page, scripts: Scripts) -> None:
     page = quick_page
     scripts.held_after = 4
     with page.expect_request(FRAMES):  # after a while without frames
-        page.route(FRAMES, FAILURES[failure], times=2)
+        for failure in (aborted, refused):
+            page.route(FRAMES, failure, times=1)
         run(page, CODE, tokens=48)
     status(page, "reconnecting")
     scripts.gate.set()
@@ -92,7 +96,7 @@ def test_stop_can_be_repeated_after_a_failed_request(page: Page, pace: str) -> N
     run(page, "endless")
     spans(page, 10)
     with page.expect_request(FRAMES):
-        page.route(FRAMES, FAILURES["network"], times=1)
+        page.route(FRAMES, aborted, times=1)
         page.locator("#stop").click()
     expect(page.locator("[data-stopping]")).to_have_attribute("data-stopping", "no")
     spans(page, page.locator("#lane-spec .tok").count() + 1)
@@ -108,7 +112,7 @@ def test_failed_exports_can_be_repeated(page: Page) -> None:
         (page.locator("#save-page"), "**/saved_page.html"),
     ):
         with page.expect_request(request):
-            page.route(request, FAILURES["network"], times=1)
+            page.route(request, aborted, times=1)
             button.click()
         status(page, FAILED)
         page.evaluate("document.getElementById('status').textContent = ''")

@@ -110,17 +110,7 @@ def test_the_rest_of_a_stopped_run_is_shown_on_request(page: Page) -> None:
     expect(page.locator("#show-rest")).to_be_hidden()
 
 
-def test_full_speed_can_be_chosen_during_a_run(page: Page) -> None:
-    page.locator("#pace").select_option("readable")
-    run(page, CODE, tokens=120)
-    status(page, "displaying")
-    page.locator("#pace").select_option("instant")
-    status(page, "done: 120 tokens")
-    assert kept(page) == 120
-    assert page.evaluate("localStorage.getItem('specdemo-pace')") == "instant"
-
-
-def test_a_new_run_replaces_the_display_of_the_last(page: Page) -> None:
+def test_a_new_run_replaces_the_display_of_the_last_and_full_speed_ends_it(page: Page) -> None:
     page.locator("#pace").select_option("readable")
     run(page, CODE, tokens=120)
     status(page, "displaying")
@@ -128,6 +118,12 @@ def test_a_new_run_replaces_the_display_of_the_last(page: Page) -> None:
     run(page, "full")
     status(page, "done: 1 tokens, context full")
     assert drawn(page) == {"plain": 1}
+    run(page, CODE)
+    status(page, "displaying")
+    page.locator("#pace").select_option("instant")
+    status(page, "done: 120 tokens")
+    assert kept(page) == 120
+    assert page.evaluate("localStorage.getItem('specdemo-pace')") == "instant"
 
 
 STAGES = """new MutationObserver((changes) => {
@@ -153,9 +149,12 @@ def test_runs_are_displayed_at_once(page: Page) -> None:
 
 
 def test_the_first_visit_explains_a_recorded_step_and_the_second_races(tab: Any) -> None:
-    page = tab(FIRST_VISIT + STAGES + QUICK)
+    page = tab(FIRST_VISIT + STAGES)
     words, cockpit = page.locator("#step-words"), page.locator(".cockpit")
     page.wait_for_function("window.stages?.includes('guessed')")
+    plays = page.locator("#play-steps")
+    expect(plays).to_have_text(re.compile("Pause"))
+    plays.click()
     expect(page.locator(".round[data-stage]")).to_have_count(0)
     expect(words).to_have_text(STEP_WORDS)
     shown = kept(page)
@@ -165,13 +164,17 @@ def test_the_first_visit_explains_a_recorded_step_and_the_second_races(tab: Any)
     visible = "document.querySelectorAll('#lane-spec .round:not([hidden])').length"
     step = page.evaluate(visible)
     assert 0 < step < page.locator("#lane-spec .round").count() and shown
-    expect(page.locator("#headline")).to_have_text(re.compile(r"^Example: .*target passes instead of \d+\.$"))
+    expect(page.locator("#headline")).to_have_text(
+        re.compile(r"^Example: .*The large model ran \d+ times instead of \d+\.$")
+    )
     expect(page.locator("#run")).to_have_text("Run live")
     page.locator("#next-step").click()
     page.wait_for_function(f"{visible} === {step + 1}")
-    page.locator("#play-steps").click()
-    expect(page.locator("#lane-spec .round[hidden]")).to_have_count(0)
-    expect(page.locator("#run")).to_have_text("Run")
+    plays.click()  # to the end of both runs
+    expect(plays).to_have_text(re.compile("Play again"))
+    expect(page.locator(".round[hidden]")).to_have_count(0)
+    ends = [page.locator(f"#lane-{lane} .round").count() - 1 for lane in ("spec", "ar")]
+    expect(words).to_have_text(f"The end: {ends[0]} steps instead of {ends[1]}, same text.")
     page.reload()  # a second visit plays nothing
     expect(page.locator("#recorded button").first).to_be_visible()
     status(page, "ready")
@@ -200,7 +203,7 @@ def races_a_comparison_once(page: Page) -> None:
     status(page, "done: 40 tokens")
     if not withheld(page):
         page.wait_for_function("window.lines.some(line => line.startsWith('Race'))")
-    expect(page.locator("#headline")).to_have_text(re.compile("40|target pass"))
+    expect(page.locator("#headline")).to_have_text(re.compile("40|large model"))
     assert page.locator(".round[hidden]").count() == 0
     expect(page.locator("#suggestion button").last).to_be_visible()
     expect(page.locator("#lane-ar")).to_be_visible()
@@ -215,7 +218,7 @@ def test_the_explained_step_stands_still_with_reduced_motion(page: Page) -> None
         """() => { const step = [...document.querySelectorAll("#lane-spec .round:not([hidden])")].at(-1);
         return [...step.children].map(token => token.dataset.kind); }"""
     )
-    guessed, kept_tokens = (int(number) for number in re.findall(r"\d+", page.inner_text("#step-words"))[:2])
+    guessed, kept_tokens = (int(number) for number in re.findall(r"\d+", page.inner_text("#step-words"))[2:4])
     assert guessed == len([kind for kind in counts if kind in ("accepted", "rejected", "ignored")])
     assert kept_tokens == counts.count("accepted")
 
@@ -223,7 +226,9 @@ def test_the_explained_step_stands_still_with_reduced_motion(page: Page) -> None
 HIDDEN = "document.querySelectorAll('.round[hidden]').length"
 
 
-@pytest.mark.parametrize(("width", "height"), [(1366, 768), (390, 844), (683, 384)])
+@pytest.mark.parametrize(
+    ("width", "height"), [(1366, 768), (390, 844), pytest.param(683, 384, marks=pytest.mark.exhaustive)]
+)
 def test_a_replay_counts_what_it_shows_and_is_completed_with_the_keyboard(page: Page, width: int, height: int) -> None:
     resize(page, width, height)
     before = page.evaluate(SHOWN_RUN)
@@ -248,7 +253,7 @@ def test_a_replay_counts_what_it_shows_and_is_completed_with_the_keyboard(page: 
     expect(shown).to_be_empty()
     assert page.evaluate(HIDDEN) == 0
     expect(page.locator("#status")).not_to_contain_text("replaying")
-    expect(page.locator("#headline")).to_contain_text("target pass")
+    expect(page.locator("#headline")).to_contain_text("large model")
 
 
 def test_text_is_readable_and_guesses_can_be_shown_inside(page: Page) -> None:
@@ -327,8 +332,14 @@ def test_an_example_sets_all_of_its_settings_and_names_its_effect(page: Page) ->
         expect(page.locator("#temperature input[type=number]")).to_have_value(f"{example['temperature']:g}")
         expect(page.locator("#example-effect")).to_have_text(example["effect"])
         expect(page.locator("#chat input")).to_be_checked(checked=example["chat"])
-    page.locator("#at-best").click()
-    expect(page.locator("#example-effect")).to_be_empty()
+    methods = json.loads((ASSETS / "examples.json").read_text("utf-8"))["methods"]
+    for method, which in (("suffix", "worst"), ("beam", "best")):
+        choose_setting(page, "method", f"{method}:")
+        page.locator(f"#at-{which}").click()
+        expect(page.locator("#example-effect")).to_be_empty()
+        expect(page.locator("#prompt textarea")).to_have_value(methods[method][which]["prompt"])
+        expect(page.locator("#method option:checked")).to_have_text(re.compile(f"^{method}"))
+    page.get_by_role("button", name=shown[-1]["title"], exact=True).click()
 
     page.locator("#compare input").check()
     run_again(page, "gainless")

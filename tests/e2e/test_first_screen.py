@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from e2e.page_fixtures import FIRST_VISIT, QUICK, STEP_WORDS, drawn, resize, run, status
+from e2e.page_fixtures import FIRST_VISIT, QUICK, STEP_WORDS, drawn, run, status
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -65,7 +65,7 @@ def test_first_screen_shows_the_idea_without_scrolling(
 ) -> None:
     page = tab(FIRST_VISIT + SHIFTS, width=width, height=height)
     page.evaluate(QUICK)
-    expect(page.locator("#step-words")).to_have_text(STEP_WORDS)
+    expect(page.locator("#play-steps")).to_have_text(re.compile("Play again"))
     expect(page.locator(".round[data-stage]")).to_have_count(0)
     for part in ("h1", "#prompt textarea", "#run", "#headline", "#lane-spec", *parts):
         box = page.locator(part).bounding_box()
@@ -84,7 +84,7 @@ def test_first_screen_shows_the_idea_without_scrolling(
     textarea = page.locator("#prompt textarea").bounding_box()
     assert textarea and textarea["height"] >= 24 * rows
     assert page.evaluate("scrollY") == 0 and page.evaluate("window.shift") < 0.1
-    expect(page.locator("#masthead")).to_contain_text("(target)")
+    expect(page.locator("#masthead")).to_contain_text("large model")
     for part in ("#examples .chip >> nth=0", "#show-rejected"):  # elsewhere in small windows
         page.locator(part).scroll_into_view_if_needed()
         expect(page.locator(part)).to_be_in_viewport()
@@ -107,13 +107,3 @@ def replaces_the_example(page: Page) -> None:
     assert drawn(page) == {"plain": 1}
     expect(page.locator("#lane-ar")).to_be_hidden()
     expect(page.locator("#walk")).to_be_hidden()
-
-
-def test_settings_make_room_in_a_window_that_becomes_narrow(page: Page) -> None:
-    opened = re.compile(r"\bopen\b")
-    settings = page.locator("#settings")
-    expect(settings).to_have_class(opened)
-    resize(page, 390, 844)
-    expect(settings).not_to_have_class(opened)
-    resize(page, 1280)
-    expect(settings).to_have_class(opened)

@@ -76,4 +76,4 @@ def test_a_server_is_a_lane_that_shows_what_it_does_not_report(tab: Any) -> None
     assert trace[1]["draft_s"] is None and [line["undisclosed"] for line in trace[1:-1]] == [0, 1, 1, 1, 1]
     box.locator(".tok[data-kind=accepted]").first.click()
     expect(page.locator("#round-times")).to_contain_text("does not report the durations")
-    expect(page.locator("#round-words")).to_contain_text("1 draft tokens are not reported by the engine")
+    expect(page.locator("#round-words")).to_contain_text("1 guess not reported by the engine")

@@ -7,13 +7,12 @@ from typing import Any
 import httpx
 import pytest
 from fakes.http_server import Handler, http_server
-from fakes.ports import free_port
 from fakes.proxy import Proxy, proxied
 from playwright.sync_api import BrowserContext, expect
 
+from e2e.limited_page import launched
 from e2e.page_fixtures import CODE, PATIENCE, RETURNING, Scripts, run, spans, status, tabs
 from specdemo.ui.limits import HostLimits
-from specdemo.ui.page import build
 from specdemo.ui.visitor_sessions import COOKIE
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
@@ -27,7 +26,7 @@ SET_UPS = {
     "path kept, root set": (ROOTED, Proxy(strips=False)),
     "path kept, root set, no host": (ROOTED, Proxy(strips=False, passes_host=False)),
 }
-REPRESENTATIVES = ("path removed, headers", "path kept, root set")
+REPRESENTATIVE = "path kept, root set"
 
 
 class Course(Handler):
@@ -49,20 +48,16 @@ def rooted(scripts: Scripts, course: str) -> Iterator[Any]:
     """Page that knows its path and may be framed."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("GRADIO_ROOT_PATH", "/demo")
-        demo = build(
-            pair="bundled", engine=scripts, limits=HostLimits(frames=(f"http://localhost:{course}",)), compare=False
-        )
-        demo.launch(server_name="127.0.0.1", server_port=free_port())
-    yield demo
-    demo.worker.close()
-    demo.clouds.close()
-    demo.blocks.close()
+        limits = HostLimits(frames=(f"http://localhost:{course}",))
+        with launched(engine=scripts, limits=limits, compare=False) as page:
+            environment.undo()
+            yield page
 
 
 @pytest.mark.parametrize(
     ("fixture", "proxy"),
     [
-        pytest.param(*values, id=name, marks=[] if name in REPRESENTATIVES else [pytest.mark.exhaustive])
+        pytest.param(*values, id=name, marks=[] if name == REPRESENTATIVE else [pytest.mark.exhaustive])
         for name, values in SET_UPS.items()
     ],
 )

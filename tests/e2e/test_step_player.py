@@ -19,6 +19,7 @@ from specdemo.models.zoo import ASSETS
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run, read_traces
 from specdemo.ui.lane import PLAIN, SPEC, baseline_of
+from specdemo.ui.step_views import in_plain_words
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -44,7 +45,7 @@ def runs(pool: ModelPool) -> dict[str, Run]:
         runs[name] = Run()
         recipe = Recipe(pair="bundled", gamma=4, max_tokens=40, top=5, **values)
         for event in generate(recipe, PROMPT, pool):
-            runs[name].absorb(SPEC, event)
+            runs[name].add_event(SPEC, event)
         runs[name].finish()
     trace = ASSETS / "traces" / "draft, temperature 0.7.jsonl"
     return {**runs, RECORDED: read_traces(trace.read_text("utf-8"))}
@@ -204,7 +205,7 @@ def test_player_shows_the_phases_of_a_step(open_run: Callable[..., Page], runs: 
     player.focus()
     page.keyboard.press("Home")
     expect(player).to_have_attribute("data-phase", "guess")
-    expect(page.locator("#player .narration")).to_contain_text(f"The drafter guessed {len(states)} tokens.")
+    expect(page.locator("#player .narration")).to_contain_text(f"The helper guessed {len(states)} tokens.")
     assert set(page.locator("#player .row").evaluate_all("rows => rows.map(r => r.dataset.state)")) == {"guess"}
     expect(page.locator("#player .figures").first).to_have_text(f"q {step.draft.token_probs[0]:.3f}")
     phases = ["pass", *["test"] * (len(states) - states.count("ignored")), "end", *["rest"] * ("ignored" in states)]
@@ -212,7 +213,7 @@ def test_player_shows_the_phases_of_a_step(open_run: Callable[..., Page], runs: 
         page.keyboard.press("ArrowRight")
         expect(player).to_have_attribute("data-phase", phase)
     expect(page.locator("#player .next")).to_be_disabled()
-    expect(page.locator("#player .result")).to_contain_text(explain(step, None, lane.recipe))
+    expect(page.locator("#player .result")).to_contain_text(in_plain_words(explain(step, None, lane.recipe)))
     page.locator("h1").click()  # keys act only while the player has the focus
     page.keyboard.press("Home")
     expect(player).to_have_attribute("data-phase", phases[-1])
@@ -336,7 +337,7 @@ def test_saved_page_replays_the_run_offline(open_run: Callable[..., Page], pool:
     recipe = Recipe(pair="bundled", gamma=4, max_tokens=128, top=5, method="draft", **SAMPLED)
     for name, lane in ((SPEC, recipe), (PLAIN, baseline_of(recipe))):
         for event in generate(lane, PROMPT, pool):
-            run.absorb(name, event)
+            run.add_event(name, event)
     run.finish()
     page = open_run(run)
     path = Path(page.evaluate("decodeURIComponent(location.pathname)"))
@@ -393,9 +394,9 @@ def test_plots_are_saved_as_complete_svg(open_run: Callable[..., Page]) -> None:
     page.locator("#figures summary").click()
     expect(page.locator("#chart-whatif svg")).to_be_visible()
     for plot, colour, *words in (
-        ("chart-positions", ".accepted", "Acceptance by position"),
-        ("chart-times", ".verify", "Time per step (ms)", "draft ", "verify ", "host "),
-        ("chart-whatif", ".line", "by draft length γ"),
+        ("chart-positions", ".accepted", "Guesses kept, by position"),
+        ("chart-times", ".verify", "Time per step", "guessing ", "checking ", "the rest "),
+        ("chart-whatif", ".line", "by number of guesses"),
         ("time-rows", ".run", "Speculative 0.086 s", "Baseline 0.093 s"),
     ):
         with page.expect_download() as download:

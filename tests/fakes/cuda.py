@@ -16,15 +16,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from specdemo.core import sampling
 from specdemo.models.engines.cuda_graphs import GraphRecorder
 from specdemo.models.engines.llama_weights import LlamaWeights
+from specdemo.native import sampling as native_sampling
 
 STREAMS = 32  # streams of a device, returned in turn
 CALLING_HOST = ("_local_scalar_dense", "nonzero", "lift_fresh", "is_nonzero", "equal")
-CREATING = ("empty.memory_format", "zeros", "ones", "full", "arange", "scalar_tensor", "tensor")
+READING = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
+CREATING = ("empty.memory_format", "zeros.", "ones.", "full.", "arange", "scalar_tensor", "tensor")
 
 
 class IllegalAccess(RuntimeError):
@@ -73,11 +76,46 @@ class FakeGraph:
         self.cuda.replays += 1
         if self.cuda.workspaces.get(self.stream) is not self.workspace:
             raise IllegalAccess(f"the workspace of stream {self.stream} was freed")
-        for func, args, kwargs, out in self.recorded.operations:
-            new = func(*args, **kwargs)
-            for old, value in zip(tree_leaves(out), tree_leaves(new), strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != value.data_ptr():
-                    old.copy_(value)
+        with _disable_current_modes():
+            for func, args, kwargs, out in self.recorded.operations:
+                new = func(*args, **kwargs)
+                for old, value in zip(tree_leaves(out), tree_leaves(new), strict=True):
+                    if isinstance(old, torch.Tensor) and old.data_ptr() != value.data_ptr():
+                        old.copy_(value)
+
+
+class HostCalls(TorchDispatchMode):
+    """Count launches of kernels outside of graphs, replays of graphs, and what the host waits for."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        super().__init__()
+        self.launches = self.reads = 0
+        self._cuda, self._replays = cuda, cuda.replays
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).removeprefix("aten.")
+        if name.startswith(READING):
+            self.reads += 1
+        elif func._schema.is_mutable or not any(value.alias_info for value in func._schema.returns):  # not a view
+            self.launches += 1
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def counted(self, patch: pytest.MonkeyPatch) -> Iterator[None]:
+        listed = torch.Tensor.tolist
+
+        def tolist(tensor: torch.Tensor) -> Any:
+            self.reads += 1
+            return listed(tensor)
+
+        with patch.context() as inner, self:
+            inner.setattr(torch.Tensor, "tolist", tolist)
+            yield
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Launches, replays and reads."""
+        return self.launches, self._cuda.replays - self._replays, self.reads
 
 
 class FakeCuda:
@@ -130,5 +168,7 @@ class FakeCuda:
             "graph": self.graph,
         }.items():
             patch.setattr(torch.cuda, name, value)
+        patch.setattr(sampling, "is_on_host", lambda tensor: False)
+        patch.setattr(native_sampling, "_TOP_P_WIDTH", 1 << 20)  # devices sort all tokens
         patch.setattr(GraphRecorder, "_recorders", weakref.WeakSet())  # those of other tests have other streams
         patch.setattr(LlamaWeights, "recordable", property(lambda weights: True))

@@ -18,7 +18,7 @@ from specdemo.remote import serve
 def completion_app(recipe: Recipe, template: str = "", **options: Any) -> tuple[FastAPI, CompletionService]:
     """Return the application and the completions; `template` is the chat template of the target."""
     pool = ModelPool()
-    target = pool.take(plan_run(recipe).target)
+    target = pool.get(plan_run(recipe).target)
     if template:
         target.tokenizer.chat_template = template
     app = serve.serve_model(target, local=True, **options)

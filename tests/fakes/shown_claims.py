@@ -45,7 +45,7 @@ ROWS = """() => [...document.querySelectorAll("#rounds tbody tr")].map((row) =>
 
 
 # Simulated, and compared with the run by the test of what-if
-ESTIMATES = r"Estimated best: .*? tokens/s\.|γ \d+ is estimated at \d+ to \d+ tokens per second"
+ESTIMATES = r"Estimated best: .*? tokens/s\.|With \d+ guesses at a time, the estimate is \d+ to \d+ tokens per second"
 
 
 def without_names(text: str, run: RunFigures) -> str:
@@ -63,9 +63,11 @@ def without_names(text: str, run: RunFigures) -> str:
     return text
 
 
+PART_WORDS = {"draft_s": "guessing", "verify_s": "checking", "host_s": "the rest"}
+
+
 def titles(run: RunFigures) -> Iterator[Claim]:
     options = {
-        "γ {}": "gamma",
         "temperature {}": "temperature",
         "top p {}": "top_p",
         "seed {}": "seed",
@@ -73,8 +75,16 @@ def titles(run: RunFigures) -> Iterator[Claim]:
         "gamma {}": "gamma",
         "{} beams": "num_beams",
     }
+    yield Claim("up to {} guesses", [(longest_draft(lane.recipe),) for lane in run.lanes.values()])
     for words, name in options.items():
         yield Claim(words, [(lane.recipe[name],) for lane in run.lanes.values() if name in lane.recipe])
+
+
+def longest_draft(recipe: dict[str, Any]) -> int:
+    """Longest draft that the policy allows."""
+    gamma, limit = recipe["gamma"], recipe.get("gamma_max")
+    own = {"dynamic": 12, "heuristic": 20, "auto": 8}.get(recipe.get("policy", "fixed"), 0)
+    return gamma if recipe.get("policy", "fixed") == "fixed" else limit or max(own, gamma, recipe.get("gamma_min") or 0)
 
 
 def first_token(*lanes: LaneFigures) -> Iterator[Claim]:
@@ -101,25 +111,27 @@ def headline(run: RunFigures) -> Iterator[Claim]:
         "{}× faster with drafts",
         "{}× the speed, slower with drafts",
         "No clear difference: {}×",
-        "{}× the speed of the baseline",
+        "{}× the speed of the large model alone",
     )
-    yield claim("{} tokens in {} target passes after the first, {} tokens per second",
+    yield claim("{} tokens in {} runs of the large model after the first, {} tokens per second",
                 len(lane.tokens), lane.passes, lane.speed)  # fmt: skip
-    yield claim("{} target passes instead of {}.", lane.passes, plain.passes if plain else None)
-    yield claim("{} tokens per target pass instead of {}.", lane.tokens_per_pass, 1)
+    yield claim("The large model ran {} times instead of {}.", lane.passes, plain.passes if plain else None)
+    yield claim("The large model gave {} tokens per run instead of {}.", lane.tokens_per_pass, 1)
     yield claim("differs at token {}", run.equal(next(iter(run.lanes))) + 1)
     yield from titles(run)
-    yield Claim("{}×", [(run.speedup(name),) for name in ("third", "fourth") if run.speedup(name)])
+    yield Claim("{}×", [(run.speedup(name),) for name in ("spec", "third", "fourth") if run.speedup(name)])
 
 
 def advice(run: RunFigures) -> Iterator[Claim]:
     lane, cost = run.first, run.step_cost()
-    yield claim("gave {} tokens in the time of {}.", lane.tokens_per_step, cost)
+    gain = lane.tokens_per_step / cost if lane.tokens_per_step and cost else None
+    yield claim("gave {} tokens for the time of {}: that is {}× faster.", lane.tokens_per_step, cost, gain)
+    yield claim("gave {} tokens for the time of {}.", lane.tokens_per_step, cost)
     yield claim("{} of {} guesses were kept", lane.accepted, lane.drafted)
     if run.pass_times:
         rows, single, several = run.pass_times
-        yield claim("checking {} tokens costs {} times writing 1.", rows, several / single)
-    yield claim("Drafting takes another {}.", run.step_cost("draft_s"))
+        yield claim("checking {} tokens costs {} times the time of writing 1.", rows, several / single)
+    yield claim("Guessing takes another {}.", run.step_cost("draft_s"))
 
 
 def lane_header(run: RunFigures, name: str) -> Iterator[Claim]:
@@ -146,7 +158,9 @@ def pass_costs(run: RunFigures) -> Iterator[Claim]:
     if not run.pass_times:
         return
     rows, single, several = run.pass_times
-    yield claim("checking {} tokens costs {} times writing 1.", rows, several / single)
+    words = "Checking {} tokens costs {} times the time of writing 1"
+    yield claim(f"{words}, not {{}} times", rows, several / single, rows)
+    yield claim(f"{words}.", rows, several / single)
     yield claim("writing 1 {} ms writing 1: {} ms", *[1000 * single] * 2)
     yield claim("checking {} {} ms", rows, 1000 * several)
     yield claim("checking {}: {} ms", rows, 1000 * several)
@@ -158,9 +172,10 @@ def run_table(run: RunFigures) -> Iterator[Claim]:
     yield from titles(run)
     yield claim("{} (baseline)", 1)
     yield Claim("{}× (one run", [(run.speedup(name),) for name in lanes if name != "ar"])
-    yield Claim("{} %", [(100 * lane.acceptance,) for lane in lanes.values() if lane.acceptance is not None])
+    shares = [share for lane in lanes.values() for share in (lane.acceptance, lane.alpha) if share is not None]
+    yield Claim("{} %", [(100 * share,) for share in shares])
     yield from first_token(*lanes.values())
-    yield Claim("{}", [(figure,) for lane in lanes.values() for figure in (lane.tokens_per_pass, lane.alpha)])
+    yield Claim("{}", [(lane.tokens_per_pass,) for lane in lanes.values()])
 
 
 def tile(run: RunFigures, name: str) -> Iterator[Claim]:
@@ -168,14 +183,14 @@ def tile(run: RunFigures, name: str) -> Iterator[Claim]:
     share = lane.acceptance
     match name:
         case "acceptance":
-            yield claim("acceptance rate {} %", None if share is None else 100 * share)
+            yield claim("guesses kept {} %", None if share is None else 100 * share)
             yield claim("{} of {} drafted", lane.accepted, lane.drafted)
             yield claim("α {}", lane.alpha)
             yield claim("{} unverified", lane.unverified)
             if estimates_overlap(lane):
                 yield claim("mean overlap β {}", lane.overlap)
         case "tokens_per_pass":
-            yield claim("tokens / pass {} {} target passes", lane.tokens_per_pass, lane.passes)
+            yield claim("tokens / pass {} {} passes", lane.tokens_per_pass, lane.passes)
         case "tokens_per_second":
             yield claim("tokens / s {} {} tokens", lane.speed, len(lane.tokens))
         case "ttft":
@@ -212,7 +227,7 @@ def causes(run: RunFigures) -> Iterator[Claim]:
     yield claim("{} against {} s in total", lane.at[-1], plain.at[-1])
     per_token = [1000 * each.at[-1] / len(each.tokens) for each in (lane, plain)]
     yield claim("{} against {} ms per token", *per_token)
-    yield claim("gave {} tokens and took {} AR steps (drafting {}, verifying {}, host {})",
+    yield claim("gave {} tokens for the time of {} (guessing {}, checking {}, the rest {})",
                 lane.tokens_per_step, run.step_cost(), *map(run.step_cost, PARTS))  # fmt: skip
     yield from theorem(run)
     if lane.linked:
@@ -228,10 +243,11 @@ def theorem(run: RunFigures) -> Iterator[Claim]:
     alpha, name = (lane.overlap, "mean overlap β") if estimates_overlap(lane) else (lane.alpha, "α")
     assert alpha is not None
     tokens = drafted + 1 if alpha == 1 else (1 - alpha ** (drafted + 1)) / (1 - alpha)
-    words = f"With {name} {{}}, {{}} draft tokens per step and c {{}}, Theorem {{}} predicts {{}}×"
-    yield claim(words, alpha, drafted, draft_cost / drafted, 3.8, tokens / (1 + draft_cost))
-    yield claim(f"Acceptance ({name} {{}}) does not exceed c {{}}:", alpha, draft_cost / drafted)
-    yield claim("With the measured costs of verification and host it is {}×", tokens / (run.step_cost() or math.nan))
+    expected = tokens / (1 + draft_cost), tokens / (run.step_cost() or math.nan)
+    inputs = alpha, drafted, draft_cost / drafted
+    words = f"with the times measured here {{}}× (Theorem {{}}, {name} {{}}, {{}} guesses per check, c {{}})"
+    yield claim(f"The theory expects {{}}×, {words}", *expected, 3.8, *inputs)
+    yield claim(f"({name} {{}} does not exceed c {{}})", alpha, inputs[-1])
 
 
 def link_share(lane: LaneFigures) -> float:
@@ -249,12 +265,14 @@ def link_share(lane: LaneFigures) -> float:
 def step_words(lane: LaneFigures, i: int) -> Iterator[Claim]:
     line = lane.steps[i]
     counts = len(line["draft"]), len(line["accepted"]), len(line["tokens"])
-    yield claim("Drafted {}, accepted {}, committed {}.", *counts)
-    yield claim("Drafted {}, committed {} without", counts[0], counts[2])
+    guesses = "guess" if counts[0] == 1 else "guesses"
+    yield claim(f"{{}} {guesses}, {{}} kept; {{}} token", *counts)
+    yield claim(f"{{}} {guesses}, none kept; {{}} token", counts[0], counts[2])
+    yield claim(f"{{}} {guesses}, {{}} added without", counts[0], counts[2])
     yield claim("all beams agree on {} tokens", counts[2])
-    yield claim("At {} s", lane.at[i])
-    yield claim("γ allowed {}", line["gamma"])
-    yield claim("γ: start {}, this step {}", lane.recipe["gamma"], line["gamma"])
+    yield claim("{} s after the start", lane.at[i])
+    yield claim("Guesses allowed: {} at the start, {} now", lane.recipe["gamma"], line["gamma"])
+    yield claim("Guesses allowed: {}", line["gamma"])
     for name, value in line.get("policy", {}).items():
         yield claim(f"{name.replace('_', ' ')} {{}}", float(f"{value:.3g}"))
     link = line.get("remote") or {}
@@ -299,9 +317,16 @@ def decisions(line: Line) -> Iterator[Claim]:
     yield Claim("draw {} against the bound {}", [(draw[n], bound[n]) for n in nodes])
     yield Claim("draw {}", [(draw[n],) for n in nodes])
     yield Claim("bound {}", [(bound[n],) for n in nodes])
-    yield Claim("choice {}, p {}; second choice {}", [(rank[n], raw[n], rival[n]) for n in nodes])
-    yield Claim("choice {}, p {}; first choice {}", [(rank[n], raw[n], best[n]) for n in nodes])
-    yield Claim("rank in target {} · probability {} · first choice {}", [(rank[n], raw[n], best[n]) for n in nodes])
+    shares = [[None if mass is None else 100 * mass for mass in masses] for masses in (raw, rival, best)]
+    for n, name in enumerate(("first choice", "second choice", "third choice"), 1):
+        ranked = [node for node in nodes if rank[node] == n]
+        other, words = (1, "second") if n == 1 else (2, "first")
+        figures = [(shares[0][node], shares[other][node]) for node in ranked]
+        yield Claim(f"{name} ({{}} %); the {words} had {{}} %", figures)
+    yield Claim("choice {} ({} %); the first had {} %", [(rank[n], shares[0][n], shares[2][n]) for n in nodes])
+    yield Claim(
+        "large model choice {} · its p {} · p of its first choice {}", [(rank[n], raw[n], best[n]) for n in nodes]
+    )
     yield Claim("choice number {}, with {} against {}.", [(rank[n], raw[n], best[n]) for n in nodes])
     yield Claim("p {} · q {}", [(p[n], q[n]) for n in nodes])
     yield Claim("p {}, q {}", [(p[n], q[n]) for n in nodes])
@@ -345,15 +370,15 @@ def others(line: Line) -> Iterator[float]:
 
 def step_times(line: Line) -> Iterator[Claim]:
     for part in PARTS:
-        yield claim(f"{part.removesuffix('_s')} {{}} ms", 1000 * line[part])
+        yield claim(f"{PART_WORDS[part]} {{}} ms", 1000 * line[part])
 
 
 def charts(lane: LaneFigures) -> Iterator[Claim]:
     yield Claim("{}: {} %", [(k, 100 * passed / tried) for k, (passed, tried) in enumerate(lane.positions, 1)])
     for part in PARTS:
-        name, total = part.removesuffix("_s"), 1000 * lane.total(part)
+        name, total = PART_WORDS[part], 1000 * lane.total(part)
         yield Claim(f"{name} {{}} ms", [(total,), (total / (len(lane.steps) - 1),)])
-    yield claim("Measured (+): γ {}, {} tokens/s", lane.recipe["gamma"], lane.speed)
+    yield claim("Measured (+): {} guesses, {} tokens/s", lane.recipe["gamma"], lane.speed)
     yield claim("Measured: {} tokens/s", lane.speed)
 
 
@@ -398,7 +423,7 @@ def edge_words(lane: LaneFigures) -> Iterator[Claim]:
         yield claim(f"{name} {{}} %", 100 * value / total)
     k = max(len(line["draft"]) for line in lane.steps)
     yield claim("{} ids, {} probabilities, 1 of q × {}, and 8 down", k, k, lane.header["vocab_size"])
-    yield claim("at most {} per token", 4 * k + 4 * k + 4 * lane.header["vocab_size"] + 8)
+    yield claim("At most {} per token", 4 * k + 4 * k + 4 * lane.header["vocab_size"] + 8)
 
 
 def edge_marks(lane: LaneFigures) -> Iterator[Claim]:
@@ -466,7 +491,7 @@ def displayed_part(lane: LaneFigures, shown: int) -> Iterator[Claim]:
     """Tiles while the first `shown` steps are displayed."""
     part = LaneFigures(lane.header, lane.steps[:shown], lane.linked)
     yield from tile(RunFigures({"spec": lane}), "memory")
-    yield claim("acceptance rate {} %", 100 * (part.acceptance or 0))
+    yield claim("guesses kept {} %", 100 * (part.acceptance or 0))
     yield claim("{} of {} drafted", part.accepted, part.drafted)
     yield claim("tokens / pass – {} steps", 0)
     yield claim("tokens / pass {} {} steps", part.tokens_per_step, shown - 1)
@@ -550,7 +575,7 @@ def claims(run: RunFigures, part: str, i: int) -> list[Claim]:
         "time-words": lambda: axis(run, name, i),
         "pass-costs": lambda: pass_costs(run),
         "race-clock": lambda: [claim("{} s", run.end)],
-        "race-lengths": lambda: [*titles(run), Claim("{} tokens", [(count,) for count in counts])],
+        "race-lengths": lambda: [claim(f"({' and '.join(['{}'] * len(counts))} tokens)", *counts)],
         "run-table": lambda: run_table(run),
         "recorded-settings": lambda: titles(run),
         "tile": lambda: tile(run, of),

@@ -74,7 +74,7 @@ def step_event(line: dict) -> StepEvent:
 def absorb(run: Run, lane: str, *lines: dict) -> None:
     """Add trace lines to a run, as events."""
     for line in lines:
-        run.absorb(lane, trace.from_json(line, run.lanes[lane].metrics))
+        run.add_event(lane, trace.from_json(line, run.lanes[lane].metrics))
 
 
 def whole(run: Run, lane: str = SPEC, lines: tuple = (PREFILL, REJECTION, ALL_KEPT)) -> Run:

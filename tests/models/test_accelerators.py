@@ -47,11 +47,6 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return machine
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_model(tmp_path_factory.mktemp("models") / "model", byte_level_tokenizer()))
-
-
 @pytest.mark.parametrize(("capability", "dtype"), [((7, 5), "float16"), ((8, 0), "bfloat16"), ((12, 0), "bfloat16")])
 def test_automatic_dtypes_have_fast_kernels(capability: tuple[int, int], dtype: str, gpus: SimpleNamespace) -> None:
     gpus.capability = capability
@@ -96,11 +91,11 @@ def test_exhausted_memory_is_recognised(error: Exception) -> None:
     assert memory.is_out_of_memory(error) and "restart" not in memory.describe_failure(error)
 
 
-def test_a_lasting_cuda_error_recommends_a_restart(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lasting_cuda_error_recommends_a_restart(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCompile with `X`")
 
-    pool, recipe = ModelPool(), Recipe(target=folder, method="ar", device="cpu", max_tokens=4)
+    pool, recipe = ModelPool(), Recipe(target=target, method="ar", device="cpu", max_tokens=4)
     list(run_recipe(recipe, "ab", pool))
     monkeypatch.setattr("specdemo.models.engines.llama.LlamaEngine.run", fail)
     *_, end = run_recipe(recipe, "ab", pool)
@@ -109,14 +104,14 @@ def test_a_lasting_cuda_error_recommends_a_restart(folder: str, monkeypatch: pyt
 
 
 def test_quantised_models_are_not_spread_to_the_host(
-    folder: str, gpus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    target: str, gpus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers refuses quantised layers on GPU and host together."""
     rooms: list[dict[str | int, int]] = []
     monkeypatch.setattr(loading, "free_bytes", lambda device: 1 << 30)
     monkeypatch.setattr(loading, "spread", lambda spec, config, room: rooms.append(room))
     for quantization in ("nf4", "none"):
-        place(ModelSpec(folder, quantization=quantization, device=SPREAD), LlamaConfig(**LLAMA))
+        place(ModelSpec(target, quantization=quantization, device=SPREAD), LlamaConfig(**LLAMA))
     assert [set(room) for room in rooms] == [{0, 1}, {0, 1, "cpu"}]
 
 
@@ -161,17 +156,17 @@ def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("as_on_an_accelerator")
-def test_all_operators_of_a_run_have_mps_kernels(folder: str, tmp_path: Path) -> None:
+def test_all_operators_of_a_run_have_mps_kernels(target: str, tmp_path: Path) -> None:
     """Every method, greedy and sampled; `take` had none, so sampled runs with drafts failed."""
-    shared = {"target": folder, "device": "cpu", "dtype": "bfloat16", "max_tokens": 10}
+    shared = {"target": target, "device": "cpu", "dtype": "bfloat16", "max_tokens": 10}
     settings: list[dict[str, Any]] = [{"method": method} for method in METHODS]
     settings += [{"rule": rule} for rule in ("top1", "typical", "coupled")]
     settings += [{"top_k": 5}, {"repetition_penalty": 1.3}, {"policy": "svip"}, {"top": 3}]
     operators, pool = Operators(), ModelPool()
-    heads = {name: head_for(folder, tmp_path / name, name) for name in METHODS if METHODS[name].drafter == "head"}
+    heads = {name: head_for(target, tmp_path / name, name) for name in METHODS if METHODS[name].drafter == "head"}
     for changed in settings:
         method = METHODS[changed.get("method", "draft")]
-        drafter = {"model": {"drafter": folder}, "head": {"head": heads.get(method.name)}, None: {}}[method.drafter]
+        drafter = {"model": {"drafter": target}, "head": {"head": heads.get(method.name)}, None: {}}[method.drafter]
         for temperature in (0.0, 0.8):
             if temperature and changed.get("method") == "beam":
                 continue

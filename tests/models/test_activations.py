@@ -69,8 +69,8 @@ def spec_of(path: Path, activations: str = "8", **options: Any) -> ModelSpec:
 def test_the_form_is_part_of_the_identity(tmp_path: Path) -> None:
     path, pool = save_gguf(tmp_path / "model.gguf", "llama", "Q4_1"), ModelPool()
     specs = [spec_of(path, bits) for bits in PEAKS]
-    first, second = (pool.take(spec) for spec in specs)
-    assert first is not second and pool.take(specs[0]) is first
+    first, second = (pool.get(spec) for spec in specs)
+    assert first is not second and pool.get(specs[0]) is first
     assert (first.engine, second.engine) == ("native: Q4_1, 8-bit activations, as llama.cpp", "native: Q4_1")
     assert explain_engine(first.environment).endswith(", Q4_1, 8-bit activations, as llama.cpp")
     assert plan_spec(specs[0].resolved(), 64).weights == plan_spec(specs[1].resolved(), 64).weights

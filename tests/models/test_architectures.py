@@ -64,9 +64,9 @@ VOCAB = 61
 
 
 def prompts(kind: str) -> Iterator[tuple[list[int], int]]:
-    """Yield 16 prompts with output lengths: single tokens, repetitive, up to the context limit, random."""
+    """Yield 12 prompts with output lengths: single tokens, repetitive, up to the context limit, random."""
     rng = random.Random(kind)
-    for i in range(16):
+    for i in range(12):
         if i < 2:
             yield [rng.randrange(VOCAB)], 12
         elif i < 5:

@@ -112,7 +112,7 @@ def test_only_drafts_that_cannot_change_a_text_are_shorter_in_shared_passes(
 
 def test_the_limit_allows_the_longest_draft_of_the_policy(recipes: list[Recipe]) -> None:
     base = next(recipe for recipe in recipes if recipe.method == "lookup" and recipe.temperature == 0)
-    target = ModelPool().take(plan_run(base).target)
+    target = ModelPool().get(plan_run(base).target)
     for name, longest in (("fixed", 2), ("dynamic", 12), ("heuristic", 20), ("auto", 8)):
         with pipeline.build_pipeline(plan_run(replace(base, policy=name, gamma=2)), target, None) as built:
             assert isinstance(built.policy, BatchLimit) and built.policy.longest == longest

@@ -78,8 +78,8 @@ def cached(pool: ModelPool) -> list[CachedModel]:
 def test_unloading_frees_the_model_of_a_conversation(recipe: Recipe) -> None:
     pool, stores = ModelPool(), Stores()
     assert ended(generate(recipe, TALK, pool, stores)) and pool.chats.reserved_bytes > 0
-    model = weakref.ref(pool.take(plan_run(recipe).target).model)
-    pool.drop(plan_run(recipe).target)
+    model = weakref.ref(pool.get(plan_run(recipe).target).model)
+    pool.unload(plan_run(recipe).target)
     assert model() is None and pool.chats.reserved_bytes == 0 and stores.conversation
     assert ended(generate(recipe, TALK, pool, stores))  # with the model loaded again
     pool.clear()
@@ -88,9 +88,9 @@ def test_unloading_frees_the_model_of_a_conversation(recipe: Recipe) -> None:
 
 def test_leaving_frees_the_caches_of_a_visitor(service: Service, recipe: Recipe) -> None:
     stream = service.start([("spec", recipe)], "one", visitor="a")
-    assert stream.wait(PATIENCE) and stream.error is None and cached(service._models)
-    service.visitors.leave("a")
-    assert not cached(service._models)
+    assert stream.wait(PATIENCE) and stream.error is None and cached(service.models)
+    service.visitors.end_session("a")
+    assert not cached(service.models)
 
 
 def test_every_repetition_of_a_lane_computes_its_prefill(
@@ -116,7 +116,7 @@ def test_each_lane_continues_from_its_own_cache(service: Service, recipe: Recipe
 def test_turns_keep_hidden_states_for_runs_with_the_same_taps(recipe: Recipe) -> None:
     """A cache without taps does not serve a run with taps; the cache of a run with other taps remains."""
     pool, stores = ModelPool(), Stores()
-    loaded, first = pool.take(plan_run(recipe).target), list(range(20))
+    loaded, first = pool.get(plan_run(recipe).target), list(range(20))
     expected: dict[tuple[int, ...], Any] = {}
     for turn, taps in enumerate([(), (1,), (0, 1), (1,)]):
         caches = RunCaches(plan_run(recipe), stores.conversation_of(chat=True), pool.chats)
@@ -143,7 +143,7 @@ def test_caches_give_way_to_models(recipe: Recipe, tmp_path: Path, monkeypatch: 
     assert not cached(pool) and plan_run(recipe).target in pool
     assert ended(generate(recipe, TALK, pool, stores)) and cached(pool)
     monkeypatch.setattr(model_pool, "free_bytes", lambda device: 0)
-    pool.take(plan_run(Recipe(target=other, method="ar", device="cpu")).target).release()
+    pool.get(plan_run(Recipe(target=other, method="ar", device="cpu")).target).release()
     assert ended(generate(Recipe(target=other, method="ar", max_tokens=4, device="cpu"), "x = 1", pool))
     assert not cached(pool)
 
@@ -200,7 +200,7 @@ def test_a_conversation_keeps_its_cache(
     long_talker: str, monkeypatch: pytest.MonkeyPatch, max_tokens: int, count: int, message: str, free: int
 ) -> None:
     pool, recipe = ModelPool(), long_recipe(long_talker, max_tokens=max_tokens)
-    pool.take(plan_run(recipe).target)
+    pool.get(plan_run(recipe).target)
     monkeypatch.setattr(model_pool, "free_bytes", lambda device: free)
     headers = turns(pool, replace(recipe, stop_texts=("a", "e", "i", "o", " ")), TalkStores(), count, message)
     assert reused(headers) and (count < 11 or len(headers[-1].prompt_tokens) > 0.9 * LONG)

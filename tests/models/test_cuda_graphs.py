@@ -207,7 +207,13 @@ def test_a_failed_capture_continues_eagerly(error: Exception, cuda: FakeCuda, pa
 
 
 @pytest.mark.parametrize(
-    ("changed", "pad"), [({}, 8), ({"policy": "auto"}, 1), ({"method": "tree"}, 8), ({"method": "nasd"}, 1)]
+    ("changed", "pad"),
+    [
+        ({}, 8),
+        ({"policy": "auto"}, 1),
+        pytest.param({"method": "tree"}, 8, marks=pytest.mark.exhaustive),
+        pytest.param({"method": "nasd"}, 1, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_no_capture_is_timed(
     changed: dict[str, Any], pad: int, cuda: FakeCuda, pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -240,7 +246,7 @@ def test_equal_bits_are_claimed_for_compared_rows_and_contexts_only(
 ) -> None:
     folder = str(save_model(tmp_path / "model", byte_level_tokenizer(), max_position_embeddings=4096))
     pool, recipe = ModelPool(), Recipe(target=folder, drafter=folder, device="cpu", temperature=0.0, **changed)
-    loaded = pool.take(plan_run(recipe).target)
+    loaded = pool.get(plan_run(recipe).target)
     loaded.__dict__["_invariance"] = BatchInvariance(True, 1, 10, {1: 1.0})
     compare_at(monkeypatch, *((50, 600, 2000) if device == "cuda" else ()))
     header = next(event for event in run_recipe(recipe, "abcd", pool) if isinstance(event, Header))

@@ -258,11 +258,11 @@ def tokens_of(steps: list[dict[str, Any]]) -> list[int]:
     return [token for step in steps for token in step["tokens"]]
 
 
-@pytest.mark.parametrize("name", ["t5", "gated", "bart"])
+@pytest.mark.parametrize("name", ["t5", pytest.param("gated", marks=pytest.mark.exhaustive), "bart"])
 def test_checkpoints_run_and_their_pieces_join_up(models: dict[str, str], name: str) -> None:
     base = Recipe(target=models[name], drafter=models[name], temperature=0, max_tokens=TOKENS, device="cpu")
     head, plain, end = lines(replace(base, method="ar"))
-    loaded = POOL.take(plan_run(base).target)
+    loaded = POOL.get(plan_run(base).target)
     assert head["encoder"] and head["prompt_tokens"] == loaded.tokenizer.encode(PROMPT)
     assert head["prompt_tokens"][-1] == loaded.tokenizer.eos_token_id
     assert end["metrics"]["kv_bytes"] > 0 and len(tokens_of(plain)) > 4
@@ -278,7 +278,13 @@ def test_checkpoints_run_and_their_pieces_join_up(models: dict[str, str], name: 
 
 
 @pytest.mark.parametrize(
-    ("name", "quantization"), [("t5", "int8"), ("t5", "fp16"), ("apart", "nf4"), ("apart", "bf16")]
+    ("name", "quantization"),
+    [
+        ("t5", "int8"),
+        pytest.param("t5", "fp16", marks=pytest.mark.exhaustive),
+        ("apart", "nf4"),
+        pytest.param("apart", "bf16", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_quantized_checkpoints_run_and_match_the_memory_plan(
     models: dict[str, str], name: str, quantization: str
@@ -294,7 +300,7 @@ def test_quantized_checkpoints_run_and_match_the_memory_plan(
         device="cpu",
     )
     spec = plan_run(base).target.resolved()
-    planned, loaded = plan_spec(spec, 256), POOL.take(spec)
+    planned, loaded = plan_spec(spec, 256), POOL.get(spec)
     assert planned.weights == pytest.approx(loaded.weight_bytes, rel=0.15)
     kept = [module.weight for path, module in loaded.model.named_modules() if path.endswith(".wo")]
     assert kept and all(weight is None or weight.dtype in (torch.float32, torch.bfloat16) for weight in kept)

@@ -16,8 +16,6 @@ from transformers import PreTrainedModel
 
 from specdemo.cli import main
 from specdemo.core.errors import UserError
-from specdemo.core.events import Loading
-from specdemo.core.explain import explain_engine
 from specdemo.models.chat_prompt import read_prompt
 from specdemo.models.engines.gguf_linear import FLOATS, GgufLinear, dequantised
 from specdemo.models.engines.native_weights import NativeWeights
@@ -32,7 +30,6 @@ from specdemo.models.spec import ModelSpec
 from specdemo.models.zoo import check_pair, fingerprint
 from specdemo.native.formats import QUANTISED_GGUF
 from specdemo.recipe import Recipe
-from specdemo.ui.limits import HostLimits
 
 pytestmark = pytest.mark.slow
 
@@ -243,15 +240,6 @@ def test_memory_is_planned_from_the_header(
     assert [other.quantization for other in smaller(spec)] == ["bf16"]
 
 
-def test_loading_reports_the_conversion(tmp_path: Path) -> None:
-    reports: list[Loading] = []
-    spec = spec_of(save_gguf(tmp_path / "model.gguf", "llama", "Q5_0"))
-    loaded = load(spec, report=reports.append)
-    assert reports[-1].text == "reading model.gguf, weight 16 of 16 (Q5_0 expanded to bfloat16)"
-    assert explain_engine(loaded.environment) == "native CPU engine, 1 thread, Q5_0 expanded to bfloat16"
-    assert explain_engine({"engine": "native", "threads": 2}) == "native CPU engine, 2 threads"
-
-
 @pytest.mark.parametrize("quantization", ["int8", "nf4"])
 def test_other_formats_are_refused(quantization: str, tmp_path: Path) -> None:
     path = save_gguf(tmp_path / "model.gguf", "llama", "F16")
@@ -308,25 +296,6 @@ def test_files_larger_than_the_memory_are_not_downloaded(tmp_path: Path, monkeyp
         with pytest.raises(UserError, match="has 45.*kB, and this machine has 2.0 kB of memory: choose a smaller"):
             load(ModelSpec("tiny/files/model.gguf", device="cpu"), Hub(server.endpoint, tmp_path / "cache"))
         assert not server.gets("model.gguf")
-
-
-@pytest.mark.parametrize(
-    ("name", "granted"),
-    [
-        ("org/model/file.gguf", True),
-        ("org/model/Q8/file.GGUF", True),
-        ("org/model/../file.gguf", False),
-        ("org/model/file.bin", False),
-        ("/srv/file.gguf", False),
-    ],
-)
-def test_public_pages_take_files_of_the_hub(name: str, granted: bool) -> None:
-    limits, recipe = HostLimits(models="hub"), Recipe(target=name, method="ar")
-    if granted:
-        assert limits.grant(recipe, "x") == recipe
-    else:
-        with pytest.raises(UserError, match="choose one of the pairs"):
-            limits.grant(recipe, "x")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")

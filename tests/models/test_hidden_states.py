@@ -59,7 +59,7 @@ def test_states_of_a_text_follow_verification(engine: str) -> None:
     """
     cached, rng = opened(engine), random.Random(0)
     tokens = text(9)
-    for turn in range(40):
+    for turn in range(28):
         nodes = rng.randrange(6)
         chain = range(-1, nodes - 1)
         parents = tuple(chain if turn % 2 else [rng.randrange(-1, node) for node in range(nodes)])

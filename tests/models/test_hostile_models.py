@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import MarianConfig, SwitchTransformersConfig
 
-from specdemo.cli import main
 from specdemo.core.errors import UserError
 from specdemo.models.hub import Hub
 from specdemo.models.kv_cache import CachedModel
@@ -135,7 +134,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {  # with a part of the refusal by `loa
 }
 
 
-SLOW = ("many experts",)  # until the limit of the trial
+SLOW = ("many experts", "growing text")  # until the limit of the trial
 
 
 @pytest.mark.parametrize(
@@ -192,13 +191,6 @@ def test_changed_files_give_a_model_or_a_sentence(name: str, data: st.DataObject
         spec = ModelSpec(str(folder), "float32", device="cpu").resolved()
         for function in (load, read_tokenizer):
             refusal(function, spec)
-
-
-def test_terminal_exits_with_2(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    panicking(folder)
-    assert main(["run", "def", "--target", str(folder), "--method", "ar", "--device", "cpu"]) == 2
-    errors = capsys.readouterr().err.strip().splitlines()
-    assert errors[-1].startswith("specdemo: ") and "Traceback" not in "".join(errors)
 
 
 def test_transformers_path_names_wrong_tensors(folder: Path) -> None:
@@ -266,12 +258,15 @@ def test_unusual_tokenizers_run_or_end_in_one_sentence(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lengthened("tokenizer.json", 64_000_001), r"tokenizer.json of evil/model has .* MB, more than 64.0 MB"),
+        (lengthened("tokenizer.json", 1_000_001), r"tokenizer.json of evil/model has .* MB, more than 1.0 MB"),
         (config(head_dim=15), "rotates 15 values of a head"),
     ],
     ids=["size of a file", "sizes in the configuration"],
 )
-def test_refused_models_are_not_downloaded(change: Change, sentence: str, valid: Path, tmp_path: Path) -> None:
+def test_refused_models_are_not_downloaded(
+    change: Change, sentence: str, valid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdemo.models.untrusted.MAX_TOKENIZER_BYTES", 1_000_000)
     served = shutil.copytree(valid, tmp_path / "served/evil/model")
     change(served)
     with serving(tmp_path / "served") as server:

@@ -49,16 +49,16 @@ def specs(folder: Path) -> tuple[ModelSpec, ModelSpec, ModelSpec]:
 
 @pytest.fixture(scope="module")
 def size(specs: tuple[ModelSpec, ModelSpec, ModelSpec]) -> int:
-    return ModelPool().take(specs[0]).weight_bytes
+    return ModelPool().get(specs[0]).weight_bytes
 
 
 def test_equal_specs_share_a_model(folder: Path) -> None:
     pool = ModelPool()
-    first = pool.take(ModelSpec(str(folder), device="auto"))
-    assert pool.take(ModelSpec(str(folder), "float32", "none", str(first.model.device))) is first
+    first = pool.get(ModelSpec(str(folder), device="auto"))
+    assert pool.get(ModelSpec(str(folder), "float32", "none", str(first.model.device))) is first
     recipe = Recipe(target=str(folder), drafter=str(folder), device="cpu", max_tokens=4)
     list(generate(recipe, "def", pool))
-    assert pool.take(plan_run(recipe).target) is pool.take(plan_run(recipe).drafter) is first
+    assert pool.get(plan_run(recipe).target) is pool.get(plan_run(recipe).drafter) is first
     assert pool.weight_bytes == first.weight_bytes
 
 
@@ -74,7 +74,7 @@ def test_stop_does_not_wait_for_an_unreachable_hub() -> None:
     shown = threading.Event()
     try:
         pool = ModelPool(hub=Silent())
-        stream = worker.submit(lambda: pool.bring([ModelSpec("org/model", device="cpu")]), shown.set)
+        stream = worker.submit(lambda: pool.ensure_loaded([ModelSpec("org/model", device="cpu")]), shown.set)
         assert shown.wait(PATIENCE)
         assert stream.items[0].text == "reading the configuration of org/model"
         stream.stop()
@@ -118,7 +118,7 @@ def test_jobs_that_request_a_model_load_it_once(
     real = model_pool.load
     monkeypatch.setattr(model_pool, "load", lambda *given, **options: loads.append(1) or real(*given, **options))
     pool, worker, waiting = ModelPool(hub=hub), Worker(), threading.Event()
-    first = worker.submit(lambda: pool.bring([spec]))
+    first = worker.submit(lambda: pool.ensure_loaded([spec]))
 
     def note() -> None:
         if second.items and "which another run loads" in second.items[-1].text:
@@ -127,7 +127,7 @@ def test_jobs_that_request_a_model_load_it_once(
     while not hub.asked:
         assert others(worker)
     ready = threading.Event()
-    second = worker.submit(lambda: pool.bring([spec]) if ready.wait(PATIENCE) else iter(()), note)
+    second = worker.submit(lambda: pool.ensure_loaded([spec]) if ready.wait(PATIENCE) else iter(()), note)
     ready.set()
     assert waiting.wait(PATIENCE) and others(worker) and not first.done
     if stopped:
@@ -150,11 +150,11 @@ def test_hub_requests_do_not_use_the_device(hub: CountingHub, folder: Path, monk
     monkeypatch.setattr(model_pool, "plan_spec", planned)
     monkeypatch.setattr(memory_plan, "_free", lambda device: 0)
     worker = Worker()
-    stream = worker.submit(lambda: ModelPool(hub=hub).bring([ModelSpec(str(folder), device="cpu")]))
+    stream = worker.submit(lambda: ModelPool(hub=hub).ensure_loaded([ModelSpec(str(folder), device="cpu")]))
     assert stream.wait(PATIENCE) and isinstance(stream.error, UserError)
     assert len(threads) > 1 and set(threads) == {"background"}
     monkeypatch.undo()
-    stream = worker.submit(lambda: ModelPool(hub=hub).bring([ModelSpec(str(folder), device="cpu")]))
+    stream = worker.submit(lambda: ModelPool(hub=hub).ensure_loaded([ModelSpec(str(folder), device="cpu")]))
     while not hub.asked:
         assert others(worker)
     assert others(worker) and not stream.done
@@ -177,15 +177,15 @@ def test_least_recently_used_model_is_evicted(
     a, b, c = specs
     pool, tight = ModelPool(), ModelPool()
     for spec in (a, b, a):
-        tight.take(spec)
-    first = pool.take(a)
-    pool.take(b)
+        tight.get(spec)
+    first = pool.get(a)
+    pool.get(b)
     limit_memory(monkeypatch, pool, pool.weight_bytes + planned_bytes(c))
-    assert pool.take(a) is first
-    pool.take(c)
+    assert pool.get(a) is first
+    pool.get(c)
     assert a in pool and c in pool and b in pool
     limit_memory(monkeypatch, tight, size + planned_bytes(c))
-    tight.take(c)
+    tight.get(c)
     assert a in tight and c in tight and b not in tight
 
 
@@ -196,24 +196,24 @@ def test_models_of_a_request_do_not_evict_each_other(
     pool = ModelPool()
     limit_memory(monkeypatch, pool, planned_bytes(a))
     with pytest.raises(UserError, match=r"need .* are free: choose a smaller pair"):
-        list(pool.bring([a, b]))
+        list(pool.ensure_loaded([a, b]))
     assert a not in pool and b not in pool
-    pool.take(a)
+    pool.get(a)
     limit_memory(monkeypatch, pool, size + planned_bytes(b) - 1)
     with pytest.raises(UserError, match="are free"):
-        list(pool.bring([a, b]))
+        list(pool.ensure_loaded([a, b]))
     assert a in pool
 
 
 def test_idle_models_are_unloaded(specs: tuple[ModelSpec, ModelSpec, ModelSpec]) -> None:
     now = [0.0]
     pool = ModelPool(idle_s=60, clock=lambda: now[0])
-    pool.take(specs[0])
+    pool.get(specs[0])
     now[0] = 50
-    pool.take(specs[1])
+    pool.get(specs[1])
     now[0] = 70
-    assert pool.tidy() == 1 and specs[0] not in pool and specs[1] in pool
-    assert pool.tidy() == 0
+    assert pool.unload_idle() == 1 and specs[0] not in pool and specs[1] in pool
+    assert pool.unload_idle() == 0
 
 
 REPEATED_LOADING = """
@@ -293,5 +293,5 @@ def test_out_of_memory_ends_only_the_run(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     assert end["end"] == "error" and "memory ran out (keys and values took" in end["error"], end
     assert "shorten the prompt" in end["error"]
-    assert not pool.take(plan_run(recipe).target).model.engine._idle
+    assert not pool.get(plan_run(recipe).target).model.engine._idle
     assert [line["tokens"] for line in generate(recipe, "def add(a, b):", pool) if "i" in line] == before

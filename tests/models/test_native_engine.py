@@ -33,8 +33,7 @@ from transformers import LlamaConfig
 from specdemo.core.errors import UserError
 from specdemo.core.sampling import ChainSampler, Noise, SamplingParams
 from specdemo.core.step import Draft
-from specdemo.models.batch_invariance import check_invariance
-from specdemo.models.engines.engine import FIRST_CAPACITY
+from specdemo.models.engines.engine import FIRST_CAPACITY, Entry
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.llama_weights import LlamaWeights, with_dropout, with_layers
 from specdemo.models.engines.native import NATIVE_CHUNK
@@ -61,6 +60,9 @@ ON_THREADS = [
     *((name, form, 2) for name, form in FORMS),
     *(("llama", form, 1) for form in LONG_FORMS),  # test_native_passes.py draws numbers of threads for all forms
 ]
+HALF = [  # test_native_passes.py draws from all forms
+    pytest.param(*case, marks=() if i % 2 == 0 else pytest.mark.exhaustive) for i, case in enumerate(ON_THREADS)
+]
 
 
 def single_rows(model: NativeWeights, tokens: list[int], start: int) -> Tensor:
@@ -81,7 +83,7 @@ def threads(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "form", "threads"), ON_THREADS, indirect=["threads"])
+@pytest.mark.parametrize(("name", "form", "threads"), HALF, indirect=["threads"])
 def test_rows_of_chains_have_the_bits_of_single_rows(name: str, form: str, threads: int) -> None:
     model = weights(name, form)
     for start in (0, 3, 250):  # the cache grows at 256
@@ -117,7 +119,11 @@ def test_long_contexts_and_prompt_chunks_keep_the_bits(form: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "form", "threads"), ON_THREADS, indirect=["threads"])
+@pytest.mark.parametrize(
+    ("name", "form", "threads"),
+    [pytest.param(*case, marks=() if case[1] in LONG_FORMS else pytest.mark.exhaustive) for case in ON_THREADS],
+    indirect=["threads"],
+)
 def test_nodes_of_forests_have_the_bits_of_single_rows(name: str, form: str, threads: int) -> None:
     model, rng = weights(name, form), random.Random(1)
     for start in (1, 40):
@@ -161,6 +167,7 @@ def test_logits_equal_transformers(name: str) -> None:
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rounding_errors_are_below_those_of_transformers(name: str, dtype: str) -> None:
@@ -323,11 +330,6 @@ def test_threads_compute_all_outputs_of_large_matrices(vocab: int) -> None:
         assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
-def test_batch_invariance_holds_by_construction() -> None:
-    found = check_invariance(weights("llama", "bfloat16"))
-    assert found.by_construction and found.equal and found.pad == 1 and found.cost[1] == 1.0
-
-
 def test_cleared_caches_contain_no_text() -> None:
     model = weights("llama", "float32")
     cached = CachedModel(model)
@@ -394,3 +396,61 @@ def test_joined_layers_may_have_a_bias_in_some_parts(convert: type[FusedWeights]
     expected = oracle(torch.tensor([tokens])).logits[0]
     model = convert(oracle)
     assert (CachedModel(model).read(tokens) - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+# --- several texts in a single pass -----------------------------------------------------------------------------------
+
+TEXT_FORMS = [
+    *((name, "float32") for name in ("llama", *FAMILIES)),
+    ("odd widths", "bfloat16"),
+    *(("llama", form) for form in (*QUANTIZED, *QUANTISED_GGUF)),
+]
+
+
+def random_draft(rng: random.Random) -> Draft:
+    count = rng.randrange(5)
+    tokens = tuple(rng.randrange(20) for _ in range(count))
+    if rng.random() < 0.5:
+        return Draft.chain(tokens)
+    return Draft(tokens, tuple(rng.randrange(-1, i) if i else -1 for i in range(count)))
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "count"),
+    [*((name, form, 2) for name, form in TEXT_FORMS), ("llama", "float32", 1), ("llama", "int8", 1)],
+)
+def test_rows_have_the_bits_of_passes_with_one_text(name: str, form: str, count: int) -> None:
+    """Random lengths, drafts and numbers of texts; hidden states and caches as well."""
+    rng, engine = random.Random(name + form), engine_of(weights(name, form))
+    taps = (0, 1) if name in CONFIGS else ()
+    with torch_threads(count):
+        shared, alone = ([Passes(engine, taps) for _ in range(6)] for _ in range(2))
+        lengths = [0] * 6
+        for _ in range(4):
+            chosen = rng.sample(range(6), rng.randrange(1, 7))
+            drafts = [random_draft(rng) for _ in chosen]
+            new = [text(rng.randrange(1, 30), seed=rng.randrange(99)) for _ in chosen]
+            together = engine.run(
+                [
+                    Entry(shared[i].cache, [*tokens, *draft.tokens], lengths[i], draft)
+                    for i, tokens, draft in zip(chosen, new, drafts, strict=True)
+                ]
+            )
+            for logits, i, tokens, draft in zip(together, chosen, new, drafts, strict=True):
+                expected = alone[i].run([*tokens, *draft.tokens], lengths[i], draft)
+                assert torch.equal(logits, expected) and len(logits) == len(draft) + 1
+                lengths[i] += len(tokens)
+                slots = [lengths[i] + node for node in draft.path(len(draft) - 1)] if len(draft) else []
+                shared[i].keep(lengths[i], slots), alone[i].keep(lengths[i], slots)
+                lengths[i] += len(slots)
+        for one, other, length in zip(shared, alone, lengths, strict=True):
+            assert one.cache.length == other.cache.length == length
+            assert torch.equal(one.cache.states[:length], other.cache.states[:length])
+
+
+def test_prompts_longer_than_a_chunk_share_passes_with_other_texts() -> None:
+    engine = engine_of(weights("llama", "float32"))
+    prompts = [text(count, seed=count) for count in (3, NATIVE_CHUNK + 40, 250, 30, 2 * NATIVE_CHUNK)]
+    together = engine.run([Entry(engine.open(), prompt, 0, Draft()) for prompt in prompts])
+    for logits, prompt in zip(together, prompts, strict=True):
+        assert torch.equal(logits, Passes(engine).run(prompt, 0, Draft()))

@@ -160,7 +160,7 @@ def test_keys_and_values_are_rounded_to_the_nearest_number(scale: float) -> None
     exact, ids = {}, tokens(PLAIN, 40)
     for form in CACHES:
         model = model_of(replace(PLAIN, layers=1, cache_form=form))
-        gains = (ctypes.c_float * PLAIN.width).from_address(model.layers[0].enter)
+        gains = (ctypes.c_float * PLAIN.width).from_address(model.layers[0].input_norm)
         gains[:] = [scale * gain for gain in gains]
         cache = Cache(model, 48)
         run(cache, ids, 0)

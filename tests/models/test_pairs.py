@@ -151,7 +151,7 @@ def pool() -> ModelPool:
 
 @pytest.fixture(scope="module")
 def target(pool: ModelPool) -> LoadedModel:
-    return pool.take(plan_run(Recipe(**GREEDY)).target)
+    return pool.get(plan_run(Recipe(**GREEDY)).target)
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +211,7 @@ def test_quantised_pairs(quantization: str, pool: ModelPool, target: LoadedModel
     the text must consist of the first choices of each pass.
     """
     recipe = Recipe(**{**GREEDY, "dtype": "auto"}, quantization=quantization, drafter_quantization=quantization)
-    small = pool.take(plan_run(recipe).target)
+    small = pool.get(plan_run(recipe).target)
     assert small.weight_bytes < target.weight_bytes / (1.7 if quantization == "int8" else 2)
     for prompt in load_prompts(kinds=["code"])[:1]:
         lines = list(islice((line for line in trace_lines(recipe, prompt.text, pool) if "i" in line), 12))

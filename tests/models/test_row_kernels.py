@@ -2,7 +2,8 @@
 
 import copy
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,7 +115,7 @@ def test_products_are_those_of_the_matrix(form: str, size: str, dtype: torch.dty
     expected = rows.double() @ matrix.T + (0 if bias is None else bias.double())
     assert error(linear.expanded(), matrix) < TOLERANCE[dtype]
     most = linear(rows[:FEW_ROWS])
-    for count in (1, 2, 7, 17):
+    for count in range(1, 18):
         found = linear(rows[:count])
         assert found.dtype == dtype and error(found, expected[:count]) < TOLERANCE[dtype]
         assert count > FEW_ROWS or torch.equal(found, most[:count])
@@ -189,6 +190,38 @@ def test_partial_sums_have_all_inputs(programs: int) -> None:
     assert error(partial.sum(0), rows.double() @ matrix.T) < TOLERANCE[torch.float16]
     assert tiles.splits(20, 64 * 11) == len(partial) <= 3
     assert RowLinear(CODE4, linear.tensors, 64 * 11, torch.float16).tensors.keys() == linear.tensors.keys()
+
+
+MUTANTS = {
+    "order of codes": ("values + (pair >> 4).to(", "values + (pair & 15).to("),
+    "halves of a block": ("x_rows + _HALF + column", "x_rows + column"),
+    "scale of a block": ("word >> (8 * i) & 255", "word & 255"),
+    "scale of scales": ("tl.where(block < change, factor, next_factor)", "factor"),
+    "first scale of scales": ("group = (start + block) // _NESTED_BLOCK", "group = start // _NESTED_BLOCK"),
+    "tail of the inputs": ("steps = tl.cdiv(inputs, _BLOCK * BLOCKS)", "steps = inputs // (_BLOCK * BLOCKS)"),
+    "order of a thread": ("tl.permute(parts, (0, 2, 1, 3))", "parts"),
+}
+
+
+@pytest.mark.parametrize("name", [None, *MUTANTS])
+def test_a_changed_stage_changes_the_products(
+    name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = import_module("specdemo.models.engines.row_kernels")
+    source = Path(str(kernels.__file__)).read_text("utf-8")
+    before, after = MUTANTS[name] if name else ("", "")
+    assert source.count(before) == 1 or not name
+    (tmp_path / "mutant.py").write_text(source.replace(before, after), "utf-8")
+    spec = spec_from_file_location("mutant", tmp_path / "mutant.py")
+    assert spec and spec.loader
+    mutant = module_from_spec(spec)
+    spec.loader.exec_module(mutant)
+    monkeypatch.setattr(kernels, "code_product", mutant.code_product)
+    blocks = 279 if name == "scale of scales" else 531  # rows have two or three scales of scales
+    linear, matrix = four_bit(2, 64 * blocks, torch.float16, True, None)
+    rows = random(1, 64 * blocks).half()
+    wrong = error(linear(rows), rows.double() @ matrix.T) > 5 * TOLERANCE[torch.float16]
+    assert wrong == (name is not None)
 
 
 @pytest.mark.parametrize("nested", [True, False])

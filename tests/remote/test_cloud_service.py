@@ -26,7 +26,6 @@ from fakes.trace_lines import trace_lines as generate
 from fastapi.testclient import TestClient
 
 from specdemo.core.errors import UserError
-from specdemo.models.chat_caches import Conversation
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
 from specdemo.remote.admission import ServiceLimits
@@ -37,7 +36,6 @@ from specdemo.remote.link import Cause, HttpClient, Retry
 from specdemo.remote.protocol import CODECS, ServiceInfo, StreamRequest, VerifyConfig
 from specdemo.remote.server import create_app
 from specdemo.remote.target import _connection, _service_info
-from specdemo.stores import Stores
 from specdemo.worker import Worker
 
 pytestmark = pytest.mark.slow
@@ -272,21 +270,6 @@ def test_two_processes_give_the_local_text(process: ServiceProcess, secret: None
     if encoding == "json":
         return
     assert tokens(cloud=CloudConfig(process.url, mode="cloud_only"), **coupled) == tokens(method="ar", **coupled)
-
-
-def test_a_conversation_sends_its_text_once(process: ServiceProcess, secret: None) -> None:
-    """The second turn continues the context of the first."""
-    recipe = Recipe(device="cpu", max_tokens=24, temperature=0.0, cloud=CloudConfig(process.url))
-    stores = Stores(Conversation())
-
-    def turn(prompt: str) -> list[Any]:
-        return [line for line in generate(recipe, prompt, POOL, stores) if "i" in line]
-
-    long = TEXT * 20
-    first = turn(long)
-    second = turn(long + "".join(line["text"] for line in first))
-    sent = [lines[0]["remote"]["bytes_up"] for lines in (first, second)]
-    assert sent[1] < sent[0] / 2 and second[0]["remote"]["sent"] == 1
 
 
 @pytest.mark.parametrize(

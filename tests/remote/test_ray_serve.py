@@ -82,11 +82,18 @@ def test_a_certificate_may_contain_its_key(key: Path | None, expected: str, monk
 
 
 class Cluster:
-    """`serve --ray` in a process of its own."""
+    """`serve --ray` in a process of its own; `folder` and ports of metrics are those of no other cluster."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         command = [sys.executable, "-m", "specdemo", "serve", "--ray", *FLAGS.split()]
-        environment = {**os.environ, "RAY_metrics_report_interval_ms": "500"}
+        environment = {
+            **os.environ,
+            "RAY_metrics_report_interval_ms": "500",
+            "RAY_TMPDIR": str(folder),
+            "AUTOSCALER_METRIC_PORT": str(free_port()),
+            "DASHBOARD_METRIC_PORT": str(free_port()),
+        }
+        self._metric_addresses = folder / "ray/prom_metrics_service_discovery.json"
         self.process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -102,7 +109,7 @@ class Cluster:
     @property
     def metrics(self) -> Counter[str]:
         """Sums over the replicas, and over the labels of metrics."""
-        targets = json.loads(Path("/tmp/ray/prom_metrics_service_discovery.json").read_text())[0]["targets"]
+        targets = json.loads(self._metric_addresses.read_text())[0]["targets"]
         sums: Counter[str] = Counter()
         for target in targets:
             for line in urlopen(f"http://{target}/metrics").read().decode().splitlines():
@@ -115,10 +122,11 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     pytest.importorskip("ray", reason="ray[serve] cannot be installed here")
-    opened = Cluster()
-    yield opened
-    opened.process.stdin.close()
-    assert opened.process.wait(PATIENCE_S) == 0
+    with TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:  # paths of sockets must be short
+        opened = Cluster(Path(folder))
+        yield opened
+        opened.process.stdin.close()
+        assert opened.process.wait(PATIENCE_S) == 0
 
 
 def lines(

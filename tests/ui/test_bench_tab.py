@@ -1,19 +1,39 @@
-"""Benchmarks started from the page: settings, size limits, and presentation of the results."""
+"""Benchmarks and comparisons of pairs started from the page: settings, size limits, progress, results."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from fakes.bench_records import run
 from fakes.figures import figure_of, values
 from fakes.trace_records import absorb, end, header, step
 
 from specdemo.bench import measure, table
+from specdemo.bench.pairs import PairBench, measure_pairs, pairs_table
+from specdemo.bench.published_tables import leviathan_tables
+from specdemo.core.errors import UserError
+from specdemo.models.model_pool import ModelPool
+from specdemo.models.zoo import PAIRS, Pair
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
-from specdemo.ui.tabs.bench import SWEEP_TABLE_HEAD, notes, speedup_chart, sweep_cells
+from specdemo.ui.limits import HostLimits
+from specdemo.ui.measurements import start_pairs_bench
+from specdemo.ui.method_names import with_method_names
+from specdemo.ui.service import Service
+from specdemo.ui.tabs.bench import (
+    SWEEP_TABLE_HEAD,
+    Sweep,
+    count_measured,
+    describe_pairs,
+    notes,
+    selected,
+    selected_pairs,
+    speedup_chart,
+    sweep_cells,
+)
 from specdemo.ui.tabs.measurement_panel import duration
-from specdemo.ui.tabs.sweep import Sweep, selected
 
 ASKED: dict[str, Any] = {
     "methods": ["draft", "nasd"],
@@ -78,3 +98,83 @@ def test_page_table_equals_the_bench_table() -> None:
     assert figure_of(plotted)["names"] == ["AR decoding", "draft γ 2, code", "draft γ 2, prose"]
     assert [values(plotted, kind) for kind in ("AR decoding", "code", "prose")] == [{0: 1.0}, {1: 1.25}, {2: 0.8}]
     assert "n-grams gamma=2 T=0 on code 2" in notes([replace(row, lane="nasd gamma=2 T=0") for row in rows], records)
+
+
+# --- comparison of several pairs --------------------------------------------------------------------------------------
+
+ASKED_OF_PAIRS = ASKED | {"gammas": [2], "kinds": ["code"]}
+SETTINGS = {"pair": "bundled", "max_tokens": 8, "chat": True, "mode": "off"}
+
+
+@pytest.fixture(autouse=True)
+def pairs(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs with a random target: complete, without drafter, absent, and not installed."""
+    monkeypatch.setitem(PAIRS, "both", Pair("both", target, target, 2))
+    monkeypatch.setitem(PAIRS, "alone", Pair("target without drafter", target, None, 2, method="nasd"))
+    monkeypatch.setitem(PAIRS, "absent", Pair("absent", f"{target}/absent", None, 2, method="nasd"))
+    monkeypatch.setitem(PAIRS, "uninstalled", Pair("not installed", "", None, 2, wheel="some-wheel"))
+
+
+def chosen(*names: str, **changes: Any) -> tuple[list[PairBench], Any]:
+    return selected_pairs(SETTINGS, "cpu", list(names), tuple(PAIRS), {**ASKED_OF_PAIRS, **changes})
+
+
+def test_pairs_are_measured_in_turn_and_others_are_skipped() -> None:
+    methods = ["draft", "nasd", "eagle"]
+    benches, prompts = chosen("both", "absent", "uninstalled", "alone", "both", methods=methods)
+    assert [bench.name for bench in benches] == ["both", "absent", "uninstalled", "alone"]
+    recipes = [recipe for bench in benches for recipe in bench.recipes]
+    assert len(recipes) == 3 * 3 and len(prompts) == 2 and all(not recipe.chat for recipe in recipes)
+    progress = list(measure_pairs(benches, prompts, ModelPool()))
+    numbers = [item.number for item in progress]
+    assert numbers == sorted(numbers) and numbers[0] == 0 and {numbers[-1], *(item.total for item in progress)} == {18}
+    assert "pair alone, code" in str(progress[-1]) and progress[-1].share == 17 / 18
+    assert count_measured(benches, prompts) == (2, 4)
+    report = describe_pairs(benches)
+    assert with_method_names(pairs_table(benches)) in report and leviathan_tables() in report
+    assert report.count("| both ") == report.count("| alone ") == 2
+    (skipped,) = (line for line in report.splitlines() if "uninstalled" in line)
+    assert skipped.startswith("- ") and "is not installed" in skipped and "pair absent" in report
+    assert report.count("method eagle needs a head") == 3
+    check_rows(pairs_table(benches))
+
+
+def check_rows(table: str) -> None:
+    head, _, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    rows = [dict(zip(head, line, strict=True)) for line in lines]
+    lanes = [(row["pair"], row["lane"]) for row in rows]
+    copy = "draft gamma=2 (quantised copy)"
+    assert lanes == [("both", "draft gamma=2"), ("both", "nasd gamma=2"), ("alone", copy), ("alone", "nasd gamma=2")]
+    for row in rows:
+        assert (row["drafter MB"] == "–") == row["lane"].startswith("nasd")
+        assert row["class"] == "code" and row["T"] == "0" and float(row["c"]) > 0
+        assert row["speed-up"] != "-" and float(row["tokens/pass"]) >= 1
+    assert float(rows[0]["alpha"]) == 1.0  # the drafter is the target
+
+
+def test_a_stopped_comparison_shows_the_measured_prompts() -> None:
+    benches, prompts = chosen("both", "alone")
+    assert count_measured(benches, prompts) == (0, 2)
+    for item in measure_pairs(benches, prompts, ModelPool()):
+        if item.doing.startswith("pair alone"):
+            break
+    assert count_measured(benches, prompts) == (1, 2)
+    assert "| both " in describe_pairs(benches) and "| alone " not in describe_pairs(benches)
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        (HostLimits(pairs=("gpt2-xl",)), "unknown pair 'bundled'"),
+        (HostLimits(max_seconds=60), "measurements take minutes"),
+        (HostLimits(max_gamma=1), "gamma may be 1 at most here, not 2"),
+    ],
+)
+def test_limits_of_the_host_apply(limits: HostLimits, words: str) -> None:
+    service = Service(ModelPool(), lambda *_: iter(()), limits)  # type: ignore[arg-type, return-value]
+    try:
+        with pytest.raises(UserError, match=re.escape(words)):
+            start_pairs_bench(service, *chosen("bundled"), "visitor", "address")
+        assert service.worker.active == 0
+    finally:
+        service.worker.close()

@@ -106,7 +106,7 @@ def check(lines: list[Line]) -> RunFigures:
 
 
 def label(name: str) -> str:
-    return {"acceptance": "acceptance rate", "tokens_per_pass": "tokens / pass", "tokens_per_second": "tokens / s",
+    return {"acceptance": "guesses kept", "tokens_per_pass": "tokens / pass", "tokens_per_second": "tokens / s",
             "speedup": "speed-up", "memory": "memory"}.get(name, "")  # fmt: skip
 
 
@@ -129,11 +129,11 @@ def check_rules(figures: RunFigures, state: dict[str, Any]) -> None:
     if not figures.first.linked:
         gain = number(r"([\d.]+)", state["tiles"]["tokens_per_pass"][0])
         assert value <= MOST_PER_PASS * gain + 0.06
-    if costs := re.search(r"gave ([\d.]+) tokens in the time of ([\d.]+)\.", state["headline"]["reason"]):
+    if costs := re.search(r"gave ([\d.]+) tokens for the time of ([\d.]+)[.:]", state["headline"]["reason"]):
         gave, took = map(float, costs.groups())
         assert gave / took == pytest.approx(value, abs=0.051 + 0.01 * value / took)
         parts = re.search(
-            r"took ([\d.]+) AR steps \(drafting ([\d.]+), verifying ([\d.]+), host ([\d.]+)\)", state["verdict"]
+            r"time of ([\d.]+) \(guessing ([\d.]+), checking ([\d.]+), the rest ([\d.]+)\)", state["verdict"]
         )
         total, *shares = map(float, parts.groups())
         assert sum(shares) == pytest.approx(total, abs=0.021)

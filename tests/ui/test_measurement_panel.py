@@ -12,8 +12,8 @@ from specdemo.bench.measure import BenchProgress
 from specdemo.core.errors import UserError
 from specdemo.models.zoo import PAIRS, Pair
 from specdemo.ui.settings import OPTIONS, setting_of
-from specdemo.ui.tabs import calibration
-from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelMeasurement, PanelParts
+from specdemo.ui.tabs.edge import calibration_recipe
+from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelMeasurement
 from specdemo.worker import Stream, Worker
 
 PATIENCE = 60.0
@@ -26,12 +26,12 @@ class Bench:
     def __init__(self) -> None:
         self.worker, self.readable, self.gate = Worker(), True, threading.Event()
         with gr.Blocks() as blocks:
-            self.parts, results = PanelParts.laid_out("bench")
+            self.panel, results = MeasurementPanel.laid_out("bench")
             with results:
                 self.report = gr.Markdown()
-            self.panel = MeasurementPanel(self.parts, [], [self.report], self.prepare)
+            self.panel.connect([], [self.report], self.prepare)
         functions = {fn.targets[0]: fn.fn for fn in blocks.fns.values()}
-        self.press = functions[self.parts.buttons[0]._id, "click"]
+        self.press = functions[self.panel.buttons[0]._id, "click"]
         self.tick = functions[self.panel._timer._id, "tick"]
         self.leave = functions[None, "unload"]
 
@@ -55,7 +55,7 @@ class Bench:
         yield {"name": "code 2"}
 
     def words(self, values: dict[Any, Any]) -> str:
-        return str(values.get(self.parts.status, ""))
+        return str(values.get(self.panel.status, ""))
 
 
 @pytest.fixture
@@ -68,14 +68,14 @@ def bench() -> Iterator[Bench]:
 
 def test_a_lost_response_is_repeated_by_the_next_one(bench: Bench) -> None:
     pressed = bench.press(VISITOR)
-    assert pressed[bench.panel._timer].active is True and pressed[bench.parts.buttons[0]].interactive is False
-    assert list(bench.tick(VISITOR)) == [bench.parts.status]  # still running
+    assert pressed[bench.panel._timer].active is True and pressed[bench.panel.buttons[0]].interactive is False
+    assert list(bench.tick(VISITOR)) == [bench.panel.status]  # still running
     bench.gate.set()
     assert bench.stream.wait(PATIENCE)
     lost, shown = bench.tick(VISITOR), bench.tick(VISITOR)
     assert bench.words(lost) == bench.words(shown) and "done: 2 of 2 prompts are measured" in bench.words(shown)
     assert shown[bench.report] == "2 records"
-    assert shown[bench.panel._timer].active is False and shown[bench.parts.buttons[0]].interactive is True
+    assert shown[bench.panel._timer].active is False and shown[bench.panel.buttons[0]].interactive is True
 
 
 def test_nothing_is_stored_for_a_visitor_who_has_left(bench: Bench) -> None:
@@ -105,12 +105,10 @@ SETTINGS = {name: setting_of(option, option.default) for name, option in OPTIONS
 
 
 def test_drafts_are_verified_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = calibration.calibration_recipe(
-        {**SETTINGS, "pair": "bundled", "mode": "speculative", "method": "ar"}, "cpu"
-    )
+    recipe = calibration_recipe({**SETTINGS, "pair": "bundled", "mode": "speculative", "method": "ar"}, "cpu")
     assert recipe.cloud is None and recipe.method == "draft" and recipe.models[1]
     with pytest.raises(UserError, match="temperature"):
-        calibration.calibration_recipe({**SETTINGS, "temperature": -1}, "cpu")
+        calibration_recipe({**SETTINGS, "temperature": -1}, "cpu")
     monkeypatch.setitem(PAIRS, "alone", Pair("target without drafter", "target", None, 2, method="nasd"))
     with pytest.raises(UserError, match="pair alone has none"):
-        calibration.calibration_recipe({**SETTINGS, "pair": "alone", "method": "nasd"}, "cpu")
+        calibration_recipe({**SETTINGS, "pair": "alone", "method": "nasd"}, "cpu")

@@ -1,12 +1,12 @@
 """Path of a run from the click to the engine and back, as docs/architecture.md describes it."""
 
 import inspect
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.documented_paths import PACKAGE, UI, documented_paths
 from fakes.served_page import last_frame
 from fakes.trace_lines import events_of
 from fakes.trace_records import end, header, step
@@ -15,7 +15,6 @@ from starlette.middleware import Middleware
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocket
 
-import specdemo
 from specdemo.core.events import Event
 from specdemo.models.model_pool import ModelPool
 from specdemo.recipe import Recipe
@@ -28,28 +27,7 @@ from specdemo.worker import Worker
 
 pytestmark = pytest.mark.slow
 
-PACKAGE = Path(specdemo.__file__).parent
-UI = PACKAGE / "ui"
-DOCUMENT = PACKAGE.parent / "docs" / "architecture.md"
 LINES = [header(), step(0, pieces=["a"]), step(1, pieces=["b"]), end()]
-
-
-def documented() -> dict[str, set[str]]:
-    """Functions by module, relative to `specdemo/ui` or `specdemo`."""
-    section = DOCUMENT.read_text("utf-8").partition("## From a click to a token")[2].partition("\n## ")[0]
-    path: dict[str, set[str]] = {}
-    for module, names in re.findall(r"`([\w/]+\.(?:py|js))`(?: \(([^)]*)\))?", section):
-        path.setdefault(module, set()).update(re.findall(r"`(\w+)`", names))
-    return path
-
-
-def test_the_path_is_short_and_its_functions_exist() -> None:
-    path = documented()
-    scripts = [module for module, names in path.items() if not names]  # each is a function
-    assert len(path) <= 13 and sum(map(len, path.values())) + len(scripts) <= 30
-    for module, names in path.items():
-        (text,) = (file.read_text("utf-8") for folder in (UI, PACKAGE) if (file := folder / module).is_file())
-        assert all(re.search(rf"\b(?:def|function) {name}\(", text) for name in names), module
 
 
 def test_a_run_takes_the_documented_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +62,7 @@ def test_a_run_takes_the_documented_path(monkeypatch: pytest.MonkeyPatch) -> Non
     with TestClient(Starlette(routes=routes, middleware=middleware)) as client:
         last_frame(client, {"id": "run-of-this-test", "settings": {}})
     service.worker.close()
-    path = documented()
+    path = next(path for heading, path in documented_paths().items() if heading.startswith("Prompt to green token"))
     assert ("service.py", "_decode") in taken and ("streams.py", "_follow") in taken
     assert {(module, name) for module, name in taken if name not in path.get(module, ())} == set()
 

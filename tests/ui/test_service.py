@@ -30,14 +30,14 @@ class Watched(ModelPool):
         super().__init__(**options)
         self.tidied, self.gone = threading.Event(), 0
 
-    def tidy(self) -> int:
-        self.gone = super().tidy()
+    def unload_idle(self) -> int:
+        self.gone = super().unload_idle()
         self.tidied.set()
         return self.gone
 
 
 def engine(recipe: Recipe, prompt: str, pool: ModelPool, stores: Any) -> Iterator[Event]:
-    pool.take(plan_run(recipe).target)
+    pool.get(plan_run(recipe).target)
     yield End("stop")
 
 
@@ -61,19 +61,7 @@ def test_a_comparison_begins_with_a_warm_up_and_the_speculative_lane() -> None:
     assert decoded[2:] == [("text", method, 50) for method in ("draft", "ar")]
 
 
-def test_unload_reports_the_released_memory() -> None:
-    pool = ModelPool()
-    service = Service(pool, engine)
-    try:
-        assert asyncio.run(service.unload()) == "No model was loaded."
-        pool.take(ModelSpec(PAIRS["bundled"].drafter, device="cpu"))
-        said = asyncio.run(service.unload())
-        assert said.endswith("MB of weights unloaded.") and not pool.weight_bytes
-    finally:
-        service.worker.close()
-
-
-def test_visitors_cannot_unload_shared_models() -> None:
+def test_visitors_can_neither_unload_shared_models_nor_choose_services() -> None:
     """Neither the page nor the service unloads shared models."""
     for limits, offered in (
         (PUBLIC, False),
@@ -83,11 +71,12 @@ def test_visitors_cannot_unload_shared_models() -> None:
         page = build(limits=limits, examples=None)
         page.worker.close()
         assert ('id="unload"' in form_markup(page.blocks)) == offered
-        assert "quantization" in form_fields(page.blocks)
+        fields = form_fields(page.blocks).keys()
+        assert "quantization" in fields and ({"mode", "remote", "rtt_ms"} <= fields) == offered
     pool = ModelPool()
     service = Service(pool, engine, PUBLIC)
     try:
-        pool.take(ModelSpec(PAIRS["bundled"].drafter, device="cpu"))
+        pool.get(ModelSpec(PAIRS["bundled"].drafter, device="cpu"))
         with pytest.raises(UserError, match="all visitors share the models"):
             asyncio.run(service.unload())
         assert pool.weight_bytes

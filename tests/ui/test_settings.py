@@ -1,14 +1,12 @@
 """External settings are applied as far as they form a valid recipe."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specdemo.core import trace
-from specdemo.core.events import Header
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
 from specdemo.recipe import Recipe
 from specdemo.remote.config import CloudConfig
@@ -17,11 +15,10 @@ from specdemo.ui.settings import (
     from_link,
     link_problems,
     recipe_of,
-    recipe_settings,
     recorded_settings,
     restored,
     setting_of,
-    stored_recipes,
+    stored_lanes,
 )
 
 OLD_TRACE = Path(__file__).parents[1] / "contracts" / "traces" / "draft.jsonl"
@@ -115,8 +112,8 @@ def test_the_page_runs_controls_without_effect_and_keeps_stored_lanes() -> None:
     """A control always has a value."""
     usual = USUAL | {"rule": "rejection"}
     lane = usual | {"method": "ar", "gamma": 5, "rule": "match"}
-    assert recipe_of(recipe_settings(lane), "cpu").gamma == 5
-    (recipe,) = stored_recipes([lane], usual, "cpu", 2)
+    assert recipe_of(lane, "cpu").gamma == 5
+    ((_, recipe),) = stored_lanes([lane], usual, "cpu", 2)
     assert (recipe.method, recipe.gamma) == ("ar", 5)
 
 
@@ -139,7 +136,7 @@ def validated(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("value", [{"x": 1}, "magic"])
 def test_work_for_invalid_settings_is_bounded(value: Any, validated: list[dict[str, Any]]) -> None:
     invalid = dict.fromkeys(EVERY, value)
-    assert stored_recipes([invalid] * 1000, EVERY, "cpu", 2) == [] and len(validated) <= 2
+    assert stored_lanes([invalid] * 1000, EVERY, "cpu", 2) == [] and len(validated) <= 2
     settings, messages = restored(invalid, EVERY, "cpu")
     assert settings == EVERY and messages[-1].endswith(" ignored: too many values are invalid")
     assert len(validated) < 17 * 2 * len(EVERY) and len(messages) < 20
@@ -168,12 +165,4 @@ def test_a_trace_with_removed_options_opens_and_its_settings_are_applicable() ->
     (opened,) = trace.read("".join([json.dumps(line) + "\n", *steps]))
     settings = recorded_settings(opened.header, compare=True)
     assert (settings["quantization"], settings["drafter_quantization"], settings["rtt_ms"]) == ("none", "none", 30.0)
-    assert recipe_of(recipe_settings(settings), "cpu").cloud == CloudConfig("http://a:1", rtt_ms=30.0)
-
-
-def test_settings_of_a_trace_are_applicable() -> None:
-    recipe = Recipe(target="org/large", drafter="org/small", gamma=7, device="cpu", method="tree", tree_nodes=5)
-    header = Header(asdict(recipe) | {"removed option": 1}, "the prompt", (1,))
-    settings = recorded_settings(header, compare=True)
-    assert settings.items() >= {"gamma": 7, "prompt": "the prompt", "compare": True, "mode": "off"}.items()
-    assert recipe_of(recipe_settings(settings), "cpu") == recipe
+    assert recipe_of(settings, "cpu").cloud == CloudConfig("http://a:1", rtt_ms=30.0)

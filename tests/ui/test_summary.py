@@ -1,19 +1,28 @@
-"""Sentences about a run: advice, meaning of alpha, result line, badges of lanes, comparison over a link."""
+"""Sentences about runs: advice, result line, lanes, explanations of steps and logs, quantised copies."""
 
 import json
+import re
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.trace_records import PREFILL, absorb, end, header, step
+from fakes.figures import values
+from fakes.trace_records import ALL_KEPT, CUT, PREFILL, REJECTION, absorb, end, header, step, step_event
 
 from specdemo.core.events import Header
+from specdemo.core.explain import explain, figure
 from specdemo.models.zoo import ASSETS
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
-from specdemo.ui.lane import PLAIN, SPEC, lanes_of, name_lanes
+from specdemo.ui.lane import LANES, PLAIN, SPEC, lanes_of, name_lanes
+from specdemo.ui.page import _Handlers
 from specdemo.ui.run_figures import pass_costs, tiles
+from specdemo.ui.settings_form import SettingsForm
+from specdemo.ui.step_views import decided_by, in_plain_words
 from specdemo.ui.suggestions import DRAFT_AT_THE_EDGE, PRESS_REPEAT, REPETITIVE
+from specdemo.ui.tabs.explain import cost_chart, position_chart, statistics_of
+from specdemo.ui.text_comparison import compare_forms
 
 LINK = {"cloud": {"mode": "speculative"}}
 
@@ -58,8 +67,8 @@ def test_alpha_is_not_named_for_block_verification() -> None:
 def test_a_loss_is_named_with_its_reason_and_a_suggestion() -> None:
     shown = line_of(compared(plain_s=0.004))
     assert shown["text"].startswith("0.8× the speed, slower with drafts, same text.") and shown["tone"] == "bad"
-    assert shown["suggestions"] == [{"label": "Try γ 1", "set": {"gamma": 1}}, PRESS_REPEAT]
-    assert shown["reason"] == "8 of 16 guesses were kept, and checking 3 tokens costs 2.50 times writing 1."
+    assert shown["suggestions"] == [{"label": "Try 1 guess at a time", "set": {"gamma": 1}}, PRESS_REPEAT]
+    assert shown["reason"] == "8 of 16 guesses were kept, and checking 3 tokens costs 2.50 times the time of writing 1."
 
 
 def test_a_text_that_gains_is_offered_after_one_that_does_not() -> None:
@@ -82,11 +91,13 @@ def test_an_edge_without_guesses_is_offered_the_draft_method() -> None:
         absorb(run, name, made, PREFILL | {"t": 0.5}, *lines, end())
     run.finish()
     shown = line_of(run)
-    assert shown["reason"] == "Nothing was drafted: the drafter found no matching context."
+    assert shown["reason"] == "Nothing was guessed: no phrase of the text fits."
     assert shown["suggestions"] == [DRAFT_AT_THE_EDGE, PRESS_REPEAT]
 
 
-@pytest.mark.parametrize(("plain_s", "words"), [(0.009, "in the time of 1.11."), (0.005, "times writing 1.")])
+@pytest.mark.parametrize(
+    ("plain_s", "words"), [(0.009, "for the time of 1.11: that is 1.8× faster."), (0.005, "the time of writing 1.")]
+)
 def test_passes_shared_with_other_runs_are_named(plain_s: float, words: str) -> None:
     run = decoded(plain_s, texts=2.0)
     run.finish()
@@ -109,20 +120,24 @@ def test_passes_are_compared_only_without_a_link_and_with_a_baseline() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"top_p": 0.9, "seed": 7}, "draft, γ 4, top p 0.9, seed 7"),
-        ({"bad_words": ("if", "x" * 99)}, "draft, γ 4, bad words if/xxxxxxxxxxxxxxxxx"),
-        ({"method": "nasd", "drafter_top_p": 0.5}, "n-grams, γ 4"),
-        ({"gamma": 5, "policy": "dynamic"}, "draft, γ by dynamic, gamma 5"),
-        ({"drafter": "same"}, "draft by int8 copy, γ 4"),
+        ({"top_p": 0.9, "seed": 7}, "draft, up to 4 guesses, top p 0.9, seed 7"),
+        ({"bad_words": ("if", "x" * 99)}, "draft, up to 4 guesses, bad words if/xxxxxxxxxxxxxxxxx"),
+        ({"method": "nasd", "drafter_top_p": 0.5}, "n-grams, up to 4 guesses"),
+        ({"gamma": 5, "policy": "dynamic"}, "draft, up to 12 guesses, gamma 5, policy dynamic"),
+        ({"drafter": "same"}, "draft by int8 copy, up to 4 guesses"),
     ],
 )
 def test_titles_of_added_lanes_name_the_options_that_differ(changes: dict[str, Any], words: str) -> None:
     first, run = Recipe(), Run((SPEC, PLAIN, "third"))
     added = replace(first, **changes)
     for name, recipe in lanes_of(first, True, [added]).items():
-        run.absorb(name, Header(asdict(recipe), "def", (5, 6)))
-    assert [lane.title for lane in run.lanes.values()] == ["draft, γ 4", "target only", words]
-    assert name_lanes([first, added]) == f"draft, γ 4 (); {words} ()"
+        run.add_event(name, Header(asdict(recipe), "def", (5, 6)))
+    assert [lane.title for lane in run.lanes.values()] == [
+        "draft, up to 4 guesses",
+        "large model alone",
+        words,
+    ]
+    assert name_lanes([first, added]) == f"draft, up to 4 guesses (); {words} ()"
 
 
 def test_the_fastest_of_several_methods_is_named_in_the_table() -> None:
@@ -135,6 +150,7 @@ def test_the_fastest_of_several_methods_is_named_in_the_table() -> None:
     run.finish()
     speedups = [row[2] for row in json.loads(run.frame(0))["table"][1:]]
     assert speedups == ["1.7× (one run)", "1 (baseline)", "1.8× (one run, fastest)"]
+    assert json.loads(run.frame(0))["names"] == {SPEC: "draft", "third": "n-grams, fastest"}
 
 
 def test_the_displayed_one_of_several_pairs_is_explained() -> None:
@@ -142,4 +158,79 @@ def test_the_displayed_one_of_several_pairs_is_explained() -> None:
     run.speeds = {SPEC: [160.0, 150.0, 170.0], PLAIN: [100.0, 100.0, 100.0]}
     run.finish()
     words = json.loads(run.frame(0))["verdict"].partition("3 alternating pairs. The displayed pair: ")[2]
-    assert "A step gave 2.00 tokens and took 1.25 AR steps" in words and "Theorem 3.8 predicts" in words
+    assert "Each check gave 2.00 tokens for the time of 1.25" in words and "The theory expects" in words
+
+
+# --- explanations of steps and logs -----------------------------------------------------------------------------------
+
+TREE = step(1, pieces=["b", "X"], draft=("a", "b"), accepted=(1,), tested=2) | {"parents": [-1, -1]}
+UNVERIFIED = step(1, pieces=["a"], draft=("a", "b"), accepted=(0,)) | {
+    "p": [None] * 2, "beta": [None] * 2, "draw": [None] * 2, "choices": [], "q": None, "remote": {"provisional": 1.0},
+}  # fmt: skip
+
+
+def filled(head: dict, why: int, figures: dict) -> str:
+    """Fill in a template as the page does."""
+    shown = {name: figure(figures.get(name)) for name in ("p", "q", "draw", "bound", "best")}
+    return head["reasons"][why].format(**shown, rank=figures.get("rank"))
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "match", "coupled", "top1", "typical", "lenient"])
+@pytest.mark.parametrize("line", [PREFILL, REJECTION, ALL_KEPT, CUT, TREE, UNVERIFIED])
+def test_the_page_gives_the_explanation_of_the_terminal_in_plain_words(line: dict, rule: str) -> None:
+    run, recipe = Run(), {"method": "draft", "gamma": 3, "temperature": 0.7, "rule": rule}
+    absorb(run, SPEC, header(recipe=recipe), line)
+    head, record = (json.loads(record.text) for record in run.records)
+    step = step_event(line).step
+    words = [filled(head["head"], node["why"], node) for node in record["nodes"]]
+    assert words == [in_plain_words(explain(step, node, recipe)) for node in range(len(step.draft))]
+    assert filled(head["head"], record["why"], {}) == in_plain_words(explain(step, None, recipe))
+    assert not re.search("target|draft|residual|committed|point mass", " ".join(head["head"]["reasons"]))
+
+
+LOG = (Path(__file__).parents[1] / "external" / "logs" / "vllm-window.log").read_text("utf-8")
+
+
+def test_charts_contain_acceptance_by_position_and_the_cost_model() -> None:
+    reported = statistics_of(LOG, 0)
+    assert values(position_chart(reported), "") == pytest.approx(dict(enumerate(reported.by_position, 1)), rel=1e-4)
+    assert values(cost_chart(reported), "speed-up")[1.0] == pytest.approx(reported.tokens_per_step, rel=1e-4)
+    totals = statistics_of('{"num_draft_tokens": 3, "num_accepted_draft_tokens": 1}', None)
+    assert position_chart(totals) == cost_chart(totals) == ""
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_step_player_does_not_change_decisions_of_lenient_rules(temperature: float) -> None:
+    """Its bounds have no threshold."""
+    assert decided_by({"rule": "lenient", "temperature": temperature}) == "none"
+    assert decided_by({"rule": "rejection", "temperature": 0.7}) == "draw"
+
+
+# --- a quantised copy as drafter --------------------------------------------------------------------------------------
+
+USUAL = {"pair": "bundled", "target": "", "drafter": "", "drafter_quantization": "none", "quantization": "none"}
+USUAL |= {"method": "draft", "temperature": 0, "prompt": "", "compare": False}
+
+
+def test_the_quantised_model_is_kept_as_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers = _Handlers(None, SettingsForm(USUAL, {}, None), "cpu", USUAL, ())
+    for changes, form in (({}, "int8"), ({"drafter": "same", "drafter_quantization": "nf4"}, "nf4")):
+        kept = handlers.keep(True, {"settings": {**USUAL, **changes}, "lanes": None})
+        assert [(lane["method"], lane["quantization"], lane["drafter"]) for lane in kept["lanes"]] == [("ar", form, "")]
+        assert f"large model alone, in {form}" in kept["text"]
+    warnings: list[str] = []
+    monkeypatch.setattr("gradio.Warning", warnings.append)
+    again = handlers.keep(True, {"settings": {**USUAL, "quantization": "nf4"}, "lanes": kept["lanes"]})
+    assert again == kept and "not smaller" in warnings[0]
+
+
+def test_the_comparison_names_the_first_difference_of_the_quantised_text() -> None:
+    """Token 2 of the third lane differs."""
+    forms = {SPEC: "none", PLAIN: "none", LANES[2]: "nf4"}
+    run = Run(tuple(forms))
+    for lane, form in forms.items():
+        made = header("ar")
+        made["recipe"] = made["recipe"] | {"quantization": form}
+        lines = [step(i, pieces=["x"], tokens=[7 if i == 1 and form == "nf4" else i]) for i in range(3)]
+        absorb(run, lane, made, *lines, end())
+    assert compare_forms(run.lanes[LANES[2]], run.lanes[PLAIN]) == ", text differs from token 2 on"

@@ -1,4 +1,4 @@
-"""Theory tab without a browser: point of a run, curves, texts, tables, worked example."""
+"""Theory tab without a browser: point of a run, curves, texts, worked example, timeline of model calls."""
 
 import math
 import random
@@ -10,7 +10,6 @@ import pytest
 from fakes.figures import figure_of, values
 from fakes.trace_records import ALL_KEPT, PREFILL, REJECTION, absorb, end, header, step
 
-from specdemo.bench.published_tables import published_figures
 from specdemo.core.errors import UserError
 from specdemo.core.rules import RULES
 from specdemo.core.theory import (
@@ -19,11 +18,11 @@ from specdemo.core.theory import (
     operations,
     walltime_improvement,
 )
+from specdemo.ui.call_timeline import call_timeline, calls
 from specdemo.ui.frames import Run
-from specdemo.ui.lane import PLAIN, SPEC
+from specdemo.ui.lane import PLAIN, SPEC, Lane
 from specdemo.ui.tabs import worked_example as worked
-from specdemo.ui.tabs.theory import describe_run, figures_by_gamma, slider_values
-from specdemo.ui.theory_curves import THEORY_PLOTS, Coefficients, point_of
+from specdemo.ui.tabs.theory import THEORY_PLOTS, Coefficients, describe_run, point_of, slider_values
 
 pytestmark = pytest.mark.slow
 
@@ -49,14 +48,14 @@ def test_point_matches_the_trace() -> None:
     assert point.speedup == pytest.approx(point.tokens / (at.v + at.gamma * at.c + at.o))
     assert at.c_hat == pytest.approx(5 / 28)
     assert point.operations == pytest.approx((2 + 5 + 5 * 5 / 28) / 5)  # rows and drafts of two steps, for 5 tokens
-    assert at.speedup(at.gamma) == pytest.approx(expected_tokens(0.75, 2.5) / (0.8 + 2.5 * 0.16))
+    assert at.speedup == pytest.approx(expected_tokens(0.75, 2.5) / (0.8 + 2.5 * 0.16))
     assert "trees" not in describe_run(point)
 
 
 def test_costs_and_speedup_require_a_baseline_lane() -> None:
     point = point_of(ended(plain=False))
     at = point.coefficients
-    assert all(map(math.isnan, (at.c, at.v, at.o, point.speedup, at.speedup(at.gamma))))
+    assert all(map(math.isnan, (at.c, at.v, at.o, point.speedup, at.speedup)))
     assert point.tokens == 2.5 and not math.isnan(point.operations)
     assert "Without an AR baseline" in describe_run(point) and "×" not in describe_run(point)
     defaults = Coefficients()
@@ -95,29 +94,6 @@ def test_curves_match_the_closed_forms() -> None:
 def cells(markdown: str) -> list[list[str]]:
     lines = [line for line in markdown.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "---" not in line]
-
-
-def test_published_figures_are_those_of_the_papers() -> None:
-    """Figures that the papers print; `tests/core/test_theory.py` compares all of them with the closed forms."""
-    guide, first, second, _, chen = [
-        cells(table) for table in re.split(r"\n\n(?=Leviathan|Published|Chen)", published_figures())
-    ]
-    assert guide[2] == ["4", "0.70", "0.10", "2.71", "0.86", "2.71"]
-    assert first[4] == ["0.80", "5", "1.63", "3.69"]
-    assert second[1] == ["EnDe", "T5-small", "0", "7", "0.02", "0.75", "3.4", "3.16", "108%"]
-    assert chen[3] == ["HumanEval, nucleus", "4", "0.128", "2.46", "0.85"]
-
-
-def test_the_table_contains_the_run() -> None:
-    point = point_of(ended())
-    head, *rows = cells(figures_by_gamma(Coefficients(alpha=0.8, c=0.1, gamma=5), point))
-    assert all(len(row) == len(head) for row in rows)
-    *forms, measured, own = rows
-    assert [row[1] for row in forms] == sorted((row[1] for row in forms), reverse=True)  # decreases with gamma
-    assert measured == ["**this run**, 2.50: measured", "0.60", "2.50", "–", "2.08", f"{point.operations:.2f}", "–"]
-    assert own[2] == f"{expected_tokens(0.75, 2.5):.2f}" and own[3] == f"{walltime_improvement(0.75, 2.5, 0.16):.2f}"
-    alone = cells(figures_by_gamma(Coefficients(), point_of(ended(plain=False))))
-    assert alone[-1][3] == alone[-2][4] == "–"  # unknown without a baseline
 
 
 @pytest.mark.parametrize(
@@ -179,3 +155,45 @@ def test_trials_classify_every_rule(monkeypatch: pytest.MonkeyPatch) -> None:
         assert drawn[1] == done.tokens.count(0) / worked.TRIAL_TOKENS and sum(drawn.values()) == pytest.approx(
             1, abs=1e-3
         )
+
+
+# --- timeline of model calls ------------------------------------------------------------------------------------------
+
+
+def lane(*lines: dict[str, Any], **head: Any) -> Lane:
+    run = Run((SPEC,))
+    absorb(run, SPEC, header(**head), *lines, end())
+    return run.lanes[SPEC]
+
+
+def test_a_step_is_gamma_drafter_calls_and_a_target_pass() -> None:
+    """In order, without overlap, and with the durations of the trace."""
+    found = calls(lane(PREFILL, REJECTION, ALL_KEPT))
+    assert [call.kind for call in found] == ["prompt", *["draft"] * 3, "target", *["draft"] * 2, "target"]
+    for earlier, later in zip(found, found[1:], strict=False):
+        assert earlier.start + earlier.duration <= later.start + 1e-6
+    for line, drafted in ((REJECTION, found[1:4]), (ALL_KEPT, found[5:7])):
+        assert sum(call.duration for call in drafted) == pytest.approx(1000 * line["draft_s"])
+        assert len({round(call.duration, 6) for call in drafted}) == 1
+    assert found[4].duration == pytest.approx(1000 * REJECTION["verify_s"])
+    assert found[4].start + found[4].duration == pytest.approx(1000 * REJECTION["t"])
+
+
+def test_a_level_of_a_tree_is_a_call_and_drafts_of_a_text_are_none() -> None:
+    tree = step(1, pieces=["b", "X"], draft=("a", "b", "c"), accepted=(1,), tested=2) | {"parents": [-1, -1, 1]}
+    _, first, second, target = calls(lane(PREFILL, tree))
+    assert (first.kind, second.kind, target.kind) == ("draft", "draft", "target")
+    assert "'a' rejected, 'b' accepted" in first.words and "'c'" in second.words
+    line = step(1, pieces=["b", "X"], draft=("b",), accepted=(0,), q=None, origin=[{"source": "n-gram"}])
+    assert [call.kind for call in calls(lane(PREFILL, line))] == ["prompt", "search", "target"]
+    assert "encoder and first pass" in calls(lane(PREFILL, encoder=True))[0].words
+
+
+def test_the_timeline_contains_the_calls_up_to_its_end() -> None:
+    line = step(1, pieces=['<b>"', "X"], draft=('<b>"',), accepted=(0,))
+    text = call_timeline([lane(PREFILL, line)], 0, 16)
+    blocks = figure_of(text)["blocks"]
+    assert [block["kind"] for block in blocks] == ["prompt", "draft", "target"] and "<b>" not in text
+    assert "'<b>\"' accepted" in blocks[1]["words"]
+    (only,) = figure_of(call_timeline([lane(PREFILL, line)], 0, 1))["blocks"]
+    assert only["kind"] == "prompt" and only["start"] == 0

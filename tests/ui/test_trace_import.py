@@ -1,15 +1,21 @@
-"""External traces: valid traces are shown unchanged, invalid traces give an error message."""
+"""External traces: valid ones are shown and exported unchanged, others are refused in a sentence."""
 
 import json
 import tracemalloc
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.arbitrary_traces import trace_lines
+from fakes.figures import figure_of
+from fakes.properties import changed, holds_for
 from fakes.trace_lines import jsonl
 from fakes.trace_records import PREFILL, REJECTION, header
+from hypothesis import strategies as st
 
+from specdemo.core import trace
 from specdemo.core.errors import UserError
 from specdemo.core.events import Loading
 from specdemo.core.trace import write
@@ -18,50 +24,24 @@ from specdemo.models.model_pool import ModelPool
 from specdemo.models.zoo import ASSETS
 from specdemo.recipe import Recipe
 from specdemo.stores import Stores
-from specdemo.ui.frames import Run, read_traces
-from specdemo.ui.lane import PLAIN, SPEC
+from specdemo.ui import link_charts
+from specdemo.ui.call_timeline import call_timeline
+from specdemo.ui.frames import read_traces
+from specdemo.ui.lane import SPEC, Lane
+from specdemo.ui.run_store import RunStore
+from specdemo.ui.tabs.theory import (
+    THEORY_PLOTS,
+    Coefficients,
+    TheoryPoint,
+    describe_run,
+    figures_by_gamma,
+    point_of,
+    slider_values,
+)
 
 pytestmark = pytest.mark.slow
 
-CODE = "a = [1, 2, 3]\nb = [1, 2, 3]\nc = [1, 2, 3]\nd = [1, 2"
 LINES = (header(), PREFILL, REJECTION)
-
-
-def test_imported_trace_equals_the_run() -> None:
-    run = Run((SPEC, PLAIN))
-    recipe = Recipe(pair="bundled", max_tokens=24, top=3, temperature=1.0)
-    for lane, method in ((PLAIN, "ar"), (SPEC, "tree")):
-        for event in generate(Recipe(**{**vars(recipe), "method": method}), "def f(x):\n    ", ModelPool()):
-            run.absorb(lane, event)
-    run.finish()
-    again = read_traces(run.trace(SPEC) + run.trace(PLAIN))
-    before, after = json.loads(run.frame(0)), json.loads(again.frame(0))
-    assert after["over"] and after["phase"] == ["done", "recorded trace, 24 and 24 tokens"]
-    for name in ("plan", "tiles", "rates", "verdict", "texts"):
-        assert after[name] == before[name], name
-    for record in (*before["r"], *after["r"]):
-        record.pop("header", None)  # an import keeps the known parts of the environment only
-    for lane in (SPEC, PLAIN):
-        records, same = ([record for record in frame["r"] if record["l"] == lane] for frame in (before, after))
-        assert records == same
-    assert json.loads(again.trace(SPEC).splitlines()[-1])["metrics"]["tokens"] == 24
-
-
-def test_origins_are_exported_and_imported() -> None:
-    """A hybrid draft names its source; unknown and absent facts have no key, and older traces have no origins."""
-    run = Run((SPEC,))
-    for event in generate(Recipe(pair="bundled", method="hybrid", max_tokens=48, temperature=0), CODE, ModelPool()):
-        run.absorb(SPEC, event)
-    lines = [json.loads(line) for line in run.trace(SPEC).splitlines()]
-    origins = [one for line in lines if line.get("draft") for one in line["origin"]]
-    assert {one["source"] for one in origins} == {"model", "text"}
-    assert all(one.keys() == ({"source", "position", "matched"} if len(one) > 1 else {"source"}) for one in origins)
-    again = [json.loads(line) for line in read_traces(run.trace(SPEC)).trace(SPEC).splitlines()]
-    assert [line.get("origin") for line in again] == [line.get("origin") for line in lines]
-    assert not any("origin" in line for line in lines if not line.get("draft"))
-    for bad in ([{}] * 9, [{"source": 1}], [{"position": -1}], [{"confidence": 2.0}]):
-        with pytest.raises(UserError, match="line 3"):
-            read_traces(jsonl(*LINES[:2], REJECTION | {"origin": bad}))
 
 
 def test_trace_without_end_is_cancelled() -> None:
@@ -116,3 +96,88 @@ def test_recordings_have_the_engine_and_the_keys_of_current_runs(path: Path) -> 
         events = generate(recipe, "def f(", pool, Stores())
         current = [json.loads(write(event)) for event in events if not isinstance(event, Loading)]
         assert trace_keys(recorded) == trace_keys(current)
+
+
+# --- properties: valid traces are exported unchanged; every trace is refused or displayed -----------------------------
+
+
+def events(read: trace.Trace) -> list[Any]:
+    return [event for event in (read.header, *read.steps, read.end) if event is not None]
+
+
+def display(given: str) -> dict[str, Any]:
+    """Open a trace on the page and call every view of it; return the frame."""
+    store = RunStore()
+    answer = store.import_trace(given)
+    frame: dict[str, Any] = json.loads(answer)
+    if "refused" in frame:
+        assert frame["refused"].isprintable() and len(frame["refused"]) < 600
+        return frame
+    assert frame["over"]
+    for name in frame["plan"]:
+        assert store.trace([frame["run"], name])
+        if calls := call_timeline([store.get(frame["run"]).lanes[name]], 0, 10):
+            figure_of(calls)
+    run = store.get(frame["run"])
+    with suppress(UserError):  # no step over a link, or no verified draft
+        display_link(link_charts.edge_lane(run))
+    with suppress(UserError):  # no draft token was tested
+        display_theory(point_of(run))
+    return frame
+
+
+def display_theory(point: TheoryPoint) -> None:
+    describe_run(point)
+    figures_by_gamma(Coefficients(), point)
+    slider_values(point.coefficients)
+    for name, plot in THEORY_PLOTS.items():
+        figure_of(plot.chart(name, Coefficients(), point))
+
+
+def display_link(lane: Lane) -> None:
+    steps = link_charts.steps(lane)
+    link_charts.measures(steps)
+    if timeline := link_charts.step_timeline(steps, 0, 10):  # empty without durations
+        figure_of(timeline)
+    link_charts.describe_link(lane)
+    link_charts.describe_traffic(lane)
+    link = link_charts.link_of(lane)
+    figure_of(link_charts.speed_chart(link))
+    link_charts.describe_best_gamma(link)
+
+
+@holds_for(lines=trace_lines())
+def test_valid_traces_are_read_and_written_unchanged(lines: list[Any]) -> None:
+    first = trace.read(jsonl(*lines))
+    written = "".join(trace.write(event) for read in first for event in events(read))
+    again = trace.read(written)
+    assert [events(read) for read in again] == [events(read) for read in first]
+    assert written == "".join(trace.write(event) for read in again for event in events(read))
+
+
+@holds_for(20, lines=trace_lines())
+def test_valid_traces_are_displayed(lines: list[Any]) -> None:
+    assert "refused" not in display(jsonl(*lines))
+
+
+@holds_for(lines=trace_lines().flatmap(changed))
+def test_changed_traces_are_refused_or_displayed(lines: Any) -> None:
+    display(jsonl(*(json_only(lines) if isinstance(lines, list) else [json_only(lines)])))
+
+
+@holds_for(20, lines=trace_lines(), cut=st.integers(0, 10_000), new=st.text(max_size=3), removed=st.integers(0, 3))
+def test_damaged_texts_are_refused_or_displayed(lines: list[Any], cut: int, new: str, removed: int) -> None:
+    valid = jsonl(*lines)
+    cut %= len(valid)
+    display(valid[:cut] + new + valid[cut + removed :])
+
+
+@holds_for(40, given=st.text() | st.binary().map(lambda data: data.decode("latin-1")))
+def test_arbitrary_texts_are_refused(given: str) -> None:
+    with pytest.raises(UserError):
+        trace.read(given)
+
+
+def json_only(value: Any) -> Any:
+    """Replace bytes, which JSON lacks."""
+    return json.loads(json.dumps(value, default=lambda data: data.decode("latin-1")))

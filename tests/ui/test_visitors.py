@@ -1,10 +1,12 @@
-"""Visitors share a worker: bounded stores, runs, queue and error messages; health."""
+"""Visitors share a worker: bounded stores, runs and queue; conversations in clean text."""
 
 import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from fakes.trace_records import PREFILL, absorb, end, header, step
 
 from specdemo.core.errors import UserError
 from specdemo.drafters.suffix import SuffixDrafter
@@ -14,10 +16,12 @@ from specdemo.prompts import Prompt
 from specdemo.recipe import Recipe
 from specdemo.stores import Stores
 from specdemo.ui import measurements, visitors
+from specdemo.ui.frames import Run
+from specdemo.ui.lane import SPEC
 from specdemo.ui.limits import HostLimits
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.service import Service
-from specdemo.ui.visitors import REMEMBERED
+from specdemo.ui.visitors import REMEMBERED, Visitor, Visitors
 from specdemo.worker import WorkerBusy
 
 PATIENCE = 60.0
@@ -90,12 +94,12 @@ def test_refused_benches_leave_the_running_one(limits: HostLimits, monkeypatch: 
     monkeypatch.setattr(measurements, "measure", measured)
     service = Service(ModelPool(), lambda *_: (event for event in [{}]), limits)
     bench = ([Recipe()], [Prompt("code", "code", "x")])
-    former = service.measurements.bench(*bench, "visitor", address)
+    former = measurements.start_bench(service, *bench, "visitor", address)
     assert inside.wait(PATIENCE)
     if limits.queue == 1:
         service.start([("spec", Recipe())], "x")  # fills the queue
     with pytest.raises((UserError, WorkerBusy), match="1 runs"):
-        service.measurements.bench(*bench, "visitor", address)
+        measurements.start_bench(service, *bench, "visitor", address)
     assert not former.stopping
     gate.set()
     assert former.wait(PATIENCE) and former.items == [{}]
@@ -124,3 +128,47 @@ def test_runs_of_unknown_visitors_do_not_stop_each_other() -> None:
     runs.new("known", ("spec",)).begin(stopped.set)
     runs.new("known", ("spec",))
     assert stopped.is_set()
+
+
+# --- conversation in clean text ---------------------------------------------------------------------------------------
+
+
+def answered(history: Any = (), how: str = "length") -> Run:
+    run = Run((SPEC,), history=history)
+    made = header()
+    made["recipe"] = made["recipe"] | {"chat": True}
+    drafted = step(1, pieces=["x", "y"], draft=("x", "z"), accepted=(0,), tested=2, verify_s=0.01)
+    absorb(run, SPEC, made, PREFILL, drafted, end(how))
+    run.finish()
+    return run
+
+
+def test_turns_and_footers_of_a_conversation_end_together() -> None:
+    ann = Visitor()
+    ann.remember("Hello", answered())
+    ann.remember("Go on", answered(history=ann.begin_turn("Go on", "next")))
+    assert ann.last_message == "Go on" and (len(ann.messages), len(ann.footers)) == (4, 2)
+    assert ann.begin_turn("Go on", "repeat") == ann.messages[:2] and ann.begin_turn("Other", "repeat") == []
+    ann.remember("New", answered(history=ann.begin_turn("New", "new")))
+    assert ann.last_message == "New" and (len(ann.messages), len(ann.footers)) == (2, 1)
+    ann.remember("Stopped", answered(history=ann.begin_turn("Stopped", "next"), how="cancelled"))
+    assert ann.last_message == "Stopped" and (len(ann.messages), len(ann.footers)) == (4, 2)
+    ann.remember("Failed", answered(history=ann.begin_turn("Failed", "next"), how="error"))
+    assert ann.last_message == "Stopped"
+    kept = ann.stores[SPEC] = Stores(Conversation(), {"ngrams": object()})
+    ann.end_conversation()
+    assert ann.last_message == "" and not ann.messages and not ann.footers
+    assert ann.stores == {SPEC: Stores(drafts=kept.drafts)}
+    assert kept.conversation is not None  # a run uses it
+
+
+def test_a_visitor_who_leaves_is_forgotten_and_the_bench_ends() -> None:
+    visitors, bench = Visitors(), Mock()
+    ann = visitors.enter("ann")
+    ann.bench = bench
+    assert visitors.find("ann") is visitors.enter("ann") is ann
+    visitors.end_session("ann")
+    visitors.end_session("nobody")
+    assert visitors.find("ann") is not ann and bench.stop.call_count == 1
+    assert visitors.find("ann") is not visitors.find("ann")  # a look keeps nothing
+    assert visitors.enter("") is not visitors.enter("")

@@ -1,8 +1,10 @@
-"""ZeroGPU: each run in a forked process, with the text, errors and context of a run in the page."""
+"""ZeroGPU: models load without a GPU; each run in a forked process, with text, errors and context as in the page."""
 
 import asyncio
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +25,10 @@ from starlette.testclient import TestClient
 from specdemo.core.errors import UserError
 from specdemo.core.events import Event, Header, Loading
 from specdemo.generate import generate
+from specdemo.models.kv_cache import CachedModel
+from specdemo.models.load import load
 from specdemo.models.model_pool import ModelPool
+from specdemo.models.spec import ModelSpec
 from specdemo.plan import plan_run
 from specdemo.recipe import Recipe
 from specdemo.stores import Stores
@@ -79,7 +84,7 @@ def test_a_run_in_its_own_process_gives_the_same_text(pool: ModelPool) -> None:
     assert tokens_of(events) == tokens_of(generate(RECIPE, CODE, pool)) != []
     assert events[1] == Loading("process", gpu.processes[0].pid) != Loading("process", os.getpid())
     assert gpu.processes[0].exitcode == 0
-    assert gpu.durations == [zero.seconds_of(RECIPE, pool.take(plan_run(RECIPE).target).weight_bytes)]
+    assert gpu.durations == [zero.seconds_of(RECIPE, pool.get(plan_run(RECIPE).target).weight_bytes)]
 
 
 @forks
@@ -190,3 +195,55 @@ def test_the_quota_is_looked_up_by_the_request_that_started_the_run(pool: ModelP
             assert frame["phase"][0] == "done"
     assert tokens == ["visitor 7", "visitor 8"]
     service.worker.close()
+
+
+# --- loading: `spaces` emulates CUDA in the main thread of a process without a GPU ------------------------------------
+
+ROOT = Path(__file__).parents[2]
+
+# The real emulation with a stubbed configuration, in a process of its own: it replaces functions of torch.
+EMULATED = """
+import sys
+import specdemo
+specdemo.set_environment_defaults()
+import torch
+torch.version.cuda, torch._C._cuda_init = "13.0", lambda: None  # missing in a build without CUDA
+import spaces.zero.config as config
+config.get_config = lambda: {"model": "GPU", "memory": 48 << 30, "sm_major": 9, "sm_minor": 0, "sm_count": 100}
+from spaces.zero.torch import patching
+from specdemo.recipe import Recipe
+from specdemo.ui import zero
+patching.patch()
+recipes = [Recipe(target=sys.argv[1], drafter=sys.argv[1], quantization=form) for form in ("none", "fp16")]
+pool = zero.preload(recipes)
+for recipe in recipes:
+    loaded = pool.get(plan_run(recipe).target)
+    model = loaded.model
+    equal = loaded.invariance.equal
+    print(loaded.engine, model.device, model.dtype, model.embedding.device, equal, loaded.weight_bytes)
+"""
+
+
+def test_models_load_in_the_calling_thread_without_a_pass(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither when they are loaded nor by a run, which would spend leased time on measurements."""
+    scores: list[Any] = []
+    monkeypatch.setattr(CachedModel, "score", lambda *arguments: scores.append(arguments))
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (started.append(thread), start(thread)))
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
+    for dtype in ("float32", "bfloat16"):
+        recipe = Recipe(target=target, drafter=target, device="cpu", dtype=dtype)
+        loaded = zero.preload([recipe]).get(plan_run(recipe).target)
+        assert not loaded.invariance.equal and loaded.invariance.pad == 1
+    assert not scores and not started
+
+
+@pytest.mark.skipif(find_spec("spaces") is None, reason="requires the package spaces")
+def test_models_load_under_the_emulation_of_spaces(target: str) -> None:
+    command = [sys.executable, "-c", EMULATED, target]
+    result = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-2000:]
+    loaded = load(ModelSpec(target, dtype="bfloat16", device="cpu"))
+    for line, dtype in zip(result.stdout.splitlines(), ("bfloat16", "float16"), strict=True):
+        assert line == f"lean cuda:0 torch.{dtype} cuda:0 False {loaded.weight_bytes}"

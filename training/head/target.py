@@ -30,10 +30,10 @@ class States:
 class Layer:
     """Weights of a decoder layer, those with the same input joined."""
 
-    enter: Tensor
+    input_norm: Tensor
     qkv: Tensor
     out: Tensor
-    between: Tensor
+    mlp_norm: Tensor
     gate_up: Tensor
     down: Tensor
 
@@ -87,11 +87,11 @@ class Target:
         for i, layer in enumerate(self.layers):
             if i in self.taps:
                 found[i] = x
-            entered = self._normed(x, layer.enter).to(torch.bfloat16)
+            entered = self._normed(x, layer.input_norm).to(torch.bfloat16)
             query, key, value = F.linear(entered, layer.qkv).unflatten(-1, (-1, size)).split(groups, -2)
             query, key = (rotate(part, positions, theta).to(value.dtype) for part in (query, key))
             x = x + F.linear(attend(i, query, key, value).flatten(-2), layer.out).float()
-            entered = self._normed(x, layer.between).to(torch.bfloat16)
+            entered = self._normed(x, layer.mlp_norm).to(torch.bfloat16)
             gate, up = F.linear(entered, layer.gate_up).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, layer.down).float()
         taps = [found[i] for i in self.taps]

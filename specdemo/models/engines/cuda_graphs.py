@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,12 +29,22 @@ def graph_bytes(rows: int, vocab_size: int, width: int) -> int:
     return _POOL_BYTES + _WORKSPACE_BYTES + rows * vocab_size * width if rows else 0
 
 
+OutputT = TypeVar("OutputT")
+
+
 @dataclass(frozen=True)
-class Recording:
-    """A recorded pass: input buffers and replay function."""
+class Recording(Generic[OutputT]):
+    """A recorded pass: input buffers, replay function, and rows of logits that it keeps."""
 
     inputs: tuple[Tensor, ...]
-    replay: Callable[[], Tensor]
+    run: Callable[[], OutputT]
+    rows: int
+
+    def replay(self, values: Sequence[Tensor]) -> OutputT:
+        """Replay the pass for these inputs; the next replay overwrites the outputs."""
+        for buffer, value in zip(self.inputs, values, strict=True):
+            buffer.copy_(value)
+        return self.run()
 
 
 class GraphRecorder:
@@ -47,21 +58,21 @@ class GraphRecorder:
     _passes = 0
 
     def __init__(self, device: torch.device) -> None:
-        self.recordings: dict[tuple[int, int], Recording] = {}
+        self.recordings: dict[Hashable, Recording[Any]] = {}
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._used, self._taken = 0, -_PASSES_BEFORE_REUSE  # values of `_passes`
         self._recorders.add(self)
 
-    def recording(self, rows: int, keys: int) -> Recording | None:
+    def recording(self, *key: Hashable) -> Recording[Any] | None:
         """Return a recording for use."""
         GraphRecorder._passes += 1
         self._used = self._passes
-        return self.recordings.get((rows, keys))
+        return self.recordings.get(key)
 
-    def record(self, forward: Callable[[], Tensor]) -> Callable[[], Tensor] | None:
-        """Capture `forward` after two runs that initialise libraries; each replay overwrites the returned tensor."""
+    def record(self, forward: Callable[[], OutputT]) -> Callable[[], OutputT] | None:
+        """Capture `forward` after two runs that initialise libraries; each replay overwrites the returned tensors."""
         with torch.cuda.device(self._device):
             if not self._graphs:
                 self._stream, self._pool = self._unused_stream() or self._idle_stream(), torch.cuda.graph_pool_handle()
@@ -76,7 +87,7 @@ class GraphRecorder:
             current.wait_stream(self._stream)
         self._graphs.add(graph)
 
-        def replay() -> Tensor:
+        def replay() -> OutputT:
             graph.replay()
             return out
 

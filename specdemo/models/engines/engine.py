@@ -18,7 +18,9 @@ from specdemo.core.step import Draft
 from specdemo.models.threads import torch_threads
 
 if TYPE_CHECKING:
-    from specdemo.core.sampling import ChainSampler
+    from specdemo.core.comparison import ChainComparison
+    from specdemo.core.sampling import ChainSampler, SamplingParams
+    from specdemo.models.engines.chain_graph import ChainShape
 
 
 FIRST_CAPACITY = 256
@@ -93,6 +95,7 @@ class Engine(ABC, Generic[CacheT]):
     divides_prompts = True  # False if a pass after cached tokens costs as much as one without
     reusable = False  # True if closed caches are opened again for later texts
     samples_chains = False  # True if `sample_chain` is supported
+    compares = False  # True if `run_compared` may set results
     vectors = ""  # vector extensions of the CPU that the engine uses, or empty
     hidden_states = False  # True if hidden states of layers can be stored
     position_bytes = 0.0  # largest measured bytes per token of a cache, with hidden states and head
@@ -138,13 +141,28 @@ class Engine(ABC, Generic[CacheT]):
         """Return True if both engines can use one cache: copies of a model in different forms."""
         return False
 
-    def prepare(self, cache: CacheT, rows: Iterable[int], start: int, end: int) -> None:
-        """Record passes of these row counts over `start` to `end` positions, if the engine records passes."""
+    def prepare(
+        self,
+        cache: CacheT,
+        rows: Iterable[int],
+        start: int,
+        end: int,
+        chain: ChainShape | None = None,
+        compared: SamplingParams | None = None,
+    ) -> None:
+        """Record passes of these row counts over `start` to `end` positions, if the engine records passes.
+
+        `compared`: with comparisons by these parameters. `chain`: record chains, too.
+        """
 
     @contextmanager
     def recording_disabled(self) -> Iterator[None]:
         """Run passes without recording them."""
         yield
+
+    def run_compared(self, entry: Entry[CacheT], comparison: ChainComparison) -> Tensor:
+        """Run a pass over one token and its draft; set the result of the comparison if it is recorded."""
+        return self.run([entry])[0]
 
     def sample_chain(
         self, cache: CacheT, new: list[int], held: int, count: int, sampler: ChainSampler

@@ -122,7 +122,7 @@ def refuse_recurrent(kind: type[PreTrainedModel], config: PretrainedConfig) -> N
 class TransformersCache(Cache):
     """KV cache of `transformers`; an encoder-decoder also has the encoder output and cross-attention states.
 
-    Hidden states are the keys of another layer, whose heads are the taps.
+    Hidden states are stored as keys of an additional layer, with a head per tap.
     """
 
     def __init__(self, source: Sequence[int]) -> None:

@@ -110,11 +110,11 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
 class LlamaLayer:
     """Functions of one layer on rows `[n, width]`."""
 
-    enter: RowFunction
+    input_norm: RowFunction
     qkv: RowFunction
     norm_heads: RowFunction | None  # norm of queries and keys `[n, heads, dim]`
     out: RowFunction
-    between: RowFunction
+    mlp_norm: RowFunction
     gate_up: RowFunction
     down: RowFunction
 
@@ -130,12 +130,13 @@ class LlamaWeights(FusedWeights):
         body = model.model
         self._parts: list[nn.Module | Tensor] = []
         self._thin: tuple[list[int], LlamaWeights] | None = None
-        self.graphs, self.graph_failure = True, ""
+        self.graphs = self.chains = True
+        self.graph_failure = ""
         self._consume = consume
         self.embedding: Tensor = self._count(unmapped(body.embed_tokens.weight))
         for layer in body.layers:
             self.layers.append(self._layer(layer))
-        self.leave = self._norm(body.norm)
+        self.final_norm = self._norm(body.norm)
         tied = model.lm_head.weight is body.embed_tokens.weight
         plain = type(model.lm_head) is nn.Linear
         self._output = self.embedding if tied else self._count(unmapped(model.lm_head.weight)) if plain else None
@@ -147,8 +148,11 @@ class LlamaWeights(FusedWeights):
         states = (getattr(module, "state", None) for module in self.modules())
         return self.device.type == "cuda" and not any(getattr(state, "threshold", 0) > 0 for state in states)
 
-    def stop_recording(self, error: RuntimeError) -> None:
-        self.graphs, self.graph_failure = False, next(iter(str(error).splitlines()), type(error).__name__)
+    def stop_recording(self, error: RuntimeError, chains: bool = False) -> None:
+        failure = next(iter(str(error).splitlines()), type(error).__name__)
+        self.chains = False
+        self.graphs &= chains
+        self.graph_failure = f"chains: {failure}" if chains else failure
 
     def modules(self) -> list[nn.Module]:
         return [part for part in self._parts if isinstance(part, nn.Module)]

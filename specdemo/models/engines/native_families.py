@@ -45,7 +45,7 @@ class ModelParts:
 
     embedding: nn.Module
     layers: Sequence[LayerParts]
-    leave: nn.Module
+    final_norm: nn.Module
     inner: int
     activation: str
     epsilon: float
@@ -75,7 +75,7 @@ def _llama(model: Any) -> ModelParts:
 
 def _llama_layer(layer: Any, head_dim: int, window: int | None) -> LayerParts:
     attention, gated = layer.self_attn, layer.mlp
-    norms = {"enter": layer.input_layernorm, "between": layer.post_attention_layernorm}
+    norms = {"input_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm}
     if hasattr(attention, "q_norm"):
         norms |= {"query_norm": attention.q_norm, "key_norm": attention.k_norm}
     return LayerParts(
@@ -109,9 +109,9 @@ def _gemma2(model: Any) -> ModelParts:
 def _gemma2_layer(layer: Any) -> LayerParts:
     attention, gated = layer.self_attn, layer.mlp
     norms = {
-        "enter": layer.input_layernorm,
+        "input_norm": layer.input_layernorm,
         "after_out": layer.post_attention_layernorm,
-        "between": layer.pre_feedforward_layernorm,
+        "mlp_norm": layer.pre_feedforward_layernorm,
         "after_down": layer.post_feedforward_layernorm,
     }
     return LayerParts(
@@ -135,7 +135,7 @@ def _gpt2(model: Any) -> ModelParts:
                 layer.attn.c_proj,
                 [layer.mlp.c_fc],
                 layer.mlp.c_proj,
-                {"enter": layer.ln_1, "between": layer.ln_2},
+                {"input_norm": layer.ln_1, "mlp_norm": layer.ln_2},
                 layer.attn.scaling,
             )
             for layer in body.h
@@ -159,7 +159,7 @@ def _gpt_neox(model: Any) -> ModelParts:
                 layer.attention.dense,
                 [layer.mlp.dense_h_to_4h],
                 layer.mlp.dense_4h_to_h,
-                {"enter": layer.input_layernorm, "between": layer.post_attention_layernorm},
+                {"input_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm},
                 layer.attention.scaling,
                 order=outputs.transpose(0, 1).flatten(),
             )

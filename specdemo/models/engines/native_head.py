@@ -63,7 +63,7 @@ class NativeHead(Head):
         self.layers: list[Any] = [0]
         tensors = {name.removesuffix(".weight"): tensor for name, tensor in weights.tensors.items()}
         self._layer = self._decoder_layer(tensors)
-        self._stream_norm, self._leave = self._gain(tensors["hidden_norm"]), self._gain(tensors["norm"])
+        self._stream_norm, self._final_norm = self._gain(tensors["hidden_norm"]), self._gain(tensors["norm"])
         self._fuse = self._matrix(tensors["fc"], of_states)
         self.extends = "lm_head" not in tensors and weights.ids is not None
         rows = tensors["lm_head"] if "lm_head" in tensors else target.output_rows(weights.ids)
@@ -119,7 +119,7 @@ class NativeHead(Head):
             embedding=embedding,
             fuse=fuse,
             stream_norm=self._stream_norm,
-            leave=self._leave,
+            final_norm=self._final_norm,
             head=self._head.struct(),
             layer_count=1,
             width=self.width,
@@ -143,8 +143,8 @@ class NativeHead(Head):
             out=self._matrix(tensors["self_attn.o_proj"], form).struct(),
             gate_up=self._matrix(torch.stack(sides, 1).flatten(0, 2), form).struct(),
             down=self._matrix(tensors["mlp.down_proj"], form).struct(),
-            enter=self._gain(tensors["input_layernorm"]),
-            between=self._gain(tensors["post_attention_layernorm"]),
+            input_norm=self._gain(tensors["input_layernorm"]),
+            mlp_norm=self._gain(tensors["post_attention_layernorm"]),
             attention_scale=self.head_dim**-0.5,
         )
 

@@ -46,7 +46,7 @@ class NativeWeights(FusedWeights):
         self.embedding = self._embedding and self._embedding.tensors["weights"]
         self._positions = parts.positions and self._matrix(Joined([parts.positions]))
         self.position_limit = self._positions.outputs if self._positions else sys.maxsize
-        self._leave = self._gain(parts.leave)
+        self._final_norm = self._gain(parts.final_norm)
         self._layer_bytes: list[int] = []
         self._structs = (LayerStruct * len(parts.layers))(*map(self._layer, parts.layers))
         self._head = self._matrix(Joined([model.lm_head]))
@@ -57,7 +57,7 @@ class NativeWeights(FusedWeights):
             "rotated": 2 * self.rotation(1)[0].shape[1],
             "activation": ACTIVATIONS[parts.activation],
             "gated": len(parts.layers[0].gate_up) > 1,
-            "centred": hasattr(parts.leave, "bias"),
+            "centred": hasattr(parts.final_norm, "bias"),
             "parallel": parts.parallel,
             "epsilon": parts.epsilon,
             "embedding_scale": parts.embedding_scale,
@@ -111,7 +111,7 @@ class NativeWeights(FusedWeights):
             embedding=embedding and ctypes.addressof(embedding.contents),
             positions=placed and ctypes.addressof(placed.contents),
             channel_scale=None if self.channel_scale is None else self.channel_scale.data_ptr(),
-            leave=self._leave.data_ptr(),
+            final_norm=self._final_norm.data_ptr(),
             head=self._head.struct(),
             layer_count=len(self.layers),
             width=self.width,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -10,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdemo.models.cached_head import CachedHead, Head, StateSource
+from specdemo.models.engines.chain_graph import ChainOutput, ChainShape, chain_output, replay_chain
+from specdemo.models.engines.context_tokens import MOST_CONTEXT_TOKENS
 from specdemo.models.engines.cuda_graphs import Recording
 from specdemo.models.engines.fused_weights import FusedWeights
 from specdemo.models.engines.head import HeadWeights
@@ -20,6 +24,8 @@ from specdemo.models.threads import torch_threads
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from specdemo.core.sampling import ChainSampler
+
 TargetModel: TypeAlias = "PreTrainedModel | FusedWeights"
 
 HEAD_CHUNK = 512  # committed rows per pass
@@ -29,7 +35,8 @@ class TorchHead(Head):
     """Tensors of a head of `target`, and their operations; a model of the head's layers for its cache."""
 
     width = heads = kv_heads = head_dim = 0
-    recordable = graphs = False
+    recordable = graphs = capture_failed = False
+    chains = True
 
     def __init__(self, weights: HeadWeights, target: TargetModel) -> None:
         self.target, self.config = target, target.config.get_text_config()
@@ -52,6 +59,10 @@ class TorchHead(Head):
     def open(self, target: StateSource) -> TorchCachedHead:
         return TorchCachedHead(self, target)
 
+    def stop_recording(self, error: RuntimeError, chains: bool = False) -> None:
+        self.chains = False
+        self.capture_failed |= not chains
+
     @abstractmethod
     def fused(self, states: Tensor) -> Tensor:
         """Return committed rows `[n, width]` for the target's states `[n, taps, width]`."""
@@ -68,9 +79,12 @@ class TorchHead(Head):
         """Add a draft row, which receives the state of the row before; return its state."""
         return self.forward(text, text.state, [token])
 
-    def record(self, text: TorchCachedHead) -> Recording | None:
+    def record(self, text: TorchCachedHead) -> Recording[Tensor] | None:
         """Return the recorded pass of a draft row, if passes can be recorded."""
         return None
+
+    def record_chain(self, text: TorchCachedHead, chain: ChainShape) -> None:  # noqa: B027
+        """Record chains, if possible."""
 
     def rotation(self, token_positions: Tensor) -> Tensor:
         """Return cosines and signed sines `[2, n, 1, head_dim]`."""
@@ -106,7 +120,7 @@ class TorchHead(Head):
         """Return the queries, keys or values `[n, heads, head_dim]` of rows."""
         return self.linear(f"{name}_proj", rows).unflatten(-1, (-1, self.head_dim))
 
-    def rotated(self, heads: Tensor, angles: Tensor) -> Tensor:
+    def apply_rope(self, heads: Tensor, angles: Tensor) -> Tensor:
         """Rotate `[n, heads, head_dim]` by `angles` `[2, n, 1, head_dim]` (RoPE, 2104.09864)."""
         return (heads * angles[0] + heads.roll(self.head_dim // 2, -1) * angles[1]).to(heads.dtype)
 
@@ -127,7 +141,9 @@ class TorchCachedHead(CachedHead):
     def __init__(self, head: TorchHead, target: StateSource) -> None:
         super().__init__(head, target, LlamaCache(head))
         self.state = torch.empty(0)
-        self.outputs = torch.empty(0, head.width, dtype=head.dtype, device=head.device)
+        most = MOST_CONTEXT_TOKENS if head.extends else 0
+        self.all_outputs = torch.zeros(most, head.width, dtype=head.dtype, device=head.device)
+        self.outputs = self.all_outputs[:0]
         self.end = 0  # rows, including draft rows
 
     @property
@@ -155,6 +171,50 @@ class TorchCachedHead(CachedHead):
             self.end += 1
             return self.head.logits(self, token)
 
+    def sample_chain(
+        self, tokens: Sequence[int], sampler: ChainSampler, count: int, threshold: float
+    ) -> list[int] | None:
+        if threshold:
+            return None
+        return self._added(tokens, partial(self._replay_chain, sampler, count))
+
+    @torch.inference_mode()
+    def _replay_chain(
+        self, sampler: ChainSampler, count: int, following: list[int], states: Tensor, held: int
+    ) -> list[int] | None:
+        """Add committed rows and draft after them, if a chain is recorded."""
+        cache, device = self.cache, self.head.device
+        chain = cache.chain_for(sampler, count)
+        recording = None if chain is None else cache.recorder.recording(cache.capacity, chain)
+        if chain is None or recording is None or held + len(following) + chain.length > cache.capacity:
+            return None
+        rows = chain.length + 1
+        if (many := len(following) - rows) > 0:
+            self.start_rows(following[:many], states[:many], held)
+            following, states = following[many:], states[many:]
+            held += many
+        n = len(following)
+        self._extend(following, held)
+        self.keep(held + n)
+        self.end += count - 1
+        cache.written = max(cache.written, held + 2 * rows)
+        sampler.ids = self.ids
+        size = chain.vocab_size if self.ids is None else len(self.ids)
+        target_states = recording.inputs[0]
+        target_states[:n].copy_(states)
+        positions = torch.arange(held, held + rows, device=device)
+        last, used = positions.new_full((1,), n - 1), positions.new_full((1,), size)
+        values = [target_states, torch.tensor(following + [0] * (rows - n), device=device), positions, last, used]
+        if self.ids is not None:
+            values.append(self.all_ids)
+        return replay_chain(recording, values, sampler, count, size)
+
+    @property
+    def all_ids(self) -> Tensor:
+        """Target ids of all outputs, of which `ids` are used."""
+        assert self.ids is not None
+        return self.ids if self._context is None else self._extended_ids
+
     def keep(self, length: int) -> None:
         """Keep the first `length` committed rows."""
         self.cache.keep(length)
@@ -175,26 +235,32 @@ class TorchCachedHead(CachedHead):
 
     @property
     def reserved_bytes(self) -> int:
-        return super().reserved_bytes + self.outputs.untyped_storage().nbytes()
+        return super().reserved_bytes + self.all_outputs.nbytes
 
     @torch.inference_mode()
-    def prepare(self, end: int) -> None:
-        if self.cache.records:
-            self.cache.reserve(end)
-            self.head.record(self)
+    def prepare(self, start: int, end: int, chain: ChainShape | None = None) -> None:
+        if not self.cache.records:
+            return
+        cache = self.cache
+        cache.reserve(end if chain is None else end + 2 * chain.length)
+        cache.select(chain)
+        if chain is not None and self.head.chains and (cache.capacity, chain) not in cache.recorder.recordings:
+            self.head.record_chain(self, chain)
+        self.head.record(self)
 
     @torch.inference_mode()
     def close(self) -> None:
         self.state.zero_()
-        self.outputs.zero_()
+        self.all_outputs.zero_()
         self.drop_recordings()
         super().close()
         self.end = 0
 
     def _write_outputs(self, first: int, tokens: Tensor) -> None:
         assert self.ids is not None and self.head.ids is not None
-        before = self.outputs[: first - len(self.head.ids)]
-        self.outputs = torch.cat([before, self.head.output_rows(tokens)])
+        first -= len(self.head.ids)
+        self.outputs = self.all_outputs[: first + len(tokens)]
+        self.outputs[first:] = self.head.output_rows(tokens)
 
 
 class SingleLayerHead(TorchHead):
@@ -212,11 +278,10 @@ class SingleLayerHead(TorchHead):
             self.extends = self.ids is not None
             self.tensors["lm_head.weight"] = self.output_rows(self.ids)
         self.recordable = isinstance(target, LlamaWeights) and target.recordable
-        self._capture_failed = False
 
     @property
     def graphs(self) -> bool:  # type: ignore[override]
-        return not self._capture_failed and isinstance(self.target, LlamaWeights) and self.target.graphs
+        return not self.capture_failed and isinstance(self.target, LlamaWeights) and self.target.graphs
 
     def longest_draft(self, length: int) -> int:
         return max(0, self.layer.context - length + 2)
@@ -244,32 +309,48 @@ class SingleLayerHead(TorchHead):
         recording = self.record(text)
         if recording is None:
             return self.forward(text, text.state, [token])
-        ids, row, position = recording.inputs
-        ids.fill_(token)
-        row.copy_(text.state)
-        position.fill_(text.end)
-        return recording.replay().clone()
+        ids, _, position = recording.inputs
+        return recording.replay((ids.fill_(token), text.state, position.fill_(text.end))).clone()
 
     def logits(self, text: TorchCachedHead, token: int) -> Tensor:
-        inputs = self.output_input(text.state)
-        return torch.cat([self.linear("lm_head", inputs), F.linear(inputs, text.outputs)], -1)[0]
+        return self._logits(text.state, text.outputs)[0]
+
+    def _logits(self, state: Tensor, outputs: Tensor) -> Tensor:
+        inputs = self.output_input(state)
+        return torch.cat([self.linear("lm_head", inputs), F.linear(inputs, outputs)], -1)
 
     def _pass(
-        self, kv: Tensor, rows: Tensor, ids: Tensor, positions: Tensor, angles: Tensor, mask: Tensor | None = None
+        self,
+        kv: Tensor,
+        rows: Tensor,
+        ids: Tensor,
+        positions: Tensor,
+        angles: Tensor,
+        mask: Tensor | None = None,
+        last: Tensor | None = None,
     ) -> Tensor:
-        """Write keys and values `[2 * kv_heads, n, head_dim]` at `positions`; return the state of the last row."""
+        """Write keys and values `[2 * kv_heads, n, head_dim]` at `positions`; return the state of the last row.
+
+        `last` `[1]`: index of that row if others follow.
+        """
         residuals, inputs = self.combined(rows, self.embedded(ids))
         angles = angles.index_select(1, positions)
-        keys = self.rotated(self.projected("self_attn.k", inputs), angles)
+        keys = self.apply_rope(self.projected("self_attn.k", inputs), angles)
         added = torch.cat((keys, self.projected("self_attn.v", inputs)), 1)
         kv.index_copy_(1, positions, added.transpose(0, 1))
-        query = self.rotated(self.projected("self_attn.q", inputs[-1:]), angles[:, -1:])
+        if last is None:
+            residuals, inputs = residuals[-1:], inputs[-1:]
+            angles = angles[:, -1:]
+        else:
+            residuals, inputs = residuals.index_select(0, last), inputs.index_select(0, last)
+            angles = angles.index_select(1, last)
+        query = self.apply_rope(self.projected("self_attn.q", inputs), angles)
         grouped = query.view(1, self.kv_heads, -1, self.head_dim)  # query heads become rows
         stored_keys, stored_values = kv[None].chunk(2, 1)
         mixed = F.scaled_dot_product_attention(grouped, stored_keys, stored_values, attn_mask=mask)
-        return self.next_state(residuals[-1:], mixed.reshape(1, self.heads, self.head_dim))
+        return self.next_state(residuals, mixed.reshape(1, self.heads, self.head_dim))
 
-    def record(self, text: TorchCachedHead) -> Recording | None:
+    def record(self, text: TorchCachedHead) -> Recording[Tensor] | None:
         cache = text.cache
         if not cache.records:
             return None
@@ -285,13 +366,39 @@ class SingleLayerHead(TorchHead):
         def draft_row() -> Tensor:
             return self._pass(cache.kv[0], row, ids, position, cache.angles, (columns <= position)[None])
 
-        try:
-            replay = cache.recorder.record(draft_row)
-        except RuntimeError:  # memory is insufficient, or a kernel cannot be captured
-            cache.drop_recordings()
-            self._capture_failed = True
-            return None
-        if replay is None:
-            return None
-        cache.recorder.recordings[key] = recording = Recording((ids, row, position), replay)
-        return recording
+        return cache.record(key, (ids, row, position), 1, draft_row)
+
+    def record_chain(self, text: TorchCachedHead, chain: ChainShape) -> None:
+        """Record a chain after at most one committed row more than it has tokens."""
+        cache, count = text.cache, chain.length + 1
+        columns = torch.arange(cache.capacity, device=self.device)
+        positions = columns[-count - chain.length :][:count].clone()  # behind the text
+        states = torch.zeros(count, len(self.taps), self.config.hidden_size, dtype=self.dtype, device=self.device)
+        rows = torch.zeros_like(positions)
+        last, used = rows[:1] + chain.length, rows[:1] + 1
+        ids = None if text.ids is None else torch.zeros_like(text.all_ids)
+        size = chain.vocab_size if ids is None else len(ids)
+        arrivals = chain.arrivals(size, self.device)
+        outputs = torch.arange(size, device=self.device)
+        state = torch.empty(0)
+
+        def logits() -> Tensor:
+            return self._logits(state, text.all_outputs).masked_fill(outputs >= used, -torch.inf)
+
+        def first() -> Tensor:
+            nonlocal state
+            seen = (columns <= positions.index_select(0, last))[None]
+            state = self._pass(cache.kv[0], self.fused(states), rows, positions, cache.angles, seen, last)
+            return logits()
+
+        def following(token: Tensor, i: int) -> Tensor:
+            nonlocal state
+            position = positions.index_select(0, last) + 1 + i
+            state = self._pass(cache.kv[0], state, token, position, cache.angles, (columns <= position)[None])
+            return logits()
+
+        def forward() -> ChainOutput:
+            return chain_output(chain, arrivals, first, following, ids)
+
+        buffers = (states, rows, positions, last, used, *([] if ids is None else [ids]), arrivals)
+        cache.record((cache.capacity, chain), buffers, chain.length, forward, chain=True)

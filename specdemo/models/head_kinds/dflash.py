@@ -142,7 +142,7 @@ class TorchDFlash(TorchHead):
     def _keys_and_values(self, text: TorchCachedHead, layer: int, rows: Tensor, first: int) -> Tensor:
         """Return keys and values `[2 * kv_heads, n, head_dim]` of rows at positions from `first` on."""
         name, angles = f"layers.{layer}.self_attn.", text.cache.angles[:, first : first + len(rows)]
-        keys = self.rotated(self.norm(f"{name}k_norm", self.projected(f"{name}k", rows)), angles)
+        keys = self.apply_rope(self.norm(f"{name}k_norm", self.projected(f"{name}k", rows)), angles)
         return torch.cat((keys, self.projected(f"{name}v", rows)), 1).transpose(0, 1)
 
     def _block_states(self, text: TorchCachedHead, token: int) -> Tensor:
@@ -158,7 +158,7 @@ class TorchDFlash(TorchHead):
             added = self._keys_and_values(text, i, inputs, first)
             keys, values = torch.cat([text.cache.kv[i, :, :first], added], 1)[None].chunk(2, 1)
             mixed = F.scaled_dot_product_attention(
-                self.rotated(query, angles).transpose(0, 1)[None],
+                self.apply_rope(query, angles).transpose(0, 1)[None],
                 keys,
                 values,
                 attn_mask=self._visible(i, first, len(rows)),

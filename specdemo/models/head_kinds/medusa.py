@@ -43,7 +43,7 @@ def _shapes(checkpoint: HeadCheckpoint, stored: Collection[str]) -> Shapes:
 
 
 class MedusaHead(TorchHead):
-    """Independent heads: head i drafts token i from the target's final state, whatever the tokens before it."""
+    """Independent heads: head i drafts token i from the target's final state, independently of the tokens before it."""
 
     kind = "medusa"
 

@@ -9,8 +9,8 @@ from typing import Any
 import gradio as gr
 
 from specdemo.ui import page_files
-from specdemo.ui.api import address_of
 from specdemo.ui.streams import reason
+from specdemo.ui.visitor_sessions import address_of
 
 
 def cockpit(server_functions: list[Callable[..., Any]], max_trace: int) -> gr.HTML:

@@ -1,14 +1,15 @@
 // Origin of the guesses of a step: a sentence, and the places in prompt and text that n-grams and lookups copied from.
 
 import { tokenNames } from "./distributions.js";
+import { counted } from "./elements.js";
 
 const WORDS = new Map(Object.entries({
-  model: "Sampled by the draft model.",
-  head: "Drafted by the head from hidden states of the target.",
-  filler: "A runner-up of the target after the same context.",
-  random: "A random token: the context is unknown.",
+  model: "Guessed by a smaller model.",
+  head: "Guessed by a small add-on that reads the large model’s inner state.",
+  filler: "The large model’s second-best word after the same phrase.",
+  random: "A random token: the phrase is new.",
   store: "Copied from an earlier run.",
-  pool: "Taken from the n-grams that lookahead collected.",
+  pool: "Taken from the phrases that lookahead collected.",
   window: "Taken from the window that lookahead refines.",
 }));
 const EXCERPT = 40; // characters shown around a copied place
@@ -113,13 +114,11 @@ function sentence({ prompt }, { source, order, count, matched }, run, highest) {
   if (!run || run.node) return source === "n-gram" ? "Found in an earlier run." : (WORDS.get(source) ?? "");
   const place = run.start < prompt.length ? "prompt" : "text";
   if (!matched && !order) return `Copied from the ${place}.`;
-  if (matched) return `Copied from the ${place}: the last ${number(matched, "token")} occurred there.`;
+  if (matched) return `Copied from the ${place}: the last ${counted(matched, "token")} occurred there.`;
   const backoff = order < highest ? `, after backoff from order ${highest}` : "";
-  const times = count === undefined ? "" : ` It occurred ${number(count, "time")}.`;
-  return `Copied from the ${place}: the last ${number(order - 1, "token")} occurred there (order ${order}${backoff}).${times}`;
+  const times = count === undefined ? "" : ` It occurred ${counted(count, "time")}.`;
+  return `Copied from the ${place}: the last ${counted(order - 1, "token")} occurred there (order ${order}${backoff}).${times}`;
 }
-
-function number(count, noun) { return `${count} ${noun}${count === 1 ? "" : "s"}`; }
 
 function excerptOf(text, [start, end], context) { // before the context, the context, the copied text, after it
   const middle = context?.[1] === start ? context[0] : start;

@@ -35,6 +35,8 @@ export function tokenClass(text) { return /[\p{L}\p{N}]/u.test(text) ? "tok" : "
 
 export function formatNumber(x) { return x === null ? "–" : x > 0 && x < 0.001 ? "< 0.001" : x.toFixed(3); }
 
+export function counted(number, noun) { return `${number} ${number === 1 ? noun : noun.endsWith("s") ? `${noun}es` : `${noun}s`}`; }
+
 export function bar(share, kind) { return make("span", { class: kind, style: `width: ${100 * Math.min(1, Math.max(0, share ?? 0))}%` }); }
 
 export function drawBars(bars, ...names) { // a row per token: p above q, their minimum shaded
@@ -47,6 +49,6 @@ export function drawBars(bars, ...names) { // a row per token: p above q, their 
     return make("div", { class: "law" }, make("code", { text: visibleText(text) }), track, make("span", { class: "mass", text: masses }));
   });
   const key = (kind) => make("span", { class: `swatch ${kind}`, "aria-hidden": "true" });
-  const legend = names.length > 1 ? [key("p"), "p target ", key("q"), "q drafter ", key("both"), "both"] : [key("p"), names[0]];
+  const legend = names.length > 1 ? [key("p"), "p large model ", key("q"), "q helper ", key("both"), "both"] : [key("p"), names[0]];
   return make("div", { class: "laws" }, make("p", { class: "quiet" }, ...legend), ...rows);
 }

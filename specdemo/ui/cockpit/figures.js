@@ -1,39 +1,40 @@
 // Charts of a lane's figures: acceptance by position, time per step, and estimated speed by draft length.
 
 import { drawChart } from "./charts.js";
-import { make } from "./elements.js";
+import { counted, make } from "./elements.js";
 
 export const PARTS = ["draft", "verify", "host"]; // of the time of a step
+export const PART_WORDS = { draft: "guessing", verify: "checking", host: "the rest" };
 const PART_COLOURS = ["var(--quiet)", "var(--correction-ink)", "var(--rejected-ink)"];
 const MAX_TIME_BARS = 120;
 
 function quiet(text) { return make("p", { class: "quiet", text }); }
 
 export function chartPositions(positions) {
-  if (!positions.length) return quiet("No draft tokens were tested.");
-  const points = positions.map(([share, tested], i) => [i, 100 * share, `position ${i + 1}: ${(100 * share).toFixed(0)} % of ${tested} tested`]);
+  if (!positions.length) return quiet("No guess was checked.");
+  const points = positions.map(([share, tested], i) => [i, 100 * share, `position ${i + 1}: ${(100 * share).toFixed(0)} % of ${tested} checked`]);
   const description = positions.map(([share], i) => `${i + 1}: ${(100 * share).toFixed(0)} %`).join(", ");
   const series = [{ kind: "bar", name: "accepted", colour: "var(--accepted-ink)", points }];
-  const label = `Share of tested tokens that were accepted, by position in the draft: ${description}`;
-  return drawChart({ label, x: "position in the draft (number of tested tokens)", unit: " %", include: [100], series, names: positions.map(([, tested], i) => `${i + 1} (${tested})`) });
+  const label = `Share of checked guesses that were accepted, by position: ${description}`;
+  return drawChart({ label, x: "position of the guess (n: number checked)", y: "kept", unit: " %", include: [100], series, names: positions.map(([, tested], i) => `${i + 1} (n ${tested})`) });
 }
 
 export function chartTimes(rows) { // table rows; beyond MAX_TIME_BARS, adjacent steps are averaged
   const decoded = rows.filter((row) => row[0] > 0);
-  if (!decoded.length) return quiet("There were no steps after the prefill.");
+  if (!decoded.length) return quiet("There were no steps after the first token.");
   if (decoded.some((row) => row[9] === null)) return quiet("The engine does not report the durations of its steps.");
   const perBar = Math.ceil(decoded.length / MAX_TIME_BARS);
   const groups = Array.from({ length: Math.ceil(decoded.length / perBar) }, (_, i) => decoded.slice(i * perBar, (i + 1) * perBar));
   const total = PARTS.map((_, k) => decoded.reduce((sum, row) => sum + row[9 + k], 0));
   const series = PARTS.map((part, k) => ({
-    kind: "bar", name: part, colour: PART_COLOURS[k], label: `${part} ${(total[k] / decoded.length).toFixed(2)} ms`,
+    kind: "bar", name: part, colour: PART_COLOURS[k], label: `${PART_WORDS[part]} ${(total[k] / decoded.length).toFixed(2)} ms`,
     points: groups.map((group, i) => {
       const ms = group.reduce((sum, row) => sum + row[9 + k], 0) / group.length;
-      return [i + 1, ms, `step ${group[0][0]}: ${part} ${ms.toFixed(2)} ms`];
+      return [i + 1, ms, `step ${group[0][0]}: ${PART_WORDS[part]} ${ms.toFixed(2)} ms`];
     }),
   }));
-  const totals = PARTS.map((part, k) => `${part} ${total[k].toFixed(0)} ms`).join(", ");
-  return drawChart({ label: `Time per step. Total: ${totals}`, x: perBar > 1 ? `groups of ${perBar} steps` : "step", series });
+  const totals = PARTS.map((part, k) => `${PART_WORDS[part]} ${total[k].toFixed(0)} ms`).join(", ");
+  return drawChart({ label: `Time per step. Total: ${totals}`, x: perBar > 1 ? `groups of ${perBar} steps, n ${decoded.length}` : `step, n ${decoded.length}`, y: "ms", series });
 }
 
 export function chartWhatIf(estimate, reason) { // rows: gamma, tokens per pass, tokens/s, range of 95 % of the runs
@@ -41,7 +42,7 @@ export function chartWhatIf(estimate, reason) { // rows: gamma, tokens per pass,
   const { rows, gamma, measured, fits } = estimate;
   const best = rows.reduce((a, b) => (b[2] > a[2] ? b : a));
   const advised = fits && best[0] !== gamma && best[3] > measured;
-  const dots = rows.map(([g, passes, rate, low, up]) => [g, rate, `γ ${g}: ${rate.toFixed(1)} tokens/s (${low.toFixed(1)}–${up.toFixed(1)}), ${passes.toFixed(2)} per pass`]);
+  const dots = rows.map(([g, passes, rate, low, up]) => [g, rate, `${counted(g, "guess")}: ${rate.toFixed(1)} tokens/s (${low.toFixed(1)}–${up.toFixed(1)}), ${passes.toFixed(2)} per pass`]);
   const marked = advised ? dots.filter(([g]) => g === best[0]) : [];
   const series = [
     { kind: "band", colour: "var(--ink)", points: rows.map(([g, , , low, up]) => [g, low, up]) },
@@ -50,9 +51,9 @@ export function chartWhatIf(estimate, reason) { // rows: gamma, tokens per pass,
     { kind: "dot", colour: "var(--ink)", points: marked },
     { kind: "cross", colour: "var(--rejected-ink)", points: gamma === null ? [] : [[gamma, measured, `measured: ${measured.toFixed(1)} tokens/s`]] },
   ];
-  const verdict = !fits ? "No advice: the estimate misses the measured speed." : advised ? `Estimated best: γ ${best[0]}${best[0] ? "" : " (no drafts)"}, ${best[3].toFixed(0)}–${best[4].toFixed(0)} tokens/s.` : "No other draft length is clearly faster.";
-  const summary = `${verdict} Measured${gamma === null ? ":" : ` (+): γ ${gamma},`} ${measured.toFixed(0)} tokens/s.`;
-  const table = make("table", { class: "other" }, make("tr", {}, ...["γ", "tokens per pass", "tokens/s", "95 % of runs"].map((text) => make("th", { text, scope: "col" }))),
+  const verdict = !fits ? "No advice: the estimate misses the measured speed." : advised ? `Estimated best: ${counted(best[0], "guess")} at a time, ${best[3].toFixed(0)}–${best[4].toFixed(0)} tokens/s.` : "No other number of guesses is clearly faster.";
+  const summary = `${verdict} Measured${gamma === null ? ":" : ` (+): ${counted(gamma, "guess")},`} ${measured.toFixed(0)} tokens/s.`;
+  const table = make("table", { class: "other" }, make("tr", {}, ...["guesses", "tokens per pass", "tokens/s", "95 % of runs"].map((text) => make("th", { text, scope: "col" }))),
     ...rows.map(([g, passes, rate, low, up]) => make("tr", {}, ...[g, passes.toFixed(2), rate.toFixed(1), `${low.toFixed(1)}–${up.toFixed(1)}`].map((text) => make("td", { text: String(text) })))));
-  return make("div", {}, drawChart({ label: summary, x: "γ", include: [0], series }), make("p", { text: summary }), table);
+  return make("div", {}, drawChart({ label: summary, x: "guesses at a time", y: "tokens/s", include: [0], series }), make("p", { text: summary }), table);
 }

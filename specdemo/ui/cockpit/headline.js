@@ -4,6 +4,7 @@ import { make, setText } from "./elements.js";
 import { applyExample, exampleNamed, setSettings } from "./settings.js";
 import { $, current, lanes } from "./state.js";
 import { barTitle } from "./timeline.js";
+import { run } from "./transport.js";
 
 export function clearHeadline() {
   setText($("#headline"), current.busy ? "Running …" : "");
@@ -37,11 +38,11 @@ function dividedHeadline() { // a speed-up at the beginning is displayed large
 /** Result of the run for a picture: the headline, and the time of each lane. */
 export function shownResult() {
   const timed = current.frame.plan.filter((name) => lanes[name].times);
-  return { ...dividedHeadline(), rows: timed.map((name) => ({ label: barTitle(name), time: lanes[name].times.at(-1), fast: name === "spec" && !current.frame.disturbed.includes(name) })) };
+  return { ...dividedHeadline(), rows: timed.map((name) => ({ label: barTitle(name), time: lanes[name].times.at(-1), fast: name !== "ar" && !current.frame.disturbed.includes(name) })) };
 }
 
 function followSuggestion({ press, example, set }) {
-  if (press) document.getElementById(press).click();
+  if (press) run(press);
   if (example) applyExample(exampleNamed(example));
   if (set) setSettings(set);
 }

@@ -2,10 +2,10 @@
 
 import { seconds } from "./blocks.js";
 import { bar, canvas, drawBars, make, setText, svg, visibleText } from "./elements.js";
-import { chartPositions, chartTimes, chartWhatIf, PARTS } from "./figures.js";
+import { chartPositions, chartTimes, chartWhatIf, PART_WORDS, PARTS } from "./figures.js";
 import { scrollLane } from "./replay.js";
 import { drawSource, highlightSource } from "./sources.js";
-import { $, current, displaying, element, HEADINGS, lanes, listeners, reducedMotion } from "./state.js";
+import { $, current, displaying, element, laneName, lanes, listeners, reducedMotion } from "./state.js";
 import { createPlayer, drawCard, drawTargetToken, pausePlayer, showPlayer } from "./step_player.js";
 import { COLUMNS, stepTable } from "./step_table.js";
 import { decisionRows, stepDetails } from "./steps.js";
@@ -16,7 +16,7 @@ let figuresOf = null; // lane shown in charts and table
 let stepPlayer;
 
 export function openInspector(names) {
-  $("#round-lane").replaceChildren(...names.map((name) => make("option", { value: name, text: `${HEADINGS[name]}: ${$(".title", lanes[name].box).textContent}` })));
+  $("#round-lane").replaceChildren(...names.map((name) => make("option", { value: name, text: laneName(name) })));
   selected.lane = names[0];
   figuresOf = null;
   $("#figures").hidden = false;
@@ -70,7 +70,7 @@ function drawStepDetails() {
   slider.setAttribute("aria-valuetext", `step ${i} of ${last}`);
   setText($("#round-number"), `${i} of ${last}`);
   const facts = details.facts.map(([name, value]) => `${name} ${value}`).join(" · ");
-  setText($("#round-words"), `${details.words} At ${seconds(details.t)}.${facts && ` ${facts}.`}`);
+  setText($("#round-words"), `${details.words} ${seconds(details.t)} after the start.${facts && ` ${facts}.`}`);
   $("#round-tree").replaceChildren(...(details.chain ? [] : [drawTree(details)]));
   const cards = details.nodes.map((node, n) => drawNode(node, n));
   if (details.last && !cards.length) cards.push(drawTargetToken(details.last)); // otherwise the player shows it
@@ -92,14 +92,14 @@ function drawNode(node, n) {
   const beta = node.beta === null ? [] : [`β ${node.beta.toFixed(3)}`];
   const decision = (node.p === null ? [] : decisionRows(node)).map(([name, value]) => `${name.split(",")[0]} ${value}`);
   const facts = [...decision, ...beta, ...entropy, ...(node.origin ? [node.origin] : [])].join(" · ");
-  card.append(make("p", { class: "quiet", text: facts }), make("p", { class: "why", text: node.words }));
+  card.append(make("p", { class: "why", text: node.words }), make("details", {}, make("summary", { text: "Numbers" }), make("p", { class: "quiet", text: facts })));
   return card;
 }
 
 function drawTimes(times) {
   const total = times.draft + times.verify + times.host;
   const bars = make("div", { class: "times", "aria-hidden": "true" }, ...PARTS.map((part) => bar(times[part] / total, part)));
-  const words = PARTS.map((part) => make("span", { class: part, text: `${part} ${(1000 * times[part]).toFixed(2)} ms` }));
+  const words = PARTS.map((part) => make("span", { class: part, text: `${PART_WORDS[part]} ${(1000 * times[part]).toFixed(2)} ms` }));
   return make("div", {}, bars, make("p", { class: "key" }, ...words));
 }
 
@@ -125,7 +125,7 @@ function drawTree({ nodes, path }) { // depth to the right, leaves from top to b
     group.addEventListener("click", () => $(`#node-${n}`)?.scrollIntoView({ block: "nearest" }));
     return group;
   });
-  const picture = canvas(`The draft as a tree of ${nodes.length} tokens, ${path.length} of them accepted`, wide, high, ...edges, svg("circle", { cx: x(-1), cy: y(-1), r: 4, class: "root" }), ...labels);
+  const picture = canvas(`The guesses as a tree of ${nodes.length} tokens, ${path.length} of them accepted`, wide, high, ...edges, svg("circle", { cx: x(-1), cy: y(-1), r: 4, class: "root" }), ...labels);
   picture.setAttribute("role", "group");
   picture.addEventListener("keydown", (e) => {
     const at = labels.indexOf(document.activeElement), move = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[e.key];
@@ -162,7 +162,7 @@ function showFigures() {
     row.addEventListener("click", () => inspectStep(name, cells[0]));
     body.append(row);
   }
-  $("#rounds").replaceChildren(make("caption", { text: `${HEADINGS[name]}: ${$(".title", lanes[name].box).textContent}` }), head, body);
+  $("#rounds").replaceChildren(make("caption", { text: `${laneName(name)}: ${$(".title", lanes[name].box).textContent}` }), head, body);
 }
 
 export function connectInspector() {

@@ -1,7 +1,7 @@
 // Lanes of the cockpit: their boxes, headings and tokens. Texts of models and visitors are inserted with textContent.
 
 import { promptOf } from "./draft_sources.js";
-import { make, tokenClass } from "./elements.js";
+import { make, tokenClass, visibleText } from "./elements.js";
 import { $, DISCARDED, HEADINGS, lanes, tokenOf } from "./state.js";
 import { acceptedCount, draftSize, shownTokens } from "./steps.js";
 
@@ -71,21 +71,25 @@ function conversationSpan(prompt) { // earlier messages are part of the conversa
 export function drawStep(name, record, fragment) {
   const lane = lanes[name], { step, by } = record;
   const round = make("span", { class: "round" });
-  let untested = null;
+  let discarded = null; // the first, which shows the number of untested guesses
+  let above = 0; // width of the discarded guesses above the text, in pixels
   for (const token of shownTokens(record)) {
     const { kind, text } = token;
     const span = document.createElement("span");
     span.className = tokenClass(text);
     span.dataset.kind = kind;
     if (DISCARDED.has(kind)) {
-      span.textContent = text.replace(/\r?\n/g, "⏎").replace(/\t/g, "⇥");
+      span.textContent = text.trim() ? text.replace(/\r?\n/g, "⏎").replace(/\t/g, "⇥") : visibleText(text);
     } else {
       span.textContent = text;
       if (text.startsWith("\n")) span.dataset.newline = "";
       if (lane.fences % 2 || text.startsWith("```")) span.classList.add("code");
       lane.fences += text.split("```").length - 1;
     }
-    if (kind === "ignored") (untested ??= span).dataset.more = Number(untested.dataset.more ?? 0) + 1;
+    if (DISCARDED.has(kind)) discarded ??= span;
+    if (kind === "ignored") discarded.dataset.more = String(Number(discarded.dataset.more ?? 0) + 1);
+    if (kind === "rejected") above += placeAbove(lane, span, above);
+    else if (!DISCARDED.has(kind)) lane.overhang -= CHARACTER * text.length;
     tokenOf.set(span, { token, record });
     round.append(span);
   }
@@ -93,6 +97,7 @@ export function drawStep(name, record, fragment) {
     const mark = make("span", { class: "undisclosed", text: `+${step.undisclosed}`, title: `+${step.undisclosed}, not reported by the engine` });
     round.insertBefore(mark, round.querySelector("[data-kind=correction]"));
   }
+  if (above) lane.overhang += discarded.dataset.more ? COUNT : 0;
   fragment.append(round);
   if (by) { round.dataset.by = by; $("[data-legend=unseen]").parentElement.hidden = false; }
   if (step.remote?.confirmed !== undefined) resolveProvisional(lane.steps, step.remote);
@@ -105,6 +110,19 @@ export function drawStep(name, record, fragment) {
     drafted: before.drafted + (by ? 0 : draftSize(step)),
   });
   lane.shown = lane.steps.length;
+}
+
+const CHARACTER = 8.5, SMALL_CHARACTER = 6.7, SPACE = 6, COUNT = 16; // widths in pixels, of text and of guesses above it
+
+function placeAbove(lane, span, left) { // return the width; a guess begins where the one before it ends
+  const width = SMALL_CHARACTER * span.textContent.length + SPACE;
+  if (!left) {
+    span.style.setProperty("--gap", `${Math.max(0, lane.overhang)}px`);
+    lane.overhang = 0;
+  }
+  span.style.setProperty("--left", `${left}px`);
+  lane.overhang += width;
+  return width;
 }
 
 function resolveProvisional(steps, { confirmed, overruled = 0 }) { // apply a late response to the oldest provisional steps

@@ -7,15 +7,15 @@ import { connectLayout } from "./layout.js";
 import { savedPage } from "./page_export.js";
 import { download, savePng } from "./plot_export.js";
 import { pause } from "./replay.js";
-import { markButtons, newRunId, showMissing, startRun, stop } from "./run.js";
-import { $, current, DISCARDED, displaying, lanes, listeners, server } from "./state.js";
-import { connectForm, setSettings, settings, storedLanes } from "./settings.js";
+import { markButtons, showMissing, stop } from "./run.js";
+import { $, current, DISCARDED, lanes, listeners, server } from "./state.js";
+import { connectForm, setSettings } from "./settings.js";
 import { asCsv } from "./step_table.js";
 import { textPicture } from "./text_picture.js";
 import { drawSpeedCurve } from "./tiles.js";
 import { hideTooltip } from "./tooltip.js";
 import { connectTraces, playAtFirstVisit } from "./traces.js";
-import { connectTransport, resume, sendRun } from "./transport.js";
+import { connectTransport, resume, run } from "./transport.js";
 
 export function mount({ element: root, props, server: functions, trigger, query }) {
   const lesson = query.get("lesson");
@@ -43,9 +43,7 @@ function connectRuns() {
     if (target.closest("#stop")) return stop();
     const button = target.closest("#run, #continue-chat, #repeat");
     if (!button) return;
-    if (current.busy && !displaying()) return;
-    startRun(newRunId());
-    sendRun({ settings: settings(), lanes: storedLanes(), turn: TURNS[button.id] });
+    run(TURNS[button.id]);
   }, capturing);
 
   document.addEventListener("focusin", (e) => {
@@ -57,7 +55,7 @@ function connectRuns() {
     if (e.key === "Enter" && (e.ctrlKey || e.metaKey)) {
       e.preventDefault();
       e.stopImmediatePropagation(); // a focused checkbox would handle Enter too
-      document.getElementById("run").click();
+      run("new");
     }
     if (e.key === "Escape" && !(/** @type {Element} */ (e.target).closest?.("[aria-expanded=true]"))) { hideTooltip(); pause(); stop(); } // Escape closes an open dropdown first
   }, capturing);

@@ -6,7 +6,7 @@ import { closeInspector, openInspector } from "./inspector.js";
 import { addRecords, drawHead, drawStep } from "./lanes.js";
 import { cancelDrawing, paced, removeDueRecords, resetPace, schedule, showPaceStatus, updateSpeeds } from "./pace.js";
 import { closeReplay, openReplay, pause, raceOnce, showPart } from "./replay.js";
-import { $, complete, current, displaying, element, lanes, listeners, trigger } from "./state.js";
+import { $, complete, current, displaying, element, laneName, lanes, listeners, trigger } from "./state.js";
 import { drawTiles, TILES_INTERVAL_MS, tilesAge } from "./tiles.js";
 import { drawPassCosts, drawRunTable } from "./timeline.js";
 import { resetTooltip } from "./tooltip.js";
@@ -54,7 +54,7 @@ function reset(id, plan) {
     $(".title", lane.box).textContent = $(".model", lane.box).textContent = $(".rate", lane.box).textContent = "";
     $(".badge", lane.box).hidden = true;
     for (const button of lane.box.querySelectorAll("button")) button.disabled = true;
-    Object.assign(lane, { head: null, header: null, records: [], steps: [], shown: 0, credit: 0, idle: true, first: null, last: null, fences: 0 });
+    Object.assign(lane, { head: null, header: null, records: [], steps: [], shown: 0, credit: 0, idle: true, first: null, last: null, fences: 0, overhang: 0 });
   }
   $(".lanes").dataset.count = plan.length;
   $(".outcome").hidden = $("#recorded-settings").hidden = $("[data-legend=unseen]").parentElement.hidden = true;
@@ -162,6 +162,7 @@ function showResult() {
   $(".outcome").hidden = !$("#verdict").textContent;
   if (current.frame.turn && current.frame.phase[0] !== "failed") document.body.dataset.turn = current.frame.turn;
   else delete document.body.dataset.turn;
+  for (const name of current.frame.plan) setText($("h2", lanes[name].box), laneName(name));
   for (const [name, [badge, why]] of Object.entries(current.frame.texts)) Object.assign($(".badge", lanes[name].box), { textContent: badge, title: why });
   setText($("#race-lengths"), current.frame.lengths);
   drawPassCosts(current.frame.passes);

@@ -1,7 +1,7 @@
 // State that the modules of the cockpit share: the mounted component, the displayed run and its lanes.
 
 export const DISCARDED = new Set(["rejected", "ignored"]);
-export const HEADINGS = { spec: "Speculative", ar: "Autoregressive (baseline)", third: "Third run", fourth: "Fourth run" };
+export const HEADINGS = { spec: "Speculative", ar: "Baseline", third: "Third run", fourth: "Fourth run" };
 export const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
 
 /** @type {any} */
@@ -43,11 +43,7 @@ export function attach(component) {
   Object.assign(current, INITIAL, { records: [], pending: [] });
 }
 
-export function laneName(name) { // short; the method, if several methods are compared
-  if (name === "ar") return "Baseline";
-  const methods = current.frame.plan.filter((other) => other !== "ar").length;
-  return (methods > 1 && lanes[name].head?.title) || HEADINGS[name];
-}
+export function laneName(name) { return current.frame.names[name] ?? HEADINGS[name]; } // the method, if several are compared
 
 export function complete() { return Boolean(current.frame?.over) && current.frame.run === current.run; }
 

@@ -1,9 +1,10 @@
 // Player of one step: guesses, target pass, a test per token, correction or bonus, discarded rest. The reader may change
 // draws, p and q. Several players can be on a page; each handles keys only while it has the focus.
 
-import { drawBars, formatNumber, make, setText, tokenClass, visibleText } from "./elements.js";
+import { counted, drawBars, formatNumber, make, setText, tokenClass, visibleText } from "./elements.js";
 
 import { ASSUMED_DRAW, decideStep, editable, residualBars } from "./step_rules.js";
+import { KIND_WORDS } from "./steps.js";
 
 const PHASE_MS = 1100;
 
@@ -75,7 +76,7 @@ function createRow(player, n) {
   return { n, row, chip, figures, state, sliders, main };
 }
 
-const NAMES = { draw: "Draw", p: "Target probability p", q: "Drafter probability q" };
+const NAMES = { draw: "Draw", p: "Probability p of the large model", q: "Probability q of the helper" };
 
 function depthOf(nodes, n) {
   let depth = 0;
@@ -146,7 +147,7 @@ function updateRow({ details, edits }, { n, row, chip, figures, state, sliders, 
   chip.dataset.kind = row.dataset.state = kind;
   row.classList.toggle("now", shown.now);
   row.classList.toggle("passed", shown.passed);
-  const words = { accepted: "✓ kept", rejected: "✗ rejected", ignored: "discarded", guess: "" }[kind];
+  const words = { accepted: "✓ kept", rejected: "✗ rejected", ignored: "thrown away", guess: "" }[kind];
   setText(state, words);
   const guess = q === null ? "" : `q ${formatNumber(q)}`;
   setText(figures, shown.passed ? rowFigures(details.test, node, { p, q, draw, bound: bounds[n] }, edits[n], shown.tested || untested) : guess);
@@ -162,11 +163,15 @@ function updateRow({ details, edits }, { n, row, chip, figures, state, sliders, 
   row.dataset.test = main ? details.test : "none";
 }
 
+const ORDINALS = ["first choice", "second choice", "third choice"]; // of the large model
+
+function formatPercent(x) { return x === null ? "–" : x > 0 && x < 0.01 ? "< 1 %" : `${(100 * x).toFixed(0)} %`; }
+
 function rowFigures(test, node, { p, q, draw, bound }, edit, withDraw) {
   if (p === null) return "";
   if (test === "rank") {
-    const rank = edit ? "" : `choice ${node.rank}, `;
-    return `${rank}p ${formatNumber(p)}; ${node.rank === 1 ? "second" : "first"} choice ${formatNumber(node.rank === 1 ? node.rival : node.best)}`;
+    const other = node.rank === 1 ? `the second had ${formatPercent(node.rival)}` : `the first had ${formatPercent(node.best)}`;
+    return edit ? `${formatPercent(p)}; ${other}` : `${ORDINALS[node.rank - 1] ?? `choice ${node.rank}`} (${formatPercent(p)}); ${other}`;
   }
   if (test === "bound") return `p ${formatNumber(p)}, accepted from ${formatNumber(bound)}`;
   if (test !== "draw" && test !== "block") return [`p ${formatNumber(p)}`, q !== null && `q ${formatNumber(q)}`].filter(Boolean).join(", ");
@@ -177,23 +182,22 @@ function rowFigures(test, node, { p, q, draw, bound }, edit, withDraw) {
 
 function narrate({ details }, { states, values, bounds, path, changed }, { name, node }) {
   const { nodes, test } = details;
-  const count = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
-  if (name === "guess") return [`The drafter guessed ${count(nodes.length, "token")}${details.chain ? "" : " in a tree"}.`, details.source?.words].filter(Boolean).join(" ");
-  if (name === "pass") return test === "none" ? "The target was not asked in this step." : `One target pass checked ${nodes.length === 1 ? "it" : "all of them"}.`;
+  if (name === "guess") return [`The helper guessed ${counted(nodes.length, "token")}${details.chain ? "" : " in a tree"}.`, details.source?.words].filter(Boolean).join(" ");
+  if (name === "pass") return test === "none" ? "The large model was not asked in this step." : `The large model checked ${nodes.length === 1 ? "it" : "all of them at once"}.`;
   if (name === "test") {
     const token = JSON.stringify(nodes[node].text), verdict = states[node] === "accepted" ? "kept" : "rejected";
     const bound = formatNumber(bounds[node] ?? null), draw = formatNumber(values[node].draw ?? ASSUMED_DRAW);
-    if (test === "rank") return `${token} is ${verdict === "kept" ? "" : "not "}the target's first choice: ${verdict}.`;
+    if (test === "rank") return `${token} is ${verdict === "kept" ? "" : "not "}the large model's first choice: ${verdict}.`;
     if (test === "bound") return `${token}: p ${formatNumber(values[node].p)} against ${bound}: ${verdict}.`;
     if (test === "sample" || bounds[node] === null) return `${token}: ${verdict}.`;
     if (test === "block") return `${token}: draw ${draw}, bound ${bound}. The last draw below its bound decides.`;
     return `${token}: draw ${draw} is ${states[node] === "accepted" ? "below" : "not below"} ${bound}: ${verdict}.`;
   }
   const discarded = states.filter((state) => state === "ignored").length;
-  if (name === "rest") return `${count(discarded, "guess").replace("guesss", "guesses")} discarded without a test. The step gives ${count(path.length + (details.last ? 1 : 0), "token")}.`;
+  if (name === "rest") return `${counted(discarded, "guess")} thrown away, since an earlier guess was wrong. The step gives ${counted(path.length + (details.last ? 1 : 0), "token")}.`;
   const bonus = endsAtLeaf(details, path);
   const prefix = changed ? "With your values: " : "";
-  const last = bonus ? "The same pass gives one bonus token." : "One token is replaced.";
+  const last = bonus ? "One more word for free." : "One token is replaced.";
   return prefix + [path.length, "kept.", ...(details.last || changed ? [last] : [])].join(" ");
 }
 
@@ -201,14 +205,14 @@ function endsAtLeaf({ nodes }, path) { return !nodes.some((node) => node.parent 
 
 export function drawCard(kind, text, id = null) {
   const token = make("span", { class: tokenClass(text), "data-kind": kind, text: visibleText(text) });
-  const title = make("h3", {}, token, make("small", { text: kind === "ignored" ? "not tested" : kind }));
+  const title = make("h3", {}, token, make("small", { text: KIND_WORDS[kind] }));
   return make("article", { class: "node", "data-state": kind, id }, title);
 }
 
 export function drawTargetToken(last) {
   const card = drawCard(last.kind, last.text);
   if (last.bars.length) card.append(drawBars(last.bars, last.legend));
-  card.append(make("p", { class: "why", text: last.words }));
+  card.append(make("p", { class: "why", text: last.words, title: last.formula }));
   return card;
 }
 
@@ -218,13 +222,13 @@ function drawResult(details, { path, states, changed }) {
     if (!last) return make("p", { class: "quiet", text: "The text ended here." });
     return drawTargetToken(last);
   }
-  if (endsAtLeaf(details, path)) return make("p", { text: "All tokens of a path are kept: a bonus token follows." });
+  if (endsAtLeaf(details, path)) return make("p", { text: "All guesses are kept: one more word follows for free." });
   const end = path.at(-1) ?? -1;
   const rejected = nodes.flatMap((node, n) => (node.parent === end && states[n] === "rejected" ? [n] : []));
   const known = rejected.length && nodes[rejected[0]].bars.length;
-  if (!known) return make("p", { text: "The target chooses another token." });
+  if (!known) return make("p", { text: "The large model chooses another word." });
   const bars = test === "rank" || !details.adjusts && test !== "block" ? nodes[rejected[0]].bars.filter(([text]) => test !== "rank" || text !== nodes[rejected[0]].text) : residualBars(nodes, rejected);
   const label = test === "rank" || (!details.adjusts && test !== "block") ? "p" : "residual of the recorded tokens";
-  return make("div", {}, make("p", { text: test === "rank" ? "The target's first choice replaces it." : "The replacement is sampled from this distribution." }),
+  return make("div", {}, make("p", { text: test === "rank" ? "The large model's first choice replaces it." : "The replacement is drawn from these words." }),
     drawBars(bars.slice(0, 6).map(([text, p]) => [text, p, null]), label));
 }

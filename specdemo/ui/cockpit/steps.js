@@ -3,7 +3,7 @@
 
 import { lastBars, nodeBars, rivalOf, tokenNames } from "./distributions.js";
 import { describeOrigin, describeSource, isChain } from "./draft_sources.js";
-import { formatNumber } from "./elements.js";
+import { counted, formatNumber } from "./elements.js";
 
 const LINK_FACTS = [
   { name: "cloud_s", label: "cloud, ms", scale: 1000, digits: 1 },
@@ -13,7 +13,12 @@ const LINK_FACTS = [
   { name: "bytes_down", label: "bytes down", scale: 1, digits: 0 },
   { name: "hard_ratio", label: "hard", scale: 1, digits: 2 },
 ];
-const SECOND_TRIP = "The rejection needed a second round trip, which sent the drafter's row to the cloud.";
+const SECOND_TRIP = "The rejection needed a second round trip, with the probabilities of the helper.";
+
+export const KIND_WORDS = { // of outcomes
+  accepted: "kept", rejected: "rejected", ignored: "thrown away", correction: "the large model’s choice", bonus: "one more for free",
+  plain: "no guess", unverified: "not checked", unknown: "not reported",
+};
 
 export function shownTokens({ step, nodes, why }) { // accepted path, discarded drafts, tokens of the target
   const drafted = (n, text) => ({ kind: nodes[n].state, text, id: step.draft[n], why: nodes[n].why, decision: decisionOf(nodes[n]) });
@@ -31,8 +36,8 @@ export function explain({ reasons }, why, decision) { // reasons are templates w
 }
 
 export function decisionRows({ p, q, draw, bound, rank, best }) { // the figures that decided about a draft token
-  if (rank !== null) return [["rank in target", String(rank)], ["probability", formatNumber(p)], ["first choice", formatNumber(best)]];
-  const rows = [["p, target", formatNumber(p)], ["q, drafter", q === null ? "point mass" : formatNumber(q)]];
+  if (rank !== null) return [["large model", `choice ${rank}`], ["its p", formatNumber(p)], ["p of its first choice", formatNumber(best)]];
+  const rows = [["p, large model", formatNumber(p)], ["q, helper", q === null ? "none" : formatNumber(q)]];
   if (draw !== null) rows.push(["accepted below", formatNumber(bound)], ["draw", formatNumber(draw)]);
   else if (bound !== null) rows.push(["accepted from p", formatNumber(bound)]);
   return rows;
@@ -81,13 +86,13 @@ function nodeDetails(head, { step, nodes }, n, names) {
 }
 
 function targetToken(head, { step, why }, names) {
-  return { text: step.pieces.at(-1), kind: step.kind, words: head.reasons[why], ...lastBars(step, head.residuals.includes(why), names) };
+  return { text: step.pieces.at(-1), kind: step.kind, words: head.reasons[why], formula: head.formulas[why] ?? null, ...lastBars(step, head.residuals.includes(why), names) };
 }
 
 function lengthFacts({ head, header: { recipe } }, { gamma }) {
   if (!head.drafts) return [];
   const fixed = (recipe.policy ?? "fixed") === "fixed";
-  return [fixed ? ["γ allowed", String(gamma)] : ["γ:", `start ${recipe.gamma}, this step ${gamma}`]];
+  return [["Guesses allowed:", fixed ? String(gamma) : `${recipe.gamma} at the start, ${gamma} now`]];
 }
 
 function policyFacts({ policy }) {
@@ -104,12 +109,12 @@ function linkFacts({ remote }) {
 
 function summarise(record) {
   const { step, by } = record, size = draftSize(step);
-  if (step.i === 0 && !step.draft.length) return "Prefill: one pass over the prompt, which gives the first token.";
+  if (step.i === 0 && !step.draft.length) return "The large model read the prompt and wrote the first token.";
   if (!size && step.token === null) return `Step of a beam search: all beams agree on ${step.tokens.length} tokens.`;
-  if (by) return `Drafted ${step.draft.length}, committed ${step.tokens.length} without the target.`;
+  if (by) return `${counted(step.draft.length, "guess")}, ${step.tokens.length} added without the large model.`;
   if (step.kind === "unknown") return "The counts of the engine do not show how this token was chosen.";
-  if (!size) return "The draft was empty, so the step gave one token.";
-  const counts = `Drafted ${size}, accepted ${acceptedCount(record)}, committed ${step.tokens.length}.`;
-  const hidden = step.undisclosed ? ` ${step.undisclosed} draft tokens are not reported by the engine.` : "";
+  if (!size) return "There was no guess: the large model wrote one token.";
+  const counts = `${counted(size, "guess")}, ${acceptedCount(record) || "none"} ${KIND_WORDS.accepted}; ${counted(step.tokens.length, "token")} added.`;
+  const hidden = step.undisclosed ? ` ${counted(step.undisclosed, "guess")} not reported by the engine.` : "";
   return `${counts}${hidden}${step.remote?.rows ? ` ${SECOND_TRIP}` : ""}`;
 }

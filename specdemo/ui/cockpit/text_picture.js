@@ -2,7 +2,7 @@
 
 import { seconds } from "./blocks.js";
 import { DISCARDED } from "./state.js";
-import { shownTokens } from "./steps.js";
+import { KIND_WORDS, shownTokens } from "./steps.js";
 
 const LINE_COLUMNS = 96, TAB = 4; // characters of a line and between tab stops
 const LINE = 22, CHAR = 8; // pixels of a line and a column
@@ -21,7 +21,7 @@ export function textPicture(lane, { acceptance_rate: acceptance }, speed, result
   const top = EDGE + RESULT + result.rows.length * ROW + EDGE;
   const width = 2 * EDGE + LINE_COLUMNS * CHAR, height = top + EDGE + (lines + 3) * LINE;
   const rate = speed && `, ${speed}`;
-  const share = acceptance === null ? "" : `, ${(100 * acceptance).toFixed(0)}% of the draft tokens accepted`;
+  const share = acceptance === null ? "" : `, ${(100 * acceptance).toFixed(0)}% of the guesses accepted`;
   const parts = [
     `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}" role="img" viewBox="0 0 ${width} ${height}" font-family="ui-monospace, Menlo, Consolas, monospace" font-size="${SIZE}">`,
     `<title>${escaped(title)}${rate}${share}</title>`,
@@ -33,7 +33,7 @@ export function textPicture(lane, { acceptance_rate: acceptance }, speed, result
   const y = height - EDGE - 2 * LINE;
   let x = EDGE;
   for (const kind of LEGEND) {
-    const { label } = styles[kind];
+    const label = KIND_WORDS[kind];
     draw(x, y, label.length, kind, label);
     x += (label.length + 2) * CHAR;
   }

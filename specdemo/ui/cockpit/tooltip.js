@@ -3,7 +3,7 @@
 import { make } from "./elements.js";
 import { inspectStep, revealStep } from "./inspector.js";
 import { $, lanes, tokenOf } from "./state.js";
-import { decisionRows, explain } from "./steps.js";
+import { decisionRows, explain, KIND_WORDS } from "./steps.js";
 
 function showTooltip(span) {
   hideTooltip();
@@ -13,7 +13,7 @@ function showTooltip(span) {
   if (decision.p !== null) rows.push(...decisionRows(decision));
   const tip = $("#tip");
   const { by, fate } = span.parentElement.dataset, { head } = lanes[l];
-  const heading = by ? ["unverified", fate !== "open" && fate].filter(Boolean).join(", ") : kind === "ignored" ? "not tested" : kind;
+  const heading = by ? [KIND_WORDS.unverified, fate !== "open" && fate].filter(Boolean).join(", ") : KIND_WORDS[kind];
   const list = make("dl", {}, ...rows.flatMap(([name, value]) => [make("dt", { text: name }), make("dd", { text: value })]));
   tip.dataset.kind = kind;
   tip.replaceChildren(make("strong", { text: heading }), list, make("p", { text: [explain(head, why, decision), head.fates[fate]].filter(Boolean).join(" ") }));

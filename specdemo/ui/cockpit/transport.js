@@ -1,8 +1,9 @@
 // Requests about runs: start, frames over a WebSocket, frames on request without one or after an interruption, and stop.
 // After an interruption of its events Gradio reloads the page, which then resumes the run.
 
-import { endRun, receiveFrame, setStatus, startRun } from "./run.js";
-import { complete, current, listeners, pageRoot } from "./state.js";
+import { endRun, newRunId, receiveFrame, setStatus, startRun } from "./run.js";
+import { settings, storedLanes } from "./settings.js";
+import { complete, current, displaying, listeners, pageRoot } from "./state.js";
 
 const RETRY_MS = 1000, RECONNECT_TIMEOUT_MS = 20000, OPEN_TIMEOUT_MS = 2500, POLL_MS = 500;
 const RESUME_KEY = "specdemo-run";
@@ -21,10 +22,12 @@ async function request(path, body) { // null if the server is not reachable
   return fetch(addressOf(path), options).catch(() => null);
 }
 
-export async function sendRun({ settings, lanes, turn }) {
-  const id = current.started;
+export async function run(turn) { // of the conversation: new, next or repeat
+  if (current.busy && !displaying()) return;
+  const id = newRunId();
+  startRun(id);
   const session_hash = window.__gradio_session_hash__; // as in the events of Gradio
-  const response = await request("runs", { id, session_hash, settings, lanes, turn });
+  const response = await request("runs", { id, session_hash, settings: settings(), lanes: storedLanes(), turn });
   if (!current.busy || current.started !== id) return;
   if (response?.ok) return receiveFrame(await response.json());
   if (response && response.status < 500) {

@@ -1,71 +1,111 @@
-// The recorded example explains itself: one step plays without a click, then *Next step* and *Play* continue.
+// The recorded example explains itself: a step in three stages, then the others, and the end of both runs.
 
-import { make, setText } from "./elements.js";
+import { counted, make, setText } from "./elements.js";
 import { showHeadline } from "./headline.js";
-import { play, seek, slowRate } from "./replay.js";
+import { race, seek } from "./replay.js";
 import { $, current, element, lanes, reducedMotion } from "./state.js";
 
-const STAGE_MS = 1000;
+const STAGE_MS = 1000; // of the first step
+const READ_MS = 2500, STEP_MS = 600; // after the first step, and per further step
 const STAGES = ["guessed", "checked", ""]; // drafts in grey, in the target's pass, with their outcomes
 
 let walkAt = 0;
-let stageTimer = 0;
+let walkTimer = 0; // of the next stage or step; 0 while it waits for a button
 
 export function beginWalk() {
-  const { steps } = lanes[current.frame.plan[0]];
-  const kinds = steps.map(({ span }) => new Set([...span.children].map((token) => token.dataset.kind)));
-  const telling = kinds.findIndex((step) => step.has("accepted") && step.has("correction"));
-  const drafted = kinds.findIndex((step) => step.has("accepted") || step.has("rejected"));
   $("#walk").hidden = false;
   document.body.dataset.example = "yes";
   $(".cockpit").classList.add("example");
   setText(document.getElementById("run"), "Run live");
   showHeadline();
-  showWalkStep(Math.max(telling, 0) || Math.max(drafted, 0), !reducedMotion.matches);
+  startWalk(!reducedMotion.matches);
 }
 
 export function endWalk() {
-  clearTimeout(stageTimer);
+  pauseWalk();
   current.walking = false;
   $("#walk").hidden = true;
   delete document.body.dataset.example;
   $(".cockpit").classList.remove("example");
   const button = document.getElementById("run");
   if (button) setText(button, "Run");
+}
+
+function walkSteps() { return lanes[current.frame.plan[0]].steps; }
+
+function startWalk(plays) { // with the first step that has several outcomes
+  const kinds = walkSteps().map(({ span }) => new Set([...span.children].map((token) => token.dataset.kind)));
+  const telling = kinds.findIndex((step) => step.has("accepted") && step.has("correction"));
+  const drafted = kinds.findIndex((step) => step.has("accepted") || step.has("rejected"));
+  walkAt = Math.max(telling, 0) || Math.max(drafted, 0);
+  showWalkStep(plays ? 0 : STAGES.length - 1);
+  if (plays) after(STAGE_MS, () => playStages(1));
+}
+
+function playStages(stage) {
+  showWalkStep(stage);
+  if (STAGES[stage]) after(STAGE_MS, () => playStages(stage + 1));
+  else after(READ_MS, playOn);
+}
+
+function playOn() {
+  moveTo(walkAt + 1);
+  if (walkAt < walkSteps().length) after(STEP_MS, playOn);
+}
+
+function after(time, action) {
+  clearTimeout(walkTimer);
+  walkTimer = setTimeout(() => { walkTimer = 0; action(); showButtons(); }, time);
+  showButtons();
+}
+
+function pauseWalk() {
+  clearTimeout(walkTimer);
+  walkTimer = 0;
   for (const span of element.querySelectorAll(".round[data-stage]")) delete span.dataset.stage;
 }
 
-function showWalkStep(i, animated) {
-  const { steps } = lanes[current.frame.plan[0]];
-  clearTimeout(stageTimer);
+function moveTo(i) { // after the last step, the other run ends too
   walkAt = i;
-  seek(steps[i].t);
-  const { span } = steps[i];
-  const sentences = stepWords(span).map((text) => make("span", { text: `${text} ` }));
-  $("#step-words").replaceChildren(...sentences);
-  const show = (n) => { // later sentences occupy their place, so the text below does not move
-    if (STAGES[n]) span.dataset.stage = STAGES[n];
-    else delete span.dataset.stage;
-    sentences.forEach((sentence, i) => { sentence.style.visibility = i > n ? "hidden" : "visible"; });
-    if (n + 1 < STAGES.length) stageTimer = setTimeout(() => show(n + 1), STAGE_MS);
-  };
+  if (i < walkSteps().length) return showWalkStep(STAGES.length - 1);
+  seek(race.end);
+  const [steps, ...others] = current.frame.plan.map((name) => lanes[name].steps.length - 1);
+  $("#step-words").textContent = `The end: ${[steps, ...others].join(" steps instead of ")}${others.length ? "" : " steps"}, same text.`;
+}
+
+function showWalkStep(stage) {
+  const steps = walkSteps(), { span, t } = steps[walkAt];
+  seek(t);
   for (const earlier of element.querySelectorAll(".round[data-stage]")) delete earlier.dataset.stage;
-  show(animated ? 0 : STAGES.length - 1);
-  $("#next-step").disabled = i + 1 >= steps.length;
+  if (STAGES[stage]) span.dataset.stage = STAGES[stage];
+  const hidden = (i) => (i > stage ? "visibility: hidden" : null); // keeps its place, so the text below does not move
+  const sentences = [`Step ${walkAt} of ${steps.length - 1}: `, ...stepWords(span)];
+  $("#step-words").replaceChildren(...sentences.map((text, i) => make("span", { text: `${text} `, style: hidden(i - 1) })));
+}
+
+function showButtons() {
+  const ended = walkAt >= walkSteps().length;
+  $("#next-step").disabled = ended;
+  setText($("#play-steps"), walkTimer ? "❚❚ Pause" : ended ? "▶ Play again" : "▶ Play");
 }
 
 function stepWords(span) {
   const count = (...kinds) => [...span.children].filter((token) => kinds.includes(token.dataset.kind)).length;
   const [accepted, rejected, untested] = [count("accepted"), count("rejected"), count("ignored")];
   const guesses = accepted + rejected + untested;
-  if (!guesses) return ["The drafter guessed nothing.", "One target pass wrote one token.", ""];
-  const fate = rejected ? " kept, 1 replaced" : count("bonus") ? " kept, and the pass added another" : " kept";
+  if (!guesses) return ["no guess.", "The large model wrote one token.", ""];
+  const fate = rejected ? " kept, 1 replaced" : count("bonus") ? " kept, and one more for free" : " kept";
   const end = `${rejected ? "" : "All "}${accepted}${fate}`;
-  const outcome = untested ? `${end}, ${untested} not tested.` : `${end}.`;
-  return [`The drafter guessed ${guesses} token${guesses > 1 ? "s" : ""}.`, `One target pass checked ${guesses > 1 ? "them" : "it"}.`, outcome];
+  const outcome = untested ? `${end}, ${untested} thrown away.` : `${end}.`;
+  return [`${counted(guesses, "guess")}.`, "Checked at once.", outcome];
 }
 
 export function connectWalkthrough() {
-  $("#next-step").addEventListener("click", () => showWalkStep(Math.min(walkAt + 1, lanes[current.frame.plan[0]].steps.length - 1), !reducedMotion.matches));
-  $("#play-steps").addEventListener("click", () => { endWalk(); play(slowRate()); });
+  $("#next-step").addEventListener("click", () => { pauseWalk(); moveTo(walkAt + 1); showButtons(); });
+  $("#play-steps").addEventListener("click", () => {
+    if (walkTimer) { pauseWalk(); moveTo(walkAt); }
+    else if (walkAt >= walkSteps().length) startWalk(true);
+    else playOn();
+    showButtons();
+  });
 }

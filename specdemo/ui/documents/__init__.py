@@ -35,7 +35,6 @@ _FILES = {
 }
 _FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 _COMMENTS = re.compile(r"^<!--.*?-->\n", re.DOTALL | re.MULTILINE)
-_SCROLLED = '<div class="scrolled" tabindex="0" role="group" aria-label="{}">'
 _NEW_TAB = 'target="_blank"'  # the page keeps its run
 _EMPTY_HEAD = re.compile(r"<th( style=\"[^\"]*\")?></th>")
 
@@ -97,14 +96,13 @@ def document_page(name: str) -> str:
     _add_anchors(tokens)
     for token in tokens:
         token.children = [_linked(child) for child in token.children or () if child.type != "image"]
-    for kind, label in (("table", "Table"), ("fence", "Code")):
-        tokens = [part for token in tokens for part in _scrolled(token, kind, label)]
     items = "".join(
         f'<li><a href="{other}"{" aria-current=page" if other == name else ""}>{html.escape(_title(other))}</a></li>'
         for other in _FILES
     )
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     text = _EMPTY_HEAD.sub(r"<td\1></td>", parser.renderer.render(tokens, parser.options, {}))
+    text = _scrolled(_scrolled(text, "table", "Table"), "pre", "Code")
     return template.substitute(title=html.escape(_title(name)), colours=palette(), items=items, text=text)
 
 
@@ -142,9 +140,7 @@ def _linked(token: Token) -> Token:
     return token
 
 
-def _scrolled(token: Token, kind: str, label: str) -> list[Token]:
-    """Surround wide parts by a group that the keyboard scrolls."""
-    start = Token("html_block", "", 0, content=_SCROLLED.format(label))
-    end = Token("html_block", "", 0, content="</div>\n")
-    before = [start] if token.type in (kind, f"{kind}_open") else []
-    return [*before, token, *([end] if token.type in (kind, f"{kind}_close") else [])]
+def _scrolled(text: str, element: str, label: str) -> str:
+    """Surround wide elements by a group that the keyboard scrolls. Documents contain no HTML of their own."""
+    group = f'<div class="scrolled" tabindex="0" role="group" aria-label="{label}">'
+    return text.replace(f"<{element}>", f"{group}<{element}>").replace(f"</{element}>", f"</{element}></div>")

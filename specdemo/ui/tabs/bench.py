@@ -1,18 +1,20 @@
-"""Bench tab, which measures a small selection of recipes on the bundled prompts."""
+"""Bench tab: a small selection of recipes on the bundled prompts, with one or more pairs of models."""
 
 from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle
+from itertools import islice
 from typing import Any
 
 import gradio as gr
 
-from specdemo.bench.published_tables import repetition_table
+from specdemo.bench.measure import grid
+from specdemo.bench.pairs import PairBench, pair_bench, pairs_table, skipped_lines
+from specdemo.bench.published_tables import leviathan_tables, repetition_table
 from specdemo.bench.table import (
     BenchRow,
     acceptance,
@@ -23,23 +25,34 @@ from specdemo.bench.table import (
     slower,
     table,
 )
-from specdemo.core.errors import UserError
+from specdemo.core.errors import UserError, check_name
 from specdemo.core.formats import NOTHING, number, percent
 from specdemo.core.policies import POLICIES
 from specdemo.drafters import METHODS
-from specdemo.prompts import load_prompts
+from specdemo.models.zoo import CHAT_PAIR
+from specdemo.prompts import Prompt, alternate_classes, load_prompts
 from specdemo.recipe import Recipe
-from specdemo.ui.charts import Series, chart
+from specdemo.ui.charts import by_category, chart
+from specdemo.ui.frames import Run
+from specdemo.ui.markdown import escape_markdown
+from specdemo.ui.measurements import start_bench, start_pairs_bench
 from specdemo.ui.method_names import method_name, visible_recipe, with_method_names
 from specdemo.ui.service import Service
 from specdemo.ui.settings import OFF, recipe_of
 from specdemo.ui.settings_form import SEND_JS, SettingsForm
-from specdemo.ui.tabs.components import UNPROCESSED, Selection, chart_view
-from specdemo.ui.tabs.measurement_panel import MeasurementPanel, Outputs, PanelMeasurement, PanelParts
-from specdemo.ui.tabs.pairs import pairs_section
-from specdemo.ui.tabs.sweep import Sweep, selected
-from specdemo.ui.theme import CATEGORIES
+from specdemo.ui.tabs.components import UNPROCESSED, chart_view
+from specdemo.ui.tabs.measurement_panel import MeasurementPanel, Outputs, PanelMeasurement, duration
 
+Selection = dict[str, gr.CheckboxGroup | gr.Slider]  # of recipes and prompts
+ASSUMED = 100.0  # tokens per second, assumed before the first run
+MOST_RUNS, MOST_TOKENS = 240, 24_000
+_LISTS = {  # names of the lists of a selection
+    "methods": "method",
+    "gammas": "draft length",
+    "policies": "draft-length policy",
+    "temperatures": "temperature",
+    "kinds": "class of prompts",
+}
 SWEEP_TABLE_HEAD = (
     "class", "recipe", "speed-up", "95 %", "slower on", "tokens/s", "accepted", "α", "mean overlap β",
     "tokens/pass", "same text",
@@ -50,6 +63,77 @@ options are taken from the settings. Top-p, top-k and the edge-cloud link are di
 _FILES = ("bench.md", "bench.jsonl")
 _DRAFTING = [(method_name(name), name) for name, method in METHODS.items() if method.drafts]
 _TEMPERATURES = [(f"{temperature:g}", temperature) for temperature in (0.0, 0.3, 0.5, 0.7, 1.0)]
+PLAIN = "AR decoding"
+_PAIRS_INTRO = """### Compare pairs
+Each pair continues the prompts selected above with the recipes selected above. Pairs that cannot run are listed with
+the reason."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Measurement of every recipe on every prompt. The first recipe is AR decoding, the baseline."""
+
+    recipes: tuple[Recipe, ...]
+    prompts: tuple[Prompt, ...]
+
+    @property
+    def runs(self) -> int:
+        return len(self.recipes) * len(self.prompts)
+
+    @property
+    def tokens(self) -> int:
+        return self.runs * self.recipes[0].max_tokens
+
+    def describe(self, latest: Run | None) -> str:
+        """Describe size and estimated time, from the slowest lane of the latest run."""
+        speeds = [lane.metrics.tokens_per_second for lane in latest.lanes.values()] if latest else []
+        measured = min(filter(None, speeds), default=None)
+        basis = f"an assumed {ASSUMED:.0f} tokens per second"
+        if measured:
+            basis = f"the {measured:.0f} tokens per second of your latest run"
+        return (
+            f"{len(self.recipes)} recipes × {len(self.prompts)} prompts = {self.runs} runs of at most "
+            f"{self.recipes[0].max_tokens} tokens, about {duration(self.tokens / (measured or ASSUMED))} at {basis}"
+        )
+
+    def within_limits(self, latest: Run | None) -> Sweep:
+        """Return the sweep. Raises `UserError` if it exceeds the limits of the page."""
+        if self.runs > MOST_RUNS or self.tokens > MOST_TOKENS:
+            raise UserError(
+                f"{self.describe(latest)}: the page measures at most {MOST_RUNS} runs and {MOST_TOKENS:,} "
+                "tokens. Reduce the selection, or use the terminal's bench"
+            )
+        return self
+
+    def measurement(self, service: Service, show: Callable[[list[dict[str, Any]]], Outputs]) -> PanelMeasurement:
+        """`show` returns the outputs of a panel for records of prompts."""
+        return PanelMeasurement(
+            start=partial(start_bench, service, self.recipes, self.prompts),
+            show=lambda records: show(records) if records else {},
+            count=lambda records: (len(records), len(self.prompts)),
+            unit="prompts",
+        )
+
+
+def selected(chosen: Mapping[str, Any], external: Any = None) -> tuple[list[dict[str, Any]], tuple[Prompt, ...]]:
+    """Convert values from the browser to settings of `bench.grid` and prompts. Raises `UserError` if invalid.
+
+    `chosen`: lists, and `each`, the prompts per class, which alternate; `external`: servers of other engines,
+    separated by spaces.
+    """
+    for key, name in _LISTS.items():
+        if not isinstance(chosen[key], list) or not chosen[key]:
+            raise UserError(f"choose at least one {name}")
+    each = chosen["each"]
+    if isinstance(each, bool) or not isinstance(each, int) or each < 1:
+        raise UserError(f"prompts per class must be an integer from 1, not {each!r}")
+    methods, gammas, policies, temperatures, kinds = (chosen[key] for key in _LISTS)
+    servers = str(external or "").split()
+    varied = list(islice(grid(methods, gammas, policies, temperatures, servers), MOST_RUNS + 1))
+    if len(varied) > MOST_RUNS:
+        raise UserError(f"that is more than {MOST_RUNS} recipes: choose fewer draft lengths, policies or temperatures")
+    prompts = (prompt for kind in kinds for prompt in load_prompts([str(kind)]))
+    return varied, tuple(alternate_classes(prompts, each))
 
 
 def sweep_cells(rows: Sequence[BenchRow]) -> list[list[str]]:
@@ -71,9 +155,6 @@ def sweep_cells(rows: Sequence[BenchRow]) -> list[list[str]]:
     ]
 
 
-PLAIN = "AR decoding"
-
-
 def speedup_chart(rows: Sequence[BenchRow]) -> str:
     """Draw a bar for the baseline, then a bar per recipe and class."""
     compared = [row for row in rows if row.speedup is not None]
@@ -86,24 +167,23 @@ def speedup_chart(rows: Sequence[BenchRow]) -> str:
     by_class: dict[str, list[tuple[float, float]]] = {PLAIN: [(0, 1.0)]}
     for i, row in enumerate(compared, 1):
         by_class.setdefault(row.kind, []).append((i, row.speedup or 0.0))
-    series = [
-        Series("bar", colour, points, kind)
-        for (kind, points), colour in zip(by_class.items(), cycle(CATEGORIES), strict=False)
-    ]
     names = [PLAIN, *map(name, compared)]
-    return chart("Speed-up over the baseline", "", "speed-up", series, names, "bench-plot")
+    return chart(
+        "Speed-up over the baseline", "recipe and class", "speed-up", by_category("bar", by_class), names, "bench-plot"
+    )
 
 
 def acceptance_chart(rows: Sequence[BenchRow]) -> str:
     """Draw the acceptance by position, over all classes."""
-    lanes = {
-        visible_recipe(name).replace("gamma=", "γ "): lane for name, lane in acceptance(rows).items() if lane.position
-    }
-    series = [
-        Series("line", colour, [(position, count.share) for position, count in lane.position.items()], name)
-        for (name, lane), colour in zip(lanes.items(), cycle(CATEGORIES), strict=False)
-    ]
-    return chart("Acceptance", "position in the draft", "accepted / tested", series, elem_id="bench-positions")
+    lanes = {}
+    for name, lane in acceptance(rows).items():
+        if lane.position:
+            tested = sum(count.tested for count in lane.position.values())
+            label = f"{visible_recipe(name).replace('gamma=', 'γ ')}, n {tested}"
+            lanes[label] = [(position, count.share) for position, count in lane.position.items()]
+    series = by_category("line", lanes)
+    axis = "position of the guess (n: number checked)"
+    return chart("Guesses kept, by position", axis, "kept / checked", series, elem_id="bench-positions")
 
 
 def notes(rows: Sequence[BenchRow], records: Sequence[dict[str, Any]]) -> str:
@@ -129,7 +209,7 @@ def bench_tab(service: Service, form: SettingsForm, defaults: Recipe, tab: gr.Ta
     gr.Markdown(_INTRO)
     selection = _selection(defaults, service.limits.max_gamma)
     size = gr.Markdown(elem_id="bench-size")
-    parts, results = PanelParts.laid_out("bench")
+    panel, results = MeasurementPanel.laid_out("bench")
     with results:
         grid = gr.Dataframe(headers=list(SWEEP_TABLE_HEAD), interactive=False, elem_id="bench-table")
         charts = chart_view("bench-charts", "bench-plot", "bench-positions")
@@ -172,7 +252,7 @@ def bench_tab(service: Service, form: SettingsForm, defaults: Recipe, tab: gr.Ta
     triggers = [tab.select, *(control.change for control in selection.values())]
     # The default mode depends on the first trigger and would drop quick changes.
     gr.on(triggers, describe_size, inputs, size, js=SEND_JS, queue=False, trigger_mode="always_last", **UNPROCESSED)
-    MeasurementPanel(parts, inputs, [grid, charts, slower_on, acceptance_tables, saved], prepare, js=SEND_JS)
+    panel.connect(inputs, [grid, charts, slower_on, acceptance_tables, saved], prepare)
     pairs_section(service, selection, form, defaults)
 
 
@@ -202,3 +282,68 @@ def _selection(defaults: Recipe, max_gamma: int | None) -> Selection:
 
 def _kinds(chat: bool) -> list[str]:
     return list(dict.fromkeys(prompt.kind for prompt in load_prompts(chat=chat)))
+
+
+def selected_pairs(
+    settings: Mapping[str, Any], device: str, names: Any, offered: Sequence[str], chosen: Mapping[str, Any]
+) -> tuple[list[PairBench], tuple[Prompt, ...]]:
+    """Convert values from the browser to pairs and prompts. Raises `UserError` if invalid, or if no pair can run.
+
+    `offered`: pairs of the host; `chosen`: argument of `selected`.
+    """
+    if not isinstance(names, list) or not names:
+        raise UserError("choose at least one pair")
+    for name in ("target", "external"):
+        if settings.get(name):
+            raise UserError(f"{name} replaces the models of pairs: leave it empty to compare pairs")
+    varied, prompts = selected(chosen)
+    benches = []
+    for name in dict.fromkeys(map(str, names)):
+        check_name("pair", name, offered)
+        own = {**settings, "chat": name == CHAT_PAIR, "mode": OFF}
+        benches.append(pair_bench(name, lambda own=own, **varied: recipe_of({**own, **varied}, device), varied))
+    recipes = tuple(recipe for bench in benches for recipe in bench.recipes)
+    if not recipes:
+        raise UserError(f"no pair can run: {'; '.join(skipped_lines(benches))}")
+    Sweep(recipes, prompts).within_limits(None)
+    return benches, prompts
+
+
+def count_measured(benches: Sequence[PairBench], prompts: Sequence[Prompt]) -> tuple[int, int]:
+    """Return the number of complete pairs, and of all."""
+    return sum(len(bench.records) == len(prompts) for bench in benches), len(benches)
+
+
+def describe_pairs(benches: Sequence[PairBench]) -> str:
+    """Return the table of the pairs, the skipped pairs and methods, and the published tables."""
+    skipped = "\n".join(f"- {escape_markdown(line)}" for line in skipped_lines(benches))
+    measured = with_method_names("\n\n".join(filter(None, (pairs_table(benches), skipped))))
+    return f"{measured}\n\n{leviathan_tables()}"
+
+
+def pairs_section(service: Service, selection: Selection, form: SettingsForm, defaults: Recipe) -> None:
+    """Lay out the section. `selection`: recipes and prompts of the tab."""
+    gr.Markdown(_PAIRS_INTRO)
+    offered = [(title, name) for name, title in form.pairs.items()]
+    initial = [defaults.pair] if defaults.pair else []
+    names = gr.Dropdown(offered, value=initial, multiselect=True, label="Pairs", elem_id="bench-pairs")
+    panel, results = MeasurementPanel.laid_out("bench-pairs")
+    with results:
+        table = gr.Markdown(elem_id="bench-pairs-table", elem_classes="figures")
+
+    def prepare(session: str, values: tuple[Any, ...]) -> PanelMeasurement:
+        chosen = dict(zip(selection, values[1:], strict=False))
+        settings = {**form.complete(values[-1]), "max_tokens": chosen["max_tokens"]}
+        benches, prompts = selected_pairs(settings, defaults.device, values[0], service.limits.pairs, chosen)
+
+        def show(_: list[Any]) -> dict[Any, Any]:
+            begun = any(bench.records or bench.skipped for bench in benches)
+            return {table: describe_pairs(benches)} if begun else {}
+
+        return PanelMeasurement(
+            start=partial(start_pairs_bench, service, benches, prompts),
+            show=show,
+            count=lambda _: count_measured(benches, prompts),
+        )
+
+    panel.connect([names, *selection.values(), form.values], [table], prepare)

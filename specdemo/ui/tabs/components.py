@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,11 +11,16 @@ import gradio as gr
 from specdemo.ui.frames import Run
 from specdemo.ui.run_store import RunStore
 
-Selection = dict[str, gr.CheckboxGroup | gr.Slider]  # recipes and prompts of the Bench tab
 # Handlers receive raw values: gradio would raise an error for an incomplete number.
 UNPROCESSED: dict[str, Any] = {"preprocess": False, "show_progress": "hidden", "api_visibility": "private"}
+_LARGEST = sys.float_info.max
 # Replace the first input, a button, by the id of the displayed run.
 _SHOWN_RUN_JS = """(...values) => [document.querySelector("[data-run]")?.dataset.run ?? "", ...values.slice(1)]"""
+
+
+def is_number(value: Any, low: float = -_LARGEST, high: float = _LARGEST) -> bool:
+    """Return True for a finite number of the browser within bounds."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
 
 
 def chart_view(elem_id: str, *names: str) -> gr.HTML:

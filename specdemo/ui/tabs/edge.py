@@ -1,29 +1,33 @@
-"""Edge-cloud tab, which shows charts of a run over a link and compares the modes."""
+"""Edge-cloud tab: charts of a run over a link, comparison of the modes, calibration of gates."""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import gradio as gr
 
+from specdemo.bench.calibration import Calibration, check_draft_model
 from specdemo.core.errors import UserError
 from specdemo.core.formats import NOTHING, kilobytes, megabytes, number, percent
 from specdemo.core.metrics import percentile
 from specdemo.plan import plan_run
-from specdemo.prompts import load_prompts
+from specdemo.prompts import alternate_classes, load_prompts
 from specdemo.recipe import Recipe
 from specdemo.remote.config import MODES
 from specdemo.ui import link_charts
 from specdemo.ui.frames import Run
+from specdemo.ui.markdown import escape_markdown, figures_table
+from specdemo.ui.measurements import start_calibration
 from specdemo.ui.service import Service
 from specdemo.ui.settings import recipe_of
-from specdemo.ui.settings_form import SEND_JS, SettingsForm
-from specdemo.ui.tabs.calibration import calibration_section
-from specdemo.ui.tabs.components import RunViews, chart_view
-from specdemo.ui.tabs.measurement_panel import MeasurementPanel, Outputs, PanelMeasurement, PanelParts
-from specdemo.ui.tabs.sweep import Sweep
+from specdemo.ui.settings_form import SettingsForm
+from specdemo.ui.tabs.bench import Sweep
+from specdemo.ui.tabs.components import RunViews, chart_view, is_number
+from specdemo.ui.tabs.measurement_panel import MeasurementPanel, Outputs, PanelMeasurement
 
 MODE_TABLE_HEAD = (
     "mode", "TTFT p50 / p95 ms", "total p50 / p95 s", "tokens/s", "speed-up", "CPU peak MB",
@@ -37,10 +41,17 @@ _BEST = "### Best draft length over this link\n"
 _LOCAL_CLOUD = """Without a service address, a cloud process starts on this machine. The emulated link sets its delay
 and bandwidth."""
 
+CALIBRATION_PROMPTS, CALIBRATION_TOKENS = 12, 48
+_CALIBRATION = """### Calibrate gates
+Measure thresholds for the chosen pair: the hardest fifth of the tokens goes to the cloud.
+The controls under *Edge and cloud* are set, and remembered for this pair."""
+_HEAD = ("signal", "percentile", "this pair", "guide")
+_SET_JS = "(calibrated) => calibrated && window.specdemo.setGates(calibrated)"
+
 
 def modes_sweep(settings: Mapping[str, Any], device: str, count: Any, max_tokens: Any) -> Sweep:
     """Return a recipe per mode, with the first code prompts. Raises `UserError` for invalid settings."""
-    if isinstance(count, bool) or not isinstance(count, (int, float)) or not 1 <= count <= MOST_PROMPTS:
+    if not is_number(count, 1, MOST_PROMPTS):
         raise UserError(f"prompts must be from 1 to {MOST_PROMPTS}, not {count!r}")
     common = {**settings, "max_tokens": max_tokens, "chat": False}
     alone = {"provisional": False, "gates": []}  # these options require drafts over the link
@@ -156,7 +167,7 @@ def _modes_section(service: Service, form: SettingsForm, device: str) -> None:
     with gr.Row():
         count = gr.Slider(1, MOST_PROMPTS, 3, step=1, label="Prompts", min_width=200, elem_id="modes-prompts")
         length = gr.Slider(8, 128, 48, step=8, label="Tokens per run", min_width=200, elem_id="modes-tokens")
-    parts, results = PanelParts.laid_out("modes")
+    panel, results = MeasurementPanel.laid_out("modes")
     with results:
         table = gr.Dataframe(headers=list(MODE_TABLE_HEAD), interactive=False, elem_id="modes-table")
 
@@ -165,4 +176,44 @@ def _modes_section(service: Service, form: SettingsForm, device: str) -> None:
         sweep = modes_sweep(form.complete(sent), device, prompts, tokens)
         return sweep.measurement(service, lambda records: {table: mode_rows(sweep, records)})
 
-    MeasurementPanel(parts, [count, length, form.values], [table], prepare, js=SEND_JS)
+    panel.connect([count, length, form.values], [table], prepare)
+
+
+def calibration_recipe(settings: Mapping[str, Any], device: str) -> Recipe:
+    """Return the recipe of the settings, verified on this machine."""
+    chosen = recipe_of({**settings, "mode": "off", "external": None, "max_tokens": CALIBRATION_TOKENS}, device)
+    check_draft_model(vars(chosen))
+    return replace(chosen, method="draft")
+
+
+def describe_calibration(result: Calibration) -> str:
+    missing = f" There is no variance: {escape_markdown(result.missing)}." if result.missing else ""
+    return (
+        f"{result.tokens} draft tokens of {result.texts} texts.{missing}\n\n{figures_table(_HEAD, result.rows())}\n\n"
+        f"In the terminal: `{result.flags}`"
+    )
+
+
+def calibration_section(service: Service, form: SettingsForm, device: str) -> None:
+    """Lay out the section. The browser sets the thresholds and remembers them by pair."""
+    gr.Markdown(_CALIBRATION)
+    panel, results = MeasurementPanel.laid_out("gates", "Calibrate", "calibrate")
+    with results:
+        table = gr.Markdown(elem_id="gates-thresholds", elem_classes="figures")
+    calibrated = gr.JSON(visible=False)
+
+    def prepare(session: str, values: tuple[Any, ...]) -> PanelMeasurement:
+        settings = form.complete(values[0])
+        recipe = calibration_recipe(settings, device)
+        prompts = alternate_classes(load_prompts((), recipe.chat))[:CALIBRATION_PROMPTS]
+
+        def show(results: list[Calibration]) -> Outputs:
+            if not results:
+                return {}
+            gates = {f"gate_{name}": threshold for name, threshold in results[0].thresholds.items()}
+            return {table: describe_calibration(results[0]), calibrated: {"models": settings, "gates": gates}}
+
+        return PanelMeasurement(partial(start_calibration, service, recipe, prompts), show)
+
+    shown = panel.connect([form.values], [table, calibrated], prepare)
+    shown.then(None, calibrated, None, js=_SET_JS, api_visibility="private")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from specdemo.external.diagnosis import conclusions, figures_line
 from specdemo.external.engine_log import ENGINE_FORMATS, EngineStatistics, read_engine_log
 from specdemo.ui.charts import Series, chart
 from specdemo.ui.markdown import escape_markdown
-from specdemo.ui.tabs.components import UNPROCESSED, chart_view
+from specdemo.ui.tabs.components import UNPROCESSED, chart_view, is_number
 
 MOST_LOG = 1_000_000  # characters
 _INTRO = f"""Paste log lines or a response, drop a file on the field, or open one. Read are {ENGINE_FORMATS}."""
@@ -36,7 +35,7 @@ def statistics_of(text: Any, ar: Any) -> EngineStatistics:
     reported = read_engine_log(text)
     if ar in (None, "", 0):
         return reported
-    if isinstance(ar, bool) or not isinstance(ar, (int, float)) or not 0 < ar < math.inf:
+    if not is_number(ar, 0):
         raise UserError(f"tokens per second without drafts must be above 0, not {ar!r}")
     return replace(reported, ar_tokens_per_second=float(ar))
 
@@ -47,7 +46,9 @@ def position_chart(reported: EngineStatistics) -> str:
         return ""
     points = [(float(position), rate) for position, rate in enumerate(reported.by_position, 1)]
     series = [Series("bar", "var(--bar-accepted)", points)]
-    return chart("Acceptance by position", "position", "accepted / drafts", series, elem_id="engine-positions")
+    return chart(
+        "Acceptance by position", "position of the guess", "accepted / drafts", series, elem_id="engine-positions"
+    )
 
 
 def cost_chart(reported: EngineStatistics) -> str:

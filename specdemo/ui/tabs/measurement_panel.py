@@ -15,9 +15,10 @@ from gradio.context import Context
 from specdemo.bench.measure import BenchProgress
 from specdemo.core.errors import UserError
 from specdemo.preflight import PreflightProgress
-from specdemo.ui.api import address_of
+from specdemo.ui.settings_form import SEND_JS
 from specdemo.ui.streams import reason
 from specdemo.ui.tabs.components import UNPROCESSED
+from specdemo.ui.visitor_sessions import address_of
 from specdemo.ui.visitors import REMEMBERED
 from specdemo.worker import Stream, WorkerBusy
 
@@ -82,57 +83,58 @@ def duration(seconds: float) -> str:
     return f"{max(seconds, 1):.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
 
 
-@dataclass(frozen=True)
-class PanelParts:
-    """Buttons that start and stop a measurement, its status line, and results that are hidden meanwhile."""
-
-    buttons: tuple[gr.Button, ...]
-    status: gr.HTML
-    stop: gr.Button | None = None
-    results: gr.Column | None = None
-
-    @classmethod
-    def laid_out(cls, name: str, title: str = "Measure", action: str = "run") -> tuple[PanelParts, gr.Column]:
-        """Lay out all parts; return them and the results. Element ids start with `name`."""
-        with gr.Row():
-            run = gr.Button(title, variant="primary", elem_id=f"{name}-{action}", scale=0)
-            stop = gr.Button("Stop", interactive=False, elem_id=f"{name}-stop", scale=0)
-        status = gr.HTML(elem_id=f"{name}-status")
-        results = gr.Column(visible=False)
-        return cls((run,), status, stop, results), results
-
-
 class MeasurementPanel:
-    """Connect the parts of a panel.
+    """Buttons for start and stop of a measurement, its status line, and its results, hidden meanwhile.
 
-    `prepare(session, values)` validates the raw values of `inputs`; the measurement returns values of `outputs`.
-    `shown` is the event that updates the outputs.
     `failures` shows refusals and failures instead of the status line, which is empty at the end.
     """
 
     def __init__(
         self,
-        parts: PanelParts,
+        buttons: Sequence[gr.Button],
+        status: gr.HTML,
+        stop: gr.Button | None = None,
+        results: gr.Column | None = None,
+        failures: gr.Markdown | None = None,
+    ) -> None:
+        self.buttons, self.status = buttons, status
+        self._stop_button = stop
+        self._results, self._failures = results, failures
+        self._started: OrderedDict[str, _Started] = OrderedDict()  # keys are sessions
+        self._timer = gr.Timer(INTERVAL_S, active=False)
+
+    @classmethod
+    def laid_out(cls, name: str, title: str = "Measure", action: str = "run") -> tuple[MeasurementPanel, gr.Column]:
+        """Lay out the parts; return the panel and its results. Element ids start with `name`."""
+        with gr.Row():
+            run = gr.Button(title, variant="primary", elem_id=f"{name}-{action}", scale=0)
+            stop = gr.Button("Stop", interactive=False, elem_id=f"{name}-stop", scale=0)
+        status = gr.HTML(elem_id=f"{name}-status")
+        results = gr.Column(visible=False)
+        return cls([run], status, stop, results), results
+
+    def connect(
+        self,
         inputs: Components,
         outputs: Components,
         prepare: Callable[[str, tuple[Any, ...]], PanelMeasurement],
-        failures: gr.Markdown | None = None,
-        js: str | None = None,
-    ) -> None:
-        self._parts, self._failures = parts, failures
+        js: str = SEND_JS,
+    ) -> Any:
+        """Return the event of new outputs.
+
+        `prepare(session, values)` validates the raw values of `inputs`; the measurement returns values of `outputs`.
+        """
         self._prepare = prepare
-        self._started: OrderedDict[str, _Started] = OrderedDict()  # keys are sessions
-        self._timer = gr.Timer(INTERVAL_S, active=False)
-        changed = [*parts.buttons, parts.stop, parts.status, parts.results, failures, self._timer]
+        changed = [*self.buttons, self._stop_button, self.status, self._results, self._failures, self._timer]
         shown = [part for part in changed if part is not None]
         unqueued: dict[str, Any] = {"queue": False, **UNPROCESSED}
-        for button in parts.buttons:
+        for button in self.buttons:
             button.click(self._measure, list(inputs), shown, js=js, trigger_mode="once", **unqueued)
-        self.shown = self._timer.tick(self._show, None, list(dict.fromkeys([*shown, *outputs])), **unqueued)
-        if parts.stop is not None:
-            parts.stop.click(self._stop, None, None, **unqueued)
+        if self._stop_button is not None:
+            self._stop_button.click(self._stop, None, None, **unqueued)
         assert Context.root_block is not None
         Context.root_block.unload(self._leave)
+        return self._timer.tick(self._show, None, list(dict.fromkeys([*shown, *outputs])), **unqueued)
 
     def _measure(self, request: gr.Request, *values: Any) -> Outputs:
         session = request.session_hash or ""
@@ -140,13 +142,13 @@ class MeasurementPanel:
             measurement = self._prepare(session, values)
             started = _Started(measurement, measurement.start(session, address_of(request)))
         except (UserError, WorkerBusy) as error:
-            return self._results(visible=False) | self._failure(reason(error))
+            return self._show_results(visible=False) | self._failure(reason(error))
         if earlier := self._started.pop(session, None):
             earlier.stream.stop()
         self._started[session] = started
         while len(self._started) > REMEMBERED:
             self._started.popitem(last=False)
-        return self._controls(running=True) | self._results(visible=False) | {self._parts.status: started.progress()}
+        return self._controls(running=True) | self._show_results(visible=False) | {self.status: started.progress()}
 
     def _show(self, request: gr.Request) -> Outputs:
         """Return progress or results; they are computed after the last measurement, not to disturb timings."""
@@ -155,11 +157,11 @@ class MeasurementPanel:
         if started is None:
             return self._controls(running=False)
         if not started.stream.done:
-            return {self._parts.status: started.progress()}
+            return {self.status: started.progress()}
         del self._started[session]  # an error ends the requests
-        shown = self._controls(running=False) | {self._parts.status: "" if self._failures else started.ending()}
+        shown = self._controls(running=False) | {self.status: "" if self._failures else started.ending()}
         if results := started.measurement.show(started.results):
-            shown |= results | self._results(visible=True)
+            shown |= results | self._show_results(visible=True)
         elif started.stream.error and self._failures:
             shown |= self._failure(reason(started.stream.error))
         self._started[session] = started  # a lost response is repeated
@@ -175,15 +177,15 @@ class MeasurementPanel:
 
     def _failure(self, text: str) -> Outputs:
         if self._failures:
-            return {self._parts.status: "", self._failures: f"**No prediction:** {html.escape(text)}"}
-        return {self._parts.status: f"<p{_ANNOUNCED}>{html.escape(text)}</p>"}
+            return {self.status: "", self._failures: f"**No prediction:** {html.escape(text)}"}
+        return {self.status: f"<p{_ANNOUNCED}>{html.escape(text)}</p>"}
 
-    def _results(self, visible: bool) -> Outputs:
+    def _show_results(self, visible: bool) -> Outputs:
         # A plot may be drawing, so the results stay mounted.
-        return {self._parts.results: gr.Column(visible=visible or "hidden")} if self._parts.results else {}
+        return {self._results: gr.Column(visible=visible or "hidden")} if self._results else {}
 
     def _controls(self, running: bool) -> Outputs:
-        buttons: Outputs = {button: gr.Button(interactive=not running) for button in self._parts.buttons}
-        if self._parts.stop is not None:
-            buttons[self._parts.stop] = gr.Button(interactive=running)
+        buttons: Outputs = {button: gr.Button(interactive=not running) for button in self.buttons}
+        if self._stop_button is not None:
+            buttons[self._stop_button] = gr.Button(interactive=running)
         return buttons | {self._timer: gr.Timer(active=running)}

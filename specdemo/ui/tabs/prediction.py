@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
 import gradio as gr
 
-from specdemo.core.formats import format_bytes
+from specdemo.core.formats import format_bytes, percent
 from specdemo.preflight import Estimate, Preflight
 from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
 from specdemo.ui.markdown import figures_table
+from specdemo.ui.measurements import start_prediction
 from specdemo.ui.run_figures import measured_speedups
 from specdemo.ui.service import Service
-from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelMeasurement, PanelParts
+from specdemo.ui.settings import recipe_of
+from specdemo.ui.settings_form import SettingsForm
+from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelMeasurement
 
 _SEND_JS = "() => { document.body.dataset.estimate = 'current'; return [window.specdemo.settings()]; }"
 
@@ -30,15 +33,14 @@ _COMPARED = (
 
 @dataclass(frozen=True)
 class SpeedupPrediction:
-    """Recipe and prompt of a prediction, later with its result."""
+    """Prediction for a recipe and a prompt."""
 
     recipe: Recipe
     prompt: str
-    estimate: Preflight | None = None
+    estimate: Preflight
 
     def describe(self, run: Run | None) -> str:
         """Return the prediction in words, with a contradiction by `run`."""
-        assert self.estimate is not None
         return "\n\n".join(filter(None, (describe_preflight(self.estimate), self.contradiction(run))))
 
     def contradiction(self, run: Run | None) -> str:
@@ -56,36 +58,35 @@ class SpeedupPrediction:
         return "" if row.low <= value <= row.high else f"**The last run measured {value:.2f}×, outside this interval.**"
 
     def _row(self) -> Estimate | None:
-        rows = self.estimate.estimates if self.estimate else ()
+        rows = self.estimate.estimates
         if len(rows) == 1:
             return rows[0]
         return next((row for row in rows if row.gamma == self.recipe.gamma and self.recipe.policy == "fixed"), None)
 
 
 def connect_prediction(
-    service: Service,
-    parts: PanelParts,
-    estimate: gr.Markdown,
-    settings: gr.JSON,
-    make: Callable[[Any], SpeedupPrediction],
+    service: Service, form: SettingsForm, device: str, panel: MeasurementPanel, estimate: gr.Markdown
 ) -> None:
-    """Wire the buttons of a prediction of the sent settings, shown in `estimate`."""
+    """Wire the buttons of a prediction for the settings and the prompt, shown in `estimate`."""
 
     def prepare(session: str, values: tuple[Any, ...]) -> PanelMeasurement:
-        chosen = make(values[0])
+        (sent,) = values
+        recipe = replace(recipe_of(form.complete(sent), device), external=None)
+        prompt = sent["prompt"] if isinstance(sent.get("prompt"), str) else ""
 
         def show(results: Sequence[Any]) -> dict[Any, str]:
             if not results:
                 return {}
-            predicted = service.visitors.enter(session).prediction = replace(chosen, estimate=results[0])
+            predicted = SpeedupPrediction(recipe, prompt, results[0])
+            service.visitors.enter(session).prediction = predicted
             return {estimate: predicted.describe(service.runs.latest(session))}
 
         return PanelMeasurement(
-            start=lambda session, address: service.measurements.predict(chosen.recipe, chosen.prompt, address),
+            start=lambda session, address: start_prediction(service, recipe, prompt, address),
             show=show,
         )
 
-    MeasurementPanel(parts, [settings], [estimate], prepare, failures=estimate, js=_SEND_JS)
+    panel.connect([form.values], [estimate], prepare, js=_SEND_JS)
 
 
 def contradicted_prediction(service: Service, run: Run | None) -> Any:
@@ -102,9 +103,9 @@ def describe_preflight(estimate: Preflight) -> str:
     last = max(estimate.v)
     return (
         f"**Will it pay off?** {estimate.advice[0].upper()}{estimate.advice[1:]}. "
-        f"Texts of the target: {estimate.texts}, first {estimate.tokens} tokens; α is {estimate.alpha:.2f}. "
-        "Costs are measured on this machine: "
-        f"a draft token costs {estimate.c:.2f} AR steps, a pass over {last} tokens {estimate.v[last]:.2f}. "
+        f"Trial texts: {estimate.texts}, first {estimate.tokens} tokens. {percent(estimate.alpha)} of the checked "
+        f"guesses were right. Checking {last} tokens costs {estimate.v[last]:.2f} times the time of writing 1, and a "
+        f"guess {estimate.c:.2f} times. "
         f"Weights take {format_bytes(estimate.weight_bytes)}, "
         f"keys and values {format_bytes(estimate.kv_bytes)} per 1,000 tokens.\n\n"
         f"{figures_table(('settings', 'tokens per pass', 'expected speed-up', '95 %'), rows)}"

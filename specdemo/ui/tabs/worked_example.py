@@ -21,7 +21,7 @@ from specdemo.core.simulate import Trial, chance_distance, compared_verdicts, di
 from specdemo.core.step import Verdict
 from specdemo.ui.charts import Series, chart
 from specdemo.ui.markdown import figures_table
-from specdemo.ui.tabs.components import UNPROCESSED, chart_view
+from specdemo.ui.tabs.components import UNPROCESSED, chart_view, is_number
 
 EXAMPLE_TOKENS = "abcd"
 EXAMPLE_P = (0.45, 0.32, 0.18, 0.05)  # every lossy rule visibly changes this p
@@ -50,7 +50,7 @@ _Probs = Sequence[float]
 def parse_probs(name: str, values: Sequence[Any]) -> tuple[list[float], str]:
     """Validate and normalize probabilities; return them with a note. Raises `UserError`."""
     for token, value in zip(EXAMPLE_TOKENS, values, strict=True):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
+        if not is_number(value):
             raise UserError(f"{name}({token}) must be a number{', not empty' if value is None else ''}")
         if value < 0:
             raise UserError(f"{name}({token}) is {value:g}, but probabilities must be at least 0")
@@ -151,7 +151,7 @@ def trial_chart(result: Trial, p: _Probs, q: _Probs) -> str:
         Series("bar", f"var(--{colour})", [(3 * i + k, share) for i, share in enumerate(shares)], part)
         for k, (part, (colour, shares)) in enumerate(parts.items())
     ]
-    return chart("p, drawn, q", "token", "probability", series, names)
+    return chart("p, drawn, q", f"token (n {len(result.tokens)} drawn)", "probability", series, names)
 
 
 def compare_rules(p: _Probs, q: _Probs, gamma: Any, seed: int) -> str:

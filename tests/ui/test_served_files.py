@@ -1,0 +1,120 @@
+"""Files served with the page: documents with links and anchors, scripts, fonts and the first paint."""
+
+import json
+import re
+from importlib import metadata
+from pathlib import Path
+
+import gradio as gr
+import pytest
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+
+from specdemo.ui import cockpit, documents
+from specdemo.ui.documents import document_link, document_names, document_page, document_route, page_links, repository
+from specdemo.ui.frames import read_traces
+from specdemo.ui.page_files import bundle, file_route, font_tags, mount_module
+from specdemo.ui.page_head import CLAIM, first_paint
+from specdemo.ui.run_store import RECORDED, RunStore
+
+ROOT = Path(__file__).parents[2]
+LINK = re.compile(r'<a href="([^"]*)"')
+
+
+def test_all_documents_of_the_checkout_are_served() -> None:
+    assert {*document_names()} == {"readme", *(path.stem for path in ROOT.glob("docs/*.md"))}
+    client = TestClient(Starlette(routes=[document_route()]))
+    for name in document_names():
+        response = client.get(f"/documentation/{name}")
+        assert response.status_code == 200 and response.text == document_page(name)
+    assert client.get("/documentation/passwd").status_code == 404
+    assert client.get("/documentation/..%2Fapp").status_code == 404
+
+
+@pytest.mark.parametrize("name", document_names())
+def test_links_of_a_document_lead_to_documents_and_headings(name: str) -> None:
+    page = document_page(name)
+    assert "&lt;!--" not in page and page.count("<h1") == 1 and "<img" not in page
+    ids = {other: {*re.findall(r'<h\d id="([^"]*)"', document_page(other))} for other in document_names()}
+    for link in LINK.findall(page):
+        assert not link.startswith("/")  # the page may have a prefix
+        if link == "../" or re.match("https?:", link):
+            continue
+        target, _, anchor = link.partition("#")
+        assert (target or name) in ids and (not anchor or anchor in ids[target or name]), link
+
+
+def test_missing_documents_are_not_linked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "_FILES", {})
+    with gr.Blocks() as blocks:
+        page_links({})
+        document_link("edge-cloud")
+    drawn = "".join(str(block.value) for block in blocks.blocks.values() if isinstance(block, gr.HTML))
+    assert LINK.findall(drawn) == ["lessons"]
+
+
+def test_the_repository_is_that_of_the_space_or_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    urls = ["Homepage, https://example.org", "Repository, https://example.org/code"]
+    monkeypatch.setattr(metadata, "metadata", lambda name: type("", (), {"get_all": lambda self, key: urls})())
+    assert repository({}) == "https://example.org/code"
+    assert repository({"SPACE_ID": 'a/b"><script>'}) == "https://example.org/code"
+    assert repository({"SPACE_ID": "a/b"}) == "https://huggingface.co/spaces/a/b/tree/main"
+    urls.clear()
+    assert repository({}) is None
+
+    def missing(name: str) -> None:
+        raise metadata.PackageNotFoundError
+
+    monkeypatch.setattr(metadata, "metadata", missing)
+    assert repository({}) is None
+
+
+# --- scripts, fonts and the first paint -------------------------------------------------------------------------------
+
+DECLARATIONS = Path(cockpit.__file__).with_name("globals.d.ts")
+
+
+def test_all_server_functions_are_declared() -> None:
+    declared = re.search(r"server: Record<(.*?),", DECLARATIONS.read_text("utf-8"), re.DOTALL)
+    assert declared is not None
+    assert set(re.findall(r'"(\w+)"', declared[1])) == {query.__name__ for query in RunStore().queries}
+
+
+def test_automated_browsers_are_shown_the_same_page() -> None:
+    sources = [path.read_text("utf-8") for path in Path(cockpit.__file__).parents[1].rglob("*.js")]
+    assert len(sources) > 20 and not [text for text in sources if "webdriver" in text]
+
+
+@pytest.mark.parametrize("entry", ["page", "lessons"])
+def test_a_script_is_served_with_its_imports_for_a_long_time(entry: str) -> None:
+    client = TestClient(Starlette(routes=[file_route()]))
+    (address,) = re.findall(r'"(cockpit/[\w/]+\.js)"', mount_module(entry))
+    response = client.get(f"/{address}")
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/javascript")
+    assert "immutable" in response.headers["cache-control"]
+    assert "export function mount(" in response.text and not re.search("^import ", response.text, re.MULTILINE)
+    folder = address.rpartition("/")[0]
+    other = address.replace(folder, "cockpit/0123456789abcdef")
+    assert client.get(f"/{other}").status_code == client.get(f"/{folder}/none.js").status_code == 404
+
+
+def test_fonts_are_served_with_the_page() -> None:
+    client = TestClient(Starlette(routes=[file_route()]))
+    preload, faces = font_tags()
+    addresses = re.findall(r"url\(([^)]+)\)", faces)
+    assert len(addresses) == 2 and addresses[0] in preload
+    for address in addresses:
+        response = client.get(f"/{address}")
+        assert response.headers["content-type"] == "font/woff2" and response.content.startswith(b"wOF2")
+
+
+def test_the_result_of_the_recorded_example_is_visible_before_any_script() -> None:
+    page = first_paint().decode()
+    run = read_traces((RECORDED / "hybrid, short answer.jsonl").read_text("utf-8"))
+    assert CLAIM in page and json.loads(run.frame(0))["headline"]["text"] in page
+
+
+@pytest.mark.parametrize("entry", ["page", "lessons", "saved_page"])
+def test_names_of_modules_are_unique_within_a_script(entry: str) -> None:
+    names = re.findall(r"^(?:export )?(?:async )?(?:function|class|const|let) (\w+)", bundle(entry), re.MULTILINE)
+    assert len(names) > 50 and sorted(names) == sorted({*names})
