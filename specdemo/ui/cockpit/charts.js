@@ -154,6 +154,10 @@ class ChartView extends HTMLElement { // chart in a tab
 
   attributeChangedCallback() { queueMicrotask(() => this.draw()); } // Gradio sets the attribute before the content
 
+  connectedCallback() { // it may also empty the content later
+    new MutationObserver(() => this.firstChild ?? this.draw()).observe(this, { childList: true });
+  }
+
   draw() {
     const figure = JSON.parse(this.getAttribute("figure"));
     if (figure.blocks) return this.replaceChildren(drawTimeline(figure));

@@ -18,7 +18,7 @@ from specdemo.ui.frames import Run
 from specdemo.ui.lane import PLAIN, SPEC, Lane
 from specdemo.ui.markdown import escape_markdown, figures_table, link_papers
 from specdemo.ui.run_estimate import cost_terms
-from specdemo.ui.run_figures import lane_speedup
+from specdemo.ui.run_figures import NOT_MEASURABLE, lane_speedup, withheld
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.tabs.components import RunViews, chart_view, is_number
 from specdemo.ui.tabs.worked_example import worked_example
@@ -54,7 +54,7 @@ class Coefficients:
 
 @dataclass(frozen=True)
 class TheoryPoint:
-    """Measured coefficients and figures of a run. Without an AR baseline, costs and speed-up are unknown."""
+    """Measured coefficients and figures of a run; unknown costs and speed-up without a baseline and if `disturbed`."""
 
     lane: Lane
     coefficients: Coefficients
@@ -62,6 +62,7 @@ class TheoryPoint:
     tokens: float  # tokens per target pass
     speedup: float
     operations: float  # operations per token, relative to AR decoding
+    disturbed: bool  # times contradict the number of passes
 
     @property
     def chains(self) -> bool:
@@ -84,12 +85,13 @@ def point_of(run: Run | None) -> TheoryPoint:
     gamma, c_hat = m.drafted / m.decode_steps, _draft_operations(lane)
     measured = Coefficients(lane.acceptance, UNKNOWN, gamma, UNKNOWN, UNKNOWN, c_hat)
     baseline = run.lanes.get(PLAIN)
-    if baseline and baseline.ended and (terms := cost_terms(m, baseline.metrics)):
+    disturbed = withheld(run.lanes, {})
+    if baseline and baseline.ended and not disturbed and (terms := cost_terms(m, baseline.metrics)):
         measured = replace(measured, c=terms.c, v=terms.v, o=terms.o)
     speedup = lane_speedup(run.lanes)
     operations = (1 + gamma * (1 + c_hat)) / m.tokens_per_step
     known = UNKNOWN if speedup is None else speedup
-    return TheoryPoint(lane, measured, m.acceptance_rate, m.tokens_per_step, known, operations)
+    return TheoryPoint(lane, measured, m.acceptance_rate, m.tokens_per_step, known, operations, disturbed)
 
 
 def _draft_operations(lane: Lane) -> float:
@@ -274,7 +276,9 @@ def describe_run(run: TheoryPoint) -> str:
         f"**This run** ({escape_markdown(recipe['method'])}, T {recipe['temperature']:g}): α = {at.alpha:.3f}, "
         f"estimated by {source}; accepted / drafted = {run.share:.3f}; γ = {at.gamma:.2f} draft tokens per step."
     ]
-    if math.isnan(at.c):
+    if run.disturbed:
+        sentences.append(f"c, v, o and the speed-up are {NOT_MEASURABLE}: another program used the processor.")
+    elif math.isnan(at.c):
         sentences.append("Without an AR baseline c, v, o and the speed-up are unknown: tick *Compare* and run again.")
     else:
         sentences.append(
