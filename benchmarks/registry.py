@@ -42,7 +42,7 @@ RUNS = (
     ),
     TableRun(
         "python -m benchmarks.document_tables --table bench-questions-avx512 --questions mt-bench.jsonl "
-        "spec-bench.jsonl --repeat 3 --write",
+        "spec-bench.jsonl --repeat 2 --write",
         per_width("bench-questions"),
         20,
     ),
