@@ -14,8 +14,7 @@ C_SOURCES := $(wildcard specdemo/native/*.[ch])
 TSC = npx --yes --package typescript@5.9.3 -- tsc
 
 # Files are not divided, since each process has a page server and a browser. Programs share bytecode.
-PROCESSES = 2
-PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-fast test-exhaustive test-sanitized test-faults test-machines fuzz mutants lint format bench gpu-check clean
@@ -28,7 +27,6 @@ setup: $(READY) ## create .venv and install the requirements; repeated after the
 run: $(READY) ## open the page
 	@$(BIN)/python app.py $(ARGS)
 
-test: PROCESSES = 3 # pages and browsers wait for each other
 test: $(READY_DEV) ## run the tests, including a real browser
 	@$(BIN)/python tests/e2e/browser.py
 	@$(PYTEST) $(ARGS)
