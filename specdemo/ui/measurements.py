@@ -14,7 +14,7 @@ from specdemo.preflight import OWN, SHORT_TEXT_TOKENS, Preflight, PreflightProgr
 from specdemo.prompts import Prompt, alternate_classes
 from specdemo.recipe import Recipe
 from specdemo.ui.service import Service
-from specdemo.worker import Stream, WorkerGroup, unshared_passes
+from specdemo.worker import Stream, unshared_passes
 
 PROMPTS_PER_KIND = 3  # prompts per kind of text in a preflight
 T = TypeVar("T")
@@ -24,7 +24,7 @@ def start_prediction(
     service: Service, recipe: Recipe, prompt: str = "", address: str = ""
 ) -> Stream[PreflightProgress | Preflight]:
     """Predict the speed-up from a short text after `prompt`, without one from texts of all classes."""
-    if isinstance(service.worker, WorkerGroup):
+    if not service.permanent:
         raise UserError("preflight needs a permanent device, which this host does not have: press Run instead")
     if recipe.cloud is not None:
         raise UserError("preflight times both models on this machine: choose mode off, or press Run instead")
@@ -61,7 +61,7 @@ def start_pairs_bench(
 
 
 def _grant_long(service: Service, recipes: Sequence[Recipe], prompts: Sequence[Prompt]) -> list[Recipe]:
-    if service.limits.max_seconds is not None or isinstance(service.worker, WorkerGroup):
+    if service.limits.max_seconds is not None or not service.permanent:
         raise UserError("measurements take minutes, which this host does not allow: run the program on your machine")
     longest = max((prompt.text for prompt in prompts), key=len)
     return [service.limits.grant(replace(recipe, ngram_keep=False), longest) for recipe in recipes]

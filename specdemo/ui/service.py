@@ -35,7 +35,7 @@ from specdemo.ui.limits import HostLimits, RunRates, TimeBudget
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.streams import LaneEvents, read_result, reason
 from specdemo.ui.visitors import Visitors
-from specdemo.worker import Stream, Worker, WorkerGroup
+from specdemo.worker import Stream, Worker
 
 WARM_UP_TOKENS = 8
 PROBE = "def"
@@ -52,8 +52,11 @@ class Service:
         models: ModelPool,
         engine: Generate,
         limits: HostLimits | None = None,
-        worker: Worker | WorkerGroup | None = None,
+        worker: Worker | None = None,
+        permanent: bool = True,
     ) -> None:
+        """`permanent`: the device belongs to the page; otherwise (ZeroGPU) each run gets one."""
+        self.permanent = permanent
         self.limits = limits if limits is not None else HostLimits()
         self.worker = worker if worker is not None else _shared_device(self.limits)
         self.last_token = -math.inf  # time of `time.monotonic`
@@ -94,7 +97,7 @@ class Service:
         budget = TimeBudget(self.limits.max_seconds)
 
         def events() -> Generator[tuple[str, Event]]:
-            if warm_up and isinstance(self.worker, Worker):
+            if warm_up and self.permanent:
                 yield from self._warm_up(granted)
             for i, (lane, recipe) in enumerate(granted):
                 stores = remembered.setdefault(lane, Stores())
