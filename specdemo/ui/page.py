@@ -277,7 +277,7 @@ def _connect(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> None:
     loaded = demo.load(handlers.find, values, values, js=_STORED_JS, **_QUEUED)
     loaded.then(None, values, None, js=_RESTORE_JS, **_PRIVATE)
     predict = [buttons["preflight"], buttons["update-estimate"]]
-    panel = MeasurementPanel(predict, parts.progress, failures=parts.estimate)
+    panel = MeasurementPanel(handlers.service, predict, parts.progress, failures=parts.estimate)
     connect_prediction(handlers.service, parts.form, handlers.device, panel, parts.estimate)
 
 

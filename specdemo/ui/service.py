@@ -35,7 +35,7 @@ from specdemo.ui.limits import HostLimits, RunRates, TimeBudget
 from specdemo.ui.run_store import RunStore
 from specdemo.ui.streams import LaneEvents, read_result, reason
 from specdemo.ui.visitors import Visitors
-from specdemo.worker import Stream, Worker
+from specdemo.worker import Stream, Worker, unshared_passes
 
 WARM_UP_TOKENS = 8
 PROBE = "def"
@@ -207,6 +207,17 @@ class Service:
         """Submit a job within the limits of the visitor, without counting the replaced one."""
         owner = visitor or network_of(address)
         return self._rates.start(address, lambda: self.worker.submit(partial(self._tidied, job), owner=owner), replaced)
+
+    def measure(
+        self, job: Callable[[], Iterator[T]], address: str, visitor: str = "", replaced: Stream[Any] | None = None
+    ) -> Stream[T]:
+        """Submit a measurement like `admit`, in passes of its own."""
+        return self.admit(partial(_alone, job), address, visitor, replaced)
+
+
+def _alone(job: Callable[[], Iterator[T]]) -> Iterator[T]:
+    with unshared_passes():
+        yield from job()
 
 
 def _shared_device(limits: HostLimits) -> Worker:

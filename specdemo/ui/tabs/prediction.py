@@ -10,7 +10,7 @@ import gradio as gr
 from specdemo.core.formats import format_bytes, percent
 from specdemo.preflight import Preflight
 from specdemo.ui.markdown import figures_table
-from specdemo.ui.measurements import start_prediction
+from specdemo.ui.measurements import prediction_job
 from specdemo.ui.service import Service
 from specdemo.ui.settings import recipe_of
 from specdemo.ui.settings_form import SettingsForm
@@ -28,9 +28,8 @@ def connect_prediction(
         (sent,) = values
         recipe = replace(recipe_of(form.complete(sent), device), external=None)
         prompt = sent["prompt"] if isinstance(sent.get("prompt"), str) else ""
-
         return PanelMeasurement(
-            start=lambda session, address: start_prediction(service, recipe, prompt, address),
+            job=prediction_job(service, recipe, prompt),
             show=lambda results: {estimate: describe_preflight(results[0])} if results else {},
         )
 
