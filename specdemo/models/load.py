@@ -283,17 +283,6 @@ def configuration(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_pro
     return config
 
 
-def has_untied_head(spec: ModelSpec, hub: Hub) -> bool:
-    """True if config.json declares an untied head.
-
-    The loaded configuration may not: the class of T5 declares a tied head, T5 1.1 checkpoints have two tensors.
-    """
-    if is_gguf(spec.name):
-        return False
-    written, _ = PretrainedConfig.get_config_dict(hub.settings(spec.name, spec.revision))
-    return written.get("tie_word_embeddings") is False
-
-
 def place(spec: ModelSpec, config: PretrainedConfig) -> dict[str, Any]:
     """Return the `from_pretrained` option that assigns devices."""
     if spec.device != SPREAD:

@@ -39,8 +39,8 @@ def stored_quantised(config: PretrainedConfig) -> str | None:
     return str(stored.get("quant_method", "unknown") if isinstance(stored, dict) else stored.quant_method)
 
 
-def skeleton(config: PretrainedConfig, untied_head: bool = False) -> PreTrainedModel:
-    """Build the model on the meta device. `untied_head`: see `has_untied_head`."""
+def skeleton(config: PretrainedConfig) -> PreTrainedModel:
+    """Build the model on the meta device."""
     with torch.device("meta"):
         model = (
             LlamaForCausalLM(config)
@@ -50,7 +50,8 @@ def skeleton(config: PretrainedConfig, untied_head: bool = False) -> PreTrainedM
     masks = sum(buffer.nbytes for buffer in model.buffers())
     if masks > _MAX_BUFFER_BYTES:
         raise UserError(f"{type(model).__name__} with these sizes has {masks:,} bytes of masks: choose another model")
-    if untied_head and (head := model.get_output_embeddings()) is not None:
+    # The class of T5 declares a tied head; checkpoints of T5 1.1 have two tensors and do not scale outputs.
+    if not getattr(config, "scale_decoder_outputs", True) and (head := model.get_output_embeddings()) is not None:
         head.weight = nn.Parameter(torch.empty_like(head.weight))
     return model
 
