@@ -146,7 +146,13 @@ PUBLISHED = {  # sizes in the configuration of a model of each family, with tied
     "meta-llama/Llama-3.1-8B": described(LlamaConfig, 32, 4096, (32, 8), 14336, 128256),
     "google/gemma-2-9b": described(Gemma2Config, 42, 3584, (16, 8), 14336, 256000),
     "google/flan-t5-small": T5Config(
-        d_model=512, d_ff=1024, num_layers=8, num_decoder_layers=8, num_heads=6, tie_word_embeddings=False,feed_forward_proj="gated-gelu"
+        d_model=512,
+        d_ff=1024,
+        num_layers=8,
+        num_decoder_layers=8,
+        num_heads=6,
+        feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False,
     ),
     "EleutherAI/pythia-160m": described(GPTNeoXConfig, 12, 768, (12, 12), 3072, 50304),
     "openai-community/gpt2-xl": GPT2Config(n_embd=1600, n_layer=48, n_head=25),
