@@ -117,7 +117,9 @@ def _weight_bytes(spec: ModelSpec, model: PreTrainedModel, width: int) -> int:
     bits = QUANTIZATIONS[spec.quantization].bits
     layers = quantised_layers(model).values() if bits else ()
     form = FORMATS["INT8" if bits == 8 else "CODE4"]
-    quantised = {id(layer.weight): form.matrix_bytes(*layer.weight.shape, block=1) for layer in layers}
+    quantised = {
+        id(layer.weight): form.matrix_bytes(layer.weight.shape[0], layer.weight.shape[1], block=1) for layer in layers
+    }
     total = 0
     for name, weight in model.named_parameters():
         wide = spec.dtype == "float16" and kept_wide(model, name)

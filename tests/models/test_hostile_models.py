@@ -116,7 +116,7 @@ def lengthened(file: str, size: int) -> Change:
 EXPERTS = SwitchTransformersConfig(num_layers=1000, num_experts=4000)
 POSITIONS = MarianConfig(max_position_embeddings=1 << 24)
 HOSTILE: dict[str, tuple[Change, str]] = {  # with a part of the refusal by `load`
-    "size as NaN": (config(hidden_size=float("nan")), "NaN is not a number"),
+    "size as NaN": (config(hidden_size=float("nan")), "hidden_size is nan"),
     "attention from the hub": (config(attn_implementation="evil/kernel"), "evil/kernel"),
     "deeply nested configuration": (written("config.json", "[" * 200_000 + "]" * 200_000), "nested too deeply"),
     "many experts": (EXPERTS.save_pretrained, "too much time or memory"),
