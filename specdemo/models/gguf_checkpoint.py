@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -28,7 +26,7 @@ from specdemo.models.gguf_tokenizer import GUESSES
 from specdemo.models.hub import Hub
 from specdemo.models.llama_checkpoint import LlamaConfig, LlamaForCausalLM, rotary_angles
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device
-from specdemo.models.untrusted import check_tensors, model_errors
+from specdemo.models.untrusted import check_tensors
 from specdemo.native.formats import FORMATS, QUANTISED_GGUF, Format
 
 _NAMES = {
@@ -68,9 +66,7 @@ def gguf_config(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_progr
 
 def gguf_tokenizer(spec: ModelSpec, hub: Hub) -> PreTrainedTokenizerBase:
     settings = gguf_settings(spec.name, hub.weights(spec.name, spec.revision)).tokenizer
-    with model_errors(f"the tokenizer of {spec.name}"):
-        rules = Tokenizer.from_str(json.dumps(settings.rules))
-        return PreTrainedTokenizerFast(tokenizer_object=rules, **settings.options)
+    return PreTrainedTokenizerFast(tokenizer_object=settings.rules, **settings.options)
 
 
 def activation_bits(spec: ModelSpec, tensors: Mapping[str, GgufTensor]) -> str:
