@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +24,7 @@ from specdemo.models.hub import Hub
 from specdemo.models.llama_checkpoint import read_config
 from specdemo.models.load import configuration
 from specdemo.models.memory import free_bytes
-from specdemo.models.quantization import kept_wide, quantised_layers, skeleton, stored_quantised, unavailable
+from specdemo.models.quantization import kept_wide, quantised_layers, skeleton, stored_bits, unavailable
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, is_gguf, main_device
 from specdemo.models.untrusted import converts_errors
 from specdemo.native.formats import FORMATS
@@ -79,10 +78,6 @@ def plan_spec(
         stored = gguf_bytes(spec, hub)
         coded = any(form.is_coded for form in stored)
         return plan_config(spec, config, context, taps, stored.total(), coded)
-    if stored_quantised(config):
-        shapes = hub.shapes(spec.name, spec.revision).values()
-        weights = sum(prod(shape) * (_DTYPE_BYTES[spec.dtype] if "F" in dtype else 1) for dtype, shape in shapes)
-        return plan_config(spec, config, context, taps, weights)
     return plan_config(spec, config, context, taps)
 
 
@@ -95,13 +90,13 @@ def plan_config(
     coded: bool = False,
 ) -> MemoryPlan:
     """Estimate memory. `weights`: bytes, if they do not follow from the configuration; `coded`: some are integers."""
-    model, bits = skeleton(config), QUANTIZATIONS[spec.quantization].bits
+    model, bits = skeleton(config), QUANTIZATIONS[spec.quantization].bits or stored_bits(config)
     device = torch.device("cpu" if spec.device == SPREAD else spec.device)
     native = spec.device != SPREAD and uses_native_engine(device) and transformers_reason(model, device) is None
     width = _DTYPE_BYTES[spec.dtype]
     halved = str(getattr(config, "dtype", None)).removeprefix("torch.") in ("float16", "bfloat16")
     if weights is None:
-        weights = _weight_bytes(spec, model, 2 if native and halved else width)
+        weights = _weight_bytes(spec, model, bits, 2 if native and halved else width)
     coded = coded or bits is not None
     text = config.get_text_config(decoder=True)
     position = sum(map(_kv_values, text.per_layer_config)) * (2 if native and coded else width)
@@ -113,8 +108,7 @@ def plan_config(
     return MemoryPlan(spec, context, taps, weights, kv, _RETAINED_BYTES + _CODE_BYTES * coded, working, native)
 
 
-def _weight_bytes(spec: ModelSpec, model: PreTrainedModel, width: int) -> int:
-    bits = QUANTIZATIONS[spec.quantization].bits
+def _weight_bytes(spec: ModelSpec, model: PreTrainedModel, bits: int | None, width: int) -> int:
     layers = quantised_layers(model).values() if bits else ()
     form = FORMATS["INT8" if bits == 8 else "CODE4"]
     quantised = {

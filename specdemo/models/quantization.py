@@ -39,6 +39,15 @@ def stored_quantised(config: PretrainedConfig) -> str | None:
     return str(stored.get("quant_method", "unknown") if isinstance(stored, dict) else stored.quant_method)
 
 
+def stored_bits(config: PretrainedConfig) -> int | None:
+    """Return the bits of the quantised weights of a checkpoint, None for others."""
+    stored = getattr(config, "quantization_config", None)
+    if stored is None:
+        return None
+    values = stored if isinstance(stored, dict) else stored.to_dict()
+    return 4 if values.get("load_in_4bit") or values.get("bits") == 4 else 8
+
+
 def skeleton(config: PretrainedConfig) -> PreTrainedModel:
     """Build the model on the meta device."""
     with torch.device("meta"):
