@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import math
 import os
 import re
 import stat
@@ -21,20 +20,10 @@ from specdemo.models.memory import is_out_of_memory
 from specdemo.models.model_sizes import FAMILIES, check_model_config, check_token_ids, shown
 from specdemo.worker import Stopped
 
-MAX_TOKENIZER_BYTES, _MAX_SETTINGS_BYTES = 64_000_000, 8_000_000
-_MAX_HEADER_BYTES = 25_000_000
+MAX_TOKENIZER_BYTES = 64_000_000  # of files other than weights
 _MAX_COMMAS, _MAX_BRACKETS = 4_000_000, 2_000_000
 _MAX_DEPTH = 50
 _READ = ("*.json", "*.txt", "*.model", "*.spm", "*.bpe", "*.jinja", "*.safetensors")
-_SETTINGS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.json",
-)
-_TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.spm", "*.bpe", "model.safetensors.index.json")
 _TEMPLATES = "additional_chat_templates"
 _MAX_WEIGHTS_PER_BYTE, _SMALL_MODEL = 8, 1_000_000
 _ATTENTION = re.compile(r"_?(attn|experts)_implementation(_internal)?")
@@ -101,10 +90,9 @@ def check_files(name: str, folder: Path) -> None:
 
 def check_sizes(name: str, sizes: Mapping[str, int]) -> None:
     for file, size in sizes.items():
-        if size > (limit := _largest(file)):
-            raise UserError(
-                f"{file} of {name} has {format_bytes(size)}, more than {format_bytes(limit)}: choose another model"
-            )
+        if size > MAX_TOKENIZER_BYTES and not file.endswith(".safetensors"):
+            limit = format_bytes(MAX_TOKENIZER_BYTES)
+            raise UserError(f"{file} of {name} has {format_bytes(size)}, more than {limit}: choose another model")
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -116,12 +104,6 @@ def _files(folder: Path) -> Iterator[Path]:
         yield templates
     elif templates.is_dir():
         yield from templates.iterdir()
-
-
-def _largest(name: str) -> float:
-    if name in _SETTINGS or name.endswith(".jinja"):
-        return _MAX_SETTINGS_BYTES
-    return MAX_TOKENIZER_BYTES if any(fnmatch.fnmatch(name, pattern) for pattern in _TOKENIZERS) else math.inf
 
 
 def _inside(path: Path, folder: Path) -> bool:
@@ -189,22 +171,14 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_weights(name: str, folder: Path) -> None:
-    files = weight_files(folder)
-    for path in files:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-        if length > min(_MAX_HEADER_BYTES, path.stat().st_size):
-            raise UserError(
-                f"the weights of {name} are damaged ({path.name} has an absurd header): download them again"
-            )
-    index = folder / "model.safetensors.index.json"
-    if index.exists() and files[:1] != [folder / "model.safetensors"]:
-        listed = read_settings(name, index).get("weight_map")
-        shards = {path.name for path in files}
-        if not isinstance(listed, dict) or any(not isinstance(shard, str) for shard in listed.values()):
-            raise UserError(f"{index.name} of {name} lists no files: download it again")
-        if others := sorted({*listed.values()} - shards):
-            raise UserError(f"{index.name} of {name} lists {plain_text(others[0], 60)!r}: download this file")
+    """Raise `UserError` if the index of shards lists other files, which `transformers` would read."""
+    index, shards = folder / "model.safetensors.index.json", {path.name for path in weight_files(folder)}
+    if not index.exists() or shards == {"model.safetensors"}:
+        return
+    listed = read_settings(name, index).get("weight_map")
+    files = {str(file) for file in listed.values()} if isinstance(listed, dict) else {"no files"}
+    if others := sorted(files - shards):
+        raise UserError(f"{index.name} of {name} lists {plain_text(others[0], 60)!r}: download this file")
 
 
 def check_weight_count(name: str, folder: Path, count: int) -> None:

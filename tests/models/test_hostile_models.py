@@ -126,7 +126,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {  # with a part of the refusal by `loa
     "growing text": (growing(30), "too much time or memory"),
     "huge tokenizer": (lengthened("tokenizer.json", 1 << 33), "tokenizer.json of"),
     "missing layer": (without_layer, r"missing: (model\.layers\.1\.\S+, ){2}model\.layers\.1\.\S+ and 6 more"),
-    "absurd header length": (absurd_header, "absurd header"),
+    "absurd header length": (absurd_header, "damaged"),
     "link to the weights": (linked, "link out of the directory"),
     "index outside": (index_outside, "secret.safetensors"),
 }
