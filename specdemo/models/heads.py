@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -30,7 +28,6 @@ LoadedDrafter: TypeAlias = "LoadedModel | Head"
 
 HEAD_KINDS = (MEDUSA, DFLASH, EAGLE3, EAGLE)  # the first that fits is used
 _CONVERT = "run specdemo convert-head FILE DIRECTORY and give the directory"
-_FILE_OF_TARGET = re.compile(r"([.-](I?Q\d\w*|B?F16|F32))?\.gguf$", re.IGNORECASE)
 
 
 def tap_count(name: str, hub: Hub, report: ReportProgress = ignore_progress) -> int:
@@ -64,8 +61,6 @@ def load_head(
         raise UserError(f"heads need hidden states, and {target.name} runs without them: choose method nasd or suffix")
     folder, _ = head_files(spec.name, hub or Hub(), report)
     config = merged_config(spec.name, read_settings(spec.name, folder / "config.json"))
-    if warning := _verifier_warning(spec, config):
-        warnings.warn(warning, stacklevel=2)
     report(Loading(f"reading {spec.title}"))
     kind, width = _kind(config), target.model.config.get_text_config().hidden_size
     with model_errors(spec.name, kind="head"):
@@ -80,17 +75,3 @@ def _kind(config: HeadConfig) -> HeadKind:
         known = ", ".join(kind.name for kind in HEAD_KINDS)
         raise UserError(f"{config.name} is a head of another kind ({given}): choose one of kind {known}")
     return kind
-
-
-def _verifier_warning(spec: HeadSpec, config: HeadConfig) -> str:
-    speculators = config.values.get("speculators_config")
-    verifier = speculators.get("verifier") if isinstance(speculators, dict) else None
-    trained = verifier.get("name_or_path") if isinstance(verifier, dict) else None
-    if not isinstance(trained, str) or not trained:
-        return ""
-    wanted, given = (
-        _FILE_OF_TARGET.sub("", name.rstrip("/").rpartition("/")[2]) for name in (trained, spec.target.name)
-    )
-    if wanted.casefold() == given.casefold():
-        return ""
-    return f"{spec.title} was trained for {wanted}, and the target is {given}: few drafts may be accepted"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 import warnings
@@ -121,12 +120,8 @@ def smaller_copy(target: ModelSpec, quantization: str, device: str) -> ModelSpec
     """Raises `UserError` unless the weights of the copy are smaller."""
     copy = replace(target, quantization=quantization, device=device)
     if is_gguf(target.name):
-        stored = re.search(r"I?Q\d\w*(?=\.gguf$)", target.title, re.IGNORECASE)
         raise UserError(
-            f"{target.title} is stored in {stored[0]}, already its smallest and fastest form, so no smaller copy can "
-            "draft: choose method nasd, suffix or self"
-            if stored
-            else f"{target.title} runs as stored, since GGUF files are not quantised, so no smaller copy can draft: "
+            f"{target.title} runs as stored, since GGUF files are not quantised, so no smaller copy can draft: "
             "choose its safetensors checkpoint, or method nasd, suffix or self"
         )
     own, bits = (QUANTIZATIONS[spec.quantization].bits for spec in (target, copy))

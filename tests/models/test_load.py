@@ -211,7 +211,6 @@ def change_stop(folder: Path) -> None:
 
 CHANGES: dict[str, tuple[Callable[[Path], None], bool]] = {
     "a copy": (lambda folder: None, True),
-    "written by another version": (lambda folder: change_settings(folder, transformers_version="1.0"), True),
     "a bit of the weights": (change_weights, False),
     "a setting": (lambda folder: change_settings(folder, rms_norm_eps=1e-4), False),
     "a stop token": (change_stop, False),
