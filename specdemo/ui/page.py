@@ -58,10 +58,10 @@ from specdemo.ui.settings_form import SettingsForm, settings_form
 from specdemo.ui.streams import frame_routes, reason, trace_route
 from specdemo.ui.tabs import build_tabs
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel
-from specdemo.ui.tabs.prediction import connect_prediction, contradicted_prediction
+from specdemo.ui.tabs.prediction import connect_prediction
 from specdemo.ui.theme import launch_options
 from specdemo.ui.visitors import shown_messages
-from specdemo.worker import Worker, WorkerGroup
+from specdemo.worker import Worker
 
 EXAMPLES = ASSETS / "examples.json"
 QUEUED_EVENTS = 64
@@ -91,7 +91,7 @@ class Page:
     """The Gradio blocks of the page with everything that is served, started or closed with them."""
 
     blocks: gr.Blocks
-    worker: Worker | WorkerGroup  # decodes; closed by the caller
+    worker: Worker  # decodes; closed by the caller
     clouds: LocalServices  # processes of verification services; closed by the caller
     routes: list[Any]  # Starlette routes, served with the page
     middleware: list[Any]  # Starlette middleware
@@ -120,15 +120,19 @@ def build(
     examples: Path | None = EXAMPLES,
     engine: Generate = generate,
     limits: HostLimits | None = None,
-    worker: Worker | WorkerGroup | None = None,
+    worker: Worker | None = None,
     compare: bool | None = None,
+    permanent: bool = True,
 ) -> Page:
-    """Return the page. `compare`: run the AR baseline by default. Raise `UserError` for an unknown pair."""
+    """Return the page. Raise `UserError` for an unknown pair.
+
+    `compare`: run the AR baseline by default; `permanent`: see `Service`.
+    """
     limits = limits if limits is not None else HostLimits()
     scripted = first_with_drafter(limits.pairs) if pair is None else pair
     pair = pair if pair is not None else first_installed(limits.pairs)
     check_name("pair", pair, limits.pairs)
-    service = Service(pool if pool is not None else ModelPool(hub=limits.hub), engine, limits, worker)
+    service = Service(pool if pool is not None else ModelPool(hub=limits.hub), engine, limits, worker, permanent)
     shown_examples = _read_examples(examples, limits)
     own = dict(PAIRS[pair].settings)
     if "temperature" in (example := first_example(shown_examples["ready"], pair)):
@@ -146,7 +150,6 @@ def build(
     lessons_page(demo)
     demo._queue.max_size = QUEUED_EVENTS  # `demo.queue` would create the routes again
     demo._queue.sleep_when_free = IDLE_POLL_S  # Gradio polls its queue 1,000 times per second
-    permanent = isinstance(service.worker, Worker)
     health = Health(service, replace(initial, method="ar", max_tokens=2)) if permanent else None
     installed = permanent and Path(PAIRS[pair].target).exists()
     middleware, hosts = gateway(limits, os.environ)
@@ -262,8 +265,7 @@ _MORE_ACTIONS = {
 def _connect(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> None:
     """Wire the events that need the server or parts of Gradio; `settings.js` handles all others."""
     buttons, values = parts.buttons, parts.form.values
-    shown = [parts.conversation, parts.estimate]
-    parts.cockpit.submit(handlers.ended, None, shown, trigger_mode="multiple", **_QUEUED)
+    parts.cockpit.submit(handlers.ended, None, parts.conversation, trigger_mode="multiple", **_QUEUED)
     parts.cockpit.clear(handlers.forget, None, parts.conversation, **_QUEUED)
     parts.cockpit.delete(handlers.unload, None, None, **_QUEUED)
     parts.cockpit.select(describe_method, None, parts.about, trigger_mode="always_last", **_IMMEDIATE)
@@ -275,7 +277,7 @@ def _connect(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> None:
     loaded = demo.load(handlers.find, values, values, js=_STORED_JS, **_QUEUED)
     loaded.then(None, values, None, js=_RESTORE_JS, **_PRIVATE)
     predict = [buttons["preflight"], buttons["update-estimate"]]
-    panel = MeasurementPanel(predict, parts.progress, failures=parts.estimate)
+    panel = MeasurementPanel(handlers.service, predict, parts.progress, failures=parts.estimate)
     connect_prediction(handlers.service, parts.form, handlers.device, panel, parts.estimate)
 
 
@@ -294,12 +296,11 @@ class _Handlers:
     examples: Examples
 
     def ended(self, event: gr.EventData, request: gr.Request) -> Any:
-        """Show the conversation and a contradicted prediction after a run, and why it failed."""
+        """Show the conversation after a run, and why it failed."""
         run = self.service.runs.get(event.run)
         if run is not None and run.phase[0] == "failed":
             gr.Warning(html.escape(run.phase[1]))
-        conversation = self._conversation(run.visitor if run is not None else request.session_hash or "")
-        return conversation, contradicted_prediction(self.service, run)
+        return self._conversation(run.visitor if run is not None else request.session_hash or "")
 
     def _conversation(self, visitor: str) -> Any:
         known = self.service.visitors.find(visitor)
