@@ -32,11 +32,7 @@ if TYPE_CHECKING:
 
 # Number formats of layer, output rows and `fc`. Output rows of four bits change the distribution more than a layer of
 # four bits. States of the target have outliers, which limit the accuracy of a scale per row.
-FORMS = {
-    "float32": ("F32", "F32", "F32"),
-    "int8": ("INT8", "INT8", "Q8_0"),
-    "nf4": ("CODE4", "INT8", "Q8_0"),
-}
+FORMS = {"float32": ("F32", "F32", "F32"), "4-bit": ("Q4_0", "INT8", "Q8_0")}
 _NO_DRAFT = Draft()
 _GAINS = 4  # norms
 
@@ -49,7 +45,7 @@ class NativeHead(Head):
 
     kind = "eagle"
 
-    def __init__(self, weights: HeadWeights, target: NativeWeights, form: str = "nf4") -> None:
+    def __init__(self, weights: HeadWeights, target: NativeWeights, form: str = "4-bit") -> None:
         """`form`: a key of `FORMS`. Raises `ValueError` for sizes that contradict each other or those of `target`."""
         assert weights.layer is not None
         self.target, self._sizes = target, weights.layer
@@ -162,7 +158,7 @@ class NativeHead(Head):
         return copied.data_ptr()
 
 
-def loaded_bytes(shapes: Mapping[str, Sequence[int]], outputs: int, form: str = "nf4") -> int:
+def loaded_bytes(shapes: Mapping[str, Sequence[int]], outputs: int, form: str = "4-bit") -> int:
     """Return the weight bytes of a loaded head; `outputs`: size of its draft vocabulary."""
     of_layer, of_output, of_states = FORMS[form]
     block = required_library().block_outputs()
