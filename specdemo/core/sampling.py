@@ -142,8 +142,9 @@ class SamplingParams:
     def refuse_broken(self, largest: Sequence[float]) -> None:
         """Raise `UserError` unless the largest logits are finite, also after division by the temperature."""
         limit = _LARGEST * min(1.0, self.temperature or 1.0)
-        if not all(abs(logit) <= limit for logit in largest):
-            raise UserError("the model returned NaN or infinite logits: try dtype float32, or another checkpoint")
+        for logit in largest:
+            if not abs(logit) <= limit:
+                raise UserError("the model returned NaN or infinite logits: try dtype float32, or another checkpoint")
 
 
 SAMPLING_NUMBERS = tuple(field.name for field in fields(SamplingParams) if field.type in ("int", "float"))
