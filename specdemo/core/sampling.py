@@ -324,7 +324,7 @@ class ChainSampler:
             return Draft.chain(tuple(tokens), origin=origin)
         probs = self._probs[0] if len(self._probs) == 1 else torch.cat(self._probs)
         if self.ids is not None:
-            sparse = SparseProbs(self.ids.expand(len(probs), -1), probs, self.vocab_size)
+            sparse = SparseProbs(self.ids, probs, self.vocab_size)
             return Draft.chain(tuple(tokens), tuple(self._token_probs), sparse, origin)
         token_probs = self._token_probs or probs[range(len(tokens)), tokens].tolist()
         return Draft.chain(tuple(tokens), tuple(token_probs), DenseProbs(probs), origin)
