@@ -200,18 +200,13 @@ def has_memory_for_text() -> bool:
 
 
 def _cgroup_free_bytes() -> list[int]:
-    remaining = []
-    for folder, limit, used in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        try:
-            numbers = [(Path(folder) / name).read_text().strip() for name in (limit, used)]
-            lines = (Path(folder) / "memory.stat").read_text().split()
-        except OSError:
-            continue
-        if numbers[0].isdecimal():
-            stat = dict(zip(lines[::2], lines[1::2], strict=True))
-            reclaimable = int(stat.get("inactive_file", stat.get("total_inactive_file", 0)))
-            remaining.append(max(0, int(numbers[0]) - int(numbers[1]) + reclaimable))
-    return remaining
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        lines = (folder / "memory.stat").read_text().split()
+    except OSError:
+        return []
+    if not limit.isdecimal():
+        return []
+    reclaimable = int(dict(zip(lines[::2], lines[1::2], strict=True)).get("inactive_file", 0))
+    return [max(0, int(limit) - int(used) + reclaimable)]

@@ -32,13 +32,6 @@ def unavailable(quantization: str, device: torch.device) -> str | None:
     return None
 
 
-def stored_quantised(config: PretrainedConfig) -> str | None:
-    stored = getattr(config, "quantization_config", None)
-    if stored is None:
-        return None
-    return str(stored.get("quant_method", "unknown") if isinstance(stored, dict) else stored.quant_method)
-
-
 def stored_bits(config: PretrainedConfig) -> int | None:
     """Return the bits of the quantised weights of a checkpoint, None for others."""
     stored = getattr(config, "quantization_config", None)
@@ -84,8 +77,8 @@ def check_quantization(spec: ModelSpec, config: PretrainedConfig) -> None:
     quantization = QUANTIZATIONS[spec.quantization]
     if quantization.bits is None:
         return
-    if method := stored_quantised(config):
-        raise UserError(f"{spec.name} is quantised already ({method}): choose quantization none, without drafter same")
+    if stored_bits(config):
+        raise UserError(f"{spec.name} is quantised already: choose quantization none, without drafter same")
     if reason := unavailable(spec.quantization, main_device(spec)):
         raise UserError(reason)
     if quantization.bits == 4:
