@@ -36,6 +36,7 @@ from specdemo.core.errors import UserError
 from specdemo.core.step import Draft
 from specdemo.core.theory import expected_tokens
 from specdemo.models.batch_invariance import Measurement, check_invariance
+from specdemo.models.engines.engine import RepeatedPasses
 from specdemo.models.engines.llama_weights import LlamaWeights
 from specdemo.models.engines.native_matrix import NF4_CODES
 from specdemo.models.engines.row_linear import RowLinear, int8_linear, kernels_missing, nf4_linear
@@ -151,7 +152,7 @@ def pass_seconds(model: LlamaWeights) -> dict[int, float]:
     rng, times = random.Random(0), {}
     with closing(CachedModel(model)) as cached:
         tokens = [rng.randrange(cached.vocab_size) for _ in range(STARTED + max(ROWS))]
-        cached.prepare(ROWS, STARTED, 2 * STARTED)
+        cached.prepare(RepeatedPasses(frozenset(ROWS), STARTED, 2 * STARTED))
         for rows in ROWS:
             draft = Draft.chain(tuple(tokens[STARTED : STARTED + rows - 1]))
 

@@ -141,5 +141,5 @@ def test_buffers_of_a_longer_draft_are_overwritten() -> None:
     q, expected = torch.full((4, 3), 0.5), torch.tensor([[0.25, 0.75, 0.0], [0.0, 1.0, 0.0]])
     for probs in (DenseProbs(expected), None):
         draft = Draft.chain((1, 1), probs=probs)
-        ChainComparison(SamplingParams(), draft, Noise(0, "correct")).write(q, torch.ones(3))
+        ChainComparison(SamplingParams(), draft, Noise(0, "correct")).write(0, q, torch.ones(3))
         assert torch.equal(q[:2], expected if probs else expected[[1, 1]]) and not q[2:].any()

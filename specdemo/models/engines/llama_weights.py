@@ -196,9 +196,10 @@ class LlamaWeights(FusedWeights):
         sin[..., : self.head_dim // 2].neg_()
         return torch.cat((cos, sin))[:, :, None]
 
-    def turn(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate `heads` `[n, heads, dim]` (RoPE, 2104.09864)."""
-        return heads.roll(self.head_dim // 2, -1).mul_(sin).add_(heads.mul_(cos))
+    def turn(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Rotate `heads` `[n, heads, dim]` in place (RoPE, 2104.09864)."""
+        turned = heads.roll(self.head_dim // 2, -1).mul_(sin)
+        heads.mul_(cos).add_(turned)
 
     def _count(self, part: Tensor) -> Tensor:
         self._parts.append(part)
