@@ -106,19 +106,15 @@ def drop_mapped_files(model: torch.nn.Module) -> None:
             tensor.data = tensor.data.clone()
 
 
-def share_one_heap() -> None:
-    """Make new threads share a glibc arena: the free end of thread arenas survives `malloc_trim`."""
-    arena_max = -8  # M_ARENA_MAX in malloc.h
-    _libc("mallopt", arena_max, 1)
-
-
 @contextmanager
 def given_back_at_once() -> Iterator[None]:
     """Return large freed blocks to the system immediately (glibc).
 
-    Packing would otherwise leave holes as large as the weights.
+    Packing would otherwise leave holes as large as the weights. New threads share an arena, since the free end of
+    thread arenas survives `malloc_trim`.
     """
-    mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD in malloc.h
+    mmap_threshold, trim_threshold, arena_max = -3, -1, -8  # M_MMAP_THRESHOLD ... in malloc.h
+    _libc("mallopt", arena_max, 1)
     _libc("mallopt", mmap_threshold, 128 << 10)
     try:
         yield

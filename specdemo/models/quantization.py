@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 BLOCK_SIZE = 64  # weights per scale in 4-bit formats
-_MAX_BUFFER_BYTES = 4_000_000_000
 
 
 def unavailable(quantization: str, device: torch.device) -> str | None:
@@ -49,9 +48,6 @@ def skeleton(config: PretrainedConfig) -> PreTrainedModel:
             if isinstance(config, LlamaConfig)
             else auto_class(config).from_config(config, trust_remote_code=False)
         )
-    masks = sum(buffer.nbytes for buffer in model.buffers())
-    if masks > _MAX_BUFFER_BYTES:
-        raise UserError(f"{type(model).__name__} with these sizes has {masks:,} bytes of masks: choose another model")
     # The class of T5 declares a tied head; checkpoints of T5 1.1 have two tensors and do not scale outputs.
     if not getattr(config, "scale_decoder_outputs", True) and (head := model.get_output_embeddings()) is not None:
         head.weight = nn.Parameter(torch.empty_like(head.weight))
