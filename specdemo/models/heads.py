@@ -14,8 +14,7 @@ from specdemo.models.engines.llama_weights import layer_count
 from specdemo.models.engines.select import engine_of
 from specdemo.models.head_kinds.checkpoint import HeadCheckpoint, HeadKind, listed_taps, merged_config
 from specdemo.models.head_kinds.dflash import DFLASH
-from specdemo.models.head_kinds.eagle import EAGLE
-from specdemo.models.head_kinds.eagle3 import EAGLE3
+from specdemo.models.head_kinds.eagle import EAGLE, EAGLE3
 from specdemo.models.head_kinds.medusa import MEDUSA
 from specdemo.models.hub import Hub
 from specdemo.models.spec import HeadSpec

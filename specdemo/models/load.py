@@ -231,7 +231,7 @@ def reference(
         raise UserError(f"{spec.name} does not run in transformers: choose its safetensors checkpoint")
     config = configuration(spec, hub, report)
     folder = hub.weights(spec.name, spec.revision, report)
-    check_weight_count(spec.name, folder, sum(weight.numel() for weight in skeleton(config).parameters()))
+    check_weight_count(spec.name, folder, skeleton(config))
     logging.disable_progress_bar()
     getLogger("bitsandbytes.autograd._functions").setLevel(ERROR)
     tokenizer = open_tokenizer(spec.name, folder, AutoTokenizer)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 BLOCK_SIZE = 64  # weights per scale in 4-bit formats
-_MAX_BUFFER_BYTES = 4_000_000_000
 
 
 def unavailable(quantization: str, device: torch.device) -> str | None:
@@ -30,13 +29,6 @@ def unavailable(quantization: str, device: torch.device) -> str | None:
     if device.type == "mps":
         return f"{quantization} does not run on {device.type}: choose cpu or cuda, or quantization none"
     return None
-
-
-def stored_quantised(config: PretrainedConfig) -> str | None:
-    stored = getattr(config, "quantization_config", None)
-    if stored is None:
-        return None
-    return str(stored.get("quant_method", "unknown") if isinstance(stored, dict) else stored.quant_method)
 
 
 def stored_bits(config: PretrainedConfig) -> int | None:
@@ -56,9 +48,6 @@ def skeleton(config: PretrainedConfig) -> PreTrainedModel:
             if isinstance(config, LlamaConfig)
             else auto_class(config).from_config(config, trust_remote_code=False)
         )
-    masks = sum(buffer.nbytes for buffer in model.buffers())
-    if masks > _MAX_BUFFER_BYTES:
-        raise UserError(f"{type(model).__name__} with these sizes has {masks:,} bytes of masks: choose another model")
     # The class of T5 declares a tied head; checkpoints of T5 1.1 have two tensors and do not scale outputs.
     if not getattr(config, "scale_decoder_outputs", True) and (head := model.get_output_embeddings()) is not None:
         head.weight = nn.Parameter(torch.empty_like(head.weight))
@@ -84,8 +73,8 @@ def check_quantization(spec: ModelSpec, config: PretrainedConfig) -> None:
     quantization = QUANTIZATIONS[spec.quantization]
     if quantization.bits is None:
         return
-    if method := stored_quantised(config):
-        raise UserError(f"{spec.name} is quantised already ({method}): choose quantization none, without drafter same")
+    if stored_bits(config):
+        raise UserError(f"{spec.name} is quantised already: choose quantization none, without drafter same")
     if reason := unavailable(spec.quantization, main_device(spec)):
         raise UserError(reason)
     if quantization.bits == 4:

@@ -89,7 +89,11 @@ class ModelSpec:
         device = main_device(self)
         if device.type == "cpu":
             return "float16" if quantization.bits == 8 else "float32"  # LLM.int8() converts its inputs to float16
-        return "bfloat16" if device.type == "mps" or _has_fast_bfloat16(device) else "float16"
+        if device.type == "mps":
+            return "bfloat16"
+        import torch
+
+        return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
 
 
 @dataclass(frozen=True)
@@ -169,12 +173,6 @@ def find_device(name: str) -> torch.device:
             remedy or f"there is no device {name} on this machine: choose cpu, or auto for the fastest device"
         )
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else torch.device(device.type)
-
-
-def _has_fast_bfloat16(device: torch.device) -> bool:
-    import torch
-
-    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @cache

@@ -181,9 +181,10 @@ def check_weights(name: str, folder: Path) -> None:
         raise UserError(f"{index.name} of {name} lists {plain_text(others[0], 60)!r}: download this file")
 
 
-def check_weight_count(name: str, folder: Path, count: int) -> None:
-    """Raise `UserError` if a model of `count` weights is far larger than its files; missing weights are allocated."""
+def check_weight_count(name: str, folder: Path, model: Any) -> None:
+    """Raise `UserError` if a model is far larger than its files; missing weights and masks are allocated."""
     stored = sum(path.stat().st_size for path in weight_files(folder))
+    count = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
     if count > _MAX_WEIGHTS_PER_BYTE * stored + _SMALL_MODEL:
         raise UserError(
             f"the weights of {name} have {format_bytes(stored)}, and its configuration describes {count:,} weights: "

@@ -250,12 +250,14 @@ def _required_bytes(name: str, width: int) -> int:
 SAMPLE_TEXT = "def f(x):\n    return  'naïve 東京 🙂'  # 12345\n"
 
 
+def _marks(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, int | None, list[int]]:
+    sample = tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False)
+    return tokenizer.bos_token_id, tokenizer.eos_token_id, sample
+
+
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash a tokenizer; tokenizers that pass `check_pair` have equal fingerprints."""
-    ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    identity = repr(
-        (sorted(tokenizer.get_vocab().items()), ends, tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False))
-    )
+    identity = repr((sorted(tokenizer.get_vocab().items()), *_marks(tokenizer)))
     return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
 
@@ -272,11 +274,7 @@ def check_pair(target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase
             f"the tokenizers differ in {len(different):,} of {len(ids):,} ids (id {first} is "
             f"{target_texts.get(first)!r} for the target and {drafter_texts.get(first)!r} for the drafter): {remedy}"
         )
-    for kind in ("bos_token_id", "eos_token_id"):
-        if getattr(target, kind) != getattr(drafter, kind):
-            raise UserError(
-                f"the tokenizers differ in {kind} ({getattr(target, kind)} for the target, {getattr(drafter, kind)} "
-                f"for the drafter): {remedy}"
-            )
-    if target.encode(SAMPLE_TEXT, add_special_tokens=False) != drafter.encode(SAMPLE_TEXT, add_special_tokens=False):
-        raise UserError(f"the tokenizers split the same text differently: {remedy}")
+    if _marks(target) != _marks(drafter):
+        raise UserError(
+            f"the tokenizers differ in bos_token_id or eos_token_id, or split the same text differently: {remedy}"
+        )
