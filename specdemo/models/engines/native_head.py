@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
