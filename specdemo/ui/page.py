@@ -58,7 +58,7 @@ from specdemo.ui.settings_form import SettingsForm, settings_form
 from specdemo.ui.streams import frame_routes, reason, trace_route
 from specdemo.ui.tabs import build_tabs
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel
-from specdemo.ui.tabs.prediction import connect_prediction
+from specdemo.ui.tabs.prediction import connect_prediction, contradicted_prediction
 from specdemo.ui.theme import launch_options
 from specdemo.ui.visitors import shown_messages
 from specdemo.worker import Worker
@@ -265,7 +265,8 @@ _MORE_ACTIONS = {
 def _connect(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> None:
     """Wire the events that need the server or parts of Gradio; `settings.js` handles all others."""
     buttons, values = parts.buttons, parts.form.values
-    parts.cockpit.submit(handlers.ended, None, parts.conversation, trigger_mode="multiple", **_QUEUED)
+    shown = [parts.conversation, parts.estimate]
+    parts.cockpit.submit(handlers.ended, None, shown, trigger_mode="multiple", **_QUEUED)
     parts.cockpit.clear(handlers.forget, None, parts.conversation, **_QUEUED)
     parts.cockpit.delete(handlers.unload, None, None, **_QUEUED)
     parts.cockpit.select(describe_method, None, parts.about, trigger_mode="always_last", **_IMMEDIATE)
@@ -296,11 +297,12 @@ class _Handlers:
     examples: Examples
 
     def ended(self, event: gr.EventData, request: gr.Request) -> Any:
-        """Show the conversation after a run, and why it failed."""
+        """Show the conversation and a contradicted prediction after a run, and why it failed."""
         run = self.service.runs.get(event.run)
         if run is not None and run.phase[0] == "failed":
             gr.Warning(html.escape(run.phase[1]))
-        return self._conversation(run.visitor if run is not None else request.session_hash or "")
+        conversation = self._conversation(run.visitor if run is not None else request.session_hash or "")
+        return conversation, contradicted_prediction(self.service, run)
 
     def _conversation(self, visitor: str) -> Any:
         known = self.service.visitors.find(visitor)

@@ -29,6 +29,7 @@ class Visitor:
     stores: dict[str, Stores] = field(default_factory=dict)  # by lane
     run: str = ""  # id of the latest run
     measurements: dict[Any, Any] = field(default_factory=dict)  # latest, by panel
+    prediction: Any = None  # latest prediction of the speed-up
 
     def begin_turn(self, prompt: Any, turn: str) -> list[ChatMessage]:
         """Return the messages before a turn: none, all, or those before the last turn if it had the same prompt."""

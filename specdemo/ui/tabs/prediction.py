@@ -2,21 +2,66 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import Any
 
 import gradio as gr
 
 from specdemo.core.formats import format_bytes, percent
-from specdemo.preflight import Preflight
+from specdemo.preflight import Estimate, Preflight
+from specdemo.recipe import Recipe
+from specdemo.ui.frames import Run
+from specdemo.ui.lane import SPEC
 from specdemo.ui.markdown import figures_table
 from specdemo.ui.measurements import prediction_job
+from specdemo.ui.run_figures import measured_speedups
 from specdemo.ui.service import Service
 from specdemo.ui.settings import recipe_of
 from specdemo.ui.settings_form import SettingsForm
 from specdemo.ui.tabs.measurement_panel import MeasurementPanel, PanelMeasurement
 
 _SEND_JS = "() => { document.body.dataset.estimate = 'current'; return [window.specdemo.settings()]; }"
+
+
+_COMPARED = (
+    *("pair", "target", "drafter", "head", "method", "gamma", "policy", "rule", "temperature", "top_k", "top_p"),
+    *("quantization", "drafter_quantization", "activations"),
+)
+
+
+@dataclass(frozen=True)
+class SpeedupPrediction:
+    """Prediction for a recipe and a prompt."""
+
+    recipe: Recipe
+    prompt: str
+    estimate: Preflight
+
+    def describe(self, run: Run | None) -> str:
+        """Return the prediction in words, with a contradiction by `run`."""
+        return "\n\n".join(filter(None, (describe_preflight(self.estimate), self.contradiction(run))))
+
+    def contradiction(self, run: Run | None) -> str:
+        """Return a sentence for a run of the same settings and prompt outside the interval, otherwise nothing."""
+        lane = run.lanes.get(SPEC) if run is not None else None
+        row = self._row()
+        if run is None or lane is None or lane.header is None or row is None or not self.prompt.strip():
+            return ""
+        predicted = asdict(self.recipe)
+        same = all(lane.recipe.get(name) == predicted[name] for name in _COMPARED)
+        ratios = measured_speedups(run.lanes, run.speeds)
+        if not (same and ratios and self.prompt.strip() in lane.header.prompt):
+            return ""
+        value = median(ratios)
+        return "" if row.low <= value <= row.high else f"**The last run measured {value:.2f}×, outside this interval.**"
+
+    def _row(self) -> Estimate | None:
+        rows = self.estimate.estimates
+        if len(rows) == 1:
+            return rows[0]
+        return next((row for row in rows if row.gamma == self.recipe.gamma and self.recipe.policy == "fixed"), None)
 
 
 def connect_prediction(
@@ -28,12 +73,26 @@ def connect_prediction(
         (sent,) = values
         recipe = replace(recipe_of(form.complete(sent), device), external=None)
         prompt = sent["prompt"] if isinstance(sent.get("prompt"), str) else ""
+
+        def show(results: Sequence[Any]) -> dict[Any, str]:
+            if not results:
+                return {}
+            predicted = SpeedupPrediction(recipe, prompt, results[0])
+            service.visitors.enter(session).prediction = predicted
+            return {estimate: predicted.describe(service.runs.latest(session))}
+
         return PanelMeasurement(
             job=prediction_job(service, recipe, prompt),
-            show=lambda results: {estimate: describe_preflight(results[0])} if results else {},
+            show=show,
         )
 
     panel.connect([form.values], [estimate], prepare, js=_SEND_JS)
+
+
+def contradicted_prediction(service: Service, run: Run | None) -> Any:
+    """Return the latest prediction of a contradicting run."""
+    predicted = service.visitors.find(run.visitor).prediction if run is not None else None
+    return predicted.describe(run) if predicted and predicted.contradiction(run) else gr.skip()
 
 
 def describe_preflight(estimate: Preflight) -> str:
