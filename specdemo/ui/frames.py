@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from specdemo.core.events import INTERRUPTED, End, Event, Header, Loading, StepEvent
 from specdemo.core.explain import failover_note
@@ -40,25 +40,13 @@ _NO_SUMMARY: Mapping[str, Any] = {
 LOST = "Connection to the cloud lost: the drafter continues alone."
 
 
-class FrameRecord(NamedTuple):
-    """JSON text of a record, around a trace line that its lane stores."""
-
-    start: str
-    line: str = ""
-    end: str = ""
-
-    @property
-    def text(self) -> str:
-        return "".join(self)
-
-
 @dataclass
 class Run:
     """State of a run with up to four lanes."""
 
     plan: tuple[str, ...] = (SPEC,)
     id: str = field(default_factory=lambda: secrets.token_urlsafe(12))
-    records: list[FrameRecord] = field(default_factory=list)
+    records: list[str] = field(default_factory=list)  # JSON texts
     phase: tuple[str, str] = ("queued", "")
     over: bool = False
     size: int = 0  # characters of traces and records
@@ -161,8 +149,8 @@ class Run:
     def _record(self, values: dict[str, Any], key: str = "", line: str = "") -> None:
         """Append a record, with the trace line at `key`."""
         text = json.dumps(values, separators=(",", ":"))
-        record = FrameRecord(f'{text[:-1]},"{key}":', line, "}") if key else FrameRecord(text)
-        self.size += len(record.start) + len(record.end)
+        record = f'{text[:-1]},"{key}":{line}}}' if key else text
+        self.size += len(record)
         self.records.append(record)
 
     def finish(self, error: str | None = None) -> None:
@@ -209,8 +197,7 @@ class Run:
             "over": over,
             "recorded": self.recorded,
         }
-        records = ",".join(record.text for record in self.records[start:])
-        text = f'{json.dumps(state, separators=(",", ":"))[:-1]},"r":[{records}]}}'
+        text = f'{json.dumps(state, separators=(",", ":"))[:-1]},"r":[{",".join(self.records[start:])}]}}'
         return text.replace("<", "\\u003c")  # model text must never be parsed as markup
 
     def _figures(self) -> dict[str, Any]:
