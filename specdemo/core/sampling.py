@@ -218,10 +218,12 @@ class Noise:
 
     def write_arrivals(self, out: Tensor, position: int = 0) -> None:
         """Write the exponential random numbers `[vocab]` that determine the next token on this device."""
-        device = out.device
+        out.exponential_(generator=self.generator(out.device))
+
+    def generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
-        out.exponential_(generator=self._generators[device])
+        return self._generators[device]
 
 
 class SharedNoise:
@@ -281,6 +283,7 @@ class ChainSampler:
         self._device_peaks: list[Tensor] = []
         self._probs: list[Tensor] = []
         self._token_probs: list[float] = []
+        self._unread: list[tuple[torch.Generator, Tensor]] = []  # generators and their states before each token
 
     def __call__(self, logits: Tensor, i: int) -> Tensor | int:
         """Return token i of raw logits `[1, own vocabulary]`: a number, or `[1]` on the device."""
@@ -302,8 +305,17 @@ class ChainSampler:
             return False
         if self.sampling.temperature:
             for i, row in enumerate(out):
+                if isinstance(self._noise, Noise):
+                    generator = self._noise.generator(row.device)
+                    self._unread.append((generator, generator.get_state()))
                 self._noise.write_arrivals(row, self._start + i)
         return True
+
+    def keep(self, count: int) -> None:
+        """Keep the first `count` tokens; the random numbers of the others determine later tokens."""
+        if count < len(self._unread):
+            generator, state = self._unread[count]
+            generator.set_state(state)
 
     def uniforms(self, count: int) -> list[float] | None:
         """Return random numbers that determine `count` tokens."""

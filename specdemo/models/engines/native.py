@@ -75,7 +75,7 @@ class NativeEngine(Engine[NativeCache]):
         outputs: list[Tensor] = []
         group: list[TextRows] = []
         rows = 0
-        for cache, new, held, draft in entries:
+        for cache, new, held, draft, _ in entries:
             rest = new.tolist() if isinstance(new, Tensor) else new
             if (surplus := len(rest) - len(draft) - 1) >= NATIVE_CHUNK:
                 surplus -= surplus % NATIVE_CHUNK
