@@ -48,13 +48,11 @@ class DraftScorer(Protocol):
         Node -1 is the text.
         """
 
-    def sample_chain(
-        self, tokens: Sequence[int], sampler: ChainSampler, count: int, threshold: float
-    ) -> list[int] | None:
-        """Draft up to `count` tokens in a single call; return None if impossible.
+    def sample_chain(self, tokens: Sequence[int], sampler: ChainSampler, limits: Sequence[float]) -> list[int] | None:
+        """Draft up to `len(limits)` tokens in a single call; return None if impossible.
 
-        The draft ends before a token if the product of the largest probabilities (of raw logits) up to it is below
-        `threshold`.
+        The draft ends before token i if the product of the largest probabilities (of raw logits) up to it is below
+        `limits[i]`.
         """
 
     def expect(self) -> None:
@@ -86,10 +84,10 @@ class ChainDrafter(Drafter):
         from specdemo.core.sampling import ChainSampler
 
         limits = budget.chain_limits
-        if self.sampling.needs_paths or limits is None or not limits[0]:
+        if self.sampling.needs_paths or not limits:
             return None
         sampler = ChainSampler(self.sampling, self.noise, len(tokens), self.vocab_size)
-        drafted = self.scorer.sample_chain(tokens, sampler, *limits)
+        drafted = self.scorer.sample_chain(tokens, sampler, limits)
         return None if drafted is None else sampler.chain(drafted, (self.scorer.origin,) * len(drafted))
 
     def _propose_by_token(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
@@ -126,4 +124,4 @@ class ChainDrafter(Drafter):
         if (confidence := self.scorer.confidence) is None or (limits := budget.chain_limits) is None:
             return budget.may_extend(n, logits)
         confidences.append(confidence)
-        return prod(confidences) >= limits[1]
+        return prod(confidences) >= limits[n]

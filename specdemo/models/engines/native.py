@@ -100,9 +100,9 @@ class NativeEngine(Engine[NativeCache]):
         count: int,
         sampler: ChainSampler,
         ids: Tensor | None = None,
-        threshold: float = 0.0,
+        limits: Sequence[float] = (),
     ) -> list[int] | None:
-        """Sample a chain; logit i is that of token `ids[i]`, int32. `threshold`: see `Head.sample_chain`."""
+        """Sample a chain; logit i is that of token `ids[i]`, int32. `limits`: see `DraftScorer.sample_chain`."""
         vocab = sampler.vocab_size if ids is None else ids.shape[0]
         end = held + len(new) + count - 1
         if len(new) > CHAIN_ROWS or vocab > self._model.outputs or end > self._model.position_limit:
@@ -112,7 +112,7 @@ class NativeEngine(Engine[NativeCache]):
         cache.reserve(end)
         described = self._idle_pass(cache, len(new))
         described.describe_chain(cache, new, held, self._rotations(cache.capacity), self.times)
-        tokens = described.sample(sampler, uniforms, count, ids, threshold)
+        tokens = described.sample(sampler, uniforms, count, ids, limits)
         cache.length = held + len(new) + described.passes - 1
         self._passes[cache.form].append(described)
         return tokens

@@ -156,7 +156,7 @@ class NativePass:
             self._chain.scratch = self._candidates.data_ptr()
         if count > len(self._buffers["tokens"]):
             size = max(count, _TOKENS)
-            self._buffers = {name: (ctypes.c_float * size)() for name in ("peaks", "chosen")}
+            self._buffers = {name: (ctypes.c_float * size)() for name in ("peaks", "chosen", "least_reach")}
             self._buffers["tokens"] = (ctypes.c_int32 * size)()
             self._buffers["uniforms"] = (ctypes.c_double * size)()
             for name, buffer in self._buffers.items():
@@ -164,14 +164,14 @@ class NativePass:
         return self._chain
 
     def sample(
-        self, sampler: ChainSampler, uniforms: list[float], count: int, ids: Tensor | None, threshold: float
+        self, sampler: ChainSampler, uniforms: list[float], count: int, ids: Tensor | None, limits: Sequence[float]
     ) -> list[int]:
         """Sample at most `count` tokens; see `NativeEngine.sample_chain`."""
         chain, sampling = self._chain_of(count), sampler.sampling
         chain.vocab = sampler.vocab_size if ids is None else ids.shape[0]
         chain.ids = None if ids is None else ids.data_ptr()
         chain.sampling = sampling.struct
-        chain.least_reach = threshold
+        self._buffers["least_reach"][:count] = limits or [0.0] * count
         chain.count = count
         probs = None
         if uniforms:

@@ -171,12 +171,10 @@ class TorchCachedHead(CachedHead):
             self.end += 1
             return self.head.logits(self, token)
 
-    def sample_chain(
-        self, tokens: Sequence[int], sampler: ChainSampler, count: int, threshold: float
-    ) -> list[int] | None:
-        if threshold:
+    def sample_chain(self, tokens: Sequence[int], sampler: ChainSampler, limits: Sequence[float]) -> list[int] | None:
+        if any(limits):
             return None
-        return self._added(tokens, partial(self._replay_chain, sampler, count))
+        return self._added(tokens, partial(self._replay_chain, sampler, len(limits)))
 
     @torch.inference_mode()
     def _replay_chain(
