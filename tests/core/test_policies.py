@@ -84,9 +84,9 @@ def test_the_share_of_a_tree_is_that_of_its_longest_path() -> None:
     ("two", "four", "costs"),
     [
         (1.0, 1.0, [0.1, 0.1, 0.1, 0.1]),
-        (1.12, 1.36, [0.1, 0.1, 0.1, 0.1]),  # rows at 0.12
-        (1.13, 1.39, [0.225, 0.225, 0.225, 0.1]),  # at 0.13; eight rows cost little more
-        (1.0, 1.52, [0.1, 0.35, 0.35, 0.1]),
+        (1.11, 1.33, [0.1, 0.1, 0.1, 0.1]),  # rows at 0.11
+        (1.13, 1.39, [0.22, 0.22, 0.22, 0.1]),  # at 0.13; eight rows cost little more
+        (1.0, 1.42, [0.1, 0.3, 0.3, 0.1]),
         (1.6, 2.7, [0.6, 0.6, 0.6, 0.1]),
     ],
 )
@@ -143,7 +143,7 @@ def test_copies_are_as_long_as_earlier_copies_were_accepted() -> None:
     for accepted in (0, 0, 0, *[1] * 30):
         lengths.append(length(policy))
         policy.observe(sourced("text", lengths[-1], accepted * lengths[-1]))
-    assert lengths[:4] == [3, 1, 1, 1]  # 0.7, 0.49, 0.343; then 0.448, 0.251; the first is always tried
+    assert lengths[:4] == [5, 1, 1, 1]  # 0.8, ..., 0.328, 0.262; then 0.356, 0.19; the first is always tried
     assert lengths[-1] == 6 and lengths[1:] == sorted(lengths[1:])
     policy.observe(sourced("head", 6, 0))
     assert length(policy) == 6
