@@ -20,11 +20,10 @@ from torch.nn.functional import pad
 from specdemo.core.origin import HEAD
 from specdemo.core.step import Draft, common_prefix
 from specdemo.models.engines.context_tokens import MOST_CONTEXT_TOKENS, ContextTokens
-from specdemo.models.engines.engine import Cache
+from specdemo.models.engines.engine import Cache, RepeatedPasses
 
 if TYPE_CHECKING:
     from specdemo.core.sampling import ChainSampler
-    from specdemo.models.engines.chain_graph import ChainShape
 
 Result = TypeVar("Result")
 
@@ -91,8 +90,8 @@ class CachedHead(ABC):
     def expect(self) -> None:  # noqa: B027
         """Prepare for `start` while the caller does other work."""
 
-    def prepare(self, start: int, end: int, chain: ChainShape | None = None) -> None:  # noqa: B027
-        """Record passes for `start` to `end` rows, and chains."""
+    def prepare(self, passes: RepeatedPasses) -> None:  # noqa: B027
+        """Record draft rows and chains for these passes of the target, if possible."""
 
     def start(self, tokens: Sequence[int]) -> Tensor | None:
         """Return the logits `[size]` of the first draft token; None before the first pass of the target."""
@@ -181,15 +180,9 @@ class CachedHead(ABC):
         rows = self._missing(tokens)
         if rows is None:
             return None
-        self._held = self._held[: rows[2] + 1]
-        try:
-            result = run(*rows)
-        except BaseException:
-            self.cache.keep(0)
-            self._held = []
-            raise
-        if result is not None:
-            self._held = list(tokens)
+        before, self._held = self._held, []  # a failed run leaves no rows
+        result = run(*rows)
+        self._held = before[: rows[2] + 1] if result is None else list(tokens)
         return result
 
     def _missing(self, tokens: Sequence[int]) -> tuple[list[int], Tensor, int] | None:

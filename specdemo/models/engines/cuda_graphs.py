@@ -41,8 +41,8 @@ class Recording(Generic[OutputT]):
     rows: int
 
     def replay(self, values: Sequence[Tensor]) -> OutputT:
-        """Replay the pass for these inputs; the next replay overwrites the outputs."""
-        for buffer, value in zip(self.inputs, values, strict=True):
+        """Replay the pass for these first inputs; the next replay overwrites the outputs."""
+        for buffer, value in zip(self.inputs, values, strict=False):
             buffer.copy_(value)
         return self.run()
 
