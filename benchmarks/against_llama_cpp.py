@@ -30,7 +30,7 @@ from urllib.request import Request, urlopen
 
 import torch
 
-from benchmarks.document_tables import chat_recipes, ratio
+from benchmarks.document_tables import chat_recipes, of_each_class, ratio
 from benchmarks.runs import traced
 from benchmarks.tables import Study, publish, study_command
 from specdemo.bench.questions import read_questions
@@ -226,8 +226,7 @@ def read_prompts(pool: ModelPool, options: argparse.Namespace) -> list[Prompt]:
     """Return class and tokens of the first questions of each class."""
     target = pool.get(plan_run(Recipe(pair=CHAT_PAIR, method="ar")).target)
     questions = [question for path in options.questions for question in read_questions(path)]
-    kinds = dict.fromkeys(question.kind for question in questions)
-    chosen = [question for kind in kinds for question in [q for q in questions if q.kind == kind][: options.prompts]]
+    chosen = of_each_class(questions, slice(options.prompts))
     return [(q.kind, read_prompt(target.tokenizer, q.text, True, target.vocab_size).tokens) for q in chosen]
 
 
