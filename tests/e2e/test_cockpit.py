@@ -388,6 +388,15 @@ def test_added_settings_are_the_same_in_all_tabs_and_after_a_reload(page: Page, 
     expect_added("suffix")
 
 
+CLOCK = """() => {
+    const now = performance.now.bind(performance), clock = document.querySelector(".clock");
+    Object.assign(window, { later: 0, clocks: [] });
+    performance.now = () => now() + window.later;
+    new MutationObserver(() => window.clocks.push(clock.textContent))
+        .observe(clock, { childList: true, characterData: true, subtree: true });
+}"""
+
+
 def test_a_second_tab_is_queued_while_models_load_and_then_alternates_by_step(
     page: Page, file_tab: Page, scripts: Scripts
 ) -> None:
@@ -395,11 +404,15 @@ def test_a_second_tab_is_queued_while_models_load_and_then_alternates_by_step(
     run(first, "loading")
     assert scripts.inside.wait(PATIENCE)
     status(first, "loading: loading the target")
+    second.evaluate(CLOCK)
     run(second, CODE, tokens=8)
     status(second, "queued")
+    second.evaluate("window.later = 60000")
     scripts.gate.set()
     status(second, "done")
     status(first, "done")
+    clocks = [float(text.removesuffix(" s")) for text in second.evaluate("window.clocks") if text]
+    assert clocks and max(clocks) < 60  # without the time in the queue
     run(first, "endless")
     spans(first, 10)
     run(second, CODE, tokens=24)
