@@ -142,8 +142,9 @@ class SamplingParams:
     def refuse_broken(self, largest: Sequence[float]) -> None:
         """Raise `UserError` unless the largest logits are finite, also after division by the temperature."""
         limit = _LARGEST * min(1.0, self.temperature or 1.0)
-        if not all(abs(logit) <= limit for logit in largest):
-            raise UserError("the model returned NaN or infinite logits: try dtype float32, or another checkpoint")
+        for logit in largest:
+            if not abs(logit) <= limit:
+                raise UserError("the model returned NaN or infinite logits: try dtype float32, or another checkpoint")
 
 
 SAMPLING_NUMBERS = tuple(field.name for field in fields(SamplingParams) if field.type in ("int", "float"))
@@ -335,7 +336,7 @@ class ChainSampler:
             return Draft.chain(tuple(tokens), origin=origin)
         probs = self._probs[0] if len(self._probs) == 1 else torch.cat(self._probs)
         if self.ids is not None:
-            sparse = SparseProbs(self.ids.expand(len(probs), -1), probs, self.vocab_size)
+            sparse = SparseProbs(self.ids, probs, self.vocab_size)
             return Draft.chain(tuple(tokens), tuple(self._token_probs), sparse, origin)
         token_probs = self._token_probs or probs[range(len(tokens)), tokens].tolist()
         return Draft.chain(tuple(tokens), tuple(token_probs), DenseProbs(probs), origin)

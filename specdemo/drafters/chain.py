@@ -71,25 +71,28 @@ class ChainDrafter(Drafter):
     vocab_size: int
 
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
-        budget = budget.at_most(self.scorer.longest_draft(tokens))
-        if budget.paused:
-            return Draft()
-        draft = self._propose_at_once(tokens, budget)
-        return self._propose_by_token(tokens, budget) if draft is None else draft
+        longest, limits = self.scorer.longest_draft(tokens), budget.chain_limits
+        if limits is not None:
+            count, threshold = min(longest, limits[0]), limits[1]
+            if not count or threshold > 1:
+                return Draft()
+            draft = self._propose_at_once(tokens, count, threshold)
+            if draft is not None:
+                return draft
+        return self._propose_by_token(tokens, budget.at_most(longest))
 
     def observe(self, step: Step) -> None:
         """Expect a further draft after a draft."""
         if self.scorer.origin in step.draft.origin:
             self.scorer.expect()
 
-    def _propose_at_once(self, tokens: Sequence[int], budget: DraftBudget) -> Draft | None:
+    def _propose_at_once(self, tokens: Sequence[int], count: int, threshold: float) -> Draft | None:
         from specdemo.core.sampling import ChainSampler
 
-        limits = budget.chain_limits
-        if self.sampling.needs_paths or limits is None or not limits[0]:
+        if self.sampling.needs_paths:
             return None
         sampler = ChainSampler(self.sampling, self.noise, len(tokens), self.vocab_size)
-        drafted = self.scorer.sample_chain(tokens, sampler, *limits)
+        drafted = self.scorer.sample_chain(tokens, sampler, count, threshold)
         return None if drafted is None else sampler.chain(drafted, (self.scorer.origin,) * len(drafted))
 
     def _propose_by_token(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:

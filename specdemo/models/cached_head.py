@@ -180,15 +180,9 @@ class CachedHead(ABC):
         rows = self._missing(tokens)
         if rows is None:
             return None
-        self._held = self._held[: rows[2] + 1]
-        try:
-            result = run(*rows)
-        except BaseException:
-            self.cache.keep(0)
-            self._held = []
-            raise
-        if result is not None:
-            self._held = list(tokens)
+        before, self._held = self._held, []  # a failed run leaves no rows
+        result = run(*rows)
+        self._held = before[: rows[2] + 1] if result is None else list(tokens)
         return result
 
     def _missing(self, tokens: Sequence[int]) -> tuple[list[int], Tensor, int] | None:

@@ -231,7 +231,7 @@ def reference(
         raise UserError(f"{spec.name} does not run in transformers: choose its safetensors checkpoint")
     config = configuration(spec, hub, report)
     folder = hub.weights(spec.name, spec.revision, report)
-    check_weight_count(spec.name, folder, sum(weight.numel() for weight in skeleton(config).parameters()))
+    check_weight_count(spec.name, folder, skeleton(config))
     logging.disable_progress_bar()
     getLogger("bitsandbytes.autograd._functions").setLevel(ERROR)
     tokenizer = open_tokenizer(spec.name, folder, AutoTokenizer)
@@ -243,7 +243,7 @@ def reference(
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # `check_tensors` reports mismatched sizes with other errors
             output_loading_info=True,
-            **place(spec, config),
+            **place(spec),
             **load_options(spec),
         )
         shapes = {} if hasattr(model, "hf_quantizer") else local_shapes(spec.name, folder)
@@ -283,46 +283,15 @@ def configuration(spec: ModelSpec, hub: Hub, report: ReportProgress = ignore_pro
     return config
 
 
-def has_untied_head(spec: ModelSpec, hub: Hub) -> bool:
-    """True if config.json declares an untied head.
-
-    The loaded configuration may not: the class of T5 declares a tied head, T5 1.1 checkpoints have two tensors.
-    """
-    if is_gguf(spec.name):
-        return False
-    written, _ = PretrainedConfig.get_config_dict(hub.settings(spec.name, spec.revision))
-    return written.get("tie_word_embeddings") is False
-
-
-def place(spec: ModelSpec, config: PretrainedConfig) -> dict[str, Any]:
-    """Return the `from_pretrained` option that assigns devices."""
+def place(spec: ModelSpec) -> dict[str, Any]:
+    """Return the options of `from_pretrained` that assign devices."""
     if spec.device != SPREAD:
         return {"device_map": {"": find_device(spec.device)}}
     gpus = range(torch.cuda.device_count())
     capacity: dict[str | int, int] = {i: int(free_bytes(torch.device("cuda", i)) * (1 - _RESERVE)) for i in gpus}
     if not (gpus and QUANTIZATIONS[spec.quantization].bits):
         capacity["cpu"] = int(free_bytes(torch.device("cpu")) * (1 - _RESERVE))
-    return {"device_map": spread(spec, config, capacity)}
-
-
-def spread(spec: ModelSpec, config: PretrainedConfig, capacity: dict[str | int, int]) -> dict[str, str | int]:
-    """Return the device of each module, filling devices in order of `capacity` (bytes) with layers."""
-    from accelerate import infer_auto_device_map
-
-    model = skeleton(config).to(getattr(torch, spec.dtype))
-    model.tie_weights()
-    dtypes = None
-    if QUANTIZATIONS[spec.quantization].bits:  # accelerate counts no half bytes
-        linears = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
-        dtypes = {f"{name}.weight": torch.int8 for name in linears}
-    devices = infer_auto_device_map(
-        model, max_memory=capacity, no_split_module_classes=list(model._no_split_modules or ()), special_dtypes=dtypes
-    )
-    if "disk" in devices.values():
-        raise UserError(
-            f"{spec.name} does not fit all devices together: choose a smaller model, or quantise it to 4 bits"
-        )
-    return devices
+    return {"device_map": "sequential", "max_memory": capacity}
 
 
 @contextmanager

@@ -124,9 +124,8 @@ void distributions(const float *logits, int64_t rows, int64_t stride, int64_t co
 int64_t invert(const float *probs, int64_t count, double uniform);
 int compare_drafts(const float *p, const float *q, int64_t count, int64_t n, const int32_t *parents,
                    const int32_t *tokens, float *token_probs, float *overlaps);
-int compare_sparse_drafts(const float *p, const int64_t *ids, int64_t stride, const float *q, int64_t size,
-                          int64_t count, int64_t n, const int32_t *parents, const int32_t *tokens, float *token_probs,
-                          float *overlaps);
+int compare_sparse_drafts(const float *p, const int64_t *ids, const float *q, int64_t size, int64_t count, int64_t n,
+                          const int32_t *parents, const int32_t *tokens, float *token_probs, float *overlaps);
 int token_ranks(const float *p, int64_t count, int64_t n, const int32_t *parents, const int32_t *tokens,
                 int32_t *ranks);
 void summarize(const float *probs, int64_t rows, int64_t stride, int64_t count, int64_t size, int32_t *tokens,

@@ -252,19 +252,17 @@ int compare_drafts(const float *p, const float *q, int64_t count, int64_t n, con
     return DONE;
 }
 
-/* As `compare_drafts`, with q[n][size] of the tokens ids[n][size] at distances of `stride`. */
-int compare_sparse_drafts(const float *p, const int64_t *ids, int64_t stride, const float *q, int64_t size,
-                          int64_t count, int64_t n, const int32_t *parents, const int32_t *tokens, float *token_probs,
-                          float *overlaps) {
+/* As `compare_drafts`, with q[n][size] of the tokens ids[size]. */
+int compare_sparse_drafts(const float *p, const int64_t *ids, const float *q, int64_t size, int64_t count, int64_t n,
+                          const int32_t *parents, const int32_t *tokens, float *token_probs, float *overlaps) {
     for (int64_t i = 0; i < n; i++)
         if (parents[i] < -1 || parents[i] >= i || tokens[i] < 0 || tokens[i] >= count) return INVALID;
     for (int64_t i = 0; i < n; i++) {
         const float *row = p + (parents[i] + 1) * count;
-        const int64_t *columns = ids + i * stride;
         double sum = 0;
         for (int64_t k = 0; k < size; k++, q++) {
-            if ((uint64_t)columns[k] >= (uint64_t)count) return INVALID;
-            if (*q > 0) sum += row[columns[k]] < *q ? row[columns[k]] : *q;
+            if ((uint64_t)ids[k] >= (uint64_t)count) return INVALID;
+            if (*q > 0) sum += row[ids[k]] < *q ? row[ids[k]] : *q;
         }
         token_probs[i] = row[tokens[i]];
         overlaps[i] = (float)sum;

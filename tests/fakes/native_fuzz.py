@@ -86,7 +86,7 @@ def store_rows(library: ctypes.CDLL, rng: random.Random, model: RandomModel) -> 
     rows = np.random.default_rng(first).normal(0, 1, (matrix.outputs - first, matrix.inputs)).astype(np.float32)
     rows.flat[rng.randrange(rows.size)] = rng.choice((np.nan, np.inf, -np.inf, 3e38, 1e-40))
     stored = library.write_rows(ctypes.byref(matrix), first, len(rows), rows.ctypes.data)
-    assert (stored == Result.DONE) == (FORMATS_BY_NUMBER[matrix.form] in ("F32", "INT8", "Q8_0", "CODE4"))
+    assert (stored == Result.DONE) == (FORMATS_BY_NUMBER[matrix.form] in ("F32", "INT8", "Q8_0", "Q4_0"))
     for begin, count in ((first, len(rows) + 1), (-1, 1), (0, -1), (1 << 62, 1 << 62)):
         assert library.write_rows(ctypes.byref(matrix), begin, count, rows.ctypes.data) == Result.INVALID
 

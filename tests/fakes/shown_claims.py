@@ -125,8 +125,9 @@ def headline(run: RunFigures) -> Iterator[Claim]:
 def advice(run: RunFigures) -> Iterator[Claim]:
     lane, cost = run.first, run.step_cost()
     gain = lane.tokens_per_step / cost if lane.tokens_per_step and cost else None
-    yield claim("gave {} tokens for the time of {}: that is {}× faster.", lane.tokens_per_step, cost, gain)
-    yield claim("gave {} tokens for the time of {}.", lane.tokens_per_step, cost)
+    yield claim("check gave {} tokens for the time of {} single tokens.", lane.tokens_per_step, cost)
+    if gain and cost and gain > 1 and cost > 1:
+        yield claim("Slower with more wrong guesses: below {} per check.", cost)
     yield claim("{} of {} guesses were kept", lane.accepted, lane.drafted)
     if run.pass_times:
         rows, single, several = run.pass_times

@@ -127,25 +127,26 @@ class NativeMatrix:
 
 
 class WritableMatrix(NativeMatrix):
-    """Matrix `[outputs, inputs]` whose outputs are written as floats; `form`: F32, INT8, Q8_0 or CODE4 (NF4)."""
+    """Matrix `[outputs, inputs]` whose outputs are written as floats; `form`: F32, INT8, Q8_0 or Q4_0.
+
+    Matrices with a scale per group of inputs are multiplied by activations of 8 bits.
+    """
 
     def __init__(self, outputs: int, inputs: int, form: Format, buffer: LargePageBuffer) -> None:
         self._block = required_library().block_outputs()
-        self.format, self._narrow_inputs = form, False
+        self.format, self._narrow_inputs = form, form.group > 0
         self.outputs, self.inputs = outputs, inputs
         whole, stored = outputs + -outputs % self._block, inputs + -inputs % 4 if form.has_bytes else inputs
         self.tensors = {"weights": buffer.place(torch.zeros(whole * stored * form.bits // 8, dtype=torch.uint8))}
         if form.scales:
             count = whole * (inputs // form.group if form.group else 1)
             self.tensors["scales"] = torch.zeros(count, dtype=torch.float16 if form.scale_bits == 16 else torch.float32)
-        if form.has_codes:
-            self.tensors |= _code_table(torch.tensor(NF4_CODES, dtype=torch.float32))
 
     def extended(self, most: int) -> WritableMatrix:
         """Return a copy with space for `most` further outputs; set `outputs` before writing them."""
         copied = WritableMatrix(self.outputs + most, self.inputs, self.format, LargePageBuffer(0))
-        for name in self.tensors.keys() & {"weights", "scales"}:  # stored by blocks of outputs
-            copied.tensors[name][: len(self.tensors[name])] = self.tensors[name]
+        for name, stored in self.tensors.items():  # by blocks of outputs
+            copied.tensors[name][: len(stored)] = stored
         copied.outputs = self.outputs
         return copied
 
