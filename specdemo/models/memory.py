@@ -113,7 +113,8 @@ def given_back_at_once() -> Iterator[None]:
     Packing would otherwise leave holes as large as the weights. New threads share an arena, since the free end of
     thread arenas survives `malloc_trim`.
     """
-    mmap_threshold, trim_threshold, arena_max = -3, -1, -8  # M_MMAP_THRESHOLD ... in malloc.h
+    mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD in malloc.h
+    arena_max = -8  # M_ARENA_MAX
     _libc("mallopt", arena_max, 1)
     _libc("mallopt", mmap_threshold, 128 << 10)
     try:
