@@ -309,7 +309,8 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
 
     def _recorded(self, cache: LlamaCache, inputs: PassInputs) -> Recording[tuple[Tensor, ...]] | None:
         """Return the recording of passes of this shape, with a comparison if the cache has one."""
-        n, width, compared = len(inputs.ids), inputs.mask.shape[-1], cache.compared
+        n, width = len(inputs.ids), inputs.mask.shape[-1]
+        compared = cache.compared
         if recording := cache.recorder.recording(n, width):
             return recording
 
