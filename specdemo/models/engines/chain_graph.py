@@ -90,7 +90,7 @@ def replay_chain(
 
 
 def _probable(largest: Sequence[float], threshold: float) -> int:
-    """Return the length of the path that is as probable as `threshold`, see `PathProbability`."""
+    """Return the number of tokens before `PathProbability` with this threshold ends the path."""
     product = 1.0
     for length, probability in enumerate(largest):
         if product * product < threshold:
