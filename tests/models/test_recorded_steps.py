@@ -1,5 +1,6 @@
 """Steps of a run as CUDA graphs: equal tokens, launches and reads of the host, on a fake of `torch.cuda`."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,7 +90,7 @@ def _failed(*arguments: object) -> None:
 
 def path_without_costs(lengths: DraftLengths, costs: CostModel) -> PathProbability:
     """Return a policy without pauses, for which drafts of a random head have different lengths."""
-    return PathProbability(lengths.most, threshold=0.1)
+    return PathProbability(lengths.most, costs=(0.1,), most_lost=(math.inf, math.inf))
 
 
 def drafts_by_graph(step: Step) -> bool:

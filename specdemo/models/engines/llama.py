@@ -242,7 +242,7 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
         cache.length = held + n + count - 1
         cache.written = max(cache.written, written)
         values = ids, cache.slots[held : held + UNDRAFTED_ROWS], cache.slots[n - 1 : n]
-        return replay_chain(recording, values, sampler, count, chain.vocab_size)
+        return replay_chain(recording, values, sampler, chain.vocab_size, [0.0] * count)
 
     def _inputs(self, cache: LlamaCache, new: list[int] | Tensor, held: int, draft: Draft, width: int) -> PassInputs:
         n, end = len(new), held + len(new)
