@@ -302,9 +302,9 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
         else:
             row = n - len(entry.draft) - 1
             comparison.write(row, *recording.inputs[len(inputs) :])
-            logits, values, probs = recording.replay(inputs)
-            end = row + len(comparison.draft) + 1
-            comparison.result = values[row:end], probs[row:end]
+            logits, *compared = recording.replay(inputs)
+            values, probs = (rows[row : row + len(comparison.draft) + 1] for rows in compared)
+            comparison.result = values, probs
         return logits[:n].clone()
 
     def _recorded(self, cache: LlamaCache, inputs: PassInputs) -> Recording[tuple[Tensor, ...]] | None:
