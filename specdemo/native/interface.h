@@ -116,6 +116,7 @@ int run_pass(const pass *requested);
 void expect_pass(const model *m);
 int draft_chain(const pass *first, chain *c);
 int write_rows(const matrix *m, int64_t first, int64_t count, const float *rows);
+int copy_rows(const matrix *from, const int32_t *outputs, int64_t count, const matrix *to, int64_t first);
 int self_check(void);
 
 void largest_logits(const float *logits, int64_t rows, int64_t stride, int64_t count, int32_t *tokens, float *values);

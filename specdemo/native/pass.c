@@ -47,7 +47,7 @@ static int draw(const float *logits, const chain *c, int i, double *reach) {
     }
     if (c->sampling.temperature > 0) {
         float *probs = c->probs + i * c->vocab;
-        distributions(logits, 1, c->vocab, c->vocab, &c->sampling, probs, c->scratch);
+        distribution(logits, c->vocab, *token, &c->sampling, probs, c->scratch);
         *token = (int32_t)invert(probs, c->vocab, c->uniforms[i]);
         c->chosen[i] = probs[*token];
     }

@@ -162,7 +162,7 @@ def test_passes_stay_recorded_if_chains_cannot_be(
 def test_steps_stay_recorded_after_runs_with_other_parameters(
     recipes: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdemo.models.engines.llama.GRAPH_LIMIT", 10)
+    monkeypatch.setattr("specdemo.models.engines.cuda_graphs.GRAPH_LIMIT", 10)
     changed = [Recipe(**{**recipes["draft"], "max_tokens": 12}, temperature=0.1 * i) for i in range(1, 6)]
     for counted in runs(changed, True, monkeypatch):
         assert not counted.step.draft.tokens or counted.reads == 2

@@ -87,9 +87,9 @@ class NativeHead(Head):
         return copied
 
     def write_outputs(self, first: int, tokens: Tensor) -> None:
-        """Store the target's output rows of `tokens` from output `first` on, which become the last."""
-        self._head.outputs = first + len(tokens)
-        self._head.write(self.target.output_rows(tokens), first)
+        """Store the target's output rows of int32 `tokens` after the first `first` outputs; drop all others."""
+        self._head.outputs = len(tokens)
+        self._head.copy_rows(self.target.output_matrix, tokens, first)
 
     @property
     def outputs(self) -> int:
@@ -265,10 +265,10 @@ class NativeCachedHead(CachedHead):
         first = self.cache.length
         return self.cache.kv[..., first - first % BLOCK : end + -end % BLOCK, :]
 
-    def _write_outputs(self, first: int, tokens: Tensor) -> None:
-        self._extended_tokens[first : first + len(tokens)] = tokens
+    def _write_outputs(self, first: int, tokens: list[int]) -> None:
         self._tokens = self._extended_tokens[: first + len(tokens)]
-        self._model.write_outputs(first, tokens)
+        self._tokens.numpy()[first:] = tokens
+        self._model.write_outputs(first, self._tokens)
         self._engine.update_outputs()
 
     def _receive(self, following: list[int], states: Tensor, held: int) -> None:

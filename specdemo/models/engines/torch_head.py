@@ -243,11 +243,11 @@ class TorchCachedHead(CachedHead):
         super().close()
         self.end = 0
 
-    def _write_outputs(self, first: int, tokens: Tensor) -> None:
+    def _write_outputs(self, first: int, tokens: list[int]) -> None:
         assert self.ids is not None and self.head.ids is not None
-        first -= len(self.head.ids)
-        self.outputs = self.all_outputs[: first + len(tokens)]
-        self.outputs[first:] = self.head.output_rows(tokens)
+        static = len(self.head.ids)
+        self.outputs = self.all_outputs[: len(self.ids) - static]
+        self.outputs[first - static :] = self.head.output_rows(self.ids[first:])
 
 
 class SingleLayerHead(TorchHead):
