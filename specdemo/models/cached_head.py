@@ -124,9 +124,7 @@ class CachedHead(ABC):
             scored.append(logits)
         return scored
 
-    def sample_chain(
-        self, tokens: Sequence[int], sampler: ChainSampler, count: int, threshold: float
-    ) -> list[int] | None:
+    def sample_chain(self, tokens: Sequence[int], sampler: ChainSampler, limits: Sequence[float]) -> list[int] | None:
         """Draft in a single call, see `DraftScorer`; return None if unsupported."""
         return None
 
@@ -157,7 +155,7 @@ class CachedHead(ABC):
         self._extend([], -1)
 
     @abstractmethod
-    def _write_outputs(self, first: int, tokens: Tensor) -> None:
+    def _write_outputs(self, first: int, tokens: list[int]) -> None:
         """Store the target's output rows of `tokens`, which follow the first `first` outputs and replace all others."""
 
     def _extend(self, following: Sequence[int], held: int) -> None:
@@ -168,12 +166,15 @@ class CachedHead(ABC):
         unchanged = self._context.update(following, held)
         if before == unchanged == len(self._context.tokens):
             return
-        added = torch.tensor(self._context.tokens[unchanged:], dtype=torch.int64, device=self._extended_ids.device)
+        added = self._context.tokens[unchanged:]
         first = len(self._extended_ids) - MOST_CONTEXT_TOKENS + unchanged
         if unchanged < before:
             self._extended_ids = self._extended_ids.clone()  # earlier drafts refer to it
-        self._extended_ids[first : first + len(added)] = added
         self.ids = self._extended_ids[: first + len(added)]
+        if self.ids.device.type != "cpu":
+            self.ids[first:] = torch.tensor(added, device=self.ids.device)
+        else:
+            self.ids.numpy()[first:] = added
         self._write_outputs(first, added)
 
     def _added(self, tokens: Sequence[int], run: Callable[[list[int], Tensor, int], Result | None]) -> Result | None:

@@ -1,5 +1,6 @@
 /* Rows of floats, stored in the number format of a matrix */
 #include "formats.h"
+#include <stdlib.h>
 
 /* Scale of integers from -8 to 7: of some candidates, the one with the least squared error */
 static float scale_of_four_bits(const float *x, int64_t count) {
@@ -50,4 +51,20 @@ int write_rows(const matrix *m, int64_t first, int64_t count, const float *rows)
         else
             for (int64_t k = 0; k < m->inputs; k += group_inputs(m)) write_group(m, n, k, rows + k);
     return DONE;
+}
+
+/* Store `outputs` of another matrix as outputs from `first` on. Returns a `result`. */
+int copy_rows(const matrix *from, const int32_t *outputs, int64_t count, const matrix *to, int64_t first) {
+    if (from->inputs != to->inputs) return INVALID;
+    for (int64_t i = 0; i < count; i++)
+        if (outputs[i] < 0 || outputs[i] >= from->outputs) return INVALID;
+    float *row = malloc((size_t)from->inputs * sizeof *row);
+    if (!row) return NO_MEMORY;
+    int result = DONE;
+    for (int64_t i = 0; i < count && result == DONE; i++) {
+        read_row(from, outputs[i], row);
+        result = write_rows(to, first + i, 1, row);
+    }
+    free(row);
+    return result;
 }

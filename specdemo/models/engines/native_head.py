@@ -87,9 +87,9 @@ class NativeHead(Head):
         return copied
 
     def write_outputs(self, first: int, tokens: Tensor) -> None:
-        """Store the target's output rows of `tokens` from output `first` on, which become the last."""
-        self._head.outputs = first + len(tokens)
-        self._head.write(self.target.output_rows(tokens), first)
+        """Store the target's output rows of int32 `tokens` after the first `first` outputs; drop all others."""
+        self._head.outputs = len(tokens)
+        self._head.copy_rows(self.target.output_matrix, tokens, first)
 
     @property
     def outputs(self) -> int:
@@ -225,16 +225,13 @@ class NativeCachedHead(CachedHead):
         self.cache.length, self._end = committed, self._end + 1
         return logits[0]
 
-    def sample_chain(
-        self, tokens: Sequence[int], sampler: ChainSampler, count: int, threshold: float
-    ) -> list[int] | None:
-        return self._added(tokens, partial(self._draft, sampler, count, threshold))
+    def sample_chain(self, tokens: Sequence[int], sampler: ChainSampler, limits: Sequence[float]) -> list[int] | None:
+        return self._added(tokens, partial(self._draft, sampler, limits))
 
     def _draft(
         self,
         sampler: ChainSampler,
-        count: int,
-        threshold: float,
+        limits: Sequence[float],
         following: list[int],
         states: Tensor,
         held: int,
@@ -244,7 +241,7 @@ class NativeCachedHead(CachedHead):
         if (many := len(following) - 1) >= CHAIN_ROWS:
             self._engine.fill(self.cache, following[:many], held)
             following, held = following[many:], held + many
-        drafted = self._engine.sample_chain(self.cache, following, held, count, sampler, self._tokens, threshold)
+        drafted = self._engine.sample_chain(self.cache, following, held, len(limits), sampler, self._tokens, limits)
         if drafted is not None:
             sampler.ids = self.ids
             self._end = self.cache.length
@@ -268,10 +265,10 @@ class NativeCachedHead(CachedHead):
         first = self.cache.length
         return self.cache.kv[..., first - first % BLOCK : end + -end % BLOCK, :]
 
-    def _write_outputs(self, first: int, tokens: Tensor) -> None:
-        self._extended_tokens[first : first + len(tokens)] = tokens
+    def _write_outputs(self, first: int, tokens: list[int]) -> None:
         self._tokens = self._extended_tokens[: first + len(tokens)]
-        self._model.write_outputs(first, tokens)
+        self._tokens.numpy()[first:] = tokens
+        self._model.write_outputs(first, self._tokens)
         self._engine.update_outputs()
 
     def _receive(self, following: list[int], states: Tensor, held: int) -> None:

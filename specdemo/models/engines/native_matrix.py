@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -120,10 +121,13 @@ class NativeMatrix:
         return rows
 
     def struct(self) -> MatrixStruct:
+        self._struct.outputs = self.outputs
+        return self._struct
+
+    @cached_property
+    def _struct(self) -> MatrixStruct:
         pointers = {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
-        return MatrixStruct(
-            form=self.format.number, outputs=self.outputs, inputs=self.inputs, narrow=self._narrow_inputs, **pointers
-        )
+        return MatrixStruct(form=self.format.number, inputs=self.inputs, narrow=self._narrow_inputs, **pointers)
 
 
 class WritableMatrix(NativeMatrix):
@@ -149,6 +153,13 @@ class WritableMatrix(NativeMatrix):
             copied.tensors[name][: len(stored)] = stored
         copied.outputs = self.outputs
         return copied
+
+    def copy_rows(self, source: NativeMatrix, ids: Tensor, first: int) -> None:
+        """Store the rows `ids[first:]` of `source` as outputs from `first` on; `ids`: int32."""
+        added, from_struct, to_struct = len(ids) - first, ctypes.byref(source.struct()), ctypes.byref(self.struct())
+        address = ids.data_ptr() + first * ids.element_size()
+        if required_library().copy_rows(from_struct, address, added, to_struct, first):
+            raise ValueError(f"a matrix of {source.outputs:,} outputs has no outputs {ids[first:].tolist()}")
 
     def write(self, rows: Tensor, first: int = 0) -> None:
         """Store `rows` `[n, inputs]` as outputs from `first` on."""
