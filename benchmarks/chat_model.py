@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from benchmarks.document_tables import Record, last_of_each_class, measured, number, pooled, ratio
+from benchmarks.document_tables import Record, measured, number, of_each_class, pooled, ratio
 from benchmarks.tables import Study, publish, study_command
 from specdemo.bench import table
 from specdemo.models.zoo import CHAT_PAIR, PAIRS
+from specdemo.prompts import load_prompts
 from specdemo.recipe import Recipe
 from training.head.checkpoint import trained_tokens
 from training.head.conversations import loop_start
@@ -103,13 +104,14 @@ def figures(recipes: Sequence[Recipe], records: Sequence[Record]) -> dict[str, A
 
 def drafters(options: argparse.Namespace) -> None:
     """Compare acceptance and speed of drafters for the chat model."""
+    prompts = of_each_class(load_prompts(chat=True), slice(-options.prompts, None))
     rows: list[dict[str, Any]] = []
     for temperature in options.temperature:
         top_p = PAIRS[CHAT_PAIR].settings["top_p"] if temperature < 1 else 1.0
         common = {"chat": True, "gamma": GAMMA, "top_p": top_p, "temperature": temperature}
         base = replace(Recipe(pair=CHAT_PAIR, method="ar", device="cpu"), max_tokens=options.max_tokens, **common)
         recipes = {lane: replace(base, **values) for lane, values in with_heads(options.head).items()}
-        records = measured(list(recipes.values()), last_of_each_class(options.prompts))
+        records = measured(list(recipes.values()), prompts)
         for i, (lane, recipe) in enumerate(recipes.items()):
             if lane != "AR":
                 pairs = [{**record, "runs": [record["runs"][0], record["runs"][i]]} for record in records]

@@ -180,7 +180,6 @@ class Stream(Generic[T]):
         self.turn = threading.Condition(worker.lock)
         self.round = 0
         self.used_s = 0.0  # device time in seconds
-        self.opened_s = 0.0
         self.waiting = False
         self.shares = False
         self.request: PassRequest | None = None
@@ -280,7 +279,6 @@ class Worker:
         self._open: deque[Stream[Any]] = deque()  # open jobs, least recently advanced first
         self._holder: Stream[Any] | None = None
         self._held_since = self._least_s = self._advanced_at = 0.0
-        self._mean_s: float | None = None  # mean duration of visitors' jobs from opening to end
         self._ended = threading.Condition(self.lock)
         self._threads: list[threading.Thread] = []
         self._closed = False
@@ -309,12 +307,6 @@ class Worker:
         """Number of jobs that start or end first."""
         with self.lock:
             return self._queued.index(stream) + (not self._has_slot) if stream in self._queued else 0
-
-    def expected_wait_s(self, stream: Stream[Any]) -> float | None:
-        """Estimate the time in the queue; None if unknown."""
-        with self.lock:
-            active = max(self._max_active, sum(not job.waiting for job in self._open))
-            return None if self._mean_s is None else self.ahead(stream) * self._mean_s / active
 
     @property
     def texts_per_pass(self) -> Counter[int]:
@@ -421,7 +413,7 @@ class Worker:
             with self.lock:
                 self._advanced_at = self._clock()
                 if not has_next:
-                    self._end(stream)
+                    self._open.remove(stream)
                 self._yield_device()
                 if has_next:
                     self._await_turn(stream)
@@ -478,7 +470,6 @@ class Worker:
         self._leave_queue(stream)
         self._round = max(self._round, stream.round)
         stream.used_s = self._least_s
-        stream.opened_s = self._clock()
         self._open.append(stream)
         thread = threading.Thread(target=self._run, args=(stream,), name="device", daemon=True)
         self._threads.append(thread)
@@ -516,9 +507,3 @@ class Worker:
             self._holder.used_s += self._clock() - self._held_since
             self._holder = None
         self._choose()
-
-    def _end(self, stream: Stream[Any]) -> None:
-        self._open.remove(stream)
-        if stream.owner and stream.started:
-            seconds = self._clock() - stream.opened_s
-            self._mean_s = seconds if self._mean_s is None else 0.8 * self._mean_s + 0.2 * seconds

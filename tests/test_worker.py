@@ -197,26 +197,6 @@ def test_jobs_share_device_time() -> None:
     worker.close()
 
 
-def test_expected_wait_follows_earlier_jobs_of_visitors() -> None:
-    now = [0.0]
-    worker, gate = Worker(at_once=1, clock=lambda: now[0]), Gate()
-
-    def job() -> Iterator[None]:
-        now[0] += 10
-        yield
-
-    assert worker.expected_wait_s(finished(worker.submit(job))) is None  # maintenance has no owner
-    finished(worker.submit(job, owner="a"))
-    busy = worker.submit(gate, owner="a")
-    assert gate.inside.wait(PATIENCE)
-    waiting = [worker.submit(job, owner=name) for name in "bc"]
-    assert [worker.expected_wait_s(stream) for stream in waiting] == [10, 20]
-    busy.stop()
-    gate.open()
-    assert all(map(finished, waiting))
-    worker.close()
-
-
 def test_visitors_start_in_turn() -> None:
     worker = Worker(at_once=1, waiting=None)
     gate, order = Gate(), []

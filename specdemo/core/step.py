@@ -81,6 +81,11 @@ class Draft:
     def is_chain(self) -> bool:
         return self.parents == tuple(range(-1, len(self.parents) - 1))
 
+    def padded(self, count: int) -> Draft:
+        """Append a chain of `count` unused nodes, which continues a chain; drop distributions and origins."""
+        first = len(self) - 1 if self.is_chain else -1
+        return Draft(self.tokens + (0,) * count, (*self.parents, first, *range(len(self), len(self) + count - 1)))
+
     def children(self) -> dict[int, list[int]]:
         kids: dict[int, list[int]] = {}
         for node, parent in enumerate(self.parents):

@@ -48,13 +48,11 @@ class DraftScorer(Protocol):
         Node -1 is the text.
         """
 
-    def sample_chain(
-        self, tokens: Sequence[int], sampler: ChainSampler, count: int, threshold: float
-    ) -> list[int] | None:
-        """Draft up to `count` tokens in a single call; return None if impossible.
+    def sample_chain(self, tokens: Sequence[int], sampler: ChainSampler, limits: Sequence[float]) -> list[int] | None:
+        """Draft up to `len(limits)` tokens in a single call; return None if impossible.
 
-        The draft ends before a token if the product of the largest probabilities (of raw logits) up to it is below
-        `threshold`.
+        The draft ends before token i if the product of the largest probabilities (of raw logits) up to it is below
+        `limits[i]`.
         """
 
     def expect(self) -> None:
@@ -73,10 +71,10 @@ class ChainDrafter(Drafter):
     def propose(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
         longest, limits = self.scorer.longest_draft(tokens), budget.chain_limits
         if limits is not None:
-            count, threshold = min(longest, limits[0]), limits[1]
-            if not count or threshold > 1:
+            limits = limits[:longest]
+            if not limits or limits[0] > 1:
                 return Draft()
-            draft = self._propose_at_once(tokens, count, threshold)
+            draft = self._propose_at_once(tokens, limits)
             if draft is not None:
                 return draft
         return self._propose_by_token(tokens, budget.at_most(longest))
@@ -86,13 +84,13 @@ class ChainDrafter(Drafter):
         if self.scorer.origin in step.draft.origin:
             self.scorer.expect()
 
-    def _propose_at_once(self, tokens: Sequence[int], count: int, threshold: float) -> Draft | None:
+    def _propose_at_once(self, tokens: Sequence[int], limits: Sequence[float]) -> Draft | None:
         from specdemo.core.sampling import ChainSampler
 
         if self.sampling.needs_paths:
             return None
         sampler = ChainSampler(self.sampling, self.noise, len(tokens), self.vocab_size)
-        drafted = self.scorer.sample_chain(tokens, sampler, count, threshold)
+        drafted = self.scorer.sample_chain(tokens, sampler, limits)
         return None if drafted is None else sampler.chain(drafted, (self.scorer.origin,) * len(drafted))
 
     def _propose_by_token(self, tokens: Sequence[int], budget: DraftBudget) -> Draft:
@@ -129,4 +127,4 @@ class ChainDrafter(Drafter):
         if (confidence := self.scorer.confidence) is None or (limits := budget.chain_limits) is None:
             return budget.may_extend(n, logits)
         confidences.append(confidence)
-        return prod(confidences) >= limits[1]
+        return prod(confidences) >= limits[n]

@@ -124,9 +124,7 @@ class CachedHead(ABC):
             scored.append(logits)
         return scored
 
-    def sample_chain(
-        self, tokens: Sequence[int], sampler: ChainSampler, count: int, threshold: float
-    ) -> list[int] | None:
+    def sample_chain(self, tokens: Sequence[int], sampler: ChainSampler, limits: Sequence[float]) -> list[int] | None:
         """Draft in a single call, see `DraftScorer`; return None if unsupported."""
         return None
 

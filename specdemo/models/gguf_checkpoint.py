@@ -150,7 +150,8 @@ def _fill(
     model: LlamaForCausalLM, spec: ModelSpec, path: Path, tensors: Mapping[str, GgufTensor], report: ReportProgress
 ) -> str:
     """Set the weights of a model on the meta device; return a note about their formats."""
-    config, device, dtype = model.config, find_device(spec.device), getattr(torch, spec.dtype)
+    config, dtype = model.config, getattr(torch, spec.dtype)
+    device = find_device(spec.device)
     native, data = uses_native_engine(device), np.memmap(path, np.uint8, "c")
     names = [name for name, _ in model.named_parameters()]
     kinds = {name: _joined_kinds(name, tensors) for name in names if len(tensors[_stored_name(name)].shape) > 1}

@@ -269,10 +269,7 @@ class CachedModel:
     def _padded(self, draft: Draft, held: int, length: int) -> Draft:
         """Append unused nodes, up to `pad` rows in the pass or the end of the context."""
         spare = min(self._pad - (length - held), self.context - length) - len(draft)
-        if spare <= 0:
-            return draft
-        first = len(draft) - 1 if draft.is_chain else -1
-        return Draft(draft.tokens + (0,) * spare, draft.parents + (first, *range(len(draft), len(draft) + spare - 1)))
+        return draft.padded(spare) if spare > 0 else draft
 
     def _synchronise(self, owner: CachedModel, tokens: Sequence[int]) -> None:
         held = owner._truncate(tokens[:-1])

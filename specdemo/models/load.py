@@ -39,7 +39,7 @@ from specdemo.models.gguf_checkpoint import gguf_config, gguf_tokenizer, read_gg
 from specdemo.models.hub import Hub, local_shapes, weight_errors
 from specdemo.models.kv_cache import CachedModel, context_length
 from specdemo.models.llama_checkpoint import read_checkpoint
-from specdemo.models.memory import drop_mapped_files, free_bytes, given_back_at_once, weight_bytes
+from specdemo.models.memory import drop_mapped_files, free_bytes, trim_heap, weight_bytes
 from specdemo.models.model_sizes import FAMILIES
 from specdemo.models.quantization import check_quantization, load_options, skeleton
 from specdemo.models.spec import QUANTIZATIONS, SPREAD, ModelSpec, find_device, is_gguf
@@ -173,10 +173,9 @@ def load(
     """
     hub = hub or Hub()
     model: PreTrainedModel | FusedWeights
-    with given_back_at_once():
-        with weight_errors(spec.name):
-            checkpoint = (read_gguf if is_gguf(spec.name) else read_checkpoint)(spec.resolved(), hub, report)
-        model, tokenizer = checkpoint or reference(spec, hub, report)
+    with weight_errors(spec.name):
+        checkpoint = (read_gguf if is_gguf(spec.name) else read_checkpoint)(spec.resolved(), hub, report)
+    model, tokenizer = checkpoint or reference(spec, hub, report)
     reason = transformers_reason(model, model.device)
     note = use_row_kernels(model) or getattr(model, "note", "")
     limits = ""
@@ -196,6 +195,7 @@ def load(
             # CUDA graphs are recorded only in the device thread
             largest_logits(cached.score([0], Draft.chain((0,))))
     turn_end(tokenizer)  # now, since it starts a process
+    trim_heap()
     size = engine_of(model).weight_bytes if isinstance(model, FusedWeights) else weight_bytes(model)
     return LoadedModel(spec, model, tokenizer, size, engine, warm)
 

@@ -7,7 +7,6 @@ import gc
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -106,21 +105,11 @@ def drop_mapped_files(model: torch.nn.Module) -> None:
             tensor.data = tensor.data.clone()
 
 
-@contextmanager
-def given_back_at_once() -> Iterator[None]:
-    """Return large freed blocks to the system immediately (glibc).
-
-    Packing would otherwise leave holes as large as the weights. New threads share an arena, since the free end of
-    thread arenas survives `malloc_trim`.
-    """
-    mmap_threshold, trim_threshold, arena_max = -3, -1, -8  # M_MMAP_THRESHOLD ... in malloc.h
+def trim_heap() -> None:
+    """Return freed blocks to the system (glibc). New threads share an arena: the free end of others would remain."""
+    arena_max = -8  # M_ARENA_MAX in malloc.h
     _libc("mallopt", arena_max, 1)
-    _libc("mallopt", mmap_threshold, 128 << 10)
-    try:
-        yield
-    finally:
-        _libc("mallopt", mmap_threshold, 32 << 20)
-        _libc("mallopt", trim_threshold, 64 << 20)
+    _libc("malloc_trim", 0)
 
 
 class LargePageBuffer:
@@ -164,7 +153,7 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
     if torch.backends.mps.is_available():
         torch.mps.empty_cache()
-    _libc("malloc_trim", 0)
+    trim_heap()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -46,7 +46,7 @@ _TOKEN_IDS = ("bos", "eos", "pad", "sep", "decoder_start", "forced_bos", "forced
 
 def check_model_config(label: str, settings: Mapping[str, Any]) -> None:
     """Raise `UserError` for the first value of a configuration that is invalid or contradicts others."""
-    check_token_ids(label, settings)
+    check_special_tokens(label, settings)
     ropes = [settings.get(name) for name in ("rope_parameters", "rope_scaling")]
     if not all(rope is None or isinstance(rope, dict) for rope in ropes):
         raise UserError(f"{label} has a rotary embedding that is no object: choose another model")
@@ -62,7 +62,7 @@ def check_model_config(label: str, settings: Mapping[str, Any]) -> None:
         raise UserError(f"{label} {problem}: choose another model")
 
 
-def check_token_ids(label: str, settings: Mapping[str, Any]) -> None:
+def check_special_tokens(label: str, settings: Mapping[str, Any]) -> None:
     for name in (f"{name}_token_id" for name in _TOKEN_IDS):
         value = settings.get(name)
         ids = value if isinstance(value, list) else [value]
@@ -78,7 +78,8 @@ def _first(settings: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 
 def _contradictions(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield contradictions between sizes."""
-    width, heads, dim = _first(settings, _WIDTH), _first(settings, _HEADS), _first(settings, _HEAD_DIM)
+    width, heads = _first(settings, _WIDTH), _first(settings, _HEADS)
+    dim = _first(settings, _HEAD_DIM)
     kv_heads, kind = settings.get("num_key_value_heads"), settings.get("model_type")
     if dim is None and width and heads:
         if width % heads:

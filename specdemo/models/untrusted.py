@@ -17,7 +17,7 @@ from specdemo.background import TaskCancelled
 from specdemo.core.errors import UserError, plain_text
 from specdemo.core.formats import format_bytes
 from specdemo.models.memory import is_out_of_memory
-from specdemo.models.model_sizes import FAMILIES, check_model_config, check_token_ids, shown
+from specdemo.models.model_sizes import FAMILIES, check_model_config, check_special_tokens, shown
 from specdemo.worker import Stopped
 
 MAX_TOKENIZER_BYTES = 64_000_000  # of files other than weights
@@ -72,7 +72,7 @@ def check_folder(name: str, folder: Path) -> None:
     check_config(name, read_settings(name, folder / "config.json"))
     if (folder / "generation_config.json").exists():
         settings = read_settings(name, folder / "generation_config.json")
-        check_token_ids(f"generation_config.json of {name}", settings)
+        check_special_tokens(f"generation_config.json of {name}", settings)
 
 
 def check_files(name: str, folder: Path) -> None:
@@ -162,7 +162,7 @@ def check_config(name: str, config: Mapping[str, Any]) -> None:
     if config.get("model_type") in FAMILIES:
         check_model_config(label, config)
     else:
-        check_token_ids(label, config)
+        check_special_tokens(label, config)
 
 
 def weight_files(folder: Path) -> list[Path]:

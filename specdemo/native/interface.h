@@ -94,10 +94,10 @@ typedef struct {
     int32_t *tokens;        /* [count] */
     const int32_t *ids;     /* [vocab] tokens of the logits; null: their indices */
     int64_t vocab;          /* the first `vocab` logits are considered */
-    /* The chain ends before a token if the product of the largest probabilities at temperature 1 so far is below
-     * `least_reach`, whose value 0 has no effect. No pass is spent on a token after a product whose square is below it.
+    /* The chain ends before token i if the product of the largest probabilities at temperature 1 up to it is below
+     * `least_reach[i]`. No pass is spent on a token if the square of the product before it is below. All 0: no effect.
      */
-    float least_reach;
+    const float *least_reach;     /* [count] */
     int32_t count, drawn, passes; /* drawn, passes: output */
 } chain;
 

@@ -272,8 +272,9 @@ def _connect(demo: gr.Blocks, parts: _Parts, handlers: _Handlers) -> None:
     parts.cockpit.select(describe_method, None, parts.about, trigger_mode="always_last", **_IMMEDIATE)
     buttons["new-talk"].click(handlers.forget, None, parts.conversation, **_QUEUED)
     buttons["reset"].click(None, None, [parts.estimate, parts.progress], js="() => ['', '']", **_PRIVATE)
-    for name, copied in (("keep-lane", False), ("keep-copy", True)):
-        added = buttons[name].click(partial(handlers.keep, copied), values, values, js=_COMPARISON_JS, **_QUEUED)
+    adding = [buttons["keep-lane"].click, parts.cockpit.edit]
+    for triggers, copied in ((adding, False), ([buttons["keep-copy"].click], True)):
+        added = gr.on(triggers, partial(handlers.keep, copied), values, values, js=_COMPARISON_JS, **_QUEUED)
         added.then(None, values, None, js="(lanes) => window.specdemo.storeLanes(lanes)", **_PRIVATE)
     loaded = demo.load(handlers.find, values, values, js=_STORED_JS, **_QUEUED)
     loaded.then(None, values, None, js=_RESTORE_JS, **_PRIVATE)

@@ -1,5 +1,6 @@
 """Steps of a run as CUDA graphs: equal tokens, launches and reads of the host, on a fake of `torch.cuda`."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,7 +90,7 @@ def _failed(*arguments: object) -> None:
 
 def path_without_costs(lengths: DraftLengths, costs: CostModel) -> PathProbability:
     """Return a policy that never pauses and ends the drafts of a random head at different lengths."""
-    return PathProbability(lengths.most, threshold=0.1)
+    return PathProbability(lengths.most, costs=(0.1,), most_lost=(math.inf, math.inf))
 
 
 def drafts_by_graph(step: Step) -> bool:
@@ -161,7 +162,7 @@ def test_passes_stay_recorded_if_chains_cannot_be(
 def test_steps_stay_recorded_after_runs_with_other_parameters(
     recipes: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdemo.models.engines.llama.GRAPH_LIMIT", 10)
+    monkeypatch.setattr("specdemo.models.engines.cuda_graphs.GRAPH_LIMIT", 10)
     changed = [Recipe(**{**recipes["draft"], "max_tokens": 12}, temperature=0.1 * i) for i in range(1, 6)]
     for counted in runs(changed, True, monkeypatch):
         assert not counted.step.draft.tokens or counted.reads == 2

@@ -66,21 +66,21 @@ def replay_chain(
     recording: Recording[ChainOutput],
     values: Sequence[Tensor],
     sampler: ChainSampler,
-    count: int,
     size: int,
-    threshold: float = 0.0,
+    limits: Sequence[float],
 ) -> list[int] | None:
-    """Draft up to `count` tokens with a recording of `chain_output`, whose last input are the random numbers.
+    """Draft up to `len(limits)` tokens with a recording of `chain_output`, whose last input are the random numbers.
 
-    `threshold`: see `DraftScorer.sample_chain`; the recorded chain goes on, and its further tokens are not used. The
+    `limits`: see `DraftScorer.sample_chain`; the recorded chain goes on, and its further tokens are not used. The
     transfer of the tokens is the only host synchronisation.
     """
     *_, arrivals = recording.inputs
+    count = len(limits)
     if not sampler.write_arrivals(arrivals[:count, :size]):
         return None
     drawn, distributions = recording.replay(values)
     tokens, largest, token_probs, path = drawn[:count].T.tolist()
-    length = _probable(path, threshold)
+    length = _probable(path, limits)
     sampler.keep(length)
     if sampler.sampling.temperature == 0:
         sampler.record(largest[: max(1, length)], [], None)
@@ -89,13 +89,13 @@ def replay_chain(
     return [int(token) for token in tokens[:length]]
 
 
-def _probable(largest: Sequence[float], threshold: float) -> int:
-    """Return the length of the path that is as probable as `threshold`, see `PathProbability`."""
+def _probable(largest: Sequence[float], limits: Sequence[float]) -> int:
+    """Return the length of the path that is as probable as `limits`, see `PathProbability`."""
     product = 1.0
-    for length, probability in enumerate(largest):
-        if product * product < threshold:
+    for length, (probability, limit) in enumerate(zip(largest, limits, strict=True)):
+        if product * product < limit:
             return length
         product *= probability
-        if product < threshold:
+        if product < limit:
             return length
     return len(largest)

@@ -14,7 +14,7 @@ from torch import Tensor
 from specdemo.core.comparison import compared_rows, comparison_buffers
 from specdemo.core.step import Draft
 from specdemo.models.engines.chain_graph import ChainOutput, ChainShape, chain_output, replay_chain
-from specdemo.models.engines.cuda_graphs import GRAPH_LIMIT, MAX_ROWS, GraphRecorder, Recording, graph_bytes, graph_rows
+from specdemo.models.engines.cuda_graphs import MAX_ROWS, GraphRecorder, Recording, graph_bytes, graph_rows
 from specdemo.models.engines.engine import Cache, Entry, OneTextEngine, RepeatedPasses, doubled
 from specdemo.models.engines.generic import positions, visible
 from specdemo.models.engines.llama_weights import LlamaWeights
@@ -68,7 +68,6 @@ class LlamaCache(Cache):
         self.slots = torch.empty(0, dtype=torch.int64)  # position i at index i
         self.angles = torch.empty(0)
         self.masks: dict[int, tuple[Tensor, Tensor]] = {}  # causal mask of twice the capacity, aligned buffer
-        self._views: tuple[int, tuple[Tensor, ...], tuple[Tensor, ...]] = (0, (), ())
 
     @torch.inference_mode()
     def keep(self, length: int, slots: Sequence[int] = ()) -> None:
@@ -125,20 +124,13 @@ class LlamaCache(Cache):
         forward: Callable[..., OutputT],
         chain: bool = False,
     ) -> Recording[OutputT] | None:
-        """Record `forward` of copies of `inputs`, which keeps `rows` rows of logits; return None if impossible."""
-        if len(self.recorder.recordings) >= GRAPH_LIMIT:
-            self.drop_recordings()
-        buffers = tuple(value.clone() for value in inputs)
+        """Record `forward` of copies of `inputs`, see `GraphRecorder.record`; record no more after a failure."""
         try:
-            run = self.recorder.record(partial(forward, *buffers))
-        except RuntimeError as error:  # memory is insufficient, or a kernel cannot be captured
+            return self.recorder.record(key, inputs, rows, forward)
+        except RuntimeError as error:
             self.drop_recordings()
             self._model.stop_recording(error, chain)
             return None
-        if run is None:
-            return None
-        self.recorder.recordings[key] = recording = Recording(buffers, run, rows)
-        return recording
 
     def reserve(self, end: int) -> None:
         if end <= self.capacity:
@@ -158,14 +150,6 @@ class LlamaCache(Cache):
         self.angles = model.rotation(self.slots)
         self.masks.clear()
         self.drop_recordings()
-        self._views = (0, (), ())
-
-    def views(self, width: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return keys and values of the first `width` positions, by layer."""
-        if width != self._views[0]:
-            keys, values = self.kv[:, None, :, :width].chunk(2, 2)
-            self._views = width, keys.unbind(), values.unbind()
-        return self._views[1:]
 
 
 class PassInputs(NamedTuple):
@@ -258,7 +242,7 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
         cache.length = held + n + count - 1
         cache.written = max(cache.written, written)
         values = ids, cache.slots[held : held + UNDRAFTED_ROWS], cache.slots[n - 1 : n]
-        return replay_chain(recording, values, sampler, count, chain.vocab_size)
+        return replay_chain(recording, values, sampler, chain.vocab_size, [0.0] * count)
 
     def _inputs(self, cache: LlamaCache, new: list[int] | Tensor, held: int, draft: Draft, width: int) -> PassInputs:
         n, end = len(new), held + len(new)
@@ -278,7 +262,7 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
         dim = model.head_dim
         group = heads // kv_heads
         angles = cache.angles.index_select(1, positions)
-        keys, values = cache.views(mask.shape[-1])
+        keys, values = (part.unbind() for part in cache.kv[:, None, :, : mask.shape[-1]].chunk(2, 2))
         stored, tapped = cache.kv.unbind(), dict(zip(cache.taps, cache.states.unbind(1), strict=True))
         rows = model.embed(ids)
         for i, layer in enumerate(model.layers):
@@ -307,9 +291,7 @@ class LlamaEngine(OneTextEngine[LlamaCache]):
         cache, new, held, draft, comparison = entry
         n = len(new)
         if padding := graph_rows(n) - n:  # the next pass overwrites padding
-            first = len(draft) - 1 if draft.is_chain else -1
-            parents = (*draft.parents, first, *range(len(draft), len(draft) + padding - 1))
-            draft = Draft((*draft.tokens, *[0] * padding), parents)
+            draft = draft.padded(padding)
             new = [*(new.tolist() if isinstance(new, Tensor) else new), *[0] * padding]
         inputs = self._inputs(cache, new, held, draft, doubled(held + len(new)))
         recording = self._recorded(cache, inputs)

@@ -101,9 +101,9 @@ class NativeEngine(Engine[NativeCache]):
         count: int,
         sampler: ChainSampler,
         ids: Tensor | None = None,
-        threshold: float = 0.0,
+        limits: Sequence[float] = (),
     ) -> list[int] | None:
-        """Sample a chain; logit i is that of token `ids[i]`, int32. `threshold`: see `Head.sample_chain`."""
+        """Sample a chain; logit i is that of token `ids[i]`, int32. `limits`: see `DraftScorer.sample_chain`."""
         rows = len(new)
         end = held + rows + count - 1
         if rows > CHAIN_ROWS or end > self._model.position_limit:
@@ -115,7 +115,7 @@ class NativeEngine(Engine[NativeCache]):
         cache.reserve(end)
         chain = self._idle_chain(cache)
         chain.struct.times = self.times and self.times.buffer_info()[0]
-        tokens = chain.sample(cache, new, held, sampler, uniforms, count, ids, threshold)
+        tokens = chain.sample(cache, new, held, sampler, uniforms, count, ids, limits)
         cache.length = held + rows + chain.passes - 1
         self._chains.append(chain)
         return tokens

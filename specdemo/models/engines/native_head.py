@@ -225,16 +225,13 @@ class NativeCachedHead(CachedHead):
         self.cache.length, self._end = committed, self._end + 1
         return logits[0]
 
-    def sample_chain(
-        self, tokens: Sequence[int], sampler: ChainSampler, count: int, threshold: float
-    ) -> list[int] | None:
-        return self._added(tokens, partial(self._draft, sampler, count, threshold))
+    def sample_chain(self, tokens: Sequence[int], sampler: ChainSampler, limits: Sequence[float]) -> list[int] | None:
+        return self._added(tokens, partial(self._draft, sampler, limits))
 
     def _draft(
         self,
         sampler: ChainSampler,
-        count: int,
-        threshold: float,
+        limits: Sequence[float],
         following: list[int],
         states: Tensor,
         held: int,
@@ -244,7 +241,7 @@ class NativeCachedHead(CachedHead):
         if (many := len(following) - 1) >= CHAIN_ROWS:
             self._engine.fill(self.cache, following[:many], held)
             following, held = following[many:], held + many
-        drafted = self._engine.sample_chain(self.cache, following, held, count, sampler, self._tokens, threshold)
+        drafted = self._engine.sample_chain(self.cache, following, held, len(limits), sampler, self._tokens, limits)
         if drafted is not None:
             sampler.ids = self.ids
             self._end = self.cache.length

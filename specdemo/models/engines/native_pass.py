@@ -148,7 +148,7 @@ class NativeChain(NativePass):
         self._chain = ChainStruct()
         self._sampling: SamplingParams | None = None
         self._logits = self._candidates = torch.empty(0)
-        self._tokens = self._uniforms = self._peaks = self._chosen = _integers(0)
+        self._tokens = self._uniforms = self._peaks = self._chosen = self._limits = _integers(0)
 
     def attach(self, cache: NativeCache, model: ModelStruct, angles: tuple[Tensor, Tensor]) -> None:
         """Describe the layout of `cache`."""
@@ -166,7 +166,7 @@ class NativeChain(NativePass):
         uniforms: list[float],
         count: int,
         ids: Tensor | None,
-        threshold: float,
+        limits: Sequence[float],
     ) -> list[int]:
         """Sample at most `count` tokens; see `NativeEngine.sample_chain`."""
         text, chain = self._text, self._chain
@@ -177,10 +177,10 @@ class NativeChain(NativePass):
         self._set_call(rows, cache.threads)
         chain.vocab = vocab = sampler.vocab_size if ids is None else ids.shape[0]
         chain.ids = None if ids is None else ids.data_ptr()
-        chain.least_reach = threshold
         chain.count = count
         if vocab > len(self._logits) or count > len(self._tokens):
             self._allocate(count)
+        self._limits[:count] = limits or [0.0] * count
         if sampler.sampling is not self._sampling:
             self._sampling = sampler.sampling
             chain.sampling = sampler.sampling.struct
@@ -200,7 +200,7 @@ class NativeChain(NativePass):
         size, outputs = max(count, _TOKENS), doubled(self._model.head.outputs)
         self._logits, self._candidates = torch.empty(2, outputs, dtype=torch.float32)
         self._tokens = _integers(size)
-        self._peaks, self._chosen = (ctypes.c_float * size)(), (ctypes.c_float * size)()
+        self._peaks, self._chosen, self._limits = ((ctypes.c_float * size)() for _ in range(3))
         self._uniforms = (ctypes.c_double * size)()
         self.struct.logits = self._logits.data_ptr()
         self._chain.scratch = self._candidates.data_ptr()
@@ -208,3 +208,4 @@ class NativeChain(NativePass):
         self._chain.uniforms = ctypes.addressof(self._uniforms)
         self._chain.peaks = ctypes.addressof(self._peaks)
         self._chain.chosen = ctypes.addressof(self._chosen)
+        self._chain.least_reach = ctypes.addressof(self._limits)

@@ -168,18 +168,16 @@ class TorchCachedHead(CachedHead):
             self.end += 1
             return self.head.logits(self, token)
 
-    def sample_chain(
-        self, tokens: Sequence[int], sampler: ChainSampler, count: int, threshold: float
-    ) -> list[int] | None:
-        return self._added(tokens, partial(self._replay_chain, sampler, count, threshold))
+    def sample_chain(self, tokens: Sequence[int], sampler: ChainSampler, limits: Sequence[float]) -> list[int] | None:
+        return self._added(tokens, partial(self._replay_chain, sampler, limits))
 
     @torch.inference_mode()
     def _replay_chain(
-        self, sampler: ChainSampler, count: int, threshold: float, following: list[int], states: Tensor, held: int
+        self, sampler: ChainSampler, limits: Sequence[float], following: list[int], states: Tensor, held: int
     ) -> list[int] | None:
         """Add committed rows and draft after them, if a chain is recorded."""
         cache, device = self.cache, self.head.device
-        chain = cache.chain_for(sampler, count)
+        chain = cache.chain_for(sampler, len(limits))
         recording = None if chain is None else cache.recorder.recording(cache.capacity, chain)
         if chain is None or recording is None or held + len(following) + chain.length > cache.capacity:
             return None
@@ -200,7 +198,7 @@ class TorchCachedHead(CachedHead):
         values += [cache.slots[held : held + rows], cache.slots[n - 1 : n], torch.tensor([size], device=device)]
         if self.ids is not None:
             values.append(self.all_ids)
-        drafted = replay_chain(recording, values, sampler, count, size, threshold)
+        drafted = replay_chain(recording, values, sampler, size, limits)
         if drafted is not None:
             self.end += max(0, len(drafted) - 1)
         return drafted

@@ -162,14 +162,19 @@ def speedup_chart(rows: Sequence[BenchRow]) -> str:
 
     def name(row: BenchRow) -> str:
         lane = row.lane if len(temperatures) > 1 else row.lane.rpartition(" ")[0]
-        return f"{visible_recipe(lane).replace('gamma=', 'γ ')}, {row.kind}"
+        return f"{visible_recipe(lane).replace('gamma=', 'γ ')}, {row.kind}, n {row.prompts}"
 
     by_class: dict[str, list[tuple[float, float]]] = {PLAIN: [(0, 1.0)]}
     for i, row in enumerate(compared, 1):
         by_class.setdefault(row.kind, []).append((i, row.speedup or 0.0))
     names = [PLAIN, *map(name, compared)]
     return chart(
-        "Speed-up over the baseline", "recipe and class", "speed-up", by_category("bar", by_class), names, "bench-plot"
+        "Speed-up over the baseline",
+        "recipe and class (n: prompts)",
+        "speed-up",
+        by_category("bar", by_class),
+        names,
+        "bench-plot",
     )
 
 
