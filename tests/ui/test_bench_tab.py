@@ -19,7 +19,7 @@ from specdemo.recipe import Recipe
 from specdemo.ui.frames import Run
 from specdemo.ui.lane import SPEC
 from specdemo.ui.limits import HostLimits
-from specdemo.ui.measurements import start_pairs_bench
+from specdemo.ui.measurements import pairs_bench_job
 from specdemo.ui.method_names import with_method_names
 from specdemo.ui.service import Service
 from specdemo.ui.tabs.bench import (
@@ -174,7 +174,7 @@ def test_limits_of_the_host_apply(limits: HostLimits, words: str) -> None:
     service = Service(ModelPool(), lambda *_: iter(()), limits)  # type: ignore[arg-type, return-value]
     try:
         with pytest.raises(UserError, match=re.escape(words)):
-            start_pairs_bench(service, *chosen("bundled"), "visitor", "address")
+            pairs_bench_job(service, *chosen("bundled"))
         assert service.worker.active == 0
     finally:
         service.worker.close()
