@@ -117,7 +117,8 @@ class Run:
     def _end(self, name: str, end: End, repeated: bool) -> None:
         failed = end.reason not in ENDS
         if not (repeated and failed):
-            self.speeds[name].append(speed(end.metrics, linked(self.lanes)) or 0.0)
+            self.speeds[name] += end.pair_speeds or [speed(end.metrics, linked(self.lanes)) or 0.0]
+            self.pairs = max(self.pairs, len(end.pair_speeds))  # of an opened trace
         ends = [lane.end for lane in self.lanes.values() if lane.end]
         if self.repeats_short and not repeated and len(ends) == len(self.lanes):
             self.pairs = SHORT_PAIRS if is_short([ended.metrics for ended in ends]) else 1
@@ -166,6 +167,8 @@ class Run:
             if lane.begun and not lane.ended:
                 end = End("error" if error else "cancelled", error or INTERRUPTED, lane.metrics)
                 self.size += len(lane.add(end))
+        for name, lane in self.lanes.items():
+            lane.record_speeds(self.speeds[name])
         try:
             self._summary = {**summarise(self.lanes, self.speeds), "figures": self._figures()}
         finally:
