@@ -23,7 +23,10 @@ from specdemo.worker import Stopped
 MAX_TOKENIZER_BYTES = 64_000_000  # of files other than weights
 _MAX_COMMAS, _MAX_BRACKETS = 4_000_000, 2_000_000
 _MAX_DEPTH = 50
-_READ = ("*.json", "*.txt", "*.model", "*.spm", "*.bpe", "*.jinja", "*.safetensors")
+_READ = (  # files of `transformers`
+    *("*config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "*vocab*", "merges.txt"),
+    *("chat_template*", "*.jinja", "*.model", "*.spm", "*.bpe", "*.safetensors", "*.safetensors.index.json"),
+)
 _TEMPLATES = "additional_chat_templates"
 _MAX_WEIGHTS_PER_BYTE, _SMALL_MODEL = 8, 1_000_000
 _ATTENTION = re.compile(r"_?(attn|experts)_implementation(_internal)?")

@@ -191,6 +191,12 @@ def test_changed_files_give_a_model_or_a_sentence(name: str, data: st.DataObject
             refusal(function, spec)
 
 
+def test_files_that_are_not_read_may_be_large(folder: Path) -> None:
+    (folder / "corpus.json").touch()
+    lengthened("corpus.json", 1 << 33)(folder)
+    load(ModelSpec(str(folder), "float32", device="cpu"))
+
+
 def test_transformers_path_names_wrong_tensors(folder: Path) -> None:
     without_layer(folder)
     extra = {"model.extra.weight": torch.zeros(2), HEAD: torch.zeros(7, 64)}
